@@ -1,0 +1,26 @@
+// The row kernels compiled for AVX2. Standard headers come first, compiled for the baseline: a function from them that the
+// linker shares between object files must run on every CPU.
+#include "../math/exponential.h"
+#include "segment.h"
+
+#if GRADSCALE_X86_VARIANTS
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#define GRADSCALE_VARIANT avx2
+#include "rows.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+gradscale::RowKernels gradscale::row_kernels_avx2() {
+  return {gradscale::avx2::run_rows, gradscale::avx2::decode_rows};
+}
+#endif

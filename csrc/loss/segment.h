@@ -1,0 +1,126 @@
+// What the kernels of the multi-step loss see: plain numbers and pointers, no tensors.
+//
+// To add a head: give it a Kind, write its row functor in rows.h (loss and gradient of one row), name it in the switch
+// there and in head_from_table (heads.h), and add the dataclass to gradscale_ext/heads.py and its formula to
+// gradscale_ext/reference.py.
+#pragma once
+
+#include "../math/element.h"
+#include "../math/support.h"
+
+namespace gradscale {
+
+enum class Kind : int32_t { two_hot = 0, soft_cross_entropy = 1, mean_squared_error = 2 };
+
+// What the user says about one head: the dataclass of gradscale_ext/heads.py as numbers.
+struct Head {
+  Kind kind;
+  int32_t first_step;
+  double weight;
+  Support support; // two_hot: the support; mean_squared_error: transform and eps of the target
+};
+
+// A [B] or [B, n] slab of scalars in the type that losses are given in.
+struct Slab {
+  void* data = nullptr; // null: not wanted
+  int64_t stride = 0;
+  bool is_double = false;
+
+  GRADSCALE_HOST_DEVICE void store(int64_t row, double value) const {
+    if (is_double) {
+      static_cast<double*>(data)[row * stride] = value;
+    } else {
+      static_cast<float*>(data)[row * stride] = static_cast<float>(value);
+    }
+  }
+  GRADSCALE_HOST_DEVICE double load(int64_t row) const {
+    return is_double ? static_cast<const double*>(data)[row * stride] : static_cast<const float*>(data)[row * stride];
+  }
+};
+
+// Rows of `width` elements, one a sample, whose elements are contiguous; rows may be any distance apart.
+struct Rows {
+  void* data = nullptr;
+  int64_t stride = 0; // elements from one sample to the next
+  Element element = Element::float32;
+};
+
+// A head at a step: B rows of predictions with their targets.
+struct Segment {
+  const Head* head;
+  int64_t step; // 0 is the root
+  int64_t width;
+  Rows prediction;
+  Rows target;
+  Rows gradient; // data is null where no gradient is wanted
+  Slab loss;
+  Slab expected; // decoded prediction, where the head has one
+};
+
+// Weight of a sample at a step; null data means 1.
+struct StepWeight {
+  Slab values;
+  int64_t step_stride = 0;
+
+  GRADSCALE_HOST_DEVICE double at(int64_t row, int64_t step) const {
+    if (values.data == nullptr) {
+      return 1.0;
+    }
+    Slab of_step = values;
+    const int64_t offset = step * step_stride * (values.is_double ? 8 : 4);
+    of_step.data = static_cast<char*>(values.data) + offset;
+    return of_step.load(row);
+  }
+};
+
+struct StepMask {
+  const bool* data = nullptr; // null: nothing is masked
+  int64_t stride = 0;
+  int64_t step_stride = 0;
+
+  GRADSCALE_HOST_DEVICE bool keeps(int64_t row, int64_t step) const {
+    return data == nullptr || data[row * stride + step * step_stride];
+  }
+};
+
+// What a row's gradient is multiplied by: head weight, reduction, and the weights of its step and sample.
+struct Coefficients {
+  double factor;
+  StepWeight step_weights;
+  StepWeight step_gradient_scale;
+  StepWeight importance_weights; // step_stride 0
+  StepMask mask;
+
+  GRADSCALE_HOST_DEVICE double at(int64_t row, int64_t step) const {
+    return factor * step_weights.at(row, step) * step_gradient_scale.at(row, step) * importance_weights.at(row, 0);
+  }
+};
+
+// Rows begin..end of a segment: loss, decoded prediction and gradient. `scratch` holds scratch_elements(width) doubles.
+using RunRows = void (*)(const Segment&, const Coefficients&, int64_t begin, int64_t end, double* scratch);
+
+// Rows are padded to whole vectors of this many elements: 64 bytes of float.
+constexpr int64_t kLanes = 16;
+
+inline int64_t padded_width(int64_t width) {
+  return (width + kLanes - 1) / kLanes * kLanes;
+}
+
+inline int64_t scratch_elements(int64_t width) {
+  return 2 * padded_width(width);
+}
+
+// Softmax, expectation and inverse transform of `count` rows of logits.
+using DecodeRows = void (*)(const Rows& logits, int64_t width, const Support&, Slab out, int64_t begin, int64_t end, double* scratch);
+
+// The CPU kernels as compiled for one instruction set.
+struct RowKernels {
+  RunRows run;
+  DecodeRows decode;
+};
+
+RowKernels row_kernels_default();
+RowKernels row_kernels_avx2();
+RowKernels row_kernels_avx512();
+
+} // namespace gradscale

@@ -1,0 +1,62 @@
+// Value transforms of one scalar, in the forms that lose no digits near zero.
+//
+//   signed_hyperbolic  h(x) = sign(x)(sqrt(|x|+1) - 1) + eps x     (Pohlen et al. 2018, appendix of MuZero)
+//   signed_parabolic   its inverse
+//   symlog, symexp     sign(x) log(1+|x|) and its inverse           (DreamerV3)
+#pragma once
+
+#include "../port/port.h"
+
+namespace gradscale {
+
+enum class Transform : int32_t { identity = 0, signed_hyperbolic = 1, symlog = 2 };
+
+// sqrt(a+1) - 1 = a / (sqrt(a+1) + 1) has no cancellation, and the sign is carried by x itself.
+template <class T>
+GRADSCALE_HOST_DEVICE T signed_hyperbolic(T x, T eps) {
+  return x * (T(1) / (std::sqrt(std::abs(x) + T(1)) + T(1)) + eps);
+}
+
+// With v = 2y / (sqrt(1 + 4 eps (|y|+1+eps)) + 1 + 2 eps) the inverse is v(|v| + 2): again a form without cancellation.
+template <class T>
+GRADSCALE_HOST_DEVICE T signed_parabolic(T y, T eps) {
+  const T root = std::sqrt(T(1) + T(4) * eps * (std::abs(y) + T(1) + eps));
+  const T v = T(2) * y / (root + T(1) + T(2) * eps);
+  return v * (std::abs(v) + T(2));
+}
+
+template <class T>
+GRADSCALE_HOST_DEVICE T symlog(T x) {
+  return std::copysign(std::log1p(std::abs(x)), x);
+}
+
+template <class T>
+GRADSCALE_HOST_DEVICE T symexp(T y) {
+  return std::copysign(std::expm1(std::abs(y)), y);
+}
+
+template <class T>
+GRADSCALE_HOST_DEVICE T transform_value(Transform transform, T x, T eps) {
+  switch (transform) {
+    case Transform::signed_hyperbolic:
+      return signed_hyperbolic(x, eps);
+    case Transform::symlog:
+      return symlog(x);
+    default:
+      return x;
+  }
+}
+
+template <class T>
+GRADSCALE_HOST_DEVICE T inverse_transform_value(Transform transform, T y, T eps) {
+  switch (transform) {
+    case Transform::signed_hyperbolic:
+      return signed_parabolic(y, eps);
+    case Transform::symlog:
+      return symexp(y);
+    default:
+      return y;
+  }
+}
+
+} // namespace gradscale

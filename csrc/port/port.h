@@ -1,0 +1,33 @@
+// What lets one formula compile for the GPU and for the CPU: the only header that files in math/ include.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define GRADSCALE_HOST_DEVICE __host__ __device__ __forceinline__
+#elif defined(__GNUC__)
+#define GRADSCALE_HOST_DEVICE inline __attribute__((always_inline))
+#else
+#define GRADSCALE_HOST_DEVICE inline
+#endif
+
+// Variants for newer x86-64 instruction sets are compiled beside the baseline and chosen when the program runs.
+#if defined(__x86_64__) && defined(__GNUC__)
+#define GRADSCALE_X86_VARIANTS 1
+#else
+#define GRADSCALE_X86_VARIANTS 0
+#endif
+
+namespace gradscale {
+
+template <class To, class From>
+GRADSCALE_HOST_DEVICE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+} // namespace gradscale

@@ -1,0 +1,54 @@
+// Which tensors, and in which context, the kernels read directly.
+#pragma once
+
+#include "math/element.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+namespace gradscale {
+
+// Whether the kernels have an Element for the tensor's dtype.
+inline bool has_element(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+    case at::kFloat:
+    case at::kBFloat16:
+    case at::kHalf:
+      return true;
+    default:
+      return false;
+  }
+}
+
+inline Element element_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return Element::float64;
+    case at::kBFloat16:
+      return Element::bfloat16;
+    case at::kHalf:
+      return Element::float16;
+    default:
+      return Element::float32;
+  }
+}
+
+// Autograd and autocast are all that the kernels know of: they run under no transform, tracer or dispatch mode, and not
+// below autograd (inference mode, the body of an operator).
+inline bool ordinary_context() {
+  const c10::DispatchKeySet known = c10::default_included_set | c10::autocast_dispatch_keyset;
+  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  return (local.included_ - known).empty() && !local.excluded_.has_any(c10::autograd_dispatch_keyset) &&
+      !c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
+// A strided CPU tensor of PyTorch's own class, without a forward-mode tangent.
+inline bool ordinary_tensor(const at::Tensor& tensor) {
+  const c10::DispatchKeySet known(
+      {c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU});
+  return (tensor.key_set() - known).empty() && !tensor._fw_grad(/*level=*/0).defined();
+}
+
+} // namespace gradscale

@@ -1,0 +1,128 @@
+#include "l2_loss.h"
+
+#include "../autograd.h"
+#include "../tensor_element.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <algorithm>
+
+namespace gradscale {
+
+namespace {
+
+namespace autograd = torch::autograd;
+
+constexpr int64_t kChunk = 16384; // elements summed in one piece, in float for float and half types
+constexpr int kLanes = 16;
+
+struct Chunk {
+  const void* data;
+  int64_t size;
+  Element element;
+};
+
+double sum_of_squares(const Chunk& chunk) {
+  double total = 0;
+  dispatch_element(chunk.element, [&](auto type) {
+    using T = decltype(type);
+    using A = typename AccumulateType<T>::type;
+    const T* data = static_cast<const T*>(chunk.data);
+    A lanes[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= chunk.size; i += kLanes) {
+#pragma omp simd
+      for (int k = 0; k < kLanes; ++k) {
+        const A value = to_accumulate(data[i + k]);
+        lanes[k] += value * value;
+      }
+    }
+    for (; i < chunk.size; ++i) {
+      const A value = to_accumulate(data[i]);
+      lanes[0] += value * value;
+    }
+    for (const A lane : lanes) {
+      total += static_cast<double>(lane);
+    }
+  });
+  return total;
+}
+
+struct L2LossBackward : public autograd::Node {
+  std::vector<autograd::SavedVariable> parameters;
+  double weight = 1;
+  bool released = false;
+
+  std::string name() const override {
+    return "L2LossBackward";
+  }
+
+  void release_variables() override {
+    parameters.clear();
+    released = true;
+  }
+
+  autograd::variable_list apply(autograd::variable_list&& inputs) override {
+    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
+    autograd::variable_list result(parameters.size());
+    if (!inputs[0].defined()) {
+      return result;
+    }
+    const at::Tensor factor = inputs[0].mul(weight);
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (should_compute_output(i)) {
+        const at::Tensor parameter = parameters[i].unpack();
+        result[i] = parameter.mul(factor).to(parameter.scalar_type());
+      }
+    }
+    return result;
+  }
+};
+
+} // namespace
+
+at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight) {
+  bool is_double = false;
+  std::vector<at::Tensor> contiguous;
+  std::vector<Chunk> chunks;
+  for (const at::Tensor& parameter : parameters) {
+    is_double = is_double || parameter.scalar_type() == at::kDouble;
+    // Any dense order will do: a sum of squares does not care.
+    contiguous.push_back(
+        parameter.is_non_overlapping_and_dense() ? parameter.detach() : parameter.detach().contiguous());
+    const at::Tensor& dense = contiguous.back();
+    const auto* data = static_cast<const char*>(dense.const_data_ptr());
+    for (int64_t begin = 0; begin < dense.numel(); begin += kChunk) {
+      chunks.push_back(
+          {data + begin * dense.element_size(), std::min(kChunk, dense.numel() - begin), element_of(dense)});
+    }
+  }
+  std::vector<double> partial(chunks.size());
+  at::parallel_for(0, static_cast<int64_t>(chunks.size()), /*grain_size=*/8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      partial[i] = sum_of_squares(chunks[i]);
+    }
+  });
+  double sum = 0; // in the order of the tensors, whatever the number of threads
+  for (const double part : partial) {
+    sum += part;
+  }
+  at::Tensor loss = at::empty({}, at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat));
+  loss.fill_(0.5 * weight * sum);
+  if (at::GradMode::is_enabled() && autograd::any_variable_requires_grad(parameters)) {
+    L2LossBackward* node = nullptr;
+    const NodePtr handle = make_node(node);
+    node->weight = weight;
+    for (const at::Tensor& parameter : parameters) {
+      node->add_next_edge(parameter.requires_grad() ? autograd::impl::gradient_edge(parameter) : autograd::Edge());
+      node->parameters.emplace_back(parameter, /*is_output=*/false);
+    }
+    autograd::set_history(loss, handle);
+  }
+  return loss;
+}
+
+} // namespace gradscale

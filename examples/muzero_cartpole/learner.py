@@ -1,0 +1,80 @@
+"""The learner step, as in the pseudocode of MuZero (Schrittwieser et al. 2020, `update_weights`)."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import gradscale_ext as gs
+from networks import SUPPORT, MuZeroNetwork
+from replay import Batch
+
+LossFunction = Callable[..., Any]
+
+
+def make_loss(implementation: str) -> LossFunction:
+    """The loss of value, reward and policy: `"fused"`, or `"reference"` for the same in plain PyTorch."""
+    loss_function = gs.MultiStepLoss(
+        value=gs.TwoHot(SUPPORT, weight=0.25),  # the weight of the paper for reanalysed or prioritised replay
+        reward=gs.TwoHot(SUPPORT, first_step=1),  # no reward leads to the root
+        policy=gs.SoftCrossEntropy(),
+    )
+    if implementation == "reference":
+        return functools.partial(gs.reference.multi_step_loss, loss_function.heads)
+    return loss_function
+
+
+def make_optimizer(network: MuZeroNetwork, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(network.parameters(), lr=learning_rate, fused=True)
+
+
+def update_weights(
+    network: MuZeroNetwork,
+    optimizer: torch.optim.Optimizer,
+    loss_function: LossFunction,
+    batch: Batch,
+    weight_decay: float,
+) -> Any:
+    """One learner step: unrolls the model along the actions of the batch and fits all its predictions to the targets.
+
+    The gradient of every recurrent step counts 1/K, and the hidden state's is halved at each, as in the pseudocode.
+    """
+    predictions = gs.unroll(network.initial_inference, network.recurrent_inference, batch.observation, batch.actions)
+    output = loss_function(
+        predictions,
+        batch.targets,
+        step_gradient_scale="unroll",
+        importance_weights=batch.importance_weights,
+        mask=batch.mask,
+    )
+    loss = output.loss + gs.l2_loss(network, weight_decay)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return output
+
+
+def time_learner_step(
+    network: MuZeroNetwork, batches: list[Batch], learning_rate: float, weight_decay: float, repetitions: int
+) -> dict[str, float]:
+    """Median time in ms of a learner step with each implementation of the loss, on copies of the network, in turns."""
+    milliseconds: dict[str, list[float]] = {"fused": [], "reference": []}
+    learners = {}
+    for implementation in milliseconds:
+        copied = copy.deepcopy(network)
+        learners[implementation] = (copied, make_optimizer(copied, learning_rate), make_loss(implementation))
+    warm_up = 10
+    for repetition in range(warm_up + repetitions):
+        batch = batches[repetition % len(batches)]
+        for implementation, learner in learners.items():
+            start = time.perf_counter()
+            update_weights(*learner, batch, weight_decay)
+            if repetition >= warm_up:
+                milliseconds[implementation].append(1e3 * (time.perf_counter() - start))
+    return {implementation: statistics.median(times) for implementation, times in milliseconds.items()}

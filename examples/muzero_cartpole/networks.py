@@ -1,0 +1,70 @@
+"""The networks of MuZero: representation, dynamics and prediction.
+
+Schrittwieser et al., "Mastering Atari, Go, chess and shogi by planning with a learned model", Nature 588 (2020),
+Methods, "Network input" and "Network architecture".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import gradscale_ext as gs
+
+# Value and reward are categorical. The returns of CartPole stay below 1 / (1 - discount) = 333, which the transform of
+# the paper takes to 17.6; the bins lie a quarter apart. Symmetric, so that uniform logits mean exactly 0.
+SUPPORT = gs.Support(-20, 20, 161)
+
+Outputs = dict[str, Tensor]
+
+
+class MuZeroNetwork(nn.Module):
+    """Representation h, dynamics g and prediction f as small multilayer perceptrons.
+
+    The search and `gs.unroll` call `initial_inference` and `recurrent_inference`. Both return the outputs of the heads,
+    which are logits, and the hidden state `[B, hidden_size]`.
+    """
+
+    def __init__(self, observation_size: int, num_actions: int, hidden_size: int, layer_size: int) -> None:
+        super().__init__()
+        self.num_actions = num_actions
+        self.representation = perceptron(observation_size, layer_size, hidden_size)
+        self.dynamics = perceptron(hidden_size + num_actions, layer_size, hidden_size)
+        self.reward = head(hidden_size, layer_size, SUPPORT.num_bins)
+        self.value = head(hidden_size, layer_size, SUPPORT.num_bins)
+        self.policy = head(hidden_size, layer_size, num_actions)
+
+    def initial_inference(self, observation: Tensor) -> tuple[Outputs, Tensor]:
+        """Observation `[B, observation_size]` to value and policy of the root, and its hidden state."""
+        hidden = scale_to_unit_interval(self.representation(observation))
+        return {"value": self.value(hidden), "policy": self.policy(hidden)}, hidden
+
+    def recurrent_inference(self, hidden: Tensor, action: Tensor) -> tuple[Outputs, Tensor]:
+        """Hidden state and action `[B]` (int64) to reward, value and policy one step on, and the hidden state there."""
+        one_hot_action = functional.one_hot(action, self.num_actions).to(hidden.dtype)
+        hidden = scale_to_unit_interval(self.dynamics(torch.cat((hidden, one_hot_action), dim=-1)))
+        outputs = {"reward": self.reward(hidden), "value": self.value(hidden), "policy": self.policy(hidden)}
+        return outputs, hidden
+
+
+def perceptron(input_size: int, layer_size: int, output_size: int) -> nn.Sequential:
+    """A perceptron with one hidden layer."""
+    return nn.Sequential(
+        nn.Linear(input_size, layer_size), nn.LayerNorm(layer_size), nn.ReLU(), nn.Linear(layer_size, output_size)
+    )
+
+
+def head(input_size: int, layer_size: int, output_size: int) -> nn.Sequential:
+    """A perceptron whose outputs are 0 at first, so that policies begin uniform, and values and rewards at 0."""
+    layers = perceptron(input_size, layer_size, output_size)
+    nn.init.zeros_(layers[-1].weight)
+    nn.init.zeros_(layers[-1].bias)
+    return layers
+
+
+def scale_to_unit_interval(hidden: Tensor) -> Tensor:
+    """Scales the hidden state of every sample to 0..1, the range of the action that the dynamics see beside it."""
+    minimum = hidden.amin(dim=-1, keepdim=True)
+    maximum = hidden.amax(dim=-1, keepdim=True)
+    return (hidden - minimum) / (maximum - minimum + 1e-5)

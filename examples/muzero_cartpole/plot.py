@@ -1,0 +1,47 @@
+"""The picture of a run: the returns of its episodes, and of the evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from numpy.typing import NDArray
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402  (the backend must be chosen first)
+
+WINDOW = 50  # episodes of the moving average
+
+
+def plot_learning_curve(
+    path: Path, title: str, curve: list[tuple[int, float]], evaluation: NDArray[np.float64]
+) -> None:
+    """Writes a PNG: episodes as dots over the environment steps, their moving average, and the evaluation's mean."""
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    if curve:
+        steps, returns = np.asarray(curve, dtype=float).T
+        axes.scatter(steps, returns, s=9, alpha=0.3, color="tab:blue", linewidths=0, label="episode of self-play")
+        axes.plot(steps, moving_average(returns), color="tab:blue", linewidth=2, label=f"mean of {WINDOW} episodes")
+    axes.axhline(
+        evaluation.mean(),
+        color="tab:orange",
+        linestyle="--",
+        label=f"evaluation: mean of {len(evaluation)} episodes, {evaluation.mean():.1f}",
+    )
+    axes.set(title=title, xlabel="environment steps", ylabel="return", ylim=(0, 520), xlim=(0, None))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(alpha=0.25)
+    axes.legend(loc="lower right", framealpha=0.9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Mean of the last `WINDOW` values, of fewer at the beginning."""
+    sums = np.append(0, values.cumsum())
+    end = np.arange(1, len(values) + 1)
+    start = np.maximum(end - WINDOW, 0)
+    return (sums[end] - sums[start]) / (end - start)

@@ -1,0 +1,166 @@
+"""Prioritised replay, and the targets of MuZero.
+
+Schaul et al., "Prioritized experience replay", ICLR 2016; Schrittwieser et al. 2020, Methods, "Training", and `make_target`
+of its pseudocode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import gradscale_ext as gs
+
+
+@dataclass
+class Episode:
+    """An episode as it was played, an entry for every transition."""
+
+    observations: list[NDArray[np.float32]] = field(default_factory=list)
+    actions: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    search_policies: list[NDArray[np.float32]] = field(default_factory=list)
+    search_values: list[float] = field(default_factory=list)
+    terminated: bool = False  # by the rules of the environment, not by its time limit
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+
+def n_step_returns(
+    rewards: list[float], search_values: list[float], final_value: float, bootstrap_steps: int, discount: float
+) -> NDArray[np.float32]:
+    """z_t = r_t + γ r_{t+1} + … + γ^(n-1) r_{t+n-1} + γ^n ν_{t+n}, with ν the value that the search found.
+
+    Args:
+        rewards: r, of L transitions.
+        search_values: ν of the states that they begin in.
+        final_value: ν of the state after the last of them: 0 if the episode terminated there. Returns that reach the end
+            of the episode bootstrap from it.
+        bootstrap_steps: n.
+        discount: γ.
+    """
+    length = len(rewards)
+    values = np.append(search_values, final_value)
+    start = np.arange(length)
+    end = np.minimum(start + bootstrap_steps, length)
+    discounted_rewards = np.asarray(rewards) * discount**start
+    sums = np.append(0, np.cumsum(discounted_rewards))
+    returns = (sums[end] - sums[start]) / discount**start + discount ** (end - start) * values[end]
+    return returns.astype(np.float32)
+
+
+@dataclass
+class Batch:
+    """B positions from the replay buffer, with the K actions that followed, and targets for T = K + 1 predictions."""
+
+    index: NDArray[np.int64]  # [B], where the positions lie in the replay buffer
+    observation: Tensor  # [B, observation_size]
+    actions: Tensor  # [B, K], int64
+    targets: dict[str, Tensor]  # value [B, T], reward [B, K] (the root has none), policy [B, T, A]
+    mask: dict[str, Tensor]  # [B, T], bool: which of the targets are there
+    importance_weights: Tensor  # [B]
+
+
+class ReplayBuffer:
+    """A ring of transitions, from which positions are drawn by their priorities."""
+
+    def __init__(
+        self,
+        capacity: int,
+        observation_size: int,
+        num_actions: int,
+        unroll_steps: int,
+        priority_exponent: float,
+        importance_exponent: float,
+    ) -> None:
+        self.capacity = capacity
+        self.num_actions = num_actions
+        self.unroll_steps = unroll_steps
+        self.priority_exponent = priority_exponent
+        self.importance_exponent = importance_exponent
+        self.num_added = 0
+        self.observation = np.zeros((capacity, observation_size), dtype=np.float32)
+        self.action = np.zeros(capacity, dtype=np.int64)
+        self.reward = np.zeros(capacity, dtype=np.float32)
+        self.policy = np.zeros((capacity, num_actions), dtype=np.float32)
+        self.value = np.zeros(capacity, dtype=np.float32)
+        self.steps_left = np.zeros(capacity, dtype=np.int64)  # transitions up to the episode's end, this one included
+        self.terminated = np.zeros(capacity, dtype=bool)  # whether that end is a termination
+        self.priority = np.zeros(capacity, dtype=np.float64)  # to the power of the priority exponent
+
+    def __len__(self) -> int:
+        return min(self.num_added, self.capacity)
+
+    def add(self, episode: Episode, value_targets: NDArray[np.float32]) -> None:
+        """Adds an episode. Its first priorities are those of the paper, |ν - z| with the value ν of the search."""
+        index = (self.num_added + np.arange(len(episode))) % self.capacity
+        self.observation[index] = episode.observations
+        self.action[index] = episode.actions
+        self.reward[index] = episode.rewards
+        self.policy[index] = episode.search_policies
+        self.value[index] = value_targets
+        self.steps_left[index] = np.arange(len(episode), 0, -1)
+        self.terminated[index] = episode.terminated
+        self.update_priorities(
+            index, torch.tensor(episode.search_values)[:, None], torch.from_numpy(value_targets)[:, None]
+        )
+        self.num_added += len(episode)
+
+    def update_priorities(self, index: NDArray[np.int64], expected_value: Tensor, value_targets: Tensor) -> None:
+        """Sets the priorities of positions: expected values and targets are `[B, T]`, of which the root counts."""
+        priority = gs.priorities(expected_value, value_targets, steps="first", alpha=self.priority_exponent, eps=1e-3)
+        self.priority[index] = priority.numpy()
+
+    def sample(self, batch_size: int, generator: np.random.Generator) -> Batch:
+        """Draws positions i with P(i) = p_i / Σp, and weights (N P(i))^-β, the largest of the batch scaled to 1."""
+        cumulated = np.cumsum(self.priority[: len(self)])
+        draws = generator.random(batch_size) * cumulated[-1]
+        index = np.minimum(np.searchsorted(cumulated, draws, side="right"), len(self) - 1)
+        probability = self.priority[index] / cumulated[-1]
+        weights = (len(self) * probability) ** -self.importance_exponent
+        position, inside, absorbing = self.window(index)
+        targets = {
+            "value": np.where(inside, self.value[position], 0),
+            "reward": np.where(inside, self.reward[position], 0)[:, :-1],
+            "policy": self.policy[position],
+        }
+        # Prediction k of the reward is for transition k - 1; the mask's first column belongs to the root and is not used.
+        known = inside | absorbing
+        mask = {"value": known, "reward": np.roll(known, 1, axis=1), "policy": inside}
+        random_actions = generator.integers(self.num_actions, size=position.shape)
+        actions = np.where(inside, self.action[position], random_actions)[:, :-1]
+        return Batch(
+            index=index,
+            observation=torch.from_numpy(self.observation[index]),
+            actions=torch.from_numpy(actions),
+            targets={name: torch.from_numpy(target) for name, target in targets.items()},
+            mask={name: torch.from_numpy(head_mask) for name, head_mask in mask.items()},
+            importance_weights=torch.from_numpy((weights / weights.max()).astype(np.float32)),
+        )
+
+    def window(self, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
+        """The T positions from each index on, and which of them are inside the episode or absorbing. `[B, T]` each.
+
+        After a termination states are absorbing: whatever is done there, reward and value are 0, as in the pseudocode.
+        Behind the time limit nothing is known, so these positions are neither.
+        """
+        steps = np.arange(self.unroll_steps + 1)
+        position = (index[:, None] + steps) % self.capacity
+        inside = steps < self.steps_left[index, None]
+        absorbing = ~inside & self.terminated[index, None]
+        return position, inside, absorbing
+
+    def state_dict(self) -> dict[str, Any]:
+        arrays = {name: value[: len(self)] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return {"num_added": self.num_added, "arrays": arrays}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_added = state["num_added"]
+        for name, value in state["arrays"].items():
+            getattr(self, name)[: len(self)] = value

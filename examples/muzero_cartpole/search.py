@@ -1,0 +1,157 @@
+"""Monte Carlo tree search with the learned model, in many environments at once.
+
+The search of MuZero (Schrittwieser et al. 2020, Methods, "Search"): a simulation descends by the pUCT rule to an edge
+that was never taken, lets the networks evaluate the state behind it, and backs the return up along its path. Every
+environment has a tree of its own. All trees do their n-th simulation together, so that it costs one call of the networks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from networks import SUPPORT, MuZeroNetwork, Outputs
+
+Floats = NDArray[np.float32]
+Integers = NDArray[np.int64]
+
+# c1 and c2 of the pUCT rule, as in the paper.
+EXPLORATION_INITIAL = 1.25
+EXPLORATION_BASE = 19652.0
+
+
+@dataclass
+class SearchResult:
+    """What a search found out about the roots."""
+
+    policy: Floats  # [E, A], the share of the simulations that began with each action
+    value: Floats  # [E], the mean return of the simulations
+
+
+@dataclass
+class Evaluation:
+    """What the networks say about a state of every tree."""
+
+    policy: Floats  # [E, A], probabilities
+    value: Floats  # [E]
+    reward: Floats | float  # [E], for the transition into the state; a root has none
+    hidden: Floats  # [E, hidden_size]
+
+
+@dataclass
+class Edges:
+    """An edge of every tree. A descent that reached its leaf repeats its last edge, and is no longer `active`."""
+
+    node: Integers  # [E]
+    action: Integers  # [E]
+    active: NDArray[np.bool_]  # [E]
+
+
+class Trees:
+    """The trees of E environments, as arrays. Node 0 is the root; an edge is the pair of a node and an action."""
+
+    def __init__(self, root: Evaluation, num_simulations: int) -> None:
+        num_environments, num_actions = root.policy.shape
+        nodes = (num_environments, num_simulations + 1)
+        edges = (*nodes, num_actions)
+        self.rows = np.arange(num_environments)
+        self.hidden = np.zeros((*nodes, root.hidden.shape[-1]), dtype=np.float32)
+        self.prior = np.zeros(edges, dtype=np.float32)
+        self.reward = np.zeros(edges, dtype=np.float32)
+        self.visits = np.zeros(edges, dtype=np.float32)
+        self.returns = np.zeros(edges, dtype=np.float32)  # mean over the visits, the edge's own reward included
+        self.child = np.full(edges, -1, dtype=np.int64)  # -1: the edge was never taken
+        self.smallest_return = np.full(num_environments, np.inf, dtype=np.float32)
+        self.largest_return = np.full(num_environments, -np.inf, dtype=np.float32)
+        self.hidden[:, 0] = root.hidden
+        self.prior[:, 0] = root.policy
+
+    def descend(self) -> list[Edges]:
+        """Follows the pUCT rule in every tree, from the root to an edge that was never taken."""
+        node = np.zeros_like(self.rows)
+        active = np.ones(len(self.rows), dtype=bool)
+        path = []
+        while active.any():
+            action = self.scores(node).argmax(axis=-1)
+            path.append(Edges(node, action, active))
+            child = self.child[self.rows, node, action]
+            active = child >= 0
+            node = np.where(active, child, node)
+        return path
+
+    def scores(self, node: Integers) -> Floats:
+        """Q(s, a) + c(s) P(s, a) √N(s) / (1 + N(s, a)), Q scaled to 0..1 by the returns seen in the tree. `[E, A]`."""
+        visits = self.visits[self.rows, node]
+        node_visits = 1 + visits.sum(axis=-1, keepdims=True)
+        exploration = EXPLORATION_INITIAL + np.log((node_visits + EXPLORATION_BASE) / EXPLORATION_BASE)
+        bonus = exploration * self.prior[self.rows, node] * np.sqrt(node_visits) / (1 + visits)
+        smallest = self.smallest_return[:, None]
+        scaled = (self.returns[self.rows, node] - smallest) / np.maximum(self.largest_return[:, None] - smallest, 1e-3)
+        return np.where(visits > 0, scaled, 0) + bonus
+
+    def expand(self, leaf: Edges, node: int, evaluation: Evaluation) -> None:
+        """Adds a node to every tree, behind its leaf edge."""
+        self.child[self.rows, leaf.node, leaf.action] = node
+        self.reward[self.rows, leaf.node, leaf.action] = evaluation.reward
+        self.hidden[:, node] = evaluation.hidden
+        self.prior[:, node] = evaluation.policy
+
+    def back_up(self, path: list[Edges], leaf_value: Floats, discount: float) -> None:
+        """Goes back along the paths, and adds to the mean of every edge the return from there on."""
+        value = leaf_value.copy()
+        for edges in reversed(path):
+            row = self.rows[edges.active]
+            edge = (row, edges.node[row], edges.action[row])
+            value[row] = self.reward[edge] + discount * value[row]
+            self.visits[edge] += 1
+            self.returns[edge] += (value[row] - self.returns[edge]) / self.visits[edge]
+            self.smallest_return[row] = np.minimum(self.smallest_return[row], self.returns[edge])
+            self.largest_return[row] = np.maximum(self.largest_return[row], self.returns[edge])
+
+
+@torch.inference_mode()
+def search(
+    network: MuZeroNetwork,
+    observation: Floats,
+    num_simulations: int,
+    discount: float,
+    noise: Floats | None = None,
+    noise_fraction: float = 0.0,
+) -> SearchResult:
+    """Searches from every observation.
+
+    Args:
+        network: the model to plan with.
+        observation: `[E, observation_size]`, the states to search from.
+        num_simulations: simulations of each search.
+        discount: discount of the return.
+        noise: `[E, A]`, probabilities mixed into the priors of the roots, so that no action is left out for good.
+        noise_fraction: the share of `noise` in the priors.
+    """
+    root = decode(*network.initial_inference(torch.from_numpy(observation)))
+    if noise is not None:
+        root.policy = (1 - noise_fraction) * root.policy + noise_fraction * noise
+    trees = Trees(root, num_simulations)
+    for node in range(1, num_simulations + 1):
+        path = trees.descend()
+        leaf = path[-1]
+        hidden = torch.from_numpy(trees.hidden[trees.rows, leaf.node])
+        evaluation = decode(*network.recurrent_inference(hidden, torch.from_numpy(leaf.action)))
+        trees.expand(leaf, node, evaluation)
+        trees.back_up(path, evaluation.value, discount)
+    policy = trees.visits[:, 0] / num_simulations
+    mean_return = (policy * trees.returns[:, 0]).sum(axis=-1)
+    return SearchResult(policy, (root.value + num_simulations * mean_return) / (1 + num_simulations))
+
+
+def decode(outputs: Outputs, hidden: torch.Tensor) -> Evaluation:
+    """The networks' logits as probabilities and numbers."""
+    return Evaluation(
+        policy=outputs["policy"].softmax(dim=-1).numpy(),
+        value=SUPPORT.decode(outputs["value"]).numpy(),
+        reward=SUPPORT.decode(outputs["reward"]).numpy() if "reward" in outputs else 0.0,
+        hidden=hidden.numpy(),
+    )

@@ -1,0 +1,153 @@
+"""Trains a small MuZero on CartPole-v1, evaluates it, and times its learner step.
+
+Interrupted (Ctrl-C) and started again with the same options, it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import torch
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from configuration import add_options, from_options
+from learner import time_learner_step
+from plot import plot_learning_curve
+from self_play import evaluate
+from training import Training
+
+EVALUATION_EPISODES = 20
+STEPS_PER_CHECKPOINT = 250
+STEPS_PER_LOG = 10
+INTERRUPTED = 130  # the exit status by which shells know that Ctrl-C ended a program
+
+
+class Interruption:
+    """Keeps Ctrl-C waiting until a step is complete; pressed twice, it ends the program at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> Interruption:
+        self.default_handler = signal.signal(signal.SIGINT, self.request)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self.default_handler)
+
+    def request(self, _signal: int, _frame: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, self.default_handler)
+
+
+def main() -> int:
+    options = parse_options()
+    configuration = from_options(options)
+    start = time.perf_counter()
+    # The networks are so small that handing work to a second thread costs more than it saves.
+    torch.set_num_threads(1)
+    directory = options.directory / f"seed{configuration.seed}"
+    checkpoint = directory / "checkpoint.pt"
+    directory.mkdir(parents=True, exist_ok=True)
+    if options.fresh:
+        remove_run(directory)
+    training = Training(configuration)
+    if checkpoint.exists():
+        try:
+            training.load(checkpoint)
+        except ValueError as error:
+            sys.exit(f"error: {error}. Give the same options to go on, another --directory, or --fresh to start anew.")
+    if not train(training, checkpoint, 60 * options.max_minutes):
+        print(f"interrupted after step {training.step_number}; the same command goes on from {checkpoint}")
+        return INTERRUPTED
+    report(training, directory)
+    print(f"time: {training.seconds:.0f} s of training, {time.perf_counter() - start:.0f} s of this command in all")
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("runs/muzero_cartpole"),
+        help="folder for the run's checkpoint, logs and picture, which go to seed<N> in it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-minutes",
+        type=float,
+        default=4.5,
+        metavar="X",
+        help="training ends after so many minutes, also short of its steps (default: %(default)s)",
+    )
+    parser.add_argument("--fresh", action="store_true", help="start anew, and delete what an earlier run left")
+    add_options(parser)
+    return parser.parse_args()
+
+
+def remove_run(directory: Path) -> None:
+    """Deletes the files that an earlier run wrote, and nothing else."""
+    for pattern in ("checkpoint.*", "events.out.tfevents.*", "learning_curve.png"):
+        for path in directory.glob(pattern):
+            path.unlink()
+
+
+def train(training: Training, checkpoint: Path, max_seconds: float) -> bool:
+    """Trains up to the end of the run, or to the time limit. Returns False if Ctrl-C came before."""
+    total = training.configuration.training_steps
+    begun = training.step_number
+    if begun >= total or training.seconds >= max_seconds:
+        print(f"this run has finished: {begun} steps; evaluating it again (--fresh starts anew)")
+        return True
+    print(f"going on from step {begun}" if begun else "starting a run", f"in {checkpoint.parent}")
+    bar = tqdm(total=total, initial=begun, unit="step", mininterval=0.5 if sys.stderr.isatty() else 20)
+    # After a crash the logs may be ahead of the checkpoint; `purge_step` hides what will be written once more.
+    with bar, SummaryWriter(checkpoint.parent, purge_step=begun) as writer, Interruption() as interruption:
+        while training.step_number < total and training.seconds < max_seconds and not interruption.requested:
+            scalars = training.step()
+            bar.update()
+            if training.step_number % STEPS_PER_LOG == 0 or "self_play/return" in scalars:
+                bar.set_postfix_str(f"mean return {training.mean_return():.0f}", refresh=False)
+                for tag, value in scalars.items():
+                    writer.add_scalar(tag, value, training.step_number)
+            if training.step_number % STEPS_PER_CHECKPOINT == 0:
+                training.save(checkpoint)
+        training.save(checkpoint)
+    if training.step_number < total and not interruption.requested:
+        print(f"time is up after step {training.step_number} of {total}")
+    return not interruption.requested
+
+
+def report(training: Training, directory: Path) -> None:
+    """Evaluates, times the learner step, draws the picture, and prints what came out."""
+    settings = training.configuration
+    returns = evaluate(training.network, settings, EVALUATION_EPISODES)
+    picture = directory / "learning_curve.png"
+    plot_learning_curve(picture, f"MuZero on CartPole-v1, seed {settings.seed}", training.curve, returns)
+    generator = np.random.default_rng(settings.seed)
+    batches = [training.replay.sample(settings.batch_size, generator) for _ in range(20)]
+    median = time_learner_step(
+        training.network, batches, settings.learning_rate, settings.weight_decay, repetitions=200
+    )
+    print(
+        f"trained: {training.environment_steps} environment steps, {training.learner_steps} learner steps, "
+        f"{training.processor_seconds:.0f} s of processor time"
+    )
+    print(f"evaluation: {EVALUATION_EPISODES} episodes, mean return {returns.mean():.1f}")
+    print(
+        f"learner step: {median['fused']:.2f} ms with the fused loss, {median['reference']:.2f} ms with the reference, "
+        f"{median['reference'] / median['fused']:.2f} times as long (medians)"
+    )
+    print(f"picture: {picture}")
+    print(f"logs: tensorboard --logdir {directory}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""A training run: everything that changes while the agent learns, and how it is saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from configuration import Configuration, option_name
+from learner import make_loss, make_optimizer, update_weights
+from networks import MuZeroNetwork
+from replay import Batch, ReplayBuffer, n_step_returns
+from self_play import SelfPlay
+
+
+class Training:
+    """Networks, optimizer, replay buffer, environments and random numbers of a run, and its record so far."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        torch.manual_seed(configuration.seed)
+        self.configuration = configuration
+        self.generator = np.random.default_rng(configuration.seed)
+        self.self_play = SelfPlay(configuration, self.generator)
+        observation_size = self.self_play.environments.single_observation_space.shape[0]
+        num_actions = int(self.self_play.environments.single_action_space.n)
+        self.network = MuZeroNetwork(observation_size, num_actions, configuration.hidden_size, configuration.layer_size)
+        self.optimizer = make_optimizer(self.network, configuration.learning_rate)
+        self.loss_function = make_loss(configuration.loss)
+        self.replay = ReplayBuffer(
+            configuration.replay_capacity,
+            observation_size,
+            num_actions,
+            configuration.unroll_steps,
+            configuration.priority_exponent,
+            configuration.importance_exponent,
+        )
+        self.step_number = 0
+        self.environment_steps = 0
+        self.learner_steps = 0
+        self.seconds = 0.0
+        self.processor_seconds = 0.0
+        self.curve: list[tuple[int, float]] = []  # environment steps at the end of each episode, and its return
+
+    @property
+    def learning_rate(self) -> float:
+        """Falls linearly, over the steps of the run, to a tenth."""
+        done = self.step_number / self.configuration.training_steps
+        return self.configuration.learning_rate * (1 - 0.9 * done)
+
+    def step(self) -> dict[str, float]:
+        """A step of all environments, and the learner steps that go with it. Returns scalars for the log."""
+        start, processor_start = time.perf_counter(), time.process_time()
+        settings = self.configuration
+        scalars = {}
+        for episode, final_value in self.self_play.step(self.network):
+            value_targets = n_step_returns(
+                episode.rewards, episode.search_values, final_value, settings.bootstrap_steps, settings.discount
+            )
+            self.replay.add(episode, value_targets)
+            self.curve.append((self.environment_steps, sum(episode.rewards)))
+            scalars["self_play/return"] = sum(episode.rewards)
+        self.environment_steps += settings.num_environments
+        if len(self.replay) >= settings.minimum_replay:
+            for _ in range(settings.updates_per_step):
+                output = self.learn(self.replay.sample(settings.batch_size, self.generator))
+            scalars |= {"loss/total": output.loss.item(), "learner/learning_rate": self.learning_rate}
+            scalars |= {f"loss/{head}": mean.item() for head, mean in output.head_means.items()}
+        self.step_number += 1
+        self.seconds += time.perf_counter() - start
+        self.processor_seconds += time.process_time() - processor_start
+        return scalars
+
+    def learn(self, batch: Batch) -> Any:
+        """A learner step, after which the batch gets new priorities."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        output = update_weights(
+            self.network, self.optimizer, self.loss_function, batch, self.configuration.weight_decay
+        )
+        self.replay.update_priorities(batch.index, output.expected["value"], batch.targets["value"])
+        self.learner_steps += 1
+        return output
+
+    def mean_return(self, num_episodes: int = 50) -> float:
+        """Mean return of the latest episodes; NaN before the first has ended."""
+        returns = [episode_return for _, episode_return in self.curve[-num_episodes:]]
+        return sum(returns) / len(returns) if returns else float("nan")
+
+    def save(self, path: Path) -> None:
+        """Writes a checkpoint; whatever happens meanwhile, a complete one is there, this or the one before."""
+        record = ("step_number", "environment_steps", "learner_steps", "seconds", "processor_seconds", "curve")
+        state = {
+            "configuration": dataclasses.asdict(self.configuration),
+            "network": self.network.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "replay": self.replay.state_dict(),
+            "self_play": self.self_play.state_dict(),
+            "generator": self.generator.bit_generator.state,
+            "torch_generator": torch.get_rng_state(),
+            "record": {name: getattr(self, name) for name in record},
+        }
+        unfinished = path.with_suffix(".unfinished")
+        torch.save(state, unfinished)
+        os.replace(unfinished, path)
+
+    def load(self, path: Path) -> None:
+        """Goes on from a checkpoint. Environments are in it as Python objects: load only what you wrote yourself.
+
+        Raises:
+            ValueError: the checkpoint's run has another configuration.
+        """
+        state = torch.load(path, weights_only=False)
+        for name, value in dataclasses.asdict(self.configuration).items():
+            saved = state["configuration"].get(name)
+            if saved != value:
+                raise ValueError(f"the run in {path} was begun with {option_name(name)} {saved}, not {value}")
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.replay.load_state_dict(state["replay"])
+        self.self_play.load_state_dict(state["self_play"])
+        self.generator.bit_generator.state = state["generator"]
+        torch.set_rng_state(state["torch_generator"])
+        vars(self).update(state["record"])

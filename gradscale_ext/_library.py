@@ -1,0 +1,58 @@
+"""Loads the compiled extension, and tells PyTorch what it cannot know of the operators from C++."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+
+def _explain(error: ImportError) -> ImportError:
+    """What an import error of the extension means, and the command that mends it."""
+    rebuild = "python -m pip install --no-build-isolation --force-reinstall --no-deps gradscale-ext (or . in a checkout)"
+    if importlib.util.find_spec("gradscale_ext._C") is None:
+        return ImportError(
+            f"gradscale_ext is not compiled here: {__path_of_package()} has no extension module _C. If this is the source "
+            "checkout shadowing an installed gradscale_ext, start Python from another folder or install the checkout with "
+            f"`python -m pip install --no-build-isolation -e .`; otherwise rebuild: {rebuild}."
+        )
+    built = _version_built_with()
+    if built is not None and built != torch.__version__:
+        return ImportError(
+            f"gradscale_ext was compiled against PyTorch {built}, but PyTorch {torch.__version__} is installed now; a "
+            f"C++ extension must be compiled again after that. Rebuild: {rebuild}. ({error})"
+        )
+    return ImportError(f"the compiled extension of gradscale_ext could not be loaded: {error}. Rebuild: {rebuild}.")
+
+
+def __path_of_package() -> str:
+    specification = importlib.util.find_spec("gradscale_ext")
+    return str(specification.origin).removesuffix("__init__.py") if specification else "gradscale_ext"
+
+
+def _version_built_with() -> str | None:
+    try:
+        return str(importlib.import_module("gradscale_ext._build").TORCH_VERSION)
+    except ImportError:
+        return None
+
+
+def _release(version: str) -> str:
+    return version.split("+")[0]
+
+
+try:
+    from . import _C
+except ImportError as error:
+    raise _explain(error) from error
+
+if _release(_C.torch_version) != _release(torch.__version__):
+    raise _explain(ImportError("its symbols resolve, but its data structures may differ"))
+
+scale_gradient = torch.ops.gradscale_ext.scale_gradient
+
+
+@torch.library.register_vmap("gradscale_ext::scale_gradient")
+def _scale_gradient_vmap(info: Any, in_dims: tuple[int | None, None], x: torch.Tensor, scale: float) -> Any:
+    return scale_gradient(x, scale), in_dims[0]

@@ -1,0 +1,276 @@
+"""Checks the arguments of a multi-step loss, and says in words what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .heads import Head, MeanSquaredError, SoftCrossEntropy, TwoHot
+
+Entries = torch.Tensor | Sequence[torch.Tensor]
+StepNumbers = torch.Tensor | Sequence[float] | None
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+REDUCTIONS = ("mean", "sum", "none", "valid_mean")
+
+
+@dataclass
+class Call:
+    """The arguments of one call, checked and brought into one form."""
+
+    predictions: dict[str, list[torch.Tensor]]
+    """By head one tensor per step, `[B, ...]`."""
+    targets: dict[str, list[torch.Tensor]]
+    masks: dict[str, torch.Tensor]
+    """By head bool `[B, T]`; a head without a mask is absent."""
+    step_weights: torch.Tensor | None
+    """`[T]` or `[B, T]`."""
+    step_gradient_scale: torch.Tensor | None
+    batch: int
+    steps: int
+    dtype: torch.dtype
+    """In which the loss is computed: float32, or float64 when a prediction is float64."""
+
+
+def validate(
+    heads: Mapping[str, Head],
+    predictions: Mapping[str, Entries],
+    targets: Mapping[str, Entries],
+    *,
+    step_weights: StepNumbers,
+    step_gradient_scale: StepNumbers | str,
+    importance_weights: torch.Tensor | None,
+    mask: torch.Tensor | Mapping[str, torch.Tensor] | None,
+    reduction: str,
+    nonfinite: str,
+    batch_first: bool,
+) -> Call:
+    """Raise the error that the arguments deserve, or return them in one form."""
+    check_heads(heads)
+    _check_choice("reduction", reduction, REDUCTIONS)
+    _check_choice("nonfinite", nonfinite, ("propagate", "skip"))
+    _check_names("predictions", predictions, heads)
+    _check_names("targets", targets, heads)
+    predicted = {name: _entries("prediction", name, predictions[name], batch_first) for name in heads}
+    wanted = {name: _entries("target", name, targets[name], batch_first) for name in heads}
+    steps = max(head.first_step + len(predicted[name]) for name, head in heads.items())
+    first = next(iter(predicted.values()))[0]
+    if first.dim() == 0:
+        raise ValueError(f"multi_step_loss: {_at(next(iter(heads)), 0, 'prediction')} has no batch dimension")
+    batch = first.shape[0]
+    for name, head in heads.items():
+        _check_head(name, head, predicted[name], wanted[name], batch, steps, first.device)
+    dtype = torch.float32
+    if any(tensor.dtype == torch.float64 for tensors in predicted.values() for tensor in tensors):
+        dtype = torch.float64
+    if isinstance(step_gradient_scale, str):
+        _check_choice("step_gradient_scale", step_gradient_scale, ("unroll",))
+        step_gradient_scale = [1.0] + [1.0 / max(steps - 1, 1)] * (steps - 1)
+    if importance_weights is not None:
+        _check_weights("importance_weights", importance_weights, [(batch,)], first.device)
+    return Call(
+        predicted,
+        wanted,
+        _masks(mask, heads, batch, steps, first.device),
+        _step_numbers("step_weights", step_weights, batch, steps, dtype, first.device),
+        _step_numbers("step_gradient_scale", step_gradient_scale, batch, steps, dtype, first.device),
+        batch,
+        steps,
+        dtype,
+    )
+
+
+def check_heads(heads: Mapping[str, Head]) -> None:
+    """Raise when `heads` is not a mapping of names to heads."""
+    if not isinstance(heads, Mapping) or not heads:
+        raise ValueError(f"multi_step_loss: heads must be a mapping with at least one head, but it is {heads!r}")
+    for name, head in heads.items():
+        if not isinstance(head, Head):
+            raise TypeError(
+                f"multi_step_loss: head '{name}' must be one of the head dataclasses (TwoHot, ...), "
+                f"but it is of type {type(head).__name__}"
+            )
+
+
+def _at(head: str, step: int, what: str) -> str:
+    return f"the {what} of head '{head}' at step {step}"
+
+
+def _check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        wanted = " or ".join(repr(choice) for choice in choices)
+        raise ValueError(f"multi_step_loss: {argument} must be {wanted}, but it is {value!r}")
+
+
+def _check_names(argument: str, given: Mapping[str, Entries], heads: Mapping[str, Head]) -> None:
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"multi_step_loss: {argument} must be a mapping of head to tensors, but it is of type {type(given).__name__}"
+        )
+    missing = [name for name in heads if name not in given]
+    unknown = [name for name in given if name not in heads]
+    if missing or unknown:
+        problems = []
+        if missing:
+            problems.append(f"has nothing for {', '.join(map(repr, missing))}")
+        if unknown:
+            problems.append(f"names {', '.join(map(repr, unknown))}, which is no head")
+        raise ValueError(f"multi_step_loss: {argument} {' and '.join(problems)}; the heads are {', '.join(heads)}")
+
+
+def _entries(what: str, head: str, entries: Entries, batch_first: bool) -> list[torch.Tensor]:
+    """One tensor per step."""
+    if isinstance(entries, torch.Tensor):
+        if entries.dim() < 2:
+            layout = "[B, T, ...]" if batch_first else "[T, B, ...]"
+            raise ValueError(
+                f"multi_step_loss: the stacked {what} of head '{head}' must have shape {layout}, "
+                f"but it has {tuple(entries.shape)}"
+            )
+        return list(entries.unbind(1 if batch_first else 0))
+    if not isinstance(entries, list | tuple):
+        raise TypeError(
+            f"multi_step_loss: the {what} of head '{head}' must be a tensor or a list of one tensor per step, "
+            f"but it is of type {type(entries).__name__}"
+        )
+    for step, entry in enumerate(entries):
+        if not isinstance(entry, torch.Tensor):
+            raise TypeError(
+                f"multi_step_loss: {_at(head, step, what)} must be a tensor, but it is of type {type(entry).__name__}"
+            )
+    if not entries:
+        raise ValueError(f"multi_step_loss: the {what} of head '{head}' has no entries")
+    return list(entries)
+
+
+def _shapes(head: Head, prediction: torch.Tensor, batch: int) -> tuple[list[tuple[int | str, ...]], tuple[int, ...]]:
+    """The shapes that a prediction may have, and that of its target. A name stands for any size of at least 1."""
+    if isinstance(head, TwoHot):
+        return [(batch, head.support.num_bins)], (batch,)
+    if isinstance(head, SoftCrossEntropy):
+        return [(batch, "A")], tuple(prediction.shape)
+    assert isinstance(head, MeanSquaredError)
+    return [(batch,), (batch, "D")], tuple(prediction.shape)
+
+
+def _fits(shape: Sequence[int], pattern: tuple[int | str, ...]) -> bool:
+    return len(shape) == len(pattern) and all(
+        size >= 1 if isinstance(wanted, str) else size == wanted for size, wanted in zip(shape, pattern, strict=True)
+    )
+
+
+def _written(shape: Sequence[int | str]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def _check_head(
+    name: str,
+    head: Head,
+    predictions: list[torch.Tensor],
+    targets: list[torch.Tensor],
+    batch: int,
+    steps: int,
+    device: torch.device,
+) -> None:
+    expected_steps = steps - head.first_step
+    for what, tensors in (("prediction", predictions), ("target", targets)):
+        if len(tensors) != expected_steps:
+            raise ValueError(
+                f"multi_step_loss: the {what} of head '{name}' must have {expected_steps} entries (T = {steps} steps, "
+                f"first_step = {head.first_step}), but it has {len(tensors)}"
+            )
+    for step, (prediction, target) in enumerate(zip(predictions, targets, strict=True), start=head.first_step):
+        for what, tensor in (("prediction", prediction), ("target", target)):
+            where = _at(name, step, what)
+            if tensor.dtype not in DTYPES:
+                raise TypeError(
+                    f"multi_step_loss: {where} must be float64, float32, bfloat16 or float16, but it is {tensor.dtype}"
+                )
+            if tensor.device != device:
+                raise ValueError(f"multi_step_loss: {where} is on {tensor.device}, but the predictions are on {device}")
+        patterns, target_shape = _shapes(head, prediction, batch)
+        if not any(_fits(prediction.shape, pattern) for pattern in patterns) or (
+            prediction.dim() != predictions[0].dim() or prediction.shape[1:] != predictions[0].shape[1:]
+        ):
+            same = " (the same at every step)" if len(patterns) > 1 or "A" in patterns[0] else ""
+            raise ValueError(
+                f"multi_step_loss: {_at(name, step, 'prediction')} must have shape "
+                f"{' or '.join(map(_written, patterns))}{same} for {type(head).__name__}, "
+                f"but it has {_written(prediction.shape)}"
+            )
+        if tuple(target.shape) != target_shape:
+            raise ValueError(
+                f"multi_step_loss: {_at(name, step, 'target')} must have shape {_written(target_shape)} for "
+                f"{type(head).__name__}, but it has {_written(target.shape)}"
+            )
+        if target.requires_grad:
+            raise ValueError(
+                f"multi_step_loss: {_at(name, step, 'target')} requires grad, but targets get no gradient; detach() it"
+            )
+
+
+def _check_weights(
+    argument: str, weights: torch.Tensor, shapes: list[tuple[int, ...]], device: torch.device
+) -> None:
+    if not isinstance(weights, torch.Tensor):
+        raise TypeError(f"multi_step_loss: {argument} must be a tensor, but it is of type {type(weights).__name__}")
+    if weights.dtype not in DTYPES:
+        raise TypeError(
+            f"multi_step_loss: {argument} must be float64, float32, bfloat16 or float16, but it is {weights.dtype}"
+        )
+    _check_shape_and_device(argument, weights, shapes, device)
+    if weights.requires_grad:
+        raise ValueError(f"multi_step_loss: {argument} requires grad, but weights get no gradient; detach() it")
+
+
+def _check_shape_and_device(
+    argument: str, tensor: torch.Tensor, shapes: list[tuple[int, ...]], device: torch.device
+) -> None:
+    if tuple(tensor.shape) not in shapes:
+        raise ValueError(
+            f"multi_step_loss: {argument} must have shape {' or '.join(map(_written, shapes))}, "
+            f"but it has {_written(tensor.shape)}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"multi_step_loss: {argument} is on {tensor.device}, but the predictions are on {device}")
+
+
+def _step_numbers(
+    argument: str, numbers: StepNumbers, batch: int, steps: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    if numbers is None:
+        return None
+    if isinstance(numbers, torch.Tensor):
+        _check_weights(argument, numbers, [(steps,), (batch, steps)], device)
+        return numbers.to(dtype)
+    if not isinstance(numbers, Sequence) or isinstance(numbers, str):
+        raise TypeError(
+            f"multi_step_loss: {argument} must be a tensor or a sequence of {steps} numbers, "
+            f"but it is of type {type(numbers).__name__}"
+        )
+    if len(numbers) != steps:
+        raise ValueError(f"multi_step_loss: {argument} must have {steps} numbers, one per step, but it has {len(numbers)}")
+    return torch.tensor([float(number) for number in numbers], dtype=dtype, device=device)
+
+
+def _masks(
+    mask: torch.Tensor | Mapping[str, torch.Tensor] | None,
+    heads: Mapping[str, Head],
+    batch: int,
+    steps: int,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    if mask is None:
+        return {}
+    by_head = dict(mask) if isinstance(mask, Mapping) else {name: mask for name in heads}
+    for name, tensor in by_head.items():
+        argument = f"the mask of head '{name}'" if isinstance(mask, Mapping) else "mask"
+        if name not in heads:
+            raise ValueError(f"multi_step_loss: mask names {name!r}, which is no head; the heads are {', '.join(heads)}")
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.bool:
+            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else f"of type {type(tensor).__name__}"
+            raise TypeError(f"multi_step_loss: {argument} must be a bool tensor, but it is {kind}")
+        _check_shape_and_device(argument, tensor, [(batch, steps)], device)
+    return by_head

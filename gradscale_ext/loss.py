@@ -1,0 +1,316 @@
+"""The fused, weighted multi-step loss."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from . import _C, _context, reference
+from ._validate import Entries, StepNumbers, check_heads
+from .heads import Head, MeanSquaredError, SoftCrossEntropy, TwoHot
+from .output import MultiStepLossOutput
+from .support import TRANSFORMS, Support
+
+Reduction = Literal["mean", "sum", "none", "valid_mean"]
+
+
+def _table_row(head: Head) -> tuple[int, int, float, float, float, float, int, int]:
+    """A head as the kernels read it: kind, first_step, weight, and the numbers of its support or transform."""
+    if isinstance(head, TwoHot):
+        support = head.support
+        numbers = (support.minimum, support.maximum, support.eps, support.num_bins, TRANSFORMS[support.transform])
+        return (0, head.first_step, head.weight, *numbers)
+    if isinstance(head, SoftCrossEntropy):
+        return (1, head.first_step, head.weight, 0.0, 0.0, 0.0, 0, 0)
+    assert isinstance(head, MeanSquaredError)
+    return (2, head.first_step, head.weight, 0.0, 0.0, 1e-3, 0, TRANSFORMS[head.transform])
+
+
+def _make_plan(heads: Mapping[str, Head]) -> Any:
+    check_heads(heads)
+    return _C.Plan(dict(heads), [_table_row(head) for head in heads.values()])
+
+
+@functools.lru_cache(maxsize=256)
+def _cached_plan(heads: tuple[tuple[str, Head], ...]) -> Any:
+    return _make_plan(dict(heads))
+
+
+def multi_step_loss(
+    heads: Mapping[str, Head],
+    predictions: Mapping[str, Entries],
+    targets: Mapping[str, Entries],
+    *,
+    step_weights: StepNumbers = None,
+    step_gradient_scale: StepNumbers | Literal["unroll"] = None,
+    importance_weights: torch.Tensor | None = None,
+    mask: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+    reduction: Reduction = "mean",
+    nonfinite: Literal["propagate", "skip"] = "propagate",
+    batch_first: bool = True,
+) -> MultiStepLossOutput:
+    """Loss of all heads at all unroll steps, with gradients, metrics and decoded predictions from the same pass.
+
+    With l the loss of one (head h, step k, sample b)::
+
+        L_b  = sum_h weight_h sum_k step_weights[b,k] mask_h[b,k] l[h,k,b]
+        loss = reduce_b(importance_weights_b L_b)
+
+    `B` is the batch and `T = K + 1` the number of predictions (root and K recurrent steps).
+
+    Args:
+        heads: name to head (`TwoHot`, `SoftCrossEntropy`, `MeanSquaredError`).
+        predictions: head's name to a list or tuple of T tensors `[B, ...]`, as an unroll produces them (they are read where
+            they are, without stacking), or to one tensor `[B, T, ...]`. A head with ``first_step=1`` has T - 1 entries.
+            float64, float32, bfloat16 or float16.
+        targets: the same for the targets, floating; they must not require grad.
+        step_weights: T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient.
+        step_gradient_scale: the same forms: multiplies the gradient only, as `scale_gradient` on each step's loss does.
+            "unroll" is 1 for the root and 1/K after, as in the pseudocode of MuZero (Schrittwieser et al. 2020).
+        importance_weights: `[B]`, those of prioritised replay (Schaul et al. 2016).
+        mask: bool `[B, T]` by absolute step, or a dict of them by head. False: the entry adds exactly nothing to value and
+            gradient, also if it is NaN or inf.
+        reduction: over the batch: "mean" over B, "sum", "none" (`[B]`), or "valid_mean" (each head's sum over its number of
+            unmasked entries, at least 1).
+        nonfinite: "propagate": NaN reaches the loss, and only that sample's gradients. "skip": a sample whose loss is not
+            finite adds nothing. It is counted in both cases.
+        batch_first: False: stacked predictions and targets are `[T, B, ...]`.
+
+    Returns:
+        `MultiStepLossOutput`. An empty batch gives a loss of 0.
+
+    Raises:
+        ValueError, TypeError: names the head and step, what was expected and what came; nothing has been changed then.
+
+    On the CPU and for plain tensors this is one call into C++, one parallel region and no temporary of the size of the logits
+    besides the gradients, which are computed together with the loss. Second derivatives, `torch.func` transforms,
+    `torch.compile`, tensor subclasses and other devices go through `gradscale_ext.reference`.
+
+    >>> heads = {"policy": SoftCrossEntropy()}
+    >>> logits = torch.zeros(1, 4, requires_grad=True)
+    >>> out = multi_step_loss(heads, {"policy": [logits]}, {"policy": [torch.tensor([[1.0, 0.0, 0.0, 0.0]])]})
+    >>> out.loss.backward()
+    >>> logits.grad
+    tensor([[-0.7500,  0.2500,  0.2500,  0.2500]])
+    """
+    plan = None
+    if _context.is_eager():
+        try:
+            plan = _cached_plan(tuple(heads.items()))
+        except (TypeError, AttributeError):
+            check_heads(heads)
+            plan = _make_plan(heads)
+    return _run(
+        plan,
+        heads,
+        predictions,
+        targets,
+        step_weights,
+        step_gradient_scale,
+        importance_weights,
+        mask,
+        reduction,
+        nonfinite,
+        batch_first,
+    )
+
+
+def _run(
+    plan: Any,
+    heads: Mapping[str, Head],
+    predictions: Mapping[str, Entries],
+    targets: Mapping[str, Entries],
+    step_weights: StepNumbers,
+    step_gradient_scale: StepNumbers | str,
+    importance_weights: torch.Tensor | None,
+    mask: torch.Tensor | Mapping[str, torch.Tensor] | None,
+    reduction: str,
+    nonfinite: str,
+    batch_first: bool,
+) -> MultiStepLossOutput:
+    """The fused kernel where it takes the call, else the checks and the reference."""
+    if plan is not None:
+        fused = _C.multi_step_loss(
+            plan,
+            predictions if type(predictions) is dict else _as_dict(predictions),
+            targets if type(targets) is dict else _as_dict(targets),
+            step_weights,
+            step_gradient_scale,
+            importance_weights,
+            mask,
+            reduction,
+            nonfinite,
+            batch_first,
+        )
+        if fused is not None:
+            return MultiStepLossOutput(*fused)
+    return reference.multi_step_loss(
+        heads,
+        predictions,
+        targets,
+        step_weights=step_weights,
+        step_gradient_scale=step_gradient_scale,
+        importance_weights=importance_weights,
+        mask=mask,
+        reduction=reduction,
+        nonfinite=nonfinite,
+        batch_first=batch_first,
+    )
+
+
+def _as_dict(mapping: Any) -> Any:
+    return dict(mapping.items()) if isinstance(mapping, Mapping) or hasattr(mapping, "items") else mapping
+
+
+class MultiStepLoss(torch.nn.Module):
+    """`multi_step_loss` with its heads, as a module.
+
+    Args:
+        **heads: name of each head to its dataclass.
+
+    >>> loss_fn = MultiStepLoss(
+    ...     value=TwoHot(Support.muzero(), weight=0.25), reward=TwoHot(Support.muzero()), policy=SoftCrossEntropy())
+    >>> sorted(loss_fn.heads)
+    ['policy', 'reward', 'value']
+    """
+
+    def __init__(self, **heads: Head) -> None:
+        """Keep the heads."""
+        super().__init__()
+        check_heads(heads)
+        self.heads = heads
+
+    @classmethod
+    def muzero(cls, support: Support | None = None, value_weight: float = 1.0) -> MultiStepLoss:
+        """The heads of the MuZero pseudocode: categorical value and reward, and the policy.
+
+        Args:
+            support: of value and reward, `Support.muzero()` when left out.
+            value_weight: weight of the value head (0.25 in MuZero Reanalyse).
+        """
+        support = Support.muzero() if support is None else support
+        return cls(value=TwoHot(support, weight=value_weight), reward=TwoHot(support), policy=SoftCrossEntropy())
+
+    @functools.cached_property
+    def _plan(self) -> Any:
+        return _make_plan(self.heads)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the plan, which is made again when it is needed."""
+        state = dict(self.__dict__)
+        state.pop("_plan", None)
+        return state
+
+    def forward(
+        self,
+        predictions: Mapping[str, Entries],
+        targets: Mapping[str, Entries],
+        *,
+        step_weights: StepNumbers = None,
+        step_gradient_scale: StepNumbers | Literal["unroll"] = None,
+        importance_weights: torch.Tensor | None = None,
+        mask: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+        reduction: Reduction = "mean",
+        nonfinite: Literal["propagate", "skip"] = "propagate",
+        batch_first: bool = True,
+    ) -> MultiStepLossOutput:
+        """Compute the loss; the arguments are those of `multi_step_loss`."""
+        return _run(
+            self._plan if _context.is_eager() else None,
+            self.heads,
+            predictions,
+            targets,
+            step_weights,
+            step_gradient_scale,
+            importance_weights,
+            mask,
+            reduction,
+            nonfinite,
+            batch_first,
+        )
+
+    def extra_repr(self) -> str:
+        """One line per head."""
+        return "\n".join(f"{name}={head}" for name, head in self.heads.items())
+
+
+def priorities(
+    expected: Entries,
+    targets: Entries,
+    *,
+    steps: Literal["first", "mean", "max"] = "first",
+    alpha: float = 1.0,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """``p_b = (|nu_b - z_b| + eps)^alpha`` for prioritised replay (Schaul et al. 2016; nu and z as in MuZero, appendix G).
+
+    Args:
+        expected: decoded predictions nu, `[B, T]` (``out.expected["value"]``) or a list of T tensors `[B]`.
+        targets: their targets z, of the same form.
+        steps: which steps count: the "first" one (the root), the "mean" of |nu - z| over the steps, or the "max".
+        alpha: exponent, at least 0; 0 gives uniform priorities.
+        eps: keeps every sample alive, at least 0.
+
+    Returns:
+        `[B]`, without a gradient.
+
+    Raises:
+        ValueError: shapes differ, or an argument is out of range.
+
+    >>> priorities(torch.tensor([[1.0, 5.0]]), torch.tensor([[3.0, 5.0]]), eps=0.0)
+    tensor([2.])
+    """
+    nu, z = (torch.stack(list(x), 1) if isinstance(x, list | tuple) else x for x in (expected, targets))
+    assert isinstance(nu, torch.Tensor)
+    assert isinstance(z, torch.Tensor)
+    if nu.dim() != 2 or nu.shape != z.shape:
+        raise ValueError(
+            f"priorities: expected and targets must both have shape [B, T], but they have {tuple(nu.shape)} and {tuple(z.shape)}"
+        )
+    if alpha < 0 or eps < 0:
+        raise ValueError(f"priorities: alpha and eps must be at least 0, but they are {alpha} and {eps}")
+    error = (nu.detach() - z.detach()).abs()
+    if steps == "first":
+        error = error[:, 0]
+    elif steps == "mean":
+        error = error.mean(1)
+    elif steps == "max":
+        error = error.amax(1)
+    else:
+        raise ValueError(f"priorities: steps must be 'first', 'mean' or 'max', but it is {steps!r}")
+    return (error + eps) ** alpha
+
+
+def _differentiable_gradients(
+    heads: dict[str, Head],
+    predictions: list[Entries],
+    targets: list[Entries],
+    masks: list[torch.Tensor | None],
+    options: dict[str, Any],
+    grad_output: torch.Tensor,
+) -> list[torch.Tensor | None]:
+    """The gradients of the prediction tensors as a graph, by recomputing the loss with the reference. Called from C++ when a
+    backward pass is itself differentiated."""
+    with torch.enable_grad():
+        # Views of their own: the same tensor given twice has one gradient for each time.
+        views: list[Entries] = [
+            entries.view_as(entries) if isinstance(entries, torch.Tensor) else [entry.view_as(entry) for entry in entries]
+            for entries in predictions
+        ]
+        loss = reference.multi_step_loss(
+            heads,
+            dict(zip(heads, views, strict=True)),
+            dict(zip(heads, targets, strict=True)),
+            mask={name: mask for name, mask in zip(heads, masks, strict=True) if mask is not None},
+            **options,
+        ).loss
+        inputs = [tensor for view in views for tensor in ([view] if isinstance(view, torch.Tensor) else view)]
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        gradients = iter(torch.autograd.grad(loss, wanted, grad_output, create_graph=True))
+    return [next(gradients) if tensor.requires_grad else None for tensor in inputs]
+
+
+_C.set_differentiable_gradients(_differentiable_gradients)

@@ -1,0 +1,44 @@
+"""Passes over many tensors at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from . import _C, _context, reference
+
+
+def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float = 1.0) -> torch.Tensor:
+    """``weight * sum over tensors of |p|^2 / 2``: the weight decay term of the MuZero pseudocode, in one pass.
+
+    Args:
+        parameters: floating tensors of any shapes, or a module, whose parameters they are.
+        weight: factor, for instance 1e-4.
+
+    Returns:
+        Scalar, float32 (float64 when a tensor is float64); the gradient of p is ``weight * p``. No tensors: 0.
+
+    Raises:
+        TypeError: an element is not a floating tensor.
+
+    >>> p = torch.tensor([3.0, 4.0], requires_grad=True)
+    >>> loss = l2_loss([p], weight=0.1)
+    >>> loss.backward()
+    >>> loss.item(), p.grad.tolist()
+    (1.25, [0.30000001192092896, 0.4000000059604645])
+    """
+    if isinstance(parameters, torch.nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    tensors = list(parameters)
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else f"of type {type(tensor).__name__}"
+            raise TypeError(f"l2_loss: parameters[{index}] must be a floating tensor, but it is {kind}")
+    if _context.is_eager():
+        loss = _C.l2_loss(tensors, weight)
+        if loss is not None:
+            return loss  # type: ignore[no-any-return]
+    return reference.l2_loss(tensors, weight)
