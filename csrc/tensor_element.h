@@ -35,20 +35,27 @@ inline Element element_of(const at::Tensor& tensor) {
   }
 }
 
+// Nothing but `known`, backends included.
+inline bool only(c10::DispatchKeySet keys, c10::DispatchKeySet known) {
+  return (keys.raw_repr() & ~known.raw_repr()) == 0;
+}
+
 // Autograd and autocast are all that the kernels know of: they run under no transform, tracer or dispatch mode, and not
 // below autograd (inference mode, the body of an operator).
 inline bool ordinary_context() {
-  const c10::DispatchKeySet known = c10::default_included_set | c10::autocast_dispatch_keyset;
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-  return (local.included_ - known).empty() && !local.excluded_.has_any(c10::autograd_dispatch_keyset) &&
-      !c10::impl::TorchDispatchModeTLS::any_modes_set();
+  return only(local.included_, c10::default_included_set | c10::autocast_dispatch_keyset) &&
+      !local.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
 // A strided CPU tensor of PyTorch's own class, without a forward-mode tangent.
 inline bool ordinary_tensor(const at::Tensor& tensor) {
   const c10::DispatchKeySet known(
-      {c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU});
-  return (tensor.key_set() - known).empty() && !tensor._fw_grad(/*level=*/0).defined();
+      {c10::DispatchKey::CPU,
+       c10::DispatchKey::ADInplaceOrView,
+       c10::DispatchKey::AutogradCPU,
+       c10::DispatchKey::AutocastCPU});
+  return only(tensor.key_set(), known) && !tensor._fw_grad(/*level=*/0).defined();
 }
 
 } // namespace gradscale

@@ -46,12 +46,11 @@ def two_hot(x: torch.Tensor, support: Support) -> torch.Tensor:
     y = transform(y.clamp(-limit, limit), support.transform, support.eps)
     last_bin = support.num_bins - 1
     position = ((y - support.minimum) * (last_bin / (support.maximum - support.minimum))).clamp(0, last_bin)
-    lower = position.nan_to_num(0).floor().clamp(max=last_bin - 1)
-    upper_weight = (position - lower).unsqueeze(-1)
-    bins = torch.arange(support.num_bins, device=x.device)
-    lower_bin = lower.long().unsqueeze(-1)
-    encoded = torch.where(bins == lower_bin, 1 - upper_weight, torch.where(bins == lower_bin + 1, upper_weight, 0.0))
-    # A row of NaN for a NaN scalar: the weights already are, the other bins follow.
+    lower = position.detach().nan_to_num(0).floor().clamp(max=last_bin - 1).unsqueeze(-1)
+    upper_weight = position.unsqueeze(-1) - lower
+    zeros = torch.zeros((*x.shape, support.num_bins), dtype=y.dtype, device=x.device)
+    encoded = zeros.scatter(-1, lower.long(), 1 - upper_weight).scatter(-1, lower.long() + 1, upper_weight)
+    # A row of NaN for a NaN scalar: its two weights already are, the other bins follow.
     return torch.where(position.isnan().unsqueeze(-1), float("nan"), encoded).to(x.dtype)
 
 

@@ -3,6 +3,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
 
 namespace gradscale {
 
@@ -10,7 +11,8 @@ namespace gradscale {
 // cannot be noticed: no second graph is built, no other tensor shares the storage, and the memory is PyTorch's own
 // (a buffer that came from NumPy or DLPack is not resizable).
 inline bool owned_by_nobody_else(const at::Tensor& gradient) {
-  return !at::GradMode::is_enabled() && gradient.use_count() == 1 && gradient.layout() == at::kStrided &&
+  return !at::GradMode::is_enabled() && torch::autograd::impl::is_tensor_stealable(gradient) &&
+      gradient.layout() == at::kStrided &&
       !at::isTensorSubclassLike(gradient) && !gradient._is_zerotensor() && !gradient.is_conj() && !gradient.is_neg() &&
       !gradient.is_inference() && gradient.has_storage() && gradient.storage().use_count() == 1 &&
       gradient.storage().unsafeGetStorageImpl()->resizable() && gradient.is_non_overlapping_and_dense();

@@ -7,6 +7,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/alias.h>
+#include <ATen/ops/detach.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros_like.h>
@@ -51,8 +52,9 @@ struct ScaleGradientBackward : public autograd::Node {
   }
 };
 
-at::Tensor alias_of(const at::Tensor& x, double /*scale*/) {
-  return at::alias(x);
+// A view without a graph; of a tensor that requires grad it is detached, as the result of any operation would be.
+at::Tensor without_gradient(const at::Tensor& x, double /*scale*/ = 1) {
+  return x.requires_grad() ? at::detach(x) : at::alias(x);
 }
 
 // What PyTorch runs for the Autograd keys.
@@ -64,7 +66,7 @@ at::Tensor scale_gradient_autograd(const at::Tensor& x, double scale) {
   const bool needs_gradient = at::GradMode::is_enabled() && x.requires_grad();
   const at::Tensor tangent = x._fw_grad(/*level=*/0);
   if (!needs_gradient && !tangent.defined()) {
-    return at::alias(x);
+    return without_gradient(x);
   }
   at::Tensor result;
   {
@@ -116,7 +118,7 @@ TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
-  m.impl("scale_gradient", alias_of);
+  m.impl("scale_gradient", without_gradient);
 }
 
 } // namespace gradscale

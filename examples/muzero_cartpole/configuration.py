@@ -21,7 +21,7 @@ class Configuration:
     loss: str = option("fused", "implementation of the loss", choices=("fused", "reference"))
 
     num_environments: int = option(32, "environments played at once")
-    training_steps: int = option(3_000, "steps of all environments, after which training ends")
+    training_steps: int = option(4_000, "steps of all environments, after which training ends")
     num_simulations: int = option(16, "simulations of a search")
     discount: float = option(0.997, "discount of the return")
     dirichlet_alpha: float = option(0.3, "concentration of the noise on the root's prior")
@@ -29,7 +29,7 @@ class Configuration:
 
     unroll_steps: int = option(5, "K, the steps that the model is unrolled for in training")
     bootstrap_steps: int = option(50, "n of the n-step return")
-    replay_capacity: int = option(50_000, "transitions that the replay buffer holds")
+    replay_capacity: int = option(30_000, "transitions that the replay buffer holds")
     minimum_replay: int = option(1_000, "transitions in the replay buffer at which learning begins")
     priority_exponent: float = option(0.6, "alpha of prioritised replay; 0 samples uniformly")
     importance_exponent: float = option(0.4, "beta of prioritised replay; 1 corrects all of the bias")

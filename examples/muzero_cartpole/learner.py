@@ -7,7 +7,6 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -15,13 +14,13 @@ import gradscale_ext as gs
 from networks import SUPPORT, MuZeroNetwork
 from replay import Batch
 
-LossFunction = Callable[..., Any]
+LossFunction = Callable[..., gs.MultiStepLossOutput]
 
 
 def make_loss(implementation: str) -> LossFunction:
     """The loss of value, reward and policy: `"fused"`, or `"reference"` for the same in plain PyTorch."""
     loss_function = gs.MultiStepLoss(
-        value=gs.TwoHot(SUPPORT, weight=0.25),  # the weight of the paper for reanalysed or prioritised replay
+        value=gs.TwoHot(SUPPORT),
         reward=gs.TwoHot(SUPPORT, first_step=1),  # no reward leads to the root
         policy=gs.SoftCrossEntropy(),
     )
@@ -31,6 +30,7 @@ def make_loss(implementation: str) -> LossFunction:
 
 
 def make_optimizer(network: MuZeroNetwork, learning_rate: float) -> torch.optim.Optimizer:
+    """Adam; with one call for all parameters, as most of them are tiny."""
     return torch.optim.Adam(network.parameters(), lr=learning_rate, fused=True)
 
 
@@ -40,10 +40,11 @@ def update_weights(
     loss_function: LossFunction,
     batch: Batch,
     weight_decay: float,
-) -> Any:
+) -> gs.MultiStepLossOutput:
     """One learner step: unrolls the model along the actions of the batch and fits all its predictions to the targets.
 
-    The gradient of every recurrent step counts 1/K, and the hidden state's is halved at each, as in the pseudocode.
+    As in the pseudocode, the gradients of the K recurrent steps count 1/K each, and the one that flows back through the
+    hidden state is halved at every step, which is what `gs.unroll` does.
     """
     predictions = gs.unroll(network.initial_inference, network.recurrent_inference, batch.observation, batch.actions)
     output = loss_function(

@@ -27,6 +27,7 @@ class MuZeroNetwork(nn.Module):
     """
 
     def __init__(self, observation_size: int, num_actions: int, hidden_size: int, layer_size: int) -> None:
+        """Initialise the networks from torch's random numbers."""
         super().__init__()
         self.num_actions = num_actions
         self.representation = perceptron(observation_size, layer_size, hidden_size)

@@ -8,31 +8,40 @@ import matplotlib
 import numpy as np
 from numpy.typing import NDArray
 
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402  (the backend must be chosen first)
+matplotlib.use("Agg")  # no display is needed; to be said before pyplot is imported
+from matplotlib import pyplot
 
 WINDOW = 50  # episodes of the moving average
 
 
 def plot_learning_curve(
-    path: Path, title: str, curve: list[tuple[int, float]], evaluation: NDArray[np.float64]
+    path: Path,
+    title: str,
+    curve: list[tuple[int, float]],
+    environment_steps: int,
+    evaluation: NDArray[np.float64],
 ) -> None:
-    """Writes a PNG: episodes as dots over the environment steps, their moving average, and the evaluation's mean."""
+    """Writes the picture as a PNG.
+
+    Args:
+        path: the file.
+        title: what stands above the picture.
+        curve: for each episode of self-play the environment steps at its end, and its return.
+        environment_steps: those of the whole run, after which the agent was evaluated.
+        evaluation: the returns of the evaluation's episodes.
+    """
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     if curve:
         steps, returns = np.asarray(curve, dtype=float).T
         axes.scatter(steps, returns, s=9, alpha=0.3, color="tab:blue", linewidths=0, label="episode of self-play")
         axes.plot(steps, moving_average(returns), color="tab:blue", linewidth=2, label=f"mean of {WINDOW} episodes")
-    axes.axhline(
-        evaluation.mean(),
-        color="tab:orange",
-        linestyle="--",
-        label=f"evaluation: mean of {len(evaluation)} episodes, {evaluation.mean():.1f}",
-    )
-    axes.set(title=title, xlabel="environment steps", ylabel="return", ylim=(0, 520), xlim=(0, None))
+    mean = evaluation.mean()
+    label = f"evaluation: mean of {len(evaluation)} episodes, {mean:.1f}"
+    axes.plot(environment_steps, mean, "D", color="tab:orange", markersize=8, clip_on=False, zorder=3, label=label)
+    axes.set(title=title, xlabel="environment steps", ylabel="return", ylim=(0, 520), xlim=(0, environment_steps))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.25)
-    axes.legend(loc="lower right", framealpha=0.9)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=150)

@@ -1,7 +1,7 @@
 """Prioritised replay, and the targets of MuZero.
 
-Schaul et al., "Prioritized experience replay", ICLR 2016; Schrittwieser et al. 2020, Methods, "Training", and `make_target`
-of its pseudocode.
+Schaul et al., "Prioritized experience replay", ICLR 2016; Schrittwieser et al. 2020, Methods, "Training", and
+`make_target` of its pseudocode.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Episode:
     terminated: bool = False  # by the rules of the environment, not by its time limit
 
     def __len__(self) -> int:
+        """Transitions so far."""
         return len(self.rewards)
 
 
@@ -40,8 +41,8 @@ def n_step_returns(
     Args:
         rewards: r, of L transitions.
         search_values: ν of the states that they begin in.
-        final_value: ν of the state after the last of them: 0 if the episode terminated there. Returns that reach the end
-            of the episode bootstrap from it.
+        final_value: ν of the state after the last of them: 0 if the episode terminated there. Returns that reach the
+            end of the episode bootstrap from it.
         bootstrap_steps: n.
         discount: γ.
     """
@@ -79,6 +80,7 @@ class ReplayBuffer:
         priority_exponent: float,
         importance_exponent: float,
     ) -> None:
+        """Make an empty ring."""
         self.capacity = capacity
         self.num_actions = num_actions
         self.unroll_steps = unroll_steps
@@ -95,6 +97,7 @@ class ReplayBuffer:
         self.priority = np.zeros(capacity, dtype=np.float64)  # to the power of the priority exponent
 
     def __len__(self) -> int:
+        """Transitions in the ring."""
         return min(self.num_added, self.capacity)
 
     def add(self, episode: Episode, value_targets: NDArray[np.float32]) -> None:
@@ -130,7 +133,7 @@ class ReplayBuffer:
             "reward": np.where(inside, self.reward[position], 0)[:, :-1],
             "policy": self.policy[position],
         }
-        # Prediction k of the reward is for transition k - 1; the mask's first column belongs to the root and is not used.
+        # Prediction k of the reward is for transition k - 1; the first column of its mask, the root's, is not read.
         known = inside | absorbing
         mask = {"value": known, "reward": np.roll(known, 1, axis=1), "policy": inside}
         random_actions = generator.integers(self.num_actions, size=position.shape)
@@ -157,10 +160,12 @@ class ReplayBuffer:
         return position, inside, absorbing
 
     def state_dict(self) -> dict[str, Any]:
+        """The transitions, for a checkpoint."""
         arrays = {name: value[: len(self)] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         return {"num_added": self.num_added, "arrays": arrays}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the transitions of a checkpoint."""
         self.num_added = state["num_added"]
         for name, value in state["arrays"].items():
             getattr(self, name)[: len(self)] = value

@@ -2,7 +2,8 @@
 
 The search of MuZero (Schrittwieser et al. 2020, Methods, "Search"): a simulation descends by the pUCT rule to an edge
 that was never taken, lets the networks evaluate the state behind it, and backs the return up along its path. Every
-environment has a tree of its own. All trees do their n-th simulation together, so that it costs one call of the networks.
+environment has a tree of its own. All trees do their n-th simulation together, with one call of the
+networks.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class SearchResult:
 
     policy: Floats  # [E, A], the share of the simulations that began with each action
     value: Floats  # [E], the mean return of the simulations
+    best_action: Integers  # [E], the action taken most often; among equals the one of the largest mean return
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Trees:
     """The trees of E environments, as arrays. Node 0 is the root; an edge is the pair of a node and an action."""
 
     def __init__(self, root: Evaluation, num_simulations: int) -> None:
+        """Make trees that are only a root, with room for the node of every simulation."""
         num_environments, num_actions = root.policy.shape
         nodes = (num_environments, num_simulations + 1)
         edges = (*nodes, num_actions)
@@ -142,9 +145,12 @@ def search(
         evaluation = decode(*network.recurrent_inference(hidden, torch.from_numpy(leaf.action)))
         trees.expand(leaf, node, evaluation)
         trees.back_up(path, evaluation.value, discount)
-    policy = trees.visits[:, 0] / num_simulations
-    mean_return = (policy * trees.returns[:, 0]).sum(axis=-1)
-    return SearchResult(policy, (root.value + num_simulations * mean_return) / (1 + num_simulations))
+    visits, returns = trees.visits[:, 0], trees.returns[:, 0]
+    return SearchResult(
+        policy=visits / num_simulations,
+        value=(root.value + (visits * returns).sum(axis=-1)) / (1 + num_simulations),
+        best_action=np.lexsort((returns, visits), axis=-1)[:, -1],
+    )
 
 
 def decode(outputs: Outputs, hidden: torch.Tensor) -> Evaluation:

@@ -26,6 +26,7 @@ class SelfPlay:
     """Plays all environments in step, and hands every episode out when it has ended."""
 
     def __init__(self, configuration: Configuration, generator: np.random.Generator) -> None:
+        """Begin an episode in every environment."""
         self.configuration = configuration
         self.generator = generator
         self.environments = make_environments(configuration.num_environments)
@@ -37,8 +38,8 @@ class SelfPlay:
         """Acts once in every environment. Returns the episodes that have ended, each with the value of its final state.
 
         An environment shows the final state of its episode for one more step, and ignores the action then ("next step"
-        autoreset of Gymnasium). So the final state is searched like any other, which gives its value: an episode that the
-        time limit cut off bootstraps from it, and only a terminated one ends with 0.
+        autoreset of Gymnasium). So the final state is searched like any other, which gives its value: an episode that
+        the time limit cut off bootstraps from it, and only a terminated one ends with 0.
         """
         settings = self.configuration
         num_actions = self.environments.single_action_space.n
@@ -69,9 +70,11 @@ class SelfPlay:
         return finished
 
     def state_dict(self) -> dict[str, Any]:
+        """The environments and their unfinished episodes, for a checkpoint."""
         return {name: getattr(self, name) for name in ("environments", "observation", "ended", "episodes")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the environments of a checkpoint."""
         vars(self).update(state)
 
 
@@ -82,14 +85,14 @@ def draw_actions(policy: NDArray[np.float32], generator: np.random.Generator) ->
 
 
 def evaluate(network: MuZeroNetwork, configuration: Configuration, num_episodes: int) -> NDArray[np.float64]:
-    """Plays episodes in parallel, without noise, by the action that the search took most often. Returns their returns."""
+    """Returns of episodes played in parallel, without noise, by the best action of each search."""
     environments = make_environments(num_episodes)
     observation, _ = environments.reset(seed=FIRST_EVALUATION_SEED + configuration.seed)
     returns = np.zeros(num_episodes)
     running = np.ones(num_episodes, dtype=bool)
     while running.any():
         result = search(network, observation, configuration.num_simulations, configuration.discount)
-        observation, reward, terminated, truncated, _ = environments.step(result.policy.argmax(axis=-1))
+        observation, reward, terminated, truncated, _ = environments.step(result.best_action)
         returns += np.where(running, reward, 0)
         running &= ~(terminated | truncated)
     return returns

@@ -33,21 +33,26 @@ class Interruption:
     """Keeps Ctrl-C waiting until a step is complete; pressed twice, it ends the program at once."""
 
     def __init__(self) -> None:
+        """Nothing is requested yet."""
         self.requested = False
 
     def __enter__(self) -> Interruption:
+        """Take Ctrl-C over."""
         self.default_handler = signal.signal(signal.SIGINT, self.request)
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Give it back."""
         signal.signal(signal.SIGINT, self.default_handler)
 
     def request(self, _signal: int, _frame: FrameType | None) -> None:
+        """Remember this Ctrl-C, and let the next one through."""
         self.requested = True
         signal.signal(signal.SIGINT, self.default_handler)
 
 
 def main() -> int:
+    """Trains or goes on training, then reports. Returns the exit status."""
     options = parse_options()
     configuration = from_options(options)
     start = time.perf_counter()
@@ -64,15 +69,18 @@ def main() -> int:
             training.load(checkpoint)
         except ValueError as error:
             sys.exit(f"error: {error}. Give the same options to go on, another --directory, or --fresh to start anew.")
-    if not train(training, checkpoint, 60 * options.max_minutes):
-        print(f"interrupted after step {training.step_number}; the same command goes on from {checkpoint}")
+    try:
+        train(training, checkpoint, 60 * options.max_minutes)
+        report(training, directory)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command goes on from {checkpoint}")
         return INTERRUPTED
-    report(training, directory)
     print(f"time: {training.seconds:.0f} s of training, {time.perf_counter() - start:.0f} s of this command in all")
     return 0
 
 
 def parse_options() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--directory",
@@ -99,13 +107,13 @@ def remove_run(directory: Path) -> None:
             path.unlink()
 
 
-def train(training: Training, checkpoint: Path, max_seconds: float) -> bool:
-    """Trains up to the end of the run, or to the time limit. Returns False if Ctrl-C came before."""
+def train(training: Training, checkpoint: Path, max_seconds: float) -> None:
+    """Trains to the end of the run, to the time limit, or to Ctrl-C, which is raised once the checkpoint is written."""
     total = training.configuration.training_steps
     begun = training.step_number
     if begun >= total or training.seconds >= max_seconds:
         print(f"this run has finished: {begun} steps; evaluating it again (--fresh starts anew)")
-        return True
+        return
     print(f"going on from step {begun}" if begun else "starting a run", f"in {checkpoint.parent}")
     bar = tqdm(total=total, initial=begun, unit="step", mininterval=0.5 if sys.stderr.isatty() else 20)
     # After a crash the logs may be ahead of the checkpoint; `purge_step` hides what will be written once more.
@@ -120,9 +128,10 @@ def train(training: Training, checkpoint: Path, max_seconds: float) -> bool:
             if training.step_number % STEPS_PER_CHECKPOINT == 0:
                 training.save(checkpoint)
         training.save(checkpoint)
-    if training.step_number < total and not interruption.requested:
-        print(f"time is up after step {training.step_number} of {total}")
-    return not interruption.requested
+    if interruption.requested:
+        raise KeyboardInterrupt
+    if training.step_number < total:
+        print(f"time is up after step {training.step_number} of {total} (--max-minutes)")
 
 
 def report(training: Training, directory: Path) -> None:
@@ -130,7 +139,9 @@ def report(training: Training, directory: Path) -> None:
     settings = training.configuration
     returns = evaluate(training.network, settings, EVALUATION_EPISODES)
     picture = directory / "learning_curve.png"
-    plot_learning_curve(picture, f"MuZero on CartPole-v1, seed {settings.seed}", training.curve, returns)
+    plot_learning_curve(
+        picture, f"MuZero on CartPole-v1, seed {settings.seed}", training.curve, training.environment_steps, returns
+    )
     generator = np.random.default_rng(settings.seed)
     batches = [training.replay.sample(settings.batch_size, generator) for _ in range(20)]
     median = time_learner_step(

@@ -6,11 +6,11 @@ import dataclasses
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+import gradscale_ext as gs
 from configuration import Configuration, option_name
 from learner import make_loss, make_optimizer, update_weights
 from networks import MuZeroNetwork
@@ -19,9 +19,10 @@ from self_play import SelfPlay
 
 
 class Training:
-    """Networks, optimizer, replay buffer, environments and random numbers of a run, and its record so far."""
+    """Networks, optimizer, replay buffer, environments, random numbers and record of a run."""
 
     def __init__(self, configuration: Configuration) -> None:
+        """Begin a run."""
         torch.manual_seed(configuration.seed)
         self.configuration = configuration
         self.generator = np.random.default_rng(configuration.seed)
@@ -56,15 +57,16 @@ class Training:
         """A step of all environments, and the learner steps that go with it. Returns scalars for the log."""
         start, processor_start = time.perf_counter(), time.process_time()
         settings = self.configuration
-        scalars = {}
-        for episode, final_value in self.self_play.step(self.network):
+        scalars: dict[str, float] = {}
+        finished = self.self_play.step(self.network)
+        for episode, final_value in finished:
             value_targets = n_step_returns(
                 episode.rewards, episode.search_values, final_value, settings.bootstrap_steps, settings.discount
             )
             self.replay.add(episode, value_targets)
             self.curve.append((self.environment_steps, sum(episode.rewards)))
             scalars["self_play/return"] = sum(episode.rewards)
-        self.environment_steps += settings.num_environments
+        self.environment_steps += settings.num_environments - len(finished)
         if len(self.replay) >= settings.minimum_replay:
             for _ in range(settings.updates_per_step):
                 output = self.learn(self.replay.sample(settings.batch_size, self.generator))
@@ -75,7 +77,7 @@ class Training:
         self.processor_seconds += time.process_time() - processor_start
         return scalars
 
-    def learn(self, batch: Batch) -> Any:
+    def learn(self, batch: Batch) -> gs.MultiStepLossOutput:
         """A learner step, after which the batch gets new priorities."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate

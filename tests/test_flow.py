@@ -1,0 +1,386 @@
+"""scale_gradient: identity forward, scaled gradient backward, in every context."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import gradscale_ext as gs
+
+SCALE = 1 / 3
+WEIGHTS = torch.linspace(-2, 3, 5, dtype=torch.float64)
+POINT = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
+
+
+def model(x: torch.Tensor) -> torch.Tensor:
+    """sum of w * x^2, with the gradient of x^2 scaled: the true gradient is SCALE * 2 w x."""
+    return (gs.scale_gradient(x * x, SCALE) * WEIGHTS).sum()
+
+
+def gradient_of_model(x: torch.Tensor) -> torch.Tensor:
+    return SCALE * 2 * WEIGHTS * x
+
+
+def gradient(function, x: torch.Tensor = POINT) -> torch.Tensor:
+    leaf = x.clone().requires_grad_()
+    function(leaf).backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+SPECIAL = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-45, 3.4e38]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
+def test_forward_is_the_same_bits_and_the_same_memory(dtype, compiled):
+    x = torch.tensor(SPECIAL, dtype=dtype).requires_grad_()
+    function = torch.compile(gs.scale_gradient, fullgraph=True) if compiled else gs.scale_gradient
+    y = function(x, SCALE)
+    assert y.dtype == x.dtype
+    assert torch.equal(_bits(y), _bits(x))
+    if not compiled:
+        assert y.data_ptr() == x.data_ptr()
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(x) if x.is_complex() else x
+    return real.detach().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[real.dtype.itemsize])
+
+
+def test_strides_are_kept():
+    x = torch.randn(4, 6, 2).transpose(0, 2)[:, ::2].requires_grad_()
+    y = gs.scale_gradient(x, 0.5)
+    assert y.stride() == x.stride()
+    assert y.shape == x.shape
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("scale", [0.5, -2.0, 3, 1e-3, 0.0, 1.0, float("inf")])
+def test_gradient_is_multiplied(scale):
+    x = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    g = torch.randn(7, dtype=torch.float64)
+    gs.scale_gradient(x, scale).backward(g)
+    assert torch.equal(x.grad, g * scale)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_zero_gives_exact_zeros_also_for_inf_and_nan(create_graph, compiled):
+    x = torch.zeros(len(SPECIAL), requires_grad=True)
+    function = torch.compile(gs.scale_gradient, fullgraph=True) if compiled else gs.scale_gradient
+    y = function(x, 0.0)
+    if create_graph and compiled:
+        pytest.skip("compiled functions have no double backward in PyTorch")
+    (g,) = torch.autograd.grad(y, x, torch.tensor(SPECIAL), create_graph=create_graph)
+    assert torch.equal(g, torch.zeros(len(SPECIAL)))
+
+
+def test_one_passes_the_gradient_bit_identical():
+    x = torch.zeros(len(SPECIAL), requires_grad=True)
+    g = torch.tensor(SPECIAL)
+    (result,) = torch.autograd.grad(gs.scale_gradient(x, 1.0), x, g)
+    assert torch.equal(result.view(torch.int32), g.view(torch.int32))
+
+
+def test_half_gradients_are_scaled_in_float32():
+    x = torch.ones(3, dtype=torch.float16, requires_grad=True)
+    gs.scale_gradient(x, 1e-9).backward(torch.full((3,), 60000.0, dtype=torch.float16))
+    assert torch.allclose(x.grad.double(), torch.tensor(6e-5, dtype=torch.float64), rtol=1e-3)
+
+
+CONTEXTS = {
+    "eager": lambda: (gradient(model), gradient_of_model(POINT)),
+    "func.grad": lambda: (torch.func.grad(model)(POINT), gradient_of_model(POINT)),
+    "func.vjp": lambda: (
+        torch.func.vjp(model, POINT)[1](torch.tensor(2.0, dtype=torch.float64))[0],
+        2 * gradient_of_model(POINT),
+    ),
+    "vmap": lambda: (torch.func.vmap(model)(_batch()), (_batch() ** 2 * WEIGHTS).sum(1)),
+    "vmap(grad)": lambda: (torch.func.vmap(torch.func.grad(model))(_batch()), gradient_of_model(_batch())),
+    "vmap in dim 1": lambda: (
+        torch.func.vmap(torch.func.grad(model), in_dims=1)(_batch().T),
+        gradient_of_model(_batch()),
+    ),
+    "grad(vmap)": lambda: (
+        torch.func.grad(lambda x: torch.func.vmap(model)(x).sum())(_batch()),
+        gradient_of_model(_batch()),
+    ),
+    "jacrev": lambda: (torch.func.jacrev(model)(POINT), gradient_of_model(POINT)),
+    "jacfwd": lambda: (torch.func.jacfwd(model)(POINT), gradient_of_model(POINT)),
+    "hessian": lambda: (torch.func.hessian(model)(POINT), torch.diag(SCALE * 2 * WEIGHTS)),
+    "jvp": lambda: (torch.func.jvp(model, (POINT,), (WEIGHTS,))[1], (gradient_of_model(POINT) * WEIGHTS).sum()),
+    "forward_ad": lambda: (_forward_mode(), (gradient_of_model(POINT) * WEIGHTS).sum()),
+    "compile": lambda: (gradient(torch.compile(model, fullgraph=True)), gradient_of_model(POINT)),
+    "compile dynamic": lambda: (
+        gradient(torch.compile(model, fullgraph=True, dynamic=True)),
+        gradient_of_model(POINT),
+    ),
+    "compile(func.grad)": lambda: (
+        torch.compile(torch.func.grad(model), fullgraph=True)(POINT),
+        gradient_of_model(POINT),
+    ),
+    "compile(vmap(grad))": lambda: (
+        torch.compile(torch.func.vmap(torch.func.grad(model)), fullgraph=True)(_batch()),
+        gradient_of_model(_batch()),
+    ),
+    "compile(jvp)": lambda: (
+        torch.compile(lambda x: torch.func.jvp(model, (x,), (WEIGHTS,))[1], fullgraph=True)(POINT),
+        (gradient_of_model(POINT) * WEIGHTS).sum(),
+    ),
+    "checkpoint": lambda: (
+        gradient(lambda x: checkpoint(model, x, use_reentrant=False)),
+        gradient_of_model(POINT),
+    ),
+    "checkpoint reentrant": lambda: (
+        gradient(lambda x: checkpoint(model, x, use_reentrant=True)),
+        gradient_of_model(POINT),
+    ),
+    "export": lambda: (_exported(strict=False), gradient_of_model(POINT)),
+    "export strict": lambda: (_exported(strict=True), gradient_of_model(POINT)),
+    "double backward": lambda: (_second_derivative(), SCALE * 2 * WEIGHTS),
+    "saved tensor hooks": lambda: (_with_saved_tensor_hooks(), gradient_of_model(POINT)),
+    "anomaly mode": lambda: (_with_anomaly_mode(), gradient_of_model(POINT)),
+}
+
+
+def _batch() -> torch.Tensor:
+    return POINT + torch.arange(3, dtype=torch.float64).unsqueeze(1)
+
+
+def _forward_mode() -> torch.Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(POINT, WEIGHTS))).tangent
+
+
+class Exported(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = torch.nn.Parameter(POINT.clone())
+
+    def forward(self, weights: torch.Tensor) -> torch.Tensor:
+        return (gs.scale_gradient(self.x * self.x, SCALE) * weights).sum()
+
+
+def _exported(strict: bool) -> torch.Tensor:
+    module = torch.export.export(Exported(), (WEIGHTS,), strict=strict).module()
+    module(WEIGHTS).backward()
+    return module.x.grad
+
+
+def _second_derivative() -> torch.Tensor:
+    x = POINT.clone().requires_grad_()
+    (first,) = torch.autograd.grad(model(x), x, create_graph=True)
+    return torch.autograd.grad(first.sum(), x)[0]
+
+
+def _with_saved_tensor_hooks() -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy().copy(), torch.from_numpy):
+        return gradient(model)
+
+
+def _with_anomaly_mode() -> torch.Tensor:
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+        return gradient(model)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_contexts(context):
+    result, expected = CONTEXTS[context]()
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_without_gradients():
+    x = POINT.clone().requires_grad_()
+    with torch.no_grad():
+        y = gs.scale_gradient(x, SCALE)
+    assert not y.requires_grad
+    assert torch.equal(y, x)
+    with torch.inference_mode():
+        z = gs.scale_gradient(x, SCALE)
+    assert not z.requires_grad
+    assert torch.equal(z, x)
+
+
+def test_forward_mode_under_no_grad_is_still_scaled():
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = gs.scale_gradient(forward_ad.make_dual(POINT, WEIGHTS), SCALE)
+        assert torch.equal(forward_ad.unpack_dual(dual).tangent, WEIGHTS * SCALE)
+
+
+def test_gradgradcheck():
+    x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: gs.scale_gradient(x * x, 1.0) * x, (x,))
+
+
+@pytest.mark.parametrize("modified", ["result", "input"])
+def test_in_place_afterwards_raises_instead_of_losing_the_scale(modified):
+    x = POINT.clone().requires_grad_()
+    a = x * 1
+    y = gs.scale_gradient(a, SCALE)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        (y if modified == "result" else a).mul_(2)
+        (y * WEIGHTS).sum().backward()
+
+
+def test_in_place_before_is_right():
+    x = POINT.clone().requires_grad_()
+    a = x * 1
+    a.mul_(2)
+    (gs.scale_gradient(a, SCALE) * WEIGHTS).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * SCALE * WEIGHTS)
+
+
+def test_saved_input_notices_in_place_on_the_result():
+    x = POINT.clone().requires_grad_()
+    a = x * 1
+    saved = a * a
+    y = gs.scale_gradient(a.detach(), SCALE)
+    y.mul_(2)  # the memory of a, which saved needs
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+
+
+# ---- The gradient's memory ------------------------------------------------------------------------------------------
+
+
+class _Receive(torch.autograd.Function):
+    """Hands out the gradient it is given, and remembers where the incoming one lay."""
+
+    @staticmethod
+    def forward(ctx, x, log):
+        ctx.log = log
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.log.append(g.data_ptr())
+        return g, None
+
+
+def test_a_gradient_of_nobody_else_is_scaled_in_place():
+    before, after = [], []
+    x = torch.ones(64, requires_grad=True)
+    y = _Receive.apply(gs.scale_gradient(_Receive.apply(x, after), 0.5), before)
+    (y * 2).sum().backward()
+    assert before == after
+    assert torch.equal(x.grad, torch.ones(64))
+
+
+def test_a_gradient_that_somebody_holds_is_left_alone():
+    held = []
+    x = torch.ones(8, requires_grad=True)
+    y = gs.scale_gradient(x * 1, 0.5)
+    z = y * 1
+    z.register_hook(held.append)
+    y.register_hook(held.append)
+    (z * 3).sum().backward()
+    assert all(torch.equal(g, torch.full((8,), 3.0)) for g in held)
+    assert torch.equal(x.grad, torch.full((8,), 1.5))
+
+
+def test_the_users_own_gradient_is_left_alone():
+    x = torch.ones(8, requires_grad=True)
+    g = torch.full((8,), 3.0)
+    gs.scale_gradient(x, 0.5).backward(g)
+    assert torch.equal(g, torch.full((8,), 3.0))
+
+
+def test_a_gradient_shared_by_two_branches_is_left_alone():
+    x = torch.ones(8, requires_grad=True)
+    z = torch.ones(8, requires_grad=True)
+    (gs.scale_gradient(x, 0.5) + z).mul(3).sum().backward()
+    assert torch.equal(x.grad, torch.full((8,), 1.5))
+    assert torch.equal(z.grad, torch.full((8,), 3.0))
+
+
+def test_views_of_one_gradient_are_left_alone():
+    x = torch.ones(8, requires_grad=True)
+    halves = [gs.scale_gradient(x[:4], 0.5), x[4:]]
+    joined = torch.cat(halves)
+    joined.retain_grad()
+    (joined * torch.arange(8.0)).sum().backward()
+    assert torch.equal(joined.grad, torch.arange(8.0))
+    assert torch.equal(x.grad, torch.arange(8.0) * torch.tensor([0.5] * 4 + [1.0] * 4))
+
+
+def test_expanded_gradient():
+    x = torch.ones(4, 3, requires_grad=True)
+    gs.scale_gradient(x, 0.5).sum().backward()  # its gradient has stride 0
+    assert torch.equal(x.grad, torch.full((4, 3), 0.5))
+
+
+def test_memory_of_numpy_is_left_alone():
+    numpy = pytest.importorskip("numpy")
+    memory = numpy.full(8, 3.0)
+
+    class FromNumpy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            return torch.from_numpy(memory)
+
+    x = torch.ones(8, dtype=torch.float64, requires_grad=True)
+    FromNumpy.apply(gs.scale_gradient(x, 0.5)).sum().backward()
+    assert (memory == 3.0).all()
+    assert torch.equal(x.grad, torch.full((8,), 1.5, dtype=torch.float64))
+
+
+def test_retain_graph():
+    x = torch.ones(8, requires_grad=True)
+    y = gs.scale_gradient(x, 0.5).mul(3).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert torch.equal(x.grad, torch.full((8,), 3.0))
+
+
+# ---- Wrong arguments ------------------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match="dtype is Int"):
+        gs.scale_gradient(torch.ones(2, dtype=torch.int32), 0.5)
+    with pytest.raises(TypeError, match="dtype is Bool"):
+        gs.scale_gradient(torch.ones(2, dtype=torch.bool), 0.5)
+    with pytest.raises(TypeError, match="type list"):
+        gs.scale_gradient([1.0], 0.5)
+    with pytest.raises(TypeError, match="type str"):
+        gs.scale_gradient(torch.ones(2), "0.5")
+    with pytest.raises(TypeError, match="type complex"):
+        gs.scale_gradient(torch.ones(2), 0.5j)
+
+
+def test_opcheck():
+    x = torch.randn(3, requires_grad=True)
+    torch.library.opcheck(torch.ops.gradscale_ext.scale_gradient.default, (x, 0.5))
+    torch.library.opcheck(torch.ops.gradscale_ext.scale_gradient.default, (x.detach(), 0.5))
+
+
+def test_compiled_backward_has_no_kernel_of_its_own():
+    """The operator is gone from what the compiler's backend sees: an alias forward, a multiplication backward."""
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    seen: list[str] = []
+
+    def record(module, _):
+        seen.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return module.forward
+
+    def backend(module, inputs):
+        return aot_module_simplified(module, inputs, fw_compiler=record, bw_compiler=record)
+
+    gradient(torch.compile(model, backend=backend, fullgraph=True))
+    assert seen
+    assert not any("gradscale" in target for target in seen)

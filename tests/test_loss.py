@@ -1,0 +1,846 @@
+"""The fused multi-step loss against the reference, numbers of other software, and finite differences."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradscale_ext as gs
+
+ORACLES = json.loads((Path(__file__).parent / "oracles" / "muzero_update.json").read_text())["cases"]
+SUPPORT = gs.Support(-5, 5, 11)
+HEADS = {
+    "value": gs.TwoHot(SUPPORT, weight=0.25),
+    "reward": gs.TwoHot(gs.Support(-3, 4, 9, transform="symlog"), first_step=1),
+    "policy": gs.SoftCrossEntropy(weight=1.5),
+    "distance": gs.MeanSquaredError(),
+    "features": gs.MeanSquaredError(transform="signed_hyperbolic", weight=0.7),
+}
+WIDTHS = {"value": 11, "reward": 9, "policy": 4, "distance": None, "features": 3}
+
+
+def arguments(batch=3, steps=4, dtype=torch.float64, seed=0, heads=HEADS, requires_grad=True):
+    """Predictions and targets as lists of per-step tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    predictions, targets = {}, {}
+    for name, head in heads.items():
+        width = WIDTHS[name]
+        shape = (batch,) if width is None else (batch, width)
+        count = steps - head.first_step
+        predictions[name] = [
+            torch.randn(shape, generator=generator, dtype=torch.float64).mul(2).to(dtype).requires_grad_(requires_grad)
+            for _ in range(count)
+        ]
+        if isinstance(head, gs.TwoHot):
+            targets[name] = [torch.randn(batch, generator=generator, dtype=torch.float64).mul(9) for _ in range(count)]
+        elif isinstance(head, gs.SoftCrossEntropy):
+            targets[name] = [torch.rand(shape, generator=generator, dtype=torch.float64) for _ in range(count)]
+        else:
+            targets[name] = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(count)]
+    target_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return predictions, {name: [t.to(target_dtype) for t in entries] for name, entries in targets.items()}
+
+
+def leaves(predictions):
+    return [t for entries in predictions.values() for t in ([entries] if isinstance(entries, torch.Tensor) else entries)]
+
+
+def gradients(out, predictions, grad_output=None):
+    return torch.autograd.grad(out.loss, leaves(predictions), grad_output)
+
+
+def compare(out, expected, predictions, rtol=1e-12, grad_output=None):
+    """All outputs and gradients."""
+    for field in ("loss", "per_sample", "per_step", "expected", "head_means", "num_nonfinite"):
+        a, b = getattr(out, field), getattr(expected, field)
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda m, f=field: f"{f}: {m}")
+    for a, b in zip(
+        gradients(out, predictions, grad_output), gradients(expected, predictions, grad_output), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol, equal_nan=True)
+
+
+@pytest.fixture
+def fused_only(monkeypatch):
+    """Makes the test fail when the fused kernel does not take a call."""
+    original = gs.reference.multi_step_loss
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the reference was called where the fused kernel was expected")
+
+    monkeypatch.setattr(gs.reference, "multi_step_loss", refuse)
+    return original
+
+
+# ---- Numbers of other software --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["fused", "reference"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+@pytest.mark.parametrize("case", ORACLES, ids=lambda case: f"K={case['unroll_steps']}")
+def test_oracle_of_whole_updates(case, dtype, tolerance, implementation):
+    numbers = case["support"]
+    support = gs.Support(
+        numbers["minimum"], numbers["maximum"], numbers["num_bins"], numbers["transform"], numbers["eps"]
+    )
+    heads = {
+        "value": gs.TwoHot(support, weight=case["value_weight"]),
+        "reward": gs.TwoHot(support, weight=case["reward_weight"]),
+        "policy": gs.SoftCrossEntropy(weight=case["policy_weight"]),
+    }
+    predictions = {
+        name: [torch.tensor(step, dtype=dtype).requires_grad_() for step in entries]
+        for name, entries in case["predictions"].items()
+    }
+    targets = {
+        name: [torch.tensor(entries, dtype=dtype)[:, k] for k in range(case["unroll_steps"] + 1)]
+        if name != "policy"
+        else [torch.tensor(step, dtype=dtype) for step in entries]
+        for name, entries in case["targets"].items()
+    }
+    if torch.tensor(case["targets"]["policy"]).shape[0] != case["unroll_steps"] + 1 or (
+        torch.tensor(case["targets"]["policy"]).shape[:2] == torch.tensor(case["mask"]).shape
+    ):
+        targets["policy"] = list(torch.tensor(case["targets"]["policy"], dtype=dtype).unbind(1))
+    function = gs.multi_step_loss if implementation == "fused" else gs.reference.multi_step_loss
+    out = function(
+        heads,
+        predictions,
+        targets,
+        step_gradient_scale="unroll",
+        importance_weights=torch.tensor(case["importance_weights"], dtype=dtype),
+        mask=torch.tensor(case["mask"]),
+    )
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(case["loss"], rel=tolerance)
+    for name, entries in case["gradients"].items():
+        expected = torch.tensor(entries, dtype=torch.float64)
+        actual = torch.stack([p.grad.double() for p in predictions[name]])
+        assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+# ---- Fused against reference ----------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "plain": {},
+    "unroll": {"step_gradient_scale": "unroll"},
+    "numbers": {"step_weights": [1.0, 0.5, 0.25, 0.125], "step_gradient_scale": (1, 2, 3, 4)},
+    "tensor [T]": {"step_weights": torch.tensor([1.0, 0.5, 0.25, 2.0]), "step_gradient_scale": torch.ones(4) / 3},
+    "tensor [B, T]": {"step_weights": torch.rand(3, 4, dtype=torch.float64), "step_gradient_scale": torch.rand(4, 3).T},
+    "importance": {"importance_weights": torch.tensor([0.3, 2.0, 1.0])},
+    "half weights": {"importance_weights": torch.tensor([0.5, 2.0, 1.0], dtype=torch.bfloat16)},
+    "mask": {"mask": torch.tensor([[1, 1, 0, 1], [0, 1, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)},
+    "mask by head": {"mask": {"policy": torch.tensor([[0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)}},
+    "all masked": {"mask": torch.zeros(3, 4, dtype=torch.bool)},
+    "everything": {
+        "step_weights": torch.rand(3, 4),
+        "step_gradient_scale": "unroll",
+        "importance_weights": torch.tensor([0.3, 2.0, 1.0]),
+        "mask": torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0], [1, 0, 0, 1, 1, 1]], dtype=torch.bool)[:, ::2][:, [0, 1, 2, 2]],
+    },
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none", "valid_mean"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_matches_the_reference(options, reduction, fused_only):
+    predictions, targets = arguments()
+    keywords = {**OPTIONS[options], "reduction": reduction}
+    grad_output = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) if reduction == "none" else None
+    compare(
+        gs.multi_step_loss(HEADS, predictions, targets, **keywords),
+        fused_only(HEADS, predictions, targets, **keywords),
+        predictions,
+        grad_output=grad_output,
+    )
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_stacked_predictions_and_targets(batch_first, fused_only):
+    predictions, targets = arguments()
+    expected = fused_only(HEADS, predictions, targets)
+    dim = 1 if batch_first else 0
+    stacked = {
+        name: torch.stack([e.detach() for e in entries], dim).requires_grad_() for name, entries in predictions.items()
+    }
+    stacked_targets = {name: torch.stack(entries, dim) for name, entries in targets.items()}
+    for chosen in (stacked_targets, targets):
+        out = gs.multi_step_loss(HEADS, stacked, chosen, batch_first=batch_first)
+        torch.testing.assert_close(out.loss, expected.loss)
+        for name, g in zip(stacked, gradients(out, stacked), strict=True):
+            wanted = torch.stack(torch.autograd.grad(expected.loss, predictions[name], retain_graph=True), dim)
+            torch.testing.assert_close(g, wanted, rtol=1e-12, atol=1e-12)
+            assert g.shape == stacked[name].shape
+
+
+@pytest.mark.parametrize("grad_output", [1.0, 0.5, -3.0, 0.0, 1e30])
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_grad_output(grad_output, retain_graph, fused_only):
+    predictions, targets = arguments()
+    g = torch.tensor(grad_output, dtype=torch.float64)
+    out = gs.multi_step_loss(HEADS, predictions, targets)
+    expected = fused_only(HEADS, predictions, targets)
+    actual = torch.autograd.grad(out.loss, leaves(predictions), g, retain_graph=retain_graph)
+    for a, b in zip(actual, torch.autograd.grad(expected.loss, leaves(predictions), g), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    if retain_graph:
+        again = torch.autograd.grad(out.loss, leaves(predictions), g)
+        for a, b in zip(actual, again, strict=True):
+            assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out.loss, leaves(predictions), g)
+
+
+@pytest.mark.parametrize("batch", [0, 1, 2])
+@pytest.mark.parametrize("steps", [2, 3])
+def test_small_sizes(batch, steps, fused_only):
+    predictions, targets = arguments(batch=batch, steps=steps)
+    out = gs.multi_step_loss(HEADS, predictions, targets, step_gradient_scale="unroll")
+    compare(out, fused_only(HEADS, predictions, targets, step_gradient_scale="unroll"), predictions)
+    if batch == 0:
+        assert out.loss.item() == 0
+
+
+def test_root_only(fused_only):
+    heads = {"value": HEADS["value"]}
+    predictions, targets = arguments(steps=1, heads=heads)
+    out = gs.multi_step_loss(heads, predictions, targets, step_gradient_scale="unroll")
+    compare(out, fused_only(heads, predictions, targets), predictions)
+
+
+@pytest.mark.parametrize("width", [2, 15, 16, 17, 31, 33, 601, 1025, 4672])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_odd_widths(width, dtype):
+    generator = torch.Generator().manual_seed(width)
+    heads = {"value": gs.TwoHot(gs.Support(-20, 20, width)), "policy": gs.SoftCrossEntropy()}
+    logits = [torch.randn(5, width, generator=generator, dtype=torch.float64) * 4 for _ in heads]
+    targets = [
+        torch.randn(5, generator=generator, dtype=torch.float64) * 30,
+        torch.rand(5, width, generator=generator, dtype=torch.float64).softmax(-1),
+    ]
+    truth = {name: [x.clone().requires_grad_()] for name, x in zip(heads, logits, strict=True)}
+    expected = gs.reference.multi_step_loss(heads, truth, dict(zip(heads, [[t] for t in targets], strict=True)))
+    ours = {name: [x.to(dtype).requires_grad_()] for name, x in zip(heads, logits, strict=True)}
+    out = gs.multi_step_loss(heads, ours, {n: [t.to(dtype)] for n, t in zip(heads, targets, strict=True)})
+    tolerance = 1e-12 if dtype == torch.float64 else 3e-6
+    torch.testing.assert_close(out.loss.double(), expected.loss, rtol=tolerance, atol=tolerance)
+    for name in heads:
+        torch.testing.assert_close(out.per_step[name].double(), expected.per_step[name], rtol=tolerance, atol=tolerance)
+    for a, b in zip(gradients(out, ours), gradients(expected, truth), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_round_once(dtype):
+    """Our error against float64 is at most that of the same reference in the same dtype, plus a little."""
+    predictions, targets = arguments(dtype=dtype, batch=7)
+    exact = {name: [p.detach().double().requires_grad_() for p in entries] for name, entries in predictions.items()}
+    truth = gs.reference.multi_step_loss(HEADS, exact, targets)
+    out = gs.multi_step_loss(HEADS, predictions, targets)
+    assert out.loss.dtype == torch.float32
+    assert out.loss.item() == pytest.approx(truth.loss.item(), rel=2e-6)
+    for a, b, p in zip(gradients(out, predictions), gradients(truth, exact), leaves(predictions), strict=True):
+        assert a.dtype == p.dtype
+        # Rounded once from float32: half a unit in the last place, and no more than float32's own error beside it.
+        unit = torch.finfo(dtype).eps / 2
+        assert ((a.double() - b).abs() <= unit * 1.01 * b.abs() + 1e-7).all()
+
+
+def test_every_float32_as_half():
+    """The conversions of the kernels are PyTorch's own, to the bit: through a squared error of width 1."""
+    bits = torch.arange(0, 2**16, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        values = bits.view(dtype)
+        values = values[values.isfinite()].unsqueeze(1).contiguous().requires_grad_()
+        out = gs.multi_step_loss(
+            {"x": gs.MeanSquaredError()},
+            {"x": [values]},
+            {"x": [torch.zeros_like(values, dtype=torch.float32)]},
+            reduction="sum",
+            step_weights=[0.25],
+        )
+        (g,) = torch.autograd.grad(out.loss, values, torch.ones(()))
+        assert torch.equal(g.view(torch.int16), (values.float() * 0.5).to(dtype).view(torch.int16))
+
+
+def test_mixed_dtypes(fused_only):
+    predictions, targets = arguments(dtype=torch.float32)
+    predictions["policy"] = [p.detach().bfloat16().requires_grad_() for p in predictions["policy"]]
+    out = gs.multi_step_loss(HEADS, predictions, targets)
+    compare(out, fused_only(HEADS, predictions, targets), predictions, rtol=1e-2)
+    assert out.loss.dtype == torch.float32
+
+
+def test_strided_inputs(fused_only):
+    """Slices of larger tensors, transposed ones, and expanded targets."""
+    heads = {"policy": gs.SoftCrossEntropy(), "value": gs.TwoHot(SUPPORT)}
+    base = torch.randn(3, 2, 20, dtype=torch.float64)
+    logits = base[:, 0, 3:7].requires_grad_()
+    columns = torch.randn(11, 3, dtype=torch.float64).T.requires_grad_()
+    targets = {
+        "policy": [torch.rand(4, 3, dtype=torch.float64).T],
+        "value": [torch.tensor(2.5, dtype=torch.float64).expand(3)],
+    }
+    predictions = {"policy": [logits], "value": [columns]}
+    compare(
+        gs.multi_step_loss(heads, predictions, targets), fused_only(heads, predictions, targets), predictions
+    )
+
+
+def test_same_tensor_twice():
+    logits = torch.randn(3, 11, dtype=torch.float64, requires_grad=True)
+    heads = {"a": gs.TwoHot(SUPPORT), "b": gs.TwoHot(SUPPORT, weight=2.0)}
+    target = torch.randn(3, dtype=torch.float64)
+    predictions = {"a": [logits, logits], "b": [logits, logits]}
+    targets = {"a": [target, -target], "b": [2 * target, target]}
+    (g,) = torch.autograd.grad(gs.multi_step_loss(heads, predictions, targets).loss, logits)
+    (e,) = torch.autograd.grad(gs.reference.multi_step_loss(heads, predictions, targets).loss, logits)
+    torch.testing.assert_close(g, e)
+
+
+def test_heads_without_gradient():
+    predictions, targets = arguments()
+    predictions["value"] = [p.detach() for p in predictions["value"]]
+    out = gs.multi_step_loss(HEADS, predictions, targets)
+    out.loss.backward()
+    assert all(p.grad is None for p in predictions["value"])
+    assert all(p.grad is not None for p in predictions["policy"])
+    with torch.no_grad():
+        assert not gs.multi_step_loss(HEADS, predictions, targets).loss.requires_grad
+
+
+def test_outputs_are_detached():
+    predictions, targets = arguments()
+    out = gs.multi_step_loss(HEADS, predictions, targets)
+    rest = [out.per_sample, out.num_nonfinite, *out.per_step.values(), *out.expected.values(), *out.head_means.values()]
+    assert out.loss.requires_grad
+    assert not any(t.requires_grad for t in rest)
+    assert set(out.expected) == {"value", "reward"}
+    assert out.per_step["reward"].shape == (3, 3)
+
+
+# ---- Derivatives ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradcheck_and_gradgradcheck(reduction, fused_only, monkeypatch):
+    predictions, targets = arguments(batch=2, steps=2)
+    inputs = leaves(predictions)
+    weights = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    mask = torch.tensor([[True, True], [True, False]])
+
+    def function(*tensors):
+        remaining = iter(tensors)
+        rebuilt = {name: [next(remaining) for _ in entries] for name, entries in predictions.items()}
+        return gs.multi_step_loss(
+            HEADS, rebuilt, targets, importance_weights=weights, mask=mask, reduction=reduction
+        ).loss
+
+    assert torch.autograd.gradcheck(function, inputs)
+    monkeypatch.setattr(gs.reference, "multi_step_loss", fused_only)  # a second derivative recomputes
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_second_derivative_of_stacked_and_repeated_predictions():
+    heads = {"value": gs.TwoHot(SUPPORT)}
+    logits = torch.randn(2, 3, 11, dtype=torch.float64, requires_grad=True)
+    target = torch.randn(2, 3, dtype=torch.float64)
+    function = lambda x: gs.multi_step_loss(heads, {"value": x}, {"value": target}, step_gradient_scale=[1, 2, 3]).loss  # noqa: E731
+    reference = lambda x: gs.reference.multi_step_loss(  # noqa: E731
+        heads, {"value": x}, {"value": target}, step_gradient_scale=[1, 2, 3]
+    ).loss
+    for f in (function, reference):
+        (g,) = torch.autograd.grad(f(logits), logits, create_graph=True)
+        (h,) = torch.autograd.grad(g.square().sum(), logits)
+        if f is function:
+            first, second = g, h
+    torch.testing.assert_close(first, g)
+    torch.testing.assert_close(second, h)
+
+    row = torch.randn(2, 11, dtype=torch.float64, requires_grad=True)
+    z = torch.randn(2, dtype=torch.float64)
+    results = []
+    for f in (gs.multi_step_loss, gs.reference.multi_step_loss):
+        loss = f(heads, {"value": [row, row]}, {"value": [z, -z]}).loss
+        (g,) = torch.autograd.grad(loss, row, create_graph=True)
+        results.append(torch.autograd.grad(g.square().sum(), row)[0])
+    torch.testing.assert_close(*results)
+
+
+def test_second_derivative_after_in_place_raises():
+    predictions, targets = arguments()
+    out = gs.multi_step_loss(HEADS, predictions, targets)
+    with torch.no_grad():
+        predictions["policy"][0].add_(1)
+    with pytest.raises(RuntimeError, match="in-place"):
+        torch.autograd.grad(out.loss, leaves(predictions), create_graph=True)
+
+
+# ---- Contexts -------------------------------------------------------------------------------------------------------
+
+POLICY = {"policy": gs.SoftCrossEntropy(), "value": gs.TwoHot(SUPPORT)}
+
+
+def _loss_of(logits, values, target=None):
+    target = torch.full_like(logits, 0.25) if target is None else target
+    return gs.multi_step_loss(
+        POLICY,
+        {"policy": [logits, 2 * logits], "value": [values, values]},
+        {"policy": [target, target], "value": [torch.ones_like(values[:, 0])] * 2},
+        step_gradient_scale="unroll",
+    ).loss
+
+
+def test_contexts():
+    torch._dynamo.reset()
+    logits = torch.randn(3, 4, dtype=torch.float64)
+    values = torch.randn(3, 11, dtype=torch.float64)
+    leaf = logits.clone().requires_grad_()
+    _loss_of(leaf, values).backward()
+    torch.testing.assert_close(torch.func.grad(_loss_of)(logits, values), leaf.grad)
+    batched = torch.func.vmap(torch.func.grad(_loss_of))(torch.stack([logits, logits]), torch.stack([values, values]))
+    torch.testing.assert_close(batched, torch.stack([leaf.grad, leaf.grad]))
+    _, tangent = torch.func.jvp(lambda x: _loss_of(x, values), (logits,), (torch.ones_like(logits) * logits,))
+    torch.testing.assert_close(tangent, (leaf.grad * logits).sum())
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(logits, logits.clone())
+        tangent = torch.autograd.forward_ad.unpack_dual(_loss_of(dual, values)).tangent
+    torch.testing.assert_close(tangent, (leaf.grad * logits).sum())
+    with torch.inference_mode():
+        torch.testing.assert_close(_loss_of(logits, values), _loss_of(leaf, values).detach())
+    compiled = logits.clone().requires_grad_()
+    torch.compile(_loss_of, fullgraph=True)(compiled, values).backward()
+    torch.testing.assert_close(compiled.grad, leaf.grad)
+    module = gs.MultiStepLoss(**POLICY)
+    again = logits.clone().requires_grad_()
+    out = torch.compile(module, fullgraph=True)(
+        {"policy": [again], "value": [values]}, {"policy": [torch.full_like(logits, 0.25)], "value": [values[:, 0]]}
+    )
+    assert out.per_sample.shape == (3,)
+    torch._dynamo.reset()
+
+
+def test_autocast():
+    linear = torch.nn.Linear(6, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = linear(torch.randn(3, 6))
+        out = gs.multi_step_loss(
+            {"policy": gs.SoftCrossEntropy()}, {"policy": [logits]}, {"policy": [torch.full((3, 4), 0.25)]}
+        )
+    assert logits.dtype == torch.bfloat16
+    assert out.loss.dtype == torch.float32
+    out.loss.backward()
+    assert linear.weight.grad.isfinite().all()
+
+
+# ---- Masks, illegal actions, NaN ------------------------------------------------------------------------------------
+
+
+def test_masked_nan_adds_exactly_nothing(fused_only):
+    predictions, targets = arguments()
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    mask[1, 2] = False
+    clean = gs.multi_step_loss(HEADS, predictions, targets, mask=mask)
+    for entries in (predictions, targets):
+        for name, head in HEADS.items():
+            with torch.no_grad():
+                entries[name][2 - head.first_step][1] = float("nan")
+    for function in (gs.multi_step_loss, fused_only):
+        out = function(HEADS, predictions, targets, mask=mask)
+        assert torch.equal(out.loss, clean.loss) or function is fused_only
+        torch.testing.assert_close(out.loss, clean.loss)
+        for g, p in zip(gradients(out, predictions), leaves(predictions), strict=True):
+            assert g.isfinite().all()
+            assert (g[p.detach().isnan()] == 0).all()
+        assert out.num_nonfinite.item() == 0
+
+
+def test_nan_stays_in_its_own_sample():
+    predictions, targets = arguments()
+    with torch.no_grad():
+        predictions["policy"][1][2] = float("nan")
+    targets["value"][0][0] = float("nan")
+    out = gs.multi_step_loss(HEADS, predictions, targets)
+    compare(out, gs.reference.multi_step_loss(HEADS, predictions, targets), predictions)
+    out = gs.multi_step_loss(HEADS, predictions, targets)
+    assert out.loss.isnan()
+    assert out.num_nonfinite.item() == 2
+    for g in gradients(out, predictions):
+        assert g[1].isfinite().all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none", "valid_mean"])
+def test_skip_leaves_a_nonfinite_sample_out(reduction, fused_only):
+    predictions, targets = arguments()
+    with torch.no_grad():
+        predictions["value"][1][2, 0] = float("nan")
+    options = {"nonfinite": "skip", "reduction": reduction}
+    out = gs.multi_step_loss(HEADS, predictions, targets, **options)
+    g = torch.ones(3, dtype=torch.float64) if reduction == "none" else None
+    compare(out, fused_only(HEADS, predictions, targets, **options), predictions, grad_output=g)
+    out = gs.multi_step_loss(HEADS, predictions, targets, **options)
+    assert out.loss.isfinite().all()
+    assert out.num_nonfinite.item() == 1
+    for gradient in gradients(out, predictions, g):
+        assert (gradient[2] == 0).all()
+        assert gradient[0].abs().sum() > 0
+
+
+def test_illegal_actions(fused_only):
+    logits = torch.randn(2, 4, dtype=torch.float64)
+    logits[:, 1] = -float("inf")
+    target = torch.tensor([[0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
+    for function in (gs.multi_step_loss, fused_only):
+        x = logits.clone().requires_grad_()
+        out = function({"policy": gs.SoftCrossEntropy()}, {"policy": [x]}, {"policy": [target]})
+        out.loss.backward()
+        legal = logits[:, [0, 2, 3]].clone().requires_grad_()
+        expected = torch.nn.functional.cross_entropy(legal, target[:, [0, 2, 3]])
+        expected.backward()
+        torch.testing.assert_close(out.loss, expected)
+        torch.testing.assert_close(x.grad[:, [0, 2, 3]], legal.grad)
+        assert torch.equal(x.grad[:, 1], torch.zeros(2, dtype=torch.float64))
+    # The same for an illegal bin.
+    bins = torch.zeros(1, 11, dtype=torch.float64)
+    bins[0, 0] = -float("inf")
+    x = bins.clone().requires_grad_()
+    gs.multi_step_loss({"v": gs.TwoHot(SUPPORT)}, {"v": [x]}, {"v": [torch.tensor([0.0], dtype=torch.float64)]}).loss.backward()
+    assert x.grad.isfinite().all()
+    assert x.grad[0, 0] == 0
+
+
+def test_peaked_logits():
+    logits = torch.tensor([[1e4, 0.0, -1e4], [88.0, 88.0, 88.0], [-3e38, 0.0, 3e38]], requires_grad=True)
+    target = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    out = gs.multi_step_loss({"p": gs.SoftCrossEntropy()}, {"p": [logits]}, {"p": [target]}, reduction="none")
+    torch.testing.assert_close(out.loss, torch.tensor([1e4, 1.0986123, 0.0]))
+    out.loss.sum().backward()
+    torch.testing.assert_close(logits.grad, logits.detach().softmax(-1) - target)
+
+
+# ---- Properties -----------------------------------------------------------------------------------------------------
+
+sizes = st.integers(2, 40)
+seeds = st.integers(0, 2**31 - 1)
+
+
+def _policy(width, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, width, generator=generator, dtype=torch.float64) * 5
+    target = torch.rand(4, width, generator=generator, dtype=torch.float64)
+    return logits, target / target.sum(1, keepdim=True)
+
+
+def _run_policy(logits, target, weight=1.0, **options):
+    x = logits.clone().requires_grad_()
+    head = {"policy": gs.SoftCrossEntropy(weight=weight)}
+    out = gs.multi_step_loss(head, {"policy": [x]}, {"policy": [target]}, **options)
+    return out.loss.detach(), torch.autograd.grad(out.loss.sum(), x)[0]
+
+
+@settings(deadline=None, max_examples=40)
+@given(sizes, seeds)
+def test_gradient_sums_to_zero_when_the_target_sums_to_one(width, seed):
+    _, g = _run_policy(*_policy(width, seed))
+    assert g.sum(1).abs().max() < 1e-14
+
+
+@settings(deadline=None, max_examples=40)
+@given(sizes, seeds, st.floats(-500, 500))
+def test_shift_invariance(width, seed, shift):
+    logits, target = _policy(width, seed)
+    loss, g = _run_policy(logits, target)
+    shifted_loss, shifted = _run_policy(logits + shift, target)
+    torch.testing.assert_close(loss, shifted_loss, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(g, shifted, rtol=1e-9, atol=1e-11)
+
+
+@settings(deadline=None, max_examples=40)
+@given(sizes, seeds)
+def test_permutation_equivariance(width, seed):
+    logits, target = _policy(width, seed)
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(seed))
+    loss, g = _run_policy(logits, target)
+    permuted_loss, permuted = _run_policy(logits[:, order], target[:, order])
+    torch.testing.assert_close(loss, permuted_loss)
+    torch.testing.assert_close(g[:, order], permuted)
+
+
+@settings(deadline=None, max_examples=40)
+@given(sizes, seeds, st.floats(0, 100))
+def test_linearity_in_the_weights(width, seed, weight):
+    logits, target = _policy(width, seed)
+    loss, g = _run_policy(logits, target)
+    for options in ({"weight": weight}, {"step_weights": [weight]}, {"importance_weights": torch.full((4,), weight, dtype=torch.float64)}):
+        scaled_loss, scaled = _run_policy(logits, target, **options)
+        torch.testing.assert_close(scaled_loss, weight * loss)
+        torch.testing.assert_close(scaled, weight * g)
+    same_loss, scaled = _run_policy(logits, target, step_gradient_scale=[weight])
+    assert torch.equal(same_loss, loss)
+    torch.testing.assert_close(scaled, weight * g)
+
+
+@settings(deadline=None, max_examples=40)
+@given(seeds)
+def test_masked_is_absent(seed):
+    predictions, targets = arguments(batch=4, seed=seed)
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[3] = False
+    masked = gs.multi_step_loss(HEADS, predictions, targets, mask=mask, reduction="sum")
+    absent = gs.multi_step_loss(
+        HEADS,
+        {name: [p[:3] for p in entries] for name, entries in predictions.items()},
+        {name: [t[:3] for t in entries] for name, entries in targets.items()},
+        reduction="sum",
+    )
+    compare_loss = torch.testing.assert_close
+    compare_loss(masked.loss, absent.loss)
+    for a, b in zip(gradients(masked, predictions), gradients(absent, predictions), strict=True):
+        compare_loss(a, b)
+
+
+# ---- Machine --------------------------------------------------------------------------------------------------------
+
+
+def _digest(*, threads=None):
+    if threads:
+        torch.set_num_threads(threads)
+    heads = dict(gs.MultiStepLoss.muzero().heads)
+    generator = torch.Generator().manual_seed(1)
+    predictions = {
+        name: [torch.randn(64, 18 if name == "policy" else 601, generator=generator).requires_grad_() for _ in range(3)]
+        for name in heads
+    }
+    targets = {
+        name: [torch.rand(64, 18, generator=generator) if name == "policy" else torch.randn(64, generator=generator) for _ in range(3)]
+        for name in heads
+    }
+    out = gs.multi_step_loss(heads, predictions, targets)
+    return [out.loss.detach(), *gradients(out, predictions)]
+
+
+def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads():
+    threads = torch.get_num_threads()
+    try:
+        first, second, one = _digest(), _digest(), _digest(threads=1)
+    finally:
+        torch.set_num_threads(threads)
+    for a, b, c in zip(first, second, one, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_every_instruction_set_agrees(capability):
+    """The variant is chosen when the program starts; all are within rounding of each other."""
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import torch, test_loss, gradscale_ext._C as c; "
+        "torch.save((c.cpu_capability(), test_loss._digest()), sys.argv[2])"
+    )
+    path = Path(os.environ.get("PYTEST_TMP", "/tmp")) / f"digest_{capability}_{os.getpid()}.pt"
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    subprocess.run([sys.executable, "-c", script, str(Path(__file__).parent), str(path)], check=True, env=environment)
+    name, digest = torch.load(path)
+    path.unlink()
+    if capability == "default":
+        assert name in ("DEFAULT", "NO AVX")
+    for a, b in zip(digest, _digest(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-9)
+
+
+def _peak_extra_bytes(function):
+    """Most bytes that PyTorch's CPU allocator held at once during a call, above what it held before."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        function()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    assert peak > 0
+    return peak
+
+
+def test_memory_is_that_of_the_gradients():
+    loss_fn = gs.MultiStepLoss.muzero()
+    batch, steps = 64, 6
+    predictions = {
+        name: [torch.randn(batch, 18 if name == "policy" else 601, requires_grad=True) for _ in range(steps)]
+        for name in loss_fn.heads
+    }
+    targets = {
+        name: [torch.rand(batch, 18) if name == "policy" else torch.randn(batch) for _ in range(steps)]
+        for name in loss_fn.heads
+    }
+    size = sum(4 * p.numel() for p in leaves(predictions))
+    assert _peak_extra_bytes(lambda: loss_fn(predictions, targets).loss.backward()) <= size + 2**17
+    with torch.no_grad():
+        assert _peak_extra_bytes(lambda: loss_fn(predictions, targets)) <= 2**17
+
+
+# ---- Wrong arguments ------------------------------------------------------------------------------------------------
+
+
+def _break(change):
+    predictions, targets = arguments()
+    options: dict = {}
+    change(predictions, targets, options)
+    before = [p.detach().clone() for p in leaves(predictions) if isinstance(p, torch.Tensor)]
+    for function in (gs.multi_step_loss, gs.reference.multi_step_loss):
+        with pytest.raises((ValueError, TypeError)) as info:
+            function(HEADS, predictions, targets, **options)
+    after = [p for p in leaves(predictions) if isinstance(p, torch.Tensor)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return str(info.value)
+
+
+WRONG = {
+    "missing head": (lambda p, t, o: p.pop("value"), ["predictions", "'value'", "value, reward, policy"]),
+    "missing target": (lambda p, t, o: t.pop("value"), ["targets", "'value'"]),
+    "unknown head": (lambda p, t, o: p.update(vlaue=p["value"]), ["predictions", "'vlaue'", "no head"]),
+    "number of steps": (lambda p, t, o: p["value"].pop(), ["prediction", "'value'", "4 entries", "it has 3"]),
+    "number of targets": (lambda p, t, o: t["reward"].pop(), ["target", "'reward'", "3 entries", "it has 2"]),
+    "wrong width": (
+        lambda p, t, o: p["value"].__setitem__(2, torch.zeros(3, 10)),
+        ["prediction", "'value'", "step 2", "[3, 11]", "[3, 10]"],
+    ),
+    "wrong batch": (
+        lambda p, t, o: p["policy"].__setitem__(1, torch.zeros(2, 4)),
+        ["prediction", "'policy'", "step 1", "[3, A]", "[2, 4]"],
+    ),
+    "width that changes": (
+        lambda p, t, o: (p["policy"].__setitem__(1, torch.zeros(3, 5)), t["policy"].__setitem__(1, torch.zeros(3, 5))),
+        ["prediction", "'policy'", "step 1", "[3, 5]"],
+    ),
+    "target shape": (
+        lambda p, t, o: t["reward"].__setitem__(0, torch.zeros(3, 1)),
+        ["target", "'reward'", "step 1", "[3]", "[3, 1]"],
+    ),
+    "policy target shape": (
+        lambda p, t, o: t["policy"].__setitem__(3, torch.zeros(3, 5)),
+        ["target", "'policy'", "step 3", "[3, 4]", "[3, 5]"],
+    ),
+    "dtype": (
+        lambda p, t, o: p["value"].__setitem__(0, torch.zeros(3, 11, dtype=torch.int64)),
+        ["prediction", "'value'", "step 0", "float32", "int64"],
+    ),
+    "target dtype": (
+        lambda p, t, o: t["policy"].__setitem__(0, torch.zeros(3, 4, dtype=torch.int64)),
+        ["target", "'policy'", "step 0", "int64"],
+    ),
+    "device": (
+        lambda p, t, o: t["value"].__setitem__(0, torch.zeros(3, device="meta")),
+        ["target", "'value'", "step 0", "meta", "cpu"],
+    ),
+    "target requires grad": (
+        lambda p, t, o: t["value"].__setitem__(1, torch.zeros(3, requires_grad=True)),
+        ["target", "'value'", "step 1", "requires grad", "detach"],
+    ),
+    "not a tensor": (
+        lambda p, t, o: p["value"].__setitem__(1, [0.0]),
+        ["prediction", "'value'", "step 1", "tensor", "list"],
+    ),
+    "no entries": (lambda p, t, o: p.update(value=[]), ["prediction", "'value'", "no entries"]),
+    "not a list": (lambda p, t, o: p.update(value=3.0), ["prediction", "'value'", "float"]),
+    "stacked without steps": (lambda p, t, o: p.update(value=torch.zeros(3)), ["prediction", "'value'", "[B, T, ...]"]),
+    "importance shape": (lambda p, t, o: o.update(importance_weights=torch.ones(4)), ["importance_weights", "[3]", "[4]"]),
+    "importance type": (lambda p, t, o: o.update(importance_weights=[1.0] * 3), ["importance_weights", "list"]),
+    "importance requires grad": (
+        lambda p, t, o: o.update(importance_weights=torch.ones(3, requires_grad=True)),
+        ["importance_weights", "requires grad"],
+    ),
+    "step weights length": (lambda p, t, o: o.update(step_weights=[1.0, 2.0]), ["step_weights", "4 numbers", "has 2"]),
+    "step weights shape": (
+        lambda p, t, o: o.update(step_weights=torch.ones(4, 3)),
+        ["step_weights", "[4]", "[3, 4]", "[4, 3]"],
+    ),
+    "step weights type": (lambda p, t, o: o.update(step_weights=2.0), ["step_weights", "float"]),
+    "gradient scale name": (lambda p, t, o: o.update(step_gradient_scale="unrol"), ["step_gradient_scale", "'unrol'"]),
+    "mask dtype": (lambda p, t, o: o.update(mask=torch.ones(3, 4)), ["mask", "bool", "float32"]),
+    "mask shape": (lambda p, t, o: o.update(mask=torch.ones(4, 3) > 0), ["mask", "[3, 4]", "[4, 3]"]),
+    "mask head": (lambda p, t, o: o.update(mask={"vlaue": torch.ones(3, 4) > 0}), ["mask", "'vlaue'"]),
+    "reduction": (lambda p, t, o: o.update(reduction="avg"), ["reduction", "'mean'", "'avg'"]),
+    "nonfinite": (lambda p, t, o: o.update(nonfinite="drop"), ["nonfinite", "'skip'", "'drop'"]),
+    "predictions": (lambda p, t, o: (p.clear()), ["predictions", "'value'"]),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_errors_say_what_was_expected_and_what_came(wrong):
+    change, words = WRONG[wrong]
+    message = _break(change)
+    for word in words:
+        assert word in message, message
+
+
+def test_errors_of_heads():
+    with pytest.raises(ValueError, match="weight must be finite and at least 0, but it is -1"):
+        gs.TwoHot(SUPPORT, weight=-1)
+    with pytest.raises(ValueError, match="first_step"):
+        gs.SoftCrossEntropy(first_step=-1)
+    with pytest.raises(TypeError, match="support must be a Support, but it is of type int"):
+        gs.TwoHot(601)
+    with pytest.raises(ValueError, match="transform"):
+        gs.MeanSquaredError(transform="log")
+    with pytest.raises(ValueError, match="at least one head"):
+        gs.MultiStepLoss()
+    with pytest.raises(TypeError, match="'value' must be one of the head dataclasses"):
+        gs.MultiStepLoss(value=SUPPORT)
+
+
+# ---- The module -----------------------------------------------------------------------------------------------------
+
+
+def test_module():
+    loss_fn = gs.MultiStepLoss.muzero(SUPPORT, value_weight=0.25)
+    assert loss_fn.heads == {
+        "value": gs.TwoHot(SUPPORT, weight=0.25),
+        "reward": gs.TwoHot(SUPPORT),
+        "policy": gs.SoftCrossEntropy(),
+    }
+    assert "value=TwoHot(" in repr(loss_fn)
+    assert gs.MultiStepLoss.muzero().heads["value"].support.num_bins == 601
+    x = torch.randn(2, 4, requires_grad=True)
+    values = [torch.randn(2, 11)]
+    predictions = {"policy": [x], "value": values, "reward": values}
+    targets = {"policy": [torch.rand(2, 4)], "value": [torch.ones(2)], "reward": [torch.ones(2)]}
+    first = loss_fn(predictions, targets).loss
+    for again in (copy.deepcopy(loss_fn), pickle.loads(pickle.dumps(loss_fn))):
+        assert torch.equal(again(predictions, targets).loss, first)
+
+
+def test_heads_may_come_in_any_mapping():
+    from collections import OrderedDict
+    from types import MappingProxyType
+
+    predictions, targets = arguments()
+    expected = gs.multi_step_loss(HEADS, predictions, targets).loss
+    out = gs.multi_step_loss(MappingProxyType(HEADS), OrderedDict(predictions), MappingProxyType(targets))
+    assert torch.equal(out.loss, expected)
+
+
+def test_priorities():
+    expected = torch.tensor([[1.0, 5.0], [0.0, -2.0]])
+    targets = torch.tensor([[3.0, 5.0], [0.5, 2.0]])
+    torch.testing.assert_close(gs.priorities(expected, targets, eps=0.0), torch.tensor([2.0, 0.5]))
+    torch.testing.assert_close(gs.priorities(expected, targets, steps="mean", eps=0.0), torch.tensor([1.0, 2.25]))
+    torch.testing.assert_close(gs.priorities(expected, targets, steps="max", eps=0.0), torch.tensor([2.0, 4.0]))
+    torch.testing.assert_close(gs.priorities(expected, targets, alpha=0.5, eps=2.0), torch.tensor([2.0, 2.5**0.5]))
+    listed = gs.priorities(list(expected.T), list(targets.T), eps=0.0)
+    torch.testing.assert_close(listed, torch.tensor([2.0, 0.5]))
+    with pytest.raises(ValueError, match=r"\[B, T\]"):
+        gs.priorities(expected, targets[:, :1])
+    with pytest.raises(ValueError, match="'last'"):
+        gs.priorities(expected, targets, steps="last")
+    with pytest.raises(ValueError, match="alpha"):
+        gs.priorities(expected, targets, alpha=-1)
