@@ -65,8 +65,8 @@ def decode(logits: torch.Tensor, support: Support) -> torch.Tensor:
 
 def l2_loss(parameters: Iterable[torch.Tensor], weight: float) -> torch.Tensor:
     """``weight * sum of |p|^2 / 2`` over tensors."""
-    halves = [0.5 * _widened(parameter).square().sum() for parameter in parameters]
-    return weight * torch.stack(halves).sum() if halves else torch.zeros(())
+    squares = [_widened(parameter).square().sum() for parameter in parameters]
+    return (0.5 * weight * torch.stack(squares)).sum() if squares else torch.zeros(())
 
 
 def multi_step_loss(

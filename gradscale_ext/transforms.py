@@ -10,6 +10,11 @@ def _in_float32(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def _keep_infinity(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """y, but where x is infinite and y the NaN of inf / inf, x."""
+    return torch.where(x.isinf(), x, y)
+
+
 def signed_hyperbolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
     """``h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x``, elementwise.
 
@@ -27,7 +32,7 @@ def signed_hyperbolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
     """
     y = _in_float32(x)
     # (sqrt(a+1) - 1) / a = 1 / (sqrt(a+1) + 1): nothing cancels, and the derivative at 0 exists.
-    return (y * (1 / ((y.abs() + 1).sqrt() + 1) + eps)).to(x.dtype)
+    return _keep_infinity(y, y * (1 / ((y.abs() + 1).sqrt() + 1) + eps)).to(x.dtype)
 
 
 def signed_parabolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
@@ -48,7 +53,7 @@ def signed_parabolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
     """
     y = _in_float32(x)
     u = 2 * y / ((1 + 4 * eps * (y.abs() + 1 + eps)).sqrt() + 1 + 2 * eps)
-    return (u * (u.abs() + 2)).to(x.dtype)
+    return _keep_infinity(y, u * (u.abs() + 2)).to(x.dtype)
 
 
 def symlog(x: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,7 @@ void two_hot_row(const Segment& s, int64_t row, double coefficient, A* scratch) 
     return;
   }
   const A c = static_cast<A>(coefficient);
-  const A factor = c / softmax.sum;
+  const A factor = c / softmax.sum + A(0) * weights[0]; // a NaN target makes the whole row NaN
   write_gradient<T, A>(s.gradient, row, s.width, [=](int64_t j) { return scratch[j] * factor; });
   T* gradient = static_cast<T*>(s.gradient.data) + row * s.gradient.stride;
   for (int side = 0; side < 2; ++side) {

@@ -16,7 +16,8 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-constexpr int64_t kChunk = 16384; // elements summed in one piece, in float for float and half types
+constexpr int64_t kChunk = 16384; // elements that a thread takes at a time
+constexpr int64_t kBlock = 1024; // elements summed in the accumulate type, before the sum goes on in double
 constexpr int kLanes = 16;
 
 struct Chunk {
@@ -25,27 +26,36 @@ struct Chunk {
   Element element;
 };
 
+template <class T>
+double sum_of_squares(const T* data, int64_t size) {
+  using A = typename AccumulateType<T>::type;
+  A lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+#pragma omp simd
+    for (int k = 0; k < kLanes; ++k) {
+      const A value = to_accumulate(data[i + k]);
+      lanes[k] += value * value;
+    }
+  }
+  for (; i < size; ++i) {
+    const A value = to_accumulate(data[i]);
+    lanes[0] += value * value;
+  }
+  double total = 0;
+  for (const A lane : lanes) {
+    total += static_cast<double>(lane);
+  }
+  return total;
+}
+
 double sum_of_squares(const Chunk& chunk) {
   double total = 0;
   dispatch_element(chunk.element, [&](auto type) {
     using T = decltype(type);
-    using A = typename AccumulateType<T>::type;
     const T* data = static_cast<const T*>(chunk.data);
-    A lanes[kLanes] = {};
-    int64_t i = 0;
-    for (; i + kLanes <= chunk.size; i += kLanes) {
-#pragma omp simd
-      for (int k = 0; k < kLanes; ++k) {
-        const A value = to_accumulate(data[i + k]);
-        lanes[k] += value * value;
-      }
-    }
-    for (; i < chunk.size; ++i) {
-      const A value = to_accumulate(data[i]);
-      lanes[0] += value * value;
-    }
-    for (const A lane : lanes) {
-      total += static_cast<double>(lane);
+    for (int64_t begin = 0; begin < chunk.size; begin += kBlock) {
+      total += sum_of_squares(data + begin, std::min(kBlock, chunk.size - begin));
     }
   });
   return total;

@@ -21,8 +21,8 @@ class Configuration:
     loss: str = option("fused", "implementation of the loss", choices=("fused", "reference"))
 
     num_environments: int = option(32, "environments played at once")
-    training_steps: int = option(4_000, "steps of all environments, after which training ends")
-    num_simulations: int = option(16, "simulations of a search")
+    training_steps: int = option(2_500, "steps of all environments, after which training ends")
+    num_simulations: int = option(25, "simulations of a search")
     discount: float = option(0.997, "discount of the return")
     dirichlet_alpha: float = option(0.3, "concentration of the noise on the root's prior")
     dirichlet_fraction: float = option(0.25, "share of the noise in the root's prior")

@@ -75,7 +75,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print(f"interrupted; the same command goes on from {checkpoint}")
         return INTERRUPTED
-    print(f"time: {training.seconds:.0f} s of training, {time.perf_counter() - start:.0f} s of this command in all")
+    print(f"time: training {training.seconds:.0f} s since it began, this command {time.perf_counter() - start:.0f} s")
     return 0
 
 

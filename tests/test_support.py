@@ -1,0 +1,132 @@
+"""Supports: encoding, decoding, and what is out of range."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradscale_ext as gs
+
+ORACLE = json.loads((Path(__file__).parent / "oracles" / "transforms.json").read_text())["two_hot"]
+SUPPORTS = [gs.Support.muzero(), gs.Support(-2, 7, 10), gs.Support(-3, 3, 6, "symlog"), gs.Support(0, 1, 2, "identity")]
+NAN, INF = float("nan"), float("inf")
+
+
+def test_two_hot_oracle():
+    support = gs.Support(ORACLE["minimum"], ORACLE["maximum"], ORACLE["num_bins"], "identity")
+    x = torch.tensor(ORACLE["x"], dtype=torch.float64)
+    expected = torch.tensor(ORACLE["p"], dtype=torch.float64)
+    torch.testing.assert_close(support.two_hot(x), expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_two_hot_is_a_distribution_that_decodes_to_its_scalar(support):
+    limits = support.centers()[[0, -1]].double()
+    inverse = {"signed_hyperbolic": gs.signed_parabolic, "symlog": gs.symexp, "identity": lambda y: y}
+    low, high = inverse[support.transform](limits).tolist()
+    x = torch.linspace(low, high, 501, dtype=torch.float64)
+    p = support.two_hot(x)
+    assert p.shape == (501, support.num_bins)
+    torch.testing.assert_close(p.sum(-1), torch.ones_like(x))
+    assert ((p > 0).sum(-1) <= 2).all()
+    torch.testing.assert_close(support.decode(p.log()), x, rtol=1e-9, atol=1e-9)
+
+
+def test_out_of_range_and_not_a_number():
+    support = gs.Support(-2, 2, 5)
+    p = support.two_hot(torch.tensor([1e30, -1e30, INF, -INF, NAN, 0.0]))
+    for row, end in zip(p, [4, 0, 4, 0], strict=False):
+        assert row[end] == 1
+        assert row.sum() == 1
+    assert p[4].isnan().all()
+    assert p[5].tolist() == [0, 0, 1, 0, 0]
+    # The kernel puts the targets of a loss on the same bins.
+    logits = torch.randn(6, 5, dtype=torch.float64)
+    target = torch.tensor([1e300, -1e300, INF, -INF, NAN, 0.0], dtype=torch.float64)
+    out = gs.multi_step_loss({"v": gs.TwoHot(support)}, {"v": [logits]}, {"v": [target]})
+    log_p = logits.log_softmax(-1)
+    expected = torch.stack([-log_p[0, 4], -log_p[1, 0], -log_p[2, 4], -log_p[3, 0], log_p[4, 0] * NAN, -log_p[5, 2]])
+    torch.testing.assert_close(out.per_sample, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_bins", [2, 3, 21, 101, 255, 601])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("logit", [0.0, 3.25, -7.0])
+def test_uniform_logits_decode_to_exactly_zero(num_bins, dtype, logit):
+    support = gs.Support(-10, 10, num_bins)
+    logits = torch.full((3, num_bins), logit, dtype=dtype)
+    assert torch.equal(support.decode(logits), torch.zeros(3, dtype=torch.float64 if dtype == torch.float64 else torch.float32))
+    assert torch.equal(support.decode(logits.requires_grad_()).detach().double(), torch.zeros(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (2, 3), (4096,)])
+def test_decode(support, dtype, shape):
+    logits = torch.randn(*shape, support.num_bins, dtype=torch.float64).mul(2).to(dtype)
+    value = support.decode(logits)
+    exact = gs.reference.decode(logits.double(), support)
+    assert value.shape == shape
+    assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    tolerance = 1e-10 if dtype == torch.float64 else 2e-4
+    torch.testing.assert_close(value.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+def test_decode_of_other_layouts_and_contexts():
+    support = gs.Support(-5, 5, 11)
+    logits = torch.randn(11, 4, dtype=torch.float64)
+    expected = gs.reference.decode(logits.T, support)
+    torch.testing.assert_close(support.decode(logits.T), expected)
+    torch.testing.assert_close(torch.func.vmap(support.decode)(logits.T), expected)
+    assert torch.autograd.gradcheck(support.decode, logits.T.contiguous().requires_grad_())
+    with torch.inference_mode():
+        torch.testing.assert_close(support.decode(logits.T), expected)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(support.decode, fullgraph=True)(logits.T), expected)
+    torch._dynamo.reset()
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(2, 700), st.integers(0, 2**31 - 1))
+def test_decode_is_within_the_support(num_bins, seed):
+    support = gs.Support(-4, 9, num_bins, "identity")
+    logits = torch.randn(3, num_bins, generator=torch.Generator().manual_seed(seed)) * 20
+    value = support.decode(logits)
+    assert ((value >= -4 - 1e-5) & (value <= 9 + 1e-5)).all()
+
+
+def test_plain_data():
+    support = gs.Support.muzero()
+    assert support == gs.Support(-300, 300, 601)
+    assert hash(support) == hash(gs.Support.muzero())
+    assert pickle.loads(pickle.dumps(support)) == support
+    assert torch.equal(support.centers(), torch.arange(-300.0, 301.0))
+    with pytest.raises(AttributeError):
+        support.num_bins = 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((-1, 1, 1), "num_bins must be an integer of at least 2, but it is 1"),
+        ((-1, 1, 2.0), "num_bins"),
+        ((1, 1, 5), "minimum < maximum, but they are 1 and 1"),
+        ((0, INF, 5), "finite"),
+        ((0, 1, 5, "log"), "transform must be one of identity, signed_hyperbolic, symlog, but it is 'log'"),
+        ((0, 1, 5, "identity", -1.0), "eps"),
+    ],
+)
+def test_wrong_arguments(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        gs.Support(*arguments)
+
+
+def test_wrong_logits():
+    with pytest.raises(ValueError, match=r"\[\.\.\., 601\], but they have \(2, 600\)"):
+        gs.Support.muzero().decode(torch.zeros(2, 600))

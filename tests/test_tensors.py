@@ -1,0 +1,73 @@
+"""Multi-tensor passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradscale_ext as gs
+
+
+def _parameters(dtype):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(), (0,), (1,), (3, 5), (17000,), (0, 4), (2, 3, 4, 5), (64, 600)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_l2_loss(dtype):
+    parameters = _parameters(dtype)
+    loss = gs.l2_loss(parameters, weight=1e-4)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    exact = 0.5e-4 * sum(p.detach().double().square().sum() for p in parameters)
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-14 if dtype == torch.float64 else 1e-6)
+    (loss * 3).backward()
+    for p in parameters:
+        # Rounded once, from float32.
+        expected = (p.detach().double() * 3e-4).to(dtype)
+        torch.testing.assert_close(p.grad, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-7 if dtype == torch.float16 else 0)
+
+
+def test_derivatives():
+    parameters = [p for p in _parameters(torch.float64) if p.numel() < 20]
+    assert torch.autograd.gradcheck(lambda *p: gs.l2_loss(p, 0.3), parameters)
+    assert torch.autograd.gradgradcheck(lambda *p: gs.l2_loss(p, 0.3), parameters)
+
+
+def test_module_frozen_and_strided_parameters():
+    module = torch.nn.Linear(3, 2)
+    module.bias.requires_grad_(False)
+    gs.l2_loss(module, 2.0).backward()
+    torch.testing.assert_close(module.weight.grad, 2 * module.weight.detach())
+    assert module.bias.grad is None
+    base = torch.arange(12.0).reshape(3, 4)
+    for strided in (base.T, base[:, 1:3], base[:, ::2], base[0].expand(5, 4)):
+        torch.testing.assert_close(gs.l2_loss([strided]), 0.5 * strided.square().sum())
+
+
+def test_contexts():
+    x = torch.tensor([3.0, 4.0])
+    torch.testing.assert_close(torch.func.grad(lambda p: gs.l2_loss([p], 0.5))(x), 0.5 * x)
+    torch.testing.assert_close(torch.func.vmap(lambda p: gs.l2_loss([p]))(x), 0.5 * x * x)
+    torch.testing.assert_close(torch.func.jvp(lambda p: gs.l2_loss([p]), (x,), (x,))[1], torch.tensor(25.0))
+    torch._dynamo.reset()
+    leaf = x.clone().requires_grad_()
+    torch.compile(lambda p: gs.l2_loss([p]), fullgraph=True)(leaf).backward()
+    torch.testing.assert_close(leaf.grad, x)
+    torch._dynamo.reset()
+
+
+def test_nothing_and_wrong():
+    assert gs.l2_loss([]).item() == 0
+    with pytest.raises(TypeError, match=r"parameters\[1\] must be a floating tensor, but it is torch.int64"):
+        gs.l2_loss([torch.ones(1), torch.ones(1, dtype=torch.int64)])
+    p = torch.ones(2, requires_grad=True)
+    loss = gs.l2_loss([p])
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    loss = gs.l2_loss([p])
+    with torch.no_grad():
+        p.add_(1)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
