@@ -22,8 +22,8 @@ gradscale::Support make_support(double minimum, double maximum, double eps, int3
 // One row of the table: kind, first_step, weight, minimum, maximum, eps, num_bins, transform.
 using Row = std::tuple<int32_t, int32_t, double, double, double, double, int32_t, int32_t>;
 
-std::shared_ptr<Plan> make_plan(py::dict heads, const std::vector<Row>& table) {
-  auto plan = std::make_shared<Plan>();
+std::shared_ptr<Plan> make_plan(py::dict heads, const std::vector<Row>& table, bool keeps_memory) {
+  auto plan = std::make_shared<Plan>(keeps_memory);
   for (const auto& item : heads) {
     plan->names.push_back(py::reinterpret_borrow<py::object>(item.first));
   }

@@ -29,9 +29,9 @@ def _table_row(head: Head) -> tuple[int, int, float, float, float, float, int, i
     return (2, head.first_step, head.weight, 0.0, 0.0, 1e-3, 0, TRANSFORMS[head.transform])
 
 
-def _make_plan(heads: Mapping[str, Head]) -> Any:
+def _make_plan(heads: Mapping[str, Head], keeps_memory: bool = False) -> Any:
     check_heads(heads)
-    return _C.Plan(dict(heads), [_table_row(head) for head in heads.values()])
+    return _C.Plan(dict(heads), [_table_row(head) for head in heads.values()], keeps_memory)
 
 
 @functools.lru_cache(maxsize=256)
@@ -168,6 +168,9 @@ def _as_dict(mapping: Any) -> Any:
 class MultiStepLoss(torch.nn.Module):
     """`multi_step_loss` with its heads, as a module.
 
+    The module keeps the memory that the gradients were written to, and takes it again for the next call once the last call's
+    gradients are gone: memory of the size of the predictions that would otherwise be asked of the system at every step.
+
     Args:
         **heads: name of each head to its dataclass.
 
@@ -196,7 +199,7 @@ class MultiStepLoss(torch.nn.Module):
 
     @functools.cached_property
     def _plan(self) -> Any:
-        return _make_plan(self.heads)
+        return _make_plan(self.heads, keeps_memory=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the plan, which is made again when it is needed."""

@@ -843,3 +843,22 @@ def test_priorities():
         gs.priorities(expected, targets, steps="last")
     with pytest.raises(ValueError, match="alpha"):
         gs.priorities(expected, targets, alpha=-1)
+
+
+def test_kept_memory_is_not_taken_while_a_gradient_lives():
+    loss_fn = gs.MultiStepLoss(**HEADS)
+    predictions, targets = arguments()
+    first = gradients(loss_fn(predictions, targets), predictions)
+    copies = [g.clone() for g in first]
+    pending = loss_fn(predictions, targets, step_weights=[1.0, 2.0, 3.0, 4.0])  # its gradients wait in the graph
+    del pending
+    pending = loss_fn(predictions, targets)
+    later = gradients(loss_fn(predictions, targets, step_weights=[9.0, 9.0, 9.0, 9.0]), predictions)
+    assert all(torch.equal(a, b) for a, b in zip(first, copies, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(pending, predictions), copies, strict=True))
+    address = later[0].untyped_storage().data_ptr()
+    del later
+    again = gradients(loss_fn(predictions, targets), predictions)
+    assert again[0].untyped_storage().data_ptr() == address
+    larger, larger_targets = arguments(batch=50)
+    compare(loss_fn(larger, larger_targets), gs.reference.multi_step_loss(HEADS, larger, larger_targets), larger)

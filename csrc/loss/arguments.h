@@ -4,19 +4,36 @@
 #include "segment.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace gradscale {
 
+// The memory that gradients are written to. Fresh pages cost more at their first touch than the loss itself, so that a
+// module keeps its block, and takes it again when no gradient of the last call is alive any more.
+class GradientMemory {
+ public:
+  explicit GradientMemory(bool keeps) : keeps_(keeps) {}
+  c10::Storage take(int64_t size) const;
+
+ private:
+  bool keeps_;
+  mutable std::mutex mutex_;
+  mutable c10::Storage block_;
+};
+
 // The heads of a loss, read once from the dataclasses.
 struct Plan {
+  explicit Plan(bool keeps_memory) : gradient_memory(keeps_memory) {}
   py::object heads; // dict of name -> dataclass
   std::vector<py::object> names;
   std::vector<Head> table;
+  GradientMemory gradient_memory;
 };
 
 enum class Reduction { mean, sum, none, valid_mean };

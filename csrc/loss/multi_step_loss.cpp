@@ -7,7 +7,6 @@
 #include <ATen/Version.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
 #include <c10/core/SafePyObject.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -158,11 +157,44 @@ class Run {
       if (plan_.table[h].kind == Kind::two_hot) {
         outputs_.expected[h] = at::empty({batch_, steps_of(h)}, options_);
       }
-      for (const at::Tensor& prediction : arguments_.predictions[h].tensors) {
-        const bool wanted = wants_gradients && prediction.requires_grad();
-        gradients_[h].push_back(wanted ? at::empty(prediction.sizes(), prediction.options()) : at::Tensor());
+    }
+    if (wants_gradients) {
+      make_gradients();
+      return;
+    }
+    for (size_t h = 0; h < heads; ++h) {
+      gradients_[h].resize(arguments_.predictions[h].tensors.size());
+    }
+  }
+
+  // Contiguous gradients like their predictions, cut from one block of memory.
+  void make_gradients() {
+    constexpr int64_t alignment = 64;
+    int64_t size = 0;
+    std::vector<int64_t> offsets;
+    for (const Entries& entries : arguments_.predictions) {
+      for (const at::Tensor& prediction : entries.tensors) {
+        offsets.push_back(size);
+        const auto bytes = prediction.requires_grad() ? static_cast<int64_t>(prediction.nbytes()) : 0;
+        size += (bytes + alignment - 1) / alignment * alignment;
       }
     }
+    const c10::Storage block = plan_.gradient_memory.take(size);
+    size_t index = 0;
+    for (size_t h = 0; h < plan_.table.size(); ++h) {
+      for (const at::Tensor& prediction : arguments_.predictions[h].tensors) {
+        const int64_t offset = offsets[index++];
+        gradients_[h].push_back(prediction.requires_grad() ? piece_of(block, offset, prediction) : at::Tensor());
+      }
+    }
+  }
+
+  static at::Tensor piece_of(const c10::Storage& block, int64_t offset, const at::Tensor& prediction) {
+    at::Tensor piece = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(block), c10::DispatchKeySet(c10::DispatchKey::CPU), prediction.dtype());
+    piece.unsafeGetTensorImpl()->set_storage_offset(offset / static_cast<int64_t>(prediction.element_size()));
+    piece.unsafeGetTensorImpl()->set_sizes_contiguous(prediction.sizes());
+    return piece;
   }
 
   StepWeight step_weight(const StepNumbers& numbers) {
@@ -454,6 +486,19 @@ struct MultiStepLossBackward : public autograd::Node {
 };
 
 } // namespace
+
+c10::Storage GradientMemory::take(int64_t size) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool free = block_ && block_.use_count() == 1 && static_cast<int64_t>(block_.nbytes()) >= size;
+  if (free) {
+    return block_;
+  }
+  const c10::Storage block = at::empty({size}, at::TensorOptions().dtype(at::kByte)).storage();
+  if (keeps_) {
+    block_ = block;
+  }
+  return block;
+}
 
 void set_differentiable_gradients(py::function function) {
   differentiable_gradients = new py::function(std::move(function));

@@ -41,12 +41,16 @@ template <class A>
 struct LaneSum {
   alignas(64) A lanes[kLanes] = {};
 
+  // By halves: a chain of 16 additions would wait longer than the rest of a short row takes.
   A total() const {
-    A sum = 0;
-    for (int k = 0; k < kLanes; ++k) {
-      sum += lanes[k];
+    A sums[8];
+    for (int k = 0; k < 8; ++k) {
+      sums[k] = lanes[k] + lanes[k + 8];
     }
-    return sum;
+    for (int k = 0; k < 4; ++k) {
+      sums[k] += sums[k + 4];
+    }
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
   }
 };
 
@@ -57,10 +61,9 @@ struct Softmax {
   A moment; // of the same, weighted with 2j - width + 1
 };
 
-// Widens a row of logits, and leaves exp(logit - maximum) in `row`. Also moves `shifted = logit - maximum` there when
-// the caller needs both.
+// Widens a row of logits, and leaves exp(logit - maximum) in `row`.
 template <bool with_moment, class T, class A>
-Softmax<A> exponentials(const T* logits, int64_t width, A* row, A* shifted) {
+Softmax<A> exponentials(const T* logits, int64_t width, A* row) {
   const int64_t padded = padded_width(width);
   A maximum = -static_cast<A>(INFINITY);
   for (int64_t j = width; j < padded; ++j) {
@@ -73,20 +76,23 @@ Softmax<A> exponentials(const T* logits, int64_t width, A* row, A* shifted) {
     maximum = logit > maximum ? logit : maximum;
   }
   LaneSum<A> sum;
-  LaneSum<A> moment;
-  for (int64_t j = 0; j < padded; j += kLanes) {
+  LaneSum<A> moment; // of the number of the block; the place in the block is the lane's, and comes after the loop
+  A block = 0;
+  for (int64_t j = 0; j < padded; j += kLanes, block += 1) {
 #pragma omp simd
     for (int k = 0; k < kLanes; ++k) {
-      const A difference = row[j + k] - maximum;
-      if (shifted != nullptr) {
-        shifted[j + k] = difference;
-      }
-      const A e = exp_nonpositive(difference);
+      const A e = exp_nonpositive(row[j + k] - maximum);
       row[j + k] = e;
       sum.lanes[k] += e;
       if (with_moment) {
-        moment.lanes[k] += e * static_cast<A>(2 * static_cast<int32_t>(j + k) - static_cast<int32_t>(width) + 1);
+        moment.lanes[k] += e * block;
       }
+    }
+  }
+  if (with_moment) {
+    for (int k = 0; k < kLanes; ++k) {
+      const A offset = static_cast<A>(2 * k + 1 - static_cast<int32_t>(width));
+      moment.lanes[k] = 2 * kLanes * moment.lanes[k] + offset * sum.lanes[k];
     }
   }
   return {maximum, sum.total(), with_moment ? moment.total() : A(0)};
@@ -105,7 +111,7 @@ void write_gradient(const Rows& gradient, int64_t row, int64_t width, Value valu
 template <class T, class A>
 void two_hot_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
   const T* logits = static_cast<const T*>(s.prediction.data) + row * s.prediction.stride;
-  const Softmax<A> softmax = exponentials<true>(logits, s.width, scratch, static_cast<A*>(nullptr));
+  const Softmax<A> softmax = exponentials<true>(logits, s.width, scratch);
   const Support& support = s.head->support;
   const TwoHotTarget<double> target = two_hot(load_scalar(s.target, row), support);
   const int64_t bins[2] = {target.lower_bin, target.lower_bin + 1};
@@ -141,7 +147,7 @@ void soft_cross_entropy_row(const Segment& s, int64_t row, double coefficient, A
   const int64_t padded = padded_width(width);
   A* target = scratch + padded;
   const T* logits = static_cast<const T*>(s.prediction.data) + row * s.prediction.stride;
-  const Softmax<A> softmax = exponentials<false>(logits, width, scratch, static_cast<A*>(nullptr));
+  const Softmax<A> softmax = exponentials<false>(logits, width, scratch);
   widen_row(s.target, row, width, target);
   A target_sum = 0;
   A correct = 0;
@@ -228,8 +234,7 @@ void decode_rows(const Rows& logits, int64_t width, const Support& support, Slab
     using A = typename AccumulateType<T>::type;
     for (int64_t row = begin; row < end; ++row) {
       const T* from = static_cast<const T*>(logits.data) + row * logits.stride;
-      const Softmax<A> softmax =
-          exponentials<true>(from, width, reinterpret_cast<A*>(scratch), static_cast<A*>(nullptr));
+      const Softmax<A> softmax = exponentials<true>(from, width, reinterpret_cast<A*>(scratch));
       const A expected = expectation_from_moment(softmax.moment / softmax.sum, support);
       out.store(row, inverse_transform_value(support.transform, expected, static_cast<A>(support.eps)));
     }

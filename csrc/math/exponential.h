@@ -16,13 +16,13 @@ GRADSCALE_HOST_DEVICE float exp_nonpositive(float x) {
   const float n = shifted - 12582912.0f;
   float r = clamped - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
-  float p = 1.0f / 5040;
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  p = p * (r * r) + r + 1.0f;
+  float p = 1.384364441e-3f; // minimax polynomial of degree 6 with e(0) = 1 exactly: 2e-9
+  p = p * r + 8.374162950e-3f;
+  p = p * r + 4.166800156e-2f;
+  p = p * r + 1.666643173e-1f;
+  p = p * r + 4.999999404e-1f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
   const float power = bit_cast<float>((bit_cast<int32_t>(shifted) - 0x4B400000 + 127) << 23);
   return x < smallest ? 0.0f : p * power;
 }

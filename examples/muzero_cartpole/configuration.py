@@ -21,7 +21,9 @@ class Configuration:
     loss: str = option("fused", "implementation of the loss", choices=("fused", "reference"))
 
     num_environments: int = option(32, "environments played at once")
-    training_steps: int = option(2_500, "steps of all environments, after which training ends")
+    training_steps: int = option(
+        3_000, "steps of all environments after which training ends, if CartPole is not solved before"
+    )
     num_simulations: int = option(25, "simulations of a search")
     discount: float = option(0.997, "discount of the return")
     dirichlet_alpha: float = option(0.3, "concentration of the noise on the root's prior")

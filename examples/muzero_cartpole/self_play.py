@@ -13,13 +13,15 @@ from networks import MuZeroNetwork
 from replay import Episode
 from search import search
 
+ENVIRONMENT = "CartPole-v1"
+
 # Evaluation resets the environments with seeds from here on, training with the run's own.
 FIRST_EVALUATION_SEED = 1_000_000
 
 
 def make_environments(num_environments: int) -> gymnasium.vector.VectorEnv:
     """CartPole-v1, many times over in one process. Its time limit is 500 steps."""
-    return gymnasium.make_vec("CartPole-v1", num_environments, vectorization_mode="vector_entry_point")
+    return gymnasium.make_vec(ENVIRONMENT, num_environments, vectorization_mode="vector_entry_point")
 
 
 class SelfPlay:

@@ -111,18 +111,18 @@ def train(training: Training, checkpoint: Path, max_seconds: float) -> None:
     """Trains to the end of the run, to the time limit, or to Ctrl-C, which is raised once the checkpoint is written."""
     total = training.configuration.training_steps
     begun = training.step_number
-    if begun >= total or training.seconds >= max_seconds:
-        print(f"this run has finished: {begun} steps; evaluating it again (--fresh starts anew)")
+    if training.finished or training.seconds >= max_seconds:
+        print(f"this run has finished, after step {begun}; evaluating it again (--fresh starts anew)")
         return
     print(f"going on from step {begun}" if begun else "starting a run", f"in {checkpoint.parent}")
     bar = tqdm(total=total, initial=begun, unit="step", mininterval=0.5 if sys.stderr.isatty() else 20)
     # After a crash the logs may be ahead of the checkpoint; `purge_step` hides what will be written once more.
     with bar, SummaryWriter(checkpoint.parent, purge_step=begun) as writer, Interruption() as interruption:
-        while training.step_number < total and training.seconds < max_seconds and not interruption.requested:
+        while not training.finished and training.seconds < max_seconds and not interruption.requested:
             scalars = training.step()
             bar.update()
             if training.step_number % STEPS_PER_LOG == 0 or "self_play/return" in scalars:
-                bar.set_postfix_str(f"mean return {training.mean_return():.0f}", refresh=False)
+                bar.set_postfix_str(f"mean return {training.mean_return:.0f}", refresh=False)
                 for tag, value in scalars.items():
                     writer.add_scalar(tag, value, training.step_number)
             if training.step_number % STEPS_PER_CHECKPOINT == 0:
@@ -130,7 +130,11 @@ def train(training: Training, checkpoint: Path, max_seconds: float) -> None:
         training.save(checkpoint)
     if interruption.requested:
         raise KeyboardInterrupt
-    if training.step_number < total:
+    if training.solved:
+        print(
+            f"solved after step {training.step_number}: mean return {training.mean_return:.0f} of the latest episodes"
+        )
+    elif not training.finished:
         print(f"time is up after step {training.step_number} of {total} (--max-minutes)")
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import torch
 
@@ -15,7 +16,10 @@ from configuration import Configuration, option_name
 from learner import make_loss, make_optimizer, update_weights
 from networks import MuZeroNetwork
 from replay import Batch, ReplayBuffer, n_step_returns
-from self_play import SelfPlay
+from self_play import ENVIRONMENT, SelfPlay
+
+EPISODES_TO_SOLVE = 50
+RETURN_TO_SOLVE = gymnasium.spec(ENVIRONMENT).reward_threshold
 
 
 class Training:
@@ -88,10 +92,25 @@ class Training:
         self.learner_steps += 1
         return output
 
-    def mean_return(self, num_episodes: int = 50) -> float:
+    @property
+    def mean_return(self) -> float:
         """Mean return of the latest episodes; NaN before the first has ended."""
-        returns = [episode_return for _, episode_return in self.curve[-num_episodes:]]
+        returns = [episode_return for _, episode_return in self.curve[-EPISODES_TO_SOLVE:]]
         return sum(returns) / len(returns) if returns else float("nan")
+
+    @property
+    def solved(self) -> bool:
+        """Whether the latest episodes reach the return at which Gymnasium calls the environment solved.
+
+        Training ends then. Going on would soon fill the replay buffer with nothing but long episodes, and an agent that
+        sees no failure forgets how to avoid it.
+        """
+        return len(self.curve) >= EPISODES_TO_SOLVE and self.mean_return >= RETURN_TO_SOLVE
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done, or the environment is solved."""
+        return self.solved or self.step_number >= self.configuration.training_steps
 
     def save(self, path: Path) -> None:
         """Writes a checkpoint; whatever happens meanwhile, a complete one is there, this or the one before."""

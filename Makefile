@@ -1,0 +1,68 @@
+# make demo    train the example agent          make demo SEED=1
+# make test    run the tests
+# make bench   run the benchmarks, and write bench/results/ and the README's tables
+# make lint    formatting, linters, types
+#
+# Everything runs in .venv, which is made on the way. Another PyTorch: make test TORCH=torch==2.11.0
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+SEED ?= 0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
+CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: demo test bench lint format clean
+
+demo: $(VENV)/examples
+	$(BIN)/python examples/muzero_cartpole/train.py --seed $(SEED)
+
+test: $(VENV)/tests
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/tests
+	$(BIN)/python bench/loss.py --json bench/results/loss.json
+	$(BIN)/python bench/scale_gradient.py --json bench/results/scale_gradient.json
+	$(BIN)/python bench/readme.py
+
+lint: $(VENV)/lint $(VENV)/package
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/python bench/readme.py --check
+
+format: $(VENV)/lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+clean:
+	rm -rf $(VENV) build gradscale_ext.egg-info gradscale_ext/_C.*.so gradscale_ext/_build.py
+
+# The environment is made anew when another PyTorch is asked for.
+$(VENV)/torch: Makefile
+	@if [ ! -x $(BIN)/python ]; then $(PYTHON) -m venv $(VENV) || { \
+	  echo "make: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: sudo apt-get install python3-venv" >&2; exit 1; }; fi
+	@echo "installing $(TORCH) into $(VENV)"
+	$(PIP) "$(TORCH)" "setuptools>=77" wheel ninja numpy
+	@touch $@
+
+$(VENV)/package: $(VENV)/torch $(SOURCES)
+	@echo "compiling gradscale_ext"
+	$(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+$(VENV)/examples: $(VENV)/package
+	$(PIP) --no-build-isolation --editable ".[examples]"
+	@touch $@
+
+$(VENV)/tests: $(VENV)/package
+	$(PIP) "pytest>=8" "hypothesis>=6.100" mpmath expecttest
+	@touch $@
+
+$(VENV)/lint: $(VENV)/torch
+	$(PIP) ruff==0.14.0 mypy==1.18.2 clang-format==19.1.7
+	@touch $@

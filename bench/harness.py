@@ -1,0 +1,142 @@
+"""What the benchmarks share: timing of several contestants in one run, peak memory, tables and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradscale_ext
+
+RESULTS = Path(__file__).parent / "results"
+Contestants = dict[str, Callable[[], object]]
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of PyTorch")
+    parser.add_argument("--seconds", type=float, default=3.0, help="time spent on each row of contestants")
+    parsed = parser.parse_args()
+    torch.set_num_threads(parsed.threads)
+    return parsed
+
+
+def machine() -> dict[str, str]:
+    """What a figure must be read with."""
+    cpu = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        found = dict(re.findall(r"^(model name|model|cpu family)\s*: (.*)$", information.read_text(), re.M))
+        cpu = f"{found.get('model name', cpu)} (family {found.get('cpu family')}, model {found.get('model')})"
+    return {
+        "cpu": cpu,
+        "cores": str(torch.multiprocessing.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "instruction set": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "gradscale_ext": gradscale_ext.__version__,
+    }
+
+
+def measure(contestants: Contestants, seconds: float) -> dict[str, dict[str, float]]:
+    """Median, 20th and 80th percentile in ms. The contestants take turns, so that a slow spell of the machine meets all."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for function in contestants.values():
+        for _ in range(3):
+            function()
+    gc.collect()
+    gc.disable()
+    end = time.perf_counter() + seconds
+    rounds = 0
+    while (time.perf_counter() < end or rounds < 5) and rounds < 3000:
+        for name, function in contestants.items():
+            start = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - start)
+        rounds += 1
+    gc.enable()
+    return {name: _statistics(values) for name, values in times.items()}
+
+
+def _statistics(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    pick = lambda quantile: 1e3 * ordered[min(int(quantile * len(ordered)), len(ordered) - 1)]  # noqa: E731
+    return {"median_ms": pick(0.5), "p20_ms": pick(0.2), "p80_ms": pick(0.8), "runs": len(ordered)}
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """The profiler's own library writes lines to the file descriptor itself."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def peak_extra_bytes(function: Callable[[], object]) -> int:
+    """Most bytes that PyTorch's CPU allocator held at once during a call, above what it held before."""
+    function()
+    gc.collect()
+    with _quiet_stderr(), torch.profiler.profile(profile_memory=True) as profile:
+        function()
+    held = peak = 0
+    events = (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def rows(
+    label: dict[str, Any], contestants: Contestants, seconds: float, moved_bytes: float, ours: str
+) -> list[dict[str, Any]]:
+    """One row per contestant: times, ratio to ours, GB/s of the bytes that must move, peak memory."""
+    statistics = measure(contestants, seconds)
+    return [
+        {
+            **label,
+            "contestant": name,
+            **values,
+            "ratio": values["median_ms"] / statistics[ours]["median_ms"],
+            "gb_per_s": moved_bytes / values["median_ms"] / 1e6,
+            "peak_mb": peak_extra_bytes(contestants[name]) / 2**20,
+        }
+        for name, values in statistics.items()
+    ]
+
+
+def show_machine() -> None:
+    print("  ".join(f"{key}: {value}" for key, value in machine().items()), flush=True)
+
+
+def show(row: dict[str, Any]) -> None:
+    label = "  ".join(str(value) for key, value in row.items() if key in ("size", "pass"))
+    print(
+        f"{label:<34} {row['contestant']:<28} {row['median_ms']:>9.4f} ms  p20 {row['p20_ms']:>9.4f}  "
+        f"p80 {row['p80_ms']:>9.4f}  {row['ratio']:>6.2f}x  {row['gb_per_s']:>7.2f} GB/s  {row['peak_mb']:>8.2f} MB",
+        flush=True,
+    )
+
+
+def write(path: Path | None, name: str, results: list[dict[str, Any]]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"benchmark": name, "machine": machine(), "rows": results}, indent=1) + "\n")
+        print(f"written to {path}")

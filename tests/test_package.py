@@ -1,0 +1,57 @@
+"""Importing, explaining what is wrong with an installation, and the documentation's own examples."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradscale_ext as gs
+from gradscale_ext import _library
+
+MODULES = sorted(m.name for m in pkgutil.iter_modules(gs.__path__) if m.name not in ("_C", "__main__", "_build"))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_doctests(module):
+    results = doctest.testmod(importlib.import_module(f"gradscale_ext.{module}"))
+    assert results.failed == 0
+
+
+def test_public_names_are_documented():
+    for name in gs.__all__:
+        assert getattr(gs, name).__doc__, name
+
+
+def test_report():
+    done = subprocess.run([sys.executable, "-m", "gradscale_ext"], capture_output=True, text=True, check=True)
+    assert "self-check     passed" in done.stdout
+    assert gs.__version__ in done.stdout
+
+
+def test_a_source_folder_that_shadows_the_package_is_explained(tmp_path):
+    """The package's Python files without the extension, as in a checkout that was not installed in place."""
+    shadow = tmp_path / "gradscale_ext"
+    shadow.mkdir()
+    for file in Path(gs.__path__[0]).glob("*.py"):
+        if file.name != "_build.py":
+            (shadow / file.name).write_text(file.read_text())
+    done = subprocess.run([sys.executable, "-c", "import gradscale_ext"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "ImportError: gradscale_ext is not compiled here" in done.stderr
+    assert "pip install --no-build-isolation -e ." in done.stderr
+
+
+def test_another_torch_is_explained(monkeypatch):
+    monkeypatch.setattr(_library, "_version_built_with", lambda: "2.11.0")
+    message = str(_library._explain(ImportError("undefined symbol: _ZN2at4fooE")))
+    assert "compiled against PyTorch 2.11.0" in message
+    assert "undefined symbol" in message
+    assert "pip install --no-build-isolation --force-reinstall" in message
+    monkeypatch.setattr(_library, "_version_built_with", lambda: None)
+    assert "could not be loaded: undefined symbol" in str(_library._explain(ImportError("undefined symbol: x")))
