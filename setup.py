@@ -30,7 +30,8 @@ def say(message: str) -> None:
 def import_torch():  # type: ignore[no-untyped-def]
     """The installed PyTorch, found also from inside pip's isolated build environment.
 
-    An isolated build sees its own site-packages only, while the extension must be compiled against the PyTorch it will run
+    An isolated build sees its own site-packages only, while the extension must be compiled against the PyTorch it will
+    run
     with. The folders of the environment that is installed into are appended, so that the isolated ones keep precedence.
     """
     try:
@@ -45,7 +46,7 @@ def import_torch():  # type: ignore[no-untyped-def]
             import torch
         except ImportError:
             raise SystemExit(
-                "gradscale_ext: PyTorch is not installed, and this extension is compiled against it. Install it first:\n"
+                "gradscale_ext: PyTorch is not installed, and this extension is compiled against it. Install that:\n"
                 "    python -m pip install 'torch>=2.11,<2.16'\n"
                 "    python -m pip install --no-build-isolation .\n"
                 "With uv: `uv pip install --no-build-isolation .`, or in pyproject.toml\n"
@@ -86,14 +87,16 @@ def find_cuda(torch, cpp_extension) -> bool:  # type: ignore[no-untyped-def]
         nvcc = shutil.which("nvcc") if home is None else shutil.which("nvcc", path=os.path.join(home, "bin"))
         if nvcc is None:
             reason = (
-                f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, but no nvcc was found; install the "
-                f"CUDA toolkit {torch.version.cuda.split('.')[0]}.x, or name it with CUDA_HOME"
+                f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, but no nvcc was found; install "
+                f"the CUDA toolkit {torch.version.cuda.split('.')[0]}.x, or name it with CUDA_HOME"
             )
         else:
             text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
             found = text.split("release ")[-1].split(",")[0]
             if found.split(".")[0] != torch.version.cuda.split(".")[0]:
-                reason = f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, but {nvcc} is CUDA {found}"
+                reason = (
+                    f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, but {nvcc} is CUDA {found}"
+                )
     if reason is None:
         say(f"building for the CPU and for CUDA with {nvcc}.")
         return True

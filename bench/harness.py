@@ -51,7 +51,7 @@ def machine() -> dict[str, str]:
 
 
 def measure(contestants: Contestants, seconds: float) -> dict[str, dict[str, float]]:
-    """Median, 20th and 80th percentile in ms. The contestants take turns, so that a slow spell of the machine meets all."""
+    """Median, 20th and 80th percentile in ms. Contestants take turns, so that a slow spell of the machine meets all."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for function in contestants.values():
         for _ in range(3):
@@ -72,7 +72,7 @@ def measure(contestants: Contestants, seconds: float) -> dict[str, dict[str, flo
 
 def _statistics(seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
-    pick = lambda quantile: 1e3 * ordered[min(int(quantile * len(ordered)), len(ordered) - 1)]  # noqa: E731
+    pick = lambda quantile: 1e3 * ordered[min(int(quantile * len(ordered)), len(ordered) - 1)]
     return {"median_ms": pick(0.5), "p20_ms": pick(0.2), "p80_ms": pick(0.8), "runs": len(ordered)}
 
 

@@ -74,7 +74,11 @@ def make_inputs(
 
     predictions = {"value": logits(num_bins), "reward": logits(num_bins), "policy": logits(actions)}
     visits = [torch.rand(batch, actions, generator=generator).softmax(1) for _ in steps]
-    return predictions, {"value": scalars(30), "reward": scalars(1), "policy": visits}, torch.rand(batch, generator=generator)
+    return (
+        predictions,
+        {"value": scalars(30), "reward": scalars(1), "policy": visits},
+        torch.rand(batch, generator=generator),
+    )
 
 
 def make_fused(num_bins: int) -> Callable[..., torch.Tensor]:

@@ -1,7 +1,7 @@
 """Writes the README's tables from the files under bench/results/, so that no figure is typed by hand.
 
-    python bench/readme.py            # write
-    python bench/readme.py --check    # fail when the README is not what the results say
+python bench/readme.py            # write
+python bench/readme.py --check    # fail when the README is not what the results say
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def main() -> int:
     wanted = rewritten(text)
     if "--check" in sys.argv:
         if text != wanted:
-            print("README.md: the tables are not those of bench/results/; run `python bench/readme.py`", file=sys.stderr)
+            print(
+                "README.md: the tables are not those of bench/results/; run `python bench/readme.py`", file=sys.stderr
+            )
         return int(text != wanted)
     README.write_text(wanted)
     return 0

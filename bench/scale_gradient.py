@@ -2,8 +2,8 @@
 
     python bench/scale_gradient.py --json bench/results/scale_gradient.json
 
-`x.view_as(x)` does nothing and is the floor. Bytes that must move, for GB/s: none forward; backward the gradient is read once
-and written once. The gradient that comes in is made by an addition beside it, the same for all contestants.
+`x.view_as(x)` does nothing and is the floor. Bytes that must move, for GB/s: none forward; backward the gradient is
+read once and written once. The gradient that comes in is made by an addition beside it, the same for all contestants.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def main() -> None:
 
         for name, make, moved in (("forward", forward, 0), ("forward+backward", both, 8 * size)):
             contestants = {contestant: make(way) for contestant, way in WAYS.items()}
-            for row in harness.rows({"size": label, "pass": name}, contestants, arguments.seconds, moved, "scale_gradient"):
+            for row in harness.rows(
+                {"size": label, "pass": name}, contestants, arguments.seconds, moved, "scale_gradient"
+            ):
                 harness.show(row)
                 results.append(row)
     harness.write(arguments.json, "scale_gradient", results)

@@ -1,5 +1,5 @@
-// The front door of the C++ side. Operators that the compiler must see register themselves with TORCH_LIBRARY in their own
-// files; this pybind11 module holds the entry points of eager mode, whose calls cost least.
+// The front door of the C++ side. Operators that the compiler must see register themselves with TORCH_LIBRARY in their
+// own files; this pybind11 module holds the entry points of eager mode, whose calls cost least.
 #include "flow/scale_gradient.h"
 #include "loss/multi_step_loss.h"
 #include "tensor_element.h"
@@ -30,12 +30,16 @@ std::shared_ptr<Plan> make_plan(py::dict heads, const std::vector<Row>& table, b
   plan->heads = std::move(heads);
   for (const auto& [kind, first_step, weight, minimum, maximum, eps, num_bins, transform] : table) {
     plan->table.push_back(
-        {static_cast<gradscale::Kind>(kind), first_step, weight, make_support(minimum, maximum, eps, num_bins, transform)});
+        {static_cast<gradscale::Kind>(kind),
+         first_step,
+         weight,
+         make_support(minimum, maximum, eps, num_bins, transform)});
   }
   return plan;
 }
 
-// (loss, per_sample, per_step, expected, head_means, num_nonfinite), or None when the fused kernel does not take this call.
+// (loss, per_sample, per_step, expected, head_means, num_nonfinite), or None when the fused kernel does not take this
+// call.
 py::object multi_step_loss(
     const Plan& plan,
     py::handle predictions,
@@ -48,7 +52,16 @@ py::object multi_step_loss(
     const std::string& nonfinite,
     bool batch_first) {
   auto arguments = gradscale::read_arguments(
-      plan, predictions, targets, step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite, batch_first);
+      plan,
+      predictions,
+      targets,
+      step_weights,
+      step_gradient_scale,
+      importance_weights,
+      mask,
+      reduction,
+      nonfinite,
+      batch_first);
   if (!arguments) {
     return py::none();
   }
@@ -68,12 +81,7 @@ py::object multi_step_loss(
 
 // Decoded values without a gradient, or None when the fused kernel does not take these logits.
 py::object decode(
-    const at::Tensor& logits,
-    double minimum,
-    double maximum,
-    double eps,
-    int32_t num_bins,
-    int32_t transform) {
+    const at::Tensor& logits, double minimum, double maximum, double eps, int32_t num_bins, int32_t transform) {
   if (!gradscale::ordinary_context() || !gradscale::ordinary_tensor(logits) || !gradscale::has_element(logits)) {
     return py::none();
   }

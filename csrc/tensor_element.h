@@ -45,7 +45,8 @@ inline bool only(c10::DispatchKeySet keys, c10::DispatchKeySet known) {
 inline bool ordinary_context() {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
   return only(local.included_, c10::default_included_set | c10::autocast_dispatch_keyset) &&
-      !local.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !c10::impl::TorchDispatchModeTLS::any_modes_set();
+         !local.excluded_.has(c10::DispatchKey::AutogradFunctionality) &&
+         !c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
 // A strided CPU tensor of PyTorch's own class, without a forward-mode tangent.

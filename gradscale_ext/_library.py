@@ -10,12 +10,14 @@ import torch
 
 def _explain(error: ImportError) -> ImportError:
     """What an import error of the extension means, and the command that mends it."""
-    rebuild = "python -m pip install --no-build-isolation --force-reinstall --no-deps gradscale-ext (or . in a checkout)"
+    rebuild = (
+        "python -m pip install --no-build-isolation --force-reinstall --no-deps gradscale-ext (or . in a checkout)"
+    )
     if importlib.util.find_spec("gradscale_ext._C") is None:
         return ImportError(
-            f"gradscale_ext is not compiled here: {__path_of_package()} has no extension module _C. If this is the source "
-            "checkout shadowing an installed gradscale_ext, start Python from another folder or install the checkout with "
-            f"`python -m pip install --no-build-isolation -e .`; otherwise rebuild: {rebuild}."
+            f"gradscale_ext is not compiled here: {__path_of_package()} has no extension module _C. If this is "
+            "the source checkout shadowing an installed gradscale_ext, start Python from another folder or install the "
+            f"checkout with `python -m pip install --no-build-isolation -e .`; otherwise rebuild: {rebuild}."
         )
     built = _version_built_with()
     if built is not None and built != torch.__version__:
@@ -53,6 +55,8 @@ if _release(_C.torch_version) != _release(torch.__version__):
 scale_gradient = torch.ops.gradscale_ext.scale_gradient
 
 
-@torch.library.register_vmap("gradscale_ext::scale_gradient")
 def _scale_gradient_vmap(info: Any, in_dims: tuple[int | None, None], x: torch.Tensor, scale: float) -> Any:
     return scale_gradient(x, scale), in_dims[0]
+
+
+torch.library.register_vmap("gradscale_ext::scale_gradient", _scale_gradient_vmap)

@@ -107,7 +107,8 @@ def _check_choice(argument: str, value: object, choices: tuple[str, ...]) -> Non
 def _check_names(argument: str, given: Mapping[str, Entries], heads: Mapping[str, Head]) -> None:
     if not isinstance(given, Mapping):
         raise TypeError(
-            f"multi_step_loss: {argument} must be a mapping of head to tensors, but it is of type {type(given).__name__}"
+            f"multi_step_loss: {argument} must be a mapping of head to tensors, "
+            f"but it is of type {type(given).__name__}"
         )
     missing = [name for name in heads if name not in given]
     unknown = [name for name in given if name not in heads]
@@ -211,9 +212,7 @@ def _check_head(
             )
 
 
-def _check_weights(
-    argument: str, weights: torch.Tensor, shapes: list[tuple[int, ...]], device: torch.device
-) -> None:
+def _check_weights(argument: str, weights: torch.Tensor, shapes: list[tuple[int, ...]], device: torch.device) -> None:
     if not isinstance(weights, torch.Tensor):
         raise TypeError(f"multi_step_loss: {argument} must be a tensor, but it is of type {type(weights).__name__}")
     if weights.dtype not in DTYPES:
@@ -251,7 +250,9 @@ def _step_numbers(
             f"but it is of type {type(numbers).__name__}"
         )
     if len(numbers) != steps:
-        raise ValueError(f"multi_step_loss: {argument} must have {steps} numbers, one per step, but it has {len(numbers)}")
+        raise ValueError(
+            f"multi_step_loss: {argument} must have {steps} numbers, one per step, but it has {len(numbers)}"
+        )
     return torch.tensor([float(number) for number in numbers], dtype=dtype, device=device)
 
 
@@ -268,7 +269,9 @@ def _masks(
     for name, tensor in by_head.items():
         argument = f"the mask of head '{name}'" if isinstance(mask, Mapping) else "mask"
         if name not in heads:
-            raise ValueError(f"multi_step_loss: mask names {name!r}, which is no head; the heads are {', '.join(heads)}")
+            raise ValueError(
+                f"multi_step_loss: mask names {name!r}, which is no head; the heads are {', '.join(heads)}"
+            )
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.bool:
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else f"of type {type(tensor).__name__}"
             raise TypeError(f"multi_step_loss: {argument} must be a bool tensor, but it is {kind}")

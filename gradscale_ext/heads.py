@@ -38,8 +38,8 @@ class Head:
 class TwoHot(Head):
     """Categorical scalar head: cross-entropy of `[B, S]` logits with the two-hot encoding of `[B]` scalar targets.
 
-    ``l = -sum_j t_j log softmax(x)_j``, where t puts all mass on the two bins next to the transformed target, in proportion
-    to its distance from them (MuZero, appendix F).
+    ``l = -sum_j t_j log softmax(x)_j``, where t puts all mass on the two bins next to the transformed target, in
+    proportion to its distance from them (MuZero, appendix F).
 
     Args:
         support: the bins.
@@ -58,8 +58,8 @@ class TwoHot(Head):
 class SoftCrossEntropy(Head):
     """Policy head: cross-entropy of `[B, A]` logits with `[B, A]` probabilities t (visit counts over their sum).
 
-    ``l = -sum_a t_a log softmax(x)_a``. The t_a need not sum to 1. An action with logit -inf is illegal: with t_a = 0 it adds
-    nothing to loss or gradient.
+    ``l = -sum_a t_a log softmax(x)_a``. The t_a need not sum to 1. An action with logit -inf is illegal: with t_a = 0
+    it adds nothing to loss or gradient.
     """
 
 

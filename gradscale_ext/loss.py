@@ -63,7 +63,8 @@ def multi_step_loss(
 
     Args:
         heads: name to head (`TwoHot`, `SoftCrossEntropy`, `MeanSquaredError`).
-        predictions: head's name to a list or tuple of T tensors `[B, ...]`, as an unroll produces them (they are read where
+        predictions: head's name to a list or tuple of T tensors `[B, ...]`, as an unroll produces them (they are read
+            where
             they are, without stacking), or to one tensor `[B, T, ...]`. A head with ``first_step=1`` has T - 1 entries.
             float64, float32, bfloat16 or float16.
         targets: the same for the targets, floating; they must not require grad.
@@ -71,12 +72,12 @@ def multi_step_loss(
         step_gradient_scale: the same forms: multiplies the gradient only, as `scale_gradient` on each step's loss does.
             "unroll" is 1 for the root and 1/K after, as in the pseudocode of MuZero (Schrittwieser et al. 2020).
         importance_weights: `[B]`, those of prioritised replay (Schaul et al. 2016).
-        mask: bool `[B, T]` by absolute step, or a dict of them by head. False: the entry adds exactly nothing to value and
-            gradient, also if it is NaN or inf.
-        reduction: over the batch: "mean" over B, "sum", "none" (`[B]`), or "valid_mean" (each head's sum over its number of
-            unmasked entries, at least 1).
-        nonfinite: "propagate": NaN reaches the loss, and only that sample's gradients. "skip": a sample whose loss is not
-            finite adds nothing. It is counted in both cases.
+        mask: bool `[B, T]` by absolute step, or a dict of them by head. False: the entry adds exactly nothing to value
+            and gradient, also if it is NaN or inf.
+        reduction: over the batch: "mean" over B, "sum", "none" (`[B]`), or "valid_mean" (each head's sum over its
+            number of unmasked entries, at least 1).
+        nonfinite: "propagate": NaN reaches the loss, and only that sample's gradients. "skip": a sample whose loss is
+            not finite adds nothing. It is counted in both cases.
         batch_first: False: stacked predictions and targets are `[T, B, ...]`.
 
     Returns:
@@ -85,7 +86,8 @@ def multi_step_loss(
     Raises:
         ValueError, TypeError: names the head and step, what was expected and what came; nothing has been changed then.
 
-    On the CPU and for plain tensors this is one call into C++, one parallel region and no temporary of the size of the logits
+    On the CPU and for plain tensors this is one call into C++, one parallel region and no temporary of the size of the
+    logits
     besides the gradients, which are computed together with the loss. Second derivatives, `torch.func` transforms,
     `torch.compile`, tensor subclasses and other devices go through `gradscale_ext.reference`.
 
@@ -168,7 +170,8 @@ def _as_dict(mapping: Any) -> Any:
 class MultiStepLoss(torch.nn.Module):
     """`multi_step_loss` with its heads, as a module.
 
-    The module keeps the memory that the gradients were written to, and takes it again for the next call once the last call's
+    The module keeps the memory that the gradients were written to, and takes it again for the next call once the last
+    call's
     gradients are gone: memory of the size of the predictions that would otherwise be asked of the system at every step.
 
     Args:
@@ -248,7 +251,7 @@ def priorities(
     alpha: float = 1.0,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """``p_b = (|nu_b - z_b| + eps)^alpha`` for prioritised replay (Schaul et al. 2016; nu and z as in MuZero, appendix G).
+    """``p_b = (|nu_b - z_b| + eps)^alpha``, the priorities of prioritised replay.
 
     Args:
         expected: decoded predictions nu, `[B, T]` (``out.expected["value"]``) or a list of T tensors `[B]`.
@@ -263,6 +266,8 @@ def priorities(
     Raises:
         ValueError: shapes differ, or an argument is out of range.
 
+    From Schaul et al. 2016; nu and z as in MuZero, appendix G.
+
     >>> priorities(torch.tensor([[1.0, 5.0]]), torch.tensor([[3.0, 5.0]]), eps=0.0)
     tensor([2.])
     """
@@ -271,7 +276,8 @@ def priorities(
     assert isinstance(z, torch.Tensor)
     if nu.dim() != 2 or nu.shape != z.shape:
         raise ValueError(
-            f"priorities: expected and targets must both have shape [B, T], but they have {tuple(nu.shape)} and {tuple(z.shape)}"
+            f"priorities: expected and targets must both have shape [B, T], "
+            f"but they have {tuple(nu.shape)} and {tuple(z.shape)}"
         )
     if alpha < 0 or eps < 0:
         raise ValueError(f"priorities: alpha and eps must be at least 0, but they are {alpha} and {eps}")
@@ -295,12 +301,16 @@ def _differentiable_gradients(
     options: dict[str, Any],
     grad_output: torch.Tensor,
 ) -> list[torch.Tensor | None]:
-    """The gradients of the prediction tensors as a graph, by recomputing the loss with the reference. Called from C++ when a
-    backward pass is itself differentiated."""
+    """The gradients of the prediction tensors as a graph, by recomputing the loss with the reference.
+
+    Called from C++ when a backward pass is itself differentiated.
+    """
     with torch.enable_grad():
         # Views of their own: the same tensor given twice has one gradient for each time.
         views: list[Entries] = [
-            entries.view_as(entries) if isinstance(entries, torch.Tensor) else [entry.view_as(entry) for entry in entries]
+            entries.view_as(entries)
+            if isinstance(entries, torch.Tensor)
+            else [entry.view_as(entry) for entry in entries]
             for entries in predictions
         ]
         loss = reference.multi_step_loss(

@@ -1,5 +1,8 @@
-"""Everything in plain PyTorch, one operation after the other: the truth for tests, and the path for every context that the
-fused kernels do not take (transforms, compilation, tensor subclasses, other devices)."""
+"""Everything in plain PyTorch, one operation after the other.
+
+The truth for tests, and the path for every context that the fused kernels do not take: transforms, compilation, tensor
+subclasses, other devices.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,9 @@ def multi_step_loss(
         per_sample=per_sample,
         per_step={name: losses.detach() for name, losses in per_step.items()},
         expected={
-            name: torch.stack([decode(entry.detach(), head.support) for entry in call.predictions[name]], 1).to(call.dtype)
+            name: torch.stack([decode(entry.detach(), head.support) for entry in call.predictions[name]], 1).to(
+                call.dtype
+            )
             for name, head in heads.items()
             if isinstance(head, TwoHot)
         },

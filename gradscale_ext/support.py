@@ -57,7 +57,7 @@ class Support:
 
     @classmethod
     def muzero(cls, limit: float = 300) -> Support:
-        """MuZero's support: integer centres from -limit to limit (601 bins by default) of the signed hyperbolic transform."""
+        """MuZero's support: integer centres from -limit to limit, 601 bins by default, of the signed hyperbolic."""
         return cls(-limit, limit, 2 * int(limit) + 1)
 
     def centers(self) -> torch.Tensor:
@@ -68,7 +68,8 @@ class Support:
         """Encode scalars `[...]` as distributions `[..., S]` with mass on at most two neighbouring bins.
 
         Args:
-            x: floating tensor of raw (untransformed) scalars. Out of range, ±inf included: the end bin. NaN: a row of NaN.
+            x: floating tensor of raw (untransformed) scalars. Out of range, ±inf included: the end bin. NaN: a row of
+                NaN.
 
         Returns:
             `[..., S]` in the dtype of `x`; each row sums to 1.
@@ -82,8 +83,8 @@ class Support:
             logits: floating tensor whose last dimension is `num_bins`.
 
         Returns:
-            `[...]` float32 (float64 for float64 logits) raw scalars, differentiable; exactly 0 for uniform logits over a
-            symmetric support.
+            `[...]` float32 (float64 for float64 logits) raw scalars, differentiable; exactly 0 for uniform logits over
+            a symmetric support.
 
         Raises:
             ValueError: the last dimension is not `num_bins`.
@@ -93,9 +94,7 @@ class Support:
                 f"Support.decode: logits must have shape [..., {self.num_bins}], but they have {tuple(logits.shape)}"
             )
         if _context.is_eager() and not (logits.requires_grad and torch.is_grad_enabled()):
-            values = _C.decode(
-                logits, self.minimum, self.maximum, self.eps, self.num_bins, TRANSFORMS[self.transform]
-            )
+            values = _C.decode(logits, self.minimum, self.maximum, self.eps, self.num_bins, TRANSFORMS[self.transform])
             if values is not None:
-                return values  # type: ignore[no-any-return]
+                return values
         return reference.decode(logits, self)

@@ -40,5 +40,5 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
     if _context.is_eager():
         loss = _C.l2_loss(tensors, weight)
         if loss is not None:
-            return loss  # type: ignore[no-any-return]
+            return loss
     return reference.l2_loss(tensors, weight)

@@ -23,7 +23,8 @@ def signed_hyperbolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
         eps: the linear part that makes h invertible; at least 0.
 
     Returns:
-        Tensor of the shape and dtype of `x`, to 4e-7 relative error in float32 over the whole range; ``h'(0) = 1/2 + eps``.
+        Tensor of the shape and dtype of `x`, to 4e-7 relative error in float32 over the whole range; ``h'(0) = 1/2 +
+        eps``.
 
     From Pohlen et al. 2018, "Observe and Look Further"; MuZero's transform of rewards and values with eps 1e-3.
 
@@ -38,8 +39,8 @@ def signed_hyperbolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
 def signed_parabolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
     """Inverse of `signed_hyperbolic`, elementwise.
 
-    With ``u = 2|x| / (sqrt(1 + 4 eps (|x| + 1 + eps)) + 1 + 2 eps)`` it is ``sign(x) u (u + 2)``, a form in which nothing
-    cancels; the textbook form is off by 7.5e-5 for |x| <= 1 in float32.
+    With ``u = 2|x| / (sqrt(1 + 4 eps (|x| + 1 + eps)) + 1 + 2 eps)`` it is ``sign(x) u (u + 2)``, a form in which
+    nothing cancels; the textbook form is off by 7.5e-5 for |x| <= 1 in float32.
 
     Args:
         x: floating tensor of any shape, in transformed coordinates.

@@ -22,20 +22,20 @@ def unroll(
 ) -> dict[str, list[torch.Tensor]]:
     """Run `initial` once and `recurrent` for every action, and collect what each head predicts at each step.
 
-    As in the pseudocode the gradient of the hidden state is scaled after every recurrent step, on its way to the next one,
-    and not on the root; the heads of a step see the unscaled state (Schrittwieser et al. 2020, appendix G).
+    As in the pseudocode the gradient of the hidden state is scaled after every recurrent step, on its way to the next
+    one, and not on the root; the heads of a step see the unscaled state (Schrittwieser et al. 2020, appendix G).
 
     Args:
         initial: representation and prediction, ``initial(observation) -> (outputs, hidden)``.
-        recurrent: dynamics and prediction, ``recurrent(hidden, action) -> (outputs, hidden)``. `outputs` maps a head's name
-            to its prediction for the step, `[B, ...]`.
+        recurrent: dynamics and prediction, ``recurrent(hidden, action) -> (outputs, hidden)``. `outputs` maps a head's
+            name to its prediction for the step, `[B, ...]`.
         observation: handed to `initial` as it is.
         actions: `[B, K]` or `[B, K, ...]` tensor, or a sequence of K tensors `[B, ...]`.
         hidden_scale: factor of the gradient from one recurrent step to the one before it.
 
     Returns:
-        Head's name to the list of its predictions, ready for `MultiStepLoss`: K + 1 entries, or K for a head that `initial`
-        leaves out (declare it with ``first_step=1``).
+        Head's name to the list of its predictions, ready for `MultiStepLoss`: K + 1 entries, or K for a head that
+        `initial` leaves out (declare it with ``first_step=1``).
 
     Raises:
         ValueError: a head is there at one step and missing at another, or `actions` has no step dimension.
@@ -59,7 +59,8 @@ def unroll(
             predictions.update({head: [] for head in outputs if head not in predictions})
         if outputs.keys() != predictions.keys():
             raise ValueError(
-                f"unroll: recurrent step {k + 1} gave the heads {sorted(outputs)}, but {sorted(predictions)} were expected"
+                f"unroll: recurrent step {k + 1} gave the heads {sorted(outputs)}, "
+                f"but {sorted(predictions)} were expected"
             )
         for head, prediction in outputs.items():
             predictions[head].append(prediction)

@@ -227,9 +227,13 @@ def test_in_place_afterwards_raises_instead_of_losing_the_scale(modified):
     x = POINT.clone().requires_grad_()
     a = x * 1
     y = gs.scale_gradient(a, SCALE)
-    with pytest.raises(RuntimeError, match="modified inplace"):
+
+    def modify_and_use():
         (y if modified == "result" else a).mul_(2)
         (y * WEIGHTS).sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        modify_and_use()
 
 
 def test_in_place_before_is_right():

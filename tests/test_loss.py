@@ -52,7 +52,9 @@ def arguments(batch=3, steps=4, dtype=torch.float64, seed=0, heads=HEADS, requir
 
 
 def leaves(predictions):
-    return [t for entries in predictions.values() for t in ([entries] if isinstance(entries, torch.Tensor) else entries)]
+    return [
+        t for entries in predictions.values() for t in ([entries] if isinstance(entries, torch.Tensor) else entries)
+    ]
 
 
 def gradients(out, predictions, grad_output=None):
@@ -146,7 +148,9 @@ OPTIONS = {
         "step_weights": torch.rand(3, 4),
         "step_gradient_scale": "unroll",
         "importance_weights": torch.tensor([0.3, 2.0, 1.0]),
-        "mask": torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0], [1, 0, 0, 1, 1, 1]], dtype=torch.bool)[:, ::2][:, [0, 1, 2, 2]],
+        "mask": torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0], [1, 0, 0, 1, 1, 1]], dtype=torch.bool)[:, ::2][
+            :, [0, 1, 2, 2]
+        ],
     },
 }
 
@@ -292,9 +296,7 @@ def test_strided_inputs(fused_only):
         "value": [torch.tensor(2.5, dtype=torch.float64).expand(3)],
     }
     predictions = {"policy": [logits], "value": [columns]}
-    compare(
-        gs.multi_step_loss(heads, predictions, targets), fused_only(heads, predictions, targets), predictions
-    )
+    compare(gs.multi_step_loss(heads, predictions, targets), fused_only(heads, predictions, targets), predictions)
 
 
 def test_same_tensor_twice():
@@ -355,8 +357,8 @@ def test_second_derivative_of_stacked_and_repeated_predictions():
     heads = {"value": gs.TwoHot(SUPPORT)}
     logits = torch.randn(2, 3, 11, dtype=torch.float64, requires_grad=True)
     target = torch.randn(2, 3, dtype=torch.float64)
-    function = lambda x: gs.multi_step_loss(heads, {"value": x}, {"value": target}, step_gradient_scale=[1, 2, 3]).loss  # noqa: E731
-    reference = lambda x: gs.reference.multi_step_loss(  # noqa: E731
+    function = lambda x: gs.multi_step_loss(heads, {"value": x}, {"value": target}, step_gradient_scale=[1, 2, 3]).loss
+    reference = lambda x: gs.reference.multi_step_loss(
         heads, {"value": x}, {"value": target}, step_gradient_scale=[1, 2, 3]
     ).loss
     for f in (function, reference):
@@ -514,7 +516,9 @@ def test_illegal_actions(fused_only):
     bins = torch.zeros(1, 11, dtype=torch.float64)
     bins[0, 0] = -float("inf")
     x = bins.clone().requires_grad_()
-    gs.multi_step_loss({"v": gs.TwoHot(SUPPORT)}, {"v": [x]}, {"v": [torch.tensor([0.0], dtype=torch.float64)]}).loss.backward()
+    gs.multi_step_loss(
+        {"v": gs.TwoHot(SUPPORT)}, {"v": [x]}, {"v": [torch.tensor([0.0], dtype=torch.float64)]}
+    ).loss.backward()
     assert x.grad.isfinite().all()
     assert x.grad[0, 0] == 0
 
@@ -581,7 +585,11 @@ def test_permutation_equivariance(width, seed):
 def test_linearity_in_the_weights(width, seed, weight):
     logits, target = _policy(width, seed)
     loss, g = _run_policy(logits, target)
-    for options in ({"weight": weight}, {"step_weights": [weight]}, {"importance_weights": torch.full((4,), weight, dtype=torch.float64)}):
+    for options in (
+        {"weight": weight},
+        {"step_weights": [weight]},
+        {"importance_weights": torch.full((4,), weight, dtype=torch.float64)},
+    ):
         scaled_loss, scaled = _run_policy(logits, target, **options)
         torch.testing.assert_close(scaled_loss, weight * loss)
         torch.testing.assert_close(scaled, weight * g)
@@ -622,7 +630,10 @@ def _digest(*, threads=None):
         for name in heads
     }
     targets = {
-        name: [torch.rand(64, 18, generator=generator) if name == "policy" else torch.randn(64, generator=generator) for _ in range(3)]
+        name: [
+            torch.rand(64, 18, generator=generator) if name == "policy" else torch.randn(64, generator=generator)
+            for _ in range(3)
+        ]
         for name in heads
     }
     out = gs.multi_step_loss(heads, predictions, targets)
@@ -752,7 +763,10 @@ WRONG = {
     "no entries": (lambda p, t, o: p.update(value=[]), ["prediction", "'value'", "no entries"]),
     "not a list": (lambda p, t, o: p.update(value=3.0), ["prediction", "'value'", "float"]),
     "stacked without steps": (lambda p, t, o: p.update(value=torch.zeros(3)), ["prediction", "'value'", "[B, T, ...]"]),
-    "importance shape": (lambda p, t, o: o.update(importance_weights=torch.ones(4)), ["importance_weights", "[3]", "[4]"]),
+    "importance shape": (
+        lambda p, t, o: o.update(importance_weights=torch.ones(4)),
+        ["importance_weights", "[3]", "[4]"],
+    ),
     "importance type": (lambda p, t, o: o.update(importance_weights=[1.0] * 3), ["importance_weights", "list"]),
     "importance requires grad": (
         lambda p, t, o: o.update(importance_weights=torch.ones(3, requires_grad=True)),

@@ -61,7 +61,9 @@ def test_out_of_range_and_not_a_number():
 def test_uniform_logits_decode_to_exactly_zero(num_bins, dtype, logit):
     support = gs.Support(-10, 10, num_bins)
     logits = torch.full((3, num_bins), logit, dtype=dtype)
-    assert torch.equal(support.decode(logits), torch.zeros(3, dtype=torch.float64 if dtype == torch.float64 else torch.float32))
+    assert torch.equal(
+        support.decode(logits), torch.zeros(3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    )
     assert torch.equal(support.decode(logits.requires_grad_()).detach().double(), torch.zeros(3, dtype=torch.float64))
 
 

@@ -25,7 +25,9 @@ def test_l2_loss(dtype):
     for p in parameters:
         # Rounded once, from float32.
         expected = (p.detach().double() * 3e-4).to(dtype)
-        torch.testing.assert_close(p.grad, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-7 if dtype == torch.float16 else 0)
+        torch.testing.assert_close(
+            p.grad, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-7 if dtype == torch.float16 else 0
+        )
 
 
 def test_derivatives():

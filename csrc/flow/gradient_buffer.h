@@ -12,10 +12,10 @@ namespace gradscale {
 // (a buffer that came from NumPy or DLPack is not resizable).
 inline bool owned_by_nobody_else(const at::Tensor& gradient) {
   return !at::GradMode::is_enabled() && torch::autograd::impl::is_tensor_stealable(gradient) &&
-      gradient.layout() == at::kStrided &&
-      !at::isTensorSubclassLike(gradient) && !gradient._is_zerotensor() && !gradient.is_conj() && !gradient.is_neg() &&
-      !gradient.is_inference() && gradient.has_storage() && gradient.storage().use_count() == 1 &&
-      gradient.storage().unsafeGetStorageImpl()->resizable() && gradient.is_non_overlapping_and_dense();
+         gradient.layout() == at::kStrided && !at::isTensorSubclassLike(gradient) && !gradient._is_zerotensor() &&
+         !gradient.is_conj() && !gradient.is_neg() && !gradient.is_inference() && gradient.has_storage() &&
+         gradient.storage().use_count() == 1 && gradient.storage().unsafeGetStorageImpl()->resizable() &&
+         gradient.is_non_overlapping_and_dense();
 }
 
 } // namespace gradscale

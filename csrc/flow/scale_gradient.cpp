@@ -73,8 +73,8 @@ at::Tensor scale_gradient_autograd(const at::Tensor& x, double scale) {
     at::AutoDispatchBelowADInplaceOrView guard;
     result = at::alias(x);
   }
-  // A view for autograd, so that in-place operations on either side bump one version counter; marked as made by a custom
-  // function, so that an in-place operation that would drop the scale raises.
+  // A view for autograd, so that in-place operations on either side bump one version counter; marked as made by a
+  // custom function, so that an in-place operation that would drop the scale raises.
   result = autograd::as_view(
       x,
       result,

@@ -89,7 +89,7 @@ bool check_head(const Head& head, const Arguments& arguments, const Entries& pre
       break;
   }
   return dims >= 0 && dims <= 1 && check_entries(predictions, batch_first, arguments.batch, dims, width) &&
-      (dims == 0 || width > 0) && check_entries(targets, batch_first, arguments.batch, target_dims, width);
+         (dims == 0 || width > 0) && check_entries(targets, batch_first, arguments.batch, target_dims, width);
 }
 
 bool read_step_numbers(py::handle object, const Arguments& arguments, StepNumbers& out) {
@@ -117,7 +117,7 @@ bool read_step_numbers(py::handle object, const Arguments& arguments, StepNumber
 
 bool read_mask(py::handle object, const Arguments& arguments, at::Tensor& mask) {
   return read_tensor(object, mask) && mask.scalar_type() == at::kBool &&
-      mask.sizes() == at::IntArrayRef({arguments.batch, arguments.steps});
+         mask.sizes() == at::IntArrayRef({arguments.batch, arguments.steps});
 }
 
 bool read_masks(const Plan& plan, py::handle object, Arguments& arguments) {

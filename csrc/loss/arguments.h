@@ -18,7 +18,8 @@ namespace gradscale {
 // module keeps its block, and takes it again when no gradient of the last call is alive any more.
 class GradientMemory {
  public:
-  explicit GradientMemory(bool keeps) : keeps_(keeps) {}
+  explicit GradientMemory(bool keeps) : keeps_(keeps) {
+  }
   c10::Storage take(int64_t size) const;
 
  private:
@@ -29,7 +30,8 @@ class GradientMemory {
 
 // The heads of a loss, read once from the dataclasses.
 struct Plan {
-  explicit Plan(bool keeps_memory) : gradient_memory(keeps_memory) {}
+  explicit Plan(bool keeps_memory) : gradient_memory(keeps_memory) {
+  }
   py::object heads; // dict of name -> dataclass
   std::vector<py::object> names;
   std::vector<Head> table;
@@ -65,7 +67,8 @@ struct Arguments {
 };
 
 // Reads and checks the arguments. Empty when something is not as the fused kernel takes it: a wrong argument, for which
-// Python then has the words, or a tensor of another kind (subclass, transform, device), for which Python has another path.
+// Python then has the words, or a tensor of another kind (subclass, transform, device), for which Python has another
+// path.
 std::optional<Arguments> read_arguments(
     const Plan& plan,
     py::handle predictions,

@@ -125,7 +125,8 @@ class Run {
   // A row of a wide head needs more than a stack should hold.
   class Scratch {
    public:
-    explicit Scratch(int64_t elements) : memory_(new double[elements + 8]) {}
+    explicit Scratch(int64_t elements) : memory_(new double[elements + 8]) {
+    }
     double* data() {
       const auto address = reinterpret_cast<uintptr_t>(memory_.get());
       return reinterpret_cast<double*>((address + 63) / 64 * 64);
@@ -201,7 +202,8 @@ class Run {
     if (numbers.tensor.defined()) {
       const at::Tensor tensor = keep(weights_tensor(numbers.tensor));
       StepWeight weight;
-      weight.values = {tensor.mutable_data_ptr(), tensor.dim() == 2 ? tensor.stride(0) : 0, tensor.scalar_type() == at::kDouble};
+      weight.values = {
+          tensor.mutable_data_ptr(), tensor.dim() == 2 ? tensor.stride(0) : 0, tensor.scalar_type() == at::kDouble};
       weight.step_stride = tensor.stride(-1);
       return weight;
     }
@@ -228,7 +230,8 @@ class Run {
     common.step_gradient_scale = step_weight(arguments_.step_gradient_scale);
     if (arguments_.importance_weights.defined()) {
       const at::Tensor weights = keep(weights_tensor(arguments_.importance_weights));
-      common.importance_weights.values = {weights.mutable_data_ptr(), weights.stride(0), weights.scalar_type() == at::kDouble};
+      common.importance_weights.values = {
+          weights.mutable_data_ptr(), weights.stride(0), weights.scalar_type() == at::kDouble};
     }
     for (size_t h = 0; h < plan_.table.size(); ++h) {
       Coefficients own = common;
@@ -351,7 +354,7 @@ class Run {
   Outputs outputs_;
   Gradients gradients_;
   std::vector<Coefficients> coefficients_; // by head
-  std::vector<int64_t> kept_; // unmasked entries by head
+  std::vector<int64_t> kept_;              // unmasked entries by head
   std::vector<Segment> segments_;
   std::vector<at::Tensor> kept_tensors_;
 };
@@ -387,8 +390,8 @@ const char* reduction_name(Reduction reduction) {
 }
 
 struct MultiStepLossBackward : public autograd::Node {
-  Gradients gradients; // for grad_output 1
-  Arguments arguments; // for a second derivative
+  Gradients gradients;            // for grad_output 1
+  Arguments arguments;            // for a second derivative
   std::vector<uint32_t> versions; // of the predictions, as the forward pass read them
   std::unique_ptr<c10::SafePyObject> heads;
   bool last_use = false;
@@ -455,7 +458,8 @@ struct MultiStepLossBackward : public autograd::Node {
             tensor._version() == versions[index],
             "MultiStepLoss: a prediction of shape ",
             tensor.sizes(),
-            " was modified by an in-place operation after the loss was computed, so that its second derivative is lost");
+            " was modified by an in-place operation after the loss was computed, so that its second derivative is "
+            "lost");
         ++index;
       }
     }
@@ -476,7 +480,8 @@ struct MultiStepLossBackward : public autograd::Node {
     options["nonfinite"] = arguments.skip_nonfinite ? "skip" : "propagate";
     options["batch_first"] = arguments.batch_first;
     const py::object heads_object = py::reinterpret_borrow<py::object>(heads->ptr(getPyInterpreter()));
-    const py::object result = (*differentiable_gradients)(heads_object, predictions, targets, masks, options, grad_output);
+    const py::object result =
+        (*differentiable_gradients)(heads_object, predictions, targets, masks, options, grad_output);
     autograd::variable_list gradients_of_inputs;
     for (const auto& gradient : result) {
       gradients_of_inputs.push_back(gradient.is_none() ? at::Tensor() : gradient.cast<at::Tensor>());

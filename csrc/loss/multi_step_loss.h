@@ -6,12 +6,12 @@ namespace gradscale {
 
 // Loss and detached outputs of one call; everything in float, or double when a prediction is double.
 struct Outputs {
-  at::Tensor loss; // scalar, or [B] without reduction; the only output with a gradient
-  at::Tensor per_sample; // [B]
+  at::Tensor loss;                  // scalar, or [B] without reduction; the only output with a gradient
+  at::Tensor per_sample;            // [B]
   std::vector<at::Tensor> per_step; // by head [B, T_h]
   std::vector<at::Tensor> expected; // by head [B, T_h]; undefined where the head decodes nothing
-  at::Tensor head_means; // [heads]
-  at::Tensor num_nonfinite; // int64 scalar
+  at::Tensor head_means;            // [heads]
+  at::Tensor num_nonfinite;         // int64 scalar
 };
 
 // Computes the loss and, where a prediction requires grad, the gradients in the same pass.

@@ -1,8 +1,8 @@
 // CPU kernel of the multi-step loss: one row (the prediction of one sample at one step) at a time.
 //
-// A row is read from memory once, widened into a padded scratch row that stays in the first-level cache, and its gradient
-// is written once; between the two there is one exponential per element. Included once for each instruction set, with
-// GRADSCALE_VARIANT naming the namespace; the loops are plain, and vectorised by the compiler.
+// A row is read from memory once, widened into a padded scratch row that stays in the first-level cache, and its
+// gradient is written once; between the two there is one exponential per element. Included once for each instruction
+// set, with GRADSCALE_VARIANT naming the namespace; the loops are plain, and vectorised by the compiler.
 
 #include "../math/element.h"
 #include "../math/exponential.h"
@@ -57,7 +57,7 @@ struct LaneSum {
 template <class A>
 struct Softmax {
   A maximum;
-  A sum; // of exp(logit - maximum)
+  A sum;    // of exp(logit - maximum)
   A moment; // of the same, weighted with 2j - width + 1
 };
 
@@ -223,12 +223,12 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
 }
 
 void run_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* scratch) {
-  dispatch_element(s.prediction.element, [&](auto type) {
-    run_rows_of<decltype(type)>(s, coefficients, begin, end, scratch);
-  });
+  dispatch_element(
+      s.prediction.element, [&](auto type) { run_rows_of<decltype(type)>(s, coefficients, begin, end, scratch); });
 }
 
-void decode_rows(const Rows& logits, int64_t width, const Support& support, Slab out, int64_t begin, int64_t end, double* scratch) {
+void decode_rows(
+    const Rows& logits, int64_t width, const Support& support, Slab out, int64_t begin, int64_t end, double* scratch) {
   dispatch_element(logits.element, [&](auto type) {
     using T = decltype(type);
     using A = typename AccumulateType<T>::type;

@@ -1,5 +1,5 @@
-// The row kernels compiled for AVX2. Standard headers come first, compiled for the baseline: a function from them that the
-// linker shares between object files must run on every CPU.
+// The row kernels compiled for AVX2. Standard headers come first, compiled for the baseline: a function from them that
+// the linker shares between object files must run on every CPU.
 #include "../math/exponential.h"
 #include "segment.h"
 

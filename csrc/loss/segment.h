@@ -111,7 +111,8 @@ inline int64_t scratch_elements(int64_t width) {
 }
 
 // Softmax, expectation and inverse transform of `count` rows of logits.
-using DecodeRows = void (*)(const Rows& logits, int64_t width, const Support&, Slab out, int64_t begin, int64_t end, double* scratch);
+using DecodeRows =
+    void (*)(const Rows& logits, int64_t width, const Support&, Slab out, int64_t begin, int64_t end, double* scratch);
 
 // The CPU kernels as compiled for one instruction set.
 struct RowKernels {

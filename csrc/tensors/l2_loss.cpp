@@ -17,7 +17,7 @@ namespace {
 namespace autograd = torch::autograd;
 
 constexpr int64_t kChunk = 16384; // elements that a thread takes at a time
-constexpr int64_t kBlock = 1024; // elements summed in the accumulate type, before the sum goes on in double
+constexpr int64_t kBlock = 1024;  // elements summed in the accumulate type, before the sum goes on in double
 constexpr int kLanes = 16;
 
 struct Chunk {

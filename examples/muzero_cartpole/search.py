@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-
 from networks import SUPPORT, MuZeroNetwork, Outputs
+from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
