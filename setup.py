@@ -31,8 +31,8 @@ def import_torch():  # type: ignore[no-untyped-def]
     """The installed PyTorch, found also from inside pip's isolated build environment.
 
     An isolated build sees its own site-packages only, while the extension must be compiled against the PyTorch it will
-    run
-    with. The folders of the environment that is installed into are appended, so that the isolated ones keep precedence.
+    run with. The folders of the environment that is installed into are appended, so that the isolated ones keep
+    precedence.
     """
     try:
         import torch

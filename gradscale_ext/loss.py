@@ -64,9 +64,8 @@ def multi_step_loss(
     Args:
         heads: name to head (`TwoHot`, `SoftCrossEntropy`, `MeanSquaredError`).
         predictions: head's name to a list or tuple of T tensors `[B, ...]`, as an unroll produces them (they are read
-            where
-            they are, without stacking), or to one tensor `[B, T, ...]`. A head with ``first_step=1`` has T - 1 entries.
-            float64, float32, bfloat16 or float16.
+            where they are, without stacking), or to one tensor `[B, T, ...]`. A head with ``first_step=1`` has T - 1
+            entries. float64, float32, bfloat16 or float16.
         targets: the same for the targets, floating; they must not require grad.
         step_weights: T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient.
         step_gradient_scale: the same forms: multiplies the gradient only, as `scale_gradient` on each step's loss does.
@@ -87,9 +86,8 @@ def multi_step_loss(
         ValueError, TypeError: names the head and step, what was expected and what came; nothing has been changed then.
 
     On the CPU and for plain tensors this is one call into C++, one parallel region and no temporary of the size of the
-    logits
-    besides the gradients, which are computed together with the loss. Second derivatives, `torch.func` transforms,
-    `torch.compile`, tensor subclasses and other devices go through `gradscale_ext.reference`.
+    logits besides the gradients, which are computed together with the loss. Second derivatives, `torch.func`
+    transforms, `torch.compile`, tensor subclasses and other devices go through `gradscale_ext.reference`.
 
     >>> heads = {"policy": SoftCrossEntropy()}
     >>> logits = torch.zeros(1, 4, requires_grad=True)
@@ -171,8 +169,7 @@ class MultiStepLoss(torch.nn.Module):
     """`multi_step_loss` with its heads, as a module.
 
     The module keeps the memory that the gradients were written to, and takes it again for the next call once the last
-    call's
-    gradients are gone: memory of the size of the predictions that would otherwise be asked of the system at every step.
+    call's gradients are gone: memory of the size of the predictions that would otherwise be asked of the system at every step.
 
     Args:
         **heads: name of each head to its dataclass.

@@ -41,7 +41,9 @@ def test_a_source_folder_that_shadows_the_package_is_explained(tmp_path):
     for file in Path(gs.__path__[0]).glob("*.py"):
         if file.name != "_build.py":
             (shadow / file.name).write_text(file.read_text())
-    done = subprocess.run([sys.executable, "-c", "import gradscale_ext"], capture_output=True, text=True, cwd=tmp_path)
+    without_editable_install = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]"
+    script = f"{without_editable_install}; import gradscale_ext"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode != 0
     assert "ImportError: gradscale_ext is not compiled here" in done.stderr
     assert "pip install --no-build-isolation -e ." in done.stderr
