@@ -13,9 +13,9 @@ def scale_gradient(x: torch.Tensor, scale: float) -> torch.Tensor:
     """Return `x` unchanged; the gradient that flows back through the result is multiplied by `scale`.
 
     Forward ``y = x``; backward ``dL/dx = scale * dL/dy``; in forward mode the tangent is multiplied by `scale` too, as
-    in ``x * scale + stop_gradient(x) * (1 - scale)``, but without rounding the value. This is the function that the MuZero
-    pseudocode calls with 0.5 on the hidden state after every recurrent step, and with 1/K on the losses of the K
-    unrolled steps (Schrittwieser et al. 2020, appendix G).
+    in ``x * scale + stop_gradient(x) * (1 - scale)``, but without rounding the value. This is the function that the
+    MuZero pseudocode calls with 0.5 on the hidden state after every recurrent step, and with 1/K on the losses of the
+    K unrolled steps (Schrittwieser et al. 2020, appendix G).
 
     Args:
         x: floating or complex tensor of any shape. The result is a view of it: no data is copied. An in-place

@@ -169,7 +169,8 @@ class MultiStepLoss(torch.nn.Module):
     """`multi_step_loss` with its heads, as a module.
 
     The module keeps the memory that the gradients were written to, and takes it again for the next call once the last
-    call's gradients are gone: memory of the size of the predictions that would otherwise be asked of the system at every step.
+    call's gradients are gone: memory of the size of the predictions that would otherwise be asked of the system at
+    every step.
 
     Args:
         **heads: name of each head to its dataclass.
