@@ -47,7 +47,7 @@ $(VENV)/torch: Makefile
 	@if [ ! -x $(BIN)/python ]; then $(PYTHON) -m venv $(VENV) || { \
 	  echo "make: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: sudo apt-get install python3-venv" >&2; exit 1; }; fi
 	@echo "installing $(TORCH) into $(VENV)"
-	$(PIP) "$(TORCH)" "setuptools>=77" wheel ninja numpy
+	$(PIP) "$(TORCH)" "setuptools>=64" wheel ninja numpy
 	@touch $@
 
 $(VENV)/package: $(VENV)/torch $(SOURCES)
