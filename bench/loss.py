@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import harness
 import torch
 
 import gradscale_ext as gs
+import harness
 
 Tensors = list[torch.Tensor]
 

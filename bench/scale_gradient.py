@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import harness
 import torch
 
 import gradscale_ext as gs
+import harness
 
 SCALE = 0.5
 SIZES = {"1 KB": 256, "64 KB": 2**14, "1 MB": 2**18, "8 MB": 2**21, "64 MB": 2**24}

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 
 import torch
-from networks import SUPPORT, MuZeroNetwork
-from replay import Batch
 
 import gradscale_ext as gs
+from networks import SUPPORT, MuZeroNetwork
+from replay import Batch
 
 LossFunction = Callable[..., gs.MultiStepLossOutput]
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from networks import SUPPORT, MuZeroNetwork, Outputs
 from numpy.typing import NDArray
+
+from networks import SUPPORT, MuZeroNetwork, Outputs
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]

@@ -6,9 +6,10 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from numpy.typing import NDArray
+
 from configuration import Configuration
 from networks import MuZeroNetwork
-from numpy.typing import NDArray
 from replay import Episode
 from search import search
 

@@ -14,12 +14,13 @@ from types import FrameType
 
 import numpy as np
 import torch
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
 from configuration import add_options, from_options
 from learner import time_learner_step
 from plot import plot_learning_curve
 from self_play import evaluate
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 from training import Training
 
 EVALUATION_EPISODES = 20

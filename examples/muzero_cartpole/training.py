@@ -10,13 +10,13 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import torch
+
+import gradscale_ext as gs
 from configuration import Configuration, option_name
 from learner import make_loss, make_optimizer, update_weights
 from networks import MuZeroNetwork
 from replay import Batch, ReplayBuffer, n_step_returns
 from self_play import ENVIRONMENT, SelfPlay
-
-import gradscale_ext as gs
 
 EPISODES_TO_SOLVE = 50
 RETURN_TO_SOLVE = gymnasium.spec(ENVIRONMENT).reward_threshold
