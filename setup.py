@@ -73,8 +73,23 @@ def find_compiler() -> str:
     )
 
 
-def find_cuda(torch, cpp_extension) -> bool:  # type: ignore[no-untyped-def]
-    """Whether to compile the CUDA sources: PyTorch was built for CUDA and its nvcc is there. No GPU is needed."""
+def find_nvcc() -> Path | None:
+    """The CUDA compiler: below CUDA_HOME or CUDA_PATH, on PATH, or in the usual folder. No GPU is needed."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if home := os.environ.get(variable):
+            return Path(home, "bin", "nvcc") if shutil.which("nvcc", path=os.path.join(home, "bin")) else None
+    found = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if found is None:
+        return None
+    # What is on PATH may be a link or a script; nvcc itself says from where it works.
+    dry_run = [found, "--dryrun", "-x", "cu", "-E", os.devnull]
+    text = subprocess.run(dry_run, capture_output=True, text=True).stderr
+    folder = next((line.split("=", 1)[1].strip() for line in text.splitlines() if "_HERE_=" in line), None)
+    return Path(folder, "nvcc") if folder else Path(found).resolve()
+
+
+def find_cuda(torch, sources: list[str]) -> bool:  # type: ignore[no-untyped-def]
+    """Whether to compile the CUDA sources: there are some, PyTorch was built for CUDA, and an nvcc of its major version."""
     if os.environ.get("GRADSCALE_NO_CUDA") == "1":
         say("building for the CPU only, as GRADSCALE_NO_CUDA=1 asks.")
         return False
@@ -82,23 +97,21 @@ def find_cuda(torch, cpp_extension) -> bool:  # type: ignore[no-untyped-def]
     nvcc = None
     if torch.version.cuda is None:
         reason = f"PyTorch {torch.__version__} is a CPU build"
+    elif (nvcc := find_nvcc()) is None:
+        reason = (
+            f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, but no nvcc was found; install the CUDA "
+            f"toolkit {torch.version.cuda.split('.')[0]}.x, or name its folder with CUDA_HOME"
+        )
     else:
-        home = cpp_extension.CUDA_HOME
-        nvcc = shutil.which("nvcc") if home is None else shutil.which("nvcc", path=os.path.join(home, "bin"))
-        if nvcc is None:
-            reason = (
-                f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, but no nvcc was found; install "
-                f"the CUDA toolkit {torch.version.cuda.split('.')[0]}.x, or name it with CUDA_HOME"
-            )
-        else:
-            text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-            found = text.split("release ")[-1].split(",")[0]
-            if found.split(".")[0] != torch.version.cuda.split(".")[0]:
-                reason = (
-                    f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, but {nvcc} is CUDA {found}"
-                )
+        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+        found = text.split("release ")[-1].split(",")[0]
+        if found.split(".")[0] != torch.version.cuda.split(".")[0]:
+            reason = f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, but {nvcc} is CUDA {found}"
+        elif not sources:
+            reason = "this version has no CUDA sources yet"
     if reason is None:
         say(f"building for the CPU and for CUDA with {nvcc}.")
+        os.environ["CUDA_HOME"] = str(nvcc.parent.parent)
         return True
     if os.environ.get("GRADSCALE_FORCE_CUDA") == "1":
         raise SystemExit(f"gradscale_ext: GRADSCALE_FORCE_CUDA=1, but {reason}.")
@@ -117,27 +130,24 @@ def compile_arguments() -> tuple[list[str], list[str]]:
     return [*flags, "-fopenmp"], ["-fopenmp"]
 
 
-def extension(torch, cpp_extension):  # type: ignore[no-untyped-def]
-    find_compiler()
-    with_cuda = find_cuda(torch, cpp_extension)
+def find_sources(pattern: str) -> list[str]:
+    """Files below csrc/, relative to the project's root."""
+    return sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"csrc/**/{pattern}"))
+
+
+def extension(torch, with_cuda: bool, cpp_extension):  # type: ignore[no-untyped-def]
+    """The extension module with everything it is compiled from."""
     flags, link_flags = compile_arguments()
-    sources = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.cpp"))
     macros = [
         ("GRADSCALE_TORCH_VERSION", f'"{torch.__version__}"'),
         ("GRADSCALE_CUDA_VERSION", f'"{torch.version.cuda}"' if with_cuda else '""'),
     ]
-    arguments: dict[str, list[str]] = {"cxx": flags}
-    kind = cpp_extension.CppExtension
-    if with_cuda:
-        kind = cpp_extension.CUDAExtension
-        sources += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.cu"))
-        arguments["nvcc"] = ["-O3"]
-        macros.append(("GRADSCALE_WITH_CUDA", "1"))
+    kind = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
     return kind(
         "gradscale_ext._C",
-        sources,
-        define_macros=macros,
-        extra_compile_args=arguments,
+        find_sources("*.cpp") + (find_sources("*.cu") if with_cuda else []),
+        define_macros=macros + ([("GRADSCALE_WITH_CUDA", "1")] if with_cuda else []),
+        extra_compile_args={"cxx": flags, "nvcc": ["-O3"]},
         extra_link_args=link_flags,
     )
 
@@ -162,15 +172,21 @@ def build_command(torch, cpp_extension):  # type: ignore[no-untyped-def]
 
 
 def main() -> None:
+    """Hand everything to setuptools."""
     if not {"build_ext", "bdist_wheel", "editable_wheel", "develop", "install"} & set(sys.argv):
         setup()  # metadata and source distributions need neither PyTorch nor a compiler
         return
     # ninja may be a package of the build environment whose scripts are not on PATH.
     os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
     torch = import_torch()
-    from torch.utils import cpp_extension
+    find_compiler()
+    with_cuda = find_cuda(torch, find_sources("*.cu"))
+    from torch.utils import cpp_extension  # after CUDA_HOME is known, which it reads when it is imported
 
-    setup(ext_modules=[extension(torch, cpp_extension)], cmdclass={"build_ext": build_command(torch, cpp_extension)})
+    setup(
+        ext_modules=[extension(torch, with_cuda, cpp_extension)],
+        cmdclass={"build_ext": build_command(torch, cpp_extension)},
+    )
 
 
 main()

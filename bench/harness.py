@@ -105,10 +105,19 @@ def peak_extra_bytes(function: Callable[[], object]) -> int:
 
 
 def rows(
-    label: dict[str, Any], contestants: Contestants, seconds: float, moved_bytes: float, ours: str
+    label: dict[str, Any],
+    contestants: Contestants,
+    seconds: float,
+    moved_bytes: float,
+    ours: str,
+    for_memory: Contestants | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per contestant: times, ratio to ours, GB/s of the bytes that must move, peak memory."""
+    """One row per contestant: times, ratio to ours, GB/s of the bytes that must move, peak memory.
+
+    `for_memory` replaces contestants whose memory outlives a call, which would hide it.
+    """
     statistics = measure(contestants, seconds)
+    measured = {**contestants, **(for_memory or {})}
     return [
         {
             **label,
@@ -116,7 +125,7 @@ def rows(
             **values,
             "ratio": values["median_ms"] / statistics[ours]["median_ms"],
             "gb_per_s": moved_bytes / values["median_ms"] / 1e6,
-            "peak_mb": peak_extra_bytes(contestants[name]) / 2**20,
+            "peak_mb": peak_extra_bytes(measured[name]) / 2**20,
         }
         for name, values in statistics.items()
     ]
