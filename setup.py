@@ -89,7 +89,7 @@ def find_nvcc() -> Path | None:
 
 
 def find_cuda(torch, sources: list[str]) -> bool:  # type: ignore[no-untyped-def]
-    """Whether to compile the CUDA sources: there are some, PyTorch was built for CUDA, and an nvcc of its major version."""
+    """Whether to compile the CUDA sources: there are some, and PyTorch and nvcc are of the same CUDA major version."""
     if os.environ.get("GRADSCALE_NO_CUDA") == "1":
         say("building for the CPU only, as GRADSCALE_NO_CUDA=1 asks.")
         return False
@@ -99,8 +99,8 @@ def find_cuda(torch, sources: list[str]) -> bool:  # type: ignore[no-untyped-def
         reason = f"PyTorch {torch.__version__} is a CPU build"
     elif (nvcc := find_nvcc()) is None:
         reason = (
-            f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, but no nvcc was found; install the CUDA "
-            f"toolkit {torch.version.cuda.split('.')[0]}.x, or name its folder with CUDA_HOME"
+            f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, but no nvcc was found; install the "
+            f"CUDA toolkit {torch.version.cuda.split('.')[0]}.x, or name its folder with CUDA_HOME"
         )
     else:
         text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
