@@ -14,20 +14,20 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test bench lint format clean
+.PHONY: demo test bench lint format clean force
 
-demo: $(VENV)/examples
+demo: $(VENV)/installed
 	$(BIN)/python examples/muzero_cartpole/train.py --seed $(SEED)
 
-test: $(VENV)/tests
+test: $(VENV)/installed
 	$(BIN)/python -m pytest
 
-bench: $(VENV)/tests
+bench: $(VENV)/installed
 	$(BIN)/python bench/loss.py --json bench/results/loss.json
 	$(BIN)/python bench/scale_gradient.py --json bench/results/scale_gradient.json
 	$(BIN)/python bench/readme.py
 
-lint: $(VENV)/lint $(VENV)/package
+lint: $(VENV)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -42,25 +42,21 @@ format: $(VENV)/lint
 clean:
 	rm -rf $(VENV) build gradscale_ext.egg-info gradscale_ext/_C.*.so gradscale_ext/_build.py
 
-# The environment is made anew when another PyTorch is asked for.
-$(VENV)/torch: Makefile
+# Another TORCH than last time installs it and compiles again.
+$(VENV)/request: force
+	@mkdir -p $(VENV)
+	@echo "$(TORCH)" | cmp -s - $@ || echo "$(TORCH)" > $@
+
+$(VENV)/torch: $(VENV)/request
 	@if [ ! -x $(BIN)/python ]; then $(PYTHON) -m venv $(VENV) || { \
 	  echo "make: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: sudo apt-get install python3-venv" >&2; exit 1; }; fi
 	@echo "installing $(TORCH) into $(VENV)"
 	$(PIP) "$(TORCH)" "setuptools>=64" wheel ninja numpy
 	@touch $@
 
-$(VENV)/package: $(VENV)/torch $(SOURCES)
-	@echo "compiling gradscale_ext"
-	$(PIP) --no-build-isolation --no-deps --editable .
-	@touch $@
-
-$(VENV)/examples: $(VENV)/package
-	$(PIP) --no-build-isolation --editable ".[examples]"
-	@touch $@
-
-$(VENV)/tests: $(VENV)/package
-	$(PIP) "pytest>=8" "hypothesis>=6.100" mpmath expecttest
+$(VENV)/installed: $(VENV)/torch $(SOURCES)
+	@echo "compiling gradscale_ext, and installing what its tests and examples use"
+	$(PIP) --no-build-isolation --editable ".[examples,test]"
 	@touch $@
 
 $(VENV)/lint: $(VENV)/torch

@@ -70,8 +70,9 @@ def symlog(x: torch.Tensor) -> torch.Tensor:
     tensor([-100.0000,    0.0000,    0.5000])
     """
     y = _in_float32(x)
-    # One side's clamp passes the gradient at 0 and the other's does not, so that it arrives once.
-    return (y.clamp(min=0).log1p() - (-y).relu().log1p()).to(x.dtype)
+    magnitude = torch.where(y < 0, -y, y)  # |y| with a derivative of 1 at 0, where that of abs is 0
+    result = magnitude.log1p()
+    return torch.where(y < 0, -result, result).to(x.dtype)
 
 
 def symexp(x: torch.Tensor) -> torch.Tensor:
@@ -87,4 +88,6 @@ def symexp(x: torch.Tensor) -> torch.Tensor:
     0.0
     """
     y = _in_float32(x)
-    return (y.clamp(min=0).expm1() - (-y).relu().expm1()).to(x.dtype)
+    magnitude = torch.where(y < 0, -y, y)  # as in symlog
+    result = magnitude.expm1()
+    return torch.where(y < 0, -result, result).to(x.dtype)
