@@ -107,7 +107,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("torch_version") = GRADSCALE_TORCH_VERSION;
   m.attr("cuda_version") = GRADSCALE_CUDA_VERSION;
   m.def("cpu_capability", &at::get_cpu_capability);
-  m.def("scale_gradient", &gradscale::scale_gradient);
+  m.def("scale_gradient", static_cast<at::Tensor (*)(const at::Tensor&, double)>(&gradscale::scale_gradient));
+  m.def(
+      "scale_gradient", static_cast<at::Tensor (*)(const at::Tensor&, const at::Tensor&)>(&gradscale::scale_gradient));
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(py::init(&make_plan));
   m.def("multi_step_loss", &multi_step_loss);
   m.def("set_differentiable_gradients", &gradscale::set_differentiable_gradients);

@@ -1,7 +1,7 @@
 """Gradient scaling and fused multi-step losses for MuZero-family agents, as a C++/CUDA extension for PyTorch."""
 
 from . import reference
-from .flow import scale_gradient
+from .flow import ReverseGradient, ScaleGradient, reverse_gradient, scale_gradient
 from .heads import MeanSquaredError, SoftCrossEntropy, TwoHot
 from .loss import MultiStepLoss, multi_step_loss, priorities
 from .output import MultiStepLossOutput
@@ -16,6 +16,8 @@ __all__ = [
     "MeanSquaredError",
     "MultiStepLoss",
     "MultiStepLossOutput",
+    "ReverseGradient",
+    "ScaleGradient",
     "SoftCrossEntropy",
     "Support",
     "TwoHot",
@@ -23,6 +25,7 @@ __all__ = [
     "multi_step_loss",
     "priorities",
     "reference",
+    "reverse_gradient",
     "scale_gradient",
     "signed_hyperbolic",
     "signed_parabolic",

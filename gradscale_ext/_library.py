@@ -52,11 +52,32 @@ except ImportError as error:
 if _release(_C.torch_version) != _release(torch.__version__):
     raise _explain(ImportError("its symbols resolve, but its data structures may differ"))
 
-scale_gradient = torch.ops.gradscale_ext.scale_gradient
+
+def scale_gradient(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+    """The operator as the compiler sees it.
+
+    The overload is named: left to choose, PyTorch would read a scalar tensor as a number.
+    """
+    operator = torch.ops.gradscale_ext.scale_gradient
+    overload = operator.tensor if isinstance(scale, torch.Tensor) else operator.default
+    return overload(x, scale)  # type: ignore[no-any-return]
 
 
 def _scale_gradient_vmap(info: Any, in_dims: tuple[int | None, None], x: torch.Tensor, scale: float) -> Any:
     return scale_gradient(x, scale), in_dims[0]
 
 
+def _scale_gradient_tensor_vmap(
+    info: Any, in_dims: tuple[int | None, int | None], x: torch.Tensor, scale: torch.Tensor
+) -> Any:
+    x_dim, scale_dim = in_dims
+    x = x.unsqueeze(0).expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
+    if scale_dim is not None:
+        scale = scale.movedim(scale_dim, 0)
+        # Line the scale up with the dimensions of one example.
+        scale = scale.reshape(info.batch_size, *[1] * (x.dim() - scale.dim()), *scale.shape[1:])
+    return scale_gradient(x, scale), 0
+
+
 torch.library.register_vmap("gradscale_ext::scale_gradient", _scale_gradient_vmap)
+torch.library.register_vmap("gradscale_ext::scale_gradient.tensor", _scale_gradient_tensor_vmap)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
+from typing import NamedTuple
+
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -358,7 +363,7 @@ def test_wrong_arguments():
         gs.scale_gradient(torch.ones(2, dtype=torch.int32), 0.5)
     with pytest.raises(TypeError, match="dtype is Bool"):
         gs.scale_gradient(torch.ones(2, dtype=torch.bool), 0.5)
-    with pytest.raises(TypeError, match="type list"):
+    with pytest.raises(TypeError, match="holds a value of type float"):
         gs.scale_gradient([1.0], 0.5)
     with pytest.raises(TypeError, match="type str"):
         gs.scale_gradient(torch.ones(2), "0.5")
@@ -388,3 +393,173 @@ def test_compiled_backward_has_no_kernel_of_its_own():
     gradient(torch.compile(model, backend=backend, fullgraph=True))
     assert seen
     assert not any("gradscale" in target for target in seen)
+
+
+# ---- Tensor scales --------------------------------------------------------------------------------------------------
+
+TENSOR_SCALE = torch.tensor([0.5, 0.0, -2.0, 1.0, 0.25], dtype=torch.float64)
+
+
+def tensor_model(x: torch.Tensor, scale: torch.Tensor = TENSOR_SCALE) -> torch.Tensor:
+    return (gs.scale_gradient(x * x, scale) * WEIGHTS).sum()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (1, 5), (3, 1), (3, 5)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_tensor_scales(shape, dtype, create_graph):
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.randn(shape, generator=generator, dtype=torch.float64).float()
+    x = torch.randn(3, 5, generator=generator).to(dtype).requires_grad_()
+    g = torch.randn(3, 5, generator=generator).to(dtype)
+    y = gs.scale_gradient(x, scale)
+    assert y.data_ptr() == x.data_ptr()
+    (result,) = torch.autograd.grad(y, x, g, create_graph=create_graph)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    expected = (g.to(wide) * scale.double()).to(dtype)
+    real = torch.finfo(dtype).eps
+    torch.testing.assert_close(result, expected, rtol=real, atol=0)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_zeros_of_a_tensor_scale_are_exact(create_graph):
+    x = torch.zeros(2, len(SPECIAL), requires_grad=True)
+    g = torch.tensor([SPECIAL, SPECIAL])
+    scale = torch.tensor([[0.0], [1.0]])
+    (result,) = torch.autograd.grad(gs.scale_gradient(x, scale), x, g, create_graph=create_graph)
+    assert torch.equal(result[0], torch.zeros(len(SPECIAL)))
+    assert torch.equal(_bits(result[1]), _bits(g[1]))
+
+
+TENSOR_CONTEXTS = {
+    "eager": lambda: gradient(tensor_model),
+    "func.grad": lambda: torch.func.grad(tensor_model)(POINT),
+    "jacfwd": lambda: torch.func.jacfwd(tensor_model)(POINT),
+    "jacrev": lambda: torch.func.jacrev(tensor_model)(POINT),
+    "hessian": lambda: torch.func.hessian(tensor_model)(POINT).sum(0) * POINT,
+    "vmap(grad), scale shared": lambda: torch.func.vmap(torch.func.grad(tensor_model), (0, None))(
+        POINT.unsqueeze(0), TENSOR_SCALE
+    )[0],
+    "vmap(grad), scale mapped": lambda: torch.func.vmap(torch.func.grad(tensor_model))(
+        POINT.expand(2, 5), torch.stack([torch.ones(5, dtype=torch.float64), TENSOR_SCALE])
+    )[1],
+    "grad(vmap), scalar scale mapped": lambda: torch.func.grad(
+        lambda x: (torch.func.vmap(gs.scale_gradient)(x * x, TENSOR_SCALE) * WEIGHTS).sum()
+    )(POINT),
+    "vmap, only the scale mapped": lambda: torch.func.grad(
+        lambda x: (torch.func.vmap(gs.scale_gradient, (None, 0))(x * x, TENSOR_SCALE).diagonal() * WEIGHTS).sum()
+    )(POINT),
+    "compile": lambda: gradient(torch.compile(tensor_model, fullgraph=True)),
+    "compile(func.grad)": lambda: torch.compile(torch.func.grad(tensor_model), fullgraph=True)(POINT),
+    "compile(jacfwd)": lambda: torch.compile(torch.func.jacfwd(tensor_model), fullgraph=True)(POINT),
+    "double backward": lambda: _second_of(tensor_model),
+    "checkpoint": lambda: gradient(lambda x: checkpoint(tensor_model, x, use_reentrant=False)),
+}
+
+
+def _second_of(function):
+    x = POINT.clone().requires_grad_()
+    (first,) = torch.autograd.grad(function(x), x, create_graph=True)
+    return torch.autograd.grad(first.sum(), x)[0] * POINT
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("context", TENSOR_CONTEXTS)
+def test_tensor_scale_in_contexts(context):
+    torch.testing.assert_close(TENSOR_CONTEXTS[context](), TENSOR_SCALE * 2 * WEIGHTS * POINT, rtol=1e-12, atol=1e-12)
+
+
+def test_tensor_scale_is_the_one_of_the_forward_pass():
+    x = POINT.clone().requires_grad_()
+    scale = TENSOR_SCALE.clone()
+    y = gs.scale_gradient(x, scale).sum()
+    scale.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_wrong_tensor_scales():
+    x = torch.ones(2, 3)
+    with pytest.raises(ValueError, match="requires grad"):
+        gs.scale_gradient(x, torch.ones((), requires_grad=True))
+    with pytest.raises(ValueError, match="requires grad"):
+        gs.reverse_gradient(x, torch.ones((), requires_grad=True))
+    with pytest.raises(ValueError, match=r"broadcast to the shape of x, \[2, 3\], but its shape is \[2\]"):
+        gs.scale_gradient(x, torch.ones(2))
+    with pytest.raises(ValueError, match=r"\[1, 2, 3\]"):
+        gs.scale_gradient(x, torch.ones(1, 2, 3))
+    with pytest.raises(ValueError, match="on the device of x, cpu, but it is on meta"):
+        gs.scale_gradient(x, torch.ones((), device="meta"))
+    with pytest.raises(TypeError, match="complex64"):
+        gs.scale_gradient(x, torch.ones((), dtype=torch.complex64))
+
+
+# ---- Reversal, structures, modules ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 0.0, 2, torch.tensor(0.25), torch.tensor([0.25, 0.0, 1.0])])
+def test_reverse_gradient(scale):
+    x = torch.randn(2, 3, requires_grad=True)
+    g = torch.randn(2, 3)
+    y = gs.reverse_gradient(x, scale)
+    assert torch.equal(y, x)
+    y.backward(g)
+    assert torch.equal(x.grad, -(scale * g))
+
+
+class State(NamedTuple):
+    hidden: torch.Tensor
+    cell: torch.Tensor
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_structures_come_back_as_they_were(compiled):
+    function = (
+        torch.compile(lambda x: gs.scale_gradient(x, 0.5), fullgraph=True)
+        if compiled
+        else (lambda x: gs.scale_gradient(x, 0.5))
+    )
+    a, b = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    structure = {"lstm": (a, b), "state": State(a, b), "list": [a, [b]]}
+    result = function(structure)
+    assert isinstance(result["lstm"], tuple)
+    assert isinstance(result["state"], State)
+    assert isinstance(result["list"], list)
+    assert isinstance(result["list"][1], list)
+    sum(t.sum() for t in (*result["lstm"], *result["state"], result["list"][0], result["list"][1][0])).backward()
+    assert torch.equal(a.grad, torch.full((2,), 1.5))
+    assert torch.equal(b.grad, torch.full((3,), 1.5))
+    assert list(gs.scale_gradient(OrderedDict(z=a, y=b), 0.5)) == ["z", "y"]
+
+
+def test_other_leaves_are_refused():
+    with pytest.raises(TypeError, match="holds a value of type NoneType"):
+        gs.scale_gradient((torch.ones(1), None), 0.5)
+    with pytest.raises(TypeError, match="dtype is Long"):
+        gs.reverse_gradient([torch.ones(1, dtype=torch.int64)])
+
+
+@pytest.mark.parametrize("module", [gs.ScaleGradient(SCALE), gs.ReverseGradient(-SCALE)])
+def test_modules(module):
+    torch.testing.assert_close(
+        gradient(lambda x: (module(x * x) * WEIGHTS).sum()), gradient_of_model(POINT), rtol=1e-12, atol=0
+    )
+    assert "scale=" in repr(module)
+    restored = copy.deepcopy(module)
+    restored.load_state_dict(module.state_dict())
+    assert module.half().bfloat16().scale.dtype == torch.float64
+    assert abs(module.scale.item()) == SCALE
+
+
+def test_a_schedule_does_not_recompile():
+    module = gs.ScaleGradient(1.0)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    first = 0
+    for scale in (1.0, 0.5, 0.0, -3.0):
+        module.scale.fill_(scale)
+        x = torch.ones(3, requires_grad=True)
+        compiled(x).sum().backward()
+        assert torch.equal(x.grad, torch.full((3,), scale))
+        first = counter.frame_count if scale == 1.0 else first
+    assert counter.frame_count == first

@@ -1,17 +1,21 @@
 #include "scale_gradient.h"
 
-#include "../autograd.h"
 #include "../tensor_element.h"
 #include "gradient_buffer.h"
+#include "identity.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/TensorIterator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/alias.h>
-#include <ATen/ops/detach.h>
+#include <ATen/native/cpu/Loops.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 namespace gradscale {
@@ -20,7 +24,7 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-// g * scale. A scale of 0 gives exact zeros also where g is inf or NaN, and stays connected to g for double backward.
+// g * scale. Zeros stay connected to g for a second derivative.
 at::Tensor scaled(at::Tensor gradient, double scale) {
   if (scale == 1) {
     return gradient;
@@ -34,61 +38,84 @@ at::Tensor scaled(at::Tensor gradient, double scale) {
   return owned_by_nobody_else(gradient) ? gradient.mul_(scale) : gradient.mul(scale);
 }
 
+// One pass over a CPU gradient; `scale` is of the type that products are taken in.
+at::Tensor scaled_in_one_pass(at::Tensor gradient, const at::Tensor& scale) {
+  at::Tensor out = owned_by_nobody_else(gradient) ? gradient : at::empty_like(gradient);
+  at::TensorIterator iterator = at::TensorIteratorConfig()
+                                    .add_output(out)
+                                    .add_const_input(gradient)
+                                    .add_const_input(scale)
+                                    .check_all_same_dtype(false)
+                                    .build();
+  AT_DISPATCH_FLOATING_AND_COMPLEX_TYPES_AND2(
+      at::kHalf, at::kBFloat16, gradient.scalar_type(), "scale_gradient_backward", [&] {
+        using product_t = at::opmath_type<scalar_t>;
+        using scale_t = typename c10::scalar_value_type<product_t>::type;
+        at::native::cpu_kernel(iterator, [](scalar_t g, scale_t s) -> scalar_t {
+          return s == scale_t(0) ? scalar_t(0) : static_cast<scalar_t>(static_cast<product_t>(g) * s);
+        });
+      });
+  return out;
+}
+
+at::Tensor scaled(at::Tensor gradient, const at::Tensor& scale) {
+  if (scale.dim() == 0 && scale.device().is_cpu() && ordinary_context() && ordinary_tensor(scale)) {
+    return scaled(std::move(gradient), scale.item<double>());
+  }
+  // A scale with dimensions takes part in type promotion: half gradients are multiplied in float, and rounded once.
+  const at::ScalarType real = c10::toRealValueType(gradient.scalar_type());
+  const at::ScalarType precise = real == at::kDouble ? at::kDouble : at::kFloat;
+  at::Tensor factor = scale.to(gradient.device(), precise);
+  if (!at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(gradient) && ordinary_tensor(factor)) {
+    return scaled_in_one_pass(std::move(gradient), factor);
+  }
+  if (factor.dim() == 0 && gradient.dim() > 0) {
+    factor = factor.unsqueeze(0);
+  }
+  const at::Tensor product = at::mul(gradient, factor);
+  return at::where(factor.eq(0), at::zeros({}, product.options()), product).to(gradient.scalar_type());
+}
+
 struct ScaleGradientBackward : public autograd::Node {
-  double scale = 1;
+  double number = 1;
+  autograd::SavedVariable tensor; // in place of the number where it is set: a later change of it is noticed
+  bool has_tensor = false;
+  bool released = false;
 
   std::string name() const override {
     return "ScaleGradientBackward";
   }
 
+  void release_variables() override {
+    tensor.reset_data();
+    released = has_tensor;
+  }
+
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
+    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
     at::Tensor gradient = std::move(gradients[0]);
-    if (!gradient.defined()) {
-      return {at::Tensor()};
-    }
     autograd::variable_list result(1);
-    result[0] = scaled(std::move(gradient), scale);
+    if (gradient.defined()) {
+      result[0] = has_tensor ? scaled(std::move(gradient), tensor.unpack()) : scaled(std::move(gradient), number);
+    }
     return result;
   }
 };
 
-// A view without a graph; of a tensor that requires grad it is detached, as the result of any operation would be.
-at::Tensor without_gradient(const at::Tensor& x, double /*scale*/ = 1) {
-  return x.requires_grad() ? at::detach(x) : at::alias(x);
-}
-
-// What PyTorch runs for the Autograd keys.
-at::Tensor scale_gradient_autograd(const at::Tensor& x, double scale) {
-  TORCH_CHECK_TYPE(
-      x.is_floating_point() || x.is_complex(),
-      "scale_gradient: x must be a floating or complex tensor, but its dtype is ",
-      x.scalar_type());
-  const bool needs_gradient = at::GradMode::is_enabled() && x.requires_grad();
+// x with its gradient and tangent scaled by a number or a tensor; `keep` puts the scale into the node.
+template <class Scale, class Keep>
+at::Tensor with_scaled_gradient(const at::Tensor& x, const Scale& scale, Keep keep) {
+  check_differentiable("scale_gradient", x);
   const at::Tensor tangent = x._fw_grad(/*level=*/0);
-  if (!needs_gradient && !tangent.defined()) {
+  if (!needs_gradient(x) && !tangent.defined()) {
     return without_gradient(x);
   }
-  at::Tensor result;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    result = at::alias(x);
-  }
-  // A view for autograd, so that in-place operations on either side bump one version counter; marked as made by a
-  // custom function, so that an in-place operation that would drop the scale raises.
-  result = autograd::as_view(
-      x,
-      result,
-      /*is_bw_differentiable=*/true,
-      /*is_fw_differentiable=*/false,
-      /*view_func=*/nullptr,
-      /*rev_view_func=*/nullptr,
-      autograd::CreationMeta::IN_CUSTOM_FUNCTION);
-  if (needs_gradient) {
+  const at::Tensor result = operator_view(x);
+  if (needs_gradient(x)) {
     ScaleGradientBackward* node = nullptr;
     const NodePtr handle = make_node(node);
-    node->scale = scale;
-    node->set_next_edges(autograd::collect_next_edges(x));
-    autograd::set_history(result, handle);
+    keep(*node);
+    set_gradient_function(result, x, handle);
   }
   if (tangent.defined()) {
     result._set_fw_grad(scaled(tangent, scale), /*level=*/0, /*is_inplace_op=*/false);
@@ -96,12 +123,49 @@ at::Tensor scale_gradient_autograd(const at::Tensor& x, double scale) {
   return result;
 }
 
+at::Tensor autograd_number(const at::Tensor& x, double scale) {
+  return with_scaled_gradient(x, scale, [&](ScaleGradientBackward& node) { node.number = scale; });
+}
+
+void check_scale(const at::Tensor& x, const at::Tensor& scale) {
+  TORCH_CHECK_TYPE(
+      !scale.is_complex(), "scale_gradient: scale must be real, but it is a tensor of dtype ", scale.scalar_type());
+  TORCH_CHECK_VALUE(
+      !scale.requires_grad() && !scale._fw_grad(/*level=*/0).defined(),
+      "scale_gradient: scale requires grad, but it gets no gradient; detach() it");
+  bool broadcasts = scale.dim() <= x.dim();
+  for (int64_t i = 1; broadcasts && i <= scale.dim(); ++i) {
+    broadcasts = scale.sym_size(-i) == 1 || scale.sym_size(-i) == x.sym_size(-i);
+  }
+  TORCH_CHECK_VALUE(
+      broadcasts,
+      "scale_gradient: scale must broadcast to the shape of x, ",
+      x.sym_sizes(),
+      ", but its shape is ",
+      scale.sym_sizes());
+  TORCH_CHECK_VALUE(
+      scale.device() == x.device() || (scale.dim() == 0 && scale.device().is_cpu()),
+      "scale_gradient: scale must be on the device of x, ",
+      x.device(),
+      ", but it is on ",
+      scale.device());
+}
+
+at::Tensor autograd_tensor(const at::Tensor& x, const at::Tensor& scale) {
+  check_differentiable("scale_gradient", x);
+  check_scale(x, scale);
+  return with_scaled_gradient(x, scale, [&](ScaleGradientBackward& node) {
+    node.tensor = autograd::SavedVariable(scale, /*is_output=*/false);
+    node.has_tensor = true;
+  });
+}
+
 } // namespace
 
+// The dispatcher would end at the same kernels; a transform, a tracer or a dispatch mode must see the operator.
 at::Tensor scale_gradient(const at::Tensor& x, double scale) {
-  // The dispatcher would end at the same kernel; a transform, a tracer or a dispatch mode must see the operator.
   if (ordinary_context()) {
-    return scale_gradient_autograd(x, scale);
+    return autograd_number(x, scale);
   }
   static const auto operation = c10::Dispatcher::singleton()
                                     .findSchemaOrThrow("gradscale_ext::scale_gradient", "")
@@ -109,16 +173,29 @@ at::Tensor scale_gradient(const at::Tensor& x, double scale) {
   return operation.call(x, scale);
 }
 
+at::Tensor scale_gradient(const at::Tensor& x, const at::Tensor& scale) {
+  if (ordinary_context()) {
+    return autograd_tensor(x, scale);
+  }
+  static const auto operation = c10::Dispatcher::singleton()
+                                    .findSchemaOrThrow("gradscale_ext::scale_gradient", "tensor")
+                                    .typed<at::Tensor(const at::Tensor&, const at::Tensor&)>();
+  return operation.call(x, scale);
+}
+
 TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
   m.def("scale_gradient(Tensor(a) x, float scale) -> Tensor(a)");
+  m.def("scale_gradient.tensor(Tensor(a) x, Tensor scale) -> Tensor(a)");
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("scale_gradient", scale_gradient_autograd);
+  m.impl("scale_gradient", autograd_number);
+  m.impl("scale_gradient.tensor", autograd_tensor);
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
-  m.impl("scale_gradient", without_gradient);
+  m.impl("scale_gradient", [](const at::Tensor& x, double /*scale*/) { return without_gradient(x); });
+  m.impl("scale_gradient.tensor", [](const at::Tensor& x, const at::Tensor& /*scale*/) { return without_gradient(x); });
 }
 
 } // namespace gradscale
