@@ -1,6 +1,7 @@
 // The front door of the C++ side. Operators that the compiler must see register themselves with TORCH_LIBRARY in their
 // own files; this pybind11 module holds the entry points of eager mode, whose calls cost least.
 #include "flow/scale_gradient.h"
+#include "loss/decode.h"
 #include "loss/multi_step_loss.h"
 #include "tensor_element.h"
 #include "tensors/l2_loss.h"

@@ -1,20 +1,14 @@
 #include "multi_step_loss.h"
 
 #include "../autograd.h"
-#include "../tensor_element.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <c10/core/SafePyObject.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
-#include <algorithm>
-#include <cmath>
 #include <memory>
 
 namespace gradscale {
@@ -22,342 +16,6 @@ namespace gradscale {
 namespace {
 
 namespace autograd = torch::autograd;
-
-// Gradients by head, in the layout of its predictions; undefined where none is wanted.
-using Gradients = std::vector<std::vector<at::Tensor>>;
-
-// One call: turns tensors into segments, runs them, and reduces.
-class Run {
- public:
-  Run(const Plan& plan, const Arguments& arguments, bool wants_gradients)
-      : plan_(plan), arguments_(arguments), batch_(arguments.batch) {
-    is_double_ = std::any_of(arguments.predictions.begin(), arguments.predictions.end(), [](const Entries& entries) {
-      return std::any_of(entries.tensors.begin(), entries.tensors.end(), [](const at::Tensor& tensor) {
-        return tensor.scalar_type() == at::kDouble;
-      });
-    });
-    options_ = at::TensorOptions().dtype(is_double_ ? at::kDouble : at::kFloat);
-    make_outputs(wants_gradients);
-    make_coefficients();
-    make_segments();
-  }
-
-  Outputs take_outputs() {
-    return std::move(outputs_);
-  }
-
-  Gradients take_gradients() {
-    return std::move(gradients_);
-  }
-
-  // Rows are cut into chunks of about as many elements, which threads take in equal shares.
-  void run_rows() {
-    constexpr int64_t chunk_elements = 8192;
-    constexpr int64_t serial_elements = 32768; // waking the other threads costs as much as this many exponentials
-    struct Chunk {
-      const Segment* segment;
-      int64_t begin, end;
-    };
-    std::vector<Chunk> chunks;
-    int64_t elements = 0;
-    int64_t widest = 0;
-    for (const Segment& segment : segments_) {
-      const int64_t rows = std::max<int64_t>(1, chunk_elements / (segment.width + kLanes));
-      for (int64_t begin = 0; begin < batch_; begin += rows) {
-        chunks.push_back({&segment, begin, std::min(begin + rows, batch_)});
-      }
-      elements += batch_ * (segment.width + kLanes);
-      widest = std::max(widest, segment.width);
-    }
-    const RunRows run = row_kernels().run;
-    const auto count = static_cast<int64_t>(chunks.size());
-    const int64_t grain = elements <= serial_elements ? count : 1;
-    at::parallel_for(0, count, std::max<int64_t>(grain, 1), [&](int64_t begin, int64_t end) {
-      Scratch scratch(scratch_elements(widest));
-      for (int64_t i = begin; i < end; ++i) {
-        const Segment& segment = *chunks[i].segment;
-        run(segment, coefficients_[segment.head - plan_.table.data()], chunks[i].begin, chunks[i].end, scratch.data());
-      }
-    });
-  }
-
-  // L_b, the loss, the means of the heads and the number of samples whose loss is not finite, in a fixed order.
-  void reduce() {
-    const size_t heads = plan_.table.size();
-    std::vector<double> head_losses(heads, 0.0);
-    std::vector<double> head_sums(heads, 0.0);
-    const Slab per_sample = slab(outputs_.per_sample, 1);
-    const Slab loss = slab(outputs_.loss, 1);
-    int64_t num_nonfinite = 0;
-    double total = 0;
-    for (int64_t b = 0; b < batch_; ++b) {
-      double sample = 0;
-      double weighted = 0; // with the factors of the reduction
-      for (size_t h = 0; h < heads; ++h) {
-        const double head = head_of_sample(h, b, head_sums[h]);
-        sample += plan_.table[h].weight * head;
-        weighted += coefficients_[h].factor * head;
-      }
-      per_sample.store(b, sample);
-      const bool finite = std::isfinite(sample);
-      num_nonfinite += finite ? 0 : 1;
-      double contribution = coefficients_[0].importance_weights.at(b, 0) * weighted;
-      if (!finite && arguments_.skip_nonfinite) {
-        contribution = 0;
-        clear_gradients(b);
-      }
-      total += contribution;
-      if (arguments_.reduction == Reduction::none) {
-        loss.store(b, contribution);
-      }
-    }
-    if (arguments_.reduction != Reduction::none) {
-      loss.store(0, total);
-    }
-    const Slab means = slab(outputs_.head_means, 1);
-    for (size_t h = 0; h < heads; ++h) {
-      means.store(h, head_sums[h] / std::max<double>(1.0, static_cast<double>(kept_[h])));
-    }
-    *outputs_.num_nonfinite.mutable_data_ptr<int64_t>() = num_nonfinite;
-  }
-
- private:
-  // A row of a wide head needs more than a stack should hold.
-  class Scratch {
-   public:
-    explicit Scratch(int64_t elements) : memory_(new double[elements + 8]) {
-    }
-    double* data() {
-      const auto address = reinterpret_cast<uintptr_t>(memory_.get());
-      return reinterpret_cast<double*>((address + 63) / 64 * 64);
-    }
-
-   private:
-    std::unique_ptr<double[]> memory_;
-  };
-
-  Slab slab(const at::Tensor& tensor, int64_t stride) const {
-    return tensor.defined() ? Slab{tensor.mutable_data_ptr(), stride, is_double_} : Slab{};
-  }
-
-  int64_t steps_of(size_t head) const {
-    return arguments_.steps - plan_.table[head].first_step;
-  }
-
-  void make_outputs(bool wants_gradients) {
-    const size_t heads = plan_.table.size();
-    outputs_.per_sample = at::empty({batch_}, options_);
-    outputs_.loss = arguments_.reduction == Reduction::none ? at::empty({batch_}, options_) : at::empty({}, options_);
-    outputs_.head_means = at::empty({static_cast<int64_t>(heads)}, options_);
-    outputs_.num_nonfinite = at::empty({}, at::TensorOptions().dtype(at::kLong));
-    outputs_.per_step.resize(heads);
-    outputs_.expected.resize(heads);
-    gradients_.resize(heads);
-    for (size_t h = 0; h < heads; ++h) {
-      outputs_.per_step[h] = at::empty({batch_, steps_of(h)}, options_);
-      if (plan_.table[h].kind == Kind::two_hot) {
-        outputs_.expected[h] = at::empty({batch_, steps_of(h)}, options_);
-      }
-    }
-    if (wants_gradients) {
-      make_gradients();
-      return;
-    }
-    for (size_t h = 0; h < heads; ++h) {
-      gradients_[h].resize(arguments_.predictions[h].tensors.size());
-    }
-  }
-
-  // Contiguous gradients like their predictions, cut from one block of memory.
-  void make_gradients() {
-    constexpr int64_t alignment = 64;
-    int64_t size = 0;
-    std::vector<int64_t> offsets;
-    for (const Entries& entries : arguments_.predictions) {
-      for (const at::Tensor& prediction : entries.tensors) {
-        offsets.push_back(size);
-        const auto bytes = prediction.requires_grad() ? static_cast<int64_t>(prediction.nbytes()) : 0;
-        size += (bytes + alignment - 1) / alignment * alignment;
-      }
-    }
-    const c10::Storage block = plan_.gradient_memory.take(size);
-    size_t index = 0;
-    for (size_t h = 0; h < plan_.table.size(); ++h) {
-      for (const at::Tensor& prediction : arguments_.predictions[h].tensors) {
-        const int64_t offset = offsets[index++];
-        gradients_[h].push_back(prediction.requires_grad() ? piece_of(block, offset, prediction) : at::Tensor());
-      }
-    }
-  }
-
-  static at::Tensor piece_of(const c10::Storage& block, int64_t offset, const at::Tensor& prediction) {
-    at::Tensor piece = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(block), c10::DispatchKeySet(c10::DispatchKey::CPU), prediction.dtype());
-    piece.unsafeGetTensorImpl()->set_storage_offset(offset / static_cast<int64_t>(prediction.element_size()));
-    piece.unsafeGetTensorImpl()->set_sizes_contiguous(prediction.sizes());
-    return piece;
-  }
-
-  StepWeight step_weight(const StepNumbers& numbers) {
-    if (numbers.tensor.defined()) {
-      const at::Tensor tensor = keep(weights_tensor(numbers.tensor));
-      StepWeight weight;
-      weight.values = {
-          tensor.mutable_data_ptr(), tensor.dim() == 2 ? tensor.stride(0) : 0, tensor.scalar_type() == at::kDouble};
-      weight.step_stride = tensor.stride(-1);
-      return weight;
-    }
-    if (numbers.numbers.empty()) {
-      return {};
-    }
-    return {{const_cast<double*>(numbers.numbers.data()), 0, true}, 1};
-  }
-
-  static at::Tensor weights_tensor(const at::Tensor& tensor) {
-    const bool readable = tensor.scalar_type() == at::kDouble || tensor.scalar_type() == at::kFloat;
-    return readable ? tensor : tensor.to(at::kFloat);
-  }
-
-  // Tensors made on the way live as long as the pointers into them.
-  at::Tensor keep(at::Tensor tensor) {
-    kept_tensors_.push_back(tensor);
-    return tensor;
-  }
-
-  void make_coefficients() {
-    Coefficients common{};
-    common.step_weights = step_weight(arguments_.step_weights);
-    common.step_gradient_scale = step_weight(arguments_.step_gradient_scale);
-    if (arguments_.importance_weights.defined()) {
-      const at::Tensor weights = keep(weights_tensor(arguments_.importance_weights));
-      common.importance_weights.values = {
-          weights.mutable_data_ptr(), weights.stride(0), weights.scalar_type() == at::kDouble};
-    }
-    for (size_t h = 0; h < plan_.table.size(); ++h) {
-      Coefficients own = common;
-      const at::Tensor& mask = arguments_.masks[h];
-      if (mask.defined()) {
-        own.mask = {mask.const_data_ptr<bool>(), mask.stride(0), mask.stride(1)};
-      }
-      kept_.push_back(count_kept(h, own.mask));
-      double reduction = 1.0;
-      if (arguments_.reduction == Reduction::mean) {
-        reduction = 1.0 / static_cast<double>(std::max<int64_t>(batch_, 1));
-      } else if (arguments_.reduction == Reduction::valid_mean) {
-        reduction = 1.0 / static_cast<double>(std::max<int64_t>(kept_[h], 1));
-      }
-      own.factor = plan_.table[h].weight * reduction;
-      coefficients_.push_back(own);
-    }
-  }
-
-  int64_t count_kept(size_t head, const StepMask& mask) const {
-    const int64_t first = plan_.table[head].first_step;
-    if (mask.data == nullptr) {
-      return batch_ * (arguments_.steps - first);
-    }
-    int64_t kept = 0;
-    for (int64_t b = 0; b < batch_; ++b) {
-      for (int64_t k = first; k < arguments_.steps; ++k) {
-        kept += mask.keeps(b, k) ? 1 : 0;
-      }
-    }
-    return kept;
-  }
-
-  // Rows of entry `index`, step `step` (counted from the head's first) of `entries`.
-  Rows rows_of(Entries& entries, int64_t step, int64_t sample_dims) {
-    at::Tensor& tensor = entries.tensors[entries.stacked ? 0 : step];
-    if (sample_dims == 1 && tensor.size(-1) > 1 && tensor.stride(-1) != 1) {
-      tensor = tensor.contiguous();
-    }
-    return view_rows(tensor, entries.stacked, step);
-  }
-
-  Rows view_rows(const at::Tensor& tensor, bool stacked, int64_t step) const {
-    const int64_t batch_dim = stacked && !arguments_.batch_first ? 1 : 0;
-    const int64_t offset = stacked ? step * tensor.stride(1 - batch_dim) : 0;
-    char* data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
-    return {data + offset * tensor.element_size(), tensor.stride(batch_dim), element_of(tensor)};
-  }
-
-  void make_segments() {
-    for (size_t h = 0; h < plan_.table.size(); ++h) {
-      const Head& head = plan_.table[h];
-      Entries predictions = arguments_.predictions[h];
-      Entries targets = arguments_.targets[h];
-      const int64_t leading = predictions.stacked ? 2 : 1;
-      const int64_t sample_dims = predictions.tensors[0].dim() - leading;
-      const int64_t target_dims = targets.tensors[0].dim() - (targets.stacked ? 2 : 1);
-      for (int64_t t = 0; t < steps_of(h); ++t) {
-        Segment segment{};
-        segment.head = &head;
-        segment.step = head.first_step + t;
-        segment.width = sample_dims == 1 ? predictions.tensors[0].size(-1) : 1;
-        segment.prediction = rows_of(predictions, t, sample_dims);
-        segment.target = rows_of(targets, t, target_dims);
-        const at::Tensor& gradient = gradients_[h][predictions.stacked ? 0 : t];
-        if (gradient.defined()) {
-          segment.gradient = view_rows(gradient, predictions.stacked, t);
-        }
-        segment.loss = column(outputs_.per_step[h], t);
-        segment.expected = column(outputs_.expected[h], t);
-        segments_.push_back(segment);
-      }
-      // Contiguous copies made above are read by the kernel.
-      for (Entries* entries : {&predictions, &targets}) {
-        kept_tensors_.insert(kept_tensors_.end(), entries->tensors.begin(), entries->tensors.end());
-      }
-    }
-  }
-
-  Slab column(const at::Tensor& tensor, int64_t step) const {
-    Slab whole = slab(tensor, tensor.defined() ? tensor.size(1) : 0);
-    if (whole.data != nullptr) {
-      whole.data = static_cast<char*>(whole.data) + step * (is_double_ ? 8 : 4);
-    }
-    return whole;
-  }
-
-  // Weighted sum over the steps of one sample; the plain sum is added to `unweighted`.
-  double head_of_sample(size_t head, int64_t sample, double& unweighted) const {
-    const int64_t steps = steps_of(head);
-    const Slab losses = slab(outputs_.per_step[head], 1);
-    const Coefficients& coefficients = coefficients_[head];
-    double sum = 0;
-    for (int64_t t = 0; t < steps; ++t) {
-      const int64_t step = plan_.table[head].first_step + t;
-      if (coefficients.mask.keeps(sample, step)) {
-        const double loss = losses.load(sample * steps + t);
-        unweighted += loss;
-        sum += coefficients.step_weights.at(sample, step) * loss;
-      }
-    }
-    return sum;
-  }
-
-  void clear_gradients(int64_t sample) {
-    for (const Segment& segment : segments_) {
-      if (segment.gradient.data != nullptr) {
-        const int64_t size = element_size(segment.gradient.element);
-        char* row = static_cast<char*>(segment.gradient.data) + sample * segment.gradient.stride * size;
-        std::fill(row, row + segment.width * size, 0);
-      }
-    }
-  }
-
-  const Plan& plan_;
-  const Arguments& arguments_;
-  int64_t batch_;
-  bool is_double_ = false;
-  at::TensorOptions options_;
-  Outputs outputs_;
-  Gradients gradients_;
-  std::vector<Coefficients> coefficients_; // by head
-  std::vector<int64_t> kept_;              // unmasked entries by head
-  std::vector<Segment> segments_;
-  std::vector<at::Tensor> kept_tensors_;
-};
 
 // Never freed: a module of an interpreter that ends may be gone before the last node is.
 py::function* differentiable_gradients = nullptr;
@@ -492,37 +150,8 @@ struct MultiStepLossBackward : public autograd::Node {
 
 } // namespace
 
-c10::Storage GradientMemory::take(int64_t size) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const bool free = block_ && block_.use_count() == 1 && static_cast<int64_t>(block_.nbytes()) >= size;
-  if (free) {
-    return block_;
-  }
-  const c10::Storage block = at::empty({size}, at::TensorOptions().dtype(at::kByte)).storage();
-  if (keeps_) {
-    block_ = block;
-  }
-  return block;
-}
-
 void set_differentiable_gradients(py::function function) {
   differentiable_gradients = new py::function(std::move(function));
-}
-
-const RowKernels& row_kernels() {
-  static const RowKernels kernels = [] {
-#if GRADSCALE_X86_VARIANTS
-    const std::string capability = at::get_cpu_capability();
-    if (capability.rfind("AVX512", 0) == 0) {
-      return row_kernels_avx512();
-    }
-    if (capability == "AVX2") {
-      return row_kernels_avx2();
-    }
-#endif
-    return row_kernels_default();
-  }();
-  return kernels;
 }
 
 Outputs multi_step_loss(const Plan& plan, Arguments arguments) {
@@ -532,16 +161,11 @@ Outputs multi_step_loss(const Plan& plan, Arguments arguments) {
       wants_gradients = wants_gradients || autograd::any_variable_requires_grad(entries.tensors);
     }
   }
-  Outputs outputs;
-  Gradients gradients;
+  RunResult result;
   {
     py::gil_scoped_release no_gil;
     at::NoGradGuard no_grad;
-    Run run(plan, arguments, wants_gradients);
-    run.run_rows();
-    run.reduce();
-    outputs = run.take_outputs();
-    gradients = run.take_gradients();
+    result = run_loss(plan, arguments, wants_gradients);
   }
   if (wants_gradients) {
     MultiStepLossBackward* node = nullptr;
@@ -552,30 +176,12 @@ Outputs multi_step_loss(const Plan& plan, Arguments arguments) {
         node->versions.push_back(tensor._version());
       }
     }
-    node->gradients = std::move(gradients);
+    node->gradients = std::move(result.gradients);
     node->arguments = std::move(arguments);
     node->heads = std::make_unique<c10::SafePyObject>(py::object(plan.heads).release().ptr(), getPyInterpreter());
-    autograd::set_history(outputs.loss, handle);
+    autograd::set_history(result.outputs.loss, handle);
   }
-  return outputs;
-}
-
-at::Tensor decode(const at::Tensor& logits, const Support& support) {
-  const at::Tensor rows = logits.contiguous();
-  const int64_t width = support.num_bins;
-  const int64_t count = rows.numel() / width;
-  const bool is_double = rows.scalar_type() == at::kDouble;
-  const at::Tensor out =
-      at::empty(rows.sizes().slice(0, rows.dim() - 1), rows.options().dtype(is_double ? at::kDouble : at::kFloat));
-  const Rows logits_rows{const_cast<void*>(rows.const_data_ptr()), width, element_of(rows)};
-  const Slab values{out.mutable_data_ptr(), 1, is_double};
-  const DecodeRows run = row_kernels().decode;
-  const int64_t grain = std::max<int64_t>(1, 32768 / (width + kLanes));
-  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
-    std::unique_ptr<double[]> scratch(new double[scratch_elements(width)]);
-    run(logits_rows, width, support, values, begin, end, scratch.get());
-  });
-  return out;
+  return std::move(result.outputs);
 }
 
 } // namespace gradscale

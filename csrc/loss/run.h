@@ -1,0 +1,32 @@
+// One pass over the rows of all heads and steps.
+#pragma once
+
+#include "arguments.h"
+
+namespace gradscale {
+
+// Loss and detached outputs of one call; everything in float, or double when a prediction is double.
+struct Outputs {
+  at::Tensor loss;                  // scalar, or [B] without reduction; the only output with a gradient
+  at::Tensor per_sample;            // [B]
+  std::vector<at::Tensor> per_step; // by head [B, T_h]
+  std::vector<at::Tensor> expected; // by head [B, T_h]; undefined where the head decodes nothing
+  at::Tensor head_means;            // [heads]
+  at::Tensor num_nonfinite;         // int64 scalar
+};
+
+// Gradients by head for grad_output 1, in the layout of its predictions; undefined where none is wanted.
+using Gradients = std::vector<std::vector<at::Tensor>>;
+
+struct RunResult {
+  Outputs outputs;
+  Gradients gradients;
+};
+
+// Computes the loss and, where wanted and a prediction requires grad, the gradients in the same pass.
+RunResult run_loss(const Plan& plan, const Arguments& arguments, bool wants_gradients);
+
+// The kernels for this machine: the best of those compiled that ATEN_CPU_CAPABILITY allows.
+const RowKernels& row_kernels();
+
+} // namespace gradscale
