@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import gradscale_ext as gs
 from gradscale_ext import _library
@@ -57,3 +58,38 @@ def test_another_torch_is_explained(monkeypatch):
     assert "pip install --no-build-isolation --force-reinstall" in message
     monkeypatch.setattr(_library, "_version_built_with", lambda: None)
     assert "could not be loaded: undefined symbol" in str(_library._explain(ImportError("undefined symbol: x")))
+
+
+def test_the_example_of_the_readme_runs():
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    code = readme.split("```python\n")[1].split("```")[0]
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(8, 1220))
+
+        def initial(self, observation):
+            outputs = observation @ self.weight
+            return {"value": outputs[:, :601], "policy": outputs[:, 601:619]}, observation
+
+        def recurrent(self, hidden, action):
+            outputs, hidden = self.initial(hidden + action.unsqueeze(1) * self.weight.mean())
+            return {**outputs, "reward": (hidden @ self.weight)[:, 619:]}, hidden
+
+    model = Model()
+    names = {
+        "model": model,
+        "observation": torch.randn(4, 8),
+        "actions": torch.randint(18, (4, 5)),
+        "targets": {
+            "value": torch.randn(4, 6),
+            "reward": torch.randn(4, 5),
+            "policy": torch.rand(4, 6, 18).softmax(-1),
+        },
+        "weights": torch.rand(4),
+        "mask": torch.ones(4, 6, dtype=torch.bool),
+    }
+    exec(code, names)
+    assert names["new_priorities"].shape == (4,)
+    assert model.weight.grad.isfinite().all()
