@@ -9,7 +9,7 @@ import torch
 
 import gradscale_ext as gs
 
-from . import _C
+from ._library import _C
 
 
 def _self_check() -> str | None:

@@ -1,4 +1,7 @@
-"""Loads the compiled extension, and tells PyTorch what it cannot know of the operators from C++."""
+"""Loads the compiled extension, and tells PyTorch what it cannot know of the operators from C++.
+
+The other modules take `_C` from here, so that whatever is wrong with it is explained.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def _release(version: str) -> str:
 
 
 try:
-    from . import _C
+    from . import _C as _C
 except ImportError as error:
     raise _explain(error) from error
 

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import _C, _library
+from . import _library
+from ._library import _C
 
 #: A tensor, or a tuple, list, dict or namedtuple of such.
 Tree = TypeVar("Tree")

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from . import _C, _context, reference
+from . import _context, reference
+from ._library import _C
 from ._validate import Entries, StepNumbers, check_heads
 from .heads import Head, MeanSquaredError, SoftCrossEntropy, TwoHot
 from .output import MultiStepLossOutput

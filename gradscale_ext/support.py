@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch
 
-from . import _C, _context, reference
+from . import _context, reference
+from ._library import _C
 
 #: The transforms as the kernels number them.
 TRANSFORMS = {"identity": 0, "signed_hyperbolic": 1, "symlog": 2}

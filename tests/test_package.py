@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,13 @@ def test_report():
     assert gs.__version__ in done.stdout
 
 
+def _import_from(folder):
+    """Import the package that lies in `folder`, past an editable installation's own finder."""
+    finder_off = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]"
+    script = f"{finder_off}; import gradscale_ext"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
+
+
 def test_a_source_folder_that_shadows_the_package_is_explained(tmp_path):
     """The package's Python files without the extension, as in a checkout that was not installed in place."""
     shadow = tmp_path / "gradscale_ext"
@@ -42,12 +50,25 @@ def test_a_source_folder_that_shadows_the_package_is_explained(tmp_path):
     for file in Path(gs.__path__[0]).glob("*.py"):
         if file.name != "_build.py":
             (shadow / file.name).write_text(file.read_text())
-    without_editable_install = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]"
-    script = f"{without_editable_install}; import gradscale_ext"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    done = _import_from(tmp_path)
     assert done.returncode != 0
     assert "ImportError: gradscale_ext is not compiled here" in done.stderr
     assert "pip install --no-build-isolation -e ." in done.stderr
+
+
+def test_an_extension_that_does_not_load_is_explained(tmp_path):
+    """As after an upgrade of PyTorch, when the symbols that the extension needs are gone."""
+    package = tmp_path / "gradscale_ext"
+    package.mkdir()
+    for file in Path(gs.__path__[0]).glob("*.py"):
+        (package / file.name).write_text(file.read_text())
+    (package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"no library")
+    (package / "_build.py").write_text('TORCH_VERSION = "2.11.0"\n')
+    done = _import_from(tmp_path)
+    assert done.returncode != 0
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: gradscale_ext was compiled against PyTorch 2.11.0, but PyTorch"), last
+    assert "pip install --no-build-isolation" in last
 
 
 def test_another_torch_is_explained(monkeypatch):
