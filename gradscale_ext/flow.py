@@ -15,6 +15,8 @@ import torch
 from . import _library
 from ._library import _C
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 #: A tensor, or a tuple, list, dict or namedtuple of such.
 Tree = TypeVar("Tree")
 
@@ -53,10 +55,10 @@ def scale_gradient(x: Tree, scale: float | torch.Tensor) -> Tree:
     """
     if type(scale) is not float:
         scale = _real("scale_gradient", "scale", scale)
-    operator = _library.scale_gradient if torch.compiler.is_dynamo_compiling() else _C.scale_gradient
-    if isinstance(x, torch.Tensor):
-        return operator(x, scale)  # type: ignore[return-value]
-    return _map("scale_gradient", lambda tensor: operator(tensor, scale), x)  # type: ignore[no-any-return]
+    if type(x) in _PLAIN and not torch.compiler.is_dynamo_compiling():
+        return _C.scale_gradient(x, scale)  # type: ignore[arg-type, return-value]
+    # The compiler, and subclasses of Tensor, are to see the operator.
+    return _map("scale_gradient", lambda tensor: _library.scale_gradient(tensor, scale), x)  # type: ignore[no-any-return]
 
 
 def reverse_gradient(x: Tree, scale: float | torch.Tensor = 1.0) -> Tree:

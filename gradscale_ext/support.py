@@ -25,9 +25,11 @@ class Support:
         num_bins: S, at least 2.
         transform: "identity", "signed_hyperbolic" (MuZero) or "symlog" (DreamerV3, TD-MPC2).
         eps: the epsilon of "signed_hyperbolic", at least 0.
+        space: where targets are interpolated and expectations taken: "transformed", as in MuZero (Schrittwieser et al.
+            2020, appendix F) and TD-MPC2.
 
-    Targets are interpolated and expectations taken in transformed space, as in MuZero (Schrittwieser et al. 2020,
-    appendix F).
+    Raises:
+        ValueError: an argument is out of range; `space` is not "transformed".
 
     >>> support = Support(-2, 2, 5, transform="identity")
     >>> support.two_hot(torch.tensor([0.25]))
@@ -41,6 +43,7 @@ class Support:
     num_bins: int
     transform: Literal["identity", "signed_hyperbolic", "symlog"] = "signed_hyperbolic"
     eps: float = 1e-3
+    space: Literal["transformed"] = "transformed"
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -55,6 +58,8 @@ class Support:
             raise ValueError(f"Support: transform must be one of {', '.join(TRANSFORMS)}, but it is {self.transform!r}")
         if not 0 <= self.eps < math.inf:
             raise ValueError(f"Support: eps must be finite and at least 0, but it is {self.eps}")
+        if self.space != "transformed":
+            raise ValueError(f"Support: space must be 'transformed', but it is {self.space!r}")
 
     @classmethod
     def muzero(cls, limit: float = 300) -> Support:

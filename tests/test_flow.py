@@ -238,6 +238,22 @@ def test_in_place_afterwards_raises_instead_of_losing_the_scale(modified):
         modify_and_use()
 
 
+@pytest.mark.parametrize("modified", ["result", "input"])
+def test_a_graph_that_comes_in_place_afterwards_raises_too(modified):
+    x = torch.zeros(5, dtype=torch.float64)
+    y = gs.scale_gradient(x, SCALE)
+    y.add_(1)  # nothing requires grad yet: an ordinary view
+    assert torch.equal(x, torch.ones(5, dtype=torch.float64))
+    source = POINT.clone().requires_grad_()
+
+    def modify_and_use():
+        (y if modified == "result" else x).copy_(source)
+        (y * WEIGHTS).sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        modify_and_use()
+
+
 def test_in_place_before_is_right():
     x = POINT.clone().requires_grad_()
     a = x * 1
@@ -366,6 +382,22 @@ def test_wrong_arguments():
         gs.scale_gradient(torch.ones(2), "0.5")
     with pytest.raises(TypeError, match="type complex"):
         gs.scale_gradient(torch.ones(2), 0.5j)
+
+
+def test_sparse_is_refused():
+    with pytest.raises(TypeError, match="x must be dense, but its layout is Sparse"):
+        gs.scale_gradient(torch.eye(3).to_sparse().requires_grad_(), 0.5)
+
+
+def test_subclasses_come_back_as_themselves():
+    class Subclass(torch.Tensor):
+        pass
+
+    x = torch.ones(2).as_subclass(Subclass).requires_grad_()
+    y = gs.scale_gradient(x, 0.5)
+    assert type(y) is Subclass
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 0.5))
 
 
 def test_opcheck():

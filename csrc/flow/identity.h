@@ -17,6 +17,7 @@ inline void check_differentiable(const char* name, const at::Tensor& x) {
       name,
       ": x must be a floating or complex tensor, but its dtype is ",
       x.scalar_type());
+  TORCH_CHECK_TYPE(!x.is_sparse() && !x.is_sparse_csr(), name, ": x must be dense, but its layout is ", x.layout());
 }
 
 inline bool needs_gradient(const at::Tensor& x) {

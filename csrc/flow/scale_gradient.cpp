@@ -107,7 +107,7 @@ template <class Scale, class Keep>
 at::Tensor with_scaled_gradient(const at::Tensor& x, const Scale& scale, Keep keep) {
   check_differentiable("scale_gradient", x);
   const at::Tensor tangent = x._fw_grad(/*level=*/0);
-  if (!needs_gradient(x) && !tangent.defined()) {
+  if (!at::GradMode::is_enabled() && !tangent.defined()) {
     return without_gradient(x);
   }
   const at::Tensor result = operator_view(x);

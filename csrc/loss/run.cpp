@@ -72,7 +72,6 @@ class Run {
   // L_b, the loss, the means of the heads and the number of samples whose loss is not finite, in a fixed order.
   void reduce() {
     const size_t heads = plan_.table.size();
-    std::vector<double> head_losses(heads, 0.0);
     std::vector<double> head_sums(heads, 0.0);
     const Slab per_sample = slab(outputs_.per_sample, 1);
     const Slab loss = slab(outputs_.loss, 1);
@@ -87,7 +86,7 @@ class Run {
         weighted += coefficients_[h].factor * head;
       }
       per_sample.store(b, sample);
-      const bool finite = std::isfinite(sample);
+      const bool finite = std::isfinite(per_sample.load(b)); // as the user sees it, in float
       num_nonfinite += finite ? 0 : 1;
       double contribution = coefficients_[0].importance_weights.at(b, 0) * weighted;
       if (!finite && arguments_.skip_nonfinite) {
