@@ -93,7 +93,7 @@ def _real(operator: str, argument: str, value: Any) -> float | torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.is_complex() or value.dtype == torch.bool:
             raise TypeError(f"{operator}: {argument} must be real, but it is a tensor of dtype {value.dtype}")
-        return value
+        return value if value.is_floating_point() else value.double()  # unsigned integers cannot be negated
     if isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
         return float(value)
     raise TypeError(f"{operator}: {argument} must be a real number or tensor, but it is of type {type(value).__name__}")

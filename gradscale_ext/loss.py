@@ -199,14 +199,18 @@ class MultiStepLoss(torch.nn.Module):
         support = Support.muzero() if support is None else support
         return cls(value=TwoHot(support, weight=value_weight), reward=TwoHot(support), policy=SoftCrossEntropy())
 
-    @functools.cached_property
     def _plan(self) -> Any:
-        return _make_plan(self.heads, keeps_memory=True)
+        """What the kernels read, made again when the heads are no longer those it was made from."""
+        items = list(self.heads.items())
+        planned = self.__dict__.get("_planned")
+        if planned is None or planned[0] != items:
+            planned = self.__dict__["_planned"] = (items, _make_plan(self.heads, keeps_memory=True))
+        return planned[1]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the plan, which is made again when it is needed."""
         state = dict(self.__dict__)
-        state.pop("_plan", None)
+        state.pop("_planned", None)
         return state
 
     def forward(
@@ -224,7 +228,7 @@ class MultiStepLoss(torch.nn.Module):
     ) -> MultiStepLossOutput:
         """Compute the loss; the arguments are those of `multi_step_loss`."""
         return _run(
-            self._plan if _context.is_eager() else None,
+            self._plan() if _context.is_eager() else None,
             self.heads,
             predictions,
             targets,

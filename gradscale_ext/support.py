@@ -80,6 +80,8 @@ class Support:
         Returns:
             `[..., S]` in the dtype of `x`; each row sums to 1.
         """
+        if not x.is_floating_point():
+            raise TypeError(f"Support.two_hot: x must be a floating tensor, but its dtype is {x.dtype}")
         return reference.two_hot(x, self)
 
     def decode(self, logits: torch.Tensor) -> torch.Tensor:

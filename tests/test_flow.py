@@ -526,7 +526,9 @@ def test_wrong_tensor_scales():
 # ---- Reversal, structures, modules ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.25, 0.0, 2, torch.tensor(0.25), torch.tensor([0.25, 0.0, 1.0])])
+@pytest.mark.parametrize(
+    "scale", [1.0, 0.25, 0.0, 2, torch.tensor(0.25), torch.tensor([0.25, 0.0, 1.0]), torch.tensor(1, dtype=torch.uint8)]
+)
 def test_reverse_gradient(scale):
     x = torch.randn(2, 3, requires_grad=True)
     g = torch.randn(2, 3)

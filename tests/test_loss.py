@@ -876,3 +876,53 @@ def test_kept_memory_is_not_taken_while_a_gradient_lives():
     assert again[0].data_ptr() == address
     larger, larger_targets = arguments(batch=50)
     compare(loss_fn(larger, larger_targets), gs.reference.multi_step_loss(HEADS, larger, larger_targets), larger)
+
+
+def test_what_is_kept_for_another_backward_is_not_handed_out():
+    predictions, targets = arguments()
+    out = gs.multi_step_loss(HEADS, predictions, targets)
+    first = torch.autograd.grad(out.loss, leaves(predictions), retain_graph=True)
+    copies = [g.clone() for g in first]
+    for g in first:
+        g.mul_(10)
+    for g, c in zip(torch.autograd.grad(out.loss, leaves(predictions)), copies, strict=True):
+        assert torch.equal(g, c)
+
+
+def test_loss_scaling_keeps_small_half_gradients():
+    logits = (torch.randn(256, 601, generator=torch.Generator().manual_seed(0)) * 2).half()
+    target = torch.linspace(-20, 20, 256)
+    results = []
+    for function, x in ((gs.multi_step_loss, logits.clone()), (gs.reference.multi_step_loss, logits.double())):
+        x.requires_grad_()
+        loss = function({"v": gs.TwoHot(gs.Support.muzero())}, {"v": [x]}, {"v": [target]}).loss
+        (loss * 65536).backward()
+        results.append(x.grad.double())
+    assert (results[0] == 0).sum() == 0
+    torch.testing.assert_close(results[0], results[1], rtol=2e-3, atol=1e-5 * float(results[1].abs().max()))
+
+
+def test_infinite_grad_output_leaves_masked_entries_alone():
+    predictions, targets = arguments()
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    mask[1] = False
+    out = gs.multi_step_loss(HEADS, predictions, targets, mask=mask, reduction="none")
+    for g in torch.autograd.grad(out.loss, leaves(predictions), torch.tensor([1.0, float("inf"), 1.0]).double()):
+        assert (g[1] == 0).all()
+
+
+def test_second_derivative_after_changed_targets_raises():
+    predictions, targets = arguments()
+    out = gs.multi_step_loss(HEADS, predictions, targets)
+    targets["policy"][0].zero_()
+    with pytest.raises(RuntimeError, match="in-place"):
+        torch.autograd.grad(out.loss, leaves(predictions), create_graph=True)
+
+
+def test_changed_heads_take_effect():
+    module = gs.MultiStepLoss(**HEADS)
+    predictions, targets = arguments()
+    module(predictions, targets)
+    module.heads["policy"] = gs.SoftCrossEntropy(weight=9.0)
+    expected = gs.reference.multi_step_loss(module.heads, predictions, targets).loss
+    torch.testing.assert_close(module(predictions, targets).loss, expected)

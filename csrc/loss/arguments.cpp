@@ -105,6 +105,10 @@ bool read_step_numbers(py::handle object, const Arguments& arguments, StepNumber
         return false;
       }
       out.numbers.push_back(PyFloat_AsDouble(item));
+      if (PyErr_Occurred() != nullptr) { // an integer too large: Python has the words
+        PyErr_Clear();
+        return false;
+      }
     }
     return count == arguments.steps;
   }

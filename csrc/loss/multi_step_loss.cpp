@@ -1,14 +1,17 @@
 #include "multi_step_loss.h"
 
 #include "../autograd.h"
+#include "../tensor_element.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/mul.h>
 #include <c10/core/SafePyObject.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <algorithm>
 #include <memory>
 
 namespace gradscale {
@@ -47,10 +50,30 @@ const char* reduction_name(Reduction reduction) {
   }
 }
 
+// Versions of all tensors of a call: they differ from earlier ones when something was written to since.
+std::vector<int64_t> versions_of(const Arguments& arguments) {
+  std::vector<int64_t> versions;
+  const auto add = [&](const at::Tensor& tensor) {
+    if (tensor.defined() && !tensor.is_inference()) {
+      versions.push_back(static_cast<int64_t>(tensor._version()));
+    }
+  };
+  for (const std::vector<Entries>* both : {&arguments.predictions, &arguments.targets}) {
+    for (const Entries& entries : *both) {
+      std::for_each(entries.tensors.begin(), entries.tensors.end(), add);
+    }
+  }
+  std::for_each(arguments.masks.begin(), arguments.masks.end(), add);
+  add(arguments.step_weights.tensor);
+  add(arguments.step_gradient_scale.tensor);
+  add(arguments.importance_weights);
+  return versions;
+}
+
 struct MultiStepLossBackward : public autograd::Node {
-  Gradients gradients;            // for grad_output 1
-  Arguments arguments;            // for a second derivative
-  std::vector<uint32_t> versions; // of the predictions, as the forward pass read them
+  Gradients gradients;           // for grad_output 1
+  Arguments arguments;           // for a second derivative
+  std::vector<int64_t> versions; // of the arguments, as the forward pass read them
   std::unique_ptr<c10::SafePyObject> heads;
   bool last_use = false;
   bool released = false;
@@ -78,13 +101,27 @@ struct MultiStepLossBackward : public autograd::Node {
     if (at::GradMode::is_enabled()) {
       return differentiable(grad_output);
     }
-    const bool is_one = grad_output.dim() == 0 && grad_output.item<double>() == 1.0;
+    const bool readable = ordinary_context() && ordinary_tensor(grad_output);
+    const bool is_one = readable && grad_output.dim() == 0 && grad_output.item<double>() == 1.0;
+    // Half gradients would be rounded a second time, 0 * inf would be NaN in masked entries, and a batched grad_output
+    // cannot be read here: these are computed anew.
+    if (!is_one && (!readable || has_half_gradient() || !grad_output.isfinite().all().item<bool>())) {
+      autograd::variable_list result = differentiable(grad_output);
+      for (at::Tensor& gradient : result) {
+        gradient = gradient.defined() ? gradient.detach() : gradient;
+      }
+      return result;
+    }
     autograd::variable_list result;
     result.reserve(num_outputs());
     for (size_t h = 0; h < gradients.size(); ++h) {
       for (at::Tensor& gradient : gradients[h]) {
-        if (!gradient.defined() || is_one) {
-          result.push_back(last_use ? std::move(gradient) : gradient);
+        if (!gradient.defined()) {
+          result.emplace_back();
+          continue;
+        }
+        if (is_one) { // what is kept for another backward pass is not handed out: the receiver may write to it
+          result.push_back(last_use ? std::move(gradient) : gradient.clone());
           continue;
         }
         const at::Tensor factor = factor_for(gradient, grad_output, arguments.predictions[h].stacked);
@@ -98,6 +135,17 @@ struct MultiStepLossBackward : public autograd::Node {
   }
 
  private:
+  bool has_half_gradient() const {
+    for (const std::vector<at::Tensor>& of_head : gradients) {
+      for (const at::Tensor& gradient : of_head) {
+        if (gradient.defined() && gradient.element_size() == 2) {
+          return true;
+        }
+      }
+    }
+    return false;
+  }
+
   // grad_output as it multiplies a gradient: itself, or [B] beside the batch dimension.
   at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output, bool stacked) const {
     if (grad_output.dim() == 0) {
@@ -109,18 +157,10 @@ struct MultiStepLossBackward : public autograd::Node {
   }
 
   autograd::variable_list differentiable(const at::Tensor& grad_output) {
-    size_t index = 0;
-    for (const Entries& entries : arguments.predictions) {
-      for (const at::Tensor& tensor : entries.tensors) {
-        TORCH_CHECK(
-            tensor._version() == versions[index],
-            "MultiStepLoss: a prediction of shape ",
-            tensor.sizes(),
-            " was modified by an in-place operation after the loss was computed, so that its second derivative is "
-            "lost");
-        ++index;
-      }
-    }
+    TORCH_CHECK(
+        versions_of(arguments) == versions,
+        "MultiStepLoss: a prediction, target, weight or mask was modified by an in-place operation after the loss was "
+        "computed, but this backward pass needs it as it was");
     py::gil_scoped_acquire gil;
     py::list predictions, targets, masks;
     for (size_t h = 0; h < arguments.predictions.size(); ++h) {
@@ -173,9 +213,9 @@ Outputs multi_step_loss(const Plan& plan, Arguments arguments) {
     for (const Entries& entries : arguments.predictions) {
       for (const at::Tensor& tensor : entries.tensors) {
         node->add_next_edge(tensor.requires_grad() ? autograd::impl::gradient_edge(tensor) : autograd::Edge());
-        node->versions.push_back(tensor._version());
       }
     }
+    node->versions = versions_of(arguments);
     node->gradients = std::move(result.gradients);
     node->arguments = std::move(arguments);
     node->heads = std::make_unique<c10::SafePyObject>(py::object(plan.heads).release().ptr(), getPyInterpreter());
