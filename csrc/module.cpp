@@ -1,12 +1,13 @@
 // The front door of the C++ side. Operators that the compiler must see register themselves with TORCH_LIBRARY in their
 // own files; this pybind11 module holds the entry points of eager mode, whose calls cost least.
-#include "flow/scale_gradient.h"
+#include "flow/flow.h"
 #include "loss/decode.h"
 #include "loss/multi_step_loss.h"
 #include "tensor_element.h"
 #include "tensors/l2_loss.h"
 
 #include <ATen/Version.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <tuple>
@@ -14,7 +15,9 @@
 namespace {
 
 using gradscale::Head;
+using gradscale::NormGroups;
 using gradscale::Plan;
+using gradscale::Value;
 
 gradscale::Support make_support(double minimum, double maximum, double eps, int32_t num_bins, int32_t transform) {
   return {minimum, maximum, eps, num_bins, static_cast<gradscale::Transform>(transform)};
@@ -89,6 +92,40 @@ py::object decode(
   return py::cast(gradscale::decode(logits, make_support(minimum, maximum, eps, num_bins, transform)));
 }
 
+// The gradient-flow operators, or None where a transform, a tracer or a dispatch mode must see the registered operator.
+template <class Operator, class... Arguments>
+py::object in_ordinary_context(Operator op, const Arguments&... arguments) {
+  return gradscale::ordinary_context() ? py::cast(op(arguments...)) : py::none();
+}
+
+py::object scale_gradient(const at::Tensor& x, const Value& scale) {
+  return in_ordinary_context(&gradscale::scale_gradient, x, scale);
+}
+
+py::object reverse_gradient(const at::Tensor& x, const Value& scale) {
+  return in_ordinary_context(&gradscale::reverse_gradient, x, scale);
+}
+
+py::object clip_gradient_norm(
+    const at::Tensor& x,
+    const Value& max_norm,
+    int64_t batch_dims,
+    double norm_type,
+    const std::string& process_group,
+    int64_t process_group_size,
+    const std::optional<at::Tensor>& counts) {
+  const NormGroups groups{batch_dims, norm_type, process_group, process_group_size};
+  return in_ordinary_context(&gradscale::clip_gradient_norm, x, max_norm, groups, counts.value_or(at::Tensor()));
+}
+
+py::object clip_gradient_value(const at::Tensor& x, const Value& min, const Value& max) {
+  return in_ordinary_context(&gradscale::clip_gradient_value, x, min, max);
+}
+
+py::object normalize_gradient(const at::Tensor& x, const Value& norm, int64_t batch_dims, double norm_type) {
+  return in_ordinary_context(&gradscale::normalize_gradient, x, norm, NormGroups{batch_dims, norm_type});
+}
+
 // The loss, or None when the fused pass does not take these tensors.
 py::object l2_loss(std::vector<at::Tensor> parameters, double weight) {
   if (!gradscale::ordinary_context()) {
@@ -108,9 +145,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("torch_version") = GRADSCALE_TORCH_VERSION;
   m.attr("cuda_version") = GRADSCALE_CUDA_VERSION;
   m.def("cpu_capability", &at::get_cpu_capability);
-  m.def("scale_gradient", static_cast<at::Tensor (*)(const at::Tensor&, double)>(&gradscale::scale_gradient));
-  m.def(
-      "scale_gradient", static_cast<at::Tensor (*)(const at::Tensor&, const at::Tensor&)>(&gradscale::scale_gradient));
+  m.def("ordinary_context", &gradscale::ordinary_context);
+  m.def("scale_gradient", &scale_gradient);
+  m.def("reverse_gradient", &reverse_gradient);
+  m.def("clip_gradient_norm", &clip_gradient_norm);
+  m.def("clip_gradient_value", &clip_gradient_value);
+  m.def("normalize_gradient", &normalize_gradient);
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(py::init(&make_plan));
   m.def("multi_step_loss", &multi_step_loss);
   m.def("set_differentiable_gradients", &gradscale::set_differentiable_gradients);

@@ -9,9 +9,9 @@
 
 namespace gradscale {
 
-// Whether the kernels have an Element for the tensor's dtype.
-inline bool has_element(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
+// Whether the kernels have an Element for a dtype.
+inline bool has_element(at::ScalarType dtype) {
+  switch (dtype) {
     case at::kDouble:
     case at::kFloat:
     case at::kBFloat16:
@@ -22,8 +22,12 @@ inline bool has_element(const at::Tensor& tensor) {
   }
 }
 
-inline Element element_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
+inline bool has_element(const at::Tensor& tensor) {
+  return has_element(tensor.scalar_type());
+}
+
+inline Element element_of(at::ScalarType dtype) {
+  switch (dtype) {
     case at::kDouble:
       return Element::float64;
     case at::kBFloat16:
@@ -33,6 +37,10 @@ inline Element element_of(const at::Tensor& tensor) {
     default:
       return Element::float32;
   }
+}
+
+inline Element element_of(const at::Tensor& tensor) {
+  return element_of(tensor.scalar_type());
 }
 
 // Nothing but `known`, backends included.

@@ -1,7 +1,18 @@
 """Gradient scaling and fused multi-step losses for MuZero-family agents, as a C++/CUDA extension for PyTorch."""
 
 from . import reference
-from .flow import ReverseGradient, ScaleGradient, reverse_gradient, scale_gradient
+from .flow import (
+    ClipGradientNorm,
+    ClipGradientValue,
+    NormalizeGradient,
+    ReverseGradient,
+    ScaleGradient,
+    clip_gradient_norm,
+    clip_gradient_value,
+    normalize_gradient,
+    reverse_gradient,
+    scale_gradient,
+)
 from .heads import MeanSquaredError, SoftCrossEntropy, TwoHot
 from .loss import MultiStepLoss, multi_step_loss, priorities
 from .output import MultiStepLossOutput
@@ -13,16 +24,22 @@ from .unroll import unroll
 __version__ = "0.1.0"
 
 __all__ = [
+    "ClipGradientNorm",
+    "ClipGradientValue",
     "MeanSquaredError",
     "MultiStepLoss",
     "MultiStepLossOutput",
+    "NormalizeGradient",
     "ReverseGradient",
     "ScaleGradient",
     "SoftCrossEntropy",
     "Support",
     "TwoHot",
+    "clip_gradient_norm",
+    "clip_gradient_value",
     "l2_loss",
     "multi_step_loss",
+    "normalize_gradient",
     "priorities",
     "reference",
     "reverse_gradient",

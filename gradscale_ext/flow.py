@@ -1,18 +1,26 @@
 """Gradient-flow operators: identity forward, changed gradient backward.
 
-`x` is a tensor, or a tuple, list, dict or namedtuple of them (the states of an LSTM), and comes back in the same
-structure.
+All of them return `x` itself, as a view: bit for bit, without a copy. `x` is a tensor, or a tuple, list, dict or
+namedtuple of them (the states of an LSTM), and comes back in the same structure; every tensor of it has its own
+gradient, and its own norms.
+
+They are registered with PyTorch as its own operations are, so that gradients are changed in eager mode, under
+`create_graph`, `torch.func` transforms, `torch.compile`, `torch.export`, checkpointing, autocast, DDP and FSDP2 alike.
+Where a gradient cannot be right the operator raises. An in-place operation on the result, or on `x` afterwards, which
+would take the operator out of the graph, raises as well; clone() first.
 """
 
 from __future__ import annotations
 
+import math
 import numbers
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
-from . import _library
+from . import _context, _library
 from ._library import _C
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -27,7 +35,7 @@ def scale_gradient(x: Tree, scale: float | torch.Tensor) -> Tree:
     Forward ``y = x``; backward ``dL/dx = scale * dL/dy``; in forward mode the tangent is multiplied by `scale` too, as
     in ``x * scale + stop_gradient(x) * (1 - scale)``, but without rounding the value. This is the function that the
     MuZero pseudocode calls with 0.5 on the hidden state after every recurrent step, and with 1/K on the losses of the
-    K unrolled steps (Schrittwieser et al. 2020, appendix G).
+    K unrolled steps (Schrittwieser et al. 2020, appendix G), and `scale_gradient` of Sonnet.
 
     Args:
         x: floating or complex tensor of any shape, or a structure of them. The result is a view of it: no data is
@@ -55,17 +63,15 @@ def scale_gradient(x: Tree, scale: float | torch.Tensor) -> Tree:
     """
     if type(scale) is not float:
         scale = _real("scale_gradient", "scale", scale)
-    if type(x) in _PLAIN and not torch.compiler.is_dynamo_compiling():
-        return _C.scale_gradient(x, scale)  # type: ignore[arg-type, return-value]
-    # The compiler, and subclasses of Tensor, are to see the operator.
-    return _map("scale_gradient", lambda tensor: _library.scale_gradient(tensor, scale), x)  # type: ignore[no-any-return]
+    return _apply("scale_gradient", _C.scale_gradient, x, scale)  # type: ignore[no-any-return]
 
 
 def reverse_gradient(x: Tree, scale: float | torch.Tensor = 1.0) -> Tree:
     """Return `x` unchanged; the gradient that flows back through the result is multiplied by ``-scale``.
 
-    The gradient reversal layer of domain-adversarial training (Ganin et al. 2016, DANN): the features before it learn
-    to confuse the classifier behind it. It is ``scale_gradient(x, -scale)``, whose documentation holds here.
+    Forward ``y = x``; backward ``dL/dx = -scale * dL/dy``. The gradient reversal layer of domain-adversarial training
+    (Ganin et al. 2016, DANN): the features before it learn to confuse the classifier behind it. What is said of
+    `scale_gradient` holds here, forward mode and every context included.
 
     Args:
         x: floating or complex tensor of any shape, or a structure of them.
@@ -82,10 +88,162 @@ def reverse_gradient(x: Tree, scale: float | torch.Tensor = 1.0) -> Tree:
     >>> x.grad
     tensor([-0.5000, -0.5000, -0.5000])
     """
-    scale = _real("reverse_gradient", "scale", scale)
-    if isinstance(scale, torch.Tensor) and scale.requires_grad:
-        raise ValueError("reverse_gradient: scale requires grad, but it gets no gradient; detach() it")
-    return scale_gradient(x, -scale)
+    return _apply("reverse_gradient", _C.reverse_gradient, x, _real("reverse_gradient", "scale", scale))  # type: ignore[no-any-return]
+
+
+def clip_gradient_norm(
+    x: Tree,
+    max_norm: float | torch.Tensor,
+    *,
+    batch_dims: int = 0,
+    norm_type: float = 2.0,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> Tree:
+    """Return `x` unchanged; the gradient that flows back through the result is at most `max_norm` long.
+
+    Forward ``y = x``; backward ``dL/dx = g * min(1, max_norm / |g|_p)`` for ``g = dL/dy``. Unlike
+    `torch.nn.utils.clip_grad_norm_`, which clips what has arrived at the parameters, this clips in the middle of a
+    network: a hidden state, a feature layer, one branch of a loss. With ``batch_dims=1`` every sample of a batch is
+    clipped by itself, as in Kaldi's ClipGradientComponent, so that one bad sample does not shrink the others.
+
+    Args:
+        x: floating or complex tensor, or a structure of them, each of whose tensors has its own norms.
+        max_norm: non-negative number, or a real tensor that broadcasts to ``x.shape[:batch_dims]`` (one limit for each
+            norm), on the device of `x` (or a scalar on the CPU). It is read there without a synchronisation, and gets
+            no gradient. 0 gives zeros, inf never clips. A negative or NaN entry is refused where it can be seen without
+            waiting, and gives a NaN gradient elsewhere.
+        batch_dims: n; the first n dimensions of `x` each keep a norm of their own: 0, one norm for the whole tensor; 1,
+            one per sample. Under `torch.func.vmap`, of each mapped example.
+        norm_type: p of the norm: any number greater than 0, or inf.
+        process_group: ranks that each hold a part of the tensor; the norm is over all parts (one all-gather of the
+            norms). Every rank must run the same backward.
+
+    Returns:
+        Tensors equal to `x` bit for bit.
+
+    Raises:
+        TypeError: a tensor of `x` is not floating or complex, a leaf is no tensor, or an argument has the wrong type.
+        ValueError: `max_norm` is negative or NaN, requires grad, or does not broadcast; `batch_dims` is out of range;
+            `norm_type` is not greater than 0.
+        NotImplementedError: forward-mode differentiation (jvp, jacfwd, hessian, forward_ad).
+
+    A gradient within its limit passes bit-identical; a zero gradient stays zero. No finite gradient is lost to overflow
+    or underflow of the norm. NaN and inf follow the formula within their own norm group: NaN makes the group NaN, inf
+    makes its finite elements 0. Sums are taken in float64 (eager, CPU), or in float32 of elements divided by the
+    largest. The coefficient is differentiated in a second derivative.
+
+    >>> x = torch.zeros(2, 2, requires_grad=True)
+    >>> clip_gradient_norm(x, 1.0, batch_dims=1).backward(torch.tensor([[3.0, 4.0], [0.3, 0.4]]))
+    >>> x.grad
+    tensor([[0.6000, 0.8000],
+            [0.3000, 0.4000]])
+    """
+    group = _group("clip_gradient_norm", process_group)
+    return _clip_gradient_norm(x, max_norm, batch_dims, norm_type, group, None)  # type: ignore[no-any-return]
+
+
+def normalize_gradient(
+    x: Tree, norm: float | torch.Tensor = 1.0, *, batch_dims: int = 0, norm_type: float = 2.0
+) -> Tree:
+    """Return `x` unchanged; the gradient that flows back through the result is exactly `norm` long.
+
+    Forward ``y = x``; backward ``dL/dx = norm * g / |g|_p`` for ``g = dL/dy``; zero gradients stay zero. What the
+    balancer of audiocraft does to the losses of EnCodec (Defossez et al. 2022): put it between a network's output and
+    each loss, and `norm` is the loss's share, whatever its scale.
+
+    Args:
+        x: floating or complex tensor, or a structure of them, each of whose tensors has its own norms.
+        norm: length of the gradient, a non-negative number, or a real tensor that broadcasts to
+            ``x.shape[:batch_dims]``, read on its device. 0 gives zeros.
+        batch_dims: the first n dimensions of `x` each keep a norm of their own.
+        norm_type: p of the norm: any number greater than 0, or inf.
+
+    Returns:
+        Tensors equal to `x` bit for bit.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `clip_gradient_norm`.
+
+    >>> x = torch.zeros(2, requires_grad=True)
+    >>> normalize_gradient(x, 10.0).backward(torch.tensor([3e-30, 4e-30]))
+    >>> x.grad
+    tensor([6., 8.])
+    """
+    limit = _limit("normalize_gradient", "norm", norm)
+    dims, p = _groups("normalize_gradient", batch_dims, norm_type)
+    return _apply("normalize_gradient", _C.normalize_gradient, x, limit, dims, p)  # type: ignore[no-any-return]
+
+
+def clip_gradient_value(x: Tree, min: float | torch.Tensor | None, max: float | torch.Tensor | None) -> Tree:
+    """Return `x` unchanged; every element of the gradient that flows back through the result is clamped.
+
+    Forward ``y = x``; backward ``dL/dx = clamp(dL/dy, min, max)``, as `clip_gradient` of Sonnet. NaN stays NaN.
+
+    Args:
+        x: floating tensor of any shape, or a structure of them.
+        min: lower bound, a real number, or a real tensor that broadcasts to the shape of `x`, read on its device. None:
+            no bound.
+        max: upper bound, likewise. Not both may be None.
+
+    Returns:
+        Tensors equal to `x` bit for bit.
+
+    Raises:
+        TypeError: a tensor of `x` is complex, or not floating; a leaf is no tensor; a bound is not real.
+        ValueError: ``min > max`` or NaN, as far as that can be seen without waiting for a device (elsewhere the
+            gradient is NaN); a tensor bound requires grad, or does not broadcast; both bounds are None.
+        NotImplementedError: forward-mode differentiation (jvp, jacfwd, hessian, forward_ad).
+
+    The second derivative is that of a clamp: 1 within the bounds and on them, 0 outside.
+
+    >>> x = torch.zeros(3, requires_grad=True)
+    >>> clip_gradient_value(x, -1.0, None).backward(torch.tensor([-2.0, 0.5, 3.0]))
+    >>> x.grad
+    tensor([-1.0000,  0.5000,  3.0000])
+    """
+    low, high = _bounds("clip_gradient_value", min, max)
+    return _apply("clip_gradient_value", _C.clip_gradient_value, x, low, high)  # type: ignore[no-any-return]
+
+
+# ---- Calling --------------------------------------------------------------------------------------------------------
+
+
+def _apply(
+    operator: str, compiled: Callable[..., torch.Tensor | None], x: Any, *arguments: Any
+) -> Any:  # of the type of x
+    """Apply to the tensor, or to every tensor of a structure, and keep the structure."""
+    if type(x) in _PLAIN and _context.is_eager():
+        result = compiled(x, *arguments)
+        if result is not None:
+            return result
+    if isinstance(x, torch.Tensor):
+        return _library.call(operator, x, *arguments)
+    if isinstance(x, tuple | list):
+        items = [_apply(operator, compiled, item, *arguments) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+    if isinstance(x, dict):
+        pairs = [(key, _apply(operator, compiled, value, *arguments)) for key, value in x.items()]
+        return type(x)(x.default_factory, pairs) if isinstance(x, defaultdict) else type(x)(pairs)
+    raise TypeError(
+        f"{operator}: x must be a tensor, or a tuple, list, dict or namedtuple of tensors, "
+        f"but it holds a value of type {type(x).__name__}"
+    )
+
+
+def _clip_gradient_norm(
+    x: Any,
+    max_norm: float | torch.Tensor,
+    batch_dims: int,
+    norm_type: float,
+    group: tuple[str, int],
+    counts: torch.Tensor | None,
+) -> Any:
+    limit = _limit("clip_gradient_norm", "max_norm", max_norm)
+    dims, p = _groups("clip_gradient_norm", batch_dims, norm_type)
+    return _apply("clip_gradient_norm", _C.clip_gradient_norm, x, limit, dims, p, *group, counts)
+
+
+# ---- Checking -------------------------------------------------------------------------------------------------------
 
 
 def _real(operator: str, argument: str, value: Any) -> float | torch.Tensor:
@@ -93,37 +251,72 @@ def _real(operator: str, argument: str, value: Any) -> float | torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.is_complex() or value.dtype == torch.bool:
             raise TypeError(f"{operator}: {argument} must be real, but it is a tensor of dtype {value.dtype}")
-        return value if value.is_floating_point() else value.double()  # unsigned integers cannot be negated
-    if isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
+        return value
+    if isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool):
         return float(value)
     raise TypeError(f"{operator}: {argument} must be a real number or tensor, but it is of type {type(value).__name__}")
 
 
-def _map(operator: str, function: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
-    """Apply to every tensor of a structure, and keep the structure."""
-    if isinstance(x, torch.Tensor):
-        return function(x)
-    if isinstance(x, tuple | list):
-        items = [_map(operator, function, item) for item in x]
-        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-    if isinstance(x, dict):
-        return type(x)((key, _map(operator, function, value)) for key, value in x.items())
-    raise TypeError(
-        f"{operator}: x must be a tensor, or a tuple, list, dict or namedtuple of tensors, "
-        f"but it holds a value of type {type(x).__name__}"
-    )
+def _limit(operator: str, argument: str, value: Any) -> float | torch.Tensor:
+    """A number or tensor that must not be negative; what a tensor holds is checked where that costs no waiting."""
+    value = _real(operator, argument, value)
+    if not isinstance(value, torch.Tensor) and not value >= 0:
+        raise ValueError(f"{operator}: {argument} must not be negative or NaN, but it is {value}")
+    return value  # type: ignore[no-any-return]
+
+
+def _groups(operator: str, batch_dims: Any, norm_type: Any) -> tuple[int, float]:
+    if not isinstance(batch_dims, int) or isinstance(batch_dims, bool):
+        raise TypeError(f"{operator}: batch_dims must be an integer, but it is of type {type(batch_dims).__name__}")
+    if batch_dims < 0:
+        raise ValueError(f"{operator}: batch_dims must not be negative, but it is {batch_dims}")
+    p = _real(operator, "norm_type", norm_type)
+    if isinstance(p, torch.Tensor):
+        raise TypeError(f"{operator}: norm_type must be a number, but it is a tensor")
+    if not p > 0:
+        raise ValueError(f"{operator}: norm_type must be greater than 0, but it is {p}")
+    return batch_dims, p
+
+
+def _group(operator: str, process_group: Any) -> tuple[str, int]:
+    """Name and size of a process group; an empty name for none."""
+    if process_group is None:
+        return "", 1
+    if not isinstance(process_group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"{operator}: process_group must be a torch.distributed.ProcessGroup or None, "
+            f"but it is of type {type(process_group).__name__}"
+        )
+    return process_group.group_name, process_group.size()
+
+
+def _bounds(operator: str, min: Any, max: Any) -> tuple[float | torch.Tensor, float | torch.Tensor]:
+    """Two numbers or two tensors; infinity where there is no bound."""
+    if min is None and max is None:
+        raise ValueError(f"{operator}: min and max are both None; at least one bound is needed")
+    low = -math.inf if min is None else _real(operator, "min", min)
+    high = math.inf if max is None else _real(operator, "max", max)
+    if isinstance(low, torch.Tensor) or isinstance(high, torch.Tensor):
+        low = low if isinstance(low, torch.Tensor) else torch.tensor(low, dtype=torch.float64)
+        high = high if isinstance(high, torch.Tensor) else torch.tensor(high, dtype=torch.float64)
+    elif not low <= high:
+        raise ValueError(
+            f"{operator}: min must not be greater than max, and neither NaN, but they are {low} and {high}"
+        )
+    return low, high
+
+
+# ---- Modules --------------------------------------------------------------------------------------------------------
 
 
 class _Operator(torch.nn.Module):
     """What the module forms share: numbers are buffers, so that a schedule may change them without recompiling."""
 
-    def _keep(self, **numbers_or_tensors: Any) -> None:
-        """Register float64 scalars, or the tensors that were given."""
-        for name, value in numbers_or_tensors.items():
-            value = _real(type(self).__name__, name, value)
-            if not isinstance(value, torch.Tensor):
-                value = torch.tensor(value, dtype=torch.float64)
-            self.register_buffer(name, value)
+    def _keep(self, **values: float | torch.Tensor | None) -> None:
+        """Register numbers as float64 scalars, tensors as they are."""
+        for name, value in values.items():
+            is_number = value is not None and not isinstance(value, torch.Tensor)
+            self.register_buffer(name, torch.tensor(value, dtype=torch.float64) if is_number else value)  # type: ignore[arg-type]
 
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _Operator:
         """Let `.to()` and `.half()` move the buffers, but not round them."""
@@ -135,10 +328,17 @@ class _Operator(torch.nn.Module):
                 setattr(self, name, value.to(moved.device))
         return self
 
+    def _shown(self) -> dict[str, Any]:
+        """What `repr` shows: the buffers, as they are now."""
+        return dict(self._buffers)
+
     def extra_repr(self) -> str:
         """The arguments."""
-        shown = {name: value.item() if value.dim() == 0 else value for name, value in self.named_buffers(recurse=False)}
-        return ", ".join(f"{name}={value}" for name, value in shown.items())
+        text = []
+        for name, value in self._shown().items():
+            is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
+            text.append(f"{name}={value.item() if is_scalar else value}")
+        return ", ".join(text)
 
 
 class ScaleGradient(_Operator):
@@ -153,7 +353,7 @@ class ScaleGradient(_Operator):
     def __init__(self, scale: float | torch.Tensor) -> None:
         """Keep the scale."""
         super().__init__()
-        self._keep(scale=scale)
+        self._keep(scale=_real("ScaleGradient", "scale", scale))
 
     def forward(self, x: Tree) -> Tree:
         """Return `x`, its gradient scaled."""
@@ -172,8 +372,106 @@ class ReverseGradient(_Operator):
     def __init__(self, scale: float | torch.Tensor = 1.0) -> None:
         """Keep the scale."""
         super().__init__()
-        self._keep(scale=scale)
+        self._keep(scale=_real("ReverseGradient", "scale", scale))
 
     def forward(self, x: Tree) -> Tree:
         """Return `x`, its gradient reversed."""
         return reverse_gradient(x, self.scale)
+
+
+class _NormOperator(_Operator):
+    """What the modules with norms share."""
+
+    def __init__(self, batch_dims: int, norm_type: float) -> None:
+        super().__init__()
+        self.batch_dims, self.norm_type = _groups(type(self).__name__, batch_dims, norm_type)
+
+    def _shown(self) -> dict[str, Any]:
+        limits = {name: value for name, value in self._buffers.items() if name != "counts"}
+        return {**limits, "batch_dims": self.batch_dims, "norm_type": self.norm_type}
+
+
+class ClipGradientNorm(_NormOperator):
+    """`clip_gradient_norm` as a module; `max_norm` is a buffer, and norms are counted.
+
+    Backward passes add to `counts`, an int64 buffer on the module's device, without a synchronisation; `seen` and
+    `clipped` are its two elements. A norm that is NaN counts as clipped. Where DistributedDataParallel broadcasts
+    buffers, the counts are those of rank 0.
+
+    >>> clip = ClipGradientNorm(1.0, batch_dims=1)
+    >>> x = torch.zeros(2, 2, requires_grad=True)
+    >>> clip(x).backward(torch.tensor([[3.0, 4.0], [0.3, 0.4]]))
+    >>> clip, clip.seen.item(), clip.clipped.item()
+    (ClipGradientNorm(max_norm=1.0, batch_dims=1, norm_type=2.0), 2, 1)
+    """
+
+    max_norm: torch.Tensor
+    counts: torch.Tensor
+
+    def __init__(
+        self,
+        max_norm: float | torch.Tensor,
+        *,
+        batch_dims: int = 0,
+        norm_type: float = 2.0,
+        process_group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        """Keep the limit, and start counting at zero."""
+        super().__init__(batch_dims, norm_type)
+        self._keep(max_norm=_limit("ClipGradientNorm", "max_norm", max_norm))
+        self._group = _group("ClipGradientNorm", process_group)
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.int64), persistent=False)
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """How many norms backward passes have seen."""
+        return self.counts[0]
+
+    @property
+    def clipped(self) -> torch.Tensor:
+        """How many of them were not within the limit."""
+        return self.counts[1]
+
+    def forward(self, x: Tree) -> Tree:
+        """Return `x`, the norms of its gradient clipped."""
+        return _clip_gradient_norm(x, self.max_norm, self.batch_dims, self.norm_type, self._group, self.counts)  # type: ignore[no-any-return]
+
+
+class NormalizeGradient(_NormOperator):
+    """`normalize_gradient` as a module; `norm` is a buffer.
+
+    >>> NormalizeGradient(0.1, batch_dims=1)
+    NormalizeGradient(norm=0.1, batch_dims=1, norm_type=2.0)
+    """
+
+    norm: torch.Tensor
+
+    def __init__(self, norm: float | torch.Tensor = 1.0, *, batch_dims: int = 0, norm_type: float = 2.0) -> None:
+        """Keep the norm."""
+        super().__init__(batch_dims, norm_type)
+        self._keep(norm=_limit("NormalizeGradient", "norm", norm))
+
+    def forward(self, x: Tree) -> Tree:
+        """Return `x`, its gradient of the given length."""
+        return normalize_gradient(x, self.norm, batch_dims=self.batch_dims, norm_type=self.norm_type)
+
+
+class ClipGradientValue(_Operator):
+    """`clip_gradient_value` as a module; the bounds are buffers.
+
+    >>> ClipGradientValue(-1.0, None)
+    ClipGradientValue(min=-1.0, max=None)
+    """
+
+    min: torch.Tensor | None
+    max: torch.Tensor | None
+
+    def __init__(self, min: float | torch.Tensor | None, max: float | torch.Tensor | None) -> None:
+        """Keep the bounds."""
+        super().__init__()
+        low, high = _bounds("ClipGradientValue", min, max)
+        self._keep(min=None if min is None else low, max=None if max is None else high)
+
+    def forward(self, x: Tree) -> Tree:
+        """Return `x`, the elements of its gradient clamped."""
+        return clip_gradient_value(x, self.min, self.max)

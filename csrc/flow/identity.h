@@ -1,13 +1,28 @@
 // What all gradient-flow operators share: the result is x itself, with a gradient function of the operator's own.
+//
+// An operator is a struct with
+//
+//   static constexpr const char* kName, *kNodeName;
+//   std::array<Value*, n> values();                      its arguments that may be tensors
+//   void check(const at::Tensor& x) const;               raises what wrong arguments deserve
+//   at::Tensor gradient(at::Tensor incoming) const;      what becomes of a dense gradient
+//   at::Tensor tangent(const at::Tensor& incoming) const the same in forward mode, or an error
+//   bool keeps_zeros() const                             whether a sparse gradient may be changed by its values alone
 #pragma once
 
 #include "../autograd.h"
+#include "value.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/detach.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <array>
+#include <optional>
 
 namespace gradscale {
 
@@ -18,10 +33,6 @@ inline void check_differentiable(const char* name, const at::Tensor& x) {
       ": x must be a floating or complex tensor, but its dtype is ",
       x.scalar_type());
   TORCH_CHECK_TYPE(!x.is_sparse() && !x.is_sparse_csr(), name, ": x must be dense, but its layout is ", x.layout());
-}
-
-inline bool needs_gradient(const at::Tensor& x) {
-  return at::GradMode::is_enabled() && x.requires_grad();
 }
 
 // A view without a graph; of a tensor that requires grad it is detached, as the result of any operation would be.
@@ -47,9 +58,110 @@ inline at::Tensor operator_view(const at::Tensor& x) {
       torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
 }
 
-inline void set_gradient_function(const at::Tensor& result, const at::Tensor& x, const NodePtr& node) {
-  node->set_next_edges(torch::autograd::collect_next_edges(x));
-  torch::autograd::set_history(result, node);
+// The operator as a node of the graph. Tensors among its arguments are saved as any operation saves its own: a later
+// change of them is noticed, and hooks on saved tensors see them.
+template <class Operator>
+class OperatorBackward : public torch::autograd::Node {
+ public:
+  void set(Operator op) {
+    operator_ = std::move(op);
+    const auto values = operator_->values();
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (const at::Tensor* tensor = std::get_if<at::Tensor>(values[i])) {
+        saved_[i] = torch::autograd::SavedVariable(*tensor, /*is_output=*/false);
+        *values[i] = at::Tensor();
+        saves_ = true;
+      }
+    }
+  }
+
+  std::string name() const override {
+    return Operator::kNodeName;
+  }
+
+  void release_variables() override {
+    for (auto& saved : saved_) {
+      saved.reset_data();
+    }
+    released_ = saves_;
+  }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    torch::autograd::variable_list result(1);
+    at::Tensor gradient = std::move(gradients[0]);
+    gradients.clear();
+    if (gradient.defined()) {
+      Operator op = *operator_;
+      const auto values = op.values();
+      for (size_t i = 0; i < values.size(); ++i) {
+        if (std::holds_alternative<at::Tensor>(*values[i])) {
+          *values[i] = saved_[i].unpack();
+        }
+      }
+      result[0] = gradient.layout() == at::kStrided ? op.gradient(std::move(gradient)) : of_sparse(op, gradient);
+    }
+    return result;
+  }
+
+ private:
+  static at::Tensor of_sparse(const Operator& op, const at::Tensor& gradient) {
+    TORCH_CHECK_TYPE(
+        gradient.layout() == at::kSparse && op.keeps_zeros(),
+        Operator::kName,
+        ": a gradient of layout ",
+        gradient.layout(),
+        " arrived, which cannot be changed by its values alone; make it dense (sparse=False in an embedding)");
+    const at::Tensor summed = gradient.coalesce();
+    return at::_sparse_coo_tensor_unsafe(
+        summed._indices(), op.gradient(summed._values()), summed.sizes(), summed.options(), /*is_coalesced=*/true);
+  }
+
+  std::optional<Operator> operator_;
+  std::array<torch::autograd::SavedVariable, std::tuple_size_v<decltype(std::declval<Operator&>().values())>> saved_;
+  bool saves_ = false;
+  bool released_ = false;
+};
+
+// x, with the operator between its gradient and that of the result.
+template <class Operator>
+at::Tensor apply_operator(const at::Tensor& x, Operator op) {
+  check_differentiable(Operator::kName, x);
+  op.check(x);
+  for (Value* value : op.values()) {
+    *value = read_if_free(std::move(*value));
+  }
+  const at::Tensor tangent = x._fw_grad(/*level=*/0);
+  const bool records = at::GradMode::is_enabled();
+  if (!records && !tangent.defined()) {
+    return without_gradient(x);
+  }
+  const at::Tensor result = operator_view(x);
+  if (tangent.defined()) {
+    result._set_fw_grad(op.tangent(tangent), /*level=*/0, /*is_inplace_op=*/false);
+  }
+  if (records && x.requires_grad()) {
+    OperatorBackward<Operator>* node = nullptr;
+    const NodePtr handle = make_node(node);
+    node->set(std::move(op));
+    node->set_next_edges(torch::autograd::collect_next_edges(x));
+    torch::autograd::set_history(result, handle);
+  }
+  return result;
+}
+
+// The kernel below autograd, where no gradient is recorded, of an operator with the given autograd kernel.
+template <class... Arguments>
+auto below_autograd(at::Tensor (* /*autograd_kernel*/)(const at::Tensor&, Arguments...)) {
+  return +[](const at::Tensor& x, Arguments... /*arguments*/) { return without_gradient(x); };
+}
+
+[[noreturn]] inline void no_forward_mode(const char* name) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      name,
+      ": it changes gradients in a nonlinear way, which has no meaning for the tangents of forward mode (jvp, jacfwd, "
+      "hessian, forward_ad); use reverse mode (grad, vjp, jacrev; jacrev(jacrev(f)) in place of hessian(f))");
 }
 
 } // namespace gradscale

@@ -1,13 +1,12 @@
-#include "scale_gradient.h"
-
+// scale_gradient and reverse_gradient: the gradient, and the tangent, times a number or a tensor.
 #include "../tensor_element.h"
+#include "flow.h"
 #include "gradient_buffer.h"
 #include "identity.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/TensorIterator.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/cpu/Loops.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
@@ -15,14 +14,11 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 namespace gradscale {
 
 namespace {
-
-namespace autograd = torch::autograd;
 
 // g * scale. Zeros stay connected to g for a second derivative.
 at::Tensor scaled(at::Tensor gradient, double scale) {
@@ -39,7 +35,7 @@ at::Tensor scaled(at::Tensor gradient, double scale) {
 }
 
 // One pass over a CPU gradient; `scale` is of the type that products are taken in.
-at::Tensor scaled_in_one_pass(at::Tensor gradient, const at::Tensor& scale) {
+at::Tensor scaled_in_one_pass(at::Tensor gradient, const at::Tensor& scale, double sign) {
   at::Tensor out = owned_by_nobody_else(gradient) ? gradient : at::empty_like(gradient);
   at::TensorIterator iterator = at::TensorIteratorConfig()
                                     .add_output(out)
@@ -51,151 +47,91 @@ at::Tensor scaled_in_one_pass(at::Tensor gradient, const at::Tensor& scale) {
       at::kHalf, at::kBFloat16, gradient.scalar_type(), "scale_gradient_backward", [&] {
         using product_t = at::opmath_type<scalar_t>;
         using scale_t = typename c10::scalar_value_type<product_t>::type;
-        at::native::cpu_kernel(iterator, [](scalar_t g, scale_t s) -> scalar_t {
-          return s == scale_t(0) ? scalar_t(0) : static_cast<scalar_t>(static_cast<product_t>(g) * s);
+        const scale_t factor = static_cast<scale_t>(sign);
+        at::native::cpu_kernel(iterator, [factor](scalar_t g, scale_t s) -> scalar_t {
+          return s == scale_t(0) ? scalar_t(0) : static_cast<scalar_t>(static_cast<product_t>(g) * (s * factor));
         });
       });
   return out;
 }
 
-at::Tensor scaled(at::Tensor gradient, const at::Tensor& scale) {
-  if (scale.dim() == 0 && scale.device().is_cpu() && ordinary_context() && ordinary_tensor(scale)) {
-    return scaled(std::move(gradient), scale.item<double>());
-  }
+at::Tensor scaled(at::Tensor gradient, const at::Tensor& scale, double sign) {
   // A scale with dimensions takes part in type promotion: half gradients are multiplied in float, and rounded once.
-  const at::ScalarType real = c10::toRealValueType(gradient.scalar_type());
-  const at::ScalarType precise = real == at::kDouble ? at::kDouble : at::kFloat;
-  at::Tensor factor = scale.to(gradient.device(), precise);
+  at::Tensor factor = value_beside(gradient, scale);
   if (!at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(gradient) && ordinary_tensor(factor)) {
-    return scaled_in_one_pass(std::move(gradient), factor);
+    return scaled_in_one_pass(std::move(gradient), factor, sign);
   }
   if (factor.dim() == 0 && gradient.dim() > 0) {
     factor = factor.unsqueeze(0);
   }
-  const at::Tensor product = at::mul(gradient, factor);
+  const at::Tensor product = at::mul(gradient, sign == 1 ? factor : factor.neg());
   return at::where(factor.eq(0), at::zeros({}, product.options()), product).to(gradient.scalar_type());
 }
 
-struct ScaleGradientBackward : public autograd::Node {
-  double number = 1;
-  autograd::SavedVariable tensor; // in place of the number where it is set: a later change of it is noticed
-  bool has_tensor = false;
-  bool released = false;
+template <int sign>
+struct ScaledBy {
+  static constexpr const char* kName = sign > 0 ? "scale_gradient" : "reverse_gradient";
+  static constexpr const char* kNodeName = sign > 0 ? "ScaleGradientBackward" : "ReverseGradientBackward";
 
-  std::string name() const override {
-    return "ScaleGradientBackward";
+  Value scale;
+
+  std::array<Value*, 1> values() {
+    return {&scale};
   }
 
-  void release_variables() override {
-    tensor.reset_data();
-    released = has_tensor;
+  void check(const at::Tensor& x) const {
+    check_value(kName, "scale", scale, x, x.sym_sizes(), "the shape of x");
   }
 
-  autograd::variable_list apply(autograd::variable_list&& gradients) override {
-    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
-    at::Tensor gradient = std::move(gradients[0]);
-    autograd::variable_list result(1);
-    if (gradient.defined()) {
-      result[0] = has_tensor ? scaled(std::move(gradient), tensor.unpack()) : scaled(std::move(gradient), number);
-    }
-    return result;
+  at::Tensor gradient(at::Tensor incoming) const {
+    const double* number = std::get_if<double>(&scale);
+    return number != nullptr ? scaled(std::move(incoming), sign * *number)
+                             : scaled(std::move(incoming), std::get<at::Tensor>(scale), sign);
+  }
+
+  at::Tensor tangent(const at::Tensor& incoming) const {
+    return gradient(incoming);
+  }
+
+  bool keeps_zeros() const {
+    return std::holds_alternative<double>(scale);
   }
 };
 
-// x with its gradient and tangent scaled by a number or a tensor; `keep` puts the scale into the node.
-template <class Scale, class Keep>
-at::Tensor with_scaled_gradient(const at::Tensor& x, const Scale& scale, Keep keep) {
-  check_differentiable("scale_gradient", x);
-  const at::Tensor tangent = x._fw_grad(/*level=*/0);
-  if (!at::GradMode::is_enabled() && !tangent.defined()) {
-    return without_gradient(x);
-  }
-  const at::Tensor result = operator_view(x);
-  if (needs_gradient(x)) {
-    ScaleGradientBackward* node = nullptr;
-    const NodePtr handle = make_node(node);
-    keep(*node);
-    set_gradient_function(result, x, handle);
-  }
-  if (tangent.defined()) {
-    result._set_fw_grad(scaled(tangent, scale), /*level=*/0, /*is_inplace_op=*/false);
-  }
-  return result;
-}
-
-at::Tensor autograd_number(const at::Tensor& x, double scale) {
-  return with_scaled_gradient(x, scale, [&](ScaleGradientBackward& node) { node.number = scale; });
-}
-
-void check_scale(const at::Tensor& x, const at::Tensor& scale) {
-  TORCH_CHECK_TYPE(
-      !scale.is_complex(), "scale_gradient: scale must be real, but it is a tensor of dtype ", scale.scalar_type());
-  TORCH_CHECK_VALUE(
-      !scale.requires_grad() && !scale._fw_grad(/*level=*/0).defined(),
-      "scale_gradient: scale requires grad, but it gets no gradient; detach() it");
-  bool broadcasts = scale.dim() <= x.dim();
-  for (int64_t i = 1; broadcasts && i <= scale.dim(); ++i) {
-    broadcasts = scale.sym_size(-i) == 1 || scale.sym_size(-i) == x.sym_size(-i);
-  }
-  TORCH_CHECK_VALUE(
-      broadcasts,
-      "scale_gradient: scale must broadcast to the shape of x, ",
-      x.sym_sizes(),
-      ", but its shape is ",
-      scale.sym_sizes());
-  TORCH_CHECK_VALUE(
-      scale.device() == x.device() || (scale.dim() == 0 && scale.device().is_cpu()),
-      "scale_gradient: scale must be on the device of x, ",
-      x.device(),
-      ", but it is on ",
-      scale.device());
-}
-
-at::Tensor autograd_tensor(const at::Tensor& x, const at::Tensor& scale) {
-  check_differentiable("scale_gradient", x);
-  check_scale(x, scale);
-  return with_scaled_gradient(x, scale, [&](ScaleGradientBackward& node) {
-    node.tensor = autograd::SavedVariable(scale, /*is_output=*/false);
-    node.has_tensor = true;
-  });
+template <int sign, class Scale>
+at::Tensor autograd_kernel(const at::Tensor& x, Scale scale) {
+  return apply_operator(x, ScaledBy<sign>{scale});
 }
 
 } // namespace
 
-// The dispatcher would end at the same kernels; a transform, a tracer or a dispatch mode must see the operator.
-at::Tensor scale_gradient(const at::Tensor& x, double scale) {
-  if (ordinary_context()) {
-    return autograd_number(x, scale);
-  }
-  static const auto operation = c10::Dispatcher::singleton()
-                                    .findSchemaOrThrow("gradscale_ext::scale_gradient", "")
-                                    .typed<at::Tensor(const at::Tensor&, double)>();
-  return operation.call(x, scale);
+at::Tensor scale_gradient(const at::Tensor& x, const Value& scale) {
+  return apply_operator(x, ScaledBy<1>{scale});
 }
 
-at::Tensor scale_gradient(const at::Tensor& x, const at::Tensor& scale) {
-  if (ordinary_context()) {
-    return autograd_tensor(x, scale);
-  }
-  static const auto operation = c10::Dispatcher::singleton()
-                                    .findSchemaOrThrow("gradscale_ext::scale_gradient", "tensor")
-                                    .typed<at::Tensor(const at::Tensor&, const at::Tensor&)>();
-  return operation.call(x, scale);
+at::Tensor reverse_gradient(const at::Tensor& x, const Value& scale) {
+  return apply_operator(x, ScaledBy<-1>{scale});
 }
 
 TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
   m.def("scale_gradient(Tensor(a) x, float scale) -> Tensor(a)");
   m.def("scale_gradient.tensor(Tensor(a) x, Tensor scale) -> Tensor(a)");
+  m.def("reverse_gradient(Tensor(a) x, float scale) -> Tensor(a)");
+  m.def("reverse_gradient.tensor(Tensor(a) x, Tensor scale) -> Tensor(a)");
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("scale_gradient", autograd_number);
-  m.impl("scale_gradient.tensor", autograd_tensor);
+  m.impl("scale_gradient", autograd_kernel<1, double>);
+  m.impl("scale_gradient.tensor", autograd_kernel<1, const at::Tensor&>);
+  m.impl("reverse_gradient", autograd_kernel<-1, double>);
+  m.impl("reverse_gradient.tensor", autograd_kernel<-1, const at::Tensor&>);
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
-  m.impl("scale_gradient", [](const at::Tensor& x, double /*scale*/) { return without_gradient(x); });
-  m.impl("scale_gradient.tensor", [](const at::Tensor& x, const at::Tensor& /*scale*/) { return without_gradient(x); });
+  m.impl("scale_gradient", below_autograd(autograd_kernel<1, double>));
+  m.impl("scale_gradient.tensor", below_autograd(autograd_kernel<1, const at::Tensor&>));
+  m.impl("reverse_gradient", below_autograd(autograd_kernel<-1, double>));
+  m.impl("reverse_gradient.tensor", below_autograd(autograd_kernel<-1, const at::Tensor&>));
 }
 
 } // namespace gradscale

@@ -65,7 +65,9 @@ bool check_head(const Head& head, const Arguments& arguments, const Entries& pre
     return false;
   }
   for (const Entries* entries : {&predictions, &targets}) {
-    if (!std::all_of(entries->tensors.begin(), entries->tensors.end(), has_element)) {
+    if (!std::all_of(entries->tensors.begin(), entries->tensors.end(), [](const at::Tensor& tensor) {
+          return has_element(tensor);
+        })) {
       return false;
     }
   }

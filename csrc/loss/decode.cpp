@@ -1,7 +1,7 @@
 #include "decode.h"
 
 #include "../tensor_element.h"
-#include "run.h"
+#include "../variants/kernels.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -20,7 +20,7 @@ at::Tensor decode(const at::Tensor& logits, const Support& support) {
       at::empty(rows.sizes().slice(0, rows.dim() - 1), rows.options().dtype(is_double ? at::kDouble : at::kFloat));
   const Rows logits_rows{const_cast<void*>(rows.const_data_ptr()), width, element_of(rows)};
   const Slab values{out.mutable_data_ptr(), 1, is_double};
-  const DecodeRows run = row_kernels().decode;
+  const DecodeRows run = kernels().decode_rows;
   const int64_t grain = std::max<int64_t>(1, 32768 / (width + kLanes));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     std::unique_ptr<double[]> scratch(new double[scratch_elements(width)]);

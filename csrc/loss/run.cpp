@@ -1,9 +1,9 @@
 #include "run.h"
 
 #include "../tensor_element.h"
+#include "../variants/kernels.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -57,7 +57,7 @@ class Run {
       elements += batch_ * (segment.width + kLanes);
       widest = std::max(widest, segment.width);
     }
-    const RunRows run = row_kernels().run;
+    const RunRows run = kernels().run_rows;
     const auto count = static_cast<int64_t>(chunks.size());
     const int64_t grain = elements <= serial_elements ? count : 1;
     at::parallel_for(0, count, std::max<int64_t>(grain, 1), [&](int64_t begin, int64_t end) {
@@ -359,22 +359,6 @@ c10::Storage GradientMemory::take(int64_t size) const {
     block_ = block;
   }
   return block;
-}
-
-const RowKernels& row_kernels() {
-  static const RowKernels kernels = [] {
-#if GRADSCALE_X86_VARIANTS
-    const std::string capability = at::get_cpu_capability();
-    if (capability.rfind("AVX512", 0) == 0) {
-      return row_kernels_avx512();
-    }
-    if (capability == "AVX2") {
-      return row_kernels_avx2();
-    }
-#endif
-    return row_kernels_default();
-  }();
-  return kernels;
 }
 
 RunResult run_loss(const Plan& plan, const Arguments& arguments, bool wants_gradients) {

@@ -26,7 +26,4 @@ struct RunResult {
 // Computes the loss and, where wanted and a prediction requires grad, the gradients in the same pass.
 RunResult run_loss(const Plan& plan, const Arguments& arguments, bool wants_gradients);
 
-// The kernels for this machine: the best of those compiled that ATEN_CPU_CAPABILITY allows.
-const RowKernels& row_kernels();
-
 } // namespace gradscale

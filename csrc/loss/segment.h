@@ -99,9 +99,7 @@ struct Coefficients {
 // Rows begin..end of a segment: loss, decoded prediction and gradient. `scratch` holds scratch_elements(width) doubles.
 using RunRows = void (*)(const Segment&, const Coefficients&, int64_t begin, int64_t end, double* scratch);
 
-// Rows are padded to whole vectors of this many elements: 64 bytes of float.
-constexpr int64_t kLanes = 16;
-
+// Rows are padded to whole vectors.
 inline int64_t padded_width(int64_t width) {
   return (width + kLanes - 1) / kLanes * kLanes;
 }
@@ -113,15 +111,5 @@ inline int64_t scratch_elements(int64_t width) {
 // Softmax, expectation and inverse transform of `count` rows of logits.
 using DecodeRows =
     void (*)(const Rows& logits, int64_t width, const Support&, Slab out, int64_t begin, int64_t end, double* scratch);
-
-// The CPU kernels as compiled for one instruction set.
-struct RowKernels {
-  RunRows run;
-  DecodeRows decode;
-};
-
-RowKernels row_kernels_default();
-RowKernels row_kernels_avx2();
-RowKernels row_kernels_avx512();
 
 } // namespace gradscale

@@ -22,6 +22,9 @@
 
 namespace gradscale {
 
+// The kernels' vectors: 64 bytes of float.
+constexpr int64_t kLanes = 16;
+
 template <class To, class From>
 GRADSCALE_HOST_DEVICE To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From));

@@ -2,6 +2,7 @@
 
 #include "../autograd.h"
 #include "../tensor_element.h"
+#include "../variants/kernels.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
@@ -17,49 +18,6 @@ namespace {
 namespace autograd = torch::autograd;
 
 constexpr int64_t kChunk = 16384; // elements that a thread takes at a time
-constexpr int64_t kBlock = 1024;  // elements summed in the accumulate type, before the sum goes on in double
-constexpr int kLanes = 16;
-
-struct Chunk {
-  const void* data;
-  int64_t size;
-  Element element;
-};
-
-template <class T>
-double sum_of_squares(const T* data, int64_t size) {
-  using A = typename AccumulateType<T>::type;
-  A lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-#pragma omp simd
-    for (int k = 0; k < kLanes; ++k) {
-      const A value = to_accumulate(data[i + k]);
-      lanes[k] += value * value;
-    }
-  }
-  for (; i < size; ++i) {
-    const A value = to_accumulate(data[i]);
-    lanes[0] += value * value;
-  }
-  double total = 0;
-  for (const A lane : lanes) {
-    total += static_cast<double>(lane);
-  }
-  return total;
-}
-
-double sum_of_squares(const Chunk& chunk) {
-  double total = 0;
-  dispatch_element(chunk.element, [&](auto type) {
-    using T = decltype(type);
-    const T* data = static_cast<const T*>(chunk.data);
-    for (int64_t begin = 0; begin < chunk.size; begin += kBlock) {
-      total += sum_of_squares(data + begin, std::min(kBlock, chunk.size - begin));
-    }
-  });
-  return total;
-}
 
 struct L2LossBackward : public autograd::Node {
   std::vector<autograd::SavedVariable> parameters;
@@ -97,7 +55,7 @@ struct L2LossBackward : public autograd::Node {
 at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight) {
   bool is_double = false;
   std::vector<at::Tensor> contiguous;
-  std::vector<Chunk> chunks;
+  std::vector<Range> chunks;
   for (const at::Tensor& parameter : parameters) {
     is_double = is_double || parameter.scalar_type() == at::kDouble;
     // Any dense order will do: a sum of squares does not care.
@@ -106,14 +64,15 @@ at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight) {
     const at::Tensor& dense = contiguous.back();
     const auto* data = static_cast<const char*>(dense.const_data_ptr());
     for (int64_t begin = 0; begin < dense.numel(); begin += kChunk) {
-      chunks.push_back(
-          {data + begin * dense.element_size(), std::min(kChunk, dense.numel() - begin), element_of(dense)});
+      const int64_t size = std::min(kChunk, dense.numel() - begin);
+      chunks.push_back({data + begin * dense.element_size(), size, element_of(dense), /*is_complex=*/false});
     }
   }
   std::vector<double> partial(chunks.size());
   at::parallel_for(0, static_cast<int64_t>(chunks.size()), /*grain_size=*/8, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      partial[i] = sum_of_squares(chunks[i]);
+      const PowerSum squares = kernels().power_sum(chunks[i], /*p=*/2);
+      partial[i] = squares.sum * squares.scale * squares.scale;
     }
   });
   double sum = 0; // in the order of the tensors, whatever the number of threads

@@ -1,7 +1,8 @@
-// The row kernels compiled for AVX2. Standard headers come first, compiled for the baseline: a function from them that
-// the linker shares between object files must run on every CPU.
+// The kernels compiled for AVX2. Standard headers come first, compiled for the baseline: a function from them that the
+// linker shares between object files must run on every CPU.
+#include "kernels.h"
+
 #include "../math/exponential.h"
-#include "segment.h"
 
 #if GRADSCALE_X86_VARIANTS
 #if defined(__clang__)
@@ -12,7 +13,7 @@
 #endif
 
 #define GRADSCALE_VARIANT avx2
-#include "rows.h"
+#include "all.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -20,7 +21,7 @@
 #pragma GCC pop_options
 #endif
 
-gradscale::RowKernels gradscale::row_kernels_avx2() {
-  return {gradscale::avx2::run_rows, gradscale::avx2::decode_rows};
+gradscale::Kernels gradscale::kernels_avx2() {
+  return avx2::all_kernels();
 }
 #endif

@@ -1,0 +1,128 @@
+#include "flow.h"
+#include "gradient_buffer.h"
+#include "identity.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/TensorIterator.h>
+#include <ATen/native/cpu/Loops.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/where.h>
+#include <torch/library.h>
+
+#include <limits>
+
+namespace gradscale {
+
+namespace {
+
+// One pass over a CPU gradient; the bounds are of the type that it is computed in.
+at::Tensor clamped_in_one_pass(at::Tensor gradient, const at::Tensor& min, const at::Tensor& max) {
+  at::Tensor out = owned_by_nobody_else(gradient) ? gradient : at::empty_like(gradient);
+  at::TensorIterator iterator = at::TensorIteratorConfig()
+                                    .add_output(out)
+                                    .add_const_input(gradient)
+                                    .add_const_input(min)
+                                    .add_const_input(max)
+                                    .check_all_same_dtype(false)
+                                    .build();
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, gradient.scalar_type(), "clip_gradient_value_backward", [&] {
+        using bound_t = at::opmath_type<scalar_t>;
+        at::native::cpu_kernel(iterator, [](scalar_t g, bound_t low, bound_t high) -> scalar_t {
+          const bound_t value = static_cast<bound_t>(g);
+          const bound_t clamped = value < low ? low : value > high ? high : value;
+          return static_cast<scalar_t>(low <= high ? clamped : std::numeric_limits<bound_t>::quiet_NaN());
+        });
+      });
+  return out;
+}
+
+// The derivative of a bound is 0, and that of what lies within them, or on one, 1.
+at::Tensor clamped(at::Tensor gradient, const Value& lowest, const Value& highest) {
+  const at::Tensor min = value_beside(gradient, lowest);
+  const at::Tensor max = value_beside(gradient, highest);
+  if (!at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(gradient) && ordinary_tensor(min) &&
+      ordinary_tensor(max)) {
+    return clamped_in_one_pass(std::move(gradient), min, max);
+  }
+  const at::Tensor wide = gradient.to(min.scalar_type());
+  const at::Tensor clamped = at::where(wide.lt(min), min, at::where(wide.gt(max), max, wide));
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  return at::where(min.le(max), clamped, at::full({}, nan, clamped.options())).to(gradient.scalar_type());
+}
+
+struct ClipGradientValue {
+  static constexpr const char* kName = "clip_gradient_value";
+  static constexpr const char* kNodeName = "ClipGradientValueBackward";
+
+  Value min;
+  Value max;
+
+  std::array<Value*, 2> values() {
+    return {&min, &max};
+  }
+
+  void check(const at::Tensor& x) const {
+    TORCH_CHECK_TYPE(
+        !x.is_complex(), kName, ": complex numbers have no order, but the dtype of x is ", x.scalar_type());
+    check_value(kName, "min", min, x, x.sym_sizes(), "the shape of x");
+    check_value(kName, "max", max, x, x.sym_sizes(), "the shape of x");
+    const Value low = read_if_free(min);
+    const Value high = read_if_free(max);
+    if (std::holds_alternative<double>(low) && std::holds_alternative<double>(high)) {
+      const double smallest = std::get<double>(low);
+      const double largest = std::get<double>(high);
+      TORCH_CHECK_VALUE(
+          smallest <= largest,
+          kName,
+          ": min must not be greater than max, and neither NaN, but they are ",
+          smallest,
+          " and ",
+          largest);
+    }
+  }
+
+  at::Tensor gradient(at::Tensor incoming) const {
+    return clamped(std::move(incoming), min, max);
+  }
+
+  at::Tensor tangent(const at::Tensor& /*incoming*/) const {
+    no_forward_mode(kName);
+  }
+
+  bool keeps_zeros() const {
+    const double* low = std::get_if<double>(&min);
+    const double* high = std::get_if<double>(&max);
+    return low != nullptr && high != nullptr && *low <= 0 && *high >= 0;
+  }
+};
+
+template <class Bound>
+at::Tensor autograd_kernel(const at::Tensor& x, Bound min, Bound max) {
+  return clip_gradient_value(x, min, max);
+}
+
+} // namespace
+
+at::Tensor clip_gradient_value(const at::Tensor& x, const Value& min, const Value& max) {
+  return apply_operator(x, ClipGradientValue{min, max});
+}
+
+TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
+  m.def("clip_gradient_value(Tensor(a) x, float min, float max) -> Tensor(a)");
+  m.def("clip_gradient_value.tensor(Tensor(a) x, Tensor min, Tensor max) -> Tensor(a)");
+}
+
+TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
+  m.impl("clip_gradient_value", autograd_kernel<double>);
+  m.impl("clip_gradient_value.tensor", autograd_kernel<const at::Tensor&>);
+}
+
+TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
+  m.impl("clip_gradient_value", below_autograd(autograd_kernel<double>));
+  m.impl("clip_gradient_value.tensor", below_autograd(autograd_kernel<const at::Tensor&>));
+}
+
+} // namespace gradscale

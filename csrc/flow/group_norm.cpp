@@ -1,0 +1,320 @@
+#include "group_norm.h"
+
+#include "../variants/kernels.h"
+#include "gradient_buffer.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+namespace gradscale {
+
+namespace {
+
+// ---- In C++: two passes over a CPU gradient -------------------------------------------------------------------------
+
+constexpr int64_t kChunk = 32768; // elements of a group that a thread takes at a time
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+// What the elements of a group are multiplied by: first a power of two, then a number.
+struct Factors {
+  double first;
+  double second;
+  bool within; // the norm is within the limit
+};
+
+Factors factors(Rule rule, PowerSum sum, double p, double limit) {
+  const double norm = std::isinf(p) ? sum.sum : std::pow(sum.sum, 1 / p); // times sum.scale
+  const bool within = norm <= limit / sum.scale;
+  if (!(limit >= 0)) {
+    return {1, kNaN, within};
+  }
+  if (limit == 0) {
+    return {1, 0, within};
+  }
+  const bool unchanged = rule == Rule::clip ? within : norm == 0;
+  return unchanged ? Factors{1, 1, within} : Factors{1 / sum.scale, limit / norm, within};
+}
+
+PowerSum added(PowerSum a, PowerSum b, double p) {
+  if (std::isinf(p)) {
+    return {a.sum > b.sum || a.sum != a.sum ? a.sum : b.sum, 1};
+  }
+  if (a.scale == b.scale) {
+    return {a.sum + b.sum, a.scale};
+  }
+  if (a.sum == 0 || b.sum == 0) {
+    return a.sum == 0 ? b : a;
+  }
+  if (a.scale < b.scale) {
+    std::swap(a, b);
+  }
+  return {a.sum + b.sum * std::pow(b.scale / a.scale, p), a.scale};
+}
+
+// Whether the groups lie one after the other, each dense, in whatever order its elements are.
+bool lies_in_groups(const at::Tensor& gradient, int64_t batch_dims, int64_t size) {
+  if (!gradient.is_non_overlapping_and_dense()) {
+    return false;
+  }
+  for (int64_t d = batch_dims - 1; d >= 0; --d) {
+    if (gradient.size(d) != 1 && gradient.stride(d) != size) {
+      return false;
+    }
+    size *= gradient.size(d);
+  }
+  return true;
+}
+
+// The ranges of a gradient and of what becomes of it, which may be the same memory.
+class Memory {
+ public:
+  Memory(const at::Tensor& from, const at::Tensor& to)
+      : from_(static_cast<const char*>(from.const_data_ptr())),
+        to_(static_cast<char*>(to.mutable_data_ptr())),
+        element_size_(from.element_size()),
+        complex_(from.is_complex()),
+        element_(element_of(c10::toRealValueType(from.scalar_type()))) {
+  }
+
+  Range range(int64_t begin, int64_t size) const {
+    return {from_ + begin * element_size_, size, element_, complex_};
+  }
+
+  void scale(int64_t begin, int64_t size, const Factors& by) const {
+    char* to = to_ + begin * element_size_;
+    const Range from = range(begin, size);
+    if (by.second == 0) {
+      std::memset(to, 0, size * element_size_);
+    } else if (by.first != 1 || by.second != 1) {
+      kernels().scale_range(from, to, by.first, by.second);
+    } else if (to != from.data) {
+      std::memcpy(to, from.data, size * element_size_);
+    }
+  }
+
+ private:
+  const char* from_;
+  char* to_;
+  int64_t element_size_;
+  bool complex_;
+  Element element_;
+};
+
+// Rescales the groups, and returns how many norms were not within the limit. A group that fits the cache is read from
+// memory once; the chunks of a larger one are summed, and then scaled, by all threads, in an order of additions that
+// does not depend on their number.
+template <class Limit>
+int64_t rescale_groups(const Memory& memory, int64_t groups, int64_t size, double p, Rule rule, Limit limit) {
+  std::atomic<int64_t> beyond{0};
+  if (size <= kChunk) {
+    at::parallel_for(0, groups, std::max<int64_t>(1, kChunk / size), [&](int64_t begin, int64_t end) {
+      int64_t count = 0;
+      for (int64_t i = begin; i < end; ++i) {
+        const Factors by = factors(rule, kernels().power_sum(memory.range(i * size, size), p), p, limit(i));
+        memory.scale(i * size, size, by);
+        count += !by.within;
+      }
+      beyond += count;
+    });
+    return beyond;
+  }
+  const int64_t chunks = (size + kChunk - 1) / kChunk;
+  const auto for_each_chunk = [&](auto function) {
+    at::parallel_for(0, groups * chunks, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t start = (i % chunks) * kChunk;
+        function(i, i / chunks * size + start, std::min(kChunk, size - start));
+      }
+    });
+  };
+  std::vector<PowerSum> sums(groups * chunks);
+  for_each_chunk(
+      [&](int64_t i, int64_t start, int64_t length) { sums[i] = kernels().power_sum(memory.range(start, length), p); });
+  std::vector<Factors> by(groups);
+  for (int64_t group = 0; group < groups; ++group) {
+    PowerSum sum = sums[group * chunks];
+    for (int64_t chunk = 1; chunk < chunks; ++chunk) {
+      sum = added(sum, sums[group * chunks + chunk], p);
+    }
+    by[group] = factors(rule, sum, p, limit(group));
+    beyond += !by[group].within;
+  }
+  for_each_chunk([&](int64_t i, int64_t start, int64_t length) { memory.scale(start, length, by[i / chunks]); });
+  return beyond;
+}
+
+at::Tensor rescaled_in_two_passes(
+    at::Tensor gradient, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
+  const auto batch = gradient.sizes().slice(0, groups.batch_dims);
+  const int64_t count = c10::multiply_integers(batch);
+  const int64_t size = gradient.numel() / count;
+  bool ours = owned_by_nobody_else(gradient);
+  if (!lies_in_groups(gradient, groups.batch_dims, size)) {
+    gradient = gradient.contiguous();
+    ours = true;
+  }
+  const at::Tensor out = ours ? gradient : at::empty_like(gradient);
+  const Memory memory(gradient, out);
+  int64_t beyond = 0;
+  if (const double* number = std::get_if<double>(&limit)) {
+    beyond = rescale_groups(memory, count, size, groups.p, rule, [=](int64_t) { return *number; });
+  } else {
+    const at::Tensor limits = std::get<at::Tensor>(limit).to(at::kDouble).expand(batch).contiguous();
+    const double* data = limits.const_data_ptr<double>();
+    beyond = rescale_groups(memory, count, size, groups.p, rule, [=](int64_t i) { return data[i]; });
+  }
+  if (counts.defined()) {
+    int64_t* data = counts.mutable_data_ptr<int64_t>();
+    data[0] += count;
+    data[1] += beyond;
+  }
+  return out;
+}
+
+// ---- In tensor operations: what autograd, transforms, compilers and other devices see -------------------------------
+
+at::Tensor call_on_tensors(const char* name, std::vector<c10::IValue> arguments) {
+  static auto& dispatcher = c10::Dispatcher::singleton();
+  const auto operation = dispatcher.findSchemaOrThrow(name, "");
+  operation.callBoxed(arguments);
+  return arguments.at(0).toTensor();
+}
+
+// The norms of all members of the process group, [members, *norms]. Differentiable where a graph is built.
+at::Tensor gathered(const at::Tensor& norms, const NormGroups& groups) {
+  const char* name = at::GradMode::is_enabled() ? "_c10d_functional_autograd::all_gather_into_tensor"
+                                                : "_c10d_functional::all_gather_into_tensor";
+  const at::Tensor all =
+      call_on_tensors(name, {norms.contiguous().unsqueeze(0), groups.process_group_size, groups.process_group});
+  return call_on_tensors("_c10d_functional::wait_tensor", {all});
+}
+
+// 1 where a scale is 0 or not finite.
+at::Tensor usable_scale(const at::Tensor& scale) {
+  const at::Tensor usable = scale.gt(0).logical_and(scale.lt(std::numeric_limits<double>::infinity()));
+  return at::where(usable, scale, at::ones_like(scale));
+}
+
+void count_norms(at::Tensor counts, const at::Tensor& within) {
+  static const auto operation = c10::Dispatcher::singleton()
+                                    .findSchemaOrThrow("gradscale_ext::count_norms", "")
+                                    .typed<void(at::Tensor, const at::Tensor&)>();
+  operation.call(std::move(counts), within);
+}
+
+at::Tensor rescaled_by_operations(
+    const at::Tensor& incoming, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
+  // A dimension of 1 stands for the elements of a group where it is a single one.
+  const bool single = groups.batch_dims == incoming.dim();
+  const at::Tensor gradient = single ? incoming.unsqueeze(-1) : incoming;
+  std::vector<int64_t> inner;
+  for (int64_t d = groups.batch_dims; d < gradient.dim(); ++d) {
+    inner.push_back(d);
+  }
+  const at::ScalarType precise = precise_type(gradient.scalar_type());
+  const at::Tensor wide = gradient.to(gradient.is_complex() ? c10::toComplexType(precise) : precise);
+  // Divided by the largest element, which is a constant here, no power overflows, and none that matters vanishes.
+  const at::Tensor largest = usable_scale(wide.detach().abs().amax(inner, /*keepdim=*/true));
+  const at::Tensor relative = wide / largest;
+  at::Tensor norm = at::linalg_vector_norm(relative, groups.p, inner, /*keepdim=*/true);
+  at::Tensor scale = largest;
+  if (!groups.process_group.empty()) {
+    const at::Tensor scales = gathered(largest, groups);
+    scale = scales.amax(0);
+    norm = at::linalg_vector_norm(gathered(norm, groups) * (scales / scale), groups.p, at::IntArrayRef{0});
+  }
+  at::Tensor bound = value_beside(gradient, limit);
+  for (size_t d = 0; bound.dim() > 0 && d < inner.size(); ++d) {
+    bound = bound.unsqueeze(-1);
+  }
+  const at::Tensor within = norm.le(bound / scale);
+  if (counts.defined()) {
+    count_norms(counts, within);
+  }
+  const at::Tensor unchanged = rule == Rule::clip ? within : norm.eq(0);
+  const at::Tensor factor = bound / at::where(unchanged, at::ones_like(norm), norm);
+  at::Tensor result = (wide / scale * factor).to(gradient.scalar_type());
+  result = at::where(unchanged, gradient, result);
+  result = at::where(bound.eq(0), at::zeros({}, result.options()), result);
+  result = at::where(bound.ge(0), result, at::full({}, kNaN, result.options()));
+  return single ? result.squeeze(-1) : result;
+}
+
+void count_norms_kernel(at::Tensor counts, const at::Tensor& within) {
+  counts.select(0, 0).add_(within.numel());
+  counts.select(0, 1).add_(within.logical_not().sum());
+}
+
+} // namespace
+
+void NormGroups::check(const char* name, const at::Tensor& x) const {
+  TORCH_CHECK_VALUE(
+      batch_dims >= 0 && batch_dims <= x.dim(),
+      name,
+      ": batch_dims must be between 0 and the number of dimensions of x, ",
+      x.dim(),
+      ", but it is ",
+      batch_dims);
+  TORCH_CHECK_VALUE(p > 0, name, ": norm_type must be greater than 0, but it is ", p);
+}
+
+void check_limit(
+    const char* name, const char* argument, const Value& limit, const at::Tensor& x, const NormGroups& groups) {
+  check_value(
+      name, argument, limit, x, x.sym_sizes().slice(0, groups.batch_dims), "the first batch_dims dimensions of x");
+  double smallest = 0;
+  if (const double* number = std::get_if<double>(&limit)) {
+    smallest = *number;
+  } else if (const at::Tensor& tensor = std::get<at::Tensor>(limit);
+             ordinary_context() && ordinary_tensor(tensor) && tensor.numel() > 0) {
+    smallest = tensor.dim() == 0 ? tensor.item<double>() : tensor.min().item<double>();
+  }
+  TORCH_CHECK_VALUE(smallest >= 0, name, ": ", argument, " must not be negative or NaN, but it is ", smallest);
+}
+
+at::Tensor rescaled(
+    at::Tensor gradient, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
+  if (gradient.sym_numel() == 0) {
+    return gradient;
+  }
+  const auto readable = [](const at::Tensor& tensor) { return !tensor.defined() || ordinary_tensor(tensor); };
+  const at::Tensor* tensor = std::get_if<at::Tensor>(&limit);
+  const bool dense = has_element(c10::toRealValueType(gradient.scalar_type())) && groups.process_group.empty();
+  if (dense && !at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(gradient) && readable(counts) &&
+      (tensor == nullptr || ordinary_tensor(*tensor))) {
+    return rescaled_in_two_passes(std::move(gradient), limit, groups, rule, counts);
+  }
+  return rescaled_by_operations(gradient, limit, groups, rule, counts);
+}
+
+TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
+  m.def("count_norms(Tensor(a!) counts, Tensor within) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
+  m.impl("count_norms", count_norms_kernel);
+}
+
+TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
+  m.impl("count_norms", torch::CppFunction::makeFallthrough());
+}
+
+} // namespace gradscale

@@ -1,0 +1,91 @@
+// The arguments of the gradient-flow operators: numbers, or tensors that are read on their device.
+#pragma once
+
+#include "../tensor_element.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/scalar_tensor.h>
+
+#include <variant>
+
+namespace gradscale {
+
+using Value = std::variant<double, at::Tensor>;
+
+// The type that gradients of the given dtype are computed in.
+inline at::ScalarType precise_type(at::ScalarType dtype) {
+  return c10::toRealValueType(dtype) == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// A scalar on the CPU costs nothing to read where nothing traces: it counts as it is then.
+inline Value read_if_free(Value value) {
+  if (const at::Tensor* tensor = std::get_if<at::Tensor>(&value)) {
+    if (tensor->dim() == 0 && ordinary_context() && ordinary_tensor(*tensor)) {
+      return tensor->item<double>();
+    }
+  }
+  return value;
+}
+
+// The value as a tensor beside the gradient, in the type that the gradient is computed in.
+inline at::Tensor value_beside(const at::Tensor& gradient, const Value& value) {
+  const at::TensorOptions options = gradient.options().dtype(precise_type(gradient.scalar_type()));
+  if (const double* number = std::get_if<double>(&value)) {
+    return at::scalar_tensor(*number, options);
+  }
+  return std::get<at::Tensor>(value).to(options.device(), precise_type(gradient.scalar_type()), /*non_blocking=*/true);
+}
+
+inline void check_is_real(const char* name, const char* argument, const at::Tensor& value) {
+  TORCH_CHECK_TYPE(
+      !value.is_complex(), name, ": ", argument, " must be real, but it is a tensor of dtype ", value.scalar_type());
+}
+
+// What every tensor argument must be: real, without a gradient, broadcastable to `shape` (called `what`), on x's
+// device.
+inline void check_value(
+    const char* name,
+    const char* argument,
+    const Value& value,
+    const at::Tensor& x,
+    c10::SymIntArrayRef shape,
+    const char* what) {
+  if (!std::holds_alternative<at::Tensor>(value)) {
+    return;
+  }
+  const at::Tensor& tensor = std::get<at::Tensor>(value);
+  check_is_real(name, argument, tensor);
+  TORCH_CHECK_VALUE(
+      !tensor.requires_grad() && !tensor._fw_grad(/*level=*/0).defined(),
+      name,
+      ": ",
+      argument,
+      " requires grad, but it gets no gradient; detach() it");
+  const int64_t dims = static_cast<int64_t>(shape.size());
+  bool broadcasts = tensor.dim() <= dims;
+  for (int64_t i = 1; broadcasts && i <= tensor.dim(); ++i) {
+    broadcasts = tensor.sym_size(-i) == 1 || tensor.sym_size(-i) == shape[dims - i];
+  }
+  TORCH_CHECK_VALUE(
+      broadcasts,
+      name,
+      ": ",
+      argument,
+      " must broadcast to ",
+      what,
+      ", ",
+      shape,
+      ", but its shape is ",
+      tensor.sym_sizes());
+  TORCH_CHECK_VALUE(
+      tensor.device() == x.device() || (tensor.dim() == 0 && tensor.device().is_cpu()),
+      name,
+      ": ",
+      argument,
+      " must be on the device of x, ",
+      x.device(),
+      ", but it is on ",
+      tensor.device());
+}
+
+} // namespace gradscale

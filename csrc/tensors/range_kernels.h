@@ -1,0 +1,115 @@
+// The kernels of range.h. Sums are taken in double, where squares of float neither overflow nor vanish; a sum out of
+// double's safe range (float64 gradients, or a large p) is taken again, of elements scaled by a power of two. Included
+// once for each instruction set; the loops are plain, and vectorised by the compiler.
+#include "../math/element.h"
+#include "range.h"
+
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+template <class Power>
+double lane_sum(int64_t size, Power power) {
+  LaneSum<double> sum;
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+#pragma omp simd
+    for (int k = 0; k < kLanes; ++k) {
+      sum.lanes[k] += power(i + k);
+    }
+  }
+  for (int k = 0; i < size; ++i, ++k) {
+    sum.lanes[k] += power(i);
+  }
+  return sum.total();
+}
+
+// NaN where there is one.
+template <class Magnitude>
+double largest(int64_t size, Magnitude magnitude) {
+  double maximum = 0;
+  int unordered = 0;
+#pragma omp simd reduction(max : maximum) reduction(| : unordered)
+  for (int64_t i = 0; i < size; ++i) {
+    const double value = magnitude(i);
+    maximum = value > maximum ? value : maximum;
+    unordered |= value != value;
+  }
+  return unordered ? static_cast<double>(NAN) : maximum;
+}
+
+template <class Magnitude>
+double plain_power_sum(int64_t size, double p, Magnitude magnitude) {
+  if (p == 1) {
+    return lane_sum(size, magnitude);
+  }
+  if (p == 2) {
+    return lane_sum(size, [=](int64_t i) { return magnitude(i) * magnitude(i); });
+  }
+  return lane_sum(size, [=](int64_t i) { return std::pow(magnitude(i), p); });
+}
+
+template <class Magnitude>
+PowerSum power_sum(int64_t size, double p, Magnitude magnitude) {
+  if (std::isinf(p)) {
+    return {largest(size, magnitude), 1};
+  }
+  const double sum = plain_power_sum(size, p, magnitude);
+  // Inside these limits whatever vanished was too small to matter.
+  if (sum > 1e-280 && sum < 1e300) {
+    return {sum, 1};
+  }
+  const double maximum = largest(size, magnitude);
+  if (maximum == 0 || !std::isfinite(maximum)) {
+    return {maximum, 1};
+  }
+  const int exponent = std::ilogb(maximum);
+  // Within 2^1000 so that the scale has a reciprocal.
+  const double scale = std::ldexp(1.0, exponent > 1000 ? 1000 : exponent < -1000 ? -1000 : exponent);
+  const double reciprocal = 1 / scale;
+  return {plain_power_sum(size, p, [=](int64_t i) { return magnitude(i) * reciprocal; }), scale};
+}
+
+PowerSum power_sum_of_range(const Range& range, double p) {
+  PowerSum result{};
+  dispatch_element(range.element, [&](auto type) {
+    using T = decltype(type);
+    const T* data = static_cast<const T*>(range.data);
+    const auto number = [=](int64_t i) { return static_cast<double>(to_accumulate(data[i])); };
+    if (range.is_complex && p != 2) {
+      result = power_sum(range.size, p, [=](int64_t i) { return std::hypot(number(2 * i), number(2 * i + 1)); });
+    } else { // the squared modulus of a complex number is a sum of squares
+      result =
+          power_sum(range.is_complex ? 2 * range.size : range.size, p, [=](int64_t i) { return std::fabs(number(i)); });
+    }
+  });
+  return result;
+}
+
+void scale_range(const Range& from, void* to, double first, double second) {
+  const int64_t size = from.is_complex ? 2 * from.size : from.size;
+  dispatch_element(from.element, [&](auto type) {
+    using T = decltype(type);
+    using A = typename AccumulateType<T>::type;
+    const T* source = static_cast<const T*>(from.data);
+    T* out = static_cast<T*>(to);
+    // In float where the factor is a normal number there.
+    if (first == 1 && std::fabs(second) > 1e-37 && std::fabs(second) < 1e38) {
+      const A factor = static_cast<A>(second);
+#pragma omp simd
+      for (int64_t i = 0; i < size; ++i) {
+        out[i] = from_accumulate<T, A>(static_cast<A>(to_accumulate(source[i])) * factor);
+      }
+      return;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) {
+      const double value = static_cast<double>(to_accumulate(source[i])) * first * second;
+      out[i] = from_accumulate<T, A>(static_cast<A>(value));
+    }
+  });
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale

@@ -1,0 +1,17 @@
+// Every CPU kernel, in the namespace that GRADSCALE_VARIANT names. Included once for each instruction set.
+#include "lanes.h"
+
+#include "../loss/rows.h"
+#include "../tensors/range_kernels.h"
+
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+Kernels all_kernels() {
+  return {run_rows, decode_rows, power_sum_of_range, scale_range};
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale

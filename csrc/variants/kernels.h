@@ -1,0 +1,24 @@
+// The CPU kernels, compiled once for each instruction set; the best that the machine has is chosen when the program
+// runs, so that a build made on one machine runs on any other of its architecture.
+#pragma once
+
+#include "../loss/segment.h"
+#include "../tensors/range.h"
+
+namespace gradscale {
+
+struct Kernels {
+  RunRows run_rows;
+  DecodeRows decode_rows;
+  PowerSumOfRange power_sum;
+  ScaleRange scale_range;
+};
+
+Kernels kernels_default();
+Kernels kernels_avx2();
+Kernels kernels_avx512();
+
+// The kernels for this machine: the best of those compiled that ATEN_CPU_CAPABILITY allows.
+const Kernels& kernels();
+
+} // namespace gradscale
