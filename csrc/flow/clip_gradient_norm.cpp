@@ -19,6 +19,10 @@ struct ClipGradientNorm {
     return {&max_norm};
   }
 
+  std::vector<c10::IValue> others() const {
+    return {groups.batch_dims, groups.p, groups.process_group, groups.process_group_size, counts};
+  }
+
   void check(const at::Tensor& x) const {
     groups.check(kName, x);
     check_limit(kName, "max_norm", max_norm, x, groups);

@@ -64,6 +64,10 @@ struct ClipGradientValue {
     return {&min, &max};
   }
 
+  std::vector<c10::IValue> others() const {
+    return {};
+  }
+
   void check(const at::Tensor& x) const {
     TORCH_CHECK_TYPE(
         !x.is_complex(), kName, ": complex numbers have no order, but the dtype of x is ", x.scalar_type());

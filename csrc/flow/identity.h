@@ -4,6 +4,7 @@
 //
 //   static constexpr const char* kName, *kNodeName;
 //   std::array<Value*, n> values();                      its arguments that may be tensors
+//   std::vector<c10::IValue> others() const              those that follow them in its schema
 //   void check(const at::Tensor& x) const;               raises what wrong arguments deserve
 //   at::Tensor gradient(at::Tensor incoming) const;      what becomes of a dense gradient
 //   at::Tensor tangent(const at::Tensor& incoming) const the same in forward mode, or an error
@@ -14,6 +15,7 @@
 #include "value.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/alias.h>
@@ -23,6 +25,8 @@
 
 #include <array>
 #include <optional>
+#include <string>
+#include <vector>
 
 namespace gradscale {
 
@@ -40,17 +44,39 @@ inline at::Tensor without_gradient(const at::Tensor& x) {
   return x.requires_grad() ? at::detach(x) : at::alias(x);
 }
 
+inline bool inside_transform() {
+  return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
+// What the operator does below autograd: a plain view; but under torch.func the operator itself, so that the transforms
+// outside the present one see it too.
+template <class Operator>
+at::Tensor below_this_level(const at::Tensor& x, Operator& op) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  if (!inside_transform()) {
+    return at::alias(x);
+  }
+  std::vector<c10::IValue> stack{x};
+  bool has_tensor = false;
+  for (const Value* value : op.values()) {
+    has_tensor = has_tensor || std::holds_alternative<at::Tensor>(*value);
+    std::visit([&](const auto& argument) { stack.emplace_back(argument); }, *value);
+  }
+  for (c10::IValue& argument : op.others()) {
+    stack.push_back(std::move(argument));
+  }
+  const std::string name = std::string("gradscale_ext::") + Operator::kName;
+  c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), has_tensor ? "tensor" : "").callBoxed(stack);
+  return stack.at(0).toTensor();
+}
+
 // A view for autograd, so that in-place operations on either side bump one version counter; marked as made by a custom
 // function, so that an in-place operation that would lose the operator raises. Forward mode is left to the operator.
-inline at::Tensor operator_view(const at::Tensor& x) {
-  at::Tensor view;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    view = at::alias(x);
-  }
+template <class Operator>
+at::Tensor operator_view(const at::Tensor& x, Operator& op) {
   return torch::autograd::as_view(
       x,
-      view,
+      below_this_level(x, op),
       /*is_bw_differentiable=*/true,
       /*is_fw_differentiable=*/false,
       /*view_func=*/nullptr,
@@ -134,9 +160,9 @@ at::Tensor apply_operator(const at::Tensor& x, Operator op) {
   const at::Tensor tangent = x._fw_grad(/*level=*/0);
   const bool records = at::GradMode::is_enabled();
   if (!records && !tangent.defined()) {
-    return without_gradient(x);
+    return inside_transform() ? below_this_level(x, op) : without_gradient(x);
   }
-  const at::Tensor result = operator_view(x);
+  const at::Tensor result = operator_view(x, op);
   if (tangent.defined()) {
     result._set_fw_grad(op.tangent(tangent), /*level=*/0, /*is_inplace_op=*/false);
   }

@@ -18,6 +18,10 @@ struct NormalizeGradient {
     return {&norm};
   }
 
+  std::vector<c10::IValue> others() const {
+    return {groups.batch_dims, groups.p};
+  }
+
   void check(const at::Tensor& x) const {
     groups.check(kName, x);
     check_limit(kName, "norm", norm, x, groups);

@@ -79,6 +79,10 @@ struct ScaledBy {
     return {&scale};
   }
 
+  std::vector<c10::IValue> others() const {
+    return {};
+  }
+
   void check(const at::Tensor& x) const {
     check_value(kName, "scale", scale, x, x.sym_sizes(), "the shape of x");
   }

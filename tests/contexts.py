@@ -1,0 +1,540 @@
+"""The matrix: every gradient-flow operator in every context of PyTorch, against the closed form in float64.
+
+A cell is right when values and gradients are those of the formula, wrong when they are not and nothing was raised, and
+an error otherwise. `tests/test_matrix.py` asserts what the cells of this package must be; `bench/matrix.py` writes them
+down beside those of the usual hand-written ways.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import gradscale_ext as gs
+
+Tensor = torch.Tensor
+Pairs = Iterable[tuple[Tensor, Tensor]]
+
+POINT = torch.linspace(0.5, 1.6, 12, dtype=torch.float64).view(3, 4)
+DIRECTION = torch.linspace(1.0, -1.0, 12, dtype=torch.float64).view(3, 4)
+WEIGHTS = torch.tensor([[0.1, -0.2, 0.3, 0.2], [2.0, -3.0, 1.0, 0.5], [-1.0, 4.0, 2.0, -8.0]], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator with its argument: what it does to a tensor, and, in closed form, to a gradient."""
+
+    name: str
+    argument: str
+    apply: Callable[[Tensor], Tensor]
+    closed_form: Callable[[Tensor], Tensor]
+    linear: bool
+    """Forward mode has a meaning, and every cell must be right."""
+
+    def model(self, x: Tensor, z: Tensor = WEIGHTS) -> Tensor:
+        """``sum op(x^2) z``: the gradient that reaches the operator is z."""
+        return (self.apply(x * x) * z).sum()
+
+    def gradient(self, x: Tensor, z: Tensor = WEIGHTS) -> Tensor:
+        """The true gradient of `model` with respect to x."""
+        return self.closed_form(z) * 2 * x
+
+    def squared_model(self, x: Tensor, z: Tensor = WEIGHTS) -> Tensor:
+        """``sum op(x^2)^2 z / 2``: the gradient that reaches the operator depends on what the operator returned."""
+        return (self.apply(x * x) ** 2 * z).sum() / 2
+
+    def squared_gradient(self, x: Tensor, z: Tensor = WEIGHTS) -> Tensor:
+        """The true gradient of `squared_model` with respect to x."""
+        return self.closed_form(x * x * z) * 2 * x
+
+    def second(self, v: Tensor, x: Tensor = POINT, z: Tensor = WEIGHTS) -> tuple[Tensor, Tensor]:
+        """The true gradients, with respect to x and z, of ``sum v * gradient of squared_model``.
+
+        What flows back to the operator's result in the second pass is changed by the operator as well.
+        """
+        incoming = (x * x * z).requires_grad_()
+        (to_incoming,) = torch.autograd.grad(self.closed_form(incoming), incoming, 2 * x * v)
+        to_x = self.closed_form(x * x * z) * 2 * v + self.closed_form(to_incoming * z) * 2 * x
+        return to_x.detach(), to_incoming * x * x
+
+
+# ---- Operators, and their closed forms ------------------------------------------------------------------------------
+
+
+def _norm(g: Tensor, batch_dims: int, p: float) -> Tensor:
+    inner = tuple(range(batch_dims, g.dim()))
+    magnitude = g.abs()
+    norm = magnitude.amax(inner) if math.isinf(p) else (magnitude**p).sum(inner) ** (1 / p)
+    return norm.reshape(*g.shape[:batch_dims], *[1] * len(inner))
+
+
+def _limit(value: float | Tensor, g: Tensor, batch_dims: int) -> Tensor:
+    limit = torch.as_tensor(value, dtype=torch.float64)
+    return limit.reshape(*limit.shape, *[1] * (g.dim() - batch_dims)) if limit.dim() else limit
+
+
+def clipped(g: Tensor, max_norm: float | Tensor, batch_dims: int, p: float) -> Tensor:
+    norm = _norm(g, batch_dims, p)
+    return g * torch.minimum(torch.ones_like(norm), _limit(max_norm, g, batch_dims) / norm)
+
+
+def normalized(g: Tensor, length: float | Tensor, batch_dims: int, p: float) -> Tensor:
+    norm = _norm(g, batch_dims, p)
+    return g * torch.where(norm == 0, 0, _limit(length, g, batch_dims) / norm)
+
+
+def _tensor(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _cases() -> list[Case]:
+    cases = []
+    for argument, scale in (("number", 1 / 3), ("tensor", _tensor(0.5, 0.0, -2.0, 1.0))):
+        cases.append(
+            Case(
+                "scale_gradient",
+                argument,
+                lambda x, s=scale: gs.scale_gradient(x, s),
+                lambda g, s=scale: g * s,
+                True,
+            )
+        )
+        cases.append(
+            Case(
+                "reverse_gradient",
+                argument,
+                lambda x, s=scale: gs.reverse_gradient(x, s),
+                lambda g, s=scale: -g * s,
+                True,
+            )
+        )
+    for batch_dims, p, number, tensor in ((0, 2.0, 2.0, torch.tensor(3.0)), (1, 3.0, 1.5, _tensor(0.2, 9.0, 3.0))):
+        groups: dict[str, Any] = {"batch_dims": batch_dims, "norm_type": p}
+        suffix = ", batch_dims=1" if batch_dims else ""
+        for argument, limit in (("number", number), ("tensor", tensor)):
+            cases.append(
+                Case(
+                    "clip_gradient_norm" + suffix,
+                    argument,
+                    lambda x, m=limit, k=groups: gs.clip_gradient_norm(x, m, **k),
+                    lambda g, m=limit, n=batch_dims, p=p: clipped(g, m, n, p),
+                    False,
+                )
+            )
+            cases.append(
+                Case(
+                    "normalize_gradient" + suffix,
+                    argument,
+                    lambda x, m=limit, k=groups: gs.normalize_gradient(x, m, **k),
+                    lambda g, m=limit, n=batch_dims, p=p: normalized(g, m, n, p),
+                    False,
+                )
+            )
+    for argument, low, high in (("number", -1.0, 0.25), ("tensor", -_tensor(0.5, 1.0, 2.0, 3.0), torch.tensor(1.5))):
+        cases.append(
+            Case(
+                "clip_gradient_value",
+                argument,
+                lambda x, a=low, b=high: gs.clip_gradient_value(x, a, b),
+                lambda g, a=low, b=high: torch.minimum(torch.maximum(g, torch.as_tensor(a)), torch.as_tensor(b)),
+                False,
+            )
+        )
+    return cases
+
+
+CASES = _cases()
+
+
+# ---- Hand-written ways to scale a gradient by a third, for comparison -----------------------------------------------
+
+SCALE = 1 / 3
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(x):  # type: ignore[no-untyped-def]
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient * SCALE
+
+    @staticmethod
+    def vmap(info, in_dims, x):  # type: ignore[no-untyped-def]
+        return _Function.apply(x), in_dims[0]
+
+
+class _FunctionWithJvp(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):  # type: ignore[no-untyped-def]
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient * SCALE
+
+    @staticmethod
+    def jvp(ctx, tangent):  # type: ignore[no-untyped-def]
+        return tangent.view_as(tangent) * SCALE
+
+
+def _hook(x: Tensor) -> Tensor:
+    y = x.view_as(x)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient * SCALE)
+    return y
+
+
+_WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "autograd.Function": _Function.apply,
+    "Function with jvp": _FunctionWithJvp.apply,
+    "tensor hook": _hook,
+    "s*x + (1-s)*x.detach()": lambda x: SCALE * x + (1 - SCALE) * x.detach(),
+    "d + s*(x-d), d = x.detach()": lambda x: x.detach() + SCALE * (x - x.detach()),
+}
+
+HAND_WRITTEN = [Case(name, "number", way, lambda g: g * SCALE, True) for name, way in _WAYS.items()]
+
+
+# ---- Contexts -------------------------------------------------------------------------------------------------------
+
+Context = Callable[[Case], Pairs]
+CONTEXTS: dict[str, Context] = {}
+
+
+def _context(name: str) -> Callable[[Context], Context]:
+    def register(function: Context) -> Context:
+        CONTEXTS[name] = function
+        return function
+
+    return register
+
+
+def backward(function: Callable[[Tensor], Tensor], x: Tensor = POINT) -> tuple[Tensor, Tensor]:
+    leaf = x.clone().requires_grad_()
+    loss = function(leaf)
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
+
+
+def _value(x: Tensor = POINT) -> Tensor:
+    return (x * x * WEIGHTS).sum()
+
+
+def _check(case: Case, function: Callable[[Tensor], Tensor]) -> Pairs:
+    loss, gradient = backward(function)
+    return [(loss, _value()), (gradient, case.gradient(POINT))]
+
+
+def _batch() -> Tensor:
+    return torch.stack([POINT, 2 - POINT])
+
+
+def _batch_of_gradients(case: Case) -> Tensor:
+    return torch.stack([case.gradient(x) for x in _batch()])
+
+
+SPECIAL = [math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-45, 3.4e38, 1 / 3]
+
+
+@_context("forward exact")
+def _forward(case: Case) -> Pairs:
+    x = torch.tensor([SPECIAL, SPECIAL[::-1], [1 / k for k in range(1, 9)]], dtype=torch.float32)[:, :4]
+    for y in (case.apply(x), case.apply(x.clone().requires_grad_()).detach()):
+        yield y.contiguous().view(torch.int32), x.contiguous().view(torch.int32)
+
+
+@_context("eager")
+def _eager(case: Case) -> Pairs:
+    return _check(case, case.model)
+
+
+@_context("no_grad")
+def _no_grad(case: Case) -> Pairs:
+    with torch.no_grad():
+        return [(case.apply(POINT.clone().requires_grad_()), POINT)]
+
+
+@_context("inference_mode")
+def _inference_mode(case: Case) -> Pairs:
+    with torch.inference_mode():
+        return [(case.apply(POINT.clone().requires_grad_()).clone(), POINT)]
+
+
+@_context("create_graph")
+def _create_graph(case: Case) -> Pairs:
+    x, z = POINT.clone().requires_grad_(), WEIGHTS.clone().requires_grad_()
+    (first,) = torch.autograd.grad(case.squared_model(x, z), x, create_graph=True)
+    yield first.detach(), case.squared_gradient(POINT)
+    yield from zip(torch.autograd.grad((first * DIRECTION).sum(), (x, z)), case.second(DIRECTION), strict=True)
+
+
+@_context("func.grad")
+def _func_grad(case: Case) -> Pairs:
+    gradient = torch.func.grad(case.squared_model)
+    yield gradient(POINT), case.squared_gradient(POINT)
+    second = torch.func.grad(lambda x, z: (gradient(x, z) * DIRECTION).sum(), argnums=(0, 1))
+    yield from zip(second(POINT, WEIGHTS), case.second(DIRECTION), strict=True)
+    leaf = POINT.clone().requires_grad_()
+    (outer,) = torch.autograd.grad((gradient(leaf) * DIRECTION).sum(), leaf)
+    yield outer, case.second(DIRECTION)[0]
+
+
+@_context("func.vjp")
+def _func_vjp(case: Case) -> Pairs:
+    value, pull_back = torch.func.vjp(lambda x: case.apply(x * x), POINT)
+    return [(value, POINT * POINT), (pull_back(WEIGHTS)[0], case.gradient(POINT))]
+
+
+@_context("vmap")
+def _vmap(case: Case) -> Pairs:
+    leaf = _batch().requires_grad_()
+    values = torch.func.vmap(case.model)(leaf)
+    values.sum().backward()
+    return [(values.detach(), torch.stack([_value(x) for x in _batch()])), (leaf.grad, _batch_of_gradients(case))]
+
+
+@_context("vmap(grad)")
+def _vmap_grad(case: Case) -> Pairs:
+    yield torch.func.vmap(torch.func.grad(case.model))(_batch()), _batch_of_gradients(case)
+    last = torch.func.vmap(torch.func.grad(case.model), in_dims=-1)(_batch().movedim(0, -1))
+    yield last, _batch_of_gradients(case)
+
+
+@_context("grad(vmap)")
+def _grad_vmap(case: Case) -> Pairs:
+    total = torch.func.grad(lambda x: torch.func.vmap(case.model)(x).sum())
+    return [(total(_batch()), _batch_of_gradients(case))]
+
+
+@_context("jacrev")
+def _jacrev(case: Case) -> Pairs:
+    jacobian = torch.func.jacrev(lambda x: torch.stack([case.model(x), case.model(x, 2 * WEIGHTS)]))(POINT)
+    yield jacobian, torch.stack([case.gradient(POINT), case.gradient(POINT, 2 * WEIGHTS)])
+    second = torch.func.jacrev(torch.func.jacrev(case.squared_model))(POINT)
+    rows = [case.second(unit.view(3, 4))[0] for unit in torch.eye(12, dtype=torch.float64)]
+    yield second.reshape(12, 3, 4), torch.stack(rows)
+
+
+@_context("hessian")
+def _hessian(case: Case) -> Pairs:
+    hessian = torch.func.hessian(case.squared_model)(POINT).reshape(12, 12)
+    return [(hessian, torch.diag(case.second(torch.ones_like(POINT))[0].flatten()))]
+
+
+@_context("func.jvp")
+def _func_jvp(case: Case) -> Pairs:
+    value, tangent = torch.func.jvp(case.model, (POINT,), (DIRECTION,))
+    return [(value, _value()), (tangent, (case.gradient(POINT) * DIRECTION).sum())]
+
+
+@_context("jacfwd")
+def _jacfwd(case: Case) -> Pairs:
+    return [(torch.func.jacfwd(case.model)(POINT), case.gradient(POINT))]
+
+
+@_context("forward_ad")
+def _forward_ad(case: Case) -> Pairs:
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(case.model(forward_ad.make_dual(POINT, DIRECTION)))
+        return [(dual.primal, _value()), (dual.tangent, (case.gradient(POINT) * DIRECTION).sum())]
+
+
+@_context("compile")
+def _compile(case: Case) -> Pairs:
+    return _check(case, torch.compile(case.model, fullgraph=True))
+
+
+@_context("compile dynamic")
+def _compile_dynamic(case: Case) -> Pairs:
+    def model(x: Tensor, z: Tensor) -> Tensor:
+        return (case.apply(x.t().contiguous().t() * x) * z).sum()
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for rows in (3, 1, 2):
+        if case.argument == "tensor" and "batch_dims" in case.name and rows != 3:
+            continue  # its limits are for three samples
+        x, z = POINT[:rows], WEIGHTS[:rows]
+        _, gradient = backward(lambda leaf, z=z: compiled(leaf, z), x)
+        yield gradient, case.gradient(x, z)
+
+
+@_context("compile(func.grad)")
+def _compile_grad(case: Case) -> Pairs:
+    gradient = torch.func.grad(case.squared_model)
+    yield torch.compile(gradient, fullgraph=True)(POINT), case.squared_gradient(POINT)
+    second = torch.compile(torch.func.grad(lambda x: (gradient(x) * DIRECTION).sum()), fullgraph=True)
+    yield second(POINT), case.second(DIRECTION)[0]
+
+
+@_context("compile(vmap(grad))")
+def _compile_vmap_grad(case: Case) -> Pairs:
+    compiled = torch.compile(torch.func.vmap(torch.func.grad(case.model)), fullgraph=True)
+    return [(compiled(_batch()), _batch_of_gradients(case))]
+
+
+@_context("compile(jvp)")
+def _compile_jvp(case: Case) -> Pairs:
+    compiled = torch.compile(lambda x, t: torch.func.jvp(case.model, (x,), (t,)), fullgraph=True)
+    value, tangent = compiled(POINT, DIRECTION)
+    return [(value, _value()), (tangent, (case.gradient(POINT) * DIRECTION).sum())]
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.x = torch.nn.Parameter(POINT.clone())
+        self.case = case
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.case.model(self.x, z)
+
+
+@_context("export")
+def _export(case: Case) -> Pairs:
+    for strict in (False, True):
+        module = torch.export.export(_Module(case), (WEIGHTS,), strict=strict).module()
+        value = module(WEIGHTS)
+        value.backward()
+        yield value.detach(), _value()
+        yield module.x.grad, case.gradient(POINT)
+
+
+@_context("checkpoint")
+def _checkpoint(case: Case) -> Pairs:
+    for reentrant in (False, True):
+        yield from _check(case, lambda x, r=reentrant: checkpoint(case.model, x, use_reentrant=r))
+
+
+@_context("saved-tensor hooks")
+def _saved_tensor_hooks(case: Case) -> Pairs:
+    def run(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
+            return case.model(x)
+
+    return _check(case, run)
+
+
+@_context("autocast")
+def _autocast(case: Case) -> Pairs:
+    x = POINT.float().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = torch.nn.functional.linear(x, torch.eye(4))
+        y = case.apply(hidden)
+    y.backward(WEIGHTS.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert x.grad is not None
+    for result, expected in ((y, hidden.double()), (x.grad, case.closed_form(WEIGHTS.bfloat16().double()))):
+        close = (result.double() - expected).abs() <= 2**-7 * expected.abs()  # bfloat16 keeps eight bits
+        yield close, torch.ones_like(close)
+
+
+@_context("anomaly mode")
+def _anomaly(case: Case) -> Pairs:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.detect_anomaly():
+            return _check(case, case.model)
+
+
+@contextlib.contextmanager
+def _process_group() -> Any:
+    """A group of one process: the machinery is the same."""
+    own = not torch.distributed.is_initialized()
+    if own:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if own:
+            torch.distributed.destroy_process_group()
+
+
+@_context("DDP")
+def _ddp(case: Case) -> Pairs:
+    with _process_group():
+        module = torch.nn.parallel.DistributedDataParallel(_Module(case))
+        value = module(WEIGHTS)
+        value.backward()
+        return [(value.detach(), _value()), (module.module.x.grad, case.gradient(POINT))]
+
+
+@_context("FSDP2")
+def _fsdp2(case: Case) -> Pairs:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with _process_group():
+        module = _Module(case)
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        value = module(WEIGHTS)
+        value.backward()
+        return [(value.detach(), _value()), (module.x.grad.full_tensor(), case.gradient(POINT))]
+
+
+@_context("CUDA graph")
+def _cuda_graph(case: Case) -> Pairs:
+    x = POINT.cuda().requires_grad_()
+    x.grad = torch.zeros_like(x)
+    on_gpu = _on_gpu(case)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            on_gpu(x).backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        on_gpu(x).backward()
+    x.grad.zero_()
+    graph.replay()
+    return [(x.grad.cpu(), case.gradient(POINT))]
+
+
+def _on_gpu(case: Case) -> Callable[[Tensor], Tensor]:
+    z = WEIGHTS.cuda()
+    return lambda x: case.model(x, z)
+
+
+# ---- Judging --------------------------------------------------------------------------------------------------------
+
+
+def contexts_here() -> list[str]:
+    """Those that this machine can run."""
+    return [name for name in CONTEXTS if torch.cuda.is_available() or not name.startswith("CUDA")]
+
+
+def judge(case: Case, context: str) -> tuple[str, str]:
+    """'right', 'wrong' or 'error', with what was seen."""
+    torch._dynamo.reset()
+    try:
+        pairs = [(result, expected) for result, expected in CONTEXTS[context](case)]
+    except Exception as error:
+        return "error", f"{type(error).__name__}: {error}"
+    for result, expected in pairs:
+        exact = not result.is_floating_point()
+        tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-9, "atol": 1e-12}
+        if result.dtype != expected.dtype or result.shape != expected.shape:
+            return "wrong", f"{result.dtype} {tuple(result.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
+        if not torch.allclose(result, expected, **tolerance):
+            return "wrong", f"{result.flatten()[:4].tolist()}, expected {expected.flatten()[:4].tolist()}"
+    return "right", ""
