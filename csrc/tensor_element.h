@@ -39,8 +39,9 @@ inline Element element_of(at::ScalarType dtype) {
   }
 }
 
+// Of a complex tensor: that of its real and imaginary parts.
 inline Element element_of(const at::Tensor& tensor) {
-  return element_of(tensor.scalar_type());
+  return element_of(c10::toRealValueType(tensor.scalar_type()));
 }
 
 // Nothing but `known`, backends included.

@@ -7,7 +7,6 @@ down beside those of the usual hand-written ways.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -457,26 +456,19 @@ def _anomaly(case: Case) -> Pairs:
             return _check(case, case.model)
 
 
-@contextlib.contextmanager
-def _process_group() -> Any:
-    """A group of one process: the machinery is the same."""
-    own = not torch.distributed.is_initialized()
-    if own:
+def _process_group() -> None:
+    """A group of one process: the machinery is the same. It stays, for DDP may not outlive it."""
+    if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        if own:
-            torch.distributed.destroy_process_group()
 
 
 @_context("DDP")
 def _ddp(case: Case) -> Pairs:
-    with _process_group():
-        module = torch.nn.parallel.DistributedDataParallel(_Module(case))
-        value = module(WEIGHTS)
-        value.backward()
-        return [(value.detach(), _value()), (module.module.x.grad, case.gradient(POINT))]
+    _process_group()
+    module = torch.nn.parallel.DistributedDataParallel(_Module(case))
+    value = module(WEIGHTS)
+    value.backward()
+    return [(value.detach(), _value()), (module.module.x.grad, case.gradient(POINT))]
 
 
 @_context("FSDP2")
@@ -484,12 +476,12 @@ def _fsdp2(case: Case) -> Pairs:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    with _process_group():
-        module = _Module(case)
-        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-        value = module(WEIGHTS)
-        value.backward()
-        return [(value.detach(), _value()), (module.x.grad.full_tensor(), case.gradient(POINT))]
+    _process_group()
+    module = _Module(case)
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    value = module(WEIGHTS)
+    value.backward()
+    return [(value.detach(), _value()), (module.x.grad.full_tensor(), case.gradient(POINT))]
 
 
 @_context("CUDA graph")

@@ -1,12 +1,9 @@
+#include "../variants/kernels.h"
+#include "elementwise.h"
 #include "flow.h"
 #include "gradient_buffer.h"
 #include "identity.h"
 
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
-#include <ATen/TensorIterator.h>
-#include <ATen/native/cpu/Loops.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
 #include <torch/library.h>
@@ -17,35 +14,12 @@ namespace gradscale {
 
 namespace {
 
-// One pass over a CPU gradient; the bounds are of the type that it is computed in.
-at::Tensor clamped_in_one_pass(at::Tensor gradient, const at::Tensor& min, const at::Tensor& max) {
-  at::Tensor out = owned_by_nobody_else(gradient) ? gradient : at::empty_like(gradient);
-  at::TensorIterator iterator = at::TensorIteratorConfig()
-                                    .add_output(out)
-                                    .add_const_input(gradient)
-                                    .add_const_input(min)
-                                    .add_const_input(max)
-                                    .check_all_same_dtype(false)
-                                    .build();
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, gradient.scalar_type(), "clip_gradient_value_backward", [&] {
-        using bound_t = at::opmath_type<scalar_t>;
-        at::native::cpu_kernel(iterator, [](scalar_t g, bound_t low, bound_t high) -> scalar_t {
-          const bound_t value = static_cast<bound_t>(g);
-          const bound_t clamped = value < low ? low : value > high ? high : value;
-          return static_cast<scalar_t>(low <= high ? clamped : std::numeric_limits<bound_t>::quiet_NaN());
-        });
-      });
-  return out;
-}
-
 // The derivative of a bound is 0, and that of what lies within them, or on one, 1.
 at::Tensor clamped(at::Tensor gradient, const Value& lowest, const Value& highest) {
   const at::Tensor min = value_beside(gradient, lowest);
   const at::Tensor max = value_beside(gradient, highest);
-  if (!at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(gradient) && ordinary_tensor(min) &&
-      ordinary_tensor(max)) {
-    return clamped_in_one_pass(std::move(gradient), min, max);
+  if (fused(gradient, {min, max})) {
+    return elementwise(gradient, {min, max}, kernels().element_loops.clamp);
   }
   const at::Tensor wide = gradient.to(min.scalar_type());
   const at::Tensor clamped = at::where(wide.lt(min), min, at::where(wide.gt(max), max, wide));

@@ -1,9 +1,14 @@
 #pragma once
 
+#include "../tensor_element.h"
+
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <initializer_list>
 
 namespace gradscale {
 
@@ -16,6 +21,18 @@ inline bool owned_by_nobody_else(const at::Tensor& gradient) {
          !gradient.is_conj() && !gradient.is_neg() && !gradient.is_inference() && gradient.has_storage() &&
          gradient.storage().use_count() == 1 && gradient.storage().unsafeGetStorageImpl()->resizable() &&
          gradient.is_non_overlapping_and_dense();
+}
+
+// Whether the C++ kernels may take a gradient with these arguments (undefined ones aside): no graph is built of what
+// they do, and all are ordinary CPU tensors.
+inline bool fused(const at::Tensor& gradient, std::initializer_list<at::Tensor> arguments) {
+  if (at::GradMode::is_enabled() || !ordinary_context() || !ordinary_tensor(gradient) ||
+      !has_element(c10::toRealValueType(gradient.scalar_type()))) {
+    return false;
+  }
+  return std::all_of(arguments.begin(), arguments.end(), [](const at::Tensor& argument) {
+    return !argument.defined() || ordinary_tensor(argument);
+  });
 }
 
 } // namespace gradscale

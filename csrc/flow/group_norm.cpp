@@ -91,7 +91,7 @@ class Memory {
         to_(static_cast<char*>(to.mutable_data_ptr())),
         element_size_(from.element_size()),
         complex_(from.is_complex()),
-        element_(element_of(c10::toRealValueType(from.scalar_type()))) {
+        element_(element_of(from)) {
   }
 
   Range range(int64_t begin, int64_t size) const {
@@ -295,11 +295,8 @@ at::Tensor rescaled(
   if (gradient.sym_numel() == 0) {
     return gradient;
   }
-  const auto readable = [](const at::Tensor& tensor) { return !tensor.defined() || ordinary_tensor(tensor); };
   const at::Tensor* tensor = std::get_if<at::Tensor>(&limit);
-  const bool dense = has_element(c10::toRealValueType(gradient.scalar_type())) && groups.process_group.empty();
-  if (dense && !at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(gradient) && readable(counts) &&
-      (tensor == nullptr || ordinary_tensor(*tensor))) {
+  if (groups.process_group.empty() && fused(gradient, {tensor == nullptr ? at::Tensor() : *tensor, counts})) {
     return rescaled_in_two_passes(std::move(gradient), limit, groups, rule, counts);
   }
   return rescaled_by_operations(gradient, limit, groups, rule, counts);

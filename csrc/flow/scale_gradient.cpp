@@ -1,14 +1,10 @@
 // scale_gradient and reverse_gradient: the gradient, and the tangent, times a number or a tensor.
-#include "../tensor_element.h"
+#include "../variants/kernels.h"
+#include "elementwise.h"
 #include "flow.h"
 #include "gradient_buffer.h"
 #include "identity.h"
 
-#include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
-#include <ATen/TensorIterator.h>
-#include <ATen/native/cpu/Loops.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/where.h>
@@ -34,32 +30,12 @@ at::Tensor scaled(at::Tensor gradient, double scale) {
   return owned_by_nobody_else(gradient) ? gradient.mul_(scale) : gradient.mul(scale);
 }
 
-// One pass over a CPU gradient; `scale` is of the type that products are taken in.
-at::Tensor scaled_in_one_pass(at::Tensor gradient, const at::Tensor& scale, double sign) {
-  at::Tensor out = owned_by_nobody_else(gradient) ? gradient : at::empty_like(gradient);
-  at::TensorIterator iterator = at::TensorIteratorConfig()
-                                    .add_output(out)
-                                    .add_const_input(gradient)
-                                    .add_const_input(scale)
-                                    .check_all_same_dtype(false)
-                                    .build();
-  AT_DISPATCH_FLOATING_AND_COMPLEX_TYPES_AND2(
-      at::kHalf, at::kBFloat16, gradient.scalar_type(), "scale_gradient_backward", [&] {
-        using product_t = at::opmath_type<scalar_t>;
-        using scale_t = typename c10::scalar_value_type<product_t>::type;
-        const scale_t factor = static_cast<scale_t>(sign);
-        at::native::cpu_kernel(iterator, [factor](scalar_t g, scale_t s) -> scalar_t {
-          return s == scale_t(0) ? scalar_t(0) : static_cast<scalar_t>(static_cast<product_t>(g) * (s * factor));
-        });
-      });
-  return out;
-}
-
 at::Tensor scaled(at::Tensor gradient, const at::Tensor& scale, double sign) {
   // A scale with dimensions takes part in type promotion: half gradients are multiplied in float, and rounded once.
   at::Tensor factor = value_beside(gradient, scale);
-  if (!at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(gradient) && ordinary_tensor(factor)) {
-    return scaled_in_one_pass(std::move(gradient), factor, sign);
+  if (fused(gradient, {factor})) {
+    const ElementLoops& loops = kernels().element_loops;
+    return elementwise(gradient, {factor}, sign == 1 ? loops.multiply : loops.multiply_negated);
   }
   if (factor.dim() == 0 && gradient.dim() > 0) {
     factor = factor.unsqueeze(0);

@@ -1,6 +1,7 @@
 // Every CPU kernel, in the namespace that GRADSCALE_VARIANT names. Included once for each instruction set.
 #include "lanes.h"
 
+#include "../flow/element_loops.h"
 #include "../loss/rows.h"
 #include "../tensors/range_kernels.h"
 
@@ -9,7 +10,7 @@ namespace GRADSCALE_VARIANT {
 namespace {
 
 Kernels all_kernels() {
-  return {run_rows, decode_rows, power_sum_of_range, scale_range};
+  return {run_rows, decode_rows, power_sum_of_range, scale_range, element_loops};
 }
 
 } // namespace

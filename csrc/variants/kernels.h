@@ -2,6 +2,7 @@
 // runs, so that a build made on one machine runs on any other of its architecture.
 #pragma once
 
+#include "../flow/element_loop.h"
 #include "../loss/segment.h"
 #include "../tensors/range.h"
 
@@ -12,6 +13,7 @@ struct Kernels {
   DecodeRows decode_rows;
   PowerSumOfRange power_sum;
   ScaleRange scale_range;
+  ElementLoops element_loops;
 };
 
 Kernels kernels_default();

@@ -1,0 +1,18 @@
+// Kernels over the elements of a gradient and of arguments that broadcast to it, as a TensorIterator walks them: data
+// pointers, and strides in bytes, of (result, gradient, arguments ...). Arguments are of the type that the gradient is
+// computed in.
+#pragma once
+
+#include "../math/element.h"
+
+namespace gradscale {
+
+using ElementLoop = void (*)(Element, char* const* data, const int64_t* strides, int64_t size);
+
+struct ElementLoops {
+  ElementLoop multiply;         // g * scale, exact zeros where scale is 0
+  ElementLoop multiply_negated; // g * -scale, likewise
+  ElementLoop clamp;            // clamp(g, min, max), NaN unless min <= max
+};
+
+} // namespace gradscale
