@@ -207,10 +207,12 @@ at::Tensor gathered(const at::Tensor& norms, const NormGroups& groups) {
   return call_on_tensors("_c10d_functional::wait_tensor", {all});
 }
 
-// 1 where a scale is 0 or not finite.
-at::Tensor usable_scale(const at::Tensor& scale) {
-  const at::Tensor usable = scale.gt(0).logical_and(scale.lt(std::numeric_limits<double>::infinity()));
-  return at::where(usable, scale, at::ones_like(scale));
+// The largest element of each group, a constant for derivatives; 1 where it is 0 or not finite.
+at::Tensor largest_of(const at::Tensor& gradient, at::IntArrayRef inner) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor largest = gradient.abs().amax(inner, /*keepdim=*/true);
+  const at::Tensor usable = largest.gt(0).logical_and(largest.lt(std::numeric_limits<double>::infinity()));
+  return at::where(usable, largest, at::ones_like(largest));
 }
 
 void count_norms(at::Tensor counts, const at::Tensor& within) {
@@ -232,7 +234,7 @@ at::Tensor rescaled_by_operations(
   const at::ScalarType precise = precise_type(gradient.scalar_type());
   const at::Tensor wide = gradient.to(gradient.is_complex() ? c10::toComplexType(precise) : precise);
   // Divided by the largest element, which is a constant here, no power overflows, and none that matters vanishes.
-  const at::Tensor largest = usable_scale(wide.detach().abs().amax(inner, /*keepdim=*/true));
+  const at::Tensor largest = largest_of(wide, inner);
   const at::Tensor relative = wide / largest;
   at::Tensor norm = at::linalg_vector_norm(relative, groups.p, inner, /*keepdim=*/true);
   at::Tensor scale = largest;
@@ -259,7 +261,7 @@ at::Tensor rescaled_by_operations(
 }
 
 void count_norms_kernel(at::Tensor counts, const at::Tensor& within) {
-  counts.select(0, 0).add_(within.numel());
+  counts.select(0, 0).add_(c10::Scalar(within.sym_numel()));
   counts.select(0, 1).add_(within.logical_not().sum());
 }
 

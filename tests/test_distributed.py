@@ -1,0 +1,187 @@
+"""Two processes: norms over a process group, DistributedDataParallel, FSDP2, DTensor."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from contexts import CASES, Case, clipped
+from torch.distributed.device_mesh import init_device_mesh
+
+import gradscale_ext as gs
+
+RANKS = 2
+GRADIENT = torch.linspace(-3, 4, 24, dtype=torch.float64).view(4, 6)
+CHECKS: dict[str, Callable[[int], None]] = {}
+
+
+def check(function: Callable[[int], None]) -> Callable[[int], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def part(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """The columns of a rank."""
+    return tensor.chunk(RANKS, dim=1)[rank].contiguous()
+
+
+def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+@check
+def norm_over_the_group(rank: int) -> None:
+    group = dist.group.WORLD
+    for batch_dims, p in ((0, 2.0), (1, 2.0), (1, 1.0), (0, math.inf), (1, 3.0)):
+        for limit in (1.5, torch.tensor([1.5, 0.1, 7.0, 100.0]) if batch_dims else torch.tensor(0.5)):
+            expected = part(clipped(GRADIENT, limit, batch_dims, p), rank)
+            x = torch.zeros(4, 3, dtype=torch.float64, requires_grad=True)
+            y = gs.clip_gradient_norm(x, limit, batch_dims=batch_dims, norm_type=p, process_group=group)
+            y.backward(part(GRADIENT, rank))
+            assert_close(x.grad, expected)
+
+
+@check
+def norm_over_the_group_neither_overflows_nor_vanishes(rank: int) -> None:
+    for size in (1e30, 1e-30):
+        g = size * GRADIENT.float()
+        x = torch.zeros(4, 3, requires_grad=True)
+        gs.clip_gradient_norm(x, size, process_group=dist.group.WORLD).backward(part(g, rank))
+        expected = part(clipped(g.double(), size, 0, 2.0), rank)
+        torch.testing.assert_close(x.grad.double() / size, expected / size, rtol=1e-6, atol=0)
+
+
+@check
+def norm_over_the_group_in_a_second_derivative(rank: int) -> None:
+    g = part(GRADIENT, rank).requires_grad_()
+    x = torch.zeros(4, 3, dtype=torch.float64, requires_grad=True)
+    y = gs.clip_gradient_norm(x, 1.5, batch_dims=1, process_group=dist.group.WORLD)
+    (first,) = torch.autograd.grad(y, x, g, create_graph=True)
+    (second,) = torch.autograd.grad((first**2).sum(), g)
+    whole = GRADIENT.clone().requires_grad_()
+    (expected,) = torch.autograd.grad((clipped(whole, 1.5, 1, 2.0) ** 2).sum(), whole)
+    assert_close(second, part(expected, rank))
+
+
+@check
+def norm_over_the_group_compiled(rank: int) -> None:
+    module = gs.ClipGradientNorm(1.5, batch_dims=1, process_group=dist.group.WORLD)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    functional = torch.compile(
+        lambda x: gs.clip_gradient_norm(x, 1.5, batch_dims=1, process_group=dist.group.WORLD),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    for function in (compiled, functional):
+        x = torch.zeros(4, 3, dtype=torch.float64, requires_grad=True)
+        function(x).backward(part(GRADIENT, rank))
+        assert_close(x.grad, part(clipped(GRADIENT, 1.5, 1, 2.0), rank))
+    norms = GRADIENT.norm(dim=1)
+    assert module.counts.tolist() == [4, int((norms > 1.5).sum())]
+
+
+class Model(torch.nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.x = torch.nn.Parameter(torch.linspace(0.5, 1.6, 12, dtype=torch.float64).view(3, 4))
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return self.case.model(self.x, z)
+
+
+def local_weights(rank: int) -> torch.Tensor:
+    return torch.linspace(-2, 3, 12, dtype=torch.float64).view(3, 4) * (rank + 1)
+
+
+def mean_gradient(case: Case) -> torch.Tensor:
+    """What the ranks' average must be: every rank's operator sees its own gradient."""
+    x = Model(case).x.detach()
+    return sum(case.gradient(x, local_weights(rank)) for rank in range(RANKS)) / RANKS
+
+
+@check
+def distributed_data_parallel(rank: int) -> None:
+    for case in CASES:
+        model = torch.nn.parallel.DistributedDataParallel(Model(case))
+        model(local_weights(rank)).backward()
+        assert_close(model.module.x.grad, mean_gradient(case))
+
+
+@check
+def a_module_under_ddp_used_twice_before_backward(rank: int) -> None:
+    """DDP broadcasts buffers before each forward, which must not disturb a gradient on its way."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), gs.ScaleGradient(0.5), gs.ClipGradientNorm(1.0))
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    (parallel(torch.ones(2, 3)) + parallel(torch.zeros(2, 3))).sum().backward()
+    assert model[0].weight.grad.isfinite().all()
+
+
+@check
+def fully_sharded(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for case in CASES:
+        model = Model(case)
+        fully_shard(model, mesh=mesh)
+        model(local_weights(rank)).backward()
+        assert_close(model.x.grad.full_tensor(), mean_gradient(case))
+
+
+@check
+def distributed_tensors(rank: int) -> None:
+    """A DTensor keeps its placement, and its norms are those of the whole."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    x0 = torch.linspace(0.5, 1.6, 12, dtype=torch.float64).view(3, 4)
+    z0 = torch.linspace(-2, 3, 12, dtype=torch.float64).view(3, 4)
+    for case in CASES:
+        if case.argument == "tensor":
+            continue
+        x = distribute_tensor(x0, mesh, [Shard(1)]).requires_grad_()
+        y = case.apply(x * x)
+        assert y.placements == (Shard(1),)
+        (y * distribute_tensor(z0, mesh, [Shard(1)])).sum().backward()
+        assert_close(x.grad.full_tensor(), case.gradient(x0, z0))
+
+
+def worker(rank: int, folder: str) -> None:
+    """Runs every check in the same order on every rank, and writes down what went wrong."""
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    for name, function in CHECKS.items():
+        try:
+            function(rank)
+            outcome = ""
+        except Exception:
+            outcome = traceback.format_exc()
+        Path(folder, f"{name}.{rank}").write_text(outcome)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("distributed")
+    torch.multiprocessing.spawn(worker, (str(folder),), nprocs=RANKS)
+    return folder
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_processes(name: str, outcomes: Path) -> None:
+    for rank in range(RANKS):
+        outcome = (outcomes / f"{name}.{rank}").read_text()
+        assert not outcome, f"rank {rank}:\n{outcome}"
+
+
+@pytest.mark.parametrize("wrong", ["WORLD", 3])
+def test_wrong_process_group(wrong: object) -> None:
+    with pytest.raises(TypeError, match="must be a torch.distributed.ProcessGroup or None"):
+        gs.clip_gradient_norm(torch.ones(2), 1.0, process_group=wrong)
