@@ -183,5 +183,5 @@ def test_two_processes(name: str, outcomes: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["WORLD", 3])
 def test_wrong_process_group(wrong: object) -> None:
-    with pytest.raises(TypeError, match="must be a torch.distributed.ProcessGroup or None"):
+    with pytest.raises(TypeError, match=r"must be a torch.distributed.ProcessGroup or None"):
         gs.clip_gradient_norm(torch.ones(2), 1.0, process_group=wrong)

@@ -33,40 +33,39 @@ namespace {
 constexpr int64_t kChunk = 32768; // elements of a group that a thread takes at a time
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-// What the elements of a group are multiplied by: first a power of two, then a number.
-struct Factors {
-  double first;
-  double second;
+// What becomes of a group: its elements over root^2, times a factor. A root of 0 stands for zeros.
+struct Scaling {
+  double root;
+  double factor;
   bool within; // the norm is within the limit
 };
 
-Factors factors(Rule rule, PowerSum sum, double p, double limit) {
-  const double norm = std::isinf(p) ? sum.sum : std::pow(sum.sum, 1 / p); // times sum.scale
-  const bool within = norm <= limit / sum.scale;
+Scaling scaling(Rule rule, PowerSum sum, double p, double limit) {
+  const double norm = std::isinf(p) ? sum.sum : std::pow(sum.sum, 1 / p); // over root^2
+  const bool within = norm <= limit / sum.root / sum.root;
   if (!(limit >= 0)) {
     return {1, kNaN, within};
   }
   if (limit == 0) {
-    return {1, 0, within};
+    return {0, 0, within};
   }
   const bool unchanged = rule == Rule::clip ? within : norm == 0;
-  return unchanged ? Factors{1, 1, within} : Factors{1 / sum.scale, limit / norm, within};
+  return unchanged ? Scaling{1, 1, within} : Scaling{sum.root, limit / norm, within};
 }
 
 PowerSum added(PowerSum a, PowerSum b, double p) {
-  if (std::isinf(p)) {
-    return {a.sum > b.sum || a.sum != a.sum ? a.sum : b.sum, 1};
-  }
-  if (a.scale == b.scale) {
-    return {a.sum + b.sum, a.scale};
-  }
   if (a.sum == 0 || b.sum == 0) {
     return a.sum == 0 ? b : a;
   }
-  if (a.scale < b.scale) {
+  if (a.root < b.root) {
     std::swap(a, b);
   }
-  return {a.sum + b.sum * std::pow(b.scale / a.scale, p), a.scale};
+  const double ratio = (b.root / a.root) * (b.root / a.root);
+  if (std::isinf(p)) {
+    const double other = b.sum * ratio;
+    return {a.sum > other || a.sum != a.sum ? a.sum : other, a.root};
+  }
+  return {a.sum + b.sum * (ratio == 1 ? 1 : std::pow(ratio, p)), a.root};
 }
 
 // Whether the groups lie one after the other, each dense, in whatever order its elements are.
@@ -98,13 +97,13 @@ class Memory {
     return {from_ + begin * element_size_, size, element_, complex_};
   }
 
-  void scale(int64_t begin, int64_t size, const Factors& by) const {
+  void scale(int64_t begin, int64_t size, const Scaling& by) const {
     char* to = to_ + begin * element_size_;
     const Range from = range(begin, size);
-    if (by.second == 0) {
+    if (by.root == 0) {
       std::memset(to, 0, size * element_size_);
-    } else if (by.first != 1 || by.second != 1) {
-      kernels().scale_range(from, to, by.first, by.second);
+    } else if (by.root != 1 || by.factor != 1) {
+      kernels().scale_range(from, to, by.root, by.factor);
     } else if (to != from.data) {
       std::memcpy(to, from.data, size * element_size_);
     }
@@ -128,7 +127,7 @@ int64_t rescale_groups(const Memory& memory, int64_t groups, int64_t size, doubl
     at::parallel_for(0, groups, std::max<int64_t>(1, kChunk / size), [&](int64_t begin, int64_t end) {
       int64_t count = 0;
       for (int64_t i = begin; i < end; ++i) {
-        const Factors by = factors(rule, kernels().power_sum(memory.range(i * size, size), p), p, limit(i));
+        const Scaling by = scaling(rule, kernels().power_sum(memory.range(i * size, size), p), p, limit(i));
         memory.scale(i * size, size, by);
         count += !by.within;
       }
@@ -148,13 +147,13 @@ int64_t rescale_groups(const Memory& memory, int64_t groups, int64_t size, doubl
   std::vector<PowerSum> sums(groups * chunks);
   for_each_chunk(
       [&](int64_t i, int64_t start, int64_t length) { sums[i] = kernels().power_sum(memory.range(start, length), p); });
-  std::vector<Factors> by(groups);
+  std::vector<Scaling> by(groups);
   for (int64_t group = 0; group < groups; ++group) {
     PowerSum sum = sums[group * chunks];
     for (int64_t chunk = 1; chunk < chunks; ++chunk) {
       sum = added(sum, sums[group * chunks + chunk], p);
     }
-    by[group] = factors(rule, sum, p, limit(group));
+    by[group] = scaling(rule, sum, p, limit(group));
     beyond += !by[group].within;
   }
   for_each_chunk([&](int64_t i, int64_t start, int64_t length) { memory.scale(start, length, by[i / chunks]); });
@@ -236,7 +235,10 @@ at::Tensor rescaled_by_operations(
   // Divided by the largest element, which is a constant here, no power overflows, and none that matters vanishes.
   const at::Tensor largest = largest_of(wide, inner);
   const at::Tensor relative = wide / largest;
-  at::Tensor norm = at::linalg_vector_norm(relative, groups.p, inner, /*keepdim=*/true);
+  // A CPU adds one number after the other: in double, or long sums would lose what float can give.
+  const at::ScalarType sums = gradient.device().is_cpu() ? at::kDouble : precise;
+  const at::ScalarType dtype = gradient.is_complex() ? c10::toComplexType(sums) : sums;
+  at::Tensor norm = at::linalg_vector_norm(relative, groups.p, inner, /*keepdim=*/true, dtype);
   at::Tensor scale = largest;
   if (!groups.process_group.empty()) {
     const at::Tensor scales = gathered(largest, groups);
@@ -252,7 +254,7 @@ at::Tensor rescaled_by_operations(
     count_norms(counts, within);
   }
   const at::Tensor unchanged = rule == Rule::clip ? within : norm.eq(0);
-  const at::Tensor factor = bound / at::where(unchanged, at::ones_like(norm), norm);
+  const at::Tensor factor = (bound / at::where(unchanged, at::ones_like(norm), norm)).to(precise);
   at::Tensor result = (wide / scale * factor).to(gradient.scalar_type());
   result = at::where(unchanged, gradient, result);
   result = at::where(bound.eq(0), at::zeros({}, result.options()), result);

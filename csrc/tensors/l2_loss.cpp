@@ -72,7 +72,8 @@ at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight) {
   at::parallel_for(0, static_cast<int64_t>(chunks.size()), /*grain_size=*/8, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const PowerSum squares = kernels().power_sum(chunks[i], /*p=*/2);
-      partial[i] = squares.sum * squares.scale * squares.scale;
+      const double scale = squares.root * squares.root;
+      partial[i] = squares.sum * scale * scale;
     }
   });
   double sum = 0; // in the order of the tensors, whatever the number of threads

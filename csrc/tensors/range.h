@@ -13,16 +13,16 @@ struct Range {
   bool is_complex;
 };
 
-// Sum of |g / scale|^p over a range, or the largest |g| where p is inf (scale is 1 then). The scale is a power of two;
-// it differs from 1 only where the plain sum would overflow or vanish. NaN and inf come through.
+// Sum of (|g| / root^2)^p over a range, or the largest |g| / root^2 where p is inf. The root is a power of two; it
+// differs from 1 only where the plain sum would overflow or vanish. NaN and inf come through.
 struct PowerSum {
   double sum;
-  double scale;
+  double root;
 };
 
 using PowerSumOfRange = PowerSum (*)(const Range&, double p);
 
-// Writes from * first * second to `to`, which may be `from.data`; `first` is a power of two.
-using ScaleRange = void (*)(const Range& from, void* to, double first, double second);
+// Writes from / root^2 * factor to `to`, which may be `from.data`.
+using ScaleRange = void (*)(const Range& from, void* to, double root, double factor);
 
 } // namespace gradscale

@@ -51,23 +51,23 @@ double plain_power_sum(int64_t size, double p, Magnitude magnitude) {
 
 template <class Magnitude>
 PowerSum power_sum(int64_t size, double p, Magnitude magnitude) {
-  if (std::isinf(p)) {
-    return {largest(size, magnitude), 1};
-  }
-  const double sum = plain_power_sum(size, p, magnitude);
+  const bool is_maximum = std::isinf(p);
+  const double sum = is_maximum ? largest(size, magnitude) : plain_power_sum(size, p, magnitude);
   // Inside these limits whatever vanished was too small to matter.
   if (sum > 1e-280 && sum < 1e300) {
     return {sum, 1};
   }
-  const double maximum = largest(size, magnitude);
+  const double maximum = is_maximum ? sum : largest(size, magnitude);
   if (maximum == 0 || !std::isfinite(maximum)) {
     return {maximum, 1};
   }
-  const int exponent = std::ilogb(maximum);
-  // Within 2^1000 so that the scale has a reciprocal.
-  const double scale = std::ldexp(1.0, exponent > 1000 ? 1000 : exponent < -1000 ? -1000 : exponent);
-  const double reciprocal = 1 / scale;
-  return {plain_power_sum(size, p, [=](int64_t i) { return magnitude(i) * reciprocal; }), scale};
+  // The square itself may have no reciprocal, or none that is a number.
+  const double root = std::ldexp(1.0, std::ilogb(maximum) / 2);
+  const double reciprocal = 1 / root;
+  if (is_maximum) {
+    return {maximum * reciprocal * reciprocal, root};
+  }
+  return {plain_power_sum(size, p, [=](int64_t i) { return magnitude(i) * reciprocal * reciprocal; }), root};
 }
 
 PowerSum power_sum_of_range(const Range& range, double p) {
@@ -86,7 +86,7 @@ PowerSum power_sum_of_range(const Range& range, double p) {
   return result;
 }
 
-void scale_range(const Range& from, void* to, double first, double second) {
+void scale_range(const Range& from, void* to, double root, double factor) {
   const int64_t size = from.is_complex ? 2 * from.size : from.size;
   dispatch_element(from.element, [&](auto type) {
     using T = decltype(type);
@@ -94,17 +94,18 @@ void scale_range(const Range& from, void* to, double first, double second) {
     const T* source = static_cast<const T*>(from.data);
     T* out = static_cast<T*>(to);
     // In float where the factor is a normal number there.
-    if (first == 1 && std::fabs(second) > 1e-37 && std::fabs(second) < 1e38) {
-      const A factor = static_cast<A>(second);
+    if (root == 1 && std::fabs(factor) > 1e-37 && std::fabs(factor) < 1e38) {
+      const A narrow = static_cast<A>(factor);
 #pragma omp simd
       for (int64_t i = 0; i < size; ++i) {
-        out[i] = from_accumulate<T, A>(static_cast<A>(to_accumulate(source[i])) * factor);
+        out[i] = from_accumulate<T, A>(static_cast<A>(to_accumulate(source[i])) * narrow);
       }
       return;
     }
+    const double reciprocal = 1 / root;
 #pragma omp simd
     for (int64_t i = 0; i < size; ++i) {
-      const double value = static_cast<double>(to_accumulate(source[i])) * first * second;
+      const double value = static_cast<double>(to_accumulate(source[i])) * reciprocal * reciprocal * factor;
       out[i] = from_accumulate<T, A>(static_cast<A>(value));
     }
   });
