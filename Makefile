@@ -1,11 +1,14 @@
-# make demo    train the example agent          make demo SEED=1
-# make test    run the tests
-# make bench   run the benchmarks, and write bench/results/ and the README's tables
-# make lint    formatting, linters, types
+# make demo      train the example agent          make demo SEED=1
+# make test      run the tests
+# make versions  run the tests on the other versions of PyTorch in VERSIONS, each in a checkout of its own
+# make bench     run the benchmarks, and write bench/results/ and the README's tables
+# make matrix    judge the operators in every context, and write bench/results/matrix.json and the README's table
+# make lint      formatting, linters, types
 #
 # Everything runs in .venv, which is made on the way. Another PyTorch: make test TORCH=torch==2.11.0
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
+VERSIONS ?= 2.11.0 2.15.0
 SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,17 +17,29 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test bench lint format clean force
+.PHONY: demo test versions bench matrix lint format clean force
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/muzero_cartpole/train.py --seed $(SEED)
 
+# The compiler's cache is kept apart for each environment: one version of PyTorch cannot read another's.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor $(BIN)/python -m pytest
+
+versions:
+	@set -e; for version in $(VERSIONS); do \
+	  copy=.versions/$$version; mkdir -p $$copy; \
+	  git ls-files -z | tar --create --null --files-from=- | tar --extract --directory=$$copy; \
+	  $(MAKE) --directory=$$copy test TORCH=torch==$$version; \
+	done
 
 bench: $(VENV)/installed
 	$(BIN)/python bench/loss.py --json bench/results/loss.json
-	$(BIN)/python bench/scale_gradient.py --json bench/results/scale_gradient.json
+	$(BIN)/python bench/flow.py --json bench/results/flow.json
+	$(BIN)/python bench/readme.py
+
+matrix: $(VENV)/installed
+	$(BIN)/python bench/matrix.py --json bench/results/matrix.json
 	$(BIN)/python bench/readme.py
 
 lint: $(VENV)/lint
@@ -40,7 +55,7 @@ format: $(VENV)/lint
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 clean:
-	rm -rf $(VENV) build gradscale_ext.egg-info gradscale_ext/_C.*.so gradscale_ext/_build.py
+	rm -rf $(VENV) .versions build gradscale_ext.egg-info gradscale_ext/_C.*.so gradscale_ext/_build.py
 
 # Another TORCH than last time installs it and compiles again.
 $(VENV)/request: force

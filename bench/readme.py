@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,26 +54,56 @@ def loss_table() -> str:
     return table(header, lines) + "\n\n" + machine
 
 
-def scale_gradient_table() -> str:
-    rows, machine = load("scale_gradient")
-    sizes = contestants_by_row(rows, "forward+backward")
-    names = list(next(iter(sizes.values())))
-    forward = next(iter(contestants_by_row(rows, "forward").values()))
-    lines = [
-        [
-            f"`{name}`",
-            f"{1e3 * forward[name]['median_ms']:.2f}",
-            *(f"{1e3 * found[name]['median_ms']:.1f}" for found in sizes.values()),
+def flow_table(operators: Iterable[str]) -> str:
+    rows, machine = load("flow")
+    blocks = []
+    for operator in operators:
+        own = [row for row in rows if row["operator"] == operator]
+        sizes = contestants_by_row(own, "forward+backward")
+        forward = next(iter(contestants_by_row(own, "forward").values()))
+        first, last = next(iter(sizes)), list(sizes)[-1]
+        lines = [
+            [
+                f"`{name}`",
+                f"{1e3 * forward[name]['median_ms']:.2f}" if name in forward else "",
+                *(f"{1e3 * found[name]['median_ms']:.1f}" for found in sizes.values()),
+                f"{sizes[last][name]['peak_mb']:.0f}",
+            ]
+            for name in sizes[first]
         ]
-        for name in names
-    ]
-    first = next(iter(sizes))
-    header = ["µs", f"forward, {first}", *(f"fwd+bwd, {size}" for size in sizes)]
-    return table(header, lines) + "\n\n" + machine
+        header = ["µs", f"forward, {first}", *(f"fwd+bwd, {size}" for size in sizes), f"peak MB, {last}"]
+        blocks.append(table(header, lines))
+    return "\n\n".join([*blocks, machine])
+
+
+def matrix_table() -> str:
+    everything = json.loads((RESULTS / "matrix.json").read_text())
+    newest = list(everything)[-1]
+    names = list(everything[newest])
+    words = {"right": "right", "error": "raises", "wrong": "**wrong**"}
+
+    def cell(name: str, context: str) -> str:
+        by_version = {version: words[verdicts[name][context]] for version, verdicts in everything.items()}
+        found = list(dict.fromkeys(by_version.values()))
+        if len(found) == 1:
+            return found[0]
+        return ", ".join(f"{word} ({' '.join(v for v, w in by_version.items() if w == word)})" for word in found)
+
+    lines = [[context, *(cell(name, context) for name in names)] for context in everything[newest][names[0]]]
+    header = ["", *(f"`{name}`" for name in names)]
+    return table(header, lines) + f"\n\nPyTorch {', '.join(everything)}, CPU (`bench/results/matrix.json`)."
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "loss": loss_table,
+    "matrix": matrix_table,
+    "flow": lambda: flow_table(["scale_gradient", "clip_gradient_norm"]),
+    "flow, others": lambda: flow_table(["reverse_gradient", "normalize_gradient", "clip_gradient_value"]),
+}
 
 
 def rewritten(text: str) -> str:
-    for name, make in (("loss", loss_table), ("scale_gradient", scale_gradient_table)):
+    for name, make in TABLES.items():
         begin, end = f"<!-- table: {name} -->\n", f"<!-- end: {name} -->"
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)

@@ -1,11 +1,10 @@
-// Which tensors, and in which context, the kernels read directly.
+// Which tensors the kernels read directly.
 #pragma once
 
+#include "context.h"
 #include "math/element.h"
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 namespace gradscale {
 
@@ -42,20 +41,6 @@ inline Element element_of(at::ScalarType dtype) {
 // Of a complex tensor: that of its real and imaginary parts.
 inline Element element_of(const at::Tensor& tensor) {
   return element_of(c10::toRealValueType(tensor.scalar_type()));
-}
-
-// Nothing but `known`, backends included.
-inline bool only(c10::DispatchKeySet keys, c10::DispatchKeySet known) {
-  return (keys.raw_repr() & ~known.raw_repr()) == 0;
-}
-
-// Autograd and autocast are all that the kernels know of: they run under no transform, tracer or dispatch mode, and not
-// below autograd (inference mode, the body of an operator).
-inline bool ordinary_context() {
-  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-  return only(local.included_, c10::default_included_set | c10::autocast_dispatch_keyset) &&
-         !local.excluded_.has(c10::DispatchKey::AutogradFunctionality) &&
-         !c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
 // A strided CPU tensor of PyTorch's own class, without a forward-mode tangent.

@@ -61,9 +61,7 @@ def scale_gradient(x: Tree, scale: float | torch.Tensor) -> Tree:
     >>> x.grad
     tensor([0.5000, 0.5000, 0.5000])
     """
-    if type(scale) is not float:
-        scale = _real("scale_gradient", "scale", scale)
-    return _apply("scale_gradient", _C.scale_gradient, x, scale)  # type: ignore[no-any-return]
+    return _apply("scale_gradient", _C.scale_gradient, x, _real("scale_gradient", "scale", scale))  # type: ignore[no-any-return]
 
 
 def reverse_gradient(x: Tree, scale: float | torch.Tensor = 1.0) -> Tree:
@@ -248,6 +246,8 @@ def _clip_gradient_norm(
 
 def _real(operator: str, argument: str, value: Any) -> float | torch.Tensor:
     """A number as a float, a tensor as it is."""
+    if type(value) is float:
+        return value
     if isinstance(value, torch.Tensor):
         if value.is_complex() or value.dtype == torch.bool:
             raise TypeError(f"{operator}: {argument} must be real, but it is a tensor of dtype {value.dtype}")

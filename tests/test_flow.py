@@ -1,4 +1,4 @@
-"""scale_gradient: identity forward, scaled gradient backward, in every context."""
+"""scale_gradient and reverse_gradient: the rules of the contract. The contexts stand in test_matrix.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 import gradscale_ext as gs
 
@@ -98,107 +97,6 @@ def test_half_gradients_are_scaled_in_float32():
     x = torch.ones(3, dtype=torch.float16, requires_grad=True)
     gs.scale_gradient(x, 1e-9).backward(torch.full((3,), 60000.0, dtype=torch.float16))
     assert torch.allclose(x.grad.double(), torch.tensor(6e-5, dtype=torch.float64), rtol=1e-3)
-
-
-CONTEXTS = {
-    "eager": lambda: (gradient(model), gradient_of_model(POINT)),
-    "func.grad": lambda: (torch.func.grad(model)(POINT), gradient_of_model(POINT)),
-    "func.vjp": lambda: (
-        torch.func.vjp(model, POINT)[1](torch.tensor(2.0, dtype=torch.float64))[0],
-        2 * gradient_of_model(POINT),
-    ),
-    "vmap": lambda: (torch.func.vmap(model)(_batch()), (_batch() ** 2 * WEIGHTS).sum(1)),
-    "vmap(grad)": lambda: (torch.func.vmap(torch.func.grad(model))(_batch()), gradient_of_model(_batch())),
-    "vmap in dim 1": lambda: (
-        torch.func.vmap(torch.func.grad(model), in_dims=1)(_batch().T),
-        gradient_of_model(_batch()),
-    ),
-    "grad(vmap)": lambda: (
-        torch.func.grad(lambda x: torch.func.vmap(model)(x).sum())(_batch()),
-        gradient_of_model(_batch()),
-    ),
-    "jacrev": lambda: (torch.func.jacrev(model)(POINT), gradient_of_model(POINT)),
-    "jacfwd": lambda: (torch.func.jacfwd(model)(POINT), gradient_of_model(POINT)),
-    "hessian": lambda: (torch.func.hessian(model)(POINT), torch.diag(SCALE * 2 * WEIGHTS)),
-    "jvp": lambda: (torch.func.jvp(model, (POINT,), (WEIGHTS,))[1], (gradient_of_model(POINT) * WEIGHTS).sum()),
-    "forward_ad": lambda: (_forward_mode(), (gradient_of_model(POINT) * WEIGHTS).sum()),
-    "compile": lambda: (gradient(torch.compile(model, fullgraph=True)), gradient_of_model(POINT)),
-    "compile dynamic": lambda: (
-        gradient(torch.compile(model, fullgraph=True, dynamic=True)),
-        gradient_of_model(POINT),
-    ),
-    "compile(func.grad)": lambda: (
-        torch.compile(torch.func.grad(model), fullgraph=True)(POINT),
-        gradient_of_model(POINT),
-    ),
-    "compile(vmap(grad))": lambda: (
-        torch.compile(torch.func.vmap(torch.func.grad(model)), fullgraph=True)(_batch()),
-        gradient_of_model(_batch()),
-    ),
-    "compile(jvp)": lambda: (
-        torch.compile(lambda x: torch.func.jvp(model, (x,), (WEIGHTS,))[1], fullgraph=True)(POINT),
-        (gradient_of_model(POINT) * WEIGHTS).sum(),
-    ),
-    "checkpoint": lambda: (
-        gradient(lambda x: checkpoint(model, x, use_reentrant=False)),
-        gradient_of_model(POINT),
-    ),
-    "checkpoint reentrant": lambda: (
-        gradient(lambda x: checkpoint(model, x, use_reentrant=True)),
-        gradient_of_model(POINT),
-    ),
-    "export": lambda: (_exported(strict=False), gradient_of_model(POINT)),
-    "export strict": lambda: (_exported(strict=True), gradient_of_model(POINT)),
-    "double backward": lambda: (_second_derivative(), SCALE * 2 * WEIGHTS),
-    "saved tensor hooks": lambda: (_with_saved_tensor_hooks(), gradient_of_model(POINT)),
-    "anomaly mode": lambda: (_with_anomaly_mode(), gradient_of_model(POINT)),
-}
-
-
-def _batch() -> torch.Tensor:
-    return POINT + torch.arange(3, dtype=torch.float64).unsqueeze(1)
-
-
-def _forward_mode() -> torch.Tensor:
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(model(forward_ad.make_dual(POINT, WEIGHTS))).tangent
-
-
-class Exported(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.x = torch.nn.Parameter(POINT.clone())
-
-    def forward(self, weights: torch.Tensor) -> torch.Tensor:
-        return (gs.scale_gradient(self.x * self.x, SCALE) * weights).sum()
-
-
-def _exported(strict: bool) -> torch.Tensor:
-    module = torch.export.export(Exported(), (WEIGHTS,), strict=strict).module()
-    module(WEIGHTS).backward()
-    return module.x.grad
-
-
-def _second_derivative() -> torch.Tensor:
-    x = POINT.clone().requires_grad_()
-    (first,) = torch.autograd.grad(model(x), x, create_graph=True)
-    return torch.autograd.grad(first.sum(), x)[0]
-
-
-def _with_saved_tensor_hooks() -> torch.Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy().copy(), torch.from_numpy):
-        return gradient(model)
-
-
-def _with_anomaly_mode() -> torch.Tensor:
-    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
-        return gradient(model)
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_contexts(context):
-    result, expected = CONTEXTS[context]()
-    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_without_gradients():
@@ -406,22 +304,25 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.gradscale_ext.scale_gradient.default, (x.detach(), 0.5))
 
 
-def test_compiled_backward_has_no_kernel_of_its_own():
-    """The operator is gone from what the compiler's backend sees: an alias forward, a multiplication backward."""
-    from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+def _kernels(function) -> tuple[list[str], str]:
+    """The kernels that Inductor generates for forward and backward, and all of its code."""
+    from torch._inductor.utils import run_fw_bw_and_get_code
 
-    seen: list[str] = []
+    torch._dynamo.reset()
+    x = POINT.clone().requires_grad_()
+    _, codes = run_fw_bw_and_get_code(lambda: torch.compile(function, fullgraph=True)(x))
+    return [line for code in codes for line in code.splitlines() if " = async_compile.cpp" in line], "\n".join(codes)
 
-    def record(module, _):
-        seen.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
-        return make_boxed_func(module.forward)
 
-    def backend(module, inputs):
-        return aot_module_simplified(module, inputs, fw_compiler=record, bw_compiler=record)
-
-    gradient(torch.compile(model, backend=backend, fullgraph=True))
-    assert seen
-    assert not any("gradscale" in target for target in seen)
+@pytest.mark.parametrize("scale", [SCALE, torch.tensor(SCALE, dtype=torch.float64)])
+def test_the_compiler_fuses_it_with_its_neighbours(scale):
+    """No kernel of its own, forward or backward: as many as without it, and nothing is called by name."""
+    plain, _ = _kernels(lambda x: ((x * x).sin() * WEIGHTS).sum())
+    ours, code = _kernels(lambda x: (gs.scale_gradient(x * x, scale).sin() * WEIGHTS).sum())
+    assert len(plain) >= 2
+    assert len(ours) == len(plain)
+    assert "gradscale" not in code
+    assert str(SCALE)[:6] in code or isinstance(scale, torch.Tensor)
 
 
 # ---- Tensor scales --------------------------------------------------------------------------------------------------
@@ -460,42 +361,23 @@ def test_zeros_of_a_tensor_scale_are_exact(create_graph):
     assert torch.equal(_bits(result[1]), _bits(g[1]))
 
 
-TENSOR_CONTEXTS = {
-    "eager": lambda: gradient(tensor_model),
-    "func.grad": lambda: torch.func.grad(tensor_model)(POINT),
-    "jacfwd": lambda: torch.func.jacfwd(tensor_model)(POINT),
-    "jacrev": lambda: torch.func.jacrev(tensor_model)(POINT),
-    "hessian": lambda: torch.func.hessian(tensor_model)(POINT).sum(0) * POINT,
-    "vmap(grad), scale shared": lambda: torch.func.vmap(torch.func.grad(tensor_model), (0, None))(
-        POINT.unsqueeze(0), TENSOR_SCALE
-    )[0],
-    "vmap(grad), scale mapped": lambda: torch.func.vmap(torch.func.grad(tensor_model))(
+MAPPED = {
+    "scale shared": lambda: torch.func.vmap(torch.func.grad(tensor_model), (0, None))(POINT[None], TENSOR_SCALE)[0],
+    "scale mapped": lambda: torch.func.vmap(torch.func.grad(tensor_model))(
         POINT.expand(2, 5), torch.stack([torch.ones(5, dtype=torch.float64), TENSOR_SCALE])
     )[1],
-    "grad(vmap), scalar scale mapped": lambda: torch.func.grad(
+    "scalar scale mapped": lambda: torch.func.grad(
         lambda x: (torch.func.vmap(gs.scale_gradient)(x * x, TENSOR_SCALE) * WEIGHTS).sum()
     )(POINT),
-    "vmap, only the scale mapped": lambda: torch.func.grad(
+    "only the scale mapped": lambda: torch.func.grad(
         lambda x: (torch.func.vmap(gs.scale_gradient, (None, 0))(x * x, TENSOR_SCALE).diagonal() * WEIGHTS).sum()
     )(POINT),
-    "compile": lambda: gradient(torch.compile(tensor_model, fullgraph=True)),
-    "compile(func.grad)": lambda: torch.compile(torch.func.grad(tensor_model), fullgraph=True)(POINT),
-    "compile(jacfwd)": lambda: torch.compile(torch.func.jacfwd(tensor_model), fullgraph=True)(POINT),
-    "double backward": lambda: _second_of(tensor_model),
-    "checkpoint": lambda: gradient(lambda x: checkpoint(tensor_model, x, use_reentrant=False)),
 }
 
 
-def _second_of(function):
-    x = POINT.clone().requires_grad_()
-    (first,) = torch.autograd.grad(function(x), x, create_graph=True)
-    return torch.autograd.grad(first.sum(), x)[0] * POINT
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("context", TENSOR_CONTEXTS)
-def test_tensor_scale_in_contexts(context):
-    torch.testing.assert_close(TENSOR_CONTEXTS[context](), TENSOR_SCALE * 2 * WEIGHTS * POINT, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("mapped", MAPPED)
+def test_vmap_over_scales(mapped):
+    torch.testing.assert_close(MAPPED[mapped](), TENSOR_SCALE * 2 * WEIGHTS * POINT, rtol=1e-12, atol=1e-12)
 
 
 def test_tensor_scale_is_the_one_of_the_forward_pass():

@@ -44,10 +44,6 @@ inline at::Tensor without_gradient(const at::Tensor& x) {
   return x.requires_grad() ? at::detach(x) : at::alias(x);
 }
 
-inline bool inside_transform() {
-  return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-}
-
 // What the operator does below autograd: a plain view; but under torch.func the operator itself, so that the transforms
 // outside the present one see it too.
 template <class Operator>
