@@ -7,7 +7,8 @@ gradient, and its own norms.
 They are registered with PyTorch as its own operations are, so that gradients are changed in eager mode, under
 `create_graph`, `torch.func` transforms, `torch.compile`, `torch.export`, checkpointing, autocast, DDP and FSDP2 alike.
 Where a gradient cannot be right the operator raises. An in-place operation on the result, or on `x` afterwards, which
-would take the operator out of the graph, raises as well; clone() first.
+would take the operator out of the graph, raises as well; clone() first. An exported program keeps the operators; after
+`run_decompositions()`, which is for inference, they are gone from it, as `detach()` is.
 """
 
 from __future__ import annotations
