@@ -267,7 +267,7 @@ def _limit(operator: str, argument: str, value: Any) -> float | torch.Tensor:
 
 
 def _groups(operator: str, batch_dims: Any, norm_type: Any) -> tuple[int, float]:
-    if not isinstance(batch_dims, int) or isinstance(batch_dims, bool):
+    if not isinstance(batch_dims, numbers.Integral) or isinstance(batch_dims, bool):
         raise TypeError(f"{operator}: batch_dims must be an integer, but it is of type {type(batch_dims).__name__}")
     if batch_dims < 0:
         raise ValueError(f"{operator}: batch_dims must not be negative, but it is {batch_dims}")
@@ -276,7 +276,7 @@ def _groups(operator: str, batch_dims: Any, norm_type: Any) -> tuple[int, float]
         raise TypeError(f"{operator}: norm_type must be a number, but it is a tensor")
     if not p > 0:
         raise ValueError(f"{operator}: norm_type must be greater than 0, but it is {p}")
-    return batch_dims, p
+    return int(batch_dims), p
 
 
 def _group(operator: str, process_group: Any) -> tuple[str, int]:

@@ -555,6 +555,13 @@ def test_wrong_arguments(call, error, message):
         call(torch.ones(2, 2))
 
 
+def test_numbers_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    g = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+    result = through(lambda x: gs.clip_gradient_norm(x, numpy.float32(1), batch_dims=numpy.int64(1)), g)
+    torch.testing.assert_close(result, torch.tensor([[0.6, 0.8], [0.3, 0.4]]))
+
+
 def test_negative_batch_dims_are_refused_under_vmap():
     with pytest.raises(ValueError, match="batch_dims must not be negative"):
         torch.func.vmap(lambda x: gs.clip_gradient_norm(x, 1.0, batch_dims=-1))(torch.ones(2, 2))
