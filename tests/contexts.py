@@ -7,11 +7,12 @@ down beside those of the usual hand-written ways.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -33,10 +34,24 @@ class Case:
 
     name: str
     argument: str
-    apply: Callable[[Tensor], Tensor]
-    closed_form: Callable[[Tensor], Tensor]
+    """'number' or 'tensor'."""
+    operator: Callable[..., Tensor]
+    formula: Callable[..., Tensor]
+    values: tuple[float | Tensor, ...]
+    """The arguments that operator and formula take after the tensor."""
     linear: bool
     """Forward mode has a meaning, and every cell must be right."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.operator(x, *self.values)
+
+    def closed_form(self, g: Tensor) -> Tensor:
+        return self.formula(g, *self.values)
+
+    def on(self, device: str) -> Case:
+        """The same with its arguments on another device."""
+        moved = (value.to(device) if isinstance(value, Tensor) else value for value in self.values)
+        return dataclasses.replace(self, values=tuple(moved))
 
     def model(self, x: Tensor, z: Tensor = WEIGHTS) -> Tensor:
         """``sum op(x^2) z``: the gradient that reaches the operator is z."""
@@ -94,59 +109,32 @@ def _tensor(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def clamped(g: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    return torch.minimum(torch.maximum(g, torch.as_tensor(low)), torch.as_tensor(high))
+
+
 def _cases() -> list[Case]:
     cases = []
     for argument, scale in (("number", 1 / 3), ("tensor", _tensor(0.5, 0.0, -2.0, 1.0))):
-        cases.append(
-            Case(
-                "scale_gradient",
-                argument,
-                lambda x, s=scale: gs.scale_gradient(x, s),
-                lambda g, s=scale: g * s,
-                True,
-            )
-        )
-        cases.append(
-            Case(
-                "reverse_gradient",
-                argument,
-                lambda x, s=scale: gs.reverse_gradient(x, s),
-                lambda g, s=scale: -g * s,
-                True,
-            )
-        )
-    for batch_dims, p, number, tensor in ((0, 2.0, 2.0, torch.tensor(3.0)), (1, 3.0, 1.5, _tensor(0.2, 9.0, 3.0))):
-        groups: dict[str, Any] = {"batch_dims": batch_dims, "norm_type": p}
-        suffix = ", batch_dims=1" if batch_dims else ""
-        for argument, limit in (("number", number), ("tensor", tensor)):
-            cases.append(
-                Case(
-                    "clip_gradient_norm" + suffix,
-                    argument,
-                    lambda x, m=limit, k=groups: gs.clip_gradient_norm(x, m, **k),
-                    lambda g, m=limit, n=batch_dims, p=p: clipped(g, m, n, p),
-                    False,
-                )
-            )
-            cases.append(
-                Case(
-                    "normalize_gradient" + suffix,
-                    argument,
-                    lambda x, m=limit, k=groups: gs.normalize_gradient(x, m, **k),
-                    lambda g, m=limit, n=batch_dims, p=p: normalized(g, m, n, p),
-                    False,
-                )
-            )
-    for argument, low, high in (("number", -1.0, 0.25), ("tensor", -_tensor(0.5, 1.0, 2.0, 3.0), torch.tensor(1.5))):
-        cases.append(
-            Case(
-                "clip_gradient_value",
-                argument,
-                lambda x, a=low, b=high: gs.clip_gradient_value(x, a, b),
-                lambda g, a=low, b=high: torch.minimum(torch.maximum(g, torch.as_tensor(a)), torch.as_tensor(b)),
-                False,
-            )
-        )
+        cases += [
+            Case("scale_gradient", argument, gs.scale_gradient, lambda g, s: g * s, (scale,), True),
+            Case("reverse_gradient", argument, gs.reverse_gradient, lambda g, s: -g * s, (scale,), True),
+        ]
+    for n, p, number, tensor in ((0, 2.0, 2.0, torch.tensor(3.0)), (1, 3.0, 1.5, _tensor(0.2, 9.0, 3.0))):
+        groups = {"batch_dims": n, "norm_type": p}
+        suffix = ", batch_dims=1" if n else ""
+        for function, formula in ((gs.clip_gradient_norm, clipped), (gs.normalize_gradient, normalized)):
+            operator = functools.partial(function, **groups)
+            closed_form = functools.partial(formula, batch_dims=n, p=p)
+            cases += [
+                Case(function.__name__ + suffix, argument, operator, closed_form, (limit,), False)
+                for argument, limit in (("number", number), ("tensor", tensor))
+            ]
+    for argument, bounds in (
+        ("number", (-1.0, 0.25)),
+        ("tensor", (-_tensor(0.5, 1.0, 2.0, 3.0), torch.tensor(1.5))),
+    ):
+        cases.append(Case("clip_gradient_value", argument, gs.clip_gradient_value, clamped, bounds, False))
     return cases
 
 
@@ -211,7 +199,7 @@ _WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "d + s*(x-d), d = x.detach()": lambda x: x.detach() + SCALE * (x - x.detach()),
 }
 
-HAND_WRITTEN = [Case(name, "number", way, lambda g: g * SCALE, True) for name, way in _WAYS.items()]
+HAND_WRITTEN = [Case(name, "number", way, lambda g: g * SCALE, (), True) for name, way in _WAYS.items()]
 
 
 # ---- Contexts -------------------------------------------------------------------------------------------------------
@@ -486,25 +474,20 @@ def _fsdp2(case: Case) -> Pairs:
 
 @_context("CUDA graph")
 def _cuda_graph(case: Case) -> Pairs:
-    x = POINT.cuda().requires_grad_()
+    x, z = POINT.cuda().requires_grad_(), WEIGHTS.cuda()
     x.grad = torch.zeros_like(x)
-    on_gpu = _on_gpu(case)
+    on_gpu = case.on("cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
-            on_gpu(x).backward()
+            on_gpu.model(x, z).backward()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        on_gpu(x).backward()
+        on_gpu.model(x, z).backward()
     x.grad.zero_()
     graph.replay()
     return [(x.grad.cpu(), case.gradient(POINT))]
-
-
-def _on_gpu(case: Case) -> Callable[[Tensor], Tensor]:
-    z = WEIGHTS.cuda()
-    return lambda x: case.model(x, z)
 
 
 # ---- Judging --------------------------------------------------------------------------------------------------------
