@@ -43,8 +43,7 @@ struct ClipGradientValue {
   }
 
   void check(const at::Tensor& x) const {
-    TORCH_CHECK_TYPE(
-        !x.is_complex(), kName, ": complex numbers have no order, but the dtype of x is ", x.scalar_type());
+    TORCH_CHECK_TYPE(!x.is_complex(), kName, ": complex numbers have no order, but the dtype of x is ", dtype_name(x));
     check_value(kName, "min", min, x, x.sym_sizes(), "the shape of x");
     check_value(kName, "max", max, x, x.sym_sizes(), "the shape of x");
     const Value low = read_if_free(min);

@@ -35,7 +35,7 @@ inline void check_differentiable(const char* name, const at::Tensor& x) {
       x.is_floating_point() || x.is_complex(),
       name,
       ": x must be a floating or complex tensor, but its dtype is ",
-      x.scalar_type());
+      dtype_name(x));
   TORCH_CHECK_TYPE(!x.is_sparse() && !x.is_sparse_csr(), name, ": x must be dense, but its layout is ", x.layout());
 }
 

@@ -5,12 +5,19 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/core/ScalarType.h>
 
+#include <string>
 #include <variant>
 
 namespace gradscale {
 
 using Value = std::variant<double, at::Tensor>;
+
+// As Python writes it.
+inline std::string dtype_name(const at::Tensor& tensor) {
+  return std::string("torch.") + std::string(c10::getDtypeNames(tensor.scalar_type()).first);
+}
 
 // The type that gradients of the given dtype are computed in.
 inline at::ScalarType precise_type(at::ScalarType dtype) {
@@ -38,7 +45,7 @@ inline at::Tensor value_beside(const at::Tensor& gradient, const Value& value) {
 
 inline void check_is_real(const char* name, const char* argument, const at::Tensor& value) {
   TORCH_CHECK_TYPE(
-      !value.is_complex(), name, ": ", argument, " must be real, but it is a tensor of dtype ", value.scalar_type());
+      !value.is_complex(), name, ": ", argument, " must be real, but it is a tensor of dtype ", dtype_name(value));
 }
 
 // What every tensor argument must be: real, without a gradient, broadcastable to `shape` (called `what`), on x's
