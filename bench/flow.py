@@ -16,6 +16,7 @@ import torch
 
 import gradscale_ext as gs
 import harness
+from gradscale_ext import _context
 
 Tensor = torch.Tensor
 Change = Callable[[Tensor], Tensor]
@@ -85,13 +86,23 @@ def ways(operator: str) -> dict[str, Change]:
         found["torch.compile of that"] = torch.compile(formula, dynamic=False)
     else:
         found["torch.compile of a Function"] = torch.compile(function(change), dynamic=False)
+    found[f"torch.compile of {operator}"] = torch.compile(ours, dynamic=False)
     return found
+
+
+def detection() -> dict[str, Callable[[], object]]:
+    """What a call pays in eager mode to know its context: asked once in Python, and once in C++."""
+    return {"detection of the context": lambda: (_context.is_eager(), _context.is_ordinary()), "nothing": lambda: None}
 
 
 def main() -> None:
     arguments = harness.arguments(__doc__)
     harness.show_machine()
     results = []
+    about = {"operator": "all", "size": "any", "pass": "detection"}
+    for row in harness.rows(about, detection(), arguments.seconds, 0, "detection of the context"):
+        harness.show(row)
+        results.append(row)
     for operator in OPERATORS:
         passes_over_gradient = 3 if "norm" in operator else 2
         for label, shape in SHAPES.items():

@@ -57,6 +57,18 @@ def norm_over_the_group_neither_overflows_nor_vanishes(rank: int) -> None:
 
 
 @check
+def a_rank_without_elements_takes_part(rank: int) -> None:
+    for batch_dims in (0, 1):
+        for p in (2.0, math.inf):
+            g = GRADIENT if rank == 0 else GRADIENT[:, :0]
+            x = torch.zeros_like(g, requires_grad=True)
+            gs.clip_gradient_norm(x, 1.5, batch_dims=batch_dims, norm_type=p, process_group=dist.group.WORLD).backward(
+                g
+            )
+            assert_close(x.grad, clipped(GRADIENT, 1.5, batch_dims, p) if rank == 0 else g)
+
+
+@check
 def norm_over_the_group_in_a_second_derivative(rank: int) -> None:
     g = part(GRADIENT, rank).requires_grad_()
     x = torch.zeros(4, 3, dtype=torch.float64, requires_grad=True)

@@ -190,10 +190,8 @@ at::Tensor rescaled_in_two_passes(
 
 // ---- In tensor operations: what autograd, transforms, compilers and other devices see -------------------------------
 
-at::Tensor call_on_tensors(const char* name, std::vector<c10::IValue> arguments) {
-  static auto& dispatcher = c10::Dispatcher::singleton();
-  const auto operation = dispatcher.findSchemaOrThrow(name, "");
-  operation.callBoxed(arguments);
+at::Tensor call_by_name(const char* name, std::vector<c10::IValue> arguments) {
+  c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(arguments);
   return arguments.at(0).toTensor();
 }
 
@@ -202,8 +200,8 @@ at::Tensor gathered(const at::Tensor& norms, const NormGroups& groups) {
   const char* name = at::GradMode::is_enabled() ? "_c10d_functional_autograd::all_gather_into_tensor"
                                                 : "_c10d_functional::all_gather_into_tensor";
   const at::Tensor all =
-      call_on_tensors(name, {norms.contiguous().unsqueeze(0), groups.process_group_size, groups.process_group});
-  return call_on_tensors("_c10d_functional::wait_tensor", {all});
+      call_by_name(name, {norms.contiguous().unsqueeze(0), groups.process_group_size, groups.process_group});
+  return call_by_name("_c10d_functional::wait_tensor", {all});
 }
 
 // The largest element of each group, a constant for derivatives; 1 where it is 0 or not finite.
@@ -232,9 +230,16 @@ at::Tensor rescaled_by_operations(
   }
   const at::ScalarType precise = precise_type(gradient.scalar_type());
   const at::Tensor wide = gradient.to(gradient.is_complex() ? c10::toComplexType(precise) : precise);
+  // A member of a process group that holds no elements takes part with a norm of zero.
+  at::Tensor elements = wide;
+  if (wide.sym_numel() == 0) {
+    c10::SymDimVector sizes(wide.sym_sizes().begin(), wide.sym_sizes().end());
+    std::fill(sizes.begin() + groups.batch_dims, sizes.end(), 1);
+    elements = at::zeros_symint(sizes, wide.options());
+  }
   // Divided by the largest element, which is a constant here, no power overflows, and none that matters vanishes.
-  const at::Tensor largest = largest_of(wide, inner);
-  const at::Tensor relative = wide / largest;
+  const at::Tensor largest = largest_of(elements, inner);
+  const at::Tensor relative = elements / largest;
   // A CPU adds one number after the other: in double, or long sums would lose what float can give.
   const at::ScalarType sums = gradient.device().is_cpu() ? at::kDouble : precise;
   const at::ScalarType dtype = gradient.is_complex() ? c10::toComplexType(sums) : sums;
@@ -296,7 +301,7 @@ void check_limit(
 
 at::Tensor rescaled(
     at::Tensor gradient, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
-  if (gradient.sym_numel() == 0) {
+  if (groups.process_group.empty() && gradient.sym_numel() == 0) {
     return gradient;
   }
   const at::Tensor* tensor = std::get_if<at::Tensor>(&limit);
