@@ -1,7 +1,7 @@
 // What the kernels of the multi-step loss see: plain numbers and pointers, no tensors.
 //
 // To add a head: give it a Kind, write its row functor in rows.h (loss and gradient of one row), name it in the switch
-// there, and add the dataclass to gradscale_ext/heads.py, its row of numbers to loss.py there and its formula to
+// there, and add in gradscale_ext/ the dataclass to heads.py, its row of numbers to loss.py and its formula to
 // reference.py.
 #pragma once
 
