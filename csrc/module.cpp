@@ -8,6 +8,7 @@
 
 #include <ATen/Version.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <tuple>
@@ -19,25 +20,28 @@ using gradscale::NormGroups;
 using gradscale::Plan;
 using gradscale::Value;
 
-gradscale::Support make_support(double minimum, double maximum, double eps, int32_t num_bins, int32_t transform) {
-  return {minimum, maximum, eps, num_bins, static_cast<gradscale::Transform>(transform)};
-}
+// prediction_dims, target_dims, classes: a Layout.
+using LayoutRow = std::tuple<int64_t, int64_t, bool>;
 
-// One row of the table: kind, first_step, weight, minimum, maximum, eps, num_bins, transform.
-using Row = std::tuple<int32_t, int32_t, double, double, double, double, int32_t, int32_t>;
-
-std::shared_ptr<Plan> make_plan(py::dict heads, const std::vector<Row>& table, bool keeps_memory) {
-  auto plan = std::make_shared<Plan>(keeps_memory);
+std::shared_ptr<Plan> make_plan(
+    py::dict heads,
+    const std::vector<double>& numbers,
+    const std::vector<std::vector<LayoutRow>>& layouts,
+    bool keeps_memory) {
+  // The last to hold it may be a node of the graph, freed by a thread of autograd.
+  const std::shared_ptr<Plan> plan(new Plan(numbers, keeps_memory), [](Plan* last) {
+    const py::gil_scoped_acquire gil;
+    delete last;
+  });
   for (const auto& item : heads) {
     plan->names.push_back(py::reinterpret_borrow<py::object>(item.first));
   }
   plan->heads = std::move(heads);
-  for (const auto& [kind, first_step, weight, minimum, maximum, eps, num_bins, transform] : table) {
-    plan->table.push_back(
-        {static_cast<gradscale::Kind>(kind),
-         first_step,
-         weight,
-         make_support(minimum, maximum, eps, num_bins, transform)});
+  for (const std::vector<LayoutRow>& rows : layouts) {
+    std::vector<gradscale::Layout>& of_head = plan->layouts.emplace_back();
+    for (const auto& [prediction_dims, target_dims, classes] : rows) {
+      of_head.push_back({prediction_dims, target_dims, classes});
+    }
   }
   return plan;
 }
@@ -45,7 +49,7 @@ std::shared_ptr<Plan> make_plan(py::dict heads, const std::vector<Row>& table, b
 // (loss, per_sample, per_step, expected, head_means, num_nonfinite), or None when the fused kernel does not take this
 // call.
 py::object multi_step_loss(
-    const Plan& plan,
+    const std::shared_ptr<Plan>& plan,
     py::handle predictions,
     py::handle targets,
     py::handle step_weights,
@@ -56,7 +60,7 @@ py::object multi_step_loss(
     const std::string& nonfinite,
     bool batch_first) {
   auto arguments = gradscale::read_arguments(
-      plan,
+      *plan,
       predictions,
       targets,
       step_weights,
@@ -70,26 +74,36 @@ py::object multi_step_loss(
     return py::none();
   }
   const gradscale::Outputs outputs = gradscale::multi_step_loss(plan, std::move(*arguments));
-  const size_t heads = plan.table.size();
+  const size_t heads = plan->table.size();
   const std::vector<at::Tensor> head_means = outputs.head_means.unbind();
   py::dict per_step, expected, means;
   for (size_t h = 0; h < heads; ++h) {
-    per_step[plan.names[h]] = outputs.per_step[h];
-    means[plan.names[h]] = head_means[h];
+    per_step[plan->names[h]] = outputs.per_step[h];
+    means[plan->names[h]] = head_means[h];
     if (outputs.expected[h].defined()) {
-      expected[plan.names[h]] = outputs.expected[h];
+      expected[plan->names[h]] = outputs.expected[h];
     }
   }
   return py::make_tuple(outputs.loss, outputs.per_sample, per_step, expected, means, outputs.num_nonfinite);
 }
 
-// Decoded values without a gradient, or None when the fused kernel does not take these logits.
+// Decoded values, or None when the fused kernel does not take these logits.
 py::object decode(
-    const at::Tensor& logits, double minimum, double maximum, double eps, int32_t num_bins, int32_t transform) {
-  if (!gradscale::ordinary_context() || !gradscale::ordinary_tensor(logits) || !gradscale::has_element(logits)) {
+    const std::shared_ptr<gradscale::OwnedSupport>& support, const py::object& python_support, py::handle logits) {
+  if (!THPVariable_Check(logits.ptr()) || !gradscale::ordinary_context()) {
     return py::none();
   }
-  return py::cast(gradscale::decode(logits, make_support(minimum, maximum, eps, num_bins, transform)));
+  const at::Tensor& tensor = THPVariable_Unpack(logits.ptr());
+  if (!gradscale::ordinary_tensor(tensor) || !gradscale::has_element(tensor) || tensor.dim() < 1 ||
+      tensor.size(-1) != support->get().num_bins) {
+    return py::none();
+  }
+  return py::cast(gradscale::decode(support, python_support, tensor));
+}
+
+std::shared_ptr<gradscale::OwnedSupport> make_support(const std::vector<double>& numbers) {
+  TORCH_CHECK(numbers.size() == gradscale::kNumbersOfHead, "Support: its numbers are those of a head");
+  return std::make_shared<gradscale::OwnedSupport>(gradscale::head_from_numbers(numbers.data()).support);
 }
 
 // The gradient-flow operators, or None where a transform, a tracer or a dispatch mode must see the registered operator.
@@ -154,6 +168,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(py::init(&make_plan));
   m.def("multi_step_loss", &multi_step_loss);
   m.def("set_differentiable_gradients", &gradscale::set_differentiable_gradients);
+  py::class_<gradscale::OwnedSupport, std::shared_ptr<gradscale::OwnedSupport>>(m, "Support")
+      .def(py::init(&make_support));
   m.def("decode", &decode);
+  m.def("set_differentiable_decode", &gradscale::set_differentiable_decode);
   m.def("l2_loss", &l2_loss);
 }

@@ -33,6 +33,8 @@ inline Element element_of(at::ScalarType dtype) {
       return Element::bfloat16;
     case at::kHalf:
       return Element::float16;
+    case at::kLong:
+      return Element::int64;
     default:
       return Element::float32;
   }

@@ -13,8 +13,16 @@ from .flow import (
     reverse_gradient,
     scale_gradient,
 )
-from .heads import MeanSquaredError, SoftCrossEntropy, TwoHot
-from .loss import MultiStepLoss, multi_step_loss, priorities
+from .heads import (
+    BinaryCrossEntropy,
+    HLGauss,
+    MeanSquaredError,
+    NegativeCosine,
+    PerStepLoss,
+    SoftCrossEntropy,
+    TwoHot,
+)
+from .loss import MultiStepLoss, multi_step_loss, priorities, reduce_multi_step
 from .output import MultiStepLossOutput
 from .support import Support
 from .tensors import l2_loss
@@ -24,12 +32,16 @@ from .unroll import unroll
 __version__ = "0.1.0"
 
 __all__ = [
+    "BinaryCrossEntropy",
     "ClipGradientNorm",
     "ClipGradientValue",
+    "HLGauss",
     "MeanSquaredError",
     "MultiStepLoss",
     "MultiStepLossOutput",
+    "NegativeCosine",
     "NormalizeGradient",
+    "PerStepLoss",
     "ReverseGradient",
     "ScaleGradient",
     "SoftCrossEntropy",
@@ -41,6 +53,7 @@ __all__ = [
     "multi_step_loss",
     "normalize_gradient",
     "priorities",
+    "reduce_multi_step",
     "reference",
     "reverse_gradient",
     "scale_gradient",

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .heads import NUMBER_OF_CATEGORICAL_KINDS
+
 
 def _explain(error: ImportError) -> ImportError:
     """What an import error of the extension means, and the command that mends it."""
@@ -129,3 +131,53 @@ for _operator, _rule in (
     for _overload in ("", ".tensor"):
         torch.library.register_vmap(f"gradscale_ext::{_operator}{_overload}", _rule(_operator))
 torch.library.register_vmap("gradscale_ext::count_norms", _count_norms_rule)
+
+
+# ---- The multi-step loss: what its operator returns, for tracers -----------------------------------------------------
+
+
+@torch.library.register_fake("gradscale_ext::multi_step_loss")
+def _multi_step_loss_shapes(
+    predictions: list[torch.Tensor],
+    targets: list[torch.Tensor],
+    masks: list[torch.Tensor],
+    step_weights: torch.Tensor | None,
+    step_gradient_scale: torch.Tensor | None,
+    importance_weights: torch.Tensor | None,
+    heads: list[float],
+    layout: list[int],
+    wants: list[int],
+    reduction: str,
+    skip_nonfinite: bool,
+    batch_first: bool,
+) -> list[torch.Tensor]:
+    device = predictions[0].device
+    is_double = any(prediction.dtype == torch.float64 for prediction in predictions)
+    options: dict[str, Any] = {"device": device, "dtype": torch.float64 if is_double else torch.float32}
+    batch = predictions[0].shape[1 if layout[0] == 0 and not batch_first else 0]
+    per_step, expected = [], []
+    first = 0
+    for count, kind in zip(layout[::3], heads[:: len(heads) * 3 // len(layout)], strict=True):
+        steps = count or predictions[first].shape[1 if batch_first else 0]
+        per_step.append(torch.empty((batch, steps), **options))
+        if kind < NUMBER_OF_CATEGORICAL_KINDS:
+            expected.append(torch.empty((batch, steps), **options))
+        first += max(count, 1)
+    loss = torch.empty((batch,) if reduction == "none" else (), **options)
+    gradients = [
+        torch.empty(
+            predictions[i].shape,
+            device=device,
+            dtype=torch.float64 if predictions[i].dtype == torch.float64 else torch.float32,
+        )
+        for i in wants
+    ]
+    return [
+        loss,
+        torch.empty((batch,), **options),
+        torch.empty((len(per_step),), **options),
+        torch.empty((), device=device, dtype=torch.int64),
+        *per_step,
+        *expected,
+        *gradients,
+    ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .heads import Head, MeanSquaredError, SoftCrossEntropy, TwoHot
+from .heads import KINDS, Head, Layout
 
 Entries = torch.Tensor | Sequence[torch.Tensor]
 StepNumbers = torch.Tensor | Sequence[float] | None
@@ -22,7 +22,8 @@ class Call:
 
     predictions: dict[str, list[torch.Tensor]]
     """By head one tensor per step, `[B, ...]`."""
-    targets: dict[str, list[torch.Tensor]]
+    targets: dict[str, list[torch.Tensor | None]]
+    """The same; None for a head without a target."""
     masks: dict[str, torch.Tensor]
     """By head bool `[B, T]`; a head without a mask is absent."""
     step_weights: torch.Tensor | None
@@ -51,10 +52,12 @@ def validate(
     check_heads(heads)
     _check_choice("reduction", reduction, REDUCTIONS)
     _check_choice("nonfinite", nonfinite, ("propagate", "skip"))
-    _check_names("predictions", predictions, heads)
-    _check_names("targets", targets, heads)
+    _check_names("predictions", predictions, heads, heads)
+    _check_names("targets", targets, heads, [name for name, head in heads.items() if has_target(head)])
     predicted = {name: _entries("prediction", name, predictions[name], batch_first) for name in heads}
-    wanted = {name: _entries("target", name, targets[name], batch_first) for name in heads}
+    wanted = {
+        name: _targets(name, head, targets.get(name), len(predicted[name]), batch_first) for name, head in heads.items()
+    }
     steps = max(head.first_step + len(predicted[name]) for name, head in heads.items())
     first = next(iter(predicted.values()))[0]
     if first.dim() == 0:
@@ -87,7 +90,7 @@ def check_heads(heads: Mapping[str, Head]) -> None:
     if not isinstance(heads, Mapping) or not heads:
         raise ValueError(f"multi_step_loss: heads must be a mapping with at least one head, but it is {heads!r}")
     for name, head in heads.items():
-        if not isinstance(head, Head):
+        if not isinstance(head, KINDS):
             raise TypeError(
                 f"multi_step_loss: head '{name}' must be one of the head dataclasses (TwoHot, ...), "
                 f"but it is of type {type(head).__name__}"
@@ -104,13 +107,20 @@ def _check_choice(argument: str, value: object, choices: tuple[str, ...]) -> Non
         raise ValueError(f"multi_step_loss: {argument} must be {wanted}, but it is {value!r}")
 
 
-def _check_names(argument: str, given: Mapping[str, Entries], heads: Mapping[str, Head]) -> None:
+def has_target(head: Head) -> bool:
+    """Whether the loss of the head compares its prediction with something."""
+    return head.layouts[0].target is not None
+
+
+def _check_names(
+    argument: str, given: Mapping[str, Entries], heads: Mapping[str, Head], needed: Iterable[str]
+) -> None:
     if not isinstance(given, Mapping):
         raise TypeError(
             f"multi_step_loss: {argument} must be a mapping of head to tensors, "
             f"but it is of type {type(given).__name__}"
         )
-    missing = [name for name in heads if name not in given]
+    missing = [name for name in needed if name not in given]
     unknown = [name for name in given if name not in heads]
     if missing or unknown:
         problems = []
@@ -146,17 +156,27 @@ def _entries(what: str, head: str, entries: Entries, batch_first: bool) -> list[
     return list(entries)
 
 
-def _shapes(head: Head, prediction: torch.Tensor, batch: int) -> tuple[list[tuple[int | str, ...]], tuple[int, ...]]:
-    """The shapes that a prediction may have, and that of its target. A name stands for any size of at least 1."""
-    if isinstance(head, TwoHot):
-        return [(batch, head.support.num_bins)], (batch,)
-    if isinstance(head, SoftCrossEntropy):
-        return [(batch, "A")], tuple(prediction.shape)
-    assert isinstance(head, MeanSquaredError)
-    return [(batch,), (batch, "D")], tuple(prediction.shape)
+def _targets(
+    name: str, head: Head, entries: Entries | None, steps: int, batch_first: bool
+) -> list[torch.Tensor | None]:
+    if has_target(head):
+        return list(_entries("target", name, entries, batch_first))  # type: ignore[arg-type]
+    if entries is not None:
+        raise ValueError(
+            f"multi_step_loss: {type(head).__name__} has no target, but targets has an entry for head '{name}'"
+        )
+    return [None] * steps
 
 
-def _fits(shape: Sequence[int], pattern: tuple[int | str, ...]) -> bool:
+def _shape(head: Head, letters: Sequence[str], batch: int, sizes: Sequence[int] = ()) -> tuple[int | str, ...]:
+    """`[B, ...]` with what is known of the letters: the bins of a support, and the sizes of the prediction."""
+    known = dict(zip(letters, sizes, strict=False))
+    if "S" in letters:
+        known["S"] = head.support.num_bins  # type: ignore[attr-defined]
+    return (batch, *(known.get(letter, letter) for letter in letters))
+
+
+def _fits(shape: Sequence[int], pattern: Sequence[int | str]) -> bool:
     return len(shape) == len(pattern) and all(
         size >= 1 if isinstance(wanted, str) else size == wanted for size, wanted in zip(shape, pattern, strict=True)
     )
@@ -170,55 +190,81 @@ def _check_head(
     name: str,
     head: Head,
     predictions: list[torch.Tensor],
-    targets: list[torch.Tensor],
+    targets: list[torch.Tensor | None],
     batch: int,
     steps: int,
     device: torch.device,
 ) -> None:
     expected_steps = steps - head.first_step
-    for what, tensors in (("prediction", predictions), ("target", targets)):
-        if len(tensors) != expected_steps:
+    for what, entries in (("prediction", predictions), ("target", targets)):
+        if len(entries) != expected_steps:
             raise ValueError(
                 f"multi_step_loss: the {what} of head '{name}' must have {expected_steps} entries (T = {steps} steps, "
-                f"first_step = {head.first_step}), but it has {len(tensors)}"
+                f"first_step = {head.first_step}), but it has {len(entries)}"
             )
     for step, (prediction, target) in enumerate(zip(predictions, targets, strict=True), start=head.first_step):
-        for what, tensor in (("prediction", prediction), ("target", target)):
-            where = _at(name, step, what)
-            if tensor.dtype not in DTYPES:
-                raise TypeError(
-                    f"multi_step_loss: {where} must be float64, float32, bfloat16 or float16, but it is {tensor.dtype}"
-                )
-            if tensor.device != device:
-                raise ValueError(f"multi_step_loss: {where} is on {tensor.device}, but the predictions are on {device}")
-        patterns, target_shape = _shapes(head, prediction, batch)
+        where = _at(name, step, "prediction")
+        _check_dtype(where, prediction, "")
+        _check_device(where, prediction, device)
+        patterns = list(dict.fromkeys(_shape(head, layout.prediction, batch) for layout in head.layouts))
         if not any(_fits(prediction.shape, pattern) for pattern in patterns) or (
             prediction.dim() != predictions[0].dim() or prediction.shape[1:] != predictions[0].shape[1:]
         ):
-            same = " (the same at every step)" if len(patterns) > 1 or "A" in patterns[0] else ""
+            same = " (the same at every step)" if any(isinstance(p[-1], str) for p in patterns) else ""
             raise ValueError(
-                f"multi_step_loss: {_at(name, step, 'prediction')} must have shape "
-                f"{' or '.join(map(_written, patterns))}{same} for {type(head).__name__}, "
-                f"but it has {_written(prediction.shape)}"
+                f"multi_step_loss: {where} must have shape {' or '.join(map(_written, patterns))}{same} for "
+                f"{type(head).__name__}, but it has {_written(prediction.shape)}"
             )
-        if tuple(target.shape) != target_shape:
-            raise ValueError(
-                f"multi_step_loss: {_at(name, step, 'target')} must have shape {_written(target_shape)} for "
-                f"{type(head).__name__}, but it has {_written(target.shape)}"
-            )
-        if target.requires_grad:
-            raise ValueError(
-                f"multi_step_loss: {_at(name, step, 'target')} requires grad, but targets get no gradient; detach() it"
-            )
+        if target is not None:
+            possible = [layout for layout in head.layouts if len(layout.prediction) == prediction.dim() - 1]
+            _check_target(_at(name, step, "target"), head, possible, prediction, target, device)
+
+
+def _check_target(
+    where: str, head: Head, layouts: list[Layout], prediction: torch.Tensor, target: torch.Tensor, device: torch.device
+) -> None:
+    takes_classes = any(layout.classes for layout in layouts)
+    is_class = takes_classes and not target.is_floating_point()
+    if is_class and target.dtype != torch.int64:
+        raise TypeError(
+            f"multi_step_loss: {where} must be probabilities or torch.int64 classes, but it is {target.dtype}"
+        )
+    if not is_class:
+        _check_dtype(where, target, " or, for classes, torch.int64" if takes_classes else "")
+    _check_device(where, target, device)
+    shapes = [
+        _shape(head, layout.target or (), prediction.shape[0], prediction.shape[1:])
+        for layout in layouts
+        if layout.classes == is_class
+    ]
+    if not any(_fits(target.shape, shape) for shape in shapes):
+        kind = " and classes" if is_class else ""
+        raise ValueError(
+            f"multi_step_loss: {where} must have shape {' or '.join(map(_written, shapes))} for "
+            f"{type(head).__name__}{kind}, but it has {_written(target.shape)}"
+        )
+    if target.requires_grad:
+        raise ValueError(
+            f"multi_step_loss: {where} requires grad, but targets get no gradient; detach() it"
+        )
+
+
+def _check_dtype(where: str, tensor: torch.Tensor, others: str) -> None:
+    if tensor.dtype not in DTYPES:
+        raise TypeError(
+            f"multi_step_loss: {where} must be float64, float32, bfloat16 or float16{others}, but it is {tensor.dtype}"
+        )
+
+
+def _check_device(where: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"multi_step_loss: {where} is on {tensor.device}, but the predictions are on {device}")
 
 
 def _check_weights(argument: str, weights: torch.Tensor, shapes: list[tuple[int, ...]], device: torch.device) -> None:
     if not isinstance(weights, torch.Tensor):
         raise TypeError(f"multi_step_loss: {argument} must be a tensor, but it is of type {type(weights).__name__}")
-    if weights.dtype not in DTYPES:
-        raise TypeError(
-            f"multi_step_loss: {argument} must be float64, float32, bfloat16 or float16, but it is {weights.dtype}"
-        )
+    _check_dtype(argument, weights, "")
     _check_shape_and_device(argument, weights, shapes, device)
     if weights.requires_grad:
         raise ValueError(f"multi_step_loss: {argument} requires grad, but weights get no gradient; detach() it")
@@ -232,8 +278,7 @@ def _check_shape_and_device(
             f"multi_step_loss: {argument} must have shape {' or '.join(map(_written, shapes))}, "
             f"but it has {_written(tensor.shape)}"
         )
-    if tensor.device != device:
-        raise ValueError(f"multi_step_loss: {argument} is on {tensor.device}, but the predictions are on {device}")
+    _check_device(argument, tensor, device)
 
 
 def _step_numbers(

@@ -10,29 +10,26 @@ import torch
 
 from . import _context, reference
 from ._library import _C
-from ._validate import Entries, StepNumbers, check_heads
-from .heads import Head, MeanSquaredError, SoftCrossEntropy, TwoHot
+from ._validate import Entries, StepNumbers, check_heads, has_target, validate
+from .heads import Head, HLGauss, PerStepLoss, SoftCrossEntropy, TwoHot, numbers_of
 from .output import MultiStepLossOutput
-from .support import TRANSFORMS, Support
+from .support import Support
 
 Reduction = Literal["mean", "sum", "none", "valid_mean"]
 
 
-def _table_row(head: Head) -> tuple[int, int, float, float, float, float, int, int]:
-    """A head as the kernels read it: kind, first_step, weight, and the numbers of its support or transform."""
-    if isinstance(head, TwoHot):
-        support = head.support
-        numbers = (support.minimum, support.maximum, support.eps, support.num_bins, TRANSFORMS[support.transform])
-        return (0, head.first_step, head.weight, *numbers)
-    if isinstance(head, SoftCrossEntropy):
-        return (1, head.first_step, head.weight, 0.0, 0.0, 0.0, 0, 0)
-    assert isinstance(head, MeanSquaredError)
-    return (2, head.first_step, head.weight, 0.0, 0.0, 1e-3, 0, TRANSFORMS[head.transform])
-
-
 def _make_plan(heads: Mapping[str, Head], keeps_memory: bool = False) -> Any:
     check_heads(heads)
-    return _C.Plan(dict(heads), [_table_row(head) for head in heads.values()], keeps_memory)
+    numbers = [number for head in heads.values() for number in numbers_of(head)]
+    return _C.Plan(dict(heads), numbers, [_layouts(head) for head in heads.values()], keeps_memory)
+
+
+def _layouts(head: Head) -> list[tuple[int, int, bool]]:
+    """Dimensions behind the batch: those of a prediction and of its target (-1: it has none)."""
+    return [
+        (len(prediction), -1 if target is None else len(target), classes)
+        for prediction, target, classes in head.layouts
+    ]
 
 
 @functools.lru_cache(maxsize=256)
@@ -63,11 +60,13 @@ def multi_step_loss(
     `B` is the batch and `T = K + 1` the number of predictions (root and K recurrent steps).
 
     Args:
-        heads: name to head (`TwoHot`, `SoftCrossEntropy`, `MeanSquaredError`).
+        heads: name to head: `TwoHot`, `HLGauss`, `SoftCrossEntropy`, `MeanSquaredError`, `BinaryCrossEntropy`,
+            `NegativeCosine`, `PerStepLoss`. An ensemble is several heads.
         predictions: head's name to a list or tuple of T tensors `[B, ...]`, as an unroll produces them (they are read
             where they are, without stacking), or to one tensor `[B, T, ...]`. A head with ``first_step=1`` has T - 1
             entries. float64, float32, bfloat16 or float16.
-        targets: the same for the targets, floating; they must not require grad.
+        targets: the same for the targets, floating, or int64 for classes; they must not require grad. A `PerStepLoss`
+            has none.
         step_weights: T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient.
         step_gradient_scale: the same forms: multiplies the gradient only, as `scale_gradient` on each step's loss does.
             "unroll" is 1 for the root and 1/K after, as in the pseudocode of MuZero (Schrittwieser et al. 2020).
@@ -87,8 +86,9 @@ def multi_step_loss(
         ValueError, TypeError: names the head and step, what was expected and what came; nothing has been changed then.
 
     On the CPU and for plain tensors this is one call into C++, one parallel region and no temporary of the size of the
-    logits besides the gradients, which are computed together with the loss. Second derivatives, `torch.func`
-    transforms, `torch.compile`, tensor subclasses and other devices go through `gradscale_ext.reference`.
+    logits besides the gradients, which are computed together with the loss; in `torch.compile` and `torch.export` it is
+    one operator of the graph. Second derivatives, `torch.func` transforms, forward mode, tensor subclasses and other
+    devices go through `gradscale_ext.reference`. A compiled or exported loss has no second derivative: it raises.
 
     >>> heads = {"policy": SoftCrossEntropy()}
     >>> logits = torch.zeros(1, 4, requires_grad=True)
@@ -148,18 +148,95 @@ def _run(
         )
         if fused is not None:
             return MultiStepLossOutput(*fused)
-    return reference.multi_step_loss(
-        heads,
-        predictions,
-        targets,
-        step_weights=step_weights,
-        step_gradient_scale=step_gradient_scale,
-        importance_weights=importance_weights,
-        mask=mask,
-        reduction=reduction,
-        nonfinite=nonfinite,
-        batch_first=batch_first,
+    options: dict[str, Any] = {
+        "step_weights": step_weights,
+        "step_gradient_scale": step_gradient_scale,
+        "importance_weights": importance_weights,
+        "mask": mask,
+        "reduction": reduction,
+        "nonfinite": nonfinite,
+        "batch_first": batch_first,
+    }
+    if plan is None and not _context.is_transformed() and _all_plain(predictions) and _all_plain(targets):
+        return _call_operator(heads, predictions, targets, options)
+    if not _context.is_transformed():
+        _say_once_where_it_is_not_fused(predictions)
+    return reference.multi_step_loss(heads, predictions, targets, **options)
+
+
+def _all_plain(entries: Any) -> bool:
+    """Whether all tensors are PyTorch's own, on the CPU, where the operator has a kernel. What is wrong is plain too: the
+    checks will say so."""
+    if isinstance(entries, torch.Tensor):
+        return type(entries) in (torch.Tensor, torch.nn.Parameter) and entries.device.type == "cpu"
+    if isinstance(entries, Mapping):
+        return all([_all_plain(value) for value in entries.values()])
+    return not isinstance(entries, list | tuple) or all([_all_plain(value) for value in entries])
+
+
+def _call_operator(
+    heads: Mapping[str, Head],
+    predictions: Mapping[str, Entries],
+    targets: Mapping[str, Entries],
+    options: dict[str, Any],
+) -> MultiStepLossOutput:
+    """The loss as an operator that stays in the graph of the compiler."""
+    call = validate(heads, predictions, targets, **options)
+    layout, masks = [], []
+    flat_predictions: list[torch.Tensor] = []
+    flat_targets: list[torch.Tensor] = []
+    for name, head in heads.items():
+        layout.append(_flatten(predictions[name], flat_predictions))
+        layout.append(_flatten(targets[name], flat_targets) if has_target(head) else -1)
+        layout.append(len(masks) if name in call.masks else -1)
+        if name in call.masks:
+            masks.append(call.masks[name])
+    results = torch.ops.gradscale_ext.multi_step_loss(
+        flat_predictions,
+        flat_targets,
+        masks,
+        call.step_weights,
+        call.step_gradient_scale,
+        options["importance_weights"],
+        [number for head in heads.values() for number in numbers_of(head)],
+        layout,
+        [],
+        options["reduction"],
+        options["nonfinite"] == "skip",
+        options["batch_first"],
     )
+    loss, per_sample, head_means, num_nonfinite = results[:4]
+    decoded = [name for name, head in heads.items() if isinstance(head, TwoHot | HLGauss)]
+    return MultiStepLossOutput(
+        loss=loss,
+        per_sample=per_sample,
+        per_step=dict(zip(heads, results[4:], strict=False)),
+        expected=dict(zip(decoded, results[4 + len(heads) :], strict=False)),
+        head_means=dict(zip(heads, head_means.unbind(), strict=True)),
+        num_nonfinite=num_nonfinite,
+    )
+
+
+def _flatten(entries: Entries, flat: list[torch.Tensor]) -> int:
+    """Append the entries of a head; returns how many they are, 0 for one with a step dimension."""
+    if isinstance(entries, torch.Tensor):
+        flat.append(entries)
+        return 0
+    flat.extend(entries)
+    return len(entries)
+
+
+def _say_once_where_it_is_not_fused(predictions: Mapping[str, Entries]) -> None:
+    if not _context.is_eager() or not isinstance(predictions, Mapping):
+        return
+    for entries in predictions.values():
+        first = entries if isinstance(entries, torch.Tensor) else next(iter(entries), None)
+        if isinstance(first, torch.Tensor) and first.device.type != "cpu":
+            _context.say_once(
+                f"gradscale_ext: this build has no kernels for {first.device.type} tensors; the loss is computed by "
+                "gradscale_ext.reference there: the same numbers, not fused"
+            )
+            return
 
 
 def _as_dict(mapping: Any) -> Any:
@@ -182,7 +259,7 @@ class MultiStepLoss(torch.nn.Module):
     ['policy', 'reward', 'value']
     """
 
-    def __init__(self, **heads: Head) -> None:
+    def __init__(self, /, **heads: Head) -> None:
         """Keep the heads."""
         super().__init__()
         check_heads(heads)
@@ -246,6 +323,47 @@ class MultiStepLoss(torch.nn.Module):
         return "\n".join(f"{name}={head}" for name, head in self.heads.items())
 
 
+def reduce_multi_step(
+    losses: Entries,
+    *,
+    step_weights: StepNumbers = None,
+    step_gradient_scale: StepNumbers | Literal["unroll"] = None,
+    importance_weights: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    reduction: Reduction = "mean",
+    nonfinite: Literal["propagate", "skip"] = "propagate",
+    batch_first: bool = True,
+) -> MultiStepLossOutput:
+    """The weights, mask and reduction of `multi_step_loss` alone, for per-step losses that the user computed.
+
+    Args:
+        losses: `[B, T]`, or a list or tuple of T tensors `[B]`.
+        step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite, batch_first: as in
+            `multi_step_loss`.
+
+    Returns:
+        `MultiStepLossOutput` with one head, "loss".
+
+    Raises:
+        ValueError, TypeError: as `multi_step_loss` does.
+
+    >>> reduce_multi_step(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), step_weights=[1.0, 0.5]).loss
+    tensor(3.5000)
+    """
+    return multi_step_loss(
+        {"loss": PerStepLoss()},
+        {"loss": losses},
+        {},
+        step_weights=step_weights,
+        step_gradient_scale=step_gradient_scale,
+        importance_weights=importance_weights,
+        mask=mask,
+        reduction=reduction,
+        nonfinite=nonfinite,
+        batch_first=batch_first,
+    )
+
+
 def priorities(
     expected: Entries,
     targets: Entries,
@@ -299,7 +417,7 @@ def priorities(
 def _differentiable_gradients(
     heads: dict[str, Head],
     predictions: list[Entries],
-    targets: list[Entries],
+    targets: list[Entries | None],
     masks: list[torch.Tensor | None],
     options: dict[str, Any],
     grad_output: torch.Tensor,
@@ -319,7 +437,7 @@ def _differentiable_gradients(
         loss = reference.multi_step_loss(
             heads,
             dict(zip(heads, views, strict=True)),
-            dict(zip(heads, targets, strict=True)),
+            {name: entries for name, entries in zip(heads, targets, strict=True) if entries is not None},
             mask={name: mask for name, mask in zip(heads, masks, strict=True) if mask is not None},
             **options,
         ).loss

@@ -6,13 +6,23 @@ subclasses, other devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ._validate import Call, Entries, StepNumbers, validate
-from .heads import Head, MeanSquaredError, SoftCrossEntropy, TwoHot
+from .heads import (
+    BinaryCrossEntropy,
+    Head,
+    HLGauss,
+    MeanSquaredError,
+    NegativeCosine,
+    PerStepLoss,
+    SoftCrossEntropy,
+    TwoHot,
+)
 from .output import MultiStepLossOutput
 from .transforms import signed_hyperbolic, signed_parabolic, symexp, symlog
 
@@ -42,28 +52,54 @@ def centers(support: Support, dtype: torch.dtype, device: torch.device | None = 
     return middle + half_spacing * odd
 
 
+def raw_centers(support: Support, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """`[S]` centres transformed back."""
+    return inverse_transform(centers(support, torch.float64, device), support.transform, support.eps).to(dtype)
+
+
 def two_hot(x: torch.Tensor, support: Support) -> torch.Tensor:
-    """`[..., S]` distributions with mass on the two bins next to the transformed scalars `[...]`."""
-    y = x if x.dtype == torch.float64 else x.float()
-    limit = torch.finfo(y.dtype).max
-    y = transform(y.clamp(-limit, limit), support.transform, support.eps)
+    """`[..., S]` distributions with mass on the two bins next to the scalars `[...]`."""
+    raw = _clamped_to_finite(_widened(x))
+    y = transform(raw, support.transform, support.eps)
     last_bin = support.num_bins - 1
     position = ((y - support.minimum) * (last_bin / (support.maximum - support.minimum))).clamp(0, last_bin)
-    lower = position.detach().nan_to_num(0).floor().clamp(max=last_bin - 1).unsqueeze(-1)
-    upper_weight = position.unsqueeze(-1) - lower
+    lower = position.detach().nan_to_num(0).floor().clamp(max=last_bin - 1)
+    bin = lower.long()
+    if support.space == "raw":
+        values = raw_centers(support, y.dtype, x.device)
+        upper_weight = ((raw - values[bin]) / (values[bin + 1] - values[bin])).clamp(0, 1)
+    else:
+        upper_weight = position - lower
+    bin, upper_weight = bin.unsqueeze(-1), upper_weight.unsqueeze(-1)
     zeros = torch.zeros((*x.shape, support.num_bins), dtype=y.dtype, device=x.device)
-    encoded = zeros.scatter(-1, lower.long(), 1 - upper_weight).scatter(-1, lower.long() + 1, upper_weight)
+    encoded = zeros.scatter(-1, bin, 1 - upper_weight).scatter(-1, bin + 1, upper_weight)
     # A row of NaN for a NaN scalar: its two weights already are, the other bins follow.
     return torch.where(position.isnan().unsqueeze(-1), float("nan"), encoded).to(x.dtype)
 
 
+def hl_gauss(x: torch.Tensor, support: Support, sigma_ratio: float) -> torch.Tensor:
+    """`[..., S]` histograms of normals around the transformed scalars `[...]`."""
+    y = transform(_clamped_to_finite(_widened(x)), support.transform, support.eps)
+    y = y.clamp(support.minimum, support.maximum).unsqueeze(-1)
+    width = (support.maximum - support.minimum) / (support.num_bins - 1)
+    edges = torch.arange(support.num_bins + 1, dtype=y.dtype, device=x.device) * width + (support.minimum - width / 2)
+    # Phi is erf / 2 + 1/2: the constants go away with the division by the total.
+    below = torch.erf((edges - y) / (math.sqrt(2) * sigma_ratio * width))
+    total = below[..., -1:] - below[..., :1]
+    return ((below[..., 1:] - below[..., :-1]) / total).to(x.dtype)
+
+
 def decode(logits: torch.Tensor, support: Support) -> torch.Tensor:
-    """Scalars `[...]` that logits `[..., S]` predict: the inverse transform of the expectation over the support."""
+    """Scalars `[...]` that logits `[..., S]` predict: the expectation over the support, transformed back."""
     probabilities = _widened(logits).softmax(-1)
-    odd = centers(support, probabilities.dtype, logits.device) - 0.5 * (support.minimum + support.maximum)
-    # odd is antisymmetric: sum_j p_j odd_j in this form is exactly 0 for uniform logits.
-    expected = 0.5 * ((probabilities - probabilities.flip(-1)) * odd).sum(-1)
-    return inverse_transform(expected + 0.5 * (support.minimum + support.maximum), support.transform, support.eps)
+    raw = support.space == "raw"
+    values = (raw_centers if raw else centers)(support, probabilities.dtype, logits.device)
+    # Bins at equal distance from the middle are taken together. Over a symmetric support each pair is exactly
+    # antisymmetric, so that uniform logits give exactly 0.
+    other = probabilities.flip(-1)
+    half_difference, half_sum = 0.5 * (values - values.flip(-1)), 0.5 * (values + values.flip(-1))
+    expected = 0.5 * ((probabilities - other) * half_difference + (probabilities + other) * half_sum).sum(-1)
+    return expected if raw else inverse_transform(expected, support.transform, support.eps)
 
 
 def l2_loss(parameters: Iterable[torch.Tensor], weight: float) -> torch.Tensor:
@@ -121,7 +157,7 @@ def multi_step_loss(
                 call.dtype
             )
             for name, head in heads.items()
-            if isinstance(head, TwoHot)
+            if isinstance(head, TwoHot | HLGauss)
         },
         head_means={name: per_step[name].detach().sum() / _kept_entries(name, heads[name], call) for name in heads},
         num_nonfinite=(~per_sample.isfinite()).sum(),
@@ -130,6 +166,11 @@ def multi_step_loss(
 
 def _widened(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+def _clamped_to_finite(x: torch.Tensor) -> torch.Tensor:
+    limit = torch.finfo(x.dtype).max
+    return x.clamp(-limit, limit)
 
 
 def _mask_of(name: str, call: Call) -> torch.Tensor:
@@ -153,38 +194,120 @@ def _reduction_factor(name: str, head: Head, call: Call, reduction: str) -> torc
 
 
 def _per_step(name: str, head: Head, call: Call) -> torch.Tensor:
-    """`[B, T_h]` losses without weights. A masked entry is replaced by zeros before, so that neither its value nor its
+    """`[B, T_h]` losses without weights. A masked entry is replaced by ones before, so that neither its value nor its
     gradient can come through."""
     losses = []
     mask = call.masks.get(name)
     for t, (prediction, target) in enumerate(zip(call.predictions[name], call.targets[name], strict=True)):
-        prediction, target = prediction.to(call.dtype), target.to(call.dtype)
+        prediction = prediction.to(call.dtype)
+        if target is not None and target.is_floating_point():
+            target = target.to(call.dtype)
         if mask is None:
             losses.append(entry_loss(head, prediction, target))
             continue
         kept = mask[:, head.first_step + t]
-        prediction, target = (
-            torch.where(kept.unsqueeze(-1) if entry.dim() == 2 else kept, entry, 0.0) for entry in (prediction, target)
-        )
-        losses.append(torch.where(kept, entry_loss(head, prediction, target), 0.0))
+        loss = entry_loss(head, _where(kept, prediction), None if target is None else _where(kept, target))
+        losses.append(torch.where(kept, loss, 0.0))
     return torch.stack(losses, 1)
 
 
-def entry_loss(head: Head, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """`[B]` losses of one head at one step."""
-    if isinstance(head, TwoHot):
-        return _cross_entropy(prediction, two_hot(target, head.support))
-    if isinstance(head, SoftCrossEntropy):
-        return _cross_entropy(prediction, target)
-    assert isinstance(head, MeanSquaredError)
+def _where(kept: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
+    ones = torch.ones((), dtype=entry.dtype, device=entry.device)
+    if not entry.is_floating_point():
+        ones = ones - 1  # the first class
+    return torch.where(kept.unsqueeze(-1) if entry.dim() == 2 else kept, entry, ones)
+
+
+# ---- The losses of the heads: [B] for one step ----------------------------------------------------------------------
+
+
+def _two_hot_loss(head: TwoHot, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return _cross_entropy(logits.log_softmax(-1), _smoothed(two_hot(target, head.support), head.label_smoothing))
+
+
+def _hl_gauss_loss(head: HLGauss, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return _cross_entropy(logits.log_softmax(-1), hl_gauss(target, head.support, head.sigma_ratio))
+
+
+def _soft_cross_entropy_loss(head: SoftCrossEntropy, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    log_probabilities = logits.log_softmax(-1)
+    if not target.is_floating_point():
+        target = _one_hot(target, logits)
+    target = _smoothed(target, head.label_smoothing)
+    loss = _cross_entropy(log_probabilities, target)
+    if head.subtract_target_entropy:
+        loss = loss + torch.special.xlogy(target, target).sum(-1)
+    if head.entropy_weight != 0:
+        probabilities = log_probabilities.exp()
+        loss = loss - head.entropy_weight * _cross_entropy(log_probabilities, probabilities)
+    return loss
+
+
+def _mean_squared_error_loss(head: MeanSquaredError, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     squares = (prediction - transform(target, head.transform, 1e-3)).square()
     return squares.mean(-1) if squares.dim() == 2 else squares
 
 
-def _cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    # 0 * log 0 is 0: an illegal action, with a logit of -inf, costs nothing when the target has nothing there.
-    log_probabilities = torch.where(target == 0, 0.0, logits.log_softmax(-1))
-    return -(target * log_probabilities).sum(-1)
+def _binary_cross_entropy_loss(head: BinaryCrossEntropy, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    log_sigmoid = torch.nn.functional.logsigmoid
+    return -_product(target, log_sigmoid(logits)) - _product(1 - target, log_sigmoid(-logits))
+
+
+def _negative_cosine_loss(head: NegativeCosine, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return -(_normalized(prediction, head.eps) * _normalized(target, head.eps)).sum(-1)
+
+
+def _per_step_loss(head: PerStepLoss, prediction: torch.Tensor, target: None) -> torch.Tensor:
+    return prediction
+
+
+_LOSSES: dict[type[Head], Callable[[Any, torch.Tensor, Any], torch.Tensor]] = {
+    TwoHot: _two_hot_loss,
+    HLGauss: _hl_gauss_loss,
+    SoftCrossEntropy: _soft_cross_entropy_loss,
+    MeanSquaredError: _mean_squared_error_loss,
+    BinaryCrossEntropy: _binary_cross_entropy_loss,
+    NegativeCosine: _negative_cosine_loss,
+    PerStepLoss: _per_step_loss,
+}
+
+
+def entry_loss(head: Head, prediction: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    """`[B]` losses of one head at one step."""
+    loss = next(function for kind, function in _LOSSES.items() if isinstance(head, kind))
+    return loss(head, prediction, target)
+
+
+def _product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """weight x, where 0 times anything is 0: an illegal action, with a logit of -inf, costs nothing when the target has
+    nothing there."""
+    return weight * torch.where(weight == 0, 0.0, x)
+
+
+def _cross_entropy(log_probabilities: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return -_product(target, log_probabilities).sum(-1)
+
+
+def _smoothed(target: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    if label_smoothing == 0:
+        return target
+    return target * (1 - label_smoothing) + label_smoothing / target.shape[-1]
+
+
+def _one_hot(classes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Like `logits`; a row of NaN for a class that is none."""
+    number = logits.shape[-1]
+    valid = ((classes >= 0) & (classes < number)).unsqueeze(-1)
+    zeros = torch.zeros_like(logits, requires_grad=False)
+    return torch.where(valid, zeros.scatter(-1, classes.clamp(0, number - 1).unsqueeze(-1), 1.0), float("nan"))
+
+
+def _normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / max(|x|, eps) over the last dimension; the squares neither overflow nor underflow."""
+    largest = x.detach().abs().amax(-1, keepdim=True).clamp(min=eps)
+    scaled = x / largest
+    length = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    return scaled / torch.maximum(length, eps / largest)
 
 
 def _with_scaled_gradient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

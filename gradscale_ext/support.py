@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from . import _context, reference
 from ._library import _C
-
-#: The transforms as the kernels number them.
-TRANSFORMS = {"identity": 0, "signed_hyperbolic": 1, "symlog": 2}
+from .heads import TRANSFORMS, TwoHot, numbers_of
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,12 @@ class Support:
         num_bins: S, at least 2.
         transform: "identity", "signed_hyperbolic" (MuZero) or "symlog" (DreamerV3, TD-MPC2).
         eps: the epsilon of "signed_hyperbolic", at least 0.
-        space: where targets are interpolated and expectations taken: "transformed", as in MuZero (Schrittwieser et al.
-            2020, appendix F) and TD-MPC2.
+        space: where targets are interpolated and expectations taken. "transformed": between the centres, the
+            expectation being transformed back afterwards (MuZero, appendix F; TD-MPC2). "raw": between the centres
+            transformed back, which makes the decoded value an unbiased estimate (DreamerV3; rlax' unbiased pair).
 
     Raises:
-        ValueError: an argument is out of range; `space` is not "transformed".
+        ValueError: an argument is out of range.
 
     >>> support = Support(-2, 2, 5, transform="identity")
     >>> support.two_hot(torch.tensor([0.25]))
@@ -43,7 +43,7 @@ class Support:
     num_bins: int
     transform: Literal["identity", "signed_hyperbolic", "symlog"] = "signed_hyperbolic"
     eps: float = 1e-3
-    space: Literal["transformed"] = "transformed"
+    space: Literal["transformed", "raw"] = "transformed"
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -58,16 +58,32 @@ class Support:
             raise ValueError(f"Support: transform must be one of {', '.join(TRANSFORMS)}, but it is {self.transform!r}")
         if not 0 <= self.eps < math.inf:
             raise ValueError(f"Support: eps must be finite and at least 0, but it is {self.eps}")
-        if self.space != "transformed":
-            raise ValueError(f"Support: space must be 'transformed', but it is {self.space!r}")
+        if self.space not in ("transformed", "raw"):
+            raise ValueError(f"Support: space must be 'transformed' or 'raw', but it is {self.space!r}")
 
     @classmethod
-    def muzero(cls, limit: float = 300) -> Support:
-        """MuZero's support: integer centres from -limit to limit, 601 bins by default, of the signed hyperbolic."""
+    def muzero(cls, limit: int = 300) -> Support:
+        """MuZero's support: integer centres from -limit to limit, 601 bins by default, of the signed hyperbolic.
+
+        Raises:
+            ValueError: `limit` is not an integer of at least 1.
+        """
+        if limit != int(limit) or limit < 1:
+            raise ValueError(f"Support.muzero: limit must be an integer of at least 1, but it is {limit!r}")
         return cls(-limit, limit, 2 * int(limit) + 1)
 
+    @classmethod
+    def dreamer_v3(cls) -> Support:
+        """DreamerV3's support: 255 bins, symexp of -20 to 20, interpolated in raw space (Hafner et al. 2023)."""
+        return cls(-20, 20, 255, "symlog", space="raw")
+
+    @classmethod
+    def tdmpc2(cls) -> Support:
+        """TD-MPC2's support: 101 bins, symlog from -10 to 10 (Hansen et al. 2024)."""
+        return cls(-10, 10, 101, "symlog")
+
     def centers(self) -> torch.Tensor:
-        """`[S]` float32 centres, in transformed coordinates."""
+        """`[S]` float32 centres, in transformed coordinates whatever the `space`."""
         return reference.centers(self, torch.float64).float()
 
     def two_hot(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,10 +95,43 @@ class Support:
 
         Returns:
             `[..., S]` in the dtype of `x`; each row sums to 1.
+
+        Raises:
+            TypeError: `x` is not a floating tensor.
         """
-        if not x.is_floating_point():
-            raise TypeError(f"Support.two_hot: x must be a floating tensor, but its dtype is {x.dtype}")
+        _check_scalars("two_hot", x)
         return reference.two_hot(x, self)
+
+    def hl_gauss(self, x: torch.Tensor, sigma_ratio: float = 0.75) -> torch.Tensor:
+        """Encode scalars `[...]` as histograms `[..., S]` of a normal distribution around them.
+
+        With y the transformed scalar, clamped to `minimum..maximum`, w the width of a bin, and edges e half a width
+        either side of the centres::
+
+            p_j = (Phi((e_{j+1} - y) / sigma) - Phi((e_j - y) / sigma)) / total,    sigma = sigma_ratio w
+
+        The histogram is taken in transformed coordinates, where the bins are of equal width, whatever the `space`.
+
+        Args:
+            x: floating tensor of raw scalars. Out of range, ±inf included: as the end of the range. NaN: a row of NaN.
+            sigma_ratio: standard deviation over the width of a bin; finite, above 0.
+
+        Returns:
+            `[..., S]` in the dtype of `x`; each row sums to 1.
+
+        Raises:
+            TypeError: `x` is not a floating tensor.
+            ValueError: `sigma_ratio` is out of range.
+
+        From Imani & White 2018 and Farebrother et al. 2024, "Stop Regressing".
+
+        >>> Support(-1, 1, 3, "identity").hl_gauss(torch.tensor([0.0]))
+        tensor([[0.2407, 0.5186, 0.2407]])
+        """
+        _check_scalars("hl_gauss", x)
+        if not 0 < sigma_ratio < math.inf:
+            raise ValueError(f"Support.hl_gauss: sigma_ratio must be finite and above 0, but it is {sigma_ratio}")
+        return reference.hl_gauss(x, self, sigma_ratio)
 
     def decode(self, logits: torch.Tensor) -> torch.Tensor:
         """Scalars `[...]` that logits `[..., S]` predict: softmax, expectation, inverse transform in one kernel.
@@ -95,14 +144,43 @@ class Support:
             a symmetric support.
 
         Raises:
+            TypeError: `logits` is not a floating tensor.
             ValueError: the last dimension is not `num_bins`.
         """
+        if _context.is_eager():
+            values = _C.decode(self._compiled, self, logits)
+            if values is not None:
+                return values  # type: ignore[no-any-return]
+        _check_scalars("decode", logits, "logits")
         if logits.dim() < 1 or logits.shape[-1] != self.num_bins:
             raise ValueError(
                 f"Support.decode: logits must have shape [..., {self.num_bins}], but they have {tuple(logits.shape)}"
             )
-        if _context.is_eager() and not (logits.requires_grad and torch.is_grad_enabled()):
-            values = _C.decode(logits, self.minimum, self.maximum, self.eps, self.num_bins, TRANSFORMS[self.transform])
-            if values is not None:
-                return values
         return reference.decode(logits, self)
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        """The support as the kernels read it."""
+        return _C.Support(numbers_of(TwoHot(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is made again when it is needed."""
+        return {name: value for name, value in self.__dict__.items() if name != "_compiled"}
+
+
+def _check_scalars(function: str, x: torch.Tensor, argument: str = "x") -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"Support.{function}: {argument} must be a tensor, but it is of type {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"Support.{function}: {argument} must be a floating tensor, but its dtype is {x.dtype}")
+
+
+def _decode_gradient(logits: torch.Tensor, support: Support, grad_output: torch.Tensor) -> torch.Tensor:
+    """The gradient of `decode` as a graph. Called from C++ when a backward pass is itself differentiated."""
+    with torch.enable_grad():
+        view = logits.view_as(logits)
+        (gradient,) = torch.autograd.grad(reference.decode(view, support), view, grad_output, create_graph=True)
+    return gradient
+
+
+_C.set_differentiable_decode(_decode_gradient)

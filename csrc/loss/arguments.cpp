@@ -2,6 +2,7 @@
 
 #include "../tensor_element.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -35,63 +36,93 @@ bool read_entries(py::handle object, Entries& entries) {
   return count > 0;
 }
 
-int64_t count_steps(const Entries& entries, bool batch_first) {
-  if (!entries.stacked) {
-    return static_cast<int64_t>(entries.tensors.size());
+// An entry has `dims` dimensions behind the batch, `width` (-1: any, but the same for all) in the last.
+bool check_entry(
+    const at::Tensor& tensor, bool stacked, bool batch_first, int64_t batch, int64_t dims, int64_t& width) {
+  if (tensor.dim() != (stacked ? 2 : 1) + dims) {
+    return false;
   }
-  const at::Tensor& tensor = entries.tensors[0];
-  return tensor.dim() < 2 ? 0 : tensor.size(batch_first ? 1 : 0);
+  if (dims == 1) {
+    width = width < 0 ? tensor.size(-1) : width;
+  }
+  return tensor.size(stacked && !batch_first ? 1 : 0) == batch && (dims == 0 || tensor.size(-1) == width);
 }
 
-// Every entry has `dims` dimensions behind the batch, `width` (-1: any, but the same) in the last.
 bool check_entries(const Entries& entries, bool batch_first, int64_t batch, int64_t dims, int64_t& width) {
-  const int64_t leading = entries.stacked ? 2 : 1;
   return std::all_of(entries.tensors.begin(), entries.tensors.end(), [&](const at::Tensor& tensor) {
-    if (tensor.dim() != leading + dims) {
-      return false;
-    }
-    const int64_t batch_dim = entries.stacked && !batch_first ? 1 : 0;
-    if (dims == 1) {
-      width = width < 0 ? tensor.size(-1) : width;
-    }
-    return tensor.size(batch_dim) == batch && (dims == 0 || tensor.size(-1) == width);
+    return check_entry(tensor, entries.stacked, batch_first, batch, dims, width);
   });
 }
 
-bool check_head(const Head& head, const Arguments& arguments, const Entries& predictions, const Entries& targets) {
-  const bool batch_first = arguments.batch_first;
-  const int64_t steps = arguments.steps - head.first_step;
-  if (count_steps(predictions, batch_first) != steps || count_steps(targets, batch_first) != steps) {
+// A target has the dtype and the dimensions of one of the head's layouts.
+bool check_target(const at::Tensor& target, int64_t dims, int64_t prediction_dims, const std::vector<Layout>& layouts) {
+  const bool classes = target.scalar_type() == at::kLong;
+  if (target.requires_grad() || (!classes && !has_element(target))) {
     return false;
   }
-  for (const Entries* entries : {&predictions, &targets}) {
-    if (!std::all_of(entries->tensors.begin(), entries->tensors.end(), [](const at::Tensor& tensor) {
-          return has_element(tensor);
-        })) {
-      return false;
+  return std::any_of(layouts.begin(), layouts.end(), [&](const Layout& layout) {
+    return layout.classes == classes && layout.prediction_dims == prediction_dims && layout.target_dims == dims;
+  });
+}
+
+bool check_head(const Plan& plan, size_t h, const Arguments& arguments) {
+  const Head& head = plan.table[h];
+  const std::vector<Layout>& layouts = plan.layouts[h];
+  const Entries& predictions = arguments.predictions[h];
+  const Entries& targets = arguments.targets[h];
+  const bool batch_first = arguments.batch_first;
+  const int64_t steps = arguments.steps - head.first_step;
+  const bool has_target = layouts[0].target_dims >= 0;
+  if (count_steps(predictions, batch_first) != steps || (has_target && count_steps(targets, batch_first) != steps) ||
+      !std::all_of(predictions.tensors.begin(), predictions.tensors.end(), [](const at::Tensor& tensor) {
+        return has_element(tensor);
+      })) {
+    return false;
+  }
+  const int64_t dims = predictions.tensors[0].dim() - (predictions.stacked ? 2 : 1);
+  int64_t width = is_categorical(head.kind) ? head.support.num_bins : -1;
+  if (std::none_of(layouts.begin(), layouts.end(), [&](const Layout& l) { return l.prediction_dims == dims; }) ||
+      !check_entries(predictions, batch_first, arguments.batch, dims, width) || (dims == 1 && width < 1)) {
+    return false;
+  }
+  return std::all_of(targets.tensors.begin(), targets.tensors.end(), [&](const at::Tensor& target) {
+    const int64_t target_dims = target.dim() - (targets.stacked ? 2 : 1);
+    return check_target(target, target_dims, dims, layouts) &&
+           check_entry(target, targets.stacked, batch_first, arguments.batch, target_dims, width);
+  });
+}
+
+// A class that is none would be NaN in the kernel; here it can be said.
+void check_classes(const Plan& plan, size_t h, const Arguments& arguments) {
+  const Entries& targets = arguments.targets[h];
+  const int64_t first_step = plan.table[h].first_step;
+  for (int64_t t = 0; t < arguments.steps - first_step; ++t) {
+    const at::Tensor& whole = targets.tensors[targets.stacked ? 0 : t];
+    if (whole.scalar_type() != at::kLong) {
+      continue;
+    }
+    const int64_t batch_dim = targets.stacked && !arguments.batch_first ? 1 : 0;
+    const int64_t* classes = whole.const_data_ptr<int64_t>() + (targets.stacked ? t * whole.stride(1 - batch_dim) : 0);
+    const int64_t number = arguments.predictions[h].tensors[0].size(-1);
+    const at::Tensor& mask = arguments.masks[h];
+    for (int64_t b = 0; b < arguments.batch; ++b) {
+      const int64_t chosen = classes[b * whole.stride(batch_dim)];
+      const bool kept =
+          !mask.defined() || mask.const_data_ptr<bool>()[b * mask.stride(0) + (t + first_step) * mask.stride(1)];
+      TORCH_CHECK_VALUE(
+          !kept || (chosen >= 0 && chosen < number),
+          "multi_step_loss: the target of head '",
+          py::str(plan.names[h]).cast<std::string>(),
+          "' at step ",
+          t + first_step,
+          " must be classes from 0 to ",
+          number - 1,
+          ", but that of sample ",
+          b,
+          " is ",
+          chosen);
     }
   }
-  for (const at::Tensor& target : targets.tensors) {
-    if (target.requires_grad()) {
-      return false;
-    }
-  }
-  int64_t width = -1;
-  int64_t dims = 1;
-  int64_t target_dims = 1;
-  switch (head.kind) {
-    case Kind::two_hot:
-      width = head.support.num_bins;
-      target_dims = 0;
-      break;
-    case Kind::soft_cross_entropy:
-      break;
-    case Kind::mean_squared_error:
-      dims = target_dims = predictions.tensors[0].dim() - (predictions.stacked ? 2 : 1);
-      break;
-  }
-  return dims >= 0 && dims <= 1 && check_entries(predictions, batch_first, arguments.batch, dims, width) &&
-         (dims == 0 || width > 0) && check_entries(targets, batch_first, arguments.batch, target_dims, width);
 }
 
 bool read_step_numbers(py::handle object, const Arguments& arguments, StepNumbers& out) {
@@ -163,6 +194,22 @@ bool read_gradient_scale(py::handle object, const Arguments& arguments, StepNumb
   return true;
 }
 
+} // namespace
+
+int64_t count_steps(const Entries& entries, bool batch_first) {
+  if (!entries.stacked) {
+    return static_cast<int64_t>(entries.tensors.size());
+  }
+  const at::Tensor& tensor = entries.tensors[0];
+  return tensor.dim() < 2 ? 0 : tensor.size(batch_first ? 1 : 0);
+}
+
+bool Arguments::wants_any() const {
+  return std::any_of(wants.begin(), wants.end(), [](const std::vector<bool>& of_head) {
+    return std::find(of_head.begin(), of_head.end(), true) != of_head.end();
+  });
+}
+
 std::optional<Reduction> read_reduction(const std::string& reduction) {
   if (reduction == "mean") {
     return Reduction::mean;
@@ -179,8 +226,6 @@ std::optional<Reduction> read_reduction(const std::string& reduction) {
   return std::nullopt;
 }
 
-} // namespace
-
 std::optional<Arguments> read_arguments(
     const Plan& plan,
     py::handle predictions,
@@ -194,8 +239,7 @@ std::optional<Arguments> read_arguments(
     bool batch_first) {
   const size_t heads = plan.table.size();
   if (!ordinary_context() || !PyDict_Check(predictions.ptr()) || !PyDict_Check(targets.ptr()) ||
-      PyDict_Size(predictions.ptr()) != static_cast<Py_ssize_t>(heads) ||
-      PyDict_Size(targets.ptr()) != static_cast<Py_ssize_t>(heads)) {
+      PyDict_Size(predictions.ptr()) != static_cast<Py_ssize_t>(heads)) {
     return std::nullopt;
   }
   Arguments arguments;
@@ -208,15 +252,22 @@ std::optional<Arguments> read_arguments(
   arguments.reduction = *kind_of_reduction;
   arguments.predictions.resize(heads);
   arguments.targets.resize(heads);
+  Py_ssize_t found_targets = 0;
   for (size_t h = 0; h < heads; ++h) {
     PyObject* prediction = PyDict_GetItem(predictions.ptr(), plan.names[h].ptr());
     PyObject* target = PyDict_GetItem(targets.ptr(), plan.names[h].ptr());
-    if (prediction == nullptr || target == nullptr || !read_entries(prediction, arguments.predictions[h]) ||
-        !read_entries(target, arguments.targets[h])) {
+    found_targets += target != nullptr ? 1 : 0;
+    const bool has_target = plan.layouts[h][0].target_dims >= 0;
+    if (prediction == nullptr || !read_entries(prediction, arguments.predictions[h]) ||
+        has_target != (target != nullptr && target != Py_None) ||
+        (has_target && !read_entries(target, arguments.targets[h]))) {
       return std::nullopt;
     }
     const int64_t steps = plan.table[h].first_step + count_steps(arguments.predictions[h], batch_first);
     arguments.steps = std::max(arguments.steps, steps);
+  }
+  if (found_targets != PyDict_Size(targets.ptr())) {
+    return std::nullopt;
   }
   const Entries& first = arguments.predictions[0];
   const int64_t batch_dim = first.stacked && !batch_first ? 1 : 0;
@@ -225,7 +276,7 @@ std::optional<Arguments> read_arguments(
   }
   arguments.batch = first.tensors[0].size(batch_dim);
   for (size_t h = 0; h < heads; ++h) {
-    if (!check_head(plan.table[h], arguments, arguments.predictions[h], arguments.targets[h])) {
+    if (!check_head(plan, h, arguments)) {
       return std::nullopt;
     }
   }
@@ -239,6 +290,14 @@ std::optional<Arguments> read_arguments(
     if (!read_tensor(importance_weights, weights) || weights.requires_grad() || !has_element(weights) ||
         weights.sizes() != at::IntArrayRef({arguments.batch})) {
       return std::nullopt;
+    }
+  }
+  const bool records = at::GradMode::is_enabled();
+  for (size_t h = 0; h < heads; ++h) {
+    check_classes(plan, h, arguments);
+    std::vector<bool>& wants = arguments.wants.emplace_back();
+    for (const at::Tensor& prediction : arguments.predictions[h].tensors) {
+      wants.push_back(records && prediction.requires_grad());
     }
   }
   return arguments;

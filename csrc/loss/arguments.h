@@ -1,40 +1,33 @@
 // The arguments of one call of the multi-step loss, as Python gives them.
 #pragma once
 
-#include "segment.h"
+#include "gradient_memory.h"
+#include "head_table.h"
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Storage.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace gradscale {
 
-// The memory that gradients are written to. Fresh pages cost more at their first touch than the loss itself, so that a
-// module keeps its block, and takes it again when no gradient of the last call is alive any more.
-class GradientMemory {
- public:
-  explicit GradientMemory(bool keeps) : keeps_(keeps) {
-  }
-  c10::Storage take(int64_t size) const;
-
- private:
-  bool keeps_;
-  mutable std::mutex mutex_;
-  mutable c10::Storage block_;
+// Dimensions of a prediction and of its target behind the batch; a class is an int64 index.
+struct Layout {
+  int64_t prediction_dims;
+  int64_t target_dims; // -1: no target
+  bool classes;
 };
 
 // The heads of a loss, read once from the dataclasses.
 struct Plan {
-  explicit Plan(bool keeps_memory) : gradient_memory(keeps_memory) {
+  Plan(c10::ArrayRef<double> numbers, bool keeps_memory) : table(numbers), gradient_memory(keeps_memory) {
   }
   py::object heads; // dict of name -> dataclass
   std::vector<py::object> names;
-  std::vector<Head> table;
+  HeadTable table;
+  std::vector<std::vector<Layout>> layouts; // by head
   GradientMemory gradient_memory;
 };
 
@@ -42,7 +35,7 @@ enum class Reduction { mean, sum, none, valid_mean };
 
 // One tensor per step, or one tensor with a step dimension.
 struct Entries {
-  std::vector<at::Tensor> tensors;
+  std::vector<at::Tensor> tensors; // empty: the head has no target
   bool stacked = false;
 };
 
@@ -63,8 +56,17 @@ struct Arguments {
   bool skip_nonfinite = false;
   bool batch_first = true;
   int64_t batch = 0;
-  int64_t steps = 0; // T
+  int64_t steps = 0;                    // T
+  std::vector<std::vector<bool>> wants; // by head, whether the gradient of each of its prediction tensors is wanted
+
+  bool wants_any() const;
 };
+
+// As in Python.
+std::optional<Reduction> read_reduction(const std::string& reduction);
+
+// Steps of a tensor with a step dimension, or tensors.
+int64_t count_steps(const Entries& entries, bool batch_first);
 
 // Reads and checks the arguments. Empty when something is not as the fused kernel takes it: a wrong argument, for which
 // Python then has the words, or a tensor of another kind (subclass, transform, device), for which Python has another

@@ -1,32 +1,130 @@
 #include "decode.h"
 
+#include "../autograd.h"
 #include "../tensor_element.h"
 #include "../variants/kernels.h"
+#include "scratch.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/SafePyObject.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/saved_variable.h>
 
 #include <algorithm>
-#include <memory>
 
 namespace gradscale {
 
-at::Tensor decode(const at::Tensor& logits, const Support& support) {
-  const at::Tensor rows = logits.contiguous();
-  const int64_t width = support.num_bins;
-  const int64_t count = rows.numel() / width;
-  const bool is_double = rows.scalar_type() == at::kDouble;
-  const at::Tensor out =
-      at::empty(rows.sizes().slice(0, rows.dim() - 1), rows.options().dtype(is_double ? at::kDouble : at::kFloat));
-  const Rows logits_rows{const_cast<void*>(rows.const_data_ptr()), width, element_of(rows)};
-  const Slab values{out.mutable_data_ptr(), 1, is_double};
-  const DecodeRows run = kernels().decode_rows;
-  const int64_t grain = std::max<int64_t>(1, 32768 / (width + kLanes));
+namespace {
+
+namespace autograd = torch::autograd;
+
+// Never freed: a module of an interpreter that ends may be gone before the last node is.
+py::function* differentiable_decode = nullptr;
+
+void run(const Decoding& decoding, int64_t count) {
+  const DecodeRows rows = kernels().decode_rows;
+  const int64_t grain = std::max<int64_t>(1, 32768 / (decoding.width + kLanes));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
-    std::unique_ptr<double[]> scratch(new double[scratch_elements(width)]);
-    run(logits_rows, width, support, values, begin, end, scratch.get());
+    Scratch scratch(decoding.width);
+    rows(decoding, begin, end, scratch.data());
   });
+}
+
+Decoding decoding_of(const at::Tensor& rows, const Support& support) {
+  Decoding decoding{};
+  decoding.logits = {const_cast<void*>(rows.const_data_ptr()), support.num_bins, element_of(rows)};
+  decoding.width = support.num_bins;
+  decoding.support = &support;
+  return decoding;
+}
+
+at::ScalarType type_of_values(const at::Tensor& logits) {
+  return logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+at::Tensor values_of(const at::Tensor& logits, const Support& support) {
+  const at::Tensor rows = logits.contiguous();
+  const at::Tensor out = at::empty(rows.sizes().slice(0, rows.dim() - 1), rows.options().dtype(type_of_values(rows)));
+  Decoding decoding = decoding_of(rows, support);
+  decoding.out = {out.mutable_data_ptr(), 1, out.scalar_type() == at::kDouble};
+  run(decoding, out.numel());
   return out;
+}
+
+at::Tensor gradient_of(const at::Tensor& logits, const at::Tensor& grad_output, const Support& support) {
+  const at::Tensor rows = logits.contiguous();
+  const at::Tensor grad_rows = grad_output.to(type_of_values(rows)).contiguous();
+  const at::Tensor gradient = at::empty_like(rows);
+  Decoding decoding = decoding_of(rows, support);
+  decoding.gradient = {gradient.mutable_data_ptr(), support.num_bins, element_of(rows)};
+  decoding.grad_output = {grad_rows.mutable_data_ptr(), 1, grad_rows.scalar_type() == at::kDouble};
+  run(decoding, grad_rows.numel());
+  return gradient;
+}
+
+struct DecodeBackward : public autograd::Node {
+  std::shared_ptr<OwnedSupport> support;
+  std::unique_ptr<c10::SafePyObject> python_support;
+  autograd::SavedVariable saved_logits;
+
+  std::string name() const override {
+    return "DecodeBackward";
+  }
+
+  void release_variables() override {
+    saved_logits.reset_data();
+  }
+
+  autograd::variable_list apply(autograd::variable_list&& inputs) override {
+    const at::Tensor grad_output = std::move(inputs[0]);
+    if (!grad_output.defined()) {
+      return {at::Tensor()};
+    }
+    const at::Tensor logits = saved_logits.unpack();
+    if (!at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(grad_output) && ordinary_tensor(logits)) {
+      return {gradient_of(logits, grad_output, support->get())};
+    }
+    return {differentiable(logits, grad_output)};
+  }
+
+ private:
+  // The gradient as a graph, by decoding once more in plain PyTorch.
+  at::Tensor differentiable(const at::Tensor& logits, const at::Tensor& grad_output) const {
+    py::gil_scoped_acquire gil;
+    const py::object support_object = py::reinterpret_borrow<py::object>(python_support->ptr(getPyInterpreter()));
+    return (*differentiable_decode)(logits, support_object, grad_output).cast<at::Tensor>();
+  }
+};
+
+} // namespace
+
+void set_differentiable_decode(py::function function) {
+  differentiable_decode = new py::function(std::move(function));
+}
+
+at::Tensor decode(
+    const std::shared_ptr<OwnedSupport>& support, const py::object& python_support, const at::Tensor& logits) {
+  const bool wants_gradient = at::GradMode::is_enabled() && logits.requires_grad();
+  at::Tensor values;
+  {
+    py::gil_scoped_release no_gil;
+    at::NoGradGuard no_grad;
+    values = values_of(logits, support->get());
+  }
+  if (wants_gradient) {
+    DecodeBackward* node = nullptr;
+    const NodePtr handle = make_node(node);
+    node->add_next_edge(autograd::impl::gradient_edge(logits));
+    node->support = support;
+    node->python_support =
+        std::make_unique<c10::SafePyObject>(py::object(python_support).release().ptr(), getPyInterpreter());
+    node->saved_logits = autograd::SavedVariable(logits, /*is_output=*/false);
+    autograd::set_history(values, handle);
+  }
+  return values;
 }
 
 } // namespace gradscale

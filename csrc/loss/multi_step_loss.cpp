@@ -6,12 +6,11 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/mul.h>
-#include <c10/core/SafePyObject.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 
 namespace gradscale {
@@ -24,6 +23,9 @@ namespace autograd = torch::autograd;
 py::function* differentiable_gradients = nullptr;
 
 py::object entries_to_python(const Entries& entries) {
+  if (entries.tensors.empty()) {
+    return py::none();
+  }
   if (entries.stacked) {
     return py::cast(entries.tensors[0]);
   }
@@ -72,9 +74,9 @@ std::vector<int64_t> versions_of(const Arguments& arguments) {
 
 struct MultiStepLossBackward : public autograd::Node {
   Gradients gradients;           // for grad_output 1
-  Arguments arguments;           // for a second derivative
+  Arguments arguments;           // for another run
   std::vector<int64_t> versions; // of the arguments, as the forward pass read them
-  std::unique_ptr<c10::SafePyObject> heads;
+  std::shared_ptr<Plan> plan;
   bool last_use = false;
   bool released = false;
 
@@ -103,14 +105,16 @@ struct MultiStepLossBackward : public autograd::Node {
     }
     const bool readable = ordinary_context() && ordinary_tensor(grad_output);
     const bool is_one = readable && grad_output.dim() == 0 && grad_output.item<double>() == 1.0;
-    // Half gradients would be rounded a second time, 0 * inf would be NaN in masked entries, and a batched grad_output
-    // cannot be read here: these are computed anew.
-    if (!is_one && (!readable || has_half_gradient() || !grad_output.isfinite().all().item<bool>())) {
+    if (!readable) { // batched, or of another kind
       autograd::variable_list result = differentiable(grad_output);
       for (at::Tensor& gradient : result) {
         gradient = gradient.defined() ? gradient.detach() : gradient;
       }
       return result;
+    }
+    // Half gradients would be rounded a second time, and 0 * inf would be NaN in masked entries: the kernel runs again.
+    if (!is_one && (has_half_gradient() || !grad_output.isfinite().all().item<bool>())) {
+      return run_again(grad_output);
     }
     autograd::variable_list result;
     result.reserve(num_outputs());
@@ -156,11 +160,29 @@ struct MultiStepLossBackward : public autograd::Node {
     return grad_output.reshape(shape);
   }
 
-  autograd::variable_list differentiable(const at::Tensor& grad_output) {
+  void check_unchanged() const {
     TORCH_CHECK(
         versions_of(arguments) == versions,
         "MultiStepLoss: a prediction, target, weight or mask was modified by an in-place operation after the loss was "
         "computed, but this backward pass needs it as it was");
+  }
+
+  // With grad_output as another factor of each sample.
+  autograd::variable_list run_again(const at::Tensor& grad_output) {
+    check_unchanged();
+    Arguments weighted = arguments;
+    const at::Tensor factor = grad_output.to(at::kDouble).expand({arguments.batch});
+    const at::Tensor& weights = arguments.importance_weights;
+    weighted.importance_weights = weights.defined() ? weights.to(at::kDouble).mul(factor) : factor;
+    autograd::variable_list result;
+    for (std::vector<at::Tensor>& of_head : run_loss(plan->table, plan->gradient_memory, weighted).gradients) {
+      std::move(of_head.begin(), of_head.end(), std::back_inserter(result));
+    }
+    return result;
+  }
+
+  autograd::variable_list differentiable(const at::Tensor& grad_output) {
+    check_unchanged();
     py::gil_scoped_acquire gil;
     py::list predictions, targets, masks;
     for (size_t h = 0; h < arguments.predictions.size(); ++h) {
@@ -177,9 +199,8 @@ struct MultiStepLossBackward : public autograd::Node {
     options["reduction"] = reduction_name(arguments.reduction);
     options["nonfinite"] = arguments.skip_nonfinite ? "skip" : "propagate";
     options["batch_first"] = arguments.batch_first;
-    const py::object heads_object = py::reinterpret_borrow<py::object>(heads->ptr(getPyInterpreter()));
     const py::object result =
-        (*differentiable_gradients)(heads_object, predictions, targets, masks, options, grad_output);
+        (*differentiable_gradients)(plan->heads, predictions, targets, masks, options, grad_output);
     autograd::variable_list gradients_of_inputs;
     for (const auto& gradient : result) {
       gradients_of_inputs.push_back(gradient.is_none() ? at::Tensor() : gradient.cast<at::Tensor>());
@@ -194,31 +215,26 @@ void set_differentiable_gradients(py::function function) {
   differentiable_gradients = new py::function(std::move(function));
 }
 
-Outputs multi_step_loss(const Plan& plan, Arguments arguments) {
-  bool wants_gradients = false;
-  if (at::GradMode::is_enabled()) {
-    for (const Entries& entries : arguments.predictions) {
-      wants_gradients = wants_gradients || autograd::any_variable_requires_grad(entries.tensors);
-    }
-  }
+Outputs multi_step_loss(const std::shared_ptr<Plan>& plan, Arguments arguments) {
   RunResult result;
   {
     py::gil_scoped_release no_gil;
     at::NoGradGuard no_grad;
-    result = run_loss(plan, arguments, wants_gradients);
+    result = run_loss(plan->table, plan->gradient_memory, arguments);
   }
-  if (wants_gradients) {
+  if (arguments.wants_any()) {
     MultiStepLossBackward* node = nullptr;
     const NodePtr handle = make_node(node);
-    for (const Entries& entries : arguments.predictions) {
-      for (const at::Tensor& tensor : entries.tensors) {
-        node->add_next_edge(tensor.requires_grad() ? autograd::impl::gradient_edge(tensor) : autograd::Edge());
+    for (size_t h = 0; h < arguments.predictions.size(); ++h) {
+      const std::vector<at::Tensor>& tensors = arguments.predictions[h].tensors;
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        node->add_next_edge(arguments.wants[h][i] ? autograd::impl::gradient_edge(tensors[i]) : autograd::Edge());
       }
     }
     node->versions = versions_of(arguments);
     node->gradients = std::move(result.gradients);
     node->arguments = std::move(arguments);
-    node->heads = std::make_unique<c10::SafePyObject>(py::object(plan.heads).release().ptr(), getPyInterpreter());
+    node->plan = plan;
     autograd::set_history(result.outputs.loss, handle);
   }
   return std::move(result.outputs);

@@ -2,13 +2,13 @@
 
 #include "../tensor_element.h"
 #include "../variants/kernels.h"
+#include "scratch.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
 
 namespace gradscale {
 
@@ -17,15 +17,16 @@ namespace {
 // One call: turns tensors into segments, runs them, and reduces.
 class Run {
  public:
-  Run(const Plan& plan, const Arguments& arguments, bool wants_gradients)
-      : plan_(plan), arguments_(arguments), batch_(arguments.batch) {
+  Run(const HeadTable& table, const GradientMemory& memory, const Arguments& arguments, bool wide)
+      : table_(table), memory_(memory), arguments_(arguments), wide_(wide), batch_(arguments.batch) {
     is_double_ = std::any_of(arguments.predictions.begin(), arguments.predictions.end(), [](const Entries& entries) {
       return std::any_of(entries.tensors.begin(), entries.tensors.end(), [](const at::Tensor& tensor) {
         return tensor.scalar_type() == at::kDouble;
       });
     });
     options_ = at::TensorOptions().dtype(is_double_ ? at::kDouble : at::kFloat);
-    make_outputs(wants_gradients);
+    make_outputs();
+    make_gradients();
     make_coefficients();
     make_segments();
   }
@@ -61,17 +62,17 @@ class Run {
     const auto count = static_cast<int64_t>(chunks.size());
     const int64_t grain = elements <= serial_elements ? count : 1;
     at::parallel_for(0, count, std::max<int64_t>(grain, 1), [&](int64_t begin, int64_t end) {
-      Scratch scratch(scratch_elements(widest));
+      Scratch scratch(widest);
       for (int64_t i = begin; i < end; ++i) {
         const Segment& segment = *chunks[i].segment;
-        run(segment, coefficients_[segment.head - plan_.table.data()], chunks[i].begin, chunks[i].end, scratch.data());
+        run(segment, coefficients_[table_.index_of(segment.head)], chunks[i].begin, chunks[i].end, scratch.data());
       }
     });
   }
 
   // L_b, the loss, the means of the heads and the number of samples whose loss is not finite, in a fixed order.
   void reduce() {
-    const size_t heads = plan_.table.size();
+    const size_t heads = table_.size();
     std::vector<double> head_sums(heads, 0.0);
     const Slab per_sample = slab(outputs_.per_sample, 1);
     const Slab loss = slab(outputs_.loss, 1);
@@ -82,7 +83,7 @@ class Run {
       double weighted = 0; // with the factors of the reduction
       for (size_t h = 0; h < heads; ++h) {
         const double head = head_of_sample(h, b, head_sums[h]);
-        sample += plan_.table[h].weight * head;
+        sample += table_[h].weight * head;
         weighted += coefficients_[h].factor * head;
       }
       per_sample.store(b, sample);
@@ -109,80 +110,64 @@ class Run {
   }
 
  private:
-  // A row of a wide head needs more than a stack should hold.
-  class Scratch {
-   public:
-    explicit Scratch(int64_t elements) : memory_(new double[elements + 8]) {
-    }
-    double* data() {
-      const auto address = reinterpret_cast<uintptr_t>(memory_.get());
-      return reinterpret_cast<double*>((address + 63) / 64 * 64);
-    }
-
-   private:
-    std::unique_ptr<double[]> memory_;
-  };
-
   Slab slab(const at::Tensor& tensor, int64_t stride) const {
     return tensor.defined() ? Slab{tensor.mutable_data_ptr(), stride, is_double_} : Slab{};
   }
 
   int64_t steps_of(size_t head) const {
-    return arguments_.steps - plan_.table[head].first_step;
+    return arguments_.steps - table_[head].first_step;
   }
 
-  void make_outputs(bool wants_gradients) {
-    const size_t heads = plan_.table.size();
+  void make_outputs() {
+    const size_t heads = table_.size();
     outputs_.per_sample = at::empty({batch_}, options_);
     outputs_.loss = arguments_.reduction == Reduction::none ? at::empty({batch_}, options_) : at::empty({}, options_);
     outputs_.head_means = at::empty({static_cast<int64_t>(heads)}, options_);
     outputs_.num_nonfinite = at::empty({}, at::TensorOptions().dtype(at::kLong));
     outputs_.per_step.resize(heads);
     outputs_.expected.resize(heads);
-    gradients_.resize(heads);
     for (size_t h = 0; h < heads; ++h) {
       outputs_.per_step[h] = at::empty({batch_, steps_of(h)}, options_);
-      if (plan_.table[h].kind == Kind::two_hot) {
+      if (is_categorical(table_[h].kind)) {
         outputs_.expected[h] = at::empty({batch_, steps_of(h)}, options_);
       }
     }
-    if (wants_gradients) {
-      make_gradients();
-      return;
-    }
-    for (size_t h = 0; h < heads; ++h) {
-      gradients_[h].resize(arguments_.predictions[h].tensors.size());
-    }
+  }
+
+  at::ScalarType gradient_type(const at::Tensor& prediction) const {
+    return wide_ && prediction.scalar_type() != at::kDouble ? at::kFloat : prediction.scalar_type();
   }
 
   // Contiguous gradients like their predictions, cut from one block of memory.
   void make_gradients() {
     constexpr int64_t alignment = 64;
+    gradients_.resize(table_.size());
     int64_t size = 0;
     std::vector<int64_t> offsets;
-    for (const Entries& entries : arguments_.predictions) {
-      for (const at::Tensor& prediction : entries.tensors) {
-        offsets.push_back(size);
-        const auto bytes = prediction.requires_grad() ? static_cast<int64_t>(prediction.nbytes()) : 0;
-        size += (bytes + alignment - 1) / alignment * alignment;
-      }
-    }
-    const c10::Storage block = plan_.gradient_memory.take(size);
+    for_predictions([&](size_t, const at::Tensor& prediction, bool wanted) {
+      offsets.push_back(size);
+      const auto element = static_cast<int64_t>(c10::elementSize(gradient_type(prediction)));
+      size += wanted ? (prediction.numel() * element + alignment - 1) / alignment * alignment : 0;
+    });
+    const GradientMemory::Block block = size > 0 ? memory_.take(size) : nullptr;
     size_t index = 0;
-    for (size_t h = 0; h < plan_.table.size(); ++h) {
-      for (const at::Tensor& prediction : arguments_.predictions[h].tensors) {
-        const int64_t offset = offsets[index++];
-        gradients_[h].push_back(prediction.requires_grad() ? piece_of(block, offset, prediction) : at::Tensor());
-      }
-    }
+    for_predictions([&](size_t h, const at::Tensor& prediction, bool wanted) {
+      const int64_t offset = offsets[index++];
+      gradients_[h].push_back(
+          !wanted ? at::Tensor()
+          : block ? GradientMemory::piece_of(block, offset, prediction, gradient_type(prediction))
+                  : at::empty(prediction.sizes(), options_.dtype(gradient_type(prediction))));
+    });
   }
 
-  static at::Tensor piece_of(const c10::Storage& block, int64_t offset, const at::Tensor& prediction) {
-    at::Tensor piece = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(block), c10::DispatchKeySet(c10::DispatchKey::CPU), prediction.dtype());
-    piece.unsafeGetTensorImpl()->set_storage_offset(offset / static_cast<int64_t>(prediction.element_size()));
-    piece.unsafeGetTensorImpl()->set_sizes_contiguous(prediction.sizes());
-    return piece;
+  template <class Function>
+  void for_predictions(Function function) const {
+    for (size_t h = 0; h < table_.size(); ++h) {
+      const std::vector<at::Tensor>& tensors = arguments_.predictions[h].tensors;
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        function(h, tensors[i], arguments_.wants[h][i]);
+      }
+    }
   }
 
   StepWeight step_weight(const StepNumbers& numbers) {
@@ -220,7 +205,7 @@ class Run {
       common.importance_weights.values = {
           weights.mutable_data_ptr(), weights.stride(0), weights.scalar_type() == at::kDouble};
     }
-    for (size_t h = 0; h < plan_.table.size(); ++h) {
+    for (size_t h = 0; h < table_.size(); ++h) {
       Coefficients own = common;
       const at::Tensor& mask = arguments_.masks[h];
       if (mask.defined()) {
@@ -233,13 +218,13 @@ class Run {
       } else if (arguments_.reduction == Reduction::valid_mean) {
         reduction = 1.0 / static_cast<double>(std::max<int64_t>(kept_[h], 1));
       }
-      own.factor = plan_.table[h].weight * reduction;
+      own.factor = table_[h].weight * reduction;
       coefficients_.push_back(own);
     }
   }
 
   int64_t count_kept(size_t head, const StepMask& mask) const {
-    const int64_t first = plan_.table[head].first_step;
+    const int64_t first = table_[head].first_step;
     if (mask.data == nullptr) {
       return batch_ * (arguments_.steps - first);
     }
@@ -269,20 +254,23 @@ class Run {
   }
 
   void make_segments() {
-    for (size_t h = 0; h < plan_.table.size(); ++h) {
-      const Head& head = plan_.table[h];
+    for (size_t h = 0; h < table_.size(); ++h) {
+      const Head& head = table_[h];
       Entries predictions = arguments_.predictions[h];
       Entries targets = arguments_.targets[h];
       const int64_t leading = predictions.stacked ? 2 : 1;
       const int64_t sample_dims = predictions.tensors[0].dim() - leading;
-      const int64_t target_dims = targets.tensors[0].dim() - (targets.stacked ? 2 : 1);
+      const bool has_target = !targets.tensors.empty();
+      const int64_t target_dims = has_target ? targets.tensors[0].dim() - (targets.stacked ? 2 : 1) : 0;
       for (int64_t t = 0; t < steps_of(h); ++t) {
         Segment segment{};
         segment.head = &head;
         segment.step = head.first_step + t;
         segment.width = sample_dims == 1 ? predictions.tensors[0].size(-1) : 1;
         segment.prediction = rows_of(predictions, t, sample_dims);
-        segment.target = rows_of(targets, t, target_dims);
+        if (has_target) {
+          segment.target = rows_of(targets, t, target_dims);
+        }
         const at::Tensor& gradient = gradients_[h][predictions.stacked ? 0 : t];
         if (gradient.defined()) {
           segment.gradient = view_rows(gradient, predictions.stacked, t);
@@ -313,7 +301,7 @@ class Run {
     const Coefficients& coefficients = coefficients_[head];
     double sum = 0;
     for (int64_t t = 0; t < steps; ++t) {
-      const int64_t step = plan_.table[head].first_step + t;
+      const int64_t step = table_[head].first_step + t;
       if (coefficients.mask.keeps(sample, step)) {
         const double loss = losses.load(sample * steps + t);
         unweighted += loss;
@@ -333,8 +321,10 @@ class Run {
     }
   }
 
-  const Plan& plan_;
+  const HeadTable& table_;
+  const GradientMemory& memory_;
   const Arguments& arguments_;
+  bool wide_;
   int64_t batch_;
   bool is_double_ = false;
   at::TensorOptions options_;
@@ -348,21 +338,8 @@ class Run {
 
 } // namespace
 
-c10::Storage GradientMemory::take(int64_t size) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const bool free = block_ && block_.use_count() == 1 && static_cast<int64_t>(block_.nbytes()) >= size;
-  if (free) {
-    return block_;
-  }
-  const c10::Storage block = at::empty({size}, at::TensorOptions().dtype(at::kByte)).storage();
-  if (keeps_) {
-    block_ = block;
-  }
-  return block;
-}
-
-RunResult run_loss(const Plan& plan, const Arguments& arguments, bool wants_gradients) {
-  Run run(plan, arguments, wants_gradients);
+RunResult run_loss(const HeadTable& table, const GradientMemory& memory, const Arguments& arguments, bool wide) {
+  Run run(table, memory, arguments, wide);
   run.run_rows();
   run.reduce();
   return {run.take_outputs(), run.take_gradients()};

@@ -23,7 +23,8 @@ struct RunResult {
   Gradients gradients;
 };
 
-// Computes the loss and, where wanted and a prediction requires grad, the gradients in the same pass.
-RunResult run_loss(const Plan& plan, const Arguments& arguments, bool wants_gradients);
+// Computes the loss and, where wanted, the gradients in the same pass. Gradients are of the type of their predictions,
+// or `wide`: of the type of sums, float for half types, so that they can be multiplied before they are rounded.
+RunResult run_loss(const HeadTable& table, const GradientMemory& memory, const Arguments& arguments, bool wide = false);
 
 } // namespace gradscale

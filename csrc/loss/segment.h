@@ -1,8 +1,10 @@
 // What the kernels of the multi-step loss see: plain numbers and pointers, no tensors.
 //
-// To add a head: give it a Kind, write its row functor in rows.h (loss and gradient of one row), name it in the switch
-// there, and add in gradscale_ext/ the dataclass to heads.py, its row of numbers to loss.py and its formula to
-// reference.py.
+// To add a head:
+// - here, give it a Kind, and a number in Head if it has one of its own;
+// - write its row functor (loss and gradient of one row) beside those of its family, in categorical_rows.h,
+//   policy_rows.h or regression_rows.h, its formulas going to csrc/math/, and name it in the switch of rows.h;
+// - in gradscale_ext/, add the dataclass to heads.py, at the same place in KINDS, and its formula to reference.py.
 #pragma once
 
 #include "../math/element.h"
@@ -10,15 +12,52 @@
 
 namespace gradscale {
 
-enum class Kind : int32_t { two_hot = 0, soft_cross_entropy = 1, mean_squared_error = 2 };
+enum class Kind : int32_t {
+  two_hot = 0,
+  hl_gauss = 1,
+  soft_cross_entropy = 2,
+  mean_squared_error = 3,
+  binary_cross_entropy = 4,
+  negative_cosine = 5,
+  per_step_loss = 6,
+};
 
 // What the user says about one head: the dataclass of gradscale_ext/heads.py as numbers.
 struct Head {
   Kind kind;
   int32_t first_step;
   double weight;
-  Support support; // two_hot: the support; mean_squared_error: transform and eps of the target
+  Support support; // of other kinds: transform and eps of mean_squared_error, eps of negative_cosine
+  double label_smoothing;
+  double entropy_weight;
+  bool subtract_target_entropy;
+  double sigma_ratio;
 };
+
+// In the order of numbers_of() in gradscale_ext/heads.py.
+constexpr int64_t kNumbersOfHead = 13;
+
+inline Head head_from_numbers(const double* numbers) {
+  Head head{};
+  head.kind = static_cast<Kind>(numbers[0]);
+  head.first_step = static_cast<int32_t>(numbers[1]);
+  head.weight = numbers[2];
+  head.support.minimum = numbers[3];
+  head.support.maximum = numbers[4];
+  head.support.eps = numbers[5];
+  head.support.num_bins = static_cast<int32_t>(numbers[6]);
+  head.support.transform = static_cast<Transform>(numbers[7]);
+  head.support.raw = numbers[8] != 0;
+  head.label_smoothing = numbers[9];
+  head.entropy_weight = numbers[10];
+  head.subtract_target_entropy = numbers[11] != 0;
+  head.sigma_ratio = numbers[12];
+  return head;
+}
+
+inline bool is_categorical(Kind kind) {
+  return kind == Kind::two_hot || kind == Kind::hl_gauss;
+}
 
 // A [B] or [B, n] slab of scalars in the type that losses are given in.
 struct Slab {
@@ -51,8 +90,8 @@ struct Segment {
   int64_t step; // 0 is the root
   int64_t width;
   Rows prediction;
-  Rows target;
-  Rows gradient; // data is null where no gradient is wanted
+  Rows target;   // data is null where the head has none
+  Rows gradient; // data is null where no gradient is wanted; of the prediction's type, or of the type of sums
   Slab loss;
   Slab expected; // decoded prediction, where the head has one
 };
@@ -108,8 +147,17 @@ inline int64_t scratch_elements(int64_t width) {
   return 2 * padded_width(width);
 }
 
-// Softmax, expectation and inverse transform of `count` rows of logits.
-using DecodeRows =
-    void (*)(const Rows& logits, int64_t width, const Support&, Slab out, int64_t begin, int64_t end, double* scratch);
+// Rows begin..end of decoded values, and of their gradient: where `gradient` has data, the derivative times
+// `grad_output` is written there, and no value.
+struct Decoding {
+  Rows logits;
+  int64_t width;
+  const Support* support;
+  Slab out;
+  Rows gradient;
+  Slab grad_output;
+};
+
+using DecodeRows = void (*)(const Decoding&, int64_t begin, int64_t end, double* scratch);
 
 } // namespace gradscale

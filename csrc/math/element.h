@@ -14,7 +14,8 @@ struct HalfBits {
   uint16_t bits;
 };
 
-enum class Element : int32_t { float64 = 0, float32 = 1, bfloat16 = 2, float16 = 3 };
+// int64 is that of classes, and of no arithmetic.
+enum class Element : int32_t { float64 = 0, float32 = 1, bfloat16 = 2, float16 = 3, int64 = 4 };
 
 // Sums over elements of type T are taken in this type.
 template <class T>
@@ -26,11 +27,38 @@ struct AccumulateType<double> {
   using type = double;
 };
 
+template <class T>
+struct ElementOf;
+template <>
+struct ElementOf<double> {
+  static constexpr Element value = Element::float64;
+};
+template <>
+struct ElementOf<float> {
+  static constexpr Element value = Element::float32;
+};
+template <>
+struct ElementOf<BFloat16Bits> {
+  static constexpr Element value = Element::bfloat16;
+};
+template <>
+struct ElementOf<HalfBits> {
+  static constexpr Element value = Element::float16;
+};
+
 inline int64_t element_size(Element element) {
-  return element == Element::float64 ? 8 : element == Element::float32 ? 4 : 2;
+  switch (element) {
+    case Element::float64:
+    case Element::int64:
+      return 8;
+    case Element::float32:
+      return 4;
+    default:
+      return 2;
+  }
 }
 
-// Calls function(value of the C++ type that `element` names).
+// Calls function(value of the C++ type that `element`, a floating one, names).
 template <class Function>
 void dispatch_element(Element element, Function function) {
   switch (element) {
@@ -42,6 +70,8 @@ void dispatch_element(Element element, Function function) {
       return function(BFloat16Bits());
     case Element::float16:
       return function(HalfBits());
+    case Element::int64:
+      return;
   }
 }
 

@@ -1,4 +1,5 @@
-// A categorical support: num_bins centres, equally spaced over minimum..maximum in transformed coordinates.
+// A categorical support: num_bins centres, equally spaced over minimum..maximum in transformed coordinates; and the
+// targets that a scalar becomes over its bins.
 #pragma once
 
 #include "transforms.h"
@@ -11,34 +12,96 @@ struct Support {
   double eps;
   int32_t num_bins;
   Transform transform;
+  bool raw;                       // interpolation and expectation between the centres transformed back
+  const double* raw_centers;      // those, when raw: [num_bins]
+  const float* raw_centers_float; // the same
 };
 
-// The target puts `upper` on bin `lower_bin + 1` and `1 - upper` on bin `lower_bin`. NaN in, NaN weight out, on bin 0.
-template <class T>
-struct TwoHotTarget {
-  int32_t lower_bin;
-  T upper;
-};
-
-template <class T>
-GRADSCALE_HOST_DEVICE TwoHotTarget<T> two_hot(T x, const Support& support) {
-  const T last_bin = T(support.num_bins - 1);
-  const T y = transform_value(support.transform, x, T(support.eps));
-  T position = (y - T(support.minimum)) * (last_bin / T(support.maximum - support.minimum));
-  position = position < T(0) ? T(0) : (position > last_bin ? last_bin : position); // NaN stays NaN
-  // The comparison is false for NaN, so that the index is in range whatever came in.
-  const T floor_position = position > T(0) ? std::floor(position) : T(0);
-  const int32_t bin = static_cast<int32_t>(floor_position);
-  const int32_t lower_bin = bin < support.num_bins - 2 ? bin : support.num_bins - 2;
-  return {lower_bin, position - T(lower_bin)};
+GRADSCALE_HOST_DEVICE double bin_width(const Support& support) {
+  return (support.maximum - support.minimum) / (support.num_bins - 1);
 }
 
-// Expectation from the moment sum_j p_j (2j - S + 1). The integer weights are antisymmetric, so that uniform
-// probabilities give exactly the middle of the support: exactly 0 when it is symmetric.
+// Exactly antisymmetric for a symmetric support.
+GRADSCALE_HOST_DEVICE double center(const Support& support, int64_t bin) {
+  const double middle = 0.5 * (support.minimum + support.maximum);
+  return middle + 0.5 * bin_width(support) * static_cast<double>(2 * bin + 1 - support.num_bins);
+}
+
+GRADSCALE_HOST_DEVICE double raw_center(const Support& support, int64_t bin) {
+  return inverse_transform_value(support.transform, center(support, bin), support.eps);
+}
+
+// NaN stays NaN.
+GRADSCALE_HOST_DEVICE double clamp_between(double x, double low, double high) {
+  return x < low ? low : (x > high ? high : x);
+}
+
+GRADSCALE_HOST_DEVICE double transformed_target(double x, const Support& support) {
+  constexpr double largest = 1.7976931348623157e308; // inf would become inf * 0 in a transform
+  return transform_value(support.transform, clamp_between(x, -largest, largest), support.eps);
+}
+
+// Bins begin..end have mass, the others none. A NaN target has NaN mass, in range.
+
+struct TwoHotTarget {
+  int32_t begin;
+  int32_t end;
+  double upper; // mass of the upper one of the two
+
+  GRADSCALE_HOST_DEVICE double mass(int32_t bin) const {
+    return bin == begin ? 1 - upper : upper;
+  }
+};
+
+GRADSCALE_HOST_DEVICE TwoHotTarget two_hot(double x, const Support& support) {
+  const double last_bin = support.num_bins - 1;
+  const double y = transformed_target(x, support);
+  const double position =
+      clamp_between((y - support.minimum) * (last_bin / (support.maximum - support.minimum)), 0, last_bin);
+  // The comparison is false for NaN, so that the bin is in range whatever came in.
+  const double floor_position = position > 0 ? std::floor(position) : 0;
+  const int32_t below_last = support.num_bins - 2;
+  const int32_t bin = floor_position < below_last ? static_cast<int32_t>(floor_position) : below_last;
+  double upper = position - bin;
+  if (support.raw) {
+    const double low = raw_center(support, bin);
+    upper = clamp_between((x - low) / (raw_center(support, bin + 1) - low), 0, 1);
+  }
+  return {bin, bin + 2, upper};
+}
+
+// A normal around the target with a standard deviation of sigma_ratio bins, cut at the ends and normalised.
+struct HLGaussTarget {
+  int32_t begin;
+  int32_t end;
+  double first; // the lowest edge, from the target in units of sqrt(2) standard deviations
+  double width; // of a bin, in these units
+  double total;
+
+  GRADSCALE_HOST_DEVICE double mass(int32_t bin) const {
+    return (std::erf(first + width * (bin + 1)) - std::erf(first + width * bin)) / total;
+  }
+};
+
+GRADSCALE_HOST_DEVICE HLGaussTarget hl_gauss(double x, const Support& support, double sigma_ratio) {
+  constexpr double reach = 6; // erf is 1 from 5.93 on
+  const double y = clamp_between(transformed_target(x, support), support.minimum, support.maximum);
+  const double width = 0.70710678118654752440 / sigma_ratio;
+  const double first = (support.minimum - y) / bin_width(support) * width - 0.5 * width;
+  const double total = std::erf(first + width * support.num_bins) - std::erf(first);
+  const double low = (-reach - first) / width;
+  const double high = (reach - first) / width + 1;
+  const int32_t begin = low > 0 ? static_cast<int32_t>(low < support.num_bins ? low : support.num_bins) : 0;
+  const int32_t end = high < support.num_bins ? static_cast<int32_t>(high) : support.num_bins;
+  return {begin, end, first, width, total};
+}
+
+// Expectation in transformed coordinates from the moment sum_j p_j (2j - S + 1). The integer weights are antisymmetric,
+// so that uniform probabilities give exactly the middle of the support: exactly 0 when it is symmetric.
 template <class T>
 GRADSCALE_HOST_DEVICE T expectation_from_moment(T moment, const Support& support) {
   const T middle = T(0.5 * (support.minimum + support.maximum));
-  const T half_spacing = T(0.5 * (support.maximum - support.minimum) / (support.num_bins - 1));
+  const T half_spacing = T(0.5 * bin_width(support));
   return middle + half_spacing * moment;
 }
 

@@ -17,11 +17,17 @@ GRADSCALE_HOST_DEVICE T signed_hyperbolic(T x, T eps) {
   return x * (T(1) / (std::sqrt(std::abs(x) + T(1)) + T(1)) + eps);
 }
 
-// With v = 2y / (sqrt(1 + 4 eps (|y|+1+eps)) + 1 + 2 eps) the inverse is v(|v| + 2): again a form without cancellation.
+// v = 2y / (sqrt(1 + 4 eps (|y|+1+eps)) + 1 + 2 eps): (|v| + 1)^2 is |x| + 1 for the x with h(x) = y.
+template <class T>
+GRADSCALE_HOST_DEVICE T hyperbolic_root(T y, T eps) {
+  const T root = std::sqrt(T(1) + T(4) * eps * (std::abs(y) + T(1) + eps));
+  return T(2) * y / (root + T(1) + T(2) * eps);
+}
+
+// The inverse of h is v(|v| + 2): again a form without cancellation.
 template <class T>
 GRADSCALE_HOST_DEVICE T signed_parabolic(T y, T eps) {
-  const T root = std::sqrt(T(1) + T(4) * eps * (std::abs(y) + T(1) + eps));
-  const T v = T(2) * y / (root + T(1) + T(2) * eps);
+  const T v = hyperbolic_root(y, eps);
   return v * (std::abs(v) + T(2));
 }
 
@@ -56,6 +62,21 @@ GRADSCALE_HOST_DEVICE T inverse_transform_value(Transform transform, T y, T eps)
       return symexp(y);
     default:
       return y;
+  }
+}
+
+// The derivative of inverse_transform_value by y.
+template <class T>
+GRADSCALE_HOST_DEVICE T inverse_transform_slope(Transform transform, T y, T eps) {
+  switch (transform) {
+    case Transform::signed_hyperbolic: {
+      const T root = std::abs(hyperbolic_root(y, eps)) + T(1);
+      return T(2) * root / (T(1) + T(2) * eps * root);
+    }
+    case Transform::symlog:
+      return std::exp(std::abs(y));
+    default:
+      return T(1);
   }
 }
 

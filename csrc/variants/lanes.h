@@ -1,5 +1,7 @@
 // Sums kept apart by lane: a loop over lanes vectorises whatever the instruction set, and the order of additions is the
 // same for all of them. Included once for each instruction set.
+#pragma once
+
 #include "../port/port.h"
 
 namespace gradscale {

@@ -1,0 +1,92 @@
+// Rows of logits over actions with a dense target: SoftCrossEntropy.
+#pragma once
+
+#include "row_tools.h"
+
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+// The target of a row, smoothed. A class that is none gives a row of NaN.
+template <class A>
+void read_target(const Segment& s, int64_t row, A* target) {
+  if (s.target.element == Element::int64) {
+    const int64_t chosen = *row_of<int64_t>(s.target, row);
+    const bool valid = chosen >= 0 && chosen < s.width;
+    for (int64_t j = 0; j < s.width; ++j) {
+      target[j] = valid ? A(0) : static_cast<A>(NAN);
+    }
+    if (valid) {
+      target[chosen] = A(1);
+    }
+  } else {
+    widen_row(s.target, row, s.width, target);
+  }
+  if (s.head->label_smoothing != 0) {
+    const A kept = static_cast<A>(1 - s.head->label_smoothing);
+    const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
+    for (int64_t j = 0; j < s.width; ++j) {
+      target[j] = target[j] * kept + everywhere;
+    }
+  }
+}
+
+// sum(t) log(sum) - sum_j t_j (x_j - maximum) - w H(p) [+ sum_j t_j log t_j];
+// gradient c (sum(t) p_j - t_j + w p_j (log p_j + H)).
+template <class T, class G, class A>
+void soft_cross_entropy_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
+  const int64_t width = s.width;
+  A* target = scratch + padded_width(width);
+  const T* logits = row_of<T>(s.prediction, row);
+  const Softmax<A> softmax = exponentials<false>(logits, width, scratch);
+  read_target(s, row, target);
+  A target_sum = 0;
+  A correct = 0;
+#pragma omp simd reduction(+ : target_sum, correct)
+  for (int64_t j = 0; j < width; ++j) {
+    const A shifted = static_cast<A>(to_accumulate(logits[j])) - softmax.maximum;
+    target_sum += target[j];
+    correct += target[j] == 0 ? A(0) : target[j] * shifted; // 0 * -inf is 0 for an illegal action
+  }
+  const A log_sum = std::log(softmax.sum);
+  A loss = target_sum * log_sum - correct;
+  if (s.head->subtract_target_entropy) {
+    for (int64_t j = 0; j < width; ++j) {
+      loss += target[j] == 0 ? A(0) : target[j] * std::log(target[j]);
+    }
+  }
+  const A weight = static_cast<A>(s.head->entropy_weight);
+  const A inverse_sum = A(1) / softmax.sum;
+  A entropy = 0;
+  if (weight != 0) {
+    A expected = 0; // of x_j - maximum, times the sum
+#pragma omp simd reduction(+ : expected)
+    for (int64_t j = 0; j < width; ++j) {
+      const A shifted = static_cast<A>(to_accumulate(logits[j])) - softmax.maximum;
+      expected += scratch[j] == 0 ? A(0) : scratch[j] * shifted;
+    }
+    entropy = log_sum - expected * inverse_sum;
+    loss -= weight * entropy;
+  }
+  s.loss.store(row, loss);
+  if (s.gradient.data == nullptr) {
+    return;
+  }
+  const A c = static_cast<A>(coefficient);
+  if (weight == 0) {
+    const A factor = target_sum * inverse_sum;
+    write_gradient<G, A>(s.gradient, row, width, [=](int64_t j) { return (scratch[j] * factor - target[j]) * c; });
+    return;
+  }
+  const A constant = entropy - log_sum;
+  write_gradient<G, A>(s.gradient, row, width, [=](int64_t j) {
+    const A p = scratch[j] * inverse_sum;
+    const A shifted = static_cast<A>(to_accumulate(logits[j])) - softmax.maximum;
+    const A from_entropy = p == 0 ? A(0) : p * (shifted + constant);
+    return (p * target_sum - target[j] + weight * from_entropy) * c;
+  });
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale

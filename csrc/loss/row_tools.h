@@ -1,0 +1,97 @@
+// What the rows of all heads are made of: reading, the softmax of a row, writing. Included once for each instruction
+// set, with GRADSCALE_VARIANT naming the namespace; the loops are plain, and vectorised by the compiler.
+#pragma once
+
+#include "../math/element.h"
+#include "../math/exponential.h"
+#include "../variants/lanes.h"
+#include "segment.h"
+
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+template <class T, class A>
+void widen(const T* from, int64_t width, A* to) {
+#pragma omp simd
+  for (int64_t j = 0; j < width; ++j) {
+    to[j] = static_cast<A>(to_accumulate(from[j]));
+  }
+}
+
+template <class A>
+void widen_row(const Rows& rows, int64_t row, int64_t width, A* to) {
+  dispatch_element(rows.element, [&](auto type) {
+    using T = decltype(type);
+    widen(static_cast<const T*>(rows.data) + row * rows.stride, width, to);
+  });
+}
+
+inline double load_scalar(const Rows& rows, int64_t row) {
+  double value = 0;
+  widen_row(rows, row, 1, &value);
+  return value;
+}
+
+template <class T>
+const T* row_of(const Rows& rows, int64_t row) {
+  return static_cast<const T*>(rows.data) + row * rows.stride;
+}
+
+template <class A>
+struct Softmax {
+  A maximum;
+  A sum;    // of exp(logit - maximum)
+  A moment; // of the same, weighted with 2j - width + 1
+};
+
+// Widens a row of logits, and leaves exp(logit - maximum) in `row`.
+template <bool with_moment, class T, class A>
+Softmax<A> exponentials(const T* logits, int64_t width, A* row) {
+  const int64_t padded = padded_width(width);
+  A maximum = -static_cast<A>(INFINITY);
+  for (int64_t j = width; j < padded; ++j) {
+    row[j] = maximum;
+  }
+#pragma omp simd reduction(max : maximum)
+  for (int64_t j = 0; j < width; ++j) {
+    const A logit = static_cast<A>(to_accumulate(logits[j]));
+    row[j] = logit;
+    maximum = logit > maximum ? logit : maximum;
+  }
+  LaneSum<A> sum;
+  LaneSum<A> moment; // of the number of the block; the place in the block is the lane's, and comes after the loop
+  A block = 0;
+  for (int64_t j = 0; j < padded; j += kLanes, block += 1) {
+#pragma omp simd
+    for (int k = 0; k < kLanes; ++k) {
+      const A e = exp_nonpositive(row[j + k] - maximum);
+      row[j + k] = e;
+      sum.lanes[k] += e;
+      if (with_moment) {
+        moment.lanes[k] += e * block;
+      }
+    }
+  }
+  if (with_moment) {
+    for (int k = 0; k < kLanes; ++k) {
+      const A offset = static_cast<A>(2 * k + 1 - static_cast<int32_t>(width));
+      moment.lanes[k] = 2 * kLanes * moment.lanes[k] + offset * sum.lanes[k];
+    }
+  }
+  return {maximum, sum.total(), with_moment ? moment.total() : A(0)};
+}
+
+// The gradient's type G is the prediction's, or the type of sums.
+template <class G, class A, class Value>
+void write_gradient(const Rows& gradient, int64_t row, int64_t width, Value value) {
+  G* out = static_cast<G*>(gradient.data) + row * gradient.stride;
+#pragma omp simd
+  for (int64_t j = 0; j < width; ++j) {
+    out[j] = from_accumulate<G, A>(value(j));
+  }
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale

@@ -1,0 +1,53 @@
+// Losses of single numbers with their derivatives.
+#pragma once
+
+#include "../port/port.h"
+
+namespace gradscale {
+
+template <class T>
+struct LossAndDerivative {
+  T loss;
+  T derivative;
+};
+
+// 0 times anything is 0: what has no weight costs nothing, be it infinite.
+template <class T>
+GRADSCALE_HOST_DEVICE T product(T weight, T x) {
+  return weight == T(0) ? T(0) : weight * x;
+}
+
+// t softplus(-x) + (1 - t) softplus(x), and sigmoid(x) - t. Nothing cancels for t in 0..1.
+template <class T>
+GRADSCALE_HOST_DEVICE LossAndDerivative<T> binary_cross_entropy(T x, T target) {
+  const T small = std::exp(-std::abs(x));
+  const T tail = std::log1p(small); // of the softplus on the far side of 0
+  const T positive = (x > T(0) ? x : T(0)) + tail;
+  const T negative = (x < T(0) ? -x : T(0)) + tail;
+  const T sigmoid = (x < T(0) ? small : T(1)) / (T(1) + small);
+  const T nan = x != x ? x : T(0);
+  return {product(target, negative) + product(T(1) - target, positive) + nan, sigmoid - target};
+}
+
+// What -x.t / (max(|x|, eps) max(|t|, eps)) and its derivative by x_j, `of_x x_j + of_t t_j`, need of whole rows.
+struct Cosine {
+  double loss;
+  double of_x;
+  double of_t;
+};
+
+// From x.x, t.t and x.t, each with x and t divided by the `unit` of its row.
+GRADSCALE_HOST_DEVICE Cosine
+negative_cosine(double xx, double tt, double xt, double x_unit, double t_unit, double eps) {
+  const double x_length = std::sqrt(xx);
+  const double t_length = std::sqrt(tt);
+  const double x_floor = eps / x_unit;
+  const double t_floor = eps / t_unit;
+  const double x_divisor = x_length < x_floor ? x_floor : x_length; // NaN stays NaN
+  const double t_divisor = t_length < t_floor ? t_floor : t_length;
+  const double loss = -xt / (x_divisor * t_divisor);
+  return {
+      loss, x_length > x_floor ? -loss / xx / (x_unit * x_unit) : 0.0, -1 / (x_divisor * x_unit * t_divisor * t_unit)};
+}
+
+} // namespace gradscale
