@@ -20,7 +20,7 @@ def is_ordinary() -> bool:
     return _C.ordinary_context()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[misc]
 def is_transformed() -> bool:
     """Whether a torch.func transform is at work; also while torch.compile traces one."""
     return bool(torch._C._are_functorch_transforms_active())

@@ -136,7 +136,7 @@ torch.library.register_vmap("gradscale_ext::count_norms", _count_norms_rule)
 # ---- The multi-step loss: what its operator returns, for tracers -----------------------------------------------------
 
 
-@torch.library.register_fake("gradscale_ext::multi_step_loss")
+@torch.library.register_fake("gradscale_ext::multi_step_loss")  # type: ignore[misc]
 def _multi_step_loss_shapes(
     predictions: list[torch.Tensor],
     targets: list[torch.Tensor],

@@ -112,9 +112,7 @@ def has_target(head: Head) -> bool:
     return head.layouts[0].target is not None
 
 
-def _check_names(
-    argument: str, given: Mapping[str, Entries], heads: Mapping[str, Head], needed: Iterable[str]
-) -> None:
+def _check_names(argument: str, given: Mapping[str, Entries], heads: Mapping[str, Head], needed: Iterable[str]) -> None:
     if not isinstance(given, Mapping):
         raise TypeError(
             f"multi_step_loss: {argument} must be a mapping of head to tensors, "
@@ -238,15 +236,13 @@ def _check_target(
         if layout.classes == is_class
     ]
     if not any(_fits(target.shape, shape) for shape in shapes):
-        kind = " and classes" if is_class else ""
+        kind = " with torch.int64 classes (probabilities are floating)" if is_class else ""
         raise ValueError(
             f"multi_step_loss: {where} must have shape {' or '.join(map(_written, shapes))} for "
             f"{type(head).__name__}{kind}, but it has {_written(target.shape)}"
         )
     if target.requires_grad:
-        raise ValueError(
-            f"multi_step_loss: {where} requires grad, but targets get no gradient; detach() it"
-        )
+        raise ValueError(f"multi_step_loss: {where} requires grad, but targets get no gradient; detach() it")
 
 
 def _check_dtype(where: str, tensor: torch.Tensor, others: str) -> None:

@@ -192,7 +192,7 @@ class NegativeCosine(Head):
 
 @dataclass(frozen=True)
 class PerStepLoss(Head):
-    """A `[B]` loss per step that the user computed; it takes part in weights, mask, reduction and metrics. No target."""
+    """A `[B]` loss per step that the user computed, for weights, mask, reduction and metrics to act on. No target."""
 
     layouts: ClassVar[tuple[Layout, ...]] = (Layout((), None),)
 

@@ -165,8 +165,10 @@ def _run(
 
 
 def _all_plain(entries: Any) -> bool:
-    """Whether all tensors are PyTorch's own, on the CPU, where the operator has a kernel. What is wrong is plain too: the
-    checks will say so."""
+    """Whether all tensors are PyTorch's own, on the CPU, where the operator has a kernel.
+
+    What is no tensor at all is left to the checks.
+    """
     if isinstance(entries, torch.Tensor):
         return type(entries) in (torch.Tensor, torch.nn.Parameter) and entries.device.type == "cpu"
     if isinstance(entries, Mapping):
@@ -182,7 +184,8 @@ def _call_operator(
 ) -> MultiStepLossOutput:
     """The loss as an operator that stays in the graph of the compiler."""
     call = validate(heads, predictions, targets, **options)
-    layout, masks = [], []
+    layout: list[int] = []
+    masks: list[torch.Tensor] = []
     flat_predictions: list[torch.Tensor] = []
     flat_targets: list[torch.Tensor] = []
     for name, head in heads.items():

@@ -150,7 +150,7 @@ class Support:
         if _context.is_eager():
             values = _C.decode(self._compiled, self, logits)
             if values is not None:
-                return values  # type: ignore[no-any-return]
+                return values
         _check_scalars("decode", logits, "logits")
         if logits.dim() < 1 or logits.shape[-1] != self.num_bins:
             raise ValueError(

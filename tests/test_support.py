@@ -122,7 +122,7 @@ def test_plain_data():
         ((0, INF, 5), "finite"),
         ((0, 1, 5, "log"), "transform must be one of identity, signed_hyperbolic, symlog, but it is 'log'"),
         ((0, 1, 5, "identity", -1.0), "eps"),
-        ((0, 1, 5, "identity", 0.0, "raw"), "space must be 'transformed', but it is 'raw'"),
+        ((0, 1, 5, "identity", 0.0, "x"), "space must be 'transformed' or 'raw', but it is 'x'"),
     ],
 )
 def test_wrong_arguments(arguments, words):

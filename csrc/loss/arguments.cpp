@@ -96,6 +96,9 @@ bool check_head(const Plan& plan, size_t h, const Arguments& arguments) {
 void check_classes(const Plan& plan, size_t h, const Arguments& arguments) {
   const Entries& targets = arguments.targets[h];
   const int64_t first_step = plan.table[h].first_step;
+  if (targets.tensors.empty()) {
+    return;
+  }
   for (int64_t t = 0; t < arguments.steps - first_step; ++t) {
     const at::Tensor& whole = targets.tensors[targets.stacked ? 0 : t];
     if (whole.scalar_type() != at::kLong) {
