@@ -171,6 +171,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<gradscale::OwnedSupport, std::shared_ptr<gradscale::OwnedSupport>>(m, "Support")
       .def(py::init(&make_support));
   m.def("decode", &decode);
-  m.def("set_differentiable_decode", &gradscale::set_differentiable_decode);
+  m.def("set_decode_gradient", &gradscale::set_decode_gradient);
   m.def("l2_loss", &l2_loss);
 }

@@ -181,7 +181,7 @@ def _fits(shape: Sequence[int], pattern: Sequence[int | str]) -> bool:
 
 
 def _written(shape: Sequence[int | str]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"
+    return "[" + ", ".join([f"{size}" for size in shape]) + "]"
 
 
 def _check_head(
@@ -204,7 +204,9 @@ def _check_head(
         where = _at(name, step, "prediction")
         _check_dtype(where, prediction, "")
         _check_device(where, prediction, device)
-        patterns = list(dict.fromkeys(_shape(head, layout.prediction, batch) for layout in head.layouts))
+        patterns = [
+            _shape(head, letters, batch) for letters in dict.fromkeys(layout.prediction for layout in head.layouts)
+        ]
         if not any(_fits(prediction.shape, pattern) for pattern in patterns) or (
             prediction.dim() != predictions[0].dim() or prediction.shape[1:] != predictions[0].shape[1:]
         ):
@@ -269,7 +271,7 @@ def _check_weights(argument: str, weights: torch.Tensor, shapes: list[tuple[int,
 def _check_shape_and_device(
     argument: str, tensor: torch.Tensor, shapes: list[tuple[int, ...]], device: torch.device
 ) -> None:
-    if tuple(tensor.shape) not in shapes:
+    if not any(_fits(tensor.shape, shape) for shape in shapes):
         raise ValueError(
             f"multi_step_loss: {argument} must have shape {' or '.join(map(_written, shapes))}, "
             f"but it has {_written(tensor.shape)}"

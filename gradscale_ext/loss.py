@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _context, reference
 from ._library import _C
@@ -170,7 +171,7 @@ def _all_plain(entries: Any) -> bool:
     What is no tensor at all is left to the checks.
     """
     if isinstance(entries, torch.Tensor):
-        return type(entries) in (torch.Tensor, torch.nn.Parameter) and entries.device.type == "cpu"
+        return entries.device.type == "cpu" and not is_traceable_wrapper_subclass(entries)
     if isinstance(entries, Mapping):
         return all([_all_plain(value) for value in entries.values()])
     return not isinstance(entries, list | tuple) or all([_all_plain(value) for value in entries])
@@ -424,10 +425,11 @@ def _differentiable_gradients(
     masks: list[torch.Tensor | None],
     options: dict[str, Any],
     grad_output: torch.Tensor,
+    create_graph: bool,
 ) -> list[torch.Tensor | None]:
-    """The gradients of the prediction tensors as a graph, by recomputing the loss with the reference.
+    """The gradients of the prediction tensors, by computing the loss once more with the reference.
 
-    Called from C++ when a backward pass is itself differentiated.
+    Called from C++ when a backward pass is itself differentiated, and for a batched `grad_output`.
     """
     with torch.enable_grad():
         # Views of their own: the same tensor given twice has one gradient for each time.
@@ -446,7 +448,7 @@ def _differentiable_gradients(
         ).loss
         inputs = [tensor for view in views for tensor in ([view] if isinstance(view, torch.Tensor) else view)]
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        gradients = iter(torch.autograd.grad(loss, wanted, grad_output, create_graph=True))
+        gradients = iter(torch.autograd.grad(loss, wanted, grad_output, create_graph=create_graph))
     return [next(gradients) if tensor.requires_grad else None for tensor in inputs]
 
 

@@ -175,12 +175,17 @@ def _check_scalars(function: str, x: torch.Tensor, argument: str = "x") -> None:
         raise TypeError(f"Support.{function}: {argument} must be a floating tensor, but its dtype is {x.dtype}")
 
 
-def _decode_gradient(logits: torch.Tensor, support: Support, grad_output: torch.Tensor) -> torch.Tensor:
-    """The gradient of `decode` as a graph. Called from C++ when a backward pass is itself differentiated."""
+def _decode_gradient(
+    logits: torch.Tensor, support: Support, grad_output: torch.Tensor, create_graph: bool
+) -> torch.Tensor:
+    """The gradient of `decode`, by the reference.
+
+    Called from C++ when a backward pass is itself differentiated, and for a batched `grad_output`.
+    """
     with torch.enable_grad():
         view = logits.view_as(logits)
-        (gradient,) = torch.autograd.grad(reference.decode(view, support), view, grad_output, create_graph=True)
+        (gradient,) = torch.autograd.grad(reference.decode(view, support), view, grad_output, create_graph=create_graph)
     return gradient
 
 
-_C.set_differentiable_decode(_decode_gradient)
+_C.set_decode_gradient(_decode_gradient)

@@ -22,7 +22,7 @@ namespace {
 namespace autograd = torch::autograd;
 
 // Never freed: a module of an interpreter that ends may be gone before the last node is.
-py::function* differentiable_decode = nullptr;
+py::function* decode_gradient = nullptr;
 
 void run(const Decoding& decoding, int64_t count) {
   const DecodeRows rows = kernels().decode_rows;
@@ -87,22 +87,22 @@ struct DecodeBackward : public autograd::Node {
     if (!at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(grad_output) && ordinary_tensor(logits)) {
       return {gradient_of(logits, grad_output, support->get())};
     }
-    return {differentiable(logits, grad_output)};
+    return {by_reference(logits, grad_output)};
   }
 
  private:
-  // The gradient as a graph, by decoding once more in plain PyTorch.
-  at::Tensor differentiable(const at::Tensor& logits, const at::Tensor& grad_output) const {
+  // By decoding once more in plain PyTorch; a graph of it, when there is to be one.
+  at::Tensor by_reference(const at::Tensor& logits, const at::Tensor& grad_output) const {
     py::gil_scoped_acquire gil;
     const py::object support_object = py::reinterpret_borrow<py::object>(python_support->ptr(getPyInterpreter()));
-    return (*differentiable_decode)(logits, support_object, grad_output).cast<at::Tensor>();
+    return (*decode_gradient)(logits, support_object, grad_output, at::GradMode::is_enabled()).cast<at::Tensor>();
   }
 };
 
 } // namespace
 
-void set_differentiable_decode(py::function function) {
-  differentiable_decode = new py::function(std::move(function));
+void set_decode_gradient(py::function function) {
+  decode_gradient = new py::function(std::move(function));
 }
 
 at::Tensor decode(

@@ -14,7 +14,7 @@ namespace gradscale {
 at::Tensor decode(
     const std::shared_ptr<OwnedSupport>& support, const py::object& python_support, const at::Tensor& logits);
 
-// The Python function that gives the gradient as a differentiable graph: (logits, support, grad_output) -> gradient.
-void set_differentiable_decode(py::function function);
+// The Python function that gives the gradient in plain PyTorch: (logits, support, grad_output, create_graph) -> gradient.
+void set_decode_gradient(py::function function);
 
 } // namespace gradscale

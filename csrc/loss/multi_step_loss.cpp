@@ -101,16 +101,12 @@ struct MultiStepLossBackward : public autograd::Node {
       return autograd::variable_list(num_outputs());
     }
     if (at::GradMode::is_enabled()) {
-      return differentiable(grad_output);
+      return by_reference(grad_output, /*create_graph=*/true);
     }
     const bool readable = ordinary_context() && ordinary_tensor(grad_output);
     const bool is_one = readable && grad_output.dim() == 0 && grad_output.item<double>() == 1.0;
     if (!readable) { // batched, or of another kind
-      autograd::variable_list result = differentiable(grad_output);
-      for (at::Tensor& gradient : result) {
-        gradient = gradient.defined() ? gradient.detach() : gradient;
-      }
-      return result;
+      return by_reference(grad_output, /*create_graph=*/false);
     }
     // Half gradients would be rounded a second time, and 0 * inf would be NaN in masked entries: the kernel runs again.
     if (!is_one && (has_half_gradient() || !grad_output.isfinite().all().item<bool>())) {
@@ -181,7 +177,7 @@ struct MultiStepLossBackward : public autograd::Node {
     return result;
   }
 
-  autograd::variable_list differentiable(const at::Tensor& grad_output) {
+  autograd::variable_list by_reference(const at::Tensor& grad_output, bool create_graph) {
     check_unchanged();
     py::gil_scoped_acquire gil;
     py::list predictions, targets, masks;
@@ -200,7 +196,7 @@ struct MultiStepLossBackward : public autograd::Node {
     options["nonfinite"] = arguments.skip_nonfinite ? "skip" : "propagate";
     options["batch_first"] = arguments.batch_first;
     const py::object result =
-        (*differentiable_gradients)(plan->heads, predictions, targets, masks, options, grad_output);
+        (*differentiable_gradients)(plan->heads, predictions, targets, masks, options, grad_output, create_graph);
     autograd::variable_list gradients_of_inputs;
     for (const auto& gradient : result) {
       gradients_of_inputs.push_back(gradient.is_none() ? at::Tensor() : gradient.cast<at::Tensor>());

@@ -1,0 +1,395 @@
+"""The loss in every context of PyTorch: right, or a clear error; and its operator, as PyTorch's own checks see it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+
+import pytest
+import torch
+from test_loss import ALL_HEADS, arguments, leaves, width_of
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import gradscale_ext as gs
+
+STEPS, BATCH = 3, 4
+WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.25], dtype=torch.float64)
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]], dtype=torch.bool)
+WIDTH = 12
+
+
+def make(batch=BATCH, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(batch, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    _, targets = arguments(batch=batch, steps=STEPS, heads=ALL_HEADS, dtype=dtype)
+    return x, targets
+
+
+def predictions_of(x):
+    """Predictions of all heads as functions of one tensor `[B, WIDTH]`."""
+    result = {}
+    for number, (name, head) in enumerate(ALL_HEADS.items()):
+        width = width_of(name, head)
+        entries = [(k + 1) * 0.3 * x + 0.1 * number * x.sin() for k in range(STEPS - head.first_step)]
+        result[name] = [entry[:, 0] if width is None else entry[:, :width] for entry in entries]
+    return result
+
+
+def loss_with(function, targets, weights=WEIGHTS, mask=MASK):
+    def loss_of(x):
+        return function(
+            ALL_HEADS,
+            predictions_of(x),
+            targets,
+            step_gradient_scale="unroll",
+            importance_weights=weights,
+            mask=mask,
+        ).loss
+
+    return loss_of
+
+
+def gradient(function, x):
+    x = x.detach().clone().requires_grad_()
+    return torch.autograd.grad(function(x), x)[0]
+
+
+X, TARGETS = make()
+FUSED = loss_with(gs.multi_step_loss, TARGETS)
+REFERENCE = loss_with(gs.reference.multi_step_loss, TARGETS)
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """Value, gradient and Hessian by plain PyTorch in plain eager mode."""
+    return REFERENCE(X), gradient(REFERENCE, X), torch.autograd.functional.hessian(REFERENCE, X)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+# ---- First derivatives ----------------------------------------------------------------------------------------------
+
+
+def _vjp(f, x):
+    value, pull = torch.func.vjp(f, x)
+    return pull(torch.ones_like(value))[0]
+
+
+def _stacked(f, x):
+    """vmap over two examples, both the same."""
+    both = torch.func.vmap(f)(torch.stack([x, x]))
+    close(both[0], both[1])
+    return both[0]
+
+
+def _from_tangents(push, x):
+    """The gradient of a scalar from its derivative in every direction."""
+    basis = torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape)
+    return torch.stack([push(direction) for direction in basis]).view_as(x)
+
+
+def _dual(f, x, direction):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, direction))).tangent
+
+
+def _with(manager, f, x):
+    with manager:
+        return gradient(f, x)
+
+
+def _exported(f, x, strict):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return f(x)
+
+    program = torch.export.export(Module(), (x,), strict=strict)
+    assert any("multi_step_loss" in str(node.target) for node in program.graph.nodes)
+    return gradient(program.module(), x)
+
+
+def _reentrant(f, x):
+    x = x.clone().requires_grad_()
+    checkpoint(f, x, use_reentrant=True).backward()
+    return x.grad
+
+
+def _batched(f, x):
+    x = x.clone().requires_grad_()
+    (rows,) = torch.autograd.grad(f(x), x, torch.tensor([1.0, 2.0], dtype=x.dtype), is_grads_batched=True)
+    close(rows[1], 2 * rows[0])
+    return rows[0]
+
+
+GRADIENTS = {
+    "eager": gradient,
+    "func.grad": lambda f, x: torch.func.grad(f)(x),
+    "func.vjp": _vjp,
+    "func.jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "func.jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "func.jvp": lambda f, x: _from_tangents(lambda v: torch.func.jvp(f, (x,), (v,))[1], x),
+    "forward_ad": lambda f, x: _from_tangents(lambda v: _dual(f, x, v), x),
+    "vmap of grad": lambda f, x: _stacked(torch.func.grad(f), x),
+    "grad of vmap": lambda f, x: torch.func.grad(lambda y: torch.func.vmap(f)(torch.stack([y, y])).mean())(x),
+    "backward through vmap": lambda f, x: gradient(lambda y: torch.func.vmap(f)(torch.stack([y, y])).mean(), x),
+    "is_grads_batched": _batched,
+    "compile": lambda f, x: gradient(torch.compile(f, fullgraph=True), x),
+    "compile, aot_eager": lambda f, x: gradient(torch.compile(f, fullgraph=True, backend="aot_eager"), x),
+    "compile, eager": lambda f, x: gradient(torch.compile(f, fullgraph=True, backend="eager"), x),
+    "compile of grad": lambda f, x: torch.compile(torch.func.grad(f), fullgraph=True)(x),
+    "compile of vmap of grad": lambda f, x: torch.compile(torch.func.vmap(torch.func.grad(f)), fullgraph=True)(
+        torch.stack([x, x])
+    )[1],
+    "compile of jvp": lambda f, x: _from_tangents(
+        torch.compile(lambda v: torch.func.jvp(f, (x,), (v,))[1], fullgraph=True), x
+    ),
+    "export": lambda f, x: _exported(f, x, strict=False),
+    "export, strict": lambda f, x: _exported(f, x, strict=True),
+    "checkpoint": lambda f, x: gradient(lambda y: checkpoint(f, y, use_reentrant=False), x),
+    "checkpoint, reentrant": _reentrant,
+    "compile of checkpoint": lambda f, x: gradient(
+        torch.compile(lambda y: checkpoint(f, y, use_reentrant=False), fullgraph=True), x
+    ),
+    "saved-tensor hooks": lambda f, x: _with(
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t), f, x
+    ),
+    "anomaly mode": lambda f, x: _with(torch.autograd.detect_anomaly(check_nan=True), f, x),
+    "autocast": lambda f, x: _with(torch.autocast("cpu", dtype=torch.bfloat16), f, x),
+    "deterministic algorithms": lambda f, x: _with(_deterministic(), f, x),
+}
+
+
+@contextlib.contextmanager
+def _deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("context", GRADIENTS)
+def test_gradient(context, truth):
+    close(GRADIENTS[context](FUSED, X), truth[1])
+
+
+# ---- Values and second derivatives ----------------------------------------------------------------------------------
+
+
+def _under(manager, f, x):
+    with manager:
+        return f(x).clone()
+
+
+VALUES = {
+    "eager": lambda f, x: f(x),
+    "no_grad": lambda f, x: _under(torch.no_grad(), f, x),
+    "inference_mode": lambda f, x: _under(torch.inference_mode(), f, x),
+    "vmap": _stacked,
+    "compile": lambda f, x: torch.compile(f, fullgraph=True)(x),
+    "compile, no_grad": lambda f, x: _under(torch.no_grad(), torch.compile(f, fullgraph=True), x),
+    "compile, inference_mode": lambda f, x: _under(torch.inference_mode(), torch.compile(f, fullgraph=True), x),
+    "compile of vmap": lambda f, x: torch.compile(torch.func.vmap(f), fullgraph=True)(torch.stack([x, x]))[0],
+}
+
+
+@pytest.mark.parametrize("context", VALUES)
+def test_value(context, truth):
+    close(VALUES[context](FUSED, X), truth[0])
+
+
+def _gradient_of_gradient(f, x):
+    def directional(y):
+        y = y.requires_grad_() if not y.requires_grad else y
+        (g,) = torch.autograd.grad(f(y), y, create_graph=True)
+        return g
+
+    return torch.autograd.functional.jacobian(directional, x)
+
+
+HESSIANS = {
+    "create_graph": _gradient_of_gradient,
+    "func.hessian": lambda f, x: torch.func.hessian(f)(x),
+    "jacrev of jacrev": lambda f, x: torch.func.jacrev(torch.func.jacrev(f))(x),
+    "compile of hessian": lambda f, x: torch.compile(torch.func.hessian(f), fullgraph=True, backend="aot_eager")(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("context", HESSIANS)
+def test_second_derivative(context, truth):
+    torch.testing.assert_close(HESSIANS[context](FUSED, X), truth[2], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_loss_has_no_second_derivative_and_says_so(backend):
+    x = X.clone().requires_grad_()
+    loss = torch.compile(FUSED, fullgraph=True, backend=backend)(x)
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"second derivative|double backward"):
+        torch.autograd.grad(torch.autograd.grad(loss, x, create_graph=True)[0].square().sum(), x)
+
+
+# ---- The compiled operator ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"reduction": "valid_mean"}, {"nonfinite": "skip"}])
+def test_compiled_outputs_are_those_of_eager_mode(options):
+    def outputs(x):
+        out = gs.multi_step_loss(ALL_HEADS, predictions_of(x), TARGETS, mask=MASK, **options)
+        rest = [out.per_sample, out.num_nonfinite, out.per_step, out.expected, out.head_means]
+        return out.loss, rest
+
+    results = []
+    for function in (outputs, torch.compile(outputs, fullgraph=True)):
+        x = X.clone().requires_grad_()
+        with torch.no_grad():
+            x[3, 0] = float("inf")
+        loss, rest = function(x)
+        grad_output = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64) if loss.dim() else None
+        results.append((loss, rest, torch.autograd.grad(loss, x, grad_output)[0]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_compiled_stacked_predictions(batch_first):
+    heads = {"value": ALL_HEADS["value"], "reward": ALL_HEADS["reward"], "own": gs.PerStepLoss()}
+    predictions, targets = arguments(heads=heads)
+    dim = 1 if batch_first else 0
+    stacked = {name: torch.stack(entries, dim).detach() for name, entries in predictions.items()}
+
+    def function(predictions):
+        return gs.multi_step_loss(heads, predictions, targets, batch_first=batch_first, step_weights=[1, 2, 3, 4]).loss
+
+    results = []
+    for run in (function, torch.compile(function, fullgraph=True)):
+        given = {name: entries.clone().requires_grad_() for name, entries in stacked.items()}
+        results.append(torch.autograd.grad(run(given), list(given.values())))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def test_compiled_once_for_all_batch_sizes():
+    torch._dynamo.config.error_on_recompile = True
+    try:
+        function = torch.compile(
+            lambda x, targets, weights: loss_with(gs.multi_step_loss, targets, weights, mask=None)(x),
+            fullgraph=True,
+            dynamic=True,
+        )
+        for batch in (4, 7, 33):
+            x, targets = make(batch)
+            weights = torch.rand(batch, dtype=torch.float64)
+            expected = loss_with(gs.reference.multi_step_loss, targets, weights, mask=None)
+            actual = x.clone().requires_grad_()
+            function(actual, targets, weights).backward()
+            close(actual.grad, gradient(expected, x))
+    finally:
+        torch._dynamo.config.error_on_recompile = False
+
+
+def test_exported_with_any_batch_size():
+    module = gs.MultiStepLoss(value=ALL_HEADS["value"], classes=gs.SoftCrossEntropy())
+
+    class Loss(torch.nn.Module):
+        def forward(self, logits, policy, target, classes):
+            predictions = {"value": [logits, 2 * logits], "classes": [policy, policy]}
+            return module(predictions, {"value": [target, target], "classes": [classes, classes]}).loss
+
+    def example(batch):
+        return torch.randn(batch, 11), torch.randn(batch, 4), torch.randn(batch), torch.randint(4, (batch,))
+
+    batch = torch.export.Dim("batch", min=2, max=1024)
+    program = torch.export.export(Loss(), example(4), dynamic_shapes=[{0: batch}] * 4)
+    inputs = example(9)
+    torch.testing.assert_close(program.module()(*inputs), Loss()(*inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compiled_half_gradients_are_rounded_once(dtype):
+    """Loss scaling multiplies before the rounding, so that gradients below the smallest half are kept."""
+    logits = (torch.randn(64, 601, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
+    target = torch.linspace(-20, 20, 64)
+    heads = {"v": gs.TwoHot(gs.Support.muzero())}
+    function = torch.compile(lambda x: gs.multi_step_loss(heads, {"v": [x]}, {"v": [target]}).loss, fullgraph=True)
+    x = logits.clone().requires_grad_()
+    (function(x) * 65536).backward()
+    exact = logits.double().requires_grad_()
+    (gs.reference.multi_step_loss(heads, {"v": [exact]}, {"v": [target]}).loss * 65536).backward()
+    assert x.grad.dtype == dtype
+    unit = torch.finfo(dtype).eps / 2
+    error = (x.grad.double() - exact.grad).abs()
+    assert (error <= 1.01 * unit * exact.grad.abs() + 2e-7 * exact.grad.abs().max()).all()
+
+
+def test_gradients_in_a_compiled_training_step_with_grad_scaler():
+    """An unscaled step equals one without a scaler."""
+    gradients = []
+    for scaled in (False, True):
+        torch.manual_seed(0)
+        linear = torch.nn.Linear(6, 11)
+        optimizer = torch.optim.SGD(linear.parameters(), lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+        out = gs.multi_step_loss(
+            {"v": ALL_HEADS["value"]}, {"v": [linear(torch.ones(4, 6))]}, {"v": [torch.arange(4.0)]}
+        )
+        scaler.scale(out.loss).backward()
+        scaler.unscale_(optimizer)
+        gradients.append(linear.weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_opcheck():
+    heads = {name: ALL_HEADS[name] for name in ("value", "reward", "classes", "own")}
+    predictions, targets = arguments(heads=heads, batch=3, steps=3)
+    numbers = [number for head in heads.values() for number in gs.heads.numbers_of(head)]
+    layout = [3, 3, 0, 2, 2, -1, 2, 2, -1, 3, -1, -1]
+    mask = torch.ones(3, 3, dtype=torch.bool)
+    flat_targets = [target for entries in targets.values() for target in entries]
+    for requires_grad in (True, False):
+        flat = [p.detach().requires_grad_(requires_grad) for p in leaves(predictions)]
+        for reduction in ("mean", "none"):
+            torch.library.opcheck(
+                torch.ops.gradscale_ext.multi_step_loss.default,
+                (flat, flat_targets, [mask], None, None, None, numbers, layout, [], reduction, False, True),
+            )
+
+
+def test_the_operator_refuses_what_it_cannot_do_right():
+    heads = {"own": gs.PerStepLoss()}
+    numbers = gs.heads.numbers_of(heads["own"])
+
+    def operator(x):
+        return torch.ops.gradscale_ext.multi_step_loss(
+            [x], [], [], None, None, None, numbers, [1, -1, -1], [], "mean", False, True
+        )[0]
+
+    x = torch.ones(3)
+    with pytest.raises(NotImplementedError, match=re.escape("gradscale_ext.multi_step_loss")):
+        torch.func.grad(operator)(x)
+    with pytest.raises(NotImplementedError, match="forward mode"), forward_ad.dual_level():
+        operator(forward_ad.make_dual(x, x))
+
+
+# ---- Other devices --------------------------------------------------------------------------------------------------
+
+
+def test_other_devices_get_the_reference_and_one_message():
+    gs._context.say_once.cache_clear()
+    heads = {"own": gs.PerStepLoss()}
+    losses = torch.ones(3, 2, device="meta")
+    with pytest.warns(UserWarning, match="no kernels for meta tensors"):
+        assert gs.multi_step_loss(heads, {"own": losses}, {}).loss.device.type == "meta"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gs.multi_step_loss(heads, {"own": losses}, {})
