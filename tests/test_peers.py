@@ -405,6 +405,18 @@ def test_efficientzero_v2_symlog():
     same_loss(gs.multi_step_loss(heads, {"value_prefix": x}, {"value_prefix": prefix}).loss, theirs, x)
 
 
+def test_efficientzero_v2_asymmetric_critic():
+    """EfficientZeroV2 with `use_IQL`: 0.7 of the cross-entropy where the decoded value is too low, else 0.3."""
+    bins, support = integers(300), gs.Support.muzero()
+    x, z = prediction(B, T, 601), normal(B, T, scale=300)
+    weight = torch.where(h_inverse(mean_of(x, bins)) > z, 0.3, 0.7).double()
+    theirs = (weight * cross_entropy(x, two_hot(h(z), bins))).sum(1).mean()
+
+    weights = torch.where(support.decode(x.detach()) > z, 0.3, 0.7)
+    out = gs.multi_step_loss({"value": gs.TwoHot(support)}, {"value": x}, {"value": z}, step_weights=weights)
+    same_loss(out.loss, theirs, x)
+
+
 # ---- TD-MPC2 --------------------------------------------------------------------------------------------------------
 
 
@@ -593,7 +605,7 @@ def unizero(latent_loss):
 def test_unizero(latent_loss):
     """UniZero (Pu et al. 2024): discounted sum over batch and time, over the number of valid entries of the head.
 
-    The cosine loss is 1 - cos there, -cos here: the same gradient, and a loss that differs by the weights' sum.
+    The cosine loss is 1 - cos there, -cos here: the same gradient, and a loss that lacks the 1 of each entry.
     """
     heads, x, targets, mask, losses = unizero(latent_loss)
     gamma = 0.9 ** torch.arange(T, dtype=torch.float64)
