@@ -14,7 +14,8 @@ namespace gradscale {
 at::Tensor decode(
     const std::shared_ptr<OwnedSupport>& support, const py::object& python_support, const at::Tensor& logits);
 
-// The Python function that gives the gradient in plain PyTorch: (logits, support, grad_output, create_graph) -> gradient.
+// The Python function that gives the gradient in plain PyTorch: (logits, support, grad_output, create_graph) ->
+// gradient.
 void set_decode_gradient(py::function function);
 
 } // namespace gradscale

@@ -1,6 +1,7 @@
 // Rows of logits over actions with a dense target: SoftCrossEntropy.
 #pragma once
 
+#include "../math/losses.h"
 #include "row_tools.h"
 
 namespace gradscale {
@@ -36,18 +37,14 @@ void read_target(const Segment& s, int64_t row, A* target) {
 template <class T, class G, class A>
 void soft_cross_entropy_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
   const int64_t width = s.width;
-  A* target = scratch + padded_width(width);
+  A* target = second_row(scratch, width);
   const T* logits = row_of<T>(s.prediction, row);
-  const Softmax<A> softmax = exponentials<false>(logits, width, scratch);
+  const Softmax<A> softmax = softmax_of<false>(logits, width, scratch);
   read_target(s, row, target);
-  A target_sum = 0;
-  A correct = 0;
-#pragma omp simd reduction(+ : target_sum, correct)
-  for (int64_t j = 0; j < width; ++j) {
-    const A shifted = static_cast<A>(to_accumulate(logits[j])) - softmax.maximum;
-    target_sum += target[j];
-    correct += target[j] == 0 ? A(0) : target[j] * shifted; // 0 * -inf is 0 for an illegal action
-  }
+  const A maximum = softmax.maximum;
+  const auto [target_sum, correct] = sums_of<A>(logits, width, [=](auto load) {
+    return std::make_pair(load(target), product(load(target), load(logits) - maximum));
+  });
   const A log_sum = std::log(softmax.sum);
   A loss = target_sum * log_sum - correct;
   if (s.head->subtract_target_entropy) {
@@ -59,12 +56,10 @@ void soft_cross_entropy_row(const Segment& s, int64_t row, double coefficient, A
   const A inverse_sum = A(1) / softmax.sum;
   A entropy = 0;
   if (weight != 0) {
-    A expected = 0; // of x_j - maximum, times the sum
-#pragma omp simd reduction(+ : expected)
-    for (int64_t j = 0; j < width; ++j) {
-      const A shifted = static_cast<A>(to_accumulate(logits[j])) - softmax.maximum;
-      expected += scratch[j] == 0 ? A(0) : scratch[j] * shifted;
-    }
+    const A* values = softmax.values;
+    const A expected = sums_of<A>(logits, width, [=](auto load) { // of x_j - maximum, times the sum
+      return std::make_pair(product(load(values), load(logits) - maximum), load(values));
+    })[0];
     entropy = log_sum - expected * inverse_sum;
     loss -= weight * entropy;
   }
@@ -73,18 +68,17 @@ void soft_cross_entropy_row(const Segment& s, int64_t row, double coefficient, A
     return;
   }
   const A c = static_cast<A>(coefficient);
-  if (weight == 0) {
-    const A factor = target_sum * inverse_sum;
-    write_gradient<G, A>(s.gradient, row, width, [=](int64_t j) { return (scratch[j] * factor - target[j]) * c; });
-    return;
+  const A* values = softmax.values;
+  if (weight != 0) {
+    // The entropy's part goes with the target's: w p_j (log p_j + H) - t_j.
+    const A constant = entropy - log_sum - maximum;
+    for (int64_t j = 0; j < width; ++j) {
+      const A p = values[j] * inverse_sum;
+      target[j] -= weight * product(p, static_cast<A>(to_accumulate(logits[j])) + constant);
+    }
   }
-  const A constant = entropy - log_sum;
-  write_gradient<G, A>(s.gradient, row, width, [=](int64_t j) {
-    const A p = scratch[j] * inverse_sum;
-    const A shifted = static_cast<A>(to_accumulate(logits[j])) - softmax.maximum;
-    const A from_entropy = p == 0 ? A(0) : p * (shifted + constant);
-    return (p * target_sum - target[j] + weight * from_entropy) * c;
-  });
+  const A factor = target_sum * inverse_sum;
+  write_gradient<G, A>(s.gradient, row, width, [=](auto load) { return (load(values) * factor - load(target)) * c; });
 }
 
 } // namespace

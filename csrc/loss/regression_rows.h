@@ -14,7 +14,7 @@ template <class T, class G, class A>
 void mean_squared_error_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
   const int64_t width = s.width;
   const Support& transform = s.head->support;
-  A* difference = scratch + padded_width(width);
+  A* difference = second_row(scratch, width);
   widen_row(s.target, row, width, difference);
   if (transform.transform != Transform::identity) {
     for (int64_t j = 0; j < width; ++j) {
@@ -33,7 +33,12 @@ void mean_squared_error_row(const Segment& s, int64_t row, double coefficient, A
     return;
   }
   const A factor = static_cast<A>(2 * coefficient / static_cast<double>(width));
-  write_gradient<G, A>(s.gradient, row, width, [=](int64_t j) { return difference[j] * factor; });
+  write_gradient<G, A>(s.gradient, row, width, [=](auto load) { return load(difference) * factor; });
+}
+
+template <class G, class A>
+void write_scalar(const Rows& gradient, int64_t row, A value) {
+  static_cast<G*>(gradient.data)[row * gradient.stride] = from_accumulate<G, A>(value);
 }
 
 template <class T, class G, class A>
@@ -42,8 +47,7 @@ void binary_cross_entropy_row(const Segment& s, int64_t row, double coefficient,
   const LossAndDerivative<A> result = binary_cross_entropy(logit, static_cast<A>(load_scalar(s.target, row)));
   s.loss.store(row, result.loss);
   if (s.gradient.data != nullptr) {
-    const A gradient = result.derivative * static_cast<A>(coefficient);
-    write_gradient<G, A>(s.gradient, row, 1, [=](int64_t) { return gradient; });
+    write_scalar<G>(s.gradient, row, result.derivative * static_cast<A>(coefficient));
   }
 }
 
@@ -64,7 +68,7 @@ inline double unit_of(const float*, int64_t) {
 template <class T, class G, class A>
 void negative_cosine_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
   const int64_t width = s.width;
-  A* target = scratch + padded_width(width);
+  A* target = second_row(scratch, width);
   widen(row_of<T>(s.prediction, row), width, scratch);
   widen_row(s.target, row, width, target);
   const double x_unit = unit_of(scratch, width);
@@ -87,16 +91,17 @@ void negative_cosine_row(const Segment& s, int64_t row, double coefficient, A* s
   }
   const double of_x = cosine.of_x * coefficient;
   const double of_t = cosine.of_t * coefficient;
-  write_gradient<G, A>(
-      s.gradient, row, width, [=](int64_t j) { return static_cast<A>(of_x * scratch[j] + of_t * target[j]); });
+  for (int64_t j = 0; j < width; ++j) {
+    target[j] = static_cast<A>(of_x * scratch[j] + of_t * target[j]);
+  }
+  write_gradient<G, A>(s.gradient, row, width, [=](auto load) { return load(target); });
 }
 
 template <class T, class G, class A>
 void per_step_loss_row(const Segment& s, int64_t row, double coefficient, A*) {
   s.loss.store(row, static_cast<double>(to_accumulate(*row_of<T>(s.prediction, row))));
   if (s.gradient.data != nullptr) {
-    const A gradient = static_cast<A>(coefficient);
-    write_gradient<G, A>(s.gradient, row, 1, [=](int64_t) { return gradient; });
+    write_scalar<G>(s.gradient, row, static_cast<A>(coefficient));
   }
 }
 

@@ -7,9 +7,43 @@
 #include "../variants/lanes.h"
 #include "segment.h"
 
+#include <array>
+#include <type_traits>
+#include <utility>
+
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
+
+template <class A>
+struct Softmax {
+  A maximum;
+  A sum;           // of exp(logit - maximum)
+  A moment;        // of the same, weighted with 2j - width + 1
+  const A* values; // exp(logit - maximum)
+};
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale
+
+#if GRADSCALE_AVX512
+#include "row_tools_avx512.h"
+#endif
+
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+// Whether rows of these types go through row_tools_avx512.h.
+template <class... Types>
+constexpr bool in_lanes = GRADSCALE_AVX512 && (std::is_same_v<Types, float> && ...);
+
+// Memory for a second row, beside the one that the exponentials are left in.
+template <class A>
+A* second_row(A* scratch, int64_t width) {
+  return scratch + padded_width(width) + kLanes;
+}
 
 template <class T, class A>
 void widen(const T* from, int64_t width, A* to) {
@@ -38,16 +72,9 @@ const T* row_of(const Rows& rows, int64_t row) {
   return static_cast<const T*>(rows.data) + row * rows.stride;
 }
 
-template <class A>
-struct Softmax {
-  A maximum;
-  A sum;    // of exp(logit - maximum)
-  A moment; // of the same, weighted with 2j - width + 1
-};
-
-// Widens a row of logits, and leaves exp(logit - maximum) in `row`.
+// Widens the logits, and leaves exp(logit - maximum) in `row`.
 template <bool with_moment, class T, class A>
-Softmax<A> exponentials(const T* logits, int64_t width, A* row) {
+Softmax<A> exponentials_of_any(const T* logits, int64_t width, A* row) {
   const int64_t padded = padded_width(width);
   A maximum = -static_cast<A>(INFINITY);
   for (int64_t j = width; j < padded; ++j) {
@@ -79,16 +106,48 @@ Softmax<A> exponentials(const T* logits, int64_t width, A* row) {
       moment.lanes[k] = 2 * kLanes * moment.lanes[k] + offset * sum.lanes[k];
     }
   }
-  return {maximum, sum.total(), with_moment ? moment.total() : A(0)};
+  return {maximum, sum.total(), with_moment ? moment.total() : A(0), row};
 }
 
-// The gradient's type G is the prediction's, or the type of sums.
+// Leaves exp(logit - maximum) in `scratch`, where `values` says.
+template <bool with_moment, class T, class A>
+Softmax<A> softmax_of(const T* logits, int64_t width, A* scratch) {
+  if constexpr (in_lanes<T, A>) {
+    return exponentials<with_moment>(logits, width, scratch);
+  } else {
+    return exponentials_of_any<with_moment>(logits, width, scratch);
+  }
+}
+
+// out[j] = value(load) with load(row) = row[j].
 template <class G, class A, class Value>
 void write_gradient(const Rows& gradient, int64_t row, int64_t width, Value value) {
   G* out = static_cast<G*>(gradient.data) + row * gradient.stride;
+  if constexpr (in_lanes<G, A>) {
+    write_lanes(out, width, value);
+  } else {
 #pragma omp simd
-  for (int64_t j = 0; j < width; ++j) {
-    out[j] = from_accumulate<G, A>(value(j));
+    for (int64_t j = 0; j < width; ++j) {
+      out[j] = from_accumulate<G, A>(value([j](const A* from) { return from[j]; }));
+    }
+  }
+}
+
+// The sums over j of the two terms(load), load(row) being row[j], widened. `first` is the row with the alignment that
+// matters.
+template <class A, class T, class Terms>
+std::array<A, 2> sums_of(const T* first, int64_t width, Terms terms) {
+  if constexpr (in_lanes<T, A>) {
+    return sums_of_lanes(first, width, terms);
+  } else {
+    A one = 0, two = 0;
+#pragma omp simd reduction(+ : one, two)
+    for (int64_t j = 0; j < width; ++j) {
+      const auto [a, b] = terms([j](const auto* row) { return static_cast<A>(to_accumulate(row[j])); });
+      one += a;
+      two += b;
+    }
+    return {one, two};
   }
 }
 

@@ -143,8 +143,9 @@ inline int64_t padded_width(int64_t width) {
   return (width + kLanes - 1) / kLanes * kLanes;
 }
 
+// Two rows, each with room for the lanes before its first element.
 inline int64_t scratch_elements(int64_t width) {
-  return 2 * padded_width(width);
+  return 2 * (padded_width(width) + kLanes);
 }
 
 // Rows begin..end of decoded values, and of their gradient: where `gradient` has data, the derivative times

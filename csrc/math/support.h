@@ -51,6 +51,13 @@ struct TwoHotTarget {
   GRADSCALE_HOST_DEVICE double mass(int32_t bin) const {
     return bin == begin ? 1 - upper : upper;
   }
+
+  // Calls function(bin, mass) for begin..end.
+  template <class Function>
+  GRADSCALE_HOST_DEVICE void for_each(Function function) const {
+    function(begin, 1 - upper);
+    function(begin + 1, upper);
+  }
 };
 
 GRADSCALE_HOST_DEVICE TwoHotTarget two_hot(double x, const Support& support) {
@@ -80,6 +87,18 @@ struct HLGaussTarget {
 
   GRADSCALE_HOST_DEVICE double mass(int32_t bin) const {
     return (std::erf(first + width * (bin + 1)) - std::erf(first + width * bin)) / total;
+  }
+
+  // As that of TwoHotTarget, with one erf a bin.
+  template <class Function>
+  GRADSCALE_HOST_DEVICE void for_each(Function function) const {
+    const double inverse_total = 1 / total;
+    double below = std::erf(first + width * begin);
+    for (int32_t bin = begin; bin < end; ++bin) {
+      const double above = std::erf(first + width * (bin + 1));
+      function(bin, (above - below) * inverse_total);
+      below = above;
+    }
   }
 };
 

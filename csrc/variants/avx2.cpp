@@ -4,6 +4,10 @@
 
 #include "../math/exponential.h"
 
+#include <array>
+#include <type_traits>
+#include <utility>
+
 #if GRADSCALE_X86_VARIANTS
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)

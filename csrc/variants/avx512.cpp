@@ -1,10 +1,23 @@
 // The kernels compiled for AVX-512. Standard headers come first, compiled for the baseline: a function from them that
 // the linker shares between object files must run on every CPU.
+#define GRADSCALE_AVX512 1
 #include "kernels.h"
 
 #include "../math/exponential.h"
 
+#include <array>
+#include <type_traits>
+#include <utility>
+
 #if GRADSCALE_X86_VARIANTS
+#include <immintrin.h>
+
+// GCC's own header leaves the unused operand of an intrinsic undefined, and warns of it.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 #if defined(__clang__)
 #pragma clang attribute push( \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)

@@ -3,6 +3,10 @@
 
 #include "../math/exponential.h"
 
+#include <array>
+#include <type_traits>
+#include <utility>
+
 #define GRADSCALE_VARIANT baseline
 #include "all.h"
 
