@@ -200,6 +200,27 @@ def test_matches_the_reference(options, reduction, fused_only):
     )
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("width", [3, 16, 17, 40])
+def test_float32_matches_the_reference_in_float64(options, width, fused_only, monkeypatch):
+    """Rows of float32 have kernels of their own."""
+    monkeypatch.setitem(globals(), "ACTIONS", width)
+    monkeypatch.setitem(globals(), "FEATURES", width)
+    ours, targets = arguments(heads=ALL_HEADS, dtype=torch.float32)
+    exact = {name: [p.detach().double().requires_grad_() for p in entries] for name, entries in ours.items()}
+    exact_targets = {n: [t.double() if t.is_floating_point() else t for t in e] for n, e in targets.items()}
+    out = gs.multi_step_loss(ALL_HEADS, ours, targets, **OPTIONS[options])
+    expected = fused_only(ALL_HEADS, exact, exact_targets, **OPTIONS[options])
+    assert out.loss.item() == pytest.approx(expected.loss.item(), rel=2e-6)
+    for name in ALL_HEADS:
+        torch.testing.assert_close(out.per_step[name].double(), expected.per_step[name], rtol=3e-6, atol=3e-6)
+    for name in expected.expected:
+        scale = float(expected.expected[name].abs().max())
+        torch.testing.assert_close(out.expected[name].double(), expected.expected[name], rtol=3e-6, atol=3e-6 * scale)
+    for a, b in zip(gradients(out, ours), gradients(expected, exact), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-6 * max(float(b.abs().max()), 1e-3))
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_stacked_predictions_and_targets(batch_first, fused_only):
     predictions, targets = arguments(heads=ALL_HEADS)

@@ -168,8 +168,8 @@ std::array<float, 2> sums_of_lanes(const float* aligned_as, int64_t width, Terms
   Lanes sums[2] = {0.0f, 0.0f};
   blocks.for_each([&](int64_t b, __mmask16 mask) {
     const auto [first, second] = terms([&](const float* row) { return blocks.load(row, b, mask); });
-    sums[0] = sums[0] + first;
-    sums[1] = sums[1] + second;
+    sums[0] = _mm512_mask_add_ps(sums[0].v, mask, sums[0].v, first.v);
+    sums[1] = _mm512_mask_add_ps(sums[1].v, mask, sums[1].v, second.v);
   });
   return {_mm512_reduce_add_ps(sums[0].v), _mm512_reduce_add_ps(sums[1].v)};
 }
