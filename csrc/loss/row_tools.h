@@ -35,9 +35,9 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// Whether rows of these types go through row_tools_avx512.h.
-template <class... Types>
-constexpr bool in_lanes = GRADSCALE_AVX512 && (std::is_same_v<Types, float> && ...);
+// Whether rows that are summed in this type go through row_tools_avx512.h.
+template <class A>
+constexpr bool in_lanes = GRADSCALE_AVX512 && std::is_same_v<A, float>;
 
 // Memory for a second row, beside the one that the exponentials are left in.
 template <class A>
@@ -112,7 +112,7 @@ Softmax<A> exponentials_of_any(const T* logits, int64_t width, A* row) {
 // Leaves exp(logit - maximum) in `scratch`, where `values` says.
 template <bool with_moment, class T, class A>
 Softmax<A> softmax_of(const T* logits, int64_t width, A* scratch) {
-  if constexpr (in_lanes<T, A>) {
+  if constexpr (in_lanes<A>) {
     return exponentials<with_moment>(logits, width, scratch);
   } else {
     return exponentials_of_any<with_moment>(logits, width, scratch);
@@ -123,7 +123,7 @@ Softmax<A> softmax_of(const T* logits, int64_t width, A* scratch) {
 template <class G, class A, class Value>
 void write_gradient(const Rows& gradient, int64_t row, int64_t width, Value value) {
   G* out = static_cast<G*>(gradient.data) + row * gradient.stride;
-  if constexpr (in_lanes<G, A>) {
+  if constexpr (in_lanes<A>) {
     write_lanes(out, width, value);
   } else {
 #pragma omp simd
@@ -137,7 +137,7 @@ void write_gradient(const Rows& gradient, int64_t row, int64_t width, Value valu
 // matters.
 template <class A, class T, class Terms>
 std::array<A, 2> sums_of(const T* first, int64_t width, Terms terms) {
-  if constexpr (in_lanes<T, A>) {
+  if constexpr (in_lanes<A>) {
     return sums_of_lanes(first, width, terms);
   } else {
     A one = 0, two = 0;

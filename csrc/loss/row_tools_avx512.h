@@ -1,11 +1,12 @@
-// The tools of row_tools.h for rows of floats, 16 lanes at a time, with what compilers do not make of a plain loop:
-// masked ends instead of a loop over what is left, several chains of additions, and an exponential of two instructions
-// less than half as many. Compiled for AVX-512 only.
+// The tools of row_tools.h for rows that are summed in float, 16 lanes at a time, with what compilers do not make of a
+// plain loop: masked ends instead of a loop over what is left, several chains of additions, and an exponential of two
+// instructions less than half as many. Compiled for AVX-512 only.
 //
 // Blocks of 16 follow the alignment of the row in memory, not its beginning: the first and the last may be partial. A
 // gradient is aligned as its logits are when both are contiguous, so that no load or store crosses a cache line.
 #pragma once
 
+#include "../math/element.h"
 #include "../math/exponential.h"
 #include "../math/losses.h"
 #include "segment.h"
@@ -59,9 +60,41 @@ inline Lanes exp_nonpositive(Lanes x) {
   return _mm512_scalef_ps(p, n);
 }
 
-// How many floats a row begins after a multiple of 64 bytes.
-inline int64_t lead_of(const float* row) {
-  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(float) % kLanes);
+inline Lanes load_lanes(const float* from, __mmask16 mask) {
+  return _mm512_maskz_loadu_ps(mask, from);
+}
+
+inline Lanes load_lanes(const BFloat16Bits* from, __mmask16 mask) {
+  const __m256i bits = _mm256_maskz_loadu_epi16(mask, from);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+inline Lanes load_lanes(const HalfBits* from, __mmask16 mask) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from));
+}
+
+inline void store_lanes(float* to, __mmask16 mask, Lanes lanes) {
+  _mm512_mask_storeu_ps(to, mask, lanes.v);
+}
+
+// As from_accumulate of math/element.h.
+inline void store_lanes(BFloat16Bits* to, __mmask16 mask, Lanes lanes) {
+  const __m512i bits = _mm512_castps_si512(lanes.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask(lanes.v, lanes.v, _CMP_UNORD_Q);
+  const __m512i upper = _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), nan, _mm512_set1_epi32(0x7fc0));
+  _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16(upper));
+}
+
+inline void store_lanes(HalfBits* to, __mmask16 mask, Lanes lanes) {
+  _mm256_mask_storeu_epi16(to, mask, _mm512_cvtps_ph(lanes.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// How many elements a row begins after a multiple of 16.
+template <class T>
+int64_t lead_of(const T* row) {
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kLanes);
 }
 
 // The blocks of a row: block b holds the elements from 16 b - lead on.
@@ -91,18 +124,21 @@ struct Blocks {
     }
   }
 
-  // A block of a row of which element 0 is at `row`; lanes outside of it are `other`.
-  Lanes load(const float* row, int64_t b, __mmask16 mask, __m512 other = _mm512_setzero_ps()) const {
-    return _mm512_mask_loadu_ps(other, mask, row - lead + b * kLanes);
+  // A block of a row of which element 0 is at `row`; lanes outside of it are 0.
+  template <class T>
+  Lanes load(const T* row, int64_t b, __mmask16 mask) const {
+    return load_lanes(row - lead + b * kLanes, mask);
   }
 };
 
 // As exponentials() of row_tools.h.
-template <bool with_moment>
-Softmax<float> exponentials(const float* logits, int64_t width, float* scratch) {
+template <bool with_moment, class T>
+Softmax<float> exponentials(const T* logits, int64_t width, float* scratch) {
   const Blocks blocks(lead_of(logits), width);
   const __m512 none = _mm512_set1_ps(-INFINITY);
-  const auto logit = [&](int64_t b, __mmask16 mask) { return blocks.load(logits, b, mask, none); };
+  const auto logit = [&](int64_t b, __mmask16 mask) -> Lanes {
+    return _mm512_mask_mov_ps(none, mask, blocks.load(logits, b, mask).v);
+  };
   constexpr __mmask16 all = 0xffffu;
   // A NaN in the first operand is passed over.
   __m512 m[4] = {logit(0, blocks.first).v, none, none, none};
@@ -152,22 +188,22 @@ Softmax<float> exponentials(const float* logits, int64_t width, float* scratch) 
 }
 
 // As write_gradient() of row_tools.h.
-template <class Value>
-void write_lanes(float* out, int64_t width, Value value) {
+template <class G, class Value>
+void write_lanes(G* out, int64_t width, Value value) {
   const Blocks blocks(lead_of(out), width);
   blocks.for_each([&](int64_t b, __mmask16 mask) {
     const Lanes lanes = value([&](const float* row) { return blocks.load(row, b, mask); });
-    _mm512_mask_storeu_ps(out - blocks.lead + b * kLanes, mask, lanes.v);
+    store_lanes(out - blocks.lead + b * kLanes, mask, lanes);
   });
 }
 
 // As sums_of() of row_tools.h.
-template <class Terms>
-std::array<float, 2> sums_of_lanes(const float* aligned_as, int64_t width, Terms terms) {
+template <class T, class Terms>
+std::array<float, 2> sums_of_lanes(const T* aligned_as, int64_t width, Terms terms) {
   const Blocks blocks(lead_of(aligned_as), width);
   Lanes sums[2] = {0.0f, 0.0f};
   blocks.for_each([&](int64_t b, __mmask16 mask) {
-    const auto [first, second] = terms([&](const float* row) { return blocks.load(row, b, mask); });
+    const auto [first, second] = terms([&](const auto* row) { return blocks.load(row, b, mask); });
     sums[0] = _mm512_mask_add_ps(sums[0].v, mask, sums[0].v, first.v);
     sums[1] = _mm512_mask_add_ps(sums[1].v, mask, sums[1].v, second.v);
   });
