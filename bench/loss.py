@@ -1,6 +1,9 @@
-"""The multi-step loss of a MuZero update: fused, in eager PyTorch as it is usually written, and that compiled.
+"""The multi-step loss of whole updates: fused, in eager PyTorch as it is usually written, and that compiled.
 
     python bench/loss.py --json bench/results/loss.json
+
+The sizes are those of published agents; B grows from 1 to 4096 at one of them. Both passes, fp32 and bf16, two threads
+and one.
 
 Bytes that must move, for GB/s: every logit and target read once, and with a backward pass every gradient written once.
 Peak memory is that of PyTorch's allocator during the call, gradients included.
@@ -9,61 +12,33 @@ Peak memory is that of PyTorch's allocator during the call, gradients included.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 import gradscale_ext as gs
 import harness
+import usual
 
 Tensors = list[torch.Tensor]
+Inputs = tuple[dict[str, Tensors], dict[str, Tensors], torch.Tensor]
+Loss = Callable[..., torch.Tensor]
 
-#: B, K, S, A: LightZero's board games and Atari, MuZero's Atari, Go; and the smallest, for the cost of a call.
-SIZES = [(1, 5, 601, 18), (64, 5, 601, 6), (256, 5, 601, 18), (1024, 5, 601, 18), (1024, 5, 601, 362), (256, 5, 21, 2)]
-SUPPORT = gs.Support.muzero()
-
-
-def usual_two_hot(x: torch.Tensor, num_bins: int, limit: float) -> torch.Tensor:
-    """Two-hot targets as MuZero implementations build them: transform, clamp, scatter into zeros."""
-    x = torch.sign(x) * (torch.sqrt(torch.abs(x) + 1) - 1) + 0.001 * x
-    x = x.clamp(-limit, limit)
-    floor = x.floor()
-    upper = x - floor
-    target = torch.zeros(x.shape[0], num_bins, device=x.device)
-    index = (floor + limit).long()
-    target.scatter_(1, index.unsqueeze(1), (1 - upper).unsqueeze(1))
-    index = index + 1
-    upper = upper.masked_fill(index >= num_bins, 0.0)
-    index = index.masked_fill(index >= num_bins, 0)
-    return target.scatter_add_(1, index.unsqueeze(1), upper.unsqueeze(1))
+#: B, K, S, A at which the batch grows.
+GROWTH = [(batch, 5, 601, 18) for batch in (1, 8, 64, 256, 1024, 4096)]
+#: LightZero's board games, MuZero's Go and chess, CartPole.
+MUZERO = [(64, 5, 601, 6), (1024, 5, 601, 362), (2048, 5, 601, 82), (256, 5, 601, 4672), (256, 5, 21, 2)]
+#: With one thread, and in bf16.
+MAIN = [(64, 5, 601, 6), (256, 5, 601, 18), (1024, 5, 601, 362)]
 
 
-def usual_cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return -(torch.log_softmax(logits, dim=1) * target).sum(1)
-
-
-def usual_loss(predictions: dict[str, Tensors], targets: dict[str, Tensors], weights: torch.Tensor) -> torch.Tensor:
-    """One scalar from per-step losses, with the gradient of the K recurrent steps scaled by 1/K."""
-    steps = len(predictions["value"])
-    num_bins = predictions["value"][0].shape[1]
-    limit = (num_bins - 1) / 2
-    total = torch.zeros_like(weights)
-    for k in range(steps):
-        loss = (
-            0.25 * usual_cross_entropy(predictions["value"][k], usual_two_hot(targets["value"][k], num_bins, limit))
-            + usual_cross_entropy(predictions["reward"][k], usual_two_hot(targets["reward"][k], num_bins, limit))
-            + usual_cross_entropy(predictions["policy"][k], targets["policy"][k])
-        )
-        if k > 0:
-            scale = 1 / (steps - 1)
-            loss = loss * scale + loss.detach() * (1 - scale)
-        total = total + loss
-    return (total * weights).mean()
+# ---- MuZero: value, reward, policy ----------------------------------------------------------------------------------
 
 
 def make_inputs(
     batch: int, unroll_steps: int, num_bins: int, actions: int, dtype: torch.dtype = torch.float32
-) -> tuple[dict[str, Tensors], dict[str, Tensors], torch.Tensor]:
+) -> Inputs:
     generator = torch.Generator().manual_seed(0)
     steps = range(unroll_steps + 1)
 
@@ -82,10 +57,30 @@ def make_inputs(
     )
 
 
-def make_fused(num_bins: int, keeps_memory: bool = True) -> Callable[..., torch.Tensor]:
-    """The module keeps the gradients' memory from call to call; the function asks for it every time."""
+def usual_loss(predictions: dict[str, Tensors], targets: dict[str, Tensors], weights: torch.Tensor) -> torch.Tensor:
+    """One scalar from per-step losses, with the gradient of the K recurrent steps scaled by 1/K."""
+    steps = len(predictions["value"])
+    num_bins = predictions["value"][0].shape[1]
     limit = (num_bins - 1) / 2
-    module = gs.MultiStepLoss.muzero(gs.Support(-limit, limit, num_bins), value_weight=0.25)
+    total = torch.zeros_like(weights)
+    for k in range(steps):
+        value, reward = (usual.two_hot(usual.h(targets[name][k]), num_bins, limit) for name in ("value", "reward"))
+        loss = (
+            0.25 * usual.cross_entropy(predictions["value"][k], value)
+            + usual.cross_entropy(predictions["reward"][k], reward)
+            + usual.cross_entropy(predictions["policy"][k], targets["policy"][k])
+        )
+        if k > 0:
+            scale = 1 / (steps - 1)
+            loss = loss * scale + loss.detach() * (1 - scale)
+        total = total + loss
+    return (total * weights).mean()
+
+
+def make_fused(num_bins: int, keeps_memory: bool = True) -> Loss:
+    """The module keeps the gradients' memory from call to call; the function asks for it every time."""
+    limit = (num_bins - 1) // 2
+    module = gs.MultiStepLoss.muzero(gs.Support.muzero(limit), value_weight=0.25)
     loss_fn = module if keeps_memory else functools.partial(gs.multi_step_loss, module.heads)
 
     def fused(predictions: dict[str, Tensors], targets: dict[str, Tensors], weights: torch.Tensor) -> torch.Tensor:
@@ -94,57 +89,183 @@ def make_fused(num_bins: int, keeps_memory: bool = True) -> Callable[..., torch.
     return fused
 
 
-def check_same(functions: dict[str, Callable[..., torch.Tensor]], inputs: tuple) -> None:  # type: ignore[type-arg]
+# ---- TD-MPC2: consistency, reward, five critics ---------------------------------------------------------------------
+
+CRITICS = [f"value_{number}" for number in range(5)]
+RHO = 0.5
+
+
+def make_tdmpc2_inputs(batch: int = 256, horizon: int = 3, latent: int = 512) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+    steps = range(horizon)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(batch, *shape, generator=generator)
+
+    categorical = ["reward", *CRITICS]
+    predictions = {name: [normal(101).requires_grad_() for _ in steps] for name in categorical}
+    predictions["latent"] = [normal(latent).requires_grad_() for _ in steps]
+    targets = {name: [normal() * 5 for _ in steps] for name in categorical}
+    targets["latent"] = [normal(latent) for _ in steps]
+    return predictions, targets, torch.ones(batch)
+
+
+def usual_tdmpc2(predictions: dict[str, Tensors], targets: dict[str, Tensors], weights: torch.Tensor) -> torch.Tensor:
+    horizon = len(predictions["latent"])
+    total = torch.zeros(())
+    for k in range(horizon):
+        categorical = torch.zeros(())
+        for name in ("reward", *CRITICS):
+            target = usual.two_hot(10 * usual.symlog(targets[name][k]) / 2, 101, 50)
+            factor = 1.0 if name == "reward" else 1 / len(CRITICS)
+            categorical = categorical + factor * usual.cross_entropy(predictions[name][k], target).mean()
+        consistency = torch.nn.functional.mse_loss(predictions["latent"][k], targets["latent"][k])
+        total = total + RHO**k / horizon * (20 * consistency + 0.1 * categorical)
+    return total
+
+
+def make_fused_tdmpc2(keeps_memory: bool = True) -> Loss:
+    support = gs.Support.tdmpc2()
+    module = gs.MultiStepLoss(
+        reward=gs.TwoHot(support, weight=0.1),
+        latent=gs.MeanSquaredError(weight=20.0),
+        **{name: gs.TwoHot(support, weight=0.1 / len(CRITICS)) for name in CRITICS},
+    )
+    loss_fn = module if keeps_memory else functools.partial(gs.multi_step_loss, module.heads)
+
+    def fused(predictions: dict[str, Tensors], targets: dict[str, Tensors], weights: torch.Tensor) -> torch.Tensor:
+        horizon = len(predictions["latent"])
+        return loss_fn(predictions, targets, step_weights=[RHO**k / horizon for k in range(horizon)]).loss
+
+    return fused
+
+
+# ---- DreamerV3: reward, critic, continue over 16 sequences of 64 ----------------------------------------------------
+
+
+def make_dreamer_inputs(batch: int = 16, length: int = 64) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(batch, length, *shape, generator=generator)
+
+    predictions: dict[str, Any] = {"reward": normal(255), "value": normal(255), "go_on": normal()}
+    targets: dict[str, Any] = {"reward": normal(), "value": normal() * 100, "go_on": (normal() > -2).float()}
+    return {name: x.requires_grad_() for name, x in predictions.items()}, targets, torch.ones(batch)
+
+
+def usual_dreamer(
+    predictions: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], weights: torch.Tensor
+) -> torch.Tensor:
+    total = torch.zeros(())
+    for name in ("reward", "value"):
+        target = usual.raw_two_hot(targets[name], 255, 20.0)
+        total = total + usual.cross_entropy(predictions[name], target).mean()
+    go_on = torch.nn.functional.binary_cross_entropy_with_logits(predictions["go_on"], targets["go_on"])
+    return total + go_on
+
+
+def make_fused_dreamer(keeps_memory: bool = True) -> Loss:
+    support = gs.Support.dreamer_v3()
+    module = gs.MultiStepLoss(reward=gs.TwoHot(support), value=gs.TwoHot(support), go_on=gs.BinaryCrossEntropy())
+    loss_fn = module if keeps_memory else functools.partial(gs.multi_step_loss, module.heads)
+
+    def fused(predictions: Any, targets: Any, weights: torch.Tensor) -> torch.Tensor:
+        return loss_fn(predictions, targets, reduction="valid_mean").loss
+
+    return fused
+
+
+# ---- Running --------------------------------------------------------------------------------------------------------
+
+
+def leaves_of(predictions: dict[str, Any]) -> Tensors:
+    return [
+        tensor
+        for entries in predictions.values()
+        for tensor in ([entries] if isinstance(entries, torch.Tensor) else entries)
+    ]
+
+
+def check_same(functions: dict[str, Loss], inputs: Inputs) -> None:
     """Contestants that differ in value or gradient are not compared."""
-    leaves = [leaf for entries in inputs[0].values() for leaf in entries]
+    leaves = leaves_of(inputs[0])
+    half = leaves[0].dtype != torch.float32
     expected = None
     for name, function in functions.items():
         loss = function(*inputs)
         actual = [loss.detach(), *torch.autograd.grad(loss, leaves)]
         expected = expected or actual
         for a, b in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                a, b, rtol=2e-2 if half else 1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
+def benchmark(
+    label: dict[str, Any],
+    inputs: Inputs,
+    make: Callable[[bool], Loss],
+    eager: Loss,
+    seconds: float,
+    passes: tuple[str, ...] = ("forward", "forward+backward"),
+) -> Iterator[dict[str, Any]]:
+    leaves = leaves_of(inputs[0])
+    torch._dynamo.reset()
+    functions = {"fused": make(True), "eager": eager, "torch.compile": torch.compile(eager, dynamic=False)}
+    check_same(functions, inputs)
+    elements = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    targets = sum(target.numel() * target.element_size() for target in leaves_of(inputs[1]))
+
+    def forward(function: Loss) -> Callable[[], object]:
+        def run() -> None:
+            with torch.no_grad():
+                function(*inputs)
+
+        return run
+
+    def both(function: Loss) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(function(*inputs), leaves)
+
+    for name in passes:
+        choose, moved = (forward, elements) if name == "forward" else (both, 2 * elements)
+        contestants = {contestant: choose(function) for contestant, function in functions.items()}
+        yield from harness.rows(
+            {**label, "pass": name},
+            contestants,
+            seconds,
+            moved + targets,
+            "fused",
+            {"fused": choose(make(False))},
+        )
 
 
 def main() -> None:
     arguments = harness.arguments(__doc__)
     harness.show_machine()
+    threads = torch.get_num_threads()
     results = []
-    for size in SIZES:
-        inputs = make_inputs(*size)
-        leaves = [leaf for entries in inputs[0].values() for leaf in entries]
-        elements = sum(leaf.numel() for leaf in leaves)
-        targets = sum(target.numel() for entries in inputs[1].values() for target in entries)
-        torch._dynamo.reset()
-        functions = {
-            "fused": make_fused(size[2]),
-            "eager": usual_loss,
-            "torch.compile": torch.compile(usual_loss, dynamic=False),
-        }
-        check_same(functions, inputs)
 
-        def forward(function: Callable[..., torch.Tensor], inputs=inputs) -> Callable[[], object]:  # type: ignore[no-untyped-def]
-            def run() -> None:
-                with torch.no_grad():
-                    function(*inputs)
+    def run(label: dict[str, Any], inputs: Inputs, make: Callable[[bool], Loss], eager: Loss, **options: Any) -> None:
+        label = {"dtype": "fp32", "threads": torch.get_num_threads(), **label}
+        for row in benchmark(label, inputs, make, eager, arguments.seconds, **options):
+            harness.show(row)
+            results.append(row)
 
-            return run
-
-        def both(function: Callable[..., torch.Tensor], inputs=inputs, leaves=leaves) -> Callable[[], object]:  # type: ignore[no-untyped-def]
-            return lambda: torch.autograd.grad(function(*inputs), leaves)
-
-        label = "B {} K {} S {} A {}".format(*size)
-        for name, make, moved in (
-            ("forward", forward, 4 * (elements + targets)),
-            ("forward+backward", both, 4 * (2 * elements + targets)),
-        ):
-            contestants = {contestant: make(function) for contestant, function in functions.items()}
-            for_memory = {"fused": make(make_fused(size[2], keeps_memory=False))}
-            for row in harness.rows(
-                {"size": label, "pass": name}, contestants, arguments.seconds, moved, "fused", for_memory
-            ):
-                harness.show(row)
-                results.append(row)
+    for size in sorted({*GROWTH, *MUZERO}):
+        name = "B {} K {} S {} A {}".format(*size)
+        run({"agent": "MuZero", "size": name}, make_inputs(*size), functools.partial(make_fused, size[2]), usual_loss)
+    run({"agent": "TD-MPC2", "size": "B 256 H 3 S 101"}, make_tdmpc2_inputs(), make_fused_tdmpc2, usual_tdmpc2)
+    run({"agent": "DreamerV3", "size": "B 16 T 64 S 255"}, make_dreamer_inputs(), make_fused_dreamer, usual_dreamer)
+    for size in MAIN:
+        name = "B {} K {} S {} A {}".format(*size)
+        make = functools.partial(make_fused, size[2])
+        half = make_inputs(*size, dtype=torch.bfloat16)
+        run({"agent": "MuZero", "size": name, "dtype": "bf16"}, half, make, usual_loss, passes=("forward+backward",))
+        if threads > 1:
+            torch.set_num_threads(1)
+            run({"agent": "MuZero", "size": name}, make_inputs(*size), make, usual_loss, passes=("forward+backward",))
+            torch.set_num_threads(threads)
     harness.write(arguments.json, "loss", results)
 
 

@@ -1,0 +1,164 @@
+"""Each head of the loss alone, forward and backward, and decoding for acting.
+
+    python bench/heads.py --json bench/results/heads.json
+
+One prediction of B 1024; 601 bins, 18 and 362 actions, 512 features. Bytes that must move: predictions and targets read
+once, gradients written once. The plain cross-entropy runs against Liger-Kernel's function too where that runs (it needs
+a GPU).
+
+Decoding: 601 bins of the signed hyperbolic, B from 1 to 512, against the chain that implementations of MuZero use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import gradscale_ext as gs
+import harness
+import usual
+
+BATCH = 1024
+DECODED = (1, 2, 8, 16, 32, 64, 128, 512)
+Case = tuple[gs.heads.Head, torch.Tensor, torch.Tensor | None, Callable[..., torch.Tensor]]
+
+
+def cases() -> dict[str, Case]:
+    """By name the head, a prediction, its target, and the usual loss of both."""
+    generator = torch.Generator().manual_seed(0)
+    normal = functools.partial(torch.randn, generator=generator)
+    bins, few, many, vector = normal(BATCH, 601), normal(BATCH, 18), normal(BATCH, 362), normal(BATCH, 512)
+    scalars = normal(BATCH) * 30
+    visits = {width: normal(BATCH, width).softmax(1) for width in (18, 362)}
+    classes = torch.randint(362, (BATCH,), generator=generator)
+    muzero = gs.Support.muzero()
+
+    def with_entropy(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        log_p = torch.log_softmax(x, 1)
+        return (-(t * log_p).sum(1) + 0.01 * (log_p.exp() * log_p).sum(1)).mean()
+
+    return {
+        "TwoHot": (
+            gs.TwoHot(muzero),
+            bins,
+            scalars,
+            lambda x, t: usual.cross_entropy(x, usual.two_hot(usual.h(t), 601, 300)).mean(),
+        ),
+        "HLGauss": (
+            gs.HLGauss(muzero),
+            bins,
+            scalars,
+            lambda x, t: usual.cross_entropy(x, usual.hl_gauss(usual.h(t), 601, 300)).mean(),
+        ),
+        "SoftCrossEntropy, A 18": (
+            gs.SoftCrossEntropy(),
+            few,
+            visits[18],
+            lambda x, t: usual.cross_entropy(x, t).mean(),
+        ),
+        "SoftCrossEntropy, A 362": (
+            gs.SoftCrossEntropy(),
+            many,
+            visits[362],
+            lambda x, t: usual.cross_entropy(x, t).mean(),
+        ),
+        "SoftCrossEntropy, entropy": (gs.SoftCrossEntropy(entropy_weight=0.01), many, visits[362], with_entropy),
+        "SoftCrossEntropy, classes": (gs.SoftCrossEntropy(), many, classes, F.cross_entropy),
+        "MeanSquaredError": (gs.MeanSquaredError(), vector, normal(BATCH, 512), F.mse_loss),
+        "BinaryCrossEntropy": (
+            gs.BinaryCrossEntropy(),
+            normal(BATCH),
+            torch.rand(BATCH, generator=generator),
+            F.binary_cross_entropy_with_logits,
+        ),
+        "NegativeCosine": (
+            gs.NegativeCosine(),
+            vector,
+            normal(BATCH, 512),
+            lambda x, t: -F.cosine_similarity(x, t, dim=1).mean(),
+        ),
+        "PerStepLoss": (gs.PerStepLoss(), normal(BATCH), None, lambda x, t: x.mean()),
+    }
+
+
+def liger_cross_entropy() -> Callable[..., torch.Tensor] | None:
+    """Liger-Kernel's cross-entropy, where it is installed and there is a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        from liger_kernel.transformers.functional import liger_cross_entropy
+    except ImportError:
+        return None
+    return liger_cross_entropy  # type: ignore[no-any-return]
+
+
+def head_rows(seconds: float) -> list[dict[str, Any]]:
+    results = []
+    for name, (head, prediction, target, eager) in cases().items():
+        x = prediction.requires_grad_()
+        module = gs.MultiStepLoss(head=head)
+
+        def fused(x: torch.Tensor, t: torch.Tensor | None, module=module) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            return module({"head": [x]}, {} if t is None else {"head": [t]}).loss
+
+        torch._dynamo.reset()
+        functions: dict[str, Callable[..., torch.Tensor]] = {
+            "fused": fused,
+            "eager": eager,
+            "torch.compile": torch.compile(eager, dynamic=False),
+        }
+        if name == "SoftCrossEntropy, classes" and (liger := liger_cross_entropy()) is not None:
+            functions["Liger-Kernel"] = liger
+        expected = torch.autograd.grad(eager(x, target), x)[0]
+        for contestant, function in functions.items():
+            actual = torch.autograd.grad(function(x, target), x)[0]
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-6, msg=lambda m, c=contestant: f"{c}: {m}")
+        contestants = {
+            contestant: functools.partial(lambda f, x, t: torch.autograd.grad(f(x, t), x), function, x, target)
+            for contestant, function in functions.items()
+        }
+        moved = 2 * x.nbytes + (0 if target is None else target.nbytes)
+        results += harness.rows({"size": name, "pass": "forward+backward"}, contestants, seconds, moved, "fused")
+    return results
+
+
+def decode_rows(seconds: float) -> list[dict[str, Any]]:
+    support = gs.Support.muzero()
+    bins = support.centers()
+
+    def chain(logits: torch.Tensor) -> torch.Tensor:
+        return usual.inverse_h((torch.softmax(logits, 1) * bins).sum(1, keepdim=True))
+
+    results = []
+    torch._dynamo.reset()
+    compiled = torch.compile(chain, dynamic=False)
+    for batch in DECODED:
+        logits = torch.randn(batch, 601, generator=torch.Generator().manual_seed(0)) * 2
+        torch.testing.assert_close(support.decode(logits), chain(logits)[:, 0], rtol=2e-3, atol=2e-3)
+        contestants = {
+            "fused": functools.partial(support.decode, logits),
+            "eager": functools.partial(chain, logits),
+            "torch.compile": functools.partial(compiled, logits),
+        }
+        with torch.no_grad():
+            results += harness.rows(
+                {"size": f"B {batch}", "pass": "decode"}, contestants, seconds, logits.nbytes, "fused"
+            )
+    return results
+
+
+def main() -> None:
+    arguments = harness.arguments(__doc__)
+    harness.show_machine()
+    results = [*head_rows(arguments.seconds), *decode_rows(arguments.seconds)]
+    for row in results:
+        harness.show(row)
+    harness.write(arguments.json, "heads", results)
+
+
+if __name__ == "__main__":
+    main()

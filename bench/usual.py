@@ -1,0 +1,61 @@
+"""The pieces of a loss as they are usually written in eager PyTorch: what the benchmarks compare with."""
+
+from __future__ import annotations
+
+import torch
+
+
+def h(x: torch.Tensor) -> torch.Tensor:
+    return torch.sign(x) * (torch.sqrt(torch.abs(x) + 1) - 1) + 0.001 * x
+
+
+def inverse_h(x: torch.Tensor) -> torch.Tensor:
+    eps = 0.001
+    return torch.sign(x) * (((torch.sqrt(1 + 4 * eps * (torch.abs(x) + 1 + eps)) - 1) / (2 * eps)) ** 2 - 1)
+
+
+def symlog(x: torch.Tensor) -> torch.Tensor:
+    return torch.sign(x) * torch.log(1 + torch.abs(x))
+
+
+def two_hot(x: torch.Tensor, num_bins: int, limit: float) -> torch.Tensor:
+    """Targets over integer bins from -limit to limit, as MuZero implementations build them: clamp, scatter."""
+    x = x.clamp(-limit, limit)
+    floor = x.floor()
+    upper = x - floor
+    target = torch.zeros(x.shape[0], num_bins, device=x.device)
+    index = (floor + limit).long()
+    target.scatter_(1, index.unsqueeze(1), (1 - upper).unsqueeze(1))
+    index = index + 1
+    upper = upper.masked_fill(index >= num_bins, 0.0)
+    index = index.masked_fill(index >= num_bins, 0)
+    return target.scatter_add_(1, index.unsqueeze(1), upper.unsqueeze(1))
+
+
+def raw_two_hot(x: torch.Tensor, num_bins: int, limit: float) -> torch.Tensor:
+    """Targets between the two raw bins around x, as DreamerV3 builds them: count, compare distances, one-hot."""
+    y = torch.linspace(-limit, limit, num_bins)
+    bins = torch.sign(y) * torch.expm1(torch.abs(y))
+    below = ((bins <= x.unsqueeze(-1)).sum(-1) - 1).clamp(0, num_bins - 1)
+    above = (num_bins - (bins > x.unsqueeze(-1)).sum(-1)).clamp(0, num_bins - 1)
+    equal = below == above
+    to_below = torch.where(equal, 1.0, (bins[below] - x).abs())
+    to_above = torch.where(equal, 1.0, (bins[above] - x).abs())
+    total = to_below + to_above
+    one_hot = torch.nn.functional.one_hot
+    return one_hot(below, num_bins) * (to_above / total).unsqueeze(-1) + one_hot(above, num_bins) * (
+        to_below / total
+    ).unsqueeze(-1)
+
+
+def hl_gauss(y: torch.Tensor, num_bins: int, limit: float, sigma_ratio: float = 0.75) -> torch.Tensor:
+    """The histogram of a normal around y over bins from -limit to limit."""
+    width = 2 * limit / (num_bins - 1)
+    edges = torch.linspace(-limit - width / 2, limit + width / 2, num_bins + 1)
+    below = torch.special.erf((edges - y.unsqueeze(-1)) / (2**0.5 * sigma_ratio * width))
+    return (below[..., 1:] - below[..., :-1]) / (below[..., -1:] - below[..., :1])
+
+
+def cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Half logits are widened, as autocast does."""
+    return -(torch.log_softmax(logits.float(), dim=-1) * target).sum(-1)
