@@ -52,7 +52,7 @@ template <class T, class G, class A, class Target>
 void categorical_row(const Segment& s, int64_t row, double coefficient, const Target& target, A* scratch) {
   const T* logits = row_of<T>(s.prediction, row);
   const Support& support = s.head->support;
-  const Softmax<A> softmax = softmax_of<true>(logits, s.width, scratch);
+  const Softmax<A> softmax = softmax_of<true>(logits, s.width, maximum_of<A>(logits, s.width), scratch);
   A* mass = second_row(scratch, s.width);
   const double kept = 1 - s.head->label_smoothing;
   const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
@@ -92,9 +92,9 @@ void categorical_row(const Segment& s, int64_t row, double coefficient, const Ta
 // The value of a row of logits; or, where a gradient is wanted, the derivative g'(E) p_j (c_j - E) times grad_output,
 // with E the expectation, c_j the centres and g the inverse transform.
 template <class T, class A>
-void decode_row(const Decoding& d, int64_t row, A* scratch) {
+void decode_row(const Decoding& d, int64_t row, A maximum, A* scratch) {
   const Support& support = *d.support;
-  const Softmax<A> softmax = softmax_of<true>(row_of<T>(d.logits, row), d.width, scratch);
+  const Softmax<A> softmax = softmax_of<true>(row_of<T>(d.logits, row), d.width, maximum, scratch);
   const A expected = expectation(softmax, support);
   if (d.gradient.data == nullptr) {
     d.out.store(row, decoded_value(expected, support));

@@ -72,19 +72,23 @@ const T* row_of(const Rows& rows, int64_t row) {
   return static_cast<const T*>(rows.data) + row * rows.stride;
 }
 
-// Widens the logits, and leaves exp(logit - maximum) in `row`.
-template <bool with_moment, class T, class A>
-Softmax<A> exponentials_of_any(const T* logits, int64_t width, A* row) {
-  const int64_t padded = padded_width(width);
+template <class A, class T>
+A maximum_of_any(const T* logits, int64_t width) {
   A maximum = -static_cast<A>(INFINITY);
-  for (int64_t j = width; j < padded; ++j) {
-    row[j] = maximum;
-  }
 #pragma omp simd reduction(max : maximum)
   for (int64_t j = 0; j < width; ++j) {
     const A logit = static_cast<A>(to_accumulate(logits[j]));
-    row[j] = logit;
-    maximum = logit > maximum ? logit : maximum;
+    maximum = logit > maximum ? logit : maximum; // passes NaN over
+  }
+  return maximum;
+}
+
+template <bool with_moment, class T, class A>
+Softmax<A> exponentials_of_any(const T* logits, int64_t width, A maximum, A* row) {
+  const int64_t padded = padded_width(width);
+  widen(logits, width, row);
+  for (int64_t j = width; j < padded; ++j) {
+    row[j] = -static_cast<A>(INFINITY);
   }
   LaneSum<A> sum;
   LaneSum<A> moment; // of the number of the block; the place in the block is the lane's, and comes after the loop
@@ -109,13 +113,23 @@ Softmax<A> exponentials_of_any(const T* logits, int64_t width, A* row) {
   return {maximum, sum.total(), with_moment ? moment.total() : A(0), row};
 }
 
+// The largest logit; -inf of a row of NaN.
+template <class A, class T>
+A maximum_of(const T* logits, int64_t width) {
+  if constexpr (in_lanes<A>) {
+    return maximum_in_lanes(logits, width);
+  } else {
+    return maximum_of_any<A>(logits, width);
+  }
+}
+
 // Leaves exp(logit - maximum) in `scratch`, where `values` says.
 template <bool with_moment, class T, class A>
-Softmax<A> softmax_of(const T* logits, int64_t width, A* scratch) {
+Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, A* scratch) {
   if constexpr (in_lanes<A>) {
-    return exponentials<with_moment>(logits, width, scratch);
+    return exponentials_in_lanes<with_moment>(logits, width, maximum, scratch);
   } else {
-    return exponentials_of_any<with_moment>(logits, width, scratch);
+    return exponentials_of_any<with_moment>(logits, width, maximum, scratch);
   }
 }
 

@@ -45,19 +45,19 @@ inline Lanes product(Lanes weight, Lanes x) {
   return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(weight.v, _mm512_setzero_ps(), _CMP_NEQ_UQ), weight.v, x.v);
 }
 
-// exp(x) for x <= 0: 2^n 2^f with f in -1/2..1/2, a polynomial with p(0) = 1. An error of 1.1e-7 from the polynomial,
-// and of |x| 6e-8 from the rounding of x log2(e): small where exp(x) is not. -inf gives 0, NaN stays NaN.
+// exp(x) for x <= 0: 2^n 2^f with f in 0..1 a polynomial with p(0) = 1. An error of 8.5e-8 from the polynomial, and of
+// |x| 6e-8 from the rounding of x log2(e): small where exp(x) is not. -inf gives 0, NaN stays NaN.
 inline Lanes exp_nonpositive(Lanes x) {
+  constexpr int round_down = _MM_FROUND_TO_NEG_INF;
   const __m512 t = _mm512_mul_ps(x.v, _mm512_set1_ps(1.44269504f));
-  const __m512 f = _mm512_reduce_ps(t, 0);
-  const __m512 n = _mm512_sub_ps(t, f);
-  __m512 p = _mm512_set1_ps(0x1.5bba14p-10f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.3cea88p-7f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.c6b752p-5f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.ebf9bcp-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.62e42ap-1f));
+  const __m512 f = _mm512_reduce_ps(t, round_down); // t - floor(t)
+  __m512 p = _mm512_set1_ps(0x1.e9750ap-10f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.277858p-7f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.c91ceep-5f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.ebdb58p-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.62e4bap-1f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, n);
+  return _mm512_scalef_ps(p, t); // times 2^floor(t)
 }
 
 inline Lanes load_lanes(const float* from, __mmask16 mask) {
@@ -131,34 +131,45 @@ struct Blocks {
   }
 };
 
-// As exponentials() of row_tools.h.
-template <bool with_moment, class T>
-Softmax<float> exponentials(const T* logits, int64_t width, float* scratch) {
+template <class T>
+Lanes logits_of_block(const Blocks& blocks, const T* logits, int64_t b, __mmask16 mask) {
+  return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), mask, blocks.load(logits, b, mask).v);
+}
+
+// As maximum_of_any() of row_tools.h.
+template <class T>
+float maximum_in_lanes(const T* logits, int64_t width) {
   const Blocks blocks(lead_of(logits), width);
-  const __m512 none = _mm512_set1_ps(-INFINITY);
-  const auto logit = [&](int64_t b, __mmask16 mask) -> Lanes {
-    return _mm512_mask_mov_ps(none, mask, blocks.load(logits, b, mask).v);
-  };
+  const auto logit = [&](int64_t b, __mmask16 mask) { return logits_of_block(blocks, logits, b, mask).v; };
   constexpr __mmask16 all = 0xffffu;
+  const __m512 none = _mm512_set1_ps(-INFINITY);
   // A NaN in the first operand is passed over.
-  __m512 m[4] = {logit(0, blocks.first).v, none, none, none};
+  __m512 m[4] = {logit(0, blocks.first), none, none, none};
   int64_t b = 1;
   for (; b + 4 < blocks.count; b += 4) {
     for (int k = 0; k < 4; ++k) {
-      m[k] = _mm512_max_ps(logit(b + k, all).v, m[k]);
+      m[k] = _mm512_max_ps(logit(b + k, all), m[k]);
     }
   }
   for (; b + 1 < blocks.count; ++b) {
-    m[0] = _mm512_max_ps(logit(b, all).v, m[0]);
+    m[0] = _mm512_max_ps(logit(b, all), m[0]);
   }
   if (blocks.count > 1) {
-    m[1] = _mm512_max_ps(logit(blocks.count - 1, blocks.last).v, m[1]);
+    m[1] = _mm512_max_ps(logit(blocks.count - 1, blocks.last), m[1]);
   }
-  const float maximum = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(m[0], m[1]), _mm512_max_ps(m[2], m[3])));
+  return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(m[0], m[1]), _mm512_max_ps(m[2], m[3])));
+}
+
+// As exponentials_of_any() of row_tools.h.
+template <bool with_moment, class T>
+Softmax<float> exponentials_in_lanes(const T* logits, int64_t width, float maximum, float* scratch) {
+  const Blocks blocks(lead_of(logits), width);
+  constexpr __mmask16 all = 0xffffu;
+  int64_t b = 1;
   __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
   __m512 moment[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
   const auto add = [&](int chain, int64_t block, __mmask16 mask) {
-    const __m512 e = exp_nonpositive(logit(block, mask) - Lanes(maximum)).v;
+    const __m512 e = exp_nonpositive(logits_of_block(blocks, logits, block, mask) - Lanes(maximum)).v;
     _mm512_store_ps(scratch + block * kLanes, e);
     sum[chain] = _mm512_add_ps(sum[chain], e);
     if (with_moment) {

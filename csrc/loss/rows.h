@@ -68,8 +68,17 @@ void decode_rows(const Decoding& decoding, int64_t begin, int64_t end, double* s
   dispatch_element(decoding.logits.element, [&](auto type) {
     using T = decltype(type);
     using A = typename AccumulateType<T>::type;
+    if (begin == end) {
+      return;
+    }
+    // The maximum of the next row is found while the exponentials of this one, which wait for theirs, are computed.
+    A next = maximum_of<A>(row_of<T>(decoding.logits, begin), decoding.width);
     for (int64_t row = begin; row < end; ++row) {
-      decode_row<T>(decoding, row, reinterpret_cast<A*>(scratch));
+      const A maximum = next;
+      if (row + 1 < end) {
+        next = maximum_of<A>(row_of<T>(decoding.logits, row + 1), decoding.width);
+      }
+      decode_row<T>(decoding, row, maximum, reinterpret_cast<A*>(scratch));
     }
   });
 }

@@ -143,6 +143,9 @@ inline int64_t padded_width(int64_t width) {
   return (width + kLanes - 1) / kLanes * kLanes;
 }
 
+// How much a row costs beside its elements, in elements: its target, its logarithm, its sums.
+constexpr int64_t kRowOverhead = 128;
+
 // Two rows, each with room for the lanes before its first element.
 inline int64_t scratch_elements(int64_t width) {
   return 2 * (padded_width(width) + kLanes);
