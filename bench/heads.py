@@ -81,7 +81,6 @@ def cases() -> dict[str, Case]:
             normal(BATCH, 512),
             lambda x, t: -F.cosine_similarity(x, t, dim=1).mean(),
         ),
-        "PerStepLoss": (gs.PerStepLoss(), normal(BATCH), None, lambda x, t: x.mean()),
     }
 
 

@@ -9,18 +9,22 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
+template <class A>
+void transform_row(const Support& transform, int64_t width, A* row) {
+  if (transform.transform != Transform::identity) {
+    for (int64_t j = 0; j < width; ++j) {
+      row[j] = transform_value(transform.transform, row[j], static_cast<A>(transform.eps));
+    }
+  }
+}
+
 // mean_j (x_j - transform(t_j))^2; gradient c 2 (x_j - transform(t_j)) / width.
 template <class T, class G, class A>
 void mean_squared_error_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
   const int64_t width = s.width;
-  const Support& transform = s.head->support;
   A* difference = second_row(scratch, width);
   widen_row(s.target, row, width, difference);
-  if (transform.transform != Transform::identity) {
-    for (int64_t j = 0; j < width; ++j) {
-      difference[j] = transform_value(transform.transform, difference[j], static_cast<A>(transform.eps));
-    }
-  }
+  transform_row(s.head->support, width, difference);
   const T* prediction = row_of<T>(s.prediction, row);
   A sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -34,21 +38,6 @@ void mean_squared_error_row(const Segment& s, int64_t row, double coefficient, A
   }
   const A factor = static_cast<A>(2 * coefficient / static_cast<double>(width));
   write_gradient<G, A>(s.gradient, row, width, [=](auto load) { return load(difference) * factor; });
-}
-
-template <class G, class A>
-void write_scalar(const Rows& gradient, int64_t row, A value) {
-  static_cast<G*>(gradient.data)[row * gradient.stride] = from_accumulate<G, A>(value);
-}
-
-template <class T, class G, class A>
-void binary_cross_entropy_row(const Segment& s, int64_t row, double coefficient, A*) {
-  const A logit = static_cast<A>(to_accumulate(*row_of<T>(s.prediction, row)));
-  const LossAndDerivative<A> result = binary_cross_entropy(logit, static_cast<A>(load_scalar(s.target, row)));
-  s.loss.store(row, result.loss);
-  if (s.gradient.data != nullptr) {
-    write_scalar<G>(s.gradient, row, result.derivative * static_cast<A>(coefficient));
-  }
 }
 
 // The largest of |x_j|, so that squares of doubles neither overflow nor underflow; those of floats do not in double.
@@ -97,11 +86,53 @@ void negative_cosine_row(const Segment& s, int64_t row, double coefficient, A* s
   write_gradient<G, A>(s.gradient, row, width, [=](auto load) { return load(target); });
 }
 
-template <class T, class G, class A>
-void per_step_loss_row(const Segment& s, int64_t row, double coefficient, A*) {
-  s.loss.store(row, static_cast<double>(to_accumulate(*row_of<T>(s.prediction, row))));
-  if (s.gradient.data != nullptr) {
-    write_scalar<G>(s.gradient, row, static_cast<A>(coefficient));
+// Rows of one number. Many are computed at once: a loop over rows vectorises as one over the elements of a row does.
+template <class T, class G>
+void run_scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end) {
+  using A = typename AccumulateType<T>::type;
+  constexpr int64_t most = 64;
+  A x[most], target[most] = {}, loss[most], derivative[most];
+  const double slope = s.head->kind == Kind::mean_squared_error ? 2 : 1;
+  const auto compute = [&](int64_t count, auto of_one) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const LossAndDerivative<A> result = of_one(x[i], target[i]);
+      loss[i] = result.loss;
+      derivative[i] = result.derivative;
+    }
+  };
+  for (int64_t first = begin; first < end; first += most) {
+    const int64_t count = end - first < most ? end - first : most;
+    for (int64_t i = 0; i < count; ++i) {
+      x[i] = static_cast<A>(to_accumulate(*row_of<T>(s.prediction, first + i)));
+    }
+    if (s.target.data != nullptr) {
+      widen_column(s.target, first, count, target);
+    }
+    switch (s.head->kind) {
+      case Kind::mean_squared_error:
+        transform_row(s.head->support, count, target);
+        compute(count, [](A of_x, A of_t) {
+          const A difference = of_x - of_t;
+          return LossAndDerivative<A>{difference * difference, difference}; // the factor 2 comes with the coefficient
+        });
+        break;
+      case Kind::binary_cross_entropy:
+        compute(count, [](A of_x, A of_t) { return binary_cross_entropy(of_x, of_t); });
+        break;
+      default:
+        compute(count, [](A of_x, A) { return LossAndDerivative<A>{of_x, A(1)}; });
+        break;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = first + i;
+      const bool kept = coefficients.mask.keeps(row, s.step);
+      s.loss.store(row, kept ? loss[i] : A(0));
+      if (s.gradient.data != nullptr) {
+        const A gradient = kept ? derivative[i] * static_cast<A>(slope * coefficients.at(row, s.step)) : A(0);
+        static_cast<G*>(s.gradient.data)[row * s.gradient.stride] = from_accumulate<G, A>(gradient);
+      }
+    }
   }
 }
 

@@ -25,18 +25,22 @@ void run_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
       return soft_cross_entropy_row<T, G>(s, row, coefficient, scratch);
     case Kind::mean_squared_error:
       return mean_squared_error_row<T, G>(s, row, coefficient, scratch);
-    case Kind::binary_cross_entropy:
-      return binary_cross_entropy_row<T, G>(s, row, coefficient, scratch);
     case Kind::negative_cosine:
       return negative_cosine_row<T, G>(s, row, coefficient, scratch);
+    case Kind::binary_cross_entropy:
     case Kind::per_step_loss:
-      return per_step_loss_row<T, G>(s, row, coefficient, scratch);
+      return; // rows of one number
   }
 }
 
 template <class T, class G>
 void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* scratch) {
   using A = typename AccumulateType<T>::type;
+  const Kind kind = s.head->kind;
+  if (kind == Kind::binary_cross_entropy || kind == Kind::per_step_loss ||
+      (kind == Kind::mean_squared_error && s.width == 1)) {
+    return run_scalar_rows<T, G>(s, coefficients, begin, end);
+  }
   A* row_scratch = reinterpret_cast<A*>(scratch);
   for (int64_t row = begin; row < end; ++row) {
     // A masked row adds exactly nothing: it is computed into the outputs that do not depend on its target, and its loss

@@ -1,7 +1,7 @@
 // Losses of single numbers with their derivatives.
 #pragma once
 
-#include "../port/port.h"
+#include "exponential.h"
 
 namespace gradscale {
 
@@ -17,16 +17,29 @@ GRADSCALE_HOST_DEVICE T product(T weight, T x) {
   return weight == T(0) ? T(0) : weight * x;
 }
 
+// log(1 + e) for e in 0..1 without branches or library calls: 2 atanh(e / (2 + e)), whose argument is at most 1/3, by
+// its series. Relative error 1e-7 in float, 4e-16 in double.
+template <class T>
+GRADSCALE_HOST_DEVICE T log1p_unit(T e) {
+  constexpr int terms = sizeof(T) == 8 ? 17 : 8;
+  const T s = e / (T(2) + e);
+  const T square = s * s;
+  T sum = T(1) / T(2 * terms - 1);
+  for (int n = terms - 2; n >= 0; --n) {
+    sum = sum * square + T(1) / T(2 * n + 1);
+  }
+  return T(2) * s * sum;
+}
+
 // t softplus(-x) + (1 - t) softplus(x), and sigmoid(x) - t. Nothing cancels for t in 0..1.
 template <class T>
 GRADSCALE_HOST_DEVICE LossAndDerivative<T> binary_cross_entropy(T x, T target) {
-  const T small = std::exp(-std::abs(x));
-  const T tail = std::log1p(small); // of the softplus on the far side of 0
+  const T small = exp_nonpositive(-std::abs(x));
+  const T tail = log1p_unit(small); // of the softplus on the far side of 0
   const T positive = (x > T(0) ? x : T(0)) + tail;
   const T negative = (x < T(0) ? -x : T(0)) + tail;
   const T sigmoid = (x < T(0) ? small : T(1)) / (T(1) + small);
-  const T nan = x != x ? x : T(0);
-  return {product(target, negative) + product(T(1) - target, positive) + nan, sigmoid - target};
+  return {product(target, negative) + product(T(1) - target, positive), sigmoid - target};
 }
 
 // What -x.t / (max(|x|, eps) max(|t|, eps)) and its derivative by x_j, `of_x x_j + of_t t_j`, need of whole rows.
