@@ -859,10 +859,78 @@ def test_errors_of_heads():
         gs.TwoHot(601)
     with pytest.raises(ValueError, match="transform"):
         gs.MeanSquaredError(transform="log")
+    with pytest.raises(ValueError, match=r"TwoHot: label_smoothing must be between 0 and 1, but it is 1\.5"):
+        gs.TwoHot(SUPPORT, label_smoothing=1.5)
+    with pytest.raises(ValueError, match="HLGauss: sigma_ratio must be finite and above 0, but it is 0"):
+        gs.HLGauss(SUPPORT, sigma_ratio=0)
+    with pytest.raises(TypeError, match="HLGauss: support must be a Support"):
+        gs.HLGauss(51)
+    with pytest.raises(ValueError, match="SoftCrossEntropy: entropy_weight must be finite, but it is nan"):
+        gs.SoftCrossEntropy(entropy_weight=float("nan"))
+    with pytest.raises(ValueError, match="NegativeCosine: eps must be finite and above 0, but it is 0"):
+        gs.NegativeCosine(eps=0)
     with pytest.raises(ValueError, match="at least one head"):
         gs.MultiStepLoss()
     with pytest.raises(TypeError, match="'value' must be one of the head dataclasses"):
         gs.MultiStepLoss(value=SUPPORT)
+
+
+def test_errors_of_classes():
+    heads = {"policy": gs.SoftCrossEntropy(first_step=1), "value": gs.TwoHot(SUPPORT)}
+    predictions = {"policy": [torch.zeros(3, 4)], "value": [torch.zeros(3, 11)] * 2}
+
+    def message(classes, **options):
+        targets = {"policy": classes if isinstance(classes, torch.Tensor) else [classes], "value": [torch.zeros(3)] * 2}
+        with pytest.raises((TypeError, ValueError)) as info:
+            gs.multi_step_loss(heads, predictions, {**targets, "policy": [classes]}, **options)
+        return str(info.value)
+
+    text = message(torch.tensor([0, 4, 1]))
+    for word in ("target", "'policy'", "step 1", "classes from 0 to 3", "sample 1 is 4"):
+        assert word in text
+    assert "torch.int32" in message(torch.zeros(3, dtype=torch.int32))
+    assert "shape [3]" in message(torch.zeros(3, 1, dtype=torch.int64))
+    # Masked entries may hold anything.
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    out = gs.multi_step_loss(
+        heads, predictions, {"policy": [torch.tensor([0, -100, 1])], "value": [torch.zeros(3)] * 2}, mask=mask
+    )
+    assert out.loss.isfinite()
+    # Where the classes cannot be looked at, a wrong one gives NaN in its own sample, and nothing out of bounds.
+    classes = torch.tensor([0, 2**62, -1])
+    losses = gs.reference.entry_loss(gs.SoftCrossEntropy(), torch.zeros(3, 4), classes)
+    assert losses.isnan().tolist() == [False, True, True]
+
+
+def test_per_step_loss_has_no_target():
+    heads = {"own": gs.PerStepLoss()}
+    losses = torch.rand(3, 2)
+    for targets in ({}, {"own": None}):
+        torch.testing.assert_close(gs.multi_step_loss(heads, {"own": losses}, targets).loss, losses.sum(1).mean())
+    with pytest.raises(ValueError, match="PerStepLoss has no target, but targets has an entry for head 'own'"):
+        gs.multi_step_loss(heads, {"own": losses}, {"own": losses})
+
+
+def test_reduce_multi_step():
+    losses = torch.rand(3, 4, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(3, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)
+    steps = torch.tensor([1.0, 0.5, 0.25, 0.125], dtype=torch.float64)
+    expected = (weights * (steps * losses * mask).sum(1)).sum()
+    options = {"step_weights": steps, "importance_weights": weights, "mask": mask, "reduction": "sum"}
+    for entries in (losses, list(losses.unbind(1))):
+        out = gs.reduce_multi_step(entries, **options)
+        torch.testing.assert_close(out.loss, expected)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(loss, losses, retain_graph=True)[0] for loss in (out.loss, expected))
+        )
+    assert out.per_step["loss"].shape == (3, 4)
+    half = gs.reduce_multi_step(losses, step_gradient_scale="unroll")
+    torch.testing.assert_close(
+        torch.autograd.grad(half.loss, losses)[0], torch.tensor([1, 1 / 3, 1 / 3, 1 / 3]).double().expand(3, 4) / 3
+    )
+    with pytest.raises(ValueError, match=r"\[B, T, \.\.\.\]"):
+        gs.reduce_multi_step(torch.rand(3))
 
 
 # ---- The module -----------------------------------------------------------------------------------------------------
@@ -884,6 +952,21 @@ def test_module():
     first = loss_fn(predictions, targets).loss
     for again in (copy.deepcopy(loss_fn), pickle.loads(pickle.dumps(loss_fn))):
         assert torch.equal(again(predictions, targets).loss, first)
+
+
+def test_a_head_may_be_called_self():
+    loss_fn = gs.MultiStepLoss(self=gs.PerStepLoss())
+    assert loss_fn({"self": torch.ones(2, 3)}, {}).loss == 3
+
+
+def test_a_saved_gradient_takes_its_own_size(tmp_path):
+    predictions, targets = arguments(batch=200)
+    loss_fn = gs.MultiStepLoss(**HEADS)
+    grads = gradients(loss_fn(predictions, targets), predictions)
+    for g in grads:
+        assert g.untyped_storage().nbytes() == g.nbytes
+    with pytest.raises(RuntimeError, match="resizable"):
+        grads[0].resize_(1000, 11)
 
 
 def test_heads_may_come_in_any_mapping():

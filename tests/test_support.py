@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 from pathlib import Path
@@ -14,7 +15,14 @@ from hypothesis import strategies as st
 import gradscale_ext as gs
 
 ORACLE = json.loads((Path(__file__).parent / "oracles" / "transforms.json").read_text())["two_hot"]
-SUPPORTS = [gs.Support.muzero(), gs.Support(-2, 7, 10), gs.Support(-3, 3, 6, "symlog"), gs.Support(0, 1, 2, "identity")]
+SUPPORTS = [
+    gs.Support.muzero(),
+    gs.Support(-2, 7, 10),
+    gs.Support(-3, 3, 6, "symlog"),
+    gs.Support(0, 1, 2, "identity"),
+    gs.Support(-3, 3, 7, "symlog", space="raw"),
+    gs.Support(-2, 6, 40, space="raw"),
+]
 NAN, INF = float("nan"), float("inf")
 
 
@@ -58,8 +66,9 @@ def test_out_of_range_and_not_a_number():
 @pytest.mark.parametrize("num_bins", [2, 3, 21, 101, 255, 601])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("logit", [0.0, 3.25, -7.0])
-def test_uniform_logits_decode_to_exactly_zero(num_bins, dtype, logit):
-    support = gs.Support(-10, 10, num_bins)
+@pytest.mark.parametrize("space", ["transformed", "raw"])
+def test_uniform_logits_decode_to_exactly_zero(num_bins, dtype, logit, space):
+    support = gs.Support(-10, 10, num_bins, space=space)
     logits = torch.full((3, num_bins), logit, dtype=dtype)
     assert torch.equal(
         support.decode(logits), torch.zeros(3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
@@ -80,8 +89,9 @@ def test_decode(support, dtype, shape):
     torch.testing.assert_close(value.double(), exact, rtol=tolerance, atol=tolerance)
 
 
-def test_decode_of_other_layouts_and_contexts():
-    support = gs.Support(-5, 5, 11)
+@pytest.mark.parametrize("space", ["transformed", "raw"])
+def test_decode_of_other_layouts_and_contexts(space):
+    support = gs.Support(-5, 5, 11, space=space)
     logits = torch.randn(11, 4, dtype=torch.float64)
     expected = gs.reference.decode(logits.T, support)
     torch.testing.assert_close(support.decode(logits.T), expected)
@@ -92,6 +102,97 @@ def test_decode_of_other_layouts_and_contexts():
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(support.decode, fullgraph=True)(logits.T), expected)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_derivatives_of_decode(support):
+    logits = torch.randn(3, support.num_bins, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(support.decode, logits, fast_mode=True)
+    assert torch.autograd.gradgradcheck(support.decode, logits, fast_mode=True)
+    (ours,) = torch.autograd.grad(support.decode(logits).sum(), logits)
+    (theirs,) = torch.autograd.grad(gs.reference.decode(logits, support).sum(), logits)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradient_of_decode_in_other_dtypes(dtype):
+    support = gs.Support.muzero()
+    logits = torch.randn(5, 601).to(dtype).requires_grad_()
+    grad_output = torch.randn(5)
+    (ours,) = torch.autograd.grad(support.decode(logits), logits, grad_output)
+    exact = logits.detach().double().requires_grad_()
+    (truth,) = torch.autograd.grad(gs.reference.decode(exact, support), exact, grad_output.double())
+    unit = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours.double(), truth, rtol=unit * 1.01, atol=3e-6 * float(truth.abs().max()))
+
+
+def test_gradient_of_decode_in_other_contexts():
+    support = gs.Support(-5, 5, 11)
+    logits = torch.randn(4, 11, dtype=torch.float64)
+    expected = torch.func.jacrev(lambda x: gs.reference.decode(x, support).sum())(logits)
+    loss_of = lambda x: support.decode(x).sum()
+    leaf = logits.clone().requires_grad_()
+    loss_of(leaf).backward()
+    torch.testing.assert_close(leaf.grad, expected)
+    torch.testing.assert_close(torch.func.grad(loss_of)(logits), expected)
+    (batched,) = torch.autograd.grad(loss_of(leaf), leaf, torch.ones(2, dtype=torch.float64), is_grads_batched=True)
+    torch.testing.assert_close(batched[1], expected)
+    torch._dynamo.reset()
+    compiled = logits.clone().requires_grad_()
+    torch.compile(loss_of, fullgraph=True)(compiled).backward()
+    torch.testing.assert_close(compiled.grad, expected)
+    torch._dynamo.reset()
+    value = support.decode(leaf)
+    value.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        value.sum().backward()
+    value = support.decode(leaf)
+    with torch.no_grad():
+        leaf.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.sum().backward()
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize("sigma_ratio", [0.1, 0.75, 3.0, 50.0])
+def test_hl_gauss_is_the_mass_of_a_normal(support, sigma_ratio):
+    """Against the normal distribution function of 30 digits."""
+    mpmath = pytest.importorskip("mpmath")
+    x = torch.tensor([-1e9, -2.0, 0.0, 0.3, 5.0, 1e9], dtype=torch.float64)
+    encoded = support.hl_gauss(x, sigma_ratio)
+    forward = {"signed_hyperbolic": gs.signed_hyperbolic, "symlog": gs.symlog, "identity": lambda v: v}
+    y = forward[support.transform](x).clamp(support.minimum, support.maximum)
+    width = (support.maximum - support.minimum) / (support.num_bins - 1)
+    with mpmath.workdps(30):
+        for row, center in zip(encoded, y.tolist(), strict=True):
+            cdf = [
+                mpmath.ncdf(support.minimum + (j - 0.5) * width, center, sigma_ratio * width)
+                for j in range(support.num_bins + 1)
+            ]
+            exact = [float((cdf[j + 1] - cdf[j]) / (cdf[-1] - cdf[0])) for j in range(support.num_bins)]
+            torch.testing.assert_close(row, torch.tensor(exact, dtype=torch.float64), rtol=1e-9, atol=1e-14)
+    torch.testing.assert_close(encoded.sum(-1), torch.ones_like(x))
+    assert support.hl_gauss(torch.tensor([NAN, INF, -INF]), sigma_ratio)[0].isnan().all()
+    assert support.hl_gauss(torch.tensor([INF, -INF, 1e30]), sigma_ratio).isfinite().all()
+
+
+def test_raw_space_interpolates_between_the_raw_centres():
+    support = gs.Support(-2, 2, 5, "symlog", space="raw")
+    centers = gs.symexp(support.centers().double())
+    x = 0.25 * centers[3] + 0.75 * centers[4]
+    torch.testing.assert_close(support.two_hot(x), torch.tensor([0, 0, 0, 0.25, 0.75], dtype=torch.float64))
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.25, 0.15], dtype=torch.float64).log()
+    torch.testing.assert_close(support.decode(logits), (logits.exp() * centers).sum())
+
+
+def test_presets():
+    assert gs.Support.dreamer_v3() == gs.Support(-20, 20, 255, "symlog", space="raw")
+    assert gs.Support.tdmpc2() == gs.Support(-10, 10, 101, "symlog")
+    assert gs.Support.muzero(10) == gs.Support(-10, 10, 21)
+    for limit in (2.5, 0, -3):
+        with pytest.raises(ValueError, match="limit must be an integer"):
+            gs.Support.muzero(limit)
 
 
 @settings(deadline=None, max_examples=50)
@@ -107,7 +208,9 @@ def test_plain_data():
     support = gs.Support.muzero()
     assert support == gs.Support(-300, 300, 601)
     assert hash(support) == hash(gs.Support.muzero())
+    support.decode(torch.zeros(601))
     assert pickle.loads(pickle.dumps(support)) == support
+    assert copy.deepcopy(support).decode(torch.zeros(601)) == 0
     assert torch.equal(support.centers(), torch.arange(-300.0, 301.0))
     with pytest.raises(AttributeError):
         support.num_bins = 3
@@ -130,6 +233,14 @@ def test_wrong_arguments(arguments, words):
         gs.Support(*arguments)
 
 
-def test_wrong_logits():
+def test_wrong_scalars_and_logits():
+    support = gs.Support.muzero()
+    for function in (support.two_hot, support.hl_gauss, support.decode):
+        with pytest.raises(TypeError, match=r"floating tensor, but its dtype is torch\.int64"):
+            function(torch.zeros(601, dtype=torch.int64))
+        with pytest.raises(TypeError, match="must be a tensor, but it is of type list"):
+            function([0.0])
+    with pytest.raises(ValueError, match="sigma_ratio must be finite and above 0, but it is 0"):
+        support.hl_gauss(torch.zeros(1), 0)
     with pytest.raises(ValueError, match=r"\[\.\.\., 601\], but they have \(2, 600\)"):
         gs.Support.muzero().decode(torch.zeros(2, 600))
