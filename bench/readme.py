@@ -42,16 +42,54 @@ def contestants_by_row(rows: list[dict[str, Any]], wanted: str) -> dict[str, dic
     return by_size
 
 
+def cells(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Times of ours, of the compiler and of eager mode, and the ratios of the latter to ours."""
+    times = [f"{found[name]['median_ms']:.3f}" for name in ("fused", "torch.compile", "eager")]
+    return [*times, *(f"{found[name]['ratio']:.1f}x" for name in ("torch.compile", "eager"))]
+
+
+CELLS = ["fused", "torch.compile", "eager", "vs compile", "vs eager"]
+
+
 def loss_table() -> str:
+    """fp32 with all threads, by agent, smallest batch first."""
     rows, machine = load("loss")
+    threads = max(row["threads"] for row in rows)
     lines = []
-    for size, found in contestants_by_row(rows, "forward+backward").items():
-        times = [f"{found[name]['median_ms']:.3f}" for name in ("fused", "torch.compile", "eager")]
-        ratios = [f"{found[name]['ratio']:.1f}x" for name in ("torch.compile", "eager")]
-        memory = [f"{found[name]['peak_mb']:.1f}" for name in ("fused", "torch.compile", "eager")]
-        lines.append([size, *times, *ratios, " / ".join(memory)])
-    header = ["forward + backward, ms", "fused", "torch.compile", "eager", "vs compile", "vs eager", "peak MB"]
-    return table(header, lines) + "\n\n" + machine
+    for agent in dict.fromkeys(row["agent"] for row in rows):
+        own = [row for row in rows if (row["agent"], row["dtype"], row["threads"]) == (agent, "fp32", threads)]
+        for size, found in contestants_by_row(own, "forward+backward").items():
+            memory = [f"{found[name]['peak_mb']:.1f}" for name in ("fused", "torch.compile", "eager")]
+            lines.append([f"{agent}: {size}", *cells(found), " / ".join(memory)])
+    return table(["forward + backward, ms", *CELLS, "peak MB"], lines) + "\n\n" + machine
+
+
+def forward_table() -> str:
+    """The loss without a gradient."""
+    rows, machine = load("loss")
+    threads = max(row["threads"] for row in rows)
+    own = [row for row in rows if (row["agent"], row["dtype"], row["threads"]) == ("MuZero", "fp32", threads)]
+    lines = [[size, *cells(found)] for size, found in contestants_by_row(own, "forward").items()]
+    return table(["forward, ms", *CELLS], lines) + "\n\n" + machine
+
+
+def variations_table() -> str:
+    """bf16, and one thread, beside the same sizes in fp32 with all."""
+    rows, machine = load("loss")
+    varied = dict.fromkeys(row["size"] for row in rows if row["dtype"] == "bf16")
+    lines = []
+    for size in varied:
+        for dtype, threads in dict.fromkeys((row["dtype"], row["threads"]) for row in rows if row["size"] == size):
+            own = [row for row in rows if (row["size"], row["dtype"], row["threads"]) == (size, dtype, threads)]
+            found = contestants_by_row(own, "forward+backward")[size]
+            lines.append([size, dtype, str(threads), *cells(found)])
+    return table(["forward + backward, ms", "dtype", "threads", *CELLS], lines) + "\n\n" + machine
+
+
+def heads_table(wanted: str, header: str) -> str:
+    rows, machine = load("heads")
+    lines = [[size, *cells(found)] for size, found in contestants_by_row(rows, wanted).items()]
+    return table([header, *CELLS], lines) + "\n\n" + machine
 
 
 def flow_table(operators: Iterable[str]) -> str:
@@ -96,6 +134,10 @@ def matrix_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "loss": loss_table,
+    "loss, forward": forward_table,
+    "loss, variations": variations_table,
+    "heads": lambda: heads_table("forward+backward", "B 1024, forward + backward, ms"),
+    "decode": lambda: heads_table("decode", "601 bins, ms"),
     "matrix": matrix_table,
     "flow": lambda: flow_table(["scale_gradient", "clip_gradient_norm"]),
     "flow, others": lambda: flow_table(["reverse_gradient", "normalize_gradient", "clip_gradient_value"]),

@@ -85,3 +85,42 @@ def test_a_backward_pass_is_ordinary():
     y.register_hook(lambda g: answers.append(_context.is_ordinary()))
     y.backward()
     assert answers == [True]
+
+
+# ---- Under a transform of torch.func --------------------------------------------------------------------------------
+
+
+def _asked(transformed):
+    """A function of a tensor that keeps the answers."""
+
+    def function(x):
+        transformed.append(_context.is_transformed())
+        return (x * x).sum()
+
+    return function
+
+
+TRANSFORMS = {
+    "func.grad": lambda f, x: torch.func.grad(f)(x),
+    "func.vjp": lambda f, x: torch.func.vjp(f, x),
+    "func.jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+    "compile of grad": lambda f, x: torch.compile(torch.func.grad(f), fullgraph=True, backend="eager")(x),
+    "compile of vmap": lambda f, x: torch.compile(torch.func.vmap(f), fullgraph=True, backend="eager")(x),
+}
+UNTRANSFORMED = {
+    "eager": lambda f, x: f(x),
+    "no_grad": lambda f, x: _within(torch.no_grad(), lambda: f(x)),
+    "inference_mode": lambda f, x: _within(torch.inference_mode(), lambda: f(x)),
+    "backward": lambda f, x: f(x.requires_grad_()).backward(),
+    "compile": lambda f, x: torch.compile(f, fullgraph=True, backend="aot_eager")(x),
+}
+
+
+@pytest.mark.parametrize("name", [*TRANSFORMS, *UNTRANSFORMED])
+def test_transforms(name):
+    torch._dynamo.reset()
+    answers = []
+    {**TRANSFORMS, **UNTRANSFORMED}[name](_asked(answers), torch.ones(3))
+    torch._dynamo.reset()
+    assert set(answers) == {name in TRANSFORMS}

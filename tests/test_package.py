@@ -36,6 +36,17 @@ def test_report():
     assert gs.__version__ in done.stdout
 
 
+def test_report_of_a_failed_self_check(capsys, monkeypatch):
+    from gradscale_ext import __main__
+
+    assert __main__.main() == 0
+    monkeypatch.setattr(
+        gs.reference, "multi_step_loss", lambda *a: gs.multi_step_loss(a[0], a[1], {"value": [a[2]["value"][0] + 1]})
+    )
+    assert __main__.main() == 1
+    assert "differs from the reference" in capsys.readouterr().out
+
+
 def _import_from(folder):
     """Import the package that lies in `folder`, past an editable installation's own finder."""
     finder_off = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]"
