@@ -48,9 +48,11 @@ void soft_cross_entropy_row(const Segment& s, int64_t row, double coefficient, A
   const A log_sum = std::log(softmax.sum);
   A loss = target_sum * log_sum - correct;
   if (s.head->subtract_target_entropy) {
+    double negative_entropy = 0; // small terms, all alike, would each lose the same digits in a float
     for (int64_t j = 0; j < width; ++j) {
-      loss += target[j] == 0 ? A(0) : target[j] * std::log(target[j]);
+      negative_entropy += target[j] == 0 ? A(0) : target[j] * std::log(target[j]);
     }
+    loss += static_cast<A>(negative_entropy);
   }
   const A weight = static_cast<A>(s.head->entropy_weight);
   const A inverse_sum = A(1) / softmax.sum;
