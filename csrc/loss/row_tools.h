@@ -39,6 +39,10 @@ namespace {
 template <class A>
 constexpr bool in_lanes = GRADSCALE_AVX512 && std::is_same_v<A, float>;
 
+// Named before it is known whether there is one.
+template <bool with_moment, class T>
+Softmax<float> exponentials_in_lanes(const T* logits, int64_t width, float maximum, float* scratch);
+
 // Memory for a second row, beside the one that the exponentials are left in.
 template <class A>
 A* second_row(A* scratch, int64_t width) {
