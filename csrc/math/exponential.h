@@ -23,7 +23,7 @@ GRADSCALE_HOST_DEVICE float exp_nonpositive(float x) {
   p = p * r + 4.999999404e-1f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  const float power = bit_cast<float>((bit_cast<int32_t>(shifted) - 0x4B400000 + 127) << 23);
+  const float power = bit_cast<float>((bit_cast<uint32_t>(shifted) - 0x4B400000u + 127u) << 23);
   return x < smallest ? 0.0f : p * power;
 }
 
@@ -47,7 +47,7 @@ GRADSCALE_HOST_DEVICE double exp_nonpositive(double x) {
   p = p * r + 1.0 / 6.0;
   p = p * r + 0.5;
   p = p * (r * r) + r + 1.0;
-  const double power = bit_cast<double>((bit_cast<int64_t>(shifted) - 0x4338000000000000 + 1023) << 52);
+  const double power = bit_cast<double>((bit_cast<uint64_t>(shifted) - 0x4338000000000000u + 1023u) << 52);
   return x < smallest ? 0.0 : p * power;
 }
 

@@ -1,0 +1,278 @@
+// The kernels over single elements: conversions, the loops of the flow operators, norms of ranges and their scaling.
+#include "cases.h"
+
+namespace gradscale::test {
+
+namespace {
+
+constexpr int64_t kSizes[] = {0, 1, 2, 3, 15, 16, 17, 31, 33, 601, 1025};
+
+// Equal bits, but that one NaN is as good as another.
+bool same(double a, double b) {
+  return (std::isnan(a) && std::isnan(b)) || (a == b && std::signbit(a) == std::signbit(b));
+}
+
+void check_same(const char* what, int64_t i, double actual, double expected) {
+  Report::get().check(
+      same(actual, expected), "%s[%lld] is %.17g, expected %.17g", what, static_cast<long long>(i), actual, expected);
+}
+
+// ---- Element loops --------------------------------------------------------------------------------------------------
+
+// In the type of sums; a product of floats is exact in double.
+double multiplied(double gradient, double scale, Element sums) {
+  return scale == 0 ? 0.0 : rounded(gradient * scale, sums);
+}
+
+double clamped(double gradient, double low, double high) {
+  if (!(low <= high)) {
+    return kNaN;
+  }
+  return gradient < low ? low : (gradient > high ? high : gradient);
+}
+
+double random_number(Random& random, int64_t i) {
+  const double special[] = {0.0, -0.0, 1, kInfinity, -kInfinity, kNaN, 1e-40, -3e-8, 6e4, 1e38};
+  return i % 3 == 1 ? special[random.below(10)] : random.normal(3);
+}
+
+enum class Arguments { constant, dense, strided };
+
+struct LoopCase {
+  Layout layout;
+  Element element;
+  int64_t size;
+  Arguments arguments;
+  bool in_place;
+};
+
+class LoopTest {
+ public:
+  LoopTest(const LoopCase& of, Random& random)
+      : of_(of),
+        out_(of.layout, of.element, of.size, 1),
+        gradient_(of.layout, of.element, of.size, 1),
+        first_(layout_of(of), wide(of.element), of.arguments == Arguments::constant ? 1 : of.size, 1),
+        second_(layout_of(of), wide(of.element), of.arguments == Arguments::constant ? 1 : of.size, 1) {
+    for (int64_t i = 0; i < of.size; ++i) {
+      gradients_.push_back(rounded(random_number(random, i), of.element));
+    }
+    for (int64_t i = 0; i < first_.count(); ++i) {
+      first_.set(i, 0, random_number(random, i));
+      second_.set(i, 0, random_number(random, i + 1));
+    }
+  }
+
+  template <class Expected>
+  void run(const char* variant, ElementLoop loop, int arguments, Expected expected) {
+    Report::get().doing("in the element loops of", variant);
+    out_.clear();
+    for (int64_t i = 0; i < of_.size; ++i) {
+      gradient_.set(i, 0, gradients_[i]);
+    }
+    const RowBuffer& result = of_.in_place ? gradient_ : out_;
+    char* data[] = {result.data(), gradient_.data(), first_.data(), second_.data()};
+    const int64_t size = element_size(of_.element);
+    const int64_t of_argument =
+        of_.arguments == Arguments::constant ? 0 : first_.stride() * element_size(first_.element());
+    const int64_t strides[] = {result.stride() * size, gradient_.stride() * size, of_argument, of_argument};
+    char* const* only_what_is_used = data;
+    std::vector<char*> pointers(only_what_is_used, only_what_is_used + 2 + arguments);
+    std::vector<int64_t> steps(strides, strides + 2 + arguments);
+    loop(of_.element, pointers.data(), steps.data(), of_.size);
+    Report::get().doing("element loops of", variant);
+    for (int64_t i = 0; i < of_.size; ++i) {
+      const int64_t k = of_.arguments == Arguments::constant ? 0 : i;
+      const double wanted = expected(gradients_[i], first_.get(k), second_.get(k));
+      check_same("result", i, result.get(i), rounded(wanted, of_.element));
+    }
+    Report::get().check(out_.untouched_outside() && gradient_.untouched_outside(), "something outside is written");
+  }
+
+ private:
+  static Layout layout_of(const LoopCase& of) {
+    Layout layout = of.layout;
+    layout.gap = of.arguments == Arguments::strided ? layout.gap + 2 : 0;
+    return layout;
+  }
+
+  LoopCase of_;
+  RowBuffer out_;
+  RowBuffer gradient_;
+  RowBuffer first_;
+  RowBuffer second_;
+  Row gradients_;
+};
+
+void test_loop(const Selection& selection, const LoopCase& of, Random& random) {
+  const Element sums = wide(of.element);
+  LoopTest test(of, random);
+  for (const auto& [name, kernels] : selection.variants) {
+    const ElementLoops& loops = kernels.element_loops;
+    test.run(name, loops.multiply, 1, [&](double g, double s, double) { return multiplied(g, s, sums); });
+    test.run(name, loops.multiply_negated, 1, [&](double g, double s, double) { return multiplied(g, -s, sums); });
+    test.run(name, loops.clamp, 2, clamped);
+  }
+}
+
+// All numbers of 16 bits, read and written.
+void test_conversions(const Selection& selection, Element element) {
+  Report::get().begin_case(std::string("every ") + name_of(element));
+  const RowBuffer numbers(kLayouts[0], element, 65536, 1);
+  const RowBuffer out(kLayouts[0], element, 65536, 1);
+  const RowBuffer scale(kLayouts[0], Element::float32, 1, 1);
+  for (int64_t i = 0; i < 65536; ++i) {
+    numbers.set_bits(i, 0, i);
+  }
+  for (const double by : {1.0, -1.0, 1 / 3.0, 1.0009765625, 0x1.01p0, 0x1p-14, 3e-5, 700.0, 0x1p-120}) {
+    scale.set(0, 0, by);
+    for (const Variant& variant : selection.variants) {
+      Report::get().doing("conversions of", variant.name);
+      char* data[] = {out.data(), numbers.data(), scale.data()};
+      const int64_t strides[] = {2, 2, 0};
+      variant.kernels.element_loops.multiply(element, data, strides, 65536);
+      for (int64_t i = 0; i < 65536; ++i) {
+        const double product = multiplied(numbers.get(i), scale.get(0), Element::float32);
+        check_same("number", i, out.get(i), rounded(product, element));
+      }
+    }
+  }
+}
+
+// ---- Ranges ---------------------------------------------------------------------------------------------------------
+
+// |g|_p of numbers over the largest of them, which cannot overflow.
+double norm_of(const Row& magnitudes, double p) {
+  double largest = 0;
+  for (const double magnitude : magnitudes) {
+    if (std::isnan(magnitude)) {
+      return kNaN;
+    }
+    largest = std::max(largest, magnitude);
+  }
+  if (largest == 0 || std::isinf(largest) || std::isinf(p)) {
+    return largest;
+  }
+  double sum = 0;
+  for (const double magnitude : magnitudes) {
+    sum += std::pow(magnitude / largest, p);
+  }
+  return largest * std::pow(sum, 1 / p);
+}
+
+enum class Content { ordinary, large, small, zeros, infinite, nan };
+
+constexpr Content kContents[] = {
+    Content::ordinary, Content::large, Content::small, Content::zeros, Content::infinite, Content::nan};
+
+double number_of(Content content, Element element, bool chosen, Random& random) {
+  const Format format = format_of(element);
+  switch (content) {
+    case Content::large:
+      return random.uniform(-1, 1) * std::ldexp(1, format.largest);
+    case Content::small:
+      return random.uniform(-1, 1) * std::ldexp(1, format.smallest);
+    case Content::zeros:
+      return 0;
+    case Content::infinite:
+      return chosen ? -kInfinity : random.normal(1);
+    case Content::nan:
+      return chosen ? kNaN : random.normal(1);
+    default:
+      return random.normal(1);
+  }
+}
+
+void check_norm(const PowerSum& sum, double p, const Row& magnitudes, double exponent_range) {
+  const double norm = std::isinf(p) ? sum.sum : std::pow(sum.sum, 1 / p);
+  const double expected = norm_of(magnitudes, p);
+  // Of the smallest doubles, a power of few digits is left.
+  const double error = 1e-12 * expected + exponent_range;
+  Report::get().check_close("norm", 0, 0, norm * sum.root * sum.root, expected, error);
+}
+
+void test_range(
+    const Selection& selection,
+    const Layout& layout,
+    Element element,
+    int64_t size,
+    bool is_complex,
+    Content content,
+    Random& random) {
+  const int64_t numbers = is_complex ? 2 * size : size;
+  const RowBuffer from(layout, element, 1, numbers);
+  const RowBuffer to(layout, element, 1, numbers);
+  const int64_t chosen = random.below(std::max<int64_t>(numbers, 1));
+  for (int64_t i = 0; i < numbers; ++i) {
+    from.set(0, i, number_of(content, element, i == chosen, random));
+  }
+  Row magnitudes;
+  for (int64_t i = 0; i < size; ++i) {
+    magnitudes.push_back(
+        is_complex ? std::hypot(from.get(0, 2 * i), from.get(0, 2 * i + 1)) : std::fabs(from.get(0, i)));
+  }
+  const Range range{size == 0 ? nullptr : from.data(), size, element, is_complex};
+  const double subnormal = element == Element::float64 && content == Content::small ? 1e-320 : 0;
+  for (const auto& [name, kernels] : selection.variants) {
+    Report::get().doing("norms of", name);
+    for (const double p : {1.0, 2.0, 3.0, 0.5, 40.0, kInfinity}) {
+      check_norm(kernels.power_sum(range, p), p, magnitudes, subnormal);
+    }
+    Report::get().doing("scaling of", name);
+    for (const auto& [root, factor] :
+         {std::make_pair(1.0, 0.3), {1.0, -2.5}, {1.0, 1e-42}, {1.0, 1e40}, {0x1p20, 3.0}, {0x1p-30, 0x1p-50}}) {
+      to.clear();
+      kernels.scale_range(range, size == 0 ? nullptr : to.data(), root, factor);
+      for (int64_t i = 0; i < numbers; ++i) {
+        const double expected = from.get(0, i) / root / root * factor;
+        const double error = wide(element) == Element::float64 ? 1e-15 : 2e-7;
+        check_element("scaled", to, 0, i, expected, std::isfinite(expected) ? error * std::fabs(expected) : 0);
+      }
+      Report::get().check(to.untouched_outside(), "something outside is written");
+    }
+  }
+  // In place, last: it writes over what the others read.
+  for (const Variant& variant : selection.variants) {
+    Report::get().doing("scaling in place of", variant.name);
+    const Row before = row_of(from, 0);
+    variant.kernels.scale_range(range, const_cast<void*>(range.data), 1, 0.5);
+    for (int64_t i = 0; i < numbers; ++i) {
+      check_element("scaled", from, 0, i, 0.5 * before[i], 0);
+    }
+  }
+}
+
+} // namespace
+
+void test_elements(const Selection& selection) {
+  Random random(2000);
+  test_conversions(selection, Element::bfloat16);
+  test_conversions(selection, Element::float16);
+  for (const Element element : kFloating) {
+    for (const Layout& layout : selection.layouts) {
+      for (const int64_t size : kSizes) {
+        const std::string description =
+            std::string(name_of(element)) + " size " + std::to_string(size) + ", " + layout.name();
+        for (const bool in_place : {false, true}) {
+          const char* names[] = {"constant", "dense", "strided"};
+          for (const Arguments arguments : {Arguments::constant, Arguments::dense, Arguments::strided}) {
+            Report::get().begin_case(
+                std::string("element loops, arguments ") + names[static_cast<int>(arguments)] +
+                (in_place ? ", in place, " : ", ") + description);
+            test_loop(selection, {layout, element, size, arguments, in_place}, random);
+          }
+        }
+        for (const bool is_complex : {false, true}) {
+          for (const Content content : kContents) {
+            Report::get().begin_case(
+                std::string("range of content ") + std::to_string(static_cast<int>(content)) +
+                (is_complex ? ", complex " : ", ") + description);
+            test_range(selection, layout, element, size, is_complex, content, random);
+          }
+        }
+      }
+    }
+  }
+}
+
+} // namespace gradscale::test

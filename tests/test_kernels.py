@@ -1,0 +1,141 @@
+"""The CPU kernels on their own, without PyTorch: tests/cpp is compiled with them, and run for every instruction set.
+
+Twice: under AddressSanitizer and UBSan, and with the flags of a release, whose vectorised loops sanitizers do not see
+but the forbidden pages beside the tests' memory do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = [ROOT / "csrc" / "variants" / f"{name}.cpp" for name in ("default", "avx2", "avx512")]
+MAIN = ROOT / "tests" / "cpp" / "test_kernels.cpp"
+TESTS = sorted(path for path in MAIN.parent.glob("*.cpp") if path != MAIN)
+FAULTY = MAIN.parent / "test_rows.cpp"
+
+COMMON = ["-std=c++20", "-fopenmp-simd", "-fno-math-errno", "-I", str(ROOT / "csrc")]
+RELEASE = ["-O3", "-fno-trapping-math"]
+SANITIZE = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
+# Without the second flag, which is part of -O2, GCC leaves the upper halves of registers as the AVX-512 kernels leave
+# them, and all that runs afterwards takes twice as long.
+SANITIZED = ["-O1", "-fexpensive-optimizations", "-g1", *SANITIZE]
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    names = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
+    for name in names:
+        if shutil.which(shlex.split(name)[0]):
+            return shlex.split(name)
+    pytest.skip(f"no C++ compiler (looked for {', '.join(names)})")
+
+
+@pytest.fixture(scope="module")
+def build(compiler, tmp_path_factory):
+    """Builds a program from pairs of a source and its flags; what was compiled for another program is used again."""
+    folder = tmp_path_factory.mktemp("kernels")
+    objects = {}
+
+    def build(name, sources, link_flags):
+        commands = []
+        used = []
+        for source, flags in sources:
+            key = (source, *flags)
+            used.append(key)
+            if key not in objects:
+                objects[key] = str(folder / f"{source.stem}_{len(objects)}.o")
+                commands.append([*compiler, *COMMON, *flags, "-c", str(source), "-o", objects[key]])
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            list(pool.map(compile_with, commands))
+        program = str(folder / name)
+        compile_with([*compiler, *link_flags, *[objects[key] for key in used], "-o", program])
+        return program
+
+    return build
+
+
+def compile_with(command):
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr[-4000:]}"
+
+
+def sources_of_tests(*defines):
+    """The sources of the tests, which need no sanitizer of their own: they look at the memory that they own."""
+    return [(source, ["-O2", *(defines if source == FAULTY else [])]) for source in TESTS]
+
+
+@pytest.fixture(scope="module")
+def sanitizers(compiler, tmp_path_factory):
+    """Skips where the compiler has none."""
+    folder = tmp_path_factory.mktemp("probe")
+    probe = folder / "probe.cpp"
+    probe.write_text("int main() { return 0; }\n")
+    command = [*compiler, *SANITIZED, str(probe), "-o", str(folder / "probe")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"no sanitizers: {shlex.join(command)} fails: {(done.stderr or done.stdout)[-1000:]}")
+
+
+@pytest.fixture(scope="module")
+def sanitized(build, sanitizers):
+    return build("sanitized", [(source, SANITIZED) for source in [*KERNELS, MAIN]] + sources_of_tests(), SANITIZE)
+
+
+@pytest.fixture(scope="module")
+def faulty(build, sanitizers):
+    sources = [(source, SANITIZED) for source in [*KERNELS, MAIN]] + sources_of_tests("-DGRADSCALE_TEST_FAULT")
+    return build("faulty", sources, SANITIZE)
+
+
+@pytest.fixture(scope="module")
+def release(build):
+    return build("release", [(source, RELEASE) for source in KERNELS] + [(MAIN, ["-O2"])] + sources_of_tests(), [])
+
+
+def run(program, *arguments):
+    return subprocess.run([program, *arguments], capture_output=True, text=True)
+
+
+def check_passes(program):
+    done = run(program)
+    assert done.returncode == 0, (done.stdout + done.stderr)[:8000]
+    checks, failed = map(int, re.fullmatch(r"(\d+) checks, (\d+) failed\n", done.stdout).groups())
+    assert checks > 1e6
+    assert failed == 0
+
+
+def test_kernels_under_sanitizers(sanitized):
+    check_passes(sanitized)
+
+
+def test_kernels_as_released(release):
+    check_passes(release)
+
+
+def test_a_write_behind_a_row_is_noticed(faulty):
+    """On the heap by AddressSanitizer, and at the end of a page for every instruction set."""
+    done = run(faulty, "default", "heap")
+    assert done.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr
+    assert "in the kernels of default: two_hot, float32 width 2" in done.stderr
+    for variant in run(faulty, "--list").stdout.split():
+        done = run(faulty, variant, "page")
+        assert done.returncode != 0
+        assert re.search("AddressSanitizer: (SEGV|BUS) on unknown address", done.stderr), done.stderr
+        assert f"in the kernels of {variant}: two_hot, float32 width 2" in done.stderr
+
+
+def test_misaligned_rows_are_noticed(sanitized):
+    done = run(sanitized, "default", "misaligned")
+    assert done.returncode != 0
+    assert re.search("runtime error: .*misaligned address", done.stderr)
+    assert "in the kernels of default: two_hot, float32 width 2" in done.stderr
