@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="forbidden pages are made as POSIX has it")
+
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = [ROOT / "csrc" / "variants" / f"{name}.cpp" for name in ("default", "avx2", "avx512")]
 MAIN = ROOT / "tests" / "cpp" / "test_kernels.cpp"

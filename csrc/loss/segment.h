@@ -37,16 +37,21 @@ struct Head {
 // In the order of numbers_of() in gradscale_ext/heads.py.
 constexpr int64_t kNumbersOfHead = 13;
 
+// -1, which is none of a head's integers, where there is no such int32.
+inline int32_t integer_from(double number) {
+  return number >= 0 && number <= 2147483647.0 ? static_cast<int32_t>(number) : -1;
+}
+
 inline Head head_from_numbers(const double* numbers) {
   Head head{};
-  head.kind = static_cast<Kind>(numbers[0]);
-  head.first_step = static_cast<int32_t>(numbers[1]);
+  head.kind = static_cast<Kind>(integer_from(numbers[0]));
+  head.first_step = integer_from(numbers[1]);
   head.weight = numbers[2];
   head.support.minimum = numbers[3];
   head.support.maximum = numbers[4];
   head.support.eps = numbers[5];
-  head.support.num_bins = static_cast<int32_t>(numbers[6]);
-  head.support.transform = static_cast<Transform>(numbers[7]);
+  head.support.num_bins = integer_from(numbers[6]);
+  head.support.transform = static_cast<Transform>(integer_from(numbers[7]));
   head.support.raw = numbers[8] != 0;
   head.label_smoothing = numbers[9];
   head.entropy_weight = numbers[10];

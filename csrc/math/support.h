@@ -105,7 +105,8 @@ struct HLGaussTarget {
 GRADSCALE_HOST_DEVICE HLGaussTarget hl_gauss(double x, const Support& support, double sigma_ratio) {
   constexpr double reach = 6; // erf is 1 from 5.93 on
   const double y = clamp_between(transformed_target(x, support), support.minimum, support.maximum);
-  const double width = 0.70710678118654752440 / sigma_ratio;
+  // Beyond these limits a normal is a point, or the same everywhere, and its edges would not be numbers.
+  const double width = clamp_between(0.70710678118654752440 / sigma_ratio, 1e-100, 1e100);
   const double first = (support.minimum - y) / bin_width(support) * width - 0.5 * width;
   const double total = std::erf(first + width * support.num_bins) - std::erf(first);
   const double low = (-reach - first) / width;

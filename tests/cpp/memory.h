@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -73,7 +74,7 @@ class Memory {
       begin_ = static_cast<char*>(::operator new(size_, std::align_val_t(64)));
       data_ = begin_ + offset;
     } else {
-      pages_ = new Pages(bytes);
+      pages_ = std::make_unique<Pages>(bytes);
       begin_ = pages_->begin();
       size_ = pages_->size();
       data_ = place == Place::page_begin ? begin_ : begin_ + size_ - bytes;
@@ -84,7 +85,6 @@ class Memory {
     if (pages_ == nullptr) {
       ::operator delete(begin_, std::align_val_t(64));
     }
-    delete pages_;
   }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
@@ -116,7 +116,7 @@ class Memory {
   int64_t size_ = 0;
   char* begin_ = nullptr; // of what may be touched
   char* data_ = nullptr;
-  Pages* pages_ = nullptr;
+  std::unique_ptr<Pages> pages_;
 };
 
 } // namespace gradscale::test

@@ -71,15 +71,14 @@ class LoopTest {
       gradient_.set(i, 0, gradients_[i]);
     }
     const RowBuffer& result = of_.in_place ? gradient_ : out_;
-    char* data[] = {result.data(), gradient_.data(), first_.data(), second_.data()};
     const int64_t size = element_size(of_.element);
     const int64_t of_argument =
         of_.arguments == Arguments::constant ? 0 : first_.stride() * element_size(first_.element());
-    const int64_t strides[] = {result.stride() * size, gradient_.stride() * size, of_argument, of_argument};
-    char* const* only_what_is_used = data;
-    std::vector<char*> pointers(only_what_is_used, only_what_is_used + 2 + arguments);
-    std::vector<int64_t> steps(strides, strides + 2 + arguments);
-    loop(of_.element, pointers.data(), steps.data(), of_.size);
+    std::vector<char*> data = {result.data(), gradient_.data(), first_.data(), second_.data()};
+    std::vector<int64_t> strides = {result.stride() * size, gradient_.stride() * size, of_argument, of_argument};
+    data.resize(2 + arguments);
+    strides.resize(2 + arguments);
+    loop(of_.element, data.data(), strides.data(), of_.size);
     Report::get().doing("element loops of", variant);
     for (int64_t i = 0; i < of_.size; ++i) {
       const int64_t k = of_.arguments == Arguments::constant ? 0 : i;
@@ -183,11 +182,10 @@ double number_of(Content content, Element element, bool chosen, Random& random) 
   }
 }
 
-void check_norm(const PowerSum& sum, double p, const Row& magnitudes, double exponent_range) {
+void check_norm(const PowerSum& sum, double p, const Row& magnitudes, double smallest) {
   const double norm = std::isinf(p) ? sum.sum : std::pow(sum.sum, 1 / p);
   const double expected = norm_of(magnitudes, p);
-  // Of the smallest doubles, a power of few digits is left.
-  const double error = 1e-12 * expected + exponent_range;
+  const double error = 1e-12 * expected + smallest;
   Report::get().check_close("norm", 0, 0, norm * sum.root * sum.root, expected, error);
 }
 
@@ -212,6 +210,7 @@ void test_range(
         is_complex ? std::hypot(from.get(0, 2 * i), from.get(0, 2 * i + 1)) : std::fabs(from.get(0, i)));
   }
   const Range range{size == 0 ? nullptr : from.data(), size, element, is_complex};
+  // Subnormal doubles have few digits, and their norm no more.
   const double subnormal = element == Element::float64 && content == Content::small ? 1e-320 : 0;
   for (const auto& [name, kernels] : selection.variants) {
     Report::get().doing("norms of", name);

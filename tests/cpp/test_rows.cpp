@@ -77,8 +77,10 @@ std::vector<HeadCase> head_cases() {
       {"hl_gauss raw symlog", hl_gauss_head(symlog, true, 2.5)},
       {"hl_gauss narrow", hl_gauss_head(identity, false, 1e-6)},
       {"hl_gauss narrowest", hl_gauss_head(hyperbolic, false, 1e-300)},
+      {"hl_gauss a point", hl_gauss_head(hyperbolic, false, 1e-307)},
       {"hl_gauss broad", hl_gauss_head(hyperbolic, false, 1e6)},
       {"hl_gauss broadest", hl_gauss_head(identity, false, 1e300)},
+      {"hl_gauss flat", hl_gauss_head(symlog, false, 1.7e308)},
       {"soft_cross_entropy", soft_cross_entropy_head(0, 0, false)},
       {"soft_cross_entropy smoothed", soft_cross_entropy_head(0.3, 0, false)},
       {"soft_cross_entropy entropy", soft_cross_entropy_head(0, 0.4, false)},
@@ -547,10 +549,30 @@ void test_scratch() {
   }
 }
 
+// Numbers that are no int32 make an invalid head.
+void test_numbers() {
+  Report::get().begin_case("a head from numbers");
+  for (const double number : {-1.0, 2147483648.0, 1e10, -1e10, kInfinity, -kInfinity, kNaN}) {
+    const std::vector<double> numbers(kNumbersOfHead, number);
+    const Head head = head_from_numbers(numbers.data());
+    Report::get().check(
+        head.kind == static_cast<Kind>(-1) && head.first_step == -1 && head.support.num_bins == -1,
+        "%g has become an integer",
+        number);
+  }
+  const std::vector<double> numbers = {2, 1, 0.5, -3, 4, 1e-3, 601, 2, 1, 0.1, 0.2, 1, 0.75};
+  const Head head = head_from_numbers(numbers.data());
+  Report::get().check(
+      head.kind == Kind::soft_cross_entropy && head.first_step == 1 && head.support.num_bins == 601 &&
+          head.support.transform == Transform::symlog && head.support.raw && head.subtract_target_entropy,
+      "a head is not what its numbers say");
+}
+
 } // namespace
 
 void test_rows(const Selection& selection) {
   test_scratch();
+  test_numbers();
   uint64_t seed = 0;
   for (HeadCase of : head_cases()) {
     for (const int64_t width : kWidths) {

@@ -174,7 +174,7 @@ struct Centers {
     const double width = transformed[1] - transformed[0];
     const auto cumulative = [&](size_t edge) {
       const double at = transformed[0] + (static_cast<double>(edge) - 0.5) * width;
-      return std::erf((at - y) / (std::sqrt(2.0) * sigma_ratio * width));
+      return std::erf((at - y) / width / std::sqrt(2.0) / sigma_ratio);
     };
     const double total = cumulative(transformed.size()) - cumulative(0);
     Row mass;
