@@ -296,10 +296,10 @@ def _smoothed(target: torch.Tensor, label_smoothing: float) -> torch.Tensor:
 
 def _one_hot(classes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Like `logits`; a row of NaN for a class that is none."""
-    number = logits.shape[-1]
-    valid = ((classes >= 0) & (classes < number)).unsqueeze(-1)
-    zeros = torch.zeros_like(logits, requires_grad=False)
-    return torch.where(valid, zeros.scatter(-1, classes.clamp(0, number - 1).unsqueeze(-1), 1.0), float("nan"))
+    actions = torch.arange(logits.shape[-1], device=logits.device)
+    chosen = (actions == classes.unsqueeze(-1)).to(logits.dtype)
+    valid = ((classes >= 0) & (classes < logits.shape[-1])).unsqueeze(-1)
+    return torch.where(valid, chosen, float("nan"))
 
 
 def _normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
