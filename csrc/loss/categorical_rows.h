@@ -52,7 +52,8 @@ template <class T, class G, class A, class Target>
 void categorical_row(const Segment& s, int64_t row, double coefficient, const Target& target, A* scratch) {
   const T* logits = row_of<T>(s.prediction, row);
   const Support& support = s.head->support;
-  const Softmax<A> softmax = softmax_of<true>(logits, s.width, maximum_of<A>(logits, s.width), scratch);
+  const Softmax<A> softmax = softmax_of<true>(
+      logits, s.width, maximum_of<A>(logits, s.width), ahead_of<T>(s.prediction, s.gradient, row), scratch);
   A* mass = second_row(scratch, s.width);
   const double kept = 1 - s.head->label_smoothing;
   const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
@@ -94,7 +95,9 @@ void categorical_row(const Segment& s, int64_t row, double coefficient, const Ta
 template <class T, class A>
 void decode_row(const Decoding& d, int64_t row, A maximum, A* scratch) {
   const Support& support = *d.support;
-  const Softmax<A> softmax = softmax_of<true>(row_of<T>(d.logits, row), d.width, maximum, scratch);
+  Ahead ahead = ahead_of<T>(d.logits, d.gradient, row);
+  ahead.read = row_of<T>(d.logits, row + 2); // the next row was read for its maximum
+  const Softmax<A> softmax = softmax_of<true>(row_of<T>(d.logits, row), d.width, maximum, ahead, scratch);
   const A expected = expectation(softmax, support);
   if (d.gradient.data == nullptr) {
     d.out.store(row, decoded_value(expected, support));

@@ -40,7 +40,8 @@ void soft_cross_entropy_row(const Segment& s, int64_t row, double coefficient, A
   A* target = second_row(scratch, width);
   const T* logits = row_of<T>(s.prediction, row);
   const A maximum = maximum_of<A>(logits, width);
-  const Softmax<A> softmax = softmax_of<false>(logits, width, maximum, scratch);
+  const Softmax<A> softmax =
+      softmax_of<false>(logits, width, maximum, ahead_of<T>(s.prediction, s.gradient, row), scratch);
   read_target(s, row, target);
   const auto [target_sum, correct] = sums_of<A>(logits, width, [=](auto load) {
     return std::make_pair(load(target), product(load(target), load(logits) - maximum));

@@ -23,6 +23,12 @@ struct Softmax {
   const A* values; // exp(logit - maximum)
 };
 
+// Memory that is wanted next: fetched while exponentials are computed, which needs none.
+struct Ahead {
+  const void* read;
+  void* write;
+};
+
 } // namespace
 } // namespace GRADSCALE_VARIANT
 } // namespace gradscale
@@ -41,7 +47,7 @@ constexpr bool in_lanes = GRADSCALE_AVX512 && std::is_same_v<A, float>;
 
 // Named before it is known whether there is one.
 template <bool with_moment, class T>
-Softmax<float> exponentials_in_lanes(const T* logits, int64_t width, float maximum, float* scratch);
+Softmax<float> exponentials_in_lanes(const T* logits, int64_t width, float maximum, Ahead ahead, float* scratch);
 
 // Memory for a second row, beside the one that the exponentials are left in.
 template <class A>
@@ -129,6 +135,14 @@ Softmax<A> exponentials_of_any(const T* logits, int64_t width, A maximum, A* row
   return {maximum, sum.total(), with_moment ? moment.total() : A(0), row};
 }
 
+// The logits of the next row, and where the gradient of this one goes.
+template <class T>
+Ahead ahead_of(const Rows& logits, const Rows& gradient, int64_t row) {
+  const int64_t size = element_size(gradient.element);
+  char* out = static_cast<char*>(gradient.data);
+  return {row_of<T>(logits, row + 1), out == nullptr ? nullptr : out + row * gradient.stride * size};
+}
+
 // The largest logit; -inf of a row of NaN.
 template <class A, class T>
 A maximum_of(const T* logits, int64_t width) {
@@ -141,9 +155,9 @@ A maximum_of(const T* logits, int64_t width) {
 
 // Leaves exp(logit - maximum) in `scratch`, where `values` says.
 template <bool with_moment, class T, class A>
-Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, A* scratch) {
+Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A* scratch) {
   if constexpr (in_lanes<A>) {
-    return exponentials_in_lanes<with_moment>(logits, width, maximum, scratch);
+    return exponentials_in_lanes<with_moment>(logits, width, maximum, ahead, scratch);
   } else {
     return exponentials_of_any<with_moment>(logits, width, maximum, scratch);
   }
