@@ -169,11 +169,11 @@ Softmax<float> exponentials_in_lanes(const T* logits, int64_t width, float maxim
   __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
   __m512 moment[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
   const auto* read = static_cast<const T*>(ahead.read);
-  auto* write = static_cast<T*>(ahead.write);
+  const void* write = ahead.write != nullptr ? ahead.write : scratch;
   const auto add = [&](int chain, int64_t block, __mmask16 mask) {
     // Past the end of either it does nothing.
     __builtin_prefetch(read + block * kLanes, /*rw=*/0);
-    __builtin_prefetch(write + block * kLanes, /*rw=*/1);
+    __builtin_prefetch(static_cast<const T*>(write) + block * kLanes, /*rw=*/1);
     const __m512 e = exp_nonpositive(logits_of_block(blocks, logits, block, mask) - Lanes(maximum)).v;
     _mm512_store_ps(scratch + block * kLanes, e);
     sum[chain] = _mm512_add_ps(sum[chain], e);
