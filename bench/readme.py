@@ -42,9 +42,10 @@ def contestants_by_row(rows: list[dict[str, Any]], wanted: str) -> dict[str, dic
     return by_size
 
 
-def cells(found: dict[str, dict[str, Any]]) -> list[str]:
+def cells(found: dict[str, dict[str, Any]], microseconds: bool = False) -> list[str]:
     """Times of ours, of the compiler and of eager mode, and the ratios of the latter to ours."""
-    times = [f"{found[name]['median_ms']:.3f}" for name in ("fused", "torch.compile", "eager")]
+    medians = [found[name]["median_ms"] for name in ("fused", "torch.compile", "eager")]
+    times = [f"{1e3 * median:.1f}" if microseconds else f"{median:.3f}" for median in medians]
     return [*times, *(f"{found[name]['ratio']:.1f}x" for name in ("torch.compile", "eager"))]
 
 
@@ -88,7 +89,8 @@ def variations_table() -> str:
 
 def heads_table(wanted: str, header: str) -> str:
     rows, machine = load("heads")
-    lines = [[size, *cells(found)] for size, found in contestants_by_row(rows, wanted).items()]
+    microseconds = header.endswith("µs")
+    lines = [[size, *cells(found, microseconds)] for size, found in contestants_by_row(rows, wanted).items()]
     return table([header, *CELLS], lines) + "\n\n" + machine
 
 
@@ -136,8 +138,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "loss": loss_table,
     "loss, forward": forward_table,
     "loss, variations": variations_table,
-    "heads": lambda: heads_table("forward+backward", "B 1024, forward + backward, ms"),
-    "decode": lambda: heads_table("decode", "601 bins, ms"),
+    "heads": lambda: heads_table("forward+backward", "B 1024, forward + backward, µs"),
+    "decode": lambda: heads_table("decode", "601 bins, µs"),
     "matrix": matrix_table,
     "flow": lambda: flow_table(["scale_gradient", "clip_gradient_norm"]),
     "flow, others": lambda: flow_table(["reverse_gradient", "normalize_gradient", "clip_gradient_value"]),

@@ -56,9 +56,12 @@ py::object multi_step_loss(
     py::handle step_gradient_scale,
     py::handle importance_weights,
     py::handle mask,
-    const std::string& reduction,
-    const std::string& nonfinite,
-    bool batch_first) {
+    py::handle reduction,
+    py::handle nonfinite,
+    py::handle batch_first) {
+  if (!PyUnicode_Check(reduction.ptr()) || !PyUnicode_Check(nonfinite.ptr()) || !PyBool_Check(batch_first.ptr())) {
+    return py::none();
+  }
   auto arguments = gradscale::read_arguments(
       *plan,
       predictions,
@@ -67,9 +70,9 @@ py::object multi_step_loss(
       step_gradient_scale,
       importance_weights,
       mask,
-      reduction,
-      nonfinite,
-      batch_first);
+      py::cast<std::string>(reduction),
+      py::cast<std::string>(nonfinite),
+      batch_first.ptr() == Py_True);
   if (!arguments) {
     return py::none();
   }

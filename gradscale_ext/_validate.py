@@ -52,19 +52,33 @@ def validate(
     check_heads(heads)
     _check_choice("reduction", reduction, REDUCTIONS)
     _check_choice("nonfinite", nonfinite, ("propagate", "skip"))
+    if not isinstance(batch_first, bool):
+        raise TypeError(
+            f"multi_step_loss: batch_first must be True or False, but it is of type {type(batch_first).__name__}"
+        )
     _check_names("predictions", predictions, heads, heads)
     _check_names("targets", targets, heads, [name for name, head in heads.items() if has_target(head)])
     predicted = {name: _entries("prediction", name, predictions[name], batch_first) for name in heads}
     wanted = {
         name: _targets(name, head, targets.get(name), len(predicted[name]), batch_first) for name, head in heads.items()
     }
-    steps = max(head.first_step + len(predicted[name]) for name, head in heads.items())
+    steps, longest = 0, ""
+    for name, head in heads.items():
+        if head.first_step + len(predicted[name]) > steps:
+            steps, longest = head.first_step + len(predicted[name]), name
     first = next(iter(predicted.values()))[0]
     if first.dim() == 0:
         raise ValueError(f"multi_step_loss: {_at(next(iter(heads)), 0, 'prediction')} has no batch dimension")
     batch = first.shape[0]
     for name, head in heads.items():
-        _check_head(name, head, predicted[name], wanted[name], batch, steps, first.device)
+        for what, entries in (("prediction", predicted[name]), ("target", wanted[name])):
+            if len(entries) != steps - head.first_step:
+                raise ValueError(
+                    f"multi_step_loss: the {what} of head '{name}' must have {steps - head.first_step} entries "
+                    f"(first_step = {head.first_step}; T = {steps} steps, those of head '{longest}' with first_step = "
+                    f"{heads[longest].first_step} and {len(predicted[longest])} predictions), but it has {len(entries)}"
+                )
+        _check_head(name, head, predicted[name], wanted[name], batch, first.device)
     dtype = torch.float32
     if any(tensor.dtype == torch.float64 for tensors in predicted.values() for tensor in tensors):
         dtype = torch.float64
@@ -138,8 +152,8 @@ def _entries(what: str, head: str, entries: Entries, batch_first: bool) -> list[
                 f"multi_step_loss: the stacked {what} of head '{head}' must have shape {layout}, "
                 f"but it has {tuple(entries.shape)}"
             )
-        return list(entries.unbind(1 if batch_first else 0))
-    if not isinstance(entries, list | tuple):
+        entries = list(entries.unbind(1 if batch_first else 0))
+    elif not isinstance(entries, list | tuple):
         raise TypeError(
             f"multi_step_loss: the {what} of head '{head}' must be a tensor or a list of one tensor per step, "
             f"but it is of type {type(entries).__name__}"
@@ -190,16 +204,8 @@ def _check_head(
     predictions: list[torch.Tensor],
     targets: list[torch.Tensor | None],
     batch: int,
-    steps: int,
     device: torch.device,
 ) -> None:
-    expected_steps = steps - head.first_step
-    for what, entries in (("prediction", predictions), ("target", targets)):
-        if len(entries) != expected_steps:
-            raise ValueError(
-                f"multi_step_loss: the {what} of head '{name}' must have {expected_steps} entries (T = {steps} steps, "
-                f"first_step = {head.first_step}), but it has {len(entries)}"
-            )
     for step, (prediction, target) in enumerate(zip(predictions, targets, strict=True), start=head.first_step):
         where = _at(name, step, "prediction")
         _check_dtype(where, prediction, "")
@@ -211,6 +217,8 @@ def _check_head(
             prediction.dim() != predictions[0].dim() or prediction.shape[1:] != predictions[0].shape[1:]
         ):
             same = " (the same at every step)" if any(isinstance(p[-1], str) for p in patterns) else ""
+            if all(len(pattern) != prediction.dim() for pattern in patterns):
+                patterns = [("B", *pattern[1:]) for pattern in patterns]  # what B is was perhaps read from this tensor
             raise ValueError(
                 f"multi_step_loss: {where} must have shape {' or '.join(map(_written, patterns))}{same} for "
                 f"{type(head).__name__}, but it has {_written(prediction.shape)}"
@@ -296,7 +304,11 @@ def _step_numbers(
         raise ValueError(
             f"multi_step_loss: {argument} must have {steps} numbers, one per step, but it has {len(numbers)}"
         )
-    return torch.tensor([float(number) for number in numbers], dtype=dtype, device=device)
+    try:
+        values = [float(number) for number in numbers]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"multi_step_loss: {argument} must be a tensor or a sequence of numbers: {error}") from None
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _masks(

@@ -6,6 +6,7 @@ A prediction or target is given per step. `B` is the batch, `S` the bins of a su
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
@@ -44,7 +45,7 @@ class Head:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        self._check("weight", 0 <= self.weight < math.inf, "finite and at least 0")
+        self._check("weight", 0 <= self._number("weight") < math.inf, "finite and at least 0")
         valid = isinstance(self.first_step, int) and not isinstance(self.first_step, bool) and self.first_step >= 0
         self._check("first_step", valid, "an integer of at least 0")
 
@@ -53,6 +54,15 @@ class Head:
             raise ValueError(
                 f"{type(self).__name__}: {argument} must be {wanted}, but it is {getattr(self, argument)!r}"
             )
+
+    def _number(self, argument: str) -> float:
+        """A number of Python's or NumPy's: a tensor would be read once, and what becomes of it later not be seen."""
+        value = getattr(self, argument)
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            raise TypeError(
+                f"{type(self).__name__}: {argument} must be a number, but it is of type {type(value).__name__}"
+            )
+        return float(value)
 
     def _check_support(self, support: object) -> None:
         if not hasattr(support, "num_bins"):
@@ -82,7 +92,7 @@ class TwoHot(Head):
         """Check the numbers."""
         super().__post_init__()
         self._check_support(self.support)
-        self._check("label_smoothing", 0 <= self.label_smoothing <= 1, "between 0 and 1")
+        self._check("label_smoothing", 0 <= self._number("label_smoothing") <= 1, "between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ class HLGauss(Head):
         """Check the numbers."""
         super().__post_init__()
         self._check_support(self.support)
-        self._check("sigma_ratio", 0 < self.sigma_ratio < math.inf, "finite and above 0")
+        self._check("sigma_ratio", 0 < self._number("sigma_ratio") < math.inf, "finite and above 0")
 
 
 @dataclass(frozen=True)
@@ -136,8 +146,8 @@ class SoftCrossEntropy(Head):
     def __post_init__(self) -> None:
         """Check the numbers."""
         super().__post_init__()
-        self._check("label_smoothing", 0 <= self.label_smoothing <= 1, "between 0 and 1")
-        self._check("entropy_weight", math.isfinite(self.entropy_weight), "finite")
+        self._check("label_smoothing", 0 <= self._number("label_smoothing") <= 1, "between 0 and 1")
+        self._check("entropy_weight", math.isfinite(self._number("entropy_weight")), "finite")
 
 
 @dataclass(frozen=True)
@@ -187,7 +197,7 @@ class NegativeCosine(Head):
     def __post_init__(self) -> None:
         """Check the number."""
         super().__post_init__()
-        self._check("eps", 0 < self.eps < math.inf, "finite and above 0")
+        self._check("eps", 0 < self._number("eps") < math.inf, "finite and above 0")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -77,7 +78,7 @@ def multi_step_loss(
         reduction: over the batch: "mean" over B, "sum", "none" (`[B]`), or "valid_mean" (each head's sum over its
             number of unmasked entries, at least 1).
         nonfinite: "propagate": NaN reaches the loss, and only that sample's gradients. "skip": a sample whose loss is
-            not finite adds nothing. It is counted in both cases.
+            not finite (L_b, without its importance weight) adds nothing. It is counted in both cases.
         batch_first: False: stacked predictions and targets are `[T, B, ...]`.
 
     Returns:
@@ -396,17 +397,15 @@ def priorities(
     >>> priorities(torch.tensor([[1.0, 5.0]]), torch.tensor([[3.0, 5.0]]), eps=0.0)
     tensor([2.])
     """
-    nu, z = (torch.stack(list(x), 1) if isinstance(x, list | tuple) else x for x in (expected, targets))
-    assert isinstance(nu, torch.Tensor)
-    assert isinstance(z, torch.Tensor)
-    if nu.dim() != 2 or nu.shape != z.shape:
+    nu, z = _stacked("expected", expected), _stacked("targets", targets)
+    if nu.dim() != 2 or nu.shape != z.shape or nu.shape[1] == 0:
         raise ValueError(
-            f"priorities: expected and targets must both have shape [B, T], "
+            f"priorities: expected and targets must both have shape [B, T], T at least 1, "
             f"but they have {tuple(nu.shape)} and {tuple(z.shape)}"
         )
-    if alpha < 0 or eps < 0:
-        raise ValueError(f"priorities: alpha and eps must be at least 0, but they are {alpha} and {eps}")
-    error = (nu.detach() - z.detach()).abs()
+    if not (0 <= alpha < math.inf and 0 <= eps < math.inf):
+        raise ValueError(f"priorities: alpha and eps must be finite and at least 0, but they are {alpha} and {eps}")
+    error = (nu - z).abs()
     if steps == "first":
         error = error[:, 0]
     elif steps == "mean":
@@ -416,6 +415,20 @@ def priorities(
     else:
         raise ValueError(f"priorities: steps must be 'first', 'mean' or 'max', but it is {steps!r}")
     return (error + eps) ** alpha
+
+
+def _stacked(argument: str, entries: Entries) -> torch.Tensor:
+    """`[B, T]`, half types widened: their difference may be beyond their range."""
+    if isinstance(entries, list | tuple):
+        shapes = [tuple(entry.shape) if isinstance(entry, torch.Tensor) else type(entry).__name__ for entry in entries]
+        if not entries or any(shape != shapes[0] or isinstance(shape, str) for shape in shapes):
+            raise ValueError(f"priorities: {argument} must be a list of tensors [B], all alike, but it has {shapes}")
+        entries = torch.stack(list(entries), 1)
+    if not isinstance(entries, torch.Tensor):
+        raise TypeError(
+            f"priorities: {argument} must be a tensor or a list of tensors, but it is of type {type(entries).__name__}"
+        )
+    return entries.detach() if entries.dtype == torch.float64 else entries.detach().float()
 
 
 def _differentiable_gradients(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ._validate import Call, Entries, StepNumbers, validate
+from .flow import scale_gradient
 from .heads import (
     BinaryCrossEntropy,
     Head,
@@ -310,11 +311,6 @@ def _normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
     return scaled / torch.maximum(length, eps / largest)
 
 
-def _with_scaled_gradient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    value = x.detach()
-    return torch.where(value.isfinite(), value + scale * (x - value), x)
-
-
 def _per_sample(
     heads: Mapping[str, Head],
     call: Call,
@@ -326,7 +322,7 @@ def _per_sample(
     for name, head in heads.items():
         losses = per_step[name]
         if call.step_gradient_scale is not None:
-            losses = _with_scaled_gradient(losses, call.step_gradient_scale[..., head.first_step :])
+            losses = scale_gradient(losses, call.step_gradient_scale[..., head.first_step :])
         if call.step_weights is not None:
             # A masked loss is 0, and stays so whatever its weight.
             weights = call.step_weights[..., head.first_step :]

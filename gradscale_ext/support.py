@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,6 +50,10 @@ class Support:
         """Check the numbers."""
         if isinstance(self.num_bins, bool) or not isinstance(self.num_bins, int) or self.num_bins < 2:
             raise ValueError(f"Support: num_bins must be an integer of at least 2, but it is {self.num_bins!r}")
+        for argument in ("minimum", "maximum", "eps"):
+            value = getattr(self, argument)
+            if not isinstance(value, numbers.Real) or isinstance(value, bool):
+                raise TypeError(f"Support: {argument} must be a number, but it is of type {type(value).__name__}")
         if not (math.isfinite(self.minimum) and math.isfinite(self.maximum) and self.minimum < self.maximum):
             raise ValueError(
                 "Support: minimum and maximum must be finite with minimum < maximum, "
@@ -60,6 +65,11 @@ class Support:
             raise ValueError(f"Support: eps must be finite and at least 0, but it is {self.eps}")
         if self.space not in ("transformed", "raw"):
             raise ValueError(f"Support: space must be 'transformed' or 'raw', but it is {self.space!r}")
+        if self.space == "raw" and not reference.raw_centers(self, torch.float32).isfinite().all():
+            raise ValueError(
+                "Support: the centres transformed back must be finite in float32 for space='raw', but those of "
+                f"minimum = {self.minimum} and maximum = {self.maximum} are not"
+            )
 
     @classmethod
     def muzero(cls, limit: int = 300) -> Support:
@@ -68,7 +78,7 @@ class Support:
         Raises:
             ValueError: `limit` is not an integer of at least 1.
         """
-        if limit != int(limit) or limit < 1:
+        if not isinstance(limit, numbers.Real) or not 1 <= limit < math.inf or limit != int(limit):
             raise ValueError(f"Support.muzero: limit must be an integer of at least 1, but it is {limit!r}")
         return cls(-limit, limit, 2 * int(limit) + 1)
 

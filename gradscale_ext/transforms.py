@@ -7,6 +7,8 @@ import torch
 
 def _in_float32(x: torch.Tensor) -> torch.Tensor:
     """Half types are computed in float32 and rounded once, at the end."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x must be a floating tensor, but it is of type {type(x).__name__}")
     if not x.is_floating_point():
         raise TypeError(f"x must be a floating tensor, but its dtype is {x.dtype}")
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

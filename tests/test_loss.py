@@ -671,6 +671,59 @@ def test_masked_is_absent(seed):
         compare_loss(a, b)
 
 
+# ---- Found by others ------------------------------------------------------------------------------------------------
+
+
+def _gradients_by_every_path(function, x):
+    leaf = x.clone().requires_grad_()
+    return [
+        torch.autograd.grad(function(leaf), leaf)[0],
+        torch.autograd.grad(function(leaf), leaf, create_graph=True)[0].detach(),
+        torch.func.grad(function)(x),
+        torch.func.vmap(torch.func.grad(function))(x.unsqueeze(0))[0],
+    ]
+
+
+def test_gradient_scale_of_an_infinite_loss():
+    x = torch.tensor([[float("inf")], [1.0]])
+    for scale in (0.5, 0.0, 2.0):
+        function = lambda y, s=scale: gs.reduce_multi_step(y, step_gradient_scale=[s], reduction="sum").loss
+        for g in _gradients_by_every_path(function, x):
+            assert torch.equal(g, torch.tensor([[scale], [scale]]))
+
+
+def test_gradient_scale_leaves_the_value():
+    mask = torch.tensor([[True, True], [True, False]])
+    scale = torch.tensor([[1.0, 1.0], [1.0, float("nan")]])
+    x = torch.ones(2, 2)
+    masked = lambda y: gs.reduce_multi_step(y, step_gradient_scale=scale, mask=mask).loss
+    unmasked = lambda y: gs.reduce_multi_step(y, step_gradient_scale=scale).loss
+    for function, value in ((masked, 1.5), (unmasked, 2.0)):
+        assert function(x) == value
+        assert torch.vmap(function)(x.unsqueeze(0)) == value
+    for g in _gradients_by_every_path(masked, x):
+        torch.testing.assert_close(g, torch.tensor([[0.5, 0.5], [0.5, 0.0]]))
+
+
+def test_numbers_of_any_kind_take_the_fused_path(fused_only):
+    import numpy as np
+
+    losses = torch.ones(2, 3)
+    for numbers in (list(np.float32([1, 0.5, 2])), range(3), [True, False, 2], [torch.tensor(1.0)] * 3, (1, 2.5, 3)):
+        expected = sum(float(number) for number in numbers)
+        assert gs.reduce_multi_step(losses, step_weights=numbers).loss == expected
+
+
+def test_a_tensor_is_no_weight_of_a_head():
+    for make in (
+        lambda: gs.PerStepLoss(weight=torch.tensor(1.0)),
+        lambda: gs.TwoHot(SUPPORT, label_smoothing=torch.tensor(0.1)),
+        lambda: gs.NegativeCosine(eps="a"),
+    ):
+        with pytest.raises(TypeError, match="must be a number, but it is of type"):
+            make()
+
+
 # ---- Machine --------------------------------------------------------------------------------------------------------
 
 
@@ -833,10 +886,25 @@ WRONG = {
     ),
     "step weights type": (lambda p, t, o: o.update(step_weights=2.0), ["step_weights", "float"]),
     "gradient scale name": (lambda p, t, o: o.update(step_gradient_scale="unrol"), ["step_gradient_scale", "'unrol'"]),
+    "step weights words": (lambda p, t, o: o.update(step_weights=["a"] * 4), ["step_weights", "numbers", "'a'"]),
     "mask dtype": (lambda p, t, o: o.update(mask=torch.ones(3, 4)), ["mask", "bool", "float32"]),
     "mask shape": (lambda p, t, o: o.update(mask=torch.ones(4, 3) > 0), ["mask", "[3, 4]", "[4, 3]"]),
     "mask head": (lambda p, t, o: o.update(mask={"vlaue": torch.ones(3, 4) > 0}), ["mask", "'vlaue'"]),
     "reduction": (lambda p, t, o: o.update(reduction="avg"), ["reduction", "'mean'", "'avg'"]),
+    "reduction type": (lambda p, t, o: o.update(reduction=None), ["reduction", "'mean'", "None"]),
+    "batch_first type": (lambda p, t, o: o.update(batch_first=None), ["batch_first", "NoneType"]),
+    "stacked without entries": (
+        lambda p, t, o: (p.update(value=torch.zeros(3, 0, 11)), t.update(value=torch.zeros(3, 0))),
+        ["prediction", "'value'", "no entries"],
+    ),
+    "head with a step too many": (
+        lambda p, t, o: (p["reward"].append(p["reward"][0]), t["reward"].append(t["reward"][0])),
+        ["'value'", "5 entries", "'reward'", "first_step = 1", "it has 4"],
+    ),
+    "without a batch": (
+        lambda p, t, o: p["value"].__setitem__(0, torch.zeros(11)),
+        ["prediction", "'value'", "step 0", "[B, 11]", "[11]"],
+    ),
     "nonfinite": (lambda p, t, o: o.update(nonfinite="drop"), ["nonfinite", "'skip'", "'drop'"]),
     "predictions": (lambda p, t, o: (p.clear()), ["predictions", "'value'"]),
 }
@@ -992,8 +1060,17 @@ def test_priorities():
         gs.priorities(expected, targets[:, :1])
     with pytest.raises(ValueError, match="'last'"):
         gs.priorities(expected, targets, steps="last")
-    with pytest.raises(ValueError, match="alpha"):
-        gs.priorities(expected, targets, alpha=-1)
+    for wrong in (-1, float("nan")):
+        with pytest.raises(ValueError, match="alpha"):
+            gs.priorities(expected, targets, alpha=wrong)
+    with pytest.raises(ValueError, match="T at least 1"):
+        gs.priorities(expected[:, :0], targets[:, :0])
+    with pytest.raises(ValueError, match="all alike"):
+        gs.priorities([torch.ones(2), torch.ones(3)], targets)
+    with pytest.raises(TypeError, match="of type dict"):
+        gs.priorities({}, targets)
+    large = torch.full((1, 1), 6e4, dtype=torch.float16)
+    assert gs.priorities(large, -large) == pytest.approx(2 * large.item())
 
 
 def test_kept_memory_is_not_taken_while_a_gradient_lives():

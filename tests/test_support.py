@@ -190,7 +190,7 @@ def test_presets():
     assert gs.Support.dreamer_v3() == gs.Support(-20, 20, 255, "symlog", space="raw")
     assert gs.Support.tdmpc2() == gs.Support(-10, 10, 101, "symlog")
     assert gs.Support.muzero(10) == gs.Support(-10, 10, 21)
-    for limit in (2.5, 0, -3):
+    for limit in (2.5, 0, -3, INF, "a"):
         with pytest.raises(ValueError, match="limit must be an integer"):
             gs.Support.muzero(limit)
 
@@ -231,6 +231,15 @@ def test_plain_data():
 def test_wrong_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):
         gs.Support(*arguments)
+
+
+def test_wrong_numbers():
+    with pytest.raises(TypeError, match="Support: minimum must be a number, but it is of type str"):
+        gs.Support("a", 1, 5)
+    with pytest.raises(ValueError, match="must be finite in float32 for space='raw'"):
+        gs.Support(-300, 300, 601, "symlog", space="raw")
+    with pytest.raises(TypeError, match="x must be a floating tensor, but it is of type float"):
+        gs.symlog(1.0)
 
 
 def test_wrong_scalars_and_logits():

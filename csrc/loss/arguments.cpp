@@ -73,10 +73,12 @@ bool check_head(const Plan& plan, size_t h, const Arguments& arguments) {
   const bool batch_first = arguments.batch_first;
   const int64_t steps = arguments.steps - head.first_step;
   const bool has_target = layouts[0].target_dims >= 0;
-  if (count_steps(predictions, batch_first) != steps || (has_target && count_steps(targets, batch_first) != steps) ||
-      !std::all_of(predictions.tensors.begin(), predictions.tensors.end(), [](const at::Tensor& tensor) {
-        return has_element(tensor);
-      })) {
+  if (steps < 1 || count_steps(predictions, batch_first) != steps ||
+      (has_target && count_steps(targets, batch_first) != steps) ||
+      !std::all_of(
+          predictions.tensors.begin(),
+          predictions.tensors.end(),
+          [](const at::Tensor& tensor) { return has_element(tensor); })) {
     return false;
   }
   const int64_t dims = predictions.tensors[0].dim() - (predictions.stacked ? 2 : 1);
@@ -133,15 +135,13 @@ bool read_step_numbers(py::handle object, const Arguments& arguments, StepNumber
     return true;
   }
   PyObject* items = object.ptr();
-  if (PyList_Check(items) || PyTuple_Check(items)) {
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
+  if (PyList_Check(items) || PyTuple_Check(items) || PyRange_Check(items)) {
+    const py::object sequence = py::reinterpret_steal<py::object>(PySequence_Fast(items, "a sequence"));
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
     for (Py_ssize_t k = 0; k < count; ++k) {
-      PyObject* item = PySequence_Fast_GET_ITEM(items, k);
-      if (!PyFloat_Check(item) && !PyLong_Check(item)) {
-        return false;
-      }
-      out.numbers.push_back(PyFloat_AsDouble(item));
-      if (PyErr_Occurred() != nullptr) { // an integer too large: Python has the words
+      // Of Python, of NumPy, or a tensor of one number.
+      out.numbers.push_back(PyFloat_AsDouble(PySequence_Fast_GET_ITEM(sequence.ptr(), k)));
+      if (PyErr_Occurred() != nullptr) { // no number, or an integer too large: Python has the words
         PyErr_Clear();
         return false;
       }

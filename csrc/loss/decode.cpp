@@ -26,7 +26,7 @@ py::function* decode_gradient = nullptr;
 
 void run(const Decoding& decoding, int64_t count) {
   const DecodeRows rows = kernels().decode_rows;
-  const int64_t grain = std::max<int64_t>(1, 16384 / (decoding.width + kRowOverhead));
+  const int64_t grain = std::max<int64_t>(1, 16384 / cost_of_row(decoding.width));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     Scratch scratch(decoding.width);
     rows(decoding, begin, end, scratch.data());

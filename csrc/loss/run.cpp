@@ -51,11 +51,11 @@ class Run {
     int64_t elements = 0;
     int64_t widest = 0;
     for (const Segment& segment : segments_) {
-      const int64_t rows = std::max<int64_t>(1, chunk_elements / (segment.width + kRowOverhead));
+      const int64_t rows = std::max<int64_t>(1, chunk_elements / cost_of_row(segment.width));
       for (int64_t begin = 0; begin < batch_; begin += rows) {
         chunks.push_back({&segment, begin, std::min(begin + rows, batch_)});
       }
-      elements += batch_ * (segment.width + kRowOverhead);
+      elements += batch_ * cost_of_row(segment.width);
       widest = std::max(widest, segment.width);
     }
     const RunRows run = kernels().run_rows;

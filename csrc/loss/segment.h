@@ -148,8 +148,11 @@ inline int64_t padded_width(int64_t width) {
   return (width + kLanes - 1) / kLanes * kLanes;
 }
 
-// How much a row costs beside its elements, in elements: its target, its logarithm, its sums.
-constexpr int64_t kRowOverhead = 128;
+// What a row costs, in elements of a long one: beside its own there are its target, its logarithm and its sums. Rows of
+// one number are computed many at a time.
+inline int64_t cost_of_row(int64_t width) {
+  return width == 1 ? 16 : width + 128;
+}
 
 // Two rows, each with room for the lanes before its first element.
 inline int64_t scratch_elements(int64_t width) {
