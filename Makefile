@@ -12,6 +12,7 @@ PYTHON ?= python3
 VERSIONS ?= 2.11.0 2.15.0
 SEED ?= 0
 PYTEST_OPTIONS ?= --cov --cov-report=term
+PYTEST_WORKERS ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -27,7 +28,8 @@ demo: $(VENV)/installed
 # Lines of the package that no test runs are counted, and may be 5 in 100. The compiler's cache is kept apart for each
 # environment: one version of PyTorch cannot read another's.
 test: $(VENV)/installed
-	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor $(BIN)/python -m pytest $(PYTEST_OPTIONS)
+	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=worksteal \
+	  $(PYTEST_OPTIONS)
 
 versions:
 	@set -e; for version in $(VERSIONS); do \

@@ -124,13 +124,19 @@ void run_scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t
         compute(count, [](A of_x, A) { return LossAndDerivative<A>{of_x, A(1)}; });
         break;
     }
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t row = first + i;
-      const bool kept = coefficients.mask.keeps(row, s.step);
-      s.loss.store(row, kept ? loss[i] : A(0));
-      if (s.gradient.data != nullptr) {
-        const A gradient = kept ? derivative[i] * static_cast<A>(slope * coefficients.at(row, s.step)) : A(0);
-        static_cast<G*>(s.gradient.data)[row * s.gradient.stride] = from_accumulate<G, A>(gradient);
+    double factor[most];
+    coefficients.of_rows(first, count, s.step, factor);
+    for (int64_t i = 0; i < count && coefficients.mask.data != nullptr; ++i) {
+      const bool kept = coefficients.mask.keeps(first + i, s.step);
+      loss[i] = kept ? loss[i] : A(0);
+      derivative[i] = kept ? derivative[i] : A(0);
+      factor[i] = kept ? factor[i] : 0.0;
+    }
+    s.loss.store(first, count, loss);
+    if (s.gradient.data != nullptr) {
+      G* gradient = static_cast<G*>(s.gradient.data) + first * s.gradient.stride;
+      for (int64_t i = 0; i < count; ++i) {
+        gradient[i * s.gradient.stride] = from_accumulate<G, A>(derivative[i] * static_cast<A>(slope * factor[i]));
       }
     }
   }

@@ -72,41 +72,7 @@ class Run {
 
   // L_b, the loss, the means of the heads and the number of samples whose loss is not finite, in a fixed order.
   void reduce() {
-    const size_t heads = table_.size();
-    std::vector<double> head_sums(heads, 0.0);
-    const Slab per_sample = slab(outputs_.per_sample, 1);
-    const Slab loss = slab(outputs_.loss, 1);
-    int64_t num_nonfinite = 0;
-    double total = 0;
-    for (int64_t b = 0; b < batch_; ++b) {
-      double sample = 0;
-      double weighted = 0; // with the factors of the reduction
-      for (size_t h = 0; h < heads; ++h) {
-        const double head = head_of_sample(h, b, head_sums[h]);
-        sample += table_[h].weight * head;
-        weighted += coefficients_[h].factor * head;
-      }
-      per_sample.store(b, sample);
-      const bool finite = std::isfinite(per_sample.load(b)); // as the user sees it, in float
-      num_nonfinite += finite ? 0 : 1;
-      double contribution = coefficients_[0].importance_weights.at(b, 0) * weighted;
-      if (!finite && arguments_.skip_nonfinite) {
-        contribution = 0;
-        clear_gradients(b);
-      }
-      total += contribution;
-      if (arguments_.reduction == Reduction::none) {
-        loss.store(b, contribution);
-      }
-    }
-    if (arguments_.reduction != Reduction::none) {
-      loss.store(0, total);
-    }
-    const Slab means = slab(outputs_.head_means, 1);
-    for (size_t h = 0; h < heads; ++h) {
-      means.store(h, head_sums[h] / std::max<double>(1.0, static_cast<double>(kept_[h])));
-    }
-    *outputs_.num_nonfinite.mutable_data_ptr<int64_t>() = num_nonfinite;
+    return is_double_ ? reduce_as<double>() : reduce_as<float>();
   }
 
  private:
@@ -294,21 +260,67 @@ class Run {
     return whole;
   }
 
-  // Weighted sum over the steps of one sample; the plain sum is added to `unweighted`.
-  double head_of_sample(size_t head, int64_t sample, double& unweighted) const {
-    const int64_t steps = steps_of(head);
-    const Slab losses = slab(outputs_.per_step[head], 1);
-    const Coefficients& coefficients = coefficients_[head];
-    double sum = 0;
-    for (int64_t t = 0; t < steps; ++t) {
-      const int64_t step = table_[head].first_step + t;
-      if (coefficients.mask.keeps(sample, step)) {
-        const double loss = losses.load(sample * steps + t);
-        unweighted += loss;
-        sum += coefficients.step_weights.at(sample, step) * loss;
+  template <class T>
+  void reduce_as() {
+    std::vector<double> samples(batch_, 0.0);  // L_b
+    std::vector<double> weighted(batch_, 0.0); // with the factors of the reduction
+    T* means = outputs_.head_means.mutable_data_ptr<T>();
+    for (size_t h = 0; h < table_.size(); ++h) {
+      const double sum = add_head<T>(h, samples.data(), weighted.data());
+      means[h] = static_cast<T>(sum / std::max<double>(1.0, static_cast<double>(kept_[h])));
+    }
+    T* per_sample = outputs_.per_sample.mutable_data_ptr<T>();
+    T* loss = outputs_.loss.mutable_data_ptr<T>();
+    const StepWeight& importance_weights = coefficients_[0].importance_weights;
+    int64_t num_nonfinite = 0;
+    double total = 0;
+    for (int64_t b = 0; b < batch_; ++b) {
+      per_sample[b] = static_cast<T>(samples[b]);
+      const bool finite = std::isfinite(per_sample[b]); // as the user sees it, in float
+      num_nonfinite += finite ? 0 : 1;
+      double contribution = importance_weights.at(b, 0) * weighted[b];
+      if (!finite && arguments_.skip_nonfinite) {
+        contribution = 0;
+        clear_gradients(b);
+      }
+      total += contribution;
+      if (arguments_.reduction == Reduction::none) {
+        loss[b] = static_cast<T>(contribution);
       }
     }
-    return sum;
+    if (arguments_.reduction != Reduction::none) {
+      *loss = static_cast<T>(total);
+    }
+    *outputs_.num_nonfinite.mutable_data_ptr<int64_t>() = num_nonfinite;
+  }
+
+  // Adds the losses of a head, weighted and summed over its steps, to those of every sample; returns their plain sum.
+  template <class T>
+  double add_head(size_t head, double* samples, double* weighted) const {
+    const int64_t steps = steps_of(head);
+    const int64_t first = table_[head].first_step;
+    const double weight = table_[head].weight;
+    const Coefficients& coefficients = coefficients_[head];
+    const bool plain = coefficients.mask.data == nullptr && coefficients.step_weights.values.data == nullptr;
+    const T* losses = outputs_.per_step[head].const_data_ptr<T>();
+    double of_head = 0;
+    for (int64_t b = 0; b < batch_; ++b, losses += steps) {
+      double of_sample = 0;
+      double weighted_of_sample = 0;
+      for (int64_t t = 0; t < steps; ++t) {
+        if (plain) {
+          of_sample += losses[t];
+        } else if (coefficients.mask.keeps(b, first + t)) {
+          of_sample += losses[t];
+          weighted_of_sample += coefficients.step_weights.at(b, first + t) * losses[t];
+        }
+      }
+      weighted_of_sample = plain ? of_sample : weighted_of_sample;
+      of_head += of_sample;
+      samples[b] += weight * weighted_of_sample;
+      weighted[b] += coefficients.factor * weighted_of_sample;
+    }
+    return of_head;
   }
 
   void clear_gradients(int64_t sample) {

@@ -77,6 +77,19 @@ struct Slab {
       static_cast<float*>(data)[row * stride] = static_cast<float>(value);
     }
   }
+  // Rows first..first + count.
+  template <class A>
+  void store(int64_t first, int64_t count, const A* values) const {
+    if (is_double) {
+      for (int64_t i = 0; i < count; ++i) {
+        static_cast<double*>(data)[(first + i) * stride] = static_cast<double>(values[i]);
+      }
+    } else {
+      for (int64_t i = 0; i < count; ++i) {
+        static_cast<float*>(data)[(first + i) * stride] = static_cast<float>(values[i]);
+      }
+    }
+  }
   GRADSCALE_HOST_DEVICE double load(int64_t row) const {
     return is_double ? static_cast<const double*>(data)[row * stride] : static_cast<const float*>(data)[row * stride];
   }
@@ -115,6 +128,13 @@ struct StepWeight {
     of_step.data = static_cast<char*>(values.data) + offset;
     return of_step.load(row);
   }
+
+  // Multiplies `products` by the weights of rows first..first + count.
+  void multiply(int64_t first, int64_t count, int64_t step, double* products) const {
+    for (int64_t i = 0; i < count && values.data != nullptr; ++i) {
+      products[i] *= at(first + i, step);
+    }
+  }
 };
 
 struct StepMask {
@@ -137,6 +157,16 @@ struct Coefficients {
 
   GRADSCALE_HOST_DEVICE double at(int64_t row, int64_t step) const {
     return factor * step_weights.at(row, step) * step_gradient_scale.at(row, step) * importance_weights.at(row, 0);
+  }
+
+  // at() of rows first..first + count.
+  void of_rows(int64_t first, int64_t count, int64_t step, double* products) const {
+    for (int64_t i = 0; i < count; ++i) {
+      products[i] = factor;
+    }
+    step_weights.multiply(first, count, step, products);
+    step_gradient_scale.multiply(first, count, step, products);
+    importance_weights.multiply(first, count, 0, products);
   }
 };
 
