@@ -5,6 +5,7 @@
 # make bench     run the benchmarks, and write bench/results/ and the README's tables
 # make matrix    judge the operators in every context, and write bench/results/matrix.json and the README's table
 # make lint      formatting, linters, types
+# make cuda-check  compile the CUDA kernels with nvcc for three generations of GPUs, and fail where registers spill
 #
 # Everything runs in .venv, which is made on the way. Another PyTorch: make test TORCH=torch==2.11.0
 TORCH ?= torch==2.13.0
@@ -18,9 +19,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
-CXX_FILES := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES := $(shell find csrc tests/cpp tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test versions bench matrix lint format clean force
+.PHONY: demo test versions bench matrix lint cuda-check format clean force
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/muzero_cartpole/train.py --seed $(SEED)
@@ -55,6 +56,10 @@ lint: $(VENV)/lint
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/python bench/readme.py --check
+
+# Needs nvcc, and neither a GPU nor PyTorch.
+cuda-check:
+	$(PYTHON) tests/cuda_check.py
 
 format: $(VENV)/lint
 	$(BIN)/ruff check --fix .

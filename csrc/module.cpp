@@ -1,5 +1,6 @@
 // The front door of the C++ side. Operators that the compiler must see register themselves with TORCH_LIBRARY in their
 // own files; this pybind11 module holds the entry points of eager mode, whose calls cost least.
+#include "device.h"
 #include "flow/flow.h"
 #include "loss/decode.h"
 #include "loss/multi_step_loss.h"
@@ -149,7 +150,8 @@ py::object l2_loss(std::vector<at::Tensor> parameters, double weight) {
     return py::none();
   }
   for (const at::Tensor& parameter : parameters) {
-    if (!gradscale::ordinary_tensor(parameter) || !gradscale::has_element(parameter)) {
+    if (!gradscale::ordinary_tensor(parameter) || parameter.device() != parameters[0].device() ||
+        !gradscale::has_element(parameter)) {
       return py::none();
     }
   }
@@ -161,6 +163,10 @@ py::object l2_loss(std::vector<at::Tensor> parameters, double weight) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("torch_version") = GRADSCALE_TORCH_VERSION;
   m.attr("cuda_version") = GRADSCALE_CUDA_VERSION;
+  m.def("use_device_kernels_for_cpu", [](std::optional<uintptr_t> address) { // for tests, with those of a simulator
+    const auto* kernels = reinterpret_cast<const gradscale::DeviceKernels*>(address.value_or(0));
+    gradscale::use_device_kernels_for_cpu(kernels);
+  });
   m.def("cpu_capability", &at::get_cpu_capability);
   m.def("ordinary_context", &gradscale::ordinary_context);
   m.def("scale_gradient", &scale_gradient);

@@ -45,14 +45,24 @@ inline Element element_of(const at::Tensor& tensor) {
   return element_of(c10::toRealValueType(tensor.scalar_type()));
 }
 
-// A strided CPU tensor of PyTorch's own class, without a forward-mode tangent.
+// A strided tensor of PyTorch's own class, without a forward-mode tangent, on a device that there are kernels for.
 inline bool ordinary_tensor(const at::Tensor& tensor) {
   const c10::DispatchKeySet known(
-      {c10::DispatchKey::CPU,
-       c10::DispatchKey::ADInplaceOrView,
+      {c10::DispatchKey::ADInplaceOrView,
+       c10::DispatchKey::CPU,
        c10::DispatchKey::AutogradCPU,
        c10::DispatchKey::AutocastCPU});
-  return only(tensor.key_set(), known) && !tensor._fw_grad(/*level=*/0).defined();
+#if GRADSCALE_WITH_CUDA
+  const c10::DispatchKeySet known_of_cuda(
+      {c10::DispatchKey::ADInplaceOrView,
+       c10::DispatchKey::CUDA,
+       c10::DispatchKey::AutogradCUDA,
+       c10::DispatchKey::AutocastCUDA});
+  const bool is_known = only(tensor.key_set(), known) || only(tensor.key_set(), known_of_cuda);
+#else
+  const bool is_known = only(tensor.key_set(), known);
+#endif
+  return is_known && !tensor._fw_grad(/*level=*/0).defined();
 }
 
 } // namespace gradscale

@@ -58,6 +58,10 @@ if _release(_C.torch_version) != _release(torch.__version__):
     raise _explain(ImportError("its symbols resolve, but its data structures may differ"))
 
 
+# Of tensors that the kernels take.
+DEVICE_TYPES = ("cpu", "cuda") if _C.cuda_version else ("cpu",)
+
+
 def call(operator: str, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """A gradient-flow operator as the compiler, a transform or a subclass of Tensor sees it.
 

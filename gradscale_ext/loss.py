@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _context, reference
-from ._library import _C
+from ._library import _C, DEVICE_TYPES
 from ._validate import Entries, StepNumbers, check_heads, has_target, validate
 from .heads import Head, HLGauss, PerStepLoss, SoftCrossEntropy, TwoHot, numbers_of
 from .output import MultiStepLossOutput
@@ -167,12 +167,12 @@ def _run(
 
 
 def _all_plain(entries: Any) -> bool:
-    """Whether all tensors are PyTorch's own, on the CPU, where the operator has a kernel.
+    """Whether all tensors are PyTorch's own, on a device where the operator has a kernel.
 
     What is no tensor at all is left to the checks.
     """
     if isinstance(entries, torch.Tensor):
-        return entries.device.type == "cpu" and not is_traceable_wrapper_subclass(entries)
+        return entries.device.type in DEVICE_TYPES and not is_traceable_wrapper_subclass(entries)
     if isinstance(entries, Mapping):
         return all([_all_plain(value) for value in entries.values()])
     return not isinstance(entries, list | tuple) or all([_all_plain(value) for value in entries])
@@ -236,7 +236,7 @@ def _say_once_where_it_is_not_fused(predictions: Mapping[str, Entries]) -> None:
         return
     for entries in predictions.values():
         first = entries if isinstance(entries, torch.Tensor) else next(iter(entries), None)
-        if isinstance(first, torch.Tensor) and first.device.type != "cpu":
+        if isinstance(first, torch.Tensor) and first.device.type not in DEVICE_TYPES:
             _context.say_once(
                 f"gradscale_ext: this build has no kernels for {first.device.type} tensors; the loss is computed by "
                 "gradscale_ext.reference there: the same numbers, not fused"

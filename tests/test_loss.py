@@ -1027,6 +1027,7 @@ def test_a_head_may_be_called_self():
     assert loss_fn({"self": torch.ones(2, 3)}, {}).loss == 3
 
 
+@pytest.mark.cpu_kernels
 def test_a_saved_gradient_takes_its_own_size(tmp_path):
     predictions, targets = arguments(batch=200)
     loss_fn = gs.MultiStepLoss(**HEADS)
@@ -1073,6 +1074,7 @@ def test_priorities():
     assert gs.priorities(large, -large) == pytest.approx(2 * large.item())
 
 
+@pytest.mark.cpu_kernels
 def test_kept_memory_is_not_taken_while_a_gradient_lives():
     loss_fn = gs.MultiStepLoss(**HEADS)
     predictions, targets = arguments()

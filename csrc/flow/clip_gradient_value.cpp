@@ -1,4 +1,3 @@
-#include "../variants/kernels.h"
 #include "elementwise.h"
 #include "flow.h"
 #include "gradient_buffer.h"
@@ -16,11 +15,11 @@ namespace {
 
 // The derivative of a bound is 0, and that of what lies within them, or on one, 1.
 at::Tensor clamped(at::Tensor gradient, const Value& lowest, const Value& highest) {
+  if (const auto clamped = elementwise(ElementFunction::clamp, gradient, {lowest, highest})) {
+    return *clamped;
+  }
   const at::Tensor min = value_beside(gradient, lowest);
   const at::Tensor max = value_beside(gradient, highest);
-  if (fused(gradient, {min, max})) {
-    return elementwise(gradient, {min, max}, kernels().element_loops.clamp);
-  }
   const at::Tensor wide = gradient.to(min.scalar_type());
   const at::Tensor clamped = at::where(wide.lt(min), min, at::where(wide.gt(max), max, wide));
   const double nan = std::numeric_limits<double>::quiet_NaN();

@@ -1,39 +1,11 @@
 // The kernels of element_loop.h. Included once for each instruction set; the loops over dense elements are vectorised
 // by the compiler.
+#include "../math/gradients.h"
 #include "element_loop.h"
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
-
-template <class A>
-struct Multiply {
-  static constexpr int kArguments = 1;
-
-  A operator()(A gradient, A scale) const {
-    return scale == 0 ? A(0) : gradient * scale;
-  }
-};
-
-template <class A>
-struct MultiplyNegated {
-  static constexpr int kArguments = 1;
-
-  A operator()(A gradient, A scale) const {
-    return scale == 0 ? A(0) : gradient * -scale;
-  }
-};
-
-template <class A>
-struct Clamp {
-  static constexpr int kArguments = 2;
-
-  A operator()(A gradient, A min, A max) const {
-    const A above = gradient < min ? min : gradient;
-    const A clamped = above > max ? max : above;
-    return min <= max ? clamped : static_cast<A>(NAN);
-  }
-};
 
 // The arguments of an element: read once where they are the same for all, by index where they are dense, and otherwise
 // wherever their stride leads.

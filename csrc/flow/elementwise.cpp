@@ -1,6 +1,8 @@
 #include "elementwise.h"
 
+#include "../device.h"
 #include "../tensor_element.h"
+#include "../variants/kernels.h"
 #include "gradient_buffer.h"
 
 #include <ATen/TensorIterator.h>
@@ -9,7 +11,77 @@
 
 namespace gradscale {
 
-at::Tensor elementwise(const at::Tensor& gradient, std::vector<at::Tensor> arguments, ElementLoop loop) {
+namespace {
+
+ElementLoop loop_of(ElementFunction function) {
+  const ElementLoops& loops = kernels().element_loops;
+  switch (function) {
+    case ElementFunction::multiply:
+      return loops.multiply;
+    case ElementFunction::multiply_negated:
+      return loops.multiply_negated;
+    default:
+      return loops.clamp;
+  }
+}
+
+// With the walk that PyTorch makes of these operands: as few dimensions as there can be.
+bool run_on_device(
+    const DeviceKernels& device,
+    ElementFunction function,
+    const at::TensorIterator& iterator,
+    const std::vector<int>& places, // of the iterator's operands in the call
+    const std::vector<Value>& arguments,
+    const at::Tensor& gradient) {
+  ElementwiseCall call{};
+  if (iterator.ndim() > ElementwiseCall::kMaxDims) {
+    return false;
+  }
+  call.function = function;
+  call.element = element_of(gradient);
+  call.dims = iterator.ndim();
+  call.count = iterator.numel();
+  for (int d = 0; d < iterator.ndim(); ++d) {
+    call.sizes[d] = iterator.shape()[d];
+  }
+  for (size_t operand = 0; operand < places.size(); ++operand) {
+    call.data[places[operand]] = iterator.data_ptr(static_cast<int64_t>(operand));
+    for (int d = 0; d < iterator.ndim(); ++d) {
+      call.strides[places[operand]][d] = iterator.strides(static_cast<int64_t>(operand))[d];
+    }
+  }
+  for (size_t k = 0; k < arguments.size(); ++k) {
+    const double* number = std::get_if<double>(&arguments[k]);
+    call.constants[2 + k] = number == nullptr ? 0 : *number;
+  }
+  const OnDevice on_device(gradient.device());
+  device.elementwise(call, on_device.stream());
+  return true;
+}
+
+} // namespace
+
+std::optional<at::Tensor> elementwise(
+    ElementFunction function, const at::Tensor& gradient, const std::vector<Value>& arguments) {
+  if (!fused(gradient, {})) {
+    return std::nullopt;
+  }
+  const DeviceKernels* device = device_kernels(gradient.device());
+  std::vector<at::Tensor> tensors;
+  std::vector<int> places{0, 1};
+  for (size_t k = 0; k < arguments.size(); ++k) {
+    if (device != nullptr && std::holds_alternative<double>(arguments[k])) {
+      continue; // goes with the call
+    }
+    tensors.push_back(value_beside(gradient, arguments[k]));
+    places.push_back(static_cast<int>(2 + k));
+    if (!fused(gradient, {tensors.back()})) {
+      return std::nullopt;
+    }
+  }
+  if (gradient.numel() == 0) {
+    return gradient;
+  }
   const at::Tensor out = owned_by_nobody_else(gradient) ? gradient : at::empty_like(gradient);
   const bool is_complex = gradient.is_complex();
   const at::Tensor numbers = is_complex ? at::view_as_real(gradient) : gradient;
@@ -17,11 +89,15 @@ at::Tensor elementwise(const at::Tensor& gradient, std::vector<at::Tensor> argum
   config.check_all_same_dtype(false)
       .add_owned_output(is_complex ? at::view_as_real(out) : out)
       .add_owned_const_input(numbers);
-  for (at::Tensor& argument : arguments) {
+  for (at::Tensor& argument : tensors) {
     config.add_owned_const_input(is_complex ? argument.unsqueeze(-1) : argument);
   }
   at::TensorIterator iterator = config.build();
+  if (device != nullptr) {
+    return run_on_device(*device, function, iterator, places, arguments, numbers) ? std::optional(out) : std::nullopt;
+  }
   const Element element = element_of(numbers);
+  const ElementLoop loop = loop_of(function);
   iterator.for_each([=](char** data, const int64_t* strides, int64_t size) { loop(element, data, strides, size); });
   return out;
 }

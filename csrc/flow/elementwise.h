@@ -1,14 +1,17 @@
-// Loops over the elements of a gradient and of arguments that broadcast to it.
+// Functions of the elements of a gradient and of arguments that broadcast to it.
 #pragma once
 
-#include "element_loop.h"
+#include "../math/gradients.h"
+#include "value.h"
 
-#include <ATen/core/Tensor.h>
+#include <optional>
+#include <vector>
 
 namespace gradscale {
 
-// Runs a loop over an ordinary CPU gradient; the result takes the gradient's memory where nobody else owns it. Complex
-// numbers are walked as pairs, both of which meet the same arguments.
-at::Tensor elementwise(const at::Tensor& gradient, std::vector<at::Tensor> arguments, ElementLoop loop);
+// The result takes the gradient's memory where nobody else owns it. Complex numbers are walked as pairs, both of which
+// meet the same arguments. Empty where the kernels do not take these tensors.
+std::optional<at::Tensor> elementwise(
+    ElementFunction function, const at::Tensor& gradient, const std::vector<Value>& arguments);
 
 } // namespace gradscale

@@ -24,14 +24,14 @@ inline bool owned_by_nobody_else(const at::Tensor& gradient) {
 }
 
 // Whether the C++ kernels may take a gradient with these arguments (undefined ones aside): no graph is built of what
-// they do, and all are ordinary CPU tensors.
+// they do, and all are ordinary tensors of one device.
 inline bool fused(const at::Tensor& gradient, std::initializer_list<at::Tensor> arguments) {
   if (at::GradMode::is_enabled() || !ordinary_context() || !ordinary_tensor(gradient) ||
       !has_element(c10::toRealValueType(gradient.scalar_type()))) {
     return false;
   }
-  return std::all_of(arguments.begin(), arguments.end(), [](const at::Tensor& argument) {
-    return !argument.defined() || ordinary_tensor(argument);
+  return std::all_of(arguments.begin(), arguments.end(), [&](const at::Tensor& argument) {
+    return !argument.defined() || (ordinary_tensor(argument) && argument.device() == gradient.device());
   });
 }
 

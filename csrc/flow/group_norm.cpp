@@ -1,5 +1,6 @@
 #include "group_norm.h"
 
+#include "../device.h"
 #include "../variants/kernels.h"
 #include "gradient_buffer.h"
 
@@ -33,26 +34,6 @@ namespace {
 constexpr int64_t kChunk = 32768; // elements of a group that a thread takes at a time
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-// What becomes of a group: its elements over root^2, times a factor. A root of 0 stands for zeros.
-struct Scaling {
-  double root;
-  double factor;
-  bool within; // the norm is within the limit
-};
-
-Scaling scaling(Rule rule, PowerSum sum, double p, double limit) {
-  const double norm = std::isinf(p) ? sum.sum : std::pow(sum.sum, 1 / p); // over root^2
-  const bool within = norm <= limit / sum.root / sum.root;
-  if (!(limit >= 0)) {
-    return {1, kNaN, within};
-  }
-  if (limit == 0) {
-    return {0, 0, within};
-  }
-  const bool unchanged = rule == Rule::clip ? within : norm == 0;
-  return unchanged ? Scaling{1, 1, within} : Scaling{sum.root, limit / norm, within};
-}
-
 PowerSum added(PowerSum a, PowerSum b, double p) {
   if (a.sum == 0 || b.sum == 0) {
     return a.sum == 0 ? b : a;
@@ -60,12 +41,11 @@ PowerSum added(PowerSum a, PowerSum b, double p) {
   if (a.root < b.root) {
     std::swap(a, b);
   }
-  const double ratio = (b.root / a.root) * (b.root / a.root);
+  const double other = b.sum * from_root_to_root(b.root, a.root, p);
   if (std::isinf(p)) {
-    const double other = b.sum * ratio;
     return {a.sum > other || a.sum != a.sum ? a.sum : other, a.root};
   }
-  return {a.sum + b.sum * (ratio == 1 ? 1 : std::pow(ratio, p)), a.root};
+  return {a.sum + other, a.root};
 }
 
 // Whether the groups lie one after the other, each dense, in whatever order its elements are.
@@ -102,7 +82,7 @@ class Memory {
     const Range from = range(begin, size);
     if (by.root == 0) {
       std::memset(to, 0, size * element_size_);
-    } else if (by.root != 1 || by.factor != 1) {
+    } else if (!by.changes_nothing()) {
       kernels().scale_range(from, to, by.root, by.factor);
     } else if (to != from.data) {
       std::memcpy(to, from.data, size * element_size_);
@@ -171,15 +151,34 @@ at::Tensor rescaled_in_two_passes(
     ours = true;
   }
   const at::Tensor out = ours ? gradient : at::empty_like(gradient);
-  const Memory memory(gradient, out);
-  int64_t beyond = 0;
-  if (const double* number = std::get_if<double>(&limit)) {
-    beyond = rescale_groups(memory, count, size, groups.p, rule, [=](int64_t) { return *number; });
-  } else {
-    const at::Tensor limits = std::get<at::Tensor>(limit).to(at::kDouble).expand(batch).contiguous();
-    const double* data = limits.const_data_ptr<double>();
-    beyond = rescale_groups(memory, count, size, groups.p, rule, [=](int64_t i) { return data[i]; });
+  const double* number = std::get_if<double>(&limit);
+  at::Tensor limits; // by group
+  if (number == nullptr) {
+    limits = std::get<at::Tensor>(limit).to(gradient.device(), at::kDouble, /*non_blocking=*/true);
+    limits = limits.expand(batch).contiguous();
   }
+  const double* data = number == nullptr ? limits.const_data_ptr<double>() : nullptr;
+  if (const DeviceKernels* device = device_kernels(gradient.device())) {
+    RescaleCall call{};
+    call.from = gradient.const_data_ptr();
+    call.to = out.mutable_data_ptr();
+    call.element = element_of(gradient);
+    call.groups = count;
+    call.size = gradient.is_complex() ? 2 * size : size;
+    call.p = groups.p;
+    call.rule = rule;
+    call.limit = number == nullptr ? 0 : *number;
+    call.limits = data;
+    call.counts = counts.defined() ? counts.mutable_data_ptr<int64_t>() : nullptr;
+    const OnDevice on_device(gradient.device());
+    const at::Tensor workspace = make_workspace(device->rescale_bytes(call), gradient);
+    call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
+    device->rescale(call, on_device.stream());
+    return out;
+  }
+  const Memory memory(gradient, out);
+  const int64_t beyond = rescale_groups(
+      memory, count, size, groups.p, rule, [=](int64_t i) { return number == nullptr ? data[i] : *number; });
   if (counts.defined()) {
     int64_t* data = counts.mutable_data_ptr<int64_t>();
     data[0] += count;
@@ -293,7 +292,7 @@ void check_limit(
   if (const double* number = std::get_if<double>(&limit)) {
     smallest = *number;
   } else if (const at::Tensor& tensor = std::get<at::Tensor>(limit);
-             ordinary_context() && ordinary_tensor(tensor) && tensor.numel() > 0) {
+             tensor.is_cpu() && ordinary_context() && ordinary_tensor(tensor) && tensor.numel() > 0) {
     smallest = tensor.dim() == 0 ? tensor.item<double>() : tensor.min().item<double>();
   }
   TORCH_CHECK_VALUE(smallest >= 0, name, ": ", argument, " must not be negative or NaN, but it is ", smallest);
@@ -305,7 +304,10 @@ at::Tensor rescaled(
     return gradient;
   }
   const at::Tensor* tensor = std::get_if<at::Tensor>(&limit);
-  if (groups.process_group.empty() && fused(gradient, {tensor == nullptr ? at::Tensor() : *tensor, counts})) {
+  // Only squares of the parts of complex numbers add up to those of the whole.
+  const bool parts = gradient.is_complex() && groups.p != 2 && device_kernels(gradient.device()) != nullptr;
+  if (groups.process_group.empty() && !parts &&
+      fused(gradient, {tensor == nullptr || is_cpu_scalar(*tensor) ? at::Tensor() : *tensor, counts})) {
     return rescaled_in_two_passes(std::move(gradient), limit, groups, rule, counts);
   }
   return rescaled_by_operations(gradient, limit, groups, rule, counts);

@@ -1,6 +1,7 @@
 // Gradients whose groups are rescaled by their norms: what clip_gradient_norm and normalize_gradient share.
 #pragma once
 
+#include "../math/norms.h"
 #include "value.h"
 
 #include <string>
@@ -22,11 +23,6 @@ struct NormGroups {
 // without waiting for a device.
 void check_limit(
     const char* name, const char* argument, const Value& limit, const at::Tensor& x, const NormGroups& groups);
-
-enum class Rule {
-  clip,     // g * min(1, limit / |g|)
-  normalize // g * limit / |g|, and zeros stay zeros
-};
 
 // The gradient with every group rescaled to its limit by the rule. A limit of 0 gives zeros, also where the gradient is
 // inf or NaN; a negative or NaN limit that could not be refused gives NaN. Adds to `counts`, where defined, the number

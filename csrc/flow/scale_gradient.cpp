@@ -1,5 +1,4 @@
 // scale_gradient and reverse_gradient: the gradient, and the tangent, times a number or a tensor.
-#include "../variants/kernels.h"
 #include "elementwise.h"
 #include "flow.h"
 #include "gradient_buffer.h"
@@ -31,12 +30,12 @@ at::Tensor scaled(at::Tensor gradient, double scale) {
 }
 
 at::Tensor scaled(at::Tensor gradient, const at::Tensor& scale, double sign) {
+  const auto function = sign == 1 ? ElementFunction::multiply : ElementFunction::multiply_negated;
+  if (const auto product = elementwise(function, gradient, {scale})) {
+    return *product;
+  }
   // A scale with dimensions takes part in type promotion: half gradients are multiplied in float, and rounded once.
   at::Tensor factor = value_beside(gradient, scale);
-  if (fused(gradient, {factor})) {
-    const ElementLoops& loops = kernels().element_loops;
-    return elementwise(gradient, {factor}, sign == 1 ? loops.multiply : loops.multiply_negated);
-  }
   if (factor.dim() == 0 && gradient.dim() > 0) {
     factor = factor.unsqueeze(0);
   }

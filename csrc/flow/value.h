@@ -27,11 +27,16 @@ inline at::ScalarType precise_type(at::ScalarType dtype) {
 // A scalar on the CPU costs nothing to read where nothing traces: it counts as it is then.
 inline Value read_if_free(Value value) {
   if (const at::Tensor* tensor = std::get_if<at::Tensor>(&value)) {
-    if (tensor->dim() == 0 && ordinary_context() && ordinary_tensor(*tensor)) {
+    if (tensor->dim() == 0 && tensor->is_cpu() && ordinary_context() && ordinary_tensor(*tensor)) {
       return tensor->item<double>();
     }
   }
   return value;
+}
+
+// Read without waiting wherever the gradient is.
+inline bool is_cpu_scalar(const at::Tensor& tensor) {
+  return tensor.dim() == 0 && tensor.is_cpu();
 }
 
 // The value as a tensor beside the gradient, in the type that the gradient is computed in.

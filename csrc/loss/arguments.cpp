@@ -94,11 +94,11 @@ bool check_head(const Plan& plan, size_t h, const Arguments& arguments) {
   });
 }
 
-// A class that is none would be NaN in the kernel; here it can be said.
+// A class that is none would be NaN in the kernel; where no device has to be waited for it can be said.
 void check_classes(const Plan& plan, size_t h, const Arguments& arguments) {
   const Entries& targets = arguments.targets[h];
   const int64_t first_step = plan.table[h].first_step;
-  if (targets.tensors.empty()) {
+  if (targets.tensors.empty() || !targets.tensors[0].is_cpu()) {
     return;
   }
   for (int64_t t = 0; t < arguments.steps - first_step; ++t) {
@@ -153,6 +153,26 @@ bool read_step_numbers(py::handle object, const Arguments& arguments, StepNumber
   }
   const auto sizes = out.tensor.sizes();
   return sizes == at::IntArrayRef({arguments.steps}) || sizes == at::IntArrayRef({arguments.batch, arguments.steps});
+}
+
+bool on_device(const at::Tensor& tensor, c10::Device device) {
+  return !tensor.defined() || tensor.device() == device;
+}
+
+bool on_device(const std::vector<at::Tensor>& tensors, c10::Device device) {
+  return std::all_of(
+      tensors.begin(), tensors.end(), [=](const at::Tensor& tensor) { return on_device(tensor, device); });
+}
+
+bool on_one_device(const Arguments& arguments) {
+  const c10::Device device = arguments.predictions[0].tensors[0].device();
+  const auto entries_are = [=](const std::vector<Entries>& of_heads) {
+    return std::all_of(
+        of_heads.begin(), of_heads.end(), [=](const Entries& entries) { return on_device(entries.tensors, device); });
+  };
+  return entries_are(arguments.predictions) && entries_are(arguments.targets) && on_device(arguments.masks, device) &&
+         on_device(arguments.step_weights.tensor, device) && on_device(arguments.step_gradient_scale.tensor, device) &&
+         on_device(arguments.importance_weights, device);
 }
 
 bool read_mask(py::handle object, const Arguments& arguments, at::Tensor& mask) {
@@ -294,6 +314,9 @@ std::optional<Arguments> read_arguments(
         weights.sizes() != at::IntArrayRef({arguments.batch})) {
       return std::nullopt;
     }
+  }
+  if (!on_one_device(arguments)) {
+    return std::nullopt;
   }
   const bool records = at::GradMode::is_enabled();
   for (size_t h = 0; h < heads; ++h) {

@@ -1,6 +1,7 @@
 #include "decode.h"
 
 #include "../autograd.h"
+#include "../device.h"
 #include "../tensor_element.h"
 #include "../variants/kernels.h"
 #include "scratch.h"
@@ -24,7 +25,13 @@ namespace autograd = torch::autograd;
 // Never freed: a module of an interpreter that ends may be gone before the last node is.
 py::function* decode_gradient = nullptr;
 
-void run(const Decoding& decoding, int64_t count) {
+void run(const Decoding& decoding, int64_t count, const at::Tensor& logits) {
+  if (const DeviceKernels* device = device_kernels(logits.device())) {
+    const OnDevice on_device(logits.device());
+    const at::Tensor workspace = make_workspace(device->decode_bytes(decoding), logits);
+    device->decode(decoding, count, static_cast<char*>(workspace.mutable_data_ptr()), on_device.stream());
+    return;
+  }
   const DecodeRows rows = kernels().decode_rows;
   const int64_t grain = std::max<int64_t>(1, 16384 / cost_of_row(decoding.width));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
@@ -50,7 +57,7 @@ at::Tensor values_of(const at::Tensor& logits, const Support& support) {
   const at::Tensor out = at::empty(rows.sizes().slice(0, rows.dim() - 1), rows.options().dtype(type_of_values(rows)));
   Decoding decoding = decoding_of(rows, support);
   decoding.out = {out.mutable_data_ptr(), 1, out.scalar_type() == at::kDouble};
-  run(decoding, out.numel());
+  run(decoding, out.numel(), rows);
   return out;
 }
 
@@ -61,7 +68,7 @@ at::Tensor gradient_of(const at::Tensor& logits, const at::Tensor& grad_output, 
   Decoding decoding = decoding_of(rows, support);
   decoding.gradient = {gradient.mutable_data_ptr(), support.num_bins, element_of(rows)};
   decoding.grad_output = {grad_rows.mutable_data_ptr(), 1, grad_rows.scalar_type() == at::kDouble};
-  run(decoding, grad_rows.numel());
+  run(decoding, grad_rows.numel(), rows);
   return gradient;
 }
 

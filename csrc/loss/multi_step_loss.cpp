@@ -1,6 +1,7 @@
 #include "multi_step_loss.h"
 
 #include "../autograd.h"
+#include "../device.h"
 #include "../tensor_element.h"
 
 #include <ATen/core/grad_mode.h>
@@ -76,6 +77,7 @@ struct MultiStepLossBackward : public autograd::Node {
   Gradients gradients;           // for grad_output 1
   Arguments arguments;           // for another run
   std::vector<int64_t> versions; // of the arguments, as the forward pass read them
+  at::Tensor per_sample;         // where a device must know which samples were skipped
   std::shared_ptr<Plan> plan;
   bool last_use = false;
   bool released = false;
@@ -91,6 +93,7 @@ struct MultiStepLossBackward : public autograd::Node {
   void release_variables() override {
     gradients.clear();
     arguments = Arguments();
+    per_sample.reset();
     released = true;
   }
 
@@ -103,11 +106,13 @@ struct MultiStepLossBackward : public autograd::Node {
     if (at::GradMode::is_enabled()) {
       return by_reference(grad_output, /*create_graph=*/true);
     }
-    const bool readable = ordinary_context() && ordinary_tensor(grad_output);
-    const bool is_one = readable && grad_output.dim() == 0 && grad_output.item<double>() == 1.0;
-    if (!readable) { // batched, or of another kind
+    if (!ordinary_context() || !ordinary_tensor(grad_output)) { // batched, or of another kind
       return by_reference(grad_output, /*create_graph=*/false);
     }
+    if (device_kernels(grad_output.device()) != nullptr) {
+      return on_device(grad_output);
+    }
+    const bool is_one = grad_output.dim() == 0 && grad_output.item<double>() == 1.0;
     // Half gradients would be rounded a second time, and 0 * inf would be NaN in masked entries: the kernel runs again.
     if (!is_one && (has_half_gradient() || !grad_output.isfinite().all().item<bool>())) {
       return run_again(grad_output);
@@ -170,8 +175,21 @@ struct MultiStepLossBackward : public autograd::Node {
     const at::Tensor factor = grad_output.to(at::kDouble).expand({arguments.batch});
     const at::Tensor& weights = arguments.importance_weights;
     weighted.importance_weights = weights.defined() ? weights.to(at::kDouble).mul(factor) : factor;
+    return flat(run_loss(plan->table, plan->gradient_memory, weighted).gradients);
+  }
+
+  // Whether grad_output is 1 is seen on the device alone: elsewhere the kernel runs again, as it does for half types on
+  // the CPU.
+  autograd::variable_list on_device(const at::Tensor& grad_output) {
+    check_unchanged();
+    Gradients kept = last_use ? std::move(gradients) : Gradients();
+    return flat(
+        multiplied_on_device(plan->table, plan->gradient_memory, arguments, std::move(kept), grad_output, per_sample));
+  }
+
+  static autograd::variable_list flat(Gradients gradients) {
     autograd::variable_list result;
-    for (std::vector<at::Tensor>& of_head : run_loss(plan->table, plan->gradient_memory, weighted).gradients) {
+    for (std::vector<at::Tensor>& of_head : gradients) {
       std::move(of_head.begin(), of_head.end(), std::back_inserter(result));
     }
     return result;
@@ -229,6 +247,9 @@ Outputs multi_step_loss(const std::shared_ptr<Plan>& plan, Arguments arguments) 
     }
     node->versions = versions_of(arguments);
     node->gradients = std::move(result.gradients);
+    if (arguments.skip_nonfinite && device_kernels(result.outputs.loss.device()) != nullptr) {
+      node->per_sample = result.outputs.per_sample.clone(); // the output is the user's to write to
+    }
     node->arguments = std::move(arguments);
     node->plan = plan;
     autograd::set_history(result.outputs.loss, handle);

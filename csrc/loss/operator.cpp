@@ -63,7 +63,7 @@ Entries next_entries(at::TensorList tensors, size_t& next, int64_t count) {
   return entries;
 }
 
-Tensors cpu_kernel(
+Tensors kernel(
     at::TensorList predictions,
     at::TensorList targets,
     at::TensorList masks,
@@ -250,8 +250,14 @@ TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CPU, m) {
-  m.impl("multi_step_loss", cpu_kernel);
+  m.impl("multi_step_loss", kernel);
 }
+
+#if GRADSCALE_WITH_CUDA
+TORCH_LIBRARY_IMPL(gradscale_ext, CUDA, m) {
+  m.impl("multi_step_loss", kernel);
+}
+#endif
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
   m.impl("multi_step_loss", autograd_kernel);

@@ -1,5 +1,6 @@
 #include "run.h"
 
+#include "../device.h"
 #include "../tensor_element.h"
 #include "../variants/kernels.h"
 #include "scratch.h"
@@ -14,31 +15,59 @@ namespace gradscale {
 
 namespace {
 
-// One call: turns tensors into segments, runs them, and reduces.
+// One call: turns tensors into segments, and runs them on the CPU or on a device.
 class Run {
  public:
   Run(const HeadTable& table, const GradientMemory& memory, const Arguments& arguments, bool wide)
-      : table_(table), memory_(memory), arguments_(arguments), wide_(wide), batch_(arguments.batch) {
+      : table_(table),
+        memory_(memory),
+        arguments_(arguments),
+        wide_(wide),
+        batch_(arguments.batch),
+        device_(arguments.predictions[0].tensors[0].device()),
+        kernels_(device_kernels(device_)) {
     is_double_ = std::any_of(arguments.predictions.begin(), arguments.predictions.end(), [](const Entries& entries) {
       return std::any_of(entries.tensors.begin(), entries.tensors.end(), [](const at::Tensor& tensor) {
         return tensor.scalar_type() == at::kDouble;
       });
     });
-    options_ = at::TensorOptions().dtype(is_double_ ? at::kDouble : at::kFloat);
+    options_ = at::TensorOptions().dtype(is_double_ ? at::kDouble : at::kFloat).device(device_);
+    make_coefficients();
+  }
+
+  RunResult forward() {
     make_outputs();
     make_gradients();
-    make_coefficients();
     make_segments();
+    if (kernels_ != nullptr) {
+      run_on_device();
+    } else {
+      run_rows();
+      reduce();
+    }
+    return {std::move(outputs_), std::move(gradients_)};
   }
 
-  Outputs take_outputs() {
-    return std::move(outputs_);
-  }
-
-  Gradients take_gradients() {
+  // The gradients that a forward pass left, multiplied on the device. Undefined ones are made.
+  Gradients backward(Gradients gradients, const at::Tensor& grad_output, const at::Tensor& per_sample) {
+    const bool has_gradients = !gradients.empty();
+    gradients_ = std::move(gradients);
+    if (!has_gradients) {
+      make_gradients();
+    }
+    outputs_.per_step.resize(table_.size());
+    outputs_.expected.resize(table_.size());
+    outputs_.per_sample = per_sample;
+    make_segments();
+    LossCall call = device_call();
+    const OnDevice on_device(device_);
+    const at::Tensor workspace = give_workspace(call);
+    const int64_t stride = grad_output.dim() == 0 ? 0 : grad_output.stride(0);
+    kernels_->loss_backward(call, {slab(grad_output, stride), has_gradients}, on_device.stream());
     return std::move(gradients_);
   }
 
+ private:
   // Rows are cut into chunks of about as many elements, which threads take in equal shares.
   void run_rows() {
     constexpr int64_t chunk_elements = 8192;
@@ -75,7 +104,43 @@ class Run {
     return is_double_ ? reduce_as<double>() : reduce_as<float>();
   }
 
- private:
+  LossCall device_call() const {
+    LossCall call{};
+    call.segments = segments_.data();
+    call.num_segments = static_cast<int64_t>(segments_.size());
+    call.heads = &table_[0];
+    call.coefficients = coefficients_.data();
+    call.num_heads = static_cast<int64_t>(table_.size());
+    call.step_weights = numbers_of(arguments_.step_weights);
+    call.step_gradient_scale = numbers_of(arguments_.step_gradient_scale);
+    call.batch = batch_;
+    call.each_sample = arguments_.reduction == Reduction::none;
+    call.mean_of_kept = arguments_.reduction == Reduction::valid_mean;
+    call.skip_nonfinite = arguments_.skip_nonfinite;
+    call.per_sample = slab(outputs_.per_sample, 1);
+    return call;
+  }
+
+  at::Tensor give_workspace(LossCall& call) const {
+    const at::Tensor workspace = make_workspace(kernels_->loss_bytes(call), arguments_.predictions[0].tensors[0]);
+    call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
+    return workspace;
+  }
+
+  void run_on_device() {
+    LossCall call = device_call();
+    call.loss = slab(outputs_.loss, 1);
+    call.head_means = slab(outputs_.head_means, 1);
+    call.num_nonfinite = outputs_.num_nonfinite.mutable_data_ptr<int64_t>();
+    const OnDevice on_device(device_);
+    const at::Tensor workspace = give_workspace(call);
+    kernels_->loss(call, on_device.stream());
+  }
+
+  static const double* numbers_of(const StepNumbers& numbers) {
+    return numbers.numbers.empty() ? nullptr : numbers.numbers.data();
+  }
+
   Slab slab(const at::Tensor& tensor, int64_t stride) const {
     return tensor.defined() ? Slab{tensor.mutable_data_ptr(), stride, is_double_} : Slab{};
   }
@@ -89,7 +154,7 @@ class Run {
     outputs_.per_sample = at::empty({batch_}, options_);
     outputs_.loss = arguments_.reduction == Reduction::none ? at::empty({batch_}, options_) : at::empty({}, options_);
     outputs_.head_means = at::empty({static_cast<int64_t>(heads)}, options_);
-    outputs_.num_nonfinite = at::empty({}, at::TensorOptions().dtype(at::kLong));
+    outputs_.num_nonfinite = at::empty({}, options_.dtype(at::kLong));
     outputs_.per_step.resize(heads);
     outputs_.expected.resize(heads);
     for (size_t h = 0; h < heads; ++h) {
@@ -104,10 +169,17 @@ class Run {
     return wide_ && prediction.scalar_type() != at::kDouble ? at::kFloat : prediction.scalar_type();
   }
 
-  // Contiguous gradients like their predictions, cut from one block of memory.
+  // Contiguous gradients like their predictions; on the CPU cut from one block of memory.
   void make_gradients() {
     constexpr int64_t alignment = 64;
     gradients_.resize(table_.size());
+    if (kernels_ != nullptr) {
+      for_predictions([&](size_t h, const at::Tensor& prediction, bool wanted) {
+        const at::TensorOptions options = options_.dtype(gradient_type(prediction));
+        gradients_[h].push_back(wanted ? at::empty(prediction.sizes(), options) : at::Tensor());
+      });
+      return;
+    }
     int64_t size = 0;
     std::vector<int64_t> offsets;
     for_predictions([&](size_t, const at::Tensor& prediction, bool wanted) {
@@ -145,7 +217,7 @@ class Run {
       weight.step_stride = tensor.stride(-1);
       return weight;
     }
-    if (numbers.numbers.empty()) {
+    if (numbers.numbers.empty() || kernels_ != nullptr) { // a device finds them in its call
       return {};
     }
     return {{const_cast<double*>(numbers.numbers.data()), 0, true}, 1};
@@ -177,7 +249,8 @@ class Run {
       if (mask.defined()) {
         own.mask = {mask.const_data_ptr<bool>(), mask.stride(0), mask.stride(1)};
       }
-      kept_.push_back(count_kept(h, own.mask));
+      const bool counted_there = kernels_ != nullptr && mask.defined();
+      kept_.push_back(counted_there ? 1 : count_kept(h, own.mask));
       double reduction = 1.0;
       if (arguments_.reduction == Reduction::mean) {
         reduction = 1.0 / static_cast<double>(std::max<int64_t>(batch_, 1));
@@ -338,6 +411,8 @@ class Run {
   const Arguments& arguments_;
   bool wide_;
   int64_t batch_;
+  c10::Device device_;
+  const DeviceKernels* kernels_; // null: the CPU's own
   bool is_double_ = false;
   at::TensorOptions options_;
   Outputs outputs_;
@@ -351,10 +426,17 @@ class Run {
 } // namespace
 
 RunResult run_loss(const HeadTable& table, const GradientMemory& memory, const Arguments& arguments, bool wide) {
-  Run run(table, memory, arguments, wide);
-  run.run_rows();
-  run.reduce();
-  return {run.take_outputs(), run.take_gradients()};
+  return Run(table, memory, arguments, wide).forward();
+}
+
+Gradients multiplied_on_device(
+    const HeadTable& table,
+    const GradientMemory& memory,
+    const Arguments& arguments,
+    Gradients gradients,
+    const at::Tensor& grad_output,
+    const at::Tensor& per_sample) {
+  return Run(table, memory, arguments, /*wide=*/false).backward(std::move(gradients), grad_output, per_sample);
 }
 
 } // namespace gradscale

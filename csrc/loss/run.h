@@ -27,4 +27,14 @@ struct RunResult {
 // or `wide`: of the type of sums, float for half types, so that they can be multiplied before they are rounded.
 RunResult run_loss(const HeadTable& table, const GradientMemory& memory, const Arguments& arguments, bool wide = false);
 
+// On a device with kernels: gradients that run_loss gave, in their own memory, times grad_output, which nobody waits
+// for; or, where none are given, new ones. `per_sample`, where defined, says which samples run_loss has skipped.
+Gradients multiplied_on_device(
+    const HeadTable& table,
+    const GradientMemory& memory,
+    const Arguments& arguments,
+    Gradients gradients,
+    const at::Tensor& grad_output,
+    const at::Tensor& per_sample);
+
 } // namespace gradscale

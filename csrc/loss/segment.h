@@ -60,7 +60,7 @@ inline Head head_from_numbers(const double* numbers) {
   return head;
 }
 
-inline bool is_categorical(Kind kind) {
+GRADSCALE_HOST_DEVICE bool is_categorical(Kind kind) {
   return kind == Kind::two_hot || kind == Kind::hl_gauss;
 }
 
@@ -70,6 +70,10 @@ struct Slab {
   int64_t stride = 0;
   bool is_double = false;
 
+  // Without the first so many elements.
+  GRADSCALE_HOST_DEVICE Slab from(int64_t element) const {
+    return {static_cast<char*>(data) + element * (is_double ? 8 : 4), stride, is_double};
+  }
   GRADSCALE_HOST_DEVICE void store(int64_t row, double value) const {
     if (is_double) {
       static_cast<double*>(data)[row * stride] = value;
@@ -123,10 +127,7 @@ struct StepWeight {
     if (values.data == nullptr) {
       return 1.0;
     }
-    Slab of_step = values;
-    const int64_t offset = step * step_stride * (values.is_double ? 8 : 4);
-    of_step.data = static_cast<char*>(values.data) + offset;
-    return of_step.load(row);
+    return values.from(step * step_stride).load(row);
   }
 
   // Multiplies `products` by the weights of rows first..first + count.

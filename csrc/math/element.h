@@ -46,7 +46,7 @@ struct ElementOf<HalfBits> {
   static constexpr Element value = Element::float16;
 };
 
-inline int64_t element_size(Element element) {
+GRADSCALE_HOST_DEVICE int64_t element_size(Element element) {
   switch (element) {
     case Element::float64:
     case Element::int64:
@@ -86,11 +86,15 @@ GRADSCALE_HOST_DEVICE float to_accumulate(BFloat16Bits value) {
 
 // Shifted into place the exponent is 112 too small: multiplying by 2^112 mends that, subnormals included.
 GRADSCALE_HOST_DEVICE float to_accumulate(HalfBits value) {
+#if defined(__CUDA_ARCH__)
+  return __half2float(__ushort_as_half(value.bits));
+#else
   const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fff) << 13;
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
   const uint32_t finite = bit_cast<uint32_t>(bit_cast<float>(magnitude) * 0x1p112f);
   const uint32_t nonfinite = magnitude | 0x7f800000u;
   return bit_cast<float>(sign | (magnitude >= 0x0f800000u ? nonfinite : finite));
+#endif
 }
 
 template <class T, class A>
@@ -109,13 +113,20 @@ GRADSCALE_HOST_DEVICE double from_accumulate<double, double>(double value) {
 // Round to nearest, ties to even, by adding just under half a unit of the last kept bit.
 template <>
 GRADSCALE_HOST_DEVICE BFloat16Bits from_accumulate<BFloat16Bits, float>(float value) {
+#if defined(__CUDA_ARCH__)
+  return {__bfloat16_as_ushort(__float2bfloat16_rn(value))};
+#else
   const uint32_t bits = bit_cast<uint32_t>(value);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return {static_cast<uint16_t>(value != value ? 0x7fc0u : rounded)};
+#endif
 }
 
 template <>
 GRADSCALE_HOST_DEVICE HalfBits from_accumulate<HalfBits, float>(float value) {
+#if defined(__CUDA_ARCH__)
+  return {__half_as_ushort(__float2half_rn(value))};
+#else
   const uint32_t bits = bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -127,6 +138,7 @@ GRADSCALE_HOST_DEVICE HalfBits from_accumulate<HalfBits, float>(float value) {
   half = magnitude >= 0x477ff000u ? 0x7c00u : half; // 65520 and above round to infinity
   half = magnitude > 0x7f800000u ? 0x7e00u : half;
   return {static_cast<uint16_t>(sign | half)};
+#endif
 }
 
 } // namespace gradscale

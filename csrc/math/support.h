@@ -51,6 +51,9 @@ struct TwoHotTarget {
   GRADSCALE_HOST_DEVICE double mass(int32_t bin) const {
     return bin == begin ? 1 - upper : upper;
   }
+  GRADSCALE_HOST_DEVICE bool is_nan() const {
+    return upper != upper;
+  }
 
   // Calls function(bin, mass) for begin..end.
   template <class Function>
@@ -87,6 +90,9 @@ struct HLGaussTarget {
 
   GRADSCALE_HOST_DEVICE double mass(int32_t bin) const {
     return (std::erf(first + width * (bin + 1)) - std::erf(first + width * bin)) / total;
+  }
+  GRADSCALE_HOST_DEVICE bool is_nan() const {
+    return total != total;
   }
 
   // As that of TwoHotTarget, with one erf a bin.

@@ -6,6 +6,8 @@
 #include <cstring>
 
 #if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #define GRADSCALE_HOST_DEVICE __host__ __device__ __forceinline__
 #elif defined(__GNUC__)
 #define GRADSCALE_HOST_DEVICE inline __attribute__((always_inline))

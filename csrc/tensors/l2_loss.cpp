@@ -1,12 +1,14 @@
 #include "l2_loss.h"
 
 #include "../autograd.h"
+#include "../device.h"
 #include "../tensor_element.h"
 #include "../variants/kernels.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <algorithm>
@@ -18,6 +20,69 @@ namespace {
 namespace autograd = torch::autograd;
 
 constexpr int64_t kChunk = 16384; // elements that a thread takes at a time
+
+double sum_of_squares(const std::vector<at::Tensor>& tensors) {
+  std::vector<Range> chunks;
+  for (const at::Tensor& dense : tensors) {
+    const auto* data = static_cast<const char*>(dense.const_data_ptr());
+    for (int64_t begin = 0; begin < dense.numel(); begin += kChunk) {
+      const int64_t size = std::min(kChunk, dense.numel() - begin);
+      chunks.push_back({data + begin * dense.element_size(), size, element_of(dense), /*is_complex=*/false});
+    }
+  }
+  std::vector<double> partial(chunks.size());
+  at::parallel_for(0, static_cast<int64_t>(chunks.size()), /*grain_size=*/8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const PowerSum squares = kernels().power_sum(chunks[i], /*p=*/2);
+      const double scale = squares.root * squares.root;
+      partial[i] = squares.sum * scale * scale;
+    }
+  });
+  double sum = 0; // in the order of the tensors, whatever the number of threads
+  for (const double part : partial) {
+    sum += part;
+  }
+  return sum;
+}
+
+Slab slab_of(const at::Tensor& scalar) {
+  return {scalar.mutable_data_ptr(), 0, scalar.scalar_type() == at::kDouble};
+}
+
+void run_on_device(
+    const DeviceKernels& device, const std::vector<at::Tensor>& tensors, double factor, const at::Tensor& loss) {
+  std::vector<DeviceRange> ranges;
+  for (const at::Tensor& tensor : tensors) {
+    ranges.push_back({tensor.const_data_ptr(), nullptr, tensor.numel(), element_of(tensor)});
+  }
+  SquaresCall call{ranges.data(), static_cast<int64_t>(ranges.size()), factor, slab_of(loss), {}, nullptr};
+  const OnDevice on_device(loss.device());
+  const at::Tensor workspace = make_workspace(device.squares_bytes(call), loss);
+  call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
+  device.squares(call, on_device.stream());
+}
+
+// Undefined where none is wanted.
+autograd::variable_list gradients_on_device(
+    const DeviceKernels& device, const std::vector<at::Tensor>& wanted, double factor, const at::Tensor& grad_output) {
+  autograd::variable_list gradients(wanted.size());
+  std::vector<DeviceRange> ranges;
+  std::vector<at::Tensor> kept;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    if (wanted[i].defined()) {
+      const at::Tensor dense = wanted[i].is_non_overlapping_and_dense() ? wanted[i] : wanted[i].contiguous();
+      gradients[i] = at::empty_like(dense);
+      ranges.push_back({dense.const_data_ptr(), gradients[i].mutable_data_ptr(), dense.numel(), element_of(dense)});
+      kept.push_back(dense);
+    }
+  }
+  SquaresCall call{ranges.data(), static_cast<int64_t>(ranges.size()), factor, {}, slab_of(grad_output), nullptr};
+  const OnDevice on_device(grad_output.device());
+  const at::Tensor workspace = make_workspace(device.squares_bytes(call), grad_output);
+  call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
+  device.squares_backward(call, on_device.stream());
+  return gradients;
+}
 
 struct L2LossBackward : public autograd::Node {
   std::vector<autograd::SavedVariable> parameters;
@@ -39,6 +104,14 @@ struct L2LossBackward : public autograd::Node {
     if (!inputs[0].defined()) {
       return result;
     }
+    if (const DeviceKernels* device = device_kernels(inputs[0].device());
+        device != nullptr && !at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(inputs[0])) {
+      std::vector<at::Tensor> wanted(parameters.size());
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        wanted[i] = should_compute_output(i) ? parameters[i].unpack().detach() : at::Tensor();
+      }
+      return gradients_on_device(*device, wanted, weight, inputs[0]);
+    }
     const at::Tensor factor = inputs[0].mul(weight);
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (should_compute_output(i)) {
@@ -55,33 +128,19 @@ struct L2LossBackward : public autograd::Node {
 at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight) {
   bool is_double = false;
   std::vector<at::Tensor> contiguous;
-  std::vector<Range> chunks;
   for (const at::Tensor& parameter : parameters) {
     is_double = is_double || parameter.scalar_type() == at::kDouble;
     // Any dense order will do: a sum of squares does not care.
     contiguous.push_back(
         parameter.is_non_overlapping_and_dense() ? parameter.detach() : parameter.detach().contiguous());
-    const at::Tensor& dense = contiguous.back();
-    const auto* data = static_cast<const char*>(dense.const_data_ptr());
-    for (int64_t begin = 0; begin < dense.numel(); begin += kChunk) {
-      const int64_t size = std::min(kChunk, dense.numel() - begin);
-      chunks.push_back({data + begin * dense.element_size(), size, element_of(dense), /*is_complex=*/false});
-    }
   }
-  std::vector<double> partial(chunks.size());
-  at::parallel_for(0, static_cast<int64_t>(chunks.size()), /*grain_size=*/8, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const PowerSum squares = kernels().power_sum(chunks[i], /*p=*/2);
-      const double scale = squares.root * squares.root;
-      partial[i] = squares.sum * scale * scale;
-    }
-  });
-  double sum = 0; // in the order of the tensors, whatever the number of threads
-  for (const double part : partial) {
-    sum += part;
+  const c10::Device device = parameters.empty() ? c10::Device(at::kCPU) : parameters[0].device();
+  at::Tensor loss = at::empty({}, at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device));
+  if (const DeviceKernels* kernels_of_device = device_kernels(device)) {
+    run_on_device(*kernels_of_device, contiguous, 0.5 * weight, loss);
+  } else {
+    loss.fill_(0.5 * weight * sum_of_squares(contiguous));
   }
-  at::Tensor loss = at::empty({}, at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat));
-  loss.fill_(0.5 * weight * sum);
   if (at::GradMode::is_enabled() && autograd::any_variable_requires_grad(parameters)) {
     L2LossBackward* node = nullptr;
     const NodePtr handle = make_node(node);

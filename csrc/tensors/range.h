@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../math/element.h"
+#include "../math/norms.h"
 
 namespace gradscale {
 
@@ -11,13 +12,6 @@ struct Range {
   int64_t size;
   Element element;
   bool is_complex;
-};
-
-// Sum of (|g| / root^2)^p over a range, or the largest |g| / root^2 where p is inf. The root is a power of two; it
-// differs from 1 only where the plain sum would overflow or vanish. NaN and inf come through.
-struct PowerSum {
-  double sum;
-  double root;
 };
 
 using PowerSumOfRange = PowerSum (*)(const Range&, double p);

@@ -53,16 +53,14 @@ template <class Magnitude>
 PowerSum power_sum(int64_t size, double p, Magnitude magnitude) {
   const bool is_maximum = std::isinf(p);
   const double sum = is_maximum ? largest(size, magnitude) : plain_power_sum(size, p, magnitude);
-  // Inside these limits whatever vanished was too small to matter.
-  if (sum > 1e-280 && sum < 1e300) {
+  if (is_safe(sum)) {
     return {sum, 1};
   }
   const double maximum = is_maximum ? sum : largest(size, magnitude);
   if (maximum == 0 || !std::isfinite(maximum)) {
     return {maximum, 1};
   }
-  // The square itself may have no reciprocal, or none that is a number.
-  const double root = std::ldexp(1.0, std::ilogb(maximum) / 2);
+  const double root = root_for(maximum);
   const double reciprocal = 1 / root;
   if (is_maximum) {
     return {maximum * reciprocal * reciprocal, root};
@@ -93,8 +91,7 @@ void scale_range(const Range& from, void* to, double root, double factor) {
     using A = typename AccumulateType<T>::type;
     const T* source = static_cast<const T*>(from.data);
     T* out = static_cast<T*>(to);
-    // In float where the factor is a normal number there.
-    if (root == 1 && std::fabs(factor) > 1e-37 && std::fabs(factor) < 1e38) {
+    if (Scaling{root, factor, false}.is_normal_in_float()) {
       const A narrow = static_cast<A>(factor);
 #pragma omp simd
       for (int64_t i = 0; i < size; ++i) {

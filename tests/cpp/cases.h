@@ -8,8 +8,6 @@
 
 namespace gradscale::test {
 
-constexpr int64_t kWidths[] = {1, 2, 15, 16, 17, 31, 33, 601, 1025};
-
 class Random {
  public:
   explicit Random(uint64_t seed) : generator_(seed) {
@@ -96,6 +94,10 @@ inline Row row_of(const RowBuffer& buffer, int64_t row) {
   }
   return values;
 }
+
+// What is tested, and the widths of its rows.
+std::vector<Variant> variants();
+const std::vector<int64_t>& widths();
 
 void test_rows(const Selection& selection);
 void test_decode(const Selection& selection);

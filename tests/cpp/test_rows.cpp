@@ -541,7 +541,7 @@ void test_width(
 
 // The production's own scratch: aligned, and as large as it promises.
 void test_scratch() {
-  for (const int64_t width : kWidths) {
+  for (const int64_t width : widths()) {
     Report::get().begin_case("scratch for a width of " + std::to_string(width));
     Scratch scratch(width);
     std::memset(scratch.data(), 0, scratch_elements(width) * sizeof(double));
@@ -575,7 +575,7 @@ void test_rows(const Selection& selection) {
   test_numbers();
   uint64_t seed = 0;
   for (HeadCase of : head_cases()) {
-    for (const int64_t width : kWidths) {
+    for (const int64_t width : widths()) {
       if (!makes_sense(of, width)) {
         continue;
       }

@@ -171,7 +171,7 @@ struct Centers {
 
   Row hl_gauss(double x, double sigma_ratio) const {
     const double y = clamped(x, transformed);
-    const double width = transformed[1] - transformed[0];
+    const double width = (support.maximum - support.minimum) / (support.num_bins - 1);
     const auto cumulative = [&](size_t edge) {
       const double at = transformed[0] + (static_cast<double>(edge) - 0.5) * width;
       return std::erf((at - y) / width / std::sqrt(2.0) / sigma_ratio);

@@ -1,0 +1,40 @@
+// What the gradient-flow operators ask of a device, as plain numbers and pointers into its memory.
+#pragma once
+
+#include "../math/element.h"
+#include "../math/gradients.h"
+#include "../math/norms.h"
+
+namespace gradscale {
+
+// out = function(gradient, arguments ...), broadcast. Complex gradients are pairs.
+struct ElementwiseCall {
+  static constexpr int kMaxDims = 8;
+  static constexpr int kMaxOperands = 4;
+
+  ElementFunction function;
+  Element element; // of out and gradient; arguments are of the type of sums
+  int32_t dims;
+  int64_t count;
+  int64_t sizes[kMaxDims];                 // the fastest first
+  int64_t strides[kMaxOperands][kMaxDims]; // in bytes
+  void* data[kMaxOperands];                // out, gradient, arguments; null: a constant argument
+  double constants[kMaxOperands];
+};
+
+// Groups of elements that lie one after the other, rescaled by their norms. Complex ones are pairs, for p = 2.
+struct RescaleCall {
+  const void* from;
+  void* to; // may be `from`
+  Element element;
+  int64_t groups;
+  int64_t size; // numbers in a group
+  double p;
+  Rule rule;
+  double limit;
+  const double* limits; // by group, on the device; null: `limit` for all
+  int64_t* counts;      // on the device: norms seen, and norms beyond the limit, are added; or null
+  char* workspace;      // bytes_for_rescale() bytes, at a multiple of 8
+};
+
+} // namespace gradscale

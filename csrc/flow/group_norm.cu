@@ -1,0 +1,48 @@
+#include "group_norm.cuh"
+
+#include "../device_kernels.h"
+
+namespace gradscale {
+
+namespace {
+
+int64_t chunks_of(const RescaleCall& call) {
+  return (call.size + kChunkOfGroup - 1) / kChunkOfGroup;
+}
+
+template <class T>
+void launch_as(const RescaleCall& call, Stream stream) {
+  if (call.size <= kShortGroup) {
+    const int threads = threads_for_row(call.size, sizeof(T));
+    const int64_t groups_of_block = kThreads / threads;
+    const int64_t blocks = (call.groups + groups_of_block - 1) / groups_of_block;
+    launch("rescale_groups", rescale_groups<T>, blocks, kThreads, stream, call, threads);
+    return;
+  }
+  const int64_t chunks = chunks_of(call);
+  launch("power_sums", power_sums<T>, call.groups * chunks, kThreads, stream, call, chunks);
+  launch("rescale_chunks", rescale_chunks<T>, call.groups * chunks, kThreads, stream, call, chunks);
+}
+
+} // namespace
+
+int64_t bytes_for_rescale(const RescaleCall& call) {
+  return call.size <= kShortGroup ? 0 : call.groups * chunks_of(call) * static_cast<int64_t>(sizeof(PowerSum));
+}
+
+void launch_rescale(const RescaleCall& call, void* stream) {
+  switch (call.element) {
+    case Element::float64:
+      return launch_as<double>(call, static_cast<Stream>(stream));
+    case Element::float32:
+      return launch_as<float>(call, static_cast<Stream>(stream));
+    case Element::bfloat16:
+      return launch_as<BFloat16Bits>(call, static_cast<Stream>(stream));
+    case Element::float16:
+      return launch_as<HalfBits>(call, static_cast<Stream>(stream));
+    case Element::int64:
+      return;
+  }
+}
+
+} // namespace gradscale

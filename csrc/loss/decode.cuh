@@ -1,0 +1,86 @@
+// Rows of logits decoded to scalars, or the gradient of that. Logits are read once, a gradient is written once. A group
+// of threads has a row, as in loss_rows.
+#pragma once
+
+#include "device_rows.cuh"
+
+namespace gradscale {
+
+struct DecodeArguments {
+  Decoding decoding;
+  Support support;
+  int64_t count;
+  int32_t threads_per_row;
+};
+
+// Raw centres, where there are some, are all that is in the table.
+template <class T, class A, bool cached>
+GRADSCALE_DEVICE void decode_row(
+    const DecodeArguments& arguments, const void* raw_centers, const Group& group, int64_t row, bool active) {
+  constexpr int size = kVector<T>;
+  const Decoding& d = arguments.decoding;
+  const Support& support = arguments.support;
+  const T* logits = static_cast<const T*>(d.logits.data) + row * d.logits.stride;
+  const int32_t width = active ? static_cast<int32_t>(d.width) : 0;
+  LogitsRow<T, A, cached> values(logits, width, group);
+  const CategoricalSums<A> sums = categorical_sums<A>(values, width, support, raw_centers, group);
+  const A expected = sums.expected;
+  if (d.gradient.data == nullptr) {
+    if (active && group.rank == 0) {
+      d.out.store(row, decoded_value(expected, support));
+    }
+    return;
+  }
+  const A slope =
+      support.raw ? A(1) : inverse_transform_slope(support.transform, expected, static_cast<A>(support.eps));
+  const A factor = static_cast<A>(d.grad_output.load(row)) * slope / sums.sum;
+  const A* centers = static_cast<const A*>(raw_centers);
+  T* gradient = static_cast<T*>(d.gradient.data) + row * d.gradient.stride;
+  values.each_window_of_exponentials(sums.maximum, [&](const A* e, int32_t first) {
+    A of_logit[size];
+#pragma unroll
+    for (int k = 0; k < size; ++k) {
+      const int32_t j = first + k;
+      const bool inside = j >= 0 && j < width;
+      const A c = support.raw ? (inside ? centers[j] : A(0)) : expectation_from_moment(A(2 * j + 1 - width), support);
+      of_logit[k] = e[k] * factor * (c - expected);
+    }
+    write_elements<size>(gradient, width, first, 0, 0, of_logit);
+  });
+}
+
+template <class A>
+GRADSCALE_DEVICE void decode_block(const DecodeArguments& arguments, const void* raw_centers, double* shared) {
+  const int rows_of_block = kThreads / arguments.threads_per_row;
+  const int64_t wanted =
+      static_cast<int64_t>(blockIdx.x) * rows_of_block + static_cast<int>(threadIdx.x) / arguments.threads_per_row;
+  const bool active = wanted < arguments.count;
+  const int64_t row = active ? wanted : arguments.count - 1;
+  const Group group{arguments.threads_per_row, static_cast<int>(threadIdx.x) % arguments.threads_per_row, shared};
+  for_element(arguments.decoding.logits.element, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (sizeof(typename AccumulateType<T>::type) == sizeof(A)) {
+      if (fits_registers<T>(arguments.decoding.width, group)) {
+        decode_row<T, A, true>(arguments, raw_centers, group, row, active);
+      } else {
+        decode_row<T, A, false>(arguments, raw_centers, group, row, active);
+      }
+    }
+  });
+}
+
+template <class A>
+GRADSCALE_KERNEL(kThreads)
+decode_rows(DecodeArguments arguments) {
+  GRADSCALE_SHARED(double, shared, kWarps);
+  decode_block<A>(arguments, nullptr, shared);
+}
+
+template <class A>
+GRADSCALE_KERNEL(kThreads)
+decode_rows_raw(DecodeArguments arguments, GRADSCALE_ARGUMENT(Table) centers) {
+  GRADSCALE_SHARED(double, shared, kWarps);
+  decode_block<A>(arguments, centers.template at<char>(0), shared);
+}
+
+} // namespace gradscale

@@ -1,0 +1,231 @@
+// The kernels of the multi-step loss.
+//
+// loss_rows      one launch for the rows of all heads and steps. Logits and targets are read once, gradients written
+//                once: bytes = logits + targets + gradients. A block has rows of one segment; a group of threads has a
+//                row: threads_for_row() of them, so that short rows share a warp and long ones take a block.
+// loss_totals    one thread a sample: L_b, the loss, the means of the heads, by sums in a fixed order: of the threads
+// of
+//                a block, and of the blocks by the last one that is done. Reads 4 bytes a row.
+// count_kept     one block a head: entries that a mask keeps; only where a mean is taken over those.
+#pragma once
+
+#include "device_rows.cuh"
+
+namespace gradscale {
+
+// ---- Rows -----------------------------------------------------------------------------------------------------------
+
+struct RowsArguments {
+  int64_t batch;
+  unsigned* blocks_done; // of loss_totals, which comes next: set to 0
+  Slab grad_output;      // no data: this is the forward pass
+  bool has_gradients;    // for grad_output 1
+  Slab per_sample;       // of the backward pass: a sample whose loss is not finite is skipped; no data: none is
+};
+
+GRADSCALE_DEVICE int64_t segment_of_block(const LossTable& table, int64_t block) {
+  int64_t low = 0;
+  int64_t high = table.num_segments;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (table.segment(middle).first_block <= block ? low : high) = middle;
+  }
+  return low;
+}
+
+GRADSCALE_DEVICE double head_factor(const DeviceHead& head) {
+  const double kept = head.kept == nullptr || *head.kept < 1 ? 1 : *head.kept;
+  return head.coefficients.factor / kept;
+}
+
+template <class A>
+GRADSCALE_KERNEL(kThreads)
+loss_rows(GRADSCALE_ARGUMENT(LossTable) table, RowsArguments arguments) {
+  GRADSCALE_SHARED(double, shared, kWarps);
+  const bool backward = arguments.grad_output.data != nullptr;
+  if (backward && arguments.has_gradients && arguments.grad_output.stride == 0 && arguments.grad_output.load(0) == 1) {
+    return;
+  }
+  if (!backward && blockIdx.x == 0 && threadIdx.x == 0) {
+    *arguments.blocks_done = 0;
+  }
+  const DeviceSegment& segment = table.segment(segment_of_block(table, blockIdx.x));
+  const DeviceHead& head = table.head(segment.head);
+  const int rows_of_block = kThreads / head.threads_per_row;
+  const int64_t wanted = static_cast<int64_t>(blockIdx.x - segment.first_block) * rows_of_block +
+                         static_cast<int>(threadIdx.x) / head.threads_per_row;
+  const bool active = wanted < arguments.batch;
+  const int64_t row = active ? wanted : arguments.batch - 1;
+  bool kept = head.coefficients.mask.keeps(row, segment.step);
+  double coefficient = 0;
+  if (segment.gradient != nullptr) {
+    const Coefficients& c = head.coefficients;
+    coefficient = head_factor(head) * segment.step_weight * segment.gradient_scale *
+                  c.step_weights.at(row, segment.step) * c.step_gradient_scale.at(row, segment.step) *
+                  c.importance_weights.at(row, 0);
+    if (backward) {
+      coefficient *= arguments.grad_output.load(row);
+      kept = kept && (arguments.per_sample.data == nullptr || std::isfinite(arguments.per_sample.load(row)));
+    }
+  }
+  const Group group{head.threads_per_row, static_cast<int>(threadIdx.x) % head.threads_per_row, shared};
+  const RowTask task{
+      segment,
+      head,
+      head.raw_centers < 0 ? nullptr : table.table.at<char>(head.raw_centers),
+      group,
+      row,
+      active ? static_cast<int32_t>(head.width) : 0,
+      active,
+      kept,
+      /*writes_outputs=*/!backward,
+      coefficient};
+  run_row<A>(task);
+}
+
+// ---- Sums over samples ----------------------------------------------------------------------------------------------
+
+// Sums of each block: of contributions to the loss, of samples that are not finite, and of losses and entries kept of
+// every head.
+struct PartialSums {
+  double* data; // [blocks][2 + 2 num_heads]
+  int64_t num_heads;
+
+  GRADSCALE_HOST_DEVICE int64_t size() const {
+    return 2 + 2 * num_heads;
+  }
+  GRADSCALE_HOST_DEVICE double& at(int64_t block, int64_t index) const {
+    return data[block * size() + index];
+  }
+};
+
+struct TotalsArguments {
+  int64_t batch;
+  bool each_sample;
+  bool skip_nonfinite;
+  Slab per_sample;
+  Slab loss;
+  Slab head_means;
+  int64_t* num_nonfinite;
+  PartialSums partial;
+  unsigned* blocks_done;
+};
+
+GRADSCALE_DEVICE void clear_gradients(const LossTable& table, int64_t sample) {
+  for (int64_t i = 0; i < table.num_segments; ++i) {
+    const DeviceSegment& segment = table.segment(i);
+    if (segment.gradient != nullptr) {
+      const int64_t size = element_size(static_cast<Element>(segment.gradient_element));
+      char* row = static_cast<char*>(segment.gradient) + sample * segment.gradient_stride * size;
+      memset(row, 0, table.head(segment.head).width * size);
+    }
+  }
+}
+
+GRADSCALE_KERNEL(kThreads) loss_totals(GRADSCALE_ARGUMENT(LossTable) table, TotalsArguments arguments) {
+  GRADSCALE_SHARED(double, shared, kWarps);
+  GRADSCALE_SHARED(unsigned, last, 1);
+  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
+  const int64_t sample = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const bool active = sample < arguments.batch;
+  const PartialSums& partial = arguments.partial;
+  double loss_of_sample = 0;
+  double weighted = 0; // with the factors of the reduction
+  int64_t next = 0;
+  for (int64_t h = 0; h < table.num_heads; ++h) {
+    const DeviceHead& head = table.head(h);
+    const Coefficients& c = head.coefficients;
+    double plain = 0;
+    double of_head = 0;
+    double kept = 0;
+    for (int32_t i = 0; i < head.num_segments; ++i, ++next) {
+      const DeviceSegment& segment = table.segment(next);
+      if (active && c.mask.keeps(sample, segment.step)) {
+        const double loss = head.loss.from(segment.step - head.head.first_step).load(sample);
+        plain += loss;
+        of_head += segment.step_weight * c.step_weights.at(sample, segment.step) * loss;
+        kept += 1;
+      }
+    }
+    loss_of_sample += head.head.weight * of_head;
+    weighted += head_factor(head) * of_head;
+    plain = block.sum(plain);
+    kept = block.sum(kept);
+    if (threadIdx.x == 0) {
+      partial.at(blockIdx.x, 2 + h) = plain;
+      partial.at(blockIdx.x, 2 + table.num_heads + h) = kept;
+    }
+  }
+  double nonfinite = 0;
+  double contribution = 0;
+  if (active) {
+    arguments.per_sample.store(sample, loss_of_sample);
+    nonfinite = std::isfinite(arguments.per_sample.load(sample)) ? 0 : 1; // as the user sees it, in float
+    contribution = table.head(0).coefficients.importance_weights.at(sample, 0) * weighted;
+    if (arguments.skip_nonfinite && nonfinite != 0) {
+      contribution = 0;
+      clear_gradients(table, sample);
+    }
+    if (arguments.each_sample) {
+      arguments.loss.store(sample, contribution);
+    }
+  }
+  contribution = block.sum(contribution);
+  nonfinite = block.sum(nonfinite);
+  if (threadIdx.x == 0) {
+    partial.at(blockIdx.x, 0) = contribution;
+    partial.at(blockIdx.x, 1) = nonfinite;
+    __threadfence(); // the sums are seen before the block is counted
+    last[0] = gridDim.x == 1 || atomicAdd(arguments.blocks_done, 1u) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (last[0] == 0) {
+    return;
+  }
+  __threadfence();
+  const auto total = [&](int64_t index) {
+    double sum = 0;
+    for (int64_t i = threadIdx.x; i < gridDim.x; i += kThreads) {
+      sum += partial.at(i, index);
+    }
+    return block.sum(sum);
+  };
+  const double loss = total(0);
+  const double num_nonfinite = total(1);
+  if (threadIdx.x == 0) {
+    if (!arguments.each_sample) {
+      arguments.loss.store(0, loss);
+    }
+    *arguments.num_nonfinite = static_cast<int64_t>(num_nonfinite);
+  }
+  for (int64_t h = 0; h < table.num_heads; ++h) {
+    const double sum = total(2 + h);
+    const double kept = total(2 + table.num_heads + h);
+    if (threadIdx.x == 0) {
+      arguments.head_means.store(h, sum / (kept < 1 ? 1 : kept));
+    }
+  }
+}
+
+struct KeptArguments {
+  int64_t batch;
+  double* kept; // by head
+};
+
+GRADSCALE_KERNEL(kThreads) count_kept(GRADSCALE_ARGUMENT(LossTable) table, KeptArguments arguments) {
+  GRADSCALE_SHARED(double, shared, kWarps);
+  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
+  const DeviceHead& head = table.head(blockIdx.x);
+  const int64_t entries = arguments.batch * head.num_segments;
+  double kept = 0;
+  for (int64_t i = threadIdx.x; i < entries; i += kThreads) {
+    const int64_t step = head.head.first_step + i % head.num_segments;
+    kept += head.coefficients.mask.keeps(i / head.num_segments, step) ? 1 : 0;
+  }
+  kept = block.sum(kept);
+  if (threadIdx.x == 0) {
+    arguments.kept[blockIdx.x] = kept;
+  }
+}
+
+} // namespace gradscale

@@ -1,0 +1,65 @@
+// Norms that neither overflow nor vanish, and what they do to a group of elements.
+#pragma once
+
+#include "../port/port.h"
+
+namespace gradscale {
+
+// Sum of (|g| / root^2)^p, or the largest |g| / root^2 where p is inf. The root is a power of two; it differs from 1
+// only where the plain sum would overflow or vanish. NaN and inf come through.
+struct PowerSum {
+  double sum;
+  double root;
+};
+
+enum class Rule : int32_t {
+  clip,     // g * min(1, limit / |g|)
+  normalize // g * limit / |g|, and zeros stay zeros
+};
+
+// What becomes of a group: its elements over root^2, times a factor. A root of 0 stands for zeros.
+struct Scaling {
+  double root;
+  double factor;
+  bool within; // the norm is within the limit
+
+  GRADSCALE_HOST_DEVICE bool changes_nothing() const {
+    return root == 1 && factor == 1;
+  }
+  // Whether all can be computed in float.
+  GRADSCALE_HOST_DEVICE bool is_normal_in_float() const {
+    return root == 1 && std::abs(factor) > 1e-37 && std::abs(factor) < 1e38;
+  }
+};
+
+GRADSCALE_HOST_DEVICE Scaling scaling(Rule rule, PowerSum sum, double p, double limit) {
+  const double norm = std::isinf(p) ? sum.sum : std::pow(sum.sum, 1 / p); // over root^2
+  const bool within = norm <= limit / sum.root / sum.root;
+  if (!(limit >= 0)) {
+    return {1, static_cast<double>(NAN), within};
+  }
+  if (limit == 0) {
+    return {0, 0, within};
+  }
+  const bool unchanged = rule == Rule::clip ? within : norm == 0;
+  return unchanged ? Scaling{1, 1, within} : Scaling{sum.root, limit / norm, within};
+}
+
+// Whether a plain sum of powers can be trusted: whatever vanished was too small to matter.
+GRADSCALE_HOST_DEVICE bool is_safe(double sum) {
+  return sum > 1e-280 && sum < 1e300;
+}
+
+// For elements of which `maximum`, a positive number, is the largest: the square itself may have no reciprocal, or none
+// that is a number.
+GRADSCALE_HOST_DEVICE double root_for(double maximum) {
+  return std::ldexp(1.0, std::ilogb(maximum) / 2);
+}
+
+// What is to be multiplied with the sum of a part of a group for the root of the whole.
+GRADSCALE_HOST_DEVICE double from_root_to_root(double from, double to, double p) {
+  const double ratio = (from / to) * (from / to);
+  return ratio == 1 || std::isinf(p) ? ratio : std::pow(ratio, p);
+}
+
+} // namespace gradscale

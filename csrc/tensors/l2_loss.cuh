@@ -1,0 +1,97 @@
+// The sum of squares of many tensors, and its gradient.
+//
+// sums_of_squares   one block for each chunk of a tensor, of as many tensors as there are: read once;
+// squares_total     one block adds the sums of the chunks, in their order;
+// scaled_tensors    one block for each chunk: read once, written once.
+#pragma once
+
+#include "../port/norms.cuh"
+#include "../port/table.h"
+#include "device_calls.h"
+
+namespace gradscale {
+
+constexpr int64_t kChunkOfTensor = 16384; // elements
+
+struct RangeEntry {
+  DeviceRange range;
+  int64_t first_block;
+};
+
+struct RangeTable {
+  Table table;
+  int64_t count;
+
+  GRADSCALE_HOST_DEVICE const RangeEntry& operator[](int64_t index) const {
+    return table.at<RangeEntry>(0)[index];
+  }
+};
+
+// The tensor of this block, and the chunk of it.
+struct ChunkOfTensor {
+  const RangeEntry& entry;
+  int64_t begin;
+  int32_t size;
+};
+
+GRADSCALE_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table) {
+  int64_t low = 0;
+  int64_t high = table.count;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (table[middle].first_block <= blockIdx.x ? low : high) = middle;
+  }
+  const RangeEntry& entry = table[low];
+  const int64_t begin = (blockIdx.x - entry.first_block) * kChunkOfTensor;
+  const int64_t rest = entry.range.size - begin;
+  return {entry, begin, static_cast<int32_t>(rest < kChunkOfTensor ? rest : kChunkOfTensor)};
+}
+
+GRADSCALE_KERNEL(kThreads) sums_of_squares(GRADSCALE_ARGUMENT(RangeTable) table, double* sums) {
+  GRADSCALE_SHARED(double, shared, kWarps);
+  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
+  const ChunkOfTensor chunk = chunk_of_block(table);
+  for_element(chunk.entry.range.element, [&](auto type) {
+    using T = decltype(type);
+    const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
+    const PowerSum squares = power_sum_of_range(data, chunk.size, 2.0, block);
+    if (threadIdx.x == 0) {
+      const double scale = squares.root * squares.root;
+      sums[blockIdx.x] = squares.sum * scale * scale;
+    }
+  });
+}
+
+GRADSCALE_KERNEL(kThreads) squares_total(const double* sums, int64_t count, double factor, Slab loss) {
+  GRADSCALE_SHARED(double, shared, kWarps);
+  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) {
+    sum += sums[i];
+  }
+  sum = block.sum(sum);
+  if (threadIdx.x == 0) {
+    loss.store(0, factor * sum);
+  }
+}
+
+GRADSCALE_KERNEL(kThreads) scaled_tensors(GRADSCALE_ARGUMENT(RangeTable) table, double factor, Slab grad_output) {
+  const ChunkOfTensor chunk = chunk_of_block(table);
+  const double by = factor * grad_output.load(0);
+  const Group block{kThreads, static_cast<int>(threadIdx.x), nullptr};
+  for_element(chunk.entry.range.element, [&](auto type) {
+    using T = decltype(type);
+    using A = typename AccumulateType<T>::type;
+    const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
+    T* out = static_cast<T*>(chunk.entry.range.out) + chunk.begin;
+    each_window_of_range(data, chunk.size, block, [&](A* values, int32_t first) {
+#pragma unroll
+      for (int k = 0; k < kVector<T>; ++k) {
+        values[k] *= static_cast<A>(by);
+      }
+      write_elements<kVector<T>>(out, chunk.size, first, 0, 0, values);
+    });
+  });
+}
+
+} // namespace gradscale

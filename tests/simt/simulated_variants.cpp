@@ -1,0 +1,98 @@
+// The CUDA kernels in the simulator, with the threads in three orders, as variants for the tests of tests/cpp.
+#include "../cpp/cases.h"
+#include "device_kernels.h"
+#include "simt.h"
+
+namespace gradscale::test {
+
+namespace {
+
+Rows from_row(Rows rows, int64_t row) {
+  rows.data =
+      rows.data == nullptr ? nullptr : static_cast<char*>(rows.data) + row * rows.stride * element_size(rows.element);
+  return rows;
+}
+
+Slab from_row(const Slab& slab, int64_t row) {
+  return slab.data == nullptr ? slab : slab.from(row * slab.stride);
+}
+
+// Workspace of exactly the size that was asked for.
+Memory workspace_of(int64_t bytes) {
+  return Memory(Place::heap, bytes, 0);
+}
+
+// Rows begin .. end as a call of its own.
+template <simt::Order order>
+void run_rows(const Segment& whole, const Coefficients& coefficients, int64_t begin, int64_t end, double* /*scratch*/) {
+  simt::options().order = order;
+  simt::options().seed += 1;
+  Head head = *whole.head;
+  Segment segment = whole;
+  segment.head = &head;
+  segment.prediction = from_row(whole.prediction, begin);
+  segment.target = from_row(whole.target, begin);
+  segment.gradient = from_row(whole.gradient, begin);
+  segment.loss = from_row(whole.loss, begin);
+  segment.expected = from_row(whole.expected, begin);
+  head.first_step = static_cast<int32_t>(segment.step);
+  Coefficients own = coefficients;
+  own.step_weights.values = from_row(own.step_weights.values, begin);
+  own.step_gradient_scale.values = from_row(own.step_gradient_scale.values, begin);
+  own.importance_weights.values = from_row(own.importance_weights.values, begin);
+  own.mask.data = own.mask.data == nullptr ? nullptr : own.mask.data + begin * own.mask.stride;
+  std::vector<double> per_sample(end - begin + 1, kNaN);
+  double loss = 0, mean = 0;
+  int64_t num_nonfinite = 0;
+  LossCall call{};
+  call.segments = &segment;
+  call.num_segments = 1;
+  call.heads = &head;
+  call.coefficients = &own;
+  call.num_heads = 1;
+  call.batch = end - begin;
+  call.per_sample = {per_sample.data(), 1, true};
+  call.loss = {&loss, 1, true};
+  call.head_means = {&mean, 1, true};
+  call.num_nonfinite = &num_nonfinite;
+  const Memory workspace = workspace_of(bytes_for_loss(call));
+  call.workspace = workspace.data();
+  launch_loss(call, nullptr);
+}
+
+template <simt::Order order>
+void decode_rows(const Decoding& whole, int64_t begin, int64_t end, double* /*scratch*/) {
+  simt::options().order = order;
+  simt::options().seed += 1;
+  Decoding decoding = whole;
+  decoding.logits = from_row(whole.logits, begin);
+  decoding.gradient = from_row(whole.gradient, begin);
+  decoding.out = from_row(whole.out, begin);
+  decoding.grad_output = from_row(whole.grad_output, begin);
+  const Memory workspace = workspace_of(bytes_for_decode(decoding));
+  launch_decode(decoding, end - begin, workspace.data(), nullptr);
+}
+
+template <simt::Order order>
+Variant variant_of(const char* name) {
+  Kernels kernels{};
+  kernels.run_rows = run_rows<order>;
+  kernels.decode_rows = decode_rows<order>;
+  return {name, kernels};
+}
+
+} // namespace
+
+std::vector<Variant> variants() {
+  return {
+      variant_of<simt::Order::forward>("forward"),
+      variant_of<simt::Order::reverse>("reverse"),
+      variant_of<simt::Order::random>("random")};
+}
+
+const std::vector<int64_t>& widths() {
+  static const std::vector<int64_t> widths = {1, 2, 31, 33, 601, 1025, 4672, 9001};
+  return widths;
+}
+
+} // namespace gradscale::test
