@@ -29,7 +29,7 @@ demo: $(VENV)/installed
 # Lines of the package that no test runs are counted, and may be 5 in 100. The compiler's cache is kept apart for each
 # environment: one version of PyTorch cannot read another's.
 test: $(VENV)/installed
-	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=worksteal \
+	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup \
 	  $(PYTEST_OPTIONS)
 
 versions:

@@ -223,9 +223,10 @@ def test_properties(rows, columns, p, limit, seed):
     result = through(clip, g)
     assert (norms(result, 1, p) <= limit * (1 + 1e-12)).all() if columns else result.numel() == 0
     torch.testing.assert_close(through(clip, g, create_graph=True), result, rtol=1e-12, atol=0)
-    torch.testing.assert_close(through(clip, g[:1]), result[:1], rtol=0, atol=0)
+    torch.testing.assert_close(through(clip, g[:1]), result[:1], rtol=1e-14, atol=0)
     order = torch.randperm(rows)
-    torch.testing.assert_close(through(clip, g[order]), result[order], rtol=0, atol=0)
+    # A GPU adds up in the order in which a row lies in memory.
+    torch.testing.assert_close(through(clip, g[order]), result[order], rtol=1e-14, atol=0)
     torch.testing.assert_close(through(clip, result), result, rtol=1e-12, atol=0)
 
 

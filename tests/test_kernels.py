@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
+from native import ROOT, compile_all, compile_with, default_compiler, need_sanitizers, one_process
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="forbidden pages are made as POSIX has it")
+pytestmark = [
+    one_process,
+    pytest.mark.skipif(os.name == "nt", reason="forbidden pages are made as POSIX has it"),
+]
 
-ROOT = Path(__file__).resolve().parent.parent
 KERNELS = [ROOT / "csrc" / "variants" / f"{name}.cpp" for name in ("default", "avx2", "avx512")]
 MAIN = ROOT / "tests" / "cpp" / "test_kernels.cpp"
 TESTS = sorted(path for path in MAIN.parent.glob("*.cpp") if path != MAIN)
@@ -34,11 +33,7 @@ SANITIZED = ["-O1", "-fexpensive-optimizations", "-g1", *SANITIZE]
 
 @pytest.fixture(scope="module")
 def compiler():
-    names = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
-    for name in names:
-        if shutil.which(shlex.split(name)[0]):
-            return shlex.split(name)
-    pytest.skip(f"no C++ compiler (looked for {', '.join(names)})")
+    return default_compiler()
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +51,12 @@ def build(compiler, tmp_path_factory):
             if key not in objects:
                 objects[key] = str(folder / f"{source.stem}_{len(objects)}.o")
                 commands.append([*compiler, *COMMON, *flags, "-c", str(source), "-o", objects[key]])
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            list(pool.map(compile_with, commands))
+        compile_all(commands)
         program = str(folder / name)
         compile_with([*compiler, *link_flags, *[objects[key] for key in used], "-o", program])
         return program
 
     return build
-
-
-def compile_with(command):
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr[-4000:]}"
 
 
 def sources_of_tests(*defines):
@@ -77,14 +66,7 @@ def sources_of_tests(*defines):
 
 @pytest.fixture(scope="module")
 def sanitizers(compiler, tmp_path_factory):
-    """Skips where the compiler has none."""
-    folder = tmp_path_factory.mktemp("probe")
-    probe = folder / "probe.cpp"
-    probe.write_text("int main() { return 0; }\n")
-    command = [*compiler, *SANITIZED, str(probe), "-o", str(folder / "probe")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"no sanitizers: {shlex.join(command)} fails: {(done.stderr or done.stdout)[-1000:]}")
+    need_sanitizers(compiler, SANITIZED, tmp_path_factory.mktemp("probe"))
 
 
 @pytest.fixture(scope="module")

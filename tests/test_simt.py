@@ -9,21 +9,30 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shlex
-import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),
-    reason="the simulator's fibers are made for Linux on x86-64 and AArch64",
+from native import (
+    ROOT,
+    compile_all,
+    compile_with,
+    default_compiler,
+    need_sanitizers,
+    one_process,
+    run_in_order,
+    thread_sanitizing_compiler,
+    without_randomized_addresses,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = [
+    one_process,
+    pytest.mark.skipif(
+        sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),
+        reason="the simulator's fibers are made for Linux on x86-64 and AArch64",
+    ),
+]
+
 SIMT = ROOT / "tests" / "simt"
 RUNTIME = SIMT / "simt.cpp"
 KERNEL = SIMT / "faults.cuh"
@@ -67,11 +76,6 @@ RACES = {
 }
 
 
-def compile_with(command):
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr[-4000:]}"
-
-
 def build(compiler, flags, faults, folder):
     """Builds the test of the runtime, the kernel, and the kernel with each of the faults."""
     standard, *_ = flags
@@ -84,40 +88,13 @@ def build(compiler, flags, faults, folder):
         [*compiler, *COMMON, *flags, *defines, str(source), runtime, "-o", str(folder / name)]
         for name, (source, defines) in programs.items()
     ]
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(compile_with, commands))
+    compile_all(commands)
     return folder
 
 
 @pytest.fixture(scope="module")
 def compiler():
-    names = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
-    for name in names:
-        if shutil.which(shlex.split(name)[0]):
-            return shlex.split(name)
-    pytest.skip(f"no C++ compiler (looked for {', '.join(names)})")
-
-
-def fails_with(compiler, flags, prefix, folder):
-    """Why an empty program cannot be built with `flags` and run; None where it can."""
-    source = folder / "probe.cpp"
-    source.write_text("int main() { return 0; }\n")
-    for command in (
-        [*compiler, *flags, str(source), "-o", str(folder / "probe")],
-        [*prefix, str(folder / "probe")],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            return f"{shlex.join(command)} fails: {(done.stderr or done.stdout)[-500:]}"
-    return None
-
-
-def without_randomized_addresses():
-    """What a command is begun with so that ThreadSanitizer finds its addresses free, where that is allowed."""
-    prefix = ["setarch", platform.machine(), "-R"]
-    if shutil.which("setarch") and subprocess.run([*prefix, "true"], capture_output=True).returncode == 0:
-        return prefix
-    return []
+    return default_compiler()
 
 
 @pytest.fixture(scope="module")
@@ -128,26 +105,14 @@ def plain(compiler, tmp_path_factory):
 @pytest.fixture(scope="module")
 def address_sanitized(compiler, tmp_path_factory):
     folder = tmp_path_factory.mktemp("address")
-    failure = fails_with(compiler, ADDRESS, [], folder)
-    if failure is not None:
-        pytest.skip(f"no AddressSanitizer: {failure}")
+    need_sanitizers(compiler, ADDRESS, folder)
     return build(compiler, ADDRESS, OUT_OF_BOUNDS, folder)
 
 
 @pytest.fixture(scope="module")
-def thread_sanitized(compiler, tmp_path_factory):
-    """Clang's ThreadSanitizer is looked for first: it takes a tenth of the time of GCC's."""
+def thread_sanitized(tmp_path_factory):
     folder = tmp_path_factory.mktemp("thread")
-    candidates = [["clang++"], *[[f"clang++-{version}"] for version in range(19, 13, -1)], compiler]
-    failures = []
-    for candidate in candidates:
-        if shutil.which(candidate[0]) is None:
-            continue
-        failure = fails_with(candidate, THREAD, without_randomized_addresses(), folder)
-        if failure is None:
-            return build(candidate, THREAD, RACES, folder)
-        failures.append(failure)
-    pytest.skip("no ThreadSanitizer: " + "; ".join(failures))
+    return build(thread_sanitizing_compiler(THREAD, folder), THREAD, RACES, folder)
 
 
 @pytest.fixture
@@ -155,15 +120,8 @@ def programs(request):
     return request.getfixturevalue(request.param)
 
 
-def run(program, order, *, seed=1, prefix=()):
-    environment = {
-        **os.environ,
-        "SIMT_ORDER": order,
-        "SIMT_SEED": str(seed),
-        "ASAN_OPTIONS": "detect_leaks=0",  # it needs rights that a container may lack
-        "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
-    }
-    return subprocess.run([*prefix, str(program)], env=environment, capture_output=True, text=True, timeout=120)
+def run(program, order, *, seed=1, prefix=None):
+    return run_in_order(program, order=order, seed=seed, prefix=prefix)
 
 
 def check_passes(done, least_checks):

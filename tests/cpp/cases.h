@@ -95,9 +95,8 @@ inline Row row_of(const RowBuffer& buffer, int64_t row) {
   return values;
 }
 
-// What is tested, and the widths of its rows.
-std::vector<Variant> variants();
-const std::vector<int64_t>& widths();
+// All that there is to test.
+Selection everything();
 
 void test_rows(const Selection& selection);
 void test_decode(const Selection& selection);

@@ -3,6 +3,8 @@
 
 namespace gradscale::test {
 
+namespace {
+
 std::vector<Variant> variants() {
   std::vector<Variant> all = {{"default", kernels_default()}};
 #if GRADSCALE_X86_VARIANTS
@@ -17,9 +19,10 @@ std::vector<Variant> variants() {
   return all;
 }
 
-const std::vector<int64_t>& widths() {
-  static const std::vector<int64_t> widths = {1, 2, 15, 16, 17, 31, 33, 601, 1025};
-  return widths;
+} // namespace
+
+Selection everything() {
+  return {variants(), {std::begin(kLayouts), std::end(kLayouts)}, {1, 2, 15, 16, 17, 31, 33, 601, 1025}};
 }
 
 } // namespace gradscale::test

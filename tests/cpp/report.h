@@ -16,10 +16,11 @@ struct Variant {
   Kernels kernels;
 };
 
-// What the command line leaves of the instruction sets and the layouts.
+// What the command line leaves of the variants, the layouts and the widths.
 struct Selection {
   std::vector<Variant> variants;
   std::vector<Layout> layouts;
+  std::vector<int64_t> widths;
 };
 
 class Report {

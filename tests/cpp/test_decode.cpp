@@ -172,7 +172,7 @@ void test_decode(const Selection& selection) {
       {"raw symlog", support_of(Transform::symlog, true)},
   };
   uint64_t seed = 1000;
-  for (const int64_t width : widths()) {
+  for (const int64_t width : selection.widths) {
     for (const auto& [name, support] : supports) {
       if (width < 2) {
         continue;

@@ -3,7 +3,8 @@
 //
 //   test_kernels                 all of them
 //   test_kernels --list          the variants
-//   test_kernels NAME [PLACE]    one variant, and memory in one place only: heap, page, or misaligned, a fault
+//   test_kernels NAME [PLACE [LARGEST]]    one variant; memory in one place only: heap, page, or misaligned, a fault;
+//                                and rows up to a width
 #include "cases.h"
 
 #include <csignal>
@@ -26,18 +27,24 @@ namespace gradscale::test {
 
 namespace {
 
-Selection selected(const std::string& name, const std::string& place) {
+Selection selected(const std::string& name, const std::string& place, const std::string& largest) {
+  const Selection all = everything();
   Selection selection;
-  for (const Variant& variant : variants()) {
+  for (const Variant& variant : all.variants) {
     if (name.empty() || name == variant.name) {
       selection.variants.push_back(variant);
+    }
+  }
+  for (const int64_t width : all.widths) {
+    if (largest.empty() || width <= std::stoll(largest)) {
+      selection.widths.push_back(width);
     }
   }
   if (place == "misaligned") {
     selection.layouts.push_back({Place::heap, 0, 0, /*misalignment=*/1});
     return selection;
   }
-  for (const Layout& layout : kLayouts) {
+  for (const Layout& layout : all.layouts) {
     if (place.empty() || (place == "heap") == (layout.place == Place::heap)) {
       selection.layouts.push_back(layout);
     }
@@ -67,13 +74,13 @@ void expect_the_worst() {
 int main(int count, char** arguments) {
   const std::string name = count > 1 ? arguments[1] : "";
   if (name == "--list") {
-    for (const Variant& variant : variants()) {
+    for (const Variant& variant : everything().variants) {
       std::printf("%s\n", variant.name);
     }
     return 0;
   }
   expect_the_worst();
-  const Selection selection = selected(name, count > 2 ? arguments[2] : "");
+  const Selection selection = selected(name, count > 2 ? arguments[2] : "", count > 3 ? arguments[3] : "");
   test_rows(selection);
   test_decode(selection);
   if (selection.variants[0].kernels.power_sum != nullptr) { // as the CPU's kernels have it

@@ -540,8 +540,8 @@ void test_width(
 }
 
 // The production's own scratch: aligned, and as large as it promises.
-void test_scratch() {
-  for (const int64_t width : widths()) {
+void test_scratch(const Selection& selection) {
+  for (const int64_t width : selection.widths) {
     Report::get().begin_case("scratch for a width of " + std::to_string(width));
     Scratch scratch(width);
     std::memset(scratch.data(), 0, scratch_elements(width) * sizeof(double));
@@ -571,11 +571,11 @@ void test_numbers() {
 } // namespace
 
 void test_rows(const Selection& selection) {
-  test_scratch();
+  test_scratch(selection);
   test_numbers();
   uint64_t seed = 0;
   for (HeadCase of : head_cases()) {
-    for (const int64_t width : widths()) {
+    for (const int64_t width : selection.widths) {
       if (!makes_sense(of, width)) {
         continue;
       }

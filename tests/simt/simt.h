@@ -14,6 +14,7 @@
 // - A shared array belongs to its line and its type: two arrays of one type stand on two lines, and a function template
 //   with a shared array has the same one in all instantiations whose array has the same type.
 // - atomicAdd exists for integers alone: a sum of floating-point numbers that depends on the order is not wanted.
+// - ThreadSanitizer tells 255 threads apart: it sees the races of blocks that have fewer.
 //
 // Not seen: a missing __threadfence() on the reader's side, a second one that is missing on the writer's side after a
 // first, and whatever rests on the rounding of a GPU's fast intrinsics.

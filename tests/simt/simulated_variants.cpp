@@ -83,16 +83,13 @@ Variant variant_of(const char* name) {
 
 } // namespace
 
-std::vector<Variant> variants() {
+Selection everything() {
   return {
-      variant_of<simt::Order::forward>("forward"),
-      variant_of<simt::Order::reverse>("reverse"),
-      variant_of<simt::Order::random>("random")};
-}
-
-const std::vector<int64_t>& widths() {
-  static const std::vector<int64_t> widths = {1, 2, 31, 33, 601, 1025, 4672, 9001};
-  return widths;
+      {variant_of<simt::Order::forward>("forward"),
+       variant_of<simt::Order::reverse>("reverse"),
+       variant_of<simt::Order::random>("random")},
+      {{Place::heap, 0, 0}, {Place::heap, 1, 5}, {Place::page_end, 0, 3}, {Place::page_begin, 0, 0}},
+      {1, 2, 31, 33, 601, 1025, 4672}};
 }
 
 } // namespace gradscale::test

@@ -1,0 +1,750 @@
+"""The numbers of the CUDA kernels, against `gradscale_ext.reference` on the CPU in float64 of the same inputs.
+
+They need a GPU and are skipped without one; where GRADSCALE_FORCE_CUDA=1 is set, as `make gpu` does, they fail instead.
+With --simulated-kernels=LIBRARY the same tests take CPU tensors through the very kernels. How calls run on a GPU
+(streams, graphs, launches, synchronizations) is tested in gpu/test_execution.py.
+
+Tolerances: float64 1e-12; float32 a few of its roundings; half types the same, and the one rounding of a result.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from contexts import CASES, POINT, WEIGHTS
+from test_loss import ALL_HEADS, OPTIONS, arguments, leaves
+
+import gradscale_ext as gs
+from gradscale_ext._library import _C
+
+pytestmark = pytest.mark.cuda
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+WIDTHS = [1, 2, 31, 33, 601, 1025, 4672, 9001]
+FALLBACKS = ("multi_step_loss", "decode", "l2_loss")
+
+
+class Reference:
+    """The functions of `gradscale_ext.reference`, for tests to ask; the package itself is refused them meanwhile."""
+
+    def __init__(self):
+        self.asked = False
+        for name in FALLBACKS:
+            setattr(self, name, self._asking(getattr(gs.reference, name)))
+
+    def _asking(self, function):
+        def ask(*args, **kwargs):
+            self.asked = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.asked = False
+
+        return ask
+
+    def refused(self, name):
+        function = getattr(gs.reference, name)
+
+        def refuse(*args, **kwargs):
+            assert self.asked, f"reference.{name} was called where a kernel was expected"
+            return function(*args, **kwargs)
+
+        return refuse
+
+
+REFERENCE = Reference()
+
+
+def need_gpu():
+    """Skip, or fail where GRADSCALE_FORCE_CUDA=1 asks for CUDA kernels."""
+    if torch.cuda.is_available() and _C.cuda_version:
+        return
+    reason = "gradscale_ext is built without CUDA kernels" if torch.cuda.is_available() else "there is no GPU"
+    if os.environ.get("GRADSCALE_FORCE_CUDA") == "1":
+        pytest.fail(f"GRADSCALE_FORCE_CUDA=1 is set, but {reason}")
+    pytest.skip(reason)
+
+
+@pytest.fixture
+def device(request):
+    if request.config.getoption("--simulated-kernels") is not None:
+        return torch.device("cpu")
+    need_gpu()
+    return torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def kernels_only(request, monkeypatch):
+    """Fails a test where plain PyTorch stands in for a kernel, unless it asks for `by_reference`."""
+    if "by_reference" not in request.fixturenames:
+        for name in FALLBACKS:
+            monkeypatch.setattr(gs.reference, name, REFERENCE.refused(name))
+
+
+@pytest.fixture
+def by_reference():
+    """What is computed by the reference, as second derivatives, transforms and l2_loss in the compiler are."""
+
+
+def converted(entries, device, dtype=None):
+    """Tensors in lists and dicts, on a device and their floating ones in a dtype; they require grad as before."""
+    if isinstance(entries, dict):
+        return {name: converted(value, device, dtype) for name, value in entries.items()}
+    if isinstance(entries, list | tuple):
+        return type(entries)(converted(value, device, dtype) for value in entries)
+    if not isinstance(entries, torch.Tensor):
+        return entries
+    floating = entries.is_floating_point()
+    moved = entries.detach().to(device=device, dtype=dtype if floating else None, copy=True)
+    return moved.requires_grad_(entries.requires_grad)
+
+
+def tolerance_of(dtype):
+    return 1e-12 if dtype == torch.float64 else 3e-6
+
+
+def check_close(ours, truth, dtype, scale=None, what=""):
+    """Off by float32's roundings of the largest value, and by the one rounding of a half type."""
+    assert ours.shape == truth.shape, what
+    tolerance, scale = tolerance_of(dtype), float(truth.abs().max()) if scale is None and truth.numel() else scale
+    rounding = torch.finfo(ours.dtype).eps if ours.dtype.itemsize == 2 else 0.0
+    least = torch.finfo(ours.dtype).smallest_normal * rounding
+    torch.testing.assert_close(
+        ours.cpu().double(),
+        truth.double(),
+        rtol=0.51 * rounding,
+        atol=tolerance * (scale or 0.0) + least,
+        equal_nan=True,
+        msg=lambda text: f"{what}: {text}",
+    )
+
+
+def check_outputs(heads, out, truth, dtype):
+    width = torch.float64 if dtype == torch.float64 else torch.float32
+    assert out.num_nonfinite.item() == truth.num_nonfinite.item()
+    for field in ("loss", "per_sample", "per_step", "head_means", "expected"):
+        ours, theirs = getattr(out, field), getattr(truth, field)
+        pairs = (
+            {name: (ours[name], theirs[name]) for name in theirs} if isinstance(theirs, dict) else {"": (ours, theirs)}
+        )
+        for name, (a, b) in pairs.items():
+            assert a.dtype == width
+            largest = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 0.0
+            scale = max(largest, 1.0)
+            if field == "expected":
+                support = heads[name].support
+                scale = max(scale, gs.reference.raw_centers(support, torch.float64).abs().max().item())
+            check_close(a, b, dtype, scale, f"{field} {name}")
+
+
+def check(heads, predictions, targets, device, dtype, *, grad_output=None, function=None, target_dtype=None, **options):
+    """All outputs and gradients; `predictions` are rounded to `dtype` first. Returns ours and their gradients."""
+    ours = converted(predictions, device, dtype)
+    exact = converted(ours, "cpu", torch.float64)
+    target_dtype = target_dtype or (torch.float64 if dtype == torch.float64 else torch.float32)
+    our_targets = converted(targets, device, target_dtype)
+    function = function or gs.multi_step_loss
+    out = function(heads, ours, our_targets, **converted(options, device))
+    truth = REFERENCE.multi_step_loss(heads, exact, converted(our_targets, "cpu", torch.float64), **options)
+    check_outputs(heads, out, truth, dtype)
+    assert out.loss.device.type == device.type
+    factor = None if grad_output is None else torch.as_tensor(grad_output, dtype=out.loss.dtype)
+    factors = (None, None) if factor is None else (factor.to(device), factor.double())
+    found = torch.autograd.grad(out.loss, leaves(ours), factors[0])
+    expected = torch.autograd.grad(truth.loss, leaves(exact), factors[1])
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.dtype == dtype
+        check_close(a, b, dtype, what=f"gradient {number}")
+    return out, found
+
+
+# ---- The loss -------------------------------------------------------------------------------------------------------
+
+
+def heads_of(width):
+    support = gs.Support(-20, 20, max(width, 2))
+    raw = gs.Support(-4, 6, max(width, 2), transform="symlog", space="raw")
+    return {
+        "two_hot": gs.TwoHot(support, weight=0.25),
+        "smooth": gs.TwoHot(support, label_smoothing=0.1),
+        "raw": gs.TwoHot(raw),
+        "gauss": gs.HLGauss(support),
+        "policy": gs.SoftCrossEntropy(weight=1.5),
+        "bonus": gs.SoftCrossEntropy(label_smoothing=0.2, entropy_weight=0.3, subtract_target_entropy=True),
+        "classes": gs.SoftCrossEntropy(),
+        "distance": gs.MeanSquaredError(transform="signed_hyperbolic"),
+        "cosine": gs.NegativeCosine(),
+        "end": gs.BinaryCrossEntropy(),
+        "own": gs.PerStepLoss(weight=0.1),
+    }
+
+
+def inputs_of(heads, width, batch, steps=1, seed=0):
+    """Lists of per-step predictions and targets."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(batch, *shape, generator=generator, dtype=torch.float64)
+
+    predictions, targets = {}, {}
+    for name, head in heads.items():
+        shape = () if name in ("end", "own") else (head.support.num_bins,) if hasattr(head, "support") else (width,)
+        predictions[name] = [(normal(*shape) * 3).requires_grad_() for _ in range(steps)]
+        if name == "own":
+            continue
+        if hasattr(head, "support"):
+            make = lambda: normal() * 30
+        elif name == "classes":
+            make = lambda: torch.randint(width, (batch,), generator=generator)
+        elif name in ("policy", "bonus"):
+            make = lambda: normal(width).softmax(-1)
+        elif name == "end":
+            make = lambda: normal().sigmoid()
+        else:
+            make = lambda: normal(width)
+        targets[name] = [make() for _ in range(steps)]
+    return predictions, targets
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_widths(width, dtype, device):
+    heads = heads_of(width)
+    check(heads, *inputs_of(heads, width, batch=5), device, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [0, 1, 2, 33, 300, 513])
+def test_batches(batch, dtype, device):
+    """More than 256 samples are summed by several blocks."""
+    heads = heads_of(5)
+    out, _ = check(heads, *inputs_of(heads, 5, batch, steps=2), device, dtype, step_gradient_scale="unroll")
+    if batch == 0:
+        assert out.loss.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none", "valid_mean"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options(options, reduction, dtype, device):
+    predictions, targets = arguments(heads=ALL_HEADS)
+    grad_output = [1.0, -2.0, 0.5] if reduction == "none" else None
+    keywords = {**OPTIONS[options], "reduction": reduction}
+    check(ALL_HEADS, predictions, targets, device, dtype, grad_output=grad_output, **keywords)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("grad_output", [1.0, 65536.0, -0.5, 0.0])
+def test_grad_output(grad_output, dtype, device):
+    """1 is recognized by the kernels; what a loss scaler brings is not rounded on the way."""
+    if dtype == torch.float16 and grad_output == 65536:
+        grad_output = 128.0  # stays within float16's range
+    heads = heads_of(33)
+    check(heads, *inputs_of(heads, 33, batch=4), device, dtype, grad_output=grad_output)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_twice(dtype, device):
+    predictions, targets = converted(inputs_of(heads_of(33), 33, batch=4), device, dtype)
+    out = gs.multi_step_loss(heads_of(33), predictions, targets)
+    for factor in (1.0, 0.25):
+        g = torch.tensor(factor, device=device)
+        first = torch.autograd.grad(out.loss, leaves(predictions), g, retain_graph=True)
+        again = torch.autograd.grad(out.loss, leaves(predictions), g, retain_graph=True)
+        assert all(torch.equal(a, b) and a is not b for a, b in zip(first, again, strict=True))
+        first[0].zero_()  # is the receiver's
+    last = torch.autograd.grad(out.loss, leaves(predictions))
+    whole = torch.autograd.grad(gs.multi_step_loss(heads_of(33), predictions, targets).loss, leaves(predictions))
+    assert all(torch.equal(a, b) for a, b in zip(last, whole, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("width", [3, 601])
+def test_stacked(width, batch_first, dtype, device):
+    heads = heads_of(width)
+    dim = 1 if batch_first else 0
+    predictions, targets = (
+        {name: torch.stack([e.detach() for e in entries], dim) for name, entries in given.items()}
+        for given in inputs_of(heads, width, batch=3, steps=4)
+    )
+    predictions = {name: entries.requires_grad_() for name, entries in predictions.items()}
+    check(heads, predictions, targets, device, dtype, batch_first=batch_first, step_weights=[1.0, 0.5, 0.25, 2.0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [3, 33, 601, 4672])
+def test_memory_that_is_not_aligned_or_not_contiguous(width, dtype, device):
+    heads = {"policy": gs.SoftCrossEntropy(), "distance": gs.MeanSquaredError()}
+    generator = torch.Generator().manual_seed(width)
+    batch = 3
+
+    def layouts():
+        """The same values in tensors that begin and end anywhere."""
+        values = torch.randn(batch, width, generator=generator, dtype=torch.float64).to(device, dtype)
+        for offset in (1, 3):
+            shifted = torch.zeros(batch * width + offset, dtype=dtype, device=device)[offset:].view(batch, width)
+            yield shifted.copy_(values)
+        yield torch.zeros(batch, width + 1, dtype=dtype, device=device)[:, 1:].copy_(values)
+        yield torch.zeros(batch, 2 * width, dtype=dtype, device=device)[:, ::2].copy_(values)
+        yield torch.zeros(width, batch, dtype=dtype, device=device).t().copy_(values)
+        yield values[:1].expand(batch, width)
+
+    predictions = {name: [x.detach().requires_grad_() for x in layouts()] for name in heads}
+    targets = {name: [x.detach().abs() for x in layouts()] for name in heads}
+    strided = {name: list(reversed([x.detach() for x in layouts()])) for name in heads}
+    for chosen in (targets, strided):
+        out = gs.multi_step_loss(heads, predictions, chosen)
+        exact = converted(predictions, "cpu", torch.float64)
+        truth = REFERENCE.multi_step_loss(heads, exact, converted(chosen, "cpu", torch.float64))
+        check_outputs(heads, out, truth, dtype)
+        found = torch.autograd.grad(out.loss, leaves(predictions))
+        for a, b in zip(found, torch.autograd.grad(truth.loss, leaves(exact)), strict=True):
+            check_close(a, b, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_targets_of_the_predictions_dtype(dtype, device):
+    heads = heads_of(33)
+    check(heads, *inputs_of(heads, 33, batch=4), device, dtype, target_dtype=dtype)
+
+
+@pytest.mark.parametrize("steps", [41, 300])
+def test_many_steps(steps, device):
+    """More than the arguments of a launch can hold."""
+    heads = {name: head for name, head in heads_of(5).items() if name in ("two_hot", "policy", "raw")}
+    check(heads, *inputs_of(heads, 5, batch=2, steps=steps), device, torch.float32, step_gradient_scale="unroll")
+
+
+def test_dtypes_of_one_call(device):
+    """Predictions in float64 beside others have kernels of their own."""
+    heads = {"a": gs.SoftCrossEntropy(), "b": gs.SoftCrossEntropy(), "c": gs.TwoHot(gs.Support(-4, 6, 9, space="raw"))}
+    heads["d"] = heads["c"]
+    dtypes = dict(zip(heads, (torch.float64, torch.bfloat16, torch.float32, torch.float64), strict=True))
+    generator = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(3, 2, 9, generator=generator, dtype=torch.float64) for name in heads}
+    ours = {n: x.to(device=device, dtype=dtypes[n]).requires_grad_() for n, x in values.items()}
+    exact = converted(ours, "cpu", torch.float64)
+    targets = {n: x.softmax(-1) if n in "ab" else 5 * x[..., 0] for n, x in values.items()}
+    out = gs.multi_step_loss(heads, ours, converted(targets, device))
+    truth = REFERENCE.multi_step_loss(heads, exact, targets)
+    assert out.loss.dtype == torch.float64
+    assert abs(out.loss.item() - truth.loss.item()) < 3e-6 * abs(truth.loss.item())
+    found = torch.autograd.grad(out.loss, leaves(ours))
+    for name, a, b in zip(heads, found, torch.autograd.grad(truth.loss, leaves(exact)), strict=True):
+        assert a.dtype == dtypes[name]
+        check_close(a, b, dtypes[name], what=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+@pytest.mark.parametrize("grad_output", [None, 0.5])
+def test_nonfinite(nonfinite, grad_output, dtype, device):
+    heads = heads_of(33)
+    predictions, targets = inputs_of(heads, 33, batch=5, steps=2)
+    with torch.no_grad():
+        predictions["two_hot"][0][1, 7] = math.nan
+        predictions["policy"][1][3] = math.inf
+        predictions["distance"][0][4, 0] = -math.inf
+    out, _ = check(heads, predictions, targets, device, dtype, nonfinite=nonfinite, grad_output=grad_output)
+    assert out.num_nonfinite.item() == 3
+    assert out.loss.isfinite().item() == (nonfinite == "skip")
+
+
+def test_infinite_entries_that_are_masked(device):
+    heads = heads_of(33)
+    predictions, targets = inputs_of(heads, 33, batch=3, steps=2)
+    with torch.no_grad():
+        for entries in (*predictions.values(), *targets.values()):
+            if entries[0].is_floating_point():
+                entries[1][1] = math.nan
+    mask = torch.tensor([[True, True], [True, False], [False, True]])
+    for reduction in ("mean", "valid_mean"):
+        out, found = check(heads, predictions, targets, device, torch.float32, mask=mask, reduction=reduction)
+        assert out.loss.isfinite()
+        assert all(g.isfinite().all() for g in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_edges_of_targets_and_logits(dtype, device):
+    """Infinite targets are the end bins; illegal actions cost nothing; a class that is none gives NaN."""
+    support = gs.Support.muzero()
+    heads = {"value": gs.TwoHot(support), "gauss": gs.HLGauss(support), "policy": gs.SoftCrossEntropy()}
+    generator = torch.Generator().manual_seed(0)
+    scalars = torch.tensor([math.inf, -math.inf, 0.0, 1e30, -3012.33], dtype=torch.float64)
+    logits = torch.randn(5, 601, generator=generator, dtype=torch.float64)
+    logits[2, 5] = 1e4
+    policy = torch.randn(5, 9, generator=generator, dtype=torch.float64)
+    visits = policy.softmax(-1)
+    policy[:, 3], visits[:, 3] = -math.inf, 0.0
+    predictions = {"value": [logits.requires_grad_()], "gauss": [logits.clone()], "policy": [policy.requires_grad_()]}
+    targets = {"value": [scalars], "gauss": [scalars], "policy": [visits]}
+    _, found = check(heads, predictions, targets, device, dtype)
+    assert found[1][:, 3].count_nonzero().item() == 0
+    classes = torch.tensor([0, 9, -1, 3, 8], device=device)
+    if device.type == "cuda":  # elsewhere classes are looked at, and refused
+        out = gs.multi_step_loss(
+            {"policy": gs.SoftCrossEntropy()}, {"policy": [policy.detach().to(device)]}, {"policy": [classes]}
+        )
+        assert out.per_step["policy"].isnan()[:, 0].tolist() == [False, True, True, False, False]
+
+
+def test_same_tensor_twice(device):
+    heads = {"a": gs.TwoHot(gs.Support(-5, 5, 11)), "b": gs.TwoHot(gs.Support(-5, 5, 11), weight=2.0)}
+    logits = torch.randn(3, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    target = torch.linspace(-4, 4, 3, dtype=torch.float64)
+    gradients = []
+    for function, where in ((gs.multi_step_loss, device), (REFERENCE.multi_step_loss, torch.device("cpu"))):
+        x, t = logits.to(where).requires_grad_(), target.to(where)
+        out = function(heads, {"a": [x, x], "b": [x, x]}, {"a": [t, -t], "b": [2 * t, t]})
+        gradients.append(torch.autograd.grad(out.loss, x)[0].cpu())
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_modules_keep_nothing_of_the_last_call(dtype, device):
+    module = gs.MultiStepLoss(**heads_of(33))
+    function = lambda heads, *given, **options: module(*given, **options)
+    for seed in (0, 1):
+        check(heads_of(33), *inputs_of(heads_of(33), 33, 4, seed=seed), device, dtype, function=function)
+
+
+def test_predictions_without_gradient(device):
+    heads = heads_of(33)
+    predictions, targets = inputs_of(heads, 33, batch=3, steps=2)
+    ours, our_targets = converted((predictions, targets), device, torch.float32)
+    ours["two_hot"] = [p.detach() for p in ours["two_hot"]]
+    ours["policy"][1] = ours["policy"][1].detach()
+    out = gs.multi_step_loss(heads, ours, our_targets)
+    out.loss.backward()
+    assert all(p.grad is None for p in (*ours["two_hot"], ours["policy"][1]))
+    assert all(p.grad is not None for p in (ours["policy"][0], *ours["cosine"]))
+    with torch.no_grad():
+        again = gs.multi_step_loss(heads, ours, our_targets)
+    assert not again.loss.requires_grad
+    assert torch.equal(again.loss, out.loss)
+
+
+# ---- Derivatives, transforms, autocast, the compiler ----------------------------------------------------------------
+
+
+def test_derivatives_of_derivatives(device, by_reference):
+    heads = heads_of(3)
+    predictions, targets = converted(inputs_of(heads, 3, batch=2), device)
+
+    def function(*tensors):
+        given = dict(zip(predictions, ([x] for x in tensors), strict=True))
+        return gs.multi_step_loss(heads, given, targets, reduction="sum").loss
+
+    assert torch.autograd.gradgradcheck(function, leaves(predictions), fast_mode=True, nondet_tol=0.0)
+
+
+def test_transforms(device, by_reference):
+    heads = {"value": gs.TwoHot(gs.Support(-5, 5, 11))}
+    logits = torch.randn(4, 2, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device)
+    target = torch.linspace(-4, 4, 2, dtype=torch.float64, device=device)
+    function = lambda x: gs.multi_step_loss(heads, {"value": [gs.scale_gradient(x, 0.5)]}, {"value": [target]}).loss
+    gradients = torch.func.vmap(torch.func.grad(function))(logits)
+    for own, x in zip(gradients, logits, strict=True):
+        leaf = x.clone().requires_grad_()
+        torch.testing.assert_close(own, torch.autograd.grad(function(leaf), leaf)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_and_loss_scaling(dtype, device):
+    heads = {"value": gs.TwoHot(gs.Support(-5, 5, 11)), "policy": gs.SoftCrossEntropy()}
+    generator = torch.Generator().manual_seed(0)
+    layer = torch.nn.Linear(7, 11).to(device)
+    x = torch.randn(6, 7, generator=generator).to(device)
+    scalars = torch.randn(6, generator=generator).mul(3).to(device)
+    visits = torch.rand(6, 11, generator=generator).softmax(-1).to(device)
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+    with torch.autocast(device.type, dtype=dtype):
+        logits = layer(x)
+        logits.retain_grad()
+        loss = gs.multi_step_loss(
+            heads,
+            {"value": [gs.scale_gradient(logits, 0.5)], "policy": [logits]},
+            {"value": [scalars], "policy": [visits]},
+        ).loss
+    assert logits.dtype == dtype
+    assert loss.dtype == torch.float32
+    scaler.scale(loss).backward()
+    exact = logits.detach().double().cpu().requires_grad_()
+    truth = REFERENCE.multi_step_loss(
+        heads,
+        {"value": [gs.scale_gradient(exact, 0.5)], "policy": [exact]},
+        {"value": [scalars.double().cpu()], "policy": [visits.double().cpu()]},
+    )
+    (expected,) = torch.autograd.grad(truth.loss, exact)
+    # Three roundings: of either gradient, and of their sum.
+    close = (logits.grad.cpu().double() - 1024 * expected).abs() <= 2 * torch.finfo(
+        dtype
+    ).eps * 1024 * expected.abs().max()
+    assert close.all()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    scaler.unscale_(optimizer)
+    assert layer.weight.grad.isfinite().all()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_compiled(device, by_reference):
+    """The loss, decoding, flow operators and l2_loss stay in one graph, forward and backward."""
+    support = gs.Support(-5, 5, 33)
+    heads = {"value": gs.TwoHot(support), "policy": gs.SoftCrossEntropy()}
+
+    def step(x, scalars, visits):
+        hidden = gs.clip_gradient_norm(gs.scale_gradient(x * 2, 0.5), 0.01, batch_dims=1)
+        out = gs.multi_step_loss(
+            heads, {"value": [hidden], "policy": [hidden]}, {"value": [scalars], "policy": [visits]}
+        )
+        return out.loss + gs.l2_loss([x], 1e-3), out.expected["value"]
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 33, generator=generator).to(device)
+    given = (torch.randn(5, generator=generator).to(device), torch.rand(5, 33, generator=generator).to(device))
+    torch._dynamo.reset()
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        loss, expected = function(leaf, *given)
+        loss.backward()
+        results.append((loss.detach(), expected, leaf.grad))
+    torch._dynamo.reset()
+    for ours, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, ours, rtol=1e-5, atol=1e-6)
+
+
+# ---- Decoding -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS[1:])
+@pytest.mark.parametrize("space", ["transformed", "raw"])
+def test_decode(space, width, dtype, device):
+    support = gs.Support(-4, 6, width, transform="symlog", space=space)
+    generator = torch.Generator().manual_seed(width)
+    values = (torch.randn(2, 3, width, generator=generator, dtype=torch.float64) * 3).to(dtype)
+    incoming = torch.randn(2, 3, generator=generator, dtype=torch.float64)
+    exact = values.double().requires_grad_()
+    truth = REFERENCE.decode(exact, support)
+    (expected,) = torch.autograd.grad(truth, exact, incoming)
+    scale = gs.reference.raw_centers(support, torch.float64).abs().max().item()
+    wide = torch.zeros(2, 3, width + 3, dtype=dtype)
+    wide[..., 3:] = values
+    for given in (
+        values.to(device),
+        wide.to(device)[..., 3:],
+        values.to(device).transpose(0, 1).contiguous().transpose(0, 1),
+    ):
+        leaf = given.detach().requires_grad_()
+        decoded = support.decode(leaf)
+        check_close(decoded, truth.detach(), dtype, scale)
+        (gradient,) = torch.autograd.grad(decoded, leaf, incoming.to(device, decoded.dtype))
+        check_close(gradient, expected, dtype, scale=max(float(expected.abs().max()), 1e-2 * scale))
+    with torch.no_grad():
+        check_close(support.decode(values.to(device)), truth.detach(), dtype, scale)
+
+
+def test_decode_of_uniform_and_of_no_logits(device):
+    support = gs.Support.muzero()
+    assert support.decode(torch.zeros(3, 601, device=device)).tolist() == [0.0, 0.0, 0.0]
+    assert support.decode(torch.zeros(0, 601, device=device)).shape == (0,)
+    assert support.decode(torch.zeros(601, device=device)).shape == ()
+
+
+# ---- Gradient flow --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}, {case.argument}")
+def test_flow_in_float64(case, in_place, device):
+    leaf = POINT.to(device).requires_grad_()
+    y = case.on(device).apply(leaf)
+    assert torch.equal(y.detach(), leaf.detach())
+    incoming = WEIGHTS.to(device)
+    if in_place:
+        y, incoming = y.neg(), -incoming  # the gradient that arrives belongs to nobody else
+    (gradient,) = torch.autograd.grad(y, leaf, incoming)
+    torch.testing.assert_close(gradient.cpu(), case.closed_form(WEIGHTS), rtol=1e-12, atol=1e-12)
+    if not in_place:
+        assert torch.equal(incoming.cpu(), WEIGHTS)
+
+
+def norms(g, p=2.0):
+    return g.flatten(1).abs().amax(1) if math.isinf(p) else g.flatten(1).abs().pow(p).sum(1).pow(1 / p)
+
+
+def beside(limit, g):
+    return limit.reshape(-1, *[1] * (g.dim() - 1))
+
+
+# By name: the operator on x with arguments made for its shape, and the closed form of the gradient, in float64.
+FLOW = {
+    "scale": (lambda x, a: gs.scale_gradient(x, 1 / 3), lambda g, a: g / 3),
+    "scale, tensor": (lambda x, a: gs.scale_gradient(x, a["last"]), lambda g, a: g * a["last"]),
+    "scale, scalar of the CPU": (lambda x, a: gs.scale_gradient(x, torch.tensor(0.75)), lambda g, a: g * 0.75),
+    "reverse": (lambda x, a: gs.reverse_gradient(x, 0.3), lambda g, a: g * -0.3),
+    "reverse, tensor": (lambda x, a: gs.reverse_gradient(x, a["sample"]), lambda g, a: -g * a["sample"]),
+    "clip value": (lambda x, a: gs.clip_gradient_value(x, -0.4, 0.7), lambda g, a: g.clamp(-0.4, 0.7)),
+    "clip value, tensor": (
+        lambda x, a: gs.clip_gradient_value(x, None, a["last"]),
+        lambda g, a: torch.minimum(g, a["last"]),
+    ),
+    "clip norm": (
+        lambda x, a: gs.clip_gradient_norm(x, 2.0, batch_dims=1),
+        lambda g, a: g * beside((2.0 / norms(g)).clamp(max=1), g),
+    ),
+    "clip norm, tensor": (
+        lambda x, a: gs.clip_gradient_norm(x, a["limit"], batch_dims=1, norm_type=3.0),
+        lambda g, a: g * beside((a["limit"] / norms(g, 3.0)).clamp(max=1), g),
+    ),
+    "clip norm, infinity": (
+        lambda x, a: gs.clip_gradient_norm(x, 0.5, batch_dims=1, norm_type=math.inf),
+        lambda g, a: g * beside((0.5 / norms(g, math.inf)).clamp(max=1), g),
+    ),
+    "clip norm, whole": (
+        lambda x, a: gs.clip_gradient_norm(x, 1.5),
+        lambda g, a: g * (1.5 / g.norm()).clamp(max=1),
+    ),
+    "normalize": (lambda x, a: gs.normalize_gradient(x, 3.0, batch_dims=1), lambda g, a: g * beside(3.0 / norms(g), g)),
+    "normalize, tensor": (
+        lambda x, a: gs.normalize_gradient(x, a["limit"], batch_dims=1),
+        lambda g, a: g * beside(a["limit"] / norms(g), g),
+    ),
+    "normalize, whole": (lambda x, a: gs.normalize_gradient(x), lambda g, a: g / g.norm()),
+}
+SHAPES = [(3, 1), (5, 33), (2, 601), (2, 9001), (3, 4, 6, 6), (1, 70001)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("operator", FLOW)
+def test_flow(operator, shape, dtype, device):
+    """Incoming gradients that are owned, shared, misaligned, transposed and expanded."""
+    apply, formula = FLOW[operator]
+    generator = torch.Generator().manual_seed(len(operator))
+    g = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    numbers = {
+        "last": torch.rand(shape[-1:], generator=generator).sub(0.5),
+        "sample": torch.rand(shape[0], *[1] * (len(shape) - 1), generator=generator),
+        "limit": torch.rand(shape[0], generator=generator).mul(3),
+    }
+    expected = formula(g.double(), {name: value.double() for name, value in numbers.items()})
+    on_device = converted(numbers, device)
+    shifted = torch.zeros(g.numel() + 1, dtype=dtype, device=device)[1:].view(shape).copy_(g)
+    transposed = g.to(device).transpose(0, -1).contiguous().transpose(0, -1)
+    for owned, incoming in ((True, g.to(device)), (False, g.to(device)), (False, shifted), (False, transposed)):
+        x = torch.zeros(shape, dtype=dtype, device=device).requires_grad_()
+        y = apply(x, on_device)
+        (gradient,) = torch.autograd.grad(y.neg() if owned else y, x, -incoming if owned else incoming)
+        assert gradient.dtype == dtype
+        check_close(gradient, expected, dtype)
+        if not owned:
+            assert torch.equal(incoming.cpu(), g)
+    same = torch.full(shape, 0.5, dtype=torch.float64)
+    leaf = torch.zeros(shape, dtype=dtype, device=device).requires_grad_()
+    (gradient,) = torch.autograd.grad(
+        apply(leaf, on_device), leaf, torch.tensor(0.5, dtype=dtype, device=device).expand(shape)
+    )
+    check_close(gradient, formula(same, {name: value.double() for name, value in numbers.items()}), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64])
+@pytest.mark.parametrize(
+    "operator", ["scale", "scale, tensor", "reverse", "clip norm", "clip norm, whole", "normalize"]
+)
+@pytest.mark.parametrize("size", [33, 9001])
+def test_flow_of_complex_tensors(operator, dtype, size, device):
+    apply, formula = FLOW[operator]
+    generator = torch.Generator().manual_seed(0)
+    g = torch.randn(2, size, generator=generator, dtype=torch.complex128).to(dtype)
+    numbers = {"last": torch.rand(size, generator=generator)}
+    expected = formula(g.to(torch.complex128), {"last": numbers["last"].double()})
+    tolerance = 1e-12 if dtype == torch.complex128 else 3e-6
+    for owned in (True, False):
+        x = torch.zeros(2, size, dtype=dtype, device=device).requires_grad_()
+        y = apply(x, converted(numbers, device))
+        (gradient,) = torch.autograd.grad(y.neg() if owned else y, x, (-g if owned else g).to(device))
+        torch.testing.assert_close(gradient.cpu().to(torch.complex128), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_flow_of_special_values(device):
+    """0 makes zeros of anything; norms neither overflow nor underflow; a gradient that is NaN stays so."""
+    incoming = torch.tensor([[math.inf, 1.0, -2.0], [math.nan, 3.0, 0.5], [0.0, 0.0, 0.0]], device=device)
+    backward = lambda operator, g: torch.autograd.grad(operator(x := torch.zeros_like(g).requires_grad_()), x, g)[
+        0
+    ].cpu()
+    assert torch.equal(backward(lambda x: gs.scale_gradient(x, 0.0), incoming), torch.zeros(3, 3))
+    assert torch.equal(backward(lambda x: gs.normalize_gradient(x, batch_dims=1), incoming)[2], torch.zeros(3))
+    assert backward(lambda x: gs.clip_gradient_norm(x, 1.0, batch_dims=1), incoming)[1].isnan().all()
+    for size in (3, 5000):
+        for value in (3e38, 1e-45):
+            g = torch.full((2, size), value, device=device)
+            expected = torch.full((2, size), size**-0.5)
+            normalized = backward(lambda x: gs.normalize_gradient(x, batch_dims=1), g)
+            torch.testing.assert_close(normalized, expected, rtol=1e-6, atol=0)
+
+
+def test_flow_of_empty_tensors(device):
+    for operator in FLOW:
+        if "tensor" not in operator:
+            x = torch.zeros(0, 3, device=device).requires_grad_()
+            (gradient,) = torch.autograd.grad(FLOW[operator][0](x, {}), x, torch.zeros(0, 3, device=device))
+            assert gradient.shape == (0, 3)
+
+
+def test_flow_derivatives_of_derivatives(device):
+    for case in CASES:
+        x, z = POINT.to(device).requires_grad_(), WEIGHTS.to(device).requires_grad_()
+        on_device = case.on(device)
+        (first,) = torch.autograd.grad(on_device.squared_model(x, z), x, create_graph=True)
+        v = torch.linspace(1, -1, 12, dtype=torch.float64).view(3, 4)
+        second = torch.autograd.grad((first * v.to(device)).sum(), (x, z))
+        for ours, expected in zip(second, case.second(v), strict=True):
+            torch.testing.assert_close(ours.cpu(), expected, rtol=1e-9, atol=1e-12)
+
+
+# ---- l2_loss --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 9, 450])
+def test_l2_loss(count, dtype, device):
+    """Empty, scalar, large, strided, frozen and many tensors: more than the arguments of a launch can hold."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(), (0,), (1,), (3, 5), (17000,), (0, 4), (2, 3, 4, 5), (64, 33), (7,)]
+    values = [
+        torch.randn(shapes[i % len(shapes)] if i < 18 else (1 + i % 5,), generator=generator, dtype=torch.float64)
+        for i in range(count)
+    ]
+    parameters = [x.to(device=device, dtype=dtype).requires_grad_() for x in values]
+    if count > 1:
+        parameters.append(parameters[7].detach().t().requires_grad_())
+        parameters.append(parameters[3].detach()[:, 1:4])
+    exact = [p.detach().cpu().double().requires_grad_(p.requires_grad) for p in parameters]
+    loss, truth = gs.l2_loss(parameters, 1e-2), REFERENCE.l2_loss(exact, 1e-2)
+    check_close(loss, truth.detach(), dtype)
+    wanted = [p for p in parameters if p.requires_grad]
+    found = torch.autograd.grad(loss * 3, wanted)
+    expected = torch.autograd.grad(truth * 3, [p for p in exact if p.requires_grad])
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == dtype
+        check_close(a, b, dtype)
+
+
+def test_l2_loss_of_several_dtypes(device):
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.randn(301, generator=generator).to(device=device, dtype=t).requires_grad_() for t in DTYPES]
+    exact = [p.detach().cpu().double().requires_grad_() for p in parameters]
+    loss, truth = gs.l2_loss(parameters, 0.1), REFERENCE.l2_loss(exact, 0.1)
+    assert loss.dtype == torch.float64
+    check_close(loss, truth.detach(), torch.float64)
+    loss.backward()
+    truth.backward()
+    for ours, theirs in zip(parameters, exact, strict=True):
+        check_close(ours.grad, theirs.grad, ours.dtype)
