@@ -6,6 +6,8 @@
 # make bench     run the benchmarks, and write bench/results/ and the README's tables
 # make matrix    judge the operators in every context, and write bench/results/matrix.json and the README's table
 # make lint      formatting, linters, types
+# make gpu       on a machine with a GPU: build, test, run compute-sanitizer, and measure, in 9 minutes and without a
+#                network; writes bench/results/<name of the GPU>.json     make gpu PYTHON=python3 RESULTS=folder MINUTES=9
 # make cuda-check  compile the CUDA kernels with nvcc for three generations of GPUs, and fail where registers spill
 #
 # Everything runs in .venv, which is made on the way. Another PyTorch: make test TORCH=torch==2.11.0
@@ -15,6 +17,8 @@ VERSIONS ?= 2.11.0 2.15.0
 SEED ?= 0
 PYTEST_OPTIONS ?= --cov --cov-report=term
 PYTEST_WORKERS ?= auto
+RESULTS ?= bench/results
+MINUTES ?= 9
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -22,7 +26,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 CXX_FILES := $(shell find csrc tests/cpp tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test simulated versions bench matrix lint cuda-check format clean force
+.PHONY: demo test simulated versions bench matrix lint gpu cuda-check format clean force
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/muzero_cartpole/train.py --seed $(SEED)
@@ -68,6 +72,10 @@ lint: $(VENV)/lint
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/python bench/readme.py --check
+
+# With the Python that is there, which has PyTorch: nothing is installed.
+gpu:
+	$(PYTHON) tests/gpu/run.py --results "$(RESULTS)" --minutes $(MINUTES)
 
 # Needs nvcc, and neither a GPU nor PyTorch.
 cuda-check:

@@ -175,12 +175,20 @@ def find_toolkit(torch) -> Toolkit:  # type: ignore[no-untyped-def]
         raise NoCudaError(f"{built}, but no nvcc was found; {how_to_get_nvcc(cuda)}")
     for nvcc, release in zip(places, releases, strict=True):
         if release and release[0].split(".")[0] == major:
+            if tuple(map(int, release[0].split("."))) < OLDEST_NVCC:
+                oldest = ".".join(map(str, OLDEST_NVCC))
+                raise NoCudaError(f"{built}, and {nvcc} is CUDA {release[0]}, but the kernels need {oldest} or later")
             return Toolkit(nvcc, release[0], missing_include(nvcc, major))
     others = " and ".join(
         f"{nvcc} is CUDA {release[0] if release else 'of an unknown version'}"
         for nvcc, release in zip(places, releases, strict=True)
     )
     raise NoCudaError(f"{built}, but {others}; {how_to_get_nvcc(cuda)}, or install a PyTorch built for that CUDA")
+
+
+# Kernel arguments of more than 4 KB need this compute capability, and nvcc 12.1.
+OLDEST_GPU = 70
+OLDEST_NVCC = (12, 1)
 
 
 def choose_architectures(torch, toolkit: Toolkit) -> str:  # type: ignore[no-untyped-def]
@@ -193,7 +201,8 @@ def choose_architectures(torch, toolkit: Toolkit) -> str:  # type: ignore[no-unt
     flags = torch.cuda.get_arch_list() or torch._C._cuda_getArchFlags().split()  # the former is empty without a GPU
     own = re.findall(r"\bsm_(\d+)\b", " ".join(flags))
     supported, common = (
-        {(int(name[:-1]), int(name[-1])) for name in names} for names in (known, set(known) & set(own))
+        {(int(name[:-1]), int(name[-1])) for name in names if int(name) >= OLDEST_GPU}
+        for names in (known, set(known) & set(own))
     )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     present = {tuple(torch.cuda.get_device_capability(index)) for index in range(count)}

@@ -10,6 +10,7 @@ import os
 import platform
 import random
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,31 @@ def arguments(description: str | None) -> argparse.Namespace:
     return parsed
 
 
+def gpu() -> dict[str, str]:
+    """Name and software of the current GPU; nothing where no program has begun to use one."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return {}
+    properties = torch.cuda.get_device_properties()
+    driver = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", driver.read_text()) if driver.exists() else None
+    return {
+        "gpu": properties.name,
+        "multiprocessors": str(properties.multi_processor_count),
+        "L2 cache": f"{properties.L2_cache_size / 2**20:.0f} MB",
+        "memory": f"{properties.total_memory / 2**30:.0f} GB",
+        "driver": found[0] if found else _driver_of_nvidia_smi(),
+        "cuda": str(torch.version.cuda),
+    }
+
+
+def _driver_of_nvidia_smi() -> str:
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()[0]
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        return "unknown"
+
+
 def machine() -> dict[str, str]:
     """What a figure must be read with."""
     cpu = platform.processor() or platform.machine()
@@ -42,6 +68,7 @@ def machine() -> dict[str, str]:
         found = dict(re.findall(r"^(model name|model|cpu family)\s*: (.*)$", information.read_text(), re.M))
         cpu = f"{found.get('model name', cpu)} (family {found.get('cpu family')}, model {found.get('model')})"
     return {
+        **gpu(),
         "cpu": cpu,
         "cores": str(torch.multiprocessing.cpu_count()),
         "threads": str(torch.get_num_threads()),
@@ -51,13 +78,41 @@ def machine() -> dict[str, str]:
     }
 
 
-def measure(contestants: Contestants, seconds: float) -> dict[str, dict[str, float]]:
+def wall_time(function: Callable[[], object], repeats: int) -> float:
+    """Seconds that so many calls take on the CPU."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    return time.perf_counter() - start
+
+
+def gpu_time(function: Callable[[], object], repeats: int) -> float:
+    """Seconds from the start of the first of so many calls to the end of the last as the GPU sees them.
+
+    Where the CPU is slower in launching than the GPU in working, that is the CPU's time.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def measure(
+    contestants: Contestants,
+    seconds: float,
+    timed: Callable[[Callable[[], object], int], float] = wall_time,
+    turn: float = 100e-6,
+) -> dict[str, dict[str, float]]:
     """Median, 20th and 80th percentile in ms. Contestants take turns, so that a slow spell of the machine meets all.
 
-    A short call is repeated within its turn: what is measured is the call, not the caches that others left cold.
+    A call is repeated until its turn takes `turn` seconds: what is measured is the call, not the caches that others
+    left cold.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    repeats = {name: _calls_in(100e-6, function) for name, function in contestants.items()}
+    repeats = {name: _calls_in(turn, function, timed) for name, function in contestants.items()}
     gc.collect()
     gc.disable()
     end = time.perf_counter() + seconds
@@ -66,23 +121,17 @@ def measure(contestants: Contestants, seconds: float) -> dict[str, dict[str, flo
     while (time.perf_counter() < end or rounds < 5) and rounds < 3000:
         # In another order every time: who comes after one that fills the caches starts cold.
         for name in shuffled.sample(list(contestants), len(contestants)):
-            function = contestants[name]
-            start = time.perf_counter()
-            for _ in range(repeats[name]):
-                function()
-            times[name].append((time.perf_counter() - start) / repeats[name])
+            times[name].append(timed(contestants[name], repeats[name]) / repeats[name])
         rounds += 1
     gc.enable()
     return {name: _statistics(values) for name, values in times.items()}
 
 
-def _calls_in(seconds: float, function: Callable[[], object]) -> int:
+def _calls_in(
+    seconds: float, function: Callable[[], object], timed: Callable[[Callable[[], object], int], float]
+) -> int:
     """How many calls, 1 to 100, take about so long; warms up on the way."""
-    fastest = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        function()
-        fastest = min(fastest, time.perf_counter() - start)
+    fastest = min(timed(function, 1) for _ in range(5))
     return max(1, min(100, round(seconds / fastest)))
 
 

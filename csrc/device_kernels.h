@@ -19,6 +19,9 @@ int64_t bytes_for_loss(const LossCall& call);
 void launch_decode(const Decoding& decoding, int64_t count, char* workspace, void* stream);
 int64_t bytes_for_decode(const Decoding& decoding);
 
+// `count` scalars as distributions.
+void launch_encode(const Encoding& encoding, int64_t count, void* stream);
+
 void launch_elementwise(const ElementwiseCall& call, void* stream);
 void launch_rescale(const RescaleCall& call, void* stream);
 int64_t bytes_for_rescale(const RescaleCall& call);
@@ -33,6 +36,7 @@ struct DeviceKernels {
   decltype(&bytes_for_loss) loss_bytes;
   decltype(&launch_decode) decode;
   decltype(&bytes_for_decode) decode_bytes;
+  decltype(&launch_encode) encode;
   decltype(&launch_elementwise) elementwise;
   decltype(&launch_rescale) rescale;
   decltype(&bytes_for_rescale) rescale_bytes;
@@ -49,6 +53,7 @@ inline DeviceKernels linked_device_kernels() {
       bytes_for_loss,
       launch_decode,
       bytes_for_decode,
+      launch_encode,
       launch_elementwise,
       launch_rescale,
       bytes_for_rescale,

@@ -3,11 +3,13 @@
 #include "device.h"
 #include "flow/flow.h"
 #include "loss/decode.h"
+#include "loss/encode.h"
 #include "loss/multi_step_loss.h"
 #include "tensor_element.h"
 #include "tensors/l2_loss.h"
 
 #include <ATen/Version.h>
+#include <ATen/core/grad_mode.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -105,6 +107,19 @@ py::object decode(
   return py::cast(gradscale::decode(support, python_support, tensor));
 }
 
+// Distributions, or None where a gradient is wanted, or the kernel does not take these scalars.
+py::object encode(const std::shared_ptr<gradscale::OwnedSupport>& support, double sigma_ratio, py::handle scalars) {
+  if (!THPVariable_Check(scalars.ptr()) || !gradscale::ordinary_context()) {
+    return py::none();
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(scalars.ptr());
+  if (!gradscale::ordinary_tensor(tensor) || !gradscale::has_element(tensor) ||
+      (at::GradMode::is_enabled() && tensor.requires_grad())) {
+    return py::none();
+  }
+  return py::cast(gradscale::encode(support->get(), sigma_ratio, tensor));
+}
+
 std::shared_ptr<gradscale::OwnedSupport> make_support(const std::vector<double>& numbers) {
   TORCH_CHECK(numbers.size() == gradscale::kNumbersOfHead, "Support: its numbers are those of a head");
   return std::make_shared<gradscale::OwnedSupport>(gradscale::head_from_numbers(numbers.data()).support);
@@ -179,6 +194,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_differentiable_gradients", &gradscale::set_differentiable_gradients);
   py::class_<gradscale::OwnedSupport, std::shared_ptr<gradscale::OwnedSupport>>(m, "Support")
       .def(py::init(&make_support));
+  m.def("encode", &encode);
   m.def("decode", &decode);
   m.def("set_decode_gradient", &gradscale::set_decode_gradient);
   m.def("l2_loss", &l2_loss);

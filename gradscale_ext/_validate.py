@@ -304,6 +304,11 @@ def _step_numbers(
         raise ValueError(
             f"multi_step_loss: {argument} must have {steps} numbers, one per step, but it has {len(numbers)}"
         )
+    if any(isinstance(number, torch.Tensor) and number.device.type != "cpu" for number in numbers):
+        raise TypeError(
+            f"multi_step_loss: {argument} is a sequence of tensors that are not on the CPU, and reading them would "
+            f"wait for their device; pass one tensor of {steps} numbers: torch.stack({argument})"
+        )
     try:
         values = [float(number) for number in numbers]
     except (TypeError, ValueError) as error:

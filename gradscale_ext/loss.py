@@ -87,10 +87,14 @@ def multi_step_loss(
     Raises:
         ValueError, TypeError: names the head and step, what was expected and what came; nothing has been changed then.
 
-    On the CPU and for plain tensors this is one call into C++, one parallel region and no temporary of the size of the
-    logits besides the gradients, which are computed together with the loss; in `torch.compile` and `torch.export` it is
-    one operator of the graph. Second derivatives, `torch.func` transforms, forward mode, tensor subclasses and other
-    devices go through `gradscale_ext.reference`. A compiled or exported loss has no second derivative: it raises.
+    For plain tensors this is one call into C++ and no temporary of the size of the logits besides the gradients, which
+    are computed together with the loss: one parallel region on the CPU, two launches on CUDA (one more to count a mask
+    for "valid_mean") and one in the backward pass, where nothing is waited for. In `torch.compile` and `torch.export`
+    it is one operator of the graph. Second derivatives, `torch.func` transforms, forward mode, tensor subclasses and
+    other devices go through `gradscale_ext.reference`. A compiled or exported loss has no second derivative: it raises.
+
+    A backward pass that reads predictions, targets, weights or masks again raises where one of them was written to
+    since: every one on CUDA, and on the CPU those of half types or with another factor than 1.
 
     >>> heads = {"policy": SoftCrossEntropy()}
     >>> logits = torch.zeros(1, 4, requires_grad=True)

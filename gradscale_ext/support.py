@@ -110,7 +110,8 @@ class Support:
             TypeError: `x` is not a floating tensor.
         """
         _check_scalars("two_hot", x)
-        return reference.two_hot(x, self)
+        encoded = _C.encode(self._compiled, 0.0, x) if _context.is_eager() else None
+        return reference.two_hot(x, self) if encoded is None else encoded
 
     def hl_gauss(self, x: torch.Tensor, sigma_ratio: float = 0.75) -> torch.Tensor:
         """Encode scalars `[...]` as histograms `[..., S]` of a normal distribution around them.
@@ -141,7 +142,8 @@ class Support:
         _check_scalars("hl_gauss", x)
         if not 0 < sigma_ratio < math.inf:
             raise ValueError(f"Support.hl_gauss: sigma_ratio must be finite and above 0, but it is {sigma_ratio}")
-        return reference.hl_gauss(x, self, sigma_ratio)
+        encoded = _C.encode(self._compiled, float(sigma_ratio), x) if _context.is_eager() else None
+        return reference.hl_gauss(x, self, sigma_ratio) if encoded is None else encoded
 
     def decode(self, logits: torch.Tensor) -> torch.Tensor:
         """Scalars `[...]` that logits `[..., S]` predict: softmax, expectation, inverse transform in one kernel.

@@ -99,6 +99,17 @@ def test_half_gradients_are_scaled_in_float32():
     assert torch.allclose(x.grad.double(), torch.tensor(6e-5, dtype=torch.float64), rtol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("operator", "sign"), [(gs.scale_gradient, 1), (gs.reverse_gradient, -1)])
+def test_half_gradients_are_scaled_in_float32_in_place(operator, sign, dtype):
+    """The scale itself is not rounded to half, where it would be 0 or lose digits."""
+    for scale, value in ((1e-9, 60000.0), (1 / 3, 3.0)):
+        x = torch.ones(3, dtype=dtype, requires_grad=True)
+        (gradient,) = torch.autograd.grad(operator(x, scale) * value, x, torch.ones(3, dtype=dtype))
+        expected = torch.full((3,), sign * scale * torch.tensor(value, dtype=dtype).item(), dtype=torch.float64)
+        assert torch.equal(gradient, expected.to(dtype))
+
+
 def test_without_gradients():
     x = POINT.clone().requires_grad_()
     with torch.no_grad():

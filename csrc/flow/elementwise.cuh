@@ -36,7 +36,7 @@ GRADSCALE_DEVICE void read_argument(
 constexpr int64_t kElementsOfBlock = 4096; // two or four windows a thread
 
 template <class T, class Function>
-GRADSCALE_KERNEL(kThreads)
+GRADSCALE_KERNEL(kThreads, 2)
 elementwise_dense(ElementwiseCall call, Function function) {
   using A = typename AccumulateType<T>::type;
   constexpr int size = kVector<T>;
@@ -62,7 +62,7 @@ elementwise_dense(ElementwiseCall call, Function function) {
 }
 
 template <class T, class Function>
-GRADSCALE_KERNEL(kThreads)
+GRADSCALE_KERNEL(kThreads, 2)
 elementwise_broadcast(ElementwiseCall call, Function function) {
   using A = typename AccumulateType<T>::type;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;

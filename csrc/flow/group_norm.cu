@@ -6,10 +6,6 @@ namespace gradscale {
 
 namespace {
 
-int64_t chunks_of(const RescaleCall& call) {
-  return (call.size + kChunkOfGroup - 1) / kChunkOfGroup;
-}
-
 template <class T>
 void launch_as(const RescaleCall& call, Stream stream) {
   if (call.size <= kShortGroup) {
@@ -19,15 +15,15 @@ void launch_as(const RescaleCall& call, Stream stream) {
     launch("rescale_groups", rescale_groups<T>, blocks, kThreads, stream, call, threads);
     return;
   }
-  const int64_t chunks = chunks_of(call);
-  launch("power_sums", power_sums<T>, call.groups * chunks, kThreads, stream, call, chunks);
-  launch("rescale_chunks", rescale_chunks<T>, call.groups * chunks, kThreads, stream, call, chunks);
+  const Chunks chunks = chunks_of(call);
+  launch("power_sums", power_sums<T>, call.groups * chunks.count, kThreads, stream, call, chunks);
+  launch("rescale_chunks", rescale_chunks<T>, call.groups * chunks.count, kThreads, stream, call, chunks);
 }
 
 } // namespace
 
 int64_t bytes_for_rescale(const RescaleCall& call) {
-  return call.size <= kShortGroup ? 0 : call.groups * chunks_of(call) * static_cast<int64_t>(sizeof(PowerSum));
+  return call.size <= kShortGroup ? 0 : call.groups * chunks_of(call).count * static_cast<int64_t>(sizeof(PowerSum));
 }
 
 void launch_rescale(const RescaleCall& call, void* stream) {

@@ -15,7 +15,6 @@
 namespace gradscale {
 
 constexpr int64_t kShortGroup = 8192; // elements; the groups that are worked on at a time fit the cache
-constexpr int64_t kChunkOfGroup = 32768;
 
 GRADSCALE_DEVICE double limit_of(const RescaleCall& call, int64_t group) {
   return call.limits == nullptr ? call.limit : call.limits[group];
@@ -56,7 +55,7 @@ GRADSCALE_DEVICE void scale_range(const T* from, T* to, int32_t size, const Scal
 }
 
 template <class T>
-GRADSCALE_KERNEL(kThreads)
+GRADSCALE_KERNEL(kThreads, 2)
 rescale_groups(RescaleCall call, int threads_per_group) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group group{threads_per_group, static_cast<int>(threadIdx.x) % threads_per_group, shared};
@@ -74,22 +73,33 @@ rescale_groups(RescaleCall call, int threads_per_group) {
   scale_range(from, static_cast<T*>(call.to) + begin, size, by, group);
 }
 
+// The chunks of a group: not so many that reading their sums takes long beside reading them.
+struct Chunks {
+  int64_t size;
+  int64_t count;
+};
+
+inline Chunks chunks_of(const RescaleCall& call) {
+  const int64_t size = call.size / 1024 > 32768 ? (call.size / 1024 + 31) / 32 * 32 : 32768;
+  return {size, (call.size + size - 1) / size};
+}
+
 struct Chunk {
   int64_t group;
   int64_t begin; // in memory
   int32_t size;
 };
 
-GRADSCALE_DEVICE Chunk chunk_of_block(const RescaleCall& call, int64_t chunks) {
-  const int64_t group = blockIdx.x / chunks;
-  const int64_t start = (blockIdx.x % chunks) * kChunkOfGroup;
+GRADSCALE_DEVICE Chunk chunk_of_block(const RescaleCall& call, const Chunks& chunks) {
+  const int64_t group = blockIdx.x / chunks.count;
+  const int64_t start = (blockIdx.x % chunks.count) * chunks.size;
   const int64_t rest = call.size - start;
-  return {group, group * call.size + start, static_cast<int32_t>(rest < kChunkOfGroup ? rest : kChunkOfGroup)};
+  return {group, group * call.size + start, static_cast<int32_t>(rest < chunks.size ? rest : chunks.size)};
 }
 
 template <class T>
-GRADSCALE_KERNEL(kThreads)
-power_sums(RescaleCall call, int64_t chunks) {
+GRADSCALE_KERNEL(kThreads, 2)
+power_sums(RescaleCall call, Chunks chunks) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group group{kThreads, static_cast<int>(threadIdx.x), shared};
   const Chunk chunk = chunk_of_block(call, chunks);
@@ -100,15 +110,15 @@ power_sums(RescaleCall call, int64_t chunks) {
 }
 
 template <class T>
-GRADSCALE_KERNEL(kThreads)
-rescale_chunks(RescaleCall call, int64_t chunks) {
+GRADSCALE_KERNEL(kThreads, 2)
+rescale_chunks(RescaleCall call, Chunks chunks) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group group{kThreads, static_cast<int>(threadIdx.x), shared};
   const Chunk chunk = chunk_of_block(call, chunks);
-  const PowerSum* sums = reinterpret_cast<const PowerSum*>(call.workspace) + chunk.group * chunks;
+  const PowerSum* sums = reinterpret_cast<const PowerSum*>(call.workspace) + chunk.group * chunks.count;
   const Scaling by =
-      scaling(call.rule, total_power_sum(sums, chunks, call.p, group), call.p, limit_of(call, chunk.group));
-  if (threadIdx.x == 0 && blockIdx.x % chunks == 0) {
+      scaling(call.rule, total_power_sum(sums, chunks.count, call.p, group), call.p, limit_of(call, chunk.group));
+  if (threadIdx.x == 0 && blockIdx.x % chunks.count == 0) {
     count_norm(call, by.within);
   }
   scale_range(

@@ -26,6 +26,11 @@ at::Tensor scaled(at::Tensor gradient, double scale) {
     }
     return owned_by_nobody_else(gradient) ? gradient.zero_() : at::zeros_like(gradient);
   }
+  // In place PyTorch rounds the scale to the type of the gradient.
+  if (c10::elementSize(c10::toRealValueType(gradient.scalar_type())) == 2) {
+    const auto product = elementwise(ElementFunction::multiply, gradient, {scale});
+    return product ? *product : gradient.mul(scale);
+  }
   return owned_by_nobody_else(gradient) ? gradient.mul_(scale) : gradient.mul(scale);
 }
 

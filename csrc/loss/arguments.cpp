@@ -139,8 +139,12 @@ bool read_step_numbers(py::handle object, const Arguments& arguments, StepNumber
     const py::object sequence = py::reinterpret_steal<py::object>(PySequence_Fast(items, "a sequence"));
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
     for (Py_ssize_t k = 0; k < count; ++k) {
-      // Of Python, of NumPy, or a tensor of one number.
-      out.numbers.push_back(PyFloat_AsDouble(PySequence_Fast_GET_ITEM(sequence.ptr(), k)));
+      // Of Python, of NumPy, or a tensor of one number, for which no device is waited for.
+      PyObject* item = PySequence_Fast_GET_ITEM(sequence.ptr(), k);
+      if (THPVariable_Check(item) && !THPVariable_Unpack(item).is_cpu()) {
+        return false;
+      }
+      out.numbers.push_back(PyFloat_AsDouble(item));
       if (PyErr_Occurred() != nullptr) { // no number, or an integer too large: Python has the words
         PyErr_Clear();
         return false;
@@ -164,6 +168,8 @@ bool on_device(const std::vector<at::Tensor>& tensors, c10::Device device) {
       tensors.begin(), tensors.end(), [=](const at::Tensor& tensor) { return on_device(tensor, device); });
 }
 
+} // namespace
+
 bool on_one_device(const Arguments& arguments) {
   const c10::Device device = arguments.predictions[0].tensors[0].device();
   const auto entries_are = [=](const std::vector<Entries>& of_heads) {
@@ -174,6 +180,8 @@ bool on_one_device(const Arguments& arguments) {
          on_device(arguments.step_weights.tensor, device) && on_device(arguments.step_gradient_scale.tensor, device) &&
          on_device(arguments.importance_weights, device);
 }
+
+namespace {
 
 bool read_mask(py::handle object, const Arguments& arguments, at::Tensor& mask) {
   return read_tensor(object, mask) && mask.scalar_type() == at::kBool &&

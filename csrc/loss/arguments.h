@@ -62,6 +62,9 @@ struct Arguments {
   bool wants_any() const;
 };
 
+// Whether all tensors are where the first prediction is.
+bool on_one_device(const Arguments& arguments);
+
 // As in Python.
 std::optional<Reduction> read_reduction(const std::string& reduction);
 

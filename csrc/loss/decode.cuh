@@ -70,14 +70,14 @@ GRADSCALE_DEVICE void decode_block(const DecodeArguments& arguments, const void*
 }
 
 template <class A>
-GRADSCALE_KERNEL(kThreads)
+GRADSCALE_KERNEL(kThreads, 2)
 decode_rows(DecodeArguments arguments) {
   GRADSCALE_SHARED(double, shared, kWarps);
   decode_block<A>(arguments, nullptr, shared);
 }
 
 template <class A>
-GRADSCALE_KERNEL(kThreads)
+GRADSCALE_KERNEL(kThreads, 2)
 decode_rows_raw(DecodeArguments arguments, GRADSCALE_ARGUMENT(Table) centers) {
   GRADSCALE_SHARED(double, shared, kWarps);
   decode_block<A>(arguments, centers.template at<char>(0), shared);

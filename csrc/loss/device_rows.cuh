@@ -81,10 +81,22 @@ class LogitsRow {
   GRADSCALE_DEVICE LogitsRow(const T* logits, int32_t width, const Group& group)
       : logits_(logits), width_(width), group_(group), windows_(logits, width) {
     if constexpr (cached) {
+      Vector<T> raw[kCachedWindows]; // all are asked for before the first is waited for
 #pragma unroll
       for (int c = 0; c < kCachedWindows; ++c) {
-        if (group_.rank + c * group_.size < windows_.count) {
-          read(group_.rank + c * group_.size, values_[c]);
+        if (is_whole(window_of(c))) {
+          raw[c] = load16<Vector<T>>(logits_ + windows_.first(window_of(c)));
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < kCachedWindows; ++c) {
+        if (is_whole(window_of(c))) {
+#pragma unroll
+          for (int k = 0; k < kSize; ++k) {
+            values_[c][k] = static_cast<A>(to_accumulate(raw[c].elements[k]));
+          }
+        } else if (window_of(c) < windows_.count) {
+          read(window_of(c), values_[c]);
         }
       }
     }
@@ -101,9 +113,8 @@ class LogitsRow {
     if constexpr (cached) {
 #pragma unroll
       for (int c = 0; c < kCachedWindows; ++c) {
-        const int32_t window = group_.rank + c * group_.size;
-        if (window < windows_.count) {
-          function(values_[c], windows_.first(window));
+        if (window_of(c) < windows_.count) {
+          function(values_[c], windows_.first(window_of(c)));
         }
       }
     } else {
@@ -142,6 +153,14 @@ class LogitsRow {
   }
 
  private:
+  // The window that is cached at c.
+  GRADSCALE_DEVICE int32_t window_of(int c) const {
+    return group_.rank + c * group_.size;
+  }
+  // All of it is in the row; where it begins is a multiple of 16 bytes, as of every window.
+  GRADSCALE_DEVICE bool is_whole(int32_t window) const {
+    return windows_.first(window) >= 0 && windows_.first(window) + kSize <= width_;
+  }
   GRADSCALE_DEVICE void read(int32_t window, A* values) const {
     read_elements<kSize>(logits_, width_, windows_.first(window), -static_cast<A>(INFINITY), values);
   }
@@ -206,13 +225,19 @@ GRADSCALE_DEVICE A decoded_value(A expected, const Support& support) {
   return support.raw ? expected : inverse_transform_value(support.transform, expected, static_cast<A>(support.eps));
 }
 
+template <class A>
+GRADSCALE_DEVICE A smoothing_of_bin(const DeviceHead& head) {
+  const double smoothing = head.head.label_smoothing;
+  return smoothing == 0 ? A(0) : static_cast<A>(smoothing / static_cast<double>(head.width));
+}
+
 // log(sum) - sum_j t_j (x_j - maximum); gradient c (p_j - t_j).
 template <class T, class A, bool cached, class Target>
 GRADSCALE_DEVICE void categorical_row(const RowTask& task, const Target& target) {
   const Head& head = task.head.head;
   const Group& group = task.group;
   const A kept = static_cast<A>(1 - head.label_smoothing);
-  const A everywhere = static_cast<A>(head.label_smoothing / static_cast<double>(task.head.width));
+  const A everywhere = smoothing_of_bin<A>(task.head);
   LogitsRow<T, A, cached> row(task.template prediction<T>(), task.width, group);
   const CategoricalSums<A> sums = categorical_sums<A>(row, task.width, head.support, task.raw_centers, group);
   const int32_t begin = task.active ? target.begin : 0;
@@ -263,7 +288,7 @@ class PolicyTarget {
         row_(task.row),
         width_(task.width),
         kept_(static_cast<A>(1 - task.head.head.label_smoothing)),
-        everywhere_(static_cast<A>(task.head.head.label_smoothing / static_cast<double>(task.head.width))),
+        everywhere_(smoothing_of_bin<A>(task.head)),
         smooth_(task.head.head.label_smoothing != 0) {
     if (rows_.element == Element::int64) {
       const int64_t chosen = static_cast<const int64_t*>(rows_.data)[row_ * rows_.stride];

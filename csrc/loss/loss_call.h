@@ -23,6 +23,8 @@ struct LossCall {
   Slab loss;
   Slab head_means;
   int64_t* num_nonfinite;
+  Slab skipped;    // of the forward pass with skip_nonfinite: per_sample once more, for the backward pass
+  double* kept;    // entries that a head's mask keeps, by head; where mean_of_kept and there is a mask
   char* workspace; // bytes_for_loss() bytes, at a multiple of 8
 };
 

@@ -77,7 +77,7 @@ struct MultiStepLossBackward : public autograd::Node {
   Gradients gradients;           // for grad_output 1
   Arguments arguments;           // for another run
   std::vector<int64_t> versions; // of the arguments, as the forward pass read them
-  at::Tensor per_sample;         // where a device must know which samples were skipped
+  DeviceState state;
   std::shared_ptr<Plan> plan;
   bool last_use = false;
   bool released = false;
@@ -93,7 +93,7 @@ struct MultiStepLossBackward : public autograd::Node {
   void release_variables() override {
     gradients.clear();
     arguments = Arguments();
-    per_sample.reset();
+    state = DeviceState();
     released = true;
   }
 
@@ -184,7 +184,7 @@ struct MultiStepLossBackward : public autograd::Node {
     check_unchanged();
     Gradients kept = last_use ? std::move(gradients) : Gradients();
     return flat(
-        multiplied_on_device(plan->table, plan->gradient_memory, arguments, std::move(kept), grad_output, per_sample));
+        multiplied_on_device(plan->table, plan->gradient_memory, arguments, std::move(kept), grad_output, state));
   }
 
   static autograd::variable_list flat(Gradients gradients) {
@@ -247,9 +247,7 @@ Outputs multi_step_loss(const std::shared_ptr<Plan>& plan, Arguments arguments) 
     }
     node->versions = versions_of(arguments);
     node->gradients = std::move(result.gradients);
-    if (arguments.skip_nonfinite && device_kernels(result.outputs.loss.device()) != nullptr) {
-      node->per_sample = result.outputs.per_sample.clone(); // the output is the user's to write to
-    }
+    node->state = std::move(result.state);
     node->arguments = std::move(arguments);
     node->plan = plan;
     autograd::set_history(result.outputs.loss, handle);

@@ -20,10 +20,10 @@ int64_t blocks_of_totals(const LossCall& call) {
   return call.batch <= kThreads ? 1 : (call.batch + kThreads - 1) / kThreads; // of an empty batch the sums are 0
 }
 
-// What is before the tables in the workspace: partial sums, entries kept by head, blocks done.
+// What is before the tables in the workspace: partial sums, blocks done.
 int64_t bytes_of_sums(const LossCall& call) {
   const PartialSums partial{nullptr, call.num_heads};
-  return (blocks_of_totals(call) * partial.size() + call.num_heads + 1) * static_cast<int64_t>(sizeof(double));
+  return (blocks_of_totals(call) * partial.size() + 1) * static_cast<int64_t>(sizeof(double));
 }
 
 // The launches of a call.
@@ -38,8 +38,7 @@ class Launches {
     }
     blocks_ = blocks_of_totals(call);
     partial_ = {reinterpret_cast<double*>(call.workspace), call.num_heads};
-    kept_ = partial_.data + blocks_ * partial_.size();
-    blocks_done_ = reinterpret_cast<unsigned*>(kept_ + call.num_heads);
+    blocks_done_ = reinterpret_cast<unsigned*>(partial_.data + blocks_ * partial_.size());
     all_ = build(/*of_doubles=*/true, /*of_floats=*/true);
     if (has_doubles_ && has_floats_) {
       doubles_ = build(true, false);
@@ -51,7 +50,13 @@ class Launches {
     finish(stream);
     if (counts_) {
       launch(
-          "count_kept", count_kept, call_.num_heads, kThreads, stream, all_.table, KeptArguments{call_.batch, kept_});
+          "count_kept",
+          count_kept,
+          call_.num_heads,
+          kThreads,
+          stream,
+          all_.table,
+          KeptArguments{call_.batch, call_.kept});
     }
     rows({call_.batch, blocks_done_, {}, false, {}}, stream);
     const TotalsArguments arguments{
@@ -59,6 +64,7 @@ class Launches {
         call_.each_sample,
         call_.skip_nonfinite,
         call_.per_sample,
+        call_.skipped,
         call_.loss,
         call_.head_means,
         call_.num_nonfinite,
@@ -69,11 +75,7 @@ class Launches {
 
   void backward(const LossBackward& backward, Stream stream) {
     finish(stream);
-    if (counts_) {
-      launch(
-          "count_kept", count_kept, call_.num_heads, kThreads, stream, all_.table, KeptArguments{call_.batch, kept_});
-    }
-    const Slab skipped = call_.skip_nonfinite ? call_.per_sample : Slab{};
+    const Slab skipped = call_.skip_nonfinite ? call_.skipped : Slab{};
     rows({call_.batch, blocks_done_, backward.grad_output, backward.has_gradients, skipped}, stream);
   }
 
@@ -127,7 +129,7 @@ class Launches {
     head.width = first.width;
     head.raw_centers = -1;
     head.threads_per_row = threads_for_row(first.width, element_size(first.prediction.element));
-    head.kept = is_counted(call_, index) ? kept_ + index : nullptr;
+    head.kept = is_counted(call_, index) ? call_.kept + index : nullptr;
   }
 
   static void add_raw_centers(TableBuilder& builder, DeviceHead& head, bool as_double) {
@@ -185,7 +187,6 @@ class Launches {
   bool counts_ = false;
   int64_t blocks_ = 0; // of loss_totals
   PartialSums partial_{};
-  double* kept_ = nullptr;
   unsigned* blocks_done_ = nullptr;
   Built all_{};
   Built doubles_{};

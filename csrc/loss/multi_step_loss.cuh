@@ -20,7 +20,7 @@ struct RowsArguments {
   unsigned* blocks_done; // of loss_totals, which comes next: set to 0
   Slab grad_output;      // no data: this is the forward pass
   bool has_gradients;    // for grad_output 1
-  Slab per_sample;       // of the backward pass: a sample whose loss is not finite is skipped; no data: none is
+  Slab skipped;          // of the backward pass: a sample whose loss here is not finite is skipped; no data: none is
 };
 
 GRADSCALE_DEVICE int64_t segment_of_block(const LossTable& table, int64_t block) {
@@ -34,12 +34,12 @@ GRADSCALE_DEVICE int64_t segment_of_block(const LossTable& table, int64_t block)
 }
 
 GRADSCALE_DEVICE double head_factor(const DeviceHead& head) {
-  const double kept = head.kept == nullptr || *head.kept < 1 ? 1 : *head.kept;
-  return head.coefficients.factor / kept;
+  const double factor = head.coefficients.factor;
+  return head.kept == nullptr || *head.kept <= 1 ? factor : factor / *head.kept;
 }
 
 template <class A>
-GRADSCALE_KERNEL(kThreads)
+GRADSCALE_KERNEL(kThreads, 1)
 loss_rows(GRADSCALE_ARGUMENT(LossTable) table, RowsArguments arguments) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const bool backward = arguments.grad_output.data != nullptr;
@@ -65,7 +65,7 @@ loss_rows(GRADSCALE_ARGUMENT(LossTable) table, RowsArguments arguments) {
                   c.importance_weights.at(row, 0);
     if (backward) {
       coefficient *= arguments.grad_output.load(row);
-      kept = kept && (arguments.per_sample.data == nullptr || std::isfinite(arguments.per_sample.load(row)));
+      kept = kept && (arguments.skipped.data == nullptr || std::isfinite(arguments.skipped.load(row)));
     }
   }
   const Group group{head.threads_per_row, static_cast<int>(threadIdx.x) % head.threads_per_row, shared};
@@ -104,6 +104,7 @@ struct TotalsArguments {
   bool each_sample;
   bool skip_nonfinite;
   Slab per_sample;
+  Slab skipped;
   Slab loss;
   Slab head_means;
   int64_t* num_nonfinite;
@@ -111,20 +112,32 @@ struct TotalsArguments {
   unsigned* blocks_done;
 };
 
-GRADSCALE_DEVICE void clear_gradients(const LossTable& table, int64_t sample) {
-  for (int64_t i = 0; i < table.num_segments; ++i) {
-    const DeviceSegment& segment = table.segment(i);
-    if (segment.gradient != nullptr) {
-      const int64_t size = element_size(static_cast<Element>(segment.gradient_element));
-      char* row = static_cast<char*>(segment.gradient) + sample * segment.gradient_stride * size;
-      memset(row, 0, table.head(segment.head).width * size);
+// The gradients of the samples of this block whose threads say so, by all of its threads.
+GRADSCALE_DEVICE void clear_gradients(const LossTable& table, bool clears, int64_t sample, int64_t* clearing) {
+  clearing[threadIdx.x] = clears ? sample : -1;
+  __syncthreads();
+  for (int i = 0; i < kThreads; ++i) {
+    if (clearing[i] < 0) {
+      continue;
+    }
+    for (int64_t k = 0; k < table.num_segments; ++k) {
+      const DeviceSegment& segment = table.segment(k);
+      const int64_t width = segment.gradient == nullptr ? 0 : table.head(segment.head).width;
+      for_element(static_cast<Element>(segment.gradient_element), [&](auto type) {
+        using T = decltype(type);
+        T* row = static_cast<T*>(segment.gradient) + clearing[i] * segment.gradient_stride;
+        for (int64_t j = threadIdx.x; j < width; j += kThreads) {
+          row[j] = T{};
+        }
+      });
     }
   }
 }
 
-GRADSCALE_KERNEL(kThreads) loss_totals(GRADSCALE_ARGUMENT(LossTable) table, TotalsArguments arguments) {
+GRADSCALE_KERNEL(kThreads, 2) loss_totals(GRADSCALE_ARGUMENT(LossTable) table, TotalsArguments arguments) {
   GRADSCALE_SHARED(double, shared, kWarps);
   GRADSCALE_SHARED(unsigned, last, 1);
+  GRADSCALE_SHARED(int64_t, clearing, kThreads);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
   const int64_t sample = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool active = sample < arguments.batch;
@@ -162,16 +175,20 @@ GRADSCALE_KERNEL(kThreads) loss_totals(GRADSCALE_ARGUMENT(LossTable) table, Tota
     arguments.per_sample.store(sample, loss_of_sample);
     nonfinite = std::isfinite(arguments.per_sample.load(sample)) ? 0 : 1; // as the user sees it, in float
     contribution = table.head(0).coefficients.importance_weights.at(sample, 0) * weighted;
-    if (arguments.skip_nonfinite && nonfinite != 0) {
-      contribution = 0;
-      clear_gradients(table, sample);
+    if (arguments.skip_nonfinite) {
+      arguments.skipped.store(sample, loss_of_sample);
+      contribution = nonfinite != 0 ? 0 : contribution;
     }
     if (arguments.each_sample) {
       arguments.loss.store(sample, contribution);
     }
   }
   contribution = block.sum(contribution);
+  const bool clears = arguments.skip_nonfinite && nonfinite != 0;
   nonfinite = block.sum(nonfinite);
+  if (arguments.skip_nonfinite && nonfinite > 0) {
+    clear_gradients(table, clears, sample, clearing);
+  }
   if (threadIdx.x == 0) {
     partial.at(blockIdx.x, 0) = contribution;
     partial.at(blockIdx.x, 1) = nonfinite;
@@ -212,15 +229,15 @@ struct KeptArguments {
   double* kept; // by head
 };
 
-GRADSCALE_KERNEL(kThreads) count_kept(GRADSCALE_ARGUMENT(LossTable) table, KeptArguments arguments) {
+GRADSCALE_KERNEL(kThreads, 2) count_kept(GRADSCALE_ARGUMENT(LossTable) table, KeptArguments arguments) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
   const DeviceHead& head = table.head(blockIdx.x);
-  const int64_t entries = arguments.batch * head.num_segments;
   double kept = 0;
-  for (int64_t i = threadIdx.x; i < entries; i += kThreads) {
-    const int64_t step = head.head.first_step + i % head.num_segments;
-    kept += head.coefficients.mask.keeps(i / head.num_segments, step) ? 1 : 0;
+  for (int64_t sample = threadIdx.x; sample < arguments.batch; sample += kThreads) {
+    for (int32_t t = 0; t < head.num_segments; ++t) {
+      kept += head.coefficients.mask.keeps(sample, head.head.first_step + t) ? 1 : 0;
+    }
   }
   kept = block.sum(kept);
   if (threadIdx.x == 0) {

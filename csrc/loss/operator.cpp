@@ -93,6 +93,8 @@ Tensors kernel(
     const size_t first = next_prediction;
     arguments.predictions.push_back(next_entries(predictions, next_prediction, numbers[0]));
     arguments.targets.push_back(numbers[1] < 0 ? Entries() : next_entries(targets, next_target, numbers[1]));
+    TORCH_CHECK(
+        numbers[2] < static_cast<int64_t>(masks.size()), "multi_step_loss: layout names a mask that is not there");
     arguments.masks.push_back(numbers[2] < 0 ? at::Tensor() : masks[numbers[2]]);
     std::vector<bool>& of_head = arguments.wants.emplace_back();
     for (size_t i = first; i < next_prediction; ++i) {
@@ -101,6 +103,7 @@ Tensors kernel(
     const int64_t steps = count_steps(arguments.predictions[h], batch_first);
     arguments.steps = std::max(arguments.steps, table[h].first_step + steps);
   }
+  TORCH_CHECK(on_one_device(arguments), "multi_step_loss: all tensors must be on the device of the predictions");
   const Entries& entries = arguments.predictions[0];
   arguments.batch = entries.tensors[0].size(entries.stacked && !batch_first ? 1 : 0);
   const GradientMemory memory(/*keeps=*/false);

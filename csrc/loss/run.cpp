@@ -7,6 +7,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <cmath>
@@ -45,11 +46,11 @@ class Run {
       run_rows();
       reduce();
     }
-    return {std::move(outputs_), std::move(gradients_)};
+    return {std::move(outputs_), std::move(gradients_), std::move(state_)};
   }
 
   // The gradients that a forward pass left, multiplied on the device. Undefined ones are made.
-  Gradients backward(Gradients gradients, const at::Tensor& grad_output, const at::Tensor& per_sample) {
+  Gradients backward(Gradients gradients, const at::Tensor& grad_output, const DeviceState& state) {
     const bool has_gradients = !gradients.empty();
     gradients_ = std::move(gradients);
     if (!has_gradients) {
@@ -57,7 +58,7 @@ class Run {
     }
     outputs_.per_step.resize(table_.size());
     outputs_.expected.resize(table_.size());
-    outputs_.per_sample = per_sample;
+    state_ = state;
     make_segments();
     LossCall call = device_call();
     const OnDevice on_device(device_);
@@ -117,7 +118,8 @@ class Run {
     call.each_sample = arguments_.reduction == Reduction::none;
     call.mean_of_kept = arguments_.reduction == Reduction::valid_mean;
     call.skip_nonfinite = arguments_.skip_nonfinite;
-    call.per_sample = slab(outputs_.per_sample, 1);
+    call.skipped = slab(state_.skipped, 1);
+    call.kept = state_.kept.defined() ? state_.kept.mutable_data_ptr<double>() : nullptr;
     return call;
   }
 
@@ -128,7 +130,16 @@ class Run {
   }
 
   void run_on_device() {
+    const bool masked = std::any_of(
+        arguments_.masks.begin(), arguments_.masks.end(), [](const at::Tensor& mask) { return mask.defined(); });
+    if (arguments_.skip_nonfinite) {
+      state_.skipped = at::empty_like(outputs_.per_sample);
+    }
+    if (masked && arguments_.reduction == Reduction::valid_mean) {
+      state_.kept = at::empty({static_cast<int64_t>(table_.size())}, options_.dtype(at::kDouble));
+    }
     LossCall call = device_call();
+    call.per_sample = slab(outputs_.per_sample, 1);
     call.loss = slab(outputs_.loss, 1);
     call.head_means = slab(outputs_.head_means, 1);
     call.num_nonfinite = outputs_.num_nonfinite.mutable_data_ptr<int64_t>();
@@ -417,6 +428,7 @@ class Run {
   at::TensorOptions options_;
   Outputs outputs_;
   Gradients gradients_;
+  DeviceState state_;
   std::vector<Coefficients> coefficients_; // by head
   std::vector<int64_t> kept_;              // unmasked entries by head
   std::vector<Segment> segments_;
@@ -435,8 +447,8 @@ Gradients multiplied_on_device(
     const Arguments& arguments,
     Gradients gradients,
     const at::Tensor& grad_output,
-    const at::Tensor& per_sample) {
-  return Run(table, memory, arguments, /*wide=*/false).backward(std::move(gradients), grad_output, per_sample);
+    const DeviceState& state) {
+  return Run(table, memory, arguments, /*wide=*/false).backward(std::move(gradients), grad_output, state);
 }
 
 } // namespace gradscale

@@ -15,12 +15,19 @@ struct Outputs {
   at::Tensor num_nonfinite;         // int64 scalar
 };
 
+// What the backward pass on a device must know of the forward pass.
+struct DeviceState {
+  at::Tensor skipped; // per_sample, which is the user's to write to; undefined where no sample is skipped
+  at::Tensor kept;    // float64 [heads]: entries that masks keep; undefined where no mean is taken over them
+};
+
 // Gradients by head for grad_output 1, in the layout of its predictions; undefined where none is wanted.
 using Gradients = std::vector<std::vector<at::Tensor>>;
 
 struct RunResult {
   Outputs outputs;
   Gradients gradients;
+  DeviceState state;
 };
 
 // Computes the loss and, where wanted, the gradients in the same pass. Gradients are of the type of their predictions,
@@ -28,13 +35,13 @@ struct RunResult {
 RunResult run_loss(const HeadTable& table, const GradientMemory& memory, const Arguments& arguments, bool wide = false);
 
 // On a device with kernels: gradients that run_loss gave, in their own memory, times grad_output, which nobody waits
-// for; or, where none are given, new ones. `per_sample`, where defined, says which samples run_loss has skipped.
+// for; or, where none are given, new ones.
 Gradients multiplied_on_device(
     const HeadTable& table,
     const GradientMemory& memory,
     const Arguments& arguments,
     Gradients gradients,
     const at::Tensor& grad_output,
-    const at::Tensor& per_sample);
+    const DeviceState& state);
 
 } // namespace gradscale

@@ -201,6 +201,15 @@ struct Decoding {
   Slab grad_output;
 };
 
+// Rows of distributions over bins, from scalars of the same type.
+struct Encoding {
+  Rows scalars; // of one element
+  Rows out;
+  int64_t width;
+  const Support* support;
+  double sigma_ratio; // 0: two-hot
+};
+
 using DecodeRows = void (*)(const Decoding&, int64_t begin, int64_t end, double* scratch);
 
 } // namespace gradscale

@@ -32,8 +32,24 @@ struct Scaling {
   }
 };
 
+// x^p for x >= 0. On a GPU pow is a call, around which registers would be spilled; this loses p log(x) roundings.
+GRADSCALE_HOST_DEVICE double positive_power(double x, double p) {
+#if defined(__CUDA_ARCH__)
+  return exp(p * log(x));
+#else
+  return std::pow(x, p);
+#endif
+}
+
+GRADSCALE_HOST_DEVICE double norm_of(double sum, double p) {
+  if (p == 2) {
+    return std::sqrt(sum);
+  }
+  return p == 1 || std::isinf(p) ? sum : positive_power(sum, 1 / p);
+}
+
 GRADSCALE_HOST_DEVICE Scaling scaling(Rule rule, PowerSum sum, double p, double limit) {
-  const double norm = std::isinf(p) ? sum.sum : std::pow(sum.sum, 1 / p); // over root^2
+  const double norm = norm_of(sum.sum, p); // over root^2
   const bool within = norm <= limit / sum.root / sum.root;
   if (!(limit >= 0)) {
     return {1, static_cast<double>(NAN), within};
@@ -59,7 +75,7 @@ GRADSCALE_HOST_DEVICE double root_for(double maximum) {
 // What is to be multiplied with the sum of a part of a group for the root of the whole.
 GRADSCALE_HOST_DEVICE double from_root_to_root(double from, double to, double p) {
   const double ratio = (from / to) * (from / to);
-  return ratio == 1 || std::isinf(p) ? ratio : std::pow(ratio, p);
+  return ratio == 1 || std::isinf(p) ? ratio : positive_power(ratio, p);
 }
 
 } // namespace gradscale

@@ -22,7 +22,7 @@ constexpr int kThreads = GRADSCALE_THREADS; // of a block
 #if defined(__CUDACC__)
 
 #define GRADSCALE_DEVICE __device__ __forceinline__
-#define GRADSCALE_KERNEL(threads) __global__ void __launch_bounds__(threads)
+#define GRADSCALE_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks) // on a multiprocessor
 #define GRADSCALE_ARGUMENT(T) const __grid_constant__ T
 #define GRADSCALE_SHARED(T, name, count) __shared__ T name[count]
 
@@ -34,10 +34,15 @@ GRADSCALE_DEVICE Vector load16(const void* from) {
   return *static_cast<const Vector*>(from);
 }
 
+// In PTX: from C++ the compiler makes a store for each element, as it finds them elsewhere too.
 template <class Vector>
 GRADSCALE_DEVICE void store16(void* to, Vector vector) {
   static_assert(sizeof(Vector) == 16);
-  *static_cast<Vector*>(to) = vector;
+  const uint4 words = bit_cast<uint4>(vector);
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(__cvta_generic_to_global(to)), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
+               : "memory");
 }
 
 } // namespace gradscale
@@ -84,7 +89,7 @@ void launch(
 #include "simt.h" // of tests/simt
 
 #define GRADSCALE_DEVICE inline
-#define GRADSCALE_KERNEL(threads) void
+#define GRADSCALE_KERNEL(threads, blocks) void
 #define GRADSCALE_ARGUMENT(T) const T& // threads read the same copy, as they do on a GPU
 #define GRADSCALE_SHARED(T, name, count) \
   T(&name)[count] = simt::shared<T[count]>(__FILE__, __LINE__) // filled with NaN, between red zones

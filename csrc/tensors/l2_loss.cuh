@@ -47,7 +47,7 @@ GRADSCALE_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table) {
   return {entry, begin, static_cast<int32_t>(rest < kChunkOfTensor ? rest : kChunkOfTensor)};
 }
 
-GRADSCALE_KERNEL(kThreads) sums_of_squares(GRADSCALE_ARGUMENT(RangeTable) table, double* sums) {
+GRADSCALE_KERNEL(kThreads, 2) sums_of_squares(GRADSCALE_ARGUMENT(RangeTable) table, double* sums) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
   const ChunkOfTensor chunk = chunk_of_block(table);
@@ -62,7 +62,7 @@ GRADSCALE_KERNEL(kThreads) sums_of_squares(GRADSCALE_ARGUMENT(RangeTable) table,
   });
 }
 
-GRADSCALE_KERNEL(kThreads) squares_total(const double* sums, int64_t count, double factor, Slab loss) {
+GRADSCALE_KERNEL(kThreads, 2) squares_total(const double* sums, int64_t count, double factor, Slab loss) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
   double sum = 0;
@@ -75,7 +75,7 @@ GRADSCALE_KERNEL(kThreads) squares_total(const double* sums, int64_t count, doub
   }
 }
 
-GRADSCALE_KERNEL(kThreads) scaled_tensors(GRADSCALE_ARGUMENT(RangeTable) table, double factor, Slab grad_output) {
+GRADSCALE_KERNEL(kThreads, 2) scaled_tensors(GRADSCALE_ARGUMENT(RangeTable) table, double factor, Slab grad_output) {
   const ChunkOfTensor chunk = chunk_of_block(table);
   const double by = factor * grad_output.load(0);
   const Group block{kThreads, static_cast<int>(threadIdx.x), nullptr};

@@ -2,6 +2,7 @@
 #include "flow/elementwise.cu"
 #include "flow/group_norm.cu"
 #include "loss/decode.cu"
+#include "loss/encode.cu"
 #include "loss/multi_step_loss.cu"
 #include "port/table.cu"
 #include "tensors/l2_loss.cu"

@@ -128,7 +128,7 @@ GRADSCALE_DEVICE void add_up_losses(const Arguments& arguments) {
   }
 }
 
-inline GRADSCALE_KERNEL(kThreads) cross_entropy(GRADSCALE_ARGUMENT(Arguments) arguments) {
+inline GRADSCALE_KERNEL(kThreads, 2) cross_entropy(GRADSCALE_ARGUMENT(Arguments) arguments) {
   GRADSCALE_SHARED(PartOfSoftmax, parts, kWarps);
   const int64_t row = blockIdx.x;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;

@@ -305,6 +305,10 @@ LossResult run_loss(int64_t batch, bool wide, int64_t heads, bool valid_mean, bo
   call.loss = {loss.data(), 0, false};
   call.head_means = {means.data(), 1, false};
   call.num_nonfinite = num_nonfinite.data();
+  const Array<float> skipped(batch);
+  const Array<double> kept(call.num_heads);
+  call.skipped = {skipped.data(), 1, false};
+  call.kept = kept.data();
   const Array<char> workspace(bytes_for_loss(call));
   call.workspace = workspace.data();
   launch_loss(call, nullptr);

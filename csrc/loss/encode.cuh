@@ -1,0 +1,58 @@
+// Scalars as distributions over the bins of a support. Each row is written once, by a group of threads as in loss_rows:
+// first all but the bins of the target, then those.
+#pragma once
+
+#include "device_rows.cuh"
+
+namespace gradscale {
+
+struct EncodeArguments {
+  Encoding encoding;
+  Support support;
+  int64_t count;
+  int32_t threads_per_row;
+};
+
+template <class T, class Target>
+GRADSCALE_DEVICE void encode_row(T* row, int32_t width, const Target& target, const Group& group) {
+  using A = typename AccumulateType<T>::type;
+  constexpr int size = kVector<T>;
+  const int32_t begin = width == 0 ? 0 : target.begin;
+  const int32_t end = width == 0 ? 0 : target.end;
+  const A elsewhere = target.is_nan() ? static_cast<A>(NAN) : A(0);
+  const Windows<T> windows(row, width);
+  for (int32_t window = group.rank; window < windows.count; window += group.size) {
+    A values[size];
+#pragma unroll
+    for (int k = 0; k < size; ++k) {
+      values[k] = elsewhere;
+    }
+    write_elements<size>(row, width, windows.first(window), begin, end, values);
+  }
+  for (int32_t j = begin + group.rank; j < end; j += group.size) {
+    row[j] = from_accumulate<T, A>(static_cast<A>(target.mass(j)));
+  }
+}
+
+GRADSCALE_KERNEL(kThreads, 2) encode_rows(EncodeArguments arguments) {
+  const Encoding& e = arguments.encoding;
+  const int rows_of_block = kThreads / arguments.threads_per_row;
+  const int64_t wanted =
+      static_cast<int64_t>(blockIdx.x) * rows_of_block + static_cast<int>(threadIdx.x) / arguments.threads_per_row;
+  if (wanted >= arguments.count) {
+    return;
+  }
+  const Group group{arguments.threads_per_row, static_cast<int>(threadIdx.x) % arguments.threads_per_row, nullptr};
+  for_element(e.scalars.element, [&](auto type) {
+    using T = decltype(type);
+    const double x = to_accumulate(static_cast<const T*>(e.scalars.data)[wanted * e.scalars.stride]);
+    T* row = static_cast<T*>(e.out.data) + wanted * e.out.stride;
+    if (e.sigma_ratio > 0) {
+      encode_row(row, static_cast<int32_t>(e.width), hl_gauss(x, arguments.support, e.sigma_ratio), group);
+    } else {
+      encode_row(row, static_cast<int32_t>(e.width), two_hot(x, arguments.support), group);
+    }
+  });
+}
+
+} // namespace gradscale

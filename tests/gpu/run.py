@@ -1,0 +1,196 @@
+"""`make gpu`: build for the GPU that is here, test, run compute-sanitizer, measure.
+
+    python tests/gpu/run.py --results bench/results --minutes 9
+
+Needs Python with a CUDA build of PyTorch, nvcc of the same major version, pytest, hypothesis and ninja; no network, no
+other package. Every step has a time limit, and the benchmarks' share of the time is kept for them. The exit status is
+1 when a step failed or did not end in its time; the others run all the same, and what was measured is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGS = ROOT / "build" / "gpu"
+#: Seconds that are kept for the benchmarks, and for what is left to do after them.
+BENCHMARKS, ENDING = 215.0, 8.0
+#: Tests without kernels of the GPU, of which these concern it most; longest first.
+ORDINARY = {
+    "test_loss_contexts": [],
+    "test_flow_nonlinear": [],
+    "test_flow": [],
+    "test_loss": [],
+    "test_matrix": ["-k", "CUDA"],
+    "test_support": [],
+    "test_context": [],
+    "test_tensors": [],
+    "test_transforms": [],
+    "test_unroll": [],
+    "test_package": [],
+}
+SANITIZERS = ("memcheck", "racecheck", "initcheck")
+NO_TESTS = 5  # pytest's exit status
+
+
+@dataclass
+class Step:
+    name: str
+    command: list[str]
+    limit: float
+    log: Path | None = None
+    """Where its output goes; else it is shown."""
+    status: int | None = None
+    """None: it did not end in its time."""
+    seconds: float = 0.0
+    words: str = ""
+    """What is said of it instead of its exit status."""
+
+    def failed(self) -> bool:
+        return not self.words and self.status not in (0, NO_TESTS if "pytest" in self.command else 0)
+
+    def outcome(self) -> str:
+        if self.words:
+            return self.words
+        return f"did not end in {self.limit:.0f} s" if self.status is None else f"exit status {self.status}"
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of all steps: this checkout before any installed package, and nothing that needs a network."""
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "GRADSCALE_FORCE_CUDA": "1",
+        "GRADSCALE_NEED_GPU": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(LOGS / "inductor"),
+        "TRITON_CACHE_DIR": str(LOGS / "triton"),
+    }
+    return {**os.environ, **own, **more}
+
+
+def run(step: Step, **more: str) -> Step:
+    """Run a step; one that takes too long is interrupted, and killed when it goes on."""
+    start = time.monotonic()
+    if step.limit <= 0:
+        step.words = ""
+        step.limit = 0
+        return step
+    with open(os.devnull) if step.log is None else open(step.log, "w") as log:
+        output = None if step.log is None else log
+        process = subprocess.Popen(
+            step.command,
+            cwd=ROOT,
+            env=environment(**more),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            start_new_session=True,
+        )
+        for wait, kill in ((step.limit, signal.SIGINT), (5.0, signal.SIGKILL)):
+            try:
+                status = process.wait(wait)
+                step.status = status if kill == signal.SIGINT else None
+                break
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, kill)
+        process.wait()
+    step.seconds = time.monotonic() - start
+    return step
+
+
+def show(step: Step) -> None:
+    print(f"---- {step.name}: {step.outcome()}, {step.seconds:.0f} s", flush=True)
+    if step.log is not None and step.log.exists():
+        lines = step.log.read_text(errors="replace").splitlines()
+        print("\n".join(lines[-(50 if step.failed() else 2) :]), flush=True)
+
+
+def find_sanitizer() -> str | None:
+    """compute-sanitizer beside nvcc, on PATH or in the usual folders."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    nvcc = shutil.which("nvcc")
+    homes += [str(Path(nvcc).resolve().parent.parent)] if nvcc else []
+    homes += ["/usr/local/cuda", "/opt/cuda"]
+    folders = [os.path.join(home, part) for home in homes if home for part in ("bin", "compute-sanitizer")]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
+
+
+def sanitize(tool: str, sanitizer: str, limit: float) -> Step:
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "99", sys.executable, "tests/gpu/small.py"]
+    step = Step(f"compute-sanitizer {tool}", command, limit, LOGS / f"{tool}.log")
+    # Without PyTorch's cache of memory every tensor is an allocation of its own, whose bounds are known.
+    run(step, PYTORCH_NO_CUDA_MEMORY_CACHING="1", OMP_NUM_THREADS="1")
+    if step.status != 0 and step.log is not None and "Device not supported" in step.log.read_text(errors="replace"):
+        step.words = "not run: compute-sanitizer says that the device is not supported here"
+    return step
+
+
+def ordinary(name: str, options: list[str], limit: float) -> Step:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/{name}.py", *options]
+    return run(Step(name, command, limit, LOGS / f"{name}.log"), OMP_NUM_THREADS="2")
+
+
+def beside_each_other(limit: float) -> list[Step]:
+    """The sanitizers and the ordinary tests; none of them measures anything."""
+    sanitizer = find_sanitizer()
+    end = time.monotonic() + limit
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(max_workers=max(4, min(14, cores - 2))) as pool:
+        left = lambda: end - time.monotonic()
+        running = []
+        if sanitizer is not None:
+            running += [pool.submit(lambda t=tool: sanitize(t, sanitizer, left())) for tool in SANITIZERS]
+        running += [pool.submit(lambda n=n, o=o: ordinary(n, o, left())) for n, o in ORDINARY.items()]
+        steps = [future.result() for future in running]
+    if sanitizer is None:
+        words = "not run: no compute-sanitizer beside nvcc, on PATH or in /usr/local/cuda"
+        steps.insert(0, Step("compute-sanitizer", [], 0, words=words))
+    return steps
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results", metavar="FOLDER")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time for everything")
+    options = parser.parse_args()
+    results = options.results.resolve()
+    end = time.monotonic() + 60 * options.minutes - ENDING
+    before_benchmarks = lambda: end - BENCHMARKS - time.monotonic()
+    LOGS.mkdir(parents=True, exist_ok=True)
+    python = sys.executable
+    done: list[Step] = []
+
+    def step(name: str, limit: float, *command: str, log: str | None = None) -> Step:
+        print(f"==== {name} (at most {limit:.0f} s)", flush=True)
+        done.append(run(Step(name, [python, *command], limit, LOGS / log if log else None)))
+        show(done[-1])
+        return done[-1]
+
+    build = step("build", min(240, before_benchmarks()), "setup.py", "build_ext", "--inplace", log="build.log")
+    if not build.failed():
+        step("environment report", min(60, before_benchmarks()), "-m", "gradscale_ext")
+        pytest = ["-m", "pytest", "-p", "no:cacheprovider", "-ra", "--durations=5"]
+        step("tests of the GPU", min(200, before_benchmarks()), *pytest, "tests/test_cuda.py", "tests/gpu")
+        print(f"==== compute-sanitizer and ordinary tests (at most {before_benchmarks():.0f} s)", flush=True)
+        for own in beside_each_other(before_benchmarks()):
+            show(own)
+            done.append(own)
+        left = end - time.monotonic()
+        step("benchmarks", left, "bench/gpu.py", "--results", str(results), "--minutes", f"{(left - 12) / 60:.2f}")
+    failed = [own for own in done if own.failed()]
+    print("\n" + "\n".join(f"{'FAILED' if own in failed else 'ok':>8}  {own.name}: {own.outcome()}" for own in done))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
