@@ -20,6 +20,7 @@ struct ElementwiseCall {
   int64_t strides[kMaxOperands][kMaxDims]; // in bytes
   void* data[kMaxOperands];                // out, gradient, arguments; null: a constant argument
   double constants[kMaxOperands];
+  bool is_double[kMaxOperands]; // an argument of one number is a double, whatever the type of sums
 };
 
 // Groups of elements that lie one after the other, rescaled by their norms. Complex ones are pairs, for p = 2.
@@ -32,9 +33,10 @@ struct RescaleCall {
   double p;
   Rule rule;
   double limit;
-  const double* limits; // by group, on the device; null: `limit` for all
-  int64_t* counts;      // on the device: norms seen, and norms beyond the limit, are added; or null
-  char* workspace;      // bytes_for_rescale() bytes, at a multiple of 8
+  const double* limits;  // by group, on the device; null: `limit` for all
+  int64_t limits_stride; // 0: one for all
+  int64_t* counts;       // on the device: norms seen, and norms beyond the limit, are added; or null
+  char* workspace;       // bytes_for_rescale() bytes, at a multiple of 8
 };
 
 } // namespace gradscale

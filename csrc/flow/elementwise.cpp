@@ -45,6 +45,7 @@ bool run_on_device(
     call.sizes[d] = iterator.shape()[d];
   }
   for (size_t operand = 0; operand < places.size(); ++operand) {
+    call.is_double[places[operand]] = iterator.tensor(static_cast<int64_t>(operand)).scalar_type() == at::kDouble;
     call.data[places[operand]] = iterator.data_ptr(static_cast<int64_t>(operand));
     for (int d = 0; d < iterator.ndim(); ++d) {
       call.strides[places[operand]][d] = iterator.strides(static_cast<int64_t>(operand))[d];
@@ -73,7 +74,10 @@ std::optional<at::Tensor> elementwise(
     if (device != nullptr && std::holds_alternative<double>(arguments[k])) {
       continue; // goes with the call
     }
-    tensors.push_back(value_beside(gradient, arguments[k]));
+    const at::Tensor* tensor = std::get_if<at::Tensor>(&arguments[k]);
+    const bool is_read_there = device != nullptr && tensor != nullptr && tensor->dim() == 0 &&
+                               tensor->scalar_type() == at::kDouble && tensor->device() == gradient.device();
+    tensors.push_back(is_read_there ? *tensor : value_beside(gradient, arguments[k]));
     places.push_back(static_cast<int>(2 + k));
     if (!fused(gradient, {tensors.back()})) {
       return std::nullopt;

@@ -17,6 +17,15 @@ GRADSCALE_DEVICE A call_function(Function function, A gradient, A first, A secon
   }
 }
 
+// Of one number: from the call, or from memory.
+template <class A>
+GRADSCALE_DEVICE A constant_argument(const ElementwiseCall& call, int k, const void* data) {
+  if (data == nullptr) {
+    return static_cast<A>(call.constants[k]);
+  }
+  return call.is_double[k] ? static_cast<A>(*static_cast<const double*>(data)) : *static_cast<const A*>(data);
+}
+
 // Elements index .. index + size of argument k, contiguous or constant.
 template <int size, class A>
 GRADSCALE_DEVICE void read_argument(
@@ -26,7 +35,7 @@ GRADSCALE_DEVICE void read_argument(
     read_elements<size>(data + begin, count, first, A(0), out);
     return;
   }
-  const A constant = data == nullptr ? static_cast<A>(call.constants[k]) : *data;
+  const A constant = constant_argument<A>(call, k, data);
 #pragma unroll
   for (int i = 0; i < size; ++i) {
     out[i] = constant;
@@ -83,8 +92,8 @@ elementwise_broadcast(ElementwiseCall call, Function function) {
     }
   }
   const auto argument = [&](int k) {
-    return call.data[k] == nullptr ? static_cast<A>(call.constants[k])
-                                   : *reinterpret_cast<const A*>(static_cast<const char*>(call.data[k]) + offsets[k]);
+    const char* data = static_cast<const char*>(call.data[k]);
+    return constant_argument<A>(call, k, data == nullptr ? nullptr : data + offsets[k]);
   };
   const T gradient = *reinterpret_cast<const T*>(static_cast<const char*>(call.data[1]) + offsets[1]);
   const A value = call_function(

@@ -155,9 +155,10 @@ at::Tensor rescaled_in_two_passes(
   at::Tensor limits; // by group
   if (number == nullptr) {
     limits = std::get<at::Tensor>(limit).to(gradient.device(), at::kDouble, /*non_blocking=*/true);
-    limits = limits.expand(batch).contiguous();
+    limits = limits.dim() == 0 ? limits : limits.expand(batch).contiguous();
   }
   const double* data = number == nullptr ? limits.const_data_ptr<double>() : nullptr;
+  const int64_t stride = limits.defined() && limits.dim() > 0 ? 1 : 0;
   if (const DeviceKernels* device = device_kernels(gradient.device())) {
     RescaleCall call{};
     call.from = gradient.const_data_ptr();
@@ -169,6 +170,7 @@ at::Tensor rescaled_in_two_passes(
     call.rule = rule;
     call.limit = number == nullptr ? 0 : *number;
     call.limits = data;
+    call.limits_stride = stride;
     call.counts = counts.defined() ? counts.mutable_data_ptr<int64_t>() : nullptr;
     const OnDevice on_device(gradient.device());
     const at::Tensor workspace = make_workspace(device->rescale_bytes(call), gradient);
@@ -178,7 +180,7 @@ at::Tensor rescaled_in_two_passes(
   }
   const Memory memory(gradient, out);
   const int64_t beyond = rescale_groups(
-      memory, count, size, groups.p, rule, [=](int64_t i) { return number == nullptr ? data[i] : *number; });
+      memory, count, size, groups.p, rule, [=](int64_t i) { return number == nullptr ? data[i * stride] : *number; });
   if (counts.defined()) {
     int64_t* data = counts.mutable_data_ptr<int64_t>();
     data[0] += count;

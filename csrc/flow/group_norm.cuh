@@ -17,15 +17,19 @@ namespace gradscale {
 constexpr int64_t kShortGroup = 8192; // elements; the groups that are worked on at a time fit the cache
 
 GRADSCALE_DEVICE double limit_of(const RescaleCall& call, int64_t group) {
-  return call.limits == nullptr ? call.limit : call.limits[group];
+  return call.limits == nullptr ? call.limit : call.limits[group * call.limits_stride];
+}
+
+// By one thread of the launch, and by one for each group.
+GRADSCALE_DEVICE void count_groups(const RescaleCall& call) {
+  if (call.counts != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(call.counts), static_cast<unsigned long long>(call.groups));
+  }
 }
 
 GRADSCALE_DEVICE void count_norm(const RescaleCall& call, bool within) {
-  if (call.counts != nullptr) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(call.counts), 1ull);
-    if (!within) {
-      atomicAdd(reinterpret_cast<unsigned long long*>(call.counts + 1), 1ull);
-    }
+  if (call.counts != nullptr && !within) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(call.counts + 1), 1ull);
   }
 }
 
@@ -67,6 +71,7 @@ rescale_groups(RescaleCall call, int threads_per_group) {
   const T* from = static_cast<const T*>(call.from) + begin;
   const PowerSum sum = power_sum_of_range(from, size, call.p, group);
   const Scaling by = scaling(call.rule, sum, call.p, limit_of(call, active ? index : 0));
+  count_groups(call);
   if (active && group.rank == 0) {
     count_norm(call, by.within);
   }
@@ -118,6 +123,7 @@ rescale_chunks(RescaleCall call, Chunks chunks) {
   const PowerSum* sums = reinterpret_cast<const PowerSum*>(call.workspace) + chunk.group * chunks.count;
   const Scaling by =
       scaling(call.rule, total_power_sum(sums, chunks.count, call.p, group), call.p, limit_of(call, chunk.group));
+  count_groups(call);
   if (threadIdx.x == 0 && blockIdx.x % chunks.count == 0) {
     count_norm(call, by.within);
   }

@@ -63,11 +63,15 @@ at::Tensor values_of(const at::Tensor& logits, const Support& support) {
 
 at::Tensor gradient_of(const at::Tensor& logits, const at::Tensor& grad_output, const Support& support) {
   const at::Tensor rows = logits.contiguous();
-  const at::Tensor grad_rows = grad_output.to(type_of_values(rows)).contiguous();
+  // The gradient of a sum is one number for all rows.
+  at::Tensor grad_rows = grad_output.to(type_of_values(rows));
+  const bool is_one =
+      std::all_of(grad_rows.strides().begin(), grad_rows.strides().end(), [](int64_t stride) { return stride == 0; });
+  grad_rows = is_one ? grad_rows : grad_rows.contiguous();
   const at::Tensor gradient = at::empty_like(rows);
   Decoding decoding = decoding_of(rows, support);
   decoding.gradient = {gradient.mutable_data_ptr(), support.num_bins, element_of(rows)};
-  decoding.grad_output = {grad_rows.mutable_data_ptr(), 1, grad_rows.scalar_type() == at::kDouble};
+  decoding.grad_output = {grad_rows.mutable_data_ptr(), is_one ? 0 : 1, grad_rows.scalar_type() == at::kDouble};
   run(decoding, grad_rows.numel(), rows);
   return gradient;
 }

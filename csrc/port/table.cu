@@ -1,4 +1,4 @@
-#include "table.h"
+#include "table_builder.h"
 
 namespace gradscale {
 

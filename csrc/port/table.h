@@ -5,8 +5,6 @@
 
 #include "device.h"
 
-#include <vector>
-
 namespace gradscale {
 
 // Structs one after the other, at offsets that are multiples of 8.
@@ -20,32 +18,6 @@ struct Table {
   GRADSCALE_HOST_DEVICE const T* at(int64_t offset) const {
     return reinterpret_cast<const T*>((outside != nullptr ? outside : inside) + offset);
   }
-};
-
-class TableBuilder {
- public:
-  // Where they are in the table.
-  template <class T>
-  int64_t add(const T* items, int64_t count) {
-    static_assert(alignof(T) <= 8);
-    const auto offset = static_cast<int64_t>(bytes_.size());
-    const auto size = static_cast<int64_t>(sizeof(T)) * count;
-    bytes_.resize(offset + (size + 7) / 8 * 8);
-    memcpy(bytes_.data() + offset, items, size);
-    return offset;
-  }
-
-  // Of device memory, which begins at a multiple of 8; 0 where the table fits into the arguments.
-  int64_t bytes_outside() const {
-    const auto size = static_cast<int64_t>(bytes_.size());
-    return size <= Table::kInside ? 0 : size;
-  }
-
-  // The table as kernels on this stream may use it.
-  Table build(char* device_memory, Stream stream) const;
-
- private:
-  std::vector<char> bytes_;
 };
 
 } // namespace gradscale

@@ -1,6 +1,7 @@
 #include "l2_loss.cuh"
 
 #include "../device_kernels.h"
+#include "../port/table_builder.h"
 
 namespace gradscale {
 
