@@ -273,7 +273,15 @@ def compile_arguments() -> tuple[list[str], list[str]]:
     """Compiler and linker flags. No -std: PyTorch's build helper adds the one that its headers need."""
     if sys.platform == "win32":
         return ["/O2", "/openmp:experimental"], []
-    flags = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
+    flags = [
+        "-O3",
+        "-g0",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Wno-unknown-pragmas",
+    ]
     if sys.platform == "darwin":  # Apple's clang has no OpenMP runtime; its simd loops need none.
         return [*flags, "-fopenmp-simd"], []
     # at::parallel_for is a header that runs threads only when OpenMP is on; PyTorch has loaded the runtime already.

@@ -57,7 +57,7 @@ GRADSCALE_DEVICE void decode_block(const DecodeArguments& arguments, const void*
   const bool active = wanted < arguments.count;
   const int64_t row = active ? wanted : arguments.count - 1;
   const Group group{arguments.threads_per_row, static_cast<int>(threadIdx.x) % arguments.threads_per_row, shared};
-  for_element(arguments.decoding.logits.element, [&](auto type) {
+  dispatch_element(arguments.decoding.logits.element, [&](auto type) {
     using T = decltype(type);
     if constexpr (sizeof(typename AccumulateType<T>::type) == sizeof(A)) {
       if (fits_registers<T>(arguments.decoding.width, group)) {

@@ -47,7 +47,7 @@ struct RowTask {
   template <class A>
   GRADSCALE_DEVICE A scalar_target() const {
     A value = 0;
-    for_element(static_cast<Element>(segment.target_element), [&](auto type) {
+    dispatch_element(static_cast<Element>(segment.target_element), [&](auto type) {
       using U = decltype(type);
       value = static_cast<A>(to_accumulate(static_cast<const U*>(segment.target)[row * segment.target_stride]));
     });
@@ -306,7 +306,7 @@ class PolicyTarget {
         out[k] = chosen_ < 0 && j >= 0 && j < width_ ? static_cast<A>(NAN) : (j == chosen_ ? A(1) : A(0));
       }
     } else {
-      for_element(rows_.element, [&](auto type) {
+      dispatch_element(rows_.element, [&](auto type) {
         using U = decltype(type);
         read_elements<size>(static_cast<const U*>(rows_.data) + row_ * rows_.stride, width_, first, A(0), out);
       });
@@ -417,7 +417,7 @@ GRADSCALE_DEVICE void each_window_of_both(const RowTask& task, Function function
     A x[kVector<T>], t[kVector<T>] = {};
     const int32_t first = windows.first(window);
     read_elements<kVector<T>>(prediction, task.width, first, A(0), x);
-    for_element(rows.element, [&](auto type) {
+    dispatch_element(rows.element, [&](auto type) {
       using U = decltype(type);
       const U* target = static_cast<const U*>(rows.data) + task.row * rows.stride;
       read_elements<kVector<T>>(target, task.width, first, A(0), t);
@@ -529,7 +529,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task) {
 // A is the type of sums; predictions are of a type that is summed in it.
 template <class A>
 GRADSCALE_DEVICE void run_row(const RowTask& task) {
-  for_element(static_cast<Element>(task.segment.prediction_element), [&](auto type) {
+  dispatch_element(static_cast<Element>(task.segment.prediction_element), [&](auto type) {
     using T = decltype(type);
     if constexpr (sizeof(typename AccumulateType<T>::type) == sizeof(A)) {
       switch (task.head.head.kind) {

@@ -43,7 +43,7 @@ GRADSCALE_KERNEL(kThreads, 2) encode_rows(EncodeArguments arguments) {
     return;
   }
   const Group group{arguments.threads_per_row, static_cast<int>(threadIdx.x) % arguments.threads_per_row, nullptr};
-  for_element(e.scalars.element, [&](auto type) {
+  dispatch_element(e.scalars.element, [&](auto type) {
     using T = decltype(type);
     const double x = to_accumulate(static_cast<const T*>(e.scalars.data)[wanted * e.scalars.stride]);
     T* row = static_cast<T*>(e.out.data) + wanted * e.out.stride;

@@ -123,7 +123,7 @@ GRADSCALE_DEVICE void clear_gradients(const LossTable& table, bool clears, int64
     for (int64_t k = 0; k < table.num_segments; ++k) {
       const DeviceSegment& segment = table.segment(k);
       const int64_t width = segment.gradient == nullptr ? 0 : table.head(segment.head).width;
-      for_element(static_cast<Element>(segment.gradient_element), [&](auto type) {
+      dispatch_element(static_cast<Element>(segment.gradient_element), [&](auto type) {
         using T = decltype(type);
         T* row = static_cast<T*>(segment.gradient) + clearing[i] * segment.gradient_stride;
         for (int64_t j = threadIdx.x; j < width; j += kThreads) {

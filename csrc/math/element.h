@@ -60,7 +60,7 @@ GRADSCALE_HOST_DEVICE int64_t element_size(Element element) {
 
 // Calls function(value of the C++ type that `element`, a floating one, names).
 template <class Function>
-void dispatch_element(Element element, Function function) {
+GRADSCALE_DISPATCH void dispatch_element(Element element, Function function) {
   switch (element) {
     case Element::float64:
       return function(double());

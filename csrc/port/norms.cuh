@@ -35,11 +35,8 @@ GRADSCALE_DEVICE double plain_power_sum(const T* from, int32_t size, double p, d
     add([](double magnitude) { return magnitude * magnitude; });
   } else if (p == 1) {
     add([](double magnitude) { return magnitude; });
-  } else { // the power takes far longer than reading element by element
-    for (int32_t j = group.rank; j < size; j += group.size) {
-      const auto value = static_cast<double>(to_accumulate(from[j]));
-      sum += positive_power(std::abs(value) * reciprocal * reciprocal, p);
-    }
+  } else {
+    add([=](double magnitude) { return positive_power(magnitude, p); });
   }
   return group.sum(sum);
 }

@@ -9,10 +9,15 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #define GRADSCALE_HOST_DEVICE __host__ __device__ __forceinline__
+#define GRADSCALE_DISPATCH GRADSCALE_HOST_DEVICE
 #elif defined(__GNUC__)
 #define GRADSCALE_HOST_DEVICE inline __attribute__((always_inline))
 #else
 #define GRADSCALE_HOST_DEVICE inline
+#endif
+
+#ifndef GRADSCALE_DISPATCH // on a CPU what is called for each type may be large: inlining is the compiler's choice
+#define GRADSCALE_DISPATCH
 #endif
 
 // Variants for newer x86-64 instruction sets are compiled beside the baseline and chosen when the program runs.

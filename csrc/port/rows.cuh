@@ -103,23 +103,6 @@ struct Windows {
   }
 };
 
-// Calls function(a T) for the type that `element`, a floating one, names.
-template <class Function>
-GRADSCALE_DEVICE void for_element(Element element, Function function) {
-  switch (element) {
-    case Element::float64:
-      return function(double());
-    case Element::float32:
-      return function(float());
-    case Element::bfloat16:
-      return function(BFloat16Bits());
-    case Element::float16:
-      return function(HalfBits());
-    case Element::int64:
-      return;
-  }
-}
-
 // Elements first .. first + size of a row; those outside 0 .. width are `absent`.
 template <int size, class T, class A>
 GRADSCALE_DEVICE void read_elements(const T* row, int32_t width, int32_t first, A absent, A* out) {

@@ -51,7 +51,7 @@ GRADSCALE_KERNEL(kThreads, 2) sums_of_squares(GRADSCALE_ARGUMENT(RangeTable) tab
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
   const ChunkOfTensor chunk = chunk_of_block(table);
-  for_element(chunk.entry.range.element, [&](auto type) {
+  dispatch_element(chunk.entry.range.element, [&](auto type) {
     using T = decltype(type);
     const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
     const PowerSum squares = power_sum_of_range(data, chunk.size, 2.0, block);
@@ -79,7 +79,7 @@ GRADSCALE_KERNEL(kThreads, 2) scaled_tensors(GRADSCALE_ARGUMENT(RangeTable) tabl
   const ChunkOfTensor chunk = chunk_of_block(table);
   const double by = factor * grad_output.load(0);
   const Group block{kThreads, static_cast<int>(threadIdx.x), nullptr};
-  for_element(chunk.entry.range.element, [&](auto type) {
+  dispatch_element(chunk.entry.range.element, [&](auto type) {
     using T = decltype(type);
     using A = typename AccumulateType<T>::type;
     const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;

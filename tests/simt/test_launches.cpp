@@ -144,6 +144,7 @@ void test_rescale(int64_t groups, int64_t size, double p, Rule rule, int64_t shi
   call.p = p;
   call.rule = rule;
   call.limits = limits.data();
+  call.limits_stride = 1;
   call.counts = counts.data();
   const Array<char> workspace(bytes_for_rescale(call));
   call.workspace = workspace.data();
