@@ -216,17 +216,18 @@ def test_clamped_values(dtype, create_graph):
     limit=st.floats(1e-3, 1e3),
     seed=st.integers(0, 2**31),
 )
-def test_properties(rows, columns, p, limit, seed):
+def test_properties(pytestconfig, rows, columns, p, limit, seed):
     """Norms end within the limit, directions stay, samples do not meet, both paths agree."""
     g = torch.randn(rows, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 10
     clip = lambda x: gs.clip_gradient_norm(x, limit, batch_dims=1, norm_type=p)
     result = through(clip, g)
     assert (norms(result, 1, p) <= limit * (1 + 1e-12)).all() if columns else result.numel() == 0
     torch.testing.assert_close(through(clip, g, create_graph=True), result, rtol=1e-12, atol=0)
-    torch.testing.assert_close(through(clip, g[:1]), result[:1], rtol=1e-14, atol=0)
-    order = torch.randperm(rows)
     # A GPU adds up in the order in which a row lies in memory.
-    torch.testing.assert_close(through(clip, g[order]), result[order], rtol=1e-14, atol=0)
+    off = 0 if pytestconfig.getoption("--simulated-kernels") is None else 1e-14
+    torch.testing.assert_close(through(clip, g[:1]), result[:1], rtol=off, atol=0)
+    order = torch.randperm(rows)
+    torch.testing.assert_close(through(clip, g[order]), result[order], rtol=off, atol=0)
     torch.testing.assert_close(through(clip, result), result, rtol=1e-12, atol=0)
 
 
