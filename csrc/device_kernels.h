@@ -30,6 +30,12 @@ void launch_squares(const SquaresCall& call, void* stream);
 void launch_squares_backward(const SquaresCall& call, void* stream);
 int64_t bytes_for_squares(const SquaresCall& call);
 
+void launch_statistics(const StatisticsCall& call, void* stream);
+int64_t bytes_for_statistics(const StatisticsCall& call);
+void launch_clipping(const ClippingCall& call, void* stream);
+void launch_clip(const ClipCall& call, void* stream);
+int64_t bytes_for_clip(const ClipCall& call);
+
 struct DeviceKernels {
   decltype(&launch_loss) loss;
   decltype(&launch_loss_backward) loss_backward;
@@ -43,6 +49,11 @@ struct DeviceKernels {
   decltype(&launch_squares) squares;
   decltype(&launch_squares_backward) squares_backward;
   decltype(&bytes_for_squares) squares_bytes;
+  decltype(&launch_statistics) statistics;
+  decltype(&bytes_for_statistics) statistics_bytes;
+  decltype(&launch_clipping) clipping;
+  decltype(&launch_clip) clip;
+  decltype(&bytes_for_clip) clip_bytes;
 };
 
 // Those that are linked to.
@@ -59,7 +70,12 @@ inline DeviceKernels linked_device_kernels() {
       bytes_for_rescale,
       launch_squares,
       launch_squares_backward,
-      bytes_for_squares};
+      bytes_for_squares,
+      launch_statistics,
+      bytes_for_statistics,
+      launch_clipping,
+      launch_clip,
+      bytes_for_clip};
 }
 
 } // namespace gradscale

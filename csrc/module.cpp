@@ -6,7 +6,9 @@
 #include "loss/encode.h"
 #include "loss/multi_step_loss.h"
 #include "tensor_element.h"
+#include "tensors/clip_gradients.h"
 #include "tensors/l2_loss.h"
+#include "tensors/statistics.h"
 
 #include <ATen/Version.h>
 #include <ATen/core/grad_mode.h>
@@ -173,6 +175,12 @@ py::object l2_loss(std::vector<at::Tensor> parameters, double weight) {
   return py::cast(gradscale::l2_loss(std::move(parameters), weight));
 }
 
+// (values, counts, histogram).
+py::tuple tensor_statistics(const std::vector<std::optional<at::Tensor>>& tensors, double p) {
+  const gradscale::TensorStatistics result = gradscale::tensor_statistics(tensors, p);
+  return py::make_tuple(result.values, result.counts, result.histogram);
+}
+
 } // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -198,4 +206,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("decode", &decode);
   m.def("set_decode_gradient", &gradscale::set_decode_gradient);
   m.def("l2_loss", &l2_loss);
+  m.attr("histogram_bins") = gradscale::kHistogramBins;
+  m.attr("histogram_first_edge") = gradscale::kFirstEdge;
+  m.def("tensor_statistics", &tensor_statistics);
+  m.def("clipping_of", &gradscale::clipping_of);
+  m.def("clip_tensors", &gradscale::clip_tensors);
 }

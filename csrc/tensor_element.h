@@ -45,6 +45,11 @@ inline Element element_of(const at::Tensor& tensor) {
   return element_of(c10::toRealValueType(tensor.scalar_type()));
 }
 
+// A tensor of real numbers as one that has an element: there are dtypes of 8 bits without.
+inline at::Tensor with_element(const at::Tensor& real) {
+  return has_element(real) ? real : real.to(at::kFloat);
+}
+
 // A strided tensor of PyTorch's own class, without a forward-mode tangent, on a device that there are kernels for.
 inline bool ordinary_tensor(const at::Tensor& tensor) {
   const c10::DispatchKeySet known(

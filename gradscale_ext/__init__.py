@@ -23,6 +23,7 @@ from .heads import (
     TwoHot,
 )
 from .loss import MultiStepLoss, multi_step_loss, priorities, reduce_multi_step
+from .monitor.statistics import GradientStatistics, clip_gradients_, gradient_statistics
 from .output import MultiStepLossOutput
 from .support import Support
 from .tensors import l2_loss
@@ -35,6 +36,7 @@ __all__ = [
     "BinaryCrossEntropy",
     "ClipGradientNorm",
     "ClipGradientValue",
+    "GradientStatistics",
     "HLGauss",
     "MeanSquaredError",
     "MultiStepLoss",
@@ -49,6 +51,8 @@ __all__ = [
     "TwoHot",
     "clip_gradient_norm",
     "clip_gradient_value",
+    "clip_gradients_",
+    "gradient_statistics",
     "l2_loss",
     "multi_step_loss",
     "normalize_gradient",

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../loss/segment.h"
+#include "../math/statistics.h"
 
 namespace gradscale {
 
@@ -11,6 +12,7 @@ struct DeviceRange {
   void* out; // of a result, of the same type
   int64_t size;
   Element element;
+  int64_t implicit_zeros = 0; // of a sparse tensor, for statistics; -1: there is no tensor
 };
 
 // loss = factor * sum of squares; or out = data * factor * grad_output.
@@ -21,6 +23,33 @@ struct SquaresCall {
   Slab loss;        // of the one pass
   Slab grad_output; // of the other
   char* workspace;  // bytes_for_squares() bytes, at a multiple of 8
+};
+
+struct StatisticsCall {
+  const DeviceRange* ranges; // on the host, out.count of them
+  double p;
+  StatisticsOut out;
+  char* workspace; // bytes_for_statistics() bytes, at a multiple of 8
+};
+
+// total norm, factor, and whether it changes anything, from statistics.
+struct ClippingCall {
+  const double* values;
+  const int64_t* counts;
+  int64_t count;
+  double p;
+  double max_norm;
+  bool skip_nonfinite;
+  double* out;
+};
+
+// out = data * factor.
+struct ClipCall {
+  const DeviceRange* ranges; // on the host
+  int64_t count;
+  const double* factor;
+  bool zeros;      // a factor of 0 leaves zeros, whatever the elements were
+  char* workspace; // bytes_for_clip() bytes, at a multiple of 8
 };
 
 } // namespace gradscale

@@ -4,14 +4,12 @@
 #include "../device.h"
 #include "../tensor_element.h"
 #include "../variants/kernels.h"
+#include "chunks.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/saved_variable.h>
-
-#include <algorithm>
 
 namespace gradscale {
 
@@ -19,24 +17,17 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-constexpr int64_t kChunk = 16384; // elements that a thread takes at a time
-
 double sum_of_squares(const std::vector<at::Tensor>& tensors) {
-  std::vector<Range> chunks;
+  std::vector<Range> ranges;
   for (const at::Tensor& dense : tensors) {
-    const auto* data = static_cast<const char*>(dense.const_data_ptr());
-    for (int64_t begin = 0; begin < dense.numel(); begin += kChunk) {
-      const int64_t size = std::min(kChunk, dense.numel() - begin);
-      chunks.push_back({data + begin * dense.element_size(), size, element_of(dense), /*is_complex=*/false});
-    }
+    ranges.push_back({dense.const_data_ptr(), dense.numel(), element_of(dense), /*is_complex=*/false});
   }
+  const std::vector<Range> chunks = chunks_of(ranges);
   std::vector<double> partial(chunks.size());
-  at::parallel_for(0, static_cast<int64_t>(chunks.size()), /*grain_size=*/8, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const PowerSum squares = kernels().power_sum(chunks[i], /*p=*/2);
-      const double scale = squares.root * squares.root;
-      partial[i] = squares.sum * scale * scale;
-    }
+  for_each_chunk(chunks, [&](int64_t i) {
+    const PowerSum squares = kernels().power_sum(chunks[i], /*p=*/2);
+    const double scale = squares.root * squares.root;
+    partial[i] = squares.sum * scale * scale;
   });
   double sum = 0; // in the order of the tensors, whatever the number of threads
   for (const double part : partial) {

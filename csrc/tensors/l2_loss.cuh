@@ -6,51 +6,14 @@
 #pragma once
 
 #include "../port/norms.cuh"
-#include "../port/table.h"
-#include "device_calls.h"
+#include "range_table.cuh"
 
 namespace gradscale {
-
-constexpr int64_t kChunkOfTensor = 16384; // elements
-
-struct RangeEntry {
-  DeviceRange range;
-  int64_t first_block;
-};
-
-struct RangeTable {
-  Table table;
-  int64_t count;
-
-  GRADSCALE_HOST_DEVICE const RangeEntry& operator[](int64_t index) const {
-    return table.at<RangeEntry>(0)[index];
-  }
-};
-
-// The tensor of this block, and the chunk of it.
-struct ChunkOfTensor {
-  const RangeEntry& entry;
-  int64_t begin;
-  int32_t size;
-};
-
-GRADSCALE_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table) {
-  int64_t low = 0;
-  int64_t high = table.count;
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (table[middle].first_block <= blockIdx.x ? low : high) = middle;
-  }
-  const RangeEntry& entry = table[low];
-  const int64_t begin = (blockIdx.x - entry.first_block) * kChunkOfTensor;
-  const int64_t rest = entry.range.size - begin;
-  return {entry, begin, static_cast<int32_t>(rest < kChunkOfTensor ? rest : kChunkOfTensor)};
-}
 
 GRADSCALE_KERNEL(kThreads, 2) sums_of_squares(GRADSCALE_ARGUMENT(RangeTable) table, double* sums) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
-  const ChunkOfTensor chunk = chunk_of_block(table);
+  const ChunkOfTensor chunk = chunk_of_block(table, kChunkOfTensor);
   dispatch_element(chunk.entry.range.element, [&](auto type) {
     using T = decltype(type);
     const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
@@ -76,7 +39,7 @@ GRADSCALE_KERNEL(kThreads, 2) squares_total(const double* sums, int64_t count, d
 }
 
 GRADSCALE_KERNEL(kThreads, 2) scaled_tensors(GRADSCALE_ARGUMENT(RangeTable) table, double factor, Slab grad_output) {
-  const ChunkOfTensor chunk = chunk_of_block(table);
+  const ChunkOfTensor chunk = chunk_of_block(table, kChunkOfTensor);
   const double by = factor * grad_output.load(0);
   const Group block{kThreads, static_cast<int>(threadIdx.x), nullptr};
   dispatch_element(chunk.entry.range.element, [&](auto type) {

@@ -1,8 +1,10 @@
-// Kernels over a range of elements that lie one after the other: its norm, and multiplying it by a number.
+// Kernels over a range of elements that lie one after the other: its norm, its statistics, and multiplying it by a
+// number.
 #pragma once
 
 #include "../math/element.h"
 #include "../math/norms.h"
+#include "../math/statistics.h"
 
 namespace gradscale {
 
@@ -15,6 +17,9 @@ struct Range {
 };
 
 using PowerSumOfRange = PowerSum (*)(const Range&, double p);
+
+// Of a range of real numbers, of at most 2^31 - 1 elements.
+using StatisticsOfRange = void (*)(const Range&, double p, ChunkStatistics& out);
 
 // Writes from / root^2 * factor to `to`, which may be `from.data`.
 using ScaleRange = void (*)(const Range& from, void* to, double root, double factor);

@@ -12,6 +12,7 @@ struct Kernels {
   RunRows run_rows;
   DecodeRows decode_rows;
   PowerSumOfRange power_sum;
+  StatisticsOfRange statistics;
   ScaleRange scale_range;
   ElementLoops element_loops;
 };

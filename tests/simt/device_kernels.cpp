@@ -5,7 +5,9 @@
 #include "loss/encode.cu"
 #include "loss/multi_step_loss.cu"
 #include "port/table.cu"
+#include "tensors/clip_gradients.cu"
 #include "tensors/l2_loss.cu"
+#include "tensors/statistics.cu"
 
 #include "device_kernels.h"
 

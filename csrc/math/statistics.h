@@ -1,0 +1,174 @@
+// Statistics of the elements of a gradient: what is known of a part of them, and of all parts together.
+#pragma once
+
+#include "norms.h"
+
+namespace gradscale {
+
+// Bins of log2 |g|, an octave each; the first has all that is smaller, and the last all that is larger.
+constexpr int kHistogramBins = 64;
+constexpr int kFirstEdge = -40; // log2 of where the second bin begins
+
+// The bin of a positive number of which floor(log2) is this.
+GRADSCALE_HOST_DEVICE int32_t bin_of_exponent(int32_t exponent) {
+  const int32_t bin = exponent - (kFirstEdge - 1);
+  return bin < 0 ? 0 : (bin > kHistogramBins - 1 ? kHistogramBins - 1 : bin);
+}
+
+// Bits of |x|, which are ordered as the numbers are: inf is beyond all numbers, and NaN beyond inf. Subnormal numbers
+// have an exponent that is too large, and still far below the first edge.
+template <class W>
+struct Magnitude;
+
+template <>
+struct Magnitude<float> {
+  using Bits = int32_t;
+  static constexpr Bits kInfinity = 0x7f800000;
+
+  static GRADSCALE_HOST_DEVICE Bits of(float x) {
+    return bit_cast<int32_t>(x) & 0x7fffffff;
+  }
+  static GRADSCALE_HOST_DEVICE float number(Bits bits) {
+    return bit_cast<float>(bits);
+  }
+  static GRADSCALE_HOST_DEVICE int32_t bin(Bits bits) {
+    return bin_of_exponent((bits >> 23) - 127);
+  }
+};
+
+template <>
+struct Magnitude<double> {
+  using Bits = int64_t;
+  static constexpr Bits kInfinity = 0x7ff0000000000000;
+
+  static GRADSCALE_HOST_DEVICE Bits of(double x) {
+    return bit_cast<int64_t>(x) & 0x7fffffffffffffff;
+  }
+  static GRADSCALE_HOST_DEVICE double number(Bits bits) {
+    return bit_cast<double>(bits);
+  }
+  static GRADSCALE_HOST_DEVICE int32_t bin(Bits bits) {
+    return bin_of_exponent(static_cast<int32_t>(bits >> 52) - 1023);
+  }
+};
+
+// Of finite elements.
+struct ElementSums {
+  double powers;  // sum of (|g| / root^2)^p, or the largest |g| / root^2 where p is inf
+  double sum;     // of g / root^2
+  double maximum; // of |g|
+  double root;    // a power of two
+};
+
+// Of at most 2^31 - 1 elements.
+struct ChunkStatistics {
+  ElementSums sums;
+  int32_t zeros;
+  int32_t nans;
+  int32_t infs;
+  int32_t histogram[kHistogramBins];
+};
+
+GRADSCALE_HOST_DEVICE ElementSums no_elements() {
+  return {0, 0, 0, 1};
+}
+
+GRADSCALE_HOST_DEVICE ElementSums from_root_to_root(const ElementSums& sums, double root, double p) {
+  return {
+      sums.powers * from_root_to_root(sums.root, root, p),
+      sums.sum * from_root_to_root(sums.root, root, INFINITY),
+      sums.maximum,
+      root};
+}
+
+// Of two parts together.
+GRADSCALE_HOST_DEVICE ElementSums added(const ElementSums& a, const ElementSums& b, double p) {
+  if (a.maximum == 0 || b.maximum == 0) {
+    return a.maximum == 0 ? b : a;
+  }
+  const double root = a.root > b.root ? a.root : b.root;
+  const ElementSums x = from_root_to_root(a, root, p);
+  const ElementSums y = from_root_to_root(b, root, p);
+  const double larger = x.powers > y.powers ? x.powers : y.powers;
+  return {
+      std::isinf(p) ? larger : x.powers + y.powers, x.sum + y.sum, x.maximum > y.maximum ? x.maximum : y.maximum, root};
+}
+
+GRADSCALE_HOST_DEVICE double norm_of(const ElementSums& sums, double p) {
+  return norm_of(sums.powers, p) * sums.root * sums.root;
+}
+
+// 0 where there are no elements.
+GRADSCALE_HOST_DEVICE double mean_of(const ElementSums& sums, int64_t count) {
+  return count == 0 ? 0 : sums.sum / static_cast<double>(count) * sums.root * sums.root;
+}
+
+// ---- Results, of `count` tensors: arrays one after the other
+// ---------------------------------------------------------
+
+struct StatisticsOut {
+  double* values;     // norms, largest magnitudes, means
+  int64_t* counts;    // of elements, of zeros, NaN, inf, and whether there is no tensor
+  int64_t* histogram; // [count, kHistogramBins]
+  int64_t count;
+
+  // `implicit_zeros` are those of a sparse tensor; -1 where there is no tensor.
+  GRADSCALE_HOST_DEVICE void store(
+      int64_t i,
+      const ElementSums& sums,
+      int64_t size,
+      int64_t implicit_zeros,
+      int64_t zeros,
+      int64_t nans,
+      int64_t infs,
+      double p) const {
+    const bool missing = implicit_zeros < 0;
+    const int64_t numel = missing ? 0 : size + implicit_zeros;
+    values[i] = norm_of(sums, p);
+    values[count + i] = sums.maximum;
+    values[2 * count + i] = mean_of(sums, numel - nans - infs);
+    counts[i] = numel;
+    counts[count + i] = missing ? 0 : zeros + implicit_zeros;
+    counts[2 * count + i] = nans;
+    counts[3 * count + i] = infs;
+    counts[4 * count + i] = missing;
+  }
+};
+
+// ---- Clipping
+// --------------------------------------------------------------------------------------------------------
+
+// As torch.nn.utils.clip_grad_norm_ has it: it keeps a norm of 0 from being a divisor.
+constexpr double kAddedToNorm = 1e-6;
+
+// x^p for x >= 0.
+GRADSCALE_HOST_DEVICE double power_in_norm(double x, double p) {
+  return p == 2 ? x * x : (p == 1 ? x : positive_power(x, p));
+}
+
+// Of norms of which `largest` is the largest, and `powers` the sum of (norm / largest)^p.
+GRADSCALE_HOST_DEVICE double total_norm(double largest, double powers, double p, int64_t nans, int64_t infs) {
+  if (nans > 0) {
+    return static_cast<double>(NAN);
+  }
+  if (infs > 0 || std::isinf(largest)) {
+    return static_cast<double>(INFINITY);
+  }
+  return largest == 0 || std::isinf(p) ? largest : largest * norm_of(powers, p);
+}
+
+// Total norm, factor, and whether it changes anything.
+GRADSCALE_HOST_DEVICE void store_clipping(double total, double max_norm, bool skip_nonfinite, double* out) {
+  double factor = max_norm / (total + kAddedToNorm);
+  if (factor > 1) { // NaN stays
+    factor = 1;
+  }
+  if (skip_nonfinite && !(total < static_cast<double>(INFINITY))) {
+    factor = 0;
+  }
+  out[0] = total;
+  out[1] = factor;
+  out[2] = factor == 1 ? 0 : 1;
+}
+
+} // namespace gradscale

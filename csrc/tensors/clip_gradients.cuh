@@ -1,0 +1,62 @@
+// Clipping many gradients by the norm of all of them.
+//
+// find_clipping     one block: the norm and the factor, from the statistics of the gradients;
+// clipped_tensors   one block for each chunk of a gradient: read once, written once, and neither where the factor is 1.
+#pragma once
+
+#include "../port/norms.cuh"
+#include "range_table.cuh"
+
+namespace gradscale {
+
+GRADSCALE_KERNEL(kThreads, 2) find_clipping_on_device(ClippingCall call) {
+  GRADSCALE_SHARED(double, shared, kWarps);
+  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
+  double largest = 0;
+  int64_t nans = 0;
+  int64_t infs = 0;
+  for (int64_t i = threadIdx.x; i < call.count; i += kThreads) {
+    largest = call.values[i] > largest ? call.values[i] : largest;
+    nans += call.counts[2 * call.count + i];
+    infs += call.counts[3 * call.count + i];
+  }
+  largest = block.maximum(largest);
+  double powers = 0;
+  for (int64_t i = threadIdx.x; i < call.count && largest > 0; i += kThreads) {
+    powers += power_in_norm(call.values[i] / largest, call.p);
+  }
+  powers = block.sum(powers);
+  nans = block.sum(nans);
+  infs = block.sum(infs);
+  if (threadIdx.x == 0) {
+    const double total = total_norm(largest, powers, call.p, nans, infs);
+    store_clipping(total, call.max_norm, call.skip_nonfinite, call.out);
+  }
+}
+
+GRADSCALE_KERNEL(kThreads, 2)
+clipped_tensors(GRADSCALE_ARGUMENT(RangeTable) table, const double* factor_, bool zeros) {
+  const double factor = *factor_;
+  if (factor == 1) {
+    return;
+  }
+  const ChunkOfTensor chunk = chunk_of_block(table, kChunkOfTensor);
+  const bool narrow = Scaling{1, factor, false}.is_normal_in_float();
+  const Group block{kThreads, static_cast<int>(threadIdx.x), nullptr};
+  dispatch_element(chunk.entry.range.element, [&](auto type) {
+    using T = decltype(type);
+    using A = typename AccumulateType<T>::type;
+    const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
+    T* out = static_cast<T*>(chunk.entry.range.out) + chunk.begin;
+    each_window_of_range(data, chunk.size, block, [&](A* values, int32_t first) {
+#pragma unroll
+      for (int k = 0; k < kVector<T>; ++k) {
+        values[k] = narrow ? values[k] * static_cast<A>(factor)
+                           : static_cast<A>(zeros && factor == 0 ? 0 : static_cast<double>(values[k]) * factor);
+      }
+      write_elements<kVector<T>>(out, chunk.size, first, 0, 0, values);
+    });
+  });
+}
+
+} // namespace gradscale

@@ -1,0 +1,46 @@
+// The tensors of a launch that has one block for each chunk of each of them.
+#pragma once
+
+#include "../port/table.h"
+#include "device_calls.h"
+
+namespace gradscale {
+
+constexpr int64_t kChunkOfTensor = 16384; // elements
+
+struct RangeEntry {
+  DeviceRange range;
+  int64_t first_block;
+};
+
+struct RangeTable {
+  Table table;
+  int64_t count;
+
+  GRADSCALE_HOST_DEVICE const RangeEntry& operator[](int64_t index) const {
+    return table.at<RangeEntry>(0)[index];
+  }
+};
+
+// The tensor of this block, and the chunk of it.
+struct ChunkOfTensor {
+  const RangeEntry& entry;
+  int64_t begin;
+  int32_t size;
+};
+
+// Empty tensors have no block: of those that begin at the same one the last has it.
+GRADSCALE_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table, int64_t chunk) {
+  int64_t low = 0;
+  int64_t high = table.count;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (table[middle].first_block <= blockIdx.x ? low : high) = middle;
+  }
+  const RangeEntry& entry = table[low];
+  const int64_t begin = (blockIdx.x - entry.first_block) * chunk;
+  const int64_t rest = entry.range.size - begin;
+  return {entry, begin, static_cast<int32_t>(rest < chunk ? rest : chunk)};
+}
+
+} // namespace gradscale

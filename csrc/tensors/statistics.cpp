@@ -1,0 +1,144 @@
+#include "statistics.h"
+
+#include "../device.h"
+#include "../tensor_element.h"
+#include "../variants/kernels.h"
+#include "chunks.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/view_as_real.h>
+
+#include <cstring>
+
+namespace gradscale {
+
+namespace {
+
+// What is stored of a tensor, and how many zeros are not; -1 where there is no tensor.
+struct Stored {
+  at::Tensor elements; // real, one after the other
+  int64_t implicit_zeros = 0;
+};
+
+at::Tensor moduli(const at::Tensor& complex) {
+  if (complex.scalar_type() == at::kComplexDouble) {
+    return complex.abs();
+  }
+  // In double, where no square overflows.
+  return at::linalg_vector_norm(at::view_as_real(complex.resolve_conj()).to(at::kDouble), 2, {-1});
+}
+
+Stored stored(const std::optional<at::Tensor>& tensor) {
+  if (!tensor) {
+    return {at::Tensor(), -1};
+  }
+  at::Tensor elements = tensor->detach();
+  if (elements.layout() == at::kSparse) {
+    elements = elements.coalesce().values();
+  } else if (elements.layout() != at::kStrided) {
+    elements = elements.values();
+  }
+  const int64_t implicit_zeros = tensor->numel() - elements.numel();
+  elements = with_element(elements.is_complex() ? moduli(elements) : elements.resolve_neg());
+  return {elements.is_non_overlapping_and_dense() ? elements : elements.contiguous(), implicit_zeros};
+}
+
+int64_t size_of(const Stored& part) {
+  return part.elements.defined() ? part.elements.numel() : 0;
+}
+
+std::vector<Range> ranges_of(const std::vector<Stored>& parts) {
+  std::vector<Range> ranges;
+  for (const Stored& part : parts) {
+    if (part.elements.defined()) {
+      ranges.push_back({part.elements.const_data_ptr(), part.elements.numel(), element_of(part.elements), false});
+    } else {
+      ranges.push_back({nullptr, 0, Element::float32, false});
+    }
+  }
+  return ranges;
+}
+
+void run(const std::vector<Stored>& parts, double p, const StatisticsOut& out) {
+  const std::vector<Range> chunks = chunks_of(ranges_of(parts));
+  std::vector<ChunkStatistics> statistics(chunks.size());
+  for_each_chunk(chunks, [&](int64_t i) { kernels().statistics(chunks[i], p, statistics[i]); });
+  std::memset(out.histogram, 0, out.count * kHistogramBins * sizeof(int64_t));
+  size_t next = 0;
+  for (int64_t i = 0; i < out.count; ++i) {
+    ElementSums sums = no_elements();
+    int64_t zeros = 0, nans = 0, infs = 0;
+    const int64_t size = size_of(parts[i]);
+    for (int64_t begin = 0; begin < size; begin += kChunk, ++next) {
+      const ChunkStatistics& chunk = statistics[next];
+      sums = added(sums, chunk.sums, p);
+      zeros += chunk.zeros;
+      nans += chunk.nans;
+      infs += chunk.infs;
+      for (int bin = 0; bin < kHistogramBins; ++bin) {
+        out.histogram[i * kHistogramBins + bin] += chunk.histogram[bin];
+      }
+    }
+    out.store(i, sums, size, parts[i].implicit_zeros, zeros, nans, infs, p);
+  }
+}
+
+void run_on_device(
+    const DeviceKernels& device,
+    const std::vector<Stored>& parts,
+    double p,
+    const StatisticsOut& out,
+    const at::Tensor& beside) {
+  std::vector<DeviceRange> ranges;
+  for (const Range& range : ranges_of(parts)) {
+    ranges.push_back({range.data, nullptr, range.size, range.element, parts[ranges.size()].implicit_zeros});
+  }
+  StatisticsCall call{ranges.data(), p, out, nullptr};
+  const OnDevice on_device(beside.device());
+  const at::Tensor workspace = make_workspace(device.statistics_bytes(call), beside);
+  call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
+  device.statistics(call, on_device.stream());
+}
+
+c10::Device device_of(const std::vector<std::optional<at::Tensor>>& tensors) {
+  for (const std::optional<at::Tensor>& tensor : tensors) {
+    if (tensor) {
+      return tensor->device();
+    }
+  }
+  return at::kCPU;
+}
+
+} // namespace
+
+TensorStatistics tensor_statistics(const std::vector<std::optional<at::Tensor>>& tensors, double p) {
+  const c10::Device where = device_of(tensors);
+  const auto count = static_cast<int64_t>(tensors.size());
+  std::vector<Stored> parts;
+  parts.reserve(count);
+  for (const std::optional<at::Tensor>& tensor : tensors) {
+    parts.push_back(stored(tensor));
+  }
+  const auto options = at::TensorOptions().device(where);
+  TensorStatistics result{
+      at::empty({3, count}, options.dtype(at::kDouble)),
+      at::empty({5, count}, options.dtype(at::kLong)),
+      at::empty({count, kHistogramBins}, options.dtype(at::kLong))};
+  const StatisticsOut out{
+      result.values.mutable_data_ptr<double>(),
+      result.counts.mutable_data_ptr<int64_t>(),
+      result.histogram.mutable_data_ptr<int64_t>(),
+      count};
+  if (count == 0) {
+    return result;
+  }
+  if (const DeviceKernels* device = device_kernels(where)) {
+    run_on_device(*device, parts, p, out, result.values);
+  } else {
+    run(parts, p, out);
+  }
+  return result;
+}
+
+} // namespace gradscale

@@ -1,0 +1,13 @@
+"""Tables in plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lines of columns side by side; the last cell of a row that is shorter than the headers is not cut off."""
+    every = [list(headers), *map(list, rows)]
+    widths = [max(len(row[column]) for row in every if len(row) == len(headers)) for column in range(len(headers))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in every]
+    return "\n".join(lines)

@@ -1,0 +1,302 @@
+"""Statistics of many gradients in one pass, and clipping by the norm of all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import _context, reference
+from .._library import _C, DEVICE_TYPES
+from ._shards import local_part, merged_over_groups
+from ._table import table
+
+Gradients = Sequence[torch.Tensor | None]
+Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+BIN_EDGES = (-math.inf, *range(_C.histogram_first_edge, _C.histogram_first_edge + _C.histogram_bins - 1), math.inf)
+
+
+@dataclass(frozen=True)
+class GradientStatistics:
+    """What `gradient_statistics` found, for N tensors, on their device: nothing has been waited for.
+
+    `norm`, `abs_max` and `mean` are over the finite elements; for complex tensors everything is about moduli. `str()`
+    is a table, and `to_dict()` plain numbers: these two read the device.
+    """
+
+    names: list[str]
+    numel: torch.Tensor
+    """`[N]` int64; 0 where there is no gradient."""
+    norm: torch.Tensor
+    """`[N]` float64: (sum |g|^p)^(1/p), p being `norm_type`."""
+    abs_max: torch.Tensor
+    """`[N]` float64: the largest magnitude."""
+    mean: torch.Tensor
+    """`[N]` float64; 0 where there are no finite elements."""
+    zeros: torch.Tensor
+    """`[N]` int64; those that a sparse tensor does not store are counted."""
+    nans: torch.Tensor
+    """`[N]` int64."""
+    infs: torch.Tensor
+    """`[N]` int64."""
+    missing: torch.Tensor
+    """`[N]` bool: the gradient is None."""
+    histogram: torch.Tensor
+    """`[N, bins]` int64: finite elements other than 0 by log2 |g|; histograms of several calls can be added."""
+    bin_edges: torch.Tensor
+    """`[bins + 1]` float64 on the CPU: bin i has edges[i] <= log2 |g| < edges[i + 1]. The outer ones are infinite."""
+    total_norm: torch.Tensor
+    """Scalar float64: the norm of all tensors together; NaN or inf where an element is."""
+    norm_type: float = 2.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Lists of Python numbers by field, and `total_norm`. Waits for the device."""
+        fields = ("numel", "norm", "abs_max", "mean", "zeros", "nans", "infs", "missing", "histogram", "bin_edges")
+        lists = {field: getattr(self, field).tolist() for field in fields}
+        return {"names": list(self.names), **lists, "total_norm": self.total_norm.item(), "norm_type": self.norm_type}
+
+    def __str__(self) -> str:
+        read = self.to_dict()
+        columns = ("numel", "norm", "abs_max", "mean", "zeros", "nans", "infs")
+        rows = [
+            [name, "no gradient"] if missing else [name, *map(_number, numbers)]
+            for name, missing, *numbers in zip(self.names, read["missing"], *(read[c] for c in columns), strict=True)
+        ]
+        return f"{table(['gradient', *columns], rows)}\ntotal norm: {read['total_norm']:.4g}"
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def gradient_statistics(
+    tensors: torch.Tensor | Iterable[torch.Tensor | None], names: Sequence[str] | None = None
+) -> GradientStatistics:
+    """Size, norm, largest magnitude, mean, zeros, NaN, inf and a histogram of each tensor, in one pass over all.
+
+    Two kernel launches read each element once (a third adds up the norms), for hundreds of tensors of any sizes and
+    dtypes; nothing is waited for. Sums are taken in float64 and in a fixed order, and no square overflows.
+
+    Args:
+        tensors: floating or complex tensors, or None where there is no gradient; dense or sparse; of any shapes, and on
+            any devices. Complex elements count by their modulus, and what a sparse tensor does not store as zeros. Of a
+            DTensor all shards are meant: one all-gather for all tensors, which every rank has to take part in.
+        names: what to call them in tables; by default their numbers.
+
+    Returns:
+        `GradientStatistics`, on the device of the first tensor.
+
+    Raises:
+        TypeError: an element is neither a floating or complex tensor nor None.
+        ValueError: there are not as many names as tensors.
+
+    >>> statistics = gradient_statistics([torch.tensor([3.0, -4.0, 0.0]), None], names=["weight", "bias"])
+    >>> statistics.norm.tolist(), statistics.zeros.tolist(), statistics.missing.tolist()
+    ([5.0, 0.0], [1, 0], [False, True])
+    >>> print(statistics)
+    gradient  numel        norm  abs_max     mean  zeros  nans  infs
+    weight    3            5     4        -0.3333  1      0     0
+    bias      no gradient
+    total norm: 5
+    """
+    gradients: Gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    for index, gradient in enumerate(gradients):
+        if gradient is not None:
+            _check("gradient_statistics", f"tensors[{index}]", gradient)
+    if names is None:
+        names = [str(index) for index in range(len(gradients))]
+    elif len(names) != len(gradients):
+        raise ValueError(
+            f"gradient_statistics: {len(gradients)} tensors need as many names, but there are {len(names)}"
+        )
+    parts = _statistics_of(gradients, 2.0, None)
+    return _result(list(names), parts, 2.0, _clipping_of(parts, 2.0, math.inf, False)[0])
+
+
+Listener = Callable[[list[torch.Tensor], GradientStatistics, torch.Tensor], None]
+"""Is told of parameters, statistics of their gradients before clipping, and `[3]` norm, factor, whether clipped."""
+
+listeners: list[Listener] = []
+"""Called by `clip_gradients_`, after it."""
+
+
+@torch.no_grad()
+def clip_gradients_(
+    parameters: Parameters,
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    nonfinite: str = "propagate",
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> GradientStatistics:
+    """Multiply the gradients of `parameters` by ``min(1, max_norm / (total_norm + 1e-6))``, in place.
+
+    The total norm is that of all gradients as one vector; it comes from the pass that takes their statistics. The
+    result is that of `torch.nn.utils.clip_grad_norm_`, except where that overflows: sums are taken in float64, of
+    numbers scaled where even that is too narrow. Nothing is waited for, unless `nonfinite` is "error".
+
+    Args:
+        parameters: a module, a tensor, tensors, or pairs of name and tensor as from `named_parameters()`. Each is taken
+            once; those without a gradient are passed over. Gradients may be dense, sparse, complex, on several devices,
+            and of any floating dtype.
+        max_norm: the largest norm that is left as it is, at least 0.
+        norm_type: p of the norm: any number greater than 0, or inf.
+        nonfinite: what happens where an element is NaN or inf. "propagate": what the formula gives, as in PyTorch (a
+            NaN makes all gradients NaN). "skip": all gradients become 0, as the device decides, and the step does
+            nothing. "error": RuntimeError that names the gradients, which are left as they are; this waits for the
+            device.
+        process_group: ranks that each hold a part of every gradient; the norm is over all parts (one all-gather).
+            DTensors know their ranks by themselves.
+
+    Returns:
+        `GradientStatistics` before clipping; `.total_norm` is what `clip_grad_norm_` returns.
+
+    Raises:
+        TypeError, ValueError: what is wrong with an argument.
+        RuntimeError: with `nonfinite="error"`, an element is not finite.
+
+    >>> p = torch.zeros(2, requires_grad=True)
+    >>> p.grad = torch.tensor([3.0, 4.0])
+    >>> statistics = clip_gradients_([p], max_norm=1.0)
+    >>> statistics.total_norm.item(), p.grad.tolist()
+    (5.0, [0.5999998450279236, 0.7999998331069946])
+    """
+    named = _named(parameters)
+    p, limit = _positive("norm_type", norm_type), _limit(max_norm)
+    if nonfinite not in ("propagate", "skip", "error"):
+        raise ValueError(f"clip_gradients_: nonfinite must be 'propagate', 'skip' or 'error', but it is {nonfinite!r}")
+    if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            "clip_gradients_: process_group must be a torch.distributed.ProcessGroup or None, "
+            f"but it is of type {type(process_group).__name__}"
+        )
+    gradients = [parameter.grad for _, parameter in named]
+    parts = _statistics_of(gradients, p, process_group)
+    clipping = _clipping_of(parts, p, limit, nonfinite == "skip")
+    statistics = _result([name for name, _ in named], parts, p, clipping[0])
+    if nonfinite == "error" and not math.isfinite(statistics.total_norm.item()):
+        raise RuntimeError(_nonfinite(statistics))
+    distinct = {id(gradient): gradient for gradient in gradients if gradient is not None}
+    _clip([local_part(gradient) for gradient in distinct.values()], clipping, nonfinite == "skip")
+    for listener in listeners:
+        listener([parameter for _, parameter in named], statistics, clipping)
+    return statistics
+
+
+def _check(function: str, argument: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else f"of type {type(tensor).__name__}"
+        raise TypeError(f"{function}: {argument} must be a floating or complex tensor, but it is {kind}")
+
+
+def _named(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
+    """Distinct parameters and their names."""
+    entries: Iterator[Any]
+    if isinstance(parameters, torch.nn.Module):
+        entries = parameters.named_parameters()
+    else:
+        entries = iter([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    for index, entry in enumerate(entries):
+        is_pair = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+        name, parameter = entry if is_pair else (str(index), entry)
+        _check("clip_gradients_", f"parameters[{index}]", parameter)
+        named.setdefault(id(parameter), (name, parameter))
+    return list(named.values())
+
+
+def _positive(argument: str, value: Any) -> float:
+    number = _real(argument, value)
+    if not number > 0:
+        raise ValueError(f"clip_gradients_: {argument} must be greater than 0, but it is {number}")
+    return number
+
+
+def _limit(max_norm: Any) -> float:
+    number = _real("max_norm", max_norm)
+    if not number >= 0:
+        raise ValueError(f"clip_gradients_: max_norm must be at least 0, but it is {number}")
+    return number
+
+
+def _real(argument: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor) or not hasattr(value, "__float__"):
+        raise TypeError(f"clip_gradients_: {argument} must be a number, but it is of type {type(value).__name__}")
+    return float(value)
+
+
+def _nonfinite(statistics: GradientStatistics) -> str:
+    bad = (statistics.nans + statistics.infs).tolist()
+    shown = [
+        f"{name} ({count} of {numel} elements)"
+        for name, count, numel in zip(statistics.names, bad, statistics.numel.tolist(), strict=True)
+        if count
+    ]
+    more = f", and {len(shown) - 5} more" if len(shown) > 5 else ""
+    return f"clip_gradients_: NaN or inf in the gradients of {', '.join(shown[:5])}{more}; no gradient has been changed"
+
+
+# ---- One device, several, and several processes ----------------------------------------------------------------------
+
+
+def _by_kernels(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether the fused passes take these tensors."""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return (
+        _context.is_eager()
+        and _context.is_ordinary()
+        and all(type(tensor) in plain and tensor.device.type in DEVICE_TYPES for tensor in tensors)
+    )
+
+
+def _on_one_device(gradients: Gradients, p: float) -> reference.Statistics:
+    if _by_kernels(gradient for gradient in gradients if gradient is not None):
+        return _C.tensor_statistics(gradients, p)
+    return reference.tensor_statistics(gradients, p)
+
+
+def _statistics_of(
+    gradients: Gradients, p: float, process_group: torch.distributed.ProcessGroup | None
+) -> reference.Statistics:
+    parts = [gradient if gradient is None else local_part(gradient) for gradient in gradients]
+    devices = list(dict.fromkeys(part.device for part in parts if part is not None))
+    statistics = _on_one_device(parts, p) if len(devices) <= 1 else _on_devices(parts, p, devices)
+    return merged_over_groups(statistics, gradients, p, process_group)
+
+
+def _on_devices(parts: Gradients, p: float, devices: list[torch.device]) -> reference.Statistics:
+    """In the order of the tensors, on the first device; columns are put together without an index from the host."""
+    columns: list[Any] = [None] * len(parts)
+    for device in devices:
+        members = [i for i, part in enumerate(parts) if (devices[0] if part is None else part.device) == device]
+        values, counts, histogram = _on_one_device([parts[i] for i in members], p)
+        moved = [tensor.to(devices[0], non_blocking=True) for tensor in (values.T, counts.T, histogram)]
+        for i, *column in zip(members, *moved, strict=True):
+            columns[i] = column
+    values, counts, histogram = (torch.stack(rows) for rows in zip(*columns, strict=True))
+    return values.T.contiguous(), counts.T.contiguous(), histogram
+
+
+def _clipping_of(parts: reference.Statistics, p: float, max_norm: float, skip: bool) -> torch.Tensor:
+    values, counts, _ = parts
+    clipping_of = _C.clipping_of if _by_kernels([values]) else reference.clipping_of
+    return clipping_of(values, counts, p, max_norm, skip)
+
+
+def _clip(gradients: list[torch.Tensor], clipping: torch.Tensor, skip: bool) -> None:
+    for device in dict.fromkeys(gradient.device for gradient in gradients):
+        members = [gradient for gradient in gradients if gradient.device == device]
+        clip_tensors = _C.clip_tensors if _by_kernels(members) else reference.clip_tensors
+        clip_tensors(members, clipping.to(device, non_blocking=True), skip)
+
+
+def _result(names: list[str], parts: reference.Statistics, p: float, total: torch.Tensor) -> GradientStatistics:
+    (norm, abs_max, mean), (numel, zeros, nans, infs, missing), histogram = parts
+    edges = torch.tensor(BIN_EDGES, dtype=torch.float64)
+    return GradientStatistics(
+        names, numel, norm, abs_max, mean, zeros, nans, infs, missing.bool(), histogram, edges, total, p
+    )

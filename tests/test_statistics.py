@@ -1,0 +1,445 @@
+"""Statistics of gradients, and clipping by the norm of all of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+import gradscale_ext as gs
+from gradscale_ext import reference
+from gradscale_ext.monitor import statistics as module
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NORMS = (1.0, 2.0, 3.14, math.inf)
+SIZES = (1, 2, 3, 31, 33, 601, 2047, 2048, 2049, 16384, 16385, 40001)
+
+
+def numbers(size, seed, dtype=torch.float32, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(size, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def assert_same(result, expected, rtol=1e-12):
+    torch.testing.assert_close(result[0], expected[0], rtol=rtol, atol=1e-300)
+    assert torch.equal(result[1], expected[1])
+    assert torch.equal(result[2], expected[2])
+
+
+def with_gradients(gradients):
+    parameters = []
+    for gradient in gradients:
+        parameters.append(torch.zeros(()) if gradient is None else torch.zeros_like(gradient.to_dense()))
+        parameters[-1].grad = gradient
+    return parameters
+
+
+# ---- Statistics ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", NORMS)
+def test_statistics(dtype, p):
+    """Sizes around those of blocks and chunks, and views that begin anywhere."""
+    tensors = [
+        numbers(size + 5, size, dtype, 10.0 ** (size % 7 - 3))[offset : size + offset]
+        for size in SIZES
+        for offset in (0, 1, 5)
+    ]
+    for tensor in tensors[3:20:2]:
+        tensor[::3] = 0
+    tensors[9][0], tensors[10][1], tensors[13][-1] = math.nan, math.inf, -math.inf
+    tensors[14].fill_(math.nan)
+    assert_same(module._C.tensor_statistics(tensors, p), reference.tensor_statistics(tensors, p))
+
+
+def test_reference_by_hand():
+    tensor = torch.tensor([3.0, -4.0, 0.0, math.nan, math.inf, -math.inf, 0.0], dtype=torch.float64)
+    values, counts, histogram = reference.tensor_statistics([tensor, None], 2.0)
+    torch.testing.assert_close(values[:, 0], torch.tensor([5.0, 4.0, -0.25], dtype=torch.float64))
+    assert counts.tolist() == [[7, 0], [2, 0], [1, 0], [2, 0], [0, 1]]
+    edges = list(module.BIN_EDGES)
+    assert histogram[0].nonzero().flatten().tolist() == [edges.index(1), edges.index(2)]
+    assert not histogram[1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_histogram_has_the_numbers_between_its_edges(dtype):
+    tensor = torch.cat([numbers(5000, 0, dtype, scale) for scale in (1e-20, 1e-7, 1.0, 1e3)])
+    powers = torch.tensor([2.0**k for k in range(-14, 15)], dtype=dtype)
+    tensor = torch.cat([tensor, powers, -powers * (1 - torch.finfo(dtype).eps / 2), torch.zeros(7, dtype=dtype)])
+    statistics = gs.gradient_statistics([tensor])
+    magnitudes = tensor.double().abs()
+    edges = 2**statistics.bin_edges
+    expected = [
+        int(((magnitudes >= low) & (magnitudes < high) & (magnitudes > 0)).sum())
+        for low, high in itertools.pairwise(edges)
+    ]
+    assert statistics.histogram[0].tolist() == expected
+    assert sum(expected) == tensor.numel() - int(statistics.zeros[0])
+    assert statistics.bin_edges[0] == -math.inf
+    assert statistics.bin_edges[-1] == math.inf
+    assert len(statistics.bin_edges) == statistics.histogram.shape[1] + 1
+
+
+def test_histograms_merge_by_addition():
+    tensor = numbers(30000, 0)
+    parts = gs.gradient_statistics(tensor.split(7001)).histogram.sum(0)
+    assert torch.equal(parts, gs.gradient_statistics([tensor]).histogram[0])
+
+
+@pytest.mark.parametrize("position", ["first", "middle", "last", "alone"])
+def test_empty_and_missing(position):
+    full = [numbers(70000, 0), numbers((3, 4), 1)]
+    nothing = [torch.empty(0), None, torch.empty(3, 0, 2, dtype=torch.float16)]
+    tensors = {
+        "first": [*nothing, *full],
+        "middle": [full[0], *nothing, full[1]],
+        "last": [*full, *nothing],
+        "alone": nothing,
+    }[position]
+    statistics = gs.gradient_statistics(tensors)
+    for i, tensor in enumerate(tensors):
+        assert bool(statistics.missing[i]) == (tensor is None)
+        assert statistics.numel[i] == (0 if tensor is None else tensor.numel())
+        size = 0 if tensor is None else tensor.numel()
+        expected = tensor.double().norm().item() if size else 0.0
+        assert statistics.norm[i].item() == pytest.approx(expected, rel=1e-12)
+        assert statistics.histogram[i].sum() == size
+        if not size:
+            assert [field[i].item() for field in (statistics.abs_max, statistics.mean, statistics.zeros)] == [0, 0, 0]
+
+
+def test_no_tensors():
+    statistics = gs.gradient_statistics([])
+    assert statistics.norm.shape == (0,)
+    assert statistics.histogram.shape[0] == 0
+    assert statistics.total_norm.item() == 0
+    assert gs.clip_gradients_([], 1.0).total_norm.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_numbers_count_by_their_modulus(dtype):
+    tensor = torch.complex(numbers(3001, 0, torch.float64), numbers(3001, 1, torch.float64)).to(dtype)
+    tensor[5] = 0
+    tensor[7] = complex(math.nan, 1)
+    tensor[8] = complex(2, -math.inf)
+    large = torch.tensor([3e38 + 3e38j], dtype=dtype)
+    statistics = gs.gradient_statistics([tensor, tensor.conj(), large])
+    moduli = tensor.to(torch.complex128).abs()
+    finite = moduli[moduli.isfinite()]
+    for i in (0, 1):
+        assert statistics.norm[i].item() == pytest.approx(finite.norm().item(), rel=1e-6)
+        assert statistics.mean[i].item() == pytest.approx(finite.mean().item(), rel=1e-6)
+        assert [
+            int(statistics.numel[i]),
+            int(statistics.zeros[i]),
+            int(statistics.nans[i]),
+            int(statistics.infs[i]),
+        ] == [3001, 1, 1, 1]
+    assert statistics.abs_max[2].item() == pytest.approx(3e38 * math.sqrt(2), rel=1e-6)
+    assert statistics.infs[2] == 0
+
+
+def test_sparse_gradients():
+    embedding = torch.nn.Embedding(50, 7, sparse=True)
+    embedding(torch.tensor([3, 4, 3, 9])).square().sum().backward()
+    sparse = embedding.weight.grad
+    assert sparse.is_sparse
+    assert not sparse.is_coalesced()
+    dense = sparse.to_dense()
+    compressed = dense.to_sparse_csr()
+    result = gs.gradient_statistics([sparse, compressed, dense])
+    for field in ("numel", "norm", "abs_max", "mean", "zeros", "histogram"):
+        values = getattr(result, field).double()
+        torch.testing.assert_close(values[0], values[2], rtol=1e-6, atol=1e-12)
+        torch.testing.assert_close(values[1], values[2], rtol=1e-6, atol=1e-12)
+    assert result.zeros[0] == 47 * 7
+
+
+def test_strided_views_and_negative_bits():
+    base = numbers((6, 8), 0)
+    negative = torch.complex(base, base).conj().imag
+    assert negative.is_neg()
+    views = [base.T, base[:, 1:3], base[:, ::2], base[0].expand(5, 8), negative, torch.tensor(2.5)]
+    copies = [view.clone().contiguous() for view in views]
+    assert_same(module._C.tensor_statistics(views, 2.0), reference.tensor_statistics(copies, 2.0))
+
+
+def test_nothing_overflows_or_vanishes():
+    """Squares that leave float16, float32 and float64, in every direction."""
+    cases = [
+        (torch.full((3000,), 65504.0, dtype=torch.float16), 65504.0 * math.sqrt(3000)),
+        (torch.full((4,), 3e38), 2 * torch.tensor(3e38).item()),
+        (torch.full((4,), 1e-44), 2 * torch.tensor(1e-44).item()),
+        (torch.full((4,), 1e300, dtype=torch.float64), 2e300),
+        (torch.full((4,), 1e-310, dtype=torch.float64), 2e-310),
+        (torch.tensor([1e300, 1e-300], dtype=torch.float64), 1e300),
+    ]
+    statistics = gs.gradient_statistics([tensor for tensor, _ in cases])
+    for i, (tensor, norm) in enumerate(cases):
+        assert statistics.norm[i].item() == pytest.approx(norm, rel=1e-9)
+        assert statistics.mean[i].item() == pytest.approx(tensor.double().mean().item(), rel=1e-9)
+    many = [torch.full((7,), 1e200, dtype=torch.float64) for _ in range(7)]
+    assert gs.gradient_statistics(many).total_norm.item() == pytest.approx(7e200, rel=1e-12)
+
+
+def test_many_tensors():
+    """More than fit into the arguments of a launch."""
+    tensors = [numbers(i % 97, i, DTYPES[i % 4]) for i in range(700)]
+    assert_same(module._C.tensor_statistics(tensors, 2.0), reference.tensor_statistics(tensors, 2.0))
+
+
+@pytest.mark.cpu_kernels
+def test_the_same_bits_with_any_number_of_threads():
+    tensors = [numbers(size, size) for size in (3, 300_000, 50_000, 7)]
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(module._C.tensor_statistics(tensors, 2.0))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+def test_names_tables_and_dictionaries():
+    statistics = gs.gradient_statistics([torch.tensor([3.0, -4.0]), None], names=["layer.weight", "layer.bias"])
+    lines = str(statistics).splitlines()
+    assert lines[1].split()[:4] == ["layer.weight", "2", "5", "4"]
+    assert lines[2].split() == ["layer.bias", "no", "gradient"]
+    assert lines[3] == "total norm: 5"
+    read = json.loads(json.dumps(statistics.to_dict()))
+    assert read["norm"] == [5.0, 0.0]
+    assert read["missing"] == [False, True]
+    assert read["names"] == ["layer.weight", "layer.bias"]
+    assert read["total_norm"] == 5.0
+    assert len(read["bin_edges"]) == len(read["histogram"][0]) + 1
+    assert gs.gradient_statistics(torch.ones(3)).names == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (
+            ([torch.ones(2), "x"],),
+            TypeError,
+            r"tensors\[1\] must be a floating or complex tensor, but it is of type str",
+        ),
+        (([torch.ones(2).long()],), TypeError, r"tensors\[0\] .* torch.int64"),
+        (([torch.ones(2)], ["a", "b"]), ValueError, "1 tensors need as many names, but there are 2"),
+    ],
+)
+def test_errors(arguments, error, words):
+    with pytest.raises(error, match=words):
+        gs.gradient_statistics(*arguments)
+
+
+def test_other_contexts_take_the_reference():
+    tensors = [numbers(100, 0), numbers((3, 5), 1)]
+    expected = gs.gradient_statistics(tensors).norm
+    with torch.inference_mode():
+        assert torch.equal(gs.gradient_statistics(tensors).norm, expected)
+    result = torch.func.vmap(lambda x: gs.gradient_statistics([x]).norm)(torch.stack([tensors[0], tensors[0]]))
+    torch.testing.assert_close(result, expected[0].expand(2, 1), rtol=1e-12, atol=0)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: gs.gradient_statistics([x]).norm * 2, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(tensors[0]), 2 * expected[:1], rtol=1e-12, atol=0)
+
+
+# ---- Clipping --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
+@pytest.mark.parametrize("p", NORMS)
+@pytest.mark.parametrize("limit", [0.0, 1e-3, 1.0, 1e6, math.inf])
+def test_clips_as_pytorch_does(dtype, p, limit):
+    real = torch.float32 if dtype.is_complex else dtype
+    gradients = [numbers(size, size, real, 1e-2).to(dtype) for size in (1, 7, 3000, 0, 40)]
+    ours, theirs = with_gradients([*gradients, None]), with_gradients([g.clone() for g in gradients])
+    exact = with_gradients([g.to(torch.complex128 if dtype.is_complex else torch.float64) for g in gradients])
+    norm = torch.nn.utils.clip_grad_norm_(exact, limit, norm_type=p)
+    torch.nn.utils.clip_grad_norm_(theirs, limit, norm_type=p)
+    statistics = gs.clip_gradients_(ours, limit, norm_type=p)
+    assert statistics.total_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+    assert statistics.norm[2].item() == pytest.approx(
+        gradients[2].to(exact[2].dtype).flatten().abs().double().norm(p).item(), rel=1e-6
+    )
+    for mine, other, true in zip(ours, theirs, exact, strict=False):
+        error = (mine.grad.to(true.dtype) - true.grad).abs()
+        usual = (other.grad.to(true.dtype) - true.grad).abs()
+        assert (
+            error <= usual + 2 * torch.finfo(real).eps * true.grad.abs() + torch.finfo(real).smallest_normal * 1e-3
+        ).all()
+
+
+def test_where_pytorch_overflows():
+    for dtype, size in ((torch.float16, 6e4), (torch.float32, 1e38), (torch.float64, 1e300)):
+        p = with_gradients([torch.full((1000,), size, dtype=dtype)])
+        statistics = gs.clip_gradients_(p, 1.0, norm_type=2.0)
+        assert statistics.total_norm.item() == pytest.approx(
+            p[0].grad.new_tensor(size).item() * math.sqrt(1000), rel=1e-3
+        )
+        torch.testing.assert_close(p[0].grad, torch.full_like(p[0].grad, 1000**-0.5), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_nonfinite(bad):
+    gradients = [numbers(5, 0), numbers((3, 3), 1)]
+    gradients[1][1, 1] = bad
+    propagated, theirs = with_gradients([g.clone() for g in gradients]), with_gradients([g.clone() for g in gradients])
+    torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+    statistics = gs.clip_gradients_(propagated, 1.0)
+    for mine, other in zip(propagated, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, equal_nan=True)
+    assert not statistics.total_norm.isfinite()
+    assert statistics.norm.isfinite().all()
+
+    skipped = with_gradients([g.clone() for g in gradients])
+    statistics = gs.clip_gradients_(skipped, 1.0, nonfinite="skip")
+    assert all((p.grad == 0).all() for p in skipped)
+    assert int(statistics.nans.sum() + statistics.infs.sum()) == 1
+
+    refused = with_gradients([g.clone() for g in gradients])
+    with pytest.raises(
+        RuntimeError, match=r"NaN or inf in the gradients of 1 \(1 of 9 elements\); no gradient has been"
+    ):
+        gs.clip_gradients_(refused, 1.0, nonfinite="error")
+    for mine, before in zip(refused, gradients, strict=True):
+        torch.testing.assert_close(mine.grad, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_skip_and_error_clip_what_is_finite():
+    for nonfinite in ("skip", "error"):
+        p = with_gradients([torch.tensor([3.0, 4.0])])
+        gs.clip_gradients_(p, 1.0, nonfinite=nonfinite)
+        torch.testing.assert_close(p[0].grad, torch.tensor([0.6, 0.8]))
+
+
+def test_kinds_of_parameters():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    model[1].weight = model[1].weight
+    for given in (model, model.parameters(), list(model.named_parameters()), model.named_parameters()):
+        model.zero_grad()
+        model(torch.ones(4, 3)).sum().backward()
+        expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+        statistics = gs.clip_gradients_(given, 0.1)
+        assert statistics.total_norm.item() == pytest.approx(expected.item(), rel=1e-6)
+        after = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+        assert after.item() == pytest.approx(0.1, rel=1e-4)
+        assert statistics.names == (
+            ["0", "1", "2", "3"]
+            if given is not model and statistics.names[0] == "0"
+            else list(dict(model.named_parameters()))
+        )
+    twice = list(model.parameters())
+    model(torch.ones(4, 3)).sum().backward()
+    assert gs.clip_gradients_([*twice, *twice], 1.0).names == ["0", "1", "2", "3"]
+    one = torch.nn.Parameter(torch.zeros(2))
+    one.grad = torch.tensor([3.0, 4.0])
+    assert gs.clip_gradients_(one, 1.0).total_norm == 5
+
+
+def test_a_gradient_of_two_parameters_is_multiplied_once():
+    shared = torch.tensor([3.0, 4.0])
+    a, b = torch.zeros(2), torch.zeros(2)
+    a.grad = b.grad = shared
+    gs.clip_gradients_([a, b], 1.0)
+    torch.testing.assert_close(shared, torch.tensor([3.0, 4.0]) / math.sqrt(50))
+
+
+def test_gradients_in_any_memory():
+    """Sparse, strided and conjugate ones are written to where they are."""
+    base = numbers((6, 8), 0)
+    conjugate = torch.complex(numbers(4, 1), numbers(4, 2))
+    gradients = [
+        base.clone()[:, ::2],
+        base.clone().T,
+        conjugate.clone().conj(),
+        torch.sparse_coo_tensor([[1, 3, 1]], numbers((3, 2), 3), (5, 2)),
+        base.clone().to_sparse_csr(),
+    ]
+    dense = [gradient.to_dense().clone().resolve_conj() for gradient in gradients]
+    norm = torch.cat([torch.view_as_real(d).flatten() if d.is_complex() else d.flatten() for d in dense]).norm()
+    parameters = [torch.zeros(()) for _ in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.data = torch.zeros_like(gradient.to_dense())
+        parameter.grad = gradient
+    addresses = [p.grad.data_ptr() for p in parameters[:3]]
+    statistics = gs.clip_gradients_(parameters, 1.0)
+    assert statistics.total_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+    for parameter, before in zip(parameters, dense, strict=True):
+        torch.testing.assert_close(parameter.grad.to_dense().resolve_conj(), before / norm)
+    assert addresses == [p.grad.data_ptr() for p in parameters[:3]]
+
+
+def test_expanded_gradients_are_refused_before_anything_is_written():
+    first, second = torch.zeros(2), torch.zeros(3)
+    first.grad, second.grad = torch.tensor([3.0, 4.0]), torch.tensor(1.0).expand(3)
+    with pytest.raises(RuntimeError, match="is an expanded tensor"):
+        gs.clip_gradients_([first, second], 1.0)
+    assert first.grad.tolist() == [3.0, 4.0]
+
+
+def test_clipping_is_seen_by_autograd():
+    """The version of a gradient that autograd has saved moves on."""
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    (x**2).sum().backward(create_graph=True)
+    second = (x.grad**2).sum()
+    gs.clip_gradients_([x], 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+    x.grad = None
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"max_norm": -1.0}, ValueError, "max_norm must be at least 0, but it is -1.0"),
+        ({"max_norm": math.nan}, ValueError, "max_norm must be at least 0, but it is nan"),
+        ({"max_norm": "x"}, TypeError, "max_norm must be a number, but it is of type str"),
+        ({"max_norm": torch.tensor(1.0)}, TypeError, "max_norm must be a number, but it is of type Tensor"),
+        ({"norm_type": 0}, ValueError, "norm_type must be greater than 0, but it is 0.0"),
+        ({"nonfinite": "drop"}, ValueError, "nonfinite must be 'propagate', 'skip' or 'error', but it is 'drop'"),
+        (
+            {"process_group": 3},
+            TypeError,
+            "process_group must be a torch.distributed.ProcessGroup or None, but it is of type int",
+        ),
+        (
+            {"parameters": [1.0]},
+            TypeError,
+            r"parameters\[0\] must be a floating or complex tensor, but it is of type float",
+        ),
+    ],
+)
+def test_errors_of_clipping(change, error, words):
+    p = with_gradients([torch.tensor([3.0, 4.0])])
+    with pytest.raises(error, match=words):
+        gs.clip_gradients_(**{"parameters": p, "max_norm": 1.0, **change})
+    assert p[0].grad.tolist() == [3.0, 4.0]
+
+
+def test_reference_clips_the_same():
+    """What other devices and contexts take."""
+    gradients = [
+        numbers(40, 0),
+        torch.sparse_coo_tensor([[1, 3]], numbers((2, 2), 3), (5, 2)),
+        numbers(3, 1, torch.float16),
+    ]
+    for skip, bad in ((False, None), (True, None), (True, math.nan)):
+        ours = [gradient.clone() for gradient in gradients]
+        if bad is not None:
+            ours[0][3] = bad
+        theirs = [gradient.clone() for gradient in ours]
+        for library, tensors in ((module._C, ours), (reference, theirs)):
+            values, counts, _ = library.tensor_statistics(tensors, 2.0)
+            library.clip_tensors(tensors, library.clipping_of(values, counts, 2.0, 0.5, skip), skip)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a.to_dense(), b.to_dense())
