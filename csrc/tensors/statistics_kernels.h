@@ -1,34 +1,80 @@
-// Statistics of a range of elements. It is taken in blocks that stay in the first-level cache: one loop finds the bins
-// and the largest magnitude, one takes the sums, and then each bin that occurs is counted, 64 elements an instruction.
-// Included once for each instruction set; the loops are plain, and vectorised by the compiler.
+// Statistics of a range of elements. It is taken in blocks: one loop reads the elements, takes the sums, and writes the
+// bins, a byte each, which stay in the first-level cache; then each bin that occurs is counted, 64 elements an
+// instruction. Included once for each instruction set; the loops are plain, and vectorised by the compiler.
 #include "../math/statistics.h"
 #include "range.h"
+#if GRADSCALE_AVX512
+#include "statistics_avx512.h"
+#endif
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-constexpr int64_t kStatisticsBlock = 2048; // elements
+constexpr int64_t kStatisticsBlock = 8192; // elements
 constexpr int64_t kByteLanes = 64;
 
-// The bins of `size` elements, filled up with what is no bin; returns the bits of the largest magnitude.
 template <class W>
-typename Magnitude<W>::Bits find_bins(const W* x, int64_t size, uint8_t* bins, int32_t& zeros) {
+struct BlockSums {
+  typename Magnitude<W>::Bits largest; // bits of the largest magnitude
+  int32_t zeros;
+  double sum;
+  double squares;
+};
+
+// The bins of the elements, the largest magnitude, and zeros.
+template <class W>
+void scan(const W* x, int64_t size, uint8_t* bins, BlockSums<W>& all) {
   using M = Magnitude<W>;
-  typename M::Bits largest = 0;
-  int32_t count = 0;
-#pragma omp simd reduction(max : largest) reduction(+ : count)
+  typename M::Bits largest = all.largest;
+  int32_t zeros = 0;
+#pragma omp simd reduction(max : largest) reduction(+ : zeros)
   for (int64_t i = 0; i < size; ++i) {
     const typename M::Bits bits = M::of(x[i]);
     largest = bits > largest ? bits : largest;
-    count += bits == 0;
+    zeros += bits == 0;
     bins[i] = static_cast<uint8_t>(M::bin(bits));
+  }
+  all.largest = largest;
+  all.zeros += zeros;
+}
+
+template <class W>
+void sum(const W* x, int64_t size, BlockSums<W>& all) {
+  LaneSum<double> sum, squares;
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+#pragma omp simd
+    for (int k = 0; k < kLanes; ++k) {
+      const auto value = static_cast<double>(x[i + k]);
+      sum.lanes[k] += value;
+      squares.lanes[k] += value * value;
+    }
+  }
+  for (int k = 0; i < size; ++i, ++k) {
+    const auto value = static_cast<double>(x[i]);
+    sum.lanes[k] += value;
+    squares.lanes[k] += value * value;
+  }
+  all.sum += sum.total();
+  all.squares += squares.total();
+}
+
+// The bins are filled up with what is no bin.
+template <class W>
+BlockSums<W> sum_block(const W* x, int64_t size, uint8_t* bins) {
+  constexpr int64_t kPart =
+      1024; // still in the cache for the second loop, which would not be vectorised with the first
+  BlockSums<W> result{0, 0, 0, 0};
+  for (int64_t begin = 0; begin < size; begin += kPart) {
+    const int64_t part = size - begin < kPart ? size - begin : kPart;
+    scan(x + begin, part, bins + begin, result);
+    sum(x + begin, part, result);
   }
   for (int64_t i = size; i % kByteLanes != 0; ++i) {
     bins[i] = kHistogramBins;
   }
-  zeros = count;
-  return largest;
+  return result;
 }
 
 // Memory that is wanted next.
@@ -57,7 +103,7 @@ void count_bins(const uint8_t* bins, int64_t size, int32_t* histogram, LinesAhea
   for (int bin = lowest; bin <= highest; ++bin) {
     ahead.fetch(); // these loops ask memory for nothing else
     const auto wanted = static_cast<uint8_t>(bin);
-    alignas(64) uint8_t lanes[kByteLanes] = {}; // 32 of them at most
+    alignas(64) uint8_t lanes[kByteLanes] = {}; // kStatisticsBlock / kByteLanes of them at most: 128
     for (int64_t i = 0; i < size; i += kByteLanes) {
 #pragma omp simd
       for (int k = 0; k < kByteLanes; ++k) {
@@ -73,21 +119,21 @@ void count_bins(const uint8_t* bins, int64_t size, int32_t* histogram, LinesAhea
   }
 }
 
-// `maximum` is a number, and the largest magnitude.
+// Where the plain sums of a block will not do: another p, or squares out of double's safe range. `maximum` is a number,
+// and the largest magnitude.
 template <class W>
-ElementSums element_sums(const W* x, int64_t size, double p, double maximum) {
+ElementSums element_sums(const W* x, int64_t size, double p, double maximum, double sum) {
   const auto number = [=](int64_t i) { return static_cast<double>(x[i]); };
   const auto magnitude = [=](int64_t i) { return std::fabs(static_cast<double>(x[i])); };
-  const auto powers = [&](auto of) { return std::isinf(p) ? maximum : plain_power_sum(size, p, of); };
-  const double sum = powers(magnitude);
-  if (is_safe(sum)) {
-    return {sum, lane_sum(size, number), maximum, 1};
+  const double powers = std::isinf(p) ? maximum : plain_power_sum(size, p, magnitude);
+  if (is_safe(powers)) {
+    return {powers, sum, maximum, 1};
   }
   const double root = root_for(maximum);
   const double reciprocal = 1 / root;
   const auto scaled = [=](int64_t i) { return number(i) * reciprocal * reciprocal; };
-  const double again =
-      std::isinf(p) ? maximum * reciprocal * reciprocal : powers([=](int64_t i) { return std::fabs(scaled(i)); });
+  const double again = std::isinf(p) ? maximum * reciprocal * reciprocal
+                                     : plain_power_sum(size, p, [=](int64_t i) { return std::fabs(scaled(i)); });
   return {again, lane_sum(size, scaled), maximum, root};
 }
 
@@ -112,19 +158,38 @@ template <class W>
 void add_block(const W* x, int64_t size, double p, W* spare, LinesAhead ahead, ChunkStatistics& all) {
   using M = Magnitude<W>;
   alignas(64) uint8_t bins[kStatisticsBlock];
-  int32_t zeros = 0;
-  typename M::Bits largest = find_bins(x, size, bins, zeros);
+  BlockSums<W> block = sum_block(x, size, bins);
   const int32_t nonfinite_before = all.nans + all.infs;
-  if (largest >= M::kInfinity) {
+  if (block.largest >= M::kInfinity) {
     leave_out_nonfinite(x, size, spare, all);
     x = spare;
-    largest = find_bins(x, size, bins, zeros);
+    block = sum_block(x, size, bins);
   }
   count_bins(bins, size, all.histogram, ahead);
-  all.histogram[0] -= zeros; // which are among the smallest numbers
-  all.zeros += zeros - (all.nans + all.infs - nonfinite_before);
-  if (largest > 0) {
-    all.sums = added(all.sums, element_sums(x, size, p, static_cast<double>(M::number(largest))), p);
+  all.histogram[0] -= block.zeros; // which are among the smallest numbers
+  all.zeros += block.zeros - (all.nans + all.infs - nonfinite_before);
+  if (block.largest > 0) {
+    const auto maximum = static_cast<double>(M::number(block.largest));
+    const bool plain = p == 2 && is_safe(block.squares);
+    const ElementSums sums =
+        plain ? ElementSums{block.squares, block.sum, maximum, 1} : element_sums(x, size, p, maximum, block.sum);
+    all.sums = added(all.sums, sums, p);
+  }
+}
+
+// One block, as one that follows in the range.
+template <class T>
+void add_elements(const T* data, int64_t size, double p, LinesAhead ahead, ChunkStatistics& all) {
+  using W = typename AccumulateType<T>::type;
+  alignas(64) W spare[kStatisticsBlock];
+  if constexpr (std::is_same_v<T, W>) {
+    add_block<W>(data, size, p, spare, ahead, all);
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) {
+      spare[i] = to_accumulate(data[i]);
+    }
+    add_block<W>(spare, size, p, spare, ahead, all);
   }
 }
 
@@ -132,24 +197,30 @@ void statistics_of_range(const Range& range, double p, ChunkStatistics& all) {
   all = {no_elements(), 0, 0, 0, {}};
   dispatch_element(range.element, [&](auto type) {
     using T = decltype(type);
-    using W = typename AccumulateType<T>::type;
-    alignas(64) W spare[kStatisticsBlock];
-    for (int64_t begin = 0; begin < range.size; begin += kStatisticsBlock) {
-      const int64_t size = range.size - begin < kStatisticsBlock ? range.size - begin : kStatisticsBlock;
-      const T* data = static_cast<const T*>(range.data) + begin;
+    const T* data = static_cast<const T*>(range.data);
+    [[maybe_unused]] int first_bin = -1;
+    for (int64_t begin = 0; begin < range.size;) {
+      int64_t size = range.size - begin < kStatisticsBlock ? range.size - begin : kStatisticsBlock;
+#if GRADSCALE_AVX512
+      if constexpr (!std::is_same_v<T, double>) {
+        const int64_t in_lanes = size / kByteLanes * kByteLanes;
+        if (p == 2 && in_lanes > 0) {
+          if (first_bin < 0) {
+            first_bin = probable_first_bin(data + begin);
+          }
+          if (add_lanes(data + begin, in_lanes, first_bin, all)) {
+            begin += in_lanes;
+            continue;
+          }
+        }
+      }
+#endif
+      const T* end = data + begin + size;
       const int64_t left = range.size - begin - size;
       const int64_t next = left < kStatisticsBlock ? left : kStatisticsBlock;
-      const LinesAhead ahead{
-          reinterpret_cast<const char*>(data + size), reinterpret_cast<const char*>(data + size + next)};
-      if constexpr (std::is_same_v<T, W>) {
-        add_block<W>(data, size, p, spare, ahead, all);
-      } else {
-#pragma omp simd
-        for (int64_t i = 0; i < size; ++i) {
-          spare[i] = to_accumulate(data[i]);
-        }
-        add_block<W>(spare, size, p, spare, ahead, all);
-      }
+      const LinesAhead ahead{reinterpret_cast<const char*>(end), reinterpret_cast<const char*>(end + next)};
+      add_elements(data + begin, size, p, ahead, all);
+      begin += size;
     }
   });
 }

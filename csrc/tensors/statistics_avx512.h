@@ -1,0 +1,147 @@
+// Statistics of finite float, bfloat16 and half elements in one pass, with what compilers do not make of a plain loop:
+// the counters of sixteen neighbouring bins stay in registers, 64 bytes each, so that memory is read while bins are
+// counted. Compiled for AVX-512 only.
+#pragma once
+
+#include "../math/statistics.h"
+#include "range.h"
+
+#include <immintrin.h>
+
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+constexpr int kCountedBins = 16;
+constexpr int kElementsAhead = 1024; // what waits for memory would otherwise leave no room for more loads
+
+// Elements i .. i + 16 as float, and in halves as double.
+struct Sixteen {
+  __m512 all;
+  __m512d low;
+  __m512d high;
+};
+
+inline Sixteen sixteen_of(__m512 all) {
+  return {all, _mm512_cvtps_pd(_mm512_castps512_ps256(all)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(all, 1))};
+}
+
+inline Sixteen load_sixteen(const float* from) { // again from memory: that takes no shuffle
+  return {_mm512_loadu_ps(from), _mm512_cvtps_pd(_mm256_loadu_ps(from)), _mm512_cvtps_pd(_mm256_loadu_ps(from + 8))};
+}
+
+inline Sixteen load_sixteen(const BFloat16Bits* from) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return sixteen_of(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)));
+}
+
+inline Sixteen load_sixteen(const HalfBits* from) {
+  return sixteen_of(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
+
+// The bins of 64 elements, of which these are the bits of the magnitudes.
+inline __m512i bins_of(const __m512i* bits) {
+  const __m512i low = _mm512_packus_epi32(_mm512_srli_epi32(bits[0], 23), _mm512_srli_epi32(bits[1], 23));
+  const __m512i high = _mm512_packus_epi32(_mm512_srli_epi32(bits[2], 23), _mm512_srli_epi32(bits[3], 23));
+  const __m512i exponents = _mm512_packus_epi16(low, high);
+  const __m512i bins = _mm512_subs_epu8(exponents, _mm512_set1_epi8(127 + kFirstEdge - 1));
+  return _mm512_min_epu8(bins, _mm512_set1_epi8(kHistogramBins - 1));
+}
+
+inline int first_bin_below(int highest) { // one bin above it may come too
+  return highest > kCountedBins - 2 ? highest - (kCountedBins - 2) : 0;
+}
+
+// From 64 elements.
+template <class T>
+int probable_first_bin(const T* x) {
+  uint32_t largest = 0;
+  for (int i = 0; i < 64; i += 16) {
+    const __m512i bits = _mm512_castps_si512(_mm512_abs_ps(load_sixteen(x + i).all));
+    largest = std::max(largest, _mm512_reduce_max_epu32(bits));
+  }
+  return first_bin_below(Magnitude<float>::bin(static_cast<int32_t>(largest)));
+}
+
+// Adds the statistics of `size` elements, a multiple of 64 and at most 255 * 64, for p = 2; or returns false, and adds
+// nothing, where one of them is not finite, or many are in none of the bins first_bin .. first_bin + 16. Leaves where
+// the bins of what comes next will probably begin.
+template <class T>
+bool add_lanes(const T* x, int64_t size, int& first_bin, ChunkStatistics& all) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  const __m512i ones = _mm512_set1_epi8(1);
+  const __m512i first = _mm512_set1_epi8(static_cast<char>(first_bin));
+  __m512i counts[kCountedBins];
+  for (__m512i& count : counts) {
+    count = _mm512_setzero_si512();
+  }
+  __m512i largest = _mm512_setzero_si512();
+  __m512d sums[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
+  __m512d squares[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
+  int32_t others[kHistogramBins] = {};
+  int64_t others_left = size / 16;
+  for (int64_t i = 0; i < size; i += 64) {
+    __m512i bits[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      __builtin_prefetch(x + i + 16 * k + kElementsAhead, 0, 1); // past the end it does nothing
+      const Sixteen elements = load_sixteen(x + i + 16 * k);
+      bits[k] = _mm512_and_si512(_mm512_castps_si512(elements.all), magnitude);
+      largest = _mm512_max_epu32(largest, bits[k]);
+      sums[0] = _mm512_add_pd(sums[0], elements.low);
+      sums[1] = _mm512_add_pd(sums[1], elements.high);
+      squares[0] = _mm512_fmadd_pd(elements.low, elements.low, squares[0]);
+      squares[1] = _mm512_fmadd_pd(elements.high, elements.high, squares[1]);
+    }
+    const __m512i bins = bins_of(bits);
+    const __m512i counted = _mm512_sub_epi8(bins, first);
+#pragma GCC unroll 16
+    for (int k = 0; k < kCountedBins; ++k) {
+      const __mmask64 here = _mm512_cmpeq_epi8_mask(counted, _mm512_set1_epi8(static_cast<char>(k)));
+      counts[k] = _mm512_mask_add_epi8(counts[k], here, counts[k], ones);
+    }
+    __mmask64 outside = _mm512_cmpge_epu8_mask(counted, _mm512_set1_epi8(kCountedBins));
+    if (outside != 0) {
+      alignas(64) uint8_t bytes[64];
+      _mm512_store_si512(bytes, bins);
+      for (; outside != 0; outside &= outside - 1) {
+        ++others[bytes[__builtin_ctzll(outside)]];
+        --others_left;
+      }
+      if (others_left < 0) {
+        first_bin = -1;
+        return false;
+      }
+    }
+  }
+  const auto largest_bits = static_cast<int32_t>(_mm512_reduce_max_epu32(largest));
+  if (largest_bits >= Magnitude<float>::kInfinity) {
+    return false;
+  }
+  for (int k = 0; k < kCountedBins; ++k) {
+    const __m512i totals = _mm512_sad_epu8(counts[k], _mm512_setzero_si512());
+    others[(first_bin + k) % kHistogramBins] += static_cast<int32_t>(_mm512_reduce_add_epi64(totals));
+  }
+  if (others[0] > 0) { // zeros are among the smallest numbers
+    int32_t zeros = 0;
+    for (int64_t i = 0; i < size; i += 16) {
+      const __m512 elements = load_sixteen(x + i).all;
+      zeros += __builtin_popcount(_mm512_cmp_ps_mask(elements, _mm512_setzero_ps(), _CMP_EQ_OQ));
+    }
+    others[0] -= zeros;
+    all.zeros += zeros;
+  }
+  for (int bin = 0; bin < kHistogramBins; ++bin) {
+    all.histogram[bin] += others[bin];
+  }
+  first_bin = first_bin_below(Magnitude<float>::bin(largest_bits));
+  const double powers = _mm512_reduce_add_pd(_mm512_add_pd(squares[0], squares[1]));
+  const double sum = _mm512_reduce_add_pd(_mm512_add_pd(sums[0], sums[1]));
+  const auto maximum = static_cast<double>(Magnitude<float>::number(largest_bits));
+  all.sums = added(all.sums, ElementSums{powers, sum, maximum, 1}, 2);
+  return true;
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale
