@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cuda
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 2, 31, 33, 601, 1025, 4672, 9001]
-FALLBACKS = ("multi_step_loss", "decode", "l2_loss")
+FALLBACKS = ("multi_step_loss", "decode", "l2_loss", "tensor_statistics", "clipping_of", "clip_tensors")
 
 
 class Reference:
@@ -773,3 +773,54 @@ def test_l2_loss_of_several_dtypes(device):
     truth.backward()
     for ours, theirs in zip(parameters, exact, strict=True):
         check_close(ours.grad, theirs.grad, ours.dtype)
+
+
+# ---- Statistics and clipping -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.14, math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 450])
+def test_statistics(count, dtype, p, device):
+    """Empty, missing, strided, complex and many tensors, and ones that are not finite; then they are clipped."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(7,), (0,), (3, 5), (70001,), (), (64, 33)]
+    values = [
+        torch.randn(sizes[i % 6] if i < 12 else (1 + i % 50,), generator=generator, dtype=torch.float64)
+        for i in range(count)
+    ]
+    values = [x * 10.0 ** (i % 9 - 5) for i, x in enumerate(values)]
+    if dtype in (torch.float32, torch.float64):
+        values.append(torch.complex(values[0], values[0].flip(0)))
+    values = [x.to(dtype.to_complex() if x.is_complex() else dtype) for x in values]
+    if count > 1:
+        values[2] = values[2].t()
+        values[3][5:900:7] = 0
+    parameters = [torch.zeros_like(x, device=device) for x in values]
+    for parameter, x in zip(parameters, values, strict=True):
+        parameter.grad = x.to(device, copy=True)
+    parameters.append(torch.zeros(3, device=device))
+    exact = [x.to(torch.complex128 if x.is_complex() else torch.float64) for x in values]
+    found = gs.clip_gradients_(parameters, 0.5, norm_type=p)
+    norms, counts, histogram = REFERENCE.tensor_statistics([*exact, None], p)
+    loose = 1e-6 if dtype == torch.float32 else 1e-12  # moduli are rounded to float32 by the reference alone
+    torch.testing.assert_close(torch.stack([found.norm, found.abs_max]).cpu(), norms[:2], rtol=loose, atol=0)
+    torch.testing.assert_close(found.mean.cpu(), norms[2], rtol=1e-9, atol=1e-12)
+    assert torch.equal(found.missing.cpu(), counts[4].bool())
+    assert torch.equal(found.zeros.cpu(), counts[1])
+    assert torch.equal(found.histogram.cpu(), histogram)
+    total = REFERENCE.clipping_of(norms, counts, p, 0.5, False)
+    assert found.total_norm.item() == pytest.approx(total[0].item(), rel=loose)
+    for parameter, x in zip(parameters, exact, strict=False):
+        real = torch.view_as_real if x.is_complex() else torch.Tensor
+        check_close(real(parameter.grad), real(x * total[1]), dtype)
+
+
+def test_skipping_is_decided_on_the_device(device):
+    p = torch.zeros(1000, device=device)
+    for bad, expected in ((math.nan, 0.0), (math.inf, 0.0), (1.0, 1000**-0.5)):
+        p.grad = torch.ones(1000, device=device)
+        p.grad[500] = bad
+        statistics = gs.clip_gradients_([p], 1.0, nonfinite="skip")
+        torch.testing.assert_close(p.grad.cpu(), torch.full((1000,), expected))
+        assert int(statistics.nans + statistics.infs) == (0 if bad == 1.0 else 1)

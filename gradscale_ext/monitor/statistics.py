@@ -297,6 +297,8 @@ def _clip(gradients: list[torch.Tensor], clipping: torch.Tensor, skip: bool) -> 
 def _result(names: list[str], parts: reference.Statistics, p: float, total: torch.Tensor) -> GradientStatistics:
     (norm, abs_max, mean), (numel, zeros, nans, infs, missing), histogram = parts
     edges = torch.tensor(BIN_EDGES, dtype=torch.float64)
+    # The lowest byte of a count that is 0 or 1: a conversion would be one more launch.
+    is_missing = missing.view(torch.bool)[::8] if _by_kernels([missing]) else missing.bool()
     return GradientStatistics(
-        names, numel, norm, abs_max, mean, zeros, nans, infs, missing.bool(), histogram, edges, total, p
+        names, numel, norm, abs_max, mean, zeros, nans, infs, is_missing, histogram, edges, total, p
     )

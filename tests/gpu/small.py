@@ -81,12 +81,28 @@ def squares(device: torch.device, dtype: torch.dtype) -> None:
         check_close(ours, theirs, dtype)
 
 
+def statistics(device: torch.device, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(211 * i % 20000, generator=generator).to(dtype) for i in range(220)]
+    values[7][3], values[9][0] = float("nan"), float("inf")
+    found = gs.gradient_statistics([*(x.to(device) for x in values), None])
+    truth = REFERENCE.tensor_statistics([*(x.double() for x in values), None], 2.0)
+    check_close(found.norm, truth[0][0], torch.float64)
+    assert torch.equal(found.histogram.cpu(), truth[2])
+    parameters = [torch.zeros_like(x, device=device) for x in values]
+    for parameter, x in zip(parameters, values, strict=True):
+        parameter.grad = x.nan_to_num(0, 0, 0).to(device, copy=True)
+    total = gs.clip_gradients_(parameters, 1.0).total_norm.item()
+    for parameter, x in zip(parameters, values, strict=True):
+        check_close(parameter.grad, x.nan_to_num(0, 0, 0).double() / (total + 1e-6), dtype)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", type=torch.device)
     device = parser.parse_args().device
     for dtype in DTYPES:
-        for part in (losses, flow, decoding, squares):
+        for part in (losses, flow, decoding, squares, statistics):
             part(device, dtype)
         print(f"{dtype}: passed", flush=True)
 

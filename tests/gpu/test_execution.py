@@ -101,6 +101,16 @@ def l2_step(parameters):
     return [loss.detach(), *torch.autograd.grad(loss, parameters)]
 
 
+def clipping_step(gradients):
+    """Copies of gradients, clipped; those that are not finite are skipped."""
+    parameters = [torch.zeros_like(gradient) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    found = gs.clip_gradients_(parameters, 1.0, nonfinite="skip")
+    fields = [found.norm, found.mean, found.zeros, found.missing, found.histogram, found.total_norm]
+    return [*fields, *(parameter.grad for parameter in parameters)]
+
+
 def l2_inputs(device, seed=0, count=300):
     generator = torch.Generator().manual_seed(seed)
     sizes = [1 + 977 * i % 40000 for i in range(count)]
@@ -118,6 +128,7 @@ def cases(device, seed=0):
     }
     weighted = Update(device, torch.float64, seed=seed, reduction="sum", **weights)
     flow, decode, l2 = flow_inputs(device, seed), decode_inputs(device, seed), l2_inputs(device, seed)
+    gradients = [x.detach() for x in l2[0]]
     return {
         "loss": (plain.step, plain.tensors()),
         "loss of bfloat16, mean of valid entries": (half.step, half.tensors()),
@@ -126,6 +137,7 @@ def cases(device, seed=0):
         "flow": (lambda: flow_step(*flow), [flow[0], *flow[1].values(), flow[2]]),
         "decode": (lambda: decode_step(*decode), list(decode)),
         "l2_loss": (lambda: l2_step(*l2), list(l2[0])),
+        "clip_gradients_": (lambda: clipping_step(gradients), gradients),
     }
 
 
@@ -137,6 +149,7 @@ CASES = [
     "flow",
     "decode",
     "l2_loss",
+    "clip_gradients_",
 ]
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -455,6 +468,17 @@ def test_launches_of_decode_and_l2_loss(device):
     )
     assert len(ours) == 1, everything
     assert len(everything) <= 2, everything
+
+
+def test_launches_of_statistics_and_clipping(device):
+    (parameters,) = l2_inputs(device, count=100)
+    gradients = [parameter.detach() for parameter in parameters]
+    everything, ours = kernels_of(lambda: gs.gradient_statistics(gradients))
+    assert len(everything) == len(ours) == 3, everything
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    everything, ours = kernels_of(lambda: gs.clip_gradients_(parameters, 1.0, nonfinite="skip"))
+    assert len(everything) == len(ours) == 4, everything
 
 
 # ---- Determinism ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 //   test_launches small     as much as ThreadSanitizer does in half a minute
 #include "../cpp/memory.h"
 #include "device_kernels.h"
+#include "port/device.h"
 #include "simt.h"
 
 #include <cmath>
@@ -226,6 +227,75 @@ void test_squares(int64_t count) {
   }
 }
 
+// Tensors around the size of a chunk, empty and missing ones; and clipping them all.
+void test_statistics(int64_t count, double p) {
+  std::deque<Array<float>> tensors;
+  std::vector<DeviceRange> ranges;
+  double powers = 0;
+  const bool is_maximum = std::isinf(p);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t size = i == 0 || i == count - 1 ? 0 : (i == 1 ? 256 * kThreads + 5 : 3 * i);
+    tensors.emplace_back(size, i % 4);
+    fill(tensors.back(), 10 + i);
+    for (int64_t j = 0; j < size; j += 7) {
+      tensors.back()[j] = 0;
+    }
+    ranges.push_back({tensors.back().data(), tensors.back().data(), size, Element::float32, i == count - 1 ? -1 : i});
+  }
+  const Array<double> values(3 * count), clipping(3);
+  const Array<int64_t> counts(5 * count), histogram(kHistogramBins * count);
+  StatisticsCall call{ranges.data(), p, {values.data(), counts.data(), histogram.data(), count}, nullptr};
+  const Array<char> workspace(bytes_for_statistics(call));
+  call.workspace = workspace.data();
+  launch_statistics(call, nullptr);
+  for (int64_t i = 0; i < count; ++i) {
+    double sum = 0, total = 0, largest = 0;
+    int64_t zeros = ranges[i].implicit_zeros < 0 ? 0 : ranges[i].implicit_zeros;
+    std::vector<int64_t> bins(kHistogramBins);
+    for (int64_t j = 0; j < tensors[i].count(); ++j) {
+      const double value = tensors[i][j];
+      sum += value;
+      largest = std::fmax(largest, std::fabs(value));
+      total = is_maximum ? largest : total + std::pow(std::fabs(value), p);
+      zeros += value == 0;
+      if (value != 0) {
+        ++bins[std::min(std::max(std::ilogb(value) - (kFirstEdge - 1), 0), kHistogramBins - 1)];
+      }
+    }
+    powers = is_maximum ? std::fmax(powers, total) : powers + total;
+    const std::string where = " of tensor " + std::to_string(i);
+    const bool missing = ranges[i].implicit_zeros < 0;
+    const int64_t numel = missing ? 0 : tensors[i].count() + ranges[i].implicit_zeros;
+    check(close(values[i], is_maximum ? total : std::pow(total, 1 / p), 1e-12), "norm" + where);
+    check(values[count + i] == largest, "largest magnitude" + where);
+    check(close(values[2 * count + i], numel > 0 ? sum / static_cast<double>(numel) : 0, 1e-12), "mean" + where);
+    check(counts[i] == numel && counts[count + i] == zeros, "counts" + where);
+    check(counts[2 * count + i] == 0 && counts[3 * count + i] == 0, "nonfinite" + where);
+    check(counts[4 * count + i] == missing, "missing" + where);
+    for (int bin = 0; bin < kHistogramBins; ++bin) {
+      check(histogram[i * kHistogramBins + bin] == bins[bin], "histogram" + where);
+    }
+  }
+  const double norm = is_maximum ? powers : std::pow(powers, 1 / p);
+  launch_clipping({values.data(), counts.data(), count, p, 0.5 * norm, false, clipping.data()}, nullptr);
+  check(close(clipping[0], norm, 1e-12) && close(clipping[1], 0.5, 1e-5) && clipping[2] == 1, "total norm");
+  const float before = tensors[1][3];
+  ClipCall clip{ranges.data(), count, clipping.data() + 1, false, nullptr};
+  const Array<char> table(bytes_for_clip(clip));
+  clip.workspace = table.data();
+  launch_clip(clip, nullptr);
+  check(close(tensors[1][3], before * clipping[1], 1e-6), "clipped");
+  clipping[1] = 0;
+  tensors[1][3] = NAN;
+  clip.zeros = true;
+  launch_clip(clip, nullptr);
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t j = 0; j < tensors[i].count(); ++j) {
+      check(tensors[i][j] == 0, "skipped");
+    }
+  }
+}
+
 // ---- The loss -------------------------------------------------------------------------------------------------------
 
 struct LossResult {
@@ -385,6 +455,8 @@ int main(bool small) {
     test_extremes(9000);
     test_squares(4);
     test_squares(small ? 90 : 300);
+    test_statistics(4, INFINITY);
+    test_statistics(small ? 20 : 300, 2);
   }
   for (const bool valid_mean : {false, true}) {
     in_all(orders, [=] { return run_loss(3, /*wide=*/true, 0, valid_mean, /*skip=*/true); });
