@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import traceback
 from collections.abc import Callable
@@ -162,6 +163,89 @@ def distributed_tensors(rank: int) -> None:
         assert y.placements == (Shard(1),)
         (y * distribute_tensor(z0, mesh, [Shard(1)])).sum().backward()
         assert_close(x.grad.full_tensor(), case.gradient(x0, z0))
+
+
+SIZES = ((8, 3), (4, 5), (1, 2), (6,))
+
+
+def whole_gradients() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=generator, dtype=torch.float64) for size in SIZES]
+
+
+def assert_same_statistics(found: gs.GradientStatistics, gradients: list[torch.Tensor], p: float) -> None:
+    values, counts, histogram = gs.reference.tensor_statistics(gradients, p)
+    assert_close(torch.stack([found.norm, found.abs_max, found.mean]), values)
+    own = torch.stack([found.numel, found.zeros, found.nans, found.infs, found.missing.long()])
+    assert torch.equal(own, counts)
+    assert torch.equal(found.histogram, histogram)
+
+
+@check
+def clipping_of_parts_in_a_process_group(rank: int) -> None:
+    """Every rank has some rows of each gradient, or none of them."""
+    for p in (1.0, 2.0, 3.0, math.inf):
+        gradients = whole_gradients()
+        gradients[1][0, 0] = 0
+        parameters = [torch.zeros_like(gradient.chunk(RANKS)[0]) for gradient in gradients]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parts = gradient.chunk(RANKS)
+            parameter.data = parts[rank].clone() if rank < len(parts) else gradient[:0]
+            parameter.grad = parameter.data.clone()
+        found = gs.clip_gradients_(parameters, 0.7, norm_type=p, process_group=dist.group.WORLD)
+        assert_same_statistics(found, gradients, p)
+        total = torch.cat([gradient.flatten() for gradient in gradients]).norm(p)
+        assert_close(found.total_norm, total)
+        for parameter in parameters:
+            assert_close(parameter.grad, parameter.data * 0.7 / (total + 1e-6))
+
+
+@check
+def statistics_and_clipping_of_distributed_tensors(rank: int) -> None:
+    """Sharded over one or two dimensions of a mesh, replicated, plain and missing: each element is counted once."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    meshes = {
+        init_device_mesh("cpu", (RANKS,)): ([Shard(0)], [Shard(1)], [Replicate()], None),
+        init_device_mesh("cpu", (1, RANKS)): ([Replicate(), Shard(0)], [Shard(0), Shard(1)], [Replicate()] * 2, None),
+    }
+    for mesh, placements in meshes.items():
+        gradients = whole_gradients()
+        given = [
+            gradient.clone() if placement is None else distribute_tensor(gradient.clone(), mesh, placement)
+            for gradient, placement in zip(gradients, placements, strict=True)
+        ]
+        assert_same_statistics(gs.gradient_statistics([*given, None]), [*gradients, None], 2.0)
+        parameters = [torch.zeros_like(gradient) for gradient in given]
+        for parameter, gradient in zip(parameters, given, strict=True):
+            parameter.grad = gradient
+        found = gs.clip_gradients_(parameters, 0.5)
+        total = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        assert_close(found.total_norm, total)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            assert_close(grad, gradient * 0.5 / (total + 1e-6))
+    partial = DTensor.from_local(torch.ones(3), next(iter(meshes)), [Partial()])
+    with pytest.raises(ValueError, match="number 0 is a DTensor with partial sums"):
+        gs.gradient_statistics([partial])
+
+
+@check
+def clipping_under_fsdp(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
+    sharded = copy.deepcopy(plain)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (RANKS,)))
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+    for model in (plain, sharded):
+        model(x).sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+    found = gs.clip_gradients_(sharded, 0.3)
+    assert_close(found.total_norm, expected)
+    for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
 def worker(rank: int, folder: str) -> None:

@@ -88,8 +88,10 @@ def _gathered(statistics: reference.Statistics, group: dist.ProcessGroup) -> ref
     """The same with one more dimension, of processes. Counts are exact in float64."""
     values, counts, histogram = statistics
     packed = torch.cat([values, counts.to(values.dtype), histogram.T.to(values.dtype)]).contiguous()
-    everybody = packed.new_empty((dist.get_world_size(group), *packed.shape))
+    processes = dist.get_world_size(group)
+    everybody = packed.new_empty((processes * packed.shape[0], packed.shape[1]))
     dist.all_gather_into_tensor(everybody, packed, group=group)
+    everybody = everybody.view(processes, *packed.shape)
     bins = everybody[:, len(values) + len(counts) :].transpose(1, 2)
     return everybody[:, : len(values)], everybody[:, len(values) : -bins.shape[2]].long(), bins.long()
 
@@ -98,7 +100,6 @@ def _merged(statistics: reference.Statistics, p: float) -> reference.Statistics:
     values, counts, histogram = statistics
     norm, abs_max, mean = values.unbind(1)
     finite = counts[:, 0] - counts[:, 2] - counts[:, 3]
-    total = finite.sum(0)
-    mean = (mean * (finite / total.clamp(min=1))).sum(0)
+    mean = (mean * finite).sum(0) / finite.sum(0).clamp(min=1)
     merged = torch.cat([counts[:, :4].sum(0), counts[:, 4:].amin(0)])
     return torch.stack([reference.norm_of(norm, p), abs_max.amax(0), mean]), merged, histogram.sum(0)
