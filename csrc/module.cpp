@@ -175,8 +175,20 @@ py::object l2_loss(std::vector<at::Tensor> parameters, double weight) {
   return py::cast(gradscale::l2_loss(std::move(parameters), weight));
 }
 
-// (values, counts, histogram).
-py::tuple tensor_statistics(const std::vector<std::optional<at::Tensor>>& tensors, double p) {
+// (values, counts, histogram), or None where these tensors are not all of one device, and such as the kernels take.
+py::object tensor_statistics(const std::vector<std::optional<at::Tensor>>& tensors, double p) {
+  const at::Tensor* first = nullptr;
+  for (const std::optional<at::Tensor>& tensor : tensors) {
+    if (tensor) {
+      first = first == nullptr ? &*tensor : first;
+      if (!gradscale::ordinary_gradient(*tensor) || tensor->device() != first->device()) {
+        return py::none();
+      }
+    }
+  }
+  if (!gradscale::ordinary_context()) {
+    return py::none();
+  }
   const gradscale::TensorStatistics result = gradscale::tensor_statistics(tensors, p);
   return py::make_tuple(result.values, result.counts, result.histogram);
 }

@@ -50,8 +50,8 @@ inline at::Tensor with_element(const at::Tensor& real) {
   return has_element(real) ? real : real.to(at::kFloat);
 }
 
-// A strided tensor of PyTorch's own class, without a forward-mode tangent, on a device that there are kernels for.
-inline bool ordinary_tensor(const at::Tensor& tensor) {
+// What keys of dispatch the tensors of PyTorch's own class have on the devices that there are kernels for.
+inline bool has_only_keys(const at::Tensor& tensor, c10::DispatchKeySet others) {
   const c10::DispatchKeySet known(
       {c10::DispatchKey::ADInplaceOrView,
        c10::DispatchKey::CPU,
@@ -63,11 +63,28 @@ inline bool ordinary_tensor(const at::Tensor& tensor) {
        c10::DispatchKey::CUDA,
        c10::DispatchKey::AutogradCUDA,
        c10::DispatchKey::AutocastCUDA});
-  const bool is_known = only(tensor.key_set(), known) || only(tensor.key_set(), known_of_cuda);
-#else
-  const bool is_known = only(tensor.key_set(), known);
+  if (only(tensor.key_set(), known_of_cuda | others)) {
+    return true;
+  }
 #endif
-  return is_known && !tensor._fw_grad(/*level=*/0).defined();
+  return only(tensor.key_set(), known | others);
+}
+
+// A strided tensor of PyTorch's own class, without a forward-mode tangent, on a device that there are kernels for.
+inline bool ordinary_tensor(const at::Tensor& tensor) {
+  return has_only_keys(tensor, {}) && !tensor._fw_grad(/*level=*/0).defined();
+}
+
+// The same for what is no part of a graph: floating or complex, sparse too, and with bits for conjugates and negatives.
+inline bool ordinary_gradient(const at::Tensor& tensor) {
+  const c10::DispatchKeySet others(
+      {c10::DispatchKey::SparseCPU,
+       c10::DispatchKey::SparseCUDA,
+       c10::DispatchKey::SparseCsrCPU,
+       c10::DispatchKey::SparseCsrCUDA,
+       c10::DispatchKey::Conjugate,
+       c10::DispatchKey::Negative});
+  return has_only_keys(tensor, others) && (tensor.is_floating_point() || tensor.is_complex());
 }
 
 } // namespace gradscale

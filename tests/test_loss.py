@@ -386,6 +386,7 @@ def test_outputs_are_detached():
 # ---- Derivatives ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradcheck_and_gradgradcheck(reduction, fused_only, monkeypatch):
     predictions, targets = arguments(batch=2, steps=2, heads=ALL_HEADS)
@@ -758,6 +759,7 @@ def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads():
         assert torch.equal(a, c)
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 def test_every_instruction_set_agrees(capability, tmp_path):
     """The variant is chosen when the program starts; all are within rounding of each other."""

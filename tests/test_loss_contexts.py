@@ -148,9 +148,9 @@ GRADIENTS = {
     "compile, aot_eager": lambda f, x: gradient(torch.compile(f, fullgraph=True, backend="aot_eager"), x),
     "compile, eager": lambda f, x: gradient(torch.compile(f, fullgraph=True, backend="eager"), x),
     "compile of grad": lambda f, x: torch.compile(torch.func.grad(f), fullgraph=True)(x),
-    "compile of vmap of grad": lambda f, x: torch.compile(torch.func.vmap(torch.func.grad(f)), fullgraph=True)(
-        torch.stack([x, x])
-    )[1],
+    "compile of vmap of grad": lambda f, x: torch.compile(
+        torch.func.vmap(torch.func.grad(f)), fullgraph=True, backend="aot_eager"
+    )(torch.stack([x, x]))[1],
     "compile of jvp": lambda f, x: _from_tangents(
         torch.compile(lambda v: torch.func.jvp(f, (x,), (v,))[1], fullgraph=True, backend="aot_eager"), x
     ),

@@ -40,6 +40,7 @@ def with_gradients(gradients):
 # ---- Statistics ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", NORMS)
 def test_statistics(dtype, p):
@@ -256,6 +257,7 @@ def test_other_contexts_take_the_reference():
 # ---- Clipping --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
 @pytest.mark.parametrize("p", NORMS)
 @pytest.mark.parametrize("limit", [0.0, 1e-3, 1.0, 1e6, math.inf])

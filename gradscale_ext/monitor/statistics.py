@@ -104,16 +104,18 @@ def gradient_statistics(
     total norm: 5
     """
     gradients: Gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    for index, gradient in enumerate(gradients):
-        if gradient is not None:
-            _check("gradient_statistics", f"tensors[{index}]", gradient)
     if names is None:
         names = [str(index) for index in range(len(gradients))]
     elif len(names) != len(gradients):
         raise ValueError(
             f"gradient_statistics: {len(gradients)} tensors need as many names, but there are {len(names)}"
         )
-    parts = _statistics_of(gradients, 2.0, None)
+    parts = _by_kernels(gradients, 2.0)
+    if parts is None:
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                _check("gradient_statistics", f"tensors[{index}]", gradient)
+        parts = _statistics_of(gradients, 2.0, None)
     return _result(list(names), parts, 2.0, _clipping_of(parts, 2.0, math.inf, False)[0])
 
 
@@ -240,28 +242,38 @@ def _nonfinite(statistics: GradientStatistics) -> str:
     return f"clip_gradients_: NaN or inf in the gradients of {', '.join(shown[:5])}{more}; no gradient has been changed"
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 # ---- One device, several, and several processes ----------------------------------------------------------------------
 
 
-def _by_kernels(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether the fused passes take these tensors."""
-    plain = (torch.Tensor, torch.nn.Parameter)
+def _by_kernels(gradients: Gradients, p: float) -> reference.Statistics | None:
+    """The fused pass; None where it does not take these tensors."""
+    if not _context.is_eager():
+        return None
+    try:
+        return _C.tensor_statistics(gradients, p)
+    except TypeError:  # not even tensors
+        return None
+
+
+def _has_kernels(tensors: Iterable[torch.Tensor]) -> bool:
     return (
         _context.is_eager()
         and _context.is_ordinary()
-        and all(type(tensor) in plain and tensor.device.type in DEVICE_TYPES for tensor in tensors)
+        and all(type(tensor) in _PLAIN and tensor.device.type in DEVICE_TYPES for tensor in tensors)
     )
 
 
 def _on_one_device(gradients: Gradients, p: float) -> reference.Statistics:
-    if _by_kernels(gradient for gradient in gradients if gradient is not None):
-        return _C.tensor_statistics(gradients, p)
-    return reference.tensor_statistics(gradients, p)
+    return _by_kernels(gradients, p) or reference.tensor_statistics(gradients, p)
 
 
 def _statistics_of(
     gradients: Gradients, p: float, process_group: torch.distributed.ProcessGroup | None
 ) -> reference.Statistics:
+    if process_group is None and (statistics := _by_kernels(gradients, p)) is not None:
+        return statistics
     parts = [gradient if gradient is None else local_part(gradient) for gradient in gradients]
     devices = list(dict.fromkeys(part.device for part in parts if part is not None))
     statistics = _on_one_device(parts, p) if len(devices) <= 1 else _on_devices(parts, p, devices)
@@ -283,14 +295,14 @@ def _on_devices(parts: Gradients, p: float, devices: list[torch.device]) -> refe
 
 def _clipping_of(parts: reference.Statistics, p: float, max_norm: float, skip: bool) -> torch.Tensor:
     values, counts, _ = parts
-    clipping_of = _C.clipping_of if _by_kernels([values]) else reference.clipping_of
+    clipping_of = _C.clipping_of if _has_kernels([values]) else reference.clipping_of
     return clipping_of(values, counts, p, max_norm, skip)
 
 
 def _clip(gradients: list[torch.Tensor], clipping: torch.Tensor, skip: bool) -> None:
     for device in dict.fromkeys(gradient.device for gradient in gradients):
         members = [gradient for gradient in gradients if gradient.device == device]
-        clip_tensors = _C.clip_tensors if _by_kernels(members) else reference.clip_tensors
+        clip_tensors = _C.clip_tensors if _has_kernels(members) else reference.clip_tensors
         clip_tensors(members, clipping.to(device, non_blocking=True), skip)
 
 
@@ -298,7 +310,7 @@ def _result(names: list[str], parts: reference.Statistics, p: float, total: torc
     (norm, abs_max, mean), (numel, zeros, nans, infs, missing), histogram = parts
     edges = torch.tensor(BIN_EDGES, dtype=torch.float64)
     # The lowest byte of a count that is 0 or 1: a conversion would be one more launch.
-    is_missing = missing.view(torch.bool)[::8] if _by_kernels([missing]) else missing.bool()
+    is_missing = missing.view(torch.bool)[::8] if _has_kernels([missing]) else missing.bool()
     return GradientStatistics(
         names, numel, norm, abs_max, mean, zeros, nans, infs, is_missing, histogram, edges, total, p
     )
