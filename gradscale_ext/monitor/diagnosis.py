@@ -1,0 +1,448 @@
+"""Why a parameter has no gradient, or no useful one."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch.autograd.graph import Node
+
+from ._table import table
+from .graph import NOTHING, Step, amount, gradient_function, gradients, leaves, operation, walk
+from .tracer import Cut, GradientTracer, Location
+
+Code = Literal[
+    "disconnected", "detached", "no_grad", "integer_dtype", "zero_derivative", "all_zero", "vanishing", "nonfinite",
+    "frozen", "not_in_optimizer", "non_leaf", "unused",
+]  # fmt: skip
+
+#: A gradient is vanishing when its largest element is below this fraction of the largest over all parameters.
+VANISHING = 1e-9
+#: A gradient that is this small is about to underflow, in float32 when it is squared, in the next layers as it is.
+UNDERFLOW = 1e-30
+
+#: Operations whose derivative is zero wherever it exists, by the names of their nodes.
+ZERO_DERIVATIVE = {
+    "Round", "Floor", "Ceil", "Trunc", "Sign", "Sgn", "Heaviside", "Bernoulli", "Poisson", "Normal",
+}  # fmt: skip
+#: Smooth functions whose derivative rounds to zero far out.
+SATURATING = {
+    "Sigmoid", "Tanh", "Softmax", "LogSoftmax", "Logsumexp", "Exp", "Expm1", "Erf", "Erfc", "Softplus", "Gelu",
+    "Silu", "Elu", "Celu", "LogSigmoid", "Mish", "Atan", "BinaryCrossEntropyWithLogits",
+}  # fmt: skip
+
+_REMEDIES: dict[Code, str] = {
+    "disconnected": "add what the parameter computes to the loss, or leave the parameter out of the model",
+    "detached": "leave the call out where a gradient is wanted; turn what PyTorch gives into numbers only for logs",
+    "no_grad": "call it where gradients are on; a reentrant checkpoint whose inputs need no gradient has them off too: "
+    "use_reentrant=False",
+    "integer_dtype": "keep the path in floating point: soft targets or probabilities in place of indices, "
+    "torch.where or a product in place of a mask alone, Gumbel-softmax for a choice",
+    "zero_derivative": "pass the gradient straight through, x + (f(x) - x).detach(), or use a smooth function",
+    "all_zero": "look at what the operation was given: dead ReLUs, a mask or weight that is all zeros, a clamp that is "
+    "always at its bound, targets that are met exactly",
+    "vanishing": "keep activations where the function is not flat (normalisation, initialisation, smaller learning "
+    "rate, logits in place of probabilities), add skip connections, compute in a wider dtype",
+    "nonfinite": "keep operands inside the domain (clamp before log, sqrt and division; add an eps; mask before the "
+    "operation and not behind it), lower the loss scale or the learning rate",
+    "frozen": "requires_grad_(True) before the optimizer is made, if it is to be trained; else leave it out of the "
+    "optimizer",
+    "not_in_optimizer": "give it to the optimizer (add_param_group); a tensor has to be an nn.Parameter, and a list of "
+    "them an nn.ParameterList or nn.ModuleList, to be among model.parameters()",
+    "non_leaf": "make the nn.Parameter last, of the finished values: nn.Parameter(0.1 * torch.randn(3)), "
+    "nn.Parameter(w.to(device))",
+    "unused": "call the module that it belongs to, or remove it; an expert that one batch sends nothing needs nothing",
+}
+_TRACE = (
+    "run the forward pass under `with GradientTracer() as tracer:` and pass tracer=tracer: the report then says "
+    "whether it was used, and names the line that cut it off"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One parameter, and why it is not trained."""
+
+    code: Code
+    parameter: str
+    """Its name in the model."""
+    cause: str
+    remedy: str
+    location: str | None = None
+    """File and line of the user's code, "train.py:12", where they are known."""
+    source: str | None = None
+    """The text of that line."""
+    is_note: bool = False
+    """Nothing is wrong with it, as far as can be seen."""
+
+
+@dataclass(frozen=True)
+class GradientDiagnosis:
+    """What `diagnose_gradients` found. `str()` is a table for logs; `rich.print` shows one for terminals."""
+
+    findings: list[Finding]
+    num_parameters: int
+    """How many the model has."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no findings but notes."""
+        return all(finding.is_note for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        findings = [asdict(finding) for finding in self.findings]
+        return {"ok": self.ok, "num_parameters": self.num_parameters, "findings": findings}
+
+    def __str__(self) -> str:
+        rows: list[list[str]] = []
+        for names, finding in self._groups():
+            place = [*filter(None, (finding.location, textwrap.shorten(finding.source or "", 60)))]
+            columns = [[_title(finding)], _shortened(names), textwrap.wrap(finding.cause, 60), place]
+            height = max(map(len, columns))
+            rows += [list(line) for line in zip(*(c + [""] * (height - len(c)) for c in columns), strict=True)]
+        if not rows:
+            return self._summary()
+        remedies = {f"{finding.code}: {finding.remedy}": None for finding in self.findings}
+        listing = "\n".join(textwrap.fill(remedy, 118, subsequent_indent="  ") for remedy in remedies)
+        headers = ["code", "parameter", "cause", "location"]
+        return f"{self._summary()}\n\n{table(headers, rows)}\n\nWhat to do:\n{listing}"
+
+    def __rich__(self) -> Any:
+        """The same as a table of rich."""
+        import rich.table
+        import rich.text
+
+        shown = rich.table.Table(title=self._summary(), show_lines=True, title_justify="left")
+        for header in ("code", "parameter", "cause", "what to do", "location"):
+            shown.add_column(header, overflow="fold")
+        for names, finding in self._groups():
+            place = "\n".join(filter(None, (finding.location, finding.source)))
+            cells = (_title(finding), "\n".join(_shortened(names)), finding.cause, finding.remedy, place)
+            shown.add_row(*(rich.text.Text(cell) for cell in cells))
+        return shown
+
+    def _summary(self) -> str:
+        if not self.findings:
+            return f"No findings: all {self.num_parameters} parameters get their gradients as they should."
+        named = len({finding.parameter for finding in self.findings})
+        return (
+            f"{'Notes' if self.ok else 'Findings'} on {named} tensors; the model has {self.num_parameters} parameters."
+        )
+
+    def _groups(self) -> Iterator[tuple[list[str], Finding]]:
+        """The parameters that share a code, cause and location, with one of their findings."""
+        groups: dict[tuple[Any, ...], list[Finding]] = {}
+        for finding in self.findings:
+            groups.setdefault((finding.code, finding.cause, finding.location, finding.remedy), []).append(finding)
+        for group in groups.values():
+            yield [finding.parameter for finding in group], group[0]
+
+
+def _title(finding: Finding) -> str:
+    return f"{finding.code} (note)" if finding.is_note else finding.code
+
+
+def _shortened(names: list[str], limit: int = 8) -> list[str]:
+    return names if len(names) <= limit else [*names[: limit - 1], f"... and {len(names) - limit + 1} more"]
+
+
+def diagnose_gradients(
+    loss: torch.Tensor,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    tracer: GradientTracer | None = None,
+) -> GradientDiagnosis:
+    """Find the parameters that get no gradient, or none that trains them, and say why.
+
+    Call it between the forward pass and `loss.backward()`. It differentiates the loss once, with every node of the
+    graph watched (the user's hooks on tensors and modules run once more), and leaves gradients, hooks, buffers, random
+    numbers and the graph as they were. Where the graph has been freed already, it reads `.grad`, and cannot say where a
+    gradient was lost.
+
+    ================  ==================================================================================================
+    disconnected      the loss does not depend on it, as far as can be seen
+    detached          it does, but behind `detach()`, `.data`, `.item()` or another call that cuts the graph
+    no_grad           it does, but through a call under `torch.no_grad()` or in inference mode
+    integer_dtype     it does, but through integers or booleans
+    unused            no call took it, or only calls on empty tensors
+    zero_derivative   every path to it leads through a function whose derivative is zero everywhere
+    vanishing         saturation or underflow, or a gradient below 1e-9 of the largest one
+    all_zero          exactly zero for another reason: dead ReLUs, masks, products with zero
+    nonfinite         NaN or inf
+    frozen            `requires_grad` is False
+    not_in_optimizer  it has a gradient that no optimizer uses
+    non_leaf          a tensor that the user takes for a parameter, but which is the result of an operation
+    ================  ==================================================================================================
+
+    The first four and `unused` are told apart by the tracer; without one, all of them are `disconnected`. A gradient
+    is zero, and yet there is no finding, where it was multiplied by a parameter that is zero now and will not be after
+    the first step (LoRA, zero-initialised layers), and where a bias is made superfluous by a normalisation behind it.
+
+    Args:
+        loss: scalar tensor.
+        model: whose parameters, and tensors that it keeps as attributes, are looked at.
+        optimizer: what is not among its parameters is found, and what is frozen and among them. Without it, every
+            frozen parameter is a note.
+        tracer: that watched the forward pass.
+
+    Returns:
+        `GradientDiagnosis`.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: `loss` is not one real number, or its graph has been freed and there is no `.grad` either; `tracer`
+            has watched nothing.
+
+    >>> class Model(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.body, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    ...     def forward(self, x):
+    ...         return self.head(self.body(x).detach()).mean()
+    >>> model = Model()
+    >>> with GradientTracer() as tracer:
+    ...     loss = model(torch.ones(2, 4))
+    >>> [(finding.code, finding.parameter) for finding in diagnose_gradients(loss, model, tracer=tracer).findings]
+    [('detached', 'body.weight'), ('detached', 'body.bias')]
+    """
+    _check(loss, model, optimizer, tracer)
+    with tracer.paused() if tracer is not None else contextlib.nullcontext():
+        diagnosis = _Diagnosis(loss, model, optimizer, tracer)
+        return GradientDiagnosis(list(diagnosis.findings()), len(diagnosis.named))
+
+
+def _check(loss: Any, model: Any, optimizer: Any, tracer: Any) -> None:
+    def wrong(argument: str, expected: str, value: Any) -> TypeError:
+        return TypeError(f"diagnose_gradients: {argument} must be {expected}, but it is of type {type(value).__name__}")
+
+    if not isinstance(loss, torch.Tensor):
+        raise wrong("loss", "a tensor", loss)
+    if loss.numel() != 1:
+        raise ValueError(f"diagnose_gradients: loss must be a scalar, but it has shape {tuple(loss.shape)}")
+    if loss.is_complex():
+        raise ValueError(f"diagnose_gradients: loss must be real, but it is a tensor of dtype {loss.dtype}")
+    if not isinstance(model, torch.nn.Module):
+        raise wrong("model", "a torch.nn.Module", model)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise wrong("optimizer", "a torch.optim.Optimizer or None", optimizer)
+    if tracer is not None and not isinstance(tracer, GradientTracer):
+        raise wrong("tracer", "a GradientTracer or None", tracer)
+    if tracer is not None and tracer.calls == 0:
+        raise ValueError(
+            "diagnose_gradients: tracer must have watched the forward pass, but it has seen no call of PyTorch"
+        )
+
+
+class _Diagnosis:
+    """The facts about one loss and model, and the findings that follow from them."""
+
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        tracer: GradientTracer | None,
+    ) -> None:
+        self.loss, self.model, self.tracer = loss, model, tracer
+        self.held = None if optimizer is None else {id(p) for g in optimizer.param_groups for p in g["params"]}
+        self.named = dict(model.named_parameters())
+        kept = list(_unregistered(model))
+        # Tensors that the user keeps himself, beside the model's parameters, may be trained as well.
+        self.own_leaves = {name: tensor for name, tensor in kept if tensor.is_leaf and tensor.requires_grad}
+        self.own_results = {name: tensor for name, tensor in kept if gradient_function(tensor) is not None}
+
+        wanted = [p for p in (*self.named.values(), *self.own_leaves.values()) if p.requires_grad]
+        found, self.flow = gradients(loss, wanted, model)
+        self.reached = {id(p) for p, g in zip(wanted, found, strict=True) if g is not None or self.flow.reaches(p)}
+        self.sizes = {id(p): amount(g).largest for p, g in zip(wanted, found, strict=True)}
+        self.arrived = {id(p): self.flow.arrived_near(p) for p in wanted if self.flow.reaches(p)}
+        self.largest = max(filter(math.isfinite, self.sizes.values()), default=0.0)
+        self.largest_arrived = max(self.arrived.values(), default=0.0)
+
+    def findings(self) -> Iterator[Finding]:
+        """One for each parameter that has a fault."""
+        for name, parameter in self.named.items():
+            if torch.nn.parameter.is_lazy(parameter) or parameter.numel():
+                yield from self._of_parameter(name, parameter)
+        for name, leaf in self.own_leaves.items():
+            if id(leaf) in self.reached:
+                yield from self._not_in_optimizer(name, leaf)
+        for name, result in self.own_results.items():
+            yield from self._non_leaf(name, result)
+        if not torch.isfinite(self.loss) and not any(math.isinf(s) or math.isnan(s) for s in self.sizes.values()):
+            yield _finding("nonfinite", "loss", f"the loss is {self.loss.item()}, though no gradient is")
+
+    def _of_parameter(self, name: str, parameter: torch.Tensor) -> Iterator[Finding]:
+        size = self.sizes.get(id(parameter), 0.0)
+        if not parameter.requires_grad:
+            yield from self._frozen(name, parameter)
+        elif id(parameter) not in self.reached:
+            yield self._unreached(name, parameter)
+        elif not math.isfinite(size):
+            yield self._nonfinite(name, parameter)
+        elif size == 0 and (finding := self._zero(name, parameter)) is not None:
+            yield finding
+        elif 0 < size < VANISHING * self.largest and (
+            self.arrived.get(id(parameter), math.inf) < VANISHING * self.largest_arrived
+        ):
+            cause = f"its gradient, and what arrives where it is used, is below {VANISHING:g} of the largest"
+            yield _finding("vanishing", name, cause)
+        else:
+            yield from self._not_in_optimizer(name, parameter)
+
+    # ---- By itself --------------------------------------------------------------------------------------------------
+
+    def _frozen(self, name: str, parameter: torch.Tensor) -> Iterator[Finding]:
+        if self.held is None:
+            yield _finding("frozen", name, "requires_grad is False", is_note=True)
+        elif id(parameter) in self.held:
+            yield _finding("frozen", name, "requires_grad is False, yet the optimizer holds it: it is never updated")
+
+    def _not_in_optimizer(self, name: str, leaf: torch.Tensor) -> Iterator[Finding]:
+        if self.held is not None and id(leaf) not in self.held:
+            beside = "" if name in self.named else "; it is not among model.parameters()"
+            yield _finding("not_in_optimizer", name, f"it gets a gradient, but the optimizer does not hold it{beside}")
+
+    def _non_leaf(self, name: str, result: torch.Tensor) -> Iterator[Finding]:
+        ends = {id(leaf) for leaf in leaves(walk(result.grad_fn))}
+        registered = {id(parameter) for parameter in self.named.values()}
+        if ends and not ends & registered and not ends <= (self.held or set()):
+            made_by = operation(node) if (node := gradient_function(result)) is not None else ""
+            cause = f"it is a result ({made_by}), made once: the gradient goes on to what it was made of"
+            yield _finding("non_leaf", name, f"{cause}, and no optimizer can train it")
+
+    # ---- Cut off ----------------------------------------------------------------------------------------------------
+
+    def _unreached(self, name: str, parameter: torch.Tensor) -> Finding:
+        """The loss has no gradient for it at all."""
+        about_loss = ""
+        if self.loss.grad_fn is None and self.loss.requires_grad and id(self.loss) not in self.reached:
+            about_loss = (
+                "; requires_grad_() on a loss without a graph only silences the error of backward(), and gives no "
+                "parameter a gradient"
+            )
+        elif self.loss.grad_fn is None and not self.loss.requires_grad:
+            about_loss = "; the loss has no graph at all"
+        if self.tracer is None:
+            cause = f"the graph of the loss does not lead to it{about_loss}"
+            return _finding("disconnected", name, cause, remedy=_TRACE)
+        cuts = sorted(self.tracer.cuts_between(parameter, self.loss), key=lambda cut: _LIKELIEST.index(cut.kind))
+        if cuts:
+            return _finding(cuts[0].kind, name, f"{_cause_of_cut(cuts[0])}{about_loss}", cuts[0].location)
+        if not self.tracer.used(parameter):
+            return _finding("unused", name, f"no call took it while the tracer watched{about_loss}")
+        escapes = self.tracer.escapes(parameter)
+        if escapes:
+            cause = f"possibly: {escapes[0].call}() took a value that depends on it out of PyTorch"
+            return _finding("detached", name, f"{cause}{about_loss}", escapes[0].location)
+        return _finding("disconnected", name, f"it was used, but nothing made of it enters the loss{about_loss}")
+
+    # ---- Reached by a gradient that is of no use --------------------------------------------------------------------
+
+    def _nonfinite(self, name: str, parameter: torch.Tensor) -> Finding:
+        cause = f"its gradient has {'NaN' if math.isnan(self.sizes[id(parameter)]) else 'inf'}"
+        origin = self.flow.origin_of_nonfinite(parameter)
+        if origin is not None:
+            cause += f", which {origin.name()} was the first to make of finite gradients"
+        if not torch.isfinite(self.loss):
+            cause += f"; the loss itself is {self.loss.item()}"
+        return _finding("nonfinite", name, cause, self._line(origin))
+
+    def _zero(self, name: str, parameter: torch.Tensor) -> Finding | None:
+        losses = self.flow.losses(parameter)
+        if any(loss.cancelled or self._is_about_to_move(loss.other_factor) for loss in losses):
+            return None
+        if not losses:
+            cause = (
+                "its gradient is exactly zero; a freed graph and a reentrant checkpoint do not show where it was lost"
+            )
+            return _finding("all_zero", name, cause)
+        filled = [loss for loss in losses if loss.sent.numel or loss.sent == NOTHING]
+        if not filled:
+            return _finding("unused", name, "all that was computed with it are empty tensors")
+        codes = {_code_of_loss(loss) for loss in filled}
+        code = codes.pop() if len(codes) == 1 else "all_zero"
+        names = ", ".join(dict.fromkeys(loss.node.name() for loss in filled))
+        return _finding(code, name, _CAUSE_OF_LOSS[code].format(names), self._line(*(loss.node for loss in filled)))
+
+    def _is_about_to_move(self, factor: torch.Tensor | None) -> bool:
+        """Whether a factor is a parameter that is zero, but will not be after the first step."""
+        return factor is not None and self.sizes.get(id(factor), 0.0) != 0 and not factor.any()
+
+    def _line(self, *nodes: Node | None) -> Location | None:
+        """Of the first of the nodes that the tracer saw being made."""
+        if self.tracer is None:
+            return None
+        lines = (self.tracer.location(node) for node in nodes if node is not None)
+        return next((line for line in lines if line is not None), None)
+
+
+_LIKELIEST = ("detached", "no_grad", "integer_dtype")
+_CAUSE_OF_LOSS = {
+    "zero_derivative": "every path to it leads through {}, whose derivative is zero or not defined",
+    "vanishing": "its gradient has become zero in {}, by saturation or underflow",
+    "all_zero": "its gradient has become exactly zero in {}",
+}
+
+
+def _cause_of_cut(cut: Cut) -> str:
+    call = f"the loss depends on it only through the result of {cut.call}"
+    if cut.kind == "integer_dtype":
+        return f"{call}, integers or booleans, which have no derivative"
+    if cut.kind == "no_grad":
+        return f"{call}, called while gradients were off" + (f" (since {cut.entered})" if cut.entered else "")
+    return f"{call}, which is cut off from the graph"
+
+
+def _code_of_loss(loss: Step) -> Code:
+    kind = operation(loss.node)
+    if kind in ZERO_DERIVATIVE or loss.sent == NOTHING or getattr(loss.node, "_saved_rounding_mode", None):
+        return "zero_derivative"
+    underflows = all(arrived.largest < max(UNDERFLOW, arrived.tiny) for arrived in loss.arrived)
+    return "vanishing" if loss.sent.largest == 0 and (kind in SATURATING or underflows) else "all_zero"
+
+
+def _finding(
+    code: Code,
+    parameter: str,
+    cause: str,
+    location: Location | None = None,
+    *,
+    remedy: str | None = None,
+    is_note: bool = False,
+) -> Finding:
+    line, source = (None, None) if location is None else (str(location), location.source or None)
+    return Finding(code, parameter, cause, remedy or _REMEDIES[code], line, source, is_note)
+
+
+def _unregistered(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers, and tensors that modules keep as attributes, in lists and dicts too, with their paths."""
+    known = {id(registered) for registered in (*model.parameters(), *model.modules())}
+
+    def search(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(value, torch.Tensor | torch.nn.Module | list | tuple | dict):
+            if id(value) in known:
+                return
+            known.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield path, value
+        elif isinstance(value, torch.nn.Module):
+            yield from ((f"{path}.{name}", parameter) for name, parameter in value.named_parameters())
+        elif isinstance(value, list | tuple | dict):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from search(f"{path}.{key}", item)
+
+    for prefix, module in model.named_modules():
+        attributes = {name: value for name, value in vars(module).items() if name not in _REGISTRIES}
+        for name, value in (*module._buffers.items(), *attributes.items()):
+            yield from search(f"{prefix}.{name}" if prefix else name, value)
+
+
+_REGISTRIES = {"_parameters", "_buffers", "_modules"}

@@ -1,0 +1,308 @@
+"""The backward graph of a loss: its nodes, what flows through them, and where on the way a gradient is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import Node
+
+#: What the nodes of `torch.utils.checkpoint.CheckpointFunction`, and of its copies in other libraries, are called.
+_REENTRANT = "CheckpointFunctionBackward"
+#: Graphs that are shallower can be freed by recursion.
+DEEP = 5000
+_FREED = "backward through the graph a second time"
+
+
+def gradient_function(tensor: torch.Tensor) -> Node | None:
+    """`tensor.grad_fn`, and None for a view that autograd refuses to give one for."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
+def leaf_of(node: Node) -> torch.Tensor | None:
+    """The tensor whose gradient the node adds up; None for a node in the middle of a graph."""
+    return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None  # type: ignore[attr-defined]
+
+
+def metadata(node: Node) -> dict[Any, Any]:
+    """What Python code has attached to a node: it lives as long as the graph does."""
+    return node.metadata  # type: ignore[return-value]
+
+
+def walk(root: Node | None, stop: Callable[[Node], bool] = lambda node: False) -> list[Node]:
+    """Every node that the root leads to, after those that take its result; not beyond those where `stop` says so."""
+    finished: list[Node] = []
+    seen = set() if root is None else {root}
+    path = [] if root is None else [(root, iter(root.next_functions))]
+    while path:
+        node, edges = path[-1]
+        following = next((n for n, _ in edges if n is not None and n not in seen), None)
+        if following is None:
+            finished.append(node)
+            path.pop()
+        else:
+            seen.add(following)
+            path.append((following, iter(() if stop(following) else following.next_functions)))
+    if len(finished) > DEEP:
+        # PyTorch frees nodes that Python has seen by recursion, and overflows the stack at a depth of 40 000. The root
+        # holds them all, so that they go one after the other.
+        metadata(finished[-1])[walk] = finished[:-1]
+    return finished[::-1]
+
+
+def leaves(nodes: Iterable[Node]) -> list[torch.Tensor]:
+    """The leaf tensors that gradients arrive at."""
+    return [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
+
+
+class Amount(NamedTuple):
+    """How much gradient there was at one place."""
+
+    largest: float
+    """Largest magnitude; NaN where an element is."""
+    numel: int
+    tiny: float
+    """Smallest normal number of the dtype."""
+
+
+#: None, as opposed to an empty tensor.
+NOTHING = Amount(0.0, 0, 0.0)
+
+
+def amount(gradient: torch.Tensor | None) -> Amount:
+    """Look at a gradient; waits for its device."""
+    if gradient is None:
+        return NOTHING
+    values = gradient.detach()
+    if values.layout != torch.strided:
+        values = values.coalesce().values()
+    largest = values.abs().amax().item() if values.numel() else 0.0
+    return Amount(largest, gradient.numel(), torch.finfo(values.dtype).tiny)
+
+
+class Step(NamedTuple):
+    """What happened to a gradient between two nodes."""
+
+    node: Node
+    """The one it came through."""
+    edge: int
+    """Which of `node.next_functions` the other one is."""
+    arrived: list[Amount]
+    """At the node: one for each of its results."""
+    sent: Amount
+    """Along the edge."""
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it was zero before, and stayed it."""
+        return self.sent.largest == 0 and all(arrived.largest == 0 for arrived in self.arrived)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether elements that were not zero have added up to zero, as they do for a bias before a normalisation."""
+        reduces = self.edge in _ADDING_UP.get(operation(self.node), ())
+        return reduces and self.sent.largest == 0 and self.sent.numel < sum(arrived.numel for arrived in self.arrived)
+
+    @property
+    def other_factor(self) -> torch.Tensor | None:
+        """The leaf that the node multiplies this operand by, if it multiplies, and if it is a leaf."""
+        edges = _FACTORS.get(operation(self.node), ())
+        for edge in edges if self.edge in edges else ():
+            node = self.node.next_functions[edge][0] if edge != self.edge else None
+            while node is not None and leaf_of(node) is None:
+                # Through views, casts and a scale: whatever has one operand.
+                operands = [operand for operand, _ in node.next_functions if operand is not None]
+                node = operands[0] if len(operands) == 1 else None
+            if node is not None:
+                return leaf_of(node)
+        return None
+
+
+class Flow:
+    """What arrives at every node and what it sends on, while a backward pass runs in this context."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self._order = {node: position for position, node in enumerate(nodes)}
+        self._leaves = {id(leaf): node for node in nodes if (leaf := leaf_of(node)) is not None}
+        self._sources: dict[Node, list[tuple[Node, int]]] = {node: [] for node in nodes}
+        for node in nodes:
+            for edge, (following, _) in enumerate(node.next_functions):
+                if following is not None:
+                    self._sources[following].append((node, edge))
+        self._arrived: dict[Node, list[Amount]] = {}
+        self._sent: dict[Node, list[Amount]] = {}
+
+    def __enter__(self) -> Flow:
+        inner = self._order.keys() - self._leaves.values()
+        self._hooks = [node.register_hook(functools.partial(self._note, node)) for node in inner]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(
+        self, node: Node, sent: tuple[torch.Tensor | None, ...], arrived: tuple[torch.Tensor | None, ...]
+    ) -> None:
+        self._arrived[node] = [amount(gradient) for gradient in arrived]
+        self._sent[node] = [amount(gradient) for gradient in sent]
+
+    def reaches(self, leaf: torch.Tensor) -> bool:
+        """Whether the graph leads to a leaf; a reentrant checkpoint hides those that are used within it."""
+        return id(leaf) in self._leaves
+
+    def _steps(self, leaf: torch.Tensor, goes_on: Callable[[Step], bool]) -> list[Step]:
+        """The steps to a leaf, and to the nodes before it as long as `goes_on` says so; nearest to the root first."""
+        if not self.reaches(leaf):
+            return []
+        steps: list[Step] = []
+        waiting = [self._leaves[id(leaf)]]
+        seen = set(waiting)
+        while waiting:
+            for source, edge in self._sources[waiting.pop()]:
+                if source in self._sent:
+                    steps.append(Step(source, edge, self._arrived[source], self._sent[source][edge]))
+                    if source not in seen and goes_on(steps[-1]):
+                        seen.add(source)
+                        waiting.append(source)
+        return sorted(steps, key=lambda step: self._order[step.node])
+
+    def losses(self, leaf: torch.Tensor) -> list[Step]:
+        """Where the gradient of a leaf, which is exactly zero, became zero."""
+        return [step for step in self._steps(leaf, lambda step: step.is_zero) if not step.is_zero]
+
+    def origin_of_nonfinite(self, leaf: torch.Tensor) -> Node | None:
+        """The first node that made NaN or inf, which has come to a leaf, from finite gradients."""
+
+        def passes_it_on(step: Step) -> bool:
+            return not math.isfinite(step.sent.largest) and not all(math.isfinite(a.largest) for a in step.arrived)
+
+        steps = self._steps(leaf, passes_it_on)
+        made = (step.node for step in steps if not math.isfinite(step.sent.largest) and not passes_it_on(step))
+        return next(made, None)
+
+    def arrived_near(self, leaf: torch.Tensor) -> float:
+        """The largest gradient at the operations that take a leaf, or its values in another shape or dtype."""
+        steps = self._steps(leaf, lambda step: operation(step.node) in _SAME_VALUES)
+        return max((a.largest for step in steps for a in step.arrived if math.isfinite(a.largest)), default=0.0)
+
+
+def operation(node: Node) -> str:
+    """`Relu` of ReluBackward0."""
+    return node.name().rpartition("Backward")[0]
+
+
+#: Operations that give the values of their one operand again, in another shape, layout or dtype.
+_SAME_VALUES = {
+    "T", "Transpose", "Permute", "View", "Reshape", "ReshapeAlias", "UnsafeView", "Unsqueeze", "Squeeze", "Expand",
+    "Clone", "ToCopy", "Alias", "Slice", "Select", "Split", "SplitWithSizes", "Chunk", "Unbind", "Repeat", "AsStrided",
+}  # fmt: skip
+#: Operations that add a smaller operand, whose gradient they add up, and on which edges this may be.
+_ADDING_UP = {
+    "Add": (0, 1), "Sub": (0, 1), "Addmm": (0,), "Addmv": (0,), "Baddbmm": (0,), "Expand": (0,), "Repeat": (0,),
+    "Convolution": (2,), "MkldnnConvolution": (2,), "CudnnConvolution": (2,), "Linear": (2,), "MkldnnLinear": (2,),
+    "NativeBatchNorm": (2,), "CudnnBatchNorm": (2,), "NativeLayerNorm": (2,), "NativeGroupNorm": (2,),
+}  # fmt: skip
+#: Operations that multiply operands, and on which edges these are.
+_FACTORS = {
+    "Mul": (0, 1), "Mm": (0, 1), "Bmm": (0, 1), "Mv": (0, 1), "Dot": (0, 1), "Linear": (0, 1), "MkldnnLinear": (0, 1),
+    "Convolution": (0, 1), "MkldnnConvolution": (0, 1), "CudnnConvolution": (0, 1), "PreluKernel": (0, 1),
+    "NativeBatchNorm": (0, 1), "CudnnBatchNorm": (0, 1), "NativeLayerNorm": (0, 1), "NativeGroupNorm": (0, 1),
+    "FusedRmsNorm": (0, 1), "Addmm": (1, 2), "Addmv": (1, 2), "Addbmm": (1, 2), "Baddbmm": (1, 2), "Addcmul": (1, 2),
+}  # fmt: skip
+
+
+# ---- Computing gradients, and leaving everything as it was ----------------------------------------------------------
+
+
+def gradients(
+    loss: torch.Tensor, wanted: list[torch.Tensor], model: torch.nn.Module
+) -> tuple[list[torch.Tensor | None], Flow]:
+    """Differentiate the loss once more, and leave the leaves, the model, the random numbers and the graph as they are.
+
+    Args:
+        loss: one real number.
+        wanted: leaves that require a gradient, whether the graph leads to them or not.
+        model: whose buffers recomputation may change.
+
+    Returns:
+        The gradients, None where the graph does not lead, and what flowed. Of a graph that has been freed, `.grad` and
+        a flow of nothing.
+
+    Raises:
+        ValueError: the graph has been freed, and there is no `.grad` either.
+    """
+    nodes = walk(loss.grad_fn)
+    flow = Flow(nodes)
+    if loss.grad_fn is None:
+        return [torch.ones_like(leaf) if leaf is loss else None for leaf in wanted], flow
+    try:
+        with _as_it_was(model), flow:
+            if any(_REENTRANT in node.name() for node in nodes):
+                return _by_backward(loss, [*leaves(nodes), *wanted], wanted), flow
+            reached = [leaf for leaf in wanted if flow.reaches(leaf)]
+            # With nothing to differentiate for, autograd would raise.
+            found = torch.autograd.grad(loss, reached, retain_graph=True, allow_unused=True) if reached else ()
+    except RuntimeError as error:
+        if _FREED not in str(error):
+            raise
+        if all(leaf.grad is None for leaf in wanted):
+            raise ValueError(
+                "diagnose_gradients: loss must have a graph, or the parameters gradients, but backward() has freed the "
+                "graph and .grad is None; call it between the forward pass and backward()"
+            ) from error
+        return [leaf.grad for leaf in wanted], Flow(nodes)
+    by_leaf = dict(zip(map(id, reached), found, strict=True))
+    return [by_leaf.get(id(leaf)) for leaf in wanted], flow
+
+
+def _by_backward(
+    loss: torch.Tensor, touched: list[torch.Tensor], wanted: list[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """What `loss.backward()` adds to `.grad`: reentrant checkpointing knows no other way."""
+    before = [(leaf, leaf.grad) for leaf in touched]
+    hooks = [registered for leaf in touched if (registered := getattr(leaf, "_post_accumulate_grad_hooks", None))]
+    silenced = [(registered, dict(registered)) for registered in hooks]
+    for registered in hooks:
+        registered.clear()
+    try:
+        for leaf in touched:
+            leaf.grad = None
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        return [leaf.grad for leaf in wanted]
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient
+        for registered, entries in silenced:
+            registered.update(entries)
+
+
+@contextlib.contextmanager
+def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
+    """Put back random number generators and buffers: checkpointed blocks run forward again."""
+    buffers: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not torch.nn.parameter.is_lazy(buffer)
+    ]
+    tensors = [*model.parameters(), *(buffer for _, _, buffer, _ in buffers)]
+    try:
+        with contextlib.ExitStack() as stack:
+            for kind in ("cuda", "xpu"):
+                devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == kind})
+                stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+            yield
+    finally:
+        for owner, name, buffer, value in buffers:
+            owner[name] = buffer
+            if not torch.equal(buffer, value):
+                # Through .data, autograd does not count it as a change that invalidates what was saved.
+                buffer.data.copy_(value)

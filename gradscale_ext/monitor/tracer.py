@@ -1,0 +1,326 @@
+"""What a forward pass does to its tensors: which parameters each value depends on, and where the graph was cut."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import linecache
+import operator
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .graph import DEEP, gradient_function, leaf_of, metadata, walk
+
+_PACKAGES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+#: What files start with whose lines are never the user's.
+_NOT_THE_USERS = (*(package + os.sep for package in _PACKAGES), copy.__file__, contextlib.__file__)
+
+#: Calls whose results do not depend on the values of their operands, and those that update parameters.
+_NOT_FOLLOWED = {"grad", "_base", "requires_grad_", "backward"}
+_NOT_FOLLOWED_PREFIXES = ("new_", "_foreach_", "_fused_")
+#: Calls through which a value leaves PyTorch.
+_ESCAPES = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__", "__complex__", "__dlpack__"}
+
+
+class Location(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        inside = os.path.relpath(self.file) if self.file.startswith(os.getcwd() + os.sep) else self.file
+        return f"{inside}:{self.line}"
+
+    @property
+    def source(self) -> str:
+        """The text of the line, where its file can be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A call behind which a gradient does not come back."""
+
+    kind: Literal["detached", "no_grad", "integer_dtype"]
+    call: str
+    location: Location | None
+    entered: Location | None = None
+    """Where gradients had been turned off."""
+
+
+class _History(NamedTuple):
+    """What a value has come from. A set of leaves is an integer with a bit for each."""
+
+    live: int = 0
+    """Leaves that it depends on and sends gradients to."""
+    cuts: Mapping[Cut, int] = {}
+    """Leaves that it depends on through a cut, for each cut."""
+    location: Location | None = None
+    """The line whose call made it."""
+    depth: int = 0
+    """How many calls are behind it."""
+
+    def __or__(self, other: _History) -> _History:
+        """Of what both have gone into."""
+        cuts = dict(self.cuts)
+        for cut, lost in other.cuts.items():
+            cuts[cut] = cuts.get(cut, 0) | lost
+        return _History(self.live | other.live, cuts, depth=max(self.depth, other.depth))
+
+
+class GradientTracer(TorchFunctionMode):
+    """Watches a forward pass, so that `diagnose_gradients` can name the call and the line where a graph was cut.
+
+    Everything between entering and leaving is watched: every call of PyTorch, with the tensors that it took and gave.
+    It computes nothing and keeps no tensor alive. It can be entered again, one after the other, and then tells of the
+    last time. Modules compiled with `torch.compile` run eagerly meanwhile; calls inside `torch.func` transforms are
+    left alone. A call takes some 50 microseconds longer.
+
+    Raises:
+        RuntimeError: it is entered while it is active.
+
+    >>> import gradscale_ext as gs
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> with GradientTracer() as tracer:
+    ...     loss = layer(torch.ones(1, 2)).detach().sum()
+    >>> from gradscale_ext.monitor.diagnosis import diagnose_gradients
+    >>> diagnosis = diagnose_gradients(loss, layer, tracer=tracer)
+    >>> diagnosis.findings[0].code, diagnosis.findings[0].source
+    ('detached', 'loss = layer(torch.ones(1, 2)).detach().sum()')
+    """
+
+    def __init__(self) -> None:
+        """Watch nothing yet."""
+        super().__init__()
+        self._bits: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
+        self._next_bit = 1
+        # The history of a value with a graph is kept at the node that made it, in its metadata; of another at the
+        # memory that it lies in, which its views share.
+        self._histories: MutableMapping[torch.UntypedStorage, _History] = WeakIdKeyDictionary()
+        self._active = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.calls = 0
+        self._used = 0
+        self._escapes: dict[Cut, int] = {}
+        self._gradients_off: Location | None = None
+
+    def __enter__(self) -> GradientTracer:
+        if self._active:
+            raise RuntimeError("GradientTracer: it is active already; a pass within another needs a tracer of its own")
+        self._begin()
+        self._eagerly = contextlib.ExitStack()
+        self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._active = True
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._active = False
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._eagerly.close()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Watch nothing in this context."""
+        active, self._active = self._active, False
+        try:
+            yield
+        finally:
+            self._active = active
+
+    # ---- What it saw ------------------------------------------------------------------------------------------------
+
+    def used(self, leaf: torch.Tensor) -> bool:
+        """Whether a call took the leaf for its value."""
+        return bool(self._used & self._bits.get(leaf, 0))
+
+    def cuts_between(self, leaf: torch.Tensor, result: torch.Tensor) -> list[Cut]:
+        """The cuts through which a result depends on a leaf."""
+        bit = self._bits.get(leaf, 0)
+        return [cut for cut, leaves in self._history(result).cuts.items() if leaves & bit]
+
+    def escapes(self, leaf: torch.Tensor) -> list[Cut]:
+        """The calls with which a value that depends on a leaf left PyTorch."""
+        bit = self._bits.get(leaf, 0)
+        return [cut for cut, leaves in self._escapes.items() if leaves & bit]
+
+    def location(self, node: Node) -> Location | None:
+        """The line whose call made a node of a graph."""
+        history: _History | None = metadata(node).get(self)
+        return history.location if history is not None else None
+
+    # ---- Watching ---------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Make the call, and note what it did."""
+        kwargs = kwargs or {}
+        name = _name(func)
+        if name == "_set_grad_enabled":
+            self._gradients_off = None if args[0] else self._gradients_off or _users_line()
+        if not self._active or not _is_followed(name) or torch._C._are_functorch_transforms_active():
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            taken = [_Taken(t, gradient_function(t), self._history(t)) for t in _tensors((args, kwargs))]
+        result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            self._note(name, taken, [*_written(name, args, kwargs), *_tensors(result)])
+        return result
+
+    def _note(self, name: str, taken: list[_Taken], given: list[torch.Tensor]) -> None:
+        self.calls += bool(given)
+        value = _History()
+        for _, _, history in taken:
+            value = value | history
+        if not (value.live or value.cuts):
+            return
+        location = _users_line()
+        if name in _ESCAPES:
+            cut = Cut("detached", name, location)
+            self._escapes[cut] = self._escapes.get(cut, 0) | _union([value.live, *value.cuts.values()])
+        if given or name in _ESCAPES:
+            # A parameter that is only written to has not been used.
+            read = (t.history.live for t in taken if not (t.tensor.is_leaf and any(t.tensor is g for g in given)))
+            self._used |= _union(read)
+        for tensor in given:
+            node = gradient_function(tensor)
+            before = next((t for t in taken if t.tensor is tensor), None)
+            if node is None:
+                live = self._bit(tensor) if tensor.requires_grad else 0
+            elif before is not None and before.node is node:  # written to where gradients were off
+                live = before.history.live
+            else:
+                live = value.live
+            lost = value.live & ~live
+            new_cut = {self._cut(name, tensor, location): lost} if lost else {}
+            history = _History(live, (value | _History(0, new_cut)).cuts, location, value.depth + 1)
+            self._remember(tensor, node, history)
+
+    def _cut(self, name: str, result: torch.Tensor, location: Location | None) -> Cut:
+        if not (result.is_floating_point() or result.is_complex()):
+            return Cut("integer_dtype", name, location)
+        if result.is_inference() or not torch.is_grad_enabled():
+            return Cut("no_grad", name, location, self._gradients_off)
+        return Cut("detached", name, location)
+
+    # ---- Remembering ------------------------------------------------------------------------------------------------
+
+    def _bit(self, leaf: torch.Tensor) -> int:
+        if leaf not in self._bits:
+            self._bits[leaf] = self._next_bit
+            self._next_bit <<= 1
+        return self._bits[leaf]
+
+    def _remember(self, tensor: torch.Tensor, node: Node | None, history: _History) -> None:
+        if node is not None:
+            metadata(node)[self] = history
+            for behind in walk(node, stop=self._is_known)[1:]:
+                if not self._is_known(behind):
+                    metadata(behind)[self] = history
+            if history.depth % DEEP == 0:
+                walk(node)
+        elif history.cuts and (memory := _memory(tensor)) is not None:
+            self._histories[memory] = history._replace(live=0)
+
+    def _history(self, tensor: torch.Tensor) -> _History:
+        node = gradient_function(tensor)
+        if node is not None:
+            return self._history_of(node)
+        memory = _memory(tensor)
+        history = _NO_HISTORY if memory is None else self._histories.get(memory, _NO_HISTORY)
+        if not tensor.requires_grad:
+            return history
+        bit = self._bit(tensor)
+        # Its memory is also that of what has been detached from it.
+        return _History(bit, {cut: leaves & ~bit for cut, leaves in history.cuts.items() if leaves & ~bit})
+
+    def _history_of(self, node: Node) -> _History:
+        """Also of a node that came into being unseen, in a custom Function or in an extension's code."""
+        if self not in metadata(node):
+            history = _History()
+            unseen = walk(node, stop=self._is_known)
+            for behind in unseen:
+                if (leaf := leaf_of(behind)) is not None:
+                    history = history | _History(self._bit(leaf))
+                elif self in metadata(behind):
+                    history = history | metadata(behind)[self]
+            for behind in unseen:
+                if not self._is_known(behind):
+                    metadata(behind)[self] = history
+        return metadata(node)[self]  # type: ignore[no-any-return]
+
+    def _is_known(self, node: Node) -> bool:
+        return self in metadata(node) or leaf_of(node) is not None
+
+
+_NO_HISTORY = _History()
+
+
+class _Taken(NamedTuple):
+    """An operand, as it was before the call."""
+
+    tensor: torch.Tensor
+    node: Node | None
+    history: _History
+
+
+def _union(sets: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, sets, 0)
+
+
+def _name(func: Any) -> str:
+    """The name of a function; "data" where it reads that property, "data=" where it sets it."""
+    name: str = getattr(func, "__name__", type(func).__name__)
+    if name in ("__get__", "__set__"):
+        return getattr(func.__self__, "__name__", name) + ("=" if name == "__set__" else "")
+    return name
+
+
+def _is_followed(name: str) -> bool:
+    sets_another_property = name.endswith("=") and name != "data="
+    skipped = name in _NOT_FOLLOWED or name.startswith(_NOT_FOLLOWED_PREFIXES) or name.endswith("_like")
+    return not (skipped or sets_another_property)
+
+
+def _written(name: str, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a call writes to: the first operand of `add_`, `x[i] = y` and `x.data = y`, and `out=`."""
+    if name in ("__setitem__", "data=") or (name.endswith("_") and not name.endswith("__")):
+        yield from _tensors(args[:1])
+    yield from _tensors(kwargs.get("out"))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:  # sparse tensors, and wrappers
+        return None
+
+
+def _users_line() -> Location | None:
+    """The innermost line that is neither PyTorch's nor this package's."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else Location(frame.f_code.co_filename, frame.f_lineno)

@@ -1,0 +1,275 @@
+"""`GradientTracer` changes nothing of what it watches, survives what PyTorch can do, and keeps nothing alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gradscale_ext as gs
+from gradscale_ext.monitor.diagnosis import diagnose_gradients
+from gradscale_ext.monitor.tracer import GradientTracer
+
+
+def attention():
+    layer = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+    x = torch.randn(2, 5, 8)
+    return layer, lambda: layer(x, x, x)[0]
+
+
+def attention_in_evaluation():
+    layer = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(2, 5, 8)
+    return layer, lambda: layer(x, x, x)[0]
+
+
+def lstm():
+    layer = nn.LSTM(4, 8, num_layers=2, dropout=0.2)
+    packed = nn.utils.rnn.pack_sequence([torch.randn(5, 4), torch.randn(3, 4)])
+    return layer, lambda: layer(packed)[0].data
+
+
+def checkpointed(use_reentrant):
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    x = torch.randn(3, 4, requires_grad=True)
+    return layer, lambda: checkpoint(layer, x, use_reentrant=use_reentrant)
+
+
+def autocast():
+    layer = nn.Linear(4, 4)
+
+    def call():
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(torch.randn(3, 4)).float()
+
+    return layer, call
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * ctx.saved_tensors[0] * g
+
+
+def function():
+    layer = nn.Linear(4, 4)
+    return layer, lambda: Squared.apply(layer(torch.ones(1, 4)))
+
+
+def in_place():
+    layer = nn.Linear(4, 4)
+
+    def call():
+        h = layer(torch.randn(3, 4))
+        h[:, 0] = 0
+        h[:, 1:].mul_(2).relu_()
+        out = torch.empty(4)
+        torch.sum(h.detach(), 0, out=out)
+        return h + out
+
+    return layer, call
+
+
+def transforms():
+    layer = nn.Linear(4, 1)
+    parameters = dict(layer.named_parameters())
+
+    def one(p, x):
+        return torch.func.functional_call(layer, p, (x,)).squeeze(-1)
+
+    def call():
+        x = torch.randn(3, 4)
+        per_sample = torch.func.vmap(torch.func.grad(one), (None, 0))(parameters, x)
+        return torch.func.vmap(layer)(x) + per_sample["weight"].sum()
+
+    return layer, call
+
+
+def loader():
+    layer = nn.Linear(4, 4)
+    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(6, 4)), 3, shuffle=True)
+    return layer, lambda: torch.cat([layer(x) for (x,) in batches])
+
+
+def ours():
+    layer, loss_fn = nn.Linear(4, 2), gs.MultiStepLoss(policy=gs.SoftCrossEntropy())
+    targets = {"policy": torch.full((3, 1, 2), 0.5)}
+    return layer, lambda: loss_fn({"policy": [gs.scale_gradient(layer(torch.ones(3, 4)), 0.5)]}, targets).loss
+
+
+def parametrized():
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    return layer, lambda: layer(torch.randn(3, 4))
+
+
+CASES = {
+    "attention": attention,
+    "attention_in_evaluation": attention_in_evaluation,
+    "lstm": lstm,
+    "reentrant": lambda: checkpointed(True),
+    "not_reentrant": lambda: checkpointed(False),
+    "autocast": autocast,
+    "function": function,
+    "in_place": in_place,
+    "transforms": transforms,
+    "loader": loader,
+    "ours": ours,
+    "parametrized": parametrized,
+}
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+def test_nothing_is_changed(make):
+    outcomes = []
+    for tracer in (None, GradientTracer()):
+        torch.manual_seed(0)
+        layer, call = make()
+        if tracer is None:
+            result = call()
+        else:
+            with tracer:
+                result = call()
+            assert diagnose_gradients(result.sum(), layer, tracer=tracer).ok
+        result.sum().backward()
+        gradients = {name: p.grad for name, p in layer.named_parameters()}
+        outcomes.append((result.detach(), result.requires_grad, gradients, torch.get_rng_state()))
+    torch.testing.assert_close(outcomes[1], outcomes[0], rtol=0, atol=0)
+
+
+def test_no_activation_is_kept_alive():
+    layer = nn.Linear(4, 4)
+    with GradientTracer() as tracer:
+        activation = layer(torch.ones(2, 4)).relu()
+        cut = activation.detach()
+        loss = activation.mul(cut).sum()
+    alive = [weakref.ref(activation), weakref.ref(cut), weakref.ref(loss)]
+    del activation, cut, loss
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * 3
+    assert tracer.used(layer.weight)
+
+
+def test_it_can_be_entered_again_but_not_twice_at_once():
+    first, second = nn.Linear(2, 1), nn.Linear(2, 1)
+    with GradientTracer() as tracer:
+        first(torch.ones(1, 2))
+        with pytest.raises(RuntimeError, match="active already"), tracer:
+            pass
+        first(torch.ones(1, 2))
+    with tracer:
+        second(torch.ones(1, 2))
+    assert (tracer.used(first.weight), tracer.used(second.weight)) == (False, True)
+
+
+def test_it_is_left_after_an_exception():
+    with pytest.raises(ZeroDivisionError), GradientTracer() as tracer:
+        torch.ones(1) / (1 // 0)
+    with tracer:
+        torch.ones(1).add(1)
+    calls = tracer.calls
+    torch.ones(1).add(1)
+    assert tracer.calls == calls == 2
+
+
+def test_grad_mode_is_set_as_without_it():
+    modes = []
+    with GradientTracer():
+        with torch.no_grad():
+            modes.append(torch.is_grad_enabled())
+            with torch.enable_grad():
+                modes.append(torch.is_grad_enabled())
+            modes.append(torch.is_grad_enabled())
+        modes.append(torch.is_grad_enabled())
+    assert modes == [False, True, False, True]
+
+
+def test_a_compiled_module_is_seen():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].register_forward_hook(lambda module, inputs, output: output.detach())
+    compiled = torch.compile(model, backend="eager")
+    with GradientTracer() as tracer:
+        loss = compiled(torch.ones(1, 2)).sum()
+    codes = {finding.code for finding in diagnose_gradients(loss, compiled, tracer=tracer).findings}
+    assert codes == {"detached"}
+
+
+def test_subclasses_pass():
+    class Tagged(torch.Tensor):
+        calls = 0
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            cls.calls += 1
+            return super().__torch_function__(func, types, args, kwargs)
+
+    counts = []
+    x, w = torch.ones(3).as_subclass(Tagged), torch.ones(3, requires_grad=True)
+    for tracer in (None, GradientTracer()):
+        Tagged.calls = 0
+        if tracer is None:
+            result = (x * w).sum()
+        else:
+            with tracer:
+                result = (x * w).sum()
+        counts.append(Tagged.calls)
+        assert type(result) is Tagged
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_deep_graph_is_freed_without_recursion():
+    x = nn.Parameter(torch.ones(1))
+    with GradientTracer() as tracer:
+        y = x * 1
+        for _ in range(60_000):
+            y = y + 1
+    del y
+    assert tracer.calls == 60_001
+
+
+def test_writing_to_a_parameter_does_not_use_it():
+    layer = nn.Linear(2, 2)
+    with GradientTracer() as tracer:
+        nn.init.normal_(layer.weight)
+        with torch.no_grad():
+            layer.bias.copy_(layer.weight[0])
+        layer.zero_grad()
+    assert (tracer.used(layer.weight), tracer.used(layer.bias)) == (True, False)
+
+
+def test_setting_data_is_a_cut_and_setting_a_gradient_is_not():
+    source, target = nn.Linear(2, 2), nn.Linear(2, 2)
+    with GradientTracer() as tracer:
+        target.weight.data = source.weight * 2
+        target.bias.grad = source.bias * 2
+        loss = target(torch.ones(1, 2)).sum()
+    assert [(cut.kind, cut.call) for cut in tracer.cuts_between(source.weight, loss)] == [("detached", "data=")]
+    assert tracer.cuts_between(source.bias, loss) == []
+
+
+def test_sparse_tensors_pass():
+    weight = nn.Parameter(torch.ones(2, 2))
+    with GradientTracer() as tracer:
+        matrix = torch.eye(2).to_sparse()
+        loss = torch.sparse.mm(matrix, weight).sum() + matrix.detach().sum()
+        weight.detach().to_sparse()
+    assert tracer.cuts_between(weight, loss) == []
+    assert tracer.used(weight)
+
+
+def test_values_that_leave_pytorch():
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    with GradientTracer() as tracer:
+        (p * 2).sum().item()
+        (q * 2).detach().numpy()
+    assert [escape.call for escape in tracer.escapes(p)] == ["item"]
+    assert [escape.call for escape in tracer.escapes(q)] == ["numpy"]
+    assert all(str(escape.location).rpartition(":")[0].endswith("test_tracer.py") for escape in tracer.escapes(p))
