@@ -405,6 +405,35 @@ def l2_group(bench: Bench, count: int, width: int) -> None:
     measure(bench, {**label, "pass": "forward+backward", "inputs": "one set"}, calls, moved, "fused")
 
 
+# ---- Statistics and clipping -----------------------------------------------------------------------------------------
+
+
+def statistics_group(bench: Bench, count: int, width: int) -> None:
+    """Gradients of one size, each with its histogram; and clipping all of them by less than their norm."""
+    forget()
+    parameters = [torch.empty(width, device=bench.device) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(width, device=bench.device)
+    gradients = [parameter.grad for parameter in parameters]
+    statistics: dict[str, Call] = {
+        "fused": lambda: gs.gradient_statistics(gradients),
+        "torch._foreach_norm": lambda: torch._foreach_norm(gradients),
+    }
+    norm = float(gs.gradient_statistics(gradients).total_norm)
+    torch.testing.assert_close(norm, torch.stack(torch._foreach_norm(gradients)).norm().item(), rtol=1e-4, atol=0)
+    clipping: dict[str, Call] = {
+        "fused": lambda: gs.clip_gradients_(parameters, 0.5 * norm),
+        "torch.nn.utils.clip_grad_norm_": lambda: torch.nn.utils.clip_grad_norm_(parameters, 0.5 * norm),
+    }
+    moved = 4 * count * width
+    label = {"group": "statistics", "size": f"{count} x {width}", "dtype": "fp32", "inputs": "one set"}
+    for what, calls, passes in (("statistics", statistics, 1), ("clipping", clipping, 3)):
+        if bench.on_gpu:
+            calls |= {f"{contestant}, CUDA graph": captured(call) for contestant, call in list(calls.items())}
+        calls["device copy"] = device_copy(bench, passes * moved, 1)
+        measure(bench, {**label, "pass": what}, calls, passes * moved, "fused")
+
+
 # ---- All ------------------------------------------------------------------------------------------------------------
 
 
@@ -437,6 +466,8 @@ def groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]]:
     yield "flow, norms", 8, lambda: flow_group(bench, "clip_gradient_norm", shapes, compiler=bench.left() > 60)
     yield "l2_loss", 6, lambda: l2_group(bench, 300, 192)
     yield "decode", 8, lambda: decode_group(bench, (1, 32, 1024, 262144))
+    for count, width in ((1000, 1000), (10, 10**8)):
+        yield f"statistics, {count} x {width}", 5, functools.partial(statistics_group, bench, count, width)
     for size in MAIN:
         yield f"loss {size} without gradient", 6, functools.partial(main, size, torch.float32, (), ("forward",))
     for size in MAIN:
@@ -461,6 +492,7 @@ def smoke_groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]
     yield "flow, norms", 0, lambda: flow_group(bench, "clip_gradient_norm", {"1 KB": (4, 64)}, compiler=True)
     yield "l2_loss", 0, lambda: l2_group(bench, 7, 3)
     yield "decode", 0, lambda: decode_group(bench, (1, 3))
+    yield "statistics", 0, lambda: statistics_group(bench, 7, 3)
 
 
 def bytes_needed(name: str) -> float:

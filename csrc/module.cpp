@@ -9,6 +9,7 @@
 #include "tensors/clip_gradients.h"
 #include "tensors/l2_loss.h"
 #include "tensors/statistics.h"
+#include "tensors/update_norms.h"
 
 #include <ATen/Version.h>
 #include <ATen/core/grad_mode.h>
@@ -223,4 +224,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("tensor_statistics", &tensor_statistics);
   m.def("clipping_of", &gradscale::clipping_of);
   m.def("clip_tensors", &gradscale::clip_tensors);
+  m.def("update_norms", [](const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
+    const at::Tensor norms = gradscale::update_norms(before, after);
+    return norms.defined() ? py::cast(norms) : py::none();
+  });
 }

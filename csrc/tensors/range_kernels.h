@@ -84,6 +84,35 @@ PowerSum power_sum_of_range(const Range& range, double p) {
   return result;
 }
 
+UpdateSquares update_of_range(const Range& before, const void* after) {
+  UpdateSquares result{};
+  dispatch_element(before.element, [&](auto type) {
+    using T = decltype(type);
+    const T* x = static_cast<const T*>(before.data);
+    const T* y = static_cast<const T*>(after);
+    const auto number = [](T element) { return static_cast<double>(to_accumulate(element)); };
+    LaneSum<double> squares, updates;
+    int64_t i = 0;
+    for (; i + kLanes <= before.size; i += kLanes) {
+#pragma omp simd
+      for (int k = 0; k < kLanes; ++k) {
+        const double old = number(x[i + k]);
+        const double update = number(y[i + k]) - old;
+        squares.lanes[k] += old * old;
+        updates.lanes[k] += update * update;
+      }
+    }
+    for (int k = 0; i < before.size; ++i, ++k) {
+      const double old = number(x[i]);
+      const double update = number(y[i]) - old;
+      squares.lanes[k] += old * old;
+      updates.lanes[k] += update * update;
+    }
+    result = {squares.total(), updates.total()};
+  });
+  return result;
+}
+
 void scale_range(const Range& from, void* to, double root, double factor) {
   const int64_t size = from.is_complex ? 2 * from.size : from.size;
   dispatch_element(from.element, [&](auto type) {

@@ -11,7 +11,7 @@ namespace GRADSCALE_VARIANT {
 namespace {
 
 Kernels all_kernels() {
-  return {run_rows, decode_rows, power_sum_of_range, statistics_of_range, scale_range, element_loops};
+  return {run_rows, decode_rows, power_sum_of_range, statistics_of_range, update_of_range, scale_range, element_loops};
 }
 
 } // namespace

@@ -13,6 +13,7 @@ struct Kernels {
   DecodeRows decode_rows;
   PowerSumOfRange power_sum;
   StatisticsOfRange statistics;
+  UpdateOfRange update;
   ScaleRange scale_range;
   ElementLoops element_loops;
 };
