@@ -116,6 +116,18 @@ def flow_table(operators: Iterable[str]) -> str:
     return "\n\n".join([*blocks, machine])
 
 
+def gradients_table() -> str:
+    """Ours, each other contestant, and how many times longer it takes."""
+    rows, machine = load("gradients")
+    lines = []
+    for what in dict.fromkeys(row["pass"] for row in rows):
+        for size, found in contestants_by_row(rows, what).items():
+            own, *others = found.items()
+            compared = (f"{name} {row['median_ms']:.2f} ({row['ratio']:.1f}x)" for name, row in others)
+            lines.append([f"{what}: {size}", f"{own[1]['median_ms']:.2f}", ", ".join(compared)])
+    return table(["ms", "ours", "others"], lines) + "\n\n" + machine
+
+
 def matrix_table() -> str:
     everything = json.loads((RESULTS / "matrix.json").read_text())
     newest = list(everything)[-1]
@@ -141,6 +153,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "heads": lambda: heads_table("forward+backward", "B 1024, forward + backward, µs"),
     "decode": lambda: heads_table("decode", "601 bins, µs"),
     "matrix": matrix_table,
+    "gradients": gradients_table,
     "flow": lambda: flow_table(["scale_gradient", "clip_gradient_norm"]),
     "flow, others": lambda: flow_table(["reverse_gradient", "normalize_gradient", "clip_gradient_value"]),
 }

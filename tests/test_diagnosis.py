@@ -932,7 +932,7 @@ def test_the_report_in_rich():
 
 # ---- The page -------------------------------------------------------------------------------------------------------
 
-PAGE = ROOT / "docs" / "why_no_gradient.md"
+PAGE = ROOT / "docs" / "gradients.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if PAGE.exists() else []
 
 
@@ -945,4 +945,4 @@ def test_the_page_has_a_section_for_each_code():
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_the_page_runs(snippet):
-    exec(compile(snippet, "why_no_gradient.md", "exec"), {})
+    exec(compile(snippet, "gradients.md", "exec"), {})

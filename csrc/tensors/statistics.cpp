@@ -33,6 +33,10 @@ Stored stored(const std::optional<at::Tensor>& tensor) {
   if (!tensor) {
     return {at::Tensor(), -1};
   }
+  if (tensor->layout() == at::kStrided && has_element(*tensor) && !tensor->is_neg() &&
+      tensor->is_non_overlapping_and_dense()) {
+    return {*tensor, 0};
+  }
   at::Tensor elements = tensor->detach();
   if (elements.layout() == at::kSparse) {
     elements = elements.coalesce().values();

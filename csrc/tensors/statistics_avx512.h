@@ -7,6 +7,7 @@
 #include "range.h"
 
 #include <immintrin.h>
+#include <algorithm>
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
@@ -52,15 +53,14 @@ inline int first_bin_below(int highest) { // one bin above it may come too
   return highest > kCountedBins - 2 ? highest - (kCountedBins - 2) : 0;
 }
 
-// From 64 elements.
+// From the first elements.
 template <class T>
-int probable_first_bin(const T* x) {
-  uint32_t largest = 0;
-  for (int i = 0; i < 64; i += 16) {
-    const __m512i bits = _mm512_castps_si512(_mm512_abs_ps(load_sixteen(x + i).all));
-    largest = std::max(largest, _mm512_reduce_max_epu32(bits));
+int probable_first_bin(const T* x, int64_t size) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < size && i < 16; ++i) {
+    largest = std::max(largest, Magnitude<float>::of(to_accumulate(x[i])));
   }
-  return first_bin_below(Magnitude<float>::bin(static_cast<int32_t>(largest)));
+  return first_bin_below(Magnitude<float>::bin(largest));
 }
 
 // Adds the statistics of `size` elements, a multiple of 64 and at most 255 * 64, for p = 2; or returns false, and adds
@@ -79,7 +79,7 @@ bool add_lanes(const T* x, int64_t size, int& first_bin, ChunkStatistics& all) {
   __m512d sums[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
   __m512d squares[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
   int32_t others[kHistogramBins] = {};
-  int64_t others_left = size / 16;
+  int64_t others_left = size / 16 + 64;
   for (int64_t i = 0; i < size; i += 64) {
     __m512i bits[4];
 #pragma GCC unroll 4
@@ -140,6 +140,23 @@ bool add_lanes(const T* x, int64_t size, int& first_bin, ChunkStatistics& all) {
   const auto maximum = static_cast<double>(Magnitude<float>::number(largest_bits));
   all.sums = added(all.sums, ElementSums{powers, sum, maximum, 1}, 2);
   return true;
+}
+
+// Adds the first elements for p = 2, and returns how many; 0 where it cannot. `first_bin` is -1 at the beginning.
+template <class T>
+int64_t add_first(const T* x, int64_t size, int& first_bin, ChunkStatistics& all) {
+  first_bin = first_bin < 0 ? probable_first_bin(x, size) : first_bin;
+  if (size >= 64) {
+    const int64_t whole = size / 64 * 64;
+    return add_lanes(x, whole, first_bin, all) ? whole : 0;
+  }
+  T filled[64] = {}; // zeros fill them up, and are not counted
+  std::copy(x, x + size, filled);
+  if (!add_lanes(filled, 64, first_bin, all)) {
+    return 0;
+  }
+  all.zeros -= static_cast<int32_t>(64 - size);
+  return size;
 }
 
 } // namespace

@@ -200,18 +200,13 @@ void statistics_of_range(const Range& range, double p, ChunkStatistics& all) {
     const T* data = static_cast<const T*>(range.data);
     [[maybe_unused]] int first_bin = -1;
     for (int64_t begin = 0; begin < range.size;) {
-      int64_t size = range.size - begin < kStatisticsBlock ? range.size - begin : kStatisticsBlock;
+      const int64_t size = range.size - begin < kStatisticsBlock ? range.size - begin : kStatisticsBlock;
 #if GRADSCALE_AVX512
       if constexpr (!std::is_same_v<T, double>) {
-        const int64_t in_lanes = size / kByteLanes * kByteLanes;
-        if (p == 2 && in_lanes > 0) {
-          if (first_bin < 0) {
-            first_bin = probable_first_bin(data + begin);
-          }
-          if (add_lanes(data + begin, in_lanes, first_bin, all)) {
-            begin += in_lanes;
-            continue;
-          }
+        const int64_t added = p == 2 ? add_first(data + begin, size, first_bin, all) : 0;
+        begin += added;
+        if (added > 0) {
+          continue;
         }
       }
 #endif

@@ -5,6 +5,7 @@
 
 #include "../math/exponential.h"
 
+#include <algorithm>
 #include <array>
 #include <type_traits>
 #include <utility>
