@@ -1,6 +1,8 @@
 // The kernels over single elements: conversions, the loops of the flow operators, norms of ranges and their scaling.
 #include "cases.h"
 
+#include <algorithm>
+
 namespace gradscale::test {
 
 namespace {
@@ -189,6 +191,62 @@ void check_norm(const PowerSum& sum, double p, const Row& magnitudes, double sma
   Report::get().check_close("norm", 0, 0, norm * sum.root * sum.root, expected, error);
 }
 
+// Statistics of real numbers, of which those that are not finite are counted and left out.
+void check_statistics(const ChunkStatistics& found, const Row& numbers, double p, double smallest) {
+  Row magnitudes;
+  double sum = 0, total = 0;
+  int32_t zeros = 0, nans = 0, infs = 0;
+  std::vector<int32_t> histogram(kHistogramBins);
+  for (const double x : numbers) {
+    nans += std::isnan(x);
+    infs += std::isinf(x);
+    if (std::isfinite(x)) {
+      magnitudes.push_back(std::fabs(x));
+      sum += x * 0x1p-40; // which does not overflow
+      total += std::fabs(x) * 0x1p-40;
+      zeros += x == 0;
+      if (x != 0) {
+        ++histogram[std::min(std::max(std::ilogb(x) - (kFirstEdge - 1), 0), kHistogramBins - 1)];
+      }
+    }
+  }
+  Report& report = Report::get();
+  const double norm = norm_of(magnitudes, p);
+  report.check_close("norm", 0, 0, norm_of(found.sums, p), norm, 1e-12 * norm + smallest);
+  report.check_close("largest", 0, 0, found.sums.maximum, norm_of(magnitudes, kInfinity), 0);
+  const double scale = found.sums.root * found.sums.root;
+  report.check_close("sum", 0, 0, found.sums.sum * 0x1p-40 * scale, sum, 1e-13 * total + smallest);
+  report.check(found.zeros == zeros && found.nans == nans && found.infs == infs, "zeros, NaN or inf are miscounted");
+  for (int bin = 0; bin < kHistogramBins; ++bin) {
+    report.check(found.histogram[bin] == histogram[bin], "bin %d has %d", bin, found.histogram[bin]);
+  }
+}
+
+// Of numbers, and of a change that has been made to them.
+void test_statistics(const Selection& selection, const RowBuffer& from, const Range& range, double smallest) {
+  const Row numbers = row_of(from, 0);
+  Row magnitudes;
+  for (const double x : numbers) {
+    magnitudes.push_back(std::fabs(x));
+  }
+  const bool finite = std::all_of(numbers.begin(), numbers.end(), [](double x) { return std::isfinite(x); });
+  for (const auto& [name, kernels] : selection.variants) {
+    Report::get().doing("statistics of", name);
+    for (const double p : {1.0, 2.0, 3.0, 40.0, kInfinity}) {
+      ChunkStatistics found;
+      kernels.statistics(range, p, found);
+      check_statistics(found, numbers, p, smallest);
+    }
+    if (finite && range.element != Element::float64) {
+      Report::get().doing("updates of", name);
+      const UpdateSquares squares = kernels.update(range, range.data);
+      const double norm = norm_of(magnitudes, 2);
+      Report::get().check_close("norm", 0, 0, std::sqrt(squares.before), norm, 1e-12 * norm);
+      Report::get().check_close("update", 0, 0, squares.update, 0, 0);
+    }
+  }
+}
+
 void test_range(
     const Selection& selection,
     const Layout& layout,
@@ -230,6 +288,9 @@ void test_range(
       Report::get().check(to.untouched_outside(), "something outside is written");
     }
   }
+  if (!is_complex) {
+    test_statistics(selection, from, range, subnormal);
+  }
   // In place, last: it writes over what the others read.
   for (const Variant& variant : selection.variants) {
     Report::get().doing("scaling in place of", variant.name);
@@ -243,11 +304,27 @@ void test_range(
 
 } // namespace
 
+// More than one block, of numbers in many bins: most of them in a few, and some far away.
+void test_long_range(const Selection& selection, Element element) {
+  Random random(3000);
+  const RowBuffer from(kLayouts[0], element, 1, 16384 + 77);
+  for (const double spread : {1.0, 20.0}) {
+    Report::get().begin_case(std::string("long range of ") + name_of(element));
+    for (int64_t i = 0; i < from.width(); ++i) {
+      const double magnitude = std::ldexp(1.0, static_cast<int>(spread * random.uniform(-1, 0.5)));
+      from.set(0, i, i % 11 == 0 ? 0 : magnitude * random.normal(1));
+    }
+    const Range range{from.data(), from.width(), element, false};
+    test_statistics(selection, from, range, 0);
+  }
+}
+
 void test_elements(const Selection& selection) {
   Random random(2000);
   test_conversions(selection, Element::bfloat16);
   test_conversions(selection, Element::float16);
   for (const Element element : kFloating) {
+    test_long_range(selection, element);
     for (const Layout& layout : selection.layouts) {
       for (const int64_t size : kSizes) {
         const std::string description =
