@@ -1,6 +1,6 @@
 """Statistics of many gradients, and clipping by the norm of all of them.
 
-    python bench/statistics.py --json bench/results/statistics.json
+    python bench/gradients.py --json bench/results/gradients.json
 
 1000 tensors of 1000 elements, the 148 tensors of a transformer with 25 M parameters, and one tensor of 100 M; float32,
 and bfloat16 for the last. Bytes that must move: all elements read once; for clipping that changes them, read twice and
@@ -89,7 +89,7 @@ def main() -> None:
             results += harness.rows(label, contestants, arguments.seconds, passes * moved, "clip_gradients_")
     for row in results:
         harness.show(row)
-    harness.write(arguments.json, "statistics", results)
+    harness.write(arguments.json, "gradients", results)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,10 @@ from .heads import (
     TwoHot,
 )
 from .loss import MultiStepLoss, multi_step_loss, priorities, reduce_multi_step
+from .monitor.diagnosis import Finding, GradientDiagnosis, diagnose_gradients
+from .monitor.monitor import GradientMonitor
 from .monitor.statistics import GradientStatistics, clip_gradients_, gradient_statistics
+from .monitor.tracer import GradientTracer
 from .output import MultiStepLossOutput
 from .support import Support
 from .tensors import l2_loss
@@ -36,7 +39,11 @@ __all__ = [
     "BinaryCrossEntropy",
     "ClipGradientNorm",
     "ClipGradientValue",
+    "Finding",
+    "GradientDiagnosis",
+    "GradientMonitor",
     "GradientStatistics",
+    "GradientTracer",
     "HLGauss",
     "MeanSquaredError",
     "MultiStepLoss",
@@ -52,6 +59,7 @@ __all__ = [
     "clip_gradient_norm",
     "clip_gradient_value",
     "clip_gradients_",
+    "diagnose_gradients",
     "gradient_statistics",
     "l2_loss",
     "multi_step_loss",

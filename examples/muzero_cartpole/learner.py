@@ -40,13 +40,20 @@ def update_weights(
     loss_function: LossFunction,
     batch: Batch,
     weight_decay: float,
+    hidden_scale: float = 0.5,
 ) -> gs.MultiStepLossOutput:
     """One learner step: unrolls the model along the actions of the batch and fits all its predictions to the targets.
 
     As in the pseudocode, the gradients of the K recurrent steps count 1/K each, and the one that flows back through the
     hidden state is halved at every step, which is what `gs.unroll` does.
     """
-    predictions = gs.unroll(network.initial_inference, network.recurrent_inference, batch.observation, batch.actions)
+    predictions = gs.unroll(
+        network.initial_inference,
+        network.recurrent_inference,
+        batch.observation,
+        batch.actions,
+        hidden_scale=hidden_scale,
+    )
     output = loss_function(
         predictions,
         batch.targets,
@@ -59,6 +66,21 @@ def update_weights(
     loss.backward()
     optimizer.step()
     return output
+
+
+def hidden_state_gradients(
+    network: MuZeroNetwork, loss_function: LossFunction, batch: Batch, weight_decay: float, hidden_scale: float
+) -> list[float]:
+    """Norm of the gradient at the root's hidden state, and at that of each unrolled step, in a step of a copy.
+
+    It is taken where representation and dynamics return the hidden state, before it is scaled to 0..1.
+    """
+    copied = copy.deepcopy(network)
+    optimizer = make_optimizer(copied, learning_rate=0.0)
+    with gs.GradientMonitor(copied, optimizer, every=1, activations=("representation", "dynamics")) as monitor:
+        update_weights(copied, optimizer, loss_function, batch, weight_decay, hidden_scale)
+    calls = ["representation/0", *(f"dynamics/{step}" for step in range(batch.actions.shape[1]))]
+    return [monitor.history[f"activation_gradient_norm/{call}"][0][1] for call in calls]
 
 
 def time_learner_step(

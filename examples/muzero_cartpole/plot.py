@@ -1,4 +1,4 @@
-"""The picture of a run: the returns of its episodes, and of the evaluation."""
+"""The pictures of a run: the returns of its episodes and of the evaluation, and the gradients of the hidden state."""
 
 from __future__ import annotations
 
@@ -42,6 +42,29 @@ def plot_learning_curve(
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.25)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def plot_hidden_state_gradients(path: Path, norms: dict[float, list[float]]) -> None:
+    """Writes as a PNG the norm of the gradient at each unrolled step, by the scale of the hidden state."""
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for (scale, values), color in zip(sorted(norms.items()), ("tab:blue", "tab:orange"), strict=True):
+        axes.plot(values, "o-", color=color, linewidth=2, label=f"hidden_scale {scale}")
+    steps = max(map(len, norms.values()))
+    axes.set(
+        title="What the scale of the hidden state does to its gradient",
+        xlabel="unrolled step (0: the root)",
+        ylabel="norm of the gradient",
+        xticks=range(steps),
+        yscale="log",
+    )
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=150)

@@ -6,6 +6,7 @@ Interrupted (Ctrl-C) and started again with the same options, it goes on where i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 import time
@@ -17,9 +18,10 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+import gradscale_ext as gs
 from configuration import add_options, from_options
-from learner import time_learner_step
-from plot import plot_learning_curve
+from learner import hidden_state_gradients, time_learner_step
+from plot import plot_hidden_state_gradients, plot_learning_curve
 from self_play import evaluate
 from training import Training
 
@@ -70,8 +72,10 @@ def main() -> int:
         except ValueError as error:
             sys.exit(f"error: {error}. Give the same options to go on, another --directory, or --fresh to start anew.")
     try:
-        train(training, checkpoint, 60 * options.max_minutes)
+        train(training, checkpoint, 60 * options.max_minutes, options.monitor)
         report(training, directory)
+        if options.monitor:
+            report_gradients(training, directory)
     except KeyboardInterrupt:
         print(f"interrupted; the same command goes on from {checkpoint}")
         return INTERRUPTED
@@ -95,6 +99,7 @@ def parse_options() -> argparse.Namespace:
         metavar="X",
         help="training ends after so many minutes, also short of its steps (default: %(default)s)",
     )
+    parser.add_argument("--monitor", action="store_true", help="log and draw gradients as well")
     parser.add_argument("--fresh", action="store_true", help="start anew, and delete what an earlier run left")
     add_options(parser)
     return parser.parse_args()
@@ -102,12 +107,12 @@ def parse_options() -> argparse.Namespace:
 
 def remove_run(directory: Path) -> None:
     """Deletes the files that an earlier run wrote, and nothing else."""
-    for pattern in ("checkpoint.*", "events.out.tfevents.*", "learning_curve.png"):
+    for pattern in ("checkpoint.*", "events.out.tfevents.*", "learning_curve.png", "hidden_state.png"):
         for path in directory.glob(pattern):
             path.unlink()
 
 
-def train(training: Training, checkpoint: Path, max_seconds: float) -> None:
+def train(training: Training, checkpoint: Path, max_seconds: float, monitor: bool) -> None:
     """Trains to the end of the run, to the time limit, or to Ctrl-C, which is raised once the checkpoint is written."""
     total = training.configuration.training_steps
     begun = training.step_number
@@ -117,7 +122,12 @@ def train(training: Training, checkpoint: Path, max_seconds: float) -> None:
     print(f"going on from step {begun}" if begun else "starting a run", f"in {checkpoint.parent}")
     bar = tqdm(total=total, initial=begun, unit="step", mininterval=0.5 if sys.stderr.isatty() else 20)
     # After a crash the logs may be ahead of the checkpoint; `purge_step` hides what will be written once more.
-    with bar, SummaryWriter(checkpoint.parent, purge_step=begun) as writer, Interruption() as interruption:
+    with (
+        bar,
+        SummaryWriter(checkpoint.parent, purge_step=begun) as writer,
+        monitored(training, writer) if monitor else contextlib.nullcontext(),
+        Interruption() as interruption,
+    ):
         while not training.finished and training.seconds < max_seconds and not interruption.requested:
             scalars = training.step()
             bar.update()
@@ -136,6 +146,11 @@ def train(training: Training, checkpoint: Path, max_seconds: float) -> None:
         )
     elif not training.finished:
         print(f"time is up after step {training.step_number} of {total} (--max-minutes)")
+
+
+def monitored(training: Training, writer: SummaryWriter) -> gs.GradientMonitor:
+    """Has the gradients logged, by the number of the learner step."""
+    return gs.GradientMonitor(training.network, training.optimizer, writer=writer, first_step=training.learner_steps)
 
 
 def report(training: Training, directory: Path) -> None:
@@ -162,6 +177,21 @@ def report(training: Training, directory: Path) -> None:
     )
     print(f"picture: {picture}")
     print(f"logs: tensorboard --logdir {directory}")
+
+
+def report_gradients(training: Training, directory: Path) -> None:
+    """Draws the gradient of the hidden state in one batch, as the paper scales it and unscaled."""
+    settings = training.configuration
+    batch = training.replay.sample(settings.batch_size, np.random.default_rng(settings.seed))
+    norms = {
+        scale: hidden_state_gradients(training.network, training.loss_function, batch, settings.weight_decay, scale)
+        for scale in (0.5, 1.0)
+    }
+    picture = directory / "hidden_state.png"
+    plot_hidden_state_gradients(picture, norms)
+    for scale, values in norms.items():
+        print(f"gradient of the hidden state, hidden_scale {scale}: {' '.join(f'{value:.3g}' for value in values)}")
+    print(f"picture: {picture}")
 
 
 if __name__ == "__main__":

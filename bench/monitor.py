@@ -1,0 +1,135 @@
+"""What it costs a training step to have its gradients watched.
+
+    python bench/monitor.py --json bench/results/monitor.json --seconds 60
+
+Each contestant trains a copy of the same model with Adam, on the same batch, in turns. "usual way" is what one writes by
+hand: `param.grad.norm().item()` and `add_histogram` for each parameter, at every step; it has a run of its own, beside a
+loop without anything, as the memory that it takes and gives back slows down whoever comes after it. Steps end when the
+writer's thread is done, which would go on in somebody else's turn. A step that `every=100` does not record is measured by
+itself; its figure has 99 of them and one that is recorded, which is a step of `every=1`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import tempfile
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.tensorboard import SummaryWriter
+
+import harness
+from gradscale_ext.monitor.monitor import GradientMonitor
+
+Step = Callable[[], None]
+See = Callable[[nn.Module], None]
+Make = Callable[[], tuple[nn.Module, torch.Tensor]]
+WITHOUT, SELDOM, ALWAYS, USUAL = "without", "every=100", "every=1, histograms", "usual way"
+RUNS = ((WITHOUT, SELDOM, ALWAYS), (WITHOUT, USUAL))
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    model = nn.Sequential(
+        nn.Linear(784, 1024),
+        nn.ReLU(),
+        nn.Linear(1024, 1024),
+        nn.ReLU(),
+        nn.Linear(1024, 1024),
+        nn.ReLU(),
+        nn.Linear(1024, 10),
+    )
+    return model, torch.randn(1024, 784)
+
+
+def transformer() -> tuple[nn.Module, torch.Tensor]:
+    size = 384
+    layer = nn.TransformerEncoderLayer(size, nhead=6, dim_feedforward=4 * size, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, num_layers=12, enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(8192, size), encoder, nn.Linear(size, 256)), torch.randint(8192, (16, 128))
+
+
+MODELS: dict[str, Make] = {"MLP, batch of 1024": mlp, "transformer of 12 layers, 16 sequences of 128": transformer}
+
+
+def training_step(
+    model: nn.Module,
+    batch: torch.Tensor,
+    optimizer: torch.optim.Optimizer,
+    writer: SummaryWriter,
+    see: See | None = None,
+) -> Step:
+    targets = model(batch).detach().flatten(0, -2).argmax(-1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(batch).flatten(0, -2), targets).backward()
+        if see is not None:
+            see(model)
+        optimizer.step()
+        writer.flush()
+
+    return step
+
+
+def usual_way(writer: SummaryWriter) -> See:
+    steps = itertools.count()
+
+    def see(model: nn.Module) -> None:
+        step = next(steps)
+        for name, parameter in model.named_parameters():
+            writer.add_scalar(f"gradient_norm/{name}", parameter.grad.norm().item(), step)
+            writer.add_histogram(f"gradient/{name}", parameter.grad, step)
+
+    return see
+
+
+def contestants(
+    names: tuple[str, ...], original: nn.Module, batch: torch.Tensor, folder: str, stack: contextlib.ExitStack
+) -> harness.Contestants:
+    steps: harness.Contestants = {}
+    for name in names:
+        model = copy.deepcopy(original)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-5)
+        writer = stack.enter_context(SummaryWriter(tempfile.mkdtemp(dir=folder)))
+        if name in (SELDOM, ALWAYS):
+            every = 1 if name == ALWAYS else 10**9
+            stack.enter_context(GradientMonitor(model, optimizer, writer=writer, every=every))
+        see = usual_way(writer) if name == USUAL else None
+        steps[name] = training_step(model, batch, optimizer, writer, see)
+    return steps
+
+
+def measured(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, dict[str, float]]:
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        found = harness.measure(contestants(names, *make(), folder, stack), seconds, turn=0.0)
+    if SELDOM in found:
+        for key in ("median_ms", "p20_ms", "p80_ms"):
+            found[SELDOM][key] = 0.99 * found[SELDOM][key] + 0.01 * found[ALWAYS][key]
+    without = found[WITHOUT]["median_ms"]
+    return {name: {**row, "cost_percent": 100 * (row["median_ms"] / without - 1)} for name, row in found.items()}
+
+
+def main() -> None:
+    arguments = harness.arguments(__doc__)
+    harness.show_machine()
+    results = []
+    for model, make in MODELS.items():
+        parameters = sum(parameter.numel() for parameter in make()[0].parameters())
+        for names in RUNS:
+            for contestant, row in measured(names, make, arguments.seconds).items():
+                results.append({"model": model, "parameters": parameters, "contestant": contestant, **row})
+                print(
+                    f"{model:<46} {contestant:<20} {row['median_ms']:>9.2f} ms  p20 {row['p20_ms']:>9.2f}  "
+                    f"p80 {row['p80_ms']:>9.2f}  {row['cost_percent']:>+8.2f} %  ({row['runs']} steps)",
+                    flush=True,
+                )
+    harness.write(arguments.json, "monitor", results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""What a recorded step leaves behind: statistics on their way to the host, and the charts they become there."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from .statistics import BIN_EDGES, GradientStatistics
+
+# The outer bins are as wide as the others in a chart, where no edge may be infinite.
+FINITE_EDGES = (BIN_EDGES[1] - 1, *BIN_EDGES[1:-1], BIN_EDGES[-2] + 1)
+
+
+class Layout:
+    """Names of the parameters that both the model and the optimizer have, and of the modules that hold them."""
+
+    def __init__(self, model: torch.nn.Module, held: frozenset[int]) -> None:
+        """Of parameters with these ids; a tied one bears its first name, and is part of every module that has it."""
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.names: dict[int, str] = {}
+        self.modules: dict[str, dict[str, None]] = {}
+        for path, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) in held:
+                path = public_name(path)
+                name = self.names.setdefault(id(parameter), path)
+                self.parameters[name] = parameter
+                for module in parents(path):
+                    self.modules.setdefault(module, {})[name] = None
+
+
+def public_name(path: str) -> str:
+    """As the user called it: `torch.compile` puts a module of its own around a model."""
+    return path.replace("_orig_mod.", "")
+
+
+def parents(path: str) -> Iterator[str]:
+    """The modules that a parameter or module is part of, the outermost first."""
+    parts = path.split(".")[:-1]
+    return (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many elements have log2 |g| between one edge and the next."""
+
+    counts: list[int]
+    edges: list[float]
+
+
+@dataclass(frozen=True)
+class Charts:
+    """The numbers of one step by their tags."""
+
+    step: int
+    scalars: dict[str, float]
+    histograms: dict[str, Histogram]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What gets charts: parameters and modules whose names begin with these, and how many parameters."""
+
+    modules: tuple[str, ...] | None
+    top_k: int | None
+    histograms: bool
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter or module is one of them, or is inside of one."""
+        return self.modules is None or any(name == module or name.startswith(module + ".") for module in self.modules)
+
+
+@dataclass
+class Record:
+    """A step that has been recorded, in tensors that a device may still be computing; `to_host` sends them off."""
+
+    step: int
+    layout: Layout
+    gradients: GradientStatistics
+    before_clipping: list[GradientStatistics]
+    clip_rate: torch.Tensor | None
+    updates: tuple[list[str], torch.Tensor] | None
+    activations: tuple[list[str], torch.Tensor] | None
+    scale: torch.Tensor | None
+    skipped: torch.Tensor | None
+    copied: list[torch.cuda.Event] = field(default_factory=list)
+
+    def to_host(self) -> Record:
+        """The same record on the host, once the events in `copied` have happened."""
+        devices: set[torch.device] = set()
+
+        def send(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+            return tensor.to("cpu", non_blocking=True)
+
+        def sent(value: Any) -> Any:
+            """With all tensors on the host."""
+            if isinstance(value, torch.Tensor):
+                return send(value)
+            if isinstance(value, list | tuple):
+                return type(value)(map(sent, value))
+            if isinstance(value, GradientStatistics):
+                return replace(value, **{name: sent(part) for name, part in vars(value).items()})
+            return value
+
+        record = Record(*(sent(getattr(self, part.name)) for part in fields(self)))
+        for device in devices:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            record.copied.append(event)
+        return record
+
+    def charts(self, selection: Selection) -> Charts | None:
+        """The numbers to write; None for a step that turned out to be skipped, as its gradients had overflowed."""
+        for event in self.copied:
+            event.synchronize()
+        if self.skipped is not None and self.skipped.item():
+            return None
+        scale = self.unscaled_by()
+        charts = Charts(self.step, {}, {})
+        _add(charts, "", [self.gradients], self.layout, selection, scale)
+        if self.before_clipping:
+            _add(charts, "_before_clipping", self.before_clipping, self.layout, selection, scale)
+        if self.clip_rate is not None:
+            charts.scalars["clip_rate"] = self.clip_rate.item()
+        if self.updates is not None:
+            names, (weights, updates) = self.updates[0], self.updates[1].tolist()
+            for name, weight, update in zip(names, weights, updates, strict=True):
+                if weight > 0 and f"gradient_norm/{name}" in charts.scalars:
+                    charts.scalars[f"update_to_weight_ratio/{name}"] = update / weight
+        if self.activations is not None:
+            calls, norms = self.activations[0], self.activations[1].tolist()
+            charts.scalars.update(
+                {f"activation_gradient_norm/{call}": norm for call, norm in zip(calls, norms, strict=True)}
+            )
+        if nonfinite := self._nonfinite():
+            charts.scalars["nonfinite_gradients"] = nonfinite
+        return charts
+
+    def unscaled_by(self) -> float:
+        """What gradients are still multiplied by, as the optimizer unscales them itself."""
+        return 1.0 if self.scale is None else self.scale.item()
+
+    def _nonfinite(self) -> int:
+        """Elements that are NaN or inf; before clipping, which may make all of them so, or none."""
+        counts: dict[str, int] = {}
+        for statistics in [self.gradients, *self.before_clipping]:
+            counts.update(zip(statistics.names, (statistics.nans + statistics.infs).tolist(), strict=True))
+        return sum(count for name, count in counts.items() if name)
+
+
+def _add(
+    charts: Charts,
+    when: str,
+    parts: list[GradientStatistics],
+    layout: Layout,
+    selection: Selection,
+    scale: float,
+) -> None:
+    """Norms and histograms of parameters, modules and everything; `parts` share no parameter."""
+    p = parts[0].norm_type
+    norms: dict[str, float] = {}
+    rows: dict[str, list[int]] = {}
+    for part in parts:
+        columns = (part.norm.tolist(), part.missing.tolist(), part.histogram.tolist())
+        for name, norm, missing, row in zip(part.names, *columns, strict=True):
+            if name and not missing:
+                norms[name], rows[name] = norm / scale, row
+    chosen = [name for name in norms if selection.has(name)]
+    if selection.top_k is not None:
+        chosen = heapq.nlargest(selection.top_k, chosen, key=norms.__getitem__)
+    charts.scalars.update({f"gradient_norm{when}/{name}": norms[name] for name in chosen})
+    for module, names in layout.modules.items():
+        present = [norms[name] for name in names if name in norms]
+        if present and selection.has(module):
+            charts.scalars[f"module_gradient_norm{when}/{module}"] = norm_of(present, p)
+    charts.scalars[f"gradient_norm_total{when}"] = norm_of([part.total_norm.item() / scale for part in parts], p)
+    if selection.histograms:
+        histograms = ((name, histogram_of(rows[name], scale)) for name in chosen)
+        charts.histograms.update(
+            {f"gradient_histogram{when}/{name}": histogram for name, histogram in histograms if histogram is not None}
+        )
+
+
+def norm_of(norms: Sequence[float], p: float) -> float:
+    """The norm of vectors that have these norms, as one vector."""
+    if p == 2:
+        return math.hypot(*norms)
+    largest = max(norms)
+    if not 0 < largest < math.inf or math.isinf(p):
+        return largest
+    return largest * float(sum((norm / largest) ** p for norm in norms) ** (1 / p))
+
+
+def histogram_of(counts: list[int], scale: float = 1.0) -> Histogram | None:
+    """The bins between the first and the last with an element; None where all elements are 0."""
+    filled = [index for index, count in enumerate(counts) if count]
+    if not filled:
+        return None
+    first, last = filled[0], filled[-1] + 1
+    shift = math.log2(scale)
+    return Histogram(counts[first:last], [edge - shift for edge in FINITE_EDGES[first : last + 1]])

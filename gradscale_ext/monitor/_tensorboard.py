@@ -1,0 +1,57 @@
+"""Writing charts: to TensorBoard in one event for each step, or to anything that has `add_scalar`."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from typing import Any
+
+from ._charts import Charts, Histogram
+
+
+def write(writer: Any, charts: Charts, prefix: str) -> None:
+    """Write the numbers of a step; histograms only where there is an `add_histogram_raw`."""
+    if _is_summary_writer(writer):
+        writer._get_file_writer().add_summary(_summary(charts, prefix), charts.step)
+        return
+    for tag, value in charts.scalars.items():
+        writer.add_scalar(prefix + tag, value, charts.step)
+    if hasattr(writer, "add_histogram_raw"):
+        for tag, histogram in charts.histograms.items():
+            writer.add_histogram_raw(prefix + tag, **raw(histogram), global_step=charts.step)
+
+
+def raw(histogram: Histogram) -> dict[str, Any]:
+    """The arguments of `add_histogram_raw`; every element counts as if it lay in the middle of its bin."""
+    edges, counts = histogram.edges, histogram.counts
+    middles = [(low + high) / 2 for low, high in pairwise(edges)]
+    sums = [count * middle for count, middle in zip(counts, middles, strict=True)]
+    return {
+        "min": edges[0],
+        "max": edges[-1],
+        "num": sum(counts),
+        "sum": sum(sums),
+        "sum_squares": sum(total * middle for total, middle in zip(sums, middles, strict=True)),
+        "bucket_limits": edges[1:],
+        "bucket_counts": counts,
+    }
+
+
+def _is_summary_writer(writer: Any) -> bool:
+    """Without importing TensorBoard: who has a SummaryWriter has done so."""
+    module = sys.modules.get("torch.utils.tensorboard.writer")
+    return module is not None and isinstance(writer, module.SummaryWriter)
+
+
+def _summary(charts: Charts, prefix: str) -> Any:
+    """All numbers of a step in one message: SummaryWriter's own calls make an event of each, at ten times the cost."""
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+    summary = Summary()
+    for tag, value in charts.scalars.items():
+        summary.value.add(tag=prefix + tag, simple_value=value)
+    for tag, histogram in charts.histograms.items():
+        fields = raw(histogram)
+        limits, counts = fields.pop("bucket_limits"), fields.pop("bucket_counts")
+        summary.value.add(tag=prefix + tag, histo=HistogramProto(**fields, bucket_limit=limits, bucket=counts))
+    return summary

@@ -1,0 +1,70 @@
+"""`GradientMonitor` for Lightning. Import this module only where there is Lightning."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from .monitor import GradientMonitor
+
+
+def _callback_class() -> Any:
+    """Of the package that the program uses: `lightning`, or `pytorch_lightning`, which some have beside it."""
+    names = ["lightning.pytorch", "pytorch_lightning"]
+    names.sort(key=lambda name: name not in sys.modules)
+    for name in names:
+        try:
+            __import__(name)
+        except ImportError:
+            continue
+        return sys.modules[name].Callback
+    raise ImportError("GradientMonitorCallback needs Lightning: pip install lightning")
+
+
+class GradientMonitorCallback(_callback_class()):  # type: ignore[misc]
+    """Attaches a `GradientMonitor` to each optimizer of a `fit`, and closes it at the end.
+
+    It writes to the first logger whose experiment has `add_scalar`, as that of `TensorBoardLogger`; without one the
+    numbers are kept for `history` and `plot` of `monitors`. With several optimizers, tags begin with "optimizer0/" and
+    so on.
+
+    Args:
+        **options: keyword arguments of `GradientMonitor`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self.monitors: list[GradientMonitor] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach."""
+        experiments = (getattr(logger, "experiment", None) for logger in trainer.loggers)
+        writer = next((experiment for experiment in experiments if hasattr(experiment, "add_scalar")), None)
+        several = len(trainer.optimizers) > 1
+        self.monitors = [
+            GradientMonitor(
+                pl_module,
+                optimizer,
+                **{
+                    "writer": writer,
+                    "first_step": trainer.global_step,
+                    "prefix": f"optimizer{index}/" if several else "",
+                    "scaler": getattr(trainer.precision_plugin, "scaler", None),
+                    **self.options,
+                },
+            )
+            for index, optimizer in enumerate(trainer.optimizers)
+        ]
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write what has not been written, and detach."""
+        self._close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Likewise."""
+        self._close()
+
+    def _close(self) -> None:
+        for monitor in self.monitors:
+            monitor.close()

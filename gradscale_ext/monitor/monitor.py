@@ -1,0 +1,432 @@
+"""Charts of gradients, of what clipping does to them, and of the updates that come of them."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import weakref
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ._charts import Layout, Record, Selection, public_name
+from ._tensorboard import write
+from .statistics import GradientStatistics, gradient_statistics, listeners
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HISTORY = 1000
+"""Steps that a monitor remembers for `history` and `plot`."""
+
+SAMPLE, RUN = 2**14, 16
+"""Elements of a large parameter that its update is estimated from, and how many are neighbours: a cache line."""
+
+FOLD = 256
+"""Results of clipping that are kept before they are added up: one launch for so many steps."""
+
+Clipping = tuple[list[torch.Tensor], GradientStatistics, torch.Tensor]
+
+
+class GradientMonitor:
+    """Charts the gradients of a model while it trains: attach it once, there is nothing else to call.
+
+    Every `every`-th step of the optimizer is recorded, the first one too. Its numbers travel to the host while training
+    goes on, and are written when the next one is recorded: a step never waits for them. Tags are:
+
+    - `gradient_norm/<parameter>`, `module_gradient_norm/<module>`, `gradient_norm_total`, and the histogram
+      `gradient_histogram/<parameter>` of log2 |g|: what the optimizer sees.
+    - `gradient_norm_before_clipping/<parameter>` and so on, where `clip_gradients_` ran: its norms, of its `norm_type`.
+    - `clip_rate`: the share of the steps since the last record at which `clip_gradients_` changed the gradients.
+    - `update_to_weight_ratio/<parameter>`: ``|p_after - p_before| / |p_before|`` of the step, usually about 1e-3. Exact
+      up to 16384 elements; above, it is estimated from so many, spread evenly, and the copies of parameters are small.
+    - `activation_gradient_norm/<module>/<call>`: of the output of each call, in the order of the forward pass, in the
+      last backward pass before the step.
+    - `nonfinite_gradients`: how many elements are NaN or inf (before clipping), where there are any. Norms are over the
+      finite ones; totals are not.
+
+    Parameters without a gradient are absent. The monitor lives as long as the optimizer. Neither gradients nor training
+    change. Where parameters are sharded (DTensor), every rank needs a monitor, with the same `every`.
+
+    Args:
+        model: the parameters' names are taken from it.
+        optimizer: whose steps are recorded. Parameters that only one of the two has are left out.
+        writer: a `SummaryWriter` of TensorBoard, or anything with ``add_scalar(tag, value, step)`` (and histograms, if
+            it has `add_histogram_raw`). None: the numbers are kept for `history` and `plot` only.
+        every: steps from one record to the next.
+        histograms: whether to write histograms.
+        updates: whether to compare the parameters with themselves before the step.
+        modules: names of modules; only these, what is in them, and totals are charted. None: everything is.
+        top_k: of parameters, only so many are charted in each record, those with the largest norms; modules all are.
+        activations: names of modules whose outputs' gradients are charted.
+        scaler: the `torch.amp.GradScaler`, if there is one; only gradients of activations need it to be unscaled.
+        first_step: number of the optimizer's next step, for a run that goes on.
+        prefix: what all tags begin with, if several monitors have one writer.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: model and optimizer share no parameter, a number is out of range, or there is no module of a name.
+
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with GradientMonitor(model, optimizer, every=1) as monitor:
+    ...     model(torch.tensor([3.0, 4.0])).backward()
+    ...     optimizer.step()
+    >>> monitor.history["gradient_norm/weight"]
+    [(0, 5.0)]
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        writer: Any = None,
+        every: int = 100,
+        histograms: bool = True,
+        updates: bool = True,
+        modules: Sequence[str] | None = None,
+        top_k: int | None = None,
+        activations: Sequence[str] = (),
+        scaler: torch.amp.GradScaler | None = None,
+        first_step: int = 0,
+        prefix: str = "",
+    ) -> None:
+        _check_types(model, optimizer, writer, scaler)
+        known = {public_name(path): module for path, module in model.named_modules()}
+        self._model, self._optimizer, self._writer, self._scaler = model, optimizer, writer, scaler
+        self._every = _integer("every", every, 1)
+        self._first_step = _integer("first_step", first_step, 0)
+        self._prefix = prefix
+        watched = _known("activations", activations, known)
+        self._selection = Selection(
+            None if modules is None else tuple(_known("modules", modules, known)),
+            None if top_k is None else _integer("top_k", top_k, 0),
+            histograms,
+        )
+        self._held = _ids(optimizer)
+        self._layout = Layout(model, self._held)
+        if not self._layout.parameters:
+            raise ValueError(
+                f"GradientMonitor: optimizer must hold parameters of model, but none of its {len(self._held)} "
+                f"is among the {len(list(model.parameters()))} of the model"
+            )
+        self._taken = 0  # steps
+        self._gradients: GradientStatistics | None = None
+        self._weights = _Weights() if updates else None
+        self._calls = _Calls()
+        self._clippings: list[Clipping] = []  # of the step to come
+        self._clip_results: list[torch.Tensor] = []  # since the last record
+        self._unwritten: Record | None = None
+        self._written: Record | None = None
+        self._history: list[tuple[int, tuple[str, ...], array[float]]] = []
+        self._handles: list[Any] = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            *(known[name].register_forward_hook(functools.partial(self._after_call, name)) for name in watched),
+        ]
+        _open.add(self)
+
+    @property
+    def history(self) -> dict[str, list[tuple[int, float]]]:
+        """Steps and values of each tag, as far as they have been written; at most 1000, thinned beyond that."""
+        values: dict[str, list[tuple[int, float]]] = {}
+        for step, tags, numbers_of_step in self._history:
+            for tag, value in zip(tags, numbers_of_step, strict=True):
+                values.setdefault(tag, []).append((step, value))
+        return values
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw the gradient norm of each layer over the steps, and the histograms of the last step.
+
+        Args:
+            path: where to save the picture as well, in the format of its suffix.
+
+        Returns:
+            The figure of matplotlib.
+
+        Raises:
+            ImportError: there is no matplotlib.
+            ValueError: nothing has been written yet.
+        """
+        from .plot import draw
+
+        if self._written is None:
+            raise ValueError(
+                "GradientMonitor.plot: two steps must have been recorded, or the monitor closed, "
+                f"but it has seen {self._taken} steps, and records every {self._every}"
+            )
+        return draw(self.history, self._written, self._selection, path)
+
+    def close(self) -> None:
+        """Write what has not been written, flush the writer, and detach from model and optimizer."""
+        if not self._handles:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        _open.discard(self)
+        self._write()
+        if hasattr(self._writer, "flush"):
+            self._writer.flush()
+
+    def __enter__(self) -> GradientMonitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- Hooks ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _recording(self) -> bool:
+        """Whether the step to come, or in progress, is recorded."""
+        return self._taken % self._every == 0
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._recording:
+            return
+        held = _ids(optimizer)
+        if held != self._held:  # a group has been added
+            self._held, self._layout = held, Layout(self._model, held)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        # A closure computes the gradients within the step: then they are those that it leaves behind.
+        self._gradients = None if closure is not None else self._statistics()
+        if self._weights is not None:
+            named = self._layout.parameters.items()
+            self._weights.keep(
+                {
+                    name: parameter
+                    for name, parameter in named
+                    if self._selection.has(name) and (closure is not None or parameter.grad is not None)
+                }
+            )
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._clippings:
+            results = [result.to(self._clippings[0][2].device, non_blocking=True) for _, _, result in self._clippings]
+            self._clip_results.append(results[0] if len(results) == 1 else torch.stack(results).amax(0))
+            if len(self._clip_results) == FOLD:
+                self._clip_results = [torch.stack(self._clip_results).sum(0)]
+        if self._recording:
+            self._write()
+            self._unwritten = self._record().to_host()
+            self._clip_results = []
+        self._clippings = []
+        self._calls.forget()
+        self._taken += 1
+
+    def _after_clipping(self, clipping: Clipping) -> None:
+        """One that has a parameter of another belongs to a later step or evaluation, and replaces it."""
+        first = clipping[0][0]
+        self._clippings = [other for other in self._clippings if all(first is not p for p in other[0])] + [clipping]
+
+    def _after_call(self, name: str, _module: torch.nn.Module, _arguments: Any, output: Any) -> None:
+        if self._recording:
+            self._calls.watch(name, output)
+
+    # ---- Recording -----------------------------------------------------------------------------------------------
+
+    def _statistics(self) -> GradientStatistics:
+        parameters = self._layout.parameters
+        return gradient_statistics([parameter.grad for parameter in parameters.values()], list(parameters))
+
+    def _record(self) -> Record:
+        steps = self._every if self._taken else 1  # since the last record
+        scale = getattr(self._optimizer, "grad_scale", None)  # where the optimizer unscales
+        skipped = getattr(self._optimizer, "found_inf", None)
+        names = self._layout.names
+        return Record(
+            step=self._first_step + self._taken,
+            layout=self._layout,
+            gradients=self._gradients or self._statistics(),
+            before_clipping=[
+                replace(statistics, names=[names.get(id(parameter), "") for parameter in parameters])
+                for parameters, statistics, _ in self._clippings
+            ],
+            clip_rate=torch.stack(self._clip_results).sum(0)[2] / steps if self._clip_results else None,
+            updates=None if self._weights is None else self._weights.compare(),
+            activations=self._calls.norms(scale if self._scaler is None else self._scaler._get_scale_async()),
+            scale=None if scale is None else torch.as_tensor(scale).clone(),
+            skipped=None if skipped is None else skipped.clone(),
+        )
+
+    def _write(self) -> None:
+        if self._unwritten is None:
+            return
+        record, self._unwritten = self._unwritten, None
+        charts = record.charts(self._selection)
+        if charts is None:
+            return
+        self._written = record
+        tags = tuple(charts.scalars)
+        if self._history and self._history[-1][1] == tags:
+            tags = self._history[-1][1]  # kept once
+        self._history.append((charts.step, tags, array("d", charts.scalars.values())))
+        if len(self._history) > HISTORY:
+            self._history = self._history[::2]
+        if self._writer is not None:
+            write(self._writer, charts, self._prefix)
+
+
+class _Weights:
+    """Parameters as they were before a step, or a sample of them, in memory that is used again."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._samples: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+
+    def keep(self, parameters: dict[str, torch.Tensor]) -> None:
+        """Copy them."""
+        samples = [_sample(parameter) for parameter in parameters.values()]
+        if list(map(_form, samples)) != list(map(_form, self._copies)):
+            self._copies = [torch.empty_like(sample) for sample in samples]
+        self._names, self._samples = list(parameters), samples
+        if samples:
+            torch._foreach_copy_(self._copies, samples)
+
+    def compare(self) -> tuple[list[str], torch.Tensor] | None:
+        """Names, and `[2, N]` the norms of the copies and of what has been added to them since."""
+        if not self._names:
+            return None
+        weights = gradient_statistics(self._copies).norm
+        torch._foreach_sub_(self._copies, self._samples)
+        self._samples = []
+        return self._names, torch.stack([weights, gradient_statistics(self._copies).norm])
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor:
+    """A view of the parameter: all of it, or short runs of elements from every part of it."""
+    runs = parameter.numel() // RUN
+    if runs * RUN <= SAMPLE or type(parameter) is not torch.nn.Parameter or not parameter.is_contiguous():
+        return parameter.detach()
+    stride = -(-runs * RUN // SAMPLE) | 1  # odd: every column of a matrix with a power of two of them has its turn
+    return parameter.detach().as_strided((runs // stride, RUN), (stride * RUN, 1))
+
+
+class _Calls:
+    """Gradients of the outputs of modules' calls, in the last backward pass.
+
+    Calls are numbered anew in the first forward pass after a backward pass. Its gradients replace the earlier ones when
+    they arrive, which may be never: not every forward pass is followed by a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self._pass = self._pass_of_norms = 0
+        self._has_gradients = False
+        self._counts: Counter[str] = Counter()
+        self._norms: dict[tuple[str, int], torch.Tensor] = {}
+
+    def watch(self, module: str, output: Any) -> None:
+        """Have the gradients of all tensors of an output taken, when there are any."""
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not tensors:
+            return
+        if self._has_gradients:
+            self.number_anew()
+        call = f"{module}/{self._counts[module]}"
+        self._counts[module] += 1
+        for index, tensor in enumerate(tensors):
+            hook = functools.partial(self._take, self._pass, (call, index))
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _take(self, of_pass: int, key: tuple[str, int], gradient: torch.Tensor) -> None:
+        if of_pass != self._pass_of_norms:
+            self._norms, self._pass_of_norms = {}, of_pass
+        self._has_gradients = True
+        self._norms[key] = gradient_statistics([gradient]).norm[0]
+
+    def norms(self, scale: Any) -> tuple[list[str], torch.Tensor] | None:
+        """`<module>/<call>` and `[N]` the norm of the gradient of each call's output, divided by `scale`."""
+        if not self._norms:
+            return None
+        of_calls: dict[str, list[torch.Tensor]] = {}
+        for (call, _), norm in sorted(self._norms.items(), key=lambda item: item[0][1]):
+            of_calls.setdefault(call, []).append(norm)
+        device = next(iter(self._norms.values())).device
+        norms = [
+            torch.linalg.vector_norm(torch.stack(parts)).to(device, non_blocking=True) for parts in of_calls.values()
+        ]
+        divisor = torch.as_tensor(1.0 if scale is None else scale).to(device, non_blocking=True)
+        return list(of_calls), torch.stack(norms) / divisor
+
+    def number_anew(self) -> None:
+        """The next call of each module is its first."""
+        self._pass += 1
+        self._has_gradients = False
+        self._counts.clear()
+
+    def forget(self) -> None:
+        """A step is over."""
+        self.number_anew()
+        self._norms = {}
+
+
+# ---- Checking --------------------------------------------------------------------------------------------------------
+
+
+def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _check_types(model: Any, optimizer: Any, writer: Any, scaler: Any) -> None:
+    writes = writer is None or callable(getattr(writer, "add_scalar", None))
+    for argument, value, is_right, expected in (
+        ("model", model, isinstance(model, torch.nn.Module), "a torch.nn.Module"),
+        ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "a torch.optim.Optimizer"),
+        ("writer", writer, writes, "None, or have a method add_scalar(tag, value, step)"),
+        ("scaler", scaler, isinstance(scaler, torch.amp.GradScaler | None), "None or a torch.amp.GradScaler"),
+    ):
+        if not is_right:
+            raise TypeError(f"GradientMonitor: {argument} must be {expected}, but it is of type {type(value).__name__}")
+
+
+def _integer(argument: str, value: Any, least: int) -> int:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"GradientMonitor: {argument} must be an integer, but it is of type {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"GradientMonitor: {argument} must be at least {least}, but it is {value}")
+    return int(value)
+
+
+def _known(argument: str, names: Any, modules: Mapping[str, torch.nn.Module]) -> list[str]:
+    """Names of modules, which there must be."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(
+            f"GradientMonitor: {argument} must be a sequence of module names, but it is of type {type(names).__name__}"
+        )
+    chosen = list(names)
+    for name in chosen:
+        if name not in modules:
+            shown = ", ".join(repr(known) for known in list(modules)[1:11])
+            more = ", ..." if len(modules) > 11 else ""
+            raise ValueError(f"GradientMonitor: {argument} names {name!r}, but the model's modules are {shown}{more}")
+    return chosen
+
+
+# ---- Clipping --------------------------------------------------------------------------------------------------------
+
+_open: weakref.WeakSet[GradientMonitor] = weakref.WeakSet()
+
+
+def _tell(parameters: list[torch.Tensor], statistics: GradientStatistics, clipping: torch.Tensor) -> None:
+    """Tell the monitors whose parameters are among these. Keeps none of them alive."""
+    for monitor in list(_open):
+        if any(id(parameter) in monitor._layout.names for parameter in parameters):
+            monitor._after_clipping((parameters, statistics, clipping))
+
+
+listeners.append(_tell)

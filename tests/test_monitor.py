@@ -1,0 +1,887 @@
+"""Charts of gradients: which numbers are written, when, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import gc
+import importlib
+import math
+import runpy
+import sys
+import types
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradscale_ext as gs
+from gradscale_ext.monitor import _charts, _tensorboard, monitor, plot
+from gradscale_ext.monitor.monitor import GradientMonitor
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "plain_loop_monitor.py"
+
+
+class Writer:
+    """Remembers what it was told."""
+
+    def __init__(self):
+        self.scalars, self.flushed = [], 0
+
+    def add_scalar(self, tag, value, step):
+        self.scalars.append((tag, value, step))
+
+    def flush(self):
+        self.flushed += 1
+
+    def steps(self, tag):
+        return [step for written, _, step in self.scalars if written == tag]
+
+
+class HistogramWriter(Writer):
+    def __init__(self):
+        super().__init__()
+        self.histograms = {}
+
+    def add_histogram_raw(self, tag, **fields):
+        self.histograms[tag] = fields
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
+
+
+def batch(seed=0):
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def train(model, optimizer, steps=1, max_norm=None, seed=0):
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(seed + step)).square().sum().backward()
+        if max_norm is not None:
+            gs.clip_gradients_(model, max_norm)
+        optimizer.step()
+
+
+def set_gradients(model, *gradients):
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+
+
+def norms(model):
+    return {name: parameter.grad.double().norm().item() for name, parameter in model.named_parameters()}
+
+
+def value(watching, tag):
+    """The only one."""
+    [(_, found)] = watching.history[tag]
+    return found
+
+
+def approx(expected):
+    return pytest.approx(expected, rel=1e-6)
+
+
+# ---- Which numbers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [monitor, plot, _charts, _tensorboard])
+def test_doctests(module):
+    assert doctest.testmod(module).failed == 0
+
+
+def test_numbers_by_hand():
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+        model.bias.copy_(torch.tensor([0.0, 2.0]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    set_gradients(model, torch.tensor([[1.0, 2.0], [0.0, 2.0]]), torch.tensor([0.0, 4.0]))
+    with GradientMonitor(model, optimizer) as watching:
+        optimizer.step()
+    assert watching.history == {
+        "gradient_norm/weight": [(0, 3.0)],
+        "gradient_norm/bias": [(0, 4.0)],
+        "gradient_norm_total": [(0, 5.0)],
+        "update_to_weight_ratio/weight": [(0, approx(0.3 / 5))],
+        "update_to_weight_ratio/bias": [(0, approx(0.4 / 2))],
+    }
+
+
+def test_modules_hold_what_is_in_them():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer) as watching:
+        train(model, optimizer)
+    expected = norms(model)
+    found = {tag.removeprefix("module_gradient_norm/"): v for tag, [(_, v)] in watching.history.items()}
+    for module in ("0", "2", "2.0", "3"):
+        inside = [norm for name, norm in expected.items() if name.startswith(module + ".")]
+        assert found[module] == approx(math.hypot(*inside))
+    assert value(watching, "gradient_norm_total") == approx(math.hypot(*expected.values()))
+    assert not {"1", "2.1", ""} & set(found)
+
+
+def test_before_and_after_clipping():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch()).square().sum().backward()
+    before = norms(model)
+    with GradientMonitor(model, optimizer) as watching:
+        gs.clip_gradients_(model, 0.5)
+        optimizer.step()
+    for name, norm in norms(model).items():
+        assert value(watching, f"gradient_norm/{name}") == approx(norm)
+        assert value(watching, f"gradient_norm_before_clipping/{name}") == approx(before[name])
+    inside = [norm for name, norm in before.items() if name.startswith("2.")]
+    assert value(watching, "module_gradient_norm_before_clipping/2") == approx(math.hypot(*inside))
+    assert value(watching, "gradient_norm_total_before_clipping") == approx(math.hypot(*before.values()))
+    assert value(watching, "gradient_norm_total") == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize(("p", "expected"), [(1.0, 7.0), (2.0, 5.0), (3.0, 91 ** (1 / 3)), (math.inf, 4.0)])
+def test_norms_before_clipping_are_those_of_the_clipping(p, expected):
+    model = nn.Sequential(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    set_gradients(model, torch.tensor([[3.0]]), torch.tensor([-4.0]))
+    with GradientMonitor(model, optimizer) as watching:
+        gs.clip_gradients_(model, 100.0, norm_type=p)
+        optimizer.step()
+    assert value(watching, "module_gradient_norm_before_clipping/0") == approx(expected)
+    assert value(watching, "gradient_norm_total_before_clipping") == approx(expected)
+    assert value(watching, "module_gradient_norm/0") == 5.0
+
+
+@pytest.mark.parametrize("fold", [256, 2])
+def test_clip_rate(monkeypatch, fold):
+    monkeypatch.setattr(monitor, "FOLD", fold)
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=5) as watching:
+        for norm in (1, 3, 1, 3, 1, 3, 1, 1, 1, 1, 3):
+            model.weight.grad = torch.full((1, 1), float(norm))
+            gs.clip_gradients_(model, 2.0)
+            optimizer.step()
+    assert watching.history["clip_rate"] == [(0, 0.0), (5, approx(3 / 5)), (10, approx(1 / 5))]
+
+
+def test_steps_that_were_not_clipped_count():
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=4) as watching:
+        for step in range(5):
+            model.weight.grad = torch.full((1, 1), 3.0)
+            if step == 2:
+                gs.clip_gradients_(model, 2.0)
+            optimizer.step()
+    assert watching.history["clip_rate"] == [(4, approx(1 / 4))]
+    assert "gradient_norm_before_clipping/weight" not in watching.history
+
+
+def test_parts_that_are_clipped_by_themselves():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch()).square().sum().backward()
+    before = norms(model)
+    with GradientMonitor(model, optimizer) as watching:
+        gs.clip_gradients_(model[0], 1e6)
+        gs.clip_gradients_([*model[2].parameters(), *model[3].parameters()], 1e-3)
+        gs.clip_gradients_(network(1), 1.0)  # somebody else's
+        optimizer.step()
+    for name, norm in before.items():
+        assert value(watching, f"gradient_norm_before_clipping/{name}") == approx(norm)
+    assert value(watching, "gradient_norm_total_before_clipping") == approx(math.hypot(*before.values()))
+    assert value(watching, "clip_rate") == 1.0
+
+
+def test_a_clipping_that_no_step_followed_is_replaced():
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer) as watching:
+        for norm in (7.0, 5.0):
+            model.weight.grad = torch.full((1, 1), norm)
+            gs.clip_gradients_(model, 2.0)
+        optimizer.step()
+    assert value(watching, "gradient_norm_before_clipping/weight") == 5.0
+    assert value(watching, "clip_rate") == 1.0
+
+
+def test_nonfinite_gradients():
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        for clip in (False, True):
+            set_gradients(model, torch.tensor([[math.nan, 3.0, -math.inf]]), torch.tensor([4.0]))
+            if clip:
+                gs.clip_gradients_(model, 1.0, nonfinite="skip")
+            optimizer.step()
+        set_gradients(model, torch.ones(1, 3), torch.ones(1))
+        optimizer.step()
+    assert watching.history["nonfinite_gradients"] == [(0, 2.0), (1, 2.0)]
+    assert watching.history["gradient_norm/weight"][:2] == [(0, 3.0), (1, 0.0)]
+    assert math.isnan(watching.history["gradient_norm_total"][0][1])
+
+
+def test_histograms():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    set_gradients(model, torch.tensor([[1.0, -1.5, 4.0, 0.0]]), torch.tensor([0.0]))
+    writer = HistogramWriter()
+    with GradientMonitor(model, optimizer, writer=writer):
+        gs.clip_gradients_(model, 1e6)
+        optimizer.step()
+    expected = {
+        "min": 0.0,
+        "max": 3.0,
+        "num": 3,
+        "sum": 0.5 * 2 + 2.5,
+        "sum_squares": 0.25 * 2 + 6.25,
+        "bucket_limits": [1.0, 2.0, 3.0],
+        "bucket_counts": [2, 0, 1],
+        "global_step": 0,
+    }
+    assert writer.histograms == {
+        "gradient_histogram/weight": expected,
+        "gradient_histogram_before_clipping/weight": expected,
+    }
+
+
+def test_outer_bins_of_a_histogram_have_finite_edges():
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model.weight.grad = torch.tensor([[1e-38, 1e38]])
+    writer = HistogramWriter()
+    with GradientMonitor(model, optimizer, writer=writer):
+        optimizer.step()
+    fields = writer.histograms["gradient_histogram/weight"]
+    assert fields["num"] == 2
+    assert len(fields["bucket_limits"]) == 64
+    assert all(math.isfinite(fields[name]) for name in ("min", "max", "sum", "sum_squares"))
+    assert all(map(math.isfinite, fields["bucket_limits"]))
+
+
+def test_without_histograms_and_updates():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    writer = HistogramWriter()
+    with GradientMonitor(model, optimizer, writer=writer, histograms=False, updates=False) as watching:
+        train(model, optimizer)
+    assert writer.histograms == {}
+    assert not [tag for tag in watching.history if tag.startswith("update")]
+
+
+def test_update_of_a_large_parameter_is_estimated_from_a_sample():
+    model = nn.Linear(512, 1024)
+    model.weight = nn.Parameter(torch.randn(512 * 1024 + 3)[3:].view(1024, 512))  # begins in the middle of memory
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.linspace(0.1, 2, 512)  # far from alike
+    model.weight.grad = columns * torch.randn(1024, 512, generator=generator)
+    model.bias.grad = torch.ones(1024)
+    before = model.weight.detach().clone()
+    with GradientMonitor(model, optimizer) as watching:
+        optimizer.step()
+        copies = watching._weights._copies
+    assert [copied.numel() for copied in copies] == [pytest.approx(2**14, rel=0.05), 1024]
+    expected = (model.weight - before).norm() / before.norm()
+    assert value(watching, "update_to_weight_ratio/weight") == pytest.approx(expected.item(), rel=0.02)
+    assert value(watching, "update_to_weight_ratio/weight") != expected.item()
+
+
+# ---- Which charts ----------------------------------------------------------------------------------------------------
+
+
+def test_modules_choose_charts():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer, modules=["2"]) as watching:
+        train(model, optimizer)
+    assert set(watching.history) == {
+        "gradient_norm/2.0.weight",
+        "gradient_norm/2.0.bias",
+        "module_gradient_norm/2",
+        "module_gradient_norm/2.0",
+        "gradient_norm_total",
+        "update_to_weight_ratio/2.0.weight",
+        "update_to_weight_ratio/2.0.bias",
+    }
+    assert value(watching, "gradient_norm_total") == approx(math.hypot(*norms(model).values()))
+
+
+def test_top_k_have_the_largest_norms():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    writer = HistogramWriter()
+    with GradientMonitor(model, optimizer, writer=writer, top_k=2) as watching:
+        train(model, optimizer)
+    largest = sorted(norms(model), key=norms(model).get)[-2:]
+    for tag in ("gradient_norm", "update_to_weight_ratio"):
+        assert {t for t in watching.history if t.startswith(tag + "/")} == {f"{tag}/{name}" for name in largest}
+    assert set(writer.histograms) == {f"gradient_histogram/{name}" for name in largest}
+    assert "module_gradient_norm/2" in watching.history
+
+
+# ---- When ------------------------------------------------------------------------------------------------------------
+
+
+def test_written_one_interval_late():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    writer = Writer()
+    watching = GradientMonitor(model, optimizer, writer=writer, every=3)
+    written = []
+    for _ in range(8):
+        train(model, optimizer)
+        written.append(writer.steps("gradient_norm_total"))
+    assert written == [[], [], [], [0], [0], [0], [0, 3], [0, 3]]
+    watching.close()
+    assert writer.steps("gradient_norm_total") == [0, 3, 6]
+    assert writer.flushed == 1
+    watching.close()
+    assert len(writer.steps("gradient_norm_total")) == 3
+    assert watching.history["gradient_norm_total"] == [
+        (s, v) for t, v, s in writer.scalars if t == "gradient_norm_total"
+    ]
+
+
+def test_first_step_and_prefix():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    writer = HistogramWriter()
+    with GradientMonitor(model, optimizer, writer=writer, every=2, first_step=7, prefix="actor/"):
+        train(model, optimizer, 3)
+    assert writer.steps("actor/gradient_norm_total") == [7, 9]
+    assert all(tag.startswith("actor/") for tag in [*writer.histograms, *(tag for tag, *_ in writer.scalars)])
+
+
+def test_history_is_bounded(monkeypatch):
+    monkeypatch.setattr(monitor, "HISTORY", 8)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        train(model, optimizer, 30)
+    steps = [step for step, _ in watching.history["gradient_norm_total"]]
+    assert len(steps) <= 8
+    assert steps[0] == 0
+    assert steps[-1] == 29
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operations that wait for a number."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        waits = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        self.count += function in waits
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_nothing(monkeypatch):
+    """The first step is recorded, and has nothing to write yet."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    read = []
+    for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, *a, _f=original, _n=name, **k: (read.append(_n), _f(self, *a, **k))[1]
+        )
+    with GradientMonitor(model, optimizer, every=3, activations=["2"]):
+        with Reads() as reads:
+            train(model, optimizer, 3, max_norm=0.5)
+        assert (reads.count, read) == (0, [])
+        train(model, optimizer, 1)
+    assert "tolist" in read  # that of writing is seen
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_training_is_the_same_bit_by_bit(every):
+    finals = []
+    for watched in (False, True):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        watching = GradientMonitor(model, optimizer, every=every, activations=["0", "2.0"]) if watched else None
+        train(model, optimizer, 6, max_norm=1.0)
+        finals.append([*model.parameters(), *(parameter.grad for parameter in model.parameters())])
+        assert not watched or len(watching._history) == 5 // every
+    assert all(map(torch.equal, *finals))
+
+
+# ---- Attaching and detaching -----------------------------------------------------------------------------------------
+
+
+def test_close_detaches_everything():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    writer = Writer()
+    with GradientMonitor(model, optimizer, writer=writer, every=1, activations=["0"]) as watching:
+        train(model, optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert not model[0]._forward_hooks
+    written = len(writer.scalars)
+    train(model, optimizer, 3, max_norm=0.1)
+    assert len(writer.scalars) == written
+    assert watching._clippings == []
+
+
+def test_without_a_reference_it_works_as_long_as_the_optimizer():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    writer = Writer()
+    GradientMonitor(model, optimizer, writer=writer, every=1)
+    gc.collect()
+    train(model, optimizer, 2, max_norm=1.0)
+    assert writer.steps("gradient_norm_total_before_clipping") == [0]
+    alive = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert alive() is None
+
+
+# ---- Ways of training ------------------------------------------------------------------------------------------------
+
+
+def test_gradient_accumulation():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer, activations=["2"]) as watching:
+        for seed in range(3):
+            model(batch(seed)).square().sum().backward()
+        optimizer.step()
+    for name, norm in norms(model).items():
+        assert value(watching, f"gradient_norm/{name}") == approx(norm)
+    [tag] = [tag for tag in watching.history if tag.startswith("activation")]
+    assert tag == "activation_gradient_norm/2/0"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_loss_scaling(fused):
+    """The optimizer that is fused unscales in its step."""
+    model, plain = network(), network()
+    plain(batch()).square().sum().backward()
+    expected = norms(plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+    writer = HistogramWriter()
+    with GradientMonitor(model, optimizer, writer=writer, activations=["3"], scaler=scaler) as watching:
+        output = model(batch())
+        scaler.scale(output.square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    for name, norm in expected.items():
+        assert value(watching, f"gradient_norm/{name}") == pytest.approx(norm, rel=1e-5)
+    assert value(watching, "gradient_norm_total") == pytest.approx(math.hypot(*expected.values()), rel=1e-5)
+    assert value(watching, "activation_gradient_norm/3/0") == pytest.approx(2 * output.norm().item(), rel=1e-5)
+    for name, parameter in plain.named_parameters():
+        fields = writer.histograms[f"gradient_histogram/{name}"]
+        assert fields["min"] <= parameter.grad.abs().min().log2() + 1e-4
+        assert fields["max"] >= parameter.grad.abs().max().log2() - 1e-4
+        assert fields["max"] - fields["min"] <= (parameter.grad.abs().max() / parameter.grad.abs().min()).log2() + 2
+
+
+def test_loss_scaling_and_clipping():
+    model, plain = network(), network()
+    plain(batch()).square().sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with GradientMonitor(model, optimizer) as watching:
+        scaler.scale(model(batch()).square().sum()).backward()
+        scaler.unscale_(optimizer)
+        gs.clip_gradients_(model, 0.25)
+        scaler.step(optimizer)
+    total = math.hypot(*norms(plain).values())
+    assert value(watching, "gradient_norm_total_before_clipping") == approx(total)
+    assert value(watching, "gradient_norm_total") == pytest.approx(0.25, rel=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_the_scaler_skips_are_not_recorded(fused):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        for factor in (1.0, math.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(model(batch()).square().sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert len(watching.history["gradient_norm_total"]) == 2
+    assert "nonfinite_gradients" not in watching.history
+    assert all(math.isfinite(total) for _, total in watching.history["gradient_norm_total"])
+
+
+def test_compiled_model():
+    model = network()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    with GradientMonitor(compiled, optimizer, modules=["0"], activations=["2"]) as watching:
+        train(compiled, optimizer)
+    assert {tag for tag in watching.history if tag.startswith(("gradient_norm/", "activation"))} == {
+        "gradient_norm/0.weight",
+        "gradient_norm/0.bias",
+        "activation_gradient_norm/2/0",
+    }
+    assert value(watching, "gradient_norm/0.weight") == approx(norms(model)["0.weight"])
+
+
+def test_frozen_and_later_unfrozen():
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        train(model, optimizer)
+        model[0].requires_grad_(True)
+        train(model, optimizer)
+    for tag in ("gradient_norm/0.weight", "module_gradient_norm/0", "update_to_weight_ratio/0.bias"):
+        assert [step for step, _ in watching.history[tag]] == [1]
+    assert [step for step, _ in watching.history["gradient_norm/3.weight"]] == [0, 1]
+
+
+def test_groups_some_of_them_added_later():
+    model = network()
+    optimizer = torch.optim.SGD([{"params": model[3].parameters(), "lr": 0.01}, {"params": [model[0].weight]}], lr=0.1)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        before = model[3].bias.detach().norm().item()
+        train(model, optimizer)
+        ratio = 0.01 * model[3].bias.grad.norm().item() / before
+        optimizer.add_param_group({"params": model[2].parameters()})
+        train(model, optimizer)
+    steps = {tag: [step for step, _ in series] for tag, series in watching.history.items()}
+    assert steps["gradient_norm/0.weight"] == [0, 1]
+    assert steps["gradient_norm/2.0.weight"] == [1]
+    assert "gradient_norm/0.bias" not in steps  # the optimizer does not have it
+    assert watching.history["update_to_weight_ratio/3.bias"][0][1] == pytest.approx(ratio, rel=1e-5)
+
+
+def test_parameters_that_are_not_of_the_model():
+    model, other = network(), network(1)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    with GradientMonitor(model, optimizer) as watching:
+        (model(batch()).square().sum() + other(batch()).square().sum()).backward()
+        optimizer.step()
+    assert value(watching, "gradient_norm_total") == approx(math.hypot(*norms(model).values()))
+
+
+def test_tied_weights():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(5, 3)
+            self.head = nn.Linear(3, 5)
+            self.head.weight = self.embedding.weight
+
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    set_gradients(model, torch.full((5, 3), 2.0), torch.full((5,), 2.0))
+    with GradientMonitor(model, optimizer) as watching:
+        optimizer.step()
+    assert value(watching, "gradient_norm/embedding.weight") == approx(math.sqrt(60))
+    assert "gradient_norm/head.weight" not in watching.history
+    assert value(watching, "module_gradient_norm/embedding") == approx(math.sqrt(60))
+    assert value(watching, "module_gradient_norm/head") == approx(math.sqrt(80))
+    assert value(watching, "gradient_norm_total") == approx(math.sqrt(80))
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_closures(keyword):
+    """LBFGS evaluates its closure several times; the last gradients stay."""
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch()).square().sum()
+        loss.backward()
+        gs.clip_gradients_(model, 2.0)
+        return loss
+
+    before = model[0].weight.detach().clone()
+    with GradientMonitor(model, optimizer) as watching:
+        optimizer.step(closure=closure) if keyword else optimizer.step(closure)
+    assert value(watching, "gradient_norm_total") == approx(math.hypot(*norms(model).values()))
+    ratio = (model[0].weight - before).norm() / before.norm()
+    assert value(watching, "update_to_weight_ratio/0.weight") == pytest.approx(ratio.item(), rel=1e-5)
+    assert value(watching, "clip_rate") == 1.0
+
+
+def test_complex_and_sparse_gradients():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.phase = nn.Parameter(torch.tensor([3 + 4j, 0j]))
+            self.embedding = nn.Embedding(6, 2, sparse=True)
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model.phase.grad = torch.tensor([0j, 6 - 8j])
+    model.embedding(torch.tensor([1, 1, 4])).sum().backward()
+    embedded = model.embedding.weight.detach().norm().item()
+    with GradientMonitor(model, optimizer) as watching:
+        optimizer.step()
+    assert value(watching, "gradient_norm/phase") == 10.0
+    assert value(watching, "update_to_weight_ratio/phase") == 1.0
+    assert value(watching, "gradient_norm/embedding.weight") == approx(math.sqrt(10))
+    assert value(watching, "update_to_weight_ratio/embedding.weight") == approx(0.5 * math.sqrt(10) / embedded)
+
+
+def test_no_gradient_at_all():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer) as watching:
+        optimizer.step()
+    assert watching.history == {"gradient_norm_total": [(0, 0.0)]}
+
+
+# ---- Activations -----------------------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    def __init__(self, cell=nn.GRUCell):
+        super().__init__()
+        self.cell = cell(3, 4)
+
+    def forward(self, x, steps=4):
+        states = [torch.zeros(len(x), 4)]
+        for _ in range(steps):
+            states.append(self.cell(x, states[-1]))
+            states[-1].retain_grad()
+        return states[1:]
+
+
+def test_calls_of_a_recurrent_network_are_numbered():
+    model = Recurrent()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer, every=1, activations=["cell"]) as watching:
+        for _ in range(2):
+            optimizer.zero_grad()
+            states = model(batch())
+            states[-1].square().sum().backward()
+            optimizer.step()
+    for call, state in enumerate(states):
+        series = watching.history[f"activation_gradient_norm/cell/{call}"]
+        assert [step for step, _ in series] == [0, 1]
+        assert series[1][1] == approx(state.grad.norm().item())
+    assert "activation_gradient_norm/cell/4" not in watching.history
+
+
+def test_outputs_of_several_tensors():
+    model = nn.Sequential(nn.LSTM(3, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer, activations=["0"]) as watching:
+        output, (hidden, _) = model(batch())
+        (3 * output.sum() + 4 * hidden.sum()).backward()
+        optimizer.step()
+    expected = math.sqrt(9 * output.numel() + 16 * hidden.numel())
+    assert value(watching, "activation_gradient_norm/0/0") == approx(expected)
+
+
+def test_forward_passes_without_backward():
+    """Neither one without gradients nor one that nothing is computed from hides or renumbers what has arrived."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer, activations=["3"]) as watching:
+        with torch.no_grad():
+            model(batch(5))
+        output = model(batch())
+        output.square().sum().backward()
+        model(batch(6))
+        optimizer.step()
+    tags = [tag for tag in watching.history if tag.startswith("activation")]
+    assert tags == ["activation_gradient_norm/3/0"]
+    assert value(watching, tags[0]) == approx(2 * output.norm().item())
+
+
+def test_activations_cost_nothing_at_steps_that_are_not_recorded(monkeypatch):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooked = []
+    original = torch.Tensor.register_hook
+    monkeypatch.setattr(torch.Tensor, "register_hook", lambda self, f: (hooked.append(1), original(self, f))[1])
+    counts = []
+    with GradientMonitor(model, optimizer, every=3, activations=["0", "3"]):
+        for _ in range(5):
+            train(model, optimizer)
+            counts.append(len(hooked))
+    assert counts == [2, 2, 2, 4, 4]
+
+
+# ---- Errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"every": 0}, ValueError, "every must be at least 1, but it is 0"),
+        ({"every": 2.5}, TypeError, "every must be an integer, but it is of type float"),
+        ({"top_k": -1}, ValueError, "top_k must be at least 0, but it is -1"),
+        ({"first_step": True}, TypeError, "first_step must be an integer, but it is of type bool"),
+        (
+            {"writer": 3},
+            TypeError,
+            r"writer must be None, or have a method add_scalar\(tag, value, step\), .* of type int",
+        ),
+        ({"scaler": 2.0}, TypeError, "scaler must be None or a torch.amp.GradScaler, but it is of type float"),
+        ({"modules": "0"}, TypeError, "modules must be a sequence of module names, but it is of type str"),
+        ({"modules": ["4"]}, ValueError, "modules names '4', but the model's modules are '0', '1', '2', '2.0'"),
+        ({"activations": ["layer"]}, ValueError, "activations names 'layer', but the model's modules are '0'"),
+    ],
+)
+def test_errors(options, error, message):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(error, match=f"GradientMonitor: {message}"):
+        GradientMonitor(model, optimizer, **options)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_errors_of_model_and_optimizer():
+    model = network()
+    optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+    with pytest.raises(
+        ValueError, match="must hold parameters of model, but none of its 6 is among the 6 of the model"
+    ):
+        GradientMonitor(model, optimizer)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, but it is of type SGD"):
+        GradientMonitor(optimizer, model)
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, but it is of type generator"):
+        GradientMonitor(model, model.parameters())
+
+
+# ---- TensorBoard, pictures, Lightning --------------------------------------------------------------------------------
+
+
+def test_tensorboard(tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        tensorboard.SummaryWriter(tmp_path) as writer,
+        GradientMonitor(model, optimizer, writer=writer, every=2, prefix="a/") as watching,
+    ):
+        train(model, optimizer, 3, max_norm=1.0)
+    logs = EventAccumulator(str(tmp_path)).Reload()
+    assert set(logs.Tags()["scalars"]) == {"a/" + tag for tag in watching.history}
+    for tag, series in watching.history.items():
+        events = [(event.step, event.value) for event in logs.Scalars("a/" + tag)]
+        assert events == [(step, approx(v)) for step, v in series]
+    for name, parameter in model.named_parameters():
+        histogram = logs.Histograms(f"a/gradient_histogram/{name}")[-1]
+        counts = histogram.histogram_value.bucket
+        assert (histogram.step, sum(counts)) == (2, parameter.numel())
+        log2 = parameter.grad.abs().log2()
+        assert histogram.histogram_value.min == log2.min().floor()
+        assert histogram.histogram_value.max == log2.max().floor() + 1
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        with pytest.raises(ValueError, match="it has seen 0 steps, and records every 1"):
+            watching.plot()
+        train(model, optimizer, 4, max_norm=1.0)
+    figure = watching.plot(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    left, right = figure.axes
+    drawn = [line.get_ydata().tolist() for line in left.lines]
+    tags = [f"module_gradient_norm/{layer}" for layer in ("0", "2.0", "3")]
+    tags += ["gradient_norm_total", "gradient_norm_total_before_clipping"]
+    assert drawn == [[v for _, v in watching.history[tag]] for tag in tags]
+    assert [label.get_text() for label in right.get_yticklabels()] == ["0", "2.0", "3"]
+
+
+def test_plot_without_matplotlib(monkeypatch):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer) as watching:
+        train(model, optimizer)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install gradscale-ext\[monitor\]"):
+        watching.plot()
+
+
+def test_layers_of_a_picture_are_few():
+    names = [f"blocks.{i}.{part}.weight" for i in range(12) for part in ("attention", "mlp")] + ["scale", "head.weight"]
+    layers = plot.layers_of(names)
+    assert list(layers) == [*(f"blocks.{i}" for i in range(12)), "scale", "head"]
+    assert layers["blocks.3"] == ["blocks.3.attention.weight", "blocks.3.mlp.weight"]
+    assert len(plot.layers_of(names, most=100)) == 26
+
+
+@pytest.fixture
+def lightning(monkeypatch):
+    """What Lightning calls, without Lightning."""
+
+    class Callback:
+        pass
+
+    package = types.ModuleType("lightning")
+    package.pytorch = types.ModuleType("lightning.pytorch")
+    package.pytorch.Callback = Callback
+    monkeypatch.setitem(sys.modules, "lightning", package)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", package.pytorch)
+    monkeypatch.delitem(sys.modules, "gradscale_ext.monitor.lightning", raising=False)
+    yield importlib.import_module("gradscale_ext.monitor.lightning"), Callback
+    sys.modules.pop("gradscale_ext.monitor.lightning", None)
+
+
+def test_lightning_callback(lightning):
+    module, Callback = lightning
+    callback = module.GradientMonitorCallback(every=1)
+    assert isinstance(callback, Callback)
+    model, writer = network(), Writer()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2:])]
+    loggers = [types.SimpleNamespace(experiment=None), types.SimpleNamespace(experiment=writer)]
+    trainer = types.SimpleNamespace(
+        optimizers=optimizers, loggers=loggers, global_step=5, precision_plugin=types.SimpleNamespace()
+    )
+    callback.on_fit_start(trainer, model)
+    for optimizer in optimizers:
+        train(model, optimizer)
+    callback.on_fit_end(trainer, model)
+    assert writer.steps("optimizer0/gradient_norm/0.weight") == [5]
+    assert writer.steps("optimizer1/gradient_norm/3.weight") == [5]
+    assert writer.steps("optimizer0/gradient_norm/3.weight") == []
+    assert not any(optimizer._optimizer_step_post_hooks for optimizer in optimizers)
+
+
+def test_lightning_callback_after_an_exception(lightning):
+    module, _ = lightning
+    callback = module.GradientMonitorCallback(every=1)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = types.SimpleNamespace(optimizers=[optimizer], loggers=[], global_step=0, precision_plugin=None)
+    callback.on_fit_start(trainer, model)
+    train(model, optimizer)
+    callback.on_exception(trainer, model, RuntimeError())
+    assert "gradient_norm/0.weight" in callback.monitors[0].history
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_without_lightning(monkeypatch):
+    for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "gradscale_ext.monitor.lightning", raising=False)
+    with pytest.raises(ImportError, match="needs Lightning"):
+        importlib.import_module("gradscale_ext.monitor.lightning")
+
+
+def test_example(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(gs, "GradientMonitor", GradientMonitor, raising=False)
+    monkeypatch.setattr(sys, "argv", ["plain_loop_monitor.py", "--directory", str(tmp_path), "--steps", "30"])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert "clipped at" in capsys.readouterr().out
+    assert (tmp_path / "gradients.png").exists()
+    assert list(tmp_path.glob("events.out.tfevents.*"))
