@@ -2,11 +2,11 @@
 
     python bench/monitor.py --json bench/results/monitor.json --seconds 60
 
-Each contestant trains a copy of the same model with Adam, on the same batch, in turns. "usual way" is what one writes by
-hand: `param.grad.norm().item()` and `add_histogram` for each parameter, at every step; it has a run of its own, beside a
-loop without anything, as the memory that it takes and gives back slows down whoever comes after it. Steps end when the
-writer's thread is done, which would go on in somebody else's turn. A step that `every=100` does not record is measured by
-itself; its figure has 99 of them and one that is recorded, which is a step of `every=1`.
+Each contestant trains a copy of the same model with Adam, on the same batch, in turns. "usual way" is what one writes
+by hand: `param.grad.norm().item()` and `add_histogram` for each parameter, at every step; it has a run of its own,
+beside a loop without anything, as the memory that it takes and gives back slows down whoever comes after it. Steps end
+when the writer's thread is done, which would go on in somebody else's turn. A step that `every=100` does not record is
+measured by itself; its figure has 99 of them and one that is recorded, which is a step of `every=1`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import statistics
 import tempfile
 from collections.abc import Callable
 
@@ -23,12 +24,13 @@ from torch.nn import functional
 from torch.utils.tensorboard import SummaryWriter
 
 import harness
-from gradscale_ext.monitor.monitor import GradientMonitor
+from gradscale_ext import GradientMonitor
 
 Step = Callable[[], None]
 See = Callable[[nn.Module], None]
 Make = Callable[[], tuple[nn.Module, torch.Tensor]]
 WITHOUT, SELDOM, ALWAYS, USUAL = "without", "every=100", "every=1, histograms", "usual way"
+ROUNDS = 5
 RUNS = ((WITHOUT, SELDOM, ALWAYS), (WITHOUT, USUAL))
 
 
@@ -103,8 +105,7 @@ def contestants(
     return steps
 
 
-def measured(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, dict[str, float]]:
-    torch.manual_seed(0)
+def one_round(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         found = harness.measure(contestants(names, *make(), folder, stack), seconds, turn=0.0)
     if SELDOM in found:
@@ -112,6 +113,16 @@ def measured(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, di
             found[SELDOM][key] = 0.99 * found[SELDOM][key] + 0.01 * found[ALWAYS][key]
     without = found[WITHOUT]["median_ms"]
     return {name: {**row, "cost_percent": 100 * (row["median_ms"] / without - 1)} for name, row in found.items()}
+
+
+def measured(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, dict[str, float]]:
+    """Medians of several rounds, each with models of its own: where they lie in memory makes a percent too."""
+    torch.manual_seed(0)
+    rounds = [one_round(names, make, seconds / ROUNDS) for _ in range(ROUNDS)]
+    return {
+        name: {key: statistics.median(found[name][key] for found in rounds) for key in rounds[0][name]}
+        for name in names
+    }
 
 
 def main() -> None:
@@ -125,7 +136,7 @@ def main() -> None:
                 results.append({"model": model, "parameters": parameters, "contestant": contestant, **row})
                 print(
                     f"{model:<46} {contestant:<20} {row['median_ms']:>9.2f} ms  p20 {row['p20_ms']:>9.2f}  "
-                    f"p80 {row['p80_ms']:>9.2f}  {row['cost_percent']:>+8.2f} %  ({row['runs']} steps)",
+                    f"p80 {row['p80_ms']:>9.2f}  {row['cost_percent']:>+8.2f} %  ({ROUNDS} x {row['runs']:.0f} steps)",
                     flush=True,
                 )
     harness.write(arguments.json, "monitor", results)

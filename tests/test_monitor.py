@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradscale_ext as gs
+from gradscale_ext import GradientMonitor
 from gradscale_ext.monitor import _charts, _tensorboard, monitor, plot
-from gradscale_ext.monitor.monitor import GradientMonitor
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "plain_loop_monitor.py"
 
@@ -203,12 +203,13 @@ def test_a_clipping_that_no_step_followed_is_replaced():
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GradientMonitor(model, optimizer) as watching:
-        for norm in (7.0, 5.0):
+        for norm in (7.0, 1.0):
             model.weight.grad = torch.full((1, 1), norm)
             gs.clip_gradients_(model, 2.0)
         optimizer.step()
-    assert value(watching, "gradient_norm_before_clipping/weight") == 5.0
-    assert value(watching, "clip_rate") == 1.0
+    assert value(watching, "gradient_norm_before_clipping/weight") == 1.0
+    assert value(watching, "gradient_norm_total_before_clipping") == 1.0
+    assert value(watching, "clip_rate") == 0.0
 
 
 def test_nonfinite_gradients():
@@ -265,6 +266,17 @@ def test_outer_bins_of_a_histogram_have_finite_edges():
     assert all(map(math.isfinite, fields["bucket_limits"]))
 
 
+def test_weights_of_zero_have_no_ratio():
+    model = nn.Linear(2, 2)
+    nn.init.zeros_(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        for _ in range(2):
+            set_gradients(model, torch.ones(2, 2), torch.ones(2))
+            optimizer.step()
+    assert watching.history["update_to_weight_ratio/bias"] == [(1, approx(1.0))]
+
+
 def test_without_histograms_and_updates():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -311,6 +323,16 @@ def test_modules_choose_charts():
         "update_to_weight_ratio/2.0.bias",
     }
     assert value(watching, "gradient_norm_total") == approx(math.hypot(*norms(model).values()))
+
+
+def test_modules_whose_names_begin_alike():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "ab": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    set_gradients(model, *(torch.ones_like(parameter) for parameter in model.parameters()))
+    with GradientMonitor(model, optimizer, modules=["a"]) as watching:
+        optimizer.step()
+    assert "gradient_norm/a.weight" in watching.history
+    assert not [tag for tag in watching.history if "/ab" in tag]
 
 
 def test_top_k_have_the_largest_norms():
@@ -398,6 +420,30 @@ def test_a_step_reads_nothing(monkeypatch):
         assert (reads.count, read) == (0, [])
         train(model, optimizer, 1)
     assert "tolist" in read  # that of writing is seen
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_step_does_not_wait_for_a_gpu():
+    found = []
+    for device in ("cpu", "cuda"):
+        model = network().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inputs = batch().to(device)
+        with GradientMonitor(model, optimizer, every=1, activations=["2"]) as watching:
+            torch.cuda.set_sync_debug_mode("error" if device == "cuda" else "default")
+            try:
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    model(inputs).square().sum().backward()
+                    gs.clip_gradients_(model, 1.0)
+                    optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        found.append(watching.history)
+    assert list(found[0]) == list(found[1])
+    for tag, series in found[0].items():
+        assert [v for _, v in found[1][tag]] == pytest.approx([v for _, v in series], rel=1e-4), tag
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -879,7 +925,6 @@ def test_without_lightning(monkeypatch):
 def test_example(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     pytest.importorskip("tensorboard")
-    monkeypatch.setattr(gs, "GradientMonitor", GradientMonitor, raising=False)
     monkeypatch.setattr(sys, "argv", ["plain_loop_monitor.py", "--directory", str(tmp_path), "--steps", "30"])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     assert "clipped at" in capsys.readouterr().out

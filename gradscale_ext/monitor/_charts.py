@@ -84,7 +84,9 @@ class Record:
     before_clipping: list[GradientStatistics]
     clip_rate: torch.Tensor | None
     updates: tuple[list[str], torch.Tensor] | None
+    """Names, and `[2, N]` the norms of parameters and of their updates."""
     activations: tuple[list[str], torch.Tensor] | None
+    """`<module>/<call>`, and `[N]` the norms."""
     scale: torch.Tensor | None
     skipped: torch.Tensor | None
     copied: list[torch.cuda.Event] = field(default_factory=list)
@@ -93,17 +95,13 @@ class Record:
         """The same record on the host, once the events in `copied` have happened."""
         devices: set[torch.device] = set()
 
-        def send(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.is_cuda:
-                devices.add(tensor.device)
-            return tensor.to("cpu", non_blocking=True)
-
         def sent(value: Any) -> Any:
-            """With all tensors on the host."""
             if isinstance(value, torch.Tensor):
-                return send(value)
+                if value.is_cuda:
+                    devices.add(value.device)
+                return value.to("cpu", non_blocking=True)
             if isinstance(value, list | tuple):
-                return type(value)(map(sent, value))
+                return [sent(part) for part in value]
             if isinstance(value, GradientStatistics):
                 return replace(value, **{name: sent(part) for name, part in vars(value).items()})
             return value

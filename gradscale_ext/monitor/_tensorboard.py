@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from itertools import pairwise
 from typing import Any
@@ -45,13 +46,12 @@ def _is_summary_writer(writer: Any) -> bool:
 
 def _summary(charts: Charts, prefix: str) -> Any:
     """All numbers of a step in one message: SummaryWriter's own calls make an event of each, at ten times the cost."""
-    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
-
-    summary = Summary()
+    proto: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+    summary = proto.Summary()
     for tag, value in charts.scalars.items():
         summary.value.add(tag=prefix + tag, simple_value=value)
     for tag, histogram in charts.histograms.items():
         fields = raw(histogram)
         limits, counts = fields.pop("bucket_limits"), fields.pop("bucket_counts")
-        summary.value.add(tag=prefix + tag, histo=HistogramProto(**fields, bucket_limit=limits, bucket=counts))
+        summary.value.add(tag=prefix + tag, histo=proto.HistogramProto(**fields, bucket_limit=limits, bucket=counts))
     return summary

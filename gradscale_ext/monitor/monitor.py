@@ -298,10 +298,9 @@ class _Weights:
         """Names, and `[2, N]` the norms of the copies and of what has been added to them since."""
         if not self._names:
             return None
-        weights = gradient_statistics(self._copies).norm
-        torch._foreach_sub_(self._copies, self._samples)
+        updates = torch._foreach_sub(self._samples, self._copies)
         self._samples = []
-        return self._names, torch.stack([weights, gradient_statistics(self._copies).norm])
+        return self._names, gradient_statistics([*self._copies, *updates]).norm.view(2, -1)
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
