@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .._library import _C
 from ._charts import Layout, Record, Selection, public_name
 from ._tensorboard import write
 from .statistics import GradientStatistics, gradient_statistics, listeners
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 HISTORY = 1000
 """Steps that a monitor remembers for `history` and `plot`."""
-
-SAMPLE, RUN = 2**14, 16
-"""Elements of a large parameter that its update is estimated from, and how many are neighbours: a cache line."""
 
 FOLD = 256
 """Results of clipping that are kept before they are added up: one launch for so many steps."""
@@ -44,8 +42,8 @@ class GradientMonitor:
       `gradient_histogram/<parameter>` of log2 |g|: what the optimizer sees.
     - `gradient_norm_before_clipping/<parameter>` and so on, where `clip_gradients_` ran: its norms, of its `norm_type`.
     - `clip_rate`: the share of the steps since the last record at which `clip_gradients_` changed the gradients.
-    - `update_to_weight_ratio/<parameter>`: ``|p_after - p_before| / |p_before|`` of the step, usually about 1e-3. Exact
-      up to 16384 elements; above, it is estimated from so many, spread evenly, and the copies of parameters are small.
+    - `update_to_weight_ratio/<parameter>`: ``|p_after - p_before| / |p_before|`` of the step, usually about 1e-3. A
+      recorded step copies the parameters for it; the copy is kept for the next one where `every` is below 10.
     - `activation_gradient_norm/<module>/<call>`: of the output of each call, in the order of the forward pass, in the
       last backward pass before the step.
     - `nonfinite_gradients`: how many elements are NaN or inf (before clipping), where there are any. Norms are over the
@@ -119,7 +117,7 @@ class GradientMonitor:
             )
         self._taken = 0  # steps
         self._gradients: GradientStatistics | None = None
-        self._weights = _Weights() if updates else None
+        self._weights = _Weights(keeps_memory=every < 10) if updates else None
         self._calls = _Calls()
         self._clippings: list[Clipping] = []  # of the step to come
         self._clip_results: list[torch.Tensor] = []  # since the last record
@@ -278,42 +276,41 @@ class GradientMonitor:
 
 
 class _Weights:
-    """Parameters as they were before a step, or a sample of them, in memory that is used again."""
+    """Parameters as they were before a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_memory: bool) -> None:
+        """Whether their memory is used again; new memory takes as long as copying."""
+        self._keeps_memory = keeps_memory
         self._names: list[str] = []
-        self._samples: list[torch.Tensor] = []
+        self._parameters: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
     def keep(self, parameters: dict[str, torch.Tensor]) -> None:
         """Copy them."""
-        samples = [_sample(parameter) for parameter in parameters.values()]
-        if list(map(_form, samples)) != list(map(_form, self._copies)):
-            self._copies = [torch.empty_like(sample) for sample in samples]
-        self._names, self._samples = list(parameters), samples
-        if samples:
-            torch._foreach_copy_(self._copies, samples)
+        self._names = list(parameters)
+        self._parameters = [parameter.detach() for parameter in parameters.values()]
+        if list(map(_form, self._parameters)) != list(map(_form, self._copies)):
+            self._copies = [torch.empty_like(parameter) for parameter in self._parameters]
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._parameters)
 
     def compare(self) -> tuple[list[str], torch.Tensor] | None:
         """Names, and `[2, N]` the norms of the copies and of what has been added to them since."""
         if not self._names:
             return None
-        updates = torch._foreach_sub(self._samples, self._copies)
-        self._samples = []
-        return self._names, gradient_statistics([*self._copies, *updates]).norm.view(2, -1)
+        norms = _C.update_norms(self._copies, self._parameters)
+        if norms is None:
+            weights = gradient_statistics(self._copies).norm
+            torch._foreach_sub_(self._copies, self._parameters)
+            norms = torch.stack([weights, gradient_statistics(self._copies).norm])
+        self._parameters = []
+        if not self._keeps_memory:
+            self._copies = []
+        return self._names, norms
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
-
-
-def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    """A view of the parameter: all of it, or short runs of elements from every part of it."""
-    runs = parameter.numel() // RUN
-    if runs * RUN <= SAMPLE or type(parameter) is not torch.nn.Parameter or not parameter.is_contiguous():
-        return parameter.detach()
-    stride = -(-runs * RUN // SAMPLE) | 1  # odd: every column of a matrix with a power of two of them has its turn
-    return parameter.detach().as_strided((runs // stride, RUN), (stride * RUN, 1))
 
 
 class _Calls:
