@@ -310,6 +310,21 @@ def test_updates_of_all_dtypes_and_layouts(dtype, every):
         assert value(watching, f"update_to_weight_ratio/{name}") == pytest.approx(expected, rel=rounding)
 
 
+def test_update_by_an_optimizer_that_replaces_the_memory():
+    class Replacing(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data = parameter.data * 0.5
+
+    model = nn.Linear(3, 2)
+    optimizer = Replacing(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    with GradientMonitor(model, optimizer) as watching:
+        optimizer.step()
+    assert value(watching, "update_to_weight_ratio/weight") == approx(0.5)
+
+
 # ---- Which charts ----------------------------------------------------------------------------------------------------
 
 

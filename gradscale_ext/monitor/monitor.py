@@ -288,7 +288,7 @@ class _Weights:
     def keep(self, parameters: dict[str, torch.Tensor]) -> None:
         """Copy them."""
         self._names = list(parameters)
-        self._parameters = [parameter.detach() for parameter in parameters.values()]
+        self._parameters = list(parameters.values())  # themselves: an optimizer may give them other memory
         if list(map(_form, self._parameters)) != list(map(_form, self._copies)):
             self._copies = [torch.empty_like(parameter) for parameter in self._parameters]
         if self._copies:
