@@ -10,7 +10,7 @@
 
 namespace gradscale {
 
-constexpr int64_t kChunk = 16384; // elements that a thread takes at a time
+constexpr int64_t kChunk = 255 * 64; // elements that a thread takes at a time: as many as bytes can count
 
 // In the order of the ranges; an empty one has none.
 inline std::vector<Range> chunks_of(const std::vector<Range>& ranges) {

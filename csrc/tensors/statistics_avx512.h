@@ -14,7 +14,10 @@ namespace GRADSCALE_VARIANT {
 namespace {
 
 constexpr int kCountedBins = 16;
-constexpr int kElementsAhead = 1024; // what waits for memory would otherwise leave no room for more loads
+// How far ahead memory is asked for, into the second-level cache and into the first: what waits for it would otherwise
+// leave no room for more loads.
+constexpr int kFarAhead = 1536; // elements
+constexpr int kNearAhead = 256;
 
 // Elements i .. i + 16 as float, and in halves as double.
 struct Sixteen {
@@ -84,7 +87,8 @@ bool add_lanes(const T* x, int64_t size, int& first_bin, ChunkStatistics& all) {
     __m512i bits[4];
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
-      __builtin_prefetch(x + i + 16 * k + kElementsAhead, 0, 1); // past the end it does nothing
+      __builtin_prefetch(x + i + 16 * k + kFarAhead, 0, 1); // past the end it does nothing
+      __builtin_prefetch(x + i + 16 * k + kNearAhead, 0, 3);
       const Sixteen elements = load_sixteen(x + i + 16 * k);
       bits[k] = _mm512_and_si512(_mm512_castps_si512(elements.all), magnitude);
       largest = _mm512_max_epu32(largest, bits[k]);
@@ -147,7 +151,7 @@ template <class T>
 int64_t add_first(const T* x, int64_t size, int& first_bin, ChunkStatistics& all) {
   first_bin = first_bin < 0 ? probable_first_bin(x, size) : first_bin;
   if (size >= 64) {
-    const int64_t whole = size / 64 * 64;
+    const int64_t whole = std::min<int64_t>(size, 255 * 64) / 64 * 64;
     return add_lanes(x, whole, first_bin, all) ? whole : 0;
   }
   T filled[64] = {}; // zeros fill them up, and are not counted

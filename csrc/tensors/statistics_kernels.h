@@ -200,19 +200,19 @@ void statistics_of_range(const Range& range, double p, ChunkStatistics& all) {
     const T* data = static_cast<const T*>(range.data);
     [[maybe_unused]] int first_bin = -1;
     for (int64_t begin = 0; begin < range.size;) {
-      const int64_t size = range.size - begin < kStatisticsBlock ? range.size - begin : kStatisticsBlock;
+      const int64_t left = range.size - begin;
 #if GRADSCALE_AVX512
       if constexpr (!std::is_same_v<T, double>) {
-        const int64_t added = p == 2 ? add_first(data + begin, size, first_bin, all) : 0;
+        const int64_t added = p == 2 ? add_first(data + begin, left, first_bin, all) : 0;
         begin += added;
         if (added > 0) {
           continue;
         }
       }
 #endif
+      const int64_t size = left < kStatisticsBlock ? left : kStatisticsBlock;
       const T* end = data + begin + size;
-      const int64_t left = range.size - begin - size;
-      const int64_t next = left < kStatisticsBlock ? left : kStatisticsBlock;
+      const int64_t next = left - size < kStatisticsBlock ? left - size : kStatisticsBlock;
       const LinesAhead ahead{reinterpret_cast<const char*>(end), reinterpret_cast<const char*>(end + next)};
       add_elements(data + begin, size, p, ahead, all);
       begin += size;
