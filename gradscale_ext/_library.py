@@ -5,6 +5,7 @@ The other modules take `_C` from here, so that whatever is wrong with it is expl
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Any
 
@@ -57,6 +58,21 @@ except ImportError as error:
 if _release(_C.torch_version) != _release(torch.__version__):
     raise _explain(ImportError("its symbols resolve, but its data structures may differ"))
 
+
+def _seen(function: Any) -> Any:
+    """The function, as one that a mode such as `GradientTracer` or a default device sees being called."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if torch._C._is_torch_function_mode_enabled():
+            return torch.overrides.handle_torch_function(call, (), *args)
+        return function(*args)
+
+    return call
+
+
+for _name in ("multi_step_loss", "encode", "decode", "l2_loss"):
+    setattr(_C, _name, _seen(getattr(_C, _name)))
 
 # Of tensors that the kernels take.
 DEVICE_TYPES = ("cpu", "cuda") if _C.cuda_version else ("cpu",)

@@ -7,8 +7,11 @@ import io
 import json
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -302,6 +305,25 @@ def test_vanishing(function):
         assert found(diagnosis) == {("vanishing", name) for name in FIRST}
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_underflow_in_a_narrower_dtype_is_vanishing(dtype):
+    smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    cast = Between(lambda h: h.to(dtype).float() * (smallest * 0.01))
+    assert found(diagnose(cast(X), cast)) == {("vanishing", name) for name in FIRST}
+    scaled = Between(lambda h: (h.to(dtype) * smallest * 0.01).float() + 1)
+    assert found(diagnose(scaled(X), scaled)) == {("vanishing", name) for name in FIRST}
+
+
+def test_gradients_that_are_all_tiny_are_vanishing():
+    model = nn.Linear(3, 1)
+    nn.init.constant_(model.bias, -60.0)
+    loss = F.mse_loss(torch.sigmoid(model(X)), torch.ones(2, 1))
+    assert found(diagnose(loss, model)) == {("vanishing", "weight"), ("vanishing", "bias")}
+    nn.init.zeros_(model.bias)
+    loss = F.mse_loss(torch.sigmoid(model(X)), torch.ones(2, 1)) * 1e-6
+    assert diagnose(loss, model).findings == []
+
+
 @pytest.mark.parametrize(
     ("function", "node"),
     [
@@ -396,6 +418,29 @@ def test_non_leaf():
     assert found(diagnose(loss, model, sgd(model), tracer)) == expected
 
 
+def test_what_a_forward_pass_keeps_is_not_non_leaf():
+    class Salient(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x):
+            self.scaled = x * 2
+            return self.layer(self.scaled).sum()
+
+    model = Salient()
+    loss, tracer = trace(model, X.clone().requires_grad_())
+    assert diagnose(loss, model, sgd(model), tracer).findings == []
+
+
+def test_a_cut_in_a_compiled_region():
+    model = Between(lambda h: h.detach() * 2)
+    loss = torch.compile(model, backend="aot_eager")(X)
+    diagnosis = diagnose(loss, model)
+    assert found(diagnosis) == {("disconnected", name) for name in FIRST}
+    assert all("GradientTracer" in finding.remedy for finding in diagnosis.findings)
+
+
 class Idle(nn.Module):
     def __init__(self):
         super().__init__()
@@ -421,6 +466,57 @@ def test_unused_and_disconnected():
     untraced = diagnose(loss, model)
     assert {finding.code for finding in untraced.findings} == {"disconnected"}
     assert all("GradientTracer" in finding.remedy for finding in untraced.findings)
+
+
+class Logged(nn.Module):
+    """A term that is only logged, and a layer that is never called, whose norm is."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.logged, self.idle = nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x):
+        loss = self.used(x).pow(2).mean()
+        assert self.logged(x).pow(2).mean().item() >= 0
+        assert sum(p.norm() for p in self.idle.parameters()).item() >= 0
+        return loss * 0.5
+
+
+def test_what_is_only_logged_is_not_detached():
+    model = Logged()
+    loss, tracer = trace(model, X)
+    expected = {("disconnected", f"logged.{name}") for name in ("weight", "bias")}
+    expected |= {("unused", f"idle.{name}") for name in ("weight", "bias")}
+    assert found(diagnose(loss, model, sgd(model), tracer)) == expected
+
+
+def by_torch_tensor(losses):
+    return torch.tensor(losses[0].item())
+
+
+def by_sum_of_numbers(losses):
+    total = 0.0
+    for loss in losses:
+        total += loss.item()
+    return torch.zeros(()) + total
+
+
+def by_mean_of_numpy(losses):
+    return torch.as_tensor(np.mean([loss.item() for loss in losses]))
+
+
+def by_factor(losses):
+    return torch.ones(1).sum() * losses[0].item()
+
+
+@pytest.mark.parametrize("made", [by_torch_tensor, by_sum_of_numbers, by_mean_of_numpy, by_factor])
+def test_a_loss_made_of_numbers_is_detached(made):
+    model = nn.Linear(3, 1)
+    with GradientTracer() as tracer:
+        loss = made([model(X).pow(2).mean(), model(X).abs().mean()])
+    diagnosis = diagnose(loss, model, tracer=tracer)
+    assert found(diagnosis) == {("detached", "weight"), ("detached", "bias")}
+    assert all("item" in finding.cause for finding in diagnosis.findings)
 
 
 # ---- A loss that is cut off altogether ------------------------------------------------------------------------------
@@ -450,6 +546,9 @@ def test_a_loss_without_a_graph():
     with GradientTracer() as tracer:
         hits = (model(X) > 0).sum()
     assert found(diagnose(hits, model, tracer=tracer)) == {("integer_dtype", "weight"), ("integer_dtype", "bias")}
+    diagnosis = diagnose(hits, model)
+    assert found(diagnosis) == {("integer_dtype", "weight"), ("integer_dtype", "bias")}
+    assert all("the loss is of dtype torch.int64" in finding.cause for finding in diagnosis.findings)
 
 
 def test_a_parameter_may_be_the_loss():
@@ -601,6 +700,25 @@ class LowRank(nn.Module):
         return (h.sum() + self.zero_conv(self.conv(h.unsqueeze(1))).sum() - 1) ** 2
 
 
+class Gated(nn.Module):
+    """Branches behind gates that are computed, and zero at first, as in adaLN-Zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.branch, self.gate, self.last = (nn.Linear(4, 4) for _ in range(4))
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(4, 8))
+        for layer in (self.gate, self.modulation[1]):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self):
+        x = torch.randn(3, 4)
+        h = self.first(x)
+        h = h + self.branch(h) * self.gate(h).tanh()
+        scale, gate = self.modulation(x).chunk(2, -1)
+        return self.last(h + gate * (h * (1 + scale))).pow(2).mean()
+
+
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant):
         super().__init__()
@@ -695,6 +813,7 @@ HEALTHY = [
     Transformer,
     Tied,
     LowRank,
+    Gated,
     lambda: Checkpointed(True),
     lambda: Checkpointed(False),
     Sparse,
@@ -740,6 +859,8 @@ def test_a_bias_whose_gradient_is_rounding_errors_is_superfluous():
     loss = model(torch.randn(4, 3, 6, 6, dtype=torch.float64)).pow(2).mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     assert gradients[1].abs().max() < 1e-12 * max(gradient.abs().max() for gradient in gradients)
+    assert diagnose(loss, model, sgd(model)).findings == []
+    loss.backward()
     assert diagnose(loss, model, sgd(model)).findings == []
 
 
@@ -872,6 +993,95 @@ def test_a_graph_of_100_000_nodes():
     for _ in range(100_000):
         loss = loss + 1
     assert diagnose(loss, model, sgd(model)).findings == []
+
+
+DEEP = """
+import torch, gradscale_ext as gs
+model = torch.nn.ParameterList([torch.ones(1)])
+hidden = model[0] * 1
+for _ in range(20_000):
+    hidden = hidden * 1.0
+loss = hidden.sum()
+assert gs.diagnose_gradients(loss, model).ok
+loss.backward()
+del {}
+print("freed")
+"""
+
+
+@pytest.mark.parametrize("order", ["loss, hidden", "hidden, loss"])
+def test_a_deep_graph_is_freed_whichever_tensor_dies_first(order):
+    told = subprocess.run([sys.executable, "-c", DEEP.format(order)], capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (0, "freed\n")
+
+
+def test_retained_gradients_stay():
+    kept = []
+
+    def retaining(h):
+        h.retain_grad()
+        kept.append(h)
+        return h
+
+    model = Between(retaining)
+    loss = model(X)
+    diagnose_gradients(loss, model)
+    assert kept[0].grad is None
+    loss.backward(retain_graph=True)
+    gradient = kept[0].grad
+    value = gradient.clone()
+    diagnose_gradients(loss, model)
+    assert kept[0].grad is gradient
+    assert torch.equal(gradient, value)
+
+
+def test_a_gradient_of_another_loss_does_not_hide_a_cut():
+    model = Between(detach)
+    (model.first(X).sum() + model(X)).backward()
+    loss = model(X)
+    loss.backward()
+    assert found(diagnose(loss, model)) == {("disconnected", name) for name in FIRST}
+
+
+def test_a_zero_gradient_of_a_freed_graph_is_a_note():
+    model = LowRank()
+    loss = model()
+    loss.backward()
+    diagnosis = diagnose(loss, model, sgd(model))
+    assert ("all_zero", "a") in found(diagnosis)
+    assert diagnosis.ok
+    assert all("freed" in finding.cause for finding in diagnosis.findings)
+
+
+def test_a_partly_freed_graph():
+    trunk, heads = nn.Linear(3, 2), nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+    hidden = trunk(X).tanh()
+    heads[0](hidden).sum().backward()
+    with pytest.raises(ValueError, match="has freed the graph"):
+        diagnose_gradients(heads[1](hidden).sum(), nn.ModuleList([trunk, heads[1]]))
+
+
+def test_a_loss_that_cannot_be_differentiated():
+    model = Between(lambda h: torch.floor_divide(h, 2))
+    with pytest.raises(RuntimeError, match=r"diagnose_gradients: the loss cannot be differentiated: .*floor_divide"):
+        diagnose_gradients(model(X), model)
+
+
+def test_anomaly_mode_does_not_stop_it():
+    model = Between(lambda h: (h - h).sqrt() + 1)
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        assert ("nonfinite", "first.weight") in found(diagnose(model(X), model))
+        assert torch.is_anomaly_enabled()
+
+
+def test_a_tracer_that_watched_something_else():
+    model, other = nn.Linear(3, 1), nn.Linear(3, 1)
+    _, tracer = trace(lambda x: other(x).sum(), X)
+    with pytest.raises(ValueError, match="tracer must have watched the forward pass of this loss"):
+        diagnose_gradients(model(X).sum(), model, tracer=tracer)
+    with tracer:
+        prediction = model(X)
+    assert diagnose(prediction.sum(), model, tracer=tracer).findings == []
 
 
 # ---- Arguments, and the report --------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ def test_writing_to_a_parameter_does_not_use_it():
     with GradientTracer() as tracer:
         nn.init.normal_(layer.weight)
         with torch.no_grad():
-            layer.bias.copy_(layer.weight[0])
+            layer.bias.copy_(torch.ones(2) @ layer.weight)
         layer.zero_grad()
     assert (tracer.used(layer.weight), tracer.used(layer.bias)) == (True, False)
 
@@ -269,7 +269,47 @@ def test_values_that_leave_pytorch():
     p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     with GradientTracer() as tracer:
         (p * 2).sum().item()
-        (q * 2).detach().numpy()
-    assert [escape.call for escape in tracer.escapes(p)] == ["item"]
-    assert [escape.call for escape in tracer.escapes(q)] == ["numpy"]
-    assert all(str(escape.location).rpartition(":")[0].endswith("test_tracer.py") for escape in tracer.escapes(p))
+        array = (q * 2).detach().numpy()
+        literal = (p + 1.0) * 2
+        outside = torch.from_numpy(array * 2) + 1
+    assert tracer.escapes(p, literal) == tracer.escapes(q, literal) == []
+    (item,) = tracer.escapes(p, outside)
+    (numpy,) = tracer.escapes(q, outside)
+    assert (item.call, numpy.call) == ("item", "numpy")
+    assert str(item.location).rpartition(":")[0].endswith("test_tracer.py")
+
+
+def test_operands_that_are_read_only_for_their_form_are_no_dependency():
+    p = nn.Parameter(torch.ones(3))
+    x = torch.ones(3)
+    with GradientTracer() as tracer:
+        h = p * x
+        used = tracer._used
+        tracer._used = 0
+        given = [x.type_as(p), x.to(p), x.expand_as(p), x.view_as(p), torch.broadcast_tensors(x, p)[0]]
+        assert not tracer.used(p)
+        steps = [(h > 0).type_as(h), (h > 0).to(h)]
+        copied = h.new_tensor(h.tolist())
+    assert used
+    assert all(tracer.cuts_between(p, tensor) == [] for tensor in given)
+    for step in steps:
+        assert [(cut.kind, cut.call) for cut in tracer.cuts_between(p, step)] == [("integer_dtype", "gt")]
+    assert [cut.call for cut in tracer.escapes(p, copied)] == ["tolist"]
+
+
+def test_the_package_s_own_functions_are_seen():
+    """Their results have no graph, where what goes in has none."""
+    layer, support = torch.nn.Linear(4, 11), gs.Support(-5, 5, 11)
+    module = gs.MultiStepLoss(value=gs.TwoHot(support))
+    x, target = torch.randn(3, 4), torch.zeros(3)
+    calls = {
+        "loss": lambda h: module({"value": [h]}, {"value": [target]}).loss,
+        "decode": lambda h: support.decode(h).mean(),
+        "two_hot": lambda h: support.two_hot(h[:, 0]).square().mean(),
+        "l2_loss": lambda h: gs.l2_loss([h]),
+    }
+    for name, function in calls.items():
+        with gs.GradientTracer() as tracer:
+            loss = function(layer(x).detach())
+        codes = {finding.code for finding in gs.diagnose_gradients(loss, layer, tracer=tracer).findings}
+        assert codes == {"detached"}, name

@@ -23,6 +23,8 @@ Code = Literal[
 
 #: A gradient is vanishing when its largest element is below this fraction of the largest over all parameters.
 VANISHING = 1e-9
+#: And when all of them are below this: the gradient of the loss itself is 1.
+ABSOLUTE = 1e-12
 #: A gradient that is this small is about to underflow, in float32 when it is squared, in the next layers as it is.
 UNDERFLOW = 1e-30
 
@@ -35,6 +37,9 @@ SATURATING = {
     "Sigmoid", "Tanh", "Softmax", "LogSoftmax", "Logsumexp", "Exp", "Expm1", "Erf", "Erfc", "Softplus", "Gelu",
     "Silu", "Elu", "Celu", "LogSigmoid", "Mish", "Atan", "BinaryCrossEntropyWithLogits",
 }  # fmt: skip
+
+#: Operations that only scale or round: a gradient that becomes zero in them has underflowed.
+SCALING = {"ToCopy", "Mean"}
 
 _REMEDIES: dict[Code, str] = {
     "disconnected": "add what the parameter computes to the loss, or leave the parameter out of the model",
@@ -173,7 +178,7 @@ def diagnose_gradients(
     integer_dtype     it does, but through integers or booleans
     unused            no call took it, or only calls on empty tensors
     zero_derivative   every path to it leads through a function whose derivative is zero everywhere
-    vanishing         saturation or underflow, or a gradient below 1e-9 of the largest one
+    vanishing         saturation or underflow, or a gradient below 1e-9 of the largest one, or below 1e-12
     all_zero          exactly zero for another reason: dead ReLUs, masks, products with zero
     nonfinite         NaN or inf
     frozen            `requires_grad` is False
@@ -198,7 +203,8 @@ def diagnose_gradients(
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: `loss` is not one real number, or its graph has been freed and there is no `.grad` either; `tracer`
-            has watched nothing.
+            has watched nothing, or something else.
+        RuntimeError: PyTorch cannot differentiate the loss.
 
     >>> class Model(torch.nn.Module):
     ...     def __init__(self):
@@ -238,6 +244,11 @@ def _check(loss: Any, model: Any, optimizer: Any, tracer: Any) -> None:
         raise ValueError(
             "diagnose_gradients: tracer must have watched the forward pass, but it has seen no call of PyTorch"
         )
+    if tracer is not None and loss.grad_fn is not None and not tracer.knows(loss.grad_fn):
+        raise ValueError(
+            "diagnose_gradients: tracer must have watched the forward pass of this loss, but it has seen no operation "
+            "of its graph"
+        )
 
 
 class _Diagnosis:
@@ -262,7 +273,8 @@ class _Diagnosis:
         found, self.flow = gradients(loss, wanted, model)
         self.reached = {id(p) for p, g in zip(wanted, found, strict=True) if g is not None or self.flow.reaches(p)}
         self.sizes = {id(p): amount(g).largest for p, g in zip(wanted, found, strict=True)}
-        self.arrived = {id(p): self.flow.arrived_near(p) for p in wanted if self.flow.reaches(p)}
+        seen = [] if self.flow.is_freed else [p for p in wanted if self.flow.reaches(p)]
+        self.arrived = {id(p): self.flow.arrived_near(p) for p in seen}
         self.largest = max(filter(math.isfinite, self.sizes.values()), default=0.0)
         self.largest_arrived = max(self.arrived.values(), default=0.0)
 
@@ -289,13 +301,18 @@ class _Diagnosis:
             yield self._nonfinite(name, parameter)
         elif size == 0 and (finding := self._zero(name, parameter)) is not None:
             yield finding
-        elif 0 < size < VANISHING * self.largest and (
-            self.arrived.get(id(parameter), math.inf) < VANISHING * self.largest_arrived
-        ):
+        elif size and self._vanishes(parameter, VANISHING * self.largest, VANISHING * self.largest_arrived):
             cause = f"its gradient, and what arrives where it is used, is below {VANISHING:g} of the largest"
+            yield _finding("vanishing", name, cause)
+        elif size and self._vanishes(parameter, ABSOLUTE, ABSOLUTE):
+            cause = f"its gradient, and what arrives where it is used, is below {ABSOLUTE:g}; that of the loss is 1"
             yield _finding("vanishing", name, cause)
         else:
             yield from self._not_in_optimizer(name, parameter)
+
+    def _vanishes(self, parameter: torch.Tensor, size: float, arrived: float) -> bool:
+        # What arrives is looked at because a gradient also is small where large ones cancel.
+        return self.sizes[id(parameter)] < size and self.arrived.get(id(parameter), math.inf) < arrived
 
     # ---- By itself --------------------------------------------------------------------------------------------------
 
@@ -311,6 +328,8 @@ class _Diagnosis:
             yield _finding("not_in_optimizer", name, f"it gets a gradient, but the optimizer does not hold it{beside}")
 
     def _non_leaf(self, name: str, result: torch.Tensor) -> Iterator[Finding]:
+        if self._line(gradient_function(result)) is not None:
+            return  # It was made in the forward pass that the tracer watched.
         ends = {id(leaf) for leaf in leaves(walk(result.grad_fn))}
         registered = {id(parameter) for parameter in self.named.values()}
         if ends and not ends & registered and not ends <= (self.held or set()):
@@ -332,16 +351,19 @@ class _Diagnosis:
             about_loss = "; the loss has no graph at all"
         if self.tracer is None:
             cause = f"the graph of the loss does not lead to it{about_loss}"
+            if not (self.loss.is_floating_point() or self.loss.requires_grad):
+                cause = f"the loss is of dtype {self.loss.dtype}, which has no derivative"
+                return _finding("integer_dtype", name, cause)
             return _finding("disconnected", name, cause, remedy=_TRACE)
         cuts = sorted(self.tracer.cuts_between(parameter, self.loss), key=lambda cut: _LIKELIEST.index(cut.kind))
         if cuts:
             return _finding(cuts[0].kind, name, f"{_cause_of_cut(cuts[0])}{about_loss}", cuts[0].location)
-        if not self.tracer.used(parameter):
-            return _finding("unused", name, f"no call took it while the tracer watched{about_loss}")
-        escapes = self.tracer.escapes(parameter)
+        escapes = self.tracer.escapes(parameter, self.loss)
         if escapes:
             cause = f"possibly: {escapes[0].call}() took a value that depends on it out of PyTorch"
             return _finding("detached", name, f"{cause}{about_loss}", escapes[0].location)
+        if not self.tracer.used(parameter):
+            return _finding("unused", name, f"no call took it together with data while the tracer watched{about_loss}")
         return _finding("disconnected", name, f"it was used, but nothing made of it enters the loss{about_loss}")
 
     # ---- Reached by a gradient that is of no use --------------------------------------------------------------------
@@ -357,13 +379,16 @@ class _Diagnosis:
 
     def _zero(self, name: str, parameter: torch.Tensor) -> Finding | None:
         losses = self.flow.losses(parameter)
-        if any(loss.cancelled or self._is_about_to_move(loss.other_factor) for loss in losses):
+        if any(loss.cancelled or any(map(self._is_about_to_move, loss.other_factors)) for loss in losses):
             return None
         if not losses:
-            cause = (
-                "its gradient is exactly zero; a freed graph and a reentrant checkpoint do not show where it was lost"
-            )
+            if self.flow.is_freed:
+                cause = "its gradient is exactly zero; a freed graph does not show where it was lost, or if it may be"
+                return _finding("all_zero", name, cause, is_note=True)
+            cause = "its gradient is exactly zero; a reentrant checkpoint does not show where it was lost"
             return _finding("all_zero", name, cause)
+        if all(loss.sent == NOTHING and operation(loss.node) == "CompiledFunction" for loss in losses):
+            return _finding("disconnected", name, "a compiled region uses it, but does not lead to it", remedy=_TRACE)
         filled = [loss for loss in losses if loss.sent.numel or loss.sent == NOTHING]
         if not filled:
             return _finding("unused", name, "all that was computed with it are empty tensors")
@@ -372,9 +397,9 @@ class _Diagnosis:
         names = ", ".join(dict.fromkeys(loss.node.name() for loss in filled))
         return _finding(code, name, _CAUSE_OF_LOSS[code].format(names), self._line(*(loss.node for loss in filled)))
 
-    def _is_about_to_move(self, factor: torch.Tensor | None) -> bool:
+    def _is_about_to_move(self, factor: torch.Tensor) -> bool:
         """Whether a factor is a parameter that is zero, but will not be after the first step."""
-        return factor is not None and self.sizes.get(id(factor), 0.0) != 0 and not factor.any()
+        return self.sizes.get(id(factor), 0.0) != 0 and not factor.any()
 
     def _line(self, *nodes: Node | None) -> Location | None:
         """Of the first of the nodes that the tracer saw being made."""
@@ -405,8 +430,17 @@ def _code_of_loss(loss: Step) -> Code:
     kind = operation(loss.node)
     if kind in ZERO_DERIVATIVE or loss.sent == NOTHING or getattr(loss.node, "_saved_rounding_mode", None):
         return "zero_derivative"
-    underflows = all(arrived.largest < max(UNDERFLOW, arrived.tiny) for arrived in loss.arrived)
+    underflows = kind in SCALING or _is_scaled(loss)
+    underflows |= all(arrived.largest < max(UNDERFLOW, arrived.tiny) for arrived in loss.arrived)
     return "vanishing" if loss.sent.largest == 0 and (kind in SATURATING or underflows) else "all_zero"
+
+
+def _is_scaled(loss: Step) -> bool:
+    """Whether the operand was multiplied or divided by a constant that is zero nowhere."""
+    if operation(loss.node) not in ("Mul", "Div") or any(n for n, _ in loss.node.next_functions[1:]):
+        return False
+    factor = getattr(loss.node, "_saved_other", None)
+    return isinstance(factor, torch.Tensor | float | int) and bool(torch.as_tensor(factor).all())
 
 
 def _finding(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ from torch.autograd.graph import Node
 
 #: What the nodes of `torch.utils.checkpoint.CheckpointFunction`, and of its copies in other libraries, are called.
 _REENTRANT = "CheckpointFunctionBackward"
-#: Graphs that are shallower can be freed by recursion.
+#: Graphs with fewer nodes can be freed by recursion.
 DEEP = 5000
 _FREED = "backward through the graph a second time"
 
@@ -51,10 +53,54 @@ def walk(root: Node | None, stop: Callable[[Node], bool] = lambda node: False) -
             seen.add(following)
             path.append((following, iter(() if stop(following) else following.next_functions)))
     if len(finished) > DEEP:
-        # PyTorch frees nodes that Python has seen by recursion, and overflows the stack at a depth of 40 000. The root
-        # holds them all, so that they go one after the other.
-        metadata(finished[-1])[walk] = finished[:-1]
+        free_without_recursion(finished)
     return finished[::-1]
+
+
+def free_without_recursion(nodes: Iterable[Node]) -> None:
+    """See to it that the nodes can be freed however deep their graph is, whichever tensor of it lives longest."""
+    for node in nodes:
+        if not is_freed_without_recursion(node):
+            metadata(node)[_Behind] = _Behind([following for following, _ in node.next_functions if following])
+
+
+def is_freed_without_recursion(node: Node) -> bool:
+    """Whether that has been seen to."""
+    return _Behind in metadata(node)
+
+
+class _Orphans(threading.local):
+    """The nodes that a thread is about to let go."""
+
+    nodes: list[Node] | None = None
+
+
+class _Behind:
+    """Holds the nodes behind one until it is gone, and then lets them go one after the other.
+
+    PyTorch frees nodes that Python has seen by recursion, and overflows the stack at a depth of some 10 000.
+    """
+
+    __slots__ = ("nodes",)
+    _orphans = _Orphans()
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.nodes = nodes
+
+    def __del__(self) -> None:
+        orphans = self._orphans
+        if orphans.nodes is not None:
+            orphans.nodes += self.nodes
+            return
+        orphans.nodes = self.nodes
+        while orphans.nodes:
+            orphans.nodes.pop()
+        orphans.nodes = None
+
+
+def is_reentrant(node: Node) -> bool:
+    """Whether a node hides a graph that is built, and differentiated, only when it runs."""
+    return _REENTRANT in node.name()
 
 
 def leaves(nodes: Iterable[Node]) -> list[torch.Tensor]:
@@ -111,18 +157,31 @@ class Step(NamedTuple):
         return reduces and self.sent.largest == 0 and self.sent.numel < sum(arrived.numel for arrived in self.arrived)
 
     @property
-    def other_factor(self) -> torch.Tensor | None:
-        """The leaf that the node multiplies this operand by, if it multiplies, and if it is a leaf."""
+    def other_factors(self) -> list[torch.Tensor]:
+        """The leaf that the node multiplies this operand by, or those whose product it multiplies it by."""
         edges = _FACTORS.get(operation(self.node), ())
-        for edge in edges if self.edge in edges else ():
-            node = self.node.next_functions[edge][0] if edge != self.edge else None
-            while node is not None and leaf_of(node) is None:
-                # Through views, casts and a scale: whatever has one operand.
-                operands = [operand for operand, _ in node.next_functions if operand is not None]
-                node = operands[0] if len(operands) == 1 else None
-            if node is not None:
-                return leaf_of(node)
-        return None
+        others = [
+            origin
+            for edge in (edges if self.edge in edges else ())
+            if edge != self.edge and (origin := _origin(self.node.next_functions[edge][0])) is not None
+        ]
+        products = [
+            origin
+            for node in others
+            for edge in _FACTORS.get(operation(node), ())
+            if (origin := _origin(node.next_functions[edge][0])) is not None
+        ]
+        return leaves([*others, *products])
+
+
+def _origin(node: Node | None) -> Node | None:
+    """The leaf or the operation on several operands behind views, casts, activations: whatever has one operand."""
+    while node is not None and leaf_of(node) is None:
+        operands = [operand for operand, _ in node.next_functions if operand is not None]
+        if len(operands) != 1:
+            return node
+        node = operands[0]
+    return node
 
 
 class Flow:
@@ -138,6 +197,8 @@ class Flow:
                     self._sources[following].append((node, edge))
         self._arrived: dict[Node, list[Amount]] = {}
         self._sent: dict[Node, list[Amount]] = {}
+        self.is_freed = False
+        """Whether the graph could not be run backwards, because `backward()` has freed it."""
 
     def __enter__(self) -> Flow:
         inner = self._order.keys() - self._leaves.values()
@@ -238,27 +299,32 @@ def gradients(
 
     Raises:
         ValueError: the graph has been freed, and there is no `.grad` either.
+        RuntimeError: the loss cannot be differentiated.
     """
     nodes = walk(loss.grad_fn)
     flow = Flow(nodes)
     if loss.grad_fn is None:
         return [torch.ones_like(leaf) if leaf is loss else None for leaf in wanted], flow
+    hides = any(map(is_reentrant, nodes))
+    reached = [leaf for leaf in wanted if flow.reaches(leaf)]
     try:
-        with _as_it_was(model), flow:
-            if any(_REENTRANT in node.name() for node in nodes):
+        with _as_it_was(model, nodes), flow, torch.autograd.set_detect_anomaly(False):
+            if hides:
                 return _by_backward(loss, [*leaves(nodes), *wanted], wanted), flow
-            reached = [leaf for leaf in wanted if flow.reaches(leaf)]
             # With nothing to differentiate for, autograd would raise.
             found = torch.autograd.grad(loss, reached, retain_graph=True, allow_unused=True) if reached else ()
     except RuntimeError as error:
         if _FREED not in str(error):
-            raise
-        if all(leaf.grad is None for leaf in wanted):
+            raise RuntimeError(f"diagnose_gradients: the loss cannot be differentiated: {error}") from error
+        missing = [leaf.grad is None for leaf in (wanted if hides else reached)]
+        if all(missing) or (any(missing) and not hides):
             raise ValueError(
                 "diagnose_gradients: loss must have a graph, or the parameters gradients, but backward() has freed the "
                 "graph and .grad is None; call it between the forward pass and backward()"
             ) from error
-        return [leaf.grad for leaf in wanted], Flow(nodes)
+        flow = Flow(nodes)
+        flow.is_freed = True
+        return [leaf.grad if hides or flow.reaches(leaf) else None for leaf in wanted], flow
     by_leaf = dict(zip(map(id, reached), found, strict=True))
     return [by_leaf.get(id(leaf)) for leaf in wanted], flow
 
@@ -285,8 +351,9 @@ def _by_backward(
 
 
 @contextlib.contextmanager
-def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
-    """Put back random number generators and buffers: checkpointed blocks run forward again."""
+def _as_it_was(model: torch.nn.Module, nodes: list[Node]) -> Iterator[None]:
+    """Put back random number generators and buffers, as checkpointed blocks run forward again, and retained `.grad`."""
+    retained = [(tensor, tensor.grad) for tensor in _retaining(set(nodes))]
     buffers: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
         (module._buffers, name, buffer, buffer.detach().clone())
         for module in model.modules()
@@ -301,8 +368,17 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
                 stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
             yield
     finally:
+        for tensor, gradient in retained:
+            tensor.grad = gradient
         for owner, name, buffer, value in buffers:
             owner[name] = buffer
             if not torch.equal(buffer, value):
                 # Through .data, autograd does not count it as a change that invalidates what was saved.
                 buffer.data.copy_(value)
+
+
+def _retaining(nodes: set[Node]) -> list[torch.Tensor]:
+    """The results of nodes that `retain_grad()` was called on; only the garbage collector has a list of them."""
+    with torch._C.DisableTorchFunction():
+        tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+        return [tensor for tensor in tensors if tensor.retains_grad and gradient_function(tensor) in nodes]

@@ -6,11 +6,13 @@ import contextlib
 import copy
 import functools
 import linecache
+import numbers
 import operator
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,15 +20,36 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .graph import DEEP, gradient_function, leaf_of, metadata, walk
+from .graph import (
+    DEEP,
+    free_without_recursion,
+    gradient_function,
+    is_freed_without_recursion,
+    is_reentrant,
+    leaf_of,
+    metadata,
+    walk,
+)
 
 _PACKAGES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 #: What files start with whose lines are never the user's.
 _NOT_THE_USERS = (*(package + os.sep for package in _PACKAGES), copy.__file__, contextlib.__file__)
 
 #: Calls whose results do not depend on the values of their operands, and those that update parameters.
-_NOT_FOLLOWED = {"grad", "_base", "requires_grad_", "backward"}
+_NOT_FOLLOWED = {"grad", "_base", "requires_grad_", "backward", "broadcast_tensors"}
 _NOT_FOLLOWED_PREFIXES = ("new_", "_foreach_", "_fused_")
+#: Calls that make tensors of Python's and NumPy's values, and operations with them, without their underscores.
+_FACTORIES = {
+    "tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack", "scalar_tensor", "full", "full_like",
+    "new_tensor", "new_full",
+}  # fmt: skip
+_ARITHMETIC = {
+    "add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv",
+    "true_divide", "multiply", "divide", "subtract", "pow", "rpow", "setitem", "fill", "where", "lerp",
+}  # fmt: skip
+#: Calls that read only the shape, dtype or device of their first operand, and of the other ones.
+_FORM_OF_FIRST = {"new_tensor", "new_full", "full_like"}
+_FORM_OF_OTHERS = {"type_as", "to", "expand_as", "view_as", "reshape_as"}
 #: Calls through which a value leaves PyTorch.
 _ESCAPES = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__", "__complex__", "__dlpack__"}
 
@@ -69,13 +92,23 @@ class _History(NamedTuple):
     """The line whose call made it."""
     depth: int = 0
     """How many calls are behind it."""
+    outside: int = 0
+    """How many escapes there had been when a number from outside of PyTorch last went into it."""
+    has_data: bool = False
+    """Whether anything but parameters has gone into it."""
 
     def __or__(self, other: _History) -> _History:
         """Of what both have gone into."""
         cuts = dict(self.cuts)
         for cut, lost in other.cuts.items():
             cuts[cut] = cuts.get(cut, 0) | lost
-        return _History(self.live | other.live, cuts, depth=max(self.depth, other.depth))
+        return _History(
+            self.live | other.live,
+            cuts,
+            depth=max(self.depth, other.depth),
+            outside=max(self.outside, other.outside),
+            has_data=self.has_data or other.has_data,
+        )
 
 
 class GradientTracer(TorchFunctionMode):
@@ -143,7 +176,7 @@ class GradientTracer(TorchFunctionMode):
     # ---- What it saw ------------------------------------------------------------------------------------------------
 
     def used(self, leaf: torch.Tensor) -> bool:
-        """Whether a call took the leaf for its value."""
+        """Whether a call took the leaf for its value, with data: more than its norm was computed."""
         return bool(self._used & self._bits.get(leaf, 0))
 
     def cuts_between(self, leaf: torch.Tensor, result: torch.Tensor) -> list[Cut]:
@@ -151,10 +184,14 @@ class GradientTracer(TorchFunctionMode):
         bit = self._bits.get(leaf, 0)
         return [cut for cut, leaves in self._history(result).cuts.items() if leaves & bit]
 
-    def escapes(self, leaf: torch.Tensor) -> list[Cut]:
-        """The calls with which a value that depends on a leaf left PyTorch."""
+    def escapes(self, leaf: torch.Tensor, result: torch.Tensor) -> list[Cut]:
+        """The calls with which a value that depends on a leaf left PyTorch, and after which one came into a result."""
         bit = self._bits.get(leaf, 0)
-        return [cut for cut, leaves in self._escapes.items() if leaves & bit]
+        return [cut for cut, leaves in list(self._escapes.items())[: self._history(result).outside] if leaves & bit]
+
+    def knows(self, root: Node) -> bool:
+        """Whether it saw something of a graph being made, or may have."""
+        return any(self in metadata(node) or is_reentrant(node) for node in walk(root))
 
     def location(self, node: Node) -> Location | None:
         """The line whose call made a node of a graph."""
@@ -172,27 +209,30 @@ class GradientTracer(TorchFunctionMode):
         if not self._active or not _is_followed(name) or torch._C._are_functorch_transforms_active():
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            taken = [_Taken(t, gradient_function(t), self._history(t)) for t in _tensors((args, kwargs))]
+            operands = _tensors(_operands(name, args, kwargs))
+            taken = [_Taken(t, gradient_function(t), self._history(t)) for t in operands]
+            comes_in = bool(self._escapes) and (_takes_number(name, args, kwargs) or any(map(_is_array, taken)))
+            outside = len(self._escapes) if comes_in else 0
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            self._note(name, taken, [*_written(name, args, kwargs), *_tensors(result)])
+            self._note(name, outside, taken, [*_written(name, args, kwargs), *_tensors(result)])
         return result
 
-    def _note(self, name: str, taken: list[_Taken], given: list[torch.Tensor]) -> None:
+    def _note(self, name: str, outside: int, taken: list[_Taken], given: list[torch.Tensor]) -> None:
         self.calls += bool(given)
-        value = _History()
+        value = _History(outside=outside, has_data=outside > 0)
         for _, _, history in taken:
             value = value | history
-        if not (value.live or value.cuts):
+        if not (value.live or value.cuts or value.outside):
             return
         location = _users_line()
         if name in _ESCAPES:
             cut = Cut("detached", name, location)
             self._escapes[cut] = self._escapes.get(cut, 0) | _union([value.live, *value.cuts.values()])
-        if given or name in _ESCAPES:
+        if value.has_data and (given or name in _ESCAPES):
             # A parameter that is only written to has not been used.
-            read = (t.history.live for t in taken if not (t.tensor.is_leaf and any(t.tensor is g for g in given)))
-            self._used |= _union(read)
+            read = [t.history for t in taken if not (t.tensor.is_leaf and any(t.tensor is g for g in given))]
+            self._used |= _union(leaves for history in read for leaves in (history.live, *history.cuts.values()))
         for tensor in given:
             node = gradient_function(tensor)
             before = next((t for t in taken if t.tensor is tensor), None)
@@ -204,7 +244,8 @@ class GradientTracer(TorchFunctionMode):
                 live = value.live
             lost = value.live & ~live
             new_cut = {self._cut(name, tensor, location): lost} if lost else {}
-            history = _History(live, (value | _History(0, new_cut)).cuts, location, value.depth + 1)
+            cuts = (value | _History(0, new_cut)).cuts
+            history = value._replace(live=live, cuts=cuts, location=location, depth=value.depth + 1)
             self._remember(tensor, node, history)
 
     def _cut(self, name: str, result: torch.Tensor, location: Location | None) -> Cut:
@@ -229,8 +270,8 @@ class GradientTracer(TorchFunctionMode):
                 if not self._is_known(behind):
                     metadata(behind)[self] = history
             if history.depth % DEEP == 0:
-                walk(node)
-        elif history.cuts and (memory := _memory(tensor)) is not None:
+                free_without_recursion(walk(node, stop=is_freed_without_recursion))
+        elif (history.cuts or history.outside) and (memory := _memory(tensor)) is not None:
             self._histories[memory] = history._replace(live=0)
 
     def _history(self, tensor: torch.Tensor) -> _History:
@@ -243,12 +284,13 @@ class GradientTracer(TorchFunctionMode):
             return history
         bit = self._bit(tensor)
         # Its memory is also that of what has been detached from it.
-        return _History(bit, {cut: leaves & ~bit for cut, leaves in history.cuts.items() if leaves & ~bit})
+        cuts = {cut: leaves & ~bit for cut, leaves in history.cuts.items() if leaves & ~bit}
+        return _History(bit, cuts, outside=history.outside)
 
     def _history_of(self, node: Node) -> _History:
         """Also of a node that came into being unseen, in a custom Function or in an extension's code."""
         if self not in metadata(node):
-            history = _History()
+            history = _NO_HISTORY
             unseen = walk(node, stop=self._is_known)
             for behind in unseen:
                 if (leaf := leaf_of(behind)) is not None:
@@ -264,7 +306,7 @@ class GradientTracer(TorchFunctionMode):
         return self in metadata(node) or leaf_of(node) is not None
 
 
-_NO_HISTORY = _History()
+_NO_HISTORY = _History(has_data=True)
 
 
 class _Taken(NamedTuple):
@@ -290,7 +332,31 @@ def _name(func: Any) -> str:
 def _is_followed(name: str) -> bool:
     sets_another_property = name.endswith("=") and name != "data="
     skipped = name in _NOT_FOLLOWED or name.startswith(_NOT_FOLLOWED_PREFIXES) or name.endswith("_like")
-    return not (skipped or sets_another_property)
+    return not (sets_another_property or (skipped and name not in _FACTORIES))
+
+
+def _operands(name: str, args: Any, kwargs: Any) -> Any:
+    """The arguments whose values go into the result."""
+    if name in _FORM_OF_FIRST:
+        return args[1:], kwargs
+    return args[:1] if name in _FORM_OF_OTHERS else (args, kwargs)
+
+
+def _is_array(taken: _Taken) -> bool:
+    """Whether an operand lies in memory of NumPy or another library: no mode sees `torch.from_numpy`."""
+    memory = _memory(taken.tensor) if taken.history is _NO_HISTORY else None
+    return memory is not None and not memory.resizable()
+
+
+def _takes_number(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a call takes a number of Python's or NumPy's that is not a literal of the function that calls it."""
+    frame = _users_frame()
+    literals = frame.f_code.co_consts if frame is not None else ()
+    values = [*args, *kwargs.values()]
+    if name in _FACTORIES:
+        return not all(isinstance(value, numbers.Number) and value in literals for value in values[:1])
+    floats = [v for v in values if isinstance(v, numbers.Real) and not isinstance(v, numbers.Integral)]
+    return name.strip("_") in _ARITHMETIC and any(value not in literals for value in floats)
 
 
 def _written(name: str, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
@@ -318,9 +384,14 @@ def _memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-def _users_line() -> Location | None:
-    """The innermost line that is neither PyTorch's nor this package's."""
-    frame = sys._getframe(1)
+def _users_frame() -> FrameType | None:
+    """The innermost call that is neither PyTorch's nor this package's."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
+    return frame
+
+
+def _users_line() -> Location | None:
+    frame = _users_frame()
     return None if frame is None else Location(frame.f_code.co_filename, frame.f_lineno)
