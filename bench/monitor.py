@@ -30,7 +30,7 @@ Step = Callable[[], None]
 See = Callable[[nn.Module], None]
 Make = Callable[[], tuple[nn.Module, torch.Tensor]]
 WITHOUT, SELDOM, ALWAYS, USUAL = "without", "every=100", "every=1, histograms", "usual way"
-ROUNDS = 5
+ROUNDS = 3
 RUNS = ((WITHOUT, SELDOM, ALWAYS), (WITHOUT, USUAL))
 
 
@@ -44,7 +44,7 @@ def mlp() -> tuple[nn.Module, torch.Tensor]:
         nn.ReLU(),
         nn.Linear(1024, 10),
     )
-    return model, torch.randn(1024, 784)
+    return model, torch.randn(2048, 784)
 
 
 def transformer() -> tuple[nn.Module, torch.Tensor]:
@@ -54,7 +54,7 @@ def transformer() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Embedding(8192, size), encoder, nn.Linear(size, 256)), torch.randint(8192, (16, 128))
 
 
-MODELS: dict[str, Make] = {"MLP, batch of 1024": mlp, "transformer of 12 layers, 16 sequences of 128": transformer}
+MODELS: dict[str, Make] = {"MLP, batch of 2048": mlp, "transformer of 12 layers, 16 sequences of 128": transformer}
 
 
 def training_step(
