@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from contexts import BACKEND
 from test_loss import ALL_HEADS, arguments, leaves, width_of
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -149,7 +150,7 @@ GRADIENTS = {
     "compile, eager": lambda f, x: gradient(torch.compile(f, fullgraph=True, backend="eager"), x),
     "compile of grad": lambda f, x: torch.compile(torch.func.grad(f), fullgraph=True)(x),
     "compile of vmap of grad": lambda f, x: torch.compile(
-        torch.func.vmap(torch.func.grad(f)), fullgraph=True, backend="aot_eager"
+        torch.func.vmap(torch.func.grad(f)), fullgraph=True, backend=BACKEND
     )(torch.stack([x, x]))[1],
     "compile of jvp": lambda f, x: _from_tangents(
         torch.compile(lambda v: torch.func.jvp(f, (x,), (v,))[1], fullgraph=True, backend="aot_eager"), x
