@@ -106,7 +106,17 @@ def measure(
     timed: Callable[[Callable[[], object], int], float] = wall_time,
     turn: float = 100e-6,
 ) -> dict[str, dict[str, float]]:
-    """Median, 20th and 80th percentile in ms. Contestants take turns, so that a slow spell of the machine meets all.
+    """Median, 20th and 80th percentile in ms of what `turns` measures."""
+    return {name: summary(values) for name, values in turns(contestants, seconds, timed, turn).items()}
+
+
+def turns(
+    contestants: Contestants,
+    seconds: float,
+    timed: Callable[[Callable[[], object], int], float] = wall_time,
+    turn: float = 100e-6,
+) -> dict[str, list[float]]:
+    """Seconds of calls. Contestants take turns, so that a slow spell of the machine meets all.
 
     A call is repeated until its turn takes `turn` seconds: what is measured is the call, not the caches that others
     left cold.
@@ -124,7 +134,7 @@ def measure(
             times[name].append(timed(contestants[name], repeats[name]) / repeats[name])
         rounds += 1
     gc.enable()
-    return {name: _statistics(values) for name, values in times.items()}
+    return times
 
 
 def _calls_in(
@@ -135,7 +145,7 @@ def _calls_in(
     return max(1, min(100, round(seconds / fastest)))
 
 
-def _statistics(seconds: list[float]) -> dict[str, float]:
+def summary(seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
     pick = lambda quantile: 1e3 * ordered[min(int(quantile * len(ordered)), len(ordered) - 1)]
     return {"median_ms": pick(0.5), "p20_ms": pick(0.2), "p80_ms": pick(0.8), "runs": len(ordered)}

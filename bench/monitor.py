@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import operator
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -105,22 +106,29 @@ def contestants(
     return steps
 
 
-def one_round(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, dict[str, float]]:
+def one_round(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        found = harness.measure(contestants(names, *make(), folder, stack), seconds, turn=0.0)
-    if SELDOM in found:
-        for key in ("median_ms", "p20_ms", "p80_ms"):
-            found[SELDOM][key] = 0.99 * found[SELDOM][key] + 0.01 * found[ALWAYS][key]
-    without = found[WITHOUT]["median_ms"]
-    return {name: {**row, "cost_percent": 100 * (row["median_ms"] / without - 1)} for name, row in found.items()}
+        times = harness.turns(contestants(names, *make(), folder, stack), seconds, turn=0.0)
+    if SELDOM in times:
+        times[SELDOM] = [
+            0.99 * seldom + 0.01 * always for seldom, always in zip(times[SELDOM], times[ALWAYS], strict=True)
+        ]
+    return times
 
 
 def measured(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, dict[str, float]]:
-    """Medians of several rounds, each with models of its own: where they lie in memory makes a percent too."""
+    """Of several rounds, each with models of its own: where they lie in memory makes a percent too.
+
+    The cost is the median of the ratios of steps in the same turn, which slow spells of the machine change least.
+    """
     torch.manual_seed(0)
     rounds = [one_round(names, make, seconds / ROUNDS) for _ in range(ROUNDS)]
+    times = {name: [time for found in rounds for time in found[name]] for name in names}
     return {
-        name: {key: statistics.median(found[name][key] for found in rounds) for key in rounds[0][name]}
+        name: {
+            **harness.summary(times[name]),
+            "cost_percent": 100 * (statistics.median(map(operator.truediv, times[name], times[WITHOUT])) - 1),
+        }
         for name in names
     }
 
@@ -136,7 +144,7 @@ def main() -> None:
                 results.append({"model": model, "parameters": parameters, "contestant": contestant, **row})
                 print(
                     f"{model:<46} {contestant:<20} {row['median_ms']:>9.2f} ms  p20 {row['p20_ms']:>9.2f}  "
-                    f"p80 {row['p80_ms']:>9.2f}  {row['cost_percent']:>+8.2f} %  ({ROUNDS} x {row['runs']:.0f} steps)",
+                    f"p80 {row['p80_ms']:>9.2f}  {row['cost_percent']:>+8.2f} %  ({row['runs']:.0f} steps)",
                     flush=True,
                 )
     harness.write(arguments.json, "monitor", results)

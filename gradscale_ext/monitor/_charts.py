@@ -97,6 +97,8 @@ class Record:
 
         def sent(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
+                if value.is_cpu:
+                    return value
                 if value.is_cuda:
                     devices.add(value.device)
                 return value.to("cpu", non_blocking=True)

@@ -29,7 +29,7 @@ HISTORY = 1000
 FOLD = 256
 """Results of clipping that are kept before they are added up: one launch for so many steps."""
 
-Clipping = tuple[list[torch.Tensor], GradientStatistics, torch.Tensor]
+Clipping = tuple[list[torch.Tensor], GradientStatistics]
 
 
 class GradientMonitor:
@@ -210,13 +210,15 @@ class GradientMonitor:
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._clippings:
-            results = [result.to(self._clippings[0][2].device, non_blocking=True) for _, _, result in self._clippings]
+            results = [statistics.clipping for _, statistics in self._clippings]
+            results = [result.to(results[0].device, non_blocking=True) for result in results]
             self._clip_results.append(results[0] if len(results) == 1 else torch.stack(results).amax(0))
             if len(self._clip_results) == FOLD:
                 self._clip_results = [torch.stack(self._clip_results).sum(0)]
         if self._recording:
-            self._write()
-            self._unwritten = self._record().to_host()
+            record = self._record().to_host()
+            self._write()  # last: a SummaryWriter's thread begins, and takes the interpreter from whoever comes after
+            self._unwritten = record
             self._clip_results = []
         self._clippings = []
         self._calls.forget()
@@ -248,7 +250,7 @@ class GradientMonitor:
             gradients=self._gradients or self._statistics(),
             before_clipping=[
                 replace(statistics, names=[names.get(id(parameter), "") for parameter in parameters])
-                for parameters, statistics, _ in self._clippings
+                for parameters, statistics in self._clippings
             ],
             clip_rate=torch.stack(self._clip_results).sum(0)[2] / steps if self._clip_results else None,
             updates=None if self._weights is None else self._weights.compare(),
@@ -418,11 +420,11 @@ def _known(argument: str, names: Any, modules: Mapping[str, torch.nn.Module]) ->
 _open: weakref.WeakSet[GradientMonitor] = weakref.WeakSet()
 
 
-def _tell(parameters: list[torch.Tensor], statistics: GradientStatistics, clipping: torch.Tensor) -> None:
+def _tell(parameters: list[torch.Tensor], statistics: GradientStatistics) -> None:
     """Tell the monitors whose parameters are among these. Keeps none of them alive."""
     for monitor in list(_open):
         if any(id(parameter) in monitor._layout.names for parameter in parameters):
-            monitor._after_clipping((parameters, statistics, clipping))
+            monitor._after_clipping((parameters, statistics))
 
 
 listeners.append(_tell)

@@ -29,29 +29,69 @@ class GradientStatistics:
     """
 
     names: list[str]
-    numel: torch.Tensor
-    """`[N]` int64; 0 where there is no gradient."""
-    norm: torch.Tensor
-    """`[N]` float64: (sum |g|^p)^(1/p), p being `norm_type`."""
-    abs_max: torch.Tensor
-    """`[N]` float64: the largest magnitude."""
-    mean: torch.Tensor
-    """`[N]` float64; 0 where there are no finite elements."""
-    zeros: torch.Tensor
-    """`[N]` int64; those that a sparse tensor does not store are counted."""
-    nans: torch.Tensor
-    """`[N]` int64."""
-    infs: torch.Tensor
-    """`[N]` int64."""
-    missing: torch.Tensor
-    """`[N]` bool: the gradient is None."""
+    _values: torch.Tensor
+    _counts: torch.Tensor
     histogram: torch.Tensor
     """`[N, bins]` int64: finite elements other than 0 by log2 |g|; histograms of several calls can be added."""
-    bin_edges: torch.Tensor
-    """`[bins + 1]` float64 on the CPU: bin i has edges[i] <= log2 |g| < edges[i + 1]. The outer ones are infinite."""
-    total_norm: torch.Tensor
-    """Scalar float64: the norm of all tensors together; NaN or inf where an element is."""
     norm_type: float = 2.0
+    _clipping: torch.Tensor | None = None
+
+    @property
+    def numel(self) -> torch.Tensor:
+        """`[N]` int64; 0 where there is no gradient."""
+        return self._counts[0]
+
+    @property
+    def norm(self) -> torch.Tensor:
+        """`[N]` float64: (sum |g|^p)^(1/p), p being `norm_type`."""
+        return self._values[0]
+
+    @property
+    def abs_max(self) -> torch.Tensor:
+        """`[N]` float64: the largest magnitude."""
+        return self._values[1]
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """`[N]` float64; 0 where there are no finite elements."""
+        return self._values[2]
+
+    @property
+    def zeros(self) -> torch.Tensor:
+        """`[N]` int64; those that a sparse tensor does not store are counted."""
+        return self._counts[1]
+
+    @property
+    def nans(self) -> torch.Tensor:
+        """`[N]` int64."""
+        return self._counts[2]
+
+    @property
+    def infs(self) -> torch.Tensor:
+        """`[N]` int64."""
+        return self._counts[3]
+
+    @property
+    def missing(self) -> torch.Tensor:
+        """`[N]` bool: the gradient is None."""
+        return self._counts[4].bool()
+
+    @property
+    def bin_edges(self) -> torch.Tensor:
+        """`[bins + 1]` float64 on the CPU: bin i has edges[i] <= log2 |g| < edges[i + 1]. The outer are infinite."""
+        return torch.tensor(BIN_EDGES, dtype=torch.float64)
+
+    @property
+    def total_norm(self) -> torch.Tensor:
+        """Scalar float64: the norm of all tensors together; NaN or inf where an element is."""
+        return self.clipping[0]
+
+    @property
+    def clipping(self) -> torch.Tensor:
+        """`[3]` float64: `total_norm`, what `clip_gradients_` multiplied by, and 1 where that is not 1, else 0."""
+        if self._clipping is not None:
+            return self._clipping
+        return _clipping_of((self._values, self._counts, self.histogram), self.norm_type, math.inf, False)
 
     def to_dict(self) -> dict[str, Any]:
         """Lists of Python numbers by field, and `total_norm`. Waits for the device."""
@@ -78,8 +118,9 @@ def gradient_statistics(
 ) -> GradientStatistics:
     """Size, norm, largest magnitude, mean, zeros, NaN, inf and a histogram of each tensor, in one pass over all.
 
-    Two kernel launches read each element once (a third adds up the norms), for hundreds of tensors of any sizes and
-    dtypes; nothing is waited for. Sums are taken in float64 and in a fixed order, and no square overflows.
+    Two kernel launches read each element once (`total_norm` is a third, when it is asked for), for hundreds of tensors
+    of any sizes and dtypes; nothing is waited for. Sums are taken in float64 and in a fixed order, and no square
+    overflows.
 
     Args:
         tensors: floating or complex tensors, or None where there is no gradient; dense or sparse; of any shapes, and on
@@ -116,11 +157,11 @@ def gradient_statistics(
             if gradient is not None:
                 _check("gradient_statistics", f"tensors[{index}]", gradient)
         parts = _statistics_of(gradients, 2.0, None)
-    return _result(list(names), parts, 2.0, _clipping_of(parts, 2.0, math.inf, False)[0])
+    return GradientStatistics(list(names), *parts)
 
 
-Listener = Callable[[list[torch.Tensor], GradientStatistics, torch.Tensor], None]
-"""Is told of parameters, statistics of their gradients before clipping, and `[3]` norm, factor, whether clipped."""
+Listener = Callable[[list[torch.Tensor], GradientStatistics], None]
+"""Is told of parameters, and of the statistics of their gradients before clipping."""
 
 listeners: list[Listener] = []
 """Called by `clip_gradients_`, after it."""
@@ -179,13 +220,13 @@ def clip_gradients_(
     gradients = [parameter.grad for _, parameter in named]
     parts = _statistics_of(gradients, p, process_group)
     clipping = _clipping_of(parts, p, limit, nonfinite == "skip")
-    statistics = _result([name for name, _ in named], parts, p, clipping[0])
+    statistics = GradientStatistics([name for name, _ in named], *parts, p, clipping)
     if nonfinite == "error" and not math.isfinite(statistics.total_norm.item()):
         raise RuntimeError(_nonfinite(statistics))
     distinct = {id(gradient): gradient for gradient in gradients if gradient is not None}
     _clip([local_part(gradient) for gradient in distinct.values()], clipping, nonfinite == "skip")
     for listener in listeners:
-        listener([parameter for _, parameter in named], statistics, clipping)
+        listener([parameter for _, parameter in named], statistics)
     return statistics
 
 
@@ -304,13 +345,3 @@ def _clip(gradients: list[torch.Tensor], clipping: torch.Tensor, skip: bool) -> 
         members = [gradient for gradient in gradients if gradient.device == device]
         clip_tensors = _C.clip_tensors if _has_kernels(members) else reference.clip_tensors
         clip_tensors(members, clipping.to(device, non_blocking=True), skip)
-
-
-def _result(names: list[str], parts: reference.Statistics, p: float, total: torch.Tensor) -> GradientStatistics:
-    (norm, abs_max, mean), (numel, zeros, nans, infs, missing), histogram = parts
-    edges = torch.tensor(BIN_EDGES, dtype=torch.float64)
-    # The lowest byte of a count that is 0 or 1: a conversion would be one more launch.
-    is_missing = missing.view(torch.bool)[::8] if _has_kernels([missing]) else missing.bool()
-    return GradientStatistics(
-        names, numel, norm, abs_max, mean, zeros, nans, infs, is_missing, histogram, edges, total, p
-    )

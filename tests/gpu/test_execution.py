@@ -474,6 +474,8 @@ def test_launches_of_statistics_and_clipping(device):
     (parameters,) = l2_inputs(device, count=100)
     gradients = [parameter.detach() for parameter in parameters]
     everything, ours = kernels_of(lambda: gs.gradient_statistics(gradients))
+    assert len(everything) == len(ours) == 2, everything
+    everything, ours = kernels_of(lambda: gs.gradient_statistics(gradients).total_norm)
     assert len(everything) == len(ours) == 3, everything
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.clone()
