@@ -128,6 +128,20 @@ def gradients_table() -> str:
     return table(["ms", "ours", "others"], lines) + "\n\n" + machine
 
 
+def monitor_table() -> str:
+    """A training step, and what is added to it; "usual way" is compared with a loop of its own run."""
+    rows, machine = load("monitor")
+    watched = ["every=100", "every=1, histograms", "usual way"]
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        found = {row["contestant"]: row for row in reversed(rows) if row["model"] == model}
+        parameters = f"{found['without']['parameters'] / 1e6:.1f} M parameters"
+        costs = (f"{found[name]['cost_percent']:+.1f} %" for name in watched)
+        lines.append([f"{model}; {parameters}", f"{found['without']['median_ms']:.0f} ms", *costs])
+    header = ["", "step", "`every=100`", "`every=1`, histograms", "`norm().item()` and `add_histogram` by hand"]
+    return table(header, lines) + "\n\n" + machine
+
+
 def matrix_table() -> str:
     everything = json.loads((RESULTS / "matrix.json").read_text())
     newest = list(everything)[-1]
@@ -154,6 +168,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": lambda: heads_table("decode", "601 bins, µs"),
     "matrix": matrix_table,
     "gradients": gradients_table,
+    "monitor": monitor_table,
     "flow": lambda: flow_table(["scale_gradient", "clip_gradient_norm"]),
     "flow, others": lambda: flow_table(["reverse_gradient", "normalize_gradient", "clip_gradient_value"]),
 }
