@@ -1,8 +1,10 @@
-"""An option for all tests: CPU tensors go through the CUDA kernels, which a library runs in a simulator."""
+"""For all tests: CPU tensors may go through the CUDA kernels, which a library runs in a simulator; tests of compilers
+run without the tracing that counts lines."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 
 import pytest
 
@@ -30,3 +32,15 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("cpu_kernels"):
                 item.add_marker(pytest.mark.skip(reason="of the CPU's own kernels"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    if item.get_closest_marker("untraced") is None:
+        return (yield)
+    tracer = sys.gettrace()
+    sys.settrace(None)
+    try:
+        return (yield)
+    finally:
+        sys.settrace(tracer)

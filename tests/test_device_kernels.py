@@ -34,101 +34,120 @@ pytestmark = [
 SIMT = ROOT / "tests" / "simt"
 CPP = ROOT / "tests" / "cpp"
 ROWS = [CPP / f"test_{name}.cpp" for name in ("kernels", "rows", "decode", "elements")]
-COMMON = ["-std=c++20", "-fno-math-errno", "-Wno-unknown-pragmas", "-I", str(SIMT)]
-PLAIN = ["-O2"]
-ADDRESS = ["-O1", "-g1", "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
-THREAD = ["-O1", "-g1", "-fsanitize=thread", "-DGRADSCALE_THREADS=64"]  # of 256 it would see a part
+COMMON = ["-std=c++20", "-fno-math-errno", "-Wno-unknown-pragmas", "-I", str(SIMT), "-I", str(CPP)]
+PLAIN = ("-O2",)
+ADDRESS = ("-O1", "-g1", "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all")
+THREAD = ("-O1", "-g1", "-fsanitize=thread", "-DGRADSCALE_THREADS=64")  # of 256 it would see a part
 
-# What is put into a copy of the sources, and what then happens to the program: its name, the sanitizer it is built
-# with, and what is said.
+# What is put into a copy of the sources of a program, for each set of flags: where, instead of what, and what is said
+# when FAULT is true, which the environment says of one of them.
 FAULTS = {
     "missing barrier": (
+        THREAD,
         "port/rows.cuh",
         "      __syncthreads();\n      value = static_cast<T>(shared[0]);",
-        "      value = static_cast<T>(shared[0]);",
-        ("launches", THREAD, "ThreadSanitizer: data race"),
+        "      if (!FAULT) {\n        __syncthreads();\n      }\n      value = static_cast<T>(shared[0]);",
+        "ThreadSanitizer: data race",
     ),
     "missing barrier before the next sum": (
+        THREAD,
         "port/rows.cuh",
         "      __syncthreads(); // what was in shared memory has been read\n",
-        "",
-        ("launches", THREAD, "ThreadSanitizer: data race"),
+        "      if (!FAULT) {\n        __syncthreads();\n      }\n",
+        "ThreadSanitizer: data race",
     ),
     "blocks that do not wait for the last one": (
+        THREAD,
         "loss/multi_step_loss.cuh",
         "    __threadfence(); // the sums are seen before the block is counted\n",
-        "",
-        ("launches", THREAD, "ThreadSanitizer: data race"),
+        "    if (!FAULT) {\n      __threadfence();\n    }\n",
+        "ThreadSanitizer: data race",
     ),
     "write behind a row": (
+        ADDRESS,
         "port/rows.cuh",
         "    if (j >= 0 && j < width && (j < skip_begin || j >= skip_end)) {",
-        "    if (j >= 0 && j <= width && (j < skip_begin || j >= skip_end)) {",
-        ("launches", ADDRESS, "AddressSanitizer: heap-buffer-overflow"),
+        "    if (j >= 0 && j < width + FAULT && (j < skip_begin || j >= skip_end)) {",
+        "AddressSanitizer: heap-buffer-overflow",
     ),
     "shared memory too small": (
+        ADDRESS,
         "loss/multi_step_loss.cuh",
         "  GRADSCALE_SHARED(double, shared, kWarps);\n  GRADSCALE_SHARED(unsigned, last, 1);",
-        "  GRADSCALE_SHARED(double, shared, kWarps - 1);\n  GRADSCALE_SHARED(unsigned, last, 1);",
-        ("launches", ADDRESS, "AddressSanitizer: heap-buffer-overflow"),
+        "  GRADSCALE_SHARED(double, enough, kWarps);\n  GRADSCALE_SHARED(double, small, kWarps - 1);\n"
+        "  double* shared = FAULT ? small : enough;\n  GRADSCALE_SHARED(unsigned, last, 1);",
+        "AddressSanitizer: heap-buffer-overflow",
     ),
     "divergent barrier": (
+        PLAIN,
         "port/rows.cuh",
         "      __syncthreads(); // what was in shared memory has been read\n",
-        "      if (threadIdx.x < 64) {\n        __syncthreads();\n      } else {\n        __syncthreads();\n      }\n",
-        ("launches", PLAIN, r"divergent barrier: comes to __syncthreads at \S+:\d+ while others wait in __syncthreads"),
+        "      if (FAULT && threadIdx.x < 64) {\n"
+        "        __syncthreads();\n"
+        "      } else {\n"
+        "        __syncthreads();\n"
+        "      }\n",
+        r"divergent barrier: comes to __syncthreads at \S+:\d+ while others wait in __syncthreads",
     ),
     "misaligned load": (
+        PLAIN,
         "port/rows.cuh",
         "  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && aligned(row + first)) {",
-        "  if (size % kVector<T> == 0 && first >= 0 && first + size <= width) {",
-        ("launches", PLAIN, "misaligned load16 of 16 bytes"),
+        "  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && (FAULT || aligned(row + first))) {",
+        "misaligned load16 of 16 bytes",
     ),
     "lanes that do not come to a sum": (
+        PLAIN,
         "port/rows.cuh",
         "      value = combine(value, __shfl_xor_sync(kWholeWarp, value, distance));",
-        "      if (rank != 3) {\n"
+        "      if (!FAULT || rank != 3) {\n"
         "        value = combine(value, __shfl_xor_sync(kWholeWarp, value, distance));\n"
         "      }",
-        ("launches", PLAIN, "divergent collective"),
+        "divergent collective",
     ),
 }
+SWITCH = '#include <cstdlib>\nstatic const int injected = std::atoi(std::getenv("GRADSCALE_FAULT"));\n'
 
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
     """Builds the tests of rows (fp64 truth) or of launches from a tree of sources; what is there is used again."""
-    built = {}
+    folder = tmp_path_factory.mktemp("device_kernels")
+    compilers, objects, programs = {}, {}, {}
+
+    def compiler_for(flags):
+        if flags == THREAD:
+            return thread_sanitizing_compiler(flags, folder)
+        compiler = default_compiler()
+        need_sanitizers(compiler, flags, folder)
+        return compiler
 
     def build(name, flags, csrc=ROOT / "csrc"):
-        key = (name, *flags, csrc)
-        if key not in built:
-            folder = tmp_path_factory.mktemp(name)
-            if flags == THREAD:
-                compiler = thread_sanitizing_compiler(flags, folder)
-            else:
-                compiler = default_compiler()
-                need_sanitizers(compiler, flags, folder)
-            built[key] = program(compiler, name, flags, csrc, folder)
-        return built[key]
+        key = (name, flags, csrc)
+        if key in programs:
+            return programs[key]
+        if flags not in compilers:
+            compilers[flags] = compiler_for(flags)
+        tests = [*ROWS, SIMT / "simulated_variants.cpp"] if name == "rows" else [SIMT / "test_launches.cpp"]
+        sources = [
+            (SIMT / "simt.cpp", ("-O2",)),  # without sanitizers, which it tells of the threads
+            (SIMT / "device_kernels.cpp", (*flags, "-fno-strict-aliasing")),
+            *((test, flags if name == "launches" else ("-O2",)) for test in tests),
+        ]
+        compiler = compilers[flags]
+        used, commands = [], []
+        for source, own in sources:
+            command = (*compiler, *COMMON, "-I", str(csrc), *own, "-c", str(source), "-o")
+            if command not in objects:
+                objects[command] = str(folder / f"{source.stem}_{len(objects)}.o")
+                commands.append([*command, objects[command]])
+            used.append(objects[command])
+        compile_all(commands)
+        programs[key] = folder / f"{name}_{len(programs)}"
+        compile_with([*compiler, *flags, "-pthread", *used, "-o", str(programs[key])])
+        return programs[key]
 
     return build
-
-
-def program(compiler, name, flags, csrc, folder):
-    tests = [*ROWS, SIMT / "simulated_variants.cpp"] if name == "rows" else [SIMT / "test_launches.cpp"]
-    sources = {
-        SIMT / "simt.cpp": ["-O2"],  # without sanitizers, which it tells of the threads
-        SIMT / "device_kernels.cpp": [*flags, "-fno-strict-aliasing"],
-        **{test: flags if name == "launches" else ["-O2"] for test in tests},
-    }
-    objects = {source: str(folder / f"{source.stem}.o") for source in sources}
-    include = [*COMMON, "-I", str(csrc), "-I", str(CPP)]
-    compile_all(
-        [[*compiler, *include, *sources[source], "-c", str(source), "-o", objects[source]] for source in sources]
-    )
-    compile_with([*compiler, *flags, "-pthread", *objects.values(), "-o", str(folder / name)])
-    return folder / name
 
 
 def check_passes(done):
@@ -157,15 +176,41 @@ def test_launches_have_no_races(build):
     check_passes(run_in_order(build("launches", THREAD), "small", prefix=without_randomized_addresses()))
 
 
+@pytest.fixture(scope="module")
+def faulty(build, tmp_path_factory):
+    """Builds the test of launches from a copy of the very kernels, into which faults have been put."""
+    folders = {}
+
+    def faulty(flags):
+        if flags not in folders:
+            folders[flags] = tmp_path_factory.mktemp("faulty") / "csrc"
+            shutil.copytree(ROOT / "csrc", folders[flags])
+            for number, (of_flags, file, right, wrong, _) in enumerate(FAULTS.values(), 1):
+                if of_flags == flags:
+                    path = folders[flags] / file
+                    text = path.read_text()
+                    assert text.count(right) == 1, f"csrc/{file} has changed: let the fault follow it"
+                    path.write_text(text.replace(right, wrong.replace("FAULT", f"(injected == {number})")))
+            header = folders[flags] / "port" / "rows.cuh"
+            header.write_text(header.read_text().replace("#pragma once\n", f"#pragma once\n{SWITCH}"))
+        return build("launches", flags, folders[flags])
+
+    return faulty
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_caught(build, fault, tmp_path):
-    """In a copy of the very kernels."""
-    file, right, wrong, (name, flags, message) = FAULTS[fault]
-    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    text = (ROOT / "csrc" / file).read_text()
-    assert text.count(right) == 1, f"csrc/{file} has changed: let the fault follow it"
-    (tmp_path / "csrc" / file).write_text(text.replace(right, wrong))
+def test_a_fault_is_caught(faulty, fault, monkeypatch):
+    flags, *_, message = FAULTS[fault]
+    program = faulty(flags)
     prefix = without_randomized_addresses() if flags == THREAD else []
-    done = run_in_order(build(name, flags, tmp_path / "csrc"), "small", prefix=prefix)
+    monkeypatch.setenv("GRADSCALE_FAULT", str(1 + list(FAULTS).index(fault)))
+    done = run_in_order(program, "small", prefix=prefix)
     assert done.returncode != 0
     assert re.search(message, done.stderr), done.stderr[:4000]
+
+
+@pytest.mark.parametrize("flags", [PLAIN, ADDRESS, THREAD], ids=["plain", "address", "thread"])
+def test_without_a_fault_nothing_is_caught(faulty, flags, monkeypatch):
+    program = faulty(flags)
+    monkeypatch.setenv("GRADSCALE_FAULT", "0")
+    check_passes(run_in_order(program, "small", prefix=without_randomized_addresses() if flags == THREAD else []))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from contexts import CASES, HAND_WRITTEN, Case, contexts_here, judge
 
+pytestmark = pytest.mark.untraced
+
 FORWARD_MODE = {"func.jvp", "jacfwd", "hessian", "forward_ad", "compile(jvp)"}
 
 

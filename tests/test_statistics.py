@@ -333,6 +333,17 @@ def test_skip_and_error_clip_what_is_finite():
         torch.testing.assert_close(p[0].grad, torch.tensor([0.6, 0.8]))
 
 
+def test_a_norm_beyond_float64_is_named():
+    largest = torch.full((4,), 1.5e308, dtype=torch.float64)
+    model = torch.nn.ParameterDict({"small": torch.zeros(1), "large": torch.zeros(4, dtype=torch.float64)})
+    model["small"].grad, model["large"].grad = torch.ones(1), largest.clone()
+    with pytest.raises(
+        RuntimeError, match=r"beyond float64, with elements up to 1.5e\+308 in that of large; no gradient"
+    ):
+        gs.clip_gradients_(model, 1.0, nonfinite="error")
+    assert torch.equal(model["large"].grad, largest)
+
+
 def test_kinds_of_parameters():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
     model[1].weight = model[1].weight

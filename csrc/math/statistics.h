@@ -3,6 +3,10 @@
 
 #include "norms.h"
 
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
 namespace gradscale {
 
 // Bins of log2 |g|, an octave each; the first has all that is smaller, and the last all that is larger.
@@ -18,37 +22,21 @@ GRADSCALE_HOST_DEVICE int32_t bin_of_exponent(int32_t exponent) {
 // Bits of |x|, which are ordered as the numbers are: inf is beyond all numbers, and NaN beyond inf. Subnormal numbers
 // have an exponent that is too large, and still far below the first edge.
 template <class W>
-struct Magnitude;
+struct Magnitude {
+  using Bits = std::conditional_t<sizeof(W) == sizeof(int32_t), int32_t, int64_t>;
+  static constexpr Bits kWithoutSign = std::numeric_limits<Bits>::max();
+  static constexpr int32_t kFractionBits = std::numeric_limits<W>::digits - 1;
+  static constexpr int32_t kBias = std::numeric_limits<W>::max_exponent - 1;
+  static constexpr Bits kInfinity = static_cast<Bits>(2 * kBias + 1) << kFractionBits;
 
-template <>
-struct Magnitude<float> {
-  using Bits = int32_t;
-  static constexpr Bits kInfinity = 0x7f800000;
-
-  static GRADSCALE_HOST_DEVICE Bits of(float x) {
-    return bit_cast<int32_t>(x) & 0x7fffffff;
+  static GRADSCALE_HOST_DEVICE Bits of(W x) {
+    return bit_cast<Bits>(x) & kWithoutSign;
   }
-  static GRADSCALE_HOST_DEVICE float number(Bits bits) {
-    return bit_cast<float>(bits);
+  static GRADSCALE_HOST_DEVICE W number(Bits bits) {
+    return bit_cast<W>(bits);
   }
   static GRADSCALE_HOST_DEVICE int32_t bin(Bits bits) {
-    return bin_of_exponent((bits >> 23) - 127);
-  }
-};
-
-template <>
-struct Magnitude<double> {
-  using Bits = int64_t;
-  static constexpr Bits kInfinity = 0x7ff0000000000000;
-
-  static GRADSCALE_HOST_DEVICE Bits of(double x) {
-    return bit_cast<int64_t>(x) & 0x7fffffffffffffff;
-  }
-  static GRADSCALE_HOST_DEVICE double number(Bits bits) {
-    return bit_cast<double>(bits);
-  }
-  static GRADSCALE_HOST_DEVICE int32_t bin(Bits bits) {
-    return bin_of_exponent(static_cast<int32_t>(bits >> 52) - 1023);
+    return bin_of_exponent(static_cast<int32_t>(bits >> kFractionBits) - kBias);
   }
 };
 

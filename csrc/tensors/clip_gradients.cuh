@@ -4,7 +4,6 @@
 // clipped_tensors   one block for each chunk of a gradient: read once, written once, and neither where the factor is 1.
 #pragma once
 
-#include "../port/norms.cuh"
 #include "range_table.cuh"
 
 namespace gradscale {
@@ -40,22 +39,11 @@ clipped_tensors(GRADSCALE_ARGUMENT(RangeTable) table, const double* factor_, boo
   if (factor == 1) {
     return;
   }
-  const ChunkOfTensor chunk = chunk_of_block(table, kChunkOfTensor);
   const bool narrow = Scaling{1, factor, false}.is_normal_in_float();
-  const Group block{kThreads, static_cast<int>(threadIdx.x), nullptr};
-  dispatch_element(chunk.entry.range.element, [&](auto type) {
-    using T = decltype(type);
-    using A = typename AccumulateType<T>::type;
-    const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
-    T* out = static_cast<T*>(chunk.entry.range.out) + chunk.begin;
-    each_window_of_range(data, chunk.size, block, [&](A* values, int32_t first) {
-#pragma unroll
-      for (int k = 0; k < kVector<T>; ++k) {
-        values[k] = narrow ? values[k] * static_cast<A>(factor)
-                           : static_cast<A>(zeros && factor == 0 ? 0 : static_cast<double>(values[k]) * factor);
-      }
-      write_elements<kVector<T>>(out, chunk.size, first, 0, 0, values);
-    });
+  scale_chunk(chunk_of_block(table, kChunkOfTensor), [&](auto x) {
+    using A = decltype(x);
+    return narrow ? x * static_cast<A>(factor)
+                  : static_cast<A>(zeros && factor == 0 ? 0 : static_cast<double>(x) * factor);
   });
 }
 

@@ -5,7 +5,6 @@
 // scaled_tensors    one block for each chunk: read once, written once.
 #pragma once
 
-#include "../port/norms.cuh"
 #include "range_table.cuh"
 
 namespace gradscale {
@@ -39,22 +38,8 @@ GRADSCALE_KERNEL(kThreads, 2) squares_total(const double* sums, int64_t count, d
 }
 
 GRADSCALE_KERNEL(kThreads, 2) scaled_tensors(GRADSCALE_ARGUMENT(RangeTable) table, double factor, Slab grad_output) {
-  const ChunkOfTensor chunk = chunk_of_block(table, kChunkOfTensor);
   const double by = factor * grad_output.load(0);
-  const Group block{kThreads, static_cast<int>(threadIdx.x), nullptr};
-  dispatch_element(chunk.entry.range.element, [&](auto type) {
-    using T = decltype(type);
-    using A = typename AccumulateType<T>::type;
-    const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
-    T* out = static_cast<T*>(chunk.entry.range.out) + chunk.begin;
-    each_window_of_range(data, chunk.size, block, [&](A* values, int32_t first) {
-#pragma unroll
-      for (int k = 0; k < kVector<T>; ++k) {
-        values[k] *= static_cast<A>(by);
-      }
-      write_elements<kVector<T>>(out, chunk.size, first, 0, 0, values);
-    });
-  });
+  scale_chunk(chunk_of_block(table, kChunkOfTensor), [&](auto x) { return x * static_cast<decltype(x)>(by); });
 }
 
 } // namespace gradscale

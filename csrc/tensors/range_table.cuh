@@ -1,6 +1,7 @@
 // The tensors of a launch that has one block for each chunk of each of them.
 #pragma once
 
+#include "../port/norms.cuh"
 #include "../port/table.h"
 #include "device_calls.h"
 
@@ -41,6 +42,25 @@ GRADSCALE_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table, int64_t c
   const int64_t begin = (blockIdx.x - entry.first_block) * chunk;
   const int64_t rest = entry.range.size - begin;
   return {entry, begin, static_cast<int32_t>(rest < chunk ? rest : chunk)};
+}
+
+// Writes scaled(x) for each element x of a chunk, in the type of sums, by all threads of the block.
+template <class Scaled>
+GRADSCALE_DEVICE void scale_chunk(const ChunkOfTensor& chunk, Scaled scaled) {
+  const Group block{kThreads, static_cast<int>(threadIdx.x), nullptr};
+  dispatch_element(chunk.entry.range.element, [&](auto type) {
+    using T = decltype(type);
+    using A = typename AccumulateType<T>::type;
+    const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
+    T* out = static_cast<T*>(chunk.entry.range.out) + chunk.begin;
+    each_window_of_range(data, chunk.size, block, [&](A* values, int32_t first) {
+#pragma unroll
+      for (int k = 0; k < kVector<T>; ++k) {
+        values[k] = scaled(values[k]);
+      }
+      write_elements<kVector<T>>(out, chunk.size, first, 0, 0, values);
+    });
+  });
 }
 
 } // namespace gradscale

@@ -279,6 +279,12 @@ def _nonfinite(statistics: GradientStatistics) -> str:
         for name, count, numel in zip(statistics.names, bad, statistics.numel.tolist(), strict=True)
         if count
     ]
+    if not shown:
+        largest, name = max(zip(statistics.abs_max.tolist(), statistics.names, strict=True))
+        return (
+            f"clip_gradients_: the norm of the gradients is beyond float64, with elements up to {largest:.4g} in "
+            f"that of {name}; no gradient has been changed"
+        )
     more = f", and {len(shown) - 5} more" if len(shown) > 5 else ""
     return f"clip_gradients_: NaN or inf in the gradients of {', '.join(shown[:5])}{more}; no gradient has been changed"
 
