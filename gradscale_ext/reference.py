@@ -394,7 +394,7 @@ def _normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
     largest = x.detach().abs().amax(-1, keepdim=True).clamp(min=eps)
     scaled = x / largest
     length = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
-    return scaled / torch.maximum(length, eps / largest)
+    return scaled / length.clamp(min=eps / largest)
 
 
 def _per_sample(

@@ -386,6 +386,17 @@ def test_outputs_are_detached():
 # ---- Derivatives ----------------------------------------------------------------------------------------------------
 
 
+def test_a_vector_as_long_as_eps_has_a_direction():
+    """As torch.clamp has it, which divides by the length from there on."""
+    x = torch.tensor([[3.0, 0.0], [0.0, -3.0], [2.0, 1.0]], dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([[1.0, 5.0], [2.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    unit = [v / v.norm(dim=-1, keepdim=True).clamp(min=3.0) for v in (x, target)]
+    (expected,) = torch.autograd.grad(-(unit[0] * unit[1]).sum(-1).mean(), x)
+    for function in (gs.multi_step_loss, gs.reference.multi_step_loss):
+        loss = function({"c": gs.NegativeCosine(eps=3.0)}, {"c": [x]}, {"c": [target]}).loss
+        torch.testing.assert_close(torch.autograd.grad(loss, x)[0], expected, rtol=1e-14, atol=1e-15)
+
+
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradcheck_and_gradgradcheck(reduction, fused_only, monkeypatch):

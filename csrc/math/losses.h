@@ -60,7 +60,7 @@ negative_cosine(double xx, double tt, double xt, double x_unit, double t_unit, d
   const double t_divisor = t_length < t_floor ? t_floor : t_length;
   const double loss = -xt / (x_divisor * t_divisor);
   return {
-      loss, x_length > x_floor ? -loss / xx / (x_unit * x_unit) : 0.0, -1 / (x_divisor * x_unit * t_divisor * t_unit)};
+      loss, x_length >= x_floor ? -loss / xx / (x_unit * x_unit) : 0.0, -1 / (x_divisor * x_unit * t_divisor * t_unit)};
 }
 
 } // namespace gradscale

@@ -3,8 +3,7 @@
 //
 //   test_kernels                 all of them
 //   test_kernels --list          the variants
-//   test_kernels NAME [PLACE [LARGEST]]    one variant; memory in one place only: heap, page, or misaligned, a fault;
-//                                and rows up to a width
+//   test_kernels NAME [PLACE]    one variant; memory in one place only: heap, page, or misaligned, a fault
 #include "cases.h"
 
 #include <csignal>
@@ -27,7 +26,7 @@ namespace gradscale::test {
 
 namespace {
 
-Selection selected(const std::string& name, const std::string& place, const std::string& largest) {
+Selection selected(const std::string& name, const std::string& place) {
   const Selection all = everything();
   Selection selection;
   for (const Variant& variant : all.variants) {
@@ -35,11 +34,7 @@ Selection selected(const std::string& name, const std::string& place, const std:
       selection.variants.push_back(variant);
     }
   }
-  for (const int64_t width : all.widths) {
-    if (largest.empty() || width <= std::stoll(largest)) {
-      selection.widths.push_back(width);
-    }
-  }
+  selection.widths = all.widths;
   if (place == "misaligned") {
     selection.layouts.push_back({Place::heap, 0, 0, /*misalignment=*/1});
     return selection;
@@ -80,7 +75,7 @@ int main(int count, char** arguments) {
     return 0;
   }
   expect_the_worst();
-  const Selection selection = selected(name, count > 2 ? arguments[2] : "", count > 3 ? arguments[3] : "");
+  const Selection selection = selected(name, count > 2 ? arguments[2] : "");
   test_rows(selection);
   test_decode(selection);
   if (selection.variants[0].kernels.power_sum != nullptr) { // as the CPU's kernels have it
