@@ -56,19 +56,22 @@ inline int first_bin_below(int highest) { // one bin above it may come too
   return highest > kCountedBins - 2 ? highest - (kCountedBins - 2) : 0;
 }
 
-// From the first elements.
+// From the first elements that are not zeros.
 template <class T>
 int probable_first_bin(const T* x, int64_t size) {
   int32_t largest = 0;
-  for (int64_t i = 0; i < size && i < 16; ++i) {
-    largest = std::max(largest, Magnitude<float>::of(to_accumulate(x[i])));
+  for (int64_t begin = 0; begin < size && largest == 0; begin += 32) {
+    const int64_t end = std::min<int64_t>(size, begin + 32);
+    for (int64_t i = begin; i < end; ++i) {
+      largest = std::max(largest, Magnitude<float>::of(to_accumulate(x[i])));
+    }
   }
   return first_bin_below(Magnitude<float>::bin(largest));
 }
 
 // Adds the statistics of `size` elements, a multiple of 64 and at most 255 * 64, for p = 2; or returns false, and adds
-// nothing, where one of them is not finite, or many are in none of the bins first_bin .. first_bin + 16. Leaves where
-// the bins of what comes next will probably begin.
+// nothing, where one of them is not finite, or many are neither in the bins first_bin .. first_bin + 16 nor in the
+// lowest one, where zeros are. Leaves where the bins of what comes next will probably begin.
 template <class T>
 bool add_lanes(const T* x, int64_t size, int& first_bin, ChunkStatistics& all) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
@@ -106,6 +109,9 @@ bool add_lanes(const T* x, int64_t size, int& first_bin, ChunkStatistics& all) {
     }
     __mmask64 outside = _mm512_cmpge_epu8_mask(counted, _mm512_set1_epi8(kCountedBins));
     if (outside != 0) {
+      const __mmask64 lowest = outside & _mm512_cmpeq_epi8_mask(bins, _mm512_setzero_si512()); // zeros, most of all
+      others[0] += __builtin_popcountll(lowest);
+      outside ^= lowest;
       alignas(64) uint8_t bytes[64];
       _mm512_store_si512(bytes, bins);
       for (; outside != 0; outside &= outside - 1) {

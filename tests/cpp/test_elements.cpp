@@ -161,10 +161,16 @@ double norm_of(const Row& magnitudes, double p) {
   return largest * std::pow(sum, 1 / p);
 }
 
-enum class Content { ordinary, large, small, zeros, infinite, nan };
+enum class Content { ordinary, large, small, zeros, sparse, infinite, nan };
 
 constexpr Content kContents[] = {
-    Content::ordinary, Content::large, Content::small, Content::zeros, Content::infinite, Content::nan};
+    Content::ordinary,
+    Content::large,
+    Content::small,
+    Content::zeros,
+    Content::sparse,
+    Content::infinite,
+    Content::nan};
 
 double number_of(Content content, Element element, bool chosen, Random& random) {
   const Format format = format_of(element);
@@ -175,6 +181,8 @@ double number_of(Content content, Element element, bool chosen, Random& random) 
       return random.uniform(-1, 1) * std::ldexp(1, format.smallest);
     case Content::zeros:
       return 0;
+    case Content::sparse: // as behind a ReLU, and with numbers in the lowest bin too
+      return random.below(2) == 0 ? 0 : random.normal(random.below(8) == 0 ? 1e-14 : 1);
     case Content::infinite:
       return chosen ? -kInfinity : random.normal(1);
     case Content::nan:
