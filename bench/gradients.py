@@ -3,8 +3,9 @@
     python bench/gradients.py --json bench/results/gradients.json
 
 1000 tensors of 1000 elements, the 148 tensors of a transformer with 25 M parameters, and one tensor of 100 M; float32,
-and bfloat16 for the last. Bytes that must move: all elements read once; for clipping that changes them, read twice and
-written once. "read once" is `torch.sum`, which reads everything and computes less.
+and the last also in bfloat16 and with zeros, as behind a ReLU. Bytes that must move: all elements read once; for
+clipping that changes them, read twice and written once. "read once" is `torch.sum`, which reads everything and computes
+less.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def cases() -> dict[str, Tensors]:
         "transformer, 25 M": transformer(),
         "1 x 100 M": [large],
         "1 x 100 M, bfloat16": [large.bfloat16()],
+        "1 x 100 M, half of them 0": [large.relu()],
     }
 
 

@@ -393,8 +393,9 @@ def _normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x / max(|x|, eps) over the last dimension; the squares neither overflow nor underflow."""
     largest = x.detach().abs().amax(-1, keepdim=True).clamp(min=eps)
     scaled = x / largest
-    length: torch.Tensor = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
-    return scaled / length.clamp(min=eps / largest)
+    length = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    floor = eps / largest
+    return scaled / torch.where(length < floor, floor, length)
 
 
 def _per_sample(
