@@ -22,9 +22,8 @@ WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.25], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]], dtype=torch.bool)
 WIDTH = 12
 # What torch.compile makes of a transformed or dynamic loss is a large graph: minutes of work for all heads.
-EACH_KIND = {
-    name: ALL_HEADS[name] for name in ("value", "wide_gauss", "bonus", "features", "end", "consistency", "own")
-}
+KINDS = ("value", "wide_gauss", "bonus", "classes", "features", "end", "consistency", "own")
+EACH_KIND = {name: ALL_HEADS[name] for name in KINDS}
 
 
 def make(batch=BATCH, dtype=torch.float64):
