@@ -4,9 +4,14 @@ run without the tracing that counts lines."""
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 
 import pytest
+
+# Tests run in as many processes as there are processors, and PyTorch has as many threads in each: threads that wait
+# for others must leave the processor to them. OpenMP reads this when PyTorch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_addoption(parser):
