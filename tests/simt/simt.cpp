@@ -33,7 +33,8 @@ void __tsan_switch_to_fiber(void* fiber, unsigned flags) SIMT_WEAK;
 void __tsan_acquire(void* tag) SIMT_WEAK;
 void __tsan_release(void* tag) SIMT_WEAK;
 
-// Pushes the registers that a call preserves, stores the stack pointer, and goes on with another stack.
+// Pushes the registers that a call preserves, stores the stack pointer, and goes on with another stack: by a jump,
+// whose target processors predict, since a return is expected to lead to the call before.
 __attribute__((visibility("hidden"))) void simt_switch(void** save_stack_pointer, void* stack_pointer);
 __attribute__((visibility("hidden"))) void simt_enter();
 }
@@ -59,7 +60,8 @@ simt_switch:
   popq %r12
   popq %rbx
   popq %rbp
-  ret
+  popq %rcx
+  jmp *%rcx
 .size simt_switch, . - simt_switch
 )");
 constexpr int kFrameWords = 8; // six registers, the return address, and one that aligns the stack as a call does
@@ -116,21 +118,26 @@ constexpr size_t kStackBytes = 256 * 1024;    // with room for a sanitizer's rep
 
 // A place where threads wait.
 struct Place {
-  const char* what;
+  const char* what; // one address for each name
   const char* file;
   int line;
 
   bool operator==(const Place& other) const {
-    return line == other.line && strcmp(what, other.what) == 0 && (file == other.file || strcmp(file, other.file) == 0);
+    return line == other.line && what == other.what && (file == other.file || strcmp(file, other.file) == 0);
   }
 };
 
-struct Thread {
-  unsigned index;
+// What has a stack of its own: a CUDA thread, or the launcher that called this file.
+struct Fiber {
   char* stack; // the lowest byte that may be used
-  void* stack_pointer;
+  size_t stack_bytes;
+  void* stack_pointer; // while others run
   void* asan_fake_stack;
   void* tsan_fiber;
+};
+
+struct Thread : Fiber {
+  unsigned index;
   bool returned;
   bool fenced;
   Place place;
@@ -215,11 +222,8 @@ std::string failure;
 char start_tag;
 char end_tag;
 
-void* launcher_stack_pointer;
-void* launcher_tsan_fiber;
-void* launcher_asan_fake_stack;
-const void* launcher_stack;
-size_t launcher_stack_bytes;
+Fiber launcher;
+Fiber* left; // by the last switch
 
 bool under_address_sanitizer() {
   return __sanitizer_start_switch_fiber != nullptr && __asan_unpoison_memory_region != nullptr;
@@ -343,46 +347,44 @@ unsigned take_next() {
   return thread;
 }
 
-void switch_to_launcher(bool for_ever) {
-  Thread* const self = current;
+void switch_fibers(Fiber& from, Fiber& to, bool for_ever) {
+  left = &from;
   if (under_address_sanitizer()) {
-    __sanitizer_start_switch_fiber(for_ever ? nullptr : &self->asan_fake_stack, launcher_stack, launcher_stack_bytes);
+    __sanitizer_start_switch_fiber(for_ever ? nullptr : &from.asan_fake_stack, to.stack, to.stack_bytes);
   }
   if (under_thread_sanitizer()) {
-    __tsan_switch_to_fiber(launcher_tsan_fiber, 1); // 1: the switch orders nothing
+    __tsan_switch_to_fiber(to.tsan_fiber, 1); // 1: the switch orders nothing
   }
-  simt_switch(&self->stack_pointer, launcher_stack_pointer);
+  simt_switch(&from.stack_pointer, to.stack_pointer);
   if (under_address_sanitizer()) {
-    __sanitizer_finish_switch_fiber(self->asan_fake_stack, nullptr, nullptr);
+    __sanitizer_finish_switch_fiber(from.asan_fake_stack, nullptr, nullptr);
   }
 }
 
-void switch_to(Thread& thread) {
-  current = &thread;
-  threadIdx = {thread.index, 0, 0};
-  if (under_address_sanitizer()) {
-    __sanitizer_start_switch_fiber(&launcher_asan_fake_stack, thread.stack, kStackBytes);
+// Goes on with the next thread, or with the launcher where no thread can or the launch failed.
+void switch_from(Fiber& from, bool for_ever) {
+  Fiber* next = &launcher;
+  if (queue.count > 0 && !failed) {
+    current = &threads[take_next()];
+    threadIdx = {current->index, 0, 0};
+    next = current;
   }
-  if (under_thread_sanitizer()) {
-    __tsan_switch_to_fiber(thread.tsan_fiber, 1);
-  }
-  simt_switch(&launcher_stack_pointer, thread.stack_pointer);
-  if (under_address_sanitizer()) {
-    __sanitizer_finish_switch_fiber(launcher_asan_fake_stack, nullptr, nullptr);
+  if (next != &from) {
+    switch_fibers(from, *next, for_ever);
   }
 }
 
-// Leaves a thread that failed, and is not resumed. Its caller must own no memory any more.
+// Leaves a thread that returned or failed, and is not resumed. Its caller must own no memory any more.
 [[noreturn]] void abandon() {
   release(&end_tag);
-  switch_to_launcher(/*for_ever=*/true);
+  switch_from(*current, /*for_ever=*/true);
   abort();
 }
 
 void wait_in(const Place& place) {
   current->place = place;
   release(&end_tag); // where the launch fails, the thread is not resumed, and the caller may free what it used
-  switch_to_launcher(/*for_ever=*/false);
+  switch_from(*current, /*for_ever=*/false);
 }
 
 // ThreadSanitizer would take free() for an access that nothing orders after the threads' own, but not munmap().
@@ -447,6 +449,7 @@ void prepare_tags() {
 void prepare_stack(Thread& thread) {
   if (thread.stack == nullptr) {
     thread.stack = map_stack();
+    thread.stack_bytes = kStackBytes;
   } else if (under_thread_sanitizer()) {
     // Mapped again, the stack is free of the accesses of the thread that had it in the block before.
     map(thread.stack, kStackBytes, MAP_NORESERVE | MAP_FIXED);
@@ -540,9 +543,7 @@ void fail_for_deadlock() {
 void run_block(unsigned index) {
   blockIdx = {index, 0, 0};
   prepare_block();
-  while (queue.count > 0 && !failed) {
-    switch_to(threads[take_next()]);
-  }
+  switch_from(launcher, /*for_ever=*/false);
   if (!failed && running_count > 0) {
     fail_for_deadlock();
   }
@@ -715,7 +716,7 @@ void launch(const char* name, int64_t blocks, int thread_count_of_block, Body bo
   random_state = options().seed * 0x9E3779B97F4A7C15 | 1;
   failed = false;
   if (under_thread_sanitizer()) {
-    launcher_tsan_fiber = __tsan_get_current_fiber();
+    launcher.tsan_fiber = __tsan_get_current_fiber();
   }
   release(&start_tag);
   for (const unsigned index : order_of_blocks(gridDim.x)) {
@@ -828,7 +829,9 @@ bool has_fenced() {
 // Called in place of a kernel's caller, on the new stack of the running thread.
 void run_thread() {
   if (under_address_sanitizer()) {
-    __sanitizer_finish_switch_fiber(nullptr, &launcher_stack, &launcher_stack_bytes);
+    const void* stack = nullptr;
+    __sanitizer_finish_switch_fiber(nullptr, &stack, &left->stack_bytes);
+    left->stack = static_cast<char*>(const_cast<void*>(stack)); // the launcher's is known from here alone
   }
   acquire(&start_tag);
   try {
