@@ -445,6 +445,15 @@ void prepare_tags() {
   tags = static_cast<Tags*>(map(nullptr, sizeof(Tags), 0));
 }
 
+// Functions that were left where the launch failed have red zones on their stacks.
+void remove_red_zones() {
+  for (const Thread& thread : threads) {
+    if (under_address_sanitizer() && thread.stack != nullptr) {
+      __asan_unpoison_memory_region(thread.stack, kStackBytes);
+    }
+  }
+}
+
 // Gives the thread a stack on which it begins in simt_enter().
 void prepare_stack(Thread& thread) {
   if (thread.stack == nullptr) {
@@ -453,8 +462,6 @@ void prepare_stack(Thread& thread) {
   } else if (under_thread_sanitizer()) {
     // Mapped again, the stack is free of the accesses of the thread that had it in the block before.
     map(thread.stack, kStackBytes, MAP_NORESERVE | MAP_FIXED);
-  } else if (under_address_sanitizer()) {
-    __asan_unpoison_memory_region(thread.stack, kStackBytes);
   }
   // Stacks that all began at the same offset in a page would compete for the same lines of the cache.
   char* const top = thread.stack + kStackBytes - thread.index % kWarpThreads * 128;
@@ -728,6 +735,7 @@ void launch(const char* name, int64_t blocks, int thread_count_of_block, Body bo
   destroy_retired_fibers();
   current = nullptr;
   if (failed) {
+    remove_red_zones();
     throw std::runtime_error(failure);
   }
 }
