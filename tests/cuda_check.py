@@ -110,7 +110,7 @@ def compile_for(nvcc: str, source: Path, architecture: str) -> tuple[int, str]:
     """Compile one file for one architecture: nvcc's exit status and what it printed."""
     virtual = architecture.replace("sm_", "compute_")
     with tempfile.TemporaryDirectory() as folder:
-        target = ["-Xptxas", "-v", f"-gencode=arch={virtual},code={architecture}", "-c", "-o", f"{folder}/object.o"]
+        target = ["-Xptxas", "-v", f"-gencode=arch={virtual},code={architecture}", "-cubin", "-o", f"{folder}/code"]
         command = [nvcc, *FLAGS, *target, str(source)]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return done.returncode, done.stdout

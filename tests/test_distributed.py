@@ -270,6 +270,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.xdist_group("two_processes")  # which start once
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_processes(name: str, outcomes: Path) -> None:
     for rank in range(RANKS):

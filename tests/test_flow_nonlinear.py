@@ -278,6 +278,7 @@ def _digest() -> list[torch.Tensor]:
 
 
 @pytest.mark.arithmetic
+@pytest.mark.cpu_kernels
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_kernels_of_other_instruction_sets(capability, tmp_path):
     script = (
