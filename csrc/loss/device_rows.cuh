@@ -146,7 +146,7 @@ class LogitsRow {
     each_window([&](const A* values, int32_t) {
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
-        largest = values[k] > largest ? values[k] : largest;
+        largest = larger(largest, values[k]);
       }
     });
     return group_.maximum(largest);
@@ -206,11 +206,12 @@ GRADSCALE_DEVICE CategoricalSums<A> categorical_sums(
   A sum = 0;
   A moment = 0;
   row.each_window([&](A* values, int32_t first) {
+    const A center = offset + static_cast<A>(2 * first); // a whole number, as the others of the window are
 #pragma unroll
     for (int k = 0; k < Row::kSize; ++k) {
       const A e = exp_nonpositive(values[k] - maximum);
       sum += e;
-      moment += e * (offset + static_cast<A>(2 * (first + k)));
+      moment += e * (center + static_cast<A>(2 * k));
       values[k] = e;
     }
   });

@@ -4,8 +4,7 @@
 //                once: bytes = logits + targets + gradients. A block has rows of one segment; a group of threads has a
 //                row: threads_for_row() of them, so that short rows share a warp and long ones take a block.
 // loss_totals    one thread a sample: L_b, the loss, the means of the heads, by sums in a fixed order: of the threads
-// of
-//                a block, and of the blocks by the last one that is done. Reads 4 bytes a row.
+//                of a block, and of the blocks by the last one that is done. Reads 4 bytes a row.
 // count_kept     one block a head: entries that a mask keeps; only where a mean is taken over those.
 #pragma once
 

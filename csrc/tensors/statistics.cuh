@@ -25,7 +25,8 @@ struct BinCounters {
     __syncthreads();
   }
   GRADSCALE_DEVICE void count(int32_t bin) const {
-    ++counters[bin * kThreads + threadIdx.x];
+    constexpr int half = kThreads / 2; // two that share a word, and so a bank, are in different warps
+    ++counters[bin * kThreads + threadIdx.x % half * 2 + threadIdx.x / half];
   }
   // One bin after the other by each warp.
   GRADSCALE_DEVICE void store(int32_t* histogram) const {
