@@ -33,13 +33,13 @@ void __tsan_switch_to_fiber(void* fiber, unsigned flags) SIMT_WEAK;
 void __tsan_acquire(void* tag) SIMT_WEAK;
 void __tsan_release(void* tag) SIMT_WEAK;
 
-// Pushes the registers that a call preserves, stores the stack pointer, and goes on with another stack: by a jump,
-// whose target processors predict, since a return is expected to lead to the call before.
+// Pushes the registers that a call preserves, stores the stack pointer, and goes on with another stack.
 __attribute__((visibility("hidden"))) void simt_switch(void** save_stack_pointer, void* stack_pointer);
 __attribute__((visibility("hidden"))) void simt_enter();
 }
 
 #if defined(__x86_64__)
+// It leaves by a jump, whose target processors predict: they expect a return to lead to the call before.
 asm(R"(
 .text
 .globl simt_switch
