@@ -148,7 +148,7 @@ GRADIENTS = {
     "compile, eager": lambda f, x: gradient(torch.compile(f, fullgraph=True, backend="eager"), x),
     "compile of grad": lambda f, x: torch.compile(torch.func.grad(f), fullgraph=True, backend=BACKEND)(x),
     "compile of vmap of grad": lambda f, x: torch.compile(
-        torch.func.vmap(torch.func.grad(f)), fullgraph=True, backend="aot_eager"
+        torch.func.vmap(torch.func.grad(f)), fullgraph=True, backend=BACKEND
     )(torch.stack([x, x]))[1],
     "export": lambda f, x: _exported(f, x, strict=False),
     "export, strict": lambda f, x: _exported(f, x, strict=True),
