@@ -3,11 +3,17 @@
 // torch::autograd::Function refuses torch.func, and a Python Function is dropped by some combinations of compile and
 // transforms. A kernel that builds its own Node, and sets its own forward-mode tangent, is treated by every level of
 // PyTorch as a native operator, so that one mechanism is right in every context.
+//
+// What all nodes keep to: several threads may run one node, and another may release it meanwhile, so that its members
+// are read and written with `mutex_` held; a pass that fails in the middle, also in a hook or in another node, leaves
+// the node able to run again; and nothing is asked of an input in the backward pass that could have changed since the
+// forward pass.
 #pragma once
 
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <memory>
 #include <type_traits>
@@ -25,6 +31,16 @@ Ptr make_node(T*& node) {
   } else {
     return Ptr::unsafe_steal_from_new(node);
   }
+}
+
+// The tensor as it was in the forward pass: what is computed with it sends its gradient along the edge of then (none
+// where it is not valid), whether it has been detached, or has begun to require a gradient, since.
+inline at::Tensor with_edge(const at::Tensor& tensor, const torch::autograd::Edge& edge) {
+  at::Tensor alias = tensor.detach();
+  if (edge.is_valid()) {
+    torch::autograd::impl::set_gradient_edge(alias, edge);
+  }
+  return alias;
 }
 
 } // namespace gradscale

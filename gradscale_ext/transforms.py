@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 
 
@@ -14,9 +17,12 @@ def _in_float32(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _keep_infinity(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """y, but where x is infinite and y the NaN of inf / inf, x."""
-    return torch.where(x.isinf(), x, y)
+def _with_infinity(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, slope: float) -> torch.Tensor:
+    """The function where x is finite or NaN; where x is infinite x itself, with the derivative that the limit has."""
+    is_infinite = x.isinf()
+    infinite = torch.where(is_infinite, x, 0)
+    beyond = infinite * slope if slope > 0 else infinite.detach()
+    return torch.where(is_infinite, beyond, function(torch.where(is_infinite, 0, x)))
 
 
 def signed_hyperbolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
@@ -28,22 +34,25 @@ def signed_hyperbolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
 
     Returns:
         Tensor of the shape and dtype of `x`, to 4e-7 relative error in float32 over the whole range; ``h'(0) = 1/2 +
-        eps``.
+        eps``, and at ±inf the derivative is its limit, `eps`.
 
     From Pohlen et al. 2018, "Observe and Look Further"; MuZero's transform of rewards and values with eps 1e-3.
 
     >>> signed_hyperbolic(torch.tensor([0.0, 3.0, -3.0]), eps=0.0)
     tensor([ 0.,  1., -1.])
     """
-    y = _in_float32(x)
-    # (sqrt(a+1) - 1) / a = 1 / (sqrt(a+1) + 1): nothing cancels, and the derivative at 0 exists.
-    return _keep_infinity(y, y * (1 / ((y.abs() + 1).sqrt() + 1) + eps)).to(x.dtype)
+
+    def of_finite(y: torch.Tensor) -> torch.Tensor:
+        # (sqrt(a+1) - 1) / a = 1 / (sqrt(a+1) + 1): nothing cancels, and the derivative at 0 exists.
+        return y * (1 / ((y.abs() + 1).sqrt() + 1) + eps)
+
+    return _with_infinity(of_finite, _in_float32(x), slope=eps).to(x.dtype)
 
 
 def signed_parabolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
     """Inverse of `signed_hyperbolic`, elementwise.
 
-    With ``u = 2|x| / (sqrt(1 + 4 eps (|x| + 1 + eps)) + 1 + 2 eps)`` it is ``sign(x) u (u + 2)``, a form in which
+    With ``u = |x| / (sqrt(1/4 + eps (|x| + 1 + eps)) + 1/2 + eps)`` it is ``sign(x) u (u + 2)``, a form in which
     nothing cancels; the textbook form is off by 7.5e-5 for |x| <= 1 in float32.
 
     Args:
@@ -51,14 +60,24 @@ def signed_parabolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
         eps: as in `signed_hyperbolic`.
 
     Returns:
-        Tensor of the shape and dtype of `x`.
+        Tensor of the shape and dtype of `x`; the derivative at 0 is ``2 / (1 + 2 eps)``, at ±inf ``1 / eps``.
 
     >>> signed_parabolic(torch.tensor([0.0, 1.0, -1.0]), eps=0.0)
     tensor([ 0.,  3., -3.])
     """
-    y = _in_float32(x)
-    u = 2 * y / ((1 + 4 * eps * (y.abs() + 1 + eps)).sqrt() + 1 + 2 * eps)
-    return _keep_infinity(y, u * (u.abs() + 2)).to(x.dtype)
+
+    def of_finite(y: torch.Tensor) -> torch.Tensor:
+        u = y if eps == 0 else y / (_root(y.abs(), eps) + 0.5 + eps)
+        return u * (u.abs() + 2)
+
+    return _with_infinity(of_finite, _in_float32(x), slope=1 / eps if eps > 0 else math.inf).to(x.dtype)
+
+
+def _root(magnitude: torch.Tensor, eps: float) -> torch.Tensor:
+    """``sqrt(1/4 + eps (|x| + 1 + eps))``; the product with a large eps is taken of the roots, where none overflows."""
+    if eps <= 1:
+        return (0.25 + eps * (magnitude + 1 + eps)).sqrt()
+    return math.sqrt(eps) * (magnitude + (1 + eps + 0.25 / eps)).sqrt()
 
 
 def symlog(x: torch.Tensor) -> torch.Tensor:

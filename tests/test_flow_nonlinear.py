@@ -738,3 +738,48 @@ def test_opcheck():
         (operations.reverse_gradient.tensor, (torch.ones(()),)),
     ):
         torch.library.opcheck(operation, (x, *arguments))
+
+
+# ---- Layouts of the gradient ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [gs.clip_gradient_norm, gs.normalize_gradient])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize(
+    ("batch_dims", "shape"), [(0, ()), (1, (1,)), (1, (8,)), (2, (5,)), (2, (8, 1)), (2, (1, 1)), (2, (8, 5))]
+)
+def test_limits_that_broadcast_meet_gradients_that_arrive_transposed(rule, dtype, batch_dims, shape):
+    limit = torch.linspace(0.01, 0.02, math.prod(shape)).reshape(shape)
+    for seed in range(20):  # what a view into freed memory reads depends on what lies there
+        gradient = torch.randn(5, 8, 16, dtype=dtype, generator=torch.Generator().manual_seed(seed)).transpose(0, 1)
+        (result,) = torch.autograd.grad(
+            rule(x := torch.zeros(8, 5, 16, dtype=dtype, requires_grad=True), limit, batch_dims=batch_dims), x, gradient
+        )
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        expected = limit.double().reshape([*shape, *[1] * (3 - batch_dims)])
+        expected = gradient.to(wide) * expected / norms(gradient, batch_dims, 2)
+        torch.testing.assert_close(result.to(wide), expected, rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=0)
+
+
+def test_a_clipped_sequence_of_an_lstm():
+    lstm = torch.nn.LSTM(16, 16)
+    clip = gs.ClipGradientNorm(torch.tensor([0.01]), batch_dims=1)
+    x = torch.randn(8, 5, 16, requires_grad=True)
+    lstm(clip(x).transpose(0, 1))[0].sum().backward()
+    torch.testing.assert_close(norms(x.grad, 1, 2).flatten().float(), torch.full((8,), 0.01))
+
+
+@paths
+@pytest.mark.parametrize("rule", [gs.clip_gradient_norm, gs.normalize_gradient])
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, INF])
+@pytest.mark.parametrize("scale", [2.8e-45, 1e-40, 1e-30, 1.0, 1e38])
+def test_complex_numbers_of_every_size(rule, p, scale, create_graph):
+    gradient = (torch.tensor([[1 - 1.5j, 2 + 1j], [0j, 3j]]) * 1.0).to(torch.complex64)
+    gradient = torch.view_as_complex(torch.view_as_real(gradient) * scale)
+    gradient = gradient[:, :1] if scale == 2.8e-45 else gradient  # what is less than the least is rounded
+    limit = 0.5
+    result = through(lambda x: rule(x, limit, batch_dims=1, norm_type=p), gradient, create_graph)
+    norm = norms(gradient, 1, p)
+    factor = torch.where(norm > 0, limit / norm, 1)
+    expected = gradient.to(torch.complex128) * (factor.clamp(max=1) if rule is gs.clip_gradient_norm else factor)
+    torch.testing.assert_close(result.to(torch.complex128), expected, rtol=1e-5, atol=2e-45)

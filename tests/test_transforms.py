@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import mpmath
 import pytest
 import torch
 
@@ -48,7 +49,6 @@ def _whole_range(limit):
 
 def _exact(name, x):
     """With 60 digits."""
-    mpmath = pytest.importorskip("mpmath")
     mpmath.mp.dps = 60
     x = mpmath.mpf(x)
     eps = mpmath.mpf("0.001")
@@ -94,3 +94,49 @@ def test_derivatives_and_special_values(function):
     assert special[0] == float("inf")
     assert special[1] == -float("inf")
     assert special[2].isnan()
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-3, 1e-2, 1.0, 3.0, 1e10])
+@pytest.mark.parametrize("x", [1e-30, 1.0, 1e15, 1e19, 9e37, 3.4e38])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_inverse_overflows_where_its_value_does_alone(x, eps, sign):
+    mpmath.mp.dps = 60
+    y = torch.tensor(sign * x, requires_grad=True)
+    a, e = mpmath.mpf(abs(y.item())), mpmath.mpf(eps)
+    u = a / (mpmath.sqrt(mpmath.mpf(0.25) + e * (a + 1 + e)) + mpmath.mpf(0.5) + e)
+    value, slope = u * (u + 2), 2 * (u + 1) / (1 + 2 * e * (u + 1))
+    result = gs.signed_parabolic(y, eps)
+    result.backward()
+    largest = torch.finfo(torch.float32).max
+    assert result.item() == (pytest.approx(sign * float(value), rel=4e-7) if value < largest else sign * math.inf)
+    if value < largest:
+        assert y.grad.item() == pytest.approx(float(slope), rel=2e-6)
+    assert not y.grad.isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("eps", [0.0, 1e-3, 1.0])
+def test_derivatives_at_infinity_are_their_limits(eps, dtype):
+    for function, slope in (
+        (lambda x: gs.signed_hyperbolic(x, eps), eps),
+        (lambda x: gs.signed_parabolic(x, eps), 1 / eps if eps else math.inf),
+        (gs.symlog, 0.0),
+        (gs.symexp, math.inf),
+    ):
+        x = torch.tensor([math.inf, -math.inf, 1.0, math.nan], dtype=dtype, requires_grad=True)
+        y = function(x)
+        y.sum().backward()
+        assert y[:2].tolist() == [math.inf, -math.inf]
+        torch.testing.assert_close(x.grad[:2].double(), torch.full((2,), slope).double(), rtol=1e-3, atol=0)
+        assert x.grad[2].isfinite()
+        assert x.grad[3].isnan()
+
+
+def test_decoding_over_a_support_of_large_numbers():
+    support = gs.Support(-9e37, 9e37, 3, eps=1.0)
+    logits = torch.tensor([-50.0, 0.0, 50.0], requires_grad=True)
+    value = support.decode(logits)
+    value.backward()
+    assert value.item() == pytest.approx(9e37, rel=1e-6)
+    assert gs.reference.decode(logits, support).item() == pytest.approx(9e37, rel=1e-6)
+    assert logits.grad.isfinite().all()

@@ -4,15 +4,18 @@
 #include "../variants/kernels.h"
 #include "gradient_buffer.h"
 
+#include <ATen/DimVector.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/amax.h>
+#include <ATen/ops/complex.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -142,7 +145,7 @@ int64_t rescale_groups(const Memory& memory, int64_t groups, int64_t size, doubl
 
 at::Tensor rescaled_in_two_passes(
     at::Tensor gradient, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
-  const auto batch = gradient.sizes().slice(0, groups.batch_dims);
+  const at::DimVector batch(gradient.sizes().slice(0, groups.batch_dims)); // not a view: gradient is given other memory
   const int64_t count = c10::multiply_integers(batch);
   const int64_t size = gradient.numel() / count;
   bool ours = owned_by_nobody_else(gradient);
@@ -205,10 +208,10 @@ at::Tensor gathered(const at::Tensor& norms, const NormGroups& groups) {
   return call_by_name("_c10d_functional::wait_tensor", {all});
 }
 
-// The largest element of each group, a constant for derivatives; 1 where it is 0 or not finite.
-at::Tensor largest_of(const at::Tensor& gradient, at::IntArrayRef inner) {
+// The largest magnitude of each group, a constant for derivatives; 1 where it is 0 or not finite.
+at::Tensor largest_of(const at::Tensor& elements, at::IntArrayRef inner) {
   const at::NoGradGuard no_grad;
-  const at::Tensor largest = gradient.abs().amax(inner, /*keepdim=*/true);
+  const at::Tensor largest = elements.abs().amax(inner, /*keepdim=*/true);
   const at::Tensor usable = largest.gt(0).logical_and(largest.lt(std::numeric_limits<double>::infinity()));
   return at::where(usable, largest, at::ones_like(largest));
 }
@@ -229,22 +232,27 @@ at::Tensor rescaled_by_operations(
   for (int64_t d = groups.batch_dims; d < gradient.dim(); ++d) {
     inner.push_back(d);
   }
+  // Complex numbers are pairs in a dimension of their own: to divide one by a small number overflows.
+  const bool pairs = gradient.is_complex();
+  const auto beside_pairs = [&](const at::Tensor& by_group) { return pairs ? by_group.unsqueeze(-1) : by_group; };
   const at::ScalarType precise = precise_type(gradient.scalar_type());
-  const at::Tensor wide = gradient.to(gradient.is_complex() ? c10::toComplexType(precise) : precise);
+  const at::Tensor wide = (pairs ? at::view_as_real(gradient.resolve_conj()) : gradient).to(precise);
   // A member of a process group that holds no elements takes part with a norm of zero.
   at::Tensor elements = wide;
   if (wide.sym_numel() == 0) {
     c10::SymDimVector sizes(wide.sym_sizes().begin(), wide.sym_sizes().end());
-    std::fill(sizes.begin() + groups.batch_dims, sizes.end(), 1);
+    std::fill(sizes.begin() + groups.batch_dims, sizes.begin() + gradient.dim(), 1);
     elements = at::zeros_symint(sizes, wide.options());
   }
   // Divided by the largest element, which is a constant here, no power overflows, and none that matters vanishes.
-  const at::Tensor largest = largest_of(elements, inner);
-  const at::Tensor relative = elements / largest;
+  const at::Tensor largest = largest_of(pairs ? elements.abs().amax(-1) : elements, inner);
   // A CPU adds one number after the other: in double, or long sums would lose what float can give.
   const at::ScalarType sums = gradient.device().is_cpu() ? at::kDouble : precise;
-  const at::ScalarType dtype = gradient.is_complex() ? c10::toComplexType(sums) : sums;
-  at::Tensor norm = at::linalg_vector_norm(relative, groups.p, inner, /*keepdim=*/true, dtype);
+  at::Tensor relative = elements / beside_pairs(largest);
+  if (pairs) {
+    relative = at::linalg_vector_norm(relative, 2, {-1}, /*keepdim=*/false, sums);
+  }
+  at::Tensor norm = at::linalg_vector_norm(relative, groups.p, inner, /*keepdim=*/true, sums);
   at::Tensor scale = largest;
   if (!groups.process_group.empty()) {
     const at::Tensor scales = gathered(largest, groups);
@@ -261,7 +269,8 @@ at::Tensor rescaled_by_operations(
   }
   const at::Tensor unchanged = rule == Rule::clip ? within : norm.eq(0);
   const at::Tensor factor = (bound / at::where(unchanged, at::ones_like(norm), norm)).to(precise);
-  at::Tensor result = (wide / scale * factor).to(gradient.scalar_type());
+  at::Tensor result = wide / beside_pairs(scale) * beside_pairs(factor);
+  result = pairs ? at::complex(result.select(-1, 0), result.select(-1, 1)) : result.to(gradient.scalar_type());
   result = at::where(unchanged, gradient, result);
   result = at::where(bound.eq(0), at::zeros({}, result.options()), result);
   result = at::where(bound.ge(0), result, at::full({}, kNaN, result.options()));

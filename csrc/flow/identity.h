@@ -102,6 +102,7 @@ class OperatorBackward : public torch::autograd::Node {
   }
 
   void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
     for (auto& saved : saved_) {
       saved.reset_data();
     }
@@ -109,24 +110,30 @@ class OperatorBackward : public torch::autograd::Node {
   }
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    const Operator op = unpacked();
     torch::autograd::variable_list result(1);
     at::Tensor gradient = std::move(gradients[0]);
     gradients.clear();
     if (gradient.defined()) {
-      Operator op = *operator_;
-      const auto values = op.values();
-      for (size_t i = 0; i < values.size(); ++i) {
-        if (std::holds_alternative<at::Tensor>(*values[i])) {
-          *values[i] = saved_[i].unpack();
-        }
-      }
       result[0] = gradient.layout() == at::kStrided ? op.gradient(std::move(gradient)) : of_sparse(op, gradient);
     }
     return result;
   }
 
  private:
+  Operator unpacked() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    Operator op = *operator_;
+    const auto values = op.values();
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (std::holds_alternative<at::Tensor>(*values[i])) {
+        *values[i] = saved_[i].unpack();
+      }
+    }
+    return op;
+  }
+
   static at::Tensor of_sparse(const Operator& op, const at::Tensor& gradient) {
     TORCH_CHECK_TYPE(
         gradient.layout() == at::kSparse && op.keeps_zeros(),

@@ -80,13 +80,16 @@ struct DecodeBackward : public autograd::Node {
   std::shared_ptr<OwnedSupport> support;
   std::unique_ptr<c10::SafePyObject> python_support;
   autograd::SavedVariable saved_logits;
+  bool released = false;
 
   std::string name() const override {
     return "DecodeBackward";
   }
 
   void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
     saved_logits.reset_data();
+    released = true;
   }
 
   autograd::variable_list apply(autograd::variable_list&& inputs) override {
@@ -94,14 +97,20 @@ struct DecodeBackward : public autograd::Node {
     if (!grad_output.defined()) {
       return {at::Tensor()};
     }
-    const at::Tensor logits = saved_logits.unpack();
+    const at::Tensor logits = unpacked();
     if (!at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(grad_output) && ordinary_tensor(logits)) {
       return {gradient_of(logits, grad_output, support->get())};
     }
-    return {by_reference(logits, grad_output)};
+    return {by_reference(with_edge(logits, next_edge(0)), grad_output)};
   }
 
  private:
+  at::Tensor unpacked() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
+    return saved_logits.unpack();
+  }
+
   // By decoding once more in plain PyTorch; a graph of it, when there is to be one.
   at::Tensor by_reference(const at::Tensor& logits, const at::Tensor& grad_output) const {
     py::gil_scoped_acquire gil;

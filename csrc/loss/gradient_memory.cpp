@@ -6,17 +6,20 @@
 
 namespace gradscale {
 
-GradientMemory::Block GradientMemory::take(int64_t size) const {
+GradientMemory::Block GradientMemory::take(size_t head, int64_t size) const {
+  const auto fresh = [=] { return std::make_shared<c10::DataPtr>(c10::GetCPUAllocator()->allocate(size)); };
+  if (!keeps_) {
+    return fresh();
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (block_ && block_.use_count() == 1 && size_ >= size) {
-    return block_;
+  if (kept_.size() <= head) {
+    kept_.resize(head + 1);
   }
-  Block block = std::make_shared<c10::DataPtr>(c10::GetCPUAllocator()->allocate(size));
-  if (keeps_) {
-    block_ = block;
-    size_ = size;
+  Kept& kept = kept_[head];
+  if (!kept.block || kept.block.use_count() > 1 || kept.size < size) {
+    kept = {fresh(), size};
   }
-  return block;
+  return kept.block;
 }
 
 at::Tensor GradientMemory::piece_of(const Block& block, int64_t offset, const at::Tensor& like, at::ScalarType dtype) {

@@ -5,11 +5,12 @@
 
 #include <memory>
 #include <mutex>
+#include <vector>
 
 namespace gradscale {
 
-// Fresh pages cost more at their first touch than the loss itself, so that a module keeps its block, and takes it again
-// when no gradient of the last call is alive any more.
+// Fresh pages cost more at their first touch than the loss itself, so that a module keeps a block for each head, and
+// takes it again when no gradient of that head is alive any more. A gradient that is kept holds its head's block alone.
 class GradientMemory {
  public:
   using Block = std::shared_ptr<c10::DataPtr>;
@@ -18,7 +19,7 @@ class GradientMemory {
   }
 
   // At least `size` bytes that nobody uses.
-  Block take(int64_t size) const;
+  Block take(size_t head, int64_t size) const;
 
   // A contiguous tensor of the shape of `like` at `offset` bytes of the block, with a storage of its own: saved, it
   // takes its own size, and resizing it is an error instead of reaching into its neighbour.
@@ -27,8 +28,11 @@ class GradientMemory {
  private:
   bool keeps_;
   mutable std::mutex mutex_;
-  mutable Block block_;
-  mutable int64_t size_ = 0;
+  struct Kept {
+    Block block;
+    int64_t size = 0;
+  };
+  mutable std::vector<Kept> kept_; // by head
 };
 
 } // namespace gradscale

@@ -135,12 +135,13 @@ struct MultiStepLossOperatorBackward : public autograd::Node {
   }
 
   void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
     gradients.clear();
     released = true;
   }
 
   autograd::variable_list apply(autograd::variable_list&& inputs) override {
-    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
+    const std::vector<Gradient> gradients = kept();
     const at::Tensor grad_output = std::move(inputs[0]);
     autograd::variable_list result(gradients.size());
     if (!grad_output.defined()) {
@@ -167,6 +168,13 @@ struct MultiStepLossOperatorBackward : public autograd::Node {
       result[i] = product.to(gradient.type);
     }
     return result;
+  }
+
+ private:
+  std::vector<Gradient> kept() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
+    return gradients;
   }
 };
 

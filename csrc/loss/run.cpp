@@ -180,43 +180,37 @@ class Run {
     return wide_ && prediction.scalar_type() != at::kDouble ? at::kFloat : prediction.scalar_type();
   }
 
-  // Contiguous gradients like their predictions; on the CPU cut from one block of memory.
+  // Contiguous gradients like their predictions; on the CPU those of a head are cut from one block of memory.
   void make_gradients() {
-    constexpr int64_t alignment = 64;
     gradients_.resize(table_.size());
-    if (kernels_ != nullptr) {
-      for_predictions([&](size_t h, const at::Tensor& prediction, bool wanted) {
-        const at::TensorOptions options = options_.dtype(gradient_type(prediction));
-        gradients_[h].push_back(wanted ? at::empty(prediction.sizes(), options) : at::Tensor());
-      });
-      return;
-    }
-    int64_t size = 0;
-    std::vector<int64_t> offsets;
-    for_predictions([&](size_t, const at::Tensor& prediction, bool wanted) {
-      offsets.push_back(size);
-      const auto element = static_cast<int64_t>(c10::elementSize(gradient_type(prediction)));
-      size += wanted ? (prediction.numel() * element + alignment - 1) / alignment * alignment : 0;
-    });
-    const GradientMemory::Block block = size > 0 ? memory_.take(size) : nullptr;
-    size_t index = 0;
-    for_predictions([&](size_t h, const at::Tensor& prediction, bool wanted) {
-      const int64_t offset = offsets[index++];
-      gradients_[h].push_back(
-          !wanted ? at::Tensor()
-          : block ? GradientMemory::piece_of(block, offset, prediction, gradient_type(prediction))
-                  : at::empty(prediction.sizes(), options_.dtype(gradient_type(prediction))));
-    });
-  }
-
-  template <class Function>
-  void for_predictions(Function function) const {
     for (size_t h = 0; h < table_.size(); ++h) {
-      const std::vector<at::Tensor>& tensors = arguments_.predictions[h].tensors;
-      for (size_t i = 0; i < tensors.size(); ++i) {
-        function(h, tensors[i], arguments_.wants[h][i]);
+      const std::vector<at::Tensor>& predictions = arguments_.predictions[h].tensors;
+      int64_t size = 0;
+      for (size_t i = 0; kernels_ == nullptr && i < predictions.size(); ++i) {
+        size += arguments_.wants[h][i] ? gradient_bytes(predictions[i]) : 0;
+      }
+      const GradientMemory::Block block = size > 0 ? memory_.take(h, size) : nullptr;
+      int64_t offset = 0;
+      for (size_t i = 0; i < predictions.size(); ++i) {
+        gradients_[h].push_back(arguments_.wants[h][i] ? make_gradient(predictions[i], block, offset) : at::Tensor());
       }
     }
+  }
+
+  int64_t gradient_bytes(const at::Tensor& prediction) const {
+    constexpr int64_t alignment = 64;
+    const auto element = static_cast<int64_t>(c10::elementSize(gradient_type(prediction)));
+    return (prediction.numel() * element + alignment - 1) / alignment * alignment;
+  }
+
+  at::Tensor make_gradient(const at::Tensor& prediction, const GradientMemory::Block& block, int64_t& offset) const {
+    const at::ScalarType dtype = gradient_type(prediction);
+    if (!block) {
+      return at::empty(prediction.sizes(), options_.dtype(dtype));
+    }
+    const int64_t begin = offset;
+    offset += gradient_bytes(prediction);
+    return GradientMemory::piece_of(block, begin, prediction, dtype);
   }
 
   StepWeight step_weight(const StepNumbers& numbers) {

@@ -17,11 +17,13 @@ GRADSCALE_HOST_DEVICE T signed_hyperbolic(T x, T eps) {
   return x * (T(1) / (std::sqrt(std::abs(x) + T(1)) + T(1)) + eps);
 }
 
-// v = 2y / (sqrt(1 + 4 eps (|y|+1+eps)) + 1 + 2 eps): (|v| + 1)^2 is |x| + 1 for the x with h(x) = y.
+// v = y / (sqrt(1/4 + eps (|y|+1+eps)) + 1/2 + eps): (|v| + 1)^2 is |x| + 1 for the x with h(x) = y. The product with a
+// large eps is taken of the roots, where it does not overflow.
 template <class T>
 GRADSCALE_HOST_DEVICE T hyperbolic_root(T y, T eps) {
-  const T root = std::sqrt(T(1) + T(4) * eps * (std::abs(y) + T(1) + eps));
-  return T(2) * y / (root + T(1) + T(2) * eps);
+  const T sum = std::abs(y) + T(1) + eps;
+  const T root = eps <= T(1) ? std::sqrt(T(0.25) + eps * sum) : std::sqrt(eps) * std::sqrt(sum + T(0.25) / eps);
+  return y / (root + T(0.5) + eps);
 }
 
 // The inverse of h is v(|v| + 2): again a form without cancellation.

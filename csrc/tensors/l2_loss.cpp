@@ -85,32 +85,44 @@ struct L2LossBackward : public autograd::Node {
   }
 
   void release_variables() override {
-    parameters.clear();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (autograd::SavedVariable& parameter : parameters) {
+      parameter.reset_data();
+    }
     released = true;
   }
 
   autograd::variable_list apply(autograd::variable_list&& inputs) override {
-    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
-    autograd::variable_list result(parameters.size());
+    const std::vector<at::Tensor> wanted = unpacked();
+    autograd::variable_list result(wanted.size());
     if (!inputs[0].defined()) {
       return result;
     }
     if (const DeviceKernels* device = device_kernels(inputs[0].device());
         device != nullptr && !at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(inputs[0])) {
-      std::vector<at::Tensor> wanted(parameters.size());
-      for (size_t i = 0; i < parameters.size(); ++i) {
-        wanted[i] = should_compute_output(i) ? parameters[i].unpack().detach() : at::Tensor();
-      }
       return gradients_on_device(*device, wanted, weight, inputs[0]);
     }
     const at::Tensor factor = inputs[0].mul(weight);
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      if (should_compute_output(i)) {
-        const at::Tensor parameter = parameters[i].unpack();
-        result[i] = parameter.mul(factor).to(parameter.scalar_type());
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      if (wanted[i].defined()) {
+        result[i] = wanted[i].mul(factor).to(wanted[i].scalar_type());
       }
     }
     return result;
+  }
+
+ private:
+  // The parameters whose gradients are asked for; undefined elsewhere.
+  std::vector<at::Tensor> unpacked() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
+    std::vector<at::Tensor> wanted(parameters.size());
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (should_compute_output(i)) {
+        wanted[i] = with_edge(parameters[i].unpack(), next_edge(i));
+      }
+    }
+    return wanted;
   }
 };
 
