@@ -1,6 +1,7 @@
 # make demo      train the example agent          make demo SEED=1
 # make test      run the tests
 # make simulated  run the tests of what has CUDA kernels through these kernels, in a simulator on the CPU
+# make sanitized  run the tests with an extension that AddressSanitizer and UndefinedBehaviorSanitizer watch
 # make versions  run the tests on the other versions of PyTorch in VERSIONS, each in a checkout of its own (but for those
 #                of the kernels alone, which no PyTorch takes part in)
 # make bench     run the benchmarks, and write bench/results/ and the README's tables
@@ -26,15 +27,16 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 CXX_FILES := $(shell find csrc tests/cpp tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test simulated versions bench matrix lint gpu cuda-check format clean force
+.PHONY: demo test simulated sanitized versions bench matrix lint gpu cuda-check format clean force
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/muzero_cartpole/train.py --seed $(SEED)
 
 # Lines of the package that no test runs are counted, and may be 5 in 100. The compiler's cache is kept apart for each
-# environment: one version of PyTorch cannot read another's.
+# environment: one version of PyTorch cannot read another's. Memory that is allocated or freed is filled with a byte, so
+# that whoever reads what is not his does not find what he hopes for.
 test: $(VENV)/installed
-	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup \
+	MALLOC_PERTURB_=165 TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup \
 	  $(PYTEST_OPTIONS)
 
 # The CUDA kernels for CPU tensors.
@@ -47,6 +49,23 @@ SIMULATED := loss support tensors statistics flow flow_nonlinear cuda
 simulated: $(VENV)/installed $(VENV)/simulated.so
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup --simulated-kernels=$(VENV)/simulated.so \
 	  $(SIMULATED:%=tests/test_%.py)
+
+# The Python tests once more, with the extension compiled for sanitizers into a folder of its own. What only compiles
+# graphs, starts other processes, or compiles C++ tests that have sanitizers of their own, is left out.
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr,alignment -fno-sanitize-recover=all
+PRELOADED := libasan.so libubsan.so libstdc++.so.6
+SANITIZED := autograd loss support tensors statistics flow flow_nonlinear transforms unroll monitor diagnosis tracer peers
+
+$(VENV)/sanitized/built: $(VENV)/installed $(SOURCES)
+	GRADSCALE_NO_CUDA=1 CFLAGS="$(SANITIZERS) -O1 -g1 -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" \
+	  $(BIN)/python setup.py --quiet build --build-base $(VENV)/sanitized/build --build-lib $(VENV)/sanitized/lib
+	@touch $@
+
+sanitized: $(VENV)/sanitized/built
+	cp gradscale_ext/*.py $(VENV)/sanitized/lib/gradscale_ext/ && cp gradscale_ext/monitor/*.py $(VENV)/sanitized/lib/gradscale_ext/monitor/
+	LD_PRELOAD="$(foreach library,$(PRELOADED),$(shell $(CC) -print-file-name=$(library)))" \
+	ASAN_OPTIONS=detect_leaks=0:handle_segv=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(VENV)/sanitized/lib \
+	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not untraced" $(SANITIZED:%=tests/test_%.py)
 
 versions: $(VERSIONS:%=version-%)
 

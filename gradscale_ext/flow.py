@@ -217,7 +217,7 @@ def _apply(
         if result is not None:
             return result
     if isinstance(x, torch.Tensor):
-        return _library.call(operator, x, *arguments)
+        return _library.call(operator, x, *_without_schedules(x, arguments))
     if isinstance(x, tuple | list):
         items = [_apply(operator, compiled, item, *arguments) for item in x]
         return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
@@ -228,6 +228,16 @@ def _apply(
         f"{operator}: x must be a tensor, or a tuple, list, dict or namedtuple of tensors, "
         f"but it holds a value of type {type(x).__name__}"
     )
+
+
+def _without_schedules(x: torch.Tensor, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, with tensors in place of the numbers where one of them varies under `torch.compile`: an operator
+    takes a number as a constant, and would be compiled again for the next one."""
+    values = [value for value in arguments[:2] if type(value) is float]
+    if _context.is_eager() or not any([_context.varies(value) for value in values]):
+        return arguments
+    tensors = [_context.as_tensor(value, x.device) for value in values]
+    return (*tensors, *arguments[len(tensors) :])
 
 
 def _clip_gradient_norm(

@@ -418,6 +418,8 @@ def priorities(
         error = error.amax(1)
     else:
         raise ValueError(f"priorities: steps must be 'first', 'mean' or 'max', but it is {steps!r}")
+    if not _context.is_eager():
+        return torch.pow(error + eps, _context.as_tensor(alpha, error.device, error.dtype))
     return (error + eps) ** alpha
 
 

@@ -124,3 +124,59 @@ def test_transforms(name):
     {**TRANSFORMS, **UNTRANSFORMED}[name](_asked(answers), torch.ones(3))
     torch._dynamo.reset()
     assert set(answers) == {name in TRANSFORMS}
+
+
+# ---- Schedules: Python numbers that change from call to call --------------------------------------------------------
+
+
+def _priorities(x, a):
+    return gs.priorities(x, torch.zeros_like(x), alpha=a) * x.sum()
+
+
+def _unrolled(x, a):
+    outputs = gs.unroll(lambda o: ({"v": o}, o), lambda h, k: ({"v": h * k}, h * k), x, [x] * 3, hidden_scale=a)
+    return outputs["v"][-1]
+
+
+def _weighted(**options):
+    def loss(x, a):
+        weights = {name: [1.0, a, a * 0.5, 1.0, a**2] for name in options}
+        target = {"m": torch.zeros_like(x)}
+        return gs.multi_step_loss({"m": gs.MeanSquaredError()}, {"m": x}, target, reduction="none", **weights).loss
+
+    return loss
+
+
+SCHEDULED = {
+    "scale_gradient": gs.scale_gradient,
+    "scale_gradient of a dict": lambda x, a: gs.scale_gradient({"h": x}, a)["h"],
+    "reverse_gradient": gs.reverse_gradient,
+    "clip_gradient_norm": gs.clip_gradient_norm,
+    "clip_gradient_norm per sample": lambda x, a: gs.clip_gradient_norm(x, a, batch_dims=1),
+    "clip_gradient_value": lambda x, a: gs.clip_gradient_value(x, -a, a),
+    "clip_gradient_value from above": lambda x, a: gs.clip_gradient_value(x, None, a),
+    "normalize_gradient": lambda x, a: gs.normalize_gradient(x, a, batch_dims=1),
+    "step_weights": _weighted(step_weights=True),
+    "step_gradient_scale": _weighted(step_gradient_scale=True),
+    "l2_loss": lambda x, a: gs.l2_loss([x], weight=a) * x.detach().sum(1),
+    "priorities": _priorities,
+    "hidden_scale": _unrolled,
+}
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_a_schedule_is_compiled_twice_at_most(name):
+    """Once for the first number, as a constant, and once for all others."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    function = SCHEDULED[name]
+    compiled = torch.compile(lambda x, a: function(x * 1, a), backend=counter, fullgraph=True)
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    for step in range(20):
+        a = 0.1 + 0.05 * step
+        results = [f(x, a) for f in (compiled, function)]
+        gradients = [torch.autograd.grad(y, x, torch.linspace(-1, 1, y.numel()).view_as(y))[0] for y in results]
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*gradients)
+    assert counter.frame_count <= 2

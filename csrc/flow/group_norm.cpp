@@ -315,10 +315,11 @@ at::Tensor rescaled(
     return gradient;
   }
   const at::Tensor* tensor = std::get_if<at::Tensor>(&limit);
+  const bool is_read_anywhere = tensor == nullptr || (is_cpu_scalar(*tensor) && ordinary_tensor(*tensor));
   // Only squares of the parts of complex numbers add up to those of the whole.
   const bool parts = gradient.is_complex() && groups.p != 2 && device_kernels(gradient.device()) != nullptr;
   if (groups.process_group.empty() && !parts &&
-      fused(gradient, {tensor == nullptr || is_cpu_scalar(*tensor) ? at::Tensor() : *tensor, counts})) {
+      fused(gradient, {is_read_anywhere ? at::Tensor() : *tensor, counts})) {
     return rescaled_in_two_passes(std::move(gradient), limit, groups, rule, counts);
   }
   return rescaled_by_operations(gradient, limit, groups, rule, counts);
