@@ -369,8 +369,55 @@ def test_frozen():
 def test_not_in_optimizer():
     model = Between(torch.tanh)
     optimizer = torch.optim.SGD(model.last.parameters(), lr=0.1)
-    assert found(diagnose(model(X), model, optimizer)) == {("not_in_optimizer", name) for name in FIRST}
+    diagnosis = diagnose(model(X), model, optimizer)
+    assert found(diagnosis) == {("not_in_optimizer", name) for name in FIRST}
+    assert diagnosis.ok
+    assert all("nothing if it is not to be trained" in finding.remedy for finding in diagnosis.findings)
     assert diagnose(model(X), model).findings == []
+
+
+def test_an_optimizer_of_another_model_is_no_choice():
+    model = Between(torch.tanh)
+    optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+    diagnosis = diagnose(model(X), model, optimizer)
+    assert found(diagnosis) == {("not_in_optimizer", name) for name in (*FIRST, "last.weight", "last.bias")}
+    assert not diagnosis.ok
+    assert all("neither in the model nor in the loss" in finding.cause for finding in diagnosis.findings)
+    prompt = torch.zeros(2, 3, requires_grad=True)
+    assert diagnose(model(X + prompt), model, torch.optim.SGD([prompt], lr=0.1)).ok
+
+
+def test_several_optimizers():
+    model = Between(torch.tanh)
+    first, last = torch.optim.SGD(model.first.parameters(), 0.1), torch.optim.Adam(model.last.parameters())
+    for optimizers in ([first, last], (last, first), iter([first, last]), {"first": first, "last": last}.values()):
+        assert diagnose(model(X), model, optimizers).findings == []
+    assert diagnose(model(X), model, {"first": first, "last": last}).findings == []
+    assert found(diagnose(model(X), model, [last])) == {("not_in_optimizer", name) for name in FIRST}
+    model.first.weight.requires_grad_(False)
+    assert found(diagnose(model(X), model, [last, first])) == {("frozen", "first.weight")}
+
+
+def test_a_wrapped_optimizer():
+    class Wrapped(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        @property
+        def param_groups(self):
+            return self.optimizer.param_groups
+
+    model = Between(torch.tanh)
+    wrapped = Wrapped(torch.optim.SGD(model.parameters(), 0.1))
+    assert diagnose(model(X), model, wrapped).findings == []
+    assert diagnose(model(X), model, [wrapped]).findings == []
+
+
+def test_nonfinite_is_no_note_where_the_optimizer_leaves_it_out():
+    model = Between(lambda h: (h - h).sqrt() + 1)
+    diagnosis = diagnose(model(X), model, torch.optim.SGD(model.last.parameters(), 0.1))
+    assert found(diagnosis) == {("nonfinite", name) for name in FIRST}
+    assert not diagnosis.ok
 
 
 class Unregistered(nn.Module):
@@ -623,7 +670,11 @@ def test_several_faults():
         ("unused", "projector.weight"),
         ("unused", "projector.bias"),
         ("non_leaf", "temperature"),
+        ("detached", "loss"),
     }
+    faults = {("no_grad", f"dynamics.0.{name}") for name in ("weight", "bias")} | {("non_leaf", "temperature")}
+    assert {(f.code, f.parameter) for f in diagnosis.findings if not f.is_note} == faults
+    assert [f.is_note for f in diagnosis.findings] == [False] * 3 + [True] * 9
     assert all(at(f, "dynamics") for f in diagnosis.findings if f.code == "no_grad")
 
 
@@ -1087,6 +1138,9 @@ def test_a_tracer_that_watched_something_else():
 # ---- Arguments, and the report --------------------------------------------------------------------------------------
 
 
+SGD = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -1095,6 +1149,10 @@ def test_a_tracer_that_watched_something_else():
         ({"loss": torch.ones((), dtype=torch.complex64)}, ValueError, "loss must be real, .*complex64"),
         ({"model": [1]}, TypeError, "model must be a torch.nn.Module, but it is of type list"),
         ({"optimizer": "Adam"}, TypeError, "optimizer must be a torch.optim.Optimizer or None, .*type str"),
+        ({"optimizer": [SGD, "Adam"]}, TypeError, r"optimizer\[1\] must be a torch.optim.Optimizer, .*type str"),
+        ({"optimizer": nn.Linear(1, 1).parameters()}, TypeError, r"optimizer\[0\] must be .*type Parameter"),
+        ({"optimizer": torch.ones(1)}, TypeError, "optimizer must be .*type Tensor"),
+        ({"optimizer": []}, ValueError, "optimizer must be one or several, .* empty sequence; give None"),
         ({"tracer": 3}, TypeError, "tracer must be a GradientTracer or None, .*type int"),
         ({"tracer": GradientTracer()}, ValueError, "tracer must have watched the forward pass"),
     ],

@@ -313,3 +313,46 @@ def test_the_package_s_own_functions_are_seen():
             loss = function(layer(x).detach())
         codes = {finding.code for finding in gs.diagnose_gradients(loss, layer, tracer=tracer).findings}
         assert codes == {"detached"}, name
+
+
+def test_cuts_that_keep_gradients_from_a_value_and_those_that_do_not():
+    w = nn.Parameter(torch.ones(3))
+    scale, data = torch.full((), 0.5), torch.ones(3)
+    with GradientTracer() as tracer:
+        x = w * data
+        beside = {
+            "straight through": x + (x.round() - x).detach(),
+            "round first": x.round().detach() - x.detach() + x,
+            "scaled": x * 0.3 + x.detach() * 0.7,
+            "normalised": x / x.pow(2).mean().sqrt().detach(),
+            "score": torch.exp(x - x.detach()),
+            "weight": w + ((w / scale).round() * scale - w).detach(),
+            "index": torch.where(x.detach() > 0, x, 0.0),
+        }
+        between = {
+            "state": torch.tanh(x).detach() @ w,
+            "two calls on": x + torch.tanh(torch.tanh(x).detach() * w),
+            "state and value": torch.cat([x, x.detach()]),
+            "target": torch.nn.functional.mse_loss(x, (w * data * 2).sin().cos().exp().detach()),
+            "written": data.clone().copy_(x.detach()) * w.sin(),
+        }
+        with torch.no_grad():
+            y = x * 2  # Gradients of this value alone are missing.
+        between["no_grad"] = y @ w
+    for name, result in beside.items():
+        assert tracer.felt_cuts(result) == [], name
+        assert tracer.cuts(result), name
+    for name, result in between.items():
+        assert len(tracer.felt_cuts(result)) == 1, name
+    assert tracer.felt_cuts(between["no_grad"])[0].kind == "no_grad"
+    assert tracer.felt_cuts(x) == tracer.cuts(x) == tracer.felt_cuts(w) == []
+
+
+def test_a_pass_that_failed_leaves_no_cut_behind():
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    tracer = GradientTracer()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), tracer:
+        layer(layer(x).detach().T)
+    with tracer:
+        result = layer(x)
+    assert tracer.felt_cuts(result) == []

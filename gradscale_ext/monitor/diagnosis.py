@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import textwrap
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,14 @@ VANISHING = 1e-9
 ABSOLUTE = 1e-12
 #: A gradient that is this small is about to underflow, in float32 when it is squared, in the next layers as it is.
 UNDERFLOW = 1e-30
+
+#: A layer is noted when at least this part of its units is dead. In a healthy one it may be half of them: where a batch
+#: repeats one sample, every other ReLU is off for all of it at initialisation.
+DEAD = 0.75
+#: Layers with fewer units reach that by chance.
+DEAD_UNITS = 16
+#: So do batches with fewer samples: of units that are active for one sample in ten, 43 % are off in a batch of eight.
+DEAD_SAMPLES = 8
 
 #: Operations whose derivative is zero wherever it exists, by the names of their nodes.
 ZERO_DERIVATIVE = {
@@ -63,6 +71,15 @@ _REMEDIES: dict[Code, str] = {
     "nn.Parameter(w.to(device))",
     "unused": "call the module that it belongs to, or remove it; an expert that one batch sends nothing needs nothing",
 }
+_PARTIAL_REMEDY = (
+    "nothing where it is meant, as for targets, advantages and truncated backpropagation; else leave the call out, as "
+    "what is behind it learns from the other paths alone; scale_gradient weakens a path without cutting it"
+)
+_DEAD_REMEDY = "if more batches show the same: a smaller learning rate, a normalisation in front, leaky ReLU or GELU"
+_NOT_HELD_REMEDY = (
+    "nothing if it is not to be trained by this loss (a target network, the other network of a GAN, an actor in the "
+    "critic's loss); else give it to the optimizer"
+)
 _TRACE = (
     "run the forward pass under `with GradientTracer() as tracer:` and pass tracer=tracer: the report then says "
     "whether it was used, and names the line that cut it off"
@@ -71,11 +88,11 @@ _TRACE = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One parameter, and why it is not trained."""
+    """One parameter and why it is not trained, or not by all that the loss depends on."""
 
     code: Code
     parameter: str
-    """Its name in the model."""
+    """Its name in the model; "loss" for what is said of the loss as a whole."""
     cause: str
     remedy: str
     location: str | None = None
@@ -136,9 +153,8 @@ class GradientDiagnosis:
         if not self.findings:
             return f"No findings: all {self.num_parameters} parameters get their gradients as they should."
         named = len({finding.parameter for finding in self.findings})
-        return (
-            f"{'Notes' if self.ok else 'Findings'} on {named} tensors; the model has {self.num_parameters} parameters."
-        )
+        what, tensors = "Notes" if self.ok else "Findings", "1 tensor" if named == 1 else f"{named} tensors"
+        return f"{what} on {tensors}; the model has {self.num_parameters} parameters."
 
     def _groups(self) -> Iterator[tuple[list[str], Finding]]:
         """The parameters that share a code, cause and location, with one of their findings."""
@@ -160,7 +176,7 @@ def _shortened(names: list[str], limit: int = 8) -> list[str]:
 def diagnose_gradients(
     loss: torch.Tensor,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     *,
     tracer: GradientTracer | None = None,
 ) -> GradientDiagnosis:
@@ -182,9 +198,14 @@ def diagnose_gradients(
     all_zero          exactly zero for another reason: dead ReLUs, masks, products with zero
     nonfinite         NaN or inf
     frozen            `requires_grad` is False
-    not_in_optimizer  it has a gradient that no optimizer uses
+    not_in_optimizer  it has a gradient that no optimizer uses; a note for parameters of the model
     non_leaf          a tensor that the user takes for a parameter, but which is the result of an operation
     ================  ==================================================================================================
+
+    Notes leave `.ok` True. They are what is found, NaN and inf apart, on parameters that the optimizers leave out: as
+    with frozen ones, that is a choice (a target network, the other network of a GAN). They also are cuts that a tracer
+    saw enter the loss (`detached`, `no_grad`), although other paths send gradients to the same parameters, one note
+    named "loss" for each line; and layers of which ReLUs or clamps let nothing through for most units (`all_zero`).
 
     The first four and `unused` are told apart by the tracer; without one, all of them are `disconnected`. A gradient
     is zero, and yet there is no finding, where it was multiplied by a parameter that is zero now and will not be after
@@ -193,8 +214,8 @@ def diagnose_gradients(
     Args:
         loss: scalar tensor.
         model: whose parameters, and tensors that it keeps as attributes, are looked at.
-        optimizer: what is not among its parameters is found, and what is frozen and among them. Without it, every
-            frozen parameter is a note.
+        optimizer: one, or a sequence of them: those that step on this loss. What is not among their parameters is
+            found, and what is frozen and among them. Without it, every frozen parameter is a note.
         tracer: that watched the forward pass.
 
     Returns:
@@ -218,28 +239,43 @@ def diagnose_gradients(
     >>> [(finding.code, finding.parameter) for finding in diagnose_gradients(loss, model, tracer=tracer).findings]
     [('detached', 'body.weight'), ('detached', 'body.bias')]
     """
-    _check(loss, model, optimizer, tracer)
+    _check(loss, model, tracer)
+    optimizers = _optimizers(optimizer)
     with tracer.paused() if tracer is not None else contextlib.nullcontext():
-        diagnosis = _Diagnosis(loss, model, optimizer, tracer)
-        return GradientDiagnosis(list(diagnosis.findings()), len(diagnosis.named))
+        diagnosis = _Diagnosis(loss, model, optimizers, tracer)
+        findings = sorted(diagnosis.findings(), key=lambda finding: finding.is_note)
+        return GradientDiagnosis(findings, len(diagnosis.named))
 
 
-def _check(loss: Any, model: Any, optimizer: Any, tracer: Any) -> None:
-    def wrong(argument: str, expected: str, value: Any) -> TypeError:
-        return TypeError(f"diagnose_gradients: {argument} must be {expected}, but it is of type {type(value).__name__}")
+def _wrong(argument: str, expected: str, value: Any) -> TypeError:
+    return TypeError(f"diagnose_gradients: {argument} must be {expected}, but it is of type {type(value).__name__}")
 
+
+def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer] | None:
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return None if optimizer is None else [optimizer]
+    if not isinstance(optimizer, Iterable) or isinstance(optimizer, str | torch.Tensor):
+        raise _wrong("optimizer", "a torch.optim.Optimizer or None, or a sequence of optimizers", optimizer)
+    optimizers = list(optimizer.values() if isinstance(optimizer, Mapping) else optimizer)
+    for index, one in enumerate(optimizers):
+        if not isinstance(one, torch.optim.Optimizer):
+            raise _wrong(f"optimizer[{index}]", "a torch.optim.Optimizer", one)
+    if not optimizers:
+        raise ValueError("diagnose_gradients: optimizer must be one or several, but it is an empty sequence; give None")
+    return optimizers
+
+
+def _check(loss: Any, model: Any, tracer: Any) -> None:
     if not isinstance(loss, torch.Tensor):
-        raise wrong("loss", "a tensor", loss)
+        raise _wrong("loss", "a tensor", loss)
     if loss.numel() != 1:
         raise ValueError(f"diagnose_gradients: loss must be a scalar, but it has shape {tuple(loss.shape)}")
     if loss.is_complex():
         raise ValueError(f"diagnose_gradients: loss must be real, but it is a tensor of dtype {loss.dtype}")
     if not isinstance(model, torch.nn.Module):
-        raise wrong("model", "a torch.nn.Module", model)
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise wrong("optimizer", "a torch.optim.Optimizer or None", optimizer)
+        raise _wrong("model", "a torch.nn.Module", model)
     if tracer is not None and not isinstance(tracer, GradientTracer):
-        raise wrong("tracer", "a GradientTracer or None", tracer)
+        raise _wrong("tracer", "a GradientTracer or None", tracer)
     if tracer is not None and tracer.calls == 0:
         raise ValueError(
             "diagnose_gradients: tracer must have watched the forward pass, but it has seen no call of PyTorch"
@@ -258,11 +294,12 @@ class _Diagnosis:
         self,
         loss: torch.Tensor,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: list[torch.optim.Optimizer] | None,
         tracer: GradientTracer | None,
     ) -> None:
         self.loss, self.model, self.tracer = loss, model, tracer
-        self.held = None if optimizer is None else {id(p) for g in optimizer.param_groups for p in g["params"]}
+        held = [p for o in optimizers or () for group in o.param_groups for p in group["params"]]
+        self.held = None if optimizers is None else {id(p) for p in held}
         self.named = dict(model.named_parameters())
         kept = list(_unregistered(model))
         # Tensors that the user keeps himself, beside the model's parameters, may be trained as well.
@@ -275,14 +312,20 @@ class _Diagnosis:
         self.sizes = {id(p): amount(g).largest for p, g in zip(wanted, found, strict=True)}
         seen = [] if self.flow.is_freed else [p for p in wanted if self.flow.reaches(p)]
         self.arrived = {id(p): self.flow.arrived_near(p) for p in seen}
+        # Optimizers that hold nothing of this model or loss are others': nothing was left out of them by choice.
+        known = {id(p) for p in (*self.named.values(), *self.own_leaves.values())}
+        self.are_its_optimizers = any(id(p) in known or self.flow.reaches(p) for p in held)
+        self.dead_rows = {id(p): _dead_rows(g) for p, g in zip(wanted, found, strict=True) if g is not None}
+        self.blamed: set[tuple[Any, ...]] = set()
         self.largest = max(filter(math.isfinite, self.sizes.values()), default=0.0)
         self.largest_arrived = max(self.arrived.values(), default=0.0)
 
     def findings(self) -> Iterator[Finding]:
-        """One for each parameter that has a fault."""
+        """One for each parameter that has a fault, and what is to be said of the loss."""
         for name, parameter in self.named.items():
             if torch.nn.parameter.is_lazy(parameter) or parameter.numel():
-                yield from self._of_parameter(name, parameter)
+                for finding in self._of_parameter(name, parameter):
+                    yield _of_left_out(finding) if self._is_left_out(parameter) else finding
         for name, leaf in self.own_leaves.items():
             if id(leaf) in self.reached:
                 yield from self._not_in_optimizer(name, leaf)
@@ -290,6 +333,7 @@ class _Diagnosis:
             yield from self._non_leaf(name, result)
         if not torch.isfinite(self.loss) and not any(math.isinf(s) or math.isnan(s) for s in self.sizes.values()):
             yield _finding("nonfinite", "loss", f"the loss is {self.loss.item()}, though no gradient is")
+        yield from self._partial_cuts()
 
     def _of_parameter(self, name: str, parameter: torch.Tensor) -> Iterator[Finding]:
         size = self.sizes.get(id(parameter), 0.0)
@@ -308,11 +352,16 @@ class _Diagnosis:
             cause = f"its gradient, and what arrives where it is used, is below {ABSOLUTE:g}; that of the loss is 1"
             yield _finding("vanishing", name, cause)
         else:
+            yield from self._dead_units(name, parameter)
             yield from self._not_in_optimizer(name, parameter)
 
     def _vanishes(self, parameter: torch.Tensor, size: float, arrived: float) -> bool:
         # What arrives is looked at because a gradient also is small where large ones cancel.
         return self.sizes[id(parameter)] < size and self.arrived.get(id(parameter), math.inf) < arrived
+
+    def _is_left_out(self, parameter: torch.Tensor) -> bool:
+        """Whether the optimizers leave it out: not to train it here is a choice, as with one that is frozen."""
+        return self.held is not None and id(parameter) not in self.held and self.are_its_optimizers
 
     # ---- By itself --------------------------------------------------------------------------------------------------
 
@@ -324,8 +373,9 @@ class _Diagnosis:
 
     def _not_in_optimizer(self, name: str, leaf: torch.Tensor) -> Iterator[Finding]:
         if self.held is not None and id(leaf) not in self.held:
-            beside = "" if name in self.named else "; it is not among model.parameters()"
-            yield _finding("not_in_optimizer", name, f"it gets a gradient, but the optimizer does not hold it{beside}")
+            more = "" if self.are_its_optimizers else "; what they hold is neither in the model nor in the loss"
+            more += "" if name in self.named else "; it is not among model.parameters()"
+            yield _finding("not_in_optimizer", name, f"it gets a gradient, but no optimizer holds it{more}")
 
     def _non_leaf(self, name: str, result: torch.Tensor) -> Iterator[Finding]:
         if self._line(gradient_function(result)) is not None:
@@ -357,6 +407,10 @@ class _Diagnosis:
             return _finding("disconnected", name, cause, remedy=_TRACE)
         cuts = sorted(self.tracer.cuts_between(parameter, self.loss), key=lambda cut: _LIKELIEST.index(cut.kind))
         if cuts:
+            self.blamed.add(_place(cuts[0]))
+            if cuts[0].entered is not None and self._is_left_out(parameter):
+                cause = "the loss depends on it only through what was computed while gradients were off"
+                return _finding("no_grad", name, cause, cuts[0].entered)
             return _finding(cuts[0].kind, name, f"{_cause_of_cut(cuts[0])}{about_loss}", cuts[0].location)
         escapes = self.tracer.escapes(parameter, self.loss)
         if escapes:
@@ -365,6 +419,28 @@ class _Diagnosis:
         if not self.tracer.used(parameter):
             return _finding("unused", name, f"no call took it together with data while the tracer watched{about_loss}")
         return _finding("disconnected", name, f"it was used, but nothing made of it enters the loss{about_loss}")
+
+    def _partial_cuts(self) -> Iterator[Finding]:
+        """The cuts that gradients would come back through, if they did not come on other paths alone."""
+        if self.tracer is None:
+            return
+        # What a module keeps of earlier values, in running statistics or the weights of a target network.
+        own = [t for t in (*self.named.values(), *self.model.buffers()) if not torch.nn.parameter.is_lazy(t)]
+        kept = {cut for tensor in own for cut in self.tracer.cuts(tensor)}
+        leaves = {name: leaf for name, leaf in (self.named | self.own_leaves).items() if id(leaf) in self.reached}
+        trained = {name: leaf for name, leaf in leaves.items() if not self._is_left_out(leaf)}
+        behind = {name: set(self.tracer.cuts_between(leaf, self.loss)) for name, leaf in trained.items()}
+        places: dict[tuple[Any, ...], list[Cut]] = {}
+        for cut in self.tracer.felt_cuts(self.loss):
+            if cut not in kept and _place(cut) not in self.blamed:
+                places.setdefault(_place(cut), []).append(cut)
+        for cuts in places.values():
+            names = [name for name in trained if not behind[name].isdisjoint(cuts)]
+            if names:
+                listed = ", ".join(_shortened(names, 3))
+                cause = f"a cut enters the loss: {_result_of(cuts[0])} sends no gradient to {listed}; other paths do"
+                location = cuts[0].entered or cuts[0].location
+                yield _finding(cuts[0].kind, "loss", cause, location, remedy=_PARTIAL_REMEDY, is_note=True)
 
     # ---- Reached by a gradient that is of no use --------------------------------------------------------------------
 
@@ -397,6 +473,21 @@ class _Diagnosis:
         names = ", ".join(dict.fromkeys(loss.node.name() for loss in filled))
         return _finding(code, name, _CAUSE_OF_LOSS[code].format(names), self._line(*(loss.node for loss in filled)))
 
+    def _dead_units(self, name: str, parameter: torch.Tensor) -> Iterator[Finding]:
+        """Most rows of a weight get no gradient, as ReLUs, or clamps, let none through."""
+        rows = self.dead_rows.get(id(parameter))
+        if rows is None or len(rows) < DEAD_UNITS or rows.sum() < DEAD * len(rows):
+            return
+        stops = [stop for stop in self.flow.stops(parameter) if stop.samples >= DEAD_SAMPLES]
+        if not stops:
+            return
+        dead = int((rows & torch.stack([stop.units for stop in stops]).any(0)).sum())
+        if dead >= DEAD * len(rows):
+            names = ", ".join(dict.fromkeys(stop.node.name() for stop in stops))
+            cause = f"{dead} of {len(rows)} units dead: {names} lets no gradient of theirs through, for the whole batch"
+            line = self._line(*(stop.node for stop in stops))
+            yield _finding("all_zero", name, cause, line, remedy=_DEAD_REMEDY, is_note=True)
+
     def _is_about_to_move(self, factor: torch.Tensor) -> bool:
         """Whether a factor is a parameter that is zero, but will not be after the first step."""
         return self.sizes.get(id(factor), 0.0) != 0 and not factor.any()
@@ -415,6 +506,29 @@ _CAUSE_OF_LOSS = {
     "vanishing": "its gradient has become zero in {}, by saturation or underflow",
     "all_zero": "its gradient has become exactly zero in {}",
 }
+
+
+def _place(cut: Cut) -> tuple[Any, ...]:
+    """What the cuts of one call, or of one block where gradients are off, have in common."""
+    return (cut.kind, cut.entered) if cut.kind == "no_grad" else (cut.kind, cut.call, cut.location)
+
+
+def _result_of(cut: Cut) -> str:
+    return "what was computed while gradients were off" if cut.kind == "no_grad" else f"the result of {cut.call}"
+
+
+def _of_left_out(finding: Finding) -> Finding:
+    """The same of a parameter that is not trained here."""
+    if finding.code == "nonfinite" or finding.is_note:
+        return finding
+    more = "" if finding.code == "not_in_optimizer" else "; no optimizer holds it"
+    return replace(finding, cause=finding.cause + more, remedy=_NOT_HELD_REMEDY, is_note=True)
+
+
+def _dead_rows(gradient: torch.Tensor) -> torch.Tensor | None:
+    """The rows of the gradient of a matrix that are zero; sharded and sparse ones are left alone."""
+    is_plain = type(gradient) in (torch.Tensor, torch.nn.Parameter) and gradient.layout == torch.strided
+    return gradient.detach().flatten(1).eq(0).all(1) if is_plain and gradient.dim() > 1 else None
 
 
 def _cause_of_cut(cut: Cut) -> str:

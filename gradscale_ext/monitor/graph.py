@@ -7,7 +7,7 @@ import functools
 import gc
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -174,6 +174,24 @@ class Step(NamedTuple):
         return leaves([*others, *products])
 
 
+def _saved_result(node: Node) -> torch.Tensor | None:
+    """What a ReLU gave; None for other functions, and where it is to be recomputed for each look."""
+    try:
+        return getattr(node, "_saved_result", None)
+    except RuntimeError:
+        return None
+
+
+class Stop(NamedTuple):
+    """Where a function that is flat on one side, as ReLU is, let no gradient through for some of the units."""
+
+    node: Node
+    units: torch.Tensor
+    """Those that no gradient was sent on for, though one arrived or the function was flat for all of their samples."""
+    samples: int
+    """How often each unit was computed."""
+
+
 def _origin(node: Node | None) -> Node | None:
     """The leaf or the operation on several operands behind views, casts, activations: whatever has one operand."""
     while node is not None and leaf_of(node) is None:
@@ -187,7 +205,10 @@ def _origin(node: Node | None) -> Node | None:
 class Flow:
     """What arrives at every node and what it sends on, while a backward pass runs in this context."""
 
-    def __init__(self, nodes: list[Node]) -> None:
+    def __init__(self, nodes: list[Node], unit_counts: Container[int] = ()) -> None:
+        """Of the nodes of a graph; `unit_counts` are the sizes of layers whose units are looked at one by one."""
+        self._unit_counts = unit_counts
+        self._stops: dict[Node, list[Stop]] = {}
         self._order = {node: position for position, node in enumerate(nodes)}
         self._leaves = {id(leaf): node for node in nodes if (leaf := leaf_of(node)) is not None}
         self._sources: dict[Node, list[tuple[Node, int]]] = {node: [] for node in nodes}
@@ -214,6 +235,20 @@ class Flow:
     ) -> None:
         self._arrived[node] = [amount(gradient) for gradient in arrived]
         self._sent[node] = [amount(gradient) for gradient in sent]
+        if operation(node) in _FLAT_ON_ONE_SIDE:
+            self._stops[node] = list(self._stops_at(node, sent[0], arrived[0]))
+
+    def _stops_at(self, node: Node, sent: torch.Tensor | None, arrived: torch.Tensor | None) -> Iterator[Stop]:
+        if type(sent) is not torch.Tensor or type(arrived) is not torch.Tensor or sent.shape != arrived.shape:
+            return
+        result = _saved_result(node)
+        for dim in range(1, sent.dim()):
+            if sent.shape[dim] in self._unit_counts:
+                others = [other for other in range(sent.dim()) if other != dim]
+                stopped = arrived.ne(0).any(others)
+                if result is not None:  # Squares send nothing to a zero.
+                    stopped |= result.eq(0).all(others)
+                yield Stop(node, stopped & sent.eq(0).all(others), sent.numel() // sent.shape[dim])
 
     def reaches(self, leaf: torch.Tensor) -> bool:
         """Whether the graph leads to a leaf; a reentrant checkpoint hides those that are used within it."""
@@ -221,10 +256,10 @@ class Flow:
 
     def _steps(self, leaf: torch.Tensor, goes_on: Callable[[Step], bool]) -> list[Step]:
         """The steps to a leaf, and to the nodes before it as long as `goes_on` says so; nearest to the root first."""
-        if not self.reaches(leaf):
-            return []
+        return self._steps_to([self._leaves[id(leaf)]], goes_on) if self.reaches(leaf) else []
+
+    def _steps_to(self, waiting: list[Node], goes_on: Callable[[Step], bool]) -> list[Step]:
         steps: list[Step] = []
-        waiting = [self._leaves[id(leaf)]]
         seen = set(waiting)
         while waiting:
             for source, edge in self._sources[waiting.pop()]:
@@ -249,6 +284,14 @@ class Flow:
         made = (step.node for step in steps if not math.isfinite(step.sent.largest) and not passes_it_on(step))
         return next(made, None)
 
+    def stops(self, leaf: torch.Tensor) -> list[Stop]:
+        """Where gradients of the units of a layer, the rows of its weight, were stopped on their way to the weight."""
+        takes_it = self._steps(leaf, lambda step: operation(step.node) in _SAME_VALUES)
+        products = [step.node for step in takes_it if operation(step.node) in _PRODUCTS]
+        steps = self._steps_to(products, lambda step: operation(step.node) in _BY_UNIT)
+        nodes = dict.fromkeys(step.node for step in steps if step.node in self._stops)
+        return [stop for node in nodes for stop in self._stops[node] if len(stop.units) == len(leaf)]
+
     def arrived_near(self, leaf: torch.Tensor) -> float:
         """The largest gradient at the operations that take a leaf, or its values in another shape or dtype."""
         steps = self._steps(leaf, lambda step: operation(step.node) in _SAME_VALUES)
@@ -265,6 +308,17 @@ _SAME_VALUES = {
     "T", "Transpose", "Permute", "View", "Reshape", "ReshapeAlias", "UnsafeView", "Unsqueeze", "Squeeze", "Expand",
     "Clone", "ToCopy", "Alias", "Slice", "Select", "Split", "SplitWithSizes", "Chunk", "Unbind", "Repeat", "AsStrided",
 }  # fmt: skip
+#: Operations that multiply by the weight of a layer.
+_PRODUCTS = {
+    "Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "MkldnnLinear", "Convolution", "MkldnnConvolution", "CudnnConvolution",
+}  # fmt: skip
+#: Operations behind one that keep its units apart.
+_BY_UNIT = _SAME_VALUES | {
+    "Add", "Sub", "Mul", "Div", "NativeBatchNorm", "CudnnBatchNorm", "NativeDropout", "MaxPool2DWithIndices",
+    "AvgPool2D",
+}  # fmt: skip
+#: Functions that are flat on one side or on both, and let no gradient through there.
+_FLAT_ON_ONE_SIDE = {"Relu", "Threshold", "Hardtanh", "Clamp", "ClampMin", "ClampMax", "Hardswish", "Hardsigmoid"}
 #: Operations that add a smaller operand, whose gradient they add up, and on which edges this may be.
 _ADDING_UP = {
     "Add": (0, 1), "Sub": (0, 1), "Addmm": (0,), "Addmv": (0,), "Baddbmm": (0,), "Expand": (0,), "Repeat": (0,),
@@ -302,7 +356,7 @@ def gradients(
         RuntimeError: the loss cannot be differentiated.
     """
     nodes = walk(loss.grad_fn)
-    flow = Flow(nodes)
+    flow = Flow(nodes, {len(leaf) for leaf in wanted if not torch.nn.parameter.is_lazy(leaf) and leaf.dim() > 1})
     if loss.grad_fn is None:
         return [torch.ones_like(leaf) if leaf is loss else None for leaf in wanted], flow
     hides = any(map(is_reentrant, nodes))

@@ -50,6 +50,8 @@ _ARITHMETIC = {
 #: Calls that read only the shape, dtype or device of their first operand, and of the other ones.
 _FORM_OF_FIRST = {"new_tensor", "new_full", "full_like"}
 _FORM_OF_OTHERS = {"type_as", "to", "expand_as", "view_as", "reshape_as"}
+#: How many calls back a value is looked for that was cut off: three lie in `x / x.pow(2).mean().sqrt().detach()`.
+_FEW = 3
 #: Calls through which a value leaves PyTorch.
 _ESCAPES = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__", "__complex__", "__dlpack__"}
 
@@ -81,6 +83,14 @@ class Cut:
     """Where gradients had been turned off."""
 
 
+class _Origin(NamedTuple):
+    """The values that a call cut off, by the numbers of their nodes."""
+
+    values: frozenset[int] = frozenset()
+    near: frozenset[int] = frozenset()
+    """These, and what they were made of by the last few calls."""
+
+
 class _History(NamedTuple):
     """What a value has come from. A set of leaves is an integer with a bit for each."""
 
@@ -96,18 +106,28 @@ class _History(NamedTuple):
     """How many escapes there had been when a number from outside of PyTorch last went into it."""
     has_data: bool = False
     """Whether anything but parameters has gone into it."""
+    fresh: Mapping[Cut, _Origin] = {}
+    """The cuts that it comes from, with nothing that sends gradients taken together with their results since."""
+    felt: frozenset[Cut] = frozenset()
+    """The cuts whose results were taken together with other values than those that were cut off."""
 
     def __or__(self, other: _History) -> _History:
         """Of what both have gone into."""
         cuts = dict(self.cuts)
         for cut, lost in other.cuts.items():
             cuts[cut] = cuts.get(cut, 0) | lost
+        fresh = dict(self.fresh)
+        for cut, origin in other.fresh.items():
+            values, near = fresh.get(cut, _Origin())
+            fresh[cut] = _Origin(values | origin.values, near | origin.near)
         return _History(
             self.live | other.live,
             cuts,
             depth=max(self.depth, other.depth),
             outside=max(self.outside, other.outside),
             has_data=self.has_data or other.has_data,
+            fresh=fresh,
+            felt=self.felt | other.felt,
         )
 
 
@@ -184,6 +204,19 @@ class GradientTracer(TorchFunctionMode):
         bit = self._bits.get(leaf, 0)
         return [cut for cut, leaves in self._history(result).cuts.items() if leaves & bit]
 
+    def cuts(self, result: torch.Tensor) -> list[Cut]:
+        """All cuts through which a result depends on a leaf."""
+        return list(self._history(result).cuts)
+
+    def felt_cuts(self, result: torch.Tensor) -> list[Cut]:
+        """Those that keep gradients from values, although the result may send them some on other paths.
+
+        Not among them are those beside which the value itself goes on, `x + (x.round() - x).detach()` and
+        `x / x.norm().detach()`, and those whose result became an index or the outcome of a comparison.
+        """
+        history = self._history(result)
+        return [cut for cut in history.cuts if cut in history.felt]
+
     def escapes(self, leaf: torch.Tensor, result: torch.Tensor) -> list[Cut]:
         """The calls with which a value that depends on a leaf left PyTorch, and after which one came into a result."""
         bit = self._bits.get(leaf, 0)
@@ -243,10 +276,16 @@ class GradientTracer(TorchFunctionMode):
             else:
                 live = value.live
             lost = value.live & ~live
-            new_cut = {self._cut(name, tensor, location): lost} if lost else {}
-            cuts = (value | _History(0, new_cut)).cuts
-            history = value._replace(live=live, cuts=cuts, location=location, depth=value.depth + 1)
-            self._remember(tensor, node, history)
+            history = value
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                history = history._replace(fresh={}, felt=frozenset())
+            elif live:
+                history = history._replace(fresh={}, felt=value.felt.union(self._felt(name, taken)))
+            if lost:
+                cut = self._cut(name, tensor, location)
+                origins = {} if cut.kind == "integer_dtype" else {cut: self._origin(taken, value.has_data)}
+                history = history | _History(cuts={cut: lost}, fresh=origins)
+            self._remember(tensor, node, history._replace(live=live, location=location, depth=value.depth + 1))
 
     def _cut(self, name: str, result: torch.Tensor, location: Location | None) -> Cut:
         if not (result.is_floating_point() or result.is_complex()):
@@ -254,6 +293,41 @@ class GradientTracer(TorchFunctionMode):
         if result.is_inference() or not torch.is_grad_enabled():
             return Cut("no_grad", name, location, self._gradients_off)
         return Cut("detached", name, location)
+
+    # ---- Beside a cut -----------------------------------------------------------------------------------------------
+
+    def _felt(self, name: str, taken: list[_Taken]) -> Iterator[Cut]:
+        """The cuts whose results a call takes, unless it computes with the values that were cut off as well."""
+        for operand in taken:
+            others = [t for t in taken if t is not operand and t.history.live]
+            for cut, origin in operand.history.fresh.items():
+                if name.strip("_") not in _ARITHMETIC or not any(self._is_one_of(origin, other) for other in others):
+                    yield cut
+
+    def _is_one_of(self, origin: _Origin, operand: _Taken) -> bool:
+        """Whether a value was cut off itself, or was made of one that was, or is what one was made of."""
+        near = self._near(operand)
+        return not origin.near.isdisjoint(near[:1]) or not origin.values.isdisjoint(near)
+
+    def _origin(self, taken: list[_Taken], has_data: bool) -> _Origin:
+        nears = [(t, self._near(t)) for t in taken if t.history.live]
+        # Values that are made of data and of the same parameter have no more than that in common.
+        values = frozenset(near[0] for t, near in nears if t.node is not None or not has_data)
+        return _Origin(values, frozenset(number for _, near in nears for number in near))
+
+    def _near(self, operand: _Taken) -> list[int]:
+        """The numbers of a value and, behind it, of those that it was made of by the last few calls."""
+        if operand.node is None:
+            return [-self._bit(operand.tensor)]
+        nodes = [operand.node]
+        newest = nodes
+        for call in range(_FEW):
+            behind = {following for node in newest for following, _ in node.next_functions if following is not None}
+            # A parameter, as in `w + (w.round() * scale - w).detach()`, counts where the last call took it.
+            also_leaves = call == 0 or not operand.history.has_data
+            newest = [node for node in behind if node not in nodes and (also_leaves or leaf_of(node) is None)]
+            nodes = nodes + newest
+        return [-self._bit(leaf) if (leaf := leaf_of(node)) is not None else node._sequence_nr() for node in nodes]
 
     # ---- Remembering ------------------------------------------------------------------------------------------------
 
