@@ -20,6 +20,18 @@
 
 namespace gradscale {
 
+// What the package's nodes say where they cannot run: compiled autograd traces a backward pass, operation by operation.
+struct BackwardNode : public torch::autograd::Node {
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false,
+        name(),
+        ": compiled autograd cannot trace the backward pass of this call, which was made in eager mode; compile the "
+        "function that makes the call (torch.compile), or leave compiled autograd off "
+        "(torch._dynamo.config.compiled_autograd = False)");
+  }
+};
+
 // Nodes are held by std::shared_ptr in some versions of torch and by c10::intrusive_ptr in others.
 using NodePtr = decltype(torch::autograd::Edge::function);
 

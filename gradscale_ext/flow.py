@@ -224,6 +224,8 @@ def _apply(
     if isinstance(x, dict):
         pairs = [(key, _apply(operator, compiled, value, *arguments)) for key, value in x.items()]
         return type(x)(x.default_factory, pairs) if isinstance(x, defaultdict) else type(x)(pairs)
+    if isinstance(x, torch.fx.Proxy):
+        return _library.call(operator, x, *arguments)
     raise TypeError(
         f"{operator}: x must be a tensor, or a tuple, list, dict or namedtuple of tensors, "
         f"but it holds a value of type {type(x).__name__}"

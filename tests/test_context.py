@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import gradscale_ext as gs
 from gradscale_ext import _context
 
 

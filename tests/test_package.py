@@ -125,3 +125,14 @@ def test_the_example_of_the_readme_runs():
     exec(code, names)
     assert names["new_priorities"].shape == (4,)
     assert model.weight.grad.isfinite().all()
+
+
+def test_importing_the_package_imports_no_compiler():
+    script = (
+        "import sys, torch; before = set(sys.modules); import gradscale_ext; new = set(sys.modules) - before; "
+        "print(len(new), any(name.startswith(('torch._dynamo', 'torch._inductor', 'sympy')) for name in new))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    count, has_compiler = done.stdout.split()
+    assert int(count) < 100
+    assert has_compiler == "False"

@@ -22,8 +22,10 @@
 #include <ATen/ops/detach.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <array>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -83,7 +85,7 @@ at::Tensor operator_view(const at::Tensor& x, Operator& op) {
 // The operator as a node of the graph. Tensors among its arguments are saved as any operation saves its own: a later
 // change of them is noticed, and hooks on saved tensors see them.
 template <class Operator>
-class OperatorBackward : public torch::autograd::Node {
+class OperatorBackward : public BackwardNode {
  public:
   void set(Operator op) {
     operator_ = std::move(op);
@@ -109,6 +111,35 @@ class OperatorBackward : public torch::autograd::Node {
     released_ = saves_;
   }
 
+  // Compiled autograd: numbers are constants of its graph, and saved tensors inputs, in whose place it puts its own.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    Operator op = *operator_;
+    for (const c10::IValue& other : op.others()) {
+      if (other.isTensor()) {
+        return BackwardNode::compiled_args(args); // counters, which it would have to write to
+      }
+      args.collect(other);
+    }
+    for (const Value* value : op.values()) {
+      args.collect(std::holds_alternative<double>(*value) ? std::get<double>(*value) : kNoNumber);
+    }
+    for (const auto& saved : saved_) {
+      args.collect(saved, /*is_output=*/false);
+    }
+  }
+
+  torch::autograd::variable_list apply_with_saved(
+      const torch::autograd::variable_list& gradients, torch::dynamo::autograd::SwapSavedVariables& swap) override {
+    for (auto& saved : saved_) {
+      swap.before(saved);
+    }
+    auto result = apply(torch::autograd::variable_list(gradients));
+    for (auto& saved : saved_) {
+      swap.after(saved);
+    }
+    return result;
+  }
+
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     const Operator op = unpacked();
     torch::autograd::variable_list result(1);
@@ -121,6 +152,8 @@ class OperatorBackward : public torch::autograd::Node {
   }
 
  private:
+  static constexpr double kNoNumber = std::numeric_limits<double>::quiet_NaN();
+
   Operator unpacked() {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);

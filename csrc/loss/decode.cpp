@@ -76,7 +76,7 @@ at::Tensor gradient_of(const at::Tensor& logits, const at::Tensor& grad_output, 
   return gradient;
 }
 
-struct DecodeBackward : public autograd::Node {
+struct DecodeBackward : public BackwardNode {
   std::shared_ptr<OwnedSupport> support;
   std::unique_ptr<c10::SafePyObject> python_support;
   autograd::SavedVariable saved_logits;

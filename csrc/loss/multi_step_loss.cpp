@@ -165,7 +165,7 @@ autograd::variable_list run_again(const Saved& saved, const at::Tensor& grad_out
   return flat(run_loss(saved.plan->table, saved.plan->gradient_memory, weighted).gradients);
 }
 
-class MultiStepLossBackward : public autograd::Node {
+class MultiStepLossBackward : public BackwardNode {
  public:
   void set(Gradients gradients, std::shared_ptr<const Saved> saved) {
     gradients_ = std::move(gradients);

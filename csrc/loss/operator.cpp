@@ -121,7 +121,7 @@ Tensors kernel(
   return all;
 }
 
-struct MultiStepLossOperatorBackward : public autograd::Node {
+struct MultiStepLossOperatorBackward : public BackwardNode {
   struct Gradient {
     at::Tensor tensor; // of the type of sums; undefined where none is wanted
     at::ScalarType type;

@@ -75,7 +75,7 @@ autograd::variable_list gradients_on_device(
   return gradients;
 }
 
-struct L2LossBackward : public autograd::Node {
+struct L2LossBackward : public BackwardNode {
   std::vector<autograd::SavedVariable> parameters;
   double weight = 1;
   bool released = false;
