@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from . import _remedies
 from .heads import KINDS, Head, Layout
 
 Entries = torch.Tensor | Sequence[torch.Tensor]
@@ -49,6 +51,7 @@ def validate(
     batch_first: bool,
 ) -> Call:
     """Raise the error that the arguments deserve, or return them in one form."""
+    heads = as_dict("heads", heads)
     check_heads(heads)
     _check_choice("reduction", reduction, REDUCTIONS)
     _check_choice("nonfinite", nonfinite, ("propagate", "skip"))
@@ -56,9 +59,13 @@ def validate(
         raise TypeError(
             f"multi_step_loss: batch_first must be True or False, but it is of type {type(batch_first).__name__}"
         )
+    predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
     _check_names("predictions", predictions, heads, heads)
     _check_names("targets", targets, heads, [name for name, head in heads.items() if has_target(head)])
-    predicted = {name: _entries("prediction", name, predictions[name], batch_first) for name in heads}
+    predicted = {
+        name: _entries("prediction", name, predictions[name], head.first_step, batch_first)
+        for name, head in heads.items()
+    }
     wanted = {
         name: _targets(name, head, targets.get(name), len(predicted[name]), batch_first) for name, head in heads.items()
     }
@@ -77,6 +84,7 @@ def validate(
                     f"multi_step_loss: the {what} of head '{name}' must have {steps - head.first_step} entries "
                     f"(first_step = {head.first_step}; T = {steps} steps, those of head '{longest}' with first_step = "
                     f"{heads[longest].first_step} and {len(predicted[longest])} predictions), but it has {len(entries)}"
+                    + _remedies.instead_of_count(what, len(entries), steps - head.first_step, head.first_step)
                 )
         _check_head(name, head, predicted[name], wanted[name], batch, first.device)
     dtype = torch.float32
@@ -86,17 +94,47 @@ def validate(
         _check_choice("step_gradient_scale", step_gradient_scale, ("unroll",))
         step_gradient_scale = [1.0] + [1.0 / max(steps - 1, 1)] * (steps - 1)
     if importance_weights is not None:
-        _check_weights("importance_weights", importance_weights, [(batch,)], first.device)
+        _check_weights("importance_weights", importance_weights, first.device)
+        if tuple(importance_weights.shape) != (batch,):
+            raise ValueError(
+                f"multi_step_loss: importance_weights must have shape [B] = [{batch}], but it has "
+                f"{_written(importance_weights.shape)}" + _remedies.instead_of_shape(importance_weights.shape, (batch,))
+            )
     return Call(
         predicted,
         wanted,
-        _masks(mask, heads, batch, steps, first.device),
-        _step_numbers("step_weights", step_weights, batch, steps, dtype, first.device),
-        _step_numbers("step_gradient_scale", step_gradient_scale, batch, steps, dtype, first.device),
+        _masks(mask, heads, batch, steps, batch_first, first.device),
+        _step_numbers("step_weights", step_weights, batch, steps, batch_first, dtype, first.device),
+        _step_numbers("step_gradient_scale", step_gradient_scale, batch, steps, batch_first, dtype, first.device),
         batch,
         steps,
         dtype,
     )
+
+
+def as_dict(argument: str, given: Any) -> dict[str, Any]:
+    """A mapping by its items: iterating over it may give something else, as it does with a TensorDict."""
+    if type(given) is dict:
+        return given
+    if type(given).__module__ == "torch.fx.proxy" or not callable(getattr(given, "items", None)):
+        raise TypeError(
+            f"multi_step_loss: {argument} must be a mapping of head to {'head' if argument == 'heads' else 'tensors'}, "
+            f"but it is of type {type(given).__name__}" + (_remedies.instead_of(given) or f"; {_AS_MAPPING[argument]}")
+        )
+    return dict(given.items())
+
+
+_AS_MAPPING = {
+    "heads": 'write {"value": TwoHot(...), ...}',
+    "predictions": 'write {"value": [...], ...} with a list or tensor for each head',
+    "targets": 'write {"value": [...], ...} with a list or tensor for each head',
+    "mask": 'write {"value": ..., ...}',
+}
+
+
+def turned_around(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
+    """From the caller's order to `[B, T]`, or back; what has one dimension stays."""
+    return tensor if batch_first or tensor.dim() != 2 else tensor.transpose(0, 1)
 
 
 def check_heads(heads: Mapping[str, Head]) -> None:
@@ -127,11 +165,6 @@ def has_target(head: Head) -> bool:
 
 
 def _check_names(argument: str, given: Mapping[str, Entries], heads: Mapping[str, Head], needed: Iterable[str]) -> None:
-    if not isinstance(given, Mapping):
-        raise TypeError(
-            f"multi_step_loss: {argument} must be a mapping of head to tensors, "
-            f"but it is of type {type(given).__name__}"
-        )
     missing = [name for name in needed if name not in given]
     unknown = [name for name in given if name not in heads]
     if missing or unknown:
@@ -143,9 +176,10 @@ def _check_names(argument: str, given: Mapping[str, Entries], heads: Mapping[str
         raise ValueError(f"multi_step_loss: {argument} {' and '.join(problems)}; the heads are {', '.join(heads)}")
 
 
-def _entries(what: str, head: str, entries: Entries, batch_first: bool) -> list[torch.Tensor]:
+def _entries(what: str, head: str, entries: Entries, first_step: int, batch_first: bool) -> list[torch.Tensor]:
     """One tensor per step."""
     if isinstance(entries, torch.Tensor):
+        _check_kind(f"the stacked {what} of head '{head}'", entries)
         if entries.dim() < 2:
             layout = "[B, T, ...]" if batch_first else "[T, B, ...]"
             raise ValueError(
@@ -156,13 +190,16 @@ def _entries(what: str, head: str, entries: Entries, batch_first: bool) -> list[
     elif not isinstance(entries, list | tuple):
         raise TypeError(
             f"multi_step_loss: the {what} of head '{head}' must be a tensor or a list of one tensor per step, "
-            f"but it is of type {type(entries).__name__}"
+            f"but it is of type {type(entries).__name__}{_remedies.instead_of(entries)}"
         )
-    for step, entry in enumerate(entries):
+    for step, entry in enumerate(entries, start=first_step):
+        where = _at(head, step, what)
         if not isinstance(entry, torch.Tensor):
             raise TypeError(
-                f"multi_step_loss: {_at(head, step, what)} must be a tensor, but it is of type {type(entry).__name__}"
+                f"multi_step_loss: {where} must be a tensor, but it is of type {type(entry).__name__}"
+                f"{_remedies.instead_of(entry)}"
             )
+        _check_kind(where, entry)
     if not entries:
         raise ValueError(f"multi_step_loss: the {what} of head '{head}' has no entries")
     return list(entries)
@@ -172,10 +209,11 @@ def _targets(
     name: str, head: Head, entries: Entries | None, steps: int, batch_first: bool
 ) -> list[torch.Tensor | None]:
     if has_target(head):
-        return list(_entries("target", name, entries, batch_first))  # type: ignore[arg-type]
+        return list(_entries("target", name, entries, head.first_step, batch_first))  # type: ignore[arg-type]
     if entries is not None:
         raise ValueError(
-            f"multi_step_loss: {type(head).__name__} has no target, but targets has an entry for head '{name}'"
+            f"multi_step_loss: {type(head).__name__} has no target, but targets has an entry for head '{name}'; "
+            "leave it out"
         )
     return [None] * steps
 
@@ -222,6 +260,7 @@ def _check_head(
             raise ValueError(
                 f"multi_step_loss: {where} must have shape {' or '.join(map(_written, patterns))}{same} for "
                 f"{type(head).__name__}, but it has {_written(prediction.shape)}"
+                + next(filter(None, [_remedies.instead_of_shape(prediction.shape, p) for p in patterns]), "")
             )
         if target is not None:
             possible = [layout for layout in head.layouts if len(layout.prediction) == prediction.dim() - 1]
@@ -235,7 +274,8 @@ def _check_target(
     is_class = takes_classes and not target.is_floating_point()
     if is_class and target.dtype != torch.int64:
         raise TypeError(
-            f"multi_step_loss: {where} must be probabilities or torch.int64 classes, but it is {target.dtype}"
+            f"multi_step_loss: {where} must be probabilities or torch.int64 classes, but it is {target.dtype}; write "
+            ".long() for classes, or visits / visits.sum(-1, keepdim=True) for visit counts"
         )
     if not is_class:
         _check_dtype(where, target, " or, for classes, torch.int64" if takes_classes else "")
@@ -247,9 +287,14 @@ def _check_target(
     ]
     if not any(_fits(target.shape, shape) for shape in shapes):
         kind = " with torch.int64 classes (probabilities are floating)" if is_class else ""
+        instead = next(filter(None, [_remedies.instead_of_shape(target.shape, shape) for shape in shapes]), "")
+        if takes_classes and not instead and target.shape == prediction.shape[: target.dim()]:
+            instead = (
+                "; write visits / visits.sum(-1, keepdim=True) for visit counts" if is_class else "; write .long()"
+            )
         raise ValueError(
             f"multi_step_loss: {where} must have shape {' or '.join(map(_written, shapes))} for "
-            f"{type(head).__name__}{kind}, but it has {_written(target.shape)}"
+            f"{type(head).__name__}{kind}, but it has {_written(target.shape)}{instead}"
         )
     if target.requires_grad:
         raise ValueError(f"multi_step_loss: {where} requires grad, but targets get no gradient; detach() it")
@@ -259,50 +304,78 @@ def _check_dtype(where: str, tensor: torch.Tensor, others: str) -> None:
     if tensor.dtype not in DTYPES:
         raise TypeError(
             f"multi_step_loss: {where} must be float64, float32, bfloat16 or float16{others}, but it is {tensor.dtype}"
+            f"{_remedies.instead_of_dtype(tensor.dtype)}"
         )
+
+
+def _check_kind(where: str, tensor: torch.Tensor) -> None:
+    problem = _remedies.instead_of_kind(tensor)
+    if problem is not None:
+        raise TypeError(f"multi_step_loss: {where} {problem}")
 
 
 def _check_device(where: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device != device:
-        raise ValueError(f"multi_step_loss: {where} is on {tensor.device}, but the predictions are on {device}")
+        raise ValueError(
+            f"multi_step_loss: {where} is on {tensor.device}, but the predictions are on {device}; write "
+            f".to('{device}')"
+        )
 
 
-def _check_weights(argument: str, weights: torch.Tensor, shapes: list[tuple[int, ...]], device: torch.device) -> None:
+def _check_weights(argument: str, weights: torch.Tensor, device: torch.device) -> None:
     if not isinstance(weights, torch.Tensor):
-        raise TypeError(f"multi_step_loss: {argument} must be a tensor, but it is of type {type(weights).__name__}")
+        raise TypeError(
+            f"multi_step_loss: {argument} must be a tensor, but it is of type {type(weights).__name__}"
+            f"{_remedies.instead_of(weights, argument)}"
+        )
+    _check_kind(argument, weights)
     _check_dtype(argument, weights, "")
-    _check_shape_and_device(argument, weights, shapes, device)
+    _check_device(argument, weights, device)
     if weights.requires_grad:
         raise ValueError(f"multi_step_loss: {argument} requires grad, but weights get no gradient; detach() it")
 
 
-def _check_shape_and_device(
-    argument: str, tensor: torch.Tensor, shapes: list[tuple[int, ...]], device: torch.device
+def _check_step_shape(
+    argument: str, name: str, tensor: torch.Tensor, or_steps: bool, batch: int, steps: int, batch_first: bool
 ) -> None:
-    if not any(_fits(tensor.shape, shape) for shape in shapes):
-        raise ValueError(
-            f"multi_step_loss: {argument} must have shape {' or '.join(map(_written, shapes))}, "
-            f"but it has {_written(tensor.shape)}"
-        )
-    _check_device(argument, tensor, device)
+    """`[B, T]` in the caller's order; or `[T]`."""
+    wanted = (batch, steps) if batch_first else (steps, batch)
+    shape = tuple(tensor.shape)
+    if shape == wanted or (or_steps and shape == (steps,)):
+        return
+    forms = f"[T] = [{steps}] or " if or_steps else ""
+    raise ValueError(
+        f"multi_step_loss: {argument} must have shape {forms}{'[B, T]' if batch_first else '[T, B]'} = "
+        f"{_written(wanted)}, but it has {_written(shape)}"
+        + _remedies.instead_of_step_shape(name, shape, batch, steps, batch_first)
+    )
 
 
 def _step_numbers(
-    argument: str, numbers: StepNumbers, batch: int, steps: int, dtype: torch.dtype, device: torch.device
+    argument: str,
+    numbers: StepNumbers,
+    batch: int,
+    steps: int,
+    batch_first: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor | None:
+    """`[T]` or `[B, T]`."""
     if numbers is None:
         return None
     if isinstance(numbers, torch.Tensor):
-        _check_weights(argument, numbers, [(steps,), (batch, steps)], device)
-        return numbers.to(dtype)
+        _check_weights(argument, numbers, device)
+        _check_step_shape(argument, argument, numbers, True, batch, steps, batch_first)
+        return turned_around(numbers, batch_first).to(dtype)
     if not isinstance(numbers, Sequence) or isinstance(numbers, str):
         raise TypeError(
             f"multi_step_loss: {argument} must be a tensor or a sequence of {steps} numbers, "
-            f"but it is of type {type(numbers).__name__}"
+            f"but it is of type {type(numbers).__name__}{_remedies.instead_of(numbers, argument)}"
         )
     if len(numbers) != steps:
         raise ValueError(
             f"multi_step_loss: {argument} must have {steps} numbers, one per step, but it has {len(numbers)}"
+            + ("; T counts the root too" if len(numbers) == steps - 1 else "")
         )
     if any(isinstance(number, torch.Tensor) and number.device.type != "cpu" for number in numbers):
         raise TypeError(
@@ -311,8 +384,12 @@ def _step_numbers(
         )
     try:
         values = [float(number) for number in numbers]
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"multi_step_loss: {argument} must be a tensor or a sequence of numbers: {error}") from None
+    except (TypeError, ValueError, RuntimeError) as error:
+        stacked = f"torch.stack({argument}, 1)" if batch_first else f"torch.stack({argument})"
+        instead = f"; write {stacked}" if all(isinstance(number, torch.Tensor) for number in numbers) else ""
+        raise TypeError(
+            f"multi_step_loss: {argument} must be a tensor or a sequence of numbers: {error}{instead}"
+        ) from None
     return torch.tensor(values, dtype=dtype, device=device)
 
 
@@ -321,19 +398,30 @@ def _masks(
     heads: Mapping[str, Head],
     batch: int,
     steps: int,
+    batch_first: bool,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
+    """By head `[B, T]`."""
     if mask is None:
         return {}
-    by_head = dict(mask) if isinstance(mask, Mapping) else {name: mask for name in heads}
+    is_mapping = not isinstance(mask, torch.Tensor) and callable(getattr(mask, "items", None))
+    by_head = as_dict("mask", mask) if is_mapping else {name: mask for name in heads}
     for name, tensor in by_head.items():
-        argument = f"the mask of head '{name}'" if isinstance(mask, Mapping) else "mask"
+        argument = f"the mask of head '{name}'" if is_mapping else "mask"
         if name not in heads:
             raise ValueError(
                 f"multi_step_loss: mask names {name!r}, which is no head; the heads are {', '.join(heads)}"
             )
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.bool:
-            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else f"of type {type(tensor).__name__}"
-            raise TypeError(f"multi_step_loss: {argument} must be a bool tensor, but it is {kind}")
-        _check_shape_and_device(argument, tensor, [(batch, steps)], device)
-    return by_head
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"multi_step_loss: {argument} must be a bool tensor, but it is of type {type(tensor).__name__}"
+                f"{_remedies.instead_of(tensor, 'mask')}"
+            )
+        _check_kind(argument, tensor)
+        if tensor.dtype != torch.bool:
+            raise TypeError(
+                f"multi_step_loss: {argument} must be a bool tensor, but it is {tensor.dtype}; write mask.bool()"
+            )
+        _check_step_shape(argument, "mask", tensor, False, batch, steps, batch_first)
+        _check_device(argument, tensor, device)
+    return {name: turned_around(tensor, batch_first) for name, tensor in by_head.items()}
