@@ -112,11 +112,16 @@ def validate(
     )
 
 
+def is_mapping(value: object) -> bool:
+    """Whether something has items: a TensorDict is a Mapping, a tensorclass has but the methods of one."""
+    return isinstance(value, dict) or (hasattr(value, "items") and type(value).__module__ != "torch.fx.proxy")
+
+
 def as_dict(argument: str, given: Any) -> dict[str, Any]:
     """A mapping by its items: iterating over it may give something else, as it does with a TensorDict."""
     if type(given) is dict:
         return given
-    if type(given).__module__ == "torch.fx.proxy" or not callable(getattr(given, "items", None)):
+    if not is_mapping(given):
         raise TypeError(
             f"multi_step_loss: {argument} must be a mapping of head to {'head' if argument == 'heads' else 'tensors'}, "
             f"but it is of type {type(given).__name__}" + (_remedies.instead_of(given) or f"; {_AS_MAPPING[argument]}")
@@ -404,10 +409,10 @@ def _masks(
     """By head `[B, T]`."""
     if mask is None:
         return {}
-    is_mapping = not isinstance(mask, torch.Tensor) and callable(getattr(mask, "items", None))
-    by_head = as_dict("mask", mask) if is_mapping else {name: mask for name in heads}
+    of_heads = is_mapping(mask)
+    by_head = as_dict("mask", mask) if of_heads else {name: mask for name in heads}
     for name, tensor in by_head.items():
-        argument = f"the mask of head '{name}'" if is_mapping else "mask"
+        argument = f"the mask of head '{name}'" if of_heads else "mask"
         if name not in heads:
             raise ValueError(
                 f"multi_step_loss: mask names {name!r}, which is no head; the heads are {', '.join(heads)}"

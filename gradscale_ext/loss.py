@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _check, _context, reference
 from ._library import _C, DEVICE_TYPES
-from ._validate import Entries, StepNumbers, as_dict, check_heads, has_target, turned_around, validate
+from ._validate import Entries, StepNumbers, as_dict, check_heads, has_target, is_mapping, turned_around, validate
 from .heads import Head, HLGauss, PerStepLoss, SoftCrossEntropy, TwoHot, numbers_of
 from .output import MultiStepLossOutput
 from .support import Support
@@ -66,9 +66,10 @@ def multi_step_loss(
     Args:
         heads: mapping of name to head: `TwoHot`, `HLGauss`, `SoftCrossEntropy`, `MeanSquaredError`,
             `BinaryCrossEntropy`, `NegativeCosine`, `PerStepLoss`. An ensemble is several heads.
-        predictions: mapping (a TensorDict is one) of head's name to a list or tuple of T tensors `[B, ...]`, as an
-            unroll produces them (they are read where they are, without stacking), or to one tensor `[B, T, ...]`. A
-            head with ``first_step=1`` has T - 1 entries. float64, float32, bfloat16 or float16.
+        predictions: mapping (a TensorDict is one, which holds tensors, no lists) of head's name to a list or tuple of
+            T tensors `[B, ...]`, as an unroll produces them (they are read where they are, without stacking), or to
+            one tensor `[B, T, ...]`. A head with ``first_step=1`` has T - 1 entries. float64, float32, bfloat16 or
+            float16.
         targets: the same for the targets, floating, or int64 for classes; they must not require grad. A `PerStepLoss`
             has none.
         step_weights: T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient.
@@ -152,7 +153,7 @@ def _run(
 ) -> MultiStepLossOutput:
     """The fused kernel where it takes the call, else the checks and the reference."""
     predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
-    if type(mask) not in (NoneType, torch.Tensor, dict) and hasattr(mask, "items"):
+    if type(mask) not in (NoneType, torch.Tensor, dict) and is_mapping(mask):
         mask = as_dict("mask", mask)
     if check:
         _check.check_values(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import _context, _remedies
+from ._validate import is_mapping
 from .flow import scale_gradient
 
 Outputs = Mapping[str, torch.Tensor]
@@ -119,9 +120,7 @@ def _outputs_and_hidden(call: str, returned: Any) -> tuple[dict[str, Any], Any]:
     """The two things that a function must return; the outputs by their items, whatever mapping they are."""
     if isinstance(returned, tuple | list) and len(returned) == 2:
         outputs, hidden = returned
-        if isinstance(outputs, dict):
-            return outputs, hidden
-        if not isinstance(outputs, torch.Tensor) and callable(getattr(outputs, "items", None)):
+        if is_mapping(outputs):
             return dict(outputs.items()), hidden
     came = type(returned).__name__
     if isinstance(returned, tuple | list):

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -1167,6 +1168,46 @@ def test_heads_may_come_in_any_mapping():
     expected = gs.multi_step_loss(HEADS, predictions, targets).loss
     out = gs.multi_step_loss(MappingProxyType(HEADS), OrderedDict(predictions), MappingProxyType(targets))
     assert torch.equal(out.loss, expected)
+
+
+class Walking(Mapping):
+    """A mapping by `keys()` and `items()`; iterating walks its batch, as with a TensorDict."""
+
+    def __init__(self, entries):
+        self.entries = entries
+
+    def __getitem__(self, name):
+        return self.entries[name]
+
+    def __len__(self):
+        return len(next(iter(self.entries.values())))
+
+    def __iter__(self):
+        return iter([{}] * len(self))
+
+    def keys(self):
+        return self.entries.keys()
+
+    def items(self):
+        return self.entries.items()
+
+
+@pytest.mark.parametrize("function", [gs.multi_step_loss, gs.reference.multi_step_loss])
+def test_mappings_are_read_by_their_items(function):
+    predictions, targets = arguments(batch=4)
+    masks = {"value": torch.rand(4, 4) > 0.5, "policy": torch.rand(4, 4) > 0.5}
+    expected = gs.reference.multi_step_loss(HEADS, predictions, targets, mask=masks)
+    out = function(Walking(HEADS), Walking(predictions), Walking(targets), mask=Walking(masks))
+    compare(out, expected, predictions)
+    for wrong, wanted, words in (
+        ({"value": predictions["value"]}, targets, "predictions has nothing for 'reward', 'policy'"),
+        ({**predictions, "vlaue": predictions["value"]}, targets, "predictions names 'vlaue', which is no head"),
+        (predictions, {"value": targets["value"]}, "targets has nothing for 'reward'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            function(HEADS, Walking(wrong), Walking(wanted))
+    with pytest.raises(ValueError, match="mask names 'vlaue'"):
+        function(HEADS, predictions, targets, mask=Walking({"vlaue": masks["value"]}))
 
 
 def test_priorities():

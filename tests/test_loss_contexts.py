@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from contexts import BACKEND
-from test_loss import ALL_HEADS, arguments, leaves, turned, width_of
+from test_loss import ALL_HEADS, Walking, arguments, leaves, turned, width_of
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -200,6 +200,17 @@ def test_gradient_with_time_first(context):
     expected = gradient(lambda x: loss_of(gs.reference.multi_step_loss, x, **options), x)
     actual = GRADIENTS[context](lambda x: loss_of(gs.multi_step_loss, x, batch_first=False, **turned(options)), x)
     close(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("context", ["func.grad", "compile", "compile, aot_eager", "compile of grad", "export"])
+def test_gradient_with_mappings_that_walk_something_else(context):
+    def loss_of(x):
+        targets = Walking({name: TARGETS[name] for name in EACH_KIND if name in TARGETS})
+        masks = Walking({"value": MASK, "own": ~MASK})
+        return gs.multi_step_loss(EACH_KIND, Walking(predictions_of(x, EACH_KIND)), targets, mask=masks).loss
+
+    close(GRADIENTS[context](loss_of, X), gradient(loss_of, X))
 
 
 TANGENTS = {
