@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 
 def instead_of(value: object, name: str = "it") -> str:
     """For something that is no tensor, and was given as the argument `name`."""
-    if type(value).__module__ == "torch.fx.proxy":
+    if is_proxy(value):
         return (
             "; torch.fx.symbolic_trace cannot follow code that reads shapes: call it from a function that is marked "
             "with torch.fx.wrap, or use torch.export"
@@ -23,9 +23,26 @@ def instead_of(value: object, name: str = "it") -> str:
     if isinstance(value, list | tuple) and value:
         if all(isinstance(item, torch.Tensor) for item in value):
             return f"; convert {name}: torch.stack({written})"
-        if all(isinstance(item, numbers.Real) for item in value):
+        if _is_number(_first_leaf(value)):
             return f"; convert {name}: torch.tensor({written})"
+    if _is_number(value):
+        return "; a tensor has an element for each sample: torch.tensor([...])"
     return ""
+
+
+def is_proxy(value: object) -> bool:
+    """Whether torch.fx.symbolic_trace put it in the place of a tensor."""
+    return type(value).__module__ == "torch.fx.proxy"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+def _first_leaf(value: object) -> object:
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    return value
 
 
 def instead_of_kind(tensor: torch.Tensor) -> str | None:
@@ -44,12 +61,13 @@ def instead_of_dtype(dtype: torch.dtype) -> str:
     return "; write .real" if dtype.is_complex else "; write .float()"
 
 
-def instead_of_shape(shape: Sequence[int], pattern: Sequence[int | str]) -> str:
-    """For an entry that has a dimension of 1 too many or too few; sizes that are letters may be anything."""
-    if len(shape) == len(pattern) + 1 and shape[-1] == 1 and _alike(shape[:-1], pattern):
-        return "; write .squeeze(-1)"
-    if len(shape) == len(pattern) - 1 and pattern[-1] == 1 and _alike(shape, pattern[:-1]):
-        return "; write .unsqueeze(-1)"
+def instead_of_shape(name: str, shape: Sequence[int], patterns: Iterable[Sequence[int | str]]) -> str:
+    """For a tensor that has a dimension of 1 too many or too few; sizes that are letters may be anything."""
+    for pattern in patterns:
+        if len(shape) == len(pattern) + 1 and shape[-1] == 1 and _alike(shape[:-1], pattern):
+            return f"; write {name}.squeeze(-1)"
+        if len(shape) == len(pattern) - 1 and pattern[-1] == 1 and _alike(shape, pattern[:-1]):
+            return f"; write {name}.unsqueeze(-1)"
     return ""
 
 
@@ -63,7 +81,7 @@ def instead_of_step_shape(name: str, shape: Sequence[int], batch: int, steps: in
     """For a mask, or weights of steps, that should be `[B, T]`; `[T, B]` without `batch_first`."""
     wanted = (batch, steps) if batch_first else (steps, batch)
     shape = tuple(shape)
-    if shape == (*wanted, 1):
+    if shape == (*wanted, 1) or (name != "mask" and shape == (steps, 1)):
         return f"; write {name}.squeeze(-1)"
     if shape == wanted[::-1]:
         return f"; write {name}.T, or batch_first={not batch_first} where everything is of that order"
@@ -73,9 +91,9 @@ def instead_of_step_shape(name: str, shape: Sequence[int], batch: int, steps: in
             if batch_first
             else f"torch.cat([torch.ones_like({name}[:1]), {name}])"
         )
-        return (
-            f"; T counts the root too, also for heads with first_step = 1, which do not read its entries: write {root}"
-        )
+        return f"; T counts the root too, whose entries heads with first_step = 1 do not read: write {root}"
+    if shape == (steps - 1,):
+        return "; T counts the root too"
     if name == "mask" and shape == (steps,):
         return f"; write mask.expand({batch}, {steps})" if batch_first else f"; write mask[:, None].expand(-1, {batch})"
     if shape == (batch,):
@@ -85,10 +103,22 @@ def instead_of_step_shape(name: str, shape: Sequence[int], batch: int, steps: in
     return ""
 
 
-def instead_of_count(what: str, given: int, wanted: int, first_step: int) -> str:
-    """For a number of entries, as far as the root explains it."""
-    if given == wanted - 1 and first_step == 0:
+def instead_of_count(
+    what: str,
+    entries: Sequence[torch.Tensor | None],
+    wanted: int,
+    first_step: int,
+    longest: str,
+    longest_first_step: int,
+) -> str:
+    """For a number of entries, which should be that of the head `longest`."""
+    if len(entries) == wanted - 1 and first_step == 0:
+        if longest_first_step == 1:
+            return f"; leave out the root in head '{longest}', or its first_step"
         return "; a head that has nothing at the root is declared with first_step=1"
-    if given == wanted + 1 and first_step == 1 and what == "target":
+    if len(entries) == wanted + 1 and first_step == 1 and what == "target":
         return "; leave out that of the root"
+    first = entries[0]
+    if first is not None and first.dim() > 0 and first.shape[0] == wanted:
+        return "; samples and steps look exchanged: see batch_first, and write torch.stack(...) for a list by sample"
     return ""

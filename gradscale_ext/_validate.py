@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import _remedies
-from .heads import KINDS, Head, Layout
+from .heads import KINDS, Head, HLGauss, Layout, TwoHot
 
 Entries = torch.Tensor | Sequence[torch.Tensor]
 StepNumbers = torch.Tensor | Sequence[float] | None
@@ -63,8 +63,7 @@ def validate(
     _check_names("predictions", predictions, heads, heads)
     _check_names("targets", targets, heads, [name for name, head in heads.items() if has_target(head)])
     predicted = {
-        name: _entries("prediction", name, predictions[name], head.first_step, batch_first)
-        for name, head in heads.items()
+        name: _entries("prediction", name, head, predictions[name], batch_first) for name, head in heads.items()
     }
     wanted = {
         name: _targets(name, head, targets.get(name), len(predicted[name]), batch_first) for name, head in heads.items()
@@ -84,7 +83,9 @@ def validate(
                     f"multi_step_loss: the {what} of head '{name}' must have {steps - head.first_step} entries "
                     f"(first_step = {head.first_step}; T = {steps} steps, those of head '{longest}' with first_step = "
                     f"{heads[longest].first_step} and {len(predicted[longest])} predictions), but it has {len(entries)}"
-                    + _remedies.instead_of_count(what, len(entries), steps - head.first_step, head.first_step)
+                    + _remedies.instead_of_count(
+                        what, entries, steps - head.first_step, head.first_step, longest, heads[longest].first_step
+                    )
                 )
         _check_head(name, head, predicted[name], wanted[name], batch, first.device)
     dtype = torch.float32
@@ -98,7 +99,11 @@ def validate(
         if tuple(importance_weights.shape) != (batch,):
             raise ValueError(
                 f"multi_step_loss: importance_weights must have shape [B] = [{batch}], but it has "
-                f"{_written(importance_weights.shape)}" + _remedies.instead_of_shape(importance_weights.shape, (batch,))
+                f"{_written(importance_weights.shape)}"
+                + (
+                    _remedies.instead_of_shape("importance_weights", importance_weights.shape, [(batch,)])
+                    or ("; weights of steps go to step_weights" if importance_weights.dim() == 2 else "")
+                )
             )
     return Call(
         predicted,
@@ -114,7 +119,7 @@ def validate(
 
 def is_mapping(value: object) -> bool:
     """Whether something has items: a TensorDict is a Mapping, a tensorclass has but the methods of one."""
-    return isinstance(value, dict) or (hasattr(value, "items") and type(value).__module__ != "torch.fx.proxy")
+    return isinstance(value, dict) or (hasattr(value, "items") and not _remedies.is_proxy(value))
 
 
 def as_dict(argument: str, given: Any) -> dict[str, Any]:
@@ -124,7 +129,8 @@ def as_dict(argument: str, given: Any) -> dict[str, Any]:
     if not is_mapping(given):
         raise TypeError(
             f"multi_step_loss: {argument} must be a mapping of head to {'head' if argument == 'heads' else 'tensors'}, "
-            f"but it is of type {type(given).__name__}" + (_remedies.instead_of(given) or f"; {_AS_MAPPING[argument]}")
+            f"but it is of type {type(given).__name__}"
+            + (_remedies.instead_of(given) if _remedies.is_proxy(given) else f"; {_AS_MAPPING[argument]}")
         )
     return dict(given.items())
 
@@ -181,24 +187,19 @@ def _check_names(argument: str, given: Mapping[str, Entries], heads: Mapping[str
         raise ValueError(f"multi_step_loss: {argument} {' and '.join(problems)}; the heads are {', '.join(heads)}")
 
 
-def _entries(what: str, head: str, entries: Entries, first_step: int, batch_first: bool) -> list[torch.Tensor]:
+def _entries(what: str, name: str, head: Head, entries: Entries, batch_first: bool) -> list[torch.Tensor]:
     """One tensor per step."""
     if isinstance(entries, torch.Tensor):
-        _check_kind(f"the stacked {what} of head '{head}'", entries)
-        if entries.dim() < 2:
-            layout = "[B, T, ...]" if batch_first else "[T, B, ...]"
-            raise ValueError(
-                f"multi_step_loss: the stacked {what} of head '{head}' must have shape {layout}, "
-                f"but it has {tuple(entries.shape)}"
-            )
+        _check_kind(f"the stacked {what} of head '{name}'", entries)
+        _check_stacked(what, name, head, entries, batch_first)
         entries = list(entries.unbind(1 if batch_first else 0))
     elif not isinstance(entries, list | tuple):
         raise TypeError(
-            f"multi_step_loss: the {what} of head '{head}' must be a tensor or a list of one tensor per step, "
+            f"multi_step_loss: the {what} of head '{name}' must be a tensor or a list of one tensor per step, "
             f"but it is of type {type(entries).__name__}{_remedies.instead_of(entries)}"
         )
-    for step, entry in enumerate(entries, start=first_step):
-        where = _at(head, step, what)
+    for step, entry in enumerate(entries, start=head.first_step):
+        where = _at(name, step, what)
         if not isinstance(entry, torch.Tensor):
             raise TypeError(
                 f"multi_step_loss: {where} must be a tensor, but it is of type {type(entry).__name__}"
@@ -206,15 +207,29 @@ def _entries(what: str, head: str, entries: Entries, first_step: int, batch_firs
             )
         _check_kind(where, entry)
     if not entries:
-        raise ValueError(f"multi_step_loss: the {what} of head '{head}' has no entries")
+        raise ValueError(f"multi_step_loss: the {what} of head '{name}' has no entries")
     return list(entries)
+
+
+def _check_stacked(what: str, name: str, head: Head, entries: torch.Tensor, batch_first: bool) -> None:
+    """A tensor without its dimension of steps would be taken for one whose last dimension they are."""
+    letters = [layout.prediction if what == "prediction" else layout.target or () for layout in head.layouts]
+    known = [tuple(_shape(head, of_layout, 0)[1:]) for of_layout in dict.fromkeys(letters)]
+    if all(entries.dim() != 2 + len(shape) for shape in known):
+        leading = ("B", "T") if batch_first else ("T", "B")
+        forms = " or ".join([_written((*leading, *shape)) for shape in known])
+        lacks_steps = any(entries.dim() == 1 + len(shape) for shape in known)
+        raise ValueError(
+            f"multi_step_loss: the stacked {what} of head '{name}' must have shape {forms} for {type(head).__name__}, "
+            f"but it has {_written(entries.shape)}" + (f"; a single step is a list: [{what}]" if lacks_steps else "")
+        )
 
 
 def _targets(
     name: str, head: Head, entries: Entries | None, steps: int, batch_first: bool
 ) -> list[torch.Tensor | None]:
     if has_target(head):
-        return list(_entries("target", name, entries, head.first_step, batch_first))  # type: ignore[arg-type]
+        return list(_entries("target", name, head, entries, batch_first))  # type: ignore[arg-type]
     if entries is not None:
         raise ValueError(
             f"multi_step_loss: {type(head).__name__} has no target, but targets has an entry for head '{name}'; "
@@ -259,13 +274,15 @@ def _check_head(
         if not any(_fits(prediction.shape, pattern) for pattern in patterns) or (
             prediction.dim() != predictions[0].dim() or prediction.shape[1:] != predictions[0].shape[1:]
         ):
-            same = " (the same at every step)" if any(isinstance(p[-1], str) for p in patterns) else ""
+            same = ""
+            if step > head.first_step and any(isinstance(pattern[-1], str) for pattern in patterns):
+                same = f" (the same at every step, and step {head.first_step} has {_written(predictions[0].shape)})"
             if all(len(pattern) != prediction.dim() for pattern in patterns):
                 patterns = [("B", *pattern[1:]) for pattern in patterns]  # what B is was perhaps read from this tensor
             raise ValueError(
                 f"multi_step_loss: {where} must have shape {' or '.join(map(_written, patterns))}{same} for "
                 f"{type(head).__name__}, but it has {_written(prediction.shape)}"
-                + next(filter(None, [_remedies.instead_of_shape(prediction.shape, p) for p in patterns]), "")
+                + _remedies.instead_of_shape("prediction", prediction.shape, patterns)
             )
         if target is not None:
             possible = [layout for layout in head.layouts if len(layout.prediction) == prediction.dim() - 1]
@@ -292,7 +309,9 @@ def _check_target(
     ]
     if not any(_fits(target.shape, shape) for shape in shapes):
         kind = " with torch.int64 classes (probabilities are floating)" if is_class else ""
-        instead = next(filter(None, [_remedies.instead_of_shape(target.shape, shape) for shape in shapes]), "")
+        instead = _remedies.instead_of_shape("target", target.shape, shapes)
+        if isinstance(head, TwoHot | HLGauss) and target.shape == prediction.shape:
+            instead = "; give the scalars: the head encodes them"
         if takes_classes and not instead and target.shape == prediction.shape[: target.dim()]:
             instead = (
                 "; write visits / visits.sum(-1, keepdim=True) for visit counts" if is_class else "; write .long()"
@@ -375,7 +394,12 @@ def _step_numbers(
     if not isinstance(numbers, Sequence) or isinstance(numbers, str):
         raise TypeError(
             f"multi_step_loss: {argument} must be a tensor or a sequence of {steps} numbers, "
-            f"but it is of type {type(numbers).__name__}{_remedies.instead_of(numbers, argument)}"
+            f"but it is of type {type(numbers).__name__}"
+            + (
+                f"; write [{numbers}] * {steps}"
+                if isinstance(numbers, int | float)
+                else _remedies.instead_of(numbers, argument)
+            )
         )
     if len(numbers) != steps:
         raise ValueError(

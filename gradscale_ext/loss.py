@@ -273,7 +273,7 @@ def _say_once_where_it_is_not_fused(predictions: Mapping[str, Entries]) -> None:
     if not _context.is_eager():
         return
     for entries in predictions.values():
-        first = entries if isinstance(entries, torch.Tensor) else next(iter(entries), None)
+        first = entries[0] if isinstance(entries, list | tuple) and entries else entries
         if isinstance(first, torch.Tensor) and first.device.type not in DEVICE_TYPES:
             _context.say_once(
                 f"gradscale_ext: this build has no kernels for {first.device.type} tensors; the loss is computed by "

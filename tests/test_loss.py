@@ -913,15 +913,19 @@ def test_memory_is_that_of_the_gradients():
 
 def _break(change):
     predictions, targets = arguments()
+    module = gs.MultiStepLoss(**HEADS)
     given = leaves(predictions)
     before = [p.detach().clone() for p in given]
     options: dict = {}
     change(predictions, targets, options)
-    for function in (gs.multi_step_loss, gs.reference.multi_step_loss):
+    messages = set()
+    for function in (gs.multi_step_loss, gs.reference.multi_step_loss, lambda heads, *a, **k: module(*a, **k)):
         with pytest.raises((ValueError, TypeError)) as info:
             function(HEADS, predictions, targets, **options)
+        messages.add(str(info.value))
     assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True))
-    return str(info.value)
+    (message,) = messages
+    return message
 
 
 WRONG = {
@@ -972,7 +976,7 @@ WRONG = {
     ),
     "no entries": (lambda p, t, o: p.update(value=[]), ["prediction", "'value'", "no entries"]),
     "not a list": (lambda p, t, o: p.update(value=3.0), ["prediction", "'value'", "float"]),
-    "stacked without steps": (lambda p, t, o: p.update(value=torch.zeros(3)), ["prediction", "'value'", "[B, T, ...]"]),
+    "stacked without steps": (lambda p, t, o: p.update(value=torch.zeros(3)), ["prediction", "'value'", "[B, T, 11]"]),
     "importance shape": (
         lambda p, t, o: o.update(importance_weights=torch.ones(4)),
         ["importance_weights", "[3]", "[4]"],
@@ -1119,7 +1123,7 @@ def test_reduce_multi_step():
     torch.testing.assert_close(
         torch.autograd.grad(half.loss, losses)[0], torch.tensor([1, 1 / 3, 1 / 3, 1 / 3]).double().expand(3, 4) / 3
     )
-    with pytest.raises(ValueError, match=r"\[B, T, \.\.\.\]"):
+    with pytest.raises(ValueError, match=r"\[B, T\] for PerStepLoss, but it has \[3\]"):
         gs.reduce_multi_step(torch.rand(3))
 
 
