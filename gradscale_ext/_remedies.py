@@ -64,16 +64,17 @@ def instead_of_dtype(dtype: torch.dtype) -> str:
 def instead_of_shape(name: str, shape: Sequence[int], patterns: Iterable[Sequence[int | str]]) -> str:
     """For a tensor that has a dimension of 1 too many or too few; sizes that are letters may be anything."""
     for pattern in patterns:
-        if len(shape) == len(pattern) + 1 and shape[-1] == 1 and _alike(shape[:-1], pattern):
+        if len(shape) == len(pattern) + 1 and shape[-1] == 1 and fits(shape[:-1], pattern):
             return f"; write {name}.squeeze(-1)"
-        if len(shape) == len(pattern) - 1 and pattern[-1] == 1 and _alike(shape, pattern[:-1]):
+        if len(shape) == len(pattern) - 1 and pattern[-1] == 1 and fits(shape, pattern[:-1]):
             return f"; write {name}.unsqueeze(-1)"
     return ""
 
 
-def _alike(shape: Sequence[int], pattern: Sequence[int | str]) -> bool:
+def fits(shape: Sequence[int], pattern: Sequence[int | str]) -> bool:
+    """Whether a shape is that of the pattern, whose letters are sizes of at least 1."""
     return len(shape) == len(pattern) and all(
-        isinstance(wanted, str) or size == wanted for size, wanted in zip(shape, pattern, strict=True)
+        size >= 1 if isinstance(wanted, str) else size == wanted for size, wanted in zip(shape, pattern, strict=True)
     )
 
 

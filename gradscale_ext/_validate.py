@@ -246,12 +246,6 @@ def _shape(head: Head, letters: Sequence[str], batch: int, sizes: Sequence[int] 
     return (batch, *(known.get(letter, letter) for letter in letters))
 
 
-def _fits(shape: Sequence[int], pattern: Sequence[int | str]) -> bool:
-    return len(shape) == len(pattern) and all(
-        size >= 1 if isinstance(wanted, str) else size == wanted for size, wanted in zip(shape, pattern, strict=True)
-    )
-
-
 def _written(shape: Sequence[int | str]) -> str:
     return "[" + ", ".join([f"{size}" for size in shape]) + "]"
 
@@ -271,7 +265,7 @@ def _check_head(
         patterns = [
             _shape(head, letters, batch) for letters in dict.fromkeys(layout.prediction for layout in head.layouts)
         ]
-        if not any(_fits(prediction.shape, pattern) for pattern in patterns) or (
+        if not any(_remedies.fits(prediction.shape, pattern) for pattern in patterns) or (
             prediction.dim() != predictions[0].dim() or prediction.shape[1:] != predictions[0].shape[1:]
         ):
             same = ""
@@ -307,7 +301,7 @@ def _check_target(
         for layout in layouts
         if layout.classes == is_class
     ]
-    if not any(_fits(target.shape, shape) for shape in shapes):
+    if not any(_remedies.fits(target.shape, shape) for shape in shapes):
         kind = " with torch.int64 classes (probabilities are floating)" if is_class else ""
         instead = _remedies.instead_of_shape("target", target.shape, shapes)
         if isinstance(head, TwoHot | HLGauss) and target.shape == prediction.shape:

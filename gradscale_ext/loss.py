@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import _check, _context, reference
+from . import _check, _context, _remedies, reference
 from ._library import _C, DEVICE_TYPES
 from ._validate import Entries, StepNumbers, as_dict, check_heads, has_target, is_mapping, turned_around, validate
 from .heads import Head, HLGauss, PerStepLoss, SoftCrossEntropy, TwoHot, numbers_of
@@ -88,8 +88,9 @@ def multi_step_loss(
             distributions (negative, above 1, or whole numbers that add up to more than 1, as raw visit counts do; a
             smaller sum is taken for a weight), logits that are probabilities already, entries and weights that are not
             finite, negative weights, targets of `BinaryCrossEntropy` outside 0..1, classes that are none. Masked
-            entries are not looked at. It waits for the device: for the first steps of a training, and for tests. Under
-            torch.compile, torch.export and torch.func transforms, where there are no values to look at, it raises.
+            entries are not looked at. The advantages of a policy gradient, given as targets, are refused too. It waits
+            for the device: for the first steps of a training, and for tests. Under torch.compile, torch.export and
+            torch.func transforms, where there are no values to look at, it raises.
 
     Returns:
         `MultiStepLossOutput`. An empty batch gives a loss of 0.
@@ -467,6 +468,7 @@ def _stacked(argument: str, entries: Entries, batch_first: bool) -> torch.Tensor
     if not isinstance(entries, torch.Tensor):
         raise TypeError(
             f"priorities: {argument} must be a tensor or a list of tensors, but it is of type {type(entries).__name__}"
+            f"{_remedies.instead_of(entries, argument)}"
         )
     return entries.detach() if entries.dtype == torch.float64 else entries.detach().float()
 

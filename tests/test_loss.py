@@ -1242,6 +1242,8 @@ def test_priorities():
         gs.priorities([torch.ones(2), torch.ones(3)], targets)
     with pytest.raises(TypeError, match="of type dict"):
         gs.priorities({}, targets)
+    with pytest.raises(TypeError, match=r"convert expected: torch\.as_tensor\(expected\)"):
+        gs.priorities(expected.numpy(), targets)
     large = torch.full((1, 1), 6e4, dtype=torch.float16)
     assert gs.priorities(large, -large) == pytest.approx(2 * large.item())
 
