@@ -179,9 +179,10 @@ def _multi_step_loss_shapes(
     first = 0
     for count, kind in zip(layout[::3], heads[:: len(heads) * 3 // len(layout)], strict=True):
         steps = count or predictions[first].shape[1 if batch_first else 0]
-        per_step.append(torch.empty((batch, steps), **options))
+        size, stride = ((batch, steps), (steps, 1)) if batch_first else ((steps, batch), (1, steps))
+        per_step.append(torch.empty_strided(size, stride, **options))
         if kind < NUMBER_OF_CATEGORICAL_KINDS:
-            expected.append(torch.empty((batch, steps), **options))
+            expected.append(torch.empty_strided(size, stride, **options))
         first += max(count, 1)
     loss = torch.empty((batch,) if reduction == "none" else (), **options)
     gradients = [

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .heads import KINDS, Head, Layout
+from . import _remedies
+from .heads import KINDS, Head, HLGauss, Layout, TwoHot
 
 Entries = torch.Tensor | Sequence[torch.Tensor]
 StepNumbers = torch.Tensor | Sequence[float] | None
@@ -49,6 +51,7 @@ def validate(
     batch_first: bool,
 ) -> Call:
     """Raise the error that the arguments deserve, or return them in one form."""
+    heads = as_dict("heads", heads)
     check_heads(heads)
     _check_choice("reduction", reduction, REDUCTIONS)
     _check_choice("nonfinite", nonfinite, ("propagate", "skip"))
@@ -56,9 +59,12 @@ def validate(
         raise TypeError(
             f"multi_step_loss: batch_first must be True or False, but it is of type {type(batch_first).__name__}"
         )
+    predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
     _check_names("predictions", predictions, heads, heads)
     _check_names("targets", targets, heads, [name for name, head in heads.items() if has_target(head)])
-    predicted = {name: _entries("prediction", name, predictions[name], batch_first) for name in heads}
+    predicted = {
+        name: _entries("prediction", name, head, predictions[name], batch_first) for name, head in heads.items()
+    }
     wanted = {
         name: _targets(name, head, targets.get(name), len(predicted[name]), batch_first) for name, head in heads.items()
     }
@@ -77,6 +83,9 @@ def validate(
                     f"multi_step_loss: the {what} of head '{name}' must have {steps - head.first_step} entries "
                     f"(first_step = {head.first_step}; T = {steps} steps, those of head '{longest}' with first_step = "
                     f"{heads[longest].first_step} and {len(predicted[longest])} predictions), but it has {len(entries)}"
+                    + _remedies.instead_of_count(
+                        what, entries, steps - head.first_step, head.first_step, longest, heads[longest].first_step
+                    )
                 )
         _check_head(name, head, predicted[name], wanted[name], batch, first.device)
     dtype = torch.float32
@@ -86,17 +95,57 @@ def validate(
         _check_choice("step_gradient_scale", step_gradient_scale, ("unroll",))
         step_gradient_scale = [1.0] + [1.0 / max(steps - 1, 1)] * (steps - 1)
     if importance_weights is not None:
-        _check_weights("importance_weights", importance_weights, [(batch,)], first.device)
+        _check_weights("importance_weights", importance_weights, first.device)
+        if tuple(importance_weights.shape) != (batch,):
+            raise ValueError(
+                f"multi_step_loss: importance_weights must have shape [B] = [{batch}], but it has "
+                f"{_written(importance_weights.shape)}"
+                + (
+                    _remedies.instead_of_shape("importance_weights", importance_weights.shape, [(batch,)])
+                    or ("; weights of steps go to step_weights" if importance_weights.dim() == 2 else "")
+                )
+            )
     return Call(
         predicted,
         wanted,
-        _masks(mask, heads, batch, steps, first.device),
-        _step_numbers("step_weights", step_weights, batch, steps, dtype, first.device),
-        _step_numbers("step_gradient_scale", step_gradient_scale, batch, steps, dtype, first.device),
+        _masks(mask, heads, batch, steps, batch_first, first.device),
+        _step_numbers("step_weights", step_weights, batch, steps, batch_first, dtype, first.device),
+        _step_numbers("step_gradient_scale", step_gradient_scale, batch, steps, batch_first, dtype, first.device),
         batch,
         steps,
         dtype,
     )
+
+
+def is_mapping(value: object) -> bool:
+    """Whether something has items: a TensorDict is a Mapping, a tensorclass has but the methods of one."""
+    return isinstance(value, dict) or (hasattr(value, "items") and not _remedies.is_proxy(value))
+
+
+def as_dict(argument: str, given: Any) -> dict[str, Any]:
+    """A mapping by its items: iterating over it may give something else, as it does with a TensorDict."""
+    if type(given) is dict:
+        return given
+    if not is_mapping(given):
+        raise TypeError(
+            f"multi_step_loss: {argument} must be a mapping of head to {'head' if argument == 'heads' else 'tensors'}, "
+            f"but it is of type {type(given).__name__}"
+            + (_remedies.instead_of(given) if _remedies.is_proxy(given) else f"; {_AS_MAPPING[argument]}")
+        )
+    return dict(given.items())
+
+
+_AS_MAPPING = {
+    "heads": 'write {"value": TwoHot(...), ...}',
+    "predictions": 'write {"value": [...], ...} with a list or tensor for each head',
+    "targets": 'write {"value": [...], ...} with a list or tensor for each head',
+    "mask": 'write {"value": ..., ...}',
+}
+
+
+def turned_around(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
+    """From the caller's order to `[B, T]`, or back; what has one dimension stays."""
+    return tensor if batch_first or tensor.dim() != 2 else tensor.transpose(0, 1)
 
 
 def check_heads(heads: Mapping[str, Head]) -> None:
@@ -127,11 +176,6 @@ def has_target(head: Head) -> bool:
 
 
 def _check_names(argument: str, given: Mapping[str, Entries], heads: Mapping[str, Head], needed: Iterable[str]) -> None:
-    if not isinstance(given, Mapping):
-        raise TypeError(
-            f"multi_step_loss: {argument} must be a mapping of head to tensors, "
-            f"but it is of type {type(given).__name__}"
-        )
     missing = [name for name in needed if name not in given]
     unknown = [name for name in given if name not in heads]
     if missing or unknown:
@@ -143,39 +187,53 @@ def _check_names(argument: str, given: Mapping[str, Entries], heads: Mapping[str
         raise ValueError(f"multi_step_loss: {argument} {' and '.join(problems)}; the heads are {', '.join(heads)}")
 
 
-def _entries(what: str, head: str, entries: Entries, batch_first: bool) -> list[torch.Tensor]:
+def _entries(what: str, name: str, head: Head, entries: Entries, batch_first: bool) -> list[torch.Tensor]:
     """One tensor per step."""
     if isinstance(entries, torch.Tensor):
-        if entries.dim() < 2:
-            layout = "[B, T, ...]" if batch_first else "[T, B, ...]"
-            raise ValueError(
-                f"multi_step_loss: the stacked {what} of head '{head}' must have shape {layout}, "
-                f"but it has {tuple(entries.shape)}"
-            )
+        _check_kind(f"the stacked {what} of head '{name}'", entries)
+        _check_stacked(what, name, head, entries, batch_first)
         entries = list(entries.unbind(1 if batch_first else 0))
     elif not isinstance(entries, list | tuple):
         raise TypeError(
-            f"multi_step_loss: the {what} of head '{head}' must be a tensor or a list of one tensor per step, "
-            f"but it is of type {type(entries).__name__}"
+            f"multi_step_loss: the {what} of head '{name}' must be a tensor or a list of one tensor per step, "
+            f"but it is of type {type(entries).__name__}{_remedies.instead_of(entries)}"
         )
-    for step, entry in enumerate(entries):
+    for step, entry in enumerate(entries, start=head.first_step):
+        where = _at(name, step, what)
         if not isinstance(entry, torch.Tensor):
             raise TypeError(
-                f"multi_step_loss: {_at(head, step, what)} must be a tensor, but it is of type {type(entry).__name__}"
+                f"multi_step_loss: {where} must be a tensor, but it is of type {type(entry).__name__}"
+                f"{_remedies.instead_of(entry)}"
             )
+        _check_kind(where, entry)
     if not entries:
-        raise ValueError(f"multi_step_loss: the {what} of head '{head}' has no entries")
+        raise ValueError(f"multi_step_loss: the {what} of head '{name}' has no entries")
     return list(entries)
+
+
+def _check_stacked(what: str, name: str, head: Head, entries: torch.Tensor, batch_first: bool) -> None:
+    """A tensor without its dimension of steps would be taken for one whose last dimension they are."""
+    letters = [layout.prediction if what == "prediction" else layout.target or () for layout in head.layouts]
+    known = [tuple(_shape(head, of_layout, 0)[1:]) for of_layout in dict.fromkeys(letters)]
+    if all(entries.dim() != 2 + len(shape) for shape in known):
+        leading = ("B", "T") if batch_first else ("T", "B")
+        forms = " or ".join([_written((*leading, *shape)) for shape in known])
+        lacks_steps = any(entries.dim() == 1 + len(shape) for shape in known)
+        raise ValueError(
+            f"multi_step_loss: the stacked {what} of head '{name}' must have shape {forms} for {type(head).__name__}, "
+            f"but it has {_written(entries.shape)}" + (f"; a single step is a list: [{what}]" if lacks_steps else "")
+        )
 
 
 def _targets(
     name: str, head: Head, entries: Entries | None, steps: int, batch_first: bool
 ) -> list[torch.Tensor | None]:
     if has_target(head):
-        return list(_entries("target", name, entries, batch_first))  # type: ignore[arg-type]
+        return list(_entries("target", name, head, entries, batch_first))  # type: ignore[arg-type]
     if entries is not None:
         raise ValueError(
-            f"multi_step_loss: {type(head).__name__} has no target, but targets has an entry for head '{name}'"
+            f"multi_step_loss: {type(head).__name__} has no target, but targets has an entry for head '{name}'; "
+            "leave it out"
         )
     return [None] * steps
 
@@ -186,12 +244,6 @@ def _shape(head: Head, letters: Sequence[str], batch: int, sizes: Sequence[int] 
     if "S" in letters:
         known["S"] = head.support.num_bins  # type: ignore[attr-defined]
     return (batch, *(known.get(letter, letter) for letter in letters))
-
-
-def _fits(shape: Sequence[int], pattern: Sequence[int | str]) -> bool:
-    return len(shape) == len(pattern) and all(
-        size >= 1 if isinstance(wanted, str) else size == wanted for size, wanted in zip(shape, pattern, strict=True)
-    )
 
 
 def _written(shape: Sequence[int | str]) -> str:
@@ -213,15 +265,18 @@ def _check_head(
         patterns = [
             _shape(head, letters, batch) for letters in dict.fromkeys(layout.prediction for layout in head.layouts)
         ]
-        if not any(_fits(prediction.shape, pattern) for pattern in patterns) or (
+        if not any(_remedies.fits(prediction.shape, pattern) for pattern in patterns) or (
             prediction.dim() != predictions[0].dim() or prediction.shape[1:] != predictions[0].shape[1:]
         ):
-            same = " (the same at every step)" if any(isinstance(p[-1], str) for p in patterns) else ""
+            same = ""
+            if step > head.first_step and any(isinstance(pattern[-1], str) for pattern in patterns):
+                same = f" (the same at every step, and step {head.first_step} has {_written(predictions[0].shape)})"
             if all(len(pattern) != prediction.dim() for pattern in patterns):
                 patterns = [("B", *pattern[1:]) for pattern in patterns]  # what B is was perhaps read from this tensor
             raise ValueError(
                 f"multi_step_loss: {where} must have shape {' or '.join(map(_written, patterns))}{same} for "
                 f"{type(head).__name__}, but it has {_written(prediction.shape)}"
+                + _remedies.instead_of_shape("prediction", prediction.shape, patterns)
             )
         if target is not None:
             possible = [layout for layout in head.layouts if len(layout.prediction) == prediction.dim() - 1]
@@ -235,7 +290,8 @@ def _check_target(
     is_class = takes_classes and not target.is_floating_point()
     if is_class and target.dtype != torch.int64:
         raise TypeError(
-            f"multi_step_loss: {where} must be probabilities or torch.int64 classes, but it is {target.dtype}"
+            f"multi_step_loss: {where} must be probabilities or torch.int64 classes, but it is {target.dtype}; write "
+            ".long() for classes, or visits / visits.sum(-1, keepdim=True) for visit counts"
         )
     if not is_class:
         _check_dtype(where, target, " or, for classes, torch.int64" if takes_classes else "")
@@ -245,11 +301,18 @@ def _check_target(
         for layout in layouts
         if layout.classes == is_class
     ]
-    if not any(_fits(target.shape, shape) for shape in shapes):
+    if not any(_remedies.fits(target.shape, shape) for shape in shapes):
         kind = " with torch.int64 classes (probabilities are floating)" if is_class else ""
+        instead = _remedies.instead_of_shape("target", target.shape, shapes)
+        if isinstance(head, TwoHot | HLGauss) and target.shape == prediction.shape:
+            instead = "; give the scalars: the head encodes them"
+        if takes_classes and not instead and target.shape == prediction.shape[: target.dim()]:
+            instead = (
+                "; write visits / visits.sum(-1, keepdim=True) for visit counts" if is_class else "; write .long()"
+            )
         raise ValueError(
             f"multi_step_loss: {where} must have shape {' or '.join(map(_written, shapes))} for "
-            f"{type(head).__name__}{kind}, but it has {_written(target.shape)}"
+            f"{type(head).__name__}{kind}, but it has {_written(target.shape)}{instead}"
         )
     if target.requires_grad:
         raise ValueError(f"multi_step_loss: {where} requires grad, but targets get no gradient; detach() it")
@@ -259,50 +322,83 @@ def _check_dtype(where: str, tensor: torch.Tensor, others: str) -> None:
     if tensor.dtype not in DTYPES:
         raise TypeError(
             f"multi_step_loss: {where} must be float64, float32, bfloat16 or float16{others}, but it is {tensor.dtype}"
+            f"{_remedies.instead_of_dtype(tensor.dtype)}"
         )
+
+
+def _check_kind(where: str, tensor: torch.Tensor) -> None:
+    problem = _remedies.instead_of_kind(tensor)
+    if problem is not None:
+        raise TypeError(f"multi_step_loss: {where} {problem}")
 
 
 def _check_device(where: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device != device:
-        raise ValueError(f"multi_step_loss: {where} is on {tensor.device}, but the predictions are on {device}")
+        raise ValueError(
+            f"multi_step_loss: {where} is on {tensor.device}, but the predictions are on {device}; write "
+            f".to('{device}')"
+        )
 
 
-def _check_weights(argument: str, weights: torch.Tensor, shapes: list[tuple[int, ...]], device: torch.device) -> None:
+def _check_weights(argument: str, weights: torch.Tensor, device: torch.device) -> None:
     if not isinstance(weights, torch.Tensor):
-        raise TypeError(f"multi_step_loss: {argument} must be a tensor, but it is of type {type(weights).__name__}")
+        raise TypeError(
+            f"multi_step_loss: {argument} must be a tensor, but it is of type {type(weights).__name__}"
+            f"{_remedies.instead_of(weights, argument)}"
+        )
+    _check_kind(argument, weights)
     _check_dtype(argument, weights, "")
-    _check_shape_and_device(argument, weights, shapes, device)
+    _check_device(argument, weights, device)
     if weights.requires_grad:
         raise ValueError(f"multi_step_loss: {argument} requires grad, but weights get no gradient; detach() it")
 
 
-def _check_shape_and_device(
-    argument: str, tensor: torch.Tensor, shapes: list[tuple[int, ...]], device: torch.device
+def _check_step_shape(
+    argument: str, name: str, tensor: torch.Tensor, or_steps: bool, batch: int, steps: int, batch_first: bool
 ) -> None:
-    if not any(_fits(tensor.shape, shape) for shape in shapes):
-        raise ValueError(
-            f"multi_step_loss: {argument} must have shape {' or '.join(map(_written, shapes))}, "
-            f"but it has {_written(tensor.shape)}"
-        )
-    _check_device(argument, tensor, device)
+    """`[B, T]` in the caller's order; or `[T]`."""
+    wanted = (batch, steps) if batch_first else (steps, batch)
+    shape = tuple(tensor.shape)
+    if shape == wanted or (or_steps and shape == (steps,)):
+        return
+    forms = f"[T] = [{steps}] or " if or_steps else ""
+    raise ValueError(
+        f"multi_step_loss: {argument} must have shape {forms}{'[B, T]' if batch_first else '[T, B]'} = "
+        f"{_written(wanted)}, but it has {_written(shape)}"
+        + _remedies.instead_of_step_shape(name, shape, batch, steps, batch_first)
+    )
 
 
 def _step_numbers(
-    argument: str, numbers: StepNumbers, batch: int, steps: int, dtype: torch.dtype, device: torch.device
+    argument: str,
+    numbers: StepNumbers,
+    batch: int,
+    steps: int,
+    batch_first: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor | None:
+    """`[T]` or `[B, T]`."""
     if numbers is None:
         return None
     if isinstance(numbers, torch.Tensor):
-        _check_weights(argument, numbers, [(steps,), (batch, steps)], device)
-        return numbers.to(dtype)
+        _check_weights(argument, numbers, device)
+        _check_step_shape(argument, argument, numbers, True, batch, steps, batch_first)
+        return turned_around(numbers, batch_first).to(dtype)
     if not isinstance(numbers, Sequence) or isinstance(numbers, str):
         raise TypeError(
             f"multi_step_loss: {argument} must be a tensor or a sequence of {steps} numbers, "
             f"but it is of type {type(numbers).__name__}"
+            + (
+                f"; write [{numbers}] * {steps}"
+                if isinstance(numbers, int | float)
+                else _remedies.instead_of(numbers, argument)
+            )
         )
     if len(numbers) != steps:
         raise ValueError(
             f"multi_step_loss: {argument} must have {steps} numbers, one per step, but it has {len(numbers)}"
+            + ("; T counts the root too" if len(numbers) == steps - 1 else "")
         )
     if any(isinstance(number, torch.Tensor) and number.device.type != "cpu" for number in numbers):
         raise TypeError(
@@ -311,8 +407,12 @@ def _step_numbers(
         )
     try:
         values = [float(number) for number in numbers]
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"multi_step_loss: {argument} must be a tensor or a sequence of numbers: {error}") from None
+    except (TypeError, ValueError, RuntimeError) as error:
+        stacked = f"torch.stack({argument}, 1)" if batch_first else f"torch.stack({argument})"
+        instead = f"; write {stacked}" if all(isinstance(number, torch.Tensor) for number in numbers) else ""
+        raise TypeError(
+            f"multi_step_loss: {argument} must be a tensor or a sequence of numbers: {error}{instead}"
+        ) from None
     return torch.tensor(values, dtype=dtype, device=device)
 
 
@@ -321,19 +421,30 @@ def _masks(
     heads: Mapping[str, Head],
     batch: int,
     steps: int,
+    batch_first: bool,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
+    """By head `[B, T]`."""
     if mask is None:
         return {}
-    by_head = dict(mask) if isinstance(mask, Mapping) else {name: mask for name in heads}
+    of_heads = is_mapping(mask)
+    by_head = as_dict("mask", mask) if of_heads else {name: mask for name in heads}
     for name, tensor in by_head.items():
-        argument = f"the mask of head '{name}'" if isinstance(mask, Mapping) else "mask"
+        argument = f"the mask of head '{name}'" if of_heads else "mask"
         if name not in heads:
             raise ValueError(
                 f"multi_step_loss: mask names {name!r}, which is no head; the heads are {', '.join(heads)}"
             )
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.bool:
-            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else f"of type {type(tensor).__name__}"
-            raise TypeError(f"multi_step_loss: {argument} must be a bool tensor, but it is {kind}")
-        _check_shape_and_device(argument, tensor, [(batch, steps)], device)
-    return by_head
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"multi_step_loss: {argument} must be a bool tensor, but it is of type {type(tensor).__name__}"
+                f"{_remedies.instead_of(tensor, 'mask')}"
+            )
+        _check_kind(argument, tensor)
+        if tensor.dtype != torch.bool:
+            raise TypeError(
+                f"multi_step_loss: {argument} must be a bool tensor, but it is {tensor.dtype}; write mask.bool()"
+            )
+        _check_step_shape(argument, "mask", tensor, False, batch, steps, batch_first)
+        _check_device(argument, tensor, device)
+    return {name: turned_around(tensor, batch_first) for name, tensor in by_head.items()}

@@ -1,13 +1,14 @@
 """The heads of a multi-step loss: what each predicts, and how its loss is computed. Plain data.
 
-A prediction or target is given per step. `B` is the batch, `S` the bins of a support, `A` the actions, `D` features.
+All arguments but the support go by keyword, so that no number is taken for another. A prediction or target is given
+per step. `B` is the batch, `S` the bins of a support, `A` the actions, `D` features.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class TwoHot(Head):
     """
 
     support: Support
+    _: KW_ONLY
     label_smoothing: float = 0.0
 
     layouts: ClassVar[tuple[Layout, ...]] = (Layout(("S",), ()),)
@@ -109,6 +111,7 @@ class HLGauss(Head):
     """
 
     support: Support
+    _: KW_ONLY
     sigma_ratio: float = 0.75
 
     layouts: ClassVar[tuple[Layout, ...]] = (Layout(("S",), ()),)
@@ -120,7 +123,7 @@ class HLGauss(Head):
         self._check("sigma_ratio", 0 < self._number("sigma_ratio") < math.inf, "finite and above 0")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SoftCrossEntropy(Head):
     """Policy head: cross-entropy of `[B, A]` logits with `[B, A]` probabilities t, or with `[B]` int64 classes.
 
@@ -150,7 +153,7 @@ class SoftCrossEntropy(Head):
         self._check("entropy_weight", math.isfinite(self._number("entropy_weight")), "finite")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MeanSquaredError(Head):
     """Squared error of `[B]` or `[B, D]` predictions x with targets t of the same shape.
 
@@ -170,7 +173,7 @@ class MeanSquaredError(Head):
         self._check("transform", self.transform in TRANSFORMS, "'identity', 'signed_hyperbolic' or 'symlog'")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BinaryCrossEntropy(Head):
     """Cross-entropy of `[B]` logits x with `[B]` probabilities t in 0..1, e.g. of an episode's end.
 
@@ -180,7 +183,7 @@ class BinaryCrossEntropy(Head):
     layouts: ClassVar[tuple[Layout, ...]] = (Layout((), ()),)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NegativeCosine(Head):
     """Negative cosine of the angle between `[B, D]` predictions x and targets t: the consistency loss of EfficientZero.
 
@@ -200,7 +203,7 @@ class NegativeCosine(Head):
         self._check("eps", 0 < self._number("eps") < math.inf, "finite and above 0")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PerStepLoss(Head):
     """A `[B]` loss per step that the user computed, for weights, mask, reduction and metrics to act on. No target."""
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import _context, reference
+from . import _check, _context, _remedies, reference
 from ._library import _C, DEVICE_TYPES
-from ._validate import Entries, StepNumbers, check_heads, has_target, validate
+from ._validate import Entries, StepNumbers, as_dict, check_heads, has_target, is_mapping, turned_around, validate
 from .heads import Head, HLGauss, PerStepLoss, SoftCrossEntropy, TwoHot, numbers_of
 from .output import MultiStepLossOutput
 from .support import Support
@@ -51,6 +52,7 @@ def multi_step_loss(
     reduction: Reduction = "mean",
     nonfinite: Literal["propagate", "skip"] = "propagate",
     batch_first: bool = True,
+    check: bool = False,
 ) -> MultiStepLossOutput:
     """Loss of all heads at all unroll steps, with gradients, metrics and decoded predictions from the same pass.
 
@@ -62,11 +64,12 @@ def multi_step_loss(
     `B` is the batch and `T = K + 1` the number of predictions (root and K recurrent steps).
 
     Args:
-        heads: name to head: `TwoHot`, `HLGauss`, `SoftCrossEntropy`, `MeanSquaredError`, `BinaryCrossEntropy`,
-            `NegativeCosine`, `PerStepLoss`. An ensemble is several heads.
-        predictions: head's name to a list or tuple of T tensors `[B, ...]`, as an unroll produces them (they are read
-            where they are, without stacking), or to one tensor `[B, T, ...]`. A head with ``first_step=1`` has T - 1
-            entries. float64, float32, bfloat16 or float16.
+        heads: mapping of name to head: `TwoHot`, `HLGauss`, `SoftCrossEntropy`, `MeanSquaredError`,
+            `BinaryCrossEntropy`, `NegativeCosine`, `PerStepLoss`. An ensemble is several heads.
+        predictions: mapping (a TensorDict is one, which holds tensors, no lists) of head's name to a list or tuple of
+            T tensors `[B, ...]`, as an unroll produces them (they are read where they are, without stacking), or to
+            one tensor `[B, T, ...]`. A head with ``first_step=1`` has T - 1 entries. float64, float32, bfloat16 or
+            float16.
         targets: the same for the targets, floating, or int64 for classes; they must not require grad. A `PerStepLoss`
             has none.
         step_weights: T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient.
@@ -79,13 +82,22 @@ def multi_step_loss(
             number of unmasked entries, at least 1).
         nonfinite: "propagate": NaN reaches the loss, and only that sample's gradients. "skip": a sample whose loss is
             not finite (L_b, without its importance weight) adds nothing. It is counted in both cases.
-        batch_first: False: stacked predictions and targets are `[T, B, ...]`.
+        batch_first: False: all that has both dimensions is the other way round: stacked predictions and targets are
+            `[T, B, ...]`, masks and weights `[T, B]`, and of the output `per_step` and `expected` `[T_h, B]`.
+        check: look at the values too, and raise ValueError for what no user can mean: policy targets that are no
+            distributions (negative, above 1, or whole numbers that add up to more than 1, as raw visit counts do; a
+            smaller sum is taken for a weight), logits that are probabilities already, entries and weights that are not
+            finite, negative weights, targets of `BinaryCrossEntropy` outside 0..1, classes that are none. Masked
+            entries are not looked at. The advantages of a policy gradient, given as targets, are refused too. It waits
+            for the device: for the first steps of a training, and for tests. Under torch.compile, torch.export and
+            torch.func transforms, where there are no values to look at, it raises.
 
     Returns:
         `MultiStepLossOutput`. An empty batch gives a loss of 0.
 
     Raises:
-        ValueError, TypeError: names the head and step, what was expected and what came; nothing has been changed then.
+        ValueError, TypeError: names the head and step, what was expected and what came, and what to write instead;
+            nothing has been changed then.
 
     For plain tensors this is one call into C++ and no temporary of the size of the logits besides the gradients, which
     are computed together with the loss: one parallel region on the CPU, two launches on CUDA (one more to count a mask
@@ -103,12 +115,12 @@ def multi_step_loss(
     >>> logits.grad
     tensor([[-0.7500,  0.2500,  0.2500,  0.2500]])
     """
+    heads = as_dict("heads", heads)
     plan = None
     if _context.is_eager():
         try:
             plan = _cached_plan(tuple(heads.items()))
-        except (TypeError, AttributeError):
-            check_heads(heads)
+        except TypeError:  # of heads that are none, or have no hash
             plan = _make_plan(heads)
     return _run(
         plan,
@@ -122,6 +134,7 @@ def multi_step_loss(
         reduction,
         nonfinite,
         batch_first,
+        check,
     )
 
 
@@ -137,13 +150,30 @@ def _run(
     reduction: str,
     nonfinite: str,
     batch_first: bool,
+    check: bool,
 ) -> MultiStepLossOutput:
     """The fused kernel where it takes the call, else the checks and the reference."""
+    predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
+    if type(mask) not in (NoneType, torch.Tensor, dict) and is_mapping(mask):
+        mask = as_dict("mask", mask)
+    if check:
+        _check.check_values(
+            heads,
+            predictions,
+            targets,
+            step_weights=step_weights,
+            step_gradient_scale=step_gradient_scale,
+            importance_weights=importance_weights,
+            mask=mask,
+            reduction=reduction,
+            nonfinite=nonfinite,
+            batch_first=batch_first,
+        )
     if plan is not None:
         fused = _C.multi_step_loss(
             plan,
-            predictions if type(predictions) is dict else _as_dict(predictions),
-            targets if type(targets) is dict else _as_dict(targets),
+            predictions,
+            targets,
             step_weights,
             step_gradient_scale,
             importance_weights,
@@ -190,6 +220,11 @@ def _call_operator(
 ) -> MultiStepLossOutput:
     """The loss as an operator that stays in the graph of the compiler."""
     call = validate(heads, predictions, targets, **options)
+    batch_first = options["batch_first"]
+    step_weights, step_gradient_scale = (
+        None if numbers is None else turned_around(numbers, batch_first)
+        for numbers in (call.step_weights, call.step_gradient_scale)
+    )
     layout: list[int] = []
     masks: list[torch.Tensor] = []
     flat_predictions: list[torch.Tensor] = []
@@ -199,20 +234,20 @@ def _call_operator(
         layout.append(_flatten(targets[name], flat_targets) if has_target(head) else -1)
         layout.append(len(masks) if name in call.masks else -1)
         if name in call.masks:
-            masks.append(call.masks[name])
+            masks.append(turned_around(call.masks[name], batch_first))
     results = torch.ops.gradscale_ext.multi_step_loss(
         flat_predictions,
         flat_targets,
         masks,
-        call.step_weights,
-        call.step_gradient_scale,
+        step_weights,
+        step_gradient_scale,
         options["importance_weights"],
         [number for head in heads.values() for number in numbers_of(head)],
         layout,
         [],
         options["reduction"],
         options["nonfinite"] == "skip",
-        options["batch_first"],
+        batch_first,
     )
     loss, per_sample, head_means, num_nonfinite = results[:4]
     decoded = [name for name, head in heads.items() if isinstance(head, TwoHot | HLGauss)]
@@ -236,20 +271,16 @@ def _flatten(entries: Entries, flat: list[torch.Tensor]) -> int:
 
 
 def _say_once_where_it_is_not_fused(predictions: Mapping[str, Entries]) -> None:
-    if not _context.is_eager() or not isinstance(predictions, Mapping):
+    if not _context.is_eager():
         return
     for entries in predictions.values():
-        first = entries if isinstance(entries, torch.Tensor) else next(iter(entries), None)
+        first = entries[0] if isinstance(entries, list | tuple) and entries else entries
         if isinstance(first, torch.Tensor) and first.device.type not in DEVICE_TYPES:
             _context.say_once(
                 f"gradscale_ext: this build has no kernels for {first.device.type} tensors; the loss is computed by "
                 "gradscale_ext.reference there: the same numbers, not fused"
             )
             return
-
-
-def _as_dict(mapping: Any) -> Any:
-    return dict(mapping.items()) if isinstance(mapping, Mapping) or hasattr(mapping, "items") else mapping
 
 
 class MultiStepLoss(torch.nn.Module):
@@ -311,6 +342,7 @@ class MultiStepLoss(torch.nn.Module):
         reduction: Reduction = "mean",
         nonfinite: Literal["propagate", "skip"] = "propagate",
         batch_first: bool = True,
+        check: bool = False,
     ) -> MultiStepLossOutput:
         """Compute the loss; the arguments are those of `multi_step_loss`."""
         return _run(
@@ -325,6 +357,7 @@ class MultiStepLoss(torch.nn.Module):
             reduction,
             nonfinite,
             batch_first,
+            check,
         )
 
     def extra_repr(self) -> str:
@@ -342,12 +375,13 @@ def reduce_multi_step(
     reduction: Reduction = "mean",
     nonfinite: Literal["propagate", "skip"] = "propagate",
     batch_first: bool = True,
+    check: bool = False,
 ) -> MultiStepLossOutput:
     """The weights, mask and reduction of `multi_step_loss` alone, for per-step losses that the user computed.
 
     Args:
-        losses: `[B, T]`, or a list or tuple of T tensors `[B]`.
-        step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite, batch_first: as in
+        losses: `[B, T]` (`[T, B]` without `batch_first`), or a list or tuple of T tensors `[B]`.
+        step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite, batch_first, check: as in
             `multi_step_loss`.
 
     Returns:
@@ -370,6 +404,7 @@ def reduce_multi_step(
         reduction=reduction,
         nonfinite=nonfinite,
         batch_first=batch_first,
+        check=check,
     )
 
 
@@ -380,6 +415,7 @@ def priorities(
     steps: Literal["first", "mean", "max"] = "first",
     alpha: float = 1.0,
     eps: float = 1e-6,
+    batch_first: bool = True,
 ) -> torch.Tensor:
     """``p_b = (|nu_b - z_b| + eps)^alpha``, the priorities of prioritised replay.
 
@@ -389,6 +425,7 @@ def priorities(
         steps: which steps count: the "first" one (the root), the "mean" of |nu - z| over the steps, or the "max".
         alpha: exponent, at least 0; 0 gives uniform priorities.
         eps: keeps every sample alive, at least 0.
+        batch_first: False: tensors with both dimensions are `[T, B]`, as `multi_step_loss` gives them then.
 
     Returns:
         `[B]`, without a gradient.
@@ -401,15 +438,15 @@ def priorities(
     >>> priorities(torch.tensor([[1.0, 5.0]]), torch.tensor([[3.0, 5.0]]), eps=0.0)
     tensor([2.])
     """
-    nu, z = _stacked("expected", expected), _stacked("targets", targets)
-    if nu.dim() != 2 or nu.shape != z.shape or nu.shape[1] == 0:
+    nu, z = _stacked("expected", expected, batch_first), _stacked("targets", targets, batch_first)
+    if nu.dim() != 2 or nu.shape != z.shape or nu.shape[1 if batch_first else 0] == 0:
         raise ValueError(
-            f"priorities: expected and targets must both have shape [B, T], T at least 1, "
-            f"but they have {tuple(nu.shape)} and {tuple(z.shape)}"
+            f"priorities: expected and targets must both have shape {'[B, T]' if batch_first else '[T, B]'}, T at "
+            f"least 1, but they have {tuple(nu.shape)} and {tuple(z.shape)}"
         )
     if not (0 <= alpha < math.inf and 0 <= eps < math.inf):
         raise ValueError(f"priorities: alpha and eps must be finite and at least 0, but they are {alpha} and {eps}")
-    error = (nu - z).abs()
+    error = turned_around(nu - z, batch_first).abs()
     if steps == "first":
         error = error[:, 0]
     elif steps == "mean":
@@ -423,16 +460,17 @@ def priorities(
     return (error + eps) ** alpha
 
 
-def _stacked(argument: str, entries: Entries) -> torch.Tensor:
-    """`[B, T]`, half types widened: their difference may be beyond their range."""
+def _stacked(argument: str, entries: Entries, batch_first: bool) -> torch.Tensor:
+    """One tensor, half types widened: their difference may be beyond their range."""
     if isinstance(entries, list | tuple):
         shapes = [tuple(entry.shape) if isinstance(entry, torch.Tensor) else type(entry).__name__ for entry in entries]
         if not entries or any(shape != shapes[0] or isinstance(shape, str) for shape in shapes):
             raise ValueError(f"priorities: {argument} must be a list of tensors [B], all alike, but it has {shapes}")
-        entries = torch.stack(list(entries), 1)
+        entries = torch.stack(list(entries), 1 if batch_first else 0)
     if not isinstance(entries, torch.Tensor):
         raise TypeError(
             f"priorities: {argument} must be a tensor or a list of tensors, but it is of type {type(entries).__name__}"
+            f"{_remedies.instead_of(entries, argument)}"
         )
     return entries.detach() if entries.dtype == torch.float64 else entries.detach().float()
 

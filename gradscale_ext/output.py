@@ -19,9 +19,9 @@ class MultiStepLossOutput:
     per_sample: torch.Tensor
     """`[B]`: L_b, the weighted sum over heads and steps, without importance weights."""
     per_step: dict[str, torch.Tensor]
-    """By head `[B, T_h]`: the loss of each entry without any weight; 0 where masked."""
+    """By head `[B, T_h]` (`[T_h, B]` with ``batch_first=False``): each entry's loss without weights; 0 where masked."""
     expected: dict[str, torch.Tensor]
-    """By head with a support `[B, T_h]`: the decoded prediction."""
+    """By head with a support, of the same shape: the decoded prediction."""
     head_means: dict[str, torch.Tensor]
     """By head, a scalar: mean of `per_step` over the unmasked entries."""
     num_nonfinite: torch.Tensor

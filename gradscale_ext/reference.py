@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._validate import Call, Entries, StepNumbers, validate
+from ._validate import Call, Entries, StepNumbers, as_dict, turned_around, validate
 from .flow import scale_gradient
 from .heads import (
     BinaryCrossEntropy,
@@ -209,6 +209,7 @@ def multi_step_loss(
     batch_first: bool = True,
 ) -> MultiStepLossOutput:
     """The loss of `gradscale_ext.multi_step_loss`, computed head by head and step by step."""
+    heads = as_dict("heads", heads)
     call = validate(
         heads,
         predictions,
@@ -238,11 +239,11 @@ def multi_step_loss(
     return MultiStepLossOutput(
         loss=weighted if reduction == "none" else weighted.sum(),
         per_sample=per_sample,
-        per_step={name: losses.detach() for name, losses in per_step.items()},
+        per_step={name: turned_around(losses.detach(), batch_first) for name, losses in per_step.items()},
         expected={
-            name: torch.stack([decode(entry.detach(), head.support) for entry in call.predictions[name]], 1).to(
-                call.dtype
-            )
+            name: torch.stack(
+                [decode(entry.detach(), head.support) for entry in call.predictions[name]], 1 if batch_first else 0
+            ).to(call.dtype)
             for name, head in heads.items()
             if isinstance(head, TwoHot | HLGauss)
         },

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from . import _context, reference
+from . import _context, _remedies, reference
 from ._library import _C
 from .heads import TRANSFORMS, TwoHot, numbers_of
 
@@ -182,9 +182,15 @@ class Support:
 
 def _check_scalars(function: str, x: torch.Tensor, argument: str = "x") -> None:
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"Support.{function}: {argument} must be a tensor, but it is of type {type(x).__name__}")
+        raise TypeError(
+            f"Support.{function}: {argument} must be a tensor, but it is of type {type(x).__name__}"
+            f"{_remedies.instead_of(x, argument)}"
+        )
     if not x.is_floating_point():
-        raise TypeError(f"Support.{function}: {argument} must be a floating tensor, but its dtype is {x.dtype}")
+        raise TypeError(
+            f"Support.{function}: {argument} must be a floating tensor, but its dtype is {x.dtype}"
+            f"{_remedies.instead_of_dtype(x.dtype)}"
+        )
 
 
 def _decode_gradient(

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from . import _context, _remedies
+from ._validate import is_mapping
 from .flow import scale_gradient
 
 Outputs = Mapping[str, torch.Tensor]
 
+#: A tensor, or a tuple, list, dict or namedtuple of such.
+Hidden = Any
+
 
 def unroll(
-    initial: Callable[[Any], tuple[Outputs, torch.Tensor]],
-    recurrent: Callable[[torch.Tensor, torch.Tensor], tuple[Outputs, torch.Tensor]],
+    initial: Callable[[Any], tuple[Outputs, Hidden]],
+    recurrent: Callable[[Hidden, torch.Tensor], tuple[Outputs, Hidden]],
     observation: Any,
     actions: torch.Tensor | Sequence[torch.Tensor],
     *,
-    hidden_scale: float = 0.5,
+    hidden_scale: float | torch.Tensor = 0.5,
 ) -> dict[str, list[torch.Tensor]]:
     """Run `initial` once and `recurrent` for every action, and collect what each head predicts at each step.
 
@@ -27,18 +34,23 @@ def unroll(
 
     Args:
         initial: representation and prediction, ``initial(observation) -> (outputs, hidden)``.
-        recurrent: dynamics and prediction, ``recurrent(hidden, action) -> (outputs, hidden)``. `outputs` maps a head's
-            name to its prediction for the step, `[B, ...]`.
+        recurrent: dynamics and prediction, ``recurrent(hidden, action) -> (outputs, hidden)``. `outputs` is a mapping
+            of a head's name to its prediction for the step, `[B, ...]`; `hidden` a tensor, or a tuple, list, dict or
+            namedtuple of tensors, as the (h, c) of an LSTM.
         observation: handed to `initial` as it is.
         actions: `[B, K]` or `[B, K, ...]` tensor, or a sequence of K tensors `[B, ...]`.
-        hidden_scale: factor of the gradient from one recurrent step to the one before it.
+        hidden_scale: factor of the gradient from one recurrent step to the one before it, a finite number or a tensor
+            as `scale_gradient` takes it.
 
     Returns:
         Head's name to the list of its predictions, ready for `MultiStepLoss`: K + 1 entries, or K for a head that
         `initial` leaves out (declare it with ``first_step=1``).
 
     Raises:
-        ValueError: a head is there at one step and missing at another, or `actions` has no step dimension.
+        ValueError: a head is there at one step and missing at another, `actions` has no step dimension or entries of
+            different batches, or `hidden_scale` is not finite.
+        TypeError: `actions` are no tensors, a function returns something else than (outputs, hidden), or
+            `hidden_scale` is no number.
 
     >>> outputs = unroll(
     ...     lambda observation: ({"value": observation}, observation),
@@ -47,14 +59,12 @@ def unroll(
     >>> [len(outputs["value"]), len(outputs["reward"])]
     [4, 3]
     """
-    if isinstance(actions, torch.Tensor):
-        if actions.dim() < 2:
-            raise ValueError(f"unroll: actions must have shape [B, K, ...], but it has {tuple(actions.shape)}")
-        actions = actions.unbind(1)
-    outputs, hidden = initial(observation)
-    predictions = {head: [prediction] for head, prediction in outputs.items()}
-    for k, action in enumerate(actions):
-        outputs, hidden = recurrent(hidden, action)
+    steps = _steps_of(actions)
+    _check_scale(hidden_scale)
+    predictions, hidden = _outputs_and_hidden("initial(observation)", initial(observation))
+    predictions = {head: [prediction] for head, prediction in predictions.items()}
+    for k, action in enumerate(steps):
+        outputs, hidden = _outputs_and_hidden("recurrent(hidden, action)", recurrent(hidden, action))
         if k == 0:  # heads that the root does not have
             predictions.update({head: [] for head in outputs if head not in predictions})
         if outputs.keys() != predictions.keys():
@@ -66,3 +76,57 @@ def unroll(
             predictions[head].append(prediction)
         hidden = scale_gradient(hidden, hidden_scale)
     return predictions
+
+
+def _steps_of(actions: Any) -> Sequence[torch.Tensor]:
+    """One tensor `[B, ...]` per recurrent step."""
+    if isinstance(actions, torch.Tensor):
+        if actions.dim() < 2:
+            raise ValueError(f"unroll: actions must have shape [B, K, ...], but it has {tuple(actions.shape)}")
+        return actions.unbind(1)
+    wanted = "a tensor [B, K, ...] or a sequence of K tensors [B, ...]"
+    if not isinstance(actions, Sequence) or isinstance(actions, str):
+        raise TypeError(
+            f"unroll: actions must be {wanted}, but it is of type {type(actions).__name__}"
+            f"{_remedies.instead_of(actions, 'actions')}"
+        )
+    for k, action in enumerate(actions):
+        if not isinstance(action, torch.Tensor):
+            raise TypeError(
+                f"unroll: actions must be {wanted}, but actions[{k}] is of type {type(action).__name__}; convert "
+                "actions: torch.as_tensor(actions), of shape [B, K, ...]"
+            )
+        if action.dim() < 1 or action.shape[0] != actions[0].shape[0]:
+            raise ValueError(
+                f"unroll: each of the sequence of actions must be a tensor [B, ...] with the same B, but actions[{k}] "
+                f"has shape {tuple(action.shape)} and actions[0] {tuple(actions[0].shape)}; a list by sample instead "
+                "of by step becomes a tensor [B, K, ...] by torch.stack(actions)"
+            )
+    return actions
+
+
+def _check_scale(hidden_scale: Any) -> None:
+    if isinstance(hidden_scale, torch.Tensor) or not _context.is_eager():  # scale_gradient checks them
+        return
+    if not isinstance(hidden_scale, numbers.Real) or isinstance(hidden_scale, bool):
+        raise TypeError(
+            f"unroll: hidden_scale must be a number or a tensor, but it is of type {type(hidden_scale).__name__}"
+        )
+    if not math.isfinite(hidden_scale):
+        raise ValueError(f"unroll: hidden_scale must be finite, but it is {hidden_scale}")
+
+
+def _outputs_and_hidden(call: str, returned: Any) -> tuple[dict[str, Any], Any]:
+    """The two things that a function must return; the outputs by their items, whatever mapping they are."""
+    if isinstance(returned, tuple | list) and len(returned) == 2:
+        outputs, hidden = returned
+        if is_mapping(outputs):
+            return dict(outputs.items()), hidden
+    came = type(returned).__name__
+    if isinstance(returned, tuple | list):
+        came = f"{came} of {len(returned)} ({', '.join([type(item).__name__ for item in returned])})"
+    raise TypeError(
+        f"unroll: {call} must return (outputs, hidden), outputs being a mapping of head's name to prediction, but it "
+        f"returned {'nothing' if returned is None else came}; for a model that returns (value, policy, hidden) hand "
+        'over a function that returns {"value": value, "policy": policy}, hidden'
+    )

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,90 @@ def test_stacked_predictions_and_targets(batch_first, fused_only):
             wanted = torch.stack(torch.autograd.grad(expected.loss, predictions[name], retain_graph=True), dim)
             torch.testing.assert_close(g, wanted, rtol=1e-12, atol=1e-12)
             assert g.shape == stacked[name].shape
+
+
+def turned(given):
+    """What has samples and steps as its first dimensions, the other way round."""
+    if isinstance(given, dict):
+        return {name: turned(value) for name, value in given.items()}
+    return given.transpose(0, 1) if isinstance(given, torch.Tensor) and given.dim() >= 2 else given
+
+
+SQUARE_OPTIONS = {
+    "mask": torch.rand(4, 4, generator=torch.Generator().manual_seed(5)) > 0.4,
+    "step_weights": torch.rand(4, 4, generator=torch.Generator().manual_seed(6), dtype=torch.float64),
+    "step_gradient_scale": torch.rand(4, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64),
+    "importance_weights": torch.tensor([0.5, 1.0, 2.0, 0.25], dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("function", [gs.multi_step_loss, gs.reference.multi_step_loss])
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "none"},
+        {"reduction": "valid_mean"},
+        {"mask": {"value": SQUARE_OPTIONS["mask"], "classes": ~SQUARE_OPTIONS["mask"]}},
+        {"step_weights": [1.0, 0.5, 0.25, 0.125], "nonfinite": "skip"},
+        {"step_gradient_scale": torch.tensor([1.0, 0.5, 0.25, 0.125]), "step_weights": torch.arange(1.0, 5.0)},
+    ],
+)
+def test_everything_of_two_dimensions_follows_batch_first(options, stacked, function):
+    """With as many steps as samples no shape tells the two orders apart."""
+    options = {**SQUARE_OPTIONS, **options}
+    predictions, targets = arguments(batch=4, steps=4, heads=ALL_HEADS)
+    expected = gs.reference.multi_step_loss(ALL_HEADS, predictions, targets, **options)
+    given, given_targets = predictions, targets
+    if stacked:
+        given = {name: torch.stack(entries, 0) for name, entries in predictions.items()}
+        given_targets = {name: torch.stack(entries, 0) for name, entries in targets.items()}
+    out = function(ALL_HEADS, given, given_targets, batch_first=False, **turned(options))
+    for field in ("loss", "per_sample", "head_means", "num_nonfinite"):
+        torch.testing.assert_close(getattr(out, field), getattr(expected, field), rtol=1e-12, atol=1e-12)
+    for field in ("per_step", "expected"):
+        torch.testing.assert_close(getattr(out, field), turned(getattr(expected, field)), rtol=1e-12, atol=1e-12)
+    assert not out.per_step["reward"]._is_view() or function is gs.reference.multi_step_loss
+    grad_output = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64) if out.loss.dim() else None
+    inputs = leaves(predictions)
+    for a, b in zip(
+        torch.autograd.grad(out.loss, inputs, grad_output, retain_graph=True),
+        torch.autograd.grad(expected.loss, inputs, grad_output, retain_graph=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    # With create_graph the backward pass asks the reference, with the arguments as they were given.
+    for a, b in zip(
+        torch.autograd.grad(out.loss, inputs, grad_output, create_graph=True),
+        torch.autograd.grad(expected.loss, inputs, grad_output),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_masked_classes_follow_batch_first():
+    """Whether a class may be garbage is looked up in the mask."""
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    mask[0, 1] = False  # step 0, sample 1
+    logits, classes = torch.zeros(2, 2, 3), torch.tensor([[0, -100], [1, 2]])
+    out = gs.multi_step_loss({"p": gs.SoftCrossEntropy()}, {"p": logits}, {"p": classes}, mask=mask, batch_first=False)
+    assert out.per_step["p"][0, 1] == 0
+    with pytest.raises(ValueError, match=r"step 0 must be classes .* sample 1 is -100"):
+        gs.multi_step_loss({"p": gs.SoftCrossEntropy()}, {"p": logits}, {"p": classes}, mask=mask.T, batch_first=False)
+
+
+def test_float32_and_strided_masks_follow_batch_first(fused_only):
+    predictions, targets = arguments(batch=4, steps=4, heads=ALL_HEADS, dtype=torch.float32)
+    wide = torch.rand(8, 8, generator=torch.Generator().manual_seed(2))
+    mask, weights = wide[::2, ::2] > 0.3, wide[1::2, ::2]
+    options = {"mask": mask, "step_weights": weights.bfloat16()}
+    first = gs.multi_step_loss(ALL_HEADS, predictions, targets, **options)
+    second = gs.multi_step_loss(ALL_HEADS, predictions, targets, batch_first=False, **turned(options))
+    assert torch.equal(first.loss, second.loss)
+    for name in ALL_HEADS:
+        assert torch.equal(first.per_step[name].T, second.per_step[name])
+    for a, b in zip(gradients(first, predictions), gradients(second, predictions), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("grad_output", [1.0, 0.5, -3.0, 0.0, 1e30])
@@ -828,15 +913,19 @@ def test_memory_is_that_of_the_gradients():
 
 def _break(change):
     predictions, targets = arguments()
+    module = gs.MultiStepLoss(**HEADS)
     given = leaves(predictions)
     before = [p.detach().clone() for p in given]
     options: dict = {}
     change(predictions, targets, options)
-    for function in (gs.multi_step_loss, gs.reference.multi_step_loss):
+    messages = set()
+    for function in (gs.multi_step_loss, gs.reference.multi_step_loss, lambda heads, *a, **k: module(*a, **k)):
         with pytest.raises((ValueError, TypeError)) as info:
             function(HEADS, predictions, targets, **options)
+        messages.add(str(info.value))
     assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True))
-    return str(info.value)
+    (message,) = messages
+    return message
 
 
 WRONG = {
@@ -887,7 +976,7 @@ WRONG = {
     ),
     "no entries": (lambda p, t, o: p.update(value=[]), ["prediction", "'value'", "no entries"]),
     "not a list": (lambda p, t, o: p.update(value=3.0), ["prediction", "'value'", "float"]),
-    "stacked without steps": (lambda p, t, o: p.update(value=torch.zeros(3)), ["prediction", "'value'", "[B, T, ...]"]),
+    "stacked without steps": (lambda p, t, o: p.update(value=torch.zeros(3)), ["prediction", "'value'", "[B, T, 11]"]),
     "importance shape": (
         lambda p, t, o: o.update(importance_weights=torch.ones(4)),
         ["importance_weights", "[3]", "[4]"],
@@ -961,6 +1050,22 @@ def test_errors_of_heads():
         gs.MultiStepLoss(value=SUPPORT)
 
 
+def test_numbers_of_heads_go_by_keyword():
+    """`TwoHot(support, 0.25)` could be meant as its weight or its label smoothing."""
+    for make in (
+        lambda: gs.TwoHot(SUPPORT, 0.25),
+        lambda: gs.HLGauss(SUPPORT, 0.5),
+        lambda: gs.SoftCrossEntropy(0.1),
+        lambda: gs.MeanSquaredError("symlog"),
+        lambda: gs.BinaryCrossEntropy(2.0),
+        lambda: gs.NegativeCosine(1e-5),
+        lambda: gs.PerStepLoss(1.0),
+    ):
+        with pytest.raises(TypeError, match="positional argument"):
+            make()
+    assert gs.TwoHot(SUPPORT) == gs.TwoHot(support=SUPPORT)
+
+
 def test_errors_of_classes():
     heads = {"policy": gs.SoftCrossEntropy(first_step=1), "value": gs.TwoHot(SUPPORT)}
     predictions = {"policy": [torch.zeros(3, 4)], "value": [torch.zeros(3, 11)] * 2}
@@ -1011,11 +1116,14 @@ def test_reduce_multi_step():
             *(torch.autograd.grad(loss, losses, retain_graph=True)[0] for loss in (out.loss, expected))
         )
     assert out.per_step["loss"].shape == (3, 4)
+    out = gs.reduce_multi_step(losses.T, **{**options, "mask": mask.T}, batch_first=False)
+    torch.testing.assert_close(out.loss, expected)
+    assert torch.equal(out.per_step["loss"], (losses * mask).detach().T)
     half = gs.reduce_multi_step(losses, step_gradient_scale="unroll")
     torch.testing.assert_close(
         torch.autograd.grad(half.loss, losses)[0], torch.tensor([1, 1 / 3, 1 / 3, 1 / 3]).double().expand(3, 4) / 3
     )
-    with pytest.raises(ValueError, match=r"\[B, T, \.\.\.\]"):
+    with pytest.raises(ValueError, match=r"\[B, T\] for PerStepLoss, but it has \[3\]"):
         gs.reduce_multi_step(torch.rand(3))
 
 
@@ -1066,6 +1174,46 @@ def test_heads_may_come_in_any_mapping():
     assert torch.equal(out.loss, expected)
 
 
+class Walking(Mapping):
+    """A mapping by `keys()` and `items()`; iterating walks its batch, as with a TensorDict."""
+
+    def __init__(self, entries):
+        self.entries = entries
+
+    def __getitem__(self, name):
+        return self.entries[name]
+
+    def __len__(self):
+        return len(next(iter(self.entries.values())))
+
+    def __iter__(self):
+        return iter([{}] * len(self))
+
+    def keys(self):
+        return self.entries.keys()
+
+    def items(self):
+        return self.entries.items()
+
+
+@pytest.mark.parametrize("function", [gs.multi_step_loss, gs.reference.multi_step_loss])
+def test_mappings_are_read_by_their_items(function):
+    predictions, targets = arguments(batch=4)
+    masks = {"value": torch.rand(4, 4) > 0.5, "policy": torch.rand(4, 4) > 0.5}
+    expected = gs.reference.multi_step_loss(HEADS, predictions, targets, mask=masks)
+    out = function(Walking(HEADS), Walking(predictions), Walking(targets), mask=Walking(masks))
+    compare(out, expected, predictions)
+    for wrong, wanted, words in (
+        ({"value": predictions["value"]}, targets, "predictions has nothing for 'reward', 'policy'"),
+        ({**predictions, "vlaue": predictions["value"]}, targets, "predictions names 'vlaue', which is no head"),
+        (predictions, {"value": targets["value"]}, "targets has nothing for 'reward'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            function(HEADS, Walking(wrong), Walking(wanted))
+    with pytest.raises(ValueError, match="mask names 'vlaue'"):
+        function(HEADS, predictions, targets, mask=Walking({"vlaue": masks["value"]}))
+
+
 def test_priorities():
     expected = torch.tensor([[1.0, 5.0], [0.0, -2.0]])
     targets = torch.tensor([[3.0, 5.0], [0.5, 2.0]])
@@ -1075,6 +1223,12 @@ def test_priorities():
     torch.testing.assert_close(gs.priorities(expected, targets, alpha=0.5, eps=2.0), torch.tensor([2.0, 2.5**0.5]))
     listed = gs.priorities(list(expected.T), list(targets.T), eps=0.0)
     torch.testing.assert_close(listed, torch.tensor([2.0, 0.5]))
+    for steps in ("first", "mean", "max"):
+        wanted = gs.priorities(expected, targets, steps=steps)
+        assert torch.equal(gs.priorities(expected.T, targets.T, steps=steps, batch_first=False), wanted)
+        assert torch.equal(gs.priorities(list(expected.T), targets.T, steps=steps, batch_first=False), wanted)
+    with pytest.raises(ValueError, match=r"\[T, B\], T at least 1"):
+        gs.priorities(torch.ones(0, 3), torch.ones(0, 3), batch_first=False)
     with pytest.raises(ValueError, match=r"\[B, T\]"):
         gs.priorities(expected, targets[:, :1])
     with pytest.raises(ValueError, match="'last'"):
@@ -1088,6 +1242,8 @@ def test_priorities():
         gs.priorities([torch.ones(2), torch.ones(3)], targets)
     with pytest.raises(TypeError, match="of type dict"):
         gs.priorities({}, targets)
+    with pytest.raises(TypeError, match=r"convert expected: torch\.as_tensor\(expected\)"):
+        gs.priorities(expected.numpy(), targets)
     large = torch.full((1, 1), 6e4, dtype=torch.float16)
     assert gs.priorities(large, -large) == pytest.approx(2 * large.item())
 

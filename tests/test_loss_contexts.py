@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from contexts import BACKEND
-from test_loss import ALL_HEADS, arguments, leaves, width_of
+from test_loss import ALL_HEADS, Walking, arguments, leaves, turned, width_of
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -182,6 +182,37 @@ def test_gradient(context):
     close(GRADIENTS[context](fused, X), gradient(reference, X))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "context",
+    ["eager", "func.grad", "vmap of grad", "is_grads_batched", "compile", "compile, aot_eager", "export, strict"],
+)
+def test_gradient_with_time_first(context):
+    """As many samples as steps: masks and weights read in the wrong order would change the gradient."""
+    x, targets = make(batch=STEPS)
+    weights = torch.rand(STEPS, STEPS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    options = {"mask": MASK[:STEPS], "step_weights": weights, "step_gradient_scale": weights.sqrt()}
+    targets = {name: targets[name] for name in EACH_KIND if name in targets}
+
+    def loss_of(function, x, **options):
+        return function(EACH_KIND, predictions_of(x, EACH_KIND), targets, **options).loss
+
+    expected = gradient(lambda x: loss_of(gs.reference.multi_step_loss, x, **options), x)
+    actual = GRADIENTS[context](lambda x: loss_of(gs.multi_step_loss, x, batch_first=False, **turned(options)), x)
+    close(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("context", ["func.grad", "compile", "compile, aot_eager", "compile of grad", "export"])
+def test_gradient_with_mappings_that_walk_something_else(context):
+    def loss_of(x):
+        targets = Walking({name: TARGETS[name] for name in EACH_KIND if name in TARGETS})
+        masks = Walking({"value": MASK, "own": ~MASK})
+        return gs.multi_step_loss(EACH_KIND, Walking(predictions_of(x, EACH_KIND)), targets, mask=masks).loss
+
+    close(GRADIENTS[context](loss_of, X), gradient(loss_of, X))
+
+
 TANGENTS = {
     "func.jvp": lambda f, x: lambda v: torch.func.jvp(f, (x,), (v,))[1],
     "forward_ad": lambda f, x: lambda v: _dual(f, x, v),
@@ -264,10 +295,14 @@ def test_a_compiled_loss_has_no_second_derivative_and_says_so(backend):
 # ---- The compiled operator ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"reduction": "valid_mean"}, {"nonfinite": "skip"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduction": "none"}, {"reduction": "valid_mean"}, {"nonfinite": "skip"}, {"batch_first": False}],
+)
 def test_compiled_outputs_are_those_of_eager_mode(options):
     def outputs(x):
-        out = gs.multi_step_loss(ALL_HEADS, predictions_of(x), TARGETS, mask=MASK, **options)
+        mask = MASK if options.get("batch_first", True) else MASK.T
+        out = gs.multi_step_loss(ALL_HEADS, predictions_of(x), TARGETS, mask=mask, **options)
         rest = [out.per_sample, out.num_nonfinite, out.per_step, out.expected, out.head_means]
         return out.loss, rest
 
@@ -378,10 +413,10 @@ def test_opcheck():
     flat_targets = [target for entries in targets.values() for target in entries]
     for requires_grad in (True, False):
         flat = [p.detach().requires_grad_(requires_grad) for p in leaves(predictions)]
-        for reduction in ("mean", "none"):
+        for reduction, batch_first in (("mean", True), ("none", True), ("mean", False)):
             torch.library.opcheck(
                 torch.ops.gradscale_ext.multi_step_loss.default,
-                (flat, flat_targets, [mask], None, None, None, numbers, layout, [], reduction, False, True),
+                (flat, flat_targets, [mask], None, None, None, numbers, layout, [], reduction, False, batch_first),
             )
 
 

@@ -248,7 +248,7 @@ def test_wrong_scalars_and_logits():
     for function in (support.two_hot, support.hl_gauss, support.decode):
         with pytest.raises(TypeError, match=r"floating tensor, but its dtype is torch\.int64"):
             function(torch.zeros(601, dtype=torch.int64))
-        with pytest.raises(TypeError, match="must be a tensor, but it is of type list"):
+        with pytest.raises(TypeError, match=r"must be a tensor, but it is of type list; convert (x|logits): torch"):
             function([0.0])
     with pytest.raises(ValueError, match="sigma_ratio must be finite and above 0, but it is 0"):
         support.hl_gauss(torch.zeros(1), 0)

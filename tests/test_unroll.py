@@ -51,3 +51,115 @@ def test_wrong_arguments():
         gs.unroll(lambda x: ({"value": x}, x), lambda h, a: ({"reward": h}, h), torch.zeros(2), torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"\[B, K, \.\.\.\], but it has \(3,\)"):
         gs.unroll(lambda x: ({"value": x}, x), lambda h, a: ({"value": h}, h), torch.zeros(2), torch.ones(3))
+
+
+def _value(hidden):
+    return {"value": hidden}, hidden
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_actions_that_are_no_tensors_are_refused(steps):
+    """NumPy arrays [B, K] would be walked by sample."""
+    array = torch.ones(3, steps).numpy()
+    for actions, words in (
+        (array, r"of type ndarray; convert actions: torch\.as_tensor\(actions\)"),
+        (
+            array.tolist(),
+            r"actions\[0\] is of type list; convert actions: torch\.as_tensor\(actions\), of shape \[B, K",
+        ),
+        (list(array), r"actions\[0\] is of type ndarray; convert actions: torch\.as_tensor"),
+        ([1, 2, 3], r"actions\[0\] is of type int"),
+        (iter(torch.ones(3, 2)), r"make actions a list: list\(actions\)"),
+        ("left", "of type str"),
+        (None, "of type NoneType"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            gs.unroll(_value, lambda h, a: _value(h + a), torch.zeros(3), actions)
+
+
+def test_a_sequence_of_actions_has_one_batch():
+    recurrent = lambda h, a: _value(h)
+    for actions, words in (
+        ([torch.ones(2), torch.ones(3)], r"actions\[1\] has shape \(3,\) and actions\[0\] \(2,\)"),
+        ([torch.ones(()), torch.ones(())], r"actions\[0\] has shape \(\).*torch\.stack\(actions\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            gs.unroll(_value, recurrent, torch.zeros(2), actions)
+    assert len(gs.unroll(_value, recurrent, torch.zeros(2), (torch.ones(2), torch.ones(2, 1)))["value"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ((torch.ones(2), torch.ones(2), torch.ones(2)), r"returned tuple of 3 \(Tensor, Tensor, Tensor\)"),
+        ((torch.ones(2), {"value": torch.ones(2)}), r"returned tuple of 2 \(Tensor, dict\)"),
+        ({"value": torch.ones(2)}, "returned dict"),
+        (torch.ones(2, 2), "returned Tensor"),
+        (None, "returned nothing"),
+    ],
+)
+def test_functions_that_return_something_else(returned, words):
+    right = ({"value": torch.ones(2)}, torch.ones(2))
+    for initial, recurrent, name in ((returned, right, r"initial\(observation\)"), (right, returned, "recurrent")):
+        with pytest.raises(TypeError, match=f'{name}.*{words}.*"policy": policy}}, hidden'):
+            gs.unroll(lambda x, r=initial: r, lambda h, a, r=recurrent: r, torch.zeros(2), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("of_states", [tuple, list, lambda pair: dict(zip("hc", pair, strict=True))])
+def test_states_of_an_lstm(of_states):
+    """(h, c) are scaled one by one, on their way to the next step alone."""
+    torch.manual_seed(0)
+    cell = torch.nn.LSTMCell(2, 3).double()
+    first = [torch.randn(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    actions = torch.randn(4, 3, 2, dtype=torch.float64)
+
+    def recurrent(state, action):
+        h, c = cell(action, tuple(state.values() if isinstance(state, dict) else state))
+        return {"value": h.sum(1)}, of_states((h, c))
+
+    outputs = gs.unroll(lambda _: ({"value": first[0].sum(1)}, of_states(first)), recurrent, None, actions)
+    actual = torch.autograd.grad(sum(v.sum() for v in outputs["value"]), [*first, *cell.parameters()])
+
+    (h, c), total = first, first[0].sum()
+    for action in actions.unbind(1):
+        h, c = cell(action, (h, c))
+        total = total + h.sum()
+        h, c = (0.5 * state + 0.5 * state.detach() for state in (h, c))
+    for a, b in zip(actual, torch.autograd.grad(total, [*first, *cell.parameters()]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_hidden_scale_is_checked_before_anything_runs():
+    def refuse(*_):
+        raise AssertionError("a function was called")
+
+    for scale, error in ((float("nan"), ValueError), (float("inf"), ValueError), ("0.5", TypeError), (True, TypeError)):
+        with pytest.raises(error, match="hidden_scale"):
+            gs.unroll(refuse, refuse, None, torch.ones(2, 0), hidden_scale=scale)
+    root = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    outputs = gs.unroll(
+        _value, lambda h, a: _value(2 * h), root, torch.zeros(1, 2), hidden_scale=torch.tensor(0.25).double()
+    )
+    assert torch.autograd.grad(outputs["value"][-1], root)[0].item() == 1.0
+
+
+def test_outputs_may_be_any_mapping():
+    class Items:
+        """Iterating gives something else than the keys, as with a TensorDict."""
+
+        def __init__(self, **entries):
+            self.entries = entries
+
+        def __iter__(self):
+            return iter([torch.ones(1), torch.ones(1)])
+
+        def keys(self):
+            return self.entries.keys()
+
+        def items(self):
+            return self.entries.items()
+
+    outputs = gs.unroll(
+        lambda x: (Items(value=x), x), lambda h, a: (Items(value=h, reward=a), h), torch.zeros(2), torch.ones(2, 3)
+    )
+    assert {name: len(entries) for name, entries in outputs.items()} == {"value": 4, "reward": 3}

@@ -106,14 +106,16 @@ void check_classes(const Plan& plan, size_t h, const Arguments& arguments) {
     if (whole.scalar_type() != at::kLong) {
       continue;
     }
-    const int64_t batch_dim = targets.stacked && !arguments.batch_first ? 1 : 0;
+    const int64_t batch_dim = targets.stacked ? arguments.batch_dim() : 0;
     const int64_t* classes = whole.const_data_ptr<int64_t>() + (targets.stacked ? t * whole.stride(1 - batch_dim) : 0);
     const int64_t number = arguments.predictions[h].tensors[0].size(-1);
     const at::Tensor& mask = arguments.masks[h];
     for (int64_t b = 0; b < arguments.batch; ++b) {
       const int64_t chosen = classes[b * whole.stride(batch_dim)];
       const bool kept =
-          !mask.defined() || mask.const_data_ptr<bool>()[b * mask.stride(0) + (t + first_step) * mask.stride(1)];
+          !mask.defined() || mask.const_data_ptr<bool>()
+                                 [b * mask.stride(arguments.batch_dim()) +
+                                  (t + first_step) * mask.stride(1 - arguments.batch_dim())];
       TORCH_CHECK_VALUE(
           !kept || (chosen >= 0 && chosen < number),
           "multi_step_loss: the target of head '",
@@ -128,6 +130,11 @@ void check_classes(const Plan& plan, size_t h, const Arguments& arguments) {
           chosen);
     }
   }
+}
+
+bool is_of_samples_and_steps(const at::Tensor& tensor, const Arguments& arguments) {
+  return tensor.dim() == 2 && tensor.size(arguments.batch_dim()) == arguments.batch &&
+         tensor.size(1 - arguments.batch_dim()) == arguments.steps;
 }
 
 bool read_step_numbers(py::handle object, const Arguments& arguments, StepNumbers& out) {
@@ -155,8 +162,7 @@ bool read_step_numbers(py::handle object, const Arguments& arguments, StepNumber
   if (!read_tensor(object, out.tensor) || out.tensor.requires_grad() || !has_element(out.tensor)) {
     return false;
   }
-  const auto sizes = out.tensor.sizes();
-  return sizes == at::IntArrayRef({arguments.steps}) || sizes == at::IntArrayRef({arguments.batch, arguments.steps});
+  return out.tensor.sizes() == at::IntArrayRef({arguments.steps}) || is_of_samples_and_steps(out.tensor, arguments);
 }
 
 bool on_device(const at::Tensor& tensor, c10::Device device) {
@@ -184,8 +190,7 @@ bool on_one_device(const Arguments& arguments) {
 namespace {
 
 bool read_mask(py::handle object, const Arguments& arguments, at::Tensor& mask) {
-  return read_tensor(object, mask) && mask.scalar_type() == at::kBool &&
-         mask.sizes() == at::IntArrayRef({arguments.batch, arguments.steps});
+  return read_tensor(object, mask) && mask.scalar_type() == at::kBool && is_of_samples_and_steps(mask, arguments);
 }
 
 bool read_masks(const Plan& plan, py::handle object, Arguments& arguments) {

@@ -39,7 +39,7 @@ struct Entries {
   bool stacked = false;
 };
 
-// None, a number per step, or a tensor [T] or [B, T].
+// None, a number per step, or a tensor [T] or [B, T] ([T, B] without batch_first).
 struct StepNumbers {
   std::vector<double> numbers;
   at::Tensor tensor;
@@ -48,7 +48,7 @@ struct StepNumbers {
 struct Arguments {
   std::vector<Entries> predictions; // by head
   std::vector<Entries> targets;
-  std::vector<at::Tensor> masks; // by head; undefined: nothing is masked
+  std::vector<at::Tensor> masks; // by head [B, T] ([T, B] without batch_first); undefined: nothing is masked
   StepNumbers step_weights;
   StepNumbers step_gradient_scale;
   at::Tensor importance_weights;
@@ -60,6 +60,11 @@ struct Arguments {
   std::vector<std::vector<bool>> wants; // by head, whether the gradient of each of its prediction tensors is wanted
 
   bool wants_any() const;
+
+  // The dimension of the samples in whatever has one of steps too.
+  int64_t batch_dim() const {
+    return batch_first ? 0 : 1;
+  }
 };
 
 // Whether all tensors are where the first prediction is.

@@ -8,6 +8,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
 #include <cmath>
@@ -169,11 +170,18 @@ class Run {
     outputs_.per_step.resize(heads);
     outputs_.expected.resize(heads);
     for (size_t h = 0; h < heads; ++h) {
-      outputs_.per_step[h] = at::empty({batch_, steps_of(h)}, options_);
+      outputs_.per_step[h] = make_entries(h);
       if (is_categorical(table_[h].kind)) {
-        outputs_.expected[h] = at::empty({batch_, steps_of(h)}, options_);
+        outputs_.expected[h] = make_entries(h);
       }
     }
+  }
+
+  // A number for every entry of a head; in memory a sample's steps are side by side, also where the sizes are [T_h, B].
+  at::Tensor make_entries(size_t head) const {
+    const int64_t steps = steps_of(head);
+    return arguments_.batch_first ? at::empty({batch_, steps}, options_)
+                                  : at::empty_strided({steps, batch_}, {1, steps}, options_);
   }
 
   at::ScalarType gradient_type(const at::Tensor& prediction) const {
@@ -218,8 +226,10 @@ class Run {
       const at::Tensor tensor = keep(weights_tensor(numbers.tensor));
       StepWeight weight;
       weight.values = {
-          tensor.mutable_data_ptr(), tensor.dim() == 2 ? tensor.stride(0) : 0, tensor.scalar_type() == at::kDouble};
-      weight.step_stride = tensor.stride(-1);
+          tensor.mutable_data_ptr(),
+          tensor.dim() == 2 ? tensor.stride(arguments_.batch_dim()) : 0,
+          tensor.scalar_type() == at::kDouble};
+      weight.step_stride = tensor.stride(tensor.dim() == 2 ? 1 - arguments_.batch_dim() : 0);
       return weight;
     }
     if (numbers.numbers.empty() || kernels_ != nullptr) { // a device finds them in its call
@@ -252,7 +262,8 @@ class Run {
       Coefficients own = common;
       const at::Tensor& mask = arguments_.masks[h];
       if (mask.defined()) {
-        own.mask = {mask.const_data_ptr<bool>(), mask.stride(0), mask.stride(1)};
+        const int64_t batch_dim = arguments_.batch_dim();
+        own.mask = {mask.const_data_ptr<bool>(), mask.stride(batch_dim), mask.stride(1 - batch_dim)};
       }
       const bool counted_there = kernels_ != nullptr && mask.defined();
       kept_.push_back(counted_there ? 1 : count_kept(h, own.mask));
@@ -291,7 +302,7 @@ class Run {
   }
 
   Rows view_rows(const at::Tensor& tensor, bool stacked, int64_t step) const {
-    const int64_t batch_dim = stacked && !arguments_.batch_first ? 1 : 0;
+    const int64_t batch_dim = stacked ? arguments_.batch_dim() : 0;
     const int64_t offset = stacked ? step * tensor.stride(1 - batch_dim) : 0;
     char* data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
     return {data + offset * tensor.element_size(), tensor.stride(batch_dim), element_of(tensor)};
@@ -331,7 +342,7 @@ class Run {
   }
 
   Slab column(const at::Tensor& tensor, int64_t step) const {
-    Slab whole = slab(tensor, tensor.defined() ? tensor.size(1) : 0);
+    Slab whole = slab(tensor, tensor.defined() ? tensor.stride(arguments_.batch_dim()) : 0);
     if (whole.data != nullptr) {
       whole.data = static_cast<char*>(whole.data) + step * (is_double_ ? 8 : 4);
     }

@@ -9,8 +9,8 @@ namespace gradscale {
 struct Outputs {
   at::Tensor loss;                  // scalar, or [B] without reduction; the only output with a gradient
   at::Tensor per_sample;            // [B]
-  std::vector<at::Tensor> per_step; // by head [B, T_h]
-  std::vector<at::Tensor> expected; // by head [B, T_h]; undefined where the head decodes nothing
+  std::vector<at::Tensor> per_step; // by head [B, T_h], or [T_h, B] without batch_first
+  std::vector<at::Tensor> expected; // the same; undefined where the head decodes nothing
   at::Tensor head_means;            // [heads]
   at::Tensor num_nonfinite;         // int64 scalar
 };

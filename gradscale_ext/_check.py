@@ -1,0 +1,157 @@
+"""Looks at the values of a multi-step loss's arguments, which `check=True` asks for, and says what is wrong with them.
+
+Every look waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from . import _context
+from ._validate import Call, Entries, validate
+from .heads import BinaryCrossEntropy, Head, HLGauss, SoftCrossEntropy, TwoHot
+
+
+def check_values(
+    heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], **options: Any
+) -> None:
+    """Raise ValueError for the first value that no user can mean; the options are those of `validate`."""
+    if not _context.is_eager() or _context.is_transformed():
+        raise NotImplementedError(
+            "multi_step_loss: check=True looks at values, and torch.compile, torch.export and torch.func transforms "
+            "have none while they trace; call the loss once outside of them with check=True, and leave it out inside"
+        )
+    call = validate(heads, predictions, targets, **options)
+    with torch.no_grad():
+        for name, head in heads.items():
+            entries = zip(call.predictions[name], call.targets[name], strict=True)
+            for step, (prediction, target) in enumerate(entries, start=head.first_step):
+                kept = call.masks[name][:, step] if name in call.masks else None
+                _check_prediction(_Entry("prediction", name, step, kept, prediction.detach()), head)
+                if target is not None:
+                    _check_target(_Entry("target", name, step, kept, target), head, prediction.detach())
+        _check_weights(heads, call, options["importance_weights"])
+
+
+class _Entry:
+    """A prediction or target at a step, with its mask `[B]`."""
+
+    def __init__(self, what: str, head: str, step: int, kept: torch.Tensor | None, values: torch.Tensor) -> None:
+        self.where = f"the {what} of head '{head}' at step {step}"
+        self.kept = kept
+        self.values = values
+
+    def rows(self, of_elements: torch.Tensor) -> torch.Tensor:
+        """`[B]`: whether anything is true of a sample that is not masked."""
+        found = of_elements.flatten(1).any(1) if of_elements.dim() > 1 else of_elements
+        return found if self.kept is None else found & self.kept
+
+    def refuse(self, of_elements: torch.Tensor, fault: str, instead: str) -> None:
+        """Raise where something is true of a sample."""
+        found = self.rows(of_elements).nonzero()
+        if len(found) > 0:
+            sample = int(found[0])
+            raise ValueError(
+                f"multi_step_loss: {self.where} {fault}: that of sample {sample} is {_shown(self.values[sample])}; "
+                f"{instead}"
+            )
+
+
+def _shown(values: torch.Tensor) -> str:
+    numbers = [f"{number:.6g}" for number in values.flatten()[:8].tolist()]
+    if values.dim() == 0:
+        return numbers[0]
+    return f"[{', '.join(numbers)}{', ...' if values.numel() > len(numbers) else ''}]"
+
+
+def _check_prediction(entry: _Entry, head: Head) -> None:
+    x = entry.values
+    # A logit of -inf is an illegal action.
+    has_logits = isinstance(head, TwoHot | HLGauss | SoftCrossEntropy)
+    wrong = x.isnan() | (x == torch.inf) if has_logits else ~x.isfinite()
+    entry.refuse(wrong, "is not finite", "look for what made it so, or mask it")
+    if has_logits and x.shape[-1] > 1 and len(x) > 0:
+        total = x.double().sum(-1)
+        tolerance = 1e-3 if x.dtype in (torch.float32, torch.float64) else 2e-2
+        other = ((x < 0).any(-1)) | ((total - 1).abs() > tolerance)
+        kept = torch.ones_like(other) if entry.kept is None else entry.kept
+        if bool(kept.any()) and not bool((other & kept).any()):
+            entry.refuse(
+                ~other,
+                "looks like probabilities: all its rows are at least 0 and add up to 1",
+                f"{type(head).__name__} takes logits: leave out the softmax",
+            )
+
+
+def _check_target(entry: _Entry, head: Head, prediction: torch.Tensor) -> None:
+    t = entry.values
+    if not t.is_floating_point():
+        classes = prediction.shape[-1]
+        wrong = (t < 0) | (t >= classes)
+        entry.refuse(wrong, f"must be classes from 0 to {classes - 1}", "mask what has no class")
+    elif isinstance(head, TwoHot | HLGauss):  # an infinite scalar is that of the end bin
+        entry.refuse(t.isnan(), "is NaN", "mask what has no target")
+    elif isinstance(head, SoftCrossEntropy):
+        _check_distribution(entry, prediction)
+    elif isinstance(head, BinaryCrossEntropy):
+        entry.refuse(~((t >= 0) & (t <= 1)), "must be in 0..1", "give probabilities, or 0 and 1")
+    else:
+        entry.refuse(~t.isfinite(), "is not finite", "mask what has no target")
+
+
+def _check_distribution(entry: _Entry, prediction: torch.Tensor) -> None:
+    t = entry.values
+    tolerance = 1e-3 if t.dtype in (torch.float32, torch.float64) else 2e-2
+    entry.refuse(~t.isfinite(), "is not finite", "mask what has no target; visits / visits.sum(-1) of none is NaN")
+    entry.refuse(t < 0, "has negative probabilities", "give probabilities, or visits / visits.sum(-1, keepdim=True)")
+    # A weighted distribution may add up to less than 1 or to more, but has neither entries above 1 nor counts.
+    counts = ((t == t.round()).all(-1) & (t.double().sum(-1) > 1)).unsqueeze(-1)
+    entry.refuse(
+        counts | (t > 1 + tolerance),
+        "is no distribution",
+        "give visits / visits.sum(-1, keepdim=True), and weights of samples as importance_weights",
+    )
+    illegal = (t > 0) & (prediction == -torch.inf)
+    entry.refuse(
+        illegal,
+        "has probability where the logit is -inf, whose loss is infinite",
+        "give illegal actions the probability 0, or a finite logit",
+    )
+
+
+def _check_weights(heads: Mapping[str, Head], call: Call, importance_weights: torch.Tensor | None) -> None:
+    if importance_weights is not None:
+        _refuse_weight("importance_weights", importance_weights, "of sample {}", importance_weights < 0)
+    # Weights of entries that no head reads may be anything.
+    read = torch.zeros(call.batch, call.steps, dtype=torch.bool)
+    for name, head in heads.items():
+        kept = call.masks.get(name)
+        read[:, head.first_step :] |= True if kept is None else kept[:, head.first_step :].cpu()
+    for argument, weights in (
+        ("step_weights", call.step_weights),
+        ("step_gradient_scale", call.step_gradient_scale),
+    ):
+        if weights is not None:
+            values = weights.detach().cpu()
+            below = values < 0 if argument == "step_weights" else torch.zeros_like(values, dtype=torch.bool)
+            if values.dim() == 1:
+                _refuse_weight(argument, values, "of step {}", below, read.any(0))
+            else:
+                _refuse_weight(argument, values, "of sample {} at step {}", below, read)
+
+
+def _refuse_weight(
+    argument: str, weights: torch.Tensor, place: str, negative: torch.Tensor, read: torch.Tensor | None = None
+) -> None:
+    wrong = ~weights.isfinite() | negative
+    found = (wrong if read is None else wrong & read).nonzero()
+    if len(found) > 0:
+        index = found[0].tolist()
+        wanted = "finite" if argument == "step_gradient_scale" else "finite and at least 0"
+        raise ValueError(
+            f"multi_step_loss: {argument} must be {wanted}, but that {place.format(*index)} is "
+            f"{float(weights[tuple(index)]):.6g}; a mask leaves an entry out"
+        )

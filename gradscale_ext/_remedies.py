@@ -1,0 +1,125 @@
+"""What to write instead: the end of an error message, empty where there is nothing to recommend."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+
+def instead_of(value: object, name: str = "it") -> str:
+    """For something that is no tensor, and was given as the argument `name`."""
+    if is_proxy(value):
+        return (
+            "; torch.fx.symbolic_trace cannot follow code that reads shapes: call it from a function that is marked "
+            "with torch.fx.wrap, or use torch.export"
+        )
+    written = "..." if name == "it" else name
+    if hasattr(value, "__array__"):
+        return f"; convert {name}: torch.as_tensor({written})"
+    if isinstance(value, Iterator):
+        return f"; make {name} a list: list({written})"
+    if isinstance(value, list | tuple) and value:
+        if all(isinstance(item, torch.Tensor) for item in value):
+            return f"; convert {name}: torch.stack({written})"
+        if _is_number(_first_leaf(value)):
+            return f"; convert {name}: torch.tensor({written})"
+    if _is_number(value):
+        return "; a tensor has an element for each sample: torch.tensor([...])"
+    return ""
+
+
+def is_proxy(value: object) -> bool:
+    """Whether torch.fx.symbolic_trace put it in the place of a tensor."""
+    return type(value).__module__ == "torch.fx.proxy"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+def _first_leaf(value: object) -> object:
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    return value
+
+
+def instead_of_kind(tensor: torch.Tensor) -> str | None:
+    """What a tensor is that no kernel reads, and what to write; None for an ordinary one."""
+    if type(tensor).__name__ == "MaskedTensor":
+        return "is a MaskedTensor; give its get_data(), and its get_mask() as mask"
+    if tensor.is_nested:
+        return "is a nested tensor; write torch.nested.to_padded_tensor(..., 0.0), and mask the padding"
+    if tensor.layout is not torch.strided:
+        return f"must be dense, but its layout is {tensor.layout}; write .to_dense()"
+    return None
+
+
+def instead_of_dtype(dtype: torch.dtype) -> str:
+    """For a dtype that should be one of the kernels' floating ones."""
+    return "; write .real" if dtype.is_complex else "; write .float()"
+
+
+def instead_of_shape(name: str, shape: Sequence[int], patterns: Iterable[Sequence[int | str]]) -> str:
+    """For a tensor that has a dimension of 1 too many or too few; sizes that are letters may be anything."""
+    for pattern in patterns:
+        if len(shape) == len(pattern) + 1 and shape[-1] == 1 and fits(shape[:-1], pattern):
+            return f"; write {name}.squeeze(-1)"
+        if len(shape) == len(pattern) - 1 and pattern[-1] == 1 and fits(shape, pattern[:-1]):
+            return f"; write {name}.unsqueeze(-1)"
+    return ""
+
+
+def fits(shape: Sequence[int], pattern: Sequence[int | str]) -> bool:
+    """Whether a shape is that of the pattern, whose letters are sizes of at least 1."""
+    return len(shape) == len(pattern) and all(
+        size >= 1 if isinstance(wanted, str) else size == wanted for size, wanted in zip(shape, pattern, strict=True)
+    )
+
+
+def instead_of_step_shape(name: str, shape: Sequence[int], batch: int, steps: int, batch_first: bool) -> str:
+    """For a mask, or weights of steps, that should be `[B, T]`; `[T, B]` without `batch_first`."""
+    wanted = (batch, steps) if batch_first else (steps, batch)
+    shape = tuple(shape)
+    if shape == (*wanted, 1) or (name != "mask" and shape == (steps, 1)):
+        return f"; write {name}.squeeze(-1)"
+    if shape == wanted[::-1]:
+        return f"; write {name}.T, or batch_first={not batch_first} where everything is of that order"
+    if shape == ((batch, steps - 1) if batch_first else (steps - 1, batch)):
+        root = (
+            f"torch.cat([torch.ones_like({name}[:, :1]), {name}], 1)"
+            if batch_first
+            else f"torch.cat([torch.ones_like({name}[:1]), {name}])"
+        )
+        return f"; T counts the root too, whose entries heads with first_step = 1 do not read: write {root}"
+    if shape == (steps - 1,):
+        return "; T counts the root too"
+    if name == "mask" and shape == (steps,):
+        return f"; write mask.expand({batch}, {steps})" if batch_first else f"; write mask[:, None].expand(-1, {batch})"
+    if shape == (batch,):
+        if name != "mask":
+            return "; a weight for each sample goes to importance_weights"
+        return f"; write mask[:, None].expand(-1, {steps})" if batch_first else f"; write mask.expand({steps}, {batch})"
+    return ""
+
+
+def instead_of_count(
+    what: str,
+    entries: Sequence[torch.Tensor | None],
+    wanted: int,
+    first_step: int,
+    longest: str,
+    longest_first_step: int,
+) -> str:
+    """For a number of entries, which should be that of the head `longest`."""
+    if len(entries) == wanted - 1 and first_step == 0:
+        if longest_first_step == 1:
+            return f"; leave out the root in head '{longest}', or its first_step"
+        return "; a head that has nothing at the root is declared with first_step=1"
+    if len(entries) == wanted + 1 and first_step == 1 and what == "target":
+        return "; leave out that of the root"
+    first = entries[0]
+    if first is not None and first.dim() > 0 and first.shape[0] == wanted:
+        return "; samples and steps look exchanged: see batch_first, and write torch.stack(...) for a list by sample"
+    return ""

@@ -1,0 +1,259 @@
+"""check=True: what it finds in the values, what it lets pass, and what it says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import gradscale_ext as gs
+
+INF, NAN = math.inf, math.nan
+SUPPORT = gs.Support(-5, 5, 5)
+HEADS = {
+    "value": gs.TwoHot(SUPPORT),
+    "reward": gs.HLGauss(SUPPORT, first_step=1),
+    "policy": gs.SoftCrossEntropy(),
+    "action": gs.SoftCrossEntropy(first_step=1),
+    "end": gs.BinaryCrossEntropy(),
+    "state": gs.MeanSquaredError(),
+    "own": gs.PerStepLoss(),
+}
+B, T, A = 3, 2, 4
+
+
+def arguments():
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(B, T, *shape, generator=generator)
+
+    predictions = {
+        "value": random(5),
+        "reward": random(5)[:, 1:],
+        "policy": random(A),
+        "action": random(A)[:, 1:],
+        "end": random(),
+        "state": random(2),
+        "own": random(),
+    }
+    targets = {
+        "value": random(),
+        "reward": random()[:, 1:],
+        "policy": random(A).softmax(-1),
+        "action": torch.tensor([[0], [3], [2]]),
+        "end": random().sigmoid(),
+        "state": random(2),
+    }
+    return predictions, targets
+
+
+def put(tensor, value, *index):
+    tensor[index] = torch.as_tensor(value, dtype=tensor.dtype)
+
+
+#: What is done to (predictions, targets, options), and words of the message.
+FAULTS = {
+    "raw visit counts": (
+        lambda p, t, o: put(t["policy"], [30, 12, 8, 0], 1, 1),
+        "the target of head 'policy' at step 1 is no distribution: that of sample 1 is [30, 12, 8, 0]; give "
+        "visits / visits.sum(-1, keepdim=True)",
+    ),
+    "few visit counts": (
+        lambda p, t, o: put(t["policy"], [1, 0, 1, 1], 0, 0),
+        "is no distribution: that of sample 0 is",
+    ),
+    "a probability above 1": (lambda p, t, o: put(t["policy"], [1.5, 0.1, 0, 0], 0, 0), "is no distribution"),
+    "a negative probability": (
+        lambda p, t, o: put(t["policy"], [0.6, -0.1, 0.3, 0.2], 2, 0),
+        "the target of head 'policy' at step 0 has negative probabilities: that of sample 2 is [0.6, -0.1, 0.3, 0.2]",
+    ),
+    "visits over none": (
+        lambda p, t, o: put(t["policy"], NAN, 2, 1),
+        "'policy' at step 1 is not finite: that of sample 2",
+    ),
+    "a target on an illegal action": (
+        lambda p, t, o: put(p["policy"], -INF, 1, 0, 3),
+        "the target of head 'policy' at step 0 has probability where the logit is -inf, whose loss is infinite: "
+        "that of sample 1",
+    ),
+    "a softmax before the head": (
+        lambda p, t, o: p.update(policy=p["policy"].softmax(-1)),
+        "the prediction of head 'policy' at step 0 looks like probabilities: all its rows are at least 0 and add up to "
+        "1: that of sample 0",
+    ),
+    "a softmax in half precision": (
+        lambda p, t, o: p.update(value=p["value"].softmax(-1).bfloat16()),
+        "TwoHot takes logits: leave out the softmax",
+    ),
+    "a softmax in the recurrent network": (
+        lambda p, t, o: put(p["action"], p["action"].softmax(-1)),
+        "the prediction of head 'action' at step 1 looks like probabilities",
+    ),
+    "a NaN logit": (
+        lambda p, t, o: put(p["value"], NAN, 1, 1, 4),
+        "the prediction of head 'value' at step 1 is not finite: that of sample 1 is [",
+    ),
+    "an infinite prediction": (lambda p, t, o: put(p["state"], -INF, 0, 0, 1), "'state' at step 0 is not finite"),
+    "a NaN loss": (lambda p, t, o: put(p["own"], NAN, 2, 1), "'own' at step 1 is not finite: that of sample 2 is nan"),
+    "a NaN scalar": (
+        lambda p, t, o: put(t["reward"], NAN, 1, 0),
+        "the target of head 'reward' at step 1 is NaN: that of sample 1 is nan; mask what has no target",
+    ),
+    "a NaN vector": (
+        lambda p, t, o: put(t["state"], NAN, 1, 0, 1),
+        "the target of head 'state' at step 0 is not finite",
+    ),
+    "an end beyond 1": (
+        lambda p, t, o: put(t["end"], 255, 2, 1),
+        "the target of head 'end' at step 1 must be in 0..1: that of sample 2 is 255",
+    ),
+    "a NaN end": (lambda p, t, o: put(t["end"], NAN, 2, 1), "'end' at step 1 must be in 0..1: that of sample 2 is nan"),
+    "a class that is none": (
+        lambda p, t, o: put(t["action"], 4, 1, 0),
+        "the target of head 'action' at step 1 must be classes from 0 to 3: that of sample 1 is 4",
+    ),
+    "a negative importance weight": (
+        lambda p, t, o: o.update(importance_weights=torch.tensor([1.0, -0.5, 1.0])),
+        "importance_weights must be finite and at least 0, but that of sample 1 is -0.5",
+    ),
+    "a NaN importance weight": (
+        lambda p, t, o: o.update(importance_weights=torch.tensor([1.0, 1.0, NAN])),
+        "but that of sample 2 is nan",
+    ),
+    "an infinite step weight": (
+        lambda p, t, o: o.update(step_weights=[1.0, INF]),
+        "step_weights must be finite and at least 0, but that of step 1 is inf",
+    ),
+    "a negative step weight": (
+        lambda p, t, o: o.update(step_weights=torch.tensor([[1.0, 1.0], [1.0, -2.0], [1.0, 1.0]])),
+        "but that of sample 1 at step 1 is -2",
+    ),
+    "a NaN gradient scale": (
+        lambda p, t, o: o.update(step_gradient_scale=[NAN, 1.0]),
+        "step_gradient_scale must be finite, but that of step 0 is nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("time_first", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_finds(fault, time_first):
+    change, words = FAULTS[fault]
+    predictions, targets = arguments()
+    options: dict = {}
+    change(predictions, targets, options)
+    if time_first:
+        predictions = {name: x.transpose(0, 1) for name, x in predictions.items()}
+        targets = {name: t.transpose(0, 1) for name, t in targets.items()}
+        options = {name: o.T if isinstance(o, torch.Tensor) and o.dim() == 2 else o for name, o in options.items()}
+        options["batch_first"] = False
+    for function in (lambda *a, **k: gs.multi_step_loss(HEADS, *a, **k), gs.MultiStepLoss(**HEADS)):
+        with pytest.raises(ValueError, match=r"^multi_step_loss: ") as info:
+            function(predictions, targets, check=True, **options)
+        assert words in str(info.value)
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if "importance weight" not in name])
+def test_a_masked_entry_may_be_anything(fault):
+    predictions, targets = arguments()
+    options: dict = {"mask": torch.zeros(B, T, dtype=torch.bool)}
+    FAULTS[fault][0](predictions, targets, options)
+    gs.multi_step_loss(HEADS, predictions, targets, check=True, **options)
+
+
+def test_a_mask_of_another_head_hides_nothing():
+    predictions, targets = arguments()
+    targets["value"][1, 1] = NAN
+    mask = torch.ones(B, T, dtype=torch.bool)
+    mask[1, 1] = False
+    gs.multi_step_loss(HEADS, predictions, targets, mask={"value": mask}, check=True)
+    with pytest.raises(ValueError, match="'value' at step 1 is NaN"):
+        gs.multi_step_loss(HEADS, predictions, targets, mask={"policy": mask}, check=True)
+
+
+def test_a_weight_that_no_head_reads_may_be_anything():
+    heads, targets = {"action": HEADS["action"]}, {"action": arguments()[1]["action"]}
+    predictions = {"action": arguments()[0]["action"]}
+    gs.multi_step_loss(heads, predictions, targets, step_weights=[NAN, 1.0], check=True)
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    weights = torch.tensor([[1.0, 1.0], [1.0, NAN], [1.0, 1.0]])
+    gs.multi_step_loss(heads, predictions, targets, step_weights=weights, mask=mask, check=True)
+
+
+def test_lets_pass_what_has_a_meaning():
+    predictions, targets = arguments()
+    expected = gs.multi_step_loss(HEADS, predictions, targets).loss
+    assert torch.equal(gs.multi_step_loss(HEADS, predictions, targets, check=True).loss, expected)
+    targets["policy"][0, 0] *= 0.25  # a weighted distribution
+    targets["policy"][1, 0] = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    targets["policy"][2, 0] = 0.0
+    targets["value"][0, 0] = INF  # the end bin
+    predictions["policy"][1, 0, 0] = -INF  # an illegal action
+    predictions["value"][1] = predictions["value"][1].softmax(-1)  # one row like a distribution
+    targets["end"][0] = torch.tensor([0.0, 1.0])
+    options = {"step_gradient_scale": [-1.0, 0.5], "step_weights": [0.0, 1.0], "importance_weights": torch.zeros(B)}
+    assert gs.multi_step_loss(HEADS, predictions, targets, check=True, **options).loss.isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_rounded_distributions_pass(dtype):
+    logits = torch.randn(64, 1, 362, generator=torch.Generator().manual_seed(0))
+    target = (3 * logits).softmax(-1).to(dtype)
+    gs.multi_step_loss({"p": gs.SoftCrossEntropy()}, {"p": logits.to(dtype)}, {"p": target}, check=True)
+
+
+def test_an_empty_batch_passes():
+    heads = {"value": HEADS["value"], "policy": HEADS["policy"]}
+    predictions = {"value": torch.empty(0, 1, 5), "policy": torch.empty(0, 1, 4)}
+    targets = {"value": torch.empty(0, 1), "policy": torch.empty(0, 1, 4)}
+    assert gs.multi_step_loss(heads, predictions, targets, importance_weights=torch.empty(0), check=True).loss == 0
+
+
+def test_changes_neither_value_nor_gradient():
+    gradients = []
+    for check in (False, True):
+        predictions, targets = arguments()
+        predictions = {name: x.requires_grad_() for name, x in predictions.items()}
+        out = gs.multi_step_loss(HEADS, predictions, targets, step_gradient_scale="unroll", check=check)
+        gradients.append(torch.autograd.grad(out.loss, list(predictions.values())))
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def test_wrong_shapes_are_said_first():
+    predictions, targets = arguments()
+    with pytest.raises(ValueError, match="importance_weights must have shape"):
+        gs.multi_step_loss(HEADS, predictions, targets, importance_weights=torch.ones(4), check=True)
+
+
+def test_reduce_multi_step():
+    losses = torch.ones(2, 3)
+    losses[1, 2] = NAN
+    with pytest.raises(ValueError, match="'loss' at step 2 is not finite: that of sample 1 is nan"):
+        gs.reduce_multi_step(losses, check=True)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    mask[1, 2] = False
+    assert gs.reduce_multi_step(losses, mask=mask, check=True).loss == 2.5
+
+
+@pytest.mark.untraced
+def test_says_where_it_cannot_look():
+    losses = torch.ones(2, 3)
+
+    def loss_of(x):
+        return gs.reduce_multi_step(x, check=True).loss
+
+    for function in (
+        torch.func.grad(loss_of),
+        lambda x: torch.func.vmap(loss_of)(x.unsqueeze(0)),
+        lambda x: torch.func.jvp(loss_of, (x,), (x,)),
+        torch.compile(loss_of, backend="eager", fullgraph=True),
+        torch.compile(torch.func.grad(loss_of), backend="eager", fullgraph=True),
+        lambda x: torch.export.export(type("Module", (torch.nn.Module,), {"forward": lambda s, y: loss_of(y)})(), (x,)),
+    ):
+        with pytest.raises(Exception, match="check=True looks at values"):
+            function(losses)
+    for manager in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu")):
+        with manager:
+            assert loss_of(losses) == 3

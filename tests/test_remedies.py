@@ -1,0 +1,232 @@
+"""Errors of the loss say what to write instead, as those need to read it who wrote the mistake."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import gradscale_ext as gs
+
+B, T, S, A = 3, 6, 11, 4
+SUPPORT = gs.Support(-5, 5, S)
+HEADS = {
+    "value": gs.TwoHot(SUPPORT),
+    "reward": gs.TwoHot(SUPPORT, first_step=1),
+    "policy": gs.SoftCrossEntropy(),
+    "end": gs.BinaryCrossEntropy(),
+    "size": gs.MeanSquaredError(),
+}
+
+
+def arguments():
+    predictions = {
+        "value": [torch.randn(B, S) for _ in range(T)],
+        "reward": [torch.randn(B, S) for _ in range(T - 1)],
+        "policy": [torch.randn(B, A) for _ in range(T)],
+        "end": [torch.randn(B) for _ in range(T)],
+        "size": [torch.randn(B) for _ in range(T)],
+    }
+    targets = {
+        "value": [torch.randn(B) for _ in range(T)],
+        "reward": [torch.randn(B) for _ in range(T - 1)],
+        "policy": [torch.rand(B, A) for _ in range(T)],
+        "end": [torch.rand(B) for _ in range(T)],
+        "size": [torch.randn(B) for _ in range(T)],
+    }
+    return predictions, targets
+
+
+def every(entries, change):
+    entries[:] = [change(entry) for entry in entries]
+
+
+def nested(layout):
+    return torch.nested.nested_tensor([torch.randn(T, S)] * B, layout=layout)
+
+
+#: What is done to (predictions, targets, options), and the end of the message.
+MISTAKES = {
+    "NumPy targets": (
+        lambda p, t, o: every(t["value"], torch.Tensor.numpy),
+        "ndarray; convert it: torch.as_tensor(...)",
+    ),
+    "NumPy target": (lambda p, t, o: t.update(value=torch.ones(B, T).numpy()), "convert it: torch.as_tensor(...)"),
+    "NumPy predictions": (lambda p, t, o: p.update(value=torch.ones(B, T, S).numpy()), "torch.as_tensor(...)"),
+    "lists of numbers": (lambda p, t, o: every(t["value"], torch.Tensor.tolist), "convert it: torch.tensor(...)"),
+    "numbers": (lambda p, t, o: t.update(policy=[1] * T), "an element for each sample: torch.tensor([...])"),
+    "a number": (lambda p, t, o: p.update(value=3), "an element for each sample: torch.tensor([...])"),
+    "a generator": (lambda p, t, o: t.update(value=iter(t["value"])), "make it a list: list(...)"),
+    "no mapping": (
+        lambda p, t, o: o.update(predictions=list(p.values())),
+        'write {"value": [...], ...} with a list or',
+    ),
+    "NumPy weights": (
+        lambda p, t, o: o.update(importance_weights=torch.ones(B).numpy()),
+        "convert importance_weights: torch.as_tensor(importance_weights)",
+    ),
+    "list of weights": (
+        lambda p, t, o: o.update(importance_weights=[1.0] * B),
+        "convert importance_weights: torch.tensor(importance_weights)",
+    ),
+    "[B, 1] weights": (
+        lambda p, t, o: o.update(importance_weights=torch.ones(B, 1)),
+        "must have shape [B] = [3], but it has [3, 1]; write importance_weights.squeeze(-1)",
+    ),
+    "[B, T] weights": (
+        lambda p, t, o: o.update(importance_weights=torch.ones(B, T)),
+        "weights of steps go to step_weights",
+    ),
+    "integer weights": (lambda p, t, o: o.update(importance_weights=torch.ones(B).long()), "write .float()"),
+    "float mask": (lambda p, t, o: o.update(mask=torch.ones(B, T)), "it is torch.float32; write mask.bool()"),
+    "NumPy mask": (lambda p, t, o: o.update(mask=torch.ones(B, T).numpy()), "convert mask: torch.as_tensor(mask)"),
+    "list of masks": (lambda p, t, o: o.update(mask=[torch.ones(B) > 0] * T), "convert mask: torch.stack(mask)"),
+    "nested lists": (lambda p, t, o: o.update(mask=[[True] * T] * B), "convert mask: torch.tensor(mask)"),
+    "[B, K] mask": (
+        lambda p, t, o: o.update(mask=torch.ones(B, T - 1) > 0),
+        "must have shape [B, T] = [3, 6], but it has [3, 5]; T counts the root too, whose entries heads with "
+        "first_step = 1 do not read: write torch.cat([torch.ones_like(mask[:, :1]), mask], 1)",
+    ),
+    "[K, B] mask": (
+        lambda p, t, o: o.update(mask=torch.ones(T - 1, B) > 0, batch_first=False),
+        "write torch.cat([torch.ones_like(mask[:1]), mask])",
+    ),
+    "[B, K] mask of a head": (
+        lambda p, t, o: o.update(mask={"reward": torch.ones(B, T - 1) > 0}),
+        "write torch.cat([torch.ones_like(mask[:, :1]), mask], 1)",
+    ),
+    "[T, B] mask": (
+        lambda p, t, o: o.update(mask=torch.ones(T, B) > 0),
+        "must have shape [B, T] = [3, 6], but it has [6, 3]; write mask.T, or batch_first=False where everything",
+    ),
+    "[B, T] mask": (
+        lambda p, t, o: o.update(mask=torch.ones(B, T) > 0, batch_first=False),
+        "must have shape [T, B] = [6, 3], but it has [3, 6]; write mask.T, or batch_first=True where everything",
+    ),
+    "[B] mask": (lambda p, t, o: o.update(mask=torch.ones(B) > 0), "write mask[:, None].expand(-1, 6)"),
+    "[T] mask": (lambda p, t, o: o.update(mask=torch.ones(T) > 0), "write mask.expand(3, 6)"),
+    "[T] mask, time first": (
+        lambda p, t, o: o.update(mask=torch.ones(T) > 0, batch_first=False),
+        "write mask[:, None].expand(-1, 3)",
+    ),
+    "[B, T, 1] mask": (lambda p, t, o: o.update(mask=torch.ones(B, T, 1) > 0), "write mask.squeeze(-1)"),
+    "step weight": (lambda p, t, o: o.update(step_weights=0.5), "of type float; write [0.5] * 6"),
+    "step weights by sample": (
+        lambda p, t, o: o.update(step_weights=torch.ones(B)),
+        "[T] = [6] or [B, T] = [3, 6], but it has [3]; a weight for each sample goes to importance_weights",
+    ),
+    "step weights without the root": (
+        lambda p, t, o: o.update(step_weights=[1.0] * (T - 1)),
+        "it has 5; T counts the root too",
+    ),
+    "list of [B] step weights": (
+        lambda p, t, o: o.update(step_weights=[torch.ones(B)] * T),
+        "write torch.stack(step_weights, 1)",
+    ),
+    "[B, 1] predictions": (
+        lambda p, t, o: every(p["end"], lambda x: x.unsqueeze(-1)),
+        "must have shape [B] for BinaryCrossEntropy, but it has [3, 1]; write prediction.squeeze(-1)",
+    ),
+    "[B, 1] and [B]": (lambda p, t, o: every(p["size"], lambda x: x.unsqueeze(-1)), "write target.unsqueeze(-1)"),
+    "[B, 1] targets": (lambda p, t, o: every(t["value"], lambda x: x.unsqueeze(-1)), "write target.squeeze(-1)"),
+    "encoded targets": (lambda p, t, o: every(t["value"], SUPPORT.two_hot), "give the scalars: the head encodes them"),
+    "integer targets": (lambda p, t, o: every(t["value"], torch.Tensor.long), "it is torch.int64; write .float()"),
+    "bool targets": (lambda p, t, o: every(t["end"], torch.Tensor.bool), "it is torch.bool; write .float()"),
+    "integer counts": (
+        lambda p, t, o: every(t["policy"], torch.Tensor.long),
+        "write visits / visits.sum(-1, keepdim=True) for visit counts",
+    ),
+    "float classes": (lambda p, t, o: every(t["policy"], lambda x: x[:, 0]), "it has [3]; write .long()"),
+    "float8": (lambda p, t, o: every(p["value"], lambda x: x.to(torch.float8_e4m3fn)), "write .float()"),
+    "complex": (lambda p, t, o: every(p["size"], lambda x: x.cfloat()), "it is torch.complex64; write .real"),
+    "sparse": (lambda p, t, o: every(t["policy"], torch.Tensor.to_sparse), "torch.sparse_coo; write .to_dense()"),
+    "nested": (
+        lambda p, t, o: p.update(value=nested(torch.strided)),
+        "torch.nested.to_padded_tensor(..., 0.0), and mask",
+    ),
+    "jagged": (
+        lambda p, t, o: p.update(value=nested(torch.jagged)),
+        "torch.nested.to_padded_tensor(..., 0.0), and mask",
+    ),
+    "masked": (
+        lambda p, t, o: p.update(value=torch.masked.masked_tensor(torch.ones(B, T, S), torch.ones(B, T, S) > 0)),
+        "is a MaskedTensor; give its get_data(), and its get_mask() as mask",
+    ),
+    "a target for the root": (
+        lambda p, t, o: t["reward"].append(t["reward"][0]),
+        "but it has 6; leave out that of the root",
+    ),
+    "a head without the root": (
+        lambda p, t, o: (p["policy"].pop(), t["policy"].pop()),
+        "declared with first_step=1",
+    ),
+    "a root too many": (
+        lambda p, t, o: (p["reward"].append(p["reward"][0]), t["reward"].append(t["reward"][0])),
+        "leave out the root in head 'reward', or its first_step",
+    ),
+    "a list by sample": (
+        lambda p, t, o: t.update(value=list(torch.ones(B, T))),
+        "samples and steps look exchanged: see batch_first, and write torch.stack(...) for a list by sample",
+    ),
+    "time first": (lambda p, t, o: t.update(value=torch.ones(T, B)), "samples and steps look exchanged"),
+    "a single step": (
+        lambda p, t, o: p.update(value=p["value"][0]),
+        "must have shape [B, T, 11] for TwoHot, but it has [3, 11]; a single step is a list: [prediction]",
+    ),
+    "another device": (
+        lambda p, t, o: every(t["value"], lambda x: x.to("meta")),
+        "is on meta, but the predictions are",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_errors_say_what_to_write(mistake):
+    change, words = MISTAKES[mistake]
+    predictions, targets = arguments()
+    options: dict = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch, on nested and masked tensors
+        change(predictions, targets, options)
+        predictions = options.pop("predictions", predictions)
+        with pytest.raises((TypeError, ValueError)) as info:
+            gs.multi_step_loss(HEADS, predictions, targets, **options)
+    assert words in str(info.value)
+
+
+def test_symbolic_trace():
+    """A Proxy has no shape to check; torch.fx.wrap, which the message recommends, keeps the call as it is."""
+
+    class Module(torch.nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
+        def forward(self, x, target):
+            return self.function(2 * x, target)
+
+    by_tensor = lambda x, target: gs.multi_step_loss({"v": HEADS["value"]}, {"v": [x]}, {"v": [target]}).loss
+    by_mapping = lambda x, target: gs.multi_step_loss({"v": HEADS["value"]}, x, target).loss
+    for function in (by_tensor, by_mapping):
+        with pytest.raises(TypeError, match=r"torch\.fx\.wrap, or use torch\.export"):
+            torch.fx.symbolic_trace(Module(function))
+    traced = torch.fx.symbolic_trace(Module(lambda x, target: wrapped_loss(x, target)))
+    x, target = torch.randn(B, S), torch.randn(B)
+    assert torch.equal(traced(x, target), by_tensor(2 * x, target))
+
+
+def wrapped_loss(x, target):
+    return gs.multi_step_loss({"v": HEADS["value"]}, {"v": [x]}, {"v": [target]}).loss
+
+
+torch.fx.wrap("wrapped_loss")
+
+
+def test_mistakes_are_found_while_compiling_too():
+    predictions, targets = arguments()
+    function = torch.compile(
+        lambda mask: gs.multi_step_loss(HEADS, predictions, targets, mask=mask).loss, backend="eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match=r"write mask\.bool\(\)"):
+        function(torch.ones(B, T))
