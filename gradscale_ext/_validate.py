@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import _remedies
+from . import _context, _remedies
 from .heads import KINDS, Head, HLGauss, Layout, TwoHot
 
 Entries = torch.Tensor | Sequence[torch.Tensor]
@@ -413,6 +413,8 @@ def _step_numbers(
         raise TypeError(
             f"multi_step_loss: {argument} must be a tensor or a sequence of numbers: {error}{instead}"
         ) from None
+    if not _context.is_eager() and any([_context.varies(value) for value in values]):
+        return torch.stack([_context.as_tensor(value, device, dtype) for value in values])
     return torch.tensor(values, dtype=dtype, device=device)
 
 

@@ -106,7 +106,8 @@ def clip_gradient_norm(
     clipped by itself, as in Kaldi's ClipGradientComponent, so that one bad sample does not shrink the others.
 
     Args:
-        x: floating or complex tensor, or a structure of them, each of whose tensors has its own norms.
+        x: floating or complex tensor, or a structure of them, each of whose tensors has its own norms: h and c of an
+            LSTM's state are clipped separately.
         max_norm: non-negative number, or a real tensor that broadcasts to ``x.shape[:batch_dims]`` (one limit for each
             norm), on the device of `x` (or a scalar on the CPU). It is read there without a synchronisation, and gets
             no gradient. 0 gives zeros, inf never clips. A negative or NaN entry is refused where it can be seen without

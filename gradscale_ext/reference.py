@@ -95,11 +95,14 @@ def decode(logits: torch.Tensor, support: Support) -> torch.Tensor:
     probabilities = _widened(logits).softmax(-1)
     raw = support.space == "raw"
     values = (raw_centers if raw else centers)(support, probabilities.dtype, logits.device)
-    # Bins at equal distance from the middle are taken together. Over a symmetric support each pair is exactly
-    # antisymmetric, so that uniform logits give exactly 0.
-    other = probabilities.flip(-1)
-    half_difference, half_sum = 0.5 * (values - values.flip(-1)), 0.5 * (values + values.flip(-1))
-    expected = 0.5 * ((probabilities - other) * half_difference + (probabilities + other) * half_sum).sum(-1)
+    # Bins at equal distance from the middle are taken together, p c + p' c' = (p - p') c + p' (c + c') for |c| <= |c'|:
+    # a small centre is not lost beside a large one, and equal p over a symmetric support give exactly 0.
+    other, opposite = probabilities.flip(-1), values.flip(-1)
+    is_smaller = values.abs() <= opposite.abs()
+    smaller = torch.where(is_smaller, values, opposite)
+    difference = torch.where(is_smaller, probabilities - other, other - probabilities)
+    of_larger = torch.where(is_smaller, other, probabilities)
+    expected = 0.5 * (difference * smaller + of_larger * (values + opposite)).sum(-1)
     return expected if raw else inverse_transform(expected, support.transform, support.eps)
 
 

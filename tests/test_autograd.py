@@ -284,3 +284,16 @@ def test_a_gradient_that_is_kept_holds_its_heads_memory_alone():
             before = resident()
     # The value's gradients are 7.4 MB a step, the policy's 49 KB.
     assert resident() - before < 20e6
+
+
+# ---- Compiled autograd ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("name", ["loss", "operator", "decode", "l2_loss"])
+def test_compiled_autograd_says_what_to_do_instead(name):
+    x = data()
+    result = NODES[name][0](x)
+    enabled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    with enabled, pytest.raises(NotImplementedError, match=r"Backward: compiled autograd cannot .* compile the"):
+        result.backward(NODES[name][1])

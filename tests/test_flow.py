@@ -487,3 +487,51 @@ def test_a_schedule_does_not_recompile():
         assert torch.equal(x.grad, torch.full((3,), scale))
         first = counter.frame_count if scale == 1.0 else first
     assert counter.frame_count == first
+
+
+# ---- Found by the fuzzer --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("operator", [gs.scale_gradient, gs.reverse_gradient])
+def test_a_tensor_of_ones_leaves_complex_gradients_as_they_are(operator, create_graph):
+    gradient = torch.tensor([complex(INF, 1), complex(1, -0.0), complex(2, NAN)], dtype=torch.complex64).conj()
+    x = torch.zeros(3, dtype=torch.complex64, requires_grad=True)
+    (result,) = torch.autograd.grad(operator(x, torch.ones(1)), x, gradient, create_graph=create_graph)
+    result = result.resolve_conj() if operator is gs.scale_gradient else -torch.view_as_real(result.resolve_conj())
+    expected = torch.view_as_real(gradient.resolve_conj())
+    result = torch.view_as_real(result) if result.is_complex() else result
+    torch.testing.assert_close(result.detach(), expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(result.signbit(), expected.signbit())
+
+
+def test_symbolic_trace_keeps_the_operators():
+    traced = torch.fx.symbolic_trace(lambda x: gs.reverse_gradient({"h": gs.scale_gradient(x, 0.5)}, 3.0)["h"] * 2)
+    x = torch.ones(2, requires_grad=True)
+    traced(x).sum().backward()
+    assert x.grad.tolist() == [-3.0, -3.0]
+
+
+COMPILED_AUTOGRAD = {
+    "scale_gradient": lambda x: gs.scale_gradient(x, 0.5),
+    "scale_gradient by a tensor": lambda x: gs.scale_gradient(x, torch.tensor([0.0, 2.0, 3.0])),
+    "reverse_gradient": lambda x: gs.reverse_gradient(x, 0.5),
+    "clip_gradient_norm": lambda x: gs.clip_gradient_norm(x, 0.5, batch_dims=1),
+    "normalize_gradient": lambda x: gs.normalize_gradient(x, torch.tensor([0.5]), batch_dims=1, norm_type=1.0),
+    "clip_gradient_value": lambda x: gs.clip_gradient_value(x, -0.1, torch.tensor([0.1, 0.2, 0.3])),
+}
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("name", COMPILED_AUTOGRAD)
+def test_compiled_autograd(name):
+    """The backward pass of an eager call, traced; twice, and with another gradient."""
+    torch._dynamo.reset()
+    for seed in (0, 1):
+        gradient = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
+        expected, x = (torch.zeros(2, 3, requires_grad=True) for _ in range(2))
+        COMPILED_AUTOGRAD[name](expected).backward(gradient)
+        y = COMPILED_AUTOGRAD[name](x)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            y.backward(gradient)
+        torch.testing.assert_close(x.grad, expected.grad)

@@ -783,3 +783,23 @@ def test_complex_numbers_of_every_size(rule, p, scale, create_graph):
     factor = torch.where(norm > 0, limit / norm, 1)
     expected = gradient.to(torch.complex128) * (factor.clamp(max=1) if rule is gs.clip_gradient_norm else factor)
     torch.testing.assert_close(result.to(torch.complex128), expected, rtol=1e-5, atol=2e-45)
+
+
+@paths
+@pytest.mark.parametrize("rule", [gs.clip_gradient_norm, gs.normalize_gradient])
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, INF])
+def test_complex_numbers_whose_modulus_overflows(rule, p, create_graph):
+    parts = torch.tensor([-1.425e308, 1.69e308], dtype=torch.float64)
+    result = through(lambda x: rule(x, 1.0, norm_type=p), torch.view_as_complex(parts)[None], create_graph)
+    expected = torch.complex(*(parts / 1e308 / torch.linalg.vector_norm(parts / 1e308)))[None]
+    torch.testing.assert_close(result, expected)
+
+
+@paths
+@pytest.mark.parametrize("rule", [gs.clip_gradient_norm, gs.normalize_gradient])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_limit_that_is_a_negative_view(rule, dtype, shape, create_graph):
+    limit = torch._neg_view(torch.full(shape, -0.5, dtype=dtype))
+    result = through(lambda x: rule(x, limit, batch_dims=len(shape)), torch.ones(3, 2), create_graph)
+    torch.testing.assert_close(result, torch.full((3, 2), 0.5 / (6 if not shape else 2) ** 0.5))

@@ -1316,3 +1316,36 @@ def test_changed_heads_take_effect():
     module.heads["policy"] = gs.SoftCrossEntropy(weight=9.0)
     expected = gs.reference.multi_step_loss(module.heads, predictions, targets).loss
     torch.testing.assert_close(module(predictions, targets).loss, expected)
+
+
+# ---- Found by the fuzzer --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", [0.0, 300.0, -3000.0, 1e4])
+def test_the_gradient_of_the_entropy_bonus_does_not_depend_on_a_shift(shift):
+    head = {"policy": gs.SoftCrossEntropy(entropy_weight=0.3)}
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 1, 4, generator=generator) * 3 + shift
+    target = {"policy": torch.rand(64, 1, 4, generator=generator)}
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        x = logits.to(dtype).requires_grad_()  # the very numbers, so that the shift's rounding is in both
+        gs.multi_step_loss(head, {"policy": x}, target, reduction="sum").loss.backward()
+        gradients.append(x.grad.double())
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=5e-7)
+
+
+def test_weights_that_change_their_list_while_they_are_read():
+    class Evil:
+        def __init__(self, victim):
+            self.victim = victim
+
+        def __float__(self):
+            self.victim.clear()
+            return 1.0
+
+    weights = []
+    weights.extend([Evil(weights), 2.0, 3.0])
+    predictions, targets = {"m": torch.ones(2, 3)}, {"m": torch.zeros(2, 3)}
+    out = gs.multi_step_loss({"m": gs.MeanSquaredError()}, predictions, targets, step_weights=weights)
+    assert out.loss.item() == 6.0

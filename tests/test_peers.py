@@ -474,6 +474,34 @@ def dreamer_bins():
     return torch.cat((half, -half[:-1].flip(0)))
 
 
+def test_dreamer_v3_port_with_bins_in_symlog_space():
+    """NM512's dreamerv3-torch, `symlog_disc`: two-hot targets and expectations between equally spaced bins.
+
+    NM512/dreamerv3-torch, tools.py, DiscDist.
+    """
+    buckets = torch.linspace(-20, 20, 255, dtype=torch.float64)
+    logits = prediction(3, 4, 255)
+    values = normal(3, 4).detach() * 1000
+    values[0, :2] = torch.tensor([1e12, -1e12])  # beyond the bins
+    x = values.sign() * values.abs().log1p()
+    below = ((buckets <= x[..., None]).sum(-1) - 1).clamp(0, 254)
+    above = (255 - (buckets > x[..., None]).sum(-1)).clamp(0, 254)
+    to_below = torch.where(below == above, 1.0, (buckets[below] - x).abs())
+    to_above = torch.where(below == above, 1.0, (buckets[above] - x).abs())
+    total = to_below + to_above
+    one_hot = torch.nn.functional.one_hot
+    target = one_hot(below, 255) * (to_above / total)[..., None] + one_hot(above, 255) * (to_below / total)[..., None]
+    loss = -(target * logits.log_softmax(-1)).sum(-1).mean()
+    mean = (logits.softmax(-1) * buckets).sum(-1)
+
+    heads = {"value": gs.TwoHot(gs.Support(-20, 20, 255, transform="symlog"))}
+    out = gs.multi_step_loss(heads, {"value": logits}, {"value": values}, step_weights=[1 / 4] * 4)
+    torch.testing.assert_close(out.loss, loss)
+    torch.testing.assert_close(out.expected["value"], mean.sign() * mean.abs().expm1())
+    gradients = [torch.autograd.grad(value, logits)[0] for value in (out.loss, loss)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
+
+
 def dreamer_kl(p, q):
     """Sum over categorical variables of KL(p, q), both mixed with 1 % of uniform, at least one nat."""
     p, q = (0.99 * x.softmax(-1) + 0.01 / x.shape[-1] for x in (p, q))

@@ -254,3 +254,17 @@ def test_wrong_scalars_and_logits():
         support.hl_gauss(torch.zeros(1), 0)
     with pytest.raises(ValueError, match=r"\[\.\.\., 601\], but they have \(2, 600\)"):
         gs.Support.muzero().decode(torch.zeros(2, 600))
+
+
+@pytest.mark.parametrize("limits", [(0, 20), (-20, 0), (-4, 6), (-19.5, 20), (3, 4)])
+@pytest.mark.parametrize("num_bins", [2, 9, 40, 41])
+def test_decoding_loses_no_small_centre_beside_a_large_one(limits, num_bins):
+    """Nothing cancels: the error is that of a sum of terms of one sign."""
+    support = gs.Support(*limits, num_bins, "symlog", space="raw")
+    centers = gs.symexp(torch.linspace(*limits, num_bins, dtype=torch.float64))
+    peaks = 80 * torch.eye(num_bins) - 60
+    logits = torch.cat([peaks, torch.randn(64, num_bins, generator=torch.Generator().manual_seed(0)) * 10])
+    probabilities = logits.double().softmax(-1)
+    exact, size = probabilities @ centers, probabilities @ centers.abs()
+    for decoded in (support.decode(logits), gs.reference.decode(logits, support)):
+        assert ((decoded - exact).abs() <= 4e-6 * size).all()

@@ -318,8 +318,7 @@ at::Tensor rescaled(
   const bool is_read_anywhere = tensor == nullptr || (is_cpu_scalar(*tensor) && ordinary_tensor(*tensor));
   // Only squares of the parts of complex numbers add up to those of the whole.
   const bool parts = gradient.is_complex() && groups.p != 2 && device_kernels(gradient.device()) != nullptr;
-  if (groups.process_group.empty() && !parts &&
-      fused(gradient, {is_read_anywhere ? at::Tensor() : *tensor, counts})) {
+  if (groups.process_group.empty() && !parts && fused(gradient, {is_read_anywhere ? at::Tensor() : *tensor, counts})) {
     return rescaled_in_two_passes(std::move(gradient), limit, groups, rule, counts);
   }
   return rescaled_by_operations(gradient, limit, groups, rule, counts);

@@ -4,8 +4,10 @@
 #include "gradient_buffer.h"
 #include "identity.h"
 
+#include <ATen/ops/complex.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -39,13 +41,18 @@ at::Tensor scaled(at::Tensor gradient, const at::Tensor& scale, double sign) {
   if (const auto product = elementwise(function, gradient, {scale})) {
     return *product;
   }
+  // The parts of complex numbers are multiplied by themselves: in a complex product one of them may spoil the other.
+  const bool pairs = gradient.is_complex();
+  const at::Tensor numbers = pairs ? at::view_as_real(gradient.resolve_conj()) : gradient;
   // A scale with dimensions takes part in type promotion: half gradients are multiplied in float, and rounded once.
   at::Tensor factor = value_beside(gradient, scale);
   if (factor.dim() == 0 && gradient.dim() > 0) {
     factor = factor.unsqueeze(0);
   }
-  const at::Tensor product = at::mul(gradient, sign == 1 ? factor : factor.neg());
-  return at::where(factor.eq(0), at::zeros({}, product.options()), product).to(gradient.scalar_type());
+  factor = pairs ? factor.unsqueeze(-1) : factor;
+  at::Tensor product = at::mul(numbers, sign == 1 ? factor : factor.neg());
+  product = at::where(factor.eq(0), at::zeros({}, product.options()), product);
+  return pairs ? at::complex(product.select(-1, 0), product.select(-1, 1)) : product.to(gradient.scalar_type());
 }
 
 template <int sign>

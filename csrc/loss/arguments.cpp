@@ -143,11 +143,12 @@ bool read_step_numbers(py::handle object, const Arguments& arguments, StepNumber
   }
   PyObject* items = object.ptr();
   if (PyList_Check(items) || PyTuple_Check(items) || PyRange_Check(items)) {
-    const py::object sequence = py::reinterpret_steal<py::object>(PySequence_Fast(items, "a sequence"));
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
+    // A tuple of its own: what is no number of Python's runs code to become one, which may change the list.
+    const py::object sequence = py::reinterpret_steal<py::object>(PySequence_Tuple(items));
+    const Py_ssize_t count = PyTuple_GET_SIZE(sequence.ptr());
     for (Py_ssize_t k = 0; k < count; ++k) {
       // Of Python, of NumPy, or a tensor of one number, for which no device is waited for.
-      PyObject* item = PySequence_Fast_GET_ITEM(sequence.ptr(), k);
+      PyObject* item = PyTuple_GET_ITEM(sequence.ptr(), k);
       if (THPVariable_Check(item) && !THPVariable_Unpack(item).is_cpu()) {
         return false;
       }

@@ -26,10 +26,7 @@ A raw_moment(const A* values, const Support& support) {
   A sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t j = 0; j < pairs; ++j) {
-    const A low = centers[j], high = centers[last - j];
-    const A difference = values[last - j] - values[j];
-    const A total = values[last - j] + values[j];
-    sum += A(0.5) * (difference * (high - low) + total * (high + low));
+    sum += pair_moment(centers[j], centers[last - j], values[j], values[last - j]);
   }
   return last % 2 == 0 ? sum + values[pairs] * centers[pairs] : sum;
 }

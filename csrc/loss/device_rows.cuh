@@ -183,9 +183,8 @@ GRADSCALE_DEVICE A raw_moment(const Row& row, int32_t width, A maximum, const A*
   const int32_t last = width - 1;
   A sum = 0;
   for (int32_t j = group.rank; j < (width + 1) / 2; j += group.size) {
-    const A low = centers[j], high = centers[last - j];
-    const A e_low = exp_nonpositive(row[j] - maximum), e_high = exp_nonpositive(row[last - j] - maximum);
-    sum += j == last - j ? e_low * low : A(0.5) * ((e_high - e_low) * (high - low) + (e_high + e_low) * (high + low));
+    const A of_low = exp_nonpositive(row[j] - maximum), of_high = exp_nonpositive(row[last - j] - maximum);
+    sum += j == last - j ? of_low * centers[j] : pair_moment(centers[j], centers[last - j], of_low, of_high);
   }
   return group.sum(sum);
 }
@@ -386,7 +385,7 @@ GRADSCALE_DEVICE void soft_cross_entropy_row(const RowTask& task) {
   }
   const A c = static_cast<A>(task.coefficient);
   const A factor = target_sum * inverse_sum;
-  const A constant = entropy - log_sum - maximum; // log p_j + H = x_j + constant
+  const A constant = entropy - log_sum; // log p_j + H = x_j - maximum + constant
   const T* logits = task.template prediction<T>();
   row.each_window_of_exponentials(maximum, [&](const A* values, int32_t first) {
     A t[size];
@@ -396,7 +395,7 @@ GRADSCALE_DEVICE void soft_cross_entropy_row(const RowTask& task) {
       read_elements<size>(logits, task.width, first, A(0), x);
 #pragma unroll
       for (int k = 0; k < size; ++k) {
-        t[k] -= weight * product(values[k] * inverse_sum, x[k] + constant);
+        t[k] -= weight * product(values[k] * inverse_sum, (x[k] - maximum) + constant);
       }
     }
     A gradient[size];

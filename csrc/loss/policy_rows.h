@@ -74,10 +74,10 @@ void soft_cross_entropy_row(const Segment& s, int64_t row, double coefficient, A
   const A* values = softmax.values;
   if (weight != 0) {
     // The entropy's part goes with the target's: w p_j (log p_j + H) - t_j.
-    const A constant = entropy - log_sum - maximum;
+    const A constant = entropy - log_sum;
     for (int64_t j = 0; j < width; ++j) {
       const A p = values[j] * inverse_sum;
-      target[j] -= weight * product(p, static_cast<A>(to_accumulate(logits[j])) + constant);
+      target[j] -= weight * product(p, (static_cast<A>(to_accumulate(logits[j])) - maximum) + constant);
     }
   }
   const A factor = target_sum * inverse_sum;

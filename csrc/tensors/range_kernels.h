@@ -49,23 +49,25 @@ double plain_power_sum(int64_t size, double p, Magnitude magnitude) {
   return lane_sum(size, [=](int64_t i) { return std::pow(magnitude(i), p); });
 }
 
-template <class Magnitude>
-PowerSum power_sum(int64_t size, double p, Magnitude magnitude) {
-  const bool is_maximum = std::isinf(p);
-  const double sum = is_maximum ? largest(size, magnitude) : plain_power_sum(size, p, magnitude);
+// magnitude(i, scaled) is that of element i when its numbers, one or two of `numbers` in all, have gone through
+// `scaled`.
+template <class Magnitude, class Number>
+PowerSum power_sum(int64_t size, double p, Magnitude magnitude, int64_t numbers, Number number) {
+  const auto sum_of = [=](auto scaled) {
+    const auto scaled_magnitude = [=](int64_t i) { return magnitude(i, scaled); };
+    return std::isinf(p) ? largest(size, scaled_magnitude) : plain_power_sum(size, p, scaled_magnitude);
+  };
+  const double sum = sum_of([](double x) { return x; });
   if (is_safe(sum)) {
     return {sum, 1};
   }
-  const double maximum = is_maximum ? sum : largest(size, magnitude);
+  const double maximum = largest(numbers, [=](int64_t i) { return std::fabs(number(i)); });
   if (maximum == 0 || !std::isfinite(maximum)) {
     return {maximum, 1};
   }
   const double root = root_for(maximum);
   const double reciprocal = 1 / root;
-  if (is_maximum) {
-    return {maximum * reciprocal * reciprocal, root};
-  }
-  return {plain_power_sum(size, p, [=](int64_t i) { return magnitude(i) * reciprocal * reciprocal; }), root};
+  return {sum_of([=](double x) { return x * reciprocal * reciprocal; }), root};
 }
 
 PowerSum power_sum_of_range(const Range& range, double p) {
@@ -73,12 +75,16 @@ PowerSum power_sum_of_range(const Range& range, double p) {
   dispatch_element(range.element, [&](auto type) {
     using T = decltype(type);
     const T* data = static_cast<const T*>(range.data);
+    const int64_t numbers = range.is_complex ? 2 * range.size : range.size;
     const auto number = [=](int64_t i) { return static_cast<double>(to_accumulate(data[i])); };
     if (range.is_complex && p != 2) {
-      result = power_sum(range.size, p, [=](int64_t i) { return std::hypot(number(2 * i), number(2 * i + 1)); });
+      const auto modulus = [=](int64_t i, auto scaled) {
+        return std::hypot(scaled(number(2 * i)), scaled(number(2 * i + 1)));
+      };
+      result = power_sum(range.size, p, modulus, numbers, number);
     } else { // the squared modulus of a complex number is a sum of squares
-      result =
-          power_sum(range.is_complex ? 2 * range.size : range.size, p, [=](int64_t i) { return std::fabs(number(i)); });
+      const auto magnitude = [=](int64_t i, auto scaled) { return std::fabs(scaled(number(i))); };
+      result = power_sum(numbers, p, magnitude, numbers, number);
     }
   });
   return result;
