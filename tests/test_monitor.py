@@ -1132,6 +1132,29 @@ def test_complex_and_sparse_gradients():
     assert value(watching, "update_to_weight_ratio/embedding.weight") == approx(0.5 * math.sqrt(10) / embedded)
 
 
+def test_a_model_with_named_parameters_of_its_own():
+    """As TorchRL's `LossModule`, whose method takes fewer arguments than that of `nn.Module`."""
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = network()
+            self.tied = self.model[0]
+
+        def named_parameters(self, prefix="", recurse=True):
+            return super().named_parameters(prefix=prefix, recurse=recurse)
+
+        forward = lambda self, x: self.model(x)
+
+    model = Loss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer) as watching:
+        train(model, optimizer)
+    for name, norm in norms(model).items():
+        assert value(watching, f"gradient_norm/{name}") == approx(norm)
+    assert value(watching, "module_gradient_norm/tied") == approx(value(watching, "module_gradient_norm/model.0"))
+
+
 def test_no_gradient_at_all():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

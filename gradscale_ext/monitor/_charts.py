@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -24,13 +25,21 @@ class Layout:
         self.parameters: dict[str, torch.Tensor] = {}
         self.names: dict[int, str] = {}
         self.modules: dict[str, dict[str, None]] = {}
-        for path, parameter in model.named_parameters(remove_duplicate=False):
+        for path, parameter in _under_all_names(model):
             if id(parameter) in held:
                 path = public_name(path)
                 name = self.names.setdefault(id(parameter), path)
                 self.parameters[name] = parameter
                 for module in parents(path):
                     self.modules.setdefault(module, {})[name] = None
+
+
+def _under_all_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters; tied ones several times. Not every `named_parameters` has the argument: that of TorchRL has not."""
+    arguments = inspect.signature(model.named_parameters).parameters.values()
+    if any(argument.name == "remove_duplicate" or argument.kind is argument.VAR_KEYWORD for argument in arguments):
+        return model.named_parameters(remove_duplicate=False)
+    return torch.nn.Module.named_parameters(model, remove_duplicate=False)
 
 
 def public_name(path: str) -> str:
