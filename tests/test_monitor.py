@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import doctest
+import functools
 import gc
 import importlib
 import math
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.device_mesh
+import torch.distributed.fsdp
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -1130,6 +1133,32 @@ def test_complex_and_sparse_gradients():
     assert value(watching, "update_to_weight_ratio/phase") == 1.0
     assert value(watching, "gradient_norm/embedding.weight") == approx(math.sqrt(10))
     assert value(watching, "update_to_weight_ratio/embedding.weight") == approx(0.5 * math.sqrt(10) / embedded)
+
+
+@pytest.fixture
+def mesh():
+    """Of one process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_sharded_parameters(mesh, every):
+    """The numbers of FSDP2 are those of the model that it shards; every one of them, and skipped steps too."""
+    histories = []
+    for sharded in (False, True):
+        model = network()
+        if sharded:
+            torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with GradientMonitor(model, optimizer, every=every) as watching:
+            clip = functools.partial(gs.clip_gradients_, model, 1.0)
+            scaled_steps(model, optimizer, [1.0, OVERFLOW, 1.0], before_step=clip)
+        histories.append(watching.history)
+    assert list(histories[0]) == list(histories[1])
+    for tag, series in histories[0].items():
+        assert histories[1][tag] == [(step, pytest.approx(number, rel=1e-5)) for step, number in series]
 
 
 def test_a_model_with_named_parameters_of_its_own():

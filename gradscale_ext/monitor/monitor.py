@@ -15,6 +15,7 @@ from .._library import _C
 from . import _open
 from ._activations import CallHook, Calls
 from ._charts import Charts, Layout, Record, Selection, public_name
+from ._shards import local_part
 from ._tensorboard import write
 from .statistics import GradientStatistics, gradient_statistics
 
@@ -377,7 +378,7 @@ class _Weights:
         if list(map(_form, self._parameters)) != list(map(_form, self._copies)):
             self._copies = [torch.empty_like(parameter) for parameter in self._parameters]
         if self._copies:
-            torch._foreach_copy_(self._copies, self._parameters)
+            torch._foreach_copy_(list(map(local_part, self._copies)), list(map(local_part, self._parameters)))
 
     def compare(self) -> tuple[list[str], torch.Tensor] | None:
         """Names, and `[2, N]` the norms of the copies and of what has been added to them since."""
@@ -386,7 +387,7 @@ class _Weights:
         norms = _C.update_norms(self._copies, self._parameters)
         if norms is None:
             weights = gradient_statistics(self._copies).norm
-            torch._foreach_sub_(self._copies, self._parameters)
+            torch._foreach_sub_(list(map(local_part, self._copies)), list(map(local_part, self._parameters)))
             norms = torch.stack([weights, gradient_statistics(self._copies).norm])
         self._parameters = []
         if not self._keeps_memory:
