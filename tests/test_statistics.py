@@ -338,6 +338,18 @@ def test_leaves_that_require_grad_are_parameters():
     leaf.grad = None
 
 
+def test_within_torch_func_leaves_mean_themselves():
+    """They are what is differentiated by, as a penalty on a norm needs it, and never have a `grad`."""
+    norms = []
+
+    def penalty(x):
+        norms.append(gs.gradient_statistics([x]).norm.sum().item())
+        return x.square().sum()
+
+    torch.func.grad(penalty)(torch.tensor([3.0, 4.0]))
+    assert norms == [5.0]
+
+
 def test_mixed_input_says_what_is_meant_row_by_row():
     weight = torch.nn.Parameter(torch.tensor([100.0]))
     weight.grad = torch.tensor([5.0])

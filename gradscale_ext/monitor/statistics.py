@@ -162,10 +162,11 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
 
     Args:
         tensors: a module, a tensor, tensors, or pairs of name and tensor as from `named_parameters()`. A parameter is a
-            leaf that requires grad, or a frozen `torch.nn.Parameter`; one whose `grad` is None is `missing`, and so is
-            a None in place of a tensor. Tensors are floating or complex, dense or sparse, of any shapes, and on any
-            devices. Complex elements count by their modulus, and what a sparse tensor does not store as zeros. Of a
-            DTensor all shards are meant: one all-gather for all tensors, which every rank has to take part in.
+            leaf that requires grad (but within `torch.func`, where none gets a `grad`), or a `torch.nn.Parameter`, also
+            a frozen one. Where its `grad` is None it is `missing`, as is a None in place of a tensor. Tensors are
+            floating or complex, dense or sparse, of any shapes, and on any devices. Complex elements count by their
+            modulus, and what a sparse tensor does not store as zeros.
+            Of a DTensor all shards are meant: one all-gather for all tensors, which every rank has to take part in.
         names: what to call them in tables; by default the names that came with them, or else their numbers.
 
     Returns:
@@ -218,6 +219,8 @@ def _are_parameters(given: list[Any]) -> list[bool]:
     kinds = set(map(type, given))
     if kinds == {torch.nn.Parameter}:
         return [True] * len(given)
+    if _context.is_transformed():  # a leaf is what torch.func differentiates by, and never has a `grad`
+        return [isinstance(tensor, torch.nn.Parameter) for tensor in given]
     if kinds <= {torch.Tensor, type(None)}:
         return [tensor is not None and tensor.requires_grad and tensor.is_leaf for tensor in given]
     return [
