@@ -854,6 +854,18 @@ def test_a_picture_of_skipped_steps(tmp_path):
     assert right.get_title() == "gradient elements at step 1"
 
 
+def test_a_picture_of_a_history_that_was_thinned_to_skipped_steps(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(monitor, "HISTORY", 3)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        scaled_steps(model, optimizer, [OVERFLOW, 1.0, OVERFLOW, 1.0])
+    assert set(watching.history) == {"skipped_steps", "nonfinite_gradients"}
+    left, _ = watching.plot().axes
+    assert not left.lines
+
+
 # ---- Other ways of training ------------------------------------------------------------------------------------------
 
 
