@@ -1,4 +1,4 @@
-"""Clients that were not written here, each at a small task: TorchRL, Lightning and Accelerate.
+"""Clients that were not written here, each at a small task: TensorDict, TorchRL, Lightning and Accelerate.
 
 They come with `pip install gradscale-ext[clients]`, and are imported by the tests that need them.
 """
@@ -68,6 +68,110 @@ def by_hand(predictions, targets, mask, weights, scale=None):
 
 
 UNROLL = torch.tensor([1.0] + [1 / (STEPS - 1)] * (STEPS - 1))
+
+
+# ---- TensorDict ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tensordicts():
+    """Predictions and targets, and a mask for each head; iterating over any of them walks the batch, not the heads."""
+    pytest.importorskip("tensordict")
+    from tensordict import TensorDict
+
+    _, targets, mask, _ = batch()
+    generator = torch.Generator().manual_seed(2)
+    predictions = {
+        "value": torch.randn(BATCH, STEPS, BINS, generator=generator),
+        "policy": torch.randn(BATCH, STEPS, ACTIONS, generator=generator),
+    }
+    return tuple(TensorDict(entries, [BATCH]) for entries in (predictions, targets, dict.fromkeys(HEADS, mask)))
+
+
+def loss_of(predictions, targets, masks):
+    weights = batch()[3]
+    loss_fn = gs.MultiStepLoss(**HEADS)
+    return loss_fn(predictions, targets, mask=masks, importance_weights=weights, step_gradient_scale="unroll").loss
+
+
+def expected_of(predictions, targets):
+    """Loss and gradients by hand."""
+    leaves = {name: predictions[name].detach().clone().requires_grad_() for name in HEADS}
+    _, _, mask, weights = batch()
+    loss = by_hand(leaves, targets, mask, weights, UNROLL)
+    return loss.detach(), dict(zip(HEADS, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+def assert_gradients(found, expected):
+    assert set(found.keys()) == set(expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("given", ["everything", "predictions", "targets", "mask"])
+def test_tensordicts(tensordicts, given):
+    predictions, targets, _ = tensordicts
+    predictions.requires_grad_()
+    entries = [
+        entry if given in ("everything", name) else dict(entry.items())
+        for name, entry in zip(("predictions", "targets", "mask"), tensordicts, strict=True)
+    ]
+    loss = loss_of(*entries)
+    loss.backward()
+    expected, gradients = expected_of(predictions, targets)
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=0)
+    assert_gradients({name: predictions[name].grad for name in HEADS}, gradients)
+
+
+def test_tensordicts_in_func_grad(tensordicts):
+    predictions, targets, masks = tensordicts
+    gradient, loss = torch.func.grad_and_value(loss_of)(predictions, targets, masks)
+    expected, gradients = expected_of(predictions, targets)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert_gradients(gradient, gradients)
+
+
+@pytest.mark.parametrize("size", [BATCH, 2], ids=["many", "as many as heads"])
+def test_tensordicts_in_compiled_code(tensordicts, size):
+    predictions, targets, masks = (entries[:size] for entries in tensordicts)
+    predictions.requires_grad_()
+    loss_fn = gs.MultiStepLoss(**HEADS)
+
+    def loss_of(predictions, targets, masks):
+        return loss_fn(predictions, targets, mask=masks, reduction="sum").loss
+
+    eager = torch.autograd.grad(loss_of(predictions, targets, masks), list(predictions.values()))
+    torch._dynamo.reset()
+    loss = torch.compile(loss_of, fullgraph=True, backend="aot_eager")(predictions, targets, masks)
+    torch.testing.assert_close(loss, loss_of(predictions, targets, masks), rtol=1e-5, atol=0)
+    for found, expected in zip(torch.autograd.grad(loss, list(predictions.values())), eager, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def graded(function, *arguments):
+    return torch.func.grad(function)(*arguments)
+
+
+@pytest.mark.parametrize("change", ["missing", "more"])
+@pytest.mark.parametrize("entries", [0, 1, 2], ids=["predictions", "targets", "mask"])
+@pytest.mark.parametrize("call", [lambda function, *a: function(*a), graded], ids=["eager", "func.grad"])
+def test_tensordicts_without_a_head_or_with_another(tensordicts, call, entries, change):
+    """The message is that of a dict, and names the head."""
+    messages = []
+    for kind in (lambda entry: dict(entry.items()), lambda entry: entry):
+        given = [entry.clone() for entry in tensordicts]
+        if change == "missing":
+            del given[entries]["policy"]
+        else:
+            given[entries]["extra"] = given[entries]["policy"]
+        try:
+            call(loss_of, *map(kind, given))
+        except ValueError as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+    assert messages[0] == messages[1]
+    assert ("policy" if change == "missing" else "extra") in messages[0] or entries == 2
 
 
 # ---- TorchRL ---------------------------------------------------------------------------------------------------------
