@@ -132,7 +132,7 @@ $(VENV)/torch: $(VENV)/request
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	@echo "compiling gradscale_ext, and installing what its tests and examples use"
-	$(PIP) --no-build-isolation --editable ".[examples,test]"
+	$(PIP) --no-build-isolation --editable ".[examples,test,clients]"
 	@touch $@
 
 $(VENV)/uv: $(VENV)/torch

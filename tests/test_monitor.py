@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import doctest
+import functools
 import gc
 import importlib
 import math
+import pickle
 import runpy
 import sys
+import threading
 import types
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.device_mesh
+import torch.distributed.fsdp
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -81,6 +87,10 @@ def value(watching, tag):
     """The only one."""
     [(_, found)] = watching.history[tag]
     return found
+
+
+def value_at(watching, tag, step):
+    return dict(watching.history[tag])[step]
 
 
 def approx(expected):
@@ -567,20 +577,460 @@ def test_loss_scaling_and_clipping():
     assert value(watching, "gradient_norm_total") == pytest.approx(0.25, rel=1e-5)
 
 
+# ---- Steps that a scaler skips ---------------------------------------------------------------------------------------
+
+
+def scaled_steps(model, optimizer, factors, scaler=None, before_step=None):
+    """A step for each factor of the loss; inf makes it one that the scaler skips."""
+    scaler = scaler or torch.amp.GradScaler("cpu", init_scale=4.0)
+    for seed, factor in enumerate(factors):
+        optimizer.zero_grad()
+        scaler.scale(model(batch(seed)).square().sum() * factor).backward()
+        if before_step is not None:
+            scaler.unscale_(optimizer)
+            before_step()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def steps_of(watching, tag):
+    return [step for step, _ in watching.history.get(tag, [])]
+
+
+OVERFLOW = math.inf
+
+
 @pytest.mark.parametrize("fused", [False, True])
-def test_steps_that_the_scaler_skips_are_not_recorded(fused):
+def test_steps_that_the_scaler_skips_are_recorded_as_such(fused):
+    """They count as steps, and have no norms: nothing was done with their gradients."""
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with GradientMonitor(model, optimizer, every=1) as watching:
-        for factor in (1.0, math.inf, 1.0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+    with GradientMonitor(model, optimizer, every=1, activations=["0"]) as watching:
+        scaled_steps(model, optimizer, [1.0, OVERFLOW, OVERFLOW, 1.0])
+    assert steps_of(watching, "gradient_norm_total") == [0, 3]
+    assert all(math.isfinite(total) for _, total in watching.history["gradient_norm_total"])
+    assert steps_of(watching, "activation_gradient_norm/0/0") == [0, 3]
+    assert watching.history["skipped_steps"] == [(1, 1.0), (2, 1.0)]
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    assert steps_of(watching, "nonfinite_gradients") == [1, 2]
+    assert all(0 < count <= elements for _, count in watching.history["nonfinite_gradients"])
+
+
+def test_half_precision_overflows_between_two_records():
+    """Twenty steps of a model in float16, of which one overflows, and no step but the first is due."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    writer = Writer()
+    with GradientMonitor(model, optimizer, writer=writer) as watching:
+        for step in range(20):
             optimizer.zero_grad()
-            scaler.scale(model(batch()).square().sum() * factor).backward()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = model(batch(step)).square().sum() * (6e4 if step == 7 else 1.0)
+            scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-    assert len(watching.history["gradient_norm_total"]) == 2
-    assert "nonfinite_gradients" not in watching.history
-    assert all(math.isfinite(total) for _, total in watching.history["gradient_norm_total"])
+    assert steps_of(watching, "gradient_norm_total") == [0]
+    assert watching.history["skipped_steps"] == [(7, 1.0)]
+    assert steps_of(watching, "nonfinite_gradients") == [7]
+    assert writer.steps("skipped_steps") == writer.steps("nonfinite_gradients") == [7]
+
+
+def test_skipped_steps_of_an_optimizer_that_skips_by_itself():
+    """Whether it did is known to the device alone: they are counted, and the count is written with the next record."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    with GradientMonitor(model, optimizer, every=4) as watching:
+        scaled_steps(model, optimizer, [1.0, OVERFLOW, OVERFLOW, 1.0, 1.0, 1.0, OVERFLOW])
+        assert "skipped_steps" not in watching.history
+    assert steps_of(watching, "gradient_norm_total") == [0, 4]
+    assert watching.history["skipped_steps"] == [(4, 2.0), (6, 1.0)]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_skipped_steps_are_counted_once(monkeypatch, fused):
+    monkeypatch.setattr(monitor, "FOLD", 2)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+    with GradientMonitor(model, optimizer, every=5) as watching:
+        scaled_steps(model, optimizer, [OVERFLOW, 1.0, OVERFLOW, OVERFLOW, OVERFLOW, 1.0, OVERFLOW, 1.0, 1.0])
+    assert sum(count for _, count in watching.history["skipped_steps"]) == 5
+
+
+def test_a_skipped_step_does_not_stand_in_for_the_record_that_was_due():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with GradientMonitor(model, optimizer, every=3) as watching:
+        scaled_steps(model, optimizer, [OVERFLOW, 1.0, 1.0, OVERFLOW, OVERFLOW, 1.0, 1.0])
+    assert steps_of(watching, "gradient_norm_total") == [1, 5, 6]
+
+
+def test_nonfinite_gradients_of_a_skipped_step_are_those_before_clipping():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        clip = lambda: gs.clip_gradients_(model, 1e-3, nonfinite="skip")
+        scaled_steps(model, optimizer, [1.0, OVERFLOW, 1.0], before_step=clip)
+    assert steps_of(watching, "nonfinite_gradients") == [1]
+    assert steps_of(watching, "skipped_steps") == [1]
+    assert steps_of(watching, "gradient_norm_total_before_clipping") == [0, 2]
+    assert steps_of(watching, "clip_rate") == [0, 2]
+
+
+def test_what_the_scaler_found_decides():
+    """Gradients mended after `unscale_` are finite, and yet the step is skipped; one of another optimizer's is not."""
+    model, other = network(), network(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        mend = lambda: [parameter.grad.nan_to_num_(0.0, 0.0, 0.0) for parameter in model.parameters()]
+        scaled_steps(model, optimizer, [OVERFLOW], before_step=mend)
+        scaled_steps(other, torch.optim.SGD(other.parameters(), lr=0.01), [OVERFLOW])
+    assert watching.history == {"skipped_steps": [(0, 1.0)]}
+
+
+def test_an_optimizer_whose_step_runs_no_hooks_is_not_taken_for_skipped():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer.step = types.MethodType(torch.optim.SGD.step.__wrapped__, optimizer)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        scaled_steps(model, optimizer, [1.0, OVERFLOW, 1.0])
+    assert watching.history["skipped_steps"] == [(1, 1.0)]
+    assert "gradient_norm_total" not in watching.history
+
+
+def test_several_monitors_optimizers_and_scalers():
+    models = [network(seed) for seed in range(3)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    first = [GradientMonitor(m, o, every=1) for m, o in zip(models, optimizers, strict=True)]
+    second = GradientMonitor(models[0], optimizers[0], every=100)
+    shared = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            scaler = torch.amp.GradScaler("cpu") if index == 2 else shared
+            scaler.scale(model(batch()).square().sum() * (OVERFLOW if step == index else 1.0)).backward()
+            scaler.step(optimizer)
+            if index:
+                scaler.update()
+    for index, watching in enumerate(first):
+        watching.close()
+        assert watching.history["skipped_steps"] == [(index, 1.0)]
+        assert steps_of(watching, "gradient_norm_total") == [step for step in range(4) if step != index]
+    second.close()
+    assert second.history["skipped_steps"] == [(0, 1.0)]
+    assert steps_of(second, "gradient_norm_total") == [1]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_skipped_steps_wait_for_nothing_more(fused):
+    """Than the scaler does."""
+    counts = []
+    for watched in (False, True):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+        watching = GradientMonitor(model, optimizer, activations=["0"]) if watched else None
+        with Reads() as reads:
+            scaled_steps(model, optimizer, [OVERFLOW])
+        counts.append(reads.count)
+        assert not watched or watching.history == {}
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_skipped_steps_train_the_same_bit_by_bit(fused):
+    ends = []
+    for watched in (False, True):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+        watching = GradientMonitor(model, optimizer, every=2, activations=["0"]) if watched else None
+        scaled_steps(model, optimizer, [OVERFLOW, 1.0, OVERFLOW, 1.0, 1.0])
+        ends.append([*model.parameters(), *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *ends))
+    assert steps_of(watching, "skipped_steps")
+
+
+@pytest.fixture
+def original():
+    """`GradScaler.step` without the monitors that other tests have left open."""
+    gc.collect()
+    GradientMonitor(model := network(), torch.optim.SGD(model.parameters(), lr=0.1)).close()
+    assert not hasattr(torch.amp.GradScaler.step, "__wrapped__")
+    return torch.amp.GradScaler.step
+
+
+def test_the_class_of_scalers_is_as_before_when_all_monitors_are_closed(original):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    first, second = (GradientMonitor(model, optimizer) for _ in range(2))
+    assert torch.amp.GradScaler.step is not original
+    assert torch.amp.GradScaler.step.__name__ == "step"
+    first.close()
+    assert torch.amp.GradScaler.step is not original
+    second.close()
+    assert torch.amp.GradScaler.step is original
+    forgotten = weakref.ref(GradientMonitor(model, optimizer))
+    del model, optimizer, first, second
+    gc.collect()
+    assert forgotten() is None
+    other = network()
+    scaled_steps(other, torch.optim.SGD(other.parameters(), lr=0.01), [1.0])
+    assert torch.amp.GradScaler.step is original
+
+
+def test_somebody_else_patches_the_scaler_too(monkeypatch, original):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for close_first in (False, True):
+        watching = GradientMonitor(model, optimizer, every=1)
+        with monkeypatch.context() as patch:
+            below, calls = torch.amp.GradScaler.step, []
+            patch.setattr(
+                torch.amp.GradScaler, "step", lambda self, *a, _b=below, _c=calls: (_c.append(1), _b(self, *a))[1]
+            )
+            again = GradientMonitor(model, optimizer, every=1)
+            scaled_steps(model, optimizer, [1.0, OVERFLOW])
+            if close_first:
+                watching.close()
+                again.close()
+            scaled_steps(model, optimizer, [1.0])
+            assert len(calls) == 3
+        watching.close()
+        again.close()
+        assert watching.history["skipped_steps"] == again.history["skipped_steps"] == [(1, 1.0)]
+        scaled_steps(model, optimizer, [1.0])
+        assert torch.amp.GradScaler.step is original
+
+
+def test_the_scaler_need_not_be_given():
+    """It is seen at its step, also where `unscale_` was called before a fused one."""
+    for before_step in (None, lambda: None):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        output = model(batch(0))
+        with GradientMonitor(model, optimizer, activations=["3"]) as watching:
+            scaled_steps(model, optimizer, [1.0], before_step=before_step)
+        assert value(watching, "activation_gradient_norm/3/0") == pytest.approx(2 * output.norm().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_scaler_that_is_turned_off(given):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    options = {"scaler": scaler} if given else {}
+    with GradientMonitor(model, optimizer, every=1, activations=["3"], **options) as watching:
+        scaled_steps(model, optimizer, [1.0, OVERFLOW], scaler)
+    assert steps_of(watching, "gradient_norm_total") == [0, 1]
+    assert "skipped_steps" not in watching.history
+    assert steps_of(watching, "nonfinite_gradients") == [1]
+
+
+def test_a_step_of_the_scaler_that_raises():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        scaler.scale(model(batch()).square().sum() * OVERFLOW).backward()
+        scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
+            scaler.step(optimizer)
+        scaler.update()
+        scaled_steps(model, optimizer, [1.0], scaler)
+    assert watching.history["skipped_steps"] == [(0, 1.0)]
+    assert steps_of(watching, "gradient_norm_total") == [1]
+
+
+def test_a_picture_of_skipped_steps(tmp_path):
+    pytest.importorskip("matplotlib")
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        scaled_steps(model, optimizer, [OVERFLOW])
+    with pytest.raises(ValueError, match="two steps must have been recorded"):
+        watching.plot()
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        scaled_steps(model, optimizer, [1.0, 1.0, OVERFLOW])
+    _, right = watching.plot(tmp_path / "picture.png").axes
+    assert right.get_title() == "gradient elements at step 1"
+
+
+def test_a_picture_of_a_history_that_was_thinned_to_skipped_steps(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(monitor, "HISTORY", 3)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        scaled_steps(model, optimizer, [OVERFLOW, 1.0, OVERFLOW, 1.0])
+    assert set(watching.history) == {"skipped_steps", "nonfinite_gradients"}
+    left, _ = watching.plot().axes
+    assert not left.lines
+
+
+# ---- Other ways of training ------------------------------------------------------------------------------------------
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: of the right class, but without what that class sets up."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_wrapped_optimizers(deep):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = Wrapper(Wrapper(optimizer)) if deep else Wrapper(optimizer)
+    with GradientMonitor(model, wrapper, every=1) as watching:
+        train(model, wrapper, 2)
+        scaled_steps(model, wrapper, [OVERFLOW])
+    assert steps_of(watching, "gradient_norm_total") == [0, 1]
+    assert steps_of(watching, "skipped_steps") == [2]
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_wrapper_that_hides_what_it_wraps():
+    class Hiding(Wrapper):
+        def __init__(self, optimizer):
+            self._secret = optimizer
+
+        param_groups = property(lambda self: self._secret.param_groups)
+
+    model = network()
+    hiding = Hiding(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="optimizer is a Hiding, whose steps run no hooks; give the optimizer that it"):
+        GradientMonitor(model, hiding)
+
+
+def test_a_step_that_calls_the_step_of_its_base_class():
+    """PyTorch runs the hooks of both, once a plain SGD has been made; it is one step."""
+
+    class Ours(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    histories = []
+    for kind in (torch.optim.SGD, Ours):
+        model = network()
+        optimizer = kind(model.parameters(), lr=0.1)
+        with GradientMonitor(model, optimizer, every=2) as watching, GradientMonitor(model, optimizer, every=1):
+            train(model, optimizer, 5, max_norm=1.0)
+        histories.append(watching.history)
+    assert histories[0] == histories[1]
+    assert steps_of(watching, "gradient_norm_total") == [0, 2, 4]
+
+
+def test_a_step_that_raises_is_not_recorded():
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure=None):
+            if self.fails:
+                raise ArithmeticError
+            return super().step(closure)
+
+    model = network()
+    optimizer = Failing(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        for fails in (False, True, False):
+            optimizer.fails = fails
+            with contextlib.suppress(ArithmeticError):
+                train(model, optimizer, seed=fails)
+    assert steps_of(watching, "gradient_norm_total") == [0, 1]
+    assert value_at(watching, "gradient_norm_total", 1) == approx(math.hypot(*norms(model).values()))
+
+
+def test_schedulers_and_loaded_states():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for _ in range(3):
+            train(model, optimizer)
+            scheduler.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert steps_of(watching, "gradient_norm_total") == [0, 1, 2]
+
+
+def test_copies_of_a_watched_model_and_optimizer_are_not_watched():
+    """Nor do they hold the monitor, and its writer, which nobody can copy."""
+    writer = Writer()
+    writer.lock = threading.Lock()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer, writer=writer, every=1, activations=["0"]) as watching:
+        for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            train(model, optimizer)
+            duplicate(batch()).sum().backward()
+            own = copy.deepcopy(optimizer)
+            own.step()
+        train(model, optimizer)
+    assert steps_of(watching, "activation_gradient_norm/0/0") == [0, 1, 2]
+    assert "activation_gradient_norm/0/1" not in watching.history
+
+
+def test_closed_in_the_middle_of_a_step():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = GradientMonitor(model, optimizer, every=1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch()).square().sum()
+        loss.backward()
+        watching.close()
+        return loss
+
+    train(model, optimizer)
+    optimizer.step(closure)
+    assert steps_of(watching, "gradient_norm_total") == [0]
+    later = []
+    optimizer.step(lambda: (later.append(GradientMonitor(model, optimizer, every=1)), closure())[1])
+    train(model, optimizer)
+    later[0].close()
+    assert steps_of(later[0], "gradient_norm_total") == [0]
+
+
+def test_monitors_come_and_go_while_other_threads_train(original):
+    failures, stop = [], threading.Event()
+
+    def trains(seed):
+        model = network(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        try:
+            with GradientMonitor(model, optimizer, every=1) as watching:
+                scaled_steps(model, optimizer, [1.0, OVERFLOW] * 10, before_step=lambda: gs.clip_gradients_(model, 1.0))
+            assert steps_of(watching, "gradient_norm_total") == list(range(0, 20, 2))
+            assert steps_of(watching, "skipped_steps") == list(range(1, 20, 2))
+        except Exception as error:
+            failures.append(error)
+
+    def comes_and_goes():
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while not stop.is_set():
+            GradientMonitor(model, optimizer).close()
+
+    restless = threading.Thread(target=comes_and_goes)
+    threads = [threading.Thread(target=trains, args=(seed,)) for seed in range(3)]
+    for thread in (restless, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    restless.join()
+    assert not failures
+    assert torch.amp.GradScaler.step is original
 
 
 def test_compiled_model():
@@ -695,6 +1145,55 @@ def test_complex_and_sparse_gradients():
     assert value(watching, "update_to_weight_ratio/phase") == 1.0
     assert value(watching, "gradient_norm/embedding.weight") == approx(math.sqrt(10))
     assert value(watching, "update_to_weight_ratio/embedding.weight") == approx(0.5 * math.sqrt(10) / embedded)
+
+
+@pytest.fixture
+def mesh():
+    """Of one process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_sharded_parameters(mesh, every):
+    """The numbers of FSDP2 are those of the model that it shards; every one of them, and skipped steps too."""
+    histories = []
+    for sharded in (False, True):
+        model = network()
+        if sharded:
+            torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with GradientMonitor(model, optimizer, every=every) as watching:
+            clip = functools.partial(gs.clip_gradients_, model, 1.0)
+            scaled_steps(model, optimizer, [1.0, OVERFLOW, 1.0], before_step=clip)
+        histories.append(watching.history)
+    assert list(histories[0]) == list(histories[1])
+    for tag, series in histories[0].items():
+        assert histories[1][tag] == [(step, pytest.approx(number, rel=1e-5)) for step, number in series]
+
+
+def test_a_model_with_named_parameters_of_its_own():
+    """As TorchRL's `LossModule`, whose method takes fewer arguments than that of `nn.Module`."""
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = network()
+            self.tied = self.model[0]
+
+        def named_parameters(self, prefix="", recurse=True):
+            return super().named_parameters(prefix=prefix, recurse=recurse)
+
+        forward = lambda self, x: self.model(x)
+
+    model = Loss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientMonitor(model, optimizer) as watching:
+        train(model, optimizer)
+    for name, norm in norms(model).items():
+        assert value(watching, f"gradient_norm/{name}") == approx(norm)
+    assert value(watching, "module_gradient_norm/tied") == approx(value(watching, "module_gradient_norm/model.0"))
 
 
 def test_no_gradient_at_all():

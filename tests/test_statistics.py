@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import json
 import math
@@ -38,6 +39,10 @@ def with_gradients(gradients):
 
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------
+
+
+def test_doctests():
+    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.arithmetic
@@ -252,6 +257,137 @@ def test_other_contexts_take_the_reference():
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: gs.gradient_statistics([x]).norm * 2, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(tensors[0]), 2 * expected[:1], rtol=1e-12, atol=0)
+
+
+# ---- What is meant: a gradient, or the tensor itself -----------------------------------------------------------------
+
+
+def layers():
+    """The gradient of the first weight is 3, 4, the bias has none, and the second weight is frozen."""
+    model = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 1), "second": torch.nn.Linear(1, 1, bias=False)})
+    model["first"].weight.grad = torch.tensor([[3.0, 4.0]])
+    model["second"].requires_grad_(False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(100.0)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (lambda model: model, ["first.weight", "first.bias", "second.weight"]),
+        (lambda model: model.named_parameters(), ["first.weight", "first.bias", "second.weight"]),
+        (lambda model: model.parameters(), ["0", "1", "2"]),
+        (lambda model: list(model.parameters()), ["0", "1", "2"]),
+    ],
+    ids=["module", "pairs", "generator", "list"],
+)
+def test_parameters_mean_their_gradients(given, names):
+    """A frozen parameter is one too: its weights never appear among gradients."""
+    statistics = gs.gradient_statistics(given(layers()))
+    assert statistics.names == names
+    assert statistics.norm.tolist() == [5.0, 0.0, 0.0]
+    assert statistics.missing.tolist() == [False, True, True]
+    assert statistics.is_gradient == [True, True, True]
+    lines = str(statistics).splitlines()
+    assert lines[0].startswith("gradient of  ")
+    assert [line.split() for line in lines[2:4]] == [[names[1], "no", "gradient"], [names[2], "no", "gradient"]]
+
+
+def test_statistics_and_clipping_mean_the_same():
+    model = layers()
+    model.requires_grad_(True)
+    for given in (model, list(model.parameters()), dict(model.named_parameters()).items()):
+        statistics, clipped = gs.gradient_statistics(given), gs.clip_gradients_(given, math.inf)
+        for field in ("norm", "abs_max", "mean", "zeros", "missing", "histogram", "total_norm"):
+            assert torch.equal(getattr(statistics, field), getattr(clipped, field))
+        assert statistics.names == clipped.names
+        assert str(statistics) == str(clipped)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([6.0, 8.0]),
+        torch.nn.Parameter(torch.tensor([6.0, 8.0])).detach(),
+        torch.nn.Parameter(torch.tensor([6.0, 8.0])).data,
+        torch.tensor([3.0, 4.0], requires_grad=True) * 2,
+        torch.tensor([6.0, 8.0]).to_sparse(),
+    ],
+    ids=["plain", "detached", "data", "result", "sparse"],
+)
+def test_other_tensors_mean_themselves(tensor):
+    for given in (tensor, [tensor], [("t", tensor)]):
+        statistics = gs.gradient_statistics(given)
+        assert statistics.norm.tolist() == [10.0]
+        assert statistics.is_gradient == [False]
+        assert str(statistics).startswith("tensor  ")
+    assert statistics.names == ["t"]
+
+
+def test_leaves_that_require_grad_are_parameters():
+    leaf = torch.tensor([6.0, 8.0], requires_grad=True)
+    assert gs.gradient_statistics(leaf).missing.tolist() == [True]
+    leaf.grad = torch.tensor([3.0, 4.0])
+    assert float(gs.gradient_statistics(leaf)) == 5.0
+    assert float(gs.gradient_statistics(leaf.detach())) == 10.0
+    (leaf**3).sum().backward(create_graph=True)
+    assert leaf.grad.requires_grad
+    assert gs.gradient_statistics([leaf.grad]).is_gradient == [False]
+    leaf.grad = None
+
+
+def test_within_torch_func_leaves_mean_themselves():
+    """They are what is differentiated by, as a penalty on a norm needs it, and never have a `grad`."""
+    norms = []
+
+    def penalty(x):
+        norms.append(gs.gradient_statistics([x]).norm.sum().item())
+        return x.square().sum()
+
+    torch.func.grad(penalty)(torch.tensor([3.0, 4.0]))
+    assert norms == [5.0]
+
+
+def test_mixed_input_says_what_is_meant_row_by_row():
+    weight = torch.nn.Parameter(torch.tensor([100.0]))
+    weight.grad = torch.tensor([5.0])
+    statistics = gs.gradient_statistics([("weight", weight), torch.tensor([6.0, 8.0]), None, ("frozen", None)])
+    assert statistics.names == ["weight", "1", "2", "frozen"]
+    assert statistics.norm.tolist() == [5.0, 10.0, 0.0, 0.0]
+    assert statistics.is_gradient == [True, False, False, False]
+    labels = [line.split("  ")[0] for line in str(statistics).splitlines()[:-1]]
+    assert labels == ["tensor", "gradient of weight", "1", "2", "frozen"]
+    assert statistics.to_dict()["is_gradient"] == [True, False, False, False]
+
+
+def test_names_may_replace_those_of_a_module():
+    model = layers()
+    assert gs.gradient_statistics(model, names=["a", "b", "c"]).names == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="3 tensors need as many names, but there are 1"):
+        gs.gradient_statistics(model, names=["a"])
+
+
+# ---- As a number -----------------------------------------------------------------------------------------------------
+
+
+def test_statistics_are_a_number_as_the_norm_of_pytorch_is():
+    p = with_gradients([torch.tensor([3.0, 4.0])])
+    norm = gs.clip_gradients_(p, 1.0)
+    assert float(norm) == norm.item() == 5.0
+    assert f"{norm:.2f}|{norm:8.1f}" == "5.00|     5.0"
+    assert f"{norm}" == str(norm)
+    assert f"{norm}".startswith("gradient of")
+    assert math.isfinite(norm)
+    assert norm > 4
+    assert norm >= 5
+    assert norm < torch.tensor(6.0)
+    assert norm <= 5
+    assert not norm > 5
+    assert isinstance(norm > 4, torch.Tensor)  # nothing has been waited for
+    infinite = gs.clip_gradients_(with_gradients([torch.tensor([math.inf])]), 1.0)
+    assert float(infinite) == math.inf
 
 
 # ---- Clipping --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -24,13 +25,21 @@ class Layout:
         self.parameters: dict[str, torch.Tensor] = {}
         self.names: dict[int, str] = {}
         self.modules: dict[str, dict[str, None]] = {}
-        for path, parameter in model.named_parameters(remove_duplicate=False):
+        for path, parameter in _under_all_names(model):
             if id(parameter) in held:
                 path = public_name(path)
                 name = self.names.setdefault(id(parameter), path)
                 self.parameters[name] = parameter
                 for module in parents(path):
                     self.modules.setdefault(module, {})[name] = None
+
+
+def _under_all_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters; tied ones several times. Not every `named_parameters` has the argument: that of TorchRL has not."""
+    arguments = inspect.signature(model.named_parameters).parameters.values()
+    if any(argument.name == "remove_duplicate" or argument.kind is argument.VAR_KEYWORD for argument in arguments):
+        return model.named_parameters(remove_duplicate=False)
+    return torch.nn.Module.named_parameters(model, remove_duplicate=False)
 
 
 def public_name(path: str) -> str:
@@ -82,13 +91,18 @@ class Record:
     layout: Layout
     gradients: GradientStatistics
     before_clipping: list[GradientStatistics]
-    clip_rate: torch.Tensor | None
-    updates: tuple[list[str], torch.Tensor] | None
+    clip_rate: torch.Tensor | None = None
+    updates: tuple[list[str], torch.Tensor] | None = None
     """Names, and `[2, N]` the norms of parameters and of their updates."""
-    activations: tuple[list[str], torch.Tensor] | None
+    activations: tuple[list[str], torch.Tensor] | None = None
     """`<module>/<call>`, and `[N]` the norms."""
-    scale: torch.Tensor | None
-    skipped: torch.Tensor | None
+    scale: torch.Tensor | None = None
+    was_called: bool = False
+    """Whether the optimizer was, as far as its hooks know."""
+    skipped: torch.Tensor | None = None
+    """Not 0 where NaN or inf were found, and the parameters stayed what they were."""
+    skipped_steps: torch.Tensor | None = None
+    """How many there were since this was last written."""
     copied: list[torch.cuda.Event] = field(default_factory=list)
 
     def to_host(self) -> Record:
@@ -116,13 +130,21 @@ class Record:
         return record
 
     def charts(self, selection: Selection) -> Charts | None:
-        """The numbers to write; None for a step that turned out to be skipped, as its gradients had overflowed."""
+        """The numbers to write, if there are any; norms only of a step that was taken."""
         for event in self.copied:
             event.synchronize()
-        if self.skipped is not None and self.skipped.item():
-            return None
-        scale = self.unscaled_by()
         charts = Charts(self.step, {}, {})
+        skipped = self.skipped is not None and bool(self.skipped.item())
+        if self.was_called and not skipped:
+            self._add_norms(charts, selection)
+        if (self.was_called or skipped) and (nonfinite := self._nonfinite()):
+            charts.scalars["nonfinite_gradients"] = nonfinite
+        if self.skipped_steps is not None and (count := self.skipped_steps.item()):
+            charts.scalars["skipped_steps"] = count
+        return charts if charts.scalars else None
+
+    def _add_norms(self, charts: Charts, selection: Selection) -> None:
+        scale = self.unscaled_by()
         _add(charts, "", [self.gradients], self.layout, selection, scale)
         if self.before_clipping:
             _add(charts, "_before_clipping", self.before_clipping, self.layout, selection, scale)
@@ -138,9 +160,6 @@ class Record:
             charts.scalars.update(
                 {f"activation_gradient_norm/{call}": norm for call, norm in zip(calls, norms, strict=True)}
             )
-        if nonfinite := self._nonfinite():
-            charts.scalars["nonfinite_gradients"] = nonfinite
-        return charts
 
     def unscaled_by(self) -> float:
         """What gradients are still multiplied by, as the optimizer unscales them itself."""

@@ -90,7 +90,8 @@ def _gathered(statistics: reference.Statistics, group: dist.ProcessGroup) -> ref
     packed = torch.cat([values, counts.to(values.dtype), histogram.T.to(values.dtype)]).contiguous()
     processes = dist.get_world_size(group)
     everybody = packed.new_empty((processes * packed.shape[0], packed.shape[1]))
-    dist.all_gather_into_tensor(everybody, packed, group=group)
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from PyTorch 2.13 on
+    all_gather(everybody, packed, group=group)
     everybody = everybody.view(processes, *packed.shape)
     bins = everybody[:, len(values) + len(counts) :].transpose(1, 2)
     return everybody[:, : len(values)], everybody[:, len(values) : -bins.shape[2]].long(), bins.long()

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import numbers
-import weakref
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .._library import _C
-from ._charts import Layout, Record, Selection, public_name
+from . import _open
+from ._activations import CallHook, Calls
+from ._charts import Charts, Layout, Record, Selection, public_name
+from ._shards import local_part
 from ._tensorboard import write
-from .statistics import GradientStatistics, gradient_statistics, listeners
+from .statistics import GradientStatistics, gradient_statistics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,7 +26,7 @@ HISTORY = 1000
 """Steps that a monitor remembers for `history` and `plot`."""
 
 FOLD = 256
-"""Results of clipping that are kept before they are added up: one launch for so many steps."""
+"""Numbers, one from each step, that are kept before they are added up: one launch for so many steps."""
 
 Clipping = tuple[list[torch.Tensor], GradientStatistics]
 
@@ -36,7 +35,8 @@ class GradientMonitor:
     """Charts the gradients of a model while it trains: attach it once, there is nothing else to call.
 
     Every `every`-th step of the optimizer is recorded, the first one too. Its numbers travel to the host while training
-    goes on, and are written when the next one is recorded: a step never waits for them. Tags are:
+    goes on, and are written when the next one is recorded: a step never waits for them. Steps that a
+    `torch.amp.GradScaler` skips, as gradients are NaN or inf, count as steps. Tags are:
 
     - `gradient_norm/<parameter>`, `module_gradient_norm/<module>`, `gradient_norm_total`, and the histogram
       `gradient_histogram/<parameter>` of log2 |g|: what the optimizer sees.
@@ -48,13 +48,19 @@ class GradientMonitor:
       last backward pass before the step.
     - `nonfinite_gradients`: how many elements are NaN or inf (before clipping), where there are any. Norms are over the
       finite ones; totals are not.
+    - `skipped_steps`: how many steps the scaler has skipped since this tag was last written, where there are any. Each
+      skipped step is recorded, with this number and `nonfinite_gradients` alone, whatever `every` is; a record that was
+      due is made at the next step. An optimizer that skips by itself (`fused=True`) does so without the host knowing:
+      its skipped steps are counted, and written with the next record, or by `close`.
 
     Parameters without a gradient are absent. The monitor lives as long as the optimizer. Neither gradients nor training
-    change. Where parameters are sharded (DTensor), every rank needs a monitor, with the same `every`.
+    change. Where parameters are sharded (DTensor), every rank needs a monitor, with the same `every`. To see skipped
+    steps, `torch.amp.GradScaler.step` is replaced while monitors are open; scalers that do not call it are not seen.
 
     Args:
         model: the parameters' names are taken from it.
-        optimizer: whose steps are recorded. Parameters that only one of the two has are left out.
+        optimizer: whose steps are recorded; or a wrapper with the attribute `optimizer`, as Accelerate's and
+            Lightning's. Parameters that only one of the two has are left out.
         writer: a `SummaryWriter` of TensorBoard, or anything with ``add_scalar(tag, value, step)`` (and histograms, if
             it has `add_histogram_raw`). None: the numbers are kept for `history` and `plot` only.
         every: steps from one record to the next.
@@ -63,12 +69,13 @@ class GradientMonitor:
         modules: names of modules; only these, what is in them, and totals are charted. None: everything is.
         top_k: of parameters, only so many are charted in each record, those with the largest norms; modules all are.
         activations: names of modules whose outputs' gradients are charted.
-        scaler: the `torch.amp.GradScaler`, if there is one; only gradients of activations need it to be unscaled.
+        scaler: the `torch.amp.GradScaler` by which gradients of activations are unscaled. One whose `step` is called is
+            noticed, and need not be given.
         first_step: number of the optimizer's next step, for a run that goes on.
         prefix: what all tags begin with, if several monitors have one writer.
 
     Raises:
-        TypeError: an argument has the wrong type.
+        TypeError: an argument has the wrong type, or an optimizer's steps run no hooks.
         ValueError: model and optimizer share no parameter, a number is out of range, or there is no module of a name.
 
     >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -97,6 +104,7 @@ class GradientMonitor:
         prefix: str = "",
     ) -> None:
         _check_types(model, optimizer, writer, scaler)
+        optimizer = _with_hooks(optimizer)
         known = {public_name(path): module for path, module in model.named_modules()}
         self._model, self._optimizer, self._writer, self._scaler = model, optimizer, writer, scaler
         self._every = _integer("every", every, 1)
@@ -116,18 +124,23 @@ class GradientMonitor:
                 f"is among the {len(list(model.parameters()))} of the model"
             )
         self._taken = 0  # steps
+        self._recorded = -1  # the last step whose norms were
+        self._due = True  # whether the step to come, or in progress, is recorded
+        self._in_step = False
+        self._scaler_of_step: torch.amp.GradScaler | None = None
         self._gradients: GradientStatistics | None = None
         self._weights = _Weights(keeps_memory=every < 10) if updates else None
-        self._calls = _Calls()
+        self._calls = Calls()
         self._clippings: list[Clipping] = []  # of the step to come
-        self._clip_results: list[torch.Tensor] = []  # since the last record
+        self._clip_results = _Sum()  # since the last record
+        self._skipped_steps = _Sum()
         self._unwritten: Record | None = None
         self._written: Record | None = None
         self._history: list[tuple[int, tuple[str, ...], array[float]]] = []
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            *(known[name].register_forward_hook(functools.partial(self._after_call, name)) for name in watched),
+            *(known[name].register_forward_hook(CallHook(self, name)) for name in watched),
         ]
         _open.add(self)
 
@@ -171,6 +184,9 @@ class GradientMonitor:
         self._handles = []
         _open.discard(self)
         self._write()
+        skipped = self._skipped_steps.take()
+        if skipped is not None and (count := skipped.item()):
+            self._put(Charts(self._first_step + self._taken - 1, {"skipped_steps": count}, {}))
         if hasattr(self._writer, "flush"):
             self._writer.flush()
 
@@ -182,18 +198,12 @@ class GradientMonitor:
 
     # ---- Hooks ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _recording(self) -> bool:
-        """Whether the step to come, or in progress, is recorded."""
-        return self._taken % self._every == 0
-
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._recording:
+        self._in_step = True
+        if not self._due:
             return
-        held = _ids(optimizer)
-        if held != self._held:  # a group has been added
-            self._held, self._layout = held, Layout(self._model, held)
+        self._look_for_groups()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         # A closure computes the gradients within the step: then they are those that it leaves behind.
         self._gradients = None if closure is not None else self._statistics()
@@ -209,55 +219,107 @@ class GradientMonitor:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """PyTorch runs the hooks twice where `step` calls that of its base class: the inner step is the one."""
+        if not self._in_step:
+            return
+        self._in_step = False
+        found_inf = getattr(optimizer, "found_inf", None)  # where the optimizer skips by itself
+        if found_inf is not None:
+            self._skipped_steps.add(found_inf.clamp(max=1))
+        self._add_up_clippings()
+        if self._due:
+            self._send(self._record(found_inf))
+            self._due, self._recorded = False, self._taken
+        self._end_step()
+
+    @torch.no_grad()
+    def _after_skipping(self, found_inf: torch.Tensor | None) -> None:
+        """No hook has run in `GradScaler.step`: it skipped the step, or the optimizer runs none. `found_inf` tells."""
+        if found_inf is None or not self._handles:
+            return
+        self._skipped_steps.add(found_inf.clamp(max=1))
+        self._add_up_clippings()
+        self._look_for_groups()
+        self._send(self._record_of_skipping(found_inf))
+        self._end_step()
+
+    def _add_up_clippings(self) -> None:
         if self._clippings:
             results = [statistics.clipping for _, statistics in self._clippings]
             results = [result.to(results[0].device, non_blocking=True) for result in results]
-            self._clip_results.append(results[0] if len(results) == 1 else torch.stack(results).amax(0))
-            if len(self._clip_results) == FOLD:
-                self._clip_results = [torch.stack(self._clip_results).sum(0)]
-        if self._recording:
-            record = self._record().to_host()
-            self._write()  # last: a SummaryWriter's thread begins, and takes the interpreter from whoever comes after
-            self._unwritten = record
-            self._clip_results = []
+            self._clip_results.add(results[0] if len(results) == 1 else torch.stack(results).amax(0))
+
+    def _look_for_groups(self) -> None:
+        """Of parameters, which may have been added to the optimizer."""
+        held = _ids(self._optimizer)
+        if held != self._held:
+            self._held, self._layout = held, Layout(self._model, held)
+
+    def _end_step(self) -> None:
         self._clippings = []
         self._calls.forget()
         self._taken += 1
+        self._due = self._due or self._taken % self._every == 0
 
     def _after_clipping(self, clipping: Clipping) -> None:
         """One that has a parameter of another belongs to a later step or evaluation, and replaces it."""
         first = clipping[0][0]
         self._clippings = [other for other in self._clippings if all(first is not p for p in other[0])] + [clipping]
 
-    def _after_call(self, name: str, _module: torch.nn.Module, _arguments: Any, output: Any) -> None:
-        if self._recording:
+    def _after_call(self, name: str, output: Any) -> None:
+        if self._due:
             self._calls.watch(name, output)
 
     # ---- Recording -----------------------------------------------------------------------------------------------
 
     def _statistics(self) -> GradientStatistics:
         parameters = self._layout.parameters
-        return gradient_statistics([parameter.grad for parameter in parameters.values()], list(parameters))
+        return gradient_statistics(list(parameters.values()), list(parameters))
 
-    def _record(self) -> Record:
-        steps = self._every if self._taken else 1  # since the last record
+    def _record(self, skipped: torch.Tensor | None) -> Record:
+        """Of a step that was taken, or that the optimizer itself has `skipped`."""
         scale = getattr(self._optimizer, "grad_scale", None)  # where the optimizer unscales
-        skipped = getattr(self._optimizer, "found_inf", None)
-        names = self._layout.names
+        scaler = self._scaler_of_step or self._scaler
+        clippings = self._clip_results.take()
         return Record(
             step=self._first_step + self._taken,
             layout=self._layout,
             gradients=self._gradients or self._statistics(),
-            before_clipping=[
-                replace(statistics, names=[names.get(id(parameter), "") for parameter in parameters])
-                for parameters, statistics in self._clippings
-            ],
-            clip_rate=torch.stack(self._clip_results).sum(0)[2] / steps if self._clip_results else None,
+            before_clipping=self._before_clipping(),
+            clip_rate=None if clippings is None else clippings[2] / (self._taken - self._recorded),
             updates=None if self._weights is None else self._weights.compare(),
-            activations=self._calls.norms(scale if self._scaler is None else self._scaler._get_scale_async()),
+            activations=self._calls.norms(
+                scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else scale
+            ),
             scale=None if scale is None else torch.as_tensor(scale).clone(),
+            was_called=True,
             skipped=None if skipped is None else skipped.clone(),
+            skipped_steps=self._skipped_steps.take(),
         )
+
+    def _record_of_skipping(self, skipped: torch.Tensor) -> Record:
+        """Of a step for which the optimizer was not called."""
+        return Record(
+            step=self._first_step + self._taken,
+            layout=self._layout,
+            gradients=self._statistics(),
+            before_clipping=self._before_clipping(),
+            skipped=skipped,
+            skipped_steps=self._skipped_steps.take(),
+        )
+
+    def _before_clipping(self) -> list[GradientStatistics]:
+        names = self._layout.names
+        return [
+            replace(statistics, names=[names.get(id(parameter), "") for parameter in parameters])
+            for parameters, statistics in self._clippings
+        ]
+
+    def _send(self, record: Record) -> None:
+        """Have it written when the next one is sent."""
+        record = record.to_host()
+        self._write()  # last: a SummaryWriter's thread begins, and takes the interpreter from whoever comes after
+        self._unwritten = record
 
     def _write(self) -> None:
         if self._unwritten is None:
@@ -266,7 +328,12 @@ class GradientMonitor:
         charts = record.charts(self._selection)
         if charts is None:
             return
-        self._written = record
+        if "gradient_norm_total" in charts.scalars:
+            self._written = record
+        self._put(charts)
+
+    def _put(self, charts: Charts) -> None:
+        """Into the history and to the writer."""
         tags = tuple(charts.scalars)
         if self._history and self._history[-1][1] == tags:
             tags = self._history[-1][1]  # kept once
@@ -275,6 +342,23 @@ class GradientMonitor:
             self._history = self._history[::2]
         if self._writer is not None:
             write(self._writer, charts, self._prefix)
+
+
+class _Sum:
+    """The sum of small tensors, which a device adds up now and then."""
+
+    def __init__(self) -> None:
+        self._parts: list[torch.Tensor] = []
+
+    def add(self, part: torch.Tensor) -> None:
+        self._parts.append(part)
+        if len(self._parts) == FOLD:
+            self._parts = [torch.stack(self._parts).sum(0)]
+
+    def take(self) -> torch.Tensor | None:
+        """The sum, which begins anew; None where nothing has been added."""
+        parts, self._parts = self._parts, []
+        return torch.stack(parts).sum(0) if parts else None
 
 
 class _Weights:
@@ -294,7 +378,7 @@ class _Weights:
         if list(map(_form, self._parameters)) != list(map(_form, self._copies)):
             self._copies = [torch.empty_like(parameter) for parameter in self._parameters]
         if self._copies:
-            torch._foreach_copy_(self._copies, self._parameters)
+            torch._foreach_copy_(list(map(local_part, self._copies)), list(map(local_part, self._parameters)))
 
     def compare(self) -> tuple[list[str], torch.Tensor] | None:
         """Names, and `[2, N]` the norms of the copies and of what has been added to them since."""
@@ -303,7 +387,7 @@ class _Weights:
         norms = _C.update_norms(self._copies, self._parameters)
         if norms is None:
             weights = gradient_statistics(self._copies).norm
-            torch._foreach_sub_(self._copies, self._parameters)
+            torch._foreach_sub_(list(map(local_part, self._copies)), list(map(local_part, self._parameters)))
             norms = torch.stack([weights, gradient_statistics(self._copies).norm])
         self._parameters = []
         if not self._keeps_memory:
@@ -313,64 +397,6 @@ class _Weights:
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
-
-
-class _Calls:
-    """Gradients of the outputs of modules' calls, in the last backward pass.
-
-    Calls are numbered anew in the first forward pass after a backward pass. Its gradients replace the earlier ones when
-    they arrive, which may be never: not every forward pass is followed by a backward pass.
-    """
-
-    def __init__(self) -> None:
-        self._pass = self._pass_of_norms = 0
-        self._has_gradients = False
-        self._counts: Counter[str] = Counter()
-        self._norms: dict[tuple[str, int], torch.Tensor] = {}
-
-    def watch(self, module: str, output: Any) -> None:
-        """Have the gradients of all tensors of an output taken, when there are any."""
-        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if not tensors:
-            return
-        if self._has_gradients:
-            self.number_anew()
-        call = f"{module}/{self._counts[module]}"
-        self._counts[module] += 1
-        for index, tensor in enumerate(tensors):
-            hook = functools.partial(self._take, self._pass, (call, index))
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def _take(self, of_pass: int, key: tuple[str, int], gradient: torch.Tensor) -> None:
-        if of_pass != self._pass_of_norms:
-            self._norms, self._pass_of_norms = {}, of_pass
-        self._has_gradients = True
-        self._norms[key] = gradient_statistics([gradient]).norm[0]
-
-    def norms(self, scale: Any) -> tuple[list[str], torch.Tensor] | None:
-        """`<module>/<call>` and `[N]` the norm of the gradient of each call's output, divided by `scale`."""
-        if not self._norms:
-            return None
-        of_calls: dict[str, list[torch.Tensor]] = {}
-        for (call, _), norm in sorted(self._norms.items(), key=lambda item: item[0][1]):
-            of_calls.setdefault(call, []).append(norm)
-        device = next(iter(self._norms.values())).device
-        norms = [
-            torch.linalg.vector_norm(torch.stack(parts)).to(device, non_blocking=True) for parts in of_calls.values()
-        ]
-        divisor = torch.as_tensor(1.0 if scale is None else scale).to(device, non_blocking=True)
-        return list(of_calls), torch.stack(norms) / divisor
-
-    def number_anew(self) -> None:
-        """The next call of each module is its first."""
-        self._pass += 1
-        self._has_gradients = False
-        self._counts.clear()
-
-    def forget(self) -> None:
-        """A step is over."""
-        self.number_anew()
-        self._norms = {}
 
 
 # ---- Checking --------------------------------------------------------------------------------------------------------
@@ -390,6 +416,17 @@ def _check_types(model: Any, optimizer: Any, writer: Any, scaler: Any) -> None:
     ):
         if not is_right:
             raise TypeError(f"GradientMonitor: {argument} must be {expected}, but it is of type {type(value).__name__}")
+
+
+def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself, or what it wraps."""
+    inner = _open.innermost(optimizer)
+    if "_optimizer_step_pre_hooks" not in vars(inner):
+        raise TypeError(
+            f"GradientMonitor: optimizer is a {type(inner).__name__}, whose steps run no hooks; "
+            "give the optimizer that it wraps"
+        )
+    return inner  # type: ignore[no-any-return]
 
 
 def _integer(argument: str, value: Any, least: int) -> int:
@@ -413,18 +450,3 @@ def _known(argument: str, names: Any, modules: Mapping[str, torch.nn.Module]) ->
             more = ", ..." if len(modules) > 11 else ""
             raise ValueError(f"GradientMonitor: {argument} names {name!r}, but the model's modules are {shown}{more}")
     return chosen
-
-
-# ---- Clipping --------------------------------------------------------------------------------------------------------
-
-_open: weakref.WeakSet[GradientMonitor] = weakref.WeakSet()
-
-
-def _tell(parameters: list[torch.Tensor], statistics: GradientStatistics) -> None:
-    """Tell the monitors whose parameters are among these. Keeps none of them alive."""
-    for monitor in list(_open):
-        if any(id(parameter) in monitor._layout.names for parameter in parameters):
-            monitor._after_clipping((parameters, statistics))
-
-
-listeners.append(_tell)

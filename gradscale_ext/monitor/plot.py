@@ -69,15 +69,17 @@ def _draw_norms(axes: Any, history: History, colors: dict[str, Any]) -> None:
         series = history.get(f"module_gradient_norm/{layer}") or history.get(f"gradient_norm/{layer}")
         if series:
             _draw_line(axes, series, color=color, linewidth=1.2)
-    _draw_line(axes, history["gradient_norm_total"], color="black", linewidth=1.8, label="all layers")
-    if "gradient_norm_total_before_clipping" in history:
-        before = history["gradient_norm_total_before_clipping"]
+    # Neither need be there: a long history is thinned, and may be one of skipped steps.
+    if after := history.get("gradient_norm_total"):
+        _draw_line(axes, after, color="black", linewidth=1.8, label="all layers")
+    if before := history.get("gradient_norm_total_before_clipping"):
         _draw_line(
             axes, before, color="black", linewidth=1.2, linestyle=(0, (4, 2)), label="all layers, before clipping"
         )
     axes.set(title="gradient norm", xlabel="step", yscale="log")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, loc="best")
+    if axes.lines:
+        axes.legend(frameon=False, loc="best")
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -1,0 +1,87 @@
+"""Gradients of what modules return, call by call."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .statistics import gradient_statistics
+
+if TYPE_CHECKING:
+    from .monitor import GradientMonitor
+
+
+class CallHook:
+    """Tells the monitor of a module's calls. A copy of the module, also one that is saved, has it without a monitor."""
+
+    def __init__(self, monitor: GradientMonitor | None = None, name: str = "") -> None:
+        self._monitor, self._name = monitor, name
+
+    def __call__(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        if self._monitor is not None:
+            self._monitor._after_call(self._name, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CallHook, ()
+
+
+class Calls:
+    """Gradients of the outputs of modules' calls, in the last backward pass.
+
+    Calls are numbered anew in the first forward pass after a backward pass. Its gradients replace the earlier ones when
+    they arrive, which may be never: not every forward pass is followed by a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self._pass = self._pass_of_norms = 0
+        self._has_gradients = False
+        self._counts: Counter[str] = Counter()
+        self._norms: dict[tuple[str, int], torch.Tensor] = {}
+
+    def watch(self, module: str, output: Any) -> None:
+        """Have the gradients of all tensors of an output taken, when there are any."""
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not tensors:
+            return
+        if self._has_gradients:
+            self.number_anew()
+        call = f"{module}/{self._counts[module]}"
+        self._counts[module] += 1
+        for index, tensor in enumerate(tensors):
+            hook = functools.partial(self._take, self._pass, (call, index))
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _take(self, of_pass: int, key: tuple[str, int], gradient: torch.Tensor) -> None:
+        if of_pass != self._pass_of_norms:
+            self._norms, self._pass_of_norms = {}, of_pass
+        self._has_gradients = True
+        self._norms[key] = gradient_statistics(gradient.detach()).norm[0]
+
+    def norms(self, scale: Any) -> tuple[list[str], torch.Tensor] | None:
+        """`<module>/<call>` and `[N]` the norm of the gradient of each call's output, divided by `scale`."""
+        if not self._norms:
+            return None
+        of_calls: dict[str, list[torch.Tensor]] = {}
+        for (call, _), norm in sorted(self._norms.items(), key=lambda item: item[0][1]):
+            of_calls.setdefault(call, []).append(norm)
+        device = next(iter(self._norms.values())).device
+        norms = [
+            torch.linalg.vector_norm(torch.stack(parts)).to(device, non_blocking=True) for parts in of_calls.values()
+        ]
+        divisor = torch.as_tensor(1.0 if scale is None else scale).to(device, non_blocking=True)
+        return list(of_calls), torch.stack(norms) / divisor
+
+    def number_anew(self) -> None:
+        """The next call of each module is its first."""
+        self._pass += 1
+        self._has_gradients = False
+        self._counts.clear()
+
+    def forget(self) -> None:
+        """A step is over."""
+        self.number_anew()
+        self._norms = {}
