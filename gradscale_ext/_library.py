@@ -74,12 +74,12 @@ def _seen(function: Any) -> Any:
 for _name in ("multi_step_loss", "encode", "decode", "l2_loss"):
     setattr(_C, _name, _seen(getattr(_C, _name)))
 
-# Of tensors that the kernels take.
+# Devices whose tensors the kernels take.
 DEVICE_TYPES = ("cpu", "cuda") if _C.cuda_version else ("cpu",)
 
 
-def call(operator: str, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """A gradient-flow operator as the compiler, a transform or a subclass of Tensor sees it.
+def call(operator: str, x: torch.Tensor | torch.fx.Proxy, *arguments: Any) -> torch.Tensor:
+    """A gradient-flow operator as the compiler, a transform, a tracer or a subclass of Tensor sees it.
 
     The overload is named: left to choose, PyTorch would read a scalar tensor as a number.
     """

@@ -217,7 +217,7 @@ def _apply(
         result = compiled(x, *arguments)
         if result is not None:
             return result
-    if isinstance(x, torch.Tensor):
+    if isinstance(x, torch.Tensor | torch.fx.Proxy):
         return _library.call(operator, x, *_without_schedules(x, arguments))
     if isinstance(x, tuple | list):
         items = [_apply(operator, compiled, item, *arguments) for item in x]
@@ -225,15 +225,13 @@ def _apply(
     if isinstance(x, dict):
         pairs = [(key, _apply(operator, compiled, value, *arguments)) for key, value in x.items()]
         return type(x)(x.default_factory, pairs) if isinstance(x, defaultdict) else type(x)(pairs)
-    if isinstance(x, torch.fx.Proxy):
-        return _library.call(operator, x, *arguments)
     raise TypeError(
         f"{operator}: x must be a tensor, or a tuple, list, dict or namedtuple of tensors, "
         f"but it holds a value of type {type(x).__name__}"
     )
 
 
-def _without_schedules(x: torch.Tensor, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_schedules(x: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments, with tensors in place of the numbers where one of them varies under `torch.compile`: an operator
     takes a number as a constant, and would be compiled again for the next one."""
     values = [value for value in arguments[:2] if type(value) is float]

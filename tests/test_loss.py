@@ -1329,7 +1329,7 @@ def test_the_gradient_of_the_entropy_bonus_does_not_depend_on_a_shift(shift):
     target = {"policy": torch.rand(64, 1, 4, generator=generator)}
     gradients = []
     for dtype in (torch.float32, torch.float64):
-        x = logits.to(dtype).requires_grad_()  # the very numbers, so that the shift's rounding is in both
+        x = logits.to(dtype, copy=True).requires_grad_()  # the very numbers, so that the shift's rounding is in both
         gs.multi_step_loss(head, {"policy": x}, target, reduction="sum").loss.backward()
         gradients.append(x.grad.double())
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=5e-7)

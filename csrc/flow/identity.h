@@ -115,10 +115,15 @@ class OperatorBackward : public BackwardNode {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     Operator op = *operator_;
     for (const c10::IValue& other : op.others()) {
-      if (other.isTensor()) {
-        return BackwardNode::compiled_args(args); // counters, which it would have to write to
+      if (other.isInt()) {
+        args.collect(other.toInt());
+      } else if (other.isDouble()) {
+        args.collect(other.toDouble());
+      } else if (other.isString()) {
+        args.collect(other.toStringRef());
+      } else if (other.toTensor().defined()) { // counters, which it would have to write to
+        return BackwardNode::compiled_args(args);
       }
-      args.collect(other);
     }
     for (const Value* value : op.values()) {
       args.collect(std::holds_alternative<double>(*value) ? std::get<double>(*value) : kNoNumber);
