@@ -51,20 +51,22 @@ simulated: $(VENV)/installed $(VENV)/simulated.so
 	  $(SIMULATED:%=tests/test_%.py)
 
 # The Python tests once more, with the extension compiled for sanitizers into a folder of its own. Those that compile
-# graphs or C++ are left out: sanitizers would watch the compilers, and the C++ tests have sanitizers of their own.
+# graphs or C++ are left out: sanitizers would watch the compilers, and the C++ tests have sanitizers of their own. So is
+# one that measures memory, which a sanitizer keeps back.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
 NOT_SANITIZED := cuda device_kernels install kernels matrix simt
 
 $(VENV)/sanitized/built: $(VENV)/installed $(SOURCES) $(wildcard gradscale_ext/*.py gradscale_ext/*/*.py)
 	GRADSCALE_NO_CUDA=1 CFLAGS="$(SANITIZERS) -O1 -g1 -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" \
-	  $(BIN)/python setup.py --quiet build --build-base $(VENV)/sanitized/build --build-lib $(VENV)/sanitized/lib
+	  $(BIN)/python setup.py --quiet build_py --build-lib $(VENV)/sanitized/lib \
+	  build_ext --build-lib $(VENV)/sanitized/lib --build-temp $(VENV)/sanitized/temp
 	@touch $@
 
 sanitized: $(VENV)/sanitized/built
 	LD_PRELOAD="$(foreach library,$(PRELOADED),$(shell $(CC) -print-file-name=$(library)))" PYTHONPATH=$(VENV)/sanitized/lib \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not untraced" \
+	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not untraced" -k "not holds_its_heads_memory_alone" \
 	  $(filter-out $(NOT_SANITIZED:%=tests/test_%.py),$(wildcard tests/test_*.py))
 
 versions: $(VERSIONS:%=version-%)

@@ -803,3 +803,26 @@ def test_a_limit_that_is_a_negative_view(rule, dtype, shape, create_graph):
     limit = torch._neg_view(torch.full(shape, -0.5, dtype=dtype))
     result = through(lambda x: rule(x, limit, batch_dims=len(shape)), torch.ones(3, 2), create_graph)
     torch.testing.assert_close(result, torch.full((3, 2), 0.5 / (6 if not shape else 2) ** 0.5))
+
+
+@paths
+@pytest.mark.parametrize("rule", [gs.clip_gradient_norm, gs.normalize_gradient])
+@pytest.mark.parametrize("p", [0.1, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("value", [1.7e308, 1e300, 1e-300, 1e-310, complex(1e-310, 1e-310), complex(1e308, -1e308)])
+def test_norms_beyond_double(rule, p, value, create_graph):
+    gradient = torch.full((3,), value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64)
+    result = through(lambda x: rule(x, 1.0, norm_type=p), gradient, create_graph)
+    if rule is gs.clip_gradient_norm and abs(value) < 1:
+        assert torch.equal(result, gradient)
+    else:
+        parts = [math.copysign(1, part) if part else 0 for part in (complex(value).real, complex(value).imag)]
+        unit = complex(*parts) / math.hypot(*parts)
+        expected = torch.full_like(gradient, unit if gradient.is_complex() else unit.real) * 3.0 ** (-1 / p)
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=0)
+
+
+def test_a_limit_of_infinity_has_a_second_derivative():
+    x = torch.zeros(3, requires_grad=True)
+    g = torch.randn(3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    (result,) = torch.autograd.grad(gs.clip_gradient_norm(x, INF), x, g, create_graph=True)
+    assert torch.equal(torch.autograd.grad(result.sum(), g)[0], torch.ones(3))

@@ -602,3 +602,11 @@ def test_reference_clips_the_same():
             library.clip_tensors(tensors, library.clipping_of(values, counts, 2.0, 0.5, skip), skip)
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a.to_dense(), b.to_dense())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_a_complex_number_with_an_infinite_part_is_infinite(dtype):
+    """As its modulus is, whatever its other part."""
+    gradient = torch.tensor([complex("inf+nanj"), complex("nan+0j"), 3 + 4j], dtype=dtype)
+    for statistics in (gs.gradient_statistics([gradient]), gs.gradient_statistics([gradient.conj()])):
+        assert (statistics.infs.item(), statistics.nans.item(), statistics.norm.item()) == (1, 1, 5.0)

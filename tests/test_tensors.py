@@ -73,3 +73,11 @@ def test_nothing_and_wrong():
         p.add_(1)
     with pytest.raises(RuntimeError, match="inplace"):
         loss.backward()
+
+
+def test_a_sum_beyond_float_is_infinite():
+    parameters = [torch.full((2,), 3e38, requires_grad=True)]
+    loss = gs.l2_loss(parameters)
+    assert loss.item() == float("inf")
+    assert gs.reference.l2_loss(parameters, 1.0).item() == float("inf")
+    assert torch.equal(torch.autograd.grad(loss, parameters)[0], parameters[0])

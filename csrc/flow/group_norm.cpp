@@ -268,7 +268,9 @@ at::Tensor rescaled_by_operations(
     count_norms(counts, within);
   }
   const at::Tensor unchanged = rule == Rule::clip ? within : norm.eq(0);
-  const at::Tensor factor = (bound / at::where(unchanged, at::ones_like(norm), norm)).to(precise);
+  // What is not used must not make a derivative NaN either.
+  const at::Tensor one = at::ones_like(norm);
+  const at::Tensor factor = (at::where(unchanged, one, bound) / at::where(unchanged, one, norm)).to(precise);
   at::Tensor result = wide / beside_pairs(scale) * beside_pairs(factor);
   result = pairs ? at::complex(result.select(-1, 0), result.select(-1, 1)) : result.to(gradient.scalar_type());
   result = at::where(unchanged, gradient, result);

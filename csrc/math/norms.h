@@ -48,7 +48,18 @@ GRADSCALE_HOST_DEVICE double norm_of(double sum, double p) {
   return p == 1 || std::isinf(p) ? sum : positive_power(sum, 1 / p);
 }
 
+// For p below 1 the norm may be beyond double where its sum of powers is not: then the root is that of the norm.
+GRADSCALE_HOST_DEVICE PowerSum within_double(PowerSum sum, double p) {
+  const double exponent = p < 1 && sum.sum > 0 && !std::isinf(sum.sum) ? std::log2(sum.sum) / p : 0;
+  if (std::abs(exponent) < 900) {
+    return sum;
+  }
+  const double half = std::floor(exponent / 2);
+  return {positive_power(2, p * (exponent - 2 * half)), sum.root * std::ldexp(1.0, static_cast<int>(half))};
+}
+
 GRADSCALE_HOST_DEVICE Scaling scaling(Rule rule, PowerSum sum, double p, double limit) {
+  sum = within_double(sum, p);
   const double norm = norm_of(sum.sum, p); // over root^2
   const bool within = norm <= limit / sum.root / sum.root;
   if (!(limit >= 0)) {

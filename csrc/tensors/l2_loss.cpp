@@ -142,7 +142,12 @@ at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight) {
   if (const DeviceKernels* kernels_of_device = device_kernels(device)) {
     run_on_device(*kernels_of_device, contiguous, 0.5 * weight, loss);
   } else {
-    loss.fill_(0.5 * weight * sum_of_squares(contiguous));
+    const double value = 0.5 * weight * sum_of_squares(contiguous);
+    if (is_double) {
+      *loss.mutable_data_ptr<double>() = value;
+    } else { // fill_() would refuse what is beyond float
+      *loss.mutable_data_ptr<float>() = static_cast<float>(value);
+    }
   }
   if (at::GradMode::is_enabled() && autograd::any_variable_requires_grad(parameters)) {
     L2LossBackward* node = nullptr;
