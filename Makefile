@@ -2,6 +2,8 @@
 # make test      run the tests
 # make simulated  run the tests of what has CUDA kernels through these kernels, in a simulator on the CPU
 # make sanitized  run the tests with an extension that AddressSanitizer and UndefinedBehaviorSanitizer watch
+# make fuzz      run random cases against independent formulas in all processors   make fuzz MINUTES=30
+#                the cases of a finding again: make fuzz SEED=12345 (random seeds without SEED)
 # make versions  run the tests on the other versions of PyTorch in VERSIONS, each in a checkout of its own (but for those
 #                of the kernels alone, which no PyTorch takes part in)
 # make bench     run the benchmarks, and write bench/results/ and the README's tables
@@ -27,7 +29,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 CXX_FILES := $(shell find csrc tests/cpp tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test simulated sanitized versions bench matrix lint gpu cuda-check format clean force
+.PHONY: demo test simulated sanitized fuzz versions bench matrix lint gpu cuda-check format clean force
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/muzero_cartpole/train.py --seed $(SEED)
@@ -68,6 +70,11 @@ sanitized: $(VENV)/sanitized/built
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not untraced" -k "not holds_its_heads_memory_alone" \
 	  $(filter-out $(NOT_SANITIZED:%=tests/test_%.py),$(wildcard tests/test_*.py))
+
+# MINUTES has another default here; a SEED is one that was given, not that of the example agent.
+fuzz: MINUTES := 30
+fuzz: $(VENV)/installed
+	$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES) $(if $(filter command%,$(origin SEED)),--seed $(SEED))
 
 versions: $(VERSIONS:%=version-%)
 

@@ -1,0 +1,467 @@
+"""The contract's formulas in NumPy and float64, written down a second time: nothing here uses the package's arithmetic.
+
+Where a result is rounded on its way, a second array says how much of that the formula allows, in units of the machine
+epsilon of the dtype that it is computed in: the sum of the magnitudes that enter it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+
+
+# ---- Gradient flow --------------------------------------------------------------------------------------------------
+
+
+def scaled(g: Array, scale: Array | float) -> Array:
+    """g * scale; exact zeros where the scale is 0."""
+    scale = np.broadcast_to(scale, g.shape)
+    return np.where(scale == 0, 0, times(g, scale))
+
+
+def times(g: Array, factor: Array | float) -> Array:
+    """Complex times real, part by part."""
+    if not np.iscomplexobj(g):
+        return g * factor
+    result = np.empty_like(g)
+    result.real, result.imag = g.real * factor, g.imag * factor
+    return result
+
+
+def clamped(g: Array, low: Array | float, high: Array | float) -> Array:
+    return np.where(np.isnan(g), g, np.minimum(np.maximum(g, low), high))
+
+
+def resized(g: Array, limits: Array | float, batch_dims: int, p: float, clips: bool) -> tuple[Array, Array]:
+    """Each norm group clipped to its limit or brought to it; and which groups are within their limit, or empty."""
+    limits = np.broadcast_to(limits, g.shape[:batch_dims])
+    result, within = np.empty_like(g), np.ones(g.shape[:batch_dims], bool)
+    for index in np.ndindex(*g.shape[:batch_dims]):
+        result[index], within[index] = _resized_group(g[index], float(limits[index]), p, clips)
+    return result, within
+
+
+def _resized_group(g: Array, limit: float, p: float, clips: bool) -> tuple[Array, bool]:
+    # The exponents of a long double are so large that neither a power nor a sum leaves them.
+    wide = g.astype(np.clongdouble if np.iscomplexobj(g) else np.longdouble)
+    size = np.abs(wide)
+    norm = norm_of(size, p)
+    if limit == 0:
+        return np.zeros_like(g), clips and norm == 0
+    if np.isnan(size).any():
+        return np.full_like(g, complex(math.nan, math.nan) if np.iscomplexobj(g) else math.nan), False
+    if norm == 0 or (clips and norm <= limit):
+        return g, clips
+    return times(wide, limit / norm).astype(g.dtype), False
+
+
+def norm_of(size: Array, p: float) -> Array:
+    """|g|_p of moduli."""
+    return size.max(initial=0) if math.isinf(p) else (size**p).sum() ** (1 / np.longdouble(p))
+
+
+def resized_backward(
+    g: Array, v: Array, limits: Array | float, batch_dims: int, p: float, clips: bool, margin: float
+) -> tuple[Array, Array]:
+    """The gradient of ``Re sum(conj(v) * resized(g))`` with respect to g, no element of which is 0; and the sum of the
+    magnitudes that enter it, infinite where it has no derivative to speak of: next to the limit, for equal elements of
+    the maximum norm, and for elements next to 0 of a norm below 1."""
+    limits = np.broadcast_to(limits, g.shape[:batch_dims])
+    result, magnitude = np.empty_like(g), np.empty(g.shape)
+    for index in np.ndindex(*g.shape[:batch_dims]):
+        group, cotangent, size = g[index], v[index], np.abs(g[index])
+        if not size.size:
+            continue
+        limit, norm = limits[index], norm_of(size, p)
+        unclear = clips and math.isfinite(limit) and abs(norm - limit) <= margin * limit
+        unclear |= math.isinf(p) and (size == norm).sum() > 1
+        unclear |= p < 1 and size.min() < 1e-3 * size.max()
+        if clips and norm <= limit:
+            result[index], magnitude[index] = cotangent, np.inf if unclear else 0
+            continue
+        direction = group / size
+        slope = direction * (size == norm) if math.isinf(p) else direction * (size / norm) ** (p - 1)
+        along = (cotangent.conj() * group).real
+        result[index] = limit * (cotangent / norm - slope * along.sum() / norm**2)
+        magnitude[index] = limit * (np.abs(cotangent) / norm + np.abs(slope) * np.abs(along).sum() / norm**2)
+        magnitude[index] = np.inf if unclear else magnitude[index]
+    return result, magnitude
+
+
+# ---- Transforms and supports ----------------------------------------------------------------------------------------
+
+
+def signed_hyperbolic(x: Array, eps: float) -> Array:
+    size = np.abs(x)
+    return np.where(np.isinf(x), x, np.sign(x) * (size / (np.sqrt(size + 1) + 1) + eps * size))
+
+
+def signed_parabolic(y: Array, eps: float) -> Array:
+    """The u of ``|y| = u + eps u (u + 2)``, with u = sqrt(|x| + 1) - 1, solved without cancelling."""
+    size = np.abs(y)
+    u = 2 * size / (np.sqrt((1 + 2 * eps) ** 2 + 4 * eps * size) + 1 + 2 * eps)
+    return np.where(np.isinf(y), y, np.sign(y) * u * (u + 2))
+
+
+def transformed(x: Array, name: str, eps: float) -> Array:
+    if name == "signed_hyperbolic":
+        return signed_hyperbolic(x, eps)
+    return np.sign(x) * np.log1p(np.abs(x)) if name == "symlog" else x
+
+
+def transformed_back(y: Array, name: str, eps: float) -> Array:
+    if name == "signed_hyperbolic":
+        return signed_parabolic(y, eps)
+    return np.sign(y) * np.expm1(np.abs(y)) if name == "symlog" else y
+
+
+def slope_back(y: Array, name: str, eps: float) -> Array:
+    """The derivative of `transformed_back`: 1 over that of the transform, where it arrives."""
+    x = np.abs(transformed_back(y, name, eps))
+    if name == "signed_hyperbolic":
+        return 1 / (0.5 / np.sqrt(x + 1) + eps)
+    return x + 1 if name == "symlog" else np.ones_like(y)
+
+
+def centers(support: Any) -> Array:
+    """What the support takes expectations of."""
+    middles = np.linspace(support.minimum, support.maximum, support.num_bins)
+    return transformed_back(middles, support.transform, support.eps) if support.space == "raw" else middles
+
+
+def two_hot(x: Array, support: Any) -> tuple[Array, Array]:
+    """`[N, S]` distributions for scalars `[N]`, and how much of each bin's mass rounding may move."""
+    last, width = support.num_bins - 1, (support.maximum - support.minimum) / (support.num_bins - 1)
+    y = np.clip(transformed(x, support.transform, support.eps), support.minimum, support.maximum)
+    position = (y - support.minimum) / width
+    ends = max(abs(support.minimum), abs(support.maximum))
+    blur = (np.abs(y) + ends) / width
+    if support.space == "raw":
+        middles = centers(support)
+        clipped = np.clip(x, middles[0], middles[-1])
+        lower = np.clip(np.searchsorted(middles, clipped, "right") - 1, 0, last - 1)
+        gap = middles[lower + 1] - middles[lower]
+        upper = (clipped - middles[lower]) / gap
+        blur = 4 * (np.abs(clipped) + np.abs(middles[lower]) + np.abs(middles[lower + 1])) / gap  # steps of a transform
+    else:
+        lower = np.clip(np.floor(np.nan_to_num(position)), 0, last - 1).astype(int)
+        upper = position - lower
+    result, moved = np.zeros((len(x), last + 1)), np.zeros((len(x), last + 1))
+    for row, (bin, weight, amount) in enumerate(zip(lower, upper, blur, strict=True)):
+        result[row, bin], result[row, bin + 1] = 1 - weight, weight
+        # Next to a centre the mass that is moved may fall into the next bin.
+        moved[row, max(bin - 1, 0) : bin + 3] = amount
+        if np.isnan(x[row]):
+            result[row] = np.nan
+    return result, moved
+
+
+_erf = np.vectorize(math.erf, otypes=[float])
+
+
+def hl_gauss(x: Array, support: Any, sigma_ratio: float) -> tuple[Array, Array]:
+    """The same for histograms of normals."""
+    width = (support.maximum - support.minimum) / (support.num_bins - 1)
+    y = np.clip(transformed(x, support.transform, support.eps), support.minimum, support.maximum)[:, None]
+    edges = support.minimum + width * (np.arange(support.num_bins + 1) - 0.5)
+    arguments = (edges - y) / (math.sqrt(2) * sigma_ratio * width)
+    below = _erf(arguments)
+    total = below[:, -1:] - below[:, :1]
+    # An edge is off by as much as the numbers it is made of are rounded, and the mass by the density there.
+    ends = max(abs(support.minimum), abs(support.maximum)) + width
+    off = (np.abs(y) + ends) / (sigma_ratio * width) * np.exp(-np.minimum(arguments**2, 700)) + 1
+    return (below[:, 1:] - below[:, :-1]) / total, (off[:, 1:] + off[:, :-1] + off[:, :1] + off[:, -1:]) / total
+
+
+def log_softmax(x: Array) -> tuple[Array, Array]:
+    """Along the last dimension, and the magnitudes that enter it."""
+    largest = x.max(-1, keepdims=True)
+    below = x - largest
+    logarithm = np.log(np.exp(below).sum(-1, keepdims=True))
+    return below - logarithm, np.where(np.isinf(below), 0, np.abs(below)) + logarithm + 1
+
+
+def product(weight: Array, x: Array) -> Array:
+    """0 times infinity is 0."""
+    return np.where((weight == 0) & ~np.isnan(x), 0.0, weight * x)
+
+
+def chosen(kept: Array, x: Array) -> Array:
+    """0 where it is not kept, whatever is there."""
+    return np.where(kept, x, 0.0)
+
+
+def decoded(x: Array, support: Any) -> tuple[Array, Array]:
+    """`[N]` expectations of logits `[N, S]`, transformed back; and the magnitudes that enter them."""
+    logarithms, magnitude = log_softmax(x)
+    p, middles = np.exp(logarithms), centers(support)
+    expectation, size = p @ middles, (p * magnitude) @ np.abs(middles)
+    if support.space == "raw":
+        return expectation, size + 4 * p @ np.abs(middles)  # steps of a transform
+    size = size + max(abs(support.minimum), abs(support.maximum))  # equally spaced: centres are rounded as the ends are
+    back = transformed_back(expectation, support.transform, support.eps)
+    # The slope where the error may lead to; for half an exponential's argument that is not where it starts.
+    return back, size * slope_back(np.abs(expectation) + 1e-4 * size, support.transform, support.eps) + np.abs(back)
+
+
+# ---- Losses of heads: [N] rows, their gradients, and how far rounding may take both ---------------------------------
+
+Rows = tuple[Array, Array, Array, Array]
+"""Losses `[N]` and the magnitudes that enter them, gradients and the magnitudes that enter those."""
+
+
+def cross_entropy(x: Array, t: Array, moved: Array) -> Rows:
+    """``-sum t log p`` for logits x and targets t, of which rounding may move so much."""
+    logarithms, magnitude = log_softmax(x)
+    p, total = np.exp(logarithms), t.sum(-1, keepdims=True)
+    loss = -product(t, logarithms).sum(-1)
+    size = product(np.abs(t), magnitude).sum(-1) + product(moved, np.abs(logarithms)).sum(-1)
+    entering = p * magnitude * np.abs(total) + p * moved.sum(-1, keepdims=True) + np.abs(t) + moved
+    return loss, size, p * total - t, entering
+
+
+def smoothed(t: Array, amount: float) -> Array:
+    return t * (1 - amount) + amount / t.shape[-1] if amount else t
+
+
+def two_hot_loss(head: Any, x: Array, target: Array) -> Rows:
+    t, moved = two_hot(target, head.support)
+    return cross_entropy(x, smoothed(t, head.label_smoothing), moved * (1 - head.label_smoothing))
+
+
+def hl_gauss_loss(head: Any, x: Array, target: Array) -> Rows:
+    return cross_entropy(x, *hl_gauss(target, head.support, head.sigma_ratio))
+
+
+def soft_cross_entropy_loss(head: Any, x: Array, target: Array) -> Rows:
+    t = target
+    if target.ndim == 1:
+        t = (target[:, None] == np.arange(x.shape[-1])).astype(np.float64)
+    t = smoothed(t, head.label_smoothing)
+    loss, size, gradient, entering = cross_entropy(x, t, np.zeros_like(t))
+    logarithms, magnitude = log_softmax(x)
+    p = np.exp(logarithms)
+    if head.subtract_target_entropy:
+        own = product(t, np.log(t))
+        loss, size = loss + own.sum(-1), size + np.abs(own).sum(-1) + np.abs(t).sum(-1)
+    if head.entropy_weight:
+        entropy = -product(p, logarithms).sum(-1, keepdims=True)
+        loss = loss - head.entropy_weight * entropy[:, 0]
+        terms = product(p, magnitude * (1 + np.abs(np.where(p == 0, 0, logarithms))))
+        weight = abs(head.entropy_weight)
+        size = size + weight * terms.sum(-1)
+        gradient = gradient + head.entropy_weight * product(p, logarithms + entropy)
+        entering = entering + weight * (terms + p * magnitude * (entropy + terms.sum(-1, keepdims=True)))
+    return loss, size, gradient, entering
+
+
+def mean_squared_error_loss(head: Any, x: Array, target: Array) -> Rows:
+    t = transformed(target, head.transform, 1e-3)
+    x, t = (a[:, None] if a.ndim == 1 else a for a in (x, t))
+    difference, size = x - t, np.abs(x) + np.abs(t)
+    loss, count = (difference**2).mean(-1), x.shape[-1]
+    return (
+        loss,
+        loss * 4 + (2 * np.abs(difference) * size).mean(-1),
+        2 * difference / count,
+        (2 * size + 2 * np.abs(difference)) / count,
+    )
+
+
+def binary_cross_entropy_loss(head: Any, x: Array, t: Array) -> Rows:
+    def softplus(x: Array) -> Array:
+        return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+
+    loss = product(t, softplus(-x)) + product(1 - t, softplus(x))
+    exponential = np.exp(-np.abs(x))
+    sigmoid = np.where(x >= 0, 1, exponential) / (1 + exponential)
+    # 1 - t is rounded too.
+    size = np.abs(loss) + product(t, softplus(-x)) + np.where(t == 1, 0, softplus(x))
+    return loss, size * 2, sigmoid - t, 2 * sigmoid * (1 + np.where(x < 0, np.abs(x), 0)) + t + 1e-30
+
+
+def negative_cosine_loss(head: Any, x: Array, t: Array) -> Rows:
+    def length(a: Array) -> Array:
+        largest = np.maximum(np.abs(a).max(-1, keepdims=True), 1e-300)
+        return largest * np.sqrt(((a / largest) ** 2).sum(-1, keepdims=True))
+
+    length_x, length_t = length(x), length(t)
+    unit_x, unit_t = x / np.maximum(length_x, head.eps), t / np.maximum(length_t, head.eps)
+    cosine = (unit_x * unit_t).sum(-1, keepdims=True)
+    terms = np.abs(unit_x * unit_t).sum(-1, keepdims=True)
+    has_direction = length_x >= head.eps
+    gradient = -(unit_t - np.where(has_direction, unit_x * cosine, 0)) / np.maximum(length_x, head.eps)
+    entering = (np.abs(unit_t) + np.abs(unit_x) * terms) / np.maximum(length_x, head.eps)
+    # Next to eps there are two derivatives.
+    entering = np.where(np.abs(length_x - head.eps) < 1e-5 * head.eps, np.inf, entering)
+    size = x.shape[-1] ** 0.5
+    return -cosine[:, 0], terms[:, 0] * (2 + size), gradient, entering * (4 + size)
+
+
+def per_step_loss(head: Any, x: Array, target: None) -> Rows:
+    return x, np.zeros_like(x), np.ones_like(x), np.zeros_like(x)
+
+
+LOSSES: dict[str, Any] = {
+    "TwoHot": two_hot_loss,
+    "HLGauss": hl_gauss_loss,
+    "SoftCrossEntropy": soft_cross_entropy_loss,
+    "MeanSquaredError": mean_squared_error_loss,
+    "BinaryCrossEntropy": binary_cross_entropy_loss,
+    "NegativeCosine": negative_cosine_loss,
+    "PerStepLoss": per_step_loss,
+}
+
+
+# ---- The multi-step loss --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class MultiStep:
+    """What a multi-step loss returns, and how far rounding may take it."""
+
+    loss: tuple[Array, Array]
+    per_sample: tuple[Array, Array]
+    per_step: dict[str, tuple[Array, Array]]
+    expected: dict[str, tuple[Array, Array]]
+    head_means: dict[str, tuple[Array, Array]]
+    num_nonfinite: int
+    gradients: dict[str, tuple[Array, Array]]
+    """`[B, T_h, ...]`, for the given gradient of the loss."""
+    finite: dict[str, Array]
+    """`[B, T_h]`: where the loss of an entry is finite, and its gradient is what the formula says."""
+
+
+def multi_step(
+    heads: dict[str, Any],
+    x: dict[str, Array],
+    targets: dict[str, Array | None],
+    masks: dict[str, Array],
+    eps: dict[str, float],
+    step_weights: Array,
+    step_gradient_scale: Array,
+    importance_weights: Array,
+    reduction: str,
+    skip: bool,
+    grad_output: Array,
+    rounded: float,
+    summed: float,
+) -> MultiStep:
+    """Predictions and targets `[B, T_h, ...]`, masks, step weights and scales `[B, T]`; `eps` is that of each head.
+
+    Rounding: `rounded` epsilons of the magnitudes that enter a head's loss, `summed` ones of those of a sum.
+    """
+    batch, coarsest = len(importance_weights), max(eps.values())
+    total, total_error = np.zeros(batch), np.zeros(batch)
+    result = MultiStep(None, None, {}, {}, {}, 0, {}, {})  # type: ignore[arg-type]
+    weighted: dict[str, tuple[Array, Array]] = {}
+    derivatives: dict[str, tuple[Array, Array]] = {}
+    for name, head in heads.items():
+        shape = x[name].shape
+        rows = x[name].reshape(-1, *shape[2:])
+        target = targets[name]
+        columns = None if target is None else target.reshape(-1, *target.shape[2:])
+        losses, size, gradient, entering = LOSSES[type(head).__name__](head, rows, columns)
+        kept, weights = masks[name][:, head.first_step :], step_weights[:, head.first_step :]
+        smallest = np.finfo(np.float32 if eps[name] > 1e-10 else np.float64).tiny  # below it digits are lost
+        rounding = eps[name] + math.prod(shape[2:]) * 2.0**-53  # sums along a row are taken in float64
+        error = chosen(kept, rounded * (rounding * (size + np.abs(losses)) + smallest).reshape(shape[:2]))
+        losses = np.where(kept, losses.reshape(shape[:2]), 0)
+        result.per_step[name] = losses, error
+        result.finite[name] = np.isfinite(losses)
+        factor = np.where(kept, head.weight * weights, 0)
+        value = chosen(kept, losses * factor)
+        weighted[name] = value, np.abs(factor) * error + summed * coarsest * np.abs(value)
+        total, total_error = total + value.sum(1), total_error + weighted[name][1].sum(1)
+        count = max(kept.sum(), 1)
+        mean_error = (error + summed * coarsest * np.abs(losses)).sum() / count
+        result.head_means[name] = np.array(losses.sum() / count), np.array(mean_error)
+        entering = rounded * (rounding * (entering + np.abs(gradient)) + smallest)
+        derivatives[name] = gradient.reshape(shape), entering.reshape(shape)
+        if type(head).__name__ in ("TwoHot", "HLGauss"):
+            value, size = decoded(rows, head.support)
+            error = rounded * (rounding * size + smallest)
+            result.expected[name] = value.reshape(shape[:2]), error.reshape(shape[:2])
+    finite = np.isfinite(total)
+    result.per_sample, result.num_nonfinite = (total, total_error), int((~finite).sum())
+    taken = finite if skip else np.ones(batch, bool)
+    loss, loss_error = np.zeros(batch), np.zeros(batch)
+    for name, head in heads.items():
+        kept = masks[name][:, head.first_step :]
+        share = {"mean": 1 / max(batch, 1), "valid_mean": 1 / max(kept.sum(), 1)}.get(reduction, 1.0)
+        value, error = weighted[name]
+        loss += np.where(taken, importance_weights * share * value.sum(1), 0)
+        loss_error += np.where(taken, np.abs(importance_weights) * share * error.sum(1), 0)
+        rest = head.weight * (step_weights * step_gradient_scale)[:, head.first_step :]
+        factor = chosen(kept & taken[:, None], (grad_output * importance_weights * share)[:, None] * rest)
+        gradient, entering = derivatives[name]
+        factor = factor.reshape(*factor.shape, *[1] * (gradient.ndim - 2))
+        gradient, entering = chosen(factor != 0, factor * gradient), chosen(factor != 0, np.abs(factor) * entering)
+        result.gradients[name] = gradient, entering + 8 * eps[name] * np.abs(gradient)
+    if reduction != "none":
+        loss_error = (loss_error + summed * coarsest * np.abs(loss)).sum()
+        loss = loss.sum()
+    result.loss = np.asarray(loss), np.asarray(loss_error)
+    return result
+
+
+# ---- Many tensors ---------------------------------------------------------------------------------------------------
+
+
+def statistics(tensor: Array, p: float) -> dict[str, float]:
+    """What is counted and measured of one tensor; complex numbers count by their moduli."""
+    size = np.abs(tensor).astype(np.longdouble)
+    numbers = size if np.iscomplexobj(tensor) else tensor.astype(np.longdouble)
+    finite = np.isfinite(size)
+    return {
+        "numel": size.size,
+        "norm": float(norm_of(size[finite], p)),
+        "abs_max": float(size[finite].max(initial=0)),
+        "mean": float(numbers[finite].mean()) if finite.any() else 0.0,
+        "mean_size": float(size[finite].mean()) if finite.any() else 0.0,
+        "zeros": int((size == 0).sum()),
+        "nans": int(np.isnan(size).sum()),
+        "infs": int(np.isinf(size).sum()),
+    }
+
+
+def histogram(tensor: Array, edges: Array) -> Array:
+    """How many elements have edges[i] <= log2 |g| < edges[i + 1]."""
+    size = np.abs(tensor)
+    size = size[np.isfinite(size) & (size > 0)]
+    return np.histogram(np.frexp(size)[1] - 1, bins=edges)[0]
+
+
+def clipping_factor(tensors: list[Array], max_norm: float, p: float) -> tuple[float, float]:
+    """The norm of all tensors as one vector, and what they are multiplied by."""
+    size = np.concatenate([np.abs(tensor).astype(np.longdouble).ravel() for tensor in [np.zeros(1), *tensors]])
+    total = math.nan if np.isnan(size).any() else float(norm_of(size, p))
+    return total, total if math.isnan(total) else min(1.0, max_norm / (total + 1e-6))
+
+
+def priorities(expected: Array, targets: Array, steps: str, alpha: float, eps: float) -> Array:
+    """`[B]` of `[B, T]`."""
+    error = np.abs(expected - targets)
+    chosen = {"first": lambda: error[:, 0], "mean": lambda: error.mean(1), "max": lambda: error.max(1)}[steps]()
+    return (chosen + eps) ** alpha
+
+
+def decoded_gradient(x: Array, support: Any) -> tuple[Array, Array]:
+    """The derivative of `decoded`, `[N, S]`, and the magnitudes that enter it."""
+    logarithms, magnitude = log_softmax(x)
+    p, middles = np.exp(logarithms), centers(support)
+    expectation = (p @ middles)[:, None]
+    size = ((p * magnitude) @ np.abs(middles))[:, None] + np.abs(middles)
+    gradient, entering = p * (middles - expectation), p * magnitude * size
+    if support.space == "transformed":
+        ends = max(abs(support.minimum), abs(support.maximum))
+        slope = slope_back(expectation, support.transform, support.eps)
+        # What the expectation is off by changes the slope, at most by its relative error there.
+        entering = slope * (entering + p * ends) + np.abs(gradient) * slope * (1 + 2 * (size + ends))
+        gradient = gradient * slope
+    return gradient, entering

@@ -1,0 +1,605 @@
+"""The multi-step loss: every head, form, dtype, layout, weight, mask, reduction and context, against the formulas."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+import gradscale_ext as gs
+
+from . import formulas
+from .budget import fuzz
+from .strategies import (
+    LAYOUTS,
+    REAL,
+    REPEATING,
+    SEEDS,
+    Described,
+    Watched,
+    bits,
+    check_close,
+    eps_of,
+    laid_out,
+    precise,
+    product,
+    random,
+)
+
+Tensor = torch.Tensor
+Array = np.ndarray
+
+TURNS_EVERYTHING = True
+"""Whether ``batch_first=False`` turns masks, two-dimensional weights, `per_step` and `expected` too."""
+
+ROUNDED = 4.0
+"""Units in the last place of what a head computes in, for each of the magnitudes that enter a loss or a gradient."""
+SUMMED = 16.0
+"""The same of the sum over heads, steps and samples, of which there are up to 180."""
+
+SUPPORTS = (
+    *(gs.Support(-2, 2, 5, "identity"), gs.Support(-5, 5, 11), gs.Support(-3, 4, 9, "symlog")),
+    *(gs.Support(-4, 6, 9, "symlog", space="raw"), gs.Support(-1, 1, 2, "identity"), gs.Support(0, 20, 21)),
+    *(gs.Support(-1, 1, 2, "symlog", space="raw"), gs.Support(0.1, 0.7, 4, "identity", space="raw")),
+    *(gs.Support(-10, 10, 31, eps=1e-2, space="raw"), gs.Support(-6, 2, 17, eps=0.0), gs.Support.tdmpc2()),
+    *(gs.Support(-20, 20, 40, "symlog"), gs.Support.muzero(10), gs.Support(-3, 3, 8, eps=1.0)),
+)
+WIDE_SUPPORTS = (gs.Support.muzero(), gs.Support.dreamer_v3(), gs.Support.tdmpc2())
+
+
+# ---- Heads ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeadCase:
+    """A head with its prediction and target, described."""
+
+    head: Any
+    width: int
+    """Of a prediction, where the head has no support; 0: `[B]`."""
+    classes: bool = False
+    dtype: torch.dtype = torch.float32
+    form: str = "list"
+    layout: str = "contiguous"
+    logits: str = "ordinary"
+    target_form: str = "list"
+    target_dtype: torch.dtype = torch.float32
+    target_layout: str = "contiguous"
+    targets: str = "ordinary"
+    requires_grad: bool = True
+
+    def prediction_width(self) -> tuple[int, ...]:
+        if hasattr(self.head, "support"):
+            return (self.head.support.num_bins,)
+        return (self.width,) if self.width else ()
+
+    def prediction(self, batch: int, steps: int, generator: np.random.Generator) -> Array:
+        """`[B, T_h, ...]`"""
+        x = generator.standard_normal((batch, steps, *self.prediction_width()))
+        scale = {"flat": 0.0, "sharp": 60.0, "tiny": 1e-4}.get(self.logits, 2.0)
+        x = x * scale + (300 if self.logits == "shifted" else 0)
+        if self.logits == "illegal" and isinstance(self.head, gs.SoftCrossEntropy):
+            illegal = generator.random(x.shape) < 0.3
+            illegal[..., 0] = False
+            x[illegal] = -np.inf
+        return x
+
+    def target(self, x: Array, generator: np.random.Generator) -> Array | None:
+        shape = x.shape[:2]
+        if isinstance(self.head, gs.PerStepLoss):
+            return None
+        if hasattr(self.head, "support"):
+            support = self.head.support
+            low, high = formulas.transformed_back(
+                np.array([support.minimum, support.maximum], float), support.transform, support.eps
+            )
+            inside = formulas.transformed_back(
+                generator.uniform(support.minimum, support.maximum, shape), support.transform, support.eps
+            )
+            centers = formulas.transformed_back(
+                np.linspace(support.minimum, support.maximum, support.num_bins), support.transform, support.eps
+            )
+            return {
+                "edges": lambda: generator.choice([low, high, 0.0, -0.0], shape),
+                "outside": lambda: generator.choice([low * 3 - 1, high * 3 + 1, np.inf, -np.inf], shape),
+                "special": lambda: generator.choice(centers, shape),
+            }.get(self.targets, lambda: inside)()
+        if isinstance(self.head, gs.SoftCrossEntropy):
+            legal = np.isfinite(x) | np.isnan(x)
+            if self.classes:
+                return np.argmax(np.where(legal, generator.random(x.shape), -1), -1)
+            t = generator.random(x.shape) * legal
+            if self.targets == "special":  # not normalised, with zeros
+                return t * (generator.random(x.shape) < 0.5)
+            if self.targets == "edges":  # all on one
+                return np.eye(x.shape[-1])[np.argmax(t, -1)]
+            return t / t.sum(-1, keepdims=True)
+        if isinstance(self.head, gs.BinaryCrossEntropy):
+            inside = generator.random(shape)
+            return np.round(inside) if self.targets in ("edges", "special") else inside
+        scale = {"outside": 1e4, "edges": 1e-3}.get(self.targets, 2.0)
+        return generator.standard_normal(x.shape) * scale * (self.targets != "special")
+
+
+def _kinds() -> st.SearchStrategy[dict[str, Any]]:
+    weights = {"weight": (1.0, 0.25, 0.0, 3.0), "first_step": (0, 0, 0, 1)}
+    smoothing = (0.0, 0.0, 0.1, 1.0)
+
+    def with_support(head: type, **options: Any) -> Callable[..., dict[str, Any]]:
+        return lambda support, **more: {"head": head(support, **more), "width": 0}
+
+    def without(head: type) -> Callable[..., dict[str, Any]]:
+        return lambda width=0, classes=False, **more: {"head": head(**more), "width": width, "classes": classes}
+
+    supports = SUPPORTS * 3 + WIDE_SUPPORTS
+    widths = (4, 2, 3, 8, 17, 40)
+    return st.one_of(
+        product(with_support(gs.TwoHot), **weights, label_smoothing=smoothing, support=supports),
+        product(with_support(gs.HLGauss), **weights, sigma_ratio=(0.75, 0.1, 4.0), support=supports),
+        product(
+            without(gs.SoftCrossEntropy),
+            **weights,
+            label_smoothing=smoothing,
+            entropy_weight=(0.0, 0.0, 0.3, -0.2),
+            subtract_target_entropy=(False, True),
+            classes=(False, True),
+            width=(*widths, 601),
+        ),
+        product(
+            without(gs.MeanSquaredError),
+            **weights,
+            transform=("identity", "signed_hyperbolic", "symlog"),
+            width=(0, 1, *widths),
+        ),
+        product(without(gs.BinaryCrossEntropy), **weights),
+        product(without(gs.NegativeCosine), **weights, eps=(1e-8, 0.5), width=(1, *widths)),
+        product(without(gs.PerStepLoss), **weights),
+    )
+
+
+FORMS = ("list", "stacked", "tuple", "unbound", "same")
+_predictions = product(
+    dict,
+    logits=("ordinary", "flat", "sharp", "shifted", "tiny", "illegal"),
+    dtype=(torch.float32, torch.float32, *REAL),
+    form=FORMS,
+    requires_grad=(True, True, True, True, False),
+    layout=LAYOUTS,
+)
+_targets = product(
+    dict,
+    targets=("ordinary", "edges", "outside", "special"),
+    target_dtype=(torch.float32, torch.float32, *REAL),
+    target_form=FORMS,
+    target_layout=LAYOUTS,
+)
+_heads = _kinds()
+
+
+# ---- Cases ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case(Described):
+    heads: tuple[HeadCase, ...]
+    batch: int = 3
+    steps: int = 2
+    batch_first: bool = True
+    step_weights: str = "none"
+    step_gradient_scale: str = "none"
+    importance_weights: bool = False
+    mask: str = "none"
+    poison: str = "none"
+    """Where NaN and inf are: "masked", "anywhere", or "none"."""
+    reduction: str = "mean"
+    nonfinite: str = "propagate"
+    grad_output: str = "one"
+    context: str = "function"
+    weights_layout: str = "contiguous"
+    seed: int = 0
+
+
+class Trial:
+    """A case with its tensors, and what must come out."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self.case = case
+        generator = random("loss", seed)
+        batch, steps = case.batch, max(case.steps, *(item.head.first_step + 1 for item in case.heads))
+        self.heads = {f"{type(item.head).__name__}_{index}": item.head for index, item in enumerate(case.heads)}
+        self.masks, mask = self._masks(batch, steps, generator)
+        self.predictions: dict[str, Any] = {}
+        self.targets: dict[str, Any] = {}
+        self.leaves: list[tuple[str, Tensor, Callable[[Array], Array]]] = []
+        self.x: dict[str, Array] = {}
+        t: dict[str, Array | None] = {}
+        for (name, head), item in zip(self.heads.items(), case.heads, strict=True):
+            x = item.prediction(batch, steps - head.first_step, generator)
+            target = item.target(x, generator)
+            self._poison(name, item, x, target, generator)
+            self.predictions[name], self.x[name] = self._entries(name, x, item.dtype, item.form, item.layout, item)
+            t[name] = None
+            if target is not None:
+                dtype = torch.int64 if item.classes else item.target_dtype
+                layout = "rows" if item.classes and item.target_layout == "negative" else item.target_layout
+                self.targets[name], t[name] = self._entries(name, target, dtype, item.target_form, layout, None)
+        dtypes = {item.dtype for item in case.heads}
+        self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        step_weights, numbers = self._step_numbers(case.step_weights, batch, steps, generator)
+        scale, scales = self._step_numbers(case.step_gradient_scale, batch, steps, generator)
+        importance, ones = None, np.ones(batch)
+        if case.importance_weights:
+            importance = laid_out(torch.from_numpy(generator.random(batch) + 0.1).float(), case.weights_layout)
+        self.options: dict[str, Any] = {
+            "step_weights": step_weights,
+            "step_gradient_scale": scale,
+            "importance_weights": importance,
+            "mask": mask,
+            "reduction": case.reduction,
+            "nonfinite": case.nonfinite,
+            "batch_first": case.batch_first,
+        }
+        shape = (batch,) if case.reduction == "none" else ()
+        self.grad_output = {
+            "one": torch.ones(shape),
+            "number": torch.full(shape, -2.5),
+            "small": torch.full(shape, 1e-3),
+            "zero": torch.zeros(shape),
+            "expanded": torch.tensor(1.5).expand(shape),
+            "strided": torch.from_numpy(generator.standard_normal((*shape, 2)))[..., 0],
+        }[case.grad_output].to(self.dtype)
+        self.truth = formulas.multi_step(
+            self.heads,
+            self.x,
+            t,
+            self.masks,
+            {name: eps_of(item.dtype) for name, item in zip(self.heads, case.heads, strict=True)},
+            numbers,
+            scales,
+            ones if importance is None else precise(importance),
+            case.reduction,
+            case.nonfinite == "skip",
+            np.broadcast_to(precise(self.grad_output), (batch,)),
+            ROUNDED,
+            SUMMED,
+        )
+
+    def turned(self, array: Array, always: bool = False) -> Array:
+        """From `[B, T, ...]` to the order of the call."""
+        turns = not self.case.batch_first and (always or TURNS_EVERYTHING)
+        return np.moveaxis(array, 0, 1) if turns else array
+
+    def _masks(self, batch: int, steps: int, generator: np.random.Generator) -> tuple[dict[str, Array], Any]:
+        masks = {name: np.ones((batch, steps), bool) for name in self.heads}
+        if self.case.mask == "none":
+            return masks, None
+        names = list(self.heads) if self.case.mask == "common" else list(self.heads)[::2]
+        layout = self.case.weights_layout
+        layout = "contiguous" if layout == "negative" else layout
+        tensors = {}
+        for name in names:
+            if self.case.mask == "by head" or not tensors:
+                drawn = generator.random((batch, steps)) < (0.6 if generator.random() < 0.8 else 0)
+                tensor = laid_out(torch.from_numpy(np.array(self.turned(drawn))), layout)
+            tensors[name] = tensor
+            masks[name] = self.turned(tensor.numpy())
+        return masks, tensors if self.case.mask == "by head" else tensor
+
+    def _poison(
+        self, name: str, item: HeadCase, x: Array, target: Array | None, generator: np.random.Generator
+    ) -> None:
+        if self.case.poison == "none" or not x.size:
+            return
+        kept = self.masks[name][:, item.head.first_step :]
+        where = generator.random(kept.shape) < (0.8 if self.case.poison == "masked" else 0.15)
+        if self.case.poison == "masked":
+            where &= ~kept
+        bad = generator.choice([np.nan, np.inf, -np.inf])
+        if item.classes and target is not None:
+            if item.target_form != "same" and item.target_layout not in REPEATING:
+                target[where & ~kept] = generator.choice([-100, 10**6])
+        elif target is not None and generator.random() < 0.5:
+            target[where] = bad
+            return
+        x[where] = bad
+
+    def _entries(
+        self, name: str, array: Array, dtype: torch.dtype, form: str, layout: str, item: HeadCase | None
+    ) -> tuple[Any, Array]:
+        """Tensors in the form of the case, and their numbers `[B, T_h, ...]`; predictions are noted as leaves."""
+        leaves: list[tuple[str, Tensor, Callable[[Array], Array]]] = []
+        if form in ("stacked", "unbound"):
+            stacked = laid_out(torch.from_numpy(np.array(self.turned(array, True))).to(dtype), layout)
+            if item is not None:
+                stacked.requires_grad_(item.requires_grad)
+            leaves.append((name, stacked, lambda g: self.turned(g, True)))
+            steps = 1 if self.case.batch_first else 0
+            entries: Any = stacked if form == "stacked" else list(stacked.unbind(steps))
+            numbers = self.turned(precise(stacked), True)
+        elif form == "same":
+            one = laid_out(torch.from_numpy(np.array(array[:, 0])).to(dtype), layout)
+            if item is not None:
+                one.requires_grad_(item.requires_grad)
+            leaves.append((name, one, lambda g: g.sum(1)))
+            entries, numbers = [one] * array.shape[1], np.stack([precise(one)] * array.shape[1], 1)
+        else:
+            entries = [laid_out(torch.from_numpy(np.array(row)).to(dtype), layout) for row in np.moveaxis(array, 1, 0)]
+            if item is not None:
+                entries = [entry.requires_grad_(item.requires_grad) for entry in entries]
+            leaves += [(f"{name}, step {k}", entry, lambda g, k=k: g[:, k]) for k, entry in enumerate(entries)]
+            numbers = np.stack([precise(entry) for entry in entries], 1)
+            entries = tuple(entries) if form == "tuple" else entries
+        if item is None:
+            self.watched_targets = [*getattr(self, "watched_targets", []), *(leaf for _, leaf, _ in leaves)]
+        else:
+            self.leaves += [leaf for leaf in leaves if item.requires_grad]
+            self.constants = [*getattr(self, "constants", []), *(leaf for _, leaf, _ in leaves)]
+        return entries, numbers
+
+    def _step_numbers(self, form: str, batch: int, steps: int, generator: np.random.Generator) -> tuple[Any, Array]:
+        if form == "none":
+            return None, np.ones((batch, steps))
+        if form == "unroll":
+            return form, np.broadcast_to([1.0] + [1 / max(steps - 1, 1)] * (steps - 1), (batch, steps))
+        drawn = np.round(generator.random((batch, steps)) * 2, 3)
+        if form == "list":
+            numbers = [float(number) for number in generator.choice([0.5, 1.0, 0.0, 0.25], steps)]
+            return numbers, np.broadcast_to(numbers, (batch, steps))
+        if form == "[T]":
+            tensor = laid_out(torch.from_numpy(generator.random(steps)).float(), self.case.weights_layout)
+            return tensor, np.broadcast_to(precise(tensor), (batch, steps))
+        tensor = laid_out(torch.from_numpy(np.array(self.turned(drawn))).to(torch.float64), self.case.weights_layout)
+        return tensor, self.turned(precise(tensor))
+
+    def watch(self) -> Watched:
+        weights = (self.options[key] for key in ("step_weights", "step_gradient_scale", "importance_weights"))
+        mask = self.options["mask"]
+        masks = mask.values() if isinstance(mask, dict) else [mask]
+        return Watched(*self.constants, *getattr(self, "watched_targets", []), *weights, *masks, self.grad_output)
+
+    # ---- Running and checking
+
+    def run(self, predictions: Any = None, loss_fn: Callable[..., Any] | None = None) -> Any:
+        call = loss_fn or (lambda *args, **options: gs.multi_step_loss(self.heads, *args, **options))
+        return call(predictions or self.predictions, self.targets, **self.options)
+
+    def gradients(self, out: Any, **options: Any) -> list[Tensor]:
+        leaves = [leaf for _, leaf, _ in self.leaves]
+        if not leaves:
+            assert not out.loss.requires_grad
+            return []
+        if self.case.grad_output == "one" and out.loss.dim() == 0:
+            return list(torch.autograd.grad(out.loss, leaves, **options))
+        return list(torch.autograd.grad(out.loss, leaves, self.grad_output, **options))
+
+    def check(self, out: Any) -> None:
+        truth = self.truth
+        for tensor in (out.loss, out.per_sample, *out.per_step.values(), *out.head_means.values()):
+            assert tensor.dtype == self.dtype
+        anything = np.array(True)
+        check_close(out.per_sample.detach(), *truth.per_sample, "per_sample", lenient=anything)
+        check_close(out.loss.detach(), *truth.loss, "loss", lenient=anything)
+        for name in self.heads:
+            value, error = (self.turned(array) for array in truth.per_step[name])
+            check_close(out.per_step[name], value, error, f"per_step of {name}", lenient=anything)
+            check_close(out.head_means[name], *truth.head_means[name], f"head_means of {name}", lenient=anything)
+        assert set(out.expected) == set(truth.expected)
+        for name, arrays in truth.expected.items():
+            value, error = (self.turned(array) for array in arrays)
+            check_close(out.expected[name], value, error, f"expected of {name}", lenient=anything)
+        assert int(out.num_nonfinite) == truth.num_nonfinite
+
+    def check_gradients(self, gradients: list[Tensor]) -> None:
+        for (what, leaf, part), gradient in zip(self.leaves, gradients, strict=True):
+            assert gradient.dtype == leaf.dtype
+            name = what.split(",")[0]
+            value, error = self.truth.gradients[name]
+            if what == name and leaf.shape[:1] == value.shape[:1] and leaf.dim() < value.ndim:
+                # The gradients of one tensor's uses are each rounded, and added.
+                info, uses = torch.finfo(leaf.dtype), value.shape[1]
+                error = error + uses * info.eps * np.abs(value) + uses * info.smallest_normal * info.eps
+                error = np.where(np.abs(value) < info.max / 2, error, np.inf)  # inf and -inf may be added
+            unknown = ~self.truth.finite[name]
+            unknown = np.broadcast_to(unknown.reshape(*unknown.shape, *[1] * (value.ndim - 2)), value.shape)
+            skipped = part(unknown.astype(float)) > 0
+            if self.case.nonfinite == "skip":
+                skipped = np.zeros_like(skipped)
+            expected = np.where(skipped, 0, part(value))
+            error = np.where(skipped, 0, part(error))
+            masked = torch.where(torch.from_numpy(np.array(skipped)), 0.0, gradient.detach())
+            check_close(masked, expected, error, f"gradient of {what}")
+
+
+# ---- Contexts -------------------------------------------------------------------------------------------------------
+
+Context = Callable[[Trial], None]
+CONTEXTS: dict[str, Context] = {}
+
+
+def context(function: Context) -> Context:
+    CONTEXTS[function.__name__.strip("_").replace("_", " ")] = function
+    return function
+
+
+@context
+def _function(trial: Trial) -> None:
+    out = trial.run()
+    trial.check(out)
+    trial.check_gradients(trial.gradients(out))
+
+
+@context
+def _module(trial: Trial) -> None:
+    """The module keeps its memory; a gradient that is still there keeps its values."""
+    module = gs.MultiStepLoss(**trial.heads)
+    held: list[tuple[Tensor, bytes]] = []
+    for seed in range(3):
+        again = trial if seed == 0 else Trial(trial.case, trial.case.seed + seed)
+        out = again.run(loss_fn=module)
+        again.check(out)
+        gradients = again.gradients(out)
+        again.check_gradients(gradients)
+        held = [*held[-2:], *((gradient, bits(gradient)) for gradient in gradients)]
+    for gradient, before in held:
+        assert bits(gradient) == before, "a gradient that was kept has changed"
+
+
+@context
+def _ownership(trial: Trial) -> None:
+    """Gradients can be written to: nobody else sees it, nor does a second pass."""
+    out = trial.run()
+    leaves = [leaf for _, leaf, _ in trial.leaves]
+    if not leaves:
+        return
+    first = trial.gradients(out, retain_graph=True)
+    before = [bits(gradient) for gradient in first]
+    for index, gradient in enumerate(first):
+        gradient.fill_(index + 1)
+    for index, gradient in enumerate(first):
+        assert (gradient == index + 1).all(), "two gradients share their memory"
+    second = trial.gradients(out)
+    assert [bits(gradient) for gradient in second] == before, "a second pass sees what was written to a gradient"
+    trial.check_gradients(second)
+    trial.check(out)
+
+
+@context
+def _backward(trial: Trial) -> None:
+    out = trial.run()
+    if trial.leaves:
+        out.loss.backward(trial.grad_output)
+        trial.check_gradients([leaf.grad for _, leaf, _ in trial.leaves])  # type: ignore[misc]
+
+
+@context
+def _scaled_loss(trial: Trial) -> None:
+    out = trial.run()
+    if trial.leaves:
+        total = (out.loss * trial.grad_output).sum()
+        trial.check_gradients(list(torch.autograd.grad(total, [leaf for _, leaf, _ in trial.leaves])))
+
+
+@context
+def _create_graph(trial: Trial) -> None:
+    trial.check_gradients(trial.gradients(trial.run(), create_graph=True))
+
+
+@context
+def _func_grad(trial: Trial) -> None:
+    """With respect to all predictions of the call."""
+    leaves = [leaf for _, leaf, _ in trial.leaves]
+    if not leaves or any(item.form in ("unbound", "same") for item in trial.case.heads):
+        return
+
+    def loss(predictions: Any) -> Tensor:
+        return (trial.run(predictions).loss * trial.grad_output).sum()
+
+    plain = {
+        name: entries.detach() if isinstance(entries, Tensor) else [entry.detach() for entry in entries]
+        for name, entries in trial.predictions.items()
+    }
+    gradients = torch.func.grad(loss)(plain)
+    flat: list[Tensor] = []
+    for (name, entries), item in zip(gradients.items(), trial.case.heads, strict=True):
+        if item.requires_grad:
+            flat += [entries] if isinstance(trial.predictions[name], Tensor) else list(entries)
+    trial.check_gradients(flat)
+
+
+@context
+def _threads(trial: Trial) -> None:
+    out = trial.run()
+    results: list[list[Tensor]] = []
+
+    def run() -> None:
+        results.append(trial.gradients(out, retain_graph=True))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 2
+    for gradients in results:
+        trial.check_gradients(gradients)
+
+
+@context
+def _checkpoint(trial: Trial) -> None:
+    if trial.leaves:
+        loss = checkpoint(lambda: trial.run().loss, use_reentrant=False)
+        leaves = [leaf for _, leaf, _ in trial.leaves]
+        trial.check_gradients(list(torch.autograd.grad(loss, leaves, trial.grad_output)))
+
+
+@context
+def _saved_tensor_hooks(trial: Trial) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        out = trial.run()
+    trial.check_gradients(trial.gradients(out))
+
+
+@context
+def _autocast(trial: Trial) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = trial.run()
+    trial.check(out)
+    trial.check_gradients(trial.gradients(out))
+
+
+@context
+def _no_grad(trial: Trial) -> None:
+    with torch.no_grad():
+        trial.check(trial.run())
+
+
+@context
+def _intermediate(trial: Trial) -> None:
+    """Predictions are results of other operations, which go on with the gradients."""
+    predictions = {
+        name: entries * 1 if isinstance(entries, Tensor) else [entry * 1 for entry in entries]
+        for name, entries in trial.predictions.items()
+    }
+    trial.check_gradients(trial.gradients(trial.run(predictions)))
+
+
+_calls = product(
+    dict,
+    batch=(3, 1, 2, 4, 5, 9, 8, 0),
+    steps=(2, 1, 3, 4, 5),
+    batch_first=(True, True, False),
+    reduction=("mean", "sum", "none", "valid_mean"),
+    context=(*["function"] * 4, "module", *CONTEXTS),
+    seed=SEEDS,
+)
+_weights = product(
+    dict,
+    step_weights=("none", "list", "[T]", "[B, T]"),
+    step_gradient_scale=("none", "unroll", "list", "[T]", "[B, T]"),
+    importance_weights=(False, True),
+    mask=("none", "common", "by head"),
+    poison=("none", "none", "masked", "anywhere"),
+    nonfinite=("propagate", "skip"),
+    grad_output=("one", "number", "small", "zero", "expanded", "strided"),
+    weights_layout=LAYOUTS,
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    heads = [HeadCase(**draw(_heads), **draw(_predictions), **draw(_targets)) for _ in range(draw(st.integers(1, 4)))]
+    return Case(tuple(heads), **draw(_calls), **draw(_weights))
+
+
+@fuzz(cases(), examples=2000)
+def test_multi_step_loss(case: Case) -> None:
+    trial = Trial(case, case.seed)
+    watched = trial.watch()
+    CONTEXTS[case.context](trial)
+    watched.check(case.context)
