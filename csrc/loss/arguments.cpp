@@ -113,9 +113,9 @@ void check_classes(const Plan& plan, size_t h, const Arguments& arguments) {
     for (int64_t b = 0; b < arguments.batch; ++b) {
       const int64_t chosen = classes[b * whole.stride(batch_dim)];
       const bool kept =
-          !mask.defined() || mask.const_data_ptr<bool>()
-                                 [b * mask.stride(arguments.batch_dim()) +
-                                  (t + first_step) * mask.stride(1 - arguments.batch_dim())];
+          !mask.defined() ||
+          mask.const_data_ptr<bool>()
+              [b * mask.stride(arguments.batch_dim()) + (t + first_step) * mask.stride(1 - arguments.batch_dim())];
       TORCH_CHECK_VALUE(
           !kept || (chosen >= 0 && chosen < number),
           "multi_step_loss: the target of head '",
