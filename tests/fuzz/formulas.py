@@ -441,7 +441,7 @@ def clipping_factor(tensors: list[Array], max_norm: float, p: float) -> tuple[fl
     """The norm of all tensors as one vector, and what they are multiplied by."""
     size = np.concatenate([np.abs(tensor).astype(np.longdouble).ravel() for tensor in [np.zeros(1), *tensors]])
     total = math.nan if np.isnan(size).any() else float(norm_of(size, p))
-    return total, total if math.isnan(total) else min(1.0, max_norm / (total + 1e-6))
+    return total, float(np.minimum(1.0, np.divide(max_norm, total + 1e-6)))  # NaN of inf / inf, as in PyTorch
 
 
 def priorities(expected: Array, targets: Array, steps: str, alpha: float, eps: float) -> Array:

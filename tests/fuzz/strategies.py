@@ -66,12 +66,11 @@ def random(*parts: object) -> np.random.Generator:
 def values(shape: tuple[int, ...], dtype: torch.dtype, palette: str, generator: np.random.Generator) -> torch.Tensor:
     """A contiguous tensor of the kind of values that the palette names."""
     if dtype.is_complex:
-        real = dtype.to_real()
-        return (
-            torch.complex(*(values(shape, torch.float64, "ordinary", generator) for _ in "ri")).to(dtype)
-            if (palette == "ordinary")
-            else torch.complex(values(shape, real, palette, generator), values(shape, real, palette, generator))
-        )
+        parts = [values(shape, dtype.to_real(), palette, generator) for _ in range(2)]
+        has_nan = (
+            parts[0].isnan() | parts[1].isnan()
+        )  # beside inf: the modulus is either
+        return torch.complex(*(torch.where(has_nan & part.isinf(), torch.nan, part) for part in parts))
     info = torch.finfo(dtype)
     ordinary = generator.standard_normal(shape)
     signs = generator.choice([-1.0, 1.0], shape)
