@@ -53,8 +53,7 @@ simulated: $(VENV)/installed $(VENV)/simulated.so
 	  $(SIMULATED:%=tests/test_%.py)
 
 # The Python tests once more, with the extension compiled for sanitizers into a folder of its own. Those that compile
-# graphs or C++ are left out: sanitizers would watch the compilers, and the C++ tests have sanitizers of their own. So is
-# one that measures memory, which a sanitizer keeps back.
+# graphs or C++ are left out: sanitizers would watch the compilers, and the C++ tests have sanitizers of their own.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
 NOT_SANITIZED := cuda device_kernels install kernels matrix simt
@@ -68,7 +67,7 @@ $(VENV)/sanitized/built: $(VENV)/installed $(SOURCES) $(wildcard gradscale_ext/*
 sanitized: $(VENV)/sanitized/built
 	LD_PRELOAD="$(foreach library,$(PRELOADED),$(shell $(CC) -print-file-name=$(library)))" PYTHONPATH=$(VENV)/sanitized/lib \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not untraced" -k "not holds_its_heads_memory_alone" \
+	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not untraced" \
 	  $(filter-out $(NOT_SANITIZED:%=tests/test_%.py),$(wildcard tests/test_*.py))
 
 # MINUTES has another default here; a SEED is one that was given, not that of the example agent.
@@ -78,10 +77,10 @@ fuzz: $(VENV)/installed
 
 versions: $(VERSIONS:%=version-%)
 
-# Installed and compiled, and the tests run, but for those of kernels and arithmetic alone.
+# Installed and compiled, and the tests run, but for those of kernels and arithmetic alone, and the fuzzer.
 version-%: .versions/%/.venv/torch
 	$(MAKE) --directory=.versions/$* test TORCH=torch==$* GRADSCALE_TEST_BACKEND=aot_eager PYTEST_OPTIONS="\
-	  -m 'not arithmetic' $(addprefix --ignore=tests/test_,kernels.py simt.py device_kernels.py install.py)"
+	  -m 'not arithmetic' --ignore=tests/fuzz $(addprefix --ignore=tests/test_,kernels.py simt.py device_kernels.py install.py)"
 
 # CUDA builds are gigabytes, for which uv takes a sixth of pip's time.
 .versions/%/.venv/torch: $(VENV)/uv force

@@ -106,7 +106,7 @@ def decode(logits: torch.Tensor, support: Support) -> torch.Tensor:
     return expected if raw else inverse_transform(expected, support.transform, support.eps)
 
 
-def l2_loss(parameters: Iterable[torch.Tensor], weight: float) -> torch.Tensor:
+def l2_loss(parameters: Iterable[torch.Tensor], weight: float | torch.Tensor) -> torch.Tensor:
     """``weight * sum of |p|^2 / 2`` over tensors."""
     squares = [_widened(parameter).square().sum() for parameter in parameters]
     return (0.5 * weight * torch.stack(squares)).sum() if squares else torch.zeros(())

@@ -42,4 +42,6 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
         loss = _C.l2_loss(tensors, weight)
         if loss is not None:
             return loss
+    elif tensors and _context.varies(weight):
+        return reference.l2_loss(tensors, _context.as_tensor(weight, tensors[0].device))
     return reference.l2_loss(tensors, weight)

@@ -67,9 +67,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, palette: str, generator: 
     """A contiguous tensor of the kind of values that the palette names."""
     if dtype.is_complex:
         parts = [values(shape, dtype.to_real(), palette, generator) for _ in range(2)]
-        has_nan = (
-            parts[0].isnan() | parts[1].isnan()
-        )  # beside inf: the modulus is either
+        has_nan = parts[0].isnan() | parts[1].isnan()  # beside inf: the modulus is either
         return torch.complex(*(torch.where(has_nan & part.isinf(), torch.nan, part) for part in parts))
     info = torch.finfo(dtype)
     ordinary = generator.standard_normal(shape)
