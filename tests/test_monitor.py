@@ -1149,10 +1149,13 @@ def test_complex_and_sparse_gradients():
 
 @pytest.fixture
 def mesh():
-    """Of one process."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    """Of one process, whose group other tests may have left."""
+    is_ours = not torch.distributed.is_initialized()
+    if is_ours:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
+    if is_ours:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("every", [1, 100])
