@@ -77,7 +77,7 @@ def fuzz(cases: st.SearchStrategy[Any], examples: int) -> Callable[[Callable[[An
                 failed = True
                 raise
 
-        return run
+        return pytest.mark.untraced(run)
 
     return decorate
 
