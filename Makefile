@@ -46,7 +46,7 @@ $(VENV)/simulated.so: $(VENV)/request $(SOURCES) $(wildcard tests/simt/*)
 	$(CXX) -std=c++20 -O2 -fPIC -shared -fvisibility=hidden -fno-strict-aliasing -fno-math-errno -Wno-unknown-pragmas \
 	  -Icsrc -Itests/simt tests/simt/device_kernels.cpp tests/simt/simt.cpp -o $@
 
-SIMULATED := autograd check loss support tensors statistics flow flow_nonlinear cuda
+SIMULATED := check loss support tensors statistics flow flow_nonlinear cuda
 
 simulated: $(VENV)/installed $(VENV)/simulated.so
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup --simulated-kernels=$(VENV)/simulated.so \
