@@ -135,7 +135,7 @@ class Launches {
 
   static void add_raw_centers(TableBuilder& builder, DeviceHead& head, bool as_double) {
     const Support& support = head.head.support;
-    if (is_categorical(head.head.kind) && support.raw) {
+    if (support.raw) {
       head.raw_centers = as_double ? builder.add(support.raw_centers, support.num_bins)
                                    : builder.add(support.raw_centers_float, support.num_bins);
     }

@@ -1,10 +1,12 @@
 // What the kernels of the multi-step loss see: plain numbers and pointers, no tensors.
 //
 // To add a head:
-// - here, give it a Kind, and a number in Head if it has one of its own;
-// - write its row functor (loss and gradient of one row) beside those of its family, in categorical_rows.h,
-//   policy_rows.h or regression_rows.h, its formulas going to csrc/math/, and name it in the switch of rows.h;
-// - in gradscale_ext/, add the dataclass to heads.py, at the same place in KINDS, and its formula to reference.py.
+// - gradscale_ext/heads.py: its dataclass, with the name of its kind (and gradscale_ext/__init__.py, its name for
+// users);
+// - gradscale_ext/reference/losses.py: its formula;
+// - here: its kind, and a number in Head (named in head_table.cpp) if it has one that no other head has;
+// - the row of its family, loss and gradient, for the CPU (categorical_rows.h, policy_rows.h or regression_rows.h) and
+//   for CUDA, with what both share in csrc/math/; the compiler names the switches where its case is missing.
 #pragma once
 
 #include "../math/element.h"
@@ -12,57 +14,26 @@
 
 namespace gradscale {
 
-enum class Kind : int32_t {
-  two_hot = 0,
-  hl_gauss = 1,
-  soft_cross_entropy = 2,
-  mean_squared_error = 3,
-  binary_cross_entropy = 4,
-  negative_cosine = 5,
-  per_step_loss = 6,
-};
+#define GRADSCALE_KINDS(kind)                                                                               \
+  kind(two_hot) kind(hl_gauss) kind(soft_cross_entropy) kind(mean_squared_error) kind(binary_cross_entropy) \
+      kind(negative_cosine) kind(per_step_loss)
 
-// What the user says about one head: the dataclass of gradscale_ext/heads.py as numbers.
+#define GRADSCALE_ENUMERATOR(name) name,
+enum class Kind : int32_t { GRADSCALE_KINDS(GRADSCALE_ENUMERATOR) };
+#undef GRADSCALE_ENUMERATOR
+
+// One head as the user describes it: a dataclass of gradscale_ext/heads.py.
 struct Head {
   Kind kind;
+  bool decodes; // has a support, and decoded predictions
   int32_t first_step;
   double weight;
-  Support support; // of other kinds: transform and eps of mean_squared_error, eps of negative_cosine
+  Support support; // without one: the transform and eps of mean_squared_error, the eps of negative_cosine
   double label_smoothing;
   double entropy_weight;
   bool subtract_target_entropy;
   double sigma_ratio;
 };
-
-// In the order of numbers_of() in gradscale_ext/heads.py.
-constexpr int64_t kNumbersOfHead = 13;
-
-// -1, which is none of a head's integers, where there is no such int32.
-inline int32_t integer_from(double number) {
-  return number >= 0 && number <= 2147483647.0 ? static_cast<int32_t>(number) : -1;
-}
-
-inline Head head_from_numbers(const double* numbers) {
-  Head head{};
-  head.kind = static_cast<Kind>(integer_from(numbers[0]));
-  head.first_step = integer_from(numbers[1]);
-  head.weight = numbers[2];
-  head.support.minimum = numbers[3];
-  head.support.maximum = numbers[4];
-  head.support.eps = numbers[5];
-  head.support.num_bins = integer_from(numbers[6]);
-  head.support.transform = static_cast<Transform>(integer_from(numbers[7]));
-  head.support.raw = numbers[8] != 0;
-  head.label_smoothing = numbers[9];
-  head.entropy_weight = numbers[10];
-  head.subtract_target_entropy = numbers[11] != 0;
-  head.sigma_ratio = numbers[12];
-  return head;
-}
-
-GRADSCALE_HOST_DEVICE bool is_categorical(Kind kind) {
-  return kind == Kind::two_hot || kind == Kind::hl_gauss;
-}
 
 // A [B] or [B, n] slab of scalars in the type that losses are given in.
 struct Slab {

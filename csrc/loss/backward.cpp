@@ -1,17 +1,20 @@
-#include "multi_step_loss.h"
+#include "backward.h"
 
 #include "../autograd.h"
+#include "../context.h"
 #include "../device.h"
 #include "../tensor_element.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/eq.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/where.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <iterator>
-#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -24,67 +27,23 @@ namespace autograd = torch::autograd;
 // Never freed: a module of an interpreter that ends may be gone before the last node is.
 py::function* differentiable_gradients = nullptr;
 
-at::Tensor without_edge(const at::Tensor& tensor) {
-  return with_edge(tensor, autograd::Edge());
-}
-
-py::object optional_to_python(const at::Tensor& tensor) {
-  return tensor.defined() ? py::cast(without_edge(tensor)) : py::object(py::none());
-}
-
-template <class AsItWas>
-py::object entries_to_python(const Entries& entries, AsItWas as_it_was) {
-  if (entries.tensors.empty()) {
-    return py::none();
-  }
-  std::vector<at::Tensor> tensors;
-  std::transform(entries.tensors.begin(), entries.tensors.end(), std::back_inserter(tensors), as_it_was);
-  return entries.stacked ? py::cast(tensors[0]) : py::cast(tensors);
-}
-
-py::object step_numbers_to_python(const StepNumbers& numbers) {
-  return numbers.numbers.empty() ? optional_to_python(numbers.tensor) : py::cast(numbers.numbers);
-}
-
-const char* reduction_name(Reduction reduction) {
-  switch (reduction) {
-    case Reduction::mean:
-      return "mean";
-    case Reduction::sum:
-      return "sum";
-    case Reduction::none:
-      return "none";
-    default:
-      return "valid_mean";
-  }
-}
-
 // Versions of all tensors of a call: they differ from earlier ones when something was written to since.
 std::vector<int64_t> versions_of(const Arguments& arguments) {
   std::vector<int64_t> versions;
-  const auto add = [&](const at::Tensor& tensor) {
-    if (tensor.defined() && !tensor.is_inference()) {
+  arguments.each_tensor([&](const at::Tensor& tensor) {
+    if (!tensor.is_inference()) {
       versions.push_back(static_cast<int64_t>(tensor._version()));
     }
-  };
-  for (const std::vector<Entries>* both : {&arguments.predictions, &arguments.targets}) {
-    for (const Entries& entries : *both) {
-      std::for_each(entries.tensors.begin(), entries.tensors.end(), add);
-    }
-  }
-  std::for_each(arguments.masks.begin(), arguments.masks.end(), add);
-  add(arguments.step_weights.tensor);
-  add(arguments.step_gradient_scale.tensor);
-  add(arguments.importance_weights);
+  });
   return versions;
 }
 
-// What a backward pass reads of the call.
+// The call, as a backward pass reads it.
 struct Saved {
   Arguments arguments;
   std::vector<int64_t> versions; // of the arguments, as the forward pass read them
   DeviceState state;
-  std::shared_ptr<Plan> plan;
+  std::shared_ptr<Plan> plan; // null: a call of the registered operator, whose backward pass can be traced
 
   void check_unchanged() const {
     TORCH_CHECK(
@@ -105,7 +64,7 @@ bool wants_half(const Arguments& arguments) {
   return false;
 }
 
-// Held by nobody else, who could see that it is written to.
+// Whether nobody else holds the gradient, who could see that it is written to.
 bool is_ours(const at::Tensor& gradient) {
   return !gradient.defined() || gradient.use_count() == 1;
 }
@@ -130,7 +89,7 @@ at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output,
     return grad_output;
   }
   std::vector<int64_t> shape(gradient.dim(), 1);
-  shape[batch_dim] = grad_output.size(0);
+  shape[batch_dim] = -1;
   return grad_output.reshape(shape);
 }
 
@@ -138,7 +97,7 @@ at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output,
 autograd::variable_list multiplied(
     Gradients gradients, const Arguments& arguments, const at::Tensor& grad_output, bool is_one) {
   for (size_t h = 0; h < gradients.size(); ++h) {
-    const int64_t batch_dim = arguments.predictions[h].stacked && !arguments.batch_first ? 1 : 0;
+    const int64_t batch_dim = arguments.batch_dim(arguments.predictions[h]);
     for (at::Tensor& gradient : gradients[h]) {
       if (!gradient.defined()) {
         continue;
@@ -155,6 +114,28 @@ autograd::variable_list multiplied(
   return flat(std::move(gradients));
 }
 
+// The gradients that the operator returned, rounded after they are multiplied; no value is read.
+autograd::variable_list multiplied_and_rounded(
+    Gradients gradients, const Arguments& arguments, const at::Tensor& grad_output) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !at::GradMode::is_enabled(),
+      "multi_step_loss: a compiled or exported loss has no second derivative; call it outside torch.compile, or use "
+      "gradscale_ext.reference.multi_step_loss inside");
+  for (size_t h = 0; h < gradients.size(); ++h) {
+    const Entries& predictions = arguments.predictions[h];
+    for (size_t i = 0; i < gradients[h].size(); ++i) {
+      at::Tensor& gradient = gradients[h][i];
+      if (gradient.defined()) {
+        const at::Tensor factor = factor_for(gradient, grad_output, arguments.batch_dim(predictions));
+        // A masked entry stays 0, also where grad_output is infinite.
+        gradient = at::where(at::eq(gradient, 0), gradient, at::mul(gradient, factor))
+                       .to(predictions.tensors[i].scalar_type());
+      }
+    }
+  }
+  return flat(std::move(gradients));
+}
+
 // The kernel once more, with grad_output as another factor of each sample.
 autograd::variable_list run_again(const Saved& saved, const at::Tensor& grad_output) {
   saved.check_unchanged();
@@ -163,6 +144,17 @@ autograd::variable_list run_again(const Saved& saved, const at::Tensor& grad_out
   const at::Tensor& weights = weighted.importance_weights;
   weighted.importance_weights = weights.defined() ? weights.to(at::kDouble).mul(factor) : factor;
   return flat(run_loss(saved.plan->table, saved.plan->gradient_memory, weighted).gradients);
+}
+
+// Whether grad_output is 1 is seen on the device alone: elsewhere the kernel runs again, as it does for half types on
+// the CPU.
+autograd::variable_list on_device(const Saved& saved, Gradients gradients, const at::Tensor& grad_output) {
+  saved.check_unchanged();
+  if (!all_ours(gradients)) {
+    gradients.clear();
+  }
+  return flat(multiplied_on_device(
+      saved.plan->table, saved.plan->gradient_memory, saved.arguments, std::move(gradients), grad_output, saved.state));
 }
 
 class MultiStepLossBackward : public BackwardNode {
@@ -195,6 +187,9 @@ class MultiStepLossBackward : public BackwardNode {
     if (!grad_output.defined()) {
       return autograd::variable_list(num_outputs());
     }
+    if (saved->plan == nullptr) {
+      return multiplied_and_rounded(take_gradients(/*is_last_use=*/false), saved->arguments, grad_output);
+    }
     if (at::GradMode::is_enabled()) {
       return by_reference(*saved, grad_output, /*create_graph=*/true);
     }
@@ -202,7 +197,6 @@ class MultiStepLossBackward : public BackwardNode {
       return by_reference(*saved, grad_output, /*create_graph=*/false);
     }
     if (device_kernels(grad_output.device()) != nullptr) {
-      saved->check_unchanged();
       return on_device(*saved, take_gradients(is_last_use), grad_output);
     }
     const bool is_one = grad_output.dim() == 0 && grad_output.item<double>() == 1.0;
@@ -216,55 +210,38 @@ class MultiStepLossBackward : public BackwardNode {
   }
 
  private:
-  // What was saved, and whether the pass that begins is the last.
+  // The call, and whether the pass that begins is the last.
   std::pair<std::shared_ptr<const Saved>, bool> begin_pass() {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(saved_ != nullptr, autograd::ERR_BACKWARD_TWICE);
     return {saved_, std::exchange(is_last_use_, false)};
   }
 
-  // Those of the forward pass, which leave the node with the last pass. None, where that one failed further on.
+  // The gradients of the forward pass leave the node with the last pass; none are left where that one failed later.
   Gradients take_gradients(bool is_last_use) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return is_last_use ? std::exchange(gradients_, {}) : gradients_;
   }
 
-  // Whether grad_output is 1 is seen on the device alone: elsewhere the kernel runs again, as it does for half types on
-  // the CPU.
-  static autograd::variable_list on_device(const Saved& saved, Gradients gradients, const at::Tensor& grad_output) {
-    if (!all_ours(gradients)) {
-      gradients.clear();
-    }
-    return flat(multiplied_on_device(
-        saved.plan->table,
-        saved.plan->gradient_memory,
-        saved.arguments,
-        std::move(gradients),
-        grad_output,
-        saved.state));
-  }
-
   autograd::variable_list by_reference(const Saved& saved, const at::Tensor& grad_output, bool create_graph) const {
     saved.check_unchanged();
-    const Arguments& arguments = saved.arguments;
     py::gil_scoped_acquire gil;
-    py::list predictions, targets, masks;
+    py::list predictions, targets;
     uint32_t edge = 0;
-    for (size_t h = 0; h < arguments.predictions.size(); ++h) {
-      predictions.append(entries_to_python(
-          arguments.predictions[h], [&](const at::Tensor& tensor) { return with_edge(tensor, next_edge(edge++)); }));
-      targets.append(entries_to_python(arguments.targets[h], without_edge));
-      masks.append(optional_to_python(arguments.masks[h]));
+    for (Entries entries : saved.arguments.predictions) {
+      for (at::Tensor& tensor : entries.tensors) {
+        tensor = with_edge(tensor, next_edge(edge++));
+      }
+      predictions.append(to_python(entries));
     }
-    py::dict options;
-    options["step_weights"] = step_numbers_to_python(arguments.step_weights);
-    options["step_gradient_scale"] = step_numbers_to_python(arguments.step_gradient_scale);
-    options["importance_weights"] = optional_to_python(arguments.importance_weights);
-    options["reduction"] = reduction_name(arguments.reduction);
-    options["nonfinite"] = arguments.skip_nonfinite ? "skip" : "propagate";
-    options["batch_first"] = arguments.batch_first;
-    const py::object result =
-        (*differentiable_gradients)(saved.plan->heads, predictions, targets, masks, options, grad_output, create_graph);
+    for (Entries entries : saved.arguments.targets) {
+      for (at::Tensor& tensor : entries.tensors) {
+        tensor = with_edge(tensor, autograd::Edge());
+      }
+      targets.append(to_python(entries));
+    }
+    const py::object result = (*differentiable_gradients)(
+        saved.plan->heads, predictions, targets, options_to_python(saved.arguments), grad_output, create_graph);
     autograd::variable_list gradients_of_inputs;
     for (const auto& gradient : result) {
       gradients_of_inputs.push_back(gradient.is_none() ? at::Tensor() : gradient.cast<at::Tensor>());
@@ -283,29 +260,21 @@ void set_differentiable_gradients(py::function function) {
   differentiable_gradients = new py::function(std::move(function));
 }
 
-Outputs multi_step_loss(const std::shared_ptr<Plan>& plan, Arguments arguments) {
-  RunResult result;
-  {
-    py::gil_scoped_release no_gil;
-    at::NoGradGuard no_grad;
-    result = run_loss(plan->table, plan->gradient_memory, arguments);
-  }
-  if (arguments.wants_any()) {
-    MultiStepLossBackward* node = nullptr;
-    const NodePtr handle = make_node(node);
-    for (size_t h = 0; h < arguments.predictions.size(); ++h) {
-      const std::vector<at::Tensor>& tensors = arguments.predictions[h].tensors;
-      for (size_t i = 0; i < tensors.size(); ++i) {
-        node->add_next_edge(arguments.wants[h][i] ? autograd::impl::gradient_edge(tensors[i]) : autograd::Edge());
-      }
+void record_call(Arguments arguments, RunResult& result, std::shared_ptr<Plan> plan) {
+  MultiStepLossBackward* node = nullptr;
+  const NodePtr handle = make_node(node);
+  for (size_t h = 0; h < arguments.predictions.size(); ++h) {
+    const std::vector<at::Tensor>& tensors = arguments.predictions[h].tensors;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      node->add_next_edge(arguments.wants[h][i] ? autograd::impl::gradient_edge(tensors[i]) : autograd::Edge());
     }
-    std::vector<int64_t> versions = versions_of(arguments);
-    node->set(
-        std::move(result.gradients),
-        std::make_shared<const Saved>(Saved{std::move(arguments), std::move(versions), std::move(result.state), plan}));
-    autograd::set_history(result.outputs.loss, handle);
   }
-  return std::move(result.outputs);
+  std::vector<int64_t> versions = plan ? versions_of(arguments) : std::vector<int64_t>();
+  node->set(
+      std::move(result.gradients),
+      std::make_shared<const Saved>(
+          Saved{std::move(arguments), std::move(versions), std::move(result.state), std::move(plan)}));
+  autograd::set_history(result.outputs.loss, handle);
 }
 
 } // namespace gradscale
