@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import doctest
 import functools
 import gc
 import importlib
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradscale_ext as gs
 from gradscale_ext import GradientMonitor
-from gradscale_ext.monitor import _charts, _tensorboard, monitor, plot
+from gradscale_ext.monitor import monitor, plot
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "plain_loop_monitor.py"
 
@@ -98,11 +97,6 @@ def approx(expected):
 
 
 # ---- Which numbers ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module", [monitor, plot, _charts, _tensorboard])
-def test_doctests(module):
-    assert doctest.testmod(module).failed == 0
 
 
 def test_numbers_by_hand():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import json
 import math
@@ -39,10 +38,6 @@ def with_gradients(gradients):
 
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------
-
-
-def test_doctests():
-    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.arithmetic
