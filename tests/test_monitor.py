@@ -359,19 +359,6 @@ def test_modules_whose_names_begin_alike():
     assert not [tag for tag in watching.history if "/ab" in tag]
 
 
-def test_top_k_have_the_largest_norms():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    writer = HistogramWriter()
-    with GradientMonitor(model, optimizer, writer=writer, top_k=2) as watching:
-        train(model, optimizer)
-    largest = sorted(norms(model), key=norms(model).get)[-2:]
-    for tag in ("gradient_norm", "update_to_weight_ratio"):
-        assert {t for t in watching.history if t.startswith(tag + "/")} == {f"{tag}/{name}" for name in largest}
-    assert set(writer.histograms) == {f"gradient_histogram/{name}" for name in largest}
-    assert "module_gradient_norm/2" in watching.history
-
-
 # ---- When ------------------------------------------------------------------------------------------------------------
 
 
@@ -540,7 +527,7 @@ def test_loss_scaling(fused):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
     writer = HistogramWriter()
-    with GradientMonitor(model, optimizer, writer=writer, activations=["3"], scaler=scaler) as watching:
+    with GradientMonitor(model, optimizer, writer=writer, activations=["3"]) as watching:
         output = model(batch())
         scaler.scale(output.square().sum()).backward()
         scaler.step(optimizer)
@@ -795,8 +782,8 @@ def test_somebody_else_patches_the_scaler_too(monkeypatch, original):
         assert torch.amp.GradScaler.step is original
 
 
-def test_the_scaler_need_not_be_given():
-    """It is seen at its step, also where `unscale_` was called before a fused one."""
+def test_gradients_of_activations_are_unscaled():
+    """The scaler is seen at its step, also where `unscale_` was called before a fused one."""
     for before_step in (None, lambda: None):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
@@ -806,13 +793,11 @@ def test_the_scaler_need_not_be_given():
         assert value(watching, "activation_gradient_norm/3/0") == pytest.approx(2 * output.norm().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_a_scaler_that_is_turned_off(given):
+def test_a_scaler_that_is_turned_off():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    options = {"scaler": scaler} if given else {}
-    with GradientMonitor(model, optimizer, every=1, activations=["3"], **options) as watching:
+    with GradientMonitor(model, optimizer, every=1, activations=["3"]) as watching:
         scaled_steps(model, optimizer, [1.0, OVERFLOW], scaler)
     assert steps_of(watching, "gradient_norm_total") == [0, 1]
     assert "skipped_steps" not in watching.history
@@ -1282,14 +1267,12 @@ def test_activations_cost_nothing_at_steps_that_are_not_recorded(monkeypatch):
     [
         ({"every": 0}, ValueError, "every must be at least 1, but it is 0"),
         ({"every": 2.5}, TypeError, "every must be an integer, but it is of type float"),
-        ({"top_k": -1}, ValueError, "top_k must be at least 0, but it is -1"),
         ({"first_step": True}, TypeError, "first_step must be an integer, but it is of type bool"),
         (
             {"writer": 3},
             TypeError,
             r"writer must be None, or have a method add_scalar\(tag, value, step\), .* of type int",
         ),
-        ({"scaler": 2.0}, TypeError, "scaler must be None or a torch.amp.GradScaler, but it is of type float"),
         ({"modules": "0"}, TypeError, "modules must be a sequence of module names, but it is of type str"),
         ({"modules": ["4"]}, ValueError, "modules names '4', but the model's modules are '0', '1', '2', '2.0'"),
         ({"activations": ["layer"]}, ValueError, "activations names 'layer', but the model's modules are '0'"),
@@ -1404,9 +1387,7 @@ def test_lightning_callback(lightning):
     model, writer = network(), Writer()
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2:])]
     loggers = [types.SimpleNamespace(experiment=None), types.SimpleNamespace(experiment=writer)]
-    trainer = types.SimpleNamespace(
-        optimizers=optimizers, loggers=loggers, global_step=5, precision_plugin=types.SimpleNamespace()
-    )
+    trainer = types.SimpleNamespace(optimizers=optimizers, loggers=loggers, global_step=5)
     callback.on_fit_start(trainer, model)
     for optimizer in optimizers:
         train(model, optimizer)
@@ -1422,7 +1403,7 @@ def test_lightning_callback_after_an_exception(lightning):
     callback = module.GradientMonitorCallback(every=1)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = types.SimpleNamespace(optimizers=[optimizer], loggers=[], global_step=0, precision_plugin=None)
+    trainer = types.SimpleNamespace(optimizers=[optimizer], loggers=[], global_step=0)
     callback.on_fit_start(trainer, model)
     train(model, optimizer)
     callback.on_exception(trainer, model, RuntimeError())

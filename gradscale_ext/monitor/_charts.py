@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import inspect
 import math
 from collections.abc import Iterator, Sequence
@@ -72,10 +71,9 @@ class Charts:
 
 @dataclass(frozen=True)
 class Selection:
-    """What gets charts: parameters and modules whose names begin with these, and how many parameters."""
+    """Names that parameters and modules with charts begin with, and whether there are histograms."""
 
     modules: tuple[str, ...] | None
-    top_k: int | None
     histograms: bool
 
     def has(self, name: str) -> bool:
@@ -191,8 +189,6 @@ def _add(
             if name and not missing:
                 norms[name], rows[name] = norm / scale, row
     chosen = [name for name in norms if selection.has(name)]
-    if selection.top_k is not None:
-        chosen = heapq.nlargest(selection.top_k, chosen, key=norms.__getitem__)
     charts.scalars.update({f"gradient_norm{when}/{name}": norms[name] for name in chosen})
     for module, names in layout.modules.items():
         present = [norms[name] for name in names if name in norms]

@@ -50,7 +50,6 @@ class GradientMonitorCallback(_callback_class()):  # type: ignore[misc]
                     "writer": writer,
                     "first_step": trainer.global_step,
                     "prefix": f"optimizer{index}/" if several else "",
-                    "scaler": getattr(trainer.precision_plugin, "scaler", None),
                     **self.options,
                 },
             )

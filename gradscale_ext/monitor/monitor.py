@@ -67,10 +67,7 @@ class GradientMonitor:
         histograms: whether to write histograms.
         updates: whether to compare the parameters with themselves before the step.
         modules: names of modules; only these, what is in them, and totals are charted. None: everything is.
-        top_k: of parameters, only so many are charted in each record, those with the largest norms; modules all are.
         activations: names of modules whose outputs' gradients are charted.
-        scaler: the `torch.amp.GradScaler` by which gradients of activations are unscaled. One whose `step` is called is
-            noticed, and need not be given.
         first_step: number of the optimizer's next step, for a run that goes on.
         prefix: what all tags begin with, if several monitors have one writer.
 
@@ -97,23 +94,20 @@ class GradientMonitor:
         histograms: bool = True,
         updates: bool = True,
         modules: Sequence[str] | None = None,
-        top_k: int | None = None,
         activations: Sequence[str] = (),
-        scaler: torch.amp.GradScaler | None = None,
         first_step: int = 0,
         prefix: str = "",
     ) -> None:
-        _check_types(model, optimizer, writer, scaler)
+        _check_types(model, optimizer, writer)
         optimizer = _with_hooks(optimizer)
         known = {public_name(path): module for path, module in model.named_modules()}
-        self._model, self._optimizer, self._writer, self._scaler = model, optimizer, writer, scaler
+        self._model, self._optimizer, self._writer = model, optimizer, writer
         self._every = _integer("every", every, 1)
         self._first_step = _integer("first_step", first_step, 0)
         self._prefix = prefix
         watched = _known("activations", activations, known)
         self._selection = Selection(
             None if modules is None else tuple(_known("modules", modules, known)),
-            None if top_k is None else _integer("top_k", top_k, 0),
             histograms,
         )
         self._held = _ids(optimizer)
@@ -279,7 +273,7 @@ class GradientMonitor:
     def _record(self, skipped: torch.Tensor | None) -> Record:
         """Of a step that was taken, or that the optimizer itself has `skipped`."""
         scale = getattr(self._optimizer, "grad_scale", None)  # where the optimizer unscales
-        scaler = self._scaler_of_step or self._scaler
+        scaler = self._scaler_of_step
         clippings = self._clip_results.take()
         return Record(
             step=self._first_step + self._taken,
@@ -406,13 +400,12 @@ def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _check_types(model: Any, optimizer: Any, writer: Any, scaler: Any) -> None:
+def _check_types(model: Any, optimizer: Any, writer: Any) -> None:
     writes = writer is None or callable(getattr(writer, "add_scalar", None))
     for argument, value, is_right, expected in (
         ("model", model, isinstance(model, torch.nn.Module), "a torch.nn.Module"),
         ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "a torch.optim.Optimizer"),
         ("writer", writer, writes, "None, or have a method add_scalar(tag, value, step)"),
-        ("scaler", scaler, isinstance(scaler, torch.amp.GradScaler | None), "None or a torch.amp.GradScaler"),
     ):
         if not is_right:
             raise TypeError(f"GradientMonitor: {argument} must be {expected}, but it is of type {type(value).__name__}")
