@@ -116,14 +116,14 @@ def flow_table(operators: Iterable[str]) -> str:
     return "\n\n".join([*blocks, machine])
 
 
-def gradients_table() -> str:
-    """Ours, each other contestant, and how many times longer it takes."""
-    rows, machine = load("gradients")
+def ours_and_others(name: str) -> str:
+    """Ours, each other contestant, and how many times longer it takes; the last run of several is shown."""
+    rows, machine = load(name)
     lines = []
     for what in dict.fromkeys(row["pass"] for row in rows):
         for size, found in contestants_by_row(rows, what).items():
             own, *others = found.items()
-            compared = (f"{name} {row['median_ms']:.2f} ({row['ratio']:.1f}x)" for name, row in others)
+            compared = (f"{other} {row['median_ms']:.2f} ({row['ratio']:.1f}x)" for other, row in others)
             lines.append([f"{what}: {size}", f"{own[1]['median_ms']:.2f}", ", ".join(compared)])
     return table(["ms", "ours", "others"], lines) + "\n\n" + machine
 
@@ -167,7 +167,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "heads": lambda: heads_table("forward+backward", "B 1024, forward + backward, µs"),
     "decode": lambda: heads_table("decode", "601 bins, µs"),
     "matrix": matrix_table,
-    "gradients": gradients_table,
+    "gradients": lambda: ours_and_others("gradients"),
+    "parameters": lambda: ours_and_others("parameters"),
     "monitor": monitor_table,
     "flow": lambda: flow_table(["scale_gradient", "clip_gradient_norm"]),
     "flow, others": lambda: flow_table(["reverse_gradient", "normalize_gradient", "clip_gradient_value"]),
