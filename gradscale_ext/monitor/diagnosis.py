@@ -15,19 +15,19 @@ from .graph import NOTHING, Step, amount, gradient_function, gradients, leaves, 
 from .report import Code, Finding, GradientDiagnosis, finding_of, shortened
 from .tracer import Cut, GradientTracer, Location
 
-#: A gradient is vanishing when its largest element is below this fraction of the largest over all parameters.
+#: Fraction of the largest gradient of all parameters below which one is vanishing.
 VANISHING = 1e-9
-#: And when all of them are below this: the gradient of the loss itself is 1.
+#: Magnitude below which a gradient is vanishing in any case: the gradient of the loss itself is 1.
 ABSOLUTE = 1e-12
-#: A gradient that is this small is about to underflow, in float32 when it is squared, in the next layers as it is.
+#: Magnitude about to underflow in float32, when it is squared or in the next layers.
 UNDERFLOW = 1e-30
 
-#: A layer is noted when at least this part of its units is dead. In a healthy one it may be half of them: where a batch
-#: repeats one sample, every other ReLU is off for all of it at initialisation.
+#: Share of dead units from which a layer gets a note. Half of them may be dead in a healthy layer: at initialisation
+#: every other ReLU is off for all of a batch that repeats one sample.
 DEAD = 0.75
-#: Layers with fewer units reach that by chance.
+#: Number of units below which a layer reaches that share by chance.
 DEAD_UNITS = 16
-#: So do batches with fewer samples: of units that are active for one sample in ten, 43 % are off in a batch of eight.
+#: Number of samples below which it does, too: units active for one sample in ten are all off in 43 % of batches of 8.
 DEAD_SAMPLES = 8
 
 #: Operations whose derivative is zero wherever it exists, by the names of their nodes.
@@ -40,7 +40,7 @@ SATURATING = {
     "Silu", "Elu", "Celu", "LogSigmoid", "Mish", "Atan", "BinaryCrossEntropyWithLogits",
 }  # fmt: skip
 
-#: Operations that only scale or round: a gradient that becomes zero in them has underflowed.
+#: Operations that only scale or round, so that a gradient that becomes zero in them has underflowed.
 SCALING = {"ToCopy", "Mean"}
 
 _PARTIAL_REMEDY = (
@@ -187,7 +187,7 @@ class _Diagnosis:
         self.held = None if optimizers is None else {id(p) for p in held}
         self.named = dict(model.named_parameters())
         kept = list(_unregistered(model))
-        # Tensors that the user keeps himself, beside the model's parameters, may be trained as well.
+        # Tensors that the user keeps beside the model's parameters may be trained as well.
         self.own_leaves = {name: tensor for name, tensor in kept if tensor.is_leaf and tensor.requires_grad}
         self.own_results = {name: tensor for name, tensor in kept if gradient_function(tensor) is not None}
 
@@ -197,7 +197,7 @@ class _Diagnosis:
         self.sizes = {id(p): amount(g).largest for p, g in zip(wanted, found, strict=True)}
         seen = [] if self.flow.is_freed else [p for p in wanted if self.flow.reaches(p)]
         self.arrived = {id(p): self.flow.arrived_near(p) for p in seen}
-        # Optimizers that hold nothing of this model or loss are others': nothing was left out of them by choice.
+        # Optimizers without any tensor of this model or loss belong to others, and leave nothing out by choice.
         known = {id(p) for p in (*self.named.values(), *self.own_leaves.values())}
         self.are_its_optimizers = any(id(p) in known or self.flow.reaches(p) for p in held)
         self.dead_rows = {id(p): _dead_rows(g) for p, g in zip(wanted, found, strict=True) if g is not None}
@@ -206,7 +206,7 @@ class _Diagnosis:
         self.largest_arrived = max(self.arrived.values(), default=0.0)
 
     def findings(self) -> Iterator[Finding]:
-        """One for each parameter that has a fault, and what is to be said of the loss."""
+        """Findings on parameters one by one, and then on the loss as a whole."""
         for name, parameter in self.named.items():
             if torch.nn.parameter.is_lazy(parameter) or parameter.numel():
                 for finding in self._of_parameter(name, parameter):
@@ -241,11 +241,11 @@ class _Diagnosis:
             yield from self._not_in_optimizer(name, parameter)
 
     def _vanishes(self, parameter: torch.Tensor, size: float, arrived: float) -> bool:
-        # What arrives is looked at because a gradient also is small where large ones cancel.
+        # Large gradients that cancel give a small one too, so the gradients that arrive count as well.
         return self.sizes[id(parameter)] < size and self.arrived.get(id(parameter), math.inf) < arrived
 
     def _is_left_out(self, parameter: torch.Tensor) -> bool:
-        """Whether the optimizers leave it out: not to train it here is a choice, as with one that is frozen."""
+        """Whether the optimizers leave a parameter out, by choice as with a frozen one."""
         return self.held is not None and id(parameter) not in self.held and self.are_its_optimizers
 
     # ---- By itself --------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class _Diagnosis:
 
     def _non_leaf(self, name: str, result: torch.Tensor) -> Iterator[Finding]:
         if self._line(gradient_function(result)) is not None:
-            return  # It was made in the forward pass that the tracer watched.
+            return  # made in the forward pass that the tracer watched
         ends = {id(leaf) for leaf in leaves(walk(result.grad_fn))}
         registered = {id(parameter) for parameter in self.named.values()}
         if ends and not ends & registered and not ends <= (self.held or set()):
@@ -275,7 +275,7 @@ class _Diagnosis:
     # ---- Cut off ----------------------------------------------------------------------------------------------------
 
     def _unreached(self, name: str, parameter: torch.Tensor) -> Finding:
-        """The loss has no gradient for it at all."""
+        """Explain why the loss sends no gradient to a parameter."""
         about_loss = ""
         if self.loss.grad_fn is None and self.loss.requires_grad and id(self.loss) not in self.reached:
             about_loss = (
@@ -308,10 +308,10 @@ class _Diagnosis:
         return finding_of("disconnected", name, f"it was used, but nothing made of it enters the loss{about_loss}")
 
     def _partial_cuts(self) -> Iterator[Finding]:
-        """The cuts that gradients would come back through, if they did not come on other paths alone."""
+        """Note cuts on one path to parameters that gradients reach on others."""
         if self.tracer is None:
             return
-        # What a module keeps of earlier values, in running statistics or the weights of a target network.
+        # Running statistics and weights of a target network keep earlier values, whose cuts are meant.
         own = [t for t in (*self.named.values(), *self.model.buffers()) if not torch.nn.parameter.is_lazy(t)]
         kept = {cut for tensor in own for cut in self.tracer.cuts(tensor)}
         leaves = {name: leaf for name, leaf in (self.named | self.own_leaves).items() if id(leaf) in self.reached}
@@ -361,7 +361,7 @@ class _Diagnosis:
         return finding_of(code, name, _CAUSE_OF_LOSS[code].format(names), self._line(*(loss.node for loss in filled)))
 
     def _dead_units(self, name: str, parameter: torch.Tensor) -> Iterator[Finding]:
-        """Most rows of a weight get no gradient, as ReLUs, or clamps, let none through."""
+        """Note that most rows of a weight get no gradient, because ReLUs or clamps let none through."""
         rows = self.dead_rows.get(id(parameter))
         if rows is None or len(rows) < DEAD_UNITS or rows.sum() < DEAD * len(rows):
             return
@@ -376,11 +376,11 @@ class _Diagnosis:
             yield finding_of("all_zero", name, cause, line, remedy=_DEAD_REMEDY, is_note=True)
 
     def _is_about_to_move(self, factor: torch.Tensor) -> bool:
-        """Whether a factor is a parameter that is zero, but will not be after the first step."""
+        """Whether a factor is a parameter that is zero now, but not after the first step."""
         return self.sizes.get(id(factor), 0.0) != 0 and not factor.any()
 
     def _line(self, *nodes: Node | None) -> Location | None:
-        """Of the first of the nodes that the tracer saw being made."""
+        """The line that made the first of the nodes that the tracer saw."""
         if self.tracer is None:
             return None
         lines = (self.tracer.location(node) for node in nodes if node is not None)
@@ -396,7 +396,7 @@ _CAUSE_OF_LOSS = {
 
 
 def _place(cut: Cut) -> tuple[Any, ...]:
-    """What the cuts of one call, or of one block where gradients are off, have in common."""
+    """Key shared by the cuts of one call, or of one block where gradients are off."""
     return (cut.kind, cut.entered) if cut.kind == "no_grad" else (cut.kind, cut.call, cut.location)
 
 
@@ -405,7 +405,7 @@ def _result_of(cut: Cut) -> str:
 
 
 def _of_left_out(finding: Finding) -> Finding:
-    """The same of a parameter that is not trained here."""
+    """The finding as a note, for a parameter that is not trained here."""
     if finding.code == "nonfinite" or finding.is_note:
         return finding
     more = "" if finding.code == "not_in_optimizer" else "; no optimizer holds it"
@@ -413,7 +413,7 @@ def _of_left_out(finding: Finding) -> Finding:
 
 
 def _dead_rows(gradient: torch.Tensor) -> torch.Tensor | None:
-    """The rows of the gradient of a matrix that are zero; sharded and sparse ones are left alone."""
+    """Whether each row of a matrix's gradient is zero; None for vectors, sharded and sparse gradients."""
     is_plain = type(gradient) in (torch.Tensor, torch.nn.Parameter) and gradient.layout == torch.strided
     return gradient.detach().flatten(1).eq(0).all(1) if is_plain and gradient.dim() > 1 else None
 
@@ -437,7 +437,7 @@ def _code_of_loss(loss: Step) -> Code:
 
 
 def _is_scaled(loss: Step) -> bool:
-    """Whether the operand was multiplied or divided by a constant that is zero nowhere."""
+    """Whether the operand was multiplied or divided by a constant without zeros."""
     if operation(loss.node) not in ("Mul", "Div") or any(n for n, _ in loss.node.next_functions[1:]):
         return False
     factor = getattr(loss.node, "_saved_other", None)
@@ -445,7 +445,7 @@ def _is_scaled(loss: Step) -> bool:
 
 
 def _unregistered(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers, and tensors that modules keep as attributes, in lists and dicts too, with their paths."""
+    """Buffers, and tensors in modules' attributes, also in lists and dicts, with their paths."""
     known = {id(registered) for registered in (*model.parameters(), *model.modules())}
 
     def search(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

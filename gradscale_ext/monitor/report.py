@@ -1,4 +1,4 @@
-"""Findings of a diagnosis, what to do about each, and how they are shown."""
+"""Findings of a diagnosis, their remedies, and how they are shown."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Finding:
 
     code: Code
     parameter: str
-    """Its name in the model; "loss" for what is said of the loss as a whole."""
+    """Name in the model; "loss" for a finding about the loss as a whole."""
     cause: str
     remedy: str
     location: str | None = None
-    """File and line of the user's code, "train.py:12", where they are known."""
+    """File and line of the user's code, such as "train.py:12", where known."""
     source: str | None = None
-    """The text of that line."""
+    """Text of that line."""
     is_note: bool = False
-    """Nothing is wrong with it, as far as can be seen."""
+    """Whether nothing may be wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class GradientDiagnosis:
 
     findings: list[Finding]
     num_parameters: int
-    """How many the model has."""
+    """Number of the model's parameters."""
 
     @property
     def ok(self) -> bool:
-        """Whether there are no findings but notes."""
+        """Whether all findings are notes."""
         return all(finding.is_note for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """The findings as plain values, for JSON."""
         findings = [asdict(finding) for finding in self.findings]
         return {"ok": self.ok, "num_parameters": self.num_parameters, "findings": findings}
 
@@ -89,7 +89,7 @@ class GradientDiagnosis:
         return f"{self._summary()}\n\n{table(headers, rows)}\n\nWhat to do:\n{listing}"
 
     def __rich__(self) -> Any:
-        """The same as a table of rich."""
+        """The report as a table of rich."""
         import rich.table
         import rich.text
 
@@ -110,7 +110,7 @@ class GradientDiagnosis:
         return f"{what} on {tensors}; the model has {self.num_parameters} parameters."
 
     def _groups(self) -> Iterator[tuple[list[str], Finding]]:
-        """The parameters that share a code, cause and location, with one of their findings."""
+        """Parameters with the same code, cause, location and remedy, and the first of their findings."""
         groups: dict[tuple[Any, ...], list[Finding]] = {}
         for finding in self.findings:
             groups.setdefault((finding.code, finding.cause, finding.location, finding.remedy), []).append(finding)
@@ -123,7 +123,7 @@ def _title(finding: Finding) -> str:
 
 
 def shortened(names: list[str], limit: int = 8) -> list[str]:
-    """At most `limit` lines: the first names, and how many there are beyond them."""
+    """At most `limit` entries: the first names, and the number of the others."""
     return names if len(names) <= limit else [*names[: limit - 1], f"... and {len(names) - limit + 1} more"]
 
 
