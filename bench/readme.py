@@ -43,7 +43,7 @@ def contestants_by_row(rows: list[dict[str, Any]], wanted: str) -> dict[str, dic
 
 
 def cells(found: dict[str, dict[str, Any]], microseconds: bool = False) -> list[str]:
-    """Times of ours, of the compiler and of eager mode, and the ratios of the latter to ours."""
+    """Times of our loss, the compiled one and the eager one, and the ratios of the others to ours."""
     medians = [found[name]["median_ms"] for name in ("fused", "torch.compile", "eager")]
     times = [f"{1e3 * median:.1f}" if microseconds else f"{median:.3f}" for median in medians]
     return [*times, *(f"{found[name]['ratio']:.1f}x" for name in ("torch.compile", "eager"))]
@@ -117,7 +117,7 @@ def flow_table(operators: Iterable[str]) -> str:
 
 
 def ours_and_others(name: str) -> str:
-    """Ours, each other contestant, and how many times longer it takes; the last run of several is shown."""
+    """Times of ours, of each other contestant, and their ratio; the last run of several is shown."""
     rows, machine = load(name)
     lines = []
     for what in dict.fromkeys(row["pass"] for row in rows):
@@ -129,7 +129,7 @@ def ours_and_others(name: str) -> str:
 
 
 def monitor_table() -> str:
-    """A training step, and what is added to it; "usual way" is compared with a loop of its own run."""
+    """Time of a training step, and the costs of watching it, each against the loop of its own run."""
     rows, machine = load("monitor")
     watched = ["every=100", "every=1, histograms", "usual way"]
     lines = []

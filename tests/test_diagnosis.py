@@ -1,4 +1,4 @@
-"""What `diagnose_gradients` says of models with exactly one fault, with several, and with none; and what it leaves."""
+"""Diagnoses of models with exactly one fault, with several, and with none; and nothing else changes."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def norms(model):
 
 
 def value(watching, tag):
-    """The only one."""
+    """The only value of a tag."""
     [(_, found)] = watching.history[tag]
     return found
 
@@ -704,7 +704,7 @@ def test_several_monitors_optimizers_and_scalers():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_skipped_steps_wait_for_nothing_more(fused):
-    """Than the scaler does."""
+    """A monitor waits no more than the scaler does."""
     counts = []
     for watched in (False, True):
         model = network()
@@ -849,7 +849,7 @@ def test_a_picture_of_a_history_that_was_thinned_to_skipped_steps(monkeypatch):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As Accelerate's: of the right class, but without what that class sets up."""
+    """Wrappers such as Accelerate's are of the right class, but without its attributes."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -942,7 +942,7 @@ def test_schedulers_and_loaded_states():
 
 
 def test_copies_of_a_watched_model_and_optimizer_are_not_watched():
-    """Nor do they hold the monitor, and its writer, which nobody can copy."""
+    """Copies do not hold the monitor and its writer, which nobody can copy."""
     writer = Writer()
     writer.lock = threading.Lock()
     model = network()
@@ -1128,7 +1128,7 @@ def test_complex_and_sparse_gradients():
 
 @pytest.fixture
 def mesh():
-    """Of one process, whose group other tests may have left."""
+    """A mesh of one process, whose group other tests may have left."""
     is_ours = not torch.distributed.is_initialized()
     if is_ours:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -1156,7 +1156,7 @@ def test_sharded_parameters(mesh, every):
 
 
 def test_a_model_with_named_parameters_of_its_own():
-    """As TorchRL's `LossModule`, whose method takes fewer arguments than that of `nn.Module`."""
+    """The method of TorchRL's `LossModule` takes fewer arguments than that of `nn.Module`."""
 
     class Loss(nn.Module):
         def __init__(self):
@@ -1365,7 +1365,7 @@ def test_layers_of_a_picture_are_few():
 
 @pytest.fixture
 def lightning(monkeypatch):
-    """What Lightning calls, without Lightning."""
+    """A stand-in for Lightning, with all that the callback uses."""
 
     class Callback:
         pass

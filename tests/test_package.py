@@ -77,7 +77,7 @@ def test_a_source_folder_that_shadows_the_package_is_explained(tmp_path):
 
 
 def test_an_extension_that_does_not_load_is_explained(tmp_path):
-    """As after an upgrade of PyTorch, when the symbols that the extension needs are gone."""
+    """After an upgrade of PyTorch, the symbols that the extension needs are gone."""
     package = tmp_path / "gradscale_ext"
     package.mkdir()
     for file in Path(gs.__path__[0]).glob("*.py"):
