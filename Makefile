@@ -95,6 +95,7 @@ bench: $(VENV)/installed
 	$(BIN)/python bench/heads.py --json bench/results/heads.json
 	$(BIN)/python bench/flow.py --json bench/results/flow.json
 	$(BIN)/python bench/gradients.py --json bench/results/gradients.json
+	$(BIN)/python bench/parameters.py --json bench/results/parameters.json
 	$(BIN)/python bench/monitor.py --json bench/results/monitor.json
 	$(BIN)/python bench/plot.py
 	$(BIN)/python bench/readme.py

@@ -24,10 +24,10 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).resolve().parent
-# Where installers put it without telling PATH.
+# Folders that installers of CUDA use without adding them to PATH.
 NVCC_FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda-{major}/bin", "/opt/cuda/bin")
 NVCC_FLAGS = ["-O3"]
-MEMORY_PER_JOB = 2 << 30  # bytes: what nvcc, or a C++ compiler with PyTorch's headers, takes at most
+MEMORY_PER_JOB = 2 << 30  # bytes, the most that nvcc or a C++ compiler takes for PyTorch's headers
 
 
 def say(message: str) -> None:
@@ -81,7 +81,7 @@ def find_compiler() -> str:
 
 
 class NoCudaError(Exception):
-    """Why CUDA cannot be compiled for, and the way out: the rest of a sentence."""
+    """Reason why CUDA cannot be compiled for, and the way out, as the rest of a sentence."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Toolkit:
 
 
 def asks_for(variable: str) -> bool:
-    """Whether a switch of ours is on."""
+    """Whether an environment variable of this file is 1."""
     value = os.environ.get(variable, "")
     if value not in ("", "0", "1"):
         raise SystemExit(f"gradscale_ext: {variable} is {value!r}; expected 1 or 0.")
@@ -102,7 +102,7 @@ def asks_for(variable: str) -> bool:
 
 
 def output_of(command: list[str]) -> str:
-    """What a tool of CUDA's prints, on either stream."""
+    """Text that a CUDA tool prints, on either stream."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     except OSError as error:
@@ -113,7 +113,7 @@ def output_of(command: list[str]) -> str:
 
 
 def how_to_get_nvcc(cuda: str) -> str:
-    """What to install for a PyTorch that is built for this CUDA version. For CUDA 12, pip has no nvcc."""
+    """Instructions to install nvcc of this CUDA version. For CUDA 12, pip has none."""
     major = cuda.split(".")[0]
     packages = [f"'nvidia-{name}=={cuda}.*'" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-cccl")]
     from_pip = f" or `python -m pip install {' '.join(packages)}`" if int(major) >= 13 else ""
@@ -135,7 +135,7 @@ def places_of_nvcc(major: str) -> list[Path]:
 
 
 def nvcc_itself(found: str) -> Path:
-    """What is on PATH may be a link or a script; nvcc says from where it works."""
+    """The compiler behind a link or script on PATH, as nvcc itself reports it."""
     text = output_of([found, "--dryrun", "-x", "cu", "-E", os.devnull])
     folder = re.search(r"_HERE_=(.*)", text)
     return Path(folder[1].strip(), "nvcc") if folder else Path(found).resolve()
@@ -194,8 +194,8 @@ OLDEST_NVCC = (12, 1)
 def choose_architectures(torch, toolkit: Toolkit) -> str:  # type: ignore[no-untyped-def]
     """TORCH_CUDA_ARCH_LIST for the GPUs that are present, or else for those that PyTorch itself is compiled for.
 
-    The newest also as PTX, which later GPUs compile when the program runs. A GPU that this nvcc does not know yet gets
-    the newest code of PyTorch's that it can run.
+    PTX is added for the newest, so that later GPUs can compile it when the program runs. A GPU that this nvcc does not
+    know yet gets the newest code of PyTorch's that it can run.
     """
     known = re.findall(r"^sm_(\d+)$", output_of([str(toolkit.nvcc), "--list-gpu-code"]), re.MULTILINE)
     flags = torch.cuda.get_arch_list() or torch._C._cuda_getArchFlags().split()  # the former is empty without a GPU
@@ -219,7 +219,7 @@ def choose_architectures(torch, toolkit: Toolkit) -> str:  # type: ignore[no-unt
 
 
 def find_cuda(torch) -> tuple[Toolkit | None, str]:  # type: ignore[no-untyped-def]
-    """What to compile CUDA sources with, or None and why not. Leaves in the environment what PyTorch's helper reads."""
+    """The toolkit, or None and the reason. Sets the environment variables that PyTorch's build helper reads."""
     no_cuda, force_cuda = asks_for("GRADSCALE_NO_CUDA"), asks_for("GRADSCALE_FORCE_CUDA")
     if no_cuda and force_cuda:
         raise SystemExit(
@@ -243,7 +243,7 @@ def find_cuda(torch) -> tuple[Toolkit | None, str]:  # type: ignore[no-untyped-d
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may use, as Linux and its control groups say; None where nothing says so."""
+    """Bytes that Linux and its control groups let this process use; None where they set no limit."""
     limits = []
     meminfo = root / "proc/meminfo"
     if meminfo.exists() and (found := re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)):
@@ -260,12 +260,12 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 
 def choose_jobs(processors: int, memory: int | None) -> int:
-    """How many compilers to run at once."""
+    """Number of compilers to run at once."""
     return max(1, processors if memory is None else min(processors, memory // MEMORY_PER_JOB))
 
 
 def processors() -> int:
-    """How many processors this process may use."""
+    """Number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -294,7 +294,7 @@ def find_sources(pattern: str) -> list[str]:
 
 
 def link_cuda_runtime(extension, major: str) -> None:  # type: ignore[no-untyped-def]
-    """Name the CUDA runtime's file where -lcudart finds none: pip brings libcudart.so.13, but no libcudart.so."""
+    """Name the file of the CUDA runtime where -lcudart finds none: pip brings libcudart.so.13, but no libcudart.so."""
     folders = [Path(folder) for folder in extension.library_dirs]
     if any((folder / "libcudart.so").exists() for folder in folders):
         return
@@ -306,7 +306,7 @@ def link_cuda_runtime(extension, major: str) -> None:  # type: ignore[no-untyped
 
 
 def extension(torch, toolkit: Toolkit | None, cpp_extension):  # type: ignore[no-untyped-def]
-    """The extension module with everything it is compiled from."""
+    """The extension module with its sources and flags."""
     flags, link_flags = compile_arguments()
     macros = [
         ("GRADSCALE_TORCH_VERSION", f'"{torch.__version__}"'),
@@ -327,7 +327,7 @@ def extension(torch, toolkit: Toolkit | None, cpp_extension):  # type: ignore[no
 
 
 def record(torch, toolkit: Toolkit | None, reason: str, cpp_extension) -> str:  # type: ignore[no-untyped-def]
-    """The text of _build.py."""
+    """Text of _build.py."""
     options = cpp_extension._get_cuda_arch_flags() if toolkit else []
     codes = [option.split(",code=")[1] for option in options]
     codes.sort(key=lambda code: (code.startswith("compute_"), int(re.findall(r"\d+", code)[0])))
@@ -349,7 +349,7 @@ def build_command(text: str, cpp_extension):  # type: ignore[no-untyped-def]
             self._build_py().write_text(text)
 
         def build_extensions(self) -> None:
-            # operator.cpp and operator.cu, side by side, would both become operator.o.
+            # Both operator.cpp and operator.cu, side by side, would become operator.o.
             name_objects = self.compiler.object_filenames
 
             def object_filenames(sources, *args, **kwargs):  # type: ignore[no-untyped-def]

@@ -40,7 +40,7 @@ def normalize_per_sample(gradient: Tensor) -> Tensor:
     return gradient / norm.clamp(min=1e-12).view(-1, *[1] * (gradient.dim() - 1))
 
 
-# By operator: ours, and the same change of a gradient as one writes it by hand.
+# Our operators, each with the same change of a gradient written by hand.
 OPERATORS: dict[str, tuple[Change, Change]] = {
     "scale_gradient": (lambda x: gs.scale_gradient(x, 0.5), lambda g: g * 0.5),
     "reverse_gradient": (lambda x: gs.reverse_gradient(x), lambda g: -g),
@@ -92,7 +92,7 @@ def ways(operator: str) -> dict[str, Change]:
 
 
 def detection() -> dict[str, Callable[[], object]]:
-    """What a call pays in eager mode to know its context: asked once in Python, and once in C++."""
+    """Cost of asking for the context in eager mode, once in Python and once in C++."""
     return {"detection of the context": lambda: (_context.is_eager(), is_ordinary()), "nothing": lambda: None}
 
 
@@ -109,7 +109,7 @@ def main() -> None:
         for label, shape in SHAPES.items():
             torch._dynamo.reset()
             x = torch.randn(shape, requires_grad=True)
-            y = x * 1  # not a leaf: what stands in the middle of a network
+            y = x * 1  # no leaf, as in the middle of a network
             incoming = torch.randn(shape)
             buffer = torch.randn(shape)
 

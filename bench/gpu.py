@@ -4,12 +4,12 @@
     python bench/gpu.py --cpu-smoke                    # the same code on tiny sizes of the CPU; figures mean nothing
 
 Eager PyTorch, the compiler in its default mode and ours are also captured in CUDA graphs; the compiler's modes
-max-autotune and reduce-overhead capture their own. Times are between events on the GPU, over calls that follow each
-other: of a call that launches slower than the GPU works, the time is that of launching.
+max-autotune and reduce-overhead capture their own. Times are taken between events on the GPU, over consecutive calls;
+where launching is slower than the GPU, they are times of launching.
 
-Inputs are rotated over so many copies that together the bytes moved are three times the L2 cache (12 copies at most,
-and one where that is enough). Of the two main sizes there are rows of "one set" too: there what the last call left in
-the cache is read again, as a loss reads what a network has just written.
+Inputs are rotated over as many copies, at most 12, as together move three times the L2 cache. The two main sizes also
+have rows of "one set", whose calls find the last one's data in the cache, as a loss finds what a network has just
+written.
 
 Bytes that must move, for GB/s:
 
@@ -21,8 +21,8 @@ Bytes that must move, for GB/s:
 
 "device copy" copies half as many bytes: as many are read and written.
 
-Groups are measured in the order of their weight and written one by one. What does not fit into --minutes is left out,
-the compiler first, and named.
+Groups are measured in the order of their weight and written one by one. Groups that do not fit into --minutes are left
+out, the compiler first, and named.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ START_OF_WORK = re.compile(r"cu(da)?(LaunchKernel|GraphLaunch|Memcpy.*Async|Mems
 
 @dataclass
 class Bench:
-    """Where and how long to measure, and what was."""
+    """Device and time to measure on, and the rows so far."""
 
     device: torch.device
     path: Path | None
@@ -102,7 +102,7 @@ class Bench:
 
 
 def sets_of(bench: Bench, moved: float) -> int:
-    """Over how many copies of the inputs calls that move so many bytes are rotated."""
+    """Number of copies of the inputs to rotate for calls that move so many bytes."""
     cache = torch.cuda.get_device_properties().L2_cache_size if bench.on_gpu else 0
     return max(1, min(12, math.ceil(3 * cache / moved)))
 
@@ -113,7 +113,7 @@ def rotated(calls: Sequence[Call]) -> Call:
 
 
 def captured(call: Call) -> Call:
-    """The call in a CUDA graph, with its memory."""
+    """Capture a call in a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -124,14 +124,14 @@ def captured(call: Call) -> Call:
     with torch.cuda.graph(graph):
         result = call()
 
-    def replay(result: object = result) -> None:  # what it writes to is kept with it
+    def replay(result: object = result) -> None:  # keeps the graph's outputs alive
         graph.replay()
 
     return replay
 
 
 def step_begins(call: Call) -> Call:
-    """For modes of the compiler that replay graphs of their own: the last step's results are not needed any more."""
+    """Tell compiler modes with graphs of their own that the last step's results may be overwritten."""
 
     def run() -> object:
         torch.compiler.cudagraph_mark_step_begin()
@@ -151,7 +151,7 @@ def device_copy(bench: Bench, byte_count: float, sets: int) -> Call:
 
 
 def launches_of(call: Call) -> dict[str, int]:
-    """How often a call starts work on the GPU, and how many kernels, copies and fillings the GPU did."""
+    """Launches of a call, and the kernels, copies and fillings that the GPU ran."""
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -164,7 +164,7 @@ def launches_of(call: Call) -> dict[str, int]:
 
 
 def peak_mb(call: Call) -> float:
-    """Most memory that a call holds above what was held before; that of a graph is its own from the beginning."""
+    """Most memory that a call holds above what was held before."""
     call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -174,7 +174,7 @@ def peak_mb(call: Call) -> float:
 
 
 def measure(bench: Bench, label: dict[str, Any], calls: dict[str, Call], moved: float, ours: str) -> None:
-    """One row for each contestant, shown and kept."""
+    """Show and keep one row for each contestant."""
     timed = harness.gpu_time if bench.on_gpu else harness.wall_time
     statistics = harness.measure(calls, bench.seconds, timed, turn=2e-3)
     copied = statistics.get("device copy", {}).get("median_ms")
@@ -205,7 +205,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def forget() -> None:
-    """What a group left: compiled code, its graphs and memory."""
+    """Drop the compiled code, graphs and memory of a group."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -216,7 +216,7 @@ def forget() -> None:
 
 
 def make_inputs(bench: Bench, size: Size, dtype: torch.dtype, seed: int) -> multi_step.Inputs:
-    """As in loss.py, made on the GPU."""
+    """Inputs of loss.py, made on the GPU."""
     batch, unroll_steps, num_bins, actions = size
     generator = torch.Generator(bench.device).manual_seed(seed)
     steps = range(unroll_steps + 1)
@@ -262,7 +262,7 @@ def loss_group(
     eager: bool = True,
     warm: bool = False,
 ) -> None:
-    """`modes` of the compiler; "default" is captured in a graph too. `warm`: one set of inputs as well."""
+    """Measure a loss in `modes` of the compiler, "default" in a graph too; `warm` adds one set of inputs."""
     name = "B {} K {} S {} A {}".format(*size)
     forget()
     first = make_inputs(bench, size, dtype, 0)
@@ -442,7 +442,7 @@ def statistics_group(bench: Bench, count: int, width: int) -> None:
 
 
 def copies(bench: Bench, sizes: Sequence[int]) -> None:
-    """What the memory of this GPU does at best."""
+    """Measure the best bandwidth of this GPU's memory."""
     for size in sizes:
         if bench.fits(2 * size, f"copy of {size / 1e6:.0f} MB"):
             sets = sets_of(bench, size)
@@ -452,7 +452,7 @@ def copies(bench: Bench, sizes: Sequence[int]) -> None:
 
 
 def groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]]:
-    """Name, seconds without which it is not begun, and the group; those that weigh most come first."""
+    """Groups in order of weight: name, least seconds left to begin, and function."""
     main, large = functools.partial(loss_group, bench), functools.partial(loss_group, bench)
     modes = ("default", "reduce-overhead", "max-autotune")
     yield "copies", 5, lambda: copies(bench, [16 * 10**6, 256 * 10**6, 10**9, 4 * 10**9])
@@ -500,7 +500,7 @@ def smoke_groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]
 
 
 def bytes_needed(name: str) -> float:
-    """Of a loss in eager mode, some 25 times its logits; ours alone, seven."""
+    """Memory of a loss: some 25 times its logits in eager mode, seven for ours alone."""
     found = re.search(r"\((\d+), (\d+), (\d+), (\d+)\)", name)
     if found is None:
         return 0.0
@@ -521,7 +521,7 @@ def main() -> int:
     device = torch.device("cpu" if options.cpu_smoke else "cuda")
     path = None
     if device.type == "cuda":
-        os.environ.setdefault("TEARDOWN_CUPTI", "1")  # a profiler that stayed would make all later launches slower
+        os.environ.setdefault("TEARDOWN_CUPTI", "1")  # a profiler left running slows all later launches
         torch.cuda.init()
         torch._dynamo.config.recompile_limit = 64
     if options.results is not None:

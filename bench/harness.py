@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing of several contestants in one run, peak memory, tables and JSON."""
+"""Tools of the benchmarks: timing of several contestants in one run, peak memory, tables and JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 
 def gpu() -> dict[str, str]:
-    """Name and software of the current GPU; nothing where no program has begun to use one."""
+    """Name and software of the current GPU; empty where this process has not used one."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return {}
     properties = torch.cuda.get_device_properties()
@@ -61,7 +61,7 @@ def _driver_of_nvidia_smi() -> str:
 
 
 def machine() -> dict[str, str]:
-    """What a figure must be read with."""
+    """Hardware and software behind the figures."""
     cpu = platform.processor() or platform.machine()
     information = Path("/proc/cpuinfo")
     if information.exists():
@@ -79,7 +79,7 @@ def machine() -> dict[str, str]:
 
 
 def wall_time(function: Callable[[], object], repeats: int) -> float:
-    """Seconds that so many calls take on the CPU."""
+    """Seconds of so many calls on the CPU."""
     start = time.perf_counter()
     for _ in range(repeats):
         function()
@@ -87,9 +87,9 @@ def wall_time(function: Callable[[], object], repeats: int) -> float:
 
 
 def gpu_time(function: Callable[[], object], repeats: int) -> float:
-    """Seconds from the start of the first of so many calls to the end of the last as the GPU sees them.
+    """Seconds from the start of the first of so many calls to the end of the last on the GPU.
 
-    Where the CPU is slower in launching than the GPU in working, that is the CPU's time.
+    They include waiting for the CPU where it launches more slowly than the GPU works.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -106,7 +106,7 @@ def measure(
     timed: Callable[[Callable[[], object], int], float] = wall_time,
     turn: float = 100e-6,
 ) -> dict[str, dict[str, float]]:
-    """Median, 20th and 80th percentile in ms of what `turns` measures."""
+    """Median, 20th and 80th percentile in ms of `turns`."""
     return {name: summary(values) for name, values in turns(contestants, seconds, timed, turn).items()}
 
 
@@ -118,8 +118,7 @@ def turns(
 ) -> dict[str, list[float]]:
     """Seconds of calls. Contestants take turns, so that a slow spell of the machine meets all.
 
-    A call is repeated until its turn takes `turn` seconds: what is measured is the call, not the caches that others
-    left cold.
+    Calls are repeated until a turn takes `turn` seconds, so that caches left cold by others hardly count.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     repeats = {name: _calls_in(turn, function, timed) for name, function in contestants.items()}
@@ -129,7 +128,7 @@ def turns(
     rounds = 0
     shuffled = random.Random(0)
     while (time.perf_counter() < end or rounds < 5) and rounds < 3000:
-        # In another order every time: who comes after one that fills the caches starts cold.
+        # The order changes every time, because whoever follows one that fills the caches starts cold.
         for name in shuffled.sample(list(contestants), len(contestants)):
             times[name].append(timed(contestants[name], repeats[name]) / repeats[name])
         rounds += 1
@@ -140,7 +139,7 @@ def turns(
 def _calls_in(
     seconds: float, function: Callable[[], object], timed: Callable[[Callable[[], object], int], float]
 ) -> int:
-    """How many calls, 1 to 100, take about so long; warms up on the way."""
+    """Number of calls, 1 to 100, that take about so long; the contestant is warm afterwards."""
     fastest = min(timed(function, 1) for _ in range(5))
     return max(1, min(100, round(seconds / fastest)))
 
@@ -153,7 +152,7 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """The profiler's own library writes lines to the file descriptor itself."""
+    """Silence the file descriptor, which the profiler's own library writes to."""
     sys.stderr.flush()
     saved = os.dup(2)
     with open(os.devnull, "w") as nowhere:
@@ -166,7 +165,7 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 def peak_extra_bytes(function: Callable[[], object]) -> int:
-    """Most bytes that PyTorch's CPU allocator held at once during a call, above what it held before."""
+    """Most bytes that PyTorch's CPU allocator held during a call, above those held before."""
     function()
     gc.collect()
     with _quiet_stderr(), torch.profiler.profile(profile_memory=True) as profile:

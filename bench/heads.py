@@ -28,7 +28,7 @@ Case = tuple[gs.heads.Head, torch.Tensor, torch.Tensor | None, Callable[..., tor
 
 
 def cases() -> dict[str, Case]:
-    """By name the head, a prediction, its target, and the usual loss of both."""
+    """Heads by name, each with a prediction, its target, and the usual loss of both."""
     generator = torch.Generator().manual_seed(0)
     normal = functools.partial(torch.randn, generator=generator)
     bins, few, many, vector = normal(BATCH, 601), normal(BATCH, 18), normal(BATCH, 362), normal(BATCH, 512)

@@ -25,11 +25,11 @@ Tensors = list[torch.Tensor]
 Inputs = tuple[dict[str, Tensors], dict[str, Tensors], torch.Tensor]
 Loss = Callable[..., torch.Tensor]
 
-#: B, K, S, A at which the batch grows.
+#: Sizes (B, K, S, A) with a growing batch.
 GROWTH = [(batch, 5, 601, 18) for batch in (1, 8, 64, 256, 1024, 4096)]
-#: LightZero's board games, MuZero's Go and chess, CartPole.
+#: Sizes of LightZero's board games, MuZero's Go and chess, CartPole.
 MUZERO = [(64, 5, 601, 6), (1024, 5, 601, 362), (2048, 5, 601, 82), (256, 5, 601, 4672), (256, 5, 21, 2)]
-#: With one thread, and in bf16.
+#: Sizes for one thread, and for bf16.
 MAIN = [(64, 5, 601, 6), (256, 5, 601, 18), (1024, 5, 601, 362)]
 
 
@@ -188,7 +188,7 @@ def leaves_of(predictions: dict[str, Any]) -> Tensors:
 
 
 def check_same(functions: dict[str, Loss], inputs: Inputs) -> None:
-    """Contestants that differ in value or gradient are not compared."""
+    """Raise where contestants differ in value or gradient."""
     leaves = leaves_of(inputs[0])
     half = leaves[0].dtype != torch.float32
     expected = None

@@ -1,12 +1,12 @@
-"""What it costs a training step to have its gradients watched.
+"""The cost of watching gradients, in a training step.
 
     python bench/monitor.py --json bench/results/monitor.json --seconds 60
 
-Each contestant trains a copy of the same model with Adam, on the same batch, in turns. "usual way" is what one writes
-by hand: `param.grad.norm().item()` and `add_histogram` for each parameter, at every step; it has a run of its own,
-beside a loop without anything, as the memory that it takes and gives back slows down whoever comes after it. Steps end
-when the writer's thread is done, which would go on in somebody else's turn. A step that `every=100` does not record is
-measured by itself; its figure has 99 of them and one that is recorded, which is a step of `every=1`.
+Contestants each train a copy of the same model with Adam, on the same batch, in turns. "usual way" is written by hand:
+`param.grad.norm().item()` and `add_histogram` for each parameter, at every step. It has a run of its own, beside a loop
+without anything, as the memory that it takes and gives back slows down whoever comes after it. A step ends when the
+writer's thread is done, which would go on in somebody else's turn. The figure of `every=100` is that of 99 steps that
+are not recorded, and one that is, as in `every=1`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def one_round(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, l
 
 
 def measured(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, dict[str, float]]:
-    """Of several rounds, each with models of its own: where they lie in memory makes a percent too.
+    """Times of several rounds, each with models of its own, whose place in memory makes a percent too.
 
     The cost is the median of the ratios of steps in the same turn, which slow spells of the machine change least.
     """

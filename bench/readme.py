@@ -43,7 +43,7 @@ def contestants_by_row(rows: list[dict[str, Any]], wanted: str) -> dict[str, dic
 
 
 def cells(found: dict[str, dict[str, Any]], microseconds: bool = False) -> list[str]:
-    """Times of ours, of the compiler and of eager mode, and the ratios of the latter to ours."""
+    """Times of our loss, the compiled one and the eager one, and the ratios of the others to ours."""
     medians = [found[name]["median_ms"] for name in ("fused", "torch.compile", "eager")]
     times = [f"{1e3 * median:.1f}" if microseconds else f"{median:.3f}" for median in medians]
     return [*times, *(f"{found[name]['ratio']:.1f}x" for name in ("torch.compile", "eager"))]
@@ -116,20 +116,20 @@ def flow_table(operators: Iterable[str]) -> str:
     return "\n\n".join([*blocks, machine])
 
 
-def gradients_table() -> str:
-    """Ours, each other contestant, and how many times longer it takes."""
-    rows, machine = load("gradients")
+def ours_and_others(name: str) -> str:
+    """Times of ours, of each other contestant, and their ratio; the last run of several is shown."""
+    rows, machine = load(name)
     lines = []
     for what in dict.fromkeys(row["pass"] for row in rows):
         for size, found in contestants_by_row(rows, what).items():
             own, *others = found.items()
-            compared = (f"{name} {row['median_ms']:.2f} ({row['ratio']:.1f}x)" for name, row in others)
+            compared = (f"{other} {row['median_ms']:.2f} ({row['ratio']:.1f}x)" for other, row in others)
             lines.append([f"{what}: {size}", f"{own[1]['median_ms']:.2f}", ", ".join(compared)])
     return table(["ms", "ours", "others"], lines) + "\n\n" + machine
 
 
 def monitor_table() -> str:
-    """A training step, and what is added to it; "usual way" is compared with a loop of its own run."""
+    """Time of a training step, and the costs of watching it, each against the loop of its own run."""
     rows, machine = load("monitor")
     watched = ["every=100", "every=1, histograms", "usual way"]
     lines = []
@@ -167,7 +167,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "heads": lambda: heads_table("forward+backward", "B 1024, forward + backward, µs"),
     "decode": lambda: heads_table("decode", "601 bins, µs"),
     "matrix": matrix_table,
-    "gradients": gradients_table,
+    "gradients": lambda: ours_and_others("gradients"),
+    "parameters": lambda: ours_and_others("parameters"),
     "monitor": monitor_table,
     "flow": lambda: flow_table(["scale_gradient", "clip_gradient_norm"]),
     "flow, others": lambda: flow_table(["reverse_gradient", "normalize_gradient", "clip_gradient_value"]),

@@ -1,4 +1,4 @@
-"""The pieces of a loss as they are usually written in eager PyTorch: what the benchmarks compare with."""
+"""The pieces of a loss as they are usually written in eager PyTorch, for comparison."""
 
 from __future__ import annotations
 

@@ -23,8 +23,9 @@ from .heads import (
     TwoHot,
 )
 from .loss import MultiStepLoss, multi_step_loss, priorities, reduce_multi_step
-from .monitor.diagnosis import Finding, GradientDiagnosis, diagnose_gradients
+from .monitor.diagnosis import diagnose_gradients
 from .monitor.monitor import GradientMonitor
+from .monitor.report import Finding, GradientDiagnosis
 from .monitor.statistics import GradientStatistics, clip_gradients_, gradient_statistics
 from .monitor.tracer import GradientTracer
 from .output import MultiStepLossOutput

@@ -17,7 +17,7 @@ from ._native import _C
 
 
 def _self_check(device: str = "cpu") -> str | None:
-    """What is wrong, or None: a fused loss and its gradient against the reference."""
+    """Compare a fused loss and its gradient with the reference; returns the difference in words, or None."""
     logits = torch.linspace(-3, 3, 21, dtype=torch.float64, device=device).repeat(2, 1).requires_grad_()
     heads = {"value": gs.TwoHot(gs.Support(-10, 10, 21))}
     arguments = (heads, {"value": [gs.scale_gradient(logits, 0.5)]}, {"value": [logits.detach()[:, 3]]})
@@ -32,7 +32,7 @@ def _self_check(device: str = "cpu") -> str | None:
 
 
 def _driver_version() -> str | None:
-    """The newest CUDA that the NVIDIA driver supports, such as "13.0"; None without a driver. Initializes nothing."""
+    """Newest CUDA that the NVIDIA driver supports, such as "13.0"; None without a driver. Initializes nothing."""
     try:
         library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
@@ -48,7 +48,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _driver_problem(driver: str | None) -> str | None:
-    """Why PyTorch, and with it the extension, can use no GPU under this driver."""
+    """Reason why PyTorch, and with it the extension, can use no GPU under this driver."""
     needed = torch.version.cuda
     if driver is None or needed is None or _release(driver)[0] >= _release(needed)[0]:
         return None
@@ -59,7 +59,7 @@ def _driver_problem(driver: str | None) -> str | None:
 
 
 def _gpu_problem(capability: tuple[int, int], built: Any, driver: str | None) -> str | None:
-    """Why the compiled kernels do not run on a GPU of this compute capability.
+    """Reason why the compiled kernels do not run on a GPU of this compute capability.
 
     Machine code (sm_80) runs on its own generation from its own minor version on; PTX (compute_80) is compiled by the
     driver for any later GPU, if the driver is no older than the compiler that wrote it.

@@ -1,7 +1,4 @@
-"""Looks at the values of a multi-step loss's arguments, which `check=True` asks for, and says what is wrong with them.
-
-Every look waits for the device.
-"""
+"""Checks of the values of a multi-step loss's arguments, for `check=True`. Every check waits for the device."""
 
 from __future__ import annotations
 
@@ -45,12 +42,12 @@ class _Entry:
         self.values = values
 
     def rows(self, of_elements: torch.Tensor) -> torch.Tensor:
-        """`[B]`: whether anything is true of a sample that is not masked."""
+        """Reduce `[B, ...]` to `[B]`: whether any element is true, in samples that are not masked."""
         found = of_elements.flatten(1).any(1) if of_elements.dim() > 1 else of_elements
         return found if self.unmasked is None else found & self.unmasked
 
     def refuse(self, of_elements: torch.Tensor, fault: str, instead: str) -> None:
-        """Raise where something is true of a sample."""
+        """Raise ValueError for the first sample with a true element."""
         found = self.rows(of_elements).nonzero()
         if len(found) > 0:
             sample = int(found[0])
@@ -69,7 +66,7 @@ def _shown(values: torch.Tensor) -> str:
 
 def _check_prediction(entry: _Entry, head: Head) -> None:
     x = entry.values
-    # A logit of -inf is an illegal action.
+    # Logits of -inf mean illegal actions.
     has_logits = head.decodes or isinstance(head, SoftCrossEntropy)
     wrong = x.isnan() | (x == torch.inf) if has_logits else ~x.isfinite()
     entry.refuse(wrong, "is not finite", "look for what made it so, or mask it")
@@ -92,7 +89,7 @@ def _check_target(entry: _Entry, head: Head, prediction: torch.Tensor) -> None:
         classes = prediction.shape[-1]
         wrong = (t < 0) | (t >= classes)
         entry.refuse(wrong, f"must be classes from 0 to {classes - 1}", "mask what has no class")
-    elif head.decodes:  # an infinite scalar is that of the end bin
+    elif head.decodes:  # infinite scalars fall into the end bins
         entry.refuse(t.isnan(), "is NaN", "mask what has no target")
     elif isinstance(head, SoftCrossEntropy):
         _check_distribution(entry, prediction)
@@ -107,7 +104,7 @@ def _check_distribution(entry: _Entry, prediction: torch.Tensor) -> None:
     tolerance = 1e-3 if t.dtype in (torch.float32, torch.float64) else 2e-2
     entry.refuse(~t.isfinite(), "is not finite", "mask what has no target; visits / visits.sum(-1) of none is NaN")
     entry.refuse(t < 0, "has negative probabilities", "give probabilities, or visits / visits.sum(-1, keepdim=True)")
-    # A weighted distribution may add up to less than 1 or to more, but has neither entries above 1 nor counts.
+    # Weighted distributions may add up to any number, but have neither entries above 1 nor counts.
     counts = ((t == t.round()).all(-1) & (t.double().sum(-1) > 1)).unsqueeze(-1)
     entry.refuse(
         counts | (t > 1 + tolerance),
@@ -126,7 +123,7 @@ def _check_weights(call: Call) -> None:
     importance_weights = call.options.importance_weights
     if importance_weights is not None:
         _refuse_weight("importance_weights", importance_weights, "of sample {}", importance_weights < 0)
-    # Weights of entries that no head reads may be anything.
+    # Weights that no head reads may be anything.
     read = torch.zeros(call.batch, call.steps, dtype=torch.bool)
     for name, head in call.heads.items():
         unmasked = call.masks.get(name)

@@ -1,4 +1,4 @@
-"""What to write instead: the end of an error message, empty where there is nothing to recommend."""
+"""Ends of error messages that say what to write instead; empty where there is nothing to recommend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def instead_of(value: object, name: str = "it") -> str:
-    """For something that is no tensor, and was given as the argument `name`."""
+    """Remedy for an argument `name` that is no tensor."""
     if is_proxy(value):
         return (
             "; torch.fx.symbolic_trace cannot follow code that reads shapes: call it from a function that is marked "
@@ -31,7 +31,7 @@ def instead_of(value: object, name: str = "it") -> str:
 
 
 def is_proxy(value: object) -> bool:
-    """Whether torch.fx.symbolic_trace put it in the place of a tensor."""
+    """Whether a value is a placeholder of torch.fx.symbolic_trace for a tensor."""
     return type(value).__module__ == "torch.fx.proxy"
 
 
@@ -46,7 +46,7 @@ def _first_leaf(value: object) -> object:
 
 
 def instead_of_kind(tensor: torch.Tensor) -> str | None:
-    """What a tensor is that no kernel reads, and what to write; None for an ordinary one."""
+    """Fault and remedy of a kind of tensor that no kernel reads; None for an ordinary tensor."""
     if type(tensor).__name__ == "MaskedTensor":
         return "is a MaskedTensor; give its get_data(), and its get_mask() as mask"
     if tensor.is_nested:
@@ -57,12 +57,12 @@ def instead_of_kind(tensor: torch.Tensor) -> str | None:
 
 
 def instead_of_dtype(dtype: torch.dtype) -> str:
-    """For a dtype that should be one of the kernels' floating ones."""
+    """Remedy for a dtype that no kernel takes."""
     return "; write .real" if dtype.is_complex else "; write .float()"
 
 
 def instead_of_shape(name: str, shape: Sequence[int], patterns: Iterable[Sequence[int | str]]) -> str:
-    """For a tensor that has a dimension of 1 too many or too few; sizes that are letters may be anything."""
+    """Remedy for a missing or superfluous last dimension of 1; letters stand for any size."""
     for pattern in patterns:
         if len(shape) == len(pattern) + 1 and shape[-1] == 1 and fits(shape[:-1], pattern):
             return f"; write {name}.squeeze(-1)"
@@ -72,14 +72,14 @@ def instead_of_shape(name: str, shape: Sequence[int], patterns: Iterable[Sequenc
 
 
 def fits(shape: Sequence[int], pattern: Sequence[int | str]) -> bool:
-    """Whether a shape is that of the pattern, whose letters are sizes of at least 1."""
+    """Whether a shape fits a pattern, whose letters stand for any size of at least 1."""
     return len(shape) == len(pattern) and all(
         size >= 1 if isinstance(wanted, str) else size == wanted for size, wanted in zip(shape, pattern, strict=True)
     )
 
 
 def instead_of_step_shape(name: str, shape: Sequence[int], batch: int, steps: int, batch_first: bool) -> str:
-    """For a mask, or weights of steps, that should be `[B, T]`; `[T, B]` without `batch_first`."""
+    """Remedy for a mask, or weights of steps, that should be `[B, T]`, or `[T, B]` without `batch_first`."""
     wanted = (batch, steps) if batch_first else (steps, batch)
     shape = tuple(shape)
     if shape == (*wanted, 1) or (name != "mask" and shape == (steps, 1)):
@@ -112,7 +112,7 @@ def instead_of_count(
     longest: str,
     longest_first_step: int,
 ) -> str:
-    """For a number of entries, which should be that of the head `longest`."""
+    """Remedy for a number of entries that should be that of the head `longest`."""
     if len(entries) == wanted - 1 and first_step == 0:
         if longest_first_step == 1:
             return f"; leave out the root in head '{longest}', or its first_step"

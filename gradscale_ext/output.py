@@ -1,4 +1,4 @@
-"""What a multi-step loss returns. Plain data."""
+"""The output of a multi-step loss: plain data."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ TRANSFORMS = ("identity", "signed_hyperbolic", "symlog")
 
 
 def _in_float32(x: torch.Tensor) -> torch.Tensor:
-    """Half types are computed in float32 and rounded once, at the end."""
+    """Widen half types to float32, so that results are rounded once, at the end."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x must be a floating tensor, but it is of type {type(x).__name__}")
     if not x.is_floating_point():
@@ -21,7 +21,7 @@ def _in_float32(x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_infinity(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, slope: float) -> torch.Tensor:
-    """The function where x is finite or NaN; where x is infinite x itself, with the derivative that the limit has."""
+    """Apply a function where x is not infinite; elsewhere keep x, with the limit of the derivative."""
     is_infinite = x.isinf()
     infinite = torch.where(is_infinite, x, 0)
     beyond = infinite * slope if slope > 0 else infinite.detach()
@@ -77,7 +77,7 @@ def signed_parabolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
 
 
 def _root(magnitude: torch.Tensor, eps: float) -> torch.Tensor:
-    """``sqrt(1/4 + eps (|x| + 1 + eps))``; the product with a large eps is taken of the roots, where none overflows."""
+    """``sqrt(1/4 + eps (|x| + 1 + eps))``, as a product of roots for a large eps, which cannot overflow."""
     if eps <= 1:
         return (0.25 + eps * (magnitude + 1 + eps)).sqrt()
     return math.sqrt(eps) * (magnitude + (1 + eps + 0.25 / eps)).sqrt()

@@ -15,7 +15,7 @@ from .flow import scale_gradient
 
 Outputs = Mapping[str, torch.Tensor]
 
-#: A tensor, or a tuple, list, dict or namedtuple of such.
+#: A tensor, or a tuple, list, dict or namedtuple of tensors.
 Hidden = Any
 
 
@@ -106,7 +106,7 @@ def _steps_of(actions: Any) -> Sequence[torch.Tensor]:
 
 
 def _check_scale(hidden_scale: Any) -> None:
-    if isinstance(hidden_scale, torch.Tensor) or not _context.is_eager():  # scale_gradient checks them
+    if isinstance(hidden_scale, torch.Tensor) or not _context.is_eager():  # checked by scale_gradient
         return
     if not isinstance(hidden_scale, numbers.Real) or isinstance(hidden_scale, bool):
         raise TypeError(
@@ -117,7 +117,7 @@ def _check_scale(hidden_scale: Any) -> None:
 
 
 def _outputs_and_hidden(call: str, returned: Any) -> tuple[dict[str, Any], Any]:
-    """The two things that a function must return; the outputs by their items, whatever mapping they are."""
+    """Check that a function returned outputs, which may be any mapping, and the hidden state."""
     if isinstance(returned, tuple | list) and len(returned) == 2:
         outputs, hidden = returned
         if is_mapping(outputs):

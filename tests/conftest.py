@@ -1,5 +1,5 @@
-"""For all tests: CPU tensors may go through the CUDA kernels, which a library runs in a simulator; tests of compilers
-run without the tracing that counts lines."""
+"""Options of all tests: a library runs the CUDA kernels for CPU tensors in a simulator, and tests of compilers run
+without the tracing that counts lines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-# Tests run in as many processes as there are processors, and PyTorch has as many threads in each: threads that wait
-# for others must leave the processor to them. OpenMP reads this when PyTorch is imported.
+# Each processor has a process of tests, and each process as many threads of PyTorch, so that threads that wait must
+# leave the processor to others. OpenMP reads this when PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 

@@ -499,7 +499,7 @@ def _cuda_graph(case: Case) -> Pairs:
 
 
 def contexts_here() -> list[str]:
-    """Those that this machine can run."""
+    """Contexts that this machine can run."""
     return [name for name in CONTEXTS if torch.cuda.is_available() or not name.startswith("CUDA")]
 
 

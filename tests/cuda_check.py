@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-# As setup.py and PyTorch's build helper compile them; tests/test_install.py compares. PyTorch 2.11 asks for C++17.
+# Flags of setup.py and PyTorch's build helper; tests/test_install.py compares. PyTorch 2.11 asks for C++17.
 FLAGS = [
     "-O3",
     "-std=c++17",
@@ -37,7 +37,7 @@ COLUMNS = ("arch", "registers", "shared", "stack", "spill stores", "spill loads"
 
 @dataclass
 class Function:
-    """What ptxas says of one kernel, or of a function that is called by one. Sizes are in bytes."""
+    """Report of ptxas on one kernel, or a function called by one. Sizes are in bytes."""
 
     name: str  # mangled
     architecture: str

@@ -37,7 +37,7 @@ def compile_all(commands: list[list[str]]) -> None:
 
 
 def fails_with(compiler: list[str], flags: list[str], prefix: list[str], folder: Path) -> str | None:
-    """Why an empty program cannot be built with `flags` and run; None where it can."""
+    """Reason why an empty program cannot be built with `flags` and run; None where it can."""
     source = folder / "probe.cpp"
     source.write_text("int main() { return 0; }\n")
     for command in (
@@ -57,7 +57,7 @@ def need_sanitizers(compiler: list[str], flags: list[str], folder: Path) -> None
 
 
 def without_randomized_addresses() -> list[str]:
-    """What a command is begun with so that ThreadSanitizer finds its addresses free, where that is allowed."""
+    """Prefix of a command that leaves ThreadSanitizer's addresses free, where that is allowed."""
     prefix = ["setarch", platform.machine(), "-R"]
     if shutil.which("setarch") and subprocess.run([*prefix, "true"], capture_output=True).returncode == 0:
         return prefix
@@ -65,7 +65,7 @@ def without_randomized_addresses() -> list[str]:
 
 
 def thread_sanitizing_compiler(flags: list[str], folder: Path) -> list[str]:
-    """Clang's ThreadSanitizer is looked for first: it takes a tenth of the time of GCC's."""
+    """Find a compiler with ThreadSanitizer, clang first, whose programs take a tenth of the time of GCC's."""
     candidates = [["clang++"], *[[f"clang++-{version}"] for version in range(19, 13, -1)], default_compiler()]
     failures = []
     for candidate in candidates:
@@ -81,12 +81,12 @@ def thread_sanitizing_compiler(flags: list[str], folder: Path) -> list[str]:
 def run_in_order(
     program: Path, *arguments: str, order: str = "forward", seed: int = 1, prefix: list[str] | None = None
 ):
-    """Runs a program with the simulator in it."""
+    """Run a program that contains the simulator."""
     environment = {
         **os.environ,
         "SIMT_ORDER": order,
         "SIMT_SEED": str(seed),
-        "ASAN_OPTIONS": "detect_leaks=0",  # it needs rights that a container may lack
+        "ASAN_OPTIONS": "detect_leaks=0",  # needs rights that a container may lack
         "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
     }
     command = [*(prefix or []), str(program), *arguments]

@@ -1,5 +1,5 @@
-"""What holds for every node that the package puts into the graph: it survives a pass that failed, other threads, and
-whatever becomes of its inputs between the forward and the backward pass."""
+"""Properties of every node that the package puts into the graph: it survives a pass that failed, other threads, and
+any change of its inputs between the forward and the backward pass."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def gradient_of(name):
 
 
 def package_nodes(loss):
-    """Those of the graph whose names are the package's."""
+    """Nodes of the graph whose names are the package's."""
     names = {"MultiStepLoss", "MultiStepLossOperator", "Decode", "L2Loss", "ScaleGradient", "ClipGradientNorm",
              "NormalizeGradient", "ClipGradientValue"}  # fmt: skip
     waiting, found = [loss.grad_fn], []
@@ -181,7 +181,7 @@ def test_threads_that_share_a_graph(name):
 
 @nodes
 def test_threads_that_keep_a_graph(name):
-    """What one of them is given is written to while the others still run."""
+    """Each thread writes to the gradient it is given while the others still run."""
     x = data()
     result, expected, wrong = NODES[name][0](x), gradient_of(name), []
 
@@ -214,7 +214,7 @@ def test_a_leaf_that_was_detached_gets_its_gradient(name, create_graph):
 
 @pytest.mark.parametrize("name", ["stacked loss", "scaled loss", "losses", "decode", "l2_loss"])
 def test_a_result_that_was_detached_sends_its_gradients_on(name):
-    """Also those of a second derivative; or what PyTorch saves for its own operations raises."""
+    """Second derivatives arrive too, unless a tensor that PyTorch saved for its own operations raises."""
 
     def derivatives(detaches):
         w = data()

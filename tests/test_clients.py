@@ -179,7 +179,7 @@ def test_tensordicts_without_a_head_or_with_another(tensordicts, call, entries, 
 
 @pytest.fixture
 def loss_module():
-    """As those of TorchRL: the model's parameters are apart from the model, and everything is in TensorDicts."""
+    """Losses such as TorchRL's keep the model's parameters apart from it, and everything in TensorDicts."""
     pytest.importorskip("torchrl")
     from tensordict import TensorDict
     from tensordict.nn import TensorDictModule, TensorDictParams
@@ -310,7 +310,7 @@ def monitored():
 
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.5}, {"precision": "bf16-mixed"}], ids=str)
 def test_lightning(lightning_module, options):
-    """What the optimizer sees is recorded, clipped by the trainer or not; training is the same without the callback."""
+    """The callback records what the optimizer sees, clipped by the trainer or not, and leaves training alone."""
     watched, alone, callback = lightning_module(), lightning_module(), monitored()
     trainer = fit(watched, [callback], **options)
     fit(alone, [], **options)

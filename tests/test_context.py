@@ -1,4 +1,4 @@
-"""What the package asks PyTorch about its contexts; a version that answers otherwise fails here first."""
+"""PyTorch's answers about its contexts; a version that answers otherwise fails here first."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def kernels_only(request, monkeypatch):
 
 @pytest.fixture
 def by_reference():
-    """What is computed by the reference, as second derivatives, transforms and l2_loss in the compiler are."""
+    """Results of the reference, which serves second derivatives, transforms and l2_loss in the compiler."""
 
 
 def converted(entries, device, dtype=None):
@@ -126,7 +126,7 @@ def check_close(ours, truth, dtype, scale=None, what=""):
 
 
 def largest(truth):
-    """Of a gradient, for a tolerance; one that is all zeros but for roundings counts as 1e-3."""
+    """Size of a gradient, for a tolerance; one that is all zeros but for roundings counts as 1e-3."""
     finite = truth.detach()[truth.isfinite()]
     return max(float(finite.abs().max()) if finite.numel() else 0.0, 1e-3)
 
@@ -608,7 +608,7 @@ def beside(limit, g):
     return limit.reshape(-1, *[1] * (g.dim() - 1))
 
 
-# By name: the operator on x with arguments made for its shape, and the closed form of the gradient, in float64.
+# Operators by name, on x with arguments for its shape, and the closed forms of their gradients in float64.
 FLOW = {
     "scale": (lambda x, a: gs.scale_gradient(x, 1 / 3), lambda g, a: g / 3),
     "scale, tensor": (lambda x, a: gs.scale_gradient(x, a["last"]), lambda g, a: g * a["last"]),

@@ -39,8 +39,8 @@ PLAIN = ("-O2",)
 ADDRESS = ("-O1", "-g1", "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all")
 THREAD = ("-O1", "-g1", "-fsanitize=thread", "-DGRADSCALE_THREADS=64")  # of 256 it would see a part
 
-# What is put into a copy of the sources of a program, for each set of flags: where, instead of what, and what is said
-# when FAULT is true, which the environment says of one of them.
+# Faults for a copy of the sources of a program: compiler flags, file, text, its replacement, and the report when FAULT
+# is true, which the environment makes it for one of them.
 FAULTS = {
     "missing barrier": (
         THREAD,

@@ -1,4 +1,4 @@
-"""What `diagnose_gradients` says of models with exactly one fault, with several, and with none; and what it leaves."""
+"""Diagnoses of models with exactly one fault, with several, and with none; and nothing else changes."""
 
 from __future__ import annotations
 
@@ -1205,7 +1205,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if PA
 
 
 def test_the_page_has_a_section_for_each_code():
-    from gradscale_ext.monitor.diagnosis import Code
+    from gradscale_ext.monitor.report import Code
 
     headings = set(re.findall(r"^## `(\w+)`", PAGE.read_text(), re.MULTILINE))
     assert headings == set(Code.__args__)

@@ -1,4 +1,4 @@
-"""What `diagnose_gradients` says of small models of many kinds: of healthy ones nothing but notes."""
+"""Diagnoses of small models of many kinds: healthy ones get nothing but notes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def diagnose(step, model, optimizer=None, traced=True):
 
 
 def notes(diagnosis):
-    """What a note says, in short: code, the line without its comment, and the tensors."""
+    """A note in short: code, the line without its comment, and the tensors."""
     assert diagnosis.ok, str(diagnosis)
     return {(f.code, f.parameter) for f in diagnosis.findings}
 

@@ -113,7 +113,7 @@ def local_weights(rank: int) -> torch.Tensor:
 
 
 def mean_gradient(case: Case) -> torch.Tensor:
-    """What the ranks' average must be: every rank's operator sees its own gradient."""
+    """Expected average of the ranks, whose operators each see their own gradient."""
     x = Model(case).x.detach()
     return sum(case.gradient(x, local_weights(rank)) for rank in range(RANKS)) / RANKS
 

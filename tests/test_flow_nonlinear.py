@@ -42,7 +42,7 @@ def _fresh_compiler():
 
 
 def through(operator, gradient: torch.Tensor, create_graph: bool = False) -> torch.Tensor:
-    """What becomes of a gradient."""
+    """Gradient behind an operator."""
     x = torch.zeros_like(gradient, requires_grad=True)
     (result,) = torch.autograd.grad(operator(x), x, gradient, create_graph=create_graph)
     assert result.dtype == gradient.dtype
@@ -51,7 +51,7 @@ def through(operator, gradient: torch.Tensor, create_graph: bool = False) -> tor
 
 
 def norms(g: torch.Tensor, batch_dims: int, p: float) -> torch.Tensor:
-    """In float64, with elements divided by the largest: right for all finite gradients."""
+    """Norm in float64, with elements divided by the largest: right for all finite gradients."""
     a = g.to(torch.complex128 if g.is_complex() else torch.float64).abs().reshape([*g.shape[:batch_dims], -1])
     largest = a.amax(-1, keepdim=True)
     scale = torch.where(largest > 0, largest, 1)
@@ -447,7 +447,7 @@ class _NoReading(TorchDispatchMode):
 
 
 def test_tensor_arguments_are_never_read_by_the_host():
-    """In tensor operations, which other devices use: nothing reads a value."""
+    """Tensor operations, which other devices use, read no value."""
     g = torch.randn(4, 3)
     per_sample, scalar = torch.rand(4), torch.tensor(0.5)
     module = gs.ClipGradientNorm(scalar, batch_dims=1)
@@ -648,7 +648,7 @@ def test_a_schedule_does_not_recompile(name):
 
 
 def test_a_scalar_counts_as_it_is_when_the_operator_is_called():
-    """As a number would: so DDP may broadcast buffers, and a schedule may go on, before the backward pass."""
+    """A buffer acts as a number would: DDP may broadcast it, and a schedule go on, before the backward pass."""
     for module, argument in (
         (gs.ScaleGradient(0.5), "scale"),
         (gs.ReverseGradient(0.5), "scale"),

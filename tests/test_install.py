@@ -1,4 +1,4 @@
-"""What setup.py chooses and says on machines unlike this one, the report's verdict on GPUs, the check of kernels."""
+"""Choices and words of setup.py on machines unlike this one, the report's verdict on GPUs, the check of kernels."""
 
 from __future__ import annotations
 

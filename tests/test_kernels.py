@@ -106,7 +106,7 @@ def test_kernels_as_released(release):
 
 
 def test_a_write_behind_a_row_is_noticed(faulty):
-    """On the heap by AddressSanitizer, and at the end of a page for every instruction set."""
+    """AddressSanitizer watches the heap, and every instruction set reads up to the end of a page."""
     done = run(faulty, "default", "heap")
     assert done.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr

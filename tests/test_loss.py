@@ -245,7 +245,7 @@ def test_stacked_predictions_and_targets(batch_first, fused_only):
 
 
 def turned(given):
-    """What has samples and steps as its first dimensions, the other way round."""
+    """Exchange samples and steps, the first two dimensions."""
     if isinstance(given, dict):
         return {name: turned(value) for name, value in given.items()}
     return given.transpose(0, 1) if isinstance(given, torch.Tensor) and given.dim() >= 2 else given
@@ -272,7 +272,7 @@ SQUARE_OPTIONS = {
     ],
 )
 def test_everything_of_two_dimensions_follows_batch_first(options, stacked, function):
-    """With as many steps as samples no shape tells the two orders apart."""
+    """No shape tells the two orders apart where there are as many steps as samples."""
     options = {**SQUARE_OPTIONS, **options}
     predictions, targets = arguments(batch=4, steps=4, heads=ALL_HEADS)
     expected = gs.reference.multi_step_loss(ALL_HEADS, predictions, targets, **options)
@@ -1087,7 +1087,7 @@ def test_errors_of_classes():
         heads, predictions, {"policy": [torch.tensor([0, -100, 1])], "value": [torch.zeros(3)] * 2}, mask=mask
     )
     assert out.loss.isfinite()
-    # Where the classes cannot be looked at, a wrong one gives NaN in its own sample, and nothing out of bounds.
+    # A wrong class that cannot be looked at gives NaN in its own sample, and reads nothing out of bounds.
     classes = torch.tensor([0, 2**62, -1])
     losses = gs.reference.entry_loss(gs.SoftCrossEntropy(), torch.zeros(3, 4), classes)
     assert losses.isnan().tolist() == [False, True, True]

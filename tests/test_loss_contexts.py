@@ -22,7 +22,7 @@ STEPS, BATCH = 3, 4
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.25], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]], dtype=torch.bool)
 WIDTH = 12
-# What torch.compile makes of a transformed or dynamic loss is a large graph: minutes of work for all heads.
+# Compiling a transformed or dynamic loss makes a large graph: minutes of work for all heads.
 KINDS = ("value", "wide_gauss", "bonus", "classes", "features", "end", "consistency", "own")
 EACH_KIND = {name: ALL_HEADS[name] for name in KINDS}
 
@@ -189,7 +189,7 @@ def test_gradient(context):
     ["eager", "func.grad", "vmap of grad", "is_grads_batched", "compile", "compile, aot_eager", "export, strict"],
 )
 def test_gradient_with_time_first(context):
-    """As many samples as steps: masks and weights read in the wrong order would change the gradient."""
+    """Masks and weights read in the wrong order change the gradient, with as many samples as steps."""
     x, targets = make(batch=STEPS)
     weights = torch.rand(STEPS, STEPS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     options = {"mask": MASK[:STEPS], "step_weights": weights, "step_gradient_scale": weights.sqrt()}

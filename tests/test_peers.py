@@ -39,7 +39,7 @@ def prediction(*shape):
 
 
 def per_step(count, *shape):
-    """What an unroll gives: a list of `count` predictions `[B, *shape]`."""
+    """A list of `count` predictions `[B, *shape]`, as of an unroll."""
     return [prediction(B, *shape) for _ in range(count)]
 
 

@@ -47,7 +47,7 @@ BARRIERS = [number for number, line in enumerate(KERNEL.read_text().splitlines()
 DIVERGENT_BARRIERS, BARRIER = BARRIERS[:2], BARRIERS[2]
 WHO = r"simt: kernel cross_entropy, block \d+, thread \d+: "
 
-# By the simulator itself: the fault and what is said of it.
+# Faults that the simulator itself finds, and its words.
 REFUSED = {
     "DIVERGENT_BARRIER": (
         WHO + r"divergent barrier: comes to __syncthreads at \S*faults\.cuh:(\d+)"
@@ -60,13 +60,13 @@ REFUSED = {
     ),
 }
 
-# By AddressSanitizer: the fault and the function that it is in.
+# Faults that AddressSanitizer finds, and the functions they are in.
 OUT_OF_BOUNDS = {
     "SHARED_WRITE_OUT_OF_BOUNDS": "cross_entropy",
     "GLOBAL_WRITE_OUT_OF_BOUNDS": "store_gradient",
 }
 
-# By ThreadSanitizer: the fault and the function that it is in.
+# Faults that ThreadSanitizer finds, and the functions they are in.
 RACES = {
     "MISSING_BARRIER": "cross_entropy",
     "MISSING_WARP_BARRIER": "store_gradient",

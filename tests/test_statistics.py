@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import json
 import math
@@ -39,10 +38,6 @@ def with_gradients(gradients):
 
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------
-
-
-def test_doctests():
-    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.arithmetic
@@ -586,7 +581,7 @@ def test_errors_of_clipping(change, error, words):
 
 
 def test_reference_clips_the_same():
-    """What other devices and contexts take."""
+    """Other devices and contexts take the reference."""
     gradients = [
         numbers(40, 0),
         torch.sparse_coo_tensor([[1, 3]], numbers((2, 2), 3), (5, 2)),
@@ -606,7 +601,7 @@ def test_reference_clips_the_same():
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_a_complex_number_with_an_infinite_part_is_infinite(dtype):
-    """As its modulus is, whatever its other part."""
+    """The modulus is infinite, whatever the other part."""
     gradient = torch.tensor([complex("inf+nanj"), complex("nan+0j"), 3 + 4j], dtype=dtype)
     for statistics in (gs.gradient_statistics([gradient]), gs.gradient_statistics([gradient.conj()])):
         assert (statistics.infs.item(), statistics.nans.item(), statistics.norm.item()) == (1, 1, 5.0)

@@ -48,7 +48,7 @@ def _whole_range(limit):
 
 
 def _exact(name, x):
-    """With 60 digits."""
+    """The transform with 60 digits."""
     mpmath.mp.dps = 60
     x = mpmath.mpf(x)
     eps = mpmath.mpf("0.001")

@@ -1,4 +1,4 @@
-"""Gradients of what modules return, call by call."""
+"""Gradients of the outputs of modules, call by call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CallHook:
-    """Tells the monitor of a module's calls. A copy of the module, also one that is saved, has it without a monitor."""
+    """Forward hook that reports calls to the monitor. A copied or saved module keeps it without a monitor."""
 
     def __init__(self, monitor: GradientMonitor | None = None, name: str = "") -> None:
         self._monitor, self._name = monitor, name
@@ -32,8 +32,8 @@ class CallHook:
 class Calls:
     """Gradients of the outputs of modules' calls, in the last backward pass.
 
-    Calls are numbered anew in the first forward pass after a backward pass. Its gradients replace the earlier ones when
-    they arrive, which may be never: not every forward pass is followed by a backward pass.
+    Numbering starts again in the first forward pass after a backward pass. Gradients of that pass replace the earlier
+    ones only when they arrive, as a forward pass need not be followed by a backward pass.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Calls:
         self._norms: dict[tuple[str, int], torch.Tensor] = {}
 
     def watch(self, module: str, output: Any) -> None:
-        """Have the gradients of all tensors of an output taken, when there are any."""
+        """Record the gradient of each tensor of an output when it arrives."""
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not tensors:
             return
@@ -76,12 +76,12 @@ class Calls:
         return list(of_calls), torch.stack(norms) / divisor
 
     def number_anew(self) -> None:
-        """The next call of each module is its first."""
+        """Start again: the next call of each module is its first."""
         self._pass += 1
         self._has_gradients = False
         self._counts.clear()
 
     def forget(self) -> None:
-        """A step is over."""
+        """Drop the norms at the end of a step."""
         self.number_anew()
         self._norms = {}

@@ -1,8 +1,7 @@
-"""What a recorded step leaves behind: statistics on their way to the host, and the charts they become there."""
+"""Recorded steps: statistics on their way to the host, and the charts they become there."""
 
 from __future__ import annotations
 
-import heapq
 import inspect
 import math
 from collections.abc import Iterator, Sequence
@@ -13,15 +12,15 @@ import torch
 
 from .statistics import BIN_EDGES, GradientStatistics
 
-# The outer bins are as wide as the others in a chart, where no edge may be infinite.
+# Charts allow no infinite edge, so their outer bins are as wide as the others.
 FINITE_EDGES = (BIN_EDGES[1] - 1, *BIN_EDGES[1:-1], BIN_EDGES[-2] + 1)
 
 
 class Layout:
-    """Names of the parameters that both the model and the optimizer have, and of the modules that hold them."""
+    """Names of the parameters shared by model and optimizer, and of the modules that hold them."""
 
     def __init__(self, model: torch.nn.Module, held: frozenset[int]) -> None:
-        """Of parameters with these ids; a tied one bears its first name, and is part of every module that has it."""
+        """Find the parameters with these ids. A tied one has its first name, and belongs to all modules around it."""
         self.parameters: dict[str, torch.Tensor] = {}
         self.names: dict[int, str] = {}
         self.modules: dict[str, dict[str, None]] = {}
@@ -35,7 +34,7 @@ class Layout:
 
 
 def _under_all_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters; tied ones several times. Not every `named_parameters` has the argument: that of TorchRL has not."""
+    """Parameters under every path. TorchRL's `named_parameters` lacks the argument that keeps duplicates."""
     arguments = inspect.signature(model.named_parameters).parameters.values()
     if any(argument.name == "remove_duplicate" or argument.kind is argument.VAR_KEYWORD for argument in arguments):
         return model.named_parameters(remove_duplicate=False)
@@ -43,19 +42,19 @@ def _under_all_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor
 
 
 def public_name(path: str) -> str:
-    """As the user called it: `torch.compile` puts a module of its own around a model."""
+    """The path without the wrapper module that `torch.compile` puts around a model."""
     return path.replace("_orig_mod.", "")
 
 
 def parents(path: str) -> Iterator[str]:
-    """The modules that a parameter or module is part of, the outermost first."""
+    """Paths of the modules around a parameter or module, the outermost first."""
     parts = path.split(".")[:-1]
     return (".".join(parts[: depth + 1]) for depth in range(len(parts)))
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many elements have log2 |g| between one edge and the next."""
+    """Counts of elements whose log2 |g| lies between one edge and the next."""
 
     counts: list[int]
     edges: list[float]
@@ -63,7 +62,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Charts:
-    """The numbers of one step by their tags."""
+    """Numbers of one step by tag."""
 
     step: int
     scalars: dict[str, float]
@@ -72,20 +71,19 @@ class Charts:
 
 @dataclass(frozen=True)
 class Selection:
-    """What gets charts: parameters and modules whose names begin with these, and how many parameters."""
+    """Names that parameters and modules with charts begin with, and whether there are histograms."""
 
     modules: tuple[str, ...] | None
-    top_k: int | None
     histograms: bool
 
     def has(self, name: str) -> bool:
-        """Whether a parameter or module is one of them, or is inside of one."""
+        """Whether a parameter or module is selected, or lies inside of a selected one."""
         return self.modules is None or any(name == module or name.startswith(module + ".") for module in self.modules)
 
 
 @dataclass
 class Record:
-    """A step that has been recorded, in tensors that a device may still be computing; `to_host` sends them off."""
+    """One recorded step, in tensors that a device may still be computing; `to_host` copies them."""
 
     step: int
     layout: Layout
@@ -93,20 +91,20 @@ class Record:
     before_clipping: list[GradientStatistics]
     clip_rate: torch.Tensor | None = None
     updates: tuple[list[str], torch.Tensor] | None = None
-    """Names, and `[2, N]` the norms of parameters and of their updates."""
+    """Names `[N]`, and norms `[2, N]` of the parameters and of their updates."""
     activations: tuple[list[str], torch.Tensor] | None = None
-    """`<module>/<call>`, and `[N]` the norms."""
+    """Names `<module>/<call>`, and norms `[N]`."""
     scale: torch.Tensor | None = None
     was_called: bool = False
-    """Whether the optimizer was, as far as its hooks know."""
+    """Whether the optimizer's hooks ran in this step."""
     skipped: torch.Tensor | None = None
-    """Not 0 where NaN or inf were found, and the parameters stayed what they were."""
+    """Nonzero where NaN or inf made the step leave the parameters alone."""
     skipped_steps: torch.Tensor | None = None
-    """How many there were since this was last written."""
+    """Number of skipped steps since it was last written."""
     copied: list[torch.cuda.Event] = field(default_factory=list)
 
     def to_host(self) -> Record:
-        """The same record on the host, once the events in `copied` have happened."""
+        """The same record on the host, complete once the events in `copied` have happened."""
         devices: set[torch.device] = set()
 
         def sent(value: Any) -> Any:
@@ -130,7 +128,7 @@ class Record:
         return record
 
     def charts(self, selection: Selection) -> Charts | None:
-        """The numbers to write, if there are any; norms only of a step that was taken."""
+        """The numbers to write, if any; a step that was not taken has no norms."""
         for event in self.copied:
             event.synchronize()
         charts = Charts(self.step, {}, {})
@@ -162,11 +160,11 @@ class Record:
             )
 
     def unscaled_by(self) -> float:
-        """What gradients are still multiplied by, as the optimizer unscales them itself."""
+        """Loss scale still in the gradients, where the optimizer itself unscales them."""
         return 1.0 if self.scale is None else self.scale.item()
 
     def _nonfinite(self) -> int:
-        """Elements that are NaN or inf; before clipping, which may make all of them so, or none."""
+        """Number of NaN and inf before clipping, which may spread or remove them."""
         counts: dict[str, int] = {}
         for statistics in [self.gradients, *self.before_clipping]:
             counts.update(zip(statistics.names, (statistics.nans + statistics.infs).tolist(), strict=True))
@@ -181,7 +179,7 @@ def _add(
     selection: Selection,
     scale: float,
 ) -> None:
-    """Norms and histograms of parameters, modules and everything; `parts` share no parameter."""
+    """Add norms and histograms of parameters, modules and the total; `parts` share no parameter."""
     p = parts[0].norm_type
     norms: dict[str, float] = {}
     rows: dict[str, list[int]] = {}
@@ -191,8 +189,6 @@ def _add(
             if name and not missing:
                 norms[name], rows[name] = norm / scale, row
     chosen = [name for name in norms if selection.has(name)]
-    if selection.top_k is not None:
-        chosen = heapq.nlargest(selection.top_k, chosen, key=norms.__getitem__)
     charts.scalars.update({f"gradient_norm{when}/{name}": norms[name] for name in chosen})
     for module, names in layout.modules.items():
         present = [norms[name] for name in names if name in norms]
@@ -207,7 +203,7 @@ def _add(
 
 
 def norm_of(norms: Sequence[float], p: float) -> float:
-    """The norm of vectors that have these norms, as one vector."""
+    """Norm of one vector made of parts with these norms."""
     if p == 2:
         return math.hypot(*norms)
     largest = max(norms)
@@ -217,7 +213,7 @@ def norm_of(norms: Sequence[float], p: float) -> float:
 
 
 def histogram_of(counts: list[int], scale: float = 1.0) -> Histogram | None:
-    """The bins between the first and the last with an element; None where all elements are 0."""
+    """Bins from the first to the last with an element; None where all elements are 0."""
     filled = [index for index, count in enumerate(counts) if count]
     if not filled:
         return None

@@ -1,4 +1,4 @@
-"""The monitors that are open, and what no hook of an optimizer tells them: clippings, and steps that a scaler skips."""
+"""Open monitors, and the events that no optimizer hook reports to them: clippings, and steps that a scaler skips."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from .monitor import GradientMonitor
 
 _monitors: weakref.WeakSet[GradientMonitor] = weakref.WeakSet()
-_lock = threading.RLock()  # a monitor may be closed by what is collected while it is held
+_lock = threading.RLock()  # reentrant: garbage collection may close a monitor meanwhile
 
 
 def add(monitor: GradientMonitor) -> None:
-    """Tell it of clippings and skipped steps from now on. It is not kept alive."""
+    """Report clippings and skipped steps to a monitor from now on, without keeping it alive."""
     with _lock:
         _monitors.add(monitor)
         _listen_to_scalers()
 
 
 def discard(monitor: GradientMonitor) -> None:
-    """Tell it nothing more."""
+    """Report nothing more to a monitor."""
     with _lock:
         _monitors.discard(monitor)
         _listen_to_scalers()
@@ -38,7 +38,7 @@ def _everyone() -> list[GradientMonitor]:
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer whose steps run hooks: wrappers such as Accelerate's are optimizers by name, and run none."""
+    """The wrapped optimizer whose steps run hooks: Accelerate's and other wrappers run none."""
     while "_optimizer_step_pre_hooks" not in getattr(optimizer, "__dict__", ()) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
@@ -48,7 +48,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 def _tell_of_clipping(parameters: list[torch.Tensor], statistics: GradientStatistics) -> None:
-    """Tell the monitors whose parameters are among these."""
+    """Report a clipping to the monitors of its parameters."""
     for monitor in _everyone():
         if any(id(parameter) in monitor._layout.names for parameter in parameters):
             monitor._after_clipping((parameters, statistics))
@@ -60,10 +60,10 @@ listeners.append(_tell_of_clipping)
 
 
 def _listen_to_scalers() -> None:
-    """Put a function of ours in the place of `GradScaler.step` while monitors are open, and the original back after.
+    """Replace `GradScaler.step` while monitors are open, and restore it afterwards.
 
-    A scaler that finds NaN or inf does not call the optimizer, whose hooks see nothing. Somebody else may have replaced
-    the function meanwhile: theirs stays, and ours below it does nothing without monitors.
+    A scaler that finds NaN or inf does not call the optimizer, so no hook runs. If somebody else has wrapped the
+    function meanwhile, theirs stays, and ours below it does nothing without monitors.
     """
     scaler: Any = torch.amp.GradScaler
     if bool(_monitors) != _is_ours(scaler.step):
@@ -71,12 +71,12 @@ def _listen_to_scalers() -> None:
 
 
 def _is_ours(step: Any) -> bool:
-    """By identity, because `functools.wraps` of somebody else copies what is written on a function."""
+    """Whether a step function is ours. Somebody else's `functools.wraps` copies the mark, but not its identity."""
     return getattr(step, "of_monitors", None) is step
 
 
 def _telling(step: Any) -> Any:
-    """`GradScaler.step` that tells the monitors of the optimizer if no step came of it."""
+    """Wrap `GradScaler.step` so that the optimizer's monitors learn when it skipped the step."""
 
     @functools.wraps(step)
     def telling(scaler: torch.amp.GradScaler, /, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def _telling(step: Any) -> Any:
 
 
 def _found_inf(scaler: Any, optimizer: Any) -> torch.Tensor | None:
-    """Whether there were NaN or inf, as the device knows it. None if the scaler, being turned off, did not look."""
+    """Nonzero on the device where the scaler found NaN or inf; None where it is disabled and did not look."""
     state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
     found = list(state.get("found_inf_per_device", {}).values())
     return torch.stack([part.to(found[0].device, non_blocking=True) for part in found]).sum() if found else None

@@ -1,4 +1,4 @@
-"""Gradients of which each process holds a part: every element is counted once."""
+"""Statistics of gradients that are spread over processes: every element is counted once."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _dtensor() -> Any:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor."""
+    """The part of a tensor that this process holds."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not _is_distributed(tensor):
         return tensor
     return tensor.to_local()  # type: ignore[attr-defined, no-any-return]
 
 
 def _sharded_over(gradient: torch.Tensor, index: int) -> dict[str, tuple[dist.ProcessGroup, bool]]:
-    """By name the process groups of a DTensor, and whether it is sharded over them or each process has all of it."""
+    """Process groups of a DTensor by name, each with whether the DTensor is sharded, not replicated, over it."""
     groups = {}
     for dim, placement in enumerate(gradient.placements):  # type: ignore[attr-defined]
         if placement.is_partial():
@@ -48,9 +48,9 @@ def merged_over_groups(
     p: float,
     process_group: dist.ProcessGroup | None,
 ) -> reference.Statistics:
-    """Statistics of whole gradients, from those of the parts of each process: one all-gather for each process group.
+    """Statistics of whole gradients from those of each process's parts: one all-gather for each process group.
 
-    `process_group` is that of plain tensors. What every process of a group has is counted by the first of them.
+    `process_group` is that of plain tensors. Replicas are counted by the first process of their group.
     """
     plain: dict[str, tuple[dist.ProcessGroup, bool]] = {}
     if process_group is not None:
@@ -74,7 +74,7 @@ def merged_over_groups(
 
 
 def _counted(statistics: reference.Statistics, mine: list[bool]) -> reference.Statistics:
-    """Without the tensors that another process counts."""
+    """The statistics with the columns of tensors that another process counts set to nothing."""
     if all(mine):
         return statistics
     values, counts, histogram = statistics
@@ -85,7 +85,7 @@ def _counted(statistics: reference.Statistics, mine: list[bool]) -> reference.St
 
 
 def _gathered(statistics: reference.Statistics, group: dist.ProcessGroup) -> reference.Statistics:
-    """The same with one more dimension, of processes. Counts are exact in float64."""
+    """Statistics of all processes, along a new first dimension. Counts are exact in float64."""
     values, counts, histogram = statistics
     packed = torch.cat([values, counts.to(values.dtype), histogram.T.to(values.dtype)]).contiguous()
     processes = dist.get_world_size(group)

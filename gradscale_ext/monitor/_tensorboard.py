@@ -1,4 +1,4 @@
-"""Writing charts: to TensorBoard in one event for each step, or to anything that has `add_scalar`."""
+"""Writing charts, to TensorBoard as one event a step, or to anything that has `add_scalar`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._charts import Charts, Histogram
 
 
 def write(writer: Any, charts: Charts, prefix: str) -> None:
-    """Write the numbers of a step; histograms only where there is an `add_histogram_raw`."""
+    """Write the numbers of a step, and histograms where the writer has `add_histogram_raw`."""
     if _is_summary_writer(writer):
         writer._get_file_writer().add_summary(_summary(charts, prefix), charts.step)
         return
@@ -23,7 +23,7 @@ def write(writer: Any, charts: Charts, prefix: str) -> None:
 
 
 def raw(histogram: Histogram) -> dict[str, Any]:
-    """The arguments of `add_histogram_raw`; every element counts as if it lay in the middle of its bin."""
+    """Arguments of `add_histogram_raw`, with every element taken to lie in the middle of its bin."""
     edges, counts = histogram.edges, histogram.counts
     middles = [(low + high) / 2 for low, high in pairwise(edges)]
     sums = [count * middle for count, middle in zip(counts, middles, strict=True)]
@@ -39,13 +39,13 @@ def raw(histogram: Histogram) -> dict[str, Any]:
 
 
 def _is_summary_writer(writer: Any) -> bool:
-    """Without importing TensorBoard: who has a SummaryWriter has done so."""
+    """Check without importing TensorBoard, which a SummaryWriter has done already."""
     module = sys.modules.get("torch.utils.tensorboard.writer")
     return module is not None and isinstance(writer, module.SummaryWriter)
 
 
 def _summary(charts: Charts, prefix: str) -> Any:
-    """All numbers of a step in one message: SummaryWriter's own calls make an event of each, at ten times the cost."""
+    """One message for all numbers of a step: SummaryWriter's own calls make an event of each, at ten times the cost."""
     proto: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
     summary = proto.Summary()
     for tag, value in charts.scalars.items():

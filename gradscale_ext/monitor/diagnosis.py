@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import math
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
-from ._table import table
 from .graph import NOTHING, Step, amount, gradient_function, gradients, leaves, operation, walk
+from .report import Code, Finding, GradientDiagnosis, finding_of, shortened
 from .tracer import Cut, GradientTracer, Location
 
-Code = Literal[
-    "disconnected", "detached", "no_grad", "integer_dtype", "zero_derivative", "all_zero", "vanishing", "nonfinite",
-    "frozen", "not_in_optimizer", "non_leaf", "unused",
-]  # fmt: skip
-
-#: A gradient is vanishing when its largest element is below this fraction of the largest over all parameters.
+#: Fraction of the largest gradient of all parameters below which one is vanishing.
 VANISHING = 1e-9
-#: And when all of them are below this: the gradient of the loss itself is 1.
+#: Magnitude below which a gradient is vanishing in any case: the gradient of the loss itself is 1.
 ABSOLUTE = 1e-12
-#: A gradient that is this small is about to underflow, in float32 when it is squared, in the next layers as it is.
+#: Magnitude about to underflow in float32, when it is squared or in the next layers.
 UNDERFLOW = 1e-30
 
-#: A layer is noted when at least this part of its units is dead. In a healthy one it may be half of them: where a batch
-#: repeats one sample, every other ReLU is off for all of it at initialisation.
+#: Share of dead units from which a layer gets a note. Half of them may be dead in a healthy layer: at initialisation
+#: every other ReLU is off for all of a batch that repeats one sample.
 DEAD = 0.75
-#: Layers with fewer units reach that by chance.
+#: Number of units below which a layer reaches that share by chance.
 DEAD_UNITS = 16
-#: So do batches with fewer samples: of units that are active for one sample in ten, 43 % are off in a batch of eight.
+#: Number of samples below which it does, too: units active for one sample in ten are all off in 43 % of batches of 8.
 DEAD_SAMPLES = 8
 
 #: Operations whose derivative is zero wherever it exists, by the names of their nodes.
@@ -46,31 +40,9 @@ SATURATING = {
     "Silu", "Elu", "Celu", "LogSigmoid", "Mish", "Atan", "BinaryCrossEntropyWithLogits",
 }  # fmt: skip
 
-#: Operations that only scale or round: a gradient that becomes zero in them has underflowed.
+#: Operations that only scale or round, so that a gradient that becomes zero in them has underflowed.
 SCALING = {"ToCopy", "Mean"}
 
-_REMEDIES: dict[Code, str] = {
-    "disconnected": "add what the parameter computes to the loss, or leave the parameter out of the model",
-    "detached": "leave the call out where a gradient is wanted; turn what PyTorch gives into numbers only for logs",
-    "no_grad": "call it where gradients are on; a reentrant checkpoint whose inputs need no gradient has them off too: "
-    "use_reentrant=False",
-    "integer_dtype": "keep the path in floating point: soft targets or probabilities in place of indices, "
-    "torch.where or a product in place of a mask alone, Gumbel-softmax for a choice",
-    "zero_derivative": "pass the gradient straight through, x + (f(x) - x).detach(), or use a smooth function",
-    "all_zero": "look at what the operation was given: dead ReLUs, a mask or weight that is all zeros, a clamp that is "
-    "always at its bound, targets that are met exactly",
-    "vanishing": "keep activations where the function is not flat (normalisation, initialisation, smaller learning "
-    "rate, logits in place of probabilities), add skip connections, compute in a wider dtype",
-    "nonfinite": "keep operands inside the domain (clamp before log, sqrt and division; add an eps; mask before the "
-    "operation and not behind it), lower the loss scale or the learning rate",
-    "frozen": "requires_grad_(True) before the optimizer is made, if it is to be trained; else leave it out of the "
-    "optimizer",
-    "not_in_optimizer": "give it to the optimizer (add_param_group); a tensor has to be an nn.Parameter, and a list of "
-    "them an nn.ParameterList or nn.ModuleList, to be among model.parameters()",
-    "non_leaf": "make the nn.Parameter last, of the finished values: nn.Parameter(0.1 * torch.randn(3)), "
-    "nn.Parameter(w.to(device))",
-    "unused": "call the module that it belongs to, or remove it; an expert that one batch sends nothing needs nothing",
-}
 _PARTIAL_REMEDY = (
     "nothing where it is meant, as for targets, advantages and truncated backpropagation; else leave the call out, as "
     "what is behind it learns from the other paths alone; scale_gradient weakens a path without cutting it"
@@ -84,93 +56,6 @@ _TRACE = (
     "run the forward pass under `with GradientTracer() as tracer:` and pass tracer=tracer: the report then says "
     "whether it was used, and names the line that cut it off"
 )
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One parameter and why it is not trained, or not by all that the loss depends on."""
-
-    code: Code
-    parameter: str
-    """Its name in the model; "loss" for what is said of the loss as a whole."""
-    cause: str
-    remedy: str
-    location: str | None = None
-    """File and line of the user's code, "train.py:12", where they are known."""
-    source: str | None = None
-    """The text of that line."""
-    is_note: bool = False
-    """Nothing is wrong with it, as far as can be seen."""
-
-
-@dataclass(frozen=True)
-class GradientDiagnosis:
-    """What `diagnose_gradients` found. `str()` is a table for logs; `rich.print` shows one for terminals."""
-
-    findings: list[Finding]
-    num_parameters: int
-    """How many the model has."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether there are no findings but notes."""
-        return all(finding.is_note for finding in self.findings)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        findings = [asdict(finding) for finding in self.findings]
-        return {"ok": self.ok, "num_parameters": self.num_parameters, "findings": findings}
-
-    def __str__(self) -> str:
-        rows: list[list[str]] = []
-        for names, finding in self._groups():
-            place = [*filter(None, (finding.location, textwrap.shorten(finding.source or "", 60)))]
-            columns = [[_title(finding)], _shortened(names), textwrap.wrap(finding.cause, 60), place]
-            height = max(map(len, columns))
-            rows += [list(line) for line in zip(*(c + [""] * (height - len(c)) for c in columns), strict=True)]
-        if not rows:
-            return self._summary()
-        remedies = {f"{finding.code}: {finding.remedy}": None for finding in self.findings}
-        listing = "\n".join(textwrap.fill(remedy, 118, subsequent_indent="  ") for remedy in remedies)
-        headers = ["code", "parameter", "cause", "location"]
-        return f"{self._summary()}\n\n{table(headers, rows)}\n\nWhat to do:\n{listing}"
-
-    def __rich__(self) -> Any:
-        """The same as a table of rich."""
-        import rich.table
-        import rich.text
-
-        shown = rich.table.Table(title=self._summary(), show_lines=True, title_justify="left")
-        for header in ("code", "parameter", "cause", "what to do", "location"):
-            shown.add_column(header, overflow="fold")
-        for names, finding in self._groups():
-            place = "\n".join(filter(None, (finding.location, finding.source)))
-            cells = (_title(finding), "\n".join(_shortened(names)), finding.cause, finding.remedy, place)
-            shown.add_row(*(rich.text.Text(cell) for cell in cells))
-        return shown
-
-    def _summary(self) -> str:
-        if not self.findings:
-            return f"No findings: all {self.num_parameters} parameters get their gradients as they should."
-        named = len({finding.parameter for finding in self.findings})
-        what, tensors = "Notes" if self.ok else "Findings", "1 tensor" if named == 1 else f"{named} tensors"
-        return f"{what} on {tensors}; the model has {self.num_parameters} parameters."
-
-    def _groups(self) -> Iterator[tuple[list[str], Finding]]:
-        """The parameters that share a code, cause and location, with one of their findings."""
-        groups: dict[tuple[Any, ...], list[Finding]] = {}
-        for finding in self.findings:
-            groups.setdefault((finding.code, finding.cause, finding.location, finding.remedy), []).append(finding)
-        for group in groups.values():
-            yield [finding.parameter for finding in group], group[0]
-
-
-def _title(finding: Finding) -> str:
-    return f"{finding.code} (note)" if finding.is_note else finding.code
-
-
-def _shortened(names: list[str], limit: int = 8) -> list[str]:
-    return names if len(names) <= limit else [*names[: limit - 1], f"... and {len(names) - limit + 1} more"]
 
 
 def diagnose_gradients(
@@ -302,7 +187,7 @@ class _Diagnosis:
         self.held = None if optimizers is None else {id(p) for p in held}
         self.named = dict(model.named_parameters())
         kept = list(_unregistered(model))
-        # Tensors that the user keeps himself, beside the model's parameters, may be trained as well.
+        # Tensors that the user keeps beside the model's parameters may be trained as well.
         self.own_leaves = {name: tensor for name, tensor in kept if tensor.is_leaf and tensor.requires_grad}
         self.own_results = {name: tensor for name, tensor in kept if gradient_function(tensor) is not None}
 
@@ -312,7 +197,7 @@ class _Diagnosis:
         self.sizes = {id(p): amount(g).largest for p, g in zip(wanted, found, strict=True)}
         seen = [] if self.flow.is_freed else [p for p in wanted if self.flow.reaches(p)]
         self.arrived = {id(p): self.flow.arrived_near(p) for p in seen}
-        # Optimizers that hold nothing of this model or loss are others': nothing was left out of them by choice.
+        # Optimizers without any tensor of this model or loss belong to others, and leave nothing out by choice.
         known = {id(p) for p in (*self.named.values(), *self.own_leaves.values())}
         self.are_its_optimizers = any(id(p) in known or self.flow.reaches(p) for p in held)
         self.dead_rows = {id(p): _dead_rows(g) for p, g in zip(wanted, found, strict=True) if g is not None}
@@ -321,7 +206,7 @@ class _Diagnosis:
         self.largest_arrived = max(self.arrived.values(), default=0.0)
 
     def findings(self) -> Iterator[Finding]:
-        """One for each parameter that has a fault, and what is to be said of the loss."""
+        """Findings on parameters one by one, and then on the loss as a whole."""
         for name, parameter in self.named.items():
             if torch.nn.parameter.is_lazy(parameter) or parameter.numel():
                 for finding in self._of_parameter(name, parameter):
@@ -332,7 +217,7 @@ class _Diagnosis:
         for name, result in self.own_results.items():
             yield from self._non_leaf(name, result)
         if not torch.isfinite(self.loss) and not any(math.isinf(s) or math.isnan(s) for s in self.sizes.values()):
-            yield _finding("nonfinite", "loss", f"the loss is {self.loss.item()}, though no gradient is")
+            yield finding_of("nonfinite", "loss", f"the loss is {self.loss.item()}, though no gradient is")
         yield from self._partial_cuts()
 
     def _of_parameter(self, name: str, parameter: torch.Tensor) -> Iterator[Finding]:
@@ -347,50 +232,50 @@ class _Diagnosis:
             yield finding
         elif size and self._vanishes(parameter, VANISHING * self.largest, VANISHING * self.largest_arrived):
             cause = f"its gradient, and what arrives where it is used, is below {VANISHING:g} of the largest"
-            yield _finding("vanishing", name, cause)
+            yield finding_of("vanishing", name, cause)
         elif size and self._vanishes(parameter, ABSOLUTE, ABSOLUTE):
             cause = f"its gradient, and what arrives where it is used, is below {ABSOLUTE:g}; that of the loss is 1"
-            yield _finding("vanishing", name, cause)
+            yield finding_of("vanishing", name, cause)
         else:
             yield from self._dead_units(name, parameter)
             yield from self._not_in_optimizer(name, parameter)
 
     def _vanishes(self, parameter: torch.Tensor, size: float, arrived: float) -> bool:
-        # What arrives is looked at because a gradient also is small where large ones cancel.
+        # Large gradients that cancel give a small one too, so the gradients that arrive count as well.
         return self.sizes[id(parameter)] < size and self.arrived.get(id(parameter), math.inf) < arrived
 
     def _is_left_out(self, parameter: torch.Tensor) -> bool:
-        """Whether the optimizers leave it out: not to train it here is a choice, as with one that is frozen."""
+        """Whether the optimizers leave a parameter out, by choice as with a frozen one."""
         return self.held is not None and id(parameter) not in self.held and self.are_its_optimizers
 
     # ---- By itself --------------------------------------------------------------------------------------------------
 
     def _frozen(self, name: str, parameter: torch.Tensor) -> Iterator[Finding]:
         if self.held is None:
-            yield _finding("frozen", name, "requires_grad is False", is_note=True)
+            yield finding_of("frozen", name, "requires_grad is False", is_note=True)
         elif id(parameter) in self.held:
-            yield _finding("frozen", name, "requires_grad is False, yet the optimizer holds it: it is never updated")
+            yield finding_of("frozen", name, "requires_grad is False, yet the optimizer holds it: it is never updated")
 
     def _not_in_optimizer(self, name: str, leaf: torch.Tensor) -> Iterator[Finding]:
         if self.held is not None and id(leaf) not in self.held:
             more = "" if self.are_its_optimizers else "; what they hold is neither in the model nor in the loss"
             more += "" if name in self.named else "; it is not among model.parameters()"
-            yield _finding("not_in_optimizer", name, f"it gets a gradient, but no optimizer holds it{more}")
+            yield finding_of("not_in_optimizer", name, f"it gets a gradient, but no optimizer holds it{more}")
 
     def _non_leaf(self, name: str, result: torch.Tensor) -> Iterator[Finding]:
         if self._line(gradient_function(result)) is not None:
-            return  # It was made in the forward pass that the tracer watched.
+            return  # made in the forward pass that the tracer watched
         ends = {id(leaf) for leaf in leaves(walk(result.grad_fn))}
         registered = {id(parameter) for parameter in self.named.values()}
         if ends and not ends & registered and not ends <= (self.held or set()):
             made_by = operation(node) if (node := gradient_function(result)) is not None else ""
             cause = f"it is a result ({made_by}), made once: the gradient goes on to what it was made of"
-            yield _finding("non_leaf", name, f"{cause}, and no optimizer can train it")
+            yield finding_of("non_leaf", name, f"{cause}, and no optimizer can train it")
 
     # ---- Cut off ----------------------------------------------------------------------------------------------------
 
     def _unreached(self, name: str, parameter: torch.Tensor) -> Finding:
-        """The loss has no gradient for it at all."""
+        """Explain why the loss sends no gradient to a parameter."""
         about_loss = ""
         if self.loss.grad_fn is None and self.loss.requires_grad and id(self.loss) not in self.reached:
             about_loss = (
@@ -403,28 +288,30 @@ class _Diagnosis:
             cause = f"the graph of the loss does not lead to it{about_loss}"
             if not (self.loss.is_floating_point() or self.loss.requires_grad):
                 cause = f"the loss is of dtype {self.loss.dtype}, which has no derivative"
-                return _finding("integer_dtype", name, cause)
-            return _finding("disconnected", name, cause, remedy=_TRACE)
+                return finding_of("integer_dtype", name, cause)
+            return finding_of("disconnected", name, cause, remedy=_TRACE)
         cuts = sorted(self.tracer.cuts_between(parameter, self.loss), key=lambda cut: _LIKELIEST.index(cut.kind))
         if cuts:
             self.blamed.add(_place(cuts[0]))
             if cuts[0].entered is not None and self._is_left_out(parameter):
                 cause = "the loss depends on it only through what was computed while gradients were off"
-                return _finding("no_grad", name, cause, cuts[0].entered)
-            return _finding(cuts[0].kind, name, f"{_cause_of_cut(cuts[0])}{about_loss}", cuts[0].location)
+                return finding_of("no_grad", name, cause, cuts[0].entered)
+            return finding_of(cuts[0].kind, name, f"{_cause_of_cut(cuts[0])}{about_loss}", cuts[0].location)
         escapes = self.tracer.escapes(parameter, self.loss)
         if escapes:
             cause = f"possibly: {escapes[0].call}() took a value that depends on it out of PyTorch"
-            return _finding("detached", name, f"{cause}{about_loss}", escapes[0].location)
+            return finding_of("detached", name, f"{cause}{about_loss}", escapes[0].location)
         if not self.tracer.used(parameter):
-            return _finding("unused", name, f"no call took it together with data while the tracer watched{about_loss}")
-        return _finding("disconnected", name, f"it was used, but nothing made of it enters the loss{about_loss}")
+            return finding_of(
+                "unused", name, f"no call took it together with data while the tracer watched{about_loss}"
+            )
+        return finding_of("disconnected", name, f"it was used, but nothing made of it enters the loss{about_loss}")
 
     def _partial_cuts(self) -> Iterator[Finding]:
-        """The cuts that gradients would come back through, if they did not come on other paths alone."""
+        """Note cuts on one path to parameters that gradients reach on others."""
         if self.tracer is None:
             return
-        # What a module keeps of earlier values, in running statistics or the weights of a target network.
+        # Running statistics and weights of a target network keep earlier values, whose cuts are meant.
         own = [t for t in (*self.named.values(), *self.model.buffers()) if not torch.nn.parameter.is_lazy(t)]
         kept = {cut for tensor in own for cut in self.tracer.cuts(tensor)}
         leaves = {name: leaf for name, leaf in (self.named | self.own_leaves).items() if id(leaf) in self.reached}
@@ -437,10 +324,10 @@ class _Diagnosis:
         for cuts in places.values():
             names = [name for name in trained if not behind[name].isdisjoint(cuts)]
             if names:
-                listed = ", ".join(_shortened(names, 3))
+                listed = ", ".join(shortened(names, 3))
                 cause = f"a cut enters the loss: {_result_of(cuts[0])} sends no gradient to {listed}; other paths do"
                 location = cuts[0].entered or cuts[0].location
-                yield _finding(cuts[0].kind, "loss", cause, location, remedy=_PARTIAL_REMEDY, is_note=True)
+                yield finding_of(cuts[0].kind, "loss", cause, location, remedy=_PARTIAL_REMEDY, is_note=True)
 
     # ---- Reached by a gradient that is of no use --------------------------------------------------------------------
 
@@ -451,7 +338,7 @@ class _Diagnosis:
             cause += f", which {origin.name()} was the first to make of finite gradients"
         if not torch.isfinite(self.loss):
             cause += f"; the loss itself is {self.loss.item()}"
-        return _finding("nonfinite", name, cause, self._line(origin))
+        return finding_of("nonfinite", name, cause, self._line(origin))
 
     def _zero(self, name: str, parameter: torch.Tensor) -> Finding | None:
         losses = self.flow.losses(parameter)
@@ -460,21 +347,21 @@ class _Diagnosis:
         if not losses:
             if self.flow.is_freed:
                 cause = "its gradient is exactly zero; a freed graph does not show where it was lost, or if it may be"
-                return _finding("all_zero", name, cause, is_note=True)
+                return finding_of("all_zero", name, cause, is_note=True)
             cause = "its gradient is exactly zero; a reentrant checkpoint does not show where it was lost"
-            return _finding("all_zero", name, cause)
+            return finding_of("all_zero", name, cause)
         if all(loss.sent == NOTHING and operation(loss.node) == "CompiledFunction" for loss in losses):
-            return _finding("disconnected", name, "a compiled region uses it, but does not lead to it", remedy=_TRACE)
+            return finding_of("disconnected", name, "a compiled region uses it, but does not lead to it", remedy=_TRACE)
         filled = [loss for loss in losses if loss.sent.numel or loss.sent == NOTHING]
         if not filled:
-            return _finding("unused", name, "all that was computed with it are empty tensors")
+            return finding_of("unused", name, "all that was computed with it are empty tensors")
         codes = {_code_of_loss(loss) for loss in filled}
         code = codes.pop() if len(codes) == 1 else "all_zero"
         names = ", ".join(dict.fromkeys(loss.node.name() for loss in filled))
-        return _finding(code, name, _CAUSE_OF_LOSS[code].format(names), self._line(*(loss.node for loss in filled)))
+        return finding_of(code, name, _CAUSE_OF_LOSS[code].format(names), self._line(*(loss.node for loss in filled)))
 
     def _dead_units(self, name: str, parameter: torch.Tensor) -> Iterator[Finding]:
-        """Most rows of a weight get no gradient, as ReLUs, or clamps, let none through."""
+        """Note that most rows of a weight get no gradient, because ReLUs or clamps let none through."""
         rows = self.dead_rows.get(id(parameter))
         if rows is None or len(rows) < DEAD_UNITS or rows.sum() < DEAD * len(rows):
             return
@@ -486,14 +373,14 @@ class _Diagnosis:
             names = ", ".join(dict.fromkeys(stop.node.name() for stop in stops))
             cause = f"{dead} of {len(rows)} units dead: {names} lets no gradient of theirs through, for the whole batch"
             line = self._line(*(stop.node for stop in stops))
-            yield _finding("all_zero", name, cause, line, remedy=_DEAD_REMEDY, is_note=True)
+            yield finding_of("all_zero", name, cause, line, remedy=_DEAD_REMEDY, is_note=True)
 
     def _is_about_to_move(self, factor: torch.Tensor) -> bool:
-        """Whether a factor is a parameter that is zero, but will not be after the first step."""
+        """Whether a factor is a parameter that is zero now, but not after the first step."""
         return self.sizes.get(id(factor), 0.0) != 0 and not factor.any()
 
     def _line(self, *nodes: Node | None) -> Location | None:
-        """Of the first of the nodes that the tracer saw being made."""
+        """The line that made the first of the nodes that the tracer saw."""
         if self.tracer is None:
             return None
         lines = (self.tracer.location(node) for node in nodes if node is not None)
@@ -509,7 +396,7 @@ _CAUSE_OF_LOSS = {
 
 
 def _place(cut: Cut) -> tuple[Any, ...]:
-    """What the cuts of one call, or of one block where gradients are off, have in common."""
+    """Key shared by the cuts of one call, or of one block where gradients are off."""
     return (cut.kind, cut.entered) if cut.kind == "no_grad" else (cut.kind, cut.call, cut.location)
 
 
@@ -518,7 +405,7 @@ def _result_of(cut: Cut) -> str:
 
 
 def _of_left_out(finding: Finding) -> Finding:
-    """The same of a parameter that is not trained here."""
+    """The finding as a note, for a parameter that is not trained here."""
     if finding.code == "nonfinite" or finding.is_note:
         return finding
     more = "" if finding.code == "not_in_optimizer" else "; no optimizer holds it"
@@ -526,7 +413,7 @@ def _of_left_out(finding: Finding) -> Finding:
 
 
 def _dead_rows(gradient: torch.Tensor) -> torch.Tensor | None:
-    """The rows of the gradient of a matrix that are zero; sharded and sparse ones are left alone."""
+    """Whether each row of a matrix's gradient is zero; None for vectors, sharded and sparse gradients."""
     is_plain = type(gradient) in (torch.Tensor, torch.nn.Parameter) and gradient.layout == torch.strided
     return gradient.detach().flatten(1).eq(0).all(1) if is_plain and gradient.dim() > 1 else None
 
@@ -550,28 +437,15 @@ def _code_of_loss(loss: Step) -> Code:
 
 
 def _is_scaled(loss: Step) -> bool:
-    """Whether the operand was multiplied or divided by a constant that is zero nowhere."""
+    """Whether the operand was multiplied or divided by a constant without zeros."""
     if operation(loss.node) not in ("Mul", "Div") or any(n for n, _ in loss.node.next_functions[1:]):
         return False
     factor = getattr(loss.node, "_saved_other", None)
     return isinstance(factor, torch.Tensor | float | int) and bool(torch.as_tensor(factor).all())
 
 
-def _finding(
-    code: Code,
-    parameter: str,
-    cause: str,
-    location: Location | None = None,
-    *,
-    remedy: str | None = None,
-    is_note: bool = False,
-) -> Finding:
-    line, source = (None, None) if location is None else (str(location), location.source or None)
-    return Finding(code, parameter, cause, remedy or _REMEDIES[code], line, source, is_note)
-
-
 def _unregistered(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers, and tensors that modules keep as attributes, in lists and dicts too, with their paths."""
+    """Buffers, and tensors in modules' attributes, also in lists and dicts, with their paths."""
     known = {id(registered) for registered in (*model.parameters(), *model.modules())}
 
     def search(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The backward graph of a loss: its nodes, what flows through them, and where on the way a gradient is lost."""
+"""The backward graph of a loss: its nodes, the gradients through them, and where a gradient is lost."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import Node
 
-#: What the nodes of `torch.utils.checkpoint.CheckpointFunction`, and of its copies in other libraries, are called.
+#: Name of the nodes of `torch.utils.checkpoint.CheckpointFunction` and of its copies in other libraries.
 _REENTRANT = "CheckpointFunctionBackward"
-#: Graphs with fewer nodes can be freed by recursion.
+#: Number of nodes up to which a graph can be freed by recursion.
 DEEP = 5000
 _FREED = "backward through the graph a second time"
 
 
 def gradient_function(tensor: torch.Tensor) -> Node | None:
-    """`tensor.grad_fn`, and None for a view that autograd refuses to give one for."""
+    """`tensor.grad_fn`; None for views where autograd raises."""
     try:
         return tensor.grad_fn
     except RuntimeError:
@@ -29,17 +29,17 @@ def gradient_function(tensor: torch.Tensor) -> Node | None:
 
 
 def leaf_of(node: Node) -> torch.Tensor | None:
-    """The tensor whose gradient the node adds up; None for a node in the middle of a graph."""
+    """The leaf whose gradient a node adds up; None for a node in the middle of a graph."""
     return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None  # type: ignore[attr-defined]
 
 
 def metadata(node: Node) -> dict[Any, Any]:
-    """What Python code has attached to a node: it lives as long as the graph does."""
+    """Python data attached to a node, which lives as long as the graph."""
     return node.metadata  # type: ignore[return-value]
 
 
 def walk(root: Node | None, stop: Callable[[Node], bool] = lambda node: False) -> list[Node]:
-    """Every node that the root leads to, after those that take its result; not beyond those where `stop` says so."""
+    """Nodes that the root leads to, each after those that take its result; nodes behind a `stop` are left out."""
     finished: list[Node] = []
     seen = set() if root is None else {root}
     path = [] if root is None else [(root, iter(root.next_functions))]
@@ -58,25 +58,25 @@ def walk(root: Node | None, stop: Callable[[Node], bool] = lambda node: False) -
 
 
 def free_without_recursion(nodes: Iterable[Node]) -> None:
-    """See to it that the nodes can be freed however deep their graph is, whichever tensor of it lives longest."""
+    """Make nodes of a graph of any depth safe to free, whichever tensor of it lives longest."""
     for node in nodes:
         if not is_freed_without_recursion(node):
             metadata(node)[_Behind] = _Behind([following for following, _ in node.next_functions if following])
 
 
 def is_freed_without_recursion(node: Node) -> bool:
-    """Whether that has been seen to."""
+    """Whether `free_without_recursion` has been called for a node."""
     return _Behind in metadata(node)
 
 
 class _Orphans(threading.local):
-    """The nodes that a thread is about to let go."""
+    """Nodes that a thread is about to release."""
 
     nodes: list[Node] | None = None
 
 
 class _Behind:
-    """Holds the nodes behind one until it is gone, and then lets them go one after the other.
+    """Holds the nodes behind one until it is gone, and then releases them one by one.
 
     PyTorch frees nodes that Python has seen by recursion, and overflows the stack at a depth of some 10 000.
     """
@@ -99,17 +99,17 @@ class _Behind:
 
 
 def is_reentrant(node: Node) -> bool:
-    """Whether a node hides a graph that is built, and differentiated, only when it runs."""
+    """Whether a node hides a graph that is built and differentiated only when it runs."""
     return _REENTRANT in node.name()
 
 
 def leaves(nodes: Iterable[Node]) -> list[torch.Tensor]:
-    """The leaf tensors that gradients arrive at."""
+    """The leaf tensors of a graph."""
     return [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
 
 
 class Amount(NamedTuple):
-    """How much gradient there was at one place."""
+    """Size of the gradient at one place."""
 
     largest: float
     """Largest magnitude; NaN where an element is."""
@@ -118,12 +118,12 @@ class Amount(NamedTuple):
     """Smallest normal number of the dtype."""
 
 
-#: None, as opposed to an empty tensor.
+#: Amount of a gradient that is None, which an empty tensor is not.
 NOTHING = Amount(0.0, 0, 0.0)
 
 
 def amount(gradient: torch.Tensor | None) -> Amount:
-    """Look at a gradient; waits for its device."""
+    """Measure a gradient, which waits for its device."""
     if gradient is None:
         return NOTHING
     values = gradient.detach()
@@ -134,31 +134,31 @@ def amount(gradient: torch.Tensor | None) -> Amount:
 
 
 class Step(NamedTuple):
-    """What happened to a gradient between two nodes."""
+    """One node's effect on a gradient, along one of its edges."""
 
     node: Node
-    """The one it came through."""
+    """The node that the gradient came through."""
     edge: int
-    """Which of `node.next_functions` the other one is."""
+    """Index in `node.next_functions` of the node that it was sent to."""
     arrived: list[Amount]
-    """At the node: one for each of its results."""
+    """Gradients of the node's results."""
     sent: Amount
-    """Along the edge."""
+    """Gradient sent along the edge."""
 
     @property
     def is_zero(self) -> bool:
-        """Whether it was zero before, and stayed it."""
+        """Whether the gradient was zero already when it arrived."""
         return self.sent.largest == 0 and all(arrived.largest == 0 for arrived in self.arrived)
 
     @property
     def cancelled(self) -> bool:
-        """Whether elements that were not zero have added up to zero, as they do for a bias before a normalisation."""
+        """Whether nonzero elements added up to zero, as for a bias before a normalisation."""
         reduces = self.edge in _ADDING_UP.get(operation(self.node), ())
         return reduces and self.sent.largest == 0 and self.sent.numel < sum(arrived.numel for arrived in self.arrived)
 
     @property
     def other_factors(self) -> list[torch.Tensor]:
-        """The leaf that the node multiplies this operand by, or those whose product it multiplies it by."""
+        """Leaves that the node multiplies this operand by, directly or as their product."""
         edges = _FACTORS.get(operation(self.node), ())
         others = [
             origin
@@ -175,7 +175,7 @@ class Step(NamedTuple):
 
 
 def _saved_result(node: Node) -> torch.Tensor | None:
-    """What a ReLU gave; None for other functions, and where it is to be recomputed for each look."""
+    """The saved result of a ReLU; None for other functions, and where reading it would recompute it."""
     try:
         return getattr(node, "_saved_result", None)
     except RuntimeError:
@@ -183,17 +183,17 @@ def _saved_result(node: Node) -> torch.Tensor | None:
 
 
 class Stop(NamedTuple):
-    """Where a function that is flat on one side, as ReLU is, let no gradient through for some of the units."""
+    """Node of a function with a flat side, such as ReLU, that let no gradient through for some units."""
 
     node: Node
     units: torch.Tensor
-    """Those that no gradient was sent on for, though one arrived or the function was flat for all of their samples."""
+    """Units that sent no gradient on, though one arrived or the function was flat for all their samples."""
     samples: int
-    """How often each unit was computed."""
+    """Number of times that each unit was computed."""
 
 
 def _origin(node: Node | None) -> Node | None:
-    """The leaf or the operation on several operands behind views, casts, activations: whatever has one operand."""
+    """The leaf, or operation on several operands, behind views, casts, activations and others with one operand."""
     while node is not None and leaf_of(node) is None:
         operands = [operand for operand, _ in node.next_functions if operand is not None]
         if len(operands) != 1:
@@ -203,10 +203,10 @@ def _origin(node: Node | None) -> Node | None:
 
 
 class Flow:
-    """What arrives at every node and what it sends on, while a backward pass runs in this context."""
+    """Gradients that each node received and sent on, of a backward pass that runs in this context."""
 
     def __init__(self, nodes: list[Node], unit_counts: Container[int] = ()) -> None:
-        """Of the nodes of a graph; `unit_counts` are the sizes of layers whose units are looked at one by one."""
+        """Watch the nodes of a graph, and the units of layers whose sizes are in `unit_counts` one by one."""
         self._unit_counts = unit_counts
         self._stops: dict[Node, list[Stop]] = {}
         self._order = {node: position for position, node in enumerate(nodes)}
@@ -219,7 +219,7 @@ class Flow:
         self._arrived: dict[Node, list[Amount]] = {}
         self._sent: dict[Node, list[Amount]] = {}
         self.is_freed = False
-        """Whether the graph could not be run backwards, because `backward()` has freed it."""
+        """Whether `backward()` had freed the graph before it could be run."""
 
     def __enter__(self) -> Flow:
         inner = self._order.keys() - self._leaves.values()
@@ -246,16 +246,16 @@ class Flow:
             if sent.shape[dim] in self._unit_counts:
                 others = [other for other in range(sent.dim()) if other != dim]
                 stopped = arrived.ne(0).any(others)
-                if result is not None:  # Squares send nothing to a zero.
+                if result is not None:  # a square's gradient at 0 is 0 as well
                     stopped |= result.eq(0).all(others)
                 yield Stop(node, stopped & sent.eq(0).all(others), sent.numel() // sent.shape[dim])
 
     def reaches(self, leaf: torch.Tensor) -> bool:
-        """Whether the graph leads to a leaf; a reentrant checkpoint hides those that are used within it."""
+        """Whether the graph leads to a leaf. A reentrant checkpoint hides the leaves used within it."""
         return id(leaf) in self._leaves
 
     def _steps(self, leaf: torch.Tensor, goes_on: Callable[[Step], bool]) -> list[Step]:
-        """The steps to a leaf, and to the nodes before it as long as `goes_on` says so; nearest to the root first."""
+        """Steps to a leaf, and to the nodes before it while `goes_on`; nearest to the root first."""
         return self._steps_to([self._leaves[id(leaf)]], goes_on) if self.reaches(leaf) else []
 
     def _steps_to(self, waiting: list[Node], goes_on: Callable[[Step], bool]) -> list[Step]:
@@ -271,11 +271,11 @@ class Flow:
         return sorted(steps, key=lambda step: self._order[step.node])
 
     def losses(self, leaf: torch.Tensor) -> list[Step]:
-        """Where the gradient of a leaf, which is exactly zero, became zero."""
+        """Steps in which the gradient of a leaf, which is exactly zero, became zero."""
         return [step for step in self._steps(leaf, lambda step: step.is_zero) if not step.is_zero]
 
     def origin_of_nonfinite(self, leaf: torch.Tensor) -> Node | None:
-        """The first node that made NaN or inf, which has come to a leaf, from finite gradients."""
+        """The first node on the way to a leaf that made NaN or inf of finite gradients."""
 
         def passes_it_on(step: Step) -> bool:
             return not math.isfinite(step.sent.largest) and not all(math.isfinite(a.largest) for a in step.arrived)
@@ -285,7 +285,7 @@ class Flow:
         return next(made, None)
 
     def stops(self, leaf: torch.Tensor) -> list[Stop]:
-        """Where gradients of the units of a layer, the rows of its weight, were stopped on their way to the weight."""
+        """Stops of units of a layer, the rows of its weight, on the way to that weight."""
         takes_it = self._steps(leaf, lambda step: operation(step.node) in _SAME_VALUES)
         products = [step.node for step in takes_it if operation(step.node) in _PRODUCTS]
         steps = self._steps_to(products, lambda step: operation(step.node) in _BY_UNIT)
@@ -293,17 +293,17 @@ class Flow:
         return [stop for node in nodes for stop in self._stops[node] if len(stop.units) == len(leaf)]
 
     def arrived_near(self, leaf: torch.Tensor) -> float:
-        """The largest gradient at the operations that take a leaf, or its values in another shape or dtype."""
+        """Largest gradient at the operations that take a leaf, or its values in another shape or dtype."""
         steps = self._steps(leaf, lambda step: operation(step.node) in _SAME_VALUES)
         return max((a.largest for step in steps for a in step.arrived if math.isfinite(a.largest)), default=0.0)
 
 
 def operation(node: Node) -> str:
-    """`Relu` of ReluBackward0."""
+    """Name of the operation of a node: `Relu` for ReluBackward0."""
     return node.name().rpartition("Backward")[0]
 
 
-#: Operations that give the values of their one operand again, in another shape, layout or dtype.
+#: Operations that repeat the values of their one operand in another shape, layout or dtype.
 _SAME_VALUES = {
     "T", "Transpose", "Permute", "View", "Reshape", "ReshapeAlias", "UnsafeView", "Unsqueeze", "Squeeze", "Expand",
     "Clone", "ToCopy", "Alias", "Slice", "Select", "Split", "SplitWithSizes", "Chunk", "Unbind", "Repeat", "AsStrided",
@@ -312,20 +312,20 @@ _SAME_VALUES = {
 _PRODUCTS = {
     "Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "MkldnnLinear", "Convolution", "MkldnnConvolution", "CudnnConvolution",
 }  # fmt: skip
-#: Operations behind one that keep its units apart.
+#: Operations that keep units apart.
 _BY_UNIT = _SAME_VALUES | {
     "Add", "Sub", "Mul", "Div", "NativeBatchNorm", "CudnnBatchNorm", "NativeDropout", "MaxPool2DWithIndices",
     "AvgPool2D",
 }  # fmt: skip
-#: Functions that are flat on one side or on both, and let no gradient through there.
+#: Functions with a flat side, where they let no gradient through.
 _FLAT_ON_ONE_SIDE = {"Relu", "Threshold", "Hardtanh", "Clamp", "ClampMin", "ClampMax", "Hardswish", "Hardsigmoid"}
-#: Operations that add a smaller operand, whose gradient they add up, and on which edges this may be.
+#: Operations that broadcast an operand, whose gradient they add up, and the edges on which they may.
 _ADDING_UP = {
     "Add": (0, 1), "Sub": (0, 1), "Addmm": (0,), "Addmv": (0,), "Baddbmm": (0,), "Expand": (0,), "Repeat": (0,),
     "Convolution": (2,), "MkldnnConvolution": (2,), "CudnnConvolution": (2,), "Linear": (2,), "MkldnnLinear": (2,),
     "NativeBatchNorm": (2,), "CudnnBatchNorm": (2,), "NativeLayerNorm": (2,), "NativeGroupNorm": (2,),
 }  # fmt: skip
-#: Operations that multiply operands, and on which edges these are.
+#: Operations that multiply operands, and the edges of these.
 _FACTORS = {
     "Mul": (0, 1), "Mm": (0, 1), "Bmm": (0, 1), "Mv": (0, 1), "Dot": (0, 1), "Linear": (0, 1), "MkldnnLinear": (0, 1),
     "Convolution": (0, 1), "MkldnnConvolution": (0, 1), "CudnnConvolution": (0, 1), "PreluKernel": (0, 1),
@@ -365,7 +365,7 @@ def gradients(
         with _as_it_was(model, nodes), flow, torch.autograd.set_detect_anomaly(False):
             if hides:
                 return _by_backward(loss, [*leaves(nodes), *wanted], wanted), flow
-            # With nothing to differentiate for, autograd would raise.
+            # Autograd would raise without anything to differentiate for.
             found = torch.autograd.grad(loss, reached, retain_graph=True, allow_unused=True) if reached else ()
     except RuntimeError as error:
         if _FREED not in str(error):
@@ -386,7 +386,7 @@ def gradients(
 def _by_backward(
     loss: torch.Tensor, touched: list[torch.Tensor], wanted: list[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """What `loss.backward()` adds to `.grad`: reentrant checkpointing knows no other way."""
+    """Gradients that `loss.backward()` adds to `.grad`, the only way that reentrant checkpointing supports."""
     before = [(leaf, leaf.grad) for leaf in touched]
     hooks = [registered for leaf in touched if (registered := getattr(leaf, "_post_accumulate_grad_hooks", None))]
     silenced = [(registered, dict(registered)) for registered in hooks]
@@ -406,7 +406,7 @@ def _by_backward(
 
 @contextlib.contextmanager
 def _as_it_was(model: torch.nn.Module, nodes: list[Node]) -> Iterator[None]:
-    """Put back random number generators and buffers, as checkpointed blocks run forward again, and retained `.grad`."""
+    """Restore retained `.grad`, and random numbers and buffers, which a checkpointed block changes by running again."""
     retained = [(tensor, tensor.grad) for tensor in _retaining(set(nodes))]
     buffers: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
         (module._buffers, name, buffer, buffer.detach().clone())
@@ -427,12 +427,12 @@ def _as_it_was(model: torch.nn.Module, nodes: list[Node]) -> Iterator[None]:
         for owner, name, buffer, value in buffers:
             owner[name] = buffer
             if not torch.equal(buffer, value):
-                # Through .data, autograd does not count it as a change that invalidates what was saved.
+                # Autograd counts no change made through .data, so that saved tensors stay valid.
                 buffer.data.copy_(value)
 
 
 def _retaining(nodes: set[Node]) -> list[torch.Tensor]:
-    """The results of nodes that `retain_grad()` was called on; only the garbage collector has a list of them."""
+    """Results of nodes with a retained gradient, of which only the garbage collector has a list."""
     with torch._C.DisableTorchFunction():
         tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
         return [tensor for tensor in tensors if tensor.retains_grad and gradient_function(tensor) in nodes]

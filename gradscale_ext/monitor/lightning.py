@@ -1,4 +1,4 @@
-"""`GradientMonitor` for Lightning. Import this module only where there is Lightning."""
+"""`GradientMonitor` for Lightning. Importing this module needs Lightning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .monitor import GradientMonitor
 
 
 def _callback_class() -> Any:
-    """Of the package that the program uses: `lightning`, or `pytorch_lightning`, which some have beside it."""
+    """`Callback` of `lightning` or `pytorch_lightning`, whichever the program has imported."""
     names = ["lightning.pytorch", "pytorch_lightning"]
     names.sort(key=lambda name: name not in sys.modules)
     for name in names:
@@ -38,7 +38,7 @@ class GradientMonitorCallback(_callback_class()):  # type: ignore[misc]
         self.monitors: list[GradientMonitor] = []
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach."""
+        """Attach a monitor to each optimizer."""
         experiments = (getattr(logger, "experiment", None) for logger in trainer.loggers)
         writer = next((experiment for experiment in experiments if hasattr(experiment, "add_scalar")), None)
         several = len(trainer.optimizers) > 1
@@ -50,7 +50,6 @@ class GradientMonitorCallback(_callback_class()):  # type: ignore[misc]
                     "writer": writer,
                     "first_step": trainer.global_step,
                     "prefix": f"optimizer{index}/" if several else "",
-                    "scaler": getattr(trainer.precision_plugin, "scaler", None),
                     **self.options,
                 },
             )
@@ -58,11 +57,11 @@ class GradientMonitorCallback(_callback_class()):  # type: ignore[misc]
         ]
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write what has not been written, and detach."""
+        """Write what is left, and detach."""
         self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Likewise."""
+        """Write what is left, and detach."""
         self._close()
 
     def _close(self) -> None:

@@ -1,4 +1,4 @@
-"""Charts of gradients, of what clipping does to them, and of the updates that come of them."""
+"""Charts of gradients before and after clipping, and of the updates they lead to."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HISTORY = 1000
-"""Steps that a monitor remembers for `history` and `plot`."""
+"""Number of steps that a monitor remembers for `history` and `plot`."""
 
 FOLD = 256
-"""Numbers, one from each step, that are kept before they are added up: one launch for so many steps."""
+"""Number of steps whose values are kept before one launch adds them up."""
 
 Clipping = tuple[list[torch.Tensor], GradientStatistics]
 
@@ -67,10 +67,7 @@ class GradientMonitor:
         histograms: whether to write histograms.
         updates: whether to compare the parameters with themselves before the step.
         modules: names of modules; only these, what is in them, and totals are charted. None: everything is.
-        top_k: of parameters, only so many are charted in each record, those with the largest norms; modules all are.
         activations: names of modules whose outputs' gradients are charted.
-        scaler: the `torch.amp.GradScaler` by which gradients of activations are unscaled. One whose `step` is called is
-            noticed, and need not be given.
         first_step: number of the optimizer's next step, for a run that goes on.
         prefix: what all tags begin with, if several monitors have one writer.
 
@@ -97,39 +94,43 @@ class GradientMonitor:
         histograms: bool = True,
         updates: bool = True,
         modules: Sequence[str] | None = None,
-        top_k: int | None = None,
         activations: Sequence[str] = (),
-        scaler: torch.amp.GradScaler | None = None,
         first_step: int = 0,
         prefix: str = "",
     ) -> None:
-        _check_types(model, optimizer, writer, scaler)
-        optimizer = _with_hooks(optimizer)
-        known = {public_name(path): module for path, module in model.named_modules()}
-        self._model, self._optimizer, self._writer, self._scaler = model, optimizer, writer, scaler
+        _check_types(model, optimizer, writer)
+        self._model, self._optimizer, self._writer = model, _with_hooks(optimizer), writer
         self._every = _integer("every", every, 1)
         self._first_step = _integer("first_step", first_step, 0)
         self._prefix = prefix
+        known = {public_name(path): module for path, module in model.named_modules()}
         watched = _known("activations", activations, known)
-        self._selection = Selection(
-            None if modules is None else tuple(_known("modules", modules, known)),
-            None if top_k is None else _integer("top_k", top_k, 0),
-            histograms,
-        )
-        self._held = _ids(optimizer)
+        chosen = None if modules is None else tuple(_known("modules", modules, known))
+        self._selection = Selection(chosen, histograms)
+        self._held = _ids(self._optimizer)
         self._layout = Layout(model, self._held)
         if not self._layout.parameters:
             raise ValueError(
                 f"GradientMonitor: optimizer must hold parameters of model, but none of its {len(self._held)} "
                 f"is among the {len(list(model.parameters()))} of the model"
             )
+        self._weights = _Weights(keeps_memory=every < 10) if updates else None
+        self._begin()
+        self._handles: list[Any] = [
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+            *(known[name].register_forward_hook(CallHook(self, name)) for name in watched),
+        ]
+        _open.add(self)
+
+    def _begin(self) -> None:
+        """Set what changes from step to step."""
         self._taken = 0  # steps
-        self._recorded = -1  # the last step whose norms were
+        self._recorded = -1  # the last step with norms
         self._due = True  # whether the step to come, or in progress, is recorded
         self._in_step = False
         self._scaler_of_step: torch.amp.GradScaler | None = None
         self._gradients: GradientStatistics | None = None
-        self._weights = _Weights(keeps_memory=every < 10) if updates else None
         self._calls = Calls()
         self._clippings: list[Clipping] = []  # of the step to come
         self._clip_results = _Sum()  # since the last record
@@ -137,12 +138,6 @@ class GradientMonitor:
         self._unwritten: Record | None = None
         self._written: Record | None = None
         self._history: list[tuple[int, tuple[str, ...], array[float]]] = []
-        self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            *(known[name].register_forward_hook(CallHook(self, name)) for name in watched),
-        ]
-        _open.add(self)
 
     @property
     def history(self) -> dict[str, list[tuple[int, float]]]:
@@ -219,7 +214,7 @@ class GradientMonitor:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """PyTorch runs the hooks twice where `step` calls that of its base class: the inner step is the one."""
+        """Record the step. Hooks run twice where `step` calls that of its base class; only the first call counts."""
         if not self._in_step:
             return
         self._in_step = False
@@ -234,7 +229,7 @@ class GradientMonitor:
 
     @torch.no_grad()
     def _after_skipping(self, found_inf: torch.Tensor | None) -> None:
-        """No hook has run in `GradScaler.step`: it skipped the step, or the optimizer runs none. `found_inf` tells."""
+        """Record a step in which `GradScaler.step` ran no hook; `found_inf` is None unless it skipped the step."""
         if found_inf is None or not self._handles:
             return
         self._skipped_steps.add(found_inf.clamp(max=1))
@@ -250,7 +245,7 @@ class GradientMonitor:
             self._clip_results.add(results[0] if len(results) == 1 else torch.stack(results).amax(0))
 
     def _look_for_groups(self) -> None:
-        """Of parameters, which may have been added to the optimizer."""
+        """Notice parameters that were added to the optimizer."""
         held = _ids(self._optimizer)
         if held != self._held:
             self._held, self._layout = held, Layout(self._model, held)
@@ -262,7 +257,7 @@ class GradientMonitor:
         self._due = self._due or self._taken % self._every == 0
 
     def _after_clipping(self, clipping: Clipping) -> None:
-        """One that has a parameter of another belongs to a later step or evaluation, and replaces it."""
+        """Keep a clipping, which replaces an earlier one of the same parameters."""
         first = clipping[0][0]
         self._clippings = [other for other in self._clippings if all(first is not p for p in other[0])] + [clipping]
 
@@ -277,9 +272,9 @@ class GradientMonitor:
         return gradient_statistics(list(parameters.values()), list(parameters))
 
     def _record(self, skipped: torch.Tensor | None) -> Record:
-        """Of a step that was taken, or that the optimizer itself has `skipped`."""
+        """Record of a step that was taken, or that the optimizer itself has `skipped`."""
         scale = getattr(self._optimizer, "grad_scale", None)  # where the optimizer unscales
-        scaler = self._scaler_of_step or self._scaler
+        scaler = self._scaler_of_step
         clippings = self._clip_results.take()
         return Record(
             step=self._first_step + self._taken,
@@ -298,7 +293,7 @@ class GradientMonitor:
         )
 
     def _record_of_skipping(self, skipped: torch.Tensor) -> Record:
-        """Of a step for which the optimizer was not called."""
+        """Record of a step for which the optimizer was not called."""
         return Record(
             step=self._first_step + self._taken,
             layout=self._layout,
@@ -316,9 +311,9 @@ class GradientMonitor:
         ]
 
     def _send(self, record: Record) -> None:
-        """Have it written when the next one is sent."""
+        """Send a record to the host, to be written when the next one is sent."""
         record = record.to_host()
-        self._write()  # last: a SummaryWriter's thread begins, and takes the interpreter from whoever comes after
+        self._write()  # last, because a SummaryWriter's thread then takes the interpreter
         self._unwritten = record
 
     def _write(self) -> None:
@@ -333,10 +328,10 @@ class GradientMonitor:
         self._put(charts)
 
     def _put(self, charts: Charts) -> None:
-        """Into the history and to the writer."""
+        """Add charts to the history, and write them."""
         tags = tuple(charts.scalars)
         if self._history and self._history[-1][1] == tags:
-            tags = self._history[-1][1]  # kept once
+            tags = self._history[-1][1]  # shared
         self._history.append((charts.step, tags, array("d", charts.scalars.values())))
         if len(self._history) > HISTORY:
             self._history = self._history[::2]
@@ -345,7 +340,7 @@ class GradientMonitor:
 
 
 class _Sum:
-    """The sum of small tensors, which a device adds up now and then."""
+    """Sum of small tensors, which the device adds up now and then."""
 
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []
@@ -356,32 +351,32 @@ class _Sum:
             self._parts = [torch.stack(self._parts).sum(0)]
 
     def take(self) -> torch.Tensor | None:
-        """The sum, which begins anew; None where nothing has been added."""
+        """Return the sum and start again; None where nothing was added."""
         parts, self._parts = self._parts, []
         return torch.stack(parts).sum(0) if parts else None
 
 
 class _Weights:
-    """Parameters as they were before a step."""
+    """Copies of parameters from before a step."""
 
     def __init__(self, keeps_memory: bool) -> None:
-        """Whether their memory is used again; new memory takes as long as copying."""
+        """Choose whether to keep the copies' memory: new memory takes as long as copying."""
         self._keeps_memory = keeps_memory
         self._names: list[str] = []
         self._parameters: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
     def keep(self, parameters: dict[str, torch.Tensor]) -> None:
-        """Copy them."""
+        """Copy the parameters."""
         self._names = list(parameters)
-        self._parameters = list(parameters.values())  # themselves: an optimizer may give them other memory
+        self._parameters = list(parameters.values())  # not their memory, which an optimizer may replace
         if list(map(_form, self._parameters)) != list(map(_form, self._copies)):
             self._copies = [torch.empty_like(parameter) for parameter in self._parameters]
         if self._copies:
             torch._foreach_copy_(list(map(local_part, self._copies)), list(map(local_part, self._parameters)))
 
     def compare(self) -> tuple[list[str], torch.Tensor] | None:
-        """Names, and `[2, N]` the norms of the copies and of what has been added to them since."""
+        """Names `[N]`, and norms `[2, N]` of the copies and of the updates since."""
         if not self._names:
             return None
         norms = _C.update_norms(self._copies, self._parameters)
@@ -406,20 +401,19 @@ def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _check_types(model: Any, optimizer: Any, writer: Any, scaler: Any) -> None:
+def _check_types(model: Any, optimizer: Any, writer: Any) -> None:
     writes = writer is None or callable(getattr(writer, "add_scalar", None))
     for argument, value, is_right, expected in (
         ("model", model, isinstance(model, torch.nn.Module), "a torch.nn.Module"),
         ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "a torch.optim.Optimizer"),
         ("writer", writer, writes, "None, or have a method add_scalar(tag, value, step)"),
-        ("scaler", scaler, isinstance(scaler, torch.amp.GradScaler | None), "None or a torch.amp.GradScaler"),
     ):
         if not is_right:
             raise TypeError(f"GradientMonitor: {argument} must be {expected}, but it is of type {type(value).__name__}")
 
 
 def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself, or what it wraps."""
+    """The optimizer itself, or the one that it wraps."""
     inner = _open.innermost(optimizer)
     if "_optimizer_step_pre_hooks" not in vars(inner):
         raise TypeError(
@@ -438,7 +432,7 @@ def _integer(argument: str, value: Any, least: int) -> int:
 
 
 def _known(argument: str, names: Any, modules: Mapping[str, torch.nn.Module]) -> list[str]:
-    """Names of modules, which there must be."""
+    """Names of modules, which must exist."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(
             f"GradientMonitor: {argument} must be a sequence of module names, but it is of type {type(names).__name__}"

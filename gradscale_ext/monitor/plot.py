@@ -1,4 +1,4 @@
-"""The picture of a monitor: gradient norms of the layers over the steps, and what they are made of."""
+"""The picture of a monitor: gradient norms of the layers over the steps, and histograms of the last step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_LAYERS = 16
-"""More are merged into the modules that they are part of."""
+"""Most rows of the picture; more layers are merged into the modules around them."""
 
 History = dict[str, list[tuple[int, float]]]
 
 
 def draw(history: History, record: Record, selection: Selection, path: str | Path | None) -> Figure:
-    """Draw norms on the left, and the histograms of `record` on the right, one row for each layer."""
+    """Draw the norms on the left, and one histogram of `record` for each layer on the right."""
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
@@ -41,7 +41,7 @@ def draw(history: History, record: Record, selection: Selection, path: str | Pat
 
 
 def layers_of(names: Sequence[str], most: int = MOST_LAYERS) -> dict[str, list[str]]:
-    """Modules and the parameters in them, as deep in the tree of modules as keeps them few."""
+    """Parameters by module, at the greatest depth of the tree with at most `most` modules."""
     paths = {name: name.split(".")[:-1] or [name] for name in names}
     depth = max(map(len, paths.values()), default=1)
     while True:
@@ -54,7 +54,7 @@ def layers_of(names: Sequence[str], most: int = MOST_LAYERS) -> dict[str, list[s
 
 
 def _histograms(record: Record, selection: Selection) -> dict[str, list[int]]:
-    """Histogram of each layer; the first layer first."""
+    """Counts of each layer, in the order of the model."""
     statistics = record.gradients
     columns = zip(statistics.names, statistics.histogram.tolist(), statistics.missing.tolist(), strict=True)
     rows = {name: row for name, row, missing in columns if not missing and selection.has(name)}
@@ -69,7 +69,7 @@ def _draw_norms(axes: Any, history: History, colors: dict[str, Any]) -> None:
         series = history.get(f"module_gradient_norm/{layer}") or history.get(f"gradient_norm/{layer}")
         if series:
             _draw_line(axes, series, color=color, linewidth=1.2)
-    # Neither need be there: a long history is thinned, and may be one of skipped steps.
+    # Either may be missing: a long history is thinned, and may hold skipped steps alone.
     if after := history.get("gradient_norm_total"):
         _draw_line(axes, after, color="black", linewidth=1.8, label="all layers")
     if before := history.get("gradient_norm_total_before_clipping"):
@@ -89,7 +89,7 @@ def _draw_line(axes: Any, series: list[tuple[int, float]], **style: Any) -> None
 
 
 def _draw_histograms(axes: Any, histograms: dict[str, list[int]], colors: dict[str, Any], record: Record) -> None:
-    """Ridges: in each row the share of the layer's elements, drawn as steps."""
+    """Draw ridges: each row shows the share of the layer's elements in each bin."""
     filled = [index for counts in histograms.values() for index, count in enumerate(counts) if count]
     first, last = (min(filled), max(filled) + 1) if filled else (0, len(FINITE_EDGES) - 1)
     edges = [edge - math.log2(record.unscaled_by()) for edge in FINITE_EDGES[first : last + 1]]

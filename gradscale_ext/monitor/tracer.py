@@ -1,4 +1,4 @@
-"""What a forward pass does to its tensors: which parameters each value depends on, and where the graph was cut."""
+"""A watched forward pass: the parameters that each value depends on, and where the graph was cut."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from .graph import (
 )
 
 _PACKAGES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-#: What files start with whose lines are never the user's.
+#: Beginnings of the paths of files whose lines are never the user's.
 _NOT_THE_USERS = (*(package + os.sep for package in _PACKAGES), copy.__file__, contextlib.__file__)
 
-#: Calls whose results do not depend on the values of their operands, and those that update parameters.
+#: Calls whose results do not depend on the values of their operands, or that update parameters.
 _NOT_FOLLOWED = {"grad", "_base", "requires_grad_", "backward", "broadcast_tensors"}
 _NOT_FOLLOWED_PREFIXES = ("new_", "_foreach_", "_fused_")
-#: Calls that make tensors of Python's and NumPy's values, and operations with them, without their underscores.
+#: Calls that make tensors of values of Python and NumPy, and operations with such values, without underscores.
 _FACTORIES = {
     "tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack", "scalar_tensor", "full", "full_like",
     "new_tensor", "new_full",
@@ -47,10 +47,10 @@ _ARITHMETIC = {
     "add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv",
     "true_divide", "multiply", "divide", "subtract", "pow", "rpow", "setitem", "fill", "where", "lerp",
 }  # fmt: skip
-#: Calls that read only the shape, dtype or device of their first operand, and of the other ones.
+#: Calls that read only the form (shape, dtype, device) of their first operand, or of the others.
 _FORM_OF_FIRST = {"new_tensor", "new_full", "full_like"}
 _FORM_OF_OTHERS = {"type_as", "to", "expand_as", "view_as", "reshape_as"}
-#: How many calls back a value is looked for that was cut off: three lie in `x / x.pow(2).mean().sqrt().detach()`.
+#: Number of calls before a cut to search for the value itself: `x / x.pow(2).mean().sqrt().detach()` has three.
 _FEW = 3
 #: Calls through which a value leaves PyTorch.
 _ESCAPES = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__", "__complex__", "__dlpack__"}
@@ -74,45 +74,45 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A call behind which a gradient does not come back."""
+    """A call that gradients do not come back through."""
 
     kind: Literal["detached", "no_grad", "integer_dtype"]
     call: str
     location: Location | None
     entered: Location | None = None
-    """Where gradients had been turned off."""
+    """The line that turned gradients off."""
 
 
 class _Origin(NamedTuple):
-    """The values that a call cut off, by the numbers of their nodes."""
+    """Numbers of the nodes of the values that a call cut off."""
 
     values: frozenset[int] = frozenset()
     near: frozenset[int] = frozenset()
-    """These, and what they were made of by the last few calls."""
+    """These nodes and the ones behind them, up to a few calls back."""
 
 
 class _History(NamedTuple):
-    """What a value has come from. A set of leaves is an integer with a bit for each."""
+    """Origin of a value. A set of leaves is an integer with a bit for each."""
 
     live: int = 0
-    """Leaves that it depends on and sends gradients to."""
+    """Leaves that the value sends gradients to."""
     cuts: Mapping[Cut, int] = {}
-    """Leaves that it depends on through a cut, for each cut."""
+    """Leaves behind each cut that the value depends on."""
     location: Location | None = None
-    """The line whose call made it."""
+    """The line whose call made the value."""
     depth: int = 0
-    """How many calls are behind it."""
+    """Number of calls behind the value."""
     outside: int = 0
-    """How many escapes there had been when a number from outside of PyTorch last went into it."""
+    """Number of escapes before a number from outside of PyTorch last went into the value."""
     has_data: bool = False
-    """Whether anything but parameters has gone into it."""
+    """Whether anything but parameters went into the value."""
     fresh: Mapping[Cut, _Origin] = {}
-    """The cuts that it comes from, with nothing that sends gradients taken together with their results since."""
+    """Cuts behind the value whose results have met no value with gradients since."""
     felt: frozenset[Cut] = frozenset()
-    """The cuts whose results were taken together with other values than those that were cut off."""
+    """Cuts whose results met values other than those that were cut off."""
 
     def __or__(self, other: _History) -> _History:
-        """Of what both have gone into."""
+        """History of a value made of both."""
         cuts = dict(self.cuts)
         for cut, lost in other.cuts.items():
             cuts[cut] = cuts.get(cut, 0) | lost
@@ -157,8 +157,8 @@ class GradientTracer(TorchFunctionMode):
         super().__init__()
         self._bits: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         self._next_bit = 1
-        # The history of a value with a graph is kept at the node that made it, in its metadata; of another at the
-        # memory that it lies in, which its views share.
+        # The node that made a value keeps its history in its metadata. A value without a node has its history kept
+        # with its memory, which its views share.
         self._histories: MutableMapping[torch.UntypedStorage, _History] = WeakIdKeyDictionary()
         self._active = False
         self._begin()
@@ -196,38 +196,38 @@ class GradientTracer(TorchFunctionMode):
     # ---- What it saw ------------------------------------------------------------------------------------------------
 
     def used(self, leaf: torch.Tensor) -> bool:
-        """Whether a call took the leaf for its value, with data: more than its norm was computed."""
+        """Whether a call used the leaf's value together with data; computing its norm does not count."""
         return bool(self._used & self._bits.get(leaf, 0))
 
     def cuts_between(self, leaf: torch.Tensor, result: torch.Tensor) -> list[Cut]:
-        """The cuts through which a result depends on a leaf."""
+        """Cuts through which a result depends on a leaf."""
         bit = self._bits.get(leaf, 0)
         return [cut for cut, leaves in self._history(result).cuts.items() if leaves & bit]
 
     def cuts(self, result: torch.Tensor) -> list[Cut]:
-        """All cuts through which a result depends on a leaf."""
+        """Cuts through which a result depends on any leaf."""
         return list(self._history(result).cuts)
 
     def felt_cuts(self, result: torch.Tensor) -> list[Cut]:
-        """Those that keep gradients from values, although the result may send them some on other paths.
+        """Cuts that keep gradients from values, although these may get some on other paths.
 
-        Not among them are those beside which the value itself goes on, `x + (x.round() - x).detach()` and
+        Left out are cuts beside which the value itself goes on, as in `x + (x.round() - x).detach()` and
         `x / x.norm().detach()`, and those whose result became an index or the outcome of a comparison.
         """
         history = self._history(result)
         return [cut for cut in history.cuts if cut in history.felt]
 
     def escapes(self, leaf: torch.Tensor, result: torch.Tensor) -> list[Cut]:
-        """The calls with which a value that depends on a leaf left PyTorch, and after which one came into a result."""
+        """Calls by which values that depend on a leaf left PyTorch before a number from outside went into a result."""
         bit = self._bits.get(leaf, 0)
         return [cut for cut, leaves in list(self._escapes.items())[: self._history(result).outside] if leaves & bit]
 
     def knows(self, root: Node) -> bool:
-        """Whether it saw something of a graph being made, or may have."""
+        """Whether the tracer saw, or may have seen, part of a graph being made."""
         return any(self in metadata(node) or is_reentrant(node) for node in walk(root))
 
     def location(self, node: Node) -> Location | None:
-        """The line whose call made a node of a graph."""
+        """The line whose call made a node."""
         history: _History | None = metadata(node).get(self)
         return history.location if history is not None else None
 
@@ -263,7 +263,7 @@ class GradientTracer(TorchFunctionMode):
             cut = Cut("detached", name, location)
             self._escapes[cut] = self._escapes.get(cut, 0) | _union([value.live, *value.cuts.values()])
         if value.has_data and (given or name in _ESCAPES):
-            # A parameter that is only written to has not been used.
+            # Writing to a parameter is no use of it.
             read = [t.history for t in taken if not (t.tensor.is_leaf and any(t.tensor is g for g in given))]
             self._used |= _union(leaves for history in read for leaves in (history.live, *history.cuts.values()))
         for tensor in given:
@@ -297,7 +297,7 @@ class GradientTracer(TorchFunctionMode):
     # ---- Beside a cut -----------------------------------------------------------------------------------------------
 
     def _felt(self, name: str, taken: list[_Taken]) -> Iterator[Cut]:
-        """The cuts whose results a call takes, unless it computes with the values that were cut off as well."""
+        """Cuts whose results a call takes without also computing with the values that were cut off."""
         for operand in taken:
             others = [t for t in taken if t is not operand and t.history.live]
             for cut, origin in operand.history.fresh.items():
@@ -305,18 +305,18 @@ class GradientTracer(TorchFunctionMode):
                     yield cut
 
     def _is_one_of(self, origin: _Origin, operand: _Taken) -> bool:
-        """Whether a value was cut off itself, or was made of one that was, or is what one was made of."""
+        """Whether an operand was cut off, was made of a value that was, or went into one."""
         near = self._near(operand)
         return not origin.near.isdisjoint(near[:1]) or not origin.values.isdisjoint(near)
 
     def _origin(self, taken: list[_Taken], has_data: bool) -> _Origin:
         nears = [(t, self._near(t)) for t in taken if t.history.live]
-        # Values that are made of data and of the same parameter have no more than that in common.
+        # A shared parameter alone does not relate values that are made of data.
         values = frozenset(near[0] for t, near in nears if t.node is not None or not has_data)
         return _Origin(values, frozenset(number for _, near in nears for number in near))
 
     def _near(self, operand: _Taken) -> list[int]:
-        """The numbers of a value and, behind it, of those that it was made of by the last few calls."""
+        """Numbers of a value and of the values behind it, up to a few calls back."""
         if operand.node is None:
             return [-self._bit(operand.tensor)]
         nodes = [operand.node]
@@ -357,12 +357,12 @@ class GradientTracer(TorchFunctionMode):
         if not tensor.requires_grad:
             return history
         bit = self._bit(tensor)
-        # Its memory is also that of what has been detached from it.
+        # Tensors detached from it share its memory, and with it its history.
         cuts = {cut: leaves & ~bit for cut, leaves in history.cuts.items() if leaves & ~bit}
         return _History(bit, cuts, outside=history.outside)
 
     def _history_of(self, node: Node) -> _History:
-        """Also of a node that came into being unseen, in a custom Function or in an extension's code."""
+        """History of a node, derived for nodes made unseen by a custom Function or an extension."""
         if self not in metadata(node):
             history = _NO_HISTORY
             unseen = walk(node, stop=self._is_known)
@@ -384,7 +384,7 @@ _NO_HISTORY = _History(has_data=True)
 
 
 class _Taken(NamedTuple):
-    """An operand, as it was before the call."""
+    """An operand as it was before the call."""
 
     tensor: torch.Tensor
     node: Node | None
@@ -396,7 +396,7 @@ def _union(sets: Iterable[int]) -> int:
 
 
 def _name(func: Any) -> str:
-    """The name of a function; "data" where it reads that property, "data=" where it sets it."""
+    """Name of a function; a property's own name where it is read, followed by "=" where it is set."""
     name: str = getattr(func, "__name__", type(func).__name__)
     if name in ("__get__", "__set__"):
         return getattr(func.__self__, "__name__", name) + ("=" if name == "__set__" else "")
@@ -410,20 +410,20 @@ def _is_followed(name: str) -> bool:
 
 
 def _operands(name: str, args: Any, kwargs: Any) -> Any:
-    """The arguments whose values go into the result."""
+    """Arguments whose values go into the result."""
     if name in _FORM_OF_FIRST:
         return args[1:], kwargs
     return args[:1] if name in _FORM_OF_OTHERS else (args, kwargs)
 
 
 def _is_array(taken: _Taken) -> bool:
-    """Whether an operand lies in memory of NumPy or another library: no mode sees `torch.from_numpy`."""
+    """Whether an operand lies in another library's memory; `torch.from_numpy` itself is not seen by a mode."""
     memory = _memory(taken.tensor) if taken.history is _NO_HISTORY else None
     return memory is not None and not memory.resizable()
 
 
 def _takes_number(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a call takes a number of Python's or NumPy's that is not a literal of the function that calls it."""
+    """Whether a call takes a Python or NumPy number that is no literal of the calling function."""
     frame = _users_frame()
     literals = frame.f_code.co_consts if frame is not None else ()
     values = [*args, *kwargs.values()]
@@ -434,14 +434,14 @@ def _takes_number(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _written(name: str, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a call writes to: the first operand of `add_`, `x[i] = y` and `x.data = y`, and `out=`."""
+    """Tensors that a call writes to: the first operand of `add_`, `x[i] = y` and `x.data = y`, and `out=`."""
     if name in ("__setitem__", "data=") or (name.endswith("_") and not name.endswith("__")):
         yield from _tensors(args[:1])
     yield from _tensors(kwargs.get("out"))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
+    """Tensors in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -459,7 +459,7 @@ def _memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _users_frame() -> FrameType | None:
-    """The innermost call that is neither PyTorch's nor this package's."""
+    """The innermost frame outside of PyTorch and this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back

@@ -129,7 +129,7 @@ def slope_back(y: Array, name: str, eps: float) -> Array:
 
 
 def centers(support: Any) -> Array:
-    """What the support takes expectations of."""
+    """Values that the support takes expectations of."""
     middles = np.linspace(support.minimum, support.maximum, support.num_bins)
     return transformed_back(middles, support.transform, support.eps) if support.space == "raw" else middles
 
@@ -323,7 +323,7 @@ LOSSES: dict[str, Any] = {
 
 @dataclass
 class MultiStep:
-    """What a multi-step loss returns, and how far rounding may take it."""
+    """Output of a multi-step loss, and how far rounding may take it."""
 
     loss: tuple[Array, Array]
     per_sample: tuple[Array, Array]
@@ -414,7 +414,7 @@ def multi_step(
 
 
 def statistics(tensor: Array, p: float) -> dict[str, float]:
-    """What is counted and measured of one tensor; complex numbers count by their moduli."""
+    """Statistics of one tensor; complex numbers count by their moduli."""
     size = np.abs(tensor).astype(np.longdouble)
     numbers = size if np.iscomplexobj(tensor) else tensor.astype(np.longdouble)
     finite = np.isfinite(size)
@@ -461,7 +461,7 @@ def decoded_gradient(x: Array, support: Any) -> tuple[Array, Array]:
     if support.space == "transformed":
         ends = max(abs(support.minimum), abs(support.maximum))
         slope = slope_back(expectation, support.transform, support.eps)
-        # What the expectation is off by changes the slope, at most by its relative error there.
+        # An error of the expectation changes the slope, at most by its relative error there.
         entering = slope * (entering + p * ends) + np.abs(gradient) * slope * (1 + 2 * (size + ends))
         gradient = gradient * slope
     return gradient, entering

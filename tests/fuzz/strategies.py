@@ -44,7 +44,7 @@ SEEDS = range(64)
 
 
 def product(kind: Callable[..., Any], **fields: Sequence[Any]) -> st.SearchStrategy[Any]:
-    """What `kind` makes of one choice for each field, all by one number: drawing is what takes Hypothesis its time."""
+    """Build a `kind` of one choice for each field, all drawn as one number, as Hypothesis draws slowly."""
     count = math.prod(map(len, fields.values()))
     assert count < 2**24, "Hypothesis prefers small numbers of a larger range"
 

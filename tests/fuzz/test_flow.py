@@ -51,11 +51,11 @@ ROUNDED = 4.0
 SECOND = 64.0
 """The same of a second derivative, whose sums over a group are taken in the dtype itself."""
 SUMMED = 2.0**-52
-"""Norms are sums in float64, each of whose additions is rounded."""
+"""Error of norms, sums in float64 whose additions are rounded."""
 POWERS = 512 * 2.0**-52
-"""And powers in float64: the exponents of numbers from its whole range are up to 2,000 times as large as 1."""
+"""Error of powers in float64, whose exponents are up to 2,000 times as large as 1."""
 UNDERFLOW = 2.0**-20
-"""Of the smallest normal number: numbers below it lose digits, also where they are between two steps."""
+"""Share of the smallest normal number: smaller numbers lose digits, also between two steps."""
 CHAINED = 3 * ROUNDED
 """The same of two operators: what the first one rounds changes the norm of the second."""
 MARGIN = 1e-3
@@ -80,16 +80,16 @@ class Argument:
     """A limit, scale or bound: a number, or a tensor that broadcasts to the shape it has to."""
 
     values: tuple[float, ...] = (0.5,)
-    """Of which the elements are drawn; of limits and bounds in units of the gradient's size."""
+    """Values to draw elements from; limits and bounds are in units of the gradient's size."""
     dropped: int | None = None
-    """None: a number. Otherwise how many of its leading dimensions the tensor does without."""
+    """Number of leading dimensions that the tensor does without; None for a number."""
     ones: int = 0
     """A bit for each dimension that is 1 instead."""
     dtype: torch.dtype = torch.float64
     layout: str = "contiguous"
 
     def build(self, shape: tuple[int, ...], unit: float, seed: int) -> float | Tensor:
-        """What the operator is given."""
+        """The argument for an operator."""
         if self.dropped is None:
             return self.values[0] * unit
         shape = tuple(

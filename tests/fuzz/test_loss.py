@@ -62,7 +62,7 @@ class HeadCase:
 
     head: Any
     width: int
-    """Of a prediction, where the head has no support; 0: `[B]`."""
+    """Width of a prediction, where the head has no support; 0 for `[B]`."""
     classes: bool = False
     dtype: torch.dtype = torch.float32
     form: str = "list"
@@ -196,7 +196,7 @@ class Case(Described):
     importance_weights: bool = False
     mask: str = "none"
     poison: str = "none"
-    """Where NaN and inf are: "masked", "anywhere", or "none"."""
+    """Place of NaN and inf: "masked", "anywhere", or "none"."""
     reduction: str = "mean"
     nonfinite: str = "propagate"
     grad_output: str = "one"
@@ -271,7 +271,7 @@ class Trial:
         )
 
     def turned(self, array: Array, always: bool = False) -> Array:
-        """From `[B, T, ...]` to the order of the call."""
+        """Turn `[B, T, ...]` into the order of the call."""
         turns = not self.case.batch_first and (always or TURNS_EVERYTHING)
         return np.moveaxis(array, 0, 1) if turns else array
 
@@ -492,7 +492,7 @@ def _create_graph(trial: Trial) -> None:
 
 @context
 def _func_grad(trial: Trial) -> None:
-    """With respect to all predictions of the call."""
+    """Gradients of all predictions of the call."""
     leaves = [leaf for _, leaf, _ in trial.leaves]
     if not leaves or any(item.form in ("unbound", "same") for item in trial.case.heads):
         return

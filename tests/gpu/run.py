@@ -48,12 +48,12 @@ class Step:
     command: list[str]
     limit: float
     log: Path | None = None
-    """Where its output goes; else it is shown."""
+    """File for the output, which is shown otherwise."""
     status: int | None = None
-    """None: it did not end in its time."""
+    """Exit status; None where the step did not end in its time."""
     seconds: float = 0.0
     words: str = ""
-    """What is said of it instead of its exit status."""
+    """Words reported in place of the exit status."""
 
     def failed(self) -> bool:
         return not self.words and self.status not in (0, NO_TESTS if "pytest" in self.command else 0)
@@ -65,7 +65,7 @@ class Step:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of all steps: this checkout before any installed package, and nothing that needs a network."""
+    """Environment of all steps: this checkout before any installed package, and no network."""
     paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {
         "PYTHONPATH": os.pathsep.join(paths),

@@ -118,7 +118,7 @@ def l2_inputs(device, seed=0, count=300):
 
 
 def cases(device, seed=0):
-    """By name a function of no arguments that computes everything, and the tensors that it reads."""
+    """Functions without arguments by name, each with the tensors that it reads."""
     plain, half = Update(device, seed=seed), Update(device, torch.bfloat16, seed=seed, reduction="valid_mean")
     skip = Update(device, seed=seed, nonfinite="skip")
     generator = torch.Generator().manual_seed(seed)
@@ -162,7 +162,7 @@ def assert_same(found, expected):
 
 
 def bits(x):
-    """So that NaN is equal to itself, and -0 not to 0."""
+    """Bits of a tensor, where NaN is equal to itself, and -0 differs from 0."""
     return x.detach().contiguous().cpu().view(-1).view(torch.uint8)
 
 

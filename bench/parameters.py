@@ -1,0 +1,111 @@
+"""Two passes over the parameters of a model, against PyTorch's multi-tensor calls.
+
+    python bench/parameters.py --json bench/results/parameters.json
+
+"updates" are the norms of parameters and of what a step has added to them, as `GradientMonitor` takes them;
+"l2_loss" is the weight decay term, alone and with its gradient. Bytes that must move: for updates both copies read
+once, for the loss all parameters read once, with the gradient read twice and written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+import gradscale_ext as gs
+import harness
+from gradscale_ext._library import _C
+
+Tensors = list[torch.Tensor]
+WEIGHT = 1e-4
+
+
+def residual_blocks(channels: int, count: int) -> list[nn.Module]:
+    halves = [(nn.Conv2d(channels, channels, 3, bias=False), nn.BatchNorm2d(channels)) for _ in range(2 * count)]
+    return [layer for half in halves for layer in half]
+
+
+def head(outputs: int) -> list[nn.Module]:
+    return [nn.Conv2d(64, 16, 1), nn.BatchNorm2d(16), nn.Linear(576, 32), nn.BatchNorm1d(32), nn.Linear(32, outputs)]
+
+
+def efficient_zero() -> nn.Module:
+    """The layers of EfficientZero's networks: representation, dynamics with an LSTM, three heads."""
+    representation = [nn.Conv2d(12, 32, 3), nn.Conv2d(32, 64, 3), *residual_blocks(64, 5)]
+    dynamics = [nn.Conv2d(65, 64, 3), *residual_blocks(64, 2), nn.LSTM(576, 512)]
+    return nn.ModuleList([*representation, *dynamics, *head(601), *head(601), *head(18)])
+
+
+def mlp() -> nn.Module:
+    widths = (784, 1024, 1024, 1024, 10)
+    return nn.Sequential(*(nn.Linear(*sizes) for sizes in pairwise(widths)))
+
+
+def small() -> nn.Module:
+    return nn.ParameterList(torch.randn(256) for _ in range(300))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"EfficientZero": efficient_zero, "MLP": mlp, "300 x 256": small}
+
+
+def foreach_updates(copies: Tensors, parameters: Tensors) -> torch.Tensor:
+    before = torch._foreach_norm(copies)
+    torch._foreach_sub_(copies, parameters)
+    return torch.stack([torch.stack(before), torch.stack(torch._foreach_norm(copies))])
+
+
+def foreach_loss(parameters: Tensors) -> torch.Tensor:
+    return 0.5 * WEIGHT * torch.stack(torch._foreach_norm(parameters)).square().sum()
+
+
+def sum_of_squares(parameters: Tensors) -> torch.Tensor:
+    return 0.5 * WEIGHT * sum(parameter.square().sum() for parameter in parameters)
+
+
+def our_loss(parameters: Tensors) -> torch.Tensor:
+    return gs.l2_loss(parameters, WEIGHT)
+
+
+def rows_of(name: str, model: nn.Module, seconds: float) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    values = [parameter.detach() for parameter in parameters]
+    ours, theirs = ([value.clone() for value in values] for _ in range(2))
+    updates = {
+        "update_norms": lambda: _C.update_norms(ours, values),
+        "_foreach_norm, _foreach_sub_": lambda: foreach_updates(theirs, values),
+    }
+    losses = {"l2_loss": our_loss, "_foreach_norm": foreach_loss, "sum of squares": sum_of_squares}
+    forward = {contestant: lambda loss=loss: loss(values) for contestant, loss in losses.items()}
+    both = {
+        contestant: lambda loss=loss: torch.autograd.grad(loss(parameters), parameters)
+        for contestant, loss in losses.items()
+    }
+    size = sum(value.nbytes for value in values)
+    label = {"size": f"{name}, {len(values)} tensors, {size / 4e6:.1f} M", "threads": torch.get_num_threads()}
+    return [
+        *harness.rows({**label, "pass": "updates"}, updates, seconds, 2 * size, "update_norms"),
+        *harness.rows({**label, "pass": "l2_loss, forward"}, forward, seconds, size, "l2_loss"),
+        *harness.rows({**label, "pass": "l2_loss, fwd+bwd"}, both, seconds, 3 * size, "l2_loss"),
+    ]
+
+
+def main() -> None:
+    arguments = harness.arguments(__doc__)
+    harness.show_machine()
+    results: list[dict[str, Any]] = []
+    for threads in dict.fromkeys((1, arguments.threads)):
+        torch.set_num_threads(threads)
+        print(f"threads: {threads}")
+        for name, make in MODELS.items():
+            for row in rows_of(name, make(), arguments.seconds):
+                harness.show(row)
+                results.append(row)
+    harness.write(arguments.json, "parameters", results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Findings of a diagnosis, their remedies, and how they are shown."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ._table import table
+from .tracer import Location
+
+Code = Literal[
+    "disconnected", "detached", "no_grad", "integer_dtype", "zero_derivative", "all_zero", "vanishing", "nonfinite",
+    "frozen", "not_in_optimizer", "non_leaf", "unused",
+]  # fmt: skip
+
+_REMEDIES: dict[Code, str] = {
+    "disconnected": "add what the parameter computes to the loss, or leave the parameter out of the model",
+    "detached": "leave the call out where a gradient is wanted; turn what PyTorch gives into numbers only for logs",
+    "no_grad": "call it where gradients are on; a reentrant checkpoint whose inputs need no gradient has them off too: "
+    "use_reentrant=False",
+    "integer_dtype": "keep the path in floating point: soft targets or probabilities in place of indices, "
+    "torch.where or a product in place of a mask alone, Gumbel-softmax for a choice",
+    "zero_derivative": "pass the gradient straight through, x + (f(x) - x).detach(), or use a smooth function",
+    "all_zero": "look at what the operation was given: dead ReLUs, a mask or weight that is all zeros, a clamp that is "
+    "always at its bound, targets that are met exactly",
+    "vanishing": "keep activations where the function is not flat (normalisation, initialisation, smaller learning "
+    "rate, logits in place of probabilities), add skip connections, compute in a wider dtype",
+    "nonfinite": "keep operands inside the domain (clamp before log, sqrt and division; add an eps; mask before the "
+    "operation and not behind it), lower the loss scale or the learning rate",
+    "frozen": "requires_grad_(True) before the optimizer is made, if it is to be trained; else leave it out of the "
+    "optimizer",
+    "not_in_optimizer": "give it to the optimizer (add_param_group); a tensor has to be an nn.Parameter, and a list of "
+    "them an nn.ParameterList or nn.ModuleList, to be among model.parameters()",
+    "non_leaf": "make the nn.Parameter last, of the finished values: nn.Parameter(0.1 * torch.randn(3)), "
+    "nn.Parameter(w.to(device))",
+    "unused": "call the module that it belongs to, or remove it; an expert that one batch sends nothing needs nothing",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One parameter and why it is not trained, or not by all that the loss depends on."""
+
+    code: Code
+    parameter: str
+    """Name in the model; "loss" for a finding about the loss as a whole."""
+    cause: str
+    remedy: str
+    location: str | None = None
+    """File and line of the user's code, such as "train.py:12", where known."""
+    source: str | None = None
+    """Text of that line."""
+    is_note: bool = False
+    """Whether nothing may be wrong with it."""
+
+
+@dataclass(frozen=True)
+class GradientDiagnosis:
+    """What `diagnose_gradients` found. `str()` is a table for logs; `rich.print` shows one for terminals."""
+
+    findings: list[Finding]
+    num_parameters: int
+    """Number of the model's parameters."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all findings are notes."""
+        return all(finding.is_note for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The findings as plain values, for JSON."""
+        findings = [asdict(finding) for finding in self.findings]
+        return {"ok": self.ok, "num_parameters": self.num_parameters, "findings": findings}
+
+    def __str__(self) -> str:
+        rows: list[list[str]] = []
+        for names, finding in self._groups():
+            place = [*filter(None, (finding.location, textwrap.shorten(finding.source or "", 60)))]
+            columns = [[_title(finding)], shortened(names), textwrap.wrap(finding.cause, 60), place]
+            height = max(map(len, columns))
+            rows += [list(line) for line in zip(*(c + [""] * (height - len(c)) for c in columns), strict=True)]
+        if not rows:
+            return self._summary()
+        remedies = {f"{finding.code}: {finding.remedy}": None for finding in self.findings}
+        listing = "\n".join(textwrap.fill(remedy, 118, subsequent_indent="  ") for remedy in remedies)
+        headers = ["code", "parameter", "cause", "location"]
+        return f"{self._summary()}\n\n{table(headers, rows)}\n\nWhat to do:\n{listing}"
+
+    def __rich__(self) -> Any:
+        """The report as a table of rich."""
+        import rich.table
+        import rich.text
+
+        shown = rich.table.Table(title=self._summary(), show_lines=True, title_justify="left")
+        for header in ("code", "parameter", "cause", "what to do", "location"):
+            shown.add_column(header, overflow="fold")
+        for names, finding in self._groups():
+            place = "\n".join(filter(None, (finding.location, finding.source)))
+            cells = (_title(finding), "\n".join(shortened(names)), finding.cause, finding.remedy, place)
+            shown.add_row(*(rich.text.Text(cell) for cell in cells))
+        return shown
+
+    def _summary(self) -> str:
+        if not self.findings:
+            return f"No findings: all {self.num_parameters} parameters get their gradients as they should."
+        named = len({finding.parameter for finding in self.findings})
+        what, tensors = "Notes" if self.ok else "Findings", "1 tensor" if named == 1 else f"{named} tensors"
+        return f"{what} on {tensors}; the model has {self.num_parameters} parameters."
+
+    def _groups(self) -> Iterator[tuple[list[str], Finding]]:
+        """Parameters with the same code, cause, location and remedy, and the first of their findings."""
+        groups: dict[tuple[Any, ...], list[Finding]] = {}
+        for finding in self.findings:
+            groups.setdefault((finding.code, finding.cause, finding.location, finding.remedy), []).append(finding)
+        for group in groups.values():
+            yield [finding.parameter for finding in group], group[0]
+
+
+def _title(finding: Finding) -> str:
+    return f"{finding.code} (note)" if finding.is_note else finding.code
+
+
+def shortened(names: list[str], limit: int = 8) -> list[str]:
+    """At most `limit` entries: the first names, and the number of the others."""
+    return names if len(names) <= limit else [*names[: limit - 1], f"... and {len(names) - limit + 1} more"]
+
+
+def finding_of(
+    code: Code,
+    parameter: str,
+    cause: str,
+    location: Location | None = None,
+    *,
+    remedy: str | None = None,
+    is_note: bool = False,
+) -> Finding:
+    """A finding with the text of its line, and the remedy of its code unless another is given."""
+    line, source = (None, None) if location is None else (str(location), location.source or None)
+    return Finding(code, parameter, cause, remedy or _REMEDIES[code], line, source, is_note)

@@ -1,0 +1,141 @@
+"""Computes the numbers in this folder with rlax and optax, which share no code with this package.
+
+    pip install jax==0.10.2 rlax==0.1.9 optax==0.2.8
+    python tests/oracles/make_oracles.py
+
+These versions and the default seed give the files as they are; another processor may round the last digits otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+try:
+    import jax
+    import jax.numpy as jnp
+    import optax
+    import rlax
+except ImportError as error:
+    raise SystemExit(
+        f"make_oracles.py: {error}. Install rlax: pip install jax==0.10.2 rlax==0.1.9 optax==0.2.8"
+    ) from None
+
+jax.config.update("jax_enable_x64", True)
+
+EPS = 1e-3  # of signed_hyperbolic
+# B, K, bins, A, smallest and largest centre, weight of the value head, spread of the value targets
+UPDATES = [
+    (3, 2, 11, 4, -5.0, 5.0, 0.25, 10.0),
+    (2, 5, 21, 3, -10.0, 10.0, 1.0, 200.0),
+    (4, 1, 5, 2, -2.0, 2.0, 0.5, 1.0),
+]
+
+
+def two_hot(x, minimum, maximum, num_bins):
+    """[..., num_bins] by linear interpolation; rlax's own adds 1e-5 to a denominator."""
+    position = (jnp.clip(x, minimum, maximum) - minimum) / (maximum - minimum) * (num_bins - 1)
+    low = jnp.clip(jnp.floor(position), 0, num_bins - 2)
+    fraction = (position - low)[..., None]
+    lower, upper = (jax.nn.one_hot(bins, num_bins, dtype=x.dtype) for bins in (low, low + 1))
+    return lower * (1 - fraction) + upper * fraction
+
+
+def cross_entropy(logits, target):
+    return -jnp.sum(target * jax.nn.log_softmax(logits), -1)
+
+
+def muzero_loss(predictions, targets, weights, mask, value_weight, minimum, maximum):
+    """The update of the MuZero pseudocode: the losses of the steps after the root have 1/K of their gradient."""
+    num_unroll_steps = len(predictions["value"]) - 1
+    num_bins = predictions["value"][0].shape[-1]
+
+    def scalar_loss(head, step):
+        transformed = rlax.signed_hyperbolic(targets[head][:, step], EPS)
+        return cross_entropy(predictions[head][step], two_hot(transformed, minimum, maximum, num_bins))
+
+    total = 0.0
+    for step in range(num_unroll_steps + 1):
+        policy_loss = cross_entropy(predictions["policy"][step], targets["policy"][:, step])
+        loss = value_weight * scalar_loss("value", step) + scalar_loss("reward", step) + policy_loss
+        loss = jnp.where(mask[:, step], loss, 0.0)
+        total = total + optax.scale_gradient(loss, 1.0 if step == 0 else 1.0 / num_unroll_steps)
+    return jnp.mean(weights * total)
+
+
+def update(rng, batch, num_unroll_steps, num_bins, num_actions, minimum, maximum, value_weight, spread):
+    """Random predictions and targets, with the loss and its gradients."""
+    steps = num_unroll_steps + 1
+    sizes = {"value": num_bins, "reward": num_bins, "policy": num_actions}
+    predictions = {head: [rng.normal(size=(batch, size)) * 2 for _ in range(steps)] for head, size in sizes.items()}
+    targets = {
+        "value": rng.normal(size=(batch, steps)) * spread,
+        "reward": rng.normal(size=(batch, steps)),
+        "policy": rng.dirichlet(np.ones(num_actions), size=(batch, steps)),
+    }
+    weights = rng.uniform(0.2, 1.0, size=batch)
+    mask = rng.uniform(size=(batch, steps)) > 0.2
+    loss, gradients = jax.value_and_grad(muzero_loss)(
+        predictions, targets, weights, mask, value_weight, minimum, maximum
+    )
+    support = {"minimum": minimum, "maximum": maximum, "num_bins": num_bins}
+    return {
+        "support": {**support, "transform": "signed_hyperbolic", "eps": EPS},
+        "unroll_steps": num_unroll_steps,
+        "value_weight": value_weight,
+        "reward_weight": 1.0,
+        "policy_weight": 1.0,
+        "step_gradient_scale": "1 for step 0, 1/K after",
+        "reduction": "mean over the batch of importance_weight * sample loss",
+        "predictions": dict(sorted(predictions.items())),
+        "targets": dict(sorted(targets.items())),
+        "importance_weights": weights,
+        "mask": mask,
+        "loss": float(loss),
+        "gradients": gradients,
+    }
+
+
+def transforms(rng):
+    """Values and their transforms there and back, and scalars and their two-hot vectors."""
+    x = np.concatenate([[0, 1, -1, 10, 100, -3012.33, 1e5, 1e-6, -1e-3, 0.3], rng.normal(size=10) * 50])
+    y = np.linspace(-300, 300, 13)
+    z = rng.uniform(-1.5, 1.5, size=12)
+    hyperbolic = rlax.signed_hyperbolic(jnp.asarray(x), EPS)
+    back = rlax.signed_parabolic(hyperbolic, EPS)
+    return {
+        "signed_hyperbolic": {"eps": EPS, "x": x, "y": hyperbolic, "round_trip": back},
+        "signed_parabolic": {"eps": EPS, "x": y, "y": rlax.signed_parabolic(jnp.asarray(y), EPS)},
+        "symlog": {"x": x, "y": rlax.signed_logp1(jnp.asarray(x))},
+        "two_hot": {
+            "minimum": -1.0,
+            "maximum": 1.0,
+            "num_bins": 5,
+            "x": z,
+            "p": two_hot(jnp.asarray(z), -1.0, 1.0, 5),
+            "rlax_p_within_1e_4": rlax.transform_to_2hot(jnp.asarray(z), -1.0, 1.0, 5),
+        },
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Write muzero_update.json and transforms.json.")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(__file__).parent, help="where to (default: beside this file)"
+    )
+    parser.add_argument("--seed", type=int, default=20261120, help="of the random numbers (default: %(default)s)")
+    arguments = parser.parse_args()
+    rng = np.random.default_rng(arguments.seed)
+    versions = {module.__name__: module.__version__ for module in (jax, rlax, optax)}
+    updates = {"made_with": versions, "dtype": "float64", "cases": [update(rng, *sizes) for sizes in UPDATES]}
+    for name, content in {"muzero_update": updates, "transforms": transforms(rng)}.items():
+        (arguments.folder / f"{name}.json").write_text(
+            json.dumps(content, default=lambda array: np.asarray(array).tolist())
+        )
+
+
+if __name__ == "__main__":
+    main()
