@@ -1,11 +1,11 @@
 // The front door of the C++ side. Operators that the compiler must see register themselves with TORCH_LIBRARY in their
 // own files; this pybind11 module holds the entry points of eager mode, whose calls cost least.
-#include "device.h"
 #include "flow/flow.h"
+#include "host/device.h"
+#include "host/tensor_element.h"
 #include "loss/decode.h"
 #include "loss/encode.h"
 #include "loss/multi_step_loss.h"
-#include "tensor_element.h"
 #include "tensors/clip_gradients.h"
 #include "tensors/l2_loss.h"
 #include "tensors/statistics.h"

@@ -1,6 +1,6 @@
 #include "group_norm.h"
 
-#include "../device.h"
+#include "../host/device.h"
 #include "../variants/kernels.h"
 #include "gradient_buffer.h"
 

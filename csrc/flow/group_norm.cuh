@@ -9,7 +9,7 @@
 // Sums are taken in double, as on the CPU.
 #pragma once
 
-#include "../port/norms.cuh"
+#include "../math/norms.cuh"
 #include "device_calls.h"
 
 namespace gradscale {

@@ -11,7 +11,7 @@
 //   bool keeps_zeros() const                             whether a sparse gradient may be changed by its values alone
 #pragma once
 
-#include "../autograd.h"
+#include "../host/autograd.h"
 #include "value.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

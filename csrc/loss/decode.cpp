@@ -1,8 +1,8 @@
 #include "decode.h"
 
-#include "../autograd.h"
-#include "../device.h"
-#include "../tensor_element.h"
+#include "../host/autograd.h"
+#include "../host/device.h"
+#include "../host/tensor_element.h"
 #include "../variants/kernels.h"
 #include "scratch.h"
 

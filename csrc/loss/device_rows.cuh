@@ -9,7 +9,7 @@
 
 #include "../math/exponential.h"
 #include "../math/losses.h"
-#include "../port/rows.cuh"
+#include "../math/rows.cuh"
 #include "device_table.h"
 
 namespace gradscale {

@@ -1,7 +1,7 @@
 #include "encode.h"
 
-#include "../device.h"
-#include "../tensor_element.h"
+#include "../host/device.h"
+#include "../host/tensor_element.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>

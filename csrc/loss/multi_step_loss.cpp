@@ -1,8 +1,8 @@
 #include "multi_step_loss.h"
 
-#include "../autograd.h"
-#include "../device.h"
-#include "../tensor_element.h"
+#include "../host/autograd.h"
+#include "../host/device.h"
+#include "../host/tensor_element.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/isfinite.h>

@@ -5,8 +5,8 @@
 // Returns loss, per_sample, head_means, num_nonfinite, per_step of every head, expected of every categorical head, and
 // for every prediction tensor in `wants` its gradient for grad_output 1. Only the loss has a gradient function;
 // autograd fills in `wants`.
-#include "../autograd.h"
-#include "../context.h"
+#include "../host/autograd.h"
+#include "../host/context.h"
 #include "run.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

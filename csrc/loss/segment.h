@@ -7,7 +7,7 @@
 // - in gradscale_ext/, add the dataclass to heads.py, at the same place in KINDS, and its formula to reference.py.
 #pragma once
 
-#include "../math/element.h"
+#include "../math/slab.h"
 #include "../math/support.h"
 
 namespace gradscale {
@@ -63,48 +63,6 @@ inline Head head_from_numbers(const double* numbers) {
 GRADSCALE_HOST_DEVICE bool is_categorical(Kind kind) {
   return kind == Kind::two_hot || kind == Kind::hl_gauss;
 }
-
-// A [B] or [B, n] slab of scalars in the type that losses are given in.
-struct Slab {
-  void* data = nullptr; // null: not wanted
-  int64_t stride = 0;
-  bool is_double = false;
-
-  // Without the first so many elements.
-  GRADSCALE_HOST_DEVICE Slab from(int64_t element) const {
-    return {static_cast<char*>(data) + element * (is_double ? 8 : 4), stride, is_double};
-  }
-  GRADSCALE_HOST_DEVICE void store(int64_t row, double value) const {
-    if (is_double) {
-      static_cast<double*>(data)[row * stride] = value;
-    } else {
-      static_cast<float*>(data)[row * stride] = static_cast<float>(value);
-    }
-  }
-  // Rows first..first + count.
-  template <class A>
-  void store(int64_t first, int64_t count, const A* values) const {
-    if (is_double) {
-      for (int64_t i = 0; i < count; ++i) {
-        static_cast<double*>(data)[(first + i) * stride] = static_cast<double>(values[i]);
-      }
-    } else {
-      for (int64_t i = 0; i < count; ++i) {
-        static_cast<float*>(data)[(first + i) * stride] = static_cast<float>(values[i]);
-      }
-    }
-  }
-  GRADSCALE_HOST_DEVICE double load(int64_t row) const {
-    return is_double ? static_cast<const double*>(data)[row * stride] : static_cast<const float*>(data)[row * stride];
-  }
-};
-
-// Rows of `width` elements, one a sample, whose elements are contiguous; rows may be any distance apart.
-struct Rows {
-  void* data = nullptr;
-  int64_t stride = 0; // elements from one sample to the next
-  Element element = Element::float32;
-};
 
 // A head at a step: B rows of predictions with their targets.
 struct Segment {

@@ -1,7 +1,7 @@
 #include "clip_gradients.h"
 
-#include "../device.h"
-#include "../tensor_element.h"
+#include "../host/device.h"
+#include "../host/tensor_element.h"
 #include "../variants/kernels.h"
 #include "chunks.h"
 

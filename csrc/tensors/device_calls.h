@@ -1,7 +1,7 @@
 // What passes over many tensors ask of a device, as plain numbers and pointers into its memory.
 #pragma once
 
-#include "../loss/segment.h"
+#include "../math/slab.h"
 #include "../math/statistics.h"
 
 namespace gradscale {

@@ -1,8 +1,8 @@
 #include "l2_loss.h"
 
-#include "../autograd.h"
-#include "../device.h"
-#include "../tensor_element.h"
+#include "../host/autograd.h"
+#include "../host/device.h"
+#include "../host/tensor_element.h"
 #include "../variants/kernels.h"
 #include "chunks.h"
 

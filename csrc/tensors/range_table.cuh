@@ -1,7 +1,7 @@
 // The tensors of a launch that has one block for each chunk of each of them.
 #pragma once
 
-#include "../port/norms.cuh"
+#include "../math/norms.cuh"
 #include "../port/table.h"
 #include "device_calls.h"
 

@@ -1,7 +1,7 @@
 #include "statistics.h"
 
-#include "../device.h"
-#include "../tensor_element.h"
+#include "../host/device.h"
+#include "../host/tensor_element.h"
 #include "../variants/kernels.h"
 #include "chunks.h"
 

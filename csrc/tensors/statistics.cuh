@@ -7,7 +7,7 @@
 //                     256 KiB of float32.
 #pragma once
 
-#include "../port/norms.cuh"
+#include "../math/norms.cuh"
 #include "range_table.cuh"
 
 namespace gradscale {

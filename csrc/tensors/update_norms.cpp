@@ -1,6 +1,6 @@
 #include "update_norms.h"
 
-#include "../tensor_element.h"
+#include "../host/tensor_element.h"
 #include "../variants/kernels.h"
 #include "chunks.h"
 

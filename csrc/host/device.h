@@ -1,7 +1,7 @@
 // Which kernels run on a device, and where.
 #pragma once
 
-#include "device_kernels.h"
+#include "../device_kernels.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

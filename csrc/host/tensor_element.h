@@ -1,8 +1,8 @@
 // Which tensors the kernels read directly.
 #pragma once
 
+#include "../math/element.h"
 #include "context.h"
-#include "math/element.h"
 
 #include <ATen/core/Tensor.h>
 

@@ -2,8 +2,8 @@
 // and reading and writing those.
 #pragma once
 
-#include "../math/element.h"
-#include "device.h"
+#include "../port/device.h"
+#include "element.h"
 
 namespace gradscale {
 

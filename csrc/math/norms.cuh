@@ -1,7 +1,7 @@
 // Sums of powers by the threads of a group, as tensors/range_kernels.h takes them on a CPU.
 #pragma once
 
-#include "../math/norms.h"
+#include "norms.h"
 #include "rows.cuh"
 
 namespace gradscale {
