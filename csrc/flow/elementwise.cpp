@@ -1,8 +1,9 @@
 #include "elementwise.h"
 
+#include "../host/cpu_kernels.h"
 #include "../host/device.h"
 #include "../host/tensor_element.h"
-#include "../variants/kernels.h"
+#include "element_loop.h"
 #include "gradient_buffer.h"
 
 #include <ATen/TensorIterator.h>
@@ -14,15 +15,15 @@ namespace gradscale {
 namespace {
 
 ElementLoop loop_of(ElementFunction function) {
-  const ElementLoops& loops = kernels().element_loops;
   switch (function) {
     case ElementFunction::multiply:
-      return loops.multiply;
+      return for_this_machine(multiply_kernel);
     case ElementFunction::multiply_negated:
-      return loops.multiply_negated;
-    default:
-      return loops.clamp;
+      return for_this_machine(multiply_negated_kernel);
+    case ElementFunction::clamp:
+      break;
   }
+  return for_this_machine(clamp_kernel);
 }
 
 // With the walk that PyTorch makes of these operands: as few dimensions as there can be.

@@ -1,7 +1,8 @@
 #include "group_norm.h"
 
+#include "../host/cpu_kernels.h"
 #include "../host/device.h"
-#include "../variants/kernels.h"
+#include "../math/range.h"
 #include "gradient_buffer.h"
 
 #include <ATen/DimVector.h>
@@ -86,7 +87,7 @@ class Memory {
     if (by.root == 0) {
       std::memset(to, 0, size * element_size_);
     } else if (!by.changes_nothing()) {
-      kernels().scale_range(from, to, by.root, by.factor);
+      for_this_machine(scale_range_kernel)(from, to, by.root, by.factor);
     } else if (to != from.data) {
       std::memcpy(to, from.data, size * element_size_);
     }
@@ -106,11 +107,12 @@ class Memory {
 template <class Limit>
 int64_t rescale_groups(const Memory& memory, int64_t groups, int64_t size, double p, Rule rule, Limit limit) {
   std::atomic<int64_t> beyond{0};
+  const PowerSumOfRange power_sum = for_this_machine(power_sum_kernel);
   if (size <= kChunk) {
     at::parallel_for(0, groups, std::max<int64_t>(1, kChunk / size), [&](int64_t begin, int64_t end) {
       int64_t count = 0;
       for (int64_t i = begin; i < end; ++i) {
-        const Scaling by = scaling(rule, kernels().power_sum(memory.range(i * size, size), p), p, limit(i));
+        const Scaling by = scaling(rule, power_sum(memory.range(i * size, size), p), p, limit(i));
         memory.scale(i * size, size, by);
         count += !by.within;
       }
@@ -129,7 +131,7 @@ int64_t rescale_groups(const Memory& memory, int64_t groups, int64_t size, doubl
   };
   std::vector<PowerSum> sums(groups * chunks);
   for_each_chunk(
-      [&](int64_t i, int64_t start, int64_t length) { sums[i] = kernels().power_sum(memory.range(start, length), p); });
+      [&](int64_t i, int64_t start, int64_t length) { sums[i] = power_sum(memory.range(start, length), p); });
   std::vector<Scaling> by(groups);
   for (int64_t group = 0; group < groups; ++group) {
     PowerSum sum = sums[group * chunks];

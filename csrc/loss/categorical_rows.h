@@ -1,9 +1,5 @@
 // Rows of logits over the bins of a support: their decoded values, and cross-entropy with the target that a scalar
 // becomes over the bins (TwoHot, HLGauss).
-#pragma once
-
-#include "row_tools.h"
-
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {

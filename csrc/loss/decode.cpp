@@ -1,9 +1,9 @@
 #include "decode.h"
 
 #include "../host/autograd.h"
+#include "../host/cpu_kernels.h"
 #include "../host/device.h"
 #include "../host/tensor_element.h"
-#include "../variants/kernels.h"
 #include "scratch.h"
 
 #include <ATen/Parallel.h>
@@ -32,7 +32,7 @@ void run(const Decoding& decoding, int64_t count, const at::Tensor& logits) {
     device->decode(decoding, count, static_cast<char*>(workspace.mutable_data_ptr()), on_device.stream());
     return;
   }
-  const DecodeRows rows = kernels().decode_rows;
+  const DecodeRows rows = for_this_machine(decode_rows_kernel);
   const int64_t grain = std::max<int64_t>(1, 16384 / cost_of_row(decoding.width));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     Scratch scratch(decoding.width);

@@ -1,9 +1,4 @@
 // Rows of logits over actions with a dense target: SoftCrossEntropy.
-#pragma once
-
-#include "../math/losses.h"
-#include "row_tools.h"
-
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {

@@ -1,10 +1,5 @@
 // Rows that are compared with their target as numbers or vectors: MeanSquaredError, BinaryCrossEntropy, NegativeCosine;
 // and PerStepLoss, which is compared with nothing.
-#pragma once
-
-#include "../math/losses.h"
-#include "row_tools.h"
-
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {

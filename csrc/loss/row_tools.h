@@ -1,10 +1,8 @@
 // What the rows of all heads are made of: reading, the softmax of a row, writing. Included once for each instruction
 // set, with GRADSCALE_VARIANT naming the namespace; the loops are plain, and vectorised by the compiler.
-#pragma once
-
-#include "../math/element.h"
 #include "../math/exponential.h"
-#include "../variants/lanes.h"
+#include "../math/lane_sums.h"
+#include "../math/losses.h"
 #include "segment.h"
 
 #include <array>

@@ -4,13 +4,6 @@
 //
 // Blocks of 16 follow the alignment of the row in memory, not its beginning: the first and the last may be partial. A
 // gradient is aligned as its logits are when both are contiguous, so that no load or store crosses a cache line.
-#pragma once
-
-#include "../math/element.h"
-#include "../math/exponential.h"
-#include "../math/losses.h"
-#include "segment.h"
-
 #include <immintrin.h>
 
 namespace gradscale {

@@ -1,8 +1,9 @@
-// CPU kernel of the multi-step loss: one row (the prediction of one sample at one step) at a time.
+// CPU kernel of the multi-step loss: one row (the prediction of one sample at one step) at a time. Included once for
+// each instruction set.
 //
 // A row is read from memory once, widened into a padded scratch row that stays in the first-level cache, and its
 // gradient is written once; between the two there is one exponential per element.
-#pragma once
+#include "row_tools.h"
 
 #include "categorical_rows.h"
 #include "policy_rows.h"

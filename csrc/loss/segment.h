@@ -9,6 +9,7 @@
 
 #include "../math/slab.h"
 #include "../math/support.h"
+#include "../port/cpu_kernel.h"
 
 namespace gradscale {
 
@@ -131,6 +132,7 @@ struct Coefficients {
 
 // Rows begin..end of a segment: loss, decoded prediction and gradient. `scratch` holds scratch_elements(width) doubles.
 using RunRows = void (*)(const Segment&, const Coefficients&, int64_t begin, int64_t end, double* scratch);
+extern const CpuKernel<RunRows> run_rows_kernel;
 
 // Rows are padded to whole vectors.
 inline int64_t padded_width(int64_t width) {
@@ -169,5 +171,6 @@ struct Encoding {
 };
 
 using DecodeRows = void (*)(const Decoding&, int64_t begin, int64_t end, double* scratch);
+extern const CpuKernel<DecodeRows> decode_rows_kernel;
 
 } // namespace gradscale

@@ -27,10 +27,6 @@
 #define GRADSCALE_X86_VARIANTS 0
 #endif
 
-#ifndef GRADSCALE_AVX512 // defined where the kernels are compiled for it
-#define GRADSCALE_AVX512 0
-#endif
-
 namespace gradscale {
 
 // The kernels' vectors: 64 bytes of float.

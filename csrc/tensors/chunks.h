@@ -1,7 +1,7 @@
 // Many ranges of elements as pieces of about the same size, which threads take one after the other.
 #pragma once
 
-#include "range.h"
+#include "../math/range.h"
 
 #include <ATen/Parallel.h>
 

@@ -1,8 +1,8 @@
 #include "clip_gradients.h"
 
+#include "../host/cpu_kernels.h"
 #include "../host/device.h"
 #include "../host/tensor_element.h"
-#include "../variants/kernels.h"
 #include "chunks.h"
 
 #include <ATen/MemoryOverlap.h>
@@ -70,13 +70,14 @@ void clip(const std::vector<Target>& targets, double factor, bool skip_nonfinite
     ranges.push_back(range_of(target));
   }
   const std::vector<Range> chunks = chunks_of(ranges);
+  const ScaleRange scale = for_this_machine(scale_range_kernel);
   for_each_chunk(chunks, [&](int64_t i) {
     const Range& chunk = chunks[i];
     void* to = const_cast<void*>(chunk.data);
     if (skip_nonfinite && factor == 0) {
       std::memset(to, 0, chunk.size * element_size(chunk.element) * (chunk.is_complex ? 2 : 1));
     } else {
-      kernels().scale_range(chunk, to, /*root=*/1, factor);
+      scale(chunk, to, /*root=*/1, factor);
     }
   });
 }

@@ -1,9 +1,9 @@
 #include "l2_loss.h"
 
 #include "../host/autograd.h"
+#include "../host/cpu_kernels.h"
 #include "../host/device.h"
 #include "../host/tensor_element.h"
-#include "../variants/kernels.h"
 #include "chunks.h"
 
 #include <ATen/core/grad_mode.h>
@@ -24,8 +24,9 @@ double sum_of_squares(const std::vector<at::Tensor>& tensors) {
   }
   const std::vector<Range> chunks = chunks_of(ranges);
   std::vector<double> partial(chunks.size());
+  const PowerSumOfRange power_sum = for_this_machine(power_sum_kernel);
   for_each_chunk(chunks, [&](int64_t i) {
-    const PowerSum squares = kernels().power_sum(chunks[i], /*p=*/2);
+    const PowerSum squares = power_sum(chunks[i], /*p=*/2);
     const double scale = squares.root * squares.root;
     partial[i] = squares.sum * scale * scale;
   });

@@ -1,9 +1,10 @@
 #include "statistics.h"
 
+#include "../host/cpu_kernels.h"
 #include "../host/device.h"
 #include "../host/tensor_element.h"
-#include "../variants/kernels.h"
 #include "chunks.h"
+#include "range_statistics.h"
 
 #include <ATen/ops/empty.h>
 
@@ -62,7 +63,8 @@ std::vector<Range> ranges_of(const std::vector<Stored>& parts) {
 void run(const std::vector<Stored>& parts, double p, const StatisticsOut& out) {
   const std::vector<Range> chunks = chunks_of(ranges_of(parts));
   std::vector<ChunkStatistics> statistics(chunks.size());
-  for_each_chunk(chunks, [&](int64_t i) { kernels().statistics(chunks[i], p, statistics[i]); });
+  const StatisticsOfRange statistics_of = for_this_machine(statistics_kernel);
+  for_each_chunk(chunks, [&](int64_t i) { statistics_of(chunks[i], p, statistics[i]); });
   std::memset(out.histogram, 0, out.count * kHistogramBins * sizeof(int64_t));
   size_t next = 0;
   for (int64_t i = 0; i < out.count; ++i) {

@@ -1,10 +1,7 @@
 // Statistics of finite float, bfloat16 and half elements in one pass, with what compilers do not make of a plain loop:
 // the counters of sixteen neighbouring bins stay in registers, 64 bytes each, so that memory is read while bins are
 // counted. Compiled for AVX-512 only.
-#pragma once
-
-#include "../math/statistics.h"
-#include "range.h"
+#include "range_statistics.h"
 
 #include <immintrin.h>
 #include <algorithm>

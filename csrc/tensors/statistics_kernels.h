@@ -1,8 +1,10 @@
 // Statistics of a range of elements. It is taken in blocks: one loop reads the elements, takes the sums, and writes the
 // bins, a byte each, which stay in the first-level cache; then each bin that occurs is counted, 64 elements an
 // instruction. Included once for each instruction set; the loops are plain, and vectorised by the compiler.
-#include "../math/statistics.h"
-#include "range.h"
+#include "../math/lane_sums.h"
+#include "range_statistics.h"
+
+#include <algorithm>
 #if GRADSCALE_AVX512
 #include "statistics_avx512.h"
 #endif
@@ -218,6 +220,35 @@ void statistics_of_range(const Range& range, double p, ChunkStatistics& all) {
       begin += size;
     }
   });
+}
+
+UpdateSquares update_of_range(const Range& before, const void* after) {
+  UpdateSquares result{};
+  dispatch_element(before.element, [&](auto type) {
+    using T = decltype(type);
+    const T* x = static_cast<const T*>(before.data);
+    const T* y = static_cast<const T*>(after);
+    const auto number = [](T element) { return static_cast<double>(to_accumulate(element)); };
+    LaneSum<double> squares, updates;
+    int64_t i = 0;
+    for (; i + kLanes <= before.size; i += kLanes) {
+#pragma omp simd
+      for (int k = 0; k < kLanes; ++k) {
+        const double old = number(x[i + k]);
+        const double update = number(y[i + k]) - old;
+        squares.lanes[k] += old * old;
+        updates.lanes[k] += update * update;
+      }
+    }
+    for (int k = 0; i < before.size; ++i, ++k) {
+      const double old = number(x[i]);
+      const double update = number(y[i]) - old;
+      squares.lanes[k] += old * old;
+      updates.lanes[k] += update * update;
+    }
+    result = {squares.total(), updates.total()};
+  });
+  return result;
 }
 
 } // namespace
