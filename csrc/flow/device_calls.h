@@ -39,4 +39,17 @@ struct RescaleCall {
   char* workspace;       // bytes_for_rescale() bytes, at a multiple of 8
 };
 
+void launch_elementwise(const ElementwiseCall& call, void* stream);
+void launch_rescale(const RescaleCall& call, void* stream);
+int64_t bytes_for_rescale(const RescaleCall& call);
+
+// The functions that start this family's kernels on a stream of a device.
+struct FlowKernels {
+  static constexpr const char* kFamily = "flow";
+
+  decltype(&launch_elementwise) elementwise = launch_elementwise;
+  decltype(&launch_rescale) rescale = launch_rescale;
+  decltype(&bytes_for_rescale) rescale_bytes = bytes_for_rescale;
+};
+
 } // namespace gradscale

@@ -3,6 +3,7 @@
 #include "../host/cpu_kernels.h"
 #include "../host/device.h"
 #include "../host/tensor_element.h"
+#include "device_calls.h"
 #include "element_loop.h"
 #include "gradient_buffer.h"
 
@@ -28,7 +29,7 @@ ElementLoop loop_of(ElementFunction function) {
 
 // With the walk that PyTorch makes of these operands: as few dimensions as there can be.
 bool run_on_device(
-    const DeviceKernels& device,
+    const FlowKernels& device,
     ElementFunction function,
     const at::TensorIterator& iterator,
     const std::vector<int>& places, // of the iterator's operands in the call
@@ -68,7 +69,7 @@ std::optional<at::Tensor> elementwise(
   if (!fused(gradient, {})) {
     return std::nullopt;
   }
-  const DeviceKernels* device = device_kernels(gradient.device());
+  const auto* device = device_kernels<FlowKernels>(gradient.device());
   std::vector<at::Tensor> tensors;
   std::vector<int> places{0, 1};
   for (size_t k = 0; k < arguments.size(); ++k) {

@@ -1,7 +1,5 @@
 #include "elementwise.cuh"
 
-#include "../device_kernels.h"
-
 namespace gradscale {
 
 namespace {

@@ -3,6 +3,7 @@
 #include "../host/cpu_kernels.h"
 #include "../host/device.h"
 #include "../math/range.h"
+#include "device_calls.h"
 #include "gradient_buffer.h"
 
 #include <ATen/DimVector.h>
@@ -164,7 +165,7 @@ at::Tensor rescaled_in_two_passes(
   }
   const double* data = number == nullptr ? limits.const_data_ptr<double>() : nullptr;
   const int64_t stride = limits.defined() && limits.dim() > 0 ? 1 : 0;
-  if (const DeviceKernels* device = device_kernels(gradient.device())) {
+  if (const auto* device = device_kernels<FlowKernels>(gradient.device())) {
     RescaleCall call{};
     call.from = gradient.const_data_ptr();
     call.to = out.mutable_data_ptr();
@@ -321,7 +322,8 @@ at::Tensor rescaled(
   const at::Tensor* tensor = std::get_if<at::Tensor>(&limit);
   const bool is_read_anywhere = tensor == nullptr || (is_cpu_scalar(*tensor) && ordinary_tensor(*tensor));
   // Only squares of the parts of complex numbers add up to those of the whole.
-  const bool parts = gradient.is_complex() && groups.p != 2 && device_kernels(gradient.device()) != nullptr;
+  const bool parts =
+      gradient.is_complex() && groups.p != 2 && device_kernels<FlowKernels>(gradient.device()) != nullptr;
   if (groups.process_group.empty() && !parts && fused(gradient, {is_read_anywhere ? at::Tensor() : *tensor, counts})) {
     return rescaled_in_two_passes(std::move(gradient), limit, groups, rule, counts);
   }

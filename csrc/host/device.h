@@ -1,7 +1,5 @@
-// Which kernels run on a device, and where.
+// Which kernels run for the tensors of a device, and where.
 #pragma once
-
-#include "../device_kernels.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -13,11 +11,22 @@
 
 namespace gradscale {
 
-// Null: the CPU's own, of variants/kernels.h.
-const DeviceKernels* device_kernels(c10::Device device);
+// Tests run the kernels of the simulator for CPU tensors: a function that gives the table of a family, by its name.
+using FindKernels = const void* (*)(const char* family);
+inline FindKernels find_kernels_for_cpu = nullptr;
 
-// Tests run those of the simulator on CPU tensors; null ends that.
-void use_device_kernels_for_cpu(const DeviceKernels* kernels);
+// The table of a family's kernels for a device; null where the CPU's own kernels run.
+template <class Kernels>
+const Kernels* device_kernels(c10::Device device) {
+#if GRADSCALE_WITH_CUDA
+  if (device.is_cuda()) {
+    static const Kernels linked{};
+    return &linked;
+  }
+#endif
+  const bool simulated = find_kernels_for_cpu != nullptr && device.is_cpu();
+  return simulated ? static_cast<const Kernels*>(find_kernels_for_cpu(Kernels::kFamily)) : nullptr;
+}
 
 // The device of a tensor is the current one as long as this lives; launches go to its current stream.
 class OnDevice {

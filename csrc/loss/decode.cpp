@@ -4,6 +4,7 @@
 #include "../host/cpu_kernels.h"
 #include "../host/device.h"
 #include "../host/tensor_element.h"
+#include "device_calls.h"
 #include "scratch.h"
 
 #include <ATen/Parallel.h>
@@ -26,7 +27,7 @@ namespace autograd = torch::autograd;
 py::function* decode_gradient = nullptr;
 
 void run(const Decoding& decoding, int64_t count, const at::Tensor& logits) {
-  if (const DeviceKernels* device = device_kernels(logits.device())) {
+  if (const auto* device = device_kernels<LossKernels>(logits.device())) {
     const OnDevice on_device(logits.device());
     const at::Tensor workspace = make_workspace(device->decode_bytes(decoding), logits);
     device->decode(decoding, count, static_cast<char*>(workspace.mutable_data_ptr()), on_device.stream());

@@ -1,7 +1,7 @@
 // A call of the multi-step loss as its kernels on a device look it up.
 #pragma once
 
-#include "loss_call.h"
+#include "device_calls.h"
 
 #include "../port/table.h"
 

@@ -3,6 +3,7 @@
 #include "../host/autograd.h"
 #include "../host/device.h"
 #include "../host/tensor_element.h"
+#include "device_calls.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/isfinite.h>
@@ -201,7 +202,7 @@ class MultiStepLossBackward : public BackwardNode {
     if (!ordinary_context() || !ordinary_tensor(grad_output)) { // batched, or of another kind
       return by_reference(*saved, grad_output, /*create_graph=*/false);
     }
-    if (device_kernels(grad_output.device()) != nullptr) {
+    if (device_kernels<LossKernels>(grad_output.device()) != nullptr) {
       saved->check_unchanged();
       return on_device(*saved, take_gradients(is_last_use), grad_output);
     }

@@ -1,6 +1,5 @@
 #include "multi_step_loss.cuh"
 
-#include "../device_kernels.h"
 #include "../port/table_builder.h"
 
 #include <stdexcept>

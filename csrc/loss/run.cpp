@@ -3,6 +3,7 @@
 #include "../host/cpu_kernels.h"
 #include "../host/device.h"
 #include "../host/tensor_element.h"
+#include "device_calls.h"
 #include "scratch.h"
 
 #include <ATen/Parallel.h>
@@ -27,7 +28,7 @@ class Run {
         wide_(wide),
         batch_(arguments.batch),
         device_(arguments.predictions[0].tensors[0].device()),
-        kernels_(device_kernels(device_)) {
+        kernels_(device_kernels<LossKernels>(device_)) {
     is_double_ = std::any_of(arguments.predictions.begin(), arguments.predictions.end(), [](const Entries& entries) {
       return std::any_of(entries.tensors.begin(), entries.tensors.end(), [](const at::Tensor& tensor) {
         return tensor.scalar_type() == at::kDouble;
@@ -428,7 +429,7 @@ class Run {
   bool wide_;
   int64_t batch_;
   c10::Device device_;
-  const DeviceKernels* kernels_; // null: the CPU's own
+  const LossKernels* kernels_; // null: the CPU's own
   bool is_double_ = false;
   at::TensorOptions options_;
   Outputs outputs_;

@@ -4,6 +4,7 @@
 #include "../host/device.h"
 #include "../host/tensor_element.h"
 #include "chunks.h"
+#include "device_calls.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
@@ -95,7 +96,7 @@ at::Tensor clipping_of(
       max_norm,
       skip_nonfinite,
       out.mutable_data_ptr<double>()};
-  if (const DeviceKernels* device = device_kernels(values.device())) {
+  if (const auto* device = device_kernels<TensorsKernels>(values.device())) {
     const OnDevice on_device(values.device());
     device->clipping(call, on_device.stream());
   } else {
@@ -109,7 +110,7 @@ void clip_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& clip
   for (const at::Tensor& tensor : tensors) {
     targets.push_back(target_of(tensor));
   }
-  if (const DeviceKernels* device = device_kernels(clipping.device())) {
+  if (const auto* device = device_kernels<TensorsKernels>(clipping.device())) {
     std::vector<DeviceRange> ranges;
     for (const Target& target : targets) {
       const Range range = range_of(target);

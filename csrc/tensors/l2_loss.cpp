@@ -5,6 +5,7 @@
 #include "../host/device.h"
 #include "../host/tensor_element.h"
 #include "chunks.h"
+#include "device_calls.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -42,7 +43,7 @@ Slab slab_of(const at::Tensor& scalar) {
 }
 
 void run_on_device(
-    const DeviceKernels& device, const std::vector<at::Tensor>& tensors, double factor, const at::Tensor& loss) {
+    const TensorsKernels& device, const std::vector<at::Tensor>& tensors, double factor, const at::Tensor& loss) {
   std::vector<DeviceRange> ranges;
   for (const at::Tensor& tensor : tensors) {
     ranges.push_back({tensor.const_data_ptr(), nullptr, tensor.numel(), element_of(tensor)});
@@ -56,7 +57,7 @@ void run_on_device(
 
 // Undefined where none is wanted.
 autograd::variable_list gradients_on_device(
-    const DeviceKernels& device, const std::vector<at::Tensor>& wanted, double factor, const at::Tensor& grad_output) {
+    const TensorsKernels& device, const std::vector<at::Tensor>& wanted, double factor, const at::Tensor& grad_output) {
   autograd::variable_list gradients(wanted.size());
   std::vector<DeviceRange> ranges;
   std::vector<at::Tensor> kept;
@@ -99,7 +100,7 @@ struct L2LossBackward : public BackwardNode {
     if (!inputs[0].defined()) {
       return result;
     }
-    if (const DeviceKernels* device = device_kernels(inputs[0].device());
+    if (const auto* device = device_kernels<TensorsKernels>(inputs[0].device());
         device != nullptr && !at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(inputs[0])) {
       return gradients_on_device(*device, wanted, weight, inputs[0]);
     }
@@ -140,7 +141,7 @@ at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight) {
   }
   const c10::Device device = parameters.empty() ? c10::Device(at::kCPU) : parameters[0].device();
   at::Tensor loss = at::empty({}, at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device));
-  if (const DeviceKernels* kernels_of_device = device_kernels(device)) {
+  if (const auto* kernels_of_device = device_kernels<TensorsKernels>(device)) {
     run_on_device(*kernels_of_device, contiguous, 0.5 * weight, loss);
   } else {
     const double value = 0.5 * weight * sum_of_squares(contiguous);

@@ -1,6 +1,5 @@
 #include "l2_loss.cuh"
 
-#include "../device_kernels.h"
 #include "range_table.h"
 
 namespace gradscale {

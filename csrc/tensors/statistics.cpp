@@ -4,6 +4,7 @@
 #include "../host/device.h"
 #include "../host/tensor_element.h"
 #include "chunks.h"
+#include "device_calls.h"
 #include "range_statistics.h"
 
 #include <ATen/ops/empty.h>
@@ -86,7 +87,7 @@ void run(const std::vector<Stored>& parts, double p, const StatisticsOut& out) {
 }
 
 void run_on_device(
-    const DeviceKernels& device,
+    const TensorsKernels& device,
     const std::vector<Stored>& parts,
     double p,
     const StatisticsOut& out,
@@ -134,7 +135,7 @@ TensorStatistics tensor_statistics(const std::vector<std::optional<at::Tensor>>&
   if (count == 0) {
     return result;
   }
-  if (const DeviceKernels* device = device_kernels(where)) {
+  if (const auto* device = device_kernels<TensorsKernels>(where)) {
     run_on_device(*device, parts, p, out, result.values);
   } else {
     run(parts, p, out);

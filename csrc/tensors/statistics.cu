@@ -1,6 +1,5 @@
 #include "statistics.cuh"
 
-#include "../device_kernels.h"
 #include "range_table.h"
 
 namespace gradscale {
