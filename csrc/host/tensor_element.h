@@ -10,37 +10,23 @@ namespace gradscale {
 
 // Whether the kernels have an Element for a dtype.
 inline bool has_element(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble:
-    case at::kFloat:
-    case at::kBFloat16:
-    case at::kHalf:
-      return true;
-    default:
-      return false;
-  }
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
 inline bool has_element(const at::Tensor& tensor) {
   return has_element(tensor.scalar_type());
 }
 
+// The Element of a dtype that has one, or of the classes that a target names.
 inline Element element_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble:
-      return Element::float64;
-    case at::kBFloat16:
-      return Element::bfloat16;
-    case at::kHalf:
-      return Element::float16;
-    case at::kLong:
-      return Element::int64;
-    default:
-      return Element::float32;
-  }
+  return dtype == at::kDouble     ? Element::float64
+         : dtype == at::kBFloat16 ? Element::bfloat16
+         : dtype == at::kHalf     ? Element::float16
+         : dtype == at::kLong     ? Element::int64
+                                  : Element::float32;
 }
 
-// Of a complex tensor: that of its real and imaginary parts.
+// A complex tensor has the Element of its real and imaginary parts.
 inline Element element_of(const at::Tensor& tensor) {
   return element_of(c10::toRealValueType(tensor.scalar_type()));
 }

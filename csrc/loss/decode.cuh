@@ -2,7 +2,7 @@
 // of threads has a row, as in loss_rows.
 #pragma once
 
-#include "device_rows.cuh"
+#include "categorical_rows.cuh"
 
 namespace gradscale {
 

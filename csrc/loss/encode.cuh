@@ -2,7 +2,8 @@
 // first all but the bins of the target, then those.
 #pragma once
 
-#include "device_rows.cuh"
+#include "../math/rows.cuh"
+#include "device_calls.h"
 
 namespace gradscale {
 

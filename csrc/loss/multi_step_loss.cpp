@@ -55,9 +55,10 @@ const char* reduction_name(Reduction reduction) {
       return "sum";
     case Reduction::none:
       return "none";
-    default:
-      return "valid_mean";
+    case Reduction::valid_mean:
+      break;
   }
+  return "valid_mean";
 }
 
 // Versions of all tensors of a call: they differ from earlier ones when something was written to since.

@@ -8,7 +8,7 @@
 // count_kept     one block a head: entries that a mask keeps; only where a mean is taken over those.
 #pragma once
 
-#include "device_rows.cuh"
+#include "rows.cuh"
 
 namespace gradscale {
 

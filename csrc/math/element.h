@@ -53,9 +53,11 @@ GRADSCALE_HOST_DEVICE int64_t element_size(Element element) {
       return 8;
     case Element::float32:
       return 4;
-    default:
-      return 2;
+    case Element::bfloat16:
+    case Element::float16:
+      break;
   }
+  return 2;
 }
 
 // Calls function(value of the C++ type that `element`, a floating one, names).
