@@ -58,7 +58,7 @@ template <class T, class A, bool cached, class Target>
 GRADSCALE_DEVICE void categorical_row(const RowTask& task, const Target& target) {
   const Head& head = task.head.head;
   const Group& group = task.group;
-  const A kept = static_cast<A>(1 - head.label_smoothing);
+  const A target_share = static_cast<A>(1 - head.label_smoothing);
   const A everywhere = smoothing_of_bin<A>(task.head);
   LogitsRow<T, A, cached> row(task.template prediction<T>(), task.width, group);
   const CategoricalSums<A> sums = categorical_sums<A>(row, task.width, head.support, task.raw_centers, group);
@@ -66,7 +66,7 @@ GRADSCALE_DEVICE void categorical_row(const RowTask& task, const Target& target)
   const int32_t end = task.active ? target.end : 0;
   A cost = 0;
   for (int32_t j = begin + group.rank; j < end; j += group.size) {
-    const A mass = kept * static_cast<A>(target.mass(j));
+    const A mass = target_share * static_cast<A>(target.mass(j));
     if (mass != 0) { // an illegal bin (-inf) without mass costs nothing
       cost += mass * (row[j] - sums.maximum);
     }
@@ -96,7 +96,7 @@ GRADSCALE_DEVICE void categorical_row(const RowTask& task, const Target& target)
   });
   for (int32_t j = begin + group.rank; j < end; j += group.size) {
     const A p = exp_nonpositive(row[j] - sums.maximum) / sums.sum;
-    A gradient = (p - (kept * static_cast<A>(target.mass(j)) + everywhere)) * c;
+    A gradient = (p - (target_share * static_cast<A>(target.mass(j)) + everywhere)) * c;
     task.template write_gradient<T, 1>(j, &gradient);
   }
 }

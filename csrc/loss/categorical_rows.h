@@ -48,12 +48,12 @@ void categorical_row(const Segment& s, int64_t row, double coefficient, const Ta
   const Softmax<A> softmax = softmax_of<true>(
       logits, s.width, maximum_of<A>(logits, s.width), ahead_of<T>(s.prediction, s.gradient, row), scratch);
   A* mass = second_row(scratch, s.width);
-  const double kept = 1 - s.head->label_smoothing;
+  const double target_share = 1 - s.head->label_smoothing;
   const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
   A loss = std::log(softmax.sum);
   A nan = 0; // a NaN target makes the whole row NaN
   target.for_each([&](int32_t j, double of_bin) {
-    mass[j] = static_cast<A>(kept * of_bin);
+    mass[j] = static_cast<A>(target_share * of_bin);
     nan += A(0) * mass[j];
     if (mass[j] != 0) { // an illegal bin (-inf) without mass costs nothing
       loss -= mass[j] * (static_cast<A>(to_accumulate(logits[j])) - softmax.maximum);

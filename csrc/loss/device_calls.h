@@ -14,18 +14,18 @@ struct LossCall {
   const double* step_weights;        // by step, for numbers that are none of the coefficients'; or null
   const double* step_gradient_scale; // likewise
   int64_t batch;
-  bool each_sample;    // one loss a sample, instead of their sum
-  bool mean_of_kept;   // a head's coefficients are divided by how many entries its mask keeps, or by all without a mask
-  bool skip_nonfinite; // a sample whose loss is not finite adds nothing
+  bool each_sample;      // one loss a sample, instead of their sum
+  bool mean_of_unmasked; // a head's coefficients are divided by the number of its unmasked entries
+  bool skip_nonfinite;   // a sample whose loss is not finite adds nothing
 
   // On the device.
   Slab per_sample;
   Slab loss;
   Slab head_means;
   int64_t* num_nonfinite;
-  Slab skipped;    // of the forward pass with skip_nonfinite: per_sample once more, for the backward pass
-  double* kept;    // entries that a head's mask keeps, by head; where mean_of_kept and there is a mask
-  char* workspace; // bytes_for_loss() bytes, at a multiple of 8
+  Slab skipped;         // of the forward pass with skip_nonfinite: per_sample once more, for the backward pass
+  double* num_unmasked; // by head, where mean_of_unmasked and there is a mask
+  char* workspace;      // bytes_for_loss() bytes, at a multiple of 8
 };
 
 // Gradients once more, now as another factor of each sample, read on the device, says: a scalar (stride 0) or one a

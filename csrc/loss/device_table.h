@@ -16,7 +16,7 @@ struct DeviceHead {
   int64_t raw_centers; // where in the table they are, of the type of sums; -1: nowhere
   int32_t threads_per_row;
   int32_t num_segments;
-  const double* kept; // on the device: how many entries its mask keeps, where coefficients are divided by that
+  const double* num_unmasked; // on the device, where coefficients are divided by it
 };
 
 struct DeviceSegment {

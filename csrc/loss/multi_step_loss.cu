@@ -13,7 +13,7 @@ bool is_double(const Segment& segment) {
 }
 
 bool is_counted(const LossCall& call, int64_t head) {
-  return call.mean_of_kept && call.coefficients[head].mask.data != nullptr;
+  return call.mean_of_unmasked && call.coefficients[head].mask.data != nullptr;
 }
 
 int64_t blocks_of_totals(const LossCall& call) {
@@ -50,13 +50,13 @@ class Launches {
     finish(stream);
     if (counts_) {
       launch(
-          "count_kept",
-          count_kept,
+          "count_unmasked",
+          count_unmasked,
           call_.num_heads,
           kThreads,
           stream,
           all_.table,
-          KeptArguments{call_.batch, call_.kept});
+          CountArguments{call_.batch, call_.num_unmasked});
     }
     rows({call_.batch, blocks_done_, {}, false, {}}, stream);
     const TotalsArguments arguments{
@@ -129,7 +129,7 @@ class Launches {
     head.width = first.width;
     head.raw_centers = -1;
     head.threads_per_row = threads_for_row(first.width, element_size(first.prediction.element));
-    head.kept = is_counted(call_, index) ? call_.kept + index : nullptr;
+    head.num_unmasked = is_counted(call_, index) ? call_.num_unmasked + index : nullptr;
   }
 
   static void add_raw_centers(TableBuilder& builder, DeviceHead& head, bool as_double) {

@@ -13,7 +13,7 @@ class PolicyTarget {
       : rows_(task.segment.target_rows()),
         row_(task.row),
         width_(task.width),
-        kept_(static_cast<A>(1 - task.head.head.label_smoothing)),
+        target_share_(static_cast<A>(1 - task.head.head.label_smoothing)),
         everywhere_(smoothing_of_bin<A>(task.head)),
         smooth_(task.head.head.label_smoothing != 0) {
     if (rows_.element == Element::int64) {
@@ -41,7 +41,7 @@ class PolicyTarget {
 #pragma unroll
       for (int k = 0; k < size; ++k) {
         const int32_t j = first + k;
-        out[k] = j >= 0 && j < width_ ? out[k] * kept_ + everywhere_ : A(0);
+        out[k] = j >= 0 && j < width_ ? out[k] * target_share_ + everywhere_ : A(0);
       }
     }
   }
@@ -51,7 +51,7 @@ class PolicyTarget {
   int64_t row_;
   int32_t width_;
   int32_t chosen_ = -1;
-  A kept_;
+  A target_share_;
   A everywhere_;
   bool smooth_;
 };

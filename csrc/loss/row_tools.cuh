@@ -22,7 +22,7 @@ struct RowTask {
   int64_t row;
   int32_t width; // 0 for threads beyond the last row, which take part in reductions
   bool active;
-  bool kept;           // not masked
+  bool counts;         // neither masked nor skipped
   bool writes_outputs; // loss and decoded prediction
   double coefficient;
 
@@ -31,7 +31,7 @@ struct RowTask {
   }
   GRADSCALE_DEVICE void store_loss(double loss) const {
     if (leads() && writes_outputs) {
-      head.loss.from(segment.step - head.head.first_step).store(row, kept ? loss : 0.0);
+      head.loss.from(segment.step - head.head.first_step).store(row, counts ? loss : 0.0);
     }
   }
   GRADSCALE_DEVICE void store_expected(double value) const {
@@ -58,7 +58,7 @@ struct RowTask {
   GRADSCALE_DEVICE void write_gradient(int32_t first, A* values, int32_t skip_begin = 0, int32_t skip_end = 0) const {
 #pragma unroll
     for (int k = 0; k < size; ++k) {
-      values[k] = kept ? values[k] : A(0);
+      values[k] = counts ? values[k] : A(0);
     }
     if (static_cast<Element>(segment.gradient_element) == ElementOf<T>::value) {
       T* to = static_cast<T*>(segment.gradient) + row * segment.gradient_stride;

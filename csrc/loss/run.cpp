@@ -118,10 +118,10 @@ class Run {
     call.step_gradient_scale = numbers_of(arguments_.step_gradient_scale);
     call.batch = batch_;
     call.each_sample = arguments_.reduction == Reduction::none;
-    call.mean_of_kept = arguments_.reduction == Reduction::valid_mean;
+    call.mean_of_unmasked = arguments_.reduction == Reduction::valid_mean;
     call.skip_nonfinite = arguments_.skip_nonfinite;
     call.skipped = slab(state_.skipped, 1);
-    call.kept = state_.kept.defined() ? state_.kept.mutable_data_ptr<double>() : nullptr;
+    call.num_unmasked = state_.kept.defined() ? state_.kept.mutable_data_ptr<double>() : nullptr;
     return call;
   }
 
