@@ -27,12 +27,13 @@ ElementLoop loop_of(ElementFunction function) {
   return for_this_machine(clamp_kernel);
 }
 
-// With the walk that PyTorch makes of these operands: as few dimensions as there can be.
+// Starts the kernel on the walk that PyTorch makes of these operands, which has as few dimensions as there can be;
+// returns whether the kernel takes it.
 bool run_on_device(
     const FlowKernels& device,
     ElementFunction function,
     const at::TensorIterator& iterator,
-    const std::vector<int>& places, // of the iterator's operands in the call
+    const std::vector<int>& places, // the places of the iterator's operands in the call
     const std::vector<Value>& arguments,
     const at::Tensor& gradient) {
   ElementwiseCall call{};

@@ -1,4 +1,4 @@
-// Which kernels run for the tensors of a device, and where.
+// The choice of the kernels that run for the tensors of a device, and of the stream.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,7 @@
 
 namespace gradscale {
 
-// Tests run the kernels of the simulator for CPU tensors: a function that gives the table of a family, by its name.
+// A function that gives the table of a family by its name: tests run the kernels of the simulator for CPU tensors.
 using FindKernels = const void* (*)(const char* family);
 inline FindKernels find_kernels_for_cpu = nullptr;
 
@@ -53,7 +53,7 @@ class OnDevice {
   void* stream_ = nullptr;
 };
 
-// Memory for a launch, given back in the order of the stream.
+// Allocates memory for a launch, which is given back in the order of the stream.
 inline at::Tensor make_workspace(int64_t bytes, const at::Tensor& beside) {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(beside.device()));
 }

@@ -24,7 +24,7 @@ struct CategoricalSums {
   A expected; // in the coordinates of expectations
 };
 
-// Leaves exponentials in the row.
+// Takes the sums of a row, and leaves its exponentials in it.
 template <class A, class Row>
 GRADSCALE_DEVICE CategoricalSums<A> categorical_sums(
     Row& row, int32_t width, const Support& support, const void* raw_centers, const Group& group) {

@@ -27,7 +27,7 @@ A raw_moment(const A* values, const Support& support) {
   return last % 2 == 0 ? sum + values[pairs] * centers[pairs] : sum;
 }
 
-// The expectation: in transformed coordinates, or of the raw centres.
+// The expectation in transformed coordinates, or of the raw centres.
 template <class A>
 A expectation(const Softmax<A>& softmax, const Support& support) {
   return support.raw ? raw_moment(softmax.values, support) / softmax.sum
@@ -83,8 +83,8 @@ void categorical_row(const Segment& s, int64_t row, double coefficient, const Ta
   }
 }
 
-// The value of a row of logits; or, where a gradient is wanted, the derivative g'(E) p_j (c_j - E) times grad_output,
-// with E the expectation, c_j the centres and g the inverse transform.
+// Decodes a row of logits. Where a gradient is wanted, it is written instead of the value: the derivative g'(E) p_j
+// (c_j - E) times grad_output, with E the expectation, c_j the centres and g the inverse transform.
 template <class T, class A>
 void decode_row(const Decoding& d, int64_t row, A maximum, A* scratch) {
   const Support& support = *d.support;

@@ -23,7 +23,7 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-// Never freed: a module of an interpreter that ends may be gone before the last node is.
+// The function is never freed: a module of an interpreter that ends may be gone before the last node is.
 py::function* decode_gradient = nullptr;
 
 void run(const Decoding& decoding, int64_t count, const at::Tensor& logits) {
@@ -112,7 +112,7 @@ struct DecodeBackward : public BackwardNode {
     return saved_logits.unpack();
   }
 
-  // By decoding once more in plain PyTorch; a graph of it, when there is to be one.
+  // Decodes once more in plain PyTorch, and builds a graph of it where there is to be one.
   at::Tensor by_reference(const at::Tensor& logits, const at::Tensor& grad_output) const {
     py::gil_scoped_acquire gil;
     const py::object support_object = py::reinterpret_borrow<py::object>(python_support->ptr(getPyInterpreter()));

@@ -171,13 +171,13 @@ add_heads(const LossTable& table, const PartialSums& partial, const Group& block
   return result;
 }
 
-// What a sample adds to the sums of its block.
+// The part of a sample in the sums of its block.
 struct Contribution {
   double loss;
   double nonfinite; // 1 where the sample's loss is not finite
 };
 
-// Stores the losses of a sample.
+// Stores the losses of a sample, and returns its part in the sums.
 GRADSCALE_DEVICE Contribution
 store_sample(const LossTable& table, const TotalsArguments& arguments, int64_t sample, const SampleLoss& losses) {
   Contribution result{0, 0};
@@ -194,7 +194,7 @@ store_sample(const LossTable& table, const TotalsArguments& arguments, int64_t s
   return result;
 }
 
-// Adds up the sums of all blocks, in their order. By one block.
+// One block adds up the sums of all blocks, in their order.
 GRADSCALE_DEVICE void store_totals(const LossTable& table, const TotalsArguments& arguments, const Group& block) {
   const auto total = [&](int64_t index) {
     double sum = 0;

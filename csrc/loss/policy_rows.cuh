@@ -5,7 +5,7 @@
 
 namespace gradscale {
 
-// The target of a policy: a distribution, or a class as one; smoothed.
+// The smoothed target of a policy: a distribution, or a class as one.
 template <class A>
 class PolicyTarget {
  public:
@@ -22,7 +22,7 @@ class PolicyTarget {
     }
   }
 
-  // Elements first .. first + size; 0 outside the row.
+  // Reads elements first .. first + size; they are 0 outside the row.
   template <int size>
   GRADSCALE_DEVICE void read(int32_t first, A* out) const {
     if (rows_.element == Element::int64) {
@@ -56,64 +56,61 @@ class PolicyTarget {
   bool smooth_;
 };
 
-// sum(t) log(sum) - sum_j t_j (x_j - maximum) - w H(p) [+ sum_j t_j log t_j];
-// gradient c (sum(t) p_j - t_j + w p_j (log p_j + H)).
-template <class T, class A, bool cached>
-GRADSCALE_DEVICE void soft_cross_entropy_row(const RowTask& task) {
-  constexpr int size = kVector<T>;
-  const Head& head = task.head.head;
-  const Group& group = task.group;
-  const PolicyTarget<A> target(task);
-  LogitsRow<T, A, cached> row(task.template prediction<T>(), task.width, group);
-  const A maximum = row.maximum();
-  A sum = 0;
-  A shifted = 0; // sum of e_j (x_j - maximum)
-  A target_sum = 0;
-  A correct = 0;
+template <class A>
+struct PolicySums {
+  A maximum;
+  A sum;
+  A target_sum;
+  A correct; // sum of t_j (x_j - maximum)
+  A shifted; // sum of e_j (x_j - maximum) over this thread's elements
+};
+
+// Takes the sums of a row, and leaves its exponentials in it.
+template <class A, class Row>
+GRADSCALE_DEVICE PolicySums<A> policy_sums(Row& row, const PolicyTarget<A>& target, const Group& group) {
+  PolicySums<A> sums{row.maximum(), 0, 0, 0, 0};
   row.each_window([&](A* values, int32_t first) {
-    A t[size];
-    target.template read<size>(first, t);
+    A t[Row::kSize];
+    target.template read<Row::kSize>(first, t);
 #pragma unroll
-    for (int k = 0; k < size; ++k) {
-      const A difference = values[k] - maximum;
+    for (int k = 0; k < Row::kSize; ++k) {
+      const A difference = values[k] - sums.maximum;
       const A e = exp_nonpositive(difference);
-      sum += e;
-      shifted += product(e, difference);
-      target_sum += t[k];
-      correct += product(t[k], difference);
+      sums.sum += e;
+      sums.shifted += product(e, difference);
+      sums.target_sum += t[k];
+      sums.correct += product(t[k], difference);
       values[k] = e;
     }
   });
-  sum = group.sum(sum);
-  target_sum = group.sum(target_sum);
-  correct = group.sum(correct);
-  const A log_sum = std::log(sum);
-  const A inverse_sum = A(1) / sum;
-  A loss = target_sum * log_sum - correct;
-  if (head.subtract_target_entropy) {
-    double negative_entropy = 0; // small terms, all alike, would each lose the same digits in a float
-    for (int32_t j = group.rank; j < task.width; j += group.size) {
-      A t;
-      target.template read<1>(j, &t);
-      negative_entropy += t == 0 ? A(0) : t * std::log(t);
-    }
-    loss += static_cast<A>(group.sum(negative_entropy));
+  sums.sum = group.sum(sums.sum);
+  sums.target_sum = group.sum(sums.target_sum);
+  sums.correct = group.sum(sums.correct);
+  return sums;
+}
+
+// The sum of t_j log t_j, in double: small terms, all alike, would each lose the same digits in a float.
+template <class A>
+GRADSCALE_DEVICE A negative_entropy(const PolicyTarget<A>& target, int32_t width, const Group& group) {
+  double sum = 0;
+  for (int32_t j = group.rank; j < width; j += group.size) {
+    A t;
+    target.template read<1>(j, &t);
+    sum += t == 0 ? A(0) : t * std::log(t);
   }
-  const A weight = static_cast<A>(head.entropy_weight);
-  A entropy = 0;
-  if (weight != 0) {
-    entropy = log_sum - group.sum(shifted) * inverse_sum;
-    loss -= weight * entropy;
-  }
-  task.store_loss(loss);
-  if (task.segment.gradient == nullptr) {
-    return;
-  }
+  return static_cast<A>(group.sum(sum));
+}
+
+// Writes c (sum(t) p_j - t_j + w p_j (log p_j + H)), from a row that has exponentials.
+template <class T, class A, class Row>
+GRADSCALE_DEVICE void write_policy_gradient(
+    const RowTask& task, Row& row, const PolicyTarget<A>& target, const PolicySums<A>& sums, A weight, A constant) {
+  constexpr int size = Row::kSize;
   const A c = static_cast<A>(task.coefficient);
-  const A factor = target_sum * inverse_sum;
-  const A constant = entropy - log_sum; // log p_j + H = x_j - maximum + constant
+  const A inverse_sum = A(1) / sums.sum;
+  const A factor = sums.target_sum * inverse_sum;
   const T* logits = task.template prediction<T>();
-  row.each_window_of_exponentials(maximum, [&](const A* values, int32_t first) {
+  row.each_window_of_exponentials(sums.maximum, [&](const A* values, int32_t first) {
     A t[size];
     target.template read<size>(first, t);
     if (weight != 0) { // the entropy's part goes with the target's
@@ -121,7 +118,7 @@ GRADSCALE_DEVICE void soft_cross_entropy_row(const RowTask& task) {
       read_elements<size>(logits, task.width, first, A(0), x);
 #pragma unroll
       for (int k = 0; k < size; ++k) {
-        t[k] -= weight * product(values[k] * inverse_sum, (x[k] - maximum) + constant);
+        t[k] -= weight * product(values[k] * inverse_sum, (x[k] - sums.maximum) + constant);
       }
     }
     A gradient[size];
@@ -131,6 +128,31 @@ GRADSCALE_DEVICE void soft_cross_entropy_row(const RowTask& task) {
     }
     task.template write_gradient<T, size>(first, gradient);
   });
+}
+
+// sum(t) log(sum) - sum_j t_j (x_j - maximum) - w H(p) [+ sum_j t_j log t_j].
+template <class T, class A, bool cached>
+GRADSCALE_DEVICE void soft_cross_entropy_row(const RowTask& task) {
+  const Head& head = task.head.head;
+  const PolicyTarget<A> target(task);
+  LogitsRow<T, A, cached> row(task.template prediction<T>(), task.width, task.group);
+  const PolicySums<A> sums = policy_sums<A>(row, target, task.group);
+  const A log_sum = std::log(sums.sum);
+  A loss = sums.target_sum * log_sum - sums.correct;
+  if (head.subtract_target_entropy) {
+    loss += negative_entropy(target, task.width, task.group);
+  }
+  const A weight = static_cast<A>(head.entropy_weight);
+  A entropy = 0;
+  if (weight != 0) {
+    entropy = log_sum - task.group.sum(sums.shifted) * (A(1) / sums.sum);
+    loss -= weight * entropy;
+  }
+  task.store_loss(loss);
+  if (task.segment.gradient != nullptr) {
+    // log p_j + H = x_j - maximum + (H - log(sum))
+    write_policy_gradient<T>(task, row, target, sums, weight, entropy - log_sum);
+  }
 }
 
 } // namespace gradscale

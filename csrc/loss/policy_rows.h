@@ -3,7 +3,7 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// The target of a row, smoothed. A class that is none gives a row of NaN.
+// Reads the target of a row, smoothed. A class that no logit stands for gives a row of NaN.
 template <class A>
 void read_target(const Segment& s, int64_t row, A* target) {
   if (s.target.element == Element::int64) {

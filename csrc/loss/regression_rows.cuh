@@ -95,7 +95,7 @@ GRADSCALE_DEVICE void negative_cosine_row(const RowTask& task) {
   });
 }
 
-// Stores what has been computed of a row of one number.
+// Stores the loss and the gradient of a row of one number.
 template <class T, class A>
 GRADSCALE_DEVICE void store_scalar_row(const RowTask& task, const LossAndDerivative<A>& result) {
   task.store_loss(result.loss);

@@ -1,5 +1,5 @@
-// Rows that are compared with their target as numbers or vectors: MeanSquaredError, BinaryCrossEntropy, NegativeCosine;
-// and PerStepLoss, which is compared with nothing.
+// Rows that are compared with their target as numbers or vectors (MeanSquaredError, BinaryCrossEntropy,
+// NegativeCosine), and rows that are compared with nothing (PerStepLoss).
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {

@@ -23,7 +23,7 @@ struct RowTask {
   int32_t width; // 0 for threads beyond the last row, which take part in reductions
   bool active;
   bool counts;         // neither masked nor skipped
-  bool writes_outputs; // loss and decoded prediction
+  bool writes_outputs; // the loss and the decoded prediction
   double coefficient;
 
   GRADSCALE_DEVICE bool leads() const {
@@ -53,7 +53,7 @@ struct RowTask {
     return value;
   }
 
-  // Elements first .. first + size of the row's gradient, but for those in skip_begin .. skip_end.
+  // Writes elements first .. first + size of the row's gradient, but for those in skip_begin .. skip_end.
   template <class T, int size, class A>
   GRADSCALE_DEVICE void write_gradient(int32_t first, A* values, int32_t skip_begin = 0, int32_t skip_end = 0) const {
 #pragma unroll
@@ -125,7 +125,8 @@ class LogitsRow {
     }
   }
 
-  // The same for exp(logit - maximum), which each_window has put into the place of the logits.
+  // Calls function(exponentials, first) likewise, with exp(logit - maximum), which each_window has put into the place
+  // of the logits.
   template <class Function>
   GRADSCALE_DEVICE void each_window_of_exponentials(A maximum, Function function) {
     each_window([&](A* values, int32_t first) {
@@ -139,7 +140,7 @@ class LogitsRow {
     });
   }
 
-  // The largest logit of the row; -inf of a row of NaN.
+  // The largest logit of the row; -inf for a row of NaN.
   GRADSCALE_DEVICE A maximum() {
     A largest = -static_cast<A>(INFINITY);
     each_window([&](const A* values, int32_t) {
@@ -156,7 +157,7 @@ class LogitsRow {
   GRADSCALE_DEVICE int32_t window_of(int c) const {
     return group_.rank + c * group_.size;
   }
-  // All of it is in the row; where it begins is a multiple of 16 bytes, as of every window.
+  // Whether the whole window is in the row; windows begin at multiples of 16 bytes.
   GRADSCALE_DEVICE bool is_whole(int32_t window) const {
     return windows_.first(window) >= 0 && windows_.first(window) + kSize <= width_;
   }

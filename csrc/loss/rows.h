@@ -1,5 +1,5 @@
-// CPU kernel of the multi-step loss: one row (the prediction of one sample at one step) at a time. Included once for
-// each instruction set.
+// The CPU kernel of the multi-step loss, which takes one row (the prediction of one sample at one step) at a time.
+// Included once for each instruction set.
 //
 // A row is read from memory once, widened into a padded scratch row that stays in the first-level cache, and its
 // gradient is written once; between the two there is one exponential per element.

@@ -2,8 +2,9 @@
 //
 // To add a head:
 // - here, give it a Kind, and a number in Head if it has one of its own;
-// - write its row functor (loss and gradient of one row) beside those of its family, in categorical_rows.h,
-//   policy_rows.h or regression_rows.h, its formulas going to csrc/math/, and name it in the switch of rows.h;
+// - write its row (loss and gradient) beside those of its family, in categorical_rows, policy_rows or regression_rows,
+//   .h for a CPU and .cuh for a GPU, its formulas going to csrc/math/; the switches of rows.h, rows.cuh and
+//   regression_rows.h do not compile without it;
 // - in gradscale_ext/, add the dataclass to heads.py, at the same place in KINDS, and its formula to reference.py.
 #pragma once
 
@@ -77,7 +78,7 @@ struct Segment {
   Slab expected; // decoded prediction, where the head has one
 };
 
-// Weight of a sample at a step; null data means 1.
+// The weight of a sample at a step; null data means 1.
 struct StepWeight {
   Slab values;
   int64_t step_stride = 0;
@@ -107,7 +108,7 @@ struct StepMask {
   }
 };
 
-// What a row's gradient is multiplied by: head weight, reduction, and the weights of its step and sample.
+// The factors of a row's gradient: head weight, reduction, and the weights of its step and sample.
 struct Coefficients {
   double factor;
   StepWeight step_weights;
@@ -119,7 +120,7 @@ struct Coefficients {
     return factor * step_weights.at(row, step) * step_gradient_scale.at(row, step) * importance_weights.at(row, 0);
   }
 
-  // at() of rows first..first + count.
+  // Computes at() for rows first..first + count.
   void of_rows(int64_t first, int64_t count, int64_t step, double* products) const {
     for (int64_t i = 0; i < count; ++i) {
       products[i] = factor;
@@ -130,7 +131,8 @@ struct Coefficients {
   }
 };
 
-// Rows begin..end of a segment: loss, decoded prediction and gradient. `scratch` holds scratch_elements(width) doubles.
+// Computes loss, decoded prediction and gradient of rows begin..end of a segment. `scratch` holds
+// scratch_elements(width) doubles.
 using RunRows = void (*)(const Segment&, const Coefficients&, int64_t begin, int64_t end, double* scratch);
 extern const CpuKernel<RunRows> run_rows_kernel;
 
@@ -139,19 +141,18 @@ inline int64_t padded_width(int64_t width) {
   return (width + kLanes - 1) / kLanes * kLanes;
 }
 
-// What a row costs, in elements of a long one: beside its own there are its target, its logarithm and its sums. Rows of
-// one number are computed many at a time.
+// The cost of a row, in elements of a long one: beside its own there are its target, its logarithm and its sums. Rows
+// of one number are computed many at a time.
 inline int64_t cost_of_row(int64_t width) {
   return width == 1 ? 16 : width + 128;
 }
 
-// Two rows, each with room for the lanes before its first element.
+// The room for two rows, each with the lanes before its first element.
 inline int64_t scratch_elements(int64_t width) {
   return 2 * (padded_width(width) + kLanes);
 }
 
-// Rows begin..end of decoded values, and of their gradient: where `gradient` has data, the derivative times
-// `grad_output` is written there, and no value.
+// Rows to decode; where `gradient` has data, the derivative times `grad_output` is written there, and no value.
 struct Decoding {
   Rows logits;
   int64_t width;
@@ -161,9 +162,9 @@ struct Decoding {
   Slab grad_output;
 };
 
-// Rows of distributions over bins, from scalars of the same type.
+// Scalars to encode as rows of distributions over bins, of the same type.
 struct Encoding {
-  Rows scalars; // of one element
+  Rows scalars; // one element each
   Rows out;
   int64_t width;
   const Support* support;

@@ -10,7 +10,7 @@ template <class A>
 struct LaneSum {
   alignas(64) A lanes[kLanes] = {};
 
-  // By halves: a chain of 16 additions would wait longer than the rest of a short row takes.
+  // Adds up by halves: a chain of 16 additions would wait longer than the rest of a short row takes.
   A total() const {
     A sums[8];
     for (int k = 0; k < 8; ++k) {
@@ -39,7 +39,7 @@ double lane_sum(int64_t size, Power power) {
   return sum.total();
 }
 
-// NaN where there is one.
+// The largest magnitude; NaN where there is one.
 template <class Magnitude>
 double largest(int64_t size, Magnitude magnitude) {
   double maximum = 0;

@@ -8,8 +8,8 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// magnitude(i, scaled) is that of element i when its numbers, one or two of `numbers` in all, have gone through
-// `scaled`.
+// Takes the sum of powers of magnitudes. magnitude(i, scaled) is that of element i when its numbers, one or two of
+// `numbers` in all, have gone through `scaled`.
 template <class Magnitude, class Number>
 PowerSum power_sum(int64_t size, double p, Magnitude magnitude, int64_t numbers, Number number) {
   const auto sum_of = [=](auto scaled) {

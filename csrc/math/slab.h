@@ -1,4 +1,5 @@
-// Where kernels read and write, as plain pointers: scalars of the type of losses, and rows of elements of any type.
+// The memory that kernels read and write, as plain pointers: scalars of the type of losses, and rows of elements of any
+// type.
 #pragma once
 
 #include "element.h"
@@ -11,7 +12,7 @@ struct Slab {
   int64_t stride = 0;
   bool is_double = false;
 
-  // Without the first so many elements.
+  // The slab without its first elements.
   GRADSCALE_HOST_DEVICE Slab from(int64_t element) const {
     return {static_cast<char*>(data) + element * (is_double ? 8 : 4), stride, is_double};
   }
@@ -22,7 +23,7 @@ struct Slab {
       static_cast<float*>(data)[row * stride] = static_cast<float>(value);
     }
   }
-  // Rows first..first + count.
+  // Stores rows first..first + count.
   template <class A>
   void store(int64_t first, int64_t count, const A* values) const {
     if (is_double) {

@@ -15,7 +15,7 @@ namespace gradscale {
 
 namespace {
 
-// As tensors/clip_gradients.cuh does it.
+// Computes the same as the kernel in clip_gradients.cuh.
 void find_clipping(const ClippingCall& call) {
   int64_t nans = 0, infs = 0;
   double largest = 0;

@@ -1,4 +1,4 @@
-// What passes over many tensors ask of a device, as plain numbers and pointers into its memory.
+// The calls of passes over many tensors to a device, as plain numbers and pointers into its memory.
 #pragma once
 
 #include "../math/slab.h"
@@ -9,10 +9,10 @@ namespace gradscale {
 // A tensor whose elements lie one after the other.
 struct DeviceRange {
   const void* data;
-  void* out; // of a result, of the same type
+  void* out; // memory of a result, of the same type
   int64_t size;
   Element element;
-  int64_t implicit_zeros = 0; // of a sparse tensor, for statistics; -1: there is no tensor
+  int64_t implicit_zeros = 0; // zeros that a sparse tensor does not store, for statistics; -1: there is no tensor
 };
 
 // loss = factor * sum of squares; or out = data * factor * grad_output.
@@ -20,8 +20,8 @@ struct SquaresCall {
   const DeviceRange* ranges; // on the host
   int64_t count;
   double factor;
-  Slab loss;        // of the one pass
-  Slab grad_output; // of the other
+  Slab loss;        // written by the forward pass
+  Slab grad_output; // read by the backward pass
   char* workspace;  // bytes_for_squares() bytes, at a multiple of 8
 };
 
@@ -32,7 +32,7 @@ struct StatisticsCall {
   char* workspace; // bytes_for_statistics() bytes, at a multiple of 8
 };
 
-// total norm, factor, and whether it changes anything, from statistics.
+// out = (total norm, factor, whether it changes anything), from statistics.
 struct ClippingCall {
   const double* values;
   const int64_t* counts;

@@ -55,18 +55,18 @@ void run_on_device(
   device.squares(call, on_device.stream());
 }
 
-// Undefined where none is wanted.
+// Computes the wanted gradients; the others are undefined.
 autograd::variable_list gradients_on_device(
     const TensorsKernels& device, const std::vector<at::Tensor>& wanted, double factor, const at::Tensor& grad_output) {
   autograd::variable_list gradients(wanted.size());
   std::vector<DeviceRange> ranges;
-  std::vector<at::Tensor> kept;
+  std::vector<at::Tensor> dense_tensors; // live as long as the pointers into them
   for (size_t i = 0; i < wanted.size(); ++i) {
     if (wanted[i].defined()) {
       const at::Tensor dense = wanted[i].is_non_overlapping_and_dense() ? wanted[i] : wanted[i].contiguous();
       gradients[i] = at::empty_like(dense);
       ranges.push_back({dense.const_data_ptr(), gradients[i].mutable_data_ptr(), dense.numel(), element_of(dense)});
-      kept.push_back(dense);
+      dense_tensors.push_back(dense);
     }
   }
   SquaresCall call{ranges.data(), static_cast<int64_t>(ranges.size()), factor, {}, slab_of(grad_output), nullptr};
@@ -114,7 +114,7 @@ struct L2LossBackward : public BackwardNode {
   }
 
  private:
-  // The parameters whose gradients are asked for; undefined elsewhere.
+  // Unpacks the parameters whose gradients are asked for; the others are undefined.
   std::vector<at::Tensor> unpacked() {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);

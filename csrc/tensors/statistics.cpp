@@ -15,13 +15,13 @@ namespace gradscale {
 
 namespace {
 
-// What is stored of a tensor, and how many zeros are not; -1 where there is no tensor.
+// The stored elements of a tensor, and the number of zeros that are not stored; -1 where there is no tensor.
 struct Stored {
   at::Tensor elements; // real, one after the other
   int64_t implicit_zeros = 0;
 };
 
-// In double, where no square of floats overflows.
+// The moduli are taken in double, where no square of floats overflows.
 at::Tensor moduli(const at::Tensor& complex) {
   return complex.to(at::kComplexDouble).abs();
 }

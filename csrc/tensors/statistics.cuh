@@ -14,7 +14,7 @@ namespace gradscale {
 
 constexpr int64_t kChunkOfStatistics = 256 * kThreads; // elements
 
-// By bin and thread.
+// Counters of 16 bits, one for each bin and thread.
 struct BinCounters {
   uint16_t* counters;
 
@@ -61,7 +61,7 @@ GRADSCALE_DEVICE void each_finite(const T* data, int32_t size, const Group& bloc
   });
 }
 
-// Sum of (|g| reciprocal^2)^p, and of g reciprocal^2.
+// Adds up (|g| reciprocal^2)^p, and g reciprocal^2, over the block.
 template <class T>
 GRADSCALE_DEVICE void add_finite(
     const T* data, int32_t size, double p, double reciprocal, const Group& block, double& powers, double& sum) {
@@ -76,7 +76,7 @@ GRADSCALE_DEVICE void add_finite(
   sum = block.sum(own_sum);
 }
 
-// What the elements of a chunk add up to: first those of one thread, then those of its block.
+// The sums of the elements of a chunk that one thread has seen.
 struct ChunkSums {
   double powers;
   double sum;

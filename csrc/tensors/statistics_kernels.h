@@ -24,7 +24,7 @@ struct BlockSums {
   double squares;
 };
 
-// The bins of the elements, the largest magnitude, and zeros.
+// Finds the bins of the elements, the largest magnitude, and zeros.
 template <class W>
 void scan(const W* x, int64_t size, uint8_t* bins, BlockSums<W>& all) {
   using M = Magnitude<W>;
@@ -62,7 +62,7 @@ void sum(const W* x, int64_t size, BlockSums<W>& all) {
   all.squares += squares.total();
 }
 
-// The bins are filled up with what is no bin.
+// Takes the sums of a block, and fills up its bins with a number that is none.
 template <class W>
 BlockSums<W> sum_block(const W* x, int64_t size, uint8_t* bins) {
   constexpr int64_t kPart =
@@ -84,7 +84,7 @@ struct LinesAhead {
   const char* next;
   const char* end;
 
-  // A few lines of the cache: more at once would have to wait for each other.
+  // Asks for a few lines of the cache: more at once would have to wait for each other.
   void fetch() {
     for (int k = 0; k < 8 && next < end; ++k, next += 64) {
 #if defined(__GNUC__)
@@ -121,8 +121,8 @@ void count_bins(const uint8_t* bins, int64_t size, int32_t* histogram, LinesAhea
   }
 }
 
-// Where the plain sums of a block will not do: another p, or squares out of double's safe range. `maximum` is a number,
-// and the largest magnitude.
+// Takes the sums where the plain ones of a block will not do: for another p, or for squares out of double's safe range.
+// `maximum` is a number, and the largest magnitude.
 template <class W>
 ElementSums element_sums(const W* x, int64_t size, double p, double maximum, double sum) {
   const auto number = [=](int64_t i) { return static_cast<double>(x[i]); };
@@ -139,7 +139,7 @@ ElementSums element_sums(const W* x, int64_t size, double p, double maximum, dou
   return {again, lane_sum(size, scaled), maximum, root};
 }
 
-// NaN and inf replaced by zeros, and counted.
+// Replaces NaN and inf by zeros, and counts them.
 template <class W>
 void leave_out_nonfinite(const W* from, int64_t size, W* to, ChunkStatistics& all) {
   using M = Magnitude<W>;
@@ -179,7 +179,7 @@ void add_block(const W* x, int64_t size, double p, W* spare, LinesAhead ahead, C
   }
 }
 
-// One block, as one that follows in the range.
+// Adds the elements of one block, which may be followed by others in the range.
 template <class T>
 void add_elements(const T* data, int64_t size, double p, LinesAhead ahead, ChunkStatistics& all) {
   using W = typename AccumulateType<T>::type;
