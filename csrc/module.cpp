@@ -1,11 +1,12 @@
 // The front door of the C++ side. Operators that the compiler must see register themselves with TORCH_LIBRARY in their
 // own files; this pybind11 module holds the entry points of eager mode, whose calls cost least.
-#include "device.h"
 #include "flow/flow.h"
+#include "host/device.h"
+#include "host/tensor_element.h"
 #include "loss/backward.h"
 #include "loss/decode.h"
 #include "loss/encode.h"
-#include "tensor_element.h"
+#include "math/statistics.h"
 #include "tensors/clip_gradients.h"
 #include "tensors/l2_loss.h"
 #include "tensors/statistics.h"
@@ -157,8 +158,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("torch_version") = GRADSCALE_TORCH_VERSION;
   m.attr("cuda_version") = GRADSCALE_CUDA_VERSION;
   m.def("use_device_kernels_for_cpu", [](std::optional<uintptr_t> address) { // for tests, with those of a simulator
-    const auto* kernels = reinterpret_cast<const gradscale::DeviceKernels*>(address.value_or(0));
-    gradscale::use_device_kernels_for_cpu(kernels);
+    gradscale::find_kernels_for_cpu = reinterpret_cast<gradscale::FindKernels>(address.value_or(0));
   });
   m.def("cpu_capability", &at::get_cpu_capability);
   m.def("ordinary_context", &gradscale::ordinary_context);

@@ -1,6 +1,6 @@
 #include "arguments.h"
 
-#include "../tensor_element.h"
+#include "../host/tensor_element.h"
 
 namespace gradscale {
 

@@ -1,9 +1,10 @@
 #include "backward.h"
 
-#include "../autograd.h"
-#include "../context.h"
-#include "../device.h"
-#include "../tensor_element.h"
+#include "../host/autograd.h"
+#include "../host/context.h"
+#include "../host/device.h"
+#include "../host/tensor_element.h"
+#include "device_calls.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/eq.h>
@@ -196,7 +197,7 @@ class MultiStepLossBackward : public BackwardNode {
     if (!ordinary_context() || !ordinary_tensor(grad_output)) { // batched, or of another kind
       return by_reference(*saved, grad_output, /*create_graph=*/false);
     }
-    if (device_kernels(grad_output.device()) != nullptr) {
+    if (device_kernels<LossKernels>(grad_output.device()) != nullptr) {
       return on_device(*saved, take_gradients(is_last_use), grad_output);
     }
     const bool is_one = grad_output.dim() == 0 && grad_output.item<double>() == 1.0;

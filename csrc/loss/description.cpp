@@ -1,6 +1,6 @@
 #include "description.h"
 
-#include "../tensor_element.h"
+#include "../host/tensor_element.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -31,7 +31,7 @@ Description::Description(const HeadTable& of_heads, const GradientMemory& memory
       arguments(of_call),
       batch(of_call.batch),
       device(of_call.predictions[0].tensors[0].device()),
-      kernels(device_kernels(device)),
+      kernels(device_kernels<LossKernels>(device)),
       is_double(has_double(of_call.predictions)),
       options(at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device)),
       memory_(memory),

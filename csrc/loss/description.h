@@ -1,7 +1,8 @@
 // A call as the kernels read it: tensors become segments, weights and masks coefficients.
 #pragma once
 
-#include "../device.h"
+#include "../host/device.h"
+#include "device_calls.h"
 #include "run.h"
 
 namespace gradscale {
@@ -25,7 +26,7 @@ class Description {
   const Arguments& arguments;
   const int64_t batch;
   const c10::Device device;
-  const DeviceKernels* const kernels; // null: the CPU's own
+  const LossKernels* const kernels; // null: the CPU's own
   bool is_double = false;             // the type of sums and losses
   at::TensorOptions options;          // of losses
   Outputs outputs;

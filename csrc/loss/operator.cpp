@@ -5,7 +5,7 @@
 // Returns loss, per_sample, head_means, num_nonfinite, per_step of every head, expected of every head that decodes, and
 // for every prediction tensor in `wants` its gradient for grad_output 1. Only the loss has a gradient function;
 // autograd fills in `wants`.
-#include "../context.h"
+#include "../host/context.h"
 #include "backward.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

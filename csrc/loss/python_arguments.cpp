@@ -1,7 +1,7 @@
 #include "python_arguments.h"
 
-#include "../autograd.h"
-#include "../tensor_element.h"
+#include "../host/autograd.h"
+#include "../host/tensor_element.h"
 
 #include <ATen/core/grad_mode.h>
 #include <pybind11/stl.h>

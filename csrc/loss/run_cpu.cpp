@@ -1,6 +1,6 @@
 #include "description.h"
 
-#include "../variants/kernels.h"
+#include "../host/cpu_kernels.h"
 #include "scratch.h"
 
 #include <ATen/Parallel.h>
@@ -31,7 +31,7 @@ void run_rows(const Description& call) {
     elements += call.batch * cost_of_row(segment.width);
     widest = std::max(widest, segment.width);
   }
-  const RunRows run = kernels().run_rows;
+  const RunRows run = for_this_machine(run_rows_kernel);
   const auto count = static_cast<int64_t>(chunks.size());
   const int64_t grain = elements <= serial_elements ? count : 1;
   at::parallel_for(0, count, std::max<int64_t>(grain, 1), [&](int64_t begin, int64_t end) {

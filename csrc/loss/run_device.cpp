@@ -25,10 +25,10 @@ LossCall device_call(const Description& call, const DeviceState& state) {
   of_device.step_gradient_scale = numbers_of(call.arguments.step_gradient_scale);
   of_device.batch = call.batch;
   of_device.each_sample = call.arguments.reduction == Reduction::none;
-  of_device.mean_of_kept = call.arguments.reduction == Reduction::valid_mean;
+  of_device.mean_of_unmasked = call.arguments.reduction == Reduction::valid_mean;
   of_device.skip_nonfinite = call.arguments.nonfinite == Nonfinite::skip;
   of_device.skipped = call.slab(state.skipped, 1);
-  of_device.kept = state.num_unmasked.defined() ? state.num_unmasked.mutable_data_ptr<double>() : nullptr;
+  of_device.num_unmasked = state.num_unmasked.defined() ? state.num_unmasked.mutable_data_ptr<double>() : nullptr;
   return of_device;
 }
 

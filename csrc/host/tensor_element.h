@@ -1,8 +1,8 @@
-// Which tensors the kernels read directly.
+// The rules for tensors that the kernels read directly.
 #pragma once
 
+#include "../math/element.h"
 #include "context.h"
-#include "math/element.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -10,47 +10,34 @@ namespace gradscale {
 
 // Whether the kernels have an Element for a dtype.
 inline bool has_element(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble:
-    case at::kFloat:
-    case at::kBFloat16:
-    case at::kHalf:
-      return true;
-    default:
-      return false;
-  }
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
 inline bool has_element(const at::Tensor& tensor) {
   return has_element(tensor.scalar_type());
 }
 
+// The Element of a dtype that has one, or of the classes that a target names.
 inline Element element_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble:
-      return Element::float64;
-    case at::kBFloat16:
-      return Element::bfloat16;
-    case at::kHalf:
-      return Element::float16;
-    case at::kLong:
-      return Element::int64;
-    default:
-      return Element::float32;
-  }
+  return dtype == at::kDouble     ? Element::float64
+         : dtype == at::kBFloat16 ? Element::bfloat16
+         : dtype == at::kHalf     ? Element::float16
+         : dtype == at::kLong     ? Element::int64
+                                  : Element::float32;
 }
 
-// Of a complex tensor: that of its real and imaginary parts.
+// A complex tensor has the Element of its real and imaginary parts.
 inline Element element_of(const at::Tensor& tensor) {
   return element_of(c10::toRealValueType(tensor.scalar_type()));
 }
 
-// A tensor of real numbers as one that has an element: there are dtypes of 8 bits without.
+// Converts a tensor of real numbers whose dtype has no Element: there are such of 8 bits.
 inline at::Tensor with_element(const at::Tensor& real) {
   return has_element(real) ? real : real.to(at::kFloat);
 }
 
-// What keys of dispatch the tensors of PyTorch's own class have on the devices that there are kernels for.
+// Whether a tensor has the dispatch keys of PyTorch's own class on devices that there are kernels for, and no more than
+// `others`.
 inline bool has_only_keys(const at::Tensor& tensor, c10::DispatchKeySet others) {
   const c10::DispatchKeySet known(
       {c10::DispatchKey::ADInplaceOrView,
@@ -70,12 +57,14 @@ inline bool has_only_keys(const at::Tensor& tensor, c10::DispatchKeySet others) 
   return only(tensor.key_set(), known | others);
 }
 
-// A strided tensor of PyTorch's own class, without a forward-mode tangent, on a device that there are kernels for.
+// Whether this is a strided tensor of PyTorch's own class, without a forward-mode tangent, on a device that there are
+// kernels for.
 inline bool ordinary_tensor(const at::Tensor& tensor) {
   return has_only_keys(tensor, {}) && !tensor._fw_grad(/*level=*/0).defined();
 }
 
-// The same for what is no part of a graph: floating or complex, sparse too, and with bits for conjugates and negatives.
+// Whether this is such a tensor, but one that is no part of a graph: floating or complex, perhaps sparse, or with bits
+// for conjugates and negatives.
 inline bool ordinary_gradient(const at::Tensor& tensor) {
   const c10::DispatchKeySet others(
       {c10::DispatchKey::SparseCPU,

@@ -1,7 +1,5 @@
-// Which kernels run on a device, and where.
+// The choice of the kernels that run for the tensors of a device, and of the stream.
 #pragma once
-
-#include "device_kernels.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -13,11 +11,22 @@
 
 namespace gradscale {
 
-// Null: the CPU's own, of variants/kernels.h.
-const DeviceKernels* device_kernels(c10::Device device);
+// A function that gives the table of a family by its name: tests run the kernels of the simulator for CPU tensors.
+using FindKernels = const void* (*)(const char* family);
+inline FindKernels find_kernels_for_cpu = nullptr;
 
-// Tests run those of the simulator on CPU tensors; null ends that.
-void use_device_kernels_for_cpu(const DeviceKernels* kernels);
+// The table of a family's kernels for a device; null where the CPU's own kernels run.
+template <class Kernels>
+const Kernels* device_kernels(c10::Device device) {
+#if GRADSCALE_WITH_CUDA
+  if (device.is_cuda()) {
+    static const Kernels linked{};
+    return &linked;
+  }
+#endif
+  const bool simulated = find_kernels_for_cpu != nullptr && device.is_cpu();
+  return simulated ? static_cast<const Kernels*>(find_kernels_for_cpu(Kernels::kFamily)) : nullptr;
+}
 
 // The device of a tensor is the current one as long as this lives; launches go to its current stream.
 class OnDevice {
@@ -44,7 +53,7 @@ class OnDevice {
   void* stream_ = nullptr;
 };
 
-// Memory for a launch, given back in the order of the stream.
+// Allocates memory for a launch, which is given back in the order of the stream.
 inline at::Tensor make_workspace(int64_t bytes, const at::Tensor& beside) {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(beside.device()));
 }

@@ -7,13 +7,13 @@
 
 namespace gradscale {
 
-// Nothing but `known`, backends included.
+// Whether there are no keys but `known`, backends included.
 inline bool only(c10::DispatchKeySet keys, c10::DispatchKeySet known) {
   return (keys.raw_repr() & ~known.raw_repr()) == 0;
 }
 
-// Autograd and autocast are all that the kernels know of: they run under no transform, tracer or dispatch mode, and not
-// below autograd (inference mode, the body of an operator).
+// Whether only autograd and autocast are at work, which the kernels know: they run under no transform, tracer or
+// dispatch mode, and not below autograd (inference mode, the body of an operator).
 inline bool ordinary_context() {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
   return only(local.included_, c10::default_included_set | c10::autocast_dispatch_keyset) &&

@@ -1,7 +1,7 @@
-// Sums of powers by the threads of a group, as tensors/range_kernels.h takes them on a CPU.
+// Sums of powers by the threads of a group, as range_kernels.h takes them on a CPU.
 #pragma once
 
-#include "../math/norms.h"
+#include "norms.h"
 #include "rows.cuh"
 
 namespace gradscale {
@@ -18,7 +18,7 @@ GRADSCALE_DEVICE void each_window_of_range(const T* from, int32_t size, const Gr
   }
 }
 
-// Sum of (|g| reciprocal^2)^p; p is a number.
+// Adds up (|g| reciprocal^2)^p, where p is a number.
 template <class T>
 GRADSCALE_DEVICE double plain_power_sum(const T* from, int32_t size, double p, double reciprocal, const Group& group) {
   using A = typename AccumulateType<T>::type;
@@ -41,7 +41,7 @@ GRADSCALE_DEVICE double plain_power_sum(const T* from, int32_t size, double p, d
   return group.sum(sum);
 }
 
-// NaN where there is one.
+// The largest magnitude; NaN where there is one.
 template <class T>
 GRADSCALE_DEVICE double largest_of_range(const T* from, int32_t size, const Group& group) {
   using A = typename AccumulateType<T>::type;
@@ -59,7 +59,7 @@ GRADSCALE_DEVICE double largest_of_range(const T* from, int32_t size, const Grou
   return group.sum(unordered) > 0 ? static_cast<double>(NAN) : largest;
 }
 
-// All threads of a warp take part, whatever sums the groups in it find.
+// Whether any thread of the warp says so. All of them take part, whatever sums their groups find.
 GRADSCALE_DEVICE bool any_of_warp(bool value) {
   return __any_sync(kWholeWarp, value) != 0;
 }
@@ -83,7 +83,7 @@ GRADSCALE_DEVICE PowerSum power_sum_of_range(const T* from, int32_t size, double
   return scaled ? PowerSum{again, root} : PowerSum{maximum, 1};
 }
 
-// Of a whole from its parts, by a block.
+// A block takes the sum of a whole from those of its parts.
 GRADSCALE_DEVICE PowerSum total_power_sum(const PowerSum* sums, int64_t count, double p, const Group& block) {
   double root = 0;
   for (int64_t i = block.rank; i < count; i += block.size) {

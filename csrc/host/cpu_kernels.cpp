@@ -1,4 +1,4 @@
-#include "kernels.h"
+#include "cpu_kernels.h"
 
 #include <ATen/Version.h>
 
@@ -6,20 +6,20 @@
 
 namespace gradscale {
 
-const Kernels& kernels() {
-  static const Kernels chosen = [] {
+InstructionSet instruction_set() {
+  static const InstructionSet best = [] {
 #if GRADSCALE_X86_VARIANTS
     const std::string capability = at::get_cpu_capability();
     if (capability.rfind("AVX512", 0) == 0) {
-      return kernels_avx512();
+      return InstructionSet::avx512;
     }
     if (capability == "AVX2") {
-      return kernels_avx2();
+      return InstructionSet::avx2;
     }
 #endif
-    return kernels_default();
+    return InstructionSet::baseline;
   }();
-  return chosen;
+  return best;
 }
 
 } // namespace gradscale

@@ -1,9 +1,9 @@
-// How the threads of a GPU share rows: the group of threads that has a row, the 16-byte windows that the row lies in,
-// and reading and writing those.
+// The way in which the threads of a GPU share rows: the group of threads that has a row, the 16-byte windows that the
+// row lies in, and reading and writing those.
 #pragma once
 
-#include "../math/element.h"
-#include "device.h"
+#include "../port/device.h"
+#include "element.h"
 
 namespace gradscale {
 
@@ -54,18 +54,18 @@ struct Group {
   }
 };
 
-// Windows of 16 bytes whose elements a thread keeps in its registers, as the type of sums: 128 bytes.
+// The number of 16-byte windows whose elements a thread keeps in its registers, as the type of sums: 128 bytes.
 GRADSCALE_HOST_DEVICE constexpr int cached_windows(int64_t element_bytes) {
   return element_bytes == 2 ? 4 : 8;
 }
 
-// That a row has at most, wherever it begins.
+// The largest number of windows of a row, wherever it begins.
 GRADSCALE_HOST_DEVICE int64_t windows_at_most(int64_t width, int64_t element_bytes) {
   return width * element_bytes / 16 + 2;
 }
 
-// Threads for a row of so many elements of so many bytes: one for each window, up to a warp; a block where a warp has
-// no registers for the row.
+// The number of threads for a row of so many elements of so many bytes: one for each window, up to a warp; a block
+// where a warp has no registers for the row.
 inline int32_t threads_for_row(int64_t width, int64_t element_bytes) {
   const int64_t windows = windows_at_most(width, element_bytes);
   if (width == 1) {
@@ -109,7 +109,7 @@ struct Windows {
   }
 };
 
-// Elements first .. first + size of a row; those outside 0 .. width are `absent`.
+// Reads elements first .. first + size of a row; those outside 0 .. width are `absent`.
 template <int size, class T, class A>
 GRADSCALE_DEVICE void read_elements(const T* row, int32_t width, int32_t first, A absent, A* out) {
   if (size % kVector<T> == 0 && first >= 0 && first + size <= width && aligned(row + first)) {
