@@ -18,7 +18,6 @@ from ._options import Entries, Nonfinite, Options, Reduction, StepNumbers, turne
 from ._validate import as_dict, check_choice, check_heads, is_mapping, validate
 from .heads import Head, PerStepLoss, SoftCrossEntropy, TwoHot, record_of
 from .output import MultiStepLossOutput
-from .reference.losses import loss_of
 from .support import Support
 
 Implementation = Literal["auto", "fused", "reference"]
@@ -148,7 +147,7 @@ def _run(
             return MultiStepLossOutput(*fused)
     call = validate(heads, predictions, targets, options)
     if impl == "reference":
-        return loss_of(call)
+        return reference.loss_of(call)
     is_transformed = _context.is_transformed()
     if plan is None and not is_transformed and _all_plain(predictions) and _all_plain(targets):
         return call_operator(call, predictions, targets)
@@ -156,11 +155,11 @@ def _run(
         raise NotImplementedError(
             "multi_step_loss: impl='fused' takes plain tensors on "
             f"{' and '.join(DEVICE_TYPES)}, outside torch.func transforms, forward mode and dispatch modes; "
-            "impl='auto' computes this call by gradscale_ext.reference"
+            "impl='auto' computes this call by the reference"
         )
     if not is_transformed:
         _say_once_where_it_is_not_fused(predictions)
-    return loss_of(call)
+    return reference.loss_of(call)
 
 
 def _all_plain(entries: Any) -> bool:

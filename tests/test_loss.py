@@ -112,7 +112,8 @@ def fused_only(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("the reference was called where the fused kernel was expected")
 
-    monkeypatch.setattr(gs.reference, "multi_step_loss", refuse)
+    for name in ("multi_step_loss", "loss_of"):
+        monkeypatch.setattr(gs.reference, name, refuse)
     return original
 
 
@@ -1349,3 +1350,73 @@ def test_weights_that_change_their_list_while_they_are_read():
     predictions, targets = {"m": torch.ones(2, 3)}, {"m": torch.zeros(2, 3)}
     out = gs.multi_step_loss({"m": gs.MeanSquaredError()}, predictions, targets, step_weights=weights)
     assert out.loss.item() == 6.0
+
+
+# ---- Choosing the path ----------------------------------------------------------------------------------------------
+
+
+def test_the_fused_path_on_demand(fused_only):
+    predictions, targets = arguments()
+    for call in (gs.MultiStepLoss(**HEADS), functools.partial(gs.multi_step_loss, HEADS)):
+        expected = fused_only(HEADS, predictions, targets)
+        compare(call(predictions, targets, impl="fused"), expected, predictions)
+    compiled = torch.compile(gs.MultiStepLoss(**HEADS), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(predictions, targets, impl="fused").loss, expected.loss)
+
+
+def test_the_reference_on_demand(monkeypatch):
+    predictions, targets = arguments()
+    asked = []
+    original = gs.reference.loss_of
+    monkeypatch.setattr(gs.reference, "loss_of", lambda call: asked.append(call) or original(call))
+    for call in (gs.MultiStepLoss(**HEADS), functools.partial(gs.multi_step_loss, HEADS)):
+        expected = gs.multi_step_loss(HEADS, predictions, targets)
+        compare(call(predictions, targets, impl="reference"), expected, predictions)
+    assert len(asked) == 2
+
+
+def test_the_fused_path_raises_where_it_cannot_be():
+    heads = {"own": gs.PerStepLoss()}
+    x = torch.ones(3, 2)
+
+    def fused(x, impl="fused"):
+        return gs.multi_step_loss(heads, {"own": x}, {}, impl=impl).loss
+
+    with pytest.raises(NotImplementedError, match="impl='auto' computes this call by the reference"):
+        torch.func.grad(fused)(x)
+    with pytest.raises(NotImplementedError, match="impl='fused' takes plain tensors on cpu"):
+        fused(x.to("meta"))
+    with pytest.raises(ValueError, match="impl must be 'auto' or 'fused' or 'reference', but it is 'fast'"):
+        fused(x, impl="fast")
+    with pytest.raises(TypeError, match="must be float64, float32"):
+        fused(x.long())
+
+
+# ---- Every kind of head ---------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_head_is_known_everywhere():
+    """A head has a name, a dataclass that is public, a formula in the reference, and a kind in the kernels."""
+    heads = {cls.kind: cls for cls in gs.heads.Head.__subclasses__() if cls.__module__.startswith("gradscale_ext")}
+    assert set(heads) == set(gs._native._C.kinds()) == set(gs.reference.losses._LOSSES)
+    assert {cls.__name__ for cls in heads.values()} <= set(gs.__all__)
+    assert {type(head) for head in ALL_HEADS.values()} == set(heads.values())  # what the tests above are run with
+
+
+@pytest.mark.parametrize(
+    ("names", "numbers", "message"),
+    [
+        ([], [], "names and as many numbers"),
+        (["per_step_loss"], [], "names and as many numbers"),
+        (["weight"], [1.0], "'weight' is no kind of head"),
+        (["per_step_loss", "wieght"], [0.0, 1.0], "no number 'wieght'"),
+        (["per_step_loss"], [0.0], "not those of a head"),
+        (["per_step_loss", "prediction_dims", "first_step"], [0.0, 0.0, -1.0], "not those of a head"),
+        (["per_step_loss", "prediction_dims", "first_step"], [0.0, 0.0, 2.0**31], "not those of a head"),
+        (["per_step_loss", "prediction_dims", "first_step"], [0.0, 0.0, float("nan")], "not those of a head"),
+        (["two_hot", "prediction_dims", "decodes", "num_bins"], [0.0, 1.0, 1.0, 1.0], "not those of a head"),
+    ],
+)
+def test_records_that_are_none(names, numbers, message):
+    with pytest.raises(RuntimeError, match=message):
+        gs._native._C.Plan({}, names, numbers, False)

@@ -24,9 +24,7 @@ def make_loss(implementation: str) -> LossFunction:
         reward=gs.TwoHot(SUPPORT, first_step=1),  # no reward leads to the root
         policy=gs.SoftCrossEntropy(),
     )
-    if implementation == "reference":
-        return functools.partial(gs.reference.multi_step_loss, loss_function.heads)
-    return loss_function
+    return functools.partial(loss_function, impl=implementation)
 
 
 def make_optimizer(network: MuZeroNetwork, learning_rate: float) -> torch.optim.Optimizer:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from .statistics import gradient_statistics
 
-if TYPE_CHECKING:
-    from .monitor import GradientMonitor
-
 
 class CallHook:
     """Forward hook that reports calls to the monitor. A copied or saved module keeps it without a monitor."""
 
-    def __init__(self, monitor: GradientMonitor | None = None, name: str = "") -> None:
-        self._monitor, self._name = monitor, name
+    def __init__(self, report: Callable[[str, Any], None] | None = None, name: str = "") -> None:
+        self._report, self._name = report, name
 
     def __call__(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        if self._monitor is not None:
-            self._monitor._after_call(self._name, output)
+        if self._report is not None:
+            self._report(self._name, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CallHook, ()

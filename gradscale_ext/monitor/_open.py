@@ -5,34 +5,44 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from .statistics import GradientStatistics, listeners
 
-if TYPE_CHECKING:
-    from .monitor import GradientMonitor
 
-_monitors: weakref.WeakSet[GradientMonitor] = weakref.WeakSet()
+class Monitor(Protocol):
+    """A `GradientMonitor`, as clippings and scalers see it."""
+
+    _layout: Any
+    _optimizer: Any
+    _taken: int
+    _scaler_of_step: Any
+
+    def _after_clipping(self, clipping: tuple[list[torch.Tensor], GradientStatistics]) -> None: ...
+    def _after_skipping(self, found_inf: torch.Tensor | None) -> None: ...
+
+
+_monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
 _lock = threading.RLock()  # reentrant: garbage collection may close a monitor meanwhile
 
 
-def add(monitor: GradientMonitor) -> None:
+def add(monitor: Monitor) -> None:
     """Report clippings and skipped steps to a monitor from now on, without keeping it alive."""
     with _lock:
         _monitors.add(monitor)
         _listen_to_scalers()
 
 
-def discard(monitor: GradientMonitor) -> None:
+def discard(monitor: Monitor) -> None:
     """Report nothing more to a monitor."""
     with _lock:
         _monitors.discard(monitor)
         _listen_to_scalers()
 
 
-def _everyone() -> list[GradientMonitor]:
+def _everyone() -> list[Monitor]:
     with _lock:
         return list(_monitors)
 

@@ -119,7 +119,7 @@ class GradientMonitor:
         self._handles: list[Any] = [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
-            *(known[name].register_forward_hook(CallHook(self, name)) for name in watched),
+            *(known[name].register_forward_hook(CallHook(self._after_call, name)) for name in watched),
         ]
         _open.add(self)
 

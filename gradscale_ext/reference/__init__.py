@@ -5,7 +5,7 @@ other devices.
 """
 
 from .flow import clip_gradient_norm, clip_gradient_value, normalize_gradient, reverse_gradient, scale_gradient
-from .losses import entry_loss, multi_step_loss
+from .losses import entry_loss, loss_of, multi_step_loss
 from .supports import centers, decode, hl_gauss, raw_centers, two_hot
 from .tensors import Statistics, clip_tensors, clipping_of, l2_loss, norm_of, tensor_statistics
 
@@ -20,6 +20,7 @@ __all__ = [
     "entry_loss",
     "hl_gauss",
     "l2_loss",
+    "loss_of",
     "multi_step_loss",
     "norm_of",
     "normalize_gradient",

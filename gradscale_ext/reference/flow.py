@@ -43,8 +43,9 @@ def clip_gradient_norm(
 
     def clipped(gradient: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
         unit, norm, limit = _direction(gradient, limit, batch_dims, norm_type)
-        shortened = torch.where(limit == 0, 0, unit * limit)
-        return torch.where(norm <= limit, gradient, shortened.to(gradient.dtype))
+        is_within = norm <= limit
+        shortened = torch.where(limit == 0, 0, unit * torch.where(is_within, 1, limit))
+        return torch.where(is_within, gradient, shortened.to(gradient.dtype))
 
     return _apply(clipped, x, max_norm)
 
@@ -87,9 +88,16 @@ def _direction(
     wide = _wide(gradient)
     flat = wide.abs().reshape(*wide.shape[:batch_dims], -1)
     shape = (*flat.shape[:-1], *[1] * (gradient.dim() - batch_dims))
-    norm = norm_of(flat, p, dim=-1).reshape(shape)
-    limit = limit.to(norm).expand(flat.shape[:-1]).reshape(shape)
-    return wide / torch.where(norm == 0, 1, norm), norm, limit
+    limit = limit.to(flat).expand(flat.shape[:-1]).reshape(shape)
+    if flat.numel() == 0:
+        return wide, torch.zeros_like(limit), limit
+    # Elements over the largest neither overflow nor vanish. The root of 0 has no derivative: groups of zeros count as
+    # groups of ones on the way.
+    largest = flat.detach().amax(-1, keepdim=True)
+    divisor = torch.where((largest > 0) & largest.isfinite(), largest, 1)
+    relative = norm_of(torch.where(largest == 0, 1, flat / divisor), p, dim=-1).reshape(shape)
+    divisor, is_zero = divisor.reshape(shape), (largest == 0).reshape(shape)
+    return wide / divisor / relative, torch.where(is_zero, 0, divisor * relative), limit
 
 
 class _GradientFlow(torch.autograd.Function):
