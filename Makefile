@@ -45,7 +45,7 @@ test: $(VENV)/installed
 
 # The CUDA kernels for CPU tensors.
 $(VENV)/simulated.so: $(VENV)/request $(SOURCES) $(wildcard tests/simt/*)
-	$(CXX) -std=c++20 -O2 -fPIC -shared -fvisibility=hidden -fno-strict-aliasing -fno-math-errno -Wno-unknown-pragmas \
+	$(CXX) -std=c++20 -O2 -fPIC -shared -fvisibility=hidden -fno-strict-aliasing -fno-math-errno -Wno-unknown-pragmas -Werror=switch \
 	  -Icsrc -Itests/simt tests/simt/device_kernels.cpp tests/simt/simt.cpp -o $@
 
 SIMULATED := check loss support tensors statistics flow flow_nonlinear cuda

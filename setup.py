@@ -26,8 +26,8 @@ from setuptools import setup
 ROOT = Path(__file__).resolve().parent
 # Folders that installers of CUDA use without adding them to PATH.
 NVCC_FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda-{major}/bin", "/opt/cuda/bin")
-NVCC_FLAGS = ["-O3"]
-MEMORY_PER_JOB = 2 << 30  # bytes, the most that nvcc or a C++ compiler takes for PyTorch's headers
+NVCC_FLAGS = ["-O3", *([] if sys.platform == "win32" else ["-Xcompiler=-Werror=switch"])]
+MEMORY_PER_JOB = 2 << 30  # bytes: what nvcc, or a C++ compiler with PyTorch's headers, takes at most
 
 
 def say(message: str) -> None:
@@ -280,6 +280,7 @@ def compile_arguments() -> tuple[list[str], list[str]]:
         "-fno-trapping-math",
         "-fvisibility=hidden",
         "-Wall",
+        "-Werror=switch",  # each kind of head has a case wherever kinds are told apart
         "-Wno-unknown-pragmas",
     ]
     if sys.platform == "darwin":  # Apple's clang has no OpenMP runtime; its simd loops need none.

@@ -17,6 +17,7 @@ import torch
 import gradscale_ext as gs
 import harness
 from gradscale_ext import _context
+from gradscale_ext._native import is_ordinary
 
 Tensor = torch.Tensor
 Change = Callable[[Tensor], Tensor]
@@ -92,7 +93,7 @@ def ways(operator: str) -> dict[str, Change]:
 
 def detection() -> dict[str, Callable[[], object]]:
     """Cost of asking for the context in eager mode, once in Python and once in C++."""
-    return {"detection of the context": lambda: (_context.is_eager(), _context.is_ordinary()), "nothing": lambda: None}
+    return {"detection of the context": lambda: (_context.is_eager(), is_ordinary()), "nothing": lambda: None}
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 import gradscale_ext as gs
 import harness
-from gradscale_ext._library import _C
+from gradscale_ext._native import _C
 
 Tensors = list[torch.Tensor]
 WEIGHT = 1e-4

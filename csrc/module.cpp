@@ -1,11 +1,12 @@
 // The front door of the C++ side. Operators that the compiler must see register themselves with TORCH_LIBRARY in their
 // own files; this pybind11 module holds the entry points of eager mode, whose calls cost least.
-#include "device.h"
 #include "flow/flow.h"
+#include "host/device.h"
+#include "host/tensor_element.h"
+#include "loss/backward.h"
 #include "loss/decode.h"
 #include "loss/encode.h"
-#include "loss/multi_step_loss.h"
-#include "tensor_element.h"
+#include "math/statistics.h"
 #include "tensors/clip_gradients.h"
 #include "tensors/l2_loss.h"
 #include "tensors/statistics.h"
@@ -17,76 +18,38 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <tuple>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
 namespace {
 
-using gradscale::Head;
 using gradscale::NormGroups;
 using gradscale::Plan;
 using gradscale::Value;
 
-// prediction_dims, target_dims, classes: a Layout.
-using LayoutRow = std::tuple<int64_t, int64_t, bool>;
-
-std::shared_ptr<Plan> make_plan(
-    py::dict heads,
-    const std::vector<double>& numbers,
-    const std::vector<std::vector<LayoutRow>>& layouts,
-    bool keeps_memory) {
-  // The last to hold it may be a node of the graph, freed by a thread of autograd.
-  const std::shared_ptr<Plan> plan(new Plan(numbers, keeps_memory), [](Plan* last) {
-    const py::gil_scoped_acquire gil;
-    delete last;
-  });
-  for (const auto& item : heads) {
-    plan->names.push_back(py::reinterpret_borrow<py::object>(item.first));
-  }
-  plan->heads = std::move(heads);
-  for (const std::vector<LayoutRow>& rows : layouts) {
-    std::vector<gradscale::Layout>& of_head = plan->layouts.emplace_back();
-    for (const auto& [prediction_dims, target_dims, classes] : rows) {
-      of_head.push_back({prediction_dims, target_dims, classes});
-    }
-  }
-  return plan;
-}
-
 // (loss, per_sample, per_step, expected, head_means, num_nonfinite), or None when the fused kernel does not take this
 // call.
 py::object multi_step_loss(
-    const std::shared_ptr<Plan>& plan,
-    py::handle predictions,
-    py::handle targets,
-    py::handle step_weights,
-    py::handle step_gradient_scale,
-    py::handle importance_weights,
-    py::handle mask,
-    py::handle reduction,
-    py::handle nonfinite,
-    py::handle batch_first) {
-  if (!PyUnicode_Check(reduction.ptr()) || !PyUnicode_Check(nonfinite.ptr()) || !PyBool_Check(batch_first.ptr())) {
-    return py::none();
-  }
-  auto arguments = gradscale::read_arguments(
-      *plan,
-      predictions,
-      targets,
-      step_weights,
-      step_gradient_scale,
-      importance_weights,
-      mask,
-      py::cast<std::string>(reduction),
-      py::cast<std::string>(nonfinite),
-      batch_first.ptr() == Py_True);
+    const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, py::handle options) {
+  auto arguments = gradscale::read_arguments(*plan, predictions, targets, options);
   if (!arguments) {
     return py::none();
   }
-  const gradscale::Outputs outputs = gradscale::multi_step_loss(plan, std::move(*arguments));
-  const size_t heads = plan->table.size();
+  gradscale::RunResult result;
+  {
+    py::gil_scoped_release no_gil;
+    at::NoGradGuard no_grad;
+    result = gradscale::run_loss(plan->table, plan->gradient_memory, *arguments);
+  }
+  if (arguments->wants_any()) {
+    gradscale::record_call(std::move(*arguments), result, plan);
+  }
+  const gradscale::Outputs& outputs = result.outputs;
   const std::vector<at::Tensor> head_means = outputs.head_means.unbind();
   py::dict per_step, expected, means;
-  for (size_t h = 0; h < heads; ++h) {
+  for (size_t h = 0; h < head_means.size(); ++h) {
     per_step[plan->names[h]] = outputs.per_step[h];
     means[plan->names[h]] = head_means[h];
     if (outputs.expected[h].defined()) {
@@ -121,11 +84,6 @@ py::object encode(const std::shared_ptr<gradscale::OwnedSupport>& support, doubl
     return py::none();
   }
   return py::cast(gradscale::encode(support->get(), sigma_ratio, tensor));
-}
-
-std::shared_ptr<gradscale::OwnedSupport> make_support(const std::vector<double>& numbers) {
-  TORCH_CHECK(numbers.size() == gradscale::kNumbersOfHead, "Support: its numbers are those of a head");
-  return std::make_shared<gradscale::OwnedSupport>(gradscale::head_from_numbers(numbers.data()).support);
 }
 
 // The gradient-flow operators, or None where a transform, a tracer or a dispatch mode must see the registered operator.
@@ -200,8 +158,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("torch_version") = GRADSCALE_TORCH_VERSION;
   m.attr("cuda_version") = GRADSCALE_CUDA_VERSION;
   m.def("use_device_kernels_for_cpu", [](std::optional<uintptr_t> address) { // for tests, with those of a simulator
-    const auto* kernels = reinterpret_cast<const gradscale::DeviceKernels*>(address.value_or(0));
-    gradscale::use_device_kernels_for_cpu(kernels);
+    gradscale::find_kernels_for_cpu = reinterpret_cast<gradscale::FindKernels>(address.value_or(0));
   });
   m.def("cpu_capability", &at::get_cpu_capability);
   m.def("ordinary_context", &gradscale::ordinary_context);
@@ -210,11 +167,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("clip_gradient_norm", &clip_gradient_norm);
   m.def("clip_gradient_value", &clip_gradient_value);
   m.def("normalize_gradient", &normalize_gradient);
-  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(py::init(&make_plan));
+  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(py::init(&gradscale::make_plan));
   m.def("multi_step_loss", &multi_step_loss);
   m.def("set_differentiable_gradients", &gradscale::set_differentiable_gradients);
   py::class_<gradscale::OwnedSupport, std::shared_ptr<gradscale::OwnedSupport>>(m, "Support")
-      .def(py::init(&make_support));
+      .def(py::init([](const std::vector<std::string>& names, const std::vector<double>& numbers) {
+        return std::make_shared<gradscale::OwnedSupport>(names, numbers);
+      }));
+  m.def("kinds", &gradscale::kinds);
   m.def("encode", &encode);
   m.def("decode", &decode);
   m.def("set_decode_gradient", &gradscale::set_decode_gradient);

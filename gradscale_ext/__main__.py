@@ -13,7 +13,7 @@ import torch
 
 import gradscale_ext as gs
 
-from ._library import _C
+from ._native import _C
 
 
 def _self_check(device: str = "cpu") -> str | None:

@@ -3,48 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from . import _context
-from ._validate import Call, Entries, validate
-from .heads import BinaryCrossEntropy, Head, HLGauss, SoftCrossEntropy, TwoHot
+from ._options import Entries, Options
+from ._validate import Call, validate
+from .heads import BinaryCrossEntropy, Head, SoftCrossEntropy
 
 
 def check_values(
-    heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], **options: Any
+    heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], options: Options
 ) -> None:
-    """Raise ValueError for the first value that no user can mean; the options are those of `validate`."""
+    """Raise ValueError for the first value that no user can mean."""
     if not _context.is_eager() or _context.is_transformed():
         raise NotImplementedError(
             "multi_step_loss: check=True looks at values, and torch.compile, torch.export and torch.func transforms "
             "have none while they trace; call the loss once outside of them with check=True, and leave it out inside"
         )
-    call = validate(heads, predictions, targets, **options)
+    call = validate(heads, predictions, targets, options)
     with torch.no_grad():
         for name, head in heads.items():
             entries = zip(call.predictions[name], call.targets[name], strict=True)
             for step, (prediction, target) in enumerate(entries, start=head.first_step):
-                kept = call.masks[name][:, step] if name in call.masks else None
-                _check_prediction(_Entry("prediction", name, step, kept, prediction.detach()), head)
+                unmasked = call.masks[name][:, step] if name in call.masks else None
+                _check_prediction(_Entry("prediction", name, step, unmasked, prediction.detach()), head)
                 if target is not None:
-                    _check_target(_Entry("target", name, step, kept, target), head, prediction.detach())
-        _check_weights(heads, call, options["importance_weights"])
+                    _check_target(_Entry("target", name, step, unmasked, target), head, prediction.detach())
+        _check_weights(call)
 
 
 class _Entry:
     """A prediction or target at a step, with its mask `[B]`."""
 
-    def __init__(self, what: str, head: str, step: int, kept: torch.Tensor | None, values: torch.Tensor) -> None:
+    def __init__(self, what: str, head: str, step: int, unmasked: torch.Tensor | None, values: torch.Tensor) -> None:
         self.where = f"the {what} of head '{head}' at step {step}"
-        self.kept = kept
+        self.unmasked = unmasked
         self.values = values
 
     def rows(self, of_elements: torch.Tensor) -> torch.Tensor:
         """Reduce `[B, ...]` to `[B]`: whether any element is true, in samples that are not masked."""
         found = of_elements.flatten(1).any(1) if of_elements.dim() > 1 else of_elements
-        return found if self.kept is None else found & self.kept
+        return found if self.unmasked is None else found & self.unmasked
 
     def refuse(self, of_elements: torch.Tensor, fault: str, instead: str) -> None:
         """Raise ValueError for the first sample with a true element."""
@@ -67,15 +67,15 @@ def _shown(values: torch.Tensor) -> str:
 def _check_prediction(entry: _Entry, head: Head) -> None:
     x = entry.values
     # Logits of -inf mean illegal actions.
-    has_logits = isinstance(head, TwoHot | HLGauss | SoftCrossEntropy)
+    has_logits = head.decodes or isinstance(head, SoftCrossEntropy)
     wrong = x.isnan() | (x == torch.inf) if has_logits else ~x.isfinite()
     entry.refuse(wrong, "is not finite", "look for what made it so, or mask it")
     if has_logits and x.shape[-1] > 1 and len(x) > 0:
         total = x.double().sum(-1)
         tolerance = 1e-3 if x.dtype in (torch.float32, torch.float64) else 2e-2
         other = ((x < 0).any(-1)) | ((total - 1).abs() > tolerance)
-        kept = torch.ones_like(other) if entry.kept is None else entry.kept
-        if bool(kept.any()) and not bool((other & kept).any()):
+        unmasked = torch.ones_like(other) if entry.unmasked is None else entry.unmasked
+        if bool(unmasked.any()) and not bool((other & unmasked).any()):
             entry.refuse(
                 ~other,
                 "looks like probabilities: all its rows are at least 0 and add up to 1",
@@ -89,7 +89,7 @@ def _check_target(entry: _Entry, head: Head, prediction: torch.Tensor) -> None:
         classes = prediction.shape[-1]
         wrong = (t < 0) | (t >= classes)
         entry.refuse(wrong, f"must be classes from 0 to {classes - 1}", "mask what has no class")
-    elif isinstance(head, TwoHot | HLGauss):  # infinite scalars fall into the end bins
+    elif head.decodes:  # infinite scalars fall into the end bins
         entry.refuse(t.isnan(), "is NaN", "mask what has no target")
     elif isinstance(head, SoftCrossEntropy):
         _check_distribution(entry, prediction)
@@ -119,14 +119,15 @@ def _check_distribution(entry: _Entry, prediction: torch.Tensor) -> None:
     )
 
 
-def _check_weights(heads: Mapping[str, Head], call: Call, importance_weights: torch.Tensor | None) -> None:
+def _check_weights(call: Call) -> None:
+    importance_weights = call.options.importance_weights
     if importance_weights is not None:
         _refuse_weight("importance_weights", importance_weights, "of sample {}", importance_weights < 0)
     # Weights that no head reads may be anything.
     read = torch.zeros(call.batch, call.steps, dtype=torch.bool)
-    for name, head in heads.items():
-        kept = call.masks.get(name)
-        read[:, head.first_step :] |= True if kept is None else kept[:, head.first_step :].cpu()
+    for name, head in call.heads.items():
+        unmasked = call.masks.get(name)
+        read[:, head.first_step :] |= True if unmasked is None else unmasked[:, head.first_step :].cpu()
     for argument, weights in (
         ("step_weights", call.step_weights),
         ("step_gradient_scale", call.step_gradient_scale),

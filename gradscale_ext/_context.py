@@ -7,17 +7,10 @@ import warnings
 
 import torch
 
-from ._library import _C
-
 
 def is_eager() -> bool:
     """Whether Python runs for real: False while torch.compile or torch.export traces and must see the operators."""
     return not torch.compiler.is_compiling()
-
-
-def is_ordinary() -> bool:
-    """Whether autograd is on, and no transform, tracer or dispatch mode is: what C++ asks before it takes a call."""
-    return _C.ordinary_context()
 
 
 def is_transformed() -> bool:

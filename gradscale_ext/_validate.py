@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from . import _context, _remedies
-from .heads import KINDS, Head, HLGauss, Layout, TwoHot
-
-Entries = torch.Tensor | Sequence[torch.Tensor]
-StepNumbers = torch.Tensor | Sequence[float] | None
+from ._options import Entries, Nonfinite, Options, Reduction, StepNumbers, turned_around
+from .heads import Form, Head
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-REDUCTIONS = ("mean", "sum", "none", "valid_mean")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
     """The arguments of one call, checked and brought into one form."""
 
+    heads: Mapping[str, Head]
     predictions: dict[str, list[torch.Tensor]]
     """By head one tensor per step, `[B, ...]`."""
     targets: dict[str, list[torch.Tensor | None]]
@@ -31,51 +29,73 @@ class Call:
     step_weights: torch.Tensor | None
     """`[T]` or `[B, T]`."""
     step_gradient_scale: torch.Tensor | None
+    """The same."""
+    options: Options
+    """The options as they were given."""
     batch: int
     steps: int
     dtype: torch.dtype
-    """In which the loss is computed: float32, or float64 when a prediction is float64."""
+    """Type of the loss: float32, or float64 when a prediction is float64."""
 
 
 def validate(
-    heads: Mapping[str, Head],
-    predictions: Mapping[str, Entries],
-    targets: Mapping[str, Entries],
-    *,
-    step_weights: StepNumbers,
-    step_gradient_scale: StepNumbers | str,
-    importance_weights: torch.Tensor | None,
-    mask: torch.Tensor | Mapping[str, torch.Tensor] | None,
-    reduction: str,
-    nonfinite: str,
-    batch_first: bool,
+    heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], options: Options
 ) -> Call:
     """Raise the error that the arguments deserve, or return them in one form."""
-    heads = as_dict("heads", heads)
     check_heads(heads)
-    _check_choice("reduction", reduction, REDUCTIONS)
-    _check_choice("nonfinite", nonfinite, ("propagate", "skip"))
+    check_choice("reduction", options.reduction, get_args(Reduction))
+    check_choice("nonfinite", options.nonfinite, get_args(Nonfinite))
+    batch_first = options.batch_first
     if not isinstance(batch_first, bool):
         raise TypeError(
             f"multi_step_loss: batch_first must be True or False, but it is of type {type(batch_first).__name__}"
         )
     predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
     _check_names("predictions", predictions, heads, heads)
-    _check_names("targets", targets, heads, [name for name, head in heads.items() if has_target(head)])
+    _check_names("targets", targets, heads, [name for name, head in heads.items() if head.has_target])
     predicted = {
         name: _entries("prediction", name, head, predictions[name], batch_first) for name, head in heads.items()
     }
     wanted = {
         name: _targets(name, head, targets.get(name), len(predicted[name]), batch_first) for name, head in heads.items()
     }
+    first = next(iter(predicted.values()))[0]
+    if first.dim() == 0:
+        raise ValueError(f"multi_step_loss: {_at(next(iter(heads)), 0, 'prediction')} has no batch dimension")
+    batch, steps = first.shape[0], _count_steps(heads, predicted, wanted)
+    for name, head in heads.items():
+        _check_head(name, head, predicted[name], wanted[name], batch, first.device)
+    is_double = any(tensor.dtype == torch.float64 for tensors in predicted.values() for tensor in tensors)
+    dtype = torch.float64 if is_double else torch.float32
+    step_gradient_scale = options.step_gradient_scale
+    if isinstance(step_gradient_scale, str):
+        check_choice("step_gradient_scale", step_gradient_scale, ("unroll",))
+        step_gradient_scale = [1.0] + [1.0 / max(steps - 1, 1)] * (steps - 1)
+    _check_importance_weights(options.importance_weights, batch, first.device)
+    return Call(
+        heads,
+        predicted,
+        wanted,
+        _masks(options.mask, heads, batch, steps, batch_first, first.device),
+        _step_numbers("step_weights", options.step_weights, batch, steps, batch_first, dtype, first.device),
+        _step_numbers("step_gradient_scale", step_gradient_scale, batch, steps, batch_first, dtype, first.device),
+        options,
+        batch,
+        steps,
+        dtype,
+    )
+
+
+def _count_steps(
+    heads: Mapping[str, Head],
+    predicted: Mapping[str, list[torch.Tensor]],
+    wanted: Mapping[str, list[torch.Tensor | None]],
+) -> int:
+    """T, which all heads must agree on."""
     steps, longest = 0, ""
     for name, head in heads.items():
         if head.first_step + len(predicted[name]) > steps:
             steps, longest = head.first_step + len(predicted[name]), name
-    first = next(iter(predicted.values()))[0]
-    if first.dim() == 0:
-        raise ValueError(f"multi_step_loss: {_at(next(iter(heads)), 0, 'prediction')} has no batch dimension")
-    batch = first.shape[0]
     for name, head in heads.items():
         for what, entries in (("prediction", predicted[name]), ("target", wanted[name])):
             if len(entries) != steps - head.first_step:
@@ -87,34 +107,7 @@ def validate(
                         what, entries, steps - head.first_step, head.first_step, longest, heads[longest].first_step
                     )
                 )
-        _check_head(name, head, predicted[name], wanted[name], batch, first.device)
-    dtype = torch.float32
-    if any(tensor.dtype == torch.float64 for tensors in predicted.values() for tensor in tensors):
-        dtype = torch.float64
-    if isinstance(step_gradient_scale, str):
-        _check_choice("step_gradient_scale", step_gradient_scale, ("unroll",))
-        step_gradient_scale = [1.0] + [1.0 / max(steps - 1, 1)] * (steps - 1)
-    if importance_weights is not None:
-        _check_weights("importance_weights", importance_weights, first.device)
-        if tuple(importance_weights.shape) != (batch,):
-            raise ValueError(
-                f"multi_step_loss: importance_weights must have shape [B] = [{batch}], but it has "
-                f"{_written(importance_weights.shape)}"
-                + (
-                    _remedies.instead_of_shape("importance_weights", importance_weights.shape, [(batch,)])
-                    or ("; weights of steps go to step_weights" if importance_weights.dim() == 2 else "")
-                )
-            )
-    return Call(
-        predicted,
-        wanted,
-        _masks(mask, heads, batch, steps, batch_first, first.device),
-        _step_numbers("step_weights", step_weights, batch, steps, batch_first, dtype, first.device),
-        _step_numbers("step_gradient_scale", step_gradient_scale, batch, steps, batch_first, dtype, first.device),
-        batch,
-        steps,
-        dtype,
-    )
+    return steps
 
 
 def is_mapping(value: object) -> bool:
@@ -143,17 +136,12 @@ _AS_MAPPING = {
 }
 
 
-def turned_around(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
-    """From the caller's order to `[B, T]`, or back; what has one dimension stays."""
-    return tensor if batch_first or tensor.dim() != 2 else tensor.transpose(0, 1)
-
-
 def check_heads(heads: Mapping[str, Head]) -> None:
     """Raise when `heads` is not a mapping of names to heads."""
     if not isinstance(heads, Mapping) or not heads:
         raise ValueError(f"multi_step_loss: heads must be a mapping with at least one head, but it is {heads!r}")
     for name, head in heads.items():
-        if not isinstance(head, KINDS):
+        if not isinstance(head, Head) or not head.kind:
             raise TypeError(
                 f"multi_step_loss: head '{name}' must be one of the head dataclasses (TwoHot, ...), "
                 f"but it is of type {type(head).__name__}"
@@ -164,15 +152,11 @@ def _at(head: str, step: int, what: str) -> str:
     return f"the {what} of head '{head}' at step {step}"
 
 
-def _check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise when `value` is not one of `choices`."""
     if value not in choices:
         wanted = " or ".join(repr(choice) for choice in choices)
         raise ValueError(f"multi_step_loss: {argument} must be {wanted}, but it is {value!r}")
-
-
-def has_target(head: Head) -> bool:
-    """Whether the loss of the head compares its prediction with something."""
-    return head.layouts[0].target is not None
 
 
 def _check_names(argument: str, given: Mapping[str, Entries], heads: Mapping[str, Head], needed: Iterable[str]) -> None:
@@ -213,8 +197,8 @@ def _entries(what: str, name: str, head: Head, entries: Entries, batch_first: bo
 
 def _check_stacked(what: str, name: str, head: Head, entries: torch.Tensor, batch_first: bool) -> None:
     """A tensor without its dimension of steps would be taken for one whose last dimension they are."""
-    letters = [layout.prediction if what == "prediction" else layout.target or () for layout in head.layouts]
-    known = [tuple(_shape(head, of_layout, 0)[1:]) for of_layout in dict.fromkeys(letters)]
+    letters = [form.prediction if what == "prediction" else form.target or () for form in head.forms]
+    known = [tuple(_shape(head, of_form, 0)[1:]) for of_form in dict.fromkeys(letters)]
     if all(entries.dim() != 2 + len(shape) for shape in known):
         leading = ("B", "T") if batch_first else ("T", "B")
         forms = " or ".join([_written((*leading, *shape)) for shape in known])
@@ -228,7 +212,7 @@ def _check_stacked(what: str, name: str, head: Head, entries: torch.Tensor, batc
 def _targets(
     name: str, head: Head, entries: Entries | None, steps: int, batch_first: bool
 ) -> list[torch.Tensor | None]:
-    if has_target(head):
+    if head.has_target:
         return list(_entries("target", name, head, entries, batch_first))  # type: ignore[arg-type]
     if entries is not None:
         raise ValueError(
@@ -262,9 +246,7 @@ def _check_head(
         where = _at(name, step, "prediction")
         _check_dtype(where, prediction, "")
         _check_device(where, prediction, device)
-        patterns = [
-            _shape(head, letters, batch) for letters in dict.fromkeys(layout.prediction for layout in head.layouts)
-        ]
+        patterns = [_shape(head, letters, batch) for letters in dict.fromkeys(form.prediction for form in head.forms)]
         if not any(_remedies.fits(prediction.shape, pattern) for pattern in patterns) or (
             prediction.dim() != predictions[0].dim() or prediction.shape[1:] != predictions[0].shape[1:]
         ):
@@ -279,14 +261,14 @@ def _check_head(
                 + _remedies.instead_of_shape("prediction", prediction.shape, patterns)
             )
         if target is not None:
-            possible = [layout for layout in head.layouts if len(layout.prediction) == prediction.dim() - 1]
+            possible = [form for form in head.forms if len(form.prediction) == prediction.dim() - 1]
             _check_target(_at(name, step, "target"), head, possible, prediction, target, device)
 
 
 def _check_target(
-    where: str, head: Head, layouts: list[Layout], prediction: torch.Tensor, target: torch.Tensor, device: torch.device
+    where: str, head: Head, forms: list[Form], prediction: torch.Tensor, target: torch.Tensor, device: torch.device
 ) -> None:
-    takes_classes = any(layout.classes for layout in layouts)
+    takes_classes = any(form.classes for form in forms)
     is_class = takes_classes and not target.is_floating_point()
     if is_class and target.dtype != torch.int64:
         raise TypeError(
@@ -297,14 +279,14 @@ def _check_target(
         _check_dtype(where, target, " or, for classes, torch.int64" if takes_classes else "")
     _check_device(where, target, device)
     shapes = [
-        _shape(head, layout.target or (), prediction.shape[0], prediction.shape[1:])
-        for layout in layouts
-        if layout.classes == is_class
+        _shape(head, form.target or (), prediction.shape[0], prediction.shape[1:])
+        for form in forms
+        if form.classes == is_class
     ]
     if not any(_remedies.fits(target.shape, shape) for shape in shapes):
         kind = " with torch.int64 classes (probabilities are floating)" if is_class else ""
         instead = _remedies.instead_of_shape("target", target.shape, shapes)
-        if isinstance(head, TwoHot | HLGauss) and target.shape == prediction.shape:
+        if head.decodes and target.shape == prediction.shape:
             instead = "; give the scalars: the head encodes them"
         if takes_classes and not instead and target.shape == prediction.shape[: target.dim()]:
             instead = (
@@ -337,6 +319,20 @@ def _check_device(where: str, tensor: torch.Tensor, device: torch.device) -> Non
         raise ValueError(
             f"multi_step_loss: {where} is on {tensor.device}, but the predictions are on {device}; write "
             f".to('{device}')"
+        )
+
+
+def _check_importance_weights(weights: torch.Tensor | None, batch: int, device: torch.device) -> None:
+    if weights is None:
+        return
+    _check_weights("importance_weights", weights, device)
+    if tuple(weights.shape) != (batch,):
+        raise ValueError(
+            f"multi_step_loss: importance_weights must have shape [B] = [{batch}], but it has {_written(weights.shape)}"
+            + (
+                _remedies.instead_of_shape("importance_weights", weights.shape, [(batch,)])
+                or ("; weights of steps go to step_weights" if weights.dim() == 2 else "")
+            )
         )
 
 

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import _context, _library
-from ._library import _C
+from . import _context, _flow_rules
+from ._native import _C
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -218,7 +218,7 @@ def _apply(
         if result is not None:
             return result
     if isinstance(x, torch.Tensor | torch.fx.Proxy):
-        return _library.call(operator, x, *_without_schedules(x, arguments))
+        return _flow_rules.call(operator, x, *_without_schedules(x, arguments))
     if isinstance(x, tuple | list):
         items = [_apply(operator, compiled, item, *arguments) for item in x]
         return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)

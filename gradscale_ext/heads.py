@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+from .transforms import TRANSFORMS
 
 if TYPE_CHECKING:
     from .support import Support
 
-#: The transforms as the kernels number them.
-TRANSFORMS = {"identity": 0, "signed_hyperbolic": 1, "symlog": 2}
 
-
-class Layout(NamedTuple):
+class Form(NamedTuple):
     """Shapes of one prediction and its target behind the batch; a letter is a size of at least 1, the same in both."""
 
     prediction: tuple[str, ...]
@@ -41,8 +41,21 @@ class Head:
     weight: float = 1.0
     first_step: int = 0
 
-    layouts: ClassVar[tuple[Layout, ...]] = ()
+    kind: ClassVar[str] = ""
+    """Name of the head's formula, in the kernels (`Kind` in csrc/loss/segment.h) and in the reference."""
+    forms: ClassVar[tuple[Form, ...]] = ()
     """The forms that a prediction and its target may have."""
+    decodes: ClassVar[bool] = False
+    """Whether the output has decoded predictions of the head."""
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the loss compares a prediction with something."""
+        return self.forms[0].target is not None
+
+    def numbers(self) -> dict[str, float]:
+        """The head's numbers by the names that the kernels give them (`kNumbers` in csrc/loss/head_table.cpp)."""
+        return {"decodes": self.decodes, "weight": self.weight, "first_step": self.first_step}
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -88,13 +101,19 @@ class TwoHot(Head):
     _: KW_ONLY
     label_smoothing: float = 0.0
 
-    layouts: ClassVar[tuple[Layout, ...]] = (Layout(("S",), ()),)
+    kind: ClassVar[str] = "two_hot"
+    forms: ClassVar[tuple[Form, ...]] = (Form(("S",), ()),)
+    decodes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the numbers."""
         super().__post_init__()
         self._check_support(self.support)
         self._check("label_smoothing", 0 <= self._number("label_smoothing") <= 1, "between 0 and 1")
+
+    def numbers(self) -> dict[str, float]:
+        """The head's numbers by name."""
+        return {**super().numbers(), **self.support.numbers(), "label_smoothing": self.label_smoothing}
 
 
 @dataclass(frozen=True)
@@ -114,13 +133,19 @@ class HLGauss(Head):
     _: KW_ONLY
     sigma_ratio: float = 0.75
 
-    layouts: ClassVar[tuple[Layout, ...]] = (Layout(("S",), ()),)
+    kind: ClassVar[str] = "hl_gauss"
+    forms: ClassVar[tuple[Form, ...]] = (Form(("S",), ()),)
+    decodes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the numbers."""
         super().__post_init__()
         self._check_support(self.support)
         self._check("sigma_ratio", 0 < self._number("sigma_ratio") < math.inf, "finite and above 0")
+
+    def numbers(self) -> dict[str, float]:
+        """The head's numbers by name."""
+        return {**super().numbers(), **self.support.numbers(), "sigma_ratio": self.sigma_ratio}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,13 +169,23 @@ class SoftCrossEntropy(Head):
     entropy_weight: float = 0.0
     subtract_target_entropy: bool = False
 
-    layouts: ClassVar[tuple[Layout, ...]] = (Layout(("A",), ("A",)), Layout(("A",), (), classes=True))
+    kind: ClassVar[str] = "soft_cross_entropy"
+    forms: ClassVar[tuple[Form, ...]] = (Form(("A",), ("A",)), Form(("A",), (), classes=True))
 
     def __post_init__(self) -> None:
         """Check the numbers."""
         super().__post_init__()
         self._check("label_smoothing", 0 <= self._number("label_smoothing") <= 1, "between 0 and 1")
         self._check("entropy_weight", math.isfinite(self._number("entropy_weight")), "finite")
+
+    def numbers(self) -> dict[str, float]:
+        """The head's numbers by name."""
+        return {
+            **super().numbers(),
+            "label_smoothing": self.label_smoothing,
+            "entropy_weight": self.entropy_weight,
+            "subtract_target_entropy": self.subtract_target_entropy,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,12 +200,17 @@ class MeanSquaredError(Head):
 
     transform: Literal["identity", "signed_hyperbolic", "symlog"] = "identity"
 
-    layouts: ClassVar[tuple[Layout, ...]] = (Layout((), ()), Layout(("D",), ("D",)))
+    kind: ClassVar[str] = "mean_squared_error"
+    forms: ClassVar[tuple[Form, ...]] = (Form((), ()), Form(("D",), ("D",)))
 
     def __post_init__(self) -> None:
         """Check the transform."""
         super().__post_init__()
         self._check("transform", self.transform in TRANSFORMS, "'identity', 'signed_hyperbolic' or 'symlog'")
+
+    def numbers(self) -> dict[str, float]:
+        """The head's numbers by name."""
+        return {**super().numbers(), "transform": TRANSFORMS.index(self.transform), "eps": 1e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +220,8 @@ class BinaryCrossEntropy(Head):
     ``l = -t log sigmoid(x) - (1 - t) log sigmoid(-x)``, in a form that neither overflows nor cancels.
     """
 
-    layouts: ClassVar[tuple[Layout, ...]] = (Layout((), ()),)
+    kind: ClassVar[str] = "binary_cross_entropy"
+    forms: ClassVar[tuple[Form, ...]] = (Form((), ()),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,56 +236,39 @@ class NegativeCosine(Head):
 
     eps: float = 1e-8
 
-    layouts: ClassVar[tuple[Layout, ...]] = (Layout(("D",), ("D",)),)
+    kind: ClassVar[str] = "negative_cosine"
+    forms: ClassVar[tuple[Form, ...]] = (Form(("D",), ("D",)),)
 
     def __post_init__(self) -> None:
         """Check the number."""
         super().__post_init__()
         self._check("eps", 0 < self._number("eps") < math.inf, "finite and above 0")
 
+    def numbers(self) -> dict[str, float]:
+        """The head's numbers by name."""
+        return {**super().numbers(), "eps": self.eps}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PerStepLoss(Head):
     """A `[B]` loss per step that the user computed, for weights, mask, reduction and metrics to act on. No target."""
 
-    layouts: ClassVar[tuple[Layout, ...]] = (Layout((), None),)
+    kind: ClassVar[str] = "per_step_loss"
+    forms: ClassVar[tuple[Form, ...]] = (Form((), None),)
 
 
-#: The heads as the kernels number them (`Kind` in csrc/loss/segment.h).
-KINDS: tuple[type[Head], ...] = (
-    TwoHot,
-    HLGauss,
-    SoftCrossEntropy,
-    MeanSquaredError,
-    BinaryCrossEntropy,
-    NegativeCosine,
-    PerStepLoss,
-)
-#: The first ones decode their predictions.
-NUMBER_OF_CATEGORICAL_KINDS = 2
+def record_of(heads: Iterable[Head]) -> tuple[list[str], list[float]]:
+    """Heads as the kernels read them: names, and as many numbers.
 
-
-def kind_of(head: Head) -> int:
-    """The number of a head's kind; a subclass is of the kind of its base."""
-    return next(number for number, kind in enumerate(KINDS) if isinstance(head, kind))
-
-
-def numbers_of(head: Head) -> list[float]:
-    """A head as the kernels read it; the order is that of `head_from_numbers` in csrc/loss/segment.h."""
-    support = getattr(head, "support", None)
-    transform = support.transform if support is not None else getattr(head, "transform", "identity")
-    return [
-        float(kind_of(head)),
-        float(head.first_step),
-        float(head.weight),
-        float(support.minimum) if support is not None else 0.0,
-        float(support.maximum) if support is not None else 0.0,
-        float(support.eps) if support is not None else float(getattr(head, "eps", 1e-3)),
-        float(support.num_bins) if support is not None else 0.0,
-        float(TRANSFORMS[transform]),
-        float(support is not None and support.space == "raw"),
-        float(getattr(head, "label_smoothing", 0.0)),
-        float(getattr(head, "entropy_weight", 0.0)),
-        float(getattr(head, "subtract_target_entropy", False)),
-        float(getattr(head, "sigma_ratio", 0.0)),
-    ]
+    Each head is its kind (whose number is 0), its forms as dimensions behind the batch (-1 for a target that is not
+    there), and `numbers()`.
+    """
+    record: list[tuple[str, float]] = []
+    for head in heads:
+        record.append((head.kind, 0.0))
+        for form in head.forms:
+            record.append(("prediction_dims", len(form.prediction)))
+            record.append(("target_dims", -1 if form.target is None else len(form.target)))
+            record.append(("classes", form.classes))
+        record.extend(head.numbers().items())
+    return [name for name, _ in record], [float(number) for _, number in record]

@@ -6,33 +6,28 @@ import functools
 import math
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _check, _context, _remedies, reference
-from ._library import _C, DEVICE_TYPES
-from ._validate import Entries, StepNumbers, as_dict, check_heads, has_target, is_mapping, turned_around, validate
-from .heads import Head, HLGauss, PerStepLoss, SoftCrossEntropy, TwoHot, numbers_of
+from ._loss_operator import call_operator
+from ._native import _C, DEVICE_TYPES
+from ._options import Entries, Nonfinite, Options, Reduction, StepNumbers, turned_around
+from ._validate import as_dict, check_choice, check_heads, is_mapping, validate
+from .heads import Head, PerStepLoss, SoftCrossEntropy, TwoHot, record_of
 from .output import MultiStepLossOutput
+from .reference.losses import loss_of
 from .support import Support
 
-Reduction = Literal["mean", "sum", "none", "valid_mean"]
+Implementation = Literal["auto", "fused", "reference"]
+_IMPLEMENTATIONS = get_args(Implementation)
 
 
 def _make_plan(heads: Mapping[str, Head], keeps_memory: bool = False) -> Any:
     check_heads(heads)
-    numbers = [number for head in heads.values() for number in numbers_of(head)]
-    return _C.Plan(dict(heads), numbers, [_layouts(head) for head in heads.values()], keeps_memory)
-
-
-def _layouts(head: Head) -> list[tuple[int, int, bool]]:
-    """Dimensions behind the batch: those of a prediction and of its target (-1: it has none)."""
-    return [
-        (len(prediction), -1 if target is None else len(target), classes)
-        for prediction, target, classes in head.layouts
-    ]
+    return _C.Plan(dict(heads), *record_of(heads.values()), keeps_memory)
 
 
 @functools.lru_cache(maxsize=256)
@@ -50,9 +45,10 @@ def multi_step_loss(
     importance_weights: torch.Tensor | None = None,
     mask: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
     reduction: Reduction = "mean",
-    nonfinite: Literal["propagate", "skip"] = "propagate",
+    nonfinite: Nonfinite = "propagate",
     batch_first: bool = True,
     check: bool = False,
+    impl: Implementation = "auto",
 ) -> MultiStepLossOutput:
     """Loss of all heads at all unroll steps, with gradients, metrics and decoded predictions from the same pass.
 
@@ -91,6 +87,8 @@ def multi_step_loss(
             entries are not looked at. The advantages of a policy gradient, given as targets, are refused too. It waits
             for the device: for the first steps of a training, and for tests. Under torch.compile, torch.export and
             torch.func transforms, where there are no values to look at, it raises.
+        impl: "auto": the fused kernels where they take the call, `gradscale_ext.reference` elsewhere. "fused": the
+            kernels, or NotImplementedError that says why they do not take the call. "reference": plain PyTorch.
 
     Returns:
         `MultiStepLossOutput`. An empty batch gives a loss of 0.
@@ -98,6 +96,7 @@ def multi_step_loss(
     Raises:
         ValueError, TypeError: names the head and step, what was expected and what came, and what to write instead;
             nothing has been changed then.
+        NotImplementedError: ``impl="fused"`` where no kernel takes the call.
 
     For plain tensors this is one call into C++ and no temporary of the size of the logits besides the gradients, which
     are computed together with the loss: one parallel region on the CPU, two launches on CUDA (one more to count a mask
@@ -115,27 +114,15 @@ def multi_step_loss(
     >>> logits.grad
     tensor([[-0.7500,  0.2500,  0.2500,  0.2500]])
     """
+    options = Options(step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite, batch_first)
     heads = as_dict("heads", heads)
     plan = None
     if _context.is_eager():
         try:
             plan = _cached_plan(tuple(heads.items()))
-        except TypeError:  # of heads that are none, or have no hash
+        except TypeError:  # heads that are none, or have no hash
             plan = _make_plan(heads)
-    return _run(
-        plan,
-        heads,
-        predictions,
-        targets,
-        step_weights,
-        step_gradient_scale,
-        importance_weights,
-        mask,
-        reduction,
-        nonfinite,
-        batch_first,
-        check,
-    )
+    return _run(plan, heads, predictions, targets, options, check, impl)
 
 
 def _run(
@@ -143,131 +130,45 @@ def _run(
     heads: Mapping[str, Head],
     predictions: Mapping[str, Entries],
     targets: Mapping[str, Entries],
-    step_weights: StepNumbers,
-    step_gradient_scale: StepNumbers | str,
-    importance_weights: torch.Tensor | None,
-    mask: torch.Tensor | Mapping[str, torch.Tensor] | None,
-    reduction: str,
-    nonfinite: str,
-    batch_first: bool,
+    options: Options,
     check: bool,
+    impl: str,
 ) -> MultiStepLossOutput:
     """The fused kernel where it takes the call, else the checks and the reference."""
+    if impl not in _IMPLEMENTATIONS:
+        check_choice("impl", impl, _IMPLEMENTATIONS)
     predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
-    if type(mask) not in (NoneType, torch.Tensor, dict) and is_mapping(mask):
-        mask = as_dict("mask", mask)
+    if type(options.mask) not in (NoneType, torch.Tensor, dict) and is_mapping(options.mask):
+        options = options._replace(mask=as_dict("mask", options.mask))
     if check:
-        _check.check_values(
-            heads,
-            predictions,
-            targets,
-            step_weights=step_weights,
-            step_gradient_scale=step_gradient_scale,
-            importance_weights=importance_weights,
-            mask=mask,
-            reduction=reduction,
-            nonfinite=nonfinite,
-            batch_first=batch_first,
-        )
-    if plan is not None:
-        fused = _C.multi_step_loss(
-            plan,
-            predictions,
-            targets,
-            step_weights,
-            step_gradient_scale,
-            importance_weights,
-            mask,
-            reduction,
-            nonfinite,
-            batch_first,
-        )
+        _check.check_values(heads, predictions, targets, options)
+    if plan is not None and impl != "reference":
+        fused = _C.multi_step_loss(plan, predictions, targets, options)
         if fused is not None:
             return MultiStepLossOutput(*fused)
-    options: dict[str, Any] = {
-        "step_weights": step_weights,
-        "step_gradient_scale": step_gradient_scale,
-        "importance_weights": importance_weights,
-        "mask": mask,
-        "reduction": reduction,
-        "nonfinite": nonfinite,
-        "batch_first": batch_first,
-    }
-    if plan is None and not _context.is_transformed() and _all_plain(predictions) and _all_plain(targets):
-        return _call_operator(heads, predictions, targets, options)
-    if not _context.is_transformed():
+    call = validate(heads, predictions, targets, options)
+    if impl == "reference":
+        return loss_of(call)
+    is_transformed = _context.is_transformed()
+    if plan is None and not is_transformed and _all_plain(predictions) and _all_plain(targets):
+        return call_operator(call, predictions, targets)
+    if impl == "fused":
+        raise NotImplementedError(
+            "multi_step_loss: impl='fused' takes plain tensors on "
+            f"{' and '.join(DEVICE_TYPES)}, outside torch.func transforms, forward mode and dispatch modes; "
+            "impl='auto' computes this call by gradscale_ext.reference"
+        )
+    if not is_transformed:
         _say_once_where_it_is_not_fused(predictions)
-    return reference.multi_step_loss(heads, predictions, targets, **options)
+    return loss_of(call)
 
 
 def _all_plain(entries: Any) -> bool:
-    """Whether all tensors are PyTorch's own, on a device where the operator has a kernel.
-
-    What is no tensor at all is left to the checks.
-    """
+    """Whether all tensors are PyTorch's own, on a device where the operator has a kernel."""
     if isinstance(entries, torch.Tensor):
         return entries.device.type in DEVICE_TYPES and not is_traceable_wrapper_subclass(entries)
-    if isinstance(entries, Mapping):
-        return all([_all_plain(value) for value in entries.values()])
-    return not isinstance(entries, list | tuple) or all([_all_plain(value) for value in entries])
-
-
-def _call_operator(
-    heads: Mapping[str, Head],
-    predictions: Mapping[str, Entries],
-    targets: Mapping[str, Entries],
-    options: dict[str, Any],
-) -> MultiStepLossOutput:
-    """The loss as an operator that stays in the graph of the compiler."""
-    call = validate(heads, predictions, targets, **options)
-    batch_first = options["batch_first"]
-    step_weights, step_gradient_scale = (
-        None if numbers is None else turned_around(numbers, batch_first)
-        for numbers in (call.step_weights, call.step_gradient_scale)
-    )
-    layout: list[int] = []
-    masks: list[torch.Tensor] = []
-    flat_predictions: list[torch.Tensor] = []
-    flat_targets: list[torch.Tensor] = []
-    for name, head in heads.items():
-        layout.append(_flatten(predictions[name], flat_predictions))
-        layout.append(_flatten(targets[name], flat_targets) if has_target(head) else -1)
-        layout.append(len(masks) if name in call.masks else -1)
-        if name in call.masks:
-            masks.append(turned_around(call.masks[name], batch_first))
-    results = torch.ops.gradscale_ext.multi_step_loss(
-        flat_predictions,
-        flat_targets,
-        masks,
-        step_weights,
-        step_gradient_scale,
-        options["importance_weights"],
-        [number for head in heads.values() for number in numbers_of(head)],
-        layout,
-        [],
-        options["reduction"],
-        options["nonfinite"] == "skip",
-        batch_first,
-    )
-    loss, per_sample, head_means, num_nonfinite = results[:4]
-    decoded = [name for name, head in heads.items() if isinstance(head, TwoHot | HLGauss)]
-    return MultiStepLossOutput(
-        loss=loss,
-        per_sample=per_sample,
-        per_step=dict(zip(heads, results[4:], strict=False)),
-        expected=dict(zip(decoded, results[4 + len(heads) :], strict=False)),
-        head_means=dict(zip(heads, head_means.unbind(), strict=True)),
-        num_nonfinite=num_nonfinite,
-    )
-
-
-def _flatten(entries: Entries, flat: list[torch.Tensor]) -> int:
-    """Append the entries of a head; returns how many they are, 0 for one with a step dimension."""
-    if isinstance(entries, torch.Tensor):
-        flat.append(entries)
-        return 0
-    flat.extend(entries)
-    return len(entries)
+    values = entries.values() if isinstance(entries, Mapping) else entries
+    return values is None or all([_all_plain(value) for value in values])
 
 
 def _say_once_where_it_is_not_fused(predictions: Mapping[str, Entries]) -> None:
@@ -340,25 +241,17 @@ class MultiStepLoss(torch.nn.Module):
         importance_weights: torch.Tensor | None = None,
         mask: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
         reduction: Reduction = "mean",
-        nonfinite: Literal["propagate", "skip"] = "propagate",
+        nonfinite: Nonfinite = "propagate",
         batch_first: bool = True,
         check: bool = False,
+        impl: Implementation = "auto",
     ) -> MultiStepLossOutput:
         """Compute the loss; the arguments are those of `multi_step_loss`."""
-        return _run(
-            self._plan() if _context.is_eager() else None,
-            self.heads,
-            predictions,
-            targets,
-            step_weights,
-            step_gradient_scale,
-            importance_weights,
-            mask,
-            reduction,
-            nonfinite,
-            batch_first,
-            check,
+        options = Options(
+            step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite, batch_first
         )
+        plan = self._plan() if _context.is_eager() else None
+        return _run(plan, self.heads, predictions, targets, options, check, impl)
 
     def extra_repr(self) -> str:
         """One line per head."""
@@ -373,7 +266,7 @@ def reduce_multi_step(
     importance_weights: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     reduction: Reduction = "mean",
-    nonfinite: Literal["propagate", "skip"] = "propagate",
+    nonfinite: Nonfinite = "propagate",
     batch_first: bool = True,
     check: bool = False,
 ) -> MultiStepLossOutput:
@@ -479,28 +372,28 @@ def _differentiable_gradients(
     heads: dict[str, Head],
     predictions: list[Entries],
     targets: list[Entries | None],
-    masks: list[torch.Tensor | None],
     options: dict[str, Any],
     grad_output: torch.Tensor,
     create_graph: bool,
 ) -> list[torch.Tensor | None]:
-    """The gradients of the prediction tensors, by computing the loss once more with the reference.
+    """The gradients of the prediction tensors, from the loss computed once more with the reference.
 
-    Called from C++ when a backward pass is itself differentiated, and for a batched `grad_output`.
+    C++ calls it when a backward pass is itself differentiated, and for a batched `grad_output`. Entries and masks come
+    by head, the options by name.
     """
     with torch.enable_grad():
-        # Views of their own: the same tensor given twice has one gradient for each time.
+        # Each tensor is viewed: one that is given twice has one gradient for each time.
         views: list[Entries] = [
             entries.view_as(entries)
             if isinstance(entries, torch.Tensor)
             else [entry.view_as(entry) for entry in entries]
             for entries in predictions
         ]
+        options["mask"] = {name: mask for name, mask in zip(heads, options["mask"], strict=True) if mask is not None}
         loss = reference.multi_step_loss(
             heads,
             dict(zip(heads, views, strict=True)),
             {name: entries for name, entries in zip(heads, targets, strict=True) if entries is not None},
-            mask={name: mask for name, mask in zip(heads, masks, strict=True) if mask is not None},
             **options,
         ).loss
         inputs = [tensor for view in views for tensor in ([view] if isinstance(view, torch.Tensor) else view)]

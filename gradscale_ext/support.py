@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import torch
 
-from . import _context, _remedies, reference
-from ._library import _C
-from .heads import TRANSFORMS, TwoHot, numbers_of
+from . import _context, _remedies
+from ._native import _C
+from .reference import supports as reference
+from .transforms import TRANSFORMS
 
 
 @dataclass(frozen=True)
@@ -170,10 +171,21 @@ class Support:
             )
         return reference.decode(logits, self)
 
+    def numbers(self) -> dict[str, float]:
+        """The support's numbers by the names that the kernels give them."""
+        return {
+            "minimum": self.minimum,
+            "maximum": self.maximum,
+            "num_bins": self.num_bins,
+            "transform": TRANSFORMS.index(self.transform),
+            "eps": self.eps,
+            "raw": self.space == "raw",
+        }
+
     @functools.cached_property
     def _compiled(self) -> Any:
         """The support as the kernels read it."""
-        return _C.Support(numbers_of(TwoHot(self)))
+        return _C.Support(list(self.numbers()), list(self.numbers().values()))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made again when it is needed."""

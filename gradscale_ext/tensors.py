@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from . import _context, reference
-from ._library import _C
+from ._native import _C
 
 
 def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float = 1.0) -> torch.Tensor:

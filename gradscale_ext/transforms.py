@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+#: Names of the transforms, at the place that the kernels number them by.
+TRANSFORMS = ("identity", "signed_hyperbolic", "symlog")
+
 
 def _in_float32(x: torch.Tensor) -> torch.Tensor:
     """Widen half types to float32, so that results are rounded once, at the end."""
@@ -114,3 +117,17 @@ def symexp(x: torch.Tensor) -> torch.Tensor:
     magnitude = torch.where(y < 0, -y, y)  # as in symlog
     result = magnitude.expm1()
     return torch.where(y < 0, -result, result).to(x.dtype)
+
+
+def transform(x: torch.Tensor, name: str, eps: float) -> torch.Tensor:
+    """Apply the value transform called `name`."""
+    if name == "signed_hyperbolic":
+        return signed_hyperbolic(x, eps)
+    return symlog(x) if name == "symlog" else x
+
+
+def inverse_transform(x: torch.Tensor, name: str, eps: float) -> torch.Tensor:
+    """Apply the inverse of the value transform called `name`."""
+    if name == "signed_hyperbolic":
+        return signed_parabolic(x, eps)
+    return symexp(x) if name == "symlog" else x

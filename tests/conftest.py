@@ -25,7 +25,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     path = config.getoption("--simulated-kernels")
     if path is not None:
-        from gradscale_ext._library import _C
+        from gradscale_ext._native import _C
 
         library = ctypes.CDLL(path)
         library.simulated_device_kernels.restype = ctypes.c_void_p

@@ -31,6 +31,7 @@ FLAGS = [
     "-D__CUDA_NO_HALF2_OPERATORS__",
     "--expt-relaxed-constexpr",
     "-DGRADSCALE_WITH_CUDA=1",
+    "-Xcompiler=-Werror=switch",
 ]
 COLUMNS = ("arch", "registers", "shared", "stack", "spill stores", "spill loads", "kernel")
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import gradscale_ext as gs
-from gradscale_ext.heads import numbers_of
+from gradscale_ext._options import Options
+from gradscale_ext.heads import record_of
 
 POLICY = gs.SoftCrossEntropy()
 SUPPORT = gs.Support(-5, 5, 11)
@@ -20,9 +21,8 @@ def _uniform(*shape):
 
 
 def _operator(x):
-    layout, numbers = [0, 0, -1], numbers_of(POLICY)
     return torch.ops.gradscale_ext.multi_step_loss(
-        [x], [_uniform(*x.shape)], [], None, None, None, numbers, layout, [], "mean", False, True
+        [x], [_uniform(*x.shape)], [0], [0], *record_of([POLICY]), [], *Options(mask=[None])
     )[0]
 
 

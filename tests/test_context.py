@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradscale_ext as gs
 from gradscale_ext import _context
+from gradscale_ext._native import is_ordinary
 
 
 class Passing(TorchDispatchMode):
@@ -76,7 +77,7 @@ def _after(ask, x):
 @pytest.mark.parametrize("name", [*ORDINARY, *OTHER])
 def test_ordinary_contexts(name):
     answers = []
-    {**ORDINARY, **OTHER}[name](lambda: answers.append(_context.is_ordinary()))
+    {**ORDINARY, **OTHER}[name](lambda: answers.append(is_ordinary()))
     assert answers == [name in ORDINARY]
 
 
@@ -84,7 +85,7 @@ def test_a_backward_pass_is_ordinary():
     answers = []
     x = torch.ones(1, requires_grad=True)
     y = x * 1
-    y.register_hook(lambda g: answers.append(_context.is_ordinary()))
+    y.register_hook(lambda g: answers.append(is_ordinary()))
     y.backward()
     assert answers == [True]
 

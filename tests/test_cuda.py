@@ -18,7 +18,7 @@ from contexts import CASES, POINT, WEIGHTS
 from test_loss import ALL_HEADS, OPTIONS, arguments, leaves
 
 import gradscale_ext as gs
-from gradscale_ext._library import _C
+from gradscale_ext._native import _C
 
 pytestmark = pytest.mark.cuda
 

@@ -34,7 +34,7 @@ pytestmark = [
 SIMT = ROOT / "tests" / "simt"
 CPP = ROOT / "tests" / "cpp"
 ROWS = [CPP / f"test_{name}.cpp" for name in ("kernels", "rows", "decode", "elements")]
-COMMON = ["-std=c++20", "-fno-math-errno", "-Wno-unknown-pragmas", "-I", str(SIMT), "-I", str(CPP)]
+COMMON = ["-std=c++20", "-fno-math-errno", "-Wno-unknown-pragmas", "-Werror=switch", "-I", str(SIMT), "-I", str(CPP)]
 PLAIN = ("-O2",)
 ADDRESS = ("-O1", "-g1", "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all")
 THREAD = ("-O1", "-g1", "-fsanitize=thread", "-DGRADSCALE_THREADS=64")  # of 256 it would see a part
@@ -44,14 +44,14 @@ THREAD = ("-O1", "-g1", "-fsanitize=thread", "-DGRADSCALE_THREADS=64")  # of 256
 FAULTS = {
     "missing barrier": (
         THREAD,
-        "port/rows.cuh",
+        "math/rows.cuh",
         "      __syncthreads();\n      value = static_cast<T>(shared[0]);",
         "      if (!FAULT) {\n        __syncthreads();\n      }\n      value = static_cast<T>(shared[0]);",
         "ThreadSanitizer: data race",
     ),
     "missing barrier before the next sum": (
         THREAD,
-        "port/rows.cuh",
+        "math/rows.cuh",
         "      __syncthreads(); // what was in shared memory has been read\n",
         "      if (!FAULT) {\n        __syncthreads();\n      }\n",
         "ThreadSanitizer: data race",
@@ -65,7 +65,7 @@ FAULTS = {
     ),
     "write behind a row": (
         ADDRESS,
-        "port/rows.cuh",
+        "math/rows.cuh",
         "    if (j >= 0 && j < width && (j < skip_begin || j >= skip_end)) {",
         "    if (j >= 0 && j < width + FAULT && (j < skip_begin || j >= skip_end)) {",
         "AddressSanitizer: heap-buffer-overflow",
@@ -80,7 +80,7 @@ FAULTS = {
     ),
     "divergent barrier": (
         PLAIN,
-        "port/rows.cuh",
+        "math/rows.cuh",
         "      __syncthreads(); // what was in shared memory has been read\n",
         "      if (FAULT && threadIdx.x < 64) {\n"
         "        __syncthreads();\n"
@@ -91,14 +91,14 @@ FAULTS = {
     ),
     "misaligned load": (
         PLAIN,
-        "port/rows.cuh",
+        "math/rows.cuh",
         "  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && aligned(row + first)) {",
         "  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && (FAULT || aligned(row + first))) {",
         "misaligned load16 of 16 bytes",
     ),
     "lanes that do not come to a sum": (
         PLAIN,
-        "port/rows.cuh",
+        "math/rows.cuh",
         "      value = combine(value, __shfl_xor_sync(kWholeWarp, value, distance));",
         "      if (!FAULT || rank != 3) {\n"
         "        value = combine(value, __shfl_xor_sync(kWholeWarp, value, distance));\n"
@@ -189,7 +189,7 @@ def faulty(build, tmp_path_factory):
                     text = path.read_text()
                     assert text.count(right) == 1, f"csrc/{file} has changed: let the fault follow it"
                     path.write_text(text.replace(right, wrong.replace("FAULT", f"(injected == {number})")))
-            header = folders[flags] / "port" / "rows.cuh"
+            header = folders[flags] / "math" / "rows.cuh"
             header.write_text(header.read_text().replace("#pragma once\n", f"#pragma once\n{SWITCH}"))
         return build("launches", flags, folders[flags])
 

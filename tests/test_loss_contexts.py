@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import gradscale_ext as gs
+from gradscale_ext._options import Options
 
 pytestmark = pytest.mark.untraced
 
@@ -407,27 +408,30 @@ def test_gradients_in_a_compiled_training_step_with_grad_scaler():
 def test_opcheck():
     heads = {name: ALL_HEADS[name] for name in ("value", "reward", "classes", "own")}
     predictions, targets = arguments(heads=heads, batch=3, steps=3)
-    numbers = [number for head in heads.values() for number in gs.heads.numbers_of(head)]
-    layout = [3, 3, 0, 2, 2, -1, 2, 2, -1, 3, -1, -1]
+    record = gs.heads.record_of(heads.values())
     mask = torch.ones(3, 3, dtype=torch.bool)
     flat_targets = [target for entries in targets.values() for target in entries]
     for requires_grad in (True, False):
         flat = [p.detach().requires_grad_(requires_grad) for p in leaves(predictions)]
         for reduction, batch_first in (("mean", True), ("none", True), ("mean", False)):
+            options = Options(mask=[mask, None, None, None], reduction=reduction, batch_first=batch_first)
             torch.library.opcheck(
                 torch.ops.gradscale_ext.multi_step_loss.default,
-                (flat, flat_targets, [mask], None, None, None, numbers, layout, [], reduction, False, batch_first),
+                (flat, flat_targets, [3, 2, 2, 3], [3, 2, 2, -1], *record, [], *options),
             )
+
+
+def test_options_have_the_same_order_in_both_languages():
+    schema = torch.ops.gradscale_ext.multi_step_loss.default._schema
+    assert tuple(argument.name for argument in schema.arguments)[-len(Options._fields) :] == Options._fields
 
 
 def test_the_operator_refuses_what_it_cannot_do_right():
     heads = {"own": gs.PerStepLoss()}
-    numbers = gs.heads.numbers_of(heads["own"])
+    record = gs.heads.record_of(heads.values())
 
     def operator(x):
-        return torch.ops.gradscale_ext.multi_step_loss(
-            [x], [], [], None, None, None, numbers, [1, -1, -1], [], "mean", False, True
-        )[0]
+        return torch.ops.gradscale_ext.multi_step_loss([x], [], [1], [-1], *record, [], *Options(mask=[None]))[0]
 
     x = torch.ones(3)
     with pytest.raises(NotImplementedError, match=re.escape("gradscale_ext.multi_step_loss")):

@@ -6,6 +6,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import gradscale_ext as gs
-from gradscale_ext import _library
+from gradscale_ext import _native
 
 MODULES = sorted(module.name for module in pkgutil.walk_packages(gs.__path__, "gradscale_ext."))
 
@@ -66,10 +67,7 @@ def _import_from(folder):
 def test_a_source_folder_that_shadows_the_package_is_explained(tmp_path):
     """The package's Python files without the extension, as in a checkout that was not installed in place."""
     shadow = tmp_path / "gradscale_ext"
-    shadow.mkdir()
-    for file in Path(gs.__path__[0]).glob("*.py"):
-        if file.name != "_build.py":
-            (shadow / file.name).write_text(file.read_text())
+    shutil.copytree(gs.__path__[0], shadow, ignore=shutil.ignore_patterns("_C.*.so", "_C.*.pyd", "_build.py"))
     done = _import_from(tmp_path)
     assert done.returncode != 0
     assert "ImportError: gradscale_ext is not compiled here" in done.stderr
@@ -79,9 +77,7 @@ def test_a_source_folder_that_shadows_the_package_is_explained(tmp_path):
 def test_an_extension_that_does_not_load_is_explained(tmp_path):
     """After an upgrade of PyTorch, the symbols that the extension needs are gone."""
     package = tmp_path / "gradscale_ext"
-    package.mkdir()
-    for file in Path(gs.__path__[0]).glob("*.py"):
-        (package / file.name).write_text(file.read_text())
+    shutil.copytree(gs.__path__[0], package, ignore=shutil.ignore_patterns("_C.*"))
     (package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"no library")
     (package / "_build.py").write_text('TORCH_VERSION = "2.11.0"\n')
     done = _import_from(tmp_path)
@@ -92,13 +88,13 @@ def test_an_extension_that_does_not_load_is_explained(tmp_path):
 
 
 def test_another_torch_is_explained(monkeypatch):
-    monkeypatch.setattr(_library, "_version_built_with", lambda: "2.11.0")
-    message = str(_library._explain(ImportError("undefined symbol: _ZN2at4fooE")))
+    monkeypatch.setattr(_native, "_version_built_with", lambda: "2.11.0")
+    message = str(_native._explain(ImportError("undefined symbol: _ZN2at4fooE")))
     assert "compiled against PyTorch 2.11.0" in message
     assert "undefined symbol" in message
     assert "pip install --no-build-isolation --force-reinstall" in message
-    monkeypatch.setattr(_library, "_version_built_with", lambda: None)
-    assert "could not be loaded: undefined symbol" in str(_library._explain(ImportError("undefined symbol: x")))
+    monkeypatch.setattr(_native, "_version_built_with", lambda: None)
+    assert "could not be loaded: undefined symbol" in str(_native._explain(ImportError("undefined symbol: x")))
 
 
 def test_the_example_of_the_readme_runs():

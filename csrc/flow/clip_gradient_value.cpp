@@ -13,7 +13,7 @@ namespace gradscale {
 
 namespace {
 
-// The derivative of a bound is 0, and that of what lies within them, or on one, 1.
+// The derivative of a bound is 0; that of an element within the bounds, or on one, is 1.
 at::Tensor clamped(at::Tensor gradient, const Value& lowest, const Value& highest) {
   if (const auto clamped = elementwise(ElementFunction::clamp, gradient, {lowest, highest})) {
     return *clamped;

@@ -1,4 +1,4 @@
-// What the gradient-flow operators ask of a device, as plain numbers and pointers into its memory.
+// The calls of the gradient-flow operators to a device, as plain numbers and pointers into its memory.
 #pragma once
 
 #include "../math/element.h"
@@ -20,7 +20,7 @@ struct ElementwiseCall {
   int64_t strides[kMaxOperands][kMaxDims]; // in bytes
   void* data[kMaxOperands];                // out, gradient, arguments; null: a constant argument
   double constants[kMaxOperands];
-  bool is_double[kMaxOperands]; // an argument of one number is a double, whatever the type of sums
+  bool is_double[kMaxOperands]; // the argument is one double, whatever the type of sums
 };
 
 // Groups of elements that lie one after the other, rescaled by their norms. Complex ones are pairs, for p = 2.
@@ -35,8 +35,21 @@ struct RescaleCall {
   double limit;
   const double* limits;  // by group, on the device; null: `limit` for all
   int64_t limits_stride; // 0: one for all
-  int64_t* counts;       // on the device: norms seen, and norms beyond the limit, are added; or null
+  int64_t* counts;       // on the device: gains the numbers of norms, and of norms beyond the limit; or null
   char* workspace;       // bytes_for_rescale() bytes, at a multiple of 8
+};
+
+void launch_elementwise(const ElementwiseCall& call, void* stream);
+void launch_rescale(const RescaleCall& call, void* stream);
+int64_t bytes_for_rescale(const RescaleCall& call);
+
+// The functions that start this family's kernels on a stream of a device.
+struct FlowKernels {
+  static constexpr const char* kFamily = "flow";
+
+  decltype(&launch_elementwise) elementwise = launch_elementwise;
+  decltype(&launch_rescale) rescale = launch_rescale;
+  decltype(&bytes_for_rescale) rescale_bytes = bytes_for_rescale;
 };
 
 } // namespace gradscale

@@ -4,15 +4,14 @@
 #pragma once
 
 #include "../math/element.h"
+#include "../port/cpu_kernel.h"
 
 namespace gradscale {
 
 using ElementLoop = void (*)(Element, char* const* data, const int64_t* strides, int64_t size);
 
-struct ElementLoops {
-  ElementLoop multiply;         // g * scale, exact zeros where scale is 0
-  ElementLoop multiply_negated; // g * -scale, likewise
-  ElementLoop clamp;            // clamp(g, min, max), NaN unless min <= max
-};
+extern const CpuKernel<ElementLoop> multiply_kernel;         // g * scale, exact zeros where scale is 0
+extern const CpuKernel<ElementLoop> multiply_negated_kernel; // g * -scale, likewise
+extern const CpuKernel<ElementLoop> clamp_kernel;            // clamp(g, min, max), NaN unless min <= max
 
 } // namespace gradscale

@@ -91,8 +91,6 @@ void loop(Element element, char* const* data, const int64_t* strides, int64_t si
   });
 }
 
-const ElementLoops element_loops = {loop<Multiply>, loop<MultiplyNegated>, loop<Clamp>};
-
 } // namespace
 } // namespace GRADSCALE_VARIANT
 } // namespace gradscale

@@ -1,8 +1,10 @@
 #include "elementwise.h"
 
-#include "../device.h"
-#include "../tensor_element.h"
-#include "../variants/kernels.h"
+#include "../host/cpu_kernels.h"
+#include "../host/device.h"
+#include "../host/tensor_element.h"
+#include "device_calls.h"
+#include "element_loop.h"
 #include "gradient_buffer.h"
 
 #include <ATen/TensorIterator.h>
@@ -14,23 +16,24 @@ namespace gradscale {
 namespace {
 
 ElementLoop loop_of(ElementFunction function) {
-  const ElementLoops& loops = kernels().element_loops;
   switch (function) {
     case ElementFunction::multiply:
-      return loops.multiply;
+      return for_this_machine(multiply_kernel);
     case ElementFunction::multiply_negated:
-      return loops.multiply_negated;
-    default:
-      return loops.clamp;
+      return for_this_machine(multiply_negated_kernel);
+    case ElementFunction::clamp:
+      break;
   }
+  return for_this_machine(clamp_kernel);
 }
 
-// With the walk that PyTorch makes of these operands: as few dimensions as there can be.
+// Starts the kernel on the walk that PyTorch makes of these operands, which has as few dimensions as there can be;
+// returns whether the kernel takes it.
 bool run_on_device(
-    const DeviceKernels& device,
+    const FlowKernels& device,
     ElementFunction function,
     const at::TensorIterator& iterator,
-    const std::vector<int>& places, // of the iterator's operands in the call
+    const std::vector<int>& places, // the places of the iterator's operands in the call
     const std::vector<Value>& arguments,
     const at::Tensor& gradient) {
   ElementwiseCall call{};
@@ -67,7 +70,7 @@ std::optional<at::Tensor> elementwise(
   if (!fused(gradient, {})) {
     return std::nullopt;
   }
-  const DeviceKernels* device = device_kernels(gradient.device());
+  const auto* device = device_kernels<FlowKernels>(gradient.device());
   std::vector<at::Tensor> tensors;
   std::vector<int> places{0, 1};
   for (size_t k = 0; k < arguments.size(); ++k) {

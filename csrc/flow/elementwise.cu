@@ -1,12 +1,10 @@
 #include "elementwise.cuh"
 
-#include "../device_kernels.h"
-
 namespace gradscale {
 
 namespace {
 
-// One after the other, arguments perhaps the same for all.
+// Whether the elements lie one after the other, and arguments likewise or the same for all.
 bool is_dense(const ElementwiseCall& call) {
   const int64_t size = element_size(call.element);
   const int64_t of_sums = call.element == Element::float64 ? 8 : 4;

@@ -3,7 +3,7 @@
 // Arguments that broadcast in another way are found element by element.
 #pragma once
 
-#include "../port/rows.cuh"
+#include "../math/rows.cuh"
 #include "device_calls.h"
 
 namespace gradscale {
@@ -17,7 +17,7 @@ GRADSCALE_DEVICE A call_function(Function function, A gradient, A first, A secon
   }
 }
 
-// Of one number: from the call, or from memory.
+// An argument of one number comes from the call, or from memory.
 template <class A>
 GRADSCALE_DEVICE A constant_argument(const ElementwiseCall& call, int k, const void* data) {
   if (data == nullptr) {
@@ -26,7 +26,7 @@ GRADSCALE_DEVICE A constant_argument(const ElementwiseCall& call, int k, const v
   return call.is_double[k] ? static_cast<A>(*static_cast<const double*>(data)) : *static_cast<const A*>(data);
 }
 
-// Elements index .. index + size of argument k, contiguous or constant.
+// Reads elements first .. first + size of argument k, which is contiguous or constant.
 template <int size, class A>
 GRADSCALE_DEVICE void read_argument(
     const ElementwiseCall& call, int k, int64_t begin, int32_t count, int32_t first, A* out) {

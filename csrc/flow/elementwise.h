@@ -9,8 +9,8 @@
 
 namespace gradscale {
 
-// The result takes the gradient's memory where nobody else owns it. Complex numbers are walked as pairs, both of which
-// meet the same arguments. Empty where the kernels do not take these tensors.
+// Returns the result, in the gradient's memory where nobody else owns it; empty where the kernels do not take these
+// tensors. Complex numbers are walked as pairs, both of which meet the same arguments.
 std::optional<at::Tensor> elementwise(
     ElementFunction function, const at::Tensor& gradient, const std::vector<Value>& arguments);
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "../tensor_element.h"
+#include "../host/tensor_element.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/Tensor.h>

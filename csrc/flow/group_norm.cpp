@@ -1,7 +1,9 @@
 #include "group_norm.h"
 
-#include "../device.h"
-#include "../variants/kernels.h"
+#include "../host/cpu_kernels.h"
+#include "../host/device.h"
+#include "../math/range.h"
+#include "device_calls.h"
 #include "gradient_buffer.h"
 
 #include <ATen/DimVector.h>
@@ -65,7 +67,7 @@ bool lies_in_groups(const at::Tensor& gradient, int64_t batch_dims, int64_t size
   return true;
 }
 
-// The ranges of a gradient and of what becomes of it, which may be the same memory.
+// The memory of a gradient, and of the result, which may be the same.
 class Memory {
  public:
   Memory(const at::Tensor& from, const at::Tensor& to)
@@ -86,7 +88,7 @@ class Memory {
     if (by.root == 0) {
       std::memset(to, 0, size * element_size_);
     } else if (!by.changes_nothing()) {
-      kernels().scale_range(from, to, by.root, by.factor);
+      for_this_machine(scale_range_kernel)(from, to, by.root, by.factor);
     } else if (to != from.data) {
       std::memcpy(to, from.data, size * element_size_);
     }
@@ -106,11 +108,12 @@ class Memory {
 template <class Limit>
 int64_t rescale_groups(const Memory& memory, int64_t groups, int64_t size, double p, Rule rule, Limit limit) {
   std::atomic<int64_t> beyond{0};
+  const PowerSumOfRange power_sum = for_this_machine(power_sum_kernel);
   if (size <= kChunk) {
     at::parallel_for(0, groups, std::max<int64_t>(1, kChunk / size), [&](int64_t begin, int64_t end) {
       int64_t count = 0;
       for (int64_t i = begin; i < end; ++i) {
-        const Scaling by = scaling(rule, kernels().power_sum(memory.range(i * size, size), p), p, limit(i));
+        const Scaling by = scaling(rule, power_sum(memory.range(i * size, size), p), p, limit(i));
         memory.scale(i * size, size, by);
         count += !by.within;
       }
@@ -129,7 +132,7 @@ int64_t rescale_groups(const Memory& memory, int64_t groups, int64_t size, doubl
   };
   std::vector<PowerSum> sums(groups * chunks);
   for_each_chunk(
-      [&](int64_t i, int64_t start, int64_t length) { sums[i] = kernels().power_sum(memory.range(start, length), p); });
+      [&](int64_t i, int64_t start, int64_t length) { sums[i] = power_sum(memory.range(start, length), p); });
   std::vector<Scaling> by(groups);
   for (int64_t group = 0; group < groups; ++group) {
     PowerSum sum = sums[group * chunks];
@@ -143,6 +146,56 @@ int64_t rescale_groups(const Memory& memory, int64_t groups, int64_t size, doubl
   return beyond;
 }
 
+// The limits of the groups: one number, or numbers in memory.
+struct Limits {
+  double number = 0;
+  const double* data = nullptr; // null: `number` for all groups
+  int64_t stride = 0;           // 0: one for all groups
+  at::Tensor tensor;            // owns the data
+
+  Limits(const Value& limit, at::IntArrayRef batch, c10::Device device) {
+    if (const double* one = std::get_if<double>(&limit)) {
+      number = *one;
+      return;
+    }
+    tensor = std::get<at::Tensor>(limit).to(device, at::kDouble, /*non_blocking=*/true);
+    tensor = tensor.dim() == 0 ? tensor : tensor.expand(batch).contiguous();
+    data = tensor.const_data_ptr<double>();
+    stride = tensor.dim() > 0 ? 1 : 0;
+  }
+
+  double of_group(int64_t group) const {
+    return data == nullptr ? number : data[group * stride];
+  }
+};
+
+void rescale_on_device(
+    const FlowKernels& device,
+    const at::Tensor& from,
+    const at::Tensor& to,
+    int64_t groups,
+    double p,
+    Rule rule,
+    const Limits& limits,
+    const at::Tensor& counts) {
+  RescaleCall call{};
+  call.from = from.const_data_ptr();
+  call.to = to.mutable_data_ptr();
+  call.element = element_of(from);
+  call.groups = groups;
+  call.size = (from.is_complex() ? 2 : 1) * (from.numel() / groups);
+  call.p = p;
+  call.rule = rule;
+  call.limit = limits.number;
+  call.limits = limits.data;
+  call.limits_stride = limits.stride;
+  call.counts = counts.defined() ? counts.mutable_data_ptr<int64_t>() : nullptr;
+  const OnDevice on_device(from.device());
+  const at::Tensor workspace = make_workspace(device.rescale_bytes(call), from);
+  call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
+  device.rescale(call, on_device.stream());
+}
+
 at::Tensor rescaled_in_two_passes(
     at::Tensor gradient, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
   const at::DimVector batch(gradient.sizes().slice(0, groups.batch_dims)); // not a view: gradient is given other memory
@@ -154,36 +207,13 @@ at::Tensor rescaled_in_two_passes(
     ours = true;
   }
   const at::Tensor out = ours ? gradient : at::empty_like(gradient);
-  const double* number = std::get_if<double>(&limit);
-  at::Tensor limits; // by group
-  if (number == nullptr) {
-    limits = std::get<at::Tensor>(limit).to(gradient.device(), at::kDouble, /*non_blocking=*/true);
-    limits = limits.dim() == 0 ? limits : limits.expand(batch).contiguous();
-  }
-  const double* data = number == nullptr ? limits.const_data_ptr<double>() : nullptr;
-  const int64_t stride = limits.defined() && limits.dim() > 0 ? 1 : 0;
-  if (const DeviceKernels* device = device_kernels(gradient.device())) {
-    RescaleCall call{};
-    call.from = gradient.const_data_ptr();
-    call.to = out.mutable_data_ptr();
-    call.element = element_of(gradient);
-    call.groups = count;
-    call.size = gradient.is_complex() ? 2 * size : size;
-    call.p = groups.p;
-    call.rule = rule;
-    call.limit = number == nullptr ? 0 : *number;
-    call.limits = data;
-    call.limits_stride = stride;
-    call.counts = counts.defined() ? counts.mutable_data_ptr<int64_t>() : nullptr;
-    const OnDevice on_device(gradient.device());
-    const at::Tensor workspace = make_workspace(device->rescale_bytes(call), gradient);
-    call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
-    device->rescale(call, on_device.stream());
+  const Limits limits(limit, batch, gradient.device());
+  if (const auto* device = device_kernels<FlowKernels>(gradient.device())) {
+    rescale_on_device(*device, gradient, out, count, groups.p, rule, limits, counts);
     return out;
   }
-  const Memory memory(gradient, out);
   const int64_t beyond = rescale_groups(
-      memory, count, size, groups.p, rule, [=](int64_t i) { return number == nullptr ? data[i * stride] : *number; });
+      Memory(gradient, out), count, size, groups.p, rule, [&](int64_t group) { return limits.of_group(group); });
   if (counts.defined()) {
     int64_t* data = counts.mutable_data_ptr<int64_t>();
     data[0] += count;
@@ -223,6 +253,32 @@ void count_norms(at::Tensor counts, const at::Tensor& within) {
   operation.call(std::move(counts), within);
 }
 
+// The norms of the groups over their scales, which stay apart so that no power overflows: [groups, 1 ...].
+struct ScaledNorms {
+  at::Tensor norm;
+  at::Tensor scale;
+};
+
+// Elements of complex numbers are pairs in a last dimension, behind the dimensions of a group.
+ScaledNorms norms_by_operations(
+    const at::Tensor& elements, bool pairs, at::IntArrayRef inner, const NormGroups& groups) {
+  // Divided by the largest element, which is a constant here, no power overflows, and none that matters vanishes.
+  const at::Tensor scale = largest_of(pairs ? elements.abs().amax(-1) : elements, inner);
+  // A CPU adds one number after the other: it takes sums in double, as long sums would lose digits of a float.
+  const at::ScalarType sums = elements.device().is_cpu() ? at::kDouble : elements.scalar_type();
+  at::Tensor relative = elements / (pairs ? scale.unsqueeze(-1) : scale);
+  if (pairs) {
+    relative = at::linalg_vector_norm(relative, 2, {-1}, /*keepdim=*/false, sums);
+  }
+  const at::Tensor norm = at::linalg_vector_norm(relative, groups.p, inner, /*keepdim=*/true, sums);
+  if (groups.process_group.empty()) {
+    return {norm, scale};
+  }
+  const at::Tensor scales = gathered(scale, groups);
+  const at::Tensor largest = scales.amax(0);
+  return {at::linalg_vector_norm(gathered(norm, groups) * (scales / largest), groups.p, at::IntArrayRef{0}), largest};
+}
+
 at::Tensor rescaled_by_operations(
     const at::Tensor& incoming, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
   // A dimension of 1 stands for the elements of a group where it is a single one.
@@ -244,21 +300,7 @@ at::Tensor rescaled_by_operations(
     std::fill(sizes.begin() + groups.batch_dims, sizes.begin() + gradient.dim(), 1);
     elements = at::zeros_symint(sizes, wide.options());
   }
-  // Divided by the largest element, which is a constant here, no power overflows, and none that matters vanishes.
-  const at::Tensor largest = largest_of(pairs ? elements.abs().amax(-1) : elements, inner);
-  // A CPU adds one number after the other: in double, or long sums would lose what float can give.
-  const at::ScalarType sums = gradient.device().is_cpu() ? at::kDouble : precise;
-  at::Tensor relative = elements / beside_pairs(largest);
-  if (pairs) {
-    relative = at::linalg_vector_norm(relative, 2, {-1}, /*keepdim=*/false, sums);
-  }
-  at::Tensor norm = at::linalg_vector_norm(relative, groups.p, inner, /*keepdim=*/true, sums);
-  at::Tensor scale = largest;
-  if (!groups.process_group.empty()) {
-    const at::Tensor scales = gathered(largest, groups);
-    scale = scales.amax(0);
-    norm = at::linalg_vector_norm(gathered(norm, groups) * (scales / scale), groups.p, at::IntArrayRef{0});
-  }
+  const auto [norm, scale] = norms_by_operations(elements, pairs, inner, groups);
   at::Tensor bound = value_beside(gradient, limit);
   for (size_t d = 0; bound.dim() > 0 && d < inner.size(); ++d) {
     bound = bound.unsqueeze(-1);
@@ -268,7 +310,7 @@ at::Tensor rescaled_by_operations(
     count_norms(counts, within);
   }
   const at::Tensor unchanged = rule == Rule::clip ? within : norm.eq(0);
-  // What is not used must not make a derivative NaN either.
+  // An operand that is not used must not make a derivative NaN either.
   const at::Tensor one = at::ones_like(norm);
   const at::Tensor factor = (at::where(unchanged, one, bound) / at::where(unchanged, one, norm)).to(precise);
   at::Tensor result = wide / beside_pairs(scale) * beside_pairs(factor);
@@ -319,7 +361,8 @@ at::Tensor rescaled(
   const at::Tensor* tensor = std::get_if<at::Tensor>(&limit);
   const bool is_read_anywhere = tensor == nullptr || (is_cpu_scalar(*tensor) && ordinary_tensor(*tensor));
   // Only squares of the parts of complex numbers add up to those of the whole.
-  const bool parts = gradient.is_complex() && groups.p != 2 && device_kernels(gradient.device()) != nullptr;
+  const bool parts =
+      gradient.is_complex() && groups.p != 2 && device_kernels<FlowKernels>(gradient.device()) != nullptr;
   if (groups.process_group.empty() && !parts && fused(gradient, {is_read_anywhere ? at::Tensor() : *tensor, counts})) {
     return rescaled_in_two_passes(std::move(gradient), limit, groups, rule, counts);
   }

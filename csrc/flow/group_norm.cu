@@ -1,7 +1,5 @@
 #include "group_norm.cuh"
 
-#include "../device_kernels.h"
-
 namespace gradscale {
 
 namespace {

@@ -9,7 +9,7 @@
 // Sums are taken in double, as on the CPU.
 #pragma once
 
-#include "../port/norms.cuh"
+#include "../math/norms.cuh"
 #include "device_calls.h"
 
 namespace gradscale {
@@ -20,7 +20,7 @@ GRADSCALE_DEVICE double limit_of(const RescaleCall& call, int64_t group) {
   return call.limits == nullptr ? call.limit : call.limits[group * call.limits_stride];
 }
 
-// By one thread of the launch, and by one for each group.
+// One thread of the launch counts the groups, and one of each group counts its norm.
 GRADSCALE_DEVICE void count_groups(const RescaleCall& call) {
   if (call.counts != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
     atomicAdd(reinterpret_cast<unsigned long long*>(call.counts), static_cast<unsigned long long>(call.groups));
@@ -78,7 +78,7 @@ rescale_groups(RescaleCall call, int threads_per_group) {
   scale_range(from, static_cast<T*>(call.to) + begin, size, by, group);
 }
 
-// The chunks of a group: not so many that reading their sums takes long beside reading them.
+// A group has so few chunks that reading their sums takes little time beside reading the elements.
 struct Chunks {
   int64_t size;
   int64_t count;

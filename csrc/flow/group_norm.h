@@ -1,4 +1,4 @@
-// Gradients whose groups are rescaled by their norms: what clip_gradient_norm and normalize_gradient share.
+// The part that clip_gradient_norm and normalize_gradient share: groups of a gradient rescaled by their norms.
 #pragma once
 
 #include "../math/norms.h"

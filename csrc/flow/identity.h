@@ -1,17 +1,17 @@
-// What all gradient-flow operators share: the result is x itself, with a gradient function of the operator's own.
+// The frame of all gradient-flow operators: the result is x itself, with a gradient function of the operator's own.
 //
 // An operator is a struct with
 //
 //   static constexpr const char* kName, *kNodeName;
 //   std::array<Value*, n> values();                      its arguments that may be tensors
 //   std::vector<c10::IValue> others() const              those that follow them in its schema
-//   void check(const at::Tensor& x) const;               raises what wrong arguments deserve
-//   at::Tensor gradient(at::Tensor incoming) const;      what becomes of a dense gradient
+//   void check(const at::Tensor& x) const;               raises for wrong arguments
+//   at::Tensor gradient(at::Tensor incoming) const;      the result for a dense gradient
 //   at::Tensor tangent(const at::Tensor& incoming) const the same in forward mode, or an error
 //   bool keeps_zeros() const                             whether a sparse gradient may be changed by its values alone
 #pragma once
 
-#include "../autograd.h"
+#include "../host/autograd.h"
 #include "value.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -41,13 +41,13 @@ inline void check_differentiable(const char* name, const at::Tensor& x) {
   TORCH_CHECK_TYPE(!x.is_sparse() && !x.is_sparse_csr(), name, ": x must be dense, but its layout is ", x.layout());
 }
 
-// A view without a graph; of a tensor that requires grad it is detached, as the result of any operation would be.
+// A view without a graph: a tensor that requires grad is detached, as the result of any operation would be.
 inline at::Tensor without_gradient(const at::Tensor& x) {
   return x.requires_grad() ? at::detach(x) : at::alias(x);
 }
 
-// What the operator does below autograd: a plain view; but under torch.func the operator itself, so that the transforms
-// outside the present one see it too.
+// The result below autograd: a plain view; but under torch.func the operator itself, so that the transforms outside the
+// present one see it too.
 template <class Operator>
 at::Tensor below_this_level(const at::Tensor& x, Operator& op) {
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -190,7 +190,7 @@ class OperatorBackward : public BackwardNode {
   bool released_ = false;
 };
 
-// x, with the operator between its gradient and that of the result.
+// Returns x, with the operator between its gradient and that of the result.
 template <class Operator>
 at::Tensor apply_operator(const at::Tensor& x, Operator op) {
   check_differentiable(Operator::kName, x);

@@ -1,7 +1,7 @@
 // The arguments of the gradient-flow operators: numbers, or tensors that are read on their device.
 #pragma once
 
-#include "../tensor_element.h"
+#include "../host/tensor_element.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -14,7 +14,7 @@ namespace gradscale {
 
 using Value = std::variant<double, at::Tensor>;
 
-// As Python writes it.
+// The dtype as Python writes it.
 inline std::string dtype_name(const at::Tensor& tensor) {
   return std::string("torch.") + std::string(c10::getDtypeNames(tensor.scalar_type()).first);
 }
@@ -24,7 +24,7 @@ inline at::ScalarType precise_type(at::ScalarType dtype) {
   return c10::toRealValueType(dtype) == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// A scalar on the CPU costs nothing to read where nothing traces: it counts as it is then.
+// A scalar tensor on the CPU costs nothing to read where nothing traces: it is read at once.
 inline Value read_if_free(Value value) {
   if (const at::Tensor* tensor = std::get_if<at::Tensor>(&value)) {
     if (tensor->dim() == 0 && tensor->is_cpu() && ordinary_context() && ordinary_tensor(*tensor)) {
@@ -34,7 +34,7 @@ inline Value read_if_free(Value value) {
   return value;
 }
 
-// Read without waiting wherever the gradient is.
+// Whether the value can be read without waiting, wherever the gradient is.
 inline bool is_cpu_scalar(const at::Tensor& tensor) {
   return tensor.dim() == 0 && tensor.is_cpu();
 }
@@ -53,7 +53,7 @@ inline void check_is_real(const char* name, const char* argument, const at::Tens
       !value.is_complex(), name, ": ", argument, " must be real, but it is a tensor of dtype ", dtype_name(value));
 }
 
-// What every tensor argument must be: real, without a gradient, broadcastable to `shape` (called `what`), on x's
+// Raises unless a tensor argument is real, without a gradient, broadcastable to `shape` (called `what`), and on x's
 // device.
 inline void check_value(
     const char* name,

@@ -1,43 +1,27 @@
-// The arguments of one call of the multi-step loss, as Python gives them.
+// The record of one call of the multi-step loss, whether it is made in eager mode or by the registered operator.
 #pragma once
 
-#include "gradient_memory.h"
 #include "head_table.h"
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/utils/pybind.h>
 
-#include <optional>
-#include <string>
+#include <algorithm>
+#include <array>
+#include <type_traits>
 #include <vector>
 
 namespace gradscale {
 
-// Dimensions of a prediction and of its target behind the batch; a class is an int64 index.
-struct Layout {
-  int64_t prediction_dims;
-  int64_t target_dims; // -1: no target
-  bool classes;
-};
-
-// The heads of a loss, read once from the dataclasses.
-struct Plan {
-  Plan(c10::ArrayRef<double> numbers, bool keeps_memory) : table(numbers), gradient_memory(keeps_memory) {
-  }
-  py::object heads; // dict of name -> dataclass
-  std::vector<py::object> names;
-  HeadTable table;
-  std::vector<std::vector<Layout>> layouts; // by head
-  GradientMemory gradient_memory;
-};
-
 enum class Reduction { mean, sum, none, valid_mean };
+enum class Nonfinite { propagate, skip };
 
-// One tensor per step, or one tensor with a step dimension.
-struct Entries {
-  std::vector<at::Tensor> tensors; // empty: the head has no target
-  bool stacked = false;
-};
+// The enumerators as users write them.
+constexpr std::array<const char*, 4> names_of(Reduction) {
+  return {"mean", "sum", "none", "valid_mean"};
+}
+constexpr std::array<const char*, 2> names_of(Nonfinite) {
+  return {"propagate", "skip"};
+}
 
 // None, a number per step, or a tensor [T] or [B, T] ([T, B] without batch_first).
 struct StepNumbers {
@@ -45,50 +29,100 @@ struct StepNumbers {
   at::Tensor tensor;
 };
 
-struct Arguments {
-  std::vector<Entries> predictions; // by head
-  std::vector<Entries> targets;
-  std::vector<at::Tensor> masks; // by head [B, T] ([T, B] without batch_first); undefined: nothing is masked
+struct GradientScale : StepNumbers {
+  bool unroll = false; // 1 for the root and 1/K after
+};
+
+// Everything of a call but its heads, predictions and targets: `Options` of gradscale_ext/_options.py.
+struct Options {
   StepNumbers step_weights;
-  StepNumbers step_gradient_scale;
+  GradientScale step_gradient_scale;
   at::Tensor importance_weights;
+  std::vector<at::Tensor> mask; // by head [B, T] ([T, B] without batch_first); undefined: nothing is masked
   Reduction reduction = Reduction::mean;
-  bool skip_nonfinite = false;
+  Nonfinite nonfinite = Nonfinite::propagate;
   bool batch_first = true;
-  int64_t batch = 0;
-  int64_t steps = 0;                    // T
-  std::vector<std::vector<bool>> wants; // by head, whether the gradient of each of its prediction tensors is wanted
 
-  bool wants_any() const;
-
-  // The dimension of the samples in whatever has one of steps too.
-  int64_t batch_dim() const {
-    return batch_first ? 0 : 1;
+  // Calls visit(name, option) for all options.
+  template <class Self, class Visit>
+  static void each(Self& self, Visit&& visit) {
+    visit("step_weights", self.step_weights);
+    visit("step_gradient_scale", self.step_gradient_scale);
+    visit("importance_weights", self.importance_weights);
+    visit("mask", self.mask);
+    visit("reduction", self.reduction);
+    visit("nonfinite", self.nonfinite);
+    visit("batch_first", self.batch_first);
   }
 };
 
-// Whether all tensors are where the first prediction is.
-bool on_one_device(const Arguments& arguments);
+// One tensor per step, or one tensor with a step dimension.
+struct Entries {
+  std::vector<at::Tensor> tensors; // empty: the head has no target
+  bool stacked = false;
 
-// As in Python.
-std::optional<Reduction> read_reduction(const std::string& reduction);
+  // Dimensions behind those of batch and steps.
+  int64_t dims() const {
+    return tensors[0].dim() - (stacked ? 2 : 1);
+  }
+};
 
-// Steps of a tensor with a step dimension, or tensors.
-int64_t count_steps(const Entries& entries, bool batch_first);
+struct Arguments : Options {
+  std::vector<Entries> predictions; // by head
+  std::vector<Entries> targets;
+  std::vector<std::vector<bool>> wants; // by head, whether the gradient of each of its prediction tensors is wanted
+  int64_t batch = 0;
+  int64_t steps = 0; // T
 
-// Reads and checks the arguments. Empty when something is not as the fused kernel takes it: a wrong argument, for which
-// Python then has the words, or a tensor of another kind (subclass, transform, device), for which Python has another
-// path.
-std::optional<Arguments> read_arguments(
-    const Plan& plan,
-    py::handle predictions,
-    py::handle targets,
-    py::handle step_weights,
-    py::handle step_gradient_scale,
-    py::handle importance_weights,
-    py::handle mask,
-    const std::string& reduction,
-    const std::string& nonfinite,
-    bool batch_first);
+  // Finds batch and steps, and says whether all tensors are such as the kernels take, for these heads.
+  bool settle(const HeadTable& heads);
+
+  bool wants_any() const;
+
+  // The dimension of the samples in a tensor that has one of steps too.
+  int64_t batch_dim() const {
+    return batch_first ? 0 : 1;
+  }
+  int64_t batch_dim(const Entries& entries) const {
+    return entries.stacked ? batch_dim() : 0;
+  }
+
+  // Calls visit(tensor) for all tensors that are defined.
+  template <class Visit>
+  void each_tensor(Visit visit) const;
+};
+
+// The tensors of an option.
+template <class Visit>
+struct TensorsOfOption {
+  Visit& visit;
+
+  void operator()(const char*, const at::Tensor& tensor) {
+    if (tensor.defined()) {
+      visit(tensor);
+    }
+  }
+  void operator()(const char* name, const StepNumbers& numbers) {
+    (*this)(name, numbers.tensor);
+  }
+  void operator()(const char* name, const std::vector<at::Tensor>& tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      (*this)(name, tensor);
+    }
+  }
+  template <class Choice, std::enable_if_t<!std::is_class_v<Choice>, int> = 0>
+  void operator()(const char*, Choice) {
+  }
+};
+
+template <class Visit>
+void Arguments::each_tensor(Visit visit) const {
+  for (const std::vector<Entries>* both : {&predictions, &targets}) {
+    for (const Entries& entries : *both) {
+      std::for_each(entries.tensors.begin(), entries.tensors.end(), visit);
+    }
+  }
+  each(*this, TensorsOfOption<Visit>{visit});
+}
 
 } // namespace gradscale

@@ -1,9 +1,5 @@
 // Rows of logits over the bins of a support: their decoded values, and cross-entropy with the target that a scalar
 // becomes over the bins (TwoHot, HLGauss).
-#pragma once
-
-#include "row_tools.h"
-
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
@@ -31,7 +27,7 @@ A raw_moment(const A* values, const Support& support) {
   return last % 2 == 0 ? sum + values[pairs] * centers[pairs] : sum;
 }
 
-// The expectation: in transformed coordinates, or of the raw centres.
+// The expectation in transformed coordinates, or of the raw centres.
 template <class A>
 A expectation(const Softmax<A>& softmax, const Support& support) {
   return support.raw ? raw_moment(softmax.values, support) / softmax.sum
@@ -52,12 +48,12 @@ void categorical_row(const Segment& s, int64_t row, double coefficient, const Ta
   const Softmax<A> softmax = softmax_of<true>(
       logits, s.width, maximum_of<A>(logits, s.width), ahead_of<T>(s.prediction, s.gradient, row), scratch);
   A* mass = second_row(scratch, s.width);
-  const double kept = 1 - s.head->label_smoothing;
+  const double target_share = 1 - s.head->label_smoothing;
   const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
   A loss = std::log(softmax.sum);
   A nan = 0; // a NaN target makes the whole row NaN
   target.for_each([&](int32_t j, double of_bin) {
-    mass[j] = static_cast<A>(kept * of_bin);
+    mass[j] = static_cast<A>(target_share * of_bin);
     nan += A(0) * mass[j];
     if (mass[j] != 0) { // an illegal bin (-inf) without mass costs nothing
       loss -= mass[j] * (static_cast<A>(to_accumulate(logits[j])) - softmax.maximum);
@@ -87,8 +83,8 @@ void categorical_row(const Segment& s, int64_t row, double coefficient, const Ta
   }
 }
 
-// The value of a row of logits; or, where a gradient is wanted, the derivative g'(E) p_j (c_j - E) times grad_output,
-// with E the expectation, c_j the centres and g the inverse transform.
+// Decodes a row of logits. Where a gradient is wanted, it is written instead of the value: the derivative g'(E) p_j
+// (c_j - E) times grad_output, with E the expectation, c_j the centres and g the inverse transform.
 template <class T, class A>
 void decode_row(const Decoding& d, int64_t row, A maximum, A* scratch) {
   const Support& support = *d.support;

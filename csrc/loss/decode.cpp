@@ -1,9 +1,10 @@
 #include "decode.h"
 
-#include "../autograd.h"
-#include "../device.h"
-#include "../tensor_element.h"
-#include "../variants/kernels.h"
+#include "../host/autograd.h"
+#include "../host/cpu_kernels.h"
+#include "../host/device.h"
+#include "../host/tensor_element.h"
+#include "device_calls.h"
 #include "scratch.h"
 
 #include <ATen/Parallel.h>
@@ -22,17 +23,17 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-// Never freed: a module of an interpreter that ends may be gone before the last node is.
+// The function is never freed: a module of an interpreter that ends may be gone before the last node is.
 py::function* decode_gradient = nullptr;
 
 void run(const Decoding& decoding, int64_t count, const at::Tensor& logits) {
-  if (const DeviceKernels* device = device_kernels(logits.device())) {
+  if (const auto* device = device_kernels<LossKernels>(logits.device())) {
     const OnDevice on_device(logits.device());
     const at::Tensor workspace = make_workspace(device->decode_bytes(decoding), logits);
     device->decode(decoding, count, static_cast<char*>(workspace.mutable_data_ptr()), on_device.stream());
     return;
   }
-  const DecodeRows rows = kernels().decode_rows;
+  const DecodeRows rows = for_this_machine(decode_rows_kernel);
   const int64_t grain = std::max<int64_t>(1, 16384 / cost_of_row(decoding.width));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     Scratch scratch(decoding.width);
@@ -111,7 +112,7 @@ struct DecodeBackward : public BackwardNode {
     return saved_logits.unpack();
   }
 
-  // By decoding once more in plain PyTorch; a graph of it, when there is to be one.
+  // Decodes once more in plain PyTorch, and builds a graph of it where there is to be one.
   at::Tensor by_reference(const at::Tensor& logits, const at::Tensor& grad_output) const {
     py::gil_scoped_acquire gil;
     const py::object support_object = py::reinterpret_borrow<py::object>(python_support->ptr(getPyInterpreter()));

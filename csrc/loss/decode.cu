@@ -1,6 +1,7 @@
 #include "decode.cuh"
 
-#include "../device_kernels.h"
+#include "device_calls.h"
+
 #include "../port/table_builder.h"
 
 #include <stdexcept>

@@ -1,8 +1,8 @@
-// Rows of logits decoded to scalars, or the gradient of that. Logits are read once, a gradient is written once. A group
-// of threads has a row, as in loss_rows.
+// The kernels that decode rows of logits to scalars, or compute the gradient of that. Logits are read once, and a
+// gradient is written once. A group of threads has a row, as in loss_rows.
 #pragma once
 
-#include "device_rows.cuh"
+#include "categorical_rows.cuh"
 
 namespace gradscale {
 
@@ -13,7 +13,7 @@ struct DecodeArguments {
   int32_t threads_per_row;
 };
 
-// Raw centres, where there are some, are all that is in the table.
+// Decodes one row. The table has the raw centres, where there are some, and nothing else.
 template <class T, class A, bool cached>
 GRADSCALE_DEVICE void decode_row(
     const DecodeArguments& arguments, const void* raw_centers, const Group& group, int64_t row, bool active) {

@@ -9,7 +9,7 @@
 
 namespace gradscale {
 
-// Softmax, expectation and inverse transform over the last dimension of [..., num_bins] logits, with its gradient
+// Takes softmax, expectation and inverse transform over the last dimension of [..., num_bins] logits, with a gradient
 // function. `python_support` is the dataclass, for second derivatives.
 at::Tensor decode(
     const std::shared_ptr<OwnedSupport>& support, const py::object& python_support, const at::Tensor& logits);

@@ -1,7 +1,7 @@
-// A call of the multi-step loss as its kernels on a device look it up.
+// One call of the multi-step loss as its kernels on a device look it up.
 #pragma once
 
-#include "loss_call.h"
+#include "device_calls.h"
 
 #include "../port/table.h"
 
@@ -10,13 +10,13 @@ namespace gradscale {
 struct DeviceHead {
   Head head; // the raw centres of its support are in the table
   Coefficients coefficients;
-  Slab loss;     // of its first step; the other steps follow
+  Slab loss;     // those of its first step; the other steps follow
   Slab expected; // likewise
   int64_t width;
-  int64_t raw_centers; // where in the table they are, of the type of sums; -1: nowhere
+  int64_t raw_centers; // their place in the table, of the type of sums; -1: none
   int32_t threads_per_row;
   int32_t num_segments;
-  const double* kept; // on the device: how many entries its mask keeps, where coefficients are divided by that
+  const double* num_unmasked; // on the device, where coefficients are divided by it
 };
 
 struct DeviceSegment {
@@ -30,7 +30,7 @@ struct DeviceSegment {
   double gradient_scale;
   int32_t head;
   int32_t step;
-  int32_t first_block; // of the kernel of rows
+  int32_t first_block; // in the launch of loss_rows
   int8_t prediction_element;
   int8_t target_element;
   int8_t gradient_element;
@@ -48,11 +48,11 @@ struct DeviceSegment {
 
 struct LossTable {
   Table table;
-  int64_t heads;    // where in the table they are
+  int64_t heads;    // their place in the table
   int64_t segments; // likewise
   int64_t num_heads;
   int64_t num_segments;
-  int64_t blocks; // of the kernel of rows
+  int64_t blocks; // in the launch of loss_rows
 
   GRADSCALE_HOST_DEVICE const DeviceHead& head(int64_t index) const {
     return table.at<DeviceHead>(heads)[index];

@@ -1,7 +1,8 @@
 #include "encode.h"
 
-#include "../device.h"
-#include "../tensor_element.h"
+#include "../host/device.h"
+#include "../host/tensor_element.h"
+#include "device_calls.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -50,7 +51,7 @@ at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& 
       support.num_bins,
       &support,
       sigma_ratio};
-  if (const DeviceKernels* device = device_kernels(dense.device())) {
+  if (const auto* device = device_kernels<LossKernels>(dense.device())) {
     const OnDevice on_device(dense.device());
     device->encode(encoding, dense.numel(), on_device.stream());
   } else {

@@ -1,6 +1,6 @@
 #include "encode.cuh"
 
-#include "../device_kernels.h"
+#include "device_calls.h"
 
 namespace gradscale {
 

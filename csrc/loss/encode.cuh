@@ -1,8 +1,9 @@
-// Scalars as distributions over the bins of a support. Each row is written once, by a group of threads as in loss_rows:
-// first all but the bins of the target, then those.
+// The kernel that turns scalars into distributions over the bins of a support. A group of threads writes each row once,
+// as in loss_rows: first all but the bins of the target, then those.
 #pragma once
 
-#include "device_rows.cuh"
+#include "../math/rows.cuh"
+#include "device_calls.h"
 
 namespace gradscale {
 

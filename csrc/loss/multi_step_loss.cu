@@ -1,6 +1,5 @@
 #include "multi_step_loss.cuh"
 
-#include "../device_kernels.h"
 #include "../port/table_builder.h"
 
 #include <stdexcept>
@@ -14,14 +13,15 @@ bool is_double(const Segment& segment) {
 }
 
 bool is_counted(const LossCall& call, int64_t head) {
-  return call.mean_of_kept && call.coefficients[head].mask.data != nullptr;
+  return call.mean_of_unmasked && call.coefficients[head].mask.data != nullptr;
 }
 
+// An empty batch has a block too, whose sums are 0.
 int64_t blocks_of_totals(const LossCall& call) {
-  return call.batch <= kThreads ? 1 : (call.batch + kThreads - 1) / kThreads; // of an empty batch the sums are 0
+  return call.batch <= kThreads ? 1 : (call.batch + kThreads - 1) / kThreads;
 }
 
-// What is before the tables in the workspace: partial sums, blocks done.
+// The bytes before the tables in the workspace: partial sums, and the counter of blocks that are done.
 int64_t bytes_of_sums(const LossCall& call) {
   const PartialSums partial{nullptr, call.num_heads};
   return (blocks_of_totals(call) * partial.size() + 1) * static_cast<int64_t>(sizeof(double));
@@ -51,13 +51,13 @@ class Launches {
     finish(stream);
     if (counts_) {
       launch(
-          "count_kept",
-          count_kept,
+          "count_unmasked",
+          count_unmasked,
           call_.num_heads,
           kThreads,
           stream,
           all_.table,
-          KeptArguments{call_.batch, call_.kept});
+          CountArguments{call_.batch, call_.num_unmasked});
     }
     rows({call_.batch, blocks_done_, {}, false, {}}, stream);
     const TotalsArguments arguments{
@@ -84,7 +84,7 @@ class Launches {
   struct Built {
     LossTable table;
     TableBuilder builder;
-    int64_t outside; // where in the workspace
+    int64_t outside; // place in the workspace
   };
 
   Built build(bool of_doubles, bool of_floats) {
@@ -130,12 +130,12 @@ class Launches {
     head.width = first.width;
     head.raw_centers = -1;
     head.threads_per_row = threads_for_row(first.width, element_size(first.prediction.element));
-    head.kept = is_counted(call_, index) ? call_.kept + index : nullptr;
+    head.num_unmasked = is_counted(call_, index) ? call_.num_unmasked + index : nullptr;
   }
 
   static void add_raw_centers(TableBuilder& builder, DeviceHead& head, bool as_double) {
     const Support& support = head.head.support;
-    if (is_categorical(head.head.kind) && support.raw) {
+    if (support.raw) {
       head.raw_centers = as_double ? builder.add(support.raw_centers, support.num_bins)
                                    : builder.add(support.raw_centers_float, support.num_bins);
     }
@@ -201,7 +201,7 @@ int64_t bytes_for_loss(const LossCall& call) {
   for (int64_t h = 0; h < call.num_heads; ++h) {
     table += call.heads[h].support.raw ? call.heads[h].support.num_bins * sizeof(double) : 0;
   }
-  return bytes_of_sums(call) + (table > Table::kInside ? 3 * (table + 8) : 0); // 3: of all, of doubles, of floats
+  return bytes_of_sums(call) + (table > Table::kInside ? 3 * (table + 8) : 0); // for all, doubles, and floats
 }
 
 void launch_loss(const LossCall& call, void* stream) {

@@ -3,12 +3,12 @@
 // loss_rows      one launch for the rows of all heads and steps. Logits and targets are read once, gradients written
 //                once: bytes = logits + targets + gradients. A block has rows of one segment; a group of threads has a
 //                row: threads_for_row() of them, so that short rows share a warp and long ones take a block.
-// loss_totals    one thread a sample: L_b, the loss, the means of the heads, by sums in a fixed order: of the threads
-//                of a block, and of the blocks by the last one that is done. Reads 4 bytes a row.
-// count_kept     one block a head: entries that a mask keeps; only where a mean is taken over those.
+// loss_totals    one thread a sample: L_b, the loss, the means of the heads. Sums are taken in a fixed order: a block
+//                adds up its threads, and the last block that is done adds up the blocks. Reads 4 bytes a row.
+// count_unmasked one block a head counts the unmasked entries; only where a mean is taken over those.
 #pragma once
 
-#include "device_rows.cuh"
+#include "rows.cuh"
 
 namespace gradscale {
 
@@ -16,10 +16,10 @@ namespace gradscale {
 
 struct RowsArguments {
   int64_t batch;
-  unsigned* blocks_done; // of loss_totals, which comes next: set to 0
+  unsigned* blocks_done; // a counter for loss_totals, which comes next: set to 0
   Slab grad_output;      // no data: this is the forward pass
-  bool has_gradients;    // for grad_output 1
-  Slab skipped;          // of the backward pass: a sample whose loss here is not finite is skipped; no data: none is
+  bool has_gradients;    // gradients for grad_output 1 are there
+  Slab skipped;          // the backward pass skips samples whose loss here is not finite; no data: it skips none
 };
 
 GRADSCALE_DEVICE int64_t segment_of_block(const LossTable& table, int64_t block) {
@@ -34,7 +34,7 @@ GRADSCALE_DEVICE int64_t segment_of_block(const LossTable& table, int64_t block)
 
 GRADSCALE_DEVICE double head_factor(const DeviceHead& head) {
   const double factor = head.coefficients.factor;
-  return head.kept == nullptr || *head.kept <= 1 ? factor : factor / *head.kept;
+  return head.num_unmasked == nullptr || *head.num_unmasked <= 1 ? factor : factor / *head.num_unmasked;
 }
 
 template <class A>
@@ -55,7 +55,7 @@ loss_rows(GRADSCALE_ARGUMENT(LossTable) table, RowsArguments arguments) {
                          static_cast<int>(threadIdx.x) / head.threads_per_row;
   const bool active = wanted < arguments.batch;
   const int64_t row = active ? wanted : arguments.batch - 1;
-  bool kept = head.coefficients.mask.keeps(row, segment.step);
+  bool counts = head.coefficients.mask.keeps(row, segment.step);
   double coefficient = 0;
   if (segment.gradient != nullptr) {
     const Coefficients& c = head.coefficients;
@@ -64,7 +64,7 @@ loss_rows(GRADSCALE_ARGUMENT(LossTable) table, RowsArguments arguments) {
                   c.importance_weights.at(row, 0);
     if (backward) {
       coefficient *= arguments.grad_output.load(row);
-      kept = kept && (arguments.skipped.data == nullptr || std::isfinite(arguments.skipped.load(row)));
+      counts = counts && (arguments.skipped.data == nullptr || std::isfinite(arguments.skipped.load(row)));
     }
   }
   const Group group{head.threads_per_row, static_cast<int>(threadIdx.x) % head.threads_per_row, shared};
@@ -76,7 +76,7 @@ loss_rows(GRADSCALE_ARGUMENT(LossTable) table, RowsArguments arguments) {
       row,
       active ? static_cast<int32_t>(head.width) : 0,
       active,
-      kept,
+      counts,
       /*writes_outputs=*/!backward,
       coefficient};
   run_row<A>(task);
@@ -84,8 +84,8 @@ loss_rows(GRADSCALE_ARGUMENT(LossTable) table, RowsArguments arguments) {
 
 // ---- Sums over samples ----------------------------------------------------------------------------------------------
 
-// Sums of each block: of contributions to the loss, of samples that are not finite, and of losses and entries kept of
-// every head.
+// The sums of each block: contributions to the loss, samples that are not finite, and the losses and unmasked entries
+// of every head.
 struct PartialSums {
   double* data; // [blocks][2 + 2 num_heads]
   int64_t num_heads;
@@ -111,7 +111,7 @@ struct TotalsArguments {
   unsigned* blocks_done;
 };
 
-// The gradients of the samples of this block whose threads say so, by all of its threads.
+// All threads of the block set to 0 the gradients of the samples whose threads ask for it.
 GRADSCALE_DEVICE void clear_gradients(const LossTable& table, bool clears, int64_t sample, int64_t* clearing) {
   clearing[threadIdx.x] = clears ? sample : -1;
   __syncthreads();
@@ -133,76 +133,73 @@ GRADSCALE_DEVICE void clear_gradients(const LossTable& table, bool clears, int64
   }
 }
 
-GRADSCALE_KERNEL(kThreads, 2) loss_totals(GRADSCALE_ARGUMENT(LossTable) table, TotalsArguments arguments) {
-  GRADSCALE_SHARED(double, shared, kWarps);
-  GRADSCALE_SHARED(unsigned, last, 1);
-  GRADSCALE_SHARED(int64_t, clearing, kThreads);
-  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
-  const int64_t sample = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const bool active = sample < arguments.batch;
-  const PartialSums& partial = arguments.partial;
-  double loss_of_sample = 0;
-  double weighted = 0; // with the factors of the reduction
+// The losses of a sample, summed over heads and steps: as they are weighted, and with the factors of the reduction.
+struct SampleLoss {
+  double loss;
+  double reduced;
+};
+
+// Adds up the losses of this thread's sample, and leaves the sums of its block over each head.
+GRADSCALE_DEVICE SampleLoss
+add_heads(const LossTable& table, const PartialSums& partial, const Group& block, int64_t sample, bool active) {
+  SampleLoss result{0, 0};
   int64_t next = 0;
   for (int64_t h = 0; h < table.num_heads; ++h) {
     const DeviceHead& head = table.head(h);
     const Coefficients& c = head.coefficients;
     double plain = 0;
-    double of_head = 0;
-    double kept = 0;
+    double weighted = 0;
+    double unmasked = 0;
     for (int32_t i = 0; i < head.num_segments; ++i, ++next) {
       const DeviceSegment& segment = table.segment(next);
       if (active && c.mask.keeps(sample, segment.step)) {
         const double loss = head.loss.from(segment.step - head.head.first_step).load(sample);
         plain += loss;
-        of_head += segment.step_weight * c.step_weights.at(sample, segment.step) * loss;
-        kept += 1;
+        weighted += segment.step_weight * c.step_weights.at(sample, segment.step) * loss;
+        unmasked += 1;
       }
     }
-    loss_of_sample += head.head.weight * of_head;
-    weighted += head_factor(head) * of_head;
+    result.loss += head.head.weight * weighted;
+    result.reduced += head_factor(head) * weighted;
     plain = block.sum(plain);
-    kept = block.sum(kept);
+    unmasked = block.sum(unmasked);
     if (threadIdx.x == 0) {
       partial.at(blockIdx.x, 2 + h) = plain;
-      partial.at(blockIdx.x, 2 + table.num_heads + h) = kept;
+      partial.at(blockIdx.x, 2 + table.num_heads + h) = unmasked;
     }
   }
-  double nonfinite = 0;
-  double contribution = 0;
-  if (active) {
-    arguments.per_sample.store(sample, loss_of_sample);
-    nonfinite = std::isfinite(arguments.per_sample.load(sample)) ? 0 : 1; // as the user sees it, in float
-    contribution = table.head(0).coefficients.importance_weights.at(sample, 0) * weighted;
-    if (arguments.skip_nonfinite) {
-      arguments.skipped.store(sample, loss_of_sample);
-      contribution = nonfinite != 0 ? 0 : contribution;
-    }
-    if (arguments.each_sample) {
-      arguments.loss.store(sample, contribution);
-    }
+  return result;
+}
+
+// The part of a sample in the sums of its block.
+struct Contribution {
+  double loss;
+  double nonfinite; // 1 where the sample's loss is not finite
+};
+
+// Stores the losses of a sample, and returns its part in the sums.
+GRADSCALE_DEVICE Contribution
+store_sample(const LossTable& table, const TotalsArguments& arguments, int64_t sample, const SampleLoss& losses) {
+  Contribution result{0, 0};
+  arguments.per_sample.store(sample, losses.loss);
+  result.nonfinite = std::isfinite(arguments.per_sample.load(sample)) ? 0 : 1; // as the user sees it, in float
+  result.loss = table.head(0).coefficients.importance_weights.at(sample, 0) * losses.reduced;
+  if (arguments.skip_nonfinite) {
+    arguments.skipped.store(sample, losses.loss);
+    result.loss = result.nonfinite != 0 ? 0 : result.loss;
   }
-  contribution = block.sum(contribution);
-  const bool clears = arguments.skip_nonfinite && nonfinite != 0;
-  nonfinite = block.sum(nonfinite);
-  if (arguments.skip_nonfinite && nonfinite > 0) {
-    clear_gradients(table, clears, sample, clearing);
+  if (arguments.each_sample) {
+    arguments.loss.store(sample, result.loss);
   }
-  if (threadIdx.x == 0) {
-    partial.at(blockIdx.x, 0) = contribution;
-    partial.at(blockIdx.x, 1) = nonfinite;
-    __threadfence(); // the sums are seen before the block is counted
-    last[0] = gridDim.x == 1 || atomicAdd(arguments.blocks_done, 1u) == gridDim.x - 1;
-  }
-  __syncthreads();
-  if (last[0] == 0) {
-    return;
-  }
-  __threadfence();
+  return result;
+}
+
+// One block adds up the sums of all blocks, in their order.
+GRADSCALE_DEVICE void store_totals(const LossTable& table, const TotalsArguments& arguments, const Group& block) {
   const auto total = [&](int64_t index) {
     double sum = 0;
     for (int64_t i = threadIdx.x; i < gridDim.x; i += kThreads) {
-      sum += partial.at(i, index);
+      sum += arguments.partial.at(i, index);
     }
     return block.sum(sum);
   };
@@ -216,31 +213,58 @@ GRADSCALE_KERNEL(kThreads, 2) loss_totals(GRADSCALE_ARGUMENT(LossTable) table, T
   }
   for (int64_t h = 0; h < table.num_heads; ++h) {
     const double sum = total(2 + h);
-    const double kept = total(2 + table.num_heads + h);
+    const double unmasked = total(2 + table.num_heads + h);
     if (threadIdx.x == 0) {
-      arguments.head_means.store(h, sum / (kept < 1 ? 1 : kept));
+      arguments.head_means.store(h, sum / (unmasked < 1 ? 1 : unmasked));
     }
   }
 }
 
-struct KeptArguments {
+GRADSCALE_KERNEL(kThreads, 2) loss_totals(GRADSCALE_ARGUMENT(LossTable) table, TotalsArguments arguments) {
+  GRADSCALE_SHARED(double, shared, kWarps);
+  GRADSCALE_SHARED(unsigned, last, 1);
+  GRADSCALE_SHARED(int64_t, clearing, kThreads);
+  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
+  const int64_t sample = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const bool active = sample < arguments.batch;
+  const SampleLoss losses = add_heads(table, arguments.partial, block, sample, active);
+  const Contribution own = active ? store_sample(table, arguments, sample, losses) : Contribution{0, 0};
+  const double loss = block.sum(own.loss);
+  const double nonfinite = block.sum(own.nonfinite);
+  if (arguments.skip_nonfinite && nonfinite > 0) {
+    clear_gradients(table, own.nonfinite != 0, sample, clearing);
+  }
+  if (threadIdx.x == 0) {
+    arguments.partial.at(blockIdx.x, 0) = loss;
+    arguments.partial.at(blockIdx.x, 1) = nonfinite;
+    __threadfence(); // the sums are seen before the block is counted
+    last[0] = gridDim.x == 1 || atomicAdd(arguments.blocks_done, 1u) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (last[0] != 0) {
+    __threadfence();
+    store_totals(table, arguments, block);
+  }
+}
+
+struct CountArguments {
   int64_t batch;
-  double* kept; // by head
+  double* num_unmasked; // by head
 };
 
-GRADSCALE_KERNEL(kThreads, 2) count_kept(GRADSCALE_ARGUMENT(LossTable) table, KeptArguments arguments) {
+GRADSCALE_KERNEL(kThreads, 2) count_unmasked(GRADSCALE_ARGUMENT(LossTable) table, CountArguments arguments) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
   const DeviceHead& head = table.head(blockIdx.x);
-  double kept = 0;
+  double unmasked = 0;
   for (int64_t sample = threadIdx.x; sample < arguments.batch; sample += kThreads) {
     for (int32_t t = 0; t < head.num_segments; ++t) {
-      kept += head.coefficients.mask.keeps(sample, head.head.first_step + t) ? 1 : 0;
+      unmasked += head.coefficients.mask.keeps(sample, head.head.first_step + t) ? 1 : 0;
     }
   }
-  kept = block.sum(kept);
+  unmasked = block.sum(unmasked);
   if (threadIdx.x == 0) {
-    arguments.kept[blockIdx.x] = kept;
+    arguments.num_unmasked[blockIdx.x] = unmasked;
   }
 }
 

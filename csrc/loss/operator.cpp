@@ -1,113 +1,143 @@
 // The loss as a registered operator, which the compiler and export keep in their graphs. The entries of all heads come
-// in one list; `layout` has three numbers a head: how many tensors its prediction is (0: one with a step dimension),
-// how many its target is (-1: none), and where its mask is in `masks` (-1: none).
+// in one list, with a count for each head: how many tensors its prediction or target is, 0 for one with a step
+// dimension, -1 for no target. The heads are those of a record (see head_table.h).
 //
-// Returns loss, per_sample, head_means, num_nonfinite, per_step of every head, expected of every categorical head, and
+// Returns loss, per_sample, head_means, num_nonfinite, per_step of every head, expected of every head that decodes, and
 // for every prediction tensor in `wants` its gradient for grad_output 1. Only the loss has a gradient function;
 // autograd fills in `wants`.
-#include "../autograd.h"
-#include "../context.h"
-#include "run.h"
+#include "../host/context.h"
+#include "backward.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/eq.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/where.h>
-#include <torch/csrc/autograd/function.h>
+#include <ATen/core/stack.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <optional>
+#include <iterator>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace gradscale {
 
 namespace {
 
-namespace autograd = torch::autograd;
-
-using OptionalTensor = const std::optional<at::Tensor>&;
 using Tensors = std::vector<at::Tensor>;
-using Signature = Tensors(
-    at::TensorList predictions,
-    at::TensorList targets,
-    at::TensorList masks,
-    OptionalTensor step_weights,
-    OptionalTensor step_gradient_scale,
-    OptionalTensor importance_weights,
-    at::ArrayRef<double> heads,
-    at::IntArrayRef layout,
-    at::IntArrayRef wants,
-    std::string reduction,
-    bool skip_nonfinite,
-    bool batch_first);
 
-constexpr const char* kSchema =
-    "multi_step_loss(Tensor[] predictions, Tensor[] targets, Tensor[] masks, Tensor? step_weights, "
-    "Tensor? step_gradient_scale, Tensor? importance_weights, float[] heads, int[] layout, int[] wants, "
-    "str reduction, bool skip_nonfinite, bool batch_first) -> Tensor[]";
+// Places of the operator's arguments; the options follow.
+enum Argument { kPredictions, kTargets, kPredictionCounts, kTargetCounts, kNames, kNumbers, kWants, kOptions };
 
-constexpr int64_t kNumbersOfLayout = 3;
+struct SchemaWriter {
+  std::string& schema;
 
-// Takes the next entries of a head from a list of all.
-Entries next_entries(at::TensorList tensors, size_t& next, int64_t count) {
-  Entries entries;
-  entries.stacked = count == 0;
-  for (int64_t taken = 0; taken < std::max<int64_t>(count, 1); ++taken) {
-    TORCH_CHECK(next < tensors.size(), "multi_step_loss: layout names more tensors than there are");
-    entries.tensors.push_back(tensors[next++]);
+  template <class Option>
+  void operator()(const char* name, const Option& option) {
+    schema += std::string(", ") + type_of(option) + " " + name;
   }
-  return entries;
+  static const char* type_of(const StepNumbers&) {
+    return "Tensor?";
+  }
+  static const char* type_of(const at::Tensor&) {
+    return "Tensor?";
+  }
+  static const char* type_of(const std::vector<at::Tensor>&) {
+    return "Tensor?[]";
+  }
+  static const char* type_of(bool) {
+    return "bool";
+  }
+  template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
+  static const char* type_of(Choice) {
+    return "str";
+  }
+};
+
+std::string schema() {
+  std::string schema =
+      "multi_step_loss(Tensor[] predictions, Tensor[] targets, int[] prediction_counts, int[] target_counts, "
+      "str[] names, float[] numbers, int[] wants";
+  const Options options;
+  Options::each(options, SchemaWriter{schema});
+  return schema + ") -> Tensor[]";
 }
 
-Tensors kernel(
-    at::TensorList predictions,
-    at::TensorList targets,
-    at::TensorList masks,
-    OptionalTensor step_weights,
-    OptionalTensor step_gradient_scale,
-    OptionalTensor importance_weights,
-    at::ArrayRef<double> heads,
-    at::IntArrayRef layout,
-    at::IntArrayRef wants,
-    std::string reduction,
-    bool skip_nonfinite,
-    bool batch_first) {
-  const HeadTable table(heads);
-  TORCH_CHECK(layout.size() == kNumbersOfLayout * table.size(), "multi_step_loss: layout must have 3 numbers a head");
-  Arguments arguments;
-  arguments.batch_first = batch_first;
-  arguments.skip_nonfinite = skip_nonfinite;
-  arguments.step_weights.tensor = step_weights.value_or(at::Tensor());
-  arguments.step_gradient_scale.tensor = step_gradient_scale.value_or(at::Tensor());
-  arguments.importance_weights = importance_weights.value_or(at::Tensor());
-  const auto kind_of_reduction = read_reduction(reduction);
-  TORCH_CHECK_VALUE(kind_of_reduction, "multi_step_loss: unknown reduction '", reduction, "'");
-  arguments.reduction = *kind_of_reduction;
-  size_t next_prediction = 0, next_target = 0;
-  for (size_t h = 0; h < table.size(); ++h) {
-    const int64_t* numbers = layout.data() + kNumbersOfLayout * h;
-    const size_t first = next_prediction;
-    arguments.predictions.push_back(next_entries(predictions, next_prediction, numbers[0]));
-    arguments.targets.push_back(numbers[1] < 0 ? Entries() : next_entries(targets, next_target, numbers[1]));
-    TORCH_CHECK(
-        numbers[2] < static_cast<int64_t>(masks.size()), "multi_step_loss: layout names a mask that is not there");
-    arguments.masks.push_back(numbers[2] < 0 ? at::Tensor() : masks[numbers[2]]);
-    std::vector<bool>& of_head = arguments.wants.emplace_back();
-    for (size_t i = first; i < next_prediction; ++i) {
-      of_head.push_back(std::find(wants.begin(), wants.end(), static_cast<int64_t>(i)) != wants.end());
-    }
-    const int64_t steps = count_steps(arguments.predictions[h], batch_first);
-    arguments.steps = std::max(arguments.steps, table[h].first_step + steps);
+// Reads the options from the operator's arguments, one after the other.
+struct OptionsReader {
+  const c10::IValue* next;
+
+  template <class Option>
+  void operator()(const char* name, Option& option) {
+    read(name, *next++, option);
   }
-  TORCH_CHECK(on_one_device(arguments), "multi_step_loss: all tensors must be on the device of the predictions");
-  const Entries& entries = arguments.predictions[0];
-  arguments.batch = entries.tensors[0].size(entries.stacked && !batch_first ? 1 : 0);
-  const GradientMemory memory(/*keeps=*/false);
-  RunResult result = run_loss(table, memory, arguments, /*wide=*/true);
+  static void read(const char*, const c10::IValue& given, at::Tensor& tensor) {
+    tensor = given.isNone() ? at::Tensor() : given.toTensor();
+  }
+  static void read(const char* name, const c10::IValue& given, StepNumbers& numbers) {
+    read(name, given, numbers.tensor);
+  }
+  static void read(const char*, const c10::IValue& given, std::vector<at::Tensor>& tensors) {
+    for (const c10::IValue& tensor : given.toListRef()) {
+      tensors.push_back(tensor.isNone() ? at::Tensor() : tensor.toTensor());
+    }
+  }
+  static void read(const char*, const c10::IValue& given, bool& flag) {
+    flag = given.toBool();
+  }
+  template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
+  static void read(const char* name, const c10::IValue& given, Choice& choice) {
+    const auto names = names_of(choice);
+    const auto found = std::find(names.begin(), names.end(), given.toStringRef());
+    TORCH_CHECK_VALUE(found != names.end(), "multi_step_loss: unknown ", name, " '", given.toStringRef(), "'");
+    choice = static_cast<Choice>(found - names.begin());
+  }
+};
+
+// Shares a list of tensors out among the heads.
+std::vector<Entries> entries_from(const c10::IValue& list, const std::vector<int64_t>& counts) {
+  const std::vector<at::Tensor> tensors = list.toTensorVector();
+  std::vector<Entries> of_heads;
+  size_t next = 0;
+  for (const int64_t count : counts) {
+    Entries& entries = of_heads.emplace_back();
+    entries.stacked = count == 0;
+    const size_t end = next + (count < 0 ? 0 : std::max<int64_t>(count, 1));
+    TORCH_CHECK(end <= tensors.size(), "multi_step_loss: the counts name more tensors than there are");
+    entries.tensors.assign(tensors.begin() + next, tensors.begin() + end);
+    next = end;
+  }
+  return of_heads;
+}
+
+// The call that the operator's arguments make.
+Arguments arguments_from(at::ArrayRef<c10::IValue> given) {
+  Arguments arguments;
+  arguments.predictions = entries_from(given[kPredictions], given[kPredictionCounts].toIntVector());
+  arguments.targets = entries_from(given[kTargets], given[kTargetCounts].toIntVector());
+  Options::each(arguments, OptionsReader{&given[kOptions]});
+  const std::vector<int64_t> wants = given[kWants].toIntVector();
+  int64_t index = 0;
+  for (const Entries& entries : arguments.predictions) {
+    std::vector<bool>& of_head = arguments.wants.emplace_back();
+    for (size_t i = 0; i < entries.tensors.size(); ++i) {
+      of_head.push_back(std::find(wants.begin(), wants.end(), index++) != wants.end());
+    }
+  }
+  return arguments;
+}
+
+void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const size_t count = op.schema().arguments().size();
+  const at::ArrayRef<c10::IValue> given = torch::jit::last(*stack, count);
+  const HeadTable heads(given[kNames].to<std::vector<std::string>>(), given[kNumbers].toDoubleVector());
+  Arguments arguments = arguments_from(given);
+  TORCH_CHECK_VALUE(
+      arguments.predictions.size() == heads.size() && arguments.targets.size() == heads.size() &&
+          arguments.mask.size() == heads.size() && arguments.settle(heads),
+      "gradscale_ext::multi_step_loss: the tensors do not fit each other and the heads; call "
+      "gradscale_ext.multi_step_loss, which says what is wrong with them");
+  const RunResult result = run_loss(heads, GradientMemory(/*keeps=*/false), arguments, /*wide=*/true);
   const Outputs& outputs = result.outputs;
   Tensors all{outputs.loss, outputs.per_sample, outputs.head_means, outputs.num_nonfinite};
   const auto add_defined = [&](const Tensors& tensors) {
@@ -118,160 +148,71 @@ Tensors kernel(
   add_defined(outputs.per_step);
   add_defined(outputs.expected);
   std::for_each(result.gradients.begin(), result.gradients.end(), add_defined);
-  return all;
+  torch::jit::drop(*stack, count);
+  torch::jit::push(*stack, std::move(all));
 }
 
-struct MultiStepLossOperatorBackward : public BackwardNode {
-  struct Gradient {
-    at::Tensor tensor; // of the type of sums; undefined where none is wanted
-    at::ScalarType type;
-    int64_t batch_dim;
-  };
-  std::vector<Gradient> gradients;
-  bool released = false;
-
-  std::string name() const override {
-    return "MultiStepLossOperatorBackward";
-  }
-
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    gradients.clear();
-    released = true;
-  }
-
-  autograd::variable_list apply(autograd::variable_list&& inputs) override {
-    const std::vector<Gradient> gradients = kept();
-    const at::Tensor grad_output = std::move(inputs[0]);
-    autograd::variable_list result(gradients.size());
-    if (!grad_output.defined()) {
-      return result;
-    }
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !at::GradMode::is_enabled(),
-        "multi_step_loss: a compiled or exported loss has no second derivative; call it outside torch.compile, or use "
-        "gradscale_ext.reference.multi_step_loss inside");
-    for (size_t i = 0; i < gradients.size(); ++i) {
-      const Gradient& gradient = gradients[i];
-      if (!gradient.tensor.defined()) {
-        continue;
-      }
-      std::vector<int64_t> shape(gradient.tensor.dim(), 1);
-      at::Tensor factor = grad_output;
-      if (grad_output.dim() == 1) {
-        shape[gradient.batch_dim] = -1;
-        factor = grad_output.reshape(shape);
-      }
-      // What is masked stays 0, also where grad_output is infinite.
-      const at::Tensor product =
-          at::where(at::eq(gradient.tensor, 0), gradient.tensor, at::mul(gradient.tensor, factor));
-      result[i] = product.to(gradient.type);
-    }
-    return result;
-  }
-
- private:
-  std::vector<Gradient> kept() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
-    return gradients;
-  }
-};
-
-Tensors autograd_kernel(
-    at::TensorList predictions,
-    at::TensorList targets,
-    at::TensorList masks,
-    OptionalTensor step_weights,
-    OptionalTensor step_gradient_scale,
-    OptionalTensor importance_weights,
-    at::ArrayRef<double> heads,
-    at::IntArrayRef layout,
-    at::IntArrayRef wants,
-    std::string reduction,
-    bool skip_nonfinite,
-    bool batch_first) {
-  static const auto handle =
-      c10::Dispatcher::singleton().findSchemaOrThrow("gradscale_ext::multi_step_loss", "").typed<Signature>();
+void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const size_t count = op.schema().arguments().size();
+  c10::IValue* given = stack->data() + stack->size() - count;
+  const Tensors predictions = given[kPredictions].toTensorVector();
+  const auto requires_grad = [](const at::Tensor& tensor) { return tensor.requires_grad(); };
+  const auto has_tangent = [](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); };
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !inside_transform() && std::none_of(
-                                 predictions.begin(),
-                                 predictions.end(),
-                                 [](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }),
+      !inside_transform() && std::none_of(predictions.begin(), predictions.end(), has_tangent),
       "gradscale_ext::multi_step_loss: torch.func transforms and forward mode need gradscale_ext.multi_step_loss, "
-      "which "
-      "chooses plain PyTorch for them");
-  std::vector<int64_t> wanted(wants.begin(), wants.end());
-  if (at::GradMode::is_enabled()) {
-    for (size_t i = 0; i < predictions.size(); ++i) {
-      if (predictions[i].requires_grad() &&
-          std::find(wants.begin(), wants.end(), static_cast<int64_t>(i)) == wants.end()) {
-        wanted.push_back(static_cast<int64_t>(i));
-      }
+      "which chooses plain PyTorch for them");
+  const bool records = at::GradMode::is_enabled() && std::any_of(predictions.begin(), predictions.end(), requires_grad);
+  std::vector<int64_t> wants = given[kWants].toIntVector();
+  for (size_t i = 0; i < predictions.size() && records; ++i) {
+    if (predictions[i].requires_grad()) {
+      wants.push_back(static_cast<int64_t>(i));
     }
-    std::sort(wanted.begin(), wanted.end());
   }
-  Tensors results;
+  std::sort(wants.begin(), wants.end());
+  wants.erase(std::unique(wants.begin(), wants.end()), wants.end());
+  given[kWants] = wants;
+  Arguments arguments = records ? arguments_from(at::ArrayRef<c10::IValue>(given, count)) : Arguments();
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    results = handle.call(
-        predictions,
-        targets,
-        masks,
-        step_weights,
-        step_gradient_scale,
-        importance_weights,
-        heads,
-        layout,
-        wanted,
-        reduction,
-        skip_nonfinite,
-        batch_first);
+    op.callBoxed(stack);
   }
-  const bool records = at::GradMode::is_enabled() &&
-                       std::any_of(predictions.begin(), predictions.end(), [](const at::Tensor& prediction) {
-                         return prediction.requires_grad();
-                       });
   if (!records) {
-    return results;
+    return;
   }
-  MultiStepLossOperatorBackward* node = nullptr;
-  const NodePtr node_handle = make_node(node);
-  size_t gradient = results.size() - wanted.size();
-  for (size_t h = 0, i = 0; h < layout.size() / kNumbersOfLayout; ++h) {
-    const int64_t count = layout[kNumbersOfLayout * h];
-    const int64_t batch_dim = count == 0 && !batch_first ? 1 : 0;
-    for (const size_t end = i + std::max<int64_t>(count, 1); i < end; ++i) {
-      const at::Tensor& prediction = predictions[i];
-      const bool is_wanted = std::binary_search(wanted.begin(), wanted.end(), static_cast<int64_t>(i));
-      const at::Tensor found = is_wanted ? results[gradient++] : at::Tensor();
-      const bool needed = prediction.requires_grad();
-      node->gradients.push_back({needed ? found : at::Tensor(), prediction.scalar_type(), batch_dim});
-      node->add_next_edge(needed ? autograd::impl::gradient_edge(prediction) : autograd::Edge());
+  const Tensors results = stack->back().toTensorVector();
+  RunResult result;
+  result.outputs.loss = results[0];
+  size_t next = results.size() - wants.size();
+  for (size_t h = 0, i = 0; h < arguments.wants.size(); ++h) {
+    Tensors& gradients = result.gradients.emplace_back();
+    for (size_t k = 0; k < arguments.wants[h].size(); ++k, ++i) {
+      const at::Tensor gradient = arguments.wants[h][k] ? results[next++] : at::Tensor();
+      arguments.wants[h][k] = predictions[i].requires_grad();
+      gradients.push_back(arguments.wants[h][k] ? gradient : at::Tensor());
     }
   }
-  autograd::set_history(results[0], node_handle);
-  return results;
+  record_call(std::move(arguments), result, nullptr);
 }
 
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
-  m.def(kSchema);
+  m.def(torch::schema(schema().c_str()));
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CPU, m) {
-  m.impl("multi_step_loss", kernel);
+  m.impl("multi_step_loss", torch::CppFunction::makeFromBoxedFunction<&kernel>());
 }
 
 #if GRADSCALE_WITH_CUDA
 TORCH_LIBRARY_IMPL(gradscale_ext, CUDA, m) {
-  m.impl("multi_step_loss", kernel);
+  m.impl("multi_step_loss", torch::CppFunction::makeFromBoxedFunction<&kernel>());
 }
 #endif
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("multi_step_loss", autograd_kernel);
+  m.impl("multi_step_loss", torch::CppFunction::makeFromBoxedFunction<&autograd_kernel>());
 }
 
 } // namespace gradscale

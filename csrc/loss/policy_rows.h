@@ -1,14 +1,9 @@
 // Rows of logits over actions with a dense target: SoftCrossEntropy.
-#pragma once
-
-#include "../math/losses.h"
-#include "row_tools.h"
-
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// The target of a row, smoothed. A class that is none gives a row of NaN.
+// Reads the target of a row, smoothed. A class that no logit stands for gives a row of NaN.
 template <class A>
 void read_target(const Segment& s, int64_t row, A* target) {
   if (s.target.element == Element::int64) {
@@ -24,10 +19,10 @@ void read_target(const Segment& s, int64_t row, A* target) {
     widen_row(s.target, row, s.width, target);
   }
   if (s.head->label_smoothing != 0) {
-    const A kept = static_cast<A>(1 - s.head->label_smoothing);
+    const A target_share = static_cast<A>(1 - s.head->label_smoothing);
     const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
     for (int64_t j = 0; j < s.width; ++j) {
-      target[j] = target[j] * kept + everywhere;
+      target[j] = target[j] * target_share + everywhere;
     }
   }
 }

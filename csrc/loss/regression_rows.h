@@ -1,10 +1,5 @@
-// Rows that are compared with their target as numbers or vectors: MeanSquaredError, BinaryCrossEntropy, NegativeCosine;
-// and PerStepLoss, which is compared with nothing.
-#pragma once
-
-#include "../math/losses.h"
-#include "row_tools.h"
-
+// Rows that are compared with their target as numbers or vectors (MeanSquaredError, BinaryCrossEntropy,
+// NegativeCosine), and rows that are compared with nothing (PerStepLoss).
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
@@ -86,14 +81,11 @@ void negative_cosine_row(const Segment& s, int64_t row, double coefficient, A* s
   write_gradient<G, A>(s.gradient, row, width, [=](auto load) { return load(target); });
 }
 
-// Rows of one number. Many are computed at once: a loop over rows vectorises as one over the elements of a row does.
-template <class T, class G>
-void run_scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end) {
-  using A = typename AccumulateType<T>::type;
-  constexpr int64_t most = 64;
-  A x[most], target[most] = {}, loss[most], derivative[most];
-  const double slope = s.head->kind == Kind::mean_squared_error ? 2 : 1;
-  const auto compute = [&](int64_t count, auto of_one) {
+// Losses and derivatives of `count` rows of one number. A loop over rows vectorises as one over the elements of a row
+// does. The factor 2 of a squared error comes with the coefficient.
+template <class A>
+void scalar_losses(const Head& head, int64_t count, const A* x, A* target, A* loss, A* derivative) {
+  const auto compute = [&](auto of_one) {
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
       const LossAndDerivative<A> result = of_one(x[i], target[i]);
@@ -101,6 +93,31 @@ void run_scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t
       derivative[i] = result.derivative;
     }
   };
+  switch (head.kind) {
+    case Kind::mean_squared_error:
+      transform_row(head.support, count, target);
+      return compute([](A of_x, A of_t) {
+        const A difference = of_x - of_t;
+        return LossAndDerivative<A>{difference * difference, difference};
+      });
+    case Kind::binary_cross_entropy:
+      return compute([](A of_x, A of_t) { return binary_cross_entropy(of_x, of_t); });
+    case Kind::per_step_loss:
+      return compute([](A of_x, A) { return LossAndDerivative<A>{of_x, A(1)}; });
+    case Kind::two_hot:
+    case Kind::hl_gauss:
+    case Kind::soft_cross_entropy:
+    case Kind::negative_cosine:
+      return; // their rows are computed one at a time
+  }
+}
+
+template <class T, class G>
+void run_scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end) {
+  using A = typename AccumulateType<T>::type;
+  constexpr int64_t most = 64;
+  A x[most], target[most] = {}, loss[most], derivative[most];
+  const double slope = s.head->kind == Kind::mean_squared_error ? 2 : 1;
   for (int64_t first = begin; first < end; first += most) {
     const int64_t count = end - first < most ? end - first : most;
     for (int64_t i = 0; i < count; ++i) {
@@ -109,28 +126,14 @@ void run_scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t
     if (s.target.data != nullptr) {
       widen_column(s.target, first, count, target);
     }
-    switch (s.head->kind) {
-      case Kind::mean_squared_error:
-        transform_row(s.head->support, count, target);
-        compute(count, [](A of_x, A of_t) {
-          const A difference = of_x - of_t;
-          return LossAndDerivative<A>{difference * difference, difference}; // the factor 2 comes with the coefficient
-        });
-        break;
-      case Kind::binary_cross_entropy:
-        compute(count, [](A of_x, A of_t) { return binary_cross_entropy(of_x, of_t); });
-        break;
-      default:
-        compute(count, [](A of_x, A) { return LossAndDerivative<A>{of_x, A(1)}; });
-        break;
-    }
+    scalar_losses(*s.head, count, x, target, loss, derivative);
     double factor[most];
     coefficients.of_rows(first, count, s.step, factor);
     for (int64_t i = 0; i < count && coefficients.mask.data != nullptr; ++i) {
-      const bool kept = coefficients.mask.keeps(first + i, s.step);
-      loss[i] = kept ? loss[i] : A(0);
-      derivative[i] = kept ? derivative[i] : A(0);
-      factor[i] = kept ? factor[i] : 0.0;
+      const bool unmasked = coefficients.mask.keeps(first + i, s.step);
+      loss[i] = unmasked ? loss[i] : A(0);
+      derivative[i] = unmasked ? derivative[i] : A(0);
+      factor[i] = unmasked ? factor[i] : 0.0;
     }
     s.loss.store(first, count, loss);
     if (s.gradient.data != nullptr) {

@@ -1,10 +1,8 @@
-// What the rows of all heads are made of: reading, the softmax of a row, writing. Included once for each instruction
-// set, with GRADSCALE_VARIANT naming the namespace; the loops are plain, and vectorised by the compiler.
-#pragma once
-
-#include "../math/element.h"
+// The tools that the rows of all heads are made of: reading, the softmax of a row, writing. Included once for each
+// instruction set, with GRADSCALE_VARIANT naming the namespace; the loops are plain, and vectorised by the compiler.
 #include "../math/exponential.h"
-#include "../variants/lanes.h"
+#include "../math/lane_sums.h"
+#include "../math/losses.h"
 #include "segment.h"
 
 #include <array>
@@ -18,12 +16,12 @@ namespace {
 template <class A>
 struct Softmax {
   A maximum;
-  A sum;           // of exp(logit - maximum)
-  A moment;        // of the same, weighted with 2j - width + 1
+  A sum;           // sum of exp(logit - maximum)
+  A moment;        // sum of exp(logit - maximum) (2j - width + 1)
   const A* values; // exp(logit - maximum)
 };
 
-// Memory that is wanted next: fetched while exponentials are computed, which needs none.
+// Memory that is wanted next. It is fetched while exponentials are computed, which needs none.
 struct Ahead {
   const void* read;
   void* write;
@@ -45,7 +43,7 @@ namespace {
 template <class A>
 constexpr bool in_lanes = GRADSCALE_AVX512 && std::is_same_v<A, float>;
 
-// Named before it is known whether there is one.
+// Declared for all instruction sets, and defined where there is AVX-512.
 template <bool with_moment, class T>
 Softmax<float> exponentials_in_lanes(const T* logits, int64_t width, float maximum, Ahead ahead, float* scratch);
 
@@ -71,7 +69,7 @@ void widen_row(const Rows& rows, int64_t row, int64_t width, A* to) {
   });
 }
 
-// The first element of each of `count` rows.
+// Widens the first element of each of `count` rows.
 template <class A>
 void widen_column(const Rows& rows, int64_t first, int64_t count, A* to) {
   dispatch_element(rows.element, [&](auto type) {
@@ -113,7 +111,7 @@ Softmax<A> exponentials_of_any(const T* logits, int64_t width, A maximum, A* row
     row[j] = -static_cast<A>(INFINITY);
   }
   LaneSum<A> sum;
-  LaneSum<A> moment; // of the number of the block; the place in the block is the lane's, and comes after the loop
+  LaneSum<A> moment; // weighted with the number of the block; the place in the block is added after the loop
   A block = 0;
   for (int64_t j = 0; j < padded; j += kLanes, block += 1) {
 #pragma omp simd
@@ -143,7 +141,7 @@ Ahead ahead_of(const Rows& logits, const Rows& gradient, int64_t row) {
   return {row_of<T>(logits, row + 1), out == nullptr ? nullptr : out + row * gradient.stride * size};
 }
 
-// The largest logit; -inf of a row of NaN.
+// The largest logit; -inf for a row of NaN.
 template <class A, class T>
 A maximum_of(const T* logits, int64_t width) {
   if constexpr (in_lanes<A>) {
@@ -163,7 +161,7 @@ Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A*
   }
 }
 
-// out[j] = value(load) with load(row) = row[j].
+// Writes out[j] = value(load) with load(row) = row[j].
 template <class G, class A, class Value>
 void write_gradient(const Rows& gradient, int64_t row, int64_t width, Value value) {
   G* out = static_cast<G*>(gradient.data) + row * gradient.stride;

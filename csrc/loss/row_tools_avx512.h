@@ -1,16 +1,9 @@
-// The tools of row_tools.h for rows that are summed in float, 16 lanes at a time, with what compilers do not make of a
-// plain loop: masked ends instead of a loop over what is left, several chains of additions, and an exponential of two
-// instructions less than half as many. Compiled for AVX-512 only.
+// The tools of row_tools.h for rows that are summed in float, 16 lanes at a time. Compilers do not make this of a plain
+// loop: masked ends instead of a loop over the rest, several chains of additions, and an exponential of less than half
+// as many instructions. Compiled for AVX-512 only.
 //
 // Blocks of 16 follow the alignment of the row in memory, not its beginning: the first and the last may be partial. A
 // gradient is aligned as its logits are when both are contiguous, so that no load or store crosses a cache line.
-#pragma once
-
-#include "../math/element.h"
-#include "../math/exponential.h"
-#include "../math/losses.h"
-#include "segment.h"
-
 #include <immintrin.h>
 
 namespace gradscale {
@@ -77,7 +70,7 @@ inline void store_lanes(float* to, __mmask16 mask, Lanes lanes) {
   _mm512_mask_storeu_ps(to, mask, lanes.v);
 }
 
-// As from_accumulate of math/element.h.
+// Rounds as from_accumulate of math/element.h does.
 inline void store_lanes(BFloat16Bits* to, __mmask16 mask, Lanes lanes) {
   const __m512i bits = _mm512_castps_si512(lanes.v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -91,7 +84,7 @@ inline void store_lanes(HalfBits* to, __mmask16 mask, Lanes lanes) {
   _mm256_mask_storeu_epi16(to, mask, _mm512_cvtps_ph(lanes.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-// How many elements a row begins after a multiple of 16.
+// The number of elements between a multiple of 16 and the beginning of a row.
 template <class T>
 int64_t lead_of(const T* row) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kLanes);
@@ -124,7 +117,7 @@ struct Blocks {
     }
   }
 
-  // A block of a row of which element 0 is at `row`; lanes outside of it are 0.
+  // Loads a block of the row whose element 0 is at `row`; lanes outside of it are 0.
   template <class T>
   Lanes load(const T* row, int64_t b, __mmask16 mask) const {
     return load_lanes(row - lead + b * kLanes, mask);
@@ -136,7 +129,7 @@ Lanes logits_of_block(const Blocks& blocks, const T* logits, int64_t b, __mmask1
   return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), mask, blocks.load(logits, b, mask).v);
 }
 
-// As maximum_of_any() of row_tools.h.
+// The same as maximum_of_any() of row_tools.h.
 template <class T>
 float maximum_in_lanes(const T* logits, int64_t width) {
   const Blocks blocks(lead_of(logits), width);
@@ -160,7 +153,7 @@ float maximum_in_lanes(const T* logits, int64_t width) {
   return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(m[0], m[1]), _mm512_max_ps(m[2], m[3])));
 }
 
-// As exponentials_of_any() of row_tools.h.
+// The same as exponentials_of_any() of row_tools.h.
 template <bool with_moment, class T>
 Softmax<float> exponentials_in_lanes(const T* logits, int64_t width, float maximum, Ahead ahead, float* scratch) {
   const Blocks blocks(lead_of(logits), width);
@@ -171,7 +164,7 @@ Softmax<float> exponentials_in_lanes(const T* logits, int64_t width, float maxim
   const auto* read = static_cast<const T*>(ahead.read);
   const void* write = ahead.write != nullptr ? ahead.write : scratch;
   const auto add = [&](int chain, int64_t block, __mmask16 mask) {
-    // Past the end of either it does nothing.
+    // Prefetching past the end of either does nothing.
     __builtin_prefetch(read + block * kLanes, /*rw=*/0);
     __builtin_prefetch(static_cast<const T*>(write) + block * kLanes, /*rw=*/1);
     const __m512 e = exp_nonpositive(logits_of_block(blocks, logits, block, mask) - Lanes(maximum)).v;
@@ -203,7 +196,7 @@ Softmax<float> exponentials_in_lanes(const T* logits, int64_t width, float maxim
   return {maximum, _mm512_reduce_add_ps(total), weighted, scratch + blocks.lead};
 }
 
-// As write_gradient() of row_tools.h.
+// The same as write_gradient() of row_tools.h.
 template <class G, class Value>
 void write_lanes(G* out, int64_t width, Value value) {
   const Blocks blocks(lead_of(out), width);
@@ -213,7 +206,7 @@ void write_lanes(G* out, int64_t width, Value value) {
   });
 }
 
-// As sums_of() of row_tools.h.
+// The same as sums_of() of row_tools.h.
 template <class T, class Terms>
 std::array<float, 2> sums_of_lanes(const T* aligned_as, int64_t width, Terms terms) {
   const Blocks blocks(lead_of(aligned_as), width);

@@ -1,8 +1,9 @@
-// CPU kernel of the multi-step loss: one row (the prediction of one sample at one step) at a time.
+// The CPU kernel of the multi-step loss, which takes one row (the prediction of one sample at one step) at a time.
+// Included once for each instruction set.
 //
 // A row is read from memory once, widened into a padded scratch row that stays in the first-level cache, and its
 // gradient is written once; between the two there is one exponential per element.
-#pragma once
+#include "row_tools.h"
 
 #include "categorical_rows.h"
 #include "policy_rows.h"
@@ -45,9 +46,9 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
   for (int64_t row = begin; row < end; ++row) {
     // A masked row adds exactly nothing: it is computed into the outputs that do not depend on its target, and its loss
     // and gradient are zero whatever it holds.
-    const bool kept = coefficients.mask.keeps(row, s.step);
-    run_row<T, G>(s, row, kept ? coefficients.at(row, s.step) : 0.0, row_scratch);
-    if (!kept) {
+    const bool unmasked = coefficients.mask.keeps(row, s.step);
+    run_row<T, G>(s, row, unmasked ? coefficients.at(row, s.step) : 0.0, row_scratch);
+    if (!unmasked) {
       s.loss.store(row, 0.0);
       if (s.gradient.data != nullptr) {
         memset(static_cast<G*>(s.gradient.data) + row * s.gradient.stride, 0, s.width * sizeof(G));

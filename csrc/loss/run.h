@@ -2,6 +2,8 @@
 #pragma once
 
 #include "arguments.h"
+#include "gradient_memory.h"
+#include "head_table.h"
 
 namespace gradscale {
 
@@ -15,10 +17,10 @@ struct Outputs {
   at::Tensor num_nonfinite;         // int64 scalar
 };
 
-// What the backward pass on a device must know of the forward pass.
+// The forward pass as the backward pass on a device must know it.
 struct DeviceState {
-  at::Tensor skipped; // per_sample, which is the user's to write to; undefined where no sample is skipped
-  at::Tensor kept;    // float64 [heads]: entries that masks keep; undefined where no mean is taken over them
+  at::Tensor skipped;      // a copy of per_sample, which is the user's to write to; undefined where none is skipped
+  at::Tensor num_unmasked; // float64 [heads]: unmasked entries; undefined where no mean is taken over them
 };
 
 // Gradients by head for grad_output 1, in the layout of its predictions; undefined where none is wanted.
@@ -32,12 +34,12 @@ struct RunResult {
 
 // Computes the loss and, where wanted, the gradients in the same pass. Gradients are of the type of their predictions,
 // or `wide`: of the type of sums, float for half types, so that they can be multiplied before they are rounded.
-RunResult run_loss(const HeadTable& table, const GradientMemory& memory, const Arguments& arguments, bool wide = false);
+RunResult run_loss(const HeadTable& heads, const GradientMemory& memory, const Arguments& arguments, bool wide = false);
 
 // On a device with kernels: gradients that run_loss gave, in their own memory, times grad_output, which nobody waits
 // for; or, where none are given, new ones.
 Gradients multiplied_on_device(
-    const HeadTable& table,
+    const HeadTable& heads,
     const GradientMemory& memory,
     const Arguments& arguments,
     Gradients gradients,

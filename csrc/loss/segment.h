@@ -1,110 +1,41 @@
 // What the kernels of the multi-step loss see: plain numbers and pointers, no tensors.
 //
 // To add a head:
-// - here, give it a Kind, and a number in Head if it has one of its own;
-// - write its row functor (loss and gradient of one row) beside those of its family, in categorical_rows.h,
-//   policy_rows.h or regression_rows.h, its formulas going to csrc/math/, and name it in the switch of rows.h;
-// - in gradscale_ext/, add the dataclass to heads.py, at the same place in KINDS, and its formula to reference.py.
+// - gradscale_ext/heads.py: its dataclass, with the name of its kind (and gradscale_ext/__init__.py, its name for
+// users);
+// - gradscale_ext/reference/losses.py: its formula;
+// - here: its kind, and a number in Head (named in head_table.cpp) if it has one that no other head has;
+// - its row, loss and gradient, beside those of its family: categorical_rows, policy_rows or regression_rows, .h for a
+//   CPU and .cuh for a GPU, with what both share in csrc/math/; the compiler names the switches that lack its case.
 #pragma once
 
-#include "../math/element.h"
+#include "../math/slab.h"
 #include "../math/support.h"
+#include "../port/cpu_kernel.h"
 
 namespace gradscale {
 
-enum class Kind : int32_t {
-  two_hot = 0,
-  hl_gauss = 1,
-  soft_cross_entropy = 2,
-  mean_squared_error = 3,
-  binary_cross_entropy = 4,
-  negative_cosine = 5,
-  per_step_loss = 6,
-};
+#define GRADSCALE_KINDS(kind)                                                                               \
+  kind(two_hot) kind(hl_gauss) kind(soft_cross_entropy) kind(mean_squared_error) kind(binary_cross_entropy) \
+      kind(negative_cosine) kind(per_step_loss)
 
-// What the user says about one head: the dataclass of gradscale_ext/heads.py as numbers.
+#define GRADSCALE_ENUMERATOR(name) name,
+enum class Kind : int32_t { GRADSCALE_KINDS(GRADSCALE_ENUMERATOR) };
+#undef GRADSCALE_ENUMERATOR
+
+// One head as the user describes it: a dataclass of gradscale_ext/heads.py.
 struct Head {
   Kind kind;
+  bool decodes; // has a support, and decoded predictions
   int32_t first_step;
   double weight;
-  Support support; // of other kinds: transform and eps of mean_squared_error, eps of negative_cosine
+  Support support; // without one: the transform and eps of mean_squared_error, the eps of negative_cosine
   double label_smoothing;
   double entropy_weight;
   bool subtract_target_entropy;
   double sigma_ratio;
 };
 
-// In the order of numbers_of() in gradscale_ext/heads.py.
-constexpr int64_t kNumbersOfHead = 13;
-
-// -1, which is none of a head's integers, where there is no such int32.
-inline int32_t integer_from(double number) {
-  return number >= 0 && number <= 2147483647.0 ? static_cast<int32_t>(number) : -1;
-}
-
-inline Head head_from_numbers(const double* numbers) {
-  Head head{};
-  head.kind = static_cast<Kind>(integer_from(numbers[0]));
-  head.first_step = integer_from(numbers[1]);
-  head.weight = numbers[2];
-  head.support.minimum = numbers[3];
-  head.support.maximum = numbers[4];
-  head.support.eps = numbers[5];
-  head.support.num_bins = integer_from(numbers[6]);
-  head.support.transform = static_cast<Transform>(integer_from(numbers[7]));
-  head.support.raw = numbers[8] != 0;
-  head.label_smoothing = numbers[9];
-  head.entropy_weight = numbers[10];
-  head.subtract_target_entropy = numbers[11] != 0;
-  head.sigma_ratio = numbers[12];
-  return head;
-}
-
-GRADSCALE_HOST_DEVICE bool is_categorical(Kind kind) {
-  return kind == Kind::two_hot || kind == Kind::hl_gauss;
-}
-
-// A [B] or [B, n] slab of scalars in the type that losses are given in.
-struct Slab {
-  void* data = nullptr; // null: not wanted
-  int64_t stride = 0;
-  bool is_double = false;
-
-  // Without the first so many elements.
-  GRADSCALE_HOST_DEVICE Slab from(int64_t element) const {
-    return {static_cast<char*>(data) + element * (is_double ? 8 : 4), stride, is_double};
-  }
-  GRADSCALE_HOST_DEVICE void store(int64_t row, double value) const {
-    if (is_double) {
-      static_cast<double*>(data)[row * stride] = value;
-    } else {
-      static_cast<float*>(data)[row * stride] = static_cast<float>(value);
-    }
-  }
-  // Rows first..first + count.
-  template <class A>
-  void store(int64_t first, int64_t count, const A* values) const {
-    if (is_double) {
-      for (int64_t i = 0; i < count; ++i) {
-        static_cast<double*>(data)[(first + i) * stride] = static_cast<double>(values[i]);
-      }
-    } else {
-      for (int64_t i = 0; i < count; ++i) {
-        static_cast<float*>(data)[(first + i) * stride] = static_cast<float>(values[i]);
-      }
-    }
-  }
-  GRADSCALE_HOST_DEVICE double load(int64_t row) const {
-    return is_double ? static_cast<const double*>(data)[row * stride] : static_cast<const float*>(data)[row * stride];
-  }
-};
-
-// Rows of `width` elements, one a sample, whose elements are contiguous; rows may be any distance apart.
-struct Rows {
-  void* data = nullptr;
-  int64_t stride = 0; // elements from one sample to the next
-  Element element = Element::float32;
-};
 
 // A head at a step: B rows of predictions with their targets.
 struct Segment {
@@ -118,7 +49,7 @@ struct Segment {
   Slab expected; // decoded prediction, where the head has one
 };
 
-// Weight of a sample at a step; null data means 1.
+// The weight of a sample at a step; null data means 1.
 struct StepWeight {
   Slab values;
   int64_t step_stride = 0;
@@ -148,7 +79,7 @@ struct StepMask {
   }
 };
 
-// What a row's gradient is multiplied by: head weight, reduction, and the weights of its step and sample.
+// The factors of a row's gradient: head weight, reduction, and the weights of its step and sample.
 struct Coefficients {
   double factor;
   StepWeight step_weights;
@@ -160,7 +91,7 @@ struct Coefficients {
     return factor * step_weights.at(row, step) * step_gradient_scale.at(row, step) * importance_weights.at(row, 0);
   }
 
-  // at() of rows first..first + count.
+  // Computes at() for rows first..first + count.
   void of_rows(int64_t first, int64_t count, int64_t step, double* products) const {
     for (int64_t i = 0; i < count; ++i) {
       products[i] = factor;
@@ -171,27 +102,28 @@ struct Coefficients {
   }
 };
 
-// Rows begin..end of a segment: loss, decoded prediction and gradient. `scratch` holds scratch_elements(width) doubles.
+// Computes loss, decoded prediction and gradient of rows begin..end of a segment. `scratch` holds
+// scratch_elements(width) doubles.
 using RunRows = void (*)(const Segment&, const Coefficients&, int64_t begin, int64_t end, double* scratch);
+extern const CpuKernel<RunRows> run_rows_kernel;
 
 // Rows are padded to whole vectors.
 inline int64_t padded_width(int64_t width) {
   return (width + kLanes - 1) / kLanes * kLanes;
 }
 
-// What a row costs, in elements of a long one: beside its own there are its target, its logarithm and its sums. Rows of
-// one number are computed many at a time.
+// The cost of a row, in elements of a long one: beside its own there are its target, its logarithm and its sums. Rows
+// of one number are computed many at a time.
 inline int64_t cost_of_row(int64_t width) {
   return width == 1 ? 16 : width + 128;
 }
 
-// Two rows, each with room for the lanes before its first element.
+// The room for two rows, each with the lanes before its first element.
 inline int64_t scratch_elements(int64_t width) {
   return 2 * (padded_width(width) + kLanes);
 }
 
-// Rows begin..end of decoded values, and of their gradient: where `gradient` has data, the derivative times
-// `grad_output` is written there, and no value.
+// Rows to decode; where `gradient` has data, the derivative times `grad_output` is written there, and no value.
 struct Decoding {
   Rows logits;
   int64_t width;
@@ -201,9 +133,9 @@ struct Decoding {
   Slab grad_output;
 };
 
-// Rows of distributions over bins, from scalars of the same type.
+// Scalars to encode as rows of distributions over bins, of the same type.
 struct Encoding {
-  Rows scalars; // of one element
+  Rows scalars; // one element each
   Rows out;
   int64_t width;
   const Support* support;
@@ -211,5 +143,6 @@ struct Encoding {
 };
 
 using DecodeRows = void (*)(const Decoding&, int64_t begin, int64_t end, double* scratch);
+extern const CpuKernel<DecodeRows> decode_rows_kernel;
 
 } // namespace gradscale

@@ -14,7 +14,7 @@ struct HalfBits {
   uint16_t bits;
 };
 
-// int64 is that of classes, and of no arithmetic.
+// int64 is the type of classes, in which nothing is computed.
 enum class Element : int32_t { float64 = 0, float32 = 1, bfloat16 = 2, float16 = 3, int64 = 4 };
 
 // Sums over elements of type T are taken in this type.
@@ -53,9 +53,11 @@ GRADSCALE_HOST_DEVICE int64_t element_size(Element element) {
       return 8;
     case Element::float32:
       return 4;
-    default:
-      return 2;
+    case Element::bfloat16:
+    case Element::float16:
+      break;
   }
+  return 2;
 }
 
 // Calls function(value of the C++ type that `element`, a floating one, names).
@@ -84,7 +86,7 @@ GRADSCALE_HOST_DEVICE float to_accumulate(BFloat16Bits value) {
   return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 
-// Shifted into place the exponent is 112 too small: multiplying by 2^112 mends that, subnormals included.
+// The exponent that is shifted into place is 112 too small: multiplying by 2^112 mends that, subnormals included.
 GRADSCALE_HOST_DEVICE float to_accumulate(HalfBits value) {
 #if defined(__CUDA_ARCH__)
   return __half2float(__ushort_as_half(value.bits));
@@ -110,7 +112,7 @@ GRADSCALE_HOST_DEVICE double from_accumulate<double, double>(double value) {
   return value;
 }
 
-// Round to nearest, ties to even, by adding just under half a unit of the last kept bit.
+// Rounds to nearest, ties to even, by adding just under half a unit of the last bit that stays.
 template <>
 GRADSCALE_HOST_DEVICE BFloat16Bits from_accumulate<BFloat16Bits, float>(float value) {
 #if defined(__CUDA_ARCH__)

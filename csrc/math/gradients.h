@@ -1,4 +1,4 @@
-// What gradient-flow operators do to one element of a gradient.
+// The functions of gradient-flow operators on one element of a gradient.
 #pragma once
 
 #include "../port/port.h"

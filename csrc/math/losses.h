@@ -11,7 +11,7 @@ struct LossAndDerivative {
   T derivative;
 };
 
-// 0 times anything is 0: what has no weight costs nothing, be it infinite.
+// Products in which 0 times anything is 0: an element without weight costs nothing, be it infinite.
 template <class T>
 GRADSCALE_HOST_DEVICE T product(T weight, T x) {
   return weight == T(0) ? T(0) : weight * x;
@@ -42,14 +42,15 @@ GRADSCALE_HOST_DEVICE LossAndDerivative<T> binary_cross_entropy(T x, T target) {
   return {product(target, negative) + product(T(1) - target, positive), sigmoid - target};
 }
 
-// What -x.t / (max(|x|, eps) max(|t|, eps)) and its derivative by x_j, `of_x x_j + of_t t_j`, need of whole rows.
+// The loss -x.t / (max(|x|, eps) max(|t|, eps)), and the factors of its derivative by x_j, which is `of_x x_j + of_t
+// t_j`.
 struct Cosine {
   double loss;
   double of_x;
   double of_t;
 };
 
-// From x.x, t.t and x.t, each with x and t divided by the `unit` of its row.
+// Takes x.x, t.t and x.t, each with x and t divided by the `unit` of its row.
 GRADSCALE_HOST_DEVICE Cosine
 negative_cosine(double xx, double tt, double xt, double x_unit, double t_unit, double eps) {
   const double x_length = std::sqrt(xx);

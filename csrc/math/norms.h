@@ -5,8 +5,8 @@
 
 namespace gradscale {
 
-// Sum of (|g| / root^2)^p, or the largest |g| / root^2 where p is inf. The root is a power of two; it differs from 1
-// only where the plain sum would overflow or vanish. NaN and inf come through.
+// The sum of (|g| / root^2)^p, or the largest |g| / root^2 where p is inf. The root is a power of two; it differs from
+// 1 only where the plain sum would overflow or vanish. NaN and inf come through.
 struct PowerSum {
   double sum;
   double root;
@@ -17,7 +17,7 @@ enum class Rule : int32_t {
   normalize // g * limit / |g|, and zeros stay zeros
 };
 
-// What becomes of a group: its elements over root^2, times a factor. A root of 0 stands for zeros.
+// The change of a group: its elements over root^2, times a factor. A root of 0 stands for zeros.
 struct Scaling {
   double root;
   double factor;
@@ -72,18 +72,18 @@ GRADSCALE_HOST_DEVICE Scaling scaling(Rule rule, PowerSum sum, double p, double 
   return unchanged ? Scaling{1, 1, within} : Scaling{sum.root, limit / norm, within};
 }
 
-// Whether a plain sum of powers can be trusted: whatever vanished was too small to matter.
+// Whether a plain sum of powers can be trusted: powers that vanished were too small to matter.
 GRADSCALE_HOST_DEVICE bool is_safe(double sum) {
   return sum > 1e-280 && sum < 1e300;
 }
 
-// For elements of which `maximum`, a positive number, is the largest: the square itself may have no reciprocal, or none
-// that is a number.
+// The root for elements whose largest magnitude is `maximum`, a positive number. The square itself may have no
+// reciprocal, or none that is a number.
 GRADSCALE_HOST_DEVICE double root_for(double maximum) {
   return std::ldexp(1.0, std::ilogb(maximum) / 2);
 }
 
-// What is to be multiplied with the sum of a part of a group for the root of the whole.
+// The factor of the sum of a part of a group that takes it to the root of the whole.
 GRADSCALE_HOST_DEVICE double from_root_to_root(double from, double to, double p) {
   const double ratio = (from / to) * (from / to);
   return ratio == 1 || std::isinf(p) ? ratio : positive_power(ratio, p);

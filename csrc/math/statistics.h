@@ -1,4 +1,4 @@
-// Statistics of the elements of a gradient: what is known of a part of them, and of all parts together.
+// Statistics of the elements of a gradient: of a part of them, and of all parts together.
 #pragma once
 
 #include "norms.h"
@@ -13,7 +13,7 @@ namespace gradscale {
 constexpr int kHistogramBins = 64;
 constexpr int kFirstEdge = -40; // log2 of where the second bin begins
 
-// The bin of a positive number of which floor(log2) is this.
+// The bin of a positive number, from its floor(log2).
 GRADSCALE_HOST_DEVICE int32_t bin_of_exponent(int32_t exponent) {
   const int32_t bin = exponent - (kFirstEdge - 1);
   return bin < 0 ? 0 : (bin > kHistogramBins - 1 ? kHistogramBins - 1 : bin);
@@ -40,7 +40,7 @@ struct Magnitude {
   }
 };
 
-// Of finite elements.
+// Sums over finite elements.
 struct ElementSums {
   double powers;  // sum of (|g| / root^2)^p, or the largest |g| / root^2 where p is inf
   double sum;     // of g / root^2
@@ -48,7 +48,7 @@ struct ElementSums {
   double root;    // a power of two
 };
 
-// Of at most 2^31 - 1 elements.
+// Statistics of at most 2^31 - 1 elements.
 struct ChunkStatistics {
   ElementSums sums;
   int32_t zeros;
@@ -69,7 +69,7 @@ GRADSCALE_HOST_DEVICE ElementSums from_root_to_root(const ElementSums& sums, dou
       root};
 }
 
-// Of two parts together.
+// The sums of two parts together.
 GRADSCALE_HOST_DEVICE ElementSums added(const ElementSums& a, const ElementSums& b, double p) {
   if (a.maximum == 0 || b.maximum == 0) {
     return a.maximum == 0 ? b : a;
@@ -86,7 +86,7 @@ GRADSCALE_HOST_DEVICE double norm_of(const ElementSums& sums, double p) {
   return norm_of(sums.powers, p) * sums.root * sums.root;
 }
 
-// 0 where there are no elements.
+// The mean; 0 where there are no elements.
 GRADSCALE_HOST_DEVICE double mean_of(const ElementSums& sums, int64_t count) {
   return count == 0 ? 0 : sums.sum / static_cast<double>(count) * sums.root * sums.root;
 }
@@ -100,7 +100,8 @@ struct StatisticsOut {
   int64_t* histogram; // [count, kHistogramBins]
   int64_t count;
 
-  // `implicit_zeros` are those of a sparse tensor; -1 where there is no tensor.
+  // Stores the statistics of tensor i. `implicit_zeros` are the zeros that a sparse tensor does not store; -1 where
+  // there is no tensor.
   GRADSCALE_HOST_DEVICE void store(
       int64_t i,
       const ElementSums& sums,
@@ -126,7 +127,7 @@ struct StatisticsOut {
 // ---- Clipping
 // --------------------------------------------------------------------------------------------------------
 
-// As torch.nn.utils.clip_grad_norm_ has it: it keeps a norm of 0 from being a divisor.
+// The number that torch.nn.utils.clip_grad_norm_ adds too: it keeps a norm of 0 from being a divisor.
 constexpr double kAddedToNorm = 1e-6;
 
 // x^p for x >= 0.
@@ -134,7 +135,8 @@ GRADSCALE_HOST_DEVICE double power_in_norm(double x, double p) {
   return p == 2 ? x * x : (p == 1 ? x : positive_power(x, p));
 }
 
-// Of norms of which `largest` is the largest, and `powers` the sum of (norm / largest)^p.
+// The norm of all tensors together: `largest` is the largest of their norms, and `powers` the sum of (norm /
+// largest)^p.
 GRADSCALE_HOST_DEVICE double total_norm(double largest, double powers, double p, int64_t nans, int64_t infs) {
   if (nans > 0) {
     return static_cast<double>(NAN);
@@ -145,7 +147,7 @@ GRADSCALE_HOST_DEVICE double total_norm(double largest, double powers, double p,
   return largest == 0 || std::isinf(p) ? largest : largest * norm_of(powers, p);
 }
 
-// Total norm, factor, and whether it changes anything.
+// Stores the total norm, the factor, and whether it changes anything.
 GRADSCALE_HOST_DEVICE void store_clipping(double total, double max_norm, bool skip_nonfinite, double* out) {
   double factor = max_norm / (total + kAddedToNorm);
   if (factor > 1) { // NaN stays

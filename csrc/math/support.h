@@ -13,7 +13,7 @@ struct Support {
   int32_t num_bins;
   Transform transform;
   bool raw;                       // interpolation and expectation between the centres transformed back
-  const double* raw_centers;      // those, when raw: [num_bins]
+  const double* raw_centers;      // the centres transformed back, when raw: [num_bins]
   const float* raw_centers_float; // the same
 };
 
@@ -21,7 +21,7 @@ GRADSCALE_HOST_DEVICE double bin_width(const Support& support) {
   return (support.maximum - support.minimum) / (support.num_bins - 1);
 }
 
-// Exactly antisymmetric for a symmetric support.
+// The centre of a bin; exactly antisymmetric for a symmetric support.
 GRADSCALE_HOST_DEVICE double center(const Support& support, int64_t bin) {
   const double middle = 0.5 * (support.minimum + support.maximum);
   return middle + 0.5 * bin_width(support) * static_cast<double>(2 * bin + 1 - support.num_bins);
@@ -31,7 +31,7 @@ GRADSCALE_HOST_DEVICE double raw_center(const Support& support, int64_t bin) {
   return inverse_transform_value(support.transform, center(support, bin), support.eps);
 }
 
-// NaN stays NaN.
+// Clamps x; NaN stays NaN.
 GRADSCALE_HOST_DEVICE double clamp_between(double x, double low, double high) {
   return x < low ? low : (x > high ? high : x);
 }
@@ -46,7 +46,7 @@ GRADSCALE_HOST_DEVICE double transformed_target(double x, const Support& support
 struct TwoHotTarget {
   int32_t begin;
   int32_t end;
-  double upper; // mass of the upper one of the two
+  double upper; // the mass of the upper bin; the lower one has the rest
 
   GRADSCALE_HOST_DEVICE double mass(int32_t bin) const {
     return bin == begin ? 1 - upper : upper;
@@ -95,7 +95,7 @@ struct HLGaussTarget {
     return total != total;
   }
 
-  // As that of TwoHotTarget, with one erf a bin.
+  // Calls function(bin, mass) for begin..end, with one erf a bin.
   template <class Function>
   GRADSCALE_HOST_DEVICE void for_each(Function function) const {
     const double inverse_total = 1 / total;
@@ -122,9 +122,9 @@ GRADSCALE_HOST_DEVICE HLGaussTarget hl_gauss(double x, const Support& support, d
   return {begin, end, first, width, total};
 }
 
-// of_low * low + of_high * high, for two raw centres at equal distance from the middle. The smaller one is multiplied
-// by a difference, so that it is not lost beside the larger one, and equal weights of an antisymmetric pair give
-// exactly 0.
+// The sum of_low * low + of_high * high, for two raw centres at equal distance from the middle. The smaller one is
+// multiplied by a difference, so that it is not lost beside the larger one, and equal weights of an antisymmetric pair
+// give exactly 0.
 template <class T>
 GRADSCALE_HOST_DEVICE T pair_moment(T low, T high, T of_low, T of_high) {
   const bool low_is_smaller = std::abs(low) <= std::abs(high);

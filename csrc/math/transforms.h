@@ -50,9 +50,10 @@ GRADSCALE_HOST_DEVICE T transform_value(Transform transform, T x, T eps) {
       return signed_hyperbolic(x, eps);
     case Transform::symlog:
       return symlog(x);
-    default:
-      return x;
+    case Transform::identity:
+      break;
   }
+  return x;
 }
 
 template <class T>
@@ -62,9 +63,10 @@ GRADSCALE_HOST_DEVICE T inverse_transform_value(Transform transform, T y, T eps)
       return signed_parabolic(y, eps);
     case Transform::symlog:
       return symexp(y);
-    default:
-      return y;
+    case Transform::identity:
+      break;
   }
+  return y;
 }
 
 // The derivative of inverse_transform_value by y.
@@ -77,9 +79,10 @@ GRADSCALE_HOST_DEVICE T inverse_transform_slope(Transform transform, T y, T eps)
     }
     case Transform::symlog:
       return std::exp(std::abs(y));
-    default:
-      return T(1);
+    case Transform::identity:
+      break;
   }
+  return T(1);
 }
 
 } // namespace gradscale

@@ -1,5 +1,5 @@
-// What lets one kernel compile for the GPU and for the CPU simulator of tests/simt: all that .cuh files include besides
-// formulas. A kernel takes raw pointers and plain structs. In it
+// The tools with which one kernel compiles for the GPU and for the CPU simulator of tests/simt: .cuh files include
+// these and formulas alone. A kernel takes raw pointers and plain structs. In it
 //
 // - shared memory is declared with GRADSCALE_SHARED;
 // - 16 bytes at a time go through load16 and store16, which the simulator checks for alignment;
@@ -34,7 +34,7 @@ GRADSCALE_DEVICE Vector load16(const void* from) {
   return *static_cast<const Vector*>(from);
 }
 
-// In PTX: from C++ the compiler makes a store for each element, as it finds them elsewhere too.
+// Written in PTX: from C++ the compiler makes a store for each element, as it finds them elsewhere too.
 template <class Vector>
 GRADSCALE_DEVICE void store16(void* to, Vector vector) {
   static_assert(sizeof(Vector) == 16);

@@ -1,4 +1,4 @@
-// What lets one formula compile for the GPU and for the CPU: the only header that files in math/ include.
+// The macros with which one formula compiles for the GPU and for the CPU.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@
 #define GRADSCALE_HOST_DEVICE inline
 #endif
 
-#ifndef GRADSCALE_DISPATCH // on a CPU what is called for each type may be large: inlining is the compiler's choice
+#ifndef GRADSCALE_DISPATCH // on a CPU the code for each type may be large: inlining is the compiler's choice
 #define GRADSCALE_DISPATCH
 #endif
 
@@ -27,13 +27,9 @@
 #define GRADSCALE_X86_VARIANTS 0
 #endif
 
-#ifndef GRADSCALE_AVX512 // defined where the kernels are compiled for it
-#define GRADSCALE_AVX512 0
-#endif
-
 namespace gradscale {
 
-// The kernels' vectors: 64 bytes of float.
+// The number of lanes of the kernels' vectors: 64 bytes of float.
 constexpr int64_t kLanes = 16;
 
 template <class To, class From>

@@ -4,7 +4,7 @@ namespace gradscale {
 
 namespace {
 
-// Copies what the arguments hold, 8 bytes a thread at a time.
+// Copies the bytes that the arguments hold, 8 bytes a thread at a time.
 GRADSCALE_KERNEL(kThreads, 2) copy_arguments(GRADSCALE_ARGUMENT(Table) table, char* to, int64_t bytes) {
   const auto* from = table.at<uint64_t>(0);
   for (int64_t i = threadIdx.x; i < bytes / 8; i += kThreads) {

@@ -1,13 +1,13 @@
-// Tables that a kernel looks things up in: in the kernel's arguments where they fit, so that nothing is copied and the
-// launch can be captured in a CUDA graph; and otherwise in device memory, to where launches carry them in their own
-// arguments.
+// Tables that a kernel looks things up in. They stand in the kernel's arguments where they fit, so that nothing is
+// copied and the launch can be captured in a CUDA graph; otherwise in device memory, to which launches carry them in
+// their own arguments.
 #pragma once
 
 #include "device.h"
 
 namespace gradscale {
 
-// Structs one after the other, at offsets that are multiples of 8.
+// The table: structs one after the other, at offsets that are multiples of 8.
 struct Table {
   static constexpr int64_t kInside = 8000; // bytes
 

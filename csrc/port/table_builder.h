@@ -1,4 +1,4 @@
-// Building a Table on the host.
+// The builder of a Table on the host.
 #pragma once
 
 #include "table.h"
@@ -9,7 +9,7 @@ namespace gradscale {
 
 class TableBuilder {
  public:
-  // Where they are in the table.
+  // Adds structs, and returns their offset in the table.
   template <class T>
   int64_t add(const T* items, int64_t count) {
     static_assert(alignof(T) <= 8);
@@ -20,7 +20,7 @@ class TableBuilder {
     return offset;
   }
 
-  // Of device memory, which begins at a multiple of 8; 0 where the table fits into the arguments.
+  // The bytes of device memory that build() needs, from a multiple of 8 on; 0 where the table fits into the arguments.
   int64_t bytes_outside() const {
     const auto size = static_cast<int64_t>(bytes_.size());
     return size <= Table::kInside ? 0 : size;

@@ -1,7 +1,7 @@
-// Many ranges of elements as pieces of about the same size, which threads take one after the other.
+// Pieces of about the same size, which threads take one after the other, of many ranges of elements.
 #pragma once
 
-#include "range.h"
+#include "../math/range.h"
 
 #include <ATen/Parallel.h>
 
@@ -12,7 +12,7 @@ namespace gradscale {
 
 constexpr int64_t kChunk = 255 * 64; // elements that a thread takes at a time: as many as bytes can count
 
-// In the order of the ranges; an empty one has none.
+// Cuts ranges into chunks, in their order; an empty range has none.
 inline std::vector<Range> chunks_of(const std::vector<Range>& ranges) {
   std::vector<Range> chunks;
   chunks.reserve(ranges.size());
@@ -29,7 +29,7 @@ inline std::vector<Range> chunks_of(const std::vector<Range>& ranges) {
   return chunks;
 }
 
-// Calls function(index) for each of them, on all threads where there are many elements.
+// Calls function(index) for each chunk, on all threads where there are many elements.
 template <class Function>
 void for_each_chunk(const std::vector<Range>& chunks, Function function) {
   at::parallel_for(0, static_cast<int64_t>(chunks.size()), /*grain_size=*/8, [&](int64_t begin, int64_t end) {

@@ -1,9 +1,10 @@
 #include "clip_gradients.h"
 
-#include "../device.h"
-#include "../tensor_element.h"
-#include "../variants/kernels.h"
+#include "../host/cpu_kernels.h"
+#include "../host/device.h"
+#include "../host/tensor_element.h"
 #include "chunks.h"
+#include "device_calls.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
@@ -14,7 +15,7 @@ namespace gradscale {
 
 namespace {
 
-// As tensors/clip_gradients.cuh does it.
+// Computes the same as the kernel in clip_gradients.cuh.
 void find_clipping(const ClippingCall& call) {
   int64_t nans = 0, infs = 0;
   double largest = 0;
@@ -70,13 +71,14 @@ void clip(const std::vector<Target>& targets, double factor, bool skip_nonfinite
     ranges.push_back(range_of(target));
   }
   const std::vector<Range> chunks = chunks_of(ranges);
+  const ScaleRange scale = for_this_machine(scale_range_kernel);
   for_each_chunk(chunks, [&](int64_t i) {
     const Range& chunk = chunks[i];
     void* to = const_cast<void*>(chunk.data);
     if (skip_nonfinite && factor == 0) {
       std::memset(to, 0, chunk.size * element_size(chunk.element) * (chunk.is_complex ? 2 : 1));
     } else {
-      kernels().scale_range(chunk, to, /*root=*/1, factor);
+      scale(chunk, to, /*root=*/1, factor);
     }
   });
 }
@@ -94,7 +96,7 @@ at::Tensor clipping_of(
       max_norm,
       skip_nonfinite,
       out.mutable_data_ptr<double>()};
-  if (const DeviceKernels* device = device_kernels(values.device())) {
+  if (const auto* device = device_kernels<TensorsKernels>(values.device())) {
     const OnDevice on_device(values.device());
     device->clipping(call, on_device.stream());
   } else {
@@ -108,7 +110,7 @@ void clip_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& clip
   for (const at::Tensor& tensor : tensors) {
     targets.push_back(target_of(tensor));
   }
-  if (const DeviceKernels* device = device_kernels(clipping.device())) {
+  if (const auto* device = device_kernels<TensorsKernels>(clipping.device())) {
     std::vector<DeviceRange> ranges;
     for (const Target& target : targets) {
       const Range range = range_of(target);

@@ -1,6 +1,5 @@
 #include "clip_gradients.cuh"
 
-#include "../device_kernels.h"
 #include "range_table.h"
 
 namespace gradscale {

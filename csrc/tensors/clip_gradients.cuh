@@ -1,4 +1,4 @@
-// Clipping many gradients by the norm of all of them.
+// The kernels that clip many gradients by the norm of all of them.
 //
 // find_clipping     one block: the norm and the factor, from the statistics of the gradients;
 // clipped_tensors   one block for each chunk of a gradient: read once, written once, and neither where the factor is 1.

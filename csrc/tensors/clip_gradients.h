@@ -6,8 +6,8 @@
 
 namespace gradscale {
 
-// [3] float64 from the values and counts of statistics: the norm of all tensors together, what becomes of them, and
-// whether that changes them.
+// Computes from the values and counts of statistics three numbers in float64: the norm of all tensors together, the
+// factor that they are multiplied by, and whether that changes them.
 at::Tensor clipping_of(
     const at::Tensor& values, const at::Tensor& counts, double p, double max_norm, bool skip_nonfinite);
 

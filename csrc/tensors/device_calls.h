@@ -1,7 +1,7 @@
-// What passes over many tensors ask of a device, as plain numbers and pointers into its memory.
+// The calls of passes over many tensors to a device, as plain numbers and pointers into its memory.
 #pragma once
 
-#include "../loss/segment.h"
+#include "../math/slab.h"
 #include "../math/statistics.h"
 
 namespace gradscale {
@@ -9,10 +9,10 @@ namespace gradscale {
 // A tensor whose elements lie one after the other.
 struct DeviceRange {
   const void* data;
-  void* out; // of a result, of the same type
+  void* out; // memory of a result, of the same type
   int64_t size;
   Element element;
-  int64_t implicit_zeros = 0; // of a sparse tensor, for statistics; -1: there is no tensor
+  int64_t implicit_zeros = 0; // zeros that a sparse tensor does not store, for statistics; -1: there is no tensor
 };
 
 // loss = factor * sum of squares; or out = data * factor * grad_output.
@@ -20,8 +20,8 @@ struct SquaresCall {
   const DeviceRange* ranges; // on the host
   int64_t count;
   double factor;
-  Slab loss;        // of the one pass
-  Slab grad_output; // of the other
+  Slab loss;        // written by the forward pass
+  Slab grad_output; // read by the backward pass
   char* workspace;  // bytes_for_squares() bytes, at a multiple of 8
 };
 
@@ -32,7 +32,7 @@ struct StatisticsCall {
   char* workspace; // bytes_for_statistics() bytes, at a multiple of 8
 };
 
-// total norm, factor, and whether it changes anything, from statistics.
+// out = (total norm, factor, whether it changes anything), from statistics.
 struct ClippingCall {
   const double* values;
   const int64_t* counts;
@@ -50,6 +50,31 @@ struct ClipCall {
   const double* factor;
   bool zeros;      // a factor of 0 leaves zeros, whatever the elements were
   char* workspace; // bytes_for_clip() bytes, at a multiple of 8
+};
+
+void launch_squares(const SquaresCall& call, void* stream);
+void launch_squares_backward(const SquaresCall& call, void* stream);
+int64_t bytes_for_squares(const SquaresCall& call);
+
+void launch_statistics(const StatisticsCall& call, void* stream);
+int64_t bytes_for_statistics(const StatisticsCall& call);
+
+void launch_clipping(const ClippingCall& call, void* stream);
+void launch_clip(const ClipCall& call, void* stream);
+int64_t bytes_for_clip(const ClipCall& call);
+
+// The functions that start this family's kernels on a stream of a device.
+struct TensorsKernels {
+  static constexpr const char* kFamily = "tensors";
+
+  decltype(&launch_squares) squares = launch_squares;
+  decltype(&launch_squares_backward) squares_backward = launch_squares_backward;
+  decltype(&bytes_for_squares) squares_bytes = bytes_for_squares;
+  decltype(&launch_statistics) statistics = launch_statistics;
+  decltype(&bytes_for_statistics) statistics_bytes = bytes_for_statistics;
+  decltype(&launch_clipping) clipping = launch_clipping;
+  decltype(&launch_clip) clip = launch_clip;
+  decltype(&bytes_for_clip) clip_bytes = bytes_for_clip;
 };
 
 } // namespace gradscale

@@ -1,10 +1,11 @@
 #include "l2_loss.h"
 
-#include "../autograd.h"
-#include "../device.h"
-#include "../tensor_element.h"
-#include "../variants/kernels.h"
+#include "../host/autograd.h"
+#include "../host/cpu_kernels.h"
+#include "../host/device.h"
+#include "../host/tensor_element.h"
 #include "chunks.h"
+#include "device_calls.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -24,8 +25,9 @@ double sum_of_squares(const std::vector<at::Tensor>& tensors) {
   }
   const std::vector<Range> chunks = chunks_of(ranges);
   std::vector<double> partial(chunks.size());
+  const PowerSumOfRange power_sum = for_this_machine(power_sum_kernel);
   for_each_chunk(chunks, [&](int64_t i) {
-    const PowerSum squares = kernels().power_sum(chunks[i], /*p=*/2);
+    const PowerSum squares = power_sum(chunks[i], /*p=*/2);
     const double scale = squares.root * squares.root;
     partial[i] = squares.sum * scale * scale;
   });
@@ -41,7 +43,7 @@ Slab slab_of(const at::Tensor& scalar) {
 }
 
 void run_on_device(
-    const DeviceKernels& device, const std::vector<at::Tensor>& tensors, double factor, const at::Tensor& loss) {
+    const TensorsKernels& device, const std::vector<at::Tensor>& tensors, double factor, const at::Tensor& loss) {
   std::vector<DeviceRange> ranges;
   for (const at::Tensor& tensor : tensors) {
     ranges.push_back({tensor.const_data_ptr(), nullptr, tensor.numel(), element_of(tensor)});
@@ -53,18 +55,18 @@ void run_on_device(
   device.squares(call, on_device.stream());
 }
 
-// Undefined where none is wanted.
+// Computes the wanted gradients; the others are undefined.
 autograd::variable_list gradients_on_device(
-    const DeviceKernels& device, const std::vector<at::Tensor>& wanted, double factor, const at::Tensor& grad_output) {
+    const TensorsKernels& device, const std::vector<at::Tensor>& wanted, double factor, const at::Tensor& grad_output) {
   autograd::variable_list gradients(wanted.size());
   std::vector<DeviceRange> ranges;
-  std::vector<at::Tensor> kept;
+  std::vector<at::Tensor> dense_tensors; // live as long as the pointers into them
   for (size_t i = 0; i < wanted.size(); ++i) {
     if (wanted[i].defined()) {
       const at::Tensor dense = wanted[i].is_non_overlapping_and_dense() ? wanted[i] : wanted[i].contiguous();
       gradients[i] = at::empty_like(dense);
       ranges.push_back({dense.const_data_ptr(), gradients[i].mutable_data_ptr(), dense.numel(), element_of(dense)});
-      kept.push_back(dense);
+      dense_tensors.push_back(dense);
     }
   }
   SquaresCall call{ranges.data(), static_cast<int64_t>(ranges.size()), factor, {}, slab_of(grad_output), nullptr};
@@ -98,7 +100,7 @@ struct L2LossBackward : public BackwardNode {
     if (!inputs[0].defined()) {
       return result;
     }
-    if (const DeviceKernels* device = device_kernels(inputs[0].device());
+    if (const auto* device = device_kernels<TensorsKernels>(inputs[0].device());
         device != nullptr && !at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(inputs[0])) {
       return gradients_on_device(*device, wanted, weight, inputs[0]);
     }
@@ -112,7 +114,7 @@ struct L2LossBackward : public BackwardNode {
   }
 
  private:
-  // The parameters whose gradients are asked for; undefined elsewhere.
+  // Unpacks the parameters whose gradients are asked for; the others are undefined.
   std::vector<at::Tensor> unpacked() {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
@@ -139,7 +141,7 @@ at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight) {
   }
   const c10::Device device = parameters.empty() ? c10::Device(at::kCPU) : parameters[0].device();
   at::Tensor loss = at::empty({}, at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device));
-  if (const DeviceKernels* kernels_of_device = device_kernels(device)) {
+  if (const auto* kernels_of_device = device_kernels<TensorsKernels>(device)) {
     run_on_device(*kernels_of_device, contiguous, 0.5 * weight, loss);
   } else {
     const double value = 0.5 * weight * sum_of_squares(contiguous);

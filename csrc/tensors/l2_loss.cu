@@ -1,6 +1,5 @@
 #include "l2_loss.cuh"
 
-#include "../device_kernels.h"
 #include "range_table.h"
 
 namespace gradscale {
@@ -13,7 +12,7 @@ RangeTableBuilder table_of(const SquaresCall& call) {
 
 } // namespace
 
-// The sums of the chunks, and behind them the table.
+// The workspace has the sums of the chunks, and behind them the table.
 int64_t bytes_for_squares(const SquaresCall& call) {
   const RangeTableBuilder table = table_of(call);
   return table.blocks() * static_cast<int64_t>(sizeof(double)) + table.bytes();

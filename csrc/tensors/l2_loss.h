@@ -6,7 +6,7 @@
 
 namespace gradscale {
 
-// weight * sum over tensors of |p|^2 / 2 in one pass; the gradient of p is weight * p.
+// Computes weight * sum over tensors of |p|^2 / 2 in one pass; the gradient of p is weight * p.
 at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight);
 
 } // namespace gradscale

@@ -1,7 +1,7 @@
 // The tensors of a launch that has one block for each chunk of each of them.
 #pragma once
 
-#include "../port/norms.cuh"
+#include "../math/norms.cuh"
 #include "../port/table.h"
 #include "device_calls.h"
 
@@ -23,14 +23,15 @@ struct RangeTable {
   }
 };
 
-// The tensor of this block, and the chunk of it.
+// The tensor that this block works on, and its chunk of it.
 struct ChunkOfTensor {
   const RangeEntry& entry;
   int64_t begin;
   int32_t size;
 };
 
-// Empty tensors have no block: of those that begin at the same one the last has it.
+// Finds the chunk of this block. Empty tensors have no block: among tensors that begin at the same block the last has
+// it.
 GRADSCALE_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table, int64_t chunk) {
   int64_t low = 0;
   int64_t high = table.count;
@@ -44,7 +45,7 @@ GRADSCALE_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table, int64_t c
   return {entry, begin, static_cast<int32_t>(rest < chunk ? rest : chunk)};
 }
 
-// Writes scaled(x) for each element x of a chunk, in the type of sums, by all threads of the block.
+// All threads of the block write scaled(x) for each element x of a chunk, in the type of sums.
 template <class Scaled>
 GRADSCALE_DEVICE void scale_chunk(const ChunkOfTensor& chunk, Scaled scaled) {
   const Group block{kThreads, static_cast<int>(threadIdx.x), nullptr};

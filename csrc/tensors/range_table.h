@@ -1,4 +1,4 @@
-// Building a RangeTable on the host.
+// The builder of a RangeTable on the host.
 #pragma once
 
 #include "../port/table_builder.h"
@@ -26,7 +26,7 @@ class RangeTableBuilder {
   int64_t bytes() const {
     return static_cast<int64_t>(entries_.size() * sizeof(RangeEntry));
   }
-  // `bytes()` of device memory may be needed, which begin at a multiple of 8.
+  // Builds the table. It may need `bytes()` of device memory, which begins at a multiple of 8.
   RangeTable build(char* device_memory, Stream stream) const {
     TableBuilder builder;
     builder.add(entries_.data(), static_cast<int64_t>(entries_.size()));

@@ -1,9 +1,11 @@
 #include "statistics.h"
 
-#include "../device.h"
-#include "../tensor_element.h"
-#include "../variants/kernels.h"
+#include "../host/cpu_kernels.h"
+#include "../host/device.h"
+#include "../host/tensor_element.h"
 #include "chunks.h"
+#include "device_calls.h"
+#include "range_statistics.h"
 
 #include <ATen/ops/empty.h>
 
@@ -13,13 +15,13 @@ namespace gradscale {
 
 namespace {
 
-// What is stored of a tensor, and how many zeros are not; -1 where there is no tensor.
+// The stored elements of a tensor, and the number of zeros that are not stored; -1 where there is no tensor.
 struct Stored {
   at::Tensor elements; // real, one after the other
   int64_t implicit_zeros = 0;
 };
 
-// In double, where no square of floats overflows.
+// The moduli are taken in double, where no square of floats overflows.
 at::Tensor moduli(const at::Tensor& complex) {
   return complex.to(at::kComplexDouble).abs();
 }
@@ -62,7 +64,8 @@ std::vector<Range> ranges_of(const std::vector<Stored>& parts) {
 void run(const std::vector<Stored>& parts, double p, const StatisticsOut& out) {
   const std::vector<Range> chunks = chunks_of(ranges_of(parts));
   std::vector<ChunkStatistics> statistics(chunks.size());
-  for_each_chunk(chunks, [&](int64_t i) { kernels().statistics(chunks[i], p, statistics[i]); });
+  const StatisticsOfRange statistics_of = for_this_machine(statistics_kernel);
+  for_each_chunk(chunks, [&](int64_t i) { statistics_of(chunks[i], p, statistics[i]); });
   std::memset(out.histogram, 0, out.count * kHistogramBins * sizeof(int64_t));
   size_t next = 0;
   for (int64_t i = 0; i < out.count; ++i) {
@@ -84,7 +87,7 @@ void run(const std::vector<Stored>& parts, double p, const StatisticsOut& out) {
 }
 
 void run_on_device(
-    const DeviceKernels& device,
+    const TensorsKernels& device,
     const std::vector<Stored>& parts,
     double p,
     const StatisticsOut& out,
@@ -132,7 +135,7 @@ TensorStatistics tensor_statistics(const std::vector<std::optional<at::Tensor>>&
   if (count == 0) {
     return result;
   }
-  if (const DeviceKernels* device = device_kernels(where)) {
+  if (const auto* device = device_kernels<TensorsKernels>(where)) {
     run_on_device(*device, parts, p, out, result.values);
   } else {
     run(parts, p, out);

@@ -1,6 +1,5 @@
 #include "statistics.cuh"
 
-#include "../device_kernels.h"
 #include "range_table.h"
 
 namespace gradscale {
@@ -13,7 +12,7 @@ RangeTableBuilder table_of(const StatisticsCall& call) {
 
 } // namespace
 
-// The statistics of the chunks, and behind them the table.
+// The workspace has the statistics of the chunks, and behind them the table.
 int64_t bytes_for_statistics(const StatisticsCall& call) {
   const RangeTableBuilder table = table_of(call);
   return table.blocks() * static_cast<int64_t>(sizeof(ChunkStatistics)) + table.bytes();

@@ -7,14 +7,14 @@
 //                     256 KiB of float32.
 #pragma once
 
-#include "../port/norms.cuh"
+#include "../math/norms.cuh"
 #include "range_table.cuh"
 
 namespace gradscale {
 
 constexpr int64_t kChunkOfStatistics = 256 * kThreads; // elements
 
-// By bin and thread.
+// Counters of 16 bits, one for each bin and thread.
 struct BinCounters {
   uint16_t* counters;
 
@@ -61,7 +61,7 @@ GRADSCALE_DEVICE void each_finite(const T* data, int32_t size, const Group& bloc
   });
 }
 
-// Sum of (|g| reciprocal^2)^p, and of g reciprocal^2.
+// Adds up (|g| reciprocal^2)^p, and g reciprocal^2, over the block.
 template <class T>
 GRADSCALE_DEVICE void add_finite(
     const T* data, int32_t size, double p, double reciprocal, const Group& block, double& powers, double& sum) {
@@ -76,6 +76,63 @@ GRADSCALE_DEVICE void add_finite(
   sum = block.sum(own_sum);
 }
 
+// The sums of the elements of a chunk that one thread has seen.
+struct ChunkSums {
+  double powers;
+  double sum;
+  double largest;
+  int32_t zeros;
+  int32_t nans;
+  int32_t infs;
+};
+
+// Takes the sums of this thread's elements, and counts their bins.
+template <class T>
+GRADSCALE_DEVICE ChunkSums
+sums_of_thread(const T* data, int32_t size, double p, const BinCounters& bins, const Group& block) {
+  using A = typename AccumulateType<T>::type;
+  using M = Magnitude<A>;
+  ChunkSums own{0, 0, 0, 0, 0, 0};
+  each_window_of_range(data, size, block, [&](const A* values, int32_t first) {
+#pragma unroll
+    for (int k = 0; k < kVector<T>; ++k) {
+      const typename M::Bits bits = M::of(values[k]);
+      if (first + k < 0 || first + k >= size) {
+        continue;
+      }
+      if (bits == 0) {
+        ++own.zeros;
+      } else if (bits < M::kInfinity) {
+        const auto value = static_cast<double>(values[k]);
+        const double magnitude = std::abs(value);
+        bins.count(M::bin(bits));
+        own.largest = magnitude > own.largest ? magnitude : own.largest;
+        own.sum += value;
+        own.powers += power_in_norm(magnitude, p);
+      } else {
+        ++(bits > M::kInfinity ? own.nans : own.infs);
+      }
+    }
+  });
+  return own;
+}
+
+// The sums of the block, taken again with a root where the plain ones would overflow or vanish.
+template <class T>
+GRADSCALE_DEVICE ElementSums
+sums_of_block(const ChunkSums& own, const T* data, int32_t size, double p, const Group& block) {
+  const double largest = block.maximum(own.largest);
+  double powers = std::isinf(p) ? largest : block.sum(own.powers);
+  double sum = block.sum(own.sum);
+  double root = 1;
+  if (!is_safe(powers) && largest > 0) { // the same for all threads
+    root = root_for(largest);
+    add_finite(data, size, p, 1 / root, block, powers, sum);
+    powers = std::isinf(p) ? largest / root / root : powers;
+  }
+  return {powers, sum, largest, root};
+}
+
 GRADSCALE_KERNEL(kThreads, 2)
 chunk_statistics(GRADSCALE_ARGUMENT(RangeTable) table, double p, ChunkStatistics* out) {
   GRADSCALE_SHARED(double, shared, kWarps);
@@ -87,56 +144,38 @@ chunk_statistics(GRADSCALE_ARGUMENT(RangeTable) table, double p, ChunkStatistics
   ChunkStatistics& result = out[blockIdx.x];
   dispatch_element(chunk.entry.range.element, [&](auto type) {
     using T = decltype(type);
-    using A = typename AccumulateType<T>::type;
-    using M = Magnitude<A>;
     const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
-    double powers = 0;
-    double sum = 0;
-    double largest = 0;
-    int32_t zeros = 0;
-    int32_t nans = 0;
-    int32_t infs = 0;
-    each_window_of_range(data, chunk.size, block, [&](const A* values, int32_t first) {
-#pragma unroll
-      for (int k = 0; k < kVector<T>; ++k) {
-        const typename M::Bits bits = M::of(values[k]);
-        if (first + k < 0 || first + k >= chunk.size) {
-          continue;
-        }
-        if (bits == 0) {
-          ++zeros;
-        } else if (bits < M::kInfinity) {
-          const auto value = static_cast<double>(values[k]);
-          const double magnitude = std::abs(value);
-          bins.count(M::bin(bits));
-          largest = magnitude > largest ? magnitude : largest;
-          sum += value;
-          powers += power_in_norm(magnitude, p);
-        } else {
-          ++(bits > M::kInfinity ? nans : infs);
-        }
-      }
-    });
-    largest = block.maximum(largest);
-    powers = std::isinf(p) ? largest : block.sum(powers);
-    sum = block.sum(sum);
-    double root = 1;
-    if (!is_safe(powers) && largest > 0) { // the same for all threads
-      root = root_for(largest);
-      add_finite(data, chunk.size, p, 1 / root, block, powers, sum);
-      powers = std::isinf(p) ? largest / root / root : powers;
-    }
-    zeros = block.sum(zeros);
-    nans = block.sum(nans);
-    infs = block.sum(infs);
+    const ChunkSums own = sums_of_thread(data, chunk.size, p, bins, block);
+    const ElementSums sums = sums_of_block(own, data, chunk.size, p, block);
+    const int32_t zeros = block.sum(own.zeros);
+    const int32_t nans = block.sum(own.nans);
+    const int32_t infs = block.sum(own.infs);
     if (threadIdx.x == 0) {
-      result.sums = {powers, sum, largest, root};
+      result.sums = sums;
       result.zeros = zeros;
       result.nans = nans;
       result.infs = infs;
     }
   });
   bins.store(result.histogram);
+}
+
+// Adds up one bin of the chunks of a tensor for each of the first threads. A few threads take turns with the chunks.
+GRADSCALE_DEVICE void add_histograms(const ChunkStatistics* chunks, int64_t num_chunks, int64_t* counts, int64_t* out) {
+  const int bin = threadIdx.x % kHistogramBins;
+  int64_t own = 0;
+  for (int64_t i = threadIdx.x / kHistogramBins; i < num_chunks; i += kThreads / kHistogramBins) {
+    own += chunks[i].histogram[bin];
+  }
+  counts[threadIdx.x] = own;
+  __syncthreads();
+  if (threadIdx.x < kHistogramBins) {
+    int64_t sum = 0;
+    for (int i = bin; i < kThreads; i += kHistogramBins) {
+      sum += counts[i];
+    }
+    out[bin] = sum;
+  }
 }
 
 GRADSCALE_KERNEL(kThreads, 2)
@@ -171,21 +210,7 @@ tensor_statistics(GRADSCALE_ARGUMENT(RangeTable) table, const ChunkStatistics* c
   if (threadIdx.x == 0) {
     out.store(blockIdx.x, all, entry.range.size, entry.range.implicit_zeros, zeros, nans, infs, p);
   }
-  // Each bin by a few threads, which take turns with the chunks.
-  const int bin = threadIdx.x % kHistogramBins;
-  int64_t own_count = 0;
-  for (int64_t i = threadIdx.x / kHistogramBins; i < count; i += kThreads / kHistogramBins) {
-    own_count += chunks[i].histogram[bin];
-  }
-  counts[threadIdx.x] = own_count;
-  __syncthreads();
-  if (threadIdx.x < kHistogramBins) {
-    int64_t sum = 0;
-    for (int i = bin; i < kThreads; i += kHistogramBins) {
-      sum += counts[i];
-    }
-    out.histogram[blockIdx.x * static_cast<int64_t>(kHistogramBins) + bin] = sum;
-  }
+  add_histograms(chunks, count, counts, out.histogram + blockIdx.x * static_cast<int64_t>(kHistogramBins));
 }
 
 } // namespace gradscale

@@ -13,8 +13,8 @@ struct TensorStatistics {
   at::Tensor histogram; // [N, bins] int64
 };
 
-// Of tensors of one device, without waiting for it: dense, sparse (what is not stored is zeros), or complex (of which
-// the moduli are meant).
+// Computes the statistics of tensors of one device, without waiting for it. A sparse tensor counts as dense, and a
+// complex one as its moduli.
 TensorStatistics tensor_statistics(const std::vector<std::optional<at::Tensor>>& tensors, double p);
 
 } // namespace gradscale

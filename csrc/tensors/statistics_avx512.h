@@ -1,10 +1,7 @@
-// Statistics of finite float, bfloat16 and half elements in one pass, with what compilers do not make of a plain loop:
-// the counters of sixteen neighbouring bins stay in registers, 64 bytes each, so that memory is read while bins are
+// Statistics of finite float, bfloat16 and half elements in one pass. Compilers do not make this of a plain loop: the
+// counters of sixteen neighbouring bins stay in registers, 64 bytes each, so that memory is read while bins are
 // counted. Compiled for AVX-512 only.
-#pragma once
-
-#include "../math/statistics.h"
-#include "range.h"
+#include "range_statistics.h"
 
 #include <immintrin.h>
 #include <algorithm>
@@ -14,12 +11,12 @@ namespace GRADSCALE_VARIANT {
 namespace {
 
 constexpr int kCountedBins = 16;
-// How far ahead memory is asked for, into the second-level cache and into the first: what waits for it would otherwise
-// leave no room for more loads.
+// Distances at which memory is asked for, into the second-level cache and into the first: loads that wait for it would
+// otherwise leave no room for more.
 constexpr int kFarAhead = 1536; // elements
 constexpr int kNearAhead = 256;
 
-// Elements i .. i + 16 as float, and in halves as double.
+// Elements i .. i + 16, all as float, and in halves as double.
 struct Sixteen {
   __m512 all;
   __m512d low;
@@ -43,7 +40,7 @@ inline Sixteen load_sixteen(const HalfBits* from) {
   return sixteen_of(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 }
 
-// The bins of 64 elements, of which these are the bits of the magnitudes.
+// The bins of 64 elements, from the bits of their magnitudes.
 inline __m512i bins_of(const __m512i* bits) {
   const __m512i low = _mm512_packus_epi32(_mm512_srli_epi32(bits[0], 23), _mm512_srli_epi32(bits[1], 23));
   const __m512i high = _mm512_packus_epi32(_mm512_srli_epi32(bits[2], 23), _mm512_srli_epi32(bits[3], 23));
@@ -56,7 +53,7 @@ inline int first_bin_below(int highest) { // one bin above it may come too
   return highest > kCountedBins - 2 ? highest - (kCountedBins - 2) : 0;
 }
 
-// From the first elements that are not zeros.
+// The bin where counting should begin, from the first elements that are not zeros.
 template <class T>
 int probable_first_bin(const T* x, int64_t size) {
   int32_t largest = 0;
@@ -69,9 +66,28 @@ int probable_first_bin(const T* x, int64_t size) {
   return first_bin_below(Magnitude<float>::bin(largest));
 }
 
+// The number of zeros among `size` elements, a multiple of 16.
+template <class T>
+int32_t zeros_among(const T* x, int64_t size) {
+  int32_t zeros = 0;
+  for (int64_t i = 0; i < size; i += 16) {
+    const __m512 elements = load_sixteen(x + i).all;
+    zeros += __builtin_popcount(_mm512_cmp_ps_mask(elements, _mm512_setzero_ps(), _CMP_EQ_OQ));
+  }
+  return zeros;
+}
+
+// Adds the counters of the bins from first_bin on to the numbers of all bins.
+inline void add_counters(const __m512i* counts, int first_bin, int32_t* histogram) {
+  for (int k = 0; k < kCountedBins; ++k) {
+    const __m512i totals = _mm512_sad_epu8(counts[k], _mm512_setzero_si512());
+    histogram[(first_bin + k) % kHistogramBins] += static_cast<int32_t>(_mm512_reduce_add_epi64(totals));
+  }
+}
+
 // Adds the statistics of `size` elements, a multiple of 64 and at most 255 * 64, for p = 2; or returns false, and adds
-// nothing, where one of them is not finite, or many are neither in the bins first_bin .. first_bin + 16 nor in the
-// lowest one, where zeros are. Leaves where the bins of what comes next will probably begin.
+// nothing, where one of them is not finite, or where many are neither in the bins first_bin .. first_bin + 16 nor in
+// the lowest one, which has the zeros. Leaves in `first_bin` a guess for the elements that follow.
 template <class T>
 bool add_lanes(const T* x, int64_t size, int& first_bin, ChunkStatistics& all) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
@@ -128,16 +144,9 @@ bool add_lanes(const T* x, int64_t size, int& first_bin, ChunkStatistics& all) {
   if (largest_bits >= Magnitude<float>::kInfinity) {
     return false;
   }
-  for (int k = 0; k < kCountedBins; ++k) {
-    const __m512i totals = _mm512_sad_epu8(counts[k], _mm512_setzero_si512());
-    others[(first_bin + k) % kHistogramBins] += static_cast<int32_t>(_mm512_reduce_add_epi64(totals));
-  }
+  add_counters(counts, first_bin, others);
   if (others[0] > 0) { // zeros are among the smallest numbers
-    int32_t zeros = 0;
-    for (int64_t i = 0; i < size; i += 16) {
-      const __m512 elements = load_sixteen(x + i).all;
-      zeros += __builtin_popcount(_mm512_cmp_ps_mask(elements, _mm512_setzero_ps(), _CMP_EQ_OQ));
-    }
+    const int32_t zeros = zeros_among(x, size);
     others[0] -= zeros;
     all.zeros += zeros;
   }

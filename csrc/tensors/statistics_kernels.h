@@ -1,8 +1,10 @@
 // Statistics of a range of elements. It is taken in blocks: one loop reads the elements, takes the sums, and writes the
 // bins, a byte each, which stay in the first-level cache; then each bin that occurs is counted, 64 elements an
 // instruction. Included once for each instruction set; the loops are plain, and vectorised by the compiler.
-#include "../math/statistics.h"
-#include "range.h"
+#include "../math/lane_sums.h"
+#include "range_statistics.h"
+
+#include <algorithm>
 #if GRADSCALE_AVX512
 #include "statistics_avx512.h"
 #endif
@@ -22,7 +24,7 @@ struct BlockSums {
   double squares;
 };
 
-// The bins of the elements, the largest magnitude, and zeros.
+// Finds the bins of the elements, the largest magnitude, and zeros.
 template <class W>
 void scan(const W* x, int64_t size, uint8_t* bins, BlockSums<W>& all) {
   using M = Magnitude<W>;
@@ -60,7 +62,7 @@ void sum(const W* x, int64_t size, BlockSums<W>& all) {
   all.squares += squares.total();
 }
 
-// The bins are filled up with what is no bin.
+// Takes the sums of a block, and fills up its bins with a number that is none.
 template <class W>
 BlockSums<W> sum_block(const W* x, int64_t size, uint8_t* bins) {
   constexpr int64_t kPart =
@@ -82,7 +84,7 @@ struct LinesAhead {
   const char* next;
   const char* end;
 
-  // A few lines of the cache: more at once would have to wait for each other.
+  // Asks for a few lines of the cache: more at once would have to wait for each other.
   void fetch() {
     for (int k = 0; k < 8 && next < end; ++k, next += 64) {
 #if defined(__GNUC__)
@@ -119,8 +121,8 @@ void count_bins(const uint8_t* bins, int64_t size, int32_t* histogram, LinesAhea
   }
 }
 
-// Where the plain sums of a block will not do: another p, or squares out of double's safe range. `maximum` is a number,
-// and the largest magnitude.
+// Takes the sums where the plain ones of a block will not do: for another p, or for squares out of double's safe range.
+// `maximum` is a number, and the largest magnitude.
 template <class W>
 ElementSums element_sums(const W* x, int64_t size, double p, double maximum, double sum) {
   const auto number = [=](int64_t i) { return static_cast<double>(x[i]); };
@@ -137,7 +139,7 @@ ElementSums element_sums(const W* x, int64_t size, double p, double maximum, dou
   return {again, lane_sum(size, scaled), maximum, root};
 }
 
-// NaN and inf replaced by zeros, and counted.
+// Replaces NaN and inf by zeros, and counts them.
 template <class W>
 void leave_out_nonfinite(const W* from, int64_t size, W* to, ChunkStatistics& all) {
   using M = Magnitude<W>;
@@ -177,7 +179,7 @@ void add_block(const W* x, int64_t size, double p, W* spare, LinesAhead ahead, C
   }
 }
 
-// One block, as one that follows in the range.
+// Adds the elements of one block, which may be followed by others in the range.
 template <class T>
 void add_elements(const T* data, int64_t size, double p, LinesAhead ahead, ChunkStatistics& all) {
   using W = typename AccumulateType<T>::type;
@@ -218,6 +220,35 @@ void statistics_of_range(const Range& range, double p, ChunkStatistics& all) {
       begin += size;
     }
   });
+}
+
+UpdateSquares update_of_range(const Range& before, const void* after) {
+  UpdateSquares result{};
+  dispatch_element(before.element, [&](auto type) {
+    using T = decltype(type);
+    const T* x = static_cast<const T*>(before.data);
+    const T* y = static_cast<const T*>(after);
+    const auto number = [](T element) { return static_cast<double>(to_accumulate(element)); };
+    LaneSum<double> squares, updates;
+    int64_t i = 0;
+    for (; i + kLanes <= before.size; i += kLanes) {
+#pragma omp simd
+      for (int k = 0; k < kLanes; ++k) {
+        const double old = number(x[i + k]);
+        const double update = number(y[i + k]) - old;
+        squares.lanes[k] += old * old;
+        updates.lanes[k] += update * update;
+      }
+    }
+    for (int k = 0; i < before.size; ++i, ++k) {
+      const double old = number(x[i]);
+      const double update = number(y[i]) - old;
+      squares.lanes[k] += old * old;
+      updates.lanes[k] += update * update;
+    }
+    result = {squares.total(), updates.total()};
+  });
+  return result;
 }
 
 } // namespace

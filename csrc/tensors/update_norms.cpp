@@ -1,8 +1,9 @@
 #include "update_norms.h"
 
-#include "../tensor_element.h"
-#include "../variants/kernels.h"
+#include "../host/cpu_kernels.h"
+#include "../host/tensor_element.h"
 #include "chunks.h"
+#include "range_statistics.h"
 
 #include <ATen/ops/zeros.h>
 
@@ -39,7 +40,8 @@ at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector
     }
   }
   std::vector<UpdateSquares> squares(chunks.size());
-  for_each_chunk(chunks, [&](int64_t i) { squares[i] = kernels().update(chunks[i], afters[i]); });
+  const UpdateOfRange update = for_this_machine(update_kernel);
+  for_each_chunk(chunks, [&](int64_t i) { squares[i] = update(chunks[i], afters[i]); });
   const auto count = static_cast<int64_t>(before.size());
   at::Tensor norms = at::zeros({2, count}, at::kDouble);
   auto* out = norms.mutable_data_ptr<double>();

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._library import _C
+from .._native import _C
 from . import _open
 from ._activations import CallHook, Calls
 from ._charts import Charts, Layout, Record, Selection, public_name

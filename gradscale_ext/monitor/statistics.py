@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import _context, reference
-from .._library import _C, DEVICE_TYPES
+from .._native import _C, DEVICE_TYPES, is_ordinary
 from ._shards import local_part, merged_over_groups
 from ._table import table
 
@@ -388,7 +388,7 @@ def _by_kernels(gradients: Gradients, p: float) -> reference.Statistics | None:
 def _has_kernels(tensors: Iterable[torch.Tensor]) -> bool:
     return (
         _context.is_eager()
-        and _context.is_ordinary()
+        and is_ordinary()
         and all(type(tensor) in _PLAIN and tensor.device.type in DEVICE_TYPES for tensor in tensors)
     )
 

@@ -3,13 +3,28 @@
 #pragma once
 
 #include "elements.h"
-#include "variants/kernels.h"
+#include "flow/element_loop.h"
+#include "loss/segment.h"
+#include "tensors/range_statistics.h"
 
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 
 namespace gradscale::test {
+
+// The kernels of one instruction set, or of the simulator, which has the first two.
+struct Kernels {
+  RunRows run_rows;
+  DecodeRows decode_rows;
+  PowerSumOfRange power_sum;
+  StatisticsOfRange statistics;
+  UpdateOfRange update;
+  ScaleRange scale_range;
+  ElementLoop multiply;
+  ElementLoop multiply_negated;
+  ElementLoop clamp;
+};
 
 struct Variant {
   const char* name;

@@ -109,10 +109,9 @@ void test_loop(const Selection& selection, const LoopCase& of, Random& random) {
   const Element sums = wide(of.element);
   LoopTest test(of, random);
   for (const auto& [name, kernels] : selection.variants) {
-    const ElementLoops& loops = kernels.element_loops;
-    test.run(name, loops.multiply, 1, [&](double g, double s, double) { return multiplied(g, s, sums); });
-    test.run(name, loops.multiply_negated, 1, [&](double g, double s, double) { return multiplied(g, -s, sums); });
-    test.run(name, loops.clamp, 2, clamped);
+    test.run(name, kernels.multiply, 1, [&](double g, double s, double) { return multiplied(g, s, sums); });
+    test.run(name, kernels.multiply_negated, 1, [&](double g, double s, double) { return multiplied(g, -s, sums); });
+    test.run(name, kernels.clamp, 2, clamped);
   }
 }
 
@@ -131,7 +130,7 @@ void test_conversions(const Selection& selection, Element element) {
       Report::get().doing("conversions of", variant.name);
       char* data[] = {out.data(), numbers.data(), scale.data()};
       const int64_t strides[] = {2, 2, 0};
-      variant.kernels.element_loops.multiply(element, data, strides, 65536);
+      variant.kernels.multiply(element, data, strides, 65536);
       for (int64_t i = 0; i < 65536; ++i) {
         const double product = multiplied(numbers.get(i), scale.get(0), Element::float32);
         check_same("number", i, out.get(i), rounded(product, element));

@@ -315,7 +315,7 @@ struct Inputs {
       target.set_bits(row, 0, static_cast<uint64_t>(class_target(content, prediction.width(), random)));
       return;
     }
-    const bool scalar = is_categorical(of.head.kind) || of.head.kind == Kind::binary_cross_entropy;
+    const bool scalar = of.head.decodes || of.head.kind == Kind::binary_cross_entropy;
     const Row values = scalar ? Row{scalar_target(content, of.head.kind, random)}
                               : vector_target(content, of.head.kind, target.width(), random);
     for (int64_t j = 0; j < target.width(); ++j) {
@@ -395,7 +395,7 @@ std::vector<RowTruth> truths_of(const HeadCase& of, const Centers& centers, cons
     }
     truths[row].of_loss = truth_of(of, centers, x, target);
     truths[row].coefficient = inputs.coefficient(row);
-    if (is_categorical(of.head.kind)) {
+    if (of.head.decodes) {
       truths[row].of_value = decoded(x, centers);
     }
     if (static_cast<Content>(row) == Content::ordinary && width <= 33) {
@@ -438,7 +438,7 @@ void check_row(const HeadCase& of, const Outputs& out, const RowTruth& truth, do
   const double nothing = 1e-30; // below what matters, float exponentials are 0
   const double loss_error = precision * (truth.of_loss.loss_scale + 0.1);
   check_element("loss", out.loss, row, 0, masked ? 0 : truth.of_loss.loss, masked ? 0 : loss_error);
-  if (is_categorical(of.head.kind)) {
+  if (of.head.decodes) {
     check_element(
         "expected", out.expected, row, 0, truth.of_value.loss, precision * truth.of_value.loss_scale + nothing);
   } else {
@@ -486,7 +486,7 @@ void test_outputs(
   segment.target = of.head.kind == Kind::per_step_loss ? Rows{} : inputs.target.rows();
   segment.gradient = out.wants_gradient ? out.gradient.rows() : Rows{};
   segment.loss = slab_of(out.loss);
-  segment.expected = is_categorical(of.head.kind) ? slab_of(out.expected) : Slab{};
+  segment.expected = of.head.decodes ? slab_of(out.expected) : Slab{};
   const auto before = inputs.contents();
   for (const Variant& variant : selection.variants) {
     out.clear();
@@ -549,30 +549,10 @@ void test_scratch(const Selection& selection) {
   }
 }
 
-// Numbers that are no int32 make an invalid head.
-void test_numbers() {
-  Report::get().begin_case("a head from numbers");
-  for (const double number : {-1.0, 2147483648.0, 1e10, -1e10, kInfinity, -kInfinity, kNaN}) {
-    const std::vector<double> numbers(kNumbersOfHead, number);
-    const Head head = head_from_numbers(numbers.data());
-    Report::get().check(
-        head.kind == static_cast<Kind>(-1) && head.first_step == -1 && head.support.num_bins == -1,
-        "%g has become an integer",
-        number);
-  }
-  const std::vector<double> numbers = {2, 1, 0.5, -3, 4, 1e-3, 601, 2, 1, 0.1, 0.2, 1, 0.75};
-  const Head head = head_from_numbers(numbers.data());
-  Report::get().check(
-      head.kind == Kind::soft_cross_entropy && head.first_step == 1 && head.support.num_bins == 601 &&
-          head.support.transform == Transform::symlog && head.support.raw && head.subtract_target_entropy,
-      "a head is not what its numbers say");
-}
-
 } // namespace
 
 void test_rows(const Selection& selection) {
   test_scratch(selection);
-  test_numbers();
   uint64_t seed = 0;
   for (HeadCase of : head_cases()) {
     for (const int64_t width : selection.widths) {

@@ -1,6 +1,6 @@
 // The CUDA kernels in the simulator, with the threads in three orders, as variants for the tests of tests/cpp.
 #include "../cpp/cases.h"
-#include "device_kernels.h"
+#include "loss/device_calls.h"
 #include "simt.h"
 
 namespace gradscale::test {

@@ -4,9 +4,11 @@
 //   test_launches           everything
 //   test_launches small     as much as ThreadSanitizer does in half a minute
 #include "../cpp/memory.h"
-#include "device_kernels.h"
+#include "flow/device_calls.h"
+#include "loss/device_calls.h"
 #include "port/device.h"
 #include "simt.h"
+#include "tensors/device_calls.h"
 
 #include <cmath>
 #include <cstdio>

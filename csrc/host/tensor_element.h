@@ -1,0 +1,79 @@
+// The rules for tensors that the kernels read directly.
+#pragma once
+
+#include "../math/element.h"
+#include "context.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace gradscale {
+
+// Whether the kernels have an Element for a dtype.
+inline bool has_element(at::ScalarType dtype) {
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+inline bool has_element(const at::Tensor& tensor) {
+  return has_element(tensor.scalar_type());
+}
+
+// The Element of a dtype that has one, or of the classes that a target names.
+inline Element element_of(at::ScalarType dtype) {
+  return dtype == at::kDouble     ? Element::float64
+         : dtype == at::kBFloat16 ? Element::bfloat16
+         : dtype == at::kHalf     ? Element::float16
+         : dtype == at::kLong     ? Element::int64
+                                  : Element::float32;
+}
+
+// A complex tensor has the Element of its real and imaginary parts.
+inline Element element_of(const at::Tensor& tensor) {
+  return element_of(c10::toRealValueType(tensor.scalar_type()));
+}
+
+// Converts a tensor of real numbers whose dtype has no Element: there are such of 8 bits.
+inline at::Tensor with_element(const at::Tensor& real) {
+  return has_element(real) ? real : real.to(at::kFloat);
+}
+
+// Whether a tensor has the dispatch keys of PyTorch's own class on devices that there are kernels for, and no more than
+// `others`.
+inline bool has_only_keys(const at::Tensor& tensor, c10::DispatchKeySet others) {
+  const c10::DispatchKeySet known(
+      {c10::DispatchKey::ADInplaceOrView,
+       c10::DispatchKey::CPU,
+       c10::DispatchKey::AutogradCPU,
+       c10::DispatchKey::AutocastCPU});
+#if GRADSCALE_WITH_CUDA
+  const c10::DispatchKeySet known_of_cuda(
+      {c10::DispatchKey::ADInplaceOrView,
+       c10::DispatchKey::CUDA,
+       c10::DispatchKey::AutogradCUDA,
+       c10::DispatchKey::AutocastCUDA});
+  if (only(tensor.key_set(), known_of_cuda | others)) {
+    return true;
+  }
+#endif
+  return only(tensor.key_set(), known | others);
+}
+
+// Whether this is a strided tensor of PyTorch's own class, without a forward-mode tangent, on a device that there are
+// kernels for.
+inline bool ordinary_tensor(const at::Tensor& tensor) {
+  return has_only_keys(tensor, {}) && !tensor._fw_grad(/*level=*/0).defined();
+}
+
+// Whether this is such a tensor, but one that is no part of a graph: floating or complex, perhaps sparse, or with bits
+// for conjugates and negatives.
+inline bool ordinary_gradient(const at::Tensor& tensor) {
+  const c10::DispatchKeySet others(
+      {c10::DispatchKey::SparseCPU,
+       c10::DispatchKey::SparseCUDA,
+       c10::DispatchKey::SparseCsrCPU,
+       c10::DispatchKey::SparseCsrCUDA,
+       c10::DispatchKey::Conjugate,
+       c10::DispatchKey::Negative});
+  return has_only_keys(tensor, others) && (tensor.is_floating_point() || tensor.is_complex());
+}
+
+} // namespace gradscale

@@ -1,0 +1,281 @@
+#include "backward.h"
+
+#include "../host/autograd.h"
+#include "../host/context.h"
+#include "../host/device.h"
+#include "../host/tensor_element.h"
+#include "device_calls.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/eq.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/where.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <iterator>
+#include <mutex>
+#include <utility>
+
+namespace gradscale {
+
+namespace {
+
+namespace autograd = torch::autograd;
+
+// Never freed: a module of an interpreter that ends may be gone before the last node is.
+py::function* differentiable_gradients = nullptr;
+
+// Versions of all tensors of a call: they differ from earlier ones when something was written to since.
+std::vector<int64_t> versions_of(const Arguments& arguments) {
+  std::vector<int64_t> versions;
+  arguments.each_tensor([&](const at::Tensor& tensor) {
+    if (!tensor.is_inference()) {
+      versions.push_back(static_cast<int64_t>(tensor._version()));
+    }
+  });
+  return versions;
+}
+
+// The call, as a backward pass reads it.
+struct Saved {
+  Arguments arguments;
+  std::vector<int64_t> versions; // of the arguments, as the forward pass read them
+  DeviceState state;
+  std::shared_ptr<Plan> plan; // null: a call of the registered operator, whose backward pass can be traced
+
+  void check_unchanged() const {
+    TORCH_CHECK(
+        versions_of(arguments) == versions,
+        "MultiStepLoss: a prediction, target, weight or mask was modified by an in-place operation after the loss was "
+        "computed, but this backward pass needs it as it was");
+  }
+};
+
+bool wants_half(const Arguments& arguments) {
+  for (size_t h = 0; h < arguments.predictions.size(); ++h) {
+    for (size_t i = 0; i < arguments.wants[h].size(); ++i) {
+      if (arguments.wants[h][i] && arguments.predictions[h].tensors[i].element_size() == 2) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+// Whether nobody else holds the gradient, who could see that it is written to.
+bool is_ours(const at::Tensor& gradient) {
+  return !gradient.defined() || gradient.use_count() == 1;
+}
+
+bool all_ours(const Gradients& gradients) {
+  return std::all_of(gradients.begin(), gradients.end(), [](const std::vector<at::Tensor>& of_head) {
+    return std::all_of(of_head.begin(), of_head.end(), is_ours);
+  });
+}
+
+autograd::variable_list flat(Gradients gradients) {
+  autograd::variable_list result;
+  for (std::vector<at::Tensor>& of_head : gradients) {
+    std::move(of_head.begin(), of_head.end(), std::back_inserter(result));
+  }
+  return result;
+}
+
+// grad_output as it multiplies a gradient: itself, or [B] beside the batch dimension.
+at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output, int64_t batch_dim) {
+  if (grad_output.dim() == 0) {
+    return grad_output;
+  }
+  std::vector<int64_t> shape(gradient.dim(), 1);
+  shape[batch_dim] = -1;
+  return grad_output.reshape(shape);
+}
+
+// The gradients of the forward pass, in their own memory where nobody else holds it.
+autograd::variable_list multiplied(
+    Gradients gradients, const Arguments& arguments, const at::Tensor& grad_output, bool is_one) {
+  for (size_t h = 0; h < gradients.size(); ++h) {
+    const int64_t batch_dim = arguments.batch_dim(arguments.predictions[h]);
+    for (at::Tensor& gradient : gradients[h]) {
+      if (!gradient.defined()) {
+        continue;
+      }
+      const bool ours = is_ours(gradient);
+      if (is_one) {
+        gradient = ours ? gradient : gradient.clone();
+      } else {
+        const at::Tensor factor = factor_for(gradient, grad_output, batch_dim);
+        gradient = ours ? gradient.mul_(factor) : at::mul(gradient, factor).to(gradient.scalar_type());
+      }
+    }
+  }
+  return flat(std::move(gradients));
+}
+
+// The gradients that the operator returned, rounded after they are multiplied; no value is read.
+autograd::variable_list multiplied_and_rounded(
+    Gradients gradients, const Arguments& arguments, const at::Tensor& grad_output) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !at::GradMode::is_enabled(),
+      "multi_step_loss: a compiled or exported loss has no second derivative; call it outside torch.compile, or use "
+      "gradscale_ext.reference.multi_step_loss inside");
+  for (size_t h = 0; h < gradients.size(); ++h) {
+    const Entries& predictions = arguments.predictions[h];
+    for (size_t i = 0; i < gradients[h].size(); ++i) {
+      at::Tensor& gradient = gradients[h][i];
+      if (gradient.defined()) {
+        const at::Tensor factor = factor_for(gradient, grad_output, arguments.batch_dim(predictions));
+        // A masked entry stays 0, also where grad_output is infinite.
+        gradient = at::where(at::eq(gradient, 0), gradient, at::mul(gradient, factor))
+                       .to(predictions.tensors[i].scalar_type());
+      }
+    }
+  }
+  return flat(std::move(gradients));
+}
+
+// The kernel once more, with grad_output as another factor of each sample.
+autograd::variable_list run_again(const Saved& saved, const at::Tensor& grad_output) {
+  saved.check_unchanged();
+  Arguments weighted = saved.arguments;
+  const at::Tensor factor = grad_output.to(at::kDouble).expand({weighted.batch});
+  const at::Tensor& weights = weighted.importance_weights;
+  weighted.importance_weights = weights.defined() ? weights.to(at::kDouble).mul(factor) : factor;
+  return flat(run_loss(saved.plan->table, saved.plan->gradient_memory, weighted).gradients);
+}
+
+// Whether grad_output is 1 is seen on the device alone: elsewhere the kernel runs again, as it does for half types on
+// the CPU.
+autograd::variable_list on_device(const Saved& saved, Gradients gradients, const at::Tensor& grad_output) {
+  saved.check_unchanged();
+  if (!all_ours(gradients)) {
+    gradients.clear();
+  }
+  return flat(multiplied_on_device(
+      saved.plan->table, saved.plan->gradient_memory, saved.arguments, std::move(gradients), grad_output, saved.state));
+}
+
+class MultiStepLossBackward : public BackwardNode {
+ public:
+  void set(Gradients gradients, std::shared_ptr<const Saved> saved) {
+    gradients_ = std::move(gradients);
+    saved_ = std::move(saved);
+  }
+
+  std::string name() const override {
+    return "MultiStepLossBackward";
+  }
+
+  void will_release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_last_use_ = true;
+  }
+
+  void release_variables() override {
+    Gradients gradients;
+    std::shared_ptr<const Saved> saved;
+    const std::lock_guard<std::mutex> lock(mutex_); // ends first: nothing is freed under it
+    gradients.swap(gradients_);
+    saved.swap(saved_);
+  }
+
+  autograd::variable_list apply(autograd::variable_list&& inputs) override {
+    const auto [saved, is_last_use] = begin_pass();
+    const at::Tensor grad_output = std::move(inputs[0]);
+    if (!grad_output.defined()) {
+      return autograd::variable_list(num_outputs());
+    }
+    if (saved->plan == nullptr) {
+      return multiplied_and_rounded(take_gradients(/*is_last_use=*/false), saved->arguments, grad_output);
+    }
+    if (at::GradMode::is_enabled()) {
+      return by_reference(*saved, grad_output, /*create_graph=*/true);
+    }
+    if (!ordinary_context() || !ordinary_tensor(grad_output)) { // batched, or of another kind
+      return by_reference(*saved, grad_output, /*create_graph=*/false);
+    }
+    if (device_kernels<LossKernels>(grad_output.device()) != nullptr) {
+      return on_device(*saved, take_gradients(is_last_use), grad_output);
+    }
+    const bool is_one = grad_output.dim() == 0 && grad_output.item<double>() == 1.0;
+    // Half gradients would be rounded a second time, and 0 * inf would be NaN in masked entries.
+    if (!is_one && (wants_half(saved->arguments) || !grad_output.isfinite().all().item<bool>())) {
+      return run_again(*saved, grad_output);
+    }
+    Gradients gradients = take_gradients(is_last_use);
+    return gradients.empty() ? run_again(*saved, grad_output)
+                             : multiplied(std::move(gradients), saved->arguments, grad_output, is_one);
+  }
+
+ private:
+  // The call, and whether the pass that begins is the last.
+  std::pair<std::shared_ptr<const Saved>, bool> begin_pass() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(saved_ != nullptr, autograd::ERR_BACKWARD_TWICE);
+    return {saved_, std::exchange(is_last_use_, false)};
+  }
+
+  // The gradients of the forward pass leave the node with the last pass; none are left where that one failed later.
+  Gradients take_gradients(bool is_last_use) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return is_last_use ? std::exchange(gradients_, {}) : gradients_;
+  }
+
+  autograd::variable_list by_reference(const Saved& saved, const at::Tensor& grad_output, bool create_graph) const {
+    saved.check_unchanged();
+    py::gil_scoped_acquire gil;
+    py::list predictions, targets;
+    uint32_t edge = 0;
+    for (Entries entries : saved.arguments.predictions) {
+      for (at::Tensor& tensor : entries.tensors) {
+        tensor = with_edge(tensor, next_edge(edge++));
+      }
+      predictions.append(to_python(entries));
+    }
+    for (Entries entries : saved.arguments.targets) {
+      for (at::Tensor& tensor : entries.tensors) {
+        tensor = with_edge(tensor, autograd::Edge());
+      }
+      targets.append(to_python(entries));
+    }
+    const py::object result = (*differentiable_gradients)(
+        saved.plan->heads, predictions, targets, options_to_python(saved.arguments), grad_output, create_graph);
+    autograd::variable_list gradients_of_inputs;
+    for (const auto& gradient : result) {
+      gradients_of_inputs.push_back(gradient.is_none() ? at::Tensor() : gradient.cast<at::Tensor>());
+    }
+    return gradients_of_inputs;
+  }
+
+  Gradients gradients_; // for grad_output 1
+  std::shared_ptr<const Saved> saved_;
+  bool is_last_use_ = false;
+};
+
+} // namespace
+
+void set_differentiable_gradients(py::function function) {
+  differentiable_gradients = new py::function(std::move(function));
+}
+
+void record_call(Arguments arguments, RunResult& result, std::shared_ptr<Plan> plan) {
+  MultiStepLossBackward* node = nullptr;
+  const NodePtr handle = make_node(node);
+  for (size_t h = 0; h < arguments.predictions.size(); ++h) {
+    const std::vector<at::Tensor>& tensors = arguments.predictions[h].tensors;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      node->add_next_edge(arguments.wants[h][i] ? autograd::impl::gradient_edge(tensors[i]) : autograd::Edge());
+    }
+  }
+  std::vector<int64_t> versions = plan ? versions_of(arguments) : std::vector<int64_t>();
+  node->set(
+      std::move(result.gradients),
+      std::make_shared<const Saved>(
+          Saved{std::move(arguments), std::move(versions), std::move(result.state), std::move(plan)}));
+  autograd::set_history(result.outputs.loss, handle);
+}
+
+} // namespace gradscale

@@ -1,0 +1,64 @@
+// One call of the multi-step loss on a device, as plain numbers and pointers into its memory.
+#pragma once
+
+#include "segment.h"
+
+namespace gradscale {
+
+struct LossCall {
+  const Segment* segments; // on the host, as all but the last members; those of a head follow each other
+  int64_t num_segments;
+  const Head* heads;
+  const Coefficients* coefficients; // by head
+  int64_t num_heads;
+  const double* step_weights;        // by step, where they are numbers and not in the coefficients; or null
+  const double* step_gradient_scale; // likewise
+  int64_t batch;
+  bool each_sample;      // one loss a sample, instead of their sum
+  bool mean_of_unmasked; // a head's coefficients are divided by the number of its unmasked entries
+  bool skip_nonfinite;   // a sample whose loss is not finite adds nothing
+
+  // These are on the device.
+  Slab per_sample;
+  Slab loss;
+  Slab head_means;
+  int64_t* num_nonfinite;
+  Slab skipped;         // with skip_nonfinite: per_sample once more, for the backward pass
+  double* num_unmasked; // by head, where mean_of_unmasked and there is a mask
+  char* workspace;      // bytes_for_loss() bytes, at a multiple of 8
+};
+
+// The backward pass: gradients once more, multiplied by a factor of each sample that is read on the device, a scalar
+// (stride 0) or one a sample. Where gradients for grad_output 1 are there already, a scalar 1 leaves them as they are.
+struct LossBackward {
+  Slab grad_output;
+  bool has_gradients;
+};
+
+// Computes losses and, where segments have a place for them, gradients.
+void launch_loss(const LossCall& call, void* stream);
+// Computes the gradients alone, multiplied.
+void launch_loss_backward(const LossCall& call, const LossBackward& backward, void* stream);
+// The bytes of workspace that each of these calls needs.
+int64_t bytes_for_loss(const LossCall& call);
+
+// Decodes `count` rows, or computes the gradient of that.
+void launch_decode(const Decoding& decoding, int64_t count, char* workspace, void* stream);
+int64_t bytes_for_decode(const Decoding& decoding);
+
+// Encodes `count` scalars as distributions.
+void launch_encode(const Encoding& encoding, int64_t count, void* stream);
+
+// The functions that start this family's kernels on a stream of a device.
+struct LossKernels {
+  static constexpr const char* kFamily = "loss";
+
+  decltype(&launch_loss) loss = launch_loss;
+  decltype(&launch_loss_backward) loss_backward = launch_loss_backward;
+  decltype(&bytes_for_loss) loss_bytes = bytes_for_loss;
+  decltype(&launch_decode) decode = launch_decode;
+  decltype(&bytes_for_decode) decode_bytes = bytes_for_decode;
+  decltype(&launch_encode) encode = launch_encode;
+};
+
+} // namespace gradscale

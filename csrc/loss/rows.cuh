@@ -1,0 +1,60 @@
+// The row of each head on a device: its loss, decoded prediction and gradient, by a group of threads.
+#pragma once
+
+#include "categorical_rows.cuh"
+#include "policy_rows.cuh"
+#include "regression_rows.cuh"
+
+#include <type_traits>
+
+namespace gradscale {
+
+// Calls row(cached) with std::true_type where the row stays in the registers of its group, or else std::false_type.
+template <class T, class Row>
+GRADSCALE_DEVICE void with_logits(const RowTask& task, Row row) {
+  if (fits_registers<T>(task.head.width, task.group)) {
+    row(std::true_type());
+  } else {
+    row(std::false_type());
+  }
+}
+
+// A is the type of sums; predictions are of a type that is summed in it.
+template <class T, class A>
+GRADSCALE_DEVICE void run_row_of(const RowTask& task) {
+  const Head& head = task.head.head;
+  switch (head.kind) {
+    case Kind::two_hot:
+      return with_logits<T>(task, [&](auto cached) {
+        const TwoHotTarget target = two_hot(task.template scalar_target<double>(), head.support);
+        categorical_row<T, A, decltype(cached)::value>(task, target);
+      });
+    case Kind::hl_gauss:
+      return with_logits<T>(task, [&](auto cached) {
+        const HLGaussTarget target = hl_gauss(task.template scalar_target<double>(), head.support, head.sigma_ratio);
+        categorical_row<T, A, decltype(cached)::value>(task, target);
+      });
+    case Kind::soft_cross_entropy:
+      return with_logits<T>(task, [&](auto cached) { soft_cross_entropy_row<T, A, decltype(cached)::value>(task); });
+    case Kind::mean_squared_error:
+      return mean_squared_error_row<T, A>(task);
+    case Kind::negative_cosine:
+      return negative_cosine_row<T, A>(task);
+    case Kind::binary_cross_entropy:
+      return binary_cross_entropy_row<T, A>(task);
+    case Kind::per_step_loss:
+      return per_step_loss_row<T, A>(task);
+  }
+}
+
+template <class A>
+GRADSCALE_DEVICE void run_row(const RowTask& task) {
+  dispatch_element(static_cast<Element>(task.segment.prediction_element), [&](auto type) {
+    using T = decltype(type);
+    if constexpr (sizeof(typename AccumulateType<T>::type) == sizeof(A)) {
+      run_row_of<T, A>(task);
+    }
+  });
+}
+
+} // namespace gradscale

@@ -1,0 +1,130 @@
+#include "description.h"
+
+#include "../host/cpu_kernels.h"
+#include "scratch.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace gradscale {
+
+namespace {
+
+// Cuts rows into chunks of about as many elements, which threads take in equal shares.
+void run_rows(const Description& call) {
+  constexpr int64_t chunk_elements = 8192;
+  constexpr int64_t serial_elements = 32768; // waking the other threads costs as much as this many exponentials
+  struct Chunk {
+    const Segment* segment;
+    int64_t begin, end;
+  };
+  std::vector<Chunk> chunks;
+  int64_t elements = 0;
+  int64_t widest = 0;
+  for (const Segment& segment : call.segments) {
+    const int64_t rows = std::max<int64_t>(1, chunk_elements / cost_of_row(segment.width));
+    for (int64_t begin = 0; begin < call.batch; begin += rows) {
+      chunks.push_back({&segment, begin, std::min(begin + rows, call.batch)});
+    }
+    elements += call.batch * cost_of_row(segment.width);
+    widest = std::max(widest, segment.width);
+  }
+  const RunRows run = for_this_machine(run_rows_kernel);
+  const auto count = static_cast<int64_t>(chunks.size());
+  const int64_t grain = elements <= serial_elements ? count : 1;
+  at::parallel_for(0, count, std::max<int64_t>(grain, 1), [&](int64_t begin, int64_t end) {
+    Scratch scratch(widest);
+    for (int64_t i = begin; i < end; ++i) {
+      const Segment& segment = *chunks[i].segment;
+      const Coefficients& coefficients = call.coefficients[call.heads.index_of(segment.head)];
+      run(segment, coefficients, chunks[i].begin, chunks[i].end, scratch.data());
+    }
+  });
+}
+
+// Adds the losses of a head, weighted and summed over its steps, to those of every sample; returns their plain sum.
+template <class T>
+double add_head(const Description& call, size_t head, double* samples, double* weighted) {
+  const int64_t steps = call.steps_of(head);
+  const int64_t first = call.heads[head].first_step;
+  const double weight = call.heads[head].weight;
+  const Coefficients& coefficients = call.coefficients[head];
+  const bool plain = coefficients.mask.data == nullptr && coefficients.step_weights.values.data == nullptr;
+  const T* losses = call.outputs.per_step[head].const_data_ptr<T>();
+  double of_head = 0;
+  for (int64_t b = 0; b < call.batch; ++b, losses += steps) {
+    double of_sample = 0;
+    double weighted_of_sample = 0;
+    for (int64_t t = 0; t < steps; ++t) {
+      if (plain) {
+        of_sample += losses[t];
+      } else if (coefficients.mask.keeps(b, first + t)) {
+        of_sample += losses[t];
+        weighted_of_sample += coefficients.step_weights.at(b, first + t) * losses[t];
+      }
+    }
+    weighted_of_sample = plain ? of_sample : weighted_of_sample;
+    of_head += of_sample;
+    samples[b] += weight * weighted_of_sample;
+    weighted[b] += coefficients.factor * weighted_of_sample;
+  }
+  return of_head;
+}
+
+void clear_gradients(const Description& call, int64_t sample) {
+  for (const Segment& segment : call.segments) {
+    if (segment.gradient.data != nullptr) {
+      const int64_t size = element_size(segment.gradient.element);
+      char* row = static_cast<char*>(segment.gradient.data) + sample * segment.gradient.stride * size;
+      std::fill(row, row + segment.width * size, 0);
+    }
+  }
+}
+
+// L_b, the loss, the means of the heads and the number of samples whose loss is not finite, in a fixed order.
+template <class T>
+void reduce(Description& call) {
+  Outputs& outputs = call.outputs;
+  std::vector<double> samples(call.batch, 0.0);  // L_b
+  std::vector<double> weighted(call.batch, 0.0); // with the factors of the reduction
+  T* means = outputs.head_means.mutable_data_ptr<T>();
+  for (size_t h = 0; h < call.heads.size(); ++h) {
+    const double sum = add_head<T>(call, h, samples.data(), weighted.data());
+    means[h] = static_cast<T>(sum / std::max<double>(1.0, static_cast<double>(call.num_unmasked[h])));
+  }
+  T* per_sample = outputs.per_sample.mutable_data_ptr<T>();
+  T* loss = outputs.loss.mutable_data_ptr<T>();
+  const bool each_sample = call.arguments.reduction == Reduction::none;
+  const StepWeight& importance_weights = call.coefficients[0].importance_weights;
+  int64_t num_nonfinite = 0;
+  double total = 0;
+  for (int64_t b = 0; b < call.batch; ++b) {
+    per_sample[b] = static_cast<T>(samples[b]);
+    const bool finite = std::isfinite(per_sample[b]); // as the user sees it, in float
+    num_nonfinite += finite ? 0 : 1;
+    double contribution = importance_weights.at(b, 0) * weighted[b];
+    if (!finite && call.arguments.nonfinite == Nonfinite::skip) {
+      contribution = 0;
+      clear_gradients(call, b);
+    }
+    total += contribution;
+    if (each_sample) {
+      loss[b] = static_cast<T>(contribution);
+    }
+  }
+  if (!each_sample) {
+    *loss = static_cast<T>(total);
+  }
+  *outputs.num_nonfinite.mutable_data_ptr<int64_t>() = num_nonfinite;
+}
+
+} // namespace
+
+void run_on_cpu(Description& call) {
+  run_rows(call);
+  return call.is_double ? reduce<double>(call) : reduce<float>(call);
+}
+
+} // namespace gradscale

@@ -1,0 +1,78 @@
+// The kernels of range.h. Sums are taken in double, where squares of float neither overflow nor vanish; a sum out of
+// double's safe range (float64 gradients, or a large p) is taken again, of elements scaled by a power of two. Included
+// once for each instruction set; the loops are plain, and vectorised by the compiler.
+#include "lane_sums.h"
+#include "range.h"
+
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+// Takes the sum of powers of magnitudes. magnitude(i, scaled) is that of element i when its numbers, one or two of
+// `numbers` in all, have gone through `scaled`.
+template <class Magnitude, class Number>
+PowerSum power_sum(int64_t size, double p, Magnitude magnitude, int64_t numbers, Number number) {
+  const auto sum_of = [=](auto scaled) {
+    const auto scaled_magnitude = [=](int64_t i) { return magnitude(i, scaled); };
+    return std::isinf(p) ? largest(size, scaled_magnitude) : plain_power_sum(size, p, scaled_magnitude);
+  };
+  const double sum = sum_of([](double x) { return x; });
+  if (is_safe(sum)) {
+    return {sum, 1};
+  }
+  const double maximum = largest(numbers, [=](int64_t i) { return std::fabs(number(i)); });
+  if (maximum == 0 || !std::isfinite(maximum)) {
+    return {maximum, 1};
+  }
+  const double root = root_for(maximum);
+  const double reciprocal = 1 / root;
+  return {sum_of([=](double x) { return x * reciprocal * reciprocal; }), root};
+}
+
+PowerSum power_sum_of_range(const Range& range, double p) {
+  PowerSum result{};
+  dispatch_element(range.element, [&](auto type) {
+    using T = decltype(type);
+    const T* data = static_cast<const T*>(range.data);
+    const int64_t numbers = range.is_complex ? 2 * range.size : range.size;
+    const auto number = [=](int64_t i) { return static_cast<double>(to_accumulate(data[i])); };
+    if (range.is_complex && p != 2) {
+      const auto modulus = [=](int64_t i, auto scaled) {
+        return std::hypot(scaled(number(2 * i)), scaled(number(2 * i + 1)));
+      };
+      result = power_sum(range.size, p, modulus, numbers, number);
+    } else { // the squared modulus of a complex number is a sum of squares
+      const auto magnitude = [=](int64_t i, auto scaled) { return std::fabs(scaled(number(i))); };
+      result = power_sum(numbers, p, magnitude, numbers, number);
+    }
+  });
+  return result;
+}
+
+void scale_range(const Range& from, void* to, double root, double factor) {
+  const int64_t size = from.is_complex ? 2 * from.size : from.size;
+  dispatch_element(from.element, [&](auto type) {
+    using T = decltype(type);
+    using A = typename AccumulateType<T>::type;
+    const T* source = static_cast<const T*>(from.data);
+    T* out = static_cast<T*>(to);
+    if (Scaling{root, factor, false}.is_normal_in_float()) {
+      const A narrow = static_cast<A>(factor);
+#pragma omp simd
+      for (int64_t i = 0; i < size; ++i) {
+        out[i] = from_accumulate<T, A>(static_cast<A>(to_accumulate(source[i])) * narrow);
+      }
+      return;
+    }
+    const double reciprocal = 1 / root;
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) {
+      const double value = static_cast<double>(to_accumulate(source[i])) * reciprocal * reciprocal * factor;
+      out[i] = from_accumulate<T, A>(static_cast<A>(value));
+    }
+  });
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale

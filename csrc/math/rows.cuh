@@ -1,0 +1,164 @@
+// The way in which the threads of a GPU share rows: the group of threads that has a row, the 16-byte windows that the
+// row lies in, and reading and writing those.
+#pragma once
+
+#include "../port/device.h"
+#include "element.h"
+
+namespace gradscale {
+
+constexpr int kWarps = kThreads / 32;
+constexpr unsigned kWholeWarp = 0xffffffffu;
+
+// Passes NaN over. One instruction for float, where a comparison and a choice are two.
+template <class T>
+GRADSCALE_DEVICE T larger(T a, T b) {
+  return std::fmax(a, b);
+}
+
+// The threads that have a row together: a power of two of neighbours in a warp, or all of a block. All threads of a
+// warp (of a block, where the group is one) take part in a reduction, each time.
+struct Group {
+  int size;
+  int rank;
+  double* shared; // [kWarps], of the block
+
+  template <class T, class Combine>
+  GRADSCALE_DEVICE T reduced(T value, Combine combine) const {
+    for (int distance = (size < 32 ? size : 32) / 2; distance > 0; distance /= 2) {
+      value = combine(value, __shfl_xor_sync(kWholeWarp, value, distance));
+    }
+    if (size > 32) {
+      __syncthreads(); // what was in shared memory has been read
+      if (threadIdx.x % 32 == 0) {
+        shared[threadIdx.x / 32] = static_cast<double>(value);
+      }
+      __syncthreads();
+      value = static_cast<T>(shared[0]);
+      for (int warp = 1; warp < kWarps; ++warp) {
+        value = combine(value, static_cast<T>(shared[warp]));
+      }
+    }
+    return value;
+  }
+
+  template <class T>
+  GRADSCALE_DEVICE T sum(T value) const {
+    return reduced(value, [](T a, T b) { return a + b; });
+  }
+
+  // Passes NaN over.
+  template <class T>
+  GRADSCALE_DEVICE T maximum(T value) const {
+    return reduced(value, [](T a, T b) { return larger(a, b); });
+  }
+};
+
+// The number of 16-byte windows whose elements a thread keeps in its registers, as the type of sums: 128 bytes.
+GRADSCALE_HOST_DEVICE constexpr int cached_windows(int64_t element_bytes) {
+  return element_bytes == 2 ? 4 : 8;
+}
+
+// The largest number of windows of a row, wherever it begins.
+GRADSCALE_HOST_DEVICE int64_t windows_at_most(int64_t width, int64_t element_bytes) {
+  return width * element_bytes / 16 + 2;
+}
+
+// The number of threads for a row of so many elements of so many bytes: one for each window, up to a warp; a block
+// where a warp has no registers for the row.
+inline int32_t threads_for_row(int64_t width, int64_t element_bytes) {
+  const int64_t windows = windows_at_most(width, element_bytes);
+  if (width == 1) {
+    return 1;
+  }
+  if (windows > 32 * cached_windows(element_bytes)) {
+    return kThreads;
+  }
+  int32_t threads = 2;
+  while (threads < 32 && threads < windows) {
+    threads *= 2;
+  }
+  return threads;
+}
+
+template <class T>
+constexpr int kVector = 16 / static_cast<int>(sizeof(T)); // elements of a window
+
+template <class T>
+struct alignas(16) Vector {
+  T elements[kVector<T>];
+};
+
+GRADSCALE_DEVICE bool aligned(const void* address) {
+  return reinterpret_cast<uintptr_t>(address) % 16 == 0;
+}
+
+// The windows of a row: window w has the elements first(w) .. first(w) + kVector<T>, of which the first and the last
+// window may have some outside the row.
+template <class T>
+struct Windows {
+  int32_t shift; // elements of the first window that come before the row
+  int32_t count;
+
+  GRADSCALE_DEVICE Windows(const T* row, int32_t width)
+      : shift(static_cast<int32_t>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T))),
+        count(width == 0 ? 0 : (shift + width + kVector<T> - 1) / kVector<T>) {
+  }
+  GRADSCALE_DEVICE int32_t first(int32_t window) const {
+    return window * kVector<T> - shift;
+  }
+};
+
+// Reads elements first .. first + size of a row; those outside 0 .. width are `absent`.
+template <int size, class T, class A>
+GRADSCALE_DEVICE void read_elements(const T* row, int32_t width, int32_t first, A absent, A* out) {
+  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && aligned(row + first)) {
+#pragma unroll
+    for (int k = 0; k < size; ++k) { // one load for each kVector<T> of them
+      if (k % kVector<T> == 0) {
+        const Vector<T> vector = load16<Vector<T>>(row + first + k);
+#pragma unroll
+        for (int i = 0; i < kVector<T> && k + i < size; ++i) {
+          out[k + i] = static_cast<A>(to_accumulate(vector.elements[i]));
+        }
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < size; ++k) {
+    const int32_t j = first + k;
+    out[k] = j >= 0 && j < width ? static_cast<A>(to_accumulate(row[j])) : absent;
+  }
+}
+
+// Writes elements first .. first + size of a row, but for those outside 0 .. width or in skip_begin .. skip_end.
+template <int size, class T, class A>
+GRADSCALE_DEVICE void write_elements(
+    T* row, int32_t width, int32_t first, int32_t skip_begin, int32_t skip_end, const A* values) {
+  using Wide = typename AccumulateType<T>::type;
+  const bool whole = first >= 0 && first + size <= width && (skip_end <= first || skip_begin >= first + size);
+  if (size % kVector<T> == 0 && whole && aligned(row + first)) {
+#pragma unroll
+    for (int k = 0; k < size; ++k) {
+      if (k % kVector<T> == 0) {
+        Vector<T> vector;
+#pragma unroll
+        for (int i = 0; i < kVector<T> && k + i < size; ++i) {
+          vector.elements[i] = from_accumulate<T, Wide>(static_cast<Wide>(values[k + i]));
+        }
+        store16(row + first + k, vector);
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < size; ++k) {
+    const int32_t j = first + k;
+    if (j >= 0 && j < width && (j < skip_begin || j >= skip_end)) {
+      row[j] = from_accumulate<T, Wide>(static_cast<Wide>(values[k]));
+    }
+  }
+}
+
+} // namespace gradscale

@@ -1,0 +1,82 @@
+"""The gradient-flow operators as compilers, tracers and vmap see them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import _native as _native  # the operators are registered by it
+
+
+def call(operator: str, x: torch.Tensor | torch.fx.Proxy, *arguments: Any) -> torch.Tensor:
+    """A gradient-flow operator as the compiler, a transform, a tracer or a subclass of Tensor sees it.
+
+    The overload is named: left to choose, PyTorch would read a scalar tensor as a number.
+    """
+    packet = getattr(torch.ops.gradscale_ext, operator)
+    overload = packet.tensor if isinstance(arguments[0], torch.Tensor) else packet.default
+    return overload(x, *arguments)  # type: ignore[no-any-return]
+
+
+Dims = tuple[int | None, ...]
+
+
+def _example_first(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
+    return x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _lined_up(value: Any, dim: int | None, dims: int) -> Any:
+    """A mapped tensor argument, its own dimensions lined up with the `dims` of one example."""
+    if dim is None:
+        return value
+    value = value.movedim(dim, 0)
+    return value.reshape(value.shape[0], *[1] * (dims - value.dim() + 1), *value.shape[1:])
+
+
+def _elementwise_rule(operator: str) -> Any:
+    """For arguments that broadcast to x."""
+
+    def rule(info: Any, in_dims: Dims, x: torch.Tensor, *values: Any) -> Any:
+        x = _example_first(x, in_dims[0], info.batch_size)
+        lined_up = (_lined_up(value, dim, x.dim() - 1) for value, dim in zip(values, in_dims[1:], strict=True))
+        return call(operator, x, *lined_up), 0
+
+    return rule
+
+
+def _norm_rule(operator: str) -> Any:
+    """For a limit that broadcasts to the batch dimensions: the mapped one becomes the first of them."""
+
+    def rule(info: Any, in_dims: Dims, x: torch.Tensor, limit: Any, batch_dims: int, *others: Any) -> Any:
+        if any(dim is not None for dim in in_dims[2:]):
+            raise RuntimeError(
+                f"{operator}: vmap maps the counters; map a function that uses the operator without the module's "
+                "counters, or keep the module's buffers out of in_dims"
+            )
+        x = _example_first(x, in_dims[0], info.batch_size)
+        return call(operator, x, _lined_up(limit, in_dims[1], batch_dims), batch_dims + 1, *others), 0
+
+    return rule
+
+
+def _count_norms_rule(info: Any, in_dims: Dims, counts: torch.Tensor, within: torch.Tensor) -> Any:
+    if in_dims[0] is None:
+        torch.ops.gradscale_ext.count_norms(counts, within)
+    else:
+        within = _example_first(within, in_dims[1], info.batch_size)
+        for own, seen in zip(counts.unbind(in_dims[0]), within.unbind(), strict=True):
+            torch.ops.gradscale_ext.count_norms(own, seen)
+    return None, None
+
+
+for _operator, _rule in (
+    ("scale_gradient", _elementwise_rule),
+    ("reverse_gradient", _elementwise_rule),
+    ("clip_gradient_value", _elementwise_rule),
+    ("clip_gradient_norm", _norm_rule),
+    ("normalize_gradient", _norm_rule),
+):
+    for _overload in ("", ".tensor"):
+        torch.library.register_vmap(f"gradscale_ext::{_operator}{_overload}", _rule(_operator))
+torch.library.register_vmap("gradscale_ext::count_norms", _count_norms_rule)

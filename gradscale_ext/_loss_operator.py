@@ -1,0 +1,102 @@
+"""The multi-step loss as one operator, which torch.compile and torch.export keep in their graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import _native as _native  # the operator is registered by it
+from ._options import Entries, Options, turned_around
+from ._validate import Call
+from .heads import record_of
+from .output import MultiStepLossOutput
+
+#: How the entries of a head are given, where they are not as many tensors in the list of all heads' entries.
+_STACKED, _NONE = 0, -1
+
+
+def call_operator(
+    call: Call, predictions: Mapping[str, Entries], targets: Mapping[str, Entries]
+) -> MultiStepLossOutput:
+    """The loss of a call whose arguments were checked."""
+    heads, batch_first = call.heads, call.options.batch_first
+    step_weights, step_gradient_scale = (
+        None if numbers is None else turned_around(numbers, batch_first)
+        for numbers in (call.step_weights, call.step_gradient_scale)
+    )
+    masks = [turned_around(call.masks[name], batch_first) if name in call.masks else None for name in heads]
+    options = call.options._replace(
+        step_weights=step_weights,
+        step_gradient_scale=step_gradient_scale,
+        mask=masks,  # type: ignore[arg-type]  # the operator takes them in the order of the heads
+    )
+    predicted = [_listed(predictions[name]) for name in heads]
+    wanted = [_listed(targets[name]) if head.has_target else ([], _NONE) for name, head in heads.items()]
+    results = torch.ops.gradscale_ext.multi_step_loss(
+        [tensor for tensors, _ in predicted for tensor in tensors],
+        [tensor for tensors, _ in wanted for tensor in tensors],
+        [count for _, count in predicted],
+        [count for _, count in wanted],
+        *record_of(heads.values()),
+        [],
+        *options,
+    )
+    loss, per_sample, head_means, num_nonfinite = results[:4]
+    decoded = [name for name, head in heads.items() if head.decodes]
+    return MultiStepLossOutput(
+        loss=loss,
+        per_sample=per_sample,
+        per_step=dict(zip(heads, results[4:], strict=False)),
+        expected=dict(zip(decoded, results[4 + len(heads) :], strict=False)),
+        head_means=dict(zip(heads, head_means.unbind(), strict=True)),
+        num_nonfinite=num_nonfinite,
+    )
+
+
+def _listed(entries: Entries) -> tuple[Sequence[torch.Tensor], int]:
+    return ([entries], _STACKED) if isinstance(entries, torch.Tensor) else (entries, len(entries))
+
+
+@torch.library.register_fake("gradscale_ext::multi_step_loss")  # type: ignore[misc]
+def _shapes(
+    predictions: list[torch.Tensor],
+    targets: list[torch.Tensor],
+    prediction_counts: list[int],
+    target_counts: list[int],
+    names: list[str],
+    numbers: list[float],
+    wants: list[int],
+    *given: Any,
+) -> list[torch.Tensor]:
+    """What the operator returns, for tracers."""
+    options, device = Options(*given), predictions[0].device
+    is_double = any(prediction.dtype == torch.float64 for prediction in predictions)
+    of_sums: dict[str, Any] = {"device": device, "dtype": torch.float64 if is_double else torch.float32}
+    step_dim = 1 if options.batch_first else 0
+    batch = predictions[0].shape[1 - step_dim if prediction_counts[0] == _STACKED else 0]
+    decodes = [number for name, number in zip(names, numbers, strict=True) if name == "decodes"]
+    per_step, expected = [], []
+    first = 0
+    for count, is_decoded in zip(prediction_counts, decodes, strict=True):
+        steps = count or predictions[first].shape[step_dim]
+        size, stride = ((batch, steps), (steps, 1)) if options.batch_first else ((steps, batch), (1, steps))
+        per_step.append(torch.empty_strided(size, stride, **of_sums))
+        if is_decoded:
+            expected.append(torch.empty_strided(size, stride, **of_sums))
+        first += max(count, 1)
+    return [
+        torch.empty((batch,) if options.reduction == "none" else (), **of_sums),
+        torch.empty((batch,), **of_sums),
+        torch.empty((len(per_step),), **of_sums),
+        torch.empty((), device=device, dtype=torch.int64),
+        *per_step,
+        *expected,
+        *[torch.empty(predictions[i].shape, device=device, dtype=_of_gradient(predictions[i])) for i in wants],
+    ]
+
+
+def _of_gradient(prediction: torch.Tensor) -> torch.dtype:
+    """Gradients of half types are rounded after they are multiplied."""
+    return torch.float64 if prediction.dtype == torch.float64 else torch.float32

@@ -1,0 +1,78 @@
+"""The compiled extension `_C`, loaded, or an error that explains what is wrong with it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+
+
+def _explain(error: ImportError) -> ImportError:
+    """Say what an import error of the extension means, and the command that mends it."""
+    rebuild = (
+        "python -m pip install --no-build-isolation --force-reinstall --no-deps gradscale-ext (or . in a checkout)"
+    )
+    if importlib.util.find_spec("gradscale_ext._C") is None:
+        return ImportError(
+            f"gradscale_ext is not compiled here: {__path_of_package()} has no extension module _C. If this is "
+            "the source checkout shadowing an installed gradscale_ext, start Python from another folder or install the "
+            f"checkout with `python -m pip install --no-build-isolation -e .`; otherwise rebuild: {rebuild}."
+        )
+    built = _version_built_with()
+    if built is not None and built != torch.__version__:
+        return ImportError(
+            f"gradscale_ext was compiled against PyTorch {built}, but PyTorch {torch.__version__} is installed now; a "
+            f"C++ extension must be compiled again after that. Rebuild: {rebuild}. ({error})"
+        )
+    return ImportError(f"the compiled extension of gradscale_ext could not be loaded: {error}. Rebuild: {rebuild}.")
+
+
+def __path_of_package() -> str:
+    specification = importlib.util.find_spec("gradscale_ext")
+    return str(specification.origin).removesuffix("__init__.py") if specification else "gradscale_ext"
+
+
+def _version_built_with() -> str | None:
+    try:
+        return str(importlib.import_module("gradscale_ext._build").TORCH_VERSION)
+    except ImportError:
+        return None
+
+
+def _release(version: str) -> str:
+    return version.split("+")[0]
+
+
+try:
+    from . import _C as _C
+except ImportError as error:
+    raise _explain(error) from error
+
+if _release(_C.torch_version) != _release(torch.__version__):
+    raise _explain(ImportError("its symbols resolve, but its data structures may differ"))
+
+
+def _seen(function: Any) -> Any:
+    """Wrap a function so that a mode such as `GradientTracer` or a default device sees its calls."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if torch._C._is_torch_function_mode_enabled():
+            return torch.overrides.handle_torch_function(call, (), *args)
+        return function(*args)
+
+    return call
+
+
+for _name in ("multi_step_loss", "encode", "decode", "l2_loss"):
+    setattr(_C, _name, _seen(getattr(_C, _name)))
+
+#: Devices whose tensors the kernels accept.
+DEVICE_TYPES = ("cpu", "cuda") if _C.cuda_version else ("cpu",)
+
+
+def is_ordinary() -> bool:
+    """Whether autograd is on, and no transform, tracer or dispatch mode is: the question C++ asks before a call."""
+    return _C.ordinary_context()

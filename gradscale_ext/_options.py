@@ -1,0 +1,31 @@
+"""The record of a call of the multi-step loss: its options, and the types of its tensors. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+#: One tensor per step, or one tensor with a dimension of steps.
+Entries = torch.Tensor | Sequence[torch.Tensor]
+StepNumbers = torch.Tensor | Sequence[float] | None
+Reduction = Literal["mean", "sum", "none", "valid_mean"]
+Nonfinite = Literal["propagate", "skip"]
+
+
+class Options(NamedTuple):
+    """Everything of a call but its heads, predictions and targets; see `multi_step_loss`."""
+
+    step_weights: StepNumbers = None
+    step_gradient_scale: StepNumbers | Literal["unroll"] = None
+    importance_weights: torch.Tensor | None = None
+    mask: torch.Tensor | Mapping[str, torch.Tensor] | None = None
+    reduction: Reduction = "mean"
+    nonfinite: Nonfinite = "propagate"
+    batch_first: bool = True
+
+
+def turned_around(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
+    """From the caller's order to `[B, T]`, or back; a tensor of one dimension stays."""
+    return tensor if batch_first or tensor.dim() != 2 else tensor.transpose(0, 1)

@@ -1,0 +1,31 @@
+"""Everything in plain PyTorch, one operation after the other, without the compiled extension.
+
+The truth for tests, and the path for every context that the fused kernels do not take: transforms, tensor subclasses,
+other devices.
+"""
+
+from .flow import clip_gradient_norm, clip_gradient_value, normalize_gradient, reverse_gradient, scale_gradient
+from .losses import entry_loss, multi_step_loss
+from .supports import centers, decode, hl_gauss, raw_centers, two_hot
+from .tensors import Statistics, clip_tensors, clipping_of, l2_loss, norm_of, tensor_statistics
+
+__all__ = [
+    "Statistics",
+    "centers",
+    "clip_gradient_norm",
+    "clip_gradient_value",
+    "clip_tensors",
+    "clipping_of",
+    "decode",
+    "entry_loss",
+    "hl_gauss",
+    "l2_loss",
+    "multi_step_loss",
+    "norm_of",
+    "normalize_gradient",
+    "raw_centers",
+    "reverse_gradient",
+    "scale_gradient",
+    "tensor_statistics",
+    "two_hot",
+]

@@ -1,0 +1,223 @@
+"""The multi-step loss, head by head and step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .._options import Entries, Options, turned_around
+from .._validate import Call, as_dict, validate
+from ..heads import (
+    BinaryCrossEntropy,
+    Head,
+    HLGauss,
+    MeanSquaredError,
+    NegativeCosine,
+    PerStepLoss,
+    SoftCrossEntropy,
+    TwoHot,
+)
+from ..output import MultiStepLossOutput
+from ..transforms import transform
+from .flow import scale_gradient
+from .supports import decode, hl_gauss, two_hot
+
+
+def multi_step_loss(
+    heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], **options: Any
+) -> MultiStepLossOutput:
+    """The loss of `gradscale_ext.multi_step_loss`; the options are those of `Options`."""
+    return loss_of(validate(as_dict("heads", heads), predictions, targets, Options(**options)))
+
+
+def loss_of(call: Call) -> MultiStepLossOutput:
+    """The loss of a call whose arguments were checked."""
+    heads, options = call.heads, call.options
+    per_step = {name: _per_step(name, call) for name in heads}
+    per_sample = _per_sample(call, {name: losses.detach() for name, losses in per_step.items()})
+    contributing = per_step
+    if options.nonfinite == "skip":
+        # Leaving a sample out as a mask does keeps its NaN out of the gradients too.
+        finite = per_sample.isfinite().unsqueeze(1)
+        remaining = replace(call, masks={name: finite & _unmasked(name, call) for name in heads})
+        contributing = {name: _per_step(name, remaining) for name in heads}
+    weighted = _per_sample(call, contributing, {name: _reduction_factor(name, call) for name in heads})
+    if options.importance_weights is not None:
+        weighted = options.importance_weights.to(call.dtype) * weighted
+    return MultiStepLossOutput(
+        loss=weighted if options.reduction == "none" else weighted.sum(),
+        per_sample=per_sample,
+        per_step={name: turned_around(losses.detach(), options.batch_first) for name, losses in per_step.items()},
+        expected={name: _expected(name, call) for name, head in heads.items() if head.decodes},
+        head_means={name: per_step[name].detach().sum() / _num_unmasked(name, call) for name in heads},
+        num_nonfinite=(~per_sample.isfinite()).sum(),
+    )
+
+
+def _unmasked(name: str, call: Call) -> torch.Tensor:
+    """Bool `[B, T]`."""
+    if name in call.masks:
+        return call.masks[name]
+    device = call.predictions[name][0].device
+    return torch.ones(call.batch, call.steps, dtype=torch.bool, device=device)
+
+
+def _num_unmasked(name: str, call: Call) -> torch.Tensor:
+    """Unmasked entries of a head, at least 1."""
+    return _unmasked(name, call)[:, call.heads[name].first_step :].sum().clamp(min=1)
+
+
+def _reduction_factor(name: str, call: Call) -> torch.Tensor | float:
+    if call.options.reduction == "mean":
+        return 1.0 / max(call.batch, 1)
+    if call.options.reduction == "valid_mean":
+        return 1.0 / _num_unmasked(name, call).to(call.dtype)
+    return 1.0
+
+
+def _per_step(name: str, call: Call) -> torch.Tensor:
+    """`[B, T_h]` losses without weights. Ones replace a masked entry before its loss is computed, so that neither its
+    value nor its gradient can come through."""
+    losses = []
+    head, mask = call.heads[name], call.masks.get(name)
+    for t, (prediction, target) in enumerate(zip(call.predictions[name], call.targets[name], strict=True)):
+        prediction = prediction.to(call.dtype)
+        if target is not None and target.is_floating_point():
+            target = target.to(call.dtype)
+        if mask is None:
+            losses.append(entry_loss(head, prediction, target))
+            continue
+        unmasked = mask[:, head.first_step + t]
+        loss = entry_loss(head, _where(unmasked, prediction), None if target is None else _where(unmasked, target))
+        losses.append(torch.where(unmasked, loss, 0.0))
+    return torch.stack(losses, 1)
+
+
+def _where(unmasked: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
+    ones = torch.ones((), dtype=entry.dtype, device=entry.device)
+    if not entry.is_floating_point():
+        ones = ones - 1  # the first class
+    return torch.where(unmasked.unsqueeze(-1) if entry.dim() == 2 else unmasked, entry, ones)
+
+
+def _per_sample(
+    call: Call, per_step: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor | float] | None = None
+) -> torch.Tensor:
+    """`[B]` sum over heads and steps with their weights, each head times its factor."""
+    total = torch.zeros(call.batch, dtype=call.dtype, device=next(iter(per_step.values())).device)
+    for name, head in call.heads.items():
+        losses = per_step[name]
+        if call.step_gradient_scale is not None:
+            losses = scale_gradient(losses, call.step_gradient_scale[..., head.first_step :])
+        if call.step_weights is not None:
+            # A masked loss is 0, and stays so whatever its weight.
+            weights = call.step_weights[..., head.first_step :]
+            mask = call.masks.get(name)
+            if mask is not None:
+                weights = torch.where(mask[:, head.first_step :], weights, 0.0)
+            losses = weights * losses
+        factor = 1.0 if factors is None else factors[name]
+        total = total + head.weight * factor * losses.sum(1)
+    return total
+
+
+def _expected(name: str, call: Call) -> torch.Tensor:
+    """`[B, T_h]` in the caller's order: the decoded predictions of a head with a support."""
+    support = call.heads[name].support  # type: ignore[attr-defined]
+    decoded = [decode(entry.detach(), support) for entry in call.predictions[name]]
+    return torch.stack(decoded, 1 if call.options.batch_first else 0).to(call.dtype)
+
+
+# ---- The losses of the heads: [B] for one step ----------------------------------------------------------------------
+
+
+def _two_hot_loss(head: TwoHot, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return _cross_entropy(logits.log_softmax(-1), _smoothed(two_hot(target, head.support), head.label_smoothing))
+
+
+def _hl_gauss_loss(head: HLGauss, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return _cross_entropy(logits.log_softmax(-1), hl_gauss(target, head.support, head.sigma_ratio))
+
+
+def _soft_cross_entropy_loss(head: SoftCrossEntropy, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    log_probabilities = logits.log_softmax(-1)
+    if not target.is_floating_point():
+        target = _one_hot(target, logits)
+    target = _smoothed(target, head.label_smoothing)
+    loss = _cross_entropy(log_probabilities, target)
+    if head.subtract_target_entropy:
+        loss = loss + torch.special.xlogy(target, target).sum(-1)
+    if head.entropy_weight != 0:
+        probabilities = log_probabilities.exp()
+        loss = loss - head.entropy_weight * _cross_entropy(log_probabilities, probabilities)
+    return loss
+
+
+def _mean_squared_error_loss(head: MeanSquaredError, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    squares = (prediction - transform(target, head.transform, 1e-3)).square()
+    return squares.mean(-1) if squares.dim() == 2 else squares
+
+
+def _binary_cross_entropy_loss(head: BinaryCrossEntropy, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    log_sigmoid = torch.nn.functional.logsigmoid
+    return -_product(target, log_sigmoid(logits)) - _product(1 - target, log_sigmoid(-logits))
+
+
+def _negative_cosine_loss(head: NegativeCosine, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return -(_normalized(prediction, head.eps) * _normalized(target, head.eps)).sum(-1)
+
+
+def _per_step_loss(head: PerStepLoss, prediction: torch.Tensor, target: None) -> torch.Tensor:
+    return prediction
+
+
+_LOSSES: dict[str, Callable[[Any, torch.Tensor, Any], torch.Tensor]] = {
+    TwoHot.kind: _two_hot_loss,
+    HLGauss.kind: _hl_gauss_loss,
+    SoftCrossEntropy.kind: _soft_cross_entropy_loss,
+    MeanSquaredError.kind: _mean_squared_error_loss,
+    BinaryCrossEntropy.kind: _binary_cross_entropy_loss,
+    NegativeCosine.kind: _negative_cosine_loss,
+    PerStepLoss.kind: _per_step_loss,
+}
+
+
+def entry_loss(head: Head, prediction: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    """`[B]` losses of one head at one step."""
+    return _LOSSES[head.kind](head, prediction, target)
+
+
+def _product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """weight x, where 0 times anything is 0: an illegal action, with a logit of -inf, costs nothing when the target has
+    nothing there."""
+    return weight * torch.where(weight == 0, 0.0, x)
+
+
+def _cross_entropy(log_probabilities: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return -_product(target, log_probabilities).sum(-1)
+
+
+def _smoothed(target: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    if label_smoothing == 0:
+        return target
+    return target * (1 - label_smoothing) + label_smoothing / target.shape[-1]
+
+
+def _one_hot(classes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Like `logits`; a row of NaN for a class that is none."""
+    actions = torch.arange(logits.shape[-1], device=logits.device)
+    chosen = (actions == classes.unsqueeze(-1)).to(logits.dtype)
+    valid = ((classes >= 0) & (classes < logits.shape[-1])).unsqueeze(-1)
+    return torch.where(valid, chosen, float("nan"))
+
+
+def _normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / max(|x|, eps) over the last dimension; the squares neither overflow nor underflow."""
+    largest = x.detach().abs().amax(-1, keepdim=True).clamp(min=eps)
+    scaled = x / largest
+    length = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    floor = eps / largest
+    return scaled / torch.where(length < floor, floor, length)

@@ -1,0 +1,98 @@
+"""Supports: encoding scalars as distributions over bins, and decoding them."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+
+from ..transforms import inverse_transform, transform
+
+
+class Bins(Protocol):
+    """The numbers of a `Support`."""
+
+    @property
+    def minimum(self) -> float: ...
+    @property
+    def maximum(self) -> float: ...
+    @property
+    def num_bins(self) -> int: ...
+    @property
+    def transform(self) -> str: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def space(self) -> str: ...
+
+
+def centers(support: Bins, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """`[S]` centres in transformed coordinates; exactly antisymmetric for a symmetric support."""
+    middle = 0.5 * (support.minimum + support.maximum)
+    half_spacing = 0.5 * (support.maximum - support.minimum) / (support.num_bins - 1)
+    odd = torch.arange(1 - support.num_bins, support.num_bins, 2, dtype=dtype, device=device)
+    return middle + half_spacing * odd
+
+
+def raw_centers(support: Bins, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """`[S]` centres transformed back."""
+    return inverse_transform(centers(support, torch.float64, device), support.transform, support.eps).to(dtype)
+
+
+def two_hot(x: torch.Tensor, support: Bins) -> torch.Tensor:
+    """`[..., S]` distributions with mass on the two bins next to the scalars `[...]`."""
+    raw = _clamped_to_finite(widened(x))
+    y = transform(raw, support.transform, support.eps)
+    last_bin = support.num_bins - 1
+    position = ((y - support.minimum) * (last_bin / (support.maximum - support.minimum))).clamp(0, last_bin)
+    lower = position.detach().nan_to_num(0).floor().clamp(max=last_bin - 1)
+    bin = lower.long()
+    if support.space == "raw":
+        values = raw_centers(support, y.dtype, x.device)
+        upper_weight = ((raw - values[bin]) / (values[bin + 1] - values[bin])).clamp(0, 1)
+    else:
+        upper_weight = position - lower
+    bin, upper_weight = bin.unsqueeze(-1), upper_weight.unsqueeze(-1)
+    zeros = torch.zeros((*x.shape, support.num_bins), dtype=y.dtype, device=x.device)
+    encoded = zeros.scatter(-1, bin, 1 - upper_weight).scatter(-1, bin + 1, upper_weight)
+    # A row of NaN for a NaN scalar: its two weights already are, the other bins follow.
+    return torch.where(position.isnan().unsqueeze(-1), float("nan"), encoded).to(x.dtype)
+
+
+def hl_gauss(x: torch.Tensor, support: Bins, sigma_ratio: float) -> torch.Tensor:
+    """`[..., S]` histograms of normals around the transformed scalars `[...]`."""
+    y = transform(_clamped_to_finite(widened(x)), support.transform, support.eps)
+    y = y.clamp(support.minimum, support.maximum).unsqueeze(-1)
+    width = (support.maximum - support.minimum) / (support.num_bins - 1)
+    edges = torch.arange(support.num_bins + 1, dtype=y.dtype, device=x.device) * width + (support.minimum - width / 2)
+    # Phi is erf / 2 + 1/2: the constants go away with the division by the total.
+    below = torch.erf((edges - y) / (math.sqrt(2) * sigma_ratio * width))
+    total = below[..., -1:] - below[..., :1]
+    return ((below[..., 1:] - below[..., :-1]) / total).to(x.dtype)
+
+
+def decode(logits: torch.Tensor, support: Bins) -> torch.Tensor:
+    """Scalars `[...]` that logits `[..., S]` predict: the expectation over the support, transformed back."""
+    probabilities = widened(logits).softmax(-1)
+    raw = support.space == "raw"
+    values = (raw_centers if raw else centers)(support, probabilities.dtype, logits.device)
+    # Bins at equal distance from the middle are taken together, p c + p' c' = (p - p') c + p' (c + c') for |c| <= |c'|:
+    # a small centre is not lost beside a large one, and equal p over a symmetric support give exactly 0.
+    other, opposite = probabilities.flip(-1), values.flip(-1)
+    is_smaller = values.abs() <= opposite.abs()
+    smaller = torch.where(is_smaller, values, opposite)
+    difference = torch.where(is_smaller, probabilities - other, other - probabilities)
+    of_larger = torch.where(is_smaller, other, probabilities)
+    expected = 0.5 * (difference * smaller + of_larger * (values + opposite)).sum(-1)
+    return expected if raw else inverse_transform(expected, support.transform, support.eps)
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Widen half types to float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _clamped_to_finite(x: torch.Tensor) -> torch.Tensor:
+    limit = torch.finfo(x.dtype).max
+    return x.clamp(-limit, limit)

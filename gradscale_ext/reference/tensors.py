@@ -1,0 +1,102 @@
+"""Passes over many tensors: `l2_loss`, statistics, clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from .supports import widened
+
+
+def l2_loss(parameters: Iterable[torch.Tensor], weight: float | torch.Tensor) -> torch.Tensor:
+    """``weight * sum of |p|^2 / 2`` over tensors."""
+    squares = [widened(parameter).square().sum() for parameter in parameters]
+    return (0.5 * weight * torch.stack(squares)).sum() if squares else torch.zeros(())
+
+
+HISTOGRAM_BINS, HISTOGRAM_FIRST_EDGE = 64, -40
+"""Bins of log2 |g|; where the second one begins."""
+
+Statistics = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Values `[3, N]` (norm, largest magnitude, mean), counts `[5, N]` (elements, zeros, NaN, inf, whether there is no
+tensor), and histogram `[N, bins]`."""
+
+
+def tensor_statistics(tensors: Iterable[torch.Tensor | None], p: float) -> Statistics:
+    """Statistics of tensors of one device; of complex ones those of their moduli."""
+    tensors = list(tensors)
+    device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
+    columns = [_statistics_of(tensor, p, device) for tensor in tensors]
+    if not columns:
+        return (
+            torch.empty((3, 0), dtype=torch.float64),
+            torch.empty((5, 0), dtype=torch.int64),
+            torch.empty((0, HISTOGRAM_BINS), dtype=torch.int64),
+        )
+    values, counts, histograms = zip(*columns, strict=True)
+    return torch.stack(values, 1), torch.stack(counts, 1), torch.stack(histograms)
+
+
+def _statistics_of(tensor: torch.Tensor | None, p: float, device: torch.device) -> Statistics:
+    precise = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
+    elements = torch.empty(0, device=device) if tensor is None else tensor.detach()
+    numel = elements.numel()
+    if elements.layout != torch.strided:
+        elements = (elements.coalesce() if elements.layout == torch.sparse_coo else elements).values()
+    if elements.is_complex():
+        elements = torch.view_as_real(elements.resolve_conj()).to(precise)
+        elements = torch.hypot(elements[..., 0], elements[..., 1])
+    elements = elements.to(precise).flatten()
+    finite = torch.where(elements.isfinite(), elements, 0)
+    magnitudes = finite.abs()
+    nans, infs = elements.isnan().sum(), elements.isinf().sum()
+    zeros = (elements == 0).sum() + (numel - elements.numel())
+    exponents = torch.frexp(magnitudes).exponent - 1  # floor of log2
+    bins = (exponents - (HISTOGRAM_FIRST_EDGE - 1)).clamp(0, HISTOGRAM_BINS - 1).long()
+    histogram = torch.zeros(HISTOGRAM_BINS, dtype=torch.int64, device=device)
+    histogram = histogram.scatter_add(0, bins, (magnitudes > 0).long())
+    count = numel - nans - infs
+    values = [norm_of(magnitudes, p), _largest(magnitudes), finite.sum() / count.clamp(min=1)]
+    counts = [torch.full_like(nans, numel), zeros, nans, infs, torch.full_like(nans, int(tensor is None))]
+    return torch.stack(values), torch.stack(counts), histogram
+
+
+def _largest(magnitudes: torch.Tensor) -> torch.Tensor:
+    return magnitudes.amax() if magnitudes.numel() else magnitudes.sum()
+
+
+def norm_of(magnitudes: torch.Tensor, p: float, dim: int = 0) -> torch.Tensor:
+    """Norm of non-negative numbers along a dimension, which neither overflows nor vanishes on the way."""
+    if not magnitudes.shape[dim]:
+        return magnitudes.sum(dim)
+    largest = magnitudes.amax(dim)
+    divisor = torch.where((largest > 0) & largest.isfinite(), largest, 1).unsqueeze(dim)
+    return largest if math.isinf(p) else divisor.squeeze(dim) * (magnitudes / divisor).pow(p).sum(dim).pow(1 / p)
+
+
+def clipping_of(
+    values: torch.Tensor, counts: torch.Tensor, p: float, max_norm: float, skip_nonfinite: bool
+) -> torch.Tensor:
+    """`[3]`: the norm of all tensors together, the factor that clips it, and whether that changes anything."""
+    total = norm_of(values[0], p)
+    total = torch.where(counts[3].sum() > 0, math.inf, total)
+    total = torch.where(counts[2].sum() > 0, math.nan, total)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1)
+    if skip_nonfinite:
+        factor = torch.where(total.isfinite(), factor, 0)
+    return torch.stack([total, factor, (factor != 1).to(total.dtype)])
+
+
+def clip_tensors(tensors: Iterable[torch.Tensor], clipping: torch.Tensor, skip_nonfinite: bool) -> None:
+    """Multiply tensors by the factor, in place; a factor of 0 leaves zeros where `skip_nonfinite`."""
+    factor = clipping[1]
+    for tensor in tensors:
+        elements = tensor.detach()
+        if elements.layout != torch.strided:
+            elements = elements._values() if elements.layout == torch.sparse_coo else elements.values()
+        wide = elements * factor.to(elements.device)
+        if skip_nonfinite:
+            wide = torch.where(factor.to(elements.device) == 0, 0, wide)
+        elements.copy_(wide)
