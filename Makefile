@@ -29,7 +29,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 CXX_FILES := $(shell find csrc tests/cpp tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test simulated sanitized fuzz versions bench matrix lint gpu cuda-check format clean force
+TIDIED := $(patsubst %.cpp,$(VENV)/tidy/%.ok,$(shell find csrc -name '*.cpp'))
+
+.PHONY: demo test simulated sanitized fuzz versions bench matrix lint tidy gpu cuda-check format clean force
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/muzero_cartpole/train.py --seed $(SEED)
@@ -110,6 +112,19 @@ lint: $(VENV)/lint
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/python bench/readme.py --check
+	@$(MAKE) --no-print-directory --jobs=$$(getconf _NPROCESSORS_ONLN) tidy
+
+# A file is checked again when it, a header or a check has changed. All of them take two minutes on two processors.
+tidy: $(TIDIED)
+
+$(VENV)/tidy/%.ok: %.cpp $(filter %.h,$(SOURCES)) .clang-tidy $(VENV)/tidy/compile_flags.txt
+	@mkdir -p $(@D)
+	$(BIN)/clang-tidy --quiet -p $(VENV)/tidy $< 2> $(@:.ok=.log) || { cat $(@:.ok=.log); exit 1; }
+	@touch $@
+
+$(VENV)/tidy/compile_flags.txt: $(VENV)/lint setup.py tests/compile_flags.py
+	@mkdir -p $(@D)
+	@$(BIN)/python tests/compile_flags.py > $@
 
 # With the Python that is there, which has PyTorch: nothing is installed.
 gpu:
@@ -149,5 +164,5 @@ $(VENV)/uv: $(VENV)/torch
 	@touch $@
 
 $(VENV)/lint: $(VENV)/torch
-	$(PIP) ruff==0.14.0 mypy==1.18.2 clang-format==19.1.7
+	$(PIP) ruff==0.14.0 mypy==1.18.2 clang-format==19.1.7 clang-tidy==19.1.0
 	@touch $@

@@ -89,7 +89,7 @@ std::optional<at::Tensor> elementwise(
   if (gradient.numel() == 0) {
     return gradient;
   }
-  const at::Tensor out = owned_by_nobody_else(gradient) ? gradient : at::empty_like(gradient);
+  at::Tensor out = owned_by_nobody_else(gradient) ? gradient : at::empty_like(gradient);
   const bool is_complex = gradient.is_complex();
   const at::Tensor numbers = is_complex ? at::view_as_real(gradient) : gradient;
   at::TensorIteratorConfig config;

@@ -198,7 +198,7 @@ at::Tensor apply_operator(const at::Tensor& x, Operator op) {
   for (Value* value : op.values()) {
     *value = read_if_free(std::move(*value));
   }
-  const at::Tensor tangent = x._fw_grad(/*level=*/0);
+  const at::Tensor& tangent = x._fw_grad(/*level=*/0);
   const bool records = at::GradMode::is_enabled();
   if (!records && !tangent.defined()) {
     return inside_transform() ? below_this_level(x, op) : without_gradient(x);
