@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent
 # Folders that installers of CUDA use without adding them to PATH.
 NVCC_FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda-{major}/bin", "/opt/cuda/bin")
 NVCC_FLAGS = ["-O3", *([] if sys.platform == "win32" else ["-Xcompiler=-Werror=switch"])]
-MEMORY_PER_JOB = 2 << 30  # bytes: what nvcc, or a C++ compiler with PyTorch's headers, takes at most
+MEMORY_PER_JOB = 2 << 30  # bytes, the most that nvcc or a C++ compiler takes for PyTorch's headers
 
 
 def say(message: str) -> None:

@@ -42,18 +42,7 @@ void launch_for(const ElementwiseCall& call, Stream stream) {
 } // namespace
 
 void launch_elementwise(const ElementwiseCall& call, void* stream) {
-  switch (call.element) {
-    case Element::float64:
-      return launch_for<double>(call, static_cast<Stream>(stream));
-    case Element::float32:
-      return launch_for<float>(call, static_cast<Stream>(stream));
-    case Element::bfloat16:
-      return launch_for<BFloat16Bits>(call, static_cast<Stream>(stream));
-    case Element::float16:
-      return launch_for<HalfBits>(call, static_cast<Stream>(stream));
-    case Element::int64:
-      return;
-  }
+  dispatch_element(call.element, [&](auto type) { launch_for<decltype(type)>(call, static_cast<Stream>(stream)); });
 }
 
 } // namespace gradscale

@@ -8,8 +8,7 @@ template <class T>
 void launch_as(const RescaleCall& call, Stream stream) {
   if (call.size <= kShortGroup) {
     const int threads = threads_for_row(call.size, sizeof(T));
-    const int64_t groups_of_block = kThreads / threads;
-    const int64_t blocks = (call.groups + groups_of_block - 1) / groups_of_block;
+    const int64_t blocks = blocks_for_rows(call.groups, threads);
     launch("rescale_groups", rescale_groups<T>, blocks, kThreads, stream, call, threads);
     return;
   }
@@ -25,18 +24,7 @@ int64_t bytes_for_rescale(const RescaleCall& call) {
 }
 
 void launch_rescale(const RescaleCall& call, void* stream) {
-  switch (call.element) {
-    case Element::float64:
-      return launch_as<double>(call, static_cast<Stream>(stream));
-    case Element::float32:
-      return launch_as<float>(call, static_cast<Stream>(stream));
-    case Element::bfloat16:
-      return launch_as<BFloat16Bits>(call, static_cast<Stream>(stream));
-    case Element::float16:
-      return launch_as<HalfBits>(call, static_cast<Stream>(stream));
-    case Element::int64:
-      return;
-  }
+  dispatch_element(call.element, [&](auto type) { launch_as<decltype(type)>(call, static_cast<Stream>(stream)); });
 }
 
 } // namespace gradscale

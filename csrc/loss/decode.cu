@@ -13,8 +13,7 @@ namespace {
 template <class A>
 void launch_as(const Decoding& decoding, int64_t count, const A* raw_centers, char* workspace, Stream stream) {
   const int32_t threads = threads_for_row(decoding.width, element_size(decoding.logits.element));
-  const int64_t rows_of_block = kThreads / threads;
-  const int64_t blocks = (count + rows_of_block - 1) / rows_of_block;
+  const int64_t blocks = blocks_for_rows(count, threads);
   const DecodeArguments arguments{decoding, *decoding.support, count, threads};
   if (!decoding.support->raw) {
     launch("decode_rows", decode_rows<A>, blocks, kThreads, stream, arguments);

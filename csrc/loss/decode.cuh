@@ -15,27 +15,26 @@ struct DecodeArguments {
 
 // Decodes one row. The table has the raw centres, where there are some, and nothing else.
 template <class T, class A, bool cached>
-GRADSCALE_DEVICE void decode_row(
-    const DecodeArguments& arguments, const void* raw_centers, const Group& group, int64_t row, bool active) {
+GRADSCALE_DEVICE void decode_row(const DecodeArguments& arguments, const void* raw_centers, const RowOfThread& own) {
   constexpr int size = kVector<T>;
   const Decoding& d = arguments.decoding;
   const Support& support = arguments.support;
-  const T* logits = static_cast<const T*>(d.logits.data) + row * d.logits.stride;
-  const int32_t width = active ? static_cast<int32_t>(d.width) : 0;
-  LogitsRow<T, A, cached> values(logits, width, group);
-  const CategoricalSums<A> sums = categorical_sums<A>(values, width, support, raw_centers, group);
+  const T* logits = static_cast<const T*>(d.logits.data) + own.row * d.logits.stride;
+  const int32_t width = own.active ? static_cast<int32_t>(d.width) : 0;
+  LogitsRow<T, A, cached> values(logits, width, own.group);
+  const CategoricalSums<A> sums = categorical_sums<A>(values, width, support, raw_centers, own.group);
   const A expected = sums.expected;
   if (d.gradient.data == nullptr) {
-    if (active && group.rank == 0) {
-      d.out.store(row, decoded_value(expected, support));
+    if (own.active && own.group.rank == 0) {
+      d.out.store(own.row, decoded_value(expected, support));
     }
     return;
   }
   const A slope =
       support.raw ? A(1) : inverse_transform_slope(support.transform, expected, static_cast<A>(support.eps));
-  const A factor = static_cast<A>(d.grad_output.load(row)) * slope / sums.sum;
+  const A factor = static_cast<A>(d.grad_output.load(own.row)) * slope / sums.sum;
   const A* centers = static_cast<const A*>(raw_centers);
-  T* gradient = static_cast<T*>(d.gradient.data) + row * d.gradient.stride;
+  T* gradient = static_cast<T*>(d.gradient.data) + own.row * d.gradient.stride;
   values.each_window_of_exponentials(sums.maximum, [&](const A* e, int32_t first) {
     A of_logit[size];
 #pragma unroll
@@ -51,19 +50,14 @@ GRADSCALE_DEVICE void decode_row(
 
 template <class A>
 GRADSCALE_DEVICE void decode_block(const DecodeArguments& arguments, const void* raw_centers, double* shared) {
-  const int rows_of_block = kThreads / arguments.threads_per_row;
-  const int64_t wanted =
-      static_cast<int64_t>(blockIdx.x) * rows_of_block + static_cast<int>(threadIdx.x) / arguments.threads_per_row;
-  const bool active = wanted < arguments.count;
-  const int64_t row = active ? wanted : arguments.count - 1;
-  const Group group{arguments.threads_per_row, static_cast<int>(threadIdx.x) % arguments.threads_per_row, shared};
+  const RowOfThread own(blockIdx.x, arguments.threads_per_row, arguments.count, shared);
   dispatch_element(arguments.decoding.logits.element, [&](auto type) {
     using T = decltype(type);
     if constexpr (sizeof(typename AccumulateType<T>::type) == sizeof(A)) {
-      if (fits_registers<T>(arguments.decoding.width, group)) {
-        decode_row<T, A, true>(arguments, raw_centers, group, row, active);
+      if (fits_registers<T>(arguments.decoding.width, own.group)) {
+        decode_row<T, A, true>(arguments, raw_centers, own);
       } else {
-        decode_row<T, A, false>(arguments, raw_centers, group, row, active);
+        decode_row<T, A, false>(arguments, raw_centers, own);
       }
     }
   });

@@ -27,8 +27,8 @@ class Description {
   const int64_t batch;
   const c10::Device device;
   const LossKernels* const kernels; // null: the CPU's own
-  bool is_double = false;             // the type of sums and losses
-  at::TensorOptions options;          // of losses
+  bool is_double = false;           // the type of sums and losses
+  at::TensorOptions options;        // of losses
   Outputs outputs;
   Gradients gradients;
   std::vector<Coefficients> coefficients; // by head

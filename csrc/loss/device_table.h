@@ -35,14 +35,8 @@ struct DeviceSegment {
   int8_t target_element;
   int8_t gradient_element;
 
-  GRADSCALE_HOST_DEVICE Rows prediction_rows() const {
-    return {const_cast<void*>(prediction), prediction_stride, static_cast<Element>(prediction_element)};
-  }
   GRADSCALE_HOST_DEVICE Rows target_rows() const {
     return {const_cast<void*>(target), target_stride, static_cast<Element>(target_element)};
-  }
-  GRADSCALE_HOST_DEVICE Rows gradient_rows() const {
-    return {gradient, gradient_stride, static_cast<Element>(gradient_element)};
   }
 };
 

@@ -37,21 +37,18 @@ GRADSCALE_DEVICE void encode_row(T* row, int32_t width, const Target& target, co
 
 GRADSCALE_KERNEL(kThreads, 2) encode_rows(EncodeArguments arguments) {
   const Encoding& e = arguments.encoding;
-  const int rows_of_block = kThreads / arguments.threads_per_row;
-  const int64_t wanted =
-      static_cast<int64_t>(blockIdx.x) * rows_of_block + static_cast<int>(threadIdx.x) / arguments.threads_per_row;
-  if (wanted >= arguments.count) {
+  const RowOfThread own(blockIdx.x, arguments.threads_per_row, arguments.count, nullptr);
+  if (!own.active) {
     return;
   }
-  const Group group{arguments.threads_per_row, static_cast<int>(threadIdx.x) % arguments.threads_per_row, nullptr};
   dispatch_element(e.scalars.element, [&](auto type) {
     using T = decltype(type);
-    const double x = to_accumulate(static_cast<const T*>(e.scalars.data)[wanted * e.scalars.stride]);
-    T* row = static_cast<T*>(e.out.data) + wanted * e.out.stride;
+    const double x = to_accumulate(static_cast<const T*>(e.scalars.data)[own.row * e.scalars.stride]);
+    T* row = static_cast<T*>(e.out.data) + own.row * e.out.stride;
     if (e.sigma_ratio > 0) {
-      encode_row(row, static_cast<int32_t>(e.width), hl_gauss(x, arguments.support, e.sigma_ratio), group);
+      encode_row(row, static_cast<int32_t>(e.width), hl_gauss(x, arguments.support, e.sigma_ratio), own.group);
     } else {
-      encode_row(row, static_cast<int32_t>(e.width), two_hot(x, arguments.support), group);
+      encode_row(row, static_cast<int32_t>(e.width), two_hot(x, arguments.support), own.group);
     }
   });
 }

@@ -57,7 +57,8 @@ class Launches {
           kThreads,
           stream,
           all_.table,
-          CountArguments{call_.batch, call_.num_unmasked});
+          call_.batch,
+          call_.num_unmasked);
     }
     rows({call_.batch, blocks_done_, {}, false, {}}, stream);
     const TotalsArguments arguments{
@@ -102,8 +103,7 @@ class Launches {
       }
       if (is_double(segment) ? of_doubles : of_floats) {
         segments.push_back(device_segment(segment, index, block));
-        const int64_t rows = kThreads / head.threads_per_row;
-        block += (call_.batch + rows - 1) / rows;
+        block += blocks_for_rows(call_.batch, head.threads_per_row);
       }
     }
     if (block > INT32_MAX) {

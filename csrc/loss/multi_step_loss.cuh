@@ -50,11 +50,8 @@ loss_rows(GRADSCALE_ARGUMENT(LossTable) table, RowsArguments arguments) {
   }
   const DeviceSegment& segment = table.segment(segment_of_block(table, blockIdx.x));
   const DeviceHead& head = table.head(segment.head);
-  const int rows_of_block = kThreads / head.threads_per_row;
-  const int64_t wanted = static_cast<int64_t>(blockIdx.x - segment.first_block) * rows_of_block +
-                         static_cast<int>(threadIdx.x) / head.threads_per_row;
-  const bool active = wanted < arguments.batch;
-  const int64_t row = active ? wanted : arguments.batch - 1;
+  const RowOfThread own(blockIdx.x - segment.first_block, head.threads_per_row, arguments.batch, shared);
+  const int64_t row = own.row;
   bool counts = head.coefficients.mask.keeps(row, segment.step);
   double coefficient = 0;
   if (segment.gradient != nullptr) {
@@ -67,15 +64,14 @@ loss_rows(GRADSCALE_ARGUMENT(LossTable) table, RowsArguments arguments) {
       counts = counts && (arguments.skipped.data == nullptr || std::isfinite(arguments.skipped.load(row)));
     }
   }
-  const Group group{head.threads_per_row, static_cast<int>(threadIdx.x) % head.threads_per_row, shared};
   const RowTask task{
       segment,
       head,
       head.raw_centers < 0 ? nullptr : table.table.at<char>(head.raw_centers),
-      group,
+      own.group,
       row,
-      active ? static_cast<int32_t>(head.width) : 0,
-      active,
+      own.active ? static_cast<int32_t>(head.width) : 0,
+      own.active,
       counts,
       /*writes_outputs=*/!backward,
       coefficient};
@@ -247,24 +243,20 @@ GRADSCALE_KERNEL(kThreads, 2) loss_totals(GRADSCALE_ARGUMENT(LossTable) table, T
   }
 }
 
-struct CountArguments {
-  int64_t batch;
-  double* num_unmasked; // by head
-};
-
-GRADSCALE_KERNEL(kThreads, 2) count_unmasked(GRADSCALE_ARGUMENT(LossTable) table, CountArguments arguments) {
+GRADSCALE_KERNEL(kThreads, 2)
+count_unmasked(GRADSCALE_ARGUMENT(LossTable) table, int64_t batch, double* num_unmasked) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
   const DeviceHead& head = table.head(blockIdx.x);
   double unmasked = 0;
-  for (int64_t sample = threadIdx.x; sample < arguments.batch; sample += kThreads) {
+  for (int64_t sample = threadIdx.x; sample < batch; sample += kThreads) {
     for (int32_t t = 0; t < head.num_segments; ++t) {
       unmasked += head.coefficients.mask.keeps(sample, head.head.first_step + t) ? 1 : 0;
     }
   }
   unmasked = block.sum(unmasked);
   if (threadIdx.x == 0) {
-    arguments.num_unmasked[blockIdx.x] = unmasked;
+    num_unmasked[blockIdx.x] = unmasked;
   }
 }
 

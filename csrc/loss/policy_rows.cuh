@@ -94,7 +94,7 @@ template <class A>
 GRADSCALE_DEVICE A negative_entropy(const PolicyTarget<A>& target, int32_t width, const Group& group) {
   double sum = 0;
   for (int32_t j = group.rank; j < width; j += group.size) {
-    A t;
+    A t = 0;
     target.template read<1>(j, &t);
     sum += t == 0 ? A(0) : t * std::log(t);
   }

@@ -36,7 +36,6 @@ struct Head {
   double sigma_ratio;
 };
 
-
 // A head at a step: B rows of predictions with their targets.
 struct Segment {
   const Head* head;

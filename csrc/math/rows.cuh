@@ -81,6 +81,26 @@ inline int32_t threads_for_row(int64_t width, int64_t element_bytes) {
   return threads;
 }
 
+inline int64_t blocks_for_rows(int64_t rows, int32_t threads_per_row) {
+  const int64_t rows_of_block = kThreads / threads_per_row;
+  return (rows + rows_of_block - 1) / rows_of_block;
+}
+
+// The row of this thread and the group that has it, in the given block of those that have rows. A thread beyond the
+// last row is not active, and has the last row.
+struct RowOfThread {
+  Group group;
+  int64_t row;
+  bool active;
+
+  GRADSCALE_DEVICE RowOfThread(int64_t block, int32_t threads_per_row, int64_t rows, double* shared)
+      : group{threads_per_row, static_cast<int>(threadIdx.x) % threads_per_row, shared},
+        row(block * (kThreads / threads_per_row) + static_cast<int>(threadIdx.x) / threads_per_row),
+        active(row < rows) {
+    row = active ? row : rows - 1;
+  }
+};
+
 template <class T>
 constexpr int kVector = 16 / static_cast<int>(sizeof(T)); // elements of a window
 

@@ -9,12 +9,12 @@ void launch_clipping(const ClippingCall& call, void* stream) {
 }
 
 int64_t bytes_for_clip(const ClipCall& call) {
-  return table_of(call.ranges, call.count, kChunkOfTensor).bytes();
+  return RangeTableBuilder(call.ranges, call.count, kChunkOfTensor).bytes();
 }
 
 void launch_clip(const ClipCall& call, void* stream_) {
   const auto stream = static_cast<Stream>(stream_);
-  const RangeTableBuilder builder = table_of(call.ranges, call.count, kChunkOfTensor);
+  const RangeTableBuilder builder(call.ranges, call.count, kChunkOfTensor);
   if (builder.blocks() > 0) {
     const RangeTable table = builder.build(call.workspace, stream);
     launch("clipped_tensors", clipped_tensors, builder.blocks(), kThreads, stream, table, call.factor, call.zeros);

@@ -7,7 +7,7 @@ namespace gradscale {
 namespace {
 
 RangeTableBuilder table_of(const SquaresCall& call) {
-  return table_of(call.ranges, call.count, kChunkOfTensor);
+  return RangeTableBuilder(call.ranges, call.count, kChunkOfTensor);
 }
 
 } // namespace

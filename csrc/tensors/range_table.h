@@ -6,20 +6,16 @@
 
 namespace gradscale {
 
-inline int64_t chunks_in(int64_t size, int64_t chunk) {
-  return (size + chunk - 1) / chunk;
-}
-
-// Ranges get their blocks in the order in which they are added.
+// Ranges get their blocks in their order.
 class RangeTableBuilder {
  public:
-  explicit RangeTableBuilder(int64_t chunk) : chunk_(chunk) {
+  RangeTableBuilder(const DeviceRange* ranges, int64_t count, int64_t chunk) {
+    for (int64_t i = 0; i < count; ++i) {
+      entries_.push_back({ranges[i], blocks_});
+      blocks_ += (ranges[i].size + chunk - 1) / chunk;
+    }
   }
 
-  void add(const DeviceRange& range) {
-    entries_.push_back({range, blocks_});
-    blocks_ += chunks_in(range.size, chunk_);
-  }
   int64_t blocks() const {
     return blocks_;
   }
@@ -34,17 +30,8 @@ class RangeTableBuilder {
   }
 
  private:
-  int64_t chunk_;
   int64_t blocks_ = 0;
   std::vector<RangeEntry> entries_;
 };
-
-inline RangeTableBuilder table_of(const DeviceRange* ranges, int64_t count, int64_t chunk) {
-  RangeTableBuilder table(chunk);
-  for (int64_t i = 0; i < count; ++i) {
-    table.add(ranges[i]);
-  }
-  return table;
-}
 
 } // namespace gradscale

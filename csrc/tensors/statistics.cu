@@ -7,7 +7,7 @@ namespace gradscale {
 namespace {
 
 RangeTableBuilder table_of(const StatisticsCall& call) {
-  return table_of(call.ranges, call.out.count, kChunkOfStatistics);
+  return RangeTableBuilder(call.ranges, call.out.count, kChunkOfStatistics);
 }
 
 } // namespace

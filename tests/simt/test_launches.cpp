@@ -370,7 +370,7 @@ LossResult run_loss(int64_t batch, bool wide, int64_t heads, bool valid_mean, bo
   call.num_heads = static_cast<int64_t>(head.size());
   call.step_weights = step_weights;
   call.batch = batch;
-  call.mean_of_kept = valid_mean;
+  call.mean_of_unmasked = valid_mean;
   call.skip_nonfinite = skip;
   const Array<float> per_sample(batch), loss(1), means(call.num_heads), grad_output(1);
   const Array<int64_t> num_nonfinite(1);
@@ -379,9 +379,9 @@ LossResult run_loss(int64_t batch, bool wide, int64_t heads, bool valid_mean, bo
   call.head_means = {means.data(), 1, false};
   call.num_nonfinite = num_nonfinite.data();
   const Array<float> skipped(batch);
-  const Array<double> kept(call.num_heads);
+  const Array<double> num_unmasked(call.num_heads);
   call.skipped = {skipped.data(), 1, false};
-  call.kept = kept.data();
+  call.num_unmasked = num_unmasked.data();
   const Array<char> workspace(bytes_for_loss(call));
   call.workspace = workspace.data();
   launch_loss(call, nullptr);
