@@ -10,7 +10,7 @@ from . import _native as _native  # the operators are registered by it
 
 
 def call(operator: str, x: torch.Tensor | torch.fx.Proxy, *arguments: Any) -> torch.Tensor:
-    """A gradient-flow operator as the compiler, a transform, a tracer or a subclass of Tensor sees it.
+    """Call a gradient-flow operator as the compiler, a transform, a tracer or a subclass of Tensor sees it.
 
     The overload is named: left to choose, PyTorch would read a scalar tensor as a number.
     """
@@ -27,7 +27,7 @@ def _example_first(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 
 
 def _lined_up(value: Any, dim: int | None, dims: int) -> Any:
-    """A mapped tensor argument, its own dimensions lined up with the `dims` of one example."""
+    """Line the dimensions of a mapped tensor argument up with the `dims` of one example."""
     if dim is None:
         return value
     value = value.movedim(dim, 0)
@@ -35,7 +35,7 @@ def _lined_up(value: Any, dim: int | None, dims: int) -> Any:
 
 
 def _elementwise_rule(operator: str) -> Any:
-    """For arguments that broadcast to x."""
+    """Make the rule of an operator whose arguments broadcast to x."""
 
     def rule(info: Any, in_dims: Dims, x: torch.Tensor, *values: Any) -> Any:
         x = _example_first(x, in_dims[0], info.batch_size)
@@ -46,7 +46,7 @@ def _elementwise_rule(operator: str) -> Any:
 
 
 def _norm_rule(operator: str) -> Any:
-    """For a limit that broadcasts to the batch dimensions: the mapped one becomes the first of them."""
+    """Make the rule of an operator with a limit for each norm: the mapped dimension becomes a batch dimension."""
 
     def rule(info: Any, in_dims: Dims, x: torch.Tensor, limit: Any, batch_dims: int, *others: Any) -> Any:
         if any(dim is not None for dim in in_dims[2:]):

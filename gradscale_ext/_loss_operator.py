@@ -20,7 +20,7 @@ _STACKED, _NONE = 0, -1
 def call_operator(
     call: Call, predictions: Mapping[str, Entries], targets: Mapping[str, Entries]
 ) -> MultiStepLossOutput:
-    """The loss of a call whose arguments were checked."""
+    """Compute the loss of a call whose arguments were checked."""
     heads, batch_first = call.heads, call.options.batch_first
     step_weights, step_gradient_scale = (
         None if numbers is None else turned_around(numbers, batch_first)
@@ -70,7 +70,7 @@ def _shapes(
     wants: list[int],
     *given: Any,
 ) -> list[torch.Tensor]:
-    """What the operator returns, for tracers."""
+    """The tensors that the operator returns, without values, for tracers."""
     options, device = Options(*given), predictions[0].device
     is_double = any(prediction.dtype == torch.float64 for prediction in predictions)
     of_sums: dict[str, Any] = {"device": device, "dtype": torch.float64 if is_double else torch.float32}

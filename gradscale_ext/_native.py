@@ -74,5 +74,5 @@ DEVICE_TYPES = ("cpu", "cuda") if _C.cuda_version else ("cpu",)
 
 
 def is_ordinary() -> bool:
-    """Whether autograd is on, and no transform, tracer or dispatch mode is: the question C++ asks before a call."""
+    """Tell whether autograd is on, and no transform, tracer or dispatch mode: C++ asks this before it takes a call."""
     return _C.ordinary_context()

@@ -27,5 +27,5 @@ class Options(NamedTuple):
 
 
 def turned_around(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
-    """From the caller's order to `[B, T]`, or back; a tensor of one dimension stays."""
+    """Turn a tensor from the caller's order to `[B, T]`, or back; a tensor of one dimension stays."""
     return tensor if batch_first or tensor.dim() != 2 else tensor.transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Checks the arguments of a multi-step loss, and says in words what is wrong with them."""
+"""The rules for the arguments of a multi-step loss, and the words of their errors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Call:
 
     heads: Mapping[str, Head]
     predictions: dict[str, list[torch.Tensor]]
-    """By head one tensor per step, `[B, ...]`."""
+    """One tensor `[B, ...]` per step, by head."""
     targets: dict[str, list[torch.Tensor | None]]
-    """The same; None for a head without a target."""
+    """One tensor per step, by head; None for a head without a target."""
     masks: dict[str, torch.Tensor]
-    """By head bool `[B, T]`; a head without a mask is absent."""
+    """A bool tensor `[B, T]` by head; a head without a mask is absent."""
     step_weights: torch.Tensor | None
     """`[T]` or `[B, T]`."""
     step_gradient_scale: torch.Tensor | None
@@ -111,12 +111,12 @@ def _count_steps(
 
 
 def is_mapping(value: object) -> bool:
-    """Whether something has items: a TensorDict is a Mapping, a tensorclass has but the methods of one."""
+    """Tell whether a value has items: a TensorDict is a Mapping, a tensorclass has only the methods of one."""
     return isinstance(value, dict) or (hasattr(value, "items") and not _remedies.is_proxy(value))
 
 
 def as_dict(argument: str, given: Any) -> dict[str, Any]:
-    """A mapping by its items: iterating over it may give something else, as it does with a TensorDict."""
+    """Make a dict of a mapping by its items: a TensorDict iterates over something else."""
     if type(given) is dict:
         return given
     if not is_mapping(given):
@@ -196,7 +196,7 @@ def _entries(what: str, name: str, head: Head, entries: Entries, batch_first: bo
 
 
 def _check_stacked(what: str, name: str, head: Head, entries: torch.Tensor, batch_first: bool) -> None:
-    """A tensor without its dimension of steps would be taken for one whose last dimension they are."""
+    """Refuse a tensor without a dimension of steps, whose last dimension would be taken for it."""
     letters = [form.prediction if what == "prediction" else form.target or () for form in head.forms]
     known = [tuple(_shape(head, of_form, 0)[1:]) for of_form in dict.fromkeys(letters)]
     if all(entries.dim() != 2 + len(shape) for shape in known):
@@ -223,7 +223,7 @@ def _targets(
 
 
 def _shape(head: Head, letters: Sequence[str], batch: int, sizes: Sequence[int] = ()) -> tuple[int | str, ...]:
-    """`[B, ...]` with what is known of the letters: the bins of a support, and the sizes of the prediction."""
+    """`[B, ...]` with the sizes of the letters that are known: the bins of a support, the sizes of the prediction."""
     known = dict(zip(letters, sizes, strict=False))
     if "S" in letters:
         known["S"] = head.support.num_bins  # type: ignore[attr-defined]
@@ -254,7 +254,7 @@ def _check_head(
             if step > head.first_step and any(isinstance(pattern[-1], str) for pattern in patterns):
                 same = f" (the same at every step, and step {head.first_step} has {_written(predictions[0].shape)})"
             if all(len(pattern) != prediction.dim() for pattern in patterns):
-                patterns = [("B", *pattern[1:]) for pattern in patterns]  # what B is was perhaps read from this tensor
+                patterns = [("B", *pattern[1:]) for pattern in patterns]  # B may have been read from this tensor
             raise ValueError(
                 f"multi_step_loss: {where} must have shape {' or '.join(map(_written, patterns))}{same} for "
                 f"{type(head).__name__}, but it has {_written(prediction.shape)}"
@@ -352,7 +352,7 @@ def _check_weights(argument: str, weights: torch.Tensor, device: torch.device) -
 def _check_step_shape(
     argument: str, name: str, tensor: torch.Tensor, or_steps: bool, batch: int, steps: int, batch_first: bool
 ) -> None:
-    """`[B, T]` in the caller's order; or `[T]`."""
+    """Refuse other shapes than `[B, T]` in the caller's order, and `[T]` where that may be."""
     wanted = (batch, steps) if batch_first else (steps, batch)
     shape = tuple(tensor.shape)
     if shape == wanted or (or_steps and shape == (steps,)):
@@ -422,7 +422,7 @@ def _masks(
     batch_first: bool,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """By head `[B, T]`."""
+    """The masks `[B, T]` by head."""
     if mask is None:
         return {}
     of_heads = is_mapping(mask)

@@ -323,7 +323,7 @@ def _bounds(operator: str, min: Any, max: Any) -> tuple[float | torch.Tensor, fl
 
 
 class _Operator(torch.nn.Module):
-    """What the module forms share: numbers are buffers, so that a schedule may change them without recompiling."""
+    """Base of the module forms. Numbers are buffers, so that a schedule may change them without recompiling."""
 
     def _keep(self, **values: float | torch.Tensor | None) -> None:
         """Register numbers as float64 scalars, tensors as they are."""
@@ -342,7 +342,7 @@ class _Operator(torch.nn.Module):
         return self
 
     def _shown(self) -> dict[str, Any]:
-        """What `repr` shows: the buffers, as they are now."""
+        """The values that `repr` shows: the buffers, as they are now."""
         return dict(self._buffers)
 
     def extra_repr(self) -> str:
@@ -393,7 +393,7 @@ class ReverseGradient(_Operator):
 
 
 class _NormOperator(_Operator):
-    """What the modules with norms share."""
+    """Base of the module forms with norms."""
 
     def __init__(self, batch_dims: int, norm_type: float) -> None:
         super().__init__()

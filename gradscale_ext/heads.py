@@ -30,7 +30,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What all heads have.
+    """Base of all heads.
 
     Args:
         weight: factor of the head in the loss; finite, at least 0.
@@ -46,11 +46,11 @@ class Head:
     forms: ClassVar[tuple[Form, ...]] = ()
     """The forms that a prediction and its target may have."""
     decodes: ClassVar[bool] = False
-    """Whether the output has decoded predictions of the head."""
+    """The head has a support, and the output its decoded predictions."""
 
     @property
     def has_target(self) -> bool:
-        """Whether the loss compares a prediction with something."""
+        """The loss compares a prediction with something."""
         return self.forms[0].target is not None
 
     def numbers(self) -> dict[str, float]:
@@ -70,7 +70,7 @@ class Head:
             )
 
     def _number(self, argument: str) -> float:
-        """A number of Python's or NumPy's: a tensor would be read once, and what becomes of it later not be seen."""
+        """Read a number of Python's or NumPy's. A tensor, which could change later unseen, is refused."""
         value = getattr(self, argument)
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             raise TypeError(

@@ -133,7 +133,7 @@ def _run(
     check: bool,
     impl: str,
 ) -> MultiStepLossOutput:
-    """The fused kernel where it takes the call, else the checks and the reference."""
+    """Call the fused kernel where it takes the call, and else the checks and the reference."""
     if impl not in _IMPLEMENTATIONS:
         check_choice("impl", impl, _IMPLEMENTATIONS)
     predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
@@ -163,7 +163,7 @@ def _run(
 
 
 def _all_plain(entries: Any) -> bool:
-    """Whether all tensors are PyTorch's own, on a device where the operator has a kernel."""
+    """Tell whether all tensors are PyTorch's own, on a device where the operator has a kernel."""
     if isinstance(entries, torch.Tensor):
         return entries.device.type in DEVICE_TYPES and not is_traceable_wrapper_subclass(entries)
     values = entries.values() if isinstance(entries, Mapping) else entries
@@ -217,7 +217,7 @@ class MultiStepLoss(torch.nn.Module):
         return cls(value=TwoHot(support, weight=value_weight), reward=TwoHot(support), policy=SoftCrossEntropy())
 
     def _plan(self) -> Any:
-        """What the kernels read, made again when the heads are no longer those it was made from."""
+        """The heads as the kernels read them, read again when they are no longer the same."""
         items = list(self.heads.items())
         planned = self.__dict__.get("_planned")
         if planned is None or planned[0] != items:
@@ -225,7 +225,7 @@ class MultiStepLoss(torch.nn.Module):
         return planned[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the plan, which is made again when it is needed."""
+        """Leave out the plan, which is made again on demand."""
         state = dict(self.__dict__)
         state.pop("_planned", None)
         return state
@@ -353,7 +353,7 @@ def priorities(
 
 
 def _stacked(argument: str, entries: Entries, batch_first: bool) -> torch.Tensor:
-    """One tensor, half types widened: their difference may be beyond their range."""
+    """Stack a list; half types are widened, as their difference may be beyond their range."""
     if isinstance(entries, list | tuple):
         shapes = [tuple(entry.shape) if isinstance(entry, torch.Tensor) else type(entry).__name__ for entry in entries]
         if not entries or any(shape != shapes[0] or isinstance(shape, str) for shape in shapes):

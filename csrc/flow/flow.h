@@ -11,7 +11,7 @@ namespace gradscale {
 // also where the gradient is inf or NaN.
 at::Tensor scale_gradient(const at::Tensor& x, const Value& scale);
 
-// The same times -scale.
+// The gradient is multiplied by -scale.
 at::Tensor reverse_gradient(const at::Tensor& x, const Value& scale);
 
 // g * min(1, max_norm / |g|), one norm per group. `counts`, where defined, is int64 [2]: norms seen, and norms clipped.

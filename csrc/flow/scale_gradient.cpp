@@ -28,7 +28,7 @@ at::Tensor scaled(at::Tensor gradient, double scale) {
     }
     return owned_by_nobody_else(gradient) ? gradient.zero_() : at::zeros_like(gradient);
   }
-  // In place PyTorch rounds the scale to the type of the gradient.
+  // PyTorch rounds the scale to the type of a gradient that it multiplies in place.
   if (c10::elementSize(c10::toRealValueType(gradient.scalar_type())) == 2) {
     const auto product = elementwise(ElementFunction::multiply, gradient, {scale});
     return product ? *product : gradient.mul(scale);

@@ -4,10 +4,10 @@
 // transforms. A kernel that builds its own Node, and sets its own forward-mode tangent, is treated by every level of
 // PyTorch as a native operator, so that one mechanism is right in every context.
 //
-// What all nodes keep to: several threads may run one node, and another may release it meanwhile, so that its members
-// are read and written with `mutex_` held; a pass that fails in the middle, also in a hook or in another node, leaves
-// the node able to run again; and nothing is asked of an input in the backward pass that could have changed since the
-// forward pass.
+// All nodes follow these rules: several threads may run one node, and another may release it meanwhile, so that its
+// members are read and written with `mutex_` held; a pass that fails in the middle, also in a hook or in another node,
+// leaves the node able to run again; and nothing is asked of an input in the backward pass that could have changed
+// since the forward pass.
 #pragma once
 
 #include <torch/csrc/autograd/edge.h>
@@ -20,7 +20,8 @@
 
 namespace gradscale {
 
-// What the package's nodes say where they cannot run: compiled autograd traces a backward pass, operation by operation.
+// The base of the package's nodes, which refuses compiled autograd: that traces a backward pass, operation by
+// operation.
 struct BackwardNode : public torch::autograd::Node {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
     TORCH_CHECK_NOT_IMPLEMENTED(

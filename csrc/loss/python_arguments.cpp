@@ -177,7 +177,7 @@ class OptionsReader {
   bool all_read_ = true;
 };
 
-// Raises for a class that is none, which would be NaN in the kernel, where no device has to be waited for.
+// Raises for a class that the head does not have, which the kernel would make NaN. Classes on a device are not read.
 void check_classes(const Plan& plan, size_t h, const Arguments& arguments) {
   const Entries& targets = arguments.targets[h];
   const int64_t first_step = plan.table[h].first_step;

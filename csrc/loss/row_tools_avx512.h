@@ -129,7 +129,7 @@ Lanes logits_of_block(const Blocks& blocks, const T* logits, int64_t b, __mmask1
   return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), mask, blocks.load(logits, b, mask).v);
 }
 
-// The same as maximum_of_any() of row_tools.h.
+// A replacement of maximum_of_any() of row_tools.h.
 template <class T>
 float maximum_in_lanes(const T* logits, int64_t width) {
   const Blocks blocks(lead_of(logits), width);
@@ -153,7 +153,7 @@ float maximum_in_lanes(const T* logits, int64_t width) {
   return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(m[0], m[1]), _mm512_max_ps(m[2], m[3])));
 }
 
-// The same as exponentials_of_any() of row_tools.h.
+// A replacement of exponentials_of_any() of row_tools.h.
 template <bool with_moment, class T>
 Softmax<float> exponentials_in_lanes(const T* logits, int64_t width, float maximum, Ahead ahead, float* scratch) {
   const Blocks blocks(lead_of(logits), width);
@@ -196,7 +196,7 @@ Softmax<float> exponentials_in_lanes(const T* logits, int64_t width, float maxim
   return {maximum, _mm512_reduce_add_ps(total), weighted, scratch + blocks.lead};
 }
 
-// The same as write_gradient() of row_tools.h.
+// A replacement of write_gradient() of row_tools.h.
 template <class G, class Value>
 void write_lanes(G* out, int64_t width, Value value) {
   const Blocks blocks(lead_of(out), width);
@@ -206,7 +206,7 @@ void write_lanes(G* out, int64_t width, Value value) {
   });
 }
 
-// The same as sums_of() of row_tools.h.
+// A replacement of sums_of() of row_tools.h.
 template <class T, class Terms>
 std::array<float, 2> sums_of_lanes(const T* aligned_as, int64_t width, Terms terms) {
   const Blocks blocks(lead_of(aligned_as), width);

@@ -1,4 +1,4 @@
-// What the kernels of the multi-step loss see: plain numbers and pointers, no tensors.
+// A call of the multi-step loss as the kernels see it: plain numbers and pointers, no tensors.
 //
 // To add a head:
 // - gradscale_ext/heads.py: its dataclass, with the name of its kind (and gradscale_ext/__init__.py, its name for
