@@ -1416,6 +1416,7 @@ def test_every_kind_of_head_is_known_everywhere():
         (["per_step_loss", "prediction_dims", "first_step"], [0.0, 0.0, 2.0**31], "not those of a head"),
         (["per_step_loss", "prediction_dims", "first_step"], [0.0, 0.0, float("nan")], "not those of a head"),
         (["two_hot", "prediction_dims", "decodes", "num_bins"], [0.0, 1.0, 1.0, 1.0], "not those of a head"),
+        (["mean_squared_error", "prediction_dims", "transform"], [0.0, 0.0, 3.0], "not those of a head"),
     ],
 )
 def test_records_that_are_none(names, numbers, message):

@@ -9,46 +9,45 @@ namespace gradscale {
 
 namespace {
 
+void set(bool& flag, double number) {
+  flag = number != 0;
+}
+void set(double& value, double number) {
+  value = number;
+}
+// -1, which none of the integers may be, where there is no such int32.
+void set(int32_t& integer, double number) {
+  integer = number >= 0 && number <= 2147483647.0 ? static_cast<int32_t>(number) : -1;
+}
+void set(Transform& transform, double number) {
+  int32_t index;
+  set(index, number);
+  transform = static_cast<Transform>(index);
+}
+
 template <class Target>
 struct Number {
   const char* name;
   void (*set)(Target&, double);
 };
 
-// -1, which none of the integers may be, where there is no such int32.
-int32_t integer_from(double number) {
-  return number >= 0 && number <= 2147483647.0 ? static_cast<int32_t>(number) : -1;
-}
+#define GRADSCALE_NUMBER(Target, name) {#name, [](Target& target, double number) { set(target.name, number); }}
+#define GRADSCALE_NUMBER_OF_HEAD(type, name) GRADSCALE_NUMBER(Head, name),
 
+constexpr Number<Head> kNumbers[] = {GRADSCALE_NUMBERS_OF_HEADS(GRADSCALE_NUMBER_OF_HEAD)};
 constexpr Number<Support> kNumbersOfSupport[] = {
-    {"minimum", [](Support& support, double number) { support.minimum = number; }},
-    {"maximum", [](Support& support, double number) { support.maximum = number; }},
-    {"num_bins", [](Support& support, double number) { support.num_bins = integer_from(number); }},
-    {"transform",
-     [](Support& support, double number) { support.transform = static_cast<Transform>(integer_from(number)); }},
-    {"eps", [](Support& support, double number) { support.eps = number; }},
-    {"raw", [](Support& support, double number) { support.raw = number != 0; }},
-};
-
-constexpr Number<Head> kNumbers[] = {
-    {"decodes", [](Head& head, double number) { head.decodes = number != 0; }},
-    {"first_step", [](Head& head, double number) { head.first_step = integer_from(number); }},
-    {"weight", [](Head& head, double number) { head.weight = number; }},
-    {"label_smoothing", [](Head& head, double number) { head.label_smoothing = number; }},
-    {"entropy_weight", [](Head& head, double number) { head.entropy_weight = number; }},
-    {"subtract_target_entropy", [](Head& head, double number) { head.subtract_target_entropy = number != 0; }},
-    {"sigma_ratio", [](Head& head, double number) { head.sigma_ratio = number; }},
-};
-
+    GRADSCALE_NUMBER(Support, minimum),
+    GRADSCALE_NUMBER(Support, maximum),
+    GRADSCALE_NUMBER(Support, num_bins),
+    GRADSCALE_NUMBER(Support, transform),
+    GRADSCALE_NUMBER(Support, eps),
+    GRADSCALE_NUMBER(Support, raw)};
 constexpr Number<Form> kNumbersOfForm[] = {
-    {"prediction_dims", [](Form& form, double number) { form.prediction_dims = static_cast<int64_t>(number); }},
-    {"target_dims", [](Form& form, double number) { form.target_dims = static_cast<int64_t>(number); }},
-    {"classes", [](Form& form, double number) { form.classes = number != 0; }},
-};
+    GRADSCALE_NUMBER(Form, prediction_dims), GRADSCALE_NUMBER(Form, target_dims), GRADSCALE_NUMBER(Form, classes)};
 
 // Whether the numbers of the target have one of this name, which is set then.
 template <class Target, size_t size>
-bool set(const Number<Target> (&numbers)[size], Target& target, const std::string& name, double number) {
+bool set_by_name(const Number<Target> (&numbers)[size], Target& target, const std::string& name, double number) {
   const auto* found = std::find_if(numbers, numbers + size, [&](const auto& known) { return name == known.name; });
   if (found == numbers + size) {
     return false;
@@ -60,7 +59,8 @@ bool set(const Number<Target> (&numbers)[size], Target& target, const std::strin
 Support support_from(c10::ArrayRef<std::string> names, c10::ArrayRef<double> numbers) {
   Support support{};
   for (size_t i = 0; i < names.size(); ++i) {
-    TORCH_CHECK(set(kNumbersOfSupport, support, names[i], numbers[i]), "Support: it has no number '", names[i], "'");
+    TORCH_CHECK(
+        set_by_name(kNumbersOfSupport, support, names[i], numbers[i]), "Support: it has no number '", names[i], "'");
   }
   return support;
 }
@@ -111,15 +111,17 @@ HeadTable::HeadTable(c10::ArrayRef<std::string> names, c10::ArrayRef<double> num
       forms_.back().emplace_back();
     }
     Head& head = heads_.back();
-    const bool is_known = set(kNumbers, head, names[i], numbers[i]) ||
-                          set(kNumbersOfSupport, head.support, names[i], numbers[i]) ||
-                          (!forms_.back().empty() && set(kNumbersOfForm, forms_.back().back(), names[i], numbers[i]));
+    const bool is_known =
+        set_by_name(kNumbers, head, names[i], numbers[i]) ||
+        set_by_name(kNumbersOfSupport, head.support, names[i], numbers[i]) ||
+        (!forms_.back().empty() && set_by_name(kNumbersOfForm, forms_.back().back(), names[i], numbers[i]));
     TORCH_CHECK(is_known, "multi_step_loss: a head has no number '", names[i], "'");
   }
   for (size_t h = 0; h < heads_.size(); ++h) {
     Head& head = heads_[h];
     TORCH_CHECK(
-        !forms_[h].empty() && head.first_step >= 0 && (!head.decodes || head.support.num_bins >= 2),
+        !forms_[h].empty() && head.first_step >= 0 && (!head.decodes || head.support.num_bins >= 2) &&
+            head.support.transform >= Transform::identity && head.support.transform <= Transform::symlog,
         "multi_step_loss: the numbers of head ",
         h,
         " are not those of a head");

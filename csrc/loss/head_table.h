@@ -30,8 +30,8 @@ class OwnedSupport {
 
 // Dimensions behind the batch that a prediction and its target may have; a class is an int64 index.
 struct Form {
-  int64_t prediction_dims;
-  int64_t target_dims; // -1: no target
+  int32_t prediction_dims;
+  int32_t target_dims; // -1: no target
   bool classes;
 };
 

@@ -4,7 +4,7 @@
 // - gradscale_ext/heads.py: its dataclass, with the name of its kind (and gradscale_ext/__init__.py, its name for
 // users);
 // - gradscale_ext/reference/losses.py: its formula;
-// - here: its kind, and a number in Head (named in head_table.cpp) if it has one that no other head has;
+// - here: its kind, and a number if it has one that no other head has;
 // - its row, loss and gradient, beside those of its family: categorical_rows, policy_rows or regression_rows, .h for a
 //   CPU and .cuh for a GPU, with what both share in csrc/math/; the compiler names the switches that lack its case.
 #pragma once
@@ -23,17 +23,18 @@ namespace gradscale {
 enum class Kind : int32_t { GRADSCALE_KINDS(GRADSCALE_ENUMERATOR) };
 #undef GRADSCALE_ENUMERATOR
 
+// The numbers of heads, by the names of `numbers()` in gradscale_ext/heads.py; those of a support come beside them.
+#define GRADSCALE_NUMBERS_OF_HEADS(number)                                                                 \
+  number(bool, decodes) number(int32_t, first_step) number(double, weight) number(double, label_smoothing) \
+      number(double, entropy_weight) number(bool, subtract_target_entropy) number(double, sigma_ratio)
+
 // One head as the user describes it: a dataclass of gradscale_ext/heads.py.
 struct Head {
   Kind kind;
-  bool decodes; // has a support, and decoded predictions
-  int32_t first_step;
-  double weight;
   Support support; // without one: the transform and eps of mean_squared_error, the eps of negative_cosine
-  double label_smoothing;
-  double entropy_weight;
-  bool subtract_target_entropy;
-  double sigma_ratio;
+#define GRADSCALE_MEMBER(type, name) type name;
+  GRADSCALE_NUMBERS_OF_HEADS(GRADSCALE_MEMBER)
+#undef GRADSCALE_MEMBER
 };
 
 // A head at a step: B rows of predictions with their targets.
