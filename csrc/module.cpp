@@ -174,7 +174,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](const std::vector<std::string>& names, const std::vector<double>& numbers) {
         return std::make_shared<gradscale::OwnedSupport>(names, numbers);
       }));
-  m.def("kinds", &gradscale::kinds);
+  m.def("kinds", [] { // by name: whether it has a support, and (prediction_dims, target_dims, classes) of its forms
+    py::dict kinds;
+    for (const gradscale::KindOfHead& kind : gradscale::kinds()) {
+      py::list forms;
+      for (const gradscale::Form& form : kind.forms) {
+        forms.append(py::make_tuple(form.prediction_dims, form.target_dims, form.classes));
+      }
+      kinds[kind.name.c_str()] = py::make_tuple(kind.has_support, forms);
+    }
+    return kinds;
+  });
   m.def("encode", &encode);
   m.def("decode", &decode);
   m.def("set_decode_gradient", &gradscale::set_decode_gradient);

@@ -53,8 +53,17 @@ class Head:
         """The loss compares a prediction with something."""
         return self.forms[0].target is not None
 
+    def __init_subclass__(cls) -> None:
+        """Refuse a subclass that changes how the kernels read its base."""
+        base = cls.__mro__[1]
+        for name in ("kind", "forms", "decodes", "numbers", "has_target"):
+            if getattr(base, "kind", "") and name in {**cls.__dict__, **cls.__dict__.get("__annotations__", {})}:
+                raise TypeError(
+                    f"{cls.__name__}: a subclass of {cls.__mro__[1].__name__} must not have its own {name!r}"
+                )
+
     def numbers(self) -> dict[str, float]:
-        """The head's numbers by the names that the kernels give them (`kNumbers` in csrc/loss/head_table.cpp)."""
+        """The head's numbers by the names that the kernels give them (csrc/loss/segment.h)."""
         return {"decodes": self.decodes, "weight": self.weight, "first_step": self.first_step}
 
     def __post_init__(self) -> None:
@@ -79,7 +88,7 @@ class Head:
         return float(value)
 
     def _check_support(self, support: object) -> None:
-        if not hasattr(support, "num_bins"):
+        if not hasattr(support, "numbers"):
             raise TypeError(
                 f"{type(self).__name__}: support must be a Support, but it is of type {type(support).__name__}"
             )
@@ -260,15 +269,10 @@ class PerStepLoss(Head):
 def record_of(heads: Iterable[Head]) -> tuple[list[str], list[float]]:
     """Heads as the kernels read them: names, and as many numbers.
 
-    Each head is its kind (whose number is 0), its forms as dimensions behind the batch (-1 for a target that is not
-    there), and `numbers()`.
+    Each head is its kind, whose number is 0, and `numbers()`.
     """
     record: list[tuple[str, float]] = []
     for head in heads:
         record.append((head.kind, 0.0))
-        for form in head.forms:
-            record.append(("prediction_dims", len(form.prediction)))
-            record.append(("target_dims", -1 if form.target is None else len(form.target)))
-            record.append(("classes", form.classes))
         record.extend(head.numbers().items())
     return [name for name, _ in record], [float(number) for _, number in record]

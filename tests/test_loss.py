@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import json
 import os
 import pickle
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import gradscale_ext as gs
 
@@ -1399,7 +1401,11 @@ def test_the_fused_path_raises_where_it_cannot_be():
 def test_every_kind_of_head_is_known_everywhere():
     """A head has a name, a dataclass that is public, a formula in the reference, and a kind in the kernels."""
     heads = {cls.kind: cls for cls in gs.heads.Head.__subclasses__() if cls.__module__.startswith("gradscale_ext")}
-    assert set(heads) == set(gs._native._C.kinds()) == set(gs.reference.losses._LOSSES)
+    in_kernels = gs._native._C.kinds()
+    assert set(heads) == set(in_kernels) == set(gs.reference.losses._LOSSES)
+    for kind, head in heads.items():
+        forms = [(len(p), -1 if t is None else len(t), classes) for p, t, classes in head.forms]
+        assert in_kernels[kind] == (head.decodes, forms)
     assert {cls.__name__ for cls in heads.values()} <= set(gs.__all__)
     assert {type(head) for head in ALL_HEADS.values()} == set(heads.values())  # what the tests above are run with
 
@@ -1411,14 +1417,82 @@ def test_every_kind_of_head_is_known_everywhere():
         (["per_step_loss"], [], "names and as many numbers"),
         (["weight"], [1.0], "'weight' is no kind of head"),
         (["per_step_loss", "wieght"], [0.0, 1.0], "no number 'wieght'"),
-        (["per_step_loss"], [0.0], "not those of a head"),
-        (["per_step_loss", "prediction_dims", "first_step"], [0.0, 0.0, -1.0], "not those of a head"),
-        (["per_step_loss", "prediction_dims", "first_step"], [0.0, 0.0, 2.0**31], "not those of a head"),
-        (["per_step_loss", "prediction_dims", "first_step"], [0.0, 0.0, float("nan")], "not those of a head"),
-        (["two_hot", "prediction_dims", "decodes", "num_bins"], [0.0, 1.0, 1.0, 1.0], "not those of a head"),
-        (["mean_squared_error", "prediction_dims", "transform"], [0.0, 0.0, 3.0], "not those of a head"),
+        (["two_hot"], [0.0], "not those of a 'two_hot'"),
+        (["two_hot", "decodes", "num_bins"], [0.0, 1.0, 1.0], "not those of a 'two_hot'"),
+        (["two_hot", "decodes", "num_bins"], [0.0, 0.0, 5.0], "not those of a 'two_hot'"),
+        (["per_step_loss", "decodes", "num_bins"], [0.0, 1.0, 5.0], "not those of a 'per_step_loss'"),
+        (["per_step_loss", "first_step"], [0.0, -1.0], "not those of a 'per_step_loss'"),
+        (["per_step_loss", "first_step"], [0.0, 2.0**31], "not those of a 'per_step_loss'"),
+        (["per_step_loss", "first_step"], [0.0, float("nan")], "not those of a 'per_step_loss'"),
+        (["mean_squared_error", "transform"], [0.0, 3.0], "not those of a 'mean_squared_error'"),
     ],
 )
 def test_records_that_are_none(names, numbers, message):
     with pytest.raises(RuntimeError, match=message):
         gs._native._C.Plan({}, names, numbers, False)
+
+
+@pytest.mark.parametrize("name", ["kind", "forms", "decodes", "numbers"])
+def test_a_subclass_must_not_change_how_its_base_is_read(name):
+    with pytest.raises(TypeError, match=f"Mine: a subclass of TwoHot must not have its own '{name}'"):
+        type("Mine", (gs.TwoHot,), {name: False})
+    mine = type("Mine", (gs.TwoHot,), {"label": "a name of the user's"})(SUPPORT, weight=0.5)
+    predictions, targets = arguments(heads={"value": gs.TwoHot(SUPPORT)})
+    loss = gs.multi_step_loss({"value": mine}, predictions, targets).loss
+    torch.testing.assert_close(loss, 0.5 * gs.multi_step_loss({"value": gs.TwoHot(SUPPORT)}, predictions, targets).loss)
+
+
+def _operator(predictions, targets, prediction_counts, target_counts, heads, wants=()):
+    record = gs.heads.record_of(heads)
+    options = gs._options.Options(mask=[None] * len(heads))
+    given = (predictions, targets, prediction_counts, target_counts, *record, list(wants), *options)
+    return torch.ops.gradscale_ext.multi_step_loss(*given)
+
+
+X = torch.rand(4)
+MALFORMED = {
+    "no prediction": lambda: _operator([X], [], [-1], [-1], [gs.PerStepLoss()]),
+    "more than there are": lambda: _operator([X], [], [2], [-1], [gs.PerStepLoss()]),
+    "fewer than there are": lambda: _operator([X, X], [], [1], [-1], [gs.PerStepLoss()]),
+    "fewer counts than heads": lambda: _operator([X], [], [1], [-1], [gs.PerStepLoss(), gs.PerStepLoss()]),
+    "a want that is none": lambda: _operator([X], [], [1], [-1], [gs.PerStepLoss()], wants=[1]),
+    "a negative want": lambda: _operator([X], [], [1], [-1], [gs.PerStepLoss()], wants=[-1]),
+    "a missing target": lambda: _operator([X], [], [1], [-1], [gs.BinaryCrossEntropy()]),
+    "a target too many": lambda: _operator([X], [X], [1], [1], [gs.PerStepLoss()]),
+    "a narrow prediction": lambda: _operator([torch.rand(4, 3)], [X], [1], [1], [gs.TwoHot(SUPPORT)]),
+    "a narrow target": lambda: _operator([torch.rand(4, 9)], [X], [1], [1], [gs.NegativeCosine()]),
+    "classes of numbers": lambda: _operator([X], [X.long()], [1], [1], [gs.MeanSquaredError()]),
+    "a batch of its own": lambda: _operator([X, X[:2]], [], [2], [-1], [gs.PerStepLoss()]),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", MALFORMED)
+def test_the_operator_refuses_what_does_not_fit(name, requires_grad):
+    X.requires_grad_(requires_grad)
+    with pytest.raises((RuntimeError, ValueError), match="multi_step_loss"):
+        MALFORMED[name]()
+    X.requires_grad_(False)
+
+
+def test_an_exported_program_keeps_gradients_alone():
+    heads = {"value": gs.TwoHot(SUPPORT)}
+    predictions, targets = arguments(heads=heads)
+    loss_fn = gs.MultiStepLoss(**heads)
+
+    class Loss(torch.nn.Module):
+        def forward(self, predictions, targets):
+            return loss_fn(predictions, targets).loss
+
+    exported = torch.export.export(Loss(), (predictions, targets)).module()
+    loss = exported(predictions, targets)
+    storages = [StorageWeakRef(entries[0].untyped_storage()) for entries in (predictions["value"], targets["value"])]
+    del predictions, targets
+    gc.collect()
+    assert all(storage.expired() for storage in storages)
+    loss.backward()
+
+
+def test_the_reference_names_options_that_it_does_not_have():
+    with pytest.raises(TypeError, match="no option 'bogus'; the options are step_weights, step_gradient_scale"):
+        gs.reference.multi_step_loss(HEADS, *arguments(), bogus=1)

@@ -115,6 +115,11 @@ class Checks {
 } // namespace
 
 bool Arguments::settle(const HeadTable& heads) {
+  const auto is_empty = [](const Entries& entries) { return entries.tensors.empty(); };
+  if (predictions.size() != heads.size() || targets.size() != heads.size() || mask.size() != heads.size() ||
+      std::any_of(predictions.begin(), predictions.end(), is_empty)) {
+    return false;
+  }
   steps = 0;
   for (size_t h = 0; h < heads.size(); ++h) {
     steps = std::max(steps, heads[h].first_step + count_steps(predictions[h], batch_first));

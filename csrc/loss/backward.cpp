@@ -45,6 +45,21 @@ struct Saved {
   std::vector<int64_t> versions; // of the arguments, as the forward pass read them
   DeviceState state;
   std::shared_ptr<Plan> plan; // null: a call of the registered operator, whose backward pass can be traced
+  std::vector<std::vector<at::ScalarType>> types; // of the predictions by head, without a plan
+
+  // Leaves the types of the predictions, which are all that a traced backward pass needs of the tensors.
+  void forget_tensors() {
+    Options without_tensors;
+    without_tensors.batch_first = arguments.batch_first;
+    static_cast<Options&>(arguments) = without_tensors;
+    arguments.targets.clear();
+    for (Entries& entries : arguments.predictions) {
+      std::vector<at::ScalarType>& of_head = types.emplace_back();
+      for (const at::Tensor& tensor : std::exchange(entries.tensors, {})) {
+        of_head.push_back(tensor.scalar_type());
+      }
+    }
+  }
 
   void check_unchanged() const {
     TORCH_CHECK(
@@ -116,21 +131,19 @@ autograd::variable_list multiplied(
 }
 
 // The gradients that the operator returned, rounded after they are multiplied; no value is read.
-autograd::variable_list multiplied_and_rounded(
-    Gradients gradients, const Arguments& arguments, const at::Tensor& grad_output) {
+autograd::variable_list multiplied_and_rounded(Gradients gradients, const Saved& saved, const at::Tensor& grad_output) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !at::GradMode::is_enabled(),
       "multi_step_loss: a compiled or exported loss has no second derivative; call it outside torch.compile, or use "
       "gradscale_ext.reference.multi_step_loss inside");
   for (size_t h = 0; h < gradients.size(); ++h) {
-    const Entries& predictions = arguments.predictions[h];
+    const int64_t batch_dim = saved.arguments.batch_dim(saved.arguments.predictions[h]);
     for (size_t i = 0; i < gradients[h].size(); ++i) {
       at::Tensor& gradient = gradients[h][i];
       if (gradient.defined()) {
-        const at::Tensor factor = factor_for(gradient, grad_output, arguments.batch_dim(predictions));
+        const at::Tensor product = at::mul(gradient, factor_for(gradient, grad_output, batch_dim));
         // A masked entry stays 0, also where grad_output is infinite.
-        gradient = at::where(at::eq(gradient, 0), gradient, at::mul(gradient, factor))
-                       .to(predictions.tensors[i].scalar_type());
+        gradient = at::where(at::eq(gradient, 0), gradient, product).to(saved.types[h][i]);
       }
     }
   }
@@ -189,7 +202,7 @@ class MultiStepLossBackward : public BackwardNode {
       return autograd::variable_list(num_outputs());
     }
     if (saved->plan == nullptr) {
-      return multiplied_and_rounded(take_gradients(/*is_last_use=*/false), saved->arguments, grad_output);
+      return multiplied_and_rounded(take_gradients(/*is_last_use=*/false), *saved, grad_output);
     }
     if (at::GradMode::is_enabled()) {
       return by_reference(*saved, grad_output, /*create_graph=*/true);
@@ -270,11 +283,13 @@ void record_call(Arguments arguments, RunResult& result, std::shared_ptr<Plan> p
       node->add_next_edge(arguments.wants[h][i] ? autograd::impl::gradient_edge(tensors[i]) : autograd::Edge());
     }
   }
-  std::vector<int64_t> versions = plan ? versions_of(arguments) : std::vector<int64_t>();
-  node->set(
-      std::move(result.gradients),
-      std::make_shared<const Saved>(
-          Saved{std::move(arguments), std::move(versions), std::move(result.state), std::move(plan)}));
+  Saved saved{std::move(arguments), {}, std::move(result.state), std::move(plan), {}};
+  if (saved.plan != nullptr) {
+    saved.versions = versions_of(saved.arguments);
+  } else {
+    saved.forget_tensors();
+  }
+  node->set(std::move(result.gradients), std::make_shared<const Saved>(std::move(saved)));
   autograd::set_history(result.outputs.loss, handle);
 }
 

@@ -15,7 +15,7 @@ void set(bool& flag, double number) {
 void set(double& value, double number) {
   value = number;
 }
-// -1, which none of the integers may be, where there is no such int32.
+// A number outside int32 becomes -1, which is valid for no integer.
 void set(int32_t& integer, double number) {
   integer = number >= 0 && number <= 2147483647.0 ? static_cast<int32_t>(number) : -1;
 }
@@ -42,10 +42,10 @@ constexpr Number<Support> kNumbersOfSupport[] = {
     GRADSCALE_NUMBER(Support, transform),
     GRADSCALE_NUMBER(Support, eps),
     GRADSCALE_NUMBER(Support, raw)};
-constexpr Number<Form> kNumbersOfForm[] = {
-    GRADSCALE_NUMBER(Form, prediction_dims), GRADSCALE_NUMBER(Form, target_dims), GRADSCALE_NUMBER(Form, classes)};
+#undef GRADSCALE_NUMBER_OF_HEAD
+#undef GRADSCALE_NUMBER
 
-// Whether the numbers of the target have one of this name, which is set then.
+// Sets the number of this name, and tells whether the target has one.
 template <class Target, size_t size>
 bool set_by_name(const Number<Target> (&numbers)[size], Target& target, const std::string& name, double number) {
   const auto* found = std::find_if(numbers, numbers + size, [&](const auto& known) { return name == known.name; });
@@ -85,10 +85,11 @@ OwnedSupport::OwnedSupport(Support support) : support_(support) {
   support_.raw_centers_float = centers_float_.get();
 }
 
-std::vector<std::string> kinds() {
-#define GRADSCALE_NAME(name) #name,
-  return {GRADSCALE_KINDS(GRADSCALE_NAME)};
-#undef GRADSCALE_NAME
+const std::vector<KindOfHead>& kinds() {
+#define GRADSCALE_KIND(name, has_support, ...) {#name, has_support, {__VA_ARGS__}},
+  static const std::vector<KindOfHead> all{GRADSCALE_KINDS(GRADSCALE_KIND)};
+#undef GRADSCALE_KIND
+  return all;
 }
 
 HeadTable::HeadTable(c10::ArrayRef<std::string> names, c10::ArrayRef<double> numbers) {
@@ -98,33 +99,30 @@ HeadTable::HeadTable(c10::ArrayRef<std::string> names, c10::ArrayRef<double> num
       names.size(),
       " and ",
       numbers.size());
-  static const std::vector<std::string> known = kinds();
   for (size_t i = 0; i < names.size(); ++i) {
-    const auto kind = std::find(known.begin(), known.end(), names[i]);
-    if (kind != known.end()) {
-      heads_.emplace_back().kind = static_cast<Kind>(kind - known.begin());
-      forms_.emplace_back();
+    const auto kind =
+        std::find_if(kinds().begin(), kinds().end(), [&](const KindOfHead& known) { return known.name == names[i]; });
+    if (kind != kinds().end()) {
+      heads_.emplace_back().kind = static_cast<Kind>(kind - kinds().begin());
       continue;
     }
     TORCH_CHECK(!heads_.empty(), "multi_step_loss: '", names[i], "' is no kind of head");
-    if (names[i] == kNumbersOfForm[0].name) {
-      forms_.back().emplace_back();
-    }
     Head& head = heads_.back();
-    const bool is_known =
-        set_by_name(kNumbers, head, names[i], numbers[i]) ||
-        set_by_name(kNumbersOfSupport, head.support, names[i], numbers[i]) ||
-        (!forms_.back().empty() && set_by_name(kNumbersOfForm, forms_.back().back(), names[i], numbers[i]));
-    TORCH_CHECK(is_known, "multi_step_loss: a head has no number '", names[i], "'");
-  }
-  for (size_t h = 0; h < heads_.size(); ++h) {
-    Head& head = heads_[h];
     TORCH_CHECK(
-        !forms_[h].empty() && head.first_step >= 0 && (!head.decodes || head.support.num_bins >= 2) &&
+        set_by_name(kNumbers, head, names[i], numbers[i]) ||
+            set_by_name(kNumbersOfSupport, head.support, names[i], numbers[i]),
+        "multi_step_loss: a head has no number '",
+        names[i],
+        "'");
+  }
+  for (Head& head : heads_) {
+    const KindOfHead& kind = kinds()[static_cast<size_t>(head.kind)];
+    TORCH_CHECK(
+        head.decodes == kind.has_support && head.first_step >= 0 && (!head.decodes || head.support.num_bins >= 2) &&
             head.support.transform >= Transform::identity && head.support.transform <= Transform::symlog,
-        "multi_step_loss: the numbers of head ",
-        h,
-        " are not those of a head");
+        "multi_step_loss: the numbers of a head are not those of a '",
+        kind.name,
+        "'");
     head.support = supports_.emplace_back(head.support).get();
   }
 }

@@ -28,12 +28,21 @@ class OwnedSupport {
   std::unique_ptr<float[]> centers_float_;
 };
 
-// Dimensions behind the batch that a prediction and its target may have; a class is an int64 index.
+// Dimensions behind the batch that a prediction and its target may have.
 struct Form {
-  int32_t prediction_dims;
-  int32_t target_dims; // -1: no target
-  bool classes;
+  int64_t prediction_dims;
+  int64_t target_dims; // -1: no target
+  bool classes;        // the target is an int64 index
 };
+
+struct KindOfHead {
+  std::string name;
+  bool has_support;
+  std::vector<Form> forms;
+};
+
+// All kinds, in the order of Kind.
+const std::vector<KindOfHead>& kinds();
 
 class HeadTable {
  public:
@@ -46,10 +55,10 @@ class HeadTable {
     return heads_[head];
   }
   const std::vector<Form>& forms(size_t head) const {
-    return forms_[head];
+    return kinds()[static_cast<size_t>(heads_[head].kind)].forms;
   }
   bool has_target(size_t head) const {
-    return forms_[head][0].target_dims >= 0;
+    return forms(head)[0].target_dims >= 0;
   }
   size_t index_of(const Head* head) const {
     return head - heads_.data();
@@ -57,11 +66,7 @@ class HeadTable {
 
  private:
   std::vector<Head> heads_;
-  std::vector<std::vector<Form>> forms_;
   std::vector<OwnedSupport> supports_;
 };
-
-// Names of the kinds of heads.
-std::vector<std::string> kinds();
 
 } // namespace gradscale

@@ -64,7 +64,7 @@ std::string schema() {
 }
 
 // Reads the options from the operator's arguments, one after the other.
-struct OptionsReader {
+struct StackReader {
   const c10::IValue* next;
 
   template <class Option>
@@ -107,6 +107,7 @@ std::vector<Entries> entries_from(const c10::IValue& list, const std::vector<int
     entries.tensors.assign(tensors.begin() + next, tensors.begin() + end);
     next = end;
   }
+  TORCH_CHECK(next == tensors.size(), "multi_step_loss: the counts name fewer tensors than there are");
   return of_heads;
 }
 
@@ -115,8 +116,12 @@ Arguments arguments_from(at::ArrayRef<c10::IValue> given) {
   Arguments arguments;
   arguments.predictions = entries_from(given[kPredictions], given[kPredictionCounts].toIntVector());
   arguments.targets = entries_from(given[kTargets], given[kTargetCounts].toIntVector());
-  Options::each(arguments, OptionsReader{&given[kOptions]});
+  Options::each(arguments, StackReader{&given[kOptions]});
   const std::vector<int64_t> wants = given[kWants].toIntVector();
+  const auto count = static_cast<int64_t>(given[kPredictions].toListRef().size());
+  TORCH_CHECK(
+      std::all_of(wants.begin(), wants.end(), [=](int64_t index) { return index >= 0 && index < count; }),
+      "multi_step_loss: wants must be indices of predictions");
   int64_t index = 0;
   for (const Entries& entries : arguments.predictions) {
     std::vector<bool>& of_head = arguments.wants.emplace_back();
@@ -133,8 +138,7 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const HeadTable heads(given[kNames].to<std::vector<std::string>>(), given[kNumbers].toDoubleVector());
   Arguments arguments = arguments_from(given);
   TORCH_CHECK_VALUE(
-      arguments.predictions.size() == heads.size() && arguments.targets.size() == heads.size() &&
-          arguments.mask.size() == heads.size() && arguments.settle(heads),
+      arguments.settle(heads),
       "gradscale_ext::multi_step_loss: the tensors do not fit each other and the heads; call "
       "gradscale_ext.multi_step_loss, which says what is wrong with them");
   const RunResult result = run_loss(heads, GradientMemory(/*keeps=*/false), arguments, /*wide=*/true);

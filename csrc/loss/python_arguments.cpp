@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace gradscale {
@@ -75,9 +76,9 @@ bool read_all_entries(const Plan& plan, py::handle predictions, py::handle targe
 
 // Reads the options, a tuple in the order of Options::each(), and keeps whether all of them were such as the kernels
 // take.
-class OptionsReader {
+class PythonReader {
  public:
-  OptionsReader(const Plan& plan, py::handle options) : plan_(plan), options_(options.ptr()) {
+  PythonReader(const Plan& plan, py::handle options) : plan_(plan), options_(options.ptr()) {
   }
 
   bool all_read() const {
@@ -221,7 +222,7 @@ at::Tensor without_edge(const at::Tensor& tensor) {
 }
 
 // Puts the options into a dict.
-struct OptionsWriter {
+struct PythonWriter {
   py::dict options;
 
   template <class Option>
@@ -271,7 +272,7 @@ std::shared_ptr<Plan> make_plan(
 std::optional<Arguments> read_arguments(
     const Plan& plan, py::handle predictions, py::handle targets, py::handle options) {
   Arguments arguments;
-  OptionsReader reader(plan, options);
+  PythonReader reader(plan, options);
   if (!ordinary_context() || !PyTuple_Check(options.ptr()) ||
       !read_all_entries(plan, predictions, targets, arguments)) {
     return std::nullopt;
@@ -292,7 +293,7 @@ std::optional<Arguments> read_arguments(
 }
 
 py::dict options_to_python(const Arguments& arguments) {
-  OptionsWriter writer;
+  PythonWriter writer;
   Options::each(arguments, writer);
   return std::move(writer.options);
 }

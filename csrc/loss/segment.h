@@ -15,18 +15,34 @@
 
 namespace gradscale {
 
-#define GRADSCALE_KINDS(kind)                                                                               \
-  kind(two_hot) kind(hl_gauss) kind(soft_cross_entropy) kind(mean_squared_error) kind(binary_cross_entropy) \
-      kind(negative_cosine) kind(per_step_loss)
+// The kinds of heads, each with whether it has a support and with the forms that its rows may have: dimensions of a
+// prediction and of its target (-1: none) behind the batch, and whether the target is an int64 class.
+// clang-format off
+#define GRADSCALE_KINDS(kind)                                    \
+  kind(two_hot, true, {1, 0, false})                             \
+  kind(hl_gauss, true, {1, 0, false})                            \
+  kind(soft_cross_entropy, false, {1, 1, false}, {1, 0, true})   \
+  kind(mean_squared_error, false, {0, 0, false}, {1, 1, false})  \
+  kind(binary_cross_entropy, false, {0, 0, false})               \
+  kind(negative_cosine, false, {1, 1, false})                    \
+  kind(per_step_loss, false, {0, -1, false})
+// clang-format on
 
-#define GRADSCALE_ENUMERATOR(name) name,
+#define GRADSCALE_ENUMERATOR(name, ...) name,
 enum class Kind : int32_t { GRADSCALE_KINDS(GRADSCALE_ENUMERATOR) };
 #undef GRADSCALE_ENUMERATOR
 
 // The numbers of heads, by the names of `numbers()` in gradscale_ext/heads.py; those of a support come beside them.
-#define GRADSCALE_NUMBERS_OF_HEADS(number)                                                                 \
-  number(bool, decodes) number(int32_t, first_step) number(double, weight) number(double, label_smoothing) \
-      number(double, entropy_weight) number(bool, subtract_target_entropy) number(double, sigma_ratio)
+// clang-format off
+#define GRADSCALE_NUMBERS_OF_HEADS(number)  \
+  number(bool, decodes)                     \
+  number(int32_t, first_step)               \
+  number(double, weight)                    \
+  number(double, label_smoothing)           \
+  number(double, entropy_weight)            \
+  number(bool, subtract_target_entropy)     \
+  number(double, sigma_ratio)
+// clang-format on
 
 // One head as the user describes it: a dataclass of gradscale_ext/heads.py.
 struct Head {

@@ -29,7 +29,13 @@ from .supports import decode, hl_gauss, two_hot
 def multi_step_loss(
     heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], **options: Any
 ) -> MultiStepLossOutput:
-    """The loss of `gradscale_ext.multi_step_loss`; the options are those of `Options`."""
+    """The loss of `gradscale_ext.multi_step_loss`, whose options it takes."""
+    unknown = options.keys() - set(Options._fields)
+    if unknown:
+        raise TypeError(
+            f"multi_step_loss: there is no option {' and '.join(map(repr, sorted(unknown)))}; the options are "
+            f"{', '.join(Options._fields)}"
+        )
     return loss_of(validate(as_dict("heads", heads), predictions, targets, Options(**options)))
 
 
