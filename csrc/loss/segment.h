@@ -5,8 +5,9 @@
 // users);
 // - gradscale_ext/reference/losses.py: its formula;
 // - here: its kind, and a number in Head (named in head_table.cpp) if it has one that no other head has;
-// - its row, loss and gradient, beside those of its family: categorical_rows, policy_rows or regression_rows, .h for a
-//   CPU and .cuh for a GPU, with what both share in csrc/math/; the compiler names the switches that lack its case.
+// - its row, loss and gradient, beside those of its family: regression_heads.h, or categorical_rows or policy_rows, .h
+//   for a CPU and .cuh for a GPU, with what both share in csrc/math/; the compiler names the switches that lack its
+//   case.
 #pragma once
 
 #include "../math/slab.h"
