@@ -491,6 +491,14 @@ def test_a_vector_as_long_as_eps_has_a_direction():
         torch.testing.assert_close(torch.autograd.grad(loss, x)[0], expected, rtol=1e-14, atol=1e-15)
 
 
+def test_the_cosine_of_subnormal_vectors_is_a_number():
+    """The reciprocal of their largest element is not."""
+    x = torch.full((1, 4), 5e-324, dtype=torch.float64, requires_grad=True)
+    loss = gs.multi_step_loss({"c": gs.NegativeCosine()}, {"c": [x]}, {"c": [x.detach()]}).loss
+    assert loss.item() == 0
+    torch.testing.assert_close(torch.autograd.grad(loss, x)[0], -x.detach() * 1e16, rtol=1e-6, atol=0)
+
+
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradcheck_and_gradgradcheck(reduction, fused_only, monkeypatch):
@@ -1486,10 +1494,10 @@ def test_an_exported_program_keeps_gradients_alone():
 
     exported = torch.export.export(Loss(), (predictions, targets)).module()
     loss = exported(predictions, targets)
-    storages = [StorageWeakRef(entries[0].untyped_storage()) for entries in (predictions["value"], targets["value"])]
-    del predictions, targets
+    target = StorageWeakRef(targets["value"][0].untyped_storage())
+    del targets
     gc.collect()
-    assert all(storage.expired() for storage in storages)
+    assert target.expired()
     loss.backward()
 
 

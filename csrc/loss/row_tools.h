@@ -69,16 +69,13 @@ void widen_row(const Rows& rows, int64_t row, int64_t width, A* to) {
   });
 }
 
-// Widens the first element of each of `count` rows.
-template <class A>
+// Widens the first element of each of `count` rows of T.
+template <class T, class A>
 void widen_column(const Rows& rows, int64_t first, int64_t count, A* to) {
-  dispatch_element(rows.element, [&](auto type) {
-    using T = decltype(type);
-    const T* from = static_cast<const T*>(rows.data) + first * rows.stride;
-    for (int64_t i = 0; i < count; ++i) {
-      to[i] = static_cast<A>(to_accumulate(from[i * rows.stride]));
-    }
-  });
+  const T* from = static_cast<const T*>(rows.data) + first * rows.stride;
+  for (int64_t i = 0; i < count; ++i) {
+    to[i] = static_cast<A>(to_accumulate(from[i * rows.stride]));
+  }
 }
 
 inline double load_scalar(const Rows& rows, int64_t row) {

@@ -37,13 +37,13 @@ GRADSCALE_DEVICE void run_row_of(const RowTask& task) {
     case Kind::soft_cross_entropy:
       return with_logits<T>(task, [&](auto cached) { soft_cross_entropy_row<T, A, decltype(cached)::value>(task); });
     case Kind::mean_squared_error:
-      return mean_squared_error_row<T, A>(task);
+      return vector_row<MeanSquaredError<A>, T, A>(task);
     case Kind::negative_cosine:
-      return negative_cosine_row<T, A>(task);
+      return vector_row<NegativeCosine<A>, T, A>(task);
     case Kind::binary_cross_entropy:
-      return binary_cross_entropy_row<T, A>(task);
+      return scalar_row<BinaryCrossEntropy<A>, T, A>(task);
     case Kind::per_step_loss:
-      return per_step_loss_row<T, A>(task);
+      return scalar_row<PerStepLoss<A>, T, A>(task);
   }
 }
 

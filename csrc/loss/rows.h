@@ -3,6 +3,7 @@
 //
 // A row is read from memory once, widened into a padded scratch row that stays in the first-level cache, and its
 // gradient is written once; between the two there is one exponential per element.
+#include "regression_heads.h"
 #include "row_tools.h"
 
 #include "categorical_rows.h"
@@ -25,9 +26,9 @@ void run_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
     case Kind::soft_cross_entropy:
       return soft_cross_entropy_row<T, G>(s, row, coefficient, scratch);
     case Kind::mean_squared_error:
-      return mean_squared_error_row<T, G>(s, row, coefficient, scratch);
+      return vector_row<MeanSquaredError<A>, T, G>(s, row, coefficient, scratch);
     case Kind::negative_cosine:
-      return negative_cosine_row<T, G>(s, row, coefficient, scratch);
+      return vector_row<NegativeCosine<A>, T, G>(s, row, coefficient, scratch);
     case Kind::binary_cross_entropy:
     case Kind::per_step_loss:
       return; // rows of one number
@@ -38,9 +39,14 @@ template <class T, class G>
 void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* scratch) {
   using A = typename AccumulateType<T>::type;
   const Kind kind = s.head->kind;
-  if (kind == Kind::binary_cross_entropy || kind == Kind::per_step_loss ||
-      (kind == Kind::mean_squared_error && s.width == 1)) {
-    return run_scalar_rows<T, G>(s, coefficients, begin, end);
+  if (kind == Kind::binary_cross_entropy) {
+    return scalar_rows<BinaryCrossEntropy<A>, T, G, A>(s, coefficients, begin, end);
+  }
+  if (kind == Kind::per_step_loss) {
+    return scalar_rows<PerStepLoss<A>, T, G, A>(s, coefficients, begin, end);
+  }
+  if (kind == Kind::mean_squared_error && s.width == 1) {
+    return scalar_rows<MeanSquaredError<A>, T, G, A>(s, coefficients, begin, end);
   }
   A* row_scratch = reinterpret_cast<A*>(scratch);
   for (int64_t row = begin; row < end; ++row) {

@@ -1,12 +1,11 @@
 // A call of the multi-step loss as the kernels see it: plain numbers and pointers, no tensors.
 //
 // To add a head:
-// - gradscale_ext/heads.py: its dataclass, with the name of its kind (and gradscale_ext/__init__.py, its name for
-// users);
+// - gradscale_ext/heads.py: its dataclass, with the name of its kind; gradscale_ext/__init__.py: its name for users;
 // - gradscale_ext/reference/losses.py: its formula;
 // - here: its kind, and a number if it has one that no other head has;
-// - its row, loss and gradient, beside those of its family: categorical_rows, policy_rows or regression_rows, .h for a
-//   CPU and .cuh for a GPU, with what both share in csrc/math/; the compiler names the switches that lack its case.
+// - its row, loss and gradient: in regression_heads.h for CPU and GPU alike, or in categorical_rows or policy_rows, .h
+//   for a CPU and .cuh for a GPU, with what both share in csrc/math/; the compiler names the switch that lacks its case.
 #pragma once
 
 #include "../math/slab.h"

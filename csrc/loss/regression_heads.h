@@ -1,0 +1,119 @@
+// The heads that compare a row with its target as numbers or vectors, or with nothing, written once for CPU and GPU.
+// The drivers, regression_rows.h for a CPU and regression_rows.cuh for a GPU, read and write elements and know no head.
+// A head has
+//
+// - terms(x, t): what an element adds to the sums of its row;
+// - finish(sums, coefficient): the loss of the row;
+// - gradient(x, t): an element of the gradient, but for factor(coefficient), which all elements have.
+#pragma once
+
+#include "../math/losses.h"
+#include "segment.h"
+
+namespace gradscale {
+
+template <class T>
+struct Sums {
+  T values[3];
+};
+
+// A loss that is the mean over the elements of a row: what is so unless a head says otherwise.
+template <class A>
+struct MeanOverElements {
+  using Sum = A;
+  static constexpr int kSums = 1;
+  static constexpr bool kTransformsTarget = false; // terms and gradient take transformed targets
+  static constexpr bool kScales = false;           // scale(largest |x|, largest |t|) comes before terms
+  static constexpr bool kGradientWaits = false;    // gradient needs what finish leaves
+  double width;
+  double eps;
+
+  GRADSCALE_HOST_DEVICE A finish(const Sums<A>& sums, double) const {
+    return sums.values[0] / static_cast<A>(width);
+  }
+  GRADSCALE_HOST_DEVICE A factor(double coefficient) const {
+    return static_cast<A>(coefficient / width);
+  }
+};
+
+// mean_j (x_j - transform(t_j))^2; gradient c 2 (x_j - transform(t_j)) / width.
+template <class A>
+struct MeanSquaredError : MeanOverElements<A> {
+  static constexpr bool kTransformsTarget = true;
+  GRADSCALE_HOST_DEVICE Sums<A> terms(A x, A t) const {
+    return {{(x - t) * (x - t)}};
+  }
+  GRADSCALE_HOST_DEVICE A gradient(A x, A t) const {
+    return x - t;
+  }
+  GRADSCALE_HOST_DEVICE A factor(double coefficient) const {
+    return static_cast<A>(2 * coefficient / this->width);
+  }
+};
+
+// t softplus(-x) + (1 - t) softplus(x); gradient c (sigmoid(x) - t). Nothing cancels for t in 0..1.
+template <class A>
+struct BinaryCrossEntropy : MeanOverElements<A> {
+  GRADSCALE_HOST_DEVICE Sums<A> terms(A x, A t) const {
+    const A tail = log1p_unit(exp_nonpositive(-std::abs(x))); // of the softplus on the far side of 0
+    const A positive = (x > A(0) ? x : A(0)) + tail;
+    const A negative = (x < A(0) ? -x : A(0)) + tail;
+    return {{product(t, negative) + product(A(1) - t, positive)}};
+  }
+  GRADSCALE_HOST_DEVICE A gradient(A x, A t) const {
+    const A small = exp_nonpositive(-std::abs(x)); // computed once for both by the compiler
+    return (x < A(0) ? small : A(1)) / (A(1) + small) - t;
+  }
+};
+
+// The prediction itself.
+template <class A>
+struct PerStepLoss : MeanOverElements<A> {
+  GRADSCALE_HOST_DEVICE Sums<A> terms(A x, A) const {
+    return {{x}};
+  }
+  GRADSCALE_HOST_DEVICE A gradient(A, A) const {
+    return A(1);
+  }
+};
+
+// -x.t / (max(|x|, eps) max(|t|, eps)); gradient of_x x_j + of_t t_j. The sums are x.x, t.t and x.t, of x and t divided
+// by their units: squares of doubles must neither overflow nor underflow, and those of floats do not in double.
+template <class A>
+struct NegativeCosine : MeanOverElements<A> {
+  using Sum = double;
+  static constexpr int kSums = 3;
+  static constexpr bool kScales = sizeof(A) == 8;
+  static constexpr bool kGradientWaits = true;
+  double x_unit = 1, t_unit = 1, of_x_unit = 1, of_t_unit = 1;
+  double of_x = 0, of_t = 0;
+
+  GRADSCALE_HOST_DEVICE void scale(double largest_x, double largest_t) {
+    x_unit = largest_x > 1e-300 ? largest_x : 1; // 1 / x_unit is finite
+    t_unit = largest_t > 1e-300 ? largest_t : 1;
+    of_x_unit = 1 / x_unit;
+    of_t_unit = 1 / t_unit;
+  }
+  GRADSCALE_HOST_DEVICE Sums<double> terms(A x_j, A t_j) const {
+    const double x = x_j * of_x_unit, t = t_j * of_t_unit;
+    return {{x * x, t * t, x * t}};
+  }
+  GRADSCALE_HOST_DEVICE double finish(const Sums<double>& sums, double coefficient) {
+    const double x_length = std::sqrt(sums.values[0]), t_length = std::sqrt(sums.values[1]);
+    const double x_floor = this->eps / x_unit, t_floor = this->eps / t_unit;
+    const double x_divisor = x_length < x_floor ? x_floor : x_length; // NaN stays NaN
+    const double t_divisor = t_length < t_floor ? t_floor : t_length;
+    const double loss = -sums.values[2] / (x_divisor * t_divisor);
+    of_x = (x_length >= x_floor ? -loss / sums.values[0] / (x_unit * x_unit) : 0.0) * coefficient;
+    of_t = -1 / (x_divisor * x_unit * t_divisor * t_unit) * coefficient;
+    return loss;
+  }
+  GRADSCALE_HOST_DEVICE A gradient(A x, A t) const {
+    return static_cast<A>(of_x * x + of_t * t);
+  }
+  GRADSCALE_HOST_DEVICE A factor(double) const {
+    return A(1); // the coefficient is in of_x and of_t
+  }
+};
+
+} // namespace gradscale
