@@ -164,7 +164,7 @@ int64_t Description::count_unmasked(size_t head, const StepMask& mask) const {
   int64_t count = 0;
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t k = first; k < arguments.steps; ++k) {
-      count += mask.keeps(b, k) ? 1 : 0;
+      count += mask.includes(b, k) ? 1 : 0;
     }
   }
   return count;

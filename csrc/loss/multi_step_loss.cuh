@@ -52,7 +52,7 @@ loss_rows(GRADSCALE_ARGUMENT(LossTable) table, RowsArguments arguments) {
   const DeviceHead& head = table.head(segment.head);
   const RowOfThread own(blockIdx.x - segment.first_block, head.threads_per_row, arguments.batch, shared);
   const int64_t row = own.row;
-  bool counts = head.coefficients.mask.keeps(row, segment.step);
+  bool counts = head.coefficients.mask.includes(row, segment.step);
   double coefficient = 0;
   if (segment.gradient != nullptr) {
     const Coefficients& c = head.coefficients;
@@ -148,7 +148,7 @@ add_heads(const LossTable& table, const PartialSums& partial, const Group& block
     double unmasked = 0;
     for (int32_t i = 0; i < head.num_segments; ++i, ++next) {
       const DeviceSegment& segment = table.segment(next);
-      if (active && c.mask.keeps(sample, segment.step)) {
+      if (active && c.mask.includes(sample, segment.step)) {
         const double loss = head.loss.from(segment.step - head.head.first_step).load(sample);
         plain += loss;
         weighted += segment.step_weight * c.step_weights.at(sample, segment.step) * loss;
@@ -251,7 +251,7 @@ count_unmasked(GRADSCALE_ARGUMENT(LossTable) table, int64_t batch, double* num_u
   double unmasked = 0;
   for (int64_t sample = threadIdx.x; sample < batch; sample += kThreads) {
     for (int32_t t = 0; t < head.num_segments; ++t) {
-      unmasked += head.coefficients.mask.keeps(sample, head.head.first_step + t) ? 1 : 0;
+      unmasked += head.coefficients.mask.includes(sample, head.head.first_step + t) ? 1 : 0;
     }
   }
   unmasked = block.sum(unmasked);

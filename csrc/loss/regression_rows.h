@@ -79,7 +79,7 @@ void scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t beg
     double coefficient[most];
     coefficients.of_rows(first, count, s.step, coefficient);
     for (int64_t i = 0; i < count; ++i) {
-      const bool unmasked = coefficients.mask.keeps(first + i, s.step);
+      const bool unmasked = coefficients.mask.includes(first + i, s.step);
       loss[i] = unmasked ? loss[i] : A(0);
       gradient[i] = unmasked ? gradient[i] * head.factor(coefficient[i]) : A(0);
     }

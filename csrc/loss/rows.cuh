@@ -2,6 +2,7 @@
 #pragma once
 
 #include "categorical_rows.cuh"
+#include "kinds.h"
 #include "policy_rows.cuh"
 #include "regression_rows.cuh"
 
@@ -22,29 +23,16 @@ GRADSCALE_DEVICE void with_logits(const RowTask& task, Row row) {
 // A is the type of sums; predictions are of a type that is summed in it.
 template <class T, class A>
 GRADSCALE_DEVICE void run_row_of(const RowTask& task) {
-  const Head& head = task.head.head;
-  switch (head.kind) {
-    case Kind::two_hot:
-      return with_logits<T>(task, [&](auto cached) {
-        const TwoHotTarget target = two_hot(task.template scalar_target<double>(), head.support);
-        categorical_row<T, A, decltype(cached)::value>(task, target);
-      });
-    case Kind::hl_gauss:
-      return with_logits<T>(task, [&](auto cached) {
-        const HLGaussTarget target = hl_gauss(task.template scalar_target<double>(), head.support, head.sigma_ratio);
-        categorical_row<T, A, decltype(cached)::value>(task, target);
-      });
-    case Kind::soft_cross_entropy:
-      return with_logits<T>(task, [&](auto cached) { soft_cross_entropy_row<T, A, decltype(cached)::value>(task); });
-    case Kind::mean_squared_error:
-      return vector_row<MeanSquaredError<A>, T, A>(task);
-    case Kind::negative_cosine:
-      return vector_row<NegativeCosine<A>, T, A>(task);
-    case Kind::binary_cross_entropy:
-      return scalar_row<BinaryCrossEntropy<A>, T, A>(task);
-    case Kind::per_step_loss:
-      return scalar_row<PerStepLoss<A>, T, A>(task);
-  }
+  dispatch_kind<A>(
+      task.head.head,
+      [&](auto encode) {
+        with_logits<T>(task, [&](auto cached) {
+          categorical_row<T, A, decltype(cached)::value>(task, encode(task.template scalar_target<double>()));
+        });
+      },
+      [&] { with_logits<T>(task, [&](auto cached) { soft_cross_entropy_row<T, A, decltype(cached)::value>(task); }); },
+      [&](auto of) { vector_row<typename decltype(of)::Head, T, A>(task); },
+      [&](auto of) { scalar_row<typename decltype(of)::Head, T, A>(task); });
 }
 
 template <class A>

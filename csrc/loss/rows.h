@@ -3,7 +3,7 @@
 //
 // A row is read from memory once, widened into a padded scratch row that stays in the first-level cache, and its
 // gradient is written once; between the two there is one exponential per element.
-#include "regression_heads.h"
+#include "kinds.h"
 #include "row_tools.h"
 
 #include "categorical_rows.h"
@@ -14,46 +14,13 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-template <class T, class G, class A>
-void run_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
-  const Head& head = *s.head;
-  switch (head.kind) {
-    case Kind::two_hot:
-      return categorical_row<T, G>(s, row, coefficient, two_hot(load_scalar(s.target, row), head.support), scratch);
-    case Kind::hl_gauss:
-      return categorical_row<T, G>(
-          s, row, coefficient, hl_gauss(load_scalar(s.target, row), head.support, head.sigma_ratio), scratch);
-    case Kind::soft_cross_entropy:
-      return soft_cross_entropy_row<T, G>(s, row, coefficient, scratch);
-    case Kind::mean_squared_error:
-      return vector_row<MeanSquaredError<A>, T, G>(s, row, coefficient, scratch);
-    case Kind::negative_cosine:
-      return vector_row<NegativeCosine<A>, T, G>(s, row, coefficient, scratch);
-    case Kind::binary_cross_entropy:
-    case Kind::per_step_loss:
-      return; // rows of one number
-  }
-}
-
-template <class T, class G>
-void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* scratch) {
-  using A = typename AccumulateType<T>::type;
-  const Kind kind = s.head->kind;
-  if (kind == Kind::binary_cross_entropy) {
-    return scalar_rows<BinaryCrossEntropy<A>, T, G, A>(s, coefficients, begin, end);
-  }
-  if (kind == Kind::per_step_loss) {
-    return scalar_rows<PerStepLoss<A>, T, G, A>(s, coefficients, begin, end);
-  }
-  if (kind == Kind::mean_squared_error && s.width == 1) {
-    return scalar_rows<MeanSquaredError<A>, T, G, A>(s, coefficients, begin, end);
-  }
-  A* row_scratch = reinterpret_cast<A*>(scratch);
+// Calls run(row, coefficient) for the rows, with a coefficient of 0 for a masked one. That adds exactly nothing: it is
+// computed into the outputs that do not depend on its target, and its loss and gradient are zero whatever it holds.
+template <class G, class Run>
+void each_row(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, Run run) {
   for (int64_t row = begin; row < end; ++row) {
-    // A masked row adds exactly nothing: it is computed into the outputs that do not depend on its target, and its loss
-    // and gradient are zero whatever it holds.
-    const bool unmasked = coefficients.mask.keeps(row, s.step);
-    run_row<T, G>(s, row, unmasked ? coefficients.at(row, s.step) : 0.0, row_scratch);
+    const bool unmasked = coefficients.mask.includes(row, s.step);
+    run(row, unmasked ? coefficients.at(row, s.step) : 0.0);
     if (!unmasked) {
       s.loss.store(row, 0.0);
       if (s.gradient.data != nullptr) {
@@ -61,6 +28,34 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
       }
     }
   }
+}
+
+template <class T, class G>
+void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* memory) {
+  using A = typename AccumulateType<T>::type;
+  A* scratch = reinterpret_cast<A*>(memory);
+  const auto each = [&](auto run) { each_row<G>(s, coefficients, begin, end, run); };
+  const auto scalar = [&](auto of) { scalar_rows<typename decltype(of)::Head, T, G, A>(s, coefficients, begin, end); };
+  dispatch_kind<A>(
+      *s.head,
+      [&](auto encode) {
+        each([&](int64_t row, double coefficient) {
+          categorical_row<T, G>(s, row, coefficient, encode(load_scalar(s.target, row)), scratch);
+        });
+      },
+      [&] {
+        each([&](int64_t row, double coefficient) { soft_cross_entropy_row<T, G>(s, row, coefficient, scratch); });
+      },
+      [&](auto of) {
+        using RowHead = typename decltype(of)::Head;
+        if constexpr (!RowHead::kGradientWaits) {
+          if (s.width == 1) {
+            return scalar(of);
+          }
+        }
+        each([&](int64_t row, double coefficient) { vector_row<RowHead, T, G>(s, row, coefficient, scratch); });
+      },
+      scalar);
 }
 
 void run_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* scratch) {

@@ -60,7 +60,7 @@ double add_head(const Description& call, size_t head, double* samples, double* w
     for (int64_t t = 0; t < steps; ++t) {
       if (plain) {
         of_sample += losses[t];
-      } else if (coefficients.mask.keeps(b, first + t)) {
+      } else if (coefficients.mask.includes(b, first + t)) {
         of_sample += losses[t];
         weighted_of_sample += coefficients.step_weights.at(b, first + t) * losses[t];
       }

@@ -5,7 +5,8 @@
 // - gradscale_ext/reference/losses.py: its formula;
 // - here: its kind, and a number if it has one that no other head has;
 // - its row, loss and gradient: in regression_heads.h for CPU and GPU alike, or in categorical_rows or policy_rows, .h
-//   for a CPU and .cuh for a GPU, with what both share in csrc/math/; the compiler names the switch that lacks its case.
+//   for a CPU and .cuh for a GPU, with what both share in csrc/math/; the compiler names the switch that lacks its
+//   case.
 #pragma once
 
 #include "../math/slab.h"
@@ -89,7 +90,7 @@ struct StepMask {
   int64_t stride = 0;
   int64_t step_stride = 0;
 
-  GRADSCALE_HOST_DEVICE bool keeps(int64_t row, int64_t step) const {
+  GRADSCALE_HOST_DEVICE bool includes(int64_t row, int64_t step) const {
     return data == nullptr || data[row * stride + step * step_stride];
   }
 };
