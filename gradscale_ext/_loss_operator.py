@@ -13,7 +13,7 @@ from ._validate import Call
 from .heads import record_of
 from .output import MultiStepLossOutput
 
-#: How the entries of a head are given, where they are not as many tensors in the list of all heads' entries.
+#: Counts that stand for one stacked tensor, and for no tensors.
 _STACKED, _NONE = 0, -1
 
 
@@ -98,5 +98,5 @@ def _shapes(
 
 
 def _of_gradient(prediction: torch.Tensor) -> torch.dtype:
-    """Gradients of half types are rounded after they are multiplied."""
+    """Type of a gradient before it is multiplied: half types are rounded afterwards."""
     return torch.float64 if prediction.dtype == torch.float64 else torch.float32

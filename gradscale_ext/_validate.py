@@ -29,7 +29,7 @@ class Call:
     step_weights: torch.Tensor | None
     """`[T]` or `[B, T]`."""
     step_gradient_scale: torch.Tensor | None
-    """The same."""
+    """`[T]` or `[B, T]`."""
     options: Options
     """The options as they were given."""
     batch: int

@@ -171,7 +171,7 @@ class SoftCrossEntropy(Head):
         subtract_target_entropy: add ``sum_a t_a log t_a``: the loss is the Kullback-Leibler divergence from p to t. The
             gradient is the same.
 
-    A class that is no index of an action is an error, or NaN where it cannot be looked at without a synchronisation.
+    A class outside 0..A - 1 raises, or gives NaN where it cannot be read without a synchronisation.
     """
 
     label_smoothing: float = 0.0

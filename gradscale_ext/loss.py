@@ -82,7 +82,7 @@ def multi_step_loss(
         check: look at the values too, and raise ValueError for what no user can mean: policy targets that are no
             distributions (negative, above 1, or whole numbers that add up to more than 1, as raw visit counts do; a
             smaller sum is taken for a weight), logits that are probabilities already, entries and weights that are not
-            finite, negative weights, targets of `BinaryCrossEntropy` outside 0..1, classes that are none. Masked
+            finite, negative weights, targets of `BinaryCrossEntropy` outside 0..1, classes out of range. Masked
             entries are not looked at. The advantages of a policy gradient, given as targets, are refused too. It waits
             for the device: for the first steps of a training, and for tests. Under torch.compile, torch.export and
             torch.func transforms, where there are no values to look at, it raises.
@@ -119,7 +119,7 @@ def multi_step_loss(
     if _context.is_eager():
         try:
             plan = _cached_plan(tuple(heads.items()))
-        except TypeError:  # heads that are none, or have no hash
+        except TypeError:  # not heads at all, or heads without a hash
             plan = _make_plan(heads)
     return _run(plan, heads, predictions, targets, options, check, impl)
 

@@ -46,8 +46,8 @@ Ptr make_node(T*& node) {
   }
 }
 
-// The tensor as it was in the forward pass: what is computed with it sends its gradient along the edge of then (none
-// where it is not valid), whether it has been detached, or has begun to require a gradient, since.
+// The tensor as it was in the forward pass. Gradients of results computed from it follow that pass's edge, even if it
+// was detached or began to require grad since; an invalid edge takes no gradient.
 inline at::Tensor with_edge(const at::Tensor& tensor, const torch::autograd::Edge& edge) {
   at::Tensor alias = tensor.detach();
   if (edge.is_valid()) {

@@ -12,8 +12,8 @@ inline bool only(c10::DispatchKeySet keys, c10::DispatchKeySet known) {
   return (keys.raw_repr() & ~known.raw_repr()) == 0;
 }
 
-// Whether only autograd and autocast are at work, which the kernels know: they run under no transform, tracer or
-// dispatch mode, and not below autograd (inference mode, the body of an operator).
+// Tells whether only autograd and autocast are active: the kernels do not run under transforms, tracers or dispatch
+// modes, nor below autograd (inference mode, the body of an operator).
 inline bool ordinary_context() {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
   return only(local.included_, c10::default_included_set | c10::autocast_dispatch_keyset) &&

@@ -63,8 +63,8 @@ inline bool ordinary_tensor(const at::Tensor& tensor) {
   return has_only_keys(tensor, {}) && !tensor._fw_grad(/*level=*/0).defined();
 }
 
-// Whether this is such a tensor, but one that is no part of a graph: floating or complex, perhaps sparse, or with bits
-// for conjugates and negatives.
+// Tells whether a tensor is a floating or complex one of PyTorch's own class that belongs to no graph; it may be
+// sparse, conjugated or negated.
 inline bool ordinary_gradient(const at::Tensor& tensor) {
   const c10::DispatchKeySet others(
       {c10::DispatchKey::SparseCPU,

@@ -80,7 +80,7 @@ bool wants_half(const Arguments& arguments) {
   return false;
 }
 
-// Whether nobody else holds the gradient, who could see that it is written to.
+// Tells whether the node alone holds the gradient, so that nobody sees it being overwritten.
 bool is_ours(const at::Tensor& gradient) {
   return !gradient.defined() || gradient.use_count() == 1;
 }
@@ -160,8 +160,8 @@ autograd::variable_list run_again(const Saved& saved, const at::Tensor& grad_out
   return flat(run_loss(saved.plan->table, saved.plan->gradient_memory, weighted).gradients);
 }
 
-// Whether grad_output is 1 is seen on the device alone: elsewhere the kernel runs again, as it does for half types on
-// the CPU.
+// The device itself tests whether grad_output is 1. Where it is not, the kernel runs again, as it does for half types
+// on the CPU.
 autograd::variable_list on_device(const Saved& saved, Gradients gradients, const at::Tensor& grad_output) {
   saved.check_unchanged();
   if (!all_ours(gradients)) {
@@ -283,13 +283,16 @@ void record_call(Arguments arguments, RunResult& result, std::shared_ptr<Plan> p
       node->add_next_edge(arguments.wants[h][i] ? autograd::impl::gradient_edge(tensors[i]) : autograd::Edge());
     }
   }
-  Saved saved{std::move(arguments), {}, std::move(result.state), std::move(plan), {}};
-  if (saved.plan != nullptr) {
-    saved.versions = versions_of(saved.arguments);
+  const auto saved = std::make_shared<Saved>();
+  saved->arguments = std::move(arguments);
+  saved->state = std::move(result.state);
+  saved->plan = std::move(plan);
+  if (saved->plan != nullptr) {
+    saved->versions = versions_of(saved->arguments);
   } else {
-    saved.forget_tensors();
+    saved->forget_tensors();
   }
-  node->set(std::move(result.gradients), std::make_shared<const Saved>(std::move(saved)));
+  node->set(std::move(result.gradients), saved);
   autograd::set_history(result.outputs.loss, handle);
 }
 

@@ -39,8 +39,8 @@ A decoded_value(A expected, const Support& support) {
   return support.raw ? expected : inverse_transform_value(support.transform, expected, static_cast<A>(support.eps));
 }
 
-// log(sum) - sum_j t_j (x_j - maximum); gradient c (p_j - t_j). Only the bins begin..end of the target have mass, but
-// for what label smoothing gives to all of them.
+// log(sum) - sum_j t_j (x_j - maximum); gradient c (p_j - t_j). Only the bins begin..end have mass, apart from
+// the label smoothing that every bin gets.
 template <class T, class G, class A, class Target>
 void categorical_row(const Segment& s, int64_t row, double coefficient, const Target& target, A* scratch) {
   const T* logits = row_of<T>(s.prediction, row);

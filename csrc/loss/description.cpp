@@ -33,7 +33,7 @@ Description::Description(const HeadTable& of_heads, const GradientMemory& memory
       device(of_call.predictions[0].tensors[0].device()),
       kernels(device_kernels<LossKernels>(device)),
       is_double(has_double(of_call.predictions)),
-      options(at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device)),
+      of_sums(at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device)),
       memory_(memory),
       wide_(wide) {
   make_coefficients();
@@ -50,10 +50,10 @@ int64_t Description::steps_of(size_t head) const {
 // ---- Outputs and gradients ------------------------------------------------------------------------------------------
 
 void Description::make_outputs() {
-  outputs.per_sample = at::empty({batch}, options);
-  outputs.loss = arguments.reduction == Reduction::none ? at::empty({batch}, options) : at::empty({}, options);
-  outputs.head_means = at::empty({static_cast<int64_t>(heads.size())}, options);
-  outputs.num_nonfinite = at::empty({}, options.dtype(at::kLong));
+  outputs.per_sample = at::empty({batch}, of_sums);
+  outputs.loss = arguments.reduction == Reduction::none ? at::empty({batch}, of_sums) : at::empty({}, of_sums);
+  outputs.head_means = at::empty({static_cast<int64_t>(heads.size())}, of_sums);
+  outputs.num_nonfinite = at::empty({}, of_sums.dtype(at::kLong));
   outputs.per_step.resize(heads.size());
   outputs.expected.resize(heads.size());
   for (size_t h = 0; h < heads.size(); ++h) {
@@ -67,8 +67,8 @@ void Description::make_outputs() {
 // A number for every entry of a head; in memory a sample's steps are side by side, also where the sizes are [T_h, B].
 at::Tensor Description::make_entries(size_t head) const {
   const int64_t steps = steps_of(head);
-  return arguments.batch_first ? at::empty({batch, steps}, options)
-                               : at::empty_strided({steps, batch}, {1, steps}, options);
+  return arguments.batch_first ? at::empty({batch, steps}, of_sums)
+                               : at::empty_strided({steps, batch}, {1, steps}, of_sums);
 }
 
 void Description::make_gradients() {
@@ -101,7 +101,7 @@ at::Tensor Description::make_gradient(
     const at::Tensor& prediction, const GradientMemory::Block& block, int64_t& offset) const {
   const at::ScalarType dtype = gradient_type(prediction);
   if (!block) {
-    return at::empty(prediction.sizes(), options.dtype(dtype));
+    return at::empty(prediction.sizes(), of_sums.dtype(dtype));
   }
   const int64_t begin = offset;
   offset += gradient_bytes(prediction);

@@ -28,7 +28,7 @@ class Description {
   const c10::Device device;
   const LossKernels* const kernels; // null: the CPU's own
   bool is_double = false;           // the type of sums and losses
-  at::TensorOptions options;        // of losses
+  at::TensorOptions of_sums;        // type and device of losses
   Outputs outputs;
   Gradients gradients;
   std::vector<Coefficients> coefficients; // by head

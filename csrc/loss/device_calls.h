@@ -6,7 +6,7 @@
 namespace gradscale {
 
 struct LossCall {
-  const Segment* segments; // on the host, as all but the last members; those of a head follow each other
+  const Segment* segments; // on the host, like all members but the last; those of a head are adjacent
   int64_t num_segments;
   const Head* heads;
   const Coefficients* coefficients; // by head

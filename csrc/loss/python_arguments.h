@@ -23,7 +23,7 @@ struct Plan {
   GradientMemory gradient_memory;
 };
 
-// The last to hold the plan may be a node of the graph, which a thread of autograd frees.
+// Makes a plan whose deleter takes the GIL: its last owner may be a node of the graph that a thread of autograd frees.
 std::shared_ptr<Plan> make_plan(
     py::dict heads, const std::vector<std::string>& names, const std::vector<double>& numbers, bool keeps_memory);
 

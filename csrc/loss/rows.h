@@ -77,7 +77,7 @@ void decode_rows(const Decoding& decoding, int64_t begin, int64_t end, double* s
     if (begin == end) {
       return;
     }
-    // The maximum of the next row is found while the exponentials of this one, which wait for theirs, are computed.
+    // The next row's maximum is found while this row's exponentials, which need this row's maximum, are computed.
     A next = maximum_of<A>(row_of<T>(decoding.logits, begin), decoding.width);
     for (int64_t row = begin; row < end; ++row) {
       const A maximum = next;

@@ -36,8 +36,8 @@ struct RunResult {
 // or `wide`: of the type of sums, float for half types, so that they can be multiplied before they are rounded.
 RunResult run_loss(const HeadTable& heads, const GradientMemory& memory, const Arguments& arguments, bool wide = false);
 
-// On a device with kernels: gradients that run_loss gave, in their own memory, times grad_output, which nobody waits
-// for; or, where none are given, new ones.
+// Multiplies the gradients of run_loss by grad_output on a device, in place and without waiting; computes new ones
+// where none are given.
 Gradients multiplied_on_device(
     const HeadTable& heads,
     const GradientMemory& memory,

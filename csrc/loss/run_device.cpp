@@ -10,7 +10,7 @@ namespace gradscale {
 
 namespace {
 
-const double* numbers_of(const StepNumbers& numbers) {
+const double* data_of(const StepNumbers& numbers) {
   return numbers.numbers.empty() ? nullptr : numbers.numbers.data();
 }
 
@@ -21,8 +21,8 @@ LossCall device_call(const Description& call, const DeviceState& state) {
   of_device.heads = &call.heads[0];
   of_device.coefficients = call.coefficients.data();
   of_device.num_heads = static_cast<int64_t>(call.heads.size());
-  of_device.step_weights = numbers_of(call.arguments.step_weights);
-  of_device.step_gradient_scale = numbers_of(call.arguments.step_gradient_scale);
+  of_device.step_weights = data_of(call.arguments.step_weights);
+  of_device.step_gradient_scale = data_of(call.arguments.step_gradient_scale);
   of_device.batch = call.batch;
   of_device.each_sample = call.arguments.reduction == Reduction::none;
   of_device.mean_of_unmasked = call.arguments.reduction == Reduction::valid_mean;
@@ -49,7 +49,7 @@ DeviceState run_on_device(Description& call) {
     state.skipped = at::empty_like(call.outputs.per_sample);
   }
   if (masked && call.arguments.reduction == Reduction::valid_mean) {
-    state.num_unmasked = at::empty({static_cast<int64_t>(call.heads.size())}, call.options.dtype(at::kDouble));
+    state.num_unmasked = at::empty({static_cast<int64_t>(call.heads.size())}, call.of_sums.dtype(at::kDouble));
   }
   LossCall of_device = device_call(call, state);
   of_device.per_sample = call.slab(call.outputs.per_sample, 1);

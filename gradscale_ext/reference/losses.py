@@ -46,7 +46,7 @@ def loss_of(call: Call) -> MultiStepLossOutput:
     per_sample = _per_sample(call, {name: losses.detach() for name, losses in per_step.items()})
     contributing = per_step
     if options.nonfinite == "skip":
-        # Leaving a sample out as a mask does keeps its NaN out of the gradients too.
+        # A skipped sample is masked, so that its NaN does not reach the gradients.
         finite = per_sample.isfinite().unsqueeze(1)
         remaining = replace(call, masks={name: finite & _unmasked(name, call) for name in heads})
         contributing = {name: _per_step(name, remaining) for name in heads}
@@ -197,8 +197,8 @@ def entry_loss(head: Head, prediction: torch.Tensor, target: torch.Tensor | None
 
 
 def _product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """weight x, where 0 times anything is 0: an illegal action, with a logit of -inf, costs nothing when the target has
-    nothing there."""
+    """Multiply, with 0 times anything being 0: an illegal action, with a logit of -inf, costs nothing where the target
+    is 0."""
     return weight * torch.where(weight == 0, 0.0, x)
 
 
@@ -213,7 +213,7 @@ def _smoothed(target: torch.Tensor, label_smoothing: float) -> torch.Tensor:
 
 
 def _one_hot(classes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Like `logits`; a row of NaN for a class that is none."""
+    """Like `logits`; a row of NaN for a class out of range."""
     actions = torch.arange(logits.shape[-1], device=logits.device)
     chosen = (actions == classes.unsqueeze(-1)).to(logits.dtype)
     valid = ((classes >= 0) & (classes < logits.shape[-1])).unsqueeze(-1)

@@ -56,7 +56,7 @@ def two_hot(x: torch.Tensor, support: Bins) -> torch.Tensor:
     bin, upper_weight = bin.unsqueeze(-1), upper_weight.unsqueeze(-1)
     zeros = torch.zeros((*x.shape, support.num_bins), dtype=y.dtype, device=x.device)
     encoded = zeros.scatter(-1, bin, 1 - upper_weight).scatter(-1, bin + 1, upper_weight)
-    # A row of NaN for a NaN scalar: its two weights already are, the other bins follow.
+    # A NaN scalar gives a row of NaN: its two weights are NaN already, the other bins are set here.
     return torch.where(position.isnan().unsqueeze(-1), float("nan"), encoded).to(x.dtype)
 
 
