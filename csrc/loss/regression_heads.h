@@ -2,7 +2,7 @@
 // The drivers, regression_rows.h for a CPU and regression_rows.cuh for a GPU, read and write elements and know no head.
 // A head has
 //
-// - terms(x, t): what an element adds to the sums of its row;
+// - terms(x, t): the numbers that an element adds to the sums of its row;
 // - finish(sums, coefficient): the loss of the row;
 // - gradient(x, t): an element of the gradient, but for factor(coefficient), which all elements have.
 #pragma once
@@ -17,7 +17,7 @@ struct Sums {
   T values[3];
 };
 
-// A loss that is the mean over the elements of a row: what is so unless a head says otherwise.
+// The base of these heads: a loss that is the mean over the elements of a row, unless a head says otherwise.
 template <class A>
 struct MeanOverElements {
   using Sum = A;
@@ -26,7 +26,7 @@ struct MeanOverElements {
   static constexpr bool kScales = false;           // scale(largest |x|, largest |t|) comes before terms
   static constexpr bool kGradientWaits = false;    // gradient needs what finish leaves
   double width;
-  double eps;
+  const Head* head;
 
   GRADSCALE_HOST_DEVICE A finish(const Sums<A>& sums, double) const {
     return sums.values[0] / static_cast<A>(width);
@@ -100,7 +100,7 @@ struct NegativeCosine : MeanOverElements<A> {
   }
   GRADSCALE_HOST_DEVICE double finish(const Sums<double>& sums, double coefficient) {
     const double x_length = std::sqrt(sums.values[0]), t_length = std::sqrt(sums.values[1]);
-    const double x_floor = this->eps / x_unit, t_floor = this->eps / t_unit;
+    const double x_floor = this->head->support.eps / x_unit, t_floor = this->head->support.eps / t_unit;
     const double x_divisor = x_length < x_floor ? x_floor : x_length; // NaN stays NaN
     const double t_divisor = t_length < t_floor ? t_floor : t_length;
     const double loss = -sums.values[2] / (x_divisor * t_divisor);

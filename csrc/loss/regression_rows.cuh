@@ -36,7 +36,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   constexpr int size = kVector<T>;
   const Group& group = task.group;
   const bool wants_gradient = task.segment.gradient != nullptr;
-  RowHead head{{static_cast<double>(task.head.width), task.head.head.support.eps}};
+  RowHead head{{static_cast<double>(task.head.width), &task.head.head}};
   if constexpr (RowHead::kScales) {
     A largest_x = 0, largest_t = 0;
     each_window_of_both<RowHead, T, A>(task, [&](const A* x, const A* t, int32_t) {
@@ -86,7 +86,7 @@ template <class RowHead, class T, class A>
 GRADSCALE_DEVICE void scalar_row(const RowTask& task) {
   const A x = static_cast<A>(to_accumulate(*task.template prediction<T>()));
   const A t = task.segment.target == nullptr ? A(0) : task.template scalar_target<A>();
-  RowHead head{{1, task.head.head.support.eps}};
+  RowHead head{{1, &task.head.head}};
   task.store_loss(head.finish(head.terms(x, t), task.coefficient));
   if (task.leads() && task.segment.gradient != nullptr) {
     A gradient = head.gradient(x, t) * head.factor(task.coefficient);

@@ -30,7 +30,7 @@ void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
   A* t = second_row(scratch, width); // becomes the gradient, but for its factor
   widen_row(s.target, row, width, t);
   transform_row(s.head->support, width, t);
-  RowHead head{{static_cast<double>(width), s.head->support.eps}};
+  RowHead head{{static_cast<double>(width), s.head}};
   if constexpr (RowHead::kScales) {
     const auto largest_of = [=](const A* of) { return largest(width, [=](int64_t j) { return std::abs(of[j]); }); };
     head.scale(largest_of(x), largest_of(t));
@@ -62,7 +62,7 @@ template <class RowHead, class T, class G, class A>
 void scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end) {
   constexpr int64_t most = 64;
   A x[most], target[most] = {}, loss[most], gradient[most];
-  RowHead head{{1, s.head->support.eps}};
+  RowHead head{{1, s.head}};
   for (int64_t first = begin; first < end; first += most) {
     const int64_t count = end - first < most ? end - first : most;
     widen_column<T>(s.prediction, first, count, x);
