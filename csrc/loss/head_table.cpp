@@ -31,6 +31,7 @@ struct Number {
   void (*set)(Target&, double);
 };
 
+// NOLINTNEXTLINE(bugprone-macro-parentheses): Target is a type
 #define GRADSCALE_NUMBER(Target, name) {#name, [](Target& target, double number) { set(target.name, number); }}
 #define GRADSCALE_NUMBER_OF_HEAD(type, name) GRADSCALE_NUMBER(Head, name),
 
