@@ -33,26 +33,30 @@ struct GradientScale : StepNumbers {
   bool unroll = false; // 1 for the root and 1/K after
 };
 
-// Everything of a call but its heads, predictions and targets: `Options` of gradscale_ext/_options.py.
+// Everything of a call but its heads, predictions and targets, in the order of `Options` in gradscale_ext/_options.py.
+// Masks come by head, [B, T] ([T, B] without batch_first); undefined: nothing is masked.
+// clang-format off
+#define GRADSCALE_OPTIONS(option)            \
+  option(StepNumbers, step_weights)          \
+  option(GradientScale, step_gradient_scale) \
+  option(at::Tensor, importance_weights)     \
+  option(std::vector<at::Tensor>, mask)      \
+  option(Reduction, reduction)               \
+  option(Nonfinite, nonfinite)               \
+  option(bool, batch_first)
+// clang-format on
+
 struct Options {
-  StepNumbers step_weights;
-  GradientScale step_gradient_scale;
-  at::Tensor importance_weights;
-  std::vector<at::Tensor> mask; // by head [B, T] ([T, B] without batch_first); undefined: nothing is masked
-  Reduction reduction = Reduction::mean;
-  Nonfinite nonfinite = Nonfinite::propagate;
-  bool batch_first = true;
+#define GRADSCALE_MEMBER(type, name) type name{}; // NOLINT(bugprone-macro-parentheses): a type
+  GRADSCALE_OPTIONS(GRADSCALE_MEMBER)
+#undef GRADSCALE_MEMBER
 
   // Calls visit(name, option) for all options.
   template <class Self, class Visit>
   static void each(Self& self, Visit&& visit) {
-    visit("step_weights", self.step_weights);
-    visit("step_gradient_scale", self.step_gradient_scale);
-    visit("importance_weights", self.importance_weights);
-    visit("mask", self.mask);
-    visit("reduction", self.reduction);
-    visit("nonfinite", self.nonfinite);
-    visit("batch_first", self.batch_first);
+#define GRADSCALE_VISIT(type, name) visit(#name, self.name);
+    GRADSCALE_OPTIONS(GRADSCALE_VISIT)
+#undef GRADSCALE_VISIT
   }
 };
 
