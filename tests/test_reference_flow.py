@@ -15,6 +15,8 @@ TENSOR = torch.tensor([0.5, -2.0, 0.0], dtype=torch.float64)
 LIMITS = torch.tensor([[0.3], [4.0]], dtype=torch.float64)[:, 0]
 CALLS = {
     "scale": ("scale_gradient", (0.5,), {}),
+    "scale by 0.1": ("scale_gradient", (0.1,), {}),
+    "scale by little": ("scale_gradient", (1e-50,), {}),
     "scale of 0": ("scale_gradient", (0.0,), {}),
     "scale by a tensor": ("scale_gradient", (TENSOR,), {}),
     "reverse": ("reverse_gradient", (), {}),
@@ -22,6 +24,9 @@ CALLS = {
     "clip norms": ("clip_gradient_norm", (LIMITS,), {"batch_dims": 1}),
     "clip norm 1": ("clip_gradient_norm", (1.0,), {"norm_type": 1}),
     "clip norm inf": ("clip_gradient_norm", (0.25,), {"norm_type": math.inf, "batch_dims": 1}),
+    "clip to 0.1": ("clip_gradient_norm", (0.1,), {}),
+    "clip to little": ("clip_gradient_norm", (1e-50,), {}),
+    "clip value at 0.1": ("clip_gradient_value", (-0.1, 0.1), {}),
     "clip to nothing": ("clip_gradient_norm", (0.0,), {}),
     "clip not": ("clip_gradient_norm", (math.inf,), {}),
     "normalize": ("normalize_gradient", (3.0,), {"batch_dims": 1}),
@@ -122,3 +127,26 @@ def test_infinite_values_keep_their_gradient(scale):
     y.sum().backward()
     torch.testing.assert_close(y.detach(), x.detach(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(x.grad[[0, 1, 3]], torch.full((3,), scale))
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
+def test_scales_that_are_not_finite_are_seen_in_the_gradient(scale):
+    x = X.clone().requires_grad_()
+    y = reference.scale_gradient(x, scale)
+    assert torch.equal(y.detach(), X)
+    assert not torch.autograd.grad(y, x, G)[0].isfinite().any()
+
+
+def test_an_infinite_element_times_a_negative_scale_is_seen_in_the_gradient():
+    x = torch.tensor([math.inf, 2.0, 1e300], dtype=torch.float64, requires_grad=True)
+    y = reference.scale_gradient(x, -1e10)
+    assert torch.equal(y.detach(), x.detach())
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert gradient[0].isnan()
+    assert torch.equal(gradient[1:], torch.full((2,), -1e10, dtype=torch.float64))
+
+
+def test_a_scale_gets_no_gradient():
+    scale = torch.tensor(0.5, requires_grad=True)
+    (gradient,) = torch.autograd.grad(reference.scale_gradient(X, scale).sum() + 0 * scale, scale)
+    assert gradient == 0

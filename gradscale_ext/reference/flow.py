@@ -20,15 +20,20 @@ Rule = Callable[..., torch.Tensor]
 def scale_gradient(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     """``dL/dx = scale * dL/dy``; exact zeros for a scale of 0.
 
-    No function of autograd's, which some transforms drop under torch.compile: the value is that of `x`, without a
-    gradient, and the gradient that of a product, whose value is taken away. (Of an infinite element the product itself
-    is the result; where their signs differ, for a negative scale, the element has no gradient.)
+    No function of autograd's, which some transforms drop under torch.compile: zero is added to the value, and brings
+    the gradient with it. An infinite element is the product itself, where that is equal. What has no such form (a scale
+    that is not finite, an infinite element times a negative scale) gets a NaN gradient.
     """
-    value, product = x.detach(), _wide(x) * scale
-    difference = (product - product.detach()).to(x.dtype)
-    narrow = product.to(x.dtype)
-    infinite = torch.where((value == narrow) | value.isnan(), narrow, value)
-    return torch.where(_as_tensor(scale, x) == 0, value, torch.where(product.isfinite(), value + difference, infinite))
+    scale = _as_tensor(scale, x)
+    value, wide, is_finite = x.detach(), _wide(x), x.isfinite()
+    zero = torch.where(is_finite, wide - wide.detach(), 1 / torch.where(is_finite, 1, wide))
+    is_none, is_usable = scale == 0, is_finite & scale.isfinite()
+    scaled = value + (zero * torch.where(scale.isfinite(), scale, 1)).to(x.dtype)
+    product = (wide * scale).to(x.dtype)
+    is_product = ~is_finite & ((value == product) | value.isnan())
+    root = torch.where(is_none | is_usable | is_product, 1, zero * zero).sqrt()  # that of 0 has a NaN gradient
+    result = torch.where(is_product, product, value + root.to(x.dtype))
+    return torch.where(is_none, value, torch.where(is_usable, scaled, result))
 
 
 def reverse_gradient(x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -71,7 +76,8 @@ def clip_gradient_value(
 
 
 def _as_tensor(value: float | torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return value.to(x.device) if isinstance(value, torch.Tensor) else torch.tensor(value, device=x.device)
+    """A number in double precision, or a tensor, beside `x` and without a gradient of its own."""
+    return value.detach().to(x.device) if isinstance(value, torch.Tensor) else _context.as_tensor(value, x.device)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -125,4 +131,4 @@ def _apply(rule: Rule, x: torch.Tensor, *arguments: float | torch.Tensor) -> tor
             "gradscale_ext.reference: torch.compile loses such a gradient in a torch.func transform; use the operator "
             "of gradscale_ext"
         )
-    return _GradientFlow.apply(x, rule, *[_as_tensor(value, x).detach() for value in arguments])  # type: ignore[no-any-return, no-untyped-call]
+    return _GradientFlow.apply(x, rule, *[_as_tensor(value, x) for value in arguments])  # type: ignore[no-any-return, no-untyped-call]
