@@ -11,7 +11,8 @@
 # make lint      formatting, linters, types
 # make gpu       on a machine with a GPU: build, test, run compute-sanitizer, and measure, in 9 minutes and without a
 #                network; writes bench/results/<name of the GPU>.json     make gpu PYTHON=python3 RESULTS=folder MINUTES=9
-# make cuda-check  compile the CUDA kernels with nvcc for three generations of GPUs, and fail where registers spill
+# make cuda-check  compile the CUDA kernels that have a budget for four generations of GPUs, count their instructions without
+#                one, write bench/results/instructions.json, and fail above the budget or where registers spill
 #
 # Everything runs in .venv, which is made on the way. Another PyTorch: make test TORCH=torch==2.11.0
 TORCH ?= torch==2.13.0
@@ -27,7 +28,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
-CXX_FILES := $(shell find csrc tests/cpp tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES := $(shell find csrc tests/cpp tests/ptx tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
 TIDIED := $(patsubst %.cpp,$(VENV)/tidy/%.ok,$(shell find csrc -name '*.cpp'))
 
@@ -39,26 +40,41 @@ demo: $(VENV)/installed
 # Lines of the package that no test runs are counted, and may be 5 in 100. The compiler's cache is kept apart for each
 # environment: one version of PyTorch cannot read another's. Memory that is allocated or freed is filled with a byte, so
 # that whoever reads what is not his does not find what he hopes for.
-test: $(VENV)/installed
+test: $(VENV)/installed $(VENV)/nvrtc $(VENV)/driver.so
 	MALLOC_PERTURB_=165 TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup \
 	  $(PYTEST_OPTIONS)
 
-# The CUDA kernels for CPU tensors.
-$(VENV)/simulated.so: $(VENV)/request $(SOURCES) $(wildcard tests/simt/*)
-	$(CXX) -std=c++20 -O2 -fPIC -shared -fvisibility=hidden -fno-strict-aliasing -fno-math-errno -Wno-unknown-pragmas -Werror=switch \
-	  -Icsrc -Itests/simt tests/simt/device_kernels.cpp tests/simt/simt.cpp -o $@
+# A stand-in for NVIDIA's driver, which runs the kernels' PTX on the CPU.
+$(VENV)/ptx/%.o: tests/ptx/%.cpp $(wildcard tests/ptx/*.h)
+	@mkdir -p $(@D)
+	$(CXX) -std=c++20 -O3 -march=native -fPIC -fvisibility=hidden -fno-strict-aliasing -fwrapv -ffp-contract=off -c $< -o $@
+
+$(VENV)/driver.so: $(patsubst tests/ptx/%.cpp,$(VENV)/ptx/%.o,$(wildcard tests/ptx/*.cpp))
+	$(CXX) -shared $^ -o $@
+
+# NVRTC compiles the kernels without a GPU. CUDA builds of PyTorch bring it along.
+$(VENV)/nvrtc: $(VENV)/torch
+	@$(BIN)/python -c "from cuda.bindings import nvrtc; nvrtc.nvrtcVersion()" 2> /dev/null || \
+	  $(PIP) "cuda-bindings==13.0.*" "nvidia-cuda-nvrtc==13.0.*"
+	@touch $@
+
+# Shows the machine code of what NVRTC compiles.
+$(VENV)/nvdisasm: $(VENV)/torch
+	$(PIP) nvidia-cuda-nvdisasm
+	@touch $@
 
 SIMULATED := check loss support tensors statistics flow flow_nonlinear cuda
 
-simulated: $(VENV)/installed $(VENV)/simulated.so
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup --simulated-kernels=$(VENV)/simulated.so \
+simulated: $(VENV)/installed $(VENV)/nvrtc $(VENV)/driver.so
+	GRADSCALE_CACHE_DIR=$(VENV)/kernels $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup \
+	  --simulated-kernels=$(VENV)/driver.so \
 	  $(SIMULATED:%=tests/test_%.py)
 
 # The Python tests once more, with the extension compiled for sanitizers into a folder of its own. Those that compile
 # graphs or C++ are left out: sanitizers would watch the compilers, and the C++ tests have sanitizers of their own.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
-NOT_SANITIZED := cuda device_kernels install kernels matrix simt
+NOT_SANITIZED := budget compile cuda device_kernels install kernels matrix ptx simt
 
 $(VENV)/sanitized/built: $(VENV)/installed $(SOURCES) $(wildcard gradscale_ext/*.py gradscale_ext/*/*.py)
 	GRADSCALE_NO_CUDA=1 CFLAGS="$(SANITIZERS) -O1 -g1 -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" \
@@ -130,9 +146,8 @@ $(VENV)/tidy/compile_flags.txt: $(VENV)/lint setup.py tests/compile_flags.py
 gpu:
 	$(PYTHON) tests/gpu/run.py --results "$(RESULTS)" --minutes $(MINUTES)
 
-# Needs nvcc, and neither a GPU nor PyTorch.
-cuda-check:
-	$(PYTHON) tests/cuda_check.py
+cuda-check: $(VENV)/installed $(VENV)/nvrtc $(VENV)/nvdisasm $(VENV)/driver.so
+	$(BIN)/python tests/cuda_check.py --driver $(VENV)/driver.so --json bench/results/instructions.json
 
 format: $(VENV)/lint
 	$(BIN)/ruff check --fix .

@@ -211,9 +211,11 @@ def show_machine() -> None:
 
 def show(row: dict[str, Any]) -> None:
     label = "  ".join(str(value) for key, value in row.items() if key in ("operator", "size", "pass"))
+    over_copy = f"  {row['over_copy']:>6.2f} copies" if "over_copy" in row else ""
     print(
         f"{label:<44} {row['contestant']:<28} {row['median_ms']:>9.4f} ms  p20 {row['p20_ms']:>9.4f}  "
-        f"p80 {row['p80_ms']:>9.4f}  {row['ratio']:>6.2f}x  {row['gb_per_s']:>7.2f} GB/s  {row['peak_mb']:>8.2f} MB",
+        f"p80 {row['p80_ms']:>9.4f}  {row['ratio']:>6.2f}x  {row['gb_per_s']:>7.2f} GB/s  {row['peak_mb']:>8.2f} MB"
+        f"{over_copy}",
         flush=True,
     )
 

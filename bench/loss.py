@@ -5,6 +5,9 @@
 The sizes are those of published agents; B grows from 1 to 4096 at one of them. Both passes, fp32 and bf16, two threads
 and one.
 
+A copy of the predictions into buffers that exist takes turns with forward and backward: to read each and write as much
+again is the least that a loss with gradients can do. Times are given over that of the copy too.
+
 Bytes that must move, for GB/s: every logit and target read once, and with a backward pass every gradient written once.
 Peak memory is that of PyTorch's allocator during the call, gradients included.
 """
@@ -202,6 +205,18 @@ def check_same(functions: dict[str, Loss], inputs: Inputs) -> None:
             )
 
 
+def make_copy(leaves: Tensors) -> Callable[[], object]:
+    sources = [leaf.detach() for leaf in leaves]
+    buffers = [torch.empty_like(source) for source in sources]
+    return lambda: torch._foreach_copy_(buffers, sources)
+
+
+def over_copy(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, each with its time over that of the copy among them."""
+    copied = next((row["median_ms"] for row in rows if row["contestant"] == "copy"), None)
+    return [row if copied is None else {**row, "over_copy": row["median_ms"] / copied} for row in rows]
+
+
 def benchmark(
     label: dict[str, Any],
     inputs: Inputs,
@@ -230,7 +245,9 @@ def benchmark(
     for name in passes:
         choose, moved = (forward, elements) if name == "forward" else (both, 2 * elements)
         contestants = {contestant: choose(function) for contestant, function in functions.items()}
-        yield from harness.rows(
+        if name == "forward+backward":
+            contestants["copy"] = make_copy(leaves)
+        rows = harness.rows(
             {**label, "pass": name},
             contestants,
             seconds,
@@ -238,6 +255,7 @@ def benchmark(
             "fused",
             {"fused": choose(make(False))},
         )
+        yield from over_copy(rows)
 
 
 def main() -> None:

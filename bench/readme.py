@@ -160,6 +160,21 @@ def matrix_table() -> str:
     return table(header, lines) + f"\n\nPyTorch {', '.join(everything)}, CPU (`bench/results/matrix.json`)."
 
 
+def instructions_table() -> str:
+    """What the CUDA kernels' machine code takes, counted, and the times that follow from it."""
+    cases = json.loads((RESULTS / "instructions.json").read_text())["cases"]
+    lines = []
+    for name, case in cases.items():
+        times = [case["ms_for_1_GB"][gpu] for gpu in ("H200", "A100", "RTX 4090")]
+        others = ({pipe: ms for pipe, ms in of.items() if pipe != "memory"} for of in times)
+        floors = (f"{max(of.values()):.2f} / {gpu['memory']:.2f}" for of, gpu in zip(others, times, strict=True))
+        flight = f"{case['bytes_in_flight'] / 1e3:.0f}"
+        unit = "" if case["unit"] == "row" else f" (of {case['unit']})"
+        lines.append([name + unit, f"{case['sass']:.3g}", str(case["budget"]), str(case["registers"]), flight, *floors])
+    header = ["", "instructions a row", "budget", "registers", "KB on their way", "H200", "A100", "RTX 4090"]
+    return table(header, lines) + "\n\nsm_90; floors without latency (`bench/results/instructions.json`)."
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "loss": loss_table,
     "loss, forward": forward_table,
@@ -170,6 +185,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gradients": lambda: ours_and_others("gradients"),
     "parameters": lambda: ours_and_others("parameters"),
     "monitor": monitor_table,
+    "instructions": instructions_table,
     "flow": lambda: flow_table(["scale_gradient", "clip_gradient_norm"]),
     "flow, others": lambda: flow_table(["reverse_gradient", "normalize_gradient", "clip_gradient_value"]),
 }

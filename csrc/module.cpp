@@ -1,7 +1,7 @@
 // The front door of the C++ side. Operators that the compiler must see register themselves with TORCH_LIBRARY in their
 // own files; this pybind11 module holds the entry points of eager mode, whose calls cost least.
 #include "flow/flow.h"
-#include "host/device.h"
+#include "host/driver.h"
 #include "host/tensor_element.h"
 #include "loss/backward.h"
 #include "loss/decode.h"
@@ -157,10 +157,9 @@ py::object tensor_statistics(const std::vector<std::optional<at::Tensor>>& tenso
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("torch_version") = GRADSCALE_TORCH_VERSION;
-  m.attr("cuda_version") = GRADSCALE_CUDA_VERSION;
-  m.def("use_device_kernels_for_cpu", [](std::optional<uintptr_t> address) { // for tests, with those of a simulator
-    gradscale::find_kernels_for_cpu = reinterpret_cast<gradscale::FindKernels>(address.value_or(0));
-  });
+  m.def("set_kernel_images", &gradscale::set_kernel_images);
+  m.def("use_driver_for_cpu", &gradscale::use_driver_for_cpu);
+  m.def("record_kernels", &gradscale::record_kernels);
   m.def("cpu_capability", &at::get_cpu_capability);
   m.def("ordinary_context", &gradscale::ordinary_context);
   m.def("scale_gradient", &scale_gradient);

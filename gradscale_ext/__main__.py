@@ -1,19 +1,20 @@
-"""`python -m gradscale_ext`: versions, what the extension was built with, what runs here, and a self-check."""
+"""`python -m gradscale_ext`: versions, what the extension was built with, what runs here, and a self-check.
+
+`python -m gradscale_ext compile --help`: CUDA kernels compiled before they are needed.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import platform
-import re
 import sys
-from typing import Any
 
 import torch
 
 import gradscale_ext as gs
 
-from ._native import _C
+from . import _kernels, _precompile
+from ._native import _C, DEVICE_TYPES
 
 
 def _self_check(device: str = "cpu") -> str | None:
@@ -58,58 +59,46 @@ def _driver_problem(driver: str | None) -> str | None:
     )
 
 
-def _gpu_problem(capability: tuple[int, int], built: Any, driver: str | None) -> str | None:
-    """Reason why the compiled kernels do not run on a GPU of this compute capability.
-
-    Machine code (sm_80) runs on its own generation from its own minor version on; PTX (compute_80) is compiled by the
-    driver for any later GPU, if the driver is no older than the compiler that wrote it.
-    """
-    name = f"{capability[0]}.{capability[1]}"
-    again = f'compile gradscale_ext again with TORCH_CUDA_ARCH_LIST="{name}"'
-    ptx = False
-    for code in built.CUDA_ARCHITECTURES:
-        kind, major, minor, special = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", code).groups()  # type: ignore[union-attr]
-        own = (int(major), int(minor))
-        if own == capability or (own <= capability and not special and (kind == "compute" or own[0] == capability[0])):
-            if kind == "sm":
-                return None
-            ptx = True
-    codes = " ".join(built.CUDA_ARCHITECTURES)
-    if not ptx:
-        return f"the kernels are compiled for {codes} and do not run on compute capability {name}; {again}"
-    if driver is not None and _release(driver) < _release(built.CUDA_COMPILER):
-        return (
-            f"of the kernels' {codes} only PTX fits compute capability {name}, and a driver that supports CUDA "
-            f"{driver} cannot read that of nvcc {built.CUDA_COMPILER}; update the driver, or {again}"
-        )
-    return None
+def _kernels_in_words() -> str:
+    """Where CUDA kernels come from."""
+    if torch.version.cuda is None:
+        return f"none: PyTorch {torch.__version__} is not built for CUDA (https://pytorch.org/get-started/locally)"
+    using = _kernels.compiler()
+    packaged = len(list(_kernels.PACKAGED.glob("*")))
+    sources = [f"{packaged} came with the package"] if packaged else []
+    if using is not None:
+        sources.append(f"compiled by {using.version} when they are first needed, and kept in {_kernels.cache_folder()}")
+    how = _kernels.HOW_TO_GET_A_COMPILER.format(major=torch.version.cuda.split(".")[0])
+    return "; ".join(sources) or f"none: there is no compiler for them; {how}"
 
 
-def main() -> int:
-    """Print the report; the exit status is 1 when the self-check fails or the kernels do not run on a GPU here."""
-    built: Any = importlib.import_module("gradscale_ext._build")
-    codes = " ".join(built.CUDA_ARCHITECTURES)
+def report() -> int:
+    """Print the report; the exit status is 1 when the self-check fails, or the driver is too old for PyTorch."""
     driver = _driver_version()
     problem = _driver_problem(driver)
     print(f"gradscale_ext  {gs.__version__}")
     print(f"python         {platform.python_version()} on {platform.platform()}")
     print(f"torch          {torch.__version__} (the extension was compiled against {_C.torch_version})")
     print(f"CPU kernels    {_C.cpu_capability()} chosen; {torch.get_num_threads()} threads")
-    print(f"CUDA kernels   {f'by nvcc {built.CUDA_COMPILER} for {codes}' if codes else f'none: {built.WHY_NO_CUDA}'}")
+    print(f"CUDA kernels   {_kernels_in_words()}")
     print(f"NVIDIA driver  {problem or (f'supports CUDA {driver}' if driver else 'none')}")
     devices = ["cpu"]
     for index in range(0 if problem else torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
-        reason = _gpu_problem(capability, built, driver) if codes else None
-        runs = reason or ("the kernels run here" if codes else "no kernels compiled, PyTorch's own are used")
+        runs = "kernels" if "cuda" in DEVICE_TYPES else "PyTorch's own operations"
         name = torch.cuda.get_device_name(index)
         print(f"GPU {index:<10} {name}, compute capability {capability[0]}.{capability[1]}: {runs}")
-        problem = problem or reason
-        if reason is None:
-            devices.append(f"cuda:{index}")
+        devices.append(f"cuda:{index}")
     failure = next(filter(None, map(_self_check, devices)), None)
     print(f"self-check     {failure or 'passed on ' + ', '.join(devices)}")
-    return 0 if failure is None and (problem is None or not codes) else 1
+    return 0 if failure is None and problem is None else 1
+
+
+def main() -> int:
+    """Do what the first argument says: `compile`, or the report where there is none."""
+    if sys.argv[1:2] == ["compile"]:
+        return _precompile.main(sys.argv[2:])
+    return report()
 
 
 if __name__ == "__main__":

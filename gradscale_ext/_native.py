@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from . import _kernels
+
 
 def _explain(error: ImportError) -> ImportError:
     """Say what an import error of the extension means, and the command that mends it."""
@@ -70,7 +72,9 @@ for _name in ("multi_step_loss", "encode", "decode", "l2_loss"):
     setattr(_C, _name, _seen(getattr(_C, _name)))
 
 #: Devices whose tensors the kernels accept.
-DEVICE_TYPES = ("cpu", "cuda") if _C.cuda_version else ("cpu",)
+DEVICE_TYPES = ("cpu", "cuda") if torch.version.cuda and _kernels.can_be_had() else ("cpu",)
+if "cuda" in DEVICE_TYPES:
+    _C.set_kernel_images(_kernels.code_and_entry)
 
 
 def is_ordinary() -> bool:

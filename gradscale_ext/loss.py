@@ -176,9 +176,10 @@ def _say_once_where_it_is_not_fused(predictions: Mapping[str, Entries]) -> None:
     for entries in predictions.values():
         first = entries[0] if isinstance(entries, list | tuple) and entries else entries
         if isinstance(first, torch.Tensor) and first.device.type not in DEVICE_TYPES:
+            how = "; `python -m gradscale_ext` says how to get kernels" if first.device.type == "cuda" else ""
             _context.say_once(
-                f"gradscale_ext: this build has no kernels for {first.device.type} tensors; the loss is computed by "
-                "gradscale_ext.reference there: the same numbers, not fused"
+                f"gradscale_ext: there are no kernels for {first.device.type} tensors here; the loss is computed by "
+                f"gradscale_ext.reference there: the same numbers, not fused{how}"
             )
             return
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import setup
 
-extension = setup.extension(torch, None, cpp_extension)
+extension = setup.extension(torch, cpp_extension)
 # clang-tidy has no omp.h, which PyTorch's headers include under -fopenmp.
 flags = [flag if flag != "-fopenmp" else "-fopenmp-simd" for flag in extension.extra_compile_args["cxx"]]
 macros = [*extension.define_macros, ("TORCH_EXTENSION_NAME", "_C")]

@@ -3,7 +3,6 @@ without the tracing that counts lines."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 
@@ -25,11 +24,15 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     path = config.getoption("--simulated-kernels")
     if path is not None:
+        from gradscale_ext import _kernels
         from gradscale_ext._native import _C
 
-        library = ctypes.CDLL(path)
-        library.simulated_device_kernels.restype = ctypes.c_void_p
-        _C.use_device_kernels_for_cpu(library.simulated_device_kernels())
+        def ptx(file, name, major, minor):
+            image, _ = _kernels.image_of(file, name, f"compute_{major}{minor}")
+            return image.code, image.entry
+
+        _C.use_driver_for_cpu(path)
+        _C.set_kernel_images(ptx)
 
 
 def pytest_collection_modifyitems(config, items):

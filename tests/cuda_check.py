@@ -1,180 +1,225 @@
-"""Compiles every CUDA source for the GPUs below, and fails when a kernel spills registers or uses local memory.
+"""Compiles the kernels that have a budget for each generation of GPUs, counts what they do, and fails above the budget.
 
-`make cuda-check`, or `python tests/cuda_check.py [file.cu ...]`. Needs nvcc and nothing else: no GPU, no PyTorch. What
-ptxas says of each kernel is printed as a table, and in its own words where a kernel fails. Exit status: 0 when all is
-well, 1 when a kernel or the compilation fails, 2 without nvcc.
+`make cuda-check`: NVRTC compiles, the stand-in for NVIDIA's driver runs the PTX, nvdisasm shows the machine code; there
+is no GPU. The calls are those of tests/budget/cases.py, on a GPU of so few multiprocessors that their batch fills it,
+and once more with a batch of 256 on an H200. For each call: warp instructions a row, or per 16 bytes, of the PTX as it
+ran and of the machine code as tests/budget/sass.py estimates it; sectors of 32 bytes of memory, beside the least;
+registers, warps that a multiprocessor holds, and the bytes that they have on their way; and the times that follow for
+1 GB of logits. These are counts, not measurements: floors without latency.
+
+Fails where a kernel spills registers on any GPU, where a call takes more instructions than its budget, where issuing
+takes more than its part of memory's time on an H200, where less than 30 KB are on their way, or where fp64 is the limit
+on an RTX 4090. Writes bench/results/instructions.json with --json.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import re
-import shutil
 import subprocess
 import sys
-import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-# Flags of setup.py and PyTorch's build helper; tests/test_install.py compares. PyTorch 2.11 asks for C++17.
-FLAGS = [
-    "-O3",
-    "-std=c++17",
-    "-D__CUDA_NO_HALF_OPERATORS__",
-    "-D__CUDA_NO_HALF_CONVERSIONS__",
-    "-D__CUDA_NO_BFLOAT16_CONVERSIONS__",
-    "-D__CUDA_NO_HALF2_OPERATORS__",
-    "--expt-relaxed-constexpr",
-    "-DGRADSCALE_WITH_CUDA=1",
-    "-Xcompiler=-Werror=switch",
-]
-COLUMNS = ("arch", "registers", "shared", "stack", "spill stores", "spill loads", "kernel")
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "budget")]
+
+from cases import CASES, Case  # noqa: E402
+from gpus import GPUS, floors, pipes_of, resident_warps  # noqa: E402
+
+from gradscale_ext import _kernels  # noqa: E402
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120")
+MULTIPROCESSORS = 4  # that the batches of cases.py fill
+LEAST_IN_FLIGHT = 30_000  # bytes a multiprocessor
+LARGEST_DISAGREEMENT = 0.05
+USUAL_BATCH = 256
+Record = dict[str, Any]
 
 
-@dataclass
-class Function:
-    """Report of ptxas on one kernel, or a function called by one. Sizes are in bytes."""
-
-    name: str  # mangled
-    architecture: str
-    registers: int | None = None  # of kernels only
-    shared: int = 0
-    stack: int = 0
-    spill_stores: int = 0
-    spill_loads: int = 0
-    lines: list[str] = field(default_factory=list)  # ptxas' own
-
-    @property
-    def fails(self) -> bool:
-        return bool(self.stack or self.spill_stores or self.spill_loads)
+def counted(driver: str, parts: list[str], multiprocessors: int, batch: int | None) -> dict[str, Record]:
+    """What tests/budget/count.py says of each case."""
+    command = [sys.executable, str(ROOT / "tests/budget/count.py"), "--driver", driver, *parts]
+    command += [] if batch is None else ["--batch", str(batch)]
+    environment = os.environ | {"PTX_MULTIPROCESSORS": str(multiprocessors), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    return {record["case"]: record for record in map(json.loads, done.stdout.splitlines())}
 
 
-def parse(text: str, architecture: str) -> tuple[list[Function], list[str]]:
-    """The functions in the output of nvcc -Xptxas -v for one architecture, and all other lines but ptxas' chatter."""
-    functions: dict[str, Function] = {}
-    others = []
-    kernel = current = Function("", architecture)
-    for line in text.splitlines():
-        if match := re.search(r"Compiling entry function '(\S+)' for '\S+'", line):
-            kernel = current = functions.setdefault(match[1], Function(match[1], architecture))
-        elif match := re.search(r"Function properties for '?([^\s']+)", line):
-            current = functions.setdefault(match[1], Function(match[1], architecture))
-        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
-            stack, current.spill_stores, current.spill_loads = map(int, match.groups())
-            current.stack = max(current.stack, stack)
-            current.lines.append(line.strip())
-        elif match := re.search(r"Used (\d+) registers", line):
-            kernel.registers = int(match[1])
-            sizes = {
-                what: int(size) for size, what in re.findall(r"(\d+) bytes (smem|lmem|cumulative stack size)", line)
+def agreement(launch: Record) -> dict[str, float]:
+    """Machine code's instructions for each of the PTX's, of those that become one each: a check of the estimate."""
+
+    def sum_of(counts: dict[str, float], *names: str) -> float:
+        return sum(count for opcode, count in counts.items() if opcode.startswith(names))
+
+    pairs = {"shuffles": (("shfl", "redux"), ("SHFL", "REDUX")), "ex2": (("ex2",), ("MUFU.EX2",))}
+    found = {
+        what: (sum_of(launch["opcodes"], *ptx), sum_of(launch["sass"], *own)) for what, (ptx, own) in pairs.items()
+    }
+    return {what: own / ptx for what, (ptx, own) in found.items() if ptx}
+
+
+def summary(case: Case, record: Record) -> Record:
+    """The figures of a case: of the launch that has the most instructions; other launches are named beside."""
+    units = record["units"]
+    launches = sorted(record["launches"], key=lambda launch: -launch["warp_instructions"])
+    launch, others = launches[0], launches[1:]
+    opcodes = Counter({opcode: count / units for opcode, count in launch["sass"].items()})
+    warps = resident_warps(launch["registers"], launch["shared"], launch["block"])
+    least = (launch["memory_loaded"] + launch["memory_stored"]) / units
+    sectors = (launch["load_sectors"] + launch["store_sectors"]) / units
+    per_gb = 1e9 / case.bytes_of_unit
+    return {
+        "unit": case.unit,
+        "kernel": f"{launch['file']}: {launch['name']}",
+        "grid": launch["grid"],
+        "block": launch["block"],
+        "ptx": launch["warp_instructions"] / units,
+        "sass": sum(opcodes.values()),
+        "budget": case.budget,
+        "agreement": agreement(launch),
+        "pipes": dict(pipes_of(opcodes)),
+        "opcodes": dict(opcodes.most_common(16)),
+        "lanes": launch["lanes"],
+        "divergent_branches": launch["divergent_branches"] / units,
+        "shared_conflicts": launch["shared_conflicts"] / units,
+        "sectors": {"loaded": launch["load_sectors"] / units, "stored": launch["store_sectors"] / units},
+        "least_sectors": {
+            "loaded": launch["memory_loaded"] / 32 / units,
+            "stored": launch["memory_stored"] / 32 / units,
+        },
+        "registers": launch["registers"],
+        "shared": launch["shared"],
+        "warps": warps,
+        "bytes_in_flight": warps * launch["in_flight"],
+        "ms_for_1_GB": {
+            name: {pipe: 1e3 * per_gb * time for pipe, time in floors(opcodes, sectors, least, gpu).items()}
+            for name, gpu in GPUS.items()
+        },
+        "other_launches": [
+            {
+                "kernel": other["name"],
+                "ptx": other["warp_instructions"] / units,
+                "sass": sum(other["sass"].values()) / units,
             }
-            kernel.shared = sizes.pop("smem", 0)
-            kernel.stack = max(kernel.stack, *sizes.values(), 0)
-            kernel.lines.append(line.strip())
-        elif line.strip() and not re.match(r"ptxas info\s*: (.* bytes gmem|Compile time|Overriding|\(C\d+\))", line):
-            others.append(line)
-    return list(functions.values()), others
+            for other in others
+        ],
+    }
 
 
-def readable(names: list[str]) -> dict[str, str]:
-    """Mangled names to C++ ones, without return type, arguments and our namespaces; as they are without c++filt."""
-    if shutil.which("c++filt") is None:
-        return {name: name for name in names}
-    text = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
-    return {name: shorten(line) for name, line in zip(names, text.splitlines(), strict=True)}
+def complaints(case: Case, figures: Record) -> list[str]:
+    """What is wrong with a case."""
+    h200, rtx = figures["ms_for_1_GB"]["H200"], figures["ms_for_1_GB"]["RTX 4090"]
+    part = h200["issue"] / h200["memory"]
+    found = []
+    if figures["sass"] > case.budget:
+        found.append(f"{figures['sass']:.4g} instructions a {case.unit}, where {case.budget} are the budget")
+    if part > case.issue:
+        found.append(f"issuing takes {part:.2f} of memory's time on an H200, where {case.issue} are allowed")
+    if figures["bytes_in_flight"] < LEAST_IN_FLIGHT:
+        found.append(f"{figures['bytes_in_flight'] / 1e3:.1f} KB are on their way in a multiprocessor")
+    if rtx["fp64"] >= max(rtx.values()):
+        found.append(f"fp64 is the limit on an RTX 4090: {rtx['fp64']:.2f} ms")
+    for what, ratio in figures["agreement"].items():
+        if abs(ratio - 1) > LARGEST_DISAGREEMENT:
+            found.append(f"the estimate is wrong: {ratio:.2f} {what} for each of the PTX's")
+    return [f"{case.name}: {text}" for text in found]
 
 
-def shorten(name: str) -> str:
-    """`void gradscale::(anonymous namespace)::kernel<float, (Kind)1>(float*)` to `kernel<float, (Kind)1>`."""
-    name = re.sub(r"_INTERNAL_\w+::|gradscale::|\(anonymous namespace\)::|^void ", "", name)
-    depth = 0
-    for index in range(len(name) - 1, -1, -1) if name.endswith(")") else ():
-        depth += {")": 1, "(": -1}.get(name[index], 0)
-        if depth == 0:
-            return name[:index]
-    return name
+def show(name: str, figures: Record) -> None:
+    unit, sectors, least = figures["unit"], figures["sectors"], figures["least_sectors"]
+    moved = ", ".join(f"{sectors[way]:.2f} sectors {way} (least {least[way]:.2f})" for way in sectors)
+    print(f"\n{name}: {figures['kernel']}, {figures['grid']} blocks of {figures['block']}")
+    print(f"    a {unit}: {figures['sass']:.4g} instructions ({figures['ptx']:.4g} of PTX; budget {figures['budget']})")
+    print(f"    {moved}; {figures['divergent_branches']:.2g} branches part")
+    print(
+        "    for one of the PTX's: " + ", ".join(f"{ratio:.3f} {what}" for what, ratio in figures["agreement"].items())
+    )
+    print(
+        f"    {figures['registers']} registers, {figures['shared']} bytes shared, {figures['warps']} warps and "
+        f"{figures['bytes_in_flight'] / 1e3:.0f} KB on their way in a multiprocessor"
+    )
+    print(
+        "    by pipe: "
+        + "  ".join(f"{k} {v:.3g}" for k, v in sorted(figures["pipes"].items(), key=lambda item: -item[1]))
+    )
+    for gpu, times in figures["ms_for_1_GB"].items():
+        most = max(times, key=times.__getitem__)
+        print(f"    {gpu:8s} ms for 1 GB: " + "  ".join(f"{k} {v:.2f}" for k, v in times.items()) + f"  -> {most}")
+    for other in figures["other_launches"]:
+        print(f"    beside: {other['kernel']}: {other['sass']:.3g} instructions a {unit}")
 
 
-def find_nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home:
-        return shutil.which("nvcc", path=os.path.join(home, "bin"))
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+def compiled(kernels: list[tuple[str, str]], jobs: int) -> list[Record]:
+    """Registers, shared memory and spills of kernels on all GPUs."""
+
+    def one(item: tuple[str, str, str]) -> Record:
+        file, name, target = item
+        image = _kernels._compiled(_kernels.Nvrtc(), file, name, target)
+        return {
+            "file": file,
+            "kernel": name,
+            "target": target,
+            "registers": image.registers,
+            "shared": image.shared,
+            "spilled": image.spilled,
+        }
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(one, [(file, name, target) for file, name in kernels for target in TARGETS]))
 
 
-def compile_for(nvcc: str, source: Path, architecture: str) -> tuple[int, str]:
-    """Compile one file for one architecture: nvcc's exit status and what it printed."""
-    virtual = architecture.replace("sm_", "compute_")
-    with tempfile.TemporaryDirectory() as folder:
-        target = ["-Xptxas", "-v", f"-gencode=arch={virtual},code={architecture}", "-cubin", "-o", f"{folder}/code"]
-        command = [nvcc, *FLAGS, *target, str(source)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return done.returncode, done.stdout
+def show_compiled(records: list[Record]) -> None:
+    print("\nregisters / bytes of shared memory / bytes spilled, by " + ", ".join(TARGETS))
+    for k in range(0, len(records), len(TARGETS)):
+        cells = (f"{r['registers']}/{r['shared']}/{r['spilled']}" for r in records[k : k + len(TARGETS)])
+        print("    " + "  ".join(f"{cell:12s}" for cell in cells) + records[k]["kernel"])
 
 
-def table(rows: list[tuple[str, ...]]) -> str:
-    """Columns of numbers to the right; the kernel, which may be long, last."""
-    widths = [max(len(row[column]) for row in (COLUMNS, *rows)) for column in range(len(COLUMNS) - 1)]
-    lines = []
-    for row in (COLUMNS, *rows):
-        cells = [
-            row[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True)),
-        ]
-        lines.append("  ".join([*cells, row[-1]]))
-    return "\n".join(lines)
-
-
-def report(functions: list[Function]) -> int:
-    """Print the table, and what fails in ptxas' own words; how many functions fail."""
-    names = readable([function.name for function in functions])
-    rows = []
-    for f in functions:
-        numbers = (f.registers if f.registers is not None else "-", f.shared, f.stack, f.spill_stores, f.spill_loads)
-        rows.append((f.architecture, *map(str, numbers), names[f.name]))
-    print(table(rows))
-    failures = [function for function in functions if function.fails]
-    for function in failures:
-        print(f"\n{names[function.name]} for {function.architecture} spills or uses local memory:")
-        print("\n".join(f"    {line}" for line in function.lines))
-    return len(failures)
+def rounded(value: Any) -> Any:
+    """The same with numbers of four digits."""
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("files", nargs="*", type=Path, help="CUDA sources; all below csrc/ if none is named")
-    parser.add_argument("--architectures", nargs="+", default=ARCHITECTURES, metavar="sm_XY")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers that run at once")
-    options = parser.parse_args()
-    nvcc = find_nvcc()
-    if nvcc is None:
-        print("cuda-check: no nvcc found on PATH, below CUDA_HOME or in /usr/local/cuda/bin; nothing was checked")
-        return 2
-    sources = options.files or sorted(ROOT.glob("csrc/**/*.cu"))
-    work = list(product(sources, options.architectures))
-    with ThreadPoolExecutor(options.jobs) as pool:
-        outputs = list(pool.map(lambda item: compile_for(nvcc, *item), work))
-    functions: list[Function] = []
-    broken = 0
-    for (source, architecture), (status, text) in zip(work, outputs, strict=True):
-        found, others = parse(text, architecture)
-        functions += found
-        if status != 0 or others:
-            print(f"{source} for {architecture}: nvcc {'failed' if status else 'says'}", *others, sep="\n    ")
-        broken += status != 0
-    functions.sort(key=lambda function: (function.name, options.architectures.index(function.architecture)))
-    failures = report(functions)
-    kernels = sum(function.registers is not None for function in functions)
-    print(
-        f"\ncuda-check: {len(sources)} files, {kernels} kernels for {' '.join(options.architectures)}: "
-        f"{broken} compilations failed, {failures} functions spill or use local memory"
+    parser.add_argument("cases", nargs="*", metavar="part of a case's name")
+    parser.add_argument(
+        "--driver", default=str(ROOT / ".venv/driver.so"), help="the stand-in, made by make .venv/driver.so"
     )
-    return 1 if broken or failures or not kernels else 0
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers that run at once")
+    parser.add_argument("--json", type=Path, help="a file for all figures")
+    options = parser.parse_args()
+    with ThreadPoolExecutor(2) as pool:
+        full = pool.submit(counted, options.driver, options.cases, MULTIPROCESSORS, None)
+        usual = pool.submit(counted, options.driver, options.cases, 132, USUAL_BATCH)
+        records, of_usual = full.result(), usual.result()
+    cases = {case.name: case for case in CASES}
+    results = {name: summary(cases[name], record) for name, record in records.items()}
+    small = {name: summary(cases[name], record) for name, record in of_usual.items()}
+    launches = [launch for record in [*records.values(), *of_usual.values()] for launch in record["launches"]]
+    kernels = sorted({(launch["file"], launch["name"]) for launch in launches})
+    of_targets = compiled(kernels, options.jobs)
+    for name, figures in results.items():
+        show(name, figures)
+        few = small[name]
+        print(f"    batch of {USUAL_BATCH} on an H200: {few['sass']:.4g} instructions, {few['grid']} blocks")
+    show_compiled(of_targets)
+    failures = [text for name, figures in results.items() for text in complaints(cases[name], figures)]
+    failures += [f"{r['kernel']} spills {r['spilled']} bytes on {r['target']}" for r in of_targets if r["spilled"]]
+    if options.json is not None:
+        report = {"cases": results, f"batch of {USUAL_BATCH}": small, "kernels": of_targets}
+        options.json.write_text(json.dumps(rounded(report), indent=1) + "\n")
+    print(f"\ncuda-check: {len(results)} calls, {len(kernels)} kernels for {' '.join(TARGETS)}: {len(failures)} fail")
+    print(*failures, sep="\n")
+    return 1 if failures or not results else 0
 
 
 if __name__ == "__main__":

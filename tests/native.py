@@ -79,7 +79,12 @@ def thread_sanitizing_compiler(flags: list[str], folder: Path) -> list[str]:
 
 
 def run_in_order(
-    program: Path, *arguments: str, order: str = "forward", seed: int = 1, prefix: list[str] | None = None
+    program: Path,
+    *arguments: str,
+    order: str = "forward",
+    seed: int = 1,
+    prefix: list[str] | None = None,
+    variables: dict[str, str] | None = None,
 ):
     """Run a program that contains the simulator."""
     environment = {
@@ -88,6 +93,7 @@ def run_in_order(
         "SIMT_SEED": str(seed),
         "ASAN_OPTIONS": "detect_leaks=0",  # needs rights that a container may lack
         "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
+        **(variables or {}),
     }
     command = [*(prefix or []), str(program), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True)

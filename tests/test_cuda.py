@@ -18,7 +18,7 @@ from contexts import CASES, POINT, WEIGHTS
 from test_loss import ALL_HEADS, OPTIONS, arguments, leaves
 
 import gradscale_ext as gs
-from gradscale_ext._native import _C
+from gradscale_ext._native import DEVICE_TYPES
 
 pytestmark = pytest.mark.cuda
 
@@ -60,9 +60,9 @@ REFERENCE = Reference()
 
 def need_gpu():
     """Skip, or fail where GRADSCALE_NEED_GPU=1 asks for the GPU and its kernels."""
-    if torch.cuda.is_available() and _C.cuda_version:
+    if torch.cuda.is_available() and "cuda" in DEVICE_TYPES:
         return
-    reason = "gradscale_ext is built without CUDA kernels" if torch.cuda.is_available() else "there is no GPU"
+    reason = "gradscale_ext has no compiler for its kernels" if torch.cuda.is_available() else "there is no GPU"
     if os.environ.get("GRADSCALE_NEED_GPU") == "1":
         pytest.fail(f"GRADSCALE_NEED_GPU=1 is set, but {reason}")
     pytest.skip(reason)
@@ -769,7 +769,7 @@ def test_l2_loss_of_several_dtypes(device):
     exact = [p.detach().cpu().double().requires_grad_() for p in parameters]
     loss, truth = gs.l2_loss(parameters, 0.1), REFERENCE.l2_loss(exact, 0.1)
     assert loss.dtype == torch.float64
-    check_close(loss, truth.detach(), torch.float64)
+    check_close(loss, truth.detach(), torch.float32)  # in which squares of narrower elements are added
     loss.backward()
     truth.backward()
     for ours, theirs in zip(parameters, exact, strict=True):
@@ -804,9 +804,11 @@ def test_statistics(count, dtype, p, device):
     exact = [x.to(torch.complex128 if x.is_complex() else torch.float64) for x in values]
     found = gs.clip_gradients_(parameters, 0.5, norm_type=p)
     norms, counts, histogram = REFERENCE.tensor_statistics([*exact, None], p)
-    loose = 1e-6 if dtype == torch.float32 else 1e-12  # moduli are rounded to float32 by the reference alone
+    # Squares of narrower elements are added in float32; moduli are rounded to it by the reference alone.
+    loose = 1e-12 if dtype == torch.float64 else 1e-6 if dtype == torch.float32 else 1e-7
     torch.testing.assert_close(torch.stack([found.norm, found.abs_max]).cpu(), norms[:2], rtol=loose, atol=0)
-    torch.testing.assert_close(found.mean.cpu(), norms[2], rtol=1e-9, atol=1e-12)
+    magnitudes = torch.stack([x.abs().mean() if x.numel() else torch.zeros(()) for x in [*exact, torch.zeros(1)]])
+    assert ((found.mean.cpu() - norms[2]).abs() <= 2 * loose * magnitudes).all()
     assert torch.equal(found.missing.cpu(), counts[4].bool())
     assert torch.equal(found.zeros.cpu(), counts[1])
     assert torch.equal(found.histogram.cpu(), histogram)

@@ -1,6 +1,7 @@
-"""The CUDA kernels, thread by thread in the simulator of tests/simt: against fp64 truth, under sanitizers, with faults.
+"""The CUDA kernels in C++ programs, against fp64 truth: rows of every kind by their PTX, and whole launches in the
+simulator of tests/simt, thread by thread, under sanitizers and with faults.
 
-`make simulated` runs the tests of the Python package through the same kernels.
+`make simulated` runs the tests of the Python package through the same PTX.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import platform
 import re
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from native import (
@@ -22,6 +25,8 @@ from native import (
     thread_sanitizing_compiler,
     without_randomized_addresses,
 )
+
+from gradscale_ext import _kernels
 
 pytestmark = [
     one_process,
@@ -58,7 +63,7 @@ FAULTS = {
     ),
     "blocks that do not wait for the last one": (
         THREAD,
-        "loss/multi_step_loss.cuh",
+        "loss/totals.cuh",
         "    __threadfence(); // the sums are seen before the block is counted\n",
         "    if (!FAULT) {\n      __threadfence();\n    }\n",
         "ThreadSanitizer: data race",
@@ -72,7 +77,7 @@ FAULTS = {
     ),
     "shared memory too small": (
         ADDRESS,
-        "loss/multi_step_loss.cuh",
+        "loss/totals.cuh",
         "  GRADSCALE_SHARED(double, shared, kWarps);\n  GRADSCALE_SHARED(unsigned, last, 1);",
         "  GRADSCALE_SHARED(double, enough, kWarps);\n  GRADSCALE_SHARED(double, small, kWarps - 1);\n"
         "  double* shared = FAULT ? small : enough;\n  GRADSCALE_SHARED(unsigned, last, 1);",
@@ -109,9 +114,15 @@ FAULTS = {
 SWITCH = '#include <cstdlib>\nstatic const int injected = std::atoi(std::getenv("GRADSCALE_FAULT"));\n'
 
 
+def launchers(csrc):
+    """The host code that starts kernels, which knows no PyTorch."""
+    beside = [csrc / "port" / "table_builder.cpp", csrc / "loss" / "row_specification.cpp"]
+    return [*beside, *sorted(csrc.glob("*/launch_*.cpp"))]
+
+
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """Builds the tests of rows (fp64 truth) or of launches from a tree of sources; what is there is used again."""
+    """Builds the test of launches from a tree of sources; what is there is used again."""
     folder = tmp_path_factory.mktemp("device_kernels")
     compilers, objects, programs = {}, {}, {}
 
@@ -122,17 +133,16 @@ def build(tmp_path_factory):
         need_sanitizers(compiler, flags, folder)
         return compiler
 
-    def build(name, flags, csrc=ROOT / "csrc"):
-        key = (name, flags, csrc)
+    def build(flags, csrc=ROOT / "csrc"):
+        key = (flags, csrc)
         if key in programs:
             return programs[key]
         if flags not in compilers:
             compilers[flags] = compiler_for(flags)
-        tests = [*ROWS, SIMT / "simulated_variants.cpp"] if name == "rows" else [SIMT / "test_launches.cpp"]
         sources = [
             (SIMT / "simt.cpp", ("-O2",)),  # without sanitizers, which it tells of the threads
-            (SIMT / "device_kernels.cpp", (*flags, "-fno-strict-aliasing")),
-            *((test, flags if name == "launches" else ("-O2",)) for test in tests),
+            *((source, (*flags, "-fno-strict-aliasing")) for source in (SIMT / "device_kernels.cpp", *launchers(csrc))),
+            (SIMT / "test_launches.cpp", flags),
         ]
         compiler = compilers[flags]
         used, commands = [], []
@@ -143,7 +153,7 @@ def build(tmp_path_factory):
                 commands.append([*command, objects[command]])
             used.append(objects[command])
         compile_all(commands)
-        programs[key] = folder / f"{name}_{len(programs)}"
+        programs[key] = folder / f"launches_{len(programs)}"
         compile_with([*compiler, *flags, "-pthread", *used, "-o", str(programs[key])])
         return programs[key]
 
@@ -155,23 +165,47 @@ def check_passes(done):
     assert re.search(r"(^|, )0 failed\n$", done.stdout), done.stdout
 
 
-@pytest.mark.parametrize(("order", "place"), [("forward", "page"), ("reverse", "heap"), ("random", "heap")])
-def test_rows_against_truth(build, order, place):
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Builds the tests of rows and of decoding; gives the program, and a folder with the PTX of all that it starts."""
+    driver = Path(sys.prefix) / "driver.so"
+    if not driver.exists() or not isinstance(_kernels.compiler(), _kernels.Nvrtc):
+        pytest.skip("there is no NVRTC, or the driver's stand-in is not built (make test)")
+    folder = tmp_path_factory.mktemp("rows")
+    csrc = ROOT / "csrc"
+    sources = [*ROWS, SIMT / "device_variants.cpp", SIMT / "kernels_of_ptx.cpp", *launchers(csrc)]
+    objects = [str(folder / f"{source.stem}.o") for source in sources]
+    compiler = default_compiler()
+    flags = [*COMMON, "-I", str(csrc), "-O2", "-fno-strict-aliasing"]
+    compile_all([[*compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)])
+    program = folder / "rows"
+    compile_with([*compiler, "-pthread", *objects, str(driver), f"-Wl,-rpath,{driver.parent}", "-o", str(program)])
+    run_in_order(program, "device", "heap", variables={"KERNELS": str(folder)})
+    kernels = [line.split("\t") for line in (folder / "wanted").read_text().splitlines()]
+    with ThreadPoolExecutor() as pool:
+        images = list(pool.map(lambda kernel: _kernels.image_of(*kernel, "compute_90")[0], kernels))
+    lines = []
+    for (_, name), image in zip(kernels, images, strict=True):
+        (folder / f"{len(lines)}.ptx").write_bytes(image.code.rstrip(b"\0"))
+        lines.append(f"{name}\t{image.entry}\t{len(lines)}.ptx\n")
+    (folder / "index").write_text("".join(lines))
+    return program, folder
+
+
+@pytest.mark.parametrize(("order", "place"), [("forward", "page"), ("reverse", "heap")])
+def test_rows_against_truth(rows, order, place):
     """Every head, dtype and width; forbidden pages beside the memory see what is read or written outside."""
-    check_passes(run_in_order(build("rows", PLAIN), order, place))
-
-
-def test_rows_under_sanitizers(build):
-    check_passes(run_in_order(build("rows", ADDRESS), "random", "heap"))
+    program, folder = rows
+    check_passes(run_in_order(program, "device", place, variables={"KERNELS": str(folder), "PTX_ORDER": order}))
 
 
 @pytest.mark.parametrize("flags", [PLAIN, ADDRESS], ids=["plain", "sanitized"])
 def test_launches(build, flags):
-    check_passes(run_in_order(build("launches", flags)))
+    check_passes(run_in_order(build(flags)))
 
 
 def test_launches_have_no_races(build):
-    check_passes(run_in_order(build("launches", THREAD), "small", prefix=without_randomized_addresses()))
+    check_passes(run_in_order(build(THREAD), "small", prefix=without_randomized_addresses()))
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +225,7 @@ def faulty(build, tmp_path_factory):
                     path.write_text(text.replace(right, wrong.replace("FAULT", f"(injected == {number})")))
             header = folders[flags] / "math" / "rows.cuh"
             header.write_text(header.read_text().replace("#pragma once\n", f"#pragma once\n{SWITCH}"))
-        return build("launches", flags, folders[flags])
+        return build(flags, folders[flags])
 
     return faulty
 

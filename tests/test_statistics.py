@@ -23,8 +23,25 @@ def numbers(size, seed, dtype=torch.float32, scale=1.0):
     return (scale * torch.randn(size, generator=generator, dtype=torch.float64)).to(dtype)
 
 
-def assert_same(result, expected, rtol=1e-12):
-    torch.testing.assert_close(result[0], expected[0], rtol=rtol, atol=1e-300)
+@pytest.fixture
+def rounding(request):
+    """The relative error that sums over elements narrower than float64 may have: the CUDA kernels add the elements of
+    16 bytes in float32, where squares of any elements are rounded at most three times by 2^-24, of which the root takes
+    half, and windows in float64."""
+    return 9e-8 if request.config.getoption("--simulated-kernels") else 1e-12
+
+
+def assert_same(tensors, p=2.0, rounding=1e-12):
+    """A mean may be off by twice as much of the mean of magnitudes, since two numbers may cancel each other."""
+    result, expected = module._C.tensor_statistics(tensors, p), reference.tensor_statistics(tensors, p)
+    sums, counts, _ = reference.tensor_statistics(tensors, 1.0)
+    magnitudes = sums[0] / (counts[0] - counts[2] - counts[3]).clamp(min=1)
+    narrow = torch.tensor([tensor.dtype != torch.float64 and p in (2.0, math.inf) for tensor in tensors])
+    relative = torch.where(narrow, rounding, 1e-12)
+    norm, largest, mean = (result[0] - expected[0]).abs()
+    assert (norm <= relative * expected[0][0] + 1e-300).all()
+    assert (largest <= 1e-12 * expected[0][1]).all()
+    assert (mean <= torch.where(narrow, 2 * rounding, 1e-12) * magnitudes + 1e-300).all()
     assert torch.equal(result[1], expected[1])
     assert torch.equal(result[2], expected[2])
 
@@ -43,7 +60,7 @@ def with_gradients(gradients):
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", NORMS)
-def test_statistics(dtype, p):
+def test_statistics(dtype, p, rounding):
     """Sizes around those of blocks and chunks, and views that begin anywhere."""
     tensors = [
         numbers(size + 5, size, dtype, 10.0 ** (size % 7 - 3))[offset : size + offset]
@@ -54,7 +71,7 @@ def test_statistics(dtype, p):
         tensor[::3] = 0
     tensors[9][0], tensors[10][1], tensors[13][-1] = math.nan, math.inf, -math.inf
     tensors[14].fill_(math.nan)
-    assert_same(module._C.tensor_statistics(tensors, p), reference.tensor_statistics(tensors, p))
+    assert_same(tensors, p, rounding)
 
 
 def test_reference_by_hand():
@@ -93,7 +110,7 @@ def test_histograms_merge_by_addition():
 
 
 @pytest.mark.parametrize("position", ["first", "middle", "last", "alone"])
-def test_empty_and_missing(position):
+def test_empty_and_missing(position, rounding):
     full = [numbers(70000, 0), numbers((3, 4), 1)]
     nothing = [torch.empty(0), None, torch.empty(3, 0, 2, dtype=torch.float16)]
     tensors = {
@@ -108,7 +125,7 @@ def test_empty_and_missing(position):
         assert statistics.numel[i] == (0 if tensor is None else tensor.numel())
         size = 0 if tensor is None else tensor.numel()
         expected = tensor.double().norm().item() if size else 0.0
-        assert statistics.norm[i].item() == pytest.approx(expected, rel=1e-12)
+        assert statistics.norm[i].item() == pytest.approx(expected, rel=rounding)
         assert statistics.histogram[i].sum() == size
         if not size:
             assert [field[i].item() for field in (statistics.abs_max, statistics.mean, statistics.zeros)] == [0, 0, 0]
@@ -161,13 +178,12 @@ def test_sparse_gradients():
     assert result.zeros[0] == 47 * 7
 
 
-def test_strided_views_and_negative_bits():
+def test_strided_views_and_negative_bits(rounding):
     base = numbers((6, 8), 0)
     negative = torch.complex(base, base).conj().imag
     assert negative.is_neg()
     views = [base.T, base[:, 1:3], base[:, ::2], base[0].expand(5, 8), negative, torch.tensor(2.5)]
-    copies = [view.clone().contiguous() for view in views]
-    assert_same(module._C.tensor_statistics(views, 2.0), reference.tensor_statistics(copies, 2.0))
+    assert_same(views, 2.0, rounding)
 
 
 def test_nothing_overflows_or_vanishes():
@@ -188,10 +204,24 @@ def test_nothing_overflows_or_vanishes():
     assert gs.gradient_statistics(many).total_norm.item() == pytest.approx(7e200, rel=1e-12)
 
 
-def test_many_tensors():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_float32_cannot_square(dtype, rounding):
+    """Numbers whose squares overflow or vanish, beside ordinary ones, zeros of both signs, NaN and inf."""
+    ordinary = numbers(1000, 0)
+    tensors = []
+    for scale in (1e30, 1e-20, 1e-30, 1e-41):
+        rare = ordinary * scale
+        tensors += [rare, torch.where(torch.arange(1000) == 40, rare, ordinary)]
+        tensors.append(torch.where(torch.arange(1000) == 41, rare, torch.zeros(1000)))
+    tensors += [torch.zeros(1000), -torch.zeros(1000), ordinary.relu(), torch.full((1000,), math.nan)]
+    for bad in (math.nan, math.inf, -math.inf):
+        tensors += [torch.where(torch.arange(1000) == 42, bad, x) for x in (ordinary, 1e-30 * ordinary, 0 * ordinary)]
+    assert_same([x.to(dtype)[offset:] for x in tensors for offset in (0, 1, 7)], 2.0, rounding)
+
+
+def test_many_tensors(rounding):
     """More than fit into the arguments of a launch."""
-    tensors = [numbers(i % 97, i, DTYPES[i % 4]) for i in range(700)]
-    assert_same(module._C.tensor_statistics(tensors, 2.0), reference.tensor_statistics(tensors, 2.0))
+    assert_same([numbers(i % 97, i, DTYPES[i % 4]) for i in range(700)], 2.0, rounding)
 
 
 @pytest.mark.cpu_kernels
@@ -241,17 +271,17 @@ def test_errors(arguments, error, words):
         gs.gradient_statistics(*arguments)
 
 
-def test_other_contexts_take_the_reference():
+def test_other_contexts_take_the_reference(rounding):
     tensors = [numbers(100, 0), numbers((3, 5), 1)]
     expected = gs.gradient_statistics(tensors).norm
     with torch.inference_mode():
-        torch.testing.assert_close(gs.gradient_statistics(tensors).norm, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(gs.gradient_statistics(tensors).norm, expected, rtol=rounding, atol=0)
     result = torch.func.vmap(lambda x: gs.gradient_statistics([x]).norm)(torch.stack([tensors[0], tensors[0]]))
-    torch.testing.assert_close(result, expected[0].expand(2, 1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(result, expected[0].expand(2, 1), rtol=rounding, atol=0)
 
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: gs.gradient_statistics([x]).norm * 2, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(tensors[0]), 2 * expected[:1], rtol=1e-12, atol=0)
+    torch.testing.assert_close(compiled(tensors[0]), 2 * expected[:1], rtol=rounding, atol=0)
 
 
 # ---- What is meant: a gradient, or the tensor itself -----------------------------------------------------------------

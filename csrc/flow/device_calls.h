@@ -23,6 +23,8 @@ struct ElementwiseCall {
   bool is_double[kMaxOperands]; // the argument is one double, whatever the type of sums
 };
 
+constexpr int64_t kElementsOfBlock = 4096; // where all lie one after the other: two or four windows a thread
+
 // Groups of elements that lie one after the other, rescaled by their norms. Complex ones are pairs, for p = 2.
 struct RescaleCall {
   const void* from;
@@ -39,17 +41,21 @@ struct RescaleCall {
   char* workspace;       // bytes_for_rescale() bytes, at a multiple of 8
 };
 
+constexpr int64_t kShortGroup = 8192; // elements; the groups that are worked on at a time fit the cache
+
+// A group has so few chunks that reading their sums takes little time beside reading the elements.
+struct Chunks {
+  int64_t size;
+  int64_t count;
+};
+
+GRADSCALE_HOST_DEVICE Chunks chunks_of(const RescaleCall& call) {
+  const int64_t size = call.size / 1024 > 32768 ? (call.size / 1024 + 31) / 32 * 32 : 32768;
+  return {size, (call.size + size - 1) / size};
+}
+
 void launch_elementwise(const ElementwiseCall& call, void* stream);
 void launch_rescale(const RescaleCall& call, void* stream);
 int64_t bytes_for_rescale(const RescaleCall& call);
-
-// The functions that start this family's kernels on a stream of a device.
-struct FlowKernels {
-  static constexpr const char* kFamily = "flow";
-
-  decltype(&launch_elementwise) elementwise = launch_elementwise;
-  decltype(&launch_rescale) rescale = launch_rescale;
-  decltype(&bytes_for_rescale) rescale_bytes = bytes_for_rescale;
-};
 
 } // namespace gradscale

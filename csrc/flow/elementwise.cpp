@@ -30,7 +30,6 @@ ElementLoop loop_of(ElementFunction function) {
 // Starts the kernel on the walk that PyTorch makes of these operands, which has as few dimensions as there can be;
 // returns whether the kernel takes it.
 bool run_on_device(
-    const FlowKernels& device,
     ElementFunction function,
     const at::TensorIterator& iterator,
     const std::vector<int>& places, // the places of the iterator's operands in the call
@@ -59,7 +58,7 @@ bool run_on_device(
     call.constants[2 + k] = number == nullptr ? 0 : *number;
   }
   const OnDevice on_device(gradient.device());
-  device.elementwise(call, on_device.stream());
+  launch_elementwise(call, on_device.stream());
   return true;
 }
 
@@ -70,15 +69,15 @@ std::optional<at::Tensor> elementwise(
   if (!fused(gradient, {})) {
     return std::nullopt;
   }
-  const auto* device = device_kernels<FlowKernels>(gradient.device());
+  const bool on_device = runs_kernels(gradient.device());
   std::vector<at::Tensor> tensors;
   std::vector<int> places{0, 1};
   for (size_t k = 0; k < arguments.size(); ++k) {
-    if (device != nullptr && std::holds_alternative<double>(arguments[k])) {
+    if (on_device && std::holds_alternative<double>(arguments[k])) {
       continue; // goes with the call
     }
     const at::Tensor* tensor = std::get_if<at::Tensor>(&arguments[k]);
-    const bool is_read_there = device != nullptr && tensor != nullptr && tensor->dim() == 0 &&
+    const bool is_read_there = on_device && tensor != nullptr && tensor->dim() == 0 &&
                                tensor->scalar_type() == at::kDouble && tensor->device() == gradient.device();
     tensors.push_back(is_read_there ? *tensor : value_beside(gradient, arguments[k]));
     places.push_back(static_cast<int>(2 + k));
@@ -100,8 +99,8 @@ std::optional<at::Tensor> elementwise(
     config.add_owned_const_input(is_complex ? argument.unsqueeze(-1) : argument);
   }
   at::TensorIterator iterator = config.build();
-  if (device != nullptr) {
-    return run_on_device(*device, function, iterator, places, arguments, numbers) ? std::optional(out) : std::nullopt;
+  if (on_device) {
+    return run_on_device(function, iterator, places, arguments, numbers) ? std::optional(out) : std::nullopt;
   }
   const Element element = element_of(numbers);
   const ElementLoop loop = loop_of(function);

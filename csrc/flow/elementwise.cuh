@@ -42,11 +42,10 @@ GRADSCALE_DEVICE void read_argument(
   }
 }
 
-constexpr int64_t kElementsOfBlock = 4096; // two or four windows a thread
-
 template <class T, class Function>
 GRADSCALE_KERNEL(kThreads, 2)
-elementwise_dense(ElementwiseCall call, Function function) {
+elementwise_dense(GRADSCALE_ARGUMENT(ElementwiseCall) call) {
+  const Function function;
   using A = typename AccumulateType<T>::type;
   constexpr int size = kVector<T>;
   const int64_t begin = blockIdx.x * kElementsOfBlock;
@@ -72,7 +71,8 @@ elementwise_dense(ElementwiseCall call, Function function) {
 
 template <class T, class Function>
 GRADSCALE_KERNEL(kThreads, 2)
-elementwise_broadcast(ElementwiseCall call, Function function) {
+elementwise_broadcast(GRADSCALE_ARGUMENT(ElementwiseCall) call) {
+  const Function function;
   using A = typename AccumulateType<T>::type;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (index >= call.count) {

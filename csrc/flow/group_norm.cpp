@@ -170,7 +170,6 @@ struct Limits {
 };
 
 void rescale_on_device(
-    const FlowKernels& device,
     const at::Tensor& from,
     const at::Tensor& to,
     int64_t groups,
@@ -191,9 +190,9 @@ void rescale_on_device(
   call.limits_stride = limits.stride;
   call.counts = counts.defined() ? counts.mutable_data_ptr<int64_t>() : nullptr;
   const OnDevice on_device(from.device());
-  const at::Tensor workspace = make_workspace(device.rescale_bytes(call), from);
+  const at::Tensor workspace = make_workspace(bytes_for_rescale(call), from);
   call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
-  device.rescale(call, on_device.stream());
+  launch_rescale(call, on_device.stream());
 }
 
 at::Tensor rescaled_in_two_passes(
@@ -208,8 +207,8 @@ at::Tensor rescaled_in_two_passes(
   }
   const at::Tensor out = ours ? gradient : at::empty_like(gradient);
   const Limits limits(limit, batch, gradient.device());
-  if (const auto* device = device_kernels<FlowKernels>(gradient.device())) {
-    rescale_on_device(*device, gradient, out, count, groups.p, rule, limits, counts);
+  if (runs_kernels(gradient.device())) {
+    rescale_on_device(gradient, out, count, groups.p, rule, limits, counts);
     return out;
   }
   const int64_t beyond = rescale_groups(
@@ -361,8 +360,7 @@ at::Tensor rescaled(
   const at::Tensor* tensor = std::get_if<at::Tensor>(&limit);
   const bool is_read_anywhere = tensor == nullptr || (is_cpu_scalar(*tensor) && ordinary_tensor(*tensor));
   // Only squares of the parts of complex numbers add up to those of the whole.
-  const bool parts =
-      gradient.is_complex() && groups.p != 2 && device_kernels<FlowKernels>(gradient.device()) != nullptr;
+  const bool parts = gradient.is_complex() && groups.p != 2 && runs_kernels(gradient.device());
   if (groups.process_group.empty() && !parts && fused(gradient, {is_read_anywhere ? at::Tensor() : *tensor, counts})) {
     return rescaled_in_two_passes(std::move(gradient), limit, groups, rule, counts);
   }

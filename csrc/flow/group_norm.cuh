@@ -1,20 +1,24 @@
 // Groups rescaled by their norms.
 //
-// rescale_groups    a group of threads has a short group of elements: it reads it twice, the second time from the
+// rescale_kept      for p = 2 and groups of whole windows of 16 bytes, of elements narrower than double: a few threads
+// of
+//                   a warp keep a group as it lies in memory, up to 128 bytes each: read once, written once. All that a
+//                   thread has is asked for before the first is used, so that 2 blocks have up to 64 KB on their way.
+// rescale_groups    for other groups that are short: a group of threads has a short group of elements: it reads it
+// twice, the second time from the
 //                   cache, and writes it once.
 // power_sums        one block for each chunk of a long group, which it reads once;
 // rescale_chunks    then one block for each chunk takes the sums of all chunks of its group together, in their order,
 //                   and reads and writes its own. Bytes: twice read, once written.
 //
-// Sums are taken in double, as on the CPU.
+// Sums are taken in double, as on the CPU, but for squares of narrower elements (math/windows.cuh).
 #pragma once
 
 #include "../math/norms.cuh"
+#include "../math/windows.cuh"
 #include "device_calls.h"
 
 namespace gradscale {
-
-constexpr int64_t kShortGroup = 8192; // elements; the groups that are worked on at a time fit the cache
 
 GRADSCALE_DEVICE double limit_of(const RescaleCall& call, int64_t group) {
   return call.limits == nullptr ? call.limit : call.limits[group * call.limits_stride];
@@ -42,7 +46,7 @@ GRADSCALE_DEVICE void scale_range(const T* from, T* to, int32_t size, const Scal
   }
   const bool narrow = by.is_normal_in_float();
   const A factor = static_cast<A>(by.factor);
-  const double reciprocal = 1 / by.root;
+  const double reciprocal = by.root == 1 ? 1 : 1 / by.root; // most groups do without the division
   each_window_of_range(from, size, group, [&](A* values, int32_t first) {
 #pragma unroll
     for (int k = 0; k < count; ++k) {
@@ -58,9 +62,70 @@ GRADSCALE_DEVICE void scale_range(const T* from, T* to, int32_t size, const Scal
   });
 }
 
+// Changes each element of windows by a function.
+template <class T, int count, class Function>
+GRADSCALE_DEVICE void change(Window<T> (&windows)[count], Function function) {
+#pragma unroll
+  for (Window<T>& window : windows) {
+    Window<T> changed{};
+#pragma unroll
+    for (int k = 0; k < Window<T>::kSize; ++k) {
+      changed.set(k, from_accumulate<T, float>(function(window[k])));
+    }
+    window = changed;
+  }
+}
+
+// Multiplies the elements of windows by the factor; the root is 1 or 0.
+template <class T, int count>
+GRADSCALE_DEVICE void scale(Window<T> (&windows)[count], const Scaling& by) {
+  if (by.is_normal_in_float()) {
+    const auto factor = static_cast<float>(by.factor);
+    change(windows, [=](float x) { return x * factor; });
+  } else {
+    change(windows, [=](float x) { return by.root == 0 ? 0 : static_cast<float>(static_cast<double>(x) * by.factor); });
+  }
+}
+
+template <class T, int threads>
+GRADSCALE_KERNEL(kThreads, 2)
+rescale_kept(GRADSCALE_ARGUMENT(RescaleCall) call) {
+  const Group group{threads, static_cast<int>(threadIdx.x) % threads, nullptr};
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * (kThreads / threads) + threadIdx.x / threads;
+  const bool active = index < call.groups;
+  const int32_t windows = active ? static_cast<int32_t>(call.size) / Window<T>::kSize : 0;
+  const int64_t begin = (active ? index * call.size : 0) + group.rank * Window<T>::kSize;
+  const T* from = static_cast<const T*>(call.from) + begin;
+  T* to = static_cast<T*>(call.to) + begin;
+  Window<T> kept[kWindowsOfThread] = {};
+#pragma unroll
+  for (int c = 0; c < kWindowsOfThread; ++c) {
+    if (group.rank + c * threads < windows) {
+      kept[c] = load16<Window<T>>(from + c * threads * Window<T>::kSize);
+    }
+  }
+  const double sum = group.sum(squares_of(kept));
+  const Scaling by = scaling(call.rule, {sum, 1}, 2, limit_of(call, active ? index : 0));
+  count_groups(call);
+  if (active && group.rank == 0) {
+    count_norm(call, by.within);
+  }
+  if (by.changes_nothing() && from == to) {
+    return;
+  }
+  scale(kept, by);
+#pragma unroll
+  for (int c = 0; c < kWindowsOfThread; ++c) {
+    if (group.rank + c * threads < windows) {
+      store16(to + c * threads * Window<T>::kSize, kept[c]);
+    }
+  }
+}
+
 template <class T>
 GRADSCALE_KERNEL(kThreads, 2)
-rescale_groups(RescaleCall call, int threads_per_group) {
+rescale_groups(GRADSCALE_ARGUMENT(RescaleCall) call) {
+  const int threads_per_group = threads_for_row(call.size, sizeof(T));
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group group{threads_per_group, static_cast<int>(threadIdx.x) % threads_per_group, shared};
   const int groups_of_block = kThreads / threads_per_group;
@@ -78,17 +143,6 @@ rescale_groups(RescaleCall call, int threads_per_group) {
   scale_range(from, static_cast<T*>(call.to) + begin, size, by, group);
 }
 
-// A group has so few chunks that reading their sums takes little time beside reading the elements.
-struct Chunks {
-  int64_t size;
-  int64_t count;
-};
-
-inline Chunks chunks_of(const RescaleCall& call) {
-  const int64_t size = call.size / 1024 > 32768 ? (call.size / 1024 + 31) / 32 * 32 : 32768;
-  return {size, (call.size + size - 1) / size};
-}
-
 struct Chunk {
   int64_t group;
   int64_t begin; // in memory
@@ -104,7 +158,8 @@ GRADSCALE_DEVICE Chunk chunk_of_block(const RescaleCall& call, const Chunks& chu
 
 template <class T>
 GRADSCALE_KERNEL(kThreads, 2)
-power_sums(RescaleCall call, Chunks chunks) {
+power_sums(GRADSCALE_ARGUMENT(RescaleCall) call) {
+  const Chunks chunks = chunks_of(call);
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group group{kThreads, static_cast<int>(threadIdx.x), shared};
   const Chunk chunk = chunk_of_block(call, chunks);
@@ -116,7 +171,8 @@ power_sums(RescaleCall call, Chunks chunks) {
 
 template <class T>
 GRADSCALE_KERNEL(kThreads, 2)
-rescale_chunks(RescaleCall call, Chunks chunks) {
+rescale_chunks(GRADSCALE_ARGUMENT(RescaleCall) call) {
+  const Chunks chunks = chunks_of(call);
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group group{kThreads, static_cast<int>(threadIdx.x), shared};
   const Chunk chunk = chunk_of_block(call, chunks);

@@ -3,6 +3,7 @@
 
 #include "../math/element.h"
 #include "context.h"
+#include "device.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -39,22 +40,18 @@ inline at::Tensor with_element(const at::Tensor& real) {
 // Whether a tensor has the dispatch keys of PyTorch's own class on devices that there are kernels for, and no more than
 // `others`.
 inline bool has_only_keys(const at::Tensor& tensor, c10::DispatchKeySet others) {
-  const c10::DispatchKeySet known(
+  const c10::DispatchKeySet of_cpu(
       {c10::DispatchKey::ADInplaceOrView,
        c10::DispatchKey::CPU,
        c10::DispatchKey::AutogradCPU,
        c10::DispatchKey::AutocastCPU});
-#if GRADSCALE_WITH_CUDA
-  const c10::DispatchKeySet known_of_cuda(
+  const c10::DispatchKeySet of_cuda(
       {c10::DispatchKey::ADInplaceOrView,
        c10::DispatchKey::CUDA,
        c10::DispatchKey::AutogradCUDA,
        c10::DispatchKey::AutocastCUDA});
-  if (only(tensor.key_set(), known_of_cuda | others)) {
-    return true;
-  }
-#endif
-  return only(tensor.key_set(), known | others);
+  return only(tensor.key_set(), of_cpu | others) ||
+         (only(tensor.key_set(), of_cuda | others) && runs_kernels(tensor.device()));
 }
 
 // Whether this is a strided tensor of PyTorch's own class, without a forward-mode tangent, on a device that there are

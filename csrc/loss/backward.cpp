@@ -210,7 +210,7 @@ class MultiStepLossBackward : public BackwardNode {
     if (!ordinary_context() || !ordinary_tensor(grad_output)) { // batched, or of another kind
       return by_reference(*saved, grad_output, /*create_graph=*/false);
     }
-    if (device_kernels<LossKernels>(grad_output.device()) != nullptr) {
+    if (runs_kernels(grad_output.device())) {
       return on_device(*saved, take_gradients(is_last_use), grad_output);
     }
     const bool is_one = grad_output.dim() == 0 && grad_output.item<double>() == 1.0;

@@ -56,12 +56,13 @@ GRADSCALE_DEVICE A decoded_value(A expected, const Support& support) {
 // log(sum) - sum_j t_j (x_j - maximum); gradient c (p_j - t_j).
 template <class T, class A, bool cached, class Target>
 GRADSCALE_DEVICE void categorical_row(const RowTask& task, const Target& target) {
-  const Head& head = task.head.head;
+  const Head& head = task.head().head;
   const Group& group = task.group;
   const A target_share = static_cast<A>(1 - head.label_smoothing);
-  const A everywhere = smoothing_of_bin<A>(task.head);
+  const A everywhere = smoothing_of_bin<A>(task.head());
   LogitsRow<T, A, cached> row(task.template prediction<T>(), task.width, group);
-  const CategoricalSums<A> sums = categorical_sums<A>(row, task.width, head.support, task.raw_centers, group);
+  const CategoricalSums<A> sums =
+      categorical_sums<A>(row, task.width, head.support, task.block.template raw_centers<A>(), group);
   const int32_t begin = task.active ? target.begin : 0;
   const int32_t end = task.active ? target.end : 0;
   A cost = 0;
@@ -80,7 +81,7 @@ GRADSCALE_DEVICE void categorical_row(const RowTask& task, const Target& target)
   const A nan = target.is_nan() ? static_cast<A>(NAN) : A(0);
   task.store_loss(std::log(sums.sum) - cost + nan);
   task.store_expected(decoded_value(sums.expected, head.support));
-  if (task.segment.gradient == nullptr) {
+  if (task.segment().gradient == nullptr) {
     return;
   }
   const A c = static_cast<A>(task.coefficient);

@@ -27,10 +27,10 @@ namespace autograd = torch::autograd;
 py::function* decode_gradient = nullptr;
 
 void run(const Decoding& decoding, int64_t count, const at::Tensor& logits) {
-  if (const auto* device = device_kernels<LossKernels>(logits.device())) {
+  if (runs_kernels(logits.device())) {
     const OnDevice on_device(logits.device());
-    const at::Tensor workspace = make_workspace(device->decode_bytes(decoding), logits);
-    device->decode(decoding, count, static_cast<char*>(workspace.mutable_data_ptr()), on_device.stream());
+    const at::Tensor workspace = make_workspace(bytes_for_decode(decoding), logits);
+    launch_decode(decoding, count, static_cast<char*>(workspace.mutable_data_ptr()), on_device.stream());
     return;
   }
   const DecodeRows rows = for_this_machine(decode_rows_kernel);

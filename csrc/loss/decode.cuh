@@ -3,15 +3,9 @@
 #pragma once
 
 #include "categorical_rows.cuh"
+#include "device_arguments.h"
 
 namespace gradscale {
-
-struct DecodeArguments {
-  Decoding decoding;
-  Support support;
-  int64_t count;
-  int32_t threads_per_row;
-};
 
 // Decodes one row. The table has the raw centres, where there are some, and nothing else.
 template <class T, class A, bool cached>
@@ -65,16 +59,16 @@ GRADSCALE_DEVICE void decode_block(const DecodeArguments& arguments, const void*
 
 template <class A>
 GRADSCALE_KERNEL(kThreads, 2)
-decode_rows(DecodeArguments arguments) {
+decode_rows(GRADSCALE_ARGUMENT(DecodeArguments) arguments) {
   GRADSCALE_SHARED(double, shared, kWarps);
   decode_block<A>(arguments, nullptr, shared);
 }
 
 template <class A>
 GRADSCALE_KERNEL(kThreads, 2)
-decode_rows_raw(DecodeArguments arguments, GRADSCALE_ARGUMENT(Table) centers) {
+decode_rows_raw(GRADSCALE_ARGUMENT(RawDecodeArguments) arguments) {
   GRADSCALE_SHARED(double, shared, kWarps);
-  decode_block<A>(arguments, centers.template at<char>(0), shared);
+  decode_block<A>(arguments.decode, arguments.centers.template at<char>(0), shared);
 }
 
 } // namespace gradscale

@@ -31,7 +31,7 @@ Description::Description(const HeadTable& of_heads, const GradientMemory& memory
       arguments(of_call),
       batch(of_call.batch),
       device(of_call.predictions[0].tensors[0].device()),
-      kernels(device_kernels<LossKernels>(device)),
+      on_device(runs_kernels(device)),
       is_double(has_double(of_call.predictions)),
       of_sums(at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device)),
       memory_(memory),
@@ -76,7 +76,7 @@ void Description::make_gradients() {
   for (size_t h = 0; h < heads.size(); ++h) {
     const std::vector<at::Tensor>& predictions = arguments.predictions[h].tensors;
     int64_t size = 0;
-    for (size_t i = 0; kernels == nullptr && i < predictions.size(); ++i) {
+    for (size_t i = 0; !on_device && i < predictions.size(); ++i) {
       size += arguments.wants[h][i] ? gradient_bytes(predictions[i]) : 0;
     }
     const GradientMemory::Block block = size > 0 ? memory_.take(h, size) : nullptr;
@@ -126,7 +126,7 @@ void Description::make_coefficients() {
       const int64_t batch_dim = arguments.batch_dim();
       own.mask = {mask.const_data_ptr<bool>(), mask.stride(batch_dim), mask.stride(1 - batch_dim)};
     }
-    const bool counted_there = kernels != nullptr && mask.defined();
+    const bool counted_there = on_device && mask.defined();
     num_unmasked.push_back(counted_there ? 1 : count_unmasked(h, own.mask));
     double reduction = 1.0;
     if (arguments.reduction == Reduction::mean) {
@@ -150,7 +150,7 @@ StepWeight Description::step_weight(const StepNumbers& numbers) {
     weight.step_stride = tensor.stride(tensor.dim() == 2 ? 1 - arguments.batch_dim() : 0);
     return weight;
   }
-  if (numbers.numbers.empty() || kernels != nullptr) { // a device finds them in its call
+  if (numbers.numbers.empty() || on_device) { // a device finds them in its call
     return {};
   }
   return {{const_cast<double*>(numbers.numbers.data()), 0, true}, 1};

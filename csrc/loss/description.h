@@ -26,9 +26,9 @@ class Description {
   const Arguments& arguments;
   const int64_t batch;
   const c10::Device device;
-  const LossKernels* const kernels; // null: the CPU's own
-  bool is_double = false;           // the type of sums and losses
-  at::TensorOptions of_sums;        // type and device of losses
+  const bool on_device;      // the kernels of a device run, and not the CPU's own
+  bool is_double = false;    // the type of sums and losses
+  at::TensorOptions of_sums; // type and device of losses
   Outputs outputs;
   Gradients gradients;
   std::vector<Coefficients> coefficients; // by head

@@ -49,16 +49,4 @@ int64_t bytes_for_decode(const Decoding& decoding);
 // Encodes `count` scalars as distributions.
 void launch_encode(const Encoding& encoding, int64_t count, void* stream);
 
-// The functions that start this family's kernels on a stream of a device.
-struct LossKernels {
-  static constexpr const char* kFamily = "loss";
-
-  decltype(&launch_loss) loss = launch_loss;
-  decltype(&launch_loss_backward) loss_backward = launch_loss_backward;
-  decltype(&bytes_for_loss) loss_bytes = bytes_for_loss;
-  decltype(&launch_decode) decode = launch_decode;
-  decltype(&bytes_for_decode) decode_bytes = bytes_for_decode;
-  decltype(&launch_encode) encode = launch_encode;
-};
-
 } // namespace gradscale

@@ -1,6 +1,7 @@
 // One call of the multi-step loss as its kernels on a device look it up.
 #pragma once
 
+#include "../math/row_shape.h"
 #include "device_calls.h"
 
 #include "../port/table.h"
@@ -13,8 +14,9 @@ struct DeviceHead {
   Slab loss;     // those of its first step; the other steps follow
   Slab expected; // likewise
   int64_t width;
-  int64_t raw_centers; // their place in the table, of the type of sums; -1: none
-  int32_t threads_per_row;
+  int64_t raw_centers_float;  // the place of raw centres in the table, for sums in float; -1: none
+  int64_t raw_centers_double; // likewise, for sums in double
+  int32_t threads_per_row;    // in GroupRows
   int32_t num_segments;
   const double* num_unmasked; // on the device, where coefficients are divided by it
 };
@@ -30,7 +32,6 @@ struct DeviceSegment {
   double gradient_scale;
   int32_t head;
   int32_t step;
-  int32_t first_block; // in the launch of loss_rows
   int8_t prediction_element;
   int8_t target_element;
   int8_t gradient_element;
@@ -40,13 +41,23 @@ struct DeviceSegment {
   }
 };
 
+// Segments of one head that follow each other and have rows of the same kind, so that each takes as many blocks of
+// loss_rows.
+struct SegmentSpan {
+  int32_t first_segment;
+  int32_t first_block;
+  int32_t blocks_of_segment;
+  int32_t kind_of_rows; // its place among the template arguments of loss_rows
+};
+
 struct LossTable {
   Table table;
   int64_t heads;    // their place in the table
   int64_t segments; // likewise
+  int64_t spans;    // likewise
   int64_t num_heads;
   int64_t num_segments;
-  int64_t blocks; // in the launch of loss_rows
+  int64_t num_spans;
 
   GRADSCALE_HOST_DEVICE const DeviceHead& head(int64_t index) const {
     return table.at<DeviceHead>(heads)[index];
@@ -54,6 +65,50 @@ struct LossTable {
   GRADSCALE_HOST_DEVICE const DeviceSegment& segment(int64_t index) const {
     return table.at<DeviceSegment>(segments)[index];
   }
+};
+
+struct RowsArguments {
+  LossTable table;
+  int64_t batch;
+  int32_t rows_of_warp;  // in WarpRows
+  unsigned* blocks_done; // a counter for loss_totals, which comes next: set to 0
+  Slab grad_output;      // no data: this is the forward pass
+  bool has_gradients;    // gradients for grad_output 1 are there
+  Slab skipped;          // the backward pass skips samples whose loss here is not finite; no data: it skips none
+};
+
+// The sums of each block: contributions to the loss, samples that are not finite, and the losses and unmasked entries
+// of every head.
+struct PartialSums {
+  double* data; // [blocks][2 + 2 num_heads]
+  int64_t num_heads;
+
+  GRADSCALE_HOST_DEVICE int64_t size() const {
+    return 2 + 2 * num_heads;
+  }
+  GRADSCALE_HOST_DEVICE double& at(int64_t block, int64_t index) const {
+    return data[block * size() + index];
+  }
+};
+
+struct TotalsArguments {
+  LossTable table;
+  int64_t batch;
+  bool each_sample;
+  bool skip_nonfinite;
+  Slab per_sample;
+  Slab skipped;
+  Slab loss;
+  Slab head_means;
+  int64_t* num_nonfinite;
+  PartialSums partial;
+  unsigned* blocks_done;
+};
+
+struct CountArguments {
+  LossTable table;
+  int64_t batch;
+  double* num_unmasked; // by head
 };
 
 } // namespace gradscale

@@ -51,9 +51,9 @@ at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& 
       support.num_bins,
       &support,
       sigma_ratio};
-  if (const auto* device = device_kernels<LossKernels>(dense.device())) {
+  if (runs_kernels(dense.device())) {
     const OnDevice on_device(dense.device());
-    device->encode(encoding, dense.numel(), on_device.stream());
+    launch_encode(encoding, dense.numel(), on_device.stream());
   } else {
     const int64_t grain = std::max<int64_t>(1, 16384 / cost_of_row(support.num_bins));
     at::parallel_for(0, dense.numel(), grain, [&](int64_t begin, int64_t end) { encode_rows(encoding, begin, end); });

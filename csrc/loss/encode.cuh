@@ -3,16 +3,9 @@
 #pragma once
 
 #include "../math/rows.cuh"
-#include "device_calls.h"
+#include "device_arguments.h"
 
 namespace gradscale {
-
-struct EncodeArguments {
-  Encoding encoding;
-  Support support;
-  int64_t count;
-  int32_t threads_per_row;
-};
 
 template <class T, class Target>
 GRADSCALE_DEVICE void encode_row(T* row, int32_t width, const Target& target, const Group& group) {
@@ -35,7 +28,7 @@ GRADSCALE_DEVICE void encode_row(T* row, int32_t width, const Target& target, co
   }
 }
 
-GRADSCALE_KERNEL(kThreads, 2) encode_rows(EncodeArguments arguments) {
+GRADSCALE_KERNEL(kThreads, 2) encode_rows(GRADSCALE_ARGUMENT(EncodeArguments) arguments) {
   const Encoding& e = arguments.encoding;
   const RowOfThread own(blockIdx.x, arguments.threads_per_row, arguments.count, nullptr);
   if (!own.active) {

@@ -209,11 +209,9 @@ TORCH_LIBRARY_IMPL(gradscale_ext, CPU, m) {
   m.impl("multi_step_loss", torch::CppFunction::makeFromBoxedFunction<&kernel>());
 }
 
-#if GRADSCALE_WITH_CUDA
 TORCH_LIBRARY_IMPL(gradscale_ext, CUDA, m) {
   m.impl("multi_step_loss", torch::CppFunction::makeFromBoxedFunction<&kernel>());
 }
-#endif
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
   m.impl("multi_step_loss", torch::CppFunction::makeFromBoxedFunction<&autograd_kernel>());

@@ -10,15 +10,15 @@ template <class A>
 class PolicyTarget {
  public:
   GRADSCALE_DEVICE explicit PolicyTarget(const RowTask& task)
-      : rows_(task.segment.target_rows()),
+      : rows_(task.segment().target_rows()),
         row_(task.row),
         width_(task.width),
-        target_share_(static_cast<A>(1 - task.head.head.label_smoothing)),
-        everywhere_(smoothing_of_bin<A>(task.head)),
-        smooth_(task.head.head.label_smoothing != 0) {
+        target_share_(static_cast<A>(1 - task.head().head.label_smoothing)),
+        everywhere_(smoothing_of_bin<A>(task.head())),
+        smooth_(task.head().head.label_smoothing != 0) {
     if (rows_.element == Element::int64) {
       const int64_t chosen = static_cast<const int64_t*>(rows_.data)[row_ * rows_.stride];
-      chosen_ = chosen >= 0 && chosen < task.head.width ? static_cast<int32_t>(chosen) : -1;
+      chosen_ = chosen >= 0 && chosen < task.head().width ? static_cast<int32_t>(chosen) : -1;
     }
   }
 
@@ -133,7 +133,7 @@ GRADSCALE_DEVICE void write_policy_gradient(
 // sum(t) log(sum) - sum_j t_j (x_j - maximum) - w H(p) [+ sum_j t_j log t_j].
 template <class T, class A, bool cached>
 GRADSCALE_DEVICE void soft_cross_entropy_row(const RowTask& task) {
-  const Head& head = task.head.head;
+  const Head& head = task.head().head;
   const PolicyTarget<A> target(task);
   LogitsRow<T, A, cached> row(task.template prediction<T>(), task.width, task.group);
   const PolicySums<A> sums = policy_sums<A>(row, target, task.group);
@@ -149,7 +149,7 @@ GRADSCALE_DEVICE void soft_cross_entropy_row(const RowTask& task) {
     loss -= weight * entropy;
   }
   task.store_loss(loss);
-  if (task.segment.gradient != nullptr) {
+  if (task.segment().gradient != nullptr) {
     // log p_j + H = x_j - maximum + (H - log(sum))
     write_policy_gradient<T>(task, row, target, sums, weight, entropy - log_sum);
   }

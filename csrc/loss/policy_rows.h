@@ -27,56 +27,76 @@ void read_target(const Segment& s, int64_t row, A* target) {
   }
 }
 
+// sum_j t_j log t_j, of `target(j)`. Small terms, all alike, would each lose the same digits in a float.
+template <class Target>
+double negative_entropy(int64_t width, Target target) {
+  double sum = 0;
+  for (int64_t j = 0; j < width; ++j) {
+    const auto t = target(j);
+    sum += t == 0 ? t : t * std::log(t);
+  }
+  return sum;
+}
+
+// Returns w H(p), and subtracts its gradient's part from the target: w p_j (log p_j + H).
+template <class T, class A>
+A subtract_entropy(const Segment& s, const T* logits, const Softmax<A>& softmax, A inverse_sum, A* target) {
+  const A weight = static_cast<A>(s.head->entropy_weight);
+  const A log_sum = log_normal(softmax.sum);
+  const A maximum = softmax.maximum;
+  const A* values = softmax.values;
+  const A expected = sums_of<A>(logits, s.width, [=](auto load) { // of x_j - maximum, times the sum
+    return std::make_pair(product(load(values), load(logits) - maximum), load(values));
+  })[0];
+  const A entropy = log_sum - expected * inverse_sum;
+  const A constant = entropy - log_sum;
+  for (int64_t j = 0; j < s.width && s.gradient.data != nullptr; ++j) {
+    const A p = values[j] * inverse_sum;
+    target[j] -= weight * product(p, (static_cast<A>(to_accumulate(logits[j])) - maximum) + constant);
+  }
+  return weight * entropy;
+}
+
 // sum(t) log(sum) - sum_j t_j (x_j - maximum) - w H(p) [+ sum_j t_j log t_j];
 // gradient c (sum(t) p_j - t_j + w p_j (log p_j + H)).
 template <class T, class G, class A>
-void soft_cross_entropy_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
+void soft_cross_entropy_row(
+    const Segment& s, const Group& group, int64_t lane, A maximum, A* scratch, GroupSums<A>& sums) {
+  const int64_t row = group.first + lane;
   const int64_t width = s.width;
   A* target = second_row(scratch, width);
   const T* logits = row_of<T>(s.prediction, row);
-  const A maximum = maximum_of<A>(logits, width);
-  const Softmax<A> softmax =
-      softmax_of<false>(logits, width, maximum, ahead_of<T>(s.prediction, s.gradient, row), scratch);
+  const Softmax<A> softmax = softmax_of<false>(logits, width, maximum, ahead_of<T>(s, row), scratch);
   read_target(s, row, target);
-  const auto [target_sum, correct] = sums_of<A>(logits, width, [=](auto load) {
+  auto [target_sum, correct] = sums_of<A>(logits, width, [=](auto load) {
     return std::make_pair(load(target), product(load(target), load(logits) - maximum));
   });
-  const A log_sum = std::log(softmax.sum);
-  A loss = target_sum * log_sum - correct;
   if (s.head->subtract_target_entropy) {
-    double negative_entropy = 0; // small terms, all alike, would each lose the same digits in a float
-    for (int64_t j = 0; j < width; ++j) {
-      negative_entropy += target[j] == 0 ? A(0) : target[j] * std::log(target[j]);
-    }
-    loss += static_cast<A>(negative_entropy);
+    correct -= static_cast<A>(negative_entropy(width, [=](int64_t j) { return target[j]; }));
   }
-  const A weight = static_cast<A>(s.head->entropy_weight);
   const A inverse_sum = A(1) / softmax.sum;
-  A entropy = 0;
-  if (weight != 0) {
-    const A* values = softmax.values;
-    const A expected = sums_of<A>(logits, width, [=](auto load) { // of x_j - maximum, times the sum
-      return std::make_pair(product(load(values), load(logits) - maximum), load(values));
-    })[0];
-    entropy = log_sum - expected * inverse_sum;
-    loss -= weight * entropy;
+  if (s.head->entropy_weight != 0) {
+    correct += subtract_entropy(s, logits, softmax, inverse_sum, target);
   }
-  s.loss.store(row, loss);
+  sums.exponentials[lane] = softmax.sum;
+  sums.target[lane] = target_sum;
+  sums.correct[lane] = correct;
   if (s.gradient.data == nullptr) {
     return;
   }
-  const A c = static_cast<A>(coefficient);
+  const A c = static_cast<A>(group.coefficients[lane]);
   const A* values = softmax.values;
-  if (weight != 0) {
-    // The entropy's part goes with the target's: w p_j (log p_j + H) - t_j.
-    const A constant = entropy - log_sum;
-    for (int64_t j = 0; j < width; ++j) {
-      const A p = values[j] * inverse_sum;
-      target[j] -= weight * product(p, (static_cast<A>(to_accumulate(logits[j])) - maximum) + constant);
-    }
-  }
   const A factor = target_sum * inverse_sum;
   write_gradient<G, A>(s.gradient, row, width, [=](auto load) { return (load(values) * factor - load(target)) * c; });
+}
+
+// Not inlined, for loops that share a function with those of other heads get too few registers.
+template <class T, class G, class A>
+[[gnu::noinline]] void soft_cross_entropy_rows(const Segment& s, const Group& group, A* scratch) {
+  const GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, A maximum, GroupSums<A>& of_rows) {
+    soft_cross_entropy_row<T, G>(s, group, i, maximum, scratch, of_rows);
+  });
+  store_losses(s, group, sums);
 }
 
 } // namespace

@@ -3,15 +3,6 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-template <class A>
-void transform_row(const Support& support, int64_t count, A* target) {
-  if (support.transform != Transform::identity) {
-    for (int64_t j = 0; j < count; ++j) {
-      target[j] = transform_value(support.transform, target[j], static_cast<A>(support.eps));
-    }
-  }
-}
-
 // The row itself, or widened into `scratch`.
 template <class T, class A>
 const A* widened(const T* row, int64_t width, A* scratch) {
@@ -29,7 +20,7 @@ void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
   const A* x = widened(row_of<T>(s.prediction, row), width, scratch);
   A* t = second_row(scratch, width); // becomes the gradient, but for its factor
   widen_row(s.target, row, width, t);
-  transform_row(s.head->support, width, t);
+  transform_many(s.head->support, width, t);
   RowHead head{{static_cast<double>(width), s.head}};
   if constexpr (RowHead::kScales) {
     const auto largest_of = [=](const A* of) { return largest(width, [=](int64_t j) { return std::abs(of[j]); }); };
@@ -70,7 +61,7 @@ void scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t beg
       dispatch_element(
           s.target.element, [&](auto type) { widen_column<decltype(type)>(s.target, first, count, target); });
     }
-    transform_row(s.head->support, count, target);
+    transform_many(s.head->support, count, target);
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
       loss[i] = head.finish(head.terms(x[i], target[i]), 1);

@@ -9,48 +9,42 @@
 #include "../math/exponential.h"
 #include "../math/losses.h"
 #include "../math/rows.cuh"
-#include "device_table.h"
+#include "block_of_rows.cuh"
 
 namespace gradscale {
 
 // A row of a segment and the group that has it.
 struct RowTask {
-  const DeviceSegment& segment;
-  const DeviceHead& head;
-  const void* raw_centers; // of the type of sums
+  const BlockOfRows& block;
   Group group;
   int64_t row;
   int32_t width; // 0 for threads beyond the last row, which take part in reductions
   bool active;
-  bool counts;         // neither masked nor skipped
-  bool writes_outputs; // the loss and the decoded prediction
+  bool counts; // neither masked nor skipped
   double coefficient;
 
+  GRADSCALE_DEVICE const DeviceHead& head() const {
+    return block.head;
+  }
+  GRADSCALE_DEVICE const DeviceSegment& segment() const {
+    return block.segment;
+  }
   GRADSCALE_DEVICE bool leads() const {
     return active && group.rank == 0;
   }
   GRADSCALE_DEVICE void store_loss(double loss) const {
-    if (leads() && writes_outputs) {
-      head.loss.from(segment.step - head.head.first_step).store(row, counts ? loss : 0.0);
+    if (leads()) {
+      block.store_loss(row, loss, counts);
     }
   }
   GRADSCALE_DEVICE void store_expected(double value) const {
-    if (leads() && writes_outputs && head.expected.data != nullptr) {
-      head.expected.from(segment.step - head.head.first_step).store(row, value);
+    if (leads()) {
+      block.store_expected(row, value);
     }
   }
   template <class T>
   GRADSCALE_DEVICE const T* prediction() const {
-    return static_cast<const T*>(segment.prediction) + row * segment.prediction_stride;
-  }
-  template <class A>
-  GRADSCALE_DEVICE A scalar_target() const {
-    A value = 0;
-    dispatch_element(static_cast<Element>(segment.target_element), [&](auto type) {
-      using U = decltype(type);
-      value = static_cast<A>(to_accumulate(static_cast<const U*>(segment.target)[row * segment.target_stride]));
-    });
-    return value;
+    return static_cast<const T*>(segment().prediction) + row * segment().prediction_stride;
   }
 
   // Writes elements first .. first + size of the row's gradient, but for those in skip_begin .. skip_end.
@@ -60,11 +54,11 @@ struct RowTask {
     for (int k = 0; k < size; ++k) {
       values[k] = counts ? values[k] : A(0);
     }
-    if (static_cast<Element>(segment.gradient_element) == ElementOf<T>::value) {
-      T* to = static_cast<T*>(segment.gradient) + row * segment.gradient_stride;
+    if (static_cast<Element>(segment().gradient_element) == ElementOf<T>::value) {
+      T* to = static_cast<T*>(segment().gradient) + row * segment().gradient_stride;
       write_elements<size>(to, width, first, skip_begin, skip_end, values);
     } else {
-      A* to = static_cast<A*>(segment.gradient) + row * segment.gradient_stride;
+      A* to = static_cast<A*>(segment().gradient) + row * segment().gradient_stride;
       write_elements<size>(to, width, first, skip_begin, skip_end, values);
     }
   }

@@ -2,6 +2,7 @@
 // instruction set, with GRADSCALE_VARIANT naming the namespace; the loops are plain, and vectorised by the compiler.
 #include "../math/exponential.h"
 #include "../math/lane_sums.h"
+#include "../math/logarithm.h"
 #include "../math/losses.h"
 #include "segment.h"
 
@@ -78,12 +79,6 @@ void widen_column(const Rows& rows, int64_t first, int64_t count, A* to) {
   }
 }
 
-inline double load_scalar(const Rows& rows, int64_t row) {
-  double value = 0;
-  widen_row(rows, row, 1, &value);
-  return value;
-}
-
 template <class T>
 const T* row_of(const Rows& rows, int64_t row) {
   return static_cast<const T*>(rows.data) + row * rows.stride;
@@ -136,6 +131,14 @@ Ahead ahead_of(const Rows& logits, const Rows& gradient, int64_t row) {
   const int64_t size = element_size(gradient.element);
   char* out = static_cast<char*>(gradient.data);
   return {row_of<T>(logits, row + 1), out == nullptr ? nullptr : out + row * gradient.stride * size};
+}
+
+// The same for a row of a segment, where the next row was read for its maximum.
+template <class T>
+Ahead ahead_of(const Segment& s, int64_t row) {
+  Ahead ahead = ahead_of<T>(s.prediction, s.gradient, row);
+  ahead.read = row_of<T>(s.prediction, row + 2);
+  return ahead;
 }
 
 // The largest logit; -inf for a row of NaN.

@@ -163,7 +163,7 @@ Softmax<float> exponentials_in_lanes(const T* logits, int64_t width, float maxim
   __m512 moment[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
   const auto* read = static_cast<const T*>(ahead.read);
   const void* write = ahead.write != nullptr ? ahead.write : scratch;
-  const auto add = [&](int chain, int64_t block, __mmask16 mask) {
+  const auto add = [&](int chain, int64_t block, __mmask16 mask, Lanes place) {
     // Prefetching past the end of either does nothing.
     __builtin_prefetch(read + block * kLanes, /*rw=*/0);
     __builtin_prefetch(static_cast<const T*>(write) + block * kLanes, /*rw=*/1);
@@ -171,19 +171,21 @@ Softmax<float> exponentials_in_lanes(const T* logits, int64_t width, float maxim
     _mm512_store_ps(scratch + block * kLanes, e);
     sum[chain] = _mm512_add_ps(sum[chain], e);
     if (with_moment) {
-      moment[chain] = _mm512_fmadd_ps(e, _mm512_set1_ps(static_cast<float>(block)), moment[chain]);
+      moment[chain] = _mm512_fmadd_ps(e, place.v, moment[chain]);
     }
   };
-  add(0, 0, blocks.first);
-  for (b = 1; b + 2 < blocks.count; b += 2) {
-    add(0, b, all);
-    add(1, b + 1, all);
+  add(0, 0, blocks.first, 0.0f);
+  Lanes place = 1.0f;
+  for (b = 1; b + 2 < blocks.count; b += 2, place = place + Lanes(2.0f)) {
+    add(0, b, all, place);
+    add(1, b + 1, all, place);
   }
+  moment[1] = _mm512_add_ps(moment[1], sum[1]); // the second chain's blocks are one further
   if (b + 1 < blocks.count) {
-    add(0, b, all);
+    add(0, b, all, static_cast<float>(b));
   }
   if (blocks.count > 1) {
-    add(1, blocks.count - 1, blocks.last);
+    add(1, blocks.count - 1, blocks.last, static_cast<float>(blocks.count - 1));
   }
   const __m512 total = _mm512_add_ps(sum[0], sum[1]);
   float weighted = 0;

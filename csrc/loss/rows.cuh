@@ -1,48 +1,114 @@
-// The row of each head on a device: its loss, decoded prediction and gradient, by a group of threads.
+// Rows of any kind, type and width on a device: those for which no leaner code is written.
+//
+// A group of threads has a row: threads_for_row() of them, so that short rows share a warp and long ones take a block.
 #pragma once
 
 #include "categorical_rows.cuh"
-#include "kinds.h"
 #include "policy_rows.cuh"
 #include "regression_rows.cuh"
 
-#include <type_traits>
-
 namespace gradscale {
 
-// Calls row(cached) with std::true_type where the row stays in the registers of its group, or else std::false_type.
-template <class T, class Row>
-GRADSCALE_DEVICE void with_logits(const RowTask& task, Row row) {
-  if (fits_registers<T>(task.head.width, task.group)) {
-    row(std::true_type());
-  } else {
-    row(std::false_type());
+// The head whose rows are numbers that are compared with their target.
+template <Kind kind, class A>
+struct RegressionHead;
+template <class A>
+struct RegressionHead<Kind::mean_squared_error, A> {
+  using type = MeanSquaredError<A>;
+};
+template <class A>
+struct RegressionHead<Kind::negative_cosine, A> {
+  using type = NegativeCosine<A>;
+};
+template <class A>
+struct RegressionHead<Kind::binary_cross_entropy, A> {
+  using type = BinaryCrossEntropy<A>;
+};
+template <class A>
+struct RegressionHead<Kind::per_step_loss, A> {
+  using type = PerStepLoss<A>;
+};
+
+// T is the type of predictions. With `cached`, a row of logits stays in the registers of its group.
+template <Kind kind, class T, bool cached>
+struct GroupRows {
+  static constexpr int kBlocks = 2;
+  static constexpr int kSharedBytes = 0;
+  static constexpr bool kHasHalves = std::is_same_v<T, BFloat16Bits>;
+
+  GRADSCALE_DEVICE static int32_t rows_of_block(const BlockOfRows& block) {
+    return kRowThreads / block.head.threads_per_row;
+  }
+  GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
+    GRADSCALE_SHARED(double, shared, kWarps);
+    using A = typename AccumulateType<T>::type;
+    const DeviceHead& head = block.head;
+    const RowOfThread own(block.index, head.threads_per_row, block.arguments.batch, shared);
+    const RowFactor factor = block.factor_of(own.row);
+    const int32_t width = own.active ? static_cast<int32_t>(head.width) : 0;
+    const RowTask task{block, own.group, own.row, width, own.active, factor.counts, factor.coefficient};
+    if constexpr (kind == Kind::two_hot) {
+      categorical_row<T, A, cached>(task, two_hot(block.template target<double>(own.row), head.head.support));
+    } else if constexpr (kind == Kind::hl_gauss) {
+      const double target = block.template target<double>(own.row);
+      categorical_row<T, A, cached>(task, hl_gauss(target, head.head.support, head.head.sigma_ratio));
+    } else if constexpr (kind == Kind::soft_cross_entropy) {
+      soft_cross_entropy_row<T, A, cached>(task);
+    } else if constexpr (kind == Kind::binary_cross_entropy || kind == Kind::per_step_loss) {
+      scalar_row<typename RegressionHead<kind, A>::type, T, A>(task);
+    } else {
+      vector_row<typename RegressionHead<kind, A>::type, T, A>(task);
+    }
+  }
+};
+
+// Multiplies the gradients of rows first .. first + count by grad_output: each is read once and written once.
+template <class G>
+GRADSCALE_DEVICE void multiply_rows(const BlockOfRows& block, int64_t first, int64_t count) {
+  using A = typename AccumulateType<G>::type;
+  constexpr int size = kVector<G>, at_once = 2;
+  const RowOfThread own(0, block.head.threads_per_row, count, nullptr);
+  const auto width = static_cast<int32_t>(block.head.width);
+  for (int64_t i = own.row; own.active && i < count; i += blockDim.x / own.group.size) {
+    const int64_t row_index = first + i;
+    if (!block.counts(row_index)) { // zeros stay zeros, whatever grad_output is
+      continue;
+    }
+    const A factor = static_cast<A>(block.arguments.grad_output.load(row_index));
+    G* const row = static_cast<G*>(block.segment.gradient) + row_index * block.segment.gradient_stride;
+    const Windows<G> windows(row, width);
+    for (int32_t window = own.group.rank; window < windows.count; window += at_once * own.group.size) {
+      A values[at_once][size];
+#pragma unroll
+      for (int c = 0; c < at_once; ++c) { // all are asked for before the first is waited for
+        read_elements<size>(row, width, windows.first(window + c * own.group.size), A(0), values[c]);
+      }
+#pragma unroll
+      for (int c = 0; c < at_once; ++c) {
+#pragma unroll
+        for (int k = 0; k < size; ++k) {
+          values[c][k] *= factor;
+        }
+        write_elements<size>(row, width, windows.first(window + c * own.group.size), 0, 0, values[c]);
+      }
+    }
   }
 }
 
-// A is the type of sums; predictions are of a type that is summed in it.
-template <class T, class A>
-GRADSCALE_DEVICE void run_row_of(const RowTask& task) {
-  dispatch_kind<A>(
-      task.head.head,
-      [&](auto encode) {
-        with_logits<T>(task, [&](auto cached) {
-          categorical_row<T, A, decltype(cached)::value>(task, encode(task.template scalar_target<double>()));
-        });
-      },
-      [&] { with_logits<T>(task, [&](auto cached) { soft_cross_entropy_row<T, A, decltype(cached)::value>(task); }); },
-      [&](auto of) { vector_row<typename decltype(of)::Head, T, A>(task); },
-      [&](auto of) { scalar_row<typename decltype(of)::Head, T, A>(task); });
-}
+// Rows of gradients of type G that are there, and are multiplied.
+template <class G>
+struct MultipliedRows {
+  static constexpr int kBlocks = 4;
+  static constexpr int kSharedBytes = 0;
+  static constexpr bool kHasHalves = false;
 
-template <class A>
-GRADSCALE_DEVICE void run_row(const RowTask& task) {
-  dispatch_element(static_cast<Element>(task.segment.prediction_element), [&](auto type) {
-    using T = decltype(type);
-    if constexpr (sizeof(typename AccumulateType<T>::type) == sizeof(A)) {
-      run_row_of<T, A>(task);
-    }
-  });
-}
+  GRADSCALE_DEVICE static int32_t rows_of_block(const BlockOfRows& block) {
+    return kRowThreads / block.head.threads_per_row;
+  }
+  GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
+    const int64_t rows = rows_of_block(block), first = block.index * rows, left = block.arguments.batch - first;
+    multiply_rows<G>(block, first, left < rows ? left : rows);
+  }
+};
 
 } // namespace gradscale

@@ -1,51 +1,62 @@
-// The CPU kernel of the multi-step loss, which takes one row (the prediction of one sample at one step) at a time.
-// Included once for each instruction set.
+// The CPU kernel of the multi-step loss, in which a row is the prediction of one sample at one step. Included once for
+// each instruction set.
 //
-// A row is read from memory once, widened into a padded scratch row that stays in the first-level cache, and its
-// gradient is written once; between the two there is one exponential per element.
+// Short rows are computed 16 side by side, longer ones one after the other. A longer row is read from memory once,
+// widened into a padded scratch row that stays in the first-level cache, and its gradient is written once; between the
+// two there is one exponential per element.
 #include "kinds.h"
 #include "row_tools.h"
+
+#include "row_groups.h"
 
 #include "categorical_rows.h"
 #include "policy_rows.h"
 #include "regression_rows.h"
+#include "short_rows.h"
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// Calls run(row, coefficient) for the rows, with a coefficient of 0 for a masked one. That adds exactly nothing: it is
-// computed into the outputs that do not depend on its target, and its loss and gradient are zero whatever it holds.
-template <class G, class Run>
-void each_row(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, Run run) {
-  for (int64_t row = begin; row < end; ++row) {
-    const bool unmasked = coefficients.mask.includes(row, s.step);
-    run(row, unmasked ? coefficients.at(row, s.step) : 0.0);
-    if (!unmasked) {
-      s.loss.store(row, 0.0);
-      if (s.gradient.data != nullptr) {
-        memset(static_cast<G*>(s.gradient.data) + row * s.gradient.stride, 0, s.width * sizeof(G));
-      }
-    }
-  }
+template <class A>
+void run_short_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end) {
+  const auto nothing = [](auto) {};
+  const auto groups = [&](auto run) { each_group(s, coefficients, begin, end, run); };
+  dispatch_kind<A>(
+      *s.head,
+      [&](auto encode) {
+        groups([&](const Group& group) {
+          const Targets<decltype(encode(0.0))> targets(s, group);
+          short_categorical_rows<A>(s, group, targets.of_row);
+        });
+      },
+      [&] { groups([&](const Group& group) { short_policy_rows<A>(s, group); }); },
+      nothing,
+      nothing);
 }
 
 template <class T, class G>
 void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* memory) {
   using A = typename AccumulateType<T>::type;
   A* scratch = reinterpret_cast<A*>(memory);
-  const auto each = [&](auto run) { each_row<G>(s, coefficients, begin, end, run); };
+  const auto groups = [&](auto run) { each_group(s, coefficients, begin, end, run); };
+  const auto each = [&](auto run) {
+    groups([&](const Group& group) {
+      for (int64_t i = 0; i < group.count; ++i) {
+        run(group.first + i, group.coefficients[i]);
+      }
+    });
+  };
   const auto scalar = [&](auto of) { scalar_rows<typename decltype(of)::Head, T, G, A>(s, coefficients, begin, end); };
   dispatch_kind<A>(
       *s.head,
       [&](auto encode) {
-        each([&](int64_t row, double coefficient) {
-          categorical_row<T, G>(s, row, coefficient, encode(load_scalar(s.target, row)), scratch);
+        groups([&](const Group& group) {
+          const Targets<decltype(encode(0.0))> targets(s, group);
+          categorical_rows<T, G>(s, group, targets.of_row, scratch);
         });
       },
-      [&] {
-        each([&](int64_t row, double coefficient) { soft_cross_entropy_row<T, G>(s, row, coefficient, scratch); });
-      },
+      [&] { groups([&](const Group& group) { soft_cross_entropy_rows<T, G>(s, group, scratch); }); },
       [&](auto of) {
         using RowHead = typename decltype(of)::Head;
         if constexpr (!RowHead::kGradientWaits) {
@@ -58,7 +69,18 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
       scalar);
 }
 
+// Whether to compute rows side by side: those of logits that are short, and not so few that most lanes would idle.
+bool side_by_side(const Segment& s, int64_t count) {
+  const Kind kind = s.head->kind;
+  const bool has_logits = kind == Kind::two_hot || kind == Kind::hl_gauss || kind == Kind::soft_cross_entropy;
+  return has_logits && s.width <= kShortRow && count >= 6;
+}
+
 void run_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* scratch) {
+  if (side_by_side(s, end - begin)) {
+    return s.prediction.element == Element::float64 ? run_short_rows<double>(s, coefficients, begin, end)
+                                                    : run_short_rows<float>(s, coefficients, begin, end);
+  }
   dispatch_element(s.prediction.element, [&](auto type) {
     using T = decltype(type);
     using A = typename AccumulateType<T>::type;

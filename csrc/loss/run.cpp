@@ -12,7 +12,7 @@ RunResult run_loss(const HeadTable& heads, const GradientMemory& memory, const A
   call.make_gradients();
   call.make_segments();
   DeviceState state;
-  if (call.kernels != nullptr) {
+  if (call.on_device) {
     state = run_on_device(call);
   } else {
     run_on_cpu(call);

@@ -6,37 +6,48 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 
 namespace gradscale {
 
 namespace {
 
-// Cuts rows into chunks of about as many elements, which threads take in equal shares.
-void run_rows(const Description& call) {
+struct Chunk {
+  const Segment* segment;
+  int64_t begin, end;
+};
+
+// Cuts rows into chunks of about as many elements, and of whole groups of rows.
+std::vector<Chunk> chunks_of(const Description& call) {
   constexpr int64_t chunk_elements = 8192;
-  constexpr int64_t serial_elements = 32768; // waking the other threads costs as much as this many exponentials
-  struct Chunk {
-    const Segment* segment;
-    int64_t begin, end;
-  };
   std::vector<Chunk> chunks;
-  int64_t elements = 0;
-  int64_t widest = 0;
   for (const Segment& segment : call.segments) {
-    const int64_t rows = std::max<int64_t>(1, chunk_elements / cost_of_row(segment.width));
+    const int64_t groups = std::max<int64_t>(1, chunk_elements / (kLanes * cost_of_row(segment.width)));
+    const int64_t rows = groups * kLanes;
     for (int64_t begin = 0; begin < call.batch; begin += rows) {
       chunks.push_back({&segment, begin, std::min(begin + rows, call.batch)});
     }
+  }
+  return chunks;
+}
+
+// Runs all rows. A thread takes the next chunk when it has done one, so that none waits for another that came late.
+void run_rows(const Description& call) {
+  constexpr int64_t serial_elements = 32768; // waking the other threads costs as much as this many exponentials
+  int64_t elements = 0;
+  int64_t widest = 0;
+  for (const Segment& segment : call.segments) {
     elements += call.batch * cost_of_row(segment.width);
     widest = std::max(widest, segment.width);
   }
+  const std::vector<Chunk> chunks = chunks_of(call);
   const RunRows run = for_this_machine(run_rows_kernel);
-  const auto count = static_cast<int64_t>(chunks.size());
-  const int64_t grain = elements <= serial_elements ? count : 1;
-  at::parallel_for(0, count, std::max<int64_t>(grain, 1), [&](int64_t begin, int64_t end) {
+  const size_t most_threads = elements <= serial_elements ? 1 : at::get_num_threads();
+  std::atomic<size_t> next{0};
+  at::parallel_for(0, static_cast<int64_t>(std::min(most_threads, chunks.size())), 1, [&](int64_t, int64_t) {
     Scratch scratch(widest);
-    for (int64_t i = begin; i < end; ++i) {
+    for (size_t i = next++; i < chunks.size(); i = next++) {
       const Segment& segment = *chunks[i].segment;
       const Coefficients& coefficients = call.coefficients[call.heads.index_of(segment.head)];
       run(segment, coefficients, chunks[i].begin, chunks[i].end, scratch.data());

@@ -34,7 +34,7 @@ LossCall device_call(const Description& call, const DeviceState& state) {
 
 at::Tensor give_workspace(const Description& call, LossCall& of_device) {
   const at::Tensor& beside = call.arguments.predictions[0].tensors[0];
-  const at::Tensor workspace = make_workspace(call.kernels->loss_bytes(of_device), beside);
+  const at::Tensor workspace = make_workspace(bytes_for_loss(of_device), beside);
   of_device.workspace = static_cast<char*>(workspace.mutable_data_ptr());
   return workspace;
 }
@@ -58,7 +58,7 @@ DeviceState run_on_device(Description& call) {
   of_device.num_nonfinite = call.outputs.num_nonfinite.mutable_data_ptr<int64_t>();
   const OnDevice on_device(call.device);
   const at::Tensor workspace = give_workspace(call, of_device);
-  call.kernels->loss(of_device, on_device.stream());
+  launch_loss(of_device, on_device.stream());
   return state;
 }
 
@@ -80,7 +80,7 @@ Gradients multiplied_on_device(
   const OnDevice on_device(call.device);
   const at::Tensor workspace = give_workspace(call, of_device);
   const int64_t stride = grad_output.dim() == 0 ? 0 : grad_output.stride(0);
-  call.kernels->loss_backward(of_device, {call.slab(grad_output, stride), has_gradients}, on_device.stream());
+  launch_loss_backward(of_device, {call.slab(grad_output, stride), has_gradients}, on_device.stream());
   return std::move(call.gradients);
 }
 

@@ -128,10 +128,13 @@ inline int64_t padded_width(int64_t width) {
   return (width + kLanes - 1) / kLanes * kLanes;
 }
 
+// Rows of at most so many elements are computed side by side, one in each lane.
+constexpr int64_t kShortRow = 32;
+
 // The cost of a row, in elements of a long one: beside its own there are its target, its logarithm and its sums. Rows
-// of one number are computed many at a time.
+// of few numbers are computed many at a time.
 inline int64_t cost_of_row(int64_t width) {
-  return width == 1 ? 16 : width + 128;
+  return width == 1 ? 16 : (width <= kShortRow ? 2 * width + 48 : width + 128);
 }
 
 // The room for two rows, each with the lanes before its first element.

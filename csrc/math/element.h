@@ -46,6 +46,29 @@ struct ElementOf<HalfBits> {
   static constexpr Element value = Element::float16;
 };
 
+// The name of the type of an element, in the names of kernels.
+inline const char* type_name(Element element) {
+  switch (element) {
+    case Element::float64:
+      return "double";
+    case Element::float32:
+      return "float";
+    case Element::bfloat16:
+      return "BFloat16Bits";
+    case Element::float16:
+      return "HalfBits";
+    case Element::int64:
+      break;
+  }
+  return "int64_t";
+}
+
+// The type in which elements of T are summed, by its name.
+template <class T>
+const char* name_of_sums() {
+  return type_name(ElementOf<typename AccumulateType<T>::type>::value);
+}
+
 GRADSCALE_HOST_DEVICE int64_t element_size(Element element) {
   switch (element) {
     case Element::float64:
@@ -61,7 +84,7 @@ GRADSCALE_HOST_DEVICE int64_t element_size(Element element) {
 }
 
 // Calls function(value of the C++ type that `element`, a floating one, names).
-#if defined(__CUDACC__)
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
 #pragma nv_exec_check_disable // the function may be one of the host alone
 #endif
 template <class Function>
@@ -92,7 +115,9 @@ GRADSCALE_HOST_DEVICE float to_accumulate(BFloat16Bits value) {
 // The exponent that is shifted into place is 112 too small: multiplying by 2^112 mends that, subnormals included.
 GRADSCALE_HOST_DEVICE float to_accumulate(HalfBits value) {
 #if defined(__CUDA_ARCH__)
-  return __half2float(__ushort_as_half(value.bits));
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+  return result;
 #else
   const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fff) << 13;
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
@@ -118,8 +143,10 @@ GRADSCALE_HOST_DEVICE double from_accumulate<double, double>(double value) {
 // Rounds to nearest, ties to even, by adding just under half a unit of the last bit that stays.
 template <>
 GRADSCALE_HOST_DEVICE BFloat16Bits from_accumulate<BFloat16Bits, float>(float value) {
-#if defined(__CUDA_ARCH__)
-  return {__bfloat16_as_ushort(__float2bfloat16_rn(value))};
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint16_t bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return {bits};
 #else
   const uint32_t bits = bit_cast<uint32_t>(value);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -130,7 +157,9 @@ GRADSCALE_HOST_DEVICE BFloat16Bits from_accumulate<BFloat16Bits, float>(float va
 template <>
 GRADSCALE_HOST_DEVICE HalfBits from_accumulate<HalfBits, float>(float value) {
 #if defined(__CUDA_ARCH__)
-  return {__half_as_ushort(__float2half_rn(value))};
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return {bits};
 #else
   const uint32_t bits = bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "norms.h"
-#include "rows.cuh"
+#include "windows.cuh"
 
 namespace gradscale {
 
@@ -66,6 +66,11 @@ GRADSCALE_DEVICE bool any_of_warp(bool value) {
 
 template <class T>
 GRADSCALE_DEVICE PowerSum power_sum_of_range(const T* from, int32_t size, double p, const Group& group) {
+  if constexpr (!std::is_same_v<T, double>) {
+    if (p == 2) { // squares of such elements neither overflow nor vanish in double
+      return {sum_of_squares(from, size, group), 1};
+    }
+  }
   const bool is_maximum = std::isinf(p);
   const double sum = is_maximum ? largest_of_range(from, size, group) : plain_power_sum(from, size, p, 1.0, group);
   if (!any_of_warp(!is_safe(sum))) {

@@ -61,7 +61,7 @@ GRADSCALE_HOST_DEVICE PowerSum within_double(PowerSum sum, double p) {
 GRADSCALE_HOST_DEVICE Scaling scaling(Rule rule, PowerSum sum, double p, double limit) {
   sum = within_double(sum, p);
   const double norm = norm_of(sum.sum, p); // over root^2
-  const bool within = norm <= limit / sum.root / sum.root;
+  const bool within = norm <= (sum.root == 1 ? limit : limit / sum.root / sum.root);
   if (!(limit >= 0)) {
     return {1, static_cast<double>(NAN), within};
   }

@@ -4,6 +4,7 @@
 
 #include "../port/device.h"
 #include "element.h"
+#include "row_shape.h"
 
 namespace gradscale {
 
@@ -35,7 +36,7 @@ struct Group {
       }
       __syncthreads();
       value = static_cast<T>(shared[0]);
-      for (int warp = 1; warp < kWarps; ++warp) {
+      for (int warp = 1; warp < size / 32; ++warp) {
         value = combine(value, static_cast<T>(shared[warp]));
       }
     }
@@ -54,38 +55,6 @@ struct Group {
   }
 };
 
-// The number of 16-byte windows whose elements a thread keeps in its registers, as the type of sums: 128 bytes.
-GRADSCALE_HOST_DEVICE constexpr int cached_windows(int64_t element_bytes) {
-  return element_bytes == 2 ? 4 : 8;
-}
-
-// The largest number of windows of a row, wherever it begins.
-GRADSCALE_HOST_DEVICE int64_t windows_at_most(int64_t width, int64_t element_bytes) {
-  return width * element_bytes / 16 + 2;
-}
-
-// The number of threads for a row of so many elements of so many bytes: one for each window, up to a warp; a block
-// where a warp has no registers for the row.
-inline int32_t threads_for_row(int64_t width, int64_t element_bytes) {
-  const int64_t windows = windows_at_most(width, element_bytes);
-  if (width == 1) {
-    return 1;
-  }
-  if (windows > 32 * cached_windows(element_bytes)) {
-    return kThreads;
-  }
-  int32_t threads = 2;
-  while (threads < 32 && threads < windows) {
-    threads *= 2;
-  }
-  return threads;
-}
-
-inline int64_t blocks_for_rows(int64_t rows, int32_t threads_per_row) {
-  const int64_t rows_of_block = kThreads / threads_per_row;
-  return (rows + rows_of_block - 1) / rows_of_block;
-}
-
 // The row of this thread and the group that has it, in the given block of those that have rows. A thread beyond the
 // last row is not active, and has the last row.
 struct RowOfThread {
@@ -95,7 +64,7 @@ struct RowOfThread {
 
   GRADSCALE_DEVICE RowOfThread(int64_t block, int32_t threads_per_row, int64_t rows, double* shared)
       : group{threads_per_row, static_cast<int>(threadIdx.x) % threads_per_row, shared},
-        row(block * (kThreads / threads_per_row) + static_cast<int>(threadIdx.x) / threads_per_row),
+        row(block * (static_cast<int>(blockDim.x) / threads_per_row) + static_cast<int>(threadIdx.x) / threads_per_row),
         active(row < rows) {
     row = active ? row : rows - 1;
   }

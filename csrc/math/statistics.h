@@ -3,10 +3,6 @@
 
 #include "norms.h"
 
-#include <cstdint>
-#include <limits>
-#include <type_traits>
-
 namespace gradscale {
 
 // Bins of log2 |g|, an octave each; the first has all that is smaller, and the last all that is larger.

@@ -36,9 +36,14 @@ GRADSCALE_HOST_DEVICE double clamp_between(double x, double low, double high) {
   return x < low ? low : (x > high ? high : x);
 }
 
+// x without infinities, which would become inf * 0 in a transform.
+GRADSCALE_HOST_DEVICE double clamp_finite(double x) {
+  constexpr double largest = 1.7976931348623157e308;
+  return clamp_between(x, -largest, largest);
+}
+
 GRADSCALE_HOST_DEVICE double transformed_target(double x, const Support& support) {
-  constexpr double largest = 1.7976931348623157e308; // inf would become inf * 0 in a transform
-  return transform_value(support.transform, clamp_between(x, -largest, largest), support.eps);
+  return transform_value(support.transform, clamp_finite(x), support.eps);
 }
 
 // Bins begin..end have mass, the others none. A NaN target has NaN mass, in range.
@@ -63,21 +68,33 @@ struct TwoHotTarget {
   }
 };
 
-GRADSCALE_HOST_DEVICE TwoHotTarget two_hot(double x, const Support& support) {
+// Where y, in transformed coordinates, lies among the bins: 0 is the centre of the first.
+GRADSCALE_HOST_DEVICE double position_among_bins(double y, const Support& support) {
   const double last_bin = support.num_bins - 1;
-  const double y = transformed_target(x, support);
-  const double position =
-      clamp_between((y - support.minimum) * (last_bin / (support.maximum - support.minimum)), 0, last_bin);
+  return clamp_between((y - support.minimum) * (last_bin / (support.maximum - support.minimum)), 0, last_bin);
+}
+
+// The lower one of the two bins around a position.
+GRADSCALE_HOST_DEVICE int32_t bin_below(double position, const Support& support) {
   // The comparison is false for NaN, so that the bin is in range whatever came in.
   const double floor_position = position > 0 ? std::floor(position) : 0;
   const int32_t below_last = support.num_bins - 2;
-  const int32_t bin = floor_position < below_last ? static_cast<int32_t>(floor_position) : below_last;
+  return floor_position < below_last ? static_cast<int32_t>(floor_position) : below_last;
+}
+
+// The target of x, whose lower bin is known.
+GRADSCALE_HOST_DEVICE TwoHotTarget two_hot_from(double x, double position, int32_t bin, const Support& support) {
   double upper = position - bin;
   if (support.raw) {
     const double low = raw_center(support, bin);
     upper = clamp_between((x - low) / (raw_center(support, bin + 1) - low), 0, 1);
   }
   return {bin, bin + 2, upper};
+}
+
+GRADSCALE_HOST_DEVICE TwoHotTarget two_hot(double x, const Support& support) {
+  const double position = position_among_bins(transformed_target(x, support), support);
+  return two_hot_from(x, position, bin_below(position, support), support);
 }
 
 // A normal around the target with a standard deviation of sigma_ratio bins, cut at the ends and normalised.
@@ -141,6 +158,12 @@ GRADSCALE_HOST_DEVICE T expectation_from_moment(T moment, const Support& support
   const T middle = T(0.5 * (support.minimum + support.maximum));
   const T half_spacing = T(0.5 * bin_width(support));
   return middle + half_spacing * moment;
+}
+
+// The scalar that probabilities stand for, from the same moment.
+template <class T>
+GRADSCALE_HOST_DEVICE T decoded_moment(T moment, const Support& support) {
+  return inverse_transform_value(support.transform, expectation_from_moment(moment, support), T(support.eps));
 }
 
 } // namespace gradscale

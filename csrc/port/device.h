@@ -1,23 +1,13 @@
 // The tools with which one kernel compiles for the GPU and for the CPU simulator of tests/simt: .cuh files include
-// these and formulas alone. A kernel takes raw pointers and plain structs. In it
+// these and formulas alone. A kernel takes one plain struct with raw pointers. In it
 //
 // - shared memory is declared with GRADSCALE_SHARED;
 // - 16 bytes at a time go through load16 and store16, which the simulator checks for alignment;
 // - exchange in a warp is by _sync collectives of whole warps, and by __syncwarp(); every thread reaches every barrier;
-// - large arguments are declared with GRADSCALE_ARGUMENT, and kernels are started with launch().
+// - the one argument, a struct, is declared with GRADSCALE_ARGUMENT: launch.h starts kernels.
 #pragma once
 
 #include "port.h"
-
-#ifndef GRADSCALE_THREADS // ThreadSanitizer knows fewer at a time: tests take 64
-#define GRADSCALE_THREADS 256
-#endif
-
-namespace gradscale {
-
-constexpr int kThreads = GRADSCALE_THREADS; // of a block
-
-} // namespace gradscale
 
 #if defined(__CUDACC__)
 
@@ -34,6 +24,28 @@ GRADSCALE_DEVICE Vector load16(const void* from) {
   return *static_cast<const Vector*>(from);
 }
 
+// Reads 16 bytes that no thread of the launch writes.
+template <class Vector>
+GRADSCALE_DEVICE Vector read16(const void* from) {
+  static_assert(sizeof(Vector) == 16);
+  uint4 words;
+  asm("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+      : "l"(__cvta_generic_to_global(from)));
+  return bit_cast<Vector>(words);
+}
+
+// A place in shared memory, to which bytes can be added.
+using SharedAddress = uint32_t;
+
+GRADSCALE_DEVICE SharedAddress shared_address(const void* shared) {
+  return static_cast<SharedAddress>(__cvta_generic_to_shared(shared));
+}
+
+GRADSCALE_DEVICE void count_one(SharedAddress counter) {
+  asm volatile("red.shared.add.u32 [%0], 1;" : : "r"(counter) : "memory");
+}
+
 // Written in PTX: from C++ the compiler makes a store for each element, as it finds them elsewhere too.
 template <class Vector>
 GRADSCALE_DEVICE void store16(void* to, Vector vector) {
@@ -47,43 +59,6 @@ GRADSCALE_DEVICE void store16(void* to, Vector vector) {
 
 } // namespace gradscale
 
-#if !defined(__CUDACC_RTC__)
-
-#include <stdexcept>
-#include <string>
-
-namespace gradscale {
-
-using Stream = cudaStream_t;
-
-// Starts `kernel` for `blocks` blocks of `threads` threads; nothing is waited for.
-template <class... Parameters, class... Arguments>
-void launch(
-    const char* name,
-    void (*kernel)(Parameters...),
-    int64_t blocks,
-    int threads,
-    Stream stream,
-    const Arguments&... arguments) {
-  if (blocks == 0) {
-    return;
-  }
-  if (blocks > 2147483647) {
-    throw std::runtime_error(std::string("gradscale_ext: ") + name + " would need more than 2^31 - 1 blocks");
-  }
-  kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(arguments...);
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) {
-    throw std::runtime_error(
-        std::string("gradscale_ext: ") + name + " could not be launched: " + cudaGetErrorString(error) +
-        " (`python -m gradscale_ext` says which GPUs it was compiled for)");
-  }
-}
-
-} // namespace gradscale
-
-#endif
-
 #else
 
 #include "simt.h" // of tests/simt
@@ -96,8 +71,6 @@ void launch(
 
 namespace gradscale {
 
-using Stream = void*;
-
 template <class Vector>
 inline Vector load16(const void* from, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
   static_assert(sizeof(Vector) == 16);
@@ -106,23 +79,27 @@ inline Vector load16(const void* from, const char* file = __builtin_FILE(), int 
 }
 
 template <class Vector>
+inline Vector read16(const void* from, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  static_assert(sizeof(Vector) == 16);
+  simt::check_aligned(from, 16, "read16", file, line);
+  return *static_cast<const Vector*>(from);
+}
+
+using SharedAddress = char*;
+
+inline SharedAddress shared_address(void* shared) {
+  return static_cast<char*>(shared);
+}
+
+inline void count_one(SharedAddress counter) {
+  atomicAdd(reinterpret_cast<unsigned*>(counter), 1u);
+}
+
+template <class Vector>
 inline void store16(void* to, Vector vector, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
   static_assert(sizeof(Vector) == 16);
   simt::check_aligned(to, 16, "store16", file, line);
   *static_cast<Vector*>(to) = vector;
-}
-
-template <class... Parameters, class... Arguments>
-void launch(
-    const char* name,
-    void (*kernel)(Parameters...),
-    int64_t blocks,
-    int threads,
-    Stream /*stream*/,
-    const Arguments&... arguments) {
-  if (blocks != 0) {
-    simt::launch(name, blocks, threads, [&] { kernel(arguments...); });
-  }
 }
 
 } // namespace gradscale

@@ -1,13 +1,17 @@
 // The macros with which one formula compiles for the GPU and for the CPU.
 #pragma once
 
+#if defined(__CUDACC_RTC__)
+#include "rtc.h"
+#else
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <type_traits>
+#endif
 
 #if defined(__CUDACC__)
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #define GRADSCALE_HOST_DEVICE __host__ __device__ __forceinline__
 #define GRADSCALE_DISPATCH GRADSCALE_HOST_DEVICE
 #elif defined(__GNUC__)
@@ -29,8 +33,15 @@
 
 namespace gradscale {
 
-// The number of lanes of the kernels' vectors: 64 bytes of float.
+// The number of lanes of the CPU kernels' vectors: 64 bytes of float.
 constexpr int64_t kLanes = 16;
+
+#ifndef GRADSCALE_THREADS // ThreadSanitizer knows fewer at a time: tests take 64
+#define GRADSCALE_THREADS 256
+#endif
+
+// The threads of a block of most kernels.
+constexpr int kThreads = GRADSCALE_THREADS;
 
 template <class To, class From>
 GRADSCALE_HOST_DEVICE To bit_cast(From from) {

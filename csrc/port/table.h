@@ -3,7 +3,7 @@
 // their own arguments.
 #pragma once
 
-#include "device.h"
+#include "port.h"
 
 namespace gradscale {
 
@@ -18,6 +18,19 @@ struct Table {
   GRADSCALE_HOST_DEVICE const T* at(int64_t offset) const {
     return reinterpret_cast<const T*>((outside != nullptr ? outside : inside) + offset);
   }
+
+  // The begin of the table where it is known which it is, so that a GPU reads its arguments as such.
+  template <bool is_inside>
+  GRADSCALE_HOST_DEVICE const char* begin() const {
+    return is_inside ? inside : outside;
+  }
+};
+
+// A part of a table on its way to device memory.
+struct CopyOfTable {
+  Table table;
+  char* to;
+  int64_t bytes;
 };
 
 } // namespace gradscale

@@ -1,6 +1,7 @@
 // The builder of a Table on the host.
 #pragma once
 
+#include "launch.h"
 #include "table.h"
 
 #include <vector>

@@ -96,9 +96,9 @@ at::Tensor clipping_of(
       max_norm,
       skip_nonfinite,
       out.mutable_data_ptr<double>()};
-  if (const auto* device = device_kernels<TensorsKernels>(values.device())) {
+  if (runs_kernels(values.device())) {
     const OnDevice on_device(values.device());
-    device->clipping(call, on_device.stream());
+    launch_clipping(call, on_device.stream());
   } else {
     find_clipping(call);
   }
@@ -110,7 +110,7 @@ void clip_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& clip
   for (const at::Tensor& tensor : tensors) {
     targets.push_back(target_of(tensor));
   }
-  if (const auto* device = device_kernels<TensorsKernels>(clipping.device())) {
+  if (runs_kernels(clipping.device())) {
     std::vector<DeviceRange> ranges;
     for (const Target& target : targets) {
       const Range range = range_of(target);
@@ -124,9 +124,9 @@ void clip_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& clip
         skip_nonfinite,
         nullptr};
     const OnDevice on_device(clipping.device());
-    const at::Tensor workspace = make_workspace(device->clip_bytes(call), clipping);
+    const at::Tensor workspace = make_workspace(bytes_for_clip(call), clipping);
     call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
-    device->clip(call, on_device.stream());
+    launch_clip(call, on_device.stream());
   } else {
     clip(targets, clipping.const_data_ptr<double>()[1], skip_nonfinite);
   }

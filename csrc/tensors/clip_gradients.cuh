@@ -8,7 +8,7 @@
 
 namespace gradscale {
 
-GRADSCALE_KERNEL(kThreads, 2) find_clipping_on_device(ClippingCall call) {
+GRADSCALE_KERNEL(kThreads, 2) find_clipping(GRADSCALE_ARGUMENT(ClippingCall) call) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
   double largest = 0;
@@ -34,16 +34,16 @@ GRADSCALE_KERNEL(kThreads, 2) find_clipping_on_device(ClippingCall call) {
 }
 
 GRADSCALE_KERNEL(kThreads, 2)
-clipped_tensors(GRADSCALE_ARGUMENT(RangeTable) table, const double* factor_, bool zeros) {
-  const double factor = *factor_;
+clipped_tensors(GRADSCALE_ARGUMENT(ClippedTensors) arguments) {
+  const double factor = *arguments.factor;
   if (factor == 1) {
     return;
   }
   const bool narrow = Scaling{1, factor, false}.is_normal_in_float();
-  scale_chunk(chunk_of_block(table, kChunkOfTensor), [&](auto x) {
+  scale_chunk(chunk_of_block(arguments.table, kChunkOfTensor), [&](auto x) {
     using A = decltype(x);
     return narrow ? x * static_cast<A>(factor)
-                  : static_cast<A>(zeros && factor == 0 ? 0 : static_cast<double>(x) * factor);
+                  : static_cast<A>(arguments.zeros && factor == 0 ? 0 : static_cast<double>(x) * factor);
   });
 }
 

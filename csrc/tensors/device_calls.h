@@ -63,18 +63,4 @@ void launch_clipping(const ClippingCall& call, void* stream);
 void launch_clip(const ClipCall& call, void* stream);
 int64_t bytes_for_clip(const ClipCall& call);
 
-// The functions that start this family's kernels on a stream of a device.
-struct TensorsKernels {
-  static constexpr const char* kFamily = "tensors";
-
-  decltype(&launch_squares) squares = launch_squares;
-  decltype(&launch_squares_backward) squares_backward = launch_squares_backward;
-  decltype(&bytes_for_squares) squares_bytes = bytes_for_squares;
-  decltype(&launch_statistics) statistics = launch_statistics;
-  decltype(&bytes_for_statistics) statistics_bytes = bytes_for_statistics;
-  decltype(&launch_clipping) clipping = launch_clipping;
-  decltype(&launch_clip) clip = launch_clip;
-  decltype(&bytes_for_clip) clip_bytes = bytes_for_clip;
-};
-
 } // namespace gradscale

@@ -42,22 +42,21 @@ Slab slab_of(const at::Tensor& scalar) {
   return {scalar.mutable_data_ptr(), 0, scalar.scalar_type() == at::kDouble};
 }
 
-void run_on_device(
-    const TensorsKernels& device, const std::vector<at::Tensor>& tensors, double factor, const at::Tensor& loss) {
+void run_on_device(const std::vector<at::Tensor>& tensors, double factor, const at::Tensor& loss) {
   std::vector<DeviceRange> ranges;
   for (const at::Tensor& tensor : tensors) {
     ranges.push_back({tensor.const_data_ptr(), nullptr, tensor.numel(), element_of(tensor)});
   }
   SquaresCall call{ranges.data(), static_cast<int64_t>(ranges.size()), factor, slab_of(loss), {}, nullptr};
   const OnDevice on_device(loss.device());
-  const at::Tensor workspace = make_workspace(device.squares_bytes(call), loss);
+  const at::Tensor workspace = make_workspace(bytes_for_squares(call), loss);
   call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
-  device.squares(call, on_device.stream());
+  launch_squares(call, on_device.stream());
 }
 
 // Computes the wanted gradients; the others are undefined.
 autograd::variable_list gradients_on_device(
-    const TensorsKernels& device, const std::vector<at::Tensor>& wanted, double factor, const at::Tensor& grad_output) {
+    const std::vector<at::Tensor>& wanted, double factor, const at::Tensor& grad_output) {
   autograd::variable_list gradients(wanted.size());
   std::vector<DeviceRange> ranges;
   std::vector<at::Tensor> dense_tensors; // live as long as the pointers into them
@@ -71,9 +70,9 @@ autograd::variable_list gradients_on_device(
   }
   SquaresCall call{ranges.data(), static_cast<int64_t>(ranges.size()), factor, {}, slab_of(grad_output), nullptr};
   const OnDevice on_device(grad_output.device());
-  const at::Tensor workspace = make_workspace(device.squares_bytes(call), grad_output);
+  const at::Tensor workspace = make_workspace(bytes_for_squares(call), grad_output);
   call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
-  device.squares_backward(call, on_device.stream());
+  launch_squares_backward(call, on_device.stream());
   return gradients;
 }
 
@@ -100,9 +99,9 @@ struct L2LossBackward : public BackwardNode {
     if (!inputs[0].defined()) {
       return result;
     }
-    if (const auto* device = device_kernels<TensorsKernels>(inputs[0].device());
-        device != nullptr && !at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(inputs[0])) {
-      return gradients_on_device(*device, wanted, weight, inputs[0]);
+    if (runs_kernels(inputs[0].device()) && !at::GradMode::is_enabled() && ordinary_context() &&
+        ordinary_tensor(inputs[0])) {
+      return gradients_on_device(wanted, weight, inputs[0]);
     }
     const at::Tensor factor = inputs[0].mul(weight);
     for (size_t i = 0; i < wanted.size(); ++i) {
@@ -141,8 +140,8 @@ at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight) {
   }
   const c10::Device device = parameters.empty() ? c10::Device(at::kCPU) : parameters[0].device();
   at::Tensor loss = at::empty({}, at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device));
-  if (const auto* kernels_of_device = device_kernels<TensorsKernels>(device)) {
-    run_on_device(*kernels_of_device, contiguous, 0.5 * weight, loss);
+  if (runs_kernels(device)) {
+    run_on_device(contiguous, 0.5 * weight, loss);
   } else {
     const double value = 0.5 * weight * sum_of_squares(contiguous);
     if (is_double) {

@@ -9,37 +9,38 @@
 
 namespace gradscale {
 
-GRADSCALE_KERNEL(kThreads, 2) sums_of_squares(GRADSCALE_ARGUMENT(RangeTable) table, double* sums) {
+GRADSCALE_KERNEL(kThreads, 2) sums_of_squares(GRADSCALE_ARGUMENT(SumsOfSquares) arguments) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
-  const ChunkOfTensor chunk = chunk_of_block(table, kChunkOfTensor);
+  const ChunkOfTensor chunk = chunk_of_block(arguments.table, kChunkOfTensor);
   dispatch_element(chunk.entry.range.element, [&](auto type) {
     using T = decltype(type);
     const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
     const PowerSum squares = power_sum_of_range(data, chunk.size, 2.0, block);
     if (threadIdx.x == 0) {
       const double scale = squares.root * squares.root;
-      sums[blockIdx.x] = squares.sum * scale * scale;
+      arguments.sums[blockIdx.x] = squares.sum * scale * scale;
     }
   });
 }
 
-GRADSCALE_KERNEL(kThreads, 2) squares_total(const double* sums, int64_t count, double factor, Slab loss) {
+GRADSCALE_KERNEL(kThreads, 2) squares_total(GRADSCALE_ARGUMENT(SquaresTotal) arguments) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
   double sum = 0;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) {
-    sum += sums[i];
+  for (int64_t i = threadIdx.x; i < arguments.count; i += kThreads) {
+    sum += arguments.sums[i];
   }
   sum = block.sum(sum);
   if (threadIdx.x == 0) {
-    loss.store(0, factor * sum);
+    arguments.loss.store(0, arguments.factor * sum);
   }
 }
 
-GRADSCALE_KERNEL(kThreads, 2) scaled_tensors(GRADSCALE_ARGUMENT(RangeTable) table, double factor, Slab grad_output) {
-  const double by = factor * grad_output.load(0);
-  scale_chunk(chunk_of_block(table, kChunkOfTensor), [&](auto x) { return x * static_cast<decltype(x)>(by); });
+GRADSCALE_KERNEL(kThreads, 2) scaled_tensors(GRADSCALE_ARGUMENT(ScaledTensors) arguments) {
+  const double by = arguments.factor * arguments.grad_output.load(0);
+  scale_chunk(
+      chunk_of_block(arguments.table, kChunkOfTensor), [&](auto x) { return x * static_cast<decltype(x)>(by); });
 }
 
 } // namespace gradscale

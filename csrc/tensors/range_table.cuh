@@ -2,26 +2,9 @@
 #pragma once
 
 #include "../math/norms.cuh"
-#include "../port/table.h"
-#include "device_calls.h"
+#include "range_table.h"
 
 namespace gradscale {
-
-constexpr int64_t kChunkOfTensor = 16384; // elements
-
-struct RangeEntry {
-  DeviceRange range;
-  int64_t first_block;
-};
-
-struct RangeTable {
-  Table table;
-  int64_t count;
-
-  GRADSCALE_HOST_DEVICE const RangeEntry& operator[](int64_t index) const {
-    return table.at<RangeEntry>(0)[index];
-  }
-};
 
 // The tensor that this block works on, and its chunk of it.
 struct ChunkOfTensor {
@@ -30,9 +13,9 @@ struct ChunkOfTensor {
   int32_t size;
 };
 
-// Finds the chunk of this block. Empty tensors have no block: among tensors that begin at the same block the last has
-// it.
-GRADSCALE_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table, int64_t chunk) {
+// Finds the chunk of this block, which has so many bytes. Empty tensors have no block: among tensors that begin at the
+// same block the last has it.
+GRADSCALE_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table, int64_t bytes) {
   int64_t low = 0;
   int64_t high = table.count;
   while (high - low > 1) {
@@ -40,6 +23,7 @@ GRADSCALE_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table, int64_t c
     (table[middle].first_block <= blockIdx.x ? low : high) = middle;
   }
   const RangeEntry& entry = table[low];
+  const int64_t chunk = elements_of_chunk(entry.range, bytes);
   const int64_t begin = (blockIdx.x - entry.first_block) * chunk;
   const int64_t rest = entry.range.size - begin;
   return {entry, begin, static_cast<int32_t>(rest < chunk ? rest : chunk)};

@@ -1,37 +1,71 @@
-// The builder of a RangeTable on the host.
+// The tensors of a launch that has one block for each chunk of each of them, and the arguments of such launches.
 #pragma once
 
-#include "../port/table_builder.h"
-#include "range_table.cuh"
+#include "../port/table.h"
+#include "device_calls.h"
 
 namespace gradscale {
 
-// Ranges get their blocks in their order.
-class RangeTableBuilder {
- public:
-  RangeTableBuilder(const DeviceRange* ranges, int64_t count, int64_t chunk) {
-    for (int64_t i = 0; i < count; ++i) {
-      entries_.push_back({ranges[i], blocks_});
-      blocks_ += (ranges[i].size + chunk - 1) / chunk;
-    }
-  }
+constexpr int64_t kChunkOfTensor = 65536; // bytes
 
-  int64_t blocks() const {
-    return blocks_;
-  }
-  int64_t bytes() const {
-    return static_cast<int64_t>(entries_.size() * sizeof(RangeEntry));
-  }
-  // Builds the table. It may need `bytes()` of device memory, which begins at a multiple of 8.
-  RangeTable build(char* device_memory, Stream stream) const {
-    TableBuilder builder;
-    builder.add(entries_.data(), static_cast<int64_t>(entries_.size()));
-    return {builder.build(device_memory, stream), static_cast<int64_t>(entries_.size())};
-  }
+// The number of elements in chunks of so many bytes, and of the chunks that a range has.
+GRADSCALE_HOST_DEVICE int64_t elements_of_chunk(const DeviceRange& range, int64_t bytes) {
+  return range.element == Element::float64 ? bytes / 8 : (range.element == Element::float32 ? bytes / 4 : bytes / 2);
+}
 
- private:
-  int64_t blocks_ = 0;
-  std::vector<RangeEntry> entries_;
+GRADSCALE_HOST_DEVICE int64_t blocks_of_range(const DeviceRange& range, int64_t bytes) {
+  const int64_t chunk = elements_of_chunk(range, bytes);
+  return (range.size + chunk - 1) / chunk;
+}
+
+struct RangeEntry {
+  DeviceRange range;
+  int64_t first_block;
+};
+
+struct RangeTable {
+  Table table;
+  int64_t count;
+
+  GRADSCALE_HOST_DEVICE const RangeEntry& operator[](int64_t index) const {
+    return table.at<RangeEntry>(0)[index];
+  }
+};
+
+struct SumsOfSquares {
+  RangeTable table;
+  double* sums; // of the chunks
+};
+
+struct SquaresTotal {
+  const double* sums;
+  int64_t count;
+  double factor;
+  Slab loss;
+};
+
+struct ScaledTensors {
+  RangeTable table;
+  double factor;
+  Slab grad_output;
+};
+
+struct ClippedTensors {
+  RangeTable table;
+  const double* factor;
+  bool zeros; // a factor of 0 leaves zeros, whatever the elements were
+};
+
+constexpr int64_t kChunkOfStatistics = 1024 * kThreads; // bytes
+
+// Orders of norms that have kernels of their own: 2, 1 and inf.
+enum class Order { any, square, sum, maximum };
+
+struct StatisticsArguments {
+  RangeTable table;
+  ChunkStatistics* chunks;
+  double p;
+  StatisticsOut out;
 };
 
 } // namespace gradscale

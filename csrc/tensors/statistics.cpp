@@ -86,21 +86,16 @@ void run(const std::vector<Stored>& parts, double p, const StatisticsOut& out) {
   }
 }
 
-void run_on_device(
-    const TensorsKernels& device,
-    const std::vector<Stored>& parts,
-    double p,
-    const StatisticsOut& out,
-    const at::Tensor& beside) {
+void run_on_device(const std::vector<Stored>& parts, double p, const StatisticsOut& out, const at::Tensor& beside) {
   std::vector<DeviceRange> ranges;
   for (const Range& range : ranges_of(parts)) {
     ranges.push_back({range.data, nullptr, range.size, range.element, parts[ranges.size()].implicit_zeros});
   }
   StatisticsCall call{ranges.data(), p, out, nullptr};
   const OnDevice on_device(beside.device());
-  const at::Tensor workspace = make_workspace(device.statistics_bytes(call), beside);
+  const at::Tensor workspace = make_workspace(bytes_for_statistics(call), beside);
   call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
-  device.statistics(call, on_device.stream());
+  launch_statistics(call, on_device.stream());
 }
 
 c10::Device device_of(const std::vector<std::optional<at::Tensor>>& tensors) {
@@ -135,8 +130,8 @@ TensorStatistics tensor_statistics(const std::vector<std::optional<at::Tensor>>&
   if (count == 0) {
     return result;
   }
-  if (const auto* device = device_kernels<TensorsKernels>(where)) {
-    run_on_device(*device, parts, p, out, result.values);
+  if (runs_kernels(where)) {
+    run_on_device(parts, p, out, result.values);
   } else {
     run(parts, p, out);
   }

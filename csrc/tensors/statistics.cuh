@@ -1,50 +1,45 @@
 // Statistics of many tensors.
 //
-// chunk_statistics    one block for each chunk of a tensor, of as many tensors as there are: read once. A thread counts
-//                     bins in 16-bit counters of its own in shared memory, so that there are no atomics, and neighbours
-//                     meet in no bank; the block adds them up.
+// chunk_statistics    one block for each chunk of a tensor, of as many tensors as there are: read once, 64 bytes a
+// thread
+//                     at a time. Elements are counted by their exponents in 32 KB of shared memory, with atomic
+//                     additions of whole numbers in which no two lanes of a warp meet. Three blocks share a
+//                     multiprocessor, so that 96 KB are on their way.
 // tensor_statistics   one block for each tensor adds the statistics of its chunks, in their order: 300 bytes for each
-//                     256 KiB of float32.
+//                     256 KiB.
 #pragma once
 
 #include "../math/norms.cuh"
 #include "range_table.cuh"
+#include "window_sums.cuh"
 
 namespace gradscale {
 
-constexpr int64_t kChunkOfStatistics = 256 * kThreads; // elements
+// The order of a norm, where the compiler knows it: 2, 1 and inf have kernels of their own.
+GRADSCALE_DEVICE constexpr double value_of(Order order, double otherwise) {
+  switch (order) {
+    case Order::square:
+      return 2;
+    case Order::sum:
+      return 1;
+    case Order::maximum:
+      return static_cast<double>(INFINITY);
+    case Order::any:
+      break;
+  }
+  return otherwise;
+}
 
-// Counters of 16 bits, one for each bin and thread.
-struct BinCounters {
-  uint16_t* counters;
+// Whether the sums of elements are taken window by window.
+template <class T>
+GRADSCALE_DEVICE constexpr bool takes_windows(Order order) {
+  return !std::is_same_v<T, double> && (order == Order::square || order == Order::maximum);
+}
 
-  GRADSCALE_DEVICE void clear() const {
-    for (int i = threadIdx.x; i < kHistogramBins * kThreads / 2; i += kThreads) {
-      reinterpret_cast<uint32_t*>(counters)[i] = 0;
-    }
-    __syncthreads();
-  }
-  GRADSCALE_DEVICE void count(int32_t bin) const {
-    constexpr int half = kThreads / 2; // two that share a word, and so a bank, are in different warps
-    ++counters[bin * kThreads + threadIdx.x % half * 2 + threadIdx.x / half];
-  }
-  // One bin after the other by each warp.
-  GRADSCALE_DEVICE void store(int32_t* histogram) const {
-    __syncthreads();
-    const Group warp{32, static_cast<int>(threadIdx.x % 32), nullptr};
-    for (int bin = threadIdx.x / 32; bin < kHistogramBins; bin += kWarps) {
-      int32_t count = 0;
-      for (int i = warp.rank; i < kThreads / 2; i += 32) {
-        const uint32_t two = reinterpret_cast<const uint32_t*>(counters + bin * kThreads)[i];
-        count += static_cast<int32_t>((two & 0xffff) + (two >> 16));
-      }
-      count = warp.sum(count);
-      if (warp.rank == 0) {
-        histogram[bin] = count;
-      }
-    }
-  }
-};
+// x^p for x >= 0; 0 where the norm is the maximum, of which there are no sums.
+GRADSCALE_DEVICE double power_in_sum(double x, double p) {
+  return std::isinf(p) ? 0 : power_in_norm(x, p);
+}
 
 // Calls function(value) for the finite elements of this thread.
 template <class T, class Function>
@@ -70,26 +65,16 @@ GRADSCALE_DEVICE void add_finite(
   each_finite(data, size, block, [&](auto value) {
     const double scaled = static_cast<double>(value) * reciprocal * reciprocal;
     own_sum += scaled;
-    own_powers += power_in_norm(std::abs(scaled), p);
+    own_powers += power_in_sum(std::abs(scaled), p);
   });
   powers = block.sum(own_powers);
   sum = block.sum(own_sum);
 }
 
-// The sums of the elements of a chunk that one thread has seen.
-struct ChunkSums {
-  double powers;
-  double sum;
-  double largest;
-  int32_t zeros;
-  int32_t nans;
-  int32_t infs;
-};
-
-// Takes the sums of this thread's elements, and counts their bins.
+// Takes the sums of this thread's elements one by one, and counts their octaves, those of zeros too.
 template <class T>
 GRADSCALE_DEVICE ChunkSums
-sums_of_thread(const T* data, int32_t size, double p, const BinCounters& bins, const Group& block) {
+sums_of_elements(const T* data, int32_t size, double p, const OctaveCounters& octaves, const Group& block) {
   using A = typename AccumulateType<T>::type;
   using M = Magnitude<A>;
   ChunkSums own{0, 0, 0, 0, 0, 0};
@@ -102,13 +87,14 @@ sums_of_thread(const T* data, int32_t size, double p, const BinCounters& bins, c
       }
       if (bits == 0) {
         ++own.zeros;
+        octaves.count(0.0f);
       } else if (bits < M::kInfinity) {
         const auto value = static_cast<double>(values[k]);
         const double magnitude = std::abs(value);
-        bins.count(M::bin(bits));
+        octaves.count_bin(M::bin(bits));
         own.largest = magnitude > own.largest ? magnitude : own.largest;
         own.sum += value;
-        own.powers += power_in_norm(magnitude, p);
+        own.powers += power_in_sum(magnitude, p);
       } else {
         ++(bits > M::kInfinity ? own.nans : own.infs);
       }
@@ -117,47 +103,111 @@ sums_of_thread(const T* data, int32_t size, double p, const BinCounters& bins, c
   return own;
 }
 
-// The sums of the block, taken again with a root where the plain ones would overflow or vanish.
-template <class T>
-GRADSCALE_DEVICE ElementSums
-sums_of_block(const ChunkSums& own, const T* data, int32_t size, double p, const Group& block) {
-  const double largest = block.maximum(own.largest);
-  double powers = std::isinf(p) ? largest : block.sum(own.powers);
-  double sum = block.sum(own.sum);
-  double root = 1;
-  if (!is_safe(powers) && largest > 0) { // the same for all threads
-    root = root_for(largest);
-    add_finite(data, size, p, 1 / root, block, powers, sum);
-    powers = std::isinf(p) ? largest / root / root : powers;
+// Numbers that the threads of a block share.
+struct SharedSums {
+  double powers[kWarps];
+  double sums[kWarps];
+  double largest[kWarps];
+};
+
+// The sums of all threads of the block, in the order of its warps. `counts` are zeros, NaN and inf, and 0 before: whole
+// numbers, whose order is nothing. Whatever the threads did before is done then.
+GRADSCALE_DEVICE ChunkSums sums_of_block(const ChunkSums& own, SharedSums& shared, int* counts) {
+  const int lane = threadIdx.x % 32;
+  const Group warp{32, lane, nullptr};
+  const ChunkSums of_warp{warp.sum(own.powers), warp.sum(own.sum), warp.maximum(own.largest), 0, 0, 0};
+  if (lane == 0) {
+    const int index = threadIdx.x / 32;
+    shared.powers[index] = of_warp.powers;
+    shared.sums[index] = of_warp.sum;
+    shared.largest[index] = of_warp.largest;
   }
-  return {powers, sum, largest, root};
+  const int32_t of_thread[] = {own.zeros, own.nans, own.infs};
+#pragma unroll
+  for (int k = 0; k < 3; ++k) {
+    if (of_thread[k] != 0) {
+      atomicAdd(counts + k, of_thread[k]);
+    }
+  }
+  __syncthreads();
+  const Group warps{kWarps, lane % kWarps, nullptr};
+  return {
+      warps.sum(shared.powers[warps.rank]),
+      warps.sum(shared.sums[warps.rank]),
+      warps.maximum(shared.largest[warps.rank]),
+      counts[0],
+      counts[1],
+      counts[2]};
 }
 
-GRADSCALE_KERNEL(kThreads, 2)
-chunk_statistics(GRADSCALE_ARGUMENT(RangeTable) table, double p, ChunkStatistics* out) {
-  GRADSCALE_SHARED(double, shared, kWarps);
-  GRADSCALE_SHARED(uint32_t, memory, kHistogramBins* kThreads / 2);
-  const BinCounters bins{reinterpret_cast<uint16_t*>(memory)};
-  bins.clear();
-  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
-  const ChunkOfTensor chunk = chunk_of_block(table, kChunkOfStatistics);
-  ChunkStatistics& result = out[blockIdx.x];
+// The sums of this thread's elements; `counted` are zeros that are none and have been counted too.
+template <Order order>
+GRADSCALE_DEVICE ChunkSums sums_of_thread(
+    const ChunkOfTensor& chunk, double p, const OctaveCounters& octaves, const Group& block, int32_t& counted) {
+  ChunkSums own{};
+  counted = 0;
   dispatch_element(chunk.entry.range.element, [&](auto type) {
     using T = decltype(type);
     const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
-    const ChunkSums own = sums_of_thread(data, chunk.size, p, bins, block);
-    const ElementSums sums = sums_of_block(own, data, chunk.size, p, block);
-    const int32_t zeros = block.sum(own.zeros);
-    const int32_t nans = block.sum(own.nans);
-    const int32_t infs = block.sum(own.infs);
-    if (threadIdx.x == 0) {
-      result.sums = sums;
-      result.zeros = zeros;
-      result.nans = nans;
-      result.infs = infs;
+    if constexpr (takes_windows<T>(order)) {
+      own = sums_of_windows(data, chunk.size, octaves);
+      counted = zeros_beside(data, chunk.size);
+    } else {
+      own = sums_of_elements(data, chunk.size, p, octaves, block);
     }
   });
-  bins.store(result.histogram);
+  return own;
+}
+
+// The sums of a chunk, taken again with a root where the plain ones would overflow or vanish.
+template <Order order>
+GRADSCALE_DEVICE ElementSums with_root(const ChunkSums& all, const RangeTable& table, double p, const Group& block) {
+  ElementSums sums{std::isinf(p) ? all.largest : all.powers, all.sum, all.largest, 1};
+  if (is_safe(sums.powers) || all.largest == 0) { // the same for all threads
+    return sums;
+  }
+  sums.root = root_for(all.largest);
+  const ChunkOfTensor chunk = chunk_of_block(table, kChunkOfStatistics); // again: kept, it would take registers
+  dispatch_element(chunk.entry.range.element, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (!takes_windows<T>(order)) { // squares of other elements are safe in double
+      const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
+      add_finite(data, chunk.size, p, 1 / sums.root, block, sums.powers, sums.sum);
+    }
+  });
+  if (std::isinf(p)) {
+    sums.powers = all.largest / sums.root / sums.root;
+  }
+  return sums;
+}
+
+template <Order order>
+GRADSCALE_KERNEL(kThreads, takes_windows<float>(order) ? 3 : 2)
+chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments) arguments) {
+  GRADSCALE_SHARED(OctaveCounters::Four, counters, OctaveCounters::kCount / 4);
+  GRADSCALE_SHARED(SharedSums, sums_of_warps, 1);
+  GRADSCALE_SHARED(double, shared, kWarps);
+  GRADSCALE_SHARED(int, counts, 5);
+  const double p = value_of(order, arguments.p);
+  const OctaveCounters octaves(counters, counts + 3);
+  if (threadIdx.x < 3) {
+    counts[threadIdx.x] = 0;
+  }
+  __syncthreads();
+  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
+  const ChunkOfTensor chunk = chunk_of_block(arguments.table, kChunkOfStatistics);
+  int32_t counted;
+  const ChunkSums own = sums_of_thread<order>(chunk, p, octaves, block, counted);
+  const ChunkSums all = sums_of_block(own, *sums_of_warps, counts);
+  const ElementSums sums = with_root<order>(all, arguments.table, p, block);
+  ChunkStatistics& result = arguments.chunks[blockIdx.x];
+  if (threadIdx.x == 0) {
+    result.sums = sums;
+    result.zeros = all.zeros - counted;
+    result.nans = all.nans;
+    result.infs = all.infs;
+  }
+  octaves.store(result.histogram, all.zeros);
 }
 
 // Adds up one bin of the chunks of a tensor for each of the first threads. A few threads take turns with the chunks.
@@ -179,13 +229,15 @@ GRADSCALE_DEVICE void add_histograms(const ChunkStatistics* chunks, int64_t num_
 }
 
 GRADSCALE_KERNEL(kThreads, 2)
-tensor_statistics(GRADSCALE_ARGUMENT(RangeTable) table, const ChunkStatistics* chunks, double p, StatisticsOut out) {
+tensor_statistics(GRADSCALE_ARGUMENT(StatisticsArguments) arguments) {
+  const double p = arguments.p;
+  const StatisticsOut& out = arguments.out;
   GRADSCALE_SHARED(double, shared, kWarps);
   GRADSCALE_SHARED(int64_t, counts, kThreads);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
-  const RangeEntry& entry = table[blockIdx.x];
-  const int64_t count = (entry.range.size + kChunkOfStatistics - 1) / kChunkOfStatistics;
-  chunks += entry.first_block;
+  const RangeEntry& entry = arguments.table[blockIdx.x];
+  const int64_t count = blocks_of_range(entry.range, kChunkOfStatistics);
+  const ChunkStatistics* chunks = arguments.chunks + entry.first_block;
   ElementSums own = no_elements();
   int64_t zeros = 0;
   int64_t nans = 0;

@@ -453,14 +453,23 @@ void check_row(const HeadCase& of, const Outputs& out, const RowTruth& truth, do
   }
 }
 
-// In several calls, so that it is seen which rows each of them writes.
-void run(const Variant& variant, const Segment& segment, const Inputs& inputs, const Outputs& out, Place place) {
+// In several calls, so that it is seen which rows each of them writes, or in one, in which whole groups of rows meet.
+void run(
+    const Variant& variant,
+    const Segment& segment,
+    const Inputs& inputs,
+    const Outputs& out,
+    Place place,
+    bool at_once) {
   Report& report = Report::get();
   report.doing("in the kernels of", variant.name);
   const ScratchRows scratch(place, segment.prediction.element, segment.width);
   const auto rows = [&](int64_t begin, int64_t end) {
     variant.kernels.run_rows(segment, inputs.coefficients(), begin, end, scratch.data());
   };
+  if (at_once) {
+    return rows(0, kRows);
+  }
   rows(kRows - 1, kRows);
   rows(0, 0);
   report.check(out.untouched_row(0) && out.untouched_row(kRows - 2), "a row that was not asked for is written");
@@ -475,7 +484,8 @@ void test_outputs(
     const Layout& layout,
     const Inputs& inputs,
     const Outputs& out,
-    const std::vector<RowTruth>& truths) {
+    const std::vector<RowTruth>& truths,
+    bool at_once) {
   Report& report = Report::get();
   const Element element = inputs.prediction.element();
   Segment segment{};
@@ -490,7 +500,7 @@ void test_outputs(
   const auto before = inputs.contents();
   for (const Variant& variant : selection.variants) {
     out.clear();
-    run(variant, segment, inputs, out, layout.place);
+    run(variant, segment, inputs, out, layout.place, at_once);
     report.doing("results of", variant.name);
     report.check(out.untouched_outside(), "something outside of the rows is written");
     report.check(inputs.contents() == before, "something that is only read is written");
@@ -502,7 +512,8 @@ void test_outputs(
   }
 }
 
-// Gradients: none, of the prediction's type, and of the type of sums where that is another.
+// Gradients: none, of the prediction's type, and of the type of sums where that is another. One call for all rows
+// and several calls come by turns.
 void test_width(
     const Selection& selection,
     HeadCase of,
@@ -515,6 +526,7 @@ void test_width(
       !of.classes && (of.head.kind == Kind::soft_cross_entropy || of.head.kind == Kind::mean_squared_error ||
                       of.head.kind == Kind::negative_cosine);
   std::vector<RowTruth> truths;
+  bool at_once = seed % 2 == 0;
   for (const Layout& layout : selection.layouts) {
     const std::string description = std::string(of.name) + ", " + name_of(element) + " width " + std::to_string(width) +
                                     ", target " + name_of(target_element) + ", " + layout.name();
@@ -532,7 +544,8 @@ void test_width(
           Report::get().begin_case(
               description + (wants_gradient ? std::string(", gradient ") + name_of(of_gradient) : ", no gradient"));
           const Outputs out(layout, of_losses, of_gradient, width, wants_gradient);
-          test_outputs(selection, of, layout, inputs, out, truths);
+          test_outputs(selection, of, layout, inputs, out, truths, at_once);
+          at_once = !at_once;
         }
       }
     }

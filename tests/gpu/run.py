@@ -1,10 +1,11 @@
-"""`make gpu`: build for the GPU that is here, test, run compute-sanitizer, measure.
+"""`make gpu`: build, compile the kernels for the GPU that is here, test, run compute-sanitizer, measure.
 
     python tests/gpu/run.py --results bench/results --minutes 9
 
-Needs Python with a CUDA build of PyTorch, nvcc of the same major version, pytest, hypothesis and ninja; no network, no
-other package. Every step has a time limit, and the benchmarks' share of the time is kept for them. The exit status is
-1 when a step failed or did not end in its time; the others run all the same, and what was measured is written.
+Needs Python with a CUDA build of PyTorch and NVRTC (which comes with it from pip) or nvcc, a C++ compiler, pytest,
+hypothesis and ninja; no network, no other package. Every step has a time limit, and the benchmarks' share of the time
+is kept for them. The exit status is 1 when a step failed or did not end in its time; the others run all the same, and
+what was measured is written.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def environment(**more: str) -> dict[str, str]:
     own = {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
-        "GRADSCALE_FORCE_CUDA": "1",
         "GRADSCALE_NEED_GPU": "1",
+        "GRADSCALE_CACHE_DIR": str(LOGS / "kernels"),
         "TORCHINDUCTOR_CACHE_DIR": str(LOGS / "inductor"),
         "TRITON_CACHE_DIR": str(LOGS / "triton"),
     }
@@ -178,6 +179,7 @@ def main() -> int:
 
     build = step("build", min(240, before_benchmarks()), "setup.py", "build_ext", "--inplace", log="build.log")
     if not build.failed():
+        step("kernels", min(60, before_benchmarks()), "-m", "gradscale_ext", "compile", log="kernels.log")
         step("environment report", min(60, before_benchmarks()), "-m", "gradscale_ext")
         pytest = ["-m", "pytest", "-p", "no:cacheprovider", "-ra", "--durations=5"]
         step("tests of the GPU", min(200, before_benchmarks()), *pytest, "tests/test_cuda.py", "tests/gpu")

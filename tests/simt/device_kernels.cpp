@@ -1,40 +1,149 @@
-// The CUDA kernels and what launches them, compiled for the simulator.
-#include "flow/elementwise.cu"
-#include "flow/group_norm.cu"
-#include "loss/decode.cu"
-#include "loss/encode.cu"
-#include "loss/multi_step_loss.cu"
-#include "port/table.cu"
-#include "tensors/clip_gradients.cu"
-#include "tensors/l2_loss.cu"
-#include "tensors/statistics.cu"
+// The CUDA kernels for the simulator: what starts them on a GPU finds them here by their names.
+#include "flow/elementwise.cuh"
+#include "flow/group_norm.cuh"
+#include "loss/decode.cuh"
+#include "loss/decode_rows.cuh"
+#include "loss/encode.cuh"
+#include "loss/multi_step_loss.cuh"
+#include "loss/totals.cuh"
+#include "port/launch.h"
+#include "port/table.cuh"
+#include "tensors/clip_gradients.cuh"
+#include "tensors/l2_loss.cuh"
+#include "tensors/statistics.cuh"
 
+#include <algorithm>
+#include <stdexcept>
 #include <string>
 
 namespace gradscale {
 
 namespace {
 
-template <class Kernels>
-const void* table_for(const std::string& family) {
-  static const Kernels kernels{};
-  return family == Kernels::kFamily ? &kernels : nullptr;
-}
+struct Simulated {
+  const char* name;
+  void (*run)(const char* name, int64_t blocks, int threads, const void* arguments);
+};
 
-const void* find_kernels(const char* family) {
-  for (const auto table : {table_for<FlowKernels>, table_for<LossKernels>, table_for<TensorsKernels>}) {
-    if (const void* kernels = table(family)) {
-      return kernels;
-    }
+template <auto kernel>
+struct Run;
+
+template <class Arguments, void (*kernel)(const Arguments&)>
+struct Run<kernel> {
+  static void with(const char* name, int64_t blocks, int threads, const void* arguments) {
+    simt::launch(name, blocks, threads, [=] { kernel(*static_cast<const Arguments*>(arguments)); });
   }
-  return nullptr;
+};
+
+#define GRADSCALE_SIMULATED(...) {#__VA_ARGS__, Run<&__VA_ARGS__>::with}
+
+// Rows of a head alone, as the tests of rows start them: of each type of logits and of gradients, or by groups.
+// clang-format off
+#define GRADSCALE_WARP_ROWS(kind, T, G, options) GRADSCALE_SIMULATED(loss_rows<true, WarpRows<Kind::kind, T, G, 601, options>>)
+#define GRADSCALE_WARP_ROWS_OF_ALL_TYPES(kind, options)         \
+  GRADSCALE_WARP_ROWS(kind, float, void, options),              \
+  GRADSCALE_WARP_ROWS(kind, float, float, options),             \
+  GRADSCALE_WARP_ROWS(kind, BFloat16Bits, void, options),       \
+  GRADSCALE_WARP_ROWS(kind, BFloat16Bits, BFloat16Bits, options), \
+  GRADSCALE_WARP_ROWS(kind, BFloat16Bits, float, options),      \
+  GRADSCALE_WARP_ROWS(kind, HalfBits, void, options),           \
+  GRADSCALE_WARP_ROWS(kind, HalfBits, HalfBits, options),       \
+  GRADSCALE_WARP_ROWS(kind, HalfBits, float, options)
+#define GRADSCALE_GROUP_ROWS(inside, kind, stays)                                   \
+  GRADSCALE_SIMULATED(loss_rows<inside, GroupRows<Kind::kind, float, stays>>),        \
+  GRADSCALE_SIMULATED(loss_rows<inside, GroupRows<Kind::kind, double, stays>>),       \
+  GRADSCALE_SIMULATED(loss_rows<inside, GroupRows<Kind::kind, BFloat16Bits, stays>>), \
+  GRADSCALE_SIMULATED(loss_rows<inside, GroupRows<Kind::kind, HalfBits, stays>>)
+#define GRADSCALE_LOGITS_ROWS(kind) GRADSCALE_GROUP_ROWS(true, kind, true), GRADSCALE_GROUP_ROWS(true, kind, false)
+// clang-format on
+
+// The kernels that tests start.
+constexpr Simulated kKernels[] = {
+    GRADSCALE_SIMULATED(copy_table),
+    GRADSCALE_SIMULATED(elementwise_dense<float, MultiplyNegated<float>>),
+    GRADSCALE_SIMULATED(elementwise_dense<float, Clamp<float>>),
+    GRADSCALE_SIMULATED(elementwise_dense<double, MultiplyNegated<double>>),
+    GRADSCALE_SIMULATED(elementwise_dense<double, Clamp<double>>),
+    GRADSCALE_SIMULATED(elementwise_broadcast<float, MultiplyNegated<float>>),
+    GRADSCALE_SIMULATED(elementwise_broadcast<float, Clamp<float>>),
+    GRADSCALE_SIMULATED(elementwise_broadcast<double, MultiplyNegated<double>>),
+    GRADSCALE_SIMULATED(elementwise_broadcast<double, Clamp<double>>),
+    GRADSCALE_SIMULATED(rescale_kept<float, 2>),
+    GRADSCALE_SIMULATED(rescale_kept<float, 8>),
+    GRADSCALE_SIMULATED(rescale_kept<float, 32>),
+    GRADSCALE_SIMULATED(rescale_groups<float>),
+    GRADSCALE_SIMULATED(rescale_groups<double>),
+    GRADSCALE_SIMULATED(power_sums<float>),
+    GRADSCALE_SIMULATED(power_sums<double>),
+    GRADSCALE_SIMULATED(rescale_chunks<float>),
+    GRADSCALE_SIMULATED(rescale_chunks<double>),
+    GRADSCALE_SIMULATED(sums_of_squares),
+    GRADSCALE_SIMULATED(squares_total),
+    GRADSCALE_SIMULATED(scaled_tensors),
+    GRADSCALE_SIMULATED(chunk_statistics<Order::square>),
+    GRADSCALE_SIMULATED(chunk_statistics<Order::maximum>),
+    GRADSCALE_SIMULATED(tensor_statistics),
+    GRADSCALE_SIMULATED(find_clipping),
+    GRADSCALE_SIMULATED(clipped_tensors),
+    GRADSCALE_SIMULATED(loss_totals),
+    GRADSCALE_SIMULATED(count_unmasked),
+    // clang-format off
+    GRADSCALE_SIMULATED(loss_rows<true, WarpRows<Kind::two_hot, float, float, 601, 0>, WarpRows<Kind::two_hot, float, float, 601, 2>, GroupRows<Kind::soft_cross_entropy, float, true>, GroupRows<Kind::binary_cross_entropy, float, false>>),
+    GRADSCALE_SIMULATED(loss_rows<false, GroupRows<Kind::two_hot, float, true>, PolicyThreadRows<float, float, float, 18, 2>, GroupRows<Kind::binary_cross_entropy, float, false>, GroupRows<Kind::mean_squared_error, float, false>>),
+    GRADSCALE_SIMULATED(loss_rows<true, GroupRows<Kind::two_hot, float, true>, PolicyThreadRows<float, float, float, 18, 2>, GroupRows<Kind::binary_cross_entropy, float, false>>),
+    // clang-format on
+    GRADSCALE_WARP_ROWS_OF_ALL_TYPES(two_hot, 0),
+    GRADSCALE_WARP_ROWS_OF_ALL_TYPES(two_hot, 1),
+    GRADSCALE_WARP_ROWS_OF_ALL_TYPES(hl_gauss, 4),
+    GRADSCALE_LOGITS_ROWS(two_hot),
+    GRADSCALE_LOGITS_ROWS(hl_gauss),
+    GRADSCALE_LOGITS_ROWS(soft_cross_entropy),
+    GRADSCALE_GROUP_ROWS(false, two_hot, true), // with raw centres outside of the arguments
+    GRADSCALE_GROUP_ROWS(false, two_hot, false),
+    GRADSCALE_GROUP_ROWS(false, hl_gauss, true),
+    GRADSCALE_GROUP_ROWS(false, hl_gauss, false),
+    GRADSCALE_GROUP_ROWS(true, mean_squared_error, false),
+    GRADSCALE_GROUP_ROWS(true, negative_cosine, false),
+    GRADSCALE_GROUP_ROWS(true, binary_cross_entropy, false),
+    GRADSCALE_GROUP_ROWS(true, per_step_loss, false),
+    GRADSCALE_SIMULATED(loss_rows<true, MultipliedRows<float>>),
+    GRADSCALE_SIMULATED(loss_rows<false, MultipliedRows<float>>),
+    GRADSCALE_SIMULATED(decode_by_threads<float, void, 21, Transform::identity>),
+    GRADSCALE_SIMULATED(decode_by_threads<float, float, 21, Transform::identity>),
+    GRADSCALE_SIMULATED(decode_by_warps<float, 101, Transform::identity>),
+    GRADSCALE_SIMULATED(decode_gradient_by_warps<float, 101, Transform::identity, true>),
+    GRADSCALE_SIMULATED(decode_rows<float>),
+    GRADSCALE_SIMULATED(decode_rows_raw<float>),
+    GRADSCALE_SIMULATED(encode_rows)};
+
+// Names go over several lines here, and macros leave spaces in them.
+std::string without_spaces(std::string name) {
+  name.erase(std::remove(name.begin(), name.end(), ' '), name.end());
+  return name;
 }
 
 } // namespace
 
-} // namespace gradscale
-
-// The address for gradscale_ext._C.use_device_kernels_for_cpu.
-extern "C" __attribute__((visibility("default"))) const void* simulated_device_kernels() {
-  return reinterpret_cast<const void*>(&gradscale::find_kernels);
+void start(
+    const NamedKernel& kernel,
+    int64_t blocks,
+    int threads,
+    Stream /*stream*/,
+    const void* arguments,
+    int64_t /*bytes*/) {
+  const std::string wanted = without_spaces(kernel.name());
+  const auto* found = std::find_if(std::begin(kKernels), std::end(kKernels), [&](const Simulated& known) {
+    return without_spaces(known.name) == wanted;
+  });
+  if (found == std::end(kKernels)) {
+    throw std::runtime_error("tests/simt/device_kernels.cpp does not name the kernel " + kernel.name());
+  }
+  found->run(found->name, blocks, threads, arguments);
 }
+
+// None: warps walk over as many rows as they do where there are rows enough.
+int64_t multiprocessors() {
+  return 0;
+}
+
+} // namespace gradscale

@@ -181,6 +181,15 @@ inline int __all_sync(unsigned mask, int vote, const char* file = __builtin_FILE
   return static_cast<int>(simt::runtime::meet(simt::runtime::Collective::all, mask, value, 0, warpSize, file, line));
 }
 
+inline int __reduce_max_sync(
+    unsigned mask, int value, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  for (int distance = warpSize / 2; distance > 0; distance /= 2) {
+    const int other = __shfl_xor_sync(mask, value, distance, warpSize, file, line);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
 inline void __threadfence() {
   simt::runtime::fence();
 }

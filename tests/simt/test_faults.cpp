@@ -63,7 +63,7 @@ void test(int64_t rows, int64_t width) {
   }
   const faults::Arguments arguments = {
       logits.get(), target.data(), loss.get(), gradient.get(), &total, &finished, width, stride};
-  gradscale::launch("cross_entropy", faults::cross_entropy, rows, faults::kThreads, nullptr, arguments);
+  simt::launch("cross_entropy", rows, faults::kThreads, [&] { faults::cross_entropy(arguments); });
 
   double expected_total = 0;
   for (int64_t row = 0; row < rows; row++) {

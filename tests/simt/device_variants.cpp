@@ -1,7 +1,6 @@
-// The CUDA kernels in the simulator, with the threads in three orders, as variants for the tests of tests/cpp.
-#include "../cpp/cases.h"
+// The CUDA kernels as variants for the tests of rows and of decoding.
+#include "cases.h"
 #include "loss/device_calls.h"
-#include "simt.h"
 
 namespace gradscale::test {
 
@@ -23,10 +22,7 @@ Memory workspace_of(int64_t bytes) {
 }
 
 // Rows begin .. end as a call of its own.
-template <simt::Order order>
 void run_rows(const Segment& whole, const Coefficients& coefficients, int64_t begin, int64_t end, double* /*scratch*/) {
-  simt::options().order = order;
-  simt::options().seed += 1;
   Head head = *whole.head;
   Segment segment = whole;
   segment.head = &head;
@@ -60,10 +56,7 @@ void run_rows(const Segment& whole, const Coefficients& coefficients, int64_t be
   launch_loss(call, nullptr);
 }
 
-template <simt::Order order>
 void decode_rows(const Decoding& whole, int64_t begin, int64_t end, double* /*scratch*/) {
-  simt::options().order = order;
-  simt::options().seed += 1;
   Decoding decoding = whole;
   decoding.logits = from_row(whole.logits, begin);
   decoding.gradient = from_row(whole.gradient, begin);
@@ -73,23 +66,16 @@ void decode_rows(const Decoding& whole, int64_t begin, int64_t end, double* /*sc
   launch_decode(decoding, end - begin, workspace.data(), nullptr);
 }
 
-template <simt::Order order>
-Variant variant_of(const char* name) {
-  Kernels kernels{};
-  kernels.run_rows = run_rows<order>;
-  kernels.decode_rows = decode_rows<order>;
-  return {name, kernels};
-}
-
 } // namespace
 
 Selection everything() {
+  Kernels kernels{};
+  kernels.run_rows = run_rows;
+  kernels.decode_rows = decode_rows;
   return {
-      {variant_of<simt::Order::forward>("forward"),
-       variant_of<simt::Order::reverse>("reverse"),
-       variant_of<simt::Order::random>("random")},
+      {{"device", kernels}},
       {{Place::heap, 1, 5}, {Place::page_end, 0, 3}, {Place::page_begin, 0, 0}},
-      {1, 2, 31, 33, 601, 1025, 4672}};
+      {1, 31, 601, 1025, 4672}};
 }
 
 } // namespace gradscale::test

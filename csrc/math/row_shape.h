@@ -1,0 +1,59 @@
+// How many threads of a GPU share a row: known to kernels and to those who start them.
+#pragma once
+
+#include "../port/port.h"
+
+namespace gradscale {
+
+// The threads of a block where a warp or a thread has rows: few, so that multiprocessors are full although rows take
+// many registers.
+constexpr int kRowThreads = kThreads < 128 ? kThreads : 128;
+
+// The number of 16-byte windows whose elements a thread keeps in its registers, as the type of sums: 128 bytes.
+GRADSCALE_HOST_DEVICE constexpr int cached_windows(int64_t element_bytes) {
+  return element_bytes == 2 ? 4 : 8;
+}
+
+// The largest number of windows of a row, wherever it begins.
+GRADSCALE_HOST_DEVICE int64_t windows_at_most(int64_t width, int64_t element_bytes) {
+  return width * element_bytes / 16 + 2;
+}
+
+// The number of threads for a row of so many elements of so many bytes: one for each window, up to a warp; a block
+// where a warp has no registers for the row.
+GRADSCALE_HOST_DEVICE int32_t threads_for_row(int64_t width, int64_t element_bytes, int32_t block = kThreads) {
+  const int64_t windows = windows_at_most(width, element_bytes);
+  if (width == 1) {
+    return 1;
+  }
+  if (windows > 32 * cached_windows(element_bytes)) {
+    return block;
+  }
+  int32_t threads = 2;
+  while (threads < 32 && threads < windows) {
+    threads *= 2;
+  }
+  return threads;
+}
+
+constexpr int kWindowsOfThread = 8; // that it keeps as they lie in memory: 128 bytes
+
+// The number of threads that keep a row of so many windows as they lie in memory: as few as can, but for the shortest
+// rows, which neighbours read together; 0 where a warp has no registers for the row.
+inline int32_t threads_that_keep(int64_t windows) {
+  if (windows > 32 * kWindowsOfThread) {
+    return 0;
+  }
+  int32_t threads = 2;
+  while (windows > threads * (threads < 4 ? 2 : kWindowsOfThread)) {
+    threads *= 2;
+  }
+  return threads;
+}
+
+GRADSCALE_HOST_DEVICE int64_t blocks_for_rows(int64_t rows, int32_t threads_per_row, int32_t block = kThreads) {
+  const int64_t rows_of_block = block / threads_per_row;
+  return (rows + rows_of_block - 1) / rows_of_block;
+}
+
+} // namespace gradscale

@@ -1,0 +1,164 @@
+// The sums that statistics take of elements narrower than double, for norms of order 2: a window of 16 bytes in float,
+// windows in double. Where float would lose something, or an element is not finite, the warp takes its windows once
+// more, element by element in double; no sum of squares of such elements overflows or vanishes there.
+#pragma once
+
+#include "octaves.cuh"
+
+namespace gradscale {
+
+// Sums over elements: powers, sum and largest magnitude of the finite ones.
+struct ChunkSums {
+  double powers;
+  double sum;
+  double largest;
+  int32_t zeros;
+  int32_t nans;
+  int32_t infs;
+};
+
+// The smallest and the largest magnitude of windows. NaN is passed over, or stands for some number.
+template <class T>
+struct Extremes {
+  uint32_t least = 0xffffffffu; // two numbers
+  uint32_t most = 0;
+
+  GRADSCALE_DEVICE void add(const Window<T>& window) {
+#pragma unroll
+    for (const uint32_t word : window.words) {
+      const uint32_t magnitudes = word & 0x7fff7fffu;
+      least = smaller_pair(T(), least, magnitudes);
+      most = larger_pair(T(), most, magnitudes);
+    }
+  }
+  GRADSCALE_DEVICE bool has_zero() const {
+    return (least & 0xffff) == 0 || least >> 16 == 0;
+  }
+  GRADSCALE_DEVICE float largest() const {
+    const Window<T> window{most};
+    return larger(window[0], window[1]);
+  }
+};
+
+template <>
+struct Extremes<float> {
+  float least = INFINITY;
+  float most = 0;
+
+  GRADSCALE_DEVICE void add(const Window<float>& window) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      least = std::fmin(least, std::abs(window[k]));
+      most = larger(most, std::abs(window[k]));
+    }
+  }
+  GRADSCALE_DEVICE bool has_zero() const {
+    return least == 0;
+  }
+  GRADSCALE_DEVICE float largest() const {
+    return most;
+  }
+};
+
+constexpr int kWindowsAtOnce = 8; // of a thread: 128 bytes are asked for before the first are used
+
+// The sums of a thread of a warp.
+template <class T>
+struct WindowSums {
+  double squares = 0;
+  double sum = 0;
+  float largest = 0;
+  int32_t zeros = 0;
+  int32_t nans = 0;
+  int32_t infs = 0;
+
+  // All threads of the warp add their windows and count their octaves. False where nothing but octaves has been
+  // counted, because float would lose something.
+  GRADSCALE_DEVICE bool add(const Window<T> (&windows)[kWindowsAtOnce], const OctaveCounters& octaves) {
+    WindowSums next = *this;
+    Extremes<T> extremes;
+    float all_squares = 0;
+#pragma unroll
+    for (const Window<T>& window : windows) {
+      const float squares = window.squares();
+      all_squares += squares;
+      next.squares += static_cast<double>(squares);
+      next.sum += static_cast<double>(window.sum());
+      extremes.add(window);
+      octaves.count(window);
+    }
+    const float most = extremes.largest();
+    next.largest = larger(next.largest, most);
+    const bool safe = is_safe_in_float(all_squares);
+    if (!__all_sync(kWholeWarp, safe && !extremes.has_zero())) {
+      if (!__all_sync(kWholeWarp, safe || (all_squares == 0 && most == 0))) {
+        return false;
+      }
+#pragma unroll
+      for (const Window<T>& window : windows) {
+        next.zeros += window.zeros();
+      }
+    }
+    *this = next;
+    return true;
+  }
+  // Adds a window element by element in double.
+  GRADSCALE_DEVICE void add_each(const Window<T>& window) {
+    using M = Magnitude<float>;
+#pragma unroll
+    for (int k = 0; k < Window<T>::kSize; ++k) {
+      const M::Bits bits = M::of(window[k]);
+      zeros += bits == 0;
+      nans += bits > M::kInfinity;
+      infs += bits == M::kInfinity;
+      const float finite = bits < M::kInfinity ? window[k] : 0;
+      const auto number = static_cast<double>(finite);
+      squares += number * number;
+      sum += number;
+      largest = larger(largest, std::abs(finite));
+    }
+  }
+};
+
+// Takes the sums of this thread's windows of a chunk, which the warps of the block share out, and counts their octaves.
+// Of the windows that all have, those beyond the chunk are zeros, which octaves.count() has seen.
+template <class T>
+GRADSCALE_DEVICE ChunkSums sums_of_windows(const T* data, int32_t size, const OctaveCounters& octaves) {
+  constexpr int32_t kOfWarp = 32 * kWindowsAtOnce;
+  const Windows<T> windows(data, size);
+  const int32_t lane = threadIdx.x % 32;
+  WindowSums<T> own;
+  for (int32_t begin = threadIdx.x / 32 * kOfWarp; begin < windows.count; begin += kWarps * kOfWarp) {
+    const int32_t first = windows.first(begin);
+    const bool whole = first >= 0 && first + kOfWarp * Window<T>::kSize <= size; // the same for all of the warp
+    bool added = false;
+    if (whole) {
+      const T* const own_data = data + first + lane * Window<T>::kSize;
+      Window<T> now[kWindowsAtOnce];
+#pragma unroll
+      for (int c = 0; c < kWindowsAtOnce; ++c) {
+        now[c] = read16<Window<T>>(own_data + 32 * c * Window<T>::kSize);
+      }
+      added = own.add(now, octaves);
+    }
+#pragma unroll 1
+    for (int c = added ? kWindowsAtOnce : 0; c < kWindowsAtOnce; ++c) { // windows read again take no registers before
+      const Window<T> window = read_window(data, size, windows.first(begin + 32 * c + lane));
+      if (!whole) {
+        octaves.count(window);
+      }
+      own.add_each(window);
+    }
+  }
+  return {own.squares, own.sum, static_cast<double>(own.largest), own.zeros, own.nans, own.infs};
+}
+
+// The number of zeros that sums_of_windows() adds to a chunk.
+template <class T>
+GRADSCALE_DEVICE int32_t zeros_beside(const T* data, int32_t size) {
+  constexpr int32_t kOfWarp = 32 * kWindowsAtOnce;
+  const int32_t count = (Windows<T>(data, size).count + kOfWarp - 1) / kOfWarp * kOfWarp;
+  return count * Window<T>::kSize - size;
+}
+
+} // namespace gradscale

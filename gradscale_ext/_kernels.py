@@ -1,0 +1,300 @@
+"""Images of the CUDA kernels: from the package, from the cache on disk, or compiled now.
+
+A kernel is named by the file of `csrc` that defines it and by its name as C++ writes it, with the types and widths that
+it is for. It is compiled on its own by NVRTC, which PyTorch's CUDA builds bring along, or by nvcc where there is no
+NVRTC. Neither needs a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+_HERE = Path(__file__).resolve().parent
+#: The C++ sources: part of an installed package, beside it in a checkout.
+SOURCES = next((path for path in (_HERE / "csrc", _HERE.parent / "csrc") if path.is_dir()), _HERE / "csrc")
+#: Of NVRTC; nvcc takes the first, and has host functions beside.
+OPTIONS = ("--std=c++17", "-default-device")
+#: Images that were compiled when the package was installed.
+PACKAGED = _HERE / "kernels"
+HOW_TO_GET_A_COMPILER = (
+    'install NVRTC with `python -m pip install "cuda-bindings=={major}.*" "nvidia-cuda-nvrtc=={major}.*"`, '
+    "or put nvcc of the CUDA toolkit on PATH"
+)
+
+
+@dataclass(frozen=True)
+class Image:
+    """A compiled kernel: machine code, or PTX for GPUs that the compiler does not know; sizes in bytes."""
+
+    code: bytes
+    entry: str
+    registers: int
+    shared: int
+    spilled: int
+
+
+class Compiler(Protocol):
+    """A program or library that compiles CUDA C++."""
+
+    version: str
+
+    def targets(self) -> list[str]:
+        """Names of the GPUs that it compiles for, such as sm_90."""
+
+    def compile(self, file: str, name: str, target: str) -> tuple[bytes, str, str]:
+        """Compile the kernel for sm_90 (machine code) or compute_90 (PTX): the code, its entry, what ptxas says."""
+
+
+class Nvrtc:
+    """NVIDIA's compiler as a library, with options beside those that every kernel needs."""
+
+    def __init__(self, *options: str) -> None:
+        from cuda.bindings import nvrtc
+
+        self._options = options
+        self._nvrtc = nvrtc
+        self.version = "NVRTC {}.{}".format(*self._call("Version"))
+
+    def _call(self, function: str, *arguments: Any) -> Any:
+        error, *values = getattr(self._nvrtc, f"nvrtc{function}")(*arguments)
+        if int(error):
+            raise RuntimeError(f"NVRTC failed in {function}: {error!r}")
+        return values[0] if len(values) == 1 else values
+
+    def _text(self, what: str, program: Any) -> bytes:
+        buffer: bytes = b" " * self._call(f"Get{what}Size", program)
+        self._call(f"Get{what}", program, buffer)
+        return buffer
+
+    def targets(self) -> list[str]:
+        return [f"sm_{number}" for number in self._call("GetSupportedArchs")]
+
+    def compile(self, file: str, name: str, target: str) -> tuple[bytes, str, str]:
+        source = f'#include "{file}"\nusing namespace gradscale;\n'
+        options = [*OPTIONS, *self._options, f"--gpu-architecture={target}", f"--include-path={SOURCES}"]
+        if target.startswith("sm_"):
+            options.append("--ptxas-options=--verbose")
+        program = self._call("CreateProgram", source.encode(), b"kernel.cu", 0, None, None)
+        try:
+            self._call("AddNameExpression", program, name.encode())
+            (error,) = self._nvrtc.nvrtcCompileProgram(program, len(options), [text.encode() for text in options])
+            log = self._text("ProgramLog", program).decode(errors="replace").rstrip("\0\n ")
+            if int(error):
+                raise RuntimeError(f"{self.version} cannot compile {name} of {file} for {target}:\n{log}")
+            entry = self._call("GetLoweredName", program, name.encode()).decode()
+            return self._text("CUBIN" if target.startswith("sm_") else "PTX", program), entry, log
+        finally:
+            self._nvrtc.nvrtcDestroyProgram(program)
+
+
+def _path_of_nvcc() -> str | None:
+    folders = [os.environ.get("CUDA_HOME", "") + "/bin", os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    return next((found for folder in folders if (found := shutil.which("nvcc", path=folder))), None)
+
+
+class Nvcc:
+    """The compiler of the CUDA toolkit."""
+
+    def __init__(self) -> None:
+        path = _path_of_nvcc()
+        if path is None:
+            raise ImportError("there is no nvcc")
+        self._path = path
+        release = re.search(r"release (\d+\.\d+)", self._run("--version"))
+        self.version = f"nvcc {release[1] if release else '?'}"
+
+    def _run(self, *arguments: str) -> str:
+        done = subprocess.run([self._path, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"`nvcc {' '.join(arguments)}` fails:\n{done.stdout}")
+        return done.stdout
+
+    def targets(self) -> list[str]:
+        return re.findall(r"^sm_\d+$", self._run("--list-gpu-code"), re.MULTILINE)
+
+    def compile(self, file: str, name: str, target: str) -> tuple[bytes, str, str]:
+        with tempfile.TemporaryDirectory() as folder:
+            source, code = Path(folder, "kernel.cu"), Path(folder, "code")
+            source.write_text(f'#include "{file}"\nnamespace gradscale {{ auto* kernel = &{name}; }}\n')
+            kind = ["-cubin", "-Xptxas", "-v"] if target.startswith("sm_") else ["-ptx"]
+            log = self._run(*kind, OPTIONS[0], f"-arch={target}", f"-I{SOURCES}", "-o", str(code), str(source))
+            binary = code.read_bytes()
+        plain = name.partition("<")[0]  # a file may have other kernels beside
+        mangled = rf"_ZN9gradscale{len(plain)}{plain}[EI]\w*".encode()
+        entry = re.search(rb"\.text\.(" + mangled + rb")\0|\.entry (" + mangled + rb")\(", binary)
+        if entry is None:
+            raise RuntimeError(f"{self.version} compiled {name} of {file}, but its entry was not found")
+        return binary, (entry[1] or entry[2]).decode(), log
+
+
+@functools.cache
+def compiler() -> Compiler | None:
+    """The compiler of this machine; None where there is none."""
+    for kind in (Nvrtc, Nvcc):
+        try:
+            return kind()
+        except (ImportError, OSError, RuntimeError):  # no bindings, or no library behind them
+            continue
+    return None
+
+
+def can_be_had() -> bool:
+    """Tell whether there seems to be a compiler, or images of the package, without loading anything."""
+    has_bindings = (
+        importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+    )
+    return has_bindings or _path_of_nvcc() is not None or any(PACKAGED.glob("*"))
+
+
+@functools.cache
+def _digest_of_sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.glob("*/*.h")) + sorted(SOURCES.glob("*/*.cuh")):
+        digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _file_of(folder: Path, file: str, name: str, target: str, version: str) -> Path:
+    """The place of an image: whatever it depends on is in its name."""
+    key = "\0".join((_digest_of_sources(), *OPTIONS, file, name, target, version))
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()}.{target}"
+
+
+def cache_folder() -> Path:
+    """GRADSCALE_CACHE_DIR, or a folder in the user's cache."""
+    if chosen := os.environ.get("GRADSCALE_CACHE_DIR"):
+        return Path(chosen)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "gradscale_ext"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradscale_ext"
+
+
+def _read(path: Path) -> Image | None:
+    """The image in a file; None where there is none, or where it is damaged, which is said."""
+    try:
+        header, _, code = path.read_bytes().partition(b"\n")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        warnings.warn(f"gradscale_ext: the kernel {path} cannot be read ({error}); it is compiled again", stacklevel=2)
+        return None
+    try:
+        fields = json.loads(header)
+        if fields.pop("sha256") == hashlib.sha256(code).hexdigest():
+            return Image(code, **fields)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    warnings.warn(f"gradscale_ext: the file {path} is damaged; its kernel is compiled again", stacklevel=2)
+    return None
+
+
+def _write(path: Path, image: Image) -> None:
+    """Keep an image for other processes, which see all of the file or nothing."""
+    fields = asdict(image) | {"sha256": hashlib.sha256(image.code).hexdigest()}
+    del fields["code"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(json.dumps(fields).encode() + b"\n" + image.code)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _compiled(using: Compiler, file: str, name: str, target: str) -> Image:
+    code, entry, log = using.compile(file, name, target)
+    own = log[log.find(f"'{entry}'") :]  # a file may have other kernels beside
+    numbers = {
+        what: int(found[1]) if (found := re.search(pattern, own)) else 0
+        for what, pattern in (
+            ("registers", r"Used (\d+) registers"),
+            ("shared", r"(\d+) bytes smem"),
+            ("spilled", r"(\d+) bytes spill stores"),
+        )
+    }
+    return Image(code, entry, **numbers)
+
+
+def _target_for(using: Compiler, gpu: str) -> str:
+    """The GPU's own machine code, or PTX for a GPU later than the compiler, which the driver compiles."""
+    known = using.targets()
+    if gpu in known or gpu.startswith("compute_"):
+        return gpu
+    number = int(gpu.removeprefix("sm_"))
+    older = [other for name in known if (other := int(name.removeprefix("sm_"))) < number]
+    if not older:
+        raise RuntimeError(f"gradscale_ext: {using.version} compiles for {' '.join(known)}, and not for {gpu}")
+    return f"compute_{max(older)}"
+
+
+def _need_compiler(name: str) -> Compiler:
+    using = compiler()
+    if using is None:
+        import torch
+
+        major = (torch.version.cuda or "13").split(".")[0]
+        raise RuntimeError(
+            f"gradscale_ext: the kernel {name} must be compiled, and there is no compiler here: "
+            + HOW_TO_GET_A_COMPILER.format(major=major)
+        )
+    return using
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+def image_of(file: str, name: str, gpu: str) -> tuple[Image, str]:
+    """The image of a kernel for a GPU such as sm_90, and where it comes from: package, cache or compiler.
+
+    PTX is given for compute_90.
+
+    Raises:
+        RuntimeError: it has to be compiled, and there is no compiler, or the compiler fails.
+    """
+    if image := _read(_file_of(PACKAGED, file, name, gpu, "")):
+        return image, "package"
+    using = _need_compiler(name)
+    target = _target_for(using, gpu)
+    path = _file_of(cache_folder(), file, name, target, using.version)
+    if image := _read(path):
+        return image, "cache"
+    image = _compiled(using, file, name, target)
+    try:
+        _write(path, image)
+    except OSError as error:
+        _say_once(
+            f"gradscale_ext: kernels are compiled again in each process, because {path.parent} cannot be written "
+            f"({error}); name another folder with GRADSCALE_CACHE_DIR"
+        )
+    return image, using.version
+
+
+def compile_into(folder: Path, file: str, name: str, gpu: str) -> tuple[Image, str]:
+    """Compile a kernel into a folder that comes with a package."""
+    using = _need_compiler(name)
+    image = _compiled(using, file, name, gpu)
+    _write(_file_of(folder, file, name, gpu, ""), image)
+    return image, using.version
+
+
+def code_and_entry(file: str, name: str, major: int, minor: int) -> tuple[bytes, str]:
+    """Give C++ the image of a kernel for GPUs of this compute capability, and its entry."""
+    image, _ = image_of(file, name, f"sm_{major}{minor}")
+    return image.code, image.entry

@@ -1,0 +1,135 @@
+"""`python -m gradscale_ext compile`: kernels compiled before they are needed, on any machine.
+
+Which kernels a call needs is asked of the call itself: it is made on the CPU, with C++ telling the names of the kernels
+that it would start instead of starting them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+import gradscale_ext as gs
+
+from . import _kernels
+from ._native import _C
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+BATCH = 256
+
+
+def kernels_of(calls: Sequence[Callable[[], object]]) -> list[tuple[str, str]]:
+    """File and name of each kernel that these calls on CPU tensors would start on a GPU."""
+    names: dict[tuple[str, str], None] = {}
+    _C.record_kernels(lambda file, name: names.setdefault((file, name)))
+    try:
+        for call in calls:
+            call()
+    finally:
+        _C.record_kernels(None)
+    return list(names)
+
+
+def loss_calls(dtype: torch.dtype, actions: int, steps: int = 5) -> list[Callable[[], object]]:
+    """Give the loss of a MuZero agent with its gradient, as lists and stacked, and `decode`."""
+    support = gs.Support.muzero()
+    loss_fn = gs.MultiStepLoss.muzero(support)
+
+    def logits(width: int, stacked: bool) -> list[torch.Tensor] | torch.Tensor:
+        if stacked:
+            return torch.zeros(BATCH, steps + 1, width, dtype=dtype, requires_grad=True)
+        return [torch.zeros(BATCH, width, dtype=dtype, requires_grad=True) for _ in range(steps + 1)]
+
+    def loss(stacked: bool, wants_gradient: bool) -> None:
+        widths = {"value": support.num_bins, "reward": support.num_bins, "policy": actions}
+        predictions = {name: logits(width, stacked) for name, width in widths.items()}
+        targets = {name: torch.zeros(BATCH, steps + 1) for name in ("value", "reward")}
+        targets["policy"] = torch.full((BATCH, steps + 1, actions), 1 / actions)
+        with torch.set_grad_enabled(wants_gradient):
+            result = loss_fn(predictions, targets, step_gradient_scale="unroll").loss
+        if wants_gradient:
+            torch.autograd.backward(result, torch.tensor(2.0))
+
+    def decode() -> None:
+        rows = torch.zeros(BATCH, support.num_bins, dtype=dtype, requires_grad=True)
+        torch.autograd.backward(support.decode(rows).sum())
+
+    return [
+        *(lambda s=stacked, w=wanted: loss(s, w) for stacked in (False, True) for wanted in (True, False)),
+        decode,
+    ]
+
+
+def other_calls(dtype: torch.dtype) -> list[Callable[[], object]]:
+    """Give the operators on gradients, and what is done with the gradients of a model."""
+
+    def flow() -> None:
+        for size in (64, 1 << 16):
+            x = torch.zeros(4, size, dtype=dtype, requires_grad=True)
+            for y in (
+                gs.scale_gradient(x, 0.5),
+                gs.reverse_gradient(x),
+                gs.clip_gradient_value(x, -1, 1),
+                gs.clip_gradient_norm(x, 1.0, batch_dims=1),
+                gs.normalize_gradient(x),
+            ):
+                torch.autograd.backward(y, torch.ones_like(y))
+
+    def parameters() -> None:
+        parameter = torch.nn.Parameter(torch.zeros(1000, dtype=dtype))
+        torch.autograd.backward(gs.l2_loss([parameter]))
+        gs.clip_gradients_([parameter], 1.0)
+
+    return [flow, parameters]
+
+
+def _compile(
+    kernel: tuple[str, str], gpu: str, into: Path | None
+) -> tuple[tuple[str, str], str, _kernels.Image, str, float]:
+    begin = time.perf_counter()
+    image, source = _kernels.compile_into(into, *kernel, gpu) if into else _kernels.image_of(*kernel, gpu)
+    return kernel, gpu, image, source, time.perf_counter() - begin
+
+
+def _architectures(named: Sequence[str]) -> list[str]:
+    if named:
+        return [f"sm_{name.removeprefix('sm_').replace('.', '')}" for name in named]
+    found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    if not found:
+        raise SystemExit("gradscale_ext compile: there is no GPU here; name the GPUs to compile for, as in --arch 90")
+    return [f"sm_{major}{minor}" for major, minor in sorted(found)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compile the kernels of a MuZero agent, and print what they take; the exit status is 1 where one spills."""
+    parser = argparse.ArgumentParser(prog="python -m gradscale_ext compile", description=main.__doc__)
+    parser.add_argument("--arch", nargs="+", default=[], metavar="90", help="GPUs to compile for; those present")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=DTYPES, help="of the logits")
+    parser.add_argument("--actions", nargs="+", type=int, default=[18], metavar="18", help="of the policy")
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="a folder of a package, and not the cache")
+    options = parser.parse_args(arguments)
+    begin = time.perf_counter()
+    calls = [call for name in options.dtype for call in other_calls(DTYPES[name])]
+    calls += [
+        call for name in options.dtype for actions in options.actions for call in loss_calls(DTYPES[name], actions)
+    ]
+    work = [(kernel, gpu) for kernel in kernels_of(calls) for gpu in _architectures(options.arch)]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        results = list(pool.map(lambda item: _compile(item[0], item[1], options.into), work))
+    print(f"{'gpu':<8}{'registers':>10}{'shared':>8}{'spilled':>9}{'seconds':>9}  {'from':<12}kernel")
+    for (_, name), gpu, image, source, seconds in results:
+        print(f"{gpu:<8}{image.registers:>10}{image.shared:>8}{image.spilled:>9}{seconds:>9.2f}  {source:<12}{name}")
+    folder = options.into or _kernels.cache_folder()
+    print(f"{len(results)} kernels in {time.perf_counter() - begin:.1f} s, in {folder}")
+    return 1 if any(image.spilled for _, _, image, _, _ in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,112 @@
+"""Calls whose kernels have a budget: as a user makes them, with contiguous rows of a known width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+import gradscale_ext as gs
+
+STEPS = 6
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, what its counts are divided by, and what it may cost.
+
+    `make(batch)` makes the tensors, and gives the call that is counted and the number of its units. `budget`: warp
+    instructions of sm_90 a unit. `issue`: the largest part of memory's time that issuing may take on an H200.
+    """
+
+    name: str
+    make: Callable[[int], tuple[Call, float]]
+    bytes_of_unit: float  # of logits, or of the tensors
+    budget: float
+    batch: int
+    unit: str = "row"
+    issue: float = 0.7
+
+
+def _loss(head: gs.heads.Head, width: int, dtype: torch.dtype, batch: int, stacked: bool = False) -> tuple[Call, float]:
+    """One head at all steps, with importance weights. `stacked`: one tensor `[B, T, width]`, whose rows lie apart."""
+    predictions = torch.randn(batch, STEPS, width).to(dtype)
+    entries = predictions if stacked else [step.contiguous() for step in predictions.unbind(1)]
+    for entry in [predictions] if stacked else entries:
+        entry.requires_grad_()
+    if isinstance(head, gs.SoftCrossEntropy):
+        targets = torch.rand(batch, STEPS, width).softmax(2)
+    else:
+        targets = torch.randn(batch, STEPS) * (width - 1) / 12
+    target_entries = targets if stacked else [step.contiguous() for step in targets.unbind(1)]
+    weights = torch.rand(batch) + 0.5
+    module = gs.MultiStepLoss(head=head)
+
+    def call() -> object:
+        return module(
+            {"head": entries}, {"head": target_entries}, step_gradient_scale="unroll", importance_weights=weights
+        )
+
+    return call, batch * STEPS
+
+
+def _decode(dtype: torch.dtype, batch: int) -> tuple[Call, float]:
+    logits = torch.randn(batch * STEPS, 601).to(dtype)
+    return lambda: gs.Support.muzero(300).decode(logits), batch * STEPS
+
+
+def _decode_gradient(dtype: torch.dtype, batch: int) -> tuple[Call, float]:
+    logits = torch.randn(batch * STEPS, 601).to(dtype).requires_grad_()
+    values = gs.Support.muzero(300).decode(logits)
+    gradient = torch.randn_like(values)
+    return lambda: torch.autograd.grad(values, logits, gradient), batch * STEPS
+
+
+def _statistics(dtype: torch.dtype, batch: int) -> tuple[Call, float]:
+    sizes = [batch * 256, batch * 128, batch * 512, batch * 128]
+    tensors = [(torch.randn(size) * 1e-3).to(dtype) for size in sizes]
+    return lambda: gs.gradient_statistics(tensors), sum(sizes) * tensors[0].element_size() / 16
+
+
+def _cases_of(dtype: torch.dtype) -> list[Case]:
+    fp32 = dtype == torch.float32
+    size, name = (4, "fp32") if fp32 else (2, "bf16")
+    support, few = gs.Support.muzero(300), gs.Support.muzero(10)
+
+    def of(what: str, make: Callable[..., tuple[Call, float]], *arguments: object, width: int = 601, **numbers) -> Case:
+        return Case(f"{what}, {name}", partial(make, *arguments, dtype), width * size, **numbers)
+
+    found = [
+        of("TwoHot 601 with gradient", _loss, gs.TwoHot(support), 601, budget=320, batch=512),
+        of(
+            "TwoHot 601 with gradient, stacked",
+            partial(_loss, stacked=True),
+            gs.TwoHot(support),
+            601,
+            budget=427,
+            batch=512,
+        ),
+        of("HLGauss 601 with gradient", _loss, gs.HLGauss(support), 601, budget=340, batch=512),
+        of("policy 18 with gradient", _loss, gs.SoftCrossEntropy(), 18, width=18, budget=22, batch=2048),
+        of("decode 601", _decode, budget=220 if fp32 else 210, batch=512, issue=0.7 if fp32 else 0.85),
+        of("gradient of decode 601", _decode_gradient, budget=360 if fp32 else 380, batch=512),
+        # Eight elements of 16 bits in 16 bytes: their budget is 0.93 of memory's time.
+        of(
+            "statistics",
+            _statistics,
+            width=16 // size,
+            budget=2 if fp32 else 3.2,
+            batch=2048,
+            unit="16 bytes",
+            issue=0.7 if fp32 else 0.93,
+        ),
+    ]
+    if fp32:
+        found.insert(3, of("TwoHot 21 with gradient", _loss, gs.TwoHot(few), 21, width=21, budget=26, batch=2048))
+    return found
+
+
+CASES = [case for dtype in (torch.float32, torch.bfloat16) for case in _cases_of(dtype)]

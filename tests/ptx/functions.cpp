@@ -1,0 +1,86 @@
+// Roots, reciprocals, and functions that a GPU approximates. ex2, lg2, sin, cos and tanh are rounded from double here:
+// better than a GPU's, which is off by up to 2 units.
+#include "assembler.h"
+#include "operations.h"
+
+namespace ptx {
+
+namespace {
+
+template <class T>
+T from_double(double (*function)(double), T a) {
+  return static_cast<T>(function(static_cast<double>(a)));
+}
+
+PTX_OPERATION(Sqrt, (T a), return static_cast<T>(std::sqrt(a));)
+PTX_OPERATION(Rcp, (T a), return static_cast<T>(static_cast<T>(1) / a);)
+PTX_OPERATION(Rsqrt, (T a), return static_cast<T>(1.0 / std::sqrt(static_cast<double>(a)));)
+PTX_OPERATION(Ex2, (T a), return from_double(std::exp2, a);)
+PTX_OPERATION(Lg2, (T a), return from_double(std::log2, a);)
+PTX_OPERATION(Sin, (T a), return from_double(std::sin, a);)
+PTX_OPERATION(Cos, (T a), return from_double(std::cos, a);)
+PTX_OPERATION(Tanh, (T a), return from_double(std::tanh, a);)
+
+// Of doubles, the upper 32 bits.
+constexpr u64 kUpper = 0xffffffff00000000;
+PTX_OPERATION(RcpUpper, (T a), return std::bit_cast<T>(std::bit_cast<u64>(1 / a) & kUpper);)
+PTX_OPERATION(RsqrtUpper, (T a), return std::bit_cast<T>(std::bit_cast<u64>(1 / std::sqrt(a)) & kUpper);)
+
+template <class Op>
+struct Directed {
+  template <class T>
+  static void run(Warp& w, const Instruction& i, u32 m) {
+    fesetround(i.mode);
+    Unary<Op>::template run<T>(w, i, m);
+    fesetround(FE_TONEAREST);
+  }
+};
+
+// `exact`: for_floats of the operation, and `upper` of its approximation for doubles.
+template <class Op, class OpUpper = void>
+void root(Assembler& a) {
+  const bool approximate = a.has("approx");
+  a.rounding();
+  a.types();
+  a.simple(1);
+  Run run = a.i.mode == FE_TONEAREST ? for_floats<Unary<Op>>(a.i.type) : for_floats<Directed<Op>>(a.i.type);
+  if (a.i.type == Type::f64 && approximate) {
+    run = nullptr;
+    if constexpr (!std::is_void_v<OpUpper>) {
+      a.i.ftz = false; // which must be there, and means the lower bits too
+      run = &Unary<OpUpper>::template run<double>;
+    }
+  }
+  a.done(run, approximate ? special : division);
+}
+
+template <class Op>
+void of_float(Assembler& a) {
+  a.has("approx");
+  a.i.ftz = a.has("ftz");
+  a.types();
+  a.simple(1);
+  const bool small =
+      a.i.type == Type::f16x2 || a.i.type == Type::f16 || a.i.type == Type::bf16 || a.i.type == Type::bf16x2;
+  a.done(
+      small                   ? for_all_floats<Unary<Op>>(a.i.type)
+      : a.i.type == Type::f32 ? &Unary<Op>::template run<float>
+                              : nullptr,
+      special);
+}
+
+} // namespace
+
+void add_functions(Instructions& all) {
+  all.insert(
+      {{"sqrt", root<Sqrt>},
+       {"rcp", root<Rcp, RcpUpper>},
+       {"rsqrt", root<Rsqrt, RsqrtUpper>},
+       {"ex2", of_float<Ex2>},
+       {"lg2", of_float<Lg2>},
+       {"sin", of_float<Sin>},
+       {"cos", of_float<Cos>},
+       {"tanh", of_float<Tanh>}});
+}
+
+} // namespace ptx

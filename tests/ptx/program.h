@@ -1,0 +1,126 @@
+// A module of PTX as it is kept: its text, its kernels, and the instructions of those that were launched of late.
+#pragma once
+
+#include "types.h"
+
+#include <map>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+namespace ptx {
+
+// What an instruction is counted as.
+enum Class {
+  fp32,
+  fp32_other,
+  fp64,
+  fp64_other,
+  half_,
+  division,
+  special,
+  integer,
+  logic,
+  compare,
+  convert,
+  move,
+  shuffle,
+  vote,
+  barrier,
+  fence,
+  atomic,
+  global_load,
+  global_store,
+  shared_load,
+  shared_store,
+  local_load,
+  local_store,
+  param_load,
+  const_load,
+  control,
+  num_classes
+};
+
+enum class Space { generic, global, shared, local, param, constant };
+enum class Flow { none, branch, table, ret, bar, trap };
+
+struct Warp;
+struct Instruction;
+
+// Runs an instruction on the lanes of a mask.
+using Run = void (*)(Warp&, const Instruction&, u32 mask);
+
+struct Instruction {
+  Run run = nullptr;
+  u32 d[8] = {}, s[8] = {}; // registers written, and read; of predicates' logic, predicates
+  u32 p[3] = {};            // predicates written (0, 1), and read (2)
+  s64 offset = 0;
+  string_view text;
+  Class kind = move;
+  Flow flow = Flow::none;
+  Space space = Space::generic;
+  Type type = Type::none, from = Type::none;
+  int guard = -1;             // predicate without which a lane does nothing
+  int target = -1, meet = -1; // of branches; where lanes that part meet again
+  int table = -1;             // of Code::tables
+  int block = 0;
+  u32 used = 0, used_end = 0; // of Code::used
+  s8 count = 1;               // elements of a vector
+  s16 mode = 0, variant = 0;  // rounding; what else there is to tell
+  bool guard_not = false, has_p1 = false, p2_not = false, integral = false, sat = false, ftz = false;
+};
+
+// Instructions of a kernel.
+struct Code {
+  std::vector<Instruction> instructions;
+  std::vector<std::vector<int>> tables;   // targets of brx
+  std::vector<u32> used;                  // registers: 2 * register + 1 where it is written
+  std::unordered_map<u64, u32> constants; // each in a register of its own
+  std::map<string, u32, std::less<>> specials;
+  u32 num_registers = 0, num_predicates = 2; // predicates 0 and 1 are false and true
+  size_t shared_bytes = 0, local_bytes = 0;
+};
+
+struct Symbol {
+  Space space;
+  u64 address; // within its space, or on the host
+};
+
+struct Parameter {
+  string name;
+  size_t offset, bytes;
+};
+
+struct Module;
+
+struct Kernel {
+  Module* module = nullptr;
+  string name, readable;
+  string_view body;
+  std::vector<Parameter> parameters;
+  size_t parameter_bytes = 0;
+  unsigned max_threads = 1024;
+  size_t shared_bytes = 0, local_bytes = 0;
+  std::unique_ptr<Code> code; // none where it has to be read again
+
+  ~Kernel();
+};
+
+struct Module {
+  string text; // without comments; all views lead here
+  std::map<string, Symbol, std::less<>> symbols;
+  std::vector<std::unique_ptr<char[]>> memory;
+  size_t shared_bytes = 0;
+  std::map<string, Kernel, std::less<>> kernels;
+};
+
+// Reads a module and all of its kernels; throws std::runtime_error where there is anything that is not known.
+std::unique_ptr<Module> read_module(string_view text);
+
+// The kernel's instructions, which are read again where they had to give way to others'.
+Code& code_of(Kernel& kernel);
+
+// Finds the basic blocks, and where lanes that part at the end of each meet again.
+void find_meetings(Code& code);
+
+} // namespace ptx

@@ -1,0 +1,272 @@
+"""Kernels by name: compiled by NVRTC or nvcc, kept on disk, loaded and started through a driver.
+
+The driver is the stand-in of tests/ptx, which runs PTX on the CPU (`make test` builds it).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradscale_ext as gs
+from gradscale_ext import _kernels, _precompile
+from gradscale_ext._native import _C
+
+FILE, NAME = "flow/elementwise.cuh", "elementwise_dense<float, Clamp<float>>"
+DRIVER = Path(sys.prefix) / "driver.so"
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    if not isinstance(_kernels.compiler(), _kernels.Nvrtc):
+        pytest.skip("there is no NVRTC")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADSCALE_CACHE_DIR", str(tmp_path / "cache"))
+    _kernels._say_once.cache_clear()
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def stand_in(request):
+    """CPU tensors are those of a GPU; gives the driver."""
+    if not DRIVER.exists():
+        pytest.skip("the driver's stand-in is not built (make test)")
+    if request.config.getoption("--simulated-kernels"):
+        pytest.skip("all tests run on the stand-in")
+    _C.set_kernel_images(lambda file, name, major, minor: _code(file, name, f"compute_{major}{minor}"))
+    _C.use_driver_for_cpu(str(DRIVER))
+    yield ctypes.CDLL(str(DRIVER))
+    _C.use_driver_for_cpu(None)
+    _C.set_kernel_images(None)
+
+
+def _code(file, name, target):
+    image, _ = _kernels.image_of(file, name, target)
+    return image.code, image.entry
+
+
+def only_file(folder):
+    (path,) = folder.iterdir()
+    return path
+
+
+def test_an_image_is_compiled_once_and_then_read(cache):
+    first, source = _kernels.image_of(FILE, NAME, "sm_90")
+    assert source == _kernels.compiler().version
+    assert first.code.startswith(b"\x7fELF")
+    assert first.registers > 0
+    assert first.spilled == 0
+    assert _kernels.image_of(FILE, NAME, "sm_90") == (first, "cache")
+    assert only_file(cache).name.endswith(".sm_90")
+
+
+def test_whatever_an_image_depends_on_names_its_file(monkeypatch):
+    path = _kernels._file_of(Path("x"), FILE, NAME, "sm_90", "NVRTC 13.0")
+    for other in (
+        (Path("x"), FILE + "x", NAME, "sm_90", "NVRTC 13.0"),
+        (Path("x"), FILE, NAME + "x", "sm_90", "NVRTC 13.0"),
+        (Path("x"), FILE, NAME, "sm_80", "NVRTC 13.0"),
+        (Path("x"), FILE, NAME, "sm_90", "NVRTC 13.1"),
+    ):
+        assert _kernels._file_of(*other) != path
+    monkeypatch.setattr(_kernels, "_digest_of_sources", lambda: "of other sources")
+    assert _kernels._file_of(Path("x"), FILE, NAME, "sm_90", "NVRTC 13.0") != path
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:-1],
+        lambda data: data[:200],
+        lambda data: b"{}\n" + data,
+        lambda data: b"[]\n",
+        lambda data: b"\xff" + data,
+        lambda data: data.replace(b'"entry"', b'"entrails"'),
+    ],
+    ids=["empty", "cut", "cut in the header", "other header", "no object", "no text", "other field"],
+)
+def test_a_damaged_file_costs_a_compilation_and_a_warning(cache, damage):
+    first, _ = _kernels.image_of(FILE, NAME, "sm_90")
+    path = only_file(cache)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.warns(UserWarning, match=r"gradscale_ext: the file \S+ is damaged; its kernel is compiled again"):
+        again, source = _kernels.image_of(FILE, NAME, "sm_90")
+    assert (again.entry, source) == (first.entry, _kernels.compiler().version)
+    assert _kernels.image_of(FILE, NAME, "sm_90") == (again, "cache")
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(cache):
+    cache.write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match=r"compiled again in each process.*GRADSCALE_CACHE_DIR"):
+        image, _ = _kernels.image_of(FILE, NAME, "sm_90")
+    assert image.code
+    assert _kernels.image_of(FILE, NAME, "sm_90")[0].entry == image.entry  # and no second warning
+
+
+def test_a_file_that_cannot_be_read_costs_a_warning(cache):
+    _kernels.image_of(FILE, NAME, "sm_90")
+    path = only_file(cache)
+    path.unlink()
+    path.mkdir()
+    with pytest.warns(UserWarning, match="cannot be"):  # read, and then not written
+        assert _kernels.image_of(FILE, NAME, "sm_90")[0].code
+
+
+def test_half_a_file_is_never_seen(cache, monkeypatch):
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(KeyboardInterrupt):
+        _kernels.image_of(FILE, NAME, "sm_90")
+    assert list(cache.iterdir()) == []
+
+
+def test_a_gpu_later_than_the_compiler_gets_ptx():
+    image, _ = _kernels.image_of(FILE, NAME, "sm_999")
+    assert f".entry {image.entry}(".encode() in image.code
+
+
+def test_a_gpu_too_old_is_named():
+    with pytest.raises(RuntimeError, match=r"compiles for sm_\d+ .*, and not for sm_20"):
+        _kernels.image_of(FILE, NAME, "sm_20")
+
+
+def test_a_kernel_that_does_not_compile_is_named():
+    with pytest.raises(
+        RuntimeError, match=r"(?s)NVRTC \S+ cannot compile no_kernel of flow/elementwise.cuh.*undefined"
+    ):
+        _kernels.image_of(FILE, "no_kernel", "sm_90")
+
+
+def test_without_a_compiler_the_commands_are_said(monkeypatch):
+    monkeypatch.setattr(_kernels, "compiler", lambda: None)
+    with pytest.raises(RuntimeError, match=r'pip install "cuda-bindings==\d+.\*" "nvidia-cuda-nvrtc==\d+.\*"`, or'):
+        _kernels.image_of(FILE, NAME, "sm_90")
+
+
+def test_nvcc_compiles_where_there_is_no_nvrtc():
+    try:
+        using = _kernels.Nvcc()
+    except ImportError:
+        pytest.skip("there is no nvcc")
+    image = _kernels._compiled(using, FILE, NAME, "sm_90")
+    assert image.code.startswith(b"\x7fELF")
+    assert image.entry == _kernels.image_of(FILE, NAME, "sm_90")[0].entry
+    assert f".entry {image.entry}(".encode() in using.compile(FILE, NAME, "compute_90")[0]
+
+
+def test_packaged_images_come_first(tmp_path, monkeypatch, cache):
+    monkeypatch.setattr(_kernels, "PACKAGED", tmp_path / "kernels")
+    image, _ = _kernels.compile_into(tmp_path / "kernels", FILE, NAME, "sm_90")
+    monkeypatch.setattr(_kernels, "compiler", lambda: None)
+    assert _kernels.image_of(FILE, NAME, "sm_90") == (image, "package")
+    assert not cache.exists()
+
+
+def test_processes_share_a_folder(cache):
+    script = f"from gradscale_ext import _kernels; print(_kernels.image_of({FILE!r}, {NAME!r}, 'sm_90')[1])"
+    running = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert all(process.communicate()[0] and process.returncode == 0 for process in running)
+    assert json.loads(only_file(cache).read_bytes().partition(b"\n")[0])["registers"] > 0
+    assert _kernels.image_of(FILE, NAME, "sm_90")[1] == "cache"
+
+
+def test_calls_tell_their_kernels():
+    x, y = torch.zeros(8, requires_grad=True), torch.ones(8)
+    call = lambda: gs.clip_gradient_value(x, -0.5, 0.5).backward(y)
+    assert _precompile.kernels_of([call, call]) == [(FILE, NAME)]
+    x.grad = None
+    call()
+    assert x.grad.tolist() == [0.5] * 8  # computed, and not only told
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_command(cache, tmp_path, into, capsys, monkeypatch):
+    monkeypatch.setattr(_precompile, "loss_calls", lambda dtype, actions: [])
+    folder = tmp_path / "kernels" if into else cache
+    arguments = ["--arch", "9.0", "sm_80", "--dtype", "float32", *(["--into", str(folder)] if into else [])]
+    assert _precompile.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["gpu", "registers", "shared", "spilled", "seconds", "from", "kernel"]
+    assert any(line.startswith("sm_80") and line.endswith("elementwise_dense<float, Clamp<float>>") for line in lines)
+    assert lines[-1].endswith(f"in {folder}")
+    assert len(list(folder.iterdir())) == len(lines) - 2
+
+
+def test_command_without_a_gpu_asks_for_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit, match="there is no GPU here; name the GPUs to compile for, as in --arch 90"):
+        _precompile.main([])
+
+
+def clipped(size=1000):
+    x = torch.zeros(size, requires_grad=True)
+    gs.clip_gradient_value(x, -0.25, 0.25).backward(torch.ones(size))
+    return x.grad
+
+
+def test_a_kernel_runs_through_the_driver(stand_in):
+    assert torch.equal(clipped(), torch.full((1000,), 0.25))
+
+
+def test_threads_start_one_kernel_at_a_time_to_be_loaded(stand_in):
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(clipped(5003))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert all(torch.equal(result, torch.full((5003,), 0.25)) for result in results)
+
+
+def test_nothing_is_loaded_during_a_capture(stand_in):
+    x = torch.zeros(7, dtype=torch.float16, requires_grad=True)
+
+    def clip():
+        x.grad = None
+        gs.clip_gradient_value(x, -0.125, 0.125).backward(torch.ones(7, dtype=torch.float16))
+
+    stand_in.gradscale_pretend_capture(1)
+    try:
+        with pytest.raises(
+            RuntimeError, match=r"not loaded yet.*while a CUDA graph is captured. Run the same call once"
+        ):
+            clip()
+    finally:
+        stand_in.gradscale_pretend_capture(0)
+    clip()
+    stand_in.gradscale_pretend_capture(1)
+    clip()
+    stand_in.gradscale_pretend_capture(0)
+    assert x.grad.tolist() == [0.125] * 7
+
+
+def test_an_image_that_the_driver_refuses_is_named(stand_in):
+    _C.set_kernel_images(lambda *kernel: (b"no image", "entry"))
+    x = torch.zeros(7, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"the kernel elementwise_dense<double, Clamp<double>> could not be loaded"):
+        gs.clip_gradient_value(x, -1.0, 1.0).backward(torch.ones(7, dtype=torch.float64))
+
+
+def test_an_error_of_the_compiler_reaches_the_caller(stand_in):
+    def fail(*kernel):
+        raise RuntimeError("it does not compile")
+
+    _C.set_kernel_images(fail)
+    x = torch.zeros(7, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="it does not compile"):
+        gs.clip_gradient_value(x, -1.0, 1.0).backward(torch.ones(7, dtype=torch.bfloat16))
