@@ -61,8 +61,9 @@ def loss_table() -> str:
         own = [row for row in rows if (row["agent"], row["dtype"], row["threads"]) == (agent, "fp32", threads)]
         for size, found in contestants_by_row(own, "forward+backward").items():
             memory = [f"{found[name]['peak_mb']:.1f}" for name in ("fused", "torch.compile", "eager")]
-            lines.append([f"{agent}: {size}", *cells(found), " / ".join(memory)])
-    return table(["forward + backward, ms", *CELLS, "peak MB"], lines) + "\n\n" + machine
+            over_copy = f"{found['fused']['over_copy']:.1f}"
+            lines.append([f"{agent}: {size}", *cells(found), over_copy, " / ".join(memory)])
+    return table(["forward + backward, ms", *CELLS, "fused, in copies", "peak MB"], lines) + "\n\n" + machine
 
 
 def forward_table() -> str:

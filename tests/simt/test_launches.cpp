@@ -452,19 +452,26 @@ bool same(const LossResult& a, const LossResult& b) {
 }
 
 void in_all(const std::vector<simt::Order>& orders, const std::function<LossResult()>& run) {
-  const LossResult first = run();
+  LossResult first;
   for (const simt::Order order : orders) {
     simt::options().order = order;
-    check(same(run(), first), "the same bits in every order");
+    LossResult result = run();
+    if (order == orders[0]) {
+      first = std::move(result);
+    } else {
+      check(same(result, first), "the same bits in every order");
+    }
   }
 }
 
 } // namespace
 
 int main(bool small) {
-  std::vector<simt::Order> orders = {simt::Order::forward, simt::Order::reverse, simt::Order::random};
+  std::vector<simt::Order> orders = {simt::Order::random, simt::Order::forward, simt::Order::reverse};
+  std::vector<double> norms = {2.0, static_cast<double>(INFINITY), 1.0, 3.5};
   if (small) {
-    orders = {simt::Order::random};
+    orders.resize(1);
+    norms.resize(2);
   }
   for (const simt::Order order : orders) {
     simt::options().order = order;
@@ -473,7 +480,7 @@ int main(bool small) {
       test_elementwise<double>(3, 0, arguments_of);
     }
     test_elementwise<float>(600, 3, 2); // two blocks
-    for (const double p : {1.0, 2.0, 3.5, static_cast<double>(INFINITY)}) {
+    for (const double p : norms) {
       test_rescale<float>(3, 5, p, Rule::clip, 1);
       test_rescale<float>(2, 601, p, Rule::normalize, 3);
       for (const int64_t whole_windows : {8, 164, 1024}) {
@@ -496,7 +503,7 @@ int main(bool small) {
   }
   in_all(orders, [] { return run_loss(35, true, 0, false, false); }); // more rows than a warp walks over
   in_all(orders, [] { return run_loss(2, false, 40, false, false); });
-  in_all(orders, [] { return run_loss(300, false, 0, false, true); }); // two blocks of sums
+  in_all(orders, [=] { return run_loss(small ? 100 : 300, false, 0, false, true); }); // blocks of sums
   in_all(orders, [] { return run_decode(21, 37, 1); });
   in_all(orders, [] { return run_decode(101, 5, 3); });
   std::printf("%d failed\n", failures);
