@@ -39,7 +39,7 @@ pytestmark = [
 SIMT = ROOT / "tests" / "simt"
 CPP = ROOT / "tests" / "cpp"
 ROWS = [CPP / f"test_{name}.cpp" for name in ("kernels", "rows", "decode", "elements")]
-COMMON = ["-std=c++20", "-fno-math-errno", "-Wno-unknown-pragmas", "-Werror=switch", "-I", str(SIMT), "-I", str(CPP)]
+COMMON = ["-std=c++17", "-fno-math-errno", "-Wno-unknown-pragmas", "-Werror=switch", "-I", str(SIMT), "-I", str(CPP)]
 PLAIN = ("-O2",)
 ADDRESS = ("-O1", "-g1", "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all")
 THREAD = ("-O1", "-g1", "-fsanitize=thread", "-DGRADSCALE_THREADS=64")  # of 256 it would see a part

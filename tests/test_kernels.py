@@ -26,7 +26,7 @@ MAIN = ROOT / "tests" / "cpp" / "test_kernels.cpp"
 TESTS = sorted(path for path in MAIN.parent.glob("*.cpp") if path != MAIN)
 FAULTY = MAIN.parent / "test_rows.cpp"
 
-COMMON = ["-std=c++20", "-fopenmp-simd", "-fno-math-errno", "-Werror=switch", "-I", str(ROOT / "csrc")]
+COMMON = ["-std=c++17", "-fopenmp-simd", "-fno-math-errno", "-Werror=switch", "-I", str(ROOT / "csrc")]
 RELEASE = ["-O3", "-fno-trapping-math"]
 SANITIZE = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
 # Without the second flag, which is part of -O2, GCC leaves the upper halves of registers as the AVX-512 kernels leave

@@ -148,8 +148,7 @@ bool runs_kernels(c10::Device device) {
   return device.is_cpu() && (driver_for_cpu != nullptr || recorder != nullptr);
 }
 
-void start(
-    const NamedKernel& kernel, int64_t blocks, int threads, Stream stream, const void* arguments, int64_t /*bytes*/) {
+void start(const NamedKernel& kernel, int64_t blocks, int threads, Stream stream, const void* arguments) {
   if (recorder != nullptr) {
     const py::gil_scoped_acquire gil;
     (*recorder)(kernel.file(), kernel.name());

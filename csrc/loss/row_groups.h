@@ -27,6 +27,12 @@ struct Tile {
   alignas(64) T at[kShortRow][kLanes];
 };
 
+// Declared for all instruction sets, and defined where there is AVX-512.
+template <class T>
+void read_tile_in_lanes(const Rows& rows, const Group& group, int64_t width, Tile<float>& tile);
+template <class G>
+void write_tile_in_lanes(const Rows& rows, const Group& group, int64_t width, const Tile<float>& tile);
+
 // The row of a lane; lanes without one take the first.
 template <class T>
 const T* row_of_lane(const Rows& rows, const Group& group, int64_t lane) {

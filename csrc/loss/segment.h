@@ -6,7 +6,9 @@
 // - here: its kind, and a number if it has one that no other head has;
 // - its row, loss and gradient: in regression_heads.h for CPU and GPU alike, or in categorical_rows or policy_rows, .h
 //   for a CPU and .cuh for a GPU, with what both share in csrc/math/; the compiler names the switch that lacks its
-//   case.
+//   case;
+// - rows.cuh: its row of a group of threads. Leaner rows are a file of their own (warp_rows.cuh, thread_rows.cuh), and
+//   row_specification.cpp chooses them.
 #pragma once
 
 #include "../math/slab.h"

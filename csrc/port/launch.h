@@ -17,7 +17,7 @@ using Stream = void*; // of CUDA's driver; null: the default stream
 // is made once and lives as long as the program, because it remembers what has been loaded for it.
 class NamedKernel {
  public:
-  static constexpr int kMaxDevices = 64;
+  static constexpr int kMaxDevices = 128; // PyTorch knows of 120 at most
 
   NamedKernel(const char* file, std::string name) : file_(file), name_(std::move(name)) {
   }
@@ -48,16 +48,16 @@ class Kernel : public NamedKernel {
   using NamedKernel::NamedKernel;
 };
 
-// Starts a kernel with `bytes` bytes of arguments; nothing is waited for. Compiles and loads it where that has not been
-// done yet.
-void start(const NamedKernel& kernel, int64_t blocks, int threads, Stream stream, const void* arguments, int64_t bytes);
+// Starts a kernel with the arguments that it takes; nothing is waited for. Compiles and loads it where that has not
+// been done yet.
+void start(const NamedKernel& kernel, int64_t blocks, int threads, Stream stream, const void* arguments);
 
 // Starts `kernel` for `blocks` blocks of `threads` threads; none where there are no blocks.
 template <class Arguments>
 void launch(const Kernel<Arguments>& kernel, int64_t blocks, int threads, Stream stream, const Arguments& arguments) {
   static_assert(std::is_trivially_copyable<Arguments>::value && sizeof(Arguments) <= 32764);
   if (blocks != 0) {
-    start(kernel, blocks, threads, stream, &arguments, sizeof(Arguments));
+    start(kernel, blocks, threads, stream, &arguments);
   }
 }
 

@@ -124,13 +124,7 @@ std::string without_spaces(std::string name) {
 
 } // namespace
 
-void start(
-    const NamedKernel& kernel,
-    int64_t blocks,
-    int threads,
-    Stream /*stream*/,
-    const void* arguments,
-    int64_t /*bytes*/) {
+void start(const NamedKernel& kernel, int64_t blocks, int threads, Stream /*stream*/, const void* arguments) {
   const std::string wanted = without_spaces(kernel.name());
   const auto* found = std::find_if(std::begin(kKernels), std::end(kKernels), [&](const Simulated& known) {
     return without_spaces(known.name) == wanted;

@@ -85,13 +85,7 @@ void want(const NamedKernel& kernel) {
 
 } // namespace
 
-void start(
-    const NamedKernel& kernel,
-    int64_t blocks,
-    int threads,
-    Stream /*stream*/,
-    const void* arguments,
-    int64_t /*bytes*/) {
+void start(const NamedKernel& kernel, int64_t blocks, int threads, Stream /*stream*/, const void* arguments) {
   static const Images images;
   if (!images.there_are_some()) {
     return want(kernel);
