@@ -115,12 +115,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--actions", nargs="+", type=int, default=[18], metavar="18", help="of the policy")
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="a folder of a package, and not the cache")
     options = parser.parse_args(arguments)
-    begin = time.perf_counter()
     calls = [call for name in options.dtype for call in other_calls(DTYPES[name])]
     calls += [
         call for name in options.dtype for actions in options.actions for call in loss_calls(DTYPES[name], actions)
     ]
     work = [(kernel, gpu) for kernel in kernels_of(calls) for gpu in _architectures(options.arch)]
+    begin = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         results = list(pool.map(lambda item: _compile(item[0], item[1], options.into), work))
     print(f"{'gpu':<8}{'registers':>10}{'shared':>8}{'spilled':>9}{'seconds':>9}  {'from':<12}kernel")

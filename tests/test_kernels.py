@@ -26,6 +26,7 @@ MAIN = ROOT / "tests" / "cpp" / "test_kernels.cpp"
 TESTS = sorted(path for path in MAIN.parent.glob("*.cpp") if path != MAIN)
 FAULTY = MAIN.parent / "test_rows.cpp"
 
+# PyTorch 2.11 compiles extensions as C++17, later ones as C++20.
 COMMON = ["-std=c++17", "-fopenmp-simd", "-fno-math-errno", "-Werror=switch", "-I", str(ROOT / "csrc")]
 RELEASE = ["-O3", "-fno-trapping-math"]
 SANITIZE = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
