@@ -107,7 +107,7 @@ def compile_arguments() -> tuple[list[str], list[str]]:
     if sys.platform == "win32":
         return ["/O2", "/openmp:experimental"], []
     flags = [
-        "-O3",
+        *([] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]),  # these flags come behind those of CFLAGS
         "-g0",
         "-fno-math-errno",
         "-fno-trapping-math",

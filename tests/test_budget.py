@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parent / "budget"))
 import gpus
 import sass
 
-pytestmark = pytest.mark.arithmetic
+pytestmark = pytest.mark.any_version
 
 LISTING = """
 //--------------------- .text.first --------------------------

@@ -325,6 +325,7 @@ def _kernels(function) -> tuple[list[str], str]:
     return [line for code in codes for line in code.splitlines() if " = async_compile.cpp" in line], "\n".join(codes)
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("scale", [SCALE, torch.tensor(SCALE, dtype=torch.float64)])
 def test_the_compiler_fuses_it_with_its_neighbours(scale):
     """No kernel of its own, forward or backward: as many as without it, and nothing is called by name."""

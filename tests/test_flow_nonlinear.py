@@ -73,7 +73,7 @@ def with_norm(rule: str, limit, **options):
 # ---- Values ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.arithmetic
+@pytest.mark.any_version
 @paths
 @pytest.mark.parametrize("rule", ["clip", "normalize"])
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.14, 0.5, INF])
@@ -277,7 +277,7 @@ def _digest() -> list[torch.Tensor]:
     return results
 
 
-@pytest.mark.arithmetic
+@pytest.mark.any_version
 @pytest.mark.cpu_kernels
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_kernels_of_other_instruction_sets(capability, tmp_path):

@@ -499,7 +499,7 @@ def test_the_cosine_of_subnormal_vectors_is_a_number():
     torch.testing.assert_close(torch.autograd.grad(loss, x)[0], -x.detach() * 1e16, rtol=1e-6, atol=0)
 
 
-@pytest.mark.arithmetic
+@pytest.mark.any_version
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradcheck_and_gradgradcheck(reduction, fused_only, monkeypatch):
     predictions, targets = arguments(batch=2, steps=2, heads=ALL_HEADS)
@@ -871,7 +871,7 @@ def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads():
         assert torch.equal(a, c)
 
 
-@pytest.mark.arithmetic
+@pytest.mark.any_version
 @pytest.mark.cpu_kernels
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 def test_every_instruction_set_agrees(capability, tmp_path):
