@@ -1,4 +1,4 @@
-"""Draws bench/results/loss.png from bench/results/loss.json: time of a MuZero update's loss against the batch size.
+"""Draws bench/results/loss.svg from bench/results/loss.json: time of a MuZero update's loss against the batch size.
 
 python bench/plot.py
 """
@@ -48,8 +48,8 @@ def main() -> None:
         fontsize=10,
     )
     figure.tight_layout()
-    figure.savefig(RESULTS / "loss.png", dpi=120)
-    print(f"written to {RESULTS / 'loss.png'}")
+    figure.savefig(RESULTS / "loss.svg", metadata={"Date": None})
+    print(f"written to {RESULTS / 'loss.svg'}")
 
 
 if __name__ == "__main__":
