@@ -57,7 +57,7 @@ def empty(axes: Axes, width: float, height: float) -> None:
 
 
 def root_gradients(steps: int, hidden_scale: float, step_gradient_scale: str | None) -> list[float]:
-    """The gradient of the root state from the loss of each step, of the dynamics s' = s and losses that are the state."""
+    """The root state's gradient from the loss of each step, where dynamics and heads are the identity."""
     gradients = []
     for chosen in range(steps + 1):
         root = torch.ones(1, dtype=torch.float64, requires_grad=True)
@@ -92,7 +92,7 @@ def unroll() -> Figure:
         if k > 0:
             arrow(axes, (x - 0.58, 1.7), (places[k - 1] + 0.58, 1.7), "", color=RED)
             axes.text((x + places[k - 1]) / 2, 1.6, "dynamics", ha="center", va="top", fontsize=8, color=GREY)
-            if 1 < k:  # on its way from the state of a recurrent step to the one before
+            if k > 1:  # on its way from the state of a recurrent step to the one before
                 axes.text((x + places[k - 1]) / 2, 1.77, f"{scale:g}", color=RED, fontsize=9, ha="center", va="bottom")
     box(axes, places[0], 0.5, "observation", 1.1, GREY)
     arrow(axes, (places[0], 1.42), (places[0], 0.78), color=RED)
@@ -220,7 +220,7 @@ def matrix() -> Figure:
     names, contexts = list(everything[newest]), list(next(iter(everything[newest].values())))
     order = {"right": 0, "error": 1, "wrong": 2}
     worst = [
-        [max((order[verdicts[name][context]] for verdicts in everything.values())) for name in names]
+        [max(order[verdicts[name][context]] for verdicts in everything.values()) for name in names]
         for context in contexts
     ]
     figure, axes = plt.subplots(figsize=(7.6, 7.4))
