@@ -16,6 +16,8 @@ default_role = "py:obj"
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 
+add_module_names = False
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say more: shapes, ranges and units
 autodoc_preserve_defaults = True
@@ -25,6 +27,7 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
+pygments_dark_style = "one-dark"
 html_title = f"gradscale_ext {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

@@ -83,7 +83,7 @@ class GradientStatistics:
 
     @property
     def bin_edges(self) -> torch.Tensor:
-        """`[bins + 1]` float64 on the CPU: bin i has ``edges[i] <= log2 |g| < edges[i + 1]``. The outer are infinite."""
+        """`[bins + 1]` float64 on the CPU: bin i has ``edges[i] <= log2 |g| < edges[i + 1]``. The ends are infinite."""
         return torch.tensor(BIN_EDGES, dtype=torch.float64)
 
     @property
