@@ -74,5 +74,10 @@ def test_names_of_the_api_page():
     assert {*gs.__all__} - named == {"reference"}
 
 
+def test_pictures_are_small():
+    pictures = [*(ROOT / "docs" / "images").iterdir(), ROOT / "bench" / "results" / "loss.svg"]
+    assert {picture.name: picture.stat().st_size for picture in pictures if picture.stat().st_size > 100_000} == {}
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
