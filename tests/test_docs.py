@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import socket
 from pathlib import Path
@@ -10,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import gradscale_ext as gs
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPETS = [
     pytest.param(snippet, id=f"{page.relative_to(ROOT)}-{number}")
     for page in PAGES
@@ -44,6 +45,43 @@ def test_snippets_run(snippet, monkeypatch, tmp_path):
     exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
 
 
+def test_old_and_new_code_of_the_readme_agree():
+    """Both updates give a model the same loss and gradients."""
+    old, new = {}, {}
+    before, after = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.DOTALL)[:2]
+    exec(before, old)
+    exec(after, new)
+    heads = new["loss_fn"].heads
+
+    def loss_of(outputs, targets, k):
+        now = {name: target[:, k : k + 1] for name, target in targets.items()}
+        return gs.reference.multi_step_loss(heads, {name: [x] for name, x in outputs.items()}, now).loss
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dynamics = torch.nn.Linear(6, 6, dtype=torch.float64)
+            self.heads = torch.nn.Linear(6, 601 + 601 + 4, dtype=torch.float64)
+
+        def initial(self, observation):
+            names = ("value", "reward", "policy")
+            return dict(zip(names, self.heads(observation).split((601, 601, 4), 1), strict=True)), observation
+
+        def recurrent(self, hidden, action):
+            return self.initial(torch.tanh(self.dynamics(hidden) + action[:, None]))
+
+    old["loss_of"] = loss_of
+    torch.manual_seed(0)
+    model = Model()
+    observation, actions = torch.randn(3, 6, dtype=torch.float64), torch.randint(4, (3, 5))
+    targets = {name: torch.randn(3, 6, dtype=torch.float64) for name in ("value", "reward")}
+    targets["policy"] = torch.rand(3, 6, 4, dtype=torch.float64).softmax(-1)
+    losses = [code["update"](model, observation, actions, targets) for code in (old, new)]
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+
+
 def anchors(page):
     """The anchors of a page's headings, as GitHub and the site make them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
@@ -69,7 +107,6 @@ def test_files_that_are_named_exist(page):
 
 def test_names_of_the_api_page():
     """Every public name has its place there."""
-    gs = importlib.import_module("gradscale_ext")
     named = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
     assert {*gs.__all__} - named == {"reference"}
 
