@@ -23,6 +23,7 @@ autodoc_typehints = "none"  # the docstrings say more: shapes, ranges and units
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Returns"]  # plain text, in which a colon follows no type
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
