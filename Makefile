@@ -6,8 +6,10 @@
 #                the cases of a finding again: make fuzz SEED=12345 (random seeds without SEED)
 # make versions  run the tests on the other versions of PyTorch in VERSIONS, each in a checkout of its own (but for those
 #                of the kernels alone, which no PyTorch takes part in)
-# make bench     run the benchmarks, and write bench/results/ and the README's tables
-# make matrix    judge the operators in every context, and write bench/results/matrix.json and the README's table
+# make bench     run the benchmarks, and write bench/results/ and the tables of README.md and docs/
+# make matrix    judge the operators in every context, and write bench/results/matrix.json, its table and its picture
+# make docs      build the documentation's site into build/docs; a warning, as of a broken link, is an error
+# make drawings  compute the numbers of the site's pictures, and draw docs/images/
 # make lint      formatting, linters, types
 # make gpu       on a machine with a GPU: build, test, run compute-sanitizer, and measure, in 9 minutes and without a
 #                network; writes bench/results/<name of the GPU>.json     make gpu PYTHON=python3 RESULTS=folder MINUTES=9
@@ -32,7 +34,7 @@ CXX_FILES := $(shell find csrc tests/cpp tests/ptx tests/simt -name '*.cpp' -o -
 
 TIDIED := $(patsubst %.cpp,$(VENV)/tidy/%.ok,$(shell find csrc -name '*.cpp'))
 
-.PHONY: demo test simulated sanitized fuzz versions bench matrix lint tidy gpu cuda-check format clean force
+.PHONY: demo test simulated sanitized fuzz versions bench matrix docs drawings lint tidy gpu cuda-check format clean force
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/muzero_cartpole/train.py --seed $(SEED)
@@ -121,6 +123,14 @@ bench: $(VENV)/installed
 matrix: $(VENV)/installed
 	$(BIN)/python bench/matrix.py --json bench/results/matrix.json
 	$(BIN)/python bench/readme.py
+	$(BIN)/python docs/draw.py matrix
+
+docs: $(VENV)/installed $(VENV)/docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env docs build/docs
+	@echo "built: build/docs/index.html"
+
+drawings: $(VENV)/installed
+	$(BIN)/python docs/draw.py
 
 lint: $(VENV)/lint
 	$(BIN)/ruff check .
@@ -176,6 +186,10 @@ $(VENV)/installed: $(VENV)/torch $(SOURCES)
 
 $(VENV)/uv: $(VENV)/torch
 	$(PIP) uv
+	@touch $@
+
+$(VENV)/docs: $(VENV)/torch
+	$(PIP) sphinx==8.1.3 furo==2025.12.19 myst-parser==4.0.1 sphinx-copybutton==0.5.2
 	@touch $@
 
 $(VENV)/lint: $(VENV)/torch

@@ -1,19 +1,25 @@
-"""Writes the README's tables from the files under bench/results/, so that no figure is typed by hand.
+"""Writes the tables of README.md and docs/ from the files under bench/results/, so that no figure is typed by hand.
+
+A table stands between two markers, in whichever of these files:
+
+    <!-- table: loss -->
+    <!-- end: loss -->
 
 python bench/readme.py            # write
-python bench/readme.py --check    # fail when the README is not what the results say
+python bench/readme.py --check    # fail when a table is not what the results say
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RESULTS = ROOT / "bench" / "results"
 
 
@@ -52,18 +58,36 @@ def cells(found: dict[str, dict[str, Any]], microseconds: bool = False) -> list[
 CELLS = ["fused", "torch.compile", "eager", "vs compile", "vs eager"]
 
 
+def speed_table() -> str:
+    """Five rows for the README: the loss of three agents, the head that costs most, and decoding for acting."""
+    loss, machine = load("loss")
+    heads, _ = load("heads")
+    threads = max(row["threads"] for row in loss)
+    wanted = ["MuZero: B 256 K 5 S 601 A 18", "TD-MPC2: B 256 H 3 S 101", "DreamerV3: B 16 T 64 S 255"]
+    lines = []
+    for agent, size in (name.split(": ") for name in wanted):
+        own = [row for row in loss if (row["agent"], row["dtype"], row["threads"]) == (agent, "fp32", threads)]
+        lines.append([f"loss of {agent}: {size}", *cells(contestants_by_row(own, "forward+backward")[size])])
+    lines.append(["`HLGauss` head alone: B 1024", *cells(contestants_by_row(heads, "forward+backward")["HLGauss"])])
+    lines.append(["`Support.decode`, 601 bins: B 64", *cells(contestants_by_row(heads, "decode")["B 64"])])
+    machine = machine.replace("`bench/results/loss.json`", "`bench/results/loss.json`, `heads.json`")
+    return table(["ms, forward + backward; decoding: forward", *CELLS], lines) + "\n\n" + machine
+
+
 def loss_table() -> str:
-    """fp32 with all threads, by agent, smallest batch first."""
+    """fp32 with all threads, by agent, smallest batch first; times of a copy of as many bytes where they were taken."""
     rows, machine = load("loss")
     threads = max(row["threads"] for row in rows)
+    has_copies = any("over_copy" in row for row in rows)
     lines = []
     for agent in dict.fromkeys(row["agent"] for row in rows):
         own = [row for row in rows if (row["agent"], row["dtype"], row["threads"]) == (agent, "fp32", threads)]
         for size, found in contestants_by_row(own, "forward+backward").items():
             memory = [f"{found[name]['peak_mb']:.1f}" for name in ("fused", "torch.compile", "eager")]
-            over_copy = f"{found['fused']['over_copy']:.1f}"
-            lines.append([f"{agent}: {size}", *cells(found), over_copy, " / ".join(memory)])
-    return table(["forward + backward, ms", *CELLS, "fused, in copies", "peak MB"], lines) + "\n\n" + machine
+            over_copy = [f"{found['fused']['over_copy']:.1f}"] if has_copies else []
+            lines.append([f"{agent}: {size}", *cells(found), *over_copy, " / ".join(memory)])
+    header = ["forward + backward, ms", *CELLS, *["fused, in copies"] * has_copies, "peak MB"]
+    return table(header, lines) + "\n\n" + machine
 
 
 def forward_table() -> str:
@@ -177,6 +201,7 @@ def instructions_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "speed": speed_table,
     "loss": loss_table,
     "loss, forward": forward_table,
     "loss, variations": variations_table,
@@ -192,26 +217,27 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
+MARKED = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end: \2 -->)", re.DOTALL)
+
+
 def rewritten(text: str) -> str:
-    for name, make in TABLES.items():
-        begin, end = f"<!-- table: {name} -->\n", f"<!-- end: {name} -->"
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
-        text = f"{before}{begin}{make()}\n{end}{after}"
-    return text
+    """The text with each table as the results have it."""
+    return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[4]}", text)
 
 
 def main() -> int:
-    text = README.read_text()
-    wanted = rewritten(text)
-    if "--check" in sys.argv:
-        if text != wanted:
-            print(
-                "README.md: the tables are not those of bench/results/; run `python bench/readme.py`", file=sys.stderr
-            )
-        return int(text != wanted)
-    README.write_text(wanted)
-    return 0
+    texts = {page: page.read_text() for page in PAGES}
+    shown = [found[2] for text in texts.values() for found in MARKED.finditer(text)]
+    if sorted(shown) != sorted(TABLES):
+        print(f"each table must be shown once: there are {sorted(TABLES)}, shown are {sorted(shown)}", file=sys.stderr)
+        return 1
+    outdated = {page: rewritten(text) for page, text in texts.items() if text != rewritten(text)}
+    for page, text in outdated.items():
+        if "--check" in sys.argv:
+            print(f"{page.relative_to(ROOT)}: the tables are not those of bench/results/; run `python bench/readme.py`")
+        else:
+            page.write_text(text)
+    return int("--check" in sys.argv and bool(outdated))
 
 
 if __name__ == "__main__":

@@ -315,7 +315,7 @@ def priorities(
     Args:
         expected: decoded predictions nu, `[B, T]` (``out.expected["value"]``) or a list of T tensors `[B]`.
         targets: their targets z, of the same form.
-        steps: which steps count: the "first" one (the root), the "mean" of |nu - z| over the steps, or the "max".
+        steps: which steps count: the "first" one (the root), the "mean" of ``|nu - z|`` over the steps, or the "max".
         alpha: exponent, at least 0; 0 gives uniform priorities.
         eps: keeps every sample alive, at least 0.
         batch_first: False: tensors with both dimensions are `[T, B]`, as `multi_step_loss` gives them then.

@@ -56,7 +56,7 @@ def signed_parabolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
     """Inverse of `signed_hyperbolic`, elementwise.
 
     With ``u = |x| / (sqrt(1/4 + eps (|x| + 1 + eps)) + 1/2 + eps)`` it is ``sign(x) u (u + 2)``, a form in which
-    nothing cancels; the textbook form is off by 7.5e-5 for |x| <= 1 in float32.
+    nothing cancels; the textbook form is off by 7.5e-5 for ``|x| <= 1`` in float32.
 
     Args:
         x: floating tensor of any shape, in transformed coordinates.

@@ -1202,7 +1202,6 @@ def test_the_report_in_rich():
 # ---- The page -------------------------------------------------------------------------------------------------------
 
 PAGE = ROOT / "docs" / "gradients.md"
-SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if PAGE.exists() else []
 
 
 def test_the_page_has_a_section_for_each_code():
@@ -1210,8 +1209,3 @@ def test_the_page_has_a_section_for_each_code():
 
     headings = set(re.findall(r"^## `(\w+)`", PAGE.read_text(), re.MULTILINE))
     assert headings == set(Code.__args__)
-
-
-@pytest.mark.parametrize("snippet", SNIPPETS)
-def test_the_page_runs(snippet):
-    exec(compile(snippet, "gradients.md", "exec"), {})

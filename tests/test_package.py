@@ -1,4 +1,4 @@
-"""Importing, explaining what is wrong with an installation, and the documentation's own examples."""
+"""Importing, explaining what is wrong with an installation, and the docstrings' examples."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 import pytest
-import torch
 
 import gradscale_ext as gs
 from gradscale_ext import _native
@@ -95,41 +93,6 @@ def test_another_torch_is_explained(monkeypatch):
     assert "pip install --no-build-isolation --force-reinstall" in message
     monkeypatch.setattr(_native, "_version_built_with", lambda: None)
     assert "could not be loaded: undefined symbol" in str(_native._explain(ImportError("undefined symbol: x")))
-
-
-def test_the_example_of_the_readme_runs():
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    code = readme.split("```python\n")[1].split("```")[0]
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.randn(8, 1220))
-
-        def initial(self, observation):
-            outputs = observation @ self.weight
-            return {"value": outputs[:, :601], "policy": outputs[:, 601:619]}, observation
-
-        def recurrent(self, hidden, action):
-            outputs, hidden = self.initial(hidden + action.unsqueeze(1) * self.weight.mean())
-            return {**outputs, "reward": (hidden @ self.weight)[:, 619:]}, hidden
-
-    model = Model()
-    names = {
-        "model": model,
-        "observation": torch.randn(4, 8),
-        "actions": torch.randint(18, (4, 5)),
-        "targets": {
-            "value": torch.randn(4, 6),
-            "reward": torch.randn(4, 5),
-            "policy": torch.rand(4, 6, 18).softmax(-1),
-        },
-        "weights": torch.rand(4),
-        "mask": torch.ones(4, 6, dtype=torch.bool),
-    }
-    exec(code, names)
-    assert names["new_priorities"].shape == (4,)
-    assert model.weight.grad.isfinite().all()
 
 
 def test_importing_the_package_imports_no_compiler():

@@ -39,7 +39,7 @@ class GradientMonitor:
     `torch.amp.GradScaler` skips, as gradients are NaN or inf, count as steps. Tags are:
 
     - `gradient_norm/<parameter>`, `module_gradient_norm/<module>`, `gradient_norm_total`, and the histogram
-      `gradient_histogram/<parameter>` of log2 |g|: what the optimizer sees.
+      `gradient_histogram/<parameter>` of ``log2 |g|``: what the optimizer sees.
     - `gradient_norm_before_clipping/<parameter>` and so on, where `clip_gradients_` ran: its norms, of its `norm_type`.
     - `clip_rate`: the share of the steps since the last record at which `clip_gradients_` changed the gradients.
     - `update_to_weight_ratio/<parameter>`: ``|p_after - p_before| / |p_before|`` of the step, usually about 1e-3. A

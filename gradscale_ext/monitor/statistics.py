@@ -37,7 +37,7 @@ class GradientStatistics:
     _values: torch.Tensor
     _counts: torch.Tensor
     histogram: torch.Tensor
-    """`[N, bins]` int64: finite elements other than 0 by log2 |g|; histograms of several calls can be added."""
+    """`[N, bins]` int64: finite elements other than 0 by ``log2 |g|``; histograms of several calls can be added."""
     norm_type: float = 2.0
     _clipping: torch.Tensor | None = None
 
@@ -48,7 +48,7 @@ class GradientStatistics:
 
     @property
     def norm(self) -> torch.Tensor:
-        """`[N]` float64: (sum |g|^p)^(1/p), p being `norm_type`."""
+        """`[N]` float64: ``(sum |g|^p)^(1/p)``, p being `norm_type`."""
         return self._values[0]
 
     @property
@@ -83,7 +83,7 @@ class GradientStatistics:
 
     @property
     def bin_edges(self) -> torch.Tensor:
-        """`[bins + 1]` float64 on the CPU: bin i has edges[i] <= log2 |g| < edges[i + 1]. The outer are infinite."""
+        """`[bins + 1]` float64 on the CPU: bin i has ``edges[i] <= log2 |g| < edges[i + 1]``. The ends are infinite."""
         return torch.tensor(BIN_EDGES, dtype=torch.float64)
 
     @property

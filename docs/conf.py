@@ -1,0 +1,36 @@
+"""Sphinx's settings: `make docs` builds the site, with warnings as errors."""
+
+from __future__ import annotations
+
+import gradscale_ext
+
+project = "gradscale_ext"
+copyright = "the authors of gradscale_ext, Apache License 2.0"
+version = release = gradscale_ext.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+# Docstrings put names and shapes between single backticks: a link where there is such an object, code elsewhere.
+default_role = "py:obj"
+
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
+
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings say more: shapes, ranges and units
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Returns"]  # plain text, in which a colon follows no type
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+html_theme = "furo"
+pygments_dark_style = "one-dark"
+html_title = f"gradscale_ext {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False

@@ -1,0 +1,120 @@
+"""The documentation: every Python snippet runs alone, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradscale_ext as gs
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SNIPPETS = [
+    pytest.param(snippet, id=f"{page.relative_to(ROOT)}-{number}")
+    for page in PAGES
+    for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+]
+OPTIONAL = ("accelerate", "lightning", "tensorboard", "tensordict")
+
+
+def test_there_are_snippets():
+    assert len(SNIPPETS) > 40
+
+
+@pytest.mark.untraced
+@pytest.mark.xdist_group("docs")  # in one process, which imports the clients once
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_snippets_run(snippet, monkeypatch, tmp_path):
+    """In an empty namespace, as the one process of a job, which the snippets about several processes need."""
+    for name in OPTIONAL:
+        if re.search(rf"^(?:from|import) \S*{name}", snippet, re.MULTILINE):
+            pytest.importorskip(name)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
+
+
+def test_old_and_new_code_of_the_readme_agree():
+    """Both updates give a model the same loss and gradients."""
+    old, new = {}, {}
+    before, after = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.DOTALL)[:2]
+    exec(before, old)
+    exec(after, new)
+    heads = new["loss_fn"].heads
+
+    def loss_of(outputs, targets, k):
+        now = {name: target[:, k : k + 1] for name, target in targets.items()}
+        return gs.reference.multi_step_loss(heads, {name: [x] for name, x in outputs.items()}, now).loss
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dynamics = torch.nn.Linear(6, 6, dtype=torch.float64)
+            self.heads = torch.nn.Linear(6, 601 + 601 + 4, dtype=torch.float64)
+
+        def initial(self, observation):
+            names = ("value", "reward", "policy")
+            return dict(zip(names, self.heads(observation).split((601, 601, 4), 1), strict=True)), observation
+
+        def recurrent(self, hidden, action):
+            return self.initial(torch.tanh(self.dynamics(hidden) + action[:, None]))
+
+    old["loss_of"] = loss_of
+    torch.manual_seed(0)
+    model = Model()
+    observation, actions = torch.randn(3, 6, dtype=torch.float64), torch.randint(4, (3, 5))
+    targets = {name: torch.randn(3, 6, dtype=torch.float64) for name in ("value", "reward")}
+    targets["policy"] = torch.rand(3, 6, 4, dtype=torch.float64).softmax(-1)
+    losses = [code["update"](model, observation, actions, targets) for code in (old, new)]
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"\w+:", link):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page):
+    names = set(re.findall(r"`((?:csrc|tests|docs|bench|examples|gradscale_ext)/[\w/.]*[\w/])`", page.read_text()))
+    assert not [name for name in names if not (ROOT / name).exists()]
+
+
+def test_names_of_the_api_page():
+    """Every public name has its place there."""
+    named = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    assert {*gs.__all__} - {name.rpartition(".")[2] for name in named} == {"reference"}
+
+
+def test_pictures_are_small():
+    pictures = [*(ROOT / "docs" / "images").iterdir(), ROOT / "bench" / "results" / "loss.svg"]
+    assert {picture.name: picture.stat().st_size for picture in pictures if picture.stat().st_size > 100_000} == {}
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
