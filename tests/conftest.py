@@ -3,6 +3,7 @@ without the tracing that counts lines."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
@@ -22,6 +23,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if backend := os.environ.get("GRADSCALE_TEST_BACKEND"):
+        import torch
+
+        torch.compile = functools.partial(torch.compile, backend=backend)
     path = config.getoption("--simulated-kernels")
     if path is not None:
         from gradscale_ext import _kernels
