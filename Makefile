@@ -8,6 +8,7 @@
 #                of the kernels alone, which no PyTorch takes part in)
 # make bench     run the benchmarks, and write bench/results/ and the README's tables
 # make matrix    judge the operators in every context, and write bench/results/matrix.json and the README's table
+# make wheels    build, repair and check a wheel for each PyTorch of VERSIONS and TORCH and each Python of PYTHONS, in dist/
 # make lint      formatting, linters, types
 # make gpu       on a machine with a GPU: build, test, run compute-sanitizer, and measure, in 9 minutes and without a
 #                network; writes bench/results/<name of the GPU>.json     make gpu PYTHON=python3 RESULTS=folder MINUTES=9
@@ -18,6 +19,7 @@
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VERSIONS ?= 2.11.0 2.15.0
+PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
 SEED ?= 0
 PYTEST_OPTIONS ?= --cov --cov-report=term
 PYTEST_WORKERS ?= auto
@@ -32,7 +34,7 @@ CXX_FILES := $(shell find csrc tests/cpp tests/ptx tests/simt -name '*.cpp' -o -
 
 TIDIED := $(patsubst %.cpp,$(VENV)/tidy/%.ok,$(shell find csrc -name '*.cpp'))
 
-.PHONY: demo test simulated sanitized fuzz versions bench matrix lint tidy gpu cuda-check format clean force
+.PHONY: demo test simulated sanitized fuzz versions bench matrix lint tidy gpu cuda-check wheels format clean force
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/muzero_cartpole/train.py --seed $(SEED)
@@ -122,6 +124,9 @@ matrix: $(VENV)/installed
 	$(BIN)/python bench/matrix.py --json bench/results/matrix.json
 	$(BIN)/python bench/readme.py
 
+wheels: $(VENV)/uv
+	UV=$(BIN)/uv .ci/wheels "$(sort $(VERSIONS) $(TORCH:torch==%=%))" "$(PYTHONS)"
+
 lint: $(VENV)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -155,7 +160,7 @@ format: $(VENV)/lint
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 clean:
-	rm -rf $(VENV) .versions build gradscale_ext.egg-info gradscale_ext/_C.*.so gradscale_ext/_build.py
+	rm -rf $(VENV) .versions build dist gradscale_ext.egg-info gradscale_ext/_C.*.so gradscale_ext/_build.py
 
 # Another TORCH than last time installs it and compiles again.
 $(VENV)/request: force
@@ -166,7 +171,7 @@ $(VENV)/torch: $(VENV)/request
 	@if [ ! -x $(BIN)/python ]; then $(PYTHON) -m venv $(VENV) || { \
 	  echo "make: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: sudo apt-get install python3-venv" >&2; exit 1; }; fi
 	@echo "installing $(TORCH) into $(VENV)"
-	$(PIP) "$(TORCH)" "setuptools>=64" wheel ninja numpy
+	$(PIP) "$(TORCH)" "setuptools>=77" wheel ninja numpy
 	@touch $@
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)

@@ -34,7 +34,7 @@ from .tensors import l2_loss
 from .transforms import signed_hyperbolic, signed_parabolic, symexp, symlog
 from .unroll import unroll
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BinaryCrossEntropy",

@@ -10,25 +10,25 @@ import torch
 
 from . import _kernels
 
+REBUILD = "Compile it again, in a checkout of gradscale_ext: `python -m pip install --force-reinstall --no-deps .`"
+
 
 def _explain(error: ImportError) -> ImportError:
     """Say what an import error of the extension means, and the command that mends it."""
-    rebuild = (
-        "python -m pip install --no-build-isolation --force-reinstall --no-deps gradscale-ext (or . in a checkout)"
-    )
     if importlib.util.find_spec("gradscale_ext._C") is None:
         return ImportError(
-            f"gradscale_ext is not compiled here: {__path_of_package()} has no extension module _C. If this is "
-            "the source checkout shadowing an installed gradscale_ext, start Python from another folder or install the "
-            f"checkout with `python -m pip install --no-build-isolation -e .`; otherwise rebuild: {rebuild}."
+            f"gradscale_ext is not compiled here: {__path_of_package()} has no extension module _C. If this is a "
+            "checkout that shadows an installed gradscale_ext, start Python from another folder; otherwise compile it, "
+            "in the checkout: `python -m pip install -e .`"
         )
     built = _version_built_with()
     if built is not None and built != torch.__version__:
         return ImportError(
             f"gradscale_ext was compiled against PyTorch {built}, but PyTorch {torch.__version__} is installed now; a "
-            f"C++ extension must be compiled again after that. Rebuild: {rebuild}. ({error})"
+            f"C++ extension must be compiled again after that, or that PyTorch be installed again: "
+            f"`python -m pip install torch=={_release(built)}`. {REBUILD} ({error})"
         )
-    return ImportError(f"the compiled extension of gradscale_ext could not be loaded: {error}. Rebuild: {rebuild}.")
+    return ImportError(f"the compiled extension of gradscale_ext could not be loaded: {error}. {REBUILD}")
 
 
 def __path_of_package() -> str:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import email
 import importlib.util
+import re
 import runpy
+import shlex
+import shutil
+import subprocess
 import sys
+import venv
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import gradscale_ext
 from gradscale_ext import __main__ as environment
+from gradscale_ext import _native
 
 ROOT = Path(__file__).parent.parent
 
@@ -74,10 +82,12 @@ def test_what_is_built(setup, tmp_path, monkeypatch):
     (tmp_path / "lib" / "gradscale_ext").mkdir(parents=True)
     commands = []
     monkeypatch.setattr(setup.subprocess, "run", lambda command, check, cwd, env: commands.append((command, cwd, env)))
-    build = setup.build_command(SimpleNamespace(__version__="2.11.0"), SimpleNamespace(BuildExtension=BuildExtension))()
+    torch = SimpleNamespace(__version__="2.11.0")
+    build = setup.build_command(torch, SimpleNamespace(BuildExtension=BuildExtension), 'c++ "12"')()
     monkeypatch.delenv("GRADSCALE_ARCHITECTURES", raising=False)
     build.run()
-    assert runpy.run_path(build.get_outputs()[1])["TORCH_VERSION"] == "2.11.0"
+    written = runpy.run_path(build.get_outputs()[1])
+    assert (written["TORCH_VERSION"], written["COMPILER"]) == ("2.11.0", 'c++ "12"')
     assert commands == []
     monkeypatch.setenv("GRADSCALE_ARCHITECTURES", "80 90")
     build.run()
@@ -86,6 +96,190 @@ def test_what_is_built(setup, tmp_path, monkeypatch):
     folder = tmp_path / "lib" / "gradscale_ext" / "kernels"
     assert command[1:] == ["-m", "gradscale_ext", "compile", "--into", folder, "--arch", "80", "90"]
     assert env["PYTHONPATH"].startswith(str(tmp_path / "lib"))
+
+
+# ---- distributions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    """The source distribution, made of a copy of the checkout and unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    copy = folder / "checkout"
+    copy.mkdir()
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("csrc", "gradscale_ext", "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "gradscale_ext" / "_build.py").write_text("TORCH_VERSION = 'that of another machine'\n")
+    run_setup(copy, "sdist", "--dist-dir", str(folder))
+    shutil.unpack_archive(next(folder.glob("*.tar.gz")), folder)
+    return next(folder.glob("gradscale_ext-*/"))
+
+
+def run_setup(folder, *arguments):
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", *arguments], capture_output=True, text=True, cwd=folder, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stderr
+
+
+def files_below(folder, pattern="*"):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob(pattern) if path.is_file()}
+
+
+def test_source_distribution_holds_what_building_needs(unpacked):
+    assert files_below(unpacked / "csrc") == files_below(ROOT / "csrc")
+    modules = files_below(ROOT / "gradscale_ext", "*.py") - {"_build.py"}
+    assert files_below(unpacked / "gradscale_ext", "*.py") == modules
+    assert not files_below(unpacked, "*.so") | files_below(unpacked, "test_*.py")
+    metadata = email.message_from_string((unpacked / "PKG-INFO").read_text())
+    assert metadata["Version"] == gradscale_ext.__version__
+    assert "torch<2.16,>=2.11" in metadata.get_all("Requires-Dist")
+
+
+def test_binary_holds_the_kernels_sources(unpacked, tmp_path):
+    """NVRTC compiles kernels from the headers that are installed; setuptools has nothing to warn of."""
+    run_setup(unpacked, "build_py", "--build-lib", str(tmp_path))
+    headers = files_below(ROOT / "csrc", "*.h") | files_below(ROOT / "csrc", "*.cuh")
+    assert files_below(tmp_path / "gradscale_ext" / "csrc") == headers
+    assert {"py.typed", "_C.pyi"} <= files_below(tmp_path / "gradscale_ext")
+
+
+def test_binary_is_for_one_release_of_pytorch(unpacked, tmp_path):
+    run_setup(unpacked, "dist_info", "--output-dir", str(tmp_path))
+    (file,) = tmp_path.glob("*/METADATA")
+    required = email.message_from_string(file.read_text()).get_all("Requires-Dist")
+    assert [name for name in required if re.match(r"torch\b", name)] == [f"torch=={torch.__version__.split('+')[0]}"]
+
+
+# ---- PyTorch as the build finds it -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def interpreter(tmp_path):
+    """Python of an environment without PyTorch, as a build tool makes it, with a stand-in for setuptools."""
+    venv.create(tmp_path / "isolated", symlinks=True, with_pip=False)
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "setuptools.py").write_text("def setup(**arguments): print(arguments['install_requires'])")
+    return tmp_path / "isolated" / "bin" / "python"
+
+
+def build_with(python, path="/usr/bin", **environment):
+    """Ask setup.py for the metadata of a binary."""
+    tools = python.parent.parent.parent / "tools"
+    environment = {"PATH": path, "PYTHONPATH": str(tools), "PYTHONNOUSERSITE": "1", **environment}
+    return subprocess.run([python, ROOT / "setup.py", "dist_info"], capture_output=True, text=True, env=environment)
+
+
+def pretend_pytorch(site_packages, text="__version__ = '2.12.1+cu130'"):
+    (site_packages / "torch").mkdir(parents=True)
+    (site_packages / "torch" / "__init__.py").write_text(text)
+
+
+def site_packages_of(prefix):
+    return prefix / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+
+
+def test_pytorch_of_an_activated_environment(interpreter, tmp_path):
+    """uv leaves it on PATH alone."""
+    pretend_pytorch(site_packages_of(tmp_path / "activated"))
+    done = build_with(interpreter, f"{interpreter.parent}:{tmp_path}/activated/bin:/usr/bin")
+    assert done.stdout == "['torch==2.12.1']\n", done.stderr
+
+
+def test_pytorch_of_the_user(interpreter, tmp_path):
+    """`pip install --user`, which an isolated build of pip hides."""
+    pretend_pytorch(site_packages_of(tmp_path / "user"))
+    python = Path(sys._base_executable)
+    tools = tmp_path / "tools"
+    done = subprocess.run(
+        [python, "-S", ROOT / "setup.py", "dist_info"],
+        capture_output=True,
+        text=True,
+        env={"PATH": "", "PYTHONPATH": str(tools), "PYTHONNOUSERSITE": "1", "PYTHONUSERBASE": str(tmp_path / "user")},
+    )
+    if "site-packages/torch/" in done.stderr:
+        pytest.skip("this machine's Python has a PyTorch of its own")
+    assert done.stdout == "['torch==2.12.1']\n", done.stderr
+
+
+def test_no_pytorch(interpreter):
+    done = build_with(interpreter)
+    assert done.returncode == 1
+    assert done.stderr.startswith("gradscale_ext: PyTorch is not installed, and this extension is compiled against it.")
+
+
+def test_pytorch_that_cannot_be_imported(interpreter, tmp_path):
+    pretend_pytorch(site_packages_of(tmp_path / "isolated"), "raise OSError('libcudart.so.13: cannot open')")
+    done = build_with(interpreter)
+    assert done.returncode == 1
+    assert "site-packages/torch/__init__.py), but cannot be imported here: libcudart.so.13: cannot open" in done.stderr
+    assert "not installed" not in done.stderr
+
+
+@pytest.mark.parametrize("version", ["2.10.2", "2.16.0"])
+def test_pytorch_of_another_time(interpreter, tmp_path, version):
+    pretend_pytorch(site_packages_of(tmp_path / "isolated"), f"__version__ = '{version}'")
+    done = build_with(interpreter)
+    assert done.returncode == 1
+    assert f"PyTorch must be of torch>=2.11,<2.16, but {version} is installed" in done.stderr
+
+
+# ---- remedies --------------------------------------------------------------------------------------------------------
+
+
+def commands_in(message):
+    """Commands of lines that are indented, and between backticks."""
+    found = re.findall(r"^    (\S.*)$|`([^`]+)`", message, re.MULTILINE)
+    return [line or quoted for line, quoted in found if " install " in (line or quoted)]
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A project with the name of this one that installs in a moment and without a network."""
+    (tmp_path / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    (tmp_path / "backend.py").write_text(
+        "from pathlib import Path\n"
+        "def prepare_metadata_for_build_wheel(folder, settings=None):\n"
+        "    info = Path(folder, 'gradscale_ext-9.dist-info')\n"
+        "    info.mkdir()\n"
+        "    (info / 'METADATA').write_text('Metadata-Version: 2.1\\nName: gradscale-ext\\nVersion: 9\\n')\n"
+        "    return info.name\n"
+        "prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel\n"
+        "def build_wheel(*arguments): raise NotImplementedError\n"
+        "build_editable = build_wheel\n"
+    )
+    return tmp_path
+
+
+def test_remedies_are_commands(setup, interpreter, project, monkeypatch):
+    """Each installs a project that lies there, or something that an index has; pip takes those for a project."""
+    monkeypatch.setattr(_native, "_version_built_with", lambda: "2.11.0")
+    messages = [build_with(interpreter).stderr, str(_native._explain(ImportError("undefined symbol")))]
+    monkeypatch.setattr(_native.importlib.util, "find_spec", lambda name: None)
+    messages.append(str(_native._explain(ImportError("no module"))))
+    monkeypatch.undo()
+    commands = [shlex.split(command) for message in messages for command in commands_in(message)]
+    assert len(commands) == 7
+    for command in commands:
+        wanted = [word for word in command[command.index("install") + 1 :] if not word.startswith("-")]
+        assert wanted in (["."], [setup.TORCH], ["torch==2.11.0"])
+        assert "--no-build-isolation" not in command
+        if command[0] == "python" and wanted == ["."]:
+            dry_run = [sys.executable, *command[1:], "--dry-run"]
+            done = subprocess.run(dry_run, capture_output=True, text=True, cwd=project)
+            assert "Would install gradscale-ext-9" in done.stdout, done.stderr
+
+
+def test_compiler_that_is_missing(setup, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++ -m64")
+    with pytest.raises(SystemExit, match=r"no C\+\+ compiler found \(looked for /nowhere/g\+\+ -m64\)"):
+        setup.find_compiler()
 
 
 # ---- the report's verdict on GPUs ------------------------------------------------------------------------------------
