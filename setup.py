@@ -67,9 +67,9 @@ def import_torch():  # type: ignore[no-untyped-def]
             "With uv, in an activated environment:\n"
             f"    uv pip install '{TORCH}'\n"
             "    uv pip install .\n"
-            "or in the pyproject.toml of a project that depends on it\n"
+            "or, in the pyproject.toml of a project that depends on it, with the release that the project uses:\n"
             "    [tool.uv.extra-build-dependencies]\n"
-            '    gradscale-ext = [{ requirement = "torch", match-runtime = true }]'
+            '    gradscale-ext = ["torch==2.13.0"]'
         )
     try:
         import torch
