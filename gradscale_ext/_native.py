@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import _kernels
+from . import _kernels, _report
 
 REBUILD = "Compile it again, in a checkout of gradscale_ext: `python -m pip install --force-reinstall --no-deps .`"
 
@@ -49,11 +49,13 @@ def _release(version: str) -> str:
 
 try:
     from . import _C as _C
-except ImportError as error:
-    raise _explain(error) from error
 
-if _release(_C.torch_version) != _release(torch.__version__):
-    raise _explain(ImportError("its symbols resolve, but its data structures may differ"))
+    if _release(_C.torch_version) != _release(torch.__version__):
+        raise ImportError("its symbols resolve, but its data structures may differ")
+except ImportError as error:
+    if _report.is_running():
+        raise SystemExit(_report.without_extension(str(_explain(error)))) from None
+    raise _explain(error) from error
 
 
 def _seen(function: Any) -> Any:

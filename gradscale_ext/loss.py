@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -252,6 +252,9 @@ class MultiStepLoss(torch.nn.Module):
         )
         plan = self._plan() if _context.is_eager() else None
         return _run(plan, self.heads, predictions, targets, options, check, impl)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def extra_repr(self) -> str:
         """One line per head."""

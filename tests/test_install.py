@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import email
 import importlib.util
+import json
+import os
 import re
 import runpy
 import shlex
@@ -19,7 +22,7 @@ import torch
 
 import gradscale_ext
 from gradscale_ext import __main__ as environment
-from gradscale_ext import _native
+from gradscale_ext import _against_reference, _bench, _native, _report
 
 ROOT = Path(__file__).parent.parent
 
@@ -287,37 +290,37 @@ def test_compiler_that_is_missing(setup, monkeypatch):
 
 def test_verdict_on_the_driver(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert environment._driver_problem(None) is None
-    assert environment._driver_problem("13.2") is None
-    found = environment._driver_problem("12.4")
+    assert _report.driver_problem(None) is None
+    assert _report.driver_problem("13.2") is None
+    found = _report.driver_problem("12.4")
     assert found.startswith("supports CUDA 12.4 at most, but PyTorch")
     assert "is built for CUDA 13.0; update the driver, or install a PyTorch built for CUDA 12" in found
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert environment._driver_problem("12.4") is None
+    assert _report.driver_problem("12.4") is None
 
 
 def test_report_on_gpus(monkeypatch, capsys):
-    monkeypatch.setattr(environment, "_driver_version", lambda: "13.0")
+    monkeypatch.setattr(_report, "driver_version", lambda: "13.0")
     monkeypatch.setattr(environment, "DEVICE_TYPES", ("cpu", "cuda"))
-    monkeypatch.setattr(environment._kernels, "compiler", lambda: SimpleNamespace(version="NVRTC 13.0"))
+    monkeypatch.setattr(_report._kernels, "compiler", lambda: SimpleNamespace(version="NVRTC 13.0"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU model {index}")
     checked = []
-    monkeypatch.setattr(environment, "_self_check", lambda device: checked.append(device))
+    monkeypatch.setattr(_against_reference, "self_check", lambda device: checked.append(device))
     assert environment.report() == 0
     text = capsys.readouterr().out
     assert "CUDA kernels   compiled by NVRTC 13.0 when they are first needed, and kept in " in text
     assert "GPU 0          GPU model 0, compute capability 8.0: kernels\n" in text
     assert checked == ["cpu", "cuda:0"]
-    monkeypatch.setattr(environment, "_driver_version", lambda: "12.2")
+    monkeypatch.setattr(_report, "driver_version", lambda: "12.2")
     assert environment.report() == 1
     assert "NVIDIA driver  supports CUDA 12.2 at most" in capsys.readouterr().out
 
 
 def test_report_without_a_compiler(monkeypatch, capsys):
-    monkeypatch.setattr(environment._kernels, "compiler", lambda: None)
+    monkeypatch.setattr(_report._kernels, "compiler", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert environment.report() == 0
     text = capsys.readouterr().out
@@ -334,13 +337,112 @@ def test_driver_version(monkeypatch):
 
         return SimpleNamespace(cuDriverGetVersion=ask)
 
-    monkeypatch.setattr(environment.ctypes, "CDLL", driver)
-    assert environment._driver_version() == "12.4"
-    monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=lambda pointer: 3))
-    assert environment._driver_version() is None
+    monkeypatch.setattr(_report.ctypes, "CDLL", driver)
+    assert _report.driver_version() == "12.4"
+    monkeypatch.setattr(_report.ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=lambda pointer: 3))
+    assert _report.driver_version() is None
 
     def missing(name):
         raise OSError(name)
 
-    monkeypatch.setattr(environment.ctypes, "CDLL", missing)
-    assert environment._driver_version() is None
+    monkeypatch.setattr(_report.ctypes, "CDLL", missing)
+    assert _report.driver_version() is None
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+def run_main(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["gradscale_ext", *arguments])
+    return environment.main(), capsys.readouterr().out
+
+
+def test_report_as_json(monkeypatch, capsys):
+    monkeypatch.setenv("GRADSCALE_CACHE_DIR", "/somewhere")
+    monkeypatch.setenv("CXX", "clang++")
+    status, text = run_main(monkeypatch, capsys, "--json")
+    found = json.loads(text)
+    assert (status, found["ok"], found["torch"]) == (0, True, torch.__version__)
+    assert found["lies_in"] == str(Path(gradscale_ext.__file__).parent)
+    assert "CXX=clang++ GRADSCALE_CACHE_DIR=/somewhere" in found["environment"]
+    assert "omp" in found["OpenMP"]
+
+
+def test_wrong_arguments(monkeypatch, capsys):
+    for arguments in (["nothing"], ["--unknown"], ["check", "--dtype", "int8"], ["bench", "--bins", "4"]):
+        with pytest.raises(SystemExit, match="2"):
+            run_main(monkeypatch, capsys, *arguments)
+    assert "an odd number of at least 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["check"], ["bench"], ["compile"]])
+def test_help(command, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run_main(monkeypatch, capsys, *command, "--help")
+    assert capsys.readouterr().out.startswith(" ".join(["usage: python -m gradscale_ext", *command, "[-h]"]))
+
+
+def test_check_covers_every_operator_and_head(monkeypatch, capsys):
+    """It finds what is wrong, and nothing where nothing is."""
+    arguments = ("check", "--json", "--batch", "4", "--device", "cpu")
+    status, text = run_main(monkeypatch, capsys, *arguments)
+    rows = {row["what"]: row for row in json.loads(text)["rows"]}
+    assert status == 0
+    heads = {head.__name__ for head in gradscale_ext.Head.__subclasses__()}
+    operators = {name for name in gradscale_ext.reference.__all__ if name.endswith(("gradient", "_norm", "_value"))}
+    assert heads | operators <= rows.keys()
+    assert all(row["runs"] == "kernel" and row["microseconds"] > 0 for row in rows.values())
+    monkeypatch.setattr(gradscale_ext, "clip_gradient_norm", lambda x, **options: x)
+    status, text = run_main(monkeypatch, capsys, *arguments)
+    assert (status, [row["what"] for row in json.loads(text)["rows"] if not row["ok"]]) == (1, ["clip_gradient_norm"])
+    _, text = run_main(monkeypatch, capsys, *arguments[:1], *arguments[2:])
+    assert text.count("WRONG") == 1
+    assert "17 of 18 within 2e-05 of the reference" in text
+
+
+def test_check_tells_of_a_kernel_that_fails(monkeypatch, capsys):
+    def fail(*arguments, **options):
+        raise RuntimeError("NVRTC cannot compile\nline 7")
+
+    monkeypatch.setattr(gradscale_ext, "scale_gradient", fail)
+    status, text = run_main(monkeypatch, capsys, "check", "--batch", "2", "--device", "cpu", "--dtype", "bfloat16")
+    assert status == 1
+    assert re.search(r"^cpu +scale_gradient +kernel +NVRTC cannot compile$", text, re.MULTILINE)
+
+
+def test_bench(monkeypatch, capsys):
+    sizes = ("--batch", "2", "--unroll", "2", "--bins", "21", "--actions", "3", "--seconds", "0", "--no-compile")
+    status, text = run_main(monkeypatch, capsys, "bench", "--json", "--device", "cpu", *sizes)
+    found = json.loads(text)
+    assert (status, found["bins"]) == (0, 21)
+    times = found["milliseconds"]
+    assert all({"fused", "eager"} == ways.keys() and min(ways.values()) > 0 for ways in times.values())
+    monkeypatch.setattr(_bench.importlib.util, "find_spec", lambda name: None)
+    _, text = run_main(monkeypatch, capsys, "bench", "--device", "cpu", *sizes)
+    assert [line for line in text.splitlines() if not line.startswith("  ")] == list(times)
+
+
+def test_bench_compares_like_with_like():
+    """The loss as it is usually written has the gradients of the fused one."""
+    options = argparse.Namespace(
+        batch=3, unroll=2, bins=21, actions=4, device="cpu", dtype="float32", no_compile=True, seconds=0
+    )
+    loss = _bench.works(options)["loss, forward and backward"]
+    for fused, eager in zip(loss["fused"](), loss["eager"](), strict=True):
+        torch.testing.assert_close(fused, eager)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_report_without_the_extension(as_json, tmp_path):
+    """It runs, and says what to do."""
+    ignored = shutil.ignore_patterns("_C.*.so", "_C.*.pyd", "_build.py", "__pycache__")
+    shutil.copytree(gradscale_ext.__path__[0], tmp_path / "gradscale_ext", ignore=ignored)
+    # Without site no editable installation finds an extension elsewhere.
+    command = [sys.executable, "-S", "-m", "gradscale_ext", *(["--json"] if as_json else [])]
+    environ = {**os.environ, "PYTHONPATH": str(Path(torch.__file__).parent.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
+    assert (done.returncode, done.stderr) == (1, "")
+    found = json.loads(done.stdout) if as_json else dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert found["torch"] == torch.__version__
+    assert found["problem"].startswith("gradscale_ext is not compiled here")
+    assert commands_in(found["problem"]) == ["python -m pip install -e ."]

@@ -49,11 +49,11 @@ def test_report():
 def test_report_of_a_failed_self_check(capsys, monkeypatch):
     from gradscale_ext import __main__
 
-    assert __main__.main() == 0
+    assert __main__.report() == 0
     monkeypatch.setattr(
         gs.reference, "multi_step_loss", lambda *a: gs.multi_step_loss(a[0], a[1], {"value": [a[2]["value"][0] + 1]})
     )
-    assert __main__.main() == 1
+    assert __main__.report() == 1
     assert "differs from the reference" in capsys.readouterr().out
 
 

@@ -1,0 +1,74 @@
+"""What type checkers say of scripts that use the package: typical ones pass, and misspelt ones do not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SCRIPT = """
+from typing import NamedTuple
+
+import torch
+from typing_extensions import assert_type
+
+import gradscale_ext as gs
+
+
+class State(NamedTuple):
+    h: torch.Tensor
+    c: torch.Tensor
+
+
+def initial(observation: torch.Tensor) -> tuple[dict[str, torch.Tensor], State]:
+    return {"value": observation}, State(observation, observation)
+
+
+def recurrent(state: State, action: torch.Tensor) -> tuple[dict[str, torch.Tensor], State]:
+    return {"value": state.h + action}, state
+
+
+heads: dict[str, gs.Head] = {"value": gs.TwoHot(gs.Support.muzero(), weight=0.25)}
+loss_fn = gs.MultiStepLoss(**heads)
+predictions = gs.unroll(initial, recurrent, torch.zeros(2, 601), torch.zeros(2, 3))
+targets = {"value": torch.zeros(2, 4)}
+out = loss_fn(predictions, targets, step_gradient_scale="unroll")
+assert_type(out, gs.MultiStepLossOutput)
+assert_type(gs.multi_step_loss(heads, predictions, targets).loss, torch.Tensor)
+assert_type(gs.ScaleGradient(0.5)(State(out.loss, out.loss)), State)
+assert_type(gs.ClipGradientNorm(1.0)(out.loss), torch.Tensor)
+assert_type(gs.scale_gradient([out.loss], 0.5), list[torch.Tensor])
+norm: float = float(gs.clip_gradients_([torch.zeros(2)], 1.0))
+"""
+
+#: What is wrong with each, and what mypy says.
+MISSPELT = {
+    'loss_fn(predictions, targets, step_gradient_scales="unroll")': 'Unexpected keyword argument "step_gradient_s',
+    'loss_fn(predictions, targets, reduction="average")': 'Argument "reduction" has incompatible type',
+    "gs.TwoHot(gs.Support.muzero(), label_smooth=0.1)": 'Unexpected keyword argument "label_smooth"',
+    "gs.ScaleGradient(0.5)(out.loss, 0.5)": 'Too many arguments for "__call__"',
+    "gs.unroll(initial, lambda state, action: (state.hidden, state), targets, out.loss)": '"State" has no attribute',
+}
+
+
+def test_scripts(tmp_path):
+    """One run of mypy for all: its errors are those of the misspelt lines, and no others."""
+    pytest.importorskip("mypy")
+    (tmp_path / "script.py").write_text(SCRIPT + "\n".join(MISSPELT))
+    # The options and the cache of `make lint`, where mypy has read PyTorch already.
+    options = ["--strict", f"--config-file={ROOT}/pyproject.toml", f"--cache-dir={ROOT}/.mypy_cache"]
+    command = [sys.executable, "-m", "mypy", *options, "script.py"]
+    environ = {**os.environ, "MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
+    first = SCRIPT.count("\n") + 1
+    said = [line for line in done.stdout.splitlines() if ": error: " in line]
+    lines = [int(line.split(":")[1]) for line in said if line.startswith("script.py")]
+    assert sorted(set(lines)) == list(range(first, first + len(MISSPELT))), done.stdout
+    assert len(lines) == len(said), done.stdout
+    for number, expected in enumerate(MISSPELT.values(), start=first):
+        assert any(line.startswith(f"script.py:{number}:") and expected in line for line in said), done.stdout
