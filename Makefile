@@ -184,5 +184,5 @@ $(VENV)/uv: $(VENV)/torch
 	@touch $@
 
 $(VENV)/lint: $(VENV)/torch
-	$(PIP) ruff==0.14.0 mypy==1.18.2 clang-format==19.1.7 clang-tidy==19.1.0
+	$(PIP) ruff==0.14.0 mypy==1.18.2 basedpyright==1.40.2 clang-format==19.1.7 clang-tidy==19.1.0
 	@touch $@

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,26 +51,43 @@ norm: float = float(gs.clip_gradients_([torch.zeros(2)], 1.0))
 #: What is wrong with each, and what mypy says.
 MISSPELT = {
     'loss_fn(predictions, targets, step_gradient_scales="unroll")': 'Unexpected keyword argument "step_gradient_s',
-    'loss_fn(predictions, targets, reduction="average")': 'Argument "reduction" has incompatible type',
+    'loss_fn(predictions, targets, reduction="average")': 'Argument "reduction" to "__call__" of "MultiStepLoss"',
     "gs.TwoHot(gs.Support.muzero(), label_smooth=0.1)": 'Unexpected keyword argument "label_smooth"',
     "gs.ScaleGradient(0.5)(out.loss, 0.5)": 'Too many arguments for "__call__"',
     "gs.unroll(initial, lambda state, action: (state.hidden, state), targets, out.loss)": '"State" has no attribute',
 }
 
 
-def test_scripts(tmp_path):
-    """One run of mypy for all: its errors are those of the misspelt lines, and no others."""
-    pytest.importorskip("mypy")
+@pytest.fixture
+def script(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT + "\n".join(MISSPELT))
+    return tmp_path / "script.py"
+
+
+FIRST = SCRIPT.count("\n") + 1
+WRONG_LINES = set(range(FIRST, FIRST + len(MISSPELT)))
+
+
+def test_mypy(script):
+    """Errors are those of the misspelt lines, and no others."""
+    pytest.importorskip("mypy")
     # The options and the cache of `make lint`, where mypy has read PyTorch already.
     options = ["--strict", f"--config-file={ROOT}/pyproject.toml", f"--cache-dir={ROOT}/.mypy_cache"]
-    command = [sys.executable, "-m", "mypy", *options, "script.py"]
+    command = [sys.executable, "-m", "mypy", *options, script.name]
     environ = {**os.environ, "MYPYPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
-    first = SCRIPT.count("\n") + 1
-    said = [line for line in done.stdout.splitlines() if ": error: " in line]
-    lines = [int(line.split(":")[1]) for line in said if line.startswith("script.py")]
-    assert sorted(set(lines)) == list(range(first, first + len(MISSPELT))), done.stdout
-    assert len(lines) == len(said), done.stdout
-    for number, expected in enumerate(MISSPELT.values(), start=first):
-        assert any(line.startswith(f"script.py:{number}:") and expected in line for line in said), done.stdout
+    said = subprocess.run(command, capture_output=True, text=True, cwd=script.parent, env=environ).stdout
+    errors = re.findall(r"^(.*):(\d+): error: (.*)$", said, re.MULTILINE)
+    assert {(file, int(line)) for file, line, _ in errors} == {(script.name, line) for line in WRONG_LINES}, said
+    for number, expected in enumerate(MISSPELT.values(), start=FIRST):
+        assert any(int(line) == number and expected in message for _, line, message in errors), said
+
+
+def test_pyright(script):
+    pytest.importorskip("basedpyright")
+    configuration = {"extraPaths": [str(ROOT)], "typeCheckingMode": "strict"}
+    (script.parent / "pyrightconfig.json").write_text(json.dumps(configuration))
+    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable, script.name]
+    said = json.loads(subprocess.run(command, capture_output=True, text=True, cwd=script.parent).stdout)
+    errors = said["generalDiagnostics"]
+    assert {Path(error["file"]).name for error in errors} == {script.name}
+    assert {error["range"]["start"]["line"] + 1 for error in errors} == WRONG_LINES, errors
