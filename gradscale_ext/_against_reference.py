@@ -16,7 +16,7 @@ import gradscale_ext as gs
 
 from . import _report, reference
 from ._native import DEVICE_TYPES
-from .monitor._table import table
+from ._table import table
 
 STEPS = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}

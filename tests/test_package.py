@@ -35,6 +35,11 @@ def test_there_are_doctests():
     assert {"gradscale_ext.loss", "gradscale_ext.monitor.diagnosis"} <= set(MODULES)
 
 
+def test_every_head_has_an_example():
+    for head in gs.Head.__subclasses__():
+        assert f"gs.{head.__name__}(" in head.__doc__
+
+
 def test_public_names_are_documented():
     for name in gs.__all__:
         assert getattr(gs, name).__doc__, name
