@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def is_running() -> bool:
     """Tell whether `python -m gradscale_ext` is importing the package."""
-    return sys.argv[0] == "-m" and "gradscale_ext" in sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
+    return sys.argv[:1] == ["-m"] and "gradscale_ext" in sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
 
 
 def without_extension(problem: str) -> int:
