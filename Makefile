@@ -10,6 +10,7 @@
 # make matrix    judge the operators in every context, and write bench/results/matrix.json, its table and its picture
 # make docs      build the documentation's site into build/docs; a warning, as of a broken link, is an error
 # make drawings  compute the numbers of the site's pictures, and draw docs/images/
+# make wheels    build, repair and check a wheel for each PyTorch of VERSIONS and TORCH and each Python of PYTHONS, in dist/
 # make lint      formatting, linters, types
 # make gpu       on a machine with a GPU: build, test, run compute-sanitizer, and measure, in 9 minutes and without a
 #                network; writes bench/results/<name of the GPU>.json     make gpu PYTHON=python3 RESULTS=folder MINUTES=9
@@ -20,6 +21,7 @@
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VERSIONS ?= 2.11.0 2.15.0
+PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
 SEED ?= 0
 PYTEST_OPTIONS ?= --cov --cov-report=term
 PYTEST_WORKERS ?= auto
@@ -34,7 +36,7 @@ CXX_FILES := $(shell find csrc tests/cpp tests/ptx tests/simt -name '*.cpp' -o -
 
 TIDIED := $(patsubst %.cpp,$(VENV)/tidy/%.ok,$(shell find csrc -name '*.cpp'))
 
-.PHONY: demo test simulated sanitized fuzz versions bench matrix docs drawings lint tidy gpu cuda-check format clean force
+.PHONY: demo test simulated sanitized fuzz versions bench matrix docs drawings lint tidy gpu cuda-check wheels format clean force
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/muzero_cartpole/train.py --seed $(SEED)
@@ -76,7 +78,7 @@ simulated: $(VENV)/installed $(VENV)/nvrtc $(VENV)/driver.so
 # graphs or C++ are left out: sanitizers would watch the compilers, and the C++ tests have sanitizers of their own.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
-NOT_SANITIZED := budget compile cuda device_kernels install kernels matrix ptx simt
+NOT_SANITIZED := budget compile cuda device_kernels install kernels matrix ptx simt types
 
 $(VENV)/sanitized/built: $(VENV)/installed $(SOURCES) $(wildcard gradscale_ext/*.py gradscale_ext/*/*.py)
 	GRADSCALE_NO_CUDA=1 CFLAGS="$(SANITIZERS) -O1 -g1 -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" \
@@ -132,6 +134,9 @@ docs: $(VENV)/installed $(VENV)/docs
 drawings: $(VENV)/installed
 	$(BIN)/python docs/draw.py
 
+wheels: $(VENV)/uv
+	UV=$(BIN)/uv .ci/wheels "$(sort $(VERSIONS) $(patsubst torch==%,%,$(TORCH)))" "$(PYTHONS)"
+
 lint: $(VENV)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -165,7 +170,7 @@ format: $(VENV)/lint
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 clean:
-	rm -rf $(VENV) .versions build gradscale_ext.egg-info gradscale_ext/_C.*.so gradscale_ext/_build.py
+	rm -rf $(VENV) .versions build dist gradscale_ext.egg-info gradscale_ext/_C.*.so gradscale_ext/_build.py
 
 # Another TORCH than last time installs it and compiles again.
 $(VENV)/request: force
@@ -176,7 +181,7 @@ $(VENV)/torch: $(VENV)/request
 	@if [ ! -x $(BIN)/python ]; then $(PYTHON) -m venv $(VENV) || { \
 	  echo "make: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: sudo apt-get install python3-venv" >&2; exit 1; }; fi
 	@echo "installing $(TORCH) into $(VENV)"
-	$(PIP) "$(TORCH)" "setuptools>=64" wheel ninja numpy
+	$(PIP) "$(TORCH)" "setuptools>=77" wheel ninja numpy
 	@touch $@
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
@@ -193,5 +198,5 @@ $(VENV)/docs: $(VENV)/torch
 	@touch $@
 
 $(VENV)/lint: $(VENV)/torch
-	$(PIP) ruff==0.14.0 mypy==1.18.2 clang-format==19.1.7 clang-tidy==19.1.0
+	$(PIP) ruff==0.14.0 mypy==1.18.2 basedpyright==1.40.2 clang-format==19.1.7 clang-tidy==19.1.0
 	@touch $@

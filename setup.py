@@ -10,10 +10,12 @@ Everything else about the package is in pyproject.toml. Environment variables:
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -22,6 +24,7 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).resolve().parent
+TORCH = "torch>=2.11,<2.16"  # what the sources are for; a binary is for the one release that it was compiled against
 MEMORY_PER_JOB = 2 << 30  # bytes, the most that a compiler takes for PyTorch's headers
 
 
@@ -29,32 +32,59 @@ def say(message: str) -> None:
     print(f"gradscale_ext: {message}", file=sys.stderr, flush=True)
 
 
-def import_torch():  # type: ignore[no-untyped-def]
-    """The installed PyTorch, found also from inside pip's isolated build environment.
+def site_folders() -> list[str]:
+    """Folders where the environment that is installed into may keep its packages.
 
     An isolated build sees its own site-packages only, while the extension must be compiled against the PyTorch it will
-    run with. The folders of the environment that is installed into are appended, so that the isolated ones keep
-    precedence.
+    run with. pip builds with the environment's own interpreter, and hides the user's folder; uv builds with another
+    interpreter, but leaves an activated environment on PATH.
     """
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    if sys.prefix == sys.base_prefix:
+        folders.append(site.getusersitepackages())
+    prefixes = [os.environ.get("VIRTUAL_ENV"), os.environ.get("CONDA_PREFIX")]
+    prefixes += [str(Path(folder).parent) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
+    for prefix in filter(None, prefixes):
+        folders.append(sysconfig.get_path("purelib", "venv", {"base": prefix, "platbase": prefix}))
+    return [folder for folder in dict.fromkeys(folders) if Path(folder).is_dir()]
+
+
+def release_of(version: str) -> str:
+    """2.13.0 of 2.13.0+cu130."""
+    return version.partition("+")[0]
+
+
+def import_torch():  # type: ignore[no-untyped-def]
+    """The installed PyTorch, found also from inside an isolated build environment, whose own packages come first."""
+    sys.path.extend(folder for folder in site_folders() if folder not in sys.path)
+    found = importlib.util.find_spec("torch")
+    if found is None:
+        raise SystemExit(
+            "gradscale_ext: PyTorch is not installed, and this extension is compiled against it. Install it into the "
+            "same environment, and then this:\n"
+            f"    python -m pip install '{TORCH}'\n"
+            "    python -m pip install .\n"
+            "With uv, in an activated environment:\n"
+            f"    uv pip install '{TORCH}'\n"
+            "    uv pip install .\n"
+            "or, in the pyproject.toml of a project that depends on it, with the release that the project uses:\n"
+            "    [tool.uv.extra-build-dependencies]\n"
+            '    gradscale-ext = ["torch==2.13.0"]'
+        )
     try:
         import torch
-    except ImportError:
-        folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-        for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
-            if prefix := os.environ.get(variable):
-                folders.append(sysconfig.get_path("purelib", vars={"base": prefix, "platbase": prefix}))
-        sys.path.extend(folder for folder in dict.fromkeys(folders) if folder not in sys.path)
-        try:
-            import torch
-        except ImportError:
-            raise SystemExit(
-                "gradscale_ext: PyTorch is not installed, and this extension is compiled against it. Install that:\n"
-                "    python -m pip install 'torch>=2.11,<2.16'\n"
-                "    python -m pip install --no-build-isolation .\n"
-                "With uv: `uv pip install --no-build-isolation .`, or in pyproject.toml\n"
-                "    [tool.uv.extra-build-dependencies]\n"
-                '    gradscale-ext = [{ requirement = "torch", match-runtime = true }]'
-            ) from None
+    except (ImportError, OSError) as error:
+        raise SystemExit(
+            f"gradscale_ext: PyTorch is installed ({found.origin}), but cannot be imported here: {error}\n"
+            "Where `python -c 'import torch'` fails with the same error, install PyTorch again:\n"
+            f"    python -m pip install --force-reinstall '{TORCH}'"
+        ) from error
+    lowest, end = (tuple(map(int, bound.split("."))) for bound in re.findall(r"[\d.]+", TORCH))
+    if not lowest <= tuple(map(int, torch.__version__.split(".")[:2])) < end:
+        raise SystemExit(
+            f"gradscale_ext: PyTorch must be of {TORCH}, but {torch.__version__} is installed. Install another:\n"
+            f"    python -m pip install '{TORCH}'"
+        )
     return torch
 
 
@@ -102,6 +132,13 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def version_of_compiler(compiler: str) -> str:
+    """First line of what the compiler says about itself."""
+    command = [*shlex.split(compiler), *([] if sys.platform == "win32" else ["--version"])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return done.stdout.strip().partition("\n")[0] or compiler
+
+
 def compile_arguments() -> tuple[list[str], list[str]]:
     """Compiler and linker flags. No -std: PyTorch's build helper adds the one that its headers need."""
     if sys.platform == "win32":
@@ -134,7 +171,7 @@ def extension(torch, cpp_extension):  # type: ignore[no-untyped-def]
     )
 
 
-def build_command(torch, cpp_extension):  # type: ignore[no-untyped-def]
+def build_command(torch, cpp_extension, compiler):  # type: ignore[no-untyped-def]
     """PyTorch's build_ext, which also writes _build.py beside the extension and compiles kernels that are asked for."""
 
     class BuildExtension(cpp_extension.BuildExtension):
@@ -143,6 +180,7 @@ def build_command(torch, cpp_extension):  # type: ignore[no-untyped-def]
             self._build_py().write_text(
                 '"""Written by setup.py: what the extension beside this file was compiled against."""\n\n'
                 f"TORCH_VERSION = {str(torch.__version__)!r}\n"
+                f"COMPILER = {compiler!r}\n"
             )
             if architectures := os.environ.get("GRADSCALE_ARCHITECTURES", "").split():
                 self._compile_kernels(architectures)
@@ -177,18 +215,26 @@ def build_command(torch, cpp_extension):  # type: ignore[no-untyped-def]
 
 def main() -> None:
     """Hand everything to setuptools."""
-    if not {"build_ext", "bdist_wheel", "editable_wheel", "develop", "install"} & set(sys.argv):
-        setup()  # metadata and source distributions need neither PyTorch nor a compiler
+    if not {"build_ext", "bdist_wheel", "dist_info", "editable_wheel", "develop", "install"} & set(sys.argv):
+        setup(install_requires=[TORCH])  # source distributions need neither PyTorch nor a compiler
         return
     # ninja may be a package of the build environment whose scripts are not on PATH.
     os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
     torch = import_torch()
-    find_compiler()
+    requires = [f"torch=={release_of(torch.__version__)}"]
+    if "dist_info" in sys.argv:  # metadata of the binary that is about to be built
+        setup(install_requires=requires)
+        return
+    compiler = version_of_compiler(find_compiler())
     if not os.environ.get("MAX_JOBS", "").isdigit():  # anything else makes ninja start one compiler a processor
         os.environ["MAX_JOBS"] = str(choose_jobs(processors(), available_memory()))
     from torch.utils import cpp_extension
 
-    setup(ext_modules=[extension(torch, cpp_extension)], cmdclass={"build_ext": build_command(torch, cpp_extension)})
+    setup(
+        install_requires=requires,
+        ext_modules=[extension(torch, cpp_extension)],
+        cmdclass={"build_ext": build_command(torch, cpp_extension, compiler)},
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Watching the gradients of a plain training loop: one line attaches the monitor, and the loop stays as it was.
 
-    pip install "gradscale-ext[monitor]"
+    pip install ".[monitor]"
     python examples/plain_loop_monitor.py
     tensorboard --logdir runs/plain_loop
 

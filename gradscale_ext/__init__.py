@@ -1,5 +1,7 @@
 """Gradient scaling and fused multi-step losses for MuZero-family agents, as a C++/CUDA extension for PyTorch."""
 
+__version__ = "0.2.0"  # first, for the report on an extension that cannot be loaded
+
 from . import reference
 from .flow import (
     ClipGradientNorm,
@@ -15,6 +17,7 @@ from .flow import (
 )
 from .heads import (
     BinaryCrossEntropy,
+    Head,
     HLGauss,
     MeanSquaredError,
     NegativeCosine,
@@ -34,8 +37,6 @@ from .tensors import l2_loss
 from .transforms import signed_hyperbolic, signed_parabolic, symexp, symlog
 from .unroll import unroll
 
-__version__ = "0.1.0"
-
 __all__ = [
     "BinaryCrossEntropy",
     "ClipGradientNorm",
@@ -46,6 +47,7 @@ __all__ = [
     "GradientStatistics",
     "GradientTracer",
     "HLGauss",
+    "Head",
     "MeanSquaredError",
     "MultiStepLoss",
     "MultiStepLossOutput",

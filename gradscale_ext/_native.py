@@ -8,27 +8,27 @@ from typing import Any
 
 import torch
 
-from . import _kernels
+from . import _kernels, _report
+
+REBUILD = "Compile it again, in a checkout of gradscale_ext: `python -m pip install --force-reinstall --no-deps .`"
 
 
 def _explain(error: ImportError) -> ImportError:
     """Say what an import error of the extension means, and the command that mends it."""
-    rebuild = (
-        "python -m pip install --no-build-isolation --force-reinstall --no-deps gradscale-ext (or . in a checkout)"
-    )
     if importlib.util.find_spec("gradscale_ext._C") is None:
         return ImportError(
-            f"gradscale_ext is not compiled here: {__path_of_package()} has no extension module _C. If this is "
-            "the source checkout shadowing an installed gradscale_ext, start Python from another folder or install the "
-            f"checkout with `python -m pip install --no-build-isolation -e .`; otherwise rebuild: {rebuild}."
+            f"gradscale_ext is not compiled here: {__path_of_package()} has no extension module _C. If this is a "
+            "checkout that shadows an installed gradscale_ext, start Python from another folder; otherwise compile it, "
+            "in the checkout: `python -m pip install -e .`"
         )
     built = _version_built_with()
     if built is not None and built != torch.__version__:
         return ImportError(
             f"gradscale_ext was compiled against PyTorch {built}, but PyTorch {torch.__version__} is installed now; a "
-            f"C++ extension must be compiled again after that. Rebuild: {rebuild}. ({error})"
+            f"C++ extension must be compiled again after that, or that PyTorch be installed again: "
+            f"`python -m pip install torch=={_release(built)}`. {REBUILD} ({error})"
         )
-    return ImportError(f"the compiled extension of gradscale_ext could not be loaded: {error}. Rebuild: {rebuild}.")
+    return ImportError(f"the compiled extension of gradscale_ext could not be loaded: {error}. {REBUILD}")
 
 
 def __path_of_package() -> str:
@@ -49,11 +49,13 @@ def _release(version: str) -> str:
 
 try:
     from . import _C as _C
-except ImportError as error:
-    raise _explain(error) from error
 
-if _release(_C.torch_version) != _release(torch.__version__):
-    raise _explain(ImportError("its symbols resolve, but its data structures may differ"))
+    if _release(_C.torch_version) != _release(torch.__version__):
+        raise ImportError("its symbols resolve, but its data structures may differ")
+except ImportError as error:
+    if _report.is_running():
+        raise SystemExit(_report.without_extension(str(_explain(error)))) from None
+    raise _explain(error) from error
 
 
 def _seen(function: Any) -> Any:

@@ -17,7 +17,7 @@ import math
 import numbers
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -324,6 +324,10 @@ def _bounds(operator: str, min: Any, max: Any) -> tuple[float | torch.Tensor, fl
 
 class _Operator(torch.nn.Module):
     """Base of the module forms. Numbers are buffers, so that a schedule may change them without recompiling."""
+
+    if TYPE_CHECKING:  # torch.nn.Module says that a call returns Any
+
+        def __call__(self, x: Tree) -> Tree: ...
 
     def _keep(self, **values: float | torch.Tensor | None) -> None:
         """Register numbers as float64 scalars, tensors as they are."""

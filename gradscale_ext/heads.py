@@ -104,6 +104,16 @@ class TwoHot(Head):
     Args:
         support: the bins.
         label_smoothing: 0 to 1.
+
+    Logits that are all 0 have the loss log S, and p = 1/S; the gradient is p - t:
+
+    >>> import gradscale_ext as gs, torch
+    >>> head = gs.TwoHot(gs.Support(-2, 2, 5, transform="identity"))
+    >>> logits, target = torch.zeros(1, 5, requires_grad=True), torch.tensor([0.25])
+    >>> loss = gs.multi_step_loss({"value": head}, {"value": [logits]}, {"value": [target]}).loss
+    >>> loss.backward()
+    >>> round(loss.item(), 4), logits.grad
+    (1.6094, tensor([[ 0.2000,  0.2000, -0.5500, -0.0500,  0.2000]]))
     """
 
     support: Support
@@ -136,6 +146,17 @@ class HLGauss(Head):
     Args:
         support: the bins.
         sigma_ratio: standard deviation over the width of a bin; finite, above 0.
+
+    With half a bin as standard deviation the middle of three bins has 0.6827 (one sigma) of the 0.9973 (three sigmas)
+    within the edges, which is 0.6845; p is 1/3:
+
+    >>> import gradscale_ext as gs, torch
+    >>> head = gs.HLGauss(gs.Support(-1, 1, 3, transform="identity"), sigma_ratio=0.5)
+    >>> logits, target = torch.zeros(1, 3, requires_grad=True), torch.tensor([0.0])
+    >>> loss = gs.multi_step_loss({"value": head}, {"value": [logits]}, {"value": [target]}).loss
+    >>> loss.backward()
+    >>> round(loss.item(), 4), logits.grad
+    (1.0986, tensor([[ 0.1756, -0.3512,  0.1756]]))
     """
 
     support: Support
@@ -172,6 +193,14 @@ class SoftCrossEntropy(Head):
             gradient is the same.
 
     A class outside 0..A - 1 raises, or gives NaN where it cannot be read without a synchronisation.
+
+    >>> import gradscale_ext as gs, torch
+    >>> logits, target = torch.zeros(1, 2, requires_grad=True), torch.tensor([[0.75, 0.25]])
+    >>> heads = {"policy": gs.SoftCrossEntropy()}
+    >>> loss = gs.multi_step_loss(heads, {"policy": [logits]}, {"policy": [target]}).loss
+    >>> loss.backward()
+    >>> round(loss.item(), 4), logits.grad  # log 2, and p - t
+    (0.6931, tensor([[-0.2500,  0.2500]]))
     """
 
     label_smoothing: float = 0.0
@@ -205,6 +234,13 @@ class MeanSquaredError(Head):
 
     Args:
         transform: applied to the target: "identity", "signed_hyperbolic" (eps 1e-3) or "symlog".
+
+    >>> import gradscale_ext as gs, torch
+    >>> prediction, target = torch.tensor([[3.0, 1.0]], requires_grad=True), torch.tensor([[1.0, 1.0]])
+    >>> loss = gs.multi_step_loss({"x": gs.MeanSquaredError()}, {"x": [prediction]}, {"x": [target]}).loss
+    >>> loss.backward()
+    >>> loss.item(), prediction.grad  # (2^2 + 0^2) / 2, and 2 (x - t) / 2
+    (2.0, tensor([[2., 0.]]))
     """
 
     transform: Literal["identity", "signed_hyperbolic", "symlog"] = "identity"
@@ -227,6 +263,13 @@ class BinaryCrossEntropy(Head):
     """Cross-entropy of `[B]` logits x with `[B]` probabilities t in 0..1, e.g. of an episode's end.
 
     ``l = -t log sigmoid(x) - (1 - t) log sigmoid(-x)``, in a form that neither overflows nor cancels.
+
+    >>> import gradscale_ext as gs, torch
+    >>> logits, target = torch.zeros(1, requires_grad=True), torch.ones(1)
+    >>> loss = gs.multi_step_loss({"end": gs.BinaryCrossEntropy()}, {"end": [logits]}, {"end": [target]}).loss
+    >>> loss.backward()
+    >>> round(loss.item(), 4), logits.grad  # log 2, and sigmoid(0) - t
+    (0.6931, tensor([-0.5000]))
     """
 
     kind: ClassVar[str] = "binary_cross_entropy"
@@ -241,6 +284,13 @@ class NegativeCosine(Head):
 
     Args:
         eps: least length; finite, above 0.
+
+    >>> import gradscale_ext as gs, torch
+    >>> prediction, target = torch.tensor([[3.0, 4.0]], requires_grad=True), torch.tensor([[2.0, 0.0]])
+    >>> loss = gs.multi_step_loss({"latent": gs.NegativeCosine()}, {"latent": [prediction]}, {"latent": [target]}).loss
+    >>> loss.backward()
+    >>> round(loss.item(), 4), prediction.grad  # -3/5, and (cos x/|x| - t/|t|) / |x| = (0.6 [0.6, 0.8] - [1, 0]) / 5
+    (-0.6, tensor([[-0.1280,  0.0960]]))
     """
 
     eps: float = 1e-8
@@ -260,7 +310,15 @@ class NegativeCosine(Head):
 
 @dataclass(frozen=True, kw_only=True)
 class PerStepLoss(Head):
-    """A `[B]` loss per step that the user computed, for weights, mask, reduction and metrics to act on. No target."""
+    """A `[B]` loss per step that the user computed, for weights, mask, reduction and metrics to act on. No target.
+
+    >>> import gradscale_ext as gs, torch
+    >>> losses = torch.tensor([1.0, 3.0], requires_grad=True)
+    >>> loss = gs.multi_step_loss({"own": gs.PerStepLoss(weight=0.5)}, {"own": [losses]}, {}).loss
+    >>> loss.backward()
+    >>> loss.item(), losses.grad  # half the mean
+    (1.0, tensor([0.2500, 0.2500]))
+    """
 
     kind: ClassVar[str] = "per_step_loss"
     forms: ClassVar[tuple[Form, ...]] = (Form((), None),)

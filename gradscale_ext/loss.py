@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import NoneType
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -22,6 +22,11 @@ from .support import Support
 
 Implementation = Literal["auto", "fused", "reference"]
 _IMPLEMENTATIONS = get_args(Implementation)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+if TYPE_CHECKING:
+
+    def _typed_as(function: Function) -> Callable[[Any], Function]: ...
 
 
 def _make_plan(heads: Mapping[str, Head], keeps_memory: bool = False) -> Any:
@@ -252,6 +257,11 @@ class MultiStepLoss(torch.nn.Module):
         )
         plan = self._plan() if _context.is_eager() else None
         return _run(plan, self.heads, predictions, targets, options, check, impl)
+
+    if TYPE_CHECKING:  # torch.nn.Module says that a call takes anything, and returns Any
+
+        @_typed_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...  # noqa: D102
 
     def extra_repr(self) -> str:
         """One line per head."""

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ._table import fitted, html_table, table
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, repr=False)
 class MultiStepLossOutput:
     """Loss, metrics and predictions of one call; everything on the device of the predictions, nothing synchronised.
 
@@ -26,3 +28,29 @@ class MultiStepLossOutput:
     """By head, a scalar: mean of `per_step` over the unmasked entries."""
     num_nonfinite: torch.Tensor
     """int64 scalar: samples whose L_b is inf or NaN."""
+
+    def _heads(self) -> tuple[list[str], list[list[str]]]:
+        """Headers and a row for each head."""
+        rows = [
+            [name, _scalar(self.head_means[name]), _form(self.per_step[name]), _form(self.expected.get(name))]
+            for name in self.per_step
+        ]
+        return ["head", "mean", "per_step", "expected"], rows
+
+    def __repr__(self) -> str:
+        """Scalars, and the shapes of everything else."""
+        loss = _scalar(self.loss) if self.loss.dim() == 0 else _form(self.loss)
+        heading = f"MultiStepLossOutput(loss={loss}, num_nonfinite={_scalar(self.num_nonfinite)})"
+        return fitted(f"{heading}\n{table(*self._heads())}")
+
+    def _repr_html_(self) -> str:
+        """The same, for notebooks."""
+        return html_table(repr(self).partition("\n")[0], *self._heads())
+
+
+def _scalar(tensor: torch.Tensor) -> str:
+    return " ".join(str(tensor.detach()).split())
+
+
+def _form(tensor: torch.Tensor | None) -> str:
+    return "" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

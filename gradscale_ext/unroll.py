@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,13 +16,14 @@ from .flow import scale_gradient
 Outputs = Mapping[str, torch.Tensor]
 
 #: A tensor, or a tuple, list, dict or namedtuple of tensors.
-Hidden = Any
+Hidden = TypeVar("Hidden")
+Observation = TypeVar("Observation")
 
 
 def unroll(
-    initial: Callable[[Any], tuple[Outputs, Hidden]],
+    initial: Callable[[Observation], tuple[Outputs, Hidden]],
     recurrent: Callable[[Hidden, torch.Tensor], tuple[Outputs, Hidden]],
-    observation: Any,
+    observation: Observation,
     actions: torch.Tensor | Sequence[torch.Tensor],
     *,
     hidden_scale: float | torch.Tensor = 0.5,

@@ -1,6 +1,6 @@
 """Clients that were not written here, each at a small task: TensorDict, TorchRL, Lightning and Accelerate.
 
-They come with `pip install gradscale-ext[clients]`, and are imported by the tests that need them.
+They come with `python -m pip install ".[clients]"`, and are imported by the tests that need them.
 """
 
 from __future__ import annotations

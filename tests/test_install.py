@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
+import email
 import importlib.util
+import json
+import os
+import re
 import runpy
+import shlex
+import shutil
+import subprocess
 import sys
+import venv
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import gradscale_ext
 from gradscale_ext import __main__ as environment
+from gradscale_ext import _against_reference, _bench, _native, _report
 
 ROOT = Path(__file__).parent.parent
 
@@ -74,10 +85,12 @@ def test_what_is_built(setup, tmp_path, monkeypatch):
     (tmp_path / "lib" / "gradscale_ext").mkdir(parents=True)
     commands = []
     monkeypatch.setattr(setup.subprocess, "run", lambda command, check, cwd, env: commands.append((command, cwd, env)))
-    build = setup.build_command(SimpleNamespace(__version__="2.11.0"), SimpleNamespace(BuildExtension=BuildExtension))()
+    torch = SimpleNamespace(__version__="2.11.0")
+    build = setup.build_command(torch, SimpleNamespace(BuildExtension=BuildExtension), 'c++ "12"')()
     monkeypatch.delenv("GRADSCALE_ARCHITECTURES", raising=False)
     build.run()
-    assert runpy.run_path(build.get_outputs()[1])["TORCH_VERSION"] == "2.11.0"
+    written = runpy.run_path(build.get_outputs()[1])
+    assert (written["TORCH_VERSION"], written["COMPILER"]) == ("2.11.0", 'c++ "12"')
     assert commands == []
     monkeypatch.setenv("GRADSCALE_ARCHITECTURES", "80 90")
     build.run()
@@ -88,42 +101,226 @@ def test_what_is_built(setup, tmp_path, monkeypatch):
     assert env["PYTHONPATH"].startswith(str(tmp_path / "lib"))
 
 
+# ---- distributions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    """The source distribution, made of a copy of the checkout and unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    copy = folder / "checkout"
+    copy.mkdir()
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("csrc", "gradscale_ext", "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "gradscale_ext" / "_build.py").write_text("TORCH_VERSION = 'that of another machine'\n")
+    run_setup(copy, "sdist", "--dist-dir", str(folder))
+    shutil.unpack_archive(next(folder.glob("*.tar.gz")), folder)
+    return next(folder.glob("gradscale_ext-*/"))
+
+
+def run_setup(folder, *arguments):
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", *arguments], capture_output=True, text=True, cwd=folder, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stderr
+
+
+def files_below(folder, pattern="*"):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob(pattern) if path.is_file()}
+
+
+def test_source_distribution_holds_what_building_needs(unpacked):
+    assert files_below(unpacked / "csrc") == files_below(ROOT / "csrc")
+    modules = files_below(ROOT / "gradscale_ext", "*.py") - {"_build.py"}
+    assert files_below(unpacked / "gradscale_ext", "*.py") == modules
+    assert not files_below(unpacked, "*.so") | files_below(unpacked, "test_*.py")
+    metadata = email.message_from_string((unpacked / "PKG-INFO").read_text())
+    assert metadata["Version"] == gradscale_ext.__version__
+    assert "torch<2.16,>=2.11" in metadata.get_all("Requires-Dist")
+
+
+def test_binary_holds_the_kernels_sources(unpacked, tmp_path):
+    """NVRTC compiles kernels from the headers that are installed; setuptools has nothing to warn of."""
+    run_setup(unpacked, "build_py", "--build-lib", str(tmp_path))
+    headers = files_below(ROOT / "csrc", "*.h") | files_below(ROOT / "csrc", "*.cuh")
+    assert files_below(tmp_path / "gradscale_ext" / "csrc") == headers
+    assert {"py.typed", "_C.pyi"} <= files_below(tmp_path / "gradscale_ext")
+
+
+def test_binary_is_for_one_release_of_pytorch(unpacked, tmp_path):
+    run_setup(unpacked, "dist_info", "--output-dir", str(tmp_path))
+    (file,) = tmp_path.glob("*/METADATA")
+    required = email.message_from_string(file.read_text()).get_all("Requires-Dist")
+    assert [name for name in required if re.match(r"torch\b", name)] == [f"torch=={torch.__version__.split('+')[0]}"]
+
+
+# ---- PyTorch as the build finds it -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def interpreter(tmp_path):
+    """Python of an environment without PyTorch, as a build tool makes it, with a stand-in for setuptools."""
+    venv.create(tmp_path / "isolated", symlinks=True, with_pip=False)
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "setuptools.py").write_text("def setup(**arguments): print(arguments['install_requires'])")
+    return tmp_path / "isolated" / "bin" / "python"
+
+
+def build_with(python, path="/usr/bin", **environment):
+    """Ask setup.py for the metadata of a binary."""
+    tools = python.parent.parent.parent / "tools"
+    environment = {"PATH": path, "PYTHONPATH": str(tools), "PYTHONNOUSERSITE": "1", **environment}
+    return subprocess.run([python, ROOT / "setup.py", "dist_info"], capture_output=True, text=True, env=environment)
+
+
+def pretend_pytorch(site_packages, text="__version__ = '2.12.1+cu130'"):
+    (site_packages / "torch").mkdir(parents=True)
+    (site_packages / "torch" / "__init__.py").write_text(text)
+
+
+def site_packages_of(prefix):
+    return prefix / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+
+
+def test_pytorch_of_an_activated_environment(interpreter, tmp_path):
+    """uv leaves it on PATH alone."""
+    pretend_pytorch(site_packages_of(tmp_path / "activated"))
+    done = build_with(interpreter, f"{interpreter.parent}:{tmp_path}/activated/bin:/usr/bin")
+    assert done.stdout == "['torch==2.12.1']\n", done.stderr
+
+
+def test_pytorch_of_the_user(interpreter, tmp_path):
+    """`pip install --user`, which an isolated build of pip hides."""
+    pretend_pytorch(site_packages_of(tmp_path / "user"))
+    python = Path(sys._base_executable)
+    tools = tmp_path / "tools"
+    done = subprocess.run(
+        [python, "-S", ROOT / "setup.py", "dist_info"],
+        capture_output=True,
+        text=True,
+        env={"PATH": "", "PYTHONPATH": str(tools), "PYTHONNOUSERSITE": "1", "PYTHONUSERBASE": str(tmp_path / "user")},
+    )
+    if "site-packages/torch/" in done.stderr:
+        pytest.skip("this machine's Python has a PyTorch of its own")
+    assert done.stdout == "['torch==2.12.1']\n", done.stderr
+
+
+def test_no_pytorch(interpreter):
+    done = build_with(interpreter)
+    assert done.returncode == 1
+    assert done.stderr.startswith("gradscale_ext: PyTorch is not installed, and this extension is compiled against it.")
+
+
+def test_pytorch_that_cannot_be_imported(interpreter, tmp_path):
+    pretend_pytorch(site_packages_of(tmp_path / "isolated"), "raise OSError('libcudart.so.13: cannot open')")
+    done = build_with(interpreter)
+    assert done.returncode == 1
+    assert "site-packages/torch/__init__.py), but cannot be imported here: libcudart.so.13: cannot open" in done.stderr
+    assert "not installed" not in done.stderr
+
+
+@pytest.mark.parametrize("version", ["2.10.2", "2.16.0"])
+def test_pytorch_of_another_time(interpreter, tmp_path, version):
+    pretend_pytorch(site_packages_of(tmp_path / "isolated"), f"__version__ = '{version}'")
+    done = build_with(interpreter)
+    assert done.returncode == 1
+    assert f"PyTorch must be of torch>=2.11,<2.16, but {version} is installed" in done.stderr
+
+
+# ---- remedies --------------------------------------------------------------------------------------------------------
+
+
+def commands_in(message):
+    """Commands of lines that are indented, and between backticks."""
+    found = re.findall(r"^    (\S.*)$|`([^`]+)`", message, re.MULTILINE)
+    return [line or quoted for line, quoted in found if " install " in (line or quoted)]
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A project with the name of this one that installs in a moment and without a network."""
+    (tmp_path / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    (tmp_path / "backend.py").write_text(
+        "from pathlib import Path\n"
+        "def prepare_metadata_for_build_wheel(folder, settings=None):\n"
+        "    info = Path(folder, 'gradscale_ext-9.dist-info')\n"
+        "    info.mkdir()\n"
+        "    (info / 'METADATA').write_text('Metadata-Version: 2.1\\nName: gradscale-ext\\nVersion: 9\\n')\n"
+        "    return info.name\n"
+        "prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel\n"
+        "def build_wheel(*arguments): raise NotImplementedError\n"
+        "build_editable = build_wheel\n"
+    )
+    return tmp_path
+
+
+def test_remedies_are_commands(setup, interpreter, project, monkeypatch):
+    """Each installs a project that lies there, or something that an index has; pip takes those for a project."""
+    monkeypatch.setattr(_native, "_version_built_with", lambda: "2.11.0")
+    messages = [build_with(interpreter).stderr, str(_native._explain(ImportError("undefined symbol")))]
+    monkeypatch.setattr(_native.importlib.util, "find_spec", lambda name: None)
+    messages.append(str(_native._explain(ImportError("no module"))))
+    monkeypatch.undo()
+    commands = [shlex.split(command) for message in messages for command in commands_in(message)]
+    assert len(commands) == 7
+    for command in commands:
+        wanted = [word for word in command[command.index("install") + 1 :] if not word.startswith("-")]
+        assert wanted in (["."], [setup.TORCH], ["torch==2.11.0"])
+        assert "--no-build-isolation" not in command
+        if command[0] == "python" and wanted == ["."]:
+            dry_run = [sys.executable, *command[1:], "--dry-run"]
+            done = subprocess.run(dry_run, capture_output=True, text=True, cwd=project)
+            assert "Would install gradscale-ext-9" in done.stdout, done.stderr
+
+
+def test_compiler_that_is_missing(setup, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++ -m64")
+    with pytest.raises(SystemExit, match=r"no C\+\+ compiler found \(looked for /nowhere/g\+\+ -m64\)"):
+        setup.find_compiler()
+
+
 # ---- the report's verdict on GPUs ------------------------------------------------------------------------------------
 
 
 def test_verdict_on_the_driver(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert environment._driver_problem(None) is None
-    assert environment._driver_problem("13.2") is None
-    found = environment._driver_problem("12.4")
+    assert _report.driver_problem(None) is None
+    assert _report.driver_problem("13.2") is None
+    found = _report.driver_problem("12.4")
     assert found.startswith("supports CUDA 12.4 at most, but PyTorch")
     assert "is built for CUDA 13.0; update the driver, or install a PyTorch built for CUDA 12" in found
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert environment._driver_problem("12.4") is None
+    assert _report.driver_problem("12.4") is None
 
 
 def test_report_on_gpus(monkeypatch, capsys):
-    monkeypatch.setattr(environment, "_driver_version", lambda: "13.0")
+    monkeypatch.setattr(_report, "driver_version", lambda: "13.0")
     monkeypatch.setattr(environment, "DEVICE_TYPES", ("cpu", "cuda"))
-    monkeypatch.setattr(environment._kernels, "compiler", lambda: SimpleNamespace(version="NVRTC 13.0"))
+    monkeypatch.setattr(_report._kernels, "compiler", lambda: SimpleNamespace(version="NVRTC 13.0"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU model {index}")
     checked = []
-    monkeypatch.setattr(environment, "_self_check", lambda device: checked.append(device))
+    monkeypatch.setattr(_against_reference, "self_check", lambda device: checked.append(device))
     assert environment.report() == 0
     text = capsys.readouterr().out
     assert "CUDA kernels   compiled by NVRTC 13.0 when they are first needed, and kept in " in text
     assert "GPU 0          GPU model 0, compute capability 8.0: kernels\n" in text
     assert checked == ["cpu", "cuda:0"]
-    monkeypatch.setattr(environment, "_driver_version", lambda: "12.2")
+    monkeypatch.setattr(_report, "driver_version", lambda: "12.2")
     assert environment.report() == 1
     assert "NVIDIA driver  supports CUDA 12.2 at most" in capsys.readouterr().out
 
 
 def test_report_without_a_compiler(monkeypatch, capsys):
-    monkeypatch.setattr(environment._kernels, "compiler", lambda: None)
+    monkeypatch.setattr(_report._kernels, "compiler", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert environment.report() == 0
     text = capsys.readouterr().out
@@ -140,13 +337,112 @@ def test_driver_version(monkeypatch):
 
         return SimpleNamespace(cuDriverGetVersion=ask)
 
-    monkeypatch.setattr(environment.ctypes, "CDLL", driver)
-    assert environment._driver_version() == "12.4"
-    monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=lambda pointer: 3))
-    assert environment._driver_version() is None
+    monkeypatch.setattr(_report.ctypes, "CDLL", driver)
+    assert _report.driver_version() == "12.4"
+    monkeypatch.setattr(_report.ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=lambda pointer: 3))
+    assert _report.driver_version() is None
 
     def missing(name):
         raise OSError(name)
 
-    monkeypatch.setattr(environment.ctypes, "CDLL", missing)
-    assert environment._driver_version() is None
+    monkeypatch.setattr(_report.ctypes, "CDLL", missing)
+    assert _report.driver_version() is None
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+def run_main(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["gradscale_ext", *arguments])
+    return environment.main(), capsys.readouterr().out
+
+
+def test_report_as_json(monkeypatch, capsys):
+    monkeypatch.setenv("GRADSCALE_CACHE_DIR", "/somewhere")
+    monkeypatch.setenv("CXX", "clang++")
+    status, text = run_main(monkeypatch, capsys, "--json")
+    found = json.loads(text)
+    assert (status, found["ok"], found["torch"]) == (0, True, torch.__version__)
+    assert found["lies_in"] == str(Path(gradscale_ext.__file__).parent)
+    assert "CXX=clang++ GRADSCALE_CACHE_DIR=/somewhere" in found["environment"]
+    assert "omp" in found["OpenMP"]
+
+
+def test_wrong_arguments(monkeypatch, capsys):
+    for arguments in (["nothing"], ["--unknown"], ["check", "--dtype", "int8"], ["bench", "--bins", "4"]):
+        with pytest.raises(SystemExit, match="2"):
+            run_main(monkeypatch, capsys, *arguments)
+    assert "an odd number of at least 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["check"], ["bench"], ["compile"]])
+def test_help(command, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run_main(monkeypatch, capsys, *command, "--help")
+    assert capsys.readouterr().out.startswith(" ".join(["usage: python -m gradscale_ext", *command, "[-h]"]))
+
+
+def test_check_covers_every_operator_and_head(monkeypatch, capsys):
+    """It finds what is wrong, and nothing where nothing is."""
+    arguments = ("check", "--json", "--batch", "4", "--device", "cpu")
+    status, text = run_main(monkeypatch, capsys, *arguments)
+    rows = {row["what"]: row for row in json.loads(text)["rows"]}
+    assert status == 0
+    heads = {head.__name__ for head in gradscale_ext.Head.__subclasses__()}
+    operators = {name for name in gradscale_ext.reference.__all__ if name.endswith(("gradient", "_norm", "_value"))}
+    assert heads | operators <= rows.keys()
+    assert all(row["runs"] == "kernel" and row["microseconds"] > 0 for row in rows.values())
+    monkeypatch.setattr(gradscale_ext, "clip_gradient_norm", lambda x, **options: x)
+    status, text = run_main(monkeypatch, capsys, *arguments)
+    assert (status, [row["what"] for row in json.loads(text)["rows"] if not row["ok"]]) == (1, ["clip_gradient_norm"])
+    _, text = run_main(monkeypatch, capsys, *arguments[:1], *arguments[2:])
+    assert text.count("WRONG") == 1
+    assert "17 of 18 within 2e-05 of the reference" in text
+
+
+def test_check_tells_of_a_kernel_that_fails(monkeypatch, capsys):
+    def fail(*arguments, **options):
+        raise RuntimeError("NVRTC cannot compile\nline 7")
+
+    monkeypatch.setattr(gradscale_ext, "scale_gradient", fail)
+    status, text = run_main(monkeypatch, capsys, "check", "--batch", "2", "--device", "cpu", "--dtype", "bfloat16")
+    assert status == 1
+    assert re.search(r"^cpu +scale_gradient +kernel +NVRTC cannot compile$", text, re.MULTILINE)
+
+
+def test_bench(monkeypatch, capsys):
+    sizes = ("--batch", "2", "--unroll", "2", "--bins", "21", "--actions", "3", "--seconds", "0", "--no-compile")
+    status, text = run_main(monkeypatch, capsys, "bench", "--json", "--device", "cpu", *sizes)
+    found = json.loads(text)
+    assert (status, found["bins"]) == (0, 21)
+    times = found["milliseconds"]
+    assert all({"fused", "eager"} == ways.keys() and min(ways.values()) > 0 for ways in times.values())
+    monkeypatch.setattr(_bench.importlib.util, "find_spec", lambda name: None)
+    _, text = run_main(monkeypatch, capsys, "bench", "--device", "cpu", *sizes)
+    assert [line for line in text.splitlines() if not line.startswith("  ")] == list(times)
+
+
+def test_bench_compares_like_with_like():
+    """The loss as it is usually written has the gradients of the fused one."""
+    options = argparse.Namespace(
+        batch=3, unroll=2, bins=21, actions=4, device="cpu", dtype="float32", no_compile=True, seconds=0
+    )
+    loss = _bench.works(options)["loss, forward and backward"]
+    for fused, eager in zip(loss["fused"](), loss["eager"](), strict=True):
+        torch.testing.assert_close(fused, eager)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_report_without_the_extension(as_json, tmp_path):
+    """It runs, and says what to do."""
+    ignored = shutil.ignore_patterns("_C.*.so", "_C.*.pyd", "_build.py", "__pycache__")
+    shutil.copytree(gradscale_ext.__path__[0], tmp_path / "gradscale_ext", ignore=ignored)
+    # Without site no editable installation finds an extension elsewhere.
+    command = [sys.executable, "-S", "-m", "gradscale_ext", *(["--json"] if as_json else [])]
+    environ = {**os.environ, "PYTHONPATH": str(Path(torch.__file__).parent.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
+    assert (done.returncode, done.stderr) == (1, "")
+    found = json.loads(done.stdout) if as_json else dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert found["torch"] == torch.__version__
+    assert found["problem"].startswith("gradscale_ext is not compiled here")
+    assert commands_in(found["problem"]) == ["python -m pip install -e ."]

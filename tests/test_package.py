@@ -33,6 +33,11 @@ def test_there_are_doctests():
     assert {"gradscale_ext.loss", "gradscale_ext.monitor.diagnosis"} <= set(MODULES)
 
 
+def test_every_head_has_an_example():
+    for head in gs.Head.__subclasses__():
+        assert f"gs.{head.__name__}(" in head.__doc__
+
+
 def test_public_names_are_documented():
     for name in gs.__all__:
         assert getattr(gs, name).__doc__, name
@@ -47,11 +52,11 @@ def test_report():
 def test_report_of_a_failed_self_check(capsys, monkeypatch):
     from gradscale_ext import __main__
 
-    assert __main__.main() == 0
+    assert __main__.report() == 0
     monkeypatch.setattr(
         gs.reference, "multi_step_loss", lambda *a: gs.multi_step_loss(a[0], a[1], {"value": [a[2]["value"][0] + 1]})
     )
-    assert __main__.main() == 1
+    assert __main__.report() == 1
     assert "differs from the reference" in capsys.readouterr().out
 
 
@@ -69,7 +74,7 @@ def test_a_source_folder_that_shadows_the_package_is_explained(tmp_path):
     done = _import_from(tmp_path)
     assert done.returncode != 0
     assert "ImportError: gradscale_ext is not compiled here" in done.stderr
-    assert "pip install --no-build-isolation -e ." in done.stderr
+    assert "`python -m pip install -e .`" in done.stderr
 
 
 def test_an_extension_that_does_not_load_is_explained(tmp_path):
@@ -82,7 +87,7 @@ def test_an_extension_that_does_not_load_is_explained(tmp_path):
     assert done.returncode != 0
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError: gradscale_ext was compiled against PyTorch 2.11.0, but PyTorch"), last
-    assert "pip install --no-build-isolation" in last
+    assert "`python -m pip install --force-reinstall --no-deps .`" in last
 
 
 def test_another_torch_is_explained(monkeypatch):
@@ -90,7 +95,7 @@ def test_another_torch_is_explained(monkeypatch):
     message = str(_native._explain(ImportError("undefined symbol: _ZN2at4fooE")))
     assert "compiled against PyTorch 2.11.0" in message
     assert "undefined symbol" in message
-    assert "pip install --no-build-isolation --force-reinstall" in message
+    assert "`python -m pip install torch==2.11.0`. Compile it again" in message
     monkeypatch.setattr(_native, "_version_built_with", lambda: None)
     assert "could not be loaded: undefined symbol" in str(_native._explain(ImportError("undefined symbol: x")))
 

@@ -24,7 +24,7 @@ def draw(history: History, record: Record, selection: Selection, path: str | Pat
         from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("GradientMonitor.plot needs matplotlib: pip install gradscale-ext[monitor]") from error
+        raise ImportError("GradientMonitor.plot needs matplotlib: python -m pip install matplotlib") from error
 
     histograms = _histograms(record, selection)
     layers = list(histograms)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ._table import table
+from .._table import fitted, html_table, table
 from .tracer import Location
 
 Code = Literal[
@@ -56,9 +56,12 @@ class Finding:
     """Whether nothing may be wrong with it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GradientDiagnosis:
-    """What `diagnose_gradients` found. `str()` is a table for logs; `rich.print` shows one for terminals."""
+    """What `diagnose_gradients` found.
+
+    `str()` is a table for logs, `repr()` what of it fits a screen; `rich.print` shows one for terminals.
+    """
 
     findings: list[Finding]
     num_parameters: int
@@ -87,6 +90,24 @@ class GradientDiagnosis:
         listing = "\n".join(textwrap.fill(remedy, 118, subsequent_indent="  ") for remedy in remedies)
         headers = ["code", "parameter", "cause", "location"]
         return f"{self._summary()}\n\n{table(headers, rows)}\n\nWhat to do:\n{listing}"
+
+    def __repr__(self) -> str:
+        """Each group of findings on a line, with its remedy below."""
+        lines = [self._summary()]
+        for names, finding in self._groups():
+            place = f" at {finding.location}" if finding.location else ""
+            cause = f"{_title(finding)}: {', '.join(shortened(names, 3))}{place}: {finding.cause}"
+            lines += textwrap.wrap(cause, 100)
+            lines += textwrap.wrap(finding.remedy, 96, initial_indent="    ", subsequent_indent="    ")
+        return fitted("\n".join(lines))
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        rows = [
+            [_title(finding), ", ".join(shortened(names)), finding.cause, finding.remedy, finding.location or ""]
+            for names, finding in self._groups()
+        ]
+        return html_table(self._summary(), ["code", "parameter", "cause", "what to do", "location"], rows)
 
     def __rich__(self) -> Any:
         """The report as a table of rich."""

@@ -11,8 +11,8 @@ import torch
 
 from .. import _context, reference
 from .._native import _C, DEVICE_TYPES, is_ordinary
+from .._table import fitted, html_table, shortened_name, table
 from ._shards import local_part, merged_over_groups
-from ._table import table
 
 Gradients = Sequence[torch.Tensor | None]
 Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -21,13 +21,14 @@ Tensors = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | Itera
 BIN_EDGES = (-math.inf, *range(_C.histogram_first_edge, _C.histogram_first_edge + _C.histogram_bins - 1), math.inf)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GradientStatistics:
     """What `gradient_statistics` found, for N tensors, on their device: nothing has been waited for.
 
     `norm`, `abs_max` and `mean` are over the finite elements; for complex tensors everything is about moduli. As a
     number (`float()`, `item()`, a format such as ``f"{statistics:.2f}"``, ``statistics > 10``) it is `total_norm`.
-    `str()` is a table, and `to_dict()` plain numbers. All of these but the comparisons read the device.
+    `str()` is a table (`repr()` what of it fits a screen), and `to_dict()` plain numbers. All of these but the
+    comparisons read the device.
     """
 
     names: list[str]
@@ -127,15 +128,29 @@ class GradientStatistics:
         named = {"names": list(self.names), "is_gradient": list(self.is_gradient)}
         return {**named, **lists, "total_norm": self.item(), "norm_type": self.norm_type}
 
-    def __str__(self) -> str:
+    def _table(self, names: list[str]) -> tuple[list[str], list[list[str]], str]:
+        """Headers, a row for each tensor, and the total."""
         read = self.to_dict()
         columns = ("numel", "norm", "abs_max", "mean", "zeros", "nans", "infs")
-        heading, labels = _labels(self.names, self.is_gradient, read["missing"])
+        heading, labels = _labels(names, self.is_gradient, read["missing"])
         rows = [
             [label, "no gradient"] if missing else [label, *map(_number, numbers)]
             for label, missing, *numbers in zip(labels, read["missing"], *(read[c] for c in columns), strict=True)
         ]
-        return f"{table([heading, *columns], rows)}\ntotal norm: {read['total_norm']:.4g}"
+        return [heading, *columns], rows, f"total norm: {read['total_norm']:.4g}"
+
+    def __str__(self) -> str:
+        headers, rows, total = self._table(self.names)
+        return f"{table(headers, rows)}\n{total}"
+
+    def __repr__(self) -> str:
+        headers, rows, total = self._table([shortened_name(name) for name in self.names])
+        return f"{fitted(table(headers, rows), 39)}\n{total}"
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        headers, rows, total = self._table(self.names)
+        return html_table(total, headers, rows)
 
 
 def _number(value: float) -> str:

@@ -1,0 +1,218 @@
+"""`python -m gradscale_ext check`: every operator and head against the reference, on the devices of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+import gradscale_ext as gs
+
+from . import _report, reference
+from ._native import DEVICE_TYPES
+from ._table import table
+
+STEPS = 3
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+#: Largest difference from the reference in double precision that counts as right, over the largest number.
+LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+Tensors = list[torch.Tensor]
+
+
+class Case(NamedTuple):
+    """Something to compute in two ways: `ours(tensors)` and `by_reference(tensors)` give tensors to compare."""
+
+    name: str
+    tensors: Tensors
+    ours: Callable[[Tensors], Tensors]
+    by_reference: Callable[[Tensors], Tensors]
+
+
+def self_check(device: str = "cpu") -> str | None:
+    """Compare a fused loss and its gradient with the reference; returns the difference in words, or None."""
+    logits = torch.linspace(-3, 3, 21, dtype=torch.float64, device=device).repeat(2, 1).requires_grad_()
+    heads = {"value": gs.TwoHot(gs.Support(-10, 10, 21))}
+    arguments = (heads, {"value": [gs.scale_gradient(logits, 0.5)]}, {"value": [logits.detach()[:, 3]]})
+    results = []
+    for function in (gs.multi_step_loss, gs.reference.multi_step_loss):
+        loss = function(*arguments).loss
+        results.append((loss.detach(), torch.autograd.grad(loss, logits)[0]))
+    (loss, gradient), (expected_loss, expected_gradient) = results
+    if torch.allclose(loss, expected_loss) and torch.allclose(gradient, expected_gradient):
+        return None
+    return f"the fused loss {loss.item()} or its gradient differs from the reference {expected_loss.item()} on {device}"
+
+
+def _value_and_gradients(function: Callable[[Tensors], torch.Tensor], tensors: Tensors) -> Tensors:
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    value = function(leaves)
+    weights = torch.linspace(-1, 2, value.numel(), dtype=torch.float64).reshape(value.shape)
+    return [value, *torch.autograd.grad(value, leaves, weights.to(value))]
+
+
+def _both(name: str, tensors: Tensors, ours: Any, by_reference: Any) -> Case:
+    """Two functions from tensors to a tensor, whose gradients are compared too."""
+    return Case(
+        name,
+        tensors,
+        functools.partial(_value_and_gradients, ours),
+        functools.partial(_value_and_gradients, by_reference),
+    )
+
+
+def _operators(batch: int) -> Iterator[Case]:
+    x = [torch.randn(batch, 512, generator=torch.Generator().manual_seed(1), dtype=torch.float64)]
+    for name, options in (
+        ("scale_gradient", {"scale": 0.5}),
+        ("reverse_gradient", {"scale": 0.5}),
+        ("clip_gradient_value", {"min": -0.5, "max": 1.0}),
+        ("clip_gradient_norm", {"max_norm": 1.0, "batch_dims": 1}),
+        ("normalize_gradient", {"norm": 1.0, "batch_dims": 1}),
+    ):
+        ours, by_reference = (functools.partial(getattr(module, name), **options) for module in (gs, reference))
+        yield _both(name, x, lambda t, f=ours: f(t[0]), lambda t, f=by_reference: f(t[0]))
+    support = gs.Support.muzero()
+    logits = [torch.randn(batch, support.num_bins, generator=torch.Generator().manual_seed(2), dtype=torch.float64)]
+    yield _both("Support.decode", logits, lambda t: support.decode(t[0]), lambda t: reference.decode(t[0], support))
+    scalars = [20 * x[0][:, 0]]
+    yield Case(
+        "Support.two_hot",
+        scalars,
+        lambda t: [support.two_hot(t[0])],
+        lambda t: [reference.two_hot(t[0], support)],
+    )
+    yield Case(
+        "Support.hl_gauss",
+        scalars,
+        lambda t: [support.hl_gauss(t[0])],
+        lambda t: [reference.hl_gauss(t[0], support, 0.75)],
+    )
+    yield _both("l2_loss", [*x, *logits], gs.l2_loss, lambda t: reference.l2_loss(t, 1.0))
+    yield Case(
+        "gradient_statistics",
+        [*x, *logits],
+        lambda t: [(found := gs.gradient_statistics(t)).norm, found.abs_max, found.mean, found.histogram],
+        lambda t: [*(found := reference.tensor_statistics(t, 2.0))[0], found[2]],
+    )
+    yield Case("clip_gradients_", [*x, *logits], _clipped, _clipped_by_formula)
+
+
+def _clipped(gradients: Tensors) -> Tensors:
+    parameters = [torch.zeros_like(gradient, requires_grad=True) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    total = gs.clip_gradients_(parameters, 1.0).total_norm
+    return [total, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
+
+
+def _clipped_by_formula(gradients: Tensors) -> Tensors:
+    total = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt()
+    return [total, *(gradient * (1 / (total + 1e-6)).clamp(max=1).to(gradient) for gradient in gradients)]
+
+
+def _heads(batch: int) -> Iterator[Case]:
+    """Each head alone, `STEPS` steps of it, with the gradients of its predictions."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensors:
+        return [torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
+
+    support = gs.Support.muzero()
+    policy = [logits.softmax(-1) for logits in normal(18)]
+    rows: list[tuple[gs.Head, Tensors, Tensors | None]] = [
+        (gs.TwoHot(support), normal(601), normal()),
+        (gs.HLGauss(support), normal(601), normal()),
+        (gs.SoftCrossEntropy(), normal(18), policy),
+        (gs.MeanSquaredError(), normal(512), normal(512)),
+        (gs.BinaryCrossEntropy(), normal(), [logits.sigmoid() for logits in normal()]),
+        (gs.NegativeCosine(), normal(512), normal(512)),
+        (gs.PerStepLoss(), normal(), None),
+    ]
+    for head, predictions, targets in rows:
+
+        def loss(function: Any, tensors: Tensors, head: Any = head, targets: Any = targets) -> torch.Tensor:
+            on_device = (
+                {} if targets is None else {"head": [target.float().to(tensors[0].device) for target in targets]}
+            )
+            out: gs.MultiStepLossOutput = function(
+                {"head": head}, {"head": tensors}, on_device, step_gradient_scale="unroll"
+            )
+            return out.loss
+
+        ours, by_reference = (functools.partial(loss, f) for f in (gs.multi_step_loss, reference.multi_step_loss))
+        yield _both(type(head).__name__, predictions, ours, by_reference)
+
+
+def _difference(found: Tensors, truth: Tensors) -> float:
+    """Largest difference, over the largest number of the same tensor where that is above 1."""
+    return max(
+        float((mine.detach().cpu().double() - true).abs().max() / max(1.0, float(true.abs().max())))
+        for mine, true in zip(found, (tensor.detach().cpu().double() for tensor in truth), strict=True)
+    )
+
+
+def _microseconds(function: Callable[[Tensors], Tensors], tensors: Tensors) -> float:
+    times = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        function(tensors)
+        if tensors[0].is_cuda:
+            torch.cuda.synchronize(tensors[0].device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1e6
+
+
+def check(device: str, dtype: torch.dtype, batch: int) -> Iterator[dict[str, Any]]:
+    """A row for each operator and head: what it differs by, and what it takes."""
+    runs = "kernel" if torch.device(device).type in DEVICE_TYPES else "PyTorch"
+    for case in (*_operators(batch), *_heads(batch)):
+        rounded = [tensor.to(dtype) for tensor in case.tensors]  # the truth is of the same rounded numbers
+        tensors = [tensor.to(device) for tensor in rounded]
+        row: dict[str, Any] = {"device": device, "what": case.name, "runs": runs}
+        try:
+            truth = case.by_reference([tensor.double() for tensor in rounded])
+            row["difference"] = _difference(case.ours(tensors), truth)
+            row["ok"] = row["difference"] <= LIMITS[dtype]
+            row["microseconds"] = _microseconds(case.ours, tensors)
+            row["of_reference"] = _microseconds(case.by_reference, tensors)
+        except RuntimeError as error:  # a kernel that cannot be compiled or started
+            row |= {"ok": False, "error": str(error)}
+        yield row
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compare every operator and head with the reference in double precision; the status is 1 where one differs."""
+    parser = argparse.ArgumentParser(prog="python -m gradscale_ext check", description=main.__doc__)
+    parser.add_argument("--device", nargs="+", metavar="cuda:0", help="devices; all that are here, by default")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the numbers (float32)")
+    parser.add_argument("--batch", type=int, default=64, help="samples (64)")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    options = parser.parse_args(arguments)
+    devices = options.device or ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    dtype = DTYPES[options.dtype]
+    rows = [row for device in devices for row in check(device, dtype, options.batch)]
+    wrong = [row for row in rows if not row["ok"]]
+    if options.json:
+        print(json.dumps({"ok": not wrong, "dtype": options.dtype, "rows": rows}, indent=2))
+        return bool(wrong)
+    cells = [
+        [row["device"], row["what"], row["runs"], row["error"].splitlines()[0][:100]]
+        if "error" in row
+        else [
+            *(row["device"], row["what"], row["runs"], f"{row['difference']:.1e}", "" if row["ok"] else "WRONG"),
+            *(f"{row['microseconds']:.0f}", f"{row['of_reference']:.0f}"),
+        ]
+        for row in rows
+    ]
+    print(table(["device", "what", "runs", "difference", "", "us", "us of reference"], cells))
+    print(f"\n{len(rows) - len(wrong)} of {len(rows)} within {LIMITS[dtype]:g} of the reference in double precision.")
+    print(f"Kernels take plain tensors on {' and '.join(DEVICE_TYPES)}. CUDA kernels: {_report.kernels_in_words()}.")
+    print("By the reference: second derivatives, torch.func, forward mode, subclasses of tensors, other devices.")
+    return bool(wrong)

@@ -1,0 +1,66 @@
+"""What the results of the package look like at a prompt and in a notebook: as much as fits a screen."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import gradscale_ext as gs
+
+
+def fits(text):
+    lines = text.splitlines()
+    return len(lines) <= 40 and max(map(len, lines)) <= 100
+
+
+def rows_of(html):
+    """Cells of a table's rows, read by a parser that refuses what is not well-formed."""
+    return [[cell.text or "" for cell in row] for row in ElementTree.fromstring(html).iter("tr")]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """160 parameters with long names."""
+    names = [f"{'encoder_' * 12}{number}" for number in range(80)]
+    return torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in names})
+
+
+def test_statistics(model):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    statistics = gs.gradient_statistics(model)
+    assert fits(repr(statistics))
+    lines = repr(statistics).splitlines()
+    assert lines[1].split()[1:] == ["4", "2", "1", "1", "0", "0", "0"]
+    assert lines[-2:] == ["... 123 more lines; print() shows all", "total norm: 21.91"]  # the root of 80 (4 + 2)
+    assert len(str(statistics).splitlines()) == 162
+    rows = rows_of(statistics._repr_html_())
+    assert rows[2][1:] == ["2", "1.414", "1", "1", "0", "0", "0"]
+    assert rows[-1] == ["... and 120 more"]
+
+
+def test_output():
+    heads = {f"<critic_{number}>": gs.MeanSquaredError() for number in range(60)}
+    predictions = {name: [torch.full((4,), 2.0)] * 3 for name in heads}
+    out = gs.multi_step_loss(heads, predictions, {name: torch.zeros(4, 3) for name in heads})
+    assert fits(repr(out))
+    lines = repr(out).splitlines()
+    assert lines[0] == "MultiStepLossOutput(loss=tensor(720.), num_nonfinite=tensor(0))"
+    assert lines[2].split() == ["<critic_0>", "tensor(4.)", "float32", "[4,", "3]"]
+    rows = rows_of(out._repr_html_())
+    assert rows[1] == ["<critic_0>", "tensor(4.)", "float32 [4, 3]", ""]
+    assert "loss=float32 [4]" in repr(gs.reduce_multi_step(torch.ones(4, 3), reduction="none"))
+
+
+def test_diagnosis(model):
+    layers = list(model.values())
+    loss = sum(layer(torch.ones(2)).detach().sum() + layer.weight.sum() for layer in layers)
+    diagnosis = gs.diagnose_gradients(loss, model)
+    assert fits(repr(diagnosis))
+    assert repr(diagnosis).startswith("Findings on 80 tensors; the model has 160 parameters.\ndisconnected: ")
+    assert "and 78 more" in repr(diagnosis)
+    header, row = rows_of(diagnosis._repr_html_())
+    assert (header[0], row[0]) == ("code", "disconnected")
+    assert row[3] == diagnosis.findings[0].remedy
