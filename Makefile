@@ -29,7 +29,8 @@ RESULTS ?= bench/results
 MINUTES ?= 9
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Nothing that is installed later, and no constraint of the machine's, may bring another PyTorch.
+PIP := PIP_CONSTRAINT=$(VENV)/request $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 CXX_FILES := $(shell find csrc tests/cpp tests/ptx tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
