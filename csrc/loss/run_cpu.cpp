@@ -32,7 +32,8 @@ std::vector<Chunk> chunks_of(const Description& call) {
   return chunks;
 }
 
-// Runs all rows. A thread takes the next chunk when it has done one, so that none waits for another that came late.
+// Runs all rows. A thread goes through a share of its own, whose rows follow each other in memory, and then helps where
+// others are late.
 void run_rows(const Description& call) {
   constexpr int64_t serial_elements = 32768; // waking the other threads costs as much as this many exponentials
   int64_t elements = 0;
@@ -44,13 +45,19 @@ void run_rows(const Description& call) {
   const std::vector<Chunk> chunks = chunks_of(call);
   const RunRows run = for_this_machine(run_rows_kernel);
   const size_t most_threads = elements <= serial_elements ? 1 : at::get_num_threads();
-  std::atomic<size_t> next{0};
-  at::parallel_for(0, static_cast<int64_t>(std::min(most_threads, chunks.size())), 1, [&](int64_t, int64_t) {
+  const size_t shares = std::min(most_threads, chunks.size());
+  const auto begin_of = [&](size_t share) { return share * chunks.size() / shares; };
+  std::vector<std::atomic<size_t>> taken(shares); // chunks of each share
+  at::parallel_for(0, static_cast<int64_t>(shares), 1, [&](int64_t own, int64_t) {
     Scratch scratch(widest);
-    for (size_t i = next++; i < chunks.size(); i = next++) {
-      const Segment& segment = *chunks[i].segment;
-      const Coefficients& coefficients = call.coefficients[call.heads.index_of(segment.head)];
-      run(segment, coefficients, chunks[i].begin, chunks[i].end, scratch.data());
+    for (size_t k = 0; k < shares; ++k) {
+      const size_t share = (static_cast<size_t>(own) + k) % shares;
+      const size_t end = begin_of(share + 1);
+      for (size_t i = begin_of(share) + taken[share]++; i < end; i = begin_of(share) + taken[share]++) {
+        const Segment& segment = *chunks[i].segment;
+        const Coefficients& coefficients = call.coefficients[call.heads.index_of(segment.head)];
+        run(segment, coefficients, chunks[i].begin, chunks[i].end, scratch.data());
+      }
     }
   });
 }
