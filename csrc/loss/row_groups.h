@@ -152,20 +152,15 @@ struct Targets {
   }
 };
 
-// Calls run(lane, largest logit, sums) for the rows of a group one after the other. The next row's maximum is found
-// while this row's exponentials, which need this row's maximum, are computed.
+// Calls run(lane, largest logit, sums) for the rows of a group one after the other.
 template <class T, class A, class Run>
 GroupSums<A> row_by_row(const Segment& s, const Group& group, Run run) {
   GroupSums<A> sums;
   for (int64_t i = group.count; i < kLanes; ++i) {
     sums.exponentials[i] = sums.moment[i] = sums.target[i] = sums.correct[i] = 1;
   }
-  A next = maximum_of<A>(row_of<T>(s.prediction, group.first), s.width);
   for (int64_t i = 0; i < group.count; ++i) {
-    const A maximum = next;
-    if (i + 1 < group.count) {
-      next = maximum_of<A>(row_of<T>(s.prediction, group.first + i + 1), s.width);
-    }
+    const A maximum = maximum_of<A>(row_of<T>(s.prediction, group.first + i), s.width);
     run(i, maximum, sums);
   }
   return sums;

@@ -133,12 +133,9 @@ Ahead ahead_of(const Rows& logits, const Rows& gradient, int64_t row) {
   return {row_of<T>(logits, row + 1), out == nullptr ? nullptr : out + row * gradient.stride * size};
 }
 
-// The same for a row of a segment, where the next row was read for its maximum.
 template <class T>
 Ahead ahead_of(const Segment& s, int64_t row) {
-  Ahead ahead = ahead_of<T>(s.prediction, s.gradient, row);
-  ahead.read = row_of<T>(s.prediction, row + 2);
-  return ahead;
+  return ahead_of<T>(s.prediction, s.gradient, row);
 }
 
 // The largest logit; -inf for a row of NaN.
