@@ -14,6 +14,7 @@ import sys
 import threading
 import types
 import weakref
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -829,8 +830,8 @@ def test_a_picture_of_skipped_steps(tmp_path):
         watching.plot()
     with GradientMonitor(model, optimizer, every=1) as watching:
         scaled_steps(model, optimizer, [1.0, 1.0, OVERFLOW])
-    _, right = watching.plot(tmp_path / "picture.png").axes
-    assert right.get_title() == "gradient elements at step 1"
+    titles = [axes.get_title() for axes in watching.plot(tmp_path / "picture.png").axes]
+    assert "gradient elements at step 1" in titles
 
 
 def test_a_picture_of_a_history_that_was_thinned_to_skipped_steps(monkeypatch):
@@ -841,8 +842,9 @@ def test_a_picture_of_a_history_that_was_thinned_to_skipped_steps(monkeypatch):
     with GradientMonitor(model, optimizer, every=1) as watching:
         scaled_steps(model, optimizer, [OVERFLOW, 1.0, OVERFLOW, 1.0])
     assert set(watching.history) == {"skipped_steps", "nonfinite_gradients"}
-    left, _ = watching.plot().axes
-    assert not left.lines
+    figure = watching.plot()
+    assert not [axes for axes in figure.axes if axes.collections]
+    assert not panel(figure, "gradient norm").lines
 
 
 # ---- Other ways of training ------------------------------------------------------------------------------------------
@@ -1337,12 +1339,80 @@ def test_plot(tmp_path):
         train(model, optimizer, 4, max_norm=1.0)
     figure = watching.plot(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    left, right = figure.axes
-    drawn = [line.get_ydata().tolist() for line in left.lines]
-    tags = [f"module_gradient_norm/{layer}" for layer in ("0", "2.0", "3")]
-    tags += ["gradient_norm_total", "gradient_norm_total_before_clipping"]
-    assert drawn == [[v for _, v in watching.history[tag]] for tag in tags]
-    assert [label.get_text() for label in right.get_yticklabels()] == ["0", "2.0", "3"]
+    heat = panel(figure, "gradient norm of each layer")
+    layers = ["0", "2.0", "3"]
+    assert [label.get_text() for label in heat.get_yticklabels()] == layers
+    expected = [[v for _, v in watching.history[f"module_gradient_norm/{layer}"]] for layer in layers]
+    assert heat.collections[0].get_array().tolist() == expected
+    drawn = [line.get_ydata().tolist() for line in panel(figure, "gradient norm").lines]
+    for tag in ("gradient_norm_total", "gradient_norm_total_before_clipping"):
+        assert [v for _, v in watching.history[tag]] in drawn
+    assert {text.get_text() for text in panel(figure, "gradient norm").texts} == {
+        "0", "2.0", "3", "all layers", "before clipping",
+    }  # fmt: skip
+    [rate] = panel(figure, "share of steps that were clipped").lines
+    assert rate.get_ydata().tolist() == [v for _, v in watching.history["clip_rate"]]
+    ratios = panel(figure, "update-to-weight ratio (usually about 1e-3)")
+    assert len(ratios.lines) == 6
+    assert len(ratios.texts) == 4  # two at each end; the others are grey
+
+
+def panel(figure, title):
+    [axes] = [axes for axes in figure.axes if axes.get_title() == title]
+    return axes
+
+
+def test_labels_of_lines_do_not_overlap():
+    Text = pytest.importorskip("matplotlib.text").Text
+    model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        for _ in range(3):
+            set_gradients(model, *[torch.full((1, 1), 1.0 + index / 1000) for index in range(6)])
+            optimizer.step()
+    figure = watching.plot()
+    figure.draw_without_rendering()
+    texts = sorted(panel(figure, "gradient norm").texts, key=lambda text: text.xyann[1])
+    assert [text.get_text() for text in texts] == ["0", "1", "4", "5", "all layers"]
+    boxes = [Text.get_window_extent(text) for text in texts]
+    assert all(lower.ymax <= upper.ymin for lower, upper in pairwise(boxes))
+
+
+def test_a_stray_bin_does_not_stretch_the_histograms():
+    pytest.importorskip("matplotlib")
+    model = nn.Linear(1000, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model.weight.grad = torch.ones(1, 1000)
+    model.weight.grad[0, 0] = 2.0**-30
+    with GradientMonitor(model, optimizer) as watching:
+        optimizer.step()
+    axes = panel(watching.plot(), "gradient elements at step 0")
+    assert axes.get_xlim() == (0.0, 1.0)
+    assert "0.1 % lie outside" in axes.get_xlabel()
+
+
+def test_a_norm_of_zero_and_a_missing_gradient_are_seen_in_the_heat_map():
+    pytest.importorskip("matplotlib")
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        for first in (torch.zeros(1, 1), None, torch.ones(1, 1)):
+            set_gradients(model, first, torch.full((1, 1), 4.0))
+            optimizer.step()
+    [mesh] = panel(watching.plot(), "gradient norm of each layer").collections
+    rgba = mesh.to_rgba(mesh.get_array())
+    assert rgba[0, 0].tolist() == [0, 0, 0, 1]
+    assert rgba[0, 1].tolist() == [0.85, 0.85, 0.85, 1]
+    assert rgba[0, 2].tolist() not in (rgba[0, 0].tolist(), rgba[1, 2].tolist())
+
+
+def test_names_of_a_picture_are_short():
+    shared = plot.short_names(["base.model.0.q_proj.default", "base.model.0.v_proj.default", "base.model.1.default"])
+    assert list(shared.values()) == ["0.q_proj", "0.v_proj", "1"]
+    assert plot.short_names(["body", "body.head"]) == {"body": "body", "body.head": "body.head"}
+    assert plot.short_names(["encoder.weight"]) == {"encoder.weight": "encoder.weight"}
+    long = "first." + "x" * 40 + ".last"
+    assert plot.short_names([long, "other"])[long] == "first.xxxxxxxxx…xxxxxxxxxxx.last"
 
 
 def test_plot_without_matplotlib(monkeypatch):
@@ -1357,7 +1427,7 @@ def test_plot_without_matplotlib(monkeypatch):
 
 def test_layers_of_a_picture_are_few():
     names = [f"blocks.{i}.{part}.weight" for i in range(12) for part in ("attention", "mlp")] + ["scale", "head.weight"]
-    layers = plot.layers_of(names)
+    layers = plot.layers_of(names, most=16)
     assert list(layers) == [*(f"blocks.{i}" for i in range(12)), "scale", "head"]
     assert layers["blocks.3"] == ["blocks.3.attention.weight", "blocks.3.mlp.weight"]
     assert len(plot.layers_of(names, most=100)) == 26

@@ -149,7 +149,11 @@ class GradientMonitor:
         return values
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw the gradient norm of each layer over the steps, and the histograms of the last step.
+        """Draw what has been recorded.
+
+        Above, a row for each layer: its gradient norm over the steps as a heat map (black is 0), and the histogram of
+        its elements at the last step. Below, over the steps: gradient norms, update-to-weight ratios of the parameters,
+        and the clip rate. Of the lines, the two that end highest and the two that end lowest bear their names.
 
         Args:
             path: where to save the picture as well, in the format of its suffix.
