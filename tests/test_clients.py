@@ -318,7 +318,11 @@ def test_lightning(lightning_module, options):
     totals = monitor.history["gradient_norm_total"]
     assert [step for step, _ in totals] == list(range(trainer.global_step))
     assert [norm for _, norm in totals] == pytest.approx(watched.norms, rel=1e-5)
-    assert max(watched.norms) <= options.get("gradient_clip_val", math.inf) + 1e-5
+    limit = options.get("gradient_clip_val", math.inf)
+    assert max(watched.norms) <= limit + 1e-5
+    before = [norm for _, norm in monitor.history.get("gradient_norm_total_before_clipping", [])]
+    assert [rate for _, rate in monitor.history.get("clip_rate", [])] == [float(norm > limit) for norm in before]
+    assert len(before) == (len(totals) if math.isfinite(limit) else 0)
     assert "gradient_norm/network.body.weight" in monitor.history
     assert all(map(torch.equal, watched.parameters(), alone.parameters()))
 
@@ -413,7 +417,11 @@ def test_accelerate(accelerator, precision, ours):
     assert totals == {step: pytest.approx(min(before[step], 0.5), rel=1e-5) for step in taken}
     assert [step for step, _ in watching.history.get("skipped_steps", [])] == [2] * (precision == "fp16")
     clipped = watching.history.get("gradient_norm_total_before_clipping")
-    assert clipped == ([(step, pytest.approx(before[step])) for step in taken] if ours else None)
+    assert clipped == [(step, pytest.approx(before[step])) for step in taken]
+    rates = [(sum(norm > 0.5 for norm in before[: step + 1])) for step in taken]
+    assert [count for _, count in watching.history["clip_rate"]] == [
+        rate - earlier for rate, earlier in zip(rates, [0, *rates], strict=False)
+    ]
 
 
 def test_accelerate_accumulates(accelerator):

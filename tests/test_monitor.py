@@ -22,6 +22,7 @@ import torch
 import torch.distributed.device_mesh
 import torch.distributed.fsdp
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradscale_ext as gs
@@ -215,6 +216,65 @@ def test_a_clipping_that_no_step_followed_is_replaced():
     assert value(watching, "gradient_norm_before_clipping/weight") == 1.0
     assert value(watching, "gradient_norm_total_before_clipping") == 1.0
     assert value(watching, "clip_rate") == 0.0
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf], ids=str)
+@pytest.mark.parametrize("way", ["torch.nn.utils", "an import of the function", "its two parts"])
+def test_clipping_by_pytorch(way, norm_type):
+    def clip(parameters, max_norm):
+        if way == "torch.nn.utils":
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        if way == "its two parts":
+            total = nn.utils.get_total_norm([p.grad for p in parameters], norm_type)
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+            return total
+        return clip_grad_norm_(iter(parameters), max_norm, norm_type=norm_type)
+
+    model, unwatched = network(), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    before = []
+    with GradientMonitor(model, optimizer, every=2) as watching:
+        for step in range(5):
+            for other in (model, unwatched):
+                other.zero_grad()
+                other(batch(step)).square().sum().backward()
+            if step == 0:
+                expected = norms(model)
+            limit = 1e6 if step in (1, 4) else 0.5
+            before.append(clip(list(model.parameters()), limit).item())
+            clip(list(unwatched.parameters()), limit)
+            for ours, theirs in zip(model.parameters(), unwatched.parameters(), strict=True):
+                assert torch.equal(ours.grad, theirs.grad)
+            optimizer.step()
+    assert watching.history["clip_rate"] == [(0, 1.0), (2, 0.5), (4, 0.5)]
+    totals = [value for _, value in watching.history["gradient_norm_total_before_clipping"]]
+    assert totals == pytest.approx(before[::2], rel=1e-6)
+    for name, norm in expected.items():
+        assert value_at(watching, f"gradient_norm_before_clipping/{name}", 0) == approx(norm)
+
+
+def test_clipping_by_pytorch_is_as_before_when_all_monitors_are_closed():
+    gc.collect()
+    GradientMonitor(model := network(), torch.optim.SGD(model.parameters(), lr=0.1)).close()
+    found = (nn.utils.clip_grad._clip_grads_with_norm_, nn.utils.clip_grads_with_norm_)
+    with GradientMonitor(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        assert nn.utils.clip_grad._clip_grads_with_norm_ is not found[0]
+    assert found == (nn.utils.clip_grad._clip_grads_with_norm_, nn.utils.clip_grads_with_norm_)
+    assert found[0] is found[1]
+
+
+def test_clipping_by_pytorch_in_compiled_code():
+    model = network()
+    model(batch()).square().sum().backward()
+    parameters = list(model.parameters())
+
+    def clip():
+        return nn.utils.clip_grad_norm_(parameters, 0.5)
+
+    torch._dynamo.reset()
+    with GradientMonitor(model, torch.optim.SGD(parameters, lr=0.1)):
+        torch.compile(clip, fullgraph=True, backend="eager")()
+    assert math.hypot(*norms(model).values()) == pytest.approx(0.5, rel=1e-5)
 
 
 def test_nonfinite_gradients():
@@ -1302,6 +1362,68 @@ def test_errors_of_model_and_optimizer():
 
 
 # ---- TensorBoard, pictures, Lightning --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("updates", [True, False])
+def test_few_tags_of_many_parameters(updates):
+    model = nn.ModuleList(nn.Linear(1, 1) for _ in range(8))
+    for index, parameter in enumerate(model.parameters()):
+        nn.init.constant_(parameter, 1.0)
+        parameter.grad = torch.full_like(parameter, [1.0, 1e-4, 3.0, 1e3, 0.0, 2.0, 0.5, 50.0][index % 8])
+    for layer in model[4:]:
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    few, every = HistogramWriter(), HistogramWriter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with (
+        GradientMonitor(model, optimizer, writer=few, updates=updates) as watching,
+        GradientMonitor(model, optimizer, writer=every, updates=updates, tags="all"),
+    ):
+        gs.clip_gradients_(model, 1e6)
+        optimizer.step()
+    assert {tag for tag, *_ in every.scalars} == set(watching.history)
+    written = {tag for tag, *_ in few.scalars}
+    # Ratios are the gradients' times 1e-3; a ratio of 0 is the worst, then 1e-4, 1e3, 50 and 3 times the usual one.
+    # Without ratios the largest norms are taken.
+    worst = {"2.weight", "0.bias", "1.bias", "3.bias", "1.weight"} if updates else {
+        "1.bias", "3.bias", "1.weight", "2.bias", "0.weight"}  # fmt: skip
+    assert {tag.partition("/")[2] for tag in written if tag.startswith("gradient_norm/")} == worst
+    assert {tag.partition("/")[2] for tag in few.histograms} == worst - {"2.weight"}
+    assert {tag for tag, *_ in every.scalars} - written == {
+        tag for tag in watching.history if tag.partition("/")[2] in {*dict(model.named_parameters())} - worst
+    }
+    assert {f"module_gradient_norm/{index}" for index in range(8)} | {"gradient_norm_total", "clip_rate"} <= written
+
+
+def test_a_run_of_wandb(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    run = wandb.init(project="test", dir=str(tmp_path), mode="offline", settings=wandb.Settings(silent=True))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    logged, log = [], run.log
+    monkeypatch.setattr(run, "log", lambda data, **options: (logged.append(data), log(data, **options)))
+    with GradientMonitor(model, optimizer, writer=run, every=1, prefix="actor/") as watching:
+        train(model, optimizer, 3)
+    assert [entry["gradients/step"] for entry in logged] == [0, 1, 2]
+    tags = [entry["gradients/actor/gradient_norm_total"] for entry in logged]
+    assert tags == [v for _, v in watching.history["gradient_norm_total"]]
+    assert run.summary["gradients/actor/gradient_norm/0.weight"] == watching.history["gradient_norm/0.weight"][-1][1]
+    histogram = logged[-1]["gradients/actor/gradient_histogram/0.weight"]
+    assert sum(histogram.histogram) == 12
+    run.finish()
+
+
+def test_a_run_of_mlflow(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mlflow.start_run() as run, GradientMonitor(model, optimizer, writer=run, every=1) as watching:
+        train(model, optimizer, 3)
+    for tag in ("gradient_norm_total", "update_to_weight_ratio/0.weight"):
+        read = mlflow.MlflowClient().get_metric_history(run.info.run_id, tag)
+        assert [(metric.step, metric.value) for metric in read] == watching.history[tag]
 
 
 def test_tensorboard(tmp_path):
