@@ -353,6 +353,27 @@ def test_lightning_writes_to_tensorboard(lightning_module, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("library", ["wandb", "mlflow"])
+def test_lightning_writes_to_a_run(lightning_module, tmp_path, monkeypatch, library):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    pytest.importorskip(library)
+    from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+
+    if library == "wandb":
+        logger = WandbLogger(save_dir=tmp_path, offline=True)
+    else:
+        logger = MLFlowLogger(tracking_uri=(tmp_path / "runs").as_uri())
+    callback = monitored()
+    fit(lightning_module(), [callback], logger=logger)
+    expected = callback.monitors[0].history["gradient_norm_total"]
+    if library == "wandb":
+        assert logger.experiment.summary["gradients/gradient_norm_total"] == expected[-1][1]
+        logger.experiment.finish()
+    else:
+        read = logger.experiment.get_metric_history(logger.run_id, "gradient_norm_total")
+        assert [(metric.step, metric.value) for metric in read] == expected
+
+
 def test_lightning_hands_out_a_wrapped_optimizer(lightning_module):
     module = lightning_module(manual=True)
     fit(module, [])

@@ -9,7 +9,9 @@ import gc
 import importlib
 import math
 import pickle
+import re
 import runpy
+import subprocess
 import sys
 import threading
 import types
@@ -29,7 +31,7 @@ import gradscale_ext as gs
 from gradscale_ext import GradientMonitor
 from gradscale_ext.monitor import monitor, plot
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "plain_loop_monitor.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 class Writer:
@@ -719,6 +721,19 @@ def test_nonfinite_gradients_of_a_skipped_step_are_those_before_clipping():
     assert steps_of(watching, "clip_rate") == [0, 2]
 
 
+def test_nonfinite_gradients_of_a_skipped_step_are_those_before_clipping_by_pytorch():
+    """Clipping makes NaN of all elements, by their norm."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    is_bad = iter([False, False, True])
+    model[0].bias.register_hook(lambda g: torch.where(torch.arange(4) == 0, math.nan, g) if next(is_bad) else g)
+    with GradientMonitor(model, optimizer, every=100) as watching:
+        clip = lambda: clip_grad_norm_(model.parameters(), 1e-3)
+        scaled_steps(model, optimizer, [1.0] * 3, before_step=clip)
+    assert all(parameter.grad.isnan().all() for parameter in model.parameters())
+    assert watching.history["nonfinite_gradients"] == [(2, 1.0)]
+
+
 def test_what_the_scaler_found_decides():
     """Gradients mended after `unscale_` are finite, and yet the step is skipped; one of another optimizer's is not."""
     model, other = network(), network(1)
@@ -1199,8 +1214,9 @@ def mesh():
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("clips", [gs.clip_gradients_, lambda model, limit: clip_grad_norm_(model.parameters(), limit)])
 @pytest.mark.parametrize("every", [1, 100])
-def test_sharded_parameters(mesh, every):
+def test_sharded_parameters(mesh, every, clips):
     """The numbers of FSDP2 are those of the model that it shards; every one of them, and skipped steps too."""
     histories = []
     for sharded in (False, True):
@@ -1209,7 +1225,7 @@ def test_sharded_parameters(mesh, every):
             torch.distributed.fsdp.fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         with GradientMonitor(model, optimizer, every=every) as watching:
-            clip = functools.partial(gs.clip_gradients_, model, 1.0)
+            clip = functools.partial(clips, model, 1.0)
             scaled_steps(model, optimizer, [1.0, OVERFLOW, 1.0], before_step=clip)
         histories.append(watching.history)
     assert list(histories[0]) == list(histories[1])
@@ -1528,6 +1544,19 @@ def test_a_norm_of_zero_and_a_missing_gradient_are_seen_in_the_heat_map():
     assert rgba[0, 2].tolist() not in (rgba[0, 0].tolist(), rgba[1, 2].tolist())
 
 
+def test_a_picture_of_norms_that_end_at_zero_and_at_infinity(tmp_path):
+    pytest.importorskip("matplotlib")
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        for first, second in ((1.0, 2.0), (0.0, math.inf)):
+            set_gradients(model, torch.full((1, 1), first), torch.full((1, 1), second))
+            optimizer.step()
+    texts = panel(watching.plot(tmp_path / "picture.png"), "gradient norm").texts
+    heights = {text.get_text(): text.xy[1] for text in texts}
+    assert heights == {"0": 0.0, "1": 0.0, "all layers": 1.0}
+
+
 def test_names_of_a_picture_are_short():
     shared = plot.short_names(["base.model.0.q_proj.default", "base.model.0.v_proj.default", "base.model.1.default"])
     assert list(shared.values()) == ["0.q_proj", "0.v_proj", "1"]
@@ -1615,7 +1644,23 @@ def test_example(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     pytest.importorskip("tensorboard")
     monkeypatch.setattr(sys, "argv", ["plain_loop_monitor.py", "--directory", str(tmp_path), "--steps", "30"])
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    runpy.run_path(str(EXAMPLES / "plain_loop_monitor.py"), run_name="__main__")
     assert "clipped at" in capsys.readouterr().out
     assert (tmp_path / "gradients.png").exists()
     assert list(tmp_path.glob("events.out.tfevents.*"))
+
+
+def test_the_demo_tells_what_it_does(tmp_path):
+    """The time limit ends this run, so the bar is full then, though hardly a step of many has been taken."""
+    for name in ("gymnasium", "matplotlib", "tensorboard", "tqdm"):
+        pytest.importorskip(name)
+    options = {"directory": tmp_path, "max-minutes": 0.03, "training-steps": 100_000, "num-simulations": 2}
+    options |= {"minimum-replay": 50, "batch-size": 8, "num-environments": 4}
+    arguments = [f"--{name}={option}" for name, option in options.items()]
+    train = [sys.executable, EXAMPLES / "muzero_cartpole" / "train.py", *arguments]
+    run = subprocess.run(train, capture_output=True, text=True, check=True)
+    bar = re.split(r"[\r\n]+", run.stderr.strip())[-1]
+    assert re.match(r"100%\|█+\| mean return \d+ of 475, step \d+ of 100000, 0\.0 of 0\.03 minutes", bar)
+    phases = ("time is up", "evaluating: 20 episodes", "timing the learner step: 200 times", "evaluation: 20 episodes")
+    places = [run.stdout.index(phase) for phase in phases]
+    assert places == sorted(places)

@@ -20,6 +20,7 @@ class Monitor(Protocol):
     _optimizer: Any
     _taken: int
     _scaler_of_step: Any
+    _has_scaler: bool
 
     def _on_clipping(
         self, parameters: list[torch.Tensor], result: torch.Tensor, statistics: GradientStatistics | None
@@ -60,14 +61,18 @@ def innermost(optimizer: Any) -> Any:
 # ---- Clippings -------------------------------------------------------------------------------------------------------
 
 
-def _tell(parameters: list[torch.Tensor], result: torch.Tensor, statistics: GradientStatistics | None) -> None:
-    """Report a clipping to the monitors of its parameters."""
-    for monitor in _everyone():
-        if any(id(parameter) in monitor._layout.names for parameter in parameters):
-            monitor._on_clipping(parameters, result, statistics)
+def _watching(parameters: list[torch.Tensor]) -> list[Monitor]:
+    """Monitors of the parameters."""
+    ids = set(map(id, parameters))
+    return [monitor for monitor in _everyone() if not ids.isdisjoint(monitor._layout.names)]
 
 
-listeners.append(lambda parameters, statistics: _tell(parameters, statistics.clipping, statistics))
+def _tell_of_our_clipping(parameters: list[torch.Tensor], statistics: GradientStatistics) -> None:
+    for monitor in _watching(parameters):
+        monitor._on_clipping(parameters, statistics.clipping, statistics)
+
+
+listeners.append(_tell_of_our_clipping)
 
 
 def _telling_of_clipping(clip: Any) -> Any:
@@ -80,9 +85,13 @@ def _telling_of_clipping(clip: Any) -> Any:
     def telling(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
         if _context.is_eager():
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            total = (total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm).detach().double()
-            factor = (max_norm / (total + 1e-6)).clamp(max=1)
-            _tell(parameters, torch.stack([total, factor, (factor != 1).double()]), None)
+            if monitors := _watching(parameters):
+                total = total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm
+                total = total.detach().double()
+                factor = (max_norm / (total + 1e-6)).clamp(max=1)
+                result = torch.stack([total, factor, (factor != 1).double()])
+                for monitor in monitors:
+                    monitor._on_clipping(parameters, result, None)
         return clip(parameters, max_norm, total_norm, *args, **kwargs)
 
     return _marked(telling)
@@ -101,7 +110,7 @@ def _telling_of_steps(step: Any) -> Any:
     def telling(scaler: torch.amp.GradScaler, /, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         steps_before = {m: m._taken for m in _everyone() if m._optimizer is innermost(optimizer)}
         for monitor in steps_before:
-            monitor._scaler_of_step = scaler
+            monitor._scaler_of_step, monitor._has_scaler = scaler, scaler.is_enabled()
         try:
             result = step(scaler, optimizer, *args, **kwargs)
         finally:

@@ -30,7 +30,7 @@ def can_write(writer: Any) -> bool:
 
 def _is(writer: Any, module: str) -> bool:
     """Whether it is a `Run` of the module, which the program has imported if so."""
-    return module in sys.modules and isinstance(writer, sys.modules[module].Run)
+    return isinstance(writer, getattr(sys.modules.get(module), "Run", ()))
 
 
 class _WandbRun:

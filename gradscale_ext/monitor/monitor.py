@@ -143,6 +143,7 @@ class GradientMonitor:
         self._due = True  # whether the step to come, or in progress, is recorded
         self._in_step = False
         self._scaler_of_step: torch.amp.GradScaler | None = None
+        self._has_scaler = False  # so that any step may be skipped, and recorded
         self._gradients: GradientStatistics | None = None
         self._calls = Calls()
         self._clippings: list[Clipping] = []  # of the step to come
@@ -281,7 +282,7 @@ class GradientMonitor:
 
         Where there are no statistics, gradients have not been clipped yet, and statistics are taken if they are needed.
         """
-        if statistics is None and self._due:
+        if statistics is None and (self._due or self._has_scaler):
             statistics = replace(gradient_statistics(parameters), _clipping=result)
         others = [other for other in self._clippings if all(parameters[0] is not p for p in other[0])]
         self._clippings = [*others, (parameters, result, statistics)]
@@ -432,7 +433,12 @@ def _check_types(model: Any, optimizer: Any, writer: Any) -> None:
     for argument, value, is_right, expected in (
         ("model", model, isinstance(model, torch.nn.Module), "a torch.nn.Module"),
         ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "a torch.optim.Optimizer"),
-        ("writer", writer, writes, "None, or have a method add_scalar(tag, value, step), or be a run of wandb or MLflow"),
+        (
+            "writer",
+            writer,
+            writes,
+            "None, or have a method add_scalar(tag, value, step), or be a run of wandb or MLflow",
+        ),
     ):
         if not is_right:
             raise TypeError(f"GradientMonitor: {argument} must be {expected}, but it is of type {type(value).__name__}")

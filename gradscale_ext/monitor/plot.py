@@ -45,16 +45,13 @@ def draw(history: History, record: Record, selection: Selection, path: str | Pat
     _draw_norms(upper, heat, history, short)
     _draw_histograms(bins, histograms, record)
 
-    ratios = _by_tag(history, "update_to_weight_ratio/")
-    panels: list[tuple[str, History, History]] = [("gradient norm", _totals(history), _layer_norms(history, short))]
+    ratios, clip_rate = _by_tag(history, "update_to_weight_ratio/"), history.get("clip_rate")
+    panels = iter(lower.subplots(1, 1 + bool(ratios) + bool(clip_rate), squeeze=False)[0])
+    _draw_lines(next(panels), "gradient norm", _totals(history), _layer_norms(history, short))
     if ratios:
-        panels.append(("update-to-weight ratio (usually about 1e-3)", {}, ratios))
-    for axes, (title, totals, series) in zip(
-        lower.subplots(1, len(panels) + ("clip_rate" in history), squeeze=False)[0], panels, strict=False
-    ):
-        _draw_lines(axes, title, totals, series)
-    if "clip_rate" in history:
-        _draw_clip_rate(lower.axes[-1], history["clip_rate"])
+        _draw_lines(next(panels), "update-to-weight ratio (usually about 1e-3)", {}, ratios)
+    if clip_rate:
+        _draw_clip_rate(next(panels), clip_rate)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
@@ -187,15 +184,15 @@ def _draw_lines(axes: Any, title: str, totals: History, series: History) -> None
     ordered = sorted(series, key=lambda name: series[name][-1][1])
     marked = list(dict.fromkeys([*ordered[:-3:-1], *ordered[:2][::-1]]))
     short = short_names(series)
-    for name in series.keys() - set(marked):
+    for name in ordered[2:-2]:
         _draw_line(axes, series[name], color="0.8", linewidth=0.8)
-    labels = []
+    labels: list[tuple[float, str, str]] = []
     for name, color in zip(marked, COLORS, strict=False):
         _draw_line(axes, series[name], color=color, linewidth=1.2)
-        labels.append((series[name][-1], short[name], color))
+        labels.append((series[name][-1][1], short[name], color))
     for (label, found), style in zip(totals.items(), ("-", (0, (4, 2))), strict=False):
         _draw_line(axes, found, color="black", linewidth=1.6, linestyle=style)
-        labels.append((found[-1], label, "black"))
+        labels.append((found[-1][1], label, "black"))
     grey = "   (grey: the others)" if len(series) > len(marked) else ""
     axes.set(title=title, xlabel=f"step{grey}", yscale="log")
     _finish(axes)
@@ -219,38 +216,28 @@ def _finish(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _label_ends(axes: Any, labels: list[tuple[tuple[int, float], str, str]], gap: float = 0.075) -> None:
-    """Write names beside the lines' ends, at least `gap` of the axes' height apart."""
-    from matplotlib.transforms import blended_transform_factory
+def _label_ends(axes: Any, labels: list[tuple[float, str, str]], gap: float = 0.075) -> None:
+    """Write names beside the lines' last values, at least `gap` of the axes' height apart."""
+    low, high = map(math.log, axes.get_ylim())
 
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high)
-    heights = [
-        (axes.transAxes.inverted().transform(axes.transData.transform(end))[1], *rest)
-        for end, *rest in labels
-        if end[1] > 0
-    ]
-    heights.sort()
+    def height_of(value: float) -> float:
+        """Between 0 and 1, where 0 and what is not finite have their places too."""
+        return (math.log(value) - low) / (high - low) if 0 < value < math.inf else float(value != 0)
+
     placed = -math.inf
-    for index, (height, label, color) in enumerate(heights):
-        room_above = 1 - gap * (len(heights) - 1 - index)
+    for index, (value, label, color) in enumerate(sorted(labels, key=lambda entry: height_of(entry[0]))):
+        height = height_of(value)
+        room_above = 1 - gap * (len(labels) - 1 - index)
         placed = max(min(height, room_above), placed + gap)
         axes.annotate(
             label,
             (1, height),
             (1.06, placed),
-            xycoords=blended_transform_factory(axes.transAxes, axes.transAxes),
+            xycoords="axes fraction",
             textcoords="axes fraction",
             color=color,
             fontsize=8,
             va="center",
-            arrowprops={
-                "arrowstyle": "-",
-                "color": color,
-                "linewidth": 0.6,
-                "shrinkA": 0,
-                "shrinkB": 0,
-                "relpos": (0, 0.5),
-            },
+            arrowprops=dict(arrowstyle="-", color=color, linewidth=0.6, shrinkA=0, shrinkB=0, relpos=(0, 0.5)),
             annotation_clip=False,
         )
