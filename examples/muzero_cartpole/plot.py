@@ -35,7 +35,9 @@ def plot_learning_curve(
     if curve:
         steps, returns = np.asarray(curve, dtype=float).T
         axes.scatter(steps, returns, s=9, alpha=0.3, color="tab:blue", linewidths=0, label=EXPLORING)
-        axes.plot(steps, moving_average(returns), color="tab:blue", linewidth=2, label=f"mean of {WINDOW} episodes")
+        axes.plot(
+            steps, moving_average(returns), color="tab:blue", linewidth=2, label=f"mean of the last {WINDOW} episodes"
+        )
     mean = evaluation.mean()
     label = f"evaluation, which takes the best action, without noise: mean of {len(evaluation)} episodes, {mean:.1f}"
     axes.plot(environment_steps, mean, "D", color="tab:orange", markersize=8, clip_on=False, zorder=3, label=label)

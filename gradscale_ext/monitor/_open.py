@@ -149,8 +149,8 @@ def _listen() -> None:
     If somebody else has wrapped one meanwhile, theirs stays, and ours below it does nothing without monitors.
     """
     for owner, name, wrapped in _REPLACED:
-        function = getattr(owner, name)
-        if bool(_monitors) != _is_ours(function):
+        function = getattr(owner, name, None)  # one of them is private, and may go
+        if function and bool(_monitors) != _is_ours(function):
             setattr(owner, name, wrapped(function) if _monitors else function.__wrapped__)
 
 
