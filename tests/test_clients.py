@@ -358,12 +358,11 @@ def test_lightning_writes_to_tensorboard(lightning_module, tmp_path):
 @pytest.mark.parametrize("library", ["wandb", "mlflow"])
 def test_lightning_writes_to_a_run(lightning_module, tmp_path, monkeypatch, library):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("WANDB_MODE", "offline")
     pytest.importorskip(library)
     from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 
     if library == "wandb":
-        logger = WandbLogger(save_dir=tmp_path)
+        logger = WandbLogger(save_dir=tmp_path, mode="offline")
     else:
         logger = MLFlowLogger(tracking_uri=(tmp_path / "runs").as_uri())
     callback = monitored()
