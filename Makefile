@@ -186,9 +186,11 @@ $(VENV)/torch: $(VENV)/request
 	@touch $@
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
-	@echo "compiling gradscale_ext, and installing what its tests and examples use"
-	$(PIP) --no-build-isolation --editable ".[examples,test,clients]"
-	@touch $@
+	@echo "installing what the tests and examples use, and compiling gradscale_ext; all of it is told in $(VENV)/install.log"
+	@rm -f $@
+	@{ $(PIP) -vv --no-build-isolation --editable ".[examples,test,clients]" 2>&1 && touch $@; } | tee $(VENV)/install.log | \
+	  sed -un 's|^ *\(\[[0-9]*/[0-9]*\]\).* -o [^ ]*/\([^ /]*\)\.o.*|\1 \2 compiled|p; s|^ *\(Collecting [^ ]*\).*|\1|p'
+	@[ -e $@ ] || { tail -n 40 $(VENV)/install.log >&2; exit 1; }
 
 $(VENV)/uv: $(VENV)/torch
 	$(PIP) uv

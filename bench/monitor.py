@@ -100,7 +100,7 @@ def contestants(
         writer = stack.enter_context(SummaryWriter(tempfile.mkdtemp(dir=folder)))
         if name in (SELDOM, ALWAYS):
             every = 1 if name == ALWAYS else 10**9
-            stack.enter_context(GradientMonitor(model, optimizer, writer=writer, every=every))
+            stack.enter_context(GradientMonitor(model, optimizer, writer=writer, every=every, tags="all"))
         see = usual_way(writer) if name == USUAL else None
         steps[name] = training_step(model, batch, optimizer, writer, see)
     return steps

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -308,7 +309,7 @@ def monitored():
     return GradientMonitorCallback(every=1)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.5}, {"precision": "bf16-mixed"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.69}, {"precision": "bf16-mixed"}], ids=str)
 def test_lightning(lightning_module, options):
     """The callback records what the optimizer sees, clipped by the trainer or not, and leaves training alone."""
     watched, alone, callback = lightning_module(), lightning_module(), monitored()
@@ -318,7 +319,12 @@ def test_lightning(lightning_module, options):
     totals = monitor.history["gradient_norm_total"]
     assert [step for step, _ in totals] == list(range(trainer.global_step))
     assert [norm for _, norm in totals] == pytest.approx(watched.norms, rel=1e-5)
-    assert max(watched.norms) <= options.get("gradient_clip_val", math.inf) + 1e-5
+    limit = options.get("gradient_clip_val", math.inf)
+    assert max(watched.norms) <= limit + 1e-5
+    before = [norm for _, norm in monitor.history.get("gradient_norm_total_before_clipping", [])]
+    assert [rate for _, rate in monitor.history.get("clip_rate", [])] == [float(norm > limit) for norm in before]
+    assert len(before) == (len(totals) if math.isfinite(limit) else 0)
+    assert not before or min(before) < limit < max(before)
     assert "gradient_norm/network.body.weight" in monitor.history
     assert all(map(torch.equal, watched.parameters(), alone.parameters()))
 
@@ -347,6 +353,27 @@ def test_lightning_writes_to_tensorboard(lightning_module, tmp_path):
     assert [(event.step, event.value) for event in events] == [
         (step, pytest.approx(v, rel=1e-6)) for step, v in expected
     ]
+
+
+@pytest.mark.parametrize("library", ["wandb", "mlflow"])
+def test_lightning_writes_to_a_run(lightning_module, tmp_path, monkeypatch, library):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    pytest.importorskip(library)
+    from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+
+    if library == "wandb":
+        logger = WandbLogger(save_dir=tmp_path, mode="offline")
+    else:
+        logger = MLFlowLogger(tracking_uri=(tmp_path / "runs").as_uri())
+    callback = monitored()
+    fit(lightning_module(), [callback], logger=logger)
+    expected = callback.monitors[0].history["gradient_norm_total"]
+    if library == "wandb":
+        assert logger.experiment.summary["gradients/gradient_norm_total"] == expected[-1][1]
+        logger.experiment.finish()
+    else:
+        read = logger.experiment.get_metric_history(logger.run_id, "gradient_norm_total")
+        assert [(metric.step, metric.value) for metric in read] == expected
 
 
 def test_lightning_hands_out_a_wrapped_optimizer(lightning_module):
@@ -381,6 +408,9 @@ def accelerator():
     forget()
 
 
+LIMIT = 0.25  # between the norms of the first steps and the last
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("ours", [False, True], ids=["their clipping", "our clipping"])
 def test_accelerate(accelerator, precision, ours):
@@ -400,9 +430,9 @@ def test_accelerate(accelerator, precision, ours):
             accelerator.backward(loss * math.inf if (step, precision) == (2, "fp16") else loss)
             if ours:
                 accelerator.unscale_gradients()
-                before.append(float(gs.clip_gradients_(model, 0.5)))
+                before.append(float(gs.clip_gradients_(model, LIMIT)))
             else:
-                before.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                before.append(float(accelerator.clip_grad_norm_(model.parameters(), LIMIT)))
             optimizer.step()
             scheduler.step()
             skipped.append(optimizer.step_was_skipped)
@@ -410,10 +440,14 @@ def test_accelerate(accelerator, precision, ours):
     assert taken == ([0, 1, 3, 4] if precision == "fp16" else [0, 1, 2, 3, 4])
     totals = dict(watching.history["gradient_norm_total"])
     assert list(totals) == taken
-    assert totals == {step: pytest.approx(min(before[step], 0.5), rel=1e-5) for step in taken}
+    assert totals == {step: pytest.approx(min(before[step], LIMIT), rel=1e-5) for step in taken}
     assert [step for step, _ in watching.history.get("skipped_steps", [])] == [2] * (precision == "fp16")
     clipped = watching.history.get("gradient_norm_total_before_clipping")
-    assert clipped == ([(step, pytest.approx(before[step])) for step in taken] if ours else None)
+    assert clipped == [(step, pytest.approx(before[step])) for step in taken]
+    changed = [not norm <= LIMIT for norm in before]
+    since = [changed[first + 1 : last + 1] for first, last in pairwise([-1, *taken])]
+    assert watching.history["clip_rate"] == [(step, sum(s) / len(s)) for step, s in zip(taken, since, strict=True)]
+    assert 0 < sum(changed) < 5
 
 
 def test_accelerate_accumulates(accelerator):

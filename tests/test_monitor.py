@@ -9,11 +9,14 @@ import gc
 import importlib
 import math
 import pickle
+import re
 import runpy
+import subprocess
 import sys
 import threading
 import types
 import weakref
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,13 +24,14 @@ import torch
 import torch.distributed.device_mesh
 import torch.distributed.fsdp
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradscale_ext as gs
 from gradscale_ext import GradientMonitor
 from gradscale_ext.monitor import monitor, plot
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "plain_loop_monitor.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 class Writer:
@@ -214,6 +218,65 @@ def test_a_clipping_that_no_step_followed_is_replaced():
     assert value(watching, "gradient_norm_before_clipping/weight") == 1.0
     assert value(watching, "gradient_norm_total_before_clipping") == 1.0
     assert value(watching, "clip_rate") == 0.0
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf], ids=str)
+@pytest.mark.parametrize("way", ["torch.nn.utils", "an import of the function", "its two parts"])
+def test_clipping_by_pytorch(way, norm_type):
+    def clip(parameters, max_norm):
+        if way == "torch.nn.utils":
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        if way == "its two parts":
+            total = nn.utils.get_total_norm([p.grad for p in parameters], norm_type)
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+            return total
+        return clip_grad_norm_(iter(parameters), max_norm, norm_type=norm_type)
+
+    model, unwatched = network(), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    before = []
+    with GradientMonitor(model, optimizer, every=2) as watching:
+        for step in range(5):
+            for other in (model, unwatched):
+                other.zero_grad()
+                other(batch(step)).square().sum().backward()
+            if step == 0:
+                expected = norms(model)
+            limit = 1e6 if step in (1, 4) else 0.5
+            before.append(clip(list(model.parameters()), limit).item())
+            clip(list(unwatched.parameters()), limit)
+            for ours, theirs in zip(model.parameters(), unwatched.parameters(), strict=True):
+                assert torch.equal(ours.grad, theirs.grad)
+            optimizer.step()
+    assert watching.history["clip_rate"] == [(0, 1.0), (2, 0.5), (4, 0.5)]
+    totals = [value for _, value in watching.history["gradient_norm_total_before_clipping"]]
+    assert totals == pytest.approx(before[::2], rel=1e-6)
+    for name, norm in expected.items():
+        assert value_at(watching, f"gradient_norm_before_clipping/{name}", 0) == approx(norm)
+
+
+def test_clipping_by_pytorch_is_as_before_when_all_monitors_are_closed():
+    gc.collect()
+    GradientMonitor(model := network(), torch.optim.SGD(model.parameters(), lr=0.1)).close()
+    found = (nn.utils.clip_grad._clip_grads_with_norm_, nn.utils.clip_grads_with_norm_)
+    with GradientMonitor(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        assert nn.utils.clip_grad._clip_grads_with_norm_ is not found[0]
+    assert found == (nn.utils.clip_grad._clip_grads_with_norm_, nn.utils.clip_grads_with_norm_)
+    assert found[0] is found[1]
+
+
+def test_clipping_by_pytorch_in_compiled_code():
+    model = network()
+    model(batch()).square().sum().backward()
+    parameters = list(model.parameters())
+
+    def clip():
+        return nn.utils.clip_grad_norm_(parameters, 0.5)
+
+    torch._dynamo.reset()
+    with GradientMonitor(model, torch.optim.SGD(parameters, lr=0.1)):
+        torch.compile(clip, fullgraph=True, backend="eager")()
+    assert math.hypot(*norms(model).values()) == pytest.approx(0.5, rel=1e-5)
 
 
 def test_nonfinite_gradients():
@@ -658,6 +721,19 @@ def test_nonfinite_gradients_of_a_skipped_step_are_those_before_clipping():
     assert steps_of(watching, "clip_rate") == [0, 2]
 
 
+def test_nonfinite_gradients_of_a_skipped_step_are_those_before_clipping_by_pytorch():
+    """Clipping makes NaN of all elements, by their norm."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    is_bad = iter([False, False, True])
+    model[0].bias.register_hook(lambda g: torch.where(torch.arange(4) == 0, math.nan, g) if next(is_bad) else g)
+    with GradientMonitor(model, optimizer, every=100) as watching:
+        clip = lambda: clip_grad_norm_(model.parameters(), 1e-3)
+        scaled_steps(model, optimizer, [1.0] * 3, before_step=clip)
+    assert all(parameter.grad.isnan().all() for parameter in model.parameters())
+    assert watching.history["nonfinite_gradients"] == [(2, 1.0)]
+
+
 def test_what_the_scaler_found_decides():
     """Gradients mended after `unscale_` are finite, and yet the step is skipped; one of another optimizer's is not."""
     model, other = network(), network(1)
@@ -829,8 +905,8 @@ def test_a_picture_of_skipped_steps(tmp_path):
         watching.plot()
     with GradientMonitor(model, optimizer, every=1) as watching:
         scaled_steps(model, optimizer, [1.0, 1.0, OVERFLOW])
-    _, right = watching.plot(tmp_path / "picture.png").axes
-    assert right.get_title() == "gradient elements at step 1"
+    titles = [axes.get_title() for axes in watching.plot(tmp_path / "picture.png").axes]
+    assert "gradient elements at step 1" in titles
 
 
 def test_a_picture_of_a_history_that_was_thinned_to_skipped_steps(monkeypatch):
@@ -841,8 +917,9 @@ def test_a_picture_of_a_history_that_was_thinned_to_skipped_steps(monkeypatch):
     with GradientMonitor(model, optimizer, every=1) as watching:
         scaled_steps(model, optimizer, [OVERFLOW, 1.0, OVERFLOW, 1.0])
     assert set(watching.history) == {"skipped_steps", "nonfinite_gradients"}
-    left, _ = watching.plot().axes
-    assert not left.lines
+    figure = watching.plot()
+    assert not [axes for axes in figure.axes if axes.collections]
+    assert not panel(figure, "gradient norm").lines
 
 
 # ---- Other ways of training ------------------------------------------------------------------------------------------
@@ -1137,8 +1214,9 @@ def mesh():
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("clips", [gs.clip_gradients_, lambda model, limit: clip_grad_norm_(model.parameters(), limit)])
 @pytest.mark.parametrize("every", [1, 100])
-def test_sharded_parameters(mesh, every):
+def test_sharded_parameters(mesh, every, clips):
     """The numbers of FSDP2 are those of the model that it shards; every one of them, and skipped steps too."""
     histories = []
     for sharded in (False, True):
@@ -1147,7 +1225,7 @@ def test_sharded_parameters(mesh, every):
             torch.distributed.fsdp.fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         with GradientMonitor(model, optimizer, every=every) as watching:
-            clip = functools.partial(gs.clip_gradients_, model, 1.0)
+            clip = functools.partial(clips, model, 1.0)
             scaled_steps(model, optimizer, [1.0, OVERFLOW, 1.0], before_step=clip)
         histories.append(watching.history)
     assert list(histories[0]) == list(histories[1])
@@ -1302,6 +1380,68 @@ def test_errors_of_model_and_optimizer():
 # ---- TensorBoard, pictures, Lightning --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("updates", [True, False])
+def test_few_tags_of_many_parameters(updates):
+    model = nn.ModuleList(nn.Linear(1, 1) for _ in range(8))
+    for index, parameter in enumerate(model.parameters()):
+        nn.init.constant_(parameter, 1.0)
+        parameter.grad = torch.full_like(parameter, [1.0, 1e-4, 3.0, 1e3, 0.0, 2.0, 0.5, 50.0][index % 8])
+    for layer in model[4:]:
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    few, every = HistogramWriter(), HistogramWriter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with (
+        GradientMonitor(model, optimizer, writer=few, updates=updates) as watching,
+        GradientMonitor(model, optimizer, writer=every, updates=updates, tags="all"),
+    ):
+        gs.clip_gradients_(model, 1e6)
+        optimizer.step()
+    assert {tag for tag, *_ in every.scalars} == set(watching.history)
+    written = {tag for tag, *_ in few.scalars}
+    # Ratios are the gradients' times 1e-3; a ratio of 0 is the worst, then 1e-4, 1e3, 50 and 3 times the usual one.
+    # Without ratios the largest norms are taken.
+    worst = {"2.weight", "0.bias", "1.bias", "3.bias", "1.weight"} if updates else {
+        "1.bias", "3.bias", "1.weight", "2.bias", "0.weight"}  # fmt: skip
+    assert {tag.partition("/")[2] for tag in written if tag.startswith("gradient_norm/")} == worst
+    assert {tag.partition("/")[2] for tag in few.histograms} == worst - {"2.weight"}
+    assert {tag for tag, *_ in every.scalars} - written == {
+        tag for tag in watching.history if tag.partition("/")[2] in {*dict(model.named_parameters())} - worst
+    }
+    assert {f"module_gradient_norm/{index}" for index in range(8)} | {"gradient_norm_total", "clip_rate"} <= written
+
+
+def test_a_run_of_wandb(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    run = wandb.init(project="test", dir=str(tmp_path), mode="offline", settings=wandb.Settings(silent=True))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    logged, log = [], run.log
+    monkeypatch.setattr(run, "log", lambda data, **options: (logged.append(data), log(data, **options)))
+    with GradientMonitor(model, optimizer, writer=run, every=1, prefix="actor/") as watching:
+        train(model, optimizer, 3)
+    assert [entry["gradients/step"] for entry in logged] == [0, 1, 2]
+    tags = [entry["gradients/actor/gradient_norm_total"] for entry in logged]
+    assert tags == [v for _, v in watching.history["gradient_norm_total"]]
+    assert run.summary["gradients/actor/gradient_norm/0.weight"] == watching.history["gradient_norm/0.weight"][-1][1]
+    histogram = logged[-1]["gradients/actor/gradient_histogram/0.weight"]
+    assert sum(histogram.histogram) == 12
+    run.finish()
+
+
+def test_a_run_of_mlflow(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mlflow.start_run() as run, GradientMonitor(model, optimizer, writer=run, every=1) as watching:
+        train(model, optimizer, 3)
+    for tag in ("gradient_norm_total", "update_to_weight_ratio/0.weight"):
+        read = mlflow.MlflowClient().get_metric_history(run.info.run_id, tag)
+        assert [(metric.step, metric.value) for metric in read] == watching.history[tag]
+
+
 def test_tensorboard(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -1337,12 +1477,93 @@ def test_plot(tmp_path):
         train(model, optimizer, 4, max_norm=1.0)
     figure = watching.plot(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    left, right = figure.axes
-    drawn = [line.get_ydata().tolist() for line in left.lines]
-    tags = [f"module_gradient_norm/{layer}" for layer in ("0", "2.0", "3")]
-    tags += ["gradient_norm_total", "gradient_norm_total_before_clipping"]
-    assert drawn == [[v for _, v in watching.history[tag]] for tag in tags]
-    assert [label.get_text() for label in right.get_yticklabels()] == ["0", "2.0", "3"]
+    heat = panel(figure, "gradient norm of each layer")
+    layers = ["0", "2.0", "3"]
+    assert [label.get_text() for label in heat.get_yticklabels()] == layers
+    expected = [[v for _, v in watching.history[f"module_gradient_norm/{layer}"]] for layer in layers]
+    assert heat.collections[0].get_array().tolist() == expected
+    drawn = [line.get_ydata().tolist() for line in panel(figure, "gradient norm").lines]
+    for tag in ("gradient_norm_total", "gradient_norm_total_before_clipping"):
+        assert [v for _, v in watching.history[tag]] in drawn
+    assert {text.get_text() for text in panel(figure, "gradient norm").texts} == {
+        "0", "2.0", "3", "all layers", "before clipping",
+    }  # fmt: skip
+    [rate] = panel(figure, "share of steps that were clipped").lines
+    assert rate.get_ydata().tolist() == [v for _, v in watching.history["clip_rate"]]
+    ratios = panel(figure, "update-to-weight ratio (usually about 1e-3)")
+    assert len(ratios.lines) == 6
+    assert len(ratios.texts) == 4  # two at each end; the others are grey
+
+
+def panel(figure, title):
+    [axes] = [axes for axes in figure.axes if axes.get_title() == title]
+    return axes
+
+
+def test_labels_of_lines_do_not_overlap():
+    Text = pytest.importorskip("matplotlib.text").Text
+    model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        for _ in range(3):
+            set_gradients(model, *[torch.full((1, 1), 1.0 + index / 1000) for index in range(6)])
+            optimizer.step()
+    figure = watching.plot()
+    figure.draw_without_rendering()
+    texts = sorted(panel(figure, "gradient norm").texts, key=lambda text: text.xyann[1])
+    assert [text.get_text() for text in texts] == ["0", "1", "4", "5", "all layers"]
+    boxes = [Text.get_window_extent(text) for text in texts]
+    assert all(lower.ymax <= upper.ymin for lower, upper in pairwise(boxes))
+
+
+def test_a_stray_bin_does_not_stretch_the_histograms():
+    pytest.importorskip("matplotlib")
+    model = nn.Linear(1000, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model.weight.grad = torch.ones(1, 1000)
+    model.weight.grad[0, 0] = 2.0**-30
+    with GradientMonitor(model, optimizer) as watching:
+        optimizer.step()
+    axes = panel(watching.plot(), "gradient elements at step 0")
+    assert axes.get_xlim() == (0.0, 1.0)
+    assert "0.1 % lie outside" in axes.get_xlabel()
+
+
+def test_a_norm_of_zero_and_a_missing_gradient_are_seen_in_the_heat_map():
+    pytest.importorskip("matplotlib")
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        for first in (torch.zeros(1, 1), None, torch.ones(1, 1)):
+            set_gradients(model, first, torch.full((1, 1), 4.0))
+            optimizer.step()
+    [mesh] = panel(watching.plot(), "gradient norm of each layer").collections
+    rgba = mesh.to_rgba(mesh.get_array())
+    assert rgba[0, 0].tolist() == [0, 0, 0, 1]
+    assert rgba[0, 1].tolist() == [0.85, 0.85, 0.85, 1]
+    assert rgba[0, 2].tolist() not in (rgba[0, 0].tolist(), rgba[1, 2].tolist())
+
+
+def test_a_picture_of_norms_that_end_at_zero_and_at_infinity(tmp_path):
+    pytest.importorskip("matplotlib")
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        for first, second in ((1.0, 2.0), (0.0, math.inf)):
+            set_gradients(model, torch.full((1, 1), first), torch.full((1, 1), second))
+            optimizer.step()
+    texts = panel(watching.plot(tmp_path / "picture.png"), "gradient norm").texts
+    heights = {text.get_text(): text.xy[1] for text in texts}
+    assert heights == {"0": 0.0, "1": 0.0, "all layers": 1.0}
+
+
+def test_names_of_a_picture_are_short():
+    shared = plot.short_names(["base.model.0.q_proj.default", "base.model.0.v_proj.default", "base.model.1.default"])
+    assert list(shared.values()) == ["0.q_proj", "0.v_proj", "1"]
+    assert plot.short_names(["body", "body.head"]) == {"body": "body", "body.head": "body.head"}
+    assert plot.short_names(["encoder.weight"]) == {"encoder.weight": "encoder.weight"}
+    long = "first." + "x" * 40 + ".last"
+    assert plot.short_names([long, "other"])[long] == "first.xxxxxxxxx…xxxxxxxxxxx.last"
 
 
 def test_plot_without_matplotlib(monkeypatch):
@@ -1357,7 +1578,7 @@ def test_plot_without_matplotlib(monkeypatch):
 
 def test_layers_of_a_picture_are_few():
     names = [f"blocks.{i}.{part}.weight" for i in range(12) for part in ("attention", "mlp")] + ["scale", "head.weight"]
-    layers = plot.layers_of(names)
+    layers = plot.layers_of(names, most=16)
     assert list(layers) == [*(f"blocks.{i}" for i in range(12)), "scale", "head"]
     assert layers["blocks.3"] == ["blocks.3.attention.weight", "blocks.3.mlp.weight"]
     assert len(plot.layers_of(names, most=100)) == 26
@@ -1423,7 +1644,23 @@ def test_example(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     pytest.importorskip("tensorboard")
     monkeypatch.setattr(sys, "argv", ["plain_loop_monitor.py", "--directory", str(tmp_path), "--steps", "30"])
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    runpy.run_path(str(EXAMPLES / "plain_loop_monitor.py"), run_name="__main__")
     assert "clipped at" in capsys.readouterr().out
     assert (tmp_path / "gradients.png").exists()
     assert list(tmp_path.glob("events.out.tfevents.*"))
+
+
+def test_the_demo_tells_what_it_does(tmp_path):
+    """The time limit ends this run, so the bar is full then, though hardly a step of many has been taken."""
+    for name in ("gymnasium", "matplotlib", "tensorboard", "tqdm"):
+        pytest.importorskip(name)
+    options = {"directory": tmp_path, "max-minutes": 0.03, "training-steps": 100_000, "num-simulations": 2}
+    options |= {"minimum-replay": 50, "batch-size": 8, "num-environments": 4}
+    arguments = [f"--{name}={option}" for name, option in options.items()]
+    train = [sys.executable, EXAMPLES / "muzero_cartpole" / "train.py", *arguments]
+    run = subprocess.run(train, capture_output=True, text=True, check=True)
+    bar = re.split(r"[\r\n]+", run.stderr.strip())[-1]
+    assert re.match(r"100%\|█+\| mean return \d+ of 475, step \d+ of 100000, 0\.0 of 0\.03 minutes", bar)
+    phases = ("time is up", "evaluating: 20 episodes", "timing the learner step: 200 times", "evaluation: 20 episodes")
+    places = [run.stdout.index(phase) for phase in phases]
+    assert places == sorted(places)

@@ -12,6 +12,7 @@ matplotlib.use("Agg")  # no display is needed; to be said before pyplot is impor
 from matplotlib import pyplot
 
 WINDOW = 50  # episodes of the moving average
+EXPLORING = "episode of self-play, which explores: actions drawn at temperature 1, noise at the root"
 
 
 def plot_learning_curve(
@@ -30,18 +31,20 @@ def plot_learning_curve(
         environment_steps: those of the whole run, after which the agent was evaluated.
         evaluation: the returns of the evaluation's episodes.
     """
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     if curve:
         steps, returns = np.asarray(curve, dtype=float).T
-        axes.scatter(steps, returns, s=9, alpha=0.3, color="tab:blue", linewidths=0, label="episode of self-play")
-        axes.plot(steps, moving_average(returns), color="tab:blue", linewidth=2, label=f"mean of {WINDOW} episodes")
+        axes.scatter(steps, returns, s=9, alpha=0.3, color="tab:blue", linewidths=0, label=EXPLORING)
+        axes.plot(
+            steps, moving_average(returns), color="tab:blue", linewidth=2, label=f"mean of the last {WINDOW} episodes"
+        )
     mean = evaluation.mean()
-    label = f"evaluation: mean of {len(evaluation)} episodes, {mean:.1f}"
+    label = f"evaluation, which takes the best action, without noise: mean of {len(evaluation)} episodes, {mean:.1f}"
     axes.plot(environment_steps, mean, "D", color="tab:orange", markersize=8, clip_on=False, zorder=3, label=label)
     axes.set(title=title, xlabel="environment steps", ylabel="return", ylim=(0, 520), xlim=(0, environment_steps))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.25)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(loc="outside lower left", frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=150)

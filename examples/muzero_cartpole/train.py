@@ -26,6 +26,7 @@ from self_play import evaluate
 from training import Training
 
 EVALUATION_EPISODES = 20
+TIMED_STEPS = 200
 STEPS_PER_CHECKPOINT = 250
 STEPS_PER_LOG = 10
 INTERRUPTED = 130  # the exit status by which shells know that Ctrl-C ended a program
@@ -120,7 +121,9 @@ def train(training: Training, checkpoint: Path, max_seconds: float, monitor: boo
         print(f"this run has finished, after step {begun}; evaluating it again (--fresh starts anew)")
         return
     print(f"going on from step {begun}" if begun else "starting a run", f"in {checkpoint.parent}")
-    bar = tqdm(total=total, initial=begun, unit="step", mininterval=0.5 if sys.stderr.isatty() else 20)
+    # A bar of steps alone would stop anywhere: a solved environment, the steps or the time ends the run.
+    interval = 0.5 if sys.stderr.isatty() else 20
+    bar = tqdm(total=1.0, mininterval=interval, miniters=0, bar_format="{percentage:3.0f}%|{bar:20}| {desc}")
     # After a crash the logs may be ahead of the checkpoint; `purge_step` hides what will be written once more.
     with (
         bar,
@@ -130,9 +133,10 @@ def train(training: Training, checkpoint: Path, max_seconds: float, monitor: boo
     ):
         while not training.finished and training.seconds < max_seconds and not interruption.requested:
             scalars = training.step()
-            bar.update()
+            progress = training.progress(max_seconds)
+            bar.set_description_str(", ".join(progress), refresh=False)
+            bar.update(min(max(progress.values()), 1.0) - bar.n)
             if training.step_number % STEPS_PER_LOG == 0 or "self_play/return" in scalars:
-                bar.set_postfix_str(f"mean return {training.mean_return:.0f}", refresh=False)
                 for tag, value in scalars.items():
                     writer.add_scalar(tag, value, training.step_number)
             if training.step_number % STEPS_PER_CHECKPOINT == 0:
@@ -156,6 +160,7 @@ def monitored(training: Training, writer: SummaryWriter) -> gs.GradientMonitor:
 def report(training: Training, directory: Path) -> None:
     """Evaluates, times the learner step, draws the picture, and prints what came out."""
     settings = training.configuration
+    print(f"evaluating: {EVALUATION_EPISODES} episodes, side by side, of at most 500 steps ...", flush=True)
     returns = evaluate(training.network, settings, EVALUATION_EPISODES)
     picture = directory / "learning_curve.png"
     plot_learning_curve(
@@ -163,8 +168,9 @@ def report(training: Training, directory: Path) -> None:
     )
     generator = np.random.default_rng(settings.seed)
     batches = [training.replay.sample(settings.batch_size, generator) for _ in range(20)]
+    print(f"timing the learner step: {TIMED_STEPS} times with each implementation of the loss ...", flush=True)
     median = time_learner_step(
-        training.network, batches, settings.learning_rate, settings.weight_decay, repetitions=200
+        training.network, batches, settings.learning_rate, settings.weight_decay, repetitions=TIMED_STEPS
     )
     print(
         f"trained: {training.environment_steps} environment steps, {training.learner_steps} learner steps, "

@@ -107,6 +107,16 @@ class Training:
         """
         return len(self.curve) >= EPISODES_TO_SOLVE and self.mean_return >= RETURN_TO_SOLVE
 
+    def progress(self, max_seconds: float) -> dict[str, float]:
+        """What ends the run, in words, and how much of each there is: the first to reach 1 ends it."""
+        total, episodes = self.configuration.training_steps, len(self.curve)
+        solving = min(episodes / EPISODES_TO_SOLVE, self.mean_return / RETURN_TO_SOLVE) if episodes else 0.0
+        return {
+            f"mean return {self.mean_return if episodes else 0:.0f} of {RETURN_TO_SOLVE:.0f}": solving,
+            f"step {self.step_number} of {total}": self.step_number / total,
+            f"{self.seconds / 60:.1f} of {max_seconds / 60:g} minutes": self.seconds / max_seconds,
+        }
+
     @property
     def finished(self) -> bool:
         """Whether all steps are done, or the environment is solved."""

@@ -15,6 +15,15 @@ from .statistics import BIN_EDGES, GradientStatistics
 # Charts allow no infinite edge, so their outer bins are as wide as the others.
 FINITE_EDGES = (BIN_EDGES[1] - 1, *BIN_EDGES[1:-1], BIN_EDGES[-2] + 1)
 
+FEW_PARAMETERS = 10
+"""Most parameters that are all written by default."""
+
+WORST = 5
+"""Number of parameters that are written by default where there are more."""
+
+USUAL_RATIO = 1e-3
+"""Update-to-weight ratio of a parameter that trains as most do."""
+
 
 class Layout:
     """Names of the parameters shared by model and optimizer, and of the modules that hold them."""
@@ -67,6 +76,36 @@ class Charts:
     step: int
     scalars: dict[str, float]
     histograms: dict[str, Histogram]
+
+    def few(self) -> Charts:
+        """Without most parameters, where there are many: those stay whose updates are the least like the usual ones.
+
+        They are those with the largest gradients where updates are not known.
+        """
+        norms = {tag.partition("/")[2]: norm for tag, norm in self.scalars.items() if tag.startswith("gradient_norm/")}
+        if len(norms) <= FEW_PARAMETERS:
+            return self
+        ratios = {name: self.scalars.get(f"update_to_weight_ratio/{name}") for name in norms}
+        if set(ratios.values()) == {None}:
+            oddness = norms
+        else:
+            oddness = {name: 0.0 if ratio is None else _oddness(ratio) for name, ratio in ratios.items()}
+        worst = set(sorted(norms, key=oddness.__getitem__, reverse=True)[:WORST])
+
+        def stays(tag: str) -> bool:
+            chart, _, name = tag.partition("/")
+            return not chart.startswith(("gradient_norm", "gradient_histogram", "update_")) or not name or name in worst
+
+        return Charts(
+            self.step,
+            {tag: value for tag, value in self.scalars.items() if stays(tag)},
+            {tag: histogram for tag, histogram in self.histograms.items() if stays(tag)},
+        )
+
+
+def _oddness(ratio: float) -> float:
+    """How many times an update is larger or smaller than usual, as a logarithm."""
+    return abs(math.log(ratio / USUAL_RATIO)) if 0 < ratio < math.inf else math.inf
 
 
 @dataclass(frozen=True)

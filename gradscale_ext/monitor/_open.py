@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import _context
 from .statistics import GradientStatistics, listeners
 
 
@@ -19,8 +20,11 @@ class Monitor(Protocol):
     _optimizer: Any
     _taken: int
     _scaler_of_step: Any
+    _has_scaler: bool
 
-    def _after_clipping(self, clipping: tuple[list[torch.Tensor], GradientStatistics]) -> None: ...
+    def _on_clipping(
+        self, parameters: list[torch.Tensor], result: torch.Tensor, statistics: GradientStatistics | None
+    ) -> None: ...
     def _after_skipping(self, found_inf: torch.Tensor | None) -> None: ...
 
 
@@ -32,14 +36,14 @@ def add(monitor: Monitor) -> None:
     """Report clippings and skipped steps to a monitor from now on, without keeping it alive."""
     with _lock:
         _monitors.add(monitor)
-        _listen_to_scalers()
+        _listen()
 
 
 def discard(monitor: Monitor) -> None:
     """Report nothing more to a monitor."""
     with _lock:
         _monitors.discard(monitor)
-        _listen_to_scalers()
+        _listen()
 
 
 def _everyone() -> list[Monitor]:
@@ -57,42 +61,56 @@ def innermost(optimizer: Any) -> Any:
 # ---- Clippings -------------------------------------------------------------------------------------------------------
 
 
-def _tell_of_clipping(parameters: list[torch.Tensor], statistics: GradientStatistics) -> None:
-    """Report a clipping to the monitors of its parameters."""
-    for monitor in _everyone():
-        if any(id(parameter) in monitor._layout.names for parameter in parameters):
-            monitor._after_clipping((parameters, statistics))
+def _watching(parameters: list[torch.Tensor]) -> list[Monitor]:
+    """Monitors of the parameters."""
+    ids = set(map(id, parameters))
+    return [monitor for monitor in _everyone() if not ids.isdisjoint(monitor._layout.names)]
 
 
-listeners.append(_tell_of_clipping)
+def _tell_of_our_clipping(parameters: list[torch.Tensor], statistics: GradientStatistics) -> None:
+    for monitor in _watching(parameters):
+        monitor._on_clipping(parameters, statistics.clipping, statistics)
+
+
+listeners.append(_tell_of_our_clipping)
+
+
+def _telling_of_clipping(clip: Any) -> Any:
+    """Wrap the part of PyTorch's `clip_grad_norm_` that multiplies the gradients, so that monitors learn of it.
+
+    Programs, Lightning and Accelerate have `clip_grad_norm_` by various names; all of them come by here.
+    """
+
+    @functools.wraps(clip)
+    def telling(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        if _context.is_eager():
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            if monitors := _watching(parameters):
+                total = total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm
+                total = total.detach().double()
+                factor = (max_norm / (total + 1e-6)).clamp(max=1)
+                result = torch.stack([total, factor, (factor != 1).double()])
+                for monitor in monitors:
+                    monitor._on_clipping(parameters, result, None)
+        return clip(parameters, max_norm, total_norm, *args, **kwargs)
+
+    return _marked(telling)
+
 
 # ---- Steps that a scaler skips ---------------------------------------------------------------------------------------
 
 
-def _listen_to_scalers() -> None:
-    """Replace `GradScaler.step` while monitors are open, and restore it afterwards.
+def _telling_of_steps(step: Any) -> Any:
+    """Wrap `GradScaler.step` so that the optimizer's monitors learn when it skipped the step.
 
-    A scaler that finds NaN or inf does not call the optimizer, so no hook runs. If somebody else has wrapped the
-    function meanwhile, theirs stays, and ours below it does nothing without monitors.
+    A scaler that finds NaN or inf does not call the optimizer, so no hook runs.
     """
-    scaler: Any = torch.amp.GradScaler
-    if bool(_monitors) != _is_ours(scaler.step):
-        scaler.step = _telling(scaler.step) if _monitors else scaler.step.__wrapped__
-
-
-def _is_ours(step: Any) -> bool:
-    """Whether a step function is ours. Somebody else's `functools.wraps` copies the mark, but not its identity."""
-    return getattr(step, "of_monitors", None) is step
-
-
-def _telling(step: Any) -> Any:
-    """Wrap `GradScaler.step` so that the optimizer's monitors learn when it skipped the step."""
 
     @functools.wraps(step)
     def telling(scaler: torch.amp.GradScaler, /, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         steps_before = {m: m._taken for m in _everyone() if m._optimizer is innermost(optimizer)}
         for monitor in steps_before:
-            monitor._scaler_of_step = scaler
+            monitor._scaler_of_step, monitor._has_scaler = scaler, scaler.is_enabled()
         try:
             result = step(scaler, optimizer, *args, **kwargs)
         finally:
@@ -103,11 +121,10 @@ def _telling(step: Any) -> Any:
                 monitor._after_skipping(_found_inf(scaler, optimizer))
         if not steps_before:
             with _lock:
-                _listen_to_scalers()  # the last monitor may have gone without being closed
+                _listen()  # the last monitor may have gone without being closed
         return result
 
-    telling.__dict__["of_monitors"] = telling
-    return telling
+    return _marked(telling)
 
 
 def _found_inf(scaler: Any, optimizer: Any) -> torch.Tensor | None:
@@ -115,3 +132,33 @@ def _found_inf(scaler: Any, optimizer: Any) -> torch.Tensor | None:
     state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
     found = list(state.get("found_inf_per_device", {}).values())
     return torch.stack([part.to(found[0].device, non_blocking=True) for part in found]).sum() if found else None
+
+
+# ---- Functions of PyTorch that are replaced while monitors are open --------------------------------------------------
+
+_REPLACED: tuple[tuple[Any, str, Any], ...] = (
+    (torch.amp.GradScaler, "step", _telling_of_steps),
+    (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", _telling_of_clipping),
+    (torch.nn.utils, "clip_grads_with_norm_", _telling_of_clipping),
+)
+
+
+def _listen() -> None:
+    """Replace the functions while monitors are open, and restore them afterwards.
+
+    If somebody else has wrapped one meanwhile, theirs stays, and ours below it does nothing without monitors.
+    """
+    for owner, name, wrapped in _REPLACED:
+        function = getattr(owner, name, None)  # one of them is private, and may go
+        if function and bool(_monitors) != _is_ours(function):
+            setattr(owner, name, wrapped(function) if _monitors else function.__wrapped__)
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether a function is ours. Somebody else's `functools.wraps` copies the mark, but not its identity."""
+    return getattr(function, "of_monitors", None) is function
+
+
+def _marked(function: Any) -> Any:
+    function.__dict__["of_monitors"] = function
+    return function

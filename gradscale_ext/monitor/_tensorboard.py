@@ -1,4 +1,4 @@
-"""Writing charts, to TensorBoard as one event a step, or to anything that has `add_scalar`."""
+"""Writing charts: to TensorBoard as one event a step, to a run, or to anything that has `add_scalar`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from ._charts import Charts, Histogram
 
 def write(writer: Any, charts: Charts, prefix: str) -> None:
     """Write the numbers of a step, and histograms where the writer has `add_histogram_raw`."""
+    if hasattr(writer, "write_charts"):
+        writer.write_charts(charts, prefix)
+        return
     if _is_summary_writer(writer):
         writer._get_file_writer().add_summary(_summary(charts, prefix), charts.step)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ._runs import can_write
 from .monitor import GradientMonitor
 
 
@@ -21,12 +22,18 @@ def _callback_class() -> Any:
     raise ImportError("GradientMonitorCallback needs Lightning: pip install lightning")
 
 
+def _experiment(logger: Any) -> Any:
+    """What a logger writes to: a run where its experiment is a client of MLflow."""
+    experiment: Any = getattr(logger, "experiment", None)
+    return experiment.get_run(logger.run_id) if hasattr(experiment, "log_batch") else experiment
+
+
 class GradientMonitorCallback(_callback_class()):  # type: ignore[misc]
     """Attaches a `GradientMonitor` to each optimizer of a `fit`, and closes it at the end.
 
-    It writes to the first logger whose experiment has `add_scalar`, as that of `TensorBoardLogger`; without one the
-    numbers are kept for `history` and `plot` of `monitors`. With several optimizers, tags begin with "optimizer0/" and
-    so on.
+    It writes to the first logger that a monitor can write to, such as `TensorBoardLogger`, `WandbLogger` and
+    `MLFlowLogger`; without one the numbers are kept for `history` and `plot` of `monitors`. With several optimizers,
+    tags begin with "optimizer0/" and so on.
 
     Args:
         **options: keyword arguments of `GradientMonitor`.
@@ -39,8 +46,8 @@ class GradientMonitorCallback(_callback_class()):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach a monitor to each optimizer."""
-        experiments = (getattr(logger, "experiment", None) for logger in trainer.loggers)
-        writer = next((experiment for experiment in experiments if hasattr(experiment, "add_scalar")), None)
+        experiments = map(_experiment, trainer.loggers)
+        writer = next((experiment for experiment in experiments if can_write(experiment)), None)
         several = len(trainer.optimizers) > 1
         self.monitors = [
             GradientMonitor(

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -15,6 +15,7 @@ from .._native import _C
 from . import _open
 from ._activations import CallHook, Calls
 from ._charts import Charts, Layout, Record, Selection, public_name
+from ._runs import adapted, can_write
 from ._shards import local_part
 from ._tensorboard import write
 from .statistics import GradientStatistics, gradient_statistics
@@ -28,7 +29,8 @@ HISTORY = 1000
 FOLD = 256
 """Number of steps whose values are kept before one launch adds them up."""
 
-Clipping = tuple[list[torch.Tensor], GradientStatistics]
+Clipping = tuple[list[torch.Tensor], torch.Tensor, GradientStatistics | None]
+"""Parameters, what came of it as in `GradientStatistics.clipping`, and the statistics from before it."""
 
 
 class GradientMonitor:
@@ -41,7 +43,9 @@ class GradientMonitor:
     - `gradient_norm/<parameter>`, `module_gradient_norm/<module>`, `gradient_norm_total`, and the histogram
       `gradient_histogram/<parameter>` of ``log2 |g|``: what the optimizer sees.
     - `gradient_norm_before_clipping/<parameter>` and so on, where `clip_gradients_` ran: its norms, of its `norm_type`.
-    - `clip_rate`: the share of the steps since the last record at which `clip_gradients_` changed the gradients.
+      Where it was `torch.nn.utils.clip_grad_norm_`, as in Lightning and Accelerate, only the total is of its
+      `norm_type`; the others are 2-norms.
+    - `clip_rate`: the share of the steps since the last record at which clipping by norm changed the gradients.
     - `update_to_weight_ratio/<parameter>`: ``|p_after - p_before| / |p_before|`` of the step, usually about 1e-3. A
       recorded step copies the parameters for it; the copy is kept for the next one where `every` is below 10.
     - `activation_gradient_norm/<module>/<call>`: of the output of each call, in the order of the forward pass, in the
@@ -55,14 +59,17 @@ class GradientMonitor:
 
     Parameters without a gradient are absent. The monitor lives as long as the optimizer. Neither gradients nor training
     change. Where parameters are sharded (DTensor), every rank needs a monitor, with the same `every`. To see skipped
-    steps, `torch.amp.GradScaler.step` is replaced while monitors are open; scalers that do not call it are not seen.
+    steps and PyTorch's clipping, `torch.amp.GradScaler.step` and a part of `torch.nn.utils.clip_grad_norm_` are
+    replaced while monitors are open; scalers and clippings that do not call them are not seen.
 
     Args:
         model: the parameters' names are taken from it.
         optimizer: whose steps are recorded; or a wrapper with the attribute `optimizer`, as Accelerate's and
             Lightning's. Parameters that only one of the two has are left out.
-        writer: a `SummaryWriter` of TensorBoard, or anything with ``add_scalar(tag, value, step)`` (and histograms, if
-            it has `add_histogram_raw`). None: the numbers are kept for `history` and `plot` only.
+        writer: a `SummaryWriter` of TensorBoard, a run of wandb (``wandb.init()``; tags begin with "gradients/", and
+            have "gradients/step" on their axis) or of MLflow (``mlflow.start_run()``; no histograms), or anything with
+            ``add_scalar(tag, value, step)`` (and histograms, if it has `add_histogram_raw`). None: the numbers are kept
+            for `history` and `plot` only, which always have all of them.
         every: steps from one record to the next.
         histograms: whether to write histograms.
         updates: whether to compare the parameters with themselves before the step.
@@ -70,6 +77,9 @@ class GradientMonitor:
         activations: names of modules whose outputs' gradients are charted.
         first_step: number of the optimizer's next step, for a run that goes on.
         prefix: what all tags begin with, if several monitors have one writer.
+        tags: "few": of a model with more than 10 parameters, the writer gets the tags of totals, of modules, and at
+            each step of the 5 worst parameters, whose update-to-weight ratios are farthest from 1e-3 (without
+            `updates`, whose gradient norms are largest). "all": everything.
 
     Raises:
         TypeError: an argument has the wrong type, or an optimizer's steps run no hooks.
@@ -97,9 +107,12 @@ class GradientMonitor:
         activations: Sequence[str] = (),
         first_step: int = 0,
         prefix: str = "",
+        tags: Literal["few", "all"] = "few",
     ) -> None:
         _check_types(model, optimizer, writer)
-        self._model, self._optimizer, self._writer = model, _with_hooks(optimizer), writer
+        if tags not in ("few", "all"):
+            raise ValueError(f"GradientMonitor: tags must be 'few' or 'all', but it is {tags!r}")
+        self._model, self._optimizer, self._writer, self._tags = model, _with_hooks(optimizer), adapted(writer), tags
         self._every = _integer("every", every, 1)
         self._first_step = _integer("first_step", first_step, 0)
         self._prefix = prefix
@@ -130,6 +143,7 @@ class GradientMonitor:
         self._due = True  # whether the step to come, or in progress, is recorded
         self._in_step = False
         self._scaler_of_step: torch.amp.GradScaler | None = None
+        self._has_scaler = False  # so that any step may be skipped, and recorded
         self._gradients: GradientStatistics | None = None
         self._calls = Calls()
         self._clippings: list[Clipping] = []  # of the step to come
@@ -149,7 +163,11 @@ class GradientMonitor:
         return values
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw the gradient norm of each layer over the steps, and the histograms of the last step.
+        """Draw what has been recorded.
+
+        Above, a row for each layer: its gradient norm over the steps as a heat map (black is 0), and the histogram of
+        its elements at the last step. Below, over the steps: gradient norms, update-to-weight ratios of the parameters,
+        and the clip rate. Of the lines, the two that end highest and the two that end lowest bear their names.
 
         Args:
             path: where to save the picture as well, in the format of its suffix.
@@ -240,7 +258,7 @@ class GradientMonitor:
 
     def _add_up_clippings(self) -> None:
         if self._clippings:
-            results = [statistics.clipping for _, statistics in self._clippings]
+            results = [result for _, result, _ in self._clippings]
             results = [result.to(results[0].device, non_blocking=True) for result in results]
             self._clip_results.add(results[0] if len(results) == 1 else torch.stack(results).amax(0))
 
@@ -256,10 +274,18 @@ class GradientMonitor:
         self._taken += 1
         self._due = self._due or self._taken % self._every == 0
 
-    def _after_clipping(self, clipping: Clipping) -> None:
-        """Keep a clipping, which replaces an earlier one of the same parameters."""
-        first = clipping[0][0]
-        self._clippings = [other for other in self._clippings if all(first is not p for p in other[0])] + [clipping]
+    @torch.no_grad()
+    def _on_clipping(
+        self, parameters: list[torch.Tensor], result: torch.Tensor, statistics: GradientStatistics | None
+    ) -> None:
+        """Keep a clipping, which replaces an earlier one of the same parameters.
+
+        Where there are no statistics, gradients have not been clipped yet, and statistics are taken if they are needed.
+        """
+        if statistics is None and (self._due or self._has_scaler):
+            statistics = replace(gradient_statistics(parameters), _clipping=result)
+        others = [other for other in self._clippings if all(parameters[0] is not p for p in other[0])]
+        self._clippings = [*others, (parameters, result, statistics)]
 
     def _after_call(self, name: str, output: Any) -> None:
         if self._due:
@@ -307,7 +333,8 @@ class GradientMonitor:
         names = self._layout.names
         return [
             replace(statistics, names=[names.get(id(parameter), "") for parameter in parameters])
-            for parameters, statistics in self._clippings
+            for parameters, _, statistics in self._clippings
+            if statistics is not None
         ]
 
     def _send(self, record: Record) -> None:
@@ -336,7 +363,7 @@ class GradientMonitor:
         if len(self._history) > HISTORY:
             self._history = self._history[::2]
         if self._writer is not None:
-            write(self._writer, charts, self._prefix)
+            write(self._writer, charts if self._tags == "all" else charts.few(), self._prefix)
 
 
 class _Sum:
@@ -402,11 +429,16 @@ def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
 
 
 def _check_types(model: Any, optimizer: Any, writer: Any) -> None:
-    writes = writer is None or callable(getattr(writer, "add_scalar", None))
+    writes = writer is None or can_write(writer)
     for argument, value, is_right, expected in (
         ("model", model, isinstance(model, torch.nn.Module), "a torch.nn.Module"),
         ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "a torch.optim.Optimizer"),
-        ("writer", writer, writes, "None, or have a method add_scalar(tag, value, step)"),
+        (
+            "writer",
+            writer,
+            writes,
+            "None, or have a method add_scalar(tag, value, step), or be a run of wandb or MLflow",
+        ),
     ):
         if not is_right:
             raise TypeError(f"GradientMonitor: {argument} must be {expected}, but it is of type {type(value).__name__}")

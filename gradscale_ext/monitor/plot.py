@@ -1,9 +1,10 @@
-"""The picture of a monitor: gradient norms of the layers over the steps, and histograms of the last step."""
+"""The picture of a monitor: layers over the steps, elements of the last gradients, updates, and clipping."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,32 +13,51 @@ from ._charts import FINITE_EDGES, Record, Selection
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_LAYERS = 16
+MOST_LAYERS = 40
 """Most rows of the picture; more layers are merged into the modules around them."""
 
-History = dict[str, list[tuple[int, float]]]
+LONGEST_NAME = 32
+"""Characters of a name that are shown; longer ones lose their middle."""
+
+STRAY = 0.005
+"""Share of every layer's elements below which a bin at the end of the histograms is cut off."""
+
+COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
+
+Series = list[tuple[int, float]]
+History = dict[str, Series]
 
 
 def draw(history: History, record: Record, selection: Selection, path: str | Path | None) -> Figure:
-    """Draw the norms on the left, and one histogram of `record` for each layer on the right."""
+    """Draw the layers above, one row each, and lines over the steps below."""
     try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
+        import matplotlib.figure
     except ImportError as error:
         raise ImportError("GradientMonitor.plot needs matplotlib: python -m pip install matplotlib") from error
 
     histograms = _histograms(record, selection)
-    layers = list(histograms)
-    colors = dict(
-        zip(layers, colormaps["viridis"]([0.85 * i / max(len(layers) - 1, 1) for i in range(len(layers))]), strict=True)
-    )
-    figure = Figure(figsize=(12, max(4.5, 1.6 + 0.26 * len(layers))), layout="constrained")
-    norms, bins = figure.subplots(1, 2, width_ratios=(1.35, 1))
-    _draw_norms(norms, history, colors)
-    _draw_histograms(bins, histograms, colors, record)
+    short = short_names(histograms)
+    height = max(2.2, 1.1 + 0.2 * len(histograms))
+    figure = matplotlib.figure.Figure(figsize=(13, height + 3.4), layout="constrained")
+    halves: Any = figure.subfigures(2, 1, height_ratios=(height, 3.4))
+    upper, lower = halves
+    heat, bins = upper.subplots(1, 2, sharey=True, width_ratios=(1.6, 1))
+    _draw_norms(upper, heat, history, short)
+    _draw_histograms(bins, histograms, record)
+
+    ratios, clip_rate = _by_tag(history, "update_to_weight_ratio/"), history.get("clip_rate")
+    panels = iter(lower.subplots(1, 1 + bool(ratios) + bool(clip_rate), squeeze=False)[0])
+    _draw_lines(next(panels), "gradient norm", _totals(history), _layer_norms(history, short))
+    if ratios:
+        _draw_lines(next(panels), "update-to-weight ratio (usually about 1e-3)", {}, ratios)
+    if clip_rate:
+        _draw_clip_rate(next(panels), clip_rate)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
+
+
+# ---- Layers and names ------------------------------------------------------------------------------------------------
 
 
 def layers_of(names: Sequence[str], most: int = MOST_LAYERS) -> dict[str, list[str]]:
@@ -53,6 +73,42 @@ def layers_of(names: Sequence[str], most: int = MOST_LAYERS) -> dict[str, list[s
         depth -= 1
 
 
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Names without the parts that all of them begin or end with, and without the middle of what is still long."""
+    paths = [name.split(".") for name in names]
+    most = min(map(len, paths), default=1) - 1 if len(paths) > 1 else 0
+    first = _shared(paths, most)
+    last = _shared([path[::-1] for path in paths], most - first)
+    half = LONGEST_NAME // 2
+    short = {".".join(path): ".".join(path[first : len(path) - last]) for path in paths}
+    return {
+        name: cut if len(cut) <= LONGEST_NAME else f"{cut[: half - 1]}…{cut[-half:]}" for name, cut in short.items()
+    }
+
+
+def _shared(paths: list[list[str]], most: int) -> int:
+    """Number of parts, up to `most`, that all paths begin with."""
+    return next((n for n in range(most) if len({path[n] for path in paths}) > 1), most)
+
+
+def _by_tag(history: History, beginning: str) -> History:
+    """Series of the tags that begin so, by the rest of the tag."""
+    return {tag.removeprefix(beginning): series for tag, series in history.items() if tag.startswith(beginning)}
+
+
+def _layer_norms(history: History, layers: Iterable[str]) -> History:
+    found = {
+        layer: history.get(f"module_gradient_norm/{layer}") or history.get(f"gradient_norm/{layer}") for layer in layers
+    }
+    return {layer: series for layer, series in found.items() if series}
+
+
+def _totals(history: History) -> History:
+    """Either may be missing: a long history is thinned, and may hold skipped steps alone."""
+    tags = {"all layers": "gradient_norm_total", "before clipping": "gradient_norm_total_before_clipping"}
+    return {label: history[tag] for label, tag in tags.items() if tag in history}
+
+
 def _histograms(record: Record, selection: Selection) -> dict[str, list[int]]:
     """Counts of each layer, in the order of the model."""
     statistics = record.gradients
@@ -64,44 +120,124 @@ def _histograms(record: Record, selection: Selection) -> dict[str, list[int]]:
     }
 
 
-def _draw_norms(axes: Any, history: History, colors: dict[str, Any]) -> None:
-    for layer, color in colors.items():
-        series = history.get(f"module_gradient_norm/{layer}") or history.get(f"gradient_norm/{layer}")
-        if series:
-            _draw_line(axes, series, color=color, linewidth=1.2)
-    # Either may be missing: a long history is thinned, and may hold skipped steps alone.
-    if after := history.get("gradient_norm_total"):
-        _draw_line(axes, after, color="black", linewidth=1.8, label="all layers")
-    if before := history.get("gradient_norm_total_before_clipping"):
-        _draw_line(
-            axes, before, color="black", linewidth=1.2, linestyle=(0, (4, 2)), label="all layers, before clipping"
+# ---- Rows of layers --------------------------------------------------------------------------------------------------
+
+
+def _draw_norms(figure: Any, axes: Any, history: History, short: dict[str, str]) -> None:
+    """Draw a heat map of layer by step. Black is a norm of 0, and grey a step without a gradient."""
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm
+
+    series = {layer: dict(found) for layer, found in _layer_norms(history, short).items()}
+    steps = sorted({step for found in series.values() for step in found})
+    rows = [[series.get(layer, {}).get(step, math.nan) for step in steps] for layer in short]
+    positive = [norm for row in rows for norm in row if 0 < norm < math.inf]
+    if positive:
+        low, high = min(positive), max(positive)
+        high = high if high > low else 2 * low
+        is_zero = any(norm == 0 for row in rows for norm in row)
+        shown = [[low / 2 if norm == 0 else norm for norm in row] for row in rows]
+        edges = [(a + b) / 2 for a, b in pairwise([2 * steps[0] - [*steps, steps[0] + 1][1], *steps])]
+        edges.append(2 * steps[-1] - edges[-1])
+        mesh = axes.pcolormesh(
+            edges,
+            [row - 0.5 for row in range(len(short) + 1)],
+            shown,
+            cmap=colormaps["viridis"].with_extremes(under="black", bad="0.85"),
+            norm=LogNorm(low, high),
+            rasterized=True,
         )
-    axes.set(title="gradient norm", xlabel="step", yscale="log")
+        figure.colorbar(mesh, ax=axes, extend="min" if is_zero else "neither", pad=0.01, aspect=30)
+    axes.set(title="gradient norm of each layer", xlabel="step")
+    axes.set_yticks(range(len(short)), list(short.values()), fontsize=8)
+    axes.set_ylim(len(short) - 0.4, -0.9)
+    axes.tick_params(left=False)
+    axes.spines[:].set_visible(False)
+
+
+def _draw_histograms(axes: Any, histograms: dict[str, list[int]], record: Record) -> None:
+    """Draw ridges: each row shows the share of the layer's elements in each bin."""
+    shares = {layer: [count / max(sum(counts), 1) for count in counts] for layer, counts in histograms.items()}
+    filled = [index for row in shares.values() for index, share in enumerate(row) if share > STRAY]
+    first, last = (min(filled), max(filled) + 1) if filled else (0, len(FINITE_EDGES) - 1)
+    edges = [edge - math.log2(record.unscaled_by()) for edge in FINITE_EDGES[first : last + 1]]
+    highest = max(map(max, shares.values()), default=0.0) or 1.0
+    for row, layer in enumerate(shares):
+        tops = [row + 0.45 - 0.9 * share / highest for share in shares[layer][first:last]]
+        axes.stairs(tops, edges, baseline=row + 0.45, fill=True, color="tab:blue", alpha=0.85)
+        axes.axhline(row + 0.45, color="0.85", linewidth=0.6, zorder=0)
+    total = sum(map(sum, histograms.values()))
+    outside = total - sum(sum(counts[first:last]) for counts in histograms.values())
+    note = f"   ({100 * outside / total:.1g} % lie outside)" if outside else ""
+    axes.set(title=f"gradient elements at step {record.step}", xlabel=f"log2 |g|{note}", xlim=(edges[0], edges[-1]))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.tick_params(left=False, labelleft=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+# ---- Lines over the steps --------------------------------------------------------------------------------------------
+
+
+def _draw_lines(axes: Any, title: str, totals: History, series: History) -> None:
+    """Draw all lines in grey, but the totals, and the two that end highest and lowest, in colours with their names."""
+    series = {name: found for name, found in series.items() if any(0 < y < math.inf for _, y in found)}
+    ordered = sorted(series, key=lambda name: series[name][-1][1])
+    marked = list(dict.fromkeys([*ordered[:-3:-1], *ordered[:2][::-1]]))
+    short = short_names(series)
+    for name in ordered[2:-2]:
+        _draw_line(axes, series[name], color="0.8", linewidth=0.8)
+    labels: list[tuple[float, str, str]] = []
+    for name, color in zip(marked, COLORS, strict=False):
+        _draw_line(axes, series[name], color=color, linewidth=1.2)
+        labels.append((series[name][-1][1], short[name], color))
+    for (label, found), style in zip(totals.items(), ("-", (0, (4, 2))), strict=False):
+        _draw_line(axes, found, color="black", linewidth=1.6, linestyle=style)
+        labels.append((found[-1][1], label, "black"))
+    grey = "   (grey: the others)" if len(series) > len(marked) else ""
+    axes.set(title=title, xlabel=f"step{grey}", yscale="log")
+    _finish(axes)
+    _label_ends(axes, labels)
+
+
+def _draw_clip_rate(axes: Any, series: Series) -> None:
+    _draw_line(axes, series, color="tab:blue", linewidth=1.4)
+    axes.set(title="share of steps that were clipped", xlabel="step", ylim=(-0.03, 1.03))
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
+    _finish(axes)
+
+
+def _draw_line(axes: Any, series: Series, **style: Any) -> None:
+    axes.plot(*zip(*series, strict=True), marker="o" if len(series) < 3 else None, markersize=4, **style)
+
+
+def _finish(axes: Any) -> None:
+    axes.margins(x=0)
     axes.grid(alpha=0.25)
-    if axes.lines:
-        axes.legend(frameon=False, loc="best")
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_line(axes: Any, series: list[tuple[int, float]], **style: Any) -> None:
-    marker = "o" if len(series) < 3 else None
-    axes.plot(*zip(*series, strict=True), marker=marker, markersize=4, **style)
+def _label_ends(axes: Any, labels: list[tuple[float, str, str]], gap: float = 0.075) -> None:
+    """Write names beside the lines' last values, at least `gap` of the axes' height apart."""
+    low, high = map(math.log, axes.get_ylim())
 
+    def height_of(value: float) -> float:
+        """Between 0 and 1, where 0 and what is not finite have their places too."""
+        return (math.log(value) - low) / (high - low) if 0 < value < math.inf else float(value != 0)
 
-def _draw_histograms(axes: Any, histograms: dict[str, list[int]], colors: dict[str, Any], record: Record) -> None:
-    """Draw ridges: each row shows the share of the layer's elements in each bin."""
-    filled = [index for counts in histograms.values() for index, count in enumerate(counts) if count]
-    first, last = (min(filled), max(filled) + 1) if filled else (0, len(FINITE_EDGES) - 1)
-    edges = [edge - math.log2(record.unscaled_by()) for edge in FINITE_EDGES[first : last + 1]]
-    highest = max((max(counts) / max(sum(counts), 1) for counts in histograms.values()), default=0.0) or 1.0
-    for row, (layer, counts) in enumerate(histograms.items()):
-        shares = [row - 0.9 * count / max(sum(counts), 1) / highest for count in counts[first:last]]
-        axes.stairs(shares, edges, baseline=row, fill=True, color=colors[layer], alpha=0.85)
-        axes.axhline(row, color="0.85", linewidth=0.6, zorder=0)
-    axes.set(title=f"gradient elements at step {record.step}", xlabel="log2 |g|", xlim=(edges[0], edges[-1]))
-    axes.set_yticks(range(len(histograms)), list(histograms))
-    for label, color in zip(axes.get_yticklabels(), colors.values(), strict=True):
-        label.set_color(color)
-    axes.set_ylim(len(histograms) - 0.85, -1.05)
-    axes.tick_params(left=False)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    placed = -math.inf
+    for index, (value, label, color) in enumerate(sorted(labels, key=lambda entry: height_of(entry[0]))):
+        height = height_of(value)
+        room_above = 1 - gap * (len(labels) - 1 - index)
+        placed = max(min(height, room_above), placed + gap)
+        axes.annotate(
+            label,
+            (1, height),
+            (1.06, placed),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            color=color,
+            fontsize=8,
+            va="center",
+            arrowprops=dict(arrowstyle="-", color=color, linewidth=0.6, shrinkA=0, shrinkB=0, relpos=(0, 0.5)),
+            annotation_clip=False,
+        )
