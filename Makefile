@@ -5,7 +5,7 @@
 # make fuzz      run random cases against independent formulas in all processors   make fuzz MINUTES=30
 #                the cases of a finding again: make fuzz SEED=12345 (random seeds without SEED)
 # make versions  run the tests on the other versions of PyTorch in VERSIONS, each in a checkout of its own (but for those
-#                of the kernels alone, which no PyTorch takes part in)
+#                that are the same with any version)
 # make bench     run the benchmarks, and write bench/results/ and the tables of README.md and docs/
 # make matrix    judge the operators in every context, and write bench/results/matrix.json, its table and its picture
 # make docs      build the documentation's site into build/docs; a warning, as of a broken link, is an error
@@ -82,7 +82,7 @@ PRELOADED := libasan.so libubsan.so libstdc++.so.6
 NOT_SANITIZED := budget compile cuda device_kernels install kernels matrix ptx simt types
 
 $(VENV)/sanitized/built: $(VENV)/installed $(SOURCES) $(wildcard gradscale_ext/*.py gradscale_ext/*/*.py)
-	GRADSCALE_NO_CUDA=1 CFLAGS="$(SANITIZERS) -O1 -g1 -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" \
+	CFLAGS="$(SANITIZERS) -O1 -g1 -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" \
 	  $(BIN)/python setup.py --quiet build_py --build-lib $(VENV)/sanitized/lib \
 	  build_ext --build-lib $(VENV)/sanitized/lib --build-temp $(VENV)/sanitized/temp
 	@touch $@

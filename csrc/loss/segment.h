@@ -1,14 +1,5 @@
 // A call of the multi-step loss as the kernels see it: plain numbers and pointers, no tensors.
-//
-// To add a head:
-// - gradscale_ext/heads.py: its dataclass, with the name of its kind; gradscale_ext/__init__.py: its name for users;
-// - gradscale_ext/reference/losses.py: its formula;
-// - here: its kind, and a number if it has one that no other head has;
-// - its row, loss and gradient: in regression_heads.h for CPU and GPU alike, or in categorical_rows or policy_rows, .h
-//   for a CPU and .cuh for a GPU, with what both share in csrc/math/; the compiler names the switch that lacks its
-//   case;
-// - rows.cuh: its row of a group of threads. Leaner rows are a file of their own (warp_rows.cuh, thread_rows.cuh), and
-//   row_specification.cpp chooses them.
+// CONTRIBUTING.md says how to add a head.
 #pragma once
 
 #include "../math/slab.h"
