@@ -37,7 +37,7 @@ struct Form {
 
 struct KindOfHead {
   std::string name;
-  bool has_support;
+  Detail detail;
   std::vector<Form> forms;
 };
 
