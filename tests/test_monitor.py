@@ -1677,6 +1677,60 @@ def test_layers_of_a_picture_are_few():
     assert len(plot.layers_of(names, most=100)) == 26
 
 
+def test_neighbours_of_a_long_list_are_merged():
+    names = [f"net.blocks.{i}.{part}" for i in range(300) for part in ("weight", "bias")]
+    layers = plot.layers_of(["stem.weight", *names])
+    assert list(layers)[:2] == ["stem", "net.blocks.0…6"]
+    assert [name for found in layers.values() for name in found] == ["stem.weight", *names]
+    assert {len(found) for found in list(layers.values())[1:]} == {14, 16}
+    assert 30 < len(layers) <= plot.MOST_LAYERS
+    flat = plot.layers_of([f"{i}.weight" for i in range(50)])
+    assert list(flat)[:2] == ["0…1", "2…3"]
+    assert len(flat) == 25
+    stages = [f"layer{stage}.{i}.conv.weight" for stage, blocks in enumerate((3, 8, 36, 3)) for i in range(blocks)]
+    layers = plot.layers_of(stages)
+    assert list(layers)[:4] == ["layer0.0", "layer0.1…2", "layer1.0…1", "layer1.2…3"]
+    assert len(layers) == 26
+
+
+def test_a_module_of_many_parameters_is_taken_apart():
+    model = nn.ModuleDict({"lstm": nn.LSTM(2, 3, num_layers=2), "cell": nn.LSTMCell(2, 3), "head": nn.Linear(3, 1)})
+    names = list(dict(model.named_parameters()))
+    assert list(plot.layers_of(names)) == [*(name for name in names if name.startswith("lstm")), "cell", "head"]
+    assert list(plot.layers_of(names, most=5)) == ["lstm", "cell", "head"]
+
+
+def test_merged_layers_have_the_norm_of_all_that_is_in_them(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(plot, "layers_of", functools.partial(plot.layers_of, most=2))
+    model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        for factor in (1.0, 2.0):
+            set_gradients(model, *(torch.full((1, 1), factor * g) for g in (3.0, 4.0, 5.0, 12.0)))
+            optimizer.step()
+    heat = panel(watching.plot(), "gradient norm of each layer")
+    assert [label.get_text() for label in heat.get_yticklabels()] == ["0…1", "2…3"]
+    assert heat.collections[0].get_array().tolist() == [[5.0, 10.0], [13.0, 26.0]]
+
+
+def test_axes_of_a_picture_of_few_steps_and_equal_norms():
+    """Steps are integers, and norms that only rounding tells apart have nearly one colour."""
+    pytest.importorskip("matplotlib")
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        for step in range(3):
+            model.weight.grad = torch.full((1, 1), 1.0 + step * 1e-6)
+            optimizer.step()
+    figure = watching.plot()
+    heat = panel(figure, "gradient norm of each layer")
+    rgba = heat.collections[0].to_rgba(heat.collections[0].get_array())
+    assert abs(rgba[0, 0] - rgba[0, 2]).max() < 0.01
+    for axes in (heat, panel(figure, "gradient norm")):
+        assert all(tick == int(tick) for tick in axes.get_xticks())
+
+
 @pytest.fixture
 def lightning(monkeypatch):
     """A stand-in for Lightning, with all that the callback uses."""
