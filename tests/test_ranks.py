@@ -5,6 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,9 @@ import torch
 import torch.distributed as dist
 from processes import assert_passed, run_in_processes
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -267,6 +273,66 @@ def a_rank_without_entries_joins(rank: int) -> None:
     assert nothing.loss.item() == 0
 
 
+def sharded_learner(mesh: DeviceMesh, ranks: int) -> Learner:
+    torch.manual_seed(0)
+    network = Network(ranks, mesh.get_group()).double()
+    fully_shard(network, mesh=mesh)
+    return Learner(network, network, mesh.get_group(), "valid_mean")
+
+
+def saved(learner: Learner, folder: str) -> None:
+    model, optimizer = get_state_dict(learner.network, learner.optimizer)
+    checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, process_group=learner.group)
+
+
+def restored(learner: Learner, folder: str, limits: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Goes on from a checkpoint, with the limits for this number of ranks; returns the parameters."""
+    model, optimizer = get_state_dict(learner.network, learner.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    checkpoint.load(state, checkpoint_id=folder, process_group=learner.group)
+    set_state_dict(
+        learner.network, learner.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    learner.network.load_state_dict(limits, strict=False)
+    return {name: whole(p.detach()).clone() for name, p in learner.network.named_parameters()}
+
+
+def a_checkpoint_goes_on_with_another_number_of_ranks(rank: int) -> None:
+    """Bitwise where the number is the same, and else as N ranks equal others."""
+    ranks, half = dist.get_world_size(), dist.get_world_size() // 2
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    few, all_ranks = DeviceMesh("cpu", list(range(half))), init_device_mesh("cpu", (ranks,))
+    steps = list(itertools.islice(batches(torch.float64), 6))
+    wanted: list[Any] = [None, None]
+    if rank < half:
+        learner = sharded_learner(few, half)
+        limits = {name: b for name, b in learner.network.state_dict().items() if "max_norm" in name}
+        for batch in steps[:3]:
+            learner.step(batch, parts_of(half)[rank])
+        saved(learner, folders[0])
+        now = {name: whole(p.detach()).clone() for name, p in learner.network.named_parameters()}
+        for batch in steps[3:]:
+            learner.step(batch, parts_of(half)[rank])
+        after = {name: whole(p.detach()).clone() for name, p in learner.network.named_parameters()}
+        again = sharded_learner(few, half)
+        same = restored(again, folders[0], limits)
+        assert all(torch.equal(same[name], now[name]) for name in now)
+        for batch in steps[3:]:
+            again.step(batch, parts_of(half)[rank])
+        assert all(torch.equal(whole(p.detach()), after[name]) for name, p in again.network.named_parameters())
+        wanted = [now, after]
+    dist.broadcast_object_list(wanted)
+    learner = sharded_learner(all_ranks, ranks)
+    limits = {name: b for name, b in learner.network.state_dict().items() if "max_norm" in name}
+    same = restored(learner, folders[0], limits)
+    assert all(torch.equal(same[name], wanted[0][name]) for name in same)
+    for batch in steps[3:]:
+        learner.step(batch, parts_of(ranks)[rank])
+    for name, p in learner.network.named_parameters():
+        assert_alike(name, p, wanted[1][name], 1e-12)
+
+
 CHECKS: dict[str, Callable[[int], None]] = {
     function.__name__: function
     for function in (
@@ -277,6 +343,7 @@ CHECKS: dict[str, Callable[[int], None]] = {
         an_error_of_one_rank_is_its_own,
         weights_are_at_most_those_of_the_largest_rank,
         a_rank_without_entries_joins,
+        a_checkpoint_goes_on_with_another_number_of_ranks,
     )
 }
 CHECKS |= {
@@ -297,3 +364,45 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("name", CHECKS)
 def test_many_ranks_train_as_one(name: str, outcomes: tuple[int, Path]) -> None:
     assert_passed(name, *outcomes)
+
+
+KILLED = """
+import os, signal, torch, torch.distributed as dist
+import gradscale_ext as gs
+dist.init_process_group("gloo")
+layer = torch.nn.Linear(2, 2)
+for step in range(4):
+    out = gs.reduce_multi_step(layer(torch.ones(3, 2)), reduction="valid_mean", process_group=dist.group.WORLD)
+    if step == 2 and dist.get_rank() == 1:
+        {end}
+    out.loss.backward()
+    gs.clip_gradients_(layer, 1.0, process_group=dist.group.WORLD)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "Signal 9 (SIGKILL)"),
+        ("raise ValueError('of this rank alone')", "of this rank alone"),
+    ],
+)
+def test_a_rank_that_ends_leaves_no_other_waiting(end: str, words: str, tmp_path: Path) -> None:
+    """torchrun names the rank that was the first to end, and the others say in which call they missed it."""
+    script = tmp_path / "train.py"
+    script.write_text(KILLED.format(end=end))
+    start = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode != 0
+    assert time.monotonic() - start < 60  # on a busy machine; half of it are two imports of torch
+    assert "rank      : 1" in ended.stderr
+    assert words in ended.stderr
+    if words in ended.stderr.partition("Root Cause")[2]:
+        return
+    assert "clip_gradients_: rank 0 waited in vain" in ended.stderr
