@@ -17,13 +17,13 @@ struct Form {
 
 struct KindOfHead {
   std::string name;
-  bool has_support;
+  Detail detail;
   std::vector<Form> forms;
 };
 
 // All kinds, in the order of Kind.
 inline const std::vector<KindOfHead>& kinds() {
-#define GRADSCALE_KIND(name, has_support, ...) {#name, has_support, {__VA_ARGS__}},
+#define GRADSCALE_KIND(name, detail, ...) {#name, Detail::detail, {__VA_ARGS__}},
   static const std::vector<KindOfHead> all{GRADSCALE_KINDS(GRADSCALE_KIND)};
 #undef GRADSCALE_KIND
   return all;

@@ -32,7 +32,7 @@ bool takes_vectors(Kind kind) {
 Head head_of(Kind kind) {
   Head head{};
   head.kind = kind;
-  head.decodes = description_of(kind).has_support;
+  head.detail = description_of(kind).detail;
   head.weight = 1;
   head.support = support_of(Transform::identity, false);
   head.sigma_ratio = 0.75;
@@ -110,7 +110,7 @@ std::vector<HeadCase> head_cases() {
 }
 
 bool makes_sense(const HeadCase& of, int64_t width) {
-  return of.head.decodes ? width >= 2 : width == 1 || takes_vectors(of.head.kind);
+  return of.head.has_support() ? width >= 2 : width == 1 || takes_vectors(of.head.kind);
 }
 
 // What the rows of a case hold, one each. NaN and infinities have ordinary neighbours, whose results they must not
@@ -331,7 +331,7 @@ struct Inputs {
 
 struct RowTruth {
   Truth of_loss;
-  Truth of_value; // where a prediction is decoded
+  Truth of_detail;
   double coefficient = 0;
 };
 
@@ -396,8 +396,8 @@ std::vector<RowTruth> truths_of(const HeadCase& of, const Centers& centers, cons
     }
     truths[row].of_loss = truth_of(of, centers, x, target);
     truths[row].coefficient = inputs.coefficient(row);
-    if (of.head.decodes) {
-      truths[row].of_value = decoded(x, centers);
+    if (of.head.detail != Detail::none) {
+      truths[row].of_detail = of.head.has_support() ? decoded(x, centers) : entropy(x);
     }
     if (static_cast<Content>(row) == Content::ordinary && width <= 33) {
       check_truth(of, centers, x, target, truths[row].of_loss);
@@ -408,28 +408,28 @@ std::vector<RowTruth> truths_of(const HeadCase& of, const Centers& centers, cons
 
 struct Outputs {
   RowBuffer loss;
-  RowBuffer expected;
+  RowBuffer detail;
   RowBuffer gradient;
   bool wants_gradient;
 
   Outputs(const Layout& layout, Element of_losses, Element of_gradient, int64_t width, bool wants_gradient_)
       : loss(layout, of_losses, kRows, 1),
-        expected(layout, of_losses, kRows, 1),
+        detail(layout, of_losses, kRows, 1),
         gradient(layout, of_gradient, kRows, width, kMissing),
         wants_gradient(wants_gradient_) {
   }
 
   void clear() const {
     loss.clear();
-    expected.clear();
+    detail.clear();
     gradient.clear();
   }
 
   bool untouched_row(int64_t row) const {
-    return loss.untouched_row(row) && expected.untouched_row(row) && gradient.untouched_row(row);
+    return loss.untouched_row(row) && detail.untouched_row(row) && gradient.untouched_row(row);
   }
   bool untouched_outside() const {
-    return loss.untouched_outside() && expected.untouched_outside() && gradient.untouched_outside();
+    return loss.untouched_outside() && detail.untouched_outside() && gradient.untouched_outside();
   }
 };
 
@@ -439,11 +439,10 @@ void check_row(const HeadCase& of, const Outputs& out, const RowTruth& truth, do
   const double nothing = 1e-30; // below what matters, float exponentials are 0
   const double loss_error = precision * (truth.of_loss.loss_scale + 0.1);
   check_element("loss", out.loss, row, 0, masked ? 0 : truth.of_loss.loss, masked ? 0 : loss_error);
-  if (of.head.decodes) {
-    check_element(
-        "expected", out.expected, row, 0, truth.of_value.loss, precision * truth.of_value.loss_scale + nothing);
+  if (of.head.detail != Detail::none) {
+    check_element("detail", out.detail, row, 0, truth.of_detail.loss, precision * truth.of_detail.loss_scale + nothing);
   } else {
-    report.check(out.expected.untouched_row(row), "a value was written in row %lld", static_cast<long long>(row));
+    report.check(out.detail.untouched_row(row), "a value was written in row %lld", static_cast<long long>(row));
   }
   // A vector of infinite length has no direction: which of its elements become NaN is open.
   const bool open = of.head.kind == Kind::negative_cosine && std::isnan(truth.of_loss.loss);
@@ -497,7 +496,7 @@ void test_outputs(
   segment.target = of.head.kind == Kind::per_step_loss ? Rows{} : inputs.target.rows();
   segment.gradient = out.wants_gradient ? out.gradient.rows() : Rows{};
   segment.loss = slab_of(out.loss);
-  segment.expected = of.head.decodes ? slab_of(out.expected) : Slab{};
+  segment.detail = of.head.detail != Detail::none ? slab_of(out.detail) : Slab{};
   const auto before = inputs.contents();
   for (const Variant& variant : selection.variants) {
     out.clear();
