@@ -200,7 +200,8 @@ def inputs_of(heads, width, batch, steps=1, seed=0):
 
     predictions, targets = {}, {}
     for name, head in heads.items():
-        shape = () if name in ("end", "own") else (head.support.num_bins,) if hasattr(head, "support") else (width,)
+        vector = bool(head.forms[-1].prediction)
+        shape = (head.support.num_bins,) if hasattr(head, "support") else (width,) if vector else ()
         predictions[name] = [(normal(*shape) * 3).requires_grad_() for _ in range(steps)]
         if name == "own":
             continue
@@ -213,7 +214,7 @@ def inputs_of(heads, width, batch, steps=1, seed=0):
         elif name == "end":
             make = lambda: normal().sigmoid()
         else:
-            make = lambda: normal(width)
+            make = lambda shape=shape: normal(*shape)
         targets[name] = [make() for _ in range(steps)]
     return predictions, targets
 

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -52,9 +53,8 @@ def width_of(name, head):
     """Size of a prediction behind the batch; None where there is none."""
     if hasattr(head, "support"):
         return head.support.num_bins
-    return {"policy": ACTIONS, "distance": None, "end": None, "own": None}.get(
-        name, FEATURES if isinstance(head, gs.MeanSquaredError | gs.NegativeCosine) else ACTIONS
-    )
+    letters = head.forms[0 if name == "distance" else -1].prediction
+    return {"A": ACTIONS, "D": FEATURES}[letters[0]] if letters else None
 
 
 def target_of(name, head, shape, generator):
@@ -1070,17 +1070,11 @@ def test_errors_of_heads():
 
 def test_numbers_of_heads_go_by_keyword():
     """`TwoHot(support, 0.25)` could be meant as its weight or its label smoothing."""
-    for make in (
-        lambda: gs.TwoHot(SUPPORT, 0.25),
-        lambda: gs.HLGauss(SUPPORT, 0.5),
-        lambda: gs.SoftCrossEntropy(0.1),
-        lambda: gs.MeanSquaredError("symlog"),
-        lambda: gs.BinaryCrossEntropy(2.0),
-        lambda: gs.NegativeCosine(1e-5),
-        lambda: gs.PerStepLoss(1.0),
-    ):
+    for head in ALL_HEADS.values():
+        support = [SUPPORT] if head.decodes else []
+        type(head)(*support)
         with pytest.raises(TypeError, match="positional argument"):
-            make()
+            type(head)(*support, 0.25)
     assert gs.TwoHot(SUPPORT) == gs.TwoHot(support=SUPPORT)
 
 
@@ -1425,6 +1419,22 @@ def test_every_kind_of_head_is_known_everywhere():
         assert in_kernels[kind] == (gs.heads.DETAILS.index(head.detail), forms)
     assert {cls.__name__ for cls in heads.values()} <= set(gs.__all__)
     assert {type(head) for head in ALL_HEADS.values()} == set(heads.values())  # what the tests above are run with
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "gradscale_ext/loss.py",
+        "gradscale_ext/_against_reference.py",
+        "tests/test_cuda.py",
+        "tests/fuzz/formulas.py",
+        "tests/fuzz/test_loss.py",
+        "README.md",
+    ],
+)
+def test_what_lists_the_heads_lists_all(file):
+    words = set(re.findall(r"\w+", (Path(__file__).parent.parent / file).read_text()))
+    assert {type(head).__name__ for head in ALL_HEADS.values()} <= words
 
 
 @pytest.mark.parametrize(

@@ -88,13 +88,6 @@ OwnedSupport::OwnedSupport(Support support) : support_(support) {
   support_.raw_centers_float = centers_float_.get();
 }
 
-const std::vector<KindOfHead>& kinds() {
-#define GRADSCALE_KIND(name, detail, ...) {#name, Detail::detail, {__VA_ARGS__}},
-  static const std::vector<KindOfHead> all{GRADSCALE_KINDS(GRADSCALE_KIND)};
-#undef GRADSCALE_KIND
-  return all;
-}
-
 HeadTable::HeadTable(c10::ArrayRef<std::string> names, c10::ArrayRef<double> numbers) {
   TORCH_CHECK(
       !names.empty() && names.size() == numbers.size(),
@@ -119,7 +112,7 @@ HeadTable::HeadTable(c10::ArrayRef<std::string> names, c10::ArrayRef<double> num
         "'");
   }
   for (Head& head : heads_) {
-    const KindOfHead& kind = kinds()[static_cast<size_t>(head.kind)];
+    const KindOfHead& kind = description_of(head.kind);
     TORCH_CHECK(
         head.detail == kind.detail && head.first_step >= 0 && (!head.has_support() || head.support.num_bins >= 2) &&
             head.support.transform >= Transform::identity && head.support.transform <= Transform::symlog,

@@ -28,6 +28,11 @@ enum class Detail : int32_t { none, expected, entropy };
 enum class Kind : int32_t { GRADSCALE_KINDS(GRADSCALE_ENUMERATOR) };
 #undef GRADSCALE_ENUMERATOR
 
+// Whether a prediction is the logits of a distribution.
+inline bool has_logits(Kind kind) {
+  return kind == Kind::two_hot || kind == Kind::hl_gauss || kind == Kind::soft_cross_entropy;
+}
+
 // The numbers of heads, by the names of `numbers()` in gradscale_ext/heads.py; those of a support come beside them.
 // clang-format off
 #define GRADSCALE_NUMBERS_OF_HEADS(number)  \
@@ -43,7 +48,7 @@ enum class Kind : int32_t { GRADSCALE_KINDS(GRADSCALE_ENUMERATOR) };
 // One head as the user describes it: a dataclass of gradscale_ext/heads.py.
 struct Head {
   Kind kind;
-  Support support; // without one: the transform and eps of mean_squared_error, the eps of negative_cosine
+  Support support; // a head without one may have its numbers too, such as `transform` and `eps`
 #define GRADSCALE_MEMBER(type, name) type name;
   GRADSCALE_NUMBERS_OF_HEADS(GRADSCALE_MEMBER)
 #undef GRADSCALE_MEMBER

@@ -1,6 +1,9 @@
 // The kernel of the multi-step loss: every kind of head, with rows of ordinary numbers between rows of everything else.
 #include "cases.h"
+#include "loss/kind_of_head.h"
 #include "loss/scratch.h"
+
+#include <algorithm>
 
 namespace gradscale::test {
 
@@ -19,13 +22,17 @@ struct HeadCase {
   bool classes = false; // targets are int64
 };
 
+// Whether a prediction may be a vector with a target as wide.
+bool takes_vectors(Kind kind) {
+  const std::vector<Form>& forms = description_of(kind).forms;
+  return std::any_of(
+      forms.begin(), forms.end(), [](const Form& form) { return form.prediction_dims == 1 && form.target_dims == 1; });
+}
+
 Head head_of(Kind kind) {
-#define GRADSCALE_DETAIL(name, detail, ...) Detail::detail,
-  constexpr Detail details[] = {GRADSCALE_KINDS(GRADSCALE_DETAIL)};
-#undef GRADSCALE_DETAIL
   Head head{};
   head.kind = kind;
-  head.detail = details[static_cast<size_t>(kind)];
+  head.detail = description_of(kind).detail;
   head.weight = 1;
   head.support = support_of(Transform::identity, false);
   head.sigma_ratio = 0.75;
@@ -103,16 +110,7 @@ std::vector<HeadCase> head_cases() {
 }
 
 bool makes_sense(const HeadCase& of, int64_t width) {
-  switch (of.head.kind) {
-    case Kind::two_hot:
-    case Kind::hl_gauss:
-      return width >= 2;
-    case Kind::binary_cross_entropy:
-    case Kind::per_step_loss:
-      return width == 1;
-    default:
-      return true;
-  }
+  return of.head.has_support() ? width >= 2 : width == 1 || takes_vectors(of.head.kind);
 }
 
 // What the rows of a case hold, one each. NaN and infinities have ordinary neighbours, whose results they must not
@@ -319,9 +317,8 @@ struct Inputs {
       target.set_bits(row, 0, static_cast<uint64_t>(class_target(content, prediction.width(), random)));
       return;
     }
-    const bool scalar = of.head.has_support() || of.head.kind == Kind::binary_cross_entropy;
-    const Row values = scalar ? Row{scalar_target(content, of.head.kind, random)}
-                              : vector_target(content, of.head.kind, target.width(), random);
+    const Row values = takes_vectors(of.head.kind) ? vector_target(content, of.head.kind, target.width(), random)
+                                                   : Row{scalar_target(content, of.head.kind, random)};
     for (int64_t j = 0; j < target.width(); ++j) {
       if (content == Content::any_bits) {
         target.set_bits(row, j, random.bits());
@@ -525,9 +522,7 @@ void test_width(
     Element target_element,
     int64_t width,
     uint64_t seed) {
-  const bool vectors =
-      !of.classes && (of.head.kind == Kind::soft_cross_entropy || of.head.kind == Kind::mean_squared_error ||
-                      of.head.kind == Kind::negative_cosine);
+  const bool vectors = !of.classes && takes_vectors(of.head.kind);
   std::vector<RowTruth> truths;
   bool at_once = seed % 2 == 0;
   for (const Layout& layout : selection.layouts) {
@@ -555,6 +550,16 @@ void test_width(
   }
 }
 
+void test_kinds() {
+  Report::get().begin_case("kinds of heads");
+  const std::vector<HeadCase> cases = head_cases();
+  for (const KindOfHead& kind : kinds()) {
+    const bool has_case = std::any_of(
+        cases.begin(), cases.end(), [&](const HeadCase& of) { return &description_of(of.head.kind) == &kind; });
+    Report::get().check(has_case, "head_cases() has no %s", kind.name.c_str());
+  }
+}
+
 // The production's own scratch: aligned, and as large as it promises.
 void test_scratch(const Selection& selection) {
   for (const int64_t width : selection.widths) {
@@ -568,6 +573,7 @@ void test_scratch(const Selection& selection) {
 } // namespace
 
 void test_rows(const Selection& selection) {
+  test_kinds();
   test_scratch(selection);
   uint64_t seed = 0;
   for (HeadCase of : head_cases()) {
