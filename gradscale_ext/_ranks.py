@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from . import _context
 
 if TYPE_CHECKING:
     from ._options import Options
@@ -21,6 +25,18 @@ def group_of(function: str, process_group: Any) -> tuple[str, int]:
             f"but it is of type {type(process_group).__name__}"
         )
     return process_group.group_name, process_group.size()
+
+
+@contextlib.contextmanager
+def waiting(function: str) -> Iterator[None]:
+    """Say in which call a rank waited for the others when one of them has ended, or does not take part."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{function}: rank {torch.distributed.get_rank()} waited in vain for the other ranks of its process group: "
+            f"one of them raised, ended, or made no such call; the first error of all ranks is the cause ({error})"
+        ) from error
 
 
 def options_for_all_ranks(call: Call, process_group: Any, normalize_importance_weights: bool) -> Options:
@@ -67,5 +83,6 @@ def _normalized(weights: torch.Tensor, group: str) -> torch.Tensor:
 
 def _all_reduced(tensor: torch.Tensor, operation: str, group: str) -> torch.Tensor:
     collectives = torch.ops._c10d_functional
-    reduced: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(tensor, operation, group))
+    with waiting("multi_step_loss") if _context.is_eager() else contextlib.nullcontext():
+        reduced: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(tensor, operation, group))
     return reduced

@@ -366,43 +366,49 @@ def test_many_ranks_train_as_one(name: str, outcomes: tuple[int, Path]) -> None:
     assert_passed(name, *outcomes)
 
 
-KILLED = """
-import os, signal, torch, torch.distributed as dist
+ENDS = """
+import os, signal, sys, torch, torch.distributed as dist
 import gradscale_ext as gs
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", *{rendezvous})
 layer = torch.nn.Linear(2, 2)
 for step in range(4):
-    out = gs.reduce_multi_step(layer(torch.ones(3, 2)), reduction="valid_mean", process_group=dist.group.WORLD)
     if step == 2 and dist.get_rank() == 1:
         {end}
+    out = gs.reduce_multi_step(layer(torch.ones(3, 2)), reduction="valid_mean", process_group=dist.group.WORLD)
+    if step == 3 and dist.get_rank() == 1:
+        {later}
     out.loss.backward()
     gs.clip_gradients_(layer, 1.0, process_group=dist.group.WORLD)
 """
+KILL, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('of this rank alone')"
 
 
 @pytest.mark.parametrize(
-    ("end", "words"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "Signal 9 (SIGKILL)"),
-        ("raise ValueError('of this rank alone')", "of this rank alone"),
-    ],
+    ("end", "later", "function"),
+    [(RAISE, "pass", "multi_step_loss"), ("pass", KILL, "gradient statistics")],
 )
-def test_a_rank_that_ends_leaves_no_other_waiting(end: str, words: str, tmp_path: Path) -> None:
-    """torchrun names the rank that was the first to end, and the others say in which call they missed it."""
+def test_the_others_say_in_which_call_they_missed_a_rank(end: str, later: str, function: str, tmp_path: Path) -> None:
+    rendezvous = "[f'file://{sys.argv[2]}/store', None, 2, int(sys.argv[1])]"
     script = tmp_path / "train.py"
-    script.write_text(KILLED.format(end=end))
+    script.write_text(ENDS.format(rendezvous=rendezvous, end=end, later=later))
+    command = [sys.executable, str(script)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)
+    ]
+    ranks[1].communicate(timeout=120)
     start = time.monotonic()
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    _, errors = ranks[0].communicate(timeout=120)
+    assert time.monotonic() - start < 30
+    assert ranks[0].returncode == 1
+    assert f"RuntimeError: {function}: rank 0 waited in vain for the other ranks" in errors
+
+
+def test_torchrun_names_the_rank_that_was_killed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ENDS.format(rendezvous="[]", end=KILL, later="pass"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert ended.returncode != 0
-    assert time.monotonic() - start < 60  # on a busy machine; half of it are two imports of torch
-    assert "rank      : 1" in ended.stderr
-    assert words in ended.stderr
-    if words in ended.stderr.partition("Root Cause")[2]:
-        return
-    assert "clip_gradients_: rank 0 waited in vain" in ended.stderr
+    cause = ended.stderr.partition("Root Cause")[2]
+    assert "rank      : 1" in cause
+    assert "Signal 9 (SIGKILL)" in cause

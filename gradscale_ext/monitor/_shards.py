@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .. import reference
+from .._ranks import waiting
 
 
 def _is_distributed(tensor: torch.Tensor | None) -> bool:
@@ -93,7 +94,8 @@ def _merged(statistics: reference.Statistics, group: dist.ProcessGroup, p: float
     places = own.new_zeros((processes, *own.shape))
     places[dist.get_rank(group)] = own
     packed = torch.cat([places.flatten(0, 1), counts.to(own.dtype), histogram.T.to(own.dtype)])
-    dist.all_reduce(packed, group=group)
+    with waiting("gradient statistics"):
+        dist.all_reduce(packed, group=group)
     of_processes, counts, histogram = packed.split([processes * len(own), len(counts), histogram.shape[1]])
     norm, abs_max, mean, finite = of_processes.view_as(places).unbind(1)
     mean = (mean * finite).sum(0) / finite.sum(0).clamp(min=1)
