@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,6 +192,20 @@ def test_pytorch_of_an_activated_environment(interpreter, tmp_path):
     pretend_pytorch(site_packages_of(tmp_path / "activated"))
     done = build_with(interpreter, f"{interpreter.parent}:{tmp_path}/activated/bin:/usr/bin")
     assert done.stdout == "['torch==2.12.1']\n", done.stderr
+
+
+def test_folders_of_python_3_10(setup, tmp_path, monkeypatch):
+    get_path = sysconfig.get_path
+
+    def without_scheme_for_environments(name, scheme="posix_prefix", *arguments):
+        assert scheme != "venv"
+        return get_path(name, scheme, *arguments)
+
+    monkeypatch.setattr(sysconfig, "get_path", without_scheme_for_environments)
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
+    folder = site_packages_of(tmp_path)
+    folder.mkdir(parents=True)
+    assert str(folder) in setup.site_folders()
 
 
 def test_pytorch_of_the_user(interpreter, tmp_path):
