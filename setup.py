@@ -44,8 +44,9 @@ def site_folders() -> list[str]:
         folders.append(site.getusersitepackages())
     prefixes = [os.environ.get("VIRTUAL_ENV"), os.environ.get("CONDA_PREFIX")]
     prefixes += [str(Path(folder).parent) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
+    scheme = "nt" if sys.platform == "win32" else "posix_prefix"  # Python 3.10 knows none for virtual environments
     for prefix in filter(None, prefixes):
-        folders.append(sysconfig.get_path("purelib", "venv", {"base": prefix, "platbase": prefix}))
+        folders.append(sysconfig.get_path("purelib", scheme, {"base": prefix, "platbase": prefix}))
     return [folder for folder in dict.fromkeys(folders) if Path(folder).is_dir()]
 
 
