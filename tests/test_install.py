@@ -27,7 +27,7 @@ import uv
 
 import gradscale_ext
 from gradscale_ext import __main__ as environment
-from gradscale_ext import _against_reference, _bench, _kernels, _native, _report
+from gradscale_ext import _against_reference, _bench, _kernels, _native, _remedies, _report
 
 ROOT = Path(__file__).parent.parent
 
@@ -337,7 +337,8 @@ def remedies_of_an_import(monkeypatch):
     return missing, another
 
 
-def test_remedies_with_pip(interpreter, shell, tmp_path, monkeypatch):
+@pytest.mark.parametrize("installer", ["python -m pip install", "uv pip install"])
+def test_remedies(installer, interpreter, shell, tmp_path, monkeypatch):
     """One after the other, in an environment to which it happens."""
     site_packages = site_packages_of(tmp_path / "fresh")
     messages = [commands_in(build_with(interpreter).stderr)]
@@ -346,17 +347,21 @@ def test_remedies_with_pip(interpreter, shell, tmp_path, monkeypatch):
     messages.append(commands_in(build_with(interpreter).stderr))
     (isolated / "torch" / "__init__.py").write_text("raise ImportError")
     messages.append(commands_in(build_with(interpreter).stderr))
-    with_pip = ([line for line in message if line.startswith("python")] for message in messages)
-    (pytorch, this), (another_pytorch,), (pytorch_again,) = with_pip
+    of_installer = ([line for line in message if line.startswith(installer)] for message in messages)
+    (pytorch, this), (another_pytorch,), (pytorch_again,) = of_installer
+    monkeypatch.setattr(_native, "INSTALL", installer)
+    monkeypatch.setattr(_native, "REBUILD", _native.REBUILD.replace(_remedies.INSTALL, installer))
     (in_place,), (former_pytorch, this_again) = remedies_of_an_import(monkeypatch)
 
-    shell("python -m ensurepip")
+    if installer.startswith("python"):
+        shell("python -m ensurepip")
     shell(pytorch)
     shell(this)
     assert installed(site_packages) == ("2.13.0", "torch==2.13.0")
-    shell("python -m pip install torch==2.10.0")
+    shell(f"{installer} torch==2.10.0")
     shell(another_pytorch)
     assert installed(site_packages)[0] == "2.13.0"
+    (site_packages / "torch" / "__init__.py").unlink()  # which uv shares with its cache
     (site_packages / "torch" / "__init__.py").write_text("raise ImportError")
     shell(pytorch_again)
     assert shell("python -c 'import torch; print(torch.__version__)'") == "2.13.0\n"
@@ -365,14 +370,6 @@ def test_remedies_with_pip(interpreter, shell, tmp_path, monkeypatch):
     assert installed(site_packages) == ("2.11.0", "torch==2.11.0")
     shell(in_place)
     assert list((tmp_path / "sources" / "gradscale_ext").glob("_C*"))
-
-
-def test_remedies_with_uv(interpreter, shell, tmp_path):
-    commands = [line for line in commands_in(build_with(interpreter).stderr) if line.startswith("uv")]
-    assert len(commands) == 2
-    for command in commands:
-        shell(command)
-    assert installed(site_packages_of(tmp_path / "fresh")) == ("2.13.0", "torch==2.13.0")
 
 
 def test_remedy_for_a_project_of_uv(interpreter, shell, tmp_path):
