@@ -9,6 +9,7 @@ from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._remedies import INSTALL
 from ._charts import FINITE_EDGES, Record, Selection
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def draw(history: History, record: Record, selection: Selection, path: str | Pat
     try:
         import matplotlib.figure
     except ImportError as error:
-        raise ImportError("GradientMonitor.plot needs matplotlib: python -m pip install matplotlib") from error
+        raise ImportError(f"GradientMonitor.plot needs matplotlib: {INSTALL} matplotlib") from error
 
     of_parameters = _histograms(record, selection)
     layers = layers_of(list(of_parameters))
