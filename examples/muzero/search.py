@@ -116,7 +116,7 @@ class Trees:
             self.largest_return[row] = np.maximum(self.largest_return[row], self.returns[edge])
 
 
-@torch.inference_mode()
+@torch.no_grad()  # decoding is one kernel then; in inference mode it is a dozen calls of PyTorch
 def search(
     network: MuZeroNetwork,
     observation: Floats,

@@ -55,7 +55,7 @@ class Breakout(Game):
 
     def observation(self) -> Floats:
         planes = np.stack([environment.state() for environment in self.environments])
-        return np.moveaxis(planes, -1, 1).astype(np.float32)
+        return np.ascontiguousarray(np.moveaxis(planes, -1, 1), dtype=np.float32)
 
 
 GAME = Breakout
