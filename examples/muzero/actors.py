@@ -1,9 +1,9 @@
 """Self-play and replay by actors on Ray, beside the learner.
 
-Each player has a share of the games. It plays with the weights that the learner last put into Ray's object store, and hands
-the episodes that have ended to the keeper of the replay buffer, who has them on disk before it acknowledges them. Ray
-starts an actor that was killed anew, and repeats the calls that it left unanswered: a player begins new games then, the
-keeper reads its file.
+Each player has a share of the games. It plays with the weights that the learner last put into Ray's object store, and
+hands the episodes that have ended to the keeper of the replay buffer, who has them on disk before it acknowledges them.
+Ray starts an actor that was killed anew, and repeats the calls that it left unanswered: a player begins new games then,
+the keeper reads its file.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ class Keeper:
     """Keeps the replay buffer, and the episodes in it in a file as well."""
 
     def __init__(self, configuration: Configuration, path: str) -> None:
-        """Read what an earlier keeper, killed or stopped, has acknowledged; transitions get the places that they had."""
+        """Read what an earlier keeper has acknowledged, into the places that it had."""
         torch.set_num_threads(1)
         self.buffer = make_replay(configuration)
         self.generator = np.random.default_rng()
         self.file = sqlite3.connect(path)
-        self.file.execute(
-            "CREATE TABLE IF NOT EXISTS added (call TEXT PRIMARY KEY, first INT, last INT, episodes BLOB)"
-        )
+        columns = "call TEXT PRIMARY KEY, first INTEGER, last INTEGER, episodes BLOB"
+        self.file.execute(f"CREATE TABLE IF NOT EXISTS added ({columns})")
         for first, episodes in self.file.execute("SELECT first, episodes FROM added ORDER BY first"):
             self.buffer.num_added = first
             self.fill(pickle.loads(episodes))
@@ -87,20 +86,19 @@ class Keeper:
 class Player:
     """Plays a share of the games."""
 
-    def __init__(self, configuration: Configuration, keeper: Any) -> None:
+    def __init__(self, configuration: Configuration) -> None:
         """Begin games; whoever takes the place of a killed player does not repeat what that one played."""
         torch.set_num_threads(1)
         seed = secrets.randbits(31)
         self.self_play = SelfPlay(dataclasses.replace(configuration, seed=seed), np.random.default_rng(seed))
         self.network = make_network(configuration)
         self.outcome = games.load(configuration.game).outcome
-        self.keeper = keeper
 
-    def play(self, weights: dict[str, Tensor]) -> tuple[list[float], int, int]:
+    def play(self, weights: dict[str, Tensor], keeper: Any) -> tuple[list[float], int, int]:
         """Some steps. Returns what the episodes that ended brought, the transitions, and those in the replay buffer."""
         self.network.load_state_dict(weights)
         finished = [episode for _ in range(STEPS_PER_CALL) for episode in self.self_play.step(self.network)]
-        size = ray.get(self.keeper.add.remote(uuid.uuid4().hex, finished))
+        size = ray.get(keeper.add.remote(uuid.uuid4().hex, finished))
         transitions = STEPS_PER_CALL * self.self_play.game.num_games - len(finished)
         return [self.outcome(episode.rewards) for episode in finished], transitions, size
 
@@ -150,23 +148,30 @@ class ActorTraining(Training):
         keeper = Keeper.options(scheduling_strategy=here).remote(self.share, str(path))
         self.replay = KeptReplay(keeper)
         shares = [self.share.share(i, configuration.actors, "num_environments") for i in range(configuration.actors)]
-        self.players = [Player.remote(share, keeper) for share in shares]
+        self.players = [Player.remote(share) for share in shares]
         self.calls: dict[Any, Any] = {}  # what players were asked for, and who
+        self.weights: Any = None
         self.transitions_ahead = 0
 
     def play(self) -> tuple[list[float], int]:
-        """Waits until the players are a step of all games ahead; whoever has answered plays on with the latest weights."""
-        if not self.calls or self.step_number % STEPS_PER_WEIGHTS == 0:
+        """Waits until a step of all games has been played; players that have answered go on with the latest weights."""
+        if self.weights is None or self.step_number % STEPS_PER_WEIGHTS == 0:
             self.weights = ray.put(self.network.state_dict())
-        self.calls = self.calls or {player.play.remote(self.weights): player for player in self.players}
+        if not self.calls:
+            for player in self.players:
+                self.ask(player)
         all_returns, all_transitions = [], 0
         while self.transitions_ahead < self.share.num_environments:
             (call,), _ = ray.wait(list(self.calls))
             returns, transitions, self.replay.size = ray.get(call)
             player = self.calls.pop(call)
-            self.calls[player.play.remote(self.weights)] = player
+            self.ask(player)
             all_returns += returns
             all_transitions += transitions
             self.transitions_ahead += transitions
         self.transitions_ahead -= self.share.num_environments
         return all_returns, all_transitions
+
+    def ask(self, player: Any) -> None:
+        """Has a player go on."""
+        self.calls[player.play.remote(self.weights, self.replay.keeper)] = player

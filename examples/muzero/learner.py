@@ -22,7 +22,7 @@ LossFunction = Callable[..., gs.MultiStepLossOutput]
 def make_loss(support: gs.Support, implementation: str, process_group: ProcessGroup | None = None) -> LossFunction:
     """The loss of value, reward and policy: `"fused"`, or `"reference"` for the same in plain PyTorch.
 
-    With a process group it is the mean over the batches of all its ranks, and the largest importance weight of all is 1.
+    With a process group it is the mean over the batches of all its ranks, whose largest importance weight becomes 1.
     """
     loss_function = gs.MultiStepLoss(
         value=gs.TwoHot(support),

@@ -1,6 +1,7 @@
-"""Processes that train as one, started by `torchrun`: each plays a share of the games and learns from a share of the batch.
+"""Processes that train as one, started by `torchrun`.
 
-DistributedDataParallel averages their gradients, so that their weights stay the same, bit for bit.
+Each plays a share of the games, and learns from a share of the batch. DistributedDataParallel averages their gradients,
+so that their weights stay the same, bit for bit.
 """
 
 from __future__ import annotations

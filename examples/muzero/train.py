@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import os
 import signal
 import sys
 import time
@@ -71,7 +70,7 @@ def main() -> int:
     directory.mkdir(parents=True, exist_ok=True)
     ranks = Ranks()
     if ranks.rank > 0:  # rank 0 speaks for all
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = None
     elif options.fresh:
         remove_run(directory)
     ranks.gather(None)  # so that none reads what is removed
@@ -136,13 +135,8 @@ def parse_options() -> argparse.Namespace:
 
 def remove_run(directory: Path) -> None:
     """Deletes the files that an earlier run wrote, and nothing else."""
-    for pattern in (
-        "checkpoint.*",
-        "replay.*.sqlite*",
-        "events.out.tfevents.*",
-        "learning_curve.png",
-        "hidden_state.png",
-    ):
+    pictures = ("learning_curve.png", "hidden_state.png")
+    for pattern in ("checkpoint.*", "replay.*.sqlite*", "events.out.tfevents.*", *pictures):
         for path in directory.glob(pattern):
             path.unlink()
 
