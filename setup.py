@@ -44,8 +44,9 @@ def site_folders() -> list[str]:
         folders.append(site.getusersitepackages())
     prefixes = [os.environ.get("VIRTUAL_ENV"), os.environ.get("CONDA_PREFIX")]
     prefixes += [str(Path(folder).parent) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
+    scheme = "nt" if sys.platform == "win32" else "posix_prefix"  # Python 3.10 knows none for virtual environments
     for prefix in filter(None, prefixes):
-        folders.append(sysconfig.get_path("purelib", "venv", {"base": prefix, "platbase": prefix}))
+        folders.append(sysconfig.get_path("purelib", scheme, {"base": prefix, "platbase": prefix}))
     return [folder for folder in dict.fromkeys(folders) if Path(folder).is_dir()]
 
 
@@ -77,13 +78,17 @@ def import_torch():  # type: ignore[no-untyped-def]
         raise SystemExit(
             f"gradscale_ext: PyTorch is installed ({found.origin}), but cannot be imported here: {error}\n"
             "Where `python -c 'import torch'` fails with the same error, install PyTorch again:\n"
-            f"    python -m pip install --force-reinstall '{TORCH}'"
+            f"    python -m pip install --force-reinstall '{TORCH}'\n"
+            "or, with uv:\n"
+            f"    uv pip install --reinstall '{TORCH}'"
         ) from error
     lowest, end = (tuple(map(int, bound.split("."))) for bound in re.findall(r"[\d.]+", TORCH))
     if not lowest <= tuple(map(int, torch.__version__.split(".")[:2])) < end:
         raise SystemExit(
             f"gradscale_ext: PyTorch must be of {TORCH}, but {torch.__version__} is installed. Install another:\n"
-            f"    python -m pip install '{TORCH}'"
+            f"    python -m pip install '{TORCH}'\n"
+            "or, with uv:\n"
+            f"    uv pip install '{TORCH}'"
         )
     return torch
 

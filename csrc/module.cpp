@@ -27,11 +27,12 @@
 namespace {
 
 using gradscale::NormGroups;
+using gradscale::Detail;
 using gradscale::Plan;
 using gradscale::Value;
 
-// (loss, per_sample, per_step, expected, head_means, num_nonfinite), or None when the fused kernel does not take this
-// call.
+// (loss, per_sample, per_step, expected, entropy, head_means, head_losses, num_nonfinite), or None when the fused kernel
+// does not take this call.
 py::object multi_step_loss(
     const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, py::handle options) {
   auto arguments = gradscale::read_arguments(*plan, predictions, targets, options);
@@ -48,16 +49,25 @@ py::object multi_step_loss(
     gradscale::record_call(std::move(*arguments), result, plan);
   }
   const gradscale::Outputs& outputs = result.outputs;
-  const std::vector<at::Tensor> head_means = outputs.head_means.unbind();
-  py::dict per_step, expected, means;
-  for (size_t h = 0; h < head_means.size(); ++h) {
-    per_step[plan->names[h]] = outputs.per_step[h];
-    means[plan->names[h]] = head_means[h];
-    if (outputs.expected[h].defined()) {
-      expected[plan->names[h]] = outputs.expected[h];
-    }
+  const std::vector<at::Tensor> means = outputs.head_means.unbind();
+  const std::vector<at::Tensor> losses = outputs.head_losses.unbind();
+  py::dict per_step, details[3], head_means, head_losses; // details by Detail
+  for (size_t h = 0; h < means.size(); ++h) {
+    const py::object& name = plan->names[h];
+    per_step[name] = outputs.per_step[h];
+    details[static_cast<size_t>(plan->table[h].detail)][name] = outputs.details[h];
+    head_means[name] = means[h];
+    head_losses[name] = losses[h];
   }
-  return py::make_tuple(outputs.loss, outputs.per_sample, per_step, expected, means, outputs.num_nonfinite);
+  return py::make_tuple(
+      outputs.loss,
+      outputs.per_sample,
+      per_step,
+      details[static_cast<size_t>(Detail::expected)],
+      details[static_cast<size_t>(Detail::entropy)],
+      head_means,
+      head_losses,
+      outputs.num_nonfinite);
 }
 
 // Decoded values, or None when the fused kernel does not take these logits.
@@ -174,14 +184,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](const std::vector<std::string>& names, const std::vector<double>& numbers) {
         return std::make_shared<gradscale::OwnedSupport>(names, numbers);
       }));
-  m.def("kinds", [] { // by name: whether it has a support, and (prediction_dims, target_dims, classes) of its forms
+  m.def("kinds", [] { // by name: its Detail, and (prediction_dims, target_dims, classes) of its forms
     py::dict kinds;
     for (const gradscale::KindOfHead& kind : gradscale::kinds()) {
       py::list forms;
       for (const gradscale::Form& form : kind.forms) {
         forms.append(py::make_tuple(form.prediction_dims, form.target_dims, form.classes));
       }
-      kinds[kind.name.c_str()] = py::make_tuple(kind.has_support, forms);
+      kinds[kind.name.c_str()] = py::make_tuple(static_cast<int64_t>(kind.detail), forms);
     }
     return kinds;
   });

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gradscale_ext
 
 project = "gradscale_ext"
@@ -32,5 +34,6 @@ pygments_dark_style = "one-dark"
 html_title = f"gradscale_ext {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 html_copy_source = False
 html_show_sphinx = False

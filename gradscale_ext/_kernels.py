@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ._remedies import INSTALL
+
 _HERE = Path(__file__).resolve().parent
 #: The C++ sources: part of an installed package, beside it in a checkout.
 SOURCES = next((path for path in (_HERE / "csrc", _HERE.parent / "csrc") if path.is_dir()), _HERE / "csrc")
@@ -30,7 +32,7 @@ OPTIONS = ("--std=c++17", "-default-device")
 #: Images that were compiled when the package was installed.
 PACKAGED = _HERE / "kernels"
 HOW_TO_GET_A_COMPILER = (
-    'install NVRTC with `python -m pip install "cuda-bindings=={major}.*" "nvidia-cuda-nvrtc=={major}.*"`, '
+    f'install NVRTC with `{INSTALL} "cuda-bindings=={{major}}.*" "nvidia-cuda-nvrtc=={{major}}.*"`, '
     "or put nvcc of the CUDA toolkit on PATH"
 )
 

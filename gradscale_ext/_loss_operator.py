@@ -10,7 +10,7 @@ import torch
 from . import _native as _native  # the operator is registered by it
 from ._options import Entries, Options, turned_around
 from ._validate import Call
-from .heads import record_of
+from .heads import DETAILS, record_of
 from .output import MultiStepLossOutput
 
 #: Counts that stand for one stacked tensor, and for no tensors.
@@ -43,14 +43,17 @@ def call_operator(
         [],
         *options,
     )
-    loss, per_sample, head_means, num_nonfinite = results[:4]
-    decoded = [name for name, head in heads.items() if head.decodes]
+    loss, per_sample, head_means, head_losses, num_nonfinite = results[:5]
+    per_step, details = results[5 : 5 + len(heads)], iter(results[5 + len(heads) :])
+    of_heads = {name: (head.detail, next(details)) for name, head in heads.items() if head.detail}
     return MultiStepLossOutput(
         loss=loss,
         per_sample=per_sample,
-        per_step=dict(zip(heads, results[4:], strict=False)),
-        expected=dict(zip(decoded, results[4 + len(heads) :], strict=False)),
+        per_step=dict(zip(heads, per_step, strict=True)),
+        expected={name: tensor for name, (detail, tensor) in of_heads.items() if detail == "expected"},
+        entropy={name: tensor for name, (detail, tensor) in of_heads.items() if detail == "entropy"},
         head_means=dict(zip(heads, head_means.unbind(), strict=True)),
+        head_losses=dict(zip(heads, head_losses.unbind(), strict=True)),
         num_nonfinite=num_nonfinite,
     )
 
@@ -76,23 +79,24 @@ def _shapes(
     of_sums: dict[str, Any] = {"device": device, "dtype": torch.float64 if is_double else torch.float32}
     step_dim = 1 if options.batch_first else 0
     batch = predictions[0].shape[1 - step_dim if prediction_counts[0] == _STACKED else 0]
-    decodes = [number for name, number in zip(names, numbers, strict=True) if name == "decodes"]
-    per_step, expected = [], []
+    details_of_heads = [DETAILS[int(number)] for name, number in zip(names, numbers, strict=True) if name == "detail"]
+    per_step, details = [], []
     first = 0
-    for count, is_decoded in zip(prediction_counts, decodes, strict=True):
+    for count, detail in zip(prediction_counts, details_of_heads, strict=True):
         steps = count or predictions[first].shape[step_dim]
         size, stride = ((batch, steps), (steps, 1)) if options.batch_first else ((steps, batch), (1, steps))
         per_step.append(torch.empty_strided(size, stride, **of_sums))
-        if is_decoded:
-            expected.append(torch.empty_strided(size, stride, **of_sums))
+        if detail:
+            details.append(torch.empty_strided(size, stride, **of_sums))
         first += max(count, 1)
     return [
         torch.empty((batch,) if options.reduction == "none" else (), **of_sums),
         torch.empty((batch,), **of_sums),
         torch.empty((len(per_step),), **of_sums),
+        torch.empty((len(per_step),), **of_sums),
         torch.empty((), device=device, dtype=torch.int64),
         *per_step,
-        *expected,
+        *details,
         *[torch.empty(predictions[i].shape, device=device, dtype=_of_gradient(predictions[i])) for i in wants],
     ]
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from . import _kernels, _report
+from ._remedies import INSTALL
 
-REBUILD = "Compile it again, in a checkout of gradscale_ext: `python -m pip install --force-reinstall --no-deps .`"
+REBUILD = f"Compile it again, in a checkout of gradscale_ext: `{INSTALL} --force-reinstall --no-deps .`"
 
 
 def _explain(error: ImportError) -> ImportError:
@@ -19,14 +20,14 @@ def _explain(error: ImportError) -> ImportError:
         return ImportError(
             f"gradscale_ext is not compiled here: {__path_of_package()} has no extension module _C. If this is a "
             "checkout that shadows an installed gradscale_ext, start Python from another folder; otherwise compile it, "
-            "in the checkout: `python -m pip install -e .`"
+            f"in the checkout: `{INSTALL} -e .`"
         )
     built = _version_built_with()
     if built is not None and built != torch.__version__:
         return ImportError(
             f"gradscale_ext was compiled against PyTorch {built}, but PyTorch {torch.__version__} is installed now; a "
             f"C++ extension must be compiled again after that, or that PyTorch be installed again: "
-            f"`python -m pip install torch=={_release(built)}`. {REBUILD} ({error})"
+            f"`{INSTALL} torch=={_release(built)}`. {REBUILD} ({error})"
         )
     return ImportError(f"the compiled extension of gradscale_ext could not be loaded: {error}. {REBUILD}")
 

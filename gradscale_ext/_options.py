@@ -24,6 +24,8 @@ class Options(NamedTuple):
     reduction: Reduction = "mean"
     nonfinite: Nonfinite = "propagate"
     batch_first: bool = True
+    #: float64 [heads]: what "mean" and "valid_mean" divide by, where it is not counted in this batch alone
+    num_entries: torch.Tensor | None = None
 
 
 def turned_around(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:

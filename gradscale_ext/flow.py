@@ -23,6 +23,7 @@ import torch
 
 from . import _context, _flow_rules
 from ._native import _C
+from ._ranks import group_of
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -139,7 +140,7 @@ def clip_gradient_norm(
     tensor([[0.6000, 0.8000],
             [0.3000, 0.4000]])
     """
-    group = _group("clip_gradient_norm", process_group)
+    group = group_of("clip_gradient_norm", process_group)
     return _clip_gradient_norm(x, max_norm, batch_dims, norm_type, group, None)  # type: ignore[no-any-return]
 
 
@@ -291,18 +292,6 @@ def _groups(operator: str, batch_dims: Any, norm_type: Any) -> tuple[int, float]
     return int(batch_dims), p
 
 
-def _group(operator: str, process_group: Any) -> tuple[str, int]:
-    """Name and size of a process group; an empty name for none."""
-    if process_group is None:
-        return "", 1
-    if not isinstance(process_group, torch.distributed.ProcessGroup):
-        raise TypeError(
-            f"{operator}: process_group must be a torch.distributed.ProcessGroup or None, "
-            f"but it is of type {type(process_group).__name__}"
-        )
-    return process_group.group_name, process_group.size()
-
-
 def _bounds(operator: str, min: Any, max: Any) -> tuple[float | torch.Tensor, float | torch.Tensor]:
     """Two numbers or two tensors; infinity where there is no bound."""
     if min is None and max is None:
@@ -436,7 +425,7 @@ class ClipGradientNorm(_NormOperator):
         """Keep the limit, and start counting at zero."""
         super().__init__(batch_dims, norm_type)
         self._keep(max_norm=_limit("ClipGradientNorm", "max_norm", max_norm))
-        self._group = _group("ClipGradientNorm", process_group)
+        self._group = group_of("ClipGradientNorm", process_group)
         self.register_buffer("counts", torch.zeros(2, dtype=torch.int64), persistent=False)
 
     @property

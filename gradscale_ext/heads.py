@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from .support import Support
 
 
+#: Details of heads in the order of `Detail` in csrc/loss/segment.h.
+DETAILS = (None, "expected", "entropy")
+
+
 class Form(NamedTuple):
     """Shapes of one prediction and its target behind the batch; a letter is a size of at least 1, the same in both."""
 
@@ -45,8 +49,13 @@ class Head:
     """Name of the head's formula, in the kernels (`Kind` in csrc/loss/segment.h) and in the reference."""
     forms: ClassVar[tuple[Form, ...]] = ()
     """The forms that a prediction and its target may have."""
-    decodes: ClassVar[bool] = False
-    """The head has a support, and the output its decoded predictions."""
+    detail: ClassVar[Literal["expected", "entropy"] | None] = None
+    """What the output has of the head beside its losses: decoded predictions, where it has a support, or entropies."""
+
+    @property
+    def decodes(self) -> bool:
+        """The head has a support, and the output its decoded predictions."""
+        return self.detail == "expected"
 
     @property
     def has_target(self) -> bool:
@@ -56,7 +65,7 @@ class Head:
     def __init_subclass__(cls) -> None:
         """Refuse a subclass that changes how the kernels read its base."""
         base = cls.__mro__[1]
-        for name in ("kind", "forms", "decodes", "numbers", "has_target"):
+        for name in ("kind", "forms", "detail", "decodes", "numbers", "has_target"):
             if getattr(base, "kind", "") and name in {**cls.__dict__, **cls.__dict__.get("__annotations__", {})}:
                 raise TypeError(
                     f"{cls.__name__}: a subclass of {cls.__mro__[1].__name__} must not have its own {name!r}"
@@ -64,7 +73,7 @@ class Head:
 
     def numbers(self) -> dict[str, float]:
         """The head's numbers by the names that the kernels give them (csrc/loss/segment.h)."""
-        return {"decodes": self.decodes, "weight": self.weight, "first_step": self.first_step}
+        return {"detail": DETAILS.index(self.detail), "weight": self.weight, "first_step": self.first_step}
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -122,7 +131,7 @@ class TwoHot(Head):
 
     kind: ClassVar[str] = "two_hot"
     forms: ClassVar[tuple[Form, ...]] = (Form(("S",), ()),)
-    decodes: ClassVar[bool] = True
+    detail: ClassVar[Literal["expected", "entropy"] | None] = "expected"
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -165,7 +174,7 @@ class HLGauss(Head):
 
     kind: ClassVar[str] = "hl_gauss"
     forms: ClassVar[tuple[Form, ...]] = (Form(("S",), ()),)
-    decodes: ClassVar[bool] = True
+    detail: ClassVar[Literal["expected", "entropy"] | None] = "expected"
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -209,6 +218,7 @@ class SoftCrossEntropy(Head):
 
     kind: ClassVar[str] = "soft_cross_entropy"
     forms: ClassVar[tuple[Form, ...]] = (Form(("A",), ("A",)), Form(("A",), (), classes=True))
+    detail: ClassVar[Literal["expected", "entropy"] | None] = "entropy"
 
     def __post_init__(self) -> None:
         """Check the numbers."""

@@ -15,6 +15,7 @@ from . import _check, _context, _remedies, reference
 from ._loss_operator import call_operator
 from ._native import _C, DEVICE_TYPES
 from ._options import Entries, Nonfinite, Options, Reduction, StepNumbers, turned_around
+from ._ranks import options_for_all_ranks
 from ._validate import as_dict, check_choice, check_heads, is_mapping, validate
 from .heads import Head, PerStepLoss, SoftCrossEntropy, TwoHot, record_of
 from .output import MultiStepLossOutput
@@ -50,6 +51,8 @@ def multi_step_loss(
     mask: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
     reduction: Reduction = "mean",
     nonfinite: Nonfinite = "propagate",
+    process_group: torch.distributed.ProcessGroup | None = None,
+    normalize_importance_weights: bool = False,
     batch_first: bool = True,
     check: bool = False,
     impl: Implementation = "auto",
@@ -82,8 +85,15 @@ def multi_step_loss(
             number of unmasked entries, at least 1).
         nonfinite: "propagate": NaN reaches the loss, and only that sample's gradients. "skip": a sample whose loss is
             not finite (L_b, without its importance weight) adds nothing. It is counted in both cases.
+        process_group: ranks whose batches make up one, for "mean" and "valid_mean": samples or unmasked entries are
+            counted over all of them (one all-reduce of a number for each head), and each rank's loss is scaled so that
+            the average over the ranks, which DistributedDataParallel and FSDP take of gradients, is the gradient of the
+            mean over all. `head_means` stay those of this rank.
+        normalize_importance_weights: divide `importance_weights` by the largest of them (Schaul et al. 2016), with a
+            process group by that of all ranks.
         batch_first: False: all that has both dimensions is the other way round: stacked predictions and targets are
-            `[T, B, ...]`, masks and weights `[T, B]`, and of the output `per_step` and `expected` `[T_h, B]`.
+            `[T, B, ...]`, masks and weights `[T, B]`, and of the output `per_step`, `expected` and `entropy`
+            `[T_h, B]`.
         check: look at the values too, and raise ValueError for what no user can mean: policy targets that are no
             distributions (negative, above 1, or whole numbers that add up to more than 1, as raw visit counts do; a
             smaller sum is taken for a weight), logits that are probabilities already, entries and weights that are not
@@ -126,7 +136,7 @@ def multi_step_loss(
             plan = _cached_plan(tuple(heads.items()))
         except TypeError:  # not heads at all, or heads without a hash
             plan = _make_plan(heads)
-    return _run(plan, heads, predictions, targets, options, check, impl)
+    return _run(plan, heads, predictions, targets, options, process_group, normalize_importance_weights, check, impl)
 
 
 def _run(
@@ -135,6 +145,8 @@ def _run(
     predictions: Mapping[str, Entries],
     targets: Mapping[str, Entries],
     options: Options,
+    process_group: torch.distributed.ProcessGroup | None,
+    normalize_importance_weights: bool,
     check: bool,
     impl: str,
 ) -> MultiStepLossOutput:
@@ -146,6 +158,9 @@ def _run(
         options = options._replace(mask=as_dict("mask", options.mask))
     if check:
         _check.check_values(heads, predictions, targets, options)
+    if process_group is not None or normalize_importance_weights:
+        call = validate(heads, predictions, targets, options)
+        options = options_for_all_ranks(call, process_group, normalize_importance_weights)
     if plan is not None and impl != "reference":
         fused = _C.multi_step_loss(plan, predictions, targets, options)
         if fused is not None:
@@ -247,6 +262,8 @@ class MultiStepLoss(torch.nn.Module):
         mask: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
         reduction: Reduction = "mean",
         nonfinite: Nonfinite = "propagate",
+        process_group: torch.distributed.ProcessGroup | None = None,
+        normalize_importance_weights: bool = False,
         batch_first: bool = True,
         check: bool = False,
         impl: Implementation = "auto",
@@ -256,7 +273,9 @@ class MultiStepLoss(torch.nn.Module):
             step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite, batch_first
         )
         plan = self._plan() if _context.is_eager() else None
-        return _run(plan, self.heads, predictions, targets, options, check, impl)
+        return _run(
+            plan, self.heads, predictions, targets, options, process_group, normalize_importance_weights, check, impl
+        )
 
     if TYPE_CHECKING:  # torch.nn.Module says that a call takes anything, and returns Any
 
@@ -277,6 +296,8 @@ def reduce_multi_step(
     mask: torch.Tensor | None = None,
     reduction: Reduction = "mean",
     nonfinite: Nonfinite = "propagate",
+    process_group: torch.distributed.ProcessGroup | None = None,
+    normalize_importance_weights: bool = False,
     batch_first: bool = True,
     check: bool = False,
 ) -> MultiStepLossOutput:
@@ -284,8 +305,8 @@ def reduce_multi_step(
 
     Args:
         losses: `[B, T]` (`[T, B]` without `batch_first`), or a list or tuple of T tensors `[B]`.
-        step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite, batch_first, check: as in
-            `multi_step_loss`.
+        step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite, process_group,
+            normalize_importance_weights, batch_first, check: as in `multi_step_loss`.
 
     Returns:
         `MultiStepLossOutput` with one head, "loss".
@@ -306,6 +327,8 @@ def reduce_multi_step(
         mask=mask,
         reduction=reduction,
         nonfinite=nonfinite,
+        process_group=process_group,
+        normalize_importance_weights=normalize_importance_weights,
         batch_first=batch_first,
         check=check,
     )
@@ -315,7 +338,7 @@ def priorities(
     expected: Entries,
     targets: Entries,
     *,
-    steps: Literal["first", "mean", "max"] = "first",
+    steps: Literal["first", "mean", "max", "all"] = "first",
     alpha: float = 1.0,
     eps: float = 1e-6,
     batch_first: bool = True,
@@ -325,13 +348,14 @@ def priorities(
     Args:
         expected: decoded predictions nu, `[B, T]` (``out.expected["value"]``) or a list of T tensors `[B]`.
         targets: their targets z, of the same form.
-        steps: which steps count: the "first" one (the root), the "mean" of ``|nu - z|`` over the steps, or the "max".
+        steps: which steps count: the "first" one (the root), the "mean" of ``|nu - z|`` over the steps, the "max", or
+            "all", each for itself.
         alpha: exponent, at least 0; 0 gives uniform priorities.
         eps: keeps every sample alive, at least 0.
         batch_first: False: tensors with both dimensions are `[T, B]`, as `multi_step_loss` gives them then.
 
     Returns:
-        `[B]`, without a gradient.
+        `[B]`; of "all" steps `[B, T]` (`[T, B]` without `batch_first`). Without a gradient.
 
     Raises:
         ValueError: shapes differ, or an argument is out of range.
@@ -356,8 +380,10 @@ def priorities(
         error = error.mean(1)
     elif steps == "max":
         error = error.amax(1)
+    elif steps == "all":
+        error = turned_around(error, batch_first)
     else:
-        raise ValueError(f"priorities: steps must be 'first', 'mean' or 'max', but it is {steps!r}")
+        raise ValueError(f"priorities: steps must be 'first', 'mean', 'max' or 'all', but it is {steps!r}")
     if not _context.is_eager():
         return torch.pow(error + eps, _context.as_tensor(alpha, error.device, error.dtype))
     return (error + eps) ** alpha

@@ -23,19 +23,29 @@ class MultiStepLossOutput:
     per_step: dict[str, torch.Tensor]
     """By head `[B, T_h]` (`[T_h, B]` with ``batch_first=False``): each entry's loss without weights; 0 where masked."""
     expected: dict[str, torch.Tensor]
-    """By head with a support, of the same shape: the decoded prediction."""
+    """By head with a support, of the same shape: the decoded prediction, also where masked."""
+    entropy: dict[str, torch.Tensor]
+    """By policy head, of the same shape: ``-sum_a p_a log p_a`` of the prediction, in nats, also where masked."""
     head_means: dict[str, torch.Tensor]
     """By head, a scalar: mean of `per_step` over the unmasked entries."""
+    head_losses: dict[str, torch.Tensor]
+    """By head, a scalar: its share of `loss`, with all weights and the reduction; they add up to ``loss.sum()``."""
     num_nonfinite: torch.Tensor
     """int64 scalar: samples whose L_b is inf or NaN."""
 
     def _heads(self) -> tuple[list[str], list[list[str]]]:
         """Headers and a row for each head."""
         rows = [
-            [name, _scalar(self.head_means[name]), _form(self.per_step[name]), _form(self.expected.get(name))]
+            [
+                name,
+                _scalar(self.head_losses[name]),
+                _scalar(self.head_means[name]),
+                _form(self.per_step[name]),
+                " ".join(key for key in ("expected", "entropy") if name in getattr(self, key)),
+            ]
             for name in self.per_step
         ]
-        return ["head", "mean", "per_step", "expected"], rows
+        return ["head", "loss", "mean", "per_step", "also"], rows
 
     def __repr__(self) -> str:
         """Scalars, and the shapes of everything else."""

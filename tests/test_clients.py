@@ -329,6 +329,16 @@ def test_lightning(lightning_module, options):
     assert all(map(torch.equal, watched.parameters(), alone.parameters()))
 
 
+def test_lightning_clips_by_value(lightning_module):
+    module, callback = lightning_module({0: 1e-3}), monitored()
+    fit(module, [callback], gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    history = callback.monitors[0].history
+    assert [norm for _, norm in history["gradient_norm_total"]] == pytest.approx(module.norms, rel=1e-5)
+    assert [rate for _, rate in history["clip_rate"]] == [0.0] + [1.0] * 4
+    norms = zip(history["gradient_norm_total_before_clipping"], module.norms, strict=True)
+    assert [step for (step, before), after in norms if before > 1.01 * after] == [1, 2, 3, 4]
+
+
 def test_lightning_skips_a_step(lightning_module):
     from lightning.pytorch.plugins.precision import MixedPrecision
 
@@ -448,6 +458,20 @@ def test_accelerate(accelerator, precision, ours):
     since = [changed[first + 1 : last + 1] for first, last in pairwise([-1, *taken])]
     assert watching.history["clip_rate"] == [(step, sum(s) / len(s)) for step, s in zip(taken, since, strict=True)]
     assert 0 < sum(changed) < 5
+
+
+def test_accelerate_clips_by_value(accelerator):
+    accelerator, model = accelerator("no"), nn.Linear(2, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    with gs.GradientMonitor(model, optimizer, every=1) as watching:
+        for inputs in ([3.0, 4.0], [0.6, 0.8]):
+            optimizer.zero_grad()
+            accelerator.backward(model(torch.tensor(inputs)).sum())
+            accelerator.clip_grad_value_(model.parameters(), 1.0)
+            optimizer.step()
+    assert watching.history["clip_rate"] == [(0, 1.0), (1, 0.0)]
+    assert watching.history["gradient_norm_total_before_clipping"] == [(0, 5.0), (1, pytest.approx(1.0))]
+    assert watching.history["gradient_norm_total"] == [(0, pytest.approx(math.sqrt(2))), (1, pytest.approx(1.0))]
 
 
 def test_accelerate_accumulates(accelerator):

@@ -135,7 +135,7 @@ def largest(truth):
 def check_outputs(heads, out, truth, dtype):
     width = torch.float64 if dtype == torch.float64 else torch.float32
     assert out.num_nonfinite.item() == truth.num_nonfinite.item()
-    for field in ("loss", "per_sample", "per_step", "head_means", "expected"):
+    for field in ("loss", "per_sample", "per_step", "head_means", "head_losses", "expected", "entropy"):
         ours, theirs = getattr(out, field), getattr(truth, field)
         pairs = (
             {name: (ours[name], theirs[name]) for name in theirs} if isinstance(theirs, dict) else {"": (ours, theirs)}
@@ -200,7 +200,8 @@ def inputs_of(heads, width, batch, steps=1, seed=0):
 
     predictions, targets = {}, {}
     for name, head in heads.items():
-        shape = () if name in ("end", "own") else (head.support.num_bins,) if hasattr(head, "support") else (width,)
+        vector = bool(head.forms[-1].prediction)
+        shape = (head.support.num_bins,) if hasattr(head, "support") else (width,) if vector else ()
         predictions[name] = [(normal(*shape) * 3).requires_grad_() for _ in range(steps)]
         if name == "own":
             continue
@@ -213,7 +214,7 @@ def inputs_of(heads, width, batch, steps=1, seed=0):
         elif name == "end":
             make = lambda: normal().sigmoid()
         else:
-            make = lambda: normal(width)
+            make = lambda shape=shape: normal(*shape)
         targets[name] = [make() for _ in range(steps)]
     return predictions, targets
 

@@ -1180,6 +1180,15 @@ def test_the_report():
     assert diagnosis.findings[0].remedy.split(";")[0] in text
 
 
+def test_the_report_shows_the_beginning_of_a_long_line():
+    """Also of one that has no blanks to cut it at."""
+    model = nn.Linear(3, 1)
+    with GradientTracer() as tracer:
+        loss = torch.tensor(model(torch.ones(2, 3)).tolist()).square().mean().square().mean().requires_grad_()
+    text = str(diagnose_gradients(loss, model, tracer=tracer))
+    assert re.search(r"loss = torch.tensor\(model\(torch.ones\(2, 3\)\).tolist\(\)\)\S*\.\.\.$", text, re.MULTILINE)
+
+
 def test_the_report_of_many_parameters_is_short():
     model = nn.ModuleList(nn.Linear(2, 2) for _ in range(50))
     diagnosis = diagnose_gradients(model[0](torch.ones(1, 2)).sum(), model)

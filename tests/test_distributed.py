@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from contexts import CASES, Case, clipped
+from processes import assert_passed, run_in_processes
 from torch.distributed.device_mesh import init_device_mesh
 
 import gradscale_ext as gs
@@ -248,34 +248,17 @@ def clipping_under_fsdp(rank: int) -> None:
         assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
-def worker(rank: int, folder: str) -> None:
-    """Runs every check in the same order on every rank, and writes down what went wrong."""
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    for name, function in CHECKS.items():
-        try:
-            function(rank)
-            outcome = ""
-        except Exception:
-            outcome = traceback.format_exc()
-        Path(folder, f"{name}.{rank}").write_text(outcome)
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distributed")
-    torch.multiprocessing.spawn(worker, (str(folder),), nprocs=RANKS)
+    run_in_processes(RANKS, CHECKS, folder)
     return folder
 
 
 @pytest.mark.xdist_group("two_processes")  # which start once
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_processes(name: str, outcomes: Path) -> None:
-    for rank in range(RANKS):
-        outcome = (outcomes / f"{name}.{rank}").read_text()
-        assert not outcome, f"rank {rank}:\n{outcome}"
+    assert_passed(name, RANKS, outcomes)
 
 
 @pytest.mark.parametrize("wrong", ["WORLD", 3])

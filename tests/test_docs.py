@@ -83,8 +83,10 @@ def test_old_and_new_code_of_the_readme_agree():
 
 
 def anchors(page):
-    """The anchors of a page's headings, as GitHub and the site make them."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    """The anchors of a page's headings, as GitHub and the site make them; also of a page that it includes."""
+    included = re.match(r"```\{include\} (\S+)", page.read_text())
+    source = page.parent / included[1] if included else page
+    headings = re.findall(r"^#+ (.+)$", source.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 

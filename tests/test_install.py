@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import email
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -13,16 +14,20 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
+import textwrap
 import venv
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import uv
 
 import gradscale_ext
 from gradscale_ext import __main__ as environment
-from gradscale_ext import _against_reference, _bench, _native, _report
+from gradscale_ext import _against_reference, _bench, _kernels, _native, _remedies, _report
 
 ROOT = Path(__file__).parent.parent
 
@@ -193,6 +198,20 @@ def test_pytorch_of_an_activated_environment(interpreter, tmp_path):
     assert done.stdout == "['torch==2.12.1']\n", done.stderr
 
 
+def test_folders_of_python_3_10(setup, tmp_path, monkeypatch):
+    get_path = sysconfig.get_path
+
+    def without_scheme_for_environments(name, scheme="posix_prefix", *arguments):
+        assert scheme != "venv"
+        return get_path(name, scheme, *arguments)
+
+    monkeypatch.setattr(sysconfig, "get_path", without_scheme_for_environments)
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
+    folder = site_packages_of(tmp_path)
+    folder.mkdir(parents=True)
+    assert str(folder) in setup.site_folders()
+
+
 def test_pytorch_of_the_user(interpreter, tmp_path):
     """`pip install --user`, which an isolated build of pip hides."""
     pretend_pytorch(site_packages_of(tmp_path / "user"))
@@ -240,49 +259,157 @@ def commands_in(message):
     return [line or quoted for line, quoted in found if " install " in (line or quoted)]
 
 
+#: PyTorch's module of that name, for a stand-in that compiles nothing.
+CPP_EXTENSION = """
+from pathlib import Path
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext
+
+def CppExtension(name, sources, **options):
+    return Extension(name, sources)
+
+class BuildExtension(build_ext):
+    def build_extension(self, extension):
+        path = Path(self.get_ext_fullpath(extension.name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+"""
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    """Wheels in place of an index's: what the build requires, as it is installed here, and PyTorch's stand-ins."""
+    folder = tmp_path_factory.mktemp("index")
+    for name in ("setuptools", "wheel", "packaging", "ninja"):  # wheel depends on packaging
+        found = importlib.metadata.distribution(name)
+        with zipfile.ZipFile(folder / f"{name}-{found.version}-py3-none-any.whl", "w") as wheel:
+            for file in found.files:
+                if not {"..", "__pycache__"} & set(file.parts):
+                    wheel.write(file.locate(), file)
+    for version in ("2.10.0", "2.11.0", "2.13.0"):
+        with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+            information = f"torch-{version}.dist-info"
+            wheel.writestr("torch/__init__.py", f"__version__ = '{version}'")
+            wheel.writestr("torch/utils/__init__.py", "")
+            wheel.writestr("torch/utils/cpp_extension.py", CPP_EXTENSION)
+            wheel.writestr(f"{information}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+            wheel.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{information}/RECORD", "")
+    return folder
+
+
 @pytest.fixture
-def project(tmp_path):
-    """A project with the name of this one that installs in a moment and without a network."""
-    (tmp_path / "pyproject.toml").write_text(
-        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-    )
-    (tmp_path / "backend.py").write_text(
-        "from pathlib import Path\n"
-        "def prepare_metadata_for_build_wheel(folder, settings=None):\n"
-        "    info = Path(folder, 'gradscale_ext-9.dist-info')\n"
-        "    info.mkdir()\n"
-        "    (info / 'METADATA').write_text('Metadata-Version: 2.1\\nName: gradscale-ext\\nVersion: 9\\n')\n"
-        "    return info.name\n"
-        "prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel\n"
-        "def build_wheel(*arguments): raise NotImplementedError\n"
-        "build_editable = build_wheel\n"
-    )
-    return tmp_path
+def shell(tmp_path, unpacked, index):
+    """Runs a command as a user does, in the unpacked sources, with an environment activated that is empty."""
+    venv.create(tmp_path / "fresh", symlinks=True)
+    (tmp_path / "fresh" / "bin" / "uv").symlink_to(uv.find_uv_bin())
+    sources = shutil.copytree(unpacked, tmp_path / "sources")
+    environment = {
+        "HOME": str(tmp_path),
+        "PATH": f"{tmp_path}/fresh/bin:/usr/bin:/bin",
+        "VIRTUAL_ENV": f"{tmp_path}/fresh",
+        **dict.fromkeys(("PIP_NO_INDEX", "PIP_NO_COMPILE", "UV_NO_INDEX", "UV_OFFLINE"), "1"),
+        **dict.fromkeys(("PIP_FIND_LINKS", "UV_FIND_LINKS"), str(index)),
+    }
+
+    def run(command, folder=sources):
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=folder, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
-def test_remedies_are_commands(setup, interpreter, project, monkeypatch):
-    """Each installs a project that lies there, or something that an index has; pip takes those for a project."""
+def installed(site_packages):
+    """The PyTorch that is installed, and the one that gradscale_ext asks for."""
+    found = {found.name: found for found in importlib.metadata.distributions(path=[str(site_packages)])}
+    asked = next(name for name in found["gradscale-ext"].requires if re.match(r"torch\b", name))
+    return found["torch"].version, asked
+
+
+def remedies_of_an_import(monkeypatch):
+    """The commands where the extension is not compiled, and where it was compiled for another PyTorch."""
     monkeypatch.setattr(_native, "_version_built_with", lambda: "2.11.0")
-    messages = [build_with(interpreter).stderr, str(_native._explain(ImportError("undefined symbol")))]
+    another = commands_in(str(_native._explain(ImportError("undefined symbol"))))
     monkeypatch.setattr(_native.importlib.util, "find_spec", lambda name: None)
-    messages.append(str(_native._explain(ImportError("no module"))))
+    missing = commands_in(str(_native._explain(ImportError("no module"))))
     monkeypatch.undo()
-    commands = [shlex.split(command) for message in messages for command in commands_in(message)]
-    assert len(commands) == 7
-    for command in commands:
-        wanted = [word for word in command[command.index("install") + 1 :] if not word.startswith("-")]
-        assert wanted in (["."], [setup.TORCH], ["torch==2.11.0"])
-        assert "--no-build-isolation" not in command
-        if command[0] == "python" and wanted == ["."]:
-            dry_run = [sys.executable, *command[1:], "--dry-run"]
-            done = subprocess.run(dry_run, capture_output=True, text=True, cwd=project)
-            assert "Would install gradscale-ext-9" in done.stdout, done.stderr
+    return missing, another
+
+
+@pytest.mark.parametrize("installer", ["python -m pip install", "uv pip install"])
+def test_remedies(installer, interpreter, shell, tmp_path, monkeypatch):
+    """One after the other, in an environment to which it happens."""
+    site_packages = site_packages_of(tmp_path / "fresh")
+    messages = [commands_in(build_with(interpreter).stderr)]
+    isolated = site_packages_of(tmp_path / "isolated")
+    pretend_pytorch(isolated, "__version__ = '2.10.0'")
+    messages.append(commands_in(build_with(interpreter).stderr))
+    (isolated / "torch" / "__init__.py").write_text("raise ImportError")
+    messages.append(commands_in(build_with(interpreter).stderr))
+    of_installer = ([line for line in message if line.startswith(installer)] for message in messages)
+    (pytorch, this), (another_pytorch,), (pytorch_again,) = of_installer
+    monkeypatch.setattr(_native, "INSTALL", installer)
+    monkeypatch.setattr(_native, "REBUILD", _native.REBUILD.replace(_remedies.INSTALL, installer))
+    (in_place,), (former_pytorch, this_again) = remedies_of_an_import(monkeypatch)
+
+    if installer.startswith("python"):
+        shell("python -m ensurepip")
+    shell(pytorch)
+    shell(this)
+    assert installed(site_packages) == ("2.13.0", "torch==2.13.0")
+    shell(f"{installer} torch==2.10.0")
+    shell(another_pytorch)
+    assert installed(site_packages)[0] == "2.13.0"
+    (site_packages / "torch" / "__init__.py").unlink()  # which uv shares with its cache
+    (site_packages / "torch" / "__init__.py").write_text("raise ImportError")
+    shell(pytorch_again)
+    assert shell("python -c 'import torch; print(torch.__version__)'") == "2.13.0\n"
+    shell(former_pytorch)
+    shell(this_again)
+    assert installed(site_packages) == ("2.11.0", "torch==2.11.0")
+    shell(in_place)
+    assert list((tmp_path / "sources" / "gradscale_ext").glob("_C*"))
+
+
+def test_remedy_for_a_project_of_uv(interpreter, shell, tmp_path):
+    message = build_with(interpreter).stderr
+    table = textwrap.dedent(message[message.index("    [tool.uv") :])
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "pyproject.toml").write_text(
+        '[project]\nname = "project"\nversion = "1"\nrequires-python = ">=3.10"\n'
+        'dependencies = ["gradscale-ext", "torch==2.13.0"]\n'
+        f'[tool.uv.sources]\ngradscale-ext = {{ path = "{tmp_path}/sources" }}\n{table}'
+    )
+    shell(f"uv sync --python {tmp_path}/fresh/bin/python", project)
+    assert installed(site_packages_of(project / ".venv")) == ("2.13.0", "torch==2.13.0")
+
+
+def test_remedies_name_what_an_index_has(setup):
+    """What would be fetched of the index that this machine uses: PyTorch and NVRTC take minutes to install."""
+    nvrtc = commands_in(_kernels.HOW_TO_GET_A_COMPILER.format(major=13))
+    assert len(nvrtc) == 1
+    for command in ("python -m pip install " + shlex.quote(setup.TORCH), *nvrtc):
+        words = shlex.split(command)
+        dry_run = [sys.executable, *words[1:], "--dry-run", "--no-deps", "--ignore-installed"]
+        done = subprocess.run(dry_run, capture_output=True, text=True, check=False)
+        assert done.stdout.count("Would install"), done.stderr
 
 
 def test_compiler_that_is_missing(setup, monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++ -m64")
     with pytest.raises(SystemExit, match=r"no C\+\+ compiler found \(looked for /nowhere/g\+\+ -m64\)"):
         setup.find_compiler()
+
+
+@pytest.mark.skipif(shutil.which("apt-get") is None, reason="the command is for Debian")
+def test_remedy_for_a_missing_compiler(setup, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.raises(SystemExit) as info:
+        setup.find_compiler()
+    command = re.search(r"sudo (apt-get .*?) *#", str(info.value))[1]
+    subprocess.run([*shlex.split(command), "--simulate"], check=True, capture_output=True)
 
 
 # ---- the report's verdict on GPUs ------------------------------------------------------------------------------------

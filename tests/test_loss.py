@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -51,9 +53,8 @@ def width_of(name, head):
     """Size of a prediction behind the batch; None where there is none."""
     if hasattr(head, "support"):
         return head.support.num_bins
-    return {"policy": ACTIONS, "distance": None, "end": None, "own": None}.get(
-        name, FEATURES if isinstance(head, gs.MeanSquaredError | gs.NegativeCosine) else ACTIONS
-    )
+    letters = head.forms[0 if name == "distance" else -1].prediction
+    return {"A": ACTIONS, "D": FEATURES}[letters[0]] if letters else None
 
 
 def target_of(name, head, shape, generator):
@@ -96,9 +97,12 @@ def gradients(out, predictions, grad_output=None):
     return torch.autograd.grad(out.loss, leaves(predictions), grad_output)
 
 
+OUTPUTS = [field.name for field in dataclasses.fields(gs.MultiStepLossOutput)]
+
+
 def compare(out, expected, predictions, rtol=1e-12, grad_output=None):
     """All outputs and gradients."""
-    for field in ("loss", "per_sample", "per_step", "expected", "head_means", "num_nonfinite"):
+    for field in OUTPUTS:
         a, b = getattr(out, field), getattr(expected, field)
         torch.testing.assert_close(a, b, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda m, f=field: f"{f}: {m}")
     for a, b in zip(
@@ -285,9 +289,9 @@ def test_everything_of_two_dimensions_follows_batch_first(options, stacked, func
         given = {name: torch.stack(entries, 0) for name, entries in predictions.items()}
         given_targets = {name: torch.stack(entries, 0) for name, entries in targets.items()}
     out = function(ALL_HEADS, given, given_targets, batch_first=False, **turned(options))
-    for field in ("loss", "per_sample", "head_means", "num_nonfinite"):
+    for field in ("loss", "per_sample", "head_means", "head_losses", "num_nonfinite"):
         torch.testing.assert_close(getattr(out, field), getattr(expected, field), rtol=1e-12, atol=1e-12)
-    for field in ("per_step", "expected"):
+    for field in ("per_step", "expected", "entropy"):
         torch.testing.assert_close(getattr(out, field), turned(getattr(expected, field)), rtol=1e-12, atol=1e-12)
     assert not out.per_step["reward"]._is_view() or function is gs.reference.multi_step_loss
     grad_output = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64) if out.loss.dim() else None
@@ -469,10 +473,12 @@ def test_heads_without_gradient():
 def test_outputs_are_detached():
     predictions, targets = arguments()
     out = gs.multi_step_loss(HEADS, predictions, targets)
-    rest = [out.per_sample, out.num_nonfinite, *out.per_step.values(), *out.expected.values(), *out.head_means.values()]
+    rest = [getattr(out, field) for field in OUTPUTS[1:]]
+    tensors = [t for value in rest for t in (value.values() if isinstance(value, dict) else [value])]
     assert out.loss.requires_grad
-    assert not any(t.requires_grad for t in rest)
+    assert not any(t.requires_grad for t in tensors)
     assert set(out.expected) == {"value", "reward"}
+    assert set(out.entropy) == {"policy"}
     assert out.per_step["reward"].shape == (3, 3)
 
 
@@ -1064,17 +1070,11 @@ def test_errors_of_heads():
 
 def test_numbers_of_heads_go_by_keyword():
     """`TwoHot(support, 0.25)` could be meant as its weight or its label smoothing."""
-    for make in (
-        lambda: gs.TwoHot(SUPPORT, 0.25),
-        lambda: gs.HLGauss(SUPPORT, 0.5),
-        lambda: gs.SoftCrossEntropy(0.1),
-        lambda: gs.MeanSquaredError("symlog"),
-        lambda: gs.BinaryCrossEntropy(2.0),
-        lambda: gs.NegativeCosine(1e-5),
-        lambda: gs.PerStepLoss(1.0),
-    ):
+    for head in ALL_HEADS.values():
+        support = [SUPPORT] if head.decodes else []
+        type(head)(*support)
         with pytest.raises(TypeError, match="positional argument"):
-            make()
+            type(head)(*support, 0.25)
     assert gs.TwoHot(SUPPORT) == gs.TwoHot(support=SUPPORT)
 
 
@@ -1232,6 +1232,7 @@ def test_priorities():
     torch.testing.assert_close(gs.priorities(expected, targets, eps=0.0), torch.tensor([2.0, 0.5]))
     torch.testing.assert_close(gs.priorities(expected, targets, steps="mean", eps=0.0), torch.tensor([1.0, 2.25]))
     torch.testing.assert_close(gs.priorities(expected, targets, steps="max", eps=0.0), torch.tensor([2.0, 4.0]))
+    torch.testing.assert_close(gs.priorities(expected, targets, steps="all", eps=0.0), (expected - targets).abs())
     torch.testing.assert_close(gs.priorities(expected, targets, alpha=0.5, eps=2.0), torch.tensor([2.0, 2.5**0.5]))
     listed = gs.priorities(list(expected.T), list(targets.T), eps=0.0)
     torch.testing.assert_close(listed, torch.tensor([2.0, 0.5]))
@@ -1239,6 +1240,8 @@ def test_priorities():
         wanted = gs.priorities(expected, targets, steps=steps)
         assert torch.equal(gs.priorities(expected.T, targets.T, steps=steps, batch_first=False), wanted)
         assert torch.equal(gs.priorities(list(expected.T), targets.T, steps=steps, batch_first=False), wanted)
+    of_all = gs.priorities(expected.T, targets.T, steps="all", batch_first=False)
+    assert torch.equal(of_all, gs.priorities(expected, targets, steps="all").T)
     with pytest.raises(ValueError, match=r"\[T, B\], T at least 1"):
         gs.priorities(torch.ones(0, 3), torch.ones(0, 3), batch_first=False)
     with pytest.raises(ValueError, match=r"\[B, T\]"):
@@ -1413,9 +1416,25 @@ def test_every_kind_of_head_is_known_everywhere():
     assert set(heads) == set(in_kernels) == set(gs.reference.losses._LOSSES)
     for kind, head in heads.items():
         forms = [(len(p), -1 if t is None else len(t), classes) for p, t, classes in head.forms]
-        assert in_kernels[kind] == (head.decodes, forms)
+        assert in_kernels[kind] == (gs.heads.DETAILS.index(head.detail), forms)
     assert {cls.__name__ for cls in heads.values()} <= set(gs.__all__)
     assert {type(head) for head in ALL_HEADS.values()} == set(heads.values())  # what the tests above are run with
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "gradscale_ext/loss.py",
+        "gradscale_ext/_against_reference.py",
+        "tests/test_cuda.py",
+        "tests/fuzz/formulas.py",
+        "tests/fuzz/test_loss.py",
+        "README.md",
+    ],
+)
+def test_what_lists_the_heads_lists_all(file):
+    words = set(re.findall(r"\w+", (Path(__file__).parent.parent / file).read_text()))
+    assert {type(head).__name__ for head in ALL_HEADS.values()} <= words
 
 
 @pytest.mark.parametrize(
@@ -1426,9 +1445,9 @@ def test_every_kind_of_head_is_known_everywhere():
         (["weight"], [1.0], "'weight' is no kind of head"),
         (["per_step_loss", "wieght"], [0.0, 1.0], "no number 'wieght'"),
         (["two_hot"], [0.0], "not those of a 'two_hot'"),
-        (["two_hot", "decodes", "num_bins"], [0.0, 1.0, 1.0], "not those of a 'two_hot'"),
-        (["two_hot", "decodes", "num_bins"], [0.0, 0.0, 5.0], "not those of a 'two_hot'"),
-        (["per_step_loss", "decodes", "num_bins"], [0.0, 1.0, 5.0], "not those of a 'per_step_loss'"),
+        (["two_hot", "detail", "num_bins"], [0.0, 1.0, 1.0], "not those of a 'two_hot'"),
+        (["two_hot", "detail", "num_bins"], [0.0, 0.0, 5.0], "not those of a 'two_hot'"),
+        (["per_step_loss", "detail", "num_bins"], [0.0, 1.0, 5.0], "not those of a 'per_step_loss'"),
         (["per_step_loss", "first_step"], [0.0, -1.0], "not those of a 'per_step_loss'"),
         (["per_step_loss", "first_step"], [0.0, 2.0**31], "not those of a 'per_step_loss'"),
         (["per_step_loss", "first_step"], [0.0, float("nan")], "not those of a 'per_step_loss'"),
@@ -1440,7 +1459,7 @@ def test_records_that_are_none(names, numbers, message):
         gs._native._C.Plan({}, names, numbers, False)
 
 
-@pytest.mark.parametrize("name", ["kind", "forms", "decodes", "numbers"])
+@pytest.mark.parametrize("name", ["kind", "forms", "detail", "decodes", "numbers"])
 def test_a_subclass_must_not_change_how_its_base_is_read(name):
     with pytest.raises(TypeError, match=f"Mine: a subclass of TwoHot must not have its own '{name}'"):
         type("Mine", (gs.TwoHot,), {name: False})

@@ -255,14 +255,90 @@ def test_clipping_by_pytorch(way, norm_type):
         assert value_at(watching, f"gradient_norm_before_clipping/{name}", 0) == approx(norm)
 
 
+@pytest.mark.parametrize("foreach", [None, False, True], ids=str)
+def test_clipping_by_value(foreach):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    largest, totals = [], []
+    with GradientMonitor(model, optimizer, every=2) as watching:
+        for step in range(5):
+            optimizer.zero_grad()
+            model(batch(step)).square().sum().backward()
+            largest.append(max(parameter.grad.abs().max().item() for parameter in model.parameters()))
+            totals.append(math.hypot(*norms(model).values()))
+            nn.utils.clip_grad_value_(iter(model.parameters()), largest[-1] * (2.0 if step in (1, 4) else 0.5), foreach)
+            assert all(p.grad.abs().max() <= largest[-1] * (1 if step in (1, 4) else 0.5) for p in model.parameters())
+            optimizer.step()
+    assert watching.history["clip_rate"] == [(0, 1.0), (2, 0.5), (4, 0.5)]
+    before = dict(watching.history["gradient_norm_total_before_clipping"])
+    assert before == {step: approx(totals[step]) for step in (0, 2, 4)}
+    after = dict(watching.history["gradient_norm_total"])
+    assert [step for step in before if after[step] < before[step]] == [0, 2]
+
+
+def test_a_clipping_by_value_counts_infinity():
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        for gradient in (math.inf, math.nan, 1.0):
+            model.weight.grad = torch.tensor([[gradient, 0.5]])
+            nn.utils.clip_grad_value_(model.parameters(), 1.0)
+            optimizer.step()
+    assert watching.history["clip_rate"] == [(0, 1.0), (1, 0.0), (2, 0.0)]
+
+
+@pytest.mark.parametrize("by", ["norm", "value"])
+def test_a_clipping_that_raises_is_none(monkeypatch, by):
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model(batch()).square().sum().backward()
+    parts = ("_foreach_mul_", "_foreach_clamp_min_")
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        clip = getattr(nn.utils, f"clip_grad_{by}_")
+        with monkeypatch.context() as patch:
+            for part in parts:
+                patch.setattr(torch, part, fails)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                clip(model.parameters(), 1e-3, foreach=True)
+        optimizer.step()
+        clip(model.parameters(), 1e-3)
+        optimizer.step()
+    assert watching.history["clip_rate"] == [(1, 1.0)]
+    assert steps_of(watching, "gradient_norm_total_before_clipping") == [1]
+
+
+@pytest.mark.parametrize("by", ["norm", "value"])
+def test_clippings_are_told_to_all_monitors_that_are_open(by):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    leaves = GradientMonitor(model, optimizer, every=1)
+    with GradientMonitor(model, optimizer, every=1) as stays:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(step)).square().sum().backward()
+            getattr(nn.utils, f"clip_grad_{by}_")(model.parameters(), 1e-3)
+            if step == 1:
+                leaves.close()
+            optimizer.step()
+    assert steps_of(leaves, "gradient_norm_total_before_clipping") == [0]
+    assert steps_of(stays, "gradient_norm_total_before_clipping") == [0, 1, 2]
+    assert stays.history["clip_rate"] == [(0, 1.0), (1, 1.0), (2, 1.0)]
+
+
 def test_clipping_by_pytorch_is_as_before_when_all_monitors_are_closed():
     gc.collect()
     GradientMonitor(model := network(), torch.optim.SGD(model.parameters(), lr=0.1)).close()
-    found = (nn.utils.clip_grad._clip_grads_with_norm_, nn.utils.clip_grads_with_norm_)
+    places = [(nn.utils.clip_grad, "_clip_grads_with_norm_"), (nn.utils, "clip_grads_with_norm_")]
+    places += [(nn.utils.clip_grad, "clip_grad_value_"), (nn.utils, "clip_grad_value_")]
+    found = [getattr(*place) for place in places]
     with GradientMonitor(model, torch.optim.SGD(model.parameters(), lr=0.1)):
-        assert nn.utils.clip_grad._clip_grads_with_norm_ is not found[0]
-    assert found == (nn.utils.clip_grad._clip_grads_with_norm_, nn.utils.clip_grads_with_norm_)
+        assert all(getattr(*place) is not function for place, function in zip(places, found, strict=True))
+    assert found == [getattr(*place) for place in places]
     assert found[0] is found[1]
+    assert found[2] is found[3]
 
 
 def test_clipping_by_pytorch_in_compiled_code():
@@ -563,6 +639,23 @@ def test_without_a_reference_it_works_as_long_as_the_optimizer():
     del model, optimizer
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_closed_monitor_keeps_its_history_and_not_its_model(every):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = GradientMonitor(model, optimizer, every=every, activations=["0"])
+    train(model, optimizer, 2, max_norm=1.0)
+    gs.clip_gradients_(model, 1.0)
+    watching.close()
+    gone = [weakref.ref(thing) for thing in (model, optimizer, *model.parameters())]
+    del model, optimizer
+    gc.collect()
+    assert [thing() for thing in gone] == [None] * len(gone)
+    assert watching._weights is None  # nor copies of the parameters
+    assert 0 in steps_of(watching, "gradient_norm_total")
+    assert "gradient_norm/0.weight" in watching.history
 
 
 # ---- Ways of training ------------------------------------------------------------------------------------------------
@@ -1582,6 +1675,60 @@ def test_layers_of_a_picture_are_few():
     assert list(layers) == [*(f"blocks.{i}" for i in range(12)), "scale", "head"]
     assert layers["blocks.3"] == ["blocks.3.attention.weight", "blocks.3.mlp.weight"]
     assert len(plot.layers_of(names, most=100)) == 26
+
+
+def test_neighbours_of_a_long_list_are_merged():
+    names = [f"net.blocks.{i}.{part}" for i in range(300) for part in ("weight", "bias")]
+    layers = plot.layers_of(["stem.weight", *names])
+    assert list(layers)[:2] == ["stem", "net.blocks.0…6"]
+    assert [name for found in layers.values() for name in found] == ["stem.weight", *names]
+    assert {len(found) for found in list(layers.values())[1:]} == {14, 16}
+    assert 30 < len(layers) <= plot.MOST_LAYERS
+    flat = plot.layers_of([f"{i}.weight" for i in range(50)])
+    assert list(flat)[:2] == ["0…1", "2…3"]
+    assert len(flat) == 25
+    stages = [f"layer{stage}.{i}.conv.weight" for stage, blocks in enumerate((3, 8, 36, 3)) for i in range(blocks)]
+    layers = plot.layers_of(stages)
+    assert list(layers)[:4] == ["layer0.0", "layer0.1…2", "layer1.0…1", "layer1.2…3"]
+    assert len(layers) == 26
+
+
+def test_a_module_of_many_parameters_is_taken_apart():
+    model = nn.ModuleDict({"lstm": nn.LSTM(2, 3, num_layers=2), "cell": nn.LSTMCell(2, 3), "head": nn.Linear(3, 1)})
+    names = list(dict(model.named_parameters()))
+    assert list(plot.layers_of(names)) == [*(name for name in names if name.startswith("lstm")), "cell", "head"]
+    assert list(plot.layers_of(names, most=5)) == ["lstm", "cell", "head"]
+
+
+def test_merged_layers_have_the_norm_of_all_that_is_in_them(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(plot, "layers_of", functools.partial(plot.layers_of, most=2))
+    model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        for factor in (1.0, 2.0):
+            set_gradients(model, *(torch.full((1, 1), factor * g) for g in (3.0, 4.0, 5.0, 12.0)))
+            optimizer.step()
+    heat = panel(watching.plot(), "gradient norm of each layer")
+    assert [label.get_text() for label in heat.get_yticklabels()] == ["0…1", "2…3"]
+    assert heat.collections[0].get_array().tolist() == [[5.0, 10.0], [13.0, 26.0]]
+
+
+def test_axes_of_a_picture_of_few_steps_and_equal_norms():
+    """Steps are integers, and norms that only rounding tells apart have nearly one colour."""
+    pytest.importorskip("matplotlib")
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        for step in range(3):
+            model.weight.grad = torch.full((1, 1), 1.0 + step * 1e-6)
+            optimizer.step()
+    figure = watching.plot()
+    heat = panel(figure, "gradient norm of each layer")
+    rgba = heat.collections[0].to_rgba(heat.collections[0].get_array())
+    assert abs(rgba[0, 0] - rgba[0, 2]).max() < 0.01
+    for axes in (heat, panel(figure, "gradient norm")):
+        assert all(tick == int(tick) for tick in axes.get_xticks())
 
 
 @pytest.fixture

@@ -48,9 +48,9 @@ def test_output():
     assert fits(repr(out))
     lines = repr(out).splitlines()
     assert lines[0] == "MultiStepLossOutput(loss=tensor(720.), num_nonfinite=tensor(0))"
-    assert lines[2].split() == ["<critic_0>", "tensor(4.)", "float32", "[4,", "3]"]
+    assert lines[2].split() == ["<critic_0>", "tensor(12.)", "tensor(4.)", "float32", "[4,", "3]"]
     rows = rows_of(out._repr_html_())
-    assert rows[1] == ["<critic_0>", "tensor(4.)", "float32 [4, 3]", ""]
+    assert rows[1] == ["<critic_0>", "tensor(12.)", "tensor(4.)", "float32 [4, 3]", ""]
     assert "loss=float32 [4]" in repr(gs.reduce_multi_step(torch.ones(4, 3), reduction="none"))
 
 

@@ -30,7 +30,7 @@ class Checks {
     const at::Tensor& weights = arguments_.importance_weights;
     return step_numbers(arguments_.step_weights) && step_numbers(arguments_.step_gradient_scale) &&
            (!weights.defined() || (has_element(weights) && weights.sizes() == at::IntArrayRef({arguments_.batch}))) &&
-           on_one_device();
+           counts(arguments_.num_entries) && on_one_device();
   }
 
  private:
@@ -44,7 +44,7 @@ class Checks {
       return false;
     }
     const int64_t dims = predictions.dims();
-    int64_t width = heads_[h].decodes ? heads_[h].support.num_bins : -1;
+    int64_t width = heads_[h].has_support() ? heads_[h].support.num_bins : -1;
     const bool has_form = has_any_form(h, [=](const Form& form) { return form.prediction_dims == dims; });
     return has_form &&
            std::all_of(
@@ -99,6 +99,12 @@ class Checks {
              (numbers.tensor.sizes() == at::IntArrayRef({arguments_.steps}) || is_of_samples_and_steps(numbers.tensor));
     }
     return numbers.numbers.empty() || static_cast<int64_t>(numbers.numbers.size()) == arguments_.steps;
+  }
+
+  bool counts(const at::Tensor& tensor) const {
+    return !tensor.defined() ||
+           (tensor.scalar_type() == at::kDouble && tensor.is_contiguous() &&
+            tensor.sizes() == at::IntArrayRef({static_cast<int64_t>(heads_.size())}));
   }
 
   bool on_one_device() const {

@@ -34,7 +34,8 @@ struct GradientScale : StepNumbers {
 };
 
 // Everything of a call but its heads, predictions and targets, in the order of `Options` in gradscale_ext/_options.py.
-// Masks come by head, [B, T] ([T, B] without batch_first); undefined: nothing is masked.
+// Masks come by head, [B, T] ([T, B] without batch_first); undefined: nothing is masked. What "mean" and "valid_mean"
+// divide by comes as float64 [heads] where it is not counted in this batch alone.
 // clang-format off
 #define GRADSCALE_OPTIONS(option)            \
   option(StepNumbers, step_weights)          \
@@ -43,7 +44,8 @@ struct GradientScale : StepNumbers {
   option(std::vector<at::Tensor>, mask)      \
   option(Reduction, reduction)               \
   option(Nonfinite, nonfinite)               \
-  option(bool, batch_first)
+  option(bool, batch_first)                  \
+  option(at::Tensor, num_entries)
 // clang-format on
 
 struct Options {

@@ -19,7 +19,7 @@ namespace gradscale {
 // The factors of the gradients of a head.
 GRADSCALE_DEVICE double head_factor(const DeviceHead& head) {
   const double factor = head.coefficients.factor;
-  return head.num_unmasked == nullptr || *head.num_unmasked <= 1 ? factor : factor / *head.num_unmasked;
+  return head.divisor == nullptr ? factor : factor / *head.divisor;
 }
 
 // Zeros, subnormal and infinite numbers are none.
@@ -91,15 +91,15 @@ struct BlockOfRows {
     return value;
   }
 
-  // The backward pass leaves losses and decoded predictions as they are.
+  // The backward pass leaves losses and details as they are.
   GRADSCALE_DEVICE void store_loss(int64_t row, double loss, bool counts) const {
     if (!is_backward()) {
       head.loss.from(segment.step - head.head.first_step).store(row, counts ? loss : 0.0);
     }
   }
-  GRADSCALE_DEVICE void store_expected(int64_t row, double value) const {
-    if (!is_backward() && head.expected.data != nullptr) {
-      head.expected.from(segment.step - head.head.first_step).store(row, value);
+  GRADSCALE_DEVICE void store_detail(int64_t row, double value) const {
+    if (!is_backward() && head.detail.data != nullptr) {
+      head.detail.from(segment.step - head.head.first_step).store(row, value);
     }
   }
 };

@@ -80,7 +80,7 @@ GRADSCALE_DEVICE void categorical_row(const RowTask& task, const Target& target)
   cost = group.sum(cost);
   const A nan = target.is_nan() ? static_cast<A>(NAN) : A(0);
   task.store_loss(std::log(sums.sum) - cost + nan);
-  task.store_expected(decoded_value(sums.expected, head.support));
+  task.store_detail(decoded_value(sums.expected, head.support));
   if (task.segment().gradient == nullptr) {
     return;
   }

@@ -66,11 +66,14 @@ void categorical_row(
     correct += product(mass[j], static_cast<A>(to_accumulate(logits[j])) - maximum);
   });
   if (everywhere != 0) {
-    const auto shifted = [=](auto load) { return std::make_pair(load(logits) - maximum, load(logits)); };
+    const auto shifted = [=](auto load) {
+      const auto difference = load(logits) - maximum;
+      return std::make_tuple(difference, difference, difference); // of which one sum is taken
+    };
     correct += everywhere * sums_of<A>(logits, s.width, shifted)[0];
   }
   sums.exponentials[lane] = softmax.sum;
-  sums.moment[lane] = support.raw && s.expected.data != nullptr ? raw_moment(softmax.values, support) : softmax.moment;
+  sums.moment[lane] = support.raw && s.detail.data != nullptr ? raw_moment(softmax.values, support) : softmax.moment;
   sums.target[lane] = A(1) + nan;
   sums.correct[lane] = correct;
   if (s.gradient.data == nullptr) {

@@ -3,6 +3,7 @@
 #include "../host/tensor_element.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
@@ -53,13 +54,14 @@ void Description::make_outputs() {
   outputs.per_sample = at::empty({batch}, of_sums);
   outputs.loss = arguments.reduction == Reduction::none ? at::empty({batch}, of_sums) : at::empty({}, of_sums);
   outputs.head_means = at::empty({static_cast<int64_t>(heads.size())}, of_sums);
+  outputs.head_losses = at::empty_like(outputs.head_means);
   outputs.num_nonfinite = at::empty({}, of_sums.dtype(at::kLong));
   outputs.per_step.resize(heads.size());
-  outputs.expected.resize(heads.size());
+  outputs.details.resize(heads.size());
   for (size_t h = 0; h < heads.size(); ++h) {
     outputs.per_step[h] = make_entries(h);
-    if (heads[h].decodes) {
-      outputs.expected[h] = make_entries(h);
+    if (heads[h].detail != Detail::none) {
+      outputs.details[h] = make_entries(h);
     }
   }
 }
@@ -128,14 +130,23 @@ void Description::make_coefficients() {
     }
     const bool counted_there = on_device && mask.defined();
     num_unmasked.push_back(counted_there ? 1 : count_unmasked(h, own.mask));
-    double reduction = 1.0;
-    if (arguments.reduction == Reduction::mean) {
-      reduction = 1.0 / static_cast<double>(std::max<int64_t>(batch, 1));
-    } else if (arguments.reduction == Reduction::valid_mean) {
-      reduction = 1.0 / static_cast<double>(std::max<int64_t>(num_unmasked[h], 1));
-    }
-    own.factor = heads[h].weight * reduction;
+    own.factor = heads[h].weight / divisor(h);
     coefficients.push_back(own);
+  }
+}
+
+// What the sum of a head is divided by; 1 where a device knows it.
+double Description::divisor(size_t head) const {
+  if (arguments.num_entries.defined()) {
+    return on_device ? 1.0 : arguments.num_entries.const_data_ptr<double>()[head];
+  }
+  switch (arguments.reduction) {
+    case Reduction::mean:
+      return static_cast<double>(std::max<int64_t>(batch, 1));
+    case Reduction::valid_mean:
+      return static_cast<double>(std::max<int64_t>(num_unmasked[head], 1));
+    default:
+      return 1.0;
   }
 }
 
@@ -174,7 +185,7 @@ int64_t Description::count_unmasked(size_t head, const StepMask& mask) const {
 
 void Description::make_segments() {
   outputs.per_step.resize(heads.size());
-  outputs.expected.resize(heads.size());
+  outputs.details.resize(heads.size());
   for (size_t h = 0; h < heads.size(); ++h) {
     add_segments(h);
   }
@@ -198,7 +209,7 @@ void Description::add_segments(size_t h) {
       segment.gradient = view_rows(gradient, predictions.stacked, t);
     }
     segment.loss = column(outputs.per_step[h], t);
-    segment.expected = column(outputs.expected[h], t);
+    segment.detail = column(outputs.details[h], t);
     segments.push_back(segment);
   }
   for (Entries* entries : {&predictions, &targets}) { // the kernels read contiguous copies made by rows_of

@@ -41,6 +41,7 @@ class Description {
   int64_t gradient_bytes(const at::Tensor& prediction) const;
   at::Tensor make_gradient(const at::Tensor& prediction, const GradientMemory::Block& block, int64_t& offset) const;
   void make_coefficients();
+  double divisor(size_t head) const;
   StepWeight step_weight(const StepNumbers& numbers);
   int64_t count_unmasked(size_t head, const StepMask& mask) const;
   void add_segments(size_t head);

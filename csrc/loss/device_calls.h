@@ -14,18 +14,19 @@ struct LossCall {
   const double* step_weights;        // by step, where they are numbers and not in the coefficients; or null
   const double* step_gradient_scale; // likewise
   int64_t batch;
-  bool each_sample;      // one loss a sample, instead of their sum
-  bool mean_of_unmasked; // a head's coefficients are divided by the number of its unmasked entries
-  bool skip_nonfinite;   // a sample whose loss is not finite adds nothing
+  bool each_sample;     // one loss a sample, instead of their sum
+  bool counts_unmasked; // the forward pass finds the divisors of heads with a mask: the numbers of unmasked entries
+  bool skip_nonfinite;  // a sample whose loss is not finite adds nothing
 
   // These are on the device.
   Slab per_sample;
   Slab loss;
   Slab head_means;
+  Slab head_losses;
   int64_t* num_nonfinite;
-  Slab skipped;         // with skip_nonfinite: per_sample once more, for the backward pass
-  double* num_unmasked; // by head, where mean_of_unmasked and there is a mask
-  char* workspace;      // bytes_for_loss() bytes, at a multiple of 8
+  Slab skipped;     // with skip_nonfinite: per_sample once more, for the backward pass
+  double* divisors; // by head, or null: its coefficients are divided by it; with counts_unmasked where it has a mask
+  char* workspace;  // bytes_for_loss() bytes, at a multiple of 8
 };
 
 // The backward pass: gradients once more, multiplied by a factor of each sample that is read on the device, a scalar

@@ -12,13 +12,13 @@ struct DeviceHead {
   Head head; // the raw centres of its support are in the table
   Coefficients coefficients;
   Slab loss;     // those of its first step; the other steps follow
-  Slab expected; // likewise
+  Slab detail;   // likewise
   int64_t width;
   int64_t raw_centers_float;  // the place of raw centres in the table, for sums in float; -1: none
   int64_t raw_centers_double; // likewise, for sums in double
   int32_t threads_per_row;    // in GroupRows
   int32_t num_segments;
-  const double* num_unmasked; // on the device, where coefficients are divided by it
+  const double* divisor;      // on the device, where coefficients are divided by it
 };
 
 struct DeviceSegment {
@@ -77,14 +77,19 @@ struct RowsArguments {
   Slab skipped;          // the backward pass skips samples whose loss here is not finite; no data: it skips none
 };
 
-// The sums of each block: contributions to the loss, samples that are not finite, and the losses and unmasked entries
-// of every head.
+// The sums of each block: contributions to the loss, samples that are not finite, and of every head its losses, its
+// unmasked entries and its share of the loss.
 struct PartialSums {
-  double* data; // [blocks][2 + 2 num_heads]
+  double* data; // [blocks][2 + 3 num_heads]
   int64_t num_heads;
 
+  enum OfHead { kPlain, kUnmasked, kShare };
+
   GRADSCALE_HOST_DEVICE int64_t size() const {
-    return 2 + 2 * num_heads;
+    return 2 + 3 * num_heads;
+  }
+  GRADSCALE_HOST_DEVICE int64_t index_of(OfHead sum, int64_t head) const {
+    return 2 + sum * num_heads + head;
   }
   GRADSCALE_HOST_DEVICE double& at(int64_t block, int64_t index) const {
     return data[block * size() + index];
@@ -100,6 +105,7 @@ struct TotalsArguments {
   Slab skipped;
   Slab loss;
   Slab head_means;
+  Slab head_losses;
   int64_t* num_nonfinite;
   PartialSums partial;
   unsigned* blocks_done;
@@ -108,7 +114,7 @@ struct TotalsArguments {
 struct CountArguments {
   LossTable table;
   int64_t batch;
-  double* num_unmasked; // by head
+  double* divisors; // by head: the number of unmasked entries, at least 1
 };
 
 } // namespace gradscale

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 namespace gradscale {
@@ -19,10 +20,11 @@ void set(double& value, double number) {
 void set(int32_t& integer, double number) {
   integer = number >= 0 && number <= 2147483647.0 ? static_cast<int32_t>(number) : -1;
 }
-void set(Transform& transform, double number) {
+template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
+void set(Choice& choice, double number) {
   int32_t index;
   set(index, number);
-  transform = static_cast<Transform>(index);
+  choice = static_cast<Choice>(index);
 }
 
 template <class Target>
@@ -86,13 +88,6 @@ OwnedSupport::OwnedSupport(Support support) : support_(support) {
   support_.raw_centers_float = centers_float_.get();
 }
 
-const std::vector<KindOfHead>& kinds() {
-#define GRADSCALE_KIND(name, has_support, ...) {#name, has_support, {__VA_ARGS__}},
-  static const std::vector<KindOfHead> all{GRADSCALE_KINDS(GRADSCALE_KIND)};
-#undef GRADSCALE_KIND
-  return all;
-}
-
 HeadTable::HeadTable(c10::ArrayRef<std::string> names, c10::ArrayRef<double> numbers) {
   TORCH_CHECK(
       !names.empty() && names.size() == numbers.size(),
@@ -117,9 +112,9 @@ HeadTable::HeadTable(c10::ArrayRef<std::string> names, c10::ArrayRef<double> num
         "'");
   }
   for (Head& head : heads_) {
-    const KindOfHead& kind = kinds()[static_cast<size_t>(head.kind)];
+    const KindOfHead& kind = description_of(head.kind);
     TORCH_CHECK(
-        head.decodes == kind.has_support && head.first_step >= 0 && (!head.decodes || head.support.num_bins >= 2) &&
+        head.detail == kind.detail && head.first_step >= 0 && (!head.has_support() || head.support.num_bins >= 2) &&
             head.support.transform >= Transform::identity && head.support.transform <= Transform::symlog,
         "multi_step_loss: the numbers of a head are not those of a '",
         kind.name,

@@ -1,7 +1,7 @@
 // The heads of a loss as the kernels read them, from the record that record_of() in gradscale_ext/heads.py makes.
 #pragma once
 
-#include "segment.h"
+#include "kind_of_head.h"
 
 #include <c10/util/ArrayRef.h>
 
@@ -28,22 +28,6 @@ class OwnedSupport {
   std::unique_ptr<float[]> centers_float_;
 };
 
-// Dimensions behind the batch that a prediction and its target may have.
-struct Form {
-  int64_t prediction_dims;
-  int64_t target_dims; // -1: no target
-  bool classes;        // the target is an int64 index
-};
-
-struct KindOfHead {
-  std::string name;
-  bool has_support;
-  std::vector<Form> forms;
-};
-
-// All kinds, in the order of Kind.
-const std::vector<KindOfHead>& kinds();
-
 class HeadTable {
  public:
   HeadTable(c10::ArrayRef<std::string> names, c10::ArrayRef<double> numbers);
@@ -55,7 +39,7 @@ class HeadTable {
     return heads_[head];
   }
   const std::vector<Form>& forms(size_t head) const {
-    return kinds()[static_cast<size_t>(heads_[head].kind)].forms;
+    return description_of(heads_[head].kind).forms;
   }
   bool has_target(size_t head) const {
     return forms(head)[0].target_dims >= 0;

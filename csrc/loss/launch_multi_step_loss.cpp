@@ -12,8 +12,8 @@ namespace {
 
 constexpr const char* kFile = "loss/totals.cuh";
 
-bool is_counted(const LossCall& call, int64_t head) {
-  return call.mean_of_unmasked && call.coefficients[head].mask.data != nullptr;
+bool has_divisor(const LossCall& call, int64_t head) {
+  return call.divisors != nullptr && (!call.counts_unmasked || call.coefficients[head].mask.data != nullptr);
 }
 
 // An empty batch has a block too, whose sums are 0.
@@ -42,13 +42,9 @@ class Launches {
 
   void forward(Stream stream) {
     finish(stream);
-    bool counts = false;
-    for (int64_t h = 0; h < call_.num_heads; ++h) {
-      counts = counts || is_counted(call_, h);
-    }
-    if (counts) {
+    if (call_.counts_unmasked) {
       static const Kernel<CountArguments> count_unmasked(kFile, "count_unmasked");
-      launch(count_unmasked, call_.num_heads, kThreads, stream, {table_, call_.batch, call_.num_unmasked});
+      launch(count_unmasked, call_.num_heads, kThreads, stream, {table_, call_.batch, call_.divisors});
     }
     rows({}, {}, stream);
     const TotalsArguments arguments{
@@ -60,6 +56,7 @@ class Launches {
         call_.skipped,
         call_.loss,
         call_.head_means,
+        call_.head_losses,
         call_.num_nonfinite,
         partial_,
         blocks_done_};
@@ -129,11 +126,11 @@ class Launches {
     head.head = *first.head;
     head.coefficients = call_.coefficients[index];
     head.loss = first.loss;
-    head.expected = first.expected;
+    head.detail = first.detail;
     head.width = first.width;
     head.raw_centers_float = head.raw_centers_double = -1;
     head.threads_per_row = threads_for_row(first.width, element_size(first.prediction.element), kRowThreads);
-    head.num_unmasked = is_counted(call_, index) ? call_.num_unmasked + index : nullptr;
+    head.divisor = has_divisor(call_, index) ? call_.divisors + index : nullptr;
   }
 
   void add_raw_centers(DeviceHead& head, const Segment& segment) {

@@ -2,9 +2,9 @@
 // in one list, with a count for each head: how many tensors its prediction or target is, 0 for one with a step
 // dimension, -1 for no target. The heads are those of a record (see head_table.h).
 //
-// Returns loss, per_sample, head_means, num_nonfinite, per_step of every head, expected of every head that decodes, and
-// for every prediction tensor in `wants` its gradient for grad_output 1. Only the loss has a gradient function;
-// autograd fills in `wants`.
+// Returns loss, per_sample, head_means, head_losses, num_nonfinite, per_step of every head, the detail of every head that
+// has one, and for every prediction tensor in `wants` its gradient for grad_output 1. Only the loss has a gradient
+// function; autograd fills in `wants`.
 #include "../host/context.h"
 #include "backward.h"
 
@@ -143,14 +143,14 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       "gradscale_ext.multi_step_loss, which says what is wrong with them");
   const RunResult result = run_loss(heads, GradientMemory(/*keeps=*/false), arguments, /*wide=*/true);
   const Outputs& outputs = result.outputs;
-  Tensors all{outputs.loss, outputs.per_sample, outputs.head_means, outputs.num_nonfinite};
+  Tensors all{outputs.loss, outputs.per_sample, outputs.head_means, outputs.head_losses, outputs.num_nonfinite};
   const auto add_defined = [&](const Tensors& tensors) {
     std::copy_if(tensors.begin(), tensors.end(), std::back_inserter(all), [](const at::Tensor& tensor) {
       return tensor.defined();
     });
   };
   add_defined(outputs.per_step);
-  add_defined(outputs.expected);
+  add_defined(outputs.details);
   std::for_each(result.gradients.begin(), result.gradients.end(), add_defined);
   torch::jit::drop(*stack, count);
   torch::jit::push(*stack, std::move(all));

@@ -62,7 +62,7 @@ struct PolicySums {
   A sum;
   A target_sum;
   A correct; // sum of t_j (x_j - maximum)
-  A shifted; // sum of e_j (x_j - maximum) over this thread's elements
+  A shifted; // sum of e_j (x_j - maximum)
 };
 
 // Takes the sums of a row, and leaves its exponentials in it.
@@ -86,6 +86,7 @@ GRADSCALE_DEVICE PolicySums<A> policy_sums(Row& row, const PolicyTarget<A>& targ
   sums.sum = group.sum(sums.sum);
   sums.target_sum = group.sum(sums.target_sum);
   sums.correct = group.sum(sums.correct);
+  sums.shifted = group.sum(sums.shifted);
   return sums;
 }
 
@@ -104,11 +105,12 @@ GRADSCALE_DEVICE A negative_entropy(const PolicyTarget<A>& target, int32_t width
 // Writes c (sum(t) p_j - t_j + w p_j (log p_j + H)), from a row that has exponentials.
 template <class T, class A, class Row>
 GRADSCALE_DEVICE void write_policy_gradient(
-    const RowTask& task, Row& row, const PolicyTarget<A>& target, const PolicySums<A>& sums, A weight, A constant) {
+    const RowTask& task, Row& row, const PolicyTarget<A>& target, const PolicySums<A>& sums, A weight) {
   constexpr int size = Row::kSize;
   const A c = static_cast<A>(task.coefficient);
   const A inverse_sum = A(1) / sums.sum;
   const A factor = sums.target_sum * inverse_sum;
+  const A expected = sums.shifted * inverse_sum; // log p_j + H = x_j - maximum - expected
   const T* logits = task.template prediction<T>();
   row.each_window_of_exponentials(sums.maximum, [&](const A* values, int32_t first) {
     A t[size];
@@ -118,7 +120,7 @@ GRADSCALE_DEVICE void write_policy_gradient(
       read_elements<size>(logits, task.width, first, A(0), x);
 #pragma unroll
       for (int k = 0; k < size; ++k) {
-        t[k] -= weight * product(values[k] * inverse_sum, (x[k] - sums.maximum) + constant);
+        t[k] -= weight * product(values[k] * inverse_sum, (x[k] - sums.maximum) - expected);
       }
     }
     A gradient[size];
@@ -143,15 +145,14 @@ GRADSCALE_DEVICE void soft_cross_entropy_row(const RowTask& task) {
     loss += negative_entropy(target, task.width, task.group);
   }
   const A weight = static_cast<A>(head.entropy_weight);
-  A entropy = 0;
+  const A entropy = log_sum - sums.shifted / sums.sum;
   if (weight != 0) {
-    entropy = log_sum - task.group.sum(sums.shifted) * (A(1) / sums.sum);
     loss -= weight * entropy;
   }
   task.store_loss(loss);
+  task.store_detail(entropy);
   if (task.segment().gradient != nullptr) {
-    // log p_j + H = x_j - maximum + (H - log(sum))
-    write_policy_gradient<T>(task, row, target, sums, weight, entropy - log_sum);
+    write_policy_gradient<T>(task, row, target, sums, weight);
   }
 }
 

@@ -38,23 +38,15 @@ double negative_entropy(int64_t width, Target target) {
   return sum;
 }
 
-// Returns w H(p), and subtracts its gradient's part from the target: w p_j (log p_j + H).
+// Subtracts from the target the entropy's part of the gradient, w p_j (log p_j + H). `expected`: of x_j - maximum.
 template <class T, class A>
-A subtract_entropy(const Segment& s, const T* logits, const Softmax<A>& softmax, A inverse_sum, A* target) {
+void subtract_entropy(
+    const Segment& s, const T* logits, const Softmax<A>& softmax, A inverse_sum, A expected, A* target) {
   const A weight = static_cast<A>(s.head->entropy_weight);
-  const A log_sum = log_normal(softmax.sum);
-  const A maximum = softmax.maximum;
-  const A* values = softmax.values;
-  const A expected = sums_of<A>(logits, s.width, [=](auto load) { // of x_j - maximum, times the sum
-    return std::make_pair(product(load(values), load(logits) - maximum), load(values));
-  })[0];
-  const A entropy = log_sum - expected * inverse_sum;
-  const A constant = entropy - log_sum;
-  for (int64_t j = 0; j < s.width && s.gradient.data != nullptr; ++j) {
-    const A p = values[j] * inverse_sum;
-    target[j] -= weight * product(p, (static_cast<A>(to_accumulate(logits[j])) - maximum) + constant);
+  for (int64_t j = 0; j < s.width; ++j) {
+    const A p = softmax.values[j] * inverse_sum;
+    target[j] -= weight * product(p, (static_cast<A>(to_accumulate(logits[j])) - softmax.maximum) - expected);
   }
-  return weight * entropy;
 }
 
 // sum(t) log(sum) - sum_j t_j (x_j - maximum) - w H(p) [+ sum_j t_j log t_j];
@@ -68,24 +60,26 @@ void soft_cross_entropy_row(
   const T* logits = row_of<T>(s.prediction, row);
   const Softmax<A> softmax = softmax_of<false>(logits, width, maximum, ahead_of<T>(s, row), scratch);
   read_target(s, row, target);
-  auto [target_sum, correct] = sums_of<A>(logits, width, [=](auto load) {
-    return std::make_pair(load(target), product(load(target), load(logits) - maximum));
+  const A* values = softmax.values;
+  auto [target_sum, correct, moment] = sums_of<A>(logits, width, [=](auto load) {
+    const auto difference = load(logits) - maximum;
+    return std::make_tuple(load(target), product(load(target), difference), product(load(values), difference));
   });
   if (s.head->subtract_target_entropy) {
     correct -= static_cast<A>(negative_entropy(width, [=](int64_t j) { return target[j]; }));
   }
-  const A inverse_sum = A(1) / softmax.sum;
-  if (s.head->entropy_weight != 0) {
-    correct += subtract_entropy(s, logits, softmax, inverse_sum, target);
-  }
   sums.exponentials[lane] = softmax.sum;
+  sums.moment[lane] = moment;
   sums.target[lane] = target_sum;
   sums.correct[lane] = correct;
   if (s.gradient.data == nullptr) {
     return;
   }
+  const A inverse_sum = A(1) / softmax.sum;
+  if (s.head->entropy_weight != 0) {
+    subtract_entropy(s, logits, softmax, inverse_sum, moment * inverse_sum, target);
+  }
   const A c = static_cast<A>(group.coefficients[lane]);
-  const A* values = softmax.values;
   const A factor = target_sum * inverse_sum;
   write_gradient<G, A>(s.gradient, row, width, [=](auto load) { return (load(values) * factor - load(target)) * c; });
 }
@@ -93,9 +87,10 @@ void soft_cross_entropy_row(
 // Not inlined, for loops that share a function with those of other heads get too few registers.
 template <class T, class G, class A>
 [[gnu::noinline]] void soft_cross_entropy_rows(const Segment& s, const Group& group, A* scratch) {
-  const GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, A maximum, GroupSums<A>& of_rows) {
+  GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, A maximum, GroupSums<A>& of_rows) {
     soft_cross_entropy_row<T, G>(s, group, i, maximum, scratch, of_rows);
   });
+  store_entropies(s, group, sums);
   store_losses(s, group, sums);
 }
 

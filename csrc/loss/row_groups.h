@@ -16,7 +16,8 @@ struct Group {
 template <class A>
 struct GroupSums {
   A exponentials[kLanes]; // sum_j exp(x_j - maximum)
-  A moment[kLanes];       // sum_j exp(x_j - maximum) (2j - width + 1), or times the raw centres
+  A moment[kLanes];       // sum_j exp(x_j - maximum) (2j - width + 1), or times the raw centres; of a policy, times
+                          // x_j - maximum
   A target[kLanes];       // sum_j t_j
   A correct[kLanes];      // sum_j t_j (x_j - maximum), and what else the loss lacks
 };
@@ -178,11 +179,27 @@ void store_losses(const Segment& s, const Group& group, const GroupSums<A>& sums
   s.loss.store(group.first, group.count, loss);
 }
 
+// Stores the entropy log(sum) - moment / sum of policies, and adds it to their losses with its weight.
+template <class A>
+void store_entropies(const Segment& s, const Group& group, GroupSums<A>& sums) {
+  const A weight = static_cast<A>(s.head->entropy_weight);
+  const int64_t lanes = lanes_of(group);
+  A entropy[kLanes];
+#pragma omp simd
+  for (int64_t i = 0; i < lanes; ++i) {
+    entropy[i] = log_normal(sums.exponentials[i]) - sums.moment[i] / sums.exponentials[i];
+    sums.correct[i] += weight == 0 ? A(0) : weight * entropy[i];
+  }
+  if (s.detail.data != nullptr) {
+    s.detail.store(group.first, group.count, entropy);
+  }
+}
+
 // Stores what categorical rows decode to.
 template <class A>
 void store_decoded(const Segment& s, const Group& group, const GroupSums<A>& sums) {
   const Support& support = s.head->support;
-  if (s.expected.data == nullptr) {
+  if (s.detail.data == nullptr) {
     return;
   }
   const int64_t lanes = lanes_of(group);
@@ -198,7 +215,7 @@ void store_decoded(const Segment& s, const Group& group, const GroupSums<A>& sum
     }
     inverse_transform_many(support, lanes, decoded);
   }
-  s.expected.store(group.first, group.count, decoded);
+  s.detail.store(group.first, group.count, decoded);
 }
 
 } // namespace

@@ -143,11 +143,10 @@ RowSpecification specification_of(const Segment& segment, int32_t threads_per_ro
     return result;
   }
   const int64_t size = element_size(segment.prediction.element);
-  const bool logits =
-      result.kind == Kind::two_hot || result.kind == Kind::hl_gauss || result.kind == Kind::soft_cross_entropy;
   result.way = Way::group;
   result.gradient = Element::int64; // its type is asked for when the kernel runs
-  result.stays = logits && windows_at_most(segment.width, size) <= cached_windows(size) * threads_per_row;
+  result.stays =
+      has_logits(result.kind) && windows_at_most(segment.width, size) <= cached_windows(size) * threads_per_row;
   return result;
 }
 

@@ -37,9 +37,9 @@ struct RowTask {
       block.store_loss(row, loss, counts);
     }
   }
-  GRADSCALE_DEVICE void store_expected(double value) const {
+  GRADSCALE_DEVICE void store_detail(double value) const {
     if (leads()) {
-      block.store_expected(row, value);
+      block.store_detail(row, value);
     }
   }
   template <class T>

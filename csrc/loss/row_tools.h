@@ -7,8 +7,8 @@
 #include "segment.h"
 
 #include <array>
+#include <tuple>
 #include <type_traits>
-#include <utility>
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
@@ -172,21 +172,22 @@ void write_gradient(const Rows& gradient, int64_t row, int64_t width, Value valu
   }
 }
 
-// The sums over j of the two terms(load), load(row) being row[j], widened. `first` is the row with the alignment that
+// The sums over j of the three terms(load), load(row) being row[j], widened. `first` is the row with the alignment that
 // matters.
 template <class A, class T, class Terms>
-std::array<A, 2> sums_of(const T* first, int64_t width, Terms terms) {
+std::array<A, 3> sums_of(const T* first, int64_t width, Terms terms) {
   if constexpr (in_lanes<A>) {
     return sums_of_lanes(first, width, terms);
   } else {
-    A one = 0, two = 0;
-#pragma omp simd reduction(+ : one, two)
+    A one = 0, two = 0, three = 0;
+#pragma omp simd reduction(+ : one, two, three)
     for (int64_t j = 0; j < width; ++j) {
-      const auto [a, b] = terms([j](const auto* row) { return static_cast<A>(to_accumulate(row[j])); });
+      const auto [a, b, c] = terms([j](const auto* row) { return static_cast<A>(to_accumulate(row[j])); });
       one += a;
       two += b;
+      three += c;
     }
-    return {one, two};
+    return {one, two, three};
   }
 }
 

@@ -210,15 +210,16 @@ void write_lanes(G* out, int64_t width, Value value) {
 
 // A replacement of sums_of() of row_tools.h.
 template <class T, class Terms>
-std::array<float, 2> sums_of_lanes(const T* aligned_as, int64_t width, Terms terms) {
+std::array<float, 3> sums_of_lanes(const T* aligned_as, int64_t width, Terms terms) {
   const Blocks blocks(lead_of(aligned_as), width);
-  Lanes sums[2] = {0.0f, 0.0f};
+  Lanes sums[3] = {0.0f, 0.0f, 0.0f};
   blocks.for_each([&](int64_t b, __mmask16 mask) {
-    const auto [first, second] = terms([&](const auto* row) { return blocks.load(row, b, mask); });
+    const auto [first, second, third] = terms([&](const auto* row) { return blocks.load(row, b, mask); });
     sums[0] = _mm512_mask_add_ps(sums[0].v, mask, sums[0].v, first.v);
     sums[1] = _mm512_mask_add_ps(sums[1].v, mask, sums[1].v, second.v);
+    sums[2] = _mm512_mask_add_ps(sums[2].v, mask, sums[2].v, third.v);
   });
-  return {_mm512_reduce_add_ps(sums[0].v), _mm512_reduce_add_ps(sums[1].v)};
+  return {_mm512_reduce_add_ps(sums[0].v), _mm512_reduce_add_ps(sums[1].v), _mm512_reduce_add_ps(sums[2].v)};
 }
 
 } // namespace

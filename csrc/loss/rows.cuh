@@ -4,30 +4,11 @@
 #pragma once
 
 #include "categorical_rows.cuh"
+#include "kinds.h"
 #include "policy_rows.cuh"
 #include "regression_rows.cuh"
 
 namespace gradscale {
-
-// The head whose rows are numbers that are compared with their target.
-template <Kind kind, class A>
-struct RegressionHead;
-template <class A>
-struct RegressionHead<Kind::mean_squared_error, A> {
-  using type = MeanSquaredError<A>;
-};
-template <class A>
-struct RegressionHead<Kind::negative_cosine, A> {
-  using type = NegativeCosine<A>;
-};
-template <class A>
-struct RegressionHead<Kind::binary_cross_entropy, A> {
-  using type = BinaryCrossEntropy<A>;
-};
-template <class A>
-struct RegressionHead<Kind::per_step_loss, A> {
-  using type = PerStepLoss<A>;
-};
 
 // T is the type of predictions. With `cached`, a row of logits stays in the registers of its group.
 template <Kind kind, class T, bool cached>
@@ -47,18 +28,12 @@ struct GroupRows {
     const RowFactor factor = block.factor_of(own.row);
     const int32_t width = own.active ? static_cast<int32_t>(head.width) : 0;
     const RowTask task{block, own.group, own.row, width, own.active, factor.counts, factor.coefficient};
-    if constexpr (kind == Kind::two_hot) {
-      categorical_row<T, A, cached>(task, two_hot(block.template target<double>(own.row), head.head.support));
-    } else if constexpr (kind == Kind::hl_gauss) {
-      const double target = block.template target<double>(own.row);
-      categorical_row<T, A, cached>(task, hl_gauss(target, head.head.support, head.head.sigma_ratio));
-    } else if constexpr (kind == Kind::soft_cross_entropy) {
-      soft_cross_entropy_row<T, A, cached>(task);
-    } else if constexpr (kind == Kind::binary_cross_entropy || kind == Kind::per_step_loss) {
-      scalar_row<typename RegressionHead<kind, A>::type, T, A>(task);
-    } else {
-      vector_row<typename RegressionHead<kind, A>::type, T, A>(task);
-    }
+    rows_of_kind<kind, A>(
+        head.head,
+        [&](auto encode) { categorical_row<T, A, cached>(task, encode(block.template target<double>(own.row))); },
+        [&] { soft_cross_entropy_row<T, A, cached>(task); },
+        [&](auto of) { vector_row<typename decltype(of)::Head, T, A>(task); },
+        [&](auto of) { scalar_row<typename decltype(of)::Head, T, A>(task); });
   }
 };
 

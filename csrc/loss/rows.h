@@ -71,9 +71,7 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
 
 // Whether to compute rows side by side: those of logits that are short, and not so few that most lanes would idle.
 bool side_by_side(const Segment& s, int64_t count) {
-  const Kind kind = s.head->kind;
-  const bool has_logits = kind == Kind::two_hot || kind == Kind::hl_gauss || kind == Kind::soft_cross_entropy;
-  return has_logits && s.width <= kShortRow && count >= 6;
+  return has_logits(s.head->kind) && s.width <= kShortRow && count >= 6;
 }
 
 void run_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* scratch) {

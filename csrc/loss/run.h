@@ -12,15 +12,16 @@ struct Outputs {
   at::Tensor loss;                  // scalar, or [B] without reduction; the only output with a gradient
   at::Tensor per_sample;            // [B]
   std::vector<at::Tensor> per_step; // by head [B, T_h], or [T_h, B] without batch_first
-  std::vector<at::Tensor> expected; // the same; undefined where the head decodes nothing
+  std::vector<at::Tensor> details;  // the same; undefined where the head has none
   at::Tensor head_means;            // [heads]
+  at::Tensor head_losses;           // [heads]
   at::Tensor num_nonfinite;         // int64 scalar
 };
 
 // The forward pass as the backward pass on a device must know it.
 struct DeviceState {
   at::Tensor skipped;      // a copy of per_sample, which is the user's to write to; undefined where none is skipped
-  at::Tensor num_unmasked; // float64 [heads]: unmasked entries; undefined where no mean is taken over them
+  at::Tensor divisors; // float64 [heads]: what a head's sum is divided by; undefined where the host knows it
 };
 
 // Gradients by head for grad_output 1, in the layout of its predictions; undefined where none is wanted.

@@ -62,7 +62,8 @@ void run_rows(const Description& call) {
   });
 }
 
-// Adds the losses of a head, weighted and summed over its steps, to those of every sample; returns their plain sum.
+// Adds the losses of a head, weighted and summed over its steps, to those of every sample, and leaves them with its
+// factor in `weighted`; returns their plain sum.
 template <class T>
 double add_head(const Description& call, size_t head, double* samples, double* weighted) {
   const int64_t steps = call.steps_of(head);
@@ -86,7 +87,7 @@ double add_head(const Description& call, size_t head, double* samples, double* w
     weighted_of_sample = plain ? of_sample : weighted_of_sample;
     of_head += of_sample;
     samples[b] += weight * weighted_of_sample;
-    weighted[b] += coefficients.factor * weighted_of_sample;
+    weighted[b] = coefficients.factor * weighted_of_sample;
   }
   return of_head;
 }
@@ -101,15 +102,17 @@ void clear_gradients(const Description& call, int64_t sample) {
   }
 }
 
-// L_b, the loss, the means of the heads and the number of samples whose loss is not finite, in a fixed order.
+// L_b, the loss, the means and shares of the heads and the number of samples whose loss is not finite, in a fixed order.
 template <class T>
 void reduce(Description& call) {
   Outputs& outputs = call.outputs;
-  std::vector<double> samples(call.batch, 0.0);  // L_b
-  std::vector<double> weighted(call.batch, 0.0); // with the factors of the reduction
+  const size_t heads = call.heads.size();
+  std::vector<double> samples(call.batch, 0.0);      // L_b
+  std::vector<double> weighted(heads * call.batch);  // by head, with the factors of the reduction
+  std::vector<double> shares(heads, 0.0);
   T* means = outputs.head_means.mutable_data_ptr<T>();
-  for (size_t h = 0; h < call.heads.size(); ++h) {
-    const double sum = add_head<T>(call, h, samples.data(), weighted.data());
+  for (size_t h = 0; h < heads; ++h) {
+    const double sum = add_head<T>(call, h, samples.data(), weighted.data() + h * call.batch);
     means[h] = static_cast<T>(sum / std::max<double>(1.0, static_cast<double>(call.num_unmasked[h])));
   }
   T* per_sample = outputs.per_sample.mutable_data_ptr<T>();
@@ -122,9 +125,15 @@ void reduce(Description& call) {
     per_sample[b] = static_cast<T>(samples[b]);
     const bool finite = std::isfinite(per_sample[b]); // as the user sees it, in float
     num_nonfinite += finite ? 0 : 1;
-    double contribution = importance_weights.at(b, 0) * weighted[b];
-    if (!finite && call.arguments.nonfinite == Nonfinite::skip) {
-      contribution = 0;
+    const bool skipped = !finite && call.arguments.nonfinite == Nonfinite::skip;
+    const double weight = importance_weights.at(b, 0);
+    double contribution = 0;
+    for (size_t h = 0; h < heads && !skipped; ++h) {
+      const double share = weight * weighted[h * call.batch + b];
+      shares[h] += share;
+      contribution += share;
+    }
+    if (skipped) {
       clear_gradients(call, b);
     }
     total += contribution;
@@ -135,6 +144,7 @@ void reduce(Description& call) {
   if (!each_sample) {
     *loss = static_cast<T>(total);
   }
+  std::copy(shares.begin(), shares.end(), outputs.head_losses.mutable_data_ptr<T>());
   *outputs.num_nonfinite.mutable_data_ptr<int64_t>() = num_nonfinite;
 }
 

@@ -25,10 +25,10 @@ LossCall device_call(const Description& call, const DeviceState& state) {
   of_device.step_gradient_scale = data_of(call.arguments.step_gradient_scale);
   of_device.batch = call.batch;
   of_device.each_sample = call.arguments.reduction == Reduction::none;
-  of_device.mean_of_unmasked = call.arguments.reduction == Reduction::valid_mean;
+  of_device.counts_unmasked = state.divisors.defined() && !call.arguments.num_entries.defined();
   of_device.skip_nonfinite = call.arguments.nonfinite == Nonfinite::skip;
   of_device.skipped = call.slab(state.skipped, 1);
-  of_device.num_unmasked = state.num_unmasked.defined() ? state.num_unmasked.mutable_data_ptr<double>() : nullptr;
+  of_device.divisors = state.divisors.defined() ? state.divisors.mutable_data_ptr<double>() : nullptr;
   return of_device;
 }
 
@@ -48,13 +48,16 @@ DeviceState run_on_device(Description& call) {
   if (call.arguments.nonfinite == Nonfinite::skip) {
     state.skipped = at::empty_like(call.outputs.per_sample);
   }
-  if (masked && call.arguments.reduction == Reduction::valid_mean) {
-    state.num_unmasked = at::empty({static_cast<int64_t>(call.heads.size())}, call.of_sums.dtype(at::kDouble));
+  if (call.arguments.num_entries.defined()) {
+    state.divisors = call.arguments.num_entries;
+  } else if (masked && call.arguments.reduction == Reduction::valid_mean) {
+    state.divisors = at::empty({static_cast<int64_t>(call.heads.size())}, call.of_sums.dtype(at::kDouble));
   }
   LossCall of_device = device_call(call, state);
   of_device.per_sample = call.slab(call.outputs.per_sample, 1);
   of_device.loss = call.slab(call.outputs.loss, 1);
   of_device.head_means = call.slab(call.outputs.head_means, 1);
+  of_device.head_losses = call.slab(call.outputs.head_losses, 1);
   of_device.num_nonfinite = call.outputs.num_nonfinite.mutable_data_ptr<int64_t>();
   const OnDevice on_device(call.device);
   const at::Tensor workspace = give_workspace(call, of_device);

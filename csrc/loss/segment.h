@@ -8,27 +8,35 @@
 
 namespace gradscale {
 
-// The kinds of heads, each with whether it has a support and with the forms that its rows may have: dimensions of a
-// prediction and of its target (-1: none) behind the batch, and whether the target is an int64 class.
+// What a head tells of a row beside its loss: what it decodes to, of a head that has a support, or its entropy.
+enum class Detail : int32_t { none, expected, entropy };
+
+// The kinds of heads, each with its detail and with the forms that its rows may have: dimensions of a prediction and of
+// its target (-1: none) behind the batch, and whether the target is an int64 class.
 // clang-format off
-#define GRADSCALE_KINDS(kind)                                    \
-  kind(two_hot, true, {1, 0, false})                             \
-  kind(hl_gauss, true, {1, 0, false})                            \
-  kind(soft_cross_entropy, false, {1, 1, false}, {1, 0, true})   \
-  kind(mean_squared_error, false, {0, 0, false}, {1, 1, false})  \
-  kind(binary_cross_entropy, false, {0, 0, false})               \
-  kind(negative_cosine, false, {1, 1, false})                    \
-  kind(per_step_loss, false, {0, -1, false})
+#define GRADSCALE_KINDS(kind)                                        \
+  kind(two_hot, expected, {1, 0, false})                             \
+  kind(hl_gauss, expected, {1, 0, false})                            \
+  kind(soft_cross_entropy, entropy, {1, 1, false}, {1, 0, true})     \
+  kind(mean_squared_error, none, {0, 0, false}, {1, 1, false})       \
+  kind(binary_cross_entropy, none, {0, 0, false})                    \
+  kind(negative_cosine, none, {1, 1, false})                         \
+  kind(per_step_loss, none, {0, -1, false})
 // clang-format on
 
 #define GRADSCALE_ENUMERATOR(name, ...) name,
 enum class Kind : int32_t { GRADSCALE_KINDS(GRADSCALE_ENUMERATOR) };
 #undef GRADSCALE_ENUMERATOR
 
+// Whether a prediction is the logits of a distribution.
+inline bool has_logits(Kind kind) {
+  return kind == Kind::two_hot || kind == Kind::hl_gauss || kind == Kind::soft_cross_entropy;
+}
+
 // The numbers of heads, by the names of `numbers()` in gradscale_ext/heads.py; those of a support come beside them.
 // clang-format off
 #define GRADSCALE_NUMBERS_OF_HEADS(number)  \
-  number(bool, decodes)                     \
+  number(Detail, detail)                    \
   number(int32_t, first_step)               \
   number(double, weight)                    \
   number(double, label_smoothing)           \
@@ -40,10 +48,14 @@ enum class Kind : int32_t { GRADSCALE_KINDS(GRADSCALE_ENUMERATOR) };
 // One head as the user describes it: a dataclass of gradscale_ext/heads.py.
 struct Head {
   Kind kind;
-  Support support; // without one: the transform and eps of mean_squared_error, the eps of negative_cosine
+  Support support; // a head without one may have its numbers too, such as `transform` and `eps`
 #define GRADSCALE_MEMBER(type, name) type name;
   GRADSCALE_NUMBERS_OF_HEADS(GRADSCALE_MEMBER)
 #undef GRADSCALE_MEMBER
+
+  GRADSCALE_HOST_DEVICE bool has_support() const {
+    return detail == Detail::expected;
+  }
 };
 
 // A head at a step: B rows of predictions with their targets.
@@ -55,7 +67,7 @@ struct Segment {
   Rows target;   // data is null where the head has none
   Rows gradient; // data is null where no gradient is wanted; of the prediction's type, or of the type of sums
   Slab loss;
-  Slab expected; // decoded prediction, where the head has one
+  Slab detail; // where the head has one
 };
 
 // The weight of a sample at a step; null data means 1.

@@ -48,7 +48,7 @@ void write_tile(const Rows& rows, const Group& group, int64_t width, const Tile<
 }
 
 // Leaves exp(x_j - maximum) in `x`, and x_j - maximum in `shifted`.
-template <class A>
+template <bool of_policy, class A>
 void exponentials_of_tile(int64_t width, Tile<A>& x, Tile<A>& shifted, const Tile<A>& target, GroupSums<A>& sums) {
   A maximum[kLanes];
   for (int64_t i = 0; i < kLanes; ++i) {
@@ -71,7 +71,7 @@ void exponentials_of_tile(int64_t width, Tile<A>& x, Tile<A>& shifted, const Til
       shifted.at[j][i] = below;
       x.at[j][i] = e;
       sums.exponentials[i] += e;
-      sums.moment[i] += e * place;
+      sums.moment[i] += of_policy ? product(e, below) : e * place;
       sums.target[i] += t;
       sums.correct[i] += product(t, below);
     }
@@ -115,7 +115,7 @@ void short_categorical_rows(const Segment& s, const Group& group, const Target* 
   }
   read_tile(s.prediction, group, s.width, x);
   GroupSums<A> sums;
-  exponentials_of_tile(s.width, x, shifted, target, sums);
+  exponentials_of_tile<false>(s.width, x, shifted, target, sums);
   for (int64_t i = 0; i < kLanes; ++i) {
     sums.target[i] = A(1) + A(0) * sums.target[i]; // 1 but for rounding; a NaN target makes the whole row NaN
   }
@@ -160,22 +160,17 @@ void read_target_tile(const Segment& s, const Group& group, Tile<A>& target) {
   }
 }
 
-// Subtracts w H(p) from the losses, and its gradient's part from the targets.
+// Subtracts the entropy's part of the gradient from the targets.
 template <class A>
-void subtract_entropy(const Segment& s, const Tile<A>& x, const Tile<A>& shifted, Tile<A>& target, GroupSums<A>& sums) {
+void subtract_entropy(
+    const Segment& s, const Tile<A>& x, const Tile<A>& shifted, const GroupSums<A>& sums, Tile<A>& target) {
   const A weight = static_cast<A>(s.head->entropy_weight);
   for (int64_t i = 0; i < kLanes; ++i) {
-    const A log_sum = log_normal(sums.exponentials[i]);
     const A inverse_sum = A(1) / sums.exponentials[i];
-    A expected = 0; // of x_j - maximum, times the sum
-    for (int64_t j = 0; j < s.width; ++j) {
-      expected += product(x.at[j][i], shifted.at[j][i]);
-    }
-    const A entropy = log_sum - expected * inverse_sum;
-    sums.correct[i] += weight * entropy;
+    const A expected = sums.moment[i] * inverse_sum; // of x_j - maximum
     for (int64_t j = 0; j < s.width; ++j) {
       const A p = x.at[j][i] * inverse_sum;
-      target.at[j][i] -= weight * product(p, shifted.at[j][i] + (entropy - log_sum));
+      target.at[j][i] -= weight * product(p, shifted.at[j][i] - expected);
     }
   }
 }
@@ -187,14 +182,15 @@ void short_policy_rows(const Segment& s, const Group& group) {
   read_tile(s.prediction, group, s.width, x);
   read_target_tile(s, group, target);
   GroupSums<A> sums;
-  exponentials_of_tile(s.width, x, shifted, target, sums);
+  exponentials_of_tile<true>(s.width, x, shifted, target, sums);
   for (int64_t i = 0; i < kLanes && s.head->subtract_target_entropy; ++i) {
     const A* first = &target.at[0][i];
     sums.correct[i] -= static_cast<A>(negative_entropy(s.width, [=](int64_t j) { return first[j * kLanes]; }));
   }
   if (s.head->entropy_weight != 0) {
-    subtract_entropy(s, x, shifted, target, sums);
+    subtract_entropy(s, x, shifted, sums, target);
   }
+  store_entropies(s, group, sums);
   store_losses(s, group, sums);
   write_tile_gradient(s, group, x, target, sums);
 }

@@ -127,7 +127,7 @@ class ThreadCategorical : RowsOfThreads<T, G, width> {
     const float loss = loss_of(sums, prepared);
     if (this->rows_.is_active()) {
       block_.store_loss(this->rows_.own(), loss, prepared.factor.counts);
-      block_.store_expected(this->rows_.own(), decoded_moment(sums.moment * sums.inverse_sum, support_));
+      block_.store_detail(this->rows_.own(), decoded_moment(sums.moment * sums.inverse_sum, support_));
     }
     if constexpr (Base::kWantsGradient) {
       put_gradient(row, sums, prepared);

@@ -48,7 +48,9 @@ class ThreadPolicy : RowsOfThreads<T, G, width> {
     Row row(this->logits_);
     const Sums sums = sums_of(row);
     if (this->rows_.is_active()) {
-      block_.store_loss(this->rows_.own(), loss_of(sums), factor.counts);
+      const float entropy = std::log(sums.sum) - sums.shifted * sums.inverse_sum;
+      block_.store_loss(this->rows_.own(), loss_of(sums, entropy), factor.counts);
+      block_.store_detail(this->rows_.own(), entropy);
     }
     if constexpr (Base::kWantsGradient) {
       put_gradient(row, sums, static_cast<float>(factor.coefficient));
@@ -96,9 +98,7 @@ class ThreadPolicy : RowsOfThreads<T, G, width> {
         correct.add(first + k, t[k], differences[k]);
         target_sum.add(first + k, t[k]);
         sum.add(first + k, e);
-        if constexpr (kEntropy) {
-          shifted.add(first + k, e, larger(differences[k], kLowest)); // 0 for -inf
-        }
+        shifted.add(first + k, e, larger(differences[k], kLowest)); // 0 for -inf
         differences[k] = e;
       }
       row.keep_exponentials(first, differences);
@@ -142,14 +142,13 @@ class ThreadPolicy : RowsOfThreads<T, G, width> {
   }
 
   // sum(t) log(sum) - sum_j t_j (x_j - maximum) - w H(p) [+ sum_j t_j log t_j].
-  GRADSCALE_DEVICE float loss_of(const Sums& sums) const {
-    const float log_sum = std::log(sums.sum);
-    float loss = sums.target_sum * log_sum - sums.correct;
+  GRADSCALE_DEVICE float loss_of(const Sums& sums, float entropy) const {
+    float loss = sums.target_sum * std::log(sums.sum) - sums.correct;
     if constexpr ((options & kSubtractsEntropy) != 0) {
       loss += negative_entropy();
     }
     if constexpr (kEntropy) {
-      loss -= weight_ * (log_sum - sums.shifted * sums.inverse_sum);
+      loss -= weight_ * entropy;
     }
     return loss;
   }

@@ -1,6 +1,6 @@
 // The kernels that add up the losses of rows.
 //
-// loss_totals    one thread a sample: L_b, the loss, the means of the heads. Sums are taken in a fixed order: a block
+// loss_totals    one thread a sample: L_b, the loss, the means and shares of the heads. Sums are taken in a fixed order: a block
 //                adds up its threads, and the last block that is done adds up the blocks. Reads 4 bytes a row.
 // count_unmasked one block a head counts the unmasked entries; only where a mean is taken over those.
 #pragma once
@@ -38,13 +38,16 @@ struct SampleLoss {
   double reduced;
 };
 
-// Adds up the losses of this thread's sample, and leaves the sums of its block over each head.
-GRADSCALE_DEVICE SampleLoss add_heads(const TotalsArguments& arguments, const Group& block, int64_t sample) {
+// Adds up the losses of this thread's sample, and leaves the sums of its block over each head. Only a sample that
+// `counts` adds to the shares of the heads.
+GRADSCALE_DEVICE SampleLoss
+add_heads(const TotalsArguments& arguments, const Group& block, int64_t sample, bool counts) {
   const LossTable& table = arguments.table;
   const PartialSums& partial = arguments.partial;
   const bool active = sample < arguments.batch;
   SampleLoss result{0, 0};
   const int64_t own = active ? sample : 0; // row 0 is there unless the batch is empty
+  const double importance = counts ? table.head(0).coefficients.importance_weights.at(own, 0) : 0;
   int64_t next = 0;
   for (int64_t h = 0; h < table.num_heads; ++h) {
     const DeviceHead& head = table.head(h);
@@ -58,19 +61,22 @@ GRADSCALE_DEVICE SampleLoss add_heads(const TotalsArguments& arguments, const Gr
       const DeviceSegment& segment = table.segment(next + i);
       const double loss = head.loss.from(segment.step - head.head.first_step).load(own);
       const double weight = segment.step_weight * c.step_weights.at(own, segment.step);
-      const bool counts = active && c.mask.includes(own, segment.step);
-      plain += counts ? loss : 0;
-      weighted += counts ? weight * loss : 0;
-      unmasked += counts ? 1 : 0;
+      const bool is_unmasked = active && c.mask.includes(own, segment.step);
+      plain += is_unmasked ? loss : 0;
+      weighted += is_unmasked ? weight * loss : 0;
+      unmasked += is_unmasked ? 1 : 0;
     }
     next += head.num_segments;
+    const double reduced = head_factor(head) * weighted;
     result.loss += head.head.weight * weighted;
-    result.reduced += head_factor(head) * weighted;
+    result.reduced += reduced;
+    const double share = block.sum(counts ? importance * reduced : 0);
     plain = block.sum(plain);
     unmasked = block.sum(unmasked);
     if (threadIdx.x == 0) {
-      partial.at(blockIdx.x, 2 + h) = plain;
-      partial.at(blockIdx.x, 2 + table.num_heads + h) = unmasked;
+      partial.at(blockIdx.x, partial.index_of(PartialSums::kPlain, h)) = plain;
+      partial.at(blockIdx.x, partial.index_of(PartialSums::kUnmasked, h)) = unmasked;
+      partial.at(blockIdx.x, partial.index_of(PartialSums::kShare, h)) = share;
     }
   }
   return result;
@@ -117,10 +123,12 @@ GRADSCALE_DEVICE void store_totals(const LossTable& table, const TotalsArguments
     *arguments.num_nonfinite = static_cast<int64_t>(num_nonfinite);
   }
   for (int64_t h = 0; h < table.num_heads; ++h) {
-    const double sum = total(2 + h);
-    const double unmasked = total(2 + table.num_heads + h);
+    const double sum = total(arguments.partial.index_of(PartialSums::kPlain, h));
+    const double unmasked = total(arguments.partial.index_of(PartialSums::kUnmasked, h));
+    const double share = total(arguments.partial.index_of(PartialSums::kShare, h));
     if (threadIdx.x == 0) {
       arguments.head_means.store(h, sum / (unmasked < 1 ? 1 : unmasked));
+      arguments.head_losses.store(h, share);
     }
   }
 }
@@ -133,12 +141,13 @@ GRADSCALE_KERNEL(kThreads, 2) loss_totals(GRADSCALE_ARGUMENT(TotalsArguments) ar
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
   const int64_t sample = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool active = sample < arguments.batch;
-  const SampleLoss losses = add_heads(arguments, block, sample);
+  const SampleLoss losses = add_heads(arguments, block, sample, active);
   const Contribution own = active ? store_sample(table, arguments, sample, losses) : Contribution{0, 0};
   const double loss = block.sum(own.loss);
   const double nonfinite = block.sum(own.nonfinite);
   if (arguments.skip_nonfinite && nonfinite > 0) {
     clear_gradients(table, own.nonfinite != 0, sample, clearing);
+    add_heads(arguments, block, sample, active && own.nonfinite == 0); // once more, as it is known now which count
   }
   if (threadIdx.x == 0) {
     arguments.partial.at(blockIdx.x, 0) = loss;
@@ -166,7 +175,7 @@ count_unmasked(GRADSCALE_ARGUMENT(CountArguments) arguments) {
   }
   unmasked = block.sum(unmasked);
   if (threadIdx.x == 0) {
-    arguments.num_unmasked[blockIdx.x] = unmasked;
+    arguments.divisors[blockIdx.x] = unmasked < 1 ? 1 : unmasked;
   }
 }
 

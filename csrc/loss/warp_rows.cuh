@@ -300,7 +300,7 @@ struct WarpRows {
     const Support& support = block.head.head.support;
     block.store_loss(row, std::log(softmax.sum) - cost, counts);
     const float expected = expectation_from_moment(2 * softmax.moment / softmax.sum, support);
-    block.store_expected(row, inverse_transform_value(support.transform, expected, static_cast<float>(support.eps)));
+    block.store_detail(row, inverse_transform_value(support.transform, expected, static_cast<float>(support.eps)));
   }
 
   GRADSCALE_DEVICE static void run(const BlockOfRows& block) {

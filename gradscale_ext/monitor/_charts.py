@@ -125,7 +125,8 @@ class Record:
     """One recorded step, in tensors that a device may still be computing; `to_host` copies them."""
 
     step: int
-    layout: Layout
+    modules: dict[str, dict[str, None]]
+    """Names of the parameters in each module."""
     gradients: GradientStatistics
     before_clipping: list[GradientStatistics]
     clip_rate: torch.Tensor | None = None
@@ -182,9 +183,9 @@ class Record:
 
     def _add_norms(self, charts: Charts, selection: Selection) -> None:
         scale = self.unscaled_by()
-        _add(charts, "", [self.gradients], self.layout, selection, scale)
+        _add(charts, "", [self.gradients], self.modules, selection, scale)
         if self.before_clipping:
-            _add(charts, "_before_clipping", self.before_clipping, self.layout, selection, scale)
+            _add(charts, "_before_clipping", self.before_clipping, self.modules, selection, scale)
         if self.clip_rate is not None:
             charts.scalars["clip_rate"] = self.clip_rate.item()
         if self.updates is not None:
@@ -214,7 +215,7 @@ def _add(
     charts: Charts,
     when: str,
     parts: list[GradientStatistics],
-    layout: Layout,
+    modules: dict[str, dict[str, None]],
     selection: Selection,
     scale: float,
 ) -> None:
@@ -229,7 +230,7 @@ def _add(
                 norms[name], rows[name] = norm / scale, row
     chosen = [name for name in norms if selection.has(name)]
     charts.scalars.update({f"gradient_norm{when}/{name}": norms[name] for name in chosen})
-    for module, names in layout.modules.items():
+    for module, names in modules.items():
         present = [norms[name] for name in names if name in norms]
         if present and selection.has(module):
             charts.scalars[f"module_gradient_norm{when}/{module}"] = norm_of(present, p)

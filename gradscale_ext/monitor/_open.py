@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from .. import _context
-from .statistics import GradientStatistics, listeners
+from .statistics import GradientStatistics, gradient_statistics, listeners
 
 
 class Monitor(Protocol):
@@ -19,6 +22,7 @@ class Monitor(Protocol):
     _layout: Any
     _optimizer: Any
     _taken: int
+    _due: bool
     _scaler_of_step: Any
     _has_scaler: bool
 
@@ -75,26 +79,44 @@ def _tell_of_our_clipping(parameters: list[torch.Tensor], statistics: GradientSt
 listeners.append(_tell_of_our_clipping)
 
 
-def _telling_of_clipping(clip: Any) -> Any:
-    """Wrap the part of PyTorch's `clip_grad_norm_` that multiplies the gradients, so that monitors learn of it.
+def _telling_of_clipping(result_of: Callable[..., torch.Tensor], clip: Any) -> Any:
+    """Wrap a function of PyTorch that clips, so that monitors learn of it when it has succeeded.
 
-    Programs, Lightning and Accelerate have `clip_grad_norm_` by various names; all of them come by here.
+    What came of it, as in `GradientStatistics.clipping`, is `result_of` the function's arguments.
     """
 
     @functools.wraps(clip)
-    def telling(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        if _context.is_eager():
-            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            if monitors := _watching(parameters):
-                total = total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm
-                total = total.detach().double()
-                factor = (max_norm / (total + 1e-6)).clamp(max=1)
-                result = torch.stack([total, factor, (factor != 1).double()])
-                for monitor in monitors:
-                    monitor._on_clipping(parameters, result, None)
-        return clip(parameters, max_norm, total_norm, *args, **kwargs)
+    def telling(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _context.is_eager():
+            return clip(parameters, *args, **kwargs)
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not (monitors := _watching(parameters)):
+            return clip(parameters, *args, **kwargs)
+        with torch.no_grad():
+            result, statistics = result_of(parameters, *args, **kwargs), None
+            if any(monitor._due or monitor._has_scaler for monitor in monitors):
+                statistics = replace(gradient_statistics(parameters), _clipping=result)
+        returned = clip(parameters, *args, **kwargs)
+        for monitor in monitors:
+            monitor._on_clipping(parameters, result, statistics)
+        return returned
 
     return _marked(telling)
+
+
+def _result_of_norm(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> torch.Tensor:
+    total = total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm
+    total = total.detach().double()
+    factor = (max_norm / (total + 1e-6)).clamp(max=1)
+    return torch.stack([total, factor, (factor != 1).double()])
+
+
+def _result_of_value(parameters: Any, clip_value: float, foreach: bool | None = None) -> torch.Tensor:
+    """What came of clamping each element, which has no one factor."""
+    statistics = gradient_statistics(parameters)
+    changed = (statistics.abs_max.max() > clip_value) | (statistics.infs.sum() > 0)
+    total = statistics.total_norm
+    return torch.stack([total, torch.full_like(total, math.nan), changed.to(total)])
 
 
 # ---- Steps that a scaler skips ---------------------------------------------------------------------------------------
@@ -136,10 +158,16 @@ def _found_inf(scaler: Any, optimizer: Any) -> torch.Tensor | None:
 
 # ---- Functions of PyTorch that are replaced while monitors are open --------------------------------------------------
 
+# All programs that have `clip_grad_norm_`, by whatever name, come by the part of it that multiplies the gradients.
+_by_norm, _by_value = (
+    functools.partial(_telling_of_clipping, result) for result in (_result_of_norm, _result_of_value)
+)
 _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (torch.amp.GradScaler, "step", _telling_of_steps),
-    (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", _telling_of_clipping),
-    (torch.nn.utils, "clip_grads_with_norm_", _telling_of_clipping),
+    (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", _by_norm),
+    (torch.nn.utils, "clip_grads_with_norm_", _by_norm),
+    (torch.nn.utils.clip_grad, "clip_grad_value_", _by_value),
+    (torch.nn.utils, "clip_grad_value_", _by_value),
 )
 
 

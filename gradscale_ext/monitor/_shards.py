@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .. import reference
+from .._ranks import waiting
 
 
 def _is_distributed(tensor: torch.Tensor | None) -> bool:
@@ -48,7 +49,7 @@ def merged_over_groups(
     p: float,
     process_group: dist.ProcessGroup | None,
 ) -> reference.Statistics:
-    """Statistics of whole gradients from those of each process's parts: one all-gather for each process group.
+    """Statistics of whole gradients from those of each process's parts: one all-reduce for each process group.
 
     `process_group` is that of plain tensors. Replicas are counted by the first process of their group.
     """
@@ -69,7 +70,7 @@ def merged_over_groups(
             gradient is None or next(present).get(name, (group, False))[1] or dist.get_rank(group) == 0
             for gradient in gradients
         ]
-        statistics = _merged(_gathered(_counted(statistics, mine), group), p)
+        statistics = _merged(_counted(statistics, mine), group, p)
     return statistics
 
 
@@ -84,23 +85,19 @@ def _counted(statistics: reference.Statistics, mine: list[bool]) -> reference.St
     return torch.where(kept, values, 0), torch.where(kept, counts, nothing), torch.where(kept[:, None], histogram, 0)
 
 
-def _gathered(statistics: reference.Statistics, group: dist.ProcessGroup) -> reference.Statistics:
-    """Statistics of all processes, along a new first dimension. Counts are exact in float64."""
+def _merged(statistics: reference.Statistics, group: dist.ProcessGroup, p: float) -> reference.Statistics:
+    """Statistics of all processes from their own. One all-reduce adds the counts, and gathers what cannot be added:
+    each process has its place, where the others add zeros. Counts are exact in float64."""
     values, counts, histogram = statistics
-    packed = torch.cat([values, counts.to(values.dtype), histogram.T.to(values.dtype)]).contiguous()
+    own = torch.cat([values, (counts[0] - counts[2] - counts[3]).to(values.dtype)[None]])
     processes = dist.get_world_size(group)
-    everybody = packed.new_empty((processes * packed.shape[0], packed.shape[1]))
-    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from PyTorch 2.13 on
-    all_gather(everybody, packed, group=group)
-    everybody = everybody.view(processes, *packed.shape)
-    bins = everybody[:, len(values) + len(counts) :].transpose(1, 2)
-    return everybody[:, : len(values)], everybody[:, len(values) : -bins.shape[2]].long(), bins.long()
-
-
-def _merged(statistics: reference.Statistics, p: float) -> reference.Statistics:
-    values, counts, histogram = statistics
-    norm, abs_max, mean = values.unbind(1)
-    finite = counts[:, 0] - counts[:, 2] - counts[:, 3]
+    places = own.new_zeros((processes, *own.shape))
+    places[dist.get_rank(group)] = own
+    packed = torch.cat([places.flatten(0, 1), counts.to(own.dtype), histogram.T.to(own.dtype)])
+    with waiting("gradient statistics"):
+        dist.all_reduce(packed, group=group)
+    of_processes, counts, histogram = packed.split([processes * len(own), len(counts), histogram.shape[1]])
+    norm, abs_max, mean, finite = of_processes.view_as(places).unbind(1)
     mean = (mean * finite).sum(0) / finite.sum(0).clamp(min=1)
-    merged = torch.cat([counts[:, :4].sum(0), counts[:, 4:].amin(0)])
-    return torch.stack([reference.norm_of(norm, p), abs_max.amax(0), mean]), merged, histogram.sum(0)
+    counts[4] = counts[4] == processes  # missing on all of them
+    return torch.stack([reference.norm_of(norm, p), abs_max.amax(0), mean]), counts.long(), histogram.T.long()

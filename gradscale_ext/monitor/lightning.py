@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from .._remedies import INSTALL
 from ._runs import can_write
 from .monitor import GradientMonitor
 
@@ -19,7 +20,7 @@ def _callback_class() -> Any:
         except ImportError:
             continue
         return sys.modules[name].Callback
-    raise ImportError("GradientMonitorCallback needs Lightning: pip install lightning")
+    raise ImportError(f"GradientMonitorCallback needs Lightning: {INSTALL} lightning")
 
 
 def _experiment(logger: Any) -> Any:

@@ -44,8 +44,8 @@ class GradientMonitor:
       `gradient_histogram/<parameter>` of ``log2 |g|``: what the optimizer sees.
     - `gradient_norm_before_clipping/<parameter>` and so on, where `clip_gradients_` ran: its norms, of its `norm_type`.
       Where it was `torch.nn.utils.clip_grad_norm_`, as in Lightning and Accelerate, only the total is of its
-      `norm_type`; the others are 2-norms.
-    - `clip_rate`: the share of the steps since the last record at which clipping by norm changed the gradients.
+      `norm_type`; the others are 2-norms, and so are all where it was `torch.nn.utils.clip_grad_value_`.
+    - `clip_rate`: the share of the steps since the last record at which clipping changed the gradients.
     - `update_to_weight_ratio/<parameter>`: ``|p_after - p_before| / |p_before|`` of the step, usually about 1e-3. A
       recorded step copies the parameters for it; the copy is kept for the next one where `every` is below 10.
     - `activation_gradient_norm/<module>/<call>`: of the output of each call, in the order of the forward pass, in the
@@ -59,8 +59,9 @@ class GradientMonitor:
 
     Parameters without a gradient are absent. The monitor lives as long as the optimizer. Neither gradients nor training
     change. Where parameters are sharded (DTensor), every rank needs a monitor, with the same `every`. To see skipped
-    steps and PyTorch's clipping, `torch.amp.GradScaler.step` and a part of `torch.nn.utils.clip_grad_norm_` are
-    replaced while monitors are open; scalers and clippings that do not call them are not seen.
+    steps and PyTorch's clipping, `torch.amp.GradScaler.step`, a part of `torch.nn.utils.clip_grad_norm_`, and
+    `torch.nn.utils.clip_grad_value_` are replaced while monitors are open; scalers and clippings that do not call them
+    are not seen, such as a `clip_grad_value_` that was imported by its name before.
 
     Args:
         model: the parameters' names are taken from it.
@@ -112,7 +113,8 @@ class GradientMonitor:
         _check_types(model, optimizer, writer)
         if tags not in ("few", "all"):
             raise ValueError(f"GradientMonitor: tags must be 'few' or 'all', but it is {tags!r}")
-        self._model, self._optimizer, self._writer, self._tags = model, _with_hooks(optimizer), adapted(writer), tags
+        self._model, self._writer, self._tags = model, adapted(writer), tags
+        self._optimizer: torch.optim.Optimizer | None = (inner := _with_hooks(optimizer))
         self._every = _integer("every", every, 1)
         self._first_step = _integer("first_step", first_step, 0)
         self._prefix = prefix
@@ -120,7 +122,7 @@ class GradientMonitor:
         watched = _known("activations", activations, known)
         chosen = None if modules is None else tuple(_known("modules", modules, known))
         self._selection = Selection(chosen, histograms)
-        self._held = _ids(self._optimizer)
+        self._held = _ids(inner)
         self._layout = Layout(model, self._held)
         if not self._layout.parameters:
             raise ValueError(
@@ -130,8 +132,8 @@ class GradientMonitor:
         self._weights = _Weights(keeps_memory=every < 10) if updates else None
         self._begin()
         self._handles: list[Any] = [
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
+            inner.register_step_pre_hook(self._before_step),
+            inner.register_step_post_hook(self._after_step),
             *(known[name].register_forward_hook(CallHook(self._after_call, name)) for name in watched),
         ]
         _open.add(self)
@@ -189,7 +191,7 @@ class GradientMonitor:
         return draw(self.history, self._written, self._selection, path)
 
     def close(self) -> None:
-        """Write what has not been written, flush the writer, and detach from model and optimizer."""
+        """Write what has not been written, flush the writer, and let go of model and optimizer."""
         if not self._handles:
             return
         for handle in self._handles:
@@ -202,6 +204,8 @@ class GradientMonitor:
             self._put(Charts(self._first_step + self._taken - 1, {"skipped_steps": count}, {}))
         if hasattr(self._writer, "flush"):
             self._writer.flush()
+        self._model, self._optimizer, self._weights, self._clippings = torch.nn.Module(), None, None, []
+        self._layout = Layout(self._model, frozenset())
 
     def __enter__(self) -> GradientMonitor:
         return self
@@ -264,6 +268,8 @@ class GradientMonitor:
 
     def _look_for_groups(self) -> None:
         """Notice parameters that were added to the optimizer."""
+        if self._optimizer is None:
+            return  # closed meanwhile
         held = _ids(self._optimizer)
         if held != self._held:
             self._held, self._layout = held, Layout(self._model, held)
@@ -274,16 +280,10 @@ class GradientMonitor:
         self._taken += 1
         self._due = self._due or self._taken % self._every == 0
 
-    @torch.no_grad()
     def _on_clipping(
         self, parameters: list[torch.Tensor], result: torch.Tensor, statistics: GradientStatistics | None
     ) -> None:
-        """Keep a clipping, which replaces an earlier one of the same parameters.
-
-        Where there are no statistics, gradients have not been clipped yet, and statistics are taken if they are needed.
-        """
-        if statistics is None and (self._due or self._has_scaler):
-            statistics = replace(gradient_statistics(parameters), _clipping=result)
+        """Keep a clipping, which replaces an earlier one of the same parameters."""
         others = [other for other in self._clippings if all(parameters[0] is not p for p in other[0])]
         self._clippings = [*others, (parameters, result, statistics)]
 
@@ -304,7 +304,7 @@ class GradientMonitor:
         clippings = self._clip_results.take()
         return Record(
             step=self._first_step + self._taken,
-            layout=self._layout,
+            modules=self._layout.modules,
             gradients=self._gradients or self._statistics(),
             before_clipping=self._before_clipping(),
             clip_rate=None if clippings is None else clippings[2] / (self._taken - self._recorded),
@@ -322,7 +322,7 @@ class GradientMonitor:
         """Record of a step for which the optimizer was not called."""
         return Record(
             step=self._first_step + self._taken,
-            layout=self._layout,
+            modules=self._layout.modules,
             gradients=self._statistics(),
             before_clipping=self._before_clipping(),
             skipped=skipped,

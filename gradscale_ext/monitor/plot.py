@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._remedies import INSTALL
 from ._charts import FINITE_EDGES, Record, Selection
 
 if TYPE_CHECKING:
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 
 MOST_LAYERS = 40
 """Most rows of the picture; more layers are merged into the modules around them."""
+
+MANY_PARAMETERS = 4
+"""Most parameters of one module's own that are one row."""
 
 LONGEST_NAME = 32
 """Characters of a name that are shown; longer ones lose their middle."""
@@ -33,21 +38,26 @@ def draw(history: History, record: Record, selection: Selection, path: str | Pat
     try:
         import matplotlib.figure
     except ImportError as error:
-        raise ImportError("GradientMonitor.plot needs matplotlib: python -m pip install matplotlib") from error
+        raise ImportError(f"GradientMonitor.plot needs matplotlib: {INSTALL} matplotlib") from error
 
-    histograms = _histograms(record, selection)
-    short = short_names(histograms)
+    of_parameters = _histograms(record, selection)
+    layers = layers_of(list(of_parameters))
+    histograms = {
+        layer: [sum(bins) for bins in zip(*map(of_parameters.__getitem__, names), strict=True)]
+        for layer, names in layers.items()
+    }
+    norms, short = _layer_norms(history, layers), short_names(layers)
     height = max(2.2, 1.1 + 0.2 * len(histograms))
     figure = matplotlib.figure.Figure(figsize=(13, height + 3.4), layout="constrained")
     halves: Any = figure.subfigures(2, 1, height_ratios=(height, 3.4))
     upper, lower = halves
     heat, bins = upper.subplots(1, 2, sharey=True, width_ratios=(1.6, 1))
-    _draw_norms(upper, heat, history, short)
+    _draw_norms(upper, heat, norms, short)
     _draw_histograms(bins, histograms, record)
 
     ratios, clip_rate = _by_tag(history, "update_to_weight_ratio/"), history.get("clip_rate")
     panels = iter(lower.subplots(1, 1 + bool(ratios) + bool(clip_rate), squeeze=False)[0])
-    _draw_lines(next(panels), "gradient norm", _totals(history), _layer_norms(history, short))
+    _draw_lines(next(panels), "gradient norm", _totals(history), norms)
     if ratios:
         _draw_lines(next(panels), "update-to-weight ratio (usually about 1e-3)", {}, ratios)
     if clip_rate:
@@ -61,16 +71,43 @@ def draw(history: History, record: Record, selection: Selection, path: str | Pat
 
 
 def layers_of(names: Sequence[str], most: int = MOST_LAYERS) -> dict[str, list[str]]:
-    """Parameters by module, at the greatest depth of the tree with at most `most` modules."""
-    paths = {name: name.split(".")[:-1] or [name] for name in names}
-    depth = max(map(len, paths.values()), default=1)
-    while True:
-        layers: dict[str, list[str]] = {}
-        for name, parts in paths.items():
-            layers.setdefault(".".join(parts[:depth]), []).append(name)
-        if len(layers) <= most or depth == 1:
-            return layers
-        depth -= 1
+    """Parameters by module, at the greatest depth of the tree with at most `most` modules.
+
+    Modules with many parameters of their own, such as an LSTM of several layers, are taken apart into them. Where one
+    depth has too many modules and the one above it hardly any, as with a hundred blocks in a list, neighbours are
+    merged.
+    """
+    own = Counter(name.rpartition(".")[0] for name in names)
+    paths = {name: name.split(".") for name in names}
+    paths = {
+        name: path if own[".".join(path[:-1])] > MANY_PARAMETERS else path[:-1] or path for name, path in paths.items()
+    }
+    layers: dict[str, list[str]] = {}
+    deeper: dict[str, list[str]] = {}
+    for depth in range(max(map(len, paths.values()), default=1), 0, -1):
+        layers, deeper = {}, layers
+        for name, path in paths.items():
+            layers.setdefault(".".join(path[:depth]), []).append(name)
+        if len(layers) <= most:
+            break
+    if len(layers) > most:
+        return _merged(layers, math.ceil(len(layers) / most))
+    return (
+        _merged(deeper, math.ceil(len(deeper) / (most - len(layers)))) if deeper and 4 * len(layers) < most else layers
+    )
+
+
+def _merged(layers: dict[str, list[str]], size: int) -> dict[str, list[str]]:
+    """Join up to `size` neighbours that are in the same module, about as many in each row."""
+    merged: dict[str, list[str]] = {}
+    for _, group in groupby(layers, lambda layer: layer.rpartition(".")[0]):
+        siblings = list(group)
+        rows = math.ceil(len(siblings) / size)
+        for start, end in pairwise(len(siblings) * row // rows for row in range(rows + 1)):
+            first, last = siblings[start], siblings[end - 1]
+            joint = first if first == last else f"{first}…{last.rpartition('.')[2]}"
+            merged[joint] = [name for layer in siblings[start:end] for name in layers[layer]]
+    return merged
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
@@ -96,11 +133,20 @@ def _by_tag(history: History, beginning: str) -> History:
     return {tag.removeprefix(beginning): series for tag, series in history.items() if tag.startswith(beginning)}
 
 
-def _layer_norms(history: History, layers: Iterable[str]) -> History:
+def _layer_norms(history: History, layers: dict[str, list[str]]) -> History:
     found = {
-        layer: history.get(f"module_gradient_norm/{layer}") or history.get(f"gradient_norm/{layer}") for layer in layers
+        layer: history.get(f"module_gradient_norm/{layer}")
+        or _joint_norm(history[tag] for name in names if (tag := f"gradient_norm/{name}") in history)
+        for layer, names in layers.items()
     }
     return {layer: series for layer, series in found.items() if series}
+
+
+def _joint_norm(parts: Iterable[Series]) -> Series:
+    norms: dict[int, list[float]] = {}
+    for step, norm in chain.from_iterable(parts):
+        norms.setdefault(step, []).append(norm)
+    return [(step, math.hypot(*norms[step])) for step in sorted(norms)]
 
 
 def _totals(history: History) -> History:
@@ -110,31 +156,27 @@ def _totals(history: History) -> History:
 
 
 def _histograms(record: Record, selection: Selection) -> dict[str, list[int]]:
-    """Counts of each layer, in the order of the model."""
+    """Counts of each parameter with a gradient."""
     statistics = record.gradients
     columns = zip(statistics.names, statistics.histogram.tolist(), statistics.missing.tolist(), strict=True)
-    rows = {name: row for name, row, missing in columns if not missing and selection.has(name)}
-    return {
-        layer: [sum(bins) for bins in zip(*map(rows.__getitem__, names), strict=True)]
-        for layer, names in layers_of(list(rows)).items()
-    }
+    return {name: row for name, row, missing in columns if not missing and selection.has(name)}
 
 
 # ---- Rows of layers --------------------------------------------------------------------------------------------------
 
 
-def _draw_norms(figure: Any, axes: Any, history: History, short: dict[str, str]) -> None:
+def _draw_norms(figure: Any, axes: Any, norms: History, short: dict[str, str]) -> None:
     """Draw a heat map of layer by step. Black is a norm of 0, and grey a step without a gradient."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm
 
-    series = {layer: dict(found) for layer, found in _layer_norms(history, short).items()}
+    series = {layer: dict(found) for layer, found in norms.items()}
     steps = sorted({step for found in series.values() for step in found})
     rows = [[series.get(layer, {}).get(step, math.nan) for step in steps] for layer in short]
     positive = [norm for row in rows for norm in row if 0 < norm < math.inf]
     if positive:
-        low, high = min(positive), max(positive)
-        high = high if high > low else 2 * low
+        low = min(positive)
+        high = max(*positive, 2 * low)  # so that rounding does not look like a difference
         is_zero = any(norm == 0 for row in rows for norm in row)
         shown = [[low / 2 if norm == 0 else norm for norm in row] for row in rows]
         edges = [(a + b) / 2 for a, b in pairwise([2 * steps[0] - [*steps, steps[0] + 1][1], *steps])]
@@ -149,6 +191,7 @@ def _draw_norms(figure: Any, axes: Any, history: History, short: dict[str, str])
         )
         figure.colorbar(mesh, ax=axes, extend="min" if is_zero else "neither", pad=0.01, aspect=30)
     axes.set(title="gradient norm of each layer", xlabel="step")
+    _label_integers(axes)
     axes.set_yticks(range(len(short)), list(short.values()), fontsize=8)
     axes.set_ylim(len(short) - 0.4, -0.9)
     axes.tick_params(left=False)
@@ -170,7 +213,7 @@ def _draw_histograms(axes: Any, histograms: dict[str, list[int]], record: Record
     outside = total - sum(sum(counts[first:last]) for counts in histograms.values())
     note = f"   ({100 * outside / total:.1g} % lie outside)" if outside else ""
     axes.set(title=f"gradient elements at step {record.step}", xlabel=f"log2 |g|{note}", xlim=(edges[0], edges[-1]))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    _label_integers(axes)
     axes.tick_params(left=False, labelleft=False)
     axes.spines[["top", "right", "left"]].set_visible(False)
 
@@ -210,8 +253,13 @@ def _draw_line(axes: Any, series: Series, **style: Any) -> None:
     axes.plot(*zip(*series, strict=True), marker="o" if len(series) < 3 else None, markersize=4, **style)
 
 
+def _label_integers(axes: Any) -> None:
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
 def _finish(axes: Any) -> None:
     axes.margins(x=0)
+    _label_integers(axes)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -80,7 +80,7 @@ class GradientDiagnosis:
     def __str__(self) -> str:
         rows: list[list[str]] = []
         for names, finding in self._groups():
-            place = [*filter(None, (finding.location, textwrap.shorten(finding.source or "", 60)))]
+            place = [*filter(None, (finding.location, fitted(finding.source or "", columns=60)))]
             columns = [[_title(finding)], shortened(names), textwrap.wrap(finding.cause, 60), place]
             height = max(map(len, columns))
             rows += [list(line) for line in zip(*(c + [""] * (height - len(c)) for c in columns), strict=True)]

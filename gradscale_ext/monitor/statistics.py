@@ -11,6 +11,7 @@ import torch
 
 from .. import _context, reference
 from .._native import _C, DEVICE_TYPES, is_ordinary
+from .._ranks import group_of
 from .._table import fitted, html_table, shortened_name, table
 from ._shards import local_part, merged_over_groups
 
@@ -294,7 +295,7 @@ def clip_gradients_(
             NaN makes all gradients NaN). "skip": all gradients become 0, as the device decides, and the step does
             nothing. "error": RuntimeError that names the gradients, which are left as they are; this waits for the
             device.
-        process_group: ranks that each hold a part of every gradient; the norm is over all parts (one all-gather).
+        process_group: ranks that each hold a part of every gradient; the norm is over all parts (one all-reduce).
             DTensors know their ranks by themselves.
 
     Returns:
@@ -315,11 +316,7 @@ def clip_gradients_(
     p, limit = _positive("norm_type", norm_type), _limit(max_norm)
     if nonfinite not in ("propagate", "skip", "error"):
         raise ValueError(f"clip_gradients_: nonfinite must be 'propagate', 'skip' or 'error', but it is {nonfinite!r}")
-    if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
-        raise TypeError(
-            "clip_gradients_: process_group must be a torch.distributed.ProcessGroup or None, "
-            f"but it is of type {type(process_group).__name__}"
-        )
+    group_of("clip_gradients_", process_group)
     gradients = [parameter.grad for _, parameter in named]
     parts = _statistics_of(gradients, p, process_group)
     clipping = _clipping_of(parts, p, limit, nonfinite == "skip")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .._options import Entries, Options, turned_around
+from .._ranks import options_for_all_ranks
 from .._validate import Call, as_dict, validate
 from ..heads import (
     BinaryCrossEntropy,
@@ -27,7 +29,13 @@ from .supports import decode, hl_gauss, two_hot
 
 
 def multi_step_loss(
-    heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], **options: Any
+    heads: Mapping[str, Head],
+    predictions: Mapping[str, Entries],
+    targets: Mapping[str, Entries],
+    *,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    normalize_importance_weights: bool = False,
+    **options: Any,
 ) -> MultiStepLossOutput:
     """The loss of `gradscale_ext.multi_step_loss`, whose options it takes."""
     unknown = options.keys() - set(Options._fields)
@@ -36,31 +44,40 @@ def multi_step_loss(
             f"multi_step_loss: there is no option {' and '.join(map(repr, sorted(unknown)))}; the options are "
             f"{', '.join(Options._fields)}"
         )
-    return loss_of(validate(as_dict("heads", heads), predictions, targets, Options(**options)))
+    call = validate(as_dict("heads", heads), predictions, targets, Options(**options))
+    return loss_of(replace(call, options=options_for_all_ranks(call, process_group, normalize_importance_weights)))
 
 
 def loss_of(call: Call) -> MultiStepLossOutput:
     """The loss of a call whose arguments were checked."""
     heads, options = call.heads, call.options
     per_step = {name: _per_step(name, call) for name in heads}
-    per_sample = _per_sample(call, {name: losses.detach() for name, losses in per_step.items()})
+    per_sample = _sum(_weighted(name, call, per_step[name].detach()) for name in heads)
     contributing = per_step
     if options.nonfinite == "skip":
         # A skipped sample is masked, so that its NaN does not reach the gradients.
         finite = per_sample.isfinite().unsqueeze(1)
         remaining = replace(call, masks={name: finite & _unmasked(name, call) for name in heads})
         contributing = {name: _per_step(name, remaining) for name in heads}
-    weighted = _per_sample(call, contributing, {name: _reduction_factor(name, call) for name in heads})
+    shares = {name: _weighted(name, call, contributing[name]) / _divisor(name, call) for name in heads}
     if options.importance_weights is not None:
-        weighted = options.importance_weights.to(call.dtype) * weighted
+        weights = options.importance_weights.to(call.dtype)
+        shares = {name: weights * share for name, share in shares.items()}
+    loss = _sum(shares.values())
     return MultiStepLossOutput(
-        loss=weighted if options.reduction == "none" else weighted.sum(),
+        loss=loss if options.reduction == "none" else loss.sum(),
         per_sample=per_sample,
         per_step={name: turned_around(losses.detach(), options.batch_first) for name, losses in per_step.items()},
-        expected={name: _expected(name, call) for name, head in heads.items() if head.decodes},
+        expected={name: _detail(name, call) for name, head in heads.items() if head.detail == "expected"},
+        entropy={name: _detail(name, call) for name, head in heads.items() if head.detail == "entropy"},
         head_means={name: per_step[name].detach().sum() / _num_unmasked(name, call) for name in heads},
+        head_losses={name: share.detach().sum() for name, share in shares.items()},
         num_nonfinite=(~per_sample.isfinite()).sum(),
     )
+
+
+def _sum(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.add, tensors)
 
 
 def _unmasked(name: str, call: Call) -> torch.Tensor:
@@ -76,11 +93,14 @@ def _num_unmasked(name: str, call: Call) -> torch.Tensor:
     return _unmasked(name, call)[:, call.heads[name].first_step :].sum().clamp(min=1)
 
 
-def _reduction_factor(name: str, call: Call) -> torch.Tensor | float:
+def _divisor(name: str, call: Call) -> torch.Tensor | float:
+    """What the reduction divides the sum of a head by."""
+    if call.options.num_entries is not None:
+        return call.options.num_entries[list(call.heads).index(name)].to(call.dtype)
     if call.options.reduction == "mean":
-        return 1.0 / max(call.batch, 1)
+        return float(max(call.batch, 1))
     if call.options.reduction == "valid_mean":
-        return 1.0 / _num_unmasked(name, call).to(call.dtype)
+        return _num_unmasked(name, call).to(call.dtype)
     return 1.0
 
 
@@ -109,32 +129,31 @@ def _where(unmasked: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
     return torch.where(unmasked.unsqueeze(-1) if entry.dim() == 2 else unmasked, entry, ones)
 
 
-def _per_sample(
-    call: Call, per_step: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor | float] | None = None
-) -> torch.Tensor:
-    """`[B]` sum over heads and steps with their weights, each head times its factor."""
-    total = torch.zeros(call.batch, dtype=call.dtype, device=next(iter(per_step.values())).device)
-    for name, head in call.heads.items():
-        losses = per_step[name]
-        if call.step_gradient_scale is not None:
-            losses = scale_gradient(losses, call.step_gradient_scale[..., head.first_step :])
-        if call.step_weights is not None:
-            # A masked loss is 0, and stays so whatever its weight.
-            weights = call.step_weights[..., head.first_step :]
-            mask = call.masks.get(name)
-            if mask is not None:
-                weights = torch.where(mask[:, head.first_step :], weights, 0.0)
-            losses = weights * losses
-        factor = 1.0 if factors is None else factors[name]
-        total = total + head.weight * factor * losses.sum(1)
-    return total
+def _weighted(name: str, call: Call, losses: torch.Tensor) -> torch.Tensor:
+    """`[B]` sum of a head over its steps, with their weights and its own."""
+    head = call.heads[name]
+    if call.step_gradient_scale is not None:
+        losses = scale_gradient(losses, call.step_gradient_scale[..., head.first_step :])
+    if call.step_weights is not None:
+        # A masked loss is 0, and stays so whatever its weight.
+        weights = call.step_weights[..., head.first_step :]
+        mask = call.masks.get(name)
+        if mask is not None:
+            weights = torch.where(mask[:, head.first_step :], weights, 0.0)
+        losses = weights * losses
+    return head.weight * losses.sum(1)
 
 
-def _expected(name: str, call: Call) -> torch.Tensor:
-    """`[B, T_h]` in the caller's order: the decoded predictions of a head with a support."""
-    support = call.heads[name].support  # type: ignore[attr-defined]
-    decoded = [decode(entry.detach(), support) for entry in call.predictions[name]]
-    return torch.stack(decoded, 1 if call.options.batch_first else 0).to(call.dtype)
+def _detail(name: str, call: Call) -> torch.Tensor:
+    """`[B, T_h]` in the caller's order: decoded predictions of a head with a support, entropies of a policy."""
+    head = call.heads[name]
+    entries = [entry.detach() for entry in call.predictions[name]]
+    if head.detail == "expected":
+        details = [decode(entry, head.support) for entry in entries]  # type: ignore[attr-defined]
+    else:
+        log_probabilities = [entry.to(call.dtype).log_softmax(-1) for entry in entries]
+        details = [_cross_entropy(log_p, log_p.exp()) for log_p in log_probabilities]
+    return torch.stack(details, 1 if call.options.batch_first else 0).to(call.dtype)
 
 
 # ---- The losses of the heads: [B] for one step ----------------------------------------------------------------------

@@ -1,6 +1,9 @@
 // The kernel of the multi-step loss: every kind of head, with rows of ordinary numbers between rows of everything else.
 #include "cases.h"
+#include "loss/kind_of_head.h"
 #include "loss/scratch.h"
+
+#include <algorithm>
 
 namespace gradscale::test {
 
@@ -19,9 +22,17 @@ struct HeadCase {
   bool classes = false; // targets are int64
 };
 
+// Whether a prediction may be a vector with a target as wide.
+bool takes_vectors(Kind kind) {
+  const std::vector<Form>& forms = description_of(kind).forms;
+  return std::any_of(
+      forms.begin(), forms.end(), [](const Form& form) { return form.prediction_dims == 1 && form.target_dims == 1; });
+}
+
 Head head_of(Kind kind) {
   Head head{};
   head.kind = kind;
+  head.detail = description_of(kind).detail;
   head.weight = 1;
   head.support = support_of(Transform::identity, false);
   head.sigma_ratio = 0.75;
@@ -99,16 +110,7 @@ std::vector<HeadCase> head_cases() {
 }
 
 bool makes_sense(const HeadCase& of, int64_t width) {
-  switch (of.head.kind) {
-    case Kind::two_hot:
-    case Kind::hl_gauss:
-      return width >= 2;
-    case Kind::binary_cross_entropy:
-    case Kind::per_step_loss:
-      return width == 1;
-    default:
-      return true;
-  }
+  return of.head.has_support() ? width >= 2 : width == 1 || takes_vectors(of.head.kind);
 }
 
 // What the rows of a case hold, one each. NaN and infinities have ordinary neighbours, whose results they must not
@@ -315,9 +317,8 @@ struct Inputs {
       target.set_bits(row, 0, static_cast<uint64_t>(class_target(content, prediction.width(), random)));
       return;
     }
-    const bool scalar = of.head.decodes || of.head.kind == Kind::binary_cross_entropy;
-    const Row values = scalar ? Row{scalar_target(content, of.head.kind, random)}
-                              : vector_target(content, of.head.kind, target.width(), random);
+    const Row values = takes_vectors(of.head.kind) ? vector_target(content, of.head.kind, target.width(), random)
+                                                   : Row{scalar_target(content, of.head.kind, random)};
     for (int64_t j = 0; j < target.width(); ++j) {
       if (content == Content::any_bits) {
         target.set_bits(row, j, random.bits());
@@ -330,7 +331,7 @@ struct Inputs {
 
 struct RowTruth {
   Truth of_loss;
-  Truth of_value; // where a prediction is decoded
+  Truth of_detail;
   double coefficient = 0;
 };
 
@@ -395,8 +396,8 @@ std::vector<RowTruth> truths_of(const HeadCase& of, const Centers& centers, cons
     }
     truths[row].of_loss = truth_of(of, centers, x, target);
     truths[row].coefficient = inputs.coefficient(row);
-    if (of.head.decodes) {
-      truths[row].of_value = decoded(x, centers);
+    if (of.head.detail != Detail::none) {
+      truths[row].of_detail = of.head.has_support() ? decoded(x, centers) : entropy(x);
     }
     if (static_cast<Content>(row) == Content::ordinary && width <= 33) {
       check_truth(of, centers, x, target, truths[row].of_loss);
@@ -407,28 +408,28 @@ std::vector<RowTruth> truths_of(const HeadCase& of, const Centers& centers, cons
 
 struct Outputs {
   RowBuffer loss;
-  RowBuffer expected;
+  RowBuffer detail;
   RowBuffer gradient;
   bool wants_gradient;
 
   Outputs(const Layout& layout, Element of_losses, Element of_gradient, int64_t width, bool wants_gradient_)
       : loss(layout, of_losses, kRows, 1),
-        expected(layout, of_losses, kRows, 1),
+        detail(layout, of_losses, kRows, 1),
         gradient(layout, of_gradient, kRows, width, kMissing),
         wants_gradient(wants_gradient_) {
   }
 
   void clear() const {
     loss.clear();
-    expected.clear();
+    detail.clear();
     gradient.clear();
   }
 
   bool untouched_row(int64_t row) const {
-    return loss.untouched_row(row) && expected.untouched_row(row) && gradient.untouched_row(row);
+    return loss.untouched_row(row) && detail.untouched_row(row) && gradient.untouched_row(row);
   }
   bool untouched_outside() const {
-    return loss.untouched_outside() && expected.untouched_outside() && gradient.untouched_outside();
+    return loss.untouched_outside() && detail.untouched_outside() && gradient.untouched_outside();
   }
 };
 
@@ -438,11 +439,10 @@ void check_row(const HeadCase& of, const Outputs& out, const RowTruth& truth, do
   const double nothing = 1e-30; // below what matters, float exponentials are 0
   const double loss_error = precision * (truth.of_loss.loss_scale + 0.1);
   check_element("loss", out.loss, row, 0, masked ? 0 : truth.of_loss.loss, masked ? 0 : loss_error);
-  if (of.head.decodes) {
-    check_element(
-        "expected", out.expected, row, 0, truth.of_value.loss, precision * truth.of_value.loss_scale + nothing);
+  if (of.head.detail != Detail::none) {
+    check_element("detail", out.detail, row, 0, truth.of_detail.loss, precision * truth.of_detail.loss_scale + nothing);
   } else {
-    report.check(out.expected.untouched_row(row), "a value was written in row %lld", static_cast<long long>(row));
+    report.check(out.detail.untouched_row(row), "a value was written in row %lld", static_cast<long long>(row));
   }
   // A vector of infinite length has no direction: which of its elements become NaN is open.
   const bool open = of.head.kind == Kind::negative_cosine && std::isnan(truth.of_loss.loss);
@@ -496,7 +496,7 @@ void test_outputs(
   segment.target = of.head.kind == Kind::per_step_loss ? Rows{} : inputs.target.rows();
   segment.gradient = out.wants_gradient ? out.gradient.rows() : Rows{};
   segment.loss = slab_of(out.loss);
-  segment.expected = of.head.decodes ? slab_of(out.expected) : Slab{};
+  segment.detail = of.head.detail != Detail::none ? slab_of(out.detail) : Slab{};
   const auto before = inputs.contents();
   for (const Variant& variant : selection.variants) {
     out.clear();
@@ -522,9 +522,7 @@ void test_width(
     Element target_element,
     int64_t width,
     uint64_t seed) {
-  const bool vectors =
-      !of.classes && (of.head.kind == Kind::soft_cross_entropy || of.head.kind == Kind::mean_squared_error ||
-                      of.head.kind == Kind::negative_cosine);
+  const bool vectors = !of.classes && takes_vectors(of.head.kind);
   std::vector<RowTruth> truths;
   bool at_once = seed % 2 == 0;
   for (const Layout& layout : selection.layouts) {
@@ -552,6 +550,16 @@ void test_width(
   }
 }
 
+void test_kinds() {
+  Report::get().begin_case("kinds of heads");
+  const std::vector<HeadCase> cases = head_cases();
+  for (const KindOfHead& kind : kinds()) {
+    const bool has_case = std::any_of(
+        cases.begin(), cases.end(), [&](const HeadCase& of) { return &description_of(of.head.kind) == &kind; });
+    Report::get().check(has_case, "head_cases() has no %s", kind.name.c_str());
+  }
+}
+
 // The production's own scratch: aligned, and as large as it promises.
 void test_scratch(const Selection& selection) {
   for (const int64_t width : selection.widths) {
@@ -565,6 +573,7 @@ void test_scratch(const Selection& selection) {
 } // namespace
 
 void test_rows(const Selection& selection) {
+  test_kinds();
   test_scratch(selection);
   uint64_t seed = 0;
   for (HeadCase of : head_cases()) {

@@ -52,6 +52,18 @@ inline Row smoothed(Row target, double label_smoothing) {
   return target;
 }
 
+// -sum_j p_j log p_j, where 0 times anything is 0; without a gradient.
+inline Truth entropy(const Row& x) {
+  const Softmax softmax_of_row = softmax(x);
+  Truth truth;
+  for (size_t j = 0; j < x.size(); ++j) {
+    const double p = softmax_of_row.p[j];
+    truth.loss -= p == 0 ? 0 : p * softmax_of_row.log_p[j];
+    truth.loss_scale += p == 0 ? 0 : softmax_of_row.p_scale[j] * (1 + std::fabs(softmax_of_row.log_p[j]));
+  }
+  return truth;
+}
+
 // -sum_j t_j log p_j - w H(p) [+ sum_j t_j log t_j], where 0 times anything is 0.
 inline Truth soft_cross_entropy(const Row& x, const Row& target, double entropy_weight, bool subtract_entropy) {
   const Softmax softmax_of_row = softmax(x);

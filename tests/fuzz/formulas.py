@@ -238,6 +238,13 @@ def hl_gauss_loss(head: Any, x: Array, target: Array) -> Rows:
     return cross_entropy(x, *hl_gauss(target, head.support, head.sigma_ratio))
 
 
+def entropy_terms(x: Array) -> tuple[Array, Array]:
+    """``-p log p`` of every action, and the sizes of what enters it."""
+    logarithms, magnitude = log_softmax(x)
+    p = np.exp(logarithms)
+    return -product(p, logarithms), product(p, magnitude * (1 + np.abs(np.where(p == 0, 0, logarithms))))
+
+
 def soft_cross_entropy_loss(head: Any, x: Array, target: Array) -> Rows:
     t = target
     if target.ndim == 1:
@@ -250,9 +257,9 @@ def soft_cross_entropy_loss(head: Any, x: Array, target: Array) -> Rows:
         own = product(t, np.log(t))
         loss, size = loss + own.sum(-1), size + np.abs(own).sum(-1) + np.abs(t).sum(-1)
     if head.entropy_weight:
-        entropy = -product(p, logarithms).sum(-1, keepdims=True)
+        of_actions, terms = entropy_terms(x)
+        entropy = of_actions.sum(-1, keepdims=True)
         loss = loss - head.entropy_weight * entropy[:, 0]
-        terms = product(p, magnitude * (1 + np.abs(np.where(p == 0, 0, logarithms))))
         weight = abs(head.entropy_weight)
         size = size + weight * terms.sum(-1)
         gradient = gradient + head.entropy_weight * product(p, logarithms + entropy)
@@ -329,7 +336,9 @@ class MultiStep:
     per_sample: tuple[Array, Array]
     per_step: dict[str, tuple[Array, Array]]
     expected: dict[str, tuple[Array, Array]]
+    entropy: dict[str, tuple[Array, Array]]
     head_means: dict[str, tuple[Array, Array]]
+    head_losses: dict[str, tuple[Array, Array]]
     num_nonfinite: int
     gradients: dict[str, tuple[Array, Array]]
     """`[B, T_h, ...]`, for the given gradient of the loss."""
@@ -358,7 +367,7 @@ def multi_step(
     """
     batch, coarsest = len(importance_weights), max(eps.values())
     total, total_error = np.zeros(batch), np.zeros(batch)
-    result = MultiStep(None, None, {}, {}, {}, 0, {}, {})  # type: ignore[arg-type]
+    result = MultiStep(None, None, {}, {}, {}, {}, {}, 0, {}, {})  # type: ignore[arg-type]
     weighted: dict[str, tuple[Array, Array]] = {}
     derivatives: dict[str, tuple[Array, Array]] = {}
     for name, head in heads.items():
@@ -387,6 +396,10 @@ def multi_step(
             value, size = decoded(rows, head.support)
             error = rounded * (rounding * size + smallest)
             result.expected[name] = value.reshape(shape[:2]), error.reshape(shape[:2])
+        if type(head).__name__ == "SoftCrossEntropy":
+            value, size = (array.sum(-1) for array in entropy_terms(rows))
+            error = rounded * (rounding * size + smallest)
+            result.entropy[name] = value.reshape(shape[:2]), error.reshape(shape[:2])
     finite = np.isfinite(total)
     result.per_sample, result.num_nonfinite = (total, total_error), int((~finite).sum())
     taken = finite if skip else np.ones(batch, bool)
@@ -395,8 +408,10 @@ def multi_step(
         kept = masks[name][:, head.first_step :]
         share = {"mean": 1 / max(batch, 1), "valid_mean": 1 / max(kept.sum(), 1)}.get(reduction, 1.0)
         value, error = weighted[name]
-        loss += np.where(taken, importance_weights * share * value.sum(1), 0)
-        loss_error += np.where(taken, np.abs(importance_weights) * share * error.sum(1), 0)
+        own = np.where(taken, importance_weights * share * value.sum(1), 0)
+        own_error = np.where(taken, np.abs(importance_weights) * share * error.sum(1), 0)
+        loss, loss_error = loss + own, loss_error + own_error
+        result.head_losses[name] = own.sum(), (own_error + summed * coarsest * np.abs(own)).sum()
         rest = head.weight * (step_weights * step_gradient_scale)[:, head.first_step :]
         factor = chosen(kept & taken[:, None], (grad_output * importance_weights * share)[:, None] * rest)
         gradient, entering = derivatives[name]

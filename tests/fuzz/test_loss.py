@@ -380,7 +380,8 @@ class Trial:
 
     def check(self, out: Any) -> None:
         truth = self.truth
-        for tensor in (out.loss, out.per_sample, *out.per_step.values(), *out.head_means.values()):
+        scalars = (*out.head_means.values(), *out.head_losses.values())
+        for tensor in (out.loss, out.per_sample, *out.per_step.values(), *out.entropy.values(), *scalars):
             assert tensor.dtype == self.dtype
         anything = np.array(True)
         check_close(out.per_sample.detach(), *truth.per_sample, "per_sample", lenient=anything)
@@ -389,10 +390,12 @@ class Trial:
             value, error = (self.turned(array) for array in truth.per_step[name])
             check_close(out.per_step[name], value, error, f"per_step of {name}", lenient=anything)
             check_close(out.head_means[name], *truth.head_means[name], f"head_means of {name}", lenient=anything)
-        assert set(out.expected) == set(truth.expected)
-        for name, arrays in truth.expected.items():
-            value, error = (self.turned(array) for array in arrays)
-            check_close(out.expected[name], value, error, f"expected of {name}", lenient=anything)
+            check_close(out.head_losses[name], *truth.head_losses[name], f"head_losses of {name}", lenient=anything)
+        for field in ("expected", "entropy"):
+            assert set(getattr(out, field)) == set(getattr(truth, field))
+            for name, arrays in getattr(truth, field).items():
+                value, error = (self.turned(array) for array in arrays)
+                check_close(getattr(out, field)[name], value, error, f"{field} of {name}", lenient=anything)
         assert int(out.num_nonfinite) == truth.num_nonfinite
 
     def check_gradients(self, gradients: list[Tensor]) -> None:

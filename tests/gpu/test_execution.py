@@ -49,8 +49,9 @@ class Update:
         """Every output and gradient, in a list."""
         out = self.loss()
         found = torch.autograd.grad(out.loss, leaves(self.predictions))
-        outputs = [out.loss.detach(), out.per_sample, *out.per_step.values(), *out.expected.values()]
-        return [*outputs, *out.head_means.values(), out.num_nonfinite, *found]
+        scalars = [out.loss.detach(), *out.head_means.values(), *out.head_losses.values(), out.num_nonfinite]
+        entries = [*out.per_step.values(), *out.expected.values(), *out.entropy.values()]
+        return [*scalars, out.per_sample, *entries, *found]
 
     def tensors(self):
         return [*leaves(self.predictions), *leaves(self.targets), *tensors_of(self.options)]

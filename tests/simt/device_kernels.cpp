@@ -3,7 +3,6 @@
 #include "flow/group_norm.cuh"
 #include "loss/decode.cuh"
 #include "loss/decode_rows.cuh"
-#include "loss/encode.cuh"
 #include "loss/multi_step_loss.cuh"
 #include "loss/totals.cuh"
 #include "port/launch.h"
@@ -36,26 +35,6 @@ struct Run<kernel> {
 };
 
 #define GRADSCALE_SIMULATED(...) {#__VA_ARGS__, Run<&__VA_ARGS__>::with}
-
-// Rows of a head alone, as the tests of rows start them: of each type of logits and of gradients, or by groups.
-// clang-format off
-#define GRADSCALE_WARP_ROWS(kind, T, G, options) GRADSCALE_SIMULATED(loss_rows<true, WarpRows<Kind::kind, T, G, 601, options>>)
-#define GRADSCALE_WARP_ROWS_OF_ALL_TYPES(kind, options)         \
-  GRADSCALE_WARP_ROWS(kind, float, void, options),              \
-  GRADSCALE_WARP_ROWS(kind, float, float, options),             \
-  GRADSCALE_WARP_ROWS(kind, BFloat16Bits, void, options),       \
-  GRADSCALE_WARP_ROWS(kind, BFloat16Bits, BFloat16Bits, options), \
-  GRADSCALE_WARP_ROWS(kind, BFloat16Bits, float, options),      \
-  GRADSCALE_WARP_ROWS(kind, HalfBits, void, options),           \
-  GRADSCALE_WARP_ROWS(kind, HalfBits, HalfBits, options),       \
-  GRADSCALE_WARP_ROWS(kind, HalfBits, float, options)
-#define GRADSCALE_GROUP_ROWS(inside, kind, stays)                                   \
-  GRADSCALE_SIMULATED(loss_rows<inside, GroupRows<Kind::kind, float, stays>>),        \
-  GRADSCALE_SIMULATED(loss_rows<inside, GroupRows<Kind::kind, double, stays>>),       \
-  GRADSCALE_SIMULATED(loss_rows<inside, GroupRows<Kind::kind, BFloat16Bits, stays>>), \
-  GRADSCALE_SIMULATED(loss_rows<inside, GroupRows<Kind::kind, HalfBits, stays>>)
-#define GRADSCALE_LOGITS_ROWS(kind) GRADSCALE_GROUP_ROWS(true, kind, true), GRADSCALE_GROUP_ROWS(true, kind, false)
-// clang-format on
 
 // The kernels that tests start.
 constexpr Simulated kKernels[] = {
@@ -92,29 +71,12 @@ constexpr Simulated kKernels[] = {
     GRADSCALE_SIMULATED(loss_rows<false, GroupRows<Kind::two_hot, float, true>, PolicyThreadRows<float, float, float, 18, 2>, GroupRows<Kind::binary_cross_entropy, float, false>, GroupRows<Kind::mean_squared_error, float, false>>),
     GRADSCALE_SIMULATED(loss_rows<true, GroupRows<Kind::two_hot, float, true>, PolicyThreadRows<float, float, float, 18, 2>, GroupRows<Kind::binary_cross_entropy, float, false>>),
     // clang-format on
-    GRADSCALE_WARP_ROWS_OF_ALL_TYPES(two_hot, 0),
-    GRADSCALE_WARP_ROWS_OF_ALL_TYPES(two_hot, 1),
-    GRADSCALE_WARP_ROWS_OF_ALL_TYPES(hl_gauss, 4),
-    GRADSCALE_LOGITS_ROWS(two_hot),
-    GRADSCALE_LOGITS_ROWS(hl_gauss),
-    GRADSCALE_LOGITS_ROWS(soft_cross_entropy),
-    GRADSCALE_GROUP_ROWS(false, two_hot, true), // with raw centres outside of the arguments
-    GRADSCALE_GROUP_ROWS(false, two_hot, false),
-    GRADSCALE_GROUP_ROWS(false, hl_gauss, true),
-    GRADSCALE_GROUP_ROWS(false, hl_gauss, false),
-    GRADSCALE_GROUP_ROWS(true, mean_squared_error, false),
-    GRADSCALE_GROUP_ROWS(true, negative_cosine, false),
-    GRADSCALE_GROUP_ROWS(true, binary_cross_entropy, false),
-    GRADSCALE_GROUP_ROWS(true, per_step_loss, false),
     GRADSCALE_SIMULATED(loss_rows<true, MultipliedRows<float>>),
     GRADSCALE_SIMULATED(loss_rows<false, MultipliedRows<float>>),
     GRADSCALE_SIMULATED(decode_by_threads<float, void, 21, Transform::identity>),
     GRADSCALE_SIMULATED(decode_by_threads<float, float, 21, Transform::identity>),
     GRADSCALE_SIMULATED(decode_by_warps<float, 101, Transform::identity>),
-    GRADSCALE_SIMULATED(decode_gradient_by_warps<float, 101, Transform::identity, true>),
-    GRADSCALE_SIMULATED(decode_rows<float>),
-    GRADSCALE_SIMULATED(decode_rows_raw<float>),
-    GRADSCALE_SIMULATED(encode_rows)};
+    GRADSCALE_SIMULATED(decode_gradient_by_warps<float, 101, Transform::identity, true>)};
 
 // Names go over several lines here, and macros leave spaces in them.
 std::string without_spaces(std::string name) {

@@ -30,7 +30,7 @@ void run_rows(const Segment& whole, const Coefficients& coefficients, int64_t be
   segment.target = from_row(whole.target, begin);
   segment.gradient = from_row(whole.gradient, begin);
   segment.loss = from_row(whole.loss, begin);
-  segment.expected = from_row(whole.expected, begin);
+  segment.detail = from_row(whole.detail, begin);
   head.first_step = static_cast<int32_t>(segment.step);
   Coefficients own = coefficients;
   own.step_weights.values = from_row(own.step_weights.values, begin);
@@ -38,7 +38,7 @@ void run_rows(const Segment& whole, const Coefficients& coefficients, int64_t be
   own.importance_weights.values = from_row(own.importance_weights.values, begin);
   own.mask.data = own.mask.data == nullptr ? nullptr : own.mask.data + begin * own.mask.stride;
   std::vector<double> per_sample(end - begin + 1, kNaN);
-  double loss = 0, mean = 0;
+  double loss = 0, mean = 0, head_loss = 0;
   int64_t num_nonfinite = 0;
   LossCall call{};
   call.segments = &segment;
@@ -50,6 +50,7 @@ void run_rows(const Segment& whole, const Coefficients& coefficients, int64_t be
   call.per_sample = {per_sample.data(), 1, true};
   call.loss = {&loss, 1, true};
   call.head_means = {&mean, 1, true};
+  call.head_losses = {&head_loss, 1, true};
   call.num_nonfinite = &num_nonfinite;
   const Memory workspace = workspace_of(bytes_for_loss(call));
   call.workspace = workspace.data();

@@ -347,7 +347,7 @@ LossResult run_loss(int64_t batch, bool wide, int64_t heads, bool valid_mean, bo
     coefficients[h].importance_weights.values = {numbers(batch, 100), 1, false};
     coefficients[h].mask = {mask.data(), kSteps, 1};
     float* losses = numbers(batch * kSteps, 101);
-    float* expected = numbers(batch * kSteps, 102);
+    float* details = numbers(batch * kSteps, 102);
     for (int64_t t = 0; t < kSteps; ++t) {
       const int64_t width = widths[h];
       const int64_t target_width = head[h].kind == Kind::two_hot ? 1 : width;
@@ -359,7 +359,7 @@ LossResult run_loss(int64_t batch, bool wide, int64_t heads, bool valid_mean, bo
       segment.target = {numbers(batch * target_width, 7 * h + t + 50), target_width, Element::float32};
       segment.gradient = {numbers(batch * width, 7 * h + 2 * t), width, Element::float32};
       segment.loss = {losses + t, kSteps, false};
-      segment.expected = h == 0 ? Slab{expected + t, kSteps, false} : Slab{};
+      segment.detail = h < 2 ? Slab{details + t, kSteps, false} : Slab{};
       segments.push_back(segment);
     }
   }
@@ -372,18 +372,19 @@ LossResult run_loss(int64_t batch, bool wide, int64_t heads, bool valid_mean, bo
   call.num_heads = static_cast<int64_t>(head.size());
   call.step_weights = step_weights;
   call.batch = batch;
-  call.mean_of_unmasked = valid_mean;
+  call.counts_unmasked = valid_mean;
   call.skip_nonfinite = skip;
-  const Array<float> per_sample(batch), loss(1), means(call.num_heads), grad_output(1);
+  const Array<float> per_sample(batch), loss(1), means(call.num_heads), shares(call.num_heads), grad_output(1);
   const Array<int64_t> num_nonfinite(1);
   call.per_sample = {per_sample.data(), 1, false};
   call.loss = {loss.data(), 0, false};
   call.head_means = {means.data(), 1, false};
+  call.head_losses = {shares.data(), 1, false};
   call.num_nonfinite = num_nonfinite.data();
   const Array<float> skipped(batch);
-  const Array<double> num_unmasked(call.num_heads);
+  const Array<double> divisors(call.num_heads);
   call.skipped = {skipped.data(), 1, false};
-  call.num_unmasked = num_unmasked.data();
+  call.divisors = valid_mean ? divisors.data() : nullptr;
   const Array<char> workspace(bytes_for_loss(call));
   call.workspace = workspace.data();
   launch_loss(call, nullptr);
@@ -399,10 +400,16 @@ LossResult run_loss(int64_t batch, bool wide, int64_t heads, bool valid_mean, bo
   keep(loss.data(), 1);
   keep(per_sample.data(), batch);
   keep(means.data(), means.count());
+  keep(shares.data(), shares.count());
   keep_gradients();
   const size_t forward = result.numbers.size();
   check(num_nonfinite[0] == 1, "one sample is not finite");
   check(std::isfinite(loss[0]) == skip, "the loss of skipped samples");
+  double sum_of_shares = 0;
+  for (int64_t h = 0; h < call.num_heads; ++h) {
+    sum_of_shares += shares[h];
+  }
+  check(!skip || close(loss[0], sum_of_shares, 1e-5), "the heads' shares of the loss");
   for (const float by : {1.0f, 3.0f}) {
     grad_output[0] = by;
     const Array<char> other(bytes_for_loss(call));

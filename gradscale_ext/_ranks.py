@@ -1,0 +1,88 @@
+"""Ranks whose batches make up one: their process group, and what a loss counts over all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import _context
+
+if TYPE_CHECKING:
+    from ._options import Options
+    from ._validate import Call
+
+
+def group_of(function: str, process_group: Any) -> tuple[str, int]:
+    """Name and size of a process group; an empty name for none."""
+    if process_group is None:
+        return "", 1
+    if not torch.distributed.is_available() or not isinstance(process_group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"{function}: process_group must be a torch.distributed.ProcessGroup or None, "
+            f"but it is of type {type(process_group).__name__}"
+        )
+    return process_group.group_name, process_group.size()
+
+
+@contextlib.contextmanager
+def waiting(function: str) -> Iterator[None]:
+    """Say in which call a rank waited for the others when one of them has ended, or does not take part."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{function}: rank {torch.distributed.get_rank()} waited in vain for the other ranks of its process group: "
+            f"one of them raised, ended, or made no such call; the first error of all ranks is the cause ({error})"
+        ) from error
+
+
+def options_for_all_ranks(call: Call, process_group: Any, normalize_importance_weights: bool) -> Options:
+    """The options with what "mean" and "valid_mean" divide by on all ranks, and with weights of at most 1.
+
+    A rank's loss is divided by the number of all entries over the number of ranks, so that the average over the ranks
+    is the mean over all entries.
+    """
+    group, size = group_of("multi_step_loss", process_group)
+    options = call.options
+    if normalize_importance_weights and options.importance_weights is not None:
+        options = options._replace(importance_weights=_normalized(options.importance_weights, group))
+    if not group:
+        return options
+    if options.reduction not in ("mean", "valid_mean"):
+        raise ValueError(
+            "multi_step_loss: a process_group goes with reduction 'mean' or 'valid_mean', but it is "
+            f"{options.reduction!r}"
+        )
+    total = _all_reduced(_num_entries(call), "sum", group)
+    return options._replace(num_entries=total.clamp(min=1) / size)
+
+
+def _num_entries(call: Call) -> torch.Tensor:
+    """float64 `[heads]`: what the reduction counts in this rank's batch."""
+    device = next(iter(call.predictions.values()))[0].device
+    counts: list[Any] = []
+    for name, head in call.heads.items():
+        if call.options.reduction == "mean":
+            counts.append(call.batch)
+        elif name in call.masks:
+            counts.append(call.masks[name][:, head.first_step :].sum())
+        else:
+            counts.append(call.batch * (call.steps - head.first_step))
+    return torch.stack([torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts])
+
+
+def _normalized(weights: torch.Tensor, group: str) -> torch.Tensor:
+    largest = torch.cat([weights, weights.new_zeros(1)]).amax()
+    if group:
+        largest = _all_reduced(largest, "max", group)
+    return torch.where(largest == 0, weights, weights / largest)
+
+
+def _all_reduced(tensor: torch.Tensor, operation: str, group: str) -> torch.Tensor:
+    collectives = torch.ops._c10d_functional
+    with waiting("multi_step_loss") if _context.is_eager() else contextlib.nullcontext():
+        reduced: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(tensor, operation, group))
+    return reduced

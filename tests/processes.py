@@ -1,0 +1,41 @@
+"""Checks that run in several processes, which start once for all of them."""
+
+from __future__ import annotations
+
+import datetime
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+Check = Callable[[int], None]
+
+
+def _worker(rank: int, ranks: int, checks: dict[str, Check], folder: str) -> None:
+    """Runs every check in the same order on every rank, and writes down what went wrong."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=120))
+    for name, function in checks.items():
+        try:
+            function(rank)
+            outcome = ""
+        except Exception:
+            outcome = traceback.format_exc()
+        Path(folder, f"{name}.{rank}").write_text(outcome)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_in_processes(ranks: int, checks: dict[str, Check], folder: Path) -> None:
+    """Has `ranks` processes run the checks."""
+    torch.multiprocessing.spawn(_worker, (ranks, checks, str(folder)), nprocs=ranks)
+
+
+def assert_passed(name: str, ranks: int, folder: Path) -> None:
+    """Raises what any rank said about a check."""
+    for rank in range(ranks):
+        outcome = (folder / f"{name}.{rank}").read_text()
+        assert not outcome, f"rank {rank} of {ranks}:\n{outcome}"
