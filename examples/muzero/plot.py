@@ -40,7 +40,7 @@ def plot_learning_curve(
             steps, moving_average(returns), color="tab:blue", linewidth=2, label=f"mean of the last {WINDOW} episodes"
         )
     for (player, returns), color in zip(evaluation.items(), ("tab:orange", "tab:gray"), strict=True):
-        label = f"evaluation, {player}: mean of {len(returns)} episodes, {returns.mean():.1f}"
+        label = f"evaluation, {player}: mean of {len(returns)} episodes, {returns.mean():.2f}"
         axes.plot(
             environment_steps, returns.mean(), "D", color=color, markersize=8, clip_on=False, zorder=3, label=label
         )

@@ -217,9 +217,7 @@ def report(training: Training, directory: Path) -> None:
         f"{training.processor_seconds:.0f} s of processor time in this process"
     )
     for player, returns in evaluation.items():
-        print(
-            f"evaluation: {len(returns)} episodes, mean return {returns.mean():.1f}, {summary(game, returns)}: {player}"
-        )
+        print(f"evaluation: {len(returns)} episodes, {summary(game, returns)}: {player}")
     simulations, num_games = settings.num_simulations, settings.num_environments
     print(
         f"search: {simulations} simulations in each of {num_games} games in {1e3 * seconds:.1f} ms, "
@@ -234,9 +232,9 @@ def report(training: Training, directory: Path) -> None:
 
 
 def summary(game: type[games.Game], returns: games.Floats) -> str:
-    """What there is to say about returns besides their mean."""
+    """What returns are like."""
     if game.players == 1:
-        return f"{returns.min():.0f} to {returns.max():.0f}"
+        return f"mean return {returns.mean():.1f} (from {returns.min():.0f} to {returns.max():.0f})"
     return f"{(returns > 0).sum()} won, {(returns == 0).sum()} drawn, {(returns < 0).sum()} lost"
 
 
