@@ -40,7 +40,6 @@ BATCHES_AHEAD = 4
 immortal = ray.remote(max_restarts=-1, max_task_retries=-1)
 
 
-@immortal
 class Keeper:
     """Keeps the replay buffer, and the episodes in it in a file as well."""
 
@@ -66,10 +65,10 @@ class Keeper:
         last = first + sum(map(len, episodes))
         with self.file:  # a transaction, which is on disk when it ends
             row = (call, first, last, pickle.dumps(episodes))
-            is_new = self.file.execute("INSERT OR IGNORE INTO added VALUES (?, ?, ?, ?)", row).rowcount
+            if not self.file.execute("INSERT OR IGNORE INTO added VALUES (?, ?, ?, ?)", row).rowcount:
+                return len(self.buffer)
             self.file.execute("DELETE FROM added WHERE last <= ?", (last - self.buffer.capacity,))
-        if is_new:
-            self.fill(episodes)
+        self.fill(episodes)
         return len(self.buffer)
 
     def size(self) -> int:
@@ -82,7 +81,6 @@ class Keeper:
         self.buffer.update_priorities(index, expected_value, value_targets)
 
 
-@immortal
 class Player:
     """Plays a share of the games."""
 
@@ -145,10 +143,10 @@ class ActorTraining(Training):
             ray.init(address, include_dashboard=False, logging_level=logging.ERROR)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # with the folder
         path = directory.resolve() / f"replay.{self.ranks.rank}.sqlite"
-        keeper = Keeper.options(scheduling_strategy=here).remote(self.share, str(path))
+        keeper = immortal(Keeper).options(scheduling_strategy=here).remote(self.share, str(path))
         self.replay = KeptReplay(keeper)
         shares = [self.share.share(i, configuration.actors, "num_environments") for i in range(configuration.actors)]
-        self.players = [Player.remote(share) for share in shares]
+        self.players = [immortal(Player).remote(share) for share in shares]
         self.calls: dict[Any, Any] = {}  # what players were asked for, and who
         self.weights: Any = None
         self.transitions_ahead = 0
