@@ -176,7 +176,7 @@ def actors_table() -> str:
     actors = dict.fromkeys(row["actors"] for row in rows)
     lines = [[str(n) if n else "none, one process", *(rates[n, mode] for mode in modes)] for n in actors]
     measured = (
-        f"{machine['cpu']}, {machine['cores']} cores with a load of {rows[0]['load_before']:.1f} by other work, PyTorch "
+        f"{machine['cpu']}, {machine['cores']} cores under a load of {rows[0]['load_before']:.1f} by others, PyTorch "
         f"{machine['torch']}; medians, contestants taking turns (`bench/results/actors.json`)."
     )
     return table(["actors", *modes], lines) + "\n\n" + measured

@@ -74,8 +74,8 @@ def main() -> int:
     elif options.fresh:
         remove_run(directory)
     ranks.gather(None)  # so that none reads what is removed
+    training = begin(configuration, directory, options.ray, ranks)
     try:
-        training = begin(configuration, directory, options.ray, ranks)
         if checkpoint.exists():
             training.load(checkpoint)
     except ValueError as error:
@@ -96,6 +96,10 @@ def main() -> int:
 
 def begin(configuration: Configuration, directory: Path, address: str, ranks: Ranks) -> Training:
     """A run in this process, or with actors on Ray."""
+    try:
+        configuration.share(0, max(configuration.actors, 1) * ranks.size, "num_environments")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     if not configuration.actors:
         return Training(configuration, ranks)
     if importlib.util.find_spec("ray") is None:
