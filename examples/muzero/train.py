@@ -114,6 +114,10 @@ def parse_options() -> argparse.Namespace:
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--game", choices=games.names(), default=Configuration.game)
     name = first.parse_known_args()[0].game
+    try:
+        game = games.load(name)
+    except ModuleNotFoundError as error:
+        first.error(str(error))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--directory",
@@ -124,7 +128,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--max-minutes",
         type=float,
-        default=games.load(name).max_minutes,
+        default=game.max_minutes,
         metavar="X",
         help="training ends after so many minutes, also short of its steps (default: %(default)s)",
     )
@@ -201,7 +205,8 @@ def report(training: Training, directory: Path) -> None:
     evaluation = evaluate(training.network, settings)
     picture = directory / "learning_curve.png"
     title = f"MuZero on {game.title}, seed {settings.seed}"
-    plot_learning_curve(picture, title, training.curve, training.environment_steps, evaluation)
+    ylabel = "return" if game.players == 1 else "return of who began"
+    plot_learning_curve(picture, title, ylabel, training.curve, training.environment_steps, evaluation)
     seconds = time_search(
         TIMED_SEARCHES,
         training.network,
