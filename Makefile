@@ -1,4 +1,4 @@
-# make demo      train the example agent          make demo SEED=1
+# make demo      train the example agent          make demo GAME=tictactoe SEED=1
 # make test      run the tests
 # make simulated  run the tests of what has CUDA kernels through these kernels, in a simulator on the CPU
 # make sanitized  run the tests with an extension that AddressSanitizer and UndefinedBehaviorSanitizer watch
@@ -23,6 +23,7 @@ PYTHON ?= python3
 VERSIONS ?= 2.11.0 2.15.0
 PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
 SEED ?= 0
+GAME ?= cartpole
 PYTEST_OPTIONS ?= --cov --cov-report=term
 PYTEST_WORKERS ?= auto
 RESULTS ?= bench/results
@@ -40,7 +41,7 @@ TIDIED := $(patsubst %.cpp,$(VENV)/tidy/%.ok,$(shell find csrc -name '*.cpp'))
 .PHONY: demo test simulated sanitized fuzz versions bench matrix docs drawings lint tidy gpu cuda-check wheels format clean force
 
 demo: $(VENV)/installed
-	$(BIN)/python examples/muzero_cartpole/train.py --seed $(SEED)
+	$(BIN)/python examples/muzero/train.py --game $(GAME) --seed $(SEED)
 
 # Lines of the package that no test runs are counted, and may be 5 in 100. The compiler's cache is kept apart for each
 # environment: one version of PyTorch cannot read another's. Memory that is allocated or freed is filled with a byte, so
@@ -188,6 +189,7 @@ $(VENV)/torch: $(VENV)/request
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	@echo "installing what the tests and examples use, and compiling gradscale_ext; all of it is told in $(VENV)/install.log"
 	@rm -f $@
+	@$(PIP) --no-deps minatar==1.0.15 # of what it asks for, 240 MB are there to draw
 	@{ $(PIP) -vv --no-build-isolation --editable ".[examples,test,clients,runs]" 2>&1 && touch $@; } | tee $(VENV)/install.log | \
 	  sed -un 's|^ *\(\[[0-9]*/[0-9]*\]\).* -o [^ ]*/\([^ /]*\)\.o.*|\1 \2 compiled|p; s|^ *\(Collecting [^ ]*\).*|\1|p'
 	@[ -e $@ ] || { tail -n 40 $(VENV)/install.log >&2; exit 1; }

@@ -1804,7 +1804,7 @@ def test_the_demo_tells_what_it_does(tmp_path):
     options = {"directory": tmp_path, "max-minutes": 0.03, "training-steps": 100_000, "num-simulations": 2}
     options |= {"minimum-replay": 50, "batch-size": 8, "num-environments": 4}
     arguments = [f"--{name}={option}" for name, option in options.items()]
-    train = [sys.executable, EXAMPLES / "muzero_cartpole" / "train.py", *arguments]
+    train = [sys.executable, EXAMPLES / "muzero" / "train.py", *arguments]
     run = subprocess.run(train, capture_output=True, text=True, check=True)
     bar = re.split(r"[\r\n]+", run.stderr.strip())[-1]
     assert re.match(r"100%\|█+\| mean return \d+ of 475, step \d+ of 100000, 0\.0 of 0\.03 minutes", bar)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from numpy.typing import NDArray
 
 matplotlib.use("Agg")  # no display is needed; to be said before pyplot is imported
 from matplotlib import pyplot
+
+from games import Floats
 
 WINDOW = 50  # episodes of the moving average
 EXPLORING = "episode of self-play, which explores: actions drawn at temperature 1, noise at the root"
@@ -20,7 +21,7 @@ def plot_learning_curve(
     title: str,
     curve: list[tuple[int, float]],
     environment_steps: int,
-    evaluation: NDArray[np.float64],
+    evaluation: dict[str, Floats],
 ) -> None:
     """Writes the picture as a PNG.
 
@@ -29,7 +30,7 @@ def plot_learning_curve(
         title: what stands above the picture.
         curve: for each episode of self-play the environment steps at its end, and its return.
         environment_steps: those of the whole run, after which the agent was evaluated.
-        evaluation: the returns of the evaluation's episodes.
+        evaluation: the returns of the evaluation's episodes, by who played.
     """
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     if curve:
@@ -38,10 +39,12 @@ def plot_learning_curve(
         axes.plot(
             steps, moving_average(returns), color="tab:blue", linewidth=2, label=f"mean of the last {WINDOW} episodes"
         )
-    mean = evaluation.mean()
-    label = f"evaluation, which takes the best action, without noise: mean of {len(evaluation)} episodes, {mean:.1f}"
-    axes.plot(environment_steps, mean, "D", color="tab:orange", markersize=8, clip_on=False, zorder=3, label=label)
-    axes.set(title=title, xlabel="environment steps", ylabel="return", ylim=(0, 520), xlim=(0, environment_steps))
+    for (player, returns), color in zip(evaluation.items(), ("tab:orange", "tab:gray"), strict=True):
+        label = f"evaluation, {player}: mean of {len(returns)} episodes, {returns.mean():.1f}"
+        axes.plot(
+            environment_steps, returns.mean(), "D", color=color, markersize=8, clip_on=False, zorder=3, label=label
+        )
+    axes.set(title=title, xlabel="environment steps", ylabel="return of who began", xlim=(0, environment_steps))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.25)
     figure.legend(loc="outside lower left", frameon=False)
@@ -74,7 +77,7 @@ def plot_hidden_state_gradients(path: Path, norms: dict[float, list[float]]) -> 
     pyplot.close(figure)
 
 
-def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def moving_average(values: Floats) -> Floats:
     """Mean of the last `WINDOW` values, of fewer at the beginning."""
     sums = np.append(0, values.cumsum())
     end = np.arange(1, len(values) + 1)

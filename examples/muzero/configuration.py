@@ -1,4 +1,4 @@
-"""The hyperparameters of a run. Each of them is also an option of `train.py`."""
+"""The hyperparameters of a run. Each of them is also an option of `train.py`, and games may have other defaults."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
+
+import games
 
 
 def option(default: int | float | str, description: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -17,12 +19,13 @@ def option(default: int | float | str, description: str, choices: tuple[str, ...
 class Configuration:
     """All that a run is determined by. A run goes on from a checkpoint only with the configuration it began with."""
 
+    game: str = option("cartpole", "what is played", choices=games.names())
     seed: int = option(0, "seed of the networks, the environments, the search and the replay")
     loss: str = option("fused", "implementation of the loss", choices=("fused", "reference"))
 
     num_environments: int = option(32, "environments played at once")
     training_steps: int = option(
-        3_000, "steps of all environments after which training ends, if CartPole is not solved before"
+        3_000, "steps of all environments after which training ends, if the game is not solved before"
     )
     num_simulations: int = option(25, "simulations of a search")
     discount: float = option(0.997, "discount of the return")
@@ -36,6 +39,8 @@ class Configuration:
     priority_exponent: float = option(0.6, "alpha of prioritised replay; 0 samples uniformly")
     importance_exponent: float = option(0.4, "beta of prioritised replay; 1 corrects all of the bias")
 
+    support_limit: float = option(20.0, "largest value and reward, in the coordinates of the paper's transform")
+    support_bins: int = option(161, "bins of value and reward; an odd number, so that one of them is 0")
     hidden_size: int = option(32, "size of the hidden state")
     layer_size: int = option(64, "size of the networks' hidden layers")
     batch_size: int = option(128, "positions in the batch of a learner step")
@@ -43,17 +48,24 @@ class Configuration:
     learning_rate: float = option(2e-3, "Adam's step size at the beginning; it falls linearly to a tenth of it")
     weight_decay: float = option(1e-5, "weight of the L2 loss")
 
+    @property
+    def signed_discount(self) -> float:
+        """What a value counts a step earlier: γ; and -γ with two players, as what one of them wins the other loses."""
+        return self.discount if games.load(self.game).players == 1 else -self.discount
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds an option for every hyperparameter."""
+
+def add_options(parser: argparse.ArgumentParser, game: str) -> None:
+    """Adds an option for every hyperparameter, with the defaults of a game."""
+    defaults = dataclasses.asdict(Configuration(game=game, **games.load(game).hyperparameters))
     for field in dataclasses.fields(Configuration):
+        default = defaults[field.name]
         parser.add_argument(
             option_name(field.name),
             type=type(field.default),
-            default=field.default,
+            default=default,
             choices=field.metadata["choices"],
             metavar=None if field.metadata["choices"] else "N" if isinstance(field.default, int) else "X",
-            help=f"{field.metadata['help']} (default: {field.default})",
+            help=f"{field.metadata['help']} (default: {default})",
         )
 
 

@@ -11,17 +11,17 @@ from collections.abc import Callable
 import torch
 
 import gradscale_ext as gs
-from networks import SUPPORT, MuZeroNetwork
+from networks import MuZeroNetwork
 from replay import Batch
 
 LossFunction = Callable[..., gs.MultiStepLossOutput]
 
 
-def make_loss(implementation: str) -> LossFunction:
+def make_loss(support: gs.Support, implementation: str) -> LossFunction:
     """The loss of value, reward and policy: `"fused"`, or `"reference"` for the same in plain PyTorch."""
     loss_function = gs.MultiStepLoss(
-        value=gs.TwoHot(SUPPORT),
-        reward=gs.TwoHot(SUPPORT, first_step=1),  # no reward leads to the root
+        value=gs.TwoHot(support),
+        reward=gs.TwoHot(support, first_step=1),  # no reward leads to the root
         policy=gs.SoftCrossEntropy(),
     )
     return functools.partial(loss_function, impl=implementation)
@@ -46,7 +46,7 @@ def update_weights(
     hidden state is halved at every step, which is what `gs.unroll` does.
     """
     predictions = gs.unroll(
-        network.initial_inference,
+        lambda observation: network.initial_inference(observation, batch.legal_actions),
         network.recurrent_inference,
         batch.observation,
         batch.actions,
@@ -89,7 +89,11 @@ def time_learner_step(
     learners = {}
     for implementation in milliseconds:
         copied = copy.deepcopy(network)
-        learners[implementation] = (copied, make_optimizer(copied, learning_rate), make_loss(implementation))
+        learners[implementation] = (
+            copied,
+            make_optimizer(copied, learning_rate),
+            make_loss(network.support, implementation),
+        )
     warm_up = 10
     for repetition in range(warm_up + repetitions):
         batch = batches[repetition % len(batches)]

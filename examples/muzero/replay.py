@@ -11,22 +11,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 import gradscale_ext as gs
+from games import Booleans, Floats, Integers
 
 
 @dataclass
 class Episode:
     """An episode as it was played, an entry for every transition."""
 
-    observations: list[NDArray[np.float32]] = field(default_factory=list)
+    observations: list[Floats] = field(default_factory=list)
+    legal_actions: list[Booleans] = field(default_factory=list)
     actions: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    search_policies: list[NDArray[np.float32]] = field(default_factory=list)
+    search_policies: list[Floats] = field(default_factory=list)
     search_values: list[float] = field(default_factory=list)
-    terminated: bool = False  # by the rules of the environment, not by its time limit
+    terminated: bool = False  # by the rules of the game, not by a time limit
+    final_value: float = 0.0  # that the search found in the final state of an episode that was not terminated
 
     def __len__(self) -> int:
         """Transitions so far."""
@@ -35,7 +37,7 @@ class Episode:
 
 def n_step_returns(
     rewards: list[float], search_values: list[float], final_value: float, bootstrap_steps: int, discount: float
-) -> NDArray[np.float32]:
+) -> Floats:
     """z_t = r_t + γ r_{t+1} + … + γ^(n-1) r_{t+n-1} + γ^n ν_{t+n}, with ν the value that the search found.
 
     Args:
@@ -44,7 +46,7 @@ def n_step_returns(
         final_value: ν of the state after the last of them: 0 if the episode terminated there. Returns that reach the
             end of the episode bootstrap from it.
         bootstrap_steps: n.
-        discount: γ.
+        discount: γ. It is negative with two players: rewards and values are those of the player to move.
     """
     length = len(rewards)
     values = np.append(search_values, final_value)
@@ -60,8 +62,9 @@ def n_step_returns(
 class Batch:
     """B positions from the replay buffer, with the K actions that followed, and targets for T = K + 1 predictions."""
 
-    index: NDArray[np.int64]  # [B], where the positions lie in the replay buffer
-    observation: Tensor  # [B, observation_size]
+    index: Integers  # [B], where the positions lie in the replay buffer
+    observation: Tensor  # [B, *observation_shape]
+    legal_actions: Tensor  # [B, A], bool: those of the root
     actions: Tensor  # [B, K], int64
     targets: dict[str, Tensor]  # value [B, T], reward [B, K] (the root has none), policy [B, T, A]
     mask: dict[str, Tensor]  # [B, T], bool: which of the targets are there
@@ -74,9 +77,11 @@ class ReplayBuffer:
     def __init__(
         self,
         capacity: int,
-        observation_size: int,
+        observation_shape: tuple[int, ...],
         num_actions: int,
         unroll_steps: int,
+        bootstrap_steps: int,
+        discount: float,
         priority_exponent: float,
         importance_exponent: float,
     ) -> None:
@@ -84,10 +89,13 @@ class ReplayBuffer:
         self.capacity = capacity
         self.num_actions = num_actions
         self.unroll_steps = unroll_steps
+        self.bootstrap_steps = bootstrap_steps
+        self.discount = discount
         self.priority_exponent = priority_exponent
         self.importance_exponent = importance_exponent
         self.num_added = 0
-        self.observation = np.zeros((capacity, observation_size), dtype=np.float32)
+        self.observation = np.zeros((capacity, *observation_shape), dtype=np.float32)
+        self.legal_actions = np.zeros((capacity, num_actions), dtype=bool)
         self.action = np.zeros(capacity, dtype=np.int64)
         self.reward = np.zeros(capacity, dtype=np.float32)
         self.policy = np.zeros((capacity, num_actions), dtype=np.float32)
@@ -100,10 +108,14 @@ class ReplayBuffer:
         """Transitions in the ring."""
         return min(self.num_added, self.capacity)
 
-    def add(self, episode: Episode, value_targets: NDArray[np.float32]) -> None:
+    def add(self, episode: Episode) -> None:
         """Adds an episode. Its first priorities are those of the paper, |ν - z| with the value ν of the search."""
+        value_targets = n_step_returns(
+            episode.rewards, episode.search_values, episode.final_value, self.bootstrap_steps, self.discount
+        )
         index = (self.num_added + np.arange(len(episode))) % self.capacity
         self.observation[index] = episode.observations
+        self.legal_actions[index] = episode.legal_actions
         self.action[index] = episode.actions
         self.reward[index] = episode.rewards
         self.policy[index] = episode.search_policies
@@ -115,7 +127,7 @@ class ReplayBuffer:
         )
         self.num_added += len(episode)
 
-    def update_priorities(self, index: NDArray[np.int64], expected_value: Tensor, value_targets: Tensor) -> None:
+    def update_priorities(self, index: Integers, expected_value: Tensor, value_targets: Tensor) -> None:
         """Sets the priorities of positions: expected values and targets are `[B, T]`, of which the root counts."""
         priority = gs.priorities(expected_value, value_targets, steps="first", alpha=self.priority_exponent, eps=1e-3)
         self.priority[index] = priority.numpy()
@@ -141,13 +153,14 @@ class ReplayBuffer:
         return Batch(
             index=index,
             observation=torch.from_numpy(self.observation[index]),
+            legal_actions=torch.from_numpy(self.legal_actions[index]),
             actions=torch.from_numpy(actions),
             targets={name: torch.from_numpy(target) for name, target in targets.items()},
             mask={name: torch.from_numpy(head_mask) for name, head_mask in mask.items()},
             importance_weights=torch.from_numpy((weights / weights.max()).astype(np.float32)),
         )
 
-    def window(self, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
+    def window(self, index: Integers) -> tuple[Integers, Booleans, Booleans]:
         """The T positions from each index on, and which of them are inside the episode or absorbing. `[B, T]` each.
 
         After a termination states are absorbing: whatever is done there, reward and value are 0, as in the pseudocode.

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from pathlib import Path
 
-import gymnasium
 import numpy as np
 import torch
 
+import games
 import gradscale_ext as gs
 from configuration import Configuration, option_name
 from learner import make_loss, make_optimizer, update_weights
 from networks import MuZeroNetwork
-from replay import Batch, ReplayBuffer, n_step_returns
-from self_play import ENVIRONMENT, SelfPlay
+from replay import Batch, ReplayBuffer
+from self_play import SelfPlay
 
 EPISODES_TO_SOLVE = 50
-RETURN_TO_SOLVE = gymnasium.spec(ENVIRONMENT).reward_threshold
 
 
 class Training:
-    """Networks, optimizer, replay buffer, environments, random numbers and record of a run."""
+    """Networks, optimizer, replay buffer, games, random numbers and record of a run."""
 
     def __init__(self, configuration: Configuration) -> None:
         """Begin a run."""
@@ -31,16 +31,24 @@ class Training:
         self.configuration = configuration
         self.generator = np.random.default_rng(configuration.seed)
         self.self_play = SelfPlay(configuration, self.generator)
-        observation_size = self.self_play.environments.single_observation_space.shape[0]
-        num_actions = int(self.self_play.environments.single_action_space.n)
-        self.network = MuZeroNetwork(observation_size, num_actions, configuration.hidden_size, configuration.layer_size)
+        self.game = games.load(configuration.game)
+        limit, bins = configuration.support_limit, configuration.support_bins
+        self.network = MuZeroNetwork(
+            self.game.observation_shape,
+            self.game.num_actions,
+            gs.Support(-limit, limit, bins),  # symmetric, so that uniform logits mean exactly 0
+            configuration.hidden_size,
+            configuration.layer_size,
+        )
         self.optimizer = make_optimizer(self.network, configuration.learning_rate)
-        self.loss_function = make_loss(configuration.loss)
+        self.loss_function = make_loss(self.network.support, configuration.loss)
         self.replay = ReplayBuffer(
             configuration.replay_capacity,
-            observation_size,
-            num_actions,
+            self.game.observation_shape,
+            self.game.num_actions,
             configuration.unroll_steps,
+            configuration.bootstrap_steps,
+            configuration.signed_discount,
             configuration.priority_exponent,
             configuration.importance_exponent,
         )
@@ -58,18 +66,16 @@ class Training:
         return self.configuration.learning_rate * (1 - 0.9 * done)
 
     def step(self) -> dict[str, float]:
-        """A step of all environments, and the learner steps that go with it. Returns scalars for the log."""
+        """A step of all games, and the learner steps that go with it. Returns scalars for the log."""
         start, processor_start = time.perf_counter(), time.process_time()
         settings = self.configuration
         scalars: dict[str, float] = {}
         finished = self.self_play.step(self.network)
-        for episode, final_value in finished:
-            value_targets = n_step_returns(
-                episode.rewards, episode.search_values, final_value, settings.bootstrap_steps, settings.discount
-            )
-            self.replay.add(episode, value_targets)
-            self.curve.append((self.environment_steps, sum(episode.rewards)))
-            scalars["self_play/return"] = sum(episode.rewards)
+        for episode in finished:
+            self.replay.add(episode)
+            episode_return = self.game.outcome(episode.rewards)
+            self.curve.append((self.environment_steps, episode_return))
+            scalars["self_play/return"] = episode_return
         self.environment_steps += settings.num_environments - len(finished)
         if len(self.replay) >= settings.minimum_replay:
             for _ in range(settings.updates_per_step):
@@ -100,26 +106,27 @@ class Training:
 
     @property
     def solved(self) -> bool:
-        """Whether the latest episodes reach the return at which Gymnasium calls the environment solved.
+        """Whether the latest episodes reach the return at which the game counts as solved.
 
         Training ends then. Going on would soon fill the replay buffer with nothing but long episodes, and an agent that
         sees no failure forgets how to avoid it.
         """
-        return len(self.curve) >= EPISODES_TO_SOLVE and self.mean_return >= RETURN_TO_SOLVE
+        return len(self.curve) >= EPISODES_TO_SOLVE and self.mean_return >= self.game.return_to_solve
 
     def progress(self, max_seconds: float) -> dict[str, float]:
         """What ends the run, in words, and how much of each there is: the first to reach 1 ends it."""
         total, episodes = self.configuration.training_steps, len(self.curve)
-        solving = min(episodes / EPISODES_TO_SOLVE, self.mean_return / RETURN_TO_SOLVE) if episodes else 0.0
+        goal, mean = self.game.return_to_solve, self.mean_return if episodes else 0.0
+        described = f"mean return {mean:.1f}" if math.isinf(goal) else f"mean return {mean:.0f} of {goal:.0f}"
         return {
-            f"mean return {self.mean_return if episodes else 0:.0f} of {RETURN_TO_SOLVE:.0f}": solving,
+            described: min(episodes / EPISODES_TO_SOLVE, mean / goal),
             f"step {self.step_number} of {total}": self.step_number / total,
             f"{self.seconds / 60:.1f} of {max_seconds / 60:g} minutes": self.seconds / max_seconds,
         }
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done, or the environment is solved."""
+        """Whether all steps are done, or the game is solved."""
         return self.solved or self.step_number >= self.configuration.training_steps
 
     def save(self, path: Path) -> None:
@@ -140,7 +147,7 @@ class Training:
         os.replace(unfinished, path)
 
     def load(self, path: Path) -> None:
-        """Goes on from a checkpoint. Environments are in it as Python objects: load only what you wrote yourself.
+        """Goes on from a checkpoint. Games are in it as Python objects: load only what you wrote yourself.
 
         Raises:
             ValueError: the checkpoint's run has another configuration.

@@ -1,4 +1,4 @@
-"""Trains a small MuZero on CartPole-v1, evaluates it, and times its learner step.
+"""Trains a small MuZero on a game, evaluates it, and times its search and its learner step.
 
 Interrupted (Ctrl-C) and started again with the same options, it goes on where it was.
 """
@@ -18,15 +18,17 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+import games
 import gradscale_ext as gs
-from configuration import add_options, from_options
+from configuration import Configuration, add_options, from_options
 from learner import hidden_state_gradients, time_learner_step
 from plot import plot_hidden_state_gradients, plot_learning_curve
+from search import time_search
 from self_play import evaluate
 from training import Training
 
-EVALUATION_EPISODES = 20
 TIMED_STEPS = 200
+TIMED_SEARCHES = 20
 STEPS_PER_CHECKPOINT = 250
 STEPS_PER_LOG = 10
 INTERRUPTED = 130  # the exit status by which shells know that Ctrl-C ended a program
@@ -61,7 +63,7 @@ def main() -> int:
     start = time.perf_counter()
     # The networks are so small that handing work to a second thread costs more than it saves.
     torch.set_num_threads(1)
-    directory = options.directory / f"seed{configuration.seed}"
+    directory = options.directory / f"{configuration.game}-seed{configuration.seed}"
     checkpoint = directory / "checkpoint.pt"
     directory.mkdir(parents=True, exist_ok=True)
     if options.fresh:
@@ -85,24 +87,27 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """The command line. What is played decides on the defaults of the rest."""
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--game", choices=games.names(), default=Configuration.game)
+    name = first.parse_known_args()[0].game
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--directory",
         type=Path,
-        default=Path("runs/muzero_cartpole"),
-        help="folder for the run's checkpoint, logs and picture, which go to seed<N> in it (default: %(default)s)",
+        default=Path("runs/muzero"),
+        help="folder for the checkpoints, logs and pictures of runs, each in its <game>-seed<N> (default: %(default)s)",
     )
     parser.add_argument(
         "--max-minutes",
         type=float,
-        default=4.5,
+        default=games.load(name).max_minutes,
         metavar="X",
         help="training ends after so many minutes, also short of its steps (default: %(default)s)",
     )
     parser.add_argument("--monitor", action="store_true", help="log and draw gradients as well")
     parser.add_argument("--fresh", action="store_true", help="start anew, and delete what an earlier run left")
-    add_options(parser)
+    add_options(parser, name)
     return parser.parse_args()
 
 
@@ -121,7 +126,7 @@ def train(training: Training, checkpoint: Path, max_seconds: float, monitor: boo
         print(f"this run has finished, after step {begun}; evaluating it again (--fresh starts anew)")
         return
     print(f"going on from step {begun}" if begun else "starting a run", f"in {checkpoint.parent}")
-    # A bar of steps alone would stop anywhere: a solved environment, the steps or the time ends the run.
+    # A bar of steps alone would stop anywhere: a solved game, the steps or the time ends the run.
     interval = 0.5 if sys.stderr.isatty() else 20
     bar = tqdm(total=1.0, mininterval=interval, miniters=0, bar_format="{percentage:3.0f}%|{bar:20}| {desc}")
     # After a crash the logs may be ahead of the checkpoint; `purge_step` hides what will be written once more.
@@ -159,12 +164,19 @@ def monitored(training: Training, writer: SummaryWriter) -> gs.GradientMonitor:
 
 def report(training: Training, directory: Path) -> None:
     """Evaluates, times the learner step, draws the picture, and prints what came out."""
-    settings = training.configuration
-    print(f"evaluating: {EVALUATION_EPISODES} episodes, side by side, of at most 500 steps ...", flush=True)
-    returns = evaluate(training.network, settings, EVALUATION_EPISODES)
+    settings, game, self_play = training.configuration, training.game, training.self_play
+    print(f"evaluating: {game.evaluation_episodes} episodes, side by side ...", flush=True)
+    evaluation = evaluate(training.network, settings)
     picture = directory / "learning_curve.png"
-    plot_learning_curve(
-        picture, f"MuZero on CartPole-v1, seed {settings.seed}", training.curve, training.environment_steps, returns
+    title = f"MuZero on {game.title}, seed {settings.seed}"
+    plot_learning_curve(picture, title, training.curve, training.environment_steps, evaluation)
+    seconds = time_search(
+        TIMED_SEARCHES,
+        training.network,
+        self_play.observation,
+        self_play.game.legal_actions(),
+        settings.num_simulations,
+        settings.signed_discount,
     )
     generator = np.random.default_rng(settings.seed)
     batches = [training.replay.sample(settings.batch_size, generator) for _ in range(20)]
@@ -176,13 +188,28 @@ def report(training: Training, directory: Path) -> None:
         f"trained: {training.environment_steps} environment steps, {training.learner_steps} learner steps, "
         f"{training.processor_seconds:.0f} s of processor time"
     )
-    print(f"evaluation: {EVALUATION_EPISODES} episodes, mean return {returns.mean():.1f}")
+    for player, returns in evaluation.items():
+        print(
+            f"evaluation: {len(returns)} episodes, mean return {returns.mean():.1f}, {summary(game, returns)}: {player}"
+        )
+    simulations, num_games = settings.num_simulations, settings.num_environments
+    print(
+        f"search: {simulations} simulations in each of {num_games} games in {1e3 * seconds:.1f} ms, "
+        f"{1e6 * seconds / (simulations * num_games):.1f} us a simulation (median)"
+    )
     print(
         f"learner step: {median['fused']:.2f} ms with the fused loss, {median['reference']:.2f} ms with the reference, "
         f"{median['reference'] / median['fused']:.2f} times as long (medians)"
     )
     print(f"picture: {picture}")
     print(f"logs: tensorboard --logdir {directory}")
+
+
+def summary(game: type[games.Game], returns: games.Floats) -> str:
+    """What there is to say about returns besides their mean."""
+    if game.players == 1:
+        return f"{returns.min():.0f} to {returns.max():.0f}"
+    return f"{(returns > 0).sum()} won, {(returns == 0).sum()} drawn, {(returns < 0).sum()} lost"
 
 
 def report_gradients(training: Training, directory: Path) -> None:

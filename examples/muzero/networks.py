@@ -12,34 +12,45 @@ from torch.nn import functional
 
 import gradscale_ext as gs
 
-# Value and reward are categorical. The returns of CartPole stay below 1 / (1 - discount) = 333, which the transform of
-# the paper takes to 17.6; the bins lie a quarter apart. Symmetric, so that uniform logits mean exactly 0.
-SUPPORT = gs.Support(-20, 20, 161)
-
 Outputs = dict[str, Tensor]
 
 
 class MuZeroNetwork(nn.Module):
-    """Representation h, dynamics g and prediction f as small multilayer perceptrons.
+    """Representation h, dynamics g and prediction f as small multilayer perceptrons; h sees planes by convolutions.
 
     The search and `gs.unroll` call `initial_inference` and `recurrent_inference`. Both return the outputs of the heads,
     which are logits, and the hidden state `[B, hidden_size]`.
     """
 
-    def __init__(self, observation_size: int, num_actions: int, hidden_size: int, layer_size: int) -> None:
+    def __init__(
+        self,
+        observation_shape: tuple[int, ...],
+        num_actions: int,
+        support: gs.Support,
+        hidden_size: int,
+        layer_size: int,
+    ) -> None:
         """Initialise the networks from torch's random numbers."""
         super().__init__()
         self.num_actions = num_actions
-        self.representation = perceptron(observation_size, layer_size, hidden_size)
+        self.support = support  # of value and reward
+        network = perceptron if len(observation_shape) == 1 else convolutions
+        self.representation = network(*observation_shape, layer_size, hidden_size)
         self.dynamics = perceptron(hidden_size + num_actions, layer_size, hidden_size)
-        self.reward = head(hidden_size, layer_size, SUPPORT.num_bins)
-        self.value = head(hidden_size, layer_size, SUPPORT.num_bins)
+        self.reward = head(hidden_size, layer_size, support.num_bins)
+        self.value = head(hidden_size, layer_size, support.num_bins)
         self.policy = head(hidden_size, layer_size, num_actions)
 
-    def initial_inference(self, observation: Tensor) -> tuple[Outputs, Tensor]:
-        """Observation `[B, observation_size]` to value and policy of the root, and its hidden state."""
+    def initial_inference(self, observation: Tensor, legal_actions: Tensor) -> tuple[Outputs, Tensor]:
+        """Observation `[B, *observation_shape]` to value and policy of the root, and its hidden state.
+
+        The logits of actions that are not in `legal_actions`, `[B, A]`, are -inf. Only at the root are they known: the
+        dynamics have no rules, and learn that the search never chooses such actions.
+        """
         hidden = scale_to_unit_interval(self.representation(observation))
-        return {"value": self.value(hidden), "policy": self.policy(hidden)}, hidden
+        outputs = {"value": self.value(hidden), "policy": self.policy(hidden)}
+        outputs["policy"] = outputs["policy"].masked_fill(~legal_actions, -torch.inf)
+        return outputs, hidden
 
     def recurrent_inference(self, hidden: Tensor, action: Tensor) -> tuple[Outputs, Tensor]:
         """Hidden state and action `[B]` (int64) to reward, value and policy one step on, and the hidden state there."""
@@ -53,6 +64,20 @@ def perceptron(input_size: int, layer_size: int, output_size: int) -> nn.Sequent
     """A perceptron with one hidden layer."""
     return nn.Sequential(
         nn.Linear(input_size, layer_size), nn.LayerNorm(layer_size), nn.ReLU(), nn.Linear(layer_size, output_size)
+    )
+
+
+def convolutions(channels: int, height: int, width: int, layer_size: int, output_size: int) -> nn.Sequential:
+    """Two convolutions, the second of which halves height and width, and a perceptron."""
+    filters = 32
+    flat_size = filters * ((height + 1) // 2) * ((width + 1) // 2)
+    return nn.Sequential(
+        nn.Conv2d(channels, filters, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(filters, filters, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        *perceptron(flat_size, layer_size, output_size),
     )
 
 

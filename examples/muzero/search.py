@@ -8,16 +8,17 @@ networks.
 
 from __future__ import annotations
 
+import statistics
+import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from networks import SUPPORT, MuZeroNetwork, Outputs
-
-Floats = NDArray[np.float32]
-Integers = NDArray[np.int64]
+import gradscale_ext as gs
+from games import Booleans, Floats, Integers
+from networks import MuZeroNetwork, Outputs
 
 # c1 and c2 of the pUCT rule, as in the paper.
 EXPLORATION_INITIAL = 1.25
@@ -49,7 +50,7 @@ class Edges:
 
     node: Integers  # [E]
     action: Integers  # [E]
-    active: NDArray[np.bool_]  # [E]
+    active: Booleans  # [E]
 
 
 class Trees:
@@ -115,10 +116,11 @@ class Trees:
             self.largest_return[row] = np.maximum(self.largest_return[row], self.returns[edge])
 
 
-@torch.inference_mode()
+@torch.no_grad()  # decoding is one kernel then; in inference mode it is a dozen calls of PyTorch
 def search(
     network: MuZeroNetwork,
     observation: Floats,
+    legal_actions: Booleans,
     num_simulations: int,
     discount: float,
     noise: Floats | None = None,
@@ -128,13 +130,17 @@ def search(
 
     Args:
         network: the model to plan with.
-        observation: `[E, observation_size]`, the states to search from.
+        observation: `[E, *observation_shape]`, the states to search from.
+        legal_actions: `[E, A]`, the actions that the searches may begin with.
         num_simulations: simulations of each search.
-        discount: discount of the return.
-        noise: `[E, A]`, probabilities mixed into the priors of the roots, so that no action is left out for good.
+        discount: what a value counts a step earlier: γ, or -γ with two players, since values are those of the player to
+            move.
+        noise: `[E, A]`, probabilities of legal actions that are mixed into the priors of the roots, so that none is
+            left out for good.
         noise_fraction: the share of `noise` in the priors.
     """
-    root = decode(*network.initial_inference(torch.from_numpy(observation)))
+    support = network.support
+    root = decode(support, *network.initial_inference(torch.from_numpy(observation), torch.from_numpy(legal_actions)))
     if noise is not None:
         root.policy = (1 - noise_fraction) * root.policy + noise_fraction * noise
     trees = Trees(root, num_simulations)
@@ -142,7 +148,7 @@ def search(
         path = trees.descend()
         leaf = path[-1]
         hidden = torch.from_numpy(trees.hidden[trees.rows, leaf.node])
-        evaluation = decode(*network.recurrent_inference(hidden, torch.from_numpy(leaf.action)))
+        evaluation = decode(support, *network.recurrent_inference(hidden, torch.from_numpy(leaf.action)))
         trees.expand(leaf, node, evaluation)
         trees.back_up(path, evaluation.value, discount)
     visits, returns = trees.visits[:, 0], trees.returns[:, 0]
@@ -153,11 +159,21 @@ def search(
     )
 
 
-def decode(outputs: Outputs, hidden: torch.Tensor) -> Evaluation:
+def time_search(repetitions: int, *arguments: Any) -> float:
+    """Median time in seconds of a search with these arguments."""
+    seconds = []
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        search(*arguments)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def decode(support: gs.Support, outputs: Outputs, hidden: torch.Tensor) -> Evaluation:
     """The networks' logits as probabilities and numbers."""
     return Evaluation(
         policy=outputs["policy"].softmax(dim=-1).numpy(),
-        value=SUPPORT.decode(outputs["value"]).numpy(),
-        reward=SUPPORT.decode(outputs["reward"]).numpy() if "reward" in outputs else 0.0,
+        value=support.decode(outputs["value"]).numpy(),
+        reward=support.decode(outputs["reward"]).numpy() if "reward" in outputs else 0.0,
         hidden=hidden.numpy(),
     )

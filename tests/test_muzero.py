@@ -1,0 +1,279 @@
+"""The example agent: its games against oracles, its search with a model that knows the rules, and runs that go on."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import gradscale_ext as gs
+
+gymnasium = pytest.importorskip("gymnasium")
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "muzero"))
+import games  # noqa: E402
+from configuration import Configuration  # noqa: E402
+from games import tictactoe  # noqa: E402
+from learner import make_loss, make_optimizer, update_weights  # noqa: E402
+from replay import n_step_returns  # noqa: E402
+from search import search  # noqa: E402
+from self_play import dirichlet_noise, draw_actions, evaluate, play  # noqa: E402
+from training import Training  # noqa: E402
+
+SMALL = {"num_environments": 4, "num_simulations": 3, "minimum_replay": 20, "batch_size": 8, "training_steps": 60}
+GAMES = [pytest.param(name, id=name) for name in games.names()]
+
+
+def load(name):
+    if name == "breakout":
+        pytest.importorskip("minatar")
+    return games.load(name)
+
+
+def training(name, **options):
+    return Training(Configuration(game=name, **{**load(name).hyperparameters, **SMALL, **options}))
+
+
+def test_cartpole_is_gymnasiums():
+    """Each of the games is stepped beside an environment of its own; where one ends, the next begins anywhere."""
+    game, generator = load("cartpole")(3), np.random.default_rng(0)
+    observation = game.reset(seed=5)
+    singles = [gymnasium.make("CartPole-v1") for _ in range(3)]
+    ended = np.ones(3, dtype=bool)
+    endings = 0
+    for _ in range(200):
+        for i in np.flatnonzero(ended):
+            singles[i].reset()
+            singles[i].unwrapped.state = game.environments.unwrapped.state[:, i]
+        action = generator.integers(2, size=3)
+        expected = [single.step(a) for single, a in zip(singles, action.tolist(), strict=True)]
+        observation, reward, terminated, truncated = game.step(action)
+        for i, (state, single_reward, single_terminated, _, _) in enumerate(expected):
+            np.testing.assert_allclose(observation[i], state, rtol=1e-5, atol=1e-6)
+            assert (reward[i], terminated[i], truncated[i]) == (single_reward, single_terminated, False)
+        ended = terminated
+        if ended.any():
+            endings += 1
+            game.reset(seed=endings)
+            ended[:] = True
+    assert endings > 5
+
+
+def test_cartpole_ends_at_its_time_limit():
+    game = load("cartpole")(1)
+    game.reset(seed=0)
+    for step in range(1, 501):
+        game.environments.unwrapped.state[:] = 0
+        _, _, terminated, truncated = game.step(np.array([step % 2]))
+        assert not terminated
+        assert truncated == (step == 500)
+
+
+def boards_after(board, actions):
+    """Boards and games' ends after each of the actions, as the class of the game has it."""
+    game = tictactoe.TicTacToe(len(actions))
+    game.reset(seed=0)
+    game.board[:] = board
+    _, reward, terminated, truncated = game.step(np.array(actions))
+    assert not truncated.any()
+    return list(zip(map(tuple, game.board.tolist()), reward.tolist(), terminated.tolist(), strict=True))
+
+
+def test_all_games_of_tictactoe():
+    """5478 positions can be reached, 958 of them final, by 255168 games, of which the first player wins 131184."""
+    frontier, positions, final, outcomes = Counter({(0,) * 9: 1}), 1, 0, Counter()
+    for move in range(9):
+        following, ends = Counter(), set()
+        for board, ways in frontier.items():
+            for after, reward, ended in boards_after(board, [i for i in range(9) if board[i] == 0]):
+                following[after] += ways
+                if ended:
+                    ends.add(after)
+                    outcomes[reward * (-1) ** move] += ways
+        positions, final = positions + len(following), final + len(ends)
+        frontier = Counter({board: ways for board, ways in following.items() if board not in ends})
+    assert (positions, final) == (5478, 958)
+    assert outcomes == {1.0: 131184, -1.0: 77904, 0.0: 46080}
+
+
+def test_a_perfect_player_of_tictactoe_never_loses():
+    generator = np.random.default_rng(0)
+
+    def perfect(game, observation):
+        return game.opponent_actions(generator)
+
+    def random(game, observation):
+        return games.Game.opponent_actions(game, generator)
+
+    assert not play(tictactoe.TicTacToe(100), (perfect, perfect), seed=0).any()
+    first, second = (play(tictactoe.TicTacToe(100), players, 0) for players in ((perfect, random), (random, perfect)))
+    assert first.min() == 0
+    assert first.mean() > 0.8
+    assert second.max() == 0
+    assert second.mean() < -0.6
+
+
+def test_a_taken_square_is_refused():
+    game = tictactoe.TicTacToe(2)
+    game.reset(seed=0)
+    game.step(np.array([4, 0]))
+    assert game.legal_actions().tolist() == [[i != 4 for i in range(9)], [i != 0 for i in range(9)]]
+    with pytest.raises(ValueError, match=r"taken: \[4\]"):
+        game.step(np.array([4, 1]))
+
+
+def test_breakout_is_minatars(monkeypatch):
+    """Beside their class for Gymnasium, with its time limit, in its vector environment."""
+    breakout = pytest.importorskip("minatar.gym")
+    monkeypatch.setattr("games.breakout.TIME_LIMIT", 12)
+    game = load("breakout")(3)
+
+    def single():
+        environment = breakout.BaseEnv("breakout", use_minimal_action_set=True)
+        return gymnasium.wrappers.TimeLimit(environment, 12)
+
+    oracle = gymnasium.vector.SyncVectorEnv([single] * 3)
+    generator = np.random.default_rng(0)
+    np.testing.assert_array_equal(game.reset(seed=7).transpose(0, 2, 3, 1), oracle.reset(seed=7)[0])
+    counts = np.zeros(3)
+    for _ in range(600):
+        action = generator.integers(3, size=3)
+        observation, *rest = game.step(action)
+        expected, *expected_rest, _ = oracle.step(action)
+        np.testing.assert_array_equal(observation.transpose(0, 2, 3, 1), expected)
+        np.testing.assert_array_equal(rest, expected_rest)
+        counts += np.sum(rest, axis=-1)
+    assert counts.min() > 5  # bricks, lost balls, time limits
+
+
+class Rules:
+    """A model of tic-tac-toe that knows its rules, and of its positions nothing but who has won."""
+
+    support = gs.Support(-1, 1, 3, "identity")
+
+    def initial_inference(self, observation, legal_actions):
+        board = observation[:, :9] - observation[:, 9:]
+        hidden = torch.cat((board, torch.zeros_like(board[:, :1])), dim=-1)  # squares, and whether the game is over
+        return {"value": self.logits(torch.zeros(len(board))), "policy": self.policy(hidden)}, hidden
+
+    def recurrent_inference(self, hidden, action):
+        board, over = hidden[:, :9].scatter(1, action[:, None], 1), hidden[:, 9]
+        lines = torch.from_numpy(tictactoe.LINES)
+        won = (board[:, lines] == 1).all(-1).any(-1) & (over == 0)
+        hidden = torch.cat((-board, torch.maximum(over, won.float())[:, None]), dim=-1)
+        outputs = {"reward": self.logits(won.float()), "value": self.logits(torch.zeros(len(won)))}
+        return {**outputs, "policy": self.policy(hidden)}, hidden
+
+    def logits(self, values):
+        return 50 * self.support.two_hot(values)
+
+    def policy(self, hidden):
+        full = (hidden[:, :9] != 0).all(-1, keepdim=True)
+        return torch.zeros(len(hidden), 9).masked_fill((hidden[:, :9] != 0) & ~full, -torch.inf)
+
+
+def test_the_search_finds_forced_wins_and_the_only_defence():
+    """In all positions of at least five stones, whoever is to move finds a move that keeps what can be had."""
+    frontier, boards = {(0,) * 9}, []
+    for stones in range(8):
+        frontier = {
+            after
+            for board in frontier
+            for after, _, ended in boards_after(board, [i for i in range(9) if board[i] == 0])
+            if not ended
+        }
+        boards += sorted(frontier) if stones >= 4 else []
+    game = tictactoe.TicTacToe(len(boards))
+    game.reset(seed=0)
+    game.board[:] = boards
+    result = search(Rules(), game.observation(), game.legal_actions(), 100, -1.0)
+    values = np.array([tictactoe.value(board) for board in boards])
+    assert set(values) == {-1, 0, 1}
+    kept = [action in tictactoe.best_moves(board) for board, action in zip(boards, result.best_action, strict=True)]
+    assert len(kept) == 3430
+    assert all(kept)
+    assert result.value[values == 1].min() > 0.5
+    assert result.value[values == -1].max() < -0.5
+
+
+def test_values_change_sign_from_move_to_move():
+    rewards, searched = [0.0, 0.0, 0.0, 0.0, 1.0], [0.5, 0.25, 0.5, 0.25, 0.5]
+    assert n_step_returns(rewards, searched, 0.0, 9, -1.0).tolist() == [1, -1, 1, -1, 1]
+    assert n_step_returns(rewards, searched, 0.0, 1, -1.0).tolist() == [-0.25, -0.5, -0.25, -0.5, 1]
+    assert tictactoe.TicTacToe.outcome(rewards) == 1
+    assert tictactoe.TicTacToe.outcome([*rewards[1:]]) == -1
+
+
+def test_no_illegal_action_is_searched_drawn_or_learned():
+    run = training("tictactoe")
+    with torch.no_grad():
+        run.network.policy[-1].bias.copy_(torch.arange(9.0))
+    for _ in range(40):
+        run.self_play.step(run.network)  # raises if an action is illegal
+    legal = np.concatenate([episode.legal_actions for episode in run.self_play.episodes if len(episode)])
+    policies = np.concatenate([episode.search_policies for episode in run.self_play.episodes if len(episode)])
+    assert not legal.all()
+    assert not policies[~legal].any()
+    noise = dirichlet_noise(legal, 0.3, np.random.default_rng(0))
+    assert not noise[~legal].any()
+    np.testing.assert_allclose(noise.sum(axis=-1), 1, rtol=1e-6)
+
+    while len(run.replay) < 50:
+        for episode in run.self_play.step(run.network):
+            run.replay.add(episode)
+    batch = run.replay.sample(16, np.random.default_rng(0))
+    outputs, hidden = run.network.initial_inference(batch.observation, batch.legal_actions)
+    assert (outputs["policy"].isneginf() == ~batch.legal_actions).all()
+    assert not run.network.recurrent_inference(hidden, batch.actions[:, 0])[0]["policy"].isinf().any()
+    optimizer = make_optimizer(run.network, 1e-3)
+    output = update_weights(run.network, optimizer, make_loss(run.network.support, "fused"), batch, 1e-5)
+    assert output.num_nonfinite == 0
+    assert output.loss.isfinite()
+    assert all(parameter.grad.isfinite().all() for parameter in run.network.parameters())
+
+
+def test_actions_of_no_probability_are_never_drawn():
+    class Largest:
+        def random(self, shape):
+            return np.full(shape, 1 - 2**-53)
+
+    policy = np.array([[0.7, 0.3 - 1e-7, 0, 0], [0, 1, 0, 0], [1 / 3, 1 / 3, 1 / 3, 0]], dtype=np.float32)
+    assert draw_actions(policy, Largest()).tolist() == [1, 1, 2]
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(name, tmp_path):
+    def step(run, times):
+        for _ in range(times):
+            run.step()
+
+    step(whole := training(name), 50)
+    step(first := training(name), 25)
+    first.save(tmp_path / "checkpoint.pt")
+    second = training(name)
+    second.load(tmp_path / "checkpoint.pt")
+    step(second, 25)
+    assert whole.learner_steps == second.learner_steps > 10
+    assert whole.curve == second.curve
+    for parameter, other in zip(whole.network.parameters(), second.network.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+    for array, other in zip(*(run.replay.state_dict()["arrays"].values() for run in (whole, second)), strict=True):
+        np.testing.assert_array_equal(array, other)
+    with pytest.raises(ValueError, match="--num-simulations 3, not 4"):
+        training(name, num_simulations=4).load(tmp_path / "checkpoint.pt")
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_the_agent_is_measured_beside_others(name, monkeypatch):
+    monkeypatch.setattr(load(name), "evaluation_episodes", 3)
+    run = training(name)
+    evaluation = evaluate(run.network, run.configuration)
+    assert all(returns.shape == (3,) for returns in evaluation.values())
+    described = " / ".join(evaluation)
+    if load(name).players == 1:
+        assert described == "the agent / random play"
+    else:
+        opponent = load(name).opponent
+        assert described == f"the agent, which begins, against {opponent} / the agent against {opponent}, which begins"
+        assert max(returns.max() for returns in evaluation.values()) <= 0  # nobody beats a perfect player
