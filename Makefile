@@ -121,6 +121,7 @@ bench: $(VENV)/installed
 	$(BIN)/python bench/gradients.py --json bench/results/gradients.json
 	$(BIN)/python bench/parameters.py --json bench/results/parameters.json
 	$(BIN)/python bench/monitor.py --json bench/results/monitor.json
+	$(BIN)/python bench/ranks.py --json bench/results/ranks.json
 	$(BIN)/python bench/plot.py
 	$(BIN)/python bench/readme.py
 

@@ -58,19 +58,23 @@ def cells(found: dict[str, dict[str, Any]], microseconds: bool = False) -> list[
 CELLS = ["fused", "torch.compile", "eager", "vs compile", "vs eager"]
 
 
-def speed_table() -> str:
-    """Five rows for the README: the loss of three agents, the head that costs most, and decoding for acting."""
-    loss, machine = load("loss")
-    heads, machine_of_heads = load("heads")
+def speed_rows() -> dict[str, dict[str, dict[str, Any]]]:
+    """Five for the README: the loss of three agents, the head that costs most, and decoding for acting."""
+    loss, heads = load("loss")[0], load("heads")[0]
     threads = max(row["threads"] for row in loss)
     wanted = ["MuZero: B 256 K 5 S 601 A 18", "TD-MPC2: B 256 H 3 S 101", "DreamerV3: B 16 T 64 S 255"]
-    lines = []
+    rows = {}
     for agent, size in (name.split(": ") for name in wanted):
         own = [row for row in loss if (row["agent"], row["dtype"], row["threads"]) == (agent, "fp32", threads)]
-        lines.append([f"loss of {agent}: {size}", *cells(contestants_by_row(own, "forward+backward")[size])])
-    lines.append(["`HLGauss` head alone: B 1024", *cells(contestants_by_row(heads, "forward+backward")["HLGauss"])])
-    lines.append(["`Support.decode`, 601 bins: B 64", *cells(contestants_by_row(heads, "decode")["B 64"])])
-    measured = f"Losses of agents: {machine} Head and decoding: {machine_of_heads}"
+        rows[f"loss of {agent}: {size}"] = contestants_by_row(own, "forward+backward")[size]
+    rows["`HLGauss` head alone: B 1024"] = contestants_by_row(heads, "forward+backward")["HLGauss"]
+    rows["`Support.decode`, 601 bins: B 64"] = contestants_by_row(heads, "decode")["B 64"]
+    return rows
+
+
+def speed_table() -> str:
+    lines = [[name, *cells(found)] for name, found in speed_rows().items()]
+    measured = f"Losses of agents: {load('loss')[1]} Head and decoding: {load('heads')[1]}"
     return table(["ms, forward + backward; decoding: forward", *CELLS], lines) + "\n\n" + measured
 
 
@@ -200,6 +204,43 @@ def instructions_table() -> str:
     return table(header, lines) + "\n\nsm_90; floors without latency (`bench/results/instructions.json`)."
 
 
+def ranks_table() -> str:
+    """A learner step on several processes, part by part, and what they send."""
+    found = json.loads((RESULTS / "ranks.json").read_text())
+    parts = ["forward", "loss", "backward", "clip", "optimizer", "step"]
+    lines = []
+    for processes, row in found["measured"].items():
+        times = (f"{row['milliseconds'][part]:.1f}" for part in parts)
+        sent = (f"{len(row['messages'][of])}: {sum(row['messages'][of]):,} B" for of in ("loss", "gradients", "clip"))
+        lines.append([processes, *times, *sent])
+    header = ["processes", *(f"{part}, ms" for part in parts), "loss sends", "gradients", "statistics"]
+    first, machine = found["measured"]["1"], found["machine"]
+    caption = (
+        f"{first['parameters']:,} parameters in {first['tensors']} tensors, {found['batch of a rank']} samples a "
+        f"process; {machine['cpu']}, {machine['cores']} cores, one thread a process, gloo (`bench/results/ranks.json`)."
+    )
+    return table(header, lines) + "\n\n" + caption
+
+
+def predicted_table() -> str:
+    """What the model of bench/ranks.py says of many ranks."""
+    found = json.loads((RESULTS / "ranks.json").read_text())
+    keys = ["gradients_ms", "counts_ms", "statistics_ms", "step_ms"]
+    lines = [
+        [str(row["ranks"]), *(f"{row[key]:.2f}" for key in keys), f"{100 * row['efficiency']:.0f} %"]
+        for row in found["predicted"]
+    ]
+    header = ["ranks", "gradients, ms", "counts, ms", "statistics, ms", "step, ms", "efficiency"]
+    of = found["assumed"]
+    caption = (
+        f"Assumed, not measured: {of['network_ms']:g} ms for the network, {of['backward_ms']:g} of them in the "
+        f"backward pass, beside which gradients are sent; {of['loss_ms']:g} ms for the loss; "
+        f"{of['parameters'] / 1e6:g} M float32 parameters in {of['tensors']} tensors; {of['bandwidth'] / 1e9:g} GB/s "
+        f"and {1e6 * of['latency']:g} µs a step of a collective, for every rank."
+    )
+    return table(header, lines) + "\n\n" + caption
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "speed": speed_table,
     "loss": loss_table,
@@ -212,6 +253,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "parameters": lambda: ours_and_others("parameters"),
     "monitor": monitor_table,
     "instructions": instructions_table,
+    "ranks": ranks_table,
+    "ranks, predicted": predicted_table,
     "flow": lambda: flow_table(["scale_gradient", "clip_gradient_norm"]),
     "flow, others": lambda: flow_table(["reverse_gradient", "normalize_gradient", "clip_gradient_value"]),
 }
