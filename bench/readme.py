@@ -204,6 +204,66 @@ def instructions_table() -> str:
     return table(header, lines) + "\n\nsm_90; floors without latency (`bench/results/instructions.json`)."
 
 
+def by_project() -> tuple[dict[str, dict[str, dict[str, Any]]], str]:
+    """What tools/against.py found, by project and dtype."""
+    rows, machine = load("clients")
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["project"], {})[row["dtype"]] = row
+    return found, machine.replace("1 threads", "1 thread").replace(
+        "medians of one run, contestants taking turns", "medians, in turns"
+    )
+
+
+def recipes_table() -> str:
+    """Times of other projects' own losses and of ours in their place."""
+    found, machine = by_project()
+    lines = []
+    for name, rows in found.items():
+        row = rows["float32"]
+        times = (significant(row[what][side]) for what in ("loss", "step") for side in ("theirs", "ours"))
+        ratios = [f"{row[what]['theirs'] / row[what]['ours']:.2f}x" for what in ("loss", "step")]
+        theirs, ours, whole, our_whole = times
+        lines.append([f"{name}: {row['case']}", theirs, ours, ratios[0], whole, our_whole, ratios[1]])
+    header = ["CPU time, ms", "loss alone: theirs", "ours", "", "whole step: theirs", "ours", ""]
+    return table(header, lines) + "\n\n" + machine
+
+
+def significant(milliseconds: float) -> str:
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
+
+
+def small(pair: Iterable[float | None]) -> str:
+    return " / ".join(f"{value:.0e}" if value else "0" for value in pair if value is not None)
+
+
+def recipes_differences_table() -> str:
+    """How far ours is from theirs after a step, relative to the largest value of theirs."""
+    found, _ = by_project()
+    named = ["loss", "gradients", "weights", "priorities", "gradients of the loss alone"]
+    lines = []
+    for name, rows in found.items():
+        of_step = [[rows[dtype]["differences"].get(what) for dtype in ("float64", "float32")] for what in named]
+        apart = [rows[dtype]["apart"]["weights"] for dtype in ("float64", "float32")]
+        lines.append([name, str(rows["float32"]["steps"]), *map(small, [*of_step, apart])])
+    header = ["float64 / float32", "steps", *named, "weights after all steps, each on its own"]
+    return table(header, lines)
+
+
+def recipes_lines_table() -> str:
+    """The commit that was measured, and the lines of it that give way."""
+    found, _ = by_project()
+    lines = []
+    for name, rows in found.items():
+        row = rows["float32"]
+        edits = (
+            f"`{edit['file']}`, `{edit['function']}`: {'–'.join(map(str, dict.fromkeys(edit['lines'])))}"
+            for edit in row["edits"]
+        )
+        lines.append([name, f"`{row['commit'][:7]}`", "; ".join(edits)])
+    return table(["project", "commit", "lines that give way"], lines).replace("---:", "---")
+
+
 def ranks_table() -> str:
     """A learner step on several processes, part by part, and what they send."""
     found = json.loads((RESULTS / "ranks.json").read_text())
@@ -242,6 +302,9 @@ def predicted_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "recipes": recipes_table,
+    "recipes, differences": recipes_differences_table,
+    "recipes, lines": recipes_lines_table,
     "speed": speed_table,
     "loss": loss_table,
     "loss, forward": forward_table,
