@@ -21,8 +21,9 @@ from search import search  # noqa: E402
 from self_play import dirichlet_noise, draw_actions, evaluate, play  # noqa: E402
 from training import Training  # noqa: E402
 
+pytestmark = pytest.mark.any_version
+
 SMALL = {"num_environments": 4, "num_simulations": 3, "minimum_replay": 20, "batch_size": 8, "training_steps": 60}
-GAMES = [pytest.param(name, id=name) for name in games.names()]
 
 
 def load(name):
@@ -242,7 +243,7 @@ def test_actions_of_no_probability_are_never_drawn():
     assert draw_actions(policy, Largest()).tolist() == [1, 1, 2]
 
 
-@pytest.mark.parametrize("name", GAMES)
+@pytest.mark.parametrize("name", games.names())
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(name, tmp_path):
     def step(run, times):
         for _ in range(times):
@@ -264,7 +265,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(name, tmp_path
         training(name, num_simulations=4).load(tmp_path / "checkpoint.pt")
 
 
-@pytest.mark.parametrize("name", GAMES)
+@pytest.mark.parametrize("name", games.names())
 def test_the_agent_is_measured_beside_others(name, monkeypatch):
     monkeypatch.setattr(load(name), "evaluation_episodes", 3)
     run = training(name)

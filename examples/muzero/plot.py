@@ -12,13 +12,14 @@ from matplotlib import pyplot
 
 from games import Floats
 
-WINDOW = 50  # episodes of the moving average
+WINDOW = 50  # episodes of the moving average, or a fiftieth of all if these are more
 EXPLORING = "episode of self-play, which explores: actions drawn at temperature 1, noise at the root"
 
 
 def plot_learning_curve(
     path: Path,
     title: str,
+    ylabel: str,
     curve: list[tuple[int, float]],
     environment_steps: int,
     evaluation: dict[str, Floats],
@@ -28,6 +29,7 @@ def plot_learning_curve(
     Args:
         path: the file.
         title: what stands above the picture.
+        ylabel: what returns are called.
         curve: for each episode of self-play the environment steps at its end, and its return.
         environment_steps: those of the whole run, after which the agent was evaluated.
         evaluation: the returns of the evaluation's episodes, by who played.
@@ -36,15 +38,15 @@ def plot_learning_curve(
     if curve:
         steps, returns = np.asarray(curve, dtype=float).T
         axes.scatter(steps, returns, s=9, alpha=0.3, color="tab:blue", linewidths=0, label=EXPLORING)
-        axes.plot(
-            steps, moving_average(returns), color="tab:blue", linewidth=2, label=f"mean of the last {WINDOW} episodes"
-        )
+        window = max(WINDOW, len(returns) // WINDOW)
+        label = f"mean of the last {window:,} episodes"
+        axes.plot(steps, moving_average(returns, window), color="tab:blue", linewidth=2, label=label)
     for (player, returns), color in zip(evaluation.items(), ("tab:orange", "tab:gray"), strict=True):
-        label = f"evaluation, {player}: mean of {len(returns)} episodes, {returns.mean():.1f}"
+        label = f"evaluation, {player}: mean of {len(returns)} episodes, {returns.mean():.2f}"
         axes.plot(
             environment_steps, returns.mean(), "D", color=color, markersize=8, clip_on=False, zorder=3, label=label
         )
-    axes.set(title=title, xlabel="environment steps", ylabel="return of who began", xlim=(0, environment_steps))
+    axes.set(title=title, xlabel="environment steps", ylabel=ylabel, xlim=(0, environment_steps))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.25)
     figure.legend(loc="outside lower left", frameon=False)
@@ -77,9 +79,9 @@ def plot_hidden_state_gradients(path: Path, norms: dict[float, list[float]]) -> 
     pyplot.close(figure)
 
 
-def moving_average(values: Floats) -> Floats:
-    """Mean of the last `WINDOW` values, of fewer at the beginning."""
+def moving_average(values: Floats, window: int) -> Floats:
+    """Mean of the last `window` values, of fewer at the beginning."""
     sums = np.append(0, values.cumsum())
     end = np.arange(1, len(values) + 1)
-    start = np.maximum(end - WINDOW, 0)
+    start = np.maximum(end - window, 0)
     return (sums[end] - sums[start]) / (end - start)

@@ -91,6 +91,10 @@ def parse_options() -> argparse.Namespace:
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--game", choices=games.names(), default=Configuration.game)
     name = first.parse_known_args()[0].game
+    try:
+        game = games.load(name)
+    except ModuleNotFoundError as error:
+        first.error(str(error))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--directory",
@@ -101,7 +105,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--max-minutes",
         type=float,
-        default=games.load(name).max_minutes,
+        default=game.max_minutes,
         metavar="X",
         help="training ends after so many minutes, also short of its steps (default: %(default)s)",
     )
@@ -169,7 +173,8 @@ def report(training: Training, directory: Path) -> None:
     evaluation = evaluate(training.network, settings)
     picture = directory / "learning_curve.png"
     title = f"MuZero on {game.title}, seed {settings.seed}"
-    plot_learning_curve(picture, title, training.curve, training.environment_steps, evaluation)
+    ylabel = "return" if game.players == 1 else "return of who began"
+    plot_learning_curve(picture, title, ylabel, training.curve, training.environment_steps, evaluation)
     seconds = time_search(
         TIMED_SEARCHES,
         training.network,
@@ -189,9 +194,7 @@ def report(training: Training, directory: Path) -> None:
         f"{training.processor_seconds:.0f} s of processor time"
     )
     for player, returns in evaluation.items():
-        print(
-            f"evaluation: {len(returns)} episodes, mean return {returns.mean():.1f}, {summary(game, returns)}: {player}"
-        )
+        print(f"evaluation: {len(returns)} episodes, {summary(game, returns)}: {player}")
     simulations, num_games = settings.num_simulations, settings.num_environments
     print(
         f"search: {simulations} simulations in each of {num_games} games in {1e3 * seconds:.1f} ms, "
@@ -206,9 +209,9 @@ def report(training: Training, directory: Path) -> None:
 
 
 def summary(game: type[games.Game], returns: games.Floats) -> str:
-    """What there is to say about returns besides their mean."""
+    """What returns are like."""
     if game.players == 1:
-        return f"{returns.min():.0f} to {returns.max():.0f}"
+        return f"mean return {returns.mean():.1f} (from {returns.min():.0f} to {returns.max():.0f})"
     return f"{(returns > 0).sum()} won, {(returns == 0).sum()} drawn, {(returns < 0).sum()} lost"
 
 

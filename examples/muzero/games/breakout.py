@@ -1,8 +1,9 @@
-"""Breakout of MinAtar (Young & Tian 2019), on planes of 10 x 10 squares: paddle, ball, its trail, and bricks."""
+"""Breakout of MinAtar (Young & Tian 2019), on planes of 10 x 10 squares: paddle, ball, its trail, bricks."""
 
 from __future__ import annotations
 
 import logging
+from typing import ClassVar
 
 import numpy as np
 
@@ -25,6 +26,16 @@ class Breakout(Game):
     title = "Breakout of MinAtar"
     observation_shape = (4, 10, 10)
     num_actions = 3  # none, left, right
+    hyperparameters: ClassVar = {
+        "training_steps": 5_000,
+        "discount": 0.97,
+        "bootstrap_steps": 10,
+        "support_limit": 10.0,
+        "support_bins": 81,
+        "hidden_size": 64,
+        "layer_size": 128,
+        "learning_rate": 1e-3,
+    }
 
     def __init__(self, num_games: int) -> None:
         """Make the environments, each with random numbers of its own."""

@@ -21,7 +21,21 @@ class TicTacToe(Game):
     observation_shape = (18,)  # the squares of the player to move, and those of the other
     num_actions = 9
     players = 2
-    hyperparameters: ClassVar = {"discount": 1.0, "bootstrap_steps": 9, "priority_exponent": 0.0, "support_limit": 1.0}
+    hyperparameters: ClassVar = {
+        "num_environments": 128,
+        "training_steps": 3_500,
+        "num_simulations": 30,
+        "discount": 1.0,
+        "bootstrap_steps": 9,  # to the end: values are outcomes
+        "dirichlet_fraction": 0.5,  # opponents choose what self-play would avoid, so that it must be learned too
+        "replay_capacity": 50_000,
+        "priority_exponent": 0.0,
+        "updates_per_step": 4,
+        "support_limit": 1.0,
+        "support_bins": 21,
+        "hidden_size": 64,
+        "layer_size": 128,
+    }
     opponent = "a perfect player"
 
     def reset(self, seed: int) -> Floats:
