@@ -7,6 +7,8 @@
 # make versions  run the tests on the other versions of PyTorch in VERSIONS, each in a checkout of its own (but for those
 #                that are the same with any version)
 # make bench     run the benchmarks, and write bench/results/ and the tables of README.md and docs/
+# make recipes   step the losses of other projects and ours in lockstep, and write bench/results/clients.json and the tables
+#                of docs/coming_from.md      make recipes CHECKOUTS=folder with checkouts of all projects of tools/against.py
 # make matrix    judge the operators in every context, and write bench/results/matrix.json, its table and its picture
 # make docs      build the documentation's site into build/docs; a warning, as of a broken link, is an error
 # make drawings  compute the numbers of the site's pictures, and draw docs/images/
@@ -38,7 +40,7 @@ CXX_FILES := $(shell find csrc tests/cpp tests/ptx tests/simt -name '*.cpp' -o -
 
 TIDIED := $(patsubst %.cpp,$(VENV)/tidy/%.ok,$(shell find csrc -name '*.cpp'))
 
-.PHONY: demo test simulated sanitized fuzz versions bench matrix docs drawings lint tidy gpu cuda-check wheels format clean force
+.PHONY: demo test simulated sanitized fuzz versions bench recipes matrix docs drawings lint tidy gpu cuda-check wheels format clean force
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/muzero/train.py --game $(GAME) --seed $(SEED)
@@ -122,7 +124,12 @@ bench: $(VENV)/installed
 	$(BIN)/python bench/parameters.py --json bench/results/parameters.json
 	$(BIN)/python bench/monitor.py --json bench/results/monitor.json
 	$(BIN)/python bench/throughput.py --json bench/results/actors.json --seconds 100
+	$(BIN)/python bench/ranks.py --json bench/results/ranks.json
 	$(BIN)/python bench/plot.py
+	$(BIN)/python bench/readme.py
+
+recipes: $(VENV)/installed
+	$(BIN)/python tools/against.py all "$(CHECKOUTS)" --json bench/results/clients.json
 	$(BIN)/python bench/readme.py
 
 matrix: $(VENV)/installed

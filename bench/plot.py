@@ -1,4 +1,5 @@
-"""Draws bench/results/loss.svg from bench/results/loss.json: time of a MuZero update's loss against the batch size.
+"""Draws bench/results/loss.svg, the time of a MuZero update's loss against the batch size, and speed.svg, the README's
+table of speeds as bars, from what bench/loss.py and bench/heads.py measured.
 
 python bench/plot.py
 """
@@ -12,14 +13,42 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from harness import RESULTS
+from readme import speed_rows
 
 COLORS = {"eager": "#b2522f", "torch.compile": "#c9a227", "fused": "#1f5f8b"}
 
 
-def main() -> None:
-    plt.rcParams["svg.hashsalt"] = "gradscale_ext"  # the same file for the same numbers
+def draw_bars() -> None:
+    """Times of each contestant over that of the fused call."""
+    rows = speed_rows()
+    figure, axis = plt.subplots(figsize=(8, 3.2))
+    for number, (contestant, color) in enumerate(COLORS.items()):
+        ratios = [found[contestant]["median_ms"] / found["fused"]["median_ms"] for found in rows.values()]
+        places = [place + 0.27 * (number - 1) for place in range(len(rows))]
+        bars = axis.barh(places, ratios, height=0.25, color=color, label=contestant)
+        times = [found[contestant]["median_ms"] for found in rows.values()]
+        labels = [f" {1e3 * ms:.0f} µs" if ms < 0.1 else f" {ms:.2f} ms" for ms in times]
+        axis.bar_label(bars, labels, fontsize=7, color=color)
+    axis.set_yticks(range(len(rows)), [name.replace("`", "") for name in rows], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("time over that of gradscale_ext (fused)", fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.margins(x=0.12)
+    axis.legend(frameon=False, fontsize=8)
+    save(figure, "speed")
+
+
+def save(figure: Figure, name: str) -> None:
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{name}.svg", metadata={"Date": None})
+    print(f"written to {RESULTS / name}.svg")
+
+
+def draw_lines() -> None:
+    """Time against batch size, forward and with backward."""
     data = json.loads((RESULTS / "loss.json").read_text())
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True)
     for axis, wanted in zip(axes, ("forward", "forward+backward"), strict=True):
@@ -48,10 +77,10 @@ def main() -> None:
         f"{machine['cpu']}, {machine['threads']} threads, PyTorch {machine['torch']}",
         fontsize=10,
     )
-    figure.tight_layout()
-    figure.savefig(RESULTS / "loss.svg", metadata={"Date": None})
-    print(f"written to {RESULTS / 'loss.svg'}")
+    save(figure, "loss")
 
 
 if __name__ == "__main__":
-    main()
+    plt.rcParams["svg.hashsalt"] = "gradscale_ext"  # the same file for the same numbers
+    draw_lines()
+    draw_bars()

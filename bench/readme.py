@@ -58,19 +58,23 @@ def cells(found: dict[str, dict[str, Any]], microseconds: bool = False) -> list[
 CELLS = ["fused", "torch.compile", "eager", "vs compile", "vs eager"]
 
 
-def speed_table() -> str:
-    """Five rows for the README: the loss of three agents, the head that costs most, and decoding for acting."""
-    loss, machine = load("loss")
-    heads, machine_of_heads = load("heads")
+def speed_rows() -> dict[str, dict[str, dict[str, Any]]]:
+    """Five for the README: the loss of three agents, the head that costs most, and decoding for acting."""
+    loss, heads = load("loss")[0], load("heads")[0]
     threads = max(row["threads"] for row in loss)
     wanted = ["MuZero: B 256 K 5 S 601 A 18", "TD-MPC2: B 256 H 3 S 101", "DreamerV3: B 16 T 64 S 255"]
-    lines = []
+    rows = {}
     for agent, size in (name.split(": ") for name in wanted):
         own = [row for row in loss if (row["agent"], row["dtype"], row["threads"]) == (agent, "fp32", threads)]
-        lines.append([f"loss of {agent}: {size}", *cells(contestants_by_row(own, "forward+backward")[size])])
-    lines.append(["`HLGauss` head alone: B 1024", *cells(contestants_by_row(heads, "forward+backward")["HLGauss"])])
-    lines.append(["`Support.decode`, 601 bins: B 64", *cells(contestants_by_row(heads, "decode")["B 64"])])
-    measured = f"Losses of agents: {machine} Head and decoding: {machine_of_heads}"
+        rows[f"loss of {agent}: {size}"] = contestants_by_row(own, "forward+backward")[size]
+    rows["`HLGauss` head alone: B 1024"] = contestants_by_row(heads, "forward+backward")["HLGauss"]
+    rows["`Support.decode`, 601 bins: B 64"] = contestants_by_row(heads, "decode")["B 64"]
+    return rows
+
+
+def speed_table() -> str:
+    lines = [[name, *cells(found)] for name, found in speed_rows().items()]
+    measured = f"Losses of agents: {load('loss')[1]} Head and decoding: {load('heads')[1]}"
     return table(["ms, forward + backward; decoding: forward", *CELLS], lines) + "\n\n" + measured
 
 
@@ -215,7 +219,107 @@ def instructions_table() -> str:
     return table(header, lines) + "\n\nsm_90; floors without latency (`bench/results/instructions.json`)."
 
 
+def by_project() -> tuple[dict[str, dict[str, dict[str, Any]]], str]:
+    """What tools/against.py found, by project and dtype."""
+    rows, machine = load("clients")
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["project"], {})[row["dtype"]] = row
+    return found, machine.replace("1 threads", "1 thread").replace(
+        "medians of one run, contestants taking turns", "medians, in turns"
+    )
+
+
+def recipes_table() -> str:
+    """Times of other projects' own losses and of ours in their place."""
+    found, machine = by_project()
+    lines = []
+    for name, rows in found.items():
+        row = rows["float32"]
+        times = (significant(row[what][side]) for what in ("loss", "step") for side in ("theirs", "ours"))
+        ratios = [f"{row[what]['theirs'] / row[what]['ours']:.2f}x" for what in ("loss", "step")]
+        theirs, ours, whole, our_whole = times
+        lines.append([f"{name}: {row['case']}", theirs, ours, ratios[0], whole, our_whole, ratios[1]])
+    header = ["CPU time, ms", "loss alone: theirs", "ours", "", "whole step: theirs", "ours", ""]
+    return table(header, lines) + "\n\n" + machine
+
+
+def significant(milliseconds: float) -> str:
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
+
+
+def small(pair: Iterable[float | None]) -> str:
+    return " / ".join(f"{value:.0e}" if value else "0" for value in pair if value is not None)
+
+
+def recipes_differences_table() -> str:
+    """How far ours is from theirs after a step, relative to the largest value of theirs."""
+    found, _ = by_project()
+    named = ["loss", "gradients", "weights", "priorities", "gradients of the loss alone"]
+    lines = []
+    for name, rows in found.items():
+        of_step = [[rows[dtype]["differences"].get(what) for dtype in ("float64", "float32")] for what in named]
+        apart = [rows[dtype]["apart"]["weights"] for dtype in ("float64", "float32")]
+        lines.append([name, str(rows["float32"]["steps"]), *map(small, [*of_step, apart])])
+    header = ["float64 / float32", "steps", *named, "weights after all steps, each on its own"]
+    return table(header, lines)
+
+
+def recipes_lines_table() -> str:
+    """The commit that was measured, and the lines of it that give way."""
+    found, _ = by_project()
+    lines = []
+    for name, rows in found.items():
+        row = rows["float32"]
+        edits = (
+            f"`{edit['file']}`, `{edit['function']}`: {'–'.join(map(str, dict.fromkeys(edit['lines'])))}"
+            for edit in row["edits"]
+        )
+        lines.append([name, f"`{row['commit'][:7]}`", "; ".join(edits)])
+    return table(["project", "commit", "lines that give way"], lines).replace("---:", "---")
+
+
+def ranks_table() -> str:
+    """A learner step on several processes, part by part, and what they send."""
+    found = json.loads((RESULTS / "ranks.json").read_text())
+    parts = ["forward", "loss", "backward", "clip", "optimizer", "step"]
+    lines = []
+    for processes, row in found["measured"].items():
+        times = (f"{row['milliseconds'][part]:.1f}" for part in parts)
+        sent = (f"{len(row['messages'][of])}: {sum(row['messages'][of]):,} B" for of in ("loss", "gradients", "clip"))
+        lines.append([processes, *times, *sent])
+    header = ["processes", *(f"{part}, ms" for part in parts), "loss sends", "gradients", "statistics"]
+    first, machine = found["measured"]["1"], found["machine"]
+    caption = (
+        f"{first['parameters']:,} parameters in {first['tensors']} tensors, {found['batch of a rank']} samples a "
+        f"process; {machine['cpu']}, {machine['cores']} cores, one thread a process, gloo (`bench/results/ranks.json`)."
+    )
+    return table(header, lines) + "\n\n" + caption
+
+
+def predicted_table() -> str:
+    """What the model of bench/ranks.py says of many ranks."""
+    found = json.loads((RESULTS / "ranks.json").read_text())
+    keys = ["gradients_ms", "counts_ms", "statistics_ms", "step_ms"]
+    lines = [
+        [str(row["ranks"]), *(f"{row[key]:.2f}" for key in keys), f"{100 * row['efficiency']:.0f} %"]
+        for row in found["predicted"]
+    ]
+    header = ["ranks", "gradients, ms", "counts, ms", "statistics, ms", "step, ms", "efficiency"]
+    of = found["assumed"]
+    caption = (
+        f"Assumed, not measured: {of['network_ms']:g} ms for the network, {of['backward_ms']:g} of them in the "
+        f"backward pass, beside which gradients are sent; {of['loss_ms']:g} ms for the loss; "
+        f"{of['parameters'] / 1e6:g} M float32 parameters in {of['tensors']} tensors; {of['bandwidth'] / 1e9:g} GB/s "
+        f"and {1e6 * of['latency']:g} µs a step of a collective, for every rank."
+    )
+    return table(header, lines) + "\n\n" + caption
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "recipes": recipes_table,
+    "recipes, differences": recipes_differences_table,
+    "recipes, lines": recipes_lines_table,
     "speed": speed_table,
     "loss": loss_table,
     "loss, forward": forward_table,
@@ -228,6 +332,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "monitor": monitor_table,
     "actors": actors_table,
     "instructions": instructions_table,
+    "ranks": ranks_table,
+    "ranks, predicted": predicted_table,
     "flow": lambda: flow_table(["scale_gradient", "clip_gradient_norm"]),
     "flow, others": lambda: flow_table(["reverse_gradient", "normalize_gradient", "clip_gradient_value"]),
 }

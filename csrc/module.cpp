@@ -26,13 +26,13 @@
 
 namespace {
 
-using gradscale::NormGroups;
 using gradscale::Detail;
+using gradscale::NormGroups;
 using gradscale::Plan;
 using gradscale::Value;
 
-// (loss, per_sample, per_step, expected, entropy, head_means, head_losses, num_nonfinite), or None when the fused kernel
-// does not take this call.
+// (loss, per_sample, per_step, expected, entropy, head_means, head_losses, num_nonfinite), or None when the fused
+// kernel does not take this call.
 py::object multi_step_loss(
     const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, py::handle options) {
   auto arguments = gradscale::read_arguments(*plan, predictions, targets, options);

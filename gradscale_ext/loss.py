@@ -305,8 +305,8 @@ def reduce_multi_step(
 
     Args:
         losses: `[B, T]` (`[T, B]` without `batch_first`), or a list or tuple of T tensors `[B]`.
-        step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite, process_group,
-            normalize_importance_weights, batch_first, check: as in `multi_step_loss`.
+        step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite: as in `multi_step_loss`.
+        process_group, normalize_importance_weights, batch_first, check: as in `multi_step_loss`.
 
     Returns:
         `MultiStepLossOutput` with one head, "loss".

@@ -103,7 +103,8 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_exist(page):
-    names = set(re.findall(r"`((?:csrc|tests|docs|bench|examples|gradscale_ext)/[\w/.]*[\w/])`", page.read_text()))
+    folders = "csrc|tests|tools|docs|bench|examples|gradscale_ext"
+    names = set(re.findall(rf"`((?:{folders})/[\w/.]*[\w/])`", page.read_text()))
     assert not [name for name in names if not (ROOT / name).exists()]
 
 

@@ -102,9 +102,8 @@ class Checks {
   }
 
   bool counts(const at::Tensor& tensor) const {
-    return !tensor.defined() ||
-           (tensor.scalar_type() == at::kDouble && tensor.is_contiguous() &&
-            tensor.sizes() == at::IntArrayRef({static_cast<int64_t>(heads_.size())}));
+    return !tensor.defined() || (tensor.scalar_type() == at::kDouble && tensor.is_contiguous() &&
+                                 tensor.sizes() == at::IntArrayRef({static_cast<int64_t>(heads_.size())}));
   }
 
   bool on_one_device() const {

@@ -145,9 +145,11 @@ double Description::divisor(size_t head) const {
       return static_cast<double>(std::max<int64_t>(batch, 1));
     case Reduction::valid_mean:
       return static_cast<double>(std::max<int64_t>(num_unmasked[head], 1));
-    default:
-      return 1.0;
+    case Reduction::sum:
+    case Reduction::none:
+      break;
   }
+  return 1.0;
 }
 
 StepWeight Description::step_weight(const StepNumbers& numbers) {

@@ -11,14 +11,14 @@ namespace gradscale {
 struct DeviceHead {
   Head head; // the raw centres of its support are in the table
   Coefficients coefficients;
-  Slab loss;     // those of its first step; the other steps follow
-  Slab detail;   // likewise
+  Slab loss;   // those of its first step; the other steps follow
+  Slab detail; // likewise
   int64_t width;
   int64_t raw_centers_float;  // the place of raw centres in the table, for sums in float; -1: none
   int64_t raw_centers_double; // likewise, for sums in double
   int32_t threads_per_row;    // in GroupRows
   int32_t num_segments;
-  const double* divisor;      // on the device, where coefficients are divided by it
+  const double* divisor; // on the device, where coefficients are divided by it
 };
 
 struct DeviceSegment {

@@ -2,8 +2,8 @@
 // in one list, with a count for each head: how many tensors its prediction or target is, 0 for one with a step
 // dimension, -1 for no target. The heads are those of a record (see head_table.h).
 //
-// Returns loss, per_sample, head_means, head_losses, num_nonfinite, per_step of every head, the detail of every head that
-// has one, and for every prediction tensor in `wants` its gradient for grad_output 1. Only the loss has a gradient
+// Returns loss, per_sample, head_means, head_losses, num_nonfinite, per_step of every head, the detail of every head
+// that has one, and for every prediction tensor in `wants` its gradient for grad_output 1. Only the loss has a gradient
 // function; autograd fills in `wants`.
 #include "../host/context.h"
 #include "backward.h"

@@ -20,7 +20,7 @@ struct Outputs {
 
 // The forward pass as the backward pass on a device must know it.
 struct DeviceState {
-  at::Tensor skipped;      // a copy of per_sample, which is the user's to write to; undefined where none is skipped
+  at::Tensor skipped;  // a copy of per_sample, which is the user's to write to; undefined where none is skipped
   at::Tensor divisors; // float64 [heads]: what a head's sum is divided by; undefined where the host knows it
 };
 

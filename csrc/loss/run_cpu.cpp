@@ -102,13 +102,14 @@ void clear_gradients(const Description& call, int64_t sample) {
   }
 }
 
-// L_b, the loss, the means and shares of the heads and the number of samples whose loss is not finite, in a fixed order.
+// L_b, the loss, the means and shares of the heads and the number of samples whose loss is not finite, in a fixed
+// order.
 template <class T>
 void reduce(Description& call) {
   Outputs& outputs = call.outputs;
   const size_t heads = call.heads.size();
-  std::vector<double> samples(call.batch, 0.0);      // L_b
-  std::vector<double> weighted(heads * call.batch);  // by head, with the factors of the reduction
+  std::vector<double> samples(call.batch, 0.0);     // L_b
+  std::vector<double> weighted(heads * call.batch); // by head, with the factors of the reduction
   std::vector<double> shares(heads, 0.0);
   T* means = outputs.head_means.mutable_data_ptr<T>();
   for (size_t h = 0; h < heads; ++h) {

@@ -1,6 +1,7 @@
 // The kernels that add up the losses of rows.
 //
-// loss_totals    one thread a sample: L_b, the loss, the means and shares of the heads. Sums are taken in a fixed order: a block
+// loss_totals    one thread a sample: L_b, the loss, the means and shares of the heads. Sums are taken in a fixed
+// order: a block
 //                adds up its threads, and the last block that is done adds up the blocks. Reads 4 bytes a row.
 // count_unmasked one block a head counts the unmasked entries; only where a mean is taken over those.
 #pragma once

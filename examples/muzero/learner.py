@@ -38,15 +38,14 @@ def make_optimizer(network: MuZeroNetwork, learning_rate: float) -> torch.optim.
     return torch.optim.Adam(network.parameters(), lr=learning_rate, fused=True)
 
 
-def update_weights(
+def loss_of(
     network: nn.Module,
-    optimizer: torch.optim.Optimizer,
     loss_function: LossFunction,
     batch: Batch,
     weight_decay: float,
     hidden_scale: float = 0.5,
-) -> gs.MultiStepLossOutput:
-    """One learner step: unrolls the model along the actions of the batch and fits all its predictions to the targets.
+) -> tuple[torch.Tensor, gs.MultiStepLossOutput]:
+    """Unrolls the model along the actions of the batch, and compares all its predictions with the targets.
 
     As in the pseudocode, the gradients of the K recurrent steps count 1/K each, and the one that flows back through the
     hidden state is halved at every step, which is what `gs.unroll` does in the network's `forward`.
@@ -59,7 +58,19 @@ def update_weights(
         importance_weights=batch.importance_weights,
         mask=batch.mask,
     )
-    loss = output.loss + gs.l2_loss(network, weight_decay)
+    return output.loss + gs.l2_loss(network, weight_decay), output
+
+
+def update_weights(
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_function: LossFunction,
+    batch: Batch,
+    weight_decay: float,
+    hidden_scale: float = 0.5,
+) -> gs.MultiStepLossOutput:
+    """One learner step: fits all predictions to the targets."""
+    loss, output = loss_of(network, loss_function, batch, weight_decay, hidden_scale)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -1,0 +1,214 @@
+"""What ranks tell each other in a learner step, what it costs here, and a model of many more of them.
+
+    python bench/ranks.py --json bench/results/ranks.json --seconds 20
+
+1, 2 and 4 processes of one thread each, joined by gloo, train the same network with DistributedDataParallel, each with
+a batch of its own of the same size. Messages are counted where PyTorch sends them; times are medians of rank 0, of
+steps in which all take part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradscale_ext as gs
+import harness
+
+B, K, ACTIONS, HIDDEN = 64, 5, 18, 512
+PROCESSES = (1, 2, 4)
+LOSS = gs.MultiStepLoss.muzero()
+
+
+class Network(nn.Module):
+    """Perceptrons with as many parameters as a small residual network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Sequential(nn.Linear(512, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN))
+        self.dynamics = nn.Sequential(nn.Linear(HIDDEN + ACTIONS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN))
+        sizes = {"value": 601, "reward": 601, "policy": ACTIONS}
+        self.heads = nn.ModuleDict({name: nn.Linear(HIDDEN, size) for name, size in sizes.items()})
+
+    def predict(self, hidden: Tensor) -> dict[str, Tensor]:
+        return {name: head(hidden) for name, head in self.heads.items()}
+
+    def initial(self, observation: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        hidden = self.encode(observation)
+        return self.predict(hidden), hidden
+
+    def recurrent(self, hidden: Tensor, action: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        hidden = self.dynamics(torch.cat([hidden, nn.functional.one_hot(action, ACTIONS).float()], 1))
+        return self.predict(hidden), hidden
+
+    def forward(self, observation: Tensor, actions: Tensor) -> dict[str, list[Tensor]]:
+        return gs.unroll(self.initial, self.recurrent, observation, actions)
+
+
+class Messages(TorchDispatchMode):
+    """Bytes of the tensors that are reduced over all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_reduce" in str(function) or "allreduce" in str(function):
+            first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+            self.bytes.append(first.numel() * first.element_size())
+        return function(*args, **(kwargs or {}))
+
+
+def worker(rank: int, processes: int, folder: str, seconds: float) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = dist.FileStore(f"{folder}/store", processes)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+    network = Network()
+    parallel = nn.parallel.DistributedDataParallel(network)
+    buckets: list[int] = []
+
+    def counted(group, bucket):  # DDP reads the types, which must be no words
+        buckets.append(bucket.buffer().numel() * bucket.buffer().element_size())
+        return default_hooks.allreduce_hook(group, bucket)
+
+    parallel.register_comm_hook(None, counted)
+    optimizer = torch.optim.Adam(network.parameters(), fused=True)
+    observation, actions = torch.randn(B, 512), torch.randint(ACTIONS, (B, K))
+    targets = {"value": torch.randn(B, K + 1), "reward": torch.randn(B, K + 1), "policy": torch.rand(B, K + 1, ACTIONS)}
+    mask = torch.rand(B, K + 1) < 0.9
+
+    shared: dict[str, Any] = {"process_group": dist.group.WORLD}
+
+    def loss_of(predictions: dict[str, list[Tensor]]) -> Tensor:
+        return LOSS(
+            predictions, targets, mask=mask, step_gradient_scale="unroll", reduction="valid_mean", **shared
+        ).loss
+
+    times: dict[str, list[float]] = {name: [] for name in ("forward", "loss", "backward", "clip", "optimizer", "step")}
+    sent: dict[str, list[int]] = {}
+
+    def watched(name: str, function: Callable[[], Any]) -> Any:
+        """Counts the messages of the first call."""
+        if name in sent:
+            return function()
+        with Messages() as messages:
+            result = function()
+        sent[name] = messages.bytes
+        return result
+
+    end, running = time.perf_counter() + seconds, torch.ones(())
+    while running:
+        dist.barrier()
+        marks = [time.perf_counter()]
+        predictions = parallel(observation, actions)
+        marks.append(time.perf_counter())
+        loss = watched("loss", lambda predictions=predictions: loss_of(predictions))
+        marks.append(time.perf_counter())
+        optimizer.zero_grad()
+        buckets.clear()
+        loss.backward()
+        sent["gradients"] = list(buckets)
+        marks.append(time.perf_counter())
+        watched("clip", lambda: gs.clip_gradients_(network, 10.0, **shared))  # sends as for sharded gradients do
+        marks.append(time.perf_counter())
+        optimizer.step()
+        marks.append(time.perf_counter())
+        for name, start, stop in zip(times, marks, marks[1:], strict=False):
+            times[name].append(stop - start)
+        times["step"].append(marks[-1] - marks[0])
+        running = torch.tensor(float(time.perf_counter() < end))
+        dist.broadcast(running, 0)
+    dist.destroy_process_group()
+    if rank == 0:
+        warm_up = 5
+        found = {
+            "milliseconds": {name: 1e3 * statistics.median(values[warm_up:]) for name, values in times.items()},
+            "messages": sent,
+            "steps": len(times["step"]) - warm_up,
+            "parameters": sum(p.numel() for p in network.parameters()),
+            "tensors": len(list(network.parameters())),
+        }
+        Path(folder, "found.json").write_text(json.dumps(found))
+
+
+def all_reduce_seconds(size: float, ranks: int, bandwidth: float, latency: float) -> float:
+    """The faster of a ring, in which each rank sends 2 (R - 1) / R of the bytes in 2 (R - 1) steps, and of two binary
+    trees, through which twice the bytes flow in 2 log2 R steps."""
+    ring = 2 * (ranks - 1) / ranks * size / bandwidth + 2 * (ranks - 1) * latency
+    trees = 2 * size / bandwidth + 2 * math.log2(ranks) * latency
+    return 0.0 if ranks == 1 else min(ring, trees)
+
+
+def bytes_of_statistics(ranks: int, tensors: int) -> int:
+    """Counts and histogram, which are added up, and four numbers of each rank, in float64."""
+    summed = 5 + len(gs.gradient_statistics([torch.zeros(1)]).bin_edges) - 1
+    return 8 * tensors * (4 * ranks + summed)
+
+
+#: Of the table; all but the sizes are assumptions about machines that nobody measured here.
+ASSUMED = {
+    "network_ms": 20.0,  # forward, backward and optimizer on one rank
+    "backward_ms": 12.0,  # the part of it beside which gradients are sent
+    "loss_ms": 0.1,
+    "parameters": 20e6,  # float32
+    "tensors": 200,
+    "bandwidth": 25e9,  # bytes a second, of every rank to the others
+    "latency": 10e-6,  # seconds a step of a collective
+}
+
+
+def predicted(ranks: int, assumed: dict[str, float]) -> dict[str, float]:
+    """Milliseconds of a learner step on so many ranks, each with a batch of the same size."""
+    link = assumed["bandwidth"], assumed["latency"]
+    gradients = 1e3 * all_reduce_seconds(4 * assumed["parameters"], ranks, *link)
+    counts = 1e3 * all_reduce_seconds(8 * len(LOSS.heads), ranks, *link)
+    statistics_ = 1e3 * all_reduce_seconds(bytes_of_statistics(ranks, int(assumed["tensors"])), ranks, *link)
+    exposed = max(0.0, gradients - assumed["backward_ms"])
+    step = assumed["network_ms"] + assumed["loss_ms"] + exposed + counts + statistics_
+    alone = assumed["network_ms"] + assumed["loss_ms"]
+    return {
+        "ranks": ranks,
+        "gradients_ms": gradients,
+        "counts_ms": counts,
+        "statistics_ms": statistics_,
+        "step_ms": step,
+        "efficiency": alone / step,
+    }
+
+
+def main() -> None:
+    options = harness.arguments(__doc__)
+    measured = {}
+    for processes in PROCESSES:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(worker, (processes, folder, options.seconds), nprocs=processes)
+            measured[processes] = json.loads(Path(folder, "found.json").read_text())
+        print(processes, measured[processes])
+    result = {
+        "machine": {**harness.machine(), "threads": "1 a process"},
+        "batch of a rank": B,
+        "measured": measured,
+        "assumed": ASSUMED,
+        "predicted": [predicted(ranks, ASSUMED) for ranks in (1, 8, 64, 256, 1024)],
+    }
+    for row in result["predicted"]:
+        print(row)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""tools/against.py: what it finds where learners differ, how it replaces lines, what it says without a checkout.
+
+The checks of the real projects run with `make recipes`; their results are those that docs/coming_from.md shows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import against  # noqa: E402
+from recipes import lockstep  # noqa: E402
+from recipes.checkout import Checkout, Edit, UnusableError  # noqa: E402
+
+pytestmark = pytest.mark.any_version
+
+
+# ---- Differences -----------------------------------------------------------------------------------------------------
+
+
+def learner(slope=1.0, reported=("loss",), rate=0.1):
+    """Gradient descent on `slope * w` from w = 1."""
+    weight = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([weight], lr=rate)
+
+    def step(_):
+        optimizer.zero_grad()
+        (slope * weight).backward()
+        optimizer.step()
+        return dict.fromkeys(reported, weight.detach().clone())
+
+    leaf = torch.ones((), requires_grad=True)
+
+    def loss():
+        lockstep.clear([leaf])
+        (slope * leaf).backward()
+        return [leaf]
+
+    return lockstep.Side(step, [optimizer], loss)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        ([[1.0, 2.0]], [[1.0, 4.0]], 0.5),
+        ([[1.0], [3.0]], [[1.0], [2.0]], 0.5),  # of all tensors together
+        ([[1e-9]], [[0.0]], 1e-9),
+        ([[]], [[]], 0.0),
+        ([[math.nan]], [[math.nan]], math.inf),
+        ([[math.inf]], [[1.0]], math.inf),
+    ],
+)
+def test_difference(ours, theirs, expected):
+    assert lockstep.difference(ours, theirs) == pytest.approx(expected)
+
+
+def test_difference_of_shapes():
+    with pytest.raises(ValueError, match=r"\(1,\) and \(2,\)"):
+        lockstep.difference([[1.0]], [[1.0, 1.0]])
+
+
+def test_steps_from_the_same_weights():
+    """Gradients 1.5 and 1: after steps from 1, 0.9 and 0.8, weights differ by 0.05, relative to 0.7 at most."""
+    found = lockstep.differences(learner(1.5), learner(1.0), [None] * 3)
+    assert found == pytest.approx({"gradients": 0.5, "weights": 0.05 / 0.7, "loss": 0.05 / 0.7})
+
+
+def test_steps_on_their_own():
+    """After three steps, the weights are 0.55 and 0.7."""
+    found = lockstep.differences(learner(1.5), learner(1.0), [None] * 3, together=False)
+    assert found == pytest.approx({"gradients": 0.5, "weights": 0.15 / 0.7, "loss": 0.15 / 0.7})
+
+
+def test_state_of_optimizers_is_brought_together():
+    """Momentum of other gradients would differ by more than one of them."""
+    sides = [learner(slope) for slope in (1.5, 1.0)]
+    for side in sides:
+        side.optimizers[0].param_groups[0]["momentum"] = 1.0
+    lockstep.differences(*sides, [None] * 2)
+    ours, theirs = (_momentum(side) for side in sides)
+    assert (ours, theirs) == pytest.approx((2.5, 2.0))
+
+
+def _momentum(side):
+    (state,) = side.optimizers[0].state.values()
+    return state["momentum_buffer"].item()
+
+
+def test_both_draw_the_same_numbers():
+    def random_side():
+        side = learner()
+        return lockstep.Side(lambda batch: {**side.step(batch), "drawn": torch.rand(3)}, side.optimizers, side.loss)
+
+    assert lockstep.differences(random_side(), random_side(), [None] * 2)["drawn"] == 0
+
+
+def test_gradient_of_the_loss_alone():
+    assert lockstep.difference_alone(learner(1.5), learner(1.0)) == pytest.approx(0.5)
+
+
+def test_a_step_that_steps_nothing():
+    idle = learner()
+    with pytest.raises(ValueError, match="not stepped"):
+        lockstep.differences(lockstep.Side(lambda _: {}, idle.optimizers, idle.loss), learner(), [None])
+
+
+def test_steps_that_report_different_things():
+    with pytest.raises(ValueError, match="report different things"):
+        lockstep.differences(learner(), learner(reported=("loss", "priorities")), [None])
+
+
+def test_double_precision_is_left():
+    with lockstep.double_precision(True):
+        assert torch.zeros(1).dtype == torch.ones(1, dtype=torch.int64).float().dtype == torch.float64
+    assert torch.zeros(1).dtype == torch.ones(1, dtype=torch.int64).float().dtype == torch.float32
+
+
+def test_times_are_those_of_the_cpu():
+    found = lockstep.times({"more": lambda: sum(range(200_000)), "less": lambda: sum(range(20_000))}, 0.05)
+    assert 0 < 3 * found["less"] < found["more"]
+
+
+# ---- A checkout ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A project with a function to edit, a module beside it, and one that it cannot import."""
+    (tmp_path / "beside.py").write_text("NUMBER = 'cuda'\n")
+    (tmp_path / "learner.py").write_text(
+        "import nowhere.at_all\nfrom beside import NUMBER\n\n@nowhere.at_all.decorated\n"
+        "def other():\n    first = 1\n    # end\n    return first\n\n"
+        "def update():\n    first = 1\n    second = 2\n    # end\n    return first, NUMBER\n"
+    )
+    stand_ins = {"nowhere": {}, "nowhere.at_all": {"decorated": lambda found: found}}
+    return Checkout(tmp_path, stand_ins=stand_ins, texts={"'cuda'": "'cpu'"})
+
+
+def edit(**changes):
+    return Edit(**{"file": "learner.py", "function": "update", "start": "first =", "stop": "# end", **changes})
+
+
+def test_edited_modules(checkout):
+    before = set(sys.modules)
+    with checkout.importable():
+        import learner as theirs
+
+        ours = checkout.edited("learner.py", [edit(lines="\n    first = ours()\n    ")], {"ours": lambda: 10})
+        assert (theirs.update(), theirs.other()) == ((1, "cpu"), 1)
+        assert (ours.update(), ours.other()) == ((10, "cpu"), 1)
+    assert set(sys.modules) == before
+    assert sorted(path.name for path in checkout.folder.iterdir()) == ["beside.py", "learner.py"]
+    assert checkout.lines_of(edit()) == (11, 12)
+
+
+@pytest.mark.parametrize("changes", [{"start": "fifth ="}, {"stop": "no end"}, {"function": "unknown"}])
+def test_lines_that_are_not_there(checkout, changes):
+    with pytest.raises(UnusableError, match=r"learner.py: no line of \w+ has .*does not know this commit"):
+        checkout.lines_of(edit(**changes))
+
+
+def test_folders_that_are_no_packages(tmp_path):
+    """A folder of this name in a checkout does not hide the installed package."""
+    (tmp_path / "json").mkdir()
+    (tmp_path / "games").mkdir()
+    (tmp_path / "games" / "chess.py").write_text("PLAYERS = 2\n")
+    with Checkout(tmp_path).importable():
+        assert sys.meta_path[0].find_spec("json") is None
+        from games.chess import PLAYERS
+    assert PLAYERS == 2
+
+
+# ---- The command -----------------------------------------------------------------------------------------------------
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["against.py", *map(str, arguments)])
+    threads = torch.get_num_threads()
+    try:
+        return against.main()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", against.PROJECTS)
+def test_no_checkout(name, monkeypatch, capsys, tmp_path):
+    marker = against.project_of(name).marker
+    for folder in (tmp_path, tmp_path / "missing"):
+        assert run(monkeypatch, name, folder) == 2
+        assert capsys.readouterr().err == f"against.py: {folder} is no checkout of {name}: it has no {marker}\n"
+
+
+def test_a_missing_dependency(monkeypatch, capsys, tmp_path):
+    """Whatever the project imports, at any depth."""
+    (tmp_path / "trainer.py").write_text("import models\n")
+    (tmp_path / "models.py").write_text("import not_installed_anywhere\n")
+    assert run(monkeypatch, "muzero-general", tmp_path) == 2
+    expected = "against.py: muzero-general imports not_installed_anywhere, which is not installed\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_another_commit(monkeypatch, capsys, tmp_path):
+    """It is told, and the comparison goes on: to the first line that is not there."""
+    project = against.project_of("audiocraft")
+    (tmp_path / project.marker).parent.mkdir(parents=True)
+    (tmp_path / project.marker).write_text("class Balancer: ...\n")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "One"]):
+        subprocess.run([*git, *command], check=True)
+    with pytest.raises(TypeError, match="Balancer"):
+        run(monkeypatch, "audiocraft", tmp_path)
+    commit = Checkout(tmp_path).commit()
+    told = capsys.readouterr().err
+    assert told == f"warning: measured was audiocraft at {project.commit[:7]}, this is {commit[:7]}\n"
+
+
+def test_verdict():
+    row = {"dtype": "float64", "differences": {"loss": 1e-15, "gradients": 1e-7}}
+    assert not against.agrees(row)
+    assert against.agrees({**row, "differences": {"loss": 1e-15}})
+    assert against.agrees({**row, "dtype": "float32"})
+
+
+# ---- What the documentation shows ------------------------------------------------------------------------------------
+
+
+def test_every_project_was_measured():
+    rows = json.loads((ROOT / "bench" / "results" / "clients.json").read_text())["rows"]
+    page = (ROOT / "docs" / "coming_from.md").read_text()
+    assert {row["project"] for row in rows} == set(against.PROJECTS)
+    assert all(map(against.agrees, rows))
+    for name in against.PROJECTS:
+        project = against.project_of(name)
+        commits = {row["commit"] for row in rows if row["project"] == name and "commit" in row}
+        assert commits == {project.commit}
+        assert f"python tools/against.py {name} " in page

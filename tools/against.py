@@ -1,0 +1,157 @@
+"""Steps a project's own loss and ours on the same data, as the recipes of docs/coming_from.md change it.
+
+    python tools/against.py muzero-general PATH      # PATH: a checkout of the project
+    python tools/against.py all FOLDER               # FOLDER/muzero-general, FOLDER/LightZero and so on
+
+The project is imported from the checkout, which is not written to; what it imports besides, as far as its loss does not
+need it, is stood in for. The recipe's lines replace the project's own in a second copy of the module, in memory. Both
+take steps with optimizers of their own, first each step from the same weights, then as many on their own; once in
+float64, where only rounding may differ, and once in float32, where the times are taken: CPU time of one thread, in
+turns, medians. A difference is the largest of any element, divided by the largest value of the project's own. Ends with
+1 where a step in float64 differs by more than 1e-8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bench")]
+
+import torch  # noqa: E402
+
+import harness  # noqa: E402
+from recipes import lockstep  # noqa: E402
+from recipes.checkout import Checkout, UnusableError  # noqa: E402
+from recipes.project import Project  # noqa: E402
+
+# The name of a project, which is that of its repository, and the module of its recipe.
+PROJECTS = {
+    "muzero-general": "muzero_general",
+    "LightZero": "lightzero",
+    "tdmpc2": "tdmpc2_agent",
+    "dreamerv3-torch": "dreamerv3_torch",
+    "rl": "torchrl_sac",
+    "DANN": "dann",
+    "audiocraft": "audiocraft_balancer",
+}
+TOLERANCE = 1e-8
+DOUBLE = {"torch.float32": "torch.float64", '"float32"': '"float64"'}
+
+
+def project_of(name: str) -> Project:
+    return importlib.import_module(f"recipes.{PROJECTS[name]}").PROJECT
+
+
+def checked(project: Project, folder: Path, texts: dict[str, str]) -> Checkout:
+    """The checkout, or an error for the user where it cannot be used."""
+    if not (folder / project.marker).is_file():
+        raise UnusableError(f"{folder} is no checkout of {project.name}: it has no {project.marker}")
+    return Checkout(folder, project.roots, project.stand_ins, {**project.texts, **texts})
+
+
+def compare(project: Project, folder: Path, steps: int, seconds: float) -> list[dict[str, Any]]:
+    """A row for each dtype: differences, and in float32 the times."""
+    return [_of_dtype(project, folder, dtype, steps, seconds) for dtype in ("float64", "float32")]
+
+
+def _of_dtype(project: Project, folder: Path, dtype: str, steps: int, seconds: float) -> dict[str, Any]:
+    double = dtype == "float64"
+    checkout = checked(project, folder, DOUBLE if double else {})
+    with checkout.importable(), lockstep.double_precision(double), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with contextlib.redirect_stdout(None):  # what projects say of themselves
+            theirs, ours = project.sides(checkout)
+        row: dict[str, Any] = {"project": project.name, "dtype": dtype, "steps": steps, "case": project.case}
+        row["differences"] = lockstep.differences(ours, theirs, map(project.batch, range(steps)))
+        row["differences"]["gradients of the loss alone"] = lockstep.difference_alone(ours, theirs)
+        apart = lockstep.differences(ours, theirs, map(project.batch, range(steps)), together=False)
+        row["apart"] = {name: apart[name] for name in ("gradients", "weights")}
+        if not double:
+            data = project.batch(0)
+            whole = {"theirs": lambda: theirs.step(data), "ours": lambda: ours.step(data)}
+            alone = {"theirs": theirs.loss, "ours": ours.loss}
+            row["loss"], row["step"] = lockstep.times(alone, seconds), lockstep.times(whole, seconds)
+            row["commit"] = checkout.commit()
+            row["edits"] = [
+                {"file": edit.file, "function": edit.function, "lines": checkout.lines_of(edit)}
+                for edit in project.edits
+            ]
+    return row
+
+
+def report(project: Project, rows: list[dict[str, Any]]) -> None:
+    last = rows[-1]
+    print(f"{project.name}: {project.case}; {last['steps']} steps on the same data")
+    for edit in last["edits"]:
+        print("  replaced: {file}, {function}, lines {lines[0]} to {lines[1]}".format(**edit))
+    for row in rows:
+        for what, title in (("differences", "each from the same weights"), ("apart", "on their own")):
+            found = ", ".join(f"{name} {value:.1e}" for name, value in row[what].items())
+            print(f"  {row['dtype']}, {title}: {found}")
+    for name in ("loss", "step"):
+        theirs, ours = (last[name][side] for side in ("theirs", "ours"))
+        what = "loss alone" if name == "loss" else "whole step"
+        print(f"  {what}: theirs {theirs:.3f} ms, ours {ours:.3f} ms, {theirs / ours:.2f} times as fast")
+
+
+def agrees(row: dict[str, Any]) -> bool:
+    return row["dtype"] != "float64" or max(row["differences"].values()) <= TOLERANCE
+
+
+def one(project: Project, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    commit = Checkout(arguments.path).commit() if arguments.path.is_dir() else None
+    if commit is not None and commit != project.commit:
+        print(f"warning: measured was {project.name} at {project.commit[:7]}, this is {commit[:7]}", file=sys.stderr)
+    rows = compare(project, arguments.path, arguments.steps or project.steps, arguments.seconds)
+    report(project, rows)
+    return rows
+
+
+def every(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each in a process of its own, since modules of different projects have the same names."""
+    rows: list[dict[str, Any]] = []
+    options = [f"--seconds={arguments.seconds}", *([f"--steps={arguments.steps}"] if arguments.steps else [])]
+    for name in PROJECTS:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rows.json"
+            command = [sys.executable, __file__, name, str(arguments.path / name), f"--json={file}", *options]
+            subprocess.run(command)
+            if not file.exists():
+                raise UnusableError(f"{name} was not compared")
+            rows += json.loads(file.read_text())["rows"]
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("project", choices=[*PROJECTS, "all"])
+    parser.add_argument("path", type=Path, help="checkout of the project; for all, the folder with their checkouts")
+    parser.add_argument("--steps", type=int, help="steps in lockstep; 20, and 3 of dreamerv3-torch")
+    parser.add_argument("--seconds", type=float, default=5.0, help="time spent on each pair of times")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    try:
+        rows = every(arguments) if arguments.project == "all" else one(project_of(arguments.project), arguments)
+    except UnusableError as error:
+        print(f"against.py: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"against.py: {arguments.project} imports {error.name}, which is not installed", file=sys.stderr)
+        return 2
+    harness.write(arguments.json, "clients", rows)
+    return 0 if all(map(agrees, rows)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

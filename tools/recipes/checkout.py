@@ -1,0 +1,168 @@
+"""Another project's source: imported from its folder, with stand-ins for what it imports, and with lines replaced."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class UnusableError(Exception):
+    """A checkout that cannot be used; the message is for the user, one line."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Lines of a function that give way to ours: from the first that has `start` to the one before that has `stop`."""
+
+    file: str
+    function: str
+    start: str
+    stop: str
+    lines: str = ""
+
+    def found(self, source: Sequence[str]) -> tuple[int, int]:
+        """Indices of the first line to go and of the first to stay."""
+        first = self._line_with(f"def {self.function}(", source, 0)
+        first = self._line_with(self.start, source, first)
+        return first, self._line_with(self.stop, source, first)
+
+    def _line_with(self, text: str, source: Sequence[str], first: int) -> int:
+        for number in range(first, len(source)):
+            if text in source[number]:
+                return number
+        raise UnusableError(
+            f"{self.file}: no line of {self.function} has {text!r}; the recipe does not know this commit"
+        )
+
+    def applied(self, source: Sequence[str]) -> list[str]:
+        first, stop = self.found(source)
+        indent = source[first][: len(source[first]) - len(source[first].lstrip())]
+        ours = textwrap.indent(textwrap.dedent(self.lines).strip("\n"), indent).splitlines()
+        return [*source[:first], *ours, *source[stop:]]
+
+
+class _Changed(SourceFileLoader):
+    """Compiles a changed source, and neither reads nor writes compiled files."""
+
+    def __init__(self, name: str, path: str, change: Callable[[str], str]):
+        super().__init__(name, path)
+        self.change = change
+
+    def get_code(self, fullname: str) -> Any:
+        return compile(self.change(Path(self.path).read_text()), self.path, "exec", dont_inherit=True)
+
+
+class _StandIn(Loader):
+    """A module that has every name: those given, and an empty class for each other."""
+
+    def __init__(self, names: Mapping[str, Any]):
+        self.names = names
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = ModuleType(spec.name)
+        module.__dict__.update(self.names)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        def missing(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+        module.__getattr__ = missing  # type: ignore[method-assign]
+
+
+class Checkout(MetaPathFinder):
+    """The folder of a project, from which its modules are imported.
+
+    Args:
+        folder: where it lies.
+        roots: folders in it that its own scripts are started from.
+        stand_ins: names of modules that are not imported, with what the project needs of them.
+        texts: words of its source, and what stands there instead in every file.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        roots: Sequence[str] = (".",),
+        stand_ins: Mapping[str, Mapping[str, Any]] | None = None,
+        texts: Mapping[str, str] | None = None,
+    ):
+        self.folder = folder.resolve()
+        self.roots = [str(self.folder / root) for root in roots]
+        self.stand_ins = stand_ins or {}
+        self.texts = texts or {}
+
+    def commit(self) -> str | None:
+        """The commit that is checked out; None where the folder is not the top of a git repository."""
+        command = ["git", "-C", str(self.folder), "rev-parse", "--show-toplevel", "HEAD"]
+        found = subprocess.run(command, capture_output=True, text=True).stdout.split("\n")
+        return found[1] if found[0] and Path(found[0]).resolve() == self.folder else None
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        parts = name.split(".")
+        if any(".".join(parts[:count]) in self.stand_ins for count in range(1, len(parts) + 1)):
+            return ModuleSpec(name, _StandIn(self.stand_ins.get(name, {})), is_package=True)
+        spec = PathFinder.find_spec(name, self.roots if path is None else path)
+        places = [] if spec is None else [spec.origin] if spec.has_location else spec.submodule_search_locations or []
+        if spec is None or not any(Path(str(place)).is_relative_to(self.folder) for place in places):
+            return None
+        if not spec.has_location and path is None and PathFinder.find_spec(name) is not None:
+            return None  # a folder that is no package, such as one named "packaging"
+        if isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Changed(name, str(spec.origin), self._with_texts)
+        return spec
+
+    def _with_texts(self, source: str) -> str:
+        for old, new in self.texts.items():
+            source = source.replace(old, new)
+        return source
+
+    @contextmanager
+    def importable(self) -> Iterator[None]:
+        """Its modules can be imported, and are forgotten afterwards."""
+        before = set(sys.modules)
+        sys.meta_path.insert(0, self)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(self)
+            for name in set(sys.modules) - before:
+                found = getattr(sys.modules[name], "__spec__", None)
+                if isinstance(getattr(found, "loader", None), _Changed | _StandIn):
+                    del sys.modules[name]
+
+    def edited(self, file: str, edits: Sequence[Edit], names: Mapping[str, Any]) -> ModuleType:
+        """A second module of this file, with lines replaced by ours, which use these names."""
+        path = self.folder / file
+
+        def change(source: str) -> str:
+            lines = source.splitlines()
+            for edit in edits:
+                lines = edit.applied(lines)
+            return self._with_texts("\n".join(lines) + "\n")
+
+        parts = [part for part in Path(file).with_suffix("").parts if str(self.folder / part) not in self.roots]
+        spec = importlib.util.spec_from_loader(".".join(parts), _Changed(".".join(parts), str(path), change))
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        module.__dict__.update(names)
+        spec.loader.exec_module(module)
+        return module
+
+    def lines_of(self, edit: Edit) -> tuple[int, int]:
+        """First and last line of its file, counted from 1, that the edit replaces."""
+        first, stop = edit.found((self.folder / edit.file).read_text().splitlines())
+        return first + 1, stop

@@ -1,0 +1,208 @@
+"""dreamerv3-torch: the world model, and the critic of imagined steps, with the networks of its dmc_proprio settings."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+
+import gradscale_ext as gs
+
+from .checkout import Checkout, Edit
+from .lockstep import Side, clear, leaves
+from .project import Project
+
+BATCH, LENGTH, ACTIONS = 4, 64, 6  # a whole step with its default, 16 sequences, takes a CPU half a minute
+OF_LOSS = 16
+VECTORS = {"orientations": 14, "height": 1, "velocity": 9}  # of dmc_walker_walk
+
+
+def support():
+    """255 bins in symlog space, where this port interpolates."""
+    return gs.Support(-20, 20, 255, transform="symlog")
+
+
+def world_model_losses(scales, preds, data, kl_loss):
+    """Losses `[B, T]` by head for the log, and the mean of their sum. Images are `mse`, vectors `symlog_mse`."""
+    heads, predictions, targets = {"kl": gs.PerStepLoss()}, {"kl": kl_loss}, {}
+    for name, pred in preds.items():
+        weight = scales.get(name, 1.0)
+        if name == "reward":
+            heads[name], predictions[name] = gs.TwoHot(support(), weight=weight), pred.logits
+            targets[name] = data[name]
+        elif name == "cont":
+            heads[name] = gs.BinaryCrossEntropy(weight=weight)
+            predictions[name], targets[name] = pred.base_dist.logits.squeeze(-1), data[name].squeeze(-1)
+        else:
+            predictions[name], targets[name] = pred._mode.flatten(2), data[name].flatten(2)
+            size, transform = targets[name].shape[-1], "identity" if data[name].dim() == 5 else "symlog"
+            heads[name] = gs.MeanSquaredError(transform=transform, weight=weight * size)
+    steps = kl_loss.shape[1]
+    out = gs.multi_step_loss(heads, predictions, targets, step_weights=[1 / steps] * steps)
+    losses = {name: out.per_step[name] * heads[name].weight / scales.get(name, 1.0) for name in preds}
+    return losses, out.loss
+
+
+def critic_loss(logits, target, slow_target, weights):
+    """`[T, B, 255]` logits against the returns and what the slow critic says, both `[T, B, 1]`."""
+    heads = {"value": gs.TwoHot(support()), "slow": gs.TwoHot(support())}
+    targets = {"value": target.detach().squeeze(-1), "slow": slow_target.detach().squeeze(-1)}
+    weights = weights.squeeze(-1) / len(weights)
+    return gs.multi_step_loss(
+        heads, dict.fromkeys(heads, logits), targets, step_weights=weights, batch_first=False
+    ).loss
+
+
+EDITS = [
+    Edit(
+        "models.py",
+        "_train",
+        "losses = {}",
+        "metrics = self._model_opt(",
+        "losses, model_loss = world_model_losses(self._scales, preds, data, kl_loss)",
+    ),
+    Edit(
+        "models.py",
+        "_train",
+        "value_loss = -value.log_prob(",
+        "metrics.update(tools.tensorstats(value.mode()",
+        """
+        slow_target = self._slow_value(value_input[:-1].detach()).mode()
+        value_loss = critic_loss(value.logits, target, slow_target, weights[:-1])
+        """,
+    ),
+]
+
+
+def sides(checkout: Checkout) -> tuple[Side, Side]:
+    import models
+
+    names = {"world_model_losses": world_model_losses, "critic_loss": critic_loss}
+    settings = _settings(checkout)
+    return _side(models, settings), _side(checkout.edited("models.py", EDITS, names), settings)
+
+
+def _settings(checkout: Checkout) -> SimpleNamespace:
+    """Its defaults with those of dmc_proprio, on the CPU."""
+    import yaml
+
+    found = yaml.safe_load((checkout.folder / "configs.yaml").read_text())
+    settings = {name: _number(value) for name, value in found["defaults"].items()}
+    for name, value in found["dmc_proprio"].items():
+        settings[name] = settings[name] | _number(value) if isinstance(value, dict) else _number(value)
+    return SimpleNamespace(**settings | {"device": "cpu", "num_actions": ACTIONS})
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 takes 3e-4 for a word."""
+    if isinstance(value, dict):
+        return {name: _number(entry) for name, entry in value.items()}
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _side(models: Any, settings: Any) -> Side:
+    torch.manual_seed(0)
+    shapes = {name: (size,) for name, size in VECTORS.items()} | {"image": (8, 8, 3)}
+    space = SimpleNamespace(spaces={name: numpy.zeros(shape) for name, shape in shapes.items()})
+    settings = copy.deepcopy(settings)
+    model = models.WorldModel(space, None, 0, settings)
+    behavior = models.ImagBehavior(settings, model)
+    optimizers = [model._model_opt._opt, behavior._actor_opt._opt, behavior._value_opt._opt]
+
+    def reward(features: Any, state: Any, action: Any) -> torch.Tensor:
+        return model.heads["reward"](model.dynamics.get_feat(state)).mode()
+
+    def step(data: Any) -> dict[str, Any]:
+        start, _, found = model._train(data)
+        found = found | behavior._train(start, reward)[-1]
+        found["loss"] = found.pop("model_loss")
+        logged = ("loss", "value_loss", "actor_loss", "reward_loss", "cont_loss", *(f"{name}_loss" for name in VECTORS))
+        return {name: found[name] for name in logged}
+
+    return Side(step, optimizers, _loss_alone(models, model, settings))
+
+
+def _loss_alone(models: Any, model: Any, settings: Any) -> Any:
+    """Of the world model, from what its networks predict."""
+    import networks
+    import tools
+
+    sizes = {"reward": 255, "cont": 1, **VECTORS}
+    predicted = dict(zip(sizes, leaves(*([OF_LOSS, LENGTH, size] for size in sizes.values())), strict=True))
+    (kl,) = leaves([OF_LOSS, LENGTH])
+    every, data = [*predicted.values(), kl], model.preprocess(batch(0, OF_LOSS))
+    cont = networks.MLP.dist(SimpleNamespace(), "binary", predicted["cont"], None, ())
+
+    def decoded(_: Any) -> dict[str, Any]:
+        return {name: tools.SymlogDist(predicted[name]) for name in VECTORS}
+
+    heads = {
+        "decoder": decoded,
+        "reward": lambda _: tools.DiscDist(predicted["reward"], device="cpu"),
+        "cont": lambda _: cont,
+    }
+    nothing = SimpleNamespace(entropy=lambda: torch.zeros(()))
+    dynamics = SimpleNamespace(
+        observe=lambda *_: ({}, {}),
+        kl_loss=lambda *_: (kl, kl, kl, kl),
+        get_feat=lambda _: kl,
+        get_dist=lambda _: nothing,
+    )
+
+    def optimize(loss: torch.Tensor, _: Any) -> dict[str, Any]:
+        loss.backward()
+        return {}
+
+    stand_in = SimpleNamespace(
+        preprocess=lambda found: found,
+        requires_grad_=lambda requires_grad: None,
+        parameters=list,
+        encoder=lambda _: kl,
+        dynamics=dynamics,
+        heads=SimpleNamespace(items=heads.items),
+        _config=settings,
+        _use_amp=False,
+        _scales=model._scales,
+        _model_opt=optimize,
+    )
+
+    def loss() -> list[torch.Tensor]:
+        clear(every)
+        models.WorldModel._train(stand_in, data)
+        return every
+
+    return loss
+
+
+def batch(seed: int, count: int = BATCH) -> dict[str, Any]:
+    random = numpy.random.default_rng(seed)
+    normal = lambda *shape: random.normal(size=(count, LENGTH, *shape))
+    first = numpy.zeros((count, LENGTH))
+    first[:, 0] = 1
+    return {
+        **{name: normal(size) for name, size in VECTORS.items()},
+        "image": numpy.zeros((count, LENGTH, 8, 8, 3)),  # is asked for, and used by no network
+        "action": numpy.tanh(normal(ACTIONS)),
+        "reward": normal(),
+        "is_first": first,
+        "is_terminal": (random.random((count, LENGTH)) < 0.02).astype(float),
+    }
+
+
+PROJECT = Project(
+    name="dreamerv3-torch",
+    commit="6ef8646d807cd10ce0c88e10a7e943211e7fc44c",
+    marker="models.py",
+    case=f"dmc_proprio: B {BATCH} (loss alone {OF_LOSS}), T {LENGTH}, 24 numbers observed, 15 imagined steps",
+    edits=EDITS,
+    sides=sides,
+    batch=batch,
+    steps=3,
+    texts={'"cuda"': '"cpu"', "tol=1e-8": "tol=0.0"},  # small errors of vectors count, as they do here
+)

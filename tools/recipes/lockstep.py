@@ -1,0 +1,172 @@
+"""Two learners of one project, stepped on the same data: how far they drift apart, and what each takes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Side:
+    """One learner.
+
+    Args:
+        step: a whole step on a batch, which returns what it reports, such as the loss and priorities.
+        optimizers: what it steps; their parameters are the weights, and `.grad` the gradients they are given.
+        loss: the loss alone, forward and backward, from given predictions, which it returns with their gradients.
+    """
+
+    step: Callable[[Any], Mapping[str, Any]]
+    optimizers: Sequence[torch.optim.Optimizer]
+    loss: Callable[[], Sequence[torch.Tensor]]
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach() for optimizer in self.optimizers for parameter in _stepped(optimizer)]
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Its parameters, without those that have no data."""
+    return (p for group in optimizer.param_groups for p in group["params"] if not p.is_meta)
+
+
+@dataclass
+class Idle:
+    """Stands where a loss alone needs an optimizer or a network with parameters."""
+
+    param_groups: list[dict[str, Any]] = field(default_factory=lambda: [{"lr": 0.0}])
+
+    def zero_grad(self, **_: Any) -> None: ...
+
+    def step(self) -> None: ...
+
+
+@contextlib.contextmanager
+def double_precision(active: bool) -> Iterator[None]:
+    """Projects that ask for floats get float64, the default here, so that only mistakes differ, and rounding hardly."""
+    if not active:
+        yield
+        return
+    default, convert = torch.get_default_dtype(), torch.Tensor.float
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        torch.Tensor.float = convert  # type: ignore[method-assign]
+
+
+def difference(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
+    """Largest difference of any element, divided by the largest value of theirs; inf where something is not finite."""
+    largest = scale = 0.0
+    for mine, other in zip(map(_numbers, ours), map(_numbers, theirs), strict=True):
+        if mine.shape != other.shape:
+            raise ValueError(f"shapes differ: {tuple(mine.shape)} and {tuple(other.shape)}")
+        if not (mine.isfinite().all() and other.isfinite().all()):
+            return float("inf")
+        if mine.numel():
+            largest = max(largest, (mine - other).abs().max().item())
+            scale = max(scale, other.abs().max().item())
+    return largest / scale if scale else largest
+
+
+def _numbers(value: Any) -> torch.Tensor:
+    return torch.as_tensor(value).detach().double()
+
+
+def differences(ours: Side, theirs: Side, batches: Iterable[Any], together: bool = True) -> dict[str, float]:
+    """The largest `difference` over all steps: of the gradients, the weights, and each thing that a step reports.
+
+    Both draw the same random numbers in each step. Gradients are those that the optimizers are given.
+
+    Args:
+        together: every step starts from the weights and the optimizer's state of theirs, so that the differences are
+            those of one step. Otherwise each goes on from its own.
+    """
+    largest: dict[str, float] = {}
+    for number, batch in enumerate(batches):
+        if together:
+            _bring_together(ours, theirs)
+        found, expected = (_observed(side, number, batch) for side in (ours, theirs))
+        if found.keys() != expected.keys():
+            raise ValueError(f"steps report different things: {list(found)} and {list(expected)}")
+        for name in found:
+            largest[name] = max(largest.get(name, 0.0), difference(found[name], expected[name]))
+    return largest
+
+
+def _observed(side: Side, seed: int, batch: Any) -> dict[str, list[Any]]:
+    torch.manual_seed(seed)
+    with _gradients(side.optimizers) as gradients:
+        reported = {name: [value] for name, value in side.step(batch).items()}
+    return {"gradients": gradients, "weights": side.weights(), **reported}
+
+
+def _bring_together(ours: Side, theirs: Side) -> None:
+    for mine, other in zip(ours.weights(), theirs.weights(), strict=True):
+        mine.copy_(other)
+    for optimizer, stepped in zip(ours.optimizers, theirs.optimizers, strict=True):
+        optimizer.load_state_dict(copy.deepcopy(stepped.state_dict()))
+
+
+@contextlib.contextmanager
+def _gradients(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.Tensor]]:
+    """Copies of the gradients that the optimizers are given, in the order of the weights."""
+    by_optimizer: list[list[torch.Tensor]] = [[] for _ in optimizers]
+
+    def keeper(kept: list[torch.Tensor]) -> Callable[..., None]:
+        def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            kept.extend(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in _stepped(optimizer))
+
+        return keep
+
+    hooks = [
+        optimizer.register_step_pre_hook(keeper(kept)) for optimizer, kept in zip(optimizers, by_optimizer, strict=True)
+    ]
+    found: list[torch.Tensor] = []
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not all(by_optimizer):
+        raise ValueError("an optimizer was not stepped")
+    found += [gradient for kept in by_optimizer for gradient in kept]
+
+
+def times(contestants: Mapping[str, Callable[[], object]], seconds: float, rounds: int = 3) -> dict[str, float]:
+    """Milliseconds of a call: medians over turns, at least so many; CPU time, in which other programs have no part."""
+    found: dict[str, list[float]] = {name: [] for name in contestants}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(next(iter(found.values()))) < rounds:
+        for name, function in contestants.items():
+            start = time.process_time()
+            function()
+            found[name].append(1e3 * (time.process_time() - start))
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def leaves(*shapes: Sequence[int]) -> list[torch.Tensor]:
+    """Predictions for a loss alone, the same for the same shapes."""
+    random = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=random).requires_grad_() for shape in shapes]
+
+
+def clear(predictions: Sequence[torch.Tensor]) -> None:
+    for prediction in predictions:
+        prediction.grad = None
+
+
+def difference_alone(ours: Side, theirs: Side) -> float:
+    """The `difference` of the gradients that the losses alone give."""
+    found, expected = (
+        [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in side.loss()] for side in (ours, theirs)
+    )
+    return difference(found, expected)

@@ -1,0 +1,40 @@
+"""What a recipe says of its project."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .checkout import Checkout, Edit
+from .lockstep import Side
+
+
+@dataclass(frozen=True)
+class Project:
+    """A project, the lines of it that change, and how to step both ways.
+
+    Args:
+        name: as on the command line, and in the documentation.
+        commit: what the recipe was measured with.
+        marker: a file that every checkout has.
+        edits: lines of it that give way to ours.
+        sides: the project's learner and ours (in this order), from a checkout that can be imported.
+        batch: random data in the project's shapes, the same for the same seed.
+        case: what the data and the network are, in words.
+        steps: how many are taken in lockstep.
+        roots, stand_ins: as of `Checkout`.
+        texts: words of its source with what stands there instead; without a GPU, for example.
+    """
+
+    name: str
+    commit: str
+    marker: str
+    case: str
+    edits: Sequence[Edit]
+    sides: Callable[[Checkout], tuple[Side, Side]]
+    batch: Callable[[int], Any]
+    steps: int = 20
+    roots: Sequence[str] = (".",)
+    stand_ins: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,164 @@
+"""TD-MPC2: `TDMPC2._update` and `update_pi` for states, with 38 actions as in dog-run, on the CPU and not compiled."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import gradscale_ext as gs
+
+from .checkout import Checkout, Edit
+from .lockstep import Idle, Side, clear, leaves
+from .project import Project
+
+BATCH, HORIZON, OBSERVATION, ACTION, LATENT, CRITICS, BINS = 256, 3, 223, 38, 512, 5, 101
+
+
+def losses(agent, obs, action, next_z, reward, terminated, td_targets, task):
+    """The unroll, the loss, its parts for the log, and the logits of the end of the episode."""
+    cfg, model = agent.cfg, agent.model
+    states = [model.encode(obs[0], task)]
+    for chosen in action:
+        states.append(model.next(states[-1], chosen, task))
+    zs = torch.stack(states)
+
+    critics = {f"q{i}": gs.TwoHot(gs.Support.tdmpc2(), weight=cfg.value_coef / cfg.num_q) for i in range(cfg.num_q)}
+    heads = critics | {
+        "reward": gs.TwoHot(gs.Support.tdmpc2(), weight=cfg.reward_coef),
+        "consistency": gs.MeanSquaredError(weight=cfg.consistency_coef),
+    }
+    predictions = dict(zip(critics, model.Q(zs[:-1], action, task, return_type="all"), strict=True))
+    predictions |= {"reward": model.reward(zs[:-1], action, task), "consistency": zs[1:]}
+    targets = dict.fromkeys(critics, td_targets.squeeze(-1))
+    targets |= {"reward": reward.squeeze(-1), "consistency": next_z}
+    decay = [cfg.rho**t / cfg.horizon for t in range(cfg.horizon)]
+    out = gs.multi_step_loss(heads, predictions, targets, step_weights=decay, batch_first=False)
+    loss, parts = out.loss, {name: out.head_losses[name] / head.weight for name, head in heads.items()}
+    parts["value"] = sum(parts[name] for name in critics) / cfg.num_q
+
+    ends = None
+    if cfg.episodic:
+        ends = model.termination(zs[1:], task, unnormalized=True)
+        end = {"end": gs.BinaryCrossEntropy(weight=cfg.termination_coef)}
+        logits, wanted = {"end": ends.squeeze(-1)}, {"end": terminated.squeeze(-1)}
+        ended = gs.multi_step_loss(end, logits, wanted, step_weights=[1 / cfg.horizon] * cfg.horizon, batch_first=False)
+        loss, parts["end"] = loss + ended.loss, ended.loss / cfg.termination_coef
+    return zs, loss, parts, ends
+
+
+def policy_loss(cfg, entropy, qs):
+    """`[H + 1, B, 1]` each; the last step counts as well."""
+    decay = [cfg.rho**t / len(qs) for t in range(len(qs))]
+    losses = -(cfg.entropy_coef * entropy + qs).squeeze(-1)
+    return gs.reduce_multi_step(losses, step_weights=decay, batch_first=False).loss
+
+
+EDITS = [
+    Edit(
+        "tdmpc2/tdmpc2.py",
+        "update_pi",
+        "rho = torch.pow",
+        "pi_loss.backward()",
+        'pi_loss = policy_loss(self.cfg, info["scaled_entropy"], qs)',
+    ),
+    Edit(
+        "tdmpc2/tdmpc2.py",
+        "_update",
+        "# Latent rollout",
+        "# Update model",
+        """
+        zs, total_loss, parts, termination_pred = losses(
+        \tself, obs, action, next_z, reward, terminated, td_targets, task
+        )
+        consistency_loss, reward_loss, value_loss = (parts[name] for name in ("consistency", "reward", "value"))
+        termination_loss = parts.get("end", 0.0)
+        """,
+    ),
+]
+
+
+def sides(checkout: Checkout) -> tuple[Side, Side]:
+    import tdmpc2
+
+    edited = checkout.edited("tdmpc2/tdmpc2.py", EDITS, {"losses": losses, "policy_loss": policy_loss})
+    return _side(tdmpc2.TDMPC2), _side(edited.TDMPC2)
+
+
+def _config() -> SimpleNamespace:
+    return SimpleNamespace(
+        **dict.fromkeys(("multitask", "compile"), False),
+        **{"episodic": True, "batch_size": BATCH, "reward_coef": 0.1, "value_coef": 0.1, "termination_coef": 1},
+        **{"consistency_coef": 20, "rho": 0.5, "lr": 3e-4, "enc_lr_scale": 0.3, "grad_clip_norm": 20, "tau": 0.01},
+        **{"discount_denom": 5, "discount_min": 0.95, "discount_max": 0.995, "iterations": 6, "horizon": HORIZON},
+        **{"log_std_min": -10, "log_std_max": 2, "entropy_coef": 1e-4, "num_bins": BINS, "vmin": -10, "vmax": 10},
+        **{"bin_size": 20 / (BINS - 1), "num_enc_layers": 2, "enc_dim": 256, "mlp_dim": 512, "latent_dim": LATENT},
+        **{"task_dim": 0, "num_q": CRITICS, "dropout": 0.01, "simnorm_dim": 8, "episode_length": 500, "obs": "state"},
+        **{"obs_shape": {"state": (OBSERVATION,)}, "action_dim": ACTION},
+    )
+
+
+def _side(agent_class: Any) -> Side:
+    torch.manual_seed(0)
+    agent = agent_class(_config())
+
+    def step(data: Any) -> dict[str, Any]:
+        found = agent._update(*data)
+        kept = ("total_loss", "pi_loss", "consistency_loss", "reward_loss", "value_loss", "termination_loss")
+        return {"loss" if name == "total_loss" else name: found[name] for name in kept}
+
+    return Side(step, [agent.optim, agent.pi_optim], _loss_alone(agent_class))
+
+
+def _loss_alone(agent_class: Any) -> Any:
+    """Of the model, and not of the policy."""
+    states = leaves(*[[BATCH, LATENT]] * (HORIZON + 1))
+    q, reward, ends = leaves([CRITICS, HORIZON, BATCH, BINS], [HORIZON, BATCH, BINS], [HORIZON, BATCH, 1])
+    every, data, cfg = [*states, q, reward, ends], batch(0), _config()
+    following, returns = torch.randn(HORIZON, BATCH, LATENT), torch.randn(HORIZON, BATCH, 1)
+
+    def loss() -> list[torch.Tensor]:
+        clear(every)
+        unrolled = iter(states[1:])
+        nothing = lambda *_: None
+        model = SimpleNamespace(
+            encode=lambda obs, _: following if obs.ndim == 3 else states[0],
+            next=lambda *_: next(unrolled),
+            Q=lambda *_, **__: q,
+            reward=lambda *_: reward,
+            termination=lambda *_, **__: ends,
+            parameters=list,
+            **dict.fromkeys(("train", "eval", "soft_update_target_Q"), nothing),
+        )
+        parts = {"cfg": cfg, "device": torch.device("cpu"), "model": model, "optim": Idle()}
+        parts |= {"_td_target": lambda *_: returns, "update_pi": lambda *_: {}}
+        agent_class._update(SimpleNamespace(**parts), *data)
+        return every
+
+    return loss
+
+
+def batch(seed: int) -> tuple[torch.Tensor, ...]:
+    random = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=random)
+    terminated = (torch.rand(HORIZON, BATCH, 1, generator=random) < 0.05).to(torch.get_default_dtype())
+    observations, actions = normal(HORIZON + 1, BATCH, OBSERVATION), normal(HORIZON, BATCH, ACTION).tanh()
+    return observations, actions, normal(HORIZON, BATCH, 1), terminated
+
+
+PROJECT = Project(
+    name="tdmpc2",
+    commit="e9f59321933cbc8e11a002b842adc7d4ffae8ff1",
+    marker="tdmpc2/tdmpc2.py",
+    case=f"the model of 5 M parameters: B {BATCH}, H {HORIZON}, {CRITICS} critics of {BINS} bins, episodic",
+    edits=EDITS,
+    sides=sides,
+    batch=batch,
+    roots=["tdmpc2"],
+    texts={
+        "'cuda:0'": "'cpu'",
+        "capturable=True": "capturable=False",
+        "WorldModel(cfg).to(self.device)": "WorldModel(cfg)",
+    },
+)
