@@ -148,5 +148,6 @@ def test_killed_actors_are_replaced(begin, tmp_path):
         ray.kill(actor)
     resumed = begin(tmp_path)
     resumed.load(tmp_path / "checkpoint.pt")
-    assert (len(resumed.replay), resumed.learner_steps) >= (size, training.learner_steps)
+    assert len(resumed.replay) >= size
+    assert resumed.learner_steps == training.learner_steps
     learn(resumed, 2)
