@@ -124,6 +124,7 @@ bench: $(VENV)/installed
 	$(BIN)/python bench/parameters.py --json bench/results/parameters.json
 	$(BIN)/python bench/monitor.py --json bench/results/monitor.json
 	$(BIN)/python bench/ranks.py --json bench/results/ranks.json
+	$(BIN)/python bench/throughput.py --json bench/results/actors.json --seconds 100
 	$(BIN)/python bench/plot.py
 	$(BIN)/python bench/readme.py
 
@@ -197,7 +198,7 @@ $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	@echo "installing what the tests and examples use, and compiling gradscale_ext; all of it is told in $(VENV)/install.log"
 	@rm -f $@
 	@$(PIP) --no-deps minatar==1.0.15 # of what it asks for, 240 MB are there to draw
-	@{ $(PIP) -vv --no-build-isolation --editable ".[examples,test,clients,runs]" 2>&1 && touch $@; } | tee $(VENV)/install.log | \
+	@{ $(PIP) -vv --no-build-isolation --editable ".[examples,test,clients,runs,ray]" 2>&1 && touch $@; } | tee $(VENV)/install.log | \
 	  sed -un 's|^ *\(\[[0-9]*/[0-9]*\]\).* -o [^ ]*/\([^ /]*\)\.o.*|\1 \2 compiled|p; s|^ *\(Collecting [^ ]*\).*|\1|p'
 	@[ -e $@ ] || { tail -n 40 $(VENV)/install.log >&2; exit 1; }
 

@@ -171,6 +171,21 @@ def monitor_table() -> str:
     return table(header, lines) + "\n\n" + machine
 
 
+def actors_table() -> str:
+    """Transitions per second of the example agent with several actors on Ray."""
+    data = json.loads((RESULTS / "actors.json").read_text())
+    rows, machine = data["rows"], data["machine"]
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    rates = {(row["actors"], row["mode"]): f"{row['median_per_s']:.0f}" for row in rows}
+    actors = dict.fromkeys(row["actors"] for row in rows)
+    lines = [[str(n) if n else "none, one process", *(rates[n, mode] for mode in modes)] for n in actors]
+    measured = (
+        f"{machine['cpu']}, {machine['cores']} cores under a load of {rows[0]['load_before']:.1f} by others, PyTorch "
+        f"{machine['torch']}; medians, contestants taking turns (`bench/results/actors.json`)."
+    )
+    return table(["actors", *modes], lines) + "\n\n" + measured
+
+
 def matrix_table() -> str:
     everything = json.loads((RESULTS / "matrix.json").read_text())
     newest = list(everything)[-1]
@@ -315,6 +330,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gradients": lambda: ours_and_others("gradients"),
     "parameters": lambda: ours_and_others("parameters"),
     "monitor": monitor_table,
+    "actors": actors_table,
     "instructions": instructions_table,
     "ranks": ranks_table,
     "ranks, predicted": predicted_table,

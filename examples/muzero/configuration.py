@@ -23,6 +23,7 @@ class Configuration:
     seed: int = option(0, "seed of the networks, the environments, the search and the replay")
     loss: str = option("fused", "implementation of the loss", choices=("fused", "reference"))
 
+    actors: int = option(0, "actors on Ray that play and keep the replay buffer; 0 plays in this process")
     num_environments: int = option(32, "environments played at once")
     training_steps: int = option(
         3_000, "steps of all environments after which training ends, if the game is not solved before"
@@ -47,6 +48,14 @@ class Configuration:
     updates_per_step: int = option(2, "learner steps for each step of the environments")
     learning_rate: float = option(2e-3, "Adam's step size at the beginning; it falls linearly to a tenth of it")
     weight_decay: float = option(1e-5, "weight of the L2 loss")
+
+    def share(self, part: int, parts: int, *names: str) -> Configuration:
+        """What one of several processes does: its part of these numbers, with a seed of its own."""
+        shares = {name: (getattr(self, name) + part) // parts for name in names}
+        for name in shares:
+            if getattr(self, name) < parts:
+                raise ValueError(f"{parts} processes cannot share {option_name(name)} {getattr(self, name)}")
+        return dataclasses.replace(self, seed=self.seed + 1000 * part, **shares)
 
     @property
     def signed_discount(self) -> float:

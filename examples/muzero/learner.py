@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
 
 import gradscale_ext as gs
 from networks import MuZeroNetwork
@@ -17,14 +19,18 @@ from replay import Batch
 LossFunction = Callable[..., gs.MultiStepLossOutput]
 
 
-def make_loss(support: gs.Support, implementation: str) -> LossFunction:
-    """The loss of value, reward and policy: `"fused"`, or `"reference"` for the same in plain PyTorch."""
+def make_loss(support: gs.Support, implementation: str, process_group: ProcessGroup | None = None) -> LossFunction:
+    """The loss of value, reward and policy: `"fused"`, or `"reference"` for the same in plain PyTorch.
+
+    With a process group it is the mean over the batches of all its ranks, whose largest importance weight becomes 1.
+    """
     loss_function = gs.MultiStepLoss(
         value=gs.TwoHot(support),
         reward=gs.TwoHot(support, first_step=1),  # no reward leads to the root
         policy=gs.SoftCrossEntropy(),
     )
-    return functools.partial(loss_function, impl=implementation)
+    ranks = {"process_group": process_group, "normalize_importance_weights": True} if process_group else {}
+    return functools.partial(loss_function, impl=implementation, **ranks)
 
 
 def make_optimizer(network: MuZeroNetwork, learning_rate: float) -> torch.optim.Optimizer:
@@ -33,7 +39,7 @@ def make_optimizer(network: MuZeroNetwork, learning_rate: float) -> torch.optim.
 
 
 def loss_of(
-    network: MuZeroNetwork,
+    network: nn.Module,
     loss_function: LossFunction,
     batch: Batch,
     weight_decay: float,
@@ -42,15 +48,9 @@ def loss_of(
     """Unrolls the model along the actions of the batch, and compares all its predictions with the targets.
 
     As in the pseudocode, the gradients of the K recurrent steps count 1/K each, and the one that flows back through the
-    hidden state is halved at every step, which is what `gs.unroll` does.
+    hidden state is halved at every step, which is what `gs.unroll` does in the network's `forward`.
     """
-    predictions = gs.unroll(
-        lambda observation: network.initial_inference(observation, batch.legal_actions),
-        network.recurrent_inference,
-        batch.observation,
-        batch.actions,
-        hidden_scale=hidden_scale,
-    )
+    predictions = network(batch.observation, batch.legal_actions, batch.actions, hidden_scale)
     output = loss_function(
         predictions,
         batch.targets,
@@ -62,7 +62,7 @@ def loss_of(
 
 
 def update_weights(
-    network: MuZeroNetwork,
+    network: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss_function: LossFunction,
     batch: Batch,

@@ -41,6 +41,18 @@ class MuZeroNetwork(nn.Module):
         self.value = head(hidden_size, layer_size, support.num_bins)
         self.policy = head(hidden_size, layer_size, num_actions)
 
+    def forward(
+        self, observation: Tensor, legal_actions: Tensor, actions: Tensor, hidden_scale: float
+    ) -> dict[str, list[Tensor]]:
+        """The predictions for the root and along the actions `[B, K]`. DistributedDataParallel wraps this call."""
+        return gs.unroll(
+            lambda root: self.initial_inference(root, legal_actions),
+            self.recurrent_inference,
+            observation,
+            actions,
+            hidden_scale=hidden_scale,
+        )
+
     def initial_inference(self, observation: Tensor, legal_actions: Tensor) -> tuple[Outputs, Tensor]:
         """Observation `[B, *observation_shape]` to value and policy of the root, and its hidden state.
 

@@ -132,13 +132,18 @@ class ReplayBuffer:
         priority = gs.priorities(expected_value, value_targets, steps="first", alpha=self.priority_exponent, eps=1e-3)
         self.priority[index] = priority.numpy()
 
-    def sample(self, batch_size: int, generator: np.random.Generator) -> Batch:
-        """Draws positions i with P(i) = p_i / Σp, and weights (N P(i))^-β, the largest of the batch scaled to 1."""
+    def sample(self, batch_size: int, generator: np.random.Generator, normalize: bool = True) -> Batch:
+        """Draws positions i with P(i) = p_i / Σp, and weights (N P(i))^-β, the largest of the batch scaled to 1.
+
+        Without `normalize` the weights are not scaled: ranks have the loss do so, by the largest of all their batches.
+        """
         cumulated = np.cumsum(self.priority[: len(self)])
         draws = generator.random(batch_size) * cumulated[-1]
         index = np.minimum(np.searchsorted(cumulated, draws, side="right"), len(self) - 1)
         probability = self.priority[index] / cumulated[-1]
         weights = (len(self) * probability) ** -self.importance_exponent
+        if normalize:
+            weights /= weights.max()
         position, inside, absorbing = self.window(index)
         targets = {
             "value": np.where(inside, self.value[position], 0),
@@ -157,7 +162,7 @@ class ReplayBuffer:
             actions=torch.from_numpy(actions),
             targets={name: torch.from_numpy(target) for name, target in targets.items()},
             mask={name: torch.from_numpy(head_mask) for name, head_mask in mask.items()},
-            importance_weights=torch.from_numpy((weights / weights.max()).astype(np.float32)),
+            importance_weights=torch.from_numpy(weights.astype(np.float32)),
         )
 
     def window(self, index: Integers) -> tuple[Integers, Booleans, Booleans]:

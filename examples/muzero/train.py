@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import signal
 import sys
 import time
@@ -21,8 +22,9 @@ from tqdm import tqdm
 import games
 import gradscale_ext as gs
 from configuration import Configuration, add_options, from_options
-from learner import hidden_state_gradients, time_learner_step
+from learner import hidden_state_gradients, make_loss, time_learner_step
 from plot import plot_hidden_state_gradients, plot_learning_curve
+from ranks import Ranks
 from search import time_search
 from self_play import evaluate
 from training import Training
@@ -66,16 +68,22 @@ def main() -> int:
     directory = options.directory / f"{configuration.game}-seed{configuration.seed}"
     checkpoint = directory / "checkpoint.pt"
     directory.mkdir(parents=True, exist_ok=True)
-    if options.fresh:
+    ranks = Ranks()
+    if ranks.rank > 0:  # rank 0 speaks for all
+        sys.stdout = None
+    elif options.fresh:
         remove_run(directory)
-    training = Training(configuration)
-    if checkpoint.exists():
-        try:
+    ranks.gather(None)  # so that none reads what is removed
+    training = begin(configuration, directory, options.ray, ranks)
+    try:
+        if checkpoint.exists():
             training.load(checkpoint)
-        except ValueError as error:
-            sys.exit(f"error: {error}. Give the same options to go on, another --directory, or --fresh to start anew.")
+    except ValueError as error:
+        sys.exit(f"error: {error}. Give the same options to go on, another --directory, or --fresh to start anew.")
     try:
         train(training, checkpoint, 60 * options.max_minutes, options.monitor)
+        if ranks.rank > 0:
+            return 0
         report(training, directory)
         if options.monitor:
             report_gradients(training, directory)
@@ -84,6 +92,21 @@ def main() -> int:
         return INTERRUPTED
     print(f"time: training {training.seconds:.0f} s since it began, this command {time.perf_counter() - start:.0f} s")
     return 0
+
+
+def begin(configuration: Configuration, directory: Path, address: str, ranks: Ranks) -> Training:
+    """A run in this process, or with actors on Ray."""
+    try:
+        configuration.share(0, max(configuration.actors, 1) * ranks.size, "num_environments")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    if not configuration.actors:
+        return Training(configuration, ranks)
+    if importlib.util.find_spec("ray") is None:
+        sys.exit('error: --actors needs Ray: pip install "ray>=2.40,<3"')
+    from actors import ActorTraining
+
+    return ActorTraining(configuration, directory, address, ranks)
 
 
 def parse_options() -> argparse.Namespace:
@@ -109,6 +132,9 @@ def parse_options() -> argparse.Namespace:
         metavar="X",
         help="training ends after so many minutes, also short of its steps (default: %(default)s)",
     )
+    parser.add_argument(
+        "--ray", default="local", metavar="ADDRESS", help="the Ray cluster that --actors run on (default: this machine)"
+    )
     parser.add_argument("--monitor", action="store_true", help="log and draw gradients as well")
     parser.add_argument("--fresh", action="store_true", help="start anew, and delete what an earlier run left")
     add_options(parser, name)
@@ -117,7 +143,8 @@ def parse_options() -> argparse.Namespace:
 
 def remove_run(directory: Path) -> None:
     """Deletes the files that an earlier run wrote, and nothing else."""
-    for pattern in ("checkpoint.*", "events.out.tfevents.*", "learning_curve.png", "hidden_state.png"):
+    pictures = ("learning_curve.png", "hidden_state.png")
+    for pattern in ("checkpoint.*", "replay.*.sqlite*", "events.out.tfevents.*", *pictures):
         for path in directory.glob(pattern):
             path.unlink()
 
@@ -125,33 +152,38 @@ def remove_run(directory: Path) -> None:
 def train(training: Training, checkpoint: Path, max_seconds: float, monitor: bool) -> None:
     """Trains to the end of the run, to the time limit, or to Ctrl-C, which is raised once the checkpoint is written."""
     total = training.configuration.training_steps
-    begun = training.step_number
+    begun, interrupted, is_first = training.step_number, False, training.ranks.rank == 0
     if training.finished or training.seconds >= max_seconds:
         print(f"this run has finished, after step {begun}; evaluating it again (--fresh starts anew)")
         return
     print(f"going on from step {begun}" if begun else "starting a run", f"in {checkpoint.parent}")
     # A bar of steps alone would stop anywhere: a solved game, the steps or the time ends the run.
     interval = 0.5 if sys.stderr.isatty() else 20
-    bar = tqdm(total=1.0, mininterval=interval, miniters=0, bar_format="{percentage:3.0f}%|{bar:20}| {desc}")
+    form = "{percentage:3.0f}%|{bar:20}| {desc}"
+    bar = tqdm(total=1.0, mininterval=interval, miniters=0, bar_format=form, disable=not is_first)
     # After a crash the logs may be ahead of the checkpoint; `purge_step` hides what will be written once more.
     with (
         bar,
-        SummaryWriter(checkpoint.parent, purge_step=begun) as writer,
-        monitored(training, writer) if monitor else contextlib.nullcontext(),
+        SummaryWriter(checkpoint.parent, purge_step=begun) if is_first else contextlib.nullcontext() as writer,
+        monitored(training, writer) if monitor and writer else contextlib.nullcontext(),
         Interruption() as interruption,
     ):
-        while not training.finished and training.seconds < max_seconds and not interruption.requested:
+        while not training.finished:
+            asked = training.ranks.gather((interruption.requested, training.seconds >= max_seconds))
+            interrupted, late = (any(of_ranks) for of_ranks in zip(*asked, strict=True))
+            if interrupted or late:
+                break
             scalars = training.step()
             progress = training.progress(max_seconds)
             bar.set_description_str(", ".join(progress), refresh=False)
             bar.update(min(max(progress.values()), 1.0) - bar.n)
-            if training.step_number % STEPS_PER_LOG == 0 or "self_play/return" in scalars:
+            if writer and (training.step_number % STEPS_PER_LOG == 0 or "self_play/return" in scalars):
                 for tag, value in scalars.items():
                     writer.add_scalar(tag, value, training.step_number)
             if training.step_number % STEPS_PER_CHECKPOINT == 0:
                 training.save(checkpoint)
         training.save(checkpoint)
-    if interruption.requested:
+    if interrupted:
         raise KeyboardInterrupt
     if training.solved:
         print(
@@ -168,7 +200,7 @@ def monitored(training: Training, writer: SummaryWriter) -> gs.GradientMonitor:
 
 def report(training: Training, directory: Path) -> None:
     """Evaluates, times the learner step, draws the picture, and prints what came out."""
-    settings, game, self_play = training.configuration, training.game, training.self_play
+    settings, game, self_play = training.share, training.game, training.self_play
     print(f"evaluating: {game.evaluation_episodes} episodes, side by side ...", flush=True)
     evaluation = evaluate(training.network, settings)
     picture = directory / "learning_curve.png"
@@ -191,7 +223,7 @@ def report(training: Training, directory: Path) -> None:
     )
     print(
         f"trained: {training.environment_steps} environment steps, {training.learner_steps} learner steps, "
-        f"{training.processor_seconds:.0f} s of processor time"
+        f"{training.processor_seconds:.0f} s of processor time in this process"
     )
     for player, returns in evaluation.items():
         print(f"evaluation: {len(returns)} episodes, {summary(game, returns)}: {player}")
@@ -217,10 +249,11 @@ def summary(game: type[games.Game], returns: games.Floats) -> str:
 
 def report_gradients(training: Training, directory: Path) -> None:
     """Draws the gradient of the hidden state in one batch, as the paper scales it and unscaled."""
-    settings = training.configuration
+    settings = training.share
     batch = training.replay.sample(settings.batch_size, np.random.default_rng(settings.seed))
+    loss_function = make_loss(training.network.support, settings.loss)
     norms = {
-        scale: hidden_state_gradients(training.network, training.loss_function, batch, settings.weight_decay, scale)
+        scale: hidden_state_gradients(training.network, loss_function, batch, settings.weight_decay, scale)
         for scale in (0.5, 1.0)
     }
     picture = directory / "hidden_state.png"

@@ -16,42 +16,62 @@ import gradscale_ext as gs
 from configuration import Configuration, option_name
 from learner import make_loss, make_optimizer, update_weights
 from networks import MuZeroNetwork
+from ranks import Ranks
 from replay import Batch, ReplayBuffer
 from self_play import SelfPlay
 
 EPISODES_TO_SOLVE = 50
+SHARED = ("num_environments", "batch_size", "replay_capacity", "minimum_replay")  # among the ranks
+
+
+def make_network(configuration: Configuration) -> MuZeroNetwork:
+    """The networks for a game, initialised from torch's random numbers."""
+    game, limit = games.load(configuration.game), configuration.support_limit
+    return MuZeroNetwork(
+        game.observation_shape,
+        game.num_actions,
+        gs.Support(-limit, limit, configuration.support_bins),  # symmetric, so that uniform logits mean exactly 0
+        configuration.hidden_size,
+        configuration.layer_size,
+    )
+
+
+def make_replay(configuration: Configuration) -> ReplayBuffer:
+    """A replay buffer for a game."""
+    game = games.load(configuration.game)
+    return ReplayBuffer(
+        configuration.replay_capacity,
+        game.observation_shape,
+        game.num_actions,
+        configuration.unroll_steps,
+        configuration.bootstrap_steps,
+        configuration.signed_discount,
+        configuration.priority_exponent,
+        configuration.importance_exponent,
+    )
 
 
 class Training:
-    """Networks, optimizer, replay buffer, games, random numbers and record of a run."""
+    """Networks, optimizer, replay buffer, games, random numbers and record of a run.
 
-    def __init__(self, configuration: Configuration) -> None:
+    Of several ranks each has a share of the games, and a replay buffer of its own with what it has played. Networks,
+    optimizer and record are the same in all of them.
+    """
+
+    def __init__(self, configuration: Configuration, ranks: Ranks | None = None) -> None:
         """Begin a run."""
         torch.manual_seed(configuration.seed)
         self.configuration = configuration
-        self.generator = np.random.default_rng(configuration.seed)
-        self.self_play = SelfPlay(configuration, self.generator)
+        self.ranks = ranks or Ranks()
+        self.share = configuration.share(self.ranks.rank, self.ranks.size, *SHARED)
+        self.generator = np.random.default_rng(self.share.seed)
+        self.self_play = SelfPlay(self.share, self.generator)
         self.game = games.load(configuration.game)
-        limit, bins = configuration.support_limit, configuration.support_bins
-        self.network = MuZeroNetwork(
-            self.game.observation_shape,
-            self.game.num_actions,
-            gs.Support(-limit, limit, bins),  # symmetric, so that uniform logits mean exactly 0
-            configuration.hidden_size,
-            configuration.layer_size,
-        )
+        self.network = make_network(configuration)
+        self.parallel_network = self.ranks.parallel(self.network)
         self.optimizer = make_optimizer(self.network, configuration.learning_rate)
-        self.loss_function = make_loss(self.network.support, configuration.loss)
-        self.replay = ReplayBuffer(
-            configuration.replay_capacity,
-            self.game.observation_shape,
-            self.game.num_actions,
-            configuration.unroll_steps,
-            configuration.bootstrap_steps,
-            configuration.signed_discount,
-            configuration.priority_exponent,
-            configuration.importance_exponent,
-        )
+        self.loss_function = make_loss(self.network.support, configuration.loss, self.ranks.process_group)
+        self.replay = make_replay(self.share)
         self.step_number = 0
         self.environment_steps = 0
         self.learner_steps = 0
@@ -68,18 +88,17 @@ class Training:
     def step(self) -> dict[str, float]:
         """A step of all games, and the learner steps that go with it. Returns scalars for the log."""
         start, processor_start = time.perf_counter(), time.process_time()
-        settings = self.configuration
         scalars: dict[str, float] = {}
-        finished = self.self_play.step(self.network)
-        for episode in finished:
-            self.replay.add(episode)
-            episode_return = self.game.outcome(episode.rewards)
-            self.curve.append((self.environment_steps, episode_return))
-            scalars["self_play/return"] = episode_return
-        self.environment_steps += settings.num_environments - len(finished)
-        if len(self.replay) >= settings.minimum_replay:
-            for _ in range(settings.updates_per_step):
-                output = self.learn(self.replay.sample(settings.batch_size, self.generator))
+        learning = True
+        for returns, transitions, is_ready in self.ranks.gather((*self.play(), self.is_ready)):
+            for episode_return in returns:
+                self.curve.append((self.environment_steps, episode_return))
+                scalars["self_play/return"] = episode_return
+            self.environment_steps += transitions
+            learning &= is_ready
+        if learning:
+            for _ in range(self.configuration.updates_per_step):
+                output = self.learn(self.replay.sample(self.share.batch_size, self.generator, self.ranks.size == 1))
             scalars |= {"loss/total": output.loss.item(), "learner/learning_rate": self.learning_rate}
             scalars |= {f"loss/{head}": mean.item() for head, mean in output.head_means.items()}
         self.step_number += 1
@@ -87,12 +106,25 @@ class Training:
         self.processor_seconds += time.process_time() - processor_start
         return scalars
 
+    def play(self) -> tuple[list[float], int]:
+        """A step of this rank's games. Returns what the episodes that ended have brought, and how many transitions."""
+        finished = self.self_play.step(self.network)
+        for episode in finished:
+            self.replay.add(episode)
+        returns = [self.game.outcome(episode.rewards) for episode in finished]
+        return returns, self.share.num_environments - len(finished)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this rank's replay buffer holds enough to learn from."""
+        return len(self.replay) >= self.share.minimum_replay
+
     def learn(self, batch: Batch) -> gs.MultiStepLossOutput:
         """A learner step, after which the batch gets new priorities."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         output = update_weights(
-            self.network, self.optimizer, self.loss_function, batch, self.configuration.weight_decay
+            self.parallel_network, self.optimizer, self.loss_function, batch, self.configuration.weight_decay
         )
         self.replay.update_priorities(batch.index, output.expected["value"], batch.targets["value"])
         self.learner_steps += 1
@@ -130,15 +162,21 @@ class Training:
         return self.solved or self.step_number >= self.configuration.training_steps
 
     def save(self, path: Path) -> None:
-        """Writes a checkpoint; whatever happens meanwhile, a complete one is there, this or the one before."""
+        """Has rank 0 write a checkpoint; whatever happens, a complete one is there, this or the one before."""
+        share = {
+            "replay": self.replay.state_dict(),
+            "self_play": self.self_play.state_dict(),
+            "generator": self.generator.bit_generator.state,
+        }
+        shares = self.ranks.gather(share, everywhere=False)
+        if self.ranks.rank > 0:
+            return
         record = ("step_number", "environment_steps", "learner_steps", "seconds", "processor_seconds", "curve")
         state = {
             "configuration": dataclasses.asdict(self.configuration),
             "network": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "replay": self.replay.state_dict(),
-            "self_play": self.self_play.state_dict(),
-            "generator": self.generator.bit_generator.state,
+            "shares": shares,
             "torch_generator": torch.get_rng_state(),
             "record": {name: getattr(self, name) for name in record},
         }
@@ -150,17 +188,20 @@ class Training:
         """Goes on from a checkpoint. Games are in it as Python objects: load only what you wrote yourself.
 
         Raises:
-            ValueError: the checkpoint's run has another configuration.
+            ValueError: the checkpoint's run has another configuration, or another number of ranks.
         """
         state = torch.load(path, weights_only=False)
         for name, value in dataclasses.asdict(self.configuration).items():
             saved = state["configuration"].get(name)
             if saved != value:
                 raise ValueError(f"the run in {path} was begun with {option_name(name)} {saved}, not {value}")
+        if len(state["shares"]) != self.ranks.size:
+            raise ValueError(f"the run in {path} was begun by {len(state['shares'])} processes, not {self.ranks.size}")
+        share = state["shares"][self.ranks.rank]
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.replay.load_state_dict(state["replay"])
-        self.self_play.load_state_dict(state["self_play"])
-        self.generator.bit_generator.state = state["generator"]
+        self.replay.load_state_dict(share["replay"])
+        self.self_play.load_state_dict(share["self_play"])
+        self.generator.bit_generator.state = share["generator"]
         torch.set_rng_state(state["torch_generator"])
         vars(self).update(state["record"])

@@ -1,0 +1,39 @@
+"""Processes that train as one, started by `torchrun`.
+
+Each plays a share of the games, and learns from a share of the batch. DistributedDataParallel averages their gradients,
+so that their weights stay the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Ranks:
+    """The processes of a run, as one of them sees them. One that `torchrun` did not start is alone."""
+
+    def __init__(self) -> None:
+        """Meet the others."""
+        self.rank, self.size, self.process_group = 0, 1, None
+        if dist.is_torchelastic_launched():
+            dist.init_process_group("gloo")
+            self.rank, self.size, self.process_group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+
+    def gather(self, value: Any, everywhere: bool = True) -> list[Any]:
+        """The value of every rank, in all of them, or in rank 0 alone; the others get None for each then."""
+        if self.process_group is None:
+            return [value]
+        values = [None] * self.size
+        if everywhere:
+            dist.all_gather_object(values, value)
+        else:
+            dist.gather_object(value, values if self.rank == 0 else None)
+        return values
+
+    def parallel(self, network: nn.Module) -> nn.Module:
+        """The network, with gradients that are averaged over the ranks when it is called as a module."""
+        return network if self.process_group is None else DistributedDataParallel(network)

@@ -1,0 +1,149 @@
+"""The example agent in several processes: ranks that `torchrun` starts, and actors on Ray that may be killed."""
+
+import functools
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("gymnasium")
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "muzero"))
+from training_ranks import CONFIGURATION, SMALL
+
+from configuration import Configuration
+from replay import Episode
+from training import Training
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "muzero"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+
+
+def run(command, **options):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(list(map(str, command)), text=True, stdout=subprocess.PIPE, env=environment, **options)
+
+
+def test_ranks_train_as_one(tmp_path):
+    said = run([*TORCHRUN, Path(__file__).with_name("training_ranks.py"), tmp_path]).communicate(timeout=120)[0]
+    assert sorted(re.findall("passed on .", said)) == ["passed on 0", "passed on 1"]
+    with pytest.raises(ValueError, match="begun by 2 processes, not 1"):
+        Training(CONFIGURATION).load(tmp_path / "checkpoint.pt")
+
+
+def test_ranks_save_when_ctrl_c_is_pressed(tmp_path):
+    pytest.importorskip("tensorboard")
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    process = run([*TORCHRUN, EXAMPLE / "train.py", *options, f"--directory={tmp_path}"])
+    while not list(tmp_path.glob("*/events*")):
+        time.sleep(0.1)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[0].count("interrupted; the same command goes on") == 1
+    saved = torch.load(tmp_path / "cartpole-seed0" / "checkpoint.pt", weights_only=False)
+    assert saved["record"]["step_number"] > 0
+    assert len(saved["shares"]) == 2
+
+
+def test_a_share_is_of_everything():
+    shares = [Configuration(num_environments=11).share(i, 4, "num_environments") for i in range(4)]
+    assert [share.num_environments for share in shares] == [2, 3, 3, 3]
+    assert len({share.seed for share in shares}) == 4
+    with pytest.raises(ValueError, match="12 processes cannot share --num-environments 11"):
+        Configuration(num_environments=11).share(0, 12, "num_environments")
+
+
+def test_without_ray_there_is_one_line(tmp_path, monkeypatch):
+    for name in ("matplotlib", "tensorboard", "tqdm"):
+        pytest.importorskip(name)
+    import train
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--actors=2", f"--directory={tmp_path}"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r'^error: --actors needs Ray: pip install "ray') as stopped:
+        train.main()
+    requirement = str(stopped.value).split('"')[1]
+    assert f'ray = ["{requirement}"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def episode(length, seed):
+    generator = np.random.default_rng(seed)
+    return Episode(
+        observations=list(generator.random((length, 4), dtype=np.float32)),
+        legal_actions=[np.ones(2, dtype=bool)] * length,
+        actions=generator.integers(2, size=length).tolist(),
+        rewards=generator.random(length).tolist(),
+        search_policies=list(generator.random((length, 2), dtype=np.float32)),
+        search_values=generator.random(length).tolist(),
+        terminated=bool(seed % 2),
+    )
+
+
+def test_a_keeper_finds_what_was_acknowledged(tmp_path):
+    """After each call another keeper reads the file. A repeated call adds nothing. The ring goes round thrice."""
+    pytest.importorskip("ray")
+    from actors import Keeper
+
+    begin = functools.partial(Keeper, Configuration(replay_capacity=100), str(tmp_path / "replay.sqlite"))
+    keeper = begin()
+    for call in range(30):
+        episodes = [episode(3 + call % 7, seed=2 * call + i) for i in range(2)]
+        size = keeper.add(str(call), episodes)
+        other = begin()
+        assert other.add(str(call), episodes) == size == other.size()
+        for name, array in vars(keeper.buffer).items():
+            np.testing.assert_array_equal(array, getattr(other.buffer, name), err_msg=f"{name} after {call}")
+    assert keeper.buffer.num_added > 300
+    assert len(keeper.file.execute("SELECT call FROM added").fetchall()) < 30
+
+
+@pytest.fixture(scope="module")
+def begin():
+    ray = pytest.importorskip("ray")
+    from actors import ActorTraining
+
+    configuration = Configuration(**SMALL, actors=2, training_steps=1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{EXAMPLE}")  # Ray's processes look where the script lies
+        yield lambda directory: ActorTraining(configuration, directory, "local")
+        ray.shutdown()
+
+
+def learn(training, steps):
+    last = training.learner_steps + steps
+    while training.learner_steps < last:
+        training.step()
+
+
+@pytest.mark.untraced
+def test_killed_actors_are_replaced(begin, tmp_path):
+    import ray
+
+    training = begin(tmp_path)
+    learn(training, 4)
+    ray.kill(training.players[0], no_restart=False)
+    learn(training, 20)
+    replaced = training.players[0].play.remote(training.weights, training.replay.keeper)
+    acknowledged = ray.get(replaced, timeout=60)[2]
+    ray.kill(training.replay.keeper, no_restart=False)
+    assert ray.get(training.replay.keeper.size.remote(), timeout=60) >= acknowledged > 30
+    before = training.network.state_dict()["value.0.weight"].clone()
+    learn(training, 20)
+    assert not torch.equal(before, training.network.state_dict()["value.0.weight"])
+
+    training.save(tmp_path / "checkpoint.pt")
+    size = ray.get(training.replay.keeper.size.remote())
+    for actor in (*training.players, training.replay.keeper):
+        ray.kill(actor)
+    resumed = begin(tmp_path)
+    resumed.load(tmp_path / "checkpoint.pt")
+    assert (len(resumed.replay), resumed.learner_steps) >= (size, training.learner_steps)
+    learn(resumed, 2)

@@ -1,0 +1,73 @@
+"""Checks of the example agent's training by two ranks; torchrun starts this for tests/test_muzero_processes.py."""
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.utils import parameters_to_vector
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "muzero"))
+from configuration import Configuration
+from learner import make_loss, make_optimizer, update_weights
+from ranks import Ranks
+from replay import Batch
+from training import Training
+
+SMALL = {"num_environments": 4, "num_simulations": 2, "minimum_replay": 30, "batch_size": 9}
+CONFIGURATION = Configuration(**SMALL, training_steps=60)
+
+
+def after(steps: int, training: Training) -> Training:
+    for _ in range(steps):
+        training.step()
+    return training
+
+
+def weights_are_the_same_after_going_on(ranks: Ranks, checkpoint: Path) -> Training:
+    """In both ranks, and whether or not the run was interrupted; bit for bit."""
+    whole = after(40, Training(CONFIGURATION, ranks))
+    after(20, Training(CONFIGURATION, ranks)).save(checkpoint)
+    ranks.gather("the checkpoint is written")
+    resumed = Training(CONFIGURATION, ranks)
+    resumed.load(checkpoint)
+    after(20, resumed)
+    assert whole.learner_steps > 0
+    assert whole.curve == resumed.curve
+    weights = [parameters_to_vector(training.network.parameters()).detach() for training in (whole, resumed)]
+    for others in ranks.gather(weights):
+        assert torch.equal(weights[0], others[0])
+        assert torch.equal(weights[0], others[1])
+    played = ranks.gather(whole.replay.observation)
+    assert len(played) == 2
+    assert not (played[0] == played[1]).all()
+    return whole
+
+
+def step_is_that_of_the_whole_batch(ranks: Ranks, training: Training) -> None:
+    """Ranks have the gradients of one process that learns from both of their batches."""
+    batch = training.replay.sample(training.share.batch_size, training.generator, normalize=False)
+    batches = ranks.gather(batch)
+    assert [len(batch.index) for batch in batches] == [4, 5]
+    alone = copy.deepcopy(training.network)
+    training.learn(batch)
+    batch = Batch(**{name: joined([vars(batch)[name] for batch in batches]) for name in vars(batch)})
+    batch.importance_weights /= batch.importance_weights.max()
+    loss_function = make_loss(alone.support, "fused")
+    update_weights(alone, make_optimizer(alone, 0.0), loss_function, batch, CONFIGURATION.weight_decay)
+    for ours, expected in zip(training.network.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-4, atol=1e-6)
+
+
+def joined(values):
+    if isinstance(values[0], dict):
+        return {name: joined([value[name] for value in values]) for name in values[0]}
+    return torch.cat([torch.as_tensor(value) for value in values])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    ranks = Ranks()
+    training = weights_are_the_same_after_going_on(ranks, Path(sys.argv[1], "checkpoint.pt"))
+    step_is_that_of_the_whole_batch(ranks, training)
+    print("passed on", ranks.rank)
