@@ -23,7 +23,7 @@ class TicTacToe(Game):
     players = 2
     hyperparameters: ClassVar = {
         "num_environments": 128,
-        "training_steps": 3_500,
+        "training_steps": 4_500,
         "num_simulations": 30,
         "discount": 1.0,
         "bootstrap_steps": 9,  # to the end: values are outcomes
