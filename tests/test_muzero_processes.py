@@ -26,6 +26,8 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "muzero"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 
+pytestmark = pytest.mark.any_version
+
 
 def run(command, **options):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -44,6 +46,7 @@ def test_ranks_save_when_ctrl_c_is_pressed(tmp_path):
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     process = run([*TORCHRUN, EXAMPLE / "train.py", *options, f"--directory={tmp_path}"])
     while not list(tmp_path.glob("*/events*")):
+        assert process.poll() is None
         time.sleep(0.1)
     time.sleep(1)
     process.send_signal(signal.SIGINT)

@@ -10,7 +10,7 @@ from torch.nn.utils import parameters_to_vector
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "muzero"))
 from configuration import Configuration
 from learner import make_loss, make_optimizer, update_weights
-from ranks import Ranks
+from parallel import Ranks
 from replay import Batch
 from training import Training
 

@@ -28,7 +28,7 @@ from torch import Tensor
 import games
 from configuration import Configuration
 from games import Integers
-from ranks import Ranks
+from parallel import Ranks
 from replay import Batch, Episode
 from self_play import SelfPlay
 from training import Training, make_network, make_replay

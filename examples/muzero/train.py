@@ -23,8 +23,8 @@ import games
 import gradscale_ext as gs
 from configuration import Configuration, add_options, from_options
 from learner import hidden_state_gradients, make_loss, time_learner_step
+from parallel import Ranks
 from plot import plot_hidden_state_gradients, plot_learning_curve
-from ranks import Ranks
 from search import time_search
 from self_play import evaluate
 from training import Training

@@ -16,7 +16,7 @@ import gradscale_ext as gs
 from configuration import Configuration, option_name
 from learner import make_loss, make_optimizer, update_weights
 from networks import MuZeroNetwork
-from ranks import Ranks
+from parallel import Ranks
 from replay import Batch, ReplayBuffer
 from self_play import SelfPlay
 
