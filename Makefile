@@ -82,7 +82,7 @@ simulated: $(VENV)/installed $(VENV)/nvrtc $(VENV)/driver.so
 # graphs or C++ are left out: sanitizers would watch the compilers, and the C++ tests have sanitizers of their own.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
-NOT_SANITIZED := budget compile cuda device_kernels install kernels matrix muzero_processes ptx simt types
+NOT_SANITIZED := against budget compile cuda device_kernels install kernels matrix muzero_processes ptx simt types whole_step
 
 $(VENV)/sanitized/built: $(VENV)/installed $(SOURCES) $(wildcard gradscale_ext/*.py gradscale_ext/*/*.py)
 	CFLAGS="$(SANITIZERS) -O1 -g1 -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" \
