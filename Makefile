@@ -82,7 +82,7 @@ simulated: $(VENV)/installed $(VENV)/nvrtc $(VENV)/driver.so
 # graphs or C++ are left out: sanitizers would watch the compilers, and the C++ tests have sanitizers of their own.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
-NOT_SANITIZED := budget compile cuda device_kernels install kernels matrix muzero_processes ptx simt types
+NOT_SANITIZED := against budget compile cuda device_kernels install kernels matrix muzero_processes ptx simt types whole_step
 
 $(VENV)/sanitized/built: $(VENV)/installed $(SOURCES) $(wildcard gradscale_ext/*.py gradscale_ext/*/*.py)
 	CFLAGS="$(SANITIZERS) -O1 -g1 -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" \
@@ -123,8 +123,8 @@ bench: $(VENV)/installed
 	$(BIN)/python bench/gradients.py --json bench/results/gradients.json
 	$(BIN)/python bench/parameters.py --json bench/results/parameters.json
 	$(BIN)/python bench/monitor.py --json bench/results/monitor.json
-	$(BIN)/python bench/throughput.py --json bench/results/actors.json --seconds 100
 	$(BIN)/python bench/ranks.py --json bench/results/ranks.json
+	$(BIN)/python bench/throughput.py --json bench/results/actors.json --seconds 100
 	$(BIN)/python bench/plot.py
 	$(BIN)/python bench/readme.py
 

@@ -73,7 +73,7 @@ py::object multi_step_loss(
 // Decoded values, or None when the fused kernel does not take these logits.
 py::object decode(
     const std::shared_ptr<gradscale::OwnedSupport>& support, const py::object& python_support, py::handle logits) {
-  if (!THPVariable_Check(logits.ptr()) || !gradscale::ordinary_context()) {
+  if (!THPVariable_Check(logits.ptr()) || !gradscale::ordinary_or_inference_context()) {
     return py::none();
   }
   const at::Tensor& tensor = THPVariable_Unpack(logits.ptr());
@@ -86,7 +86,7 @@ py::object decode(
 
 // Distributions, or None where a gradient is wanted, or the kernel does not take these scalars.
 py::object encode(const std::shared_ptr<gradscale::OwnedSupport>& support, double sigma_ratio, py::handle scalars) {
-  if (!THPVariable_Check(scalars.ptr()) || !gradscale::ordinary_context()) {
+  if (!THPVariable_Check(scalars.ptr()) || !gradscale::ordinary_or_inference_context()) {
     return py::none();
   }
   const at::Tensor& tensor = THPVariable_Unpack(scalars.ptr());
@@ -133,7 +133,7 @@ py::object normalize_gradient(const at::Tensor& x, const Value& norm, int64_t ba
 
 // The loss, or None when the fused pass does not take these tensors.
 py::object l2_loss(std::vector<at::Tensor> parameters, double weight) {
-  if (!gradscale::ordinary_context()) {
+  if (!gradscale::ordinary_or_inference_context()) {
     return py::none();
   }
   for (const at::Tensor& parameter : parameters) {

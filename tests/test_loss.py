@@ -470,6 +470,18 @@ def test_heads_without_gradient():
         assert not gs.multi_step_loss(HEADS, predictions, targets).loss.requires_grad
 
 
+def test_inference_mode_is_fused(fused_only):
+    predictions, targets = arguments(heads=ALL_HEADS)
+    truth = fused_only(ALL_HEADS, predictions, targets)
+    with torch.inference_mode():
+        for module in (gs.MultiStepLoss(**ALL_HEADS), functools.partial(gs.multi_step_loss, ALL_HEADS)):
+            made_here = {name: [p.clone() for p in entries] for name, entries in predictions.items()}
+            for given in (predictions, made_here):
+                out = module(given, targets)
+                torch.testing.assert_close(out.loss, truth.loss.detach(), rtol=1e-12, atol=1e-12)
+                assert not out.loss.requires_grad
+
+
 def test_outputs_are_detached():
     predictions, targets = arguments()
     out = gs.multi_step_loss(HEADS, predictions, targets)

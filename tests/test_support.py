@@ -33,6 +33,20 @@ def test_two_hot_oracle():
     torch.testing.assert_close(support.two_hot(x), expected, rtol=1e-12, atol=1e-15)
 
 
+def test_kernels_decode_and_encode_in_inference_mode(monkeypatch):
+    """In which agents act: the reference takes many times as long."""
+    support, logits = gs.Support.muzero(), torch.randn(3, 601)
+    expected = support.decode(logits), support.two_hot(logits[:, 0]), support.hl_gauss(logits[:, 0])
+    for name in ("decode", "two_hot", "hl_gauss"):
+        monkeypatch.delattr(gs.reference, name)
+    with torch.inference_mode():
+        for given in (logits, logits.clone()):
+            found = support.decode(given), support.two_hot(given[:, 0]), support.hl_gauss(given[:, 0])
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a, b)
+    assert found[0].is_inference()
+
+
 @pytest.mark.parametrize("support", SUPPORTS)
 def test_two_hot_is_a_distribution_that_decodes_to_its_scalar(support):
     limits = support.centers()[[0, -1]].double()

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/core/DispatchKeySet.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
@@ -12,13 +13,23 @@ inline bool only(c10::DispatchKeySet keys, c10::DispatchKeySet known) {
   return (keys.raw_repr() & ~known.raw_repr()) == 0;
 }
 
-// Tells whether only autograd and autocast are active: the kernels do not run under transforms, tracers or dispatch
-// modes, nor below autograd (inference mode, the body of an operator).
-inline bool ordinary_context() {
-  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-  return only(local.included_, c10::default_included_set | c10::autocast_dispatch_keyset) &&
-         !local.excluded_.has(c10::DispatchKey::AutogradFunctionality) &&
+// Tells whether no transform, tracer or dispatch mode is active, which would have to see the operators of a kernel.
+inline bool unobserved_context() {
+  const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
+  return only(included, c10::default_included_set | c10::autocast_dispatch_keyset) &&
          !c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
+// Tells whether only autograd and autocast are active: not below autograd either (inference mode, the body of an
+// operator), where no node is made.
+inline bool ordinary_context() {
+  return unobserved_context() &&
+         !c10::impl::tls_local_dispatch_key_set().excluded_.has(c10::DispatchKey::AutogradFunctionality);
+}
+
+// The same, or inference mode, for what makes nodes only where gradients are recorded.
+inline bool ordinary_or_inference_context() {
+  return ordinary_context() || (c10::InferenceMode::is_enabled() && unobserved_context());
 }
 
 // Whether a torch.func transform is at work, and others may stand outside it.

@@ -273,7 +273,7 @@ std::optional<Arguments> read_arguments(
     const Plan& plan, py::handle predictions, py::handle targets, py::handle options) {
   Arguments arguments;
   PythonReader reader(plan, options);
-  if (!ordinary_context() || !PyTuple_Check(options.ptr()) ||
+  if (!ordinary_or_inference_context() || !PyTuple_Check(options.ptr()) ||
       !read_all_entries(plan, predictions, targets, arguments)) {
     return std::nullopt;
   }

@@ -96,7 +96,7 @@ def _merged(statistics: reference.Statistics, group: dist.ProcessGroup, p: float
     packed = torch.cat([places.flatten(0, 1), counts.to(own.dtype), histogram.T.to(own.dtype)])
     with waiting("gradient statistics"):
         dist.all_reduce(packed, group=group)
-    of_processes, counts, histogram = packed.split([processes * len(own), len(counts), histogram.shape[1]])
+    of_processes, counts, histogram = torch.split(packed, [processes * len(own), len(counts), histogram.shape[1]])
     norm, abs_max, mean, finite = of_processes.view_as(places).unbind(1)
     mean = (mean * finite).sum(0) / finite.sum(0).clamp(min=1)
     counts[4] = counts[4] == processes  # missing on all of them
