@@ -182,7 +182,7 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
             a frozen one. Where its `grad` is None it is `missing`, as is a None in place of a tensor. Tensors are
             floating or complex, dense or sparse, of any shapes, and on any devices. Complex elements count by their
             modulus, and what a sparse tensor does not store as zeros.
-            Of a DTensor all shards are meant: one all-gather for all tensors, which every rank has to take part in.
+            Of a DTensor all shards are meant: one all-reduce for all tensors, which every rank has to take part in.
         names: what to call them in tables; by default the names that came with them, or else their numbers.
 
     Returns:
