@@ -136,7 +136,7 @@ def test_times_are_those_of_the_cpu():
 def checkout(tmp_path):
     """A project with a function to edit, a module beside it, and one that it cannot import."""
     (tmp_path / "beside.py").write_text("NUMBER = 'cuda'\n")
-    (tmp_path / "learner.py").write_text(
+    (tmp_path / "a_learner.py").write_text(
         "import nowhere.at_all\nfrom beside import NUMBER\n\n@nowhere.at_all.decorated\n"
         "def other():\n    first = 1\n    # end\n    return first\n\n"
         "def update():\n    first = 1\n    second = 2\n    # end\n    return first, NUMBER\n"
@@ -146,36 +146,36 @@ def checkout(tmp_path):
 
 
 def edit(**changes):
-    return Edit(**{"file": "learner.py", "function": "update", "start": "first =", "stop": "# end", **changes})
+    return Edit(**{"file": "a_learner.py", "function": "update", "start": "first =", "stop": "# end", **changes})
 
 
 def test_edited_modules(checkout):
     before = set(sys.modules)
     with checkout.importable():
-        import learner as theirs
+        import a_learner as theirs
 
-        ours = checkout.edited("learner.py", [edit(lines="\n    first = ours()\n    ")], {"ours": lambda: 10})
+        ours = checkout.edited("a_learner.py", [edit(lines="\n    first = ours()\n    ")], {"ours": lambda: 10})
         assert (theirs.update(), theirs.other()) == ((1, "cpu"), 1)
         assert (ours.update(), ours.other()) == ((10, "cpu"), 1)
     assert set(sys.modules) == before
-    assert sorted(path.name for path in checkout.folder.iterdir()) == ["beside.py", "learner.py"]
+    assert sorted(path.name for path in checkout.folder.iterdir()) == ["a_learner.py", "beside.py"]
     assert checkout.lines_of(edit()) == (11, 12)
 
 
 @pytest.mark.parametrize("changes", [{"start": "fifth ="}, {"stop": "no end"}, {"function": "unknown"}])
 def test_lines_that_are_not_there(checkout, changes):
-    with pytest.raises(UnusableError, match=r"learner.py: no line of \w+ has .*does not know this commit"):
+    with pytest.raises(UnusableError, match=r"a_learner.py: no line of \w+ has .*does not know this commit"):
         checkout.lines_of(edit(**changes))
 
 
 def test_folders_that_are_no_packages(tmp_path):
     """A folder of this name in a checkout does not hide the installed package."""
     (tmp_path / "json").mkdir()
-    (tmp_path / "games").mkdir()
-    (tmp_path / "games" / "chess.py").write_text("PLAYERS = 2\n")
+    (tmp_path / "no_package").mkdir()
+    (tmp_path / "no_package" / "chess.py").write_text("PLAYERS = 2\n")
     with Checkout(tmp_path).importable():
         assert sys.meta_path[0].find_spec("json") is None
-        from games.chess import PLAYERS
+        from no_package.chess import PLAYERS
     assert PLAYERS == 2
 
 
