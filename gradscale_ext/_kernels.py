@@ -77,9 +77,10 @@ class Nvrtc:
         return values[0] if len(values) == 1 else values
 
     def _text(self, what: str, program: Any) -> bytes:
-        buffer: bytes = b" " * self._call(f"Get{what}Size", program)
+        size = self._call(f"Get{what}Size", program)
+        buffer = bytes(size + 2)  # NVRTC writes into it: bytes of length 1 are shared by all of Python
         self._call(f"Get{what}", program, buffer)
-        return buffer
+        return buffer[:size]
 
     def targets(self) -> list[str]:
         return [f"sm_{number}" for number in self._call("GetSupportedArchs")]

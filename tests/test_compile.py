@@ -139,6 +139,13 @@ def test_a_gpu_later_than_the_compiler_gets_ptx():
     assert f".entry {image.entry}(".encode() in image.code
 
 
+@pytest.mark.parametrize("target", ["sm_90", "sm_999"])
+def test_compiling_leaves_the_bytes_of_python_alone(target):
+    """There is one object for each single byte, which whoever writes into "his" buffer of size 1 changes for all."""
+    _kernels.image_of(FILE, NAME, target)
+    assert [bytes([number])[0] for number in range(256)] == list(range(256))
+
+
 def test_a_gpu_too_old_is_named():
     with pytest.raises(RuntimeError, match=r"compiles for sm_\d+ .*, and not for sm_20"):
         _kernels.image_of(FILE, NAME, "sm_20")
