@@ -47,15 +47,15 @@ def options_for_all_ranks(call: Call, process_group: Any, normalize_importance_w
     """
     group, size = group_of("multi_step_loss", process_group)
     options = call.options
-    if normalize_importance_weights and options.importance_weights is not None:
-        options = options._replace(importance_weights=_normalized(options.importance_weights, group))
-    if not group:
-        return options
-    if options.reduction not in ("mean", "valid_mean"):
+    if group and options.reduction not in ("mean", "valid_mean"):
         raise ValueError(
             "multi_step_loss: a process_group goes with reduction 'mean' or 'valid_mean', but it is "
             f"{options.reduction!r}"
         )
+    if normalize_importance_weights and options.importance_weights is not None:
+        options = options._replace(importance_weights=_normalized(options.importance_weights, group))
+    if not group:
+        return options
     total = _all_reduced(_num_entries(call), "sum", group)
     return options._replace(num_entries=total.clamp(min=1) / size)
 
