@@ -52,12 +52,19 @@ def options_for_all_ranks(call: Call, process_group: Any, normalize_importance_w
             "multi_step_loss: a process_group goes with reduction 'mean' or 'valid_mean', but it is "
             f"{options.reduction!r}"
         )
-    if normalize_importance_weights and options.importance_weights is not None:
-        options = options._replace(importance_weights=_normalized(options.importance_weights, group))
-    if not group:
-        return options
-    total = _all_reduced(_num_entries(call), "sum", group)
-    return options._replace(num_entries=total.clamp(min=1) / size)
+    sent: dict[str, tuple[torch.Tensor, str]] = {}
+    weights = options.importance_weights
+    if normalize_importance_weights and weights is not None:
+        sent["largest"] = torch.cat([weights, weights.new_zeros(1)]).amax(), "max"
+    if group:
+        sent["total"] = _num_entries(call), "sum"
+    found = _all_reduced(sent, group)
+    if weights is not None and "largest" in found:
+        largest = found["largest"]
+        options = options._replace(importance_weights=torch.where(largest == 0, weights, weights / largest))
+    if "total" in found:
+        options = options._replace(num_entries=found["total"].clamp(min=1) / size)
+    return options
 
 
 def _num_entries(call: Call) -> torch.Tensor:
@@ -74,15 +81,11 @@ def _num_entries(call: Call) -> torch.Tensor:
     return torch.stack([torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts])
 
 
-def _normalized(weights: torch.Tensor, group: str) -> torch.Tensor:
-    largest = torch.cat([weights, weights.new_zeros(1)]).amax()
-    if group:
-        largest = _all_reduced(largest, "max", group)
-    return torch.where(largest == 0, weights, weights / largest)
-
-
-def _all_reduced(tensor: torch.Tensor, operation: str, group: str) -> torch.Tensor:
+def _all_reduced(sent: dict[str, tuple[torch.Tensor, str]], group: str) -> dict[str, torch.Tensor]:
+    """What all ranks have, of tensors with the name of a reduction each; all are on their way before one is waited for."""
+    if not group:
+        return {name: tensor for name, (tensor, _) in sent.items()}
     collectives = torch.ops._c10d_functional
     with waiting("multi_step_loss") if _context.is_eager() else contextlib.nullcontext():
-        reduced: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(tensor, operation, group))
-    return reduced
+        begun = {name: collectives.all_reduce(tensor, how, group) for name, (tensor, how) in sent.items()}
+        return {name: collectives.wait_tensor(tensor) for name, tensor in begun.items()}

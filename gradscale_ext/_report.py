@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,12 @@ VARIABLES = ("MAX_JOBS", "CXX", "CUDA_HOME", "OMP_NUM_THREADS")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; what follows a subcommand is left to it, in `rest`."""
+    """Read the command line; what follows a subcommand is left to it, in `rest`.
+
+    From here on the program ends, as others do, when nobody reads its output any more.
+    """
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     parser = argparse.ArgumentParser(
         prog="python -m gradscale_ext",
         description="Without a subcommand: versions, what the extension was built with, what runs here, a self-check.",

@@ -49,6 +49,13 @@ def test_report():
     assert gs.__version__ in done.stdout
 
 
+def test_a_report_that_nobody_reads_ends_in_silence():
+    command = [sys.executable, "-m", "gradscale_ext"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as report:
+        report.stdout.close()
+        assert report.stderr.read() == ""
+
+
 def test_report_of_a_failed_self_check(capsys, monkeypatch):
     from gradscale_ext import __main__
 

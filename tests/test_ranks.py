@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradscale_ext as gs
 
@@ -205,6 +206,25 @@ def one_all_reduce_for_the_counts_of_a_loss(rank: int) -> None:
     assert seen.get_total_counts() == 2
 
 
+def both_all_reduces_are_begun_before_one_is_waited_for(rank: int) -> None:
+    calls: list[str] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function.namespace == "_c10d_functional":
+                calls.append(function.__name__.split(".")[0])
+            return function(*args, **(kwargs or {}))
+
+    with Noted():
+        gs.reduce_multi_step(
+            torch.ones(3, 2),
+            importance_weights=torch.ones(3),
+            normalize_importance_weights=True,
+            process_group=dist.group.WORLD,
+        )
+    assert calls == ["all_reduce", "all_reduce", "wait_tensor", "wait_tensor"]
+
+
 def a_compiled_loss_counts_over_the_ranks(rank: int) -> None:
     losses = torch.ones(3 + rank, 2, dtype=torch.float64, requires_grad=True)
     for reduction in ("mean", "valid_mean"):
@@ -296,43 +316,51 @@ def restored(learner: Learner, folder: str, limits: dict[str, Tensor]) -> dict[s
         learner.network, learner.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     learner.network.load_state_dict(limits, strict=False)
+    return parameters_of(learner)
+
+
+def parameters_of(learner: Learner) -> dict[str, Tensor]:
     return {name: whole(p.detach()).clone() for name, p in learner.network.named_parameters()}
 
 
-def a_checkpoint_goes_on_with_another_number_of_ranks(rank: int) -> None:
-    """Bitwise where the number is the same, and else as N ranks equal others."""
-    ranks, half = dist.get_world_size(), dist.get_world_size() // 2
-    folders = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folders)
-    few, all_ranks = DeviceMesh("cpu", list(range(half))), init_device_mesh("cpu", (ranks,))
-    steps = list(itertools.islice(batches(torch.float64), 6))
-    wanted: list[Any] = [None, None]
-    if rank < half:
-        learner = sharded_learner(few, half)
-        limits = {name: b for name, b in learner.network.state_dict().items() if "max_norm" in name}
-        for batch in steps[:3]:
-            learner.step(batch, parts_of(half)[rank])
-        saved(learner, folders[0])
-        now = {name: whole(p.detach()).clone() for name, p in learner.network.named_parameters()}
-        for batch in steps[3:]:
-            learner.step(batch, parts_of(half)[rank])
-        after = {name: whole(p.detach()).clone() for name, p in learner.network.named_parameters()}
-        again = sharded_learner(few, half)
-        same = restored(again, folders[0], limits)
-        assert all(torch.equal(same[name], now[name]) for name in now)
-        for batch in steps[3:]:
-            again.step(batch, parts_of(half)[rank])
-        assert all(torch.equal(whole(p.detach()), after[name]) for name, p in again.network.named_parameters())
-        wanted = [now, after]
-    dist.broadcast_object_list(wanted)
-    learner = sharded_learner(all_ranks, ranks)
-    limits = {name: b for name, b in learner.network.state_dict().items() if "max_norm" in name}
-    same = restored(learner, folders[0], limits)
-    assert all(torch.equal(same[name], wanted[0][name]) for name in same)
-    for batch in steps[3:]:
+def steps_of(learner: Learner, steps: list[dict[str, Any]], rank: int, ranks: int) -> dict[str, Tensor]:
+    for batch in steps:
         learner.step(batch, parts_of(ranks)[rank])
-    for name, p in learner.network.named_parameters():
-        assert_alike(name, p, wanted[1][name], 1e-12)
+    return parameters_of(learner)
+
+
+def limits_of(learner: Learner) -> dict[str, Tensor]:
+    return {name: b.clone() for name, b in learner.network.state_dict().items() if "max_norm" in name}
+
+
+def a_checkpoint_goes_on_with_another_number_of_ranks(rank: int) -> None:
+    """Bitwise where the number is the same, and else as N ranks equal others; with more ranks, and with fewer."""
+    ranks, half = dist.get_world_size(), dist.get_world_size() // 2
+    few, many = DeviceMesh("cpu", list(range(half))), init_device_mesh("cpu", (ranks,))
+    steps = list(itertools.islice(batches(torch.float64), 6))
+    for before, after in ((few, many), (many, few)):
+        folders = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folders)
+        wanted: list[Any] = [None, None]
+        if rank < before.size():
+            learner = sharded_learner(before, before.size())
+            limits = limits_of(learner)
+            now = steps_of(learner, steps[:3], rank, before.size())
+            saved(learner, folders[0])
+            later = steps_of(learner, steps[3:], rank, before.size())
+            again = sharded_learner(before, before.size())
+            same = restored(again, folders[0], limits)
+            assert all(torch.equal(same[name], now[name]) for name in now)
+            same = steps_of(again, steps[3:], rank, before.size())
+            assert all(torch.equal(same[name], later[name]) for name in later)
+            wanted = [now, later]
+        dist.broadcast_object_list(wanted)
+        if rank < after.size():
+            learner = sharded_learner(after, after.size())
+            same = restored(learner, folders[0], limits_of(learner))
+            assert all(torch.equal(same[name], wanted[0][name]) for name in same)
+            for name, p in steps_of(learner, steps[3:], rank, after.size()).items():
+                assert_alike(name, p, wanted[1][name], 1e-12)
 
 
 CHECKS: dict[str, Callable[[int], None]] = {
@@ -340,6 +368,7 @@ CHECKS: dict[str, Callable[[int], None]] = {
     for function in (
         one_all_reduce_for_all_statistics,
         one_all_reduce_for_the_counts_of_a_loss,
+        both_all_reduces_are_begun_before_one_is_waited_for,
         a_compiled_loss_counts_over_the_ranks,
         a_nan_on_one_rank_makes_all_skip,
         an_error_of_one_rank_is_its_own,

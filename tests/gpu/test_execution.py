@@ -10,6 +10,8 @@ import pytest
 import torch
 from test_cuda import DTYPES, FLOW, REFERENCE, converted, heads_of, inputs_of, need_gpu
 from test_loss import leaves
+from test_whole_step import SUPPORT, Batch, arguments_of, loss_of, make_batch, make_loss, make_network
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import gradscale_ext as gs
 
@@ -195,63 +197,42 @@ def test_capture_and_replay_with_other_inputs(name, private_pool, device):
         assert_same(captured, other_step())
 
 
-def test_capture_of_a_whole_update(device):
-    """Unroll, loss, backward pass and optimizer in one graph, beside the same without a graph."""
+def test_capture_of_the_examples_learner_step(device):
+    """Unroll, loss, backward pass and optimizer in one graph, beside the same steps without a graph."""
+    batches = [make_batch(seed) for seed in range(4)]
+    losses = {False: [], True: []}
+    for is_captured, found in losses.items():
+        network, loss_function = make_network().to(device), make_loss(SUPPORT, "fused")
+        optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True, capturable=True)
+        tensors = tree_map_only(torch.Tensor, lambda x: x.to(device), arguments_of(batches[0]))
+        given = Batch(**tensors)
 
-    def make():
-        torch.manual_seed(0)
-        model = torch.nn.ModuleDict(
-            {"encoder": torch.nn.Linear(7, 16), "dynamics": torch.nn.Linear(16, 16), "head": torch.nn.Linear(16, 21)}
-        ).to(device)
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+        def step(network=network, optimizer=optimizer, loss_function=loss_function, given=given):
+            loss, _ = loss_of(network, loss_function, given, 1e-4)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
 
-    support = gs.Support.muzero(10)
-    loss_fn = gs.MultiStepLoss(value=gs.TwoHot(support), reward=gs.TwoHot(support), policy=gs.SoftCrossEntropy())
-    generator = torch.Generator().manual_seed(0)
-    batches = [(torch.randn(8, 7, generator=generator), torch.randn(4, 8, generator=generator) * 5) for _ in range(4)]
-    observation, scalars = (x.to(device) for x in batches[0])
-
-    def update(model, optimizer):
-        optimizer.zero_grad(set_to_none=True)
-        hidden, logits = model["encoder"](observation), []
-        for _ in range(4):
-            logits.append(model["head"](hidden))
-            hidden = gs.scale_gradient(gs.clip_gradient_norm(model["dynamics"](hidden), 1.0, batch_dims=1), 0.5)
-        visits = [x.detach().softmax(-1) for x in logits]
-        predictions = {"value": logits, "reward": logits, "policy": logits}
-        targets = {"value": list(scalars), "reward": list(scalars), "policy": visits}
-        loss = loss_fn(predictions, targets, step_gradient_scale="unroll").loss
-        (loss + gs.l2_loss(model, 1e-4)).backward()
-        optimizer.step()
-        return loss.detach()
-
-    losses = {}
-    for captured in (False, True):
-        model, optimizer = make()
-        saved = {name: value.clone() for name, value in model.state_dict().items()}
-        run = lambda m=model, o=optimizer: update(m, o)
-        if captured:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    update(model, optimizer)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            optimizer.zero_grad(set_to_none=True)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # learns from the first batch, before a graph may be captured
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        if is_captured:
             with torch.cuda.graph(graph):
-                result = update(model, optimizer)
-            model.load_state_dict(saved)
-
-            def run(graph=graph, result=result):
-                graph.replay()
-                return result
-
-        losses[captured] = []
+                loss = step()
         for batch in batches:
-            for own, other in zip((observation, scalars), batch, strict=True):
-                own.copy_(other)
-            losses[captured].append(run().item())
+            for own, other in zip(tree_leaves(tensors), tree_leaves(arguments_of(batch)), strict=True):
+                if own is not None:  # the index
+                    own.copy_(other)
+            if is_captured:
+                graph.replay()
+            else:
+                loss = step()
+            found.append(loss.item())
     assert losses[True] == pytest.approx(losses[False], rel=1e-6)
 
 
