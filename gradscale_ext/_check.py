@@ -71,7 +71,7 @@ def _check_prediction(entry: _Entry, head: Head) -> None:
     wrong = x.isnan() | (x == torch.inf) if has_logits else ~x.isfinite()
     entry.refuse(wrong, "is not finite", "look for what made it so, or mask it")
     if has_logits and x.shape[-1] > 1 and len(x) > 0:
-        total = x.double().sum(-1)
+        total = x.sum(-1, dtype=_context.widest(x.device))
         tolerance = 1e-3 if x.dtype in (torch.float32, torch.float64) else 2e-2
         other = ((x < 0).any(-1)) | ((total - 1).abs() > tolerance)
         unmasked = torch.ones_like(other) if entry.unmasked is None else entry.unmasked
@@ -105,7 +105,7 @@ def _check_distribution(entry: _Entry, prediction: torch.Tensor) -> None:
     entry.refuse(~t.isfinite(), "is not finite", "mask what has no target; visits / visits.sum(-1) of none is NaN")
     entry.refuse(t < 0, "has negative probabilities", "give probabilities, or visits / visits.sum(-1, keepdim=True)")
     # Weighted distributions may add up to any number, but have neither entries above 1 nor counts.
-    counts = ((t == t.round()).all(-1) & (t.double().sum(-1) > 1)).unsqueeze(-1)
+    counts = ((t == t.round()).all(-1) & (t.sum(-1, dtype=_context.widest(t.device)) > 1)).unsqueeze(-1)
     entry.refuse(
         counts | (t > 1 + tolerance),
         "is no distribution",

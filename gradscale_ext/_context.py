@@ -7,6 +7,9 @@ import warnings
 
 import torch
 
+#: Types of devices that have no float64.
+WITHOUT_FLOAT64 = {"mps"}
+
 
 def is_eager() -> bool:
     """Tell whether Python runs for real. While torch.compile or torch.export traces, it must see the operators."""
@@ -29,11 +32,16 @@ def varies(number: float) -> bool:
     return not has_static_value(number)
 
 
-def as_tensor(number: float, device: torch.device, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def widest(device: torch.device | None = None) -> torch.dtype:
+    """The widest real dtype that a device has; PyTorch's default device, if none is named."""
+    device = device or torch.get_default_device()
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
+def as_tensor(number: float, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Make a scalar tensor of a number, which may vary: a product stays in the graph, while torch.tensor(number) would
     make the number a constant, and compile a graph for every number."""
-    dtype = torch.float32 if device.type == "mps" else dtype  # MPS has no float64
-    return torch.ones((), dtype=dtype, device=device) * number
+    return torch.ones((), dtype=dtype or widest(device), device=device) * number
 
 
 @functools.cache

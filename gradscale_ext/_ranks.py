@@ -68,7 +68,7 @@ def options_for_all_ranks(call: Call, process_group: Any, normalize_importance_w
 
 
 def _num_entries(call: Call) -> torch.Tensor:
-    """float64 `[heads]`: what the reduction counts in this rank's batch."""
+    """`[heads]`: what the reduction counts in this rank's batch."""
     device = next(iter(call.predictions.values()))[0].device
     counts: list[Any] = []
     for name, head in call.heads.items():
@@ -78,11 +78,11 @@ def _num_entries(call: Call) -> torch.Tensor:
             counts.append(call.masks[name][:, head.first_step :].sum())
         else:
             counts.append(call.batch * (call.steps - head.first_step))
-    return torch.stack([torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts])
+    return torch.stack([torch.as_tensor(count, dtype=_context.widest(device), device=device) for count in counts])
 
 
 def _all_reduced(sent: dict[str, tuple[torch.Tensor, str]], group: str) -> dict[str, torch.Tensor]:
-    """What all ranks have, of tensors with the name of a reduction each; all are on their way before one is waited for."""
+    """Tensors, each with the name of its reduction, reduced; all are on their way before one is waited for."""
     if not group:
         return {name: tensor for name, (tensor, _) in sent.items()}
     collectives = torch.ops._c10d_functional

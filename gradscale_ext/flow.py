@@ -299,8 +299,8 @@ def _bounds(operator: str, min: Any, max: Any) -> tuple[float | torch.Tensor, fl
     low = -math.inf if min is None else _real(operator, "min", min)
     high = math.inf if max is None else _real(operator, "max", max)
     if isinstance(low, torch.Tensor) or isinstance(high, torch.Tensor):
-        low = low if isinstance(low, torch.Tensor) else torch.tensor(low, dtype=torch.float64)
-        high = high if isinstance(high, torch.Tensor) else torch.tensor(high, dtype=torch.float64)
+        low = low if isinstance(low, torch.Tensor) else torch.tensor(low, dtype=_context.widest())
+        high = high if isinstance(high, torch.Tensor) else torch.tensor(high, dtype=_context.widest())
     elif not low <= high:
         raise ValueError(
             f"{operator}: min must not be greater than max, and neither NaN, but they are {low} and {high}"
@@ -319,16 +319,22 @@ class _Operator(torch.nn.Module):
         def __call__(self, x: Tree) -> Tree: ...
 
     def _keep(self, **values: float | torch.Tensor | None) -> None:
-        """Register numbers as float64 scalars, tensors as they are."""
+        """Register numbers as scalars in the widest dtype, tensors as they are."""
         for name, value in values.items():
             is_number = value is not None and not isinstance(value, torch.Tensor)
-            self.register_buffer(name, torch.tensor(value, dtype=torch.float64) if is_number else value)  # type: ignore[arg-type]
+            self.register_buffer(name, torch.tensor(value, dtype=_context.widest()) if is_number else value)  # type: ignore[arg-type]
 
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _Operator:
-        """Let `.to()` and `.half()` move the buffers, but not round them."""
-        before = dict(self.named_buffers(recurse=False))
+        """Let `.to()` and `.half()` move the buffers, but round them only for a device that has no float64."""
+        widest = _context.widest(function(torch.empty(0)).device)
+        buffers = {
+            name: value.to(widest) if value.dtype == torch.float64 else value
+            for name, value in self.named_buffers(recurse=False)
+        }
+        for name, value in buffers.items():
+            setattr(self, name, value)
         super()._apply(function, recurse)  # type: ignore[no-untyped-call]
-        for name, value in before.items():
+        for name, value in buffers.items():
             moved = getattr(self, name)
             if moved.dtype != value.dtype:
                 setattr(self, name, value.to(moved.device))

@@ -95,7 +95,7 @@ class Support:
 
     def centers(self) -> torch.Tensor:
         """`[S]` float32 centres, in transformed coordinates whatever the `space`."""
-        return reference.centers(self, torch.float64).float()
+        return reference.centers(self, _context.widest()).float()
 
     def two_hot(self, x: torch.Tensor) -> torch.Tensor:
         """Encode scalars `[...]` as distributions `[..., S]` with mass on at most two neighbouring bins.

@@ -106,9 +106,9 @@ def _telling_of_clipping(result_of: Callable[..., torch.Tensor], clip: Any) -> A
 
 def _result_of_norm(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> torch.Tensor:
     total = total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm
-    total = total.detach().double()
+    total = total.detach().to(_context.widest(total.device))
     factor = (max_norm / (total + 1e-6)).clamp(max=1)
-    return torch.stack([total, factor, (factor != 1).double()])
+    return torch.stack([total, factor, (factor != 1).to(total)])
 
 
 def _result_of_value(parameters: Any, clip_value: float, foreach: bool | None = None) -> torch.Tensor:

@@ -86,7 +86,7 @@ class GradientStatistics:
     @property
     def bin_edges(self) -> torch.Tensor:
         """`[bins + 1]` float64 on the CPU: bin i has ``edges[i] <= log2 |g| < edges[i + 1]``. The ends are infinite."""
-        return torch.tensor(BIN_EDGES, dtype=torch.float64)
+        return torch.tensor(BIN_EDGES, dtype=torch.float64, device="cpu")
 
     @property
     def total_norm(self) -> torch.Tensor:

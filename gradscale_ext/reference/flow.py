@@ -76,15 +76,16 @@ def clip_gradient_value(
 
 
 def _as_tensor(value: float | torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A number in double precision, or a tensor, beside `x` and without a gradient of its own."""
-    return value.detach().to(x.device) if isinstance(value, torch.Tensor) else _context.as_tensor(value, x.device)
+    """A number or a tensor in double precision beside `x`, and without a gradient of its own."""
+    if not isinstance(value, torch.Tensor):
+        return _context.as_tensor(value, x.device)
+    return value.to(x.device, _context.widest(x.device)).detach()
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     """Elements in double precision, or single where the device has no other."""
-    if x.device.type == "mps":
-        return x.to(torch.complex64 if x.is_complex() else torch.float32)
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+    wide = _context.widest(x.device)
+    return x.to(wide.to_complex() if x.is_complex() else wide)
 
 
 def _direction(

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from .. import _context
 from ..transforms import inverse_transform, transform
 
 
@@ -37,7 +38,8 @@ def centers(support: Bins, dtype: torch.dtype, device: torch.device | None = Non
 
 def raw_centers(support: Bins, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
     """`[S]` centres transformed back."""
-    return inverse_transform(centers(support, torch.float64, device), support.transform, support.eps).to(dtype)
+    wide = centers(support, _context.widest(device), device)
+    return inverse_transform(wide, support.transform, support.eps).to(dtype)
 
 
 def two_hot(x: torch.Tensor, support: Bins) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from .. import _context
 from .supports import widened
 
 
@@ -31,7 +32,7 @@ def tensor_statistics(tensors: Iterable[torch.Tensor | None], p: float) -> Stati
     columns = [_statistics_of(tensor, p, device) for tensor in tensors]
     if not columns:
         return (
-            torch.empty((3, 0), dtype=torch.float64),
+            torch.empty((3, 0), dtype=_context.widest()),
             torch.empty((5, 0), dtype=torch.int64),
             torch.empty((0, HISTOGRAM_BINS), dtype=torch.int64),
         )
@@ -40,7 +41,7 @@ def tensor_statistics(tensors: Iterable[torch.Tensor | None], p: float) -> Stati
 
 
 def _statistics_of(tensor: torch.Tensor | None, p: float, device: torch.device) -> Statistics:
-    precise = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
+    precise = _context.widest(device)
     elements = torch.empty(0, device=device) if tensor is None else tensor.detach()
     numel = elements.numel()
     if elements.layout != torch.strided:

@@ -1,0 +1,140 @@
+"""What the reference does on a device that has no float64, as MPS: the CPU plays one that refuses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import gradscale_ext as gs
+from gradscale_ext import _context
+from gradscale_ext.monitor import _open
+from gradscale_ext.reference.tensors import clip_tensors, clipping_of, tensor_statistics
+
+STEPS, BATCH, ACTIONS, WIDTH = 3, 4, 5, 6
+HEADS: dict[str, gs.Head] = {
+    "value": gs.TwoHot(gs.Support.muzero(10), label_smoothing=0.1),
+    "raw": gs.TwoHot(gs.Support.dreamer_v3()),
+    "reward": gs.HLGauss(gs.Support.tdmpc2(), first_step=1),
+    "policy": gs.SoftCrossEntropy(entropy_weight=0.1, subtract_target_entropy=True),
+    "error": gs.MeanSquaredError(transform="symlog"),
+    "end": gs.BinaryCrossEntropy(),
+    "hidden": gs.NegativeCosine(),
+    "own": gs.PerStepLoss(),
+}
+
+
+class Refusing(TorchDispatchMode):
+    """Makes no float64 of anything else; a number that a user has as a float64 tensor lies on another device."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if not wide_among(args):
+            assert not wide_among(out), f"{function}: this device has no float64"
+        return out
+
+
+def wide_among(values: Any) -> bool:
+    wide = (torch.float64, torch.complex128)
+    return any(isinstance(value, torch.Tensor) and value.dtype in wide for value in tree_leaves(values))
+
+
+def without_float64(monkeypatch: pytest.MonkeyPatch, function: Callable[[], Any]) -> Any:
+    monkeypatch.setattr(_context, "WITHOUT_FLOAT64", {"cpu"})
+    with Refusing():
+        return function()
+
+
+def assert_same_without(monkeypatch: pytest.MonkeyPatch, function: Callable[[], Any]) -> None:
+    """The same but for the rounding of float32."""
+    expected = function()
+    found = without_float64(monkeypatch, function)
+    for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "valid_mean", "none"])
+def test_loss(reduction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = {"value": 21, "raw": 255, "reward": 101, "policy": ACTIONS, "hidden": WIDTH}
+    shapes = {
+        name: (BATCH, STEPS - head.first_step, *([widths[name]] if name in widths else []))
+        for name, head in HEADS.items()
+    }
+    targets = {name: random(*shapes[name][:2]) for name in shapes if name != "own"}
+    targets |= {"hidden": random(*shapes["hidden"]), "policy": random(*shapes["policy"]).softmax(-1)}
+    targets["end"] = targets["end"].sigmoid()
+    mask = random(BATCH, STEPS) < 1
+
+    def loss() -> Any:
+        predictions = {name: random(*shape).requires_grad_() for name, shape in shapes.items()}
+        out = gs.multi_step_loss(
+            HEADS,
+            predictions,
+            targets,
+            step_weights=[1.0, 0.5, 0.25],
+            step_gradient_scale="unroll",
+            importance_weights=random(BATCH).abs(),
+            normalize_importance_weights=True,
+            mask=mask,
+            reduction=reduction,
+            nonfinite="skip",
+            check=True,
+            impl="reference",
+        )
+        gradients = torch.autograd.grad(out.loss.sum(), list(predictions.values()))
+        priorities = gs.priorities(out.expected["value"], targets["value"], alpha=0.6)
+        return out.loss.detach(), out.per_sample, out.per_step, out.expected, out.entropy, gradients, priorities
+
+    assert_same_without(monkeypatch, loss)
+
+
+@pytest.mark.parametrize("number", [0.3, torch.tensor(0.3, dtype=torch.float64)], ids=["number", "tensor"])
+@pytest.mark.parametrize("x", [random(3, 4), random(3, 4).to(torch.complex64)], ids=["real", "complex"])
+def test_flow(x: torch.Tensor, number: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients() -> Any:
+        operators = [gs.reference.scale_gradient, gs.reference.reverse_gradient]
+        operators += [gs.reference.normalize_gradient, gs.reference.clip_gradient_norm]
+        found = []
+        for operator in operators:
+            leaf = x.detach().clone().requires_grad_()
+            found.append(torch.autograd.grad(operator(leaf, number), leaf, x.flip(0))[0])
+        return found
+
+    assert_same_without(monkeypatch, gradients)
+
+
+def test_modules_are_moved_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their float64 numbers are rounded on the way; and are made so where such a device is PyTorch's default."""
+    modules = [gs.ScaleGradient(0.1), gs.ClipGradientNorm(0.1), gs.ClipGradientValue(-0.1, 0.1)]
+
+    def move() -> None:
+        for module in modules:
+            module.to("cpu", torch.float16)
+            assert {b.dtype for b in module.buffers() if b.is_floating_point()} == {torch.float32}
+        assert gs.ScaleGradient(0.1).scale.dtype == torch.float32
+        assert gs.Support.muzero(10).centers().dtype == torch.float32
+
+    assert modules[0].to(torch.float16).scale.dtype == torch.float64
+    without_float64(monkeypatch, move)
+
+
+def test_statistics_and_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = [random(3, 4), None, random(5), random(2, 2).to(torch.complex64)]
+
+    def clip() -> Any:
+        values, counts, histograms = tensor_statistics(gradients, 2.0)
+        clipping = clipping_of(values, counts, 2.0, 1.0, True)
+        tensors = [gradient.clone() for gradient in gradients if gradient is not None]
+        clip_tensors(tensors, clipping, True)
+        of_pytorch = _open._result_of_norm(tensors, 1.0, values.norm())
+        return values, counts, histograms, clipping, tensors, of_pytorch, gs.reference.l2_loss(tensors[:2], 0.1)
+
+    assert_same_without(monkeypatch, clip)
