@@ -7,9 +7,6 @@ import warnings
 
 import torch
 
-#: Types of devices that have no float64.
-WITHOUT_FLOAT64 = {"mps"}
-
 
 def is_eager() -> bool:
     """Tell whether Python runs for real. While torch.compile or torch.export traces, it must see the operators."""
@@ -33,9 +30,12 @@ def varies(number: float) -> bool:
 
 
 def widest(device: torch.device | None = None) -> torch.dtype:
-    """The widest real dtype that a device has; PyTorch's default device, if none is named."""
+    """The widest real dtype that a device has; PyTorch's default device, if none is named. MPS has no float64, and some
+    Intel GPUs have none."""
     device = device or torch.get_default_device()
-    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+    if device.type == "mps" or (device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64):
+        return torch.float32
+    return torch.float64
 
 
 def as_tensor(number: float, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:

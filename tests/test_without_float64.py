@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def wide_among(values: Any) -> bool:
 
 
 def without_float64(monkeypatch: pytest.MonkeyPatch, function: Callable[[], Any]) -> Any:
-    monkeypatch.setattr(_context, "WITHOUT_FLOAT64", {"cpu"})
+    monkeypatch.setattr(_context, "widest", lambda device=None: torch.float32)
     with Refusing():
         return function()
 
@@ -59,6 +60,13 @@ def assert_same_without(monkeypatch: pytest.MonkeyPatch, function: Callable[[], 
 
 def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def test_devices_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=device.index == 1))
+    assert _context.widest(torch.device("mps")) == _context.widest(torch.device("xpu", 0)) == torch.float32
+    assert _context.widest(torch.device("xpu", 1)) == _context.widest(torch.device("cuda")) == torch.float64
+    assert _context.widest() == torch.float64
 
 
 @pytest.mark.parametrize("reduction", ["mean", "valid_mean", "none"])
