@@ -32,7 +32,7 @@ def varies(number: float) -> bool:
 def widest(device: torch.device | None = None) -> torch.dtype:
     """The widest real dtype that a device has; PyTorch's default device, if none is named. MPS has no float64, and some
     Intel GPUs have none."""
-    device = device or torch.get_default_device()
+    device = device or torch.empty(0).device  # not torch.get_default_device(), which torch.compile does not trace
     if device.type == "mps" or (device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64):
         return torch.float32
     return torch.float64
