@@ -18,7 +18,7 @@ from games import tictactoe  # noqa: E402
 from learner import make_loss, make_optimizer, update_weights  # noqa: E402
 from replay import n_step_returns  # noqa: E402
 from search import search  # noqa: E402
-from self_play import dirichlet_noise, draw_actions, evaluate, play  # noqa: E402
+from self_play import dirichlet_noise, draw_actions, evaluate, explored, play  # noqa: E402
 from training import Training  # noqa: E402
 
 pytestmark = pytest.mark.any_version
@@ -232,6 +232,13 @@ def test_no_illegal_action_is_searched_drawn_or_learned():
     assert output.num_nonfinite == 0
     assert output.loss.isfinite()
     assert all(parameter.grad.isfinite().all() for parameter in run.network.parameters())
+
+
+def test_a_share_of_actions_is_any_legal_one():
+    policy, legal = np.array([[1.0, 0, 0], [0.2, 0.3, 0.5]]), np.array([[True, True, False], [True, True, True]])
+    expected = [[0.75, 0.25, 0], [(0.2 + 1 / 3) / 2, (0.3 + 1 / 3) / 2, (0.5 + 1 / 3) / 2]]
+    np.testing.assert_allclose(explored(policy, legal, 0.5), expected)
+    assert explored(policy, legal, 0.0) is policy
 
 
 def test_actions_of_no_probability_are_never_drawn():

@@ -32,6 +32,7 @@ class Configuration:
     discount: float = option(0.997, "discount of the return")
     dirichlet_alpha: float = option(0.3, "concentration of the noise on the root's prior")
     dirichlet_fraction: float = option(0.25, "share of the noise in the root's prior")
+    random_actions: float = option(0.0, "share of self-play's actions for which all legal ones are equally likely")
 
     unroll_steps: int = option(5, "K, the steps that the model is unrolled for in training")
     bootstrap_steps: int = option(50, "n of the n-step return")

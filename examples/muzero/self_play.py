@@ -41,7 +41,8 @@ class SelfPlay:
         """
         legal_actions = self.game.legal_actions()
         result = self.search(network, legal_actions)
-        action = draw_actions(result.policy, self.generator)
+        policy = explored(result.policy, legal_actions, self.configuration.random_actions)
+        action = draw_actions(policy, self.generator)
         next_observation, reward, terminated, truncated = self.game.step(action)
         finished = []
         for i, episode in enumerate(self.episodes):
@@ -86,6 +87,13 @@ def dirichlet_noise(legal_actions: Booleans, alpha: float, generator: np.random.
     """A symmetric Dirichlet distribution over each row's legal actions `[E, A]`: gamma variates, over their sum."""
     variates = generator.standard_gamma(alpha, size=legal_actions.shape) * legal_actions
     return (variates / variates.sum(axis=-1, keepdims=True)).astype(np.float32)
+
+
+def explored(policy: Floats, legal_actions: Booleans, share: float) -> Floats:
+    """Probabilities `[E, A]` of actions of which a share is any legal one, and the rest is drawn from the policy."""
+    if share == 0:
+        return policy
+    return (1 - share) * policy + share * (legal_actions / legal_actions.sum(axis=-1, keepdims=True))
 
 
 def draw_actions(policy: Floats, generator: np.random.Generator) -> Integers:

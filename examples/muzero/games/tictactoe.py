@@ -27,7 +27,7 @@ class TicTacToe(Game):
         "num_simulations": 30,
         "discount": 1.0,
         "bootstrap_steps": 9,  # to the end: values are outcomes
-        "dirichlet_fraction": 0.5,  # opponents choose what self-play would avoid, so that it must be learned too
+        "random_actions": 0.1,  # opponents choose what self-play would avoid, so that it must be learned too
         "replay_capacity": 50_000,
         "priority_exponent": 0.0,
         "updates_per_step": 4,
