@@ -135,9 +135,9 @@ def test_killed_actors_are_replaced(begin, tmp_path):
     ray.kill(training.players[0], no_restart=False)
     learn(training, 20)
     replaced = training.players[0].play.remote(training.weights, training.replay.keeper)
-    acknowledged = ray.get(replaced, timeout=60)[2]
+    acknowledged = ray.get(replaced, timeout=300)[2]
     ray.kill(training.replay.keeper, no_restart=False)
-    assert ray.get(training.replay.keeper.size.remote(), timeout=60) >= acknowledged > 30
+    assert ray.get(training.replay.keeper.size.remote(), timeout=300) >= acknowledged > 30
     before = training.network.state_dict()["value.0.weight"].clone()
     learn(training, 20)
     assert not torch.equal(before, training.network.state_dict()["value.0.weight"])
