@@ -326,7 +326,7 @@ class _Operator(torch.nn.Module):
 
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _Operator:
         """Let `.to()` and `.half()` move the buffers, but round them only for a device that has no float64."""
-        widest = _context.widest(function(torch.empty(0)).device)
+        widest = _context.widest(function(torch.empty(0, device="cpu")).device)
         buffers = {
             name: value.to(widest) if value.dtype == torch.float64 else value
             for name, value in self.named_buffers(recurse=False)

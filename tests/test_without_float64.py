@@ -134,6 +134,13 @@ def test_modules_are_moved_there(monkeypatch: pytest.MonkeyPatch) -> None:
     without_float64(monkeypatch, move)
 
 
+def test_modules_are_moved_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        module = gs.ScaleGradient(torch.tensor(0.1, device="cpu")).to("cpu", torch.float16)
+    assert module.scale.device.type == "cpu"
+    assert module.scale.dtype == torch.float32
+
+
 def test_statistics_and_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = [random(3, 4), None, random(5), random(2, 2).to(torch.complex64)]
 
