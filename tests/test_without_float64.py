@@ -110,6 +110,8 @@ def test_flow(x: torch.Tensor, number: Any, monkeypatch: pytest.MonkeyPatch) -> 
     def gradients() -> Any:
         operators = [gs.reference.scale_gradient, gs.reference.reverse_gradient]
         operators += [gs.reference.normalize_gradient, gs.reference.clip_gradient_norm]
+        if not x.is_complex():
+            operators += [lambda x, number: gs.reference.clip_gradient_value(x, -number, number)]
         found = []
         for operator in operators:
             leaf = x.detach().clone().requires_grad_()
