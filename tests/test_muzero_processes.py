@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -35,8 +34,7 @@ def run(command, **options):
 
 
 def test_ranks_train_as_one(tmp_path):
-    said = run([*TORCHRUN, Path(__file__).with_name("training_ranks.py"), tmp_path]).communicate(timeout=120)[0]
-    assert sorted(re.findall("passed on .", said)) == ["passed on 0", "passed on 1"]
+    assert run([*TORCHRUN, Path(__file__).with_name("training_ranks.py"), tmp_path]).wait(timeout=120) == 0
     with pytest.raises(ValueError, match="begun by 2 processes, not 1"):
         Training(CONFIGURATION).load(tmp_path / "checkpoint.pt")
 

@@ -1,4 +1,4 @@
-"""Checks of the example agent's training by two ranks; torchrun starts this for tests/test_muzero_processes.py."""
+"""Checks of the example agent's training by two ranks, which tests/test_muzero_processes.py has torchrun start."""
 
 import copy
 import sys
@@ -70,4 +70,3 @@ if __name__ == "__main__":
     ranks = Ranks()
     training = weights_are_the_same_after_going_on(ranks, Path(sys.argv[1], "checkpoint.pt"))
     step_is_that_of_the_whole_batch(ranks, training)
-    print("passed on", ranks.rank)
