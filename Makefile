@@ -78,11 +78,12 @@ simulated: $(VENV)/installed $(VENV)/nvrtc $(VENV)/driver.so
 	  --simulated-kernels=$(VENV)/driver.so \
 	  $(SIMULATED:%=tests/test_%.py)
 
-# The Python tests once more, with the extension compiled for sanitizers into a folder of its own. Those that compile
-# graphs or C++ are left out: sanitizers would watch the compilers, and the C++ tests have sanitizers of their own.
+# Once more the Python tests of what is written in C++, with the extension compiled for sanitizers into a folder of its own.
+# Those that compile graphs or C++ are not among them: sanitizers would watch the compilers.
+SANITIZED := autograd check context distributed flow flow_nonlinear layers loss loss_contexts monitor peers statistics support \
+  tensors transforms unroll without_float64
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
-NOT_SANITIZED := against budget compile cuda device_kernels install kernels matrix muzero_processes ptx simt types whole_step
 
 $(VENV)/sanitized/built: $(VENV)/installed $(SOURCES) $(wildcard gradscale_ext/*.py gradscale_ext/*/*.py)
 	CFLAGS="$(SANITIZERS) -O1 -g1 -fno-omit-frame-pointer" LDFLAGS="$(SANITIZERS)" \
@@ -94,7 +95,7 @@ sanitized: $(VENV)/sanitized/built
 	LD_PRELOAD="$(foreach library,$(PRELOADED),$(shell $(CC) -print-file-name=$(library)))" PYTHONPATH=$(VENV)/sanitized/lib \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not untraced" \
-	  $(filter-out $(NOT_SANITIZED:%=tests/test_%.py),$(wildcard tests/test_*.py))
+	  $(SANITIZED:%=tests/test_%.py)
 
 # MINUTES has another default here; a SEED is one that was given, not that of the example agent.
 fuzz: MINUTES := 30
@@ -104,7 +105,8 @@ fuzz: $(VENV)/installed
 versions: $(VERSIONS:%=version-%)
 
 # Installed and compiled, and the tests run, but for those that are the same with any version, and the fuzzer.
-version-%: .versions/%/.venv/torch
+version-%: .versions/%/.venv/torch $(VENV)/driver.so
+	cp --recursive --preserve $(VENV)/ptx $(VENV)/driver.so .versions/$*/.venv/
 	CFLAGS=-O1 $(MAKE) --directory=.versions/$* test TORCH=torch==$* GRADSCALE_TEST_BACKEND=aot_eager PYTEST_OPTIONS="\
 	  -m 'not any_version' --ignore=tests/fuzz $(addprefix --ignore=tests/test_,kernels.py simt.py device_kernels.py install.py docs.py)"
 
@@ -124,6 +126,7 @@ bench: $(VENV)/installed
 	$(BIN)/python bench/parameters.py --json bench/results/parameters.json
 	$(BIN)/python bench/monitor.py --json bench/results/monitor.json
 	$(BIN)/python bench/ranks.py --json bench/results/ranks.json
+	$(BIN)/python bench/hosts.py --json bench/results/hosts.json
 	$(BIN)/python bench/throughput.py --json bench/results/actors.json --seconds 100
 	$(BIN)/python bench/plot.py
 	$(BIN)/python bench/readme.py

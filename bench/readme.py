@@ -300,18 +300,36 @@ def ranks_table() -> str:
 def predicted_table() -> str:
     """What the model of bench/ranks.py says of many ranks."""
     found = json.loads((RESULTS / "ranks.json").read_text())
-    keys = ["gradients_ms", "counts_ms", "statistics_ms", "step_ms"]
+    keys = ["gradients_ms", "exposed_ms", "counts_ms", "statistics_ms", "step_ms"]
     lines = [
         [str(row["ranks"]), *(f"{row[key]:.2f}" for key in keys), f"{100 * row['efficiency']:.0f} %"]
         for row in found["predicted"]
     ]
-    header = ["ranks", "gradients, ms", "counts, ms", "statistics, ms", "step, ms", "efficiency"]
+    header = ["ranks", "gradients, ms", "not hidden, ms", "counts, ms", "statistics, ms", "step, ms", "efficiency"]
     of = found["assumed"]
     caption = (
         f"Assumed, not measured: {of['network_ms']:g} ms for the network, {of['backward_ms']:g} of them in the "
         f"backward pass, beside which gradients are sent; {of['loss_ms']:g} ms for the loss; "
-        f"{of['parameters'] / 1e6:g} M float32 parameters in {of['tensors']} tensors; {of['bandwidth'] / 1e9:g} GB/s "
-        f"and {1e6 * of['latency']:g} µs a step of a collective, for every rank."
+        f"{of['parameters'] / 1e6:g} M float32 parameters in {of['tensors']} tensors, in buckets of "
+        f"{of['last_bucket'] / 2**20:g} MiB; {of['bandwidth'] / 1e9:g} GB/s and {1e6 * of['latency']:g} µs a step of a "
+        "collective, for every rank."
+    )
+    return table(header, lines) + "\n\n" + caption
+
+
+def hosts_table() -> str:
+    """Two hosts with links of several speeds: what was measured, and what the model says."""
+    found = json.loads((RESULTS / "hosts.json").read_text())
+    lines = []
+    for link in found["links"]:
+        measured, model = link["measured"], link["model"]
+        times = (measured["all_reduce_ms"]["gradients"], model["gradients_ms"], measured["milliseconds"]["step"])
+        lines.append([f"{link['gigabits']:g}", *(f"{time:.1f}" for time in times), f"{model['step_ms']:.1f}"])
+    header = ["link, Gbit/s", "all-reduce alone, ms", "model", "step, ms", "model"]
+    machine, step = found["machine"], found["alone"]["milliseconds"]["step"]
+    caption = (
+        f"The network of the first table, whose step takes one process {step:.1f} ms; {machine['cpu']}, "
+        f"{machine['cores']} cores, one thread a process, gloo (`bench/results/hosts.json`)."
     )
     return table(header, lines) + "\n\n" + caption
 
@@ -333,6 +351,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "actors": actors_table,
     "instructions": instructions_table,
     "ranks": ranks_table,
+    "ranks, hosts": hosts_table,
     "ranks, predicted": predicted_table,
     "flow": lambda: flow_table(["scale_gradient", "clip_gradient_norm"]),
     "flow, others": lambda: flow_table(["reverse_gradient", "normalize_gradient", "clip_gradient_value"]),

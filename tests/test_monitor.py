@@ -9,9 +9,7 @@ import gc
 import importlib
 import math
 import pickle
-import re
 import runpy
-import subprocess
 import sys
 import threading
 import types
@@ -1795,19 +1793,3 @@ def test_example(tmp_path, monkeypatch, capsys):
     assert "clipped at" in capsys.readouterr().out
     assert (tmp_path / "gradients.png").exists()
     assert list(tmp_path.glob("events.out.tfevents.*"))
-
-
-def test_the_demo_tells_what_it_does(tmp_path):
-    """The time limit ends this run, so the bar is full then, though hardly a step of many has been taken."""
-    for name in ("gymnasium", "matplotlib", "tensorboard", "tqdm"):
-        pytest.importorskip(name)
-    options = {"directory": tmp_path, "max-minutes": 0.03, "training-steps": 100_000, "num-simulations": 2}
-    options |= {"minimum-replay": 50, "batch-size": 8, "num-environments": 4}
-    arguments = [f"--{name}={option}" for name, option in options.items()]
-    train = [sys.executable, EXAMPLES / "muzero" / "train.py", *arguments]
-    run = subprocess.run(train, capture_output=True, text=True, check=True)
-    bar = re.split(r"[\r\n]+", run.stderr.strip())[-1]
-    assert re.match(r"100%\|█+\| mean return \d+ of 475, step \d+ of 100000, 0\.0 of 0\.03 minutes", bar)
-    phases = ("time is up", "evaluating: 20 episodes", "timing the learner step: 200 times", "evaluation: 20 episodes")
-    places = [run.stdout.index(phase) for phase in phases]
-    assert places == sorted(places)

@@ -1,5 +1,7 @@
 """The example agent: its games against oracles, its search with a model that knows the rules, and runs that go on."""
 
+import re
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,7 +13,8 @@ import torch
 import gradscale_ext as gs
 
 gymnasium = pytest.importorskip("gymnasium")
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "muzero"))
+EXAMPLE = Path(__file__).parent.parent / "examples" / "muzero"
+sys.path.insert(0, str(EXAMPLE))
 import games  # noqa: E402
 from configuration import Configuration  # noqa: E402
 from games import tictactoe  # noqa: E402
@@ -285,3 +288,29 @@ def test_the_agent_is_measured_beside_others(name, monkeypatch):
         opponent = load(name).opponent
         assert described == f"the agent, which begins, against {opponent} / the agent against {opponent}, which begins"
         assert max(returns.max() for returns in evaluation.values()) <= 0  # nobody beats a perfect player
+
+
+def test_the_demo_tells_what_it_does(tmp_path):
+    """The time limit ends this run, so the bar is full then, though hardly a step of many has been taken."""
+    for name in ("matplotlib", "tensorboard", "tqdm"):
+        pytest.importorskip(name)
+    options = {"directory": tmp_path, "max-minutes": 0.03, "training-steps": 100_000, "num-simulations": 2}
+    options |= {"minimum-replay": 50, "batch-size": 8, "num-environments": 4}
+    arguments = [f"--{name}={option}" for name, option in options.items()]
+    train = [sys.executable, EXAMPLE / "train.py", *arguments]
+    run = subprocess.run(train, capture_output=True, text=True, check=True)
+    bar = re.split(r"[\r\n]+", run.stderr.strip())[-1]
+    assert re.match(r"100%\|█+\| mean return \d+ of 475, step \d+ of 100000, 0\.0 of 0\.03 minutes", bar)
+    phases = ("time is up", "evaluating: 20 episodes", "timing the learner step: 200 times", "evaluation: 20 episodes")
+    places = [run.stdout.index(phase) for phase in phases]
+    assert places == sorted(places)
+
+
+def test_a_run_that_learnt_nothing_says_so(tmp_path, monkeypatch):
+    for name in ("matplotlib", "tensorboard", "tqdm"):
+        pytest.importorskip(name)
+    import train
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--training-steps=2", f"--directory={tmp_path}"])
+    with pytest.raises(SystemExit, match=r"^error: the run ended before its first learner step"):
+        train.main()

@@ -34,6 +34,14 @@ class Ranks:
             dist.gather_object(value, values if self.rank == 0 else None)
         return values
 
+    def of_first(self, value: Any) -> Any:
+        """The value of rank 0."""
+        if self.process_group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values)
+        return values[0]
+
     def parallel(self, network: nn.Module) -> nn.Module:
         """The network, with gradients that are averaged over the ranks when it is called as a module."""
         return network if self.process_group is None else DistributedDataParallel(network)

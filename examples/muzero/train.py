@@ -76,7 +76,7 @@ def main() -> int:
     ranks.gather(None)  # so that none reads what is removed
     training = begin(configuration, directory, options.ray, ranks)
     try:
-        if checkpoint.exists():
+        if ranks.of_first(checkpoint.exists()):
             training.load(checkpoint)
     except ValueError as error:
         sys.exit(f"error: {error}. Give the same options to go on, another --directory, or --fresh to start anew.")
@@ -84,6 +84,8 @@ def main() -> int:
         train(training, checkpoint, 60 * options.max_minutes, options.monitor)
         if ranks.rank > 0:
             return 0
+        if not training.learner_steps:
+            sys.exit("error: the run ended before its first learner step, so there is nothing to report")
         report(training, directory)
         if options.monitor:
             report_gradients(training, directory)

@@ -185,12 +185,12 @@ class Training:
         os.replace(unfinished, path)
 
     def load(self, path: Path) -> None:
-        """Goes on from a checkpoint. Games are in it as Python objects: load only what you wrote yourself.
+        """Goes on from a checkpoint, which only rank 0 reads. Games are in it as Python objects: load only your own.
 
         Raises:
             ValueError: the checkpoint's run has another configuration, or another number of ranks.
         """
-        state = torch.load(path, weights_only=False)
+        state = self.ranks.of_first(torch.load(path, weights_only=False) if self.ranks.rank == 0 else None)
         for name, value in dataclasses.asdict(self.configuration).items():
             saved = state["configuration"].get(name)
             if saved != value:

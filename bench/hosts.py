@@ -1,0 +1,95 @@
+"""The model of bench/ranks.py against two hosts, between which the link is as fast as one says.
+
+    sudo python bench/hosts.py --json bench/results/hosts.json --seconds 20
+
+The hosts are network namespaces of this machine, joined by a pair of virtual Ethernet devices whose token bucket
+filters let so many bits a second through. They share the machine's processors, and each has one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import ranks
+
+GIGABITS = (0.25, 1.0, 2.5)
+BURST = "128kb"  # what the filters let through at once: twice the largest segment
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>
+
+
+@contextlib.contextmanager
+def linked(gigabits: float) -> Iterator[None]:
+    """Two hosts, gradscale0 and gradscale1, that are there as long as the context is."""
+
+    def call(command: str) -> None:
+        subprocess.run(command.split(), check=True)
+
+    with contextlib.ExitStack() as stack:
+        for host in (0, 1):
+            call(f"ip netns add gradscale{host}")
+            stack.callback(call, f"ip netns delete gradscale{host}")
+        call("ip link add name link0 netns gradscale0 type veth peer name link1 netns gradscale1")
+        for host in (0, 1):
+            call(f"ip -n gradscale{host} address add 10.77.0.{host + 1}/24 dev link{host}")
+            call(f"ip -n gradscale{host} link set link{host} up")
+            limits = f"rate {gigabits}gbit burst {BURST} latency 50ms"
+            call(f"tc -n gradscale{host} qdisc add dev link{host} root tbf {limits}")
+        yield
+
+
+def enter(rank: int) -> None:
+    """Moves this process to the host of its rank."""
+    with open(f"/run/netns/gradscale{rank}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), f"cannot enter the host of rank {rank}")
+    os.environ["GLOO_SOCKET_IFNAME"] = f"link{rank}"
+
+
+def model(alone: dict[str, Any], gigabits: float, latency: float) -> dict[str, float]:
+    """What follows from one process's step for two processes with such a link."""
+    times, sent = alone["milliseconds"], alone["messages"]
+    return ranks.predicted(
+        2,
+        {
+            "network_ms": times["step"] - times["loss"],
+            "backward_ms": times["backward"],
+            "loss_ms": times["loss"],
+            "parameters": alone["parameters"],
+            "tensors": alone["tensors"],
+            "last_bucket": sent["gradients"][-1],
+            "bandwidth": 1e9 / 8 * gigabits,
+            "latency": latency,
+        },
+    )
+
+
+def main() -> int:
+    options = harness.arguments(__doc__)
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        print("bench/hosts.py needs root, and iproute2: nothing is measured")
+        return 0
+    alone = ranks.measured(1, options.seconds)
+    links = []
+    for gigabits in GIGABITS:
+        with linked(gigabits):
+            found = ranks.measured(2, options.seconds, enter)
+        latency = found["all_reduce_ms"]["loss"] / 2e3  # of counts, which two steps bring there and back
+        links.append({"gigabits": gigabits, "measured": found, "model": model(alone, gigabits, latency)})
+        print(links[-1])
+    if options.json:
+        machine = {**harness.machine(), "threads": "1 a process"}
+        options.json.write_text(json.dumps({"machine": machine, "alone": alone, "links": links}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
