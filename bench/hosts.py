@@ -61,7 +61,7 @@ def model(alone: dict[str, Any], gigabits: float, latency: float) -> dict[str, f
         2,
         {
             "network_ms": times["step"] - times["loss"],
-            "backward_ms": times["backward"],
+            "beside_ms": times["backward"] - times["first bucket complete"],
             "loss_ms": times["loss"],
             "parameters": alone["parameters"],
             "tensors": alone["tensors"],

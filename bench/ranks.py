@@ -81,9 +81,11 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
     network = Network()
     parallel = nn.parallel.DistributedDataParallel(network)
     buckets: list[int] = []
+    complete: list[float] = []
 
     def counted(group, bucket):  # DDP reads the types, which must be no words
         buckets.append(bucket.buffer().numel() * bucket.buffer().element_size())
+        complete.append(time.perf_counter())
         return default_hooks.allreduce_hook(group, bucket)
 
     parallel.register_comm_hook(None, counted)
@@ -99,7 +101,8 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
             predictions, targets, mask=mask, step_gradient_scale="unroll", reduction="valid_mean", **shared
         ).loss
 
-    times: dict[str, list[float]] = {name: [] for name in ("forward", "loss", "backward", "clip", "optimizer", "step")}
+    parts = ("forward", "loss", "backward", "clip", "optimizer", "step", "first bucket complete")
+    times: dict[str, list[float]] = {name: [] for name in parts}
     sent: dict[str, list[int]] = {}
 
     def watched(name: str, function: Callable[[], Any]) -> Any:
@@ -121,6 +124,7 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
         marks.append(time.perf_counter())
         optimizer.zero_grad()
         buckets.clear()
+        complete.clear()
         loss.backward()
         sent["gradients"] = list(buckets)
         marks.append(time.perf_counter())
@@ -131,6 +135,7 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
         for name, start, stop in zip(times, marks, marks[1:], strict=False):
             times[name].append(stop - start)
         times["step"].append(marks[-1] - marks[0])
+        times["first bucket complete"].append(complete[0] - marks[2])
         running = torch.tensor(float(time.perf_counter() < end))
         dist.broadcast(running, 0)
     all_reduce_ms = {name: 1e3 * all_reduce_alone(sum(sent[name])) for name in ("loss", "gradients")}
@@ -183,7 +188,7 @@ def bytes_of_statistics(ranks: int, tensors: int) -> int:
 #: Of the table; all but the sizes are assumptions about machines that nobody measured here.
 ASSUMED = {
     "network_ms": 20.0,  # forward, backward and optimizer on one rank
-    "backward_ms": 12.0,  # the part of it beside which gradients are sent
+    "beside_ms": 4.0,  # the part of the backward pass beside which gradients are sent
     "loss_ms": 0.1,
     "parameters": 20e6,  # float32
     "tensors": 200,
@@ -200,7 +205,7 @@ def predicted(ranks: int, assumed: dict[str, float]) -> dict[str, float]:
     counts = 1e3 * all_reduce_seconds(8 * len(LOSS.heads), ranks, *link)
     statistics_ = 1e3 * all_reduce_seconds(bytes_of_statistics(ranks, int(assumed["tensors"])), ranks, *link)
     last_bucket = 1e3 * all_reduce_seconds(assumed["last_bucket"], ranks, *link)
-    exposed = max(last_bucket, gradients - assumed["backward_ms"])
+    exposed = max(last_bucket, gradients - assumed["beside_ms"])
     step = assumed["network_ms"] + assumed["loss_ms"] + exposed + counts + statistics_
     alone = assumed["network_ms"] + assumed["loss_ms"]
     return {

@@ -290,9 +290,12 @@ def ranks_table() -> str:
         lines.append([processes, *times, *sent])
     header = ["processes", *(f"{part}, ms" for part in parts), "loss sends", "gradients", "statistics"]
     first, machine = found["measured"]["1"], found["machine"]
+    complete = first["milliseconds"]["first bucket complete"] / first["milliseconds"]["backward"]
     caption = (
         f"{first['parameters']:,} parameters in {first['tensors']} tensors, {found['batch of a rank']} samples a "
         f"process; {machine['cpu']}, {machine['cores']} cores, one thread a process, gloo (`bench/results/ranks.json`)."
+        f" The first of the {len(first['messages']['gradients'])} buckets of gradients is complete after "
+        f"{100 * complete:.0f} % of the backward pass."
     )
     return table(header, lines) + "\n\n" + caption
 
@@ -308,8 +311,8 @@ def predicted_table() -> str:
     header = ["ranks", "gradients, ms", "not hidden, ms", "counts, ms", "statistics, ms", "step, ms", "efficiency"]
     of = found["assumed"]
     caption = (
-        f"Assumed, not measured: {of['network_ms']:g} ms for the network, {of['backward_ms']:g} of them in the "
-        f"backward pass, beside which gradients are sent; {of['loss_ms']:g} ms for the loss; "
+        f"Assumed, not measured: {of['network_ms']:g} ms for the network, in {of['beside_ms']:g} of which "
+        f"gradients are sent beside the backward pass; {of['loss_ms']:g} ms for the loss; "
         f"{of['parameters'] / 1e6:g} M float32 parameters in {of['tensors']} tensors, in buckets of "
         f"{of['last_bucket'] / 2**20:g} MiB; {of['bandwidth'] / 1e9:g} GB/s and {1e6 * of['latency']:g} µs a step of a "
         "collective, for every rank."
