@@ -311,6 +311,7 @@ def test_a_run_that_learnt_nothing_says_so(tmp_path, monkeypatch):
         pytest.importorskip(name)
     import train
 
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["train.py", "--training-steps=2", f"--directory={tmp_path}"])
     with pytest.raises(SystemExit, match=r"^error: the run ended before its first learner step"):
         train.main()

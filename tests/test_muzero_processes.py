@@ -62,11 +62,38 @@ def test_a_share_is_of_everything():
         Configuration(num_environments=11).share(0, 12, "num_environments")
 
 
+def test_each_rank_removes_what_its_machine_has(tmp_path, monkeypatch):
+    """A replay buffer that an earlier run left on another machine than rank 0's is none of a fresh run."""
+    for name in ("matplotlib", "tensorboard", "tqdm"):
+        pytest.importorskip(name)
+    import train
+
+    class Second(train.Ranks):
+        def __init__(self):
+            self.rank, self.size, self.process_group = 1, 2, None
+
+    def begin(*_):
+        raise SystemExit("begun")
+
+    monkeypatch.setattr(train, "Ranks", Second)
+    monkeypatch.setattr(train, "begin", begin)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--fresh", f"--directory={tmp_path}"])
+    left = tmp_path / "cartpole-seed0" / "replay.1.sqlite"
+    left.parent.mkdir()
+    left.touch()
+    with pytest.raises(SystemExit, match="begun"):
+        train.main()
+    assert not left.exists()
+
+
 def test_without_ray_there_is_one_line(tmp_path, monkeypatch):
     for name in ("matplotlib", "tensorboard", "tqdm"):
         pytest.importorskip(name)
     import train
 
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["train.py", "--actors=2", f"--directory={tmp_path}"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r'^error: --actors needs Ray: pip install "ray') as stopped:

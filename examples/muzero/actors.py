@@ -140,11 +140,13 @@ class ActorTraining(Training):
         super().__init__(configuration, ranks)
         if not ray.is_initialized():
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            # Machines of a cluster are sent this folder.
-            folder = {"working_dir": str(Path(__file__).parent), "excludes": ["runs", "__pycache__"]}
-            environment = None if address == "local" else folder
+            # Machines of a cluster are sent the folder of this file.
+            sent = {"working_dir": str(Path(__file__).parent), "excludes": ["runs", "__pycache__"]}
+            environment = None if address == "local" else sent
             ray.init(address, include_dashboard=False, logging_level=logging.ERROR, runtime_env=environment)
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # with the folder
+        here = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )  # has the run's folder
         path = directory.resolve() / f"replay.{self.ranks.rank}.sqlite"
         keeper = immortal(Keeper).options(scheduling_strategy=here).remote(self.share, str(path))
         self.replay = KeptReplay(keeper)

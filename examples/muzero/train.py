@@ -71,7 +71,7 @@ def main() -> int:
     ranks = Ranks()
     if ranks.rank > 0:  # rank 0 speaks for all
         sys.stdout = None
-    elif options.fresh:
+    if options.fresh:
         remove_run(directory)
     ranks.gather(None)  # so that none reads what is removed
     training = begin(configuration, directory, options.ray, ranks)
@@ -148,7 +148,7 @@ def remove_run(directory: Path) -> None:
     pictures = ("learning_curve.png", "hidden_state.png")
     for pattern in ("checkpoint.*", "replay.*.sqlite*", "events.out.tfevents.*", *pictures):
         for path in directory.glob(pattern):
-            path.unlink()
+            path.unlink(missing_ok=True)  # another rank may have been faster
 
 
 def train(training: Training, checkpoint: Path, max_seconds: float, monitor: bool) -> None:
