@@ -19,7 +19,8 @@
 # make cuda-check  compile the CUDA kernels that have a budget for four generations of GPUs, count their instructions without
 #                one, write bench/results/instructions.json, and fail above the budget or where registers spill
 #
-# Everything runs in .venv, which is made on the way. Another PyTorch: make test TORCH=torch==2.11.0
+# Everything runs in .venv, which is made on the way; a target installs what it needs there, and a later one adds to it.
+# Another PyTorch: make test TORCH=torch==2.11.0
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VERSIONS ?= 2.11.0 2.15.0
@@ -32,8 +33,9 @@ RESULTS ?= bench/results
 MINUTES ?= 9
 VENV := .venv
 BIN := $(VENV)/bin
-# Nothing that is installed later, and no constraint of the machine's, may bring another PyTorch.
-PIP := PIP_CONSTRAINT=$(VENV)/request $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Nothing that is installed later, and no constraint of the machine's, may bring another PyTorch. Python compiles modules to
+# bytecode when it first imports them, which takes less time and space than all of them.
+PIP := PIP_CONSTRAINT=$(VENV)/request $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 CXX_FILES := $(shell find csrc tests/cpp tests/ptx tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
@@ -42,13 +44,13 @@ TIDIED := $(patsubst %.cpp,$(VENV)/tidy/%.ok,$(shell find csrc -name '*.cpp'))
 
 .PHONY: demo test simulated sanitized fuzz versions bench recipes matrix docs drawings lint tidy gpu cuda-check wheels format clean force
 
-demo: $(VENV)/installed
+demo: $(VENV)/examples $(VENV)/minatar
 	$(BIN)/python examples/muzero/train.py --game $(GAME) --seed $(SEED)
 
 # Lines of the package that no test runs are counted, and may be 5 in 100. The compiler's cache is kept apart for each
 # environment: one version of PyTorch cannot read another's. Memory that is allocated or freed is filled with a byte, so
 # that whoever reads what is not his does not find what he hopes for.
-test: $(VENV)/installed $(VENV)/nvrtc $(VENV)/driver.so
+test: $(VENV)/examples $(VENV)/minatar $(VENV)/pytest $(VENV)/clients $(VENV)/nvrtc $(VENV)/driver.so
 	MALLOC_PERTURB_=165 TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup \
 	  $(PYTEST_OPTIONS)
 
@@ -73,7 +75,7 @@ $(VENV)/nvdisasm: $(VENV)/torch
 
 SIMULATED := check loss support tensors statistics flow flow_nonlinear cuda
 
-simulated: $(VENV)/installed $(VENV)/nvrtc $(VENV)/driver.so
+simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
 	GRADSCALE_CACHE_DIR=$(VENV)/kernels $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup \
 	  --simulated-kernels=$(VENV)/driver.so \
 	  $(SIMULATED:%=tests/test_%.py)
@@ -91,7 +93,7 @@ $(VENV)/sanitized/built: $(VENV)/installed $(SOURCES) $(wildcard gradscale_ext/*
 	  build_ext --build-lib $(VENV)/sanitized/lib --build-temp $(VENV)/sanitized/temp
 	@touch $@
 
-sanitized: $(VENV)/sanitized/built
+sanitized: $(VENV)/sanitized/built $(VENV)/pytest $(VENV)/clients
 	LD_PRELOAD="$(foreach library,$(PRELOADED),$(shell $(CC) -print-file-name=$(library)))" PYTHONPATH=$(VENV)/sanitized/lib \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not untraced" \
@@ -99,7 +101,7 @@ sanitized: $(VENV)/sanitized/built
 
 # MINUTES has another default here; a SEED is one that was given, not that of the example agent.
 fuzz: MINUTES := 30
-fuzz: $(VENV)/installed
+fuzz: $(VENV)/pytest
 	$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES) $(if $(filter command%,$(origin SEED)),--seed $(SEED))
 
 versions: $(VERSIONS:%=version-%)
@@ -118,7 +120,7 @@ version-%: .versions/%/.venv/torch $(VENV)/driver.so
 	  PIP="$(CURDIR)/$(BIN)/uv pip install --no-cache --quiet --python .venv/bin/python" || \
 	  $(MAKE) --directory=.versions/$* .venv/torch TORCH=torch==$*
 
-bench: $(VENV)/installed
+bench: $(VENV)/examples $(VENV)/clients
 	$(BIN)/python bench/loss.py --json bench/results/loss.json
 	$(BIN)/python bench/heads.py --json bench/results/heads.json
 	$(BIN)/python bench/flow.py --json bench/results/flow.json
@@ -131,20 +133,20 @@ bench: $(VENV)/installed
 	$(BIN)/python bench/plot.py
 	$(BIN)/python bench/readme.py
 
-recipes: $(VENV)/installed
+recipes: $(VENV)/examples $(VENV)/clients
 	$(BIN)/python tools/against.py all "$(CHECKOUTS)" --json bench/results/clients.json
 	$(BIN)/python bench/readme.py
 
-matrix: $(VENV)/installed
+matrix: $(VENV)/examples
 	$(BIN)/python bench/matrix.py --json bench/results/matrix.json
 	$(BIN)/python bench/readme.py
 	$(BIN)/python docs/draw.py matrix
 
-docs: $(VENV)/installed $(VENV)/docs
+docs: $(VENV)/docs
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env docs build/docs
 	@echo "built: build/docs/index.html"
 
-drawings: $(VENV)/installed
+drawings: $(VENV)/examples
 	$(BIN)/python docs/draw.py
 
 wheels: $(VENV)/uv
@@ -198,19 +200,29 @@ $(VENV)/torch: $(VENV)/request
 	@touch $@
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
-	@echo "installing what the tests and examples use, and compiling gradscale_ext; all of it is told in $(VENV)/install.log"
+	@echo "compiling gradscale_ext; all messages are in $(VENV)/install.log"
 	@rm -f $@
-	@$(PIP) --no-deps minatar==1.0.15 # of what it asks for, 240 MB are there to draw
-	@{ $(PIP) -vv --no-build-isolation --editable ".[examples,test,clients,runs,ray]" 2>&1 && touch $@; } | tee $(VENV)/install.log | \
-	  sed -un 's|^ *\(\[[0-9]*/[0-9]*\]\).* -o [^ ]*/\([^ /]*\)\.o.*|\1 \2 compiled|p; s|^ *\(Collecting [^ ]*\).*|\1|p'
+	@{ $(PIP) -vv --no-build-isolation --editable . 2>&1 && touch $@; } | tee $(VENV)/install.log | \
+	  sed -un 's|^ *\(\[[0-9]*/[0-9]*\]\).* -o [^ ]*/\([^ /]*\)\.o.*|\1 \2 compiled|p'
 	@[ -e $@ ] || { tail -n 40 $(VENV)/install.log >&2; exit 1; }
+
+# Extras of pyproject.toml. The package itself is installed already.
+$(VENV)/examples: EXTRAS := examples
+$(VENV)/pytest: EXTRAS := test
+$(VENV)/clients: EXTRAS := clients,runs,ray
+$(VENV)/docs: EXTRAS := docs
+$(VENV)/examples $(VENV)/pytest $(VENV)/clients $(VENV)/docs: pyproject.toml | $(VENV)/installed
+	@echo "installing the packages of the extras $(EXTRAS)"
+	@$(PIP) "gradscale-ext[$(EXTRAS)]"
+	@touch $@
+
+# Without what MinAtar asks for: 240 MB that only serve to draw.
+$(VENV)/minatar: $(VENV)/torch
+	@$(PIP) --no-deps minatar==1.0.15
+	@touch $@
 
 $(VENV)/uv: $(VENV)/torch
 	$(PIP) uv
-	@touch $@
-
-$(VENV)/docs: $(VENV)/torch
-	$(PIP) sphinx==8.1.3 furo==2025.12.19 myst-parser==4.0.1 sphinx-copybutton==0.5.2
 	@touch $@
 
 $(VENV)/lint: $(VENV)/torch

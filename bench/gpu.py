@@ -511,7 +511,7 @@ def bytes_needed(name: str) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="also write the results there")
+    parser.add_argument("--results", type=harness.user_path, metavar="FOLDER", help="also write the results there")
     parser.add_argument("--minutes", type=float, default=3.4, help="time for everything")
     parser.add_argument("--seconds", type=float, default=0.6, help="time spent on each row of contestants")
     parser.add_argument("--cpu-smoke", action="store_true", help="run everything on tiny sizes of the CPU")

@@ -25,9 +25,14 @@ RESULTS = Path(__file__).parent / "results"
 Contestants = dict[str, Callable[[], object]]
 
 
+def user_path(path: str) -> Path:
+    """A path of the command line. Shells leave the "~" of --json=~/file alone."""
+    return Path(path).expanduser()
+
+
 def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    parser.add_argument("--json", type=user_path, metavar="FILE", help="also write the results to FILE")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of PyTorch")
     parser.add_argument("--seconds", type=float, default=3.0, help="time spent on each row of contestants")
     parsed = parser.parse_args()

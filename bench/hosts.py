@@ -1,4 +1,4 @@
-"""The model of bench/ranks.py against two hosts, between which the link is as fast as one says.
+"""The learner step of bench/ranks.py on two hosts, with links of several speeds between them.
 
     sudo python bench/hosts.py --json bench/results/hosts.json --seconds 20
 
@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import harness
 import ranks
@@ -54,24 +53,6 @@ def enter(rank: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = f"link{rank}"
 
 
-def model(alone: dict[str, Any], gigabits: float, latency: float) -> dict[str, float]:
-    """What follows from one process's step for two processes with such a link."""
-    times, sent = alone["milliseconds"], alone["messages"]
-    return ranks.predicted(
-        2,
-        {
-            "network_ms": times["step"] - times["loss"],
-            "beside_ms": times["backward"] - times["first bucket complete"],
-            "loss_ms": times["loss"],
-            "parameters": alone["parameters"],
-            "tensors": alone["tensors"],
-            "last_bucket": sent["gradients"][-1],
-            "bandwidth": 1e9 / 8 * gigabits,
-            "latency": latency,
-        },
-    )
-
-
 def main() -> int:
     options = harness.arguments(__doc__)
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
@@ -82,8 +63,7 @@ def main() -> int:
     for gigabits in GIGABITS:
         with linked(gigabits):
             found = ranks.measured(2, options.seconds, enter)
-        latency = found["all_reduce_ms"]["loss"] / 2e3  # of counts, which two steps bring there and back
-        links.append({"gigabits": gigabits, "measured": found, "model": model(alone, gigabits, latency)})
+        links.append({"gigabits": gigabits, "measured": found})
         print(links[-1])
     if options.json:
         machine = {**harness.machine(), "threads": "1 a process"}

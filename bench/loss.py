@@ -99,29 +99,30 @@ RHO = 0.5
 
 
 def make_tdmpc2_inputs(batch: int = 256, horizon: int = 3, latent: int = 512) -> Inputs:
+    """Logits and targets of all steps in one tensor [H, B, ...], as TD-MPC2 has them; latents are a list."""
     generator = torch.Generator().manual_seed(0)
-    steps = range(horizon)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(batch, *shape, generator=generator)
+        return torch.randn(*shape, generator=generator)
 
     categorical = ["reward", *CRITICS]
-    predictions = {name: [normal(101).requires_grad_() for _ in steps] for name in categorical}
-    predictions["latent"] = [normal(latent).requires_grad_() for _ in steps]
-    targets = {name: [normal() * 5 for _ in steps] for name in categorical}
-    targets["latent"] = [normal(latent) for _ in steps]
+    predictions: dict[str, Any] = {name: normal(horizon, batch, 101).requires_grad_() for name in categorical}
+    predictions["latent"] = [normal(batch, latent).requires_grad_() for _ in range(horizon)]
+    targets: dict[str, Any] = {name: normal(horizon, batch) * 5 for name in categorical}
+    targets["latent"] = normal(horizon, batch, latent)
     return predictions, targets, torch.ones(batch)
 
 
-def usual_tdmpc2(predictions: dict[str, Tensors], targets: dict[str, Tensors], weights: torch.Tensor) -> torch.Tensor:
+def usual_tdmpc2(predictions: dict[str, Any], targets: dict[str, Any], weights: torch.Tensor) -> torch.Tensor:
+    logits = {name: predictions[name].unbind(0) for name in ("reward", *CRITICS)}
     horizon = len(predictions["latent"])
     total = torch.zeros(())
     for k in range(horizon):
         categorical = torch.zeros(())
-        for name in ("reward", *CRITICS):
+        for name in logits:
             target = usual.two_hot(10 * usual.symlog(targets[name][k]) / 2, 101, 50)
             factor = 1.0 if name == "reward" else 1 / len(CRITICS)
-            categorical = categorical + factor * usual.cross_entropy(predictions[name][k], target).mean()
+            categorical = categorical + factor * usual.cross_entropy(logits[name][k], target).mean()
         consistency = torch.nn.functional.mse_loss(predictions["latent"][k], targets["latent"][k])
         total = total + RHO**k / horizon * (20 * consistency + 0.1 * categorical)
     return total
@@ -136,17 +137,19 @@ def make_fused_tdmpc2(keeps_memory: bool = True) -> Loss:
     )
     loss_fn = module if keeps_memory else functools.partial(gs.multi_step_loss, module.heads)
 
-    def fused(predictions: dict[str, Tensors], targets: dict[str, Tensors], weights: torch.Tensor) -> torch.Tensor:
+    def fused(predictions: Any, targets: Any, weights: torch.Tensor) -> torch.Tensor:
         horizon = len(predictions["latent"])
-        return loss_fn(predictions, targets, step_weights=[RHO**k / horizon for k in range(horizon)]).loss
+        decay = [RHO**k / horizon for k in range(horizon)]
+        return loss_fn(predictions, targets, step_weights=decay, batch_first=False).loss
 
     return fused
 
 
-# ---- DreamerV3: reward, critic, continue over 16 sequences of 64 ----------------------------------------------------
+# ---- DreamerV3: reward, critic and continue heads over 16 sequences of 64; no KL and no decoder terms ---------------
 
 
 def make_dreamer_inputs(batch: int = 16, length: int = 64) -> Inputs:
+    """All steps in one tensor [B, T, ...], as DreamerV3 has them."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -274,7 +277,8 @@ def main() -> None:
         name = "B {} K {} S {} A {}".format(*size)
         run({"agent": "MuZero", "size": name}, make_inputs(*size), functools.partial(make_fused, size[2]), usual_loss)
     run({"agent": "TD-MPC2", "size": "B 256 H 3 S 101"}, make_tdmpc2_inputs(), make_fused_tdmpc2, usual_tdmpc2)
-    run({"agent": "DreamerV3", "size": "B 16 T 64 S 255"}, make_dreamer_inputs(), make_fused_dreamer, usual_dreamer)
+    dreamer = {"agent": "reward, critic and continue heads of DreamerV3", "size": "B 16 T 64 S 255"}
+    run(dreamer, make_dreamer_inputs(), make_fused_dreamer, usual_dreamer)
     for size in MAIN:
         name = "B {} K {} S {} A {}".format(*size)
         make = functools.partial(make_fused, size[2])

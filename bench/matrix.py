@@ -19,12 +19,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from contexts import CASES, HAND_WRITTEN, contexts_here, judge
 
+from harness import user_path
+
 WORST_FIRST = ("wrong", "error", "right")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    parser.add_argument("--json", type=user_path, metavar="FILE", help="also write the results to FILE")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     verdicts: dict[str, dict[str, str]] = {}

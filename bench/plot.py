@@ -32,12 +32,12 @@ def draw_bars() -> None:
         times = [found[contestant]["median_ms"] for found in rows.values()]
         labels = [f" {1e3 * ms:.0f} µs" if ms < 0.1 else f" {ms:.2f} ms" for ms in times]
         axis.bar_label(bars, labels, fontsize=7, color=color)
-    axis.set_yticks(range(len(rows)), [name.replace("`", "") for name in rows], fontsize=8)
+    axis.set_yticks(range(len(rows)), [name.replace("`", "").replace(": ", "\n") for name in rows], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("time over that of gradscale_ext (fused)", fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     axis.margins(x=0.12)
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(COLORS), frameon=False, fontsize=8)
     save(figure, "speed")
 
 

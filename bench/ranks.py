@@ -1,4 +1,4 @@
-"""What ranks tell each other in a learner step, what it costs here, and a model of many more of them.
+"""What ranks send each other in a learner step, and what it costs on this machine.
 
     python bench/ranks.py --json bench/results/ranks.json --seconds 20
 
@@ -10,7 +10,6 @@ steps in which all take part.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -171,54 +170,6 @@ def measured(processes: int, seconds: float, enter: Callable[[int], None] | None
         return json.loads(Path(folder, "found.json").read_text())
 
 
-def all_reduce_seconds(size: float, ranks: int, bandwidth: float, latency: float) -> float:
-    """The faster of a ring, in which each rank sends 2 (R - 1) / R of the bytes in 2 (R - 1) steps, and of two binary
-    trees, through which twice the bytes flow in 2 log2 R steps."""
-    ring = 2 * (ranks - 1) / ranks * size / bandwidth + 2 * (ranks - 1) * latency
-    trees = 2 * size / bandwidth + 2 * math.log2(ranks) * latency
-    return 0.0 if ranks == 1 else min(ring, trees)
-
-
-def bytes_of_statistics(ranks: int, tensors: int) -> int:
-    """Counts and histogram, which are added up, and four numbers of each rank, in float64."""
-    summed = 5 + len(gs.gradient_statistics([torch.zeros(1)]).bin_edges) - 1
-    return 8 * tensors * (4 * ranks + summed)
-
-
-#: Of the table; all but the sizes are assumptions about machines that nobody measured here.
-ASSUMED = {
-    "network_ms": 20.0,  # forward, backward and optimizer on one rank
-    "beside_ms": 4.0,  # the part of the backward pass beside which gradients are sent
-    "loss_ms": 0.1,
-    "parameters": 20e6,  # float32
-    "tensors": 200,
-    "last_bucket": 25 * 2**20,  # bytes of gradients that are complete only when the backward pass is
-    "bandwidth": 25e9,  # bytes a second, of every rank to the others
-    "latency": 10e-6,  # seconds a step of a collective
-}
-
-
-def predicted(ranks: int, assumed: dict[str, float]) -> dict[str, float]:
-    """Milliseconds of a learner step on so many ranks, each with a batch of the same size."""
-    link = assumed["bandwidth"], assumed["latency"]
-    gradients = 1e3 * all_reduce_seconds(4 * assumed["parameters"], ranks, *link)
-    counts = 1e3 * all_reduce_seconds(8 * len(LOSS.heads), ranks, *link)
-    statistics_ = 1e3 * all_reduce_seconds(bytes_of_statistics(ranks, int(assumed["tensors"])), ranks, *link)
-    last_bucket = 1e3 * all_reduce_seconds(assumed["last_bucket"], ranks, *link)
-    exposed = max(last_bucket, gradients - assumed["beside_ms"])
-    step = assumed["network_ms"] + assumed["loss_ms"] + exposed + counts + statistics_
-    alone = assumed["network_ms"] + assumed["loss_ms"]
-    return {
-        "ranks": ranks,
-        "gradients_ms": gradients,
-        "exposed_ms": exposed,
-        "counts_ms": counts,
-        "statistics_ms": statistics_,
-        "step_ms": step,
-        "efficiency": alone / step,
-    }
-
-
 def main() -> None:
     options = harness.arguments(__doc__)
     found = {}
@@ -229,11 +180,7 @@ def main() -> None:
         "machine": {**harness.machine(), "threads": "1 a process"},
         "batch of a rank": B,
         "measured": found,
-        "assumed": ASSUMED,
-        "predicted": [predicted(ranks, ASSUMED) for ranks in (1, 8, 64, 256, 1024)],
     }
-    for row in result["predicted"]:
-        print(row)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -49,24 +49,31 @@ def contestants_by_row(rows: list[dict[str, Any]], wanted: str) -> dict[str, dic
 
 
 def cells(found: dict[str, dict[str, Any]], microseconds: bool = False) -> list[str]:
-    """Times of our loss, the compiled one and the eager one, and the ratios of the others to ours."""
+    """Times of our loss, the compiled one and the eager one, and the ratio of the faster of these two to ours."""
     medians = [found[name]["median_ms"] for name in ("fused", "torch.compile", "eager")]
     times = [f"{1e3 * median:.1f}" if microseconds else f"{median:.3f}" for median in medians]
-    return [*times, *(f"{found[name]['ratio']:.1f}x" for name in ("torch.compile", "eager"))]
+    faster = min(("torch.compile", "eager"), key=lambda name: found[name]["median_ms"])
+    return [*times, f"{found[faster]['ratio']:.1f}x ({faster.removeprefix('torch.')})"]
 
 
-CELLS = ["fused", "torch.compile", "eager", "vs compile", "vs eager"]
+CELLS = ["fused", "torch.compile", "eager", "vs the faster"]
 
 
 def speed_rows() -> dict[str, dict[str, dict[str, Any]]]:
-    """Five for the README: the loss of three agents, the head that costs most, and decoding for acting."""
+    """Five for the README: losses of two agents, heads of a third, the costliest head, and decoding for acting."""
     loss, heads = load("loss")[0], load("heads")[0]
     threads = max(row["threads"] for row in loss)
-    wanted = ["MuZero: B 256 K 5 S 601 A 18", "TD-MPC2: B 256 H 3 S 101", "DreamerV3: B 16 T 64 S 255"]
+    dreamer = "reward, critic and continue heads of DreamerV3"
+    wanted = {
+        "loss of MuZero": "B 256 K 5 S 601 A 18",
+        "loss of TD-MPC2": "B 256 H 3 S 101",
+        dreamer: "B 16 T 64 S 255",
+    }
     rows = {}
-    for agent, size in (name.split(": ") for name in wanted):
+    for name, size in wanted.items():
+        agent = name.removeprefix("loss of ")
         own = [row for row in loss if (row["agent"], row["dtype"], row["threads"]) == (agent, "fp32", threads)]
-        rows[f"loss of {agent}: {size}"] = contestants_by_row(own, "forward+backward")[size]
+        rows[f"{name}: {size}"] = contestants_by_row(own, "forward+backward")[size]
     rows["`HLGauss` head alone: B 1024"] = contestants_by_row(heads, "forward+backward")["HLGauss"]
     rows["`Support.decode`, 601 bins: B 64"] = contestants_by_row(heads, "decode")["B 64"]
     return rows
@@ -244,6 +251,18 @@ def recipes_table() -> str:
     return table(header, lines) + "\n\n" + machine
 
 
+def steps_table() -> str:
+    """How many times as fast other projects are with our loss in place of theirs: the loss alone, the whole step."""
+    found, machine = by_project()
+    header, lines = ["times as fast"], [["loss alone"], ["whole learner step"]]
+    for name, rows in found.items():
+        header.append("TorchRL" if name == "rl" else name)
+        for line, what in zip(lines, ("loss", "step"), strict=True):
+            line.append(f"{rows['float32'][what]['theirs'] / rows['float32'][what]['ours']:.2f}x")
+    caption = "[Learners of other projects](docs/coming_from.md) with our loss in place of theirs; " + machine
+    return table(header, lines) + "\n\n" + caption
+
+
 def significant(milliseconds: float) -> str:
     return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
 
@@ -300,39 +319,27 @@ def ranks_table() -> str:
     return table(header, lines) + "\n\n" + caption
 
 
-def predicted_table() -> str:
-    """What the model of bench/ranks.py says of many ranks."""
-    found = json.loads((RESULTS / "ranks.json").read_text())
-    keys = ["gradients_ms", "exposed_ms", "counts_ms", "statistics_ms", "step_ms"]
-    lines = [
-        [str(row["ranks"]), *(f"{row[key]:.2f}" for key in keys), f"{100 * row['efficiency']:.0f} %"]
-        for row in found["predicted"]
-    ]
-    header = ["ranks", "gradients, ms", "not hidden, ms", "counts, ms", "statistics, ms", "step, ms", "efficiency"]
-    of = found["assumed"]
-    caption = (
-        f"Assumed, not measured: {of['network_ms']:g} ms for the network, in {of['beside_ms']:g} of which "
-        f"gradients are sent beside the backward pass; {of['loss_ms']:g} ms for the loss; "
-        f"{of['parameters'] / 1e6:g} M float32 parameters in {of['tensors']} tensors, in buckets of "
-        f"{of['last_bucket'] / 2**20:g} MiB; {of['bandwidth'] / 1e9:g} GB/s and {1e6 * of['latency']:g} µs a step of a "
-        "collective, for every rank."
-    )
-    return table(header, lines) + "\n\n" + caption
-
-
 def hosts_table() -> str:
-    """Two hosts with links of several speeds: what was measured, and what the model says."""
+    """Two hosts with links of several speeds: the gradients' all-reduce, and what a step takes more than alone."""
     found = json.loads((RESULTS / "hosts.json").read_text())
+    alone = found["alone"]["milliseconds"]["step"]
     lines = []
     for link in found["links"]:
-        measured, model = link["measured"], link["model"]
-        times = (measured["all_reduce_ms"]["gradients"], model["gradients_ms"], measured["milliseconds"]["step"])
-        lines.append([f"{link['gigabits']:g}", *(f"{time:.1f}" for time in times), f"{model['step_ms']:.1f}"])
-    header = ["link, Gbit/s", "all-reduce alone, ms", "model", "step, ms", "model"]
-    machine, step = found["machine"], found["alone"]["milliseconds"]["step"]
+        measured = link["measured"]
+        sent = 8e-6 * sum(measured["messages"]["gradients"]) / link["gigabits"]
+        step = measured["milliseconds"]["step"]
+        times = (sent, measured["all_reduce_ms"]["gradients"], step, step - alone)
+        lines.append([f"{link['gigabits']:g}", *(f"{time:.1f}" for time in times)])
+    header = [
+        "link, Gbit/s",
+        "gradients over bandwidth, ms",
+        "all-reduce alone, ms",
+        "step, ms",
+        "more than one process, ms",
+    ]
     caption = (
-        f"The network of the first table, whose step takes one process {step:.1f} ms; {machine['cpu']}, "
-        f"{machine['cores']} cores, one thread a process, gloo (`bench/results/hosts.json`)."
+        f"The network of the first table, whose step takes one process {alone:.1f} ms; {found['machine']['cpu']}, "
+        f"{found['machine']['cores']} cores, one thread a process, gloo (`bench/results/hosts.json`)."
     )
     return table(header, lines) + "\n\n" + caption
 
@@ -342,6 +349,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipes, differences": recipes_differences_table,
     "recipes, lines": recipes_lines_table,
     "speed": speed_table,
+    "steps": steps_table,
     "loss": loss_table,
     "loss, forward": forward_table,
     "loss, variations": variations_table,
@@ -355,7 +363,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "instructions": instructions_table,
     "ranks": ranks_table,
     "ranks, hosts": hosts_table,
-    "ranks, predicted": predicted_table,
     "flow": lambda: flow_table(["scale_gradient", "clip_gradient_norm"]),
     "flow, others": lambda: flow_table(["reverse_gradient", "normalize_gradient", "clip_gradient_value"]),
 }

@@ -32,12 +32,13 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("runs/plain_loop"), help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=600, help="training steps (default: %(default)s)")
     options = parser.parse_args()
+    directory = options.directory.expanduser()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 
     with (
-        SummaryWriter(options.directory) as writer,
+        SummaryWriter(directory) as writer,
         gs.GradientMonitor(model, optimizer, writer=writer, every=10) as monitor,
     ):
         for _ in range(options.steps):
@@ -48,12 +49,12 @@ def main() -> None:
             gs.clip_gradients_(model, max_norm=0.3)
             optimizer.step()
 
-    picture = options.directory / "gradients.png"
+    picture = directory / "gradients.png"
     monitor.plot(picture)
     clip_rate = monitor.history["clip_rate"][-1][1]
     print(f"loss of the last step {loss.item():.3f}; clipped at {100 * clip_rate:.0f} % of the last steps")
     print(f"picture: {picture}")
-    print(f"logs: tensorboard --logdir {options.directory}")
+    print(f"logs: tensorboard --logdir {directory}")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
+from . import _distributed
 from . import _native as _native  # the operators are registered by it
 
 
@@ -17,6 +19,45 @@ def call(operator: str, x: torch.Tensor | torch.fx.Proxy, *arguments: Any) -> to
     packet = getattr(torch.ops.gradscale_ext, operator)
     overload = packet.tensor if isinstance(arguments[0], torch.Tensor) else packet.default
     return overload(x, *arguments)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _register_counting() -> None:
+    """Count the norms of a DTensor on every rank, all of them."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.experimental import register_sharding
+
+    @register_sharding(torch.ops.gradscale_ext.count_norms.default)  # type: ignore[misc]
+    def _on_every_rank(counts: Any, within: Any) -> Any:
+        return [([], [Replicate(), Replicate()])]
+
+
+def distributed(x: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments for a DTensor: plain tensors, which are whole, as replicas on its mesh. PyTorch takes plain scalars."""
+    _register_counting()
+    return tuple(
+        _distributed.replicated(value, x.device_mesh) if isinstance(value, torch.Tensor) and value.dim() else value
+        for value in arguments
+    )
+
+
+_ARGUMENTS = {
+    "scale_gradient": ("scale",),
+    "reverse_gradient": ("scale",),
+    "clip_gradient_norm": ("max_norm",),
+    "normalize_gradient": ("norm",),
+    "clip_gradient_value": ("min", "max"),
+}
+
+
+def refuse_distributed(operator: str, arguments: tuple[Any, ...]) -> None:
+    """Raise if an argument of a plain tensor is a DTensor."""
+    for name, value in zip(_ARGUMENTS[operator], arguments, strict=False):
+        if _distributed.is_distributed(value):
+            raise TypeError(
+                f"{operator}: {name} must be a number or a plain tensor for a plain tensor x, but it is a DTensor; "
+                f"write {name}.full_tensor()"
+            )
 
 
 Dims = tuple[int | None, ...]

@@ -179,26 +179,36 @@ def _file_of(folder: Path, file: str, name: str, target: str, version: str) -> P
 def cache_folder() -> Path:
     """GRADSCALE_CACHE_DIR, or a folder in the user's cache."""
     if chosen := os.environ.get("GRADSCALE_CACHE_DIR"):
-        return Path(chosen)
+        return Path(chosen).expanduser()
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "gradscale_ext"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradscale_ext"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gradscale_ext"
+
+
+def _content(image: Image) -> bytes:
+    """What a file holds: a line of JSON with a checksum of the whole image, and the code."""
+    fields = asdict(image)
+    code: bytes = fields.pop("code")
+    checksum = hashlib.sha256(json.dumps(fields).encode() + b"\n" + code).hexdigest()
+    return json.dumps(fields | {"sha256": checksum}).encode() + b"\n" + code
 
 
 def _read(path: Path) -> Image | None:
     """The image in a file; None where there is none, or where it is damaged, which is said."""
     try:
-        header, _, code = path.read_bytes().partition(b"\n")
+        content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         warnings.warn(f"gradscale_ext: the kernel {path} cannot be read ({error}); it is compiled again", stacklevel=2)
         return None
+    header, _, code = content.partition(b"\n")
     try:
         fields = json.loads(header)
-        if fields.pop("sha256") == hashlib.sha256(code).hexdigest():
-            return Image(code, **fields)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        del fields["sha256"]
+        if _content(image := Image(code, **fields)) == content:
+            return image
+    except (ValueError, KeyError, TypeError):
         pass
     warnings.warn(f"gradscale_ext: the file {path} is damaged; its kernel is compiled again", stacklevel=2)
     return None
@@ -206,16 +216,14 @@ def _read(path: Path) -> Image | None:
 
 def _write(path: Path, image: Image) -> None:
     """Keep an image for other processes, which see all of the file or nothing."""
-    fields = asdict(image) | {"sha256": hashlib.sha256(image.code).hexdigest()}
-    del fields["code"]
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    temporary = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(json.dumps(fields).encode() + b"\n" + image.code)
+        with temporary.open("xb") as file:  # with the permissions that the umask leaves; mkstemp leaves the owner's
+            file.write(_content(image))
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -115,6 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--actions", nargs="+", type=int, default=[18], metavar="18", help="of the policy")
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="a folder of a package, and not the cache")
     options = parser.parse_args(arguments)
+    into = options.into and options.into.expanduser()
     calls = [call for name in options.dtype for call in other_calls(DTYPES[name])]
     calls += [
         call for name in options.dtype for actions in options.actions for call in loss_calls(DTYPES[name], actions)
@@ -122,11 +123,11 @@ def main(arguments: Sequence[str]) -> int:
     work = [(kernel, gpu) for kernel in kernels_of(calls) for gpu in _architectures(options.arch)]
     begin = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        results = list(pool.map(lambda item: _compile(item[0], item[1], options.into), work))
+        results = list(pool.map(lambda item: _compile(item[0], item[1], into), work))
     print(f"{'gpu':<8}{'registers':>10}{'shared':>8}{'spilled':>9}{'seconds':>9}  {'from':<12}kernel")
     for (_, name), gpu, image, source, seconds in results:
         print(f"{gpu:<8}{image.registers:>10}{image.shared:>8}{image.spilled:>9}{seconds:>9.2f}  {source:<12}{name}")
-    folder = options.into or _kernels.cache_folder()
+    folder = into or _kernels.cache_folder()
     print(f"{len(results)} kernels in {time.perf_counter() - begin:.1f} s, in {folder}")
     return 1 if any(image.spilled for _, _, image, _, _ in results) else 0
 

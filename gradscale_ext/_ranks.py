@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
     from ._validate import Call
 
 
+#: What PyTorch's backends say when another rank closes its connections, ends, or lets this one wait too long.
+_NO_ANSWER = re.compile(
+    r"connection (closed|reset|refused|was likely closed)|closed by (remote )?peer|socket closed|broken pipe|"
+    r"tim(e|ed|ing) ?out|remote process|communicator was aborted",
+    re.IGNORECASE,
+)
+
+
 def group_of(function: str, process_group: Any) -> tuple[str, int]:
     """Name and size of a process group; an empty name for none."""
     if process_group is None:
@@ -24,7 +33,19 @@ def group_of(function: str, process_group: Any) -> tuple[str, int]:
             f"{function}: process_group must be a torch.distributed.ProcessGroup or None, "
             f"but it is of type {type(process_group).__name__}"
         )
+    if _context.is_eager() and not _is_registered(process_group):
+        raise ValueError(
+            f"{function}: process_group must be in use, but the group {process_group.group_name!r} has been destroyed"
+        )
     return process_group.group_name, process_group.size()
+
+
+def _is_registered(group: Any) -> bool:
+    """True if collectives find this group by its name. Another may have it after `destroy_process_group`."""
+    try:
+        return torch._C._distributed_c10d._resolve_process_group(group.group_name) is group
+    except RuntimeError:
+        return False
 
 
 @contextlib.contextmanager
@@ -33,10 +54,18 @@ def waiting(function: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if not _says_no_answer(error):
+            raise
         raise RuntimeError(
             f"{function}: rank {torch.distributed.get_rank()} waited in vain for the other ranks of its process group: "
             f"one of them raised, ended, or made no such call; the first error of all ranks is the cause ({error})"
         ) from error
+
+
+def _says_no_answer(error: RuntimeError) -> bool:
+    """True if an error is about other ranks. Gloo raises plain RuntimeErrors; GPU errors have their own types."""
+    about_ranks = type(error) is RuntimeError or isinstance(error, torch.distributed.DistError)
+    return about_ranks and _NO_ANSWER.search(str(error)) is not None
 
 
 def options_for_all_ranks(call: Call, process_group: Any, normalize_importance_weights: bool) -> Options:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from . import _context, _flow_rules
+from . import _context, _distributed, _flow_rules
 from ._native import _C
 from ._ranks import group_of
 
@@ -215,10 +215,14 @@ def _apply(
 ) -> Any:  # of the type of x
     """Apply to the tensor, or to every tensor of a structure, and keep the structure."""
     if type(x) in _PLAIN and _context.is_eager():
+        if type(arguments[0]) is not float:
+            _flow_rules.refuse_distributed(operator, arguments)
         result = compiled(x, *arguments)
         if result is not None:
             return result
     if isinstance(x, torch.Tensor | torch.fx.Proxy):
+        if _distributed.is_distributed(x):
+            arguments = _flow_rules.distributed(x, arguments)
         return _flow_rules.call(operator, x, *_without_schedules(x, arguments))
     if isinstance(x, tuple | list):
         items = [_apply(operator, compiled, item, *arguments) for item in x]

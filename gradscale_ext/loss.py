@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import _check, _context, _remedies, reference
+from . import _check, _context, _distributed, _remedies, reference
 from ._loss_operator import call_operator
 from ._native import _C, DEVICE_TYPES
 from ._options import Entries, Nonfinite, Options, Reduction, StepNumbers, turned_around
@@ -118,6 +118,11 @@ def multi_step_loss(
     it is one operator of the graph. Second derivatives, `torch.func` transforms, forward mode, tensor subclasses and
     other devices go through `gradscale_ext.reference`. A compiled or exported loss has no second derivative: it raises.
 
+    DTensors are gathered, so that every rank computes the loss of the whole batch; plain tensors next to them must be
+    whole, and the same on every rank. If a prediction is a DTensor the output holds replicated DTensors, and gradients
+    have the placements of the predictions. PyTorch 2.11 does not record second derivatives of gathered DTensors: there
+    they are None.
+
     A backward pass that reads predictions, targets, weights or masks again raises where one of them was written to
     since: every one on CUDA, and on the CPU those of half types or with another factor than 1.
 
@@ -156,15 +161,23 @@ def _run(
     predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
     if type(options.mask) not in (NoneType, torch.Tensor, dict) and is_mapping(options.mask):
         options = options._replace(mask=as_dict("mask", options.mask))
+    needs_python = check or process_group is not None or normalize_importance_weights
+    if not needs_python and (out := _fused(plan, predictions, targets, options, impl)) is not None:
+        return out
+    if _distributed.mesh_of(predictions, targets, options) is not None:
+
+        def call_with(predictions: Any, targets: Any, options: Options) -> MultiStepLossOutput:
+            group, normalize = process_group, normalize_importance_weights
+            return _run(plan, heads, predictions, targets, options, group, normalize, check, impl)
+
+        return _distributed.by_whole(call_with, predictions, targets, options)  # type: ignore[no-any-return]
     if check:
         _check.check_values(heads, predictions, targets, options)
     if process_group is not None or normalize_importance_weights:
         call = validate(heads, predictions, targets, options)
         options = options_for_all_ranks(call, process_group, normalize_importance_weights)
-    if plan is not None and impl != "reference":
-        fused = _C.multi_step_loss(plan, predictions, targets, options)
-        if fused is not None:
-            return MultiStepLossOutput(*fused)
+    if needs_python and (out := _fused(plan, predictions, targets, options, impl)) is not None:
+        return out
     call = validate(heads, predictions, targets, options)
     if impl == "reference":
         return reference.loss_of(call)
@@ -180,6 +193,16 @@ def _run(
     if not is_transformed:
         _say_once_where_it_is_not_fused(predictions)
     return reference.loss_of(call)
+
+
+def _fused(
+    plan: Any, predictions: Mapping[str, Entries], targets: Mapping[str, Entries], options: Options, impl: str
+) -> MultiStepLossOutput | None:
+    """The loss by the fused kernels; None where they do not take the call."""
+    if plan is None or impl == "reference":
+        return None
+    fused = _C.multi_step_loss(plan, predictions, targets, options)
+    return None if fused is None else MultiStepLossOutput(*fused)
 
 
 def _all_plain(entries: Any) -> bool:
@@ -365,6 +388,9 @@ def priorities(
     >>> priorities(torch.tensor([[1.0, 5.0]]), torch.tensor([[3.0, 5.0]]), eps=0.0)
     tensor([2.])
     """
+    if _distributed.mesh_of(expected, targets) is not None:
+        function = functools.partial(priorities, steps=steps, alpha=alpha, eps=eps, batch_first=batch_first)
+        return _distributed.by_whole(function, expected, targets)  # type: ignore[no-any-return]
     nu, z = _stacked("expected", expected, batch_first), _stacked("targets", targets, batch_first)
     if nu.dim() != 2 or nu.shape != z.shape or nu.shape[1 if batch_first else 0] == 0:
         raise ValueError(

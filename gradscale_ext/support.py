@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from . import _context, _remedies
+from . import _context, _distributed, _remedies
 from ._native import _C
 from .reference import supports as reference
 from .transforms import TRANSFORMS
@@ -111,6 +111,8 @@ class Support:
             TypeError: `x` is not a floating tensor.
         """
         _check_scalars("two_hot", x)
+        if _distributed.is_distributed(x):
+            return _distributed.by_whole(self.two_hot, x)  # type: ignore[no-any-return]
         encoded = _C.encode(self._compiled, 0.0, x) if _context.is_eager() else None
         return reference.two_hot(x, self) if encoded is None else encoded
 
@@ -143,6 +145,8 @@ class Support:
         _check_scalars("hl_gauss", x)
         if not 0 < sigma_ratio < math.inf:
             raise ValueError(f"Support.hl_gauss: sigma_ratio must be finite and above 0, but it is {sigma_ratio}")
+        if _distributed.is_distributed(x):
+            return _distributed.by_whole(self.hl_gauss, x, sigma_ratio)  # type: ignore[no-any-return]
         encoded = _C.encode(self._compiled, float(sigma_ratio), x) if _context.is_eager() else None
         return reference.hl_gauss(x, self, sigma_ratio) if encoded is None else encoded
 
@@ -169,6 +173,8 @@ class Support:
             raise ValueError(
                 f"Support.decode: logits must have shape [..., {self.num_bins}], but they have {tuple(logits.shape)}"
             )
+        if _distributed.is_distributed(logits):
+            return _distributed.by_whole(self.decode, logits)  # type: ignore[no-any-return]
         return reference.decode(logits, self)
 
     def numbers(self) -> dict[str, float]:

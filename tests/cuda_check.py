@@ -8,7 +8,7 @@ registers, warps that a multiprocessor holds, and the bytes that they have on th
 1 GB of logits. These are counts, not measurements: floors without latency.
 
 Fails where a kernel spills registers on any GPU, where a call takes more instructions than its budget, where issuing
-takes more than its part of memory's time on an H200, where less than 30 KB are on their way, or where fp64 is the limit
+takes more than its part of memory's time on an H200, where too few bytes are on their way, or where fp64 is the limit
 on an RTX 4090. Writes bench/results/instructions.json with --json.
 """
 
@@ -34,7 +34,6 @@ from gradscale_ext import _kernels  # noqa: E402
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120")
 MULTIPROCESSORS = 4  # that the batches of cases.py fill
-LEAST_IN_FLIGHT = 30_000  # bytes a multiprocessor
 LARGEST_DISAGREEMENT = 0.05
 USUAL_BATCH = 256
 Record = dict[str, Any]
@@ -119,7 +118,7 @@ def complaints(case: Case, figures: Record) -> list[str]:
         found.append(f"{figures['sass']:.4g} instructions a {case.unit}, where {case.budget} are the budget")
     if part > case.issue:
         found.append(f"issuing takes {part:.2f} of memory's time on an H200, where {case.issue} are allowed")
-    if figures["bytes_in_flight"] < LEAST_IN_FLIGHT:
+    if figures["bytes_in_flight"] < case.in_flight:
         found.append(f"{figures['bytes_in_flight'] / 1e3:.1f} KB are on their way in a multiprocessor")
     if rtx["fp64"] >= max(rtx.values()):
         found.append(f"fp64 is the limit on an RTX 4090: {rtx['fp64']:.2f} ms")
@@ -127,6 +126,14 @@ def complaints(case: Case, figures: Record) -> list[str]:
         if abs(ratio - 1) > LARGEST_DISAGREEMENT:
             found.append(f"the estimate is wrong: {ratio:.2f} {what} for each of the PTX's")
     return [f"{case.name}: {text}" for text in found]
+
+
+def complaints_of_usual(case: Case, figures: Record) -> list[str]:
+    """What is wrong with a case and a batch of USUAL_BATCH."""
+    if case.usual is None or figures["sass"] <= case.usual:
+        return []
+    cost = f"{figures['sass']:.4g} instructions a {case.unit}"
+    return [f"{case.name}, batch of {USUAL_BATCH}: {cost}, where {case.usual} are the budget"]
 
 
 def show(name: str, figures: Record) -> None:
@@ -213,6 +220,7 @@ def main() -> int:
         print(f"    batch of {USUAL_BATCH} on an H200: {few['sass']:.4g} instructions, {few['grid']} blocks")
     show_compiled(of_targets)
     failures = [text for name, figures in results.items() for text in complaints(cases[name], figures)]
+    failures += [text for name, figures in small.items() for text in complaints_of_usual(cases[name], figures)]
     failures += [f"{r['kernel']} spills {r['spilled']} bytes on {r['target']}" for r in of_targets if r["spilled"]]
     if options.json is not None:
         report = {"cases": results, f"batch of {USUAL_BATCH}": small, "kernels": of_targets}

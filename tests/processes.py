@@ -17,7 +17,7 @@ def _worker(rank: int, ranks: int, checks: dict[str, Check], folder: str) -> Non
     """Runs every check in the same order on every rank, and writes down what went wrong."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=600))
     for name, function in checks.items():
         try:
             function(rank)

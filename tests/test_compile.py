@@ -94,8 +94,22 @@ def test_whatever_an_image_depends_on_names_its_file(monkeypatch):
         lambda data: b"[]\n",
         lambda data: b"\xff" + data,
         lambda data: data.replace(b'"entry"', b'"entrails"'),
+        lambda data: data.replace(b"_ZN9gradscale", b"_ZN9gradscalf"),
+        lambda data: data.replace(b'"spilled": 0', b'"spilled": 1'),
+        lambda data: data.replace(b": ", b":  ", 1),
     ],
-    ids=["empty", "cut", "cut in the header", "other header", "no object", "no text", "other field"],
+    ids=[
+        "empty",
+        "cut",
+        "cut in the header",
+        "other header",
+        "no object",
+        "no text",
+        "other field",
+        "other entry",
+        "other number",
+        "other space",
+    ],
 )
 def test_a_damaged_file_costs_a_compilation_and_a_warning(cache, damage):
     first, _ = _kernels.image_of(FILE, NAME, "sm_90")
@@ -105,6 +119,32 @@ def test_a_damaged_file_costs_a_compilation_and_a_warning(cache, damage):
         again, source = _kernels.image_of(FILE, NAME, "sm_90")
     assert (again.entry, source) == (first.entry, _kernels.compiler().version)
     assert _kernels.image_of(FILE, NAME, "sm_90") == (again, "cache")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077], ids=oct)
+def test_those_whom_the_umask_allows_can_read_a_file(cache, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        _kernels.image_of(FILE, NAME, "sm_90")
+        _kernels.compile_into(tmp_path / "kernels", FILE, NAME, "sm_90")
+    finally:
+        os.umask(before)
+    for folder in (cache, tmp_path / "kernels"):
+        assert folder.stat().st_mode & 0o777 == 0o777 & ~umask
+        assert only_file(folder).stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+@pytest.mark.parametrize("variable", ["GRADSCALE_CACHE_DIR", "XDG_CACHE_HOME", None])
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch, variable):
+    monkeypatch.delenv("GRADSCALE_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for home in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(home, str(tmp_path / "home"))
+    if variable is not None:
+        monkeypatch.setenv(variable, "~/kernels")
+    expected = {"GRADSCALE_CACHE_DIR": "kernels", "XDG_CACHE_HOME": "kernels/gradscale_ext"}
+    assert _kernels.cache_folder() == tmp_path / "home" / expected.get(variable, ".cache/gradscale_ext")
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(cache):
@@ -204,8 +244,10 @@ def test_calls_tell_their_kernels():
 @pytest.mark.parametrize("into", [False, pytest.param(True, marks=pytest.mark.any_version)])
 def test_command(cache, tmp_path, into, capsys, monkeypatch):
     monkeypatch.setattr(_precompile, "loss_calls", lambda dtype, actions: [])
+    for home in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(home, str(tmp_path))
     folder = tmp_path / "kernels" if into else cache
-    arguments = ["--arch", "9.0", "sm_80", "--dtype", "float32", *(["--into", str(folder)] if into else [])]
+    arguments = ["--arch", "9.0", "sm_80", "--dtype", "float32", *(["--into=~/kernels"] if into else [])]
     assert _precompile.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["gpu", "registers", "shared", "spilled", "seconds", "from", "kernel"]

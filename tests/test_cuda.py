@@ -23,7 +23,7 @@ from gradscale_ext._native import DEVICE_TYPES
 pytestmark = pytest.mark.cuda
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-WIDTHS = [1, 2, 31, 33, 601, 1025, 4672, 9001]
+WIDTHS = [1, 2, 31, 33, 82, 362, 601, 1025, 4672, 9001]
 FALLBACKS = ("multi_step_loss", "loss_of", "decode", "l2_loss", "tensor_statistics", "clipping_of", "clip_tensors")
 
 
@@ -286,7 +286,7 @@ def test_stacked(width, batch_first, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [3, 33, 601, 4672])
+@pytest.mark.parametrize("width", [3, 33, 82, 601, 4672])
 def test_memory_that_is_not_aligned_or_not_contiguous(width, dtype, device):
     heads = {"policy": gs.SoftCrossEntropy(), "distance": gs.MeanSquaredError()}
     generator = torch.Generator().manual_seed(width)
@@ -362,6 +362,27 @@ def test_nonfinite(nonfinite, grad_output, dtype, device):
     out, _ = check(heads, predictions, targets, device, dtype, nonfinite=nonfinite, grad_output=grad_output)
     assert out.num_nonfinite.item() == 3
     assert out.loss.isfinite().item() == (nonfinite == "skip")
+
+
+@pytest.mark.parametrize("grad_output", [None, math.inf])
+def test_weights_that_are_not_finite(grad_output, device):
+    """Scale 0, a mask and skipping select, they do not multiply."""
+    positive = ("two_hot", "raw", "gauss", "policy", "distance")  # infinities of both signs would add up to NaN
+    heads = {name: head for name, head in heads_of(33).items() if name in positive}
+    predictions, targets = inputs_of(heads, 33, batch=4, steps=2)
+    weights = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, math.nan], [math.nan, math.inf]])
+    options = {
+        "step_weights": weights,
+        "importance_weights": torch.tensor([1.0, math.inf, math.nan, math.nan]),
+        "step_gradient_scale": [0.0, 0.0],
+        "mask": torch.tensor([[True, True], [True, True], [True, True], [False, False]]),
+        "nonfinite": "skip",
+    }
+    out, found = check(heads, predictions, targets, device, torch.float32, grad_output=grad_output, **options)
+    assert out.num_nonfinite.item() == 1
+    assert all((g == 0).all() for g in found)
+    options["importance_weights"] = torch.tensor([1.0, 2.0, math.nan, math.nan])
+    assert check(heads, predictions, targets, device, torch.float32, **options)[0].loss.isfinite()
 
 
 def test_infinite_entries_that_are_masked(device):
@@ -558,6 +579,20 @@ def test_decode(space, width, dtype, device):
         check_close(gradient, expected, dtype, scale=max(float(expected.abs().max()), 1e-2 * scale))
     with torch.no_grad():
         check_close(support.decode(values.to(device)), truth.detach(), dtype, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("space", ["transformed", "raw"])
+@pytest.mark.parametrize(("limit", "width"), [(10, 101), (20, 255), (10, 64), (3, 1030)])
+def test_gradient_of_decode_at_a_saturated_softmax(limit, width, space, dtype, device):
+    """One bin has all the mass: its centre is the expectation, and no logit changes it."""
+    support = gs.Support(-limit, limit, width, transform="symlog", space=space)
+    chosen = torch.arange(0, width, max(width // 24, 1))
+    logits = torch.zeros(len(chosen), width, dtype=dtype)
+    logits[torch.arange(len(chosen)), chosen] = 2000
+    leaf = logits.to(device).requires_grad_()
+    (gradient,) = torch.autograd.grad(support.decode(leaf).sum(), leaf)
+    assert gradient.count_nonzero() == 0
 
 
 def test_decode_of_uniform_and_of_no_logits(device):

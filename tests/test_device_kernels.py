@@ -71,8 +71,8 @@ FAULTS = {
     "write behind a row": (
         ADDRESS,
         "math/rows.cuh",
-        "    if (j >= 0 && j < width && (j < skip_begin || j >= skip_end)) {",
-        "    if (j >= 0 && j < width + FAULT && (j < skip_begin || j >= skip_end)) {",
+        "    if (j >= 0 && j < width) {\n      row[j]",
+        "    if (j >= 0 && j < width + FAULT) {\n      row[j]",
         "AddressSanitizer: heap-buffer-overflow",
     ),
     "shared memory too small": (
@@ -97,7 +97,8 @@ FAULTS = {
     "misaligned load": (
         PLAIN,
         "math/rows.cuh",
-        "  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && aligned(row + first)) {",
+        "A* out) {\n  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && aligned(row + first)) {",
+        "A* out) {\n"
         "  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && (FAULT || aligned(row + first))) {",
         "misaligned load16 of 16 bytes",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import pickle
 import random
 import re
 import subprocess
@@ -486,6 +487,60 @@ def test_a_cut_in_a_compiled_region():
     diagnosis = diagnose(loss, model)
     assert found(diagnosis) == {("disconnected", name) for name in FIRST}
     assert all("GradientTracer" in finding.remedy for finding in diagnosis.findings)
+
+
+@pytest.mark.parametrize(
+    ("between", "call"),
+    [
+        (nn.Parameter, "nn.Parameter"),
+        (lambda h: nn.Parameter(h.clone()), "nn.Parameter"),
+        (lambda h: nn.Parameter(h.view(-1)).view(h.shape), "nn.Parameter"),
+        (lambda h: torch.empty(0).set_(h.untyped_storage(), 0, h.shape), "a call that the tracer does not see"),
+        (nn.Buffer, "detach"),
+        (lambda h: copy.deepcopy(h.detach()), "detach"),
+        (lambda h: h.data, "data"),
+        (lambda h: h.new(h.tolist()), "new"),
+    ],
+)
+def test_values_made_by_calls_that_no_mode_sees(between, call):
+    model = Between(between)
+    loss, tracer = trace(model, X)
+    diagnosis = diagnose(loss, model, tracer=tracer)
+    assert found(diagnosis) == {("detached", name) for name in FIRST}
+    cause = f"the loss depends on it only through the result of {call}, which is cut off from the graph"
+    assert {finding.cause for finding in diagnosis.findings} == {cause}
+    assert all(Path(__file__).name in finding.location for finding in diagnosis.findings)
+
+
+def test_a_parameter_made_of_a_value_on_one_of_two_paths():
+    model = Between(lambda h: h + nn.Parameter(h))
+    loss, tracer = trace(model, X)
+    (finding,) = diagnose(loss, model, tracer=tracer).findings
+    assert (finding.code, finding.parameter, finding.is_note) == ("detached", "loss", True)
+    assert "the result of nn.Parameter sends no gradient to first.weight, first.bias" in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("between", "call"),
+    [
+        (lambda h: torch.Tensor(h.tolist()), "tolist"),
+        (lambda h: torch.FloatTensor(h.tolist()), "tolist"),
+        (lambda h: torch.Tensor([[float(v) for v in row] for row in h.detach()]), "__float__"),
+        (lambda h: pickle.loads(pickle.dumps(h.detach())), "untyped_storage"),
+    ],
+)
+def test_values_that_left_pytorch_and_came_back_unseen(between, call):
+    """What is not known is not said: they may enter the loss, or not."""
+    model = Between(between)
+    loss, tracer = trace(model, X)
+    diagnosis = diagnose(loss, model, tracer=tracer)
+    assert found(diagnosis) == {("disconnected", name) for name in FIRST}
+    for finding in diagnosis.findings:
+        assert finding.cause == (
+            f"it was used, but no path from it to the loss was seen; {call}() took values made of it out of PyTorch, "
+            "and what became of them is not seen"
+        )
+        assert Path(__file__).name in finding.location
 
 
 class Idle(nn.Module):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from processes import assert_passed, run_in_processes
 from torch.distributed.device_mesh import init_device_mesh
 
 import gradscale_ext as gs
+from gradscale_ext._ranks import waiting
 
 RANKS = 2
 GRADIENT = torch.linspace(-3, 4, 24, dtype=torch.float64).view(4, 6)
@@ -265,3 +268,106 @@ def test_two_processes(name: str, outcomes: Path) -> None:
 def test_wrong_process_group(wrong: object) -> None:
     with pytest.raises(TypeError, match=r"must be a torch.distributed.ProcessGroup or None"):
         gs.clip_gradient_norm(torch.ones(2), 1.0, process_group=wrong)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """The default group of this process, which other tests may have left."""
+    is_ours = not dist.is_initialized()
+    if is_ours:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if is_ours:
+        dist.destroy_process_group()
+
+
+def summed(process_group: Any) -> None:
+    gs.reduce_multi_step(torch.ones(2, 2), reduction="valid_mean", process_group=process_group)
+
+
+def clips(process_group: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    p.grad = torch.full((2,), 5.0)
+    try:
+        gs.clip_gradients_([p], 1.0, process_group=process_group)
+    finally:
+        assert p.grad.tolist() == [5.0, 5.0]
+
+
+GROUPED: dict[str, Callable[[Any], object]] = {
+    "multi_step_loss": summed,
+    "clip_gradients_": clips,
+    "clip_gradient_norm": lambda group: gs.clip_gradient_norm(torch.ones(2), 1.0, process_group=group),
+    "ClipGradientNorm": lambda group: gs.ClipGradientNorm(1.0, process_group=group),
+}
+
+
+@pytest.mark.parametrize("made_anew", [False, True])
+@pytest.mark.parametrize("function", GROUPED)
+def test_a_destroyed_process_group_is_named(function: str, made_anew: bool, one_rank: None) -> None:
+    """Also where a later group has its name."""
+    group = dist.new_group([0])
+    dist.destroy_process_group(group)
+    if made_anew:
+        name, later = group.group_name, dist.new_group([0])
+        torch.distributed.distributed_c10d._unregister_process_group(later.group_name)
+        torch.distributed.distributed_c10d._register_process_group(name, later)
+    message = f"{function}: process_group must be in use, but the group '{group.group_name}' has been destroyed"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        GROUPED[function](group)
+    if made_anew:
+        dist.destroy_process_group(later)
+
+
+def test_a_group_for_another_device_is_named_by_pytorch(one_rank: None) -> None:
+    group = dist.new_group([0], backend="cuda:gloo")
+    for function in (summed, clips):
+        with pytest.raises(RuntimeError, match=r"^No backend type associated with device type cpu"):
+            function(group)
+    dist.destroy_process_group(group)
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(f"{GLOO}pair.cc:537] Read error [127.0.0.1]:29091: Connection reset by peer. This is typically"),
+        RuntimeError(f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:18150. This is typically caused by a"),
+        RuntimeError(f"{GLOO}unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"),
+        RuntimeError("Application timeout caused pair closure"),
+        RuntimeError("Wait timeout"),
+        dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
+        dist.DistBackendError("WorkNCCL(SeqNum=3, OpType=ALLREDUCE) ran for 1800 milliseconds before timing out."),
+        dist.DistBackendError("NCCL communicator was aborted on rank 1."),
+        dist.DistStoreError("wait timeout after 300000ms, keys: /default_pg/0//cpu//0/1"),
+        dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed. Did the server crash?"),
+    ],
+    ids=lambda error: str(error)[-40:],
+)
+def test_ranks_that_do_not_answer_are_named(error: RuntimeError, one_rank: None) -> None:
+    with pytest.raises(RuntimeError, match=r"^f: rank 0 waited in vain for the other ranks") as raised, waiting("f"):
+        raise error
+    assert str(error) in str(raised.value)
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Tensors must be contiguous"),
+        RuntimeError("Could not resolve the process group registered under the name 1"),
+        torch.OutOfMemoryError("CUDA out of memory; a process timed out"),
+        torch.AcceleratorError("CUDA error: the launch timed out and was terminated", 702),
+        NotImplementedError("no timeout on this device"),
+        RecursionError("maximum recursion depth exceeded"),
+        dist.DistBackendError("NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)"),
+        ValueError("timed out"),
+    ],
+    ids=lambda error: str(error)[:40],
+)
+def test_errors_that_are_not_about_other_ranks_pass(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, waiting("f"):
+        raise error
+    assert raised.value is error

@@ -684,6 +684,90 @@ def test_skip_leaves_a_nonfinite_sample_out(reduction, fused_only):
         assert gradient[0].abs().sum() > 0
 
 
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+class TestWeightsThatAreNotFinite:
+    """They reach nothing that is skipped, masked or scaled by 0."""
+
+    LOSSES = torch.tensor([1.0, 2.0, 3.0])
+
+    def run(self, impl, losses=LOSSES, **options):
+        x = losses.clone().requires_grad_()
+        out = gs.multi_step_loss({"own": gs.PerStepLoss()}, {"own": [x, x]}, {}, impl=impl, **options)
+        out.loss.sum().backward()
+        return out, x.grad
+
+    @pytest.mark.parametrize("reduction", ["mean", "sum", "none", "valid_mean"])
+    def test_step_weight_of_a_skipped_sample(self, reduction, bad, impl):
+        weights = torch.tensor([[1.0, 1.0], [1.0, bad], [1.0, 1.0]])
+        out, gradient = self.run(impl, step_weights=weights, nonfinite="skip", reduction=reduction)
+        divisor = {"mean": 3, "valid_mean": 6}.get(reduction, 1)
+        torch.testing.assert_close(out.loss.sum(), torch.tensor(8.0) / divisor)
+        torch.testing.assert_close(out.head_losses["own"], torch.tensor(8.0) / divisor)
+        torch.testing.assert_close(gradient, torch.tensor([2.0, 0.0, 2.0]) / divisor, rtol=1e-6, atol=0)
+        assert out.num_nonfinite.item() == 1
+
+    def test_importance_weight_of_a_skipped_sample(self, bad, impl):
+        losses = torch.tensor([1.0, bad, 3.0])
+        weights = torch.tensor([1.0, bad, 0.5])
+        out, gradient = self.run(impl, losses, importance_weights=weights, nonfinite="skip", reduction="sum")
+        assert out.loss.item() == 5.0
+        assert gradient.tolist() == [2.0, 0.0, 1.0]
+
+    def test_importance_weights_decide_nothing(self, bad, impl):
+        weights = torch.tensor([1.0, bad, 1.0])
+        out, gradient = self.run(impl, importance_weights=weights, nonfinite="skip", reduction="none")
+        assert out.num_nonfinite.item() == 0
+        assert out.loss[[0, 2]].tolist() == [2.0, 6.0]
+        assert not out.loss[1].isfinite()
+        assert gradient[[0, 2]].tolist() == [2.0, 2.0]
+
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_weights_of_a_masked_sample(self, reduction, bad, impl):
+        out, gradient = self.run(
+            impl,
+            mask=torch.tensor([[True, True], [False, False], [True, False]]),
+            importance_weights=torch.tensor([1.0, bad, 1.0]),
+            step_weights=torch.tensor([[1.0, 1.0], [bad, bad], [1.0, bad]]),
+            reduction=reduction,
+        )
+        divisor = 3 if reduction == "mean" else 1
+        torch.testing.assert_close(out.loss.sum(), torch.tensor(5.0) / divisor)
+        torch.testing.assert_close(out.head_losses["own"], torch.tensor(5.0) / divisor)
+        torch.testing.assert_close(gradient, torch.tensor([2.0, 0.0, 1.0]) / divisor, rtol=1e-6, atol=0)
+
+    @pytest.mark.parametrize("as_tensor", [False, True])
+    def test_gradient_scale_of_0(self, as_tensor, bad, impl):
+        scale = [0.0, 1.0]
+        weights = torch.tensor([[1.0, 1.0], [bad, 1.0], [1.0, 1.0]])
+        x, y = (self.LOSSES.clone().requires_grad_() for _ in range(2))
+        out = gs.multi_step_loss(
+            {"own": gs.PerStepLoss()},
+            {"own": [x, y]},
+            {},
+            step_gradient_scale=torch.tensor(scale) if as_tensor else scale,
+            step_weights=weights,
+            importance_weights=torch.tensor([1.0, 1.0, bad]),
+            reduction="none",
+            impl=impl,
+        )
+        out.loss.backward(torch.tensor([bad, 1.0, 1.0]))
+        assert x.grad.tolist() == [0.0, 0.0, 0.0]
+        assert y.grad[1].item() == 1.0
+
+
+def test_classes_at_one_step_and_strided_probabilities_at_another():
+    logits = [torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    targets = [torch.tensor([0, 3, 1]), torch.rand(4, 3, dtype=torch.float64).t()]
+    heads = {"policy": gs.SoftCrossEntropy()}
+    losses = [
+        function(heads, {"policy": logits}, {"policy": targets}).loss
+        for function in (gs.multi_step_loss, gs.reference.multi_step_loss)
+    ]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits) for loss in losses))
+
+
 def test_illegal_actions(fused_only):
     logits = torch.randn(2, 4, dtype=torch.float64)
     logits[:, 1] = -float("inf")

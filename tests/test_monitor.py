@@ -218,6 +218,165 @@ def test_a_clipping_that_no_step_followed_is_replaced():
     assert value(watching, "clip_rate") == 0.0
 
 
+def clip_by_pytorch(model, limit):
+    clip_grad_norm_([*model.parameters()] if isinstance(model, nn.Module) else model, limit)
+
+
+def clip_by_value(model, limit):
+    nn.utils.clip_grad_value_([*model.parameters()] if isinstance(model, nn.Module) else model, limit / 10)
+
+
+CLIPS = [gs.clip_gradients_, clip_by_pytorch, clip_by_value]
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda model: [model, model],
+        lambda model: [model, model[2]],
+        lambda model: [model[2], model],
+        lambda model: [model[0], model[2], model[3]],
+        lambda model: [model[:3], model[2:]],
+        lambda model: [model[0], model, model[3], model, model[2]],
+    ],
+    ids=["all, all", "all, part", "part, all", "parts", "parts that overlap", "many"],
+)
+def test_a_step_that_is_clipped_several_times(parts, clip, every, views):
+    """Norms are those before each parameter was clipped first; no parameter, and no step, counts twice.
+
+    Gradients may be views of one tensor, as those of DDP's buckets are.
+    """
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model(batch()).square().sum().backward()
+    if views:
+        flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+        pieces = flat.split([p.numel() for p in model.parameters()])
+        set_gradients(model, *(g.view_as(p) for g, p in zip(pieces, model.parameters(), strict=True)))
+    before = norms(model)
+    with GradientMonitor(model, optimizer, every=every) as watching:
+        for limits in ([1.0] + 5 * [5.0], 6 * [1e6], 6 * [1e6]):
+            for part, limit in zip(parts(model), limits, strict=False):
+                clip(part, limit)
+            optimizer.step()
+    for name, norm in before.items():
+        assert value_at(watching, f"gradient_norm_before_clipping/{name}", 0) == approx(norm)
+    inside = [norm for name, norm in before.items() if name.startswith("2.")]
+    assert value_at(watching, "module_gradient_norm_before_clipping/2", 0) == approx(math.hypot(*inside))
+    assert value_at(watching, "gradient_norm_total_before_clipping", 0) == approx(math.hypot(*before.values()))
+    assert watching.history["clip_rate"] == [(0, 1.0), (1, 0.0), (2, 0.0)][::every]
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_the_later_of_two_clippings_counts_where_the_first_changes_nothing(clip):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=2) as watching:
+        for step in range(5):
+            train_gradients(model, step)
+            clip(model, 1e6)
+            clip(model[3], 1e-3 if step in (1, 4) else 1e6)
+            optimizer.step()
+    assert watching.history["clip_rate"] == [(0, 0.0), (2, 0.5), (4, 0.5)]
+
+
+def train_gradients(model, seed, set_to_none=True):
+    model.zero_grad(set_to_none)
+    model(batch(seed)).square().sum().backward()
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf], ids=str)
+def test_the_total_of_parts_that_overlap_is_of_the_norm_of_the_clipping(p):
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elements = [3.0, -4.0, 5.0, -2.0]
+    set_gradients(model, *(torch.full_like(q, g) for q, g in zip(model.parameters(), elements, strict=True)))
+    with GradientMonitor(model, optimizer) as watching:
+        gs.clip_gradients_(model[1], 1.0, norm_type=p)
+        gs.clip_gradients_(model, 1.0, norm_type=p)
+        optimizer.step()
+    expected = torch.tensor(elements).norm(p).item()
+    assert value(watching, "gradient_norm_total_before_clipping") == approx(expected)
+    assert value(watching, "module_gradient_norm_before_clipping/1") == approx(torch.tensor([5.0, 2.0]).norm(p).item())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nonfinite_gradients_of_a_step_that_is_clipped_twice(bad):
+    """They count once, as they were before the first clipping, which spreads them."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    train_gradients(model, 0)
+    model[0].bias.grad[1] = bad
+    with GradientMonitor(model, optimizer) as watching:
+        clip_by_pytorch(model[3], 1e-3)
+        clip_by_pytorch(model, 1e-3)
+        clip_by_pytorch(model, 1e-3)
+        optimizer.step()
+    assert value(watching, "nonfinite_gradients") == 1.0
+    total = value(watching, "gradient_norm_total_before_clipping")
+    assert math.isnan(total) if math.isnan(bad) else total == math.inf
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_clippings_of_a_step_that_was_given_up_do_not_count(set_to_none, clip):
+    """New gradients are new tensors or are written into the old ones, for some parameters or for all."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=1) as watching:
+        train_gradients(model, 1)
+        clip(model, 1e-3)
+        train_gradients(model, 0, set_to_none)
+        before = norms(model)
+        clip(model, 1e6)
+        optimizer.step()
+        train_gradients(model, 1, set_to_none)
+        clip(model, 1e-3)
+        kept = norms(model)
+        fresh = torch.autograd.grad(model(batch(2)).square().sum(), model[3].parameters())
+        for p, gradient in zip(model[3].parameters(), fresh, strict=True):
+            if set_to_none:
+                p.grad = gradient
+            else:
+                p.grad.copy_(gradient)
+        renewed = norms(model[3])
+        clip(model[3], 1e6)
+        optimizer.step()
+    for name, norm in before.items():
+        assert value_at(watching, f"gradient_norm_before_clipping/{name}", 0) == approx(norm)
+    assert watching.history["clip_rate"] == [(0, 0.0), (1, 1.0)]
+    for name, norm in renewed.items():
+        assert value_at(watching, f"gradient_norm_before_clipping/3.{name}", 1) == approx(norm)
+    assert value_at(watching, "gradient_norm_before_clipping/0.weight", 1) > 10 * kept["0.weight"]
+
+
+def test_parameters_that_are_given_twice_count_once():
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model.weight.grad = torch.full((1, 1), 3.0)
+    with GradientMonitor(model, optimizer) as watching:
+        clip_by_pytorch([model.weight, model.weight], 1.0)
+        optimizer.step()
+    assert value(watching, "gradient_norm_total_before_clipping") == 3.0
+
+
+def test_a_parameter_that_gets_its_gradient_between_two_clippings():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    with GradientMonitor(model, optimizer) as watching:
+        gs.clip_gradients_(model, 1.0)
+        model.bias.grad = torch.tensor([12.0])
+        gs.clip_gradients_(model, 1.0)
+        optimizer.step()
+    assert value(watching, "gradient_norm_before_clipping/weight") == approx(5.0)
+    assert value(watching, "gradient_norm_before_clipping/bias") == approx(12.0)
+    assert value(watching, "gradient_norm_total_before_clipping") == approx(13.0)
+
+
 @pytest.mark.parametrize("norm_type", [2.0, math.inf], ids=str)
 @pytest.mark.parametrize("way", ["torch.nn.utils", "an import of the function", "its two parts"])
 def test_clipping_by_pytorch(way, norm_type):
@@ -605,6 +764,168 @@ def test_training_is_the_same_bit_by_bit(every):
         finals.append([*model.parameters(), *(parameter.grad for parameter in model.parameters())])
         assert not watched or len(watching._history) == 5 // every
     assert all(map(torch.equal, *finals))
+
+
+# ---- Writers that raise ----------------------------------------------------------------------------------------------
+
+
+class FailingWriter(HistogramWriter):
+    """Raises at some calls, by number, of one of its methods."""
+
+    def __init__(self, method, *calls):
+        super().__init__()
+        self.calls, self.method, self.failing = 0, method, calls
+
+    def _count(self, method):
+        if method == self.method:
+            self.calls += 1
+            if self.calls in self.failing:
+                raise OSError(f"disk full at call {self.calls}")
+
+    def add_scalar(self, tag, value, step):
+        self._count("add_scalar")
+        super().add_scalar(tag, value, step)
+
+    def add_histogram_raw(self, tag, **fields):
+        self._count("add_histogram_raw")
+        super().add_histogram_raw(tag, **fields)
+
+    def flush(self):
+        self._count("flush")
+        super().flush()
+
+
+class Caught:
+    """Catches errors of a writer, as a training loop may do."""
+
+    def __init__(self):
+        self.errors = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, _):
+        if isinstance(error, OSError):
+            self.errors.append(str(error))
+        return isinstance(error, OSError)
+
+
+def plain_steps(model, optimizer, caught):
+    for step in range(8):
+        with caught:
+            train(model, optimizer, max_norm=1.0 if step % 2 else 1e6, seed=step)
+
+
+def steps_with_scaler(model, optimizer, caught):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(8):
+        optimizer.zero_grad()
+        scaler.scale(model(batch(step)).square().sum() * (OVERFLOW if step in (2, 3, 5) else 1.0)).backward()
+        with caught:
+            scaler.step(optimizer)
+        assert not hasattr(optimizer, "found_inf")  # the scaler has finished its work
+        scaler.update()
+
+
+def steps_of_closures(model, optimizer, caught):
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch()).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(8):
+        with caught:
+            optimizer.step(closure)
+
+
+class Nested(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+LOOPS = {
+    "plain": (plain_steps, torch.optim.SGD),
+    "step of a base class": (plain_steps, Nested),
+    "scaler": (steps_with_scaler, torch.optim.SGD),
+    "scaler, fused": (steps_with_scaler, functools.partial(torch.optim.SGD, fused=True)),
+    "closures": (steps_of_closures, torch.optim.SGD),
+}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("method", "calls"), [("add_scalar", [2]), ("add_scalar", [1, 4]), ("add_histogram_raw", [1])])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_writer_that_raises_costs_no_record_and_no_step(loop, method, calls, every):
+    """The loop gets each error once, a step at which one is raised counts, and training is the same."""
+    run, kind = LOOPS[loop]
+    histories, ends = [], []
+    for failing in ([], calls):
+        model = network()
+        optimizer = kind(model.parameters(), lr=0.001)
+        writer = FailingWriter(method, *failing)
+        caught = Caught()
+        with caught, GradientMonitor(model, optimizer, writer=writer, every=every) as watching:
+            run(model, optimizer, caught)
+        assert caught.errors == [f"disk full at call {call}" for call in failing]
+        histories.append(watching.history)
+        ends.append([*model.parameters()])
+        assert writer.flushed == 1
+    assert histories[0] == histories[1]
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_monitors_of_one_optimizer_count_the_step_at_which_the_writer_of_another_raises(loop):
+    run, kind = LOOPS[loop]
+    model = network()
+    optimizer = kind(model.parameters(), lr=0.001)
+    caught = Caught()
+    writers = [FailingWriter("add_scalar", *calls) for calls in ((2,), (), (1,))]
+    monitors = [GradientMonitor(model, optimizer, writer=writer, every=1) for writer in writers]
+    run(model, optimizer, caught)
+    for watching in monitors:
+        watching.close()
+    assert {"disk full at call 1", "disk full at call 2"} >= set(caught.errors)
+    assert monitors[0].history == monitors[1].history == monitors[2].history
+    assert [watching._taken for watching in monitors] == [8, 8, 8]
+    assert writers[1].steps("gradient_norm_total") == steps_of(monitors[1], "gradient_norm_total")
+
+
+@pytest.mark.parametrize("method", ["add_scalar", "flush"])
+def test_a_writer_that_raises_while_the_monitor_is_closed(method):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    watching = GradientMonitor(model, optimizer, writer=FailingWriter(method, 1))
+    scaled_steps(model, optimizer, [1.0, OVERFLOW])
+    with pytest.raises(OSError, match="disk full at call 1"):
+        watching.close()
+    watching.close()
+    assert steps_of(watching, "gradient_norm_total") == [0]
+    assert watching.history["skipped_steps"] == [(1, 1.0)]
+    assert watching._writer.flushed == (method != "flush")
+    assert not optimizer._optimizer_step_post_hooks
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_step_whose_record_fails_counts(monkeypatch):
+    """The next one is recorded in its place, with the clippings and skipped steps of both."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientMonitor(model, optimizer, every=2) as watching:
+        for step in range(4):
+            train_gradients(model, step)
+            gs.clip_gradients_(model, 1e-3 if step == 2 else 1e6)
+            with monkeypatch.context() as patch:
+                if step == 2:
+                    patch.setattr(watching._weights, "compare", lambda: (_ for _ in ()).throw(MemoryError))
+                with contextlib.suppress(MemoryError):
+                    optimizer.step()
+    assert steps_of(watching, "gradient_norm_total") == [0, 3]
+    assert watching.history["clip_rate"] == [(0, 0.0), (3, approx(1 / 3))]
 
 
 # ---- Attaching and detaching -----------------------------------------------------------------------------------------
@@ -1305,7 +1626,12 @@ def mesh():
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("clips", [gs.clip_gradients_, lambda model, limit: clip_grad_norm_(model.parameters(), limit)])
+def clip_twice(model, limit):
+    gs.clip_gradients_(model[3], limit / 2)
+    clip_by_pytorch(model, limit)
+
+
+@pytest.mark.parametrize("clips", [gs.clip_gradients_, clip_by_pytorch, clip_twice])
 @pytest.mark.parametrize("every", [1, 100])
 def test_sharded_parameters(mesh, every, clips):
     """The numbers of FSDP2 are those of the model that it shards; every one of them, and skipped steps too."""
@@ -1558,7 +1884,7 @@ def test_tensorboard(tmp_path):
         assert histogram.histogram_value.max == log2.max().floor() + 1
 
 
-def test_plot(tmp_path):
+def test_plot(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1566,7 +1892,9 @@ def test_plot(tmp_path):
         with pytest.raises(ValueError, match="it has seen 0 steps, and records every 1"):
             watching.plot()
         train(model, optimizer, 4, max_norm=1.0)
-    figure = watching.plot(tmp_path / "picture.png")
+    for home in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(home, str(tmp_path))
+    figure = watching.plot("~/picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     heat = panel(figure, "gradient norm of each layer")
     layers = ["0", "2.0", "3"]
@@ -1761,6 +2089,23 @@ def test_lightning_callback(lightning):
     assert writer.steps("optimizer0/gradient_norm/0.weight") == [5]
     assert writer.steps("optimizer1/gradient_norm/3.weight") == [5]
     assert writer.steps("optimizer0/gradient_norm/3.weight") == []
+    assert not any(optimizer._optimizer_step_post_hooks for optimizer in optimizers)
+
+
+def test_lightning_callback_closes_all_monitors_even_if_a_writer_raises(lightning):
+    module, _ = lightning
+    callback = module.GradientMonitorCallback(every=1)
+    model, writer = network(), FailingWriter("add_scalar", 1)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2:])]
+    trainer = types.SimpleNamespace(
+        optimizers=optimizers, loggers=[types.SimpleNamespace(experiment=writer)], global_step=0
+    )
+    callback.on_fit_start(trainer, model)
+    for optimizer in optimizers:
+        train(model, optimizer)
+    with pytest.raises(OSError, match="disk full"):
+        callback.on_fit_end(trainer, model)
+    assert [steps_of(watching, "gradient_norm_total") for watching in callback.monitors] == [[0], [0]]
     assert not any(optimizer._optimizer_step_post_hooks for optimizer in optimizers)
 
 

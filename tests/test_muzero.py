@@ -1,5 +1,7 @@
 """The example agent: its games against oracles, its search with a model that knows the rules, and runs that go on."""
 
+import dataclasses
+import pickle
 import re
 import subprocess
 import sys
@@ -201,6 +203,37 @@ def test_the_search_finds_forced_wins_and_the_only_defence():
     assert result.value[values == -1].max() < -0.5
 
 
+@pytest.mark.parametrize("discount", [0.0, 0.9, 0.99, 1.0, -1.0, -0.9])
+@pytest.mark.parametrize(("length", "bootstrap_steps"), [(1, 1), (7, 3), (7, 7), (7, 100), (500, 50), (5000, 5)])
+def test_n_step_returns(length, bootstrap_steps, discount):
+    """A plain double loop gives the same, however small the power of the discount is."""
+    generator = np.random.default_rng(0)
+    rewards, searched = generator.normal(size=(2, length)).tolist()
+    values = [*searched, 0.5]
+    expected = []
+    for t in range(length):
+        steps = min(bootstrap_steps, length - t)
+        expected.append(sum(discount**k * rewards[t + k] for k in range(steps)) + discount**steps * values[t + steps])
+    found = n_step_returns(rewards, searched, 0.5, bootstrap_steps, discount)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_n_step_returns_of_long_episodes():
+    """The geometric series, (1 - γ^n) / (1 - γ)."""
+    found = n_step_returns([1.0] * 5000, [0.0] * 5000, 0.0, 50, 0.9)
+    np.testing.assert_allclose(found[:4951], (1 - 0.9**50) / 0.1, rtol=1e-6)
+    np.testing.assert_allclose(found[4950:], (1 - 0.9 ** np.arange(50, 0, -1)) / 0.1, rtol=1e-6)
+    assert n_step_returns([1.0, 2.0], [3.0, 4.0], 5.0, 50, 0.0).tolist() == [1, 2]
+
+
+def test_a_moving_average_forgets():
+    """Values that have left the window have no influence, however large they are."""
+    pytest.importorskip("matplotlib")
+    from plot import moving_average
+
+    assert moving_average(np.array([1e300, 1.0, 2.0, 4.0]), 2).tolist() == [1e300, 5e299, 1.5, 3.0]
+
+
 def test_values_change_sign_from_move_to_move():
     rewards, searched = [0.0, 0.0, 0.0, 0.0, 1.0], [0.5, 0.25, 0.5, 0.25, 0.5]
     assert n_step_returns(rewards, searched, 0.0, 9, -1.0).tolist() == [1, -1, 1, -1, 1]
@@ -242,6 +275,13 @@ def test_a_share_of_actions_is_any_legal_one():
     expected = [[0.75, 0.25, 0], [(0.2 + 1 / 3) / 2, (0.3 + 1 / 3) / 2, (0.5 + 1 / 3) / 2]]
     np.testing.assert_allclose(explored(policy, legal, 0.5), expected)
     assert explored(policy, legal, 0.0) is policy
+
+
+def test_noise_with_a_small_alpha_is_a_distribution():
+    """Though gamma variates of nearly all rows are 0."""
+    noise = dirichlet_noise(np.array([[True, True, False]] * 100), 1e-9, np.random.default_rng(0))
+    np.testing.assert_allclose(noise.sum(axis=-1), 1, rtol=1e-6)
+    assert not noise[:, 2].any()
 
 
 def test_actions_of_no_probability_are_never_drawn():
@@ -306,12 +346,110 @@ def test_the_demo_tells_what_it_does(tmp_path):
     assert places == sorted(places)
 
 
-def test_a_run_that_learnt_nothing_says_so(tmp_path, monkeypatch):
+def error_line(monkeypatch, directory, *options):
+    """What the program prints as it ends with an error."""
     for name in ("matplotlib", "tensorboard", "tqdm"):
         pytest.importorskip(name)
     import train
 
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--training-steps=2", f"--directory={tmp_path}"])
-    with pytest.raises(SystemExit, match=r"^error: the run ended before its first learner step"):
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--directory={directory}", *options])
+    with pytest.raises(SystemExit) as stopped:
         train.main()
+    return stopped.value.code
+
+
+def test_a_run_that_learnt_nothing_says_so(tmp_path, monkeypatch):
+    line = error_line(monkeypatch, tmp_path, "--training-steps=2")
+    assert line.startswith("error: the run ended before its first learner step")
+
+
+COUNTS = ["num-environments", "training-steps", "num-simulations", "unroll-steps", "bootstrap-steps", "replay-capacity"]
+COUNTS += ["minimum-replay", "hidden-size", "layer-size", "batch-size", "updates-per-step"]
+FRACTIONS = ["discount", "dirichlet-fraction", "random-actions", "priority-exponent", "importance-exponent"]
+REFUSED = {
+    "at least 1": [(name, value) for name in COUNTS for value in ("0", "-3")],
+    "at least 2": [("support-bins", "1")],
+    "at least 0 and finite": [("actors", "-1"), *(("weight-decay", value) for value in ("-0.5", "nan", "inf"))],
+    "above 0 and finite": [
+        (name, value)
+        for name in ("learning-rate", "support-limit", "dirichlet-alpha")
+        for value in ("0.0", "-0.5", "nan", "inf")
+    ],
+    "above 0": [("max-minutes", value) for value in ("0.0", "-0.5", "nan")],
+    "from 0 to 1": [(name, value) for name in FRACTIONS for value in ("-0.5", "1.5", "nan")],
+    "from 0 to 2147483647": [("seed", "-1"), ("seed", "2147483648")],
+    "at most --replay-capacity 30000": [("minimum-replay", "30001")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"), [(*case, accepted) for accepted, cases in REFUSED.items() for case in cases]
+)
+def test_an_option_that_makes_no_sense_is_refused(name, value, accepted, tmp_path, monkeypatch):
+    """In one line, before anything is written."""
+    line = error_line(monkeypatch, tmp_path / "runs", f"--{name}={value}")
+    assert line == f"error: --{name} must be {accepted}, not {value}"
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_number_is_checked():
+    options = {field.name.replace("_", "-") for field in dataclasses.fields(Configuration)}
+    assert options - {name for cases in REFUSED.values() for name, _ in cases} == {"game", "loss"}
+
+
+@pytest.mark.parametrize("name", games.names())
+def test_the_smallest_numbers_that_are_accepted_work(name):
+    smallest = {option.replace("-", "_"): 1 for option in COUNTS} | {"replay_capacity": 3, "support_bins": 2}
+    smallest |= {option.replace("-", "_"): 0.0 for option in FRACTIONS} | {"weight_decay": 0.0, "dirichlet_alpha": 1e-9}
+    run = Training(Configuration(game=name, **smallest, seed=2**31 - 1))
+    while run.learner_steps < 20:
+        assert np.isfinite(list(run.step().values())).all()
+
+
+def test_a_run_whose_folder_cannot_be_made_says_so(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    line = error_line(monkeypatch, tmp_path / "file")
+    assert line.startswith("error: --directory must be a folder that can be written: ")
+    assert str(tmp_path / "file") in line
+
+
+def saved(path):
+    path.parent.mkdir()
+    run = training("cartpole")
+    run.step()
+    run.save(path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    {
+        "empty": (lambda content: b"", "cannot be read as a checkpoint: EOFError: Ran out of input"),
+        "truncated": (lambda content: content[: len(content) // 2], "cannot be read as a checkpoint: RuntimeError: "),
+        "text": (lambda content: b"not a checkpoint", "cannot be read as a checkpoint: UnpicklingError: "),
+        "pickled": (lambda content: pickle.dumps([1]), "cannot be read as a checkpoint: "),
+    }.values(),
+)
+def test_a_damaged_checkpoint_is_refused(damage, message, tmp_path, monkeypatch):
+    """In one line that says what to do, and the file stays as it is."""
+    path = tmp_path / "cartpole-seed0" / "checkpoint.pt"
+    content = damage(saved(path))
+    path.write_bytes(content)
+    line = error_line(monkeypatch, tmp_path)
+    assert line.startswith(f"error: {path} {message}")
+    assert line.endswith(". Another --directory, or --fresh, starts anew.")
+    assert "\n" not in line
+    assert [file.read_bytes() for file in path.parent.iterdir()] == [content]
+
+
+def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "tictactoe-seed0" / "checkpoint.pt"
+    saved(path)
+    line = error_line(monkeypatch, tmp_path, "--game=tictactoe")
+    assert line.startswith(
+        f"error: the run in {path} was begun with --game cartpole, not tictactoe, and goes on with it only. Another"
+    )
+    torch.save({"network": {}}, path)
+    line = error_line(monkeypatch, tmp_path, "--game=tictactoe")
+    assert line.startswith(f"error: {path} cannot be read as a checkpoint: it holds something else. Another")

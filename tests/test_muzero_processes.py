@@ -25,6 +25,8 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "muzero"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 
+PATIENCE = 600  # seconds; what takes longer hangs
+
 pytestmark = pytest.mark.any_version
 
 
@@ -34,7 +36,7 @@ def run(command, **options):
 
 
 def test_ranks_train_as_one(tmp_path):
-    assert run([*TORCHRUN, Path(__file__).with_name("training_ranks.py"), tmp_path]).wait(timeout=120) == 0
+    assert run([*TORCHRUN, Path(__file__).with_name("training_ranks.py"), tmp_path]).wait(timeout=PATIENCE) == 0
     with pytest.raises(ValueError, match="begun by 2 processes, not 1"):
         Training(CONFIGURATION).load(tmp_path / "checkpoint.pt")
 
@@ -43,15 +45,26 @@ def test_ranks_save_when_ctrl_c_is_pressed(tmp_path):
     pytest.importorskip("tensorboard")
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     process = run([*TORCHRUN, EXAMPLE / "train.py", *options, f"--directory={tmp_path}"])
-    while not list(tmp_path.glob("*/events*")):
+    while not list(tmp_path.glob("*/checkpoint.pt")):  # which is written in the loop that takes Ctrl-C over
         assert process.poll() is None
         time.sleep(0.1)
-    time.sleep(1)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[0].count("interrupted; the same command goes on") == 1
+    assert process.communicate(timeout=PATIENCE)[0].count("interrupted; the same command goes on") == 1
     saved = torch.load(tmp_path / "cartpole-seed0" / "checkpoint.pt", weights_only=False)
     assert saved["record"]["step_number"] > 0
     assert len(saved["shares"]) == 2
+
+
+def test_ranks_refuse_a_damaged_checkpoint(tmp_path):
+    """Only rank 0 reads it, and no other rank waits for what was in it."""
+    pytest.importorskip("tensorboard")
+    path = tmp_path / "cartpole-seed0" / "checkpoint.pt"
+    path.parent.mkdir()
+    path.write_bytes(b"damaged")
+    process = run([*TORCHRUN, EXAMPLE / "train.py", f"--directory={tmp_path}"], stderr=subprocess.PIPE)
+    errors = process.communicate(timeout=120)[1]
+    assert f"error: {path} cannot be read as a checkpoint: UnpicklingError: " in errors
+    assert "training.py" not in errors  # no traceback but torchrun's own
 
 
 def test_a_share_is_of_everything():
@@ -88,6 +101,32 @@ def test_each_rank_removes_what_its_machine_has(tmp_path, monkeypatch):
     assert not left.exists()
 
 
+def test_too_many_processes_are_refused_before_anything_is_removed(tmp_path, monkeypatch):
+    for name in ("matplotlib", "tensorboard", "tqdm"):
+        pytest.importorskip(name)
+    import train
+
+    class Third(train.Ranks):
+        def __init__(self):
+            self.rank, self.size, self.process_group = 2, 3, None
+
+    monkeypatch.setattr(train, "Ranks", Third)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    left = tmp_path / "cartpole-seed0" / "replay.2.sqlite"
+    left.parent.mkdir()
+    left.touch()
+    for options, message in (
+        (["--batch-size=2"], "3 processes cannot share --batch-size 2"),
+        (["--minimum-replay=1"], "3 processes cannot share --minimum-replay 1"),
+        (["--actors=11"], "33 processes cannot share --num-environments 32"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["train.py", "--fresh", f"--directory={tmp_path}", *options])
+        with pytest.raises(SystemExit, match=f"^error: {message}$"):
+            train.main()
+    assert left.exists()
+
+
 def test_without_ray_there_is_one_line(tmp_path, monkeypatch):
     for name in ("matplotlib", "tensorboard", "tqdm"):
         pytest.importorskip(name)
@@ -120,7 +159,8 @@ def test_a_keeper_finds_what_was_acknowledged(tmp_path):
     pytest.importorskip("ray")
     from actors import Keeper
 
-    begin = functools.partial(Keeper, Configuration(replay_capacity=100), str(tmp_path / "replay.sqlite"))
+    configuration = Configuration(replay_capacity=100, minimum_replay=10)
+    begin = functools.partial(Keeper, configuration, str(tmp_path / "replay.sqlite"))
     keeper = begin()
     for call in range(30):
         episodes = [episode(3 + call % 7, seed=2 * call + i) for i in range(2)]
@@ -160,9 +200,9 @@ def test_killed_actors_are_replaced(begin, tmp_path):
     ray.kill(training.players[0], no_restart=False)
     learn(training, 20)
     replaced = training.players[0].play.remote(training.weights, training.replay.keeper)
-    acknowledged = ray.get(replaced, timeout=300)[2]
+    acknowledged = ray.get(replaced, timeout=PATIENCE)[2]
     ray.kill(training.replay.keeper, no_restart=False)
-    assert ray.get(training.replay.keeper.size.remote(), timeout=300) >= acknowledged > 30
+    assert ray.get(training.replay.keeper.size.remote(), timeout=PATIENCE) >= acknowledged > 30
     before = training.network.state_dict()["value.0.weight"].clone()
     learn(training, 20)
     assert not torch.equal(before, training.network.state_dict()["value.0.weight"])

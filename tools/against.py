@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("path", type=Path, help="checkout of the project; for all, the folder with their checkouts")
     parser.add_argument("--steps", type=int, help="steps in lockstep; 20, and 3 of dreamerv3-torch")
     parser.add_argument("--seconds", type=float, default=5.0, help="time spent on each pair of times")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    parser.add_argument("--json", type=harness.user_path, metavar="FILE", help="also write the results to FILE")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     try:

@@ -65,7 +65,7 @@ elementwise_dense(GRADSCALE_ARGUMENT(ElementwiseCall) call) {
     for (int k = 0; k < size; ++k) {
       values[k] = call_function(function, values[k], one[k], Function::kArguments == 2 ? two[k] : A(0));
     }
-    write_elements<size>(static_cast<T*>(call.data[0]) + begin, count, first, 0, 0, values);
+    write_elements<size>(static_cast<T*>(call.data[0]) + begin, count, first, values);
   }
 }
 

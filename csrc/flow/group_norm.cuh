@@ -58,7 +58,7 @@ GRADSCALE_DEVICE void scale_range(const T* from, T* to, int32_t size, const Scal
         values[k] = static_cast<A>(static_cast<double>(values[k]) * reciprocal * reciprocal * by.factor);
       }
     }
-    write_elements<count>(to, size, first, 0, 0, values);
+    write_elements<count>(to, size, first, values);
   });
 }
 

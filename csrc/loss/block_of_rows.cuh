@@ -66,16 +66,21 @@ struct BlockOfRows {
            (!is_backward() || arguments.skipped.data == nullptr || std::isfinite(arguments.skipped.load(row)));
   }
 
+  GRADSCALE_DEVICE double gradient_scale(int64_t row) const {
+    return segment.gradient_scale * head.coefficients.step_gradient_scale.at(row, segment.step);
+  }
+
   GRADSCALE_DEVICE RowFactor factor_of(int64_t row) const {
     RowFactor result{counts(row), 0};
     if (segment.gradient != nullptr) {
       const Coefficients& c = head.coefficients;
-      result.coefficient = head_factor(head) * segment.step_weight * segment.gradient_scale *
-                           c.step_weights.at(row, segment.step) * c.step_gradient_scale.at(row, segment.step) *
+      const double scale = gradient_scale(row);
+      result.coefficient = head_factor(head) * segment.step_weight * scale * c.step_weights.at(row, segment.step) *
                            c.importance_weights.at(row, 0);
       if (is_backward()) {
         result.coefficient *= arguments.grad_output.load(row);
       }
+      result.coefficient = scale == 0 ? 0 : result.coefficient; // also where another factor is not finite
     }
     return result;
   }

@@ -115,18 +115,21 @@ void decode_row(const Decoding& d, int64_t row, A maximum, A* scratch) {
   }
   const A slope =
       support.raw ? A(1) : inverse_transform_slope(support.transform, expected, static_cast<A>(support.eps));
-  const A factor = static_cast<A>(d.grad_output.load(row)) * slope / softmax.sum;
+  A factor = static_cast<A>(d.grad_output.load(row)) * slope / softmax.sum;
   const A* values = softmax.values;
   const A* centers = raw_centers(support, A());
-  if (!support.raw) {
-    A* equally_spaced = second_row(scratch, d.width);
+  A middle = expected;
+  if (!support.raw) { // in halves of bins, as whole numbers: the gradient of a softmax that is 1 in a bin is exactly 0
+    A* places = second_row(scratch, d.width);
     for (int64_t j = 0; j < d.width; ++j) {
-      equally_spaced[j] = static_cast<A>(center(support, j));
+      places[j] = static_cast<A>(2 * j + 1 - d.width);
     }
-    centers = equally_spaced;
+    centers = places;
+    middle = softmax.moment / softmax.sum;
+    factor *= static_cast<A>(0.5 * bin_width(support));
   }
   write_gradient<T, A>(
-      d.gradient, row, d.width, [=](auto load) { return load(values) * factor * (load(centers) - expected); });
+      d.gradient, row, d.width, [=](auto load) { return load(values) * factor * (load(centers) - middle); });
 }
 
 } // namespace

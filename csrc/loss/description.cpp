@@ -222,7 +222,8 @@ void Description::add_segments(size_t h) {
 // Rows of the entries at a step, counted from the head's first; elements that are not contiguous are copied.
 Rows Description::rows_of(Entries& entries, int64_t step) {
   at::Tensor& tensor = entries.tensors[entries.stacked ? 0 : step];
-  if (entries.dims() == 1 && tensor.size(-1) > 1 && tensor.stride(-1) != 1) {
+  const bool has_elements = tensor.dim() > (entries.stacked ? 2 : 1); // other steps may hold classes
+  if (has_elements && tensor.size(-1) > 1 && tensor.stride(-1) != 1) {
     tensor = tensor.contiguous();
   }
   return view_rows(tensor, entries.stacked, step);

@@ -70,7 +70,7 @@ struct LossTable {
 struct RowsArguments {
   LossTable table;
   int64_t batch;
-  int32_t rows_of_warp;  // in WarpRows
+  int32_t rows_of_warp;  // in LossRows: rows_per_warp() rounds it up
   unsigned* blocks_done; // a counter for loss_totals, which comes next: set to 0
   Slab grad_output;      // no data: this is the forward pass
   bool has_gradients;    // gradients for grad_output 1 are there

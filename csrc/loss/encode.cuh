@@ -1,5 +1,5 @@
 // The kernel that turns scalars into distributions over the bins of a support. A group of threads writes each row once,
-// as in loss_rows: first all but the bins of the target, then those.
+// as in loss_rows: bytes = scalars + rows.
 #pragma once
 
 #include "../math/rows.cuh"
@@ -11,20 +11,16 @@ template <class T, class Target>
 GRADSCALE_DEVICE void encode_row(T* row, int32_t width, const Target& target, const Group& group) {
   using A = typename AccumulateType<T>::type;
   constexpr int size = kVector<T>;
-  const int32_t begin = width == 0 ? 0 : target.begin;
-  const int32_t end = width == 0 ? 0 : target.end;
   const A elsewhere = target.is_nan() ? static_cast<A>(NAN) : A(0);
   const Windows<T> windows(row, width);
   for (int32_t window = group.rank; window < windows.count; window += group.size) {
     A values[size];
 #pragma unroll
     for (int k = 0; k < size; ++k) {
-      values[k] = elsewhere;
+      const int32_t j = windows.first(window) + k;
+      values[k] = j >= target.begin && j < target.end ? static_cast<A>(target.mass(j)) : elsewhere;
     }
-    write_elements<size>(row, width, windows.first(window), begin, end, values);
-  }
-  for (int32_t j = begin + group.rank; j < end; j += group.size) {
-    row[j] = from_accumulate<T, A>(static_cast<A>(target.mass(j)));
+    write_elements<size>(row, width, windows.first(window), values);
   }
 }
 

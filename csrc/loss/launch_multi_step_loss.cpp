@@ -1,7 +1,7 @@
 #include "../math/row_shape.h"
 #include "../port/table_builder.h"
+#include "row_options.h"
 #include "row_specification.h"
-#include "warp_rows.h"
 
 #include <algorithm>
 #include <stdexcept>

@@ -4,10 +4,8 @@
 // one segment, which it finds by arithmetic; how its threads share them, a kind of rows says.
 #pragma once
 
+#include "lane_losses.cuh"
 #include "rows.cuh"
-#include "thread_categorical.cuh"
-#include "thread_policy.cuh"
-#include "warp_rows.cuh"
 
 namespace gradscale {
 
@@ -46,26 +44,18 @@ GRADSCALE_DEVICE const SegmentSpan& span_of_block(const SegmentSpan* spans, int6
   return spans[span];
 }
 
-GRADSCALE_HOST_DEVICE constexpr int smaller_of(int a, int b) {
-  return a < b ? a : b;
-}
-
-template <class First, class... Rest>
+template <class... Rows>
 GRADSCALE_HOST_DEVICE constexpr int fewest_blocks() {
-  if constexpr (sizeof...(Rest) == 0) {
-    return First::kBlocks;
-  } else {
-    return smaller_of(First::kBlocks, fewest_blocks<Rest...>());
-  }
+  int fewest = INT32_MAX;
+  ((fewest = Rows::kBlocks < fewest ? Rows::kBlocks : fewest), ...);
+  return fewest;
 }
 
-template <class First, class... Rest>
+template <class... Rows>
 GRADSCALE_HOST_DEVICE constexpr int most_shared_bytes() {
-  if constexpr (sizeof...(Rest) == 0) {
-    return First::kSharedBytes;
-  } else {
-    return larger_of(First::kSharedBytes, most_shared_bytes<Rest...>());
-  }
+  int most = 0;
+  ((most = Rows::kSharedBytes > most ? Rows::kSharedBytes : most), ...);
+  return most;
 }
 
 template <bool inside, class... Rows>

@@ -1,12 +1,9 @@
 #include "row_specification.h"
 
-#include "../math/row_begins.h"
 #include "../math/row_shape.h"
-#include "../math/thread_row.h"
-#include "kernel_names.h"
-#include "thread_policy.h"
-#include "warp_rows.h"
+#include "row_options.h"
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -16,63 +13,122 @@ namespace gradscale {
 
 namespace {
 
+// ---- How many lanes own a row
+
+// The widest rows of so many lanes. Fewer lanes exchange less; more lanes keep more of a row in registers, of which a
+// row with targets over its logits takes twice as many. One lane has a row in shared memory.
+struct LanesOfWidth {
+  int64_t widest;
+  int32_t lanes;
+};
+constexpr LanesOfWidth kLanesOfBins[] = {{64, 1}, {256, 8}, {640, 16}, {1024, 32}};
+constexpr LanesOfWidth kLanesOfActions[] = {{40, 1}, {112, 8}, {224, 16}, {448, 32}};
+constexpr int64_t kSharedBytesOfBlock = 48 * 1024;
+constexpr int64_t kSector = 32; // bytes
+
+struct Lanes {
+  int32_t per_row; // 0: a group of threads has the row
+  int32_t unit;    // elements that a lane accesses at once
+};
+
+// True if rows begin at multiples of `count` elements, or if there are none.
+bool is_aligned(const Rows& rows, int64_t count) {
+  return rows.data == nullptr || (reinterpret_cast<uintptr_t>(rows.data) % (count * element_size(rows.element)) == 0 &&
+                                  rows.stride % count == 0);
+}
+
+int64_t bytes_in_tile(const Rows& rows, int64_t width) {
+  const auto bytes = static_cast<int32_t>(element_size(rows.element));
+  return rows.data == nullptr ? 0 : tile_pitch(static_cast<int32_t>(width), bytes);
+}
+
+// The lanes for rows of so many logits, with gradients and targets over the logits where these have data.
+template <size_t count>
+Lanes lanes_of(
+    const LanesOfWidth (&table)[count], int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
+  const auto all_aligned = [&](int64_t unit) {
+    return is_aligned(logits, unit) && is_aligned(gradient, unit) && is_aligned(target, unit);
+  };
+  if (logits.element == Element::float64 || width < 2 || !all_aligned(1)) {
+    return {0, 0};
+  }
+  const int32_t unit = width % 2 == 0 && all_aligned(2) ? 2 : 1;
+  const int64_t tiles = std::max(bytes_in_tile(logits, width), bytes_in_tile(gradient, width));
+  for (const LanesOfWidth& of : table) {
+    if (width <= of.widest && of.lanes > 1 && of.lanes * unit * element_size(logits.element) >= kSector) {
+      return {of.lanes, unit};
+    }
+    if (width <= of.widest && of.lanes == 1 &&
+        kRowThreads * (tiles + bytes_in_tile(target, width)) <= kSharedBytesOfBlock) {
+      return {1, width % 2 == 0 ? 2 : 1};
+    }
+  }
+  return {0, 0};
+}
+
+Lanes lanes_of(const Segment& segment) {
+  const Head& head = *segment.head;
+  const Rows& target = segment.target;
+  if (!has_logits(head.kind) || head.support.raw || !is_aligned({target.data, 0, target.element}, 1)) {
+    return {0, 0};
+  }
+  if (head.kind == Kind::soft_cross_entropy) {
+    const Rows over_logits = target.element == Element::int64 ? Rows{} : target;
+    return lanes_of(kLanesOfActions, segment.width, segment.prediction, segment.gradient, over_logits);
+  }
+  const bool has_few_bins = head.kind != Kind::hl_gauss ||
+                            (head.sigma_ratio >= kSmallestSigmaOfLanes && head.sigma_ratio <= kLargestSigmaOfLanes);
+  return has_few_bins ? lanes_of(kLanesOfBins, segment.width, segment.prediction, segment.gradient, {}) : Lanes{0, 0};
+}
+
+int32_t options_of(const Head& head) {
+  const bool is_policy = head.kind == Kind::soft_cross_entropy;
+  return (has_logits(head.kind) && head.label_smoothing != 0 ? kSmoothing : 0) |
+         (is_policy && head.entropy_weight != 0 ? kEntropy : 0) |
+         (is_policy && head.subtract_target_entropy ? kSubtractsEntropy : 0);
+}
+
+// ---- How C++ names what kernels are compiled for, inside of namespace gradscale
+
+const char* name_of(Kind kind) {
+  switch (kind) {
+#define GRADSCALE_CASE(name, ...) \
+  case Kind::name:                \
+    return "Kind::" #name;
+    GRADSCALE_KINDS(GRADSCALE_CASE)
+#undef GRADSCALE_CASE
+  }
+  return "";
+}
+
+const char* name_of(Transform transform) {
+  switch (transform) {
+    case Transform::identity:
+      return "Transform::identity";
+    case Transform::signed_hyperbolic:
+      return "Transform::signed_hyperbolic";
+    case Transform::symlog:
+      return "Transform::symlog";
+  }
+  return "";
+}
+
+std::string name_of_gradient(Element element) {
+  return element == Element::int64 ? "void" : type_name(element); // none is wanted
+}
+
+std::string instance(const std::string& of_template, const std::vector<std::string>& arguments) {
+  std::string name = of_template;
+  for (const std::string& argument : arguments) {
+    name += (&argument == arguments.data() ? "<" : ", ") + argument;
+  }
+  return name + ">";
+}
+
 // What tells types apart.
 auto members(const RowSpecification& of) {
-  return std::tie(of.way, of.kind, of.logits, of.gradient, of.width, of.options, of.target, of.transform, of.stays);
-}
-
-bool is_categorical(Kind kind) {
-  return kind == Kind::two_hot || kind == Kind::hl_gauss;
-}
-
-// Whether a warp or a thread computes such rows at all, of some widths.
-bool is_lean(const Segment& segment) {
-  const Head& head = *segment.head;
-  const bool of_support = is_categorical(head.kind) && !head.support.raw;
-  const bool bins_are_few = head.kind != Kind::hl_gauss ||
-                            (head.sigma_ratio >= kSmallestSigmaOfWarp && head.sigma_ratio <= kLargestSigmaOfWarp);
-  return (of_support || head.kind == Kind::soft_cross_entropy) && bins_are_few &&
-         segment.prediction.element != Element::float64 && is_at_elements(segment.prediction) &&
-         is_at_elements(segment.target) && is_at_elements(segment.gradient);
-}
-
-// The shared memory for the rows of a warp whose threads have one each.
-int64_t shared_bytes_of_threads(const Segment& segment) {
-  const auto bytes_of = [&](Element element) {
-    return 32 * pitch_of_thread(static_cast<int32_t>(segment.width), static_cast<int32_t>(element_size(element)));
-  };
-  int64_t bytes = bytes_of(segment.prediction.element);
-  if (segment.gradient.data != nullptr && segment.gradient.element != segment.prediction.element) {
-    bytes += bytes_of(segment.gradient.element);
-  }
-  if (segment.head->kind == Kind::hl_gauss) {
-    bytes += 32 * segment.width * static_cast<int64_t>(sizeof(float));
-  } else if (segment.head->kind == Kind::soft_cross_entropy && segment.target.element != Element::int64) {
-    bytes += bytes_of(segment.target.element);
-  }
-  return bytes;
-}
-
-bool fits_thread(const Segment& segment) {
-  return is_lean(segment) && segment.width >= 2 && segment.width <= kMostOfThread &&
-         kRowThreads / 32 * shared_bytes_of_threads(segment) <= kSharedBytesOfThreads;
-}
-
-int32_t options_of_threads(const Head& head) {
-  if (is_categorical(head.kind)) {
-    return head.label_smoothing != 0 ? kSmoothsPolicy : 0;
-  }
-  return (head.label_smoothing != 0 ? kSmoothsPolicy : 0) | (head.entropy_weight != 0 ? kWithEntropy : 0) |
-         (head.subtract_target_entropy ? kSubtractsEntropy : 0);
-}
-
-bool has_few_bins(const Head& head) {
-  return bins_beside_target(head.sigma_ratio) <= kFewBinsBeside;
-}
-
-bool fits_warp(const Segment& segment) {
-  return is_lean(segment) && is_categorical(segment.head->kind) && segment.width >= kFewestOfWarp &&
-         segment.width <= kMostOfWarp;
+  const int32_t lanes = of.way == Way::lanes ? of.threads : 0; // others are known when the kernel runs
+  return std::make_tuple(of.way, of.kind, of.logits, of.target, of.gradient, of.width, lanes, of.unit, of.options);
 }
 
 } // namespace
@@ -86,67 +142,54 @@ bool RowSpecification::operator<(const RowSpecification& other) const {
 }
 
 std::string RowSpecification::name() const {
-  const std::string comma = ", ";
   switch (way) {
-    case Way::thread:
-      if (kind == Kind::soft_cross_entropy) {
-        return "PolicyThreadRows<" + (type_name(logits) + comma + type_name(target)) + comma +
-               name_of_gradient(gradient) + comma + std::to_string(width) + comma + std::to_string(options) + ">";
-      }
-      return "CategoricalThreadRows<" + (name_of(kind) + comma + type_name(logits)) + comma +
-             name_of_gradient(gradient) + comma + std::to_string(width) + comma + name_of(transform) + comma +
-             (options != 0 ? "true>" : "false>");
-    case Way::warp:
-      return "WarpRows<" + (name_of(kind) + comma + type_name(logits)) + comma + name_of_gradient(gradient) + comma +
-             std::to_string(width) + comma + std::to_string(options) + ">";
+    case Way::lanes:
+      return instance(
+          "LossRows",
+          {name_of(kind),
+           type_name(logits),
+           type_name(target),
+           name_of_gradient(gradient),
+           std::to_string(width),
+           std::to_string(threads),
+           std::to_string(unit),
+           std::to_string(options)});
     case Way::group:
-      return "GroupRows<" + (name_of(kind) + comma + type_name(logits)) + comma + (stays ? "true>" : "false>");
+      return instance("GroupRows", {name_of(kind), type_name(logits), std::to_string(options)});
     case Way::multiplied:
       break;
   }
-  return std::string("MultipliedRows<") + name_of_gradient(gradient) + ">";
+  return instance("MultipliedRows", {name_of_gradient(gradient)});
 }
 
-int64_t RowSpecification::blocks(int64_t rows, int64_t rows_of_warp) const {
+int64_t RowSpecification::blocks(int64_t rows, int32_t rows_of_warp) const {
   const int64_t rows_of_block =
-      way == Way::thread ? kRowThreads : (way == Way::warp ? kRowThreads / 32 * rows_of_warp : kRowThreads / group);
+      way == Way::lanes ? kRowThreads / 32 * rows_per_warp(rows_of_warp, threads) : kRowThreads / threads;
   return (rows + rows_of_block - 1) / rows_of_block;
 }
 
 RowSpecification specification_of(const Segment& segment, int32_t threads_per_row, bool multiplies) {
-  const bool wants_gradient = segment.gradient.data != nullptr;
   RowSpecification result{};
-  result.gradient = wants_gradient ? segment.gradient.element : Element::int64;
-  result.group = threads_per_row;
+  result.gradient = segment.gradient.data == nullptr ? Element::int64 : segment.gradient.element;
+  result.threads = threads_per_row;
   if (multiplies) {
     result.way = Way::multiplied;
     return result;
   }
   result.kind = segment.head->kind;
   result.logits = segment.prediction.element;
-  if (fits_thread(segment)) {
-    result.way = Way::thread;
-    result.width = static_cast<int32_t>(segment.width);
-    result.options = options_of_threads(*segment.head);
-    result.target = is_categorical(result.kind) ? Element::float64 : segment.target.element;
-    result.transform = segment.head->support.transform;
-    result.group = 0;
+  result.options = options_of(*segment.head);
+  const Lanes lanes = lanes_of(segment);
+  if (lanes.per_row == 0) {
+    result.way = Way::group;
+    result.gradient = Element::int64; // its type is asked for when the kernel runs
     return result;
   }
-  if (fits_warp(segment)) {
-    result.way = Way::warp;
-    result.width = static_cast<int32_t>(segment.width);
-    result.options = (segment.head->label_smoothing != 0 ? kSmoothing : 0) |
-                     (wants_gradient && !begin_alike(segment.prediction, segment.gradient) ? kOtherBegin : 0) |
-                     (result.kind == Kind::hl_gauss && has_few_bins(*segment.head) ? kFewBins : 0);
-    result.group = 0;
-    return result;
-  }
-  const int64_t size = element_size(segment.prediction.element);
-  result.way = Way::group;
-  result.gradient = Element::int64; // its type is asked for when the kernel runs
-  result.stays =
-      has_logits(result.kind) && windows_at_most(segment.width, size) <= cached_windows(size) * threads_per_row;
+  result.way = Way::lanes;
+  result.target = result.kind == Kind::soft_cross_entropy ? segment.target.element : Element::float64;
+  result.width = static_cast<int32_t>(segment.width);
+  result.threads = lanes.per_row;
+  result.unit = lanes.unit;
   return result;
 }
 
@@ -157,13 +200,35 @@ const Kernel<RowsArguments>& loss_rows_for(const std::vector<RowSpecification>& 
   const std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<Kernel<RowsArguments>>& kernel = kernels[{kinds_of_rows, inside}];
   if (kernel == nullptr) {
-    std::string name = inside ? "loss_rows<true" : "loss_rows<false";
+    std::vector<std::string> arguments{inside ? "true" : "false"};
     for (const RowSpecification& kind_of_rows : kinds_of_rows) {
-      name += ", " + kind_of_rows.name();
+      arguments.push_back(kind_of_rows.name());
     }
-    kernel = std::make_unique<Kernel<RowsArguments>>("loss/multi_step_loss.cuh", name + ">");
+    kernel = std::make_unique<Kernel<RowsArguments>>("loss/multi_step_loss.cuh", instance("loss_rows", arguments));
   }
   return *kernel;
+}
+
+DecodeSpecification specification_of(const Decoding& decoding) {
+  const std::string type = type_name(decoding.logits.element);
+  if (decoding.support->raw) {
+    return {instance("decode_raw_by_groups", {type}), 0};
+  }
+  const bool wants_gradient = decoding.gradient.data != nullptr;
+  const Lanes lanes = lanes_of(kLanesOfBins, decoding.width, decoding.logits, decoding.gradient, {});
+  if (lanes.per_row == 0) {
+    return {instance("decode_by_groups", {type}), 0};
+  }
+  return {
+      instance(
+          "decode_by_lanes",
+          {type,
+           wants_gradient ? type : "void",
+           std::to_string(decoding.width),
+           std::to_string(lanes.per_row),
+           std::to_string(lanes.unit),
+           name_of(decoding.support->transform)}),
+      lanes.per_row};
 }
 
 } // namespace gradscale

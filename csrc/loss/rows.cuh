@@ -1,17 +1,16 @@
-// Rows of any kind, type and width on a device: those for which no leaner code is written.
+// Rows of any kind, type and width on a device, for which lane_rows.cuh has no kernel.
 //
 // A group of threads has a row: threads_for_row() of them, so that short rows share a warp and long ones take a block.
 #pragma once
 
-#include "categorical_rows.cuh"
+#include "block_rows.cuh"
 #include "kinds.h"
-#include "policy_rows.cuh"
 #include "regression_rows.cuh"
 
 namespace gradscale {
 
-// T is the type of predictions. With `cached`, a row of logits stays in the registers of its group.
-template <Kind kind, class T, bool cached>
+// T is the type of predictions.
+template <Kind kind, class T, int options>
 struct GroupRows {
   static constexpr int kBlocks = 2;
   static constexpr int kSharedBytes = 0;
@@ -30,8 +29,11 @@ struct GroupRows {
     const RowTask task{block, own.group, own.row, width, own.active, factor.counts, factor.coefficient};
     rows_of_kind<kind, A>(
         head.head,
-        [&](auto encode) { categorical_row<T, A, cached>(task, encode(block.template target<double>(own.row))); },
-        [&] { soft_cross_entropy_row<T, A, cached>(task); },
+        [&](auto encode) {
+          const auto target = encode(block.template target<double>(own.row));
+          logits_row<T, options>(task, BinsOfRow<A, decltype(target)>{target});
+        },
+        [&] { logits_row<T, options>(task, ActionsOfRow<A>{block.segment.target_rows(), own.row, width}); },
         [&](auto of) { vector_row<typename decltype(of)::Head, T, A>(task); },
         [&](auto of) { scalar_row<typename decltype(of)::Head, T, A>(task); });
   }
@@ -46,7 +48,7 @@ GRADSCALE_DEVICE void multiply_rows(const BlockOfRows& block, int64_t first, int
   const auto width = static_cast<int32_t>(block.head.width);
   for (int64_t i = own.row; own.active && i < count; i += blockDim.x / own.group.size) {
     const int64_t row_index = first + i;
-    if (!block.counts(row_index)) { // zeros stay zeros, whatever grad_output is
+    if (!block.counts(row_index) || block.gradient_scale(row_index) == 0) { // zeros stay zeros, also times infinity
       continue;
     }
     const A factor = static_cast<A>(block.arguments.grad_output.load(row_index));
@@ -64,7 +66,7 @@ GRADSCALE_DEVICE void multiply_rows(const BlockOfRows& block, int64_t first, int
         for (int k = 0; k < size; ++k) {
           values[c][k] *= factor;
         }
-        write_elements<size>(row, width, windows.first(window + c * own.group.size), 0, 0, values[c]);
+        write_elements<size>(row, width, windows.first(window + c * own.group.size), values[c]);
       }
     }
   }

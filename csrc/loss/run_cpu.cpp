@@ -92,6 +92,15 @@ double add_head(const Description& call, size_t head, double* samples, double* w
   return of_head;
 }
 
+bool has_entries(const Description& call, size_t head, int64_t sample) {
+  for (int64_t step = call.heads[head].first_step; step < call.arguments.steps; ++step) {
+    if (call.coefficients[head].mask.includes(sample, step)) {
+      return true;
+    }
+  }
+  return false;
+}
+
 void clear_gradients(const Description& call, int64_t sample) {
   for (const Segment& segment : call.segments) {
     if (segment.gradient.data != nullptr) {
@@ -130,7 +139,9 @@ void reduce(Description& call) {
     const double weight = importance_weights.at(b, 0);
     double contribution = 0;
     for (size_t h = 0; h < heads && !skipped; ++h) {
-      const double share = weight * weighted[h * call.batch + b];
+      // A weight that is not finite adds nothing to a sample without entries.
+      const double share =
+          std::isfinite(weight) || has_entries(call, h, b) ? weight * weighted[h * call.batch + b] : 0.0;
       shares[h] += share;
       contribution += share;
     }

@@ -81,13 +81,6 @@ struct StepWeight {
     }
     return values.from(step * step_stride).load(row);
   }
-
-  // Multiplies `products` by the weights of rows first..first + count.
-  void multiply(int64_t first, int64_t count, int64_t step, double* products) const {
-    for (int64_t i = 0; i < count && values.data != nullptr; ++i) {
-      products[i] *= at(first + i, step);
-    }
-  }
 };
 
 struct StepMask {
@@ -108,18 +101,17 @@ struct Coefficients {
   StepWeight importance_weights; // step_stride 0
   StepMask mask;
 
+  // A gradient scale of 0 gives 0, also where another weight is not finite.
   GRADSCALE_HOST_DEVICE double at(int64_t row, int64_t step) const {
-    return factor * step_weights.at(row, step) * step_gradient_scale.at(row, step) * importance_weights.at(row, 0);
+    const double scale = step_gradient_scale.at(row, step);
+    return scale == 0 ? 0 : factor * step_weights.at(row, step) * scale * importance_weights.at(row, 0);
   }
 
   // Computes at() for rows first..first + count.
   void of_rows(int64_t first, int64_t count, int64_t step, double* products) const {
     for (int64_t i = 0; i < count; ++i) {
-      products[i] = factor;
+      products[i] = at(first + i, step);
     }
-    step_weights.multiply(first, count, step, products);
-    step_gradient_scale.multiply(first, count, step, products);
-    importance_weights.multiply(first, count, 0, products);
   }
 };
 

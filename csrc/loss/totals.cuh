@@ -37,6 +37,7 @@ GRADSCALE_DEVICE void clear_gradients(const LossTable& table, bool clears, int64
 struct SampleLoss {
   double loss;
   double reduced;
+  bool has_entries; // false where every entry is masked
 };
 
 // Adds up the losses of this thread's sample, and leaves the sums of its block over each head. Only a sample that
@@ -46,7 +47,7 @@ add_heads(const TotalsArguments& arguments, const Group& block, int64_t sample, 
   const LossTable& table = arguments.table;
   const PartialSums& partial = arguments.partial;
   const bool active = sample < arguments.batch;
-  SampleLoss result{0, 0};
+  SampleLoss result{0, 0, false};
   const int64_t own = active ? sample : 0; // row 0 is there unless the batch is empty
   const double importance = counts ? table.head(0).coefficients.importance_weights.at(own, 0) : 0;
   int64_t next = 0;
@@ -71,7 +72,8 @@ add_heads(const TotalsArguments& arguments, const Group& block, int64_t sample, 
     const double reduced = head_factor(head) * weighted;
     result.loss += head.head.weight * weighted;
     result.reduced += reduced;
-    const double share = block.sum(counts ? importance * reduced : 0);
+    result.has_entries |= unmasked != 0;
+    const double share = block.sum(counts && unmasked != 0 ? importance * reduced : 0);
     plain = block.sum(plain);
     unmasked = block.sum(unmasked);
     if (threadIdx.x == 0) {
@@ -94,8 +96,10 @@ GRADSCALE_DEVICE Contribution
 store_sample(const LossTable& table, const TotalsArguments& arguments, int64_t sample, const SampleLoss& losses) {
   Contribution result{0, 0};
   arguments.per_sample.store(sample, losses.loss);
+  const double importance_weight = table.head(0).coefficients.importance_weights.at(sample, 0);
   result.nonfinite = std::isfinite(arguments.per_sample.load(sample)) ? 0 : 1; // as the user sees it, in float
-  result.loss = table.head(0).coefficients.importance_weights.at(sample, 0) * losses.reduced;
+  // A weight that is not finite adds nothing to a sample without entries.
+  result.loss = losses.has_entries ? importance_weight * losses.reduced : 0;
   if (arguments.skip_nonfinite) {
     arguments.skipped.store(sample, losses.loss);
     result.loss = result.nonfinite != 0 ? 0 : result.loss;

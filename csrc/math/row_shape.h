@@ -9,9 +9,11 @@ namespace gradscale {
 // many registers.
 constexpr int kRowThreads = kThreads < 128 ? kThreads : 128;
 
-// The number of 16-byte windows whose elements a thread keeps in its registers, as the type of sums: 128 bytes.
-GRADSCALE_HOST_DEVICE constexpr int cached_windows(int64_t element_bytes) {
-  return element_bytes == 2 ? 4 : 8;
+// The distance in bytes between rows of a tile in shared memory: an odd number of what a lane accesses at once, so that
+// lanes find their rows in different banks.
+constexpr int32_t tile_pitch(int32_t width, int32_t element_bytes) {
+  const int32_t bytes = width * element_bytes;
+  return bytes % 32 == 0 ? bytes + 16 : bytes;
 }
 
 // The largest number of windows of a row, wherever it begins.
@@ -19,14 +21,14 @@ GRADSCALE_HOST_DEVICE int64_t windows_at_most(int64_t width, int64_t element_byt
   return width * element_bytes / 16 + 2;
 }
 
-// The number of threads for a row of so many elements of so many bytes: one for each window, up to a warp; a block
-// where a warp has no registers for the row.
+// The number of threads for a row of so many elements of so many bytes: one for each window, up to a warp; a block for
+// rows of which each lane of a warp would have more than 8 windows.
 GRADSCALE_HOST_DEVICE int32_t threads_for_row(int64_t width, int64_t element_bytes, int32_t block = kThreads) {
   const int64_t windows = windows_at_most(width, element_bytes);
   if (width == 1) {
     return 1;
   }
-  if (windows > 32 * cached_windows(element_bytes)) {
+  if (windows > 32 * 8) {
     return block;
   }
   int32_t threads = 2;

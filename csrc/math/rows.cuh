@@ -121,13 +121,11 @@ GRADSCALE_DEVICE void read_elements(const T* row, int32_t width, int32_t first, 
   }
 }
 
-// Writes elements first .. first + size of a row, but for those outside 0 .. width or in skip_begin .. skip_end.
+// Writes elements first .. first + size of a row, except those outside 0 .. width.
 template <int size, class T, class A>
-GRADSCALE_DEVICE void write_elements(
-    T* row, int32_t width, int32_t first, int32_t skip_begin, int32_t skip_end, const A* values) {
+GRADSCALE_DEVICE void write_elements(T* row, int32_t width, int32_t first, const A* values) {
   using Wide = typename AccumulateType<T>::type;
-  const bool whole = first >= 0 && first + size <= width && (skip_end <= first || skip_begin >= first + size);
-  if (size % kVector<T> == 0 && whole && aligned(row + first)) {
+  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && aligned(row + first)) {
 #pragma unroll
     for (int k = 0; k < size; ++k) {
       if (k % kVector<T> == 0) {
@@ -144,7 +142,7 @@ GRADSCALE_DEVICE void write_elements(
 #pragma unroll
   for (int k = 0; k < size; ++k) {
     const int32_t j = first + k;
-    if (j >= 0 && j < width && (j < skip_begin || j >= skip_end)) {
+    if (j >= 0 && j < width) {
       row[j] = from_accumulate<T, Wide>(static_cast<Wide>(values[k]));
     }
   }

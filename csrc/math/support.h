@@ -139,16 +139,14 @@ GRADSCALE_HOST_DEVICE HLGaussTarget hl_gauss(double x, const Support& support, d
   return {begin, end, first, width, total};
 }
 
-// The sum of_low * low + of_high * high, for two raw centres at equal distance from the middle. The smaller one is
-// multiplied by a difference, so that it is not lost beside the larger one, and equal weights of an antisymmetric pair
-// give exactly 0.
+// The sum of_low * low + of_high * high, for two raw centres at equal distance from the middle. Their common weight is
+// multiplied by their sum, so that equal weights of an antisymmetric pair give exactly 0; what one of them has more, by
+// its centre, so that a small centre is not lost in a sum with a large one, and a weight alone gives its centre
+// exactly.
 template <class T>
 GRADSCALE_HOST_DEVICE T pair_moment(T low, T high, T of_low, T of_high) {
-  const bool low_is_smaller = std::abs(low) <= std::abs(high);
-  const T smaller = low_is_smaller ? low : high;
-  const T of_smaller = low_is_smaller ? of_low : of_high;
-  const T of_larger = low_is_smaller ? of_high : of_low;
-  return (of_smaller - of_larger) * smaller + of_larger * (low + high);
+  const T common = of_low < of_high ? of_low : of_high;
+  return common * (low + high) + ((of_low - common) * low + (of_high - common) * high);
 }
 
 // Expectation in transformed coordinates from the moment sum_j p_j (2j - S + 1). The integer weights are antisymmetric,

@@ -53,33 +53,6 @@ GRADSCALE_DEVICE uint32_t halves(HalfBits, float low, float high) {
 #endif
 }
 
-// The larger of each half; a NaN is passed over.
-GRADSCALE_DEVICE uint32_t larger_halves(BFloat16Bits of, uint32_t a, uint32_t b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  uint32_t word;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
-  return word;
-#else
-  return halves(of, std::fmax(low_half(of, a), low_half(of, b)), std::fmax(high_half(of, a), high_half(of, b)));
-#endif
-}
-GRADSCALE_DEVICE uint32_t larger_halves(HalfBits of, uint32_t a, uint32_t b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  uint32_t word;
-  asm("max.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
-  return word;
-#else
-  return halves(of, std::fmax(low_half(of, a), low_half(of, b)), std::fmax(high_half(of, a), high_half(of, b)));
-#endif
-}
-
-GRADSCALE_HOST_DEVICE constexpr uint32_t negative_infinity(BFloat16Bits) {
-  return 0xff80;
-}
-GRADSCALE_HOST_DEVICE constexpr uint32_t negative_infinity(HalfBits) {
-  return 0xfc00;
-}
-
 template <class T, int count>
 GRADSCALE_DEVICE void unpack(const Packed<T, count>& packed, float* values) {
 #pragma unroll
@@ -95,19 +68,17 @@ GRADSCALE_DEVICE void unpack(const Packed<T, count>& packed, float* values) {
   }
 }
 
-// The element that a word holds alone.
-GRADSCALE_DEVICE float from_word(float, uint32_t word) {
-  return bit_cast<float>(word);
-}
-template <class T>
-GRADSCALE_DEVICE float from_word(T type, uint32_t word) {
-  return low_half(type, word);
-}
-
 template <class T, int count>
 GRADSCALE_DEVICE Packed<T, count> packed(const float* values) {
   Packed<T, count> result;
-  if constexpr (sizeof(T) == 4) {
+  if constexpr (sizeof(T) == 8) {
+#pragma unroll
+    for (int k = 0; k < count; ++k) {
+      const auto bits = bit_cast<uint64_t>(static_cast<double>(values[k]));
+      result.words[2 * k] = static_cast<uint32_t>(bits);
+      result.words[2 * k + 1] = static_cast<uint32_t>(bits >> 32);
+    }
+  } else if constexpr (sizeof(T) == 4) {
 #pragma unroll
     for (int k = 0; k < count; ++k) {
       result.words[k] = bit_cast<uint32_t>(values[k]);
@@ -123,26 +94,6 @@ GRADSCALE_DEVICE Packed<T, count> packed(const float* values) {
   return result;
 }
 
-// The bits of a word from the given one on: all for 0 and less, none for 32 and more.
-GRADSCALE_DEVICE uint32_t ones_from(int32_t bit) {
-  const int32_t shift = bit < 0 ? 0 : bit;
-#if defined(__CUDA_ARCH__)
-  uint32_t word; // a GPU's shift by 32 and more leaves nothing
-  asm("shl.b32 %0, %1, %2;" : "=r"(word) : "r"(0xffffffffu), "r"(shift));
-  return word;
-#else
-  return shift > 31 ? 0 : 0xffffffffu << shift;
-#endif
-}
-
-// One of the elements.
-template <class T, int count>
-GRADSCALE_DEVICE Packed<T, 1> element_of(const Packed<T, count>& packed, int k) {
-  using Word = typename Packed<T, 1>::Word;
-  const int in_word = 4 / static_cast<int>(sizeof(T));
-  return {{static_cast<Word>(packed.words[k / in_word] >> (k % in_word * 16))}};
-}
-
 // A pointer that a compiler keeps as it is, and adds constants to, instead of computing an address for each access. It
 // no longer knows that it is one to global memory: the functions below do.
 template <class T>
@@ -151,6 +102,15 @@ GRADSCALE_DEVICE T* kept(T* pointer) {
   asm("" : "+l"(pointer));
 #endif
   return pointer;
+}
+
+// A number of which the compiler does not know that it has met it before: it computes from it again, instead of keeping
+// what it has computed in registers.
+GRADSCALE_DEVICE float forgotten(float value) {
+#if defined(__CUDACC__)
+  asm("" : "+f"(value));
+#endif
+  return value;
 }
 
 // Loads elements that no thread writes.

@@ -43,7 +43,7 @@ GRADSCALE_DEVICE void scale_chunk(const ChunkOfTensor& chunk, Scaled scaled) {
       for (int k = 0; k < kVector<T>; ++k) {
         values[k] = scaled(values[k]);
       }
-      write_elements<kVector<T>>(out, chunk.size, first, 0, 0, values);
+      write_elements<kVector<T>>(out, chunk.size, first, values);
     });
   });
 }

@@ -4,51 +4,94 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import games
 
+# Which numbers an option may be, in words and as a condition. NaN meets none of them.
+Accepted = tuple[str, Callable[[float], bool]]
+ZERO_OR_MORE: Accepted = ("at least 0 and finite", lambda number: 0 <= number < math.inf)
+ONE_OR_MORE: Accepted = ("at least 1", lambda number: number >= 1)
+TWO_OR_MORE: Accepted = ("at least 2", lambda number: number >= 2)
+POSITIVE: Accepted = ("above 0 and finite", lambda number: 0 < number < math.inf)
+FRACTION: Accepted = ("from 0 to 1", lambda number: 0 <= number <= 1)
+SEED: Accepted = ("from 0 to 2147483647", lambda number: 0 <= number < 2**31)
 
-def option(default: int | float | str, description: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A field of the configuration with what the command line's help says about it."""
-    return dataclasses.field(default=default, metadata={"help": description, "choices": choices})
+
+def check_option(name: str, number: float, accepted: Accepted) -> None:
+    """Raises a ValueError unless an option is one of the accepted numbers."""
+    words, condition = accepted
+    if not condition(number):
+        raise ValueError(f"{name} must be {words}, not {number}")
+
+
+def choice(default: str, description: str, choices: tuple[str, ...]) -> Any:
+    """A field of the configuration that is one of several names, with its help on the command line."""
+    return dataclasses.field(default=default, metadata={"help": description, "choices": choices, "accepted": None})
+
+
+def option(default: float, description: str, accepted: Accepted) -> Any:
+    """A field of the configuration that is a number, with its help on the command line."""
+    return dataclasses.field(default=default, metadata={"help": description, "choices": None, "accepted": accepted})
 
 
 @dataclass(frozen=True)
 class Configuration:
     """All that a run is determined by. A run goes on from a checkpoint only with the configuration it began with."""
 
-    game: str = option("cartpole", "what is played", choices=games.names())
-    seed: int = option(0, "seed of the networks, the environments, the search and the replay")
-    loss: str = option("fused", "implementation of the loss", choices=("fused", "reference"))
+    game: str = choice("cartpole", "what is played", games.names())
+    seed: int = option(0, "seed of the networks, the environments, the search and the replay", SEED)
+    loss: str = choice("fused", "implementation of the loss", ("fused", "reference"))
 
-    actors: int = option(0, "actors on Ray that play and keep the replay buffer; 0 plays in this process")
-    num_environments: int = option(32, "environments played at once")
+    actors: int = option(0, "actors on Ray that play and keep the replay buffer; 0 plays in this process", ZERO_OR_MORE)
+    num_environments: int = option(32, "environments played at once", ONE_OR_MORE)
     training_steps: int = option(
-        3_000, "steps of all environments after which training ends, if the game is not solved before"
+        3_000, "steps of all environments after which training ends, if the game is not solved before", ONE_OR_MORE
     )
-    num_simulations: int = option(25, "simulations of a search")
-    discount: float = option(0.997, "discount of the return")
-    dirichlet_alpha: float = option(0.3, "concentration of the noise on the root's prior")
-    dirichlet_fraction: float = option(0.25, "share of the noise in the root's prior")
-    random_actions: float = option(0.0, "share of self-play's actions for which all legal ones are equally likely")
+    num_simulations: int = option(25, "simulations of a search", ONE_OR_MORE)
+    discount: float = option(0.997, "discount of the return", FRACTION)
+    dirichlet_alpha: float = option(0.3, "concentration of the noise on the root's prior", POSITIVE)
+    dirichlet_fraction: float = option(0.25, "share of the noise in the root's prior", FRACTION)
+    random_actions: float = option(
+        0.0, "share of self-play's actions for which all legal ones are equally likely", FRACTION
+    )
 
-    unroll_steps: int = option(5, "K, the steps that the model is unrolled for in training")
-    bootstrap_steps: int = option(50, "n of the n-step return")
-    replay_capacity: int = option(30_000, "transitions that the replay buffer holds")
-    minimum_replay: int = option(1_000, "transitions in the replay buffer at which learning begins")
-    priority_exponent: float = option(0.6, "alpha of prioritised replay; 0 samples uniformly")
-    importance_exponent: float = option(0.4, "beta of prioritised replay; 1 corrects all of the bias")
+    unroll_steps: int = option(5, "K, the steps that the model is unrolled for in training", ONE_OR_MORE)
+    bootstrap_steps: int = option(50, "n of the n-step return", ONE_OR_MORE)
+    replay_capacity: int = option(30_000, "transitions that the replay buffer holds", ONE_OR_MORE)
+    minimum_replay: int = option(1_000, "transitions in the replay buffer at which learning begins", ONE_OR_MORE)
+    priority_exponent: float = option(0.6, "alpha of prioritised replay; 0 samples uniformly", FRACTION)
+    importance_exponent: float = option(0.4, "beta of prioritised replay; 1 corrects all of the bias", FRACTION)
 
-    support_limit: float = option(20.0, "largest value and reward, in the coordinates of the paper's transform")
-    support_bins: int = option(161, "bins of value and reward; an odd number, so that one of them is 0")
-    hidden_size: int = option(32, "size of the hidden state")
-    layer_size: int = option(64, "size of the networks' hidden layers")
-    batch_size: int = option(128, "positions in the batch of a learner step")
-    updates_per_step: int = option(2, "learner steps for each step of the environments")
-    learning_rate: float = option(2e-3, "Adam's step size at the beginning; it falls linearly to a tenth of it")
-    weight_decay: float = option(1e-5, "weight of the L2 loss")
+    support_limit: float = option(
+        20.0, "largest value and reward, in the coordinates of the paper's transform", POSITIVE
+    )
+    support_bins: int = option(161, "bins of value and reward; an odd number, so that one of them is 0", TWO_OR_MORE)
+    hidden_size: int = option(32, "size of the hidden state", ONE_OR_MORE)
+    layer_size: int = option(64, "size of the networks' hidden layers", ONE_OR_MORE)
+    batch_size: int = option(128, "positions in the batch of a learner step", ONE_OR_MORE)
+    updates_per_step: int = option(2, "learner steps for each step of the environments", ONE_OR_MORE)
+    learning_rate: float = option(
+        2e-3, "Adam's step size at the beginning; it falls linearly to a tenth of it", POSITIVE
+    )
+    weight_decay: float = option(1e-5, "weight of the L2 loss", ZERO_OR_MORE)
+
+    def __post_init__(self) -> None:
+        """Check every number, so that a run that cannot work is refused before it begins.
+
+        Raises:
+            ValueError: an option is not among the numbers that make sense.
+        """
+        for field in dataclasses.fields(self):
+            if field.metadata["accepted"] is not None:
+                check_option(option_name(field.name), getattr(self, field.name), field.metadata["accepted"])
+        if self.minimum_replay > self.replay_capacity:
+            raise ValueError(
+                f"--minimum-replay must be at most --replay-capacity {self.replay_capacity}, not {self.minimum_replay}"
+            )
 
     def share(self, part: int, parts: int, *names: str) -> Configuration:
         """What one of several processes does: its part of these numbers, with a seed of its own."""
@@ -56,7 +99,7 @@ class Configuration:
         for name in shares:
             if getattr(self, name) < parts:
                 raise ValueError(f"{parts} processes cannot share {option_name(name)} {getattr(self, name)}")
-        return dataclasses.replace(self, seed=self.seed + 1000 * part, **shares)
+        return dataclasses.replace(self, seed=(self.seed + 1000 * part) % 2**31, **shares)
 
     @property
     def signed_discount(self) -> float:

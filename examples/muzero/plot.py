@@ -81,7 +81,4 @@ def plot_hidden_state_gradients(path: Path, norms: dict[float, list[float]]) -> 
 
 def moving_average(values: Floats, window: int) -> Floats:
     """Mean of the last `window` values, of fewer at the beginning."""
-    sums = np.append(0, values.cumsum())
-    end = np.arange(1, len(values) + 1)
-    start = np.maximum(end - window, 0)
-    return (sums[end] - sums[start]) / (end - start)
+    return np.array([values[max(end - window, 0) : end].mean() for end in range(1, len(values) + 1)])

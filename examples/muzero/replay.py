@@ -49,12 +49,11 @@ def n_step_returns(
         discount: γ. It is negative with two players: rewards and values are those of the player to move.
     """
     length = len(rewards)
-    values = np.append(search_values, final_value)
-    start = np.arange(length)
-    end = np.minimum(start + bootstrap_steps, length)
-    discounted_rewards = np.asarray(rewards) * discount**start
-    sums = np.append(0, np.cumsum(discounted_rewards))
-    returns = (sums[end] - sums[start]) / discount**start + discount ** (end - start) * values[end]
+    steps = min(bootstrap_steps, length)
+    reward, value = np.asarray(rewards, dtype=np.float64), np.array([*search_values, final_value], dtype=np.float64)
+    returns = value[np.minimum(np.arange(length) + steps, length)]
+    for step in reversed(range(steps)):  # for all t at once, and without a power of the discount, which may underflow
+        returns[: length - step] = reward[step:] + discount * returns[: length - step]
     return returns.astype(np.float32)
 
 

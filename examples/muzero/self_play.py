@@ -85,7 +85,8 @@ class SelfPlay:
 
 def dirichlet_noise(legal_actions: Booleans, alpha: float, generator: np.random.Generator) -> Floats:
     """A symmetric Dirichlet distribution over each row's legal actions `[E, A]`: gamma variates, over their sum."""
-    variates = generator.standard_gamma(alpha, size=legal_actions.shape) * legal_actions
+    variates = generator.standard_gamma(alpha, size=legal_actions.shape)
+    variates = np.maximum(variates, np.finfo(float).tiny) * legal_actions  # with a small alpha all of a row may be 0
     return (variates / variates.sum(axis=-1, keepdims=True)).astype(np.float32)
 
 

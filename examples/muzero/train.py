@@ -21,13 +21,13 @@ from tqdm import tqdm
 
 import games
 import gradscale_ext as gs
-from configuration import Configuration, add_options, from_options
+from configuration import Configuration, add_options, check_option, from_options
 from learner import hidden_state_gradients, make_loss, time_learner_step
 from parallel import Ranks
 from plot import plot_hidden_state_gradients, plot_learning_curve
 from search import time_search
 from self_play import evaluate
-from training import Training
+from training import SHARED, Training
 
 TIMED_STEPS = 200
 TIMED_SEARCHES = 20
@@ -61,16 +61,21 @@ class Interruption:
 def main() -> int:
     """Trains or goes on training, then reports. Returns the exit status."""
     options = parse_options()
-    configuration = from_options(options)
     start = time.perf_counter()
     # The networks are so small that handing work to a second thread costs more than it saves.
     torch.set_num_threads(1)
-    directory = options.directory / f"{configuration.game}-seed{configuration.seed}"
-    checkpoint = directory / "checkpoint.pt"
-    directory.mkdir(parents=True, exist_ok=True)
     ranks = Ranks()
     if ranks.rank > 0:  # rank 0 speaks for all
         sys.stdout = None
+    try:
+        configuration = checked_configuration(options, ranks)
+        directory = options.directory / f"{configuration.game}-seed{configuration.seed}"
+        directory.mkdir(parents=True, exist_ok=True)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: --directory must be a folder that can be written: {error}")
+    checkpoint = directory / "checkpoint.pt"
     if options.fresh:
         remove_run(directory)
     ranks.gather(None)  # so that none reads what is removed
@@ -79,7 +84,7 @@ def main() -> int:
         if ranks.of_first(checkpoint.exists()):
             training.load(checkpoint)
     except ValueError as error:
-        sys.exit(f"error: {error}. Give the same options to go on, another --directory, or --fresh to start anew.")
+        sys.exit(f"error: {error}. Another --directory, or --fresh, starts anew.")
     try:
         train(training, checkpoint, 60 * options.max_minutes, options.monitor)
         if ranks.rank > 0:
@@ -96,16 +101,25 @@ def main() -> int:
     return 0
 
 
+def checked_configuration(options: argparse.Namespace, ranks: Ranks) -> Configuration:
+    """The configuration of a run that so many processes can begin.
+
+    Raises:
+        ValueError: an option makes no sense, or Ray is missing.
+    """
+    check_option("--max-minutes", options.max_minutes, ("above 0", lambda minutes: minutes > 0))
+    configuration = from_options(options)
+    configuration.share(0, ranks.size, *SHARED)
+    configuration.share(0, max(configuration.actors, 1) * ranks.size, "num_environments")
+    if configuration.actors and importlib.util.find_spec("ray") is None:
+        raise ValueError('--actors needs Ray: pip install "ray>=2.40,<3"')
+    return configuration
+
+
 def begin(configuration: Configuration, directory: Path, address: str, ranks: Ranks) -> Training:
     """A run in this process, or with actors on Ray."""
-    try:
-        configuration.share(0, max(configuration.actors, 1) * ranks.size, "num_environments")
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     if not configuration.actors:
         return Training(configuration, ranks)
-    if importlib.util.find_spec("ray") is None:
-        sys.exit('error: --actors needs Ray: pip install "ray>=2.40,<3"')
     from actors import ActorTraining
 
     return ActorTraining(configuration, directory, address, ranks)
@@ -123,7 +137,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--directory",
-        type=Path,
+        type=lambda path: Path(path).expanduser(),
         default=Path("runs/muzero"),
         help="folder for the checkpoints, logs and pictures of runs, each in its <game>-seed<N> (default: %(default)s)",
     )

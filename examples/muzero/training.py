@@ -7,6 +7,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from replay import Batch, ReplayBuffer
 from self_play import SelfPlay
 
 EPISODES_TO_SOLVE = 50
+CHECKPOINT = {"configuration", "network", "optimizer", "shares", "torch_generator", "record"}  # what is in a file
 SHARED = ("num_environments", "batch_size", "replay_capacity", "minimum_replay")  # among the ranks
 
 
@@ -188,13 +190,18 @@ class Training:
         """Goes on from a checkpoint, which only rank 0 reads. Games are in it as Python objects: load only your own.
 
         Raises:
-            ValueError: the checkpoint's run has another configuration, or another number of ranks.
+            ValueError: the file is no checkpoint, or of a run with another configuration or number of ranks.
         """
-        state = self.ranks.of_first(torch.load(path, weights_only=False) if self.ranks.rank == 0 else None)
+        state, problem = self.ranks.of_first(read_checkpoint(path) if self.ranks.rank == 0 else None)
+        if problem:
+            raise ValueError(f"{path} cannot be read as a checkpoint: {problem}")
         for name, value in dataclasses.asdict(self.configuration).items():
             saved = state["configuration"].get(name)
             if saved != value:
-                raise ValueError(f"the run in {path} was begun with {option_name(name)} {saved}, not {value}")
+                name = option_name(name)
+                raise ValueError(
+                    f"the run in {path} was begun with {name} {saved}, not {value}, and goes on with it only"
+                )
         if len(state["shares"]) != self.ranks.size:
             raise ValueError(f"the run in {path} was begun by {len(state['shares'])} processes, not {self.ranks.size}")
         share = state["shares"][self.ranks.rank]
@@ -205,3 +212,14 @@ class Training:
         self.generator.bit_generator.state = share["generator"]
         torch.set_rng_state(state["torch_generator"])
         vars(self).update(state["record"])
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Any], str]:
+    """What `save` has written, and what is wrong with the file; one of them is empty."""
+    try:
+        state = torch.load(path, weights_only=False)
+    except Exception as error:  # of many types, depending on where a file is damaged
+        return {}, f"{type(error).__name__}: {error}"
+    if not (isinstance(state, dict) and state.keys() >= CHECKPOINT):
+        return {}, "it holds something else"
+    return state, ""

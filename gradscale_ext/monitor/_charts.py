@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ._clippings import of_columns
 from .statistics import BIN_EDGES, GradientStatistics
 
 # Charts allow no infinite edge, so their outer bins are as wide as the others.
@@ -128,7 +129,8 @@ class Record:
     modules: dict[str, dict[str, None]]
     """Names of the parameters in each module."""
     gradients: GradientStatistics
-    before_clipping: list[GradientStatistics]
+    before_clipping: list[tuple[dict[int, str], GradientStatistics]]
+    """Statistics from before each clipping, with the columns and names of the parameters that it clipped first."""
     clip_rate: torch.Tensor | None = None
     updates: tuple[list[str], torch.Tensor] | None = None
     """Names `[N]`, and norms `[2, N]` of the parameters and of their updates."""
@@ -185,7 +187,7 @@ class Record:
         scale = self.unscaled_by()
         _add(charts, "", [self.gradients], self.modules, selection, scale)
         if self.before_clipping:
-            _add(charts, "_before_clipping", self.before_clipping, self.modules, selection, scale)
+            _add(charts, "_before_clipping", self._before_clipping(), self.modules, selection, scale)
         if self.clip_rate is not None:
             charts.scalars["clip_rate"] = self.clip_rate.item()
         if self.updates is not None:
@@ -199,6 +201,9 @@ class Record:
                 {f"activation_gradient_norm/{call}": norm for call, norm in zip(calls, norms, strict=True)}
             )
 
+    def _before_clipping(self) -> list[GradientStatistics]:
+        return [of_columns(names, statistics) for names, statistics in self.before_clipping]
+
     def unscaled_by(self) -> float:
         """Loss scale still in the gradients, where the optimizer itself unscales them."""
         return 1.0 if self.scale is None else self.scale.item()
@@ -206,7 +211,7 @@ class Record:
     def _nonfinite(self) -> int:
         """Number of NaN and inf before clipping, which may spread or remove them."""
         counts: dict[str, int] = {}
-        for statistics in [self.gradients, *self.before_clipping]:
+        for statistics in [self.gradients, *self._before_clipping()]:
             counts.update(zip(statistics.names, (statistics.nans + statistics.infs).tolist(), strict=True))
         return sum(count for name, count in counts.items() if name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -26,10 +27,13 @@ class Monitor(Protocol):
     _scaler_of_step: Any
     _has_scaler: bool
 
-    def _on_clipping(
+    def _before_clipping(self) -> None: ...
+    def _after_clipping(
         self, parameters: list[torch.Tensor], result: torch.Tensor, statistics: GradientStatistics | None
     ) -> None: ...
+    def _finish_step(self, optimizer: torch.optim.Optimizer) -> None: ...
     def _after_skipping(self, found_inf: torch.Tensor | None) -> None: ...
+    def _write_earlier(self) -> None: ...
 
 
 _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
@@ -55,6 +59,12 @@ def _everyone() -> list[Monitor]:
         return list(_monitors)
 
 
+def monitors_of(optimizer: Any) -> list[Monitor]:
+    """Open monitors of an optimizer, or of the one that it wraps."""
+    inner = innermost(optimizer)
+    return [monitor for monitor in _everyone() if monitor._optimizer is inner]
+
+
 def innermost(optimizer: Any) -> Any:
     """The wrapped optimizer whose steps run hooks: Accelerate's and other wrappers run none."""
     while "_optimizer_step_pre_hooks" not in getattr(optimizer, "__dict__", ()) and hasattr(optimizer, "optimizer"):
@@ -65,15 +75,23 @@ def innermost(optimizer: Any) -> Any:
 # ---- Clippings -------------------------------------------------------------------------------------------------------
 
 
-def _watching(parameters: list[torch.Tensor]) -> list[Monitor]:
-    """Monitors of the parameters."""
+def _before_clipping(parameters: list[torch.Tensor]) -> list[Monitor]:
+    """Monitors of the parameters, which have been told that they are going to be clipped."""
     ids = set(map(id, parameters))
-    return [monitor for monitor in _everyone() if not ids.isdisjoint(monitor._layout.names)]
+    monitors = [monitor for monitor in _everyone() if not ids.isdisjoint(monitor._layout.names)]
+    for monitor in monitors:
+        monitor._before_clipping()
+    return monitors
 
 
-def _tell_of_our_clipping(parameters: list[torch.Tensor], statistics: GradientStatistics) -> None:
-    for monitor in _watching(parameters):
-        monitor._on_clipping(parameters, statistics.clipping, statistics)
+def _tell_of_our_clipping(parameters: list[torch.Tensor]) -> Callable[[GradientStatistics], None]:
+    monitors = _before_clipping(parameters)
+
+    def tell(statistics: GradientStatistics) -> None:
+        for monitor in monitors:
+            monitor._after_clipping(parameters, statistics.clipping, statistics)
+
+    return tell
 
 
 listeners.append(_tell_of_our_clipping)
@@ -90,7 +108,7 @@ def _telling_of_clipping(result_of: Callable[..., torch.Tensor], clip: Any) -> A
         if not _context.is_eager():
             return clip(parameters, *args, **kwargs)
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not (monitors := _watching(parameters)):
+        if not (monitors := _before_clipping(parameters)):
             return clip(parameters, *args, **kwargs)
         with torch.no_grad():
             result, statistics = result_of(parameters, *args, **kwargs), None
@@ -98,7 +116,7 @@ def _telling_of_clipping(result_of: Callable[..., torch.Tensor], clip: Any) -> A
                 statistics = replace(gradient_statistics(parameters), _clipping=result)
         returned = clip(parameters, *args, **kwargs)
         for monitor in monitors:
-            monitor._on_clipping(parameters, result, statistics)
+            monitor._after_clipping(parameters, result, statistics)
         return returned
 
     return _marked(telling)
@@ -130,7 +148,7 @@ def _telling_of_steps(step: Any) -> Any:
 
     @functools.wraps(step)
     def telling(scaler: torch.amp.GradScaler, /, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        steps_before = {m: m._taken for m in _everyone() if m._optimizer is innermost(optimizer)}
+        steps_before = {monitor: monitor._taken for monitor in monitors_of(optimizer)}
         for monitor in steps_before:
             monitor._scaler_of_step, monitor._has_scaler = scaler, scaler.is_enabled()
         try:
@@ -138,9 +156,12 @@ def _telling_of_steps(step: Any) -> Any:
         finally:
             for monitor in steps_before:
                 monitor._scaler_of_step = None
-        for monitor, steps in steps_before.items():
-            if monitor._taken == steps:
-                monitor._after_skipping(_found_inf(scaler, optimizer))
+        with contextlib.ExitStack() as work:  # from its end; all of it is done, even if a writer raises
+            for monitor in steps_before:
+                work.callback(monitor._write_earlier)
+            for monitor, steps in steps_before.items():
+                if monitor._taken == steps:
+                    work.callback(monitor._after_skipping, _found_inf(scaler, optimizer))
         if not steps_before:
             with _lock:
                 _listen()  # the last monitor may have gone without being closed

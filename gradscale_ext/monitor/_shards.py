@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .. import reference
+from .._distributed import is_distributed
 from .._ranks import waiting
-
-
-def _is_distributed(tensor: torch.Tensor | None) -> bool:
-    return dist.is_available() and isinstance(tensor, _dtensor())
-
-
-def _dtensor() -> Any:
-    from torch.distributed.tensor import DTensor  # importing it takes a while
-
-    return DTensor
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this process holds."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not _is_distributed(tensor):
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not is_distributed(tensor):
         return tensor
     return tensor.to_local()  # type: ignore[attr-defined, no-any-return]
 
@@ -59,7 +49,7 @@ def merged_over_groups(
     if not plain and all(type(gradient) in (torch.Tensor, type(None)) for gradient in gradients):
         return statistics
     by_gradient = [
-        _sharded_over(gradient, index) if _is_distributed(gradient) else plain
+        _sharded_over(gradient, index) if is_distributed(gradient) else plain
         for index, gradient in enumerate(gradients)
         if gradient is not None
     ]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from ._fsdp import sharded_parameters
 from .graph import NOTHING, Step, amount, gradient_function, gradients, leaves, operation, walk
 from .report import Code, Finding, GradientDiagnosis, finding_of, shortened
 from .tracer import Cut, GradientTracer, Location
@@ -71,6 +72,8 @@ def diagnose_gradients(
     graph watched (the user's hooks on tensors and modules run once more), and leaves gradients, hooks, buffers, random
     numbers and the graph as they were. Where the graph has been freed already, it reads `.grad`, and cannot say where a
     gradient was lost.
+
+    Under FSDP2 every rank has to call it: parameters are gathered, one group after the other, and sharded again.
 
     ================  ==================================================================================================
     disconnected      the loss does not depend on it, as far as can be seen
@@ -183,16 +186,20 @@ class _Diagnosis:
         tracer: GradientTracer | None,
     ) -> None:
         self.loss, self.model, self.tracer = loss, model, tracer
-        held = [p for o in optimizers or () for group in o.param_groups for p in group["params"]]
+        sharded = sharded_parameters(model)
+        leaf_of = {id(parameter.shard): parameter.leaf for parameter in sharded}
+        self.is_zero = {id(parameter.leaf): parameter.is_zero for parameter in sharded}
+        given = [p for o in optimizers or () for group in o.param_groups for p in group["params"]]
+        held = [leaf_of.get(id(p), p) for p in given]
         self.held = None if optimizers is None else {id(p) for p in held}
-        self.named = dict(model.named_parameters())
+        self.named = {name: leaf_of.get(id(p), p) for name, p in model.named_parameters()}
         kept = list(_unregistered(model))
         # Tensors that the user keeps beside the model's parameters may be trained as well.
         self.own_leaves = {name: tensor for name, tensor in kept if tensor.is_leaf and tensor.requires_grad}
         self.own_results = {name: tensor for name, tensor in kept if gradient_function(tensor) is not None}
 
         wanted = [p for p in (*self.named.values(), *self.own_leaves.values()) if p.requires_grad]
-        found, self.flow = gradients(loss, wanted, model)
+        found, self.flow = gradients(loss, wanted, model, sharded)
         self.reached = {id(p) for p, g in zip(wanted, found, strict=True) if g is not None or self.flow.reaches(p)}
         self.sizes = {id(p): amount(g).largest for p, g in zip(wanted, found, strict=True)}
         seen = [] if self.flow.is_freed else [p for p in wanted if self.flow.reaches(p)]
@@ -301,11 +308,17 @@ class _Diagnosis:
         if escapes:
             cause = f"possibly: {escapes[0].call}() took a value that depends on it out of PyTorch"
             return finding_of("detached", name, f"{cause}{about_loss}", escapes[0].location)
+        left = next(iter(self.tracer.escapes(parameter)), None)
+        code: Code = "disconnected"
         if not self.tracer.used(parameter):
-            return finding_of(
-                "unused", name, f"no call took it together with data while the tracer watched{about_loss}"
-            )
-        return finding_of("disconnected", name, f"it was used, but nothing made of it enters the loss{about_loss}")
+            code, cause = "unused", "no call took it together with data while the tracer watched"
+        elif left is None:
+            cause = "it was used, but nothing made of it enters the loss"
+        else:
+            cause = "it was used, but no path from it to the loss was seen"
+        if left is not None:
+            cause += f"; {left.call}() took values made of it out of PyTorch, and what became of them is not seen"
+        return finding_of(code, name, f"{cause}{about_loss}", None if left is None else left.location)
 
     def _partial_cuts(self) -> Iterator[Finding]:
         """Note cuts on one path to parameters that gradients reach on others."""
@@ -377,7 +390,9 @@ class _Diagnosis:
 
     def _is_about_to_move(self, factor: torch.Tensor) -> bool:
         """Whether a factor is a parameter that is zero now, but not after the first step."""
-        return self.sizes.get(id(factor), 0.0) != 0 and not factor.any()
+        if self.sizes.get(id(factor), 0.0) == 0:
+            return False
+        return self.is_zero[id(factor)] if id(factor) in self.is_zero else not factor.any()
 
     def _line(self, *nodes: Node | None) -> Location | None:
         """The line that made the first of the nodes that the tracer saw."""

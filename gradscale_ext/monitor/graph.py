@@ -7,11 +7,14 @@ import functools
 import gc
 import math
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import Node
+
+from .._distributed import whole
+from ._fsdp import Sharded
 
 #: Name of the nodes of `torch.utils.checkpoint.CheckpointFunction` and of its copies in other libraries.
 _REENTRANT = "CheckpointFunctionBackward"
@@ -126,7 +129,7 @@ def amount(gradient: torch.Tensor | None) -> Amount:
     """Measure a gradient, which waits for its device."""
     if gradient is None:
         return NOTHING
-    values = gradient.detach()
+    values = whole(gradient.detach())
     if values.layout != torch.strided:
         values = values.coalesce().values()
     largest = values.abs().amax().item() if values.numel() else 0.0
@@ -338,7 +341,7 @@ _FACTORS = {
 
 
 def gradients(
-    loss: torch.Tensor, wanted: list[torch.Tensor], model: torch.nn.Module
+    loss: torch.Tensor, wanted: list[torch.Tensor], model: torch.nn.Module, sharded: Sequence[Sharded] = ()
 ) -> tuple[list[torch.Tensor | None], Flow]:
     """Differentiate the loss once more, and leave the leaves, the model, the random numbers and the graph as they are.
 
@@ -346,6 +349,7 @@ def gradients(
         loss: one real number.
         wanted: leaves that require a gradient, whether the graph leads to them or not.
         model: whose buffers recomputation may change.
+        sharded: parameters of FSDP2, whose leaves are among `wanted`.
 
     Returns:
         The gradients, None where the graph does not lead, and what flowed. Of a graph that has been freed, `.grad` and
@@ -361,16 +365,19 @@ def gradients(
         return [torch.ones_like(leaf) if leaf is loss else None for leaf in wanted], flow
     hides = any(map(is_reentrant, nodes))
     reached = [leaf for leaf in wanted if flow.reaches(leaf)]
+    shards = {id(parameter.leaf): parameter.shard for parameter in sharded}
     try:
-        with _as_it_was(model, nodes), flow, torch.autograd.set_detect_anomaly(False):
+        if sharded and _is_freed(nodes):  # FSDP2 does not recover from a pass that raises
+            raise RuntimeError(_FREED)
+        with _as_it_was(model, nodes, sharded), flow, torch.autograd.set_detect_anomaly(False):
             if hides:
-                return _by_backward(loss, [*leaves(nodes), *wanted], wanted), flow
+                return _by_backward(loss, [*leaves(nodes), *wanted], wanted, shards), flow
             # Autograd would raise without anything to differentiate for.
             found = torch.autograd.grad(loss, reached, retain_graph=True, allow_unused=True) if reached else ()
     except RuntimeError as error:
         if _FREED not in str(error):
             raise RuntimeError(f"diagnose_gradients: the loss cannot be differentiated: {error}") from error
-        missing = [leaf.grad is None for leaf in (wanted if hides else reached)]
+        missing = [_grad(leaf, shards) is None for leaf in (wanted if hides else reached)]
         if all(missing) or (any(missing) and not hides):
             raise ValueError(
                 "diagnose_gradients: loss must have a graph, or the parameters gradients, but backward() has freed the "
@@ -378,15 +385,33 @@ def gradients(
             ) from error
         flow = Flow(nodes)
         flow.is_freed = True
-        return [leaf.grad if hides or flow.reaches(leaf) else None for leaf in wanted], flow
+        return [_grad(leaf, shards) if hides or flow.reaches(leaf) else None for leaf in wanted], flow
     by_leaf = dict(zip(map(id, reached), found, strict=True))
     return [by_leaf.get(id(leaf)) for leaf in wanted], flow
 
 
+def _is_freed(nodes: Iterable[Node]) -> bool:
+    """True if `backward()` has freed a tensor that a node saved. Nothing is recomputed: only hooks have `data` then."""
+    for node in nodes:
+        for name in dir(node):
+            if name.startswith("_raw_saved_") and getattr(getattr(node, name), "data", node) is None:
+                try:
+                    getattr(node, name.replace("_raw", ""))
+                except RuntimeError:
+                    return True
+    return False
+
+
+def _grad(leaf: torch.Tensor, shards: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    """`.grad` of a leaf, or of its shard once FSDP2 has reduced it."""
+    return leaf.grad if leaf.grad is not None or id(leaf) not in shards else shards[id(leaf)].grad
+
+
 def _by_backward(
-    loss: torch.Tensor, touched: list[torch.Tensor], wanted: list[torch.Tensor]
+    loss: torch.Tensor, touched: list[torch.Tensor], wanted: list[torch.Tensor], shards: Mapping[int, torch.Tensor]
 ) -> list[torch.Tensor | None]:
     """Gradients that `loss.backward()` adds to `.grad`, the only way that reentrant checkpointing supports."""
+    touched = [*touched, *shards.values()]
     before = [(leaf, leaf.grad) for leaf in touched]
     hooks = [registered for leaf in touched if (registered := getattr(leaf, "_post_accumulate_grad_hooks", None))]
     silenced = [(registered, dict(registered)) for registered in hooks]
@@ -396,7 +421,7 @@ def _by_backward(
         for leaf in touched:
             leaf.grad = None
         loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        return [leaf.grad for leaf in wanted]
+        return [_grad(leaf, shards) for leaf in wanted]
     finally:
         for leaf, gradient in before:
             leaf.grad = gradient
@@ -405,9 +430,10 @@ def _by_backward(
 
 
 @contextlib.contextmanager
-def _as_it_was(model: torch.nn.Module, nodes: list[Node]) -> Iterator[None]:
+def _as_it_was(model: torch.nn.Module, nodes: list[Node], sharded: Sequence[Sharded]) -> Iterator[None]:
     """Restore retained `.grad`, and random numbers and buffers, which a checkpointed block changes by running again."""
     retained = [(tensor, tensor.grad) for tensor in _retaining(set(nodes))]
+    accumulated = [(parameter.leaf, parameter.leaf.grad) for parameter in sharded]
     buffers: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
         (module._buffers, name, buffer, buffer.detach().clone())
         for module in model.modules()
@@ -416,13 +442,15 @@ def _as_it_was(model: torch.nn.Module, nodes: list[Node]) -> Iterator[None]:
     ]
     tensors = [*model.parameters(), *(buffer for _, _, buffer, _ in buffers)]
     try:
+        for leaf, _ in accumulated:
+            leaf.grad = None  # FSDP2 would reduce it at the end of the pass
         with contextlib.ExitStack() as stack:
             for kind in ("cuda", "xpu"):
                 devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == kind})
                 stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
             yield
     finally:
-        for tensor, gradient in retained:
+        for tensor, gradient in retained + accumulated:
             tensor.grad = gradient
         for owner, name, buffer, value in buffers:
             owner[name] = buffer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -73,5 +74,6 @@ class GradientMonitorCallback(_callback_class()):  # type: ignore[misc]
         self._close()
 
     def _close(self) -> None:
-        for monitor in self.monitors:
-            monitor.close()
+        with contextlib.ExitStack() as closings:  # all are closed, even if the writer of one raises
+            for monitor in reversed(self.monitors):
+                closings.callback(monitor.close)

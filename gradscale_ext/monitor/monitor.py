@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +15,7 @@ from .._native import _C
 from . import _open
 from ._activations import CallHook, Calls
 from ._charts import Charts, Layout, Record, Selection, public_name
+from ._clippings import Clipping, statistics_before, still_valid
 from ._runs import adapted, can_write
 from ._shards import local_part
 from ._tensorboard import write
@@ -29,9 +30,6 @@ HISTORY = 1000
 FOLD = 256
 """Number of steps whose values are kept before one launch adds them up."""
 
-Clipping = tuple[list[torch.Tensor], torch.Tensor, GradientStatistics | None]
-"""Parameters, what came of it as in `GradientStatistics.clipping`, and the statistics from before it."""
-
 
 class GradientMonitor:
     """Charts the gradients of a model while it trains: attach it once, there is nothing else to call.
@@ -44,8 +42,9 @@ class GradientMonitor:
       `gradient_histogram/<parameter>` of ``log2 |g|``: what the optimizer sees.
     - `gradient_norm_before_clipping/<parameter>` and so on, where `clip_gradients_` ran: its norms, of its `norm_type`.
       Where it was `torch.nn.utils.clip_grad_norm_`, as in Lightning and Accelerate, only the total is of its
-      `norm_type`; the others are 2-norms, and so are all where it was `torch.nn.utils.clip_grad_value_`.
-    - `clip_rate`: the share of the steps since the last record at which clipping changed the gradients.
+      `norm_type`; the others are 2-norms, and so are all where it was `torch.nn.utils.clip_grad_value_`. If a step is
+      clipped several times, they are the norms before the first clipping of each parameter, which counts once.
+    - `clip_rate`: the share of the steps since the last record at which a clipping changed the gradients.
     - `update_to_weight_ratio/<parameter>`: ``|p_after - p_before| / |p_before|`` of the step, usually about 1e-3. A
       recorded step copies the parameters for it; the copy is kept for the next one where `every` is below 10.
     - `activation_gradient_norm/<module>/<call>`: of the output of each call, in the order of the forward pass, in the
@@ -57,11 +56,13 @@ class GradientMonitor:
       due is made at the next step. An optimizer that skips by itself (`fused=True`) does so without the host knowing:
       its skipped steps are counted, and written with the next record, or by `close`.
 
-    Parameters without a gradient are absent. The monitor lives as long as the optimizer. Neither gradients nor training
-    change. Where parameters are sharded (DTensor), every rank needs a monitor, with the same `every`. To see skipped
-    steps and PyTorch's clipping, `torch.amp.GradScaler.step`, a part of `torch.nn.utils.clip_grad_norm_`, and
-    `torch.nn.utils.clip_grad_value_` are replaced while monitors are open; scalers and clippings that do not call them
-    are not seen, such as a `clip_grad_value_` that was imported by its name before.
+    A clipping does not count if something else writes to the gradients before they are clipped again, as the backward
+    pass after a step that was given up does. Parameters without a gradient are absent. The monitor lives as long as the
+    optimizer. Neither gradients nor training change. Where parameters are sharded (DTensor), every rank needs a
+    monitor, with the same `every`. To see skipped steps and PyTorch's clipping, `torch.amp.GradScaler.step`, a part of
+    `torch.nn.utils.clip_grad_norm_`, and `torch.nn.utils.clip_grad_value_` are replaced while monitors are open;
+    scalers and clippings that do not call them are not seen, such as a `clip_grad_value_` that was imported by its name
+    before.
 
     Args:
         model: the parameters' names are taken from it.
@@ -70,7 +71,8 @@ class GradientMonitor:
         writer: a `SummaryWriter` of TensorBoard, a run of wandb (``wandb.init()``; tags begin with "gradients/", and
             have "gradients/step" on their axis) or of MLflow (``mlflow.start_run()``; no histograms), or anything with
             ``add_scalar(tag, value, step)`` (and histograms, if it has `add_histogram_raw`). None: the numbers are kept
-            for `history` and `plot` only, which always have all of them.
+            for `history` and `plot` only, which always have all of them. An error that it raises reaches the program
+            once, from the step or from `close`; the step counts, and what was being written is not written again.
         every: steps from one record to the next.
         histograms: whether to write histograms.
         updates: whether to compare the parameters with themselves before the step.
@@ -151,7 +153,7 @@ class GradientMonitor:
         self._clippings: list[Clipping] = []  # of the step to come
         self._clip_results = _Sum()  # since the last record
         self._skipped_steps = _Sum()
-        self._unwritten: Record | None = None
+        self._unwritten: list[Record] = []
         self._written: Record | None = None
         self._history: list[tuple[int, tuple[str, ...], array[float]]] = []
 
@@ -198,12 +200,20 @@ class GradientMonitor:
             handle.remove()
         self._handles = []
         _open.discard(self)
-        self._write()
+        with contextlib.ExitStack() as work:  # from its end; all of it is done, even if the writer raises
+            work.callback(self._let_go)
+            if hasattr(self._writer, "flush"):
+                work.callback(self._writer.flush)
+            work.callback(self._write_skipped_steps)
+            for _ in self._unwritten:
+                work.callback(self._write_oldest)
+
+    def _write_skipped_steps(self) -> None:
         skipped = self._skipped_steps.take()
         if skipped is not None and (count := skipped.item()):
             self._put(Charts(self._first_step + self._taken - 1, {"skipped_steps": count}, {}))
-        if hasattr(self._writer, "flush"):
-            self._writer.flush()
+
+    def _let_go(self) -> None:
         self._model, self._optimizer, self._weights, self._clippings = torch.nn.Module(), None, None, []
         self._layout = Layout(self._model, frozenset())
 
@@ -236,33 +246,48 @@ class GradientMonitor:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the step. Hooks run twice where `step` calls that of its base class; only the first call counts."""
+        """Count and record the step, then write the one before."""
+        try:
+            self._finish_step(optimizer)
+            if self._scaler_of_step is None:  # else it has its own work to finish first
+                self._write_earlier()
+        except BaseException:
+            for monitor in _open.monitors_of(optimizer):  # PyTorch does not run their hooks after an error
+                monitor._finish_step(optimizer)
+            raise
+
+    @torch.no_grad()
+    def _finish_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the step, and record it. Hooks run twice if `step` calls the `step` of its base class."""
         if not self._in_step:
             return
         self._in_step = False
         found_inf = getattr(optimizer, "found_inf", None)  # where the optimizer skips by itself
-        if found_inf is not None:
-            self._skipped_steps.add(found_inf.clamp(max=1))
-        self._add_up_clippings()
-        if self._due:
-            self._send(self._record(found_inf))
-            self._due, self._recorded = False, self._taken
-        self._end_step()
+        try:
+            self._add_up_events(found_inf)
+            if self._due:
+                self._unwritten.append(self._record(found_inf).to_host())
+                self._due, self._recorded = False, self._taken
+        finally:
+            self._end_step()
 
     @torch.no_grad()
     def _after_skipping(self, found_inf: torch.Tensor | None) -> None:
         """Record a step in which `GradScaler.step` ran no hook; `found_inf` is None unless it skipped the step."""
         if found_inf is None or not self._handles:
             return
-        self._skipped_steps.add(found_inf.clamp(max=1))
-        self._add_up_clippings()
-        self._look_for_groups()
-        self._send(self._record_of_skipping(found_inf))
-        self._end_step()
+        try:
+            self._add_up_events(found_inf)
+            self._look_for_groups()
+            self._unwritten.append(self._record_of_skipping(found_inf).to_host())
+        finally:
+            self._end_step()
 
-    def _add_up_clippings(self) -> None:
+    def _add_up_events(self, found_inf: torch.Tensor | None) -> None:
+        if found_inf is not None:
+            self._skipped_steps.add(found_inf.clamp(max=1))
         if self._clippings:
-            results = [result for _, result, _ in self._clippings]
+            results = [clipping.result for clipping in self._clippings]
             results = [result.to(results[0].device, non_blocking=True) for result in results]
             self._clip_results.add(results[0] if len(results) == 1 else torch.stack(results).amax(0))
 
@@ -280,12 +305,15 @@ class GradientMonitor:
         self._taken += 1
         self._due = self._due or self._taken % self._every == 0
 
-    def _on_clipping(
+    def _before_clipping(self) -> None:
+        self._clippings = still_valid(self._clippings)
+
+    def _after_clipping(
         self, parameters: list[torch.Tensor], result: torch.Tensor, statistics: GradientStatistics | None
     ) -> None:
-        """Keep a clipping, which replaces an earlier one of the same parameters."""
-        others = [other for other in self._clippings if all(parameters[0] is not p for p in other[0])]
-        self._clippings = [*others, (parameters, result, statistics)]
+        for clipping in self._clippings:
+            clipping.accept_gradients()
+        self._clippings.append(Clipping(parameters, result, statistics))
 
     def _after_call(self, name: str, output: Any) -> None:
         if self._due:
@@ -301,13 +329,11 @@ class GradientMonitor:
         """Record of a step that was taken, or that the optimizer itself has `skipped`."""
         scale = getattr(self._optimizer, "grad_scale", None)  # where the optimizer unscales
         scaler = self._scaler_of_step
-        clippings = self._clip_results.take()
         return Record(
             step=self._first_step + self._taken,
             modules=self._layout.modules,
             gradients=self._gradients or self._statistics(),
-            before_clipping=self._before_clipping(),
-            clip_rate=None if clippings is None else clippings[2] / (self._taken - self._recorded),
+            before_clipping=statistics_before(self._clippings, self._layout.names),
             updates=None if self._weights is None else self._weights.compare(),
             activations=self._calls.norms(
                 scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else scale
@@ -315,8 +341,14 @@ class GradientMonitor:
             scale=None if scale is None else torch.as_tensor(scale).clone(),
             was_called=True,
             skipped=None if skipped is None else skipped.clone(),
+            # Last, as these forget: if the memory ends above, nothing is lost.
             skipped_steps=self._skipped_steps.take(),
+            clip_rate=self._take_clip_rate(),
         )
+
+    def _take_clip_rate(self) -> torch.Tensor | None:
+        results = self._clip_results.take()
+        return None if results is None else results[2] / (self._taken - self._recorded)
 
     def _record_of_skipping(self, skipped: torch.Tensor) -> Record:
         """Record of a step for which the optimizer was not called."""
@@ -324,29 +356,18 @@ class GradientMonitor:
             step=self._first_step + self._taken,
             modules=self._layout.modules,
             gradients=self._statistics(),
-            before_clipping=self._before_clipping(),
+            before_clipping=statistics_before(self._clippings, self._layout.names),
             skipped=skipped,
             skipped_steps=self._skipped_steps.take(),
         )
 
-    def _before_clipping(self) -> list[GradientStatistics]:
-        names = self._layout.names
-        return [
-            replace(statistics, names=[names.get(id(parameter), "") for parameter in parameters])
-            for parameters, _, statistics in self._clippings
-            if statistics is not None
-        ]
+    def _write_earlier(self) -> None:
+        """Write the records before the newest, whose numbers may be on their way to the host."""
+        while len(self._unwritten) > 1:
+            self._write_oldest()
 
-    def _send(self, record: Record) -> None:
-        """Send a record to the host, to be written when the next one is sent."""
-        record = record.to_host()
-        self._write()  # last, because a SummaryWriter's thread then takes the interpreter
-        self._unwritten = record
-
-    def _write(self) -> None:
-        if self._unwritten is None:
-            return
-        record, self._unwritten = self._unwritten, None
+    def _write_oldest(self) -> None:
+        record = self._unwritten.pop(0)
         charts = record.charts(self._selection)
         if charts is None:
             return

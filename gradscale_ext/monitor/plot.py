@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby, pairwise
@@ -63,7 +64,7 @@ def draw(history: History, record: Record, selection: Selection, path: str | Pat
     if clip_rate:
         _draw_clip_rate(next(panels), clip_rate)
     if path is not None:
-        figure.savefig(path, dpi=150)
+        figure.savefig(os.path.expanduser(path), dpi=150)
     return figure
 
 

@@ -263,11 +263,11 @@ def _entries(tensors: Tensors | Parameters) -> tuple[list[str], list[Any]]:
     return names, given
 
 
-Listener = Callable[[list[torch.Tensor], GradientStatistics], None]
-"""Callback that takes parameters and the statistics of their gradients before clipping."""
+Listener = Callable[[list[torch.Tensor]], Callable[[GradientStatistics], None]]
+"""Callback that takes parameters before they are clipped, and returns one for the statistics from before it."""
 
 listeners: list[Listener] = []
-"""Callbacks that `clip_gradients_` makes at its end."""
+"""Callbacks that `clip_gradients_` makes before it clips; it calls what they return after it has clipped."""
 
 
 @torch.no_grad()
@@ -324,9 +324,10 @@ def clip_gradients_(
     if nonfinite == "error" and not math.isfinite(statistics.total_norm.item()):
         raise RuntimeError(_nonfinite(statistics))
     distinct = {id(gradient): gradient for gradient in gradients if gradient is not None}
+    told = [listener([parameter for _, parameter in named]) for listener in listeners]
     _clip([local_part(gradient) for gradient in distinct.values()], clipping, nonfinite == "skip")
-    for listener in listeners:
-        listener([parameter for _, parameter in named], statistics)
+    for tell in told:
+        tell(statistics)
     return statistics
 
 

@@ -53,7 +53,10 @@ _FORM_OF_OTHERS = {"type_as", "to", "expand_as", "view_as", "reshape_as"}
 #: Number of calls before a cut to search for the value itself: `x / x.pow(2).mean().sqrt().detach()` has three.
 _FEW = 3
 #: Calls through which a value leaves PyTorch.
-_ESCAPES = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__", "__complex__", "__dlpack__"}
+_ESCAPES = {
+    "item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__", "__complex__", "__dlpack__",
+    "__cuda_array_interface__", "__reduce_ex__", "untyped_storage",
+}  # fmt: skip
 
 
 class Location(NamedTuple):
@@ -160,6 +163,8 @@ class GradientTracer(TorchFunctionMode):
         # The node that made a value keeps its history in its metadata. A value without a node has its history kept
         # with its memory, which its views share.
         self._histories: MutableMapping[torch.UntypedStorage, _History] = WeakIdKeyDictionary()
+        # Values with a node, by their memory: a tensor without one that shares it was made by a call that is not seen.
+        self._made: MutableMapping[torch.UntypedStorage, _History] = WeakIdKeyDictionary()
         self._active = False
         self._begin()
 
@@ -217,10 +222,11 @@ class GradientTracer(TorchFunctionMode):
         history = self._history(result)
         return [cut for cut in history.cuts if cut in history.felt]
 
-    def escapes(self, leaf: torch.Tensor, result: torch.Tensor) -> list[Cut]:
-        """Calls by which values that depend on a leaf left PyTorch before a number from outside went into a result."""
+    def escapes(self, leaf: torch.Tensor, result: torch.Tensor | None = None) -> list[Cut]:
+        """Calls by which values that depend on a leaf left PyTorch; before a number from outside went into a result."""
         bit = self._bits.get(leaf, 0)
-        return [cut for cut, leaves in list(self._escapes.items())[: self._history(result).outside] if leaves & bit]
+        end = None if result is None else self._history(result).outside
+        return [cut for cut, leaves in list(self._escapes.items())[:end] if leaves & bit]
 
     def knows(self, root: Node) -> bool:
         """Whether the tracer saw, or may have seen, part of a graph being made."""
@@ -345,6 +351,8 @@ class GradientTracer(TorchFunctionMode):
                     metadata(behind)[self] = history
             if history.depth % DEEP == 0:
                 free_without_recursion(walk(node, stop=is_freed_without_recursion))
+            if history.live and not tensor._is_view() and (memory := _memory(tensor)) is not None:
+                self._made[memory] = history
         elif (history.cuts or history.outside) and (memory := _memory(tensor)) is not None:
             self._histories[memory] = history._replace(live=0)
 
@@ -352,14 +360,24 @@ class GradientTracer(TorchFunctionMode):
         node = gradient_function(tensor)
         if node is not None:
             return self._history_of(node)
-        memory = _memory(tensor)
-        history = _NO_HISTORY if memory is None else self._histories.get(memory, _NO_HISTORY)
+        history, memory = _NO_HISTORY, _memory(tensor)
+        if memory is not None:
+            if memory in self._made and memory not in self._histories:
+                self._histories[memory] = self._cut_unseen(tensor, self._made[memory])
+            history = self._histories.get(memory, _NO_HISTORY)
         if not tensor.requires_grad:
             return history
         bit = self._bit(tensor)
         # Tensors detached from it share its memory, and with it its history.
         cuts = {cut: leaves & ~bit for cut, leaves in history.cuts.items() if leaves & ~bit}
-        return _History(bit, cuts, outside=history.outside)
+        fresh = {cut: origin for cut, origin in history.fresh.items() if cut in cuts}
+        return _History(bit, cuts, outside=history.outside, fresh=fresh)
+
+    def _cut_unseen(self, tensor: torch.Tensor, made: _History) -> _History:
+        """History of a tensor that `nn.Parameter(h)` or another call that no mode sees made of a value."""
+        call = "nn.Parameter" if isinstance(tensor, torch.nn.Parameter) else "a call that the tracer does not see"
+        cut = Cut("detached", call, _users_line())
+        return made._replace(live=0, felt=frozenset()) | _History(cuts={cut: made.live}, fresh={cut: _Origin()})
 
     def _history_of(self, node: Node) -> _History:
         """History of a node, derived for nodes made unseen by a custom Function or an extension."""

@@ -1,4 +1,4 @@
-"""Everything in plain PyTorch, one operation after the other, without the compiled extension.
+"""Everything in plain PyTorch, one operation after the other. Nothing here uses the compiled extension.
 
 The truth for tests, and the path for every context that the fused kernels do not take: transforms, tensor subclasses,
 other devices.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .._distributed import by_whole, mesh_of
 from .._options import Entries, Options, turned_around
 from .._ranks import options_for_all_ranks
 from .._validate import Call, as_dict, validate
@@ -44,6 +45,15 @@ def multi_step_loss(
             f"multi_step_loss: there is no option {' and '.join(map(repr, sorted(unknown)))}; the options are "
             f"{', '.join(Options._fields)}"
         )
+    if mesh_of(predictions, targets, options) is not None:
+
+        def call_with(predictions: Any, targets: Any, options: Any) -> MultiStepLossOutput:
+            group, normalize = process_group, normalize_importance_weights
+            return multi_step_loss(
+                heads, predictions, targets, process_group=group, normalize_importance_weights=normalize, **options
+            )
+
+        return by_whole(call_with, predictions, targets, options)  # type: ignore[no-any-return]
     call = validate(as_dict("heads", heads), predictions, targets, Options(**options))
     return loss_of(replace(call, options=options_for_all_ranks(call, process_group, normalize_importance_weights)))
 
@@ -53,16 +63,15 @@ def loss_of(call: Call) -> MultiStepLossOutput:
     heads, options = call.heads, call.options
     per_step = {name: _per_step(name, call) for name in heads}
     per_sample = _sum(_weighted(name, call, per_step[name].detach()) for name in heads)
-    contributing = per_step
+    remaining, contributing = call, per_step
     if options.nonfinite == "skip":
-        # A skipped sample is masked, so that its NaN does not reach the gradients.
+        # A skipped sample is masked, so that neither a NaN loss nor a NaN weight reaches loss and gradients.
         finite = per_sample.isfinite().unsqueeze(1)
         remaining = replace(call, masks={name: finite & _unmasked(name, call) for name in heads})
         contributing = {name: _per_step(name, remaining) for name in heads}
-    shares = {name: _weighted(name, call, contributing[name]) / _divisor(name, call) for name in heads}
+    shares = {name: _weighted(name, remaining, contributing[name]) / _divisor(name, call) for name in heads}
     if options.importance_weights is not None:
-        weights = options.importance_weights.to(call.dtype)
-        shares = {name: weights * share for name, share in shares.items()}
+        shares = {name: _importance_weights(name, remaining) * share for name, share in shares.items()}
     loss = _sum(shares.values())
     return MultiStepLossOutput(
         loss=loss if options.reduction == "none" else loss.sum(),
@@ -142,6 +151,15 @@ def _weighted(name: str, call: Call, losses: torch.Tensor) -> torch.Tensor:
             weights = torch.where(mask[:, head.first_step :], weights, 0.0)
         losses = weights * losses
     return head.weight * losses.sum(1)
+
+
+def _importance_weights(name: str, call: Call) -> torch.Tensor:
+    """`[B]`. Samples in which a head has no unmasked entry get 0, as their weight may not be finite."""
+    assert call.options.importance_weights is not None
+    weights = call.options.importance_weights.to(call.dtype)
+    if name not in call.masks:
+        return weights
+    return torch.where(_unmasked(name, call)[:, call.heads[name].first_step :].any(1), weights, 0.0)
 
 
 def _detail(name: str, call: Call) -> torch.Tensor:

@@ -8,12 +8,18 @@ from collections.abc import Iterable
 import torch
 
 from .. import _context
+from .._distributed import is_distributed, whole
 from .supports import widened
 
 
 def l2_loss(parameters: Iterable[torch.Tensor], weight: float | torch.Tensor) -> torch.Tensor:
-    """``weight * sum of |p|^2 / 2`` over tensors."""
+    """``weight * sum of |p|^2 / 2`` over tensors. Plain tensors next to DTensors, as FSDP2 leaves them after a forward
+    pass, give a plain scalar."""
     squares = [widened(parameter).square().sum() for parameter in parameters]
+    sharded = [square for square in squares if is_distributed(square)]
+    if 0 < len(sharded) < len(squares):
+        plain = [square for square in squares if not is_distributed(square)]
+        squares = [*plain, whole(torch.stack(sharded).sum())]
     return (0.5 * weight * torch.stack(squares)).sum() if squares else torch.zeros(())
 
 

@@ -19,7 +19,8 @@ class Case:
     """A call, what its counts are divided by, and what it may cost.
 
     `make(batch)` makes the tensors, and gives the call that is counted and the number of its units. `budget`: warp
-    instructions of sm_90 a unit. `issue`: the largest part of memory's time that issuing may take on an H200.
+    instructions of sm_90 a unit. `issue`: the largest part of memory's time that issuing may take on an H200. `usual`:
+    the budget with a batch of 256, whose rows do not fill an H200. `in_flight`: the least bytes of a multiprocessor.
     """
 
     name: str
@@ -29,6 +30,8 @@ class Case:
     batch: int
     unit: str = "row"
     issue: float = 0.7
+    usual: float | None = None
+    in_flight: int = 30_000
 
 
 def _loss(head: gs.heads.Head, width: int, dtype: torch.dtype, batch: int, stacked: bool = False) -> tuple[Call, float]:
@@ -74,23 +77,38 @@ def _statistics(dtype: torch.dtype, batch: int) -> tuple[Call, float]:
 def _cases_of(dtype: torch.dtype) -> list[Case]:
     fp32 = dtype == torch.float32
     size, name = (4, "fp32") if fp32 else (2, "bf16")
-    support, few = gs.Support.muzero(300), gs.Support.muzero(10)
+    support = gs.Support.muzero(300)
 
     def of(what: str, make: Callable[..., tuple[Call, float]], *arguments: object, width: int = 601, **numbers) -> Case:
         return Case(f"{what}, {name}", partial(make, *arguments, dtype), width * size, **numbers)
 
-    found = [
-        of("TwoHot 601 with gradient", _loss, gs.TwoHot(support), 601, budget=320, batch=512),
+    def loss(name: str, head: gs.heads.Head, width: int, fp32_budget: float, bf16_budget: float, **numbers) -> Case:
+        budget = fp32_budget if fp32 else bf16_budget
+        numbers = {"batch": 512} | numbers
+        return of(f"{name} {width} with gradient", _loss, head, width, width=width, budget=budget, **numbers)
+
+    def two_hot(width: int, *budgets: float, **numbers) -> Case:
+        return loss("TwoHot", gs.TwoHot(gs.Support(-20, 20, width)), width, *budgets, **numbers)
+
+    policy = gs.SoftCrossEntropy()
+    return [
+        loss("TwoHot", gs.TwoHot(support), 601, 250, 290, usual=850),
         of(
             "TwoHot 601 with gradient, stacked",
             partial(_loss, stacked=True),
             gs.TwoHot(support),
             601,
-            budget=427,
+            budget=250 if fp32 else 290,
             batch=512,
         ),
-        of("HLGauss 601 with gradient", _loss, gs.HLGauss(support), 601, budget=340, batch=512),
-        of("policy 18 with gradient", _loss, gs.SoftCrossEntropy(), 18, width=18, budget=22, batch=2048),
+        loss("HLGauss", gs.HLGauss(support), 601, 280, 325, usual=910),
+        # Of 16 bits, 16 lanes access a sector at once: a row of 101 is few bytes for what lanes exchange.
+        two_hot(255, 160, 180, issue=0.7 if fp32 else 0.75),
+        two_hot(101, 110, 125, issue=0.7 if fp32 else 1.25, in_flight=30_000 if fp32 else 28_000),
+        *([two_hot(21, 26, 26, batch=2048)] if fp32 else []),
+        loss("policy", policy, 18, 22.5, 23, batch=2048),
+        loss("policy", policy, 82, 120, 120, batch=1024),
+        loss("policy", policy, 362, 330, 345),
         of("decode 601", _decode, budget=220 if fp32 else 210, batch=512, issue=0.7 if fp32 else 0.85),
         of("gradient of decode 601", _decode_gradient, budget=360 if fp32 else 380, batch=512),
         # Eight elements of 16 bits in 16 bytes: their budget is 0.93 of memory's time.
@@ -104,9 +122,6 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
             issue=0.7 if fp32 else 0.93,
         ),
     ]
-    if fp32:
-        found.insert(3, of("TwoHot 21 with gradient", _loss, gs.TwoHot(few), 21, width=21, budget=26, batch=2048))
-    return found
 
 
 CASES = [case for dtype in (torch.float32, torch.bfloat16) for case in _cases_of(dtype)]

@@ -2,7 +2,6 @@
 #include "flow/elementwise.cuh"
 #include "flow/group_norm.cuh"
 #include "loss/decode.cuh"
-#include "loss/decode_rows.cuh"
 #include "loss/multi_step_loss.cuh"
 #include "loss/totals.cuh"
 #include "port/launch.h"
@@ -67,16 +66,16 @@ constexpr Simulated kKernels[] = {
     GRADSCALE_SIMULATED(loss_totals),
     GRADSCALE_SIMULATED(count_unmasked),
     // clang-format off
-    GRADSCALE_SIMULATED(loss_rows<true, WarpRows<Kind::two_hot, float, float, 601, 0>, WarpRows<Kind::two_hot, float, float, 601, 2>, GroupRows<Kind::soft_cross_entropy, float, true>, GroupRows<Kind::binary_cross_entropy, float, false>>),
-    GRADSCALE_SIMULATED(loss_rows<false, GroupRows<Kind::two_hot, float, true>, PolicyThreadRows<float, float, float, 18, 2>, GroupRows<Kind::binary_cross_entropy, float, false>, GroupRows<Kind::mean_squared_error, float, false>>),
-    GRADSCALE_SIMULATED(loss_rows<true, GroupRows<Kind::two_hot, float, true>, PolicyThreadRows<float, float, float, 18, 2>, GroupRows<Kind::binary_cross_entropy, float, false>>),
+    GRADSCALE_SIMULATED(loss_rows<true, LossRows<Kind::two_hot, float, double, float, 601, 16, 1, 0>, GroupRows<Kind::soft_cross_entropy, float, 2>, GroupRows<Kind::binary_cross_entropy, float, 0>>),
+    GRADSCALE_SIMULATED(loss_rows<false, GroupRows<Kind::two_hot, float, 0>, LossRows<Kind::soft_cross_entropy, float, float, float, 18, 1, 2, 2>, GroupRows<Kind::binary_cross_entropy, float, 0>, GroupRows<Kind::mean_squared_error, float, 0>>),
+    GRADSCALE_SIMULATED(loss_rows<true, GroupRows<Kind::two_hot, float, 0>, LossRows<Kind::soft_cross_entropy, float, float, float, 18, 1, 2, 2>, GroupRows<Kind::binary_cross_entropy, float, 0>>),
     // clang-format on
     GRADSCALE_SIMULATED(loss_rows<true, MultipliedRows<float>>),
     GRADSCALE_SIMULATED(loss_rows<false, MultipliedRows<float>>),
-    GRADSCALE_SIMULATED(decode_by_threads<float, void, 21, Transform::identity>),
-    GRADSCALE_SIMULATED(decode_by_threads<float, float, 21, Transform::identity>),
-    GRADSCALE_SIMULATED(decode_by_warps<float, 101, Transform::identity>),
-    GRADSCALE_SIMULATED(decode_gradient_by_warps<float, 101, Transform::identity, true>)};
+    GRADSCALE_SIMULATED(decode_by_lanes<float, void, 21, 1, 1, Transform::identity>),
+    GRADSCALE_SIMULATED(decode_by_lanes<float, float, 21, 1, 1, Transform::identity>),
+    GRADSCALE_SIMULATED(decode_by_lanes<float, void, 101, 8, 1, Transform::identity>),
+    GRADSCALE_SIMULATED(decode_by_lanes<float, float, 101, 8, 1, Transform::identity>)};
 
 // Names go over several lines here, and macros leave spaces in them.
 std::string without_spaces(std::string name) {

@@ -1,0 +1,90 @@
+"""DTensors. What has no operation of DTensors is computed of whole tensors, by every rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .output import MultiStepLossOutput
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def _is_imported() -> bool:
+    """True once somebody has imported DTensor, which takes a while; there is none before."""
+    return "torch.distributed.tensor" in sys.modules
+
+
+_is_imported._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def is_distributed(value: object) -> bool:
+    """True for a DTensor."""
+    return _is_imported() and isinstance(value, torch.distributed.tensor.DTensor)
+
+
+_WITHOUT_ENTRIES = (torch.Tensor, torch.nn.Parameter, NoneType, str, bool)
+
+
+def mesh_of(*values: Any) -> DeviceMesh | None:
+    """The mesh of the first DTensor in nested lists, tuples and mappings; None if there is none."""
+    if not _is_imported():
+        return None
+    for value in values:
+        kind = type(value)
+        if kind in _WITHOUT_ENTRIES:
+            continue
+        if is_distributed(value):
+            return value.device_mesh  # type: ignore[no-any-return]
+        if kind is dict or isinstance(value, Mapping):
+            value = [item for _, item in value.items()]  # a mapping may iterate over something else than its keys
+        elif kind is not list and not isinstance(value, list | tuple):
+            continue
+        if (mesh := mesh_of(*value)) is not None:
+            return mesh
+    return None
+
+
+def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply to the tensors of nested lists, tuples and mappings, and of an output."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        items = [_mapped(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        return {key: _mapped(function, item) for key, item in value.items()}
+    if isinstance(value, MultiStepLossOutput):
+        return replace(value, **{field.name: _mapped(function, getattr(value, field.name)) for field in fields(value)})
+    return value
+
+
+def whole(value: Any) -> Any:
+    """Gather each DTensor, for which every rank has to call this; plain tensors are whole."""
+    return _mapped(lambda tensor: tensor.full_tensor() if is_distributed(tensor) else tensor, value)  # type: ignore[attr-defined]
+
+
+def replicated(value: Any, mesh: DeviceMesh) -> Any:
+    """Make DTensors of plain tensors that are the same on every rank. Nothing is sent, and memory is shared."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = [Replicate()] * mesh.ndim
+    return _mapped(
+        lambda tensor: tensor
+        if is_distributed(tensor)
+        else DTensor.from_local(tensor, mesh, placements, run_check=False),
+        value,
+    )
+
+
+def by_whole(function: Callable[..., Any], first: Any, *others: Any) -> Any:
+    """Call a function with whole tensors in place of DTensors; with one in `first`, the result is a replicated one."""
+    result = function(*whole((first, *others)))
+    mesh = mesh_of(first)
+    return result if mesh is None else replicated(result, mesh)

@@ -1,0 +1,41 @@
+"""Parameters of FSDP2: the optimizer holds shards, and the graph of a loss leads to whole parameters."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Sharded(NamedTuple):
+    """A parameter that FSDP2 gathers before its module runs, and frees afterwards."""
+
+    shard: torch.Tensor
+    """The parameter of the model between two passes; it gets `.grad`."""
+    leaf: torch.Tensor
+    """The whole parameter, which operations use. Its memory is freed now."""
+    is_zero: bool
+    """True if all elements of the whole parameter are zero."""
+
+
+def sharded_parameters(model: torch.nn.Module) -> list[Sharded]:
+    """Find the two tensors of each parameter; the model has its shards afterwards.
+
+    Each group of parameters is gathered once, one group after the other, which all ranks have to take part in.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    from torch.distributed.fsdp import FSDPModule  # importing it takes a while
+
+    found: dict[int, Sharded] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            shards = dict(module.named_parameters())
+            module.unshard()
+            for name, leaf in module.named_parameters():
+                if leaf is not shards[name]:
+                    found[id(shards[name])] = Sharded(shards[name], leaf, not leaf.any())
+            module.reshard()
+    return list(found.values())

@@ -1,0 +1,309 @@
+"""DTensors in place of plain tensors, replicated and sharded, on one rank and on two: the same numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import assert_passed, run_in_processes
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+import gradscale_ext as gs
+
+CHECKS: dict[str, Callable[[int], None]] = {}
+PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0))
+B, T = 5, 3  # five samples, which two ranks cannot share evenly
+SUPPORT = gs.Support(-5, 5, 11)
+HEADS = {
+    "value": gs.TwoHot(SUPPORT, weight=0.5),
+    "reward": gs.HLGauss(SUPPORT, first_step=1),
+    "policy": gs.SoftCrossEntropy(entropy_weight=1e-2),
+    "hidden": gs.NegativeCosine(),
+}
+
+
+def check(function: Callable[[int], None]) -> Callable[[int], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def spread(tensor: Tensor, placement: Placement | None) -> Tensor:
+    """A leaf for a leaf."""
+    if placement is None:
+        return tensor
+    return distribute_tensor(tensor.detach(), mesh(), [placement]).requires_grad_(tensor.requires_grad)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            assert_same(ours[name], theirs[name])
+    else:
+        torch.testing.assert_close(whole(ours), theirs, rtol=1e-12, atol=1e-12)
+
+
+def assert_same_output(ours: gs.MultiStepLossOutput, theirs: gs.MultiStepLossOutput) -> None:
+    for field in ("loss", "per_sample", "per_step", "expected", "entropy", "head_means", "head_losses"):
+        assert_same(getattr(ours, field), getattr(theirs, field))
+    assert whole(ours.num_nonfinite) == theirs.num_nonfinite
+
+
+def random(*sizes: int) -> Tensor:
+    return torch.randn(sizes, dtype=torch.float64)
+
+
+def arguments() -> tuple[dict[str, list[Tensor]], dict[str, Tensor], dict[str, Any]]:
+    """The same on every rank: predictions by step, stacked targets, and options."""
+    torch.manual_seed(0)
+    sizes = {"value": (T, 11), "reward": (T - 1, 11), "policy": (T, 3), "hidden": (T, 4)}
+    predictions = {name: [random(B, size).requires_grad_() for _ in range(t)] for name, (t, size) in sizes.items()}
+    targets = {
+        "value": random(B, T),
+        "reward": random(B, T - 1),
+        "policy": random(B, T, 3).softmax(-1),
+        "hidden": random(B, T, 4),
+    }
+    options = {
+        "mask": torch.rand(B, T) < 0.7,
+        "step_weights": torch.rand(B, T, dtype=torch.float64),
+        "importance_weights": torch.rand(B, dtype=torch.float64),
+    }
+    return predictions, targets, options
+
+
+def loss_of_mixtures(impl: str, **more: Any) -> None:
+    """Every mixture of plain, replicated and sharded predictions, targets and options."""
+    kinds = (None, *PLACEMENTS)
+    for of_predictions, of_targets, of_options in itertools.product(kinds, kinds, kinds):
+        predictions, targets, options = arguments()
+        expected = gs.multi_step_loss(HEADS, predictions, targets, impl=impl, **options, **more)
+        expected.loss.backward()
+        given = {name: [spread(entry, of_predictions) for entry in entries] for name, entries in predictions.items()}
+        found = gs.multi_step_loss(
+            HEADS,
+            given,
+            {name: spread(target, of_targets) for name, target in targets.items()},
+            impl=impl,
+            **{name: spread(option, of_options) for name, option in options.items()},
+            **more,
+        )
+        assert isinstance(found.loss, DTensor) == (of_predictions is not None)
+        assert_same_output(found, expected)
+        wanted = [entry.grad for entries in predictions.values() for entry in entries]
+        if of_predictions is not None:
+            found.loss.backward()
+            ours = [entry for entries in given.values() for entry in entries]
+            for entry, gradient in zip(ours, wanted, strict=True):
+                assert entry.grad.placements == entry.placements
+                assert_same(entry.grad, gradient)
+
+
+@check
+def fused_loss(rank: int) -> None:
+    loss_of_mixtures("auto")
+
+
+@check
+def loss_by_the_reference(rank: int) -> None:
+    loss_of_mixtures("reference")
+
+
+@check
+def the_reference_itself(rank: int) -> None:
+    predictions, targets, options = arguments()
+    expected = gs.reference.multi_step_loss(HEADS, predictions, targets, **options)
+    given = {name: [spread(entry, Shard(0)) for entry in entries] for name, entries in predictions.items()}
+    assert_same_output(gs.reference.multi_step_loss(HEADS, given, targets, **options), expected)
+
+
+@check
+def compiled_loss(rank: int) -> None:
+    predictions, targets, _ = arguments()
+    expected = gs.multi_step_loss(HEADS, predictions, targets).loss
+    expected.backward()
+    given = {name: [spread(entry, Shard(0)) for entry in entries] for name, entries in predictions.items()}
+
+    def loss(predictions: dict[str, list[Tensor]]) -> Tensor:
+        return gs.multi_step_loss(HEADS, predictions, targets).loss
+
+    found = torch.compile(loss, backend="aot_eager", fullgraph=True)(given)
+    found.backward()
+    assert_same(found, expected)
+    assert_same(given["value"][0].grad, predictions["value"][0].grad)
+
+
+@check
+def loss_over_valid_entries_with_normalized_weights_and_checks(rank: int) -> None:
+    loss_of_mixtures("auto", reduction="valid_mean", normalize_importance_weights=True, check=True)
+
+
+@check
+def plain_and_distributed_predictions_in_one_call(rank: int) -> None:
+    """The gradient of each is of its own kind."""
+    predictions, targets, _ = arguments()
+    gs.multi_step_loss(HEADS, predictions, targets).loss.backward()
+    kinds = {"value": Shard(0), "reward": None, "policy": Shard(1), "hidden": Replicate()}
+    given = {
+        name: [spread(p.detach().clone().requires_grad_(), kinds[name]) for p in entries]
+        for name, entries in predictions.items()
+    }
+    gs.multi_step_loss(HEADS, given, targets).loss.backward()
+    for name, entries in given.items():
+        for ours, theirs in zip(entries, predictions[name], strict=True):
+            assert isinstance(ours.grad, DTensor) == (kinds[name] is not None)
+            assert_same(ours.grad, theirs.grad)
+
+
+@check
+def stacked_predictions_with_the_steps_first(rank: int) -> None:
+    for placement in (*PLACEMENTS, Shard(1)):
+        losses = random(T, B).requires_grad_()
+        dist.broadcast(losses.data, 0)
+        expected = gs.reduce_multi_step(losses, reduction="none", batch_first=False)
+        expected.loss.square().sum().backward()
+        given = spread(losses, placement)
+        found = gs.reduce_multi_step(given, reduction="none", batch_first=False)
+        found.loss.square().sum().backward()
+        assert_same_output(found, expected)
+        assert_same(given.grad, losses.grad)
+
+
+@check
+def second_derivative_of_a_loss(rank: int) -> None:
+    if torch.__version__.startswith("2.11."):  # its full_tensor() has no second derivative
+        return
+    for placement in PLACEMENTS:
+        predictions, targets, _ = arguments()
+        second = []
+        for kind in (None, placement):
+            x = spread(predictions["value"][0].detach().requires_grad_(), kind)
+            loss = gs.multi_step_loss(
+                {"value": HEADS["value"]}, {"value": [x]}, {"value": [targets["value"][:, 0]]}
+            ).loss
+            (first,) = torch.autograd.grad(loss, x, create_graph=True)
+            first.square().sum().backward()
+            second.append(x.grad)
+        assert_same(second[1], second[0])
+
+
+@check
+def errors_name_the_argument(rank: int) -> None:
+    """A tensor with the samples of one rank alone is not the batch."""
+    losses = spread(torch.ones(4, 2), Shard(0))
+    with pytest.raises(ValueError, match=r"importance_weights must have shape \[B\] = \[4\], but it has \[3\]"):
+        gs.reduce_multi_step(losses, importance_weights=torch.ones(3))
+    with pytest.raises(TypeError, match=r"scale must be .* but it is a DTensor; write scale.full_tensor\(\)"):
+        gs.scale_gradient(torch.ones(4), spread(torch.ones(4), Replicate()))
+    with pytest.raises(TypeError, match=r"max must be .* but it is a DTensor; write max.full_tensor\(\)"):
+        gs.clip_gradient_value(torch.ones(4), 0.0, spread(torch.ones(4), Replicate()))
+
+
+@check
+def encoding_and_decoding(rank: int) -> None:
+    torch.manual_seed(0)
+    x, logits = random(B), random(B, T, 11).requires_grad_()
+    expected = SUPPORT.decode(logits)
+    expected.square().sum().backward()
+    for placement in PLACEMENTS:
+        assert_same(SUPPORT.two_hot(spread(x, placement)), SUPPORT.two_hot(x))
+        assert_same(SUPPORT.hl_gauss(spread(x, placement), 0.5), SUPPORT.hl_gauss(x, 0.5))
+    for placement in (*PLACEMENTS, Shard(2)):
+        given = spread(logits, placement)
+        found = SUPPORT.decode(given)
+        assert_same(found, expected)
+        found.square().sum().backward()
+        assert_same(given.grad, logits.grad)
+    partial = DTensor.from_local(x, mesh(), [Partial()])  # the sum of all ranks' parts
+    assert_same(SUPPORT.two_hot(partial), SUPPORT.two_hot(x * dist.get_world_size()))
+
+
+@check
+def priorities_of_mixtures(rank: int) -> None:
+    torch.manual_seed(0)
+    nu, z = random(B, T), random(B, T)
+    expected = gs.priorities(nu, z, steps="max", alpha=0.6)
+    for one, other in itertools.product((None, *PLACEMENTS), repeat=2):
+        given = spread(nu, one), spread(z, other)
+        assert_same(gs.priorities(*given, steps="max", alpha=0.6), expected)
+        assert_same(gs.priorities(*(list(t.unbind(1)) for t in given), steps="max", alpha=0.6), expected)
+
+
+@check
+def l2_loss_of_mixtures(rank: int) -> None:
+    """Its gradient, and that of a sum with a plain loss."""
+    torch.manual_seed(0)
+    weights = [random(B, 2), random(3)]
+    expected = 0.1 * sum(w.square().sum() / 2 for w in weights)
+    for kinds in itertools.product((None, *PLACEMENTS), repeat=2):
+        given = [spread(w.clone().requires_grad_(), kind) for w, kind in zip(weights, kinds, strict=True)]
+        loss = gs.l2_loss(given, 0.1)
+        assert_same(loss, expected)
+        (loss + torch.ones((), dtype=torch.float64)).backward()
+        for p, w in zip(given, weights, strict=True):
+            assert_same(p.grad, 0.1 * w)
+
+
+@check
+def operators_with_tensor_arguments(rank: int) -> None:
+    torch.manual_seed(0)
+    x, g, per_sample, everywhere = random(B, 4), random(B, 4), torch.rand(B).double(), torch.rand(B, 1).double()
+    cases: list[tuple[Callable[..., Tensor], Tensor]] = [
+        (gs.scale_gradient, everywhere),
+        (gs.reverse_gradient, everywhere),
+        (lambda x, limit: gs.clip_gradient_norm(x, limit, batch_dims=1), per_sample),
+        (lambda x, norm: gs.normalize_gradient(x, norm, batch_dims=1), per_sample),
+        (lambda x, bound: gs.clip_gradient_value(x, -bound, bound), everywhere),
+    ]
+    for operator, argument in cases:
+        expected = x.clone().requires_grad_()
+        operator(expected, argument).backward(g)
+        for placement, of_argument in itertools.product((*PLACEMENTS, Shard(1)), (None, *PLACEMENTS)):
+            given = spread(x.clone().requires_grad_(), placement)
+            result = operator(given, spread(argument, of_argument))
+            assert result.placements == (placement,)
+            result.backward(spread(g, placement))
+            assert_same(given.grad, expected.grad)
+
+
+@check
+def module_that_counts_norms(rank: int) -> None:
+    """Every rank counts all norms."""
+    torch.manual_seed(0)
+    g = random(B, 4)
+    norms = g.norm(dim=1)
+    for placement in (*PLACEMENTS, Shard(1)):
+        module = gs.ClipGradientNorm(float(norms.median()), batch_dims=1)
+        x = spread(torch.zeros(B, 4, dtype=torch.float64).requires_grad_(), placement)
+        module(x).backward(spread(g, placement))
+        assert module.counts.tolist() == [B, 2]
+        assert type(module.counts) is Tensor
+        assert_same(x.grad, g * (norms.median() / norms).clamp(max=1)[:, None])
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    folder = tmp_path_factory.mktemp("dtensor")
+    run_in_processes(request.param, CHECKS, folder)
+    return request.param, folder
+
+
+@pytest.mark.xdist_group("dtensor")  # whose processes start once
+@pytest.mark.parametrize("name", CHECKS)
+def test_distributed_tensors(name: str, outcomes: tuple[int, Path]) -> None:
+    assert_passed(name, *outcomes)
