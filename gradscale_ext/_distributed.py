@@ -9,6 +9,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from .output import MultiStepLossOutput
 
@@ -65,9 +66,32 @@ def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any
     return value
 
 
+# In PyTorch 2.11, gradients lose their graph where they pass between DTensors and plain tensors.
+_KEEPS_GRAPH_OF_GRADIENTS = TorchVersion(torch.__version__) >= "2.12.0a0"
+
+
+def _refuse_graph_of_gradients(_: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"gradscale_ext: PyTorch {torch.__version__} has no second derivatives of DTensors (PyTorch 2.12 has); "
+            "pass plain tensors, or differentiate without create_graph=True"
+        )
+
+
+def _with_checked_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """Let a backward pass raise where it would silently give gradients without their graph."""
+    if not _KEEPS_GRAPH_OF_GRADIENTS and tensor.requires_grad and not torch.compiler.is_compiling():
+        tensor.register_hook(_refuse_graph_of_gradients)  # type: ignore[no-untyped-call]
+    return tensor
+
+
 def whole(value: Any) -> Any:
     """Gather each DTensor, for which every rank has to call this; plain tensors are whole."""
-    return _mapped(lambda tensor: tensor.full_tensor() if is_distributed(tensor) else tensor, value)  # type: ignore[attr-defined]
+
+    def gathered(tensor: Any) -> torch.Tensor:
+        return _with_checked_gradient(tensor.full_tensor()) if is_distributed(tensor) else tensor
+
+    return _mapped(gathered, value)
 
 
 def replicated(value: Any, mesh: DeviceMesh) -> Any:
@@ -87,4 +111,4 @@ def by_whole(function: Callable[..., Any], first: Any, *others: Any) -> Any:
     """Call a function with whole tensors in place of DTensors; with one in `first`, the result is a replicated one."""
     result = function(*whole((first, *others)))
     mesh = mesh_of(first)
-    return result if mesh is None else replicated(result, mesh)
+    return result if mesh is None else replicated(_mapped(_with_checked_gradient, result), mesh)

@@ -202,7 +202,9 @@ class MultiStepLossBackward : public BackwardNode {
       return autograd::variable_list(num_outputs());
     }
     if (saved->plan == nullptr) {
-      return multiplied_and_rounded(take_gradients(/*is_last_use=*/false), *saved, grad_output);
+      Gradients gradients = take_gradients(/*is_last_use=*/false);
+      TORCH_CHECK(!gradients.empty(), autograd::ERR_BACKWARD_TWICE); // another thread released them after begin_pass
+      return multiplied_and_rounded(std::move(gradients), *saved, grad_output);
     }
     if (at::GradMode::is_enabled()) {
       return by_reference(*saved, grad_output, /*create_graph=*/true);
