@@ -826,3 +826,23 @@ def test_a_limit_of_infinity_has_a_second_derivative():
     g = torch.randn(3, generator=torch.Generator().manual_seed(0)).requires_grad_()
     (result,) = torch.autograd.grad(gs.clip_gradient_norm(x, INF), x, g, create_graph=True)
     assert torch.equal(torch.autograd.grad(result.sum(), g)[0], torch.ones(3))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("layout", [lambda g: g, lambda g: torch._neg_view(-g)], ids=["contiguous", "negative"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "kind", [float, lambda limit: torch.tensor(limit, dtype=torch.float64)], ids=["number", "tensor"]
+)
+def test_numbers_beyond_float_are_infinite(kind, dtype, layout, create_graph):
+    x = torch.zeros(3, dtype=dtype, requires_grad=True)
+    g = layout(torch.tensor([2.0, -1.0, 3.0], dtype=dtype))
+    infinite = torch.tensor([INF, -INF, INF], dtype=dtype)
+
+    def gradient(y):
+        return torch.autograd.grad(y, x, g, create_graph=create_graph)[0]
+
+    assert torch.equal(gradient(gs.clip_gradient_norm(x, kind(1e40))), g)
+    assert torch.equal(gradient(gs.clip_gradient_value(x, kind(-1e40), kind(1e40))), g)
+    assert torch.equal(gradient(gs.scale_gradient(x, kind(1e40))), infinite)
+    assert torch.equal(gradient(gs.normalize_gradient(x, kind(1e40))), infinite)

@@ -43,7 +43,9 @@ inline bool is_cpu_scalar(const at::Tensor& tensor) {
 inline at::Tensor value_beside(const at::Tensor& gradient, const Value& value) {
   const at::TensorOptions options = gradient.options().dtype(precise_type(gradient.scalar_type()));
   if (const double* number = std::get_if<double>(&value)) {
-    return at::scalar_tensor(*number, options);
+    // PyTorch refuses a number beyond float, which is infinite in float.
+    const bool is_float = options.dtype() == at::kFloat;
+    return at::scalar_tensor(is_float ? static_cast<float>(*number) : *number, options);
   }
   return std::get<at::Tensor>(value).to(options.device(), precise_type(gradient.scalar_type()), /*non_blocking=*/true);
 }
