@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._clippings import of_columns
+from ._clippings import select_columns
 from .statistics import BIN_EDGES, GradientStatistics
 
 # Charts allow no infinite edge, so their outer bins are as wide as the others.
@@ -202,7 +202,7 @@ class Record:
             )
 
     def _before_clipping(self) -> list[GradientStatistics]:
-        return [of_columns(names, statistics) for names, statistics in self.before_clipping]
+        return [select_columns(names, statistics) for names, statistics in self.before_clipping]
 
     def unscaled_by(self) -> float:
         """Loss scale still in the gradients, where the optimizer itself unscales them."""

@@ -1,4 +1,4 @@
-"""Clippings before a step, which may clip the same parameters several times."""
+"""The clippings of one step. The same parameters may be clipped several times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._shards import local_part
 from .statistics import GradientStatistics
 
 Clipped = tuple[int, torch.Tensor, "weakref.ref[torch.Tensor] | None", int]
-"""Column of the statistics, parameter, which tensor its gradient is, and how often that has been written to."""
+"""Column in the statistics, parameter, its gradient tensor, and that tensor's version counter."""
 
 
 def _clipped(column: int, parameter: torch.Tensor) -> Clipped:
@@ -21,42 +21,42 @@ def _clipped(column: int, parameter: torch.Tensor) -> Clipped:
         return column, parameter, None, -1
     try:
         writes = local_part(gradient)._version
-    except RuntimeError:  # tensors of torch.inference_mode do not count
+    except RuntimeError:  # inference tensors have no version counter
         writes = 0
     return column, parameter, weakref.ref(gradient), writes
 
 
-def _is_as_left(clipped: Clipped) -> bool:
-    column, parameter, left, writes = clipped
-    return parameter.grad is (left and left()) and _clipped(column, parameter)[3] == writes
+def _is_unchanged(clipped: Clipped) -> bool:
+    column, parameter, gradient, writes = clipped
+    return parameter.grad is (gradient and gradient()) and _clipped(column, parameter)[3] == writes
 
 
 class Clipping:
-    """A clipping that has succeeded."""
+    """One successful clipping."""
 
     def __init__(
         self, parameters: list[torch.Tensor], result: torch.Tensor, statistics: GradientStatistics | None
     ) -> None:
-        """Keep what came of it, as in `GradientStatistics.clipping`, and the statistics from before it."""
+        """Store its result, as in `GradientStatistics.clipping`, and the statistics measured before it."""
         self.result, self.statistics = result, statistics
         self.clipped = {id(parameter): _clipped(column, parameter) for column, parameter in enumerate(parameters)}
 
     def accept_gradients(self) -> None:
-        """Take the gradients as a later clipping left them, which may be views of one tensor that counts the writes."""
+        """Record the gradients again after a later clipping. Gradients may be views that share one version counter."""
         self.clipped = {key: _clipped(column, p) for key, (column, p, *_) in self.clipped.items()}
 
 
 def still_valid(clippings: list[Clipping]) -> list[Clipping]:
-    """Drop parameters whose gradients were written to: a step was given up, and a backward pass came after it."""
+    """Drop parameters whose gradients changed since: the step was skipped, and another backward pass has run."""
     for clipping in clippings:
-        clipping.clipped = {key: clipped for key, clipped in clipping.clipped.items() if _is_as_left(clipped)}
+        clipping.clipped = {key: clipped for key, clipped in clipping.clipped.items() if _is_unchanged(clipped)}
     return [clipping for clipping in clippings if clipping.clipped]
 
 
 def statistics_before(
     clippings: Sequence[Clipping], names: dict[int, str]
 ) -> list[tuple[dict[int, str], GradientStatistics]]:
-    """Statistics from before clippings, each with the columns and names of the parameters that it clipped first."""
+    """The statistics before each clipping, with columns and names of the parameters that it was the first to clip."""
     found, seen = [], set[int]()
     for clipping in clippings:
         first = {column: names.get(key, "") for key, (column, *_) in clipping.clipped.items() if key not in seen}
@@ -66,8 +66,8 @@ def statistics_before(
     return found
 
 
-def of_columns(names: dict[int, str], statistics: GradientStatistics) -> GradientStatistics:
-    """Statistics, on the host, of some columns, which get these names."""
+def select_columns(names: dict[int, str], statistics: GradientStatistics) -> GradientStatistics:
+    """Select columns of statistics on the host, and rename them."""
     if len(names) == len(statistics.names):
         return replace(statistics, names=list(names.values()))
     columns = list(names)
