@@ -1,6 +1,6 @@
 #pragma once
 
-#include "head_table.h"
+#include "heads.h"
 
 #include <ATen/core/Tensor.h>
 

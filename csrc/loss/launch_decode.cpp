@@ -1,6 +1,6 @@
 #include "../port/launch.h"
 #include "../port/table_builder.h"
-#include "device_arguments.h"
+#include "device_calls.h"
 #include "row_options.h"
 #include "row_specification.h"
 
@@ -14,14 +14,14 @@ namespace gradscale {
 namespace {
 
 // The kernel of that name, made once for all calls.
-template <class Arguments>
-const Kernel<Arguments>& kernel_named(const std::string& name) {
+template <class Argument>
+const Kernel<Argument>& kernel_named(const std::string& name) {
   static std::mutex mutex;
-  static auto& kernels = *new std::map<std::string, std::unique_ptr<Kernel<Arguments>>>(); // for ever
+  static auto& kernels = *new std::map<std::string, std::unique_ptr<Kernel<Argument>>>(); // for ever
   const std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<Kernel<Arguments>>& kernel = kernels[name];
+  std::unique_ptr<Kernel<Argument>>& kernel = kernels[name];
   if (kernel == nullptr) {
-    kernel = std::make_unique<Kernel<Arguments>>("loss/decode.cuh", name);
+    kernel = std::make_unique<Kernel<Argument>>("loss/decode.cuh", name);
   }
   return *kernel;
 }

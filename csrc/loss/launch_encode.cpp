@@ -1,6 +1,6 @@
 #include "../math/row_shape.h"
 #include "../port/launch.h"
-#include "device_arguments.h"
+#include "device_calls.h"
 
 namespace gradscale {
 
