@@ -281,6 +281,7 @@ void Call::end_pass() {
   coefficients_.clear();
   segments_.clear();
   kept_alive_.clear();
+  copies_.clear();
 }
 
 // A tensor of losses as the kernels read it; without data if it is undefined.
@@ -337,8 +338,8 @@ StepWeight Call::step_weight(const StepNumbers& numbers) {
 
 void Call::add_segments(size_t h) {
   const Head& head = (*heads)[h];
-  Entries predicted = predictions[h];
-  Entries wanted = targets[h];
+  const Entries& predicted = with_contiguous_elements(predictions[h]);
+  const Entries& wanted = with_contiguous_elements(targets[h]);
   const auto number_at = [](const StepNumbers& given, int64_t step) {
     return given.numbers.empty() ? 1.0 : given.numbers[step];
   };
@@ -361,19 +362,27 @@ void Call::add_segments(size_t h) {
     segment.step_gradient_scale = number_at(step_gradient_scale, segment.step);
     segments_.push_back(segment);
   }
-  for (Entries* entries : {&predicted, &wanted}) { // the kernels read contiguous copies made by rows_of
-    kept_alive_.insert(kept_alive_.end(), entries->tensors.begin(), entries->tensors.end());
-  }
 }
 
-// Rows of the entries at a step, counted from the head's first; elements that are not contiguous are copied.
-Rows Call::rows_of(Entries& entries, int64_t step) {
-  at::Tensor& tensor = entries.tensors[entries.stacked ? 0 : step];
-  const bool has_elements = tensor.dim() > (entries.stacked ? 2 : 1); // other steps may hold classes
-  if (has_elements && tensor.size(-1) > 1 && tensor.stride(-1) != 1) {
-    tensor = tensor.contiguous();
+// The entries themselves, or a copy of those whose elements are not contiguous.
+const Entries& Call::with_contiguous_elements(const Entries& entries) {
+  const auto is_contiguous = [&](const at::Tensor& tensor) {
+    const bool has_elements = tensor.dim() > (entries.stacked ? 2 : 1); // other steps may hold classes
+    return !has_elements || tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
+  };
+  if (std::all_of(entries.tensors.begin(), entries.tensors.end(), is_contiguous)) {
+    return entries;
   }
-  return view_rows(tensor, entries.stacked, step);
+  Entries& copy = copies_.emplace_back(entries);
+  for (at::Tensor& tensor : copy.tensors) {
+    tensor = is_contiguous(tensor) ? tensor : tensor.contiguous();
+  }
+  return copy;
+}
+
+// The rows of a step, counted from the head's first.
+Rows Call::rows_of(const Entries& entries, int64_t step) const {
+  return view_rows(entries.tensors[entries.stacked ? 0 : step], entries.stacked, step);
 }
 
 Rows Call::view_rows(const at::Tensor& tensor, bool stacked, int64_t step) const {

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <type_traits>
 #include <vector>
 
@@ -153,14 +154,16 @@ struct Call : Options {
   double divisor(size_t head, const StepMask& of_head) const;
   StepWeight step_weight(const StepNumbers& numbers);
   void add_segments(size_t head);
-  Rows rows_of(Entries& entries, int64_t step);
+  const Entries& with_contiguous_elements(const Entries& entries);
+  Rows rows_of(const Entries& entries, int64_t step) const;
   Rows view_rows(const at::Tensor& tensor, bool stacked, int64_t step) const;
   Slab column(const at::Tensor& tensor, int64_t step) const;
   at::Tensor keep_alive(at::Tensor tensor);
 
   std::vector<Coefficients> coefficients_; // by head
   std::vector<Segment> segments_;
-  Tensors kept_alive_; // copies of given tensors, which the kernels read
+  Tensors kept_alive_;         // converted weights, which the kernels read
+  std::deque<Entries> copies_; // of entries, likewise
 };
 
 // Computes the loss and, if wanted, the gradients in the same pass.
