@@ -5,12 +5,8 @@
 #include "host/tensor_element.h"
 #include "loss/backward.h"
 #include "loss/decode.h"
-#include "loss/encode.h"
 #include "math/statistics.h"
-#include "tensors/clip_gradients.h"
-#include "tensors/l2_loss.h"
-#include "tensors/statistics.h"
-#include "tensors/update_norms.h"
+#include "tensors/tensors.h"
 
 #include <ATen/Version.h>
 #include <ATen/core/grad_mode.h>
