@@ -5,12 +5,8 @@
 #include "host/tensor_element.h"
 #include "loss/backward.h"
 #include "loss/decode.h"
-#include "loss/encode.h"
 #include "math/statistics.h"
-#include "tensors/clip_gradients.h"
-#include "tensors/l2_loss.h"
-#include "tensors/statistics.h"
-#include "tensors/update_norms.h"
+#include "tensors/tensors.h"
 
 #include <ATen/Version.h>
 #include <ATen/core/grad_mode.h>
@@ -26,49 +22,9 @@
 
 namespace {
 
-using gradscale::Detail;
 using gradscale::NormGroups;
 using gradscale::Plan;
 using gradscale::Value;
-
-// (loss, per_sample, per_step, expected, entropy, head_means, head_losses, num_nonfinite), or None when the fused
-// kernel does not take this call.
-py::object multi_step_loss(
-    const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, py::handle options) {
-  auto arguments = gradscale::read_arguments(*plan, predictions, targets, options);
-  if (!arguments) {
-    return py::none();
-  }
-  gradscale::RunResult result;
-  {
-    py::gil_scoped_release no_gil;
-    at::NoGradGuard no_grad;
-    result = gradscale::run_loss(plan->table, plan->gradient_memory, *arguments);
-  }
-  if (arguments->wants_any()) {
-    gradscale::record_call(std::move(*arguments), result, plan);
-  }
-  const gradscale::Outputs& outputs = result.outputs;
-  const std::vector<at::Tensor> means = outputs.head_means.unbind();
-  const std::vector<at::Tensor> losses = outputs.head_losses.unbind();
-  py::dict per_step, details[3], head_means, head_losses; // details by Detail
-  for (size_t h = 0; h < means.size(); ++h) {
-    const py::object& name = plan->names[h];
-    per_step[name] = outputs.per_step[h];
-    details[static_cast<size_t>(plan->table[h].detail)][name] = outputs.details[h];
-    head_means[name] = means[h];
-    head_losses[name] = losses[h];
-  }
-  return py::make_tuple(
-      outputs.loss,
-      outputs.per_sample,
-      per_step,
-      details[static_cast<size_t>(Detail::expected)],
-      details[static_cast<size_t>(Detail::entropy)],
-      head_means,
-      head_losses,
-      outputs.num_nonfinite);
-}
 
 // Decoded values, or None when the fused kernel does not take these logits.
 py::object decode(
@@ -178,7 +134,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("clip_gradient_value", &clip_gradient_value);
   m.def("normalize_gradient", &normalize_gradient);
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(py::init(&gradscale::make_plan));
-  m.def("multi_step_loss", &multi_step_loss);
+  m.def("multi_step_loss", &gradscale::multi_step_loss);
+  m.def("outputs", [] { // of the operator, in its order: names, and true for a list by head
+    const gradscale::Outputs none;
+    py::dict outputs;
+    gradscale::Outputs::each(none, [&](const char* name, const auto& output) {
+      outputs[name] = !std::is_same_v<std::decay_t<decltype(output)>, at::Tensor>;
+    });
+    return outputs;
+  });
+  m.def("set_unroll_scale", &gradscale::set_unroll_scale);
   m.def("set_differentiable_gradients", &gradscale::set_differentiable_gradients);
   py::class_<gradscale::OwnedSupport, std::shared_ptr<gradscale::OwnedSupport>>(m, "Support")
       .def(py::init([](const std::vector<std::string>& names, const std::vector<double>& numbers) {

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import _native as _native  # the operator is registered by it
+from ._native import _C  # registers the operator
 from ._options import Entries, Options, turned_around
 from ._validate import Call
 from .heads import DETAILS, record_of
@@ -15,6 +15,8 @@ from .output import MultiStepLossOutput
 
 #: Counts that stand for one stacked tensor, and for no tensors.
 _STACKED, _NONE = 0, -1
+#: Results of the operator, in its order: names, and True for a list by head.
+_OUTPUTS = _C.outputs()
 
 
 def call_operator(
@@ -43,19 +45,18 @@ def call_operator(
         [],
         *options,
     )
-    loss, per_sample, head_means, head_losses, num_nonfinite = results[:5]
-    per_step, details = results[5 : 5 + len(heads)], iter(results[5 + len(heads) :])
-    of_heads = {name: (head.detail, next(details)) for name, head in heads.items() if head.detail}
-    return MultiStepLossOutput(
-        loss=loss,
-        per_sample=per_sample,
-        per_step=dict(zip(heads, per_step, strict=True)),
-        expected={name: tensor for name, (detail, tensor) in of_heads.items() if detail == "expected"},
-        entropy={name: tensor for name, (detail, tensor) in of_heads.items() if detail == "entropy"},
-        head_means=dict(zip(heads, head_means.unbind(), strict=True)),
-        head_losses=dict(zip(heads, head_losses.unbind(), strict=True)),
-        num_nonfinite=num_nonfinite,
-    )
+    left = iter(results)
+    names_of = {"per_step": list(heads), "details": [name for name, head in heads.items() if head.detail]}
+    outputs = {
+        name: {head: next(left) for head in names_of[name]} if by_head else next(left)
+        for name, by_head in _OUTPUTS.items()
+    }
+    details = outputs.pop("details")
+    for name in ("head_means", "head_losses"):
+        outputs[name] = dict(zip(heads, outputs[name].unbind(), strict=True))
+    for detail in ("expected", "entropy"):
+        outputs[detail] = {name: tensor for name, tensor in details.items() if heads[name].detail == detail}
+    return MultiStepLossOutput(**outputs)
 
 
 def _listed(entries: Entries) -> tuple[Sequence[torch.Tensor], int]:
@@ -89,16 +90,17 @@ def _shapes(
         if detail:
             details.append(torch.empty_strided(size, stride, **of_sums))
         first += max(count, 1)
-    return [
-        torch.empty((batch,) if options.reduction == "none" else (), **of_sums),
-        torch.empty((batch,), **of_sums),
-        torch.empty((len(per_step),), **of_sums),
-        torch.empty((len(per_step),), **of_sums),
-        torch.empty((), device=device, dtype=torch.int64),
-        *per_step,
-        *details,
-        *[torch.empty(predictions[i].shape, device=device, dtype=_of_gradient(predictions[i])) for i in wants],
-    ]
+    outputs = {
+        "loss": [torch.empty((batch,) if options.reduction == "none" else (), **of_sums)],
+        "per_sample": [torch.empty((batch,), **of_sums)],
+        "head_means": [torch.empty((len(per_step),), **of_sums)],
+        "head_losses": [torch.empty((len(per_step),), **of_sums)],
+        "num_nonfinite": [torch.empty((), device=device, dtype=torch.int64)],
+        "per_step": per_step,
+        "details": details,
+    }
+    gradients = [torch.empty(predictions[i].shape, device=device, dtype=_of_gradient(predictions[i])) for i in wants]
+    return [tensor for name in _OUTPUTS for tensor in outputs[name]] + gradients
 
 
 def _of_gradient(prediction: torch.Tensor) -> torch.dtype:

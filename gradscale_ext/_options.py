@@ -28,6 +28,11 @@ class Options(NamedTuple):
     num_entries: torch.Tensor | None = None
 
 
+def unroll_scale(steps: int) -> tuple[float, ...]:
+    """The numbers of ``step_gradient_scale="unroll"``: 1 for the root and 1/K after."""
+    return (1.0,) + (1.0 / max(steps - 1, 1),) * (steps - 1)
+
+
 def turned_around(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
     """Turn a tensor from the caller's order to `[B, T]`, or back; a tensor of one dimension stays."""
     return tensor if batch_first or tensor.dim() != 2 else tensor.transpose(0, 1)

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 
 from . import _context, _remedies
-from ._options import Entries, Nonfinite, Options, Reduction, StepNumbers, turned_around
+from ._options import Entries, Nonfinite, Options, Reduction, StepNumbers, turned_around, unroll_scale
 from .heads import Form, Head
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -70,7 +70,7 @@ def validate(
     step_gradient_scale = options.step_gradient_scale
     if isinstance(step_gradient_scale, str):
         check_choice("step_gradient_scale", step_gradient_scale, ("unroll",))
-        step_gradient_scale = [1.0] + [1.0 / max(steps - 1, 1)] * (steps - 1)
+        step_gradient_scale = unroll_scale(steps)
     _check_importance_weights(options.importance_weights, batch, first.device)
     return Call(
         heads,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from . import _check, _context, _distributed, _remedies, reference
 from ._loss_operator import call_operator
 from ._native import _C, DEVICE_TYPES
-from ._options import Entries, Nonfinite, Options, Reduction, StepNumbers, turned_around
+from ._options import Entries, Nonfinite, Options, Reduction, StepNumbers, turned_around, unroll_scale
 from ._ranks import options_for_all_ranks
 from ._validate import as_dict, check_choice, check_heads, is_mapping, validate
 from .heads import Head, PerStepLoss, SoftCrossEntropy, TwoHot, record_of
@@ -161,9 +161,10 @@ def _run(
     predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
     if type(options.mask) not in (NoneType, torch.Tensor, dict) and is_mapping(options.mask):
         options = options._replace(mask=as_dict("mask", options.mask))
+    is_eager = plan is not None and impl != "reference"
     needs_python = check or process_group is not None or normalize_importance_weights
-    if not needs_python and (out := _fused(plan, predictions, targets, options, impl)) is not None:
-        return out
+    if is_eager and not needs_python and (outputs := _C.multi_step_loss(plan, predictions, targets, options)):
+        return MultiStepLossOutput(**outputs)
     if _distributed.mesh_of(predictions, targets, options) is not None:
 
         def call_with(predictions: Any, targets: Any, options: Options) -> MultiStepLossOutput:
@@ -176,8 +177,8 @@ def _run(
     if process_group is not None or normalize_importance_weights:
         call = validate(heads, predictions, targets, options)
         options = options_for_all_ranks(call, process_group, normalize_importance_weights)
-    if needs_python and (out := _fused(plan, predictions, targets, options, impl)) is not None:
-        return out
+    if is_eager and needs_python and (outputs := _C.multi_step_loss(plan, predictions, targets, options)):
+        return MultiStepLossOutput(**outputs)
     call = validate(heads, predictions, targets, options)
     if impl == "reference":
         return reference.loss_of(call)
@@ -193,16 +194,6 @@ def _run(
     if not is_transformed:
         _say_once_where_it_is_not_fused(predictions)
     return reference.loss_of(call)
-
-
-def _fused(
-    plan: Any, predictions: Mapping[str, Entries], targets: Mapping[str, Entries], options: Options, impl: str
-) -> MultiStepLossOutput | None:
-    """The loss by the fused kernels; None where they do not take the call."""
-    if plan is None or impl == "reference":
-        return None
-    fused = _C.multi_step_loss(plan, predictions, targets, options)
-    return None if fused is None else MultiStepLossOutput(*fused)
 
 
 def _all_plain(entries: Any) -> bool:
@@ -465,3 +456,4 @@ def _differentiable_gradients(
 
 
 _C.set_differentiable_gradients(_differentiable_gradients)
+_C.set_unroll_scale(unroll_scale)

@@ -39,8 +39,8 @@ struct Dense {
   }
 };
 
-template <class A, class Function, class Arguments>
-A call(Function function, A gradient, const Arguments& arguments, int64_t i) {
+template <class A, class Function, class Operands>
+A call(Function function, A gradient, const Operands& arguments, int64_t i) {
   if constexpr (Function::kArguments == 1) {
     return function(gradient, arguments.get(0, i));
   } else {
@@ -48,8 +48,8 @@ A call(Function function, A gradient, const Arguments& arguments, int64_t i) {
   }
 }
 
-template <class T, class A, class Function, class Arguments>
-void dense_loop(char* const* data, int64_t size, Function function, const Arguments arguments) {
+template <class T, class A, class Function, class Operands>
+void dense_loop(char* const* data, int64_t size, Function function, const Operands arguments) {
   T* out = reinterpret_cast<T*>(data[0]);
   const T* gradient = reinterpret_cast<const T*>(data[1]);
 #pragma omp simd

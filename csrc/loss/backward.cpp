@@ -4,7 +4,6 @@
 #include "../host/context.h"
 #include "../host/device.h"
 #include "../host/tensor_element.h"
-#include "device_calls.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/eq.h>
@@ -29,9 +28,9 @@ namespace autograd = torch::autograd;
 py::function* differentiable_gradients = nullptr;
 
 // Versions of all tensors of a call: they differ from earlier ones when something was written to since.
-std::vector<int64_t> versions_of(const Arguments& arguments) {
+std::vector<int64_t> versions_of(const Call& call) {
   std::vector<int64_t> versions;
-  arguments.each_tensor([&](const at::Tensor& tensor) {
+  call.each_tensor([&](const at::Tensor& tensor) {
     if (!tensor.is_inference()) {
       versions.push_back(static_cast<int64_t>(tensor._version()));
     }
@@ -41,19 +40,18 @@ std::vector<int64_t> versions_of(const Arguments& arguments) {
 
 // The call, as a backward pass reads it.
 struct Saved {
-  Arguments arguments;
-  std::vector<int64_t> versions; // of the arguments, as the forward pass read them
-  DeviceState state;
-  std::shared_ptr<Plan> plan; // null: a call of the registered operator, whose backward pass can be traced
+  Call call;
+  std::vector<int64_t> versions; // of the given tensors, as the forward pass read them
+  std::shared_ptr<Plan> plan;    // null: a call of the registered operator, whose backward pass can be traced
   std::vector<std::vector<at::ScalarType>> types; // of the predictions by head, without a plan
 
   // Leaves the types of the predictions, which are all that a traced backward pass needs of the tensors.
   void forget_tensors() {
     Options without_tensors;
-    without_tensors.batch_first = arguments.batch_first;
-    static_cast<Options&>(arguments) = without_tensors;
-    arguments.targets.clear();
-    for (Entries& entries : arguments.predictions) {
+    without_tensors.batch_first = call.batch_first;
+    static_cast<Options&>(call) = without_tensors;
+    call.targets.clear();
+    for (Entries& entries : call.predictions) {
       std::vector<at::ScalarType>& of_head = types.emplace_back();
       for (const at::Tensor& tensor : std::exchange(entries.tensors, {})) {
         of_head.push_back(tensor.scalar_type());
@@ -63,16 +61,16 @@ struct Saved {
 
   void check_unchanged() const {
     TORCH_CHECK(
-        versions_of(arguments) == versions,
+        versions_of(call) == versions,
         "MultiStepLoss: a prediction, target, weight or mask was modified by an in-place operation after the loss was "
         "computed, but this backward pass needs it as it was");
   }
 };
 
-bool wants_half(const Arguments& arguments) {
-  for (size_t h = 0; h < arguments.predictions.size(); ++h) {
-    for (size_t i = 0; i < arguments.wants[h].size(); ++i) {
-      if (arguments.wants[h][i] && arguments.predictions[h].tensors[i].element_size() == 2) {
+bool wants_half(const Call& call) {
+  for (size_t h = 0; h < call.predictions.size(); ++h) {
+    for (size_t i = 0; i < call.wants[h].size(); ++i) {
+      if (call.wants[h][i] && call.predictions[h].tensors[i].element_size() == 2) {
         return true;
       }
     }
@@ -110,10 +108,9 @@ at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output,
 }
 
 // The gradients of the forward pass, in their own memory where nobody else holds it.
-autograd::variable_list multiplied(
-    Gradients gradients, const Arguments& arguments, const at::Tensor& grad_output, bool is_one) {
+autograd::variable_list multiplied(Gradients gradients, const Call& call, const at::Tensor& grad_output, bool is_one) {
   for (size_t h = 0; h < gradients.size(); ++h) {
-    const int64_t batch_dim = arguments.batch_dim(arguments.predictions[h]);
+    const int64_t batch_dim = call.batch_dim(call.predictions[h]);
     for (at::Tensor& gradient : gradients[h]) {
       if (!gradient.defined()) {
         continue;
@@ -137,7 +134,7 @@ autograd::variable_list multiplied_and_rounded(Gradients gradients, const Saved&
       "multi_step_loss: a compiled or exported loss has no second derivative; call it outside torch.compile, or use "
       "gradscale_ext.reference.multi_step_loss inside");
   for (size_t h = 0; h < gradients.size(); ++h) {
-    const int64_t batch_dim = saved.arguments.batch_dim(saved.arguments.predictions[h]);
+    const int64_t batch_dim = saved.call.batch_dim(saved.call.predictions[h]);
     for (size_t i = 0; i < gradients[h].size(); ++i) {
       at::Tensor& gradient = gradients[h][i];
       if (gradient.defined()) {
@@ -153,22 +150,24 @@ autograd::variable_list multiplied_and_rounded(Gradients gradients, const Saved&
 // The kernel once more, with grad_output as another factor of each sample.
 autograd::variable_list run_again(const Saved& saved, const at::Tensor& grad_output) {
   saved.check_unchanged();
-  Arguments weighted = saved.arguments;
+  Call weighted = saved.call;
   const at::Tensor factor = grad_output.to(at::kDouble).expand({weighted.batch});
   const at::Tensor& weights = weighted.importance_weights;
   weighted.importance_weights = weights.defined() ? weights.to(at::kDouble).mul(factor) : factor;
-  return flat(run_loss(saved.plan->table, saved.plan->gradient_memory, weighted).gradients);
+  run(weighted, saved.plan->gradient_memory);
+  return flat(std::move(weighted.gradients));
 }
 
 // The device itself tests whether grad_output is 1. Where it is not, the kernel runs again, as it does for half types
 // on the CPU.
 autograd::variable_list on_device(const Saved& saved, Gradients gradients, const at::Tensor& grad_output) {
   saved.check_unchanged();
-  if (!all_ours(gradients)) {
-    gradients.clear();
+  Call call = saved.call;
+  if (all_ours(gradients)) {
+    call.gradients = std::move(gradients);
   }
-  return flat(multiplied_on_device(
-      saved.plan->table, saved.plan->gradient_memory, saved.arguments, std::move(gradients), grad_output, saved.state));
+  run_backward_on_device(call, saved.plan->gradient_memory, grad_output);
+  return flat(std::move(call.gradients));
 }
 
 class MultiStepLossBackward : public BackwardNode {
@@ -217,12 +216,12 @@ class MultiStepLossBackward : public BackwardNode {
     }
     const bool is_one = grad_output.dim() == 0 && grad_output.item<double>() == 1.0;
     // Half gradients would be rounded a second time, and 0 * inf would be NaN in masked entries.
-    if (!is_one && (wants_half(saved->arguments) || !grad_output.isfinite().all().item<bool>())) {
+    if (!is_one && (wants_half(saved->call) || !grad_output.isfinite().all().item<bool>())) {
       return run_again(*saved, grad_output);
     }
     Gradients gradients = take_gradients(is_last_use);
     return gradients.empty() ? run_again(*saved, grad_output)
-                             : multiplied(std::move(gradients), saved->arguments, grad_output, is_one);
+                             : multiplied(std::move(gradients), saved->call, grad_output, is_one);
   }
 
  private:
@@ -244,20 +243,20 @@ class MultiStepLossBackward : public BackwardNode {
     py::gil_scoped_acquire gil;
     py::list predictions, targets;
     uint32_t edge = 0;
-    for (Entries entries : saved.arguments.predictions) {
+    for (Entries entries : saved.call.predictions) {
       for (at::Tensor& tensor : entries.tensors) {
         tensor = with_edge(tensor, next_edge(edge++));
       }
       predictions.append(to_python(entries));
     }
-    for (Entries entries : saved.arguments.targets) {
+    for (Entries entries : saved.call.targets) {
       for (at::Tensor& tensor : entries.tensors) {
         tensor = with_edge(tensor, autograd::Edge());
       }
       targets.append(to_python(entries));
     }
     const py::object result = (*differentiable_gradients)(
-        saved.plan->heads, predictions, targets, options_to_python(saved.arguments), grad_output, create_graph);
+        saved.plan->heads, predictions, targets, options_to_python(saved.call), grad_output, create_graph);
     autograd::variable_list gradients_of_inputs;
     for (const auto& gradient : result) {
       gradients_of_inputs.push_back(gradient.is_none() ? at::Tensor() : gradient.cast<at::Tensor>());
@@ -276,26 +275,26 @@ void set_differentiable_gradients(py::function function) {
   differentiable_gradients = new py::function(std::move(function));
 }
 
-void record_call(Arguments arguments, RunResult& result, std::shared_ptr<Plan> plan) {
+void record_call(Call call, const at::Tensor& loss, std::shared_ptr<Plan> plan) {
   MultiStepLossBackward* node = nullptr;
   const NodePtr handle = make_node(node);
-  for (size_t h = 0; h < arguments.predictions.size(); ++h) {
-    const std::vector<at::Tensor>& tensors = arguments.predictions[h].tensors;
+  for (size_t h = 0; h < call.predictions.size(); ++h) {
+    const Tensors& tensors = call.predictions[h].tensors;
     for (size_t i = 0; i < tensors.size(); ++i) {
-      node->add_next_edge(arguments.wants[h][i] ? autograd::impl::gradient_edge(tensors[i]) : autograd::Edge());
+      node->add_next_edge(call.wants[h][i] ? autograd::impl::gradient_edge(tensors[i]) : autograd::Edge());
     }
   }
+  Gradients gradients = std::exchange(call.gradients, {});
   const auto saved = std::make_shared<Saved>();
-  saved->arguments = std::move(arguments);
-  saved->state = std::move(result.state);
+  saved->call = std::move(call);
   saved->plan = std::move(plan);
   if (saved->plan != nullptr) {
-    saved->versions = versions_of(saved->arguments);
+    saved->versions = versions_of(saved->call);
   } else {
     saved->forget_tensors();
   }
-  node->set(std::move(result.gradients), saved);
-  autograd::set_history(result.outputs.loss, handle);
+  node->set(std::move(gradients), saved);
+  autograd::set_history(loss, handle);
 }
 
 } // namespace gradscale

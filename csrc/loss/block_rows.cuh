@@ -116,12 +116,12 @@ class LogitsLoss {
  public:
   GRADSCALE_DEVICE LogitsLoss(const RowTask& task, const Target& target)
       : task_(task),
-        head_(task.head().head),
+        head_(task.head()),
         target_(target),
         row_{task.template prediction<T>(), task.width, task.group},
         entropy_{static_cast<A>(head_.entropy_weight)},
         share_(static_cast<A>(1 - head_.label_smoothing)),
-        everywhere_(smoothing_of_bin<A>(task.head())),
+        everywhere_(smoothing_of_bin<A>(task)),
         maximum_(row_.maximum()) {
   }
 
@@ -131,7 +131,7 @@ class LogitsLoss {
     const A sum = sums[Entropy::kSum], weighted = sums[Entropy::kWeighted];
     task_.store_loss(entropy_.loss(sums));
     task_.store_detail(head_.has_support() ? decoded_row(weighted, sum, head_.support) : Entropy::entropy(sums));
-    if (task_.segment().gradient != nullptr) {
+    if (task_.segment().gradient.data != nullptr) {
       const auto factors = Entropy::factors(sums, A(1) / sum, static_cast<A>(task_.coefficient));
       each_window([&](const A* d, const A* t, int32_t first) {
         A gradient[kSize];

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "block_rows.cuh"
-#include "device_arguments.h"
+#include "device_calls.h"
 #include "lane_losses.cuh"
 
 namespace gradscale {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "head_table.h"
+#include "heads.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
@@ -17,5 +17,9 @@ at::Tensor decode(
 // The Python function that gives the gradient in plain PyTorch: (logits, support, grad_output, create_graph) ->
 // gradient.
 void set_decode_gradient(py::function function);
+
+// Turns scalars [...] into distributions [..., num_bins] in their dtype, without a gradient: two-hot where sigma_ratio
+// is 0, and otherwise histograms of a normal.
+at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& scalars);
 
 } // namespace gradscale

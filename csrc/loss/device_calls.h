@@ -1,47 +1,17 @@
-// One call of the multi-step loss on a device, as plain numbers and pointers into its memory.
+// How host code starts the kernels of the loss, of decoding and of encoding; the arguments of the latter two.
 #pragma once
 
+#include "../port/table.h"
 #include "segment.h"
 
 namespace gradscale {
 
-struct LossCall {
-  const Segment* segments; // on the host, like all members but the last; those of a head are adjacent
-  int64_t num_segments;
-  const Head* heads;
-  const Coefficients* coefficients; // by head
-  int64_t num_heads;
-  const double* step_weights;        // by step, where they are numbers and not in the coefficients; or null
-  const double* step_gradient_scale; // likewise
-  int64_t batch;
-  bool each_sample;     // one loss a sample, instead of their sum
-  bool counts_unmasked; // the forward pass finds the divisors of heads with a mask: the numbers of unmasked entries
-  bool skip_nonfinite;  // a sample whose loss is not finite adds nothing
-
-  // These are on the device.
-  Slab per_sample;
-  Slab loss;
-  Slab head_means;
-  Slab head_losses;
-  int64_t* num_nonfinite;
-  Slab skipped;     // with skip_nonfinite: per_sample once more, for the backward pass
-  double* divisors; // by head, or null: its coefficients are divided by it; with counts_unmasked where it has a mask
-  char* workspace;  // bytes_for_loss() bytes, at a multiple of 8
-};
-
-// The backward pass: gradients once more, multiplied by a factor of each sample that is read on the device, a scalar
-// (stride 0) or one a sample. Where gradients for grad_output 1 are there already, a scalar 1 leaves them as they are.
-struct LossBackward {
-  Slab grad_output;
-  bool has_gradients;
-};
-
-// Computes losses and, where segments have a place for them, gradients.
-void launch_loss(const LossCall& call, void* stream);
-// Computes the gradients alone, multiplied.
-void launch_loss_backward(const LossCall& call, const LossBackward& backward, void* stream);
-// The bytes of workspace that each of these calls needs.
-int64_t bytes_for_loss(const LossCall& call);
+// Computes losses and, where segments have a place for them, gradients. `workspace`: bytes_for_loss() bytes of the
+// device, at a multiple of 8.
+void launch_loss(const Pass& pass, void* workspace, void* stream);
+// Computes the gradients alone, multiplied by grad_output.
+void launch_loss_backward(const Pass& pass, void* workspace, void* stream);
+int64_t bytes_for_loss(const Pass& pass);
 
 // Decodes `count` rows, or computes the gradient of that.
 void launch_decode(const Decoding& decoding, int64_t count, char* workspace, void* stream);
@@ -49,5 +19,40 @@ int64_t bytes_for_decode(const Decoding& decoding);
 
 // Encodes `count` scalars as distributions.
 void launch_encode(const Encoding& encoding, int64_t count, void* stream);
+
+// What a gradient takes of a support that is not raw, as a kernel uses it.
+struct FloatSupport {
+  float middle;
+  float spacing; // of bins
+  float eps;
+
+  FloatSupport() = default;
+  explicit FloatSupport(const Support& support)
+      : middle(static_cast<float>(0.5 * (support.minimum + support.maximum))),
+        spacing(static_cast<float>(bin_width(support))),
+        eps(static_cast<float>(support.eps)) {
+  }
+};
+
+struct DecodeArguments {
+  Decoding decoding;
+  Support support;
+  FloatSupport rounded;
+  int64_t count;
+  int32_t threads_per_row; // where a group of threads has a row
+  int32_t rows_of_warp;    // where a warp walks over rows
+};
+
+struct RawDecodeArguments {
+  DecodeArguments decode;
+  Table centers;
+};
+
+struct EncodeArguments {
+  Encoding encoding;
+  Support support;
+  int64_t count;
+  int32_t threads_per_row;
+};
 
 } // namespace gradscale

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../math/rows.cuh"
-#include "device_arguments.h"
+#include "device_calls.h"
 
 namespace gradscale {
 

@@ -73,9 +73,9 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
 
   GRADSCALE_DEVICE BinsLoss(const BlockOfRows& block, const RowsOfWarp& warp)
       : LossOfLanes(block, warp),
-        bins_(block.template target<double>(warp.own()), block.head.head, support()),
-        share_(smooths ? static_cast<float>(1 - block.head.head.label_smoothing) : 1.0f),
-        everywhere_(smooths ? static_cast<float>(block.head.head.label_smoothing / Shape::kWidth) : 0.0f) {
+        bins_(block.template target<double>(warp.own()), block.head, support()),
+        share_(smooths ? static_cast<float>(1 - block.head.label_smoothing) : 1.0f),
+        everywhere_(smooths ? static_cast<float>(block.head.label_smoothing / Shape::kWidth) : 0.0f) {
     coefficient = bins_.is_nan() ? NAN : coefficient;
   }
 
@@ -101,7 +101,7 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
 
  private:
   GRADSCALE_DEVICE Support support() const {
-    Support support = block.head.head.support;
+    Support support = block.head.support;
     support.num_bins = Shape::kWidth;
     support.raw = false;
     return support;
@@ -132,7 +132,8 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
     const bool of_counts = counts(of);
     float cost = 0;
     if (of < warp.count) {
-      const auto logits = warp.at(static_cast<const Logit*>(block.segment.prediction), block.segment.prediction_stride);
+      const auto logits =
+          warp.at(static_cast<const Logit*>(block.segment.prediction.data), block.segment.prediction.stride);
       const Logit* const x = logits.row(of);
       Gradient* const gradient = to.row(of);
       bins.each_bin(warp.lane - (of << lanes_shift), lanes_shift, [&](int32_t bin, float mass) {
@@ -170,12 +171,12 @@ class PolicyLoss : public Shape, LossOfLanes {
 
   GRADSCALE_DEVICE PolicyLoss(const BlockOfRows& block, const RowsOfWarp& warp)
       : LossOfLanes(block, warp),
-        entropy_{static_cast<float>(block.head.head.entropy_weight)},
-        share_(static_cast<float>(1 - block.head.head.label_smoothing)),
-        everywhere_(static_cast<float>(block.head.head.label_smoothing / Shape::kWidth)) {
+        entropy_{static_cast<float>(block.head.entropy_weight)},
+        share_(static_cast<float>(1 - block.head.label_smoothing)),
+        everywhere_(static_cast<float>(block.head.label_smoothing / Shape::kWidth)) {
     if constexpr (kIsClass) {
-      const DeviceSegment& segment = block.segment;
-      const int64_t chosen = static_cast<const int64_t*>(segment.target)[warp.own() * segment.target_stride];
+      const Segment& segment = block.segment;
+      const int64_t chosen = static_cast<const int64_t*>(segment.target.data)[warp.own() * segment.target.stride];
       chosen_ = chosen >= 0 && chosen < Shape::kWidth ? static_cast<int32_t>(chosen) : -1;
     }
   }
@@ -239,20 +240,20 @@ struct LossRows {
   static constexpr bool kHasHalves = std::is_same_v<G, BFloat16Bits>;
 
   GRADSCALE_DEVICE static int32_t rows_per_warp_of(const BlockOfRows& block) {
-    return rows_per_warp(block.arguments.rows_of_warp, lanes_per_row);
+    return rows_per_warp(block.rows_of_warp, lanes_per_row);
   }
   GRADSCALE_DEVICE static int32_t rows_of_block(const BlockOfRows& block) {
     return kRowThreads / 32 * rows_per_warp_of(block);
   }
   GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
-    const DeviceSegment& segment = block.segment;
-    const RowsOfWarp warp(block.index, rows_per_warp_of(block), block.arguments.batch);
+    const Segment& segment = block.segment;
+    const RowsOfWarp warp(block.index, rows_per_warp_of(block), block.pass.batch);
     if (warp.count > 0) {
       Walk walk(
           warp,
-          warp.at(static_cast<const T*>(segment.prediction), segment.prediction_stride),
-          warp.at(static_cast<const typename Shape::Probability*>(segment.target), segment.target_stride),
-          warp.at(static_cast<typename Shape::Gradient*>(segment.gradient), segment.gradient_stride),
+          warp.at(static_cast<const T*>(segment.prediction.data), segment.prediction.stride),
+          warp.at(static_cast<const typename Shape::Probability*>(segment.target.data), segment.target.stride),
+          warp.at(static_cast<typename Shape::Gradient*>(segment.gradient.data), segment.gradient.stride),
           block.shared + static_cast<int>(threadIdx.x) / 32 * Walk::kBytes);
       Formula formula(block, warp);
       walk.run(formula);

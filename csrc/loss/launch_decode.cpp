@@ -1,6 +1,8 @@
+// The launches of the kernels that decode and encode.
+#include "../math/row_shape.h"
 #include "../port/launch.h"
 #include "../port/table_builder.h"
-#include "device_arguments.h"
+#include "device_calls.h"
 #include "row_options.h"
 #include "row_specification.h"
 
@@ -14,14 +16,14 @@ namespace gradscale {
 namespace {
 
 // The kernel of that name, made once for all calls.
-template <class Arguments>
-const Kernel<Arguments>& kernel_named(const std::string& name) {
+template <class Argument>
+const Kernel<Argument>& kernel_named(const std::string& name) {
   static std::mutex mutex;
-  static auto& kernels = *new std::map<std::string, std::unique_ptr<Kernel<Arguments>>>(); // for ever
+  static auto& kernels = *new std::map<std::string, std::unique_ptr<Kernel<Argument>>>(); // for ever
   const std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<Kernel<Arguments>>& kernel = kernels[name];
+  std::unique_ptr<Kernel<Argument>>& kernel = kernels[name];
   if (kernel == nullptr) {
-    kernel = std::make_unique<Kernel<Arguments>>("loss/decode.cuh", name);
+    kernel = std::make_unique<Kernel<Argument>>("loss/decode.cuh", name);
   }
   return *kernel;
 }
@@ -67,6 +69,14 @@ void launch_decode(const Decoding& decoding, int64_t count, char* workspace, voi
   } else {
     launch(kernel_named<DecodeArguments>(name), blocks, kThreads, stream, arguments);
   }
+}
+
+void launch_encode(const Encoding& encoding, int64_t count, void* stream) {
+  const int32_t threads = threads_for_row(encoding.width, element_size(encoding.out.element));
+  const int64_t blocks = blocks_for_rows(count, threads);
+  const EncodeArguments arguments{encoding, *encoding.support, count, threads};
+  static const Kernel<EncodeArguments> encode_rows("loss/encode.cuh", "encode_rows");
+  launch(encode_rows, blocks, kThreads, stream, arguments);
 }
 
 } // namespace gradscale

@@ -15,7 +15,7 @@ GRADSCALE_DEVICE void run_or_multiply(const BlockOfRows& block) {
     if (block.multiplies_halves()) {
       const int64_t rows = Rows::rows_of_block(block);
       const int64_t first = block.index * rows;
-      const int64_t left = block.arguments.batch - first;
+      const int64_t left = block.pass.batch - first;
       multiply_rows<BFloat16Bits>(block, first, left < rows ? left : rows);
       return;
     }
@@ -36,7 +36,7 @@ GRADSCALE_DEVICE void run_rows(int32_t index, const BlockOfRows& block) {
 }
 
 // The span that has a block. A call has few: one for each head, as a rule.
-GRADSCALE_DEVICE const SegmentSpan& span_of_block(const SegmentSpan* spans, int64_t count, int32_t block) {
+GRADSCALE_DEVICE const Span& span_of_block(const Span* spans, int64_t count, int32_t block) {
   int64_t span = 0;
   while (span + 1 < count && spans[span + 1].first_block <= block) {
     ++span;
@@ -60,28 +60,32 @@ GRADSCALE_HOST_DEVICE constexpr int most_shared_bytes() {
 
 template <bool inside, class... Rows>
 GRADSCALE_KERNEL(kRowThreads, fewest_blocks<Rows...>())
-loss_rows(GRADSCALE_ARGUMENT(RowsArguments) arguments) {
+loss_rows(GRADSCALE_ARGUMENT(DevicePass) device) {
   GRADSCALE_SHARED(Words16, shared, most_shared_bytes<Rows...>() / 16 + 1);
-  const bool backward = arguments.grad_output.data != nullptr;
-  if (backward && arguments.has_gradients && arguments.grad_output.stride == 0 && arguments.grad_output.load(0) == 1) {
+  const Pass& pass = device.pass;
+  const bool backward = pass.grad_output.data != nullptr;
+  if (backward && pass.has_gradients && pass.grad_output.stride == 0 && pass.grad_output.load(0) == 1) {
     return;
   }
   if (!backward && blockIdx.x == 0 && threadIdx.x == 0) {
-    *arguments.blocks_done = 0;
+    *device.blocks_done = 0;
   }
-  const LossTable& places = arguments.table;
-  const char* const table = places.table.template begin<inside>();
+  const char* const table = device.table.template begin<inside>();
   const auto index = static_cast<int32_t>(blockIdx.x);
-  const SegmentSpan& span =
-      span_of_block(reinterpret_cast<const SegmentSpan*>(table + places.spans), places.num_spans, index);
+  const Span& span = span_of_block(reinterpret_cast<const Span*>(table + device.spans), device.num_spans, index);
   const int32_t of_span = index - span.first_block;
   const int32_t step = of_span / span.blocks_of_segment;
-  const DeviceSegment& segment =
-      reinterpret_cast<const DeviceSegment*>(table + places.segments)[span.first_segment + step];
-  const DeviceHead& head = reinterpret_cast<const DeviceHead*>(table + places.heads)[segment.head];
-  const int32_t of_segment = of_span - step * span.blocks_of_segment;
-  run_rows<Rows...>(
-      span.kind_of_rows, BlockOfRows{arguments, table, head, segment, of_segment, reinterpret_cast<char*>(shared)});
+  const BlockOfRows block{
+      pass,
+      device.rows_of_warp,
+      table,
+      span,
+      reinterpret_cast<const Head*>(table + device.heads)[span.head],
+      reinterpret_cast<const Coefficients*>(table + device.coefficients)[span.head],
+      reinterpret_cast<const Segment*>(table + device.segments)[span.first_segment + step],
+      of_span - step * span.blocks_of_segment,
+      reinterpret_cast<char*>(shared)};
+  run_rows<Rows...>(span.kind_of_rows, block);
 }
 
 } // namespace gradscale

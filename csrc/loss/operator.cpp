@@ -1,10 +1,9 @@
 // The loss as a registered operator, which the compiler and export keep in their graphs. The entries of all heads come
 // in one list, with a count for each head: how many tensors its prediction or target is, 0 for one with a step
-// dimension, -1 for no target. The heads are those of a record (see head_table.h).
+// dimension, -1 for no target. The heads are those of a record (see heads.h).
 //
-// Returns loss, per_sample, head_means, head_losses, num_nonfinite, per_step of every head, the detail of every head
-// that has one, and for every prediction tensor in `wants` its gradient for grad_output 1. Only the loss has a gradient
-// function; autograd fills in `wants`.
+// Returns the tensors of GRADSCALE_OUTPUTS one after the other, and for every prediction tensor in `wants` its gradient
+// for grad_output 1. Only the loss has a gradient function; autograd fills in `wants`.
 #include "../host/context.h"
 #include "backward.h"
 
@@ -24,8 +23,6 @@ namespace gradscale {
 
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
-
 // Places of the operator's arguments; the options follow.
 enum Argument { kPredictions, kTargets, kPredictionCounts, kTargetCounts, kNames, kNumbers, kWants, kOptions };
 
@@ -42,7 +39,7 @@ struct SchemaWriter {
   static const char* type_of(const at::Tensor&) {
     return "Tensor?";
   }
-  static const char* type_of(const std::vector<at::Tensor>&) {
+  static const char* type_of(const Tensors&) {
     return "Tensor?[]";
   }
   static const char* type_of(bool) {
@@ -77,7 +74,7 @@ struct StackReader {
   static void read(const char* name, const c10::IValue& given, StepNumbers& numbers) {
     read(name, given, numbers.tensor);
   }
-  static void read(const char*, const c10::IValue& given, std::vector<at::Tensor>& tensors) {
+  static void read(const char*, const c10::IValue& given, Tensors& tensors) {
     for (const c10::IValue& tensor : given.toListRef()) {
       tensors.push_back(tensor.isNone() ? at::Tensor() : tensor.toTensor());
     }
@@ -96,7 +93,7 @@ struct StackReader {
 
 // Shares a list of tensors out among the heads.
 std::vector<Entries> entries_from(const c10::IValue& list, const std::vector<int64_t>& counts) {
-  const std::vector<at::Tensor> tensors = list.toTensorVector();
+  const Tensors tensors = list.toTensorVector();
   std::vector<Entries> of_heads;
   size_t next = 0;
   for (const int64_t count : counts) {
@@ -112,48 +109,58 @@ std::vector<Entries> entries_from(const c10::IValue& list, const std::vector<int
 }
 
 // The call that the operator's arguments make.
-Arguments arguments_from(at::ArrayRef<c10::IValue> given) {
-  Arguments arguments;
-  arguments.predictions = entries_from(given[kPredictions], given[kPredictionCounts].toIntVector());
-  arguments.targets = entries_from(given[kTargets], given[kTargetCounts].toIntVector());
-  Options::each(arguments, StackReader{&given[kOptions]});
+Call call_from(at::ArrayRef<c10::IValue> given) {
+  Call call;
+  call.predictions = entries_from(given[kPredictions], given[kPredictionCounts].toIntVector());
+  call.targets = entries_from(given[kTargets], given[kTargetCounts].toIntVector());
+  Options::each(call, StackReader{&given[kOptions]});
   const std::vector<int64_t> wants = given[kWants].toIntVector();
   const auto count = static_cast<int64_t>(given[kPredictions].toListRef().size());
   TORCH_CHECK(
       std::all_of(wants.begin(), wants.end(), [=](int64_t index) { return index >= 0 && index < count; }),
       "multi_step_loss: wants must be indices of predictions");
   int64_t index = 0;
-  for (const Entries& entries : arguments.predictions) {
-    std::vector<bool>& of_head = arguments.wants.emplace_back();
+  for (const Entries& entries : call.predictions) {
+    std::vector<bool>& of_head = call.wants.emplace_back();
     for (size_t i = 0; i < entries.tensors.size(); ++i) {
       of_head.push_back(std::find(wants.begin(), wants.end(), index++) != wants.end());
     }
   }
-  return arguments;
+  return call;
 }
+
+// Lists outputs one after the other, by head the defined ones.
+struct Lister {
+  Tensors& list;
+
+  void operator()(const char*, const at::Tensor& tensor) {
+    list.push_back(tensor);
+  }
+  void operator()(const char*, const Tensors& tensors) {
+    std::copy_if(tensors.begin(), tensors.end(), std::back_inserter(list), [](const at::Tensor& tensor) {
+      return tensor.defined();
+    });
+  }
+};
 
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t count = op.schema().arguments().size();
   const at::ArrayRef<c10::IValue> given = torch::jit::last(*stack, count);
-  const HeadTable heads(given[kNames].to<std::vector<std::string>>(), given[kNumbers].toDoubleVector());
-  Arguments arguments = arguments_from(given);
+  const Heads heads(given[kNames].to<std::vector<std::string>>(), given[kNumbers].toDoubleVector());
+  Call call = call_from(given);
   TORCH_CHECK_VALUE(
-      arguments.settle(heads),
+      call.settle(heads),
       "gradscale_ext::multi_step_loss: the tensors do not fit each other and the heads; call "
       "gradscale_ext.multi_step_loss, which says what is wrong with them");
-  const RunResult result = run_loss(heads, GradientMemory(/*keeps=*/false), arguments, /*wide=*/true);
-  const Outputs& outputs = result.outputs;
-  Tensors all{outputs.loss, outputs.per_sample, outputs.head_means, outputs.head_losses, outputs.num_nonfinite};
-  const auto add_defined = [&](const Tensors& tensors) {
-    std::copy_if(tensors.begin(), tensors.end(), std::back_inserter(all), [](const at::Tensor& tensor) {
-      return tensor.defined();
-    });
-  };
-  add_defined(outputs.per_step);
-  add_defined(outputs.details);
-  std::for_each(result.gradients.begin(), result.gradients.end(), add_defined);
+  run(call, GradientMemory(/*keeps=*/false), /*wide=*/true);
+  Tensors results;
+  Lister add{results};
+  Outputs::each(call.outputs, add);
+  for (const Tensors& gradients : call.gradients) {
+    add("gradients", gradients);
+  }
   torch::jit::drop(*stack, count);
-  torch::jit::push(*stack, std::move(all));
+  torch::jit::push(*stack, std::move(results));
 }
 
 void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -176,7 +183,7 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::sort(wants.begin(), wants.end());
   wants.erase(std::unique(wants.begin(), wants.end()), wants.end());
   given[kWants] = wants;
-  Arguments arguments = records ? arguments_from(at::ArrayRef<c10::IValue>(given, count)) : Arguments();
+  Call call = records ? call_from(at::ArrayRef<c10::IValue>(given, count)) : Call();
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     op.callBoxed(stack);
@@ -185,18 +192,16 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     return;
   }
   const Tensors results = stack->back().toTensorVector();
-  RunResult result;
-  result.outputs.loss = results[0];
-  size_t next = results.size() - wants.size();
-  for (size_t h = 0, i = 0; h < arguments.wants.size(); ++h) {
-    Tensors& gradients = result.gradients.emplace_back();
-    for (size_t k = 0; k < arguments.wants[h].size(); ++k, ++i) {
-      const at::Tensor gradient = arguments.wants[h][k] ? results[next++] : at::Tensor();
-      arguments.wants[h][k] = predictions[i].requires_grad();
-      gradients.push_back(arguments.wants[h][k] ? gradient : at::Tensor());
+  size_t next = results.size() - wants.size(); // gradients come last
+  for (size_t h = 0, i = 0; h < call.wants.size(); ++h) {
+    Tensors& gradients = call.gradients.emplace_back();
+    for (size_t k = 0; k < call.wants[h].size(); ++k, ++i) {
+      const at::Tensor gradient = call.wants[h][k] ? results[next++] : at::Tensor();
+      call.wants[h][k] = predictions[i].requires_grad();
+      gradients.push_back(call.wants[h][k] ? gradient : at::Tensor());
     }
   }
-  record_call(std::move(arguments), result, nullptr);
+  record_call(std::move(call), results[static_cast<size_t>(Output::loss)], nullptr);
 }
 
 } // namespace

@@ -11,8 +11,8 @@ template <class RowHead, class T, class A, class Function>
 GRADSCALE_DEVICE void each_window_of_both(const RowTask& task, Function function) {
   const T* prediction = task.template prediction<T>();
   const Windows<T> windows(prediction, task.width);
-  const Rows rows = task.segment().target_rows();
-  const Support& transform = task.head().head.support;
+  const Rows rows = task.segment().target;
+  const Support& transform = task.head().support;
   for (int32_t window = task.group.rank; window < windows.count; window += task.group.size) {
     A x[kVector<T>], t[kVector<T>] = {};
     const int32_t first = windows.first(window);
@@ -35,8 +35,8 @@ template <class RowHead, class T, class A>
 GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   constexpr int size = kVector<T>;
   const Group& group = task.group;
-  const bool wants_gradient = task.segment().gradient != nullptr;
-  RowHead head{{static_cast<double>(task.head().width), &task.head().head}};
+  const bool wants_gradient = task.segment().gradient.data != nullptr;
+  RowHead head{{static_cast<double>(task.segment().width), &task.head()}};
   if constexpr (RowHead::kScales) {
     A largest_x = 0, largest_t = 0;
     each_window_of_both<RowHead, T, A>(task, [&](const A* x, const A* t, int32_t) {
@@ -85,10 +85,10 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
 template <class RowHead, class T, class A>
 GRADSCALE_DEVICE void scalar_row(const RowTask& task) {
   const A x = static_cast<A>(to_accumulate(*task.template prediction<T>()));
-  const A t = task.segment().target == nullptr ? A(0) : task.block.template target<A>(task.row);
-  RowHead head{{1, &task.head().head}};
+  const A t = task.segment().target.data == nullptr ? A(0) : task.block.template target<A>(task.row);
+  RowHead head{{1, &task.head()}};
   task.store_loss(head.finish(head.terms(x, t), task.coefficient));
-  if (task.leads() && task.segment().gradient != nullptr) {
+  if (task.leads() && task.segment().gradient.data != nullptr) {
     A gradient = head.gradient(x, t) * head.factor(task.coefficient);
     task.template write_gradient<T, 1>(0, &gradient);
   }

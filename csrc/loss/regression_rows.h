@@ -67,12 +67,10 @@ void scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t beg
       loss[i] = head.finish(head.terms(x[i], target[i]), 1);
       gradient[i] = head.gradient(x[i], target[i]);
     }
-    double coefficient[most];
-    coefficients.of_rows(first, count, s.step, coefficient);
     for (int64_t i = 0; i < count; ++i) {
-      const bool unmasked = coefficients.mask.includes(first + i, s.step);
-      loss[i] = unmasked ? loss[i] : A(0);
-      gradient[i] = unmasked ? gradient[i] * head.factor(coefficient[i]) : A(0);
+      const RowFactor factor = coefficients.of_row(s, first + i);
+      loss[i] = factor.counts ? loss[i] : A(0);
+      gradient[i] = factor.counts ? gradient[i] * head.factor(factor.coefficient) : A(0);
     }
     s.loss.store(first, count, loss);
     if (s.gradient.data != nullptr) {

@@ -56,10 +56,10 @@ inline int64_t lanes_of(const Group& group) {
 // The first rows of first..end.
 inline Group group_of(const Segment& s, const Coefficients& coefficients, int64_t first, int64_t end) {
   Group group{first, end - first < kLanes ? end - first : kLanes, {}, {}};
-  coefficients.of_rows(first, group.count, s.step, group.coefficients);
   for (int64_t i = 0; i < group.count; ++i) {
-    group.unmasked[i] = coefficients.mask.includes(first + i, s.step);
-    group.coefficients[i] = group.unmasked[i] ? group.coefficients[i] : 0.0;
+    const RowFactor factor = coefficients.of_row(s, first + i);
+    group.unmasked[i] = factor.counts;
+    group.coefficients[i] = factor.counts ? factor.coefficient : 0.0;
   }
   return group;
 }

@@ -193,18 +193,18 @@ RowSpecification specification_of(const Segment& segment, int32_t threads_per_ro
   return result;
 }
 
-const Kernel<RowsArguments>& loss_rows_for(const std::vector<RowSpecification>& kinds_of_rows, bool inside) {
-  using Kernels = std::map<std::pair<std::vector<RowSpecification>, bool>, std::unique_ptr<Kernel<RowsArguments>>>;
+const Kernel<DevicePass>& loss_rows_for(const std::vector<RowSpecification>& kinds_of_rows, bool inside) {
+  using Kernels = std::map<std::pair<std::vector<RowSpecification>, bool>, std::unique_ptr<Kernel<DevicePass>>>;
   static std::mutex mutex;
   static auto& kernels = *new Kernels(); // for ever: what is loaded for a kernel is never unloaded
   const std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<Kernel<RowsArguments>>& kernel = kernels[{kinds_of_rows, inside}];
+  std::unique_ptr<Kernel<DevicePass>>& kernel = kernels[{kinds_of_rows, inside}];
   if (kernel == nullptr) {
     std::vector<std::string> arguments{inside ? "true" : "false"};
     for (const RowSpecification& kind_of_rows : kinds_of_rows) {
       arguments.push_back(kind_of_rows.name());
     }
-    kernel = std::make_unique<Kernel<RowsArguments>>("loss/multi_step_loss.cuh", instance("loss_rows", arguments));
+    kernel = std::make_unique<Kernel<DevicePass>>("loss/multi_step_loss.cuh", instance("loss_rows", arguments));
   }
   return *kernel;
 }

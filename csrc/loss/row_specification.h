@@ -6,7 +6,7 @@
 #pragma once
 
 #include "../port/launch.h"
-#include "device_table.h"
+#include "device_pass.h"
 
 #include <string>
 #include <vector>
@@ -41,7 +41,7 @@ struct RowSpecification {
 RowSpecification specification_of(const Segment& segment, int32_t threads_per_row, bool multiplies);
 
 // The kernel for these kinds of rows; `inside`: the table is in its arguments. Compiled once, for all calls.
-const Kernel<RowsArguments>& loss_rows_for(const std::vector<RowSpecification>& kinds_of_rows, bool inside);
+const Kernel<DevicePass>& loss_rows_for(const std::vector<RowSpecification>& kinds_of_rows, bool inside);
 
 // The kernel that decodes such rows; `lanes` own a row, or, if it is 0, a group of threads.
 struct DecodeSpecification {

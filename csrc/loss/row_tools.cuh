@@ -19,10 +19,10 @@ struct RowTask {
   bool counts; // neither masked nor skipped
   double coefficient;
 
-  GRADSCALE_DEVICE const DeviceHead& head() const {
+  GRADSCALE_DEVICE const Head& head() const {
     return block.head;
   }
-  GRADSCALE_DEVICE const DeviceSegment& segment() const {
+  GRADSCALE_DEVICE const Segment& segment() const {
     return block.segment;
   }
   GRADSCALE_DEVICE bool leads() const {
@@ -40,7 +40,7 @@ struct RowTask {
   }
   template <class T>
   GRADSCALE_DEVICE const T* prediction() const {
-    return static_cast<const T*>(segment().prediction) + row * segment().prediction_stride;
+    return static_cast<const T*>(segment().prediction.data) + row * segment().prediction.stride;
   }
 
   // Writes elements first .. first + size of the row's gradient.
@@ -50,20 +50,20 @@ struct RowTask {
     for (int k = 0; k < size; ++k) {
       values[k] = counts ? values[k] : A(0);
     }
-    if (static_cast<Element>(segment().gradient_element) == ElementOf<T>::value) {
-      T* to = static_cast<T*>(segment().gradient) + row * segment().gradient_stride;
+    if (segment().gradient.element == ElementOf<T>::value) {
+      T* to = static_cast<T*>(segment().gradient.data) + row * segment().gradient.stride;
       write_elements<size>(to, width, first, values);
     } else {
-      A* to = static_cast<A*>(segment().gradient) + row * segment().gradient_stride;
+      A* to = static_cast<A*>(segment().gradient.data) + row * segment().gradient.stride;
       write_elements<size>(to, width, first, values);
     }
   }
 };
 
 template <class A>
-GRADSCALE_DEVICE A smoothing_of_bin(const DeviceHead& head) {
-  const double smoothing = head.head.label_smoothing;
-  return smoothing == 0 ? A(0) : static_cast<A>(smoothing / static_cast<double>(head.width));
+GRADSCALE_DEVICE A smoothing_of_bin(const RowTask& task) {
+  const double smoothing = task.head().label_smoothing;
+  return smoothing == 0 ? A(0) : static_cast<A>(smoothing / static_cast<double>(task.segment().width));
 }
 
 } // namespace gradscale

@@ -1,23 +1,209 @@
-#include "run.h"
+// The forward pass on the processor of a call's tensors, and the backward pass on a device.
+#include "../host/cpu_kernels.h"
+#include "../host/device.h"
+#include "call.h"
+#include "device_calls.h"
+#include "scratch.h"
 
-#include "description.h"
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
-#include <utility>
+#include <algorithm>
+#include <atomic>
+#include <cmath>
 
 namespace gradscale {
 
-RunResult run_loss(const HeadTable& heads, const GradientMemory& memory, const Arguments& arguments, bool wide) {
-  Description call(heads, memory, arguments, wide);
-  call.make_outputs();
-  call.make_gradients();
-  call.make_segments();
-  DeviceState state;
-  if (call.on_device) {
-    state = run_on_device(call);
-  } else {
-    run_on_cpu(call);
+namespace {
+
+struct Chunk {
+  const Segment* segment;
+  int64_t begin, end;
+};
+
+// Cuts rows into chunks of about as many elements, and of whole groups of rows.
+std::vector<Chunk> chunks_of(const Pass& pass) {
+  constexpr int64_t chunk_elements = 8192;
+  std::vector<Chunk> chunks;
+  for (int64_t s = 0; s < pass.num_segments; ++s) {
+    const Segment& segment = pass.segments[s];
+    const int64_t groups = std::max<int64_t>(1, chunk_elements / (kLanes * cost_of_row(segment.width)));
+    const int64_t rows = groups * kLanes;
+    for (int64_t begin = 0; begin < pass.batch; begin += rows) {
+      chunks.push_back({&segment, begin, std::min(begin + rows, pass.batch)});
+    }
   }
-  return {std::move(call.outputs), std::move(call.gradients), std::move(state)};
+  return chunks;
+}
+
+// Runs all rows. A thread goes through a share of its own, whose rows are adjacent in memory, and then helps the
+// others.
+void run_rows(const Pass& pass) {
+  constexpr int64_t serial_elements = 32768; // waking the other threads costs as much as this many exponentials
+  int64_t elements = 0;
+  int64_t widest = 0;
+  for (int64_t s = 0; s < pass.num_segments; ++s) {
+    elements += pass.batch * cost_of_row(pass.segments[s].width);
+    widest = std::max(widest, pass.segments[s].width);
+  }
+  const std::vector<Chunk> chunks = chunks_of(pass);
+  const RunRows run = for_this_machine(run_rows_kernel);
+  const size_t most_threads = elements <= serial_elements ? 1 : at::get_num_threads();
+  const size_t shares = std::min(most_threads, chunks.size());
+  const auto begin_of = [&](size_t share) { return share * chunks.size() / shares; };
+  std::vector<std::atomic<size_t>> taken(shares); // chunks of each share
+  at::parallel_for(0, static_cast<int64_t>(shares), 1, [&](int64_t own, int64_t) {
+    Scratch scratch(widest);
+    for (size_t k = 0; k < shares; ++k) {
+      const size_t share = (static_cast<size_t>(own) + k) % shares;
+      const size_t end = begin_of(share + 1);
+      for (size_t i = begin_of(share) + taken[share]++; i < end; i = begin_of(share) + taken[share]++) {
+        const Segment& segment = *chunks[i].segment;
+        const Coefficients& coefficients = pass.coefficients[segment.head - pass.heads];
+        run(segment, coefficients, chunks[i].begin, chunks[i].end, scratch.data());
+      }
+    }
+  });
+}
+
+// Adds the losses of a head, weighted and summed over its steps, to the losses of every sample, and leaves them with
+// the head's factor in `weighted`; returns the mean of the unmasked losses. `segments` are those of the head.
+template <class T>
+double add_head(
+    const Pass& pass,
+    const Head& head,
+    const Coefficients& coefficients,
+    const Segment* segments,
+    double* samples,
+    double* weighted) {
+  const int64_t steps = pass.steps_of(head);
+  const auto has_weight = [](const Segment& segment) { return segment.step_weight != 1; };
+  const bool plain = coefficients.mask.data == nullptr && coefficients.step_weights.values.data == nullptr &&
+                     std::none_of(segments, segments + steps, has_weight);
+  const T* losses = static_cast<const T*>(segments->loss.data); // the steps of a sample are adjacent
+  double of_head = 0;
+  int64_t count = plain ? pass.batch * steps : 0;
+  for (int64_t b = 0; b < pass.batch; ++b, losses += steps) {
+    double of_sample = 0;
+    double weighted_of_sample = 0;
+    for (int64_t t = 0; t < steps; ++t) {
+      if (plain) {
+        of_sample += losses[t];
+      } else if (coefficients.mask.includes(b, segments[t].step)) {
+        of_sample += losses[t];
+        weighted_of_sample += coefficients.step_weight(segments[t], b) * losses[t];
+        ++count;
+      }
+    }
+    weighted_of_sample = plain ? of_sample : weighted_of_sample;
+    of_head += of_sample;
+    samples[b] += head.weight * weighted_of_sample;
+    weighted[b] = coefficients.factor * weighted_of_sample;
+  }
+  return of_head / static_cast<double>(std::max<int64_t>(count, 1));
+}
+
+bool has_entries(const Pass& pass, int64_t head, int64_t sample) {
+  for (int64_t step = pass.heads[head].first_step; step < pass.steps; ++step) {
+    if (pass.coefficients[head].mask.includes(sample, step)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void clear_gradients(const Pass& pass, int64_t sample) {
+  for (int64_t s = 0; s < pass.num_segments; ++s) {
+    const Segment& segment = pass.segments[s];
+    if (segment.gradient.data != nullptr) {
+      const int64_t size = element_size(segment.gradient.element);
+      char* row = static_cast<char*>(segment.gradient.data) + sample * segment.gradient.stride * size;
+      std::fill(row, row + segment.width * size, 0);
+    }
+  }
+}
+
+// L_b, the loss, the means and shares of the heads and the number of samples whose loss is not finite, in a fixed
+// order.
+template <class T>
+void reduce(const Pass& pass) {
+  std::vector<double> samples(pass.batch, 0.0);              // L_b
+  std::vector<double> weighted(pass.num_heads * pass.batch); // by head, with the factors of the reduction
+  std::vector<double> shares(pass.num_heads, 0.0);
+  const Segment* segments = pass.segments;
+  for (int64_t h = 0; h < pass.num_heads; ++h) {
+    const Head& head = pass.heads[h];
+    const double mean =
+        add_head<T>(pass, head, pass.coefficients[h], segments, samples.data(), weighted.data() + h * pass.batch);
+    pass.head_means.store(h, mean);
+    segments += pass.steps_of(head);
+  }
+  const StepWeight& importance_weights = pass.coefficients[0].importance_weights;
+  int64_t num_nonfinite = 0;
+  double total = 0;
+  for (int64_t b = 0; b < pass.batch; ++b) {
+    pass.per_sample.store(b, samples[b]);
+    const bool finite = std::isfinite(pass.per_sample.load(b)); // as the user sees it, in float
+    num_nonfinite += finite ? 0 : 1;
+    const bool skipped = !finite && pass.skips_nonfinite;
+    const double weight = importance_weights.at(b, 0);
+    double contribution = 0;
+    for (int64_t h = 0; h < pass.num_heads && !skipped; ++h) {
+      // A weight that is not finite adds nothing to a sample without entries.
+      const double share =
+          std::isfinite(weight) || has_entries(pass, h, b) ? weight * weighted[h * pass.batch + b] : 0.0;
+      shares[h] += share;
+      contribution += share;
+    }
+    if (skipped) {
+      clear_gradients(pass, b);
+    }
+    total += contribution;
+    if (pass.each_sample) {
+      pass.loss.store(b, contribution);
+    }
+  }
+  if (!pass.each_sample) {
+    pass.loss.store(0, total);
+  }
+  pass.head_losses.store(0, pass.num_heads, shares.data());
+  *pass.num_nonfinite = num_nonfinite;
+}
+
+at::Tensor workspace_for(const Call& call, const Pass& pass) {
+  return make_workspace(bytes_for_loss(pass), call.predictions[0].tensors[0]);
+}
+
+} // namespace
+
+void run(Call& call, const GradientMemory& memory, bool wide) {
+  call.make_outputs();
+  call.make_gradients(memory, wide);
+  const Pass pass = call.begin_pass();
+  if (call.on_device) {
+    const OnDevice on_device(call.of_sums.device());
+    const at::Tensor workspace = workspace_for(call, pass);
+    launch_loss(pass, workspace.mutable_data_ptr<uint8_t>(), on_device.stream());
+  } else {
+    run_rows(pass);
+    call.is_double ? reduce<double>(pass) : reduce<float>(pass);
+  }
+  call.end_pass();
+}
+
+void run_backward_on_device(Call& call, const GradientMemory& memory, const at::Tensor& grad_output) {
+  const bool has_gradients = !call.gradients.empty();
+  if (!has_gradients) {
+    call.make_gradients(memory, /*wide=*/false);
+  }
+  Pass pass = call.begin_pass();
+  pass.grad_output = call.slab(grad_output, grad_output.dim() == 0 ? 0 : grad_output.stride(0));
+  pass.has_gradients = has_gradients;
+  const OnDevice on_device(call.of_sums.device());
+  const at::Tensor workspace = workspace_for(call, pass);
+  launch_loss_backward(pass, workspace.mutable_data_ptr<uint8_t>(), on_device.stream());
+  call.end_pass();
 }
 
 } // namespace gradscale

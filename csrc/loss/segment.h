@@ -8,7 +8,7 @@
 
 namespace gradscale {
 
-// What a head tells of a row beside its loss: what it decodes to, of a head that has a support, or its entropy.
+// The output of a row next to its loss: the decoded value, for a head with a support, or the entropy.
 enum class Detail : int32_t { none, expected, entropy };
 
 // The kinds of heads, each with its detail and with the forms that its rows may have: dimensions of a prediction and of
@@ -60,14 +60,16 @@ struct Head {
 
 // A head at a step: B rows of predictions with their targets.
 struct Segment {
-  const Head* head;
-  int64_t step; // 0 is the root
+  const Head* head; // on the host
+  int64_t step;     // 0 is the root
   int64_t width;
   Rows prediction;
   Rows target;   // data is null where the head has none
   Rows gradient; // data is null where no gradient is wanted; of the prediction's type, or of the type of sums
   Slab loss;
   Slab detail; // where the head has one
+  double step_weight = 1;
+  double step_gradient_scale = 1;
 };
 
 // The weight of a sample at a step; null data means 1.
@@ -93,25 +95,63 @@ struct StepMask {
   }
 };
 
-// The factors of a row's gradient: head weight, reduction, and the weights of its step and sample.
+// What the weights make of a row.
+struct RowFactor {
+  bool counts;        // false: loss and gradient are 0 instead
+  double coefficient; // of the gradient
+};
+
+// The weights of a head's rows. Weights of steps are numbers of the segment, tensors, or neither.
 struct Coefficients {
-  double factor;
+  double factor;             // the head's weight, divided by the number that the reduction divides by
+  double* divisor = nullptr; // on a device: what `factor` is divided by, if only the device knows it
   StepWeight step_weights;
   StepWeight step_gradient_scale;
   StepWeight importance_weights; // step_stride 0
   StepMask mask;
 
-  // A gradient scale of 0 gives 0, also where another weight is not finite.
-  GRADSCALE_HOST_DEVICE double at(int64_t row, int64_t step) const {
-    const double scale = step_gradient_scale.at(row, step);
-    return scale == 0 ? 0 : factor * step_weights.at(row, step) * scale * importance_weights.at(row, 0);
+  GRADSCALE_HOST_DEVICE double head_factor() const {
+    return divisor == nullptr ? factor : factor / *divisor;
   }
+  GRADSCALE_HOST_DEVICE double step_weight(const Segment& s, int64_t row) const {
+    return s.step_weight * step_weights.at(row, s.step);
+  }
+  GRADSCALE_HOST_DEVICE double gradient_scale(const Segment& s, int64_t row) const {
+    return s.step_gradient_scale * step_gradient_scale.at(row, s.step);
+  }
+  // The product of all weights. A gradient scale of 0 gives 0, also where another weight is not finite.
+  GRADSCALE_HOST_DEVICE RowFactor of_row(const Segment& s, int64_t row, double grad_output = 1) const {
+    const double scale = gradient_scale(s, row);
+    const double product = head_factor() * step_weight(s, row) * scale * importance_weights.at(row, 0) * grad_output;
+    return {mask.includes(row, s.step), scale == 0 ? 0 : product};
+  }
+};
 
-  // Computes at() for rows first..first + count.
-  void of_rows(int64_t first, int64_t count, int64_t step, double* products) const {
-    for (int64_t i = 0; i < count; ++i) {
-      products[i] = at(first + i, step);
-    }
+// One pass over the rows of a call, which the CPU runs, or a device on its own copy: plain numbers and pointers.
+struct Pass {
+  const Head* heads;                // on the host, like the next two lists
+  const Coefficients* coefficients; // by head
+  const Segment* segments;          // those of a head are adjacent, in the order of steps
+  int64_t num_heads;
+  int64_t num_segments;
+  int64_t batch;
+  int64_t steps;        // T
+  bool each_sample;     // one loss a sample, instead of their sum
+  bool skips_nonfinite; // a sample whose loss is not finite adds nothing
+  Slab loss;
+  Slab per_sample;
+  Slab head_means;
+  Slab head_losses;
+  int64_t* num_nonfinite;
+
+  // These are for a device.
+  bool counts_unmasked; // sets the divisors of heads with a mask: the numbers of unmasked entries
+  Slab skipped;         // with skips_nonfinite: per_sample once more, for the backward pass
+  Slab grad_output;     // a scalar (stride 0) or one a sample; no data: this is the forward pass
+  bool has_gradients;   // the gradients for grad_output 1 exist, and a scalar 1 leaves them as they are
+
+  GRADSCALE_HOST_DEVICE int64_t steps_of(const Head& head) const {
+    return steps - head.first_step;
   }
 };
 

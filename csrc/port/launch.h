@@ -42,7 +42,7 @@ class NamedKernel {
 };
 
 // A kernel that takes one struct of this type.
-template <class Arguments>
+template <class Argument>
 class Kernel : public NamedKernel {
  public:
   using NamedKernel::NamedKernel;
@@ -53,9 +53,9 @@ class Kernel : public NamedKernel {
 void start(const NamedKernel& kernel, int64_t blocks, int threads, Stream stream, const void* arguments);
 
 // Starts `kernel` for `blocks` blocks of `threads` threads; none where there are no blocks.
-template <class Arguments>
-void launch(const Kernel<Arguments>& kernel, int64_t blocks, int threads, Stream stream, const Arguments& arguments) {
-  static_assert(std::is_trivially_copyable<Arguments>::value && sizeof(Arguments) <= 32764);
+template <class Argument>
+void launch(const Kernel<Argument>& kernel, int64_t blocks, int threads, Stream stream, const Argument& arguments) {
+  static_assert(std::is_trivially_copyable<Argument>::value && sizeof(Argument) <= 32764);
   if (blocks != 0) {
     start(kernel, blocks, threads, stream, &arguments);
   }

@@ -1,4 +1,4 @@
-#include "clip_gradients.h"
+#include "tensors.h"
 
 #include "../host/cpu_kernels.h"
 #include "../host/device.h"

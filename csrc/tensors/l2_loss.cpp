@@ -1,4 +1,4 @@
-#include "l2_loss.h"
+#include "tensors.h"
 
 #include "../host/autograd.h"
 #include "../host/cpu_kernels.h"

@@ -1,6 +1,6 @@
 // The kernel of the multi-step loss: every kind of head, with rows of ordinary numbers between rows of everything else.
 #include "cases.h"
-#include "loss/kind_of_head.h"
+#include "loss/heads.h"
 #include "loss/scratch.h"
 
 #include <algorithm>

@@ -40,21 +40,20 @@ void run_rows(const Segment& whole, const Coefficients& coefficients, int64_t be
   std::vector<double> per_sample(end - begin + 1, kNaN);
   double loss = 0, mean = 0, head_loss = 0;
   int64_t num_nonfinite = 0;
-  LossCall call{};
-  call.segments = &segment;
-  call.num_segments = 1;
-  call.heads = &head;
-  call.coefficients = &own;
-  call.num_heads = 1;
-  call.batch = end - begin;
-  call.per_sample = {per_sample.data(), 1, true};
-  call.loss = {&loss, 1, true};
-  call.head_means = {&mean, 1, true};
-  call.head_losses = {&head_loss, 1, true};
-  call.num_nonfinite = &num_nonfinite;
-  const Memory workspace = workspace_of(bytes_for_loss(call));
-  call.workspace = workspace.data();
-  launch_loss(call, nullptr);
+  Pass pass{};
+  pass.heads = &head;
+  pass.coefficients = &own;
+  pass.segments = &segment;
+  pass.num_heads = pass.num_segments = 1;
+  pass.batch = end - begin;
+  pass.steps = segment.step + 1;
+  pass.loss = {&loss, 1, true};
+  pass.per_sample = {per_sample.data(), 1, true};
+  pass.head_means = {&mean, 1, true};
+  pass.head_losses = {&head_loss, 1, true};
+  pass.num_nonfinite = &num_nonfinite;
+  const Memory workspace = workspace_of(bytes_for_loss(pass));
+  launch_loss(pass, workspace.data(), nullptr);
 }
 
 void decode_rows(const Decoding& whole, int64_t begin, int64_t end, double* /*scratch*/) {

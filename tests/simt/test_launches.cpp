@@ -360,34 +360,36 @@ LossResult run_loss(int64_t batch, bool wide, int64_t heads, bool valid_mean, bo
       segment.gradient = {numbers(batch * width, 7 * h + 2 * t), width, Element::float32};
       segment.loss = {losses + t, kSteps, false};
       segment.detail = h < 2 ? Slab{details + t, kSteps, false} : Slab{};
+      segment.step_weight = step_weights[t];
       segments.push_back(segment);
     }
   }
   static_cast<float*>(segments[0].prediction.data)[bins] = NAN; // of sample 1
-  LossCall call{};
-  call.segments = segments.data();
-  call.num_segments = static_cast<int64_t>(segments.size());
-  call.heads = head.data();
-  call.coefficients = coefficients.data();
-  call.num_heads = static_cast<int64_t>(head.size());
-  call.step_weights = step_weights;
-  call.batch = batch;
-  call.counts_unmasked = valid_mean;
-  call.skip_nonfinite = skip;
-  const Array<float> per_sample(batch), loss(1), means(call.num_heads), shares(call.num_heads), grad_output(1);
+  Pass pass{};
+  pass.heads = head.data();
+  pass.coefficients = coefficients.data();
+  pass.segments = segments.data();
+  pass.num_heads = static_cast<int64_t>(head.size());
+  pass.num_segments = static_cast<int64_t>(segments.size());
+  pass.batch = batch;
+  pass.steps = kSteps;
+  pass.skips_nonfinite = skip;
+  pass.counts_unmasked = valid_mean;
+  const Array<float> per_sample(batch), loss(1), means(pass.num_heads), shares(pass.num_heads), grad_output(1);
   const Array<int64_t> num_nonfinite(1);
-  call.per_sample = {per_sample.data(), 1, false};
-  call.loss = {loss.data(), 0, false};
-  call.head_means = {means.data(), 1, false};
-  call.head_losses = {shares.data(), 1, false};
-  call.num_nonfinite = num_nonfinite.data();
+  pass.loss = {loss.data(), 0, false};
+  pass.per_sample = {per_sample.data(), 1, false};
+  pass.head_means = {means.data(), 1, false};
+  pass.head_losses = {shares.data(), 1, false};
+  pass.num_nonfinite = num_nonfinite.data();
   const Array<float> skipped(batch);
-  const Array<double> divisors(call.num_heads);
-  call.skipped = {skipped.data(), 1, false};
-  call.divisors = valid_mean ? divisors.data() : nullptr;
-  const Array<char> workspace(bytes_for_loss(call));
-  call.workspace = workspace.data();
-  launch_loss(call, nullptr);
+  const Array<double> divisors(pass.num_heads);
+  pass.skipped = {skipped.data(), 1, false};
+  for (size_t h = 0; h < head.size() && valid_mean; ++h) {
+    coefficients[h].divisor = divisors.data() + h;
+  }
+  const Array<char> workspace(bytes_for_loss(pass));
+  launch_loss(pass, workspace.data(), nullptr);
   LossResult result;
   const auto keep = [&](const float* data, int64_t count) {
     result.numbers.insert(result.numbers.end(), data, data + count);
@@ -406,15 +408,16 @@ LossResult run_loss(int64_t batch, bool wide, int64_t heads, bool valid_mean, bo
   check(num_nonfinite[0] == 1, "one sample is not finite");
   check(std::isfinite(loss[0]) == skip, "the loss of skipped samples");
   double sum_of_shares = 0;
-  for (int64_t h = 0; h < call.num_heads; ++h) {
+  for (int64_t h = 0; h < pass.num_heads; ++h) {
     sum_of_shares += shares[h];
   }
   check(!skip || close(loss[0], sum_of_shares, 1e-5), "the heads' shares of the loss");
   for (const float by : {1.0f, 3.0f}) {
     grad_output[0] = by;
-    const Array<char> other(bytes_for_loss(call));
-    call.workspace = other.data();
-    launch_loss_backward(call, {{grad_output.data(), 0, false}, /*has_gradients=*/true}, nullptr);
+    pass.grad_output = {grad_output.data(), 0, false};
+    pass.has_gradients = true;
+    const Array<char> other(bytes_for_loss(pass));
+    launch_loss_backward(pass, other.data(), nullptr);
     result.numbers.resize(forward);
     keep_gradients();
     const size_t count = result.numbers.size() - forward;

@@ -1,7 +1,8 @@
-#include "python_arguments.h"
+#include "python.h"
 
 #include "../host/autograd.h"
 #include "../host/tensor_element.h"
+#include "backward.h"
 
 #include <ATen/core/grad_mode.h>
 #include <pybind11/stl.h>
@@ -13,6 +14,9 @@
 namespace gradscale {
 
 namespace {
+
+// Never freed: a module of an interpreter that ends may be gone before the last call is.
+py::function* unroll_scale = nullptr;
 
 bool read_tensor(py::handle object, at::Tensor& tensor) {
   if (!THPVariable_Check(object.ptr())) {
@@ -48,38 +52,39 @@ bool requires_grad(const at::Tensor& tensor) {
 }
 
 // Predictions and targets of all heads, from two dicts.
-bool read_all_entries(const Plan& plan, py::handle predictions, py::handle targets, Arguments& arguments) {
+bool read_all_entries(const Plan& plan, py::handle predictions, py::handle targets, Call& call) {
   const size_t heads = plan.table.size();
   if (!PyDict_Check(predictions.ptr()) || !PyDict_Check(targets.ptr()) ||
       PyDict_Size(predictions.ptr()) != static_cast<Py_ssize_t>(heads)) {
     return false;
   }
-  arguments.predictions.resize(heads);
-  arguments.targets.resize(heads);
+  call.predictions.resize(heads);
+  call.targets.resize(heads);
   Py_ssize_t found_targets = 0;
   for (size_t h = 0; h < heads; ++h) {
     PyObject* prediction = PyDict_GetItem(predictions.ptr(), plan.names[h].ptr());
     PyObject* target = PyDict_GetItem(targets.ptr(), plan.names[h].ptr());
     found_targets += target != nullptr ? 1 : 0;
-    if (prediction == nullptr || !read_entries(prediction, arguments.predictions[h])) {
+    if (prediction == nullptr || !read_entries(prediction, call.predictions[h])) {
       return false;
     }
-    std::vector<at::Tensor>& tensors = arguments.targets[h].tensors;
+    Tensors& tensors = call.targets[h].tensors;
     const bool is_given = target != nullptr && target != Py_None;
     if (is_given &&
-        (!read_entries(target, arguments.targets[h]) || std::any_of(tensors.begin(), tensors.end(), requires_grad))) {
+        (!read_entries(target, call.targets[h]) || std::any_of(tensors.begin(), tensors.end(), requires_grad))) {
       return false;
     }
   }
   return found_targets == PyDict_Size(targets.ptr());
 }
 
-// Reads the options, a tuple in the order of Options::each(), and keeps whether all of them were such as the kernels
-// take.
+// Reads the options, a tuple in the order of Options::each(), into a call whose predictions were read.
 class PythonReader {
  public:
-  PythonReader(const Plan& plan, py::handle options) : plan_(plan), options_(options.ptr()) {
+  PythonReader(const Plan& plan, Call& call, py::handle options) : plan_(plan), call_(call), options_(options.ptr()) {
   }
+
+  // True if the kernels accept all of them.
 
   bool all_read() const {
     return all_read_;
@@ -91,9 +96,13 @@ class PythonReader {
   }
 
  private:
-  static bool read(py::handle given, StepNumbers& numbers) {
+  bool read(py::handle given, StepNumbers& numbers) const {
     if (given.is_none()) {
       return true;
+    }
+    py::object unrolled;
+    if (&numbers == &call_.step_gradient_scale && is_unroll(given)) {
+      given = unrolled = (*unroll_scale)(call_.count_steps(plan_.table));
     }
     PyObject* items = given.ptr();
     if (!PyList_Check(items) && !PyTuple_Check(items) && !PyRange_Check(items)) {
@@ -116,12 +125,8 @@ class PythonReader {
     return count > 0;
   }
 
-  static bool read(py::handle given, GradientScale& scale) {
-    if (!PyUnicode_Check(given.ptr())) {
-      return read(given, static_cast<StepNumbers&>(scale));
-    }
-    scale.unroll = PyUnicode_CompareWithASCIIString(given.ptr(), "unroll") == 0;
-    return scale.unroll;
+  static bool is_unroll(py::handle given) {
+    return PyUnicode_Check(given.ptr()) && PyUnicode_CompareWithASCIIString(given.ptr(), "unroll") == 0;
   }
 
   static bool read(py::handle given, at::Tensor& tensor) {
@@ -133,7 +138,7 @@ class PythonReader {
   }
 
   // The masks by head, or one for all.
-  bool read(py::handle given, std::vector<at::Tensor>& masks) const {
+  bool read(py::handle given, Tensors& masks) const {
     masks.resize(plan_.table.size());
     if (given.is_none()) {
       return true;
@@ -173,29 +178,30 @@ class PythonReader {
   }
 
   const Plan& plan_;
+  Call& call_;
   PyObject* options_;
   Py_ssize_t next_ = 0;
   bool all_read_ = true;
 };
 
 // Raises for a class that the head does not have, which the kernel would make NaN. Classes on a device are not read.
-void check_classes(const Plan& plan, size_t h, const Arguments& arguments) {
-  const Entries& targets = arguments.targets[h];
+void check_classes(const Plan& plan, size_t h, const Call& call) {
+  const Entries& targets = call.targets[h];
   const int64_t first_step = plan.table[h].first_step;
   if (targets.tensors.empty() || !targets.tensors[0].is_cpu()) {
     return;
   }
-  const int64_t mask_batch_dim = arguments.batch_dim();
-  for (int64_t t = 0; t < arguments.steps - first_step; ++t) {
+  const int64_t mask_batch_dim = call.batch_dim();
+  for (int64_t t = 0; t < call.steps - first_step; ++t) {
     const at::Tensor& whole = targets.tensors[targets.stacked ? 0 : t];
     if (whole.scalar_type() != at::kLong) {
       continue;
     }
-    const int64_t batch_dim = arguments.batch_dim(targets);
+    const int64_t batch_dim = call.batch_dim(targets);
     const int64_t* classes = whole.const_data_ptr<int64_t>() + (targets.stacked ? t * whole.stride(1 - batch_dim) : 0);
-    const int64_t number = arguments.predictions[h].tensors[0].size(-1);
-    const at::Tensor& mask = arguments.mask[h];
-    for (int64_t b = 0; b < arguments.batch; ++b) {
+    const int64_t number = call.predictions[h].tensors[0].size(-1);
+    const at::Tensor& mask = call.mask[h];
+    for (int64_t b = 0; b < call.batch; ++b) {
       const int64_t chosen = classes[b * whole.stride(batch_dim)];
       const bool unmasked =
           !mask.defined() ||
@@ -236,7 +242,7 @@ struct PythonWriter {
   static py::object written(const StepNumbers& numbers) {
     return numbers.numbers.empty() ? written(numbers.tensor) : py::cast(numbers.numbers);
   }
-  static py::object written(const std::vector<at::Tensor>& tensors) {
+  static py::object written(const Tensors& tensors) {
     py::list list;
     for (const at::Tensor& tensor : tensors) {
       list.append(written(tensor));
@@ -252,9 +258,55 @@ struct PythonWriter {
   }
 };
 
+// Reads and checks the arguments of a call; false if the kernels do not accept it.
+bool read_call(const Plan& plan, py::handle predictions, py::handle targets, py::handle options, Call& call) {
+  PythonReader reader(plan, call, options);
+  if (!ordinary_or_inference_context() || !PyTuple_Check(options.ptr()) ||
+      !read_all_entries(plan, predictions, targets, call)) {
+    return false;
+  }
+  Options::each(call, reader);
+  if (!reader.all_read() || !call.settle(plan.table)) {
+    return false;
+  }
+  const bool records = at::GradMode::is_enabled();
+  for (size_t h = 0; h < plan.table.size(); ++h) {
+    check_classes(plan, h, call);
+    std::vector<bool>& wants = call.wants.emplace_back();
+    for (const at::Tensor& prediction : call.predictions[h].tensors) {
+      wants.push_back(records && prediction.requires_grad());
+    }
+  }
+  return true;
+}
+
+py::dict outputs_to_python(const Plan& plan, const Outputs& outputs) {
+  const Tensors means = outputs.head_means.unbind();
+  const Tensors losses = outputs.head_losses.unbind();
+  py::dict per_step, details[3], head_means, head_losses; // details by Detail
+  for (size_t h = 0; h < means.size(); ++h) {
+    const py::object& name = plan.names[h];
+    per_step[name] = outputs.per_step[h];
+    details[static_cast<size_t>(plan.table[h].detail)][name] = outputs.details[h];
+    head_means[name] = means[h];
+    head_losses[name] = losses[h];
+  }
+  py::dict result;
+  result["loss"] = outputs.loss;
+  result["per_sample"] = outputs.per_sample;
+  result["per_step"] = per_step;
+  result["expected"] = details[static_cast<size_t>(Detail::expected)];
+  result["entropy"] = details[static_cast<size_t>(Detail::entropy)];
+  result["head_means"] = head_means;
+  result["head_losses"] = head_losses;
+  result["num_nonfinite"] = outputs.num_nonfinite;
+  return result;
+}
+
 } // namespace
 
-Plan::Plan(py::dict heads, c10::ArrayRef<std::string> head_names, c10::ArrayRef<double> numbers, bool keeps_memory)
+Plan::Plan(
+    py::dict heads, const std::vector<std::string>& head_names, const std::vector<double>& numbers, bool keeps_memory)
     : heads(std::move(heads)), table(head_names, numbers), gradient_memory(keeps_memory) {
   for (const auto& item : this->heads) {
     names.push_back(py::reinterpret_borrow<py::object>(item.first));
@@ -269,32 +321,31 @@ std::shared_ptr<Plan> make_plan(
           }};
 }
 
-std::optional<Arguments> read_arguments(
-    const Plan& plan, py::handle predictions, py::handle targets, py::handle options) {
-  Arguments arguments;
-  PythonReader reader(plan, options);
-  if (!ordinary_or_inference_context() || !PyTuple_Check(options.ptr()) ||
-      !read_all_entries(plan, predictions, targets, arguments)) {
-    return std::nullopt;
+py::object multi_step_loss(
+    const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, py::handle options) {
+  Call call;
+  if (!read_call(*plan, predictions, targets, options, call)) {
+    return py::none();
   }
-  Options::each(arguments, reader);
-  if (!reader.all_read() || !arguments.settle(plan.table)) {
-    return std::nullopt;
+  {
+    py::gil_scoped_release no_gil;
+    at::NoGradGuard no_grad;
+    run(call, plan->gradient_memory);
   }
-  const bool records = at::GradMode::is_enabled();
-  for (size_t h = 0; h < plan.table.size(); ++h) {
-    check_classes(plan, h, arguments);
-    std::vector<bool>& wants = arguments.wants.emplace_back();
-    for (const at::Tensor& prediction : arguments.predictions[h].tensors) {
-      wants.push_back(records && prediction.requires_grad());
-    }
+  const Outputs outputs = std::exchange(call.outputs, {});
+  if (call.wants_any()) {
+    record_call(std::move(call), outputs.loss, plan);
   }
-  return arguments;
+  return outputs_to_python(*plan, outputs);
 }
 
-py::dict options_to_python(const Arguments& arguments) {
+void set_unroll_scale(py::function function) {
+  unroll_scale = new py::function(std::move(function));
+}
+
+py::dict options_to_python(const Options& options) {
   PythonWriter writer;
-  Options::each(arguments, writer);
+  Options::each(options, writer);
   return std::move(writer.options);
 }
 

@@ -1,4 +1,4 @@
-#include "head_table.h"
+#include "heads.h"
 
 #include <c10/util/Exception.h>
 
@@ -59,7 +59,7 @@ bool set_by_name(const Number<Target> (&numbers)[size], Target& target, const st
   return true;
 }
 
-Support support_from(c10::ArrayRef<std::string> names, c10::ArrayRef<double> numbers) {
+Support support_from(const std::vector<std::string>& names, const std::vector<double>& numbers) {
   Support support{};
   for (size_t i = 0; i < names.size(); ++i) {
     TORCH_CHECK(
@@ -70,7 +70,7 @@ Support support_from(c10::ArrayRef<std::string> names, c10::ArrayRef<double> num
 
 } // namespace
 
-OwnedSupport::OwnedSupport(c10::ArrayRef<std::string> names, c10::ArrayRef<double> numbers)
+OwnedSupport::OwnedSupport(const std::vector<std::string>& names, const std::vector<double>& numbers)
     : OwnedSupport(support_from(names, numbers)) {
 }
 
@@ -88,7 +88,7 @@ OwnedSupport::OwnedSupport(Support support) : support_(support) {
   support_.raw_centers_float = centers_float_.get();
 }
 
-HeadTable::HeadTable(c10::ArrayRef<std::string> names, c10::ArrayRef<double> numbers) {
+Heads::Heads(const std::vector<std::string>& names, const std::vector<double>& numbers) {
   TORCH_CHECK(
       !names.empty() && names.size() == numbers.size(),
       "multi_step_loss: heads must be names and as many numbers, but there are ",

@@ -1,0 +1,405 @@
+#include "call.h"
+
+#include "../host/device.h"
+#include "../host/tensor_element.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <utility>
+
+namespace gradscale {
+
+namespace {
+
+// Steps of a tensor with a step dimension, or tensors.
+int64_t steps_of(const Entries& entries, bool batch_first) {
+  if (!entries.stacked) {
+    return static_cast<int64_t>(entries.tensors.size());
+  }
+  const at::Tensor& tensor = entries.tensors[0];
+  return tensor.dim() < 2 ? 0 : tensor.size(batch_first ? 1 : 0);
+}
+
+// Checks that a call's tensors have the shapes and types of each other and of the heads' forms.
+class Checks {
+ public:
+  explicit Checks(const Call& call) : heads_(*call.heads), call_(call) {
+  }
+
+  bool all() const {
+    for (size_t h = 0; h < heads_.size(); ++h) {
+      if (!head(h) || (call_.mask[h].defined() && !is_of_samples_and_steps(call_.mask[h]))) {
+        return false;
+      }
+    }
+    const at::Tensor& weights = call_.importance_weights;
+    return step_numbers(call_.step_weights) && step_numbers(call_.step_gradient_scale) &&
+           (!weights.defined() || (has_element(weights) && weights.sizes() == at::IntArrayRef({call_.batch}))) &&
+           counts(call_.num_entries) && on_one_device();
+  }
+
+ private:
+  bool head(size_t h) const {
+    const Entries& predictions = call_.predictions[h];
+    const Entries& targets = call_.targets[h];
+    const int64_t steps = call_.steps - heads_[h].first_step;
+    if (steps < 1 || steps_of(predictions, call_.batch_first) != steps ||
+        heads_.has_target(h) == targets.tensors.empty() ||
+        (heads_.has_target(h) && steps_of(targets, call_.batch_first) != steps)) {
+      return false;
+    }
+    const int64_t dims = predictions.dims();
+    int64_t width = heads_[h].has_support() ? heads_[h].support.num_bins : -1;
+    const bool has_form = has_any_form(h, [=](const Form& form) { return form.prediction_dims == dims; });
+    return has_form &&
+           std::all_of(
+               predictions.tensors.begin(),
+               predictions.tensors.end(),
+               [&](const at::Tensor& tensor) {
+                 return has_element(tensor) && has_shape(tensor, predictions, dims, width);
+               }) &&
+           (dims == 0 || width >= 1) &&
+           std::all_of(targets.tensors.begin(), targets.tensors.end(), [&](const at::Tensor& tensor) {
+             return target(h, tensor, dims, width);
+           });
+  }
+
+  // A target has the dtype and the dimensions of one of the head's forms.
+  bool target(size_t h, const at::Tensor& tensor, int64_t prediction_dims, int64_t& width) const {
+    const Entries& targets = call_.targets[h];
+    const bool classes = tensor.scalar_type() == at::kLong;
+    const int64_t dims = tensor.dim() - (targets.stacked ? 2 : 1);
+    const bool has_form = has_any_form(h, [=](const Form& form) {
+      return form.classes == classes && form.prediction_dims == prediction_dims && form.target_dims == dims;
+    });
+    return has_form && (classes || has_element(tensor)) && has_shape(tensor, targets, dims, width);
+  }
+
+  template <class Predicate>
+  bool has_any_form(size_t h, Predicate predicate) const {
+    const std::vector<Form>& forms = heads_.forms(h);
+    return std::any_of(forms.begin(), forms.end(), predicate);
+  }
+
+  // Behind batch and steps are `dims` dimensions, of `width` (-1: any, but the same for all) elements.
+  bool has_shape(const at::Tensor& tensor, const Entries& entries, int64_t dims, int64_t& width) const {
+    if (tensor.dim() != (entries.stacked ? 2 : 1) + dims) {
+      return false;
+    }
+    if (dims == 1) {
+      width = width < 0 ? tensor.size(-1) : width;
+    }
+    return tensor.size(call_.batch_dim(entries)) == call_.batch && (dims == 0 || tensor.size(-1) == width);
+  }
+
+  bool is_of_samples_and_steps(const at::Tensor& tensor) const {
+    const int64_t batch_dim = call_.batch_dim();
+    return tensor.dim() == 2 && tensor.size(batch_dim) == call_.batch && tensor.size(1 - batch_dim) == call_.steps;
+  }
+
+  bool step_numbers(const StepNumbers& numbers) const {
+    if (numbers.tensor.defined()) {
+      return has_element(numbers.tensor) &&
+             (numbers.tensor.sizes() == at::IntArrayRef({call_.steps}) || is_of_samples_and_steps(numbers.tensor));
+    }
+    return numbers.numbers.empty() || static_cast<int64_t>(numbers.numbers.size()) == call_.steps;
+  }
+
+  bool counts(const at::Tensor& tensor) const {
+    return !tensor.defined() || (tensor.scalar_type() == at::kDouble && tensor.is_contiguous() &&
+                                 tensor.sizes() == at::IntArrayRef({static_cast<int64_t>(heads_.size())}));
+  }
+
+  bool on_one_device() const {
+    const c10::Device device = call_.predictions[0].tensors[0].device();
+    bool same = true;
+    call_.each_tensor([&](const at::Tensor& tensor) { same = same && tensor.device() == device; });
+    return same;
+  }
+
+  const Heads& heads_;
+  const Call& call_;
+};
+
+at::Tensor as_floats(const at::Tensor& weights) {
+  const bool readable = weights.scalar_type() == at::kDouble || weights.scalar_type() == at::kFloat;
+  return readable ? weights : weights.to(at::kFloat);
+}
+
+int64_t padded_bytes(const at::Tensor& prediction, at::ScalarType dtype) {
+  constexpr int64_t alignment = 64;
+  const int64_t bytes = prediction.numel() * static_cast<int64_t>(c10::elementSize(dtype));
+  return (bytes + alignment - 1) / alignment * alignment;
+}
+
+} // namespace
+
+// ---- The given tensors ----------------------------------------------------------------------------------------------
+
+bool Call::settle(const Heads& of_call) {
+  const auto is_empty = [](const Entries& entries) { return entries.tensors.empty(); };
+  if (predictions.size() != of_call.size() || targets.size() != of_call.size() || mask.size() != of_call.size() ||
+      std::any_of(predictions.begin(), predictions.end(), is_empty)) {
+    return false;
+  }
+  heads = &of_call;
+  steps = count_steps(of_call);
+  const Entries& first = predictions[0];
+  if (first.tensors[0].dim() <= batch_dim(first)) {
+    return false;
+  }
+  batch = first.tensors[0].size(batch_dim(first));
+  const c10::Device device = first.tensors[0].device();
+  on_device = runs_kernels(device);
+  is_double = std::any_of(predictions.begin(), predictions.end(), [](const Entries& entries) {
+    return std::any_of(entries.tensors.begin(), entries.tensors.end(), [](const at::Tensor& tensor) {
+      return tensor.scalar_type() == at::kDouble;
+    });
+  });
+  of_sums = at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device);
+  return Checks(*this).all();
+}
+
+int64_t Call::count_steps(const Heads& of_call) const {
+  int64_t most = 0;
+  for (size_t h = 0; h < of_call.size(); ++h) {
+    most = std::max(most, of_call[h].first_step + steps_of(predictions[h], batch_first));
+  }
+  return most;
+}
+
+bool Call::wants_any() const {
+  return std::any_of(wants.begin(), wants.end(), [](const std::vector<bool>& of_head) {
+    return std::find(of_head.begin(), of_head.end(), true) != of_head.end();
+  });
+}
+
+// ---- Outputs and gradients ------------------------------------------------------------------------------------------
+
+void Call::make_outputs() {
+  const auto num_heads = static_cast<int64_t>(heads->size());
+  outputs.per_sample = at::empty({batch}, of_sums);
+  outputs.loss = reduction == Reduction::none ? at::empty({batch}, of_sums) : at::empty({}, of_sums);
+  outputs.head_means = at::empty({num_heads}, of_sums);
+  outputs.head_losses = at::empty_like(outputs.head_means);
+  outputs.num_nonfinite = at::empty({}, of_sums.dtype(at::kLong));
+  outputs.per_step.resize(heads->size());
+  outputs.details.resize(heads->size());
+  for (size_t h = 0; h < heads->size(); ++h) {
+    outputs.per_step[h] = make_entries(h);
+    if ((*heads)[h].detail != Detail::none) {
+      outputs.details[h] = make_entries(h);
+    }
+  }
+  const auto is_defined = [](const at::Tensor& tensor) { return tensor.defined(); };
+  if (on_device && nonfinite == Nonfinite::skip) {
+    skipped = at::empty_like(outputs.per_sample);
+  }
+  if (on_device && num_entries.defined()) {
+    divisors = num_entries;
+  } else if (on_device && reduction == Reduction::valid_mean && std::any_of(mask.begin(), mask.end(), is_defined)) {
+    divisors = at::empty({num_heads}, of_sums.dtype(at::kDouble));
+  }
+}
+
+// A number for every entry of a head; the steps of a sample are adjacent in memory, also if the sizes are [T_h, B].
+at::Tensor Call::make_entries(size_t head) const {
+  const int64_t of_head = steps - (*heads)[head].first_step;
+  return batch_first ? at::empty({batch, of_head}, of_sums)
+                     : at::empty_strided({of_head, batch}, {1, of_head}, of_sums);
+}
+
+void Call::make_gradients(const GradientMemory& memory, bool wide) {
+  const auto type_of = [=](const at::Tensor& prediction) {
+    return wide && prediction.scalar_type() != at::kDouble ? at::kFloat : prediction.scalar_type();
+  };
+  gradients.resize(heads->size());
+  for (size_t h = 0; h < heads->size(); ++h) {
+    const Tensors& tensors = predictions[h].tensors;
+    int64_t size = 0;
+    for (size_t i = 0; !on_device && i < tensors.size(); ++i) {
+      size += wants[h][i] ? padded_bytes(tensors[i], type_of(tensors[i])) : 0;
+    }
+    const GradientMemory::Block block = size > 0 ? memory.take(h, size) : nullptr;
+    int64_t offset = 0;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      gradients[h].push_back(
+          wants[h][i] ? make_gradient(tensors[i], type_of(tensors[i]), block, offset) : at::Tensor());
+    }
+  }
+}
+
+at::Tensor Call::make_gradient(
+    const at::Tensor& prediction, at::ScalarType dtype, const GradientMemory::Block& block, int64_t& offset) const {
+  if (!block) {
+    return at::empty(prediction.sizes(), of_sums.dtype(dtype));
+  }
+  const int64_t begin = std::exchange(offset, offset + padded_bytes(prediction, dtype));
+  return GradientMemory::piece_of(block, begin, prediction, dtype);
+}
+
+// ---- The pass -------------------------------------------------------------------------------------------------------
+
+Pass Call::begin_pass() {
+  outputs.per_step.resize(heads->size());
+  outputs.details.resize(heads->size());
+  Coefficients common{};
+  common.step_weights = step_weight(step_weights);
+  common.step_gradient_scale = step_weight(step_gradient_scale);
+  if (importance_weights.defined()) {
+    const at::Tensor weights = keep_alive(as_floats(importance_weights));
+    common.importance_weights.values = {
+        weights.mutable_data_ptr(), weights.stride(0), weights.scalar_type() == at::kDouble};
+  }
+  for (size_t h = 0; h < heads->size(); ++h) {
+    add_coefficients(h, common);
+    add_segments(h);
+  }
+  Pass pass{};
+  pass.heads = heads->data();
+  pass.coefficients = coefficients_.data();
+  pass.segments = segments_.data();
+  pass.num_heads = static_cast<int64_t>(heads->size());
+  pass.num_segments = static_cast<int64_t>(segments_.size());
+  pass.batch = batch;
+  pass.steps = steps;
+  pass.each_sample = reduction == Reduction::none;
+  pass.skips_nonfinite = nonfinite == Nonfinite::skip;
+  pass.loss = slab(outputs.loss, 1);
+  pass.per_sample = slab(outputs.per_sample, 1);
+  pass.head_means = slab(outputs.head_means, 1);
+  pass.head_losses = slab(outputs.head_losses, 1);
+  pass.num_nonfinite = outputs.num_nonfinite.defined() ? outputs.num_nonfinite.mutable_data_ptr<int64_t>() : nullptr;
+  pass.counts_unmasked = divisors.defined() && !num_entries.defined();
+  pass.skipped = slab(skipped, 1);
+  return pass;
+}
+
+void Call::end_pass() {
+  coefficients_.clear();
+  segments_.clear();
+  kept_alive_.clear();
+  copies_.clear();
+}
+
+// A tensor of losses as the kernels read it; without data if it is undefined.
+Slab Call::slab(const at::Tensor& tensor, int64_t stride) const {
+  return tensor.defined() ? Slab{tensor.mutable_data_ptr(), stride, is_double} : Slab{};
+}
+
+void Call::add_coefficients(size_t h, const Coefficients& common) {
+  Coefficients& of_head = coefficients_.emplace_back(common);
+  if (mask[h].defined()) {
+    of_head.mask = {mask[h].const_data_ptr<bool>(), mask[h].stride(batch_dim()), mask[h].stride(1 - batch_dim())};
+  }
+  of_head.factor = (*heads)[h].weight / divisor(h, of_head.mask);
+  if (divisors.defined() && (num_entries.defined() || mask[h].defined())) {
+    of_head.divisor = divisors.mutable_data_ptr<double>() + h;
+  }
+}
+
+// What the sum of a head is divided by; 1 where a device knows it.
+double Call::divisor(size_t head, const StepMask& of_head) const {
+  if (num_entries.defined()) {
+    return on_device ? 1.0 : num_entries.const_data_ptr<double>()[head];
+  }
+  switch (reduction) {
+    case Reduction::mean:
+      return static_cast<double>(std::max<int64_t>(batch, 1));
+    case Reduction::valid_mean: {
+      const int64_t first = (*heads)[head].first_step;
+      int64_t count = of_head.data == nullptr ? batch * (steps - first) : 0;
+      for (int64_t b = 0; b < batch && of_head.data != nullptr && !on_device; ++b) {
+        for (int64_t k = first; k < steps; ++k) {
+          count += of_head.includes(b, k) ? 1 : 0;
+        }
+      }
+      return static_cast<double>(std::max<int64_t>(count, 1));
+    }
+    case Reduction::sum:
+    case Reduction::none:
+      break;
+  }
+  return 1.0;
+}
+
+StepWeight Call::step_weight(const StepNumbers& numbers) {
+  if (!numbers.tensor.defined()) {
+    return {};
+  }
+  const at::Tensor tensor = keep_alive(as_floats(numbers.tensor));
+  const bool by_sample = tensor.dim() == 2;
+  const Slab values{
+      tensor.mutable_data_ptr(), by_sample ? tensor.stride(batch_dim()) : 0, tensor.scalar_type() == at::kDouble};
+  return {values, tensor.stride(by_sample ? 1 - batch_dim() : 0)};
+}
+
+void Call::add_segments(size_t h) {
+  const Head& head = (*heads)[h];
+  const Entries& predicted = with_contiguous_elements(predictions[h]);
+  const Entries& wanted = with_contiguous_elements(targets[h]);
+  const auto number_at = [](const StepNumbers& given, int64_t step) {
+    return given.numbers.empty() ? 1.0 : given.numbers[step];
+  };
+  for (int64_t t = 0; t < steps - head.first_step; ++t) {
+    Segment segment{};
+    segment.head = &head;
+    segment.step = head.first_step + t;
+    segment.width = predicted.dims() == 1 ? predicted.tensors[0].size(-1) : 1;
+    segment.prediction = rows_of(predicted, t);
+    if (heads->has_target(h)) {
+      segment.target = rows_of(wanted, t);
+    }
+    const at::Tensor& gradient = gradients[h][predicted.stacked ? 0 : t];
+    if (gradient.defined()) {
+      segment.gradient = view_rows(gradient, predicted.stacked, t);
+    }
+    segment.loss = column(outputs.per_step[h], t);
+    segment.detail = column(outputs.details[h], t);
+    segment.step_weight = number_at(step_weights, segment.step);
+    segment.step_gradient_scale = number_at(step_gradient_scale, segment.step);
+    segments_.push_back(segment);
+  }
+}
+
+// The entries themselves, or a copy of those whose elements are not contiguous.
+const Entries& Call::with_contiguous_elements(const Entries& entries) {
+  const auto is_contiguous = [&](const at::Tensor& tensor) {
+    const bool has_elements = tensor.dim() > (entries.stacked ? 2 : 1); // other steps may hold classes
+    return !has_elements || tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
+  };
+  if (std::all_of(entries.tensors.begin(), entries.tensors.end(), is_contiguous)) {
+    return entries;
+  }
+  Entries& copy = copies_.emplace_back(entries);
+  for (at::Tensor& tensor : copy.tensors) {
+    tensor = is_contiguous(tensor) ? tensor : tensor.contiguous();
+  }
+  return copy;
+}
+
+// The rows of a step, counted from the head's first.
+Rows Call::rows_of(const Entries& entries, int64_t step) const {
+  return view_rows(entries.tensors[entries.stacked ? 0 : step], entries.stacked, step);
+}
+
+Rows Call::view_rows(const at::Tensor& tensor, bool stacked, int64_t step) const {
+  const int64_t of_samples = stacked ? batch_dim() : 0;
+  const int64_t offset = stacked ? step * tensor.stride(1 - of_samples) : 0;
+  char* data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
+  return {data + offset * tensor.element_size(), tensor.stride(of_samples), element_of(tensor)};
+}
+
+// A step of [B, T_h].
+Slab Call::column(const at::Tensor& tensor, int64_t step) const {
+  return tensor.defined() ? slab(tensor, tensor.stride(batch_dim())).from(step) : Slab{};
+}
+
+at::Tensor Call::keep_alive(at::Tensor tensor) {
+  kept_alive_.push_back(tensor);
+  return tensor;
+}
+
+} // namespace gradscale

@@ -1,0 +1,209 @@
+// One call of the multi-step loss, in eager mode or by the registered operator: the given tensors and options, the
+// results by name, and the segments that the CPU or a device runs.
+#pragma once
+
+#include "gradient_memory.h"
+#include "heads.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <type_traits>
+#include <vector>
+
+namespace gradscale {
+
+using Tensors = std::vector<at::Tensor>;
+
+enum class Reduction { mean, sum, none, valid_mean };
+enum class Nonfinite { propagate, skip };
+
+// The enumerators as users write them.
+constexpr std::array<const char*, 4> names_of(Reduction) {
+  return {"mean", "sum", "none", "valid_mean"};
+}
+constexpr std::array<const char*, 2> names_of(Nonfinite) {
+  return {"propagate", "skip"};
+}
+
+// None, a number per step, or a tensor [T] or [B, T] ([T, B] without batch_first).
+struct StepNumbers {
+  std::vector<double> numbers;
+  at::Tensor tensor;
+};
+
+// The options of a call, in the order of `Options` in gradscale_ext/_options.py. Masks come by head, [B, T] ([T, B]
+// without batch_first); undefined: nothing is masked. num_entries: float64 [heads], what "mean" and "valid_mean" divide
+// by if it is not counted in this batch alone.
+// clang-format off
+#define GRADSCALE_OPTIONS(option)          \
+  option(StepNumbers, step_weights)        \
+  option(StepNumbers, step_gradient_scale) \
+  option(at::Tensor, importance_weights)   \
+  option(Tensors, mask)                    \
+  option(Reduction, reduction)             \
+  option(Nonfinite, nonfinite)             \
+  option(bool, batch_first)                \
+  option(at::Tensor, num_entries)
+
+// The results of a call, in the order in which the operator returns them: float, or double when a prediction is double.
+// Only the loss has a gradient. per_step and details come by head, [B, T_h] ([T_h, B] without batch_first); a head
+// without a Detail has none.
+#define GRADSCALE_OUTPUTS(output)                             \
+  output(at::Tensor, loss)          /* scalar, or [B] */      \
+  output(at::Tensor, per_sample)    /* [B] */                 \
+  output(at::Tensor, head_means)    /* [heads] */             \
+  output(at::Tensor, head_losses)   /* [heads] */             \
+  output(at::Tensor, num_nonfinite) /* int64 scalar */        \
+  output(Tensors, per_step)                                   \
+  output(Tensors, details)
+// clang-format on
+
+// Defines a struct with these members; each(self, visit) calls visit(name, member) for all of them.
+// NOLINTBEGIN(bugprone-macro-parentheses): types and names
+#define GRADSCALE_MEMBER(type, name) type name{};
+#define GRADSCALE_VISIT(type, name) visit(#name, self.name);
+#define GRADSCALE_STRUCT(Name, LIST)              \
+  struct Name {                                   \
+    LIST(GRADSCALE_MEMBER)                        \
+    template <class Self, class Visit>            \
+    static void each(Self& self, Visit&& visit) { \
+      LIST(GRADSCALE_VISIT)                       \
+    }                                             \
+  };
+GRADSCALE_STRUCT(Options, GRADSCALE_OPTIONS)
+GRADSCALE_STRUCT(Outputs, GRADSCALE_OUTPUTS)
+#define GRADSCALE_ENUMERATOR(type, name) name,
+enum class Output : size_t { GRADSCALE_OUTPUTS(GRADSCALE_ENUMERATOR) };
+#undef GRADSCALE_ENUMERATOR
+#undef GRADSCALE_STRUCT
+#undef GRADSCALE_VISIT
+#undef GRADSCALE_MEMBER
+// NOLINTEND(bugprone-macro-parentheses)
+
+// One tensor per step, or one tensor with a step dimension.
+struct Entries {
+  Tensors tensors; // empty: the head has no target
+  bool stacked = false;
+
+  // Dimensions behind those of batch and steps.
+  int64_t dims() const {
+    return tensors[0].dim() - (stacked ? 2 : 1);
+  }
+};
+
+// Gradients by head for grad_output 1, in the layout of its predictions; undefined if none is wanted.
+using Gradients = std::vector<Tensors>;
+
+struct Call : Options {
+  std::vector<Entries> predictions; // by head
+  std::vector<Entries> targets;
+  std::vector<std::vector<bool>> wants; // by head: true if the gradient of the prediction tensor is wanted
+
+  // Set by settle().
+  const Heads* heads = nullptr;
+  int64_t batch = 0;
+  int64_t steps = 0;         // T
+  bool is_double = false;    // the type of sums and losses
+  bool on_device = false;    // kernels run instead of the CPU's own
+  at::TensorOptions of_sums; // type and device of losses
+
+  // Set by run().
+  Outputs outputs;
+  Gradients gradients;
+  at::Tensor skipped;  // on a device, if samples are skipped: a copy of per_sample, which users may overwrite
+  at::Tensor divisors; // on a device: float64 [heads], the divisors of the heads' sums; undefined if the host has them
+
+  // Finds batch and steps, and returns true if the kernels accept all tensors for these heads.
+  bool settle(const Heads& of_call);
+  // Finds the number of steps that predictions have together.
+  int64_t count_steps(const Heads& of_call) const;
+
+  bool wants_any() const;
+
+  // The dimension of the samples in a tensor that also has a step dimension.
+  int64_t batch_dim() const {
+    return batch_first ? 0 : 1;
+  }
+  int64_t batch_dim(const Entries& entries) const {
+    return entries.stacked ? batch_dim() : 0;
+  }
+
+  // Calls visit(tensor) for all given tensors that are defined.
+  template <class Visit>
+  void each_tensor(Visit visit) const;
+
+  // Makes tensors for the results of a forward pass.
+  void make_outputs();
+  // Makes contiguous gradients like their predictions; those of a head share a block of memory on the CPU. `wide`: of
+  // the type of sums, float for half types, so that they can be multiplied before they are rounded.
+  void make_gradients(const GradientMemory& memory, bool wide);
+
+  // The pass over the rows, with the outputs and gradients that exist; valid until end_pass().
+  Pass begin_pass();
+  void end_pass();
+  Slab slab(const at::Tensor& tensor, int64_t stride) const;
+
+ private:
+  at::Tensor make_entries(size_t head) const;
+  at::Tensor make_gradient(
+      const at::Tensor& prediction, at::ScalarType dtype, const GradientMemory::Block& block, int64_t& offset) const;
+  void add_coefficients(size_t head, const Coefficients& common);
+  double divisor(size_t head, const StepMask& of_head) const;
+  StepWeight step_weight(const StepNumbers& numbers);
+  void add_segments(size_t head);
+  const Entries& with_contiguous_elements(const Entries& entries);
+  Rows rows_of(const Entries& entries, int64_t step) const;
+  Rows view_rows(const at::Tensor& tensor, bool stacked, int64_t step) const;
+  Slab column(const at::Tensor& tensor, int64_t step) const;
+  at::Tensor keep_alive(at::Tensor tensor);
+
+  std::vector<Coefficients> coefficients_; // by head
+  std::vector<Segment> segments_;
+  Tensors kept_alive_;         // converted weights, which the kernels read
+  std::deque<Entries> copies_; // of entries, likewise
+};
+
+// Computes the loss and, if wanted, the gradients in the same pass.
+void run(Call& call, const GradientMemory& memory, bool wide = false);
+
+// Multiplies the gradients of a call by grad_output on a device, in place and without waiting; computes new ones if the
+// call has none.
+void run_backward_on_device(Call& call, const GradientMemory& memory, const at::Tensor& grad_output);
+
+// The tensors of an option.
+template <class Visit>
+struct TensorsOfOption {
+  Visit& visit;
+
+  void operator()(const char*, const at::Tensor& tensor) {
+    if (tensor.defined()) {
+      visit(tensor);
+    }
+  }
+  void operator()(const char* name, const StepNumbers& numbers) {
+    (*this)(name, numbers.tensor);
+  }
+  void operator()(const char* name, const Tensors& tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      (*this)(name, tensor);
+    }
+  }
+  template <class Choice, std::enable_if_t<!std::is_class_v<Choice>, int> = 0>
+  void operator()(const char*, Choice) {
+  }
+};
+
+template <class Visit>
+void Call::each_tensor(Visit visit) const {
+  for (const std::vector<Entries>* both : {&predictions, &targets}) {
+    for (const Entries& entries : *both) {
+      std::for_each(entries.tensors.begin(), entries.tensors.end(), visit);
+    }
+  }
+  Options::each(*this, TensorsOfOption<Visit>{visit});
+}
+
+} // namespace gradscale

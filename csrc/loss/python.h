@@ -1,0 +1,44 @@
+// Calls in eager mode: the arguments as Python gives them, and the results as Python reads them.
+#pragma once
+
+#include "call.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace gradscale {
+
+// The heads of a loss, read once from the dataclasses.
+struct Plan {
+  Plan(py::dict heads, const std::vector<std::string>& names, const std::vector<double>& numbers, bool keeps_memory);
+
+  py::dict heads; // name -> dataclass
+  std::vector<py::object> names;
+  Heads table;
+  GradientMemory gradient_memory;
+};
+
+// Makes a plan whose deleter takes the GIL: its last owner may be a node of the graph that a thread of autograd frees.
+std::shared_ptr<Plan> make_plan(
+    py::dict heads, const std::vector<std::string>& names, const std::vector<double>& numbers, bool keeps_memory);
+
+// Computes the loss; `options` is an `Options` of gradscale_ext/_options.py, whose order
+// tests/test_loss_contexts.py compares with ours. Returns the fields of `MultiStepLossOutput` by name, or None if the
+// fused kernels do not accept the call: an argument is wrong, for which Python then has the words, or a tensor is of
+// another kind (subclass, transform, device), for which Python has another path.
+py::object multi_step_loss(
+    const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, py::handle options);
+
+// Sets the function of Python that gives the numbers of step_gradient_scale="unroll" for a number of steps.
+void set_unroll_scale(py::function function);
+
+// The options by name, tensors without their edges.
+py::dict options_to_python(const Options& options);
+
+// One tensor, a list of tensors, or None for no tensors.
+py::object to_python(const Entries& entries);
+
+} // namespace gradscale

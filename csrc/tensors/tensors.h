@@ -1,0 +1,37 @@
+// The operators on many tensors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+namespace gradscale {
+
+struct TensorStatistics {
+  at::Tensor values;    // [3, N] float64: norm, largest magnitude, mean
+  at::Tensor counts;    // [5, N] int64: elements, zeros, NaN, inf, whether there is no tensor
+  at::Tensor histogram; // [N, bins] int64
+};
+
+// Computes the statistics of tensors of one device, without waiting for it. A sparse tensor counts as dense, and a
+// complex one as its moduli.
+TensorStatistics tensor_statistics(const std::vector<std::optional<at::Tensor>>& tensors, double p);
+
+// Computes from the values and counts of statistics three numbers in float64: the norm of all tensors together, the
+// factor that they are multiplied by, and whether that changes them.
+at::Tensor clipping_of(
+    const at::Tensor& values, const at::Tensor& counts, double p, double max_norm, bool skip_nonfinite);
+
+// Multiplies tensors of one device by the second number of `clipping`, in place. A factor of 0 leaves zeros where
+// `skip_nonfinite`, whatever the elements were.
+void clip_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& clipping, bool skip_nonfinite);
+
+// Computes weight * sum over tensors of |p|^2 / 2 in one pass; the gradient of p is weight * p.
+at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight);
+
+// Computes [2, N] in float64: the norms of tensors of the CPU, and of what has been added to them since. Undefined
+// where two of a pair differ in form, or sums of squares in double may overflow.
+at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
+
+} // namespace gradscale
