@@ -1,4 +1,4 @@
-"""N ranks train as one does: 50 steps on two and on four processes against the same steps on the whole batch."""
+"""N ranks train as one does: steps on two and on four processes against the same steps on the whole batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradscale_ext as gs
 
-STEPS, UNROLL, BATCH, ACTIONS, HIDDEN = 50, 3, 12, 3, 5
+STEPS, UNROLL, BATCH, ACTIONS, HIDDEN = 12, 3, 12, 3, 5
 SUPPORT = gs.Support(-5, 5, 11)
 LIMIT = 0.05
 LOSS = gs.MultiStepLoss(
@@ -384,7 +384,7 @@ CHECKS |= {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     folder = tmp_path_factory.mktemp("ranks")
     run_in_processes(request.param, CHECKS, folder)
