@@ -398,16 +398,28 @@ def test_many_ranks_train_as_one(name: str, outcomes: tuple[int, Path]) -> None:
 
 
 ENDS = """
-import os, signal, sys, torch, torch.distributed as dist
+import os, pathlib, signal, sys, time, torch, torch.distributed as dist
 import gradscale_ext as gs
 dist.init_process_group("gloo", *{rendezvous})
 layer = torch.nn.Linear(2, 2)
+
+def meet(place):
+    file = pathlib.Path(__file__ + place)
+    if dist.get_rank() == 0:
+        file.touch()
+    while not file.exists():  # rank 1 ends when rank 0 has received all messages
+        time.sleep(0.01)
+
 for step in range(4):
-    if step == 2 and dist.get_rank() == 1:
-        {end}
+    if step == 2:
+        meet("before the loss")
+        if dist.get_rank() == 1:
+            {end}
     out = gs.reduce_multi_step(layer(torch.ones(3, 2)), reduction="valid_mean", process_group=dist.group.WORLD)
-    if step == 3 and dist.get_rank() == 1:
-        {later}
+    if step == 3:
+        meet("after the loss")
+        if dist.get_rank() == 1:
+            {later}
     out.loss.backward()
     gs.clip_gradients_(layer, 1.0, process_group=dist.group.WORLD)
 """

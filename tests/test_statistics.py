@@ -57,7 +57,6 @@ def with_gradients(gradients):
 # ---- Statistics ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.any_version
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", NORMS)
 def test_statistics(dtype, p, rounding):
@@ -418,7 +417,6 @@ def test_statistics_are_a_number_as_the_norm_of_pytorch_is():
 # ---- Clipping --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.any_version
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
 @pytest.mark.parametrize("p", NORMS)
 @pytest.mark.parametrize("limit", [0.0, 1e-3, 1.0, 1e6, math.inf])
