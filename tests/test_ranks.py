@@ -429,7 +429,10 @@ KILL, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('of this
 
 @pytest.mark.parametrize(
     ("end", "later", "function"),
-    [(RAISE, "pass", "multi_step_loss"), ("pass", KILL, "gradient statistics")],
+    [
+        pytest.param(RAISE, "pass", "multi_step_loss", marks=pytest.mark.slow),
+        ("pass", KILL, "gradient statistics"),
+    ],
 )
 def test_the_others_say_in_which_call_they_missed_a_rank(end: str, later: str, function: str, tmp_path: Path) -> None:
     rendezvous = "[f'file://{sys.argv[2]}/store', None, 2, int(sys.argv[1])]"
@@ -445,6 +448,7 @@ def test_the_others_say_in_which_call_they_missed_a_rank(end: str, later: str, f
     assert f"RuntimeError: {function}: rank 0 waited in vain for the other ranks" in errors
 
 
+@pytest.mark.slow
 def test_torchrun_reports_the_rank_that_was_killed(tmp_path: Path) -> None:
     """As its root cause, or as another failure: it does not know which of two ranks ended first."""
     script = tmp_path / "train.py"
