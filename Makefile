@@ -1,11 +1,11 @@
 # make demo      train the example agent          make demo GAME=tictactoe SEED=1
-# make test      run the tests
-# make simulated  run the tests of what has CUDA kernels through these kernels, in a simulator on the CPU
-# make sanitized  run the tests with an extension that AddressSanitizer and UndefinedBehaviorSanitizer watch
+# make test      run the tests, but for make native and what .ci/run adds
+# make native    after a change of C++: run the CPU and CUDA kernels in test programs, under sanitizers and in simulators
+# make simulated  run the tests of the CUDA kernels in a simulator on the CPU
+# make sanitized  run tests with an extension under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz      run random cases against independent formulas in all processors   make fuzz MINUTES=30
 #                the cases of a finding again: make fuzz SEED=12345 (random seeds without SEED)
-# make versions  run the tests on the other versions of PyTorch in VERSIONS, each in a checkout of its own (but for those
-#                that are the same with any version)
+# make versions  run the tests that depend on PyTorch's version on VERSIONS, each in a checkout of its own
 # make bench     run the benchmarks, and write bench/results/ and the tables of README.md and docs/
 # make recipes   step the losses of other projects and ours in lockstep, and write bench/results/clients.json and the tables
 #                of docs/coming_from.md      make recipes CHECKOUTS=folder with checkouts of all projects of tools/against.py
@@ -27,7 +27,7 @@ VERSIONS ?= 2.11.0 2.15.0
 PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
 SEED ?= 0
 GAME ?= cartpole
-PYTEST_OPTIONS ?= --cov --cov-report=term
+PYTEST_OPTIONS ?= -m "not slow"
 PYTEST_WORKERS ?= auto
 RESULTS ?= bench/results
 MINUTES ?= 9
@@ -42,17 +42,21 @@ CXX_FILES := $(shell find csrc tests/cpp tests/ptx tests/simt -name '*.cpp' -o -
 
 TIDIED := $(patsubst %.cpp,$(VENV)/tidy/%.ok,$(shell find csrc -name '*.cpp'))
 
-.PHONY: demo test simulated sanitized fuzz versions bench recipes matrix docs drawings lint tidy gpu cuda-check wheels format clean force
+.PHONY: demo test native simulated sanitized fuzz versions bench recipes matrix docs drawings lint tidy gpu cuda-check wheels format clean force
 
 demo: $(VENV)/examples $(VENV)/minatar
 	$(BIN)/python examples/muzero/train.py --game $(GAME) --seed $(SEED)
 
-# Lines of the package that no test runs are counted, and may be 5 in 100. The compiler's cache is kept apart for each
-# environment: one version of PyTorch cannot read another's. Memory that is allocated or freed is filled with a byte, so
-# that whoever reads what is not his does not find what he hopes for.
+# Fill memory with a poison byte on allocation and release, so that reads of uninitialised or freed memory fail. Keep a
+# compiler cache in each environment: versions of PyTorch cannot share one.
+PYTEST = MALLOC_PERTURB_=165 TORCHINDUCTOR_CACHE_DIR=$$PWD/$(VENV)/inductor \
+  $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup
+
 test: $(VENV)/examples $(VENV)/minatar $(VENV)/pytest $(VENV)/clients $(VENV)/nvrtc $(VENV)/driver.so
-	MALLOC_PERTURB_=165 TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup \
-	  $(PYTEST_OPTIONS)
+	$(PYTEST) $(PYTEST_OPTIONS)
+
+native: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
+	$(PYTEST) --dist=loadfile tests/native
 
 # A stand-in for NVIDIA's driver, which runs the kernels' PTX on the CPU.
 $(VENV)/ptx/%.o: tests/ptx/%.cpp $(wildcard tests/ptx/*.h)
@@ -73,17 +77,12 @@ $(VENV)/nvdisasm: $(VENV)/torch
 	$(PIP) nvidia-cuda-nvdisasm
 	@touch $@
 
-SIMULATED := check loss support tensors statistics flow flow_nonlinear cuda
-
 simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
-	GRADSCALE_CACHE_DIR=$(VENV)/kernels $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup \
-	  --simulated-kernels=$(VENV)/driver.so \
-	  $(SIMULATED:%=tests/test_%.py)
+	GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so tests/test_cuda.py
 
-# Once more the Python tests of what is written in C++, with the extension compiled for sanitizers into a folder of its own.
-# Those that compile graphs or C++ are not among them: sanitizers would watch the compilers.
-SANITIZED := autograd check context distributed flow flow_nonlinear layers loss loss_contexts monitor peers statistics support \
-  tensors transforms unroll without_float64
+# Tests of what C++ does with tensors, lists of them and threads. Tests that run a compiler are left out, as the compiler
+# would run under the sanitizers.
+SANITIZED := autograd flow flow_nonlinear loss statistics support tensors
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
 
@@ -93,11 +92,10 @@ $(VENV)/sanitized/built: $(VENV)/installed $(SOURCES) $(wildcard gradscale_ext/*
 	  build_ext --build-lib $(VENV)/sanitized/lib --build-temp $(VENV)/sanitized/temp
 	@touch $@
 
-sanitized: $(VENV)/sanitized/built $(VENV)/pytest $(VENV)/clients
+sanitized: $(VENV)/sanitized/built $(VENV)/pytest
 	LD_PRELOAD="$(foreach library,$(PRELOADED),$(shell $(CC) -print-file-name=$(library)))" PYTHONPATH=$(VENV)/sanitized/lib \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not untraced" \
-	  $(SANITIZED:%=tests/test_%.py)
+	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not untraced" $(SANITIZED:%=tests/test_%.py)
 
 # MINUTES has another default here; a SEED is one that was given, not that of the example agent.
 fuzz: MINUTES := 30
@@ -106,11 +104,15 @@ fuzz: $(VENV)/pytest
 
 versions: $(VERSIONS:%=version-%)
 
-# Installed and compiled, and the tests run, but for those that are the same with any version, and the fuzzer.
+# Tests of what a version of PyTorch can change.
+VERSIONED := autograd compile context diagnosis diagnosis_models diagnosis_ranks distributed dtensor flow loss loss_contexts \
+  matrix monitor tracer
+
 version-%: .versions/%/.venv/torch $(VENV)/driver.so
 	cp --recursive --preserve $(VENV)/ptx $(VENV)/driver.so .versions/$*/.venv/
-	CFLAGS=-O1 $(MAKE) --directory=.versions/$* test TORCH=torch==$* GRADSCALE_TEST_BACKEND=aot_eager PYTEST_OPTIONS="\
-	  -m 'not any_version' --ignore=tests/fuzz $(addprefix --ignore=tests/test_,kernels.py simt.py device_kernels.py install.py docs.py)"
+	CFLAGS=-O1 $(MAKE) --directory=.versions/$* .venv/pytest .venv/nvrtc TORCH=torch==$*
+	cd .versions/$* && GRADSCALE_TEST_BACKEND=aot_eager $(PYTEST) -m "not any_version and not slow" \
+	  $(VERSIONED:%=tests/test_%.py)
 
 # CUDA builds are gigabytes, for which uv takes a sixth of pip's time.
 .versions/%/.venv/torch: $(VENV)/uv force

@@ -348,13 +348,13 @@ def _forward_ad(case: Case) -> Pairs:
         return [(dual.primal, _value()), (dual.tangent, (case.gradient(POINT) * DIRECTION).sum())]
 
 
+# Inductor takes most of the time, and the gradient is decided before it.
+BACKEND = os.environ.get("GRADSCALE_TEST_BACKEND", "inductor")
+
+
 @_context("compile")
 def _compile(case: Case) -> Pairs:
-    return _check(case, torch.compile(case.model, fullgraph=True))
-
-
-# Whether a gradient comes out right is decided before the code of a kernel is made, which takes most of the time.
-BACKEND = os.environ.get("GRADSCALE_TEST_BACKEND", "inductor")
+    return _check(case, torch.compile(case.model, fullgraph=True, backend=BACKEND))
 
 
 @_context("compile dynamic")

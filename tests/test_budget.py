@@ -14,8 +14,6 @@ sys.path.append(str(Path(__file__).parent / "budget"))
 import gpus
 import sass
 
-pytestmark = pytest.mark.any_version
-
 LISTING = """
 //--------------------- .text.first --------------------------
 .text.first:

@@ -1094,10 +1094,10 @@ def test_a_graph_that_has_been_freed():
 
 
 @pytest.mark.any_version
-def test_a_graph_of_100_000_nodes():
+def test_a_graph_of_20_000_nodes():
     model = Between(torch.tanh)
     loss = model(X)
-    for _ in range(100_000):
+    for _ in range(20_000):
         loss = loss + 1
     assert diagnose(loss, model, sgd(model)).findings == []
 
@@ -1105,21 +1105,21 @@ def test_a_graph_of_100_000_nodes():
 DEEP = """
 import torch, gradscale_ext as gs
 model = torch.nn.ParameterList([torch.ones(1)])
-hidden = model[0] * 1
-for _ in range(20_000):
-    hidden = hidden * 1.0
-loss = hidden.sum()
-assert gs.diagnose_gradients(loss, model).ok
-loss.backward()
-del {}
-print("freed")
+for order in ("loss, hidden", "hidden, loss"):
+    hidden = model[0] * 1
+    for _ in range(20_000):
+        hidden = hidden * 1.0
+    loss = hidden.sum()
+    assert gs.diagnose_gradients(loss, model).ok
+    loss.backward()
+    exec("del " + order)
+    print("freed")
 """
 
 
-@pytest.mark.parametrize("order", ["loss, hidden", "hidden, loss"])
-def test_a_deep_graph_is_freed_whichever_tensor_dies_first(order):
-    told = subprocess.run([sys.executable, "-c", DEEP.format(order)], capture_output=True, text=True, check=False)
-    assert (told.returncode, told.stdout) == (0, "freed\n")
+def test_a_deep_graph_is_freed_whichever_tensor_dies_first():
+    told = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (0, "freed\n" * 2)
 
 
 def test_retained_gradients_stay():

@@ -630,7 +630,7 @@ def test_rows_that_are_not_looked_up_and_experts_without_tokens_are_not_dead():
 
 
 def test_a_layer_at_its_start_is_not_dead():
-    for seed in range(20):
+    for seed in range(6):
         torch.manual_seed(seed)
         width, batch = int(torch.randint(4, 200, ())), int(torch.randint(1, 30, ()))
         model = mlp(6, width, width, 1, activation=nn.ReLU)

@@ -212,7 +212,7 @@ def parameters_left_out_and_frozen_ones_are_named(rank: int) -> None:
     )
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     folder = tmp_path_factory.mktemp("diagnosis")
     run_in_processes(request.param, CHECKS, folder)

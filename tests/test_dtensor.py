@@ -300,7 +300,7 @@ def module_that_counts_norms(rank: int) -> None:
         assert_same(x.grad, g * (norms.median() / norms).clamp(max=1)[:, None])
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     folder = tmp_path_factory.mktemp("dtensor")
     run_in_processes(request.param, CHECKS, folder)

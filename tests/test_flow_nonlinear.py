@@ -73,7 +73,6 @@ def with_norm(rule: str, limit, **options):
 # ---- Values ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.any_version
 @paths
 @pytest.mark.parametrize("rule", ["clip", "normalize"])
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.14, 0.5, INF])
@@ -277,9 +276,8 @@ def _digest() -> list[torch.Tensor]:
     return results
 
 
-@pytest.mark.any_version
 @pytest.mark.cpu_kernels
-@pytest.mark.parametrize("capability", ["default", "avx2"])
+@pytest.mark.parametrize("capability", ["default", pytest.param("avx2", marks=pytest.mark.slow)])
 def test_kernels_of_other_instruction_sets(capability, tmp_path):
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]); import torch, test_flow_nonlinear as t;"

@@ -337,7 +337,7 @@ def remedies_of_an_import(monkeypatch):
     return missing, another
 
 
-@pytest.mark.parametrize("installer", ["python -m pip install", "uv pip install"])
+@pytest.mark.parametrize("installer", [pytest.param("python -m pip install", marks=pytest.mark.slow), "uv pip install"])
 def test_remedies(installer, interpreter, shell, tmp_path, monkeypatch):
     """One after the other, in an environment to which it happens."""
     site_packages = site_packages_of(tmp_path / "fresh")
@@ -386,6 +386,7 @@ def test_remedy_for_a_project_of_uv(interpreter, shell, tmp_path):
     assert installed(site_packages_of(project / ".venv")) == ("2.13.0", "torch==2.13.0")
 
 
+@pytest.mark.slow
 def test_remedies_name_what_an_index_has(setup):
     """What would be fetched of the index that this machine uses: PyTorch and NVRTC take minutes to install."""
     nvrtc = commands_in(_kernels.HOW_TO_GET_A_COMPILER.format(major=13))

@@ -1,4 +1,4 @@
-"""The layers of csrc/ and of the package: no file includes from a folder above its own, no circle of imports."""
+"""Layers of csrc/ and of the package: includes point down, imports make no circle, a file has one subject."""
 
 from __future__ import annotations
 
@@ -7,42 +7,44 @@ import graphlib
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "gradscale_ext"
-# Machinery that names no kernel, formulas, the glue to PyTorch, and the families, which know nothing of each other.
+# A folder may include from folders of a lower layer. flow, loss and tensors do not include each other.
 LAYERS = {"port": 0, "math": 1, "host": 2, "flow": 3, "loss": 3, "tensors": 3}
-FILES = sorted(path for path in CSRC.rglob("*") if path.is_file())
-SIMULATOR = "simt.h"  # of tests/simt, in place of CUDA
+SOURCES = {path.relative_to(CSRC): path.read_text() for path in sorted(CSRC.rglob("*")) if path.is_file()}
+SIMULATOR = "simt.h"  # of tests/simt, which replaces CUDA's headers
+INCLUDE = re.compile(r'^\s*#(?:include|define GRADSCALE_KERNELS) "([^"]+)"', re.MULTILINE)
+MOST_LINES = 500
 
 
-def name(path: Path) -> str:
-    return path.relative_to(CSRC).as_posix()
+def upward_includes(file: Path, text: str) -> list[str]:
+    """Includes that do not exist or that point up. module.cpp includes from every folder."""
+    found = []
+    for included in set(INCLUDE.findall(text)) - {SIMULATOR}:
+        path = (CSRC / file.parent / included).resolve()
+        if not path.is_file():
+            found.append(f"{file} includes {included}, which does not exist")
+            continue
+        here, there = file.parent.name, path.parent.name
+        if file.name != "module.cpp" and here != there and LAYERS[here] <= LAYERS[there]:
+            found.append(f"{file} includes {included}, which is no layer below")
+    return found
 
 
-@pytest.mark.parametrize("file", FILES, ids=name)
-def test_includes_point_down(file):
-    """From its own folder, or from one of a lower layer; module.cpp, the front door, from everywhere."""
-    here = file.parent
-    assert file == CSRC / "module.cpp" or here.name in LAYERS
-    for included in re.findall(r'^\s*#(?:include|define GRADSCALE_KERNELS) "([^"]+)"', file.read_text(), re.MULTILINE):
-        if included != SIMULATOR:
-            path = (here / included).resolve()
-            assert path.is_file(), included
-            assert here in (CSRC, path.parent) or LAYERS[path.parent.name] < LAYERS[here.name], included
-
-
-@pytest.mark.parametrize("file", FILES, ids=name)
-def test_switches_name_every_case(file):
-    """A kind without a case of its own is an error of the compiler (-Werror=switch) where no default takes it."""
-    assert "default:" not in file.read_text()
-
-
-@pytest.mark.parametrize("file", FILES, ids=name)
-def test_files_have_one_subject(file):
-    assert len(file.read_text().splitlines()) <= 500
+def test_the_layers_of_csrc():
+    violations = []
+    for file, text in SOURCES.items():
+        if file.parent.name not in LAYERS and file != Path("module.cpp"):
+            violations.append(f"{file} is in no layer")
+            continue
+        violations += upward_includes(file, text)
+        if "default:" in text:  # hides a kind without a case from -Werror=switch
+            violations.append(f"{file}: a switch has a default")
+        if len(text.splitlines()) > MOST_LINES:
+            violations.append(f"{file} has more than {MOST_LINES} lines")
+    assert len(SOURCES) > 50
+    assert not violations, "\n".join(violations)
 
 
 # ---- The package ----------------------------------------------------------------------------------------------------
@@ -55,7 +57,7 @@ MODULES = {
 
 
 def imports(module: str, for_types: bool = True) -> set[str]:
-    """The modules that a module's file names in its imports, wherever they stand; also those for types alone."""
+    """Modules of the package that a module imports anywhere in its file, with or without imports for types alone."""
     path, found = MODULES[module], set()
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     tree = ast.parse(path.read_text())
@@ -65,7 +67,7 @@ def imports(module: str, for_types: bool = True) -> set[str]:
             origin = [*package[: len(package) - node.level + 1], *([node.module] if node.module else [])]
             names = {".".join([*origin, alias.name]) for alias in node.names}
             found |= names & MODULES.keys() or {".".join(origin)} & MODULES.keys()
-    return found - {"gradscale_ext"}  # `from . import _C` names no file of Python's
+    return found - {"gradscale_ext"}  # `from . import _C` names no Python file
 
 
 def _is_for_types(node: ast.AST) -> bool:
@@ -90,6 +92,6 @@ def test_the_reference_uses_nothing_compiled():
     assert "gradscale_ext.transforms" in seen
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_modules_have_one_subject(module):
-    assert len(MODULES[module].read_text().splitlines()) <= 500
+def test_modules_have_one_subject():
+    lengths = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
+    assert not {module: lines for module, lines in lengths.items() if lines > MOST_LINES}

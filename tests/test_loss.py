@@ -975,7 +975,9 @@ def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads():
 
 @pytest.mark.any_version
 @pytest.mark.cpu_kernels
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize(
+    "capability", ["default", *(pytest.param(name, marks=pytest.mark.slow) for name in ("avx2", "avx512"))]
+)
 def test_every_instruction_set_agrees(capability, tmp_path):
     """The variant is chosen when the program starts; all are within rounding of each other."""
     script = (

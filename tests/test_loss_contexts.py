@@ -9,7 +9,6 @@ import warnings
 
 import pytest
 import torch
-from contexts import BACKEND
 from test_loss import ALL_HEADS, Walking, arguments, leaves, turned, width_of
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -23,9 +22,11 @@ STEPS, BATCH = 3, 4
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.25], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]], dtype=torch.bool)
 WIDTH = 12
-# Compiling a transformed or dynamic loss makes a large graph: minutes of work for all heads.
+# Compiled contexts run one head of each kind, or a few where a transform around the loss makes the graph large. One of
+# them uses Inductor, the others aot_eager.
 KINDS = ("value", "wide_gauss", "bonus", "classes", "features", "end", "consistency", "own")
 EACH_KIND = {name: ALL_HEADS[name] for name in KINDS}
+A_FEW = {name: ALL_HEADS[name] for name in ("value", "consistency", "own")}
 
 
 def make(batch=BATCH, dtype=torch.float64):
@@ -70,7 +71,9 @@ FUSED = loss_with(gs.multi_step_loss, TARGETS)
 
 def pair(context):
     """The loss, and by plain PyTorch what it must be."""
-    heads = EACH_KIND if context.startswith("compile of") else ALL_HEADS
+    heads = EACH_KIND if context.startswith("compile") else ALL_HEADS
+    if context.startswith("compile of") and context != "compile of grad":
+        heads = A_FEW
     return [
         loss_with(function, TARGETS, heads=heads) for function in (gs.multi_step_loss, gs.reference.multi_step_loss)
     ]
@@ -158,7 +161,7 @@ GRADIENTS = {
     "checkpoint": lambda f, x: gradient(lambda y: checkpoint(f, y, use_reentrant=False), x),
     "checkpoint, reentrant": _reentrant,
     "compile of checkpoint": lambda f, x: gradient(
-        torch.compile(lambda y: checkpoint(f, y, use_reentrant=False), fullgraph=True, backend=BACKEND), x
+        torch.compile(lambda y: checkpoint(f, y, use_reentrant=False), fullgraph=True, backend="aot_eager"), x
     ),
     "saved-tensor hooks": lambda f, x: _with(
         torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t), f, x
@@ -178,8 +181,13 @@ def _deterministic():
         torch.use_deterministic_algorithms(False)
 
 
+EVERY_KIND_OF_THE_REFERENCE = pytest.param("compile of grad", marks=pytest.mark.slow)
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("context", GRADIENTS)
+@pytest.mark.parametrize(
+    "context", [*(name for name in GRADIENTS if name != "compile of grad"), EVERY_KIND_OF_THE_REFERENCE]
+)
 def test_gradient(context):
     fused, reference = pair(context)
     close(GRADIENTS[context](fused, X), gradient(reference, X))
@@ -188,7 +196,7 @@ def test_gradient(context):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "context",
-    ["eager", "func.grad", "vmap of grad", "is_grads_batched", "compile", "compile, aot_eager", "export, strict"],
+    ["eager", "func.grad", "vmap of grad", "is_grads_batched", "compile, aot_eager", "export, strict"],
 )
 def test_gradient_with_time_first(context):
     """Masks and weights read in the wrong order change the gradient, with as many samples as steps."""
@@ -206,7 +214,7 @@ def test_gradient_with_time_first(context):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("context", ["func.grad", "compile", "compile, aot_eager", "compile of grad", "export"])
+@pytest.mark.parametrize("context", ["func.grad", "compile, aot_eager", "export"])
 def test_gradient_with_mappings_that_walk_something_else(context):
     def loss_of(x):
         targets = Walking({name: TARGETS[name] for name in EACH_KIND if name in TARGETS})
@@ -238,6 +246,10 @@ def test_tangent(context):
 # ---- Values and second derivatives ----------------------------------------------------------------------------------
 
 
+def _aot_eager(f):
+    return torch.compile(f, fullgraph=True, backend="aot_eager")
+
+
 def _under(manager, f, x):
     with manager:
         return f(x).clone()
@@ -248,9 +260,9 @@ VALUES = {
     "no_grad": lambda f, x: _under(torch.no_grad(), f, x),
     "inference_mode": lambda f, x: _under(torch.inference_mode(), f, x),
     "vmap": _stacked,
-    "compile": lambda f, x: torch.compile(f, fullgraph=True)(x),
-    "compile, no_grad": lambda f, x: _under(torch.no_grad(), torch.compile(f, fullgraph=True), x),
-    "compile, inference_mode": lambda f, x: _under(torch.inference_mode(), torch.compile(f, fullgraph=True), x),
+    "compile": lambda f, x: _aot_eager(f)(x),
+    "compile, no_grad": lambda f, x: _under(torch.no_grad(), _aot_eager(f), x),
+    "compile, inference_mode": lambda f, x: _under(torch.inference_mode(), _aot_eager(f), x),
     "compile of vmap": lambda f, x: torch.compile(torch.func.vmap(f), fullgraph=True, backend="aot_eager")(
         torch.stack([x, x])
     )[0],
@@ -281,7 +293,9 @@ HESSIANS = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("context", HESSIANS)
+@pytest.mark.parametrize(
+    "context", [pytest.param(name, marks=[pytest.mark.slow] * (name == "compile of hessian")) for name in HESSIANS]
+)
 def test_second_derivative(context):
     expected = torch.autograd.functional.hessian(pair(context)[1], X, vectorize=True)
     torch.testing.assert_close(HESSIANS[context](pair(context)[0], X), expected, rtol=1e-8, atol=1e-10)
@@ -290,7 +304,8 @@ def test_second_derivative(context):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_loss_has_no_second_derivative_and_says_so(backend):
     x = X.clone().requires_grad_()
-    loss = torch.compile(FUSED, fullgraph=True, backend=backend)(x)
+    fused = loss_with(gs.multi_step_loss, TARGETS, heads=A_FEW)
+    loss = torch.compile(fused, fullgraph=True, backend=backend)(x)
     with pytest.raises((NotImplementedError, RuntimeError), match=r"second derivative|double backward"):
         torch.autograd.grad(torch.autograd.grad(loss, x, create_graph=True)[0].square().sum(), x)
 
@@ -303,13 +318,16 @@ def test_a_compiled_loss_has_no_second_derivative_and_says_so(backend):
     [{}, {"reduction": "none"}, {"reduction": "valid_mean"}, {"nonfinite": "skip"}, {"batch_first": False}],
 )
 def test_compiled_outputs_are_those_of_eager_mode(options):
+    heads = EACH_KIND if options else ALL_HEADS
+    targets = {name: TARGETS[name] for name in heads if name in TARGETS}
+
     def outputs(x):
         mask = MASK if options.get("batch_first", True) else MASK.T
-        out = gs.multi_step_loss(ALL_HEADS, predictions_of(x), TARGETS, mask=mask, **options)
+        out = gs.multi_step_loss(heads, predictions_of(x, heads), targets, mask=mask, **options)
         return out.loss, [getattr(out, field.name) for field in dataclasses.fields(out)[1:]]
 
     results = []
-    for function in (outputs, torch.compile(outputs, fullgraph=True)):
+    for function in (outputs, _aot_eager(outputs)):
         x = X.clone().requires_grad_()
         with torch.no_grad():
             x[3, 0] = float("inf")
@@ -330,7 +348,7 @@ def test_compiled_stacked_predictions(batch_first):
         return gs.multi_step_loss(heads, predictions, targets, batch_first=batch_first, step_weights=[1, 2, 3, 4]).loss
 
     results = []
-    for run in (function, torch.compile(function, fullgraph=True)):
+    for run in (function, _aot_eager(function)):
         given = {name: entries.clone().requires_grad_() for name, entries in stacked.items()}
         results.append(torch.autograd.grad(run(given), list(given.values())))
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
@@ -343,6 +361,7 @@ def test_compiled_once_for_all_batch_sizes():
             lambda x, targets, weights: loss_with(gs.multi_step_loss, targets, weights, None, EACH_KIND)(x),
             fullgraph=True,
             dynamic=True,
+            backend="aot_eager",
         )
         for batch in (5, 7, 33):  # none of them the size of something else, which would be taken for it
             x, targets = make(batch)
@@ -378,7 +397,7 @@ def test_compiled_half_gradients_are_rounded_once(dtype):
     logits = (torch.randn(64, 601, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
     target = torch.linspace(-20, 20, 64)
     heads = {"v": gs.TwoHot(gs.Support.muzero())}
-    function = torch.compile(lambda x: gs.multi_step_loss(heads, {"v": [x]}, {"v": [target]}).loss, fullgraph=True)
+    function = _aot_eager(lambda x: gs.multi_step_loss(heads, {"v": [x]}, {"v": [target]}).loss)
     x = logits.clone().requires_grad_()
     (function(x) * 65536).backward()
     exact = logits.double().requires_grad_()

@@ -1,4 +1,4 @@
-"""N ranks train as one does: 50 steps on two and on four processes against the same steps on the whole batch."""
+"""N ranks train as one does: steps on two and on four processes against the same steps on the whole batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradscale_ext as gs
 
-STEPS, UNROLL, BATCH, ACTIONS, HIDDEN = 50, 3, 12, 3, 5
+STEPS, UNROLL, BATCH, ACTIONS, HIDDEN = 12, 3, 12, 3, 5
 SUPPORT = gs.Support(-5, 5, 11)
 LIMIT = 0.05
 LOSS = gs.MultiStepLoss(
@@ -384,7 +384,7 @@ CHECKS |= {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     folder = tmp_path_factory.mktemp("ranks")
     run_in_processes(request.param, CHECKS, folder)
@@ -398,16 +398,28 @@ def test_many_ranks_train_as_one(name: str, outcomes: tuple[int, Path]) -> None:
 
 
 ENDS = """
-import os, signal, sys, torch, torch.distributed as dist
+import os, pathlib, signal, sys, time, torch, torch.distributed as dist
 import gradscale_ext as gs
 dist.init_process_group("gloo", *{rendezvous})
 layer = torch.nn.Linear(2, 2)
+
+def meet(place):
+    file = pathlib.Path(__file__ + place)
+    if dist.get_rank() == 0:
+        file.touch()
+    while not file.exists():  # rank 1 ends when rank 0 has received all messages
+        time.sleep(0.01)
+
 for step in range(4):
-    if step == 2 and dist.get_rank() == 1:
-        {end}
+    if step == 2:
+        meet("before the loss")
+        if dist.get_rank() == 1:
+            {end}
     out = gs.reduce_multi_step(layer(torch.ones(3, 2)), reduction="valid_mean", process_group=dist.group.WORLD)
-    if step == 3 and dist.get_rank() == 1:
-        {later}
+    if step == 3:
+        meet("after the loss")
+        if dist.get_rank() == 1:
+            {later}
     out.loss.backward()
     gs.clip_gradients_(layer, 1.0, process_group=dist.group.WORLD)
 """
@@ -417,7 +429,10 @@ KILL, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('of this
 
 @pytest.mark.parametrize(
     ("end", "later", "function"),
-    [(RAISE, "pass", "multi_step_loss"), ("pass", KILL, "gradient statistics")],
+    [
+        pytest.param(RAISE, "pass", "multi_step_loss", marks=pytest.mark.slow),
+        ("pass", KILL, "gradient statistics"),
+    ],
 )
 def test_the_others_say_in_which_call_they_missed_a_rank(end: str, later: str, function: str, tmp_path: Path) -> None:
     rendezvous = "[f'file://{sys.argv[2]}/store', None, 2, int(sys.argv[1])]"
@@ -433,6 +448,7 @@ def test_the_others_say_in_which_call_they_missed_a_rank(end: str, later: str, f
     assert f"RuntimeError: {function}: rank 0 waited in vain for the other ranks" in errors
 
 
+@pytest.mark.slow
 def test_torchrun_reports_the_rank_that_was_killed(tmp_path: Path) -> None:
     """As its root cause, or as another failure: it does not know which of two ranks ended first."""
     script = tmp_path / "train.py"

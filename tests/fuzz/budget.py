@@ -22,8 +22,8 @@ UNTIL = float(os.environ.get("GRADSCALE_FUZZ_UNTIL", 0))
 """When `make fuzz` ends, in seconds since 1970; 0 in the ordinary tests."""
 JOURNAL = os.environ.get("GRADSCALE_FUZZ_JOURNAL")
 """The file in which `make fuzz` finds how many cases there were, and the last one, should the process die of it."""
-MORE = 2
-"""How many times the examples of the ordinary tests `make fuzz` takes in one go, before it begins again."""
+MORE = 16
+"""Examples of one round of `make fuzz`, as a multiple of those of the ordinary tests."""
 
 # Hypothesis loads a profile called "ci" by itself, for all tests: these are called otherwise, and apply here alone.
 _common: dict[str, Any] = {

@@ -33,7 +33,7 @@ def operator_cases(draw: st.DrawFn) -> test_flow.Case:
 
 
 @pytest.mark.untraced
-@fuzz(operator_cases(), examples=8)
+@fuzz(operator_cases(), examples=6)
 def test_compiled_operators(case: test_flow.Case) -> None:
     torch._dynamo.reset()
     trial = test_flow.Trial(case)
@@ -58,7 +58,7 @@ def loss_cases(draw: st.DrawFn) -> test_loss.Case:
 
 
 @pytest.mark.untraced
-@fuzz(loss_cases(), examples=6)
+@fuzz(loss_cases(), examples=4)
 def test_compiled_loss(case: test_loss.Case) -> None:
     torch._dynamo.reset()
     trial = test_loss.Trial(case, case.seed)

@@ -600,7 +600,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(tuple(heads), **draw(_calls), **draw(_weights))
 
 
-@fuzz(cases(), examples=2000)
+@fuzz(cases(), examples=300)
 def test_multi_step_loss(case: Case) -> None:
     trial = Trial(case, case.seed)
     watched = trial.watch()

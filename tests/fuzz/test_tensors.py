@@ -87,7 +87,7 @@ def transform_cases(draw: st.DrawFn) -> TransformCase:
     return TransformCase(x=x, **draw(others))
 
 
-@fuzz(transform_cases(), examples=1200)
+@fuzz(transform_cases(), examples=120)
 def test_transforms(case: TransformCase) -> None:
     x = case.x.tensor(case.shape, case.dtype).requires_grad_()
     watched, exact = Watched(x), precise(x).astype(np.longdouble)
@@ -133,7 +133,7 @@ support_cases = product(
 )
 
 
-@fuzz(support_cases, examples=1200)
+@fuzz(support_cases, examples=120)
 def test_supports(case: SupportCase) -> None:
     support, generator = case.support, random("support", case.seed)
     if case.method == "decode":
@@ -259,7 +259,7 @@ def check_statistics(found: Any, tensors: list[Tensor | None], p: float) -> None
         assert int(found.histogram[index].sum()) == numbers.size - sum(truth[f] for f in ("zeros", "nans", "infs"))
 
 
-@fuzz(list_cases(), examples=500)
+@fuzz(list_cases(), examples=80)
 def test_gradient_statistics(case: ListCase) -> None:
     tensors = [None if item is None else item.tensor() for item in case.items]
     watched = Watched(*tensors)
@@ -267,7 +267,7 @@ def test_gradient_statistics(case: ListCase) -> None:
     watched.check("gradient_statistics")
 
 
-@fuzz(list_cases(), examples=500)
+@fuzz(list_cases(), examples=80)
 def test_clip_gradients(case: ListCase) -> None:
     gradients = [None if item is None else item.tensor().clone() for item in case.items]
     parameters = [torch.zeros(()) if g is None else torch.zeros_like(g) for g in gradients]
@@ -302,7 +302,7 @@ def test_clip_gradients(case: ListCase) -> None:
         check_close(gradient, truth, error, "clipped gradient")
 
 
-@fuzz(list_cases(), examples=400)
+@fuzz(list_cases(), examples=60)
 def test_l2_loss(case: ListCase) -> None:
     tensors = [item.tensor().requires_grad_() for item in case.items if item is not None and item.dtype in REAL]
     watched = Watched(*tensors)
@@ -367,7 +367,7 @@ priority_cases = product(
 )
 
 
-@fuzz(priority_cases, examples=200)
+@fuzz(priority_cases, examples=30)
 def test_priorities(case: PriorityCase) -> None:
     generator = random("priorities", case.seed)
     entries, numbers = [], []

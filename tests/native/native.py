@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # Tests of one group run in one process, which compiles once.
 one_process = pytest.mark.xdist_group("native")
