@@ -237,14 +237,15 @@ def test_float32_matches_the_reference_in_float64(options, width, fused_only, mo
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_stacked_predictions_and_targets(batch_first, fused_only):
     predictions, targets = arguments(heads=ALL_HEADS)
-    expected = fused_only(ALL_HEADS, predictions, targets)
+    options = {"step_gradient_scale": "unroll"}
+    expected = fused_only(ALL_HEADS, predictions, targets, **options)
     dim = 1 if batch_first else 0
     stacked = {
         name: torch.stack([e.detach() for e in entries], dim).requires_grad_() for name, entries in predictions.items()
     }
     stacked_targets = {name: torch.stack(entries, dim) for name, entries in targets.items()}
     for chosen in (stacked_targets, targets):
-        out = gs.multi_step_loss(ALL_HEADS, stacked, chosen, batch_first=batch_first)
+        out = gs.multi_step_loss(ALL_HEADS, stacked, chosen, batch_first=batch_first, **options)
         torch.testing.assert_close(out.loss, expected.loss)
         for name, g in zip(stacked, gradients(out, stacked), strict=True):
             wanted = torch.stack(torch.autograd.grad(expected.loss, predictions[name], retain_graph=True), dim)

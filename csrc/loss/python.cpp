@@ -84,10 +84,9 @@ class PythonReader {
   PythonReader(const Plan& plan, Call& call, py::handle options) : plan_(plan), call_(call), options_(options.ptr()) {
   }
 
-  // True if the kernels accept all of them.
-
-  bool all_read() const {
-    return all_read_;
+  // Expands "unroll", whose number of steps depends on batch_first; returns true if the kernels accept all options.
+  bool finish() {
+    return all_read_ && (!unrolls_ || read((*unroll_scale)(call_.count_steps(plan_.table)), call_.step_gradient_scale));
   }
 
   template <class Option>
@@ -96,13 +95,13 @@ class PythonReader {
   }
 
  private:
-  bool read(py::handle given, StepNumbers& numbers) const {
+  bool read(py::handle given, StepNumbers& numbers) {
     if (given.is_none()) {
       return true;
     }
-    py::object unrolled;
     if (&numbers == &call_.step_gradient_scale && is_unroll(given)) {
-      given = unrolled = (*unroll_scale)(call_.count_steps(plan_.table));
+      unrolls_ = true;
+      return true;
     }
     PyObject* items = given.ptr();
     if (!PyList_Check(items) && !PyTuple_Check(items) && !PyRange_Check(items)) {
@@ -182,6 +181,7 @@ class PythonReader {
   PyObject* options_;
   Py_ssize_t next_ = 0;
   bool all_read_ = true;
+  bool unrolls_ = false;
 };
 
 // Raises for a class that the head does not have, which the kernel would make NaN. Classes on a device are not read.
@@ -266,7 +266,7 @@ bool read_call(const Plan& plan, py::handle predictions, py::handle targets, py:
     return false;
   }
   Options::each(call, reader);
-  if (!reader.all_read() || !call.settle(plan.table)) {
+  if (!reader.finish() || !call.settle(plan.table)) {
     return false;
   }
   const bool records = at::GradMode::is_enabled();
