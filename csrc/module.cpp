@@ -7,6 +7,7 @@
 #include "loss/decode.h"
 #include "loss/encode.h"
 #include "math/statistics.h"
+#include "returns/eager.h"
 #include "tensors/clip_gradients.h"
 #include "tensors/l2_loss.h"
 #include "tensors/statistics.h"
@@ -199,6 +200,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("decode", &decode);
   m.def("set_decode_gradient", &gradscale::set_decode_gradient);
   m.def("l2_loss", &l2_loss);
+  m.def("returns", &gradscale::returns_in_eager_mode);
+  m.def("muzero_targets", &gradscale::muzero_targets_in_eager_mode);
   m.attr("histogram_bins") = gradscale::kHistogramBins;
   m.attr("histogram_first_edge") = gradscale::kFirstEdge;
   m.def("tensor_statistics", &tensor_statistics);

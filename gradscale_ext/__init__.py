@@ -32,6 +32,17 @@ from .monitor.report import Finding, GradientDiagnosis
 from .monitor.statistics import GradientStatistics, clip_gradients_, gradient_statistics
 from .monitor.tracer import GradientTracer
 from .output import MultiStepLossOutput
+from .returns import (
+    GeneralizedAdvantages,
+    MuZeroTargets,
+    VTrace,
+    generalized_advantages,
+    lambda_returns,
+    muzero_targets,
+    n_step_returns,
+    retrace,
+    vtrace,
+)
 from .support import Support
 from .tensors import l2_loss
 from .transforms import signed_hyperbolic, signed_parabolic, symexp, symlog
@@ -42,6 +53,7 @@ __all__ = [
     "ClipGradientNorm",
     "ClipGradientValue",
     "Finding",
+    "GeneralizedAdvantages",
     "GradientDiagnosis",
     "GradientMonitor",
     "GradientStatistics",
@@ -49,6 +61,7 @@ __all__ = [
     "HLGauss",
     "Head",
     "MeanSquaredError",
+    "MuZeroTargets",
     "MultiStepLoss",
     "MultiStepLossOutput",
     "NegativeCosine",
@@ -59,17 +72,23 @@ __all__ = [
     "SoftCrossEntropy",
     "Support",
     "TwoHot",
+    "VTrace",
     "clip_gradient_norm",
     "clip_gradient_value",
     "clip_gradients_",
     "diagnose_gradients",
+    "generalized_advantages",
     "gradient_statistics",
     "l2_loss",
+    "lambda_returns",
     "multi_step_loss",
+    "muzero_targets",
+    "n_step_returns",
     "normalize_gradient",
     "priorities",
     "reduce_multi_step",
     "reference",
+    "retrace",
     "reverse_gradient",
     "scale_gradient",
     "signed_hyperbolic",
@@ -77,4 +96,5 @@ __all__ = [
     "symexp",
     "symlog",
     "unroll",
+    "vtrace",
 ]

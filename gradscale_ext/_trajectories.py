@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _context, _remedies
+from . import _remedies
 
 Discount = float | torch.Tensor
 
@@ -402,15 +402,3 @@ def check_window(
         batch_first=batch_first,
     )
 
-
-def tensors_for_varying(
-    discount: Discount, lambda_: Discount, dtype: torch.dtype, device: torch.device
-) -> list[Discount]:
-    """The coefficients, with tensors in place of numbers that vary under `torch.compile`: an operator takes a number as
-    a constant, and would be compiled again for the next one."""
-    if _context.is_eager():
-        return [discount, lambda_]
-    return [
-        _context.as_tensor(value, device, dtype) if type(value) is float and _context.varies(value) else value
-        for value in (discount, lambda_)
-    ]

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "gradscale_ext"
 # Machinery that names no kernel, formulas, the glue to PyTorch, and the families, which know nothing of each other.
-LAYERS = {"port": 0, "math": 1, "host": 2, "flow": 3, "loss": 3, "tensors": 3}
+LAYERS = {"port": 0, "math": 1, "host": 2, "flow": 3, "loss": 3, "tensors": 3, "returns": 3}
 FILES = sorted(path for path in CSRC.rglob("*") if path.is_file())
 SIMULATOR = "simt.h"  # of tests/simt, in place of CUDA
 

@@ -77,3 +77,32 @@ def test_reference_of_muzero_targets_against_the_definition():
                 row = muzero_row(rewards[b].numpy(), nu[b].numpy(), b, bool(over[b]), 5, n, 0.9, own)
                 for result, expected in zip(results, row, strict=True):
                     torch.testing.assert_close(result[b], torch.from_numpy(expected))
+
+
+# ---- The kernels against the reference ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("batch", "steps"), [(1, 1), (3, 5), (5, 16), (2, 47), (70, 9), (2, 600)])
+def test_kernels_against_the_reference(function, seed, batch, steps):
+    for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
+        data = random_data(seed, batch, steps, dtype=dtype)
+        expected = call(function, {name: value.double() if value.is_floating_point() else value for name, value in data.items()}, gs.reference)
+        expected = tuple(value.to(dtype) for value in expected)
+        assert_same(call(function, data), expected, rtol=tolerance, atol=tolerance)
+        turned = {name: value.T for name, value in data.items()}
+        results = call(function, turned, batch_first=False)
+        assert_same(tuple(result.T for result in results), expected, rtol=tolerance, atol=tolerance)
+        turned = {name: value.T.contiguous() for name, value in data.items()}
+        results = call(function, turned, batch_first=False)
+        assert all(result.is_contiguous() for result in results)
+        assert_same(tuple(result.T for result in results), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 16, 40, 10**12])
+def test_any_n(n):
+    for ends in (0.0, 0.1):
+        data = random_data(n % 5, 3, 40, ends=ends, padding=ends)
+        expected = by_definition(data, lambda e, t: n_step_return(e, t, n))
+        assert_same(call("n_step_returns", data, n=n), (expected,), rtol=1e-12, atol=1e-13)

@@ -1,0 +1,307 @@
+// The kernels of sums over windows: n-step returns, their adjoint, and MuZero's targets. Included once for each
+// instruction set.
+//
+// n-step returns take O(T) for any n, and divide by no power of the discount (van Herk 1992): rows are cut into blocks
+// of n steps, so that a window is the end of one block and the begin of the next. The maps x -> r + discount x of each
+// part are composed once, from where the blocks meet.
+#include "formulas.h"
+#include "sources.h"
+
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+template <class A>
+struct Result {
+  A* data;
+  int64_t stride;
+
+  Result(const ReturnsOutput& output, int64_t row)
+      : data(output.data == nullptr ? nullptr : static_cast<A*>(output.data) + row * output.strides[kRow]),
+        stride(output.strides[kStep]) {
+  }
+
+  void put(int64_t t, A x) const {
+    if (data != nullptr) {
+      data[t * stride] = x;
+    }
+  }
+};
+
+template <class A>
+struct StepOfRow {
+  A reward; // of the adjoint: the gradient of the result
+  A discount;
+  A bootstrap; // B
+  bool live;
+  bool cut;
+  bool terminated;
+
+  // The return of a window that ends here, from here.
+  A last_return() const {
+    return reward + OneLane<A>::times(discount, bootstrap);
+  }
+};
+
+template <class A>
+class RowSources {
+ public:
+  explicit RowSources(const ReturnsCall& call)
+      : rewards_(call.rewards, kStep),
+        next_values_(call.next_values, kStep),
+        discount_(call.discount, kStep),
+        terminated_(call.terminated, kStep),
+        truncated_(call.truncated, kStep),
+        mask_(call.mask, kStep),
+        steps_(call.steps) {
+  }
+
+  // Reads a row.
+  void read(int64_t row, StepOfRow<A>* out) {
+    rewards_.enter(row);
+    next_values_.enter(row);
+    discount_.enter(row);
+    terminated_.enter(row);
+    truncated_.enter(row);
+    mask_.enter(row);
+    bool later_live = false;
+    for (int64_t t = steps_ - 1; t >= 0; --t) {
+      StepOfRow<A>& s = out[t];
+      s.live = mask_.at(t);
+      s.terminated = terminated_.at(t);
+      s.cut = s.terminated || truncated_.at(t) || !later_live;
+      s.reward = s.live ? rewards_.at(t) : A(0);
+      s.discount = discount_.at(t);
+      s.bootstrap = s.terminated ? A(0) : next_values_.at(t);
+      later_live = s.live;
+    }
+  }
+
+ private:
+  Source<A> rewards_, next_values_, discount_;
+  FlagSource terminated_, truncated_, mask_;
+  int64_t steps_;
+};
+
+// A product of discounts; nothing passes once one of them is 0, or at a cut.
+template <class A>
+struct Weight {
+  A value = A(1);
+  bool open = true;
+
+  void multiply(A discount) {
+    value = OneLane<A>::product(value, discount);
+    open = open && discount != 0;
+  }
+  A times(A x) const {
+    return open ? value * x : A(0);
+  }
+};
+
+// `scratch` has the block's size.
+template <class A>
+void n_step_row(const StepOfRow<A>* steps, int64_t count, int64_t n, A* scratch, const Result<A>& result) {
+  for (int64_t begin = (count - 1) / n * n; begin >= 0; begin -= n) {
+    const int64_t end = begin + n < count ? begin + n : count;
+    // Backwards: the sum up to the block's end, or to a cut, and the weight of what follows. `scratch[i]` has what
+    // follows where a window ends at step i of the next block.
+    A sum = A(0);
+    Weight<A> weight;
+    for (int64_t t = end - 1; t >= begin; --t) {
+      const StepOfRow<A>& s = steps[t];
+      if (!s.live || s.cut) {
+        sum = s.live ? s.last_return() : A(0);
+        weight = {A(0), false};
+      } else {
+        sum = s.reward + OneLane<A>::times(s.discount, sum);
+        weight.multiply(s.discount);
+      }
+      A following = A(0);
+      if (weight.open) {
+        const int64_t last = t + n - 1 < count ? t + n - 1 : count - 1;
+        following = weight.value * (last < end ? steps[last].bootstrap : scratch[last - end]);
+      }
+      result.put(t, sum + following);
+    }
+    // Forwards: what windows that end here add to those of the block before.
+    sum = A(0);
+    weight = {};
+    A whole = A(0);
+    for (int64_t t = begin; t < end; ++t) {
+      const StepOfRow<A>& s = steps[t];
+      if (weight.open) {
+        whole = sum + weight.value * s.last_return();
+        sum += weight.value * s.reward;
+        weight.multiply(s.discount);
+        weight.open = weight.open && !s.cut && s.live;
+      }
+      scratch[t - begin] = whole;
+    }
+  }
+}
+
+// The gradient of step i's reward is the sum of those of the windows that have it: of the steps i - n + 1 .. i that no
+// cut divides from i. `sums` and `parts` have the block's size: weighted sums from a step of the block before to that
+// block's end, and their terms.
+template <class A>
+void n_step_adjoint_row(
+    const StepOfRow<A>* steps,
+    int64_t count,
+    int64_t n,
+    A* sums,
+    A* parts,
+    const Result<A>& to_reward,
+    const Result<A>& to_next_value) {
+  for (int64_t begin = 0; begin < count; begin += n) {
+    const int64_t end = begin + n < count ? begin + n : count;
+    A sum = A(0);
+    Weight<A> weight;
+    for (int64_t i = begin; i < end; ++i) {
+      const StepOfRow<A>& s = steps[i];
+      if (!s.live) {
+        sum = A(0);
+        weight = {A(0), false};
+        to_reward.put(i, A(0));
+        to_next_value.put(i, A(0));
+        continue;
+      }
+      const int64_t first = i - n + 1;
+      sum += s.reward;
+      A whole = sum;
+      A one = A(0); // of the window that ends here because it has n steps
+      if (weight.open && first >= 0) {
+        one = weight.value * (first >= begin ? steps[first].reward : parts[first - begin + n]);
+        whole += first >= begin ? A(0) : weight.value * sums[first - begin + n];
+      }
+      to_reward.put(i, whole);
+      to_next_value.put(i, s.terminated ? A(0) : OneLane<A>::times(s.discount, s.cut ? whole : one));
+      sum = s.cut ? A(0) : OneLane<A>::times(s.discount, sum);
+      if (s.cut) {
+        weight = {A(0), false};
+      } else {
+        weight.multiply(s.discount);
+      }
+    }
+    sum = A(0);
+    weight = {};
+    for (int64_t t = end - 1; t >= begin; --t) {
+      const StepOfRow<A>& s = steps[t];
+      weight.multiply(s.discount);
+      weight.open = weight.open && s.live && !s.cut;
+      parts[t - begin] = weight.times(s.reward);
+      sum += parts[t - begin];
+      sums[t - begin] = sum;
+    }
+  }
+}
+
+template <class A>
+void n_step_rows_of(const ReturnsCall& call, int64_t begin, int64_t end) {
+  RowSources<A> sources(call);
+  std::vector<StepOfRow<A>> steps(call.steps);
+  const int64_t n = std::min(call.n, call.steps);
+  std::vector<A> scratch(2 * n);
+  for (int64_t row = begin; row < end; ++row) {
+    sources.read(row, steps.data());
+    if (call.formula == Formula::n_step) {
+      n_step_row<A>(steps.data(), call.steps, n, scratch.data(), {call.outputs[0], row});
+    } else {
+      n_step_adjoint_row<A>(
+          steps.data(),
+          call.steps,
+          n,
+          scratch.data(),
+          scratch.data() + n,
+          {call.outputs[0], row},
+          {call.outputs[2], row});
+    }
+  }
+}
+
+void n_step_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
+  if (call.steps == 0) {
+    return;
+  }
+  if (call.is_double) {
+    n_step_rows_of<double>(call, begin, end);
+  } else {
+    n_step_rows_of<float>(call, begin, end);
+  }
+}
+
+// ---- MuZero ----------------------------------------------------------------------------------------------------------
+
+// r + discount * z, backwards from the bootstrap, for each unroll step.
+template <class A>
+void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
+  Source<A> rewards(call.rewards, kStep), root_values(call.root_values, kStep);
+  std::vector<A> reward_row(call.moves + 1), value_row(call.moves + 1);
+  const int64_t steps = call.unroll_steps;
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t recorded = call.lengths == nullptr ? call.moves : call.lengths[row * call.lengths_stride];
+    const int64_t length = std::max<int64_t>(0, std::min(recorded, call.moves));
+    const bool is_over = call.terminated.data == nullptr ? false : call.terminated.data[row * call.terminated.strides[kRow]];
+    // What targets are made of: neither sum can overflow, as td_steps is not more than moves here.
+    const int64_t read = std::min(length, steps + call.td_steps);
+    rewards.enter(row);
+    root_values.enter(row);
+    const A* r = rewards.row(read, reward_row.data());
+    const A* nu = root_values.row(read + 1, value_row.data());
+    const A discount = call.discount.data == nullptr
+        ? static_cast<A>(call.discount.constant)
+        : read_number<A>(call.discount.data, row * call.discount.strides[kRow], call.discount.element);
+    const int64_t* players = call.to_play == nullptr ? nullptr : call.to_play + row * call.to_play_strides[kRow];
+    const int64_t stride = call.to_play_strides[kStep];
+    A* values = static_cast<A*>(call.values) + row * call.values_strides[kRow];
+    for (int64_t j = 0; j <= steps; ++j) {
+      A z = A(0);
+      if (j <= length) {
+        const int64_t last = std::min(j + call.td_steps, length);
+        const auto seen = [&](A x, int64_t i) {
+          return players == nullptr || players[i * stride] == players[j * stride] ? x : -x;
+        };
+        z = is_over && last == length ? A(0) : seen(nu[last], last);
+        if (discount == 0 && last > j) {
+          z = seen(r[j], j);
+        } else if (players == nullptr) {
+          for (int64_t i = last - 1; i >= j; --i) {
+            z = r[i] + discount * z;
+          }
+        } else {
+          for (int64_t i = last - 1; i >= j; --i) {
+            z = seen(r[i], i) + discount * z;
+          }
+        }
+      }
+      values[j * call.values_strides[kStep]] = z;
+      const int64_t at = row * call.masks_strides[kRow] + j * call.masks_strides[kStep];
+      call.mask[at] = j <= length || is_over;
+      call.policy_mask[at] = j < length;
+    }
+    A* targets = static_cast<A*>(call.targets) + row * call.targets_strides[kRow];
+    if (call.root_reward.data != nullptr) {
+      *targets = read_number<A>(call.root_reward.data, row * call.root_reward.strides[kRow], call.root_reward.element);
+      targets += call.targets_strides[kStep];
+    }
+    A sum = A(0);
+    int64_t summed = 0;
+    for (int64_t k = 0; k < steps; ++k) {
+      const A own = k < length ? r[k] : A(0);
+      sum = summed == 0 ? own : sum + own;
+      summed = summed + 1 < call.prefix_horizon ? summed + 1 : 0;
+      targets[k * call.targets_strides[kStep]] = sum;
+    }
+  }
+}
+
+void muzero_rows(const MuZeroCall& call, int64_t begin, int64_t end) {
+  if (call.is_double) {
+    muzero_rows_of<double>(call, begin, end);
+  } else {
+    muzero_rows_of<float>(call, begin, end);
+  }
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale
