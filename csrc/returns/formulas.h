@@ -292,6 +292,21 @@ struct OneLane {
   using V = A;
   using M = bool;
 
+  static GRADSCALE_HOST_DEVICE A load(const A* from) {
+    return *from;
+  }
+  static GRADSCALE_HOST_DEVICE bool load(const uint8_t* from) {
+    return *from != 0;
+  }
+  static GRADSCALE_HOST_DEVICE A splat(A x) {
+    return x;
+  }
+  static GRADSCALE_HOST_DEVICE bool either(bool one, bool other) {
+    return one || other;
+  }
+  static GRADSCALE_HOST_DEVICE bool opposite(bool condition) {
+    return !condition;
+  }
   static GRADSCALE_HOST_DEVICE A zero() {
     return A(0);
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #define GRADSCALE_KERNELS "../returns/recurrences.h"
 #include "../port/each_instruction_set.h"

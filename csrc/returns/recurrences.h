@@ -1,9 +1,11 @@
 // The kernels of recurrences. Included once for each instruction set.
 //
 // Along steps: a vector has neighbouring steps of one row. Their maps y -> a + b y are composed in log2(lanes) rounds,
-// which takes any number of rows, and reads and writes runs of memory. Composed maps multiply, they do not select: a
-// tile with a result that is not finite is computed once more, step by step, by lanes that select.
+// which suits any number of rows, and reads and writes runs of memory.
 // Across rows: a vector has one step of neighbouring rows, for trajectories in which these are neighbours in memory.
+//
+// Both take a tile at a time, and multiply where formulas select: a tile with a number that is not finite is computed
+// once more, step by step, by lanes that select.
 #include "formulas.h"
 #include "sources.h"
 
@@ -31,6 +33,35 @@ struct Vectors {
   typedef A V __attribute__((vector_size(kBytes)));
   typedef Integer M __attribute__((vector_size(kBytes)));
   typedef uint8_t Bytes __attribute__((vector_size(kCount)));
+};
+
+// A byte to each lane. Compilers do not make one instruction of this.
+template <class Vectors, class M = typename Vectors::M>
+GRADSCALE_HOST_DEVICE M widened(const uint8_t* from) {
+#if GRADSCALE_X86_VARIANTS
+  constexpr int lanes = Vectors::kCount;
+  if constexpr (lanes == 16) {
+    return (M)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  } else if constexpr (lanes == 8 && Vectors::kBytes == 64) {
+    return (M)_mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  } else if constexpr (lanes == 8) {
+    return (M)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  } else if constexpr (lanes == 4 && Vectors::kBytes == 32) {
+    int32_t bytes;
+    memcpy(&bytes, from, sizeof(bytes));
+    return (M)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(bytes));
+  }
+#endif
+  typename Vectors::Bytes bytes;
+  memcpy(&bytes, from, sizeof(bytes));
+  return __builtin_convertvector(bytes, M);
+}
+
+// Lanes of vectors, whose coefficients of 0 multiply.
+template <class A>
+struct Lanes : Vectors<A> {
+  using V = typename Vectors<A>::V;
+  using M = typename Vectors<A>::M;
 
   static GRADSCALE_HOST_DEVICE V load(const A* from) {
     V x;
@@ -38,43 +69,34 @@ struct Vectors {
     return x;
   }
   static GRADSCALE_HOST_DEVICE M load(const uint8_t* from) {
-    Bytes bytes;
-    memcpy(&bytes, from, sizeof(Bytes));
-    return __builtin_convertvector(bytes, M) != 0;
+    return widened<Vectors<A>>(from) != 0;
+  }
+  static GRADSCALE_HOST_DEVICE void store(A* to, V x) {
+    memcpy(to, &x, sizeof(V));
   }
   static GRADSCALE_HOST_DEVICE V splat(A x) {
     return x - V{};
   }
-};
-
-// Lanes of vectors. `kChecked`: results that are not finite are computed once more, so that a coefficient of 0 may
-// multiply.
-template <class A, bool kChecked>
-struct Lanes : Vectors<A> {
-  using V = typename Vectors<A>::V;
-  using M = typename Vectors<A>::M;
-
   static GRADSCALE_HOST_DEVICE V zero() {
     return V{};
   }
   static GRADSCALE_HOST_DEVICE V one() {
     return V{} + A(1);
   }
+  static GRADSCALE_HOST_DEVICE M either(M one, M other) {
+    return one | other;
+  }
+  static GRADSCALE_HOST_DEVICE M opposite(M condition) {
+    return ~condition;
+  }
   static GRADSCALE_HOST_DEVICE V select(M condition, V x, V y) {
     return condition ? x : y;
   }
   static GRADSCALE_HOST_DEVICE V times(V c, V x) {
-    return kChecked ? c * x : select(c == 0, V{}, c * x);
+    return c * x;
   }
   static GRADSCALE_HOST_DEVICE V product(V c, V d) {
-    if constexpr (kChecked) {
-      return c * d;
-    }
-    V result;
-    for (int i = 0; i < Vectors<A>::kCount; ++i) {
-      result[i] = OneLane<A>::product(c[i], d[i]);
-    }
-    return result;
+    return c * d;
   }
   static GRADSCALE_HOST_DEVICE V least(V x, V limit) {
     return limit < x ? limit : x;
@@ -113,109 +135,143 @@ GRADSCALE_HOST_DEVICE void compose(V& a, V& b) {
   }
 }
 
-#endif
+template <class A>
+constexpr int kLanesOf = Vectors<A>::kCount;
 
-// ---- Reading and writing ---------------------------------------------------------------------------------------------
+#else
 
 template <class A>
-struct Sources {
-  Source<A> rewards, values, next_values, discount, lambda, ratios;
-  FlagSource terminated, truncated, mask;
+constexpr int kLanesOf = 1;
+
+#endif
+
+// ---- Tiles -----------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kTile = 256;      // steps of a row
+constexpr int64_t kRowsOfTile = 64; // rows of a step: a cache line of flags
+
+// What a kernel reads and writes, along steps or across rows.
+template <class A>
+struct Tile {
+  Piece<A> rewards, values, next_values, discount, lambda, ratios;
+  Piece<uint8_t> terminated, truncated, live, later_live;
+  const A* later_values;
+  A* out[kOutputs];
+  A limits[3];
+};
+
+template <class A>
+struct Buffers {
+  static constexpr int64_t kSize = kTile + kMostLanes;
+  A numbers[6][kSize];
+  uint8_t flags[3][kSize];
+  A results[kOutputs][kSize];
+};
+
+template <class A>
+class Sources {
+ public:
   const ReturnsCall& call;
 
   Sources(const ReturnsCall& call, int inner)
-      : rewards(call.rewards, inner),
-        values(call.values, inner),
-        next_values(call.next_values, inner),
-        discount(call.discount, inner),
-        lambda(call.lambda, inner),
-        ratios(call.ratios, inner),
-        terminated(call.terminated, inner),
-        truncated(call.truncated, inner),
-        mask(call.mask, inner),
-        call(call) {
-  }
-
-  void enter(int64_t outer) {
-    rewards.enter(outer);
-    values.enter(outer);
-    next_values.enter(outer);
-    discount.enter(outer);
-    lambda.enter(outer);
-    ratios.enter(outer);
-    terminated.enter(outer);
-    truncated.enter(outer);
-    mask.enter(outer);
-  }
-
-  // Step t of the row that was entered.
-  Transition<OneLane<A>> at(int64_t t) const {
-    Transition<OneLane<A>> s;
-    const bool has_later = t + 1 < call.steps;
-    s.reward = rewards.at(t);
-    s.value = values.at(t);
-    s.later_value = has_later ? values.at(t + 1) : A(0);
-    s.next_value = next_values.at(t);
-    s.discount = discount.at(t);
-    s.lambda = lambda.at(t);
-    s.ratio = ratios.at(t);
+      : call(call),
+        inner_(inner),
+        rewards_(call.rewards, inner),
+        values_(call.values, inner),
+        next_values_(call.next_values, inner),
+        discount_(call.discount, inner),
+        lambda_(call.lambda, inner),
+        ratios_(call.ratios, inner),
+        terminated_(call.terminated, inner),
+        truncated_(call.truncated, inner),
+        mask_(call.mask, inner) {
     for (int k = 0; k < 3; ++k) {
-      s.limits[k] = static_cast<A>(call.limits[k]);
+      tile.limits[k] = static_cast<A>(call.limits[k]);
     }
-    s.live = mask.at(t);
-    s.terminated = terminated.at(t);
-    s.cut = s.terminated || truncated.at(t) || !has_later || !mask.at(t + 1);
-    return s;
   }
+
+  // Reads elements begin .. begin + count, and masked ones up to `padded`. `later`: another value is read behind them.
+  void read(int64_t outer, int64_t begin, int64_t count, int64_t padded, bool later) {
+    const auto numbers = [&](Source<A>& source, int k, int64_t more = 0) {
+      return source.piece(outer, begin, count, padded + more, buffers_.numbers[k]);
+    };
+    tile.rewards = numbers(rewards_, 0);
+    tile.values = numbers(values_, 1, later ? 1 : 0);
+    tile.next_values = numbers(next_values_, 2);
+    tile.discount = numbers(discount_, 3);
+    tile.lambda = numbers(lambda_, 4);
+    tile.ratios = numbers(ratios_, 5);
+    tile.terminated = terminated_.piece(outer, begin, count, padded, buffers_.flags[0]);
+    tile.truncated = truncated_.piece(outer, begin, count, padded, buffers_.flags[1]);
+    for (int k = 0; k < kOutputs; ++k) {
+      const ReturnsOutput& output = call.outputs[k];
+      const bool in_place = output.data != nullptr && output.strides[inner_] == 1 && count == padded;
+      tile.out[k] = in_place ? static_cast<A*>(output.data) + outer * output.strides[1 - inner_] + begin
+                             : buffers_.results[k];
+    }
+  }
+
+  Piece<uint8_t> mask(int64_t outer, int64_t begin, int64_t count, int64_t padded, uint8_t* buffer) {
+    return mask_.piece(outer, begin, count, padded, buffer);
+  }
+
+  // Copies results that were not written in place.
+  void write(int64_t outer, int64_t begin, int64_t count) const {
+    for (int k = 0; k < kOutputs; ++k) {
+      const ReturnsOutput& output = call.outputs[k];
+      if (output.data != nullptr && tile.out[k] == buffers_.results[k]) {
+        const int64_t stride = output.strides[inner_];
+        A* to = static_cast<A*>(output.data) + outer * output.strides[1 - inner_] + begin * stride;
+        for (int64_t i = 0; i < count; ++i) {
+          to[i * stride] = buffers_.results[k][i];
+        }
+      }
+    }
+  }
+
+  // Zeros for kRowsOfTile rows, to which a walk across rows copies the values of a step.
+  A* later_values() {
+    std::fill(later_values_, later_values_ + kRowsOfTile, A(0));
+    tile.later_values = later_values_;
+    return later_values_;
+  }
+
+  uint8_t* flags_of_tile() {
+    return buffers_.flags[2];
+  }
+
+  Tile<A> tile;
+
+ private:
+  int inner_;
+  Source<A> rewards_, values_, next_values_, discount_, lambda_, ratios_;
+  FlagSource terminated_, truncated_, mask_;
+  Buffers<A> buffers_;
+  A later_values_[kRowsOfTile];
 };
 
-template <class A>
-struct Result {
-  A* data;
-  int64_t stride;
-
-  Result(const ReturnsOutput& output, int inner, int64_t outer)
-      : data(output.data == nullptr ? nullptr : static_cast<A*>(output.data) + outer * output.strides[1 - inner]),
-        stride(output.strides[inner]) {
+template <class F, class L, class A>
+GRADSCALE_HOST_DEVICE Transition<L> transition(const Tile<A>& tile, int64_t i) {
+  const auto load = [i](const auto& piece) { return L::load(piece.data + i * piece.advance); };
+  Transition<L> s;
+  s.reward = load(tile.rewards);
+  s.value = load(tile.values);
+  s.next_value = load(tile.next_values);
+  s.discount = load(tile.discount);
+  s.lambda = load(tile.lambda);
+  s.ratio = load(tile.ratios);
+  s.later_value = L::zero();
+  if constexpr (std::is_same_v<F, VTrace>) {
+    s.later_value = L::load(tile.later_values + i);
   }
-
-  void put(int64_t i, A x) const {
-    if (data != nullptr) {
-      data[i * stride] = x;
-    }
+  for (int k = 0; k < 3; ++k) {
+    s.limits[k] = L::splat(tile.limits[k]);
   }
-
-#if defined(__GNUC__)
-  void put(int64_t i, typename Vectors<A>::V x, int count = Vectors<A>::kCount) const {
-    if (data == nullptr) {
-      return;
-    }
-    if (stride == 1 && count == Vectors<A>::kCount) {
-      memcpy(data + i, &x, sizeof(x));
-      return;
-    }
-    for (int k = 0; k < count; ++k) {
-      data[(i + k) * stride] = x[k];
-    }
-  }
-#endif
-};
-
-template <class A>
-struct Results {
-  Result<A> results[kOutputs];
-
-  Results(const ReturnsCall& call, int inner, int64_t outer)
-      : results{{call.outputs[0], inner, outer}, {call.outputs[1], inner, outer}, {call.outputs[2], inner, outer}} {
-  }
-};
-
-// What a walk hands from step to step.
-template <class V>
-struct Carry {
-  V y{};
-  V extra{};
-};
+  s.live = load(tile.live);
+  s.terminated = load(tile.terminated);
+  s.cut = L::either(L::either(s.terminated, load(tile.truncated)), L::opposite(load(tile.later_live)));
+  return s;
+}
 
 template <class F, class L>
 GRADSCALE_HOST_DEVICE typename L::V extra_of(const Transition<L>& s) {
@@ -226,26 +282,29 @@ GRADSCALE_HOST_DEVICE typename L::V extra_of(const Transition<L>& s) {
   }
 }
 
-// One step of each lane; returns what it carries on.
-template <class F, class L, class V = typename L::V>
-GRADSCALE_HOST_DEVICE Carry<V> walk(const Transition<L>& s, const Carry<V>& carry, V* out) {
+// What a walk hands from step to step.
+template <class V>
+struct Carry {
+  V y{};
+  V extra{};
+};
+
+// One step, or one of each lane.
+template <class F, class L, class A, class V = typename L::V>
+GRADSCALE_HOST_DEVICE void walk(const Tile<A>& tile, int64_t i, Carry<V>& carry, V* out) {
+  const Transition<L> s = transition<F, L>(tile, i);
   const Affine<L> map = F::template map<L>(s);
   const V y = map.a + L::times(map.b, carry.y);
   F::template results<L>(s, y, carry.y, carry.extra, out);
-  return {y, extra_of<F, L>(s)};
+  carry = {y, extra_of<F, L>(s)};
 }
 
-// Steps begin .. end of a row, one after the other.
-template <class A, class F>
-void step_by_step(
-    const Sources<A>& sources, const Results<A>& results, int64_t begin, int64_t end, Carry<A>& carry) {
+template <class F, class A>
+void one_step(const Tile<A>& tile, int64_t i, Carry<A>& carry) {
   A out[kOutputs];
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t t = F::kAdjoint ? i : begin + end - 1 - i;
-    carry = walk<F, OneLane<A>>(sources.at(t), carry, out);
-    for (int k = 0; k < F::kResults; ++k) {
-      results.results[k].put(t, out[k]);
-    }
+  walk<F, OneLane<A>>(tile, i, carry, out);
+  for (int k = 0; k < F::kResults; ++k) {
+    tile.out[k][i] = out[k];
   }
 }
 
@@ -253,70 +312,16 @@ void step_by_step(
 
 #if defined(__GNUC__)
 
-constexpr int64_t kTile = 256; // steps that are checked together
-
-// `count` lanes from i on, and zeros.
-template <class L, class S, class T>
-GRADSCALE_HOST_DEVICE auto load_lanes(const S& source, int64_t i, int count) {
-  T buffer[L::kCount];
-  if (count == L::kCount) {
-    return L::load(source.read(i, L::kCount, buffer));
-  }
-  for (int k = 0; k < L::kCount; ++k) {
-    buffer[k] = k < count ? source.at(i + k) : T(0);
-  }
-  return L::load(buffer);
-}
-
-template <class L, class A>
-GRADSCALE_HOST_DEVICE typename L::V load(const Source<A>& source, int64_t i, int count = L::kCount) {
-  return load_lanes<L, Source<A>, A>(source, i, count);
-}
-
-template <class L>
-GRADSCALE_HOST_DEVICE typename L::M load(const FlagSource& source, int64_t i, int count = L::kCount) {
-  return load_lanes<L, FlagSource, uint8_t>(source, i, count);
-}
-
-// `count` steps from t on; the lanes behind them are masked.
-template <class A, class F, class L>
-GRADSCALE_HOST_DEVICE Transition<L> read_steps(const Sources<A>& sources, int64_t t, int count) {
-  using V = typename L::V;
-  using M = typename L::M;
-  Transition<L> s;
-  const bool has_later = t + L::kCount < sources.call.steps;
-  s.reward = load<L>(sources.rewards, t, count);
-  s.value = load<L>(sources.values, t, count);
-  s.next_value = load<L>(sources.next_values, t, count);
-  s.discount = load<L>(sources.discount, t, count);
-  s.lambda = load<L>(sources.lambda, t, count);
-  s.ratio = load<L>(sources.ratios, t, count);
-  for (int k = 0; k < 3; ++k) {
-    s.limits[k] = L::splat(static_cast<A>(sources.call.limits[k]));
-  }
-  s.later_value = V{};
-  if constexpr (std::is_same_v<F, VTrace>) {
-    s.later_value = has_later ? load<L>(sources.values, t + 1) : shifted<false, 1, A>(s.value, V{});
-  }
-  s.live = load<L>(sources.mask, t, count);
-  s.terminated = load<L>(sources.terminated, t, count);
-  const M later_live = has_later ? load<L>(sources.mask, t + 1) : shifted<false, 1, A>(s.live, M{});
-  s.cut = s.terminated | load<L>(sources.truncated, t, count) | ~later_live;
-  return s;
-}
-
-// Steps begin .. end. Returns false if a number is not finite.
-template <class A, class F>
-bool walk_tile(const Sources<A>& sources, const Results<A>& results, int64_t begin, int64_t end, Carry<A>& carry) {
-  using L = Lanes<A, /*kChecked=*/true>;
+// Returns false if a number is not finite.
+template <class F, class A>
+bool walk_along(const Tile<A>& tile, int64_t padded, Carry<A>& carry) {
+  using L = Lanes<A>;
   using V = typename L::V;
   constexpr int last = F::kAdjoint ? L::kCount - 1 : 0; // in the order of the walk
   V y = L::splat(carry.y), extra = L::splat(carry.extra), check{};
-  const int64_t vectors = (end - begin + L::kCount - 1) / L::kCount;
-  for (int64_t i = 0; i < vectors; ++i) {
-    const int64_t t = begin + (F::kAdjoint ? i : vectors - 1 - i) * L::kCount;
-    const int count = static_cast<int>(std::min<int64_t>(L::kCount, end - t));
-    const Transition<L> s = read_steps<A, F, L>(sources, t, count);
+  for (int64_t n = 0; n < padded; n += L::kCount) {
+    const int64_t i = F::kAdjoint ? n : padded - L::kCount - n;
+    const Transition<L> s = transition<F, L>(tile, i);
     Affine<L> map = F::template map<L>(s);
     compose<F::kAdjoint, 1, A>(map.a, map.b);
     const V own = map.a + map.b * y;
@@ -324,11 +329,12 @@ bool walk_tile(const Sources<A>& sources, const Results<A>& results, int64_t beg
     V out[kOutputs];
     F::template results<L>(
         s, own, shifted<F::kAdjoint, 1, A>(own, y), shifted<F::kAdjoint, 1, A>(own_extra, extra), out);
-    check += own - own;
+    V sum = own;
     for (int k = 0; k < F::kResults; ++k) {
-      results.results[k].put(t, out[k], count);
-      check += out[k] - out[k];
+      L::store(tile.out[k] + i, out[k]);
+      sum += out[k];
     }
+    check += sum - sum;
     y = L::splat(own[last]);
     extra = L::splat(own_extra[last]);
   }
@@ -340,29 +346,41 @@ bool walk_tile(const Sources<A>& sources, const Results<A>& results, int64_t beg
   return sum == 0;
 }
 
-template <class A, class F>
-void along_row(const Sources<A>& sources, const Results<A>& results, Carry<A>& carry) {
-  const int64_t steps = sources.call.steps;
-  const int64_t tiles = (steps + kTile - 1) / kTile;
-  for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t begin = (F::kAdjoint ? i : tiles - 1 - i) * kTile;
-    const int64_t end = std::min(begin + kTile, steps);
-    const Carry<A> before = carry;
-    if (!walk_tile<A, F>(sources, results, begin, end, carry)) {
-      carry = before;
-      step_by_step<A, F>(sources, results, begin, end, carry);
-    }
-  }
-}
-
 #else
 
-template <class A, class F>
-void along_row(const Sources<A>& sources, const Results<A>& results, Carry<A>& carry) {
-  step_by_step<A, F>(sources, results, 0, sources.call.steps, carry);
+template <class F, class A>
+bool walk_along(const Tile<A>& /*tile*/, int64_t /*padded*/, Carry<A>& /*carry*/) {
+  return false;
 }
 
 #endif
+
+template <class F, class A>
+void along_row(Sources<A>& sources, int64_t row) {
+  const int64_t steps = sources.call.steps;
+  const int64_t tiles = (steps + kTile - 1) / kTile;
+  Tile<A>& tile = sources.tile;
+  Carry<A> carry;
+  for (int64_t n = 0; n < tiles; ++n) {
+    const int64_t begin = (F::kAdjoint ? n : tiles - 1 - n) * kTile;
+    const int64_t count = std::min(kTile, steps - begin);
+    const int64_t padded = (count + kLanesOf<A> - 1) / kLanesOf<A> * kLanesOf<A>;
+    const bool is_last = begin + count == steps;
+    sources.read(row, begin, count, padded, std::is_same_v<F, VTrace> && is_last);
+    tile.later_values = tile.values.data + tile.values.advance;
+    // The mask of the step behind the tile is read too; behind the window everything is masked.
+    tile.live = sources.mask(row, begin, is_last ? count : count + 1, padded + 1, sources.flags_of_tile());
+    tile.later_live = {tile.live.data + tile.live.advance, tile.live.advance};
+    const Carry<A> before = carry;
+    if (!walk_along<F>(tile, padded, carry)) {
+      carry = before;
+      for (int64_t i = 0; i < count; ++i) {
+        one_step<F>(tile, F::kAdjoint ? i : count - 1 - i, carry);
+      }
+    }
+    sources.write(row, begin, count);
+  }
+}
 
 template <class Function>
 void dispatch_call(const ReturnsCall& call, Function function) {
@@ -377,90 +395,106 @@ void dispatch_call(const ReturnsCall& call, Function function) {
 
 void along_steps(const ReturnsCall& call, int64_t begin, int64_t end) {
   dispatch_call(call, [&](auto number, auto formula) {
-    using A = decltype(number);
-    Sources<A> sources(call, kStep);
+    Sources<decltype(number)> sources(call, kStep);
     for (int64_t row = begin; row < end; ++row) {
-      sources.enter(row);
-      Carry<A> carry;
-      along_row<A, decltype(formula)>(sources, Results<A>(call, kStep, row), carry);
+      along_row<decltype(formula)>(sources, row);
     }
   });
 }
 
 // ---- Across rows -----------------------------------------------------------------------------------------------------
 
+template <class A>
+struct CarryOfRows {
+  alignas(64) A y[kRowsOfTile] = {};
+  alignas(64) A extra[kRowsOfTile] = {};
+};
+
 #if defined(__GNUC__)
 
-// Rows begin .. begin + vectors * lanes.
-template <class A, class F, int vectors>
-void across_block(Sources<A>& sources, int64_t begin) {
-  using L = Lanes<A, /*kChecked=*/false>;
+template <class F, class A>
+bool walk_across(const Tile<A>& tile, int64_t padded, CarryOfRows<A>& carry) {
+  using L = Lanes<A>;
   using V = typename L::V;
-  using M = typename L::M;
-  const ReturnsCall& call = sources.call;
-  Carry<V> carry[vectors];
-  M later_live[vectors] = {};
-  V later_value[vectors] = {};
-  for (int64_t i = 0; i < call.steps; ++i) {
-    const int64_t t = F::kAdjoint ? i : call.steps - 1 - i;
-    if (F::kAdjoint && t + 1 < call.steps) {
-      sources.mask.enter(t + 1);
-      for (int k = 0; k < vectors; ++k) {
-        later_live[k] = load<L>(sources.mask, begin + k * L::kCount);
-      }
-    } else if (F::kAdjoint) {
-      std::fill(later_live, later_live + vectors, M{});
+  V check{};
+  for (int64_t i = 0; i < padded; i += L::kCount) {
+    Carry<V> own{L::load(carry.y + i), L::load(carry.extra + i)};
+    V out[kOutputs];
+    walk<F, L>(tile, i, own, out);
+    V sum = own.y + own.extra;
+    for (int k = 0; k < F::kResults; ++k) {
+      L::store(tile.out[k] + i, out[k]);
+      sum += out[k];
     }
-    sources.enter(t);
-    const Results<A> results(call, kRow, t);
-    for (int k = 0; k < vectors; ++k) {
-      const int64_t row = begin + k * L::kCount;
-      Transition<L> s;
-      s.reward = load<L>(sources.rewards, row);
-      s.value = load<L>(sources.values, row);
-      s.later_value = later_value[k];
-      s.next_value = load<L>(sources.next_values, row);
-      s.discount = load<L>(sources.discount, row);
-      s.lambda = load<L>(sources.lambda, row);
-      s.ratio = load<L>(sources.ratios, row);
-      for (int limit = 0; limit < 3; ++limit) {
-        s.limits[limit] = L::splat(static_cast<A>(call.limits[limit]));
-      }
-      s.live = load<L>(sources.mask, row);
-      s.terminated = load<L>(sources.terminated, row);
-      s.cut = s.terminated | load<L>(sources.truncated, row) | ~later_live[k];
-      V out[kOutputs];
-      carry[k] = walk<F, L>(s, carry[k], out);
-      for (int output = 0; output < F::kResults; ++output) {
-        results.results[output].put(row, out[output]);
-      }
-      if (!F::kAdjoint) {
-        later_live[k] = s.live;
-        later_value[k] = s.value;
-      }
-    }
+    check += sum - sum;
+    L::store(carry.y + i, own.y);
+    L::store(carry.extra + i, own.extra);
   }
+  A sum = A(0);
+  for (int k = 0; k < L::kCount; ++k) {
+    sum += check[k];
+  }
+  return sum == 0;
+}
+
+#else
+
+template <class F, class A>
+bool walk_across(const Tile<A>& /*tile*/, int64_t /*padded*/, CarryOfRows<A>& /*carry*/) {
+  return false;
 }
 
 #endif
 
-// Blocks of 64 rows: a cache line of flags.
-void across_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
-#if defined(__GNUC__)
-  dispatch_call(call, [&](auto number, auto formula) {
-    using A = decltype(number);
-    using F = decltype(formula);
-    constexpr int count = Vectors<A>::kCount;
-    Sources<A> sources(call, kRow);
-    for (; begin + 4 * count <= end; begin += 4 * count) {
-      across_block<A, F, 4>(sources, begin);
+template <class F, class A>
+void across_tile(Sources<A>& sources, int64_t begin, int64_t count) {
+  const int64_t steps = sources.call.steps;
+  const int64_t padded = (count + kLanesOf<A> - 1) / kLanesOf<A> * kLanesOf<A>;
+  Tile<A>& tile = sources.tile;
+  CarryOfRows<A> carry;
+  uint8_t flags[2][kRowsOfTile] = {};
+  A* later_values = sources.later_values();
+  for (int64_t n = 0; n < steps; ++n) {
+    const int64_t t = F::kAdjoint ? n : steps - 1 - n;
+    sources.read(t, begin, count, padded, false);
+    tile.live = sources.mask(t, begin, count, padded, flags[0]);
+    tile.later_live = {flags[1], 1};
+    if (F::kAdjoint && t + 1 < steps) {
+      tile.later_live = sources.mask(t + 1, begin, count, padded, flags[1]);
+    } else if (F::kAdjoint) {
+      memset(flags[1], 0, sizeof(flags[1]));
     }
-    for (; begin + count <= end; begin += count) {
-      across_block<A, F, 1>(sources, begin);
+    const CarryOfRows<A> before = carry;
+    if (!walk_across<F>(tile, padded, carry)) {
+      carry = before;
+      for (int64_t i = 0; i < count; ++i) {
+        Carry<A> own{carry.y[i], carry.extra[i]};
+        one_step<F>(tile, i, own);
+        carry.y[i] = own.y;
+        carry.extra[i] = own.extra;
+      }
+    }
+    if (!F::kAdjoint) {
+      for (int64_t i = 0; i < padded; ++i) {
+        flags[1][i] = tile.live[i];
+      }
+      if (std::is_same_v<F, VTrace>) {
+        for (int64_t i = 0; i < padded; ++i) {
+          later_values[i] = tile.values[i];
+        }
+      }
+    }
+    sources.write(t, begin, count);
+  }
+}
+
+void across_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
+  dispatch_call(call, [&](auto number, auto formula) {
+    Sources<decltype(number)> sources(call, kRow);
+    for (int64_t row = begin; row < end; row += kRowsOfTile) {
+      across_tile<decltype(formula)>(sources, row, std::min(kRowsOfTile, end - row));
     }
   });
-#endif
-  along_steps(call, begin, end);
 }
 
 } // namespace

@@ -1,4 +1,5 @@
-// Operands of a call as the CPU's kernels read them, along one dimension. Included once for each instruction set.
+// Operands of a call as the CPU's kernels read them: along one dimension, a piece at a time. Pieces that are runs of
+// the kernel's type are read in place; others are copied to a buffer that the first-level cache holds.
 #pragma once
 
 #include "call.h"
@@ -24,86 +25,75 @@ A read_number(const void* data, int64_t index, Element element) {
   return A(0);
 }
 
-// The most lanes of a kernel.
 constexpr int kMostLanes = 16;
 
-// Numbers along `kInner` at one place of the other dimension. They are read in place: as a run, as one number for all,
-// or wherever their stride leads.
+// Element i is data[i * advance]. An advance of 0: one value for all, of which kMostLanes copies can be read at once.
+template <class A>
+struct Piece {
+  const A* data;
+  int64_t advance;
+
+  A operator[](int64_t i) const {
+    return data[i * advance];
+  }
+};
+
+// Numbers of any type along the dimension `inner`.
 template <class A>
 class Source {
  public:
   Source(const Operand& operand, int inner)
-      : operand_(operand), inner_stride_(operand.strides[inner]), outer_stride_(operand.strides[1 - inner]) {
+      : operand_(operand),
+        inner_stride_(operand.strides[inner]),
+        outer_stride_(operand.strides[1 - inner]),
+        is_run_(operand.element == ElementOf<A>::value && inner_stride_ == 1) {
     if (operand.data == nullptr) {
       fill(static_cast<A>(operand.constant));
-    }
-    is_run_ = operand.element == ElementOf<A>::value && inner_stride_ == 1;
-    is_fixed_ = operand.data == nullptr;
-  }
-  Source(const Source&) = delete;
-  Source& operator=(const Source&) = delete;
-
-  // Moves to a place of the other dimension.
-  void enter(int64_t outer) {
-    if (is_fixed_) {
-      return;
-    }
-    offset_ = outer * outer_stride_;
-    if (is_run_) {
-      run_ = static_cast<const A*>(operand_.data) + offset_;
-      advance_ = 1;
-    } else if (inner_stride_ == 0) {
-      fill(read_number<A>(operand_.data, offset_, operand_.element));
-      is_fixed_ = outer_stride_ == 0;
-    } else {
-      run_ = nullptr;
+    } else if (inner_stride_ == 0 && outer_stride_ == 0) {
+      fill(read_number<A>(operand.data, 0, operand.element));
     }
   }
 
-  // Elements i .. i + count, a vector: a run of them, or a copy in `buffer`.
-  const A* read(int64_t i, int count, A* buffer) const {
-    if (run_ != nullptr) {
-      return run_ + i * advance_;
+  // Elements begin .. begin + count at a place of the other dimension, with zeros up to `padded`.
+  Piece<A> piece(int64_t outer, int64_t begin, int64_t count, int64_t padded, A* buffer) {
+    if (operand_.data == nullptr || (inner_stride_ == 0 && outer_stride_ == 0)) {
+      return {copies_, 0};
     }
-    for (int k = 0; k < count; ++k) {
-      buffer[k] = at(i + k);
+    const int64_t offset = outer * outer_stride_;
+    if (inner_stride_ == 0) {
+      fill(read_number<A>(operand_.data, offset, operand_.element));
+      return {copies_, 0};
     }
-    return buffer;
-  }
-
-  // Elements 0 .. count: the run itself, or a copy in `buffer`.
-  const A* row(int64_t count, A* buffer) const {
-    if (run_ != nullptr && advance_ == 1) {
-      return run_;
+    if (is_run_ && count == padded) {
+      return {static_cast<const A*>(operand_.data) + offset + begin, 1};
     }
-    for (int64_t i = 0; i < count; ++i) {
-      buffer[i] = at(i);
-    }
-    return buffer;
-  }
-
-  A at(int64_t i) const {
-    return run_ != nullptr ? run_[i * advance_]
-                           : read_number<A>(operand_.data, offset_ + i * inner_stride_, operand_.element);
+    copy(offset + begin * inner_stride_, count, buffer);
+    std::fill(buffer + count, buffer + padded, A(0));
+    return {buffer, 1};
   }
 
  private:
   void fill(A value) {
-    for (A& copy : copies_) {
-      copy = value;
+    std::fill(copies_, copies_ + kMostLanes, value);
+  }
+
+  void copy(int64_t offset, int64_t count, A* buffer) const {
+    if (is_run_) {
+      memcpy(buffer, static_cast<const A*>(operand_.data) + offset, count * sizeof(A));
+      return;
     }
-    run_ = copies_;
-    advance_ = 0;
+    dispatch_element(operand_.element, [&](auto type) {
+      const auto* from = static_cast<const decltype(type)*>(operand_.data) + offset;
+      for (int64_t i = 0; i < count; ++i) {
+        buffer[i] = static_cast<A>(to_accumulate(from[i * inner_stride_]));
+      }
+    });
   }
 
   const Operand& operand_;
   int64_t inner_stride_;
   int64_t outer_stride_;
-  int64_t offset_ = 0;
-  const A* run_ = nullptr;
-  int64_t advance_ = 0;
   bool is_run_;
-  bool is_fixed_;
   A copies_[kMostLanes];
 };
 
@@ -112,53 +102,32 @@ class FlagSource {
  public:
   FlagSource(const FlagOperand& operand, int inner)
       : operand_(operand), inner_stride_(operand.strides[inner]), outer_stride_(operand.strides[1 - inner]) {
-    if (operand.data == nullptr) {
-      fill(operand.constant);
-    }
+    memset(copies_, operand.constant, sizeof(copies_));
   }
-  FlagSource(const FlagSource&) = delete;
-  FlagSource& operator=(const FlagSource&) = delete;
 
-  void enter(int64_t outer) {
+  Piece<uint8_t> piece(int64_t outer, int64_t begin, int64_t count, int64_t padded, uint8_t* buffer) const {
+    if (operand_.data == nullptr && count == padded) {
+      return {copies_, 0};
+    }
+    if (inner_stride_ == 1 && count == padded) {
+      return {operand_.data + outer * outer_stride_ + begin, 1};
+    }
     if (operand_.data == nullptr) {
-      return;
+      memset(buffer, operand_.constant, count);
+    } else {
+      const uint8_t* from = operand_.data + outer * outer_stride_ + begin * inner_stride_;
+      for (int64_t i = 0; i < count; ++i) {
+        buffer[i] = from[i * inner_stride_];
+      }
     }
-    offset_ = outer * outer_stride_;
-    if (inner_stride_ == 1) {
-      run_ = operand_.data + offset_;
-      advance_ = 1;
-    } else if (inner_stride_ == 0) {
-      fill(operand_.data[offset_]);
-    }
-  }
-
-  const uint8_t* read(int64_t i, int count, uint8_t* buffer) const {
-    if (run_ != nullptr) {
-      return run_ + i * advance_;
-    }
-    for (int k = 0; k < count; ++k) {
-      buffer[k] = at(i + k);
-    }
-    return buffer;
-  }
-
-  bool at(int64_t i) const {
-    return (run_ != nullptr ? run_[i * advance_] : operand_.data[offset_ + i * inner_stride_]) != 0;
+    memset(buffer + count, 0, padded - count);
+    return {buffer, 1};
   }
 
  private:
-  void fill(uint8_t value) {
-    memset(copies_, value, sizeof(copies_));
-    run_ = copies_;
-    advance_ = 0;
-  }
-
   const FlagOperand& operand_;
   int64_t inner_stride_;
   int64_t outer_stride_;
-  int64_t offset_ = 0;
-  const uint8_t* run_ = nullptr;
-  int64_t advance_ = 0;
   uint8_t copies_[kMostLanes];
 };
 

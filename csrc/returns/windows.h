@@ -43,6 +43,7 @@ struct StepOfRow {
   }
 };
 
+// A row of a call, as steps.
 template <class A>
 class RowSources {
  public:
@@ -53,26 +54,29 @@ class RowSources {
         terminated_(call.terminated, kStep),
         truncated_(call.truncated, kStep),
         mask_(call.mask, kStep),
-        steps_(call.steps) {
+        steps_(call.steps),
+        numbers_(3 * call.steps),
+        flags_(3 * call.steps) {
   }
 
-  // Reads a row.
   void read(int64_t row, StepOfRow<A>* out) {
-    rewards_.enter(row);
-    next_values_.enter(row);
-    discount_.enter(row);
-    terminated_.enter(row);
-    truncated_.enter(row);
-    mask_.enter(row);
+    const auto numbers = [&](Source<A>& source, int k) {
+      return source.piece(row, 0, steps_, steps_, numbers_.data() + k * steps_);
+    };
+    const auto flags = [&](const FlagSource& source, int k) {
+      return source.piece(row, 0, steps_, steps_, flags_.data() + k * steps_);
+    };
+    const Piece<A> rewards = numbers(rewards_, 0), next_values = numbers(next_values_, 1), discount = numbers(discount_, 2);
+    const Piece<uint8_t> terminated = flags(terminated_, 0), truncated = flags(truncated_, 1), mask = flags(mask_, 2);
     bool later_live = false;
     for (int64_t t = steps_ - 1; t >= 0; --t) {
       StepOfRow<A>& s = out[t];
-      s.live = mask_.at(t);
-      s.terminated = terminated_.at(t);
-      s.cut = s.terminated || truncated_.at(t) || !later_live;
-      s.reward = s.live ? rewards_.at(t) : A(0);
-      s.discount = discount_.at(t);
-      s.bootstrap = s.terminated ? A(0) : next_values_.at(t);
+      s.live = mask[t] != 0;
+      s.terminated = terminated[t] != 0;
+      s.cut = s.terminated || truncated[t] != 0 || !later_live;
+      s.reward = s.live ? rewards[t] : A(0);
+      s.discount = discount[t];
+      s.bootstrap = s.terminated ? A(0) : next_values[t];
       later_live = s.live;
     }
   }
@@ -81,6 +85,8 @@ class RowSources {
   Source<A> rewards_, next_values_, discount_;
   FlagSource terminated_, truncated_, mask_;
   int64_t steps_;
+  std::vector<A> numbers_;
+  std::vector<uint8_t> flags_;
 };
 
 // A product of discounts; nothing passes once one of them is 0, or at a cut.
@@ -243,10 +249,8 @@ void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
     const bool is_over = call.terminated.data == nullptr ? false : call.terminated.data[row * call.terminated.strides[kRow]];
     // What targets are made of: neither sum can overflow, as td_steps is not more than moves here.
     const int64_t read = std::min(length, steps + call.td_steps);
-    rewards.enter(row);
-    root_values.enter(row);
-    const A* r = rewards.row(read, reward_row.data());
-    const A* nu = root_values.row(read + 1, value_row.data());
+    const Piece<A> r = rewards.piece(row, 0, read, read, reward_row.data());
+    const Piece<A> nu = root_values.piece(row, 0, read + 1, read + 1, value_row.data());
     const A discount = call.discount.data == nullptr
         ? static_cast<A>(call.discount.constant)
         : read_number<A>(call.discount.data, row * call.discount.strides[kRow], call.discount.element);
