@@ -241,6 +241,7 @@ class Sources {
   }
 
   Tile<A> tile;
+  int64_t unmasked = -1; // steps of a window without a mask, for which `tile.live` is made
 
  private:
   int inner_;
@@ -312,9 +313,21 @@ void one_step(const Tile<A>& tile, int64_t i, Carry<A>& carry) {
 
 #if defined(__GNUC__)
 
-// Returns false if a number is not finite.
+// True if all lanes are 0 and none is NaN: of sums minus themselves, if the sums are finite.
+template <class V>
+GRADSCALE_HOST_DEVICE bool are_zero(V x) {
+  uint64_t words[sizeof(V) / 8];
+  memcpy(words, &x, sizeof(V));
+  uint64_t any = 0;
+  for (const uint64_t word : words) {
+    any |= word;
+  }
+  return any == 0;
+}
+
+// Returns false if a number is not finite. The tile is a copy, which results that are written cannot change.
 template <class F, class A>
-bool walk_along(const Tile<A>& tile, int64_t padded, Carry<A>& carry) {
+bool walk_along(const Tile<A> tile, int64_t padded, Carry<A>& carry) {
   using L = Lanes<A>;
   using V = typename L::V;
   constexpr int last = F::kAdjoint ? L::kCount - 1 : 0; // in the order of the walk
@@ -339,17 +352,13 @@ bool walk_along(const Tile<A>& tile, int64_t padded, Carry<A>& carry) {
     extra = L::splat(own_extra[last]);
   }
   carry = {y[0], extra[0]};
-  A sum = extra[0] - extra[0];
-  for (int k = 0; k < L::kCount; ++k) {
-    sum += check[k];
-  }
-  return sum == 0;
+  return are_zero(check + (extra - extra));
 }
 
 #else
 
 template <class F, class A>
-bool walk_along(const Tile<A>& /*tile*/, int64_t /*padded*/, Carry<A>& /*carry*/) {
+bool walk_along(const Tile<A> /*tile*/, int64_t /*padded*/, Carry<A>& /*carry*/) {
   return false;
 }
 
@@ -369,7 +378,10 @@ void along_row(Sources<A>& sources, int64_t row) {
     sources.read(row, begin, count, padded, std::is_same_v<F, VTrace> && is_last);
     tile.later_values = tile.values.data + tile.values.advance;
     // The mask of the step behind the tile is read too; behind the window everything is masked.
-    tile.live = sources.mask(row, begin, is_last ? count : count + 1, padded + 1, sources.flags_of_tile());
+    if (sources.call.mask.data != nullptr || count != sources.unmasked || tiles > 1) {
+      tile.live = sources.mask(row, begin, is_last ? count : count + 1, padded + 1, sources.flags_of_tile());
+      sources.unmasked = count;
+    }
     tile.later_live = {tile.live.data + tile.live.advance, tile.live.advance};
     const Carry<A> before = carry;
     if (!walk_along<F>(tile, padded, carry)) {
@@ -413,7 +425,7 @@ struct CarryOfRows {
 #if defined(__GNUC__)
 
 template <class F, class A>
-bool walk_across(const Tile<A>& tile, int64_t padded, CarryOfRows<A>& carry) {
+bool walk_across(const Tile<A> tile, int64_t padded, CarryOfRows<A>& carry) {
   using L = Lanes<A>;
   using V = typename L::V;
   V check{};
@@ -430,17 +442,13 @@ bool walk_across(const Tile<A>& tile, int64_t padded, CarryOfRows<A>& carry) {
     L::store(carry.y + i, own.y);
     L::store(carry.extra + i, own.extra);
   }
-  A sum = A(0);
-  for (int k = 0; k < L::kCount; ++k) {
-    sum += check[k];
-  }
-  return sum == 0;
+  return are_zero(check);
 }
 
 #else
 
 template <class F, class A>
-bool walk_across(const Tile<A>& /*tile*/, int64_t /*padded*/, CarryOfRows<A>& /*carry*/) {
+bool walk_across(const Tile<A> /*tile*/, int64_t /*padded*/, CarryOfRows<A>& /*carry*/) {
   return false;
 }
 

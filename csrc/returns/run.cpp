@@ -7,7 +7,8 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 
@@ -60,6 +61,26 @@ bool is_double(const at::Tensor& tensor) {
 ReturnsOutput output_of(const at::Tensor& tensor, bool batch_first) {
   const int step = step_dim(batch_first);
   return {tensor.mutable_data_ptr(), {tensor.stride(1 - step), tensor.stride(step)}};
+}
+
+// Large tensors of the CPU are parts of one block: glibc would hand the memory of two that are freed together back to the
+// system, and the page faults of the next call take longer than its computation.
+std::vector<at::Tensor> make_results(int count, at::IntArrayRef sizes, const at::TensorOptions& options) {
+  constexpr int64_t kLarge = 1 << 20; // bytes
+  std::vector<at::Tensor> results;
+  const int64_t bytes = (c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize()) + 63) / 64 * 64;
+  if (count == 1 || !options.device().is_cpu() || bytes < kLarge) {
+    for (int i = 0; i < count; ++i) {
+      results.push_back(at::empty(sizes, options));
+    }
+    return results;
+  }
+  const at::Tensor block = at::empty({bytes * count}, options.dtype(at::kByte));
+  for (int i = 0; i < count; ++i) {
+    void* data = static_cast<char*>(block.mutable_data_ptr()) + i * bytes;
+    results.push_back(at::from_blob(data, sizes, [block](void* /*data*/) {}, options));
+  }
+  return results;
 }
 
 // A scalar where the kernels can read it: copied without waiting.
@@ -143,9 +164,9 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
       call.next_values = operand_of(values.narrow(step, 1, call.steps), 0, batch_first);
     }
     const int count = linear.function == Formula::advantages || linear.function == Formula::vtrace ? 2 : 1;
+    results = make_results(count, first.sizes(), options);
     for (int i = 0; i < count; ++i) {
-      results.push_back(empty(0));
-      write(i, results.back());
+      write(i, results[i]);
     }
     run(call, linear, device);
     return results;
