@@ -241,7 +241,8 @@ class Sources {
   }
 
   Tile<A> tile;
-  int64_t unmasked = -1; // steps of a window without a mask, for which `tile.live` is made
+  uint8_t later_flags[Buffers<A>::kSize];
+  int64_t later_count = -1; // steps of the tile that later_flags were made for
 
  private:
   int inner_;
@@ -364,8 +365,31 @@ bool walk_along(const Tile<A> /*tile*/, int64_t /*padded*/, Carry<A>& /*carry*/)
 
 #endif
 
+// Makes tile.later_live, the mask of the next steps; a window of `period` steps ends with a masked one.
+template <class A>
+void read_later_live(Sources<A>& sources, int64_t row, int64_t begin, int64_t count, int64_t padded, int64_t period) {
+  uint8_t* later = sources.later_flags;
+  sources.tile.later_live = {later, 1};
+  const bool is_masked = sources.call.mask.data != nullptr;
+  if (!is_masked && count == sources.later_count && kTile % period == 0) {
+    return; // as in the tile before
+  }
+  sources.later_count = count;
+  memset(later, is_masked ? 0 : 1, count);
+  memset(later + count, 0, padded - count);
+  if (is_masked) {
+    const int64_t behind = std::min(count, sources.call.steps - begin - 1);
+    const Piece<uint8_t> mask = sources.mask(row, begin + 1, behind, behind, sources.flags_of_tile());
+    memcpy(later, mask.data, behind);
+  }
+  for (int64_t end = period - 1 - begin % period; end < count; end += period) {
+    later[end] = 0;
+  }
+}
+
+// A row, or rows that are stored one after the other as one: windows of `period` steps.
 template <class F, class A>
-void along_row(Sources<A>& sources, int64_t row) {
+void along_row(Sources<A>& sources, int64_t row, int64_t period) {
   const int64_t steps = sources.call.steps;
   const int64_t tiles = (steps + kTile - 1) / kTile;
   Tile<A>& tile = sources.tile;
@@ -374,15 +398,10 @@ void along_row(Sources<A>& sources, int64_t row) {
     const int64_t begin = (F::kAdjoint ? n : tiles - 1 - n) * kTile;
     const int64_t count = std::min(kTile, steps - begin);
     const int64_t padded = (count + kLanesOf<A> - 1) / kLanesOf<A> * kLanesOf<A>;
-    const bool is_last = begin + count == steps;
-    sources.read(row, begin, count, padded, std::is_same_v<F, VTrace> && is_last);
+    sources.read(row, begin, count, padded, std::is_same_v<F, VTrace> && begin + count == steps);
     tile.later_values = tile.values.data + tile.values.advance;
-    // The mask of the step behind the tile is read too; behind the window everything is masked.
-    if (sources.call.mask.data != nullptr || count != sources.unmasked || tiles > 1) {
-      tile.live = sources.mask(row, begin, is_last ? count : count + 1, padded + 1, sources.flags_of_tile());
-      sources.unmasked = count;
-    }
-    tile.later_live = {tile.live.data + tile.live.advance, tile.live.advance};
+    read_later_live(sources, row, begin, count, padded, period);
+    tile.live = sources.mask(row, begin, count, padded, sources.flags_of_tile());
     const Carry<A> before = carry;
     if (!walk_along<F>(tile, padded, carry)) {
       carry = before;
@@ -392,6 +411,38 @@ void along_row(Sources<A>& sources, int64_t row) {
     }
     sources.write(row, begin, count);
   }
+}
+
+// Rows begin .. end as one row, if they are stored one after the other; else false.
+inline bool joined(const ReturnsCall& call, int64_t begin, int64_t end, ReturnsCall& one) {
+  one = call;
+  one.rows = 1;
+  one.steps = (end - begin) * call.steps;
+  bool is_dense = true;
+  const auto move = [&](const auto& from, auto& operand, int64_t size) {
+    const bool is_constant = from.data == nullptr || (from.strides[kRow] == 0 && from.strides[kStep] == 0);
+    is_dense = is_dense && (is_constant || (from.strides[kStep] == 1 && from.strides[kRow] == call.steps));
+    if (!is_constant) {
+      using Pointer = decltype(operand.data);
+      operand.data = reinterpret_cast<Pointer>(reinterpret_cast<intptr_t>(from.data) + begin * call.steps * size);
+    }
+  };
+  for (Operand ReturnsCall::*operand :
+       {&ReturnsCall::rewards,
+        &ReturnsCall::values,
+        &ReturnsCall::next_values,
+        &ReturnsCall::discount,
+        &ReturnsCall::lambda,
+        &ReturnsCall::ratios}) {
+    move(call.*operand, one.*operand, element_size((call.*operand).element));
+  }
+  for (FlagOperand ReturnsCall::*flags : {&ReturnsCall::terminated, &ReturnsCall::truncated, &ReturnsCall::mask}) {
+    move(call.*flags, one.*flags, 1);
+  }
+  for (int k = 0; k < kOutputs; ++k) {
+    move(call.outputs[k], one.outputs[k], call.is_double ? 8 : 4);
+  }
+  return is_dense;
 }
 
 template <class Function>
@@ -406,10 +457,12 @@ void dispatch_call(const ReturnsCall& call, Function function) {
 }
 
 void along_steps(const ReturnsCall& call, int64_t begin, int64_t end) {
+  ReturnsCall one;
+  const bool is_joined = joined(call, begin, end, one);
   dispatch_call(call, [&](auto number, auto formula) {
-    Sources<decltype(number)> sources(call, kStep);
-    for (int64_t row = begin; row < end; ++row) {
-      along_row<decltype(formula)>(sources, row);
+    Sources<decltype(number)> sources(is_joined ? one : call, kStep);
+    for (int64_t row = is_joined ? end - 1 : begin; row < end; ++row) {
+      along_row<decltype(formula)>(sources, is_joined ? 0 : row, call.steps);
     }
   });
 }
