@@ -84,7 +84,7 @@ def result_dtype(*values: object) -> torch.dtype:
 
 
 def _written(shape: Any) -> str:
-    return f"[{', '.join(map(str, shape))}]"
+    return "[" + ", ".join([f"{size}" for size in shape]) + "]"
 
 
 class _Checker:
@@ -199,15 +199,16 @@ class _Checker:
         self.on_device(name, value)
         steps = self.steps if per_step else 1
         sizes = (self.batch, steps) if self.batch_first else (steps, self.batch)
-        wanted = f"be a number, have no dimensions, or broadcast to {_written(sizes)}"
-        if value.dim() == 1:
+        if value.dim() != 2 or not all([own == 1 or own == size for own, size in zip(value.shape, sizes, strict=True)]):
+            remedy = ""
+            if value.dim() == 1:
+                remedy = f", of one dimension: which one? Write {name}[None] or {name}[:, None]"
+            elif value.dim() == 3 and value.shape[-1] == 1:
+                remedy = f"; write {name}.squeeze(-1)"
             raise ValueError(
-                f"{self.function}: {name} must {wanted}, but its shape is {_written(value.shape)}, of one dimension: "
-                f"which one? Write {name}[None] or {name}[:, None]"
+                f"{self.function}: {name} must be a number, have no dimensions, or broadcast to {_written(sizes)}, "
+                f"but its shape is {_written(value.shape)}{remedy}"
             )
-        if value.dim() != 2 or any(own not in (1, size) for own, size in zip(value.shape, sizes, strict=True)):
-            remedy = f"; write {name}.squeeze(-1)" if value.dim() == 3 and value.shape[-1] == 1 else ""
-            raise ValueError(f"{self.function}: {name} must {wanted}, but its shape is {_written(value.shape)}{remedy}")
         return value
 
     def _number(self, name: str, value: Any, low: float) -> float:
@@ -270,7 +271,6 @@ def check_trajectories(
     is_retrace = function == "retrace"
     reads_values = function not in ("lambda_returns", "n_step_returns")
     name = "q_values" if is_retrace else "values"
-    shape, more = (check.shape(steps) for steps in (0, 1))
     if next_values is not None:
         check.floats("next_values", next_values)
         check.shaped("next_values", next_values)
@@ -280,21 +280,23 @@ def check_trajectories(
         if reads_values:
             raise TypeError(f"{function}: {name} must be a tensor, but it is of type NoneType")
         if next_values is None:
-            raise ValueError(f"{function}: next_values {shape}, or values {more}, must be given, but both are None")
+            raise ValueError(
+                f"{function}: next_values {check.shape()}, or values {check.shape(1)}, must be given, but both are None"
+            )
     else:
         check.floats(name, values)
         if next_values is None:
             if tuple(values.shape) == tuple(rewards.shape):
                 raise ValueError(
-                    f"{function}: values must have shape {more}, all observations, as there are no next_values, but "
-                    f"its shape is {shape}; give next_values, the values of the true successors"
+                    f"{function}: values must have shape {check.shape(1)}, all observations, as there are no "
+                    f"next_values, but its shape is {check.shape()}; give next_values, the values of the true successors"
                 )
             check.shaped("values", values, 1, ", all observations")
             if truncated is not None:
                 raise ValueError(
-                    f"{function}: truncated cannot be given with values of shape {more}: after a reset the next value "
-                    f"belongs to another episode; give values {shape} and next_values {shape}, the values of the true "
-                    "successors before any reset"
+                    f"{function}: truncated cannot be given with values of shape {check.shape(1)}: after a reset the "
+                    f"next value belongs to another episode; give values {check.shape()} and next_values "
+                    f"{check.shape()}, the values of the true successors before any reset"
                 )
         elif not reads_values and values.dim() == 2 and check._has_steps(values, 1):
             check.on_device(name, values)

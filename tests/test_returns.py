@@ -106,3 +106,152 @@ def test_any_n(n):
         data = random_data(n % 5, 3, 40, ends=ends, padding=ends)
         expected = by_definition(data, lambda e, t: n_step_return(e, t, n))
         assert_same(call("n_step_returns", data, n=n), (expected,), rtol=1e-12, atol=1e-13)
+
+
+# ---- Gradients, in every context --------------------------------------------------------------------------------------
+
+INPUTS = ("rewards", "values", "next_values")
+
+
+def inputs_of(function):
+    return INPUTS if function not in ("lambda_returns", "n_step_returns") else ("rewards", "next_values")
+
+
+def scalar(function, data, module=gs, forms=False, **changes):
+    """A function of the inputs whose gradient depends on every result."""
+    names = inputs_of(function)
+
+    def apply(*inputs):
+        results = call(function, data | dict(zip(names, inputs, strict=True)), module, **changes)
+        return sum(((k + 1) * result.double() * torch.linspace(-1, 1, result.numel()).reshape(result.shape)).sum() for k, result in enumerate(results))
+
+    return apply, tuple(data[name].clone() for name in names)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("shape", [(3, 7), (2, 40)])
+def test_gradients(function, shape):
+    data = random_data(1, *shape)
+    names = inputs_of(function)
+    loss, inputs = scalar(function, data)
+    expected_loss, _ = scalar(function, data, gs.reference)
+    expected = torch.func.grad(expected_loss, tuple(range(len(names))))(*inputs)
+    leaves = tuple(value.clone().requires_grad_() for value in inputs)
+    assert_same(torch.autograd.grad(loss(*leaves), leaves), expected, rtol=1e-11, atol=1e-12)
+    assert_same(torch.func.grad(loss, tuple(range(len(names))))(*inputs), expected, rtol=1e-11, atol=1e-12)
+    directions = tuple(torch.randn_like(value) for value in inputs)
+    _, tangent = torch.func.jvp(loss, inputs, directions)
+    torch.testing.assert_close(tangent, sum((g * d).sum() for g, d in zip(expected, directions, strict=True)))
+
+    def apply(*values):
+        return call(function, data | dict(zip(names, values, strict=True)))
+
+    assert torch.autograd.gradcheck(apply, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(apply, leaves, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("function", ["lambda_returns", "n_step_returns", "generalized_advantages", "vtrace"])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_values_of_all_observations(function, batch_first):
+    data = random_data(2, 4, 9)
+    observations = torch.randn(4, 10, dtype=torch.float64, requires_grad=True)
+    rewards = data["rewards"].clone().requires_grad_()
+    changes = {"truncated": None, "rewards": rewards}
+
+    def turned(changes):
+        if batch_first:
+            return data, changes
+        return {name: value.T for name, value in data.items()}, {
+            name: value.T if isinstance(value, torch.Tensor) else value for name, value in changes.items()
+        }
+
+    one, others = turned(changes | {"values": observations, "next_values": None})
+    results = call(function, one, **others, batch_first=batch_first)
+    split = {"values": observations[:, :-1], "next_values": observations[:, 1:]}
+    one, others = turned(changes | split)
+    expected = call(function, one, gs.reference, **others, batch_first=batch_first)
+    assert_same(results, expected)
+    weights = [torch.randn_like(result) for result in results]
+    got = torch.autograd.grad(results, (rewards, observations), weights, create_graph=True)
+    assert_same(got, torch.autograd.grad(expected, (rewards, observations), weights))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_vmap_over_each_argument(function):
+    examples = [random_data(seed, 3, 6) for seed in range(4)]
+    tensors, others, _ = FUNCTIONS[function]
+    names = (*TRAJECTORIES, *tensors)
+    for mapped in (*[(name,) for name in names], names):
+        fixed = {name: examples[0][name] for name in names}
+        stacked = {name: torch.stack([example[name] for example in examples]) for name in mapped}
+
+        def one(arguments, fixed=fixed):
+            return call(function, fixed | arguments)
+
+        results = torch.func.vmap(one)(stacked)
+        for i, example in enumerate(examples):
+            expected = call(function, fixed | {name: example[name] for name in mapped}, gs.reference)
+            assert_same(tuple(result[i] for result in results), expected)
+    for name in ("discount", "lambda_")[: len(tensors) + 1]:
+        numbers = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+        results = torch.func.vmap(lambda number, name=name: call(function, examples[0] | {name: number}))(numbers)
+        for i in range(3):
+            assert_same(tuple(result[i] for result in results), call(function, examples[0] | {name: numbers[i]}))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.untraced
+def test_compiled_and_exported(function):
+    data = random_data(3, 3, 6)
+    loss, inputs = scalar(function, data)
+    argnums = tuple(range(len(inputs)))
+    expected = torch.func.grad(scalar(function, data, gs.reference)[0], argnums)(*inputs)
+    for options in ({}, {"dynamic": True}):
+        torch._dynamo.reset()
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", **options)
+        leaves = tuple(value.clone().requires_grad_() for value in inputs)
+        assert_same(torch.autograd.grad(compiled(*leaves), leaves), expected)
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.func.grad(loss, argnums), fullgraph=True, backend="aot_eager")
+    assert_same(compiled(*inputs), expected)
+    compiled = torch.compile(lambda *values: torch.func.jvp(loss, values, values), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*inputs)[1], sum((g * v).sum() for g, v in zip(expected, inputs, strict=True)))
+
+    class Module(torch.nn.Module):
+        def forward(self, *values):
+            return loss(*values)
+
+    for strict in (True, False):
+        exported = torch.export.export(Module(), inputs, strict=strict).module()
+        leaves = tuple(value.clone().requires_grad_() for value in inputs)
+        assert_same(torch.autograd.grad(exported(*leaves), leaves), expected)
+    from torch.utils.checkpoint import checkpoint
+
+    for reentrant in (True, False):
+        leaves = tuple(value.clone().requires_grad_() for value in inputs)
+        total = checkpoint(loss, *leaves, use_reentrant=reentrant)
+        assert_same(torch.autograd.grad(total, leaves) if not reentrant else _backward(total, leaves), expected)
+    with torch.inference_mode():
+        assert_same(call(function, data), call(function, data, gs.reference))
+
+
+def _backward(total, leaves):
+    total.backward()
+    return tuple(leaf.grad for leaf in leaves)
+
+
+@pytest.mark.untraced
+def test_numbers_that_change_do_not_recompile():
+    data = random_data(4, 3, 6, dtype=torch.float32)
+    count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def both(discount, lambda_, n):
+        one = gs.generalized_advantages(data["rewards"], data["values"], data["next_values"], discount=discount, lambda_=lambda_)
+        return (*one, gs.n_step_returns(data["rewards"], None, data["next_values"], discount=discount, n=n))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(both, fullgraph=True, backend=count)
+    for k in range(6):
+        arguments = (0.9 + k / 100, 0.5 + k / 100, 2 + k)
+        assert_same(compiled(*arguments), both(*arguments))
+    assert count.frame_count <= 2

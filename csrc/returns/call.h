@@ -66,6 +66,7 @@ struct ReturnsCall {
   FlagOperand mask;
   double limits[3]; // of V-trace: rho, c, and the advantage's; of Retrace: c
   ReturnsOutput outputs[kOutputs]; // of an adjoint: of rewards, values and next values
+  void* workspace;                 // of a device: bytes_for_returns() bytes
 };
 
 // Windows of games, one a row.

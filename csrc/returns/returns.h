@@ -68,8 +68,9 @@ struct MuZeroWindows {
 // (values, rewards, mask, policy_mask)
 std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows);
 
-// Start the kernels of a device.
-void launch_returns(const ReturnsCall& call, void* stream);
+// Start the kernels of a device. `across`: rows are neighbours in memory.
+int64_t bytes_for_returns(const ReturnsCall& call);
+void launch_returns(const ReturnsCall& call, bool across, void* stream);
 void launch_muzero(const MuZeroCall& call, void* stream);
 
 } // namespace gradscale

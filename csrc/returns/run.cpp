@@ -95,13 +95,16 @@ bool goes_across(const ReturnsCall& call, bool batch_first) {
   return neighbours || (!batch_first && strides[kStep] != 1);
 }
 
-void run(const ReturnsCall& call, const LinearCall& linear, c10::Device device) {
+void run(ReturnsCall& call, const LinearCall& linear, const at::Tensor& beside) {
   if (call.rows == 0 || call.steps == 0) {
     return;
   }
-  if (runs_kernels(device)) {
-    const OnDevice guard(device);
-    launch_returns(call, guard.stream());
+  const bool across = goes_across(call, linear.coefficients.batch_first);
+  if (runs_kernels(beside.device())) {
+    const OnDevice guard(beside.device());
+    const at::Tensor workspace = make_workspace(bytes_for_returns(call), beside);
+    call.workspace = workspace.mutable_data_ptr();
+    launch_returns(call, across, guard.stream());
     return;
   }
   const auto over = [&](ReturnsRows kernel, int64_t rows_of_block) {
@@ -113,7 +116,7 @@ void run(const ReturnsCall& call, const LinearCall& linear, c10::Device device) 
   };
   if (linear.function == Formula::n_step) {
     over(for_this_machine(n_step_kernel), 1);
-  } else if (goes_across(call, linear.coefficients.batch_first)) {
+  } else if (across) {
     over(for_this_machine(across_rows_kernel), 64);
   } else {
     over(for_this_machine(along_steps_kernel), 1);
@@ -168,7 +171,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
     for (int i = 0; i < count; ++i) {
       write(i, results[i]);
     }
-    run(call, linear, device);
+    run(call, linear, first);
     return results;
   }
   call.rewards = operand_of(linear.inputs[0], 0, batch_first);
@@ -187,7 +190,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
       write(1, sum);
     }
     write(2, of_successors);
-    run(call, linear, device);
+    run(call, linear, first);
     if (reads_values) {
       sum.narrow(step, 1, call.steps).add_(of_successors);
     }
@@ -200,7 +203,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
       write(i, results.back());
     }
   }
-  run(call, linear, device);
+  run(call, linear, first);
   return results;
 }
 
