@@ -3,6 +3,7 @@
 __version__ = "0.2.0"  # first, for the report on an extension that cannot be loaded
 
 from . import reference
+from ._trajectories import GeneralizedAdvantages, MuZeroTargets, VTrace
 from .flow import (
     ClipGradientNorm,
     ClipGradientValue,
@@ -32,17 +33,7 @@ from .monitor.report import Finding, GradientDiagnosis
 from .monitor.statistics import GradientStatistics, clip_gradients_, gradient_statistics
 from .monitor.tracer import GradientTracer
 from .output import MultiStepLossOutput
-from .returns import (
-    GeneralizedAdvantages,
-    MuZeroTargets,
-    VTrace,
-    generalized_advantages,
-    lambda_returns,
-    muzero_targets,
-    n_step_returns,
-    retrace,
-    vtrace,
-)
+from .returns import generalized_advantages, lambda_returns, muzero_targets, n_step_returns, retrace, vtrace
 from .support import Support
 from .tensors import l2_loss
 from .transforms import signed_hyperbolic, signed_parabolic, symexp, symlog

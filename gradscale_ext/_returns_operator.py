@@ -88,7 +88,7 @@ def run_muzero(window: Window) -> MuZeroTargets:
         arguments = window._asdict()
         horizon = arguments.pop("prefix_horizon")
         prefix = {"reward": "value_prefix", "prefix_horizon": horizon} if horizon else {}
-        return reference.muzero_targets(**arguments, **prefix)  # type: ignore[arg-type]
+        return reference.muzero_targets(**arguments, **prefix)
     discounts, discount = _split(window.discount, result_dtype(*window), device)
     results = torch.ops.gradscale_ext.muzero_targets(
         window.rewards,
@@ -164,7 +164,7 @@ def _window_shapes(
     ]
 
 
-# ---- vmap: mapped examples are more rows ------------------------------------------------------------------------------
+# ---- vmap: mapped examples are more rows ----------------------------------------------------------------------------
 
 
 def _as_rows(value: Any, dim: int | None, examples: int, rows: int, batch_first: bool) -> Any:
@@ -181,9 +181,7 @@ def _as_rows(value: Any, dim: int | None, examples: int, rows: int, batch_first:
     if dim is None:
         if value.shape[row_dim] == 1 and rows != 1:
             return value  # broadcast over the rows of all examples
-        value = value.unsqueeze(row_dim).expand(
-            *value.shape[:row_dim], examples, *value.shape[row_dim:]
-        )
+        value = value.unsqueeze(row_dim).expand(*value.shape[:row_dim], examples, *value.shape[row_dim:])
     else:
         value = value.movedim(dim, row_dim)
     if value.shape[row_dim + 1] != rows:  # one row for all rows of an example

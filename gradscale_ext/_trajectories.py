@@ -242,7 +242,7 @@ class _Checker:
             )
         if value < least:
             raise ValueError(f"{self.function}: {name} must be an integer of at least {least}, but it is {value}")
-        return value  # type: ignore[return-value]
+        return value  # type: ignore[no-any-return]
 
 
 def check_trajectories(
@@ -281,7 +281,7 @@ def check_trajectories(
             raise TypeError(f"{function}: {name} must be a tensor, but it is of type NoneType")
         if next_values is None:
             raise ValueError(
-                f"{function}: next_values {check.shape()}, or values {check.shape(1)}, must be given, but both are None"
+                f"{function}: next_values {check.shape()} or values {check.shape(1)} must be given, but both are None"
             )
     else:
         check.floats(name, values)
@@ -403,4 +403,3 @@ def check_window(
         prefix_horizon=max(horizon, 1) if is_prefix else 0,
         batch_first=batch_first,
     )
-

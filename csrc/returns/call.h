@@ -1,4 +1,5 @@
-// One call of a function over trajectories, as plain numbers and pointers: what the kernels of the CPU and of GPUs read.
+// One call of a function over trajectories, as plain numbers and pointers: what the kernels of the CPU and of GPUs
+// read.
 #pragma once
 
 #include "../math/element.h"
@@ -64,7 +65,7 @@ struct ReturnsCall {
   FlagOperand terminated;
   FlagOperand truncated;
   FlagOperand mask;
-  double limits[3]; // of V-trace: rho, c, and the advantage's; of Retrace: c
+  double limits[3];                // of V-trace: rho, c, and the advantage's; of Retrace: c
   ReturnsOutput outputs[kOutputs]; // of an adjoint: of rewards, values and next values
   void* workspace;                 // of a device: bytes_for_returns() bytes
 };
@@ -80,7 +81,7 @@ struct MuZeroCall {
   Operand rewards;
   Operand root_values;
   Operand discount;
-  Operand root_reward; // by row; no constant: a null pointer means that there is none
+  Operand root_reward;    // by row; no constant: a null pointer means that there is none
   const int64_t* lengths; // null: L
   int64_t lengths_stride;
   FlagOperand terminated; // by row

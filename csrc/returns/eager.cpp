@@ -173,11 +173,11 @@ py::object returns_in_eager_mode(
   LinearCall call{};
   call.function = static_cast<Formula>(formula);
   call.observations = next_values.is_none();
-  const bool reads_values = call.observations || (call.function != Formula::lambda_returns && call.function != Formula::n_step);
+  const bool reads_values =
+      call.observations || (call.function != Formula::lambda_returns && call.function != Formula::n_step);
   read.require(!(reads_values && values.is_none()) && (reads_values || values.is_none()));
   read.require(!(call.observations && (!truncated.is_none() || call.function == Formula::retrace)));
-  call.inputs = {
-      read.floats(rewards), read.floats(values, call.observations ? 1 : 0), read.floats(next_values)};
+  call.inputs = {read.floats(rewards), read.floats(values, call.observations ? 1 : 0), read.floats(next_values)};
   Coefficients& c = call.coefficients;
   c.batch_first = read.is_batch_first;
   c.ratios = read.constant(read.floats(ratios));
@@ -241,7 +241,8 @@ py::object muzero_targets_in_eager_mode(
   windows.prefix_horizon = is_prefix ? horizon : 0;
   windows.batch_first = read.is_batch_first;
   read.require(windows.num_unroll_steps >= 0 && windows.td_steps >= 1);
-  read.require(!windows.lengths.defined() || (windows.lengths.scalar_type() == at::kLong && windows.terminated.defined()));
+  read.require(
+      !windows.lengths.defined() || (windows.lengths.scalar_type() == at::kLong && windows.terminated.defined()));
   read.require(!windows.terminated.defined() || windows.terminated.scalar_type() == at::kBool);
   read.require(!windows.to_play.defined() || c10::isIntegralType(windows.to_play.scalar_type(), /*includeBool=*/true));
   read.require(!windows.root_reward.defined() || has_element(windows.root_reward));

@@ -10,7 +10,8 @@
 //   L::product(c, d)      of coefficients: 0 only if one of them is 0
 //   L::least(x, limit)    the smaller; NaN if x is
 //
-// Conditions select, so that what is not finite stays in its episode. Masked transitions give a = b = 0 and results of 0.
+// Conditions select, so that what is not finite stays in its episode. Masked transitions give a = b = 0 and results of
+// 0.
 //
 // The CPU's kernels include this once for each instruction set, into its namespace: lanes are vectors of that set.
 #include "call.h"
@@ -43,7 +44,8 @@ struct Affine {
   typename L::V b;
 };
 
-// ---- What formulas share ---------------------------------------------------------------------------------------------
+// ---- What formulas share
+// ---------------------------------------------------------------------------------------------
 
 // B_t: what the successor is worth.
 template <class L>
@@ -79,7 +81,8 @@ GRADSCALE_HOST_DEVICE typename L::V to_next_value(const Transition<L>& s, typena
   return L::select(s.terminated, L::zero(), L::times(s.discount, gradient));
 }
 
-// ---- Functions -------------------------------------------------------------------------------------------------------
+// ---- Functions
+// -------------------------------------------------------------------------------------------------------
 
 // G_t = r_t + discount_t ((1 - lambda_t) B_t + lambda_t G_{t+1}); y = G.
 struct LambdaReturns {
@@ -89,9 +92,7 @@ struct LambdaReturns {
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
     return if_live(
-        s,
-        s.reward + L::times(s.discount, mixed(s, L::zero())),
-        unless_cut(s, L::product(s.discount, s.lambda)));
+        s, s.reward + L::times(s.discount, mixed(s, L::zero())), unless_cut(s, L::product(s.discount, s.lambda)));
   }
 
   template <class L, class V = typename L::V>
@@ -108,9 +109,7 @@ struct Advantages {
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
     return if_live(
-        s,
-        s.reward + L::times(s.discount, bootstrap(s)) - s.value,
-        unless_cut(s, L::product(s.discount, s.lambda)));
+        s, s.reward + L::times(s.discount, bootstrap(s)) - s.value, unless_cut(s, L::product(s.discount, s.lambda)));
   }
 
   template <class L, class V = typename L::V>
@@ -129,17 +128,14 @@ struct VTrace {
   static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
     const V delta = s.reward + L::times(s.discount, bootstrap(s)) - s.value;
     const V c = L::product(s.lambda, L::least(s.ratio, s.limits[1]));
-    return if_live(
-        s, L::times(L::least(s.ratio, s.limits[0]), delta), unless_cut(s, L::product(s.discount, c)));
+    return if_live(s, L::times(L::least(s.ratio, s.limits[0]), delta), unless_cut(s, L::product(s.discount, c)));
   }
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V y, V later, V /*extra*/, V* out) {
     const V u = mixed(s, s.later_value + later);
     out[0] = if_live(s, s.value + y);
-    out[1] = if_live(
-        s,
-        L::times(L::least(s.ratio, s.limits[2]), s.reward + L::times(s.discount, u) - s.value));
+    out[1] = if_live(s, L::times(L::least(s.ratio, s.limits[2]), s.reward + L::times(s.discount, u) - s.value));
   }
 };
 
@@ -162,7 +158,8 @@ struct Retrace {
   }
 };
 
-// ---- Adjoints: y_t is the gradient that step t hands on to step t + 1 --------------------------------------------------
+// ---- Adjoints: y_t is the gradient that step t hands on to step t + 1
+// --------------------------------------------------
 
 struct LambdaReturnsAdjoint {
   static constexpr bool kAdjoint = true;
@@ -226,8 +223,7 @@ struct VTraceAdjoint {
     const V g = L::times(L::least(s.ratio, s.limits[2]), s.value);
     out[0] = if_live(s, h + g);
     out[1] = if_live(s, s.reward - (h + g) + extra);
-    out[2] =
-        if_live(s, to_next_value(s, h + L::select(s.cut, g, L::times(L::one() - s.lambda, g))));
+    out[2] = if_live(s, to_next_value(s, h + L::select(s.cut, g, L::times(L::one() - s.lambda, g))));
   }
 };
 
@@ -242,10 +238,7 @@ struct RetraceAdjoint {
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    return if_live(
-        s,
-        unless_cut(s, L::times(s.discount, s.reward)),
-        unless_cut(s, L::product(s.discount, trace(s))));
+    return if_live(s, unless_cut(s, L::times(s.discount, s.reward)), unless_cut(s, L::product(s.discount, trace(s))));
   }
 
   template <class L, class V = typename L::V>
@@ -284,7 +277,8 @@ GRADSCALE_DISPATCH void dispatch_formula(Formula formula, Function function) {
   }
 }
 
-// ---- One lane --------------------------------------------------------------------------------------------------------
+// ---- One lane
+// --------------------------------------------------------------------------------------------------------
 
 // A number a lane. A coefficient of 0 selects.
 template <class A>

@@ -58,7 +58,8 @@ struct Weight {
 
 // `scratch` has the block's size.
 template <class A, class Steps>
-GRADSCALE_HOST_DEVICE void n_step_row(const Steps& steps, int64_t count, int64_t n, A* scratch, const Result<A>& result) {
+GRADSCALE_HOST_DEVICE void n_step_row(
+    const Steps& steps, int64_t count, int64_t n, A* scratch, const Result<A>& result) {
   for (int64_t begin = (count - 1) / n * n; begin >= 0; begin -= n) {
     const int64_t end = begin + n < count ? begin + n : count;
     // Backwards: the sum up to the block's end, or to a cut, and the weight of what follows. `scratch[i]` has what

@@ -61,7 +61,10 @@ bool reads_values(Formula function) {
 // The call whose results are the gradients of a call's inputs, as far as they are wanted, from those of its results.
 // `shape` is that of the first input, for gradients that are missing where a function needs them.
 LinearCall transposed(
-    const LinearCall& call, Tensors gradients, const std::array<bool, 3>& wants, const std::vector<c10::SymInt>& shape) {
+    const LinearCall& call,
+    Tensors gradients,
+    const std::array<bool, 3>& wants,
+    const std::vector<c10::SymInt>& shape) {
   LinearCall result{!call.is_adjoint, call.function, {}, call.observations, wants, call.coefficients};
   if (!call.is_adjoint) {
     for (size_t i = 0; i < gradients.size(); ++i) {
@@ -118,9 +121,9 @@ class LinearBackward : public BackwardNode {
   }
 
   std::string name() const override {
-    static const char* const names[] = {
-        "LambdaReturns", "GeneralizedAdvantages", "VTrace", "Retrace", "NStepReturns"};
-    return std::string(names[static_cast<int32_t>(call_.function)]) + (call_.is_adjoint ? "BackwardBackward" : "Backward");
+    static const char* const names[] = {"LambdaReturns", "GeneralizedAdvantages", "VTrace", "Retrace", "NStepReturns"};
+    return std::string(names[static_cast<int32_t>(call_.function)]) +
+           (call_.is_adjoint ? "BackwardBackward" : "Backward");
   }
 
   void release_variables() override {
@@ -389,15 +392,15 @@ Tensors muzero_operator(
 
 } // namespace
 
-#define GRADSCALE_COEFFICIENTS                                                                                        \
+#define GRADSCALE_COEFFICIENTS                                                                                      \
   "Tensor? ratios, Tensor? discounts, Tensor? lambdas, Tensor? terminated, Tensor? truncated, Tensor? mask, float " \
   "discount, float lambda_, float limit_0, float limit_1, float limit_2, SymInt n, bool batch_first) -> Tensor[]"
 
 TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
   m.def("returns(int formula, Tensor rewards, Tensor? values, Tensor? next_values, " GRADSCALE_COEFFICIENTS);
   m.def(
-      "returns_adjoint(int formula, bool[3] wants, bool observations, Tensor? gradient, Tensor? second_gradient, "
-      GRADSCALE_COEFFICIENTS);
+      "returns_adjoint(int formula, bool[3] wants, bool observations, Tensor? gradient, Tensor? "
+      "second_gradient, " GRADSCALE_COEFFICIENTS);
   m.def(
       "muzero_targets(Tensor rewards, Tensor root_values, Tensor? lengths, Tensor? terminated, Tensor? to_play, "
       "Tensor? root_reward, Tensor? discounts, float discount, SymInt num_unroll_steps, SymInt td_steps, "

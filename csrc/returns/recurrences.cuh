@@ -1,7 +1,7 @@
 // The kernels of trajectories on GPUs. Nothing is written but results, and each byte is read once.
 //
-// recur_along: a warp has a row, and its lanes 32 neighbouring steps, so that rows [B, T] are read in whole sectors; the
-// maps of the lanes are composed in five rounds. A round with a number that is not finite is walked step by step.
+// recur_along: a warp has a row, and its lanes 32 neighbouring steps, so that rows [B, T] are read in whole sectors;
+// the maps of the lanes are composed in five rounds. A round with a number that is not finite is walked step by step.
 // recur_across: a thread has a row, for trajectories [T, B], in which neighbouring threads read neighbouring numbers.
 #pragma once
 
@@ -28,9 +28,8 @@ GRADSCALE_DEVICE A number_at(const Operand& operand, int64_t row, int64_t step) 
 }
 
 GRADSCALE_DEVICE bool flag_at(const FlagOperand& operand, int64_t row, int64_t step) {
-  return operand.data == nullptr
-      ? operand.constant
-      : operand.data[row * operand.strides[kRow] + step * operand.strides[kStep]] != 0;
+  return operand.data == nullptr ? operand.constant
+                                 : operand.data[row * operand.strides[kRow] + step * operand.strides[kStep]] != 0;
 }
 
 // Steps behind the window are masked.
@@ -154,7 +153,8 @@ recur_across(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   }
 }
 
-// ---- n-step returns --------------------------------------------------------------------------------------------------
+// ---- n-step returns
+// --------------------------------------------------------------------------------------------------
 
 template <class A>
 struct StepsInMemory {
@@ -192,7 +192,8 @@ n_step_rows(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   }
 }
 
-// ---- MuZero ----------------------------------------------------------------------------------------------------------
+// ---- MuZero
+// ----------------------------------------------------------------------------------------------------------
 
 // A thread has a row and an unroll step. Steps of a row are neighbours, and read the same numbers.
 template <class A>

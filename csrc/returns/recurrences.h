@@ -21,7 +21,8 @@ namespace {
 #define GRADSCALE_JOINED(a, b) a##b
 #define GRADSCALE_BYTES_OF(variant) GRADSCALE_JOINED(GRADSCALE_BYTES_, variant)
 
-// ---- Lanes -----------------------------------------------------------------------------------------------------------
+// ---- Lanes
+// -----------------------------------------------------------------------------------------------------------
 
 #if defined(__GNUC__)
 
@@ -108,8 +109,9 @@ struct Lanes : Vectors<A> {
 template <bool kForward, int distance, class V, size_t... i>
 GRADSCALE_HOST_DEVICE V shifted(V x, V fill, std::index_sequence<i...> /*lanes*/) {
   constexpr int count = sizeof...(i);
-#define GRADSCALE_LANE(i) \
-  (kForward ? (static_cast<int>(i) >= distance ? static_cast<int>(i) - distance : count) : static_cast<int>(i) + distance)
+#define GRADSCALE_LANE(i)                                                                \
+  (kForward ? (static_cast<int>(i) >= distance ? static_cast<int>(i) - distance : count) \
+            : static_cast<int>(i) + distance)
 #if defined(__clang__)
   return __builtin_shufflevector(x, fill, GRADSCALE_LANE(i)...);
 #else
@@ -145,7 +147,8 @@ constexpr int kLanesOf = 1;
 
 #endif
 
-// ---- Tiles -----------------------------------------------------------------------------------------------------------
+// ---- Tiles
+// -----------------------------------------------------------------------------------------------------------
 
 constexpr int64_t kTile = 256;      // steps of a row
 constexpr int64_t kRowsOfTile = 64; // rows of a step: a cache line of flags
@@ -206,8 +209,8 @@ class Sources {
     for (int k = 0; k < kOutputs; ++k) {
       const ReturnsOutput& output = call.outputs[k];
       const bool in_place = output.data != nullptr && output.strides[inner_] == 1 && count == padded;
-      tile.out[k] = in_place ? static_cast<A*>(output.data) + outer * output.strides[1 - inner_] + begin
-                             : buffers_.results[k];
+      tile.out[k] =
+          in_place ? static_cast<A*>(output.data) + outer * output.strides[1 - inner_] + begin : buffers_.results[k];
     }
   }
 
@@ -310,7 +313,8 @@ void one_step(const Tile<A>& tile, int64_t i, Carry<A>& carry) {
   }
 }
 
-// ---- Along steps -----------------------------------------------------------------------------------------------------
+// ---- Along steps
+// -----------------------------------------------------------------------------------------------------
 
 #if defined(__GNUC__)
 
@@ -427,7 +431,7 @@ inline bool joined(const ReturnsCall& call, int64_t begin, int64_t end, ReturnsC
       operand.data = reinterpret_cast<Pointer>(reinterpret_cast<intptr_t>(from.data) + begin * call.steps * size);
     }
   };
-  for (Operand ReturnsCall::*operand :
+  for (Operand ReturnsCall::* operand :
        {&ReturnsCall::rewards,
         &ReturnsCall::values,
         &ReturnsCall::next_values,
@@ -436,7 +440,7 @@ inline bool joined(const ReturnsCall& call, int64_t begin, int64_t end, ReturnsC
         &ReturnsCall::ratios}) {
     move(call.*operand, one.*operand, element_size((call.*operand).element));
   }
-  for (FlagOperand ReturnsCall::*flags : {&ReturnsCall::terminated, &ReturnsCall::truncated, &ReturnsCall::mask}) {
+  for (FlagOperand ReturnsCall::* flags : {&ReturnsCall::terminated, &ReturnsCall::truncated, &ReturnsCall::mask}) {
     move(call.*flags, one.*flags, 1);
   }
   for (int k = 0; k < kOutputs; ++k) {
@@ -467,7 +471,8 @@ void along_steps(const ReturnsCall& call, int64_t begin, int64_t end) {
   });
 }
 
-// ---- Across rows -----------------------------------------------------------------------------------------------------
+// ---- Across rows
+// -----------------------------------------------------------------------------------------------------
 
 template <class A>
 struct CarryOfRows {

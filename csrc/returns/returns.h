@@ -36,7 +36,8 @@ struct Coefficients {
 struct LinearCall {
   bool is_adjoint;
   Formula function; // also of an adjoint, the function itself
-  // Rewards, values and next values; of an adjoint, the gradients of the results. Undefined ones are not read, or zeros.
+  // Rewards, values and next values; of an adjoint, the gradients of the results. Undefined ones are not read, or
+  // zeros.
   std::array<at::Tensor, 3> inputs;
   // Values [B, T+1] of all observations take the place of values and next values.
   bool observations;

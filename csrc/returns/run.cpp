@@ -63,12 +63,13 @@ ReturnsOutput output_of(const at::Tensor& tensor, bool batch_first) {
   return {tensor.mutable_data_ptr(), {tensor.stride(1 - step), tensor.stride(step)}};
 }
 
-// Large tensors of the CPU are parts of one block: glibc would hand the memory of two that are freed together back to the
-// system, and the page faults of the next call take longer than its computation.
+// Large tensors of the CPU are parts of one block: glibc would hand the memory of two that are freed together back to
+// the system, and the page faults of the next call take longer than its computation.
 std::vector<at::Tensor> make_results(int count, at::IntArrayRef sizes, const at::TensorOptions& options) {
   constexpr int64_t kLarge = 1 << 20; // bytes
   std::vector<at::Tensor> results;
-  const int64_t bytes = (c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize()) + 63) / 64 * 64;
+  const int64_t bytes =
+      (c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize()) + 63) / 64 * 64;
   if (count == 1 || !options.device().is_cpu() || bytes < kLarge) {
     for (int i = 0; i < count; ++i) {
       results.push_back(at::empty(sizes, options));
@@ -153,9 +154,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
     const int64_t steps = call.steps + more_steps;
     return batch_first ? at::empty({call.rows, steps}, options) : at::empty({steps, call.rows}, options);
   };
-  const auto write = [&](int index, const at::Tensor& tensor) {
-    call.outputs[index] = output_of(tensor, batch_first);
-  };
+  const auto write = [&](int index, const at::Tensor& tensor) { call.outputs[index] = output_of(tensor, batch_first); };
   std::vector<at::Tensor> results;
   if (!linear.is_adjoint) {
     call.rewards = operand_of(linear.inputs[0], 0, batch_first);
@@ -212,12 +211,11 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   const int step = step_dim(batch_first);
   const c10::Device device = windows.rewards.device();
   const at::Tensor discounts = on_device(windows.discounts, device);
-  const at::Tensor to_play =
-      !windows.to_play.defined() || windows.to_play.scalar_type() == at::kLong ? windows.to_play
-                                                                                : windows.to_play.to(at::kLong);
+  const at::Tensor to_play = !windows.to_play.defined() || windows.to_play.scalar_type() == at::kLong
+                                 ? windows.to_play
+                                 : windows.to_play.to(at::kLong);
   MuZeroCall call{};
-  for (const at::Tensor* tensor :
-       {&windows.rewards, &windows.root_values, &windows.root_reward, &windows.discounts}) {
+  for (const at::Tensor* tensor : {&windows.rewards, &windows.root_values, &windows.root_reward, &windows.discounts}) {
     call.is_double = call.is_double || is_double(*tensor);
   }
   call.rows = windows.rewards.size(1 - step);

@@ -30,7 +30,8 @@ class RowSources {
     const auto flags = [&](const FlagSource& source, int k) {
       return source.piece(row, 0, steps_, steps_, flags_.data() + k * steps_);
     };
-    const Piece<A> rewards = numbers(rewards_, 0), next_values = numbers(next_values_, 1), discount = numbers(discount_, 2);
+    const Piece<A> rewards = numbers(rewards_, 0), next_values = numbers(next_values_, 1),
+                   discount = numbers(discount_, 2);
     const Piece<uint8_t> terminated = flags(terminated_, 0), truncated = flags(truncated_, 1), mask = flags(mask_, 2);
     bool later_live = false;
     for (int64_t t = steps_ - 1; t >= 0; --t) {
@@ -87,7 +88,8 @@ void n_step_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
   }
 }
 
-// ---- MuZero ----------------------------------------------------------------------------------------------------------
+// ---- MuZero
+// ----------------------------------------------------------------------------------------------------------
 
 // r + discount * z, backwards from the bootstrap, for each unroll step.
 template <class A>
@@ -98,14 +100,16 @@ void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const int64_t recorded = call.lengths == nullptr ? call.moves : call.lengths[row * call.lengths_stride];
     const int64_t length = std::max<int64_t>(0, std::min(recorded, call.moves));
-    const bool is_over = call.terminated.data == nullptr ? false : call.terminated.data[row * call.terminated.strides[kRow]];
+    const bool is_over =
+        call.terminated.data == nullptr ? false : call.terminated.data[row * call.terminated.strides[kRow]];
     // What targets are made of: neither sum can overflow, as td_steps is not more than moves here.
     const int64_t read = std::min(length, steps + call.td_steps);
     const Piece<A> r = rewards.piece(row, 0, read, read, reward_row.data());
     const Piece<A> nu = root_values.piece(row, 0, read + 1, read + 1, value_row.data());
-    const A discount = call.discount.data == nullptr
-        ? static_cast<A>(call.discount.constant)
-        : read_number<A>(call.discount.data, row * call.discount.strides[kRow], call.discount.element);
+    const A discount =
+        call.discount.data == nullptr
+            ? static_cast<A>(call.discount.constant)
+            : read_number<A>(call.discount.data, row * call.discount.strides[kRow], call.discount.element);
     const int64_t* players = call.to_play == nullptr ? nullptr : call.to_play + row * call.to_play_strides[kRow];
     const int64_t stride = call.to_play_strides[kStep];
     A* values = static_cast<A*>(call.values) + row * call.values_strides[kRow];

@@ -24,9 +24,14 @@ from .._trajectories import (
 Tensor = torch.Tensor
 
 
-def times(coefficient: Tensor, x: Tensor) -> Tensor:
-    """``coefficient * x``, and exactly 0 for a coefficient of 0, whatever `x` is."""
-    return torch.where(coefficient == 0, 0, coefficient * x)
+def times(*factors: Tensor) -> Tensor:
+    """The product of coefficients and, last, of x; exactly 0 if a coefficient is 0, whatever the others are."""
+    *coefficients, product = factors
+    is_zero = torch.zeros_like(product, dtype=torch.bool)
+    for coefficient in coefficients:
+        product = coefficient * product
+        is_zero = is_zero | (coefficient == 0)
+    return torch.where(is_zero, 0, product)
 
 
 class _Steps:
@@ -136,7 +141,7 @@ def n_step_returns(
     mask: Tensor | None = None,
     batch_first: bool = True,
 ) -> Tensor:
-    """``G_t = r_t + discount_t (r_{t+1} + discount_{t+1} (... B_{t+m-1}))``, of m = n rewards, or up to the first cut."""
+    """``G_t = r_t + discount_t (r_{t+1} + discount_{t+1} (... B_{t+m-1}))``; m = n, or up to the first cut."""
     call = check_trajectories(
         "n_step_returns", rewards, values, next_values, discount, None, terminated, truncated, mask, batch_first, n=n
     )
@@ -180,7 +185,7 @@ def generalized_advantages(
     a = s.zero
     for t in s.backwards:
         delta = s.r[t] + times(s.discount[t], s.bootstrap[t]) - s.v[t]
-        a = delta + times(s.discount[t], times(s.lambda_[t], a))
+        a = delta + times(s.discount[t], s.lambda_[t], a)
         advantages.append(a)
         returns.append(a + s.v[t])
     return GeneralizedAdvantages(s.result(advantages), s.result(returns))
@@ -227,7 +232,7 @@ def vtrace(
         u = times(1 - s.lambda_[t], s.bootstrap[t]) + times(s.lambda_[t], next_target)
         advantages.append(times(s.ratio[t].clamp(max=pg_limit), s.r[t] + times(s.discount[t], u) - s.v[t]))
         delta = times(s.ratio[t].clamp(max=rho_limit), s.r[t] + times(s.discount[t], s.bootstrap[t]) - s.v[t])
-        e = delta + times(s.discount[t], times(times(s.lambda_[t], s.ratio[t].clamp(max=c_limit)), e))
+        e = delta + times(s.discount[t], s.lambda_[t], s.ratio[t].clamp(max=c_limit), e)
         next_target = s.v[t] + e
         targets.append(next_target)
     return VTrace(s.result(targets), s.result(advantages))
@@ -268,8 +273,7 @@ def retrace(
     correction = s.zero  # c_{t+1} (G_{t+1} - Q_{t+1})
     for t in s.backwards:
         g = s.r[t] + times(s.discount[t], s.bootstrap[t] + torch.where(s.cut[t], 0, correction))
-        c = times(s.trace_lambda[t], s.ratio[t].clamp(max=call.clips[0]))
-        correction = times(c, g - s.v[t])
+        correction = times(s.trace_lambda[t], s.ratio[t].clamp(max=call.clips[0]), g - s.v[t])
         returns.append(g)
     return s.result(returns)
 
@@ -289,7 +293,7 @@ def muzero_targets(
     root_reward: Tensor | None = None,
     batch_first: bool = True,
 ) -> MuZeroTargets:
-    """``z_j = sum_{i<m} discount^i s_{j,j+i} r_{j+i} + discount^m s_{j,j+m} nu_{j+m}``, m = min(td_steps, length - j)."""
+    """``z_j = sum_{i<m} discount^i s_{j,j+i} r_{j+i} + discount^m s_{j,j+m} nu_{j+m}``, m <= td_steps."""
     call = check_window(
         rewards,
         root_values,
