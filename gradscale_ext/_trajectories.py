@@ -289,7 +289,7 @@ def check_trajectories(
             if tuple(values.shape) == tuple(rewards.shape):
                 raise ValueError(
                     f"{function}: values must have shape {check.shape(1)}, all observations, as there are no "
-                    f"next_values, but its shape is {check.shape()}; give next_values, the values of the true successors"
+                    f"next_values, but its shape is {check.shape()}; give next_values, those of the true successors"
                 )
             check.shaped("values", values, 1, ", all observations")
             if truncated is not None:

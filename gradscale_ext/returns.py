@@ -474,8 +474,9 @@ def muzero_targets(
     Returns:
         `values` `[B, K + 1]`; `rewards` `[B, K]` for a head of ``first_step=1``: step k predicts r_{k-1}, the reward of
         the move that led there; with `root_reward` `[B, K + 1]`, that one first, for a head of ``first_step=0``.
-        `mask` `[B, K + 1]`: the target is known, because j <= ℓ or the game has ended. `policy_mask`: j < ℓ, there was
-        a search. They are the loss's ``mask={"value": mask, "reward": mask, "policy": policy_mask}``. All are constants.
+        `mask` `[B, K + 1]`: the target is known, because j <= ℓ or the game has ended. `policy_mask`: j < ℓ, there
+        was a search. They are the loss's ``mask={"value": mask, "reward": mask, "policy": policy_mask}``. All
+        are constants.
 
     Raises:
         TypeError: a type or dtype is wrong.
