@@ -73,7 +73,7 @@ $(VENV)/nvdisasm: $(VENV)/torch
 	$(PIP) nvidia-cuda-nvdisasm
 	@touch $@
 
-SIMULATED := check loss support tensors statistics flow flow_nonlinear cuda
+SIMULATED := check loss support tensors statistics flow flow_nonlinear returns cuda
 
 simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
 	GRADSCALE_CACHE_DIR=$(VENV)/kernels $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist=loadgroup \
@@ -124,6 +124,7 @@ bench: $(VENV)/examples $(VENV)/clients
 	$(BIN)/python bench/loss.py --json bench/results/loss.json
 	$(BIN)/python bench/heads.py --json bench/results/heads.json
 	$(BIN)/python bench/flow.py --json bench/results/flow.json
+	$(BIN)/python bench/returns.py --json bench/results/returns.json
 	$(BIN)/python bench/gradients.py --json bench/results/gradients.json
 	$(BIN)/python bench/parameters.py --json bench/results/parameters.json
 	$(BIN)/python bench/monitor.py --json bench/results/monitor.json

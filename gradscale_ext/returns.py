@@ -25,43 +25,47 @@ from ._trajectories import (
 
 Tensor = torch.Tensor
 
-_LAMBDA, _ADVANTAGES, _VTRACE, _RETRACE, _N_STEP = range(len(FUNCTIONS))
-_NO_CLIPS = (None, None, None)
 
-
-def _compiled(
-    formula: int,
+def _results(
+    function: str,
     rewards: Any,
     values: Any,
     next_values: Any,
-    ratios: Any,
     discount: Any,
     lambda_: Any,
     terminated: Any,
     truncated: Any,
     mask: Any,
-    clips: tuple[Any, Any, Any],
-    n: Any,
     batch_first: Any,
-) -> tuple[Tensor, ...] | None:
-    """The results in eager mode, or None for a call that has to be checked."""
-    if not _context.is_eager():
-        return None
-    return _C.returns(
-        formula,
+    *,
+    ratios: Any = None,
+    clips: dict[str, Any] | None = None,
+    n: Any = None,
+) -> tuple[Tensor, ...]:
+    """The results of a function: at once in eager mode, or of checked arguments."""
+    flags = (terminated, truncated, mask)
+    if _context.is_eager():
+        limits = (*(clips or {}).values(), None, None, None)[:3]
+        formula = FUNCTIONS.index(function)
+        results = _C.returns(
+            formula, rewards, values, next_values, ratios, discount, lambda_, *flags, limits, n, batch_first
+        )
+        if results is not None:
+            return results
+    call = check_trajectories(
+        function,
         rewards,
         values,
         next_values,
-        ratios,
         discount,
         lambda_,
-        terminated,
-        truncated,
-        mask,
-        clips,
-        n,
+        *flags,
         batch_first,
+        ratios=ratios,
+        clips=clips,
+        n=n,
     )
+    return run(function, call)
 
 
 def lambda_returns(
@@ -117,35 +121,18 @@ def lambda_returns(
     >>> lambda_returns(rewards, values, discount=0.5, lambda_=1.0, terminated=torch.tensor([[False, True, False]]))
     tensor([[1.5000, 1.0000, 5.0000]])
     """
-    results = _compiled(
-        _LAMBDA,
+    results = _results(
+        "lambda_returns",
         rewards,
         values,
         next_values,
-        None,
         discount,
         lambda_,
         terminated,
         truncated,
         mask,
-        _NO_CLIPS,
-        None,
         batch_first,
     )
-    if results is None:
-        call = check_trajectories(
-            "lambda_returns",
-            rewards,
-            values,
-            next_values,
-            discount,
-            lambda_,
-            terminated,
-            truncated,
-            mask,
-            batch_first,
-        )
-        results = run("lambda_returns", call)
     return results[0]
 
 
@@ -179,36 +166,19 @@ def n_step_returns(
     >>> n_step_returns(rewards, values, discount=0.5, n=2)
     tensor([[2.5000, 3.5000, 5.0000]])
     """
-    results = _compiled(
-        _N_STEP,
+    results = _results(
+        "n_step_returns",
         rewards,
         values,
         next_values,
-        None,
         discount,
         1.0,
         terminated,
         truncated,
         mask,
-        _NO_CLIPS,
-        n,
         batch_first,
+        n=n,
     )
-    if results is None:
-        call = check_trajectories(
-            "n_step_returns",
-            rewards,
-            values,
-            next_values,
-            discount,
-            None,
-            terminated,
-            truncated,
-            mask,
-            batch_first,
-            n=n,
-        )
-        results = run("n_step_returns", call)
     return results[0]
 
 
@@ -248,35 +218,18 @@ def generalized_advantages(
     >>> generalized_advantages(rewards, values, discount=1.0, lambda_=0.5).advantages
     tensor([[2.2500, 2.5000]])
     """
-    results = _compiled(
-        _ADVANTAGES,
+    results = _results(
+        "generalized_advantages",
         rewards,
         values,
         next_values,
-        None,
         discount,
         lambda_,
         terminated,
         truncated,
         mask,
-        _NO_CLIPS,
-        None,
         batch_first,
     )
-    if results is None:
-        call = check_trajectories(
-            "generalized_advantages",
-            rewards,
-            values,
-            next_values,
-            discount,
-            lambda_,
-            terminated,
-            truncated,
-            mask,
-            batch_first,
-        )
-        results = run("generalized_advantages", call)
     return GeneralizedAdvantages(*results)
 
 
@@ -324,37 +277,20 @@ def vtrace(
     >>> vtrace(torch.ones(1, 2), torch.zeros(1, 3), ratios=ratios, discount=1.0).targets
     tensor([[1.5000, 0.5000]])
     """
-    results = _compiled(
-        _VTRACE,
+    results = _results(
+        "vtrace",
         rewards,
         values,
         next_values,
-        ratios,
         discount,
         lambda_,
         terminated,
         truncated,
         mask,
-        (clip_rho, clip_c, clip_pg_rho),
-        None,
         batch_first,
+        ratios=ratios,
+        clips={"clip_rho": clip_rho, "clip_c": clip_c, "clip_pg_rho": clip_pg_rho},
     )
-    if results is None:
-        call = check_trajectories(
-            "vtrace",
-            rewards,
-            values,
-            next_values,
-            discount,
-            lambda_,
-            terminated,
-            truncated,
-            mask,
-            batch_first,
-            ratios=ratios,
-            clips={"clip_rho": clip_rho, "clip_c": clip_c, "clip_pg_rho": clip_pg_rho},
-        )
-        results = run("vtrace", call)
     return VTrace(*results)
 
 
@@ -397,37 +333,20 @@ def retrace(
     >>> retrace(torch.ones(1, 2), zeros, zeros, ratios=ratios, discount=1.0)
     tensor([[1.5000, 1.0000]])
     """
-    results = _compiled(
-        _RETRACE,
+    results = _results(
+        "retrace",
         rewards,
         q_values,
         next_values,
-        ratios,
         discount,
         lambda_,
         terminated,
         truncated,
         mask,
-        (clip_c, None, None),
-        None,
         batch_first,
+        ratios=ratios,
+        clips={"clip_c": clip_c},
     )
-    if results is None:
-        call = check_trajectories(
-            "retrace",
-            rewards,
-            q_values,
-            next_values,
-            discount,
-            lambda_,
-            terminated,
-            truncated,
-            mask,
-            batch_first,
-            ratios=ratios,
-            clips={"clip_c": clip_c},
-        )
-        results = run("retrace", call)
     return results[0]
 
 

@@ -44,8 +44,7 @@ struct Affine {
   typename L::V b;
 };
 
-// ---- What formulas share
-// ---------------------------------------------------------------------------------------------
+// ---- What formulas share -------------------------------------------------------------------------------------------
 
 // B_t: what the successor is worth.
 template <class L>
@@ -81,8 +80,7 @@ GRADSCALE_HOST_DEVICE typename L::V to_next_value(const Transition<L>& s, typena
   return L::select(s.terminated, L::zero(), L::times(s.discount, gradient));
 }
 
-// ---- Functions
-// -------------------------------------------------------------------------------------------------------
+// ---- Functions -----------------------------------------------------------------------------------------------------
 
 // G_t = r_t + discount_t ((1 - lambda_t) B_t + lambda_t G_{t+1}); y = G.
 struct LambdaReturns {
@@ -158,8 +156,7 @@ struct Retrace {
   }
 };
 
-// ---- Adjoints: y_t is the gradient that step t hands on to step t + 1
-// --------------------------------------------------
+// ---- Adjoints: y_t is the gradient that step t hands on to step t + 1 ----------------------------------------------
 
 struct LambdaReturnsAdjoint {
   static constexpr bool kAdjoint = true;
@@ -277,8 +274,7 @@ GRADSCALE_DISPATCH void dispatch_formula(Formula formula, Function function) {
   }
 }
 
-// ---- One lane
-// --------------------------------------------------------------------------------------------------------
+// ---- One lane ------------------------------------------------------------------------------------------------------
 
 // A number a lane. A coefficient of 0 selects.
 template <class A>

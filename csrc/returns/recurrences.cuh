@@ -153,8 +153,7 @@ recur_across(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   }
 }
 
-// ---- n-step returns
-// --------------------------------------------------------------------------------------------------
+// ---- n-step returns ------------------------------------------------------------------------------------------------
 
 template <class A>
 struct StepsInMemory {
@@ -192,8 +191,7 @@ n_step_rows(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   }
 }
 
-// ---- MuZero
-// ----------------------------------------------------------------------------------------------------------
+// ---- MuZero --------------------------------------------------------------------------------------------------------
 
 // A thread has a row and an unroll step. Steps of a row are neighbours, and read the same numbers.
 template <class A>

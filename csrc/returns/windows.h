@@ -88,8 +88,7 @@ void n_step_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
   }
 }
 
-// ---- MuZero
-// ----------------------------------------------------------------------------------------------------------
+// ---- MuZero --------------------------------------------------------------------------------------------------------
 
 // r + discount * z, backwards from the bootstrap, for each unroll step.
 template <class A>
