@@ -357,6 +357,20 @@ def test_vtrace_and_retrace_pair_c_with_different_steps():
             assert_same(call(function, turned), expected)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_against_torchrl():
+    """Without masks and NaN, where TorchRL is right."""
+    functional = pytest.importorskip("torchrl.objectives.value.functional")
+    data = random_data(15, 5, 17, padding=0.0) | {"discount": 0.9, "lambda_": 0.8, "mask": None}
+    values, next_values, rewards = (data[name][..., None] for name in ("values", "next_values", "rewards"))
+    flags = ((data["terminated"] | data["truncated"])[..., None], data["terminated"][..., None])
+    expected, targets = functional.generalized_advantage_estimate(0.9, 0.8, values, next_values, rewards, *flags)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5}  # its gamma * int is float32
+    assert_same(call("generalized_advantages", data), (expected[..., 0], targets[..., 0]), **tolerance)
+    expected = functional.td_lambda_return_estimate(0.9, 0.8, next_values, rewards, *flags)
+    assert_same(call("lambda_returns", data), (expected[..., 0],), **tolerance)
+
+
 # ---- What is not finite ---------------------------------------------------------------------------------------------
 
 
