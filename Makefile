@@ -77,12 +77,14 @@ $(VENV)/nvdisasm: $(VENV)/torch
 	$(PIP) nvidia-cuda-nvdisasm
 	@touch $@
 
+SIMULATED := cuda loss support returns
+
 simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
-	GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so tests/test_cuda.py
+	GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so $(SIMULATED:%=tests/test_%.py)
 
 # Tests of what C++ does with tensors, lists of them and threads. Tests that run a compiler are left out, as the compiler
 # would run under the sanitizers.
-SANITIZED := autograd flow flow_nonlinear loss statistics support tensors
+SANITIZED := autograd flow flow_nonlinear loss returns statistics support tensors
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
 
@@ -106,7 +108,7 @@ versions: $(VERSIONS:%=version-%)
 
 # Tests of what a version of PyTorch can change.
 VERSIONED := autograd compile context diagnosis diagnosis_models diagnosis_ranks distributed dtensor flow loss loss_contexts \
-  matrix monitor tracer
+  matrix monitor returns tracer
 
 version-%: .versions/%/.venv/torch $(VENV)/driver.so
 	cp --recursive --preserve $(VENV)/ptx $(VENV)/driver.so .versions/$*/.venv/
@@ -126,6 +128,7 @@ bench: $(VENV)/examples $(VENV)/clients
 	$(BIN)/python bench/loss.py --json bench/results/loss.json
 	$(BIN)/python bench/heads.py --json bench/results/heads.json
 	$(BIN)/python bench/flow.py --json bench/results/flow.json
+	$(BIN)/python bench/returns.py --json bench/results/returns.json
 	$(BIN)/python bench/gradients.py --json bench/results/gradients.json
 	$(BIN)/python bench/parameters.py --json bench/results/parameters.json
 	$(BIN)/python bench/monitor.py --json bench/results/monitor.json

@@ -6,6 +6,7 @@
 #include "loss/backward.h"
 #include "loss/decode.h"
 #include "math/statistics.h"
+#include "returns/eager.h"
 #include "tensors/tensors.h"
 
 #include <ATen/Version.h>
@@ -164,6 +165,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("decode", &decode);
   m.def("set_decode_gradient", &gradscale::set_decode_gradient);
   m.def("l2_loss", &l2_loss);
+  m.def("returns", &gradscale::returns_in_eager_mode);
+  m.def("muzero_targets", &gradscale::muzero_targets_in_eager_mode);
   m.attr("histogram_bins") = gradscale::kHistogramBins;
   m.attr("histogram_first_edge") = gradscale::kFirstEdge;
   m.def("tensor_statistics", &tensor_statistics);

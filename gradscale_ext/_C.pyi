@@ -39,6 +39,35 @@ def use_driver_for_cpu(library: str | None) -> None: ...
 def record_kernels(record: Callable[[str, str], None] | None) -> None: ...
 def decode(support: Support, python_support: Any, logits: Tensor) -> Tensor | None: ...
 def set_decode_gradient(function: Callable[..., Tensor]) -> None: ...
+def returns(
+    formula: int,
+    rewards: Any,
+    values: Any,
+    next_values: Any,
+    ratios: Any,
+    discount: Any,
+    lambda_: Any,
+    terminated: Any,
+    truncated: Any,
+    mask: Any,
+    limits: tuple[Any, Any, Any],
+    n: Any,
+    batch_first: Any,
+) -> tuple[Tensor, ...] | None: ...
+def muzero_targets(
+    rewards: Any,
+    root_values: Any,
+    num_unroll_steps: Any,
+    td_steps: Any,
+    discount: Any,
+    lengths: Any,
+    terminated: Any,
+    to_play: Any,
+    reward: Any,
+    prefix_horizon: Any,
+    root_reward: Any,
+    batch_first: Any,
+) -> tuple[Tensor, ...] | None: ...
 def l2_loss(parameters: Sequence[Tensor], weight: float) -> Tensor | None: ...
 
 histogram_bins: int

@@ -3,6 +3,7 @@
 __version__ = "0.2.0"  # first, for the report on an extension that cannot be loaded
 
 from . import reference
+from ._trajectories import GeneralizedAdvantages, MuZeroTargets, VTrace
 from .flow import (
     ClipGradientNorm,
     ClipGradientValue,
@@ -32,6 +33,7 @@ from .monitor.report import Finding, GradientDiagnosis
 from .monitor.statistics import GradientStatistics, clip_gradients_, gradient_statistics
 from .monitor.tracer import GradientTracer
 from .output import MultiStepLossOutput
+from .returns import generalized_advantages, lambda_returns, muzero_targets, n_step_returns, retrace, vtrace
 from .support import Support
 from .tensors import l2_loss
 from .transforms import signed_hyperbolic, signed_parabolic, symexp, symlog
@@ -42,6 +44,7 @@ __all__ = [
     "ClipGradientNorm",
     "ClipGradientValue",
     "Finding",
+    "GeneralizedAdvantages",
     "GradientDiagnosis",
     "GradientMonitor",
     "GradientStatistics",
@@ -49,6 +52,7 @@ __all__ = [
     "HLGauss",
     "Head",
     "MeanSquaredError",
+    "MuZeroTargets",
     "MultiStepLoss",
     "MultiStepLossOutput",
     "NegativeCosine",
@@ -59,17 +63,23 @@ __all__ = [
     "SoftCrossEntropy",
     "Support",
     "TwoHot",
+    "VTrace",
     "clip_gradient_norm",
     "clip_gradient_value",
     "clip_gradients_",
     "diagnose_gradients",
+    "generalized_advantages",
     "gradient_statistics",
     "l2_loss",
+    "lambda_returns",
     "multi_step_loss",
+    "muzero_targets",
+    "n_step_returns",
     "normalize_gradient",
     "priorities",
     "reduce_multi_step",
     "reference",
+    "retrace",
     "reverse_gradient",
     "scale_gradient",
     "signed_hyperbolic",
@@ -77,4 +87,5 @@ __all__ = [
     "symexp",
     "symlog",
     "unroll",
+    "vtrace",
 ]

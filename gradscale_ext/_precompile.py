@@ -87,7 +87,16 @@ def other_calls(dtype: torch.dtype) -> list[Callable[[], object]]:
         torch.autograd.backward(gs.l2_loss([parameter]))
         gs.clip_gradients_([parameter], 1.0)
 
-    return [flow, parameters]
+    def returns() -> None:
+        rewards, values = (torch.zeros(BATCH, 64, dtype=dtype, requires_grad=True) for _ in range(2))
+        for function in (gs.lambda_returns, gs.generalized_advantages):
+            result = function(rewards, values, values, discount=0.99, lambda_=0.95)
+            results = [result] if isinstance(result, torch.Tensor) else list(result)
+            torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+        window = torch.zeros(BATCH, 10, dtype=dtype), torch.zeros(BATCH, 11, dtype=dtype)
+        gs.muzero_targets(*window, num_unroll_steps=5, td_steps=5, discount=0.99)
+
+    return [flow, parameters, returns]
 
 
 def _compile(

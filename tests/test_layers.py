@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "gradscale_ext"
-# A folder may include from folders of a lower layer. flow, loss and tensors do not include each other.
-LAYERS = {"port": 0, "math": 1, "host": 2, "flow": 3, "loss": 3, "tensors": 3}
+# A folder may include from folders of a lower layer. flow, loss, tensors and returns do not include each other.
+LAYERS = {"port": 0, "math": 1, "host": 2, "flow": 3, "loss": 3, "tensors": 3, "returns": 3}
 SOURCES = {path.relative_to(CSRC): path.read_text() for path in sorted(CSRC.rglob("*")) if path.is_file()}
 SIMULATOR = "simt.h"  # of tests/simt, which replaces CUDA's headers
 INCLUDE = re.compile(r'^\s*#(?:include|define GRADSCALE_KERNELS) "([^"]+)"', re.MULTILINE)

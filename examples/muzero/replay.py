@@ -48,13 +48,15 @@ def n_step_returns(
         bootstrap_steps: n.
         discount: γ. It is negative with two players: rewards and values are those of the player to move.
     """
-    length = len(rewards)
-    steps = min(bootstrap_steps, length)
-    reward, value = np.asarray(rewards, dtype=np.float64), np.array([*search_values, final_value], dtype=np.float64)
-    returns = value[np.minimum(np.arange(length) + steps, length)]
-    for step in reversed(range(steps)):  # for all t at once, and without a power of the discount, which may underflow
-        returns[: length - step] = reward[step:] + discount * returns[: length - step]
-    return returns.astype(np.float32)
+    root_values = torch.tensor([[*search_values, final_value]], dtype=torch.float64)
+    targets = gs.muzero_targets(
+        torch.tensor([rewards], dtype=torch.float64),
+        root_values,
+        num_unroll_steps=len(rewards),
+        td_steps=bootstrap_steps,
+        discount=discount,
+    )
+    return targets.values[0, :-1].numpy().astype(np.float32)
 
 
 @dataclass

@@ -6,6 +6,7 @@ other devices.
 
 from .flow import clip_gradient_norm, clip_gradient_value, normalize_gradient, reverse_gradient, scale_gradient
 from .losses import entry_loss, loss_of, multi_step_loss
+from .returns import generalized_advantages, lambda_returns, muzero_targets, n_step_returns, retrace, vtrace
 from .supports import centers, decode, hl_gauss, raw_centers, two_hot
 from .tensors import Statistics, clip_tensors, clipping_of, l2_loss, norm_of, tensor_statistics
 
@@ -18,15 +19,21 @@ __all__ = [
     "clipping_of",
     "decode",
     "entry_loss",
+    "generalized_advantages",
     "hl_gauss",
     "l2_loss",
+    "lambda_returns",
     "loss_of",
     "multi_step_loss",
+    "muzero_targets",
+    "n_step_returns",
     "norm_of",
     "normalize_gradient",
     "raw_centers",
+    "retrace",
     "reverse_gradient",
     "scale_gradient",
     "tensor_statistics",
     "two_hot",
+    "vtrace",
 ]

@@ -1,0 +1,99 @@
+// One call of a function over trajectories, as plain numbers and pointers: what the kernels of the CPU and of GPUs
+// read.
+#pragma once
+
+#include "../math/element.h"
+
+namespace gradscale {
+
+// y_t = a_t + b_t y_{t+1}; an adjoint is the transposed function, y_t = a_t + b_t y_{t-1}, from the gradients of the
+// results to those of rewards, values and next values.
+enum class Formula : int32_t {
+  lambda_returns = 0,
+  advantages = 1,
+  vtrace = 2,
+  retrace = 3,
+  n_step = 4,
+  lambda_returns_adjoint = 5,
+  advantages_adjoint = 6,
+  vtrace_adjoint = 7,
+  retrace_adjoint = 8,
+  n_step_adjoint = 9,
+};
+
+constexpr int32_t kFirstAdjoint = 5;
+
+// The dimensions of strides.
+constexpr int kRow = 0;
+constexpr int kStep = 1;
+
+// Numbers by row and step, of any type and strides; one constant if `data` is null.
+struct Operand {
+  const void* data;
+  int64_t strides[2]; // in elements
+  Element element;
+  double constant;
+};
+
+// Bool by row and step; `constant` if `data` is null.
+struct FlagOperand {
+  const uint8_t* data;
+  int64_t strides[2];
+  bool constant;
+};
+
+// float or double, as the call computes; not wanted if `data` is null.
+struct ReturnsOutput {
+  void* data;
+  int64_t strides[2];
+};
+
+constexpr int kOutputs = 3;
+
+struct ReturnsCall {
+  Formula formula;
+  bool is_double;
+  int64_t rows;
+  int64_t steps;
+  int64_t n;
+  Operand rewards; // of an adjoint: the gradient of the first result
+  Operand values;  // of an adjoint: the gradient of the second result
+  Operand next_values;
+  Operand discount;
+  Operand lambda;
+  Operand ratios;
+  FlagOperand terminated;
+  FlagOperand truncated;
+  FlagOperand mask;
+  double limits[3];                // of V-trace: rho, c, and the advantage's; of Retrace: c
+  ReturnsOutput outputs[kOutputs]; // of an adjoint: of rewards, values and next values
+  void* workspace;                 // of a device: bytes_for_returns() bytes
+};
+
+// Windows of games, one a row.
+struct MuZeroCall {
+  bool is_double;
+  int64_t rows;
+  int64_t moves;        // L
+  int64_t unroll_steps; // K
+  int64_t td_steps;
+  int64_t prefix_horizon; // 0: rewards are not summed
+  Operand rewards;
+  Operand root_values;
+  Operand discount;
+  Operand root_reward;    // by row; no constant: a null pointer means that there is none
+  const int64_t* lengths; // null: L
+  int64_t lengths_stride;
+  FlagOperand terminated; // by row
+  const int64_t* to_play; // null: one player
+  int64_t to_play_strides[2];
+  void* values; // float or double
+  int64_t values_strides[2];
+  void* targets; // of the rewards
+  int64_t targets_strides[2];
+  bool* mask;
+  bool* policy_mask;
+  int64_t masks_strides[2];
+};
+
+} // namespace gradscale

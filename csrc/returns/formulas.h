@@ -1,0 +1,326 @@
+// The functions over trajectories, one transition at a time, for the CPU and for GPUs.
+//
+// Each is a linear recurrence y_t = a_t + b_t y', where y' is the result of the step before in the order of the walk:
+// t + 1 for a function, t - 1 for its adjoint. A formula gives (a, b) of a step, and its results from y and y'. `L` is
+// the type of lanes, one number or several:
+//
+//   L::V, L::M            numbers, and conditions
+//   L::select(M, V, V)    by condition
+//   L::times(c, x)        c x, and 0 if c is 0. Lanes that are checked afterwards may give NaN where x is not finite.
+//   L::product(c, d)      of coefficients: 0 only if one of them is 0
+//   L::least(x, limit)    the smaller; NaN if x is
+//
+// Conditions select, so that what is not finite stays in its episode. Masked transitions give a = b = 0 and results of
+// 0.
+//
+// The CPU's kernels include this once for each instruction set, into its namespace: lanes are vectors of that set.
+#include "call.h"
+
+namespace gradscale {
+#ifdef GRADSCALE_VARIANT
+namespace GRADSCALE_VARIANT {
+#endif
+
+template <class L>
+struct Transition {
+  using V = typename L::V;
+  using M = typename L::M;
+  V reward; // of an adjoint: the gradient of the first result, and of the second in `value`
+  V value;
+  V later_value; // of step t + 1
+  V next_value;
+  V discount;
+  V lambda;
+  V ratio;
+  V limits[3];
+  M live; // not masked
+  M terminated;
+  M cut;
+};
+
+template <class L>
+struct Affine {
+  typename L::V a;
+  typename L::V b;
+};
+
+// ---- What formulas share -------------------------------------------------------------------------------------------
+
+// B_t: what the successor is worth.
+template <class L>
+GRADSCALE_HOST_DEVICE typename L::V bootstrap(const Transition<L>& s) {
+  return L::select(s.terminated, L::zero(), s.next_value);
+}
+
+// (1 - lambda) B + lambda y; B at a cut, where lambda is not read.
+template <class L>
+GRADSCALE_HOST_DEVICE typename L::V mixed(const Transition<L>& s, typename L::V later) {
+  const typename L::V b = bootstrap(s);
+  return L::select(s.cut, b, L::times(L::one() - s.lambda, b) + L::times(s.lambda, later));
+}
+
+template <class L>
+GRADSCALE_HOST_DEVICE typename L::V unless_cut(const Transition<L>& s, typename L::V x) {
+  return L::select(s.cut, L::zero(), x);
+}
+
+template <class L>
+GRADSCALE_HOST_DEVICE typename L::V if_live(const Transition<L>& s, typename L::V x) {
+  return L::select(s.live, x, L::zero());
+}
+
+template <class L>
+GRADSCALE_HOST_DEVICE Affine<L> if_live(const Transition<L>& s, typename L::V a, typename L::V b) {
+  return {if_live(s, a), if_live(s, b)};
+}
+
+// The gradient of next_value, from that of what is discounted.
+template <class L>
+GRADSCALE_HOST_DEVICE typename L::V to_next_value(const Transition<L>& s, typename L::V gradient) {
+  return L::select(s.terminated, L::zero(), L::times(s.discount, gradient));
+}
+
+// ---- Functions -----------------------------------------------------------------------------------------------------
+
+// G_t = r_t + discount_t ((1 - lambda_t) B_t + lambda_t G_{t+1}); y = G.
+struct LambdaReturns {
+  static constexpr bool kAdjoint = false;
+  static constexpr int kResults = 1;
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
+    return if_live(
+        s, s.reward + L::times(s.discount, mixed(s, L::zero())), unless_cut(s, L::product(s.discount, s.lambda)));
+  }
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& /*s*/, V y, V /*later*/, V /*extra*/, V* out) {
+    out[0] = y;
+  }
+};
+
+// A_t = r_t + discount_t B_t - V_t + discount_t lambda_t A_{t+1}; y = A, returns are A + V.
+struct Advantages {
+  static constexpr bool kAdjoint = false;
+  static constexpr int kResults = 2;
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
+    return if_live(
+        s, s.reward + L::times(s.discount, bootstrap(s)) - s.value, unless_cut(s, L::product(s.discount, s.lambda)));
+  }
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V y, V /*later*/, V /*extra*/, V* out) {
+    out[0] = y;
+    out[1] = if_live(s, y + s.value);
+  }
+};
+
+// e_t = rho_t (r_t + discount_t B_t - V_t) + discount_t c_t e_{t+1}; y = e, targets are V + e.
+struct VTrace {
+  static constexpr bool kAdjoint = false;
+  static constexpr int kResults = 2;
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
+    const V delta = s.reward + L::times(s.discount, bootstrap(s)) - s.value;
+    const V c = L::product(s.lambda, L::least(s.ratio, s.limits[1]));
+    return if_live(s, L::times(L::least(s.ratio, s.limits[0]), delta), unless_cut(s, L::product(s.discount, c)));
+  }
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V y, V later, V /*extra*/, V* out) {
+    const V u = mixed(s, s.later_value + later);
+    out[0] = if_live(s, s.value + y);
+    out[1] = if_live(s, L::times(L::least(s.ratio, s.limits[2]), s.reward + L::times(s.discount, u) - s.value));
+  }
+};
+
+// G_t = x_t + discount_t y_{t+1}, x_t = r_t + discount_t B_t; y_t = c_t (G_t - Q_t).
+struct Retrace {
+  static constexpr bool kAdjoint = false;
+  static constexpr int kResults = 1;
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
+    const V c = L::product(s.lambda, L::least(s.ratio, s.limits[0]));
+    const V x = s.reward + L::times(s.discount, bootstrap(s));
+    return if_live(s, L::times(c, x - s.value), unless_cut(s, L::product(c, s.discount)));
+  }
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V later, V /*extra*/, V* out) {
+    const V x = s.reward + L::times(s.discount, bootstrap(s));
+    out[0] = if_live(s, x + unless_cut(s, L::times(s.discount, later)));
+  }
+};
+
+// ---- Adjoints: y_t is the gradient that step t hands on to step t + 1 ----------------------------------------------
+
+struct LambdaReturnsAdjoint {
+  static constexpr bool kAdjoint = true;
+  static constexpr int kResults = 3;
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
+    const V b = unless_cut(s, L::product(s.discount, s.lambda));
+    return if_live(s, L::times(b, s.reward), b);
+  }
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V /*extra*/, V* out) {
+    const V h = s.reward + earlier;
+    out[0] = if_live(s, h);
+    out[1] = L::zero();
+    out[2] = if_live(s, to_next_value(s, L::select(s.cut, h, L::times(L::one() - s.lambda, h))));
+  }
+};
+
+struct AdvantagesAdjoint {
+  static constexpr bool kAdjoint = true;
+  static constexpr int kResults = 3;
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
+    const V b = unless_cut(s, L::product(s.discount, s.lambda));
+    return if_live(s, L::times(b, s.reward + s.value), b);
+  }
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V /*extra*/, V* out) {
+    const V h = s.reward + s.value + earlier;
+    out[0] = if_live(s, h);
+    out[1] = if_live(s, s.value - h);
+    out[2] = if_live(s, to_next_value(s, h));
+  }
+};
+
+struct VTraceAdjoint {
+  static constexpr bool kAdjoint = true;
+  static constexpr int kResults = 3;
+
+  // Of targets_{t+1} in the advantage of step t. The next step reads it as its `extra`.
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE V extra(const Transition<L>& s) {
+    const V g = L::times(L::least(s.ratio, s.limits[2]), s.value);
+    return if_live(s, unless_cut(s, L::times(s.discount, L::times(s.lambda, g))));
+  }
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
+    const V c = L::product(s.lambda, L::least(s.ratio, s.limits[1]));
+    const V b = unless_cut(s, L::product(s.discount, c));
+    return if_live(s, L::times(b, s.reward) + extra(s), b);
+  }
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V extra, V* out) {
+    const V h = L::times(L::least(s.ratio, s.limits[0]), s.reward + earlier);
+    const V g = L::times(L::least(s.ratio, s.limits[2]), s.value);
+    out[0] = if_live(s, h + g);
+    out[1] = if_live(s, s.reward - (h + g) + extra);
+    out[2] = if_live(s, to_next_value(s, h + L::select(s.cut, g, L::times(L::one() - s.lambda, g))));
+  }
+};
+
+struct RetraceAdjoint {
+  static constexpr bool kAdjoint = true;
+  static constexpr int kResults = 3;
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE V trace(const Transition<L>& s) {
+    return L::product(s.lambda, L::least(s.ratio, s.limits[0]));
+  }
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
+    return if_live(s, unless_cut(s, L::times(s.discount, s.reward)), unless_cut(s, L::product(s.discount, trace(s))));
+  }
+
+  template <class L, class V = typename L::V>
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V /*extra*/, V* out) {
+    const V correction = L::times(trace(s), earlier);
+    const V g = s.reward + correction;
+    out[0] = if_live(s, g);
+    out[1] = if_live(s, L::zero() - correction);
+    out[2] = if_live(s, to_next_value(s, g));
+  }
+};
+
+// Calls function(F()) with the formula of a recurrence; n-step returns are none.
+template <class Function>
+GRADSCALE_DISPATCH void dispatch_formula(Formula formula, Function function) {
+  switch (formula) {
+    case Formula::lambda_returns:
+      return function(LambdaReturns());
+    case Formula::advantages:
+      return function(Advantages());
+    case Formula::vtrace:
+      return function(VTrace());
+    case Formula::retrace:
+      return function(Retrace());
+    case Formula::lambda_returns_adjoint:
+      return function(LambdaReturnsAdjoint());
+    case Formula::advantages_adjoint:
+      return function(AdvantagesAdjoint());
+    case Formula::vtrace_adjoint:
+      return function(VTraceAdjoint());
+    case Formula::retrace_adjoint:
+      return function(RetraceAdjoint());
+    case Formula::n_step:
+    case Formula::n_step_adjoint:
+      return;
+  }
+}
+
+// ---- One lane ------------------------------------------------------------------------------------------------------
+
+// A number a lane. A coefficient of 0 selects.
+template <class A>
+struct OneLane {
+  using V = A;
+  using M = bool;
+
+  static GRADSCALE_HOST_DEVICE A load(const A* from) {
+    return *from;
+  }
+  static GRADSCALE_HOST_DEVICE bool load(const uint8_t* from) {
+    return *from != 0;
+  }
+  static GRADSCALE_HOST_DEVICE A splat(A x) {
+    return x;
+  }
+  static GRADSCALE_HOST_DEVICE bool either(bool one, bool other) {
+    return one || other;
+  }
+  static GRADSCALE_HOST_DEVICE bool opposite(bool condition) {
+    return !condition;
+  }
+  static GRADSCALE_HOST_DEVICE A zero() {
+    return A(0);
+  }
+  static GRADSCALE_HOST_DEVICE A one() {
+    return A(1);
+  }
+  static GRADSCALE_HOST_DEVICE A select(bool condition, A x, A y) {
+    return condition ? x : y;
+  }
+  static GRADSCALE_HOST_DEVICE A times(A c, A x) {
+    return c == 0 ? A(0) : c * x;
+  }
+  // The least number with the sign of a product that underflows, so that it is not mistaken for a cut.
+  static GRADSCALE_HOST_DEVICE A product(A c, A d) {
+    const A underflow = std::is_same_v<A, double> ? A(4.9406564584124654e-324) : A(1.4e-45f);
+    const A p = c * d;
+    return c == 0 || d == 0 ? A(0) : (p == 0 ? std::copysign(underflow, p) : p);
+  }
+  static GRADSCALE_HOST_DEVICE A least(A x, A limit) {
+    return limit < x ? limit : x;
+  }
+};
+
+#ifdef GRADSCALE_VARIANT
+} // namespace GRADSCALE_VARIANT
+#endif
+} // namespace gradscale

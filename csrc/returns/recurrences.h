@@ -1,0 +1,432 @@
+// The kernels of recurrences. Included once for each instruction set.
+//
+// Along steps: a vector has neighbouring steps of one row. Their maps y -> a + b y are composed in log2(lanes) rounds,
+// which suits any number of rows, and reads and writes runs of memory.
+// Across rows: a vector has one step of neighbouring rows, for trajectories in which these are neighbours in memory.
+//
+// Both take a tile at a time, and multiply where formulas select: a tile with a number that is not finite is computed
+// once more, step by step, by lanes that select.
+#include "formulas.h"
+#include "lanes.h"
+#include "sources.h"
+
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+// ---- Tiles ---------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kTile = 256;      // steps of a row
+constexpr int64_t kRowsOfTile = 64; // rows of a step: a cache line of flags
+
+// What a kernel reads and writes, along steps or across rows.
+template <class A>
+struct Tile {
+  Piece<A> rewards, values, next_values, discount, lambda, ratios;
+  Piece<uint8_t> terminated, truncated, live, later_live;
+  const A* later_values;
+  A* out[kOutputs];
+  A limits[3];
+};
+
+template <class A>
+struct Buffers {
+  static constexpr int64_t kSize = kTile + kMostLanes;
+  A numbers[6][kSize];
+  uint8_t flags[3][kSize];
+  A results[kOutputs][kSize];
+};
+
+template <class A>
+class Sources {
+ public:
+  const ReturnsCall& call;
+
+  Sources(const ReturnsCall& call, int inner)
+      : call(call),
+        inner_(inner),
+        rewards_(call.rewards, inner),
+        values_(call.values, inner),
+        next_values_(call.next_values, inner),
+        discount_(call.discount, inner),
+        lambda_(call.lambda, inner),
+        ratios_(call.ratios, inner),
+        terminated_(call.terminated, inner),
+        truncated_(call.truncated, inner),
+        mask_(call.mask, inner) {
+    for (int k = 0; k < 3; ++k) {
+      tile.limits[k] = static_cast<A>(call.limits[k]);
+    }
+  }
+
+  // Reads elements begin .. begin + count, and masked ones up to `padded`. `later`: another value is read behind them.
+  void read(int64_t outer, int64_t begin, int64_t count, int64_t padded, bool later) {
+    const auto numbers = [&](Source<A>& source, int k, int64_t more = 0) {
+      return source.piece(outer, begin, count, padded + more, buffers_.numbers[k]);
+    };
+    tile.rewards = numbers(rewards_, 0);
+    tile.values = numbers(values_, 1, later ? 1 : 0);
+    tile.next_values = numbers(next_values_, 2);
+    tile.discount = numbers(discount_, 3);
+    tile.lambda = numbers(lambda_, 4);
+    tile.ratios = numbers(ratios_, 5);
+    tile.terminated = terminated_.piece(outer, begin, count, padded, buffers_.flags[0]);
+    tile.truncated = truncated_.piece(outer, begin, count, padded, buffers_.flags[1]);
+    for (int k = 0; k < kOutputs; ++k) {
+      const ReturnsOutput& output = call.outputs[k];
+      const bool in_place = output.data != nullptr && output.strides[inner_] == 1 && count == padded;
+      tile.out[k] =
+          in_place ? static_cast<A*>(output.data) + outer * output.strides[1 - inner_] + begin : buffers_.results[k];
+    }
+  }
+
+  Piece<uint8_t> mask(int64_t outer, int64_t begin, int64_t count, int64_t padded, uint8_t* buffer) {
+    return mask_.piece(outer, begin, count, padded, buffer);
+  }
+
+  // Copies results that were not written in place.
+  void write(int64_t outer, int64_t begin, int64_t count) const {
+    for (int k = 0; k < kOutputs; ++k) {
+      const ReturnsOutput& output = call.outputs[k];
+      if (output.data != nullptr && tile.out[k] == buffers_.results[k]) {
+        const int64_t stride = output.strides[inner_];
+        A* to = static_cast<A*>(output.data) + outer * output.strides[1 - inner_] + begin * stride;
+        for (int64_t i = 0; i < count; ++i) {
+          to[i * stride] = buffers_.results[k][i];
+        }
+      }
+    }
+  }
+
+  // Zeros for kRowsOfTile rows, to which a walk across rows copies the values of a step.
+  A* later_values() {
+    std::fill(later_values_, later_values_ + kRowsOfTile, A(0));
+    tile.later_values = later_values_;
+    return later_values_;
+  }
+
+  uint8_t* flags_of_tile() {
+    return buffers_.flags[2];
+  }
+
+  Tile<A> tile;
+  uint8_t later_flags[Buffers<A>::kSize];
+  int64_t later_count = -1; // steps of the tile that later_flags were made for
+
+ private:
+  int inner_;
+  Source<A> rewards_, values_, next_values_, discount_, lambda_, ratios_;
+  FlagSource terminated_, truncated_, mask_;
+  Buffers<A> buffers_;
+  A later_values_[kRowsOfTile];
+};
+
+template <class F, class L, class A>
+GRADSCALE_HOST_DEVICE Transition<L> transition(const Tile<A>& tile, int64_t i) {
+  const auto load = [i](const auto& piece) { return L::load(piece.data + i * piece.advance); };
+  Transition<L> s;
+  s.reward = load(tile.rewards);
+  s.value = load(tile.values);
+  s.next_value = load(tile.next_values);
+  s.discount = load(tile.discount);
+  s.lambda = load(tile.lambda);
+  s.ratio = load(tile.ratios);
+  s.later_value = L::zero();
+  if constexpr (std::is_same_v<F, VTrace>) {
+    s.later_value = L::load(tile.later_values + i);
+  }
+  for (int k = 0; k < 3; ++k) {
+    s.limits[k] = L::splat(tile.limits[k]);
+  }
+  s.live = load(tile.live);
+  s.terminated = load(tile.terminated);
+  s.cut = L::either(L::either(s.terminated, load(tile.truncated)), L::opposite(load(tile.later_live)));
+  return s;
+}
+
+template <class F, class L>
+GRADSCALE_HOST_DEVICE typename L::V extra_of(const Transition<L>& s) {
+  if constexpr (std::is_same_v<F, VTraceAdjoint>) {
+    return F::template extra<L>(s);
+  } else {
+    return L::zero();
+  }
+}
+
+// What a walk hands from step to step.
+template <class V>
+struct Carry {
+  V y{};
+  V extra{};
+};
+
+// One step, or one of each lane.
+template <class F, class L, class A, class V = typename L::V>
+GRADSCALE_HOST_DEVICE void walk(const Tile<A>& tile, int64_t i, Carry<V>& carry, V* out) {
+  const Transition<L> s = transition<F, L>(tile, i);
+  const Affine<L> map = F::template map<L>(s);
+  const V y = map.a + L::times(map.b, carry.y);
+  F::template results<L>(s, y, carry.y, carry.extra, out);
+  carry = {y, extra_of<F, L>(s)};
+}
+
+template <class F, class A>
+void one_step(const Tile<A>& tile, int64_t i, Carry<A>& carry) {
+  A out[kOutputs];
+  walk<F, OneLane<A>>(tile, i, carry, out);
+  for (int k = 0; k < F::kResults; ++k) {
+    tile.out[k][i] = out[k];
+  }
+}
+
+// ---- Along steps ---------------------------------------------------------------------------------------------------
+
+#if defined(__GNUC__)
+
+// True if all lanes are 0 and none is NaN: of sums minus themselves, if the sums are finite.
+template <class V>
+GRADSCALE_HOST_DEVICE bool are_zero(V x) {
+  uint64_t words[sizeof(V) / 8];
+  memcpy(words, &x, sizeof(V));
+  uint64_t any = 0;
+  for (const uint64_t word : words) {
+    any |= word;
+  }
+  return any == 0;
+}
+
+// Returns false if a number is not finite. The tile is a copy, which results that are written cannot change.
+template <class F, class A>
+bool walk_along(const Tile<A> tile, int64_t padded, Carry<A>& carry) {
+  using L = Lanes<A>;
+  using V = typename L::V;
+  constexpr int last = F::kAdjoint ? L::kCount - 1 : 0; // in the order of the walk
+  V y = L::splat(carry.y), extra = L::splat(carry.extra), check{};
+  for (int64_t n = 0; n < padded; n += L::kCount) {
+    const int64_t i = F::kAdjoint ? n : padded - L::kCount - n;
+    const Transition<L> s = transition<F, L>(tile, i);
+    Affine<L> map = F::template map<L>(s);
+    compose<F::kAdjoint, 1, A>(map.a, map.b);
+    const V own = map.a + map.b * y;
+    const V own_extra = extra_of<F, L>(s);
+    V out[kOutputs];
+    F::template results<L>(
+        s, own, shifted<F::kAdjoint, 1, A>(own, y), shifted<F::kAdjoint, 1, A>(own_extra, extra), out);
+    V sum = own;
+    for (int k = 0; k < F::kResults; ++k) {
+      L::store(tile.out[k] + i, out[k]);
+      sum += out[k];
+    }
+    check += sum - sum;
+    y = L::splat(own[last]);
+    extra = L::splat(own_extra[last]);
+  }
+  carry = {y[0], extra[0]};
+  return are_zero(check + (extra - extra));
+}
+
+#else
+
+template <class F, class A>
+bool walk_along(const Tile<A> /*tile*/, int64_t /*padded*/, Carry<A>& /*carry*/) {
+  return false;
+}
+
+#endif
+
+// Makes tile.later_live, the mask of the next steps; a window of `period` steps ends with a masked one.
+template <class A>
+void read_later_live(Sources<A>& sources, int64_t row, int64_t begin, int64_t count, int64_t padded, int64_t period) {
+  uint8_t* later = sources.later_flags;
+  sources.tile.later_live = {later, 1};
+  const bool is_masked = sources.call.mask.data != nullptr;
+  if (!is_masked && count == sources.later_count && kTile % period == 0) {
+    return; // as in the tile before
+  }
+  sources.later_count = count;
+  memset(later, is_masked ? 0 : 1, count);
+  memset(later + count, 0, padded - count);
+  if (is_masked) {
+    const int64_t behind = std::min(count, sources.call.steps - begin - 1);
+    const Piece<uint8_t> mask = sources.mask(row, begin + 1, behind, behind, sources.flags_of_tile());
+    memcpy(later, mask.data, behind);
+  }
+  for (int64_t end = period - 1 - begin % period; end < count; end += period) {
+    later[end] = 0;
+  }
+}
+
+// A row, or rows that are stored one after the other as one: windows of `period` steps.
+template <class F, class A>
+void along_row(Sources<A>& sources, int64_t row, int64_t period) {
+  const int64_t steps = sources.call.steps;
+  const int64_t tiles = (steps + kTile - 1) / kTile;
+  Tile<A>& tile = sources.tile;
+  Carry<A> carry;
+  for (int64_t n = 0; n < tiles; ++n) {
+    const int64_t begin = (F::kAdjoint ? n : tiles - 1 - n) * kTile;
+    const int64_t count = std::min(kTile, steps - begin);
+    const int64_t padded = (count + kLanesOf<A> - 1) / kLanesOf<A> * kLanesOf<A>;
+    sources.read(row, begin, count, padded, std::is_same_v<F, VTrace> && begin + count == steps);
+    tile.later_values = tile.values.data + tile.values.advance;
+    read_later_live(sources, row, begin, count, padded, period);
+    tile.live = sources.mask(row, begin, count, padded, sources.flags_of_tile());
+    const Carry<A> before = carry;
+    if (!walk_along<F>(tile, padded, carry)) {
+      carry = before;
+      for (int64_t i = 0; i < count; ++i) {
+        one_step<F>(tile, F::kAdjoint ? i : count - 1 - i, carry);
+      }
+    }
+    sources.write(row, begin, count);
+  }
+}
+
+// Rows begin .. end as one row, if they are stored one after the other; else false.
+inline bool joined(const ReturnsCall& call, int64_t begin, int64_t end, ReturnsCall& one) {
+  one = call;
+  one.rows = 1;
+  one.steps = (end - begin) * call.steps;
+  bool is_dense = true;
+  const auto move = [&](const auto& from, auto& operand, int64_t size) {
+    const bool is_constant = from.data == nullptr || (from.strides[kRow] == 0 && from.strides[kStep] == 0);
+    is_dense = is_dense && (is_constant || (from.strides[kStep] == 1 && from.strides[kRow] == call.steps));
+    if (!is_constant) {
+      using Pointer = decltype(operand.data);
+      operand.data = reinterpret_cast<Pointer>(reinterpret_cast<intptr_t>(from.data) + begin * call.steps * size);
+    }
+  };
+  for (Operand ReturnsCall::* operand :
+       {&ReturnsCall::rewards,
+        &ReturnsCall::values,
+        &ReturnsCall::next_values,
+        &ReturnsCall::discount,
+        &ReturnsCall::lambda,
+        &ReturnsCall::ratios}) {
+    move(call.*operand, one.*operand, element_size((call.*operand).element));
+  }
+  for (FlagOperand ReturnsCall::* flags : {&ReturnsCall::terminated, &ReturnsCall::truncated, &ReturnsCall::mask}) {
+    move(call.*flags, one.*flags, 1);
+  }
+  for (int k = 0; k < kOutputs; ++k) {
+    move(call.outputs[k], one.outputs[k], call.is_double ? 8 : 4);
+  }
+  return is_dense;
+}
+
+template <class Function>
+void dispatch_call(const ReturnsCall& call, Function function) {
+  dispatch_formula(call.formula, [&](auto formula) {
+    if (call.is_double) {
+      function(double(), formula);
+    } else {
+      function(float(), formula);
+    }
+  });
+}
+
+void along_steps(const ReturnsCall& call, int64_t begin, int64_t end) {
+  ReturnsCall one;
+  const bool is_joined = joined(call, begin, end, one);
+  dispatch_call(call, [&](auto number, auto formula) {
+    Sources<decltype(number)> sources(is_joined ? one : call, kStep);
+    for (int64_t row = is_joined ? end - 1 : begin; row < end; ++row) {
+      along_row<decltype(formula)>(sources, is_joined ? 0 : row, call.steps);
+    }
+  });
+}
+
+// ---- Across rows ---------------------------------------------------------------------------------------------------
+
+template <class A>
+struct CarryOfRows {
+  alignas(64) A y[kRowsOfTile] = {};
+  alignas(64) A extra[kRowsOfTile] = {};
+};
+
+#if defined(__GNUC__)
+
+template <class F, class A>
+bool walk_across(const Tile<A> tile, int64_t padded, CarryOfRows<A>& carry) {
+  using L = Lanes<A>;
+  using V = typename L::V;
+  V check{};
+  for (int64_t i = 0; i < padded; i += L::kCount) {
+    Carry<V> own{L::load(carry.y + i), L::load(carry.extra + i)};
+    V out[kOutputs];
+    walk<F, L>(tile, i, own, out);
+    V sum = own.y + own.extra;
+    for (int k = 0; k < F::kResults; ++k) {
+      L::store(tile.out[k] + i, out[k]);
+      sum += out[k];
+    }
+    check += sum - sum;
+    L::store(carry.y + i, own.y);
+    L::store(carry.extra + i, own.extra);
+  }
+  return are_zero(check);
+}
+
+#else
+
+template <class F, class A>
+bool walk_across(const Tile<A> /*tile*/, int64_t /*padded*/, CarryOfRows<A>& /*carry*/) {
+  return false;
+}
+
+#endif
+
+template <class F, class A>
+void across_tile(Sources<A>& sources, int64_t begin, int64_t count) {
+  const int64_t steps = sources.call.steps;
+  const int64_t padded = (count + kLanesOf<A> - 1) / kLanesOf<A> * kLanesOf<A>;
+  Tile<A>& tile = sources.tile;
+  CarryOfRows<A> carry;
+  uint8_t flags[2][kRowsOfTile] = {};
+  A* later_values = sources.later_values();
+  for (int64_t n = 0; n < steps; ++n) {
+    const int64_t t = F::kAdjoint ? n : steps - 1 - n;
+    sources.read(t, begin, count, padded, false);
+    tile.live = sources.mask(t, begin, count, padded, flags[0]);
+    tile.later_live = {flags[1], 1};
+    if (F::kAdjoint && t + 1 < steps) {
+      tile.later_live = sources.mask(t + 1, begin, count, padded, flags[1]);
+    } else if (F::kAdjoint) {
+      memset(flags[1], 0, sizeof(flags[1]));
+    }
+    const CarryOfRows<A> before = carry;
+    if (!walk_across<F>(tile, padded, carry)) {
+      carry = before;
+      for (int64_t i = 0; i < count; ++i) {
+        Carry<A> own{carry.y[i], carry.extra[i]};
+        one_step<F>(tile, i, own);
+        carry.y[i] = own.y;
+        carry.extra[i] = own.extra;
+      }
+    }
+    if (!F::kAdjoint) {
+      for (int64_t i = 0; i < padded; ++i) {
+        flags[1][i] = tile.live[i];
+      }
+      if (std::is_same_v<F, VTrace>) {
+        for (int64_t i = 0; i < padded; ++i) {
+          later_values[i] = tile.values[i];
+        }
+      }
+    }
+    sources.write(t, begin, count);
+  }
+}
+
+void across_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
+  dispatch_call(call, [&](auto number, auto formula) {
+    Sources<decltype(number)> sources(call, kRow);
+    for (int64_t row = begin; row < end; row += kRowsOfTile) {
+      across_tile<decltype(formula)>(sources, row, std::min(kRowsOfTile, end - row));
+    }
+  });
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale

@@ -1,0 +1,77 @@
+// Targets from trajectories: the functions, their adjoints, and MuZero's windows.
+#pragma once
+
+#include "call.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+
+#include <array>
+#include <vector>
+
+namespace gradscale {
+
+// What multiplies: constants of a call. Undefined tensors are absent; a number counts where its tensor is undefined.
+struct Coefficients {
+  static constexpr int kTensors = 6;
+
+  at::Tensor ratios;
+  at::Tensor discounts;
+  at::Tensor lambdas;
+  at::Tensor terminated;
+  at::Tensor truncated;
+  at::Tensor mask;
+  double discount;
+  double lambda;
+  std::array<double, 3> limits;
+  c10::SymInt n;
+  bool batch_first;
+
+  std::array<at::Tensor*, kTensors> tensors() {
+    return {&ratios, &discounts, &lambdas, &terminated, &truncated, &mask};
+  }
+};
+
+// A linear function of its inputs: one of the functions, or its adjoint.
+struct LinearCall {
+  bool is_adjoint;
+  Formula function; // also of an adjoint, the function itself
+  // Rewards, values and next values; of an adjoint, the gradients of the results. Undefined ones are not read, or
+  // zeros.
+  std::array<at::Tensor, 3> inputs;
+  // Values [B, T+1] of all observations take the place of values and next values.
+  bool observations;
+  std::array<bool, 3> wants; // of an adjoint: the gradients that are computed
+  Coefficients coefficients;
+};
+
+// The results, on the inputs' device. No gradients are recorded.
+std::vector<at::Tensor> compute_returns(const LinearCall& call);
+
+// The same as autograd sees it. `is_plain`: the tensors are PyTorch's own class, and nothing but autograd is active.
+std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain);
+
+struct MuZeroWindows {
+  at::Tensor rewards;
+  at::Tensor root_values;
+  at::Tensor lengths;
+  at::Tensor terminated;
+  at::Tensor to_play;
+  at::Tensor root_reward;
+  double discount;
+  at::Tensor discounts;
+  int64_t num_unroll_steps;
+  int64_t td_steps;
+  int64_t prefix_horizon; // 0: none
+  bool batch_first;
+};
+
+// (values, rewards, mask, policy_mask)
+std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows);
+
+// Start the kernels of a device. `across`: rows are neighbours in memory.
+int64_t bytes_for_returns(const ReturnsCall& call);
+void launch_returns(const ReturnsCall& call, bool across, void* stream);
+void launch_muzero(const MuZeroCall& call, void* stream);
+
+} // namespace gradscale

@@ -1,0 +1,271 @@
+// From tensors to calls of the kernels.
+#include "../host/cpu_kernels.h"
+#include "../host/device.h"
+#include "../host/tensor_element.h"
+#include "kernels.h"
+#include "returns.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+
+namespace gradscale {
+
+namespace {
+
+constexpr int64_t kGrain = 16384; // steps that are worth a thread
+
+// The dimension of steps in a tensor of two.
+int step_dim(bool batch_first) {
+  return batch_first ? 1 : 0;
+}
+
+Operand operand_of(const at::Tensor& tensor, double constant, bool batch_first) {
+  if (!tensor.defined()) {
+    return {nullptr, {0, 0}, Element::float32, constant};
+  }
+  Operand operand{tensor.const_data_ptr(), {0, 0}, element_of(tensor), 0};
+  if (tensor.dim() == 2) { // dimensions of one element are broadcast
+    const int step = step_dim(batch_first);
+    operand.strides[kRow] = tensor.size(1 - step) == 1 ? 0 : tensor.stride(1 - step);
+    operand.strides[kStep] = tensor.size(step) == 1 ? 0 : tensor.stride(step);
+  }
+  return operand;
+}
+
+// A tensor of one dimension, by rows.
+Operand operand_of_rows(const at::Tensor& tensor) {
+  return tensor.defined() ? Operand{tensor.const_data_ptr(), {tensor.stride(0), 0}, element_of(tensor), 0}
+                          : Operand{nullptr, {0, 0}, Element::float32, 0};
+}
+
+FlagOperand flags_of(const at::Tensor& tensor, bool constant, bool batch_first) {
+  if (!tensor.defined()) {
+    return {nullptr, {0, 0}, constant};
+  }
+  const auto* data = static_cast<const uint8_t*>(tensor.const_data_ptr());
+  if (tensor.dim() == 1) {
+    return {data, {tensor.stride(0), 0}, constant};
+  }
+  const int step = step_dim(batch_first);
+  return {data, {tensor.stride(1 - step), tensor.stride(step)}, constant};
+}
+
+bool is_double(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.scalar_type() == at::kDouble;
+}
+
+ReturnsOutput output_of(const at::Tensor& tensor, bool batch_first) {
+  const int step = step_dim(batch_first);
+  return {tensor.mutable_data_ptr(), {tensor.stride(1 - step), tensor.stride(step)}};
+}
+
+// Large tensors of the CPU are parts of one block: glibc would hand the memory of two that are freed together back to
+// the system, and the page faults of the next call take longer than its computation.
+std::vector<at::Tensor> make_results(int count, at::IntArrayRef sizes, const at::TensorOptions& options) {
+  constexpr int64_t kLarge = 1 << 20; // bytes
+  std::vector<at::Tensor> results;
+  const int64_t bytes =
+      (c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize()) + 63) / 64 * 64;
+  if (count == 1 || !options.device().is_cpu() || bytes < kLarge) {
+    for (int i = 0; i < count; ++i) {
+      results.push_back(at::empty(sizes, options));
+    }
+    return results;
+  }
+  const at::Tensor block = at::empty({bytes * count}, options.dtype(at::kByte));
+  for (int i = 0; i < count; ++i) {
+    void* data = static_cast<char*>(block.mutable_data_ptr()) + i * bytes;
+    results.push_back(at::from_blob(data, sizes, [block](void* /*data*/) {}, options));
+  }
+  return results;
+}
+
+// A scalar where the kernels can read it: copied without waiting.
+at::Tensor on_device(const at::Tensor& scalar, c10::Device device) {
+  return scalar.defined() && scalar.device() != device ? scalar.to(device, /*non_blocking=*/true) : scalar;
+}
+
+// Results are written across rows where rows are neighbours in memory.
+bool goes_across(const ReturnsCall& call, bool batch_first) {
+  const int64_t* strides = call.rewards.strides;
+  const bool neighbours = strides[kRow] == 1 && (strides[kStep] != 1 || call.steps == 1);
+  return neighbours || (!batch_first && strides[kStep] != 1);
+}
+
+void run(ReturnsCall& call, const LinearCall& linear, const at::Tensor& beside) {
+  if (call.rows == 0 || call.steps == 0) {
+    return;
+  }
+  const bool across = goes_across(call, linear.coefficients.batch_first);
+  if (runs_kernels(beside.device())) {
+    const OnDevice guard(beside.device());
+    const at::Tensor workspace = make_workspace(bytes_for_returns(call), beside);
+    call.workspace = workspace.mutable_data_ptr();
+    launch_returns(call, across, guard.stream());
+    return;
+  }
+  const auto over = [&](ReturnsRows kernel, int64_t rows_of_block) {
+    const int64_t blocks = (call.rows + rows_of_block - 1) / rows_of_block;
+    const int64_t grain = std::max<int64_t>(1, kGrain / (call.steps * rows_of_block));
+    at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+      kernel(call, begin * rows_of_block, std::min(end * rows_of_block, call.rows));
+    });
+  };
+  if (linear.function == Formula::n_step) {
+    over(for_this_machine(n_step_kernel), 1);
+  } else if (across) {
+    over(for_this_machine(across_rows_kernel), 64);
+  } else {
+    over(for_this_machine(along_steps_kernel), 1);
+  }
+}
+
+} // namespace
+
+std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
+  const Coefficients& c = linear.coefficients;
+  const bool batch_first = c.batch_first;
+  const int step = step_dim(batch_first);
+  const at::Tensor& first = linear.inputs[0].defined() ? linear.inputs[0] : linear.inputs[1];
+  const c10::Device device = first.device();
+  const at::Tensor discounts = on_device(c.discounts, device), lambdas = on_device(c.lambdas, device);
+  ReturnsCall call{};
+  call.formula = static_cast<Formula>(static_cast<int32_t>(linear.function) + (linear.is_adjoint ? kFirstAdjoint : 0));
+  for (const at::Tensor* tensor :
+       {&linear.inputs[0], &linear.inputs[1], &linear.inputs[2], &c.ratios, &c.discounts, &c.lambdas}) {
+    call.is_double = call.is_double || is_double(*tensor);
+  }
+  call.rows = first.size(1 - step);
+  call.steps = first.size(step);
+  call.n = c.n.expect_int();
+  call.discount = operand_of(discounts, c.discount, batch_first);
+  call.lambda = operand_of(lambdas, c.lambda, batch_first);
+  call.ratios = operand_of(c.ratios, 1, batch_first);
+  call.terminated = flags_of(c.terminated, false, batch_first);
+  call.truncated = flags_of(c.truncated, false, batch_first);
+  call.mask = flags_of(c.mask, true, batch_first);
+  std::copy(c.limits.begin(), c.limits.end(), call.limits);
+  const at::TensorOptions options = first.options().dtype(call.is_double ? at::kDouble : at::kFloat);
+  const auto empty = [&](int64_t more_steps) {
+    const int64_t steps = call.steps + more_steps;
+    return batch_first ? at::empty({call.rows, steps}, options) : at::empty({steps, call.rows}, options);
+  };
+  const auto write = [&](int index, const at::Tensor& tensor) { call.outputs[index] = output_of(tensor, batch_first); };
+  std::vector<at::Tensor> results;
+  if (!linear.is_adjoint) {
+    call.rewards = operand_of(linear.inputs[0], 0, batch_first);
+    call.values = operand_of(linear.inputs[1], 0, batch_first);
+    call.next_values = operand_of(linear.inputs[2], 0, batch_first);
+    if (linear.observations) {
+      const at::Tensor& values = linear.inputs[1];
+      call.values = operand_of(values.narrow(step, 0, call.steps), 0, batch_first);
+      call.next_values = operand_of(values.narrow(step, 1, call.steps), 0, batch_first);
+    }
+    const int count = linear.function == Formula::advantages || linear.function == Formula::vtrace ? 2 : 1;
+    results = make_results(count, first.sizes(), options);
+    for (int i = 0; i < count; ++i) {
+      write(i, results[i]);
+    }
+    run(call, linear, first);
+    return results;
+  }
+  call.rewards = operand_of(linear.inputs[0], 0, batch_first);
+  call.values = operand_of(linear.inputs[1], 0, batch_first);
+  if (linear.wants[0]) {
+    results.push_back(empty(0));
+    write(0, results.back());
+  }
+  if (linear.observations && linear.wants[1]) {
+    // The value of an observation is one of a state, and one of the successor of the state before.
+    const bool reads_values = linear.function == Formula::advantages || linear.function == Formula::vtrace;
+    const at::Tensor sum = empty(1);
+    sum.select(step, reads_values ? call.steps : 0).zero_();
+    const at::Tensor of_successors = reads_values ? empty(0) : sum.narrow(step, 1, call.steps);
+    if (reads_values) {
+      write(1, sum);
+    }
+    write(2, of_successors);
+    run(call, linear, first);
+    if (reads_values) {
+      sum.narrow(step, 1, call.steps).add_(of_successors);
+    }
+    results.push_back(sum);
+    return results;
+  }
+  for (int i = 1; i < 3; ++i) {
+    if (linear.wants[i]) {
+      results.push_back(empty(0));
+      write(i, results.back());
+    }
+  }
+  run(call, linear, first);
+  return results;
+}
+
+std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
+  const bool batch_first = windows.batch_first;
+  const int step = step_dim(batch_first);
+  const c10::Device device = windows.rewards.device();
+  const at::Tensor discounts = on_device(windows.discounts, device);
+  const at::Tensor to_play = !windows.to_play.defined() || windows.to_play.scalar_type() == at::kLong
+                                 ? windows.to_play
+                                 : windows.to_play.to(at::kLong);
+  MuZeroCall call{};
+  for (const at::Tensor* tensor : {&windows.rewards, &windows.root_values, &windows.root_reward, &windows.discounts}) {
+    call.is_double = call.is_double || is_double(*tensor);
+  }
+  call.rows = windows.rewards.size(1 - step);
+  call.moves = windows.rewards.size(step);
+  call.unroll_steps = windows.num_unroll_steps;
+  call.td_steps = std::min(windows.td_steps, call.moves);
+  call.prefix_horizon = windows.prefix_horizon;
+  call.rewards = operand_of(windows.rewards, 0, batch_first);
+  call.root_values = operand_of(windows.root_values, 0, batch_first);
+  call.discount = operand_of(discounts, windows.discount, batch_first);
+  call.root_reward = operand_of_rows(windows.root_reward);
+  if (windows.lengths.defined()) {
+    call.lengths = windows.lengths.const_data_ptr<int64_t>();
+    call.lengths_stride = windows.lengths.stride(0);
+  }
+  call.terminated = flags_of(windows.terminated, false, batch_first);
+  if (to_play.defined()) {
+    call.to_play = to_play.const_data_ptr<int64_t>();
+    call.to_play_strides[kRow] = to_play.stride(1 - step);
+    call.to_play_strides[kStep] = to_play.stride(step);
+  }
+  const at::TensorOptions options = windows.rewards.options();
+  const auto make = [&](int64_t steps, at::ScalarType dtype, int64_t* strides) {
+    const at::Tensor out = batch_first ? at::empty({call.rows, steps}, options.dtype(dtype))
+                                       : at::empty({steps, call.rows}, options.dtype(dtype));
+    strides[kRow] = out.stride(1 - step);
+    strides[kStep] = out.stride(step);
+    return out;
+  };
+  const at::ScalarType dtype = call.is_double ? at::kDouble : at::kFloat;
+  const int64_t steps = call.unroll_steps;
+  const at::Tensor values = make(steps + 1, dtype, call.values_strides);
+  const at::Tensor targets = make(steps + (windows.root_reward.defined() ? 1 : 0), dtype, call.targets_strides);
+  const at::Tensor mask = make(steps + 1, at::kBool, call.masks_strides);
+  const at::Tensor policy_mask = make(steps + 1, at::kBool, call.masks_strides);
+  call.values = values.mutable_data_ptr();
+  call.targets = targets.mutable_data_ptr();
+  call.mask = mask.mutable_data_ptr<bool>();
+  call.policy_mask = policy_mask.mutable_data_ptr<bool>();
+  if (call.rows > 0 && runs_kernels(device)) {
+    const OnDevice guard(device);
+    launch_muzero(call, guard.stream());
+  } else if (call.rows > 0) {
+    const MuZeroRows kernel = for_this_machine(muzero_kernel);
+    const int64_t cost = (steps + 1) * (call.td_steps + 8);
+    at::parallel_for(0, call.rows, std::max<int64_t>(1, kGrain / cost), [&](int64_t begin, int64_t end) {
+      kernel(call, begin, end);
+    });
+  }
+  return {values, targets, mask, policy_mask};
+}
+
+} // namespace gradscale

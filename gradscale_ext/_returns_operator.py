@@ -1,0 +1,219 @@
+"""The operators of returns, as compilers, tracers and vmap see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import _context, _distributed, reference
+from . import _native as _native  # the operators are registered by it
+from ._trajectories import Discount, MuZeroTargets, Trajectories, Window, result_dtype
+
+#: The functions in the order of `Formula` in csrc/returns/call.h.
+FUNCTIONS = ("lambda_returns", "generalized_advantages", "vtrace", "retrace", "n_step_returns")
+_TWO_RESULTS = (1, 2)
+
+Dims = tuple[int | None, ...]
+
+
+def _split(value: Discount, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor | None, float]:
+    """A coefficient as the operators take it: a tensor, or a number. A number that varies under `torch.compile` becomes
+    a tensor: an operator takes a number as a constant, and would be compiled again for the next one."""
+    if isinstance(value, torch.Tensor):
+        return value, 1.0
+    if not _context.is_eager() and _context.varies(value):
+        return _context.as_tensor(value, device, dtype), 1.0
+    return None, value
+
+
+def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
+    """Compute a checked call by the operator, or by the reference where there is none for the device."""
+    if _distributed.mesh_of(*call) is not None:
+        return _distributed.by_whole(lambda whole: run(function, Trajectories(*whole)), tuple(call))  # type: ignore[no-any-return]
+    device = call.rewards.device
+    if device.type not in (*_native.DEVICE_TYPES, "meta"):
+        return _by_reference(function, call)
+    dtype = result_dtype(*call)
+    discounts, discount = _split(call.discount, dtype, device)
+    lambdas, lambda_ = _split(call.lambda_, dtype, device)
+    rewards, values = call.rewards, call.values
+    if call.next_values is not None and function in ("lambda_returns", "n_step_returns"):
+        # Values that are not read still decide the type of the results.
+        rewards = rewards.double() if dtype == torch.float64 else rewards
+        values = None
+    results = torch.ops.gradscale_ext.returns(
+        FUNCTIONS.index(function),
+        rewards,
+        values,
+        call.next_values,
+        call.ratios,
+        discounts,
+        lambdas,
+        call.terminated,
+        call.truncated,
+        call.mask,
+        discount,
+        lambda_,
+        *call.clips,
+        call.n,
+        call.batch_first,
+    )
+    return tuple(results)
+
+
+def _by_reference(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
+    arguments = call._asdict()
+    clips, n, ratios = arguments.pop("clips"), arguments.pop("n"), arguments.pop("ratios")
+    if function == "n_step_returns":
+        arguments["n"] = n
+        del arguments["lambda_"]
+    if function in ("vtrace", "retrace"):
+        arguments["ratios"] = ratios
+        names = ("clip_rho", "clip_c", "clip_pg_rho") if function == "vtrace" else ("clip_c",)
+        arguments |= dict(zip(names, clips, strict=False))
+    if function == "retrace":
+        arguments["q_values"] = arguments.pop("values")
+    results = getattr(reference, function)(**arguments)
+    return (results,) if isinstance(results, torch.Tensor) else tuple(results)
+
+
+def run_muzero(window: Window) -> MuZeroTargets:
+    """Compute checked targets by the operator, or by the reference where there is none for the device."""
+    if _distributed.mesh_of(*window) is not None:
+        return _distributed.by_whole(lambda whole: run_muzero(Window(*whole)), tuple(window))  # type: ignore[no-any-return]
+    device = window.rewards.device
+    if device.type not in (*_native.DEVICE_TYPES, "meta"):
+        arguments = window._asdict()
+        horizon = arguments.pop("prefix_horizon")
+        prefix = {"reward": "value_prefix", "prefix_horizon": horizon} if horizon else {}
+        return reference.muzero_targets(**arguments, **prefix)
+    discounts, discount = _split(window.discount, result_dtype(*window), device)
+    results = torch.ops.gradscale_ext.muzero_targets(
+        window.rewards,
+        window.root_values,
+        window.lengths,
+        window.terminated,
+        window.to_play,
+        window.root_reward,
+        discounts,
+        discount,
+        window.num_unroll_steps,
+        window.td_steps,
+        window.prefix_horizon,
+        window.batch_first,
+    )
+    return MuZeroTargets(*results)
+
+
+# ---- Shapes, for tracers --------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("gradscale_ext::returns")  # type: ignore[misc]
+def _shapes(formula: int, rewards: torch.Tensor, *others: Any) -> list[torch.Tensor]:
+    dtype = result_dtype(rewards, *others)
+    return [rewards.new_empty(rewards.shape, dtype=dtype) for _ in range(2 if formula in _TWO_RESULTS else 1)]
+
+
+@torch.library.register_fake("gradscale_ext::returns_adjoint")  # type: ignore[misc]
+def _adjoint_shapes(
+    formula: int,
+    wants: Sequence[bool],
+    observations: bool,
+    gradient: torch.Tensor | None,
+    second_gradient: torch.Tensor | None,
+    *others: Any,
+) -> list[torch.Tensor]:
+    given = second_gradient if gradient is None else gradient
+    assert given is not None
+    dtype = result_dtype(gradient, second_gradient, *others)
+    shape, batch_first = given.shape, others[-1]
+    longer = (shape[0], shape[1] + 1) if batch_first else (shape[0] + 1, shape[1])
+    sizes = (shape, longer if observations else shape, shape)
+    return [given.new_empty(size, dtype=dtype) for size, wanted in zip(sizes, wants, strict=True) if wanted]
+
+
+@torch.library.register_fake("gradscale_ext::muzero_targets")  # type: ignore[misc]
+def _window_shapes(
+    rewards: torch.Tensor,
+    root_values: torch.Tensor,
+    lengths: torch.Tensor | None,
+    terminated: torch.Tensor | None,
+    to_play: torch.Tensor | None,
+    root_reward: torch.Tensor | None,
+    discounts: torch.Tensor | None,
+    discount: float,
+    num_unroll_steps: int,
+    td_steps: int,
+    prefix_horizon: int,
+    batch_first: bool,
+) -> list[torch.Tensor]:
+    batch = rewards.shape[0 if batch_first else 1]
+    dtype = result_dtype(rewards, root_values, root_reward, discounts)
+
+    def empty(steps: int, dtype: torch.dtype) -> torch.Tensor:
+        return rewards.new_empty((batch, steps) if batch_first else (steps, batch), dtype=dtype)
+
+    targets = num_unroll_steps if root_reward is None else num_unroll_steps + 1
+    return [
+        empty(num_unroll_steps + 1, dtype),
+        empty(targets, dtype),
+        empty(num_unroll_steps + 1, torch.bool),
+        empty(num_unroll_steps + 1, torch.bool),
+    ]
+
+
+# ---- vmap: mapped examples are more rows ----------------------------------------------------------------------------
+
+
+def _as_rows(value: Any, dim: int | None, examples: int, rows: int, batch_first: bool) -> Any:
+    """A tensor of each example as rows of one tensor. Tensors without dimensions become a column, an entry a row."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    inner = value.dim() - (dim is not None)
+    if inner == 0:
+        if dim is None:
+            return value
+        column = value[:, None].expand(examples, rows).reshape(-1)
+        return column[:, None] if batch_first else column[None]
+    row_dim = 0 if batch_first or inner == 1 else 1
+    if dim is None:
+        if value.shape[row_dim] == 1 and rows != 1:
+            return value  # broadcast over the rows of all examples
+        value = value.unsqueeze(row_dim).expand(*value.shape[:row_dim], examples, *value.shape[row_dim:])
+    else:
+        value = value.movedim(dim, row_dim)
+    if value.shape[row_dim + 1] != rows:  # one row for all rows of an example
+        value = value.expand(*value.shape[: row_dim + 1], rows, *value.shape[row_dim + 2 :])
+    return value.flatten(row_dim, row_dim + 1)
+
+
+def _rule(operator: Any, first: int) -> Any:
+    """Make the rule of an operator whose tensors begin at argument `first`."""
+
+    def rule(info: Any, in_dims: Dims, *arguments: Any) -> Any:
+        batch_first, examples = arguments[-1], info.batch_size
+        given, dim = next(
+            (value, dim)
+            for value, dim in zip(arguments[first:], in_dims[first:], strict=True)
+            if isinstance(value, torch.Tensor)
+        )
+        shape = list(given.shape)
+        if dim is not None:
+            del shape[dim]
+        rows = shape[0 if batch_first else 1]
+        flat = [
+            _as_rows(value, dim if isinstance(value, torch.Tensor) else None, examples, rows, batch_first)
+            for value, dim in zip(arguments, in_dims, strict=True)
+        ]
+        results = operator(*flat)
+        row_dim = 0 if batch_first else 1
+        return [result.unflatten(row_dim, (examples, rows)) for result in results], [row_dim] * len(results)
+
+    return rule
+
+
+torch.library.register_vmap("gradscale_ext::returns", _rule(torch.ops.gradscale_ext.returns, 1))
+torch.library.register_vmap("gradscale_ext::returns_adjoint", _rule(torch.ops.gradscale_ext.returns_adjoint, 3))
+torch.library.register_vmap("gradscale_ext::muzero_targets", _rule(torch.ops.gradscale_ext.muzero_targets, 0))

@@ -1,0 +1,405 @@
+"""The arguments of returns, checked, and their results. Plain data, which the kernels and the reference share."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _remedies
+
+Discount = float | torch.Tensor
+
+#: Types of the numbers in a trajectory.
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class GeneralizedAdvantages(NamedTuple):
+    """Results of `generalized_advantages`, `[B, T]` each."""
+
+    advantages: torch.Tensor
+    returns: torch.Tensor
+
+
+class VTrace(NamedTuple):
+    """Results of `vtrace`, `[B, T]` each."""
+
+    targets: torch.Tensor
+    advantages: torch.Tensor
+
+
+class MuZeroTargets(NamedTuple):
+    """Results of `muzero_targets`.
+
+    `values` and the bool masks are `[B, K + 1]`; `rewards` is `[B, K]`, or `[B, K + 1]` with the root's reward first.
+    """
+
+    values: torch.Tensor
+    rewards: torch.Tensor
+    mask: torch.Tensor
+    policy_mask: torch.Tensor
+
+
+class Trajectories(NamedTuple):
+    """A checked call of a function over transitions, in the caller's order of dimensions.
+
+    `values` is None where the function does not read it. It has an entry more than `rewards` if `next_values` is None.
+    """
+
+    rewards: torch.Tensor
+    values: torch.Tensor | None
+    next_values: torch.Tensor | None
+    ratios: torch.Tensor | None
+    discount: Discount
+    lambda_: Discount
+    terminated: torch.Tensor | None
+    truncated: torch.Tensor | None
+    mask: torch.Tensor | None
+    batch_first: bool
+    clips: tuple[float, float, float] = (torch.inf, torch.inf, torch.inf)
+    n: int = 0
+
+
+class Window(NamedTuple):
+    """A checked call of `muzero_targets`. `prefix_horizon` is 0 for rewards that are not summed."""
+
+    rewards: torch.Tensor
+    root_values: torch.Tensor
+    lengths: torch.Tensor | None
+    terminated: torch.Tensor | None
+    to_play: torch.Tensor | None
+    root_reward: torch.Tensor | None
+    discount: Discount
+    num_unroll_steps: int
+    td_steps: int
+    prefix_horizon: int
+    batch_first: bool
+
+
+def result_dtype(*values: object) -> torch.dtype:
+    """float64 if a tensor among the arguments is, else float32."""
+    is_double = any(isinstance(value, torch.Tensor) and value.dtype == torch.float64 for value in values)
+    return torch.float64 if is_double else torch.float32
+
+
+def _written(shape: Any) -> str:
+    return "[" + ", ".join([f"{size}" for size in shape]) + "]"
+
+
+class _Checker:
+    """Checks the arguments of one call of `function`; `rewards` decides device and sizes."""
+
+    def __init__(self, function: str, rewards: Any, batch_first: Any, steps: str = "T") -> None:
+        self.function = function
+        if not isinstance(batch_first, bool):
+            raise TypeError(f"{function}: batch_first must be a bool, but it is of type {type(batch_first).__name__}")
+        self.batch_first = batch_first
+        self.letters = ("B", steps) if batch_first else (steps, "B")
+        self.floats("rewards", rewards)
+        self.device = rewards.device
+        self._dims("rewards", rewards)
+        self.batch, self.steps = rewards.shape if batch_first else reversed(rewards.shape)
+
+    def tensor(self, name: str, value: Any, wanted: str = "a tensor") -> None:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"{self.function}: {name} must be {wanted}, but it is of type {type(value).__name__}"
+                f"{_remedies.instead_of(value, name)}"
+            )
+        if fault := _remedies.instead_of_kind(value):
+            raise TypeError(f"{self.function}: {name} {fault}")
+
+    def floats(self, name: str, value: Any) -> None:
+        self.tensor(name, value)
+        if value.dtype not in FLOATS:
+            raise TypeError(
+                f"{self.function}: {name} must be float64, float32, bfloat16 or float16, but its dtype is "
+                f"{value.dtype}; write {name}.float()"
+            )
+
+    def on_device(self, name: str, value: torch.Tensor) -> None:
+        if value.device != self.device:
+            raise ValueError(
+                f"{self.function}: {name} must be on the device of rewards, {self.device}, but it is on {value.device}"
+            )
+
+    def _dims(self, name: str, value: torch.Tensor) -> None:
+        if value.dim() != 2:
+            remedy = ""
+            if value.dim() == 3 and value.shape[-1] == 1:
+                remedy = f"; write {name}.squeeze(-1)"
+            elif value.dim() == 1:
+                remedy = f"; write {name}[None]" if self.batch_first else f"; write {name}[:, None]"
+            raise ValueError(
+                f"{self.function}: {name} must have shape {_written(self.letters)}, "
+                f"but its shape is {_written(value.shape)}{remedy}"
+            )
+
+    def shape(self, more: int = 0) -> str:
+        """The shape of rewards, with so many more steps."""
+        sizes = (self.batch, self.steps + more)
+        return _written(sizes if self.batch_first else sizes[::-1])
+
+    def _has_steps(self, value: torch.Tensor, more: int) -> bool:
+        sizes = (self.batch, self.steps + more) if self.batch_first else (self.steps + more, self.batch)
+        return tuple(value.shape) == sizes
+
+    def shaped(self, name: str, value: torch.Tensor, more: int = 0, reason: str = "") -> None:
+        """Two dimensions, with `more` steps than rewards."""
+        self.on_device(name, value)
+        self._dims(name, value)
+        if not self._has_steps(value, more):
+            batch, steps = self.batch, self.steps + more
+            sizes = (batch, steps) if self.batch_first else (steps, batch)
+            raise ValueError(
+                f"{self.function}: {name} must have shape {_written(sizes)}"
+                f"{reason or ', that of rewards'}, but its shape is {_written(value.shape)}"
+            )
+
+    def flags(self, name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
+        if value is None:
+            return
+        self.tensor(name, value, "a bool tensor")
+        if value.dtype != torch.bool:
+            raise TypeError(
+                f"{self.function}: {name} must be a bool tensor, but its dtype is {value.dtype}; write {name}.bool()"
+            )
+        if shape is None:
+            self.shaped(name, value)
+        else:
+            self.per_row(name, value)
+
+    def per_row(self, name: str, value: torch.Tensor) -> None:
+        self.on_device(name, value)
+        if tuple(value.shape) != (self.batch,):
+            remedy = f"; write {name}.squeeze(-1)" if tuple(value.shape) == (self.batch, 1) else ""
+            raise ValueError(
+                f"{self.function}: {name} must have shape [{self.batch}], "
+                f"but its shape is {_written(value.shape)}{remedy}"
+            )
+
+    def constant(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{self.function}: {name} requires grad, but it is a constant and gets no gradient; "
+                f"write {name}.detach()"
+            )
+
+    def coefficient(self, name: str, value: Any, low: float, per_step: bool = True) -> Discount:
+        """A number in low..1 as a float, a tensor of none or two dimensions as it is."""
+        if not isinstance(value, torch.Tensor):
+            return self._number(name, value, low)
+        self.floats(name, value)
+        self.constant(name, value)
+        if value.dim() == 0:
+            if value.device.type != "cpu":
+                self.on_device(name, value)
+            return value
+        self.on_device(name, value)
+        steps = self.steps if per_step else 1
+        sizes = (self.batch, steps) if self.batch_first else (steps, self.batch)
+        if value.dim() != 2 or not all([own == 1 or own == size for own, size in zip(value.shape, sizes, strict=True)]):
+            remedy = ""
+            if value.dim() == 1:
+                remedy = f", of one dimension: which one? Write {name}[None] or {name}[:, None]"
+            elif value.dim() == 3 and value.shape[-1] == 1:
+                remedy = f"; write {name}.squeeze(-1)"
+            raise ValueError(
+                f"{self.function}: {name} must be a number, have no dimensions, or broadcast to {_written(sizes)}, "
+                f"but its shape is {_written(value.shape)}{remedy}"
+            )
+        return value
+
+    def _number(self, name: str, value: Any, low: float) -> float:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
+            raise TypeError(
+                f"{self.function}: {name} must be a number or a tensor, but it is of type {type(value).__name__}"
+                f"{_remedies.instead_of(value, name)}"
+            )
+        number = float(value)
+        if not low <= number <= 1:
+            raise ValueError(f"{self.function}: {name} must be from {low:g} to 1, but it is {number}")
+        return number
+
+    def clip(self, name: str, value: Any) -> float:
+        if value is None:
+            return torch.inf
+        if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
+            raise TypeError(
+                f"{self.function}: {name} must be a number or None, but it is of type {type(value).__name__}"
+            )
+        number = float(value)
+        if not number >= 0:
+            raise ValueError(f"{self.function}: {name} must not be negative or NaN, but it is {number}")
+        return number
+
+    def integer(self, name: str, value: Any, least: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
+            raise TypeError(
+                f"{self.function}: {name} must be an integer of at least {least}, "
+                f"but it is of type {type(value).__name__}"
+            )
+        if value < least:
+            raise ValueError(f"{self.function}: {name} must be an integer of at least {least}, but it is {value}")
+        return value  # type: ignore[no-any-return]
+
+
+def check_trajectories(
+    function: str,
+    rewards: Any,
+    values: Any,
+    next_values: Any,
+    discount: Any,
+    lambda_: Any,
+    terminated: Any,
+    truncated: Any,
+    mask: Any,
+    batch_first: Any,
+    *,
+    ratios: Any = None,
+    clips: dict[str, Any] | None = None,
+    n: Any = None,
+) -> Trajectories:
+    """Check the arguments of one of the functions over transitions.
+
+    Raises:
+        TypeError: a type or dtype is wrong.
+        ValueError: a shape, device or number is wrong, or a constant requires grad.
+    """
+    check = _Checker(function, rewards, batch_first)
+    is_retrace = function == "retrace"
+    reads_values = function not in ("lambda_returns", "n_step_returns")
+    name = "q_values" if is_retrace else "values"
+    if next_values is not None:
+        check.floats("next_values", next_values)
+        check.shaped("next_values", next_values)
+    elif is_retrace:
+        raise TypeError("retrace: next_values must be a tensor, but it is of type NoneType")
+    if values is None:
+        if reads_values:
+            raise TypeError(f"{function}: {name} must be a tensor, but it is of type NoneType")
+        if next_values is None:
+            raise ValueError(
+                f"{function}: next_values {check.shape()} or values {check.shape(1)} must be given, but both are None"
+            )
+    else:
+        check.floats(name, values)
+        if next_values is None:
+            if tuple(values.shape) == tuple(rewards.shape):
+                raise ValueError(
+                    f"{function}: values must have shape {check.shape(1)}, all observations, as there are no "
+                    f"next_values, but its shape is {check.shape()}; give next_values, those of the true successors"
+                )
+            check.shaped("values", values, 1, ", all observations")
+            if truncated is not None:
+                raise ValueError(
+                    f"{function}: truncated cannot be given with values of shape {check.shape(1)}: after a reset the "
+                    f"next value belongs to another episode; give values {check.shape()} and next_values "
+                    f"{check.shape()}, the values of the true successors before any reset"
+                )
+        elif not reads_values and values.dim() == 2 and check._has_steps(values, 1):
+            check.on_device(name, values)
+        else:
+            check.shaped(name, values, 0, "" if is_retrace else ", as there are next_values")
+    if function in ("vtrace", "retrace"):
+        check.floats("ratios", ratios)
+        check.constant("ratios", ratios)
+        check.shaped("ratios", ratios)
+    discount = check.coefficient("discount", discount, -1)
+    lambda_ = 1.0 if function == "n_step_returns" else check.coefficient("lambda_", lambda_, 0)
+    for flag, value in (("terminated", terminated), ("truncated", truncated), ("mask", mask)):
+        check.flags(flag, value)
+    numbers_of_clips = [check.clip(clip, value) for clip, value in (clips or {}).items()]
+    numbers_of_clips += [torch.inf] * (3 - len(numbers_of_clips))
+    return Trajectories(
+        rewards=rewards,
+        values=values,
+        next_values=next_values,
+        ratios=ratios,
+        discount=discount,
+        lambda_=lambda_,
+        terminated=terminated,
+        truncated=truncated,
+        mask=mask,
+        batch_first=batch_first,
+        clips=(numbers_of_clips[0], numbers_of_clips[1], numbers_of_clips[2]),
+        n=check.integer("n", n, 1) if function == "n_step_returns" else 0,
+    )
+
+
+def check_window(
+    rewards: Any,
+    root_values: Any,
+    num_unroll_steps: Any,
+    td_steps: Any,
+    discount: Any,
+    lengths: Any,
+    terminated: Any,
+    to_play: Any,
+    reward: Any,
+    prefix_horizon: Any,
+    root_reward: Any,
+    batch_first: Any,
+) -> Window:
+    """Check the arguments of `muzero_targets`.
+
+    Raises:
+        TypeError: a type or dtype is wrong.
+        ValueError: a shape, device or number is wrong, or an argument requires grad.
+    """
+    function = "muzero_targets"
+    check = _Checker(function, rewards, batch_first, "L")
+    check.floats("root_values", root_values)
+    check.shaped("root_values", root_values, 1, ", one more step than rewards")
+    num_unroll_steps = check.integer("num_unroll_steps", num_unroll_steps, 0)
+    td_steps = check.integer("td_steps", td_steps, 1)
+    discount = check.coefficient("discount", discount, -1, per_step=False)
+    if lengths is not None:
+        check.tensor("lengths", lengths, "an int64 tensor")
+        if lengths.dtype != torch.int64:
+            raise TypeError(
+                f"{function}: lengths must be an int64 tensor, but its dtype is {lengths.dtype}; write lengths.long()"
+            )
+        check.per_row("lengths", lengths)
+        if terminated is None:
+            raise ValueError(
+                f"{function}: terminated must be given with lengths: a bool tensor of shape [{check.batch}], True "
+                "where the game ended after its moves by its rules"
+            )
+    check.flags("terminated", terminated, (check.batch,))
+    if to_play is not None:
+        check.tensor("to_play", to_play, "a tensor of integers or bool")
+        if to_play.dtype.is_floating_point or to_play.dtype.is_complex:
+            raise TypeError(
+                f"{function}: to_play must be a tensor of integers or bool, but its dtype is {to_play.dtype}; "
+                "write to_play.long()"
+            )
+        check.shaped("to_play", to_play, 1, ", one more step than rewards")
+    if root_reward is not None:
+        check.floats("root_reward", root_reward)
+        check.per_row("root_reward", root_reward)
+    if reward not in ("reward", "value_prefix"):
+        raise ValueError(f"{function}: reward must be 'reward' or 'value_prefix', but it is {reward!r}")
+    horizon = num_unroll_steps if prefix_horizon is None else check.integer("prefix_horizon", prefix_horizon, 1)
+    is_prefix = reward == "value_prefix"
+    if is_prefix and to_play is not None:
+        raise ValueError(
+            f"{function}: reward='value_prefix' cannot be given with to_play: rewards in the eyes of different players "
+            "are not summed"
+        )
+    for name, value in (("rewards", rewards), ("root_values", root_values), ("root_reward", root_reward)):
+        check.constant(name, value)
+    return Window(
+        rewards=rewards,
+        root_values=root_values,
+        lengths=lengths,
+        terminated=terminated,
+        to_play=to_play,
+        root_reward=root_reward,
+        discount=discount,
+        num_unroll_steps=num_unroll_steps,
+        td_steps=td_steps,
+        prefix_horizon=max(horizon, 1) if is_prefix else 0,
+        batch_first=batch_first,
+    )

@@ -1,0 +1,351 @@
+"""Targets from trajectories: the papers' formulas as loops backwards over time.
+
+Arguments are those of the functions of the same name in `gradscale_ext`. Where a formula has y_t, the loop has a tensor
+`[B]`, an entry for each row. Differentiable with respect to rewards and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._trajectories import (
+    Discount,
+    GeneralizedAdvantages,
+    MuZeroTargets,
+    Trajectories,
+    VTrace,
+    check_trajectories,
+    check_window,
+    result_dtype,
+)
+
+Tensor = torch.Tensor
+
+
+def times(*factors: Tensor) -> Tensor:
+    """The product of coefficients and, last, of x; exactly 0 if a coefficient is 0, whatever the others are."""
+    *coefficients, product = factors
+    is_zero = torch.zeros_like(product, dtype=torch.bool)
+    for coefficient in coefficients:
+        product = coefficient * product
+        is_zero = is_zero | (coefficient == 0)
+    return torch.where(is_zero, 0, product)
+
+
+class _Steps:
+    """A call by columns: entry t of each list is a tensor `[B]`.
+
+    Everything is 0 in masked entries. `bootstrap` is B_t, 0 after a termination. `lambda_` is 0 at cuts, so that
+    ``(1 - lambda_t) B_t + lambda_t y_{t+1}`` is B_t there.
+    """
+
+    def __init__(self, call: Trajectories) -> None:
+        self.batch_first = call.batch_first
+        self.dtype = result_dtype(*call)
+        rewards = self._rows(call.rewards)
+        self.shape = rewards.shape
+        self.device = rewards.device
+        never = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
+        terminated, truncated = (
+            never if flags is None else self._rows(flags) for flags in (call.terminated, call.truncated)
+        )
+        live = ~never if call.mask is None else self._rows(call.mask)
+        next_is_live = torch.cat([live[:, 1:], never[:, :1]], 1)
+        cut = terminated | truncated | ~next_is_live
+        if call.next_values is not None:
+            values, next_values = call.values, self._rows(call.next_values)
+            values = None if values is None else self._rows(values)[:, : self.shape[1]]
+        else:
+            assert call.values is not None
+            observations = self._rows(call.values)
+            values, next_values = observations[:, :-1], observations[:, 1:]
+
+        def columns(matrix: Tensor, is_read: Tensor = live) -> tuple[Tensor, ...]:
+            return torch.where(is_read, matrix.to(self.dtype), 0).unbind(1)
+
+        self.r = columns(rewards)
+        self.v = None if values is None else columns(values)
+        self.bootstrap = columns(next_values, live & ~terminated)
+        self.discount = columns(self._coefficients(call.discount))
+        self.lambda_ = columns(self._coefficients(call.lambda_), live & ~cut)
+        self.trace_lambda = columns(self._coefficients(call.lambda_))
+        self.ratio = None if call.ratios is None else columns(self._rows(call.ratios.detach()))
+        self.live, self.cut = live.unbind(1), cut.unbind(1)
+        self.backwards = range(self.shape[1] - 1, -1, -1)
+        self.zero = torch.zeros(self.shape[:1], dtype=self.dtype, device=self.device)
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        return tensor if self.batch_first else tensor.T
+
+    def _coefficients(self, value: Discount) -> Tensor:
+        if not isinstance(value, Tensor):
+            return torch.full(self.shape, value, dtype=self.dtype, device=self.device)
+        rows = self._rows(value) if value.dim() else value
+        return rows.detach().to(self.device).expand(self.shape)
+
+    def result(self, columns: list[Tensor]) -> Tensor:
+        """Columns that were made backwards, in the caller's order of dimensions; 0 where masked."""
+        time_dim = 1 if self.batch_first else 0
+        if not columns:
+            size = self.shape if self.batch_first else self.shape[::-1]
+            return torch.zeros(size, dtype=self.dtype, device=self.device)
+        kept = [torch.where(live, column, 0) for live, column in zip(self.live, reversed(columns), strict=True)]
+        return torch.stack(kept, time_dim)
+
+
+def lambda_returns(
+    rewards: Tensor,
+    values: Tensor | None = None,
+    next_values: Tensor | None = None,
+    *,
+    discount: Discount,
+    lambda_: Discount,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    mask: Tensor | None = None,
+    batch_first: bool = True,
+) -> Tensor:
+    """``G_t = r_t + discount_t ((1 - lambda_t) B_t + lambda_t G_{t+1})``; at a cut ``r_t + discount_t B_t``."""
+    call = check_trajectories(
+        "lambda_returns",
+        rewards,
+        values,
+        next_values,
+        discount,
+        lambda_,
+        terminated,
+        truncated,
+        mask,
+        batch_first,
+    )
+    s, returns = _Steps(call), []
+    g = s.zero
+    for t in s.backwards:
+        u = times(1 - s.lambda_[t], s.bootstrap[t]) + times(s.lambda_[t], g)
+        g = s.r[t] + times(s.discount[t], u)
+        returns.append(g)
+    return s.result(returns)
+
+
+def n_step_returns(
+    rewards: Tensor,
+    values: Tensor | None = None,
+    next_values: Tensor | None = None,
+    *,
+    discount: Discount,
+    n: int,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    mask: Tensor | None = None,
+    batch_first: bool = True,
+) -> Tensor:
+    """``G_t = r_t + discount_t (r_{t+1} + discount_{t+1} (... B_{t+m-1}))``; m = n, or up to the first cut."""
+    call = check_trajectories(
+        "n_step_returns", rewards, values, next_values, discount, None, terminated, truncated, mask, batch_first, n=n
+    )
+    s, returns = _Steps(call), []
+    for t in s.backwards:
+        last = min(t + n, s.shape[1]) - 1
+        g = s.bootstrap[last]
+        for i in range(last, t - 1, -1):
+            g = s.r[i] + times(s.discount[i], torch.where(s.cut[i], s.bootstrap[i], g))
+        returns.append(g)
+    return s.result(returns)
+
+
+def generalized_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor | None = None,
+    *,
+    discount: Discount,
+    lambda_: Discount,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    mask: Tensor | None = None,
+    batch_first: bool = True,
+) -> GeneralizedAdvantages:
+    """``A_t = delta_t + discount_t lambda_t A_{t+1}``, ``delta_t = r_t + discount_t B_t - V_t``; returns are A + V."""
+    call = check_trajectories(
+        "generalized_advantages",
+        rewards,
+        values,
+        next_values,
+        discount,
+        lambda_,
+        terminated,
+        truncated,
+        mask,
+        batch_first,
+    )
+    s, advantages, returns = _Steps(call), [], []
+    assert s.v is not None
+    a = s.zero
+    for t in s.backwards:
+        delta = s.r[t] + times(s.discount[t], s.bootstrap[t]) - s.v[t]
+        a = delta + times(s.discount[t], s.lambda_[t], a)
+        advantages.append(a)
+        returns.append(a + s.v[t])
+    return GeneralizedAdvantages(s.result(advantages), s.result(returns))
+
+
+def vtrace(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor | None = None,
+    *,
+    ratios: Tensor,
+    discount: Discount,
+    lambda_: Discount = 1.0,
+    clip_rho: float | None = 1.0,
+    clip_c: float | None = 1.0,
+    clip_pg_rho: float | None = 1.0,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    mask: Tensor | None = None,
+    batch_first: bool = True,
+) -> VTrace:
+    """``e_t = rho_t (r_t + discount_t B_t - V_t) + discount_t c_t e_{t+1}``; targets are V + e."""
+    clips = {"clip_rho": clip_rho, "clip_c": clip_c, "clip_pg_rho": clip_pg_rho}
+    call = check_trajectories(
+        "vtrace",
+        rewards,
+        values,
+        next_values,
+        discount,
+        lambda_,
+        terminated,
+        truncated,
+        mask,
+        batch_first,
+        ratios=ratios,
+        clips=clips,
+    )
+    s, targets, advantages = _Steps(call), [], []
+    assert s.v is not None
+    assert s.ratio is not None
+    rho_limit, c_limit, pg_limit = call.clips
+    e = next_target = s.zero
+    for t in s.backwards:
+        u = times(1 - s.lambda_[t], s.bootstrap[t]) + times(s.lambda_[t], next_target)
+        advantages.append(times(s.ratio[t].clamp(max=pg_limit), s.r[t] + times(s.discount[t], u) - s.v[t]))
+        delta = times(s.ratio[t].clamp(max=rho_limit), s.r[t] + times(s.discount[t], s.bootstrap[t]) - s.v[t])
+        e = delta + times(s.discount[t], s.lambda_[t], s.ratio[t].clamp(max=c_limit), e)
+        next_target = s.v[t] + e
+        targets.append(next_target)
+    return VTrace(s.result(targets), s.result(advantages))
+
+
+def retrace(
+    rewards: Tensor,
+    q_values: Tensor,
+    next_values: Tensor,
+    *,
+    ratios: Tensor,
+    discount: Discount,
+    lambda_: Discount = 1.0,
+    clip_c: float | None = 1.0,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    mask: Tensor | None = None,
+    batch_first: bool = True,
+) -> Tensor:
+    """``G_t = r_t + discount_t (B_t + c_{t+1} (G_{t+1} - Q_{t+1}))``; at a cut ``r_t + discount_t B_t``."""
+    call = check_trajectories(
+        "retrace",
+        rewards,
+        q_values,
+        next_values,
+        discount,
+        lambda_,
+        terminated,
+        truncated,
+        mask,
+        batch_first,
+        ratios=ratios,
+        clips={"clip_c": clip_c},
+    )
+    s, returns = _Steps(call), []
+    assert s.v is not None
+    assert s.ratio is not None
+    correction = s.zero  # c_{t+1} (G_{t+1} - Q_{t+1})
+    for t in s.backwards:
+        g = s.r[t] + times(s.discount[t], s.bootstrap[t] + torch.where(s.cut[t], 0, correction))
+        correction = times(s.trace_lambda[t], s.ratio[t].clamp(max=call.clips[0]), g - s.v[t])
+        returns.append(g)
+    return s.result(returns)
+
+
+def muzero_targets(
+    rewards: Tensor,
+    root_values: Tensor,
+    *,
+    num_unroll_steps: int,
+    td_steps: int,
+    discount: Discount,
+    lengths: Tensor | None = None,
+    terminated: Tensor | None = None,
+    to_play: Tensor | None = None,
+    reward: str = "reward",
+    prefix_horizon: int | None = None,
+    root_reward: Tensor | None = None,
+    batch_first: bool = True,
+) -> MuZeroTargets:
+    """``z_j = sum_{i<m} discount^i s_{j,j+i} r_{j+i} + discount^m s_{j,j+m} nu_{j+m}``, m <= td_steps."""
+    call = check_window(
+        rewards,
+        root_values,
+        num_unroll_steps,
+        td_steps,
+        discount,
+        lengths,
+        terminated,
+        to_play,
+        reward,
+        prefix_horizon,
+        root_reward,
+        batch_first,
+    )
+    dtype = result_dtype(*call)
+
+    def rows(tensor: Tensor) -> Tensor:
+        return (tensor if batch_first or tensor.dim() != 2 else tensor.T).detach()
+
+    r, nu = rows(call.rewards).to(dtype), rows(call.root_values).to(dtype)
+    size, moves = r.shape
+    length = torch.full((size,), moves, device=r.device) if lengths is None else lengths.clamp(0, moves)
+    is_over = torch.zeros(size, dtype=torch.bool, device=r.device) if terminated is None else terminated
+    player = torch.zeros_like(nu, dtype=torch.int64) if call.to_play is None else rows(call.to_play).long()
+    is_matrix = isinstance(call.discount, Tensor) and call.discount.dim() == 2
+    gamma: Any = rows(call.discount)[:, 0] if is_matrix else call.discount  # type: ignore[arg-type]
+    gamma = torch.as_tensor(gamma, dtype=dtype, device=r.device).detach().expand(size)
+    row = torch.arange(size, device=r.device)
+
+    def seen(x: Tensor, i: Tensor, j: int) -> Tensor:
+        """``s_{j,i} x_i``: what i's player sees, in the eyes of who moves at j."""
+        return torch.where(player[row, i] == player[:, j], x[row, i], -x[row, i])
+
+    values = []
+    for j in range(num_unroll_steps + 1):
+        if j > moves:
+            values.append(torch.zeros_like(gamma))
+            continue
+        last = torch.minimum(length, torch.as_tensor(j) + min(td_steps, moves)).clamp(min=j)  # j + m
+        z = torch.where((last == length) & is_over, 0, seen(nu, last, j))
+        for i in range(min(j + td_steps, moves) - 1, j - 1, -1):
+            z = torch.where(i < last, seen(r, torch.full_like(row, i), j) + times(gamma, z), z)
+        values.append(torch.where(j <= length, z, 0))
+    steps = torch.arange(num_unroll_steps + 1, device=r.device)
+    is_move = steps < length[:, None]
+    targets: list[Tensor] = []
+    for k in range(1, num_unroll_steps + 1):
+        target = torch.where(is_move[:, k - 1], r[:, k - 1], 0) if k <= moves else torch.zeros_like(gamma)
+        continues = call.prefix_horizon and (k - 1) % call.prefix_horizon
+        targets.append(targets[-1] + target if continues else target)
+    if call.root_reward is not None:
+        targets.insert(0, call.root_reward.detach().to(dtype))
+    stacked = torch.stack(targets, 1) if targets else r.new_zeros(size, 0)
+    results = (torch.stack(values, 1), stacked, (steps <= length[:, None]) | is_over[:, None], is_move)
+    return MuZeroTargets(*results) if batch_first else MuZeroTargets(*[result.T.contiguous() for result in results])

@@ -1,0 +1,450 @@
+"""Targets from trajectories: the step before the loss.
+
+Transition t is (s_t, a_t, r_t, s'_t), all at index t: ``rewards[b, t]`` was received on leaving s_t, and ``terminated``
+and ``truncated`` are what that same step of the environment returned. All functions are one linear recurrence,
+``y_t = a_t + b_t y_{t+1}``, computed in one pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from . import _context
+from ._native import _C
+from ._returns_operator import FUNCTIONS, run, run_muzero
+from ._trajectories import (
+    Discount,
+    GeneralizedAdvantages,
+    MuZeroTargets,
+    VTrace,
+    check_trajectories,
+    check_window,
+)
+
+Tensor = torch.Tensor
+
+
+def _results(
+    function: str,
+    rewards: Any,
+    values: Any,
+    next_values: Any,
+    discount: Any,
+    lambda_: Any,
+    terminated: Any,
+    truncated: Any,
+    mask: Any,
+    batch_first: Any,
+    *,
+    ratios: Any = None,
+    clips: dict[str, Any] | None = None,
+    n: Any = None,
+) -> tuple[Tensor, ...]:
+    """The results of a function: at once in eager mode, or of checked arguments."""
+    flags = (terminated, truncated, mask)
+    if _context.is_eager():
+        limits = (*(clips or {}).values(), None, None, None)[:3]
+        formula = FUNCTIONS.index(function)
+        results = _C.returns(
+            formula, rewards, values, next_values, ratios, discount, lambda_, *flags, limits, n, batch_first
+        )
+        if results is not None:
+            return results
+    call = check_trajectories(
+        function,
+        rewards,
+        values,
+        next_values,
+        discount,
+        lambda_,
+        *flags,
+        batch_first,
+        ratios=ratios,
+        clips=clips,
+        n=n,
+    )
+    return run(function, call)
+
+
+def lambda_returns(
+    rewards: Tensor,
+    values: Tensor | None = None,
+    next_values: Tensor | None = None,
+    *,
+    discount: Discount,
+    lambda_: Discount,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    mask: Tensor | None = None,
+    batch_first: bool = True,
+) -> Tensor:
+    """λ-returns: the mixture of all n-step returns (Sutton & Barto, 12.2; Dreamer, Hafner et al. 2020, equation 4).
+
+    With γ the discount, B_t = 0 if terminated, else V(s'_t), and a cut after t where the transition is terminated,
+    truncated, the last of the window, or followed by a masked one::
+
+        G_t = r_t + γ_t ((1 - λ_t) B_t + λ_t G_{t+1});    at a cut  r_t + γ_t B_t
+
+    Args:
+        rewards: r, `[B, T]` float64, float32, bfloat16 or float16, as all numbers here.
+        values: V of all T + 1 observations, `[B, T + 1]`. Not read where `next_values` is given, and may be left out.
+        next_values: V(s'_t), `[B, T]`, of the true successors, before any reset.
+        discount: γ, a number from -1 to 1; a tensor without dimensions, read on its device; or a tensor of two
+            dimensions that broadcasts to `[B, T]`. 0 ends an episode as `terminated` does, which is the convention of
+            rlax and Dreamer; negative where the player changes with each step of a zero-sum game. A constant.
+        lambda_: λ, from 0 to 1, in the same forms. Not read at a cut. A constant.
+        terminated: `[B, T]` bool. The episode ended by its rules: s'_t is worth 0, whatever `next_values` holds.
+        truncated: `[B, T]` bool. The episode was cut, by a time limit for example: bootstraps from V(s'_t), and nothing
+            of t + 1 is read. Where both are True: terminated. Not with `values` of all observations, which
+            after a reset belong to another episode.
+        mask: `[B, T]` bool, False in padding; results are 0 there, and the transition before it ends like a truncation.
+        batch_first: False: all tensors of two dimensions, and results, are `[T, B]`.
+
+    Returns:
+        G, `[B, T]` float32, or float64 if a tensor is float64. Differentiable with respect to rewards and values, to
+        any order and in forward mode.
+
+    Raises:
+        TypeError: a type or dtype is wrong.
+        ValueError: a shape, device or number is wrong, or a constant requires grad.
+
+    NaN and inf stay in their episode: a cut, and a coefficient of exactly 0, select.
+
+    Flags are stored with the transition, as in Gymnasium and TorchRL. CleanRL, Stable-Baselines3 and PufferLib store
+    them one later: pass ``dones[1:]`` and the last done. TorchRL 0.14 multiplies by ``~done``, which lets a NaN cross.
+
+    >>> rewards, values = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[0.0, 0.0, 0.0, 8.0]])
+    >>> lambda_returns(rewards, values, discount=0.5, lambda_=1.0)
+    tensor([[2.7500, 3.5000, 5.0000]])
+    >>> lambda_returns(rewards, values, discount=0.5, lambda_=1.0, terminated=torch.tensor([[False, True, False]]))
+    tensor([[1.5000, 1.0000, 5.0000]])
+    """
+    results = _results(
+        "lambda_returns",
+        rewards,
+        values,
+        next_values,
+        discount,
+        lambda_,
+        terminated,
+        truncated,
+        mask,
+        batch_first,
+    )
+    return results[0]
+
+
+def n_step_returns(
+    rewards: Tensor,
+    values: Tensor | None = None,
+    next_values: Tensor | None = None,
+    *,
+    discount: Discount,
+    n: int,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    mask: Tensor | None = None,
+    batch_first: bool = True,
+) -> Tensor:
+    """n-step returns: up to n discounted rewards, and the value of the state after them.
+
+    With m the smaller of n and the number of transitions from t to the first cut, that one included::
+
+        G_t = sum_{i<m} (Π_{j<i} γ_{t+j}) r_{t+i} + (Π_{j<m} γ_{t+j}) B_{t+m-1}
+
+    Takes the same time for any n, and divides by no power of the discount.
+
+    Args:
+        n: rewards in a return, at least 1.
+        rewards, values, next_values, discount, terminated, truncated, mask, batch_first: as in `lambda_returns`.
+
+    Returns, raises: as `lambda_returns`.
+
+    >>> rewards, values = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[0.0, 0.0, 4.0, 8.0]])
+    >>> n_step_returns(rewards, values, discount=0.5, n=2)
+    tensor([[2.5000, 3.5000, 5.0000]])
+    """
+    results = _results(
+        "n_step_returns",
+        rewards,
+        values,
+        next_values,
+        discount,
+        1.0,
+        terminated,
+        truncated,
+        mask,
+        batch_first,
+        n=n,
+    )
+    return results[0]
+
+
+def generalized_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor | None = None,
+    *,
+    discount: Discount,
+    lambda_: Discount,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    mask: Tensor | None = None,
+    batch_first: bool = True,
+) -> GeneralizedAdvantages:
+    """Generalized advantage estimation, GAE (Schulman et al. 2016, equation 16), as PPO uses it.
+
+    ::
+
+        δ_t = r_t + γ_t B_t - V(s_t);    A_t = δ_t + γ_t λ_t A_{t+1};    at a cut  δ_t
+
+    Args:
+        values: V(s_t), `[B, T]` with `next_values`; or V of all T + 1 observations, `[B, T + 1]`, without.
+        rewards, next_values, discount, lambda_, terminated, truncated, mask, batch_first: as in `lambda_returns`.
+
+    Returns:
+        `advantages`, and `returns` = advantages + values, which are the λ-returns. `[B, T]` each, as in
+        `lambda_returns`.
+
+    Raises:
+        TypeError, ValueError: as `lambda_returns`.
+
+    CleanRL treats a truncation as a termination, and stores flags with the observation, one later. rlax has no flags;
+    its discount is 0 at a termination, and a truncation cannot be told.
+
+    >>> rewards, values = torch.tensor([[1.0, 1.0]]), torch.tensor([[0.5, 0.5, 2.0]])
+    >>> generalized_advantages(rewards, values, discount=1.0, lambda_=0.5).advantages
+    tensor([[2.2500, 2.5000]])
+    """
+    results = _results(
+        "generalized_advantages",
+        rewards,
+        values,
+        next_values,
+        discount,
+        lambda_,
+        terminated,
+        truncated,
+        mask,
+        batch_first,
+    )
+    return GeneralizedAdvantages(*results)
+
+
+def vtrace(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor | None = None,
+    *,
+    ratios: Tensor,
+    discount: Discount,
+    lambda_: Discount = 1.0,
+    clip_rho: float | None = 1.0,
+    clip_c: float | None = 1.0,
+    clip_pg_rho: float | None = 1.0,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    mask: Tensor | None = None,
+    batch_first: bool = True,
+) -> VTrace:
+    """V-trace: targets and advantages from another policy's trajectories (IMPALA, Espeholt et al. 2018, equation 1).
+
+    With ρ_t = min(clip_rho, ratio_t) and c_t = λ_t min(clip_c, ratio_t)::
+
+        δ_t = ρ_t (r_t + γ_t B_t - V(s_t));    e_t = δ_t + γ_t c_t e_{t+1};    at a cut  δ_t
+        targets = V + e
+        advantages = min(clip_pg_rho, ratio_t) (r_t + γ_t u_t - V(s_t))
+        u_t = (1 - λ_t) B_t + λ_t targets_{t+1};    at a cut  B_t
+
+    Args:
+        ratios: π(a_t|s_t) / μ(a_t|s_t), of the policy over that which acted, `[B, T]`. A constant.
+        clip_rho, clip_c, clip_pg_rho: limits of the ratios; None or inf clips nothing.
+        rewards, values, next_values, discount, lambda_, terminated, truncated, mask, batch_first: as in
+            `generalized_advantages`.
+
+    Returns:
+        `targets` of V(s_t), and `advantages` for the policy gradient, `[B, T]` each, as in `lambda_returns`.
+
+    Raises:
+        TypeError, ValueError: as `lambda_returns`.
+
+    λ is in c, and in the bootstrap of the advantages, as in rlax; IMPALA, TorchRL and RLlib have no λ, so that 1, the
+    default, gives theirs. TorchRL clips the ratio of the advantages by its `rho_thresh`, ours by `clip_pg_rho`.
+
+    >>> ratios = torch.tensor([[2.0, 0.5]])
+    >>> vtrace(torch.ones(1, 2), torch.zeros(1, 3), ratios=ratios, discount=1.0).targets
+    tensor([[1.5000, 0.5000]])
+    """
+    results = _results(
+        "vtrace",
+        rewards,
+        values,
+        next_values,
+        discount,
+        lambda_,
+        terminated,
+        truncated,
+        mask,
+        batch_first,
+        ratios=ratios,
+        clips={"clip_rho": clip_rho, "clip_c": clip_c, "clip_pg_rho": clip_pg_rho},
+    )
+    return VTrace(*results)
+
+
+def retrace(
+    rewards: Tensor,
+    q_values: Tensor,
+    next_values: Tensor,
+    *,
+    ratios: Tensor,
+    discount: Discount,
+    lambda_: Discount = 1.0,
+    clip_c: float | None = 1.0,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    mask: Tensor | None = None,
+    batch_first: bool = True,
+) -> Tensor:
+    """Retrace(λ): targets of Q from another policy's trajectories (Munos et al. 2016, equation 4).
+
+    With q_t = Q(s_t, a_t) and c_t = λ_t min(clip_c, ratio_t)::
+
+        G_t = r_t + γ_t (B_t + c_{t+1} (G_{t+1} - q_{t+1}));    at a cut  r_t + γ_t B_t
+
+    Args:
+        q_values: Q(s_t, a_t) of the actions that were taken, `[B, T]`.
+        next_values: E_π Q(s'_t, ·), `[B, T]`.
+        ratios: π(a_t|s_t) / μ(a_t|s_t), `[B, T]`; ``ratios=pi`` is tree backup, ``ratios=1`` Q(λ). A constant.
+        clip_c: limit of the ratios; None is importance sampling.
+        rewards, discount, lambda_, terminated, truncated, mask, batch_first: as in `lambda_returns`.
+
+    Returns:
+        Targets of Q(s_t, a_t), `[B, T]`, as in `lambda_returns`.
+
+    Raises:
+        TypeError, ValueError: as `lambda_returns`.
+
+    c is that of the next transition, aligned with q_{t+1}, as in rlax; V-trace has c_t.
+
+    >>> zeros, ratios = torch.zeros(1, 2), torch.tensor([[9.0, 0.5]])
+    >>> retrace(torch.ones(1, 2), zeros, zeros, ratios=ratios, discount=1.0)
+    tensor([[1.5000, 1.0000]])
+    """
+    results = _results(
+        "retrace",
+        rewards,
+        q_values,
+        next_values,
+        discount,
+        lambda_,
+        terminated,
+        truncated,
+        mask,
+        batch_first,
+        ratios=ratios,
+        clips={"clip_c": clip_c},
+    )
+    return results[0]
+
+
+def muzero_targets(
+    rewards: Tensor,
+    root_values: Tensor,
+    *,
+    num_unroll_steps: int,
+    td_steps: int,
+    discount: Discount,
+    lengths: Tensor | None = None,
+    terminated: Tensor | None = None,
+    to_play: Tensor | None = None,
+    reward: Literal["reward", "value_prefix"] = "reward",
+    prefix_horizon: int | None = None,
+    root_reward: Tensor | None = None,
+    batch_first: bool = True,
+) -> MuZeroTargets:
+    """MuZero's targets of value and reward (`make_target` of the pseudocode, version 2), and their masks.
+
+    A row is a window of one game that begins at the sampled position. With ℓ its length, ν the root values,
+    n = td_steps, m = min(n, ℓ - j), and j from 0 to K = num_unroll_steps::
+
+        z_j = sum_{i<m} γ^i s_{j,j+i} r_{j+i} + γ^m s_{j,j+m} ν_{j+m}
+
+    ν_ℓ is 0 if the game ended there, and z_j is 0 behind it. s is 1, or with `to_play` -1 where another player
+    moves than at j.
+
+    Args:
+        rewards: r, `[B, L]`, of the window's moves, in the eyes of who moves.
+        root_values: ν, `[B, L + 1]`, of its states, searched or reanalysed, in the eyes of who moves.
+        num_unroll_steps: K, at least 0.
+        td_steps: n, at least 1. A window shorter than K + n bootstraps from its last state.
+        discount: γ, a number from -1 to 1, a tensor without dimensions, or `[B, 1]`.
+        lengths: ℓ, `[B]` int64 from 0 to L: moves that were recorded; what is stored behind them is not read. None: L.
+        terminated: `[B]` bool: the game ended after them by its rules. Required with `lengths`.
+        to_play: `[B, L + 1]` integers or bool: who moves. None: one player.
+        reward: "reward", or "value_prefix", the sum of the rewards from the last multiple of the horizon on
+            (EfficientZero, Ye et al. 2021), undiscounted; not with `to_play`.
+        prefix_horizon: h, steps after which a prefix begins again, in each row from the first. None: K.
+        root_reward: `[B]`: the reward of the move that led to the sampled position, 0 where a game begins.
+        batch_first: False: all tensors of two dimensions, and results, are `[T, B]`.
+
+    Returns:
+        `values` `[B, K + 1]`; `rewards` `[B, K]` for a head of ``first_step=1``: step k predicts r_{k-1}, the reward of
+        the move that led there; with `root_reward` `[B, K + 1]`, that one first, for a head of ``first_step=0``.
+        `mask` `[B, K + 1]`: the target is known, because j <= ℓ or the game has ended. `policy_mask`: j < ℓ, there
+        was a search. They are the loss's ``mask={"value": mask, "reward": mask, "policy": policy_mask}``. All
+        are constants.
+
+    Raises:
+        TypeError: a type or dtype is wrong.
+        ValueError: a shape, device or number is wrong, or an argument requires grad.
+
+    The pseudocode's version 1 pairs step k with r_k, version 2 with the reward before it, as here; EfficientZero and
+    LightZero store the same number at k - 1. At a time limit we bootstrap; peers treat it as absorbing, or mask it.
+
+    >>> targets = muzero_targets(
+    ...     torch.ones(1, 3),
+    ...     torch.full((1, 4), 4.0),
+    ...     num_unroll_steps=2,
+    ...     td_steps=2,
+    ...     discount=0.5,
+    ...     lengths=torch.tensor([2]),
+    ...     terminated=torch.tensor([True]),
+    ... )
+    >>> targets.values, targets.rewards, targets.policy_mask
+    (tensor([[1.5000, 1.0000, 0.0000]]), tensor([[1., 1.]]), tensor([[ True,  True, False]]))
+    """
+    if _context.is_eager():
+        results = _C.muzero_targets(
+            rewards,
+            root_values,
+            num_unroll_steps,
+            td_steps,
+            discount,
+            lengths,
+            terminated,
+            to_play,
+            reward,
+            prefix_horizon,
+            root_reward,
+            batch_first,
+        )
+        if results is not None:
+            return MuZeroTargets(*results)
+    window = check_window(
+        rewards,
+        root_values,
+        num_unroll_steps,
+        td_steps,
+        discount,
+        lengths,
+        terminated,
+        to_play,
+        reward,
+        prefix_horizon,
+        root_reward,
+        batch_first,
+    )
+    return run_muzero(window)

@@ -1,0 +1,135 @@
+"""Random trajectories, and what returns are by definition: sums over one episode, in NumPy, row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def nstep(r, w, gamma, t, m):
+    """``sum of discounted rewards, and the discounted value`` after m steps of an episode."""
+    weights = np.concatenate([[1.0], np.cumprod(gamma[t : t + m])])
+    return (weights[:m] * r[t : t + m]).sum() + weights[m] * w[t + m - 1]
+
+
+def lambda_return(e, t):
+    """Forward view: n-step returns, weighted by products of lambdas."""
+    left = len(e["r"]) - t
+    total, weight = 0.0, 1.0
+    for m in range(1, left + 1):
+        stop = 1.0 if m == left else 1 - e["lambda"][t + m - 1]
+        total += weight * stop * nstep(e["r"], e["w"], e["gamma"], t, m)
+        weight *= e["lambda"][t + m - 1]
+    return total
+
+
+def n_step_return(e, t, n):
+    return nstep(e["r"], e["w"], e["gamma"], t, min(n, len(e["r"]) - t))
+
+
+def advantage(e, t):
+    """Sum of temporal differences."""
+    delta = e["r"] + e["gamma"] * e["w"] - e["v"]
+    weights = np.cumprod(np.concatenate([[1.0], (e["gamma"] * e["lambda"])[t:-1]]))
+    return (weights * delta[t:]).sum()
+
+
+def vtrace_target(e, t, clip_rho=1.0, clip_c=1.0):
+    if t == len(e["r"]):
+        return np.nan
+    delta = np.minimum(clip_rho, e["ratio"]) * (e["r"] + e["gamma"] * e["w"] - e["v"])
+    c = e["lambda"] * np.minimum(clip_c, e["ratio"])
+    weights = np.cumprod(np.concatenate([[1.0], (e["gamma"] * c)[t:-1]]))
+    return e["v"][t] + (weights * delta[t:]).sum()
+
+
+def vtrace_advantage(e, t, clip_rho=1.0, clip_c=1.0, clip_pg_rho=1.0):
+    u = e["w"][t]
+    if t + 1 < len(e["r"]):
+        u = (1 - e["lambda"][t]) * u + e["lambda"][t] * vtrace_target(e, t + 1, clip_rho, clip_c)
+    return min(clip_pg_rho, e["ratio"][t]) * (e["r"][t] + e["gamma"][t] * u - e["v"][t])
+
+
+def retrace_target(e, t, clip_c=1.0):
+    c = e["lambda"] * np.minimum(clip_c, e["ratio"])
+    delta = e["r"] + e["gamma"] * e["w"] - e["v"]
+    coefficients = np.concatenate([[1.0], e["gamma"][t:-1] * c[t + 1 :]])
+    return e["v"][t] + (np.cumprod(coefficients) * delta[t:]).sum()
+
+
+def muzero_row(r, nu, length, is_over, steps, n, gamma, to_play=None):
+    """Values of one row by the sums of the page, rewards, masks."""
+
+    def sign(j, i):
+        return 1.0 if to_play is None or to_play[j] == to_play[i] else -1.0
+
+    values = np.zeros(steps + 1)
+    for j in range(min(steps, length) + 1):
+        m = min(n, length - j)
+        nu_last = 0.0 if is_over and j + m == length else nu[j + m]
+        values[j] = sum(gamma**i * sign(j, j + i) * r[j + i] for i in range(m)) + gamma**m * sign(j, j + m) * nu_last
+    rewards = np.array([r[k - 1] if k - 1 < length else 0.0 for k in range(1, steps + 1)])
+    known = np.array([j <= length or is_over for j in range(steps + 1)])
+    return values, rewards, known, np.arange(steps + 1) < length
+
+
+def episodes(terminated, truncated, mask):
+    """(begin, end, terminated) of the episodes of one row."""
+    found, begin, steps = [], None, len(mask)
+    for t in range(steps):
+        if not mask[t]:
+            continue
+        begin = t if begin is None else begin
+        if terminated[t] or truncated[t] or t == steps - 1 or not mask[t + 1]:
+            found.append((begin, t + 1, bool(terminated[t])))
+            begin = None
+    return found
+
+
+def by_definition(data, entry):
+    """`entry(episode, t)` for every transition of every row; 0 where masked."""
+    arrays = {name: value.double().numpy() for name, value in data.items()}
+    flags = [data[name].numpy() for name in ("terminated", "truncated", "mask")]
+    out = np.zeros(data["rewards"].shape)
+    names = {
+        "rewards": "r",
+        "values": "v",
+        "next_values": "w",
+        "discount": "gamma",
+        "lambda_": "lambda",
+        "ratios": "ratio",
+    }
+    for b in range(out.shape[0]):
+        for begin, end, is_over in episodes(*[flag[b] for flag in flags]):
+            e = {short: arrays[name][b, begin:end].copy() for name, short in names.items()}
+            if is_over:
+                e["w"][-1] = 0.0
+            for t in range(end - begin):
+                out[b, begin + t] = entry(e, t)
+    return torch.from_numpy(out)
+
+
+def random_data(seed, batch=4, steps=12, ends=0.15, padding=0.1, dtype=torch.float64):
+    """Tensors `[B, T]` by name. Values of successors are those of the next state inside an episode."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal():
+        return torch.randn(batch, steps, generator=g, dtype=torch.float64)
+
+    def uniform():
+        return torch.rand(batch, steps, generator=g, dtype=torch.float64)
+
+    terminated, truncated, mask = uniform() < ends, uniform() < ends, uniform() >= padding
+    values, next_values = normal(), normal()
+    is_inside = ~(terminated | truncated)[:, :-1] & mask[:, 1:]
+    next_values[:, :-1] = torch.where(is_inside, values[:, 1:], next_values[:, :-1])
+    data = {
+        "rewards": normal(),
+        "values": values,
+        "next_values": next_values,
+        "discount": 0.8 + 0.2 * uniform(),
+        "lambda_": uniform(),
+        "ratios": normal().exp(),
+    }
+    data = {name: value.to(dtype) for name, value in data.items()}
+    return data | {"terminated": terminated, "truncated": truncated, "mask": mask}
