@@ -47,7 +47,7 @@ def call_operator(
     )
     left = iter(results)
     names_of = {"per_step": list(heads), "details": [name for name, head in heads.items() if head.detail]}
-    outputs = {
+    outputs: dict[str, Any] = {
         name: {head: next(left) for head in names_of[name]} if by_head else next(left)
         for name, by_head in _OUTPUTS.items()
     }
@@ -90,7 +90,7 @@ def _shapes(
         if detail:
             details.append(torch.empty_strided(size, stride, **of_sums))
         first += max(count, 1)
-    outputs = {
+    outputs: dict[str, Any] = {
         "loss": [torch.empty((batch,) if options.reduction == "none" else (), **of_sums)],
         "per_sample": [torch.empty((batch,), **of_sums)],
         "head_means": [torch.empty((len(per_step),), **of_sums)],
