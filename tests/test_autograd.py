@@ -20,9 +20,9 @@ def _uniform(*shape):
     return torch.full(shape, 1 / shape[-1])
 
 
-def _operator(x):
+def _operator(x, mask=None):
     return torch.ops.gradscale_ext.multi_step_loss(
-        [x], [_uniform(*x.shape)], [0], [0], *record_of([POLICY]), [], *Options(mask=[None])
+        [x], [_uniform(*x.shape)], [0], [0], *record_of([POLICY]), [], *Options(mask=[mask])
     )[0]
 
 
@@ -144,6 +144,13 @@ def test_a_pass_that_was_refused_takes_nothing_along():
     loss.backward(retain_graph=True)  # the gradient for 1 was computed with the loss
     loss.backward()
     assert torch.equal(x.grad, 2 * gradient_of("half loss"))
+
+
+def test_masked_entries_of_the_operator_have_no_gradient_where_it_is_infinite():
+    x, mask = data(), torch.arange(12).reshape(6, 2) % 3 > 0
+    (gradient,) = torch.autograd.grad(_operator(x, mask), x, torch.tensor(float("inf")))
+    assert torch.equal(gradient[~mask], torch.zeros(4, 11))
+    assert not gradient[mask].isfinite().any()
 
 
 # ---- Other threads --------------------------------------------------------------------------------------------------
