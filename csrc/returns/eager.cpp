@@ -178,7 +178,7 @@ py::object returns_in_eager_mode(
   read.require(!(reads_values && values.is_none()) && (reads_values || values.is_none()));
   read.require(!(call.observations && (!truncated.is_none() || call.function == Formula::retrace)));
   call.inputs = {read.floats(rewards), read.floats(values, call.observations ? 1 : 0), read.floats(next_values)};
-  Coefficients& c = call.coefficients;
+  ReturnsCoefficients& c = call.coefficients;
   c.batch_first = read.is_batch_first;
   c.ratios = read.constant(read.floats(ratios));
   read.require(c.ratios.defined() == (call.function == Formula::vtrace || call.function == Formula::retrace));

@@ -1,5 +1,5 @@
 #include "../port/launch.h"
-#include "returns.h"
+#include "device_calls.h"
 
 #include <algorithm>
 #include <array>

@@ -30,7 +30,7 @@ Optional optional(const at::Tensor& tensor) {
 Tensors call_operator(const LinearCall& call) {
   static const auto function = c10::Dispatcher::singleton().findSchemaOrThrow("gradscale_ext::returns", "");
   static const auto adjoint = c10::Dispatcher::singleton().findSchemaOrThrow("gradscale_ext::returns_adjoint", "");
-  const Coefficients& c = call.coefficients;
+  const ReturnsCoefficients& c = call.coefficients;
   std::vector<c10::IValue> stack{static_cast<int64_t>(call.function)};
   if (call.is_adjoint) {
     stack.emplace_back(c10::List<bool>({call.wants[0], call.wants[1], call.wants[2]}));
@@ -181,13 +181,13 @@ class LinearBackward : public BackwardNode {
   LinearCall call_{};
   std::array<std::optional<at::ScalarType>, 3> dtypes_;
   std::vector<c10::SymInt> shape_;
-  std::array<autograd::SavedVariable, Coefficients::kTensors> saved_;
-  std::array<bool, Coefficients::kTensors> is_saved_{};
+  std::array<autograd::SavedVariable, ReturnsCoefficients::kTensors> saved_;
+  std::array<bool, ReturnsCoefficients::kTensors> is_saved_{};
   bool released_ = false;
 };
 
 void check_constants(const LinearCall& call) {
-  Coefficients coefficients = call.coefficients;
+  ReturnsCoefficients coefficients = call.coefficients;
   static const char* const names[] = {"ratios", "discount", "lambda_"};
   const auto tensors = coefficients.tensors();
   for (int i = 0; i < 3; ++i) {
@@ -243,7 +243,7 @@ std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
 
 namespace {
 
-Coefficients coefficients_of(
+ReturnsCoefficients coefficients_of(
     const Optional& ratios,
     const Optional& discounts,
     const Optional& lambdas,

@@ -12,7 +12,7 @@
 namespace gradscale {
 
 // What multiplies: constants of a call. Undefined tensors are absent; a number counts where its tensor is undefined.
-struct Coefficients {
+struct ReturnsCoefficients {
   static constexpr int kTensors = 6;
 
   at::Tensor ratios;
@@ -42,7 +42,7 @@ struct LinearCall {
   // Values [B, T+1] of all observations take the place of values and next values.
   bool observations;
   std::array<bool, 3> wants; // of an adjoint: the gradients that are computed
-  Coefficients coefficients;
+  ReturnsCoefficients coefficients;
 };
 
 // The results, on the inputs' device. No gradients are recorded.
@@ -68,10 +68,5 @@ struct MuZeroWindows {
 
 // (values, rewards, mask, policy_mask)
 std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows);
-
-// Start the kernels of a device. `across`: rows are neighbours in memory.
-int64_t bytes_for_returns(const ReturnsCall& call);
-void launch_returns(const ReturnsCall& call, bool across, void* stream);
-void launch_muzero(const MuZeroCall& call, void* stream);
 
 } // namespace gradscale

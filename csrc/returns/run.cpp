@@ -2,6 +2,7 @@
 #include "../host/cpu_kernels.h"
 #include "../host/device.h"
 #include "../host/tensor_element.h"
+#include "device_calls.h"
 #include "kernels.h"
 #include "returns.h"
 
@@ -127,7 +128,7 @@ void run(ReturnsCall& call, const LinearCall& linear, const at::Tensor& beside) 
 } // namespace
 
 std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
-  const Coefficients& c = linear.coefficients;
+  const ReturnsCoefficients& c = linear.coefficients;
   const bool batch_first = c.batch_first;
   const int step = step_dim(batch_first);
   const at::Tensor& first = linear.inputs[0].defined() ? linear.inputs[0] : linear.inputs[1];
