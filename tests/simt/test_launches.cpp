@@ -384,7 +384,7 @@ LossResult run_loss(int64_t batch, bool wide, int64_t heads, bool valid_mean, bo
   pass.num_nonfinite = num_nonfinite.data();
   const Array<float> skipped(batch);
   const Array<double> divisors(pass.num_heads);
-  pass.skipped = {skipped.data(), 1, false};
+  pass.skipped = skip ? Slab{skipped.data(), 1, false} : Slab{};
   for (size_t h = 0; h < head.size() && valid_mean; ++h) {
     coefficients[h].divisor = divisors.data() + h;
   }
