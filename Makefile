@@ -77,7 +77,7 @@ $(VENV)/nvdisasm: $(VENV)/torch
 	$(PIP) nvidia-cuda-nvdisasm
 	@touch $@
 
-SIMULATED := cuda loss support returns
+SIMULATED := cuda returns
 
 simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
 	GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so $(SIMULATED:%=tests/test_%.py)

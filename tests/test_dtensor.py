@@ -207,6 +207,22 @@ def second_derivative_of_a_loss(rank: int) -> None:
 
 
 @check
+def returns(rank: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, values, root_values = (torch.randn(B, T + i, generator=generator).double() for i in (0, 0, 1))
+    for placement in PLACEMENTS:
+        given = [spread(tensor, placement) for tensor in (rewards, values, root_values)]
+        ours = gs.generalized_advantages(given[0], given[1], given[1], discount=0.9, lambda_=0.8)
+        theirs = gs.generalized_advantages(rewards, values, values, discount=0.9, lambda_=0.8)
+        assert_same(ours._asdict(), theirs._asdict())
+        windows = [
+            gs.muzero_targets(r, v, num_unroll_steps=2, td_steps=1, discount=0.9)
+            for r, v in ((given[0], given[2]), (rewards, root_values))
+        ]
+        assert_same(windows[0]._asdict(), windows[1]._asdict())
+
+
+@check
 def errors_name_the_argument(rank: int) -> None:
     """A tensor with the samples of one rank alone is not the batch."""
     losses = spread(torch.ones(4, 2), Shard(0))

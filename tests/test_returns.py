@@ -606,3 +606,24 @@ def test_errors_of_muzero_targets(changes, error, message):
     }
     with pytest.raises(error, match=message):
         gs.muzero_targets(**(arguments | changes))
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """As on a device that has no kernels."""
+    monkeypatch.setattr(gs._native, "DEVICE_TYPES", ())
+    monkeypatch.setattr(gs.returns._context, "is_eager", lambda: False)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_device_without_kernels_runs_the_reference(function, without_kernels):
+    data = random_data(0)
+    assert_same(call(function, data), call(function, data, gs.reference), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"reward": "value_prefix", "prefix_horizon": 2}])
+def test_muzero_targets_of_a_device_without_kernels(options, without_kernels):
+    rewards, values = torch.randn(3, 6), torch.randn(3, 7)
+    options = {"num_unroll_steps": 4, "td_steps": 2, "discount": 0.9, **options}
+    results = gs.muzero_targets(rewards, values, **options)
+    assert_same(results, gs.reference.muzero_targets(rewards, values, **options), rtol=0, atol=0)
