@@ -12,8 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "gradscale_ext"
-# Machinery that names no kernel, formulas, the glue to PyTorch, and the families, which know nothing of each other.
-LAYERS = {"port": 0, "math": 1, "host": 2, "flow": 3, "loss": 3, "tensors": 3}
+# Machinery that names no kernel, formulas, rows in lanes, the glue to PyTorch, and the families, which know nothing of
+# each other.
+LAYERS = {"port": 0, "math": 1, "formulas": 2, "cpu": 3, "host": 3, "flow": 4, "loss": 4, "tensors": 4}
 FILES = sorted(path for path in CSRC.rglob("*") if path.is_file())
 SIMULATOR = "simt.h"  # of tests/simt, in place of CUDA
 

@@ -5,8 +5,8 @@
 // - each_bin(part, shift, function): calls function(bin, mass) for part `part` of the bins, of 2^shift parts.
 #pragma once
 
+#include "../formulas/targets.h"
 #include "../math/lanes.cuh"
-#include "../math/support.h"
 #include "segment.h"
 
 namespace gradscale {

@@ -6,7 +6,7 @@
 // the cache; gradients are written once.
 #pragma once
 
-#include "../math/support.h"
+#include "../formulas/targets.h"
 #include "cross_entropy.cuh"
 #include "row_tools.cuh"
 

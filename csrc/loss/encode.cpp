@@ -1,5 +1,6 @@
 #include "encode.h"
 
+#include "../formulas/targets.h"
 #include "../host/device.h"
 #include "../host/tensor_element.h"
 #include "device_calls.h"

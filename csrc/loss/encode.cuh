@@ -2,6 +2,7 @@
 // as in loss_rows: bytes = scalars + rows.
 #pragma once
 
+#include "../formulas/targets.h"
 #include "../math/rows.cuh"
 #include "device_arguments.h"
 

@@ -1,6 +1,7 @@
 // The row of each kind of head, for CPU and GPU: the one place that tells the kinds apart.
 #pragma once
 
+#include "../formulas/targets.h"
 #include "regression_heads.h"
 
 namespace gradscale {

@@ -3,23 +3,16 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// The row itself, or widened into `scratch`.
-template <class T, class A>
-const A* widened(const T* row, int64_t width, A* scratch) {
-  if constexpr (std::is_same_v<T, A>) {
-    return row;
-  } else {
-    widen(row, width, scratch);
-    return scratch;
-  }
-}
-
-template <class RowHead, class T, class G, class A>
+template <class RowHead, class A>
 void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
   const int64_t width = s.width;
-  const A* x = widened(row_of<T>(s.prediction, row), width, scratch);
-  A* t = second_row(scratch, width); // becomes the gradient, but for its factor
-  widen_row(s.target, row, width, t);
+  const Along<A> layout(width, s.prediction, row);
+  const auto as_it_is = [](int, Lanes<A> lanes) GRADSCALE_INLINE_LAMBDA { return lanes; };
+  A* const targets = scratch + scratch_row(width);
+  layout.read(s.prediction, row, 1, scratch, A(0), as_it_is);
+  layout.read(s.target, row, 1, targets, A(0), as_it_is);
+  const A* x = scratch + layout.lead;
+  A* t = targets + layout.lead; // becomes the gradient, but for its factor
   transform_many(s.head->support, width, t);
   RowHead head{{static_cast<double>(width), s.head}};
   if constexpr (RowHead::kScales) {
@@ -45,7 +38,9 @@ void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
     t[j] = head.gradient(x[j], t[j]);
   }
   const A factor = head.factor(coefficient);
-  write_gradient<G, A>(s.gradient, row, width, [=](auto load) { return load(t) * factor; });
+  layout.write(s.gradient, row, 1, targets, [=](int64_t at) GRADSCALE_INLINE_LAMBDA {
+    return load<A>(targets + at) * Lanes<A>(factor);
+  });
 }
 
 // Rows of one number. A loop over rows vectorises as one over the elements of a row does.

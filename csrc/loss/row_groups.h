@@ -12,34 +12,6 @@ struct Group {
   bool unmasked[kLanes];
 };
 
-// The numbers that the losses of a group's rows are made of. Lanes without a row hold harmless ones.
-template <class A>
-struct GroupSums {
-  A exponentials[kLanes]; // sum_j exp(x_j - maximum)
-  A moment[kLanes];       // sum_j exp(x_j - maximum) (2j - width + 1), or times the raw centres; of a policy, times
-                          // x_j - maximum
-  A target[kLanes];       // sum_j t_j
-  A correct[kLanes];      // sum_j t_j (x_j - maximum), and what else the loss lacks
-};
-
-// Elements of 16 rows, those of a row in one column.
-template <class T>
-struct Tile {
-  alignas(64) T at[kShortRow][kLanes];
-};
-
-// Declared for all instruction sets, and defined where there is AVX-512.
-template <class T>
-void read_tile_in_lanes(const Rows& rows, const Group& group, int64_t width, Tile<float>& tile);
-template <class G>
-void write_tile_in_lanes(const Rows& rows, const Group& group, int64_t width, const Tile<float>& tile);
-
-// The row of a lane; lanes without one take the first.
-template <class T>
-const T* row_of_lane(const Rows& rows, const Group& group, int64_t lane) {
-  return row_of<T>(rows, group.first + (lane < group.count ? lane : 0));
-}
-
 inline void clear_row(const Segment& s, int64_t row) {
   s.loss.store(row, 0.0);
   if (s.gradient.data != nullptr) {
@@ -139,37 +111,33 @@ inline void encode_many(const Head& head, const Group& group, const double* scal
   }
 }
 
-// The targets over the bins of a group's rows.
+// Widens the first element of each of `count` rows of T.
+template <class T, class A>
+void widen_column(const Rows& rows, int64_t first, int64_t count, A* to) {
+  const T* from = row_of<T>(rows, first);
+  for (int64_t i = 0; i < count; ++i) {
+    to[i] = static_cast<A>(to_accumulate(from[i * rows.stride]));
+  }
+}
+
+// The targets over the bins, or the classes, of a group's rows.
 template <class Target>
-struct Targets {
-  Target of_row[kLanes];
+void read_targets(const Segment& s, const Group& group, Target (&targets)[kLanes]) {
+  double scalars[kLanes] = {};
+  dispatch_element(
+      s.target.element, [&](auto type) { widen_column<decltype(type)>(s.target, group.first, group.count, scalars); });
+  encode_many(*s.head, group, scalars, targets);
+}
 
-  Targets(const Segment& s, const Group& group) {
-    double scalars[kLanes] = {};
-    dispatch_element(s.target.element, [&](auto type) {
-      widen_column<decltype(type)>(s.target, group.first, group.count, scalars);
-    });
-    encode_many(*s.head, group, scalars, of_row);
-  }
-};
-
-// Calls run(lane, largest logit, sums) for the rows of a group one after the other.
-template <class T, class A, class Run>
-GroupSums<A> row_by_row(const Segment& s, const Group& group, Run run) {
-  GroupSums<A> sums;
-  for (int64_t i = group.count; i < kLanes; ++i) {
-    sums.exponentials[i] = sums.moment[i] = sums.target[i] = sums.correct[i] = 1;
-  }
+inline void read_targets(const Segment& s, const Group& group, ClassTarget (&targets)[kLanes]) {
   for (int64_t i = 0; i < group.count; ++i) {
-    const A maximum = maximum_of<A>(row_of<T>(s.prediction, group.first + i), s.width);
-    run(i, maximum, sums);
+    targets[i] = ClassTarget(*row_of<int64_t>(s.target, group.first + i), s.width);
   }
-  return sums;
 }
 
 // Stores log(sum of exponentials) sum_j t_j - sum_j t_j (x_j - maximum).
 template <class A>
-void store_losses(const Segment& s, const Group& group, const GroupSums<A>& sums) {
+void store_losses(const Segment& s, const Group& group, const SumsOfRows<A>& sums) {
   const int64_t lanes = lanes_of(group);
   A loss[kLanes];
 #pragma omp simd
@@ -181,13 +149,13 @@ void store_losses(const Segment& s, const Group& group, const GroupSums<A>& sums
 
 // Stores the entropy log(sum) - moment / sum of policies, and adds it to their losses with its weight.
 template <class A>
-void store_entropies(const Segment& s, const Group& group, GroupSums<A>& sums) {
+void store_entropies(const Segment& s, const Group& group, SumsOfRows<A>& sums) {
   const A weight = static_cast<A>(s.head->entropy_weight);
   const int64_t lanes = lanes_of(group);
   A entropy[kLanes];
 #pragma omp simd
   for (int64_t i = 0; i < lanes; ++i) {
-    entropy[i] = log_normal(sums.exponentials[i]) - sums.moment[i] / sums.exponentials[i];
+    entropy[i] = log_normal(sums.exponentials[i]) - sums.weighted[i] / sums.exponentials[i];
     sums.correct[i] += weight == 0 ? A(0) : weight * entropy[i];
   }
   if (s.detail.data != nullptr) {
@@ -195,18 +163,17 @@ void store_entropies(const Segment& s, const Group& group, GroupSums<A>& sums) {
   }
 }
 
-// Stores what categorical rows decode to.
+// Stores what rows of bins decode to.
 template <class A>
-void store_decoded(const Segment& s, const Group& group, const GroupSums<A>& sums) {
-  const Support& support = s.head->support;
-  if (s.detail.data == nullptr) {
+void store_decoded(const Slab& out, const Support& support, const Group& group, const SumsOfRows<A>& sums) {
+  if (out.data == nullptr) {
     return;
   }
   const int64_t lanes = lanes_of(group);
   A decoded[kLanes];
 #pragma omp simd
   for (int64_t i = 0; i < lanes; ++i) {
-    decoded[i] = sums.moment[i] / sums.exponentials[i];
+    decoded[i] = sums.weighted[i] / sums.exponentials[i];
   }
   if (!support.raw) {
 #pragma omp simd
@@ -215,13 +182,9 @@ void store_decoded(const Segment& s, const Group& group, const GroupSums<A>& sum
     }
     inverse_transform_many(support, lanes, decoded);
   }
-  s.detail.store(group.first, group.count, decoded);
+  out.store(group.first, group.count, decoded);
 }
 
 } // namespace
 } // namespace GRADSCALE_VARIANT
 } // namespace gradscale
-
-#if GRADSCALE_AVX512
-#include "tiles_avx512.h"
-#endif

@@ -134,9 +134,14 @@ inline int64_t cost_of_row(int64_t width) {
   return width == 1 ? 16 : (width <= kShortRow ? 2 * width + 48 : width + 128);
 }
 
-// The room for two rows, each with the lanes before its first element.
+// The distance between rows of scratch memory, with a vector before and behind each.
+inline int64_t scratch_row(int64_t width) {
+  return padded_width(width) + 2 * kLanes;
+}
+
+// The room for three rows.
 inline int64_t scratch_elements(int64_t width) {
-  return 2 * (padded_width(width) + kLanes);
+  return 3 * scratch_row(width);
 }
 
 // Rows to decode; where `gradient` has data, the derivative times `grad_output` is written there, and no value.

@@ -24,6 +24,13 @@
 #define GRADSCALE_DISPATCH
 #endif
 
+// Behind the parameters of a lambda: it is inlined.
+#if defined(__GNUC__)
+#define GRADSCALE_INLINE_LAMBDA __attribute__((always_inline))
+#else
+#define GRADSCALE_INLINE_LAMBDA
+#endif
+
 // Variants for newer x86-64 instruction sets are compiled beside the baseline and chosen when the program runs.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define GRADSCALE_X86_VARIANTS 1
