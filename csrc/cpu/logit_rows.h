@@ -146,21 +146,21 @@ GRADSCALE_HOST_DEVICE void add_target(
 template <class A, bool has_entropy>
 struct Gradient {
   Lanes<A> coefficient;
-  Lanes<A> per_exponential; // c sum(t) / s
+  Lanes<A> per_exponential; // sum(t) / s
   Lanes<A> entropy_weight;
   Lanes<A> inverse_sum;
   Lanes<A> expected; // sum(e d) / s
 
   GRADSCALE_HOST_DEVICE Gradient(const Sums<A>& sums, Lanes<A> c, A weight) : coefficient(c), entropy_weight(weight) {
     inverse_sum = Lanes<A>(A(1)) / sums.exponentials;
-    per_exponential = c * sums.target * inverse_sum;
+    per_exponential = sums.target * inverse_sum;
     expected = sums.weighted * inverse_sum;
   }
   GRADSCALE_HOST_DEVICE Lanes<A> operator()(Lanes<A> e, Lanes<A> d, Lanes<A> t) const {
     if constexpr (has_entropy) { // the entropy's part is a part of the target
       t = t - entropy_weight * product(e * inverse_sum, d - expected);
     }
-    return e * per_exponential - coefficient * t;
+    return (e * per_exponential - t) * coefficient; // p - t may cancel: it does not depend on the coefficient
   }
 };
 
