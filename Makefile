@@ -1,5 +1,5 @@
 # make demo      train the example agent          make demo GAME=tictactoe SEED=1
-# make test      run the tests, but for make native and what .ci/run adds
+# make test      run the tests, except make native and the slow tests of .ci/run
 # make native    after a change of C++: run the CPU and CUDA kernels in test programs, under sanitizers and in simulators
 # make simulated  run the tests of the CUDA kernels in a simulator on the CPU
 # make sanitized  run tests with an extension under AddressSanitizer and UndefinedBehaviorSanitizer

@@ -266,7 +266,7 @@ def priorities_of_mixtures(rank: int) -> None:
 
 @check
 def l2_loss_of_mixtures(rank: int) -> None:
-    """Its gradient, and that of a sum with a plain loss."""
+    """Its gradient, and the gradient of its sum with a plain loss."""
     torch.manual_seed(0)
     weights = [random(B, 2), random(3)]
     expected = 0.1 * sum(w.square().sum() / 2 for w in weights)

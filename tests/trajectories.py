@@ -110,7 +110,7 @@ def by_definition(data, entry):
 
 
 def random_data(seed, batch=4, steps=12, ends=0.15, padding=0.1, dtype=torch.float64):
-    """Tensors `[B, T]` by name. Values of successors are those of the next state inside an episode."""
+    """Tensors `[B, T]` by name. Inside an episode, the value of a successor is the value of the next state."""
     g = torch.Generator().manual_seed(seed)
 
     def normal():

@@ -9,7 +9,7 @@ namespace gradscale {
 
 namespace {
 
-// Whether the elements lie one after the other, and arguments likewise or the same for all.
+// True if the elements are contiguous, and each argument is contiguous or one number for all elements.
 bool is_dense(const ElementwiseCall& call) {
   const int64_t size = element_size(call.element);
   const int64_t of_sums = call.element == Element::float64 ? 8 : 4;

@@ -62,7 +62,7 @@ GRADSCALE_DEVICE A raw_moment(const LogitsRow<T>& row, A maximum, const A* cente
   return row.group.sum(sum);
 }
 
-// The scalar that a row stands for, whose sum of e_j times the centres (the positions, if none are raw) is `moment`.
+// Decodes a row to its scalar. `moment` is the sum of e_j times centre j, or times position j if centres are not raw.
 template <class A>
 GRADSCALE_DEVICE A decoded_row(A moment, A sum, const Support& support) {
   return support.raw ? moment / sum : decoded_moment(2 * moment / sum, support);

@@ -300,7 +300,7 @@ void Call::add_coefficients(size_t h, const Coefficients& common) {
   }
 }
 
-// What the sum of a head is divided by; 1 where a device knows it.
+// The divisor of a head's sum. It is 1 if the kernel computes the divisor on the device.
 double Call::divisor(size_t head, const StepMask& of_head) const {
   if (num_entries.defined()) {
     return on_device ? 1.0 : num_entries.const_data_ptr<double>()[head];

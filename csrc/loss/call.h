@@ -88,7 +88,7 @@ struct Entries {
   Tensors tensors; // empty: the head has no target
   bool stacked = false;
 
-  // Dimensions behind those of batch and steps.
+  // The number of dimensions after the batch and step dimensions.
   int64_t dims() const {
     return tensors[0].dim() - (stacked ? 2 : 1);
   }
@@ -137,8 +137,9 @@ struct Call : Options {
 
   // Makes tensors for the results of a forward pass.
   void make_outputs();
-  // Makes contiguous gradients like their predictions; those of a head share a block of memory on the CPU. `wide`: of
-  // the type of sums, float for half types, so that they can be multiplied before they are rounded.
+  // Allocates contiguous gradients with the shapes of the predictions. On the CPU the gradients of a head share one
+  // block of memory. `wide` gradients have the type of sums (float for half types), so that they can be multiplied
+  // before they are rounded.
   void make_gradients(const GradientMemory& memory, bool wide);
 
   // The pass over the rows, with the outputs and gradients that exist; valid until end_pass().

@@ -1,6 +1,6 @@
 // The loss as a registered operator, which the compiler and export keep in their graphs. The entries of all heads come
 // in one list, with a count for each head: how many tensors its prediction or target is, 0 for one with a step
-// dimension, -1 for no target. The heads are those of a record (see heads.h).
+// dimension, -1 for no target. The heads come as records (see heads.h).
 //
 // Returns the tensors of GRADSCALE_OUTPUTS one after the other, and for every prediction tensor in `wants` its gradient
 // for grad_output 1. Only the loss has a gradient function; autograd fills in `wants`.

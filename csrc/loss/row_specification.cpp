@@ -125,7 +125,7 @@ std::string instance(const std::string& of_template, const std::vector<std::stri
   return name + ">";
 }
 
-// What tells types apart.
+// The members that distinguish two specifications.
 auto members(const RowSpecification& of) {
   const int32_t lanes = of.way == Way::lanes ? of.threads : 0; // others are known when the kernel runs
   return std::make_tuple(of.way, of.kind, of.logits, of.target, of.gradient, of.width, lanes, of.unit, of.options);

@@ -1,5 +1,5 @@
-// What kernels of rows are compiled for: what the host knows of rows, and its name in C++. This is the one place that
-// writes template arguments.
+// The specification of a row kernel: the properties of rows that it is compiled for, and its name in C++. Template
+// arguments are written only here.
 //
 // For leaner code for some rows: a type with kBlocks and run() (block_of_rows.cuh), a Way here, and its name, the rows
 // of its block and its condition in row_specification.cpp.

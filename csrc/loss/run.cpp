@@ -67,8 +67,8 @@ void run_rows(const Pass& pass) {
   });
 }
 
-// Adds the losses of a head, weighted and summed over its steps, to the losses of every sample, and leaves them with
-// the head's factor in `weighted`; returns the mean of the unmasked losses. `segments` are those of the head.
+// Adds a head's losses, weighted and summed over its steps, to the loss of each sample, and stores them times the
+// head's factor in `weighted`. Returns the mean of the unmasked losses. `segments` are the segments of this head.
 template <class T>
 double add_head(
     const Pass& pass,

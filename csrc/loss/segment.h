@@ -131,7 +131,7 @@ struct Coefficients {
 struct Pass {
   const Head* heads;                // on the host, like the next two lists
   const Coefficients* coefficients; // by head
-  const Segment* segments;          // those of a head are adjacent, in the order of steps
+  const Segment* segments;          // segments of a head are adjacent, in the order of steps
   int64_t num_heads;
   int64_t num_segments;
   int64_t batch;

@@ -6,8 +6,8 @@
 
 namespace gradscale {
 
-// y_t = a_t + b_t y_{t+1}; an adjoint is the transposed function, y_t = a_t + b_t y_{t-1}, from the gradients of the
-// results to those of rewards, values and next values.
+// A function computes y_t = a_t + b_t y_{t+1}. Its adjoint is the transposed function, y_t = a_t + b_t y_{t-1}. It
+// turns the gradients of the results into the gradients of rewards, values and next values.
 enum class Formula : int32_t {
   lambda_returns = 0,
   advantages = 1,

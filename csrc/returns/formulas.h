@@ -74,7 +74,7 @@ GRADSCALE_HOST_DEVICE Affine<L> if_live(const Transition<L>& s, typename L::V a,
   return {if_live(s, a), if_live(s, b)};
 }
 
-// The gradient of next_value, from that of what is discounted.
+// The gradient of next_value, given the gradient of the discounted term.
 template <class L>
 GRADSCALE_HOST_DEVICE typename L::V to_next_value(const Transition<L>& s, typename L::V gradient) {
   return L::select(s.terminated, L::zero(), L::times(s.discount, gradient));

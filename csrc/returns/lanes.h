@@ -93,8 +93,8 @@ struct Lanes : Vectors<A> {
   }
 };
 
-// The lanes of x moved by `distance`, so that lane i has that of the step i + distance, or of i - distance for an
-// adjoint; where there is none, of `fill`.
+// Shifts the lanes of x: lane i becomes lane i + distance, or lane i - distance for an adjoint. Lanes of `fill` replace
+// lanes that do not exist.
 template <bool kForward, int distance, class V, size_t... i>
 GRADSCALE_HOST_DEVICE V shifted(V x, V fill, std::index_sequence<i...> /*lanes*/) {
   constexpr int count = sizeof...(i);
@@ -116,7 +116,7 @@ GRADSCALE_HOST_DEVICE V shifted(V x, V fill) {
   return shifted<kForward, distance>(x, fill, std::make_index_sequence<Vectors<A>::kCount>());
 }
 
-// Composes the map of each lane with those of the lanes before it in the walk.
+// Composes the map of each lane with the maps of the lanes that precede it in the walk.
 template <bool kForward, int distance, class A, class V>
 GRADSCALE_HOST_DEVICE void compose(V& a, V& b) {
   if constexpr (distance < Vectors<A>::kCount) {

@@ -82,7 +82,7 @@ GRADSCALE_HOST_DEVICE void n_step_row(
       }
       result.put(t, sum + following);
     }
-    // Forwards: what windows that end here add to those of the block before.
+    // Walk forwards: add the terms of this block to windows that begin in the block before.
     sum = A(0);
     weight = {};
     A whole = A(0);
@@ -99,9 +99,9 @@ GRADSCALE_HOST_DEVICE void n_step_row(
   }
 }
 
-// The gradient of step i's reward is the sum of those of the windows that have it: of the steps i - n + 1 .. i that no
-// cut divides from i. `sums` and `parts` have the block's size: weighted sums from a step of the block before to that
-// block's end, and their terms.
+// The gradient of reward i is the sum of the gradients of the windows that contain it: the windows of the steps
+// i - n + 1 .. i that no cut separates from i. `sums` and `parts` have the block's size: weighted sums from a step of
+// the block before to that block's end, and their terms.
 template <class A, class Steps>
 GRADSCALE_HOST_DEVICE void n_step_adjoint_row(
     const Steps& steps,

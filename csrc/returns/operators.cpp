@@ -58,8 +58,8 @@ bool reads_values(Formula function) {
   return function == Formula::advantages || function == Formula::vtrace || function == Formula::retrace;
 }
 
-// The call whose results are the gradients of a call's inputs, as far as they are wanted, from those of its results.
-// `shape` is that of the first input, for gradients that are missing where a function needs them.
+// The call that computes the wanted gradients of a call's inputs from the gradients of its results. A missing gradient
+// that the function reads is replaced by zeros of `shape`, the shape of the first input.
 LinearCall transposed(
     const LinearCall& call,
     Tensors gradients,

@@ -23,7 +23,7 @@ UNTIL = float(os.environ.get("GRADSCALE_FUZZ_UNTIL", 0))
 JOURNAL = os.environ.get("GRADSCALE_FUZZ_JOURNAL")
 """The file in which `make fuzz` finds how many cases there were, and the last one, should the process die of it."""
 MORE = 16
-"""Examples of one round of `make fuzz`, as a multiple of those of the ordinary tests."""
+"""A round of `make fuzz` runs this many times the examples of `make test`."""
 
 # Hypothesis loads a profile called "ci" by itself, for all tests: these are called otherwise, and apply here alone.
 _common: dict[str, Any] = {
