@@ -40,7 +40,7 @@ PIP := PIP_CONSTRAINT=$(VENV)/request $(BIN)/python -m pip install --quiet --dis
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 CXX_FILES := $(shell find csrc tests/cpp tests/ptx tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
-TIDIED := $(patsubst %.cpp,$(VENV)/tidy/%.ok,$(shell find csrc -name '*.cpp'))
+TIDIED = $(patsubst %.cpp,$(VENV)/tidy/%.ok,$(shell cat $(VENV)/tidy/units 2> /dev/null))
 
 .PHONY: demo test native simulated sanitized fuzz versions bench recipes matrix docs drawings lint tidy gpu cuda-check wheels format clean force
 
@@ -157,7 +157,7 @@ drawings: $(VENV)/examples
 wheels: $(VENV)/uv
 	UV=$(BIN)/uv .ci/wheels "$(sort $(VERSIONS) $(patsubst torch==%,%,$(TORCH)))" "$(PYTHONS)"
 
-lint: $(VENV)/lint
+lint: $(VENV)/lint $(VENV)/tidy/units
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -165,17 +165,18 @@ lint: $(VENV)/lint
 	$(BIN)/python bench/readme.py --check
 	@$(MAKE) --no-print-directory --jobs=$$(getconf _NPROCESSORS_ONLN) tidy
 
-# A file is checked again when it, a header or a check has changed. All of them take two minutes on two processors.
+# A translation unit is checked again when one of its sources, a header or a check has changed.
 tidy: $(TIDIED)
 
-$(VENV)/tidy/%.ok: %.cpp $(filter %.h,$(SOURCES)) .clang-tidy $(VENV)/tidy/compile_flags.txt
+.SECONDEXPANSION:
+$(VENV)/tidy/%.ok: %.cpp $$(wildcard csrc/$$(*F)/*.cpp) $(filter %.h,$(SOURCES)) .clang-tidy
 	@mkdir -p $(@D)
 	$(BIN)/clang-tidy --quiet -p $(VENV)/tidy $< 2> $(@:.ok=.log) || { cat $(@:.ok=.log); exit 1; }
 	@touch $@
 
-$(VENV)/tidy/compile_flags.txt: $(VENV)/lint setup.py tests/compile_flags.py
-	@mkdir -p $(@D)
-	@$(BIN)/python tests/compile_flags.py > $@
+# The translation units, and compile_flags.txt, which clang-tidy reads.
+$(VENV)/tidy/units: $(VENV)/lint setup.py tests/compile_flags.py $(filter %.cpp,$(SOURCES))
+	@$(BIN)/python tests/compile_flags.py $(@D)
 
 # With the Python that is there, which has PyTorch: nothing is installed.
 gpu:

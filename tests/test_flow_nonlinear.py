@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import subprocess
-import sys
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo.testing
+from digests import OPERATORS, through
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,13 +19,6 @@ import gradscale_ext as gs
 INF = math.inf
 NAN = math.nan
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
-OPERATORS = {
-    "clip_norm": lambda x: gs.clip_gradient_norm(x, 1.0),
-    "clip_norm per sample": lambda x: gs.clip_gradient_norm(x, 1.0, batch_dims=1),
-    "normalize": lambda x: gs.normalize_gradient(x, 1.0),
-    "normalize per sample": lambda x: gs.normalize_gradient(x, 1.0, batch_dims=1),
-    "clip_value": lambda x: gs.clip_gradient_value(x, -0.5, 0.5),
-}
 operators = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS.keys())
 # Recording a graph of the backward pass takes the path in tensor operations, the other one the fused kernels.
 paths = pytest.mark.parametrize("create_graph", [False, True], ids=["fused", "operations"])
@@ -39,15 +29,6 @@ def _fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def through(operator, gradient: torch.Tensor, create_graph: bool = False) -> torch.Tensor:
-    """Gradient behind an operator."""
-    x = torch.zeros_like(gradient, requires_grad=True)
-    (result,) = torch.autograd.grad(operator(x), x, gradient, create_graph=create_graph)
-    assert result.dtype == gradient.dtype
-    assert result.shape == gradient.shape
-    return result.detach()
 
 
 def norms(g: torch.Tensor, batch_dims: int, p: float) -> torch.Tensor:
@@ -263,31 +244,6 @@ def test_chunks_of_different_scales_are_added_rightly():
     result = through(lambda x: gs.normalize_gradient(x, 1.0, batch_dims=1), g)
     expected = g * coefficient("normalize", norms(g, 1, 2.0), torch.tensor(1.0, dtype=torch.float64))
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
-
-
-def _digest() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    results = []
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        g = torch.randn(4, 37, generator=generator, dtype=torch.float64).to(dtype)
-        results += [through(operator, g) for operator in OPERATORS.values()]
-        results += [through(lambda x: gs.scale_gradient(x, (torch.arange(37) - 18) / 16), g)]
-        results += [through(lambda x: gs.clip_gradient_norm(x, 1.0, norm_type=3.0), g)]
-    return results
-
-
-@pytest.mark.cpu_kernels
-@pytest.mark.parametrize("capability", ["default", pytest.param("avx2", marks=pytest.mark.slow)])
-def test_kernels_of_other_instruction_sets(capability, tmp_path):
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import torch, test_flow_nonlinear as t;"
-        "torch.save(t._digest(), sys.argv[2])"
-    )
-    path = tmp_path / "digest.pt"
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
-    subprocess.run([sys.executable, "-c", script, str(Path(__file__).parent), str(path)], check=True, env=environment)
-    for a, b in zip(torch.load(path), _digest(), strict=True):
-        torch.testing.assert_close(a, b, rtol=2 * torch.finfo(a.dtype).eps, atol=0)
 
 
 # ---- Memory and layout ----------------------------------------------------------------------------------------------

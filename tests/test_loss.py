@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from digests import digest_of_losses, digest_of_operators
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -943,30 +944,10 @@ def test_a_tensor_is_no_weight_of_a_head():
 # ---- Machine --------------------------------------------------------------------------------------------------------
 
 
-def _digest(*, threads=None):
-    if threads:
-        torch.set_num_threads(threads)
-    heads = dict(gs.MultiStepLoss.muzero().heads)
-    generator = torch.Generator().manual_seed(1)
-    predictions = {
-        name: [torch.randn(64, 18 if name == "policy" else 601, generator=generator).requires_grad_() for _ in range(3)]
-        for name in heads
-    }
-    targets = {
-        name: [
-            torch.rand(64, 18, generator=generator) if name == "policy" else torch.randn(64, generator=generator)
-            for _ in range(3)
-        ]
-        for name in heads
-    }
-    out = gs.multi_step_loss(heads, predictions, targets)
-    return [out.loss.detach(), *gradients(out, predictions)]
-
-
 def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads():
     threads = torch.get_num_threads()
     try:
-        first, second, one = _digest(), _digest(), _digest(threads=1)
+        first, second, one = digest_of_losses(), digest_of_losses(), digest_of_losses(threads=1)
     finally:
         torch.set_num_threads(threads)
     for a, b, c in zip(first, second, one, strict=True):
@@ -981,18 +962,16 @@ def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads():
 )
 def test_every_instruction_set_agrees(capability, tmp_path):
     """The variant is chosen when the program starts; all are within rounding of each other."""
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import torch, test_loss, gradscale_ext._C as c; "
-        "torch.save((c.cpu_capability(), test_loss._digest()), sys.argv[2])"
-    )
     path = tmp_path / "digest.pt"
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
-    subprocess.run([sys.executable, "-c", script, str(Path(__file__).parent), str(path)], check=True, env=environment)
-    name, digest = torch.load(path)
+    subprocess.run([sys.executable, Path(__file__).with_name("digests.py"), path], check=True, env=environment)
+    name, losses, gradients_of_operators = torch.load(path)
     if capability == "default":
         assert name in ("DEFAULT", "NO AVX")
-    for a, b in zip(digest, _digest(), strict=True):
+    for a, b in zip(losses, digest_of_losses(), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6 * float(b.abs().max()))
+    for a, b in zip(gradients_of_operators, digest_of_operators(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2 * torch.finfo(a.dtype).eps, atol=0)
 
 
 def _peak_extra_bytes(function):

@@ -191,6 +191,7 @@ def learn(training, steps):
         training.step()
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 def test_killed_actors_are_replaced(begin, tmp_path):
     import ray

@@ -50,7 +50,7 @@ struct ClipGradientNorm {
 };
 
 template <class Limit>
-at::Tensor autograd_kernel(
+at::Tensor clip_gradient_norm_kernel(
     const at::Tensor& x,
     Limit max_norm,
     int64_t batch_dims,
@@ -82,13 +82,13 @@ TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("clip_gradient_norm", autograd_kernel<double>);
-  m.impl("clip_gradient_norm.tensor", autograd_kernel<const at::Tensor&>);
+  m.impl("clip_gradient_norm", clip_gradient_norm_kernel<double>);
+  m.impl("clip_gradient_norm.tensor", clip_gradient_norm_kernel<const at::Tensor&>);
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
-  m.impl("clip_gradient_norm", below_autograd(autograd_kernel<double>));
-  m.impl("clip_gradient_norm.tensor", below_autograd(autograd_kernel<const at::Tensor&>));
+  m.impl("clip_gradient_norm", below_autograd(clip_gradient_norm_kernel<double>));
+  m.impl("clip_gradient_norm.tensor", below_autograd(clip_gradient_norm_kernel<const at::Tensor&>));
 }
 
 } // namespace gradscale

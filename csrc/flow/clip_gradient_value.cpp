@@ -76,7 +76,7 @@ struct ClipGradientValue {
 };
 
 template <class Bound>
-at::Tensor autograd_kernel(const at::Tensor& x, Bound min, Bound max) {
+at::Tensor clip_gradient_value_kernel(const at::Tensor& x, Bound min, Bound max) {
   return clip_gradient_value(x, min, max);
 }
 
@@ -92,13 +92,13 @@ TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("clip_gradient_value", autograd_kernel<double>);
-  m.impl("clip_gradient_value.tensor", autograd_kernel<const at::Tensor&>);
+  m.impl("clip_gradient_value", clip_gradient_value_kernel<double>);
+  m.impl("clip_gradient_value.tensor", clip_gradient_value_kernel<const at::Tensor&>);
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
-  m.impl("clip_gradient_value", below_autograd(autograd_kernel<double>));
-  m.impl("clip_gradient_value.tensor", below_autograd(autograd_kernel<const at::Tensor&>));
+  m.impl("clip_gradient_value", below_autograd(clip_gradient_value_kernel<double>));
+  m.impl("clip_gradient_value.tensor", below_autograd(clip_gradient_value_kernel<const at::Tensor&>));
 }
 
 } // namespace gradscale

@@ -41,7 +41,7 @@ struct NormalizeGradient {
 };
 
 template <class Limit>
-at::Tensor autograd_kernel(const at::Tensor& x, Limit norm, int64_t batch_dims, double norm_type) {
+at::Tensor normalize_gradient_kernel(const at::Tensor& x, Limit norm, int64_t batch_dims, double norm_type) {
   return normalize_gradient(x, norm, {batch_dims, norm_type});
 }
 
@@ -57,13 +57,13 @@ TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("normalize_gradient", autograd_kernel<double>);
-  m.impl("normalize_gradient.tensor", autograd_kernel<const at::Tensor&>);
+  m.impl("normalize_gradient", normalize_gradient_kernel<double>);
+  m.impl("normalize_gradient.tensor", normalize_gradient_kernel<const at::Tensor&>);
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
-  m.impl("normalize_gradient", below_autograd(autograd_kernel<double>));
-  m.impl("normalize_gradient.tensor", below_autograd(autograd_kernel<const at::Tensor&>));
+  m.impl("normalize_gradient", below_autograd(normalize_gradient_kernel<double>));
+  m.impl("normalize_gradient.tensor", below_autograd(normalize_gradient_kernel<const at::Tensor&>));
 }
 
 } // namespace gradscale

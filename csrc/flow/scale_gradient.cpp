@@ -90,7 +90,7 @@ struct ScaledBy {
 };
 
 template <int sign, class Scale>
-at::Tensor autograd_kernel(const at::Tensor& x, Scale scale) {
+at::Tensor scaled_kernel(const at::Tensor& x, Scale scale) {
   return apply_operator(x, ScaledBy<sign>{scale});
 }
 
@@ -112,17 +112,17 @@ TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("scale_gradient", autograd_kernel<1, double>);
-  m.impl("scale_gradient.tensor", autograd_kernel<1, const at::Tensor&>);
-  m.impl("reverse_gradient", autograd_kernel<-1, double>);
-  m.impl("reverse_gradient.tensor", autograd_kernel<-1, const at::Tensor&>);
+  m.impl("scale_gradient", scaled_kernel<1, double>);
+  m.impl("scale_gradient.tensor", scaled_kernel<1, const at::Tensor&>);
+  m.impl("reverse_gradient", scaled_kernel<-1, double>);
+  m.impl("reverse_gradient.tensor", scaled_kernel<-1, const at::Tensor&>);
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
-  m.impl("scale_gradient", below_autograd(autograd_kernel<1, double>));
-  m.impl("scale_gradient.tensor", below_autograd(autograd_kernel<1, const at::Tensor&>));
-  m.impl("reverse_gradient", below_autograd(autograd_kernel<-1, double>));
-  m.impl("reverse_gradient.tensor", below_autograd(autograd_kernel<-1, const at::Tensor&>));
+  m.impl("scale_gradient", below_autograd(scaled_kernel<1, double>));
+  m.impl("scale_gradient.tensor", below_autograd(scaled_kernel<1, const at::Tensor&>));
+  m.impl("reverse_gradient", below_autograd(scaled_kernel<-1, double>));
+  m.impl("reverse_gradient.tensor", below_autograd(scaled_kernel<-1, const at::Tensor&>));
 }
 
 } // namespace gradscale

@@ -24,7 +24,7 @@ namespace gradscale {
 namespace {
 
 // Places of the operator's arguments; the options follow.
-enum Argument { kPredictions, kTargets, kPredictionCounts, kTargetCounts, kNames, kNumbers, kWants, kOptions };
+enum Argument { kPredictions, kTargets, kPredictionCounts, kTargetCounts, kHeadNames, kHeadNumbers, kWants, kOptions };
 
 struct SchemaWriter {
   std::string& schema;
@@ -146,7 +146,7 @@ struct Lister {
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t count = op.schema().arguments().size();
   const at::ArrayRef<c10::IValue> given = torch::jit::last(*stack, count);
-  const Heads heads(given[kNames].to<std::vector<std::string>>(), given[kNumbers].toDoubleVector());
+  const Heads heads(given[kHeadNames].to<std::vector<std::string>>(), given[kHeadNumbers].toDoubleVector());
   Call call = call_from(given);
   TORCH_CHECK_VALUE(
       call.settle(heads),

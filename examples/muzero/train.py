@@ -196,7 +196,7 @@ def train(training: Training, checkpoint: Path, max_seconds: float, monitor: boo
             if writer and (training.step_number % STEPS_PER_LOG == 0 or "self_play/return" in scalars):
                 for tag, value in scalars.items():
                     writer.add_scalar(tag, value, training.step_number)
-            if training.step_number % STEPS_PER_CHECKPOINT == 0:
+            if training.step_number % STEPS_PER_CHECKPOINT == 1:
                 training.save(checkpoint)
         training.save(checkpoint)
     if interrupted:

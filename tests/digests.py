@@ -1,0 +1,68 @@
+"""Results of the CPU's kernels, which every instruction set must reproduce.
+
+ATEN_CPU_CAPABILITY=default python tests/digests.py FILE      write those of one instruction set to FILE
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import gradscale_ext as gs
+import gradscale_ext._C as c
+
+OPERATORS = {
+    "clip_norm": lambda x: gs.clip_gradient_norm(x, 1.0),
+    "clip_norm per sample": lambda x: gs.clip_gradient_norm(x, 1.0, batch_dims=1),
+    "normalize": lambda x: gs.normalize_gradient(x, 1.0),
+    "normalize per sample": lambda x: gs.normalize_gradient(x, 1.0, batch_dims=1),
+    "clip_value": lambda x: gs.clip_gradient_value(x, -0.5, 0.5),
+}
+
+
+def through(operator, gradient: torch.Tensor, create_graph: bool = False) -> torch.Tensor:
+    """Gradient behind an operator."""
+    x = torch.zeros_like(gradient, requires_grad=True)
+    (result,) = torch.autograd.grad(operator(x), x, gradient, create_graph=create_graph)
+    assert result.dtype == gradient.dtype
+    assert result.shape == gradient.shape
+    return result.detach()
+
+
+def digest_of_losses(*, threads=None):
+    """Loss and gradients of MuZero's heads."""
+    if threads:
+        torch.set_num_threads(threads)
+    heads = dict(gs.MultiStepLoss.muzero().heads)
+    generator = torch.Generator().manual_seed(1)
+    predictions = {
+        name: [torch.randn(64, 18 if name == "policy" else 601, generator=generator).requires_grad_() for _ in range(3)]
+        for name in heads
+    }
+    targets = {
+        name: [
+            torch.rand(64, 18, generator=generator) if name == "policy" else torch.randn(64, generator=generator)
+            for _ in range(3)
+        ]
+        for name in heads
+    }
+    out = gs.multi_step_loss(heads, predictions, targets)
+    leaves = [entry for entries in predictions.values() for entry in entries]
+    return [out.loss.detach(), *torch.autograd.grad(out.loss, leaves)]
+
+
+def digest_of_operators() -> list[torch.Tensor]:
+    """Gradients behind each operator, in each type."""
+    generator = torch.Generator().manual_seed(0)
+    results = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        g = torch.randn(4, 37, generator=generator, dtype=torch.float64).to(dtype)
+        results += [through(operator, g) for operator in OPERATORS.values()]
+        results += [through(lambda x: gs.scale_gradient(x, (torch.arange(37) - 18) / 16), g)]
+        results += [through(lambda x: gs.clip_gradient_norm(x, 1.0, norm_type=3.0), g)]
+    return results
+
+
+if __name__ == "__main__":
+    torch.save((c.cpu_capability(), digest_of_losses(), digest_of_operators()), sys.argv[1])
