@@ -107,7 +107,7 @@ fuzz: $(VENV)/pytest
 versions: $(VERSIONS:%=version-%)
 
 # Tests of what a version of PyTorch can change.
-VERSIONED := autograd compile context diagnosis diagnosis_models diagnosis_ranks distributed dtensor flow loss loss_contexts \
+VERSIONED := autograd compile context diagnosis diagnosis_ranks distributed dtensor flow loss loss_contexts \
   matrix monitor tracer
 
 version-%: .versions/%/.venv/torch $(VENV)/driver.so

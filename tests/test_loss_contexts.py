@@ -72,7 +72,7 @@ FUSED = loss_with(gs.multi_step_loss, TARGETS)
 def pair(context):
     """The loss, and by plain PyTorch what it must be."""
     heads = EACH_KIND if context.startswith("compile") else ALL_HEADS
-    if context.startswith("compile of") and context != "compile of grad":
+    if context.startswith("compile of"):
         heads = A_FEW
     return [
         loss_with(function, TARGETS, heads=heads) for function in (gs.multi_step_loss, gs.reference.multi_step_loss)
@@ -181,13 +181,8 @@ def _deterministic():
         torch.use_deterministic_algorithms(False)
 
 
-EVERY_KIND_OF_THE_REFERENCE = pytest.param("compile of grad", marks=pytest.mark.slow)
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "context", [*(name for name in GRADIENTS if name != "compile of grad"), EVERY_KIND_OF_THE_REFERENCE]
-)
+@pytest.mark.parametrize("context", GRADIENTS)
 def test_gradient(context):
     fused, reference = pair(context)
     close(GRADIENTS[context](fused, X), gradient(reference, X))
