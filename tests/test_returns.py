@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -56,28 +57,46 @@ def test_reference_against_the_definitions(function, seed):
     assert_same(call(function, data, gs.reference), expected, rtol=1e-12, atol=1e-13)
 
 
-def test_reference_of_muzero_targets_against_the_definition():
+def window_data():
+    """Windows of games of each length from 0 to 8, and how they are by definition."""
     g = torch.Generator().manual_seed(0)
-    for n in (1, 3, 20):
-        rewards, nu = torch.randn(9, 8, generator=g).double(), torch.randn(9, 9, generator=g).double()
-        lengths, over = torch.arange(9), torch.rand(9, generator=g) < 0.5
-        players = torch.randint(2, (9, 9), generator=g)
-        for to_play in (None, players):
-            results = gs.reference.muzero_targets(
-                rewards,
-                nu,
-                num_unroll_steps=5,
-                td_steps=n,
-                discount=0.9,
-                lengths=lengths,
-                terminated=over,
-                to_play=to_play,
-            )
-            for b in range(9):
-                own = None if to_play is None else to_play[b].numpy()
-                row = muzero_row(rewards[b].numpy(), nu[b].numpy(), b, bool(over[b]), 5, n, 0.9, own)
-                for result, expected in zip(results, row, strict=True):
-                    torch.testing.assert_close(result[b], torch.from_numpy(expected))
+    data = {
+        "rewards": torch.randn(9, 8, generator=g).double(),
+        "root_values": torch.randn(9, 9, generator=g).double(),
+        "lengths": torch.arange(9).flip(0),
+        "terminated": torch.rand(9, generator=g) < 0.5,
+        "to_play": torch.arange(9).expand(9, 9) % 2,
+        "root_reward": torch.randn(9, generator=g).double(),
+    }
+    return data
+
+
+def windows_by_definition(data, n, to_play=None, horizon=0, root_reward=None, begins=(0,) * 9, **mistake):
+    rows = []
+    for b in range(9):
+        r, nu, length, is_over = (data[name][b].numpy() for name in ("rewards", "root_values", "lengths", "terminated"))
+        own = None if to_play is None else to_play[b].numpy()
+        root = None if root_reward is None else root_reward[b].item()
+        rows.append(
+            muzero_row(r, nu, int(length), bool(is_over), 5, n, 0.9, own, horizon, root, begin=begins[b], **mistake)
+        )
+    return tuple(torch.from_numpy(np.stack(field)) for field in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 3, 20])
+@pytest.mark.parametrize("module", [gs, gs.reference])
+def test_muzero_targets_against_the_definition(n, module):
+    data = window_data()
+    random_players = torch.randint(2, (9, 9), generator=torch.Generator().manual_seed(1))
+    for options in ({}, {"to_play": data["to_play"]}, {"to_play": random_players}, {"horizon": 2}, {"horizon": 5}):
+        for root_reward in (None, data["root_reward"]):
+            arguments = {**data, "to_play": options.get("to_play"), "root_reward": root_reward}
+            if "horizon" in options:
+                horizon = options["horizon"]
+                arguments |= {"reward": "value_prefix", "prefix_horizon": horizon if horizon != 5 else None}
+            results = module.muzero_targets(**arguments, num_unroll_steps=5, td_steps=n, discount=0.9)
+            expected = windows_by_definition(data, n, root_reward=root_reward, **options)
+            assert_same(results, expected, rtol=1e-12, atol=1e-12)
 
 
 # ---- The kernels against the reference ------------------------------------------------------------------------------
@@ -302,7 +321,7 @@ def test_joined_equals_split(function):
     assert_same(*joined_and_split(function, 10_000), rtol=1e-12, atol=1e-12)
 
 
-def leaking(function):
+def mistakes(function):
     """The reference with the mistakes of peers: what each of them gives for the arguments of `call`."""
 
     def with_change(**changes):
@@ -321,8 +340,33 @@ def leaking(function):
         return lambda data: torch.nn.functional.pad(data[name], (1, 0))[:, :-1]
 
     def bootstrap_twice(data):
-        twice = data["discount"] * data["next_values"] * data["truncated"]
-        return tuple(result + twice for result in call(function, data, gs.reference))
+        """simonsays1980/rl-triton#4: the recurrence begins with V(s'_T), which the last step reads already."""
+        twice = data["discount"] * data["lambda_"] * data["next_values"] * ~data["terminated"]
+        return torch.cat([data["rewards"][:, :-1], (data["rewards"] + twice)[:, -1:]], 1)
+
+    def off_by_one(data):
+        """PufferAI/PufferLib#462, as an example: a step after each 16 reads its neighbour; short rows are right."""
+        border = torch.arange(data["mask"].shape[1]) % 16 == 15
+        border[-1] = False
+
+        return torch.where(border, data["next_values"].roll(-1, 1), data["next_values"])
+
+    def vtrace_over_truncations(data):
+        """pytorch/rl#4209: the advantage bootstraps from the target of the next episode."""
+        targets, advantages = call(function, data, gs.reference)
+        u = torch.where(data["truncated"], targets.roll(-1, 1) - data["next_values"], 0)
+        return targets, advantages + data["ratios"].clamp(max=1) * data["discount"] * u
+
+    def divided(data):
+        """Cumulative sums of discounted rewards, divided by powers of the discount."""
+        ones, zeros = torch.ones_like(data["rewards"]), torch.zeros_like(data["rewards"])
+        (m,) = call(function, data | {"rewards": ones, "next_values": zeros, "discount": ones}, gs.reference)
+        powers = torch.nn.functional.pad(data["discount"].cumprod(1), (1, 0), value=1.0)
+        sums = torch.nn.functional.pad((powers[:, :-1] * data["rewards"]).cumsum(1), (1, 0))
+        last = torch.arange(m.shape[1]) + m.long()
+        ends = torch.where(data["terminated"], 0, data["next_values"]).gather(1, (last - 1).clamp(min=0))
+        result = (sums.gather(1, last) - sums[:, :-1] + powers.gather(1, last) * ends) / powers[:, :-1]
+        return (torch.where(data["mask"], result, 0),)
 
     return {
         "truncation as termination": with_change(terminated=either),
@@ -334,18 +378,42 @@ def leaking(function):
             next_values=lambda data: torch.cat([data["values"][:, 1:], data["next_values"][:, -1:]], 1)
         ),
         "padding read": with_change(mask=lambda data: ~never(data)),
-        "bootstrap twice": bootstrap_twice,
+        "bootstrap twice": with_change(rewards=bootstrap_twice),
+        "off by one in long rows": with_change(next_values=off_by_one),
         "view read as contiguous": with_change(rewards=lambda data: data["rewards"].T.reshape(data["rewards"].shape)),
+        **({"advantage over truncations": vtrace_over_truncations} if function == "vtrace" else {}),
+        **({"divided by powers": divided} if function == "n_step_returns" else {}),
     }
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_mistakes_of_peers_are_caught(function):
-    data = random_data(8, 30, 12)
+    data = random_data(8, 30, 40)
+    data["discount"][15:] *= 1e-9
     expected = tuple(by_definition(data, entry) for entry in FUNCTIONS[function][2])
-    for mistaken in leaking(function).values():
+    tolerance = {"rtol": 1e-11, "atol": 1e-11}
+    assert_same(call(function, data), expected, **tolerance)
+    for name, mistaken in mistakes(function).items():
         with pytest.raises(AssertionError):
-            assert_same(mistaken(data), expected)
+            assert_same(mistaken(data), expected, **tolerance)
+        if name in ("off by one in long rows", "divided by powers"):  # right where they are usually tested
+            short = {argument: value[:15, :16] for argument, value in data.items()}
+            assert_same(mistaken(short), call(function, short), **tolerance)
+
+
+def test_mistakes_of_peers_in_muzero_targets_are_caught():
+    data = window_data()
+    for right, mistake in (
+        ({"to_play": data["to_play"]}, {"mover": lambda j, i: i + 1}),  # werner-duvaud/muzero-general#108
+        ({"to_play": data["to_play"]}, {"mover": lambda j, i: i - j}),  # LightZero: right if j is even
+        ({"horizon": 4}, {"begins": [6 * b % 4 for b in range(9)]}),  # the count runs on over the K + 1 steps of rows
+    ):
+        expected = windows_by_definition(data, 3, **right)
+        mistaken = windows_by_definition(data, 3, **right, **mistake)
+        with pytest.raises(AssertionError):
+            assert_same(mistaken, expected)
+        if "begins" not in mistake and mistake["mover"](1, 1) == 0:
+            torch.testing.assert_close(mistaken[0][:, ::2], expected[0][:, ::2])
 
 
 def test_vtrace_and_retrace_pair_c_with_different_steps():
