@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from trajectories import (
     advantage,
     by_definition,
@@ -33,10 +36,9 @@ FUNCTIONS = {
 
 
 def call(function, data, module=gs, **changes):
-    """The results of a function as a tuple. `changes` replace arguments; None leaves them out."""
+    """The results of a function as a tuple. `changes` replace arguments."""
     tensors, others, _ = FUNCTIONS[function]
     arguments = {name: data[name] for name in (*TRAJECTORIES, *tensors)} | others | changes
-    arguments = {name: value for name, value in arguments.items() if value is not None}
     if function == "retrace":
         arguments["q_values"] = arguments.pop("values")
     results = getattr(module, function)(**arguments)
@@ -130,6 +132,106 @@ def test_any_n(n):
         data = random_data(n % 5, 3, 40, ends=ends, padding=ends)
         expected = by_definition(data, lambda e, t: n_step_return(e, t, n))
         assert_same(call("n_step_returns", data, n=n), (expected,), rtol=1e-12, atol=1e-13)
+
+
+# ---- Arguments ------------------------------------------------------------------------------------------------------
+
+BEHIND = "terminated=None, truncated=None, mask=None, batch_first=True)"
+SIGNATURES = {
+    "lambda_returns": "(rewards, values=None, next_values=None, *, discount, lambda_, " + BEHIND,
+    "n_step_returns": "(rewards, values=None, next_values=None, *, discount, n, " + BEHIND,
+    "generalized_advantages": "(rewards, values, next_values=None, *, discount, lambda_, " + BEHIND,
+    "vtrace": "(rewards, values, next_values=None, *, ratios, discount, lambda_=1.0, clip_rho=1.0, clip_c=1.0, "
+    "clip_pg_rho=1.0, " + BEHIND,
+    "retrace": "(rewards, q_values, next_values, *, ratios, discount, lambda_=1.0, clip_c=1.0, " + BEHIND,
+    "muzero_targets": "(rewards, root_values, *, num_unroll_steps, td_steps, discount, lengths=None, terminated=None, "
+    "to_play=None, reward='reward', prefix_horizon=None, root_reward=None, batch_first=True)",
+}
+FIELDS = {
+    "generalized_advantages": (gs.GeneralizedAdvantages, ("advantages", "returns")),
+    "vtrace": (gs.VTrace, ("targets", "advantages")),
+    "muzero_targets": (gs.MuZeroTargets, ("values", "rewards", "mask", "policy_mask")),
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES)
+@pytest.mark.parametrize("module", [gs, gs.reference])
+def test_signatures_and_names_of_results(function, module):
+    signature = inspect.signature(getattr(module, function))
+    plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    assert str(inspect.Signature(plain)) == SIGNATURES[function]
+    kind, fields = FIELDS.get(function, (torch.Tensor, None))
+    assert signature.return_annotation == kind.__name__
+    assert getattr(kind, "_fields", None) == fields
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_forms_of_coefficients(function):
+    data = random_data(16, 4, 9)
+    names = [name for name in ("discount", "lambda_") if name in (*TRAJECTORIES, *FUNCTIONS[function][0])]
+    for name in names:
+        sizes = [data[name][:rows, :steps] for rows, steps in ((4, 1), (1, 9), (1, 1))]
+        numbers = [0, 1, 0.3, -1 if name == "discount" else 1.0, torch.tensor(0.3), torch.tensor(0.3).double()]
+        for given in (*sizes, *numbers):
+            full = torch.as_tensor(given, dtype=torch.float64).expand(4, 9)
+            expected = tuple(by_definition(data | {name: full}, entry) for entry in FUNCTIONS[function][2])
+            tolerance = (
+                {"rtol": 1e-12, "atol": 1e-12}
+                if not torch.is_tensor(given) or given.dtype == torch.float64
+                else {"rtol": 1e-6, "atol": 1e-6}
+            )
+            assert_same(call(function, data, **{name: given}), expected, **tolerance)
+            across = {key: value.T for key, value in data.items()}
+            given = given.T if torch.is_tensor(given) and given.dim() else given
+            results = call(function, across, **{name: given}, batch_first=False)
+            assert_same(tuple(result.T for result in results), expected, **tolerance)
+
+
+@pytest.mark.parametrize("clips", [(1.7, 0.6, 2.0), (0.5, 1.2, None), (0, 0, 0), (torch.inf, None, 0.9)])
+def test_clips(clips):
+    data = random_data(17, 6, 12)
+    limits = tuple(torch.inf if clip is None else clip for clip in clips)
+    names = dict(zip(("clip_rho", "clip_c", "clip_pg_rho"), clips, strict=True))
+    for module in (gs, gs.reference):
+        results = call("vtrace", data, module, **names)
+        expected = (
+            by_definition(data, lambda e, t: vtrace_target(e, t, *limits[:2])),
+            by_definition(data, lambda e, t: vtrace_advantage(e, t, *limits)),
+        )
+        assert_same(results, expected)
+        expected = by_definition(data, lambda e, t: retrace_target(e, t, limits[1]))
+        assert_same(call("retrace", data, module, clip_c=clips[1]), (expected,))
+
+
+def test_values_that_are_not_read():
+    data = random_data(18, 3, 6)
+    for function in ("lambda_returns", "n_step_returns"):
+        expected = call(function, data, values=None)
+        for values in (torch.full((3, 6), torch.nan), torch.full((3, 7), torch.nan)):
+            assert_same(call(function, data, values=values), expected, rtol=0, atol=0)
+    for function in ("generalized_advantages", "vtrace", "retrace"):
+        with pytest.raises(ValueError, match=r"values must have shape \[3, 6\].* \[3, 7\]"):
+            call(function, data, values=torch.ones(3, 7))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_discount_of_zero_is_a_termination(function):
+    data = random_data(19, 6, 40)
+    data["discount"][data["terminated"]] = 0
+    data["next_values"][data["terminated"]] = torch.nan
+    assert_same(call(function, data, terminated=None), call(function, data))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_bitwise_the_same_from_run_to_run(function):
+    data = random_data(20, 64, 300, dtype=torch.float32)
+    leaves = [data[name].requires_grad_() for name in inputs_of(function)]
+    runs = []
+    for _ in range(3):
+        results = call(function, data)
+        runs.append((*results, *torch.autograd.grad([result.sum() for result in results], leaves)))
+    for run in runs[1:]:
+        assert all(torch.equal(result, first) for result, first in zip(run, runs[0], strict=True))
 
 
 # ---- Gradients, in every context ------------------------------------------------------------------------------------
@@ -272,18 +374,30 @@ def test_numbers_that_change_do_not_recompile():
     data = random_data(4, 3, 6, dtype=torch.float32)
     count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
-    def both(discount, lambda_, n):
-        one = gs.generalized_advantages(
-            data["rewards"], data["values"], data["next_values"], discount=discount, lambda_=lambda_
-        )
-        return (*one, gs.n_step_returns(data["rewards"], None, data["next_values"], discount=discount, n=n))
+    def results(discount, lambda_, n):
+        one = call("generalized_advantages", data, discount=discount, lambda_=lambda_)
+        steps = call("n_step_returns", data, discount=discount, n=n)
+        return (*one, *steps, *windows(discount=discount, td_steps=n))
 
     torch._dynamo.reset()
-    compiled = torch.compile(both, fullgraph=True, backend=count)
+    compiled = torch.compile(results, fullgraph=True, backend=count)
     for k in range(6):
         arguments = (0.9 + k / 100, 0.5 + k / 100, 2 + k)
-        assert_same(compiled(*arguments), both(*arguments))
+        assert_same(compiled(*arguments), results(*arguments))
     assert count.frame_count <= 2
+
+
+def test_nothing_is_read_back():
+    """Fake tensors have no numbers to read."""
+    data = random_data(4, 3, 6, dtype=torch.float32) | {"discount": torch.tensor(0.9), "lambda_": torch.tensor(0.9)}
+    ends = {"lengths": torch.tensor([3, 1]), "terminated": torch.tensor([True, False]), "discount": torch.tensor(0.9)}
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(value) for name, value in data.items()}
+        for function in FUNCTIONS:
+            assert all(result.shape == (3, 6) for result in call(function, fake))
+        window = {name: mode.from_tensor(value) for name, value in ends.items()}
+        window |= {"rewards": torch.ones(2, 3), "root_values": torch.ones(2, 4)}
+        assert windows(**window).values.shape == (2, 3)
 
 
 # ---- Episodes -------------------------------------------------------------------------------------------------------
@@ -508,95 +622,215 @@ def test_nan_stays_in_its_episode(function):
         assert (result[:, 5] == 0).all()
 
 
-# ---- Types, strides, errors -----------------------------------------------------------------------------------------
+def assert_unreached(function, data, spoilt, kept, inputs_before, batch_first):
+    """Check that results and gradients of the steps before `kept` do not know of `spoilt`, and nothing behind `kept`
+    of the results' incoming gradients before it."""
+    names = inputs_of(function)
+
+    def run(arguments, weight):
+        leaves = [arguments[name].clone().requires_grad_() for name in names]
+        arguments = arguments | dict(zip(names, leaves, strict=True))
+        if not batch_first:
+            arguments = {name: value.T for name, value in arguments.items()}
+        results = call(function, arguments, batch_first=batch_first)
+        weights = torch.zeros_like(arguments["rewards"])
+        (weights if batch_first else weights.T)[:, :kept] = weight
+        gradients = torch.autograd.grad(results, leaves, [weights] * len(results))
+        return [result if batch_first else result.T for result in results], gradients
+
+    (results, gradients), (expected, wanted) = run(data | spoilt, 1.0), run(data, 1.0)
+    for result, own in zip(results, expected, strict=True):
+        torch.testing.assert_close(result[:, :kept], own[:, :kept])
+    for name, gradient, own in zip(names, gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient[:, :kept], own[:, :kept])
+        assert name not in inputs_before or (gradient[:, kept - 1] == 0).all()
+    for gradient in run(data, torch.nan)[1]:
+        assert (gradient[:, kept:] == 0).all()
+
+
+COEFFICIENTS = [(function, name) for function in FUNCTIONS for name in ("discount", *FUNCTIONS[function][0])]
+
+
+@pytest.mark.parametrize(("function", "name"), COEFFICIENTS)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("steps", [9, 40])
+def test_a_coefficient_of_zero_selects(function, name, batch_first, steps):
+    """All entries behind a coefficient of exactly 0 are NaN: no result before it, and no gradient, is."""
+    data, t = random_data(21, 3, steps, ends=0, padding=0), 5
+    place = t + (function == "retrace" and name != "discount")  # Retrace has c of the next step
+    data[name][:, place] = 0
+    spoilt = {key: value.clone() for key, value in data.items() if value.is_floating_point()}
+    for key, value in spoilt.items():
+        value[:, t + 1 + (key == name and place > t) :] = torch.nan
+    before = {"discount": ("next_values",), "ratios": ("rewards", "next_values")}.get(name, ())
+    before = before if place == t else ()
+    for key in before:
+        spoilt[key][:, t] = torch.nan
+    assert_unreached(function, data, spoilt, t + 1, before, batch_first)
+
+
+def test_other_coefficients_of_zero():
+    data = random_data(22, 3, 30, ends=0, padding=0)
+    nan = torch.full((3, 30), torch.nan, dtype=torch.float64)
+    targets, _ = call("vtrace", data, clip_rho=0.0, rewards=nan, next_values=nan)
+    torch.testing.assert_close(targets, data["values"])
+    assert (call("vtrace", data, clip_pg_rho=0.0, rewards=nan, next_values=nan)[1] == 0).all()
+    expected = data["rewards"] + data["discount"] * data["next_values"]
+    assert_same(call("retrace", data, clip_c=0.0, values=nan), (expected,))
+    for one in (1.0, torch.ones(3, 30)):  # 1 - lambda_ is 0
+        next_values = torch.where(torch.arange(30) < 29, nan, data["next_values"]).requires_grad_()
+        (result,) = call("lambda_returns", data, lambda_=one, next_values=next_values)
+        assert_same((result,), call("lambda_returns", data, lambda_=one))
+        (gradient,) = torch.autograd.grad(result.sum(), next_values)
+        assert (gradient[:, :-1] == 0).all()
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_types_and_strides(function):
+@pytest.mark.parametrize("steps", [9, 40])
+def test_masked_entries_are_not_read(function, steps):
+    data = random_data(23, 6, steps)
+    names, live = inputs_of(function), data["mask"]
+    spoilt = {key: torch.where(live, value, torch.nan) for key, value in data.items() if value.is_floating_point()}
+    flags = {flag: data[flag] | ~live for flag in ("terminated", "truncated")}
+    runs = []
+    for arguments, weight in ((data, 1.0), (data | spoilt | flags, torch.where(live, 1.0, torch.nan).double())):
+        leaves = [arguments[name].clone().requires_grad_() for name in names]
+        results = call(function, arguments | dict(zip(names, leaves, strict=True)))
+        gradients = torch.autograd.grad(results, leaves, [weight * torch.ones_like(result) for result in results])
+        runs.append((*results, *gradients))
+        assert all((value[~live] == 0).all() for value in runs[-1])
+    assert_same(runs[1], runs[0])
+
+
+# ---- Types, strides, errors -----------------------------------------------------------------------------------------
+
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_types(function):
     data = random_data(12, 4, 21, dtype=torch.float32)
-    half = data | {name: data[name].bfloat16() for name in ("rewards", "next_values", "discount")}
-    wide = {name: value.double() if value.is_floating_point() else value for name, value in half.items()}
+    floats = [name for name in (*TRAJECTORIES, *FUNCTIONS[function][0]) if name not in FLAGS]
+    for shift in range(4):  # every mix of neighbours
+        mixed = data | {name: data[name].to(FLOATS[(k + shift) % 4]) for k, name in enumerate(floats)}
+        wide = mixed | {name: mixed[name].double() for name in floats}
+        assert_same(call(function, mixed), call(function, wide, gs.reference), rtol=1e-12, atol=1e-12)
+    half = data | {name: data[name].to(FLOATS[2 + k % 2]) for k, name in enumerate(floats)}
+    wide = half | {name: half[name].double() for name in floats}
     expected = tuple(result.float() for result in call(function, wide, gs.reference))
     assert_same(call(function, half), expected, rtol=1e-5, atol=1e-5)
-    assert call(function, half | {"discount": torch.tensor(0.9, dtype=torch.float64)})[0].dtype == torch.float64
+    for name in floats:
+        doubles = [data[name].double(), *([torch.tensor(0.5).double()] if name in ("discount", "lambda_") else [])]
+        for double in doubles:
+            assert {result.dtype for result in call(function, half | {name: double})} == {torch.float64}
     names = inputs_of(function)
     leaves = [half[name].clone().requires_grad_() for name in names]
-    gradients = torch.autograd.grad(
-        sum(r.sum() for r in call(function, half | dict(zip(names, leaves, strict=True)))), leaves
-    )
+    results = call(function, half | dict(zip(names, leaves, strict=True)))
+    gradients = torch.autograd.grad([result.sum() for result in results], leaves, create_graph=True)
     assert [gradient.dtype for gradient in gradients] == [leaf.dtype for leaf in leaves]
-    strided = {name: value.repeat_interleave(2, 0).repeat_interleave(3, 1)[::2, ::3] for name, value in data.items()}
-    assert_same(call(function, strided), call(function, data))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_strides_and_empty_tensors(function):
+    data = random_data(12, 4, 21, dtype=torch.float32)
+    apart = {name: value.repeat_interleave(2, 0).repeat_interleave(3, 1) for name, value in data.items()}
     expanded = data | {
         "rewards": torch.ones(1, 1).expand(4, 21),
         "mask": torch.ones(4, 1, dtype=torch.bool).expand(4, 21),
     }
     dense = {name: value.contiguous() for name, value in expanded.items()}
-    assert_same(call(function, expanded), call(function, dense))
+    for strided, plain in (({name: value[::2, ::3] for name, value in apart.items()}, data), (expanded, dense)):
+        results = call(function, strided)
+        assert all(result.is_contiguous() for result in results)
+        assert_same(results, call(function, plain))
+    names = inputs_of(function)
     for shape in ((0, 5), (3, 0)):
+        leaves = [torch.ones(shape, requires_grad=True) for _ in names]
         empty = {name: value[: shape[0], : shape[1]] for name, value in data.items()}
-        assert all(result.shape == shape for result in call(function, empty))
+        results = call(function, empty | dict(zip(names, leaves, strict=True)))
+        gradients = torch.autograd.grad([result.sum() for result in results], leaves)
+        assert all(value.shape == shape for value in (*results, *gradients))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_constants_and_saved_flags(function):
+def test_constants_and_what_is_saved(function):
     data = random_data(13, 4, 9)
-    for name in FUNCTIONS[function][0] + ("discount",):
+    for name in (*FUNCTIONS[function][0], "discount"):
         leaf = data[name].clone().requires_grad_()
-        argument = r"write " + name.replace("lambda_", "lambda_") + r".detach\(\)"
-        with pytest.raises(ValueError, match=argument):
-            call(function, data | {name: leaf})
+        for module in (gs, gs.reference):
+            with pytest.raises(ValueError, match=rf"{function}: {name} requires grad.* write {name}.detach\(\)"):
+                call(function, data | {name: leaf}, module)
         with torch.no_grad():
             call(function, data | {name: leaf})
-    rewards = data["rewards"].clone().requires_grad_()
-    results = call(function, data | {"rewards": rewards})
-    data["terminated"].logical_not_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        results[0].sum().backward()
     assert all(result.grad_fn is None for result in call(function, data))
+    for name in (*FUNCTIONS[function][0], "discount", *FLAGS):
+        buffers = data | {name: data[name].clone(), "rewards": data["rewards"].clone().requires_grad_()}
+        results = call(function, buffers)
+        buffers[name].zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            results[0].sum().backward()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("module", [gs, gs.reference])
+def test_errors_of_each_argument(function, module):
+    data = random_data(14, 3, 6)
+    for name in (*TRAJECTORIES, *FUNCTIONS[function][0]):
+        value, is_rewards = data[name], name == "rewards"
+        label = "q_values" if function == "retrace" and name == "values" else name
+        dtype, other = ("bool", value.double()) if name in FLAGS else ("float", value.long())
+        for wrong, error, message in (
+            (value.tolist(), TypeError, "of type list"),
+            (value.numpy(), TypeError, r"of type ndarray.*torch.as_tensor"),
+            (other, TypeError, rf"its dtype is {other.dtype}; write {label}.{dtype}\(\)"),
+            (value[..., None], ValueError, rf"its shape is \[3, 6, 1\]; write {label}.squeeze\(-1\)"),
+            (value[0], ValueError, rf"its shape is \[6\].*rite {label}\[None\]"),
+            (value[:, :-1], ValueError, r"\[3, 6\].*its shape is \[3, 5\]"),
+            (value.to("meta"), ValueError, "must be on the device of rewards, cpu, but it is on meta"),
+        ):
+            if not (is_rewards and error is ValueError and wrong.dim() == 2):
+                with pytest.raises(error, match=f"^{function}: {label} .*{message}"):
+                    call(function, data, module, **{name: wrong})
+    without = {name: None for name in ("values", "next_values")}
+    with pytest.raises((TypeError, ValueError), match=f"^{function}: .*values .*None"):
+        call(function, data, module, **without)
+    with pytest.raises(TypeError, match=f"^{function}: batch_first must be a bool"):
+        call(function, data, module, batch_first=1)
+    with pytest.raises(ValueError, match=r"write rewards\[:, None\]"):
+        call(function, data, module, rewards=torch.ones(6), batch_first=False)
+    if function != "retrace":
+        for cut in (True, False):
+            changes = {"next_values": None, "values": torch.ones(3, 7), "truncated": torch.full((3, 6), cut)}
+            with pytest.raises(ValueError, match=f"^{function}: truncated cannot be given with values"):
+                call(function, data, module, **changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("function", "changes", "error", "message"),
     [
-        ({"rewards": [[1.0]]}, TypeError, "lambda_returns: rewards must be a tensor, but it is of type list"),
-        ({"rewards": torch.ones(3, 6).numpy()}, TypeError, "torch.as_tensor"),
-        ({"rewards": torch.ones(3, 6).long()}, TypeError, r"write rewards.float\(\)"),
-        ({"rewards": torch.ones(3, 6, 1)}, ValueError, r"write rewards.squeeze\(-1\)"),
-        ({"rewards": torch.ones(6)}, ValueError, r"write rewards\[None\]"),
-        ({"next_values": torch.ones(3, 5)}, ValueError, r"next_values must have shape \[3, 6\].*\[3, 5\]"),
-        ({"next_values": None, "values": None}, ValueError, r"\[3, 6\].*\[3, 7\].*both are None"),
-        ({"next_values": None, "values": torch.ones(3, 7)}, ValueError, "truncated cannot be given"),
-        ({"next_values": None, "values": torch.ones(3, 6)}, ValueError, r"values must have shape \[3, 7\]"),
-        ({"discount": torch.ones(6)}, ValueError, r"discount\[None\] or discount\[:, None\]"),
-        ({"discount": 1.5}, ValueError, "discount must be from -1 to 1"),
-        ({"discount": True}, TypeError, "discount must be a number"),
-        ({"lambda_": -0.1}, ValueError, "lambda_ must be from 0 to 1"),
-        ({"lambda_": float("nan")}, ValueError, "lambda_ must be from 0 to 1"),
-        ({"terminated": torch.zeros(3, 6)}, TypeError, r"write terminated.bool\(\)"),
-        ({"mask": torch.zeros(3, 5).bool()}, ValueError, r"mask must have shape \[3, 6\]"),
-        ({"batch_first": 1}, TypeError, "batch_first must be a bool"),
-        ({"values": torch.ones(3, 6, device="meta")}, ValueError, "device of rewards"),
+        ("lambda_returns", {"next_values": None, "values": None}, ValueError, r"\[3, 6\].*\[3, 7\].*both are None"),
+        ("lambda_returns", {"next_values": None}, ValueError, r"values must have shape \[3, 7\]"),
+        ("lambda_returns", {"discount": torch.ones(6)}, ValueError, r"discount\[None\] or discount\[:, None\]"),
+        ("lambda_returns", {"lambda_": torch.ones(3)}, ValueError, r"lambda_\[None\] or lambda_\[:, None\]"),
+        *[("vtrace", {"discount": x}, ValueError, "discount must be from -1 to 1") for x in (1.5, -1.1, float("nan"))],
+        *[("vtrace", {"lambda_": x}, ValueError, "lambda_ must be from 0 to 1") for x in (1.1, -0.1, float("nan"))],
+        ("vtrace", {"discount": True}, TypeError, "discount must be a number"),
+        *[("n_step_returns", {"n": n}, ValueError, "n must be") for n in (0, -3)],
+        *[("n_step_returns", {"n": n}, TypeError, "n must be") for n in (True, 2.0, "2")],
+        *[
+            ("vtrace", {clip: x}, ValueError, f"{clip} must not be negative")
+            for clip in ("clip_rho", "clip_c", "clip_pg_rho")
+            for x in (-1.0, float("nan"))
+        ],
+        ("retrace", {"clip_c": -1}, ValueError, "clip_c must not be negative"),
     ],
 )
-def test_errors(changes, error, message):
+def test_errors(function, changes, error, message):
     data = random_data(14, 3, 6)
-    with pytest.raises(error, match=message):
-        call("lambda_returns", data, **changes)
-
-
-def test_errors_of_other_functions():
-    data = random_data(14, 3, 6)
-    for n, error in ((0, ValueError), (True, TypeError), (2.0, TypeError)):
-        with pytest.raises(error, match="n must "):
-            call("n_step_returns", data, n=n)
-    for clip in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="clip_c must not be negative"):
-            call("vtrace", data, clip_c=clip)
-    with pytest.raises(ValueError, match="values must have shape"):
-        call("generalized_advantages", data, values=torch.ones(3, 7))
-    unclipped = by_definition(data, lambda e, t: vtrace_target(e, t, torch.inf, torch.inf))
-    assert_same(call("vtrace", data, clip_rho=torch.inf, clip_c=torch.inf)[:1], (unclipped,))
+    for module in (gs, gs.reference):
+        with pytest.raises(error, match=f"^{function}: .*{message}"):
+            call(function, data, module, **changes)
 
 
 # ---- MuZero ---------------------------------------------------------------------------------------------------------
@@ -648,32 +882,84 @@ def test_muzero_targets(batch_first):
     assert not empty.policy_mask.any()
 
 
+def windows(module=gs, **changes):
+    arguments = {
+        "rewards": torch.arange(6.0).view(2, 3),
+        "root_values": torch.arange(8.0).view(2, 4),
+        "num_unroll_steps": 2,
+        "td_steps": 2,
+        "discount": 0.9,
+    }
+    return module.muzero_targets(**(arguments | changes))
+
+
+def test_more_of_muzero_targets():
+    expected = windows()
+    ended = torch.tensor([True, False])
+    assert_same(windows(terminated=ended), windows(terminated=ended, lengths=torch.tensor([3, 3])))
+    assert_same(windows(lengths=torch.tensor([3, 3]), terminated=~ended & ended), expected)
+    for value in (torch.tensor(0.9), torch.tensor([[0.9]]), torch.full((2, 1), 0.9)):
+        assert_same(windows(discount=value), expected)
+    players = torch.arange(4).expand(2, 4) % 2
+    for dtype in (torch.int32, torch.uint8, torch.bool, torch.int64):  # players who alternate: a negative discount
+        assert_same(windows(to_play=players.to(dtype)), windows(discount=-0.9))
+    nan = torch.full((2, 4), torch.nan)
+    assert_same(windows(root_values=nan, discount=0.0).values[:, :2], torch.arange(6.0).view(2, 3)[:, :2])
+    for name, value in (("rewards", torch.ones(2, 3)), ("root_reward", torch.ones(2)), ("discount", torch.tensor(0.9))):
+        results = windows(**{name: value.double()})
+        assert [result.dtype for result in results] == [torch.float64] * 2 + [torch.bool] * 2
+    assert (
+        windows(rewards=torch.ones(2, 3).half(), root_values=torch.ones(2, 4).bfloat16()).values.dtype == torch.float32
+    )
+    for over in (True, False):
+        one = {"rewards": torch.ones(2, 0), "root_values": torch.ones(2, 1), "terminated": torch.tensor([over, over])}
+        empty = windows(**one)
+        assert empty.values.tolist() == [[0.0 if over else 1.0, 0, 0]] * 2
+        assert empty.mask.tolist() == [[True, over, over]] * 2
+        assert not empty.policy_mask.any()
+    assert windows(rewards=torch.ones(0, 3), root_values=torch.ones(0, 4)).values.shape == (0, 3)
+    with torch.no_grad():
+        assert_same(windows(root_values=torch.arange(8.0).view(2, 4).requires_grad_()), expected)
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"lengths": torch.tensor([1, 2])}, ValueError, "terminated must be given with lengths"),
         ({"lengths": torch.tensor([1.0, 2.0])}, TypeError, r"write lengths.long\(\)"),
+        ({"lengths": [1, 2]}, TypeError, "lengths must be .*of type list"),
+        ({"lengths": torch.ones(2, 1).long(), "terminated": torch.ones(2) > 0}, ValueError, r"lengths.squeeze\(-1\)"),
+        ({"terminated": torch.ones(2)}, TypeError, r"write terminated.bool\(\)"),
+        ({"terminated": torch.ones(3) > 0}, ValueError, r"terminated must have shape \[2\].*\[3\]"),
         ({"to_play": torch.ones(2, 4)}, TypeError, "integers or bool"),
+        ({"to_play": torch.ones(2, 3).long()}, ValueError, r"to_play must have shape \[2, 4\]"),
         ({"reward": "value_prefix", "to_play": torch.ones(2, 4).long()}, ValueError, "cannot be given with to_play"),
         ({"reward": "sum"}, ValueError, "'reward' or 'value_prefix'"),
-        ({"num_unroll_steps": -1}, ValueError, "num_unroll_steps must be"),
-        ({"td_steps": 0}, ValueError, "td_steps must be"),
-        ({"prefix_horizon": 1.0}, TypeError, "prefix_horizon must be"),
+        *[
+            ({"num_unroll_steps": x}, ValueError if x == -1 else TypeError, "num_unroll_steps must")
+            for x in (-1, 2.0, True)
+        ],
+        *[({"td_steps": x}, ValueError if x == 0 else TypeError, "td_steps must") for x in (0, 1.0, True)],
+        *[({"prefix_horizon": x}, ValueError if x == 0 else TypeError, "prefix_horizon must") for x in (0, 1.0, True)],
+        ({"rewards": torch.ones(2, 3, 1)}, ValueError, r"write rewards.squeeze\(-1\)"),
+        ({"rewards": torch.ones(2, 3).long()}, TypeError, r"write rewards.float\(\)"),
         ({"root_values": torch.ones(2, 3)}, ValueError, r"root_values must have shape \[2, 4\]"),
-        ({"root_values": torch.ones(2, 4, requires_grad=True)}, ValueError, r"write root_values.detach\(\)"),
+        ({"root_reward": torch.ones(2, 1)}, ValueError, r"write root_reward.squeeze\(-1\)"),
+        ({"root_values": torch.ones(2, 4, device="meta")}, ValueError, "root_values must be on the device of rewards"),
+        *[
+            ({name: torch.ones(shape, requires_grad=True)}, ValueError, rf"write {name}.detach\(\)")
+            for name, shape in {"rewards": (2, 3), "root_values": (2, 4), "root_reward": (2,), "discount": ()}.items()
+        ],
         ({"discount": torch.ones(2, 3)}, ValueError, r"broadcast to \[2, 1\]"),
+        ({"discount": torch.ones(2)}, ValueError, r"discount\[None\] or discount\[:, None\]"),
+        ({"discount": 1.5}, ValueError, "discount must be from -1 to 1"),
+        ({"batch_first": None}, TypeError, "batch_first must be a bool"),
     ],
 )
-def test_errors_of_muzero_targets(changes, error, message):
-    arguments = {
-        "rewards": torch.ones(2, 3),
-        "root_values": torch.ones(2, 4),
-        "num_unroll_steps": 2,
-        "td_steps": 2,
-        "discount": 0.9,
-    }
-    with pytest.raises(error, match=message):
-        gs.muzero_targets(**(arguments | changes))
+def test_errors_of_muzero_targets(changes, error, message, module):
+    with pytest.raises(error, match=f"^muzero_targets: .*{message}"):
+        windows(module, **changes)
 
 
 @pytest.fixture
