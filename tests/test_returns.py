@@ -328,6 +328,49 @@ def test_vmap_over_each_argument(function):
             assert_same(tuple(result[i] for result in results), call(function, examples[0] | {name: numbers[i]}))
 
 
+@pytest.mark.parametrize(
+    ("function", "observations"),
+    [
+        *[(function, False) for function in FUNCTIONS],
+        *[(function, True) for function in FUNCTIONS if function != "retrace"],
+    ],
+)
+def test_batched_gradients(function, observations):
+    """The vmap of torch.autograd, which is not that of torch.func."""
+    data = random_data(5, 3, 5) | {"discount": torch.tensor(0.9).double()}
+    data["lambda_"] = data["lambda_"][:, :1]
+    if observations:
+        data |= {"values": torch.randn(3, 6).double(), "next_values": None, "truncated": None}
+    names = ("rewards", "values") if observations else inputs_of(function)
+    inputs = tuple(data[name] for name in names)
+    for batch_first in (True, False):
+
+        def apply(*values, batch_first=batch_first):
+            arguments = data | dict(zip(names, values, strict=True))
+            if not batch_first:
+                arguments = {
+                    key: value.T if value is not None and value.dim() else value for key, value in arguments.items()
+                }
+            results = call(function, arguments, batch_first=batch_first)
+            return torch.cat([result.flatten() for result in results])
+
+        expected = torch.func.jacrev(apply, tuple(range(len(names))))(*inputs)
+        leaves = tuple(value.clone().requires_grad_() for value in inputs)
+        results = apply(*leaves)
+        weights = torch.eye(len(results), dtype=torch.float64)
+        rows = torch.autograd.grad(results, leaves, weights, is_grads_batched=True, create_graph=True)
+        assert_same(rows, expected)
+        for strategy in ("reverse-mode", "forward-mode"):
+            found = torch.autograd.functional.jacobian(apply, inputs, vectorize=True, strategy=strategy)
+            assert_same(found, expected)
+
+    def cubes(rewards):
+        return (apply(rewards, *inputs[1:]) ** 3).sum()
+
+    hessian = torch.autograd.functional.hessian(cubes, inputs[0], vectorize=True)
+    torch.testing.assert_close(hessian, torch.func.hessian(cubes)(inputs[0]))
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.untraced
 def test_compiled_and_exported(function):
