@@ -216,15 +216,20 @@ def kernel_or_reference() -> Figure:
 def matrix() -> Figure:
     """Contexts of PyTorch by ways of changing a gradient: the worst verdict of all versions of PyTorch."""
     everything = json.loads(MATRIX.read_text())
-    newest = list(everything)[-1]
-    names, contexts = list(everything[newest]), list(next(iter(everything[newest].values())))
+    names = list(dict.fromkeys(name for verdicts in everything.values() for name in verdicts))
+    contexts = list(next(iter(everything.values()))[names[0]])
     order = {"right": 0, "error": 1, "wrong": 2}
+    missing = -1
     worst = [
-        [max(order[verdicts[name][context]] for verdicts in everything.values()) for name in names]
+        [
+            max(order.get(verdicts.get(name, {}).get(context, ""), missing) for verdicts in everything.values())
+            for name in names
+        ]
         for context in contexts
     ]
-    figure, axes = plt.subplots(figsize=(7.6, 7.4))
+    figure, axes = plt.subplots(figsize=(9.6, 7.4))
     colors = matplotlib.colors.ListedColormap(["#cfe3d4", "#efe2b0", "#c8532f"])
+    colors.set_under("white")
     axes.imshow(worst, cmap=colors, vmin=0, vmax=2, aspect="auto", interpolation="nearest")
     axes.set_xticks(range(len(names)), names, rotation=40, ha="left", fontsize=8)
     axes.set_yticks(range(len(contexts)), contexts, fontsize=8)

@@ -10,9 +10,8 @@ import torch
 import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trajectories import (
-    advantage,
+    DEFINITIONS,
     by_definition,
-    lambda_return,
     muzero_row,
     n_step_return,
     random_data,
@@ -25,19 +24,19 @@ import gradscale_ext as gs
 
 FLAGS = ("terminated", "truncated", "mask")
 TRAJECTORIES = ("rewards", "values", "next_values", "discount", *FLAGS)
-#: By name: the arguments that it takes besides, and the entries of its results by definition.
+#: By name: the tensors that it takes besides, and numbers.
 FUNCTIONS = {
-    "lambda_returns": (("lambda_",), {}, (lambda_return,)),
-    "n_step_returns": ((), {"n": 3}, (lambda e, t: n_step_return(e, t, 3),)),
-    "generalized_advantages": (("lambda_",), {}, (advantage, lambda e, t: advantage(e, t) + e["v"][t])),
-    "vtrace": (("lambda_", "ratios"), {}, (vtrace_target, vtrace_advantage)),
-    "retrace": (("lambda_", "ratios"), {}, (retrace_target,)),
+    "lambda_returns": (("lambda_",), {}),
+    "n_step_returns": ((), {"n": 3}),
+    "generalized_advantages": (("lambda_",), {}),
+    "vtrace": (("lambda_", "ratios"), {}),
+    "retrace": (("lambda_", "ratios"), {}),
 }
 
 
 def call(function, data, module=gs, **changes):
     """The results of a function as a tuple. `changes` replace arguments."""
-    tensors, others, _ = FUNCTIONS[function]
+    tensors, others = FUNCTIONS[function]
     arguments = {name: data[name] for name in (*TRAJECTORIES, *tensors)} | others | changes
     if function == "retrace":
         arguments["q_values"] = arguments.pop("values")
@@ -55,7 +54,7 @@ def assert_same(results, expected, **tolerance):
 @pytest.mark.parametrize("seed", range(4))
 def test_reference_against_the_definitions(function, seed):
     data = random_data(seed)
-    expected = tuple(by_definition(data, entry) for entry in FUNCTIONS[function][2])
+    expected = tuple(by_definition(data, entry) for entry in DEFINITIONS[function])
     assert_same(call(function, data, gs.reference), expected, rtol=1e-12, atol=1e-13)
 
 
@@ -174,7 +173,7 @@ def test_forms_of_coefficients(function):
         numbers = [0, 1, 0.3, -1 if name == "discount" else 1.0, torch.tensor(0.3), torch.tensor(0.3).double()]
         for given in (*sizes, *numbers):
             full = torch.as_tensor(given, dtype=torch.float64).expand(4, 9)
-            expected = tuple(by_definition(data | {name: full}, entry) for entry in FUNCTIONS[function][2])
+            expected = tuple(by_definition(data | {name: full}, entry) for entry in DEFINITIONS[function])
             tolerance = (
                 {"rtol": 1e-12, "atol": 1e-12}
                 if not torch.is_tensor(given) or given.dtype == torch.float64
@@ -371,47 +370,6 @@ def test_batched_gradients(function, observations):
     torch.testing.assert_close(hessian, torch.func.hessian(cubes)(inputs[0]))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.untraced
-def test_compiled_and_exported(function):
-    data = random_data(3, 3, 6)
-    loss, inputs = scalar(function, data)
-    argnums = tuple(range(len(inputs)))
-    expected = torch.func.grad(scalar(function, data, gs.reference)[0], argnums)(*inputs)
-    for options in ({}, {"dynamic": True}):
-        torch._dynamo.reset()
-        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", **options)
-        leaves = tuple(value.clone().requires_grad_() for value in inputs)
-        assert_same(torch.autograd.grad(compiled(*leaves), leaves), expected)
-    torch._dynamo.reset()
-    compiled = torch.compile(torch.func.grad(loss, argnums), fullgraph=True, backend="aot_eager")
-    assert_same(compiled(*inputs), expected)
-    compiled = torch.compile(lambda *values: torch.func.jvp(loss, values, values), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*inputs)[1], sum((g * v).sum() for g, v in zip(expected, inputs, strict=True)))
-
-    class Module(torch.nn.Module):
-        def forward(self, *values):
-            return loss(*values)
-
-    for strict in (True, False):
-        exported = torch.export.export(Module(), inputs, strict=strict).module()
-        leaves = tuple(value.clone().requires_grad_() for value in inputs)
-        assert_same(torch.autograd.grad(exported(*leaves), leaves), expected)
-    from torch.utils.checkpoint import checkpoint
-
-    for reentrant in (True, False):
-        leaves = tuple(value.clone().requires_grad_() for value in inputs)
-        total = checkpoint(loss, *leaves, use_reentrant=reentrant)
-        assert_same(torch.autograd.grad(total, leaves) if not reentrant else _backward(total, leaves), expected)
-    with torch.inference_mode():
-        assert_same(call(function, data), call(function, data, gs.reference))
-
-
-def _backward(total, leaves):
-    total.backward()
-    return tuple(leaf.grad for leaf in leaves)
-
-
 @pytest.mark.untraced
 def test_numbers_that_change_do_not_recompile():
     data = random_data(4, 3, 6, dtype=torch.float32)
@@ -547,7 +505,7 @@ def mistakes(function):
 def test_mistakes_of_peers_are_caught(function):
     data = random_data(8, 30, 40)
     data["discount"][15:] *= 1e-9
-    expected = tuple(by_definition(data, entry) for entry in FUNCTIONS[function][2])
+    expected = tuple(by_definition(data, entry) for entry in DEFINITIONS[function])
     tolerance = {"rtol": 1e-11, "atol": 1e-11}
     assert_same(call(function, data), expected, **tolerance)
     for name, mistaken in mistakes(function).items():
@@ -577,7 +535,7 @@ def test_vtrace_and_retrace_pair_c_with_different_steps():
     data = random_data(9, 8, 10)
     turned = data | {"ratios": data["ratios"].roll(-1, 1)}
     for function in ("vtrace", "retrace"):
-        expected = tuple(by_definition(data, entry) for entry in FUNCTIONS[function][2])
+        expected = tuple(by_definition(data, entry) for entry in DEFINITIONS[function])
         with pytest.raises(AssertionError):
             assert_same(call(function, turned), expected)
 

@@ -57,6 +57,16 @@ def retrace_target(e, t, clip_c=1.0):
     return e["v"][t] + (np.cumprod(coefficients) * delta[t:]).sum()
 
 
+#: The results of each function by definition. n-step returns are of 3 steps.
+DEFINITIONS = {
+    "lambda_returns": (lambda_return,),
+    "n_step_returns": (lambda e, t: n_step_return(e, t, 3),),
+    "generalized_advantages": (advantage, lambda e, t: advantage(e, t) + e["v"][t]),
+    "vtrace": (vtrace_target, vtrace_advantage),
+    "retrace": (retrace_target,),
+}
+
+
 def muzero_row(
     r, nu, length, is_over, steps, n, gamma, to_play=None, horizon=0, root_reward=None, mover=lambda j, i: i, begin=0
 ):
