@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -538,6 +540,23 @@ def test_vtrace_and_retrace_pair_c_with_different_steps():
         expected = tuple(by_definition(data, entry) for entry in DEFINITIONS[function])
         with pytest.raises(AssertionError):
             assert_same(call(function, turned), expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_against_rlax(function):
+    oracle = json.loads((Path(__file__).parent / "oracles" / "returns.json").read_text())
+    wanted = [torch.tensor(result, dtype=torch.float64) for result in oracle["results"][function]]
+    numbers = {name: value for name, value in oracle.items() if name != "results"}
+    arrays = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+    data = dict.fromkeys((*TRAJECTORIES, "ratios")) | {
+        name: arrays[name] for name in ("rewards", "discount", "lambda_")
+    }
+    data |= {"values": arrays["values"], "ratios": arrays["ratios"]}
+    changes = {"clip_rho": oracle["clip_rho"], "clip_pg_rho": oracle["clip_pg_rho"]} if function == "vtrace" else {}
+    if function == "retrace":
+        data |= {"values": arrays["q_values"], "next_values": arrays["expected_q_values"]}
+        data["ratios"] = arrays["action_ratios"]
+    assert_same(call(function, data, **changes), wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore")
