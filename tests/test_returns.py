@@ -571,6 +571,11 @@ def test_against_torchrl():
     assert_same(call("generalized_advantages", data), (expected[..., 0], targets[..., 0]), **tolerance)
     expected = functional.td_lambda_return_estimate(0.9, 0.8, next_values, rewards, *flags)
     assert_same(call("lambda_returns", data), (expected[..., 0],), **tolerance)
+    log_ratios = data["ratios"].log()[..., None]
+    terminated = data | {"truncated": None, "next_values": torch.cat([values[:, 1:], next_values[:, -1:]], 1)[..., 0]}
+    arguments = (terminated["next_values"][..., None], rewards, flags[1], flags[1])
+    advantages, targets = functional.vtrace_advantage_estimate(0.9, log_ratios, 0 * log_ratios, values, *arguments)
+    assert_same(call("vtrace", terminated, lambda_=1.0), (targets[..., 0], advantages[..., 0]), **tolerance)
 
 
 # ---- What is not finite ---------------------------------------------------------------------------------------------
