@@ -296,7 +296,7 @@ def matrix() -> Figure:
         for column, verdict in enumerate(verdicts):
             if verdict > 0:
                 axes.text(column, row, ("", "–", "×")[verdict], ha="center", va="center", fontsize=9)
-    axes.set_xlabel("pale: right      – : raises      × : silently wrong", fontsize=9)
+    axes.set_xlabel("pale: right      – : raises      × : silently wrong      white: does not apply", fontsize=9)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     for spine in axes.spines.values():
