@@ -45,6 +45,11 @@ struct LinearCall {
   ReturnsCoefficients coefficients;
 };
 
+// True if the tensor has a tangent of forward mode.
+inline bool has_tangent(const at::Tensor& tensor) {
+  return tensor._fw_grad(/*level=*/0).defined();
+}
+
 // The results, on the inputs' device. No gradients are recorded.
 std::vector<at::Tensor> compute_returns(const LinearCall& call);
 
