@@ -4,7 +4,6 @@
 #include "../host/context.h"
 #include "returns.h"
 
-#include <ATen/LegacyVmapTransforms.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
@@ -13,7 +12,6 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <optional>
 
 namespace gradscale {
@@ -28,8 +26,9 @@ Optional optional(const at::Tensor& tensor) {
   return tensor.defined() ? Optional(tensor) : std::nullopt;
 }
 
-// The operator of a call, as the next level sees it.
-Tensors call_operator(const LinearCall& call) {
+} // namespace
+
+std::vector<at::Tensor> call_operator(const LinearCall& call) {
   static const auto function = c10::Dispatcher::singleton().findSchemaOrThrow("gradscale_ext::returns", "");
   static const auto adjoint = c10::Dispatcher::singleton().findSchemaOrThrow("gradscale_ext::returns_adjoint", "");
   const ReturnsCoefficients& c = call.coefficients;
@@ -55,6 +54,8 @@ Tensors call_operator(const LinearCall& call) {
   (call.is_adjoint ? adjoint : function).callBoxed(stack);
   return stack.at(0).toTensorVector();
 }
+
+namespace {
 
 bool reads_values(Formula function) {
   return function == Formula::advantages || function == Formula::vtrace || function == Formula::retrace;
@@ -287,49 +288,6 @@ Tensors recorded(const LinearCall& call) {
   return returns(call, /*is_plain=*/false);
 }
 
-// The vmap of `is_grads_batched` and of torch.autograd.functional's `vectorize`: examples are more rows of one call.
-// That of torch.func has its rule in gradscale_ext/_returns_operator.py.
-Tensors with_examples_as_rows(const LinearCall& call) {
-  LinearCall flat = call;
-  std::vector<at::Tensor*> places;
-  for (at::Tensor& input : flat.inputs) {
-    places.push_back(&input);
-  }
-  for (at::Tensor* tensor : flat.coefficients.tensors()) {
-    places.push_back(tensor);
-  }
-  places.erase(
-      std::remove_if(places.begin(), places.end(), [](const at::Tensor* place) { return !place->defined(); }),
-      places.end());
-  Tensors tensors;
-  for (const at::Tensor* place : places) {
-    tensors.push_back(*place);
-  }
-  const bool batch_first = call.coefficients.batch_first;
-  const int64_t rows = tensors[0].size(batch_first ? 0 : 1);
-  // Dimensions of examples first, of the same sizes in all tensors.
-  const at::VmapPhysicalViewVec views = at::MultiBatchVmapTransform::logicalToPhysical(tensors);
-  const int64_t dims = views[0].numBatchDims();
-  const auto sizes_of_examples = views[0].tensor().sizes().slice(0, dims).vec();
-  for (size_t i = 0; i < places.size(); ++i) {
-    const bool is_scalar = tensors[i].dim() == 0;
-    at::Tensor tensor = views[i].tensor();
-    tensor = is_scalar ? tensor.unsqueeze(-1).unsqueeze(-1) : batch_first ? tensor : tensor.transpose(-1, -2);
-    std::vector<int64_t> sizes = sizes_of_examples;
-    sizes.insert(sizes.end(), {rows, tensor.size(-1)});
-    tensor = tensor.expand(sizes).flatten(0, dims);
-    *places[i] = batch_first ? tensor : tensor.t();
-  }
-  Tensors results = call_operator(flat);
-  std::vector<int64_t> sizes = sizes_of_examples;
-  sizes.push_back(rows);
-  for (at::Tensor& result : results) {
-    result = batch_first ? result.unflatten(0, sizes) : result.t().unflatten(0, sizes).transpose(-1, -2).contiguous();
-    result = views[0].getPhysicalToLogicalMap().apply(result);
-  }
-  return results;
-}
-
 using Kernel = Tensors (*)(const LinearCall&);
 
 template <Kernel kernel>
@@ -508,8 +466,8 @@ TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Batched, m) {
-  m.impl("returns", function<with_examples_as_rows>);
-  m.impl("returns_adjoint", adjoint<with_examples_as_rows>);
+  m.impl("returns", function<batched_returns>);
+  m.impl("returns_adjoint", adjoint<batched_returns>);
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
