@@ -473,7 +473,7 @@ def mistakes(function):
         return torch.cat([data["rewards"][:, :-1], (data["rewards"] + twice)[:, -1:]], 1)
 
     def off_by_one(data):
-        """PufferAI/PufferLib#462, as an example: a step after each 16 reads its neighbour; short rows are right."""
+        """A mistake that only long rows show, as in PufferAI/PufferLib#462: each 16th step reads its neighbour."""
         border = torch.arange(data["mask"].shape[1]) % 16 == 15
         border[-1] = False
 
@@ -638,7 +638,6 @@ def test_nan_stays_in_its_episode(function):
     data = random_data(11, 6, 40, dtype=torch.float32)
     names = inputs_of(function)
     clean = tuple(data[name].clone().requires_grad_() for name in names)
-    expected = call(function, data | dict(zip(names, clean, strict=True)))
     t = 20
     data["terminated"][:, t] = True
     data["mask"][:, t : t + 2] = True
@@ -659,10 +658,6 @@ def test_nan_stays_in_its_episode(function):
     )
     for gradient, own in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient[:, : t + 1], own[:, : t + 1])
-    masked = data | {"mask": data["mask"].clone()}
-    masked["mask"][:, 5] = False
-    for result in call(function, masked):
-        assert (result[:, 5] == 0).all()
 
 
 def assert_unreached(function, data, spoilt, kept, inputs_before, batch_first):
