@@ -108,7 +108,7 @@ versions: $(VERSIONS:%=version-%)
 
 # Tests of what a version of PyTorch can change.
 VERSIONED := autograd compile context diagnosis diagnosis_ranks distributed dtensor flow loss loss_contexts \
-  matrix monitor tracer
+  matrix monitor returns tracer
 
 version-%: .versions/%/.venv/torch $(VENV)/driver.so
 	cp --recursive --preserve $(VENV)/ptx $(VENV)/driver.so .versions/$*/.venv/

@@ -1,4 +1,4 @@
-"""Judges every gradient-flow operator, and the usual hand-written ways, in every context of PyTorch.
+"""Judges the gradient-flow operators, the usual hand-written ways and the returns in every context of PyTorch.
 
     python bench/matrix.py --json bench/results/matrix.json
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from contexts import CASES, HAND_WRITTEN, contexts_here, judge
+from contexts import CASES, CONTEXTS, HAND_WRITTEN, RETURNS, contexts_here, judge
 
 from harness import user_path
 
@@ -30,8 +30,10 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     verdicts: dict[str, dict[str, str]] = {}
-    for context in contexts_here():
-        for case in (*CASES, *HAND_WRITTEN):
+    for context in CONTEXTS:
+        for case in (*CASES, *HAND_WRITTEN, *RETURNS):
+            if context not in contexts_here(case):
+                continue
             verdict, seen = judge(case, context)
             name = case.name.split(",")[0] if case in CASES else case.name
             row = verdicts.setdefault(name, {})

@@ -195,20 +195,26 @@ def actors_table() -> str:
 
 def matrix_table() -> str:
     everything = json.loads((RESULTS / "matrix.json").read_text())
-    newest = list(everything)[-1]
-    names = list(everything[newest])
+    names = list(dict.fromkeys(name for verdicts in everything.values() for name in verdicts))
+    contexts = list(next(iter(everything.values()))[names[0]])
     words = {"right": "right", "error": "raises", "wrong": "**wrong**"}
 
     def cell(name: str, context: str) -> str:
-        by_version = {version: words[verdicts[name][context]] for version, verdicts in everything.items()}
+        judged = {version: verdicts[name] for version, verdicts in everything.items() if name in verdicts}
+        by_version = {version: words[row[context]] for version, row in judged.items() if context in row}
         found = list(dict.fromkeys(by_version.values()))
-        if len(found) == 1:
-            return found[0]
+        if len(found) <= 1:
+            return "".join(found)
         return ", ".join(f"{word} ({' '.join(v for v, w in by_version.items() if w == word)})" for word in found)
 
-    lines = [[context, *(cell(name, context) for name in names)] for context in everything[newest][names[0]]]
+    lines = [[context, *(cell(name, context) for name in names)] for context in contexts]
     header = ["", *(f"`{name}`" for name in names)]
-    return table(header, lines) + f"\n\nPyTorch {', '.join(everything)}, CPU (`bench/results/matrix.json`)."
+    versions = ", ".join(everything)
+    later = [name for name in names if any(name not in verdicts for verdicts in everything.values())]
+    if later:
+        judged = ", ".join(version for version, verdicts in everything.items() if later[0] in verdicts)
+        versions += f", for {', '.join(f'`{name}`' for name in later)} {judged}"
+    return table(header, lines) + f"\n\nPyTorch {versions}, CPU (`bench/results/matrix.json`)."
 
 
 def instructions_table() -> str:

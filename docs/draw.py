@@ -210,21 +210,81 @@ def kernel_or_reference() -> Figure:
     return figure
 
 
+def which_value() -> Figure:
+    """Transitions with a termination and a truncation, by how an environment resets: where each value is."""
+    figure, axes = plt.subplots(figsize=(8.4, 5.6))
+    empty(axes, 10.2, 6.8)
+    places = [1.9 + 1.25 * t for t in range(7)]
+
+    def title(y: float, text: str) -> None:
+        axes.text(0.1, y, text, fontsize=9.5, fontweight="bold", va="center")
+
+    def row(y: float, name: str, cells: list[str], colors: dict[int, str]) -> None:
+        axes.text(0.1, y, name, fontsize=8.5, va="center", family="monospace")
+        for t, cell in enumerate(cells):
+            x = (places[t] + places[t + 1]) / 2
+            axes.text(x, y, cell, fontsize=9, ha="center", va="center", color=colors.get(t, "black"))
+
+    def step(t: int, y: float, reward: str) -> None:
+        arrow(axes, (places[t] + 0.3, y), (places[t + 1] - 0.3, y), reward)
+
+    title(6.55, "The final observation is returned on the side: final_obs (SAME_STEP autoreset)")
+    y, ends = 5.0, {2: ("$s'_2$: worth 0", RED), 4: ("$s'_4$: final_obs", GREEN)}
+    for t, color in enumerate((BLUE, BLUE, BLUE, GOLD, GOLD, GREY, GREY)):
+        box(axes, places[t], y, f"$s_{t}$" if t < 6 else "$s'_5$", 0.52, color, 0.42)
+        if t in ends:
+            text, end_color = ends[t]
+            box(axes, places[t] + 0.75, y + 0.95, text, 1.45, end_color, 0.42)
+            arrow(axes, (places[t] + 0.1, y + 0.25), (places[t] + 0.45, y + 0.7), color=end_color)
+            axes.text(places[t] + 0.1, y + 0.52, f"$r_{t}$", ha="right", va="center", fontsize=9, color=end_color)
+            arrow(axes, (places[t + 1] - 0.2, y + 0.7), (places[t + 1], y + 0.27), color=GREY, linestyle=":")
+            axes.text(places[t + 1] + 0.02, y + 0.52, "reset", ha="left", va="center", fontsize=9, color=GREY)
+        elif t < 6:
+            step(t, y, f"$r_{t}$")
+    colors = {2: RED, 4: GREEN}
+    row(4.3, "terminated", ["", "", "True", "", "", ""], colors)
+    row(3.95, "truncated", ["", "", "", "", "True", ""], colors)
+    bootstraps = ["$V(s_1)$", "$V(s_2)$", "not read", "$V(s_4)$", "$V(s'_4)$", "$V(s'_5)$"]
+    row(3.6, "next_values", bootstraps, colors)
+    axes.text(places[6] - 0.3, 4.3, "the window ends", fontsize=8, ha="center", va="center", color=GREY)
+
+    title(2.75, "The final observation is one of the T + 1: the next step resets (NEXT_STEP autoreset)")
+    y = 2.0
+    names = ("$s_0$", "$s_1$", "$s_2$", "$s'_2$", "$s_4$", "$s_5$", "$s_6$")
+    for t, (name, color) in enumerate(zip(names, (BLUE, BLUE, BLUE, GREEN, GOLD, GOLD, GOLD), strict=True)):
+        box(axes, places[t], y, name, 0.52, color, 0.42)
+        if t == 3:
+            arrow(axes, (places[t] + 0.3, y), (places[t + 1] - 0.3, y), "reset", color=GREY, linestyle=":")
+        elif t < 6:
+            step(t, y, f"$r_{t}$")
+    row(1.3, "mask", ["", "", "", "False", "", ""], {3: RED})
+    read = ["$V(s_1)$", "$V(s_2)$", "$V(s'_2)$", "–", "$V(s_5)$", "$V(s_6)$"]
+    row(0.95, "values[:, 1:]", read, {2: GREEN, 3: GREY})
+    note = "No truncated here: the transition before a masked one bootstraps from the final observation."
+    axes.text(0.1, 0.45, note, fontsize=8.5, va="center")
+    return figure
+
+
 # ---- Benchmarks -----------------------------------------------------------------------------------------------------
 
 
 def matrix() -> Figure:
     """Contexts of PyTorch by ways of changing a gradient: the worst verdict of all versions of PyTorch."""
     everything = json.loads(MATRIX.read_text())
-    newest = list(everything)[-1]
-    names, contexts = list(everything[newest]), list(next(iter(everything[newest].values())))
+    names = list(dict.fromkeys(name for verdicts in everything.values() for name in verdicts))
+    contexts = list(next(iter(everything.values()))[names[0]])
     order = {"right": 0, "error": 1, "wrong": 2}
+    missing = -1
     worst = [
-        [max(order[verdicts[name][context]] for verdicts in everything.values()) for name in names]
+        [
+            max(order.get(verdicts.get(name, {}).get(context, ""), missing) for verdicts in everything.values())
+            for name in names
+        ]
         for context in contexts
     ]
-    figure, axes = plt.subplots(figsize=(7.6, 7.4))
+    figure, axes = plt.subplots(figsize=(9.6, 7.4))
     colors = matplotlib.colors.ListedColormap(["#cfe3d4", "#efe2b0", "#c8532f"])
+    colors.set_under("white")
     axes.imshow(worst, cmap=colors, vmin=0, vmax=2, aspect="auto", interpolation="nearest")
     axes.set_xticks(range(len(names)), names, rotation=40, ha="left", fontsize=8)
     axes.set_yticks(range(len(contexts)), contexts, fontsize=8)
@@ -236,7 +296,7 @@ def matrix() -> Figure:
         for column, verdict in enumerate(verdicts):
             if verdict > 0:
                 axes.text(column, row, ("", "–", "×")[verdict], ha="center", va="center", fontsize=9)
-    axes.set_xlabel("pale: right      – : raises      × : silently wrong", fontsize=9)
+    axes.set_xlabel("pale: right      – : raises      × : silently wrong      white: does not apply", fontsize=9)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     for spine in axes.spines.values():
@@ -272,7 +332,7 @@ def house() -> Figure:
 
 DRAWINGS: dict[str, Callable[[], Figure]] = {
     drawing.__name__: drawing
-    for drawing in (unroll, hidden_norms, spaces, clipping, kernel_or_reference, matrix, house)
+    for drawing in (unroll, hidden_norms, spaces, clipping, kernel_or_reference, which_value, matrix, house)
 }
 
 

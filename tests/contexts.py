@@ -1,4 +1,4 @@
-"""The matrix: every gradient-flow operator in every context of PyTorch, against the closed form in float64.
+"""The matrix: gradient-flow operators and returns in every context of PyTorch, against the closed form in float64.
 
 A cell is right when values and gradients are those of the formula, wrong when they are not and nothing was raised, and
 an error otherwise. `tests/test_matrix.py` asserts what the cells of this package must be; `bench/matrix.py` writes them
@@ -14,10 +14,12 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from trajectories import DEFINITIONS, by_definition
 
 import gradscale_ext as gs
 
@@ -42,6 +44,15 @@ class Case:
     """The arguments that operator and formula take after the tensor."""
     linear: bool
     """Forward mode has a meaning, and every cell must be right."""
+    forward: Callable[[Tensor], Tensor] | None = None
+    """In closed form, what it does to a tensor, if it changes its values."""
+
+    def value(self, x: Tensor) -> Tensor:
+        return x if self.forward is None else self.forward(x)
+
+    def loss(self, x: Tensor) -> Tensor:
+        """The true value of `model`."""
+        return (self.value(x * x) * WEIGHTS).sum()
 
     def apply(self, x: Tensor) -> Tensor:
         return self.operator(x, *self.values)
@@ -68,17 +79,18 @@ class Case:
 
     def squared_gradient(self, x: Tensor, z: Tensor = WEIGHTS) -> Tensor:
         """The true gradient of `squared_model` with respect to x."""
-        return self.closed_form(x * x * z) * 2 * x
+        return self.closed_form(self.value(x * x) * z) * 2 * x
 
     def second(self, v: Tensor, x: Tensor = POINT, z: Tensor = WEIGHTS) -> tuple[Tensor, Tensor]:
         """The true gradients, with respect to x and z, of ``sum v * gradient of squared_model``.
 
         What flows back to the operator's result in the second pass is changed by the operator as well.
         """
-        incoming = (x * x * z).requires_grad_()
+        y = self.value(x * x)
+        incoming = (y * z).requires_grad_()
         (to_incoming,) = torch.autograd.grad(self.closed_form(incoming), incoming, 2 * x * v)
-        to_x = self.closed_form(x * x * z) * 2 * v + self.closed_form(to_incoming * z) * 2 * x
-        return to_x.detach(), to_incoming * x * x
+        to_x = self.closed_form(y * z) * 2 * v + self.closed_form(to_incoming * z) * 2 * x
+        return to_x.detach(), to_incoming * y
 
 
 # ---- Operators, and their closed forms ------------------------------------------------------------------------------
@@ -139,7 +151,44 @@ def _cases() -> list[Case]:
     return cases
 
 
+def _returns(function: str, x: Tensor, discount: Tensor, lambda_: float, ratios: Tensor, truncated: Tensor) -> Tensor:
+    """A sum of the results of a function whose inputs are multiples of x."""
+    options: dict[str, Any] = {"discount": discount, "truncated": truncated.expand(x.shape)}
+    if function == "n_step_returns":
+        options["n"] = 3
+    else:
+        options["lambda_"] = lambda_
+    if function in ("vtrace", "retrace"):
+        options["ratios"] = ratios.expand(x.shape)
+    results = getattr(gs, function)(x, 3 * x, -2 * x, **options)
+    return results if isinstance(results, Tensor) else results[0] + 2 * results[1]
+
+
+def _returns_cases() -> list[Case]:
+    # Exact in every type.
+    discount, ratios, lambda_ = _tensor(0.75, 0.5, 0.875, 1.0), _tensor(0.5, 2.0, 0.75, 1.25), 0.75
+    truncated = torch.tensor([[False, False, True, False]])
+    unit, no = torch.eye(4, dtype=torch.float64), torch.zeros(4, 4, dtype=torch.bool)
+    data = {"rewards": unit, "values": 3 * unit, "next_values": -2 * unit, "terminated": no, "mask": ~no}
+    data |= {"discount": discount.expand(4, 4), "lambda_": lambda_ + 0 * unit, "ratios": ratios.expand(4, 4)}
+    data["truncated"] = truncated.expand(4, 4)
+    cases = []
+    for function, entries in DEFINITIONS.items():
+        matrix = sum((k + 1) * by_definition(data, entry) for k, entry in enumerate(entries))
+
+        def transposed(g: Tensor, *_: Any, matrix: Tensor = matrix) -> Tensor:
+            return g @ matrix.T
+
+        def forward(x: Tensor, matrix: Tensor = matrix) -> Tensor:
+            return x @ matrix
+
+        values = (discount[None].float(), lambda_, ratios[None].float(), truncated)
+        cases.append(Case(function, "tensor", functools.partial(_returns, function), transposed, values, True, forward))
+    return cases
+
+
 CASES = _cases()
+RETURNS = _returns_cases()
 
 
 # ---- Hand-written ways to scale a gradient by a third, for comparison -----------------------------------------------
@@ -225,13 +274,9 @@ def backward(function: Callable[[Tensor], Tensor], x: Tensor = POINT) -> tuple[T
     return loss.detach(), leaf.grad
 
 
-def _value(x: Tensor = POINT) -> Tensor:
-    return (x * x * WEIGHTS).sum()
-
-
 def _check(case: Case, function: Callable[[Tensor], Tensor]) -> Pairs:
     loss, gradient = backward(function)
-    return [(loss, _value()), (gradient, case.gradient(POINT))]
+    return [(loss, case.loss(POINT)), (gradient, case.gradient(POINT))]
 
 
 def _batch() -> Tensor:
@@ -260,13 +305,13 @@ def _eager(case: Case) -> Pairs:
 @_context("no_grad")
 def _no_grad(case: Case) -> Pairs:
     with torch.no_grad():
-        return [(case.apply(POINT.clone().requires_grad_()), POINT)]
+        return [(case.apply(POINT.clone().requires_grad_()), case.value(POINT))]
 
 
 @_context("inference_mode")
 def _inference_mode(case: Case) -> Pairs:
     with torch.inference_mode():
-        return [(case.apply(POINT.clone().requires_grad_()).clone(), POINT)]
+        return [(case.apply(POINT.clone().requires_grad_()).clone(), case.value(POINT))]
 
 
 @_context("create_graph")
@@ -291,7 +336,7 @@ def _func_grad(case: Case) -> Pairs:
 @_context("func.vjp")
 def _func_vjp(case: Case) -> Pairs:
     value, pull_back = torch.func.vjp(lambda x: case.apply(x * x), POINT)
-    return [(value, POINT * POINT), (pull_back(WEIGHTS)[0], case.gradient(POINT))]
+    return [(value, case.value(POINT * POINT)), (pull_back(WEIGHTS)[0], case.gradient(POINT))]
 
 
 @_context("vmap")
@@ -299,7 +344,7 @@ def _vmap(case: Case) -> Pairs:
     leaf = _batch().requires_grad_()
     values = torch.func.vmap(case.model)(leaf)
     values.sum().backward()
-    return [(values.detach(), torch.stack([_value(x) for x in _batch()])), (leaf.grad, _batch_of_gradients(case))]
+    return [(values.detach(), torch.stack([case.loss(x) for x in _batch()])), (leaf.grad, _batch_of_gradients(case))]
 
 
 @_context("vmap(grad)")
@@ -326,14 +371,15 @@ def _jacrev(case: Case) -> Pairs:
 
 @_context("hessian")
 def _hessian(case: Case) -> Pairs:
-    hessian = torch.func.hessian(case.squared_model)(POINT).reshape(12, 12)
-    return [(hessian, torch.diag(case.second(torch.ones_like(POINT))[0].flatten()))]
+    hessian = torch.func.hessian(case.squared_model)(POINT).reshape(12, 3, 4)
+    rows = [case.second(unit.view(3, 4))[0] for unit in torch.eye(12, dtype=torch.float64)]
+    return [(hessian, torch.stack(rows))]
 
 
 @_context("func.jvp")
 def _func_jvp(case: Case) -> Pairs:
     value, tangent = torch.func.jvp(case.model, (POINT,), (DIRECTION,))
-    return [(value, _value()), (tangent, (case.gradient(POINT) * DIRECTION).sum())]
+    return [(value, case.loss(POINT)), (tangent, (case.gradient(POINT) * DIRECTION).sum())]
 
 
 @_context("jacfwd")
@@ -345,7 +391,7 @@ def _jacfwd(case: Case) -> Pairs:
 def _forward_ad(case: Case) -> Pairs:
     with forward_ad.dual_level():
         dual = forward_ad.unpack_dual(case.model(forward_ad.make_dual(POINT, DIRECTION)))
-        return [(dual.primal, _value()), (dual.tangent, (case.gradient(POINT) * DIRECTION).sum())]
+        return [(dual.primal, case.loss(POINT)), (dual.tangent, (case.gradient(POINT) * DIRECTION).sum())]
 
 
 # Inductor takes most of the time, and the gradient is decided before it.
@@ -389,7 +435,7 @@ def _compile_vmap_grad(case: Case) -> Pairs:
 def _compile_jvp(case: Case) -> Pairs:
     compiled = torch.compile(lambda x, t: torch.func.jvp(case.model, (x,), (t,)), fullgraph=True, backend=BACKEND)
     value, tangent = compiled(POINT, DIRECTION)
-    return [(value, _value()), (tangent, (case.gradient(POINT) * DIRECTION).sum())]
+    return [(value, case.loss(POINT)), (tangent, (case.gradient(POINT) * DIRECTION).sum())]
 
 
 class _Module(torch.nn.Module):
@@ -408,7 +454,7 @@ def _export(case: Case) -> Pairs:
         module = torch.export.export(_Module(case), (WEIGHTS,), strict=strict).module()
         value = module(WEIGHTS)
         value.backward()
-        yield value.detach(), _value()
+        yield value.detach(), case.loss(POINT)
         yield module.x.grad, case.gradient(POINT)
 
 
@@ -433,11 +479,13 @@ def _autocast(case: Case) -> Pairs:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = torch.nn.functional.linear(x, torch.eye(4))
         y = case.apply(hidden)
-    y.backward(WEIGHTS.bfloat16())
-    assert y.dtype == torch.bfloat16
+    y.backward(WEIGHTS.to(y.dtype))
+    assert y.dtype == (torch.bfloat16 if case.forward is None else torch.float32)
     assert x.grad is not None
-    for result, expected in ((y, hidden.double()), (x.grad, case.closed_form(WEIGHTS.bfloat16().double()))):
-        close = (result.double() - expected).abs() <= 2**-7 * expected.abs()  # bfloat16 keeps eight bits
+    expected = case.closed_form(WEIGHTS.to(y.dtype).double())
+    for result, exact in ((y, case.value(hidden.double())), (x.grad, expected)):
+        scale = exact.abs() if case.forward is None else exact.abs().max()  # of a sum, the largest term's
+        close = (result.double() - exact).abs() <= 2**-7 * scale  # bfloat16 keeps eight bits
         yield close, torch.ones_like(close)
 
 
@@ -461,7 +509,7 @@ def _ddp(case: Case) -> Pairs:
     module = torch.nn.parallel.DistributedDataParallel(_Module(case))
     value = module(WEIGHTS)
     value.backward()
-    return [(value.detach(), _value()), (module.module.x.grad, case.gradient(POINT))]
+    return [(value.detach(), case.loss(POINT)), (module.module.x.grad, case.gradient(POINT))]
 
 
 @_context("FSDP2")
@@ -474,7 +522,7 @@ def _fsdp2(case: Case) -> Pairs:
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
     value = module(WEIGHTS)
     value.backward()
-    return [(value.detach(), _value()), (module.x.grad.full_tensor(), case.gradient(POINT))]
+    return [(value.detach(), case.loss(POINT)), (module.x.grad.full_tensor(), case.gradient(POINT))]
 
 
 @_context("CUDA graph")
@@ -498,9 +546,10 @@ def _cuda_graph(case: Case) -> Pairs:
 # ---- Judging --------------------------------------------------------------------------------------------------------
 
 
-def contexts_here() -> list[str]:
-    """Contexts that this machine can run."""
-    return [name for name in CONTEXTS if torch.cuda.is_available() or not name.startswith("CUDA")]
+def contexts_here(case: Case) -> list[str]:
+    """Contexts that this machine can run, and that mean something for `case`."""
+    names = [name for name in CONTEXTS if torch.cuda.is_available() or not name.startswith("CUDA")]
+    return names if case.forward is None else [name for name in names if name != "forward exact"]
 
 
 def judge(case: Case, context: str) -> tuple[str, str]:

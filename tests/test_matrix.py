@@ -1,10 +1,10 @@
-"""Every gradient-flow operator in every context: right, or an error that says what to do; never silently wrong."""
+"""Gradient-flow operators and returns in every context: right, or an error that says what to do; never wrong."""
 
 from __future__ import annotations
 
 import contexts
 import pytest
-from contexts import CASES, HAND_WRITTEN, Case, contexts_here, judge
+from contexts import CASES, HAND_WRITTEN, RETURNS, Case, contexts_here, judge
 
 pytestmark = pytest.mark.untraced
 
@@ -12,8 +12,14 @@ FORWARD_MODE = {"func.jvp", "jacfwd", "hessian", "forward_ad", "compile(jvp)"}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("context", contexts_here())
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.argument}")
+@pytest.mark.parametrize(
+    ("case", "context"),
+    [
+        pytest.param(case, context, id=f"{case.name}-{case.argument}-{context}")
+        for case in (*CASES, *RETURNS)
+        for context in contexts_here(case)
+    ],
+)
 def test_cell(case: Case, context: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if (context, case.argument) != ("compile", "tensor"):  # Inductor compiles each operator once
         monkeypatch.setattr(contexts, "BACKEND", "aot_eager")

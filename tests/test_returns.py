@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from trajectories import (
-    advantage,
+    DEFINITIONS,
     by_definition,
-    lambda_return,
     muzero_row,
     n_step_return,
     random_data,
@@ -21,21 +26,20 @@ import gradscale_ext as gs
 
 FLAGS = ("terminated", "truncated", "mask")
 TRAJECTORIES = ("rewards", "values", "next_values", "discount", *FLAGS)
-#: By name: the arguments that it takes besides, and the entries of its results by definition.
+#: By name: the tensors that it takes besides, and numbers.
 FUNCTIONS = {
-    "lambda_returns": (("lambda_",), {}, (lambda_return,)),
-    "n_step_returns": ((), {"n": 3}, (lambda e, t: n_step_return(e, t, 3),)),
-    "generalized_advantages": (("lambda_",), {}, (advantage, lambda e, t: advantage(e, t) + e["v"][t])),
-    "vtrace": (("lambda_", "ratios"), {}, (vtrace_target, vtrace_advantage)),
-    "retrace": (("lambda_", "ratios"), {}, (retrace_target,)),
+    "lambda_returns": (("lambda_",), {}),
+    "n_step_returns": ((), {"n": 3}),
+    "generalized_advantages": (("lambda_",), {}),
+    "vtrace": (("lambda_", "ratios"), {}),
+    "retrace": (("lambda_", "ratios"), {}),
 }
 
 
 def call(function, data, module=gs, **changes):
-    """The results of a function as a tuple. `changes` replace arguments; None leaves them out."""
-    tensors, others, _ = FUNCTIONS[function]
+    """The results of a function as a tuple. `changes` replace arguments."""
+    tensors, others = FUNCTIONS[function]
     arguments = {name: data[name] for name in (*TRAJECTORIES, *tensors)} | others | changes
-    arguments = {name: value for name, value in arguments.items() if value is not None}
     if function == "retrace":
         arguments["q_values"] = arguments.pop("values")
     results = getattr(module, function)(**arguments)
@@ -50,34 +54,54 @@ def assert_same(results, expected, **tolerance):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.any_version
 def test_reference_against_the_definitions(function, seed):
     data = random_data(seed)
-    expected = tuple(by_definition(data, entry) for entry in FUNCTIONS[function][2])
+    expected = tuple(by_definition(data, entry) for entry in DEFINITIONS[function])
     assert_same(call(function, data, gs.reference), expected, rtol=1e-12, atol=1e-13)
 
 
-def test_reference_of_muzero_targets_against_the_definition():
+def window_data():
+    """Windows of games of each length from 0 to 8, and how they are by definition."""
     g = torch.Generator().manual_seed(0)
-    for n in (1, 3, 20):
-        rewards, nu = torch.randn(9, 8, generator=g).double(), torch.randn(9, 9, generator=g).double()
-        lengths, over = torch.arange(9), torch.rand(9, generator=g) < 0.5
-        players = torch.randint(2, (9, 9), generator=g)
-        for to_play in (None, players):
-            results = gs.reference.muzero_targets(
-                rewards,
-                nu,
-                num_unroll_steps=5,
-                td_steps=n,
-                discount=0.9,
-                lengths=lengths,
-                terminated=over,
-                to_play=to_play,
-            )
-            for b in range(9):
-                own = None if to_play is None else to_play[b].numpy()
-                row = muzero_row(rewards[b].numpy(), nu[b].numpy(), b, bool(over[b]), 5, n, 0.9, own)
-                for result, expected in zip(results, row, strict=True):
-                    torch.testing.assert_close(result[b], torch.from_numpy(expected))
+    data = {
+        "rewards": torch.randn(9, 8, generator=g).double(),
+        "root_values": torch.randn(9, 9, generator=g).double(),
+        "lengths": torch.arange(9).flip(0),
+        "terminated": torch.rand(9, generator=g) < 0.5,
+        "to_play": torch.arange(9).expand(9, 9) % 2,
+        "root_reward": torch.randn(9, generator=g).double(),
+    }
+    return data
+
+
+def windows_by_definition(data, n, to_play=None, horizon=0, root_reward=None, begins=(0,) * 9, **mistake):
+    rows = []
+    for b in range(9):
+        r, nu, length, is_over = (data[name][b].numpy() for name in ("rewards", "root_values", "lengths", "terminated"))
+        own = None if to_play is None else to_play[b].numpy()
+        root = None if root_reward is None else root_reward[b].item()
+        rows.append(
+            muzero_row(r, nu, int(length), bool(is_over), 5, n, 0.9, own, horizon, root, begin=begins[b], **mistake)
+        )
+    return tuple(torch.from_numpy(np.stack(field)) for field in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 3, 20])
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.any_version
+def test_muzero_targets_against_the_definition(n, module):
+    data = window_data()
+    random_players = torch.randint(2, (9, 9), generator=torch.Generator().manual_seed(1))
+    for options in ({}, {"to_play": data["to_play"]}, {"to_play": random_players}, {"horizon": 2}, {"horizon": 5}):
+        for root_reward in (None, data["root_reward"]):
+            arguments = {**data, "to_play": options.get("to_play"), "root_reward": root_reward}
+            if "horizon" in options:
+                horizon = options["horizon"]
+                arguments |= {"reward": "value_prefix", "prefix_horizon": horizon if horizon != 5 else None}
+            results = module.muzero_targets(**arguments, num_unroll_steps=5, td_steps=n, discount=0.9)
+            expected = windows_by_definition(data, n, root_reward=root_reward, **options)
+            assert_same(results, expected, rtol=1e-12, atol=1e-12)
 
 
 # ---- The kernels against the reference ------------------------------------------------------------------------------
@@ -86,6 +110,7 @@ def test_reference_of_muzero_targets_against_the_definition():
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("batch", "steps"), [(1, 1), (3, 5), (5, 16), (2, 47), (70, 9), (2, 600)])
+@pytest.mark.any_version
 def test_kernels_against_the_reference(function, seed, batch, steps):
     for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
         data = random_data(seed, batch, steps, dtype=dtype)
@@ -106,11 +131,118 @@ def test_kernels_against_the_reference(function, seed, batch, steps):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 16, 40, 10**12])
+@pytest.mark.any_version
 def test_any_n(n):
     for ends in (0.0, 0.1):
         data = random_data(n % 5, 3, 40, ends=ends, padding=ends)
         expected = by_definition(data, lambda e, t: n_step_return(e, t, n))
         assert_same(call("n_step_returns", data, n=n), (expected,), rtol=1e-12, atol=1e-13)
+
+
+# ---- Arguments ------------------------------------------------------------------------------------------------------
+
+BEHIND = "terminated=None, truncated=None, mask=None, batch_first=True)"
+SIGNATURES = {
+    "lambda_returns": "(rewards, values=None, next_values=None, *, discount, lambda_, " + BEHIND,
+    "n_step_returns": "(rewards, values=None, next_values=None, *, discount, n, " + BEHIND,
+    "generalized_advantages": "(rewards, values, next_values=None, *, discount, lambda_, " + BEHIND,
+    "vtrace": "(rewards, values, next_values=None, *, ratios, discount, lambda_=1.0, clip_rho=1.0, clip_c=1.0, "
+    "clip_pg_rho=1.0, " + BEHIND,
+    "retrace": "(rewards, q_values, next_values, *, ratios, discount, lambda_=1.0, clip_c=1.0, " + BEHIND,
+    "muzero_targets": "(rewards, root_values, *, num_unroll_steps, td_steps, discount, lengths=None, terminated=None, "
+    "to_play=None, reward='reward', prefix_horizon=None, root_reward=None, batch_first=True)",
+}
+FIELDS = {
+    "generalized_advantages": (gs.GeneralizedAdvantages, ("advantages", "returns")),
+    "vtrace": (gs.VTrace, ("targets", "advantages")),
+    "muzero_targets": (gs.MuZeroTargets, ("values", "rewards", "mask", "policy_mask")),
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES)
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.any_version
+def test_signatures_and_names_of_results(function, module):
+    signature = inspect.signature(getattr(module, function))
+    plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    assert str(inspect.Signature(plain)) == SIGNATURES[function]
+    kind, fields = FIELDS.get(function, (torch.Tensor, None))
+    assert signature.return_annotation == kind.__name__
+    assert getattr(kind, "_fields", None) == fields
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.any_version
+def test_forms_of_coefficients(function):
+    data = random_data(16, 4, 9)
+    names = [name for name in ("discount", "lambda_") if name in (*TRAJECTORIES, *FUNCTIONS[function][0])]
+    for name in names:
+        sizes = [data[name][:rows, :steps] for rows, steps in ((4, 1), (1, 9), (1, 1))]
+        numbers = [0, 1, 0.3, -1 if name == "discount" else 1.0, torch.tensor(0.3), torch.tensor(0.3).double()]
+        for given in (*sizes, *numbers):
+            full = torch.as_tensor(given, dtype=torch.float64).expand(4, 9)
+            expected = tuple(by_definition(data | {name: full}, entry) for entry in DEFINITIONS[function])
+            tolerance = (
+                {"rtol": 1e-12, "atol": 1e-12}
+                if not torch.is_tensor(given) or given.dtype == torch.float64
+                else {"rtol": 1e-6, "atol": 1e-6}
+            )
+            assert_same(call(function, data, **{name: given}), expected, **tolerance)
+            across = {key: value.T for key, value in data.items()}
+            given = given.T if torch.is_tensor(given) and given.dim() else given
+            results = call(function, across, **{name: given}, batch_first=False)
+            assert_same(tuple(result.T for result in results), expected, **tolerance)
+
+
+@pytest.mark.parametrize("clips", [(1.7, 0.6, 2.0), (0.5, 1.2, None), (0, 0, 0), (torch.inf, None, 0.9)])
+@pytest.mark.any_version
+def test_clips(clips):
+    data = random_data(17, 6, 12)
+    limits = tuple(torch.inf if clip is None else clip for clip in clips)
+    names = dict(zip(("clip_rho", "clip_c", "clip_pg_rho"), clips, strict=True))
+    for module in (gs, gs.reference):
+        results = call("vtrace", data, module, **names)
+        expected = (
+            by_definition(data, lambda e, t: vtrace_target(e, t, *limits[:2])),
+            by_definition(data, lambda e, t: vtrace_advantage(e, t, *limits)),
+        )
+        assert_same(results, expected)
+        expected = by_definition(data, lambda e, t: retrace_target(e, t, limits[1]))
+        assert_same(call("retrace", data, module, clip_c=clips[1]), (expected,))
+
+
+@pytest.mark.any_version
+def test_values_that_are_not_read():
+    data = random_data(18, 3, 6)
+    for function in ("lambda_returns", "n_step_returns"):
+        expected = call(function, data, values=None)
+        for values in (torch.full((3, 6), torch.nan), torch.full((3, 7), torch.nan)):
+            assert_same(call(function, data, values=values), expected, rtol=0, atol=0)
+    for function in ("generalized_advantages", "vtrace", "retrace"):
+        with pytest.raises(ValueError, match=r"values must have shape \[3, 6\].* \[3, 7\]"):
+            call(function, data, values=torch.ones(3, 7))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.any_version
+def test_a_discount_of_zero_is_a_termination(function):
+    data = random_data(19, 6, 40)
+    data["discount"][data["terminated"]] = 0
+    data["next_values"][data["terminated"]] = torch.nan
+    assert_same(call(function, data, terminated=None), call(function, data))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.any_version
+def test_bitwise_the_same_from_run_to_run(function):
+    data = random_data(20, 64, 300, dtype=torch.float32)
+    leaves = [data[name].requires_grad_() for name in inputs_of(function)]
+    runs = []
+    for _ in range(3):
+        results = call(function, data)
+        runs.append((*results, *torch.autograd.grad([result.sum() for result in results], leaves)))
+    for run in runs[1:]:
+        assert all(torch.equal(result, first) for result, first in zip(run, runs[0], strict=True))
 
 
 # ---- Gradients, in every context ------------------------------------------------------------------------------------
@@ -137,7 +269,7 @@ def scalar(function, data, module=gs, forms=False, **changes):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("shape", [(3, 7), (2, 40)])
+@pytest.mark.parametrize("shape", [(3, 7), (1, 20)])
 def test_gradients(function, shape):
     data = random_data(1, *shape)
     names = inputs_of(function)
@@ -207,45 +339,47 @@ def test_vmap_over_each_argument(function):
             assert_same(tuple(result[i] for result in results), call(function, examples[0] | {name: numbers[i]}))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.untraced
-def test_compiled_and_exported(function):
-    data = random_data(3, 3, 6)
-    loss, inputs = scalar(function, data)
-    argnums = tuple(range(len(inputs)))
-    expected = torch.func.grad(scalar(function, data, gs.reference)[0], argnums)(*inputs)
-    for options in ({}, {"dynamic": True}):
-        torch._dynamo.reset()
-        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", **options)
+@pytest.mark.parametrize(
+    ("function", "observations"),
+    [
+        *[(function, False) for function in FUNCTIONS],
+        *[(function, True) for function in FUNCTIONS if function != "retrace"],
+    ],
+)
+def test_batched_gradients(function, observations):
+    """The vmap of torch.autograd, which is not that of torch.func."""
+    data = random_data(5, 3, 5) | {"discount": torch.tensor(0.9).double()}
+    data["lambda_"] = data["lambda_"][:, :1]
+    if observations:
+        data |= {"values": torch.randn(3, 6).double(), "next_values": None, "truncated": None}
+    names = ("rewards", "values") if observations else inputs_of(function)
+    inputs = tuple(data[name] for name in names)
+    for batch_first in (True, False):
+
+        def apply(*values, batch_first=batch_first):
+            arguments = data | dict(zip(names, values, strict=True))
+            if not batch_first:
+                arguments = {
+                    key: value.T if value is not None and value.dim() else value for key, value in arguments.items()
+                }
+            results = call(function, arguments, batch_first=batch_first)
+            return torch.cat([result.flatten() for result in results])
+
+        expected = torch.func.jacrev(apply, tuple(range(len(names))))(*inputs)
         leaves = tuple(value.clone().requires_grad_() for value in inputs)
-        assert_same(torch.autograd.grad(compiled(*leaves), leaves), expected)
-    torch._dynamo.reset()
-    compiled = torch.compile(torch.func.grad(loss, argnums), fullgraph=True, backend="aot_eager")
-    assert_same(compiled(*inputs), expected)
-    compiled = torch.compile(lambda *values: torch.func.jvp(loss, values, values), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*inputs)[1], sum((g * v).sum() for g, v in zip(expected, inputs, strict=True)))
+        results = apply(*leaves)
+        weights = torch.eye(len(results), dtype=torch.float64)
+        rows = torch.autograd.grad(results, leaves, weights, is_grads_batched=True, create_graph=True)
+        assert_same(rows, expected)
+        for strategy in ("reverse-mode", "forward-mode"):
+            found = torch.autograd.functional.jacobian(apply, inputs, vectorize=True, strategy=strategy)
+            assert_same(found, expected)
 
-    class Module(torch.nn.Module):
-        def forward(self, *values):
-            return loss(*values)
+    def cubes(rewards):
+        return (apply(rewards, *inputs[1:]) ** 3).sum()
 
-    for strict in (True, False):
-        exported = torch.export.export(Module(), inputs, strict=strict).module()
-        leaves = tuple(value.clone().requires_grad_() for value in inputs)
-        assert_same(torch.autograd.grad(exported(*leaves), leaves), expected)
-    from torch.utils.checkpoint import checkpoint
-
-    for reentrant in (True, False):
-        leaves = tuple(value.clone().requires_grad_() for value in inputs)
-        total = checkpoint(loss, *leaves, use_reentrant=reentrant)
-        assert_same(torch.autograd.grad(total, leaves) if not reentrant else _backward(total, leaves), expected)
-    with torch.inference_mode():
-        assert_same(call(function, data), call(function, data, gs.reference))
-
-
-def _backward(total, leaves):
-    total.backward()
-    return tuple(leaf.grad for leaf in leaves)
+    hessian = torch.autograd.functional.hessian(cubes, inputs[0], vectorize=True)
+    torch.testing.assert_close(hessian, torch.func.hessian(cubes)(inputs[0]))
 
 
 @pytest.mark.untraced
@@ -253,18 +387,30 @@ def test_numbers_that_change_do_not_recompile():
     data = random_data(4, 3, 6, dtype=torch.float32)
     count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
-    def both(discount, lambda_, n):
-        one = gs.generalized_advantages(
-            data["rewards"], data["values"], data["next_values"], discount=discount, lambda_=lambda_
-        )
-        return (*one, gs.n_step_returns(data["rewards"], None, data["next_values"], discount=discount, n=n))
+    def results(discount, lambda_, n):
+        one = call("generalized_advantages", data, discount=discount, lambda_=lambda_)
+        steps = call("n_step_returns", data, discount=discount, n=n)
+        return (*one, *steps, *windows(discount=discount, td_steps=n))
 
     torch._dynamo.reset()
-    compiled = torch.compile(both, fullgraph=True, backend=count)
+    compiled = torch.compile(results, fullgraph=True, backend=count)
     for k in range(6):
         arguments = (0.9 + k / 100, 0.5 + k / 100, 2 + k)
-        assert_same(compiled(*arguments), both(*arguments))
+        assert_same(compiled(*arguments), results(*arguments))
     assert count.frame_count <= 2
+
+
+def test_nothing_is_read_back():
+    """Fake tensors have no numbers to read."""
+    data = random_data(4, 3, 6, dtype=torch.float32) | {"discount": torch.tensor(0.9), "lambda_": torch.tensor(0.9)}
+    ends = {"lengths": torch.tensor([3, 1]), "terminated": torch.tensor([True, False]), "discount": torch.tensor(0.9)}
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(value) for name, value in data.items()}
+        for function in FUNCTIONS:
+            assert all(result.shape == (3, 6) for result in call(function, fake))
+        window = {name: mode.from_tensor(value) for name, value in ends.items()}
+        window |= {"rewards": torch.ones(2, 3), "root_values": torch.ones(2, 4)}
+        assert windows(**window).values.shape == (2, 3)
 
 
 # ---- Episodes -------------------------------------------------------------------------------------------------------
@@ -298,11 +444,12 @@ def joined_and_split(function, count, module=gs):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.any_version
 def test_joined_equals_split(function):
     assert_same(*joined_and_split(function, 10_000), rtol=1e-12, atol=1e-12)
 
 
-def leaking(function):
+def mistakes(function):
     """The reference with the mistakes of peers: what each of them gives for the arguments of `call`."""
 
     def with_change(**changes):
@@ -321,8 +468,33 @@ def leaking(function):
         return lambda data: torch.nn.functional.pad(data[name], (1, 0))[:, :-1]
 
     def bootstrap_twice(data):
-        twice = data["discount"] * data["next_values"] * data["truncated"]
-        return tuple(result + twice for result in call(function, data, gs.reference))
+        """simonsays1980/rl-triton#4: the recurrence begins with V(s'_T), which the last step reads already."""
+        twice = data["discount"] * data["lambda_"] * data["next_values"] * ~data["terminated"]
+        return torch.cat([data["rewards"][:, :-1], (data["rewards"] + twice)[:, -1:]], 1)
+
+    def off_by_one(data):
+        """A mistake that only long rows show, as in PufferAI/PufferLib#462: each 16th step reads its neighbour."""
+        border = torch.arange(data["mask"].shape[1]) % 16 == 15
+        border[-1] = False
+
+        return torch.where(border, data["next_values"].roll(-1, 1), data["next_values"])
+
+    def vtrace_over_truncations(data):
+        """pytorch/rl#4209: the advantage bootstraps from the target of the next episode."""
+        targets, advantages = call(function, data, gs.reference)
+        u = torch.where(data["truncated"], targets.roll(-1, 1) - data["next_values"], 0)
+        return targets, advantages + data["ratios"].clamp(max=1) * data["discount"] * u
+
+    def divided(data):
+        """Cumulative sums of discounted rewards, divided by powers of the discount."""
+        ones, zeros = torch.ones_like(data["rewards"]), torch.zeros_like(data["rewards"])
+        (m,) = call(function, data | {"rewards": ones, "next_values": zeros, "discount": ones}, gs.reference)
+        powers = torch.nn.functional.pad(data["discount"].cumprod(1), (1, 0), value=1.0)
+        sums = torch.nn.functional.pad((powers[:, :-1] * data["rewards"]).cumsum(1), (1, 0))
+        last = torch.arange(m.shape[1]) + m.long()
+        ends = torch.where(data["terminated"], 0, data["next_values"]).gather(1, (last - 1).clamp(min=0))
+        result = (sums.gather(1, last) - sums[:, :-1] + powers.gather(1, last) * ends) / powers[:, :-1]
+        return (torch.where(data["mask"], result, 0),)
 
     return {
         "truncation as termination": with_change(terminated=either),
@@ -334,30 +506,76 @@ def leaking(function):
             next_values=lambda data: torch.cat([data["values"][:, 1:], data["next_values"][:, -1:]], 1)
         ),
         "padding read": with_change(mask=lambda data: ~never(data)),
-        "bootstrap twice": bootstrap_twice,
+        "bootstrap twice": with_change(rewards=bootstrap_twice),
+        "off by one in long rows": with_change(next_values=off_by_one),
         "view read as contiguous": with_change(rewards=lambda data: data["rewards"].T.reshape(data["rewards"].shape)),
+        **({"advantage over truncations": vtrace_over_truncations} if function == "vtrace" else {}),
+        **({"divided by powers": divided} if function == "n_step_returns" else {}),
     }
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.any_version
 def test_mistakes_of_peers_are_caught(function):
-    data = random_data(8, 30, 12)
-    expected = tuple(by_definition(data, entry) for entry in FUNCTIONS[function][2])
-    for mistaken in leaking(function).values():
+    data = random_data(8, 30, 40)
+    data["discount"][15:] *= 1e-9
+    expected = tuple(by_definition(data, entry) for entry in DEFINITIONS[function])
+    tolerance = {"rtol": 1e-11, "atol": 1e-11}
+    assert_same(call(function, data), expected, **tolerance)
+    for name, mistaken in mistakes(function).items():
         with pytest.raises(AssertionError):
-            assert_same(mistaken(data), expected)
+            assert_same(mistaken(data), expected, **tolerance)
+        if name in ("off by one in long rows", "divided by powers"):  # right where they are usually tested
+            short = {argument: value[:15, :16] for argument, value in data.items()}
+            assert_same(mistaken(short), call(function, short), **tolerance)
 
 
+@pytest.mark.any_version
+def test_mistakes_of_peers_in_muzero_targets_are_caught():
+    data = window_data()
+    for right, mistake in (
+        ({"to_play": data["to_play"]}, {"mover": lambda j, i: i + 1}),  # werner-duvaud/muzero-general#108
+        ({"to_play": data["to_play"]}, {"mover": lambda j, i: i - j}),  # LightZero: right if j is even
+        ({"horizon": 4}, {"begins": [6 * b % 4 for b in range(9)]}),  # the count runs on over the K + 1 steps of rows
+    ):
+        expected = windows_by_definition(data, 3, **right)
+        mistaken = windows_by_definition(data, 3, **right, **mistake)
+        with pytest.raises(AssertionError):
+            assert_same(mistaken, expected)
+        if "begins" not in mistake and mistake["mover"](1, 1) == 0:
+            torch.testing.assert_close(mistaken[0][:, ::2], expected[0][:, ::2])
+
+
+@pytest.mark.any_version
 def test_vtrace_and_retrace_pair_c_with_different_steps():
     data = random_data(9, 8, 10)
     turned = data | {"ratios": data["ratios"].roll(-1, 1)}
     for function in ("vtrace", "retrace"):
-        expected = tuple(by_definition(data, entry) for entry in FUNCTIONS[function][2])
+        expected = tuple(by_definition(data, entry) for entry in DEFINITIONS[function])
         with pytest.raises(AssertionError):
             assert_same(call(function, turned), expected)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.any_version
+def test_against_rlax(function):
+    oracle = json.loads((Path(__file__).parent / "oracles" / "returns.json").read_text())
+    wanted = [torch.tensor(result, dtype=torch.float64) for result in oracle["results"][function]]
+    numbers = {name: value for name, value in oracle.items() if name != "results"}
+    arrays = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+    data = dict.fromkeys((*TRAJECTORIES, "ratios")) | {
+        name: arrays[name] for name in ("rewards", "discount", "lambda_")
+    }
+    data |= {"values": arrays["values"], "ratios": arrays["ratios"]}
+    changes = {"clip_rho": oracle["clip_rho"], "clip_pg_rho": oracle["clip_pg_rho"]} if function == "vtrace" else {}
+    if function == "retrace":
+        data |= {"values": arrays["q_values"], "next_values": arrays["expected_q_values"]}
+        data["ratios"] = arrays["action_ratios"]
+    assert_same(call(function, data, **changes), wanted, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.any_version
 def test_against_torchrl():
     """Without masks and NaN, where TorchRL is right."""
     functional = pytest.importorskip("torchrl.objectives.value.functional")
@@ -369,6 +587,11 @@ def test_against_torchrl():
     assert_same(call("generalized_advantages", data), (expected[..., 0], targets[..., 0]), **tolerance)
     expected = functional.td_lambda_return_estimate(0.9, 0.8, next_values, rewards, *flags)
     assert_same(call("lambda_returns", data), (expected[..., 0],), **tolerance)
+    log_ratios = data["ratios"].log()[..., None]
+    terminated = data | {"truncated": None, "next_values": torch.cat([values[:, 1:], next_values[:, -1:]], 1)[..., 0]}
+    arguments = (terminated["next_values"][..., None], rewards, flags[1], flags[1])
+    advantages, targets = functional.vtrace_advantage_estimate(0.9, log_ratios, 0 * log_ratios, values, *arguments)
+    assert_same(call("vtrace", terminated, lambda_=1.0), (targets[..., 0], advantages[..., 0]), **tolerance)
 
 
 # ---- What is not finite ---------------------------------------------------------------------------------------------
@@ -377,6 +600,7 @@ def test_against_torchrl():
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("steps", [6, 40, 300])
 @pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.any_version
 def test_not_finite_as_in_the_reference(function, steps, batch_first):
     for seed in range(3):
         data = random_data(seed, 20, steps, ends=0.1)
@@ -409,11 +633,11 @@ def test_not_finite_as_in_the_reference(function, steps, batch_first):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.any_version
 def test_nan_stays_in_its_episode(function):
     data = random_data(11, 6, 40, dtype=torch.float32)
     names = inputs_of(function)
     clean = tuple(data[name].clone().requires_grad_() for name in names)
-    expected = call(function, data | dict(zip(names, clean, strict=True)))
     t = 20
     data["terminated"][:, t] = True
     data["mask"][:, t : t + 2] = True
@@ -434,101 +658,224 @@ def test_nan_stays_in_its_episode(function):
     )
     for gradient, own in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient[:, : t + 1], own[:, : t + 1])
-    masked = data | {"mask": data["mask"].clone()}
-    masked["mask"][:, 5] = False
-    for result in call(function, masked):
-        assert (result[:, 5] == 0).all()
+
+
+def assert_unreached(function, data, spoilt, kept, inputs_before, batch_first):
+    """Check that results and gradients of the steps before `kept` do not know of `spoilt`, and nothing behind `kept`
+    of the results' incoming gradients before it."""
+    names = inputs_of(function)
+
+    def run(arguments, weight):
+        leaves = [arguments[name].clone().requires_grad_() for name in names]
+        arguments = arguments | dict(zip(names, leaves, strict=True))
+        if not batch_first:
+            arguments = {name: value.T for name, value in arguments.items()}
+        results = call(function, arguments, batch_first=batch_first)
+        weights = torch.zeros_like(arguments["rewards"])
+        (weights if batch_first else weights.T)[:, :kept] = weight
+        gradients = torch.autograd.grad(results, leaves, [weights] * len(results))
+        return [result if batch_first else result.T for result in results], gradients
+
+    (results, gradients), (expected, wanted) = run(data | spoilt, 1.0), run(data, 1.0)
+    for result, own in zip(results, expected, strict=True):
+        torch.testing.assert_close(result[:, :kept], own[:, :kept])
+    for name, gradient, own in zip(names, gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient[:, :kept], own[:, :kept])
+        assert name not in inputs_before or (gradient[:, kept - 1] == 0).all()
+    for gradient in run(data, torch.nan)[1]:
+        assert (gradient[:, kept:] == 0).all()
+
+
+COEFFICIENTS = [(function, name) for function in FUNCTIONS for name in ("discount", *FUNCTIONS[function][0])]
+
+
+@pytest.mark.parametrize(("function", "name"), COEFFICIENTS)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("steps", [9, 40])
+@pytest.mark.any_version
+def test_a_coefficient_of_zero_selects(function, name, batch_first, steps):
+    """All entries behind a coefficient of exactly 0 are NaN: no result before it, and no gradient, is."""
+    data, t = random_data(21, 3, steps, ends=0, padding=0), 5
+    place = t + (function == "retrace" and name != "discount")  # Retrace has c of the next step
+    data[name][:, place] = 0
+    spoilt = {key: value.clone() for key, value in data.items() if value.is_floating_point()}
+    for key, value in spoilt.items():
+        value[:, t + 1 + (key == name and place > t) :] = torch.nan
+    before = {"discount": ("next_values",), "ratios": ("rewards", "next_values")}.get(name, ())
+    before = before if place == t else ()
+    for key in before:
+        spoilt[key][:, t] = torch.nan
+    assert_unreached(function, data, spoilt, t + 1, before, batch_first)
+
+
+@pytest.mark.any_version
+def test_other_coefficients_of_zero():
+    data = random_data(22, 3, 30, ends=0, padding=0)
+    nan = torch.full((3, 30), torch.nan, dtype=torch.float64)
+    targets, _ = call("vtrace", data, clip_rho=0.0, rewards=nan, next_values=nan)
+    torch.testing.assert_close(targets, data["values"])
+    assert (call("vtrace", data, clip_pg_rho=0.0, rewards=nan, next_values=nan)[1] == 0).all()
+    expected = data["rewards"] + data["discount"] * data["next_values"]
+    assert_same(call("retrace", data, clip_c=0.0, values=nan), (expected,))
+    for one in (1.0, torch.ones(3, 30)):  # 1 - lambda_ is 0
+        next_values = torch.where(torch.arange(30) < 29, nan, data["next_values"]).requires_grad_()
+        (result,) = call("lambda_returns", data, lambda_=one, next_values=next_values)
+        assert_same((result,), call("lambda_returns", data, lambda_=one))
+        (gradient,) = torch.autograd.grad(result.sum(), next_values)
+        assert (gradient[:, :-1] == 0).all()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("steps", [9, 40])
+@pytest.mark.any_version
+def test_masked_entries_are_not_read(function, steps):
+    data = random_data(23, 6, steps)
+    names, live = inputs_of(function), data["mask"]
+    spoilt = {key: torch.where(live, value, torch.nan) for key, value in data.items() if value.is_floating_point()}
+    flags = {flag: data[flag] | ~live for flag in ("terminated", "truncated")}
+    runs = []
+    for arguments, weight in ((data, 1.0), (data | spoilt | flags, torch.where(live, 1.0, torch.nan).double())):
+        leaves = [arguments[name].clone().requires_grad_() for name in names]
+        results = call(function, arguments | dict(zip(names, leaves, strict=True)))
+        gradients = torch.autograd.grad(results, leaves, [weight * torch.ones_like(result) for result in results])
+        runs.append((*results, *gradients))
+        assert all((value[~live] == 0).all() for value in runs[-1])
+    assert_same(runs[1], runs[0])
 
 
 # ---- Types, strides, errors -----------------------------------------------------------------------------------------
 
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_types_and_strides(function):
+def test_types(function):
     data = random_data(12, 4, 21, dtype=torch.float32)
-    half = data | {name: data[name].bfloat16() for name in ("rewards", "next_values", "discount")}
-    wide = {name: value.double() if value.is_floating_point() else value for name, value in half.items()}
+    floats = [name for name in (*TRAJECTORIES, *FUNCTIONS[function][0]) if name not in FLAGS]
+    for shift in range(4):  # every mix of neighbours
+        mixed = data | {name: data[name].to(FLOATS[(k + shift) % 4]) for k, name in enumerate(floats)}
+        wide = mixed | {name: mixed[name].double() for name in floats}
+        assert_same(call(function, mixed), call(function, wide, gs.reference), rtol=1e-12, atol=1e-12)
+    half = data | {name: data[name].to(FLOATS[2 + k % 2]) for k, name in enumerate(floats)}
+    wide = half | {name: half[name].double() for name in floats}
     expected = tuple(result.float() for result in call(function, wide, gs.reference))
     assert_same(call(function, half), expected, rtol=1e-5, atol=1e-5)
-    assert call(function, half | {"discount": torch.tensor(0.9, dtype=torch.float64)})[0].dtype == torch.float64
+    for name in floats:
+        doubles = [data[name].double(), *([torch.tensor(0.5).double()] if name in ("discount", "lambda_") else [])]
+        for double in doubles:
+            assert {result.dtype for result in call(function, half | {name: double})} == {torch.float64}
     names = inputs_of(function)
     leaves = [half[name].clone().requires_grad_() for name in names]
-    gradients = torch.autograd.grad(
-        sum(r.sum() for r in call(function, half | dict(zip(names, leaves, strict=True)))), leaves
-    )
+    results = call(function, half | dict(zip(names, leaves, strict=True)))
+    gradients = torch.autograd.grad([result.sum() for result in results], leaves, create_graph=True)
     assert [gradient.dtype for gradient in gradients] == [leaf.dtype for leaf in leaves]
-    strided = {name: value.repeat_interleave(2, 0).repeat_interleave(3, 1)[::2, ::3] for name, value in data.items()}
-    assert_same(call(function, strided), call(function, data))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_strides_and_empty_tensors(function):
+    data = random_data(12, 4, 21, dtype=torch.float32)
+    apart = {name: value.repeat_interleave(2, 0).repeat_interleave(3, 1) for name, value in data.items()}
     expanded = data | {
         "rewards": torch.ones(1, 1).expand(4, 21),
         "mask": torch.ones(4, 1, dtype=torch.bool).expand(4, 21),
     }
     dense = {name: value.contiguous() for name, value in expanded.items()}
-    assert_same(call(function, expanded), call(function, dense))
+    for strided, plain in (({name: value[::2, ::3] for name, value in apart.items()}, data), (expanded, dense)):
+        results = call(function, strided)
+        assert all(result.is_contiguous() for result in results)
+        assert_same(results, call(function, plain))
+    names = inputs_of(function)
     for shape in ((0, 5), (3, 0)):
+        leaves = [torch.ones(shape, requires_grad=True) for _ in names]
         empty = {name: value[: shape[0], : shape[1]] for name, value in data.items()}
-        assert all(result.shape == shape for result in call(function, empty))
+        results = call(function, empty | dict(zip(names, leaves, strict=True)))
+        gradients = torch.autograd.grad([result.sum() for result in results], leaves)
+        assert all(value.shape == shape for value in (*results, *gradients))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_constants_and_saved_flags(function):
+def test_constants_and_what_is_saved(function):
     data = random_data(13, 4, 9)
-    for name in FUNCTIONS[function][0] + ("discount",):
+    for name in (*FUNCTIONS[function][0], "discount"):
         leaf = data[name].clone().requires_grad_()
-        argument = r"write " + name.replace("lambda_", "lambda_") + r".detach\(\)"
-        with pytest.raises(ValueError, match=argument):
-            call(function, data | {name: leaf})
+        for module in (gs, gs.reference):
+            with pytest.raises(ValueError, match=rf"{function}: {name} requires grad.* write {name}.detach\(\)"):
+                call(function, data | {name: leaf}, module)
+        with pytest.raises(ValueError, match=rf"{function}: {name} requires grad.* write {name}.detach\(\)"):
+            torch.func.jvp(lambda x, name=name: call(function, data | {name: x}), (data[name],), (data[name],))
         with torch.no_grad():
             call(function, data | {name: leaf})
-    rewards = data["rewards"].clone().requires_grad_()
-    results = call(function, data | {"rewards": rewards})
-    data["terminated"].logical_not_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        results[0].sum().backward()
     assert all(result.grad_fn is None for result in call(function, data))
+    for name in (*FUNCTIONS[function][0], "discount", *FLAGS):
+        buffers = data | {name: data[name].clone(), "rewards": data["rewards"].clone().requires_grad_()}
+        results = call(function, buffers)
+        buffers[name].zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            results[0].sum().backward()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.any_version
+def test_errors_of_each_argument(function, module):
+    data = random_data(14, 3, 6)
+    for name in (*TRAJECTORIES, *FUNCTIONS[function][0]):
+        value, is_rewards = data[name], name == "rewards"
+        label = "q_values" if function == "retrace" and name == "values" else name
+        dtype, other = ("bool", value.double()) if name in FLAGS else ("float", value.long())
+        for wrong, error, message in (
+            (value.tolist(), TypeError, "of type list"),
+            (value.numpy(), TypeError, r"of type ndarray.*torch.as_tensor"),
+            (other, TypeError, rf"its dtype is {other.dtype}; write {label}.{dtype}\(\)"),
+            (value[..., None], ValueError, rf"its shape is \[3, 6, 1\]; write {label}.squeeze\(-1\)"),
+            (value[0], ValueError, rf"its shape is \[6\].*rite {label}\[None\]"),
+            (value[:, :-1], ValueError, r"\[3, 6\].*its shape is \[3, 5\]"),
+            (value.to("meta"), ValueError, "must be on the device of rewards, cpu, but it is on meta"),
+        ):
+            if not (is_rewards and error is ValueError and wrong.dim() == 2):
+                with pytest.raises(error, match=f"^{function}: {label} .*{message}"):
+                    call(function, data, module, **{name: wrong})
+    without = {name: None for name in ("values", "next_values")}
+    with pytest.raises((TypeError, ValueError), match=f"^{function}: .*values .*None"):
+        call(function, data, module, **without)
+    with pytest.raises(TypeError, match=f"^{function}: batch_first must be a bool"):
+        call(function, data, module, batch_first=1)
+    with pytest.raises(ValueError, match=r"write rewards\[:, None\]"):
+        call(function, data, module, rewards=torch.ones(6), batch_first=False)
+    if function != "retrace":
+        for cut in (True, False):
+            changes = {"next_values": None, "values": torch.ones(3, 7), "truncated": torch.full((3, 6), cut)}
+            with pytest.raises(ValueError, match=f"^{function}: truncated cannot be given with values"):
+                call(function, data, module, **changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("function", "changes", "error", "message"),
     [
-        ({"rewards": [[1.0]]}, TypeError, "lambda_returns: rewards must be a tensor, but it is of type list"),
-        ({"rewards": torch.ones(3, 6).numpy()}, TypeError, "torch.as_tensor"),
-        ({"rewards": torch.ones(3, 6).long()}, TypeError, r"write rewards.float\(\)"),
-        ({"rewards": torch.ones(3, 6, 1)}, ValueError, r"write rewards.squeeze\(-1\)"),
-        ({"rewards": torch.ones(6)}, ValueError, r"write rewards\[None\]"),
-        ({"next_values": torch.ones(3, 5)}, ValueError, r"next_values must have shape \[3, 6\].*\[3, 5\]"),
-        ({"next_values": None, "values": None}, ValueError, r"\[3, 6\].*\[3, 7\].*both are None"),
-        ({"next_values": None, "values": torch.ones(3, 7)}, ValueError, "truncated cannot be given"),
-        ({"next_values": None, "values": torch.ones(3, 6)}, ValueError, r"values must have shape \[3, 7\]"),
-        ({"discount": torch.ones(6)}, ValueError, r"discount\[None\] or discount\[:, None\]"),
-        ({"discount": 1.5}, ValueError, "discount must be from -1 to 1"),
-        ({"discount": True}, TypeError, "discount must be a number"),
-        ({"lambda_": -0.1}, ValueError, "lambda_ must be from 0 to 1"),
-        ({"lambda_": float("nan")}, ValueError, "lambda_ must be from 0 to 1"),
-        ({"terminated": torch.zeros(3, 6)}, TypeError, r"write terminated.bool\(\)"),
-        ({"mask": torch.zeros(3, 5).bool()}, ValueError, r"mask must have shape \[3, 6\]"),
-        ({"batch_first": 1}, TypeError, "batch_first must be a bool"),
-        ({"values": torch.ones(3, 6, device="meta")}, ValueError, "device of rewards"),
+        ("lambda_returns", {"next_values": None, "values": None}, ValueError, r"\[3, 6\].*\[3, 7\].*both are None"),
+        ("lambda_returns", {"next_values": None}, ValueError, r"values must have shape \[3, 7\]"),
+        ("lambda_returns", {"discount": torch.ones(6)}, ValueError, r"discount\[None\] or discount\[:, None\]"),
+        ("lambda_returns", {"lambda_": torch.ones(3)}, ValueError, r"lambda_\[None\] or lambda_\[:, None\]"),
+        *[("vtrace", {"discount": x}, ValueError, "discount must be from -1 to 1") for x in (1.5, -1.1, float("nan"))],
+        *[("vtrace", {"lambda_": x}, ValueError, "lambda_ must be from 0 to 1") for x in (1.1, -0.1, float("nan"))],
+        ("vtrace", {"discount": True}, TypeError, "discount must be a number"),
+        *[("n_step_returns", {"n": n}, ValueError, "n must be") for n in (0, -3)],
+        *[("n_step_returns", {"n": n}, TypeError, "n must be") for n in (True, 2.0, "2")],
+        *[
+            ("vtrace", {clip: x}, ValueError, f"{clip} must not be negative")
+            for clip in ("clip_rho", "clip_c", "clip_pg_rho")
+            for x in (-1.0, float("nan"))
+        ],
+        ("retrace", {"clip_c": -1}, ValueError, "clip_c must not be negative"),
     ],
 )
-def test_errors(changes, error, message):
+@pytest.mark.any_version
+def test_errors(function, changes, error, message):
     data = random_data(14, 3, 6)
-    with pytest.raises(error, match=message):
-        call("lambda_returns", data, **changes)
-
-
-def test_errors_of_other_functions():
-    data = random_data(14, 3, 6)
-    for n, error in ((0, ValueError), (True, TypeError), (2.0, TypeError)):
-        with pytest.raises(error, match="n must "):
-            call("n_step_returns", data, n=n)
-    for clip in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="clip_c must not be negative"):
-            call("vtrace", data, clip_c=clip)
-    with pytest.raises(ValueError, match="values must have shape"):
-        call("generalized_advantages", data, values=torch.ones(3, 7))
-    unclipped = by_definition(data, lambda e, t: vtrace_target(e, t, torch.inf, torch.inf))
-    assert_same(call("vtrace", data, clip_rho=torch.inf, clip_c=torch.inf)[:1], (unclipped,))
+    for module in (gs, gs.reference):
+        with pytest.raises(error, match=f"^{function}: .*{message}"):
+            call(function, data, module, **changes)
 
 
 # ---- MuZero ---------------------------------------------------------------------------------------------------------
@@ -580,32 +927,112 @@ def test_muzero_targets(batch_first):
     assert not empty.policy_mask.any()
 
 
+def windows(module=gs, **changes):
+    arguments = {
+        "rewards": torch.arange(6.0).view(2, 3),
+        "root_values": torch.arange(8.0).view(2, 4),
+        "num_unroll_steps": 2,
+        "td_steps": 2,
+        "discount": 0.9,
+    }
+    return module.muzero_targets(**(arguments | changes))
+
+
+@pytest.mark.any_version
+def test_more_of_muzero_targets():
+    expected = windows()
+    ended = torch.tensor([True, False])
+    assert_same(windows(terminated=ended), windows(terminated=ended, lengths=torch.tensor([3, 3])))
+    assert_same(windows(lengths=torch.tensor([3, 3]), terminated=~ended & ended), expected)
+    for value in (torch.tensor(0.9), torch.tensor([[0.9]]), torch.full((2, 1), 0.9)):
+        assert_same(windows(discount=value), expected)
+    players = torch.arange(4).expand(2, 4) % 2
+    for dtype in (torch.int32, torch.uint8, torch.bool, torch.int64):  # players who alternate: a negative discount
+        assert_same(windows(to_play=players.to(dtype)), windows(discount=-0.9))
+    nan = torch.full((2, 4), torch.nan)
+    assert_same(windows(root_values=nan, discount=0.0).values[:, :2], torch.arange(6.0).view(2, 3)[:, :2])
+    for name, value in (("rewards", torch.ones(2, 3)), ("root_reward", torch.ones(2)), ("discount", torch.tensor(0.9))):
+        results = windows(**{name: value.double()})
+        assert [result.dtype for result in results] == [torch.float64] * 2 + [torch.bool] * 2
+    assert (
+        windows(rewards=torch.ones(2, 3).half(), root_values=torch.ones(2, 4).bfloat16()).values.dtype == torch.float32
+    )
+    for over in (True, False):
+        one = {"rewards": torch.ones(2, 0), "root_values": torch.ones(2, 1), "terminated": torch.tensor([over, over])}
+        empty = windows(**one)
+        assert empty.values.tolist() == [[0.0 if over else 1.0, 0, 0]] * 2
+        assert empty.mask.tolist() == [[True, over, over]] * 2
+        assert not empty.policy_mask.any()
+    assert windows(rewards=torch.ones(0, 3), root_values=torch.ones(0, 4)).values.shape == (0, 3)
+    with torch.no_grad():
+        assert_same(windows(root_values=torch.arange(8.0).view(2, 4).requires_grad_()), expected)
+
+
+@pytest.mark.parametrize("name", ["rewards", "root_values", "root_reward", "discount"])
+def test_muzero_targets_are_of_constants(name):
+    value = {"rewards": torch.ones(2, 3), "root_values": torch.ones(2, 4), "root_reward": torch.ones(2)}
+    value = value.get(name, torch.tensor(0.9))
+
+    def total(x):
+        return windows(**{name: x}).values.sum()
+
+    def in_forward_mode():
+        with torch.autograd.forward_ad.dual_level():
+            total(torch.autograd.forward_ad.make_dual(value, value))
+
+    for differentiate in (
+        lambda: torch.func.grad(total)(value),
+        lambda: torch.func.jvp(total, (value,), (value,)),
+        in_forward_mode,
+    ):
+        with pytest.raises(ValueError, match=rf"^muzero_targets: {name} requires grad.*write {name}.detach\(\)"):
+            differentiate()
+    module = torch.nn.Module()
+    module.forward = lambda x: windows(**{name: x})
+    assert_same(torch.export.export(module, (value,)).module()(value), windows(**{name: value}))
+    with torch.inference_mode():
+        assert_same(windows(**{name: value}), windows(**{name: value}))
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"lengths": torch.tensor([1, 2])}, ValueError, "terminated must be given with lengths"),
         ({"lengths": torch.tensor([1.0, 2.0])}, TypeError, r"write lengths.long\(\)"),
+        ({"lengths": [1, 2]}, TypeError, "lengths must be .*of type list"),
+        ({"lengths": torch.ones(2, 1).long(), "terminated": torch.ones(2) > 0}, ValueError, r"lengths.squeeze\(-1\)"),
+        ({"terminated": torch.ones(2)}, TypeError, r"write terminated.bool\(\)"),
+        ({"terminated": torch.ones(3) > 0}, ValueError, r"terminated must have shape \[2\].*\[3\]"),
         ({"to_play": torch.ones(2, 4)}, TypeError, "integers or bool"),
+        ({"to_play": torch.ones(2, 3).long()}, ValueError, r"to_play must have shape \[2, 4\]"),
         ({"reward": "value_prefix", "to_play": torch.ones(2, 4).long()}, ValueError, "cannot be given with to_play"),
         ({"reward": "sum"}, ValueError, "'reward' or 'value_prefix'"),
-        ({"num_unroll_steps": -1}, ValueError, "num_unroll_steps must be"),
-        ({"td_steps": 0}, ValueError, "td_steps must be"),
-        ({"prefix_horizon": 1.0}, TypeError, "prefix_horizon must be"),
+        *[
+            ({"num_unroll_steps": x}, ValueError if x == -1 else TypeError, "num_unroll_steps must")
+            for x in (-1, 2.0, True)
+        ],
+        *[({"td_steps": x}, ValueError if x == 0 else TypeError, "td_steps must") for x in (0, 1.0, True)],
+        *[({"prefix_horizon": x}, ValueError if x == 0 else TypeError, "prefix_horizon must") for x in (0, 1.0, True)],
+        ({"rewards": torch.ones(2, 3, 1)}, ValueError, r"write rewards.squeeze\(-1\)"),
+        ({"rewards": torch.ones(2, 3).long()}, TypeError, r"write rewards.float\(\)"),
         ({"root_values": torch.ones(2, 3)}, ValueError, r"root_values must have shape \[2, 4\]"),
-        ({"root_values": torch.ones(2, 4, requires_grad=True)}, ValueError, r"write root_values.detach\(\)"),
+        ({"root_reward": torch.ones(2, 1)}, ValueError, r"write root_reward.squeeze\(-1\)"),
+        ({"root_values": torch.ones(2, 4, device="meta")}, ValueError, "root_values must be on the device of rewards"),
+        *[
+            ({name: torch.ones(shape, requires_grad=True)}, ValueError, rf"write {name}.detach\(\)")
+            for name, shape in {"rewards": (2, 3), "root_values": (2, 4), "root_reward": (2,), "discount": ()}.items()
+        ],
         ({"discount": torch.ones(2, 3)}, ValueError, r"broadcast to \[2, 1\]"),
+        ({"discount": torch.ones(2)}, ValueError, r"discount\[None\] or discount\[:, None\]"),
+        ({"discount": 1.5}, ValueError, "discount must be from -1 to 1"),
+        ({"batch_first": None}, TypeError, "batch_first must be a bool"),
     ],
 )
-def test_errors_of_muzero_targets(changes, error, message):
-    arguments = {
-        "rewards": torch.ones(2, 3),
-        "root_values": torch.ones(2, 4),
-        "num_unroll_steps": 2,
-        "td_steps": 2,
-        "discount": 0.9,
-    }
-    with pytest.raises(error, match=message):
-        gs.muzero_targets(**(arguments | changes))
+@pytest.mark.any_version
+def test_errors_of_muzero_targets(changes, error, message, module):
+    with pytest.raises(error, match=f"^muzero_targets: .*{message}"):
+        windows(module, **changes)
 
 
 @pytest.fixture

@@ -57,18 +57,36 @@ def retrace_target(e, t, clip_c=1.0):
     return e["v"][t] + (np.cumprod(coefficients) * delta[t:]).sum()
 
 
-def muzero_row(r, nu, length, is_over, steps, n, gamma, to_play=None):
-    """Values of one row by the sums of the page, rewards, masks."""
+#: The results of each function by definition. n-step returns are of 3 steps.
+DEFINITIONS = {
+    "lambda_returns": (lambda_return,),
+    "n_step_returns": (lambda e, t: n_step_return(e, t, 3),),
+    "generalized_advantages": (advantage, lambda e, t: advantage(e, t) + e["v"][t]),
+    "vtrace": (vtrace_target, vtrace_advantage),
+    "retrace": (retrace_target,),
+}
+
+
+def muzero_row(
+    r, nu, length, is_over, steps, n, gamma, to_play=None, horizon=0, root_reward=None, mover=lambda j, i: i, begin=0
+):
+    """Results of one row by the sums of the page. `mover` and `begin` are for mistakes: the position whose player is
+    compared with that of j, and the count of steps with which a value prefix begins."""
 
     def sign(j, i):
-        return 1.0 if to_play is None or to_play[j] == to_play[i] else -1.0
+        return 1.0 if to_play is None or to_play[j] == to_play[min(mover(j, i), len(r))] else -1.0
 
     values = np.zeros(steps + 1)
     for j in range(min(steps, length) + 1):
         m = min(n, length - j)
         nu_last = 0.0 if is_over and j + m == length else nu[j + m]
         values[j] = sum(gamma**i * sign(j, j + i) * r[j + i] for i in range(m)) + gamma**m * sign(j, j + m) * nu_last
-    rewards = np.array([r[k - 1] if k - 1 < length else 0.0 for k in range(1, steps + 1)])
+    received = np.array([r[k - 1] if k - 1 < length else 0.0 for k in range(1, steps + 1)])
+    rewards = received.copy()
+    for k in range(1, steps + 1 if horizon else 0):
+        rewards[k - 1] = received[max(0, k - 1 - (k - 1 + begin) % horizon) : k].sum()
+    if root_reward is not None:
+        rewards = np.append(root_reward, rewards)
     known = np.array([j <= length or is_over for j in range(steps + 1)])
     return values, rewards, known, np.arange(steps + 1) < length
 

@@ -49,7 +49,7 @@ class Reader {
   }
 
   at::Tensor constant(at::Tensor tensor) {
-    require(!tensor.defined() || !(at::GradMode::is_enabled() && tensor.requires_grad()));
+    require(!tensor.defined() || !((at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent(tensor)));
     return tensor;
   }
 

@@ -26,8 +26,9 @@ Optional optional(const at::Tensor& tensor) {
   return tensor.defined() ? Optional(tensor) : std::nullopt;
 }
 
-// The operator of a call, as the next level sees it.
-Tensors call_operator(const LinearCall& call) {
+} // namespace
+
+std::vector<at::Tensor> call_operator(const LinearCall& call) {
   static const auto function = c10::Dispatcher::singleton().findSchemaOrThrow("gradscale_ext::returns", "");
   static const auto adjoint = c10::Dispatcher::singleton().findSchemaOrThrow("gradscale_ext::returns_adjoint", "");
   const ReturnsCoefficients& c = call.coefficients;
@@ -53,6 +54,8 @@ Tensors call_operator(const LinearCall& call) {
   (call.is_adjoint ? adjoint : function).callBoxed(stack);
   return stack.at(0).toTensorVector();
 }
+
+namespace {
 
 bool reads_values(Formula function) {
   return function == Formula::advantages || function == Formula::vtrace || function == Formula::retrace;
@@ -186,19 +189,28 @@ class LinearBackward : public BackwardNode {
   bool released_ = false;
 };
 
+bool is_differentiated(const at::Tensor& tensor) {
+  return tensor.defined() && ((at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent(tensor));
+}
+
+void check_constant(const char* function, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(
+      !is_differentiated(tensor),
+      function,
+      ": ",
+      name,
+      " requires grad, but it is a constant and gets no gradient; write ",
+      name,
+      ".detach()");
+}
+
 void check_constants(const LinearCall& call) {
-  ReturnsCoefficients coefficients = call.coefficients;
-  static const char* const names[] = {"ratios", "discount", "lambda_"};
-  const auto tensors = coefficients.tensors();
-  for (int i = 0; i < 3; ++i) {
-    TORCH_CHECK_VALUE(
-        !tensors[i]->defined() || (!(at::GradMode::is_enabled() && tensors[i]->requires_grad()) &&
-                                   !tensors[i]->_fw_grad(/*level=*/0).defined()),
-        names[i],
-        " requires grad, but it is a constant and gets no gradient; write ",
-        names[i],
-        ".detach()");
-  }
+  static const char* const functions[] = {
+      "lambda_returns", "generalized_advantages", "vtrace", "retrace", "n_step_returns"};
+  const char* function = functions[static_cast<int32_t>(call.function)];
+  check_constant(function, "ratios", call.coefficients.ratios);
+  check_constant(function, "discount", call.coefficients.discounts);
+  check_constant(function, "lambda_", call.coefficients.lambdas);
 }
 
 } // namespace
@@ -392,6 +404,46 @@ Tensors muzero_operator(
 
 } // namespace
 
+namespace {
+
+Tensors muzero_with_checks(
+    const at::Tensor& rewards,
+    const at::Tensor& root_values,
+    const Optional& lengths,
+    const Optional& terminated,
+    const Optional& to_play,
+    const Optional& root_reward,
+    const Optional& discounts,
+    double discount,
+    c10::SymInt num_unroll_steps,
+    c10::SymInt td_steps,
+    c10::SymInt prefix_horizon,
+    bool batch_first) {
+  check_constant("muzero_targets", "rewards", rewards);
+  check_constant("muzero_targets", "root_values", root_values);
+  check_constant("muzero_targets", "root_reward", root_reward.value_or(at::Tensor()));
+  check_constant("muzero_targets", "discount", discounts.value_or(at::Tensor()));
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gradscale_ext::muzero_targets", "")
+                             .typed<decltype(muzero_operator)>();
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return op.call(
+      rewards,
+      root_values,
+      lengths,
+      terminated,
+      to_play,
+      root_reward,
+      discounts,
+      discount,
+      std::move(num_unroll_steps),
+      std::move(td_steps),
+      std::move(prefix_horizon),
+      batch_first);
+}
+
+} // namespace
+
 #define GRADSCALE_COEFFICIENTS                                                                                      \
   "Tensor? ratios, Tensor? discounts, Tensor? lambdas, Tensor? terminated, Tensor? truncated, Tensor? mask, float " \
   "discount, float lambda_, float limit_0, float limit_1, float limit_2, SymInt n, bool batch_first) -> Tensor[]"
@@ -410,7 +462,12 @@ TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
 TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
   m.impl("returns", function<recorded>);
   m.impl("returns_adjoint", adjoint<recorded>);
-  m.impl("muzero_targets", torch::CppFunction::makeFallthrough());
+  m.impl("muzero_targets", muzero_with_checks);
+}
+
+TORCH_LIBRARY_IMPL(gradscale_ext, Batched, m) {
+  m.impl("returns", function<batched_returns>);
+  m.impl("returns_adjoint", adjoint<batched_returns>);
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {

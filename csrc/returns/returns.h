@@ -45,11 +45,22 @@ struct LinearCall {
   ReturnsCoefficients coefficients;
 };
 
+// True if the tensor has a tangent of forward mode.
+inline bool has_tangent(const at::Tensor& tensor) {
+  return tensor._fw_grad(/*level=*/0).defined();
+}
+
 // The results, on the inputs' device. No gradients are recorded.
 std::vector<at::Tensor> compute_returns(const LinearCall& call);
 
 // The same as autograd sees it. `is_plain`: the tensors are PyTorch's own class, and nothing but autograd is active.
 std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain);
+
+// The operator of a call, as the next level of PyTorch's dispatcher sees it.
+std::vector<at::Tensor> call_operator(const LinearCall& call);
+
+// The call of tensors under the vmap of torch.autograd.
+std::vector<at::Tensor> batched_returns(const LinearCall& call);
 
 struct MuZeroWindows {
   at::Tensor rewards;

@@ -121,8 +121,55 @@ def transforms(rng):
     }
 
 
+def returns(rng, batch=3, steps=12, actions=4, n=3):
+    """Trajectories, and what rlax computes of them; a discount of 0 ends an episode."""
+    ends = rng.uniform(size=(batch, steps)) < 0.2
+    q, pi = rng.normal(size=(batch, steps + 1, actions)), rng.dirichlet(np.ones(actions), size=(batch, steps + 1))
+    taken, mu = rng.integers(actions, size=(batch, steps + 1)), rng.uniform(0.1, 1.0, size=(batch, steps + 1))
+    values, rewards = rng.normal(size=(batch, steps + 1)), rng.normal(size=(batch, steps))
+    discount = np.where(ends, 0.0, rng.uniform(0.8, 1.0, size=(batch, steps)))
+    lambda_, ratios = rng.uniform(size=(batch, steps)), np.exp(rng.normal(size=(batch, steps)))
+
+    def next_lambda(lam):
+        """rlax has lambda with the state after the transition."""
+        return np.append(lam[1:], 1.0)
+
+    def compute(b):
+        r, gamma, lam, rho, v = rewards[b], discount[b], lambda_[b], ratios[b], values[b]
+        error, advantage, _ = rlax.vtrace_td_error_and_advantage(v[:-1], v[1:], r, gamma, rho, lam, 0.9, 1.3)
+        q_taken = q[b][np.arange(steps), taken[b][:-1]]
+        retrace_error = rlax.retrace(
+            q[b][:-1], q[b][1:], taken[b][:-1], taken[b][1:], r, gamma, pi[b][1:], mu[b][1:], next_lambda(lam), eps=0.0
+        )
+        advantages = rlax.truncated_generalized_advantage_estimation(r, gamma, lam, v)
+        return {
+            "lambda_returns": [rlax.lambda_returns(r, gamma, v[1:], lam)],
+            "n_step_returns": [rlax.n_step_bootstrapped_returns(r, gamma, v[1:], n)],
+            "generalized_advantages": [advantages, advantages + v[:-1]],
+            "vtrace": [v[:-1] + error, advantage],
+            "retrace": [q_taken + retrace_error],
+        }
+
+    rows = [compute(b) for b in range(batch)]
+    action_ratios = np.take_along_axis(pi, taken[..., None], -1)[..., 0] / mu
+    return {
+        "rewards": rewards,
+        "values": values,
+        "discount": discount,
+        "lambda_": lambda_,
+        "ratios": ratios,
+        "n": n,
+        "clip_rho": 0.9,
+        "clip_pg_rho": 1.3,
+        "q_values": np.take_along_axis(q, taken[..., None], -1)[:, :-1, 0],
+        "expected_q_values": (pi * q).sum(-1)[:, 1:],
+        "action_ratios": action_ratios[:, :-1],
+        "results": {name: [[row[name][i] for row in rows] for i in range(len(rows[0][name]))] for name in rows[0]},
+    }
+
+
 def main():
-    parser = argparse.ArgumentParser(description="Write muzero_update.json and transforms.json.")
+    parser = argparse.ArgumentParser(description="Write muzero_update.json, transforms.json and returns.json.")
     parser.add_argument(
         "--folder", type=Path, default=Path(__file__).parent, help="where to (default: beside this file)"
     )
@@ -131,7 +178,8 @@ def main():
     rng = np.random.default_rng(arguments.seed)
     versions = {module.__name__: module.__version__ for module in (jax, rlax, optax)}
     updates = {"made_with": versions, "dtype": "float64", "cases": [update(rng, *sizes) for sizes in UPDATES]}
-    for name, content in {"muzero_update": updates, "transforms": transforms(rng)}.items():
+    contents = {"muzero_update": updates, "transforms": transforms(rng), "returns": returns(rng)}
+    for name, content in contents.items():
         (arguments.folder / f"{name}.json").write_text(
             json.dumps(content, default=lambda array: np.asarray(array).tolist())
         )
