@@ -2,16 +2,20 @@
 #include "device_calls.h"
 
 #include <algorithm>
-#include <array>
-#include <iterator>
+#include <limits>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <type_traits>
 
 namespace gradscale {
 
 namespace {
 
 constexpr const char* kFile = "returns/recurrences.cuh";
-constexpr int kWarps = kThreads / 32;
+constexpr const char* kWindowsFile = "returns/windows.cuh";
+constexpr int kWarpSize = 32;
+constexpr int kWarps = kThreads / kWarpSize;
 constexpr const char* kFormulas[] = {
     "LambdaReturns",
     "Advantages",
@@ -28,18 +32,55 @@ const char* number_name(bool is_double) {
   return is_double ? "double" : "float";
 }
 
-// The kernels by formula, type and layout.
-const Kernel<ReturnsCall>& recurrence(Formula formula, bool is_double, bool across) {
-  static const auto kernels = [] {
-    std::array<std::unique_ptr<Kernel<ReturnsCall>>, std::size(kFormulas) * 4> made;
-    for (size_t i = 0; i < made.size(); ++i) {
-      const std::string name = (i & 1) != 0 ? "recur_across<" : "recur_along<";
-      made[i] = std::make_unique<Kernel<ReturnsCall>>(
-          kFile, name + number_name((i & 2) != 0) + ", " + kFormulas[i / 4] + ">");
+// Calls function(tensor, bytes of an element) for the tensors that a call has.
+template <class Function>
+void each_tensor(const ReturnsCall& call, Function function) {
+  for (const Operand* operand :
+       {&call.rewards, &call.values, &call.next_values, &call.discount, &call.lambda, &call.ratios}) {
+    function(*operand);
+  }
+  for (const FlagOperand* flags : {&call.terminated, &call.truncated, &call.mask}) {
+    function(*flags);
+  }
+  for (const ReturnsOutput& output : call.outputs) {
+    function(output);
+  }
+}
+
+// The layout and the tensors of a call, as steps.cuh names them.
+std::string form_of(const ReturnsCall& call) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  const Element own = call.is_double ? Element::float64 : Element::float32;
+  unsigned given = 0, bit = 1;
+  int64_t stride = 0; // of the first output's steps
+  for (const ReturnsOutput& output : call.outputs) {
+    stride = stride == 0 && output.data != nullptr ? output.strides[kStep] : stride;
+  }
+  bool is_plain = stride > 0 && call.steps < kMost / stride;
+  each_tensor(call, [&](const auto& tensor) {
+    if (tensor.data != nullptr) {
+      given |= bit;
+      is_plain = is_plain && tensor.strides[kStep] == stride;
+      if constexpr (std::is_same_v<decltype(tensor), const Operand&>) {
+        is_plain = is_plain && tensor.element == own;
+      }
     }
-    return made;
-  }();
-  return *kernels[static_cast<size_t>(formula) * 4 + (is_double ? 2 : 0) + (across ? 1 : 0)];
+    bit *= 2;
+  });
+  return !is_plain ? "Layout::any, " + std::to_string(bit - 1)
+                   : (stride == 1 ? "Layout::runs, " : "Layout::columns, ") + std::to_string(given);
+}
+
+// The kernels of recurrences that launches have needed, by name.
+const Kernel<ReturnsCall>& recurrence(const char* file, const std::string& name) {
+  static std::mutex mutex;
+  static std::map<std::string, std::unique_ptr<Kernel<ReturnsCall>>> kernels;
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<Kernel<ReturnsCall>>& kernel = kernels[name];
+  if (kernel == nullptr) {
+    kernel = std::make_unique<Kernel<ReturnsCall>>(file, name);
+  }
+  return *kernel;
 }
 
 } // namespace
@@ -50,18 +91,23 @@ int64_t bytes_for_returns(const ReturnsCall& call) {
 }
 
 void launch_returns(const ReturnsCall& call, bool across, void* stream) {
-  static const Kernel<ReturnsCall> n_step[] = {{kFile, "n_step_rows<float>"}, {kFile, "n_step_rows<double>"}};
+  static const Kernel<ReturnsCall> n_step[] = {
+      {kWindowsFile, "n_step_rows<float>"}, {kWindowsFile, "n_step_rows<double>"}};
   const int64_t threads_blocks = (call.rows + kThreads - 1) / kThreads;
   if (call.formula == Formula::n_step || call.formula == Formula::n_step_adjoint) {
     launch(n_step[call.is_double ? 1 : 0], threads_blocks, kThreads, stream, call);
     return;
   }
-  const Kernel<ReturnsCall>& kernel = recurrence(call.formula, call.is_double, across);
-  launch(kernel, across ? threads_blocks : (call.rows + kWarps - 1) / kWarps, kThreads, stream, call);
+  const std::string arguments = std::string("<") + number_name(call.is_double) + ", " +
+                                kFormulas[static_cast<int>(call.formula)] + ", " + form_of(call) + ">";
+  const Kernel<ReturnsCall>& kernel = recurrence(kFile, (across ? "recur_across" : "recur_along") + arguments);
+  const int64_t rows_of_block = across ? kWarpSize : kWarps;
+  launch(kernel, (call.rows + rows_of_block - 1) / rows_of_block, kThreads, stream, call);
 }
 
 void launch_muzero(const MuZeroCall& call, void* stream) {
-  static const Kernel<MuZeroCall> kernels[] = {{kFile, "muzero_rows<float>"}, {kFile, "muzero_rows<double>"}};
+  static const Kernel<MuZeroCall> kernels[] = {
+      {kWindowsFile, "muzero_rows<float>"}, {kWindowsFile, "muzero_rows<double>"}};
   const int64_t threads = call.rows * (call.unroll_steps + 1);
   launch(kernels[call.is_double ? 1 : 0], (threads + kThreads - 1) / kThreads, kThreads, stream, call);
 }
