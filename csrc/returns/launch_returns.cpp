@@ -2,6 +2,7 @@
 #include "device_calls.h"
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <map>
 #include <memory>
@@ -83,23 +84,63 @@ const Kernel<ReturnsCall>& recurrence(const char* file, const std::string& name)
   return *kernel;
 }
 
+bool is_n_step(const ReturnsCall& call) {
+  return call.formula == Formula::n_step || call.formula == Formula::n_step_adjoint;
+}
+
+constexpr int64_t kChunk = kThreads; // steps, of long_rows.cuh
+
+int64_t chunks_of_row(const ReturnsCall& call) {
+  return (call.steps + kChunk - 1) / kChunk;
+}
+
+// True if rows are so few that a block for each chunk of a row is faster. A warp that has a row takes about a
+// microsecond, the time of a load, for each 128 steps: 8 for 1024 steps. Chunks take about 4 for their loads, the maps
+// that they wait for, and results; and an H200 issues their 18 instructions a step in 5 for 264 rows, two a
+// multiprocessor. Across rows they read sectors of 8 rows for 1, most of them from the second level's cache, where
+// recur_across takes 32 rounds.
+bool goes_by_chunks(const ReturnsCall& call) {
+  return !is_n_step(call) && call.steps >= 4 * kChunk && call.rows < 2 * multiprocessors() &&
+         chunks_of_row(call) <= std::numeric_limits<int32_t>::max() / call.rows;
+}
+
+// Numbers from 2^63 to 1.5 x 2^63 that look random (splitmix64).
+uint64_t next_launch() {
+  static std::atomic<uint64_t> last{0};
+  uint64_t x = last += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return ((x ^ (x >> 31)) >> 2) | uint64_t(1) << 63;
+}
+
 } // namespace
 
 int64_t bytes_for_returns(const ReturnsCall& call) {
-  const bool is_n_step = call.formula == Formula::n_step || call.formula == Formula::n_step_adjoint;
-  return is_n_step ? call.rows * 2 * std::min(call.n, call.steps) * (call.is_double ? 8 : 4) : 0;
+  const int64_t bytes = call.is_double ? 8 : 4;
+  if (is_n_step(call)) {
+    return call.rows * 2 * std::min(call.n, call.steps) * bytes;
+  }
+  const int64_t of_map = 8 + 2 * bytes;
+  return goes_by_chunks(call) ? 16 + call.rows * chunks_of_row(call) * of_map : 0;
 }
 
 void launch_returns(const ReturnsCall& call, bool across, void* stream) {
   static const Kernel<ReturnsCall> n_step[] = {
       {kWindowsFile, "n_step_rows<float>"}, {kWindowsFile, "n_step_rows<double>"}};
   const int64_t threads_blocks = (call.rows + kThreads - 1) / kThreads;
-  if (call.formula == Formula::n_step || call.formula == Formula::n_step_adjoint) {
+  if (is_n_step(call)) {
     launch(n_step[call.is_double ? 1 : 0], threads_blocks, kThreads, stream, call);
     return;
   }
   const std::string arguments = std::string("<") + number_name(call.is_double) + ", " +
                                 kFormulas[static_cast<int>(call.formula)] + ", " + form_of(call) + ">";
+  if (goes_by_chunks(call)) {
+    ReturnsCall numbered = call;
+    numbered.launch = next_launch();
+    const int64_t blocks = call.rows * chunks_of_row(call);
+    launch(recurrence("returns/long_rows.cuh", "recur_chunks" + arguments), blocks, kThreads, stream, numbered);
+    return;
+  }
   const Kernel<ReturnsCall>& kernel = recurrence(kFile, (across ? "recur_across" : "recur_along") + arguments);
   const int64_t rows_of_block = across ? kWarpSize : kWarps;
   launch(kernel, (call.rows + rows_of_block - 1) / rows_of_block, kThreads, stream, call);

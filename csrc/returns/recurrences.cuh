@@ -17,8 +17,22 @@ namespace gradscale {
 
 constexpr int kAhead = 4;
 
-// y of each lane, given y of the step before the first. Lanes are composed by products; where these are not finite, the
-// lanes take turns.
+// y of each lane, where products may not be finite: if any is not, the lanes take turns.
+template <class F, class A>
+GRADSCALE_DEVICE A checked_lanes(A y, const Map<A>& map, A carry, int lane) {
+  if (__any_sync(kAllLanes, !is_finite(y))) {
+#pragma unroll 1
+    for (int turn = 0; turn < kWarpSize; ++turn) {
+      if (turn_of<F>(lane) == turn) {
+        y = applied(map, carry);
+      }
+      carry = __shfl_sync(kAllLanes, y, turn_of<F>(turn));
+    }
+  }
+  return y;
+}
+
+// y of each lane, given y of the step before the first.
 template <class F, class A>
 GRADSCALE_DEVICE A walk_lanes(const Map<A>& map, A carry, int lane) {
   A a = map.a, b = map.b;
@@ -30,17 +44,7 @@ GRADSCALE_DEVICE A walk_lanes(const Map<A>& map, A carry, int lane) {
       b *= other_b;
     }
   }
-  A y = a + b * carry;
-  if (__any_sync(kAllLanes, !is_finite(y))) {
-#pragma unroll 1
-    for (int turn = 0; turn < kWarpSize; ++turn) {
-      if (turn_of<F>(lane) == turn) {
-        y = applied(map, carry);
-      }
-      carry = __shfl_sync(kAllLanes, y, turn_of<F>(turn));
-    }
-  }
-  return y;
+  return checked_lanes<F>(a + b * carry, map, carry, lane);
 }
 
 // The warps of a block take turns: y before this thread's steps, and after those of the last warp.

@@ -21,6 +21,7 @@ class Case:
     `make(batch)` makes the tensors, and gives the call that is counted and the number of its units. `budget`: warp
     instructions of sm_90 a unit. `issue`: the largest part of memory's time that issuing may take on an H200. `usual`:
     the budget with a batch of 256, whose rows do not fill an H200. `in_flight`: the least bytes of a multiprocessor.
+    `disagreement`: how far the estimate of machine code may be from the PTX, in instructions that become one each.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Case:
     issue: float = 0.7
     usual: float | None = None
     in_flight: int = 30_000
+    disagreement: float = 0.05
 
 
 def _loss(head: gs.heads.Head, width: int, dtype: torch.dtype, batch: int, stacked: bool = False) -> tuple[Call, float]:
@@ -173,6 +175,17 @@ def _cases_of_returns() -> list[Case]:
     lambda_returns = partial(_returns, "lambda_returns", lambda_=0.95)
     return [
         of("advantages [B, T], T 128", partial(_advantages, 128, True), 22, budget=106, batch=512),
+        # A block for each chunk of 256 steps: of 16 x 1024 steps, the 64 blocks issue for 0.6 us.
+        of(
+            "advantages [B, T], few rows, T 1024",
+            partial(_advantages, 1024, True),
+            22,
+            budget=550,
+            batch=6,
+            issue=3.7,
+            in_flight=20_000,
+            disagreement=0.1,  # one warp of eight reads maps, in blocks that others skip
+        ),
         of("advantages [T, B], T 128", partial(_advantages, 128, False), 22, budget=106, batch=512),
         of("λ-returns, T 128", partial(lambda_returns, False), 14, budget=92, batch=512, issue=0.95),
         of(
