@@ -187,9 +187,9 @@ class LinearBackward : public BackwardNode {
 };
 
 void check_constants(const LinearCall& call) {
-  ReturnsCoefficients coefficients = call.coefficients;
+  const ReturnsCoefficients& c = call.coefficients;
   static const char* const names[] = {"ratios", "discount", "lambda_"};
-  const auto tensors = coefficients.tensors();
+  const at::Tensor* const tensors[] = {&c.ratios, &c.discounts, &c.lambdas};
   for (int i = 0; i < 3; ++i) {
     TORCH_CHECK_VALUE(
         !tensors[i]->defined() || (!(at::GradMode::is_enabled() && tensors[i]->requires_grad()) &&
@@ -206,12 +206,10 @@ void check_constants(const LinearCall& call) {
 std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
   check_constants(call);
   bool records = false, has_tangents = false;
-  LinearCall tangents = call;
-  for (at::Tensor& input : tangents.inputs) {
+  for (const at::Tensor& input : call.inputs) {
     if (input.defined()) {
       records = records || (at::GradMode::is_enabled() && input.requires_grad());
-      const at::Tensor& tangent = input._fw_grad(/*level=*/0);
-      has_tangents = has_tangents || tangent.defined();
+      has_tangents = has_tangents || input._fw_grad(/*level=*/0).defined();
     }
   }
   Tensors results;
@@ -220,6 +218,7 @@ std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
     results = is_plain ? compute_returns(call) : call_operator(call);
   }
   if (has_tangents) {
+    LinearCall tangents = call;
     for (at::Tensor& input : tangents.inputs) {
       if (input.defined()) {
         const at::Tensor tangent = input._fw_grad(/*level=*/0);
