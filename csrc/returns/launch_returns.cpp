@@ -118,18 +118,18 @@ uint64_t next_launch() {
 int64_t bytes_for_returns(const ReturnsCall& call) {
   const int64_t bytes = call.is_double ? 8 : 4;
   if (is_n_step(call)) {
-    return call.rows * 2 * std::min(call.n, call.steps) * bytes;
+    return call.rows * 2 * call.steps * bytes;
   }
   const int64_t of_map = 8 + 2 * bytes;
   return goes_by_chunks(call) ? 16 + call.rows * chunks_of_row(call) * of_map : 0;
 }
 
 void launch_returns(const ReturnsCall& call, bool across, void* stream) {
-  static const Kernel<ReturnsCall> n_step[] = {
-      {kWindowsFile, "n_step_rows<float>"}, {kWindowsFile, "n_step_rows<double>"}};
-  const int64_t threads_blocks = (call.rows + kThreads - 1) / kThreads;
+  const int64_t rows_of_block = is_n_step(call) && across ? kThreads : across ? kWarpSize : kWarps;
+  const int64_t blocks = (call.rows + rows_of_block - 1) / rows_of_block;
   if (is_n_step(call)) {
-    launch(n_step[call.is_double ? 1 : 0], threads_blocks, kThreads, stream, call);
+    const std::string name = across ? "n_step_rows<" : "n_step_along<";
+    launch(recurrence(kWindowsFile, name + number_name(call.is_double) + ">"), blocks, kThreads, stream, call);
     return;
   }
   const std::string arguments = std::string("<") + number_name(call.is_double) + ", " +
@@ -137,13 +137,12 @@ void launch_returns(const ReturnsCall& call, bool across, void* stream) {
   if (goes_by_chunks(call)) {
     ReturnsCall numbered = call;
     numbered.launch = next_launch();
-    const int64_t blocks = call.rows * chunks_of_row(call);
-    launch(recurrence("returns/long_rows.cuh", "recur_chunks" + arguments), blocks, kThreads, stream, numbered);
+    const int64_t chunks = call.rows * chunks_of_row(call);
+    launch(recurrence("returns/long_rows.cuh", "recur_chunks" + arguments), chunks, kThreads, stream, numbered);
     return;
   }
   const Kernel<ReturnsCall>& kernel = recurrence(kFile, (across ? "recur_across" : "recur_along") + arguments);
-  const int64_t rows_of_block = across ? kWarpSize : kWarps;
-  launch(kernel, (call.rows + rows_of_block - 1) / rows_of_block, kThreads, stream, call);
+  launch(kernel, blocks, kThreads, stream, call);
 }
 
 void launch_muzero(const MuZeroCall& call, void* stream) {

@@ -197,6 +197,16 @@ def _cases_of_returns() -> list[Case]:
             issue=1,
             in_flight=24_000,
         ),
+        # Two scans of a row, the second of which finds it in the cache.
+        of(
+            "n-step returns, T 128",
+            partial(_returns, "n_step_returns", False, n=5),
+            14,
+            budget=670,
+            batch=512,
+            issue=4.5,
+            in_flight=6_000,
+        ),
         Case("MuZero targets, K 5, n 10, fp32", _muzero_targets, 180, 145, 2048, issue=4.5, in_flight=18_000),
     ]
 
