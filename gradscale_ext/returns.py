@@ -26,6 +26,10 @@ from ._trajectories import (
 Tensor = torch.Tensor
 
 
+_FORMULAS = {function: formula for formula, function in enumerate(FUNCTIONS)}
+_NO_LIMITS = (None, None, None)
+
+
 def _results(
     function: str,
     rewards: Any,
@@ -45,10 +49,9 @@ def _results(
     """The results of a function: at once in eager mode, or of checked arguments."""
     flags = (terminated, truncated, mask)
     if _context.is_eager():
-        limits = (*(clips or {}).values(), None, None, None)[:3]
-        formula = FUNCTIONS.index(function)
+        limits = (*clips.values(), None, None)[:3] if clips else _NO_LIMITS
         results = _C.returns(
-            formula, rewards, values, next_values, ratios, discount, lambda_, *flags, limits, n, batch_first
+            _FORMULAS[function], rewards, values, next_values, ratios, discount, lambda_, *flags, limits, n, batch_first
         )
         if results is not None:
             return results

@@ -743,6 +743,57 @@ def test_masked_entries_are_not_read(function, steps):
     assert_same(runs[1], runs[0])
 
 
+# ---- Long rows ------------------------------------------------------------------------------------------------------
+
+LONG = [(1, 1024), (2, 1025), (3, 1279)]
+
+
+def spoilt(data, seed):
+    """NaN, inf and coefficients of 0 in about one step of 200, more of them around multiples of 256 steps."""
+    g = torch.Generator().manual_seed(seed)
+    steps = torch.arange(data["rewards"].shape[1])
+    part = torch.where(((steps + 2) % 256 < 4) | ((-steps) % 256 < 3), 0.1, 0.002)
+    result = dict(data)
+    for name in ("rewards", "values", "next_values", "ratios"):
+        where = torch.rand(data[name].shape, generator=g) < part / 4
+        result[name] = torch.where(where, torch.nan if seed % 2 else torch.inf, data[name])
+    for name in ("discount", "lambda_", "ratios"):
+        result[name] = torch.where(torch.rand(data[name].shape, generator=g) < part, 0, result[name])
+    return result
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("shape", LONG)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_long_rows(function, shape, batch_first):
+    """Rows that kernels cut into blocks of steps, with and without numbers that are not finite, and their gradients."""
+    names = inputs_of(function)
+    for seed, ends in ((0, 0.0), (1, 0.01)):
+        clean = random_data(seed, *shape, ends=ends, padding=ends / 2)
+        for data in (clean, spoilt(clean, seed)):
+            turned = data if batch_first else {name: value.T.contiguous() for name, value in data.items()}
+            found, expected = [], []
+            for module, out in ((gs, found), (gs.reference, expected)):
+                leaves = tuple(turned[name].clone().requires_grad_() for name in names)
+                arguments = turned | dict(zip(names, leaves, strict=True))
+                results = call(function, arguments, module, batch_first=batch_first)
+                weights = [torch.linspace(-1, 2, result.numel()).reshape(result.shape).double() for result in results]
+                weights[0][weights[0] > 1.99] = torch.nan
+                out += [*results, *torch.autograd.grad(results, leaves, weights)]
+            assert_same(found, expected, equal_nan=True, rtol=1e-9, atol=1e-9)
+
+
+def test_long_rows_of_many_chunks_are_the_same_from_call_to_call():
+    data = random_data(5, 1, 40_000, dtype=torch.float32, ends=0.0, padding=0.0)
+    changes = {name: None for name in FLAGS} | {"discount": 0.999, "lambda_": 0.9999}
+    results = call("generalized_advantages", data, **changes)
+    wide = {name: value.double() if value.is_floating_point() else value for name, value in data.items()}
+    expected = call("generalized_advantages", wide, gs.reference, **changes)
+    assert_same(results, tuple(value.float() for value in expected), rtol=1e-4, atol=1e-3)
+    for _ in range(3):
+        assert_same(call("generalized_advantages", data, **changes), results, rtol=0, atol=0)
+
+
 # ---- Types, strides, errors -----------------------------------------------------------------------------------------
 
 

@@ -68,6 +68,7 @@ struct ReturnsCall {
   double limits[3];                // of V-trace: rho, c, and the advantage's; of Retrace: c
   ReturnsOutput outputs[kOutputs]; // of an adjoint: of rewards, values and next values
   void* workspace;                 // of a device: bytes_for_returns() bytes
+  uint64_t launch;                 // of a device: a number that no other launch has
 };
 
 // Windows of games, one a row.

@@ -5,7 +5,7 @@
 
 namespace gradscale {
 
-// The bytes of ReturnsCall::workspace.
+// The bytes of ReturnsCall::workspace, on the current device.
 int64_t bytes_for_returns(const ReturnsCall& call);
 
 // `across`: rows are neighbours in memory.

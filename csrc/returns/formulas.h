@@ -291,11 +291,12 @@ struct OneLane {
   static GRADSCALE_HOST_DEVICE A splat(A x) {
     return x;
   }
-  static GRADSCALE_HOST_DEVICE bool either(bool one, bool other) {
-    return one || other;
+  static GRADSCALE_HOST_DEVICE bool load_cut(
+      const uint8_t* terminated, const uint8_t* truncated, const uint8_t* later_live) {
+    return *terminated != 0 || *truncated != 0 || *later_live == 0;
   }
-  static GRADSCALE_HOST_DEVICE bool opposite(bool condition) {
-    return !condition;
+  static GRADSCALE_HOST_DEVICE bool always() {
+    return true;
   }
   static GRADSCALE_HOST_DEVICE A zero() {
     return A(0);

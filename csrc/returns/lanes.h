@@ -73,11 +73,20 @@ struct Lanes : Vectors<A> {
   static GRADSCALE_HOST_DEVICE V one() {
     return V{} + A(1);
   }
-  static GRADSCALE_HOST_DEVICE M either(M one, M other) {
-    return one | other;
+  // Joins bytes, which are fewer than lanes have.
+  static GRADSCALE_HOST_DEVICE M
+  load_cut(const uint8_t* terminated, const uint8_t* truncated, const uint8_t* later_live) {
+    typename Vectors<A>::Bytes bytes[3];
+    memcpy(&bytes[0], terminated, sizeof(bytes[0]));
+    memcpy(&bytes[1], truncated, sizeof(bytes[1]));
+    memcpy(&bytes[2], later_live, sizeof(bytes[2]));
+    const auto cut = bytes[0] | bytes[1] | reinterpret_cast<typename Vectors<A>::Bytes>(bytes[2] == 0);
+    uint8_t joined[sizeof(cut)];
+    memcpy(joined, &cut, sizeof(cut));
+    return load(joined);
   }
-  static GRADSCALE_HOST_DEVICE M opposite(M condition) {
-    return ~condition;
+  static GRADSCALE_HOST_DEVICE M always() {
+    return M{} - 1;
   }
   static GRADSCALE_HOST_DEVICE V select(M condition, V x, V y) {
     return condition ? x : y;

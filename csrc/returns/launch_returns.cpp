@@ -2,16 +2,21 @@
 #include "device_calls.h"
 
 #include <algorithm>
-#include <array>
-#include <iterator>
+#include <atomic>
+#include <limits>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <type_traits>
 
 namespace gradscale {
 
 namespace {
 
 constexpr const char* kFile = "returns/recurrences.cuh";
-constexpr int kWarps = kThreads / 32;
+constexpr const char* kWindowsFile = "returns/windows.cuh";
+constexpr int kWarpSize = 32;
+constexpr int kWarps = kThreads / kWarpSize;
 constexpr const char* kFormulas[] = {
     "LambdaReturns",
     "Advantages",
@@ -28,40 +33,121 @@ const char* number_name(bool is_double) {
   return is_double ? "double" : "float";
 }
 
-// The kernels by formula, type and layout.
-const Kernel<ReturnsCall>& recurrence(Formula formula, bool is_double, bool across) {
-  static const auto kernels = [] {
-    std::array<std::unique_ptr<Kernel<ReturnsCall>>, std::size(kFormulas) * 4> made;
-    for (size_t i = 0; i < made.size(); ++i) {
-      const std::string name = (i & 1) != 0 ? "recur_across<" : "recur_along<";
-      made[i] = std::make_unique<Kernel<ReturnsCall>>(
-          kFile, name + number_name((i & 2) != 0) + ", " + kFormulas[i / 4] + ">");
+// Calls function(tensor, bytes of an element) for the tensors that a call has.
+template <class Function>
+void each_tensor(const ReturnsCall& call, Function function) {
+  for (const Operand* operand :
+       {&call.rewards, &call.values, &call.next_values, &call.discount, &call.lambda, &call.ratios}) {
+    function(*operand);
+  }
+  for (const FlagOperand* flags : {&call.terminated, &call.truncated, &call.mask}) {
+    function(*flags);
+  }
+  for (const ReturnsOutput& output : call.outputs) {
+    function(output);
+  }
+}
+
+// The layout and the tensors of a call, as steps.cuh names them.
+std::string form_of(const ReturnsCall& call) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  const Element own = call.is_double ? Element::float64 : Element::float32;
+  unsigned given = 0, bit = 1;
+  int64_t stride = 0; // of the first output's steps
+  for (const ReturnsOutput& output : call.outputs) {
+    stride = stride == 0 && output.data != nullptr ? output.strides[kStep] : stride;
+  }
+  bool is_plain = stride > 0 && call.steps < kMost / stride;
+  each_tensor(call, [&](const auto& tensor) {
+    if (tensor.data != nullptr) {
+      given |= bit;
+      is_plain = is_plain && tensor.strides[kStep] == stride;
+      if constexpr (std::is_same_v<decltype(tensor), const Operand&>) {
+        is_plain = is_plain && tensor.element == own;
+      }
     }
-    return made;
-  }();
-  return *kernels[static_cast<size_t>(formula) * 4 + (is_double ? 2 : 0) + (across ? 1 : 0)];
+    bit *= 2;
+  });
+  return !is_plain ? "Layout::any, " + std::to_string(bit - 1)
+                   : (stride == 1 ? "Layout::runs, " : "Layout::columns, ") + std::to_string(given);
+}
+
+// The kernels of recurrences that launches have needed, by name.
+const Kernel<ReturnsCall>& recurrence(const char* file, const std::string& name) {
+  static std::mutex mutex;
+  static std::map<std::string, std::unique_ptr<Kernel<ReturnsCall>>> kernels;
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<Kernel<ReturnsCall>>& kernel = kernels[name];
+  if (kernel == nullptr) {
+    kernel = std::make_unique<Kernel<ReturnsCall>>(file, name);
+  }
+  return *kernel;
+}
+
+bool is_n_step(const ReturnsCall& call) {
+  return call.formula == Formula::n_step || call.formula == Formula::n_step_adjoint;
+}
+
+constexpr int64_t kChunk = kThreads; // steps, of long_rows.cuh
+
+int64_t chunks_of_row(const ReturnsCall& call) {
+  return (call.steps + kChunk - 1) / kChunk;
+}
+
+// True if rows are so few that a block for each chunk of a row is faster. A warp that has a row takes about a
+// microsecond, the time of a load, for each 128 steps: 8 for 1024 steps. Chunks take about 4 for their loads, the maps
+// that they wait for, and results; and an H200 issues their 18 instructions a step in 5 for 264 rows, two a
+// multiprocessor. Across rows they read sectors of 8 rows for 1, most of them from the second level's cache, where
+// recur_across takes 32 rounds.
+bool goes_by_chunks(const ReturnsCall& call) {
+  return !is_n_step(call) && call.steps >= 4 * kChunk && call.rows < 2 * multiprocessors() &&
+         chunks_of_row(call) <= std::numeric_limits<int32_t>::max() / call.rows;
+}
+
+// Numbers from 2^63 to 1.5 x 2^63 that look random (splitmix64).
+uint64_t next_launch() {
+  static std::atomic<uint64_t> last{0};
+  uint64_t x = last += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return ((x ^ (x >> 31)) >> 2) | uint64_t(1) << 63;
 }
 
 } // namespace
 
 int64_t bytes_for_returns(const ReturnsCall& call) {
-  const bool is_n_step = call.formula == Formula::n_step || call.formula == Formula::n_step_adjoint;
-  return is_n_step ? call.rows * 2 * std::min(call.n, call.steps) * (call.is_double ? 8 : 4) : 0;
+  const int64_t bytes = call.is_double ? 8 : 4;
+  if (is_n_step(call)) {
+    return call.rows * 2 * call.steps * bytes;
+  }
+  const int64_t of_map = 8 + 2 * bytes;
+  return goes_by_chunks(call) ? 16 + call.rows * chunks_of_row(call) * of_map : 0;
 }
 
 void launch_returns(const ReturnsCall& call, bool across, void* stream) {
-  static const Kernel<ReturnsCall> n_step[] = {{kFile, "n_step_rows<float>"}, {kFile, "n_step_rows<double>"}};
-  const int64_t threads_blocks = (call.rows + kThreads - 1) / kThreads;
-  if (call.formula == Formula::n_step || call.formula == Formula::n_step_adjoint) {
-    launch(n_step[call.is_double ? 1 : 0], threads_blocks, kThreads, stream, call);
+  const int64_t rows_of_block = is_n_step(call) && across ? kThreads : across ? kWarpSize : kWarps;
+  const int64_t blocks = (call.rows + rows_of_block - 1) / rows_of_block;
+  if (is_n_step(call)) {
+    const std::string name = across ? "n_step_rows<" : "n_step_along<";
+    launch(recurrence(kWindowsFile, name + number_name(call.is_double) + ">"), blocks, kThreads, stream, call);
     return;
   }
-  const Kernel<ReturnsCall>& kernel = recurrence(call.formula, call.is_double, across);
-  launch(kernel, across ? threads_blocks : (call.rows + kWarps - 1) / kWarps, kThreads, stream, call);
+  const std::string arguments = std::string("<") + number_name(call.is_double) + ", " +
+                                kFormulas[static_cast<int>(call.formula)] + ", " + form_of(call) + ">";
+  if (goes_by_chunks(call)) {
+    ReturnsCall numbered = call;
+    numbered.launch = next_launch();
+    const int64_t chunks = call.rows * chunks_of_row(call);
+    launch(recurrence("returns/long_rows.cuh", "recur_chunks" + arguments), chunks, kThreads, stream, numbered);
+    return;
+  }
+  const Kernel<ReturnsCall>& kernel = recurrence(kFile, (across ? "recur_across" : "recur_along") + arguments);
+  launch(kernel, blocks, kThreads, stream, call);
 }
 
 void launch_muzero(const MuZeroCall& call, void* stream) {
-  static const Kernel<MuZeroCall> kernels[] = {{kFile, "muzero_rows<float>"}, {kFile, "muzero_rows<double>"}};
+  static const Kernel<MuZeroCall> kernels[] = {
+      {kWindowsFile, "muzero_rows<float>"}, {kWindowsFile, "muzero_rows<double>"}};
   const int64_t threads = call.rows * (call.unroll_steps + 1);
   launch(kernels[call.is_double ? 1 : 0], (threads + kThreads - 1) / kThreads, kThreads, stream, call);
 }

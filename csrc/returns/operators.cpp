@@ -218,12 +218,10 @@ void check_constants(const LinearCall& call) {
 std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
   check_constants(call);
   bool records = false, has_tangents = false;
-  LinearCall tangents = call;
-  for (at::Tensor& input : tangents.inputs) {
+  for (const at::Tensor& input : call.inputs) {
     if (input.defined()) {
       records = records || (at::GradMode::is_enabled() && input.requires_grad());
-      const at::Tensor& tangent = input._fw_grad(/*level=*/0);
-      has_tangents = has_tangents || tangent.defined();
+      has_tangents = has_tangents || input._fw_grad(/*level=*/0).defined();
     }
   }
   Tensors results;
@@ -232,6 +230,7 @@ std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
     results = is_plain ? compute_returns(call) : call_operator(call);
   }
   if (has_tangents) {
+    LinearCall tangents = call;
     for (at::Tensor& input : tangents.inputs) {
       if (input.defined()) {
         const at::Tensor tangent = input._fw_grad(/*level=*/0);

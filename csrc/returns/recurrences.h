@@ -16,7 +16,7 @@ namespace {
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kTile = 256;      // steps of a row
+constexpr int64_t kTile = 512;      // steps of a row
 constexpr int64_t kRowsOfTile = 64; // rows of a step: a cache line of flags
 
 // What a kernel reads and writes, along steps or across rows.
@@ -121,7 +121,8 @@ class Sources {
   A later_values_[kRowsOfTile];
 };
 
-template <class F, class L, class A>
+// `masked`: steps may be masked.
+template <class F, class L, bool masked = true, class A>
 GRADSCALE_HOST_DEVICE Transition<L> transition(const Tile<A>& tile, int64_t i) {
   const auto load = [i](const auto& piece) { return L::load(piece.data + i * piece.advance); };
   Transition<L> s;
@@ -138,9 +139,10 @@ GRADSCALE_HOST_DEVICE Transition<L> transition(const Tile<A>& tile, int64_t i) {
   for (int k = 0; k < 3; ++k) {
     s.limits[k] = L::splat(tile.limits[k]);
   }
-  s.live = load(tile.live);
+  s.live = masked ? load(tile.live) : L::always();
   s.terminated = load(tile.terminated);
-  s.cut = L::either(L::either(s.terminated, load(tile.truncated)), L::opposite(load(tile.later_live)));
+  const auto at = [i](const Piece<uint8_t>& flags) { return flags.data + i * flags.advance; };
+  s.cut = L::load_cut(at(tile.terminated), at(tile.truncated), at(tile.later_live));
   return s;
 }
 
@@ -196,7 +198,7 @@ GRADSCALE_HOST_DEVICE bool are_zero(V x) {
 }
 
 // Returns false if a number is not finite. The tile is a copy, which results that are written cannot change.
-template <class F, class A>
+template <class F, bool masked, class A>
 bool walk_along(const Tile<A> tile, int64_t padded, Carry<A>& carry) {
   using L = Lanes<A>;
   using V = typename L::V;
@@ -204,7 +206,7 @@ bool walk_along(const Tile<A> tile, int64_t padded, Carry<A>& carry) {
   V y = L::splat(carry.y), extra = L::splat(carry.extra), check{};
   for (int64_t n = 0; n < padded; n += L::kCount) {
     const int64_t i = F::kAdjoint ? n : padded - L::kCount - n;
-    const Transition<L> s = transition<F, L>(tile, i);
+    const Transition<L> s = transition<F, L, masked>(tile, i);
     Affine<L> map = F::template map<L>(s);
     compose<F::kAdjoint, 1, A>(map.a, map.b);
     const V own = map.a + map.b * y;
@@ -227,7 +229,7 @@ bool walk_along(const Tile<A> tile, int64_t padded, Carry<A>& carry) {
 
 #else
 
-template <class F, class A>
+template <class F, bool masked, class A>
 bool walk_along(const Tile<A> /*tile*/, int64_t /*padded*/, Carry<A>& /*carry*/) {
   return false;
 }
@@ -272,7 +274,8 @@ void along_row(Sources<A>& sources, int64_t row, int64_t period) {
     read_later_live(sources, row, begin, count, padded, period);
     tile.live = sources.mask(row, begin, count, padded, sources.flags_of_tile());
     const Carry<A> before = carry;
-    if (!walk_along<F>(tile, padded, carry)) {
+    const bool is_whole = sources.call.mask.data == nullptr && count == padded;
+    if (!(is_whole ? walk_along<F, false>(tile, padded, carry) : walk_along<F, true>(tile, padded, carry))) {
       carry = before;
       for (int64_t i = 0; i < count; ++i) {
         one_step<F>(tile, F::kAdjoint ? i : count - 1 - i, carry);

@@ -6,6 +6,7 @@
 #include "kernels.h"
 #include "returns.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -72,8 +73,11 @@ std::vector<at::Tensor> make_results(int count, at::IntArrayRef sizes, const at:
   const int64_t bytes =
       (c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize()) + 63) / 64 * 64;
   if (count == 1 || !options.device().is_cpu() || bytes < kLarge) {
+    results.reserve(count);
     for (int i = 0; i < count; ++i) {
-      results.push_back(at::empty(sizes, options));
+      // On a CPU without the dispatcher, which takes as long as a few thousand steps.
+      results.push_back(
+          options.device().is_cpu() ? at::Tensor(at::detail::empty_cpu(sizes, options)) : at::empty(sizes, options));
     }
     return results;
   }

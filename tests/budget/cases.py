@@ -21,6 +21,7 @@ class Case:
     `make(batch)` makes the tensors, and gives the call that is counted and the number of its units. `budget`: warp
     instructions of sm_90 a unit. `issue`: the largest part of memory's time that issuing may take on an H200. `usual`:
     the budget with a batch of 256, whose rows do not fill an H200. `in_flight`: the least bytes of a multiprocessor.
+    `disagreement`: how far the estimate of machine code may be from the PTX, in instructions that become one each.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Case:
     issue: float = 0.7
     usual: float | None = None
     in_flight: int = 30_000
+    disagreement: float = 0.05
 
 
 def _loss(head: gs.heads.Head, width: int, dtype: torch.dtype, batch: int, stacked: bool = False) -> tuple[Call, float]:
@@ -124,4 +126,89 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
     ]
 
 
-CASES = [case for dtype in (torch.float32, torch.bfloat16) for case in _cases_of(dtype)]
+def _trajectories(batch: int, steps: int, batch_first: bool = True) -> tuple[dict[str, torch.Tensor], float]:
+    """Rewards, values, next values and two flags, and the number of 32 steps."""
+    shape = (batch, steps) if batch_first else (steps, batch)
+    numbers = {name: torch.randn(shape) for name in ("rewards", "values", "next_values")}
+    flags = {name: torch.rand(shape) < 0.01 for name in ("terminated", "truncated")}
+    return numbers | flags, batch * steps / 32
+
+
+def _advantages(steps: int, batch_first: bool, batch: int) -> tuple[Call, float]:
+    data, units = _trajectories(batch, steps, batch_first)
+    call = partial(gs.generalized_advantages, **data, discount=0.99, lambda_=0.95, batch_first=batch_first)
+    return call, units
+
+
+def _returns(function: str, gradient: bool, batch: int, **options: float) -> tuple[Call, float]:
+    data, units = _trajectories(batch, 128)
+    del data["values"]
+    if not gradient:
+        return partial(getattr(gs, function), **data, discount=0.99, **options), units
+    data["rewards"].requires_grad_()
+    data["next_values"].requires_grad_()
+    results = getattr(gs, function)(**data, discount=0.99, **options)
+    inputs, gradients = (data["rewards"], data["next_values"]), torch.randn_like(results)
+    return lambda: torch.autograd.grad(results, inputs, gradients), units
+
+
+def _muzero_targets(batch: int) -> tuple[Call, float]:
+    unroll_steps, n = 5, 10
+    rewards, values = torch.randn(batch, unroll_steps + n), torch.randn(batch, unroll_steps + n + 1)
+    options = {"num_unroll_steps": unroll_steps, "td_steps": n, "discount": 0.997}
+    return partial(gs.muzero_targets, rewards, values, **options), batch
+
+
+def _cases_of_returns() -> list[Case]:
+    """Trajectories of float32 numbers and of flags of a byte.
+
+    Advantages read 3 numbers and 2 flags a step, and write 2 numbers: 22 bytes. 4096 x 128 steps are 11.5 MB, which
+    take at least 2.4 us at an H200's 4.8 TB/s; 16 x 1024 steps are 0.36 MB and 0.08 us, less than a launch. At the
+    4.3 TB/s that a copy reaches, 32 steps take 0.164 ns, in which 132 multiprocessors issue 152 instructions; 0.7 of
+    them are 106. λ-returns move 14 bytes, and so do their gradients: memory allows 97. MuZero's windows are 180 bytes,
+    for which memory allows 39: they take longer to compute than to read, but 2048 of them less than a microsecond.
+    """
+
+    def of(name: str, make: Callable[[int], tuple[Call, float]], bytes_of_step: int, **numbers) -> Case:
+        return Case(f"{name}, fp32", make, 32 * bytes_of_step, unit="32 steps", **numbers)
+
+    lambda_returns = partial(_returns, "lambda_returns", lambda_=0.95)
+    return [
+        of("advantages [B, T], T 128", partial(_advantages, 128, True), 22, budget=106, batch=512),
+        # A block for each chunk of 256 steps: of 16 x 1024 steps, the 64 blocks issue for 0.6 us.
+        of(
+            "advantages [B, T], few rows, T 1024",
+            partial(_advantages, 1024, True),
+            22,
+            budget=550,
+            batch=6,
+            issue=3.7,
+            in_flight=20_000,
+            disagreement=0.1,  # one warp of eight reads maps, in blocks that others skip
+        ),
+        of("advantages [T, B], T 128", partial(_advantages, 128, False), 22, budget=106, batch=512),
+        of("λ-returns, T 128", partial(lambda_returns, False), 14, budget=92, batch=512, issue=0.95),
+        of(
+            "gradient of λ-returns, T 128",  # which writes more than it reads
+            partial(lambda_returns, True),
+            14,
+            budget=97,
+            batch=512,
+            issue=1,
+            in_flight=24_000,
+        ),
+        # Two scans of a row, the second of which finds it in the cache.
+        of(
+            "n-step returns, T 128",
+            partial(_returns, "n_step_returns", False, n=5),
+            14,
+            budget=670,
+            batch=512,
+            issue=4.5,
+            in_flight=6_000,
+        ),
+        Case("MuZero targets, K 5, n 10, fp32", _muzero_targets, 180, 145, 2048, issue=4.5, in_flight=18_000),
+    ]
+
+
+CASES = [case for dtype in (torch.float32, torch.bfloat16) for case in _cases_of(dtype)] + _cases_of_returns()

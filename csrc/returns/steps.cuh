@@ -1,0 +1,219 @@
+// What the kernels of trajectories on GPUs share: how a thread reads and writes its row, and how maps are composed.
+#pragma once
+
+#include "../port/device.h"
+#include "formulas.h"
+
+namespace gradscale {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kWarpSize = 32;
+constexpr int kWarps = kThreads / kWarpSize;
+
+// How a call's tensors are stored. `runs`: numbers of the kernel's type, and flags, whose steps are neighbours.
+// `columns`: the same whose steps are all as far apart as those of the first output. `any`: numbers of any type and
+// strides.
+enum class Layout { any, runs, columns };
+
+// Tensors that a call has, as bits; others are constants.
+enum Given : unsigned {
+  kRewards = 1,
+  kValues = 2,
+  kNextValues = 4,
+  kDiscount = 8,
+  kLambda = 16,
+  kRatios = 32,
+  kTerminated = 64,
+  kTruncated = 128,
+  kMask = 256,
+  kFirstOutput = 512,
+};
+
+// True for formulas whose results read y of the step before in the walk.
+template <class F>
+constexpr bool kReadsEarlier = F::kAdjoint || std::is_same_v<F, VTrace> || std::is_same_v<F, Retrace>;
+
+// What transition t reads of step t + 1.
+template <class A>
+struct Later {
+  bool live = false;
+  A value = A(0);
+};
+
+// A row, as a thread reads and writes it.
+template <class A, class F, Layout layout, unsigned given>
+class Row {
+ public:
+  using L = OneLane<A>;
+  using Index = std::conditional_t<layout == Layout::any, int64_t, int32_t>;
+  const ReturnsCall& call;
+  const Index steps;
+
+  GRADSCALE_DEVICE Row(const ReturnsCall& call, int64_t row)
+      : call(call), steps(static_cast<Index>(call.steps)), row_(row) {
+  }
+
+  // Transition t as memory has it; outside of the window it is masked, and not read. `is_inside`: t is in the window.
+  // `cut` says if it is truncated, until link().
+  template <bool is_inside>
+  GRADSCALE_DEVICE Transition<L> read(Index t) const {
+    Transition<L> s{};
+    if (is_inside || (t >= 0 && t < steps)) {
+      s.live = flag(kMask, call.mask, t);
+      s.reward = number(kRewards, call.rewards, t);
+      s.value = number(kValues, call.values, t);
+      s.next_value = number(kNextValues, call.next_values, t);
+      s.discount = number(kDiscount, call.discount, t);
+      s.lambda = number(kLambda, call.lambda, t);
+      s.ratio = number(kRatios, call.ratios, t);
+      s.terminated = flag(kTerminated, call.terminated, t);
+      s.cut = flag(kTruncated, call.truncated, t);
+    }
+#pragma unroll
+    for (int k = 0; k < 3; ++k) {
+      s.limits[k] = static_cast<A>(call.limits[k]);
+    }
+    return s;
+  }
+
+  // What step t reads of step t + 1, by memory.
+  GRADSCALE_DEVICE Later<A> read_later(Index t) const {
+    Later<A> later;
+    if (t >= -1 && t + 1 < steps) {
+      later.live = flag(kMask, call.mask, t + 1);
+      if constexpr (std::is_same_v<F, VTrace>) {
+        later.value = number(kValues, call.values, t + 1);
+      }
+    }
+    return later;
+  }
+
+  // The same where step t + 1 is the step of the next lane. The last lane's is `of_last`.
+  GRADSCALE_DEVICE Later<A> later_of_lanes(const Transition<L>& s, const Later<A>& of_last, Index t, int lane) const {
+    const bool is_last = lane == kWarpSize - 1;
+    Later<A> later{t + 1 < steps, A(0)};
+    if constexpr ((given & kMask) != 0) {
+      const unsigned live = __ballot_sync(kAllLanes, s.live);
+      later.live = is_last ? of_last.live : (live >> (lane + 1) & 1) != 0;
+    }
+    if constexpr (std::is_same_v<F, VTrace>) {
+      const A value = __shfl_down_sync(kAllLanes, s.value, 1);
+      later.value = is_last ? of_last.value : value;
+    }
+    return later;
+  }
+
+  GRADSCALE_DEVICE void write(Index t, const A* out) const {
+#pragma unroll
+    for (int k = 0; k < F::kResults; ++k) {
+      const ReturnsOutput& output = call.outputs[k];
+      if (has(kFirstOutput << k, output)) {
+        (static_cast<A*>(output.data) + row_ * output.strides[kRow])[offset(output, t)] = out[k];
+      }
+    }
+  }
+
+ private:
+  template <class Tensor>
+  GRADSCALE_DEVICE static bool has(unsigned bit, const Tensor& tensor) {
+    return (given & bit) != 0 && (layout != Layout::any || tensor.data != nullptr);
+  }
+
+  template <class Tensor>
+  GRADSCALE_DEVICE Index offset(const Tensor& tensor, Index t) const {
+    return layout == Layout::runs ? t : t * static_cast<Index>(tensor.strides[kStep]);
+  }
+
+  GRADSCALE_DEVICE A number(unsigned bit, const Operand& operand, Index t) const {
+    if (!has(bit, operand)) {
+      return static_cast<A>(operand.constant);
+    }
+    const int64_t of_row = row_ * operand.strides[kRow];
+    if constexpr (layout == Layout::any) {
+      A result = A(0);
+      dispatch_element(operand.element, [&](auto type) {
+        const auto* data = static_cast<const decltype(type)*>(operand.data) + of_row;
+        result = static_cast<A>(to_accumulate(data[offset(operand, t)]));
+      });
+      return result;
+    } else {
+      return (static_cast<const A*>(operand.data) + of_row)[offset(call.outputs[first_output()], t)];
+    }
+  }
+
+  // Without a mask all steps are live; flags that are not given are false.
+  GRADSCALE_DEVICE bool flag(unsigned bit, const FlagOperand& operand, Index t) const {
+    if (!has(bit, operand)) {
+      return bit == kMask;
+    }
+    const uint8_t* data = operand.data + row_ * operand.strides[kRow];
+    if constexpr (layout == Layout::any) {
+      return data[offset(operand, t)] != 0;
+    } else {
+      return data[offset(call.outputs[first_output()], t)] != 0;
+    }
+  }
+
+  static constexpr int first_output() {
+    return (given & kFirstOutput) != 0 ? 0 : (given & kFirstOutput << 1) != 0 ? 1 : 2;
+  }
+
+  int64_t row_;
+};
+
+template <class A>
+GRADSCALE_DEVICE void link(Transition<OneLane<A>>& s, const Later<A>& later) {
+  s.cut = static_cast<int>(s.terminated) | static_cast<int>(s.cut) | static_cast<int>(!later.live);
+  s.later_value = later.value;
+}
+
+template <class A, class F>
+GRADSCALE_DEVICE A extra_at(const Transition<OneLane<A>>& s) {
+  if constexpr (std::is_same_v<F, VTraceAdjoint>) {
+    return F::template extra<OneLane<A>>(s);
+  } else {
+    return A(0);
+  }
+}
+
+// ---- Maps ----------------------------------------------------------------------------------------------------------
+
+template <class A>
+using Map = Affine<OneLane<A>>;
+
+template <class A>
+GRADSCALE_DEVICE bool is_finite(A x) {
+  return x - x == 0;
+}
+
+template <class A>
+GRADSCALE_DEVICE A applied(const Map<A>& map, A y) {
+  return map.a + OneLane<A>::times(map.b, y);
+}
+
+// First `before`, then `map`. Coefficients of 0 select, and the product of others is never 0.
+template <class A>
+GRADSCALE_DEVICE Map<A> composed(const Map<A>& map, const Map<A>& before) {
+  return {applied(map, before.a), OneLane<A>::product(map.b, before.b)};
+}
+
+// The value of the lane that is `distance` earlier in the walk; the lane's own if there is none.
+template <class F, class A>
+GRADSCALE_DEVICE A shifted(A x, int distance) {
+  return F::kAdjoint ? __shfl_up_sync(kAllLanes, x, distance) : __shfl_down_sync(kAllLanes, x, distance);
+}
+
+// The place of a lane in the walk, from 0, and the lane at a place.
+template <class F>
+GRADSCALE_DEVICE int turn_of(int lane) {
+  return F::kAdjoint ? lane : kWarpSize - 1 - lane;
+}
+
+// The value of the lane one earlier, or `first`.
+template <class F, class A>
+GRADSCALE_DEVICE A earlier(A x, int lane, A first) {
+  const A other = shifted<F>(x, 1);
+  return turn_of<F>(lane) == 0 ? first : other;
+}
+
+} // namespace gradscale

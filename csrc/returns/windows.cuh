@@ -1,0 +1,290 @@
+// The kernels of n-step returns, and of MuZero's targets, on GPUs.
+#pragma once
+
+#include "steps.cuh"
+
+#include "n_step.h"
+
+namespace gradscale {
+
+template <class A>
+GRADSCALE_DEVICE A number_at(const Operand& operand, int64_t row, int64_t step) {
+  if (operand.data == nullptr) {
+    return static_cast<A>(operand.constant);
+  }
+  const int64_t index = row * operand.strides[kRow] + step * operand.strides[kStep];
+  A result = A(0);
+  dispatch_element(operand.element, [&](auto type) {
+    result = static_cast<A>(to_accumulate(static_cast<const decltype(type)*>(operand.data)[index]));
+  });
+  return result;
+}
+
+GRADSCALE_DEVICE bool flag_at(const FlagOperand& operand, int64_t row, int64_t step) {
+  return operand.data == nullptr ? operand.constant
+                                 : operand.data[row * operand.strides[kRow] + step * operand.strides[kStep]] != 0;
+}
+
+// ---- n-step returns ------------------------------------------------------------------------------------------------
+
+template <class A>
+struct StepsInMemory {
+  const ReturnsCall& call;
+  int64_t row;
+
+  GRADSCALE_DEVICE StepOfRow<A> operator[](int64_t t) const {
+    StepOfRow<A> s;
+    s.live = flag_at(call.mask, row, t);
+    s.terminated = flag_at(call.terminated, row, t);
+    s.cut = s.terminated || flag_at(call.truncated, row, t) || t + 1 >= call.steps || !flag_at(call.mask, row, t + 1);
+    s.reward = s.live ? number_at<A>(call.rewards, row, t) : A(0);
+    s.discount = number_at<A>(call.discount, row, t);
+    s.bootstrap = s.terminated ? A(0) : number_at<A>(call.next_values, row, t);
+    return s;
+  }
+};
+
+// A thread has a row, for trajectories [T, B]. `workspace` has 2 T numbers for each.
+template <class A>
+GRADSCALE_KERNEL(kThreads, 2)
+n_step_rows(GRADSCALE_ARGUMENT(ReturnsCall) call) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (row >= call.rows) {
+    return;
+  }
+  const int64_t n = call.n < call.steps ? call.n : call.steps;
+  const StepsInMemory<A> steps{call, row};
+  A* scratch = static_cast<A*>(call.workspace) + row * 2 * call.steps;
+  if (call.formula == Formula::n_step) {
+    n_step_row<A>(steps, call.steps, n, scratch, Result<A>(call.outputs[0], row));
+  } else {
+    n_step_adjoint_row<A>(
+        steps, call.steps, n, scratch, scratch + n, Result<A>(call.outputs[0], row), Result<A>(call.outputs[2], row));
+  }
+}
+
+// What a step does to the return of a window that goes on behind it.
+template <class A>
+GRADSCALE_DEVICE Map<A> window_map(const StepOfRow<A>& s) {
+  if (!s.live) {
+    return {A(0), A(0)};
+  }
+  return s.cut ? Map<A>{s.last_return(), A(0)} : Map<A>{s.reward, s.discount};
+}
+
+// 32 steps of a row, which is cut into blocks of n.
+template <class A>
+struct StepsOfWarp {
+  int64_t t;
+  bool is_inside;
+  int64_t before; // steps of the block before t
+  int64_t after;  // and behind it
+  StepOfRow<A> s{};
+
+  GRADSCALE_DEVICE StepsOfWarp(const StepsInMemory<A>& steps, int64_t begin, int64_t n, int lane)
+      : t(begin + lane), is_inside(t < steps.call.steps), before(t % n) {
+    const int64_t end = t - before + n < steps.call.steps ? t - before + n : steps.call.steps;
+    after = end - 1 - t;
+    if (is_inside) {
+      s = steps[t];
+    }
+  }
+
+  // Joins each step with the steps before it in its block, or behind it: function(x, y) of the step's own value and of
+  // one `distance` away, whose step comes before or behind. `carry` is of the round before.
+  template <class T, class Shift, class Function>
+  GRADSCALE_DEVICE static T scanned(T own, T carry, int turn, int64_t count, Shift shift, Function function) {
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const T other = shift(own, distance);
+      if (turn >= distance && count >= distance) {
+        own = function(own, other);
+      }
+    }
+    return count > turn ? function(own, carry) : own;
+  }
+};
+
+template <class A>
+GRADSCALE_DEVICE Map<A> shuffled(const Map<A>& map, int lane) {
+  return {__shfl_sync(kAllLanes, map.a, lane), __shfl_sync(kAllLanes, map.b, lane)};
+}
+
+// `prefix[t]`: the part of a window that ends at t, from where t's block begins.
+template <class A>
+GRADSCALE_DEVICE void n_step_of_warp(const StepsInMemory<A>& steps, int64_t n, int lane, A* prefix) {
+  const int64_t count = steps.call.steps, rounds = (count + kWarpSize - 1) / kWarpSize;
+  const auto up = [](const Map<A>& x, int d) {
+    return Map<A>{__shfl_up_sync(kAllLanes, x.a, d), __shfl_up_sync(kAllLanes, x.b, d)};
+  };
+  const auto down = [](const Map<A>& x, int d) {
+    return Map<A>{__shfl_down_sync(kAllLanes, x.a, d), __shfl_down_sync(kAllLanes, x.b, d)};
+  };
+  using Steps = StepsOfWarp<A>;
+  Map<A> carry{A(0), A(1)};
+  for (int64_t round = 0; round < rounds; ++round) {
+    const Steps own(steps, round * kWarpSize, n, lane);
+    const Map<A> all =
+        Steps::scanned(window_map(own.s), carry, lane, own.before, up, [](const Map<A>& x, const Map<A>& y) {
+          return composed(y, x);
+        });
+    Map<A> before = up(all, 1);
+    before = own.before == 0 ? Map<A>{A(0), A(1)} : (lane == 0 ? carry : before);
+    if (own.is_inside) {
+      prefix[own.t] = applied(before, own.s.live ? own.s.last_return() : A(0));
+    }
+    carry = shuffled(all, kWarpSize - 1);
+  }
+  __syncwarp();
+  const Result<A> result(steps.call.outputs[0], steps.row);
+  for (int64_t round = rounds - 1; round >= 0; --round) {
+    const Steps own(steps, round * kWarpSize, n, lane);
+    const Map<A> all = Steps::scanned(
+        window_map(own.s), carry, kWarpSize - 1 - lane, own.after, down, [](const Map<A>& x, const Map<A>& y) {
+          return composed(x, y);
+        });
+    if (own.is_inside) {
+      A following = A(0);
+      if (all.b != 0) {
+        const int64_t last = own.t + n - 1 < count ? own.t + n - 1 : count - 1, end = own.t + own.after;
+        following = all.b * (last <= end ? steps[end].bootstrap : prefix[last]);
+      }
+      result.put(own.t, all.a + following);
+    }
+    carry = shuffled(all, 0);
+  }
+}
+
+// `parts[t]`: the gradient of t's window, as it passes the end of t's block; `sums[t]`: the sum of them from t on.
+template <class A>
+GRADSCALE_DEVICE void n_step_adjoint_of_warp(const StepsInMemory<A>& steps, int64_t n, int lane, A* sums, A* parts) {
+  const int64_t rounds = (steps.call.steps + kWarpSize - 1) / kWarpSize;
+  const auto down = [](A x, int d) { return __shfl_down_sync(kAllLanes, x, d); };
+  const auto passes = [](const StepOfRow<A>& s) { return s.live && !s.cut ? s.discount : A(0); };
+  using Steps = StepsOfWarp<A>;
+  A weight_carry = A(1), sum_carry = A(0);
+  for (int64_t round = rounds - 1; round >= 0; --round) {
+    const Steps own(steps, round * kWarpSize, n, lane);
+    const int turn = kWarpSize - 1 - lane;
+    const A weight = Steps::scanned(
+        passes(own.s), weight_carry, turn, own.after, down, [](A x, A y) { return OneLane<A>::product(x, y); });
+    const A part = OneLane<A>::times(weight, own.s.reward);
+    const A sum = Steps::scanned(part, sum_carry, turn, own.after, down, [](A x, A y) { return x + y; });
+    if (own.is_inside) {
+      parts[own.t] = part;
+      sums[own.t] = sum;
+    }
+    weight_carry = __shfl_sync(kAllLanes, weight, 0);
+    sum_carry = __shfl_sync(kAllLanes, sum, 0);
+  }
+  __syncwarp();
+  const Result<A> to_reward(steps.call.outputs[0], steps.row), to_next_value(steps.call.outputs[2], steps.row);
+  const auto up = [](const Map<A>& x, int d) {
+    return Map<A>{__shfl_up_sync(kAllLanes, x.a, d), __shfl_up_sync(kAllLanes, x.b, d)};
+  };
+  Map<A> carry{A(0), A(1)};
+  A passed_carry = A(0);
+  for (int64_t round = 0; round < rounds; ++round) {
+    const Steps own(steps, round * kWarpSize, n, lane);
+    const StepOfRow<A>& s = own.s;
+    const A passed = passes(s);
+    A coefficient = __shfl_up_sync(kAllLanes, passed, 1);
+    coefficient = own.before == 0 ? A(1) : (lane == 0 ? passed_carry : coefficient);
+    passed_carry = __shfl_sync(kAllLanes, passed, kWarpSize - 1);
+    const Map<A> all = Steps::scanned(
+        s.live ? Map<A>{s.reward, coefficient} : Map<A>{A(0), A(0)},
+        carry,
+        lane,
+        own.before,
+        up,
+        [](const Map<A>& x, const Map<A>& y) { return composed(x, y); });
+    if (own.is_inside) {
+      const int64_t first = own.t - n + 1;
+      A whole = all.a, one = A(0); // `one`: of the window that ends here because it has n steps
+      if (all.b != 0 && first >= 0) {
+        const bool is_own = own.before == n - 1;
+        one = all.b * (is_own ? steps[first].reward : parts[first]);
+        whole += is_own ? A(0) : all.b * sums[first];
+      }
+      to_reward.put(own.t, s.live ? whole : A(0));
+      to_next_value.put(own.t, !s.live || s.terminated ? A(0) : OneLane<A>::times(s.discount, s.cut ? whole : one));
+    }
+    carry = shuffled(all, kWarpSize - 1);
+  }
+}
+
+// A warp has a row, and its lanes 32 neighbouring steps, for trajectories [B, T]; it goes over them twice, and finds
+// them in the cache then. The blocks' scans are done in five rounds each.
+template <class A>
+GRADSCALE_KERNEL(kThreads, 2)
+n_step_along(GRADSCALE_ARGUMENT(ReturnsCall) call) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize;
+  if (row >= call.rows) {
+    return;
+  }
+  const int64_t n = call.n < call.steps ? call.n : call.steps;
+  A* scratch = static_cast<A*>(call.workspace) + row * 2 * call.steps;
+  if (call.formula == Formula::n_step) {
+    n_step_of_warp<A>({call, row}, n, lane, scratch);
+  } else {
+    n_step_adjoint_of_warp<A>({call, row}, n, lane, scratch, scratch + call.steps);
+  }
+}
+
+// ---- MuZero --------------------------------------------------------------------------------------------------------
+
+// A thread has a row and an unroll step. Steps of a row are neighbours, and read the same numbers.
+template <class A>
+GRADSCALE_KERNEL(kThreads, 2)
+muzero_rows(GRADSCALE_ARGUMENT(MuZeroCall) call) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t row = index / (call.unroll_steps + 1), j = index % (call.unroll_steps + 1);
+  if (row >= call.rows) {
+    return;
+  }
+  const int64_t recorded = call.lengths == nullptr ? call.moves : call.lengths[row * call.lengths_stride];
+  const int64_t length = recorded < 0 ? 0 : recorded < call.moves ? recorded : call.moves;
+  const bool is_over = flag_at(call.terminated, row, 0);
+  const auto is_other = [&](int64_t i) {
+    if (call.to_play == nullptr) {
+      return false;
+    }
+    const int64_t* players = call.to_play + row * call.to_play_strides[kRow];
+    return players[i * call.to_play_strides[kStep]] != players[j * call.to_play_strides[kStep]];
+  };
+  const auto seen = [&](const Operand& operand, int64_t i) {
+    const A x = number_at<A>(operand, row, i);
+    return is_other(i) ? -x : x;
+  };
+  A z = A(0);
+  if (j <= length) {
+    const A discount = number_at<A>(call.discount, row, 0);
+    const int64_t last = j + call.td_steps < length ? j + call.td_steps : length;
+    z = is_over && last == length ? A(0) : seen(call.root_values, last);
+    for (int64_t i = last - 1; i >= j; --i) {
+      z = seen(call.rewards, i) + OneLane<A>::times(discount, z);
+    }
+  }
+  static_cast<A*>(call.values)[row * call.values_strides[kRow] + j * call.values_strides[kStep]] = z;
+  const int64_t at = row * call.masks_strides[kRow] + j * call.masks_strides[kStep];
+  call.mask[at] = j <= length || is_over;
+  call.policy_mask[at] = j < length;
+  // Step j has the reward of move j - 1; there is one of the root if it is given.
+  A* targets = static_cast<A*>(call.targets) + row * call.targets_strides[kRow];
+  const bool has_root = call.root_reward.data != nullptr;
+  if (j == 0) {
+    if (has_root) {
+      *targets = number_at<A>(call.root_reward, row, 0);
+    }
+    return;
+  }
+  A sum = A(0);
+  const int64_t first = call.prefix_horizon == 0 ? j - 1 : (j - 1) / call.prefix_horizon * call.prefix_horizon;
+  for (int64_t i = first; i < j && i < length; ++i) {
+    sum += number_at<A>(call.rewards, row, i);
+  }
+  targets[(has_root ? j : j - 1) * call.targets_strides[kStep]] = sum;
+}
+
+} // namespace gradscale
