@@ -9,12 +9,12 @@ import torch
 
 
 def is_eager() -> bool:
-    """Tell whether Python runs for real. While torch.compile or torch.export traces, it must see the operators."""
+    """Return False while torch.compile or torch.export traces, which must see the operators."""
     return not torch.compiler.is_compiling()
 
 
 def is_transformed() -> bool:
-    """Tell whether a torch.func transform is at work; also while torch.compile traces one."""
+    """Return True inside a torch.func transform, also while torch.compile traces one."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
@@ -23,7 +23,7 @@ is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def varies(number: float) -> bool:
-    """Tell whether torch.compile traces a Python number as a variable, because it has changed since the first graph."""
+    """Return True if torch.compile traces a Python number as a variable because it changed after the first graph."""
     from torch.fx.experimental.symbolic_shapes import has_static_value  # with the compiler, and not before
 
     return not has_static_value(number)

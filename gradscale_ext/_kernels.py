@@ -155,7 +155,7 @@ def compiler() -> Compiler | None:
 
 
 def can_be_had() -> bool:
-    """Tell whether there seems to be a compiler, or images of the package, without loading anything."""
+    """Return True if a compiler or compiled kernels seem to be installed, without loading them."""
     has_bindings = (
         importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
     )

@@ -81,5 +81,5 @@ if "cuda" in DEVICE_TYPES:
 
 
 def is_ordinary() -> bool:
-    """Tell whether autograd is on, and no transform, tracer or dispatch mode: C++ asks this before it takes a call."""
+    """Return True if autograd is on, and no transform, tracer or dispatch mode is active."""
     return _C.ordinary_context()

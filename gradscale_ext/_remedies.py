@@ -38,7 +38,7 @@ def instead_of(value: object, name: str = "it") -> str:
 
 
 def is_proxy(value: object) -> bool:
-    """Whether a value is a placeholder of torch.fx.symbolic_trace for a tensor."""
+    """Return True for a tensor's placeholder in torch.fx.symbolic_trace."""
     return type(value).__module__ == "torch.fx.proxy"
 
 
@@ -79,7 +79,7 @@ def instead_of_shape(name: str, shape: Sequence[int], patterns: Iterable[Sequenc
 
 
 def fits(shape: Sequence[int], pattern: Sequence[int | str]) -> bool:
-    """Whether a shape fits a pattern, whose letters stand for any size of at least 1."""
+    """Return True if a shape matches a pattern. A letter in the pattern matches any size of at least 1."""
     return len(shape) == len(pattern) and all(
         size >= 1 if isinstance(wanted, str) else size == wanted for size, wanted in zip(shape, pattern, strict=True)
     )

@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def is_running() -> bool:
-    """Tell whether `python -m gradscale_ext` is importing the package."""
+    """Return True while `python -m gradscale_ext` imports the package."""
     return sys.argv[:1] == ["-m"] and "gradscale_ext" in sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
 
 

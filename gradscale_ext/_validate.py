@@ -111,7 +111,7 @@ def _count_steps(
 
 
 def is_mapping(value: object) -> bool:
-    """Tell whether a value has items: a TensorDict is a Mapping, a tensorclass has only the methods of one."""
+    """Return True if a value has items. A TensorDict is a Mapping; a tensorclass only has the methods of one."""
     return isinstance(value, dict) or (hasattr(value, "items") and not _remedies.is_proxy(value))
 
 

@@ -197,7 +197,7 @@ def _run(
 
 
 def _all_plain(entries: Any) -> bool:
-    """Tell whether all tensors are PyTorch's own, on a device where the operator has a kernel."""
+    """Return True if all tensors are PyTorch's own class, on a device with a kernel of the operator."""
     if isinstance(entries, torch.Tensor):
         return entries.device.type in DEVICE_TYPES and not is_traceable_wrapper_subclass(entries)
     values = entries.values() if isinstance(entries, Mapping) else entries

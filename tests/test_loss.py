@@ -314,7 +314,7 @@ def test_everything_of_two_dimensions_follows_batch_first(options, stacked, func
 
 
 def test_masked_classes_follow_batch_first():
-    """Whether a class may be garbage is looked up in the mask."""
+    """A class may be out of range where the mask is False."""
     mask = torch.ones(2, 2, dtype=torch.bool)
     mask[0, 1] = False  # step 0, sample 1
     logits, classes = torch.zeros(2, 2, 3), torch.tensor([[0, -100], [1, 2]])

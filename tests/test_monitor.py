@@ -1093,7 +1093,7 @@ def test_half_precision_overflows_between_two_records():
 
 
 def test_skipped_steps_of_an_optimizer_that_skips_by_itself():
-    """Whether it did is known to the device alone: they are counted, and the count is written with the next record."""
+    """Only the device knows which steps were skipped. It counts them, and the next record has the count."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
     with GradientMonitor(model, optimizer, every=4) as watching:

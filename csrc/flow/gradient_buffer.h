@@ -23,8 +23,8 @@ inline bool owned_by_nobody_else(const at::Tensor& gradient) {
          gradient.is_non_overlapping_and_dense();
 }
 
-// Whether the C++ kernels may take a gradient with these arguments (undefined ones aside): no graph is built of what
-// they do, and all are ordinary tensors of one device.
+// True if the C++ kernels can process a gradient with these arguments: no graph is being recorded, and all defined
+// tensors are ordinary tensors on one device.
 inline bool fused(const at::Tensor& gradient, std::initializer_list<at::Tensor> arguments) {
   if (at::GradMode::is_enabled() || !ordinary_context() || !ordinary_tensor(gradient) ||
       !has_element(c10::toRealValueType(gradient.scalar_type()))) {

@@ -53,7 +53,8 @@ PowerSum added(PowerSum a, PowerSum b, double p) {
   return {a.sum + other, a.root};
 }
 
-// Whether the groups lie one after the other, each dense, in whatever order its elements are.
+// True if each group is one dense block of memory, and the blocks follow each other. The order of the elements within a
+// block is free.
 bool lies_in_groups(const at::Tensor& gradient, int64_t batch_dims, int64_t size) {
   if (!gradient.is_non_overlapping_and_dense()) {
     return false;

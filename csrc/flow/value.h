@@ -34,7 +34,7 @@ inline Value read_if_free(Value value) {
   return value;
 }
 
-// Whether the value can be read without waiting, wherever the gradient is.
+// True if the value can be read without a synchronization, whatever device the gradient is on.
 inline bool is_cpu_scalar(const at::Tensor& tensor) {
   return tensor.dim() == 0 && tensor.is_cpu();
 }

@@ -11,8 +11,7 @@
 
 namespace gradscale {
 
-// Whether kernels run for tensors of this device: not for those of a CPU, but for tests, and for those of a GPU where
-// kernels can be had.
+// True for GPUs when kernels are available. CPU tensors run device kernels only in tests.
 bool runs_kernels(c10::Device device);
 
 // The device of a tensor is the current one as long as this lives; launches go to its current stream.

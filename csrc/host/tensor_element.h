@@ -9,7 +9,7 @@
 
 namespace gradscale {
 
-// Whether the kernels have an Element for a dtype.
+// True if the kernels have an Element for the dtype.
 inline bool has_element(at::ScalarType dtype) {
   return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
@@ -37,7 +37,7 @@ inline at::Tensor with_element(const at::Tensor& real) {
   return has_element(real) ? real : real.to(at::kFloat);
 }
 
-// Whether a tensor has the dispatch keys of PyTorch's own class on devices that there are kernels for, and no more than
+// True if a tensor has the dispatch keys of a plain tensor on a device with kernels, and no keys beyond those and
 // `others`.
 inline bool has_only_keys(const at::Tensor& tensor, c10::DispatchKeySet others) {
   const c10::DispatchKeySet of_cpu(
@@ -54,14 +54,13 @@ inline bool has_only_keys(const at::Tensor& tensor, c10::DispatchKeySet others) 
          (only(tensor.key_set(), of_cuda | others) && runs_kernels(tensor.device()));
 }
 
-// Whether this is a strided tensor of PyTorch's own class, without a forward-mode tangent, on a device that there are
-// kernels for.
+// True for a strided tensor of PyTorch's own class, without a forward-mode tangent, on a device with kernels.
 inline bool ordinary_tensor(const at::Tensor& tensor) {
   return has_only_keys(tensor, {}) && !tensor._fw_grad(/*level=*/0).defined();
 }
 
-// Tells whether a tensor is a floating or complex one of PyTorch's own class that belongs to no graph; it may be
-// sparse, conjugated or negated.
+// True for a floating or complex tensor of PyTorch's own class that belongs to no graph. It may be sparse, conjugated or
+// negated.
 inline bool ordinary_gradient(const at::Tensor& tensor) {
   const c10::DispatchKeySet others(
       {c10::DispatchKey::SparseCPU,

@@ -78,7 +78,7 @@ bool wants_half(const Call& call) {
   return false;
 }
 
-// Tells whether the node alone holds the gradient, so that nobody sees it being overwritten.
+// True if the node has the only reference to the gradient, which can then be overwritten.
 bool is_ours(const at::Tensor& gradient) {
   return !gradient.defined() || gradient.use_count() == 1;
 }

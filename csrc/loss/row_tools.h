@@ -40,7 +40,7 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// Whether rows that are summed in this type go through row_tools_avx512.h.
+// True if rows with sums of type A are computed by row_tools_avx512.h.
 template <class A>
 constexpr bool in_lanes = GRADSCALE_AVX512 && std::is_same_v<A, float>;
 

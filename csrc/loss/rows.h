@@ -69,7 +69,7 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
       scalar);
 }
 
-// Whether to compute rows side by side: those of logits that are short, and not so few that most lanes would idle.
+// True if the rows are short logits, and numerous enough to fill the lanes.
 bool side_by_side(const Segment& s, int64_t count) {
   return has_logits(s.head->kind) && s.width <= kShortRow && count >= 6;
 }

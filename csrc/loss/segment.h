@@ -28,7 +28,7 @@ enum class Detail : int32_t { none, expected, entropy };
 enum class Kind : int32_t { GRADSCALE_KINDS(GRADSCALE_ENUMERATOR) };
 #undef GRADSCALE_ENUMERATOR
 
-// Whether a prediction is the logits of a distribution.
+// True if predictions are the logits of a distribution.
 inline bool has_logits(Kind kind) {
   return kind == Kind::two_hot || kind == Kind::hl_gauss || kind == Kind::soft_cross_entropy;
 }

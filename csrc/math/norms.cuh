@@ -59,7 +59,7 @@ GRADSCALE_DEVICE double largest_of_range(const T* from, int32_t size, const Grou
   return group.sum(unordered) > 0 ? static_cast<double>(NAN) : largest;
 }
 
-// Whether any thread of the warp says so. All of them take part, whatever sums their groups find.
+// True if `value` is true in any thread of the warp. All threads of the warp must call it.
 GRADSCALE_DEVICE bool any_of_warp(bool value) {
   return __any_sync(kWholeWarp, value) != 0;
 }

@@ -26,7 +26,7 @@ struct Scaling {
   GRADSCALE_HOST_DEVICE bool changes_nothing() const {
     return root == 1 && factor == 1;
   }
-  // Whether all can be computed in float.
+  // True if the scaling can be computed in float.
   GRADSCALE_HOST_DEVICE bool is_normal_in_float() const {
     return root == 1 && std::abs(factor) > 1e-37 && std::abs(factor) < 1e38;
   }
@@ -72,7 +72,7 @@ GRADSCALE_HOST_DEVICE Scaling scaling(Rule rule, PowerSum sum, double p, double 
   return unchanged ? Scaling{1, 1, within} : Scaling{sum.root, limit / norm, within};
 }
 
-// Whether a plain sum of powers can be trusted: powers that vanished were too small to matter.
+// True if a plain sum of powers is accurate: no power overflowed, and those that underflowed are negligible.
 GRADSCALE_HOST_DEVICE bool is_safe(double sum) {
   return sum > 1e-280 && sum < 1e300;
 }

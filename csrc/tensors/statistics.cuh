@@ -30,7 +30,7 @@ GRADSCALE_DEVICE constexpr double value_of(Order order, double otherwise) {
   return otherwise;
 }
 
-// Whether the sums of elements are taken window by window.
+// True if elements are summed window by window.
 template <class T>
 GRADSCALE_DEVICE constexpr bool takes_windows(Order order) {
   return !std::is_same_v<T, double> && (order == Order::square || order == Order::maximum);

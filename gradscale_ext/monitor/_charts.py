@@ -117,7 +117,7 @@ class Selection:
     histograms: bool
 
     def has(self, name: str) -> bool:
-        """Whether a parameter or module is selected, or lies inside of a selected one."""
+        """Return True for a selected parameter or module, and for anything inside a selected module."""
         return self.modules is None or any(name == module or name.startswith(module + ".") for module in self.modules)
 
 
@@ -138,7 +138,7 @@ class Record:
     """Names `<module>/<call>`, and norms `[N]`."""
     scale: torch.Tensor | None = None
     was_called: bool = False
-    """Whether the optimizer's hooks ran in this step."""
+    """True if the optimizer's hooks ran in this step."""
     skipped: torch.Tensor | None = None
     """Nonzero where NaN or inf made the step leave the parameters alone."""
     skipped_steps: torch.Tensor | None = None

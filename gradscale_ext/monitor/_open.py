@@ -204,7 +204,7 @@ def _listen() -> None:
 
 
 def _is_ours(function: Any) -> bool:
-    """Whether a function is ours. Somebody else's `functools.wraps` copies the mark, but not its identity."""
+    """Return True for a wrapper of ours. `functools.wraps` of other code copies the mark, but not the identity."""
     return getattr(function, "of_monitors", None) is function
 
 

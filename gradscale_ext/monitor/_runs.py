@@ -24,12 +24,12 @@ def adapted(writer: Any) -> Any:
 
 
 def can_write(writer: Any) -> bool:
-    """Whether charts can be written to it."""
+    """Return True if charts can be written to the writer."""
     return any(_is(writer, module) for module in RUNS) or callable(getattr(writer, "add_scalar", None))
 
 
 def _is(writer: Any, module: str) -> bool:
-    """Whether it is a `Run` of the module, which the program has imported if so."""
+    """Return True for a `Run` of a module that the program has imported."""
     return isinstance(writer, getattr(sys.modules.get(module), "Run", ()))
 
 

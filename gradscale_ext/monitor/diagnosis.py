@@ -252,7 +252,7 @@ class _Diagnosis:
         return self.sizes[id(parameter)] < size and self.arrived.get(id(parameter), math.inf) < arrived
 
     def _is_left_out(self, parameter: torch.Tensor) -> bool:
-        """Whether the optimizers leave a parameter out, by choice as with a frozen one."""
+        """Return True if no optimizer holds the parameter, although all of its optimizers are known."""
         return self.held is not None and id(parameter) not in self.held and self.are_its_optimizers
 
     # ---- By itself --------------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ class _Diagnosis:
             yield finding_of("all_zero", name, cause, line, remedy=_DEAD_REMEDY, is_note=True)
 
     def _is_about_to_move(self, factor: torch.Tensor) -> bool:
-        """Whether a factor is a parameter that is zero now, but not after the first step."""
+        """Return True for a factor that is a parameter and zero now, but not after the first step."""
         if self.sizes.get(id(factor), 0.0) == 0:
             return False
         return self.is_zero[id(factor)] if id(factor) in self.is_zero else not factor.any()
@@ -428,7 +428,7 @@ def _of_left_out(finding: Finding) -> Finding:
 
 
 def _dead_rows(gradient: torch.Tensor) -> torch.Tensor | None:
-    """Whether each row of a matrix's gradient is zero; None for vectors, sharded and sparse gradients."""
+    """Return True for each zero row of a matrix's gradient; None for vectors, sharded and sparse gradients."""
     is_plain = type(gradient) in (torch.Tensor, torch.nn.Parameter) and gradient.layout == torch.strided
     return gradient.detach().flatten(1).eq(0).all(1) if is_plain and gradient.dim() > 1 else None
 
@@ -452,7 +452,7 @@ def _code_of_loss(loss: Step) -> Code:
 
 
 def _is_scaled(loss: Step) -> bool:
-    """Whether the operand was multiplied or divided by a constant without zeros."""
+    """Return True if the operand was multiplied or divided by a constant without zeros."""
     if operation(loss.node) not in ("Mul", "Div") or any(n for n, _ in loss.node.next_functions[1:]):
         return False
     factor = getattr(loss.node, "_saved_other", None)

@@ -68,7 +68,7 @@ def free_without_recursion(nodes: Iterable[Node]) -> None:
 
 
 def is_freed_without_recursion(node: Node) -> bool:
-    """Whether `free_without_recursion` has been called for a node."""
+    """Return True if `free_without_recursion` was called for the node."""
     return _Behind in metadata(node)
 
 
@@ -102,7 +102,7 @@ class _Behind:
 
 
 def is_reentrant(node: Node) -> bool:
-    """Whether a node hides a graph that is built and differentiated only when it runs."""
+    """Return True for a node whose backward pass records and differentiates a graph of its own."""
     return _REENTRANT in node.name()
 
 
@@ -150,12 +150,12 @@ class Step(NamedTuple):
 
     @property
     def is_zero(self) -> bool:
-        """Whether the gradient was zero already when it arrived."""
+        """True if the gradient was zero when it arrived."""
         return self.sent.largest == 0 and all(arrived.largest == 0 for arrived in self.arrived)
 
     @property
     def cancelled(self) -> bool:
-        """Whether nonzero elements added up to zero, as for a bias before a normalisation."""
+        """True if nonzero elements added up to zero, as for a bias before a normalization."""
         reduces = self.edge in _ADDING_UP.get(operation(self.node), ())
         return reduces and self.sent.largest == 0 and self.sent.numel < sum(arrived.numel for arrived in self.arrived)
 
@@ -222,7 +222,7 @@ class Flow:
         self._arrived: dict[Node, list[Amount]] = {}
         self._sent: dict[Node, list[Amount]] = {}
         self.is_freed = False
-        """Whether `backward()` had freed the graph before it could be run."""
+        """True if `backward()` freed the graph before it could be run."""
 
     def __enter__(self) -> Flow:
         inner = self._order.keys() - self._leaves.values()
@@ -254,7 +254,7 @@ class Flow:
                 yield Stop(node, stopped & sent.eq(0).all(others), sent.numel() // sent.shape[dim])
 
     def reaches(self, leaf: torch.Tensor) -> bool:
-        """Whether the graph leads to a leaf. A reentrant checkpoint hides the leaves used within it."""
+        """Return True if the graph leads to a leaf. A reentrant checkpoint hides the leaves used within it."""
         return id(leaf) in self._leaves
 
     def _steps(self, leaf: torch.Tensor, goes_on: Callable[[Step], bool]) -> list[Step]:

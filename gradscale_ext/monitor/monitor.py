@@ -144,7 +144,7 @@ class GradientMonitor:
         """Set what changes from step to step."""
         self._taken = 0  # steps
         self._recorded = -1  # the last step with norms
-        self._due = True  # whether the step to come, or in progress, is recorded
+        self._due = True  # True if the next step, or the one in progress, is recorded
         self._in_step = False
         self._scaler_of_step: torch.amp.GradScaler | None = None
         self._has_scaler = False  # so that any step may be skipped, and recorded

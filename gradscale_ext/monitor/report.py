@@ -53,7 +53,7 @@ class Finding:
     source: str | None = None
     """Text of that line."""
     is_note: bool = False
-    """Whether nothing may be wrong with it."""
+    """True if the finding may be intended."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,7 +69,7 @@ class GradientDiagnosis:
 
     @property
     def ok(self) -> bool:
-        """Whether all findings are notes."""
+        """True if all findings are notes."""
         return all(finding.is_note for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class _History(NamedTuple):
     outside: int = 0
     """Number of escapes before a number from outside of PyTorch last went into the value."""
     has_data: bool = False
-    """Whether anything but parameters went into the value."""
+    """True if the value depends on anything but parameters."""
     fresh: Mapping[Cut, _Origin] = {}
     """Cuts behind the value whose results have met no value with gradients since."""
     felt: frozenset[Cut] = frozenset()
@@ -201,7 +201,7 @@ class GradientTracer(TorchFunctionMode):
     # ---- What it saw ------------------------------------------------------------------------------------------------
 
     def used(self, leaf: torch.Tensor) -> bool:
-        """Whether a call used the leaf's value together with data; computing its norm does not count."""
+        """Return True if a call combined the leaf's value with data. Computing its norm does not count."""
         return bool(self._used & self._bits.get(leaf, 0))
 
     def cuts_between(self, leaf: torch.Tensor, result: torch.Tensor) -> list[Cut]:
@@ -229,7 +229,7 @@ class GradientTracer(TorchFunctionMode):
         return [cut for cut, leaves in list(self._escapes.items())[:end] if leaves & bit]
 
     def knows(self, root: Node) -> bool:
-        """Whether the tracer saw, or may have seen, part of a graph being made."""
+        """Return True if the tracer was active, or may have been, while part of the graph was recorded."""
         return any(self in metadata(node) or is_reentrant(node) for node in walk(root))
 
     def location(self, node: Node) -> Location | None:
@@ -311,7 +311,7 @@ class GradientTracer(TorchFunctionMode):
                     yield cut
 
     def _is_one_of(self, origin: _Origin, operand: _Taken) -> bool:
-        """Whether an operand was cut off, was made of a value that was, or went into one."""
+        """Return True if an operand was detached, was computed from a detached value, or was an input of one."""
         near = self._near(operand)
         return not origin.near.isdisjoint(near[:1]) or not origin.values.isdisjoint(near)
 
@@ -435,13 +435,13 @@ def _operands(name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _is_array(taken: _Taken) -> bool:
-    """Whether an operand lies in another library's memory; `torch.from_numpy` itself is not seen by a mode."""
+    """Return True if another library owns an operand's memory. Dispatch modes do not see `torch.from_numpy`."""
     memory = _memory(taken.tensor) if taken.history is _NO_HISTORY else None
     return memory is not None and not memory.resizable()
 
 
 def _takes_number(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a call takes a Python or NumPy number that is no literal of the calling function."""
+    """Return True if an argument is a Python or NumPy number, and not a literal in the calling function."""
     frame = _users_frame()
     literals = frame.f_code.co_consts if frame is not None else ()
     values = [*args, *kwargs.values()]

@@ -100,7 +100,7 @@ class Memory {
     std::memset(begin_, kUntouched, size_);
   }
 
-  // Whether what can be looked at on either side of the memory is as it was.
+  // True if the readable bytes on both sides of the memory are unchanged.
   bool untouched_around() const {
     return untouched(begin_, data_ - begin_) && untouched(data_ + bytes_, begin_ + size_ - (data_ + bytes_));
   }

@@ -22,7 +22,7 @@ struct HeadCase {
   bool classes = false; // targets are int64
 };
 
-// Whether a prediction may be a vector with a target as wide.
+// True if a prediction may be a vector whose target has the same width.
 bool takes_vectors(Kind kind) {
   const std::vector<Form>& forms = description_of(kind).forms;
   return std::any_of(

@@ -36,7 +36,7 @@ Tensor = torch.Tensor
 Array = np.ndarray
 
 TURNS_EVERYTHING = True
-"""Whether ``batch_first=False`` turns masks, two-dimensional weights, `per_step` and `expected` too."""
+"""True if ``batch_first=False`` also transposes masks, two-dimensional weights, `per_step` and `expected`."""
 
 ROUNDED = 4.0
 """Units in the last place of what a head computes in, for each of the magnitudes that enter a loss or a gradient."""
