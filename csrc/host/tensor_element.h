@@ -59,8 +59,8 @@ inline bool ordinary_tensor(const at::Tensor& tensor) {
   return has_only_keys(tensor, {}) && !tensor._fw_grad(/*level=*/0).defined();
 }
 
-// True for a floating or complex tensor of PyTorch's own class that belongs to no graph. It may be sparse, conjugated or
-// negated.
+// True for a floating or complex tensor of PyTorch's own class that belongs to no graph. It may be sparse, conjugated
+// or negated.
 inline bool ordinary_gradient(const at::Tensor& tensor) {
   const c10::DispatchKeySet others(
       {c10::DispatchKey::SparseCPU,

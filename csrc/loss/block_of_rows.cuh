@@ -37,7 +37,7 @@ struct BlockOfRows {
     return pass.grad_output.data != nullptr;
   }
 
-  // True if the gradients of the forward pass can be multiplied in bfloat16 without a second rounding: by a power of two.
+  // True if the gradients of the forward pass can be scaled in bfloat16 without a second rounding: by a power of two.
   GRADSCALE_DEVICE bool multiplies_halves() const {
     const Slab& by = pass.grad_output;
     return is_backward() && pass.has_gradients && by.stride == 0 && is_power_of_two(static_cast<float>(by.load(0))) &&
