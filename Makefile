@@ -107,8 +107,7 @@ fuzz: $(VENV)/pytest
 versions: $(VERSIONS:%=version-%)
 
 # Tests of what a version of PyTorch can change.
-VERSIONED := autograd compile context diagnosis diagnosis_ranks distributed dtensor flow loss loss_contexts \
-  matrix monitor returns tracer
+VERSIONED := autograd compile context diagnosis diagnosis_ranks distributed dtensor flow loss_contexts matrix monitor returns
 
 version-%: .versions/%/.venv/torch $(VENV)/driver.so
 	cp --recursive --preserve $(VENV)/ptx $(VENV)/driver.so .versions/$*/.venv/

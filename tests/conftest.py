@@ -22,7 +22,21 @@ def pytest_addoption(parser):
     )
 
 
+class LongTests:
+    """Reports a test that takes more than a minute at once, so that a run that is cut off shows where its time went."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report):
+        if report.duration > 60:
+            reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+            reporter.write_line(f"\n{report.duration:.0f} s: {report.when} of {report.nodeid}")
+
+
 def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(LongTests(config))
     if backend := os.environ.get("GRADSCALE_TEST_BACKEND"):
         import torch
 
