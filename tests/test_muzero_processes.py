@@ -199,13 +199,13 @@ def test_killed_actors_are_replaced(begin, tmp_path):
     training = begin(tmp_path)
     learn(training, 4)
     ray.kill(training.players[0], no_restart=False)
-    learn(training, 20)
+    learn(training, 8)
     replaced = training.players[0].play.remote(training.weights, training.replay.keeper)
     acknowledged = ray.get(replaced, timeout=PATIENCE)[2]
     ray.kill(training.replay.keeper, no_restart=False)
     assert ray.get(training.replay.keeper.size.remote(), timeout=PATIENCE) >= acknowledged > 30
     before = training.network.state_dict()["value.0.weight"].clone()
-    learn(training, 20)
+    learn(training, 8)
     assert not torch.equal(before, training.network.state_dict()["value.0.weight"])
 
     training.save(tmp_path / "checkpoint.pt")
