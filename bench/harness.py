@@ -22,6 +22,7 @@ import torch
 import gradscale_ext
 
 RESULTS = Path(__file__).parent / "results"
+TURN = 100e-6  # seconds
 Contestants = dict[str, Callable[[], object]]
 
 
@@ -109,7 +110,7 @@ def measure(
     contestants: Contestants,
     seconds: float,
     timed: Callable[[Callable[[], object], int], float] = wall_time,
-    turn: float = 100e-6,
+    turn: float = TURN,
 ) -> dict[str, dict[str, float]]:
     """Median, 20th and 80th percentile in ms of `turns`."""
     return {name: summary(values) for name, values in turns(contestants, seconds, timed, turn).items()}
@@ -119,7 +120,7 @@ def turns(
     contestants: Contestants,
     seconds: float,
     timed: Callable[[Callable[[], object], int], float] = wall_time,
-    turn: float = 100e-6,
+    turn: float = TURN,
 ) -> dict[str, list[float]]:
     """Seconds of calls. Contestants take turns, so that a slow spell of the machine meets all.
 
@@ -190,12 +191,13 @@ def rows(
     moved_bytes: float,
     ours: str,
     for_memory: Contestants | None = None,
+    turn: float = TURN,
 ) -> list[dict[str, Any]]:
     """One row per contestant: times, ratio to ours, GB/s of the bytes that must move, peak memory.
 
     `for_memory` replaces contestants whose memory outlives a call, which would hide it.
     """
-    statistics = measure(contestants, seconds)
+    statistics = measure(contestants, seconds, turn=turn)
     measured = {**contestants, **(for_memory or {})}
     return [
         {

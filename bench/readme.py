@@ -81,8 +81,19 @@ def speed_rows() -> dict[str, dict[str, dict[str, Any]]]:
 
 def speed_table() -> str:
     lines = [[name, *cells(found)] for name, found in speed_rows().items()]
-    measured = f"Losses of agents: {load('loss')[1]} Head and decoding: {load('heads')[1]}"
-    return table(["ms, forward + backward; decoding: forward", *CELLS], lines) + "\n\n" + measured
+    found = returns_rows()[1, "GAE 4096 x 128", 0.01]
+    lines.append(
+        [
+            "generalized advantages, B 4096 T 128, one thread",
+            f"{found['ours']['median_ms']:.3f}",
+            "",
+            f"{found['loop']['median_ms']:.3f}",
+            f"{min(row['ratio'] for name, row in found.items() if name.startswith('TorchRL')):.1f}x (TorchRL)",
+        ]
+    )
+    sources = {"Losses of agents": "loss", "Head and decoding": "heads", "Advantages": "returns"}
+    measured = " ".join(f"{what}: {machine_of(file)}" for what, file in sources.items())
+    return table(["ms, forward + backward; decoding and advantages: forward", *CELLS], lines) + "\n\n" + measured
 
 
 def loss_table() -> str:
@@ -269,8 +280,41 @@ def steps_table() -> str:
     return table(header, lines) + "\n\n" + caption
 
 
-def significant(milliseconds: float) -> str:
-    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
+def significant(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def returns_rows() -> dict[tuple[int, str, float], dict[str, dict[str, Any]]]:
+    """Contestants by threads, size and share of transitions that end."""
+    found: dict[tuple[int, str, float], dict[str, dict[str, Any]]] = {}
+    for row in load("returns")[0]:
+        found.setdefault((row["threads"], row["size"], row["ends"]), {})[row["contestant"]] = row
+    return found
+
+
+def fastest(found: dict[str, dict[str, Any]], start: str) -> dict[str, Any] | None:
+    """The fastest contestant whose name begins so."""
+    rows = [row for name, row in found.items() if name.startswith(start)]
+    return min(rows, key=lambda row: row["median_ms"], default=None)
+
+
+def returns_table() -> str:
+    lines = []
+    for (threads, size, ends), found in returns_rows().items():
+        others = []
+        for start in ("copy", "TorchRL", "loop", "NumPy"):
+            row = fastest(found, start)
+            others.append(f"{significant(row['median_ms'])} ({significant(row['ratio'])}x)" if row else "")
+        with_ends = f", {ends:.0%} of steps terminate, {ends:.0%} are truncated" if ends else ""
+        lines.append([size + with_ends, str(threads), significant(found["ours"]["median_ms"]), *others])
+    header = ["ms", "threads", "ours", "copy of the bytes", "TorchRL's faster form", "Python loop", "NumPy windows"]
+    return table(header, lines) + "\n\n" + machine_of("returns")
+
+
+def machine_of(name: str) -> str:
+    """The machine of a file of results; rows of returns have a number of threads each."""
+    machine = load(name)[1]
+    return machine.replace("2 threads, ", "") if name == "returns" else machine
 
 
 def small(pair: Iterable[float | None]) -> str:
@@ -356,6 +400,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipes, lines": recipes_lines_table,
     "speed": speed_table,
     "steps": steps_table,
+    "returns": returns_table,
     "loss": loss_table,
     "loss, forward": forward_table,
     "loss, variations": variations_table,
