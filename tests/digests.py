@@ -1,6 +1,6 @@
 """Results of the CPU's kernels, which every instruction set must reproduce.
 
-ATEN_CPU_CAPABILITY=default python tests/digests.py FILE      write those of one instruction set to FILE
+ATEN_CPU_CAPABILITY=default python tests/digests.py FILE      write the results of one instruction set to FILE
 """
 
 from __future__ import annotations

@@ -347,7 +347,7 @@ def test_vmap_over_each_argument(function):
     ],
 )
 def test_batched_gradients(function, observations):
-    """The vmap of torch.autograd, which is not that of torch.func."""
+    """torch.autograd has a vmap of its own, which torch.func does not use."""
     data = random_data(5, 3, 5) | {"discount": torch.tensor(0.9).double()}
     data["lambda_"] = data["lambda_"][:, :1]
     if observations:

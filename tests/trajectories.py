@@ -70,8 +70,8 @@ DEFINITIONS = {
 def muzero_row(
     r, nu, length, is_over, steps, n, gamma, to_play=None, horizon=0, root_reward=None, mover=lambda j, i: i, begin=0
 ):
-    """Results of one row by the sums of the page. `mover` and `begin` are for mistakes: the position whose player is
-    compared with that of j, and the count of steps with which a value prefix begins."""
+    """Results of one row by the sums of the page. Tests build mistakes in by `mover`, which gives the position whose
+    player is compared with the player of j, and by `begin`, an offset in the count of a value prefix's steps."""
 
     def sign(j, i):
         return 1.0 if to_play is None or to_play[j] == to_play[min(mover(j, i), len(r))] else -1.0

@@ -1,5 +1,5 @@
-// The vmap of `is_grads_batched` and of torch.autograd.functional's `vectorize`: examples are more rows of one call.
-// That of torch.func has its rule in gradscale_ext/_returns_operator.py.
+// Batching for `is_grads_batched` and for `vectorize` of torch.autograd.functional: the examples become rows of one
+// call. gradscale_ext/_returns_operator.py has the rule for torch.func.vmap.
 #include "returns.h"
 
 #include <ATen/LegacyVmapTransforms.h>

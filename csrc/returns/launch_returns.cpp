@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <type_traits>
 
 namespace gradscale {
@@ -104,9 +105,9 @@ bool goes_by_chunks(const ReturnsCall& call) {
          chunks_of_row(call) <= std::numeric_limits<int32_t>::max() / call.rows;
 }
 
-// Numbers from 2^63 to 1.5 x 2^63 that look random (splitmix64).
+// Random numbers from 2^63 to 1.5 x 2^63 (splitmix64), which differ between processes.
 uint64_t next_launch() {
-  static std::atomic<uint64_t> last{0};
+  static std::atomic<uint64_t> last{std::random_device()() * 0x100000001u};
   uint64_t x = last += 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;

@@ -405,6 +405,7 @@ Tensors muzero_operator(
 
 namespace {
 
+template <class... Numbers>
 Tensors muzero_with_checks(
     const at::Tensor& rewards,
     const at::Tensor& root_values,
@@ -413,11 +414,7 @@ Tensors muzero_with_checks(
     const Optional& to_play,
     const Optional& root_reward,
     const Optional& discounts,
-    double discount,
-    c10::SymInt num_unroll_steps,
-    c10::SymInt td_steps,
-    c10::SymInt prefix_horizon,
-    bool batch_first) {
+    Numbers... numbers) {
   check_constant("muzero_targets", "rewards", rewards);
   check_constant("muzero_targets", "root_values", root_values);
   check_constant("muzero_targets", "root_reward", root_reward.value_or(at::Tensor()));
@@ -426,19 +423,7 @@ Tensors muzero_with_checks(
                              .findSchemaOrThrow("gradscale_ext::muzero_targets", "")
                              .typed<decltype(muzero_operator)>();
   at::AutoDispatchBelowADInplaceOrView guard;
-  return op.call(
-      rewards,
-      root_values,
-      lengths,
-      terminated,
-      to_play,
-      root_reward,
-      discounts,
-      discount,
-      std::move(num_unroll_steps),
-      std::move(td_steps),
-      std::move(prefix_horizon),
-      batch_first);
+  return op.call(rewards, root_values, lengths, terminated, to_play, root_reward, discounts, std::move(numbers)...);
 }
 
 } // namespace
@@ -461,7 +446,7 @@ TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
 TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
   m.impl("returns", function<recorded>);
   m.impl("returns_adjoint", adjoint<recorded>);
-  m.impl("muzero_targets", muzero_with_checks);
+  m.impl("muzero_targets", muzero_with_checks<double, c10::SymInt, c10::SymInt, c10::SymInt, bool>);
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Batched, m) {

@@ -47,7 +47,8 @@ GRADSCALE_DEVICE A walk_lanes(const Map<A>& map, A carry, int lane) {
   return checked_lanes<F>(a + b * carry, map, carry, lane);
 }
 
-// The warps of a block take turns: y before this thread's steps, and after those of the last warp.
+// The warps of a block apply their maps one after the other. `before` is y before this thread's steps, and `last` is y
+// after the steps of the last warp.
 template <class A, int count>
 GRADSCALE_DEVICE void walk_warps(const Map<A> (&maps)[count], A* shared, A carry, A& before, A& last) {
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = static_cast<int>(threadIdx.x) % kWarpSize;

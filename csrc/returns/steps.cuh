@@ -10,9 +10,9 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kWarpSize = 32;
 constexpr int kWarps = kThreads / kWarpSize;
 
-// How a call's tensors are stored. `runs`: numbers of the kernel's type, and flags, whose steps are neighbours.
-// `columns`: the same whose steps are all as far apart as those of the first output. `any`: numbers of any type and
-// strides.
+// How a call's tensors are stored. `runs`: numbers have the kernel's type, and the stride between steps is 1.
+// `columns`: numbers have the kernel's type, and the stride between steps is that of the first output. `any`: any types
+// and strides.
 enum class Layout { any, runs, columns };
 
 // Tensors that a call has, as bits; others are constants.
