@@ -313,13 +313,14 @@ def house() -> Figure:
     figure, axes = plt.subplots(figsize=(8.4, 4.6))
     empty(axes, 9.0, 5.0)
     rows = [
-        (4.5, [("flow.py", BLUE), ("loss.py, heads.py, support.py", BLUE), ("tensors.py, monitor/", BLUE)]),
+        (4.7, [("flow.py", BLUE), ("loss/, heads.py, support.py", BLUE), ("returns.py", BLUE)]),
+        (4.15, [("statistics/", BLUE), ("monitor/", BLUE), ("diagnosis/", BLUE)]),
         (
-            3.6,
+            3.4,
             [("reference/: all of it in plain PyTorch", GOLD), ("_context.py: which context is this call in?", GREY)],
         ),
         (2.7, [("csrc/module.cpp: the front door of the C++ side", GREY)]),
-        (1.8, [("csrc/flow/", GREEN), ("csrc/loss/", GREEN), ("csrc/tensors/", GREEN)]),
+        (1.8, [(f"csrc/{name}/", GREEN) for name in ("flow", "loss", "returns", "tensors")]),
         (1.1, [("csrc/host/: PyTorch's autograd, devices, CUDA's driver", GREY)]),
         (0.4, [("csrc/math/: formulas, CPU and GPU alike", RED), ("csrc/port/: one source, two compilers", GREY)]),
     ]

@@ -4,6 +4,9 @@ __version__ = "0.2.0"  # first, for the report on an extension that cannot be lo
 
 from . import reference
 from ._trajectories import GeneralizedAdvantages, MuZeroTargets, VTrace
+from .diagnosis.diagnosis import diagnose_gradients
+from .diagnosis.report import Finding, GradientDiagnosis
+from .diagnosis.tracer import GradientTracer
 from .flow import (
     ClipGradientNorm,
     ClipGradientValue,
@@ -26,16 +29,13 @@ from .heads import (
     SoftCrossEntropy,
     TwoHot,
 )
-from .loss import MultiStepLoss, multi_step_loss, priorities, reduce_multi_step
-from .monitor.diagnosis import diagnose_gradients
+from .loss.multi_step import MultiStepLoss, multi_step_loss, priorities, reduce_multi_step
+from .loss.output import MultiStepLossOutput
 from .monitor.monitor import GradientMonitor
-from .monitor.report import Finding, GradientDiagnosis
-from .monitor.statistics import GradientStatistics, clip_gradients_, gradient_statistics
-from .monitor.tracer import GradientTracer
-from .output import MultiStepLossOutput
 from .returns import generalized_advantages, lambda_returns, muzero_targets, n_step_returns, retrace, vtrace
+from .statistics.gradients import GradientStatistics, clip_gradients_, gradient_statistics
+from .statistics.l2 import l2_loss
 from .support import Support
-from .tensors import l2_loss
 from .transforms import signed_hyperbolic, signed_parabolic, symexp, symlog
 from .unroll import unroll
 

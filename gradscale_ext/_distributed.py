@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.torch_version import TorchVersion
 
-from .output import MultiStepLossOutput
+from .loss.output import MultiStepLossOutput
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import _kernels, _report
+from . import _kernels
 from ._remedies import INSTALL
 
 REBUILD = f"Compile it again, in a checkout of gradscale_ext: `{INSTALL} --force-reinstall --no-deps .`"
@@ -54,8 +54,10 @@ try:
     if _release(_C.torch_version) != _release(torch.__version__):
         raise ImportError("its symbols resolve, but its data structures may differ")
 except ImportError as error:
-    if _report.is_running():
-        raise SystemExit(_report.without_extension(str(_explain(error)))) from None
+    from .cli import report
+
+    if report.is_running():
+        raise SystemExit(report.without_extension(str(_explain(error)))) from None
     raise _explain(error) from error
 
 

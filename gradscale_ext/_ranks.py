@@ -12,8 +12,8 @@ import torch
 from . import _context
 
 if TYPE_CHECKING:
-    from ._options import Options
-    from ._validate import Call
+    from .loss.options import Options
+    from .loss.validate import Call
 
 
 #: What PyTorch's backends say when another rank closes its connections, ends, or lets this one wait too long.

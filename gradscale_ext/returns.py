@@ -14,14 +14,7 @@ import torch
 from . import _context
 from ._native import _C
 from ._returns_operator import FUNCTIONS, run, run_muzero
-from ._trajectories import (
-    Discount,
-    GeneralizedAdvantages,
-    MuZeroTargets,
-    VTrace,
-    check_trajectories,
-    check_window,
-)
+from ._trajectories import Discount, GeneralizedAdvantages, MuZeroTargets, VTrace, check_trajectories, check_window
 
 Tensor = torch.Tensor
 

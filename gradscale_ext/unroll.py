@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from . import _context, _remedies
-from ._validate import is_mapping
 from .flow import scale_gradient
+from .loss.validate import is_mapping
 
 Outputs = Mapping[str, torch.Tensor]
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import gradscale_ext as gs
-from gradscale_ext import _kernels, _precompile
+from gradscale_ext import _kernels
 from gradscale_ext._native import _C
+from gradscale_ext.cli import compile as precompile
 
 FILE, NAME = "flow/elementwise.cuh", "elementwise_dense<float, Clamp<float>>"
 DRIVER = Path(sys.prefix) / "driver.so"
@@ -235,7 +236,7 @@ def test_processes_share_a_folder(cache):
 def test_calls_tell_their_kernels():
     x, y = torch.zeros(8, requires_grad=True), torch.ones(8)
     call = lambda: gs.clip_gradient_value(x, -0.5, 0.5).backward(y)
-    assert _precompile.kernels_of([call, call]) == [(FILE, NAME)]
+    assert precompile.kernels_of([call, call]) == [(FILE, NAME)]
     x.grad = None
     call()
     assert x.grad.tolist() == [0.5] * 8  # computed, and not only told
@@ -243,14 +244,14 @@ def test_calls_tell_their_kernels():
 
 @pytest.mark.parametrize("into", [False, pytest.param(True, marks=pytest.mark.any_version)])
 def test_command(cache, tmp_path, into, capsys, monkeypatch):
-    monkeypatch.setattr(_precompile, "loss_calls", lambda dtype, actions: [])
+    monkeypatch.setattr(precompile, "loss_calls", lambda dtype, actions: [])
     if into:
-        monkeypatch.setattr(_precompile, "other_calls", lambda dtype: [clipped])
+        monkeypatch.setattr(precompile, "other_calls", lambda dtype: [clipped])
     for home in ("HOME", "USERPROFILE"):
         monkeypatch.setenv(home, str(tmp_path))
     folder = tmp_path / "kernels" if into else cache
     arguments = ["--arch", "sm_80", *(["9.0", "--into=~/kernels"] if into else []), "--dtype", "float32"]
-    assert _precompile.main(arguments) == 0
+    assert precompile.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["gpu", "registers", "shared", "spilled", "seconds", "from", "kernel"]
     assert any(line.startswith("sm_80") and line.endswith("elementwise_dense<float, Clamp<float>>") for line in lines)
@@ -261,7 +262,7 @@ def test_command(cache, tmp_path, into, capsys, monkeypatch):
 def test_command_without_a_gpu_asks_for_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SystemExit, match="there is no GPU here; name the GPUs to compile for, as in --arch 90"):
-        _precompile.main([])
+        precompile.main([])
 
 
 def clipped(size=1000):

@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradscale_ext as gs
-from gradscale_ext.monitor import graph
-from gradscale_ext.monitor.diagnosis import diagnose_gradients
-from gradscale_ext.monitor.tracer import GradientTracer
+from gradscale_ext.diagnosis import graph
+from gradscale_ext.diagnosis.diagnosis import diagnose_gradients
+from gradscale_ext.diagnosis.tracer import GradientTracer
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 ROOT = Path(__file__).parents[1]
@@ -1269,7 +1269,7 @@ PAGE = ROOT / "docs" / "gradients.md"
 
 
 def test_the_page_has_a_section_for_each_code():
-    from gradscale_ext.monitor.report import Code
+    from gradscale_ext.diagnosis.report import Code
 
     headings = set(re.findall(r"^## `(\w+)`", PAGE.read_text(), re.MULTILINE))
     assert headings == set(Code.__args__)

@@ -14,9 +14,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from gradscale_ext.monitor.diagnosis import diagnose_gradients
-from gradscale_ext.monitor.report import GradientDiagnosis
-from gradscale_ext.monitor.tracer import GradientTracer
+from gradscale_ext.diagnosis.diagnosis import diagnose_gradients
+from gradscale_ext.diagnosis.report import GradientDiagnosis
+from gradscale_ext.diagnosis.tracer import GradientTracer
 
 CHECKS: dict[str, Callable[[int], None]] = {}
 

@@ -27,7 +27,8 @@ import uv
 
 import gradscale_ext
 from gradscale_ext import __main__ as environment
-from gradscale_ext import _against_reference, _bench, _kernels, _native, _remedies, _report
+from gradscale_ext import _kernels, _native, _remedies
+from gradscale_ext.cli import bench, check, report
 
 ROOT = Path(__file__).parent.parent
 
@@ -418,39 +419,39 @@ def test_remedy_for_a_missing_compiler(setup, monkeypatch):
 
 def test_verdict_on_the_driver(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert _report.driver_problem(None) is None
-    assert _report.driver_problem("13.2") is None
-    found = _report.driver_problem("12.4")
+    assert report.driver_problem(None) is None
+    assert report.driver_problem("13.2") is None
+    found = report.driver_problem("12.4")
     assert found.startswith("supports CUDA 12.4 at most, but PyTorch")
     assert "is built for CUDA 13.0; update the driver, or install a PyTorch built for CUDA 12" in found
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert _report.driver_problem("12.4") is None
+    assert report.driver_problem("12.4") is None
 
 
 def test_report_on_gpus(monkeypatch, capsys):
-    monkeypatch.setattr(_report, "driver_version", lambda: "13.0")
+    monkeypatch.setattr(report, "driver_version", lambda: "13.0")
     monkeypatch.setattr(environment, "DEVICE_TYPES", ("cpu", "cuda"))
-    monkeypatch.setattr(_report._kernels, "compiler", lambda: SimpleNamespace(version="NVRTC 13.0"))
+    monkeypatch.setattr(report._kernels, "compiler", lambda: SimpleNamespace(version="NVRTC 13.0"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU model {index}")
     checked = []
-    monkeypatch.setattr(_against_reference, "self_check", lambda device: checked.append(device))
-    assert environment.report() == 0
+    monkeypatch.setattr(check, "self_check", lambda device: checked.append(device))
+    assert environment.print_report() == 0
     text = capsys.readouterr().out
     assert "CUDA kernels   compiled by NVRTC 13.0 when they are first needed, and kept in " in text
     assert "GPU 0          GPU model 0, compute capability 8.0: kernels\n" in text
     assert checked == ["cpu", "cuda:0"]
-    monkeypatch.setattr(_report, "driver_version", lambda: "12.2")
-    assert environment.report() == 1
+    monkeypatch.setattr(report, "driver_version", lambda: "12.2")
+    assert environment.print_report() == 1
     assert "NVIDIA driver  supports CUDA 12.2 at most" in capsys.readouterr().out
 
 
 def test_report_without_a_compiler(monkeypatch, capsys):
-    monkeypatch.setattr(_report._kernels, "compiler", lambda: None)
+    monkeypatch.setattr(report._kernels, "compiler", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert environment.report() == 0
+    assert environment.print_report() == 0
     text = capsys.readouterr().out
     assert (
         'none: there is no compiler for them; install NVRTC with `python -m pip install "cuda-bindings==13.*"' in text
@@ -465,16 +466,16 @@ def test_driver_version(monkeypatch):
 
         return SimpleNamespace(cuDriverGetVersion=ask)
 
-    monkeypatch.setattr(_report.ctypes, "CDLL", driver)
-    assert _report.driver_version() == "12.4"
-    monkeypatch.setattr(_report.ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=lambda pointer: 3))
-    assert _report.driver_version() is None
+    monkeypatch.setattr(report.ctypes, "CDLL", driver)
+    assert report.driver_version() == "12.4"
+    monkeypatch.setattr(report.ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=lambda pointer: 3))
+    assert report.driver_version() is None
 
     def missing(name):
         raise OSError(name)
 
-    monkeypatch.setattr(_report.ctypes, "CDLL", missing)
-    assert _report.driver_version() is None
+    monkeypatch.setattr(report.ctypes, "CDLL", missing)
+    assert report.driver_version() is None
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -545,7 +546,7 @@ def test_bench(monkeypatch, capsys):
     assert (status, found["bins"]) == (0, 21)
     times = found["milliseconds"]
     assert all({"fused", "eager"} == ways.keys() and min(ways.values()) > 0 for ways in times.values())
-    monkeypatch.setattr(_bench.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     _, text = run_main(monkeypatch, capsys, "bench", "--device", "cpu", *sizes)
     assert [line for line in text.splitlines() if not line.startswith("  ")] == list(times)
 
@@ -555,7 +556,7 @@ def test_bench_compares_like_with_like():
     options = argparse.Namespace(
         batch=3, unroll=2, bins=21, actions=4, device="cpu", dtype="float32", no_compile=True, seconds=0
     )
-    loss = _bench.works(options)["loss, forward and backward"]
+    loss = bench.works(options)["loss, forward and backward"]
     for fused, eager in zip(loss["fused"](), loss["eager"](), strict=True):
         torch.testing.assert_close(fused, eager)
 

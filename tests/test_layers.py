@@ -82,6 +82,16 @@ def test_imports_make_no_circle():
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
+def test_what_is_built_on_the_rest():
+    """Nothing else imports monitor, diagnosis and cli; `_native` makes a report where the extension cannot be loaded."""
+    for module in MODULES:
+        for folder in ("monitor", "diagnosis", "cli"):
+            prefix = f"gradscale_ext.{folder}."
+            found = {name for name in imports(module) if name.startswith(prefix)}
+            if not module.startswith(prefix) and module != "gradscale_ext":
+                assert found <= ({"gradscale_ext.cli.report"} if module == "gradscale_ext._native" else set()), module
+
+
 def test_the_reference_uses_nothing_compiled():
     seen, left = set(), {module for module in MODULES if module.startswith("gradscale_ext.reference")}
     while left:

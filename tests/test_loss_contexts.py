@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import gradscale_ext as gs
-from gradscale_ext._options import Options
+from gradscale_ext.loss.options import Options
 
 pytestmark = pytest.mark.untraced
 

@@ -11,7 +11,7 @@ import torch
 
 import gradscale_ext as gs
 from gradscale_ext import reference
-from gradscale_ext.monitor import statistics as module
+from gradscale_ext.statistics import gradients as module
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NORMS = (1.0, 2.0, 3.14, math.inf)

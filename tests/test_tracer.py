@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradscale_ext as gs
-from gradscale_ext.monitor.diagnosis import diagnose_gradients
-from gradscale_ext.monitor.tracer import GradientTracer
+from gradscale_ext.diagnosis.diagnosis import diagnose_gradients
+from gradscale_ext.diagnosis.tracer import GradientTracer
 
 
 def attention():

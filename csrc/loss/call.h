@@ -34,7 +34,7 @@ struct StepNumbers {
   at::Tensor tensor;
 };
 
-// The options of a call, in the order of `Options` in gradscale_ext/_options.py. Masks come by head, [B, T] ([T, B]
+// The options of a call, in the order of `Options` in gradscale_ext/loss/options.py. Masks come by head, [B, T] ([T, B]
 // without batch_first); undefined: nothing is masked. num_entries: float64 [heads], what "mean" and "valid_mean" divide
 // by if it is not counted in this batch alone.
 // clang-format off

@@ -25,7 +25,7 @@ struct Plan {
 std::shared_ptr<Plan> make_plan(
     py::dict heads, const std::vector<std::string>& names, const std::vector<double>& numbers, bool keeps_memory);
 
-// Computes the loss; `options` is an `Options` of gradscale_ext/_options.py, whose order
+// Computes the loss; `options` is an `Options` of gradscale_ext/loss/options.py, whose order
 // tests/test_loss_contexts.py compares with ours. Returns the fields of `MultiStepLossOutput` by name, or None if the
 // fused kernels do not accept the call: an argument is wrong, for which Python then has the words, or a tensor is of
 // another kind (subclass, transform, device), for which Python has another path.

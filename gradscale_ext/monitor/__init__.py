@@ -1,1 +1,1 @@
-"""Seeing gradients: statistics, clipping, monitoring, and why there is none."""
+"""Charts of gradients over time."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .statistics import gradient_statistics
+from ..statistics.gradients import gradient_statistics
 
 
 class CallHook:

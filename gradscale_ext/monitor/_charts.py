@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ..statistics.gradients import BIN_EDGES, GradientStatistics
 from ._clippings import select_columns
-from .statistics import BIN_EDGES, GradientStatistics
 
 # Charts allow no infinite edge, so their outer bins are as wide as the others.
 FINITE_EDGES = (BIN_EDGES[1] - 1, *BIN_EDGES[1:-1], BIN_EDGES[-2] + 1)

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from ._shards import local_part
-from .statistics import GradientStatistics
+from ..statistics.gradients import GradientStatistics
+from ..statistics.shards import local_part
 
 Clipped = tuple[int, torch.Tensor, "weakref.ref[torch.Tensor] | None", int]
 """Column in the statistics, parameter, its gradient tensor, and that tensor's version counter."""

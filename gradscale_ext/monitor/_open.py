@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import _context
-from .statistics import GradientStatistics, gradient_statistics, listeners
+from ..statistics.gradients import GradientStatistics, gradient_statistics, listeners
 
 
 class Monitor(Protocol):

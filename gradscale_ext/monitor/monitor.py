@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from .._native import _C
+from ..statistics.gradients import GradientStatistics, gradient_statistics
+from ..statistics.shards import local_part
 from . import _open
 from ._activations import CallHook, Calls
 from ._charts import Charts, Layout, Record, Selection, public_name
 from ._clippings import Clipping, statistics_before, still_valid
 from ._runs import adapted, can_write
-from ._shards import local_part
 from ._tensorboard import write
-from .statistics import GradientStatistics, gradient_statistics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 from .._distributed import by_whole, mesh_of
-from .._options import Entries, Options, turned_around
 from .._ranks import options_for_all_ranks
-from .._validate import Call, as_dict, validate
 from ..heads import (
     BinaryCrossEntropy,
     Head,
@@ -23,7 +21,9 @@ from ..heads import (
     SoftCrossEntropy,
     TwoHot,
 )
-from ..output import MultiStepLossOutput
+from ..loss.options import Entries, Options, turned_around
+from ..loss.output import MultiStepLossOutput
+from ..loss.validate import Call, as_dict, validate
 from ..transforms import transform
 from .flow import scale_gradient
 from .supports import decode, hl_gauss, two_hot

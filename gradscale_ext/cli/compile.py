@@ -18,8 +18,8 @@ import torch
 
 import gradscale_ext as gs
 
-from . import _kernels
-from ._native import _C
+from .. import _kernels
+from .._native import _C
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 BATCH = 256

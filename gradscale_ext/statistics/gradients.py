@@ -13,7 +13,7 @@ from .. import _context, reference
 from .._native import _C, DEVICE_TYPES, is_ordinary
 from .._ranks import group_of
 from .._table import fitted, html_table, shortened_name, table
-from ._shards import local_part, merged_over_groups
+from .shards import local_part, merged_over_groups
 
 Gradients = Sequence[torch.Tensor | None]
 Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]

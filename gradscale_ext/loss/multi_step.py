@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import _check, _context, _distributed, _remedies, reference
-from ._loss_operator import call_operator
-from ._native import _C, DEVICE_TYPES
-from ._options import Entries, Nonfinite, Options, Reduction, StepNumbers, turned_around, unroll_scale
-from ._ranks import options_for_all_ranks
-from ._validate import as_dict, check_choice, check_heads, is_mapping, validate
-from .heads import Head, PerStepLoss, SoftCrossEntropy, TwoHot, record_of
+from .. import _context, _distributed, _remedies, reference
+from .._native import _C, DEVICE_TYPES
+from .._ranks import options_for_all_ranks
+from ..heads import Head, PerStepLoss, SoftCrossEntropy, TwoHot, record_of
+from ..support import Support
+from .operator import call_operator
+from .options import Entries, Nonfinite, Options, Reduction, StepNumbers, turned_around, unroll_scale
 from .output import MultiStepLossOutput
-from .support import Support
+from .validate import as_dict, check_choice, check_heads, is_mapping, validate
+from .values import check_values
 
 Implementation = Literal["auto", "fused", "reference"]
 _IMPLEMENTATIONS = get_args(Implementation)
@@ -173,7 +174,7 @@ def _run(
 
         return _distributed.by_whole(call_with, predictions, targets, options)  # type: ignore[no-any-return]
     if check:
-        _check.check_values(heads, predictions, targets, options)
+        check_values(heads, predictions, targets, options)
     if process_group is not None or normalize_importance_weights:
         call = validate(heads, predictions, targets, options)
         options = options_for_all_ranks(call, process_group, normalize_importance_weights)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from ._fsdp import sharded_parameters
+from .fsdp import sharded_parameters
 from .graph import NOTHING, Step, amount, gradient_function, gradients, leaves, operation, walk
 from .report import Code, Finding, GradientDiagnosis, finding_of, shortened
 from .tracer import Cut, GradientTracer, Location

@@ -149,8 +149,7 @@ class GradientTracer(TorchFunctionMode):
     >>> layer = torch.nn.Linear(2, 1)
     >>> with GradientTracer() as tracer:
     ...     loss = layer(torch.ones(1, 2)).detach().sum()
-    >>> from gradscale_ext.monitor.diagnosis import diagnose_gradients
-    >>> diagnosis = diagnose_gradients(loss, layer, tracer=tracer)
+    >>> diagnosis = gs.diagnose_gradients(loss, layer, tracer=tracer)
     >>> diagnosis.findings[0].code, diagnosis.findings[0].source
     ('detached', 'loss = layer(torch.ones(1, 2)).detach().sum()')
     """

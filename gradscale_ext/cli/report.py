@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from . import _kernels
+from .. import _kernels
 
 Facts = dict[str, str]
 
@@ -75,7 +75,7 @@ def facts() -> Facts:
     variables = sorted(name for name in os.environ if name.startswith("GRADSCALE_") or name in VARIABLES)
     return {
         "gradscale_ext": str(importlib.import_module("gradscale_ext").__version__),
-        "lies in": str(Path(__file__).parent),
+        "lies in": str(Path(__file__).parent.parent),
         "python": f"{platform.python_version()} on {platform.platform()}",
         "torch": torch.__version__,
         "compiled": compiled_with(),

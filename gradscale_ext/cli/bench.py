@@ -14,7 +14,7 @@ import torch
 
 import gradscale_ext as gs
 
-from . import reference
+from .. import reference
 
 Results = dict[str, dict[str, float]]
 Work = Callable[[], object]

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from . import _context, reference
-from ._native import _C
+from .. import _context, reference
+from .._native import _C
 
 
 def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float = 1.0) -> torch.Tensor:

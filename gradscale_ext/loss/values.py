@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from . import _context
-from ._options import Entries, Options
-from ._validate import Call, validate
-from .heads import BinaryCrossEntropy, Head, SoftCrossEntropy
+from .. import _context
+from ..heads import BinaryCrossEntropy, Head, SoftCrossEntropy
+from .options import Entries, Options
+from .validate import Call, validate
 
 
 def check_values(

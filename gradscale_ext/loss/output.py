@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ._table import fitted, html_table, table
+from .._table import fitted, html_table, table
 
 
 @dataclass(slots=True, repr=False)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ._native import _C  # registers the operator
-from ._options import Entries, Options, turned_around
-from ._validate import Call
-from .heads import DETAILS, record_of
+from .._native import _C  # registers the operator
+from ..heads import DETAILS, record_of
+from .options import Entries, Options, turned_around
 from .output import MultiStepLossOutput
+from .validate import Call
 
 #: Counts that stand for one stacked tensor, and for no tensors.
 _STACKED, _NONE = 0, -1

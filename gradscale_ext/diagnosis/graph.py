@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import Node
 
 from .._distributed import whole
-from ._fsdp import Sharded
+from .fsdp import Sharded
 
 #: Name of the nodes of `torch.utils.checkpoint.CheckpointFunction` and of its copies in other libraries.
 _REENTRANT = "CheckpointFunctionBackward"

@@ -8,9 +8,9 @@ from typing import Any, get_args
 
 import torch
 
-from . import _context, _remedies
-from ._options import Entries, Nonfinite, Options, Reduction, StepNumbers, turned_around, unroll_scale
-from .heads import Form, Head
+from .. import _context, _remedies
+from ..heads import Form, Head
+from .options import Entries, Nonfinite, Options, Reduction, StepNumbers, turned_around, unroll_scale
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -14,9 +14,10 @@ import torch
 
 import gradscale_ext as gs
 
-from . import _report, reference
-from ._native import DEVICE_TYPES
-from ._table import table
+from .. import reference
+from .._native import DEVICE_TYPES
+from .._table import table
+from . import report
 
 STEPS = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -213,6 +214,6 @@ def main(arguments: Sequence[str]) -> int:
     ]
     print(table(["device", "what", "runs", "difference", "", "us", "us of reference"], cells))
     print(f"\n{len(rows) - len(wrong)} of {len(rows)} within {LIMITS[dtype]:g} of the reference in double precision.")
-    print(f"Kernels take plain tensors on {' and '.join(DEVICE_TYPES)}. CUDA kernels: {_report.kernels_in_words()}.")
+    print(f"Kernels take plain tensors on {' and '.join(DEVICE_TYPES)}. CUDA kernels: {report.kernels_in_words()}.")
     print("By the reference: second derivatives, torch.func, forward mode, subclasses of tensors, other devices.")
     return bool(wrong)

@@ -1,0 +1,1 @@
+"""`python -m gradscale_ext`: the report, and the commands `check`, `bench` and `compile`."""

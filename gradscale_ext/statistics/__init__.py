@@ -1,0 +1,1 @@
+"""How large gradients are: statistics, clipping and norms of many tensors in one pass."""
