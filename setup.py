@@ -204,7 +204,7 @@ def build_command(torch, cpp_extension, compiler):  # type: ignore[no-untyped-de
         def run(self) -> None:
             super().run()
             self._build_py().write_text(
-                '"""Written by setup.py: what the extension beside this file was compiled against."""\n\n'
+                '"""Written by setup.py: what the extension next to this file was compiled against."""\n\n'
                 f"TORCH_VERSION = {str(torch.__version__)!r}\n"
                 f"COMPILER = {compiler!r}\n"
             )

@@ -25,9 +25,9 @@ from typing import Any, Protocol
 from ._remedies import INSTALL
 
 _HERE = Path(__file__).resolve().parent
-#: The C++ sources: part of an installed package, beside it in a checkout.
+#: The C++ sources: inside an installed package, next to the package in a checkout.
 SOURCES = next((path for path in (_HERE / "csrc", _HERE.parent / "csrc") if path.is_dir()), _HERE / "csrc")
-#: Of NVRTC; nvcc takes the first, and has host functions beside.
+#: Options of NVRTC. nvcc accepts the first, and compiles host functions too.
 OPTIONS = ("--std=c++17", "-default-device")
 #: Images that were compiled when the package was installed.
 PACKAGED = _HERE / "kernels"
@@ -61,7 +61,7 @@ class Compiler(Protocol):
 
 
 class Nvrtc:
-    """NVIDIA's compiler as a library, with options beside those that every kernel needs."""
+    """NVIDIA's compiler as a library, with options in addition to the ones that every kernel needs."""
 
     def __init__(self, *options: str) -> None:
         from cuda.bindings import nvrtc
@@ -135,7 +135,7 @@ class Nvcc:
             kind = ["-cubin", "-Xptxas", "-v"] if target.startswith("sm_") else ["-ptx"]
             log = self._run(*kind, OPTIONS[0], f"-arch={target}", f"-I{SOURCES}", "-o", str(code), str(source))
             binary = code.read_bytes()
-        plain = name.partition("<")[0]  # a file may have other kernels beside
+        plain = name.partition("<")[0]  # a file may have more kernels
         mangled = rf"_ZN9gradscale{len(plain)}{plain}[EI]\w*".encode()
         entry = re.search(rb"\.text\.(" + mangled + rb")\0|\.entry (" + mangled + rb")\(", binary)
         if entry is None:
@@ -229,7 +229,7 @@ def _write(path: Path, image: Image) -> None:
 
 def _compiled(using: Compiler, file: str, name: str, target: str) -> Image:
     code, entry, log = using.compile(file, name, target)
-    own = log[log.find(f"'{entry}'") :]  # a file may have other kernels beside
+    own = log[log.find(f"'{entry}'") :]  # a file may have more kernels
     numbers = {
         what: int(found[1]) if (found := re.search(pattern, own)) else 0
         for what, pattern in (

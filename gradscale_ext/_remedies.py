@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-#: How to install something into this environment; those of uv have no pip. (find_spec("pip") would keep setuptools from
+#: How to install something into this environment; environments of uv have no pip. (find_spec("pip") would keep setuptools from
 #: being imported later.)
 _HAS_PIP = any(os.path.isdir(os.path.join(folder, "pip")) for folder in sys.path)
 INSTALL = "python -m pip install" if _HAS_PIP else "uv pip install"
@@ -119,7 +119,7 @@ def instead_of_count(
     longest: str,
     longest_first_step: int,
 ) -> str:
-    """Remedy for a number of entries that should be that of the head `longest`."""
+    """Remedy for a number of entries that differs from the number of the head `longest`."""
     if len(entries) == wanted - 1 and first_step == 0:
         if longest_first_step == 1:
             return f"; leave out the root in head '{longest}', or its first_step"

@@ -1,7 +1,7 @@
 """Gradient-flow operators: identity forward, changed gradient backward.
 
 All of them return `x` itself, as a view: bit for bit, without a copy. `x` is a tensor, or a tuple, list, dict or
-namedtuple of them (the states of an LSTM), and comes back in the same structure; every tensor of it has its own
+namedtuple of them (the states of an LSTM), and the result has the same structure; every tensor has its own
 gradient, and its own norms.
 
 They are registered with PyTorch as its own operations are, so that gradients are changed in eager mode, under
@@ -40,7 +40,7 @@ def scale_gradient(x: Tree, scale: float | torch.Tensor) -> Tree:
     K unrolled steps (Schrittwieser et al. 2020, appendix G), and `scale_gradient` of Sonnet.
 
     Args:
-        x: floating or complex tensor of any shape, or a structure of them. The result is a view of it: no data is
+        x: floating or complex tensor of any shape, or a structure of them. The result is a view of `x`: no data is
             copied. An in-place operation on either of them afterwards, which would lose the scale, raises.
         scale: a real number, or a real tensor that broadcasts to the shape of `x`, on its device (or a scalar on the
             CPU), which is read on that device without a synchronisation and gets no gradient. 1 passes the gradient
@@ -55,7 +55,7 @@ def scale_gradient(x: Tree, scale: float | torch.Tensor) -> Tree:
         ValueError: a tensor `scale` requires grad, does not broadcast to `x`, or is on another device.
 
     In every context (eager, `no_grad`, double backward, `torch.func` transforms, forward-mode AD, `torch.compile`,
-    `torch.export`, checkpointing) value and gradient are those of the formula. When the incoming gradient's memory
+    `torch.export`, checkpointing) value and gradient follow the formula. When the incoming gradient's memory
     belongs to nobody else it is scaled in place.
 
     >>> x = torch.ones(3, requires_grad=True)
@@ -196,7 +196,7 @@ def clip_gradient_value(x: Tree, min: float | torch.Tensor | None, max: float | 
             gradient is NaN); a tensor bound requires grad, or does not broadcast; both bounds are None.
         NotImplementedError: forward-mode differentiation (jvp, jacfwd, hessian, forward_ad).
 
-    The second derivative is that of a clamp: 1 within the bounds and on them, 0 outside.
+    The second derivative is the derivative of a clamp: 1 within the bounds and on them, 0 outside.
 
     >>> x = torch.zeros(3, requires_grad=True)
     >>> clip_gradient_value(x, -1.0, None).backward(torch.tensor([-2.0, 0.5, 3.0]))
@@ -412,7 +412,7 @@ class ClipGradientNorm(_NormOperator):
 
     Backward passes add to `counts`, an int64 buffer on the module's device, without a synchronisation; `seen` and
     `clipped` are its two elements. A norm that is NaN counts as clipped. Where DistributedDataParallel broadcasts
-    buffers, the counts are those of rank 0.
+    buffers, rank 0 provides the counts.
 
     >>> clip = ClipGradientNorm(1.0, batch_dims=1)
     >>> x = torch.zeros(2, 2, requires_grad=True)

@@ -1,6 +1,6 @@
 """The heads of a multi-step loss: what each predicts, and how its loss is computed. Plain data.
 
-All arguments but the support go by keyword, so that no number is taken for another. A prediction or target is given
+All arguments except the support are keyword-only, so that no number is mistaken for another. A prediction or target is given
 per step. `B` is the batch, `S` the bins of a support, `A` the actions, `D` features.
 """
 
@@ -38,7 +38,7 @@ class Head:
 
     Args:
         weight: factor of the head in the loss; finite, at least 0.
-        first_step: 0 when the head predicts at the root too, 1 when its first prediction is that of the first recurrent
+        first_step: 0 when the head predicts at the root too, 1 when it first predicts at the first recurrent
             step (it then has `T - 1` entries).
     """
 
@@ -50,7 +50,7 @@ class Head:
     forms: ClassVar[tuple[Form, ...]] = ()
     """The forms that a prediction and its target may have."""
     detail: ClassVar[Literal["expected", "entropy"] | None] = None
-    """What the output has of the head beside its losses: decoded predictions, where it has a support, or entropies."""
+    """Results of the head in addition to its losses: decoded predictions if it has a support, or entropies."""
 
     @property
     def decodes(self) -> bool:

@@ -323,7 +323,7 @@ def retrace(
     Raises:
         TypeError, ValueError: as `lambda_returns`.
 
-    c is that of the next transition, aligned with q_{t+1}, as in rlax; V-trace has c_t.
+    c belongs to the next transition, aligned with q_{t+1}, as in rlax; V-trace has c_t.
 
     >>> zeros, ratios = torch.zeros(1, 2), torch.tensor([[9.0, 0.5]])
     >>> retrace(torch.ones(1, 2), zeros, zeros, ratios=ratios, discount=1.0)

@@ -96,7 +96,7 @@ def symlog(x: torch.Tensor) -> torch.Tensor:
     tensor([-100.0000,    0.0000,    0.5000])
     """
     y = _in_float32(x)
-    magnitude = torch.where(y < 0, -y, y)  # |y| with a derivative of 1 at 0, where that of abs is 0
+    magnitude = torch.where(y < 0, -y, y)  # |y| with a derivative of 1 at 0, where the derivative of abs is 0
     result = magnitude.log1p()
     return torch.where(y < 0, -result, result).to(x.dtype)
 

@@ -13,13 +13,13 @@ namespace gradscale {
 
 namespace {
 
-// The derivative of a bound is 0; that of an element within the bounds, or on one, is 1.
+// The derivative with respect to a bound is 0; with respect to an element within the bounds, or on one, it is 1.
 at::Tensor clamped(at::Tensor gradient, const Value& lowest, const Value& highest) {
   if (const auto clamped = elementwise(ElementFunction::clamp, gradient, {lowest, highest})) {
     return *clamped;
   }
-  const at::Tensor min = value_beside(gradient, lowest);
-  const at::Tensor max = value_beside(gradient, highest);
+  const at::Tensor min = value_like(gradient, lowest);
+  const at::Tensor max = value_like(gradient, highest);
   const at::Tensor wide = gradient.to(min.scalar_type());
   const at::Tensor clamped = at::where(wide.lt(min), min, at::where(wide.gt(max), max, wide));
   const double nan = std::numeric_limits<double>::quiet_NaN();

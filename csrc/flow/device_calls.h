@@ -23,9 +23,9 @@ struct ElementwiseCall {
   bool is_double[kMaxOperands]; // the argument is one double, whatever the type of sums
 };
 
-constexpr int64_t kElementsOfBlock = 4096; // where all lie one after the other: two or four windows a thread
+constexpr int64_t kElementsOfBlock = 4096; // of contiguous tensors: two or four windows a thread
 
-// Groups of elements that lie one after the other, rescaled by their norms. Complex ones are pairs, for p = 2.
+// Groups of contiguous elements, rescaled by their norms. Complex ones are pairs, for p = 2.
 struct RescaleCall {
   const void* from;
   void* to; // may be `from`
@@ -43,7 +43,7 @@ struct RescaleCall {
 
 constexpr int64_t kShortGroup = 8192; // elements; the groups that are worked on at a time fit the cache
 
-// A group has so few chunks that reading their sums takes little time beside reading the elements.
+// A group has so few chunks that reading their sums takes little time compared with reading the elements.
 struct Chunks {
   int64_t size;
   int64_t count;

@@ -79,7 +79,7 @@ std::optional<at::Tensor> elementwise(
     const at::Tensor* tensor = std::get_if<at::Tensor>(&arguments[k]);
     const bool is_read_there = on_device && tensor != nullptr && tensor->dim() == 0 &&
                                tensor->scalar_type() == at::kDouble && tensor->device() == gradient.device();
-    tensors.push_back(is_read_there ? *tensor : value_beside(gradient, arguments[k]));
+    tensors.push_back(is_read_there ? *tensor : value_like(gradient, arguments[k]));
     places.push_back(static_cast<int>(2 + k));
     if (!fused(gradient, {tensors.back()})) {
       return std::nullopt;

@@ -1,4 +1,4 @@
-// out = function(gradient, arguments ...) for every element. Where all lie one after the other, or are the same for
+// out = function(gradient, arguments ...) for every element. Where all are contiguous, or are the same for
 // all, a thread has the elements of a window of 16 bytes: the gradient is read once and the result written once.
 // Arguments that broadcast in another way are found element by element.
 #pragma once

@@ -1,5 +1,5 @@
-// The gradient-flow operators: identity forward without a copy, changed gradient backward. Each stands in the file of
-// its name; reverse_gradient stands with scale_gradient.
+// The gradient-flow operators: identity forward without a copy, changed gradient backward. Each is in the file of
+// its name; reverse_gradient is in the file of scale_gradient.
 #pragma once
 
 #include "group_norm.h"

@@ -281,7 +281,7 @@ ScaledNorms norms_by_operations(
 
 at::Tensor rescaled_by_operations(
     const at::Tensor& incoming, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
-  // A dimension of 1 stands for the elements of a group where it is a single one.
+  // A group of one dimension of size 1 has a single element.
   const bool single = groups.batch_dims == incoming.dim();
   const at::Tensor gradient = single ? incoming.unsqueeze(-1) : incoming;
   std::vector<int64_t> inner;
@@ -301,7 +301,7 @@ at::Tensor rescaled_by_operations(
     elements = at::zeros_symint(sizes, wide.options());
   }
   const auto [norm, scale] = norms_by_operations(elements, pairs, inner, groups);
-  at::Tensor bound = value_beside(gradient, limit);
+  at::Tensor bound = value_like(gradient, limit);
   for (size_t d = 0; bound.dim() > 0 && d < inner.size(); ++d) {
     bound = bound.unsqueeze(-1);
   }
@@ -360,7 +360,7 @@ at::Tensor rescaled(
   }
   const at::Tensor* tensor = std::get_if<at::Tensor>(&limit);
   const bool is_read_anywhere = tensor == nullptr || (is_cpu_scalar(*tensor) && ordinary_tensor(*tensor));
-  // Only squares of the parts of complex numbers add up to those of the whole.
+  // Only squares of the parts of complex numbers add up to the squares of their magnitudes.
   const bool parts = gradient.is_complex() && groups.p != 2 && runs_kernels(gradient.device());
   if (groups.process_group.empty() && !parts && fused(gradient, {is_read_anywhere ? at::Tensor() : *tensor, counts})) {
     return rescaled_in_two_passes(std::move(gradient), limit, groups, rule, counts);

@@ -11,7 +11,7 @@
 // rescale_chunks    then one block for each chunk takes the sums of all chunks of its group together, in their order,
 //                   and reads and writes its own. Bytes: twice read, once written.
 //
-// Sums are taken in double, as on the CPU, but for squares of narrower elements (math/windows.cuh).
+// Sums are taken in double, as on the CPU, except squares of narrower elements (math/windows.cuh).
 #pragma once
 
 #include "../math/norms.cuh"

@@ -190,7 +190,7 @@ class OperatorBackward : public BackwardNode {
   bool released_ = false;
 };
 
-// Returns x, with the operator between its gradient and that of the result.
+// Returns x, with the operator between its gradient and the gradient of the result.
 template <class Operator>
 at::Tensor apply_operator(const at::Tensor& x, Operator op) {
   check_differentiable(Operator::kName, x);

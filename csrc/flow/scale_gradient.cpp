@@ -45,7 +45,7 @@ at::Tensor scaled(at::Tensor gradient, const at::Tensor& scale, double sign) {
   const bool pairs = gradient.is_complex();
   const at::Tensor numbers = pairs ? at::view_as_real(gradient.resolve_conj()) : gradient;
   // A scale with dimensions takes part in type promotion: half gradients are multiplied in float, and rounded once.
-  at::Tensor factor = value_beside(gradient, scale);
+  at::Tensor factor = value_like(gradient, scale);
   if (factor.dim() == 0 && gradient.dim() > 0) {
     factor = factor.unsqueeze(0);
   }

@@ -39,8 +39,8 @@ inline bool is_cpu_scalar(const at::Tensor& tensor) {
   return tensor.dim() == 0 && tensor.is_cpu();
 }
 
-// The value as a tensor beside the gradient, in the type that the gradient is computed in.
-inline at::Tensor value_beside(const at::Tensor& gradient, const Value& value) {
+// The value as a tensor on the gradient's device, in the type that the gradient is computed in.
+inline at::Tensor value_like(const at::Tensor& gradient, const Value& value) {
   const at::TensorOptions options = gradient.options().dtype(precise_type(gradient.scalar_type()));
   if (const double* number = std::get_if<double>(&value)) {
     // PyTorch refuses a number beyond float, which is infinite in float.

@@ -33,8 +33,8 @@ class OnDevice {
 };
 
 // Allocates memory for a launch, which is given back in the order of the stream.
-inline at::Tensor make_workspace(int64_t bytes, const at::Tensor& beside) {
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(beside.device()));
+inline at::Tensor make_workspace(int64_t bytes, const at::Tensor& like) {
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(like.device()));
 }
 
 } // namespace gradscale

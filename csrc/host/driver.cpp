@@ -90,7 +90,7 @@ int current_device() {
 int attribute(int which, int device) {
   int value = 0;
   const int error = driver().cuDeviceGetAttribute(&value, which, device);
-  TORCH_CHECK(error == 0, "gradscale_ext: the CUDA driver tells nothing of GPU ", device, ": ", driver().error(error));
+  TORCH_CHECK(error == 0, "gradscale_ext: cuDeviceGetAttribute failed for GPU ", device, ": ", driver().error(error));
   return value;
 }
 

@@ -13,7 +13,7 @@ namespace gradscale {
 // run for CUDA tensors.
 void set_kernel_images(std::optional<pybind11::function> image);
 
-// Until the next call without a library, CPU tensors are taken for those of a GPU with this driver, a library that
+// Until the next call without a library, CPU tensors are treated as tensors of a GPU with this driver, a library that
 // stands in for CUDA's.
 void use_driver_for_cpu(const std::optional<std::string>& library);
 

@@ -45,7 +45,7 @@ struct Saved {
   std::shared_ptr<Plan> plan;    // null: a call of the registered operator, whose backward pass can be traced
   std::vector<std::vector<at::ScalarType>> types; // of the predictions by head, without a plan
 
-  // Leaves the types of the predictions, which are all that a traced backward pass needs of the tensors.
+  // Leaves the types of the predictions, which are everything that a traced backward pass needs of the tensors.
   void forget_tensors() {
     Options without_tensors;
     without_tensors.batch_first = call.batch_first;
@@ -97,7 +97,7 @@ autograd::variable_list flat(Gradients gradients) {
   return result;
 }
 
-// grad_output as it multiplies a gradient: itself, or [B] beside the batch dimension.
+// grad_output as it multiplies a gradient: itself, or [B] along the batch dimension.
 at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output, int64_t batch_dim) {
   if (grad_output.dim() == 0) {
     return grad_output;

@@ -1,4 +1,4 @@
-// What a block of loss_rows knows of its rows, whatever kind they are of.
+// What a block of loss_rows stores about its rows, of any kind.
 //
 // A kind of rows is a type that is one of the template arguments of loss_rows, with
 //
@@ -30,7 +30,7 @@ struct BlockOfRows {
   const Head& head;
   const Coefficients& coefficients;
   const Segment& segment;
-  int32_t index; // of the block, among those of the segment
+  int32_t index; // of the block, in the segment
   char* shared;  // the kind's kSharedBytes, at a multiple of 16
 
   GRADSCALE_DEVICE bool is_backward() const {

@@ -113,7 +113,7 @@ struct DecodeBackward : public BackwardNode {
     return saved_logits.unpack();
   }
 
-  // Decodes once more in plain PyTorch, and builds a graph of it where there is to be one.
+  // Decodes once more in plain PyTorch, and builds a graph if the result requires grad.
   at::Tensor by_reference(const at::Tensor& logits, const at::Tensor& grad_output) const {
     py::gil_scoped_acquire gil;
     const py::object support_object = py::reinterpret_borrow<py::object>(python_support->ptr(getPyInterpreter()));

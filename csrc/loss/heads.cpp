@@ -48,7 +48,7 @@ constexpr Number<Support> kNumbersOfSupport[] = {
 #undef GRADSCALE_NUMBER_OF_HEAD
 #undef GRADSCALE_NUMBER
 
-// Sets the number of this name, and tells whether the target has one.
+// Sets the number of this name. Returns true if the target has one.
 template <class Target, size_t size>
 bool set_by_name(const Number<Target> (&numbers)[size], Target& target, const std::string& name, double number) {
   const auto* found = std::find_if(numbers, numbers + size, [&](const auto& known) { return name == known.name; });

@@ -1,4 +1,4 @@
-// The row of each kind of head, for CPU and GPU: the one place that tells the kinds apart.
+// The row of each kind of head, for CPU and GPU: the one place that distinguishes the kinds.
 #pragma once
 
 #include "regression_heads.h"

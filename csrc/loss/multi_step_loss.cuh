@@ -23,7 +23,7 @@ GRADSCALE_DEVICE void run_or_multiply(const BlockOfRows& block) {
   Rows::run(block);
 }
 
-// Runs the kind of rows that stands at `index` among those of the call.
+// Runs the call's kind of rows number `index`.
 template <class First, class... Rest>
 GRADSCALE_DEVICE void run_rows(int32_t index, const BlockOfRows& block) {
   if constexpr (sizeof...(Rest) == 0) {

@@ -3,7 +3,7 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// Reads the target of a row, smoothed. A class that no logit stands for gives a row of NaN.
+// Reads the target of a row, smoothed. A class without a logit gives a row of NaN.
 template <class A>
 void read_target(const Segment& s, int64_t row, A* target) {
   if (s.target.element == Element::int64) {
@@ -84,7 +84,7 @@ void soft_cross_entropy_row(
   write_gradient<G, A>(s.gradient, row, width, [=](auto load) { return (load(values) * factor - load(target)) * c; });
 }
 
-// Not inlined, for loops that share a function with those of other heads get too few registers.
+// Not inlined, because loops that share a function with the loops of other heads get too few registers.
 template <class T, class G, class A>
 [[gnu::noinline]] void soft_cross_entropy_rows(const Segment& s, const Group& group, A* scratch) {
   GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, A maximum, GroupSums<A>& of_rows) {

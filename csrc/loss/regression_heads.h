@@ -4,7 +4,7 @@
 //
 // - terms(x, t): the numbers that an element adds to the sums of its row;
 // - finish(sums, coefficient): the loss of the row;
-// - gradient(x, t): an element of the gradient, but for factor(coefficient), which all elements have.
+// - gradient(x, t): an element of the gradient, without factor(coefficient), which all elements share.
 #pragma once
 
 #include "../math/losses.h"
@@ -78,7 +78,7 @@ struct PerStepLoss : MeanOverElements<A> {
 };
 
 // -x.t / (max(|x|, eps) max(|t|, eps)); gradient of_x x_j + of_t t_j. The sums are x.x, t.t and x.t, of x and t divided
-// by their units: squares of doubles must neither overflow nor underflow, and those of floats do not in double.
+// by their units: squares of doubles must neither overflow nor underflow, and squares of floats do not in double.
 template <class A>
 struct NegativeCosine : MeanOverElements<A> {
   using Sum = double;

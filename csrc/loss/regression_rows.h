@@ -18,7 +18,7 @@ template <class RowHead, class T, class G, class A>
 void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
   const int64_t width = s.width;
   const A* x = widened(row_of<T>(s.prediction, row), width, scratch);
-  A* t = second_row(scratch, width); // becomes the gradient, but for its factor
+  A* t = second_row(scratch, width); // becomes the gradient, without its factor
   widen_row(s.target, row, width, t);
   transform_many(s.head->support, width, t);
   RowHead head{{static_cast<double>(width), s.head}};

@@ -22,7 +22,7 @@ struct GroupSums {
   A correct[kLanes];      // sum_j t_j (x_j - maximum), and what else the loss lacks
 };
 
-// Elements of 16 rows, those of a row in one column.
+// Elements of 16 rows, a column for each row.
 template <class T>
 struct Tile {
   alignas(64) T at[kShortRow][kLanes];

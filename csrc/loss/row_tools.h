@@ -48,7 +48,7 @@ constexpr bool in_lanes = GRADSCALE_AVX512 && std::is_same_v<A, float>;
 template <bool with_moment, class T>
 Softmax<float> exponentials_in_lanes(const T* logits, int64_t width, float maximum, Ahead ahead, float* scratch);
 
-// Memory for a second row, beside the one that the exponentials are left in.
+// Memory for a second row, next to the row of the exponentials.
 template <class A>
 A* second_row(A* scratch, int64_t width) {
   return scratch + padded_width(width) + kLanes;

@@ -133,7 +133,7 @@ void short_categorical_rows(const Segment& s, const Group& group, const Target* 
   write_tile_gradient(s, group, x, target, sums);
 }
 
-// The smoothed targets of the rows of policy_rows.h. A class that no logit stands for gives a row of NaN.
+// The smoothed targets of the rows of policy_rows.h. A class without a logit gives a row of NaN.
 template <class A>
 void read_target_tile(const Segment& s, const Group& group, Tile<A>& target) {
   const int64_t width = s.width;

@@ -88,7 +88,7 @@ GRADSCALE_DEVICE PowerSum power_sum_of_range(const T* from, int32_t size, double
   return scaled ? PowerSum{again, root} : PowerSum{maximum, 1};
 }
 
-// A block takes the sum of a whole from those of its parts.
+// A block adds up the sums of the parts of a whole.
 GRADSCALE_DEVICE PowerSum total_power_sum(const PowerSum* sums, int64_t count, double p, const Group& block) {
   double root = 0;
   for (int64_t i = block.rank; i < count; i += block.size) {

@@ -17,7 +17,7 @@ enum class Rule : int32_t {
   normalize // g * limit / |g|, and zeros stay zeros
 };
 
-// The change of a group: its elements over root^2, times a factor. A root of 0 stands for zeros.
+// The change of a group: its elements over root^2, times a factor. A root of 0 means that all elements are zero.
 struct Scaling {
   double root;
   double factor;
@@ -48,7 +48,7 @@ GRADSCALE_HOST_DEVICE double norm_of(double sum, double p) {
   return p == 1 || std::isinf(p) ? sum : positive_power(sum, 1 / p);
 }
 
-// The norm for p below 1 may be beyond double where its sum of powers is not: then the root is that of the norm.
+// The norm for p below 1 may be beyond double where its sum of powers is not: then `root` is the root of the norm.
 GRADSCALE_HOST_DEVICE PowerSum within_double(PowerSum sum, double p) {
   const double exponent = p < 1 && sum.sum > 0 && !std::isinf(sum.sum) ? std::log2(sum.sum) / p : 0;
   if (std::abs(exponent) < 900) {

@@ -1,4 +1,4 @@
-// Ranges of elements that lie one after the other, and the kernels over them that several families use.
+// Ranges of contiguous elements, and the kernels over them that several families use.
 #pragma once
 
 #include "../port/cpu_kernel.h"

@@ -5,7 +5,7 @@
 
 namespace gradscale {
 
-// Bins of log2 |g|, an octave each; the first has all that is smaller, and the last all that is larger.
+// Bins of log2 |g|, an octave each; the first has everything smaller, and the last everything larger.
 constexpr int kHistogramBins = 64;
 constexpr int kFirstEdge = -40; // log2 of where the second bin begins
 

@@ -68,7 +68,7 @@ struct TwoHotTarget {
   }
 };
 
-// Where y, in transformed coordinates, lies among the bins: 0 is the centre of the first.
+// The position of y, in transformed coordinates, among the bins: 0 is the centre of the first.
 GRADSCALE_HOST_DEVICE double position_among_bins(double y, const Support& support) {
   const double last_bin = support.num_bins - 1;
   return clamp_between((y - support.minimum) * (last_bin / (support.maximum - support.minimum)), 0, last_bin);

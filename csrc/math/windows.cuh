@@ -12,7 +12,7 @@
 namespace gradscale {
 
 // Squares of float whose sum over some windows lies in between are computed in float: none overflows, and what those
-// below 2^-126 lose is nothing beside the sum.
+// below 2^-126 lose is nothing compared with the sum.
 constexpr float kLeastSquares = 0x1p-100f;
 constexpr float kMostSquares = 0x1p120f;
 

@@ -33,7 +33,7 @@
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
-// GCC's own header leaves the unused operand of an intrinsic undefined, and warns of it.
+// GCC's own header leaves the unused operand of an intrinsic undefined, which causes a warning.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif

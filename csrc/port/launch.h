@@ -17,7 +17,7 @@ using Stream = void*; // of CUDA's driver; null: the default stream
 // is made once and lives as long as the program, because it remembers what has been loaded for it.
 class NamedKernel {
  public:
-  static constexpr int kMaxDevices = 128; // PyTorch knows of 120 at most
+  static constexpr int kMaxDevices = 128; // PyTorch supports 120 at most
 
   NamedKernel(const char* file, std::string name) : file_(file), name_(std::move(name)) {
   }

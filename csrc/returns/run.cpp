@@ -101,14 +101,14 @@ bool goes_across(const ReturnsCall& call, bool batch_first) {
   return neighbours || (!batch_first && strides[kStep] != 1);
 }
 
-void run(ReturnsCall& call, const LinearCall& linear, const at::Tensor& beside) {
+void run(ReturnsCall& call, const LinearCall& linear, const at::Tensor& like) {
   if (call.rows == 0 || call.steps == 0) {
     return;
   }
   const bool across = goes_across(call, linear.coefficients.batch_first);
-  if (runs_kernels(beside.device())) {
-    const OnDevice guard(beside.device());
-    const at::Tensor workspace = make_workspace(bytes_for_returns(call), beside);
+  if (runs_kernels(like.device())) {
+    const OnDevice guard(like.device());
+    const at::Tensor workspace = make_workspace(bytes_for_returns(call), like);
     call.workspace = workspace.mutable_data_ptr();
     launch_returns(call, across, guard.stream());
     return;

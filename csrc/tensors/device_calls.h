@@ -6,7 +6,7 @@
 
 namespace gradscale {
 
-// A tensor whose elements lie one after the other.
+// A contiguous tensor.
 struct DeviceRange {
   const void* data;
   void* out; // memory of a result, of the same type

@@ -9,7 +9,7 @@ namespace gradscale {
 // Each lane has counters of its own, in a bank of its own, so that the lanes of a warp never wait for each other,
 // however alike their elements are; warps share them. Counters are whole numbers: the order of additions is nothing.
 struct OctaveCounters {
-  static constexpr int kExponents = 256; // the last one is that of inf and NaN
+  static constexpr int kExponents = 256; // the last one is the exponent of inf and NaN
   static constexpr int kCount = 32 * kExponents;
   static constexpr int32_t kBias = Magnitude<float>::kBias;
 

@@ -6,7 +6,7 @@
 
 namespace gradscale {
 
-// The tensor that this block works on, and its chunk of it.
+// The tensor that this block works on, and the block's chunk.
 struct ChunkOfTensor {
   const RangeEntry& entry;
   int64_t begin;

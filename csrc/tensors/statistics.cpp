@@ -88,14 +88,14 @@ void run(const std::vector<Stored>& parts, double p, const StatisticsOut& out) {
   }
 }
 
-void run_on_device(const std::vector<Stored>& parts, double p, const StatisticsOut& out, const at::Tensor& beside) {
+void run_on_device(const std::vector<Stored>& parts, double p, const StatisticsOut& out, const at::Tensor& like) {
   std::vector<DeviceRange> ranges;
   for (const Range& range : ranges_of(parts)) {
     ranges.push_back({range.data, nullptr, range.size, range.element, parts[ranges.size()].implicit_zeros});
   }
   StatisticsCall call{ranges.data(), p, out, nullptr};
-  const OnDevice on_device(beside.device());
-  const at::Tensor workspace = make_workspace(bytes_for_statistics(call), beside);
+  const OnDevice on_device(like.device());
+  const at::Tensor workspace = make_workspace(bytes_for_statistics(call), like);
   call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
   launch_statistics(call, on_device.stream());
 }

@@ -71,7 +71,7 @@ GRADSCALE_DEVICE void add_finite(
   sum = block.sum(own_sum);
 }
 
-// Takes the sums of this thread's elements one by one, and counts their octaves, those of zeros too.
+// Takes the sums of this thread's elements one by one, and counts their octaves, also of zeros.
 template <class T>
 GRADSCALE_DEVICE ChunkSums
 sums_of_elements(const T* data, int32_t size, double p, const OctaveCounters& octaves, const Group& block) {

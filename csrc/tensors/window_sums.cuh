@@ -17,7 +17,7 @@ struct ChunkSums {
   int32_t infs;
 };
 
-// The smallest and the largest magnitude of windows. NaN is passed over, or stands for some number.
+// The smallest and the largest magnitude of windows. NaN is passed over, or is treated as some number.
 template <class T>
 struct Extremes {
   uint32_t least = 0xffffffffu; // two numbers

@@ -1,4 +1,4 @@
-"""`python -m gradscale_ext bench`: the loss at the user's sizes, beside PyTorch as it is usually written."""
+"""`python -m gradscale_ext bench`: the loss at the user's sizes, compared with PyTorch as it is usually written."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _clipped_by_formula(gradients: Tensors) -> Tensors:
 
 
 def _heads(batch: int) -> Iterator[Case]:
-    """Each head alone, `STEPS` steps of it, with the gradients of its predictions."""
+    """Each head alone, for `STEPS` steps, with the gradients of its predictions."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> Tensors:
@@ -191,7 +191,7 @@ def check(device: str, dtype: torch.dtype, batch: int) -> Iterator[dict[str, Any
 def main(arguments: Sequence[str]) -> int:
     """Compare every operator and head with the reference in double precision; the status is 1 where one differs."""
     parser = argparse.ArgumentParser(prog="python -m gradscale_ext check", description=main.__doc__)
-    parser.add_argument("--device", nargs="+", metavar="cuda:0", help="devices; all that are here, by default")
+    parser.add_argument("--device", nargs="+", metavar="cuda:0", help="devices; default: all")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the numbers (float32)")
     parser.add_argument("--batch", type=int, default=64, help="samples (64)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")

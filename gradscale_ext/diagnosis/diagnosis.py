@@ -194,7 +194,7 @@ class _Diagnosis:
         self.held = None if optimizers is None else {id(p) for p in held}
         self.named = {name: leaf_of.get(id(p), p) for name, p in model.named_parameters()}
         kept = list(_unregistered(model))
-        # Tensors that the user keeps beside the model's parameters may be trained as well.
+        # Tensors other than the model's parameters may be trained as well.
         self.own_leaves = {name: tensor for name, tensor in kept if tensor.is_leaf and tensor.requires_grad}
         self.own_results = {name: tensor for name, tensor in kept if gradient_function(tensor) is not None}
 

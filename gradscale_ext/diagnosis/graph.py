@@ -61,7 +61,7 @@ def walk(root: Node | None, stop: Callable[[Node], bool] = lambda node: False) -
 
 
 def free_without_recursion(nodes: Iterable[Node]) -> None:
-    """Make nodes of a graph of any depth safe to free, whichever tensor of it lives longest."""
+    """Make nodes of a graph of any depth safe to free, whichever of its tensors lives longest."""
     for node in nodes:
         if not is_freed_without_recursion(node):
             metadata(node)[_Behind] = _Behind([following for following, _ in node.next_functions if following])

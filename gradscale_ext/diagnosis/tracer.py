@@ -77,7 +77,7 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A call that gradients do not come back through."""
+    """A call through which no gradient flows back."""
 
     kind: Literal["detached", "no_grad", "integer_dtype"]
     call: str
@@ -138,7 +138,7 @@ class GradientTracer(TorchFunctionMode):
     """Watches a forward pass, so that `diagnose_gradients` can name the call and the line where a graph was cut.
 
     Everything between entering and leaving is watched: every call of PyTorch, with the tensors that it took and gave.
-    It computes nothing and keeps no tensor alive. It can be entered again, one after the other, and then tells of the
+    It computes nothing and keeps no tensor alive. It can be entered again after it was left, and then reports the
     last time. Modules compiled with `torch.compile` run eagerly meanwhile; calls inside `torch.func` transforms are
     left alone. A call takes longer than it does untraced.
 
@@ -162,7 +162,7 @@ class GradientTracer(TorchFunctionMode):
         # The node that made a value keeps its history in its metadata. A value without a node has its history kept
         # with its memory, which its views share.
         self._histories: MutableMapping[torch.UntypedStorage, _History] = WeakIdKeyDictionary()
-        # Values with a node, by their memory: a tensor without one that shares it was made by a call that is not seen.
+        # Values with a node, by their memory: a tensor without a node that shares memory was made by a call that no mode sees.
         self._made: MutableMapping[torch.UntypedStorage, _History] = WeakIdKeyDictionary()
         self._active = False
         self._begin()
@@ -215,7 +215,7 @@ class GradientTracer(TorchFunctionMode):
     def felt_cuts(self, result: torch.Tensor) -> list[Cut]:
         """Cuts that keep gradients from values, although these may get some on other paths.
 
-        Left out are cuts beside which the value itself goes on, as in `x + (x.round() - x).detach()` and
+        Cuts next to which the value itself continues are left out, as in `x + (x.round() - x).detach()` and
         `x / x.norm().detach()`, and those whose result became an index or the outcome of a comparison.
         """
         history = self._history(result)
@@ -268,7 +268,7 @@ class GradientTracer(TorchFunctionMode):
             cut = Cut("detached", name, location)
             self._escapes[cut] = self._escapes.get(cut, 0) | _union([value.live, *value.cuts.values()])
         if value.has_data and (given or name in _ESCAPES):
-            # Writing to a parameter is no use of it.
+            # Writing to a parameter does not use its value.
             read = [t.history for t in taken if not (t.tensor.is_leaf and any(t.tensor is g for g in given))]
             self._used |= _union(leaves for history in read for leaves in (history.live, *history.cuts.values()))
         for tensor in given:
@@ -373,7 +373,7 @@ class GradientTracer(TorchFunctionMode):
         return _History(bit, cuts, outside=history.outside, fresh=fresh)
 
     def _cut_unseen(self, tensor: torch.Tensor, made: _History) -> _History:
-        """History of a tensor that `nn.Parameter(h)` or another call that no mode sees made of a value."""
+        """History of a tensor made of a value by a call that no mode sees, as `nn.Parameter(h)`."""
         call = "nn.Parameter" if isinstance(tensor, torch.nn.Parameter) else "a call that the tracer does not see"
         cut = Cut("detached", call, _users_line())
         return made._replace(live=0, felt=frozenset()) | _History(cuts={cut: made.live}, fresh={cut: _Origin()})

@@ -79,7 +79,7 @@ def multi_step_loss(
         step_weights: T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient.
         step_gradient_scale: the same forms: multiplies the gradient only, as `scale_gradient` on each step's loss does.
             "unroll" is 1 for the root and 1/K after, as in the pseudocode of MuZero (Schrittwieser et al. 2020).
-        importance_weights: `[B]`, those of prioritised replay (Schaul et al. 2016).
+        importance_weights: `[B]`, from prioritised replay (Schaul et al. 2016).
         mask: bool `[B, T]` by absolute step, or a dict of them by head. False: the entry adds exactly nothing to value
             and gradient, also if it is NaN or inf.
         reduction: over the batch: "mean" over B, "sum", "none" (`[B]`), or "valid_mean" (each head's sum over its
@@ -89,7 +89,7 @@ def multi_step_loss(
         process_group: ranks whose batches make up one, for "mean" and "valid_mean": samples or unmasked entries are
             counted over all of them (one all-reduce of a number for each head), and each rank's loss is scaled so that
             the average over the ranks, which DistributedDataParallel and FSDP take of gradients, is the gradient of the
-            mean over all. `head_means` stay those of this rank.
+            mean over all. `head_means` are means over this rank.
         normalize_importance_weights: divide `importance_weights` by the largest of them (Schaul et al. 2016), with a
             process group by that of all ranks.
         batch_first: False: all that has both dimensions is the other way round: stacked predictions and targets are
@@ -97,7 +97,7 @@ def multi_step_loss(
             `[T_h, B]`.
         check: look at the values too, and raise ValueError for what no user can mean: policy targets that are no
             distributions (negative, above 1, or whole numbers that add up to more than 1, as raw visit counts do; a
-            smaller sum is taken for a weight), logits that are probabilities already, entries and weights that are not
+            smaller sum is treated as a weight), logits that are probabilities already, entries and weights that are not
             finite, negative weights, targets of `BinaryCrossEntropy` outside 0..1, classes out of range. Masked
             entries are not looked at. The advantages of a policy gradient, given as targets, are refused too. It waits
             for the device: for the first steps of a training, and for tests. Under torch.compile, torch.export and
@@ -283,7 +283,7 @@ class MultiStepLoss(torch.nn.Module):
         check: bool = False,
         impl: Implementation = "auto",
     ) -> MultiStepLossOutput:
-        """Compute the loss; the arguments are those of `multi_step_loss`."""
+        """Compute the loss; `multi_step_loss` describes the arguments."""
         options = Options(
             step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite, batch_first
         )

@@ -196,7 +196,7 @@ def _entries(what: str, name: str, head: Head, entries: Entries, batch_first: bo
 
 
 def _check_stacked(what: str, name: str, head: Head, entries: torch.Tensor, batch_first: bool) -> None:
-    """Refuse a tensor without a dimension of steps, whose last dimension would be taken for it."""
+    """Refuse a tensor without a dimension of steps, as its last dimension would be treated as one."""
     letters = [form.prediction if what == "prediction" else form.target or () for form in head.forms]
     known = [tuple(_shape(head, of_form, 0)[1:]) for of_form in dict.fromkeys(letters)]
     if all(entries.dim() != 2 + len(shape) for shape in known):

@@ -64,7 +64,7 @@ def parents(path: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of elements whose log2 |g| lies between one edge and the next."""
+    """Counts of elements whose log2 |g| is between one edge and the next."""
 
     counts: list[int]
     edges: list[float]

@@ -98,9 +98,9 @@ listeners.append(_tell_of_our_clipping)
 
 
 def _telling_of_clipping(result_of: Callable[..., torch.Tensor], clip: Any) -> Any:
-    """Wrap a function of PyTorch that clips, so that monitors learn of it when it has succeeded.
+    """Wrap a function of PyTorch that clips, so that monitors record the clipping once it has succeeded.
 
-    What came of it, as in `GradientStatistics.clipping`, is `result_of` the function's arguments.
+    `result_of` gets the clipping's result, as in `GradientStatistics.clipping`, from the function's arguments.
     """
 
     @functools.wraps(clip)
@@ -156,7 +156,7 @@ def _telling_of_steps(step: Any) -> Any:
         finally:
             for monitor in steps_before:
                 monitor._scaler_of_step = None
-        with contextlib.ExitStack() as work:  # from its end; all of it is done, even if a writer raises
+        with contextlib.ExitStack() as work:  # runs from its end, and runs to the end even if a writer raises
             for monitor in steps_before:
                 work.callback(monitor._write_earlier)
             for monitor, steps in steps_before.items():
@@ -179,7 +179,7 @@ def _found_inf(scaler: Any, optimizer: Any) -> torch.Tensor | None:
 
 # ---- Functions of PyTorch that are replaced while monitors are open --------------------------------------------------
 
-# All programs that have `clip_grad_norm_`, by whatever name, come by the part of it that multiplies the gradients.
+# Every program that calls `clip_grad_norm_`, under any name, calls the part that multiplies the gradients.
 _by_norm, _by_value = (
     functools.partial(_telling_of_clipping, result) for result in (_result_of_norm, _result_of_value)
 )

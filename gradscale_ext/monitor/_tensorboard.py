@@ -26,7 +26,7 @@ def write(writer: Any, charts: Charts, prefix: str) -> None:
 
 
 def raw(histogram: Histogram) -> dict[str, Any]:
-    """Arguments of `add_histogram_raw`, with every element taken to lie in the middle of its bin."""
+    """Arguments of `add_histogram_raw`, with every element moved to the middle of its bin."""
     edges, counts = histogram.edges, histogram.counts
     middles = [(low + high) / 2 for low, high in pairwise(edges)]
     sums = [count * middle for count, middle in zip(counts, middles, strict=True)]

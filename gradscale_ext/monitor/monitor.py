@@ -200,7 +200,7 @@ class GradientMonitor:
             handle.remove()
         self._handles = []
         _open.discard(self)
-        with contextlib.ExitStack() as work:  # from its end; all of it is done, even if the writer raises
+        with contextlib.ExitStack() as work:  # runs from its end, and runs to the end even if the writer raises
             work.callback(self._let_go)
             if hasattr(self._writer, "flush"):
                 work.callback(self._writer.flush)

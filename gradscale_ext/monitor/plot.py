@@ -266,7 +266,7 @@ def _finish(axes: Any) -> None:
 
 
 def _label_ends(axes: Any, labels: list[tuple[float, str, str]], gap: float = 0.075) -> None:
-    """Write names beside the lines' last values, at least `gap` of the axes' height apart."""
+    """Write names next to the lines' last values, at least `gap` of the axes' height apart."""
     low, high = map(math.log, axes.get_ylim())
 
     def height_of(value: float) -> float:

@@ -1,6 +1,6 @@
 """The gradient-flow operators: identity forward, and a formula in plain PyTorch backward.
 
-The arguments are those of the public operators, for one tensor `x`; numbers and tensors serve alike.
+The functions have the arguments of the public operators, for one tensor `x`; numbers and tensors are accepted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def scale_gradient(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor
     scaled = value + (zero * torch.where(scale.isfinite(), scale, 1)).to(x.dtype)
     product = (wide * scale).to(x.dtype)
     is_product = ~is_finite & ((value == product) | value.isnan())
-    root = torch.where(is_none | is_usable | is_product, 1, zero * zero).sqrt()  # that of 0 has a NaN gradient
+    root = torch.where(is_none | is_usable | is_product, 1, zero * zero).sqrt()  # the root of 0 has a NaN gradient
     result = torch.where(is_product, product, value + root.to(x.dtype))
     return torch.where(is_none, value, torch.where(is_usable, scaled, result))
 
@@ -76,7 +76,7 @@ def clip_gradient_value(
 
 
 def _as_tensor(value: float | torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A number or a tensor in double precision beside `x`, and without a gradient of its own."""
+    """A number or a tensor in double precision on the device of `x`, without a gradient of its own."""
     if not isinstance(value, torch.Tensor):
         return _context.as_tensor(value, x.device)
     return value.to(x.device, _context.widest(x.device)).detach()

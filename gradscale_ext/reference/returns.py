@@ -1,6 +1,6 @@
 """Targets from trajectories: the papers' formulas as loops backwards over time.
 
-Arguments are those of the functions of the same name in `gradscale_ext`. Where a formula has y_t, the loop has a tensor
+The functions have the arguments of their namesakes in `gradscale_ext`. Where a formula has y_t, the loop has a tensor
 `[B]`, an entry for each row. Differentiable with respect to rewards and values.
 """
 

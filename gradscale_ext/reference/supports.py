@@ -80,7 +80,7 @@ def decode(logits: torch.Tensor, support: Bins) -> torch.Tensor:
     raw = support.space == "raw"
     values = (raw_centers if raw else centers)(support, probabilities.dtype, logits.device)
     # Bins at equal distance from the middle are taken together, p c + p' c' = (p - p') c + p' (c + c') for |c| <= |c'|:
-    # a small centre is not lost beside a large one, and equal p over a symmetric support give exactly 0.
+    # a small centre is not lost next to a large one, and equal p over a symmetric support give exactly 0.
     other, opposite = probabilities.flip(-1), values.flip(-1)
     is_smaller = values.abs() <= opposite.abs()
     smaller = torch.where(is_smaller, values, opposite)

@@ -32,7 +32,7 @@ tensor), and histogram `[N, bins]`."""
 
 
 def tensor_statistics(tensors: Iterable[torch.Tensor | None], p: float) -> Statistics:
-    """Statistics of tensors of one device; of complex ones those of their moduli."""
+    """Statistics of tensors of one device. Complex tensors count by their moduli."""
     tensors = list(tensors)
     device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
     columns = [_statistics_of(tensor, p, device) for tensor in tensors]

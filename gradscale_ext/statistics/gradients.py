@@ -281,8 +281,8 @@ def clip_gradients_(
 ) -> GradientStatistics:
     """Multiply the gradients of `parameters` by ``min(1, max_norm / (total_norm + 1e-6))``, in place.
 
-    The total norm is that of all gradients as one vector; it comes from the pass that takes their statistics. The
-    result is that of `torch.nn.utils.clip_grad_norm_`, except where that overflows: sums are taken in float64, of
+    The total norm is the norm of all gradients as one vector; the pass that takes their statistics computes it. The
+    result equals `torch.nn.utils.clip_grad_norm_`, except where PyTorch's overflows: sums are taken in float64, of
     numbers scaled where even that is too narrow. Nothing is waited for, unless `nonfinite` is "error".
 
     Args:

@@ -39,9 +39,9 @@ def merged_over_groups(
     p: float,
     process_group: dist.ProcessGroup | None,
 ) -> reference.Statistics:
-    """Statistics of whole gradients from those of each process's parts: one all-reduce for each process group.
+    """Statistics of whole gradients from the statistics of each process's parts: one all-reduce for each process group.
 
-    `process_group` is that of plain tensors. Replicas are counted by the first process of their group.
+    `process_group` is for plain tensors. Replicas are counted by the first process of their group.
     """
     plain: dict[str, tuple[dist.ProcessGroup, bool]] = {}
     if process_group is not None:
