@@ -844,6 +844,28 @@ def test_strides_and_empty_tensors(function):
         assert all(value.shape == shape for value in (*results, *gradients))
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_operands_that_are_copied_in_tiles(function, batch_first):
+    """Every operand in turn: of another type, with strides, constant over the steps or over the rows."""
+    data = random_data(14, 3, 1100, dtype=torch.float32)
+    if not batch_first:
+        data = {name: value.t().contiguous() if value.dim() == 2 else value for name, value in data.items()}
+    results = lambda **changed: call(function, data | changed, batch_first=batch_first)
+    expected = results()
+    for name, value in data.items():
+        if value.dim() != 2:
+            continue
+        for strided in (value.repeat_interleave(2, 0).repeat_interleave(3, 1)[::2, ::3], value.t().contiguous().t()):
+            assert_same(results(**{name: strided}), expected)
+        for dim in (0, 1):
+            expanded = value.narrow(dim, 0, 1).expand(value.shape)
+            assert_same(results(**{name: expanded}), results(**{name: expanded.contiguous()}))
+        if value.is_floating_point():
+            half = value.bfloat16()
+            assert_same(results(**{name: half}), results(**{name: half.float()}))
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_constants_and_what_is_saved(function):
     data = random_data(13, 4, 9)

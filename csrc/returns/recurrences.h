@@ -24,7 +24,7 @@ template <class A>
 struct Tile {
   Piece<A> rewards, values, next_values, discount, lambda, ratios;
   Piece<uint8_t> terminated, truncated, live, later_live;
-  const A* later_values;
+  Piece<A> later_values; // of the next steps
   A* out[kOutputs];
   A limits[3];
 };
@@ -32,7 +32,7 @@ struct Tile {
 template <class A>
 struct Buffers {
   static constexpr int64_t kSize = kTile + kMostLanes;
-  A numbers[6][kSize];
+  A numbers[7][kSize];
   uint8_t flags[3][kSize];
   A results[kOutputs][kSize];
 };
@@ -59,13 +59,13 @@ class Sources {
     }
   }
 
-  // Reads elements begin .. begin + count, and masked ones up to `padded`. `later`: another value is read behind them.
-  void read(int64_t outer, int64_t begin, int64_t count, int64_t padded, bool later) {
-    const auto numbers = [&](Source<A>& source, int k, int64_t more = 0) {
-      return source.piece(outer, begin, count, padded + more, buffers_.numbers[k]);
+  // Reads elements begin .. begin + count, and masked ones up to `padded`.
+  void read(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
+    const auto numbers = [&](Source<A>& source, int k) {
+      return source.piece(outer, begin, count, padded, buffers_.numbers[k]);
     };
     tile.rewards = numbers(rewards_, 0);
-    tile.values = numbers(values_, 1, later ? 1 : 0);
+    tile.values = numbers(values_, 1);
     tile.next_values = numbers(next_values_, 2);
     tile.discount = numbers(discount_, 3);
     tile.lambda = numbers(lambda_, 4);
@@ -78,6 +78,12 @@ class Sources {
       tile.out[k] =
           in_place ? static_cast<A*>(output.data) + outer * output.strides[1 - inner_] + begin : buffers_.results[k];
     }
+  }
+
+  // The values of the steps after begin .. begin + count, with a zero after the last step.
+  Piece<A> later_values(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
+    const int64_t inside = std::min(count, call.steps - begin - 1);
+    return values_.piece(outer, begin + 1, inside, padded, buffers_.numbers[6]);
   }
 
   Piece<uint8_t> mask(int64_t outer, int64_t begin, int64_t count, int64_t padded, uint8_t* buffer) {
@@ -98,13 +104,6 @@ class Sources {
     }
   }
 
-  // Zeros for kRowsOfTile rows, to which a walk across rows copies the values of a step.
-  A* later_values() {
-    std::fill(later_values_, later_values_ + kRowsOfTile, A(0));
-    tile.later_values = later_values_;
-    return later_values_;
-  }
-
   uint8_t* flags_of_tile() {
     return buffers_.flags[2];
   }
@@ -118,7 +117,6 @@ class Sources {
   Source<A> rewards_, values_, next_values_, discount_, lambda_, ratios_;
   FlagSource terminated_, truncated_, mask_;
   Buffers<A> buffers_;
-  A later_values_[kRowsOfTile];
 };
 
 // `masked`: steps may be masked.
@@ -134,7 +132,7 @@ GRADSCALE_HOST_DEVICE Transition<L> transition(const Tile<A>& tile, int64_t i) {
   s.ratio = load(tile.ratios);
   s.later_value = L::zero();
   if constexpr (std::is_same_v<F, VTrace>) {
-    s.later_value = L::load(tile.later_values + i);
+    s.later_value = load(tile.later_values);
   }
   for (int k = 0; k < 3; ++k) {
     s.limits[k] = L::splat(tile.limits[k]);
@@ -269,8 +267,10 @@ void along_row(Sources<A>& sources, int64_t row, int64_t period) {
     const int64_t begin = (F::kAdjoint ? n : tiles - 1 - n) * kTile;
     const int64_t count = std::min(kTile, steps - begin);
     const int64_t padded = (count + kLanesOf<A> - 1) / kLanesOf<A> * kLanesOf<A>;
-    sources.read(row, begin, count, padded, std::is_same_v<F, VTrace> && begin + count == steps);
-    tile.later_values = tile.values.data + tile.values.advance;
+    sources.read(row, begin, count, padded);
+    if (std::is_same_v<F, VTrace>) {
+      tile.later_values = sources.later_values(row, begin, count, padded);
+    }
     read_later_live(sources, row, begin, count, padded, period);
     tile.live = sources.mask(row, begin, count, padded, sources.flags_of_tile());
     const Carry<A> before = carry;
@@ -386,10 +386,11 @@ void across_tile(Sources<A>& sources, int64_t begin, int64_t count) {
   Tile<A>& tile = sources.tile;
   CarryOfRows<A> carry;
   uint8_t flags[2][kRowsOfTile] = {};
-  A* later_values = sources.later_values();
+  alignas(64) A later_values[kRowsOfTile] = {};
+  tile.later_values = {later_values, 1};
   for (int64_t n = 0; n < steps; ++n) {
     const int64_t t = F::kAdjoint ? n : steps - 1 - n;
-    sources.read(t, begin, count, padded, false);
+    sources.read(t, begin, count, padded);
     tile.live = sources.mask(t, begin, count, padded, flags[0]);
     tile.later_live = {flags[1], 1};
     if (F::kAdjoint && t + 1 < steps) {

@@ -101,6 +101,25 @@ bool goes_across(const ReturnsCall& call, bool batch_first) {
   return neighbours || (!batch_first && strides[kStep] != 1);
 }
 
+// Ratios for the adjoint of Retrace, which multiplies by them: 0 in the first transition of an episode, whose ratio no
+// formula reads and which may not be finite.
+at::Tensor ratios_that_are_read(const ReturnsCoefficients& c) {
+  const int step = step_dim(c.batch_first);
+  at::Tensor ratios = c.ratios.clone();
+  const int64_t later_steps = ratios.size(step) - 1;
+  if (later_steps < 0) {
+    return ratios;
+  }
+  ratios.narrow(step, 0, 1).zero_();
+  at::Tensor later = ratios.narrow(step, 1, later_steps);
+  for (const at::Tensor& ends : {c.terminated, c.truncated, c.mask.defined() ? c.mask.logical_not() : c.mask}) {
+    if (ends.defined()) {
+      later.masked_fill_(ends.narrow(step, 0, later_steps), 0);
+    }
+  }
+  return ratios;
+}
+
 void run(ReturnsCall& call, const LinearCall& linear, const at::Tensor& like) {
   if (call.rows == 0 || call.steps == 0) {
     return;
@@ -149,7 +168,9 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   call.n = c.n.expect_int();
   call.discount = operand_of(discounts, c.discount, batch_first);
   call.lambda = operand_of(lambdas, c.lambda, batch_first);
-  call.ratios = operand_of(c.ratios, 1, batch_first);
+  const bool is_adjoint_of_retrace = linear.is_adjoint && linear.function == Formula::retrace;
+  const at::Tensor ratios = is_adjoint_of_retrace ? ratios_that_are_read(c) : c.ratios;
+  call.ratios = operand_of(ratios, 1, batch_first);
   call.terminated = flags_of(c.terminated, false, batch_first);
   call.truncated = flags_of(c.truncated, false, batch_first);
   call.mask = flags_of(c.mask, true, batch_first);
