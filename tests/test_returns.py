@@ -400,6 +400,62 @@ def test_numbers_that_change_do_not_recompile():
     assert count.frame_count <= 2
 
 
+@pytest.mark.untraced
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(
+    ("function", "varying"),
+    [
+        ("vtrace", ("clip_rho",)),
+        ("vtrace", ("clip_c",)),
+        ("vtrace", ("clip_pg_rho",)),
+        ("vtrace", ("clip_rho", "clip_c", "clip_pg_rho")),
+        ("retrace", ("clip_c",)),
+    ],
+)
+def test_clips_that_change_do_not_recompile(function, varying, batch_first):
+    """Results and gradients are the eager ones, also where ratios, masked entries and entries behind a 0 are NaN."""
+    data = random_data(4, 6, 20)
+    live = data["mask"]
+    for name in ("rewards", "values", "next_values", "ratios"):
+        data[name] = torch.where(live, data[name], torch.nan)
+    data["next_values"][data["terminated"]] = torch.nan
+    data["ratios"][:2, 5] = 0
+    data["rewards"][0, 6:] = torch.nan
+    data["ratios"][2, 15] = torch.nan
+    data["ratios"][3, 15] = torch.inf
+    for name in ("discount", "lambda_"):
+        data[name][4, 10] = 0
+    if not batch_first:
+        data = {name: value.T for name, value in data.items()}
+    names = inputs_of(function)
+    kinds = [data]
+    if function == "vtrace":
+        observations = torch.cat([data["values"], data["values"][:, :1]], 1) if batch_first else None
+        observations = torch.cat([data["values"], data["values"][:1]]) if observations is None else observations
+        kinds.append(data | {"values": observations, "next_values": None, "truncated": None, "mask": None})
+        kinds[-1] |= {"discount": torch.tensor(0.9), "lambda_": 0.8, "terminated": None}
+    for arguments in kinds:
+        inputs = [arguments[name] for name in names if arguments[name] is not None]
+        given = [name for name in names if arguments[name] is not None]
+
+        def results(clip, *values, arguments=arguments, given=given):
+            clips = {name: clip * (k + 1) for k, name in enumerate(varying)}
+            return call(function, arguments | dict(zip(given, values, strict=True)), batch_first=batch_first, **clips)
+
+        count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        torch._dynamo.reset()
+        compiled = torch.compile(results, fullgraph=True, backend=count)
+        for clip in (1.0, 0.9, 0.5, 1.7, 0.25, 0.0):
+            runs = []
+            for function_of in (results, compiled):
+                leaves = [value.clone().requires_grad_() for value in inputs]
+                outputs = function_of(clip, *leaves)
+                weights = [torch.linspace(-1, 2, out.numel()).reshape(out.shape).to(out.dtype) for out in outputs]
+                runs.append((*outputs, *torch.autograd.grad(outputs, leaves, weights)))
+            assert_same(runs[1], runs[0], equal_nan=True)
+        assert count.frame_count <= 2
+
+
 def test_nothing_is_read_back():
     """Fake tensors have no numbers to read."""
     data = random_data(4, 3, 6, dtype=torch.float32) | {"discount": torch.tensor(0.9), "lambda_": torch.tensor(0.9)}
