@@ -716,6 +716,29 @@ def test_nan_stays_in_its_episode(function):
         torch.testing.assert_close(gradient[:, : t + 1], own[:, : t + 1])
 
 
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize("name", ["ratios", "lambda_"])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.any_version
+def test_coefficients_of_retrace_that_no_step_reads(module, name, batch_first):
+    """Retrace reads c_t at step t - 1: not c_0, and not c_t after a cut or after padding."""
+    data = random_data(24, 3, 8, ends=0, padding=0)
+    data["terminated"][0, 1] = True
+    data["truncated"][1, 3] = True
+    data["mask"][2, 4] = False
+    data[name][:] = 1
+    gradients = []
+    for value in (1.0, torch.nan):
+        data[name][0, 0] = data[name][0, 2] = data[name][1, 4] = data[name][2, 5] = value
+        leaves = [data[key].clone().requires_grad_() for key in ("rewards", "values", "next_values")]
+        arguments = data | dict(zip(("rewards", "values", "next_values"), leaves, strict=True))
+        if not batch_first:
+            arguments = {key: tensor.T for key, tensor in arguments.items()}
+        (result,) = call("retrace", arguments, module, batch_first=batch_first)
+        gradients.append((result.detach(), *torch.autograd.grad(result.sum(), leaves)))
+    assert_same(gradients[1], gradients[0], rtol=0, atol=0)
+
+
 def assert_unreached(function, data, spoilt, kept, inputs_before, batch_first):
     """Check that results and gradients of the steps before `kept` do not know of `spoilt`, and nothing behind `kept`
     of the results' incoming gradients before it."""
