@@ -997,6 +997,20 @@ def test_errors_of_each_argument(function, module):
             for x in (-1.0, float("nan"))
         ],
         ("retrace", {"clip_c": -1}, ValueError, "clip_c must not be negative"),
+        *[("vtrace", {name: 10**400}, ValueError, f"{name} must .*too large") for name in ("discount", "lambda_")],
+        ("vtrace", {"clip_rho": 10**400}, ValueError, "clip_rho must .*too large"),
+        ("n_step_returns", {"n": 10**30}, ValueError, "n must .*too large"),
+        ("vtrace", {"ratios": 1}, TypeError, r"ratios must be a tensor of shape \[B, T\], but it is of type int$"),
+        ("vtrace", {"mask": True}, TypeError, r"mask must be a bool tensor of shape \[B, T\], but it is of type bool$"),
+        ("vtrace", {"discount": True}, TypeError, r"a tensor that broadcasts to \[3, 6\], but it is of type bool$"),
+        ("vtrace", {"next_values": None, "values": torch.ones(7)}, ValueError, r"values must have shape \[B, T \+ 1\]"),
+        ("vtrace", {"next_values": None, "values": 1.0}, TypeError, r"values must be a tensor of shape \[B, T \+ 1\]"),
+        (
+            "vtrace",
+            {"next_values": None, "truncated": None, "values": torch.ones(4, 6)},
+            ValueError,
+            r"\[3, 7\].* \[4, 6\]; if rewards are .*pass batch_first=False$",
+        ),
     ],
 )
 @pytest.mark.any_version
@@ -1153,7 +1167,27 @@ def test_muzero_targets_are_of_constants(name):
             for name, shape in {"rewards": (2, 3), "root_values": (2, 4), "root_reward": (2,), "discount": ()}.items()
         ],
         ({"discount": torch.ones(2, 3)}, ValueError, r"broadcast to \[2, 1\]"),
-        ({"discount": torch.ones(2)}, ValueError, r"discount\[None\] or discount\[:, None\]"),
+        ({"discount": torch.ones(2)}, ValueError, r"; write discount\[:, None\]$"),
+        (
+            {
+                "discount": torch.ones(2),
+                "rewards": torch.ones(3, 2),
+                "root_values": torch.ones(4, 2),
+                "batch_first": False,
+            },
+            ValueError,
+            r"; write discount\[None\]$",
+        ),
+        ({"rewards": torch.ones(3, 2), "root_values": torch.ones(4, 2)}, ValueError, "pass batch_first=False$"),
+        ({"root_values": torch.ones(4, 4)}, ValueError, r"its shape is \[4, 4\]$"),
+        ({"root_values": torch.ones(2, 4), "batch_first": False}, ValueError, "pass batch_first=True$"),
+        ({"root_values": torch.ones(4)}, ValueError, r"root_values must have shape \[B, L \+ 1\]"),
+        ({"lengths": 1}, TypeError, r"lengths must be an int64 tensor of shape \[B\], but it is of type int$"),
+        ({"root_reward": 1.0}, TypeError, r"root_reward must be a tensor of shape \[B\]"),
+        *[
+            ({"reward": "value_prefix", name: 10**30}, ValueError, f"{name} must .*too large")
+            for name in ("num_unroll_steps", "td_steps", "prefix_horizon")
+        ],
         ({"discount": 1.5}, ValueError, "discount must be from -1 to 1"),
         ({"batch_first": None}, TypeError, "batch_first must be a bool"),
     ],
