@@ -36,6 +36,12 @@ def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
     if device.type not in (*_native.DEVICE_TYPES, "meta"):
         return _by_reference(function, call)
     dtype = result_dtype(*call)
+    if not _context.is_eager() and any([_context.varies(clip) for clip in call.clips]):
+        if function == "vtrace":
+            return _vtrace_of_varying_clips(call)
+        assert call.ratios is not None
+        ratios = _clipped(call.ratios, call.clips[0], dtype)
+        call = call._replace(ratios=ratios, clips=(torch.inf, torch.inf, torch.inf))
     discounts, discount = _split(call.discount, dtype, device)
     lambdas, lambda_ = _split(call.lambda_, dtype, device)
     rewards, values = call.rewards, call.values
@@ -61,6 +67,79 @@ def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
         call.batch_first,
     )
     return tuple(results)
+
+
+def _clipped(ratios: torch.Tensor, clip: float, dtype: torch.dtype) -> torch.Tensor:
+    """min(clip, ratio), NaN where the ratio is; the clip may vary."""
+    return torch.minimum(ratios.to(dtype), _context.as_tensor(clip, ratios.device, dtype))
+
+
+def _times(coefficient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The product; exactly 0 where the coefficient is 0, whatever x is."""
+    return torch.where(coefficient == 0, 0, coefficient * x)
+
+
+def _vtrace_of_varying_clips(call: Trajectories) -> tuple[torch.Tensor, ...]:
+    """V-trace in PyTorch, apart from its recurrence, which is the recurrence of generalized advantages.
+
+    The operator takes clips as constants: a clip that varies would be compiled again for each number.
+    """
+    rewards = call.rewards
+    dtype, device, time_dim = result_dtype(*call), rewards.device, 1 if call.batch_first else 0
+    steps = rewards.shape[time_dim]
+    never = torch.zeros_like(rewards, dtype=torch.bool)
+    terminated, truncated = (never if flags is None else flags for flags in (call.terminated, call.truncated))
+    live = ~never if call.mask is None else call.mask
+
+    def later(tensor: torch.Tensor) -> torch.Tensor:
+        """The entries of step t + 1 at t; 0 at the end."""
+        end = torch.zeros_like(tensor.narrow(time_dim, 0, min(steps, 1)))
+        return torch.cat([tensor.narrow(time_dim, min(steps, 1), max(steps - 1, 0)), end], time_dim)
+
+    def read(tensor: torch.Tensor, where: torch.Tensor = live) -> torch.Tensor:
+        return torch.where(where, tensor.to(dtype), 0)
+
+    def coefficient(value: Discount) -> torch.Tensor:
+        if isinstance(value, torch.Tensor):
+            return value.detach().to(device)
+        return _context.as_tensor(value, device, dtype)
+
+    cut = terminated | truncated | ~later(live)
+    assert call.values is not None
+    assert call.ratios is not None
+    next_values = call.values.narrow(time_dim, 1, steps) if call.next_values is None else call.next_values
+    values = read(call.values.narrow(time_dim, 0, steps))
+    bootstrap = read(next_values, live & ~terminated)
+    discount = read(coefficient(call.discount))
+    lambda_ = read(coefficient(call.lambda_), live & ~cut)
+    ratios = read(call.ratios.detach())
+    rho, c, pg_rho = (_clipped(ratios, clip, dtype) for clip in call.clips)
+
+    received = read(rewards) - values
+    corrections = _times(rho, received + _times(discount, bootstrap))
+    zeros = torch.zeros_like(corrections)
+    e = torch.ops.gradscale_ext.returns(
+        FUNCTIONS.index("generalized_advantages"),
+        corrections,
+        zeros,
+        zeros,
+        None,
+        None,
+        _times(lambda_, _times(discount, c)),  # 0 at cuts and in padding
+        None,
+        None,
+        None,
+        1.0,
+        1.0,
+        torch.inf,
+        torch.inf,
+        torch.inf,
+        0,
+        call.batch_first,
+    )[0]
+    targets = values + e
+    u = _times(1 - lambda_, bootstrap) + _times(lambda_, later(targets))
+    return targets, _times(pg_rho, received + _times(discount, u))
 
 
 def _by_reference(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:

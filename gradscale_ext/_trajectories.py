@@ -14,6 +14,8 @@ Discount = float | torch.Tensor
 #: Types of the numbers in a trajectory.
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
+_LARGEST_INTEGER = 2**63 - 1
+
 
 class GeneralizedAdvantages(NamedTuple):
     """Results of `generalized_advantages`, `[B, T]` each."""
@@ -95,23 +97,32 @@ class _Checker:
         if not isinstance(batch_first, bool):
             raise TypeError(f"{function}: batch_first must be a bool, but it is of type {type(batch_first).__name__}")
         self.batch_first = batch_first
-        self.letters = ("B", steps) if batch_first else (steps, "B")
+        self.step_letter = steps
         self.floats("rewards", rewards)
         self.device = rewards.device
         self._dims("rewards", rewards)
         self.batch, self.steps = rewards.shape if batch_first else reversed(rewards.shape)
 
-    def tensor(self, name: str, value: Any, wanted: str = "a tensor") -> None:
+    def _letters(self, more: int | None) -> str:
+        """The shape with `more` steps than rewards, or of an entry for each row if it is None."""
+        if more is None:
+            return "[B]"
+        steps = f"{self.step_letter} + {more}" if more else self.step_letter
+        return _written(("B", steps) if self.batch_first else (steps, "B"))
+
+    def tensor(self, name: str, value: Any, more: int | None = 0, wanted: str = "a tensor") -> None:
         if not isinstance(value, torch.Tensor):
+            is_number = isinstance(value, numbers.Number)
+            shape = f" of shape {self._letters(more)}" if is_number else ""
             raise TypeError(
-                f"{self.function}: {name} must be {wanted}, but it is of type {type(value).__name__}"
-                f"{_remedies.instead_of(value, name)}"
+                f"{self.function}: {name} must be {wanted}{shape}, but it is of type {type(value).__name__}"
+                f"{'' if is_number else _remedies.instead_of(value, name)}"
             )
         if fault := _remedies.instead_of_kind(value):
             raise TypeError(f"{self.function}: {name} {fault}")
 
-    def floats(self, name: str, value: Any) -> None:
-        self.tensor(name, value)
+    def floats(self, name: str, value: Any, more: int | None = 0) -> None:
+        self.tensor(name, value, more)
         if value.dtype not in FLOATS:
             raise TypeError(
                 f"{self.function}: {name} must be float64, float32, bfloat16 or float16, but its dtype is "
@@ -124,7 +135,7 @@ class _Checker:
                 f"{self.function}: {name} must be on the device of rewards, {self.device}, but it is on {value.device}"
             )
 
-    def _dims(self, name: str, value: torch.Tensor) -> None:
+    def _dims(self, name: str, value: torch.Tensor, more: int = 0) -> None:
         if value.dim() != 2:
             remedy = ""
             if value.dim() == 3 and value.shape[-1] == 1:
@@ -132,7 +143,7 @@ class _Checker:
             elif value.dim() == 1:
                 remedy = f"; write {name}[None]" if self.batch_first else f"; write {name}[:, None]"
             raise ValueError(
-                f"{self.function}: {name} must have shape {_written(self.letters)}, "
+                f"{self.function}: {name} must have shape {self._letters(more)}, "
                 f"but its shape is {_written(value.shape)}{remedy}"
             )
 
@@ -148,19 +159,22 @@ class _Checker:
     def shaped(self, name: str, value: torch.Tensor, more: int = 0, reason: str = "") -> None:
         """Two dimensions, with `more` steps than rewards."""
         self.on_device(name, value)
-        self._dims(name, value)
+        self._dims(name, value, more)
         if not self._has_steps(value, more):
-            batch, steps = self.batch, self.steps + more
-            sizes = (batch, steps) if self.batch_first else (steps, batch)
+            remedy = ""
+            swapped = (self.batch + more, self.steps) if self.batch_first else (self.steps, self.batch + more)
+            if more and tuple(value.shape) == swapped:
+                order = _written((self.step_letter, "B") if self.batch_first else ("B", self.step_letter))
+                remedy = f"; if rewards are {order}, pass batch_first={not self.batch_first}"
             raise ValueError(
-                f"{self.function}: {name} must have shape {_written(sizes)}"
-                f"{reason or ', that of rewards'}, but its shape is {_written(value.shape)}"
+                f"{self.function}: {name} must have shape {self.shape(more)}"
+                f"{reason or ', the shape of rewards'}, but its shape is {_written(value.shape)}{remedy}"
             )
 
     def flags(self, name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
         if value is None:
             return
-        self.tensor(name, value, "a bool tensor")
+        self.tensor(name, value, 0 if shape is None else None, "a bool tensor")
         if value.dtype != torch.bool:
             raise TypeError(
                 f"{self.function}: {name} must be a bool tensor, but its dtype is {value.dtype}; write {name}.bool()"
@@ -189,7 +203,7 @@ class _Checker:
     def coefficient(self, name: str, value: Any, low: float, per_step: bool = True) -> Discount:
         """A number in low..1 as a float, a tensor of none or two dimensions as it is."""
         if not isinstance(value, torch.Tensor):
-            return self._number(name, value, low)
+            return self._number(name, value, low, per_step)
         self.floats(name, value)
         self.constant(name, value)
         if value.dim() == 0:
@@ -197,12 +211,13 @@ class _Checker:
                 self.on_device(name, value)
             return value
         self.on_device(name, value)
-        steps = self.steps if per_step else 1
-        sizes = (self.batch, steps) if self.batch_first else (steps, self.batch)
+        sizes = self._sizes_of_coefficient(per_step)
         if value.dim() != 2 or not all([own == 1 or own == size for own, size in zip(value.shape, sizes, strict=True)]):
             remedy = ""
-            if value.dim() == 1:
+            if value.dim() == 1 and per_step:
                 remedy = f", of one dimension: which one? Write {name}[None] or {name}[:, None]"
+            elif value.dim() == 1:
+                remedy = f"; write {name}[:, None]" if self.batch_first else f"; write {name}[None]"
             elif value.dim() == 3 and value.shape[-1] == 1:
                 remedy = f"; write {name}.squeeze(-1)"
             raise ValueError(
@@ -211,16 +226,27 @@ class _Checker:
             )
         return value
 
-    def _number(self, name: str, value: Any, low: float) -> float:
+    def _sizes_of_coefficient(self, per_step: bool) -> tuple[int, int]:
+        steps = self.steps if per_step else 1
+        return (self.batch, steps) if self.batch_first else (steps, self.batch)
+
+    def _number(self, name: str, value: Any, low: float, per_step: bool) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
+            remedy = "" if isinstance(value, numbers.Number) else _remedies.instead_of(value, name)
             raise TypeError(
-                f"{self.function}: {name} must be a number or a tensor, but it is of type {type(value).__name__}"
-                f"{_remedies.instead_of(value, name)}"
+                f"{self.function}: {name} must be a number, a 0-dim tensor, or a tensor that broadcasts to "
+                f"{_written(self._sizes_of_coefficient(per_step))}, but it is of type {type(value).__name__}{remedy}"
             )
-        number = float(value)
+        number = self._float(name, value, f"from {low:g} to 1")
         if not low <= number <= 1:
             raise ValueError(f"{self.function}: {name} must be from {low:g} to 1, but it is {number}")
         return number
+
+    def _float(self, name: str, value: Any, wanted: str) -> float:
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{self.function}: {name} must be {wanted}, but it is too large for a float") from None
 
     def clip(self, name: str, value: Any) -> float:
         if value is None:
@@ -229,7 +255,7 @@ class _Checker:
             raise TypeError(
                 f"{self.function}: {name} must be a number or None, but it is of type {type(value).__name__}"
             )
-        number = float(value)
+        number = self._float(name, value, "a float that is not negative, or None")
         if not number >= 0:
             raise ValueError(f"{self.function}: {name} must not be negative or NaN, but it is {number}")
         return number
@@ -242,6 +268,10 @@ class _Checker:
             )
         if value < least:
             raise ValueError(f"{self.function}: {name} must be an integer of at least {least}, but it is {value}")
+        if value > _LARGEST_INTEGER:
+            raise ValueError(
+                f"{self.function}: {name} must be an integer from {least} to 2**63 - 1, but it is too large"
+            )
         return value  # type: ignore[no-any-return]
 
 
@@ -284,7 +314,7 @@ def check_trajectories(
                 f"{function}: next_values {check.shape()} or values {check.shape(1)} must be given, but both are None"
             )
     else:
-        check.floats(name, values)
+        check.floats(name, values, 1 if next_values is None else 0)
         if next_values is None:
             if tuple(values.shape) == tuple(rewards.shape):
                 raise ValueError(
@@ -350,13 +380,13 @@ def check_window(
     """
     function = "muzero_targets"
     check = _Checker(function, rewards, batch_first, "L")
-    check.floats("root_values", root_values)
+    check.floats("root_values", root_values, 1)
     check.shaped("root_values", root_values, 1, ", one more step than rewards")
     num_unroll_steps = check.integer("num_unroll_steps", num_unroll_steps, 0)
     td_steps = check.integer("td_steps", td_steps, 1)
     discount = check.coefficient("discount", discount, -1, per_step=False)
     if lengths is not None:
-        check.tensor("lengths", lengths, "an int64 tensor")
+        check.tensor("lengths", lengths, None, "an int64 tensor")
         if lengths.dtype != torch.int64:
             raise TypeError(
                 f"{function}: lengths must be an int64 tensor, but its dtype is {lengths.dtype}; write lengths.long()"
@@ -369,7 +399,7 @@ def check_window(
             )
     check.flags("terminated", terminated, (check.batch,))
     if to_play is not None:
-        check.tensor("to_play", to_play, "a tensor of integers or bool")
+        check.tensor("to_play", to_play, 1, "a tensor of integers or bool")
         if to_play.dtype.is_floating_point or to_play.dtype.is_complex:
             raise TypeError(
                 f"{function}: to_play must be a tensor of integers or bool, but its dtype is {to_play.dtype}; "
@@ -377,7 +407,7 @@ def check_window(
             )
         check.shaped("to_play", to_play, 1, ", one more step than rewards")
     if root_reward is not None:
-        check.floats("root_reward", root_reward)
+        check.floats("root_reward", root_reward, None)
         check.per_row("root_reward", root_reward)
     if reward not in ("reward", "value_prefix"):
         raise ValueError(f"{function}: reward must be 'reward' or 'value_prefix', but it is {reward!r}")

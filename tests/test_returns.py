@@ -400,6 +400,62 @@ def test_numbers_that_change_do_not_recompile():
     assert count.frame_count <= 2
 
 
+@pytest.mark.untraced
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(
+    ("function", "varying"),
+    [
+        ("vtrace", ("clip_rho",)),
+        ("vtrace", ("clip_c",)),
+        ("vtrace", ("clip_pg_rho",)),
+        ("vtrace", ("clip_rho", "clip_c", "clip_pg_rho")),
+        ("retrace", ("clip_c",)),
+    ],
+)
+def test_clips_that_change_do_not_recompile(function, varying, batch_first):
+    """Results and gradients are the eager ones, also where ratios, masked entries and entries behind a 0 are NaN."""
+    data = random_data(4, 6, 20)
+    live = data["mask"]
+    for name in ("rewards", "values", "next_values", "ratios"):
+        data[name] = torch.where(live, data[name], torch.nan)
+    data["next_values"][data["terminated"]] = torch.nan
+    data["ratios"][:2, 5] = 0
+    data["rewards"][0, 6:] = torch.nan
+    data["ratios"][2, 15] = torch.nan
+    data["ratios"][3, 15] = torch.inf
+    for name in ("discount", "lambda_"):
+        data[name][4, 10] = 0
+    if not batch_first:
+        data = {name: value.T for name, value in data.items()}
+    names = inputs_of(function)
+    kinds = [data]
+    if function == "vtrace":
+        observations = torch.cat([data["values"], data["values"][:, :1]], 1) if batch_first else None
+        observations = torch.cat([data["values"], data["values"][:1]]) if observations is None else observations
+        kinds.append(data | {"values": observations, "next_values": None, "truncated": None, "mask": None})
+        kinds[-1] |= {"discount": torch.tensor(0.9), "lambda_": 0.8, "terminated": None}
+    for arguments in kinds:
+        inputs = [arguments[name] for name in names if arguments[name] is not None]
+        given = [name for name in names if arguments[name] is not None]
+
+        def results(clip, *values, arguments=arguments, given=given):
+            clips = {name: clip * (k + 1) for k, name in enumerate(varying)}
+            return call(function, arguments | dict(zip(given, values, strict=True)), batch_first=batch_first, **clips)
+
+        count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        torch._dynamo.reset()
+        compiled = torch.compile(results, fullgraph=True, backend=count)
+        for clip in (1.0, 0.9, 0.5, 1.7, 0.25, 0.0):
+            runs = []
+            for function_of in (results, compiled):
+                leaves = [value.clone().requires_grad_() for value in inputs]
+                outputs = function_of(clip, *leaves)
+                weights = [torch.linspace(-1, 2, out.numel()).reshape(out.shape).to(out.dtype) for out in outputs]
+                runs.append((*outputs, *torch.autograd.grad(outputs, leaves, weights)))
+            assert_same(runs[1], runs[0], equal_nan=True)
+        assert count.frame_count <= 2
+
+
 def test_nothing_is_read_back():
     """Fake tensors have no numbers to read."""
     data = random_data(4, 3, 6, dtype=torch.float32) | {"discount": torch.tensor(0.9), "lambda_": torch.tensor(0.9)}
@@ -658,6 +714,29 @@ def test_nan_stays_in_its_episode(function):
     )
     for gradient, own in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient[:, : t + 1], own[:, : t + 1])
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize("name", ["ratios", "lambda_"])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.any_version
+def test_coefficients_of_retrace_that_no_step_reads(module, name, batch_first):
+    """Retrace reads c_t at step t - 1: not c_0, and not c_t after a cut or after padding."""
+    data = random_data(24, 3, 8, ends=0, padding=0)
+    data["terminated"][0, 1] = True
+    data["truncated"][1, 3] = True
+    data["mask"][2, 4] = False
+    data[name][:] = 1
+    gradients = []
+    for value in (1.0, torch.nan):
+        data[name][0, 0] = data[name][0, 2] = data[name][1, 4] = data[name][2, 5] = value
+        leaves = [data[key].clone().requires_grad_() for key in ("rewards", "values", "next_values")]
+        arguments = data | dict(zip(("rewards", "values", "next_values"), leaves, strict=True))
+        if not batch_first:
+            arguments = {key: tensor.T for key, tensor in arguments.items()}
+        (result,) = call("retrace", arguments, module, batch_first=batch_first)
+        gradients.append((result.detach(), *torch.autograd.grad(result.sum(), leaves)))
+    assert_same(gradients[1], gradients[0], rtol=0, atol=0)
 
 
 def assert_unreached(function, data, spoilt, kept, inputs_before, batch_first):
@@ -940,6 +1019,20 @@ def test_errors_of_each_argument(function, module):
             for x in (-1.0, float("nan"))
         ],
         ("retrace", {"clip_c": -1}, ValueError, "clip_c must not be negative"),
+        *[("vtrace", {name: 10**400}, ValueError, f"{name} must .*too large") for name in ("discount", "lambda_")],
+        ("vtrace", {"clip_rho": 10**400}, ValueError, "clip_rho must .*too large"),
+        ("n_step_returns", {"n": 10**30}, ValueError, "n must .*too large"),
+        ("vtrace", {"ratios": 1}, TypeError, r"ratios must be a tensor of shape \[B, T\], but it is of type int$"),
+        ("vtrace", {"mask": True}, TypeError, r"mask must be a bool tensor of shape \[B, T\], but it is of type bool$"),
+        ("vtrace", {"discount": True}, TypeError, r"a tensor that broadcasts to \[3, 6\], but it is of type bool$"),
+        ("vtrace", {"next_values": None, "values": torch.ones(7)}, ValueError, r"values must have shape \[B, T \+ 1\]"),
+        ("vtrace", {"next_values": None, "values": 1.0}, TypeError, r"values must be a tensor of shape \[B, T \+ 1\]"),
+        (
+            "vtrace",
+            {"next_values": None, "truncated": None, "values": torch.ones(4, 6)},
+            ValueError,
+            r"\[3, 7\].* \[4, 6\]; if rewards are .*pass batch_first=False$",
+        ),
     ],
 )
 @pytest.mark.any_version
@@ -1096,7 +1189,27 @@ def test_muzero_targets_are_of_constants(name):
             for name, shape in {"rewards": (2, 3), "root_values": (2, 4), "root_reward": (2,), "discount": ()}.items()
         ],
         ({"discount": torch.ones(2, 3)}, ValueError, r"broadcast to \[2, 1\]"),
-        ({"discount": torch.ones(2)}, ValueError, r"discount\[None\] or discount\[:, None\]"),
+        ({"discount": torch.ones(2)}, ValueError, r"; write discount\[:, None\]$"),
+        (
+            {
+                "discount": torch.ones(2),
+                "rewards": torch.ones(3, 2),
+                "root_values": torch.ones(4, 2),
+                "batch_first": False,
+            },
+            ValueError,
+            r"; write discount\[None\]$",
+        ),
+        ({"rewards": torch.ones(3, 2), "root_values": torch.ones(4, 2)}, ValueError, "pass batch_first=False$"),
+        ({"root_values": torch.ones(4, 4)}, ValueError, r"its shape is \[4, 4\]$"),
+        ({"root_values": torch.ones(2, 4), "batch_first": False}, ValueError, "pass batch_first=True$"),
+        ({"root_values": torch.ones(4)}, ValueError, r"root_values must have shape \[B, L \+ 1\]"),
+        ({"lengths": 1}, TypeError, r"lengths must be an int64 tensor of shape \[B\], but it is of type int$"),
+        ({"root_reward": 1.0}, TypeError, r"root_reward must be a tensor of shape \[B\]"),
+        *[
+            ({"reward": "value_prefix", name: 10**30}, ValueError, f"{name} must .*too large")
+            for name in ("num_unroll_steps", "td_steps", "prefix_horizon")
+        ],
         ({"discount": 1.5}, ValueError, "discount must be from -1 to 1"),
         ({"batch_first": None}, TypeError, "batch_first must be a bool"),
     ],

@@ -273,7 +273,10 @@ def retrace(
     correction = s.zero  # c_{t+1} (G_{t+1} - Q_{t+1})
     for t in s.backwards:
         g = s.r[t] + times(s.discount[t], s.bootstrap[t] + torch.where(s.cut[t], 0, correction))
-        correction = times(s.trace_lambda[t], s.ratio[t].clamp(max=call.clips[0]), g - s.v[t])
+        # Only step t - 1 reads c_t. Where it does not, NaN in c_t would make gradients NaN: 0 * NaN.
+        is_read = s.live[t - 1] & ~s.cut[t - 1] if t else torch.zeros_like(s.cut[t])
+        lambda_, ratio = (torch.where(is_read, x, 0) for x in (s.trace_lambda[t], s.ratio[t]))
+        correction = times(lambda_, ratio.clamp(max=call.clips[0]), g - s.v[t])
         returns.append(g)
     return s.result(returns)
 
