@@ -1,7 +1,7 @@
 """The heads of a multi-step loss: what each predicts, and how its loss is computed. Plain data.
 
-All arguments except the support are keyword-only, so that no number is mistaken for another. A prediction or target is given
-per step. `B` is the batch, `S` the bins of a support, `A` the actions, `D` features.
+All arguments except the support are keyword-only, so that no number is mistaken for another. A prediction or target
+is given per step. `B` is the batch, `S` the bins of a support, `A` the actions, `D` features.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def test_imports_make_no_circle():
 
 
 def test_what_is_built_on_the_rest():
-    """Nothing else imports monitor, diagnosis and cli; `_native` makes a report where the extension cannot be loaded."""
+    """Nothing imports monitor, diagnosis and cli, except that `_native` reports an extension that does not load."""
     for module in MODULES:
         for folder in ("monitor", "diagnosis", "cli"):
             prefix = f"gradscale_ext.{folder}."

@@ -33,7 +33,8 @@ inline bool has_logits(Kind kind) {
   return kind == Kind::two_hot || kind == Kind::hl_gauss || kind == Kind::soft_cross_entropy;
 }
 
-// The numbers of heads, by the names of `numbers()` in gradscale_ext/heads.py; the numbers of a support are stored next to them.
+// The numbers of heads, by the names of `numbers()` in gradscale_ext/heads.py; the numbers of a support are stored next
+// to them.
 // clang-format off
 #define GRADSCALE_NUMBERS_OF_HEADS(number)  \
   number(Detail, detail)                    \
@@ -168,8 +169,8 @@ inline int64_t padded_width(int64_t width) {
 // Rows of at most so many elements are computed side by side, one in each lane.
 constexpr int64_t kShortRow = 32;
 
-// The cost of a row, in elements of a long one: in addition to its elements there are its target, its logarithm and its sums. Rows
-// of few numbers are computed many at a time.
+// The cost of a row, in elements of a long one: in addition to its elements there are its target, its logarithm and its
+// sums. Rows of few numbers are computed many at a time.
 inline int64_t cost_of_row(int64_t width) {
   return width == 1 ? 16 : (width <= kShortRow ? 2 * width + 48 : width + 128);
 }

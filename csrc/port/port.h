@@ -24,7 +24,8 @@
 #define GRADSCALE_DISPATCH
 #endif
 
-// Variants for newer x86-64 instruction sets are compiled in addition to the baseline, and chosen when the program runs.
+// Variants for newer x86-64 instruction sets are compiled in addition to the baseline, and chosen when the program
+// runs.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define GRADSCALE_X86_VARIANTS 1
 #else

@@ -10,8 +10,8 @@ namespace gradscale {
 using StatisticsOfRange = void (*)(const Range&, double p, ChunkStatistics& out);
 extern const CpuKernel<StatisticsOfRange> statistics_kernel;
 
-// Squared norms of real numbers, and of what has been added to them since, which are stored at `after`. Sums of squares of
-// double may overflow.
+// Squared norms of real numbers, and of what has been added to them since, which are stored at `after`. Sums of squares
+// of double may overflow.
 struct UpdateSquares {
   double before;
   double update;

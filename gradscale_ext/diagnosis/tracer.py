@@ -162,7 +162,8 @@ class GradientTracer(TorchFunctionMode):
         # The node that made a value keeps its history in its metadata. A value without a node has its history kept
         # with its memory, which its views share.
         self._histories: MutableMapping[torch.UntypedStorage, _History] = WeakIdKeyDictionary()
-        # Values with a node, by their memory: a tensor without a node that shares memory was made by a call that no mode sees.
+        # Values with a node, by their memory: a tensor without a node that shares memory was made by a call
+        # that no mode sees.
         self._made: MutableMapping[torch.UntypedStorage, _History] = WeakIdKeyDictionary()
         self._active = False
         self._begin()
