@@ -318,8 +318,9 @@ def check_trajectories(
         if next_values is None:
             if tuple(values.shape) == tuple(rewards.shape):
                 raise ValueError(
-                    f"{function}: values must have shape {check.shape(1)}, all observations, as there are no "
-                    f"next_values, but its shape is {check.shape()}; give next_values, those of the true successors"
+                    f"{function}: values must have shape {check.shape(1)}, all observations, because "
+                    f"next_values is None, but its shape is {check.shape()}; give next_values, the values of the true "
+                    "successors"
                 )
             check.shaped("values", values, 1, ", all observations")
             if truncated is not None:
@@ -331,7 +332,7 @@ def check_trajectories(
         elif not reads_values and values.dim() == 2 and check._has_steps(values, 1):
             check.on_device(name, values)
         else:
-            check.shaped(name, values, 0, "" if is_retrace else ", as there are next_values")
+            check.shaped(name, values, 0, "" if is_retrace else " because next_values is given")
     if function in ("vtrace", "retrace"):
         check.floats("ratios", ratios)
         check.constant("ratios", ratios)
@@ -381,7 +382,7 @@ def check_window(
     function = "muzero_targets"
     check = _Checker(function, rewards, batch_first, "L")
     check.floats("root_values", root_values, 1)
-    check.shaped("root_values", root_values, 1, ", one more step than rewards")
+    check.shaped("root_values", root_values, 1, ", one step more than rewards")
     num_unroll_steps = check.integer("num_unroll_steps", num_unroll_steps, 0)
     td_steps = check.integer("td_steps", td_steps, 1)
     discount = check.coefficient("discount", discount, -1, per_step=False)
@@ -395,7 +396,7 @@ def check_window(
         if terminated is None:
             raise ValueError(
                 f"{function}: terminated must be given with lengths: a bool tensor of shape [{check.batch}], True "
-                "where the game ended after its moves by its rules"
+                "if the game ended, by its rules, after the recorded moves"
             )
     check.flags("terminated", terminated, (check.batch,))
     if to_play is not None:
@@ -405,7 +406,7 @@ def check_window(
                 f"{function}: to_play must be a tensor of integers or bool, but its dtype is {to_play.dtype}; "
                 "write to_play.long()"
             )
-        check.shaped("to_play", to_play, 1, ", one more step than rewards")
+        check.shaped("to_play", to_play, 1, ", one step more than rewards")
     if root_reward is not None:
         check.floats("root_reward", root_reward, None)
         check.per_row("root_reward", root_reward)
@@ -415,8 +416,8 @@ def check_window(
     is_prefix = reward == "value_prefix"
     if is_prefix and to_play is not None:
         raise ValueError(
-            f"{function}: reward='value_prefix' cannot be given with to_play: rewards in the eyes of different players "
-            "are not summed"
+            f"{function}: reward='value_prefix' cannot be given with to_play: rewards of different players cannot "
+            "be summed"
         )
     for name, value in (("rewards", rewards), ("root_values", root_values), ("root_reward", root_reward)):
         check.constant(name, value)

@@ -1,8 +1,8 @@
 """Targets from trajectories: the step before the loss.
 
 Transition t is (s_t, a_t, r_t, s'_t), all at index t: ``rewards[b, t]`` was received on leaving s_t, and ``terminated``
-and ``truncated`` are what that same step of the environment returned. All functions are one linear recurrence,
-``y_t = a_t + b_t y_{t+1}``, computed in one pass.
+and ``truncated`` are what that same step of the environment returned. Each function is a linear recurrence,
+``y_t = a_t + b_t y_{t+1}``, computed in one pass; `muzero_targets` is a sum over a window.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def _results(
     clips: dict[str, Any] | None = None,
     n: Any = None,
 ) -> tuple[Tensor, ...]:
-    """The results of a function: at once in eager mode, or of checked arguments."""
+    """Compute the results. Eager calls go straight to C++; other calls, and unusual arguments, are checked in Python
+    first."""
     flags = (terminated, truncated, mask)
     if _context.is_eager():
         limits = (*clips.values(), None, None)[:3] if clips else _NO_LIMITS
@@ -84,17 +85,17 @@ def lambda_returns(
         G_t = r_t + γ_t ((1 - λ_t) B_t + λ_t G_{t+1});    at a cut  r_t + γ_t B_t
 
     Args:
-        rewards: r, `[B, T]` float64, float32, bfloat16 or float16, as all numbers here.
+        rewards: r, `[B, T]` float64, float32, bfloat16 or float16. All numeric tensors accept these dtypes.
         values: V of all T + 1 observations, `[B, T + 1]`. Not read where `next_values` is given, and may be left out.
         next_values: V(s'_t), `[B, T]`, of the true successors, before any reset.
-        discount: γ, a number from -1 to 1; a tensor without dimensions, read on its device; or a tensor of two
-            dimensions that broadcasts to `[B, T]`. 0 ends an episode as `terminated` does, which is the convention of
-            rlax and Dreamer; negative where the player changes with each step of a zero-sum game. A constant.
+        discount: γ, a number from -1 to 1; a 0-dim tensor, read on its device without a synchronisation; or a tensor
+            of two dimensions that broadcasts to `[B, T]`. 0 ends an episode as `terminated` does, which is the
+            convention of rlax and Dreamer; negative for zero-sum games in which players alternate. A constant.
         lambda_: λ, from 0 to 1, in the same forms. Not read at a cut. A constant.
         terminated: `[B, T]` bool. The episode ended by its rules: s'_t is worth 0, whatever `next_values` holds.
         truncated: `[B, T]` bool. The episode was cut, by a time limit for example: bootstraps from V(s'_t), and nothing
-            of t + 1 is read. Where both are True: terminated. Not with `values` of all observations, which
-            after a reset belong to another episode.
+            of t + 1 is read. If both flags are True, the transition counts as terminated. Cannot be combined with
+            `values` `[B, T + 1]`: after a reset, ``values[:, t + 1]`` belongs to another episode.
         mask: `[B, T]` bool, False in padding; results are 0 there, and the transition before it ends like a truncation.
         batch_first: False: all tensors of two dimensions, and results, are `[T, B]`.
 
@@ -106,7 +107,7 @@ def lambda_returns(
         TypeError: a type or dtype is wrong.
         ValueError: a shape, device or number is wrong, or a constant requires grad.
 
-    NaN and inf stay in their episode: a cut, and a coefficient of exactly 0, select.
+    NaN and inf stay in their episode. Cuts and coefficients of exactly 0 select; they do not multiply.
 
     Flags are stored with the transition, as in Gymnasium and TorchRL. CleanRL, Stable-Baselines3 and PufferLib store
     them one later: pass ``dones[1:]`` and the last done. TorchRL 0.14 multiplies by ``~done``, which lets a NaN cross.
@@ -150,7 +151,7 @@ def n_step_returns(
 
         G_t = sum_{i<m} (Π_{j<i} γ_{t+j}) r_{t+i} + (Π_{j<m} γ_{t+j}) B_{t+m-1}
 
-    Takes the same time for any n, and divides by no power of the discount.
+    The time does not depend on n, and nothing is divided by powers of the discount.
 
     Args:
         n: rewards in a return, at least 1.
@@ -255,7 +256,8 @@ def vtrace(
         u_t = (1 - λ_t) B_t + λ_t targets_{t+1};    at a cut  B_t
 
     Args:
-        ratios: π(a_t|s_t) / μ(a_t|s_t), of the policy over that which acted, `[B, T]`. A constant.
+        ratios: π(a_t|s_t) / μ(a_t|s_t), the probability under π divided by the probability under the acting policy μ,
+            `[B, T]`. A constant.
         clip_rho, clip_c, clip_pg_rho: limits of the ratios; None or inf clips nothing.
         rewards, values, next_values, discount, lambda_, terminated, truncated, mask, batch_first: as in
             `generalized_advantages`.
@@ -266,8 +268,8 @@ def vtrace(
     Raises:
         TypeError, ValueError: as `lambda_returns`.
 
-    λ is in c, and in the bootstrap of the advantages, as in rlax; IMPALA, TorchRL and RLlib have no λ, so that 1, the
-    default, gives theirs. TorchRL clips the ratio of the advantages by its `rho_thresh`, ours by `clip_pg_rho`.
+    λ is in c, and in the bootstrap of the advantages, as in rlax; IMPALA, TorchRL and RLlib have no λ. The default,
+    1, gives the same results. TorchRL clips the ratio of the advantages by its `rho_thresh`, ours by `clip_pg_rho`.
 
     >>> ratios = torch.tensor([[2.0, 0.5]])
     >>> vtrace(torch.ones(1, 2), torch.zeros(1, 3), ratios=ratios, discount=1.0).targets
@@ -313,7 +315,8 @@ def retrace(
     Args:
         q_values: Q(s_t, a_t) of the actions that were taken, `[B, T]`.
         next_values: E_π Q(s'_t, ·), `[B, T]`.
-        ratios: π(a_t|s_t) / μ(a_t|s_t), `[B, T]`; ``ratios=pi`` is tree backup, ``ratios=1`` Q(λ). A constant.
+        ratios: π(a_t|s_t) / μ(a_t|s_t), `[B, T]`. π(a_t|s_t) as ratios gives tree backup; a tensor of ones gives Q(λ).
+            A constant.
         clip_c: limit of the ratios; None is importance sampling.
         rewards, discount, lambda_, terminated, truncated, mask, batch_first: as in `lambda_returns`.
 
@@ -323,7 +326,7 @@ def retrace(
     Raises:
         TypeError, ValueError: as `lambda_returns`.
 
-    c belongs to the next transition, aligned with q_{t+1}, as in rlax; V-trace has c_t.
+    Retrace uses c_{t+1}, aligned with q_{t+1}, as rlax does; V-trace uses c_t.
 
     >>> zeros, ratios = torch.zeros(1, 2), torch.tensor([[9.0, 0.5]])
     >>> retrace(torch.ones(1, 2), zeros, zeros, ratios=ratios, discount=1.0)
@@ -368,17 +371,17 @@ def muzero_targets(
 
         z_j = sum_{i<m} γ^i s_{j,j+i} r_{j+i} + γ^m s_{j,j+m} ν_{j+m}
 
-    ν_ℓ is 0 if the game ended there, and z_j is 0 behind it. s is 1, or with `to_play` -1 where another player
+    ν_ℓ is 0 if the game ended there, and z_j is 0 for j > ℓ. s is 1, or with `to_play` -1 where another player
     moves than at j.
 
     Args:
-        rewards: r, `[B, L]`, of the window's moves, in the eyes of who moves.
-        root_values: ν, `[B, L + 1]`, of its states, searched or reanalysed, in the eyes of who moves.
+        rewards: r, `[B, L]`, of the window's moves, from the perspective of the player to move.
+        root_values: ν, `[B, L + 1]`, of its states, searched or reanalysed, from the perspective of the player to move.
         num_unroll_steps: K, at least 0.
         td_steps: n, at least 1. A window shorter than K + n bootstraps from its last state.
-        discount: γ, a number from -1 to 1, a tensor without dimensions, or `[B, 1]`.
-        lengths: ℓ, `[B]` int64 from 0 to L: moves that were recorded; what is stored behind them is not read. None: L.
-        terminated: `[B]` bool: the game ended after them by its rules. Required with `lengths`.
+        discount: γ, a number from -1 to 1, a 0-dim tensor, or `[B, 1]`.
+        lengths: ℓ, `[B]` int64 from 0 to L: moves that were recorded; later entries are not read. None: L.
+        terminated: `[B]` bool: True if the game ended, by its rules, after the recorded moves. Required with `lengths`.
         to_play: `[B, L + 1]` integers or bool: who moves. None: one player.
         reward: "reward", or "value_prefix", the sum of the rewards from the last multiple of the horizon on
             (EfficientZero, Ye et al. 2021), undiscounted; not with `to_play`.
@@ -389,13 +392,15 @@ def muzero_targets(
     Returns:
         `values` `[B, K + 1]`; `rewards` `[B, K]` for a head of ``first_step=1``: step k predicts r_{k-1}, the reward of
         the move that led there; with `root_reward` `[B, K + 1]`, that one first, for a head of ``first_step=0``.
-        `mask` `[B, K + 1]`: the target is known, because j <= ℓ or the game has ended. `policy_mask`: j < ℓ, there
-        was a search. They are the loss's ``mask={"value": mask, "reward": mask, "policy": policy_mask}``. All
-        are constants.
+        `mask` `[B, K + 1]`: the target is known, because j <= ℓ or the game has ended. `policy_mask`: j < ℓ, a
+        search was made at that state. They are the loss's
+        ``mask={"value": mask, "reward": mask, "policy": policy_mask}``. All are constants.
 
     Raises:
         TypeError: a type or dtype is wrong.
         ValueError: a shape, device or number is wrong, or an argument requires grad.
+
+    The time grows with `num_unroll_steps` times `td_steps`.
 
     The pseudocode's version 1 pairs step k with r_k, version 2 with the reward before it, as here; EfficientZero and
     LightZero store the same number at k - 1. At a time limit we bootstrap; peers treat it as absorbing, or mask it.

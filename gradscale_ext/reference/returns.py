@@ -327,7 +327,7 @@ def muzero_targets(
     row = torch.arange(size, device=r.device)
 
     def seen(x: Tensor, i: Tensor, j: int) -> Tensor:
-        """``s_{j,i} x_i``: what i's player sees, in the eyes of who moves at j."""
+        """``s_{j,i} x_i``: what i's player sees, from the perspective of the player to move at j."""
         return torch.where(player[row, i] == player[:, j], x[row, i], -x[row, i])
 
     values = []
