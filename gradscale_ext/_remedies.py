@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-#: How to install something into this environment; environments of uv have no pip. (find_spec("pip") would keep setuptools from
-#: being imported later.)
+#: How to install something into this environment; environments of uv have no pip. (find_spec("pip") would keep
+#: setuptools from being imported later.)
 _HAS_PIP = any(os.path.isdir(os.path.join(folder, "pip")) for folder in sys.path)
 INSTALL = "python -m pip install" if _HAS_PIP else "uv pip install"
 
