@@ -736,7 +736,9 @@ def test_coefficients_of_retrace_that_no_step_reads(module, name, batch_first):
             arguments = {key: tensor.T for key, tensor in arguments.items()}
         (result,) = call("retrace", arguments, module, batch_first=batch_first)
         gradients.append((result.detach(), *torch.autograd.grad(result.sum(), leaves)))
-    assert_same(gradients[1], gradients[0], rtol=0, atol=0)
+    assert_same(
+        gradients[1], gradients[0], rtol=1e-13, atol=1e-13
+    )  # a tile that is not finite is computed in another order
 
 
 def assert_unreached(function, data, spoilt, kept, inputs_before, batch_first):
