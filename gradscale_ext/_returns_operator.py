@@ -82,7 +82,8 @@ def _times(coefficient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _vtrace_of_varying_clips(call: Trajectories) -> tuple[torch.Tensor, ...]:
     """V-trace in PyTorch, apart from its recurrence, which is the recurrence of generalized advantages.
 
-    The operator takes clips as constants: a clip that varies would be compiled again for each number.
+    The operator takes clips as constants: a clip that varies would be compiled again for each number. Coefficients are
+    not detached, so that the operator refuses tangents of them.
     """
     rewards = call.rewards
     dtype, device, time_dim = result_dtype(*call), rewards.device, 1 if call.batch_first else 0
@@ -101,7 +102,7 @@ def _vtrace_of_varying_clips(call: Trajectories) -> tuple[torch.Tensor, ...]:
 
     def coefficient(value: Discount) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
-            return value.detach().to(device)
+            return value.to(device)
         return _context.as_tensor(value, device, dtype)
 
     cut = terminated | truncated | ~later(live)
@@ -112,7 +113,7 @@ def _vtrace_of_varying_clips(call: Trajectories) -> tuple[torch.Tensor, ...]:
     bootstrap = read(next_values, live & ~terminated)
     discount = read(coefficient(call.discount))
     lambda_ = read(coefficient(call.lambda_), live & ~cut)
-    ratios = read(call.ratios.detach())
+    ratios = read(call.ratios)
     rho, c, pg_rho = (_clipped(ratios, clip, dtype) for clip in call.clips)
 
     received = read(rewards) - values

@@ -11,7 +11,7 @@ constexpr int kWarpSize = 32;
 constexpr int kWarps = kThreads / kWarpSize;
 
 // How a call's tensors are stored. `runs`: numbers have the kernel's type, and the stride between steps is 1.
-// `columns`: numbers have the kernel's type, and the stride between steps is that of the first output. `any`: any types
+// `columns`: numbers have the kernel's type, and the stride between steps equals the first output's. `any`: any types
 // and strides.
 enum class Layout { any, runs, columns };
 
