@@ -1,15 +1,31 @@
-"""Checks that run in several processes, which start once for all of them."""
+"""Checks that run in several processes, which start once for all of them.
+
+The processes are forked from a server that has imported PyTorch and its compiler, which takes 15 seconds, and has begun no
+thread. Modules that use it have one group of pytest-xdist, so that one server serves all of them.
+"""
 
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
+one_server = pytest.mark.xdist_group("processes")
+PRELOADED = [
+    "gradscale_ext",
+    "torch._dynamo.backends.debugging",
+    "torch._export.db",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.experimental",
+]
 Check = Callable[[int], None]
 
 
@@ -31,7 +47,8 @@ def _worker(rank: int, ranks: int, checks: dict[str, Check], folder: str) -> Non
 
 def run_in_processes(ranks: int, checks: dict[str, Check], folder: Path) -> None:
     """Has `ranks` processes run the checks."""
-    torch.multiprocessing.spawn(_worker, (ranks, checks, str(folder)), nprocs=ranks)
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    torch.multiprocessing.start_processes(_worker, (ranks, checks, str(folder)), ranks, start_method="forkserver")
 
 
 def assert_passed(name: str, ranks: int, folder: Path) -> None:
