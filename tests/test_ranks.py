@@ -379,8 +379,12 @@ CHECKS: dict[str, Callable[[int], None]] = {
 }
 CHECKS |= {
     f"{way}_{str(dtype)[-7:]}_{reduction}": functools.partial(train, way=way, dtype=dtype, reduction=reduction)
-    for way in ("ddp", "fsdp")
-    for dtype, reduction in ((torch.float64, "valid_mean"), (torch.float64, "mean"), (torch.float32, "valid_mean"))
+    for way, dtype, reduction in (
+        ("ddp", torch.float64, "valid_mean"),
+        ("ddp", torch.float32, "mean"),
+        ("fsdp", torch.float64, "mean"),
+        ("fsdp", torch.float32, "valid_mean"),
+    )
 }
 
 
