@@ -1,15 +1,32 @@
-"""Checks that run in several processes, which start once for all of them."""
+"""Checks that run in several processes, which start once for all of them.
+
+They are forked from a server that has imported PyTorch and its compiler, which takes 15 seconds, and has started no
+thread. Their tests are in one group of pytest-xdist, so that one server forks the processes of all modules.
+"""
 
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+one_server = pytest.mark.xdist_group("processes")
+PRELOADED = [
+    "gradscale_ext",
+    "torch._dynamo.backends.debugging",
+    "torch._export.db",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.experimental",
+]
 Check = Callable[[int], None]
 
 
@@ -31,7 +48,13 @@ def _worker(rank: int, ranks: int, checks: dict[str, Check], folder: str) -> Non
 
 def run_in_processes(ranks: int, checks: dict[str, Check], folder: Path) -> None:
     """Has `ranks` processes run the checks."""
-    torch.multiprocessing.spawn(_worker, (ranks, checks, str(folder)), nprocs=ranks)
+    start_processes(ranks, _worker, ranks, checks, str(folder))
+
+
+def start_processes(number: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function with its rank and the arguments in several processes, and raise what one of them raises."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    torch.multiprocessing.start_processes(function, arguments, number, start_method="forkserver")
 
 
 def assert_passed(name: str, ranks: int, folder: Path) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from processes import one_server, start_processes
 
 import gradscale_ext as gs
 from gradscale_ext import _kernels
@@ -224,11 +224,15 @@ def test_packaged_images_come_first(tmp_path, monkeypatch, cache):
     assert not cache.exists()
 
 
+def image_in(rank, folder):
+    os.environ["GRADSCALE_CACHE_DIR"] = folder
+    assert _kernels.image_of(FILE, NAME, "sm_90")[0].code
+
+
+@one_server
 @pytest.mark.any_version
 def test_processes_share_a_folder(cache):
-    script = f"from gradscale_ext import _kernels; print(_kernels.image_of({FILE!r}, {NAME!r}, 'sm_90')[1])"
-    running = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert all(process.communicate()[0] and process.returncode == 0 for process in running)
+    start_processes(2, image_in, str(cache))
     assert json.loads(only_file(cache).read_bytes().partition(b"\n")[0])["registers"] > 0
     assert _kernels.image_of(FILE, NAME, "sm_90")[1] == "cache"
 

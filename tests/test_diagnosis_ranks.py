@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import assert_passed, run_in_processes
+from processes import assert_passed, one_server, run_in_processes
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -219,7 +219,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return request.param, folder
 
 
-@pytest.mark.xdist_group("diagnosis_ranks")  # whose processes start once
+@one_server
 @pytest.mark.parametrize("name", CHECKS)
 def test_diagnosis_on_ranks(name: str, outcomes: tuple[int, Path]) -> None:
     assert_passed(name, *outcomes)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from contexts import CASES, Case, clipped
-from processes import assert_passed, run_in_processes
+from processes import assert_passed, one_server, run_in_processes
 from torch.distributed.device_mesh import init_device_mesh
 
 import gradscale_ext as gs
@@ -258,7 +258,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.xdist_group("two_processes")  # which start once
+@one_server
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_processes(name: str, outcomes: Path) -> None:
     assert_passed(name, RANKS, outcomes)

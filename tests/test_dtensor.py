@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import assert_passed, run_in_processes
+from processes import assert_passed, one_server, run_in_processes
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -323,7 +323,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return request.param, folder
 
 
-@pytest.mark.xdist_group("dtensor")  # whose processes start once
+@one_server
 @pytest.mark.parametrize("name", CHECKS)
 def test_distributed_tensors(name: str, outcomes: tuple[int, Path]) -> None:
     assert_passed(name, *outcomes)

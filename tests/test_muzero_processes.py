@@ -15,6 +15,8 @@ import torch
 
 pytest.importorskip("gymnasium")
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "muzero"))
+import training_ranks
+from processes import assert_passed, one_server, run_in_processes
 from training_ranks import CONFIGURATION, SMALL
 
 from configuration import Configuration
@@ -33,8 +35,17 @@ def run(command, **options):
     return subprocess.Popen(list(map(str, command)), text=True, stdout=subprocess.PIPE, env=environment, **options)
 
 
+@one_server
 def test_ranks_train_as_one(tmp_path):
-    assert run([*TORCHRUN, Path(__file__).with_name("training_ranks.py"), tmp_path]).wait(timeout=PATIENCE) == 0
+    checks = {
+        "as_one": functools.partial(training_ranks.ranks_train_as_one, checkpoint=tmp_path / "checkpoint.pt"),
+        "damaged": training_ranks.a_damaged_checkpoint_is_refused,
+    }
+    for name in ("matplotlib", "tensorboard", "tqdm"):
+        pytest.importorskip(name)
+    run_in_processes(2, checks, tmp_path)
+    for name in checks:
+        assert_passed(name, 2, tmp_path)
     with pytest.raises(ValueError, match="begun by 2 processes, not 1"):
         Training(CONFIGURATION).load(tmp_path / "checkpoint.pt")
 
@@ -53,18 +64,6 @@ def test_ranks_save_when_ctrl_c_is_pressed(tmp_path):
     saved = torch.load(tmp_path / "cartpole-seed0" / "checkpoint.pt", weights_only=False)
     assert saved["record"]["step_number"] > 0
     assert len(saved["shares"]) == 2
-
-
-def test_ranks_refuse_a_damaged_checkpoint(tmp_path):
-    """Only rank 0 reads it, and no other rank waits for what was in it."""
-    pytest.importorskip("tensorboard")
-    path = tmp_path / "cartpole-seed0" / "checkpoint.pt"
-    path.parent.mkdir()
-    path.write_bytes(b"damaged")
-    process = run([*TORCHRUN, EXAMPLE / "train.py", f"--directory={tmp_path}"], stderr=subprocess.PIPE)
-    errors = process.communicate(timeout=PATIENCE)[1]
-    assert f"error: {path} cannot be read as a checkpoint: UnpicklingError: " in errors
-    assert "training.py" not in errors  # no traceback but torchrun's own
 
 
 def test_a_share_is_of_everything():

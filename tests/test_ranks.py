@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import assert_passed, run_in_processes
+from processes import assert_passed, one_server, run_in_processes
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -379,8 +379,12 @@ CHECKS: dict[str, Callable[[int], None]] = {
 }
 CHECKS |= {
     f"{way}_{str(dtype)[-7:]}_{reduction}": functools.partial(train, way=way, dtype=dtype, reduction=reduction)
-    for way in ("ddp", "fsdp")
-    for dtype, reduction in ((torch.float64, "valid_mean"), (torch.float64, "mean"), (torch.float32, "valid_mean"))
+    for way, dtype, reduction in (
+        ("ddp", torch.float64, "valid_mean"),
+        ("ddp", torch.float32, "mean"),
+        ("fsdp", torch.float64, "mean"),
+        ("fsdp", torch.float32, "valid_mean"),
+    )
 }
 
 
@@ -391,7 +395,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return request.param, folder
 
 
-@pytest.mark.xdist_group("ranks")  # whose processes start once
+@one_server
 @pytest.mark.parametrize("name", CHECKS)
 def test_many_ranks_train_as_one(name: str, outcomes: tuple[int, Path]) -> None:
     assert_passed(name, *outcomes)

@@ -1,10 +1,13 @@
-"""Checks of the example agent's training by two ranks, which tests/test_muzero_processes.py has torchrun start."""
+"""Checks of the example agent's training by two ranks, which tests/test_muzero_processes.py starts."""
 
 import copy
 import sys
+import tempfile
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "muzero"))
@@ -16,6 +19,13 @@ from training import Training
 
 SMALL = {"num_environments": 4, "num_simulations": 2, "minimum_replay": 30, "batch_size": 9}
 CONFIGURATION = Configuration(**SMALL, training_steps=60)
+
+
+class Joined(Ranks):
+    """The ranks of the process group that these processes have already."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.process_group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
 
 
 def after(steps: int, training: Training) -> Training:
@@ -65,8 +75,25 @@ def joined(values):
     return torch.cat([torch.as_tensor(value) for value in values])
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    ranks = Ranks()
-    training = weights_are_the_same_after_going_on(ranks, Path(sys.argv[1], "checkpoint.pt"))
+def ranks_train_as_one(rank: int, checkpoint: Path) -> None:
+    ranks = Joined()
+    training = weights_are_the_same_after_going_on(ranks, checkpoint)
     step_is_that_of_the_whole_batch(ranks, training)
+
+
+def a_damaged_checkpoint_is_refused(rank: int) -> None:
+    """Only rank 0 has it, and no other rank waits for what was in it."""
+    import train
+
+    folder = Path(tempfile.mkdtemp())
+    if rank == 0:
+        (folder / "cartpole-seed0").mkdir()
+        (folder / "cartpole-seed0" / "checkpoint.pt").write_bytes(b"damaged")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", f"--directory={folder}"])
+        patch.setattr(sys, "stdout", sys.stdout)
+        patch.setattr(train, "Ranks", Joined)
+        with pytest.raises(
+            SystemExit, match=rf"^error: {folder}/\S+ cannot be read as a checkpoint: UnpicklingError: "
+        ):
+            train.main()
