@@ -18,7 +18,7 @@ SNIPPETS = [
     for page in PAGES
     for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
-OPTIONAL = ("accelerate", "lightning", "tensorboard", "tensordict")
+OPTIONAL = ("accelerate", "lightning", "tensorboard", "tensordict", "torchrl")
 
 
 def test_there_are_snippets():
