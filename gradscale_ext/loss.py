@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     def _typed_as(function: Function) -> Callable[[Any], Function]: ...
 
 
-def _make_plan(heads: Mapping[str, Head], keeps_memory: bool = False) -> Any:
+def _make_plan(heads: Mapping[str, Head]) -> Any:
     check_heads(heads)
-    return _C.Plan(dict(heads), *record_of(heads.values()), keeps_memory)
+    return _C.Plan(dict(heads), *record_of(heads.values()))
 
 
 @functools.lru_cache(maxsize=256)
@@ -256,7 +256,7 @@ class MultiStepLoss(torch.nn.Module):
         items = list(self.heads.items())
         planned = self.__dict__.get("_planned")
         if planned is None or planned[0] != items:
-            planned = self.__dict__["_planned"] = (items, _make_plan(self.heads, keeps_memory=True))
+            planned = self.__dict__["_planned"] = (items, _make_plan(self.heads))
         return planned[1]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1534,7 +1534,7 @@ def test_what_lists_the_heads_lists_all(file):
 )
 def test_records_that_are_none(names, numbers, message):
     with pytest.raises(RuntimeError, match=message):
-        gs._native._C.Plan({}, names, numbers, False)
+        gs._native._C.Plan({}, names, numbers)
 
 
 @pytest.mark.parametrize("name", ["kind", "forms", "detail", "decodes", "numbers"])
