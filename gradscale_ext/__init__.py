@@ -26,7 +26,7 @@ from .heads import (
     SoftCrossEntropy,
     TwoHot,
 )
-from .loss import MultiStepLoss, multi_step_loss, priorities, reduce_multi_step
+from .loss import MultiStepLoss, empty_cache, multi_step_loss, priorities, reduce_multi_step
 from .monitor.diagnosis import diagnose_gradients
 from .monitor.monitor import GradientMonitor
 from .monitor.report import Finding, GradientDiagnosis
@@ -68,6 +68,7 @@ __all__ = [
     "clip_gradient_value",
     "clip_gradients_",
     "diagnose_gradients",
+    "empty_cache",
     "generalized_advantages",
     "gradient_statistics",
     "l2_loss",
