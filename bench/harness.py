@@ -190,15 +190,10 @@ def rows(
     seconds: float,
     moved_bytes: float,
     ours: str,
-    for_memory: Contestants | None = None,
     turn: float = TURN,
 ) -> list[dict[str, Any]]:
-    """One row per contestant: times, ratio to ours, GB/s of the bytes that must move, peak memory.
-
-    `for_memory` replaces contestants whose memory outlives a call, which would hide it.
-    """
+    """One row per contestant: times, ratio to ours, GB/s of the bytes that must move, peak memory."""
     statistics = measure(contestants, seconds, turn=turn)
-    measured = {**contestants, **(for_memory or {})}
     return [
         {
             **label,
@@ -206,7 +201,7 @@ def rows(
             **values,
             "ratio": values["median_ms"] / statistics[ours]["median_ms"],
             "gb_per_s": moved_bytes / values["median_ms"] / 1e6,
-            "peak_mb": peak_extra_bytes(measured[name]) / 2**20,
+            "peak_mb": peak_extra_bytes(contestants[name]) / 2**20,
         }
         for name, values in statistics.items()
     ]

@@ -80,11 +80,10 @@ def usual_loss(predictions: dict[str, Tensors], targets: dict[str, Tensors], wei
     return (total * weights).mean()
 
 
-def make_fused(num_bins: int, keeps_memory: bool = True) -> Loss:
-    """The module keeps the gradients' memory from call to call; the function asks for it every time."""
+def make_fused(num_bins: int, as_function: bool = False) -> Loss:
     limit = (num_bins - 1) // 2
     module = gs.MultiStepLoss.muzero(gs.Support.muzero(limit), value_weight=0.25)
-    loss_fn = module if keeps_memory else functools.partial(gs.multi_step_loss, module.heads)
+    loss_fn = functools.partial(gs.multi_step_loss, module.heads) if as_function else module
 
     def fused(predictions: dict[str, Tensors], targets: dict[str, Tensors], weights: torch.Tensor) -> torch.Tensor:
         return loss_fn(predictions, targets, step_gradient_scale="unroll", importance_weights=weights).loss
@@ -128,19 +127,18 @@ def usual_tdmpc2(predictions: dict[str, Any], targets: dict[str, Any], weights: 
     return total
 
 
-def make_fused_tdmpc2(keeps_memory: bool = True) -> Loss:
+def make_fused_tdmpc2() -> Loss:
     support = gs.Support.tdmpc2()
     module = gs.MultiStepLoss(
         reward=gs.TwoHot(support, weight=0.1),
         latent=gs.MeanSquaredError(weight=20.0),
         **{name: gs.TwoHot(support, weight=0.1 / len(CRITICS)) for name in CRITICS},
     )
-    loss_fn = module if keeps_memory else functools.partial(gs.multi_step_loss, module.heads)
 
     def fused(predictions: Any, targets: Any, weights: torch.Tensor) -> torch.Tensor:
         horizon = len(predictions["latent"])
         decay = [RHO**k / horizon for k in range(horizon)]
-        return loss_fn(predictions, targets, step_weights=decay, batch_first=False).loss
+        return module(predictions, targets, step_weights=decay, batch_first=False).loss
 
     return fused
 
@@ -171,13 +169,12 @@ def usual_dreamer(
     return total + go_on
 
 
-def make_fused_dreamer(keeps_memory: bool = True) -> Loss:
+def make_fused_dreamer() -> Loss:
     support = gs.Support.dreamer_v3()
     module = gs.MultiStepLoss(reward=gs.TwoHot(support), value=gs.TwoHot(support), go_on=gs.BinaryCrossEntropy())
-    loss_fn = module if keeps_memory else functools.partial(gs.multi_step_loss, module.heads)
 
     def fused(predictions: Any, targets: Any, weights: torch.Tensor) -> torch.Tensor:
-        return loss_fn(predictions, targets, reduction="valid_mean").loss
+        return module(predictions, targets, reduction="valid_mean").loss
 
     return fused
 
@@ -223,14 +220,14 @@ def over_copy(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def benchmark(
     label: dict[str, Any],
     inputs: Inputs,
-    make: Callable[[bool], Loss],
+    make: Callable[[], Loss],
     eager: Loss,
     seconds: float,
     passes: tuple[str, ...] = ("forward", "forward+backward"),
 ) -> Iterator[dict[str, Any]]:
     leaves = leaves_of(inputs[0])
     torch._dynamo.reset()
-    functions = {"fused": make(True), "eager": eager, "torch.compile": torch.compile(eager, dynamic=False)}
+    functions = {"fused": make(), "eager": eager, "torch.compile": torch.compile(eager, dynamic=False)}
     check_same(functions, inputs)
     elements = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
     targets = sum(target.numel() * target.element_size() for target in leaves_of(inputs[1]))
@@ -250,15 +247,25 @@ def benchmark(
         contestants = {contestant: choose(function) for contestant, function in functions.items()}
         if name == "forward+backward":
             contestants["copy"] = make_copy(leaves)
-        rows = harness.rows(
-            {**label, "pass": name},
-            contestants,
-            seconds,
-            moved + targets,
-            "fused",
-            {"fused": choose(make(False))},
-        )
+        rows = harness.rows({**label, "pass": name}, contestants, seconds, moved + targets, "fused")
         yield from over_copy(rows)
+
+
+def benchmark_entry_points(
+    label: dict[str, Any], inputs: Inputs, num_bins: int, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """The module in eager mode, the function, and the module inside torch.compile: forward and backward."""
+    leaves = leaves_of(inputs[0])
+    torch._dynamo.reset()
+    module, function = make_fused(num_bins), make_fused(num_bins, as_function=True)
+    functions = {"module": module, "function": function, "compiled module": torch.compile(module, dynamic=False)}
+    check_same(functions, inputs)
+    contestants: harness.Contestants = {
+        name: functools.partial(lambda loss_fn: torch.autograd.grad(loss_fn(*inputs), leaves), loss_fn)
+        for name, loss_fn in functions.items()
+    }
+    moved = 2 * sum(leaf.nbytes for leaf in leaves) + sum(target.nbytes for target in leaves_of(inputs[1]))
+    yield from harness.rows({**label, "pass": "forward+backward"}, contestants, seconds, moved, "module")
 
 
 def main() -> None:
@@ -267,7 +274,7 @@ def main() -> None:
     threads = torch.get_num_threads()
     results = []
 
-    def run(label: dict[str, Any], inputs: Inputs, make: Callable[[bool], Loss], eager: Loss, **options: Any) -> None:
+    def run(label: dict[str, Any], inputs: Inputs, make: Callable[[], Loss], eager: Loss, **options: Any) -> None:
         label = {"dtype": "fp32", "threads": torch.get_num_threads(), **label}
         for row in benchmark(label, inputs, make, eager, arguments.seconds, **options):
             harness.show(row)
@@ -279,6 +286,12 @@ def main() -> None:
     run({"agent": "TD-MPC2", "size": "B 256 H 3 S 101"}, make_tdmpc2_inputs(), make_fused_tdmpc2, usual_tdmpc2)
     dreamer = {"agent": "reward, critic and continue heads of DreamerV3", "size": "B 16 T 64 S 255"}
     run(dreamer, make_dreamer_inputs(), make_fused_dreamer, usual_dreamer)
+    size = (256, 5, 601, 18)
+    label = {"agent": "entry points of the loss", "size": "B {} K {} S {} A {}".format(*size), "dtype": "fp32"}
+    label["threads"] = threads
+    for row in benchmark_entry_points(label, make_inputs(*size), size[2], arguments.seconds):
+        harness.show(row)
+        results.append(row)
     for size in MAIN:
         name = "B {} K {} S {} A {}".format(*size)
         make = functools.partial(make_fused, size[2])

@@ -105,6 +105,8 @@ def loss_table() -> str:
     for agent in dict.fromkeys(row["agent"] for row in rows):
         own = [row for row in rows if (row["agent"], row["dtype"], row["threads"]) == (agent, "fp32", threads)]
         for size, found in contestants_by_row(own, "forward+backward").items():
+            if "fused" not in found:  # the entry points of the loss
+                continue
             memory = [f"{found[name]['peak_mb']:.1f}" for name in ("fused", "torch.compile", "eager")]
             over_copy = [f"{found['fused']['over_copy']:.1f}"] if has_copies else []
             lines.append([f"{agent}: {size}", *cells(found), *over_copy, " / ".join(memory)])

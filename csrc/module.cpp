@@ -2,6 +2,7 @@
 // own files; this pybind11 module holds the entry points of eager mode, whose calls cost least.
 #include "flow/flow.h"
 #include "host/driver.h"
+#include "host/gradient_pool.h"
 #include "host/tensor_element.h"
 #include "loss/backward.h"
 #include "loss/decode.h"
@@ -144,6 +145,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     });
     return outputs;
   });
+  m.def("release_gradient_pool", &gradscale::release_gradient_pool);
   m.def("set_unroll_scale", &gradscale::set_unroll_scale);
   m.def("set_differentiable_gradients", &gradscale::set_differentiable_gradients);
   py::class_<gradscale::OwnedSupport, std::shared_ptr<gradscale::OwnedSupport>>(m, "Support")

@@ -29,7 +29,7 @@ from .heads import (
     SoftCrossEntropy,
     TwoHot,
 )
-from .loss.multi_step import MultiStepLoss, multi_step_loss, priorities, reduce_multi_step
+from .loss.multi_step import MultiStepLoss, empty_cache, multi_step_loss, priorities, reduce_multi_step
 from .loss.output import MultiStepLossOutput
 from .monitor.monitor import GradientMonitor
 from .returns import generalized_advantages, lambda_returns, muzero_targets, n_step_returns, retrace, vtrace
@@ -68,6 +68,7 @@ __all__ = [
     "clip_gradient_value",
     "clip_gradients_",
     "diagnose_gradients",
+    "empty_cache",
     "generalized_advantages",
     "gradient_statistics",
     "l2_loss",

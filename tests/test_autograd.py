@@ -266,24 +266,6 @@ def test_inputs_that_begin_to_require_a_gradient_get_none():
     assert later == (None, None, None)
 
 
-# ---- Memory ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.cpu_kernels
-def test_a_gradient_that_is_kept_holds_its_heads_memory_alone():
-    """The module takes the memory of the other head again, at every step."""
-    loss_fn = gs.MultiStepLoss(value=gs.TwoHot(SUPPORT), policy=POLICY)
-    targets = {"value": torch.zeros(6, 2), "policy": _uniform(6, 2, 11)}
-    kept, addresses = [], set()
-    for seed in range(5):
-        predictions = {"value": data(seed), "policy": data(seed + 5)}
-        loss_fn(predictions, targets).loss.backward()
-        addresses.add(predictions["value"].grad.data_ptr())
-        kept.append(predictions["policy"].grad)
-    assert len(addresses) == 1
-    assert len({gradient.data_ptr() for gradient in kept}) == 5
-
-
 # ---- Compiled autograd ----------------------------------------------------------------------------------------------
 
 

@@ -154,7 +154,7 @@ autograd::variable_list run_again(const Saved& saved, const at::Tensor& grad_out
   const at::Tensor factor = grad_output.to(at::kDouble).expand({weighted.batch});
   const at::Tensor& weights = weighted.importance_weights;
   weighted.importance_weights = weights.defined() ? weights.to(at::kDouble).mul(factor) : factor;
-  run(weighted, saved.plan->gradient_memory);
+  run(weighted);
   return flat(std::move(weighted.gradients));
 }
 
@@ -166,7 +166,7 @@ autograd::variable_list on_device(const Saved& saved, Gradients gradients, const
   if (all_ours(gradients)) {
     call.gradients = std::move(gradients);
   }
-  run_backward_on_device(call, saved.plan->gradient_memory, grad_output);
+  run_backward_on_device(call, grad_output);
   return flat(std::move(call.gradients));
 }
 

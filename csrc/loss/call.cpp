@@ -1,6 +1,7 @@
 #include "call.h"
 
 #include "../host/device.h"
+#include "../host/gradient_pool.h"
 #include "../host/tensor_element.h"
 
 #include <ATen/ops/empty.h>
@@ -128,12 +129,6 @@ at::Tensor as_floats(const at::Tensor& weights) {
   return readable ? weights : weights.to(at::kFloat);
 }
 
-int64_t padded_bytes(const at::Tensor& prediction, at::ScalarType dtype) {
-  constexpr int64_t alignment = 64;
-  const int64_t bytes = prediction.numel() * static_cast<int64_t>(c10::elementSize(dtype));
-  return (bytes + alignment - 1) / alignment * alignment;
-}
-
 } // namespace
 
 // ---- The given tensors ----------------------------------------------------------------------------------------------
@@ -211,33 +206,23 @@ at::Tensor Call::make_entries(size_t head) const {
                      : at::empty_strided({of_head, batch}, {1, of_head}, of_sums);
 }
 
-void Call::make_gradients(const GradientMemory& memory, bool wide) {
-  const auto type_of = [=](const at::Tensor& prediction) {
-    return wide && prediction.scalar_type() != at::kDouble ? at::kFloat : prediction.scalar_type();
-  };
+void Call::make_gradients(bool wide) {
+  if (!on_device) {
+    begin_pooled_call();
+  }
   gradients.resize(heads->size());
   for (size_t h = 0; h < heads->size(); ++h) {
     const Tensors& tensors = predictions[h].tensors;
-    int64_t size = 0;
-    for (size_t i = 0; !on_device && i < tensors.size(); ++i) {
-      size += wants[h][i] ? padded_bytes(tensors[i], type_of(tensors[i])) : 0;
-    }
-    const GradientMemory::Block block = size > 0 ? memory.take(h, size) : nullptr;
-    int64_t offset = 0;
     for (size_t i = 0; i < tensors.size(); ++i) {
-      gradients[h].push_back(
-          wants[h][i] ? make_gradient(tensors[i], type_of(tensors[i]), block, offset) : at::Tensor());
+      at::Tensor& gradient = gradients[h].emplace_back();
+      if (wants[h][i]) {
+        const at::ScalarType own = tensors[i].scalar_type();
+        const at::ScalarType type = wide && own != at::kDouble ? at::kFloat : own;
+        gradient =
+            on_device ? at::empty(tensors[i].sizes(), of_sums.dtype(type)) : empty_gradient(tensors[i].sizes(), type);
+      }
     }
   }
-}
-
-at::Tensor Call::make_gradient(
-    const at::Tensor& prediction, at::ScalarType dtype, const GradientMemory::Block& block, int64_t& offset) const {
-  if (!block) {
-    return at::empty(prediction.sizes(), of_sums.dtype(dtype));
-  }
-  const int64_t begin = std::exchange(offset, offset + padded_bytes(prediction, dtype));
-  return GradientMemory::piece_of(block, begin, prediction, dtype);
 }
 
 // ---- The pass -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 // results by name, and the segments that the CPU or a device runs.
 #pragma once
 
-#include "gradient_memory.h"
 #include "heads.h"
 
 #include <ATen/core/Tensor.h>
@@ -137,10 +136,9 @@ struct Call : Options {
 
   // Makes tensors for the results of a forward pass.
   void make_outputs();
-  // Allocates contiguous gradients with the shapes of the predictions. On the CPU the gradients of a head share one
-  // block of memory. `wide` gradients have the type of sums (float for half types), so that they can be multiplied
-  // before they are rounded.
-  void make_gradients(const GradientMemory& memory, bool wide);
+  // Allocates contiguous gradients with the shapes of the predictions. `wide` gradients have the type of sums (float
+  // for half types), so that they can be multiplied before they are rounded.
+  void make_gradients(bool wide);
 
   // The pass over the rows, with the outputs and gradients that exist; valid until end_pass().
   Pass begin_pass();
@@ -149,8 +147,6 @@ struct Call : Options {
 
  private:
   at::Tensor make_entries(size_t head) const;
-  at::Tensor make_gradient(
-      const at::Tensor& prediction, at::ScalarType dtype, const GradientMemory::Block& block, int64_t& offset) const;
   void add_coefficients(size_t head, const Coefficients& common);
   double divisor(size_t head, const StepMask& of_head) const;
   StepWeight step_weight(const StepNumbers& numbers);
@@ -168,11 +164,11 @@ struct Call : Options {
 };
 
 // Computes the loss and, if wanted, the gradients in the same pass.
-void run(Call& call, const GradientMemory& memory, bool wide = false);
+void run(Call& call, bool wide = false);
 
 // Multiplies the gradients of a call by grad_output on a device, in place and without waiting; computes new ones if the
 // call has none.
-void run_backward_on_device(Call& call, const GradientMemory& memory, const at::Tensor& grad_output);
+void run_backward_on_device(Call& call, const at::Tensor& grad_output);
 
 // The tensors of an option.
 template <class Visit>

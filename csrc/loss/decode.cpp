@@ -3,6 +3,7 @@
 #include "../host/autograd.h"
 #include "../host/cpu_kernels.h"
 #include "../host/device.h"
+#include "../host/gradient_pool.h"
 #include "../host/tensor_element.h"
 #include "device_calls.h"
 #include "scratch.h"
@@ -70,7 +71,11 @@ at::Tensor gradient_of(const at::Tensor& logits, const at::Tensor& grad_output, 
   const bool is_one =
       std::all_of(grad_rows.strides().begin(), grad_rows.strides().end(), [](int64_t stride) { return stride == 0; });
   grad_rows = is_one ? grad_rows : grad_rows.contiguous();
-  const at::Tensor gradient = at::empty_like(rows);
+  const bool is_on_cpu = rows.is_cpu();
+  if (is_on_cpu) {
+    begin_pooled_call();
+  }
+  const at::Tensor gradient = is_on_cpu ? empty_gradient(rows.sizes(), rows.scalar_type()) : at::empty_like(rows);
   Decoding decoding = decoding_of(rows, support);
   decoding.gradient = {gradient.mutable_data_ptr(), support.num_bins, element_of(rows)};
   decoding.grad_output = {grad_rows.mutable_data_ptr(), is_one ? 0 : 1, grad_rows.scalar_type() == at::kDouble};

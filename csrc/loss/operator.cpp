@@ -152,7 +152,7 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       call.settle(heads),
       "gradscale_ext::multi_step_loss: the tensors do not fit each other and the heads; call "
       "gradscale_ext.multi_step_loss, which says what is wrong with them");
-  run(call, GradientMemory(/*keeps=*/false), /*wide=*/true);
+  run(call, /*wide=*/true);
   Tensors results;
   Lister add{results};
   Outputs::each(call.outputs, add);

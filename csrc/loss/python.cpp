@@ -305,17 +305,16 @@ py::dict outputs_to_python(const Plan& plan, const Outputs& outputs) {
 
 } // namespace
 
-Plan::Plan(
-    py::dict heads, const std::vector<std::string>& head_names, const std::vector<double>& numbers, bool keeps_memory)
-    : heads(std::move(heads)), table(head_names, numbers), gradient_memory(keeps_memory) {
+Plan::Plan(py::dict heads, const std::vector<std::string>& head_names, const std::vector<double>& numbers)
+    : heads(std::move(heads)), table(head_names, numbers) {
   for (const auto& item : this->heads) {
     names.push_back(py::reinterpret_borrow<py::object>(item.first));
   }
 }
 
 std::shared_ptr<Plan> make_plan(
-    py::dict heads, const std::vector<std::string>& names, const std::vector<double>& numbers, bool keeps_memory) {
-  return {new Plan(std::move(heads), names, numbers, keeps_memory), [](Plan* last) {
+    py::dict heads, const std::vector<std::string>& names, const std::vector<double>& numbers) {
+  return {new Plan(std::move(heads), names, numbers), [](Plan* last) {
             const py::gil_scoped_acquire gil;
             delete last;
           }};
@@ -330,7 +329,7 @@ py::object multi_step_loss(
   {
     py::gil_scoped_release no_gil;
     at::NoGradGuard no_grad;
-    run(call, plan->gradient_memory);
+    run(call);
   }
   const Outputs outputs = std::exchange(call.outputs, {});
   if (call.wants_any()) {

@@ -13,17 +13,16 @@ namespace gradscale {
 
 // The heads of a loss, read once from the dataclasses.
 struct Plan {
-  Plan(py::dict heads, const std::vector<std::string>& names, const std::vector<double>& numbers, bool keeps_memory);
+  Plan(py::dict heads, const std::vector<std::string>& names, const std::vector<double>& numbers);
 
   py::dict heads; // name -> dataclass
   std::vector<py::object> names;
   Heads table;
-  GradientMemory gradient_memory;
 };
 
 // Makes a plan whose deleter takes the GIL: its last owner may be a node of the graph that a thread of autograd frees.
 std::shared_ptr<Plan> make_plan(
-    py::dict heads, const std::vector<std::string>& names, const std::vector<double>& numbers, bool keeps_memory);
+    py::dict heads, const std::vector<std::string>& names, const std::vector<double>& numbers);
 
 // Computes the loss; `options` is an `Options` of gradscale_ext/loss/options.py, whose order
 // tests/test_loss_contexts.py compares with ours. Returns the fields of `MultiStepLossOutput` by name, or None if the

@@ -177,9 +177,9 @@ at::Tensor workspace_for(const Call& call, const Pass& pass) {
 
 } // namespace
 
-void run(Call& call, const GradientMemory& memory, bool wide) {
+void run(Call& call, bool wide) {
   call.make_outputs();
-  call.make_gradients(memory, wide);
+  call.make_gradients(wide);
   const Pass pass = call.begin_pass();
   if (call.on_device) {
     const OnDevice on_device(call.of_sums.device());
@@ -192,10 +192,10 @@ void run(Call& call, const GradientMemory& memory, bool wide) {
   call.end_pass();
 }
 
-void run_backward_on_device(Call& call, const GradientMemory& memory, const at::Tensor& grad_output) {
+void run_backward_on_device(Call& call, const at::Tensor& grad_output) {
   const bool has_gradients = !call.gradients.empty();
   if (!has_gradients) {
-    call.make_gradients(memory, /*wide=*/false);
+    call.make_gradients(/*wide=*/false);
   }
   Pass pass = call.begin_pass();
   pass.grad_output = call.slab(grad_output, grad_output.dim() == 0 ? 0 : grad_output.stride(0));

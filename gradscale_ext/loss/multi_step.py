@@ -31,9 +31,27 @@ if TYPE_CHECKING:
     def _typed_as(function: Function) -> Callable[[Any], Function]: ...
 
 
-def _make_plan(heads: Mapping[str, Head], keeps_memory: bool = False) -> Any:
+def empty_cache() -> int:
+    """Free the CPU memory that is kept for later gradients, and return its number of bytes.
+
+    The losses and `Support.decode` take the memory of their gradients from one pool for the whole process. Memory of a
+    gradient returns to the pool when its last tensor is gone. What 16 calls did not need is freed; nothing is freed
+    while no calls are made. Memory on GPUs is PyTorch's own: `torch.cuda.empty_cache`.
+
+    >>> logits = torch.zeros(256, 601, requires_grad=True)
+    >>> gradient, = torch.autograd.grad(Support.muzero().decode(logits).sum(), logits)
+    >>> del gradient
+    >>> empty_cache() >= logits.nbytes
+    True
+    >>> empty_cache()
+    0
+    """
+    return _C.release_gradient_pool()
+
+
+def _make_plan(heads: Mapping[str, Head]) -> Any:
     check_heads(heads)
-    return _C.Plan(dict(heads), *record_of(heads.values()), keeps_memory)
+    return _C.Plan(dict(heads), *record_of(heads.values()))
 
 
 @functools.lru_cache(maxsize=256)
@@ -222,10 +240,6 @@ def _say_once_where_it_is_not_fused(predictions: Mapping[str, Entries]) -> None:
 class MultiStepLoss(torch.nn.Module):
     """`multi_step_loss` with its heads, as a module.
 
-    The module keeps the memory that the gradients were written to, and takes it again for the next call once the last
-    call's gradients are gone: memory of the size of the predictions that would otherwise be asked of the system at
-    every step.
-
     Args:
         **heads: name of each head to its dataclass.
 
@@ -257,7 +271,7 @@ class MultiStepLoss(torch.nn.Module):
         items = list(self.heads.items())
         planned = self.__dict__.get("_planned")
         if planned is None or planned[0] != items:
-            planned = self.__dict__["_planned"] = (items, _make_plan(self.heads, keeps_memory=True))
+            planned = self.__dict__["_planned"] = (items, _make_plan(self.heads))
         return planned[1]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,167 @@
+#include "gradient_pool.h"
+
+#include <ATen/EmptyTensor.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
+
+#include <algorithm>
+#include <iterator>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#ifndef _WIN32
+#include <pthread.h>
+#endif
+
+namespace gradscale {
+
+namespace {
+
+constexpr size_t kSmallestBlock = 1 << 14; // malloc keeps the pages of smaller ones
+constexpr size_t kMostBlocks = 1024;
+constexpr int64_t kMostCalls = 16;
+
+struct FreeMemory {
+  void operator()(void* memory) const {
+    c10::free_cpu(memory);
+  }
+};
+
+struct Block {
+  std::unique_ptr<void, FreeMemory> memory;
+  size_t size = 0;
+  int64_t call = 0; // the last call before the block was taken or returned
+};
+
+class GradientPool final : public c10::Allocator {
+ public:
+  GradientPool() {
+    free_.reserve(kMostBlocks); // no allocation, which may fail, when a block returns
+#ifndef _WIN32
+    // A thread that holds the mutex does not exist in a child process.
+    pthread_atfork([] { get().mutex_.lock(); }, [] { get().mutex_.unlock(); }, [] { get().mutex_.unlock(); });
+#endif
+  }
+
+  // Never destroyed: tensors may outlive the interpreter.
+  static GradientPool& get() {
+    static auto* const pool = new GradientPool();
+    return *pool;
+  }
+
+  void begin_call() {
+    std::vector<Block> released; // freed after the lock
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++calls_;
+    const auto is_recent = [&](const Block& block) { return calls_ - block.call <= kMostCalls; };
+    release_until(std::find_if(free_.begin(), free_.end(), is_recent), released);
+  }
+
+  c10::DataPtr allocate(size_t size) override {
+    if (size < kSmallestBlock) {
+      return c10::GetCPUAllocator()->allocate(size);
+    }
+    auto block = std::make_unique<Block>(take(size));
+    if (block->memory == nullptr) {
+      block->memory.reset(c10::alloc_cpu(size));
+      block->size = size;
+    }
+    void* memory = block->memory.get();
+    c10::profiledCPUMemoryReporter().New(memory, block->size);
+    return {memory, block.release(), &take_back, c10::Device(c10::DeviceType::CPU)};
+  }
+
+  void copy_data(void* to, const void* from, size_t count) const override {
+    default_copy_data(to, from, count);
+  }
+
+  int64_t release() {
+    std::vector<Block> released;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return static_cast<int64_t>(release_until(free_.end(), released));
+  }
+
+ private:
+  using Blocks = std::vector<Block>;
+
+  // True if a block of `larger` bytes serves for `size` bytes as well.
+  static bool is_near(size_t size, size_t larger) {
+    return size >= larger / 4;
+  }
+
+  // The smallest free block near `size`, or one without memory in place of free blocks near its size.
+  Block take(size_t size) {
+    std::vector<Block> released;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto best = free_.rend();
+    for (auto block = free_.rbegin(); block != free_.rend(); ++block) {
+      if (block->size >= size && is_near(size, block->size) && (best == free_.rend() || block->size < best->size)) {
+        best = block;
+        if (best->size == size) {
+          break;
+        }
+      }
+    }
+    Block taken;
+    if (best != free_.rend()) {
+      taken = std::move(*best);
+      free_.erase(std::next(best).base());
+    } else {
+      size_t replaced = 0;
+      const auto is_replaced = [&](const Block& block) {
+        const bool replace = is_near(block.size, size) && replaced < size;
+        replaced += replace ? block.size : 0;
+        return replace;
+      };
+      release_until(std::stable_partition(free_.begin(), free_.end(), is_replaced), released);
+    }
+    taken.call = calls_;
+    return taken;
+  }
+
+  static void take_back(void* context) {
+    const std::unique_ptr<Block> block(static_cast<Block*>(context));
+    c10::profiledCPUMemoryReporter().Delete(block->memory.get());
+    GradientPool& pool = get();
+    const std::lock_guard<std::mutex> lock(pool.mutex_);
+    if (pool.calls_ - block->call <= kMostCalls && pool.free_.size() < kMostBlocks) {
+      block->call = pool.calls_;
+      pool.free_.push_back(std::move(*block));
+    }
+  }
+
+  // Moves the free blocks before `end` to `released`; returns their bytes.
+  size_t release_until(Blocks::iterator end, Blocks& released) {
+    size_t bytes = 0;
+    released.assign(std::make_move_iterator(free_.begin()), std::make_move_iterator(end));
+    free_.erase(free_.begin(), end);
+    for (const Block& block : released) {
+      bytes += block.size;
+    }
+    return bytes;
+  }
+
+  std::mutex mutex_;
+  Blocks free_; // the last returned at the end
+  int64_t calls_ = 0;
+};
+
+} // namespace
+
+void begin_pooled_call() {
+  GradientPool::get().begin_call();
+}
+
+at::Tensor empty_gradient(at::IntArrayRef sizes, at::ScalarType dtype) {
+  return at::detail::empty_generic(
+      sizes, &GradientPool::get(), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
+}
+
+int64_t release_gradient_pool() {
+  return GradientPool::get().release();
+}
+
+} // namespace gradscale

@@ -1,0 +1,26 @@
+// The memory of gradients on the CPU: one pool for the whole process.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace gradscale {
+
+// The first touch of fresh pages costs more than a loss. Memory of a gradient therefore returns to the pool when its
+// storage is freed, wherever that happens, and later calls take it again.
+//
+// A block serves for gradients of a quarter of its size and more, and a new block replaces free blocks for which it would
+// serve as well, so that losses of different sizes in turns keep theirs. A block that no call takes for 16 calls is freed, and so is one that a tensor
+// held for longer: a user who keeps many gradients gets no pool of that size.
+
+// A call that will take gradients begins.
+void begin_pooled_call();
+
+// A contiguous tensor on the CPU. It owns its storage, which is freed, resized and shared like any other.
+at::Tensor empty_gradient(at::IntArrayRef sizes, at::ScalarType dtype);
+
+// Frees the blocks that no tensor uses; returns their bytes.
+int64_t release_gradient_pool();
+
+} // namespace gradscale

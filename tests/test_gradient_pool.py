@@ -1,0 +1,333 @@
+"""The pool of the gradients' memory: what may be written again, what must not, and how much is held."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+
+import gradscale_ext as gs
+
+pytestmark = pytest.mark.cpu_kernels
+SUPPORT = gs.Support.muzero(300)
+HEADS = {"value": gs.TwoHot(SUPPORT), "policy": gs.SoftCrossEntropy()}
+STEPS = 3
+CALLS = 16  # after which unused memory is freed
+
+
+def arguments(batch=64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    widths = {"value": 601, "policy": 200}
+    predictions = {
+        name: [torch.randn(batch, width, generator=generator).requires_grad_() for _ in range(STEPS)]
+        for name, width in widths.items()
+    }
+    targets = {
+        "value": [torch.randn(batch, generator=generator) for _ in range(STEPS)],
+        "policy": [torch.rand(batch, 200, generator=generator).softmax(1) for _ in range(STEPS)],
+    }
+    return predictions, targets
+
+
+PREDICTIONS, TARGETS = arguments()
+BYTES = sum(4 * tensor.numel() for tensors in PREDICTIONS.values() for tensor in tensors)
+
+
+def leaves(predictions):
+    return [tensor for tensors in predictions.values() for tensor in tensors]
+
+
+def function(predictions, targets, **options):
+    return gs.multi_step_loss(HEADS, predictions, targets, **options)
+
+
+def gradients(loss_fn=function, predictions=PREDICTIONS, targets=TARGETS, **options):
+    return torch.autograd.grad(loss_fn(predictions, targets, **options).loss, leaves(predictions))
+
+
+def addresses(tensors):
+    return {tensor.data_ptr() for tensor in tensors}
+
+
+@pytest.fixture(autouse=True)
+def _empty():
+    gc.collect()
+    gs.empty_cache()
+
+
+EXPECTED = [gradient.clone() for gradient in gradients()]
+
+
+def same(tensors):
+    return all(torch.equal(a, b) for a, b in zip(tensors, EXPECTED, strict=True))
+
+
+# ---- What is taken again --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_fn", [function, gs.MultiStepLoss(**HEADS)], ids=["function", "module"])
+def test_memory_is_taken_again_once_the_gradients_are_gone(loss_fn):
+    first = addresses(gradients(loss_fn))
+    assert addresses(gradients(loss_fn)) == first
+    assert gs.empty_cache() == BYTES
+
+
+def test_every_entry_point_has_the_same_pool():
+    first = addresses(gradients())
+    assert addresses(gradients(gs.MultiStepLoss(**HEADS))) == first
+    compiled = torch.compile(lambda predictions, targets: function(predictions, targets), backend="aot_eager")
+    gradients(compiled)
+    assert gs.empty_cache() == BYTES
+    x = torch.randn(64, 601, requires_grad=True)
+    torch.autograd.grad(SUPPORT.decode(x).sum(), x)
+    assert gs.empty_cache() == x.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types(dtype):
+    predictions = {
+        name: [t.detach().to(dtype).requires_grad_() for t in of_head] for name, of_head in PREDICTIONS.items()
+    }
+    expected = [g.clone() for g in gradients(predictions=predictions)]
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(predictions=predictions), expected))
+    bytes_of_gradients = sum(t.nbytes for t in leaves(predictions))
+    assert gs.empty_cache() == bytes_of_gradients
+
+
+# ---- What is not ----------------------------------------------------------------------------------------------------
+
+HOLDERS = {
+    "gradient": lambda g: g,
+    "detached": lambda g: g.detach(),
+    "row": lambda g: g[3:4],
+    "numpy": lambda g: g.numpy(),
+    "storage": lambda g: g.untyped_storage(),
+    "dlpack": torch.utils.dlpack.to_dlpack,
+    "set_": lambda g: torch.empty(0).set_(g.untyped_storage()),
+    "memoryview": lambda g: memoryview(g.numpy()),
+    "data": lambda g: torch.nn.Parameter(g).data,
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_memory_is_not_taken_while_anything_holds_it(hold):
+    held = [hold(gradient) for gradient in gradients()]
+    freed = gs.empty_cache()
+    taken = addresses(gradients(step_weights=[9.0, 9.0, 9.0]))
+    assert freed == 0
+    assert len(taken) == len(EXPECTED)
+    again = gradients(step_weights=[5.0, 5.0, 5.0])
+    if isinstance(held[0], torch.Tensor) and held[0].shape == EXPECTED[0].shape:
+        assert same(held)
+        assert not addresses(held) & addresses(again)
+    del again, held
+    gc.collect()
+    assert gs.empty_cache() == 2 * BYTES
+
+
+def test_accumulated_gradients_are_not_written_over():
+    predictions, targets = arguments()
+    for count in (1, 2, 3):
+        function(predictions, targets).loss.backward()
+        gradients(step_weights=[7.0, 7.0, 7.0])
+        for leaf, expected in zip(leaves(predictions), EXPECTED, strict=True):
+            torch.testing.assert_close(leaf.grad, count * expected, rtol=1e-6, atol=0)
+
+
+def test_gradients_that_wait_in_a_graph_are_not_written_over():
+    pending = function(PREDICTIONS, TARGETS)
+    retained = function(PREDICTIONS, TARGETS)
+    first = torch.autograd.grad(retained.loss, leaves(PREDICTIONS), retain_graph=True)
+    gradients(step_weights=[7.0, 7.0, 7.0])
+    assert same(torch.autograd.grad(pending.loss, leaves(PREDICTIONS)))
+    for gradient in first:
+        gradient.zero_()
+    del first, gradient
+    gradients(step_weights=[7.0, 7.0, 7.0])
+    assert same(torch.autograd.grad(retained.loss, leaves(PREDICTIONS)))
+
+
+def test_a_gradient_that_is_kept_holds_its_own_memory_alone():
+    kept = [gradients()[0] for _ in range(5)]
+    assert len(addresses(kept)) == 5
+    assert gs.empty_cache() == BYTES - kept[0].nbytes
+
+
+def test_resized_and_shared_storages():
+    gradient, *others = gradients()
+    expected = [other.clone() for other in others]
+    gradient.untyped_storage().resize_(2 * gradient.nbytes)
+    gradient.resize_(128, 601).fill_(7)
+    others[0].share_memory_()
+    assert all(map(torch.equal, others, expected))
+    assert same(gradients())
+    gradient.untyped_storage().resize_(0)
+    assert same(gradients())
+    assert all(map(torch.equal, others, expected))
+
+
+def test_a_gradient_outlives_its_module_and_its_graph():
+    module = gs.MultiStepLoss(**HEADS)
+    alive = weakref.ref(module)
+    held = gradients(module)
+    del module
+    gc.collect()
+    assert alive() is None
+    gradients(step_weights=[7.0, 7.0, 7.0])
+    assert same(held)
+
+
+def test_a_failed_pass_returns_its_memory():
+    predictions, targets = arguments()
+
+    def fail(gradient):
+        raise RuntimeError("hook")
+
+    handle = predictions["value"][1].register_hook(fail)
+    with pytest.raises(RuntimeError, match="hook"):
+        function(predictions, targets).loss.backward()
+    handle.remove()
+    for leaf in leaves(predictions):
+        leaf.grad = None
+    assert same(gradients())  # until then PyTorch's engine holds what the failed pass had not handed on
+    gc.collect()
+    assert BYTES <= gs.empty_cache() <= 2 * BYTES
+    with pytest.raises(ValueError, match="policy"):
+        function(predictions, {**targets, "policy": targets["policy"][:2]})
+    assert gs.empty_cache() == 0
+
+
+# ---- How much is held -----------------------------------------------------------------------------------------------
+
+
+def test_sizes_in_turns_hold_what_the_largest_call_does():
+    several = [arguments(batch) for batch in (64, 8, 17, 100, 33, 64, 90, 12)]
+    largest = BYTES // 64 * 100 * 4 // 3  # and those of a quarter of its size, and of a sixteenth
+    for _ in range(3):
+        for predictions, targets in several:
+            expected = gs.multi_step_loss(HEADS, predictions, targets, impl="reference").loss
+            loss = function(predictions, targets).loss
+            torch.testing.assert_close(loss, expected)
+            torch.autograd.grad(loss, leaves(predictions))
+    assert BYTES // 64 * 90 <= gs.empty_cache() <= largest
+
+
+def test_two_very_different_sizes_in_turns_keep_their_memory():
+    small, large = arguments(batch=32), arguments(batch=640)
+    first = [addresses(gradients(predictions=p, targets=t)) for p, t in (small, large)]
+    for _ in range(3):
+        assert [addresses(gradients(predictions=p, targets=t)) for p, t in (small, large)] == first
+
+
+def test_memory_that_calls_no_longer_need_is_freed():
+    large = arguments(batch=640)
+    gradients(predictions=large[0], targets=large[1])
+    for _ in range(CALLS + 1):
+        gradients()
+    assert gs.empty_cache() <= 4 * BYTES  # a block may be four times as large as its gradient
+
+
+def test_gradients_that_were_kept_for_long_are_freed_at_once():
+    kept = [gradients() for _ in range(3 * CALLS)]
+    del kept
+    assert gs.empty_cache() <= (CALLS + 1) * BYTES
+    assert gs.empty_cache() == 0
+
+
+def test_small_gradients_are_left_to_malloc():
+    predictions, targets = arguments(batch=2)
+    gradients(predictions=predictions, targets=targets)
+    assert gs.empty_cache() == 0
+
+
+# ---- Threads and processes ------------------------------------------------------------------------------------------
+
+
+def test_threads_at_once():
+    wrong = []
+
+    def train(seed):
+        predictions, targets = arguments(batch=32 + 8 * seed, seed=seed)
+        expected = [g.clone() for g in gradients(predictions=predictions, targets=targets)]
+        held = []
+        for step in range(100):
+            actual = gradients(predictions=predictions, targets=targets)
+            held = [actual] if step % 3 else [*held, actual]
+            if step % 10 == seed:
+                gs.empty_cache()
+            if not all(torch.equal(a, b) for of_call in held for a, b in zip(of_call, expected, strict=True)):
+                wrong.append((seed, step))
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    gc.collect()
+    gs.empty_cache()
+    assert gs.empty_cache() == 0
+
+
+SCRIPT = f"""
+import os, sys, threading
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+import torch
+torch.set_num_threads(1)  # OpenMP's threads do not exist in a child
+from test_gradient_pool import *
+"""
+
+
+def run(script):
+    result = subprocess.run([sys.executable, "-c", SCRIPT + script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_processes_fork_in_the_middle():
+    """Threads use the pool while the process forks; parent and child go on with the gradients that both hold."""
+    written = run("""
+stop = threading.Event()
+x = torch.randn(64, 601, requires_grad=True)
+
+def decode():
+    while not stop.is_set():
+        torch.autograd.grad(SUPPORT.decode(x).sum(), x)
+        gs.empty_cache()
+
+threads = [threading.Thread(target=decode) for _ in range(2)]
+for thread in threads:
+    thread.start()
+good = 0
+for _ in range(20):
+    held = gradients()
+    child = os.fork()
+    if child == 0:
+        for _ in range(3):
+            gs.empty_cache()
+            torch.autograd.grad(SUPPORT.decode(x).sum(), x)[0].fill_(7)
+        os._exit(0 if same(held) else 1)
+    del held
+    gradients(step_weights=[7.0, 7.0, 7.0])
+    good += os.waitpid(child, 0)[1] == 0
+    assert same(gradients())
+stop.set()
+print(good)
+""")
+    assert written.split() == ["20"]
+
+
+def test_gradients_outlive_the_interpreter():
+    run("""
+import sys
+sys.late = gradients()
+torch.kept = gradients()
+""")
