@@ -10,9 +10,10 @@ namespace gradscale {
 // The first touch of fresh pages costs more than a loss. Memory of a gradient therefore returns to the pool when its
 // storage is freed, wherever that happens, and later calls take it again.
 //
-// A block serves for gradients of a quarter of its size and more, and a new block replaces free blocks for which it would
-// serve as well, so that losses of different sizes in turns keep theirs. A block that no call takes for 16 calls is freed, and so is one that a tensor
-// held for longer: a user who keeps many gradients gets no pool of that size.
+// A block serves for gradients of a quarter of its size and more. A new block replaces free blocks for which it would
+// serve as well, so that losses of very different sizes in turns keep their memory. A block that no call takes for 16
+// calls is freed, and so is one that a tensor held for longer: a user who keeps many gradients gets no pool of that
+// size.
 
 // A call that will take gradients begins.
 void begin_pooled_call();
