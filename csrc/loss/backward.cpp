@@ -6,10 +6,8 @@
 #include "../host/tensor_element.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/eq.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/where.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -42,22 +40,7 @@ std::vector<int64_t> versions_of(const Call& call) {
 struct Saved {
   Call call;
   std::vector<int64_t> versions; // of the given tensors, as the forward pass read them
-  std::shared_ptr<Plan> plan;    // null: a call of the registered operator, whose backward pass can be traced
-  std::vector<std::vector<at::ScalarType>> types; // of the predictions by head, without a plan
-
-  // Leaves the types of the predictions, which are everything that a traced backward pass needs of the tensors.
-  void forget_tensors() {
-    Options without_tensors;
-    without_tensors.batch_first = call.batch_first;
-    static_cast<Options&>(call) = without_tensors;
-    call.targets.clear();
-    for (Entries& entries : call.predictions) {
-      std::vector<at::ScalarType>& of_head = types.emplace_back();
-      for (const at::Tensor& tensor : std::exchange(entries.tensors, {})) {
-        of_head.push_back(tensor.scalar_type());
-      }
-    }
-  }
+  std::shared_ptr<Plan> plan;
 
   void check_unchanged() const {
     TORCH_CHECK(
@@ -97,16 +80,6 @@ autograd::variable_list flat(Gradients gradients) {
   return result;
 }
 
-// grad_output as it multiplies a gradient: itself, or [B] along the batch dimension.
-at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output, int64_t batch_dim) {
-  if (grad_output.dim() == 0) {
-    return grad_output;
-  }
-  std::vector<int64_t> shape(gradient.dim(), 1);
-  shape[batch_dim] = -1;
-  return grad_output.reshape(shape);
-}
-
 // The gradients of the forward pass, in their own memory where nobody else holds it.
 autograd::variable_list multiplied(Gradients gradients, const Call& call, const at::Tensor& grad_output, bool is_one) {
   for (size_t h = 0; h < gradients.size(); ++h) {
@@ -121,26 +94,6 @@ autograd::variable_list multiplied(Gradients gradients, const Call& call, const 
       } else {
         const at::Tensor factor = factor_for(gradient, grad_output, batch_dim);
         gradient = ours ? gradient.mul_(factor) : at::mul(gradient, factor).to(gradient.scalar_type());
-      }
-    }
-  }
-  return flat(std::move(gradients));
-}
-
-// The gradients that the operator returned, rounded after they are multiplied; no value is read.
-autograd::variable_list multiplied_and_rounded(Gradients gradients, const Saved& saved, const at::Tensor& grad_output) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !at::GradMode::is_enabled(),
-      "multi_step_loss: a compiled or exported loss has no second derivative; call it outside torch.compile, or use "
-      "gradscale_ext.reference.multi_step_loss inside");
-  for (size_t h = 0; h < gradients.size(); ++h) {
-    const int64_t batch_dim = saved.call.batch_dim(saved.call.predictions[h]);
-    for (size_t i = 0; i < gradients[h].size(); ++i) {
-      at::Tensor& gradient = gradients[h][i];
-      if (gradient.defined()) {
-        const at::Tensor product = at::mul(gradient, factor_for(gradient, grad_output, batch_dim));
-        // A masked entry stays 0, also where grad_output is infinite.
-        gradient = at::where(at::eq(gradient, 0), gradient, product).to(saved.types[h][i]);
       }
     }
   }
@@ -199,11 +152,6 @@ class MultiStepLossBackward : public BackwardNode {
     const at::Tensor grad_output = std::move(inputs[0]);
     if (!grad_output.defined()) {
       return autograd::variable_list(num_outputs());
-    }
-    if (saved->plan == nullptr) {
-      Gradients gradients = take_gradients(/*is_last_use=*/false);
-      TORCH_CHECK(!gradients.empty(), autograd::ERR_BACKWARD_TWICE); // another thread released them after begin_pass
-      return multiplied_and_rounded(std::move(gradients), *saved, grad_output);
     }
     if (at::GradMode::is_enabled()) {
       return by_reference(*saved, grad_output, /*create_graph=*/true);
@@ -275,6 +223,15 @@ void set_differentiable_gradients(py::function function) {
   differentiable_gradients = new py::function(std::move(function));
 }
 
+at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output, int64_t batch_dim) {
+  if (grad_output.dim() == 0) {
+    return grad_output;
+  }
+  std::vector<int64_t> shape(gradient.dim(), 1);
+  shape[batch_dim] = -1;
+  return grad_output.reshape(shape);
+}
+
 void record_call(Call call, const at::Tensor& loss, std::shared_ptr<Plan> plan) {
   MultiStepLossBackward* node = nullptr;
   const NodePtr handle = make_node(node);
@@ -288,11 +245,7 @@ void record_call(Call call, const at::Tensor& loss, std::shared_ptr<Plan> plan) 
   const auto saved = std::make_shared<Saved>();
   saved->call = std::move(call);
   saved->plan = std::move(plan);
-  if (saved->plan != nullptr) {
-    saved->versions = versions_of(saved->call);
-  } else {
-    saved->forget_tensors();
-  }
+  saved->versions = versions_of(saved->call);
   node->set(std::move(gradients), saved);
   autograd::set_history(loss, handle);
 }

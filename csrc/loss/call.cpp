@@ -206,7 +206,7 @@ at::Tensor Call::make_entries(size_t head) const {
                      : at::empty_strided({of_head, batch}, {1, of_head}, of_sums);
 }
 
-void Call::make_gradients(bool wide) {
+void Call::make_gradients() {
   if (!on_device) {
     begin_pooled_call();
   }
@@ -216,8 +216,7 @@ void Call::make_gradients(bool wide) {
     for (size_t i = 0; i < tensors.size(); ++i) {
       at::Tensor& gradient = gradients[h].emplace_back();
       if (wants[h][i]) {
-        const at::ScalarType own = tensors[i].scalar_type();
-        const at::ScalarType type = wide && own != at::kDouble ? at::kFloat : own;
+        const at::ScalarType type = tensors[i].scalar_type();
         gradient =
             on_device ? at::empty(tensors[i].sizes(), of_sums.dtype(type)) : empty_gradient(tensors[i].sizes(), type);
       }

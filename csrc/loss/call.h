@@ -136,9 +136,8 @@ struct Call : Options {
 
   // Makes tensors for the results of a forward pass.
   void make_outputs();
-  // Allocates contiguous gradients with the shapes of the predictions. `wide` gradients have the type of sums (float
-  // for half types), so that they can be multiplied before they are rounded.
-  void make_gradients(bool wide);
+  // Allocates contiguous gradients with the shapes of the predictions.
+  void make_gradients();
 
   // The pass over the rows, with the outputs and gradients that exist; valid until end_pass().
   Pass begin_pass();
@@ -163,8 +162,8 @@ struct Call : Options {
   std::deque<Entries> copies_; // of entries, likewise
 };
 
-// Computes the loss and, if wanted, the gradients in the same pass.
-void run(Call& call, bool wide = false);
+// Computes the loss and, if wanted, the gradients in the same pass; allocates gradients if the call has none.
+void run(Call& call);
 
 // Multiplies the gradients of a call by grad_output on a device, in place and without waiting; computes new ones if the
 // call has none.

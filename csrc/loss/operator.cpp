@@ -2,19 +2,28 @@
 // in one list, with a count for each head: how many tensors its prediction or target is, 0 for one with a step
 // dimension, -1 for no target. The heads come as records (see heads.h).
 //
-// Returns the tensors of GRADSCALE_OUTPUTS one after the other, and for every prediction tensor in `wants` its gradient
-// for grad_output 1. Only the loss has a gradient function; autograd fills in `wants`.
+// Returns the tensors of GRADSCALE_OUTPUTS one after the other, and the gradients of the prediction tensors in `wants`
+// for grad_output 1: one tensor with all gradients of predictions of a type, which a compiler multiplies in one loop.
+// Only the loss has a gradient function; autograd fills in `wants`.
+#include "../host/autograd.h"
 #include "../host/context.h"
+#include "../host/gradient_pool.h"
 #include "backward.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/stack.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/eq.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/where.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <iterator>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,6 +31,8 @@
 namespace gradscale {
 
 namespace {
+
+namespace autograd = torch::autograd;
 
 // Places of the operator's arguments; the options follow.
 enum Argument { kPredictions, kTargets, kPredictionCounts, kTargetCounts, kHeadNames, kHeadNumbers, kWants, kOptions };
@@ -108,13 +119,20 @@ std::vector<Entries> entries_from(const c10::IValue& list, const std::vector<int
   return of_heads;
 }
 
+std::vector<int64_t> sorted_wants(const c10::IValue& given) {
+  std::vector<int64_t> wants = given.toIntVector();
+  std::sort(wants.begin(), wants.end());
+  wants.erase(std::unique(wants.begin(), wants.end()), wants.end());
+  return wants;
+}
+
 // The call that the operator's arguments make.
 Call call_from(at::ArrayRef<c10::IValue> given) {
   Call call;
   call.predictions = entries_from(given[kPredictions], given[kPredictionCounts].toIntVector());
   call.targets = entries_from(given[kTargets], given[kTargetCounts].toIntVector());
   Options::each(call, StackReader{&given[kOptions]});
-  const std::vector<int64_t> wants = given[kWants].toIntVector();
+  const std::vector<int64_t> wants = sorted_wants(given[kWants]);
   const auto count = static_cast<int64_t>(given[kPredictions].toListRef().size());
   TORCH_CHECK(
       std::all_of(wants.begin(), wants.end(), [=](int64_t index) { return index >= 0 && index < count; }),
@@ -128,6 +146,124 @@ Call call_from(at::ArrayRef<c10::IValue> given) {
   }
   return call;
 }
+
+// ---- Gradients ------------------------------------------------------------------------------------------------------
+
+// The gradients of all predictions of a type, one after the other, in the type of sums: they are multiplied before they
+// are rounded.
+struct JoinedGradients {
+  at::ScalarType type; // of the predictions
+  c10::SymInt size = 0;
+  at::Tensor data;
+
+  at::ScalarType type_of_data() const {
+    return type == at::kDouble ? at::kDouble : at::kFloat;
+  }
+};
+
+// A contiguous gradient among the joined ones.
+struct Gradient {
+  int64_t prediction;
+  size_t joined;
+  c10::SymInt offset;
+  std::vector<c10::SymInt> sizes, strides;
+  int64_t batch_dim = 0;
+
+  at::Tensor in(const std::vector<JoinedGradients>& all) const {
+    return all[joined].data.as_strided_symint(sizes, strides, offset);
+  }
+};
+
+struct Layout {
+  std::vector<JoinedGradients> joined;
+  std::vector<Gradient> gradients;
+};
+
+// Every gradient begins at a cache line, as if it had its own memory. `_shapes` in gradscale_ext/loss/operator.py
+// computes the same sizes.
+Layout layout_of(const Tensors& predictions, const std::vector<int64_t>& wants) {
+  constexpr int64_t line = 16; // elements
+  Layout layout;
+  for (const int64_t index : wants) {
+    const at::Tensor& prediction = predictions[index];
+    auto found = std::find_if(layout.joined.begin(), layout.joined.end(), [&](const JoinedGradients& joined) {
+      return joined.type == prediction.scalar_type();
+    });
+    if (found == layout.joined.end()) {
+      found = layout.joined.insert(found, JoinedGradients{prediction.scalar_type()});
+    }
+    const auto sizes = prediction.sym_sizes();
+    std::vector<c10::SymInt> strides(sizes.size());
+    c10::SymInt count = 1;
+    for (size_t dim = sizes.size(); dim-- > 0; count *= sizes[dim]) {
+      strides[dim] = count;
+    }
+    const size_t joined = found - layout.joined.begin();
+    layout.gradients.push_back({index, joined, found->size, sizes.vec(), std::move(strides)});
+    found->size += (count + (line - 1)) / line * line;
+  }
+  return layout;
+}
+
+// Multiplies and rounds the gradients with operations that tracers see. It reads no value.
+class OperatorBackward : public BackwardNode {
+ public:
+  void set(Layout layout) {
+    gradients_ = std::move(layout.gradients);
+    joined_ = std::move(layout.joined);
+  }
+
+  std::string name() const override {
+    return "MultiStepLossBackward";
+  }
+
+  void release_variables() override {
+    std::vector<JoinedGradients> joined;
+    const std::lock_guard<std::mutex> lock(mutex_); // ends first: nothing is freed under it
+    joined.swap(joined_);
+  }
+
+  autograd::variable_list apply(autograd::variable_list&& inputs) override {
+    const at::Tensor grad_output = std::move(inputs[0]);
+    std::vector<JoinedGradients> joined = joined_gradients();
+    autograd::variable_list result(num_outputs());
+    if (!grad_output.defined()) {
+      return result;
+    }
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !at::GradMode::is_enabled(),
+        "multi_step_loss: a compiled or exported loss has no second derivative; call it outside torch.compile, or use "
+        "gradscale_ext.reference.multi_step_loss inside");
+    const bool by_sample = grad_output.dim() != 0;
+    for (JoinedGradients& of_type : joined) {
+      of_type.data = by_sample ? of_type.data : multiplied(of_type.data, grad_output).to(of_type.type);
+    }
+    for (const Gradient& gradient : gradients_) {
+      const at::Tensor own = gradient.in(joined);
+      result[gradient.prediction] =
+          by_sample ? multiplied(own, factor_for(own, grad_output, gradient.batch_dim)).to(joined[gradient.joined].type)
+                    : own;
+    }
+    return result;
+  }
+
+ private:
+  std::vector<JoinedGradients> joined_gradients() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!joined_.empty(), autograd::ERR_BACKWARD_TWICE);
+    return joined_;
+  }
+
+  // A masked entry stays 0, also where the factor is infinite.
+  static at::Tensor multiplied(const at::Tensor& gradient, const at::Tensor& factor) {
+    return at::where(at::eq(gradient, 0), gradient, at::mul(gradient, factor));
+  }
+
+  std::vector<Gradient> gradients_; // of the predictions that require grad
+  std::vector<JoinedGradients> joined_;
+};
+
+// ---- The kernels ----------------------------------------------------------------------------------------------------
 
 // Lists outputs one after the other, by head the defined ones.
 struct Lister {
@@ -152,12 +288,28 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       call.settle(heads),
       "gradscale_ext::multi_step_loss: the tensors do not fit each other and the heads; call "
       "gradscale_ext.multi_step_loss, which says what is wrong with them");
-  run(call, /*wide=*/true);
+  Layout layout = layout_of(given[kPredictions].toTensorVector(), sorted_wants(given[kWants]));
+  if (!call.on_device) {
+    begin_pooled_call();
+  }
+  for (JoinedGradients& joined : layout.joined) {
+    const int64_t size = joined.size.expect_int();
+    joined.data = call.on_device ? at::empty({size}, call.of_sums.dtype(joined.type_of_data()))
+                                 : empty_gradient({size}, joined.type_of_data());
+  }
+  auto gradient = layout.gradients.begin();
+  for (const std::vector<bool>& of_head : call.wants) {
+    Tensors& gradients = call.gradients.emplace_back();
+    for (const bool is_wanted : of_head) {
+      gradients.push_back(is_wanted ? (gradient++)->in(layout.joined) : at::Tensor());
+    }
+  }
+  run(call);
   Tensors results;
   Lister add{results};
   Outputs::each(call.outputs, add);
-  for (const Tensors& gradients : call.gradients) {
-    add("gradients", gradients);
+  for (const JoinedGradients& joined : layout.joined) {
+    results.push_back(joined.data);
   }
   torch::jit::drop(*stack, count);
   torch::jit::push(*stack, std::move(results));
@@ -180,10 +332,10 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       wants.push_back(static_cast<int64_t>(i));
     }
   }
-  std::sort(wants.begin(), wants.end());
-  wants.erase(std::unique(wants.begin(), wants.end()), wants.end());
   given[kWants] = wants;
-  Call call = records ? call_from(at::ArrayRef<c10::IValue>(given, count)) : Call();
+  wants = sorted_wants(given[kWants]);
+  given[kWants] = wants;
+  const Call call = records ? call_from(at::ArrayRef<c10::IValue>(given, count)) : Call();
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     op.callBoxed(stack);
@@ -191,17 +343,31 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!records) {
     return;
   }
+  Layout layout = layout_of(predictions, wants);
   const Tensors results = stack->back().toTensorVector();
-  size_t next = results.size() - wants.size(); // gradients come last
-  for (size_t h = 0, i = 0; h < call.wants.size(); ++h) {
-    Tensors& gradients = call.gradients.emplace_back();
-    for (size_t k = 0; k < call.wants[h].size(); ++k, ++i) {
-      const at::Tensor gradient = call.wants[h][k] ? results[next++] : at::Tensor();
-      call.wants[h][k] = predictions[i].requires_grad();
-      gradients.push_back(call.wants[h][k] ? gradient : at::Tensor());
+  size_t next = results.size() - layout.joined.size(); // gradients come last
+  for (JoinedGradients& joined : layout.joined) {
+    joined.data = results[next++];
+  }
+  std::vector<int64_t> batch_dims; // by prediction
+  for (const Entries& entries : call.predictions) {
+    batch_dims.resize(batch_dims.size() + entries.tensors.size(), call.batch_dim(entries));
+  }
+  std::vector<Gradient> recorded;
+  for (Gradient& gradient : layout.gradients) {
+    if (predictions[gradient.prediction].requires_grad()) {
+      gradient.batch_dim = batch_dims[gradient.prediction];
+      recorded.push_back(std::move(gradient));
     }
   }
-  record_call(std::move(call), results[static_cast<size_t>(Output::loss)], nullptr);
+  layout.gradients = std::move(recorded);
+  OperatorBackward* node = nullptr;
+  const NodePtr handle = make_node(node);
+  for (const at::Tensor& prediction : predictions) {
+    node->add_next_edge(prediction.requires_grad() ? autograd::impl::gradient_edge(prediction) : autograd::Edge());
+  }
+  node->set(std::move(layout));
+  autograd::set_history(results[static_cast<size_t>(Output::loss)], handle);
 }
 
 } // namespace

@@ -177,9 +177,11 @@ at::Tensor workspace_for(const Call& call, const Pass& pass) {
 
 } // namespace
 
-void run(Call& call, bool wide) {
+void run(Call& call) {
   call.make_outputs();
-  call.make_gradients(wide);
+  if (call.gradients.empty()) {
+    call.make_gradients();
+  }
   const Pass pass = call.begin_pass();
   if (call.on_device) {
     const OnDevice on_device(call.of_sums.device());
@@ -195,7 +197,7 @@ void run(Call& call, bool wide) {
 void run_backward_on_device(Call& call, const at::Tensor& grad_output) {
   const bool has_gradients = !call.gradients.empty();
   if (!has_gradients) {
-    call.make_gradients(/*wide=*/false);
+    call.make_gradients();
   }
   Pass pass = call.begin_pass();
   pass.grad_output = call.slab(grad_output, grad_output.dim() == 0 ? 0 : grad_output.stride(0));

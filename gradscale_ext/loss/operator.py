@@ -15,6 +15,8 @@ from .validate import Call
 
 #: Counts that stand for one stacked tensor, and for no tensors.
 _STACKED, _NONE = 0, -1
+#: Elements of a cache line, at which each of the joined gradients begins.
+_LINE = 16
 #: Results of the operator, in its order: names, and True for a list by head.
 _OUTPUTS = _C.outputs()
 
@@ -99,10 +101,14 @@ def _shapes(
         "per_step": per_step,
         "details": details,
     }
-    gradients = [torch.empty(predictions[i].shape, device=device, dtype=_of_gradient(predictions[i])) for i in wants]
+    sizes: dict[torch.dtype, int] = {}
+    for i in sorted(set(wants)):
+        lines = (predictions[i].numel() + _LINE - 1) // _LINE
+        sizes[predictions[i].dtype] = sizes.get(predictions[i].dtype, 0) + lines * _LINE
+    gradients = [torch.empty((size,), device=device, dtype=_of_gradient(dtype)) for dtype, size in sizes.items()]
     return [tensor for name in _OUTPUTS for tensor in outputs[name]] + gradients
 
 
-def _of_gradient(prediction: torch.Tensor) -> torch.dtype:
+def _of_gradient(prediction: torch.dtype) -> torch.dtype:
     """Type of a gradient before it is multiplied: half types are rounded afterwards."""
-    return torch.float64 if prediction.dtype == torch.float64 else torch.float32
+    return torch.float64 if prediction == torch.float64 else torch.float32
