@@ -179,10 +179,8 @@ struct Layout {
   std::vector<Gradient> gradients;
 };
 
-// Every gradient begins at a cache line, as if it had its own memory. `_shapes` in gradscale_ext/loss/operator.py
-// computes the same sizes.
+// Without gaps, which nothing would write. `_shapes` in gradscale_ext/loss/operator.py computes the same sizes.
 Layout layout_of(const Tensors& predictions, const std::vector<int64_t>& wants) {
-  constexpr int64_t line = 16; // elements
   Layout layout;
   for (const int64_t index : wants) {
     const at::Tensor& prediction = predictions[index];
@@ -200,7 +198,7 @@ Layout layout_of(const Tensors& predictions, const std::vector<int64_t>& wants) 
     }
     const size_t joined = found - layout.joined.begin();
     layout.gradients.push_back({index, joined, found->size, sizes.vec(), std::move(strides)});
-    found->size += (count + (line - 1)) / line * line;
+    found->size += count;
   }
   return layout;
 }

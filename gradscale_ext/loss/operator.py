@@ -15,8 +15,6 @@ from .validate import Call
 
 #: Counts that stand for one stacked tensor, and for no tensors.
 _STACKED, _NONE = 0, -1
-#: Elements of a cache line, at which each of the joined gradients begins.
-_LINE = 16
 #: Results of the operator, in its order: names, and True for a list by head.
 _OUTPUTS = _C.outputs()
 
@@ -103,8 +101,7 @@ def _shapes(
     }
     sizes: dict[torch.dtype, int] = {}
     for i in sorted(set(wants)):
-        lines = (predictions[i].numel() + _LINE - 1) // _LINE
-        sizes[predictions[i].dtype] = sizes.get(predictions[i].dtype, 0) + lines * _LINE
+        sizes[predictions[i].dtype] = sizes.get(predictions[i].dtype, 0) + predictions[i].numel()
     gradients = [torch.empty((size,), device=device, dtype=_of_gradient(dtype)) for dtype, size in sizes.items()]
     return [tensor for name in _OUTPUTS for tensor in outputs[name]] + gradients
 
