@@ -2,10 +2,10 @@
 
     python bench/flow.py --json bench/results/flow.json
 
-`x.view_as(x)` does nothing and is the floor. "read twice, write once" is a sum and a multiplication in place over a
-buffer of the gradient's size: what a norm and its application must move. Bytes that must move, for GB/s: none forward;
-backward the gradient is read once (norms: twice) and written once. The gradient that comes in is made fresh by a
-negation beside the operator, the same for all contestants, as the operation after the operator does in a network.
+`x.view_as(x)` does nothing and is the floor. "read twice, write once" is a sum and an in-place multiplication over a
+buffer of the gradient's size: the memory traffic that a norm and its application need. Bytes that must move, for GB/s:
+none forward; backward the gradient is read once (norms: twice) and written once. For all contestants alike, a negation
+after the operator creates the incoming gradient, as the next operation of a network does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def normalize_per_sample(gradient: Tensor) -> Tensor:
     return gradient / norm.clamp(min=1e-12).view(-1, *[1] * (gradient.dim() - 1))
 
 
-# Our operators, each with the same change of a gradient written by hand.
+# Our operators, each with a hand-written counterpart that changes the gradient in the same way.
 OPERATORS: dict[str, tuple[Change, Change]] = {
     "scale_gradient": (lambda x: gs.scale_gradient(x, 0.5), lambda g: g * 0.5),
     "reverse_gradient": (lambda x: gs.reverse_gradient(x), lambda g: -g),
@@ -92,7 +92,7 @@ def ways(operator: str) -> dict[str, Change]:
 
 
 def detection() -> dict[str, Callable[[], object]]:
-    """Cost of asking for the context in eager mode, once in Python and once in C++."""
+    """Cost of querying the context in eager mode, once in Python and once in C++."""
     return {"detection of the context": lambda: (_context.is_eager(), is_ordinary()), "nothing": lambda: None}
 
 
@@ -109,7 +109,7 @@ def main() -> None:
         for label, shape in SHAPES.items():
             torch._dynamo.reset()
             x = torch.randn(shape, requires_grad=True)
-            y = x * 1  # no leaf, as in the middle of a network
+            y = x * 1  # not a leaf, as in the middle of a network
             incoming = torch.randn(shape)
             buffer = torch.randn(shape)
 

@@ -1,15 +1,15 @@
-"""Everything on a GPU: the loss, decoding, gradient flow and l2_loss beside eager PyTorch and its compiler.
+"""Everything on a GPU: the loss, decoding, gradient flow and l2_loss, compared with eager PyTorch and its compiler.
 
     python bench/gpu.py --results bench/results        # writes bench/results/<name of the GPU>.json
-    python bench/gpu.py --cpu-smoke                    # the same code on tiny sizes of the CPU; figures mean nothing
+    python bench/gpu.py --cpu-smoke                    # the same code on tiny CPU sizes; the figures mean nothing
 
-Eager PyTorch, the compiler in its default mode and ours are also captured in CUDA graphs; the compiler's modes
-max-autotune and reduce-overhead capture their own. Times are taken between events on the GPU, over consecutive calls;
-where launching is slower than the GPU, they are times of launching.
+Eager PyTorch, the compiler in its default mode and our code are also captured in CUDA graphs; the compiler's modes
+max-autotune and reduce-overhead capture their own. Times are measured between events on the GPU, over consecutive
+calls; where launching is slower than the GPU, they are launch times.
 
-Inputs are rotated over as many copies, at most 12, as together move three times the L2 cache. The two main sizes also
-have rows of "one set", whose calls find the last one's data in the cache, as a loss finds what a network has just
-written.
+Calls rotate over copies of the inputs, at most 12, which together are three times as large as the L2 cache. The two
+main sizes also have rows of "one set", which reuse one copy and find it in the cache, as a loss does right after the
+network has written its predictions.
 
 Bytes that must move, for GB/s:
 
@@ -19,10 +19,10 @@ Bytes that must move, for GB/s:
   then read and written);
 - l2_loss: N read, and in the backward pass N read and N written.
 
-"device copy" copies half as many bytes: as many are read and written.
+"device copy" copies half as many bytes, because each byte is read and written.
 
-Groups are measured in the order of their weight and written one by one. Groups that do not fit into --minutes are left
-out, the compiler first, and named.
+Groups are measured in order of weight and written one by one. Groups that do not fit into --minutes are skipped, the
+compiler's first, and listed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ import usual
 Call = Callable[[], object]
 Size = tuple[int, int, int, int]
 
-#: B, K, S, A: the two that the project is judged by, others of published agents, and ones of 1 GB of logits and more.
+#: B, K, S, A: the two main sizes, sizes of other published agents, and sizes with 1 GB of logits or more.
 MAIN: list[Size] = [(256, 5, 601, 18), (1024, 5, 601, 362)]
 OTHERS: list[Size] = [(64, 5, 601, 6), (2048, 5, 601, 82), (256, 5, 601, 4672), (256, 5, 21, 2)]
 LARGE: list[tuple[Size, torch.dtype]] = [
@@ -67,7 +67,7 @@ START_OF_WORK = re.compile(r"cu(da)?(LaunchKernel|GraphLaunch|Memcpy.*Async|Mems
 
 @dataclass
 class Bench:
-    """Device and time to measure on, and the rows so far."""
+    """Device, time limit, and the rows measured so far."""
 
     device: torch.device
     path: Path | None
@@ -102,7 +102,7 @@ class Bench:
 
 
 def sets_of(bench: Bench, moved: float) -> int:
-    """Number of copies of the inputs to rotate for calls that move so many bytes."""
+    """Number of copies of the inputs to rotate for calls that move this many bytes."""
     cache = torch.cuda.get_device_properties().L2_cache_size if bench.on_gpu else 0
     return max(1, min(12, math.ceil(3 * cache / moved)))
 
@@ -131,7 +131,7 @@ def captured(call: Call) -> Call:
 
 
 def step_begins(call: Call) -> Call:
-    """Tell compiler modes with graphs of their own that the last step's results may be overwritten."""
+    """Tell compiler modes that use CUDA graphs that the last step's results may be overwritten."""
 
     def run() -> object:
         torch.compiler.cudagraph_mark_step_begin()
@@ -151,7 +151,7 @@ def device_copy(bench: Bench, byte_count: float, sets: int) -> Call:
 
 
 def launches_of(call: Call) -> dict[str, int]:
-    """Launches of a call, and the kernels, copies and fillings that the GPU ran."""
+    """Launches of a call, and the kernels, copies and fills that the GPU ran."""
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -164,7 +164,7 @@ def launches_of(call: Call) -> dict[str, int]:
 
 
 def peak_mb(call: Call) -> float:
-    """Most memory that a call holds above what was held before."""
+    """Peak memory of a call above the memory held before it."""
     call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -174,7 +174,7 @@ def peak_mb(call: Call) -> float:
 
 
 def measure(bench: Bench, label: dict[str, Any], calls: dict[str, Call], moved: float, ours: str) -> None:
-    """Show and keep one row for each contestant."""
+    """Print and keep one row for each contestant."""
     timed = harness.gpu_time if bench.on_gpu else harness.wall_time
     statistics = harness.measure(calls, bench.seconds, timed, turn=2e-3)
     copied = statistics.get("device copy", {}).get("median_ms")
@@ -205,7 +205,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def forget() -> None:
-    """Drop the compiled code, graphs and memory of a group."""
+    """Release the compiled code, graphs and memory of a group."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -262,7 +262,7 @@ def loss_group(
     eager: bool = True,
     warm: bool = False,
 ) -> None:
-    """Measure a loss in `modes` of the compiler, "default" in a graph too; `warm` adds one set of inputs."""
+    """Measure a loss in `modes` of the compiler, "default" also in a graph; `warm` adds rows with one set of inputs."""
     name = "B {} K {} S {} A {}".format(*size)
     forget()
     first = make_inputs(bench, size, dtype, 0)
@@ -410,9 +410,9 @@ def l2_group(bench: Bench, count: int, width: int) -> None:
 
 
 def statistics_group(bench: Bench, count: int, width: int) -> None:
-    """Gradients of one size, each with its histogram; and clipping all of them to half of their norm.
+    """Statistics of gradients of one size, each with a histogram, and clipping all of them to half of their norm.
 
-    The factor of every later call is just below 1, so that it, too, multiplies them.
+    The factor of every later call is just below 1, so later calls multiply the gradients too.
     """
     forget()
     parameters = [torch.empty(width, device=bench.device) for _ in range(count)]
@@ -452,7 +452,7 @@ def copies(bench: Bench, sizes: Sequence[int]) -> None:
 
 
 def groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]]:
-    """Groups in order of weight: name, least seconds left to begin, and function."""
+    """Groups in order of weight: name, least remaining seconds to start, and function."""
     main, large = functools.partial(loss_group, bench), functools.partial(loss_group, bench)
     modes = ("default", "reduce-overhead", "max-autotune")
     yield "copies", 5, lambda: copies(bench, [16 * 10**6, 256 * 10**6, 10**9, 4 * 10**9])
@@ -500,7 +500,7 @@ def smoke_groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]
 
 
 def bytes_needed(name: str) -> float:
-    """Memory of a loss: some 25 times its logits in eager mode, seven for ours alone."""
+    """Memory of a loss: about 25 times its logits in eager mode, seven times for ours alone."""
     found = re.search(r"\((\d+), (\d+), (\d+), (\d+)\)", name)
     if found is None:
         return 0.0
@@ -521,7 +521,7 @@ def main() -> int:
     device = torch.device("cpu" if options.cpu_smoke else "cuda")
     path = None
     if device.type == "cuda":
-        os.environ.setdefault("TEARDOWN_CUPTI", "1")  # a profiler left running slows all later launches
+        os.environ.setdefault("TEARDOWN_CUPTI", "1")  # a profiler that keeps running slows all later launches
         torch.cuda.init()
         torch._dynamo.config.recompile_limit = 64
     if options.results is not None:

@@ -1,10 +1,10 @@
-"""Statistics of many gradients, and clipping by the norm of all of them.
+"""Statistics of many gradients, and clipping by their total norm.
 
     python bench/gradients.py --json bench/results/gradients.json
 
 1000 tensors of 1000 elements, the 148 tensors of a transformer with 25 M parameters, and one tensor of 100 M; float32,
-and the last also in bfloat16 and with zeros, as behind a ReLU. Bytes that must move: all elements read once; for
-clipping that changes them, read twice and written once. "read once" is `torch.sum`, which reads everything and computes
+and the last also in bfloat16 and with zeros, as after a ReLU. Bytes that must move: all elements are read once;
+clipping that changes them reads twice and writes once. "read once" is `torch.sum`, which reads everything and computes
 less.
 """
 
@@ -24,7 +24,7 @@ Tensors = list[torch.Tensor]
 
 
 def usual(tensors: Tensors) -> Tensors:
-    """Multi-tensor norms and maxima, and a loop for each count; no histogram."""
+    """Multi-tensor norms and maxima, and a loop for the counts; no histogram."""
     norms = torch._foreach_norm(tensors)
     largest = torch._foreach_max(torch._foreach_abs(tensors))
     zeros = [(tensor == 0).sum() for tensor in tensors]
@@ -34,7 +34,7 @@ def usual(tensors: Tensors) -> Tensors:
 
 
 def by_parameter(tensors: Tensors) -> list[float]:
-    """What a loop that logs each norm does."""
+    """The usual loop that logs each norm."""
     return [tensor.norm().item() for tensor in tensors]
 
 
@@ -58,7 +58,7 @@ def cases() -> dict[str, Tensors]:
 
 
 def clipping(function: Callable[..., Any], tensors: Tensors, max_norm: float, falls: float) -> Callable[[], Any]:
-    """Each call has a limit of `falls` times the one before, so that there is always something to clip, or never."""
+    """The limit of each call is `falls` times the previous limit, so that every call clips, or none does."""
     parameters = [torch.empty_like(tensor) for tensor in tensors]
     for parameter, tensor in zip(parameters, tensors, strict=True):
         parameter.grad = tensor.clone()

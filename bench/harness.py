@@ -1,4 +1,4 @@
-"""Tools of the benchmarks: timing of several contestants in one run, peak memory, tables and JSON."""
+"""Benchmark tools: timing of several contestants in one run, peak memory, tables and JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Contestants = dict[str, Callable[[], object]]
 
 
 def user_path(path: str) -> Path:
-    """A path of the command line. Shells leave the "~" of --json=~/file alone."""
+    """A path on the command line. Shells do not expand the "~" of --json=~/file."""
     return Path(path).expanduser()
 
 
@@ -42,7 +42,7 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 
 def gpu() -> dict[str, str]:
-    """Name and software of the current GPU; empty where this process has not used one."""
+    """Name and software of the current GPU; empty if this process has not used one."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return {}
     properties = torch.cuda.get_device_properties()
@@ -85,7 +85,7 @@ def machine() -> dict[str, str]:
 
 
 def wall_time(function: Callable[[], object], repeats: int) -> float:
-    """Seconds of so many calls on the CPU."""
+    """Seconds for this many calls on the CPU."""
     start = time.perf_counter()
     for _ in range(repeats):
         function()
@@ -93,9 +93,9 @@ def wall_time(function: Callable[[], object], repeats: int) -> float:
 
 
 def gpu_time(function: Callable[[], object], repeats: int) -> float:
-    """Seconds from the start of the first of so many calls to the end of the last on the GPU.
+    """Seconds from the start of the first call to the end of the last one on the GPU.
 
-    They include waiting for the CPU where it launches more slowly than the GPU works.
+    They include waiting for the CPU if it launches more slowly than the GPU works.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -122,9 +122,9 @@ def turns(
     timed: Callable[[Callable[[], object], int], float] = wall_time,
     turn: float = TURN,
 ) -> dict[str, list[float]]:
-    """Seconds of calls. Contestants take turns, so that a slow spell of the machine meets all.
+    """Seconds of calls. Contestants take turns, so that a slow phase of the machine affects all of them.
 
-    Calls are repeated until a turn takes `turn` seconds, so that caches left cold by others hardly count.
+    Calls are repeated until a turn takes `turn` seconds, so that caches left cold by other contestants hardly matter.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     repeats = {name: _calls_in(turn, function, timed) for name, function in contestants.items()}
@@ -134,7 +134,7 @@ def turns(
     rounds = 0
     shuffled = random.Random(0)
     while (time.perf_counter() < end or rounds < 5) and rounds < 3000:
-        # The order changes every time, because whoever follows one that fills the caches starts cold.
+        # The order changes every time, because a contestant that follows one that fills the caches starts cold.
         for name in shuffled.sample(list(contestants), len(contestants)):
             times[name].append(timed(contestants[name], repeats[name]) / repeats[name])
         rounds += 1
@@ -145,7 +145,7 @@ def turns(
 def _calls_in(
     seconds: float, function: Callable[[], object], timed: Callable[[Callable[[], object], int], float]
 ) -> int:
-    """Number of calls, 1 to 100, that take about so long; the contestant is warm afterwards."""
+    """Number of calls, 1 to 100, that take about this long; the contestant is warm afterwards."""
     fastest = min(timed(function, 1) for _ in range(5))
     return max(1, min(100, round(seconds / fastest)))
 
@@ -158,7 +158,7 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Silence the file descriptor, which the profiler's own library writes to."""
+    """Silence the file descriptor, because the profiler's own library writes to it."""
     sys.stderr.flush()
     saved = os.dup(2)
     with open(os.devnull, "w") as nowhere:
@@ -171,7 +171,7 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 def peak_extra_bytes(function: Callable[[], object]) -> int:
-    """Most bytes that PyTorch's CPU allocator held during a call, above those held before."""
+    """Peak bytes of PyTorch's CPU allocator during a call, above the bytes held before it."""
     function()
     gc.collect()
     with _quiet_stderr(), torch.profiler.profile(profile_memory=True) as profile:

@@ -3,10 +3,10 @@
     python bench/heads.py --json bench/results/heads.json
 
 One prediction of B 1024; 601 bins, 18 and 362 actions, 512 features. Bytes that must move: predictions and targets read
-once, gradients written once. The plain cross-entropy runs against Liger-Kernel's function too where that runs (it needs
-a GPU).
+once, gradients written once. The plain cross-entropy is also compared with Liger-Kernel's function where that runs (it
+needs a GPU).
 
-Decoding: 601 bins of the signed hyperbolic, B from 1 to 512, against the chain that implementations of MuZero use.
+Decoding: 601 bins of the signed hyperbolic transform, B from 1 to 512, compared with the usual chain of MuZero code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Case = tuple[gs.heads.Head, torch.Tensor, torch.Tensor | None, Callable[..., tor
 
 
 def cases() -> dict[str, Case]:
-    """Heads by name, each with a prediction, its target, and the usual loss of both."""
+    """Heads by name, each with a prediction, its target, and the usual loss in PyTorch."""
     generator = torch.Generator().manual_seed(0)
     normal = functools.partial(torch.randn, generator=generator)
     bins, few, many, vector = normal(BATCH, 601), normal(BATCH, 18), normal(BATCH, 362), normal(BATCH, 512)
@@ -85,7 +85,7 @@ def cases() -> dict[str, Case]:
 
 
 def liger_cross_entropy() -> Callable[..., torch.Tensor] | None:
-    """Liger-Kernel's cross-entropy, where it is installed and there is a GPU."""
+    """Liger-Kernel's cross-entropy, if it is installed and there is a GPU."""
     if not torch.cuda.is_available():
         return None
     try:

@@ -3,7 +3,7 @@
     sudo python bench/hosts.py --json bench/results/hosts.json --seconds 20
 
 The hosts are network namespaces of this machine, joined by a pair of virtual Ethernet devices whose token bucket
-filters let so many bits a second through. They share the machine's processors, and each has one thread.
+filters limit the bits per second. They share the machine's processors, and each has one thread.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import harness
 import ranks
 
 GIGABITS = (0.25, 1.0, 2.5)
-BURST = "128kb"  # what the filters let through at once: twice the largest segment
+BURST = "128kb"  # bytes that the filter lets through at once: twice the largest segment
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>
 
 
 @contextlib.contextmanager
 def linked(gigabits: float) -> Iterator[None]:
-    """Two hosts, gradscale0 and gradscale1, that are there as long as the context is."""
+    """Create two hosts, gradscale0 and gradscale1, for the duration of the context."""
 
     def call(command: str) -> None:
         subprocess.run(command.split(), check=True)
@@ -46,7 +46,7 @@ def linked(gigabits: float) -> Iterator[None]:
 
 
 def enter(rank: int) -> None:
-    """Moves this process to the host of its rank."""
+    """Move this process to the host of its rank."""
     with open(f"/run/netns/gradscale{rank}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), NEW_NETWORK):
             raise OSError(ctypes.get_errno(), f"cannot enter the host of rank {rank}")

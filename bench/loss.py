@@ -1,15 +1,15 @@
-"""The multi-step loss of whole updates: fused, in eager PyTorch as it is usually written, and that compiled.
+"""The multi-step loss of whole updates: fused, in the usual eager PyTorch, and the latter compiled.
 
     python bench/loss.py --json bench/results/loss.json
 
-The sizes are those of published agents; B grows from 1 to 4096 at one of them. Both passes, fp32 and bf16, two threads
-and one.
+The sizes are taken from published agents; B grows from 1 to 4096 at one of them. Both passes, fp32 and bf16, two
+threads and one.
 
-A copy of the predictions into buffers that exist takes turns with forward and backward: to read each and write as much
-again is the least that a loss with gradients can do. Times are given over that of the copy too.
+A copy of the predictions into existing buffers takes turns with forward and backward: a loss with gradients must read
+every prediction and write as much again. Times are also given relative to the time of this copy.
 
 Bytes that must move, for GB/s: every logit and target read once, and with a backward pass every gradient written once.
-Peak memory is that of PyTorch's allocator during the call, gradients included.
+Peak memory is the peak of PyTorch's allocator during the call, gradients included.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ RHO = 0.5
 
 
 def make_tdmpc2_inputs(batch: int = 256, horizon: int = 3, latent: int = 512) -> Inputs:
-    """Logits and targets of all steps in one tensor [H, B, ...], as TD-MPC2 has them; latents are a list."""
+    """Logits and targets of all steps in one tensor [H, B, ...], as in TD-MPC2; latents are a list."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -147,7 +147,7 @@ def make_fused_tdmpc2() -> Loss:
 
 
 def make_dreamer_inputs(batch: int = 16, length: int = 64) -> Inputs:
-    """All steps in one tensor [B, T, ...], as DreamerV3 has them."""
+    """All steps in one tensor [B, T, ...], as in DreamerV3."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -191,7 +191,7 @@ def leaves_of(predictions: dict[str, Any]) -> Tensors:
 
 
 def check_same(functions: dict[str, Loss], inputs: Inputs) -> None:
-    """Raise where contestants differ in value or gradient."""
+    """Raise an error if contestants differ in value or gradient."""
     leaves = leaves_of(inputs[0])
     half = leaves[0].dtype != torch.float32
     expected = None
@@ -212,7 +212,7 @@ def make_copy(leaves: Tensors) -> Callable[[], object]:
 
 
 def over_copy(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, each with its time over that of the copy among them."""
+    """The rows, each with its time relative to the copy's time."""
     copied = next((row["median_ms"] for row in rows if row["contestant"] == "copy"), None)
     return [row if copied is None else {**row, "over_copy": row["median_ms"] / copied} for row in rows]
 

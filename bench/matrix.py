@@ -2,8 +2,8 @@
 
     python bench/matrix.py --json bench/results/matrix.json
 
-The results are kept by version of PyTorch: a run replaces those of the version that is installed. What a cell is judged
-by stands in `tests/contexts.py`; `tests/test_matrix.py` asserts the cells of this package.
+Results are kept by version of PyTorch: a run replaces the results of the installed version. `tests/contexts.py` defines
+how a cell is judged; `tests/test_matrix.py` asserts the cells of this package.
 """
 
 from __future__ import annotations

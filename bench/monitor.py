@@ -1,12 +1,12 @@
-"""The cost of watching gradients, in a training step.
+"""The cost of monitoring gradients in a training step.
 
     python bench/monitor.py --json bench/results/monitor.json --seconds 60
 
-Contestants each train a copy of the same model with Adam, on the same batch, in turns. "usual way" is written by hand:
-`param.grad.norm().item()` and `add_histogram` for each parameter, at every step. It has a run of its own, beside a loop
-without anything, as the memory that it takes and gives back slows down whoever comes after it. A step ends when the
-writer's thread is done, which would go on in somebody else's turn. The figure of `every=100` is that of 99 steps that
-are not recorded, and one that is, as in `every=1`.
+Each contestant trains its own copy of the same model with Adam, on the same batch, in turns. "usual way" is written by
+hand: `param.grad.norm().item()` and `add_histogram` for each parameter, at every step. It has a separate run, together
+with a loop without monitoring, because the memory that it allocates and frees slows down the contestant that follows. A
+step ends when the writer's thread is done, which would otherwise continue in the next contestant's turn. The figure of
+`every=100` is 99 steps without recording and one with, as in `every=1`.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ def one_round(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, l
 
 
 def measured(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, dict[str, float]]:
-    """Times of several rounds, each with models of its own, whose place in memory makes a percent too.
+    """Times of several rounds, each with new models, because their addresses in memory change times by a percent.
 
-    The cost is the median of the ratios of steps in the same turn, which slow spells of the machine change least.
+    The cost is the median of the ratios of steps in the same turn, which slow phases of the machine affect least.
     """
     torch.manual_seed(0)
     rounds = [one_round(names, make, seconds / ROUNDS) for _ in range(ROUNDS)]

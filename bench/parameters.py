@@ -2,9 +2,9 @@
 
     python bench/parameters.py --json bench/results/parameters.json
 
-"updates" are the norms of parameters and of what a step has added to them, as `GradientMonitor` takes them;
-"l2_loss" is the weight decay term, alone and with its gradient. Bytes that must move: for updates both copies read
-once, for the loss all parameters read once, with the gradient read twice and written once.
+"updates" are the norms of parameters and of their changes in a step, as `GradientMonitor` computes them; "l2_loss" is
+the weight decay term, alone and with its gradient. Bytes that must move: updates read both copies once; the loss reads
+all parameters once, and with the gradient reads twice and writes once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Draws bench/results/loss.svg, the time of a MuZero update's loss against the batch size, and speed.svg, the README's
-table of speeds as bars, from what bench/loss.py and bench/heads.py measured.
+table of speeds as bars, from the results of bench/loss.py and bench/heads.py.
 
 python bench/plot.py
 """
@@ -22,7 +22,7 @@ COLORS = {"eager": "#b2522f", "torch.compile": "#c9a227", "fused": "#1f5f8b"}
 
 
 def draw_bars() -> None:
-    """Times of each contestant over that of the fused call."""
+    """Times of each contestant relative to the fused call."""
     rows = speed_rows()
     figure, axis = plt.subplots(figsize=(8, 3.2))
     for number, (contestant, color) in enumerate(COLORS.items()):
@@ -81,6 +81,6 @@ def draw_lines() -> None:
 
 
 if __name__ == "__main__":
-    plt.rcParams["svg.hashsalt"] = "gradscale_ext"  # the same file for the same numbers
+    plt.rcParams["svg.hashsalt"] = "gradscale_ext"  # same numbers, same file
     draw_lines()
     draw_bars()

@@ -1,10 +1,10 @@
-"""What ranks send each other in a learner step, and what it costs on this machine.
+"""The messages that ranks exchange in a learner step, and their cost on this machine.
 
     python bench/ranks.py --json bench/results/ranks.json --seconds 20
 
-1, 2 and 4 processes of one thread each, joined by gloo, train the same network with DistributedDataParallel, each with
-a batch of its own of the same size. Messages are counted where PyTorch sends them; times are medians of rank 0, of
-steps in which all take part.
+1, 2 and 4 processes of one thread each, joined by gloo, train the same network with DistributedDataParallel. Each
+process has a batch of its own of the same size. Messages are counted where PyTorch sends them; times are medians of
+rank 0 over steps in which all processes take part.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
     buckets: list[int] = []
     complete: list[float] = []
 
-    def counted(group, bucket):  # DDP reads the types, which must be no words
+    def counted(group, bucket):  # DDP reads the types, so they must not be strings
         buckets.append(bucket.buffer().numel() * bucket.buffer().element_size())
         complete.append(time.perf_counter())
         return default_hooks.allreduce_hook(group, bucket)
@@ -127,7 +127,7 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
         loss.backward()
         sent["gradients"] = list(buckets)
         marks.append(time.perf_counter())
-        watched("clip", lambda: gs.clip_gradients_(network, 10.0, **shared))  # sends as for sharded gradients do
+        watched("clip", lambda: gs.clip_gradients_(network, 10.0, **shared))  # messages as for sharded gradients
         marks.append(time.perf_counter())
         optimizer.step()
         marks.append(time.perf_counter())
@@ -153,7 +153,7 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
 
 
 def all_reduce_alone(size: int) -> float:
-    """Seconds of an all-reduce of so many bytes, beside which nothing is computed."""
+    """Seconds of an all-reduce of this many bytes without any computation in parallel."""
     numbers, times = torch.zeros(size // 4), []
     for _ in range(30):
         dist.barrier()
@@ -164,7 +164,7 @@ def all_reduce_alone(size: int) -> float:
 
 
 def measured(processes: int, seconds: float, enter: Callable[[int], None] | None = None) -> dict[str, Any]:
-    """What rank 0 found in so many seconds of learner steps; `enter` is called by each process first."""
+    """Results of rank 0 after this many seconds of learner steps; each process calls `enter` first."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(worker, (processes, folder, seconds, enter), nprocs=processes)
         return json.loads(Path(folder, "found.json").read_text())

@@ -1,12 +1,12 @@
 """Writes the tables of README.md and docs/ from the files under bench/results/, so that no figure is typed by hand.
 
-A table stands between two markers, in whichever of these files:
+A table is between two markers, in one of these files:
 
     <!-- table: loss -->
     <!-- end: loss -->
 
 python bench/readme.py            # write
-python bench/readme.py --check    # fail when a table is not what the results say
+python bench/readme.py --check    # fail if a table differs from the results
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def load(name: str) -> tuple[list[dict[str, Any]], str]:
-    """The rows of a benchmark, and a line that names the machine."""
+    """The rows of a benchmark, and a line with the name of the machine."""
     data = json.loads((RESULTS / f"{name}.json").read_text())
     machine = data["machine"]
     line = (
@@ -49,7 +49,7 @@ def contestants_by_row(rows: list[dict[str, Any]], wanted: str) -> dict[str, dic
 
 
 def cells(found: dict[str, dict[str, Any]], microseconds: bool = False) -> list[str]:
-    """Times of our loss, the compiled one and the eager one, and the ratio of the faster of these two to ours."""
+    """Times of our loss, the compiled one and the eager one, and the speedup over the faster of the last two."""
     medians = [found[name]["median_ms"] for name in ("fused", "torch.compile", "eager")]
     times = [f"{1e3 * median:.1f}" if microseconds else f"{median:.3f}" for median in medians]
     faster = min(("torch.compile", "eager"), key=lambda name: found[name]["median_ms"])
@@ -60,7 +60,7 @@ CELLS = ["fused", "torch.compile", "eager", "vs the faster"]
 
 
 def speed_rows() -> dict[str, dict[str, dict[str, Any]]]:
-    """Five for the README: losses of two agents, heads of a third, the costliest head, and decoding for acting."""
+    """Five rows for the README: losses of two agents, heads of a third, the costliest head, and decoding for acting."""
     loss, heads = load("loss")[0], load("heads")[0]
     threads = max(row["threads"] for row in loss)
     dreamer = "reward, critic and continue heads of DreamerV3"
@@ -97,7 +97,7 @@ def speed_table() -> str:
 
 
 def loss_table() -> str:
-    """fp32 with all threads, by agent, smallest batch first; times of a copy of as many bytes where they were taken."""
+    """fp32 with all threads, by agent, smallest batch first; with times of a copy of the same bytes where measured."""
     rows, machine = load("loss")
     threads = max(row["threads"] for row in rows)
     has_copies = any("over_copy" in row for row in rows)
@@ -124,7 +124,7 @@ def forward_table() -> str:
 
 
 def variations_table() -> str:
-    """bf16, and one thread, beside the same sizes in fp32 with all."""
+    """bf16, and one thread, compared with the same sizes in fp32 with all threads."""
     rows, machine = load("loss")
     varied = dict.fromkeys(row["size"] for row in rows if row["dtype"] == "bf16")
     lines = []
@@ -166,7 +166,7 @@ def flow_table(operators: Iterable[str]) -> str:
 
 
 def ours_and_others(name: str) -> str:
-    """Times of ours, of each other contestant, and their ratio; the last run of several is shown."""
+    """Our times, each other contestant's times, and their ratio; of several runs, the last one is shown."""
     rows, machine = load(name)
     lines = []
     for what in dict.fromkeys(row["pass"] for row in rows):
@@ -178,7 +178,7 @@ def ours_and_others(name: str) -> str:
 
 
 def monitor_table() -> str:
-    """Time of a training step, and the costs of watching it, each against the loop of its own run."""
+    """Time of a training step, and the costs of monitoring it, each relative to the plain loop of the same run."""
     rows, machine = load("monitor")
     watched = ["every=100", "every=1, histograms", "usual way"]
     lines = []
@@ -231,7 +231,7 @@ def matrix_table() -> str:
 
 
 def instructions_table() -> str:
-    """What the CUDA kernels' machine code takes, counted, and the times that follow from it."""
+    """Counted resources of the CUDA kernels' machine code, and the times that follow from them."""
     cases = json.loads((RESULTS / "instructions.json").read_text())["cases"]
     lines = []
     for name, case in cases.items():
@@ -246,7 +246,7 @@ def instructions_table() -> str:
 
 
 def by_project() -> tuple[dict[str, dict[str, dict[str, Any]]], str]:
-    """What tools/against.py found, by project and dtype."""
+    """Results of tools/against.py, by project and dtype."""
     rows, machine = load("clients")
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
@@ -257,7 +257,7 @@ def by_project() -> tuple[dict[str, dict[str, dict[str, Any]]], str]:
 
 
 def recipes_table() -> str:
-    """Times of other projects' own losses and of ours in their place."""
+    """Times of other projects' own losses and of ours as a replacement."""
     found, machine = by_project()
     lines = []
     for name, rows in found.items():
@@ -271,7 +271,7 @@ def recipes_table() -> str:
 
 
 def steps_table() -> str:
-    """How many times as fast other projects are with our loss in place of theirs: the loss alone, the whole step."""
+    """Speedup of other projects with our loss in place of theirs: the loss alone, the whole step."""
     found, machine = by_project()
     header, lines = ["times as fast"], [["loss alone"], ["whole learner step"]]
     for name, rows in found.items():
@@ -287,7 +287,7 @@ def significant(number: float) -> str:
 
 
 def returns_rows() -> dict[tuple[int, str, float], dict[str, dict[str, Any]]]:
-    """Contestants by threads, size and share of transitions that end."""
+    """Contestants by threads, size and fraction of transitions that end an episode."""
     found: dict[tuple[int, str, float], dict[str, dict[str, Any]]] = {}
     for row in load("returns")[0]:
         found.setdefault((row["threads"], row["size"], row["ends"]), {})[row["contestant"]] = row
@@ -295,7 +295,7 @@ def returns_rows() -> dict[tuple[int, str, float], dict[str, dict[str, Any]]]:
 
 
 def fastest(found: dict[str, dict[str, Any]], start: str) -> dict[str, Any] | None:
-    """The fastest contestant whose name begins so."""
+    """The fastest contestant whose name has this prefix."""
     rows = [row for name, row in found.items() if name.startswith(start)]
     return min(rows, key=lambda row: row["median_ms"], default=None)
 
@@ -314,7 +314,7 @@ def returns_table() -> str:
 
 
 def machine_of(name: str) -> str:
-    """The machine of a file of results; rows of returns have a number of threads each."""
+    """The machine of a file of results; each row of returns has its own number of threads."""
     machine = load(name)[1]
     return machine.replace("2 threads, ", "") if name == "returns" else machine
 
@@ -324,7 +324,7 @@ def small(pair: Iterable[float | None]) -> str:
 
 
 def recipes_differences_table() -> str:
-    """How far ours is from theirs after a step, relative to the largest value of theirs."""
+    """Difference between our result and theirs after a step, relative to their largest value."""
     found, _ = by_project()
     named = ["loss", "gradients", "weights", "priorities", "gradients of the loss alone"]
     lines = []
@@ -337,7 +337,7 @@ def recipes_differences_table() -> str:
 
 
 def recipes_lines_table() -> str:
-    """The commit that was measured, and the lines of it that give way."""
+    """The commit that was measured, and its lines that are replaced."""
     found, _ = by_project()
     lines = []
     for name, rows in found.items():
@@ -351,7 +351,7 @@ def recipes_lines_table() -> str:
 
 
 def ranks_table() -> str:
-    """A learner step on several processes, part by part, and what they send."""
+    """A learner step on several processes, part by part, and the messages it sends."""
     found = json.loads((RESULTS / "ranks.json").read_text())
     parts = ["forward", "loss", "backward", "clip", "optimizer", "step"]
     lines = []
@@ -372,7 +372,7 @@ def ranks_table() -> str:
 
 
 def hosts_table() -> str:
-    """Two hosts with links of several speeds: the gradients' all-reduce, and what a step takes more than alone."""
+    """Two hosts with links of several speeds: the gradients' all-reduce, and the extra time of a step."""
     found = json.loads((RESULTS / "hosts.json").read_text())
     alone = found["alone"]["milliseconds"]["step"]
     lines = []
@@ -425,7 +425,7 @@ MARKED = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end: \2 -->)", re.DOTA
 
 
 def rewritten(text: str) -> str:
-    """The text with each table as the results have it."""
+    """The text with each table regenerated from the results."""
     return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[4]}", text)
 
 

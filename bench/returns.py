@@ -2,8 +2,8 @@
 
     python bench/returns.py --json bench/results/returns.json
 
-A copy is `dst.copy_(src)` of 11 bytes an entry, which moves the 22 bytes that advantages must move: rewards, values,
-next values and two flags in, two results out. Advantages are timed with and without ends of episodes inside.
+A copy is `dst.copy_(src)` of 11 bytes per entry, which moves the 22 bytes that advantages must move: rewards, values,
+next values and two flags are read, two results are written. Advantages are timed with and without episode ends inside.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import harness
 SIZES = ((256, 64), (4096, 128), (16, 1024), (1, 32768))
 DISCOUNT, LAMBDA = 0.99, 0.95
 LONGEST_LOOP = 1024
-TURN = 2e-3  # The first call after TorchRL's, which empties the caches, is one of a hundred.
+TURN = 2e-3  # Enough for a hundred calls: the first one after TorchRL's starts with cold caches.
 
 
 def loop(rewards: Any, values: Any, next_values: Any, terminated: Any, truncated: Any) -> tuple[Any, Any]:
-    """As PPO implementations write it."""
+    """The usual loop of PPO implementations."""
     advantages, a = torch.empty_like(rewards), 0
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + DISCOUNT * next_values[:, t] * ~terminated[:, t] - values[:, t]

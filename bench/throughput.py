@@ -1,10 +1,10 @@
-"""Transitions per second of the example agent on CartPole, with 0 (all in one process), 1, 2 and 4 actors on Ray.
+"""Transitions per second of the example agent on CartPole, with 0 (a single process), 1, 2 and 4 actors on Ray.
 
     python bench/throughput.py --json bench/results/actors.json --seconds 100
 
-Contestants play in turns: 32 games in all, of which each actor has its share, without learning and with two learner
-steps for each step of all games; or 32 games an actor. What actors were asked for is waited for at the end of a turn,
-and counts. The load before all this says how much else was running.
+Contestants take turns: 32 games in total, divided among the actors, without learning and with two learner steps for
+each step of all games; or 32 games per actor. A turn waits at its end for everything that was requested from actors,
+and the wait counts. The load measured at the start shows how much else was running.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from training import Training
 
 ACTORS = (0, 1, 2, 4)
 GAMES = 32
-MODES = {  # whether there are so many games for each actor, and the transitions at which learning begins
+MODES = {  # True for this many games per actor, and the number of transitions at which learning begins
     "32 games in all": (False, 10**9),
     "32 games an actor": (True, 10**9),
     "32 games in all, with learning": (False, 500),
@@ -51,7 +51,7 @@ def begin(actors: int, each: bool, minimum_replay: int, folder: str) -> Training
 
 
 def finish(training: Training) -> None:
-    """Waits for what the actors are at."""
+    """Wait for the actors' pending calls."""
     if isinstance(training, ActorTraining):
         training.environment_steps += sum(transitions for _, transitions, _ in ray.get(list(training.calls)))
         training.calls.clear()
@@ -87,7 +87,7 @@ def measured(each: bool, minimum_replay: int, seconds: float) -> dict[int, dict[
 def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join((sys.path[0], os.environ.get("PYTHONPATH", "")))  # of the actors
     arguments = harness.arguments(__doc__)
-    torch.set_num_threads(1)  # as the example does
+    torch.set_num_threads(1)  # as in the example
     harness.show_machine()
     results, load = [], os.getloadavg()[0]
     for mode, (each, minimum_replay) in MODES.items():

@@ -1,4 +1,4 @@
-"""The pieces of a loss as they are usually written in eager PyTorch, for comparison."""
+"""The pieces of a loss in the usual eager PyTorch, for comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def symlog(x: torch.Tensor) -> torch.Tensor:
 
 
 def two_hot(x: torch.Tensor, num_bins: int, limit: float) -> torch.Tensor:
-    """Targets over integer bins from -limit to limit, as MuZero implementations build them: clamp, scatter."""
+    """Targets over integer bins from -limit to limit, as in MuZero implementations: clamp, scatter."""
     x = x.clamp(-limit, limit)
     floor = x.floor()
     upper = x - floor
@@ -33,7 +33,7 @@ def two_hot(x: torch.Tensor, num_bins: int, limit: float) -> torch.Tensor:
 
 
 def raw_two_hot(x: torch.Tensor, num_bins: int, limit: float) -> torch.Tensor:
-    """Targets between the two raw bins around x, as DreamerV3 builds them: count, compare distances, one-hot."""
+    """Targets between the two raw bins around x, as in DreamerV3: count, compare distances, one-hot."""
     y = torch.linspace(-limit, limit, num_bins)
     bins = torch.sign(y) * torch.expm1(torch.abs(y))
     below = ((bins <= x.unsqueeze(-1)).sum(-1) - 1).clamp(0, num_bins - 1)
@@ -49,7 +49,7 @@ def raw_two_hot(x: torch.Tensor, num_bins: int, limit: float) -> torch.Tensor:
 
 
 def hl_gauss(y: torch.Tensor, num_bins: int, limit: float, sigma_ratio: float = 0.75) -> torch.Tensor:
-    """The histogram of a normal around y over bins from -limit to limit."""
+    """The histogram of a normal distribution around y over bins from -limit to limit."""
     width = 2 * limit / (num_bins - 1)
     edges = torch.linspace(-limit - width / 2, limit + width / 2, num_bins + 1)
     below = torch.special.erf((edges - y.unsqueeze(-1)) / (2**0.5 * sigma_ratio * width))
@@ -57,5 +57,5 @@ def hl_gauss(y: torch.Tensor, num_bins: int, limit: float, sigma_ratio: float = 
 
 
 def cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Half logits are widened, as autocast does."""
+    """Half logits are converted to float32, as under autocast."""
     return -(torch.log_softmax(logits.float(), dim=-1) * target).sum(-1)

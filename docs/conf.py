@@ -1,4 +1,4 @@
-"""Sphinx's settings: `make docs` builds the site, with warnings as errors."""
+"""Sphinx configuration: `make docs` builds the site, with warnings as errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ version = release = gradscale_ext.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
-# Docstrings put names and shapes between single backticks: a link where there is such an object, code elsewhere.
+# Docstrings put names and shapes between single backticks: a link if such an object exists, code otherwise.
 default_role = "py:obj"
 
 myst_heading_anchors = 3
@@ -21,11 +21,11 @@ myst_enable_extensions = ["colon_fence"]
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the docstrings say more: shapes, ranges and units
+autodoc_typehints = "none"  # the docstrings give more: shapes, ranges and units
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_custom_sections = ["Returns"]  # plain text, in which a colon follows no type
+napoleon_custom_sections = ["Returns"]  # plain text, in which no type follows a colon
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/images/ from numbers that it computes, and from bench/results/matrix.json.
+"""Draws the images in docs/images/ from numbers that it computes, and from bench/results/matrix.json.
 
 python docs/draw.py            # all of them
 python docs/draw.py matrix     # one
@@ -57,7 +57,7 @@ def empty(axes: Axes, width: float, height: float) -> None:
 
 
 def root_gradients(steps: int, hidden_scale: float, step_gradient_scale: str | None) -> list[float]:
-    """The root state's gradient from the loss of each step, where dynamics and heads are the identity."""
+    """Gradient of the root state from the loss of each step; dynamics and heads are the identity."""
     gradients = []
     for chosen in range(steps + 1):
         root = torch.ones(1, dtype=torch.float64, requires_grad=True)
@@ -76,7 +76,7 @@ def root_gradients(steps: int, hidden_scale: float, step_gradient_scale: str | N
 
 
 def unroll() -> Figure:
-    """The unrolled network, with what multiplies a gradient on its way back, and what arrives at the root."""
+    """The unrolled network, with the factors of the gradient on its way back, and the gradient at the root."""
     steps = 3
     scale = inspect.signature(gs.unroll).parameters["hidden_scale"].default
     arriving = root_gradients(steps, scale, "unroll")
@@ -92,7 +92,7 @@ def unroll() -> Figure:
         if k > 0:
             arrow(axes, (x - 0.58, 1.7), (places[k - 1] + 0.58, 1.7), "", color=RED)
             axes.text((x + places[k - 1]) / 2, 1.6, "dynamics", ha="center", va="top", fontsize=8, color=GREY)
-            if k > 1:  # on its way from the state of a recurrent step to the one before
+            if k > 1:  # from the state of a recurrent step back to the previous state
                 axes.text((x + places[k - 1]) / 2, 1.77, f"{scale:g}", color=RED, fontsize=9, ha="center", va="bottom")
     box(axes, places[0], 0.5, "observation", 1.1, GREY)
     arrow(axes, (places[0], 1.42), (places[0], 0.78), color=RED)
@@ -113,8 +113,8 @@ def hidden_norms() -> Figure:
     for (name, (hidden_scale, step_gradient_scale)), color in zip(ways.items(), (RED, GOLD, BLUE), strict=True):
         torch.manual_seed(0)
         cell, head = torch.nn.LSTMCell(size, size), torch.nn.Linear(size, 1)
-        torch.nn.init.normal_(cell.weight_hh, std=0.4)  # large enough for gradients to grow on their way back
-        torch.nn.init.ones_(cell.bias_ih[size : 2 * size])  # of the forget gate, as is usual
+        torch.nn.init.normal_(cell.weight_hh, std=0.4)  # large enough that gradients grow on their way back
+        torch.nn.init.ones_(cell.bias_ih[size : 2 * size])  # forget gate bias, as usual
         states: list[torch.Tensor] = []
 
         def recurrent(hidden: Any, x: torch.Tensor, cell: Any = cell, head: Any = head, states: Any = states) -> Any:
@@ -139,7 +139,7 @@ def hidden_norms() -> Figure:
 
 
 def spaces() -> Figure:
-    """The transforms, and what a head decodes that has learnt a mixture of two returns, in either space."""
+    """The transforms, and the value that a head decodes after learning a mixture of two returns, in either space."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4))
     x = torch.linspace(-100, 100, 401, dtype=torch.float64)
     left.plot(x, gs.signed_hyperbolic(x), color=BLUE, label="signed_hyperbolic")
@@ -167,7 +167,7 @@ def spaces() -> Figure:
 
 
 def clipping() -> Figure:
-    """Gradient norms of the samples of a batch, one of them large, before and after clipping."""
+    """Gradient norms of the samples of a batch with one outlier, before and after clipping."""
     torch.manual_seed(0)
     gradient = torch.randn(12, 8) * 0.2
     gradient[4] *= 20
@@ -188,7 +188,7 @@ def clipping() -> Figure:
 
 
 def kernel_or_reference() -> Figure:
-    """Which way a call of the loss takes."""
+    """The path that a call of the loss takes."""
     figure, axes = plt.subplots(figsize=(8.4, 3.7))
     empty(axes, 9.0, 4.0)
     questions = [
@@ -211,7 +211,7 @@ def kernel_or_reference() -> Figure:
 
 
 def which_value() -> Figure:
-    """Transitions with a termination and a truncation, by how an environment resets: where each value is."""
+    """Transitions with a termination and a truncation, by the environment's reset mode: where each value is stored."""
     figure, axes = plt.subplots(figsize=(8.4, 5.6))
     empty(axes, 10.2, 6.8)
     places = [1.9 + 1.25 * t for t in range(7)]
@@ -269,7 +269,7 @@ def which_value() -> Figure:
 
 
 def matrix() -> Figure:
-    """Contexts of PyTorch by ways of changing a gradient: the worst verdict of all versions of PyTorch."""
+    """Contexts of PyTorch by ways of changing a gradient: the worst verdict over all versions of PyTorch."""
     everything = json.loads(MATRIX.read_text())
     names = list(dict.fromkeys(name for verdicts in everything.values() for name in verdicts))
     contexts = list(next(iter(everything.values()))[names[0]])
@@ -309,7 +309,7 @@ def matrix() -> Figure:
 
 
 def house() -> Figure:
-    """The folders of the package and of csrc/, from what users call down to the formulas."""
+    """The folders of the package and of csrc/, from the public API down to the formulas."""
     figure, axes = plt.subplots(figsize=(8.4, 4.6))
     empty(axes, 9.0, 5.0)
     rows = [
@@ -338,7 +338,7 @@ DRAWINGS: dict[str, Callable[[], Figure]] = {
 
 
 def main() -> None:
-    plt.rcParams["svg.hashsalt"] = "gradscale_ext"  # the same file for the same numbers
+    plt.rcParams["svg.hashsalt"] = "gradscale_ext"  # same numbers, same file
     plt.rcParams["axes.spines.top"] = plt.rcParams["axes.spines.right"] = False
     IMAGES.mkdir(exist_ok=True)
     for name in sys.argv[1:] or DRAWINGS:

@@ -4,7 +4,7 @@
     python examples/plain_loop_monitor.py
     tensorboard --logdir runs/plain_loop
 
-A small network learns to tell whether two points lie in the same quadrant. It ends within seconds, and leaves logs for
+A small network learns whether two points are in the same quadrant. It ends within seconds, and writes logs for
 TensorBoard and a picture.
 """
 
@@ -21,7 +21,7 @@ import gradscale_ext as gs
 
 
 def batch_of(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs of points `[size, 4]`, and whether both are in the same quadrant `[size]`."""
+    """Pairs of points `[size, 4]`, and a flag for each pair: both in the same quadrant `[size]`."""
     points = torch.randn(size, 2, 2)
     same = (points[:, 0].sign() == points[:, 1].sign()).all(dim=1)
     return points.flatten(1), same.float()

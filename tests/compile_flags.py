@@ -1,4 +1,4 @@
-"""Writes the flags of setup.py for C++ sources as clang-tidy reads them, and the names of the translation units.
+"""Writes the C++ flags of setup.py in the format of clang-tidy, and the names of the translation units.
 
 python tests/compile_flags.py FOLDER      FOLDER/compile_flags.txt, FOLDER/units
 """

@@ -1,5 +1,5 @@
-"""Options of all tests: a library runs the CUDA kernels for CPU tensors in a simulator, and tests of compilers run
-without the tracing that counts lines."""
+"""Options of all tests: a library that runs the CUDA kernels for CPU tensors in a simulator, and compiler tests without
+coverage tracing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-# Each processor has a process of tests, and each process as many threads of PyTorch, so that threads that wait must
-# leave the processor to others. OpenMP reads this when PyTorch is imported.
+# Each processor has a test process, and each process as many PyTorch threads, so waiting threads must yield the
+# processor. OpenMP reads this when PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
@@ -23,7 +23,7 @@ def pytest_addoption(parser):
 
 
 class LongTests:
-    """Reports a test that takes more than a minute at once, so that a run that is cut off shows where its time went."""
+    """Reports a test that takes more than a minute at once, so that the log of a killed run names the slow tests."""
 
     def __init__(self, config):
         self.config = config

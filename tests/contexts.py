@@ -1,8 +1,8 @@
 """The matrix: gradient-flow operators and returns in every context of PyTorch, against the closed form in float64.
 
-A cell is right when values and gradients are those of the formula, wrong when they are not and nothing was raised, and
-an error otherwise. `tests/test_matrix.py` asserts what the cells of this package must be; `bench/matrix.py` writes them
-down beside those of the usual hand-written ways.
+A cell is right if values and gradients agree with the formula, wrong if they do not and nothing was raised, and an
+error otherwise. `tests/test_matrix.py` asserts the cells of this package; `bench/matrix.py` records them next to the
+usual hand-written ways.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WEIGHTS = torch.tensor([[0.1, -0.2, 0.3, 0.2], [2.0, -3.0, 1.0, 0.5], [-1.0, 4.0
 
 @dataclass(frozen=True)
 class Case:
-    """An operator with its argument: what it does to a tensor, and, in closed form, to a gradient."""
+    """An operator with its argument: its effect on a tensor, and, in closed form, on a gradient."""
 
     name: str
     argument: str
@@ -61,12 +61,12 @@ class Case:
         return self.formula(g, *self.values)
 
     def on(self, device: str) -> Case:
-        """The same with its arguments on another device."""
+        """The same case with its arguments on another device."""
         moved = (value.to(device) if isinstance(value, Tensor) else value for value in self.values)
         return dataclasses.replace(self, values=tuple(moved))
 
     def model(self, x: Tensor, z: Tensor = WEIGHTS) -> Tensor:
-        """``sum op(x^2) z``: the gradient that reaches the operator is z."""
+        """``sum op(x^2) z``: the incoming gradient of the operator is z."""
         return (self.apply(x * x) * z).sum()
 
     def gradient(self, x: Tensor, z: Tensor = WEIGHTS) -> Tensor:
@@ -74,7 +74,7 @@ class Case:
         return self.closed_form(z) * 2 * x
 
     def squared_model(self, x: Tensor, z: Tensor = WEIGHTS) -> Tensor:
-        """``sum op(x^2)^2 z / 2``: the gradient that reaches the operator depends on what the operator returned."""
+        """``sum op(x^2)^2 z / 2``: the incoming gradient of the operator depends on the operator's result."""
         return (self.apply(x * x) ** 2 * z).sum() / 2
 
     def squared_gradient(self, x: Tensor, z: Tensor = WEIGHTS) -> Tensor:
@@ -84,7 +84,7 @@ class Case:
     def second(self, v: Tensor, x: Tensor = POINT, z: Tensor = WEIGHTS) -> tuple[Tensor, Tensor]:
         """The true gradients, with respect to x and z, of ``sum v * gradient of squared_model``.
 
-        What flows back to the operator's result in the second pass is changed by the operator as well.
+        The operator also changes the gradient that reaches its result in the second pass.
         """
         y = self.value(x * x)
         incoming = (y * z).requires_grad_()
@@ -152,7 +152,7 @@ def _cases() -> list[Case]:
 
 
 def _returns(function: str, x: Tensor, discount: Tensor, lambda_: float, ratios: Tensor, truncated: Tensor) -> Tensor:
-    """A sum of the results of a function whose inputs are multiples of x."""
+    """A sum of the results of a function with multiples of x as inputs."""
     options: dict[str, Any] = {"discount": discount, "truncated": truncated.expand(x.shape)}
     if function == "n_step_returns":
         options["n"] = 3
@@ -394,7 +394,7 @@ def _forward_ad(case: Case) -> Pairs:
         return [(dual.primal, case.loss(POINT)), (dual.tangent, (case.gradient(POINT) * DIRECTION).sum())]
 
 
-# Inductor takes most of the time, and the gradient is decided before it.
+# Inductor dominates the time, and the gradient is determined before it runs.
 BACKEND = os.environ.get("GRADSCALE_TEST_BACKEND", "inductor")
 
 
@@ -484,7 +484,7 @@ def _autocast(case: Case) -> Pairs:
     assert x.grad is not None
     expected = case.closed_form(WEIGHTS.to(y.dtype).double())
     for result, exact in ((y, case.value(hidden.double())), (x.grad, expected)):
-        scale = exact.abs() if case.forward is None else exact.abs().max()  # of a sum, the largest term's
+        scale = exact.abs() if case.forward is None else exact.abs().max()  # of the largest term of a sum
         close = (result.double() - exact).abs() <= 2**-7 * scale  # bfloat16 keeps eight bits
         yield close, torch.ones_like(close)
 
@@ -498,7 +498,7 @@ def _anomaly(case: Case) -> Pairs:
 
 
 def _process_group() -> None:
-    """A group of one process: the machinery is the same. It stays, for DDP may not outlive it."""
+    """A group of one process, which uses the same machinery. It stays open, because DDP must not outlive it."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
@@ -547,13 +547,13 @@ def _cuda_graph(case: Case) -> Pairs:
 
 
 def contexts_here(case: Case) -> list[str]:
-    """Contexts that this machine can run, and that mean something for `case`."""
+    """Contexts that can run on this machine, and that apply to `case`."""
     names = [name for name in CONTEXTS if torch.cuda.is_available() or not name.startswith("CUDA")]
     return names if case.forward is None else [name for name in names if name != "forward exact"]
 
 
 def judge(case: Case, context: str) -> tuple[str, str]:
-    """'right', 'wrong' or 'error', with what was seen."""
+    """'right', 'wrong' or 'error', with the observed result."""
     torch._dynamo.reset()
     try:
         pairs = [(result, expected) for result, expected in CONTEXTS[context](case)]

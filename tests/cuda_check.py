@@ -1,15 +1,16 @@
-"""Compiles the kernels that have a budget for each generation of GPUs, counts what they do, and fails above the budget.
+"""Compiles the kernels that have a budget for each generation of GPUs, counts their instructions, and fails above
+budget.
 
-`make cuda-check`: NVRTC compiles, the stand-in for NVIDIA's driver runs the PTX, nvdisasm shows the machine code; there
-is no GPU. The calls are those of tests/budget/cases.py, on a GPU of so few multiprocessors that their batch fills it,
-and once more with a batch of 256 on an H200. For each call: warp instructions a row, or per 16 bytes, of the PTX as it
-ran and of the machine code as tests/budget/sass.py estimates it; sectors of 32 bytes of memory, beside the least;
-registers, warps that a multiprocessor holds, and the bytes that they have on their way; and the times that follow for
-1 GB of logits. These are counts, not measurements: floors without latency.
+`make cuda-check` needs no GPU: NVRTC compiles, the simulated driver runs the PTX, nvdisasm prints the machine code. The
+calls come from tests/budget/cases.py, on a GPU with so few multiprocessors that their batch fills it, and again with a
+batch of 256 on an H200. Reported for each call: warp instructions per row, or per 16 bytes, of the executed PTX and of
+the machine code as estimated by tests/budget/sass.py; 32-byte sectors of memory, compared with the minimum; registers,
+resident warps per multiprocessor, and their bytes in flight; and the resulting times for 1 GB of logits. These are
+counts, not measurements: lower bounds without latency.
 
-Fails where a kernel spills registers on any GPU, where a call takes more instructions than its budget, where issuing
-takes more than its part of memory's time on an H200, where too few bytes are on their way, or where fp64 is the limit
-on an RTX 4090. Writes bench/results/instructions.json with --json.
+Fails if a kernel spills registers on any GPU, a call exceeds its instruction budget, issuing takes more than its share
+of the memory time on an H200, too few bytes are in flight, or fp64 is the limit on an RTX 4090. Writes
+bench/results/instructions.json with --json.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from gpus import GPUS, floors, pipes_of, resident_warps  # noqa: E402
 from gradscale_ext import _kernels  # noqa: E402
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120")
-MULTIPROCESSORS = 4  # that the batches of cases.py fill
+MULTIPROCESSORS = 4  # filled by the batches of cases.py
 USUAL_BATCH = 256
 Record = dict[str, Any]
 
 
 def counted(driver: str, parts: list[str], multiprocessors: int, batch: int | None) -> dict[str, Record]:
-    """What tests/budget/count.py says of each case."""
+    """The output of tests/budget/count.py for each case."""
     command = [sys.executable, str(ROOT / "tests/budget/count.py"), "--driver", driver, *parts]
     command += [] if batch is None else ["--batch", str(batch)]
     environment = os.environ | {"PTX_MULTIPROCESSORS": str(multiprocessors), "OMP_NUM_THREADS": "1"}
@@ -48,7 +49,7 @@ def counted(driver: str, parts: list[str], multiprocessors: int, batch: int | No
 
 
 def agreement(launch: Record) -> dict[str, float]:
-    """Machine code's instructions for each of the PTX's, of those that become one each: a check of the estimate."""
+    """Ratio of machine instructions to PTX instructions, of those that map one to one: a check of the estimate."""
 
     def sum_of(counts: dict[str, float], *names: str) -> float:
         return sum(count for opcode, count in counts.items() if opcode.startswith(names))
@@ -61,7 +62,7 @@ def agreement(launch: Record) -> dict[str, float]:
 
 
 def summary(case: Case, record: Record) -> Record:
-    """The figures of a case: of the launch that has the most instructions; other launches are named beside."""
+    """The figures of a case, for the launch with the most instructions; other launches are listed."""
     units = record["units"]
     launches = sorted(record["launches"], key=lambda launch: -launch["warp_instructions"])
     launch, others = launches[0], launches[1:]
@@ -109,7 +110,7 @@ def summary(case: Case, record: Record) -> Record:
 
 
 def complaints(case: Case, figures: Record) -> list[str]:
-    """What is wrong with a case."""
+    """Failures of a case."""
     h200, rtx = figures["ms_for_1_GB"]["H200"], figures["ms_for_1_GB"]["RTX 4090"]
     part = h200["issue"] / h200["memory"]
     found = []
@@ -128,7 +129,7 @@ def complaints(case: Case, figures: Record) -> list[str]:
 
 
 def complaints_of_usual(case: Case, figures: Record) -> list[str]:
-    """What is wrong with a case and a batch of USUAL_BATCH."""
+    """Failures of a case with a batch of USUAL_BATCH."""
     if case.usual is None or figures["sass"] <= case.usual:
         return []
     cost = f"{figures['sass']:.4g} instructions a {case.unit}"
@@ -186,7 +187,7 @@ def show_compiled(records: list[Record]) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """The same with numbers of four digits."""
+    """The same, with numbers rounded to four digits."""
     if isinstance(value, dict):
         return {name: rounded(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Results of the CPU's kernels, which every instruction set must reproduce.
+"""Digests of the CPU kernels' results, which every instruction set must reproduce.
 
 ATEN_CPU_CAPABILITY=default python tests/digests.py FILE      write the results of one instruction set to FILE
 """

@@ -1,7 +1,7 @@
-"""Checks that run in several processes, which start once for all of them.
+"""Checks that run in several processes, which are started once for all of them.
 
 They are forked from a server that has imported PyTorch and its compiler, which takes 15 seconds, and has started no
-thread. Their tests are in one group of pytest-xdist, so that one server forks the processes of all modules.
+threads. Their tests are in one group of pytest-xdist, so that one server forks the processes for all modules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Check = Callable[[int], None]
 
 
 def _worker(rank: int, ranks: int, checks: dict[str, Check], folder: str) -> None:
-    """Runs every check in the same order on every rank, and writes down what went wrong."""
+    """Run every check in the same order on every rank, and record the errors."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=600))
@@ -47,18 +47,18 @@ def _worker(rank: int, ranks: int, checks: dict[str, Check], folder: str) -> Non
 
 
 def run_in_processes(ranks: int, checks: dict[str, Check], folder: Path) -> None:
-    """Has `ranks` processes run the checks."""
+    """Run the checks in `ranks` processes."""
     start_processes(ranks, _worker, ranks, checks, str(folder))
 
 
 def start_processes(number: int, function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function with its rank and the arguments in several processes, and raise what one of them raises."""
+    """Call a function with its rank and the arguments in several processes, and raise the error of any of them."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     torch.multiprocessing.start_processes(function, arguments, number, start_method="forkserver")
 
 
 def assert_passed(name: str, ranks: int, folder: Path) -> None:
-    """Raises what any rank said about a check."""
+    """Raise the errors of any rank in a check."""
     for rank in range(ranks):
         outcome = (folder / f"{name}.{rank}").read_text()
         assert not outcome, f"rank {rank} of {ranks}:\n{outcome}"

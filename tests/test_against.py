@@ -1,6 +1,6 @@
-"""tools/against.py: what it finds where learners differ, how it replaces lines, what it says without a checkout.
+"""tools/against.py: differences between learners, replaced lines, and messages without a checkout.
 
-The checks of the real projects run with `make recipes`; their results are those that docs/coming_from.md shows.
+The checks of the real projects run with `make recipes`; docs/coming_from.md shows their results.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def learner(slope=1.0, reported=("loss",), rate=0.1):
     ("ours", "theirs", "expected"),
     [
         ([[1.0, 2.0]], [[1.0, 4.0]], 0.5),
-        ([[1.0], [3.0]], [[1.0], [2.0]], 0.5),  # of all tensors together
+        ([[1.0], [3.0]], [[1.0], [2.0]], 0.5),  # relative to all tensors together
         ([[1e-9]], [[0.0]], 1e-9),
         ([[]], [[]], 0.0),
         ([[math.nan]], [[math.nan]], math.inf),
@@ -79,7 +79,7 @@ def test_steps_on_their_own():
 
 
 def test_state_of_optimizers_is_brought_together():
-    """Momentum of other gradients would differ by more than one of them."""
+    """Momentum of other gradients would differ by more than one gradient."""
     sides = [learner(slope) for slope in (1.5, 1.0)]
     for side in sides:
         side.optimizers[0].param_groups[0]["momentum"] = 1.0
@@ -125,7 +125,7 @@ def test_double_precision_is_left():
 def test_times_are_medians_of_the_cpu_time(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     clock.process_time = lambda: clock.now
-    clock.perf_counter = lambda: 100 * clock.now  # other programs run as well
+    clock.perf_counter = lambda: 100 * clock.now  # other programs run at the same time
     monkeypatch.setattr(lockstep, "time", clock)
     lasting = iter((1.0, 7.0, 2.0, 2.0))
 
@@ -143,7 +143,7 @@ def test_times_are_medians_of_the_cpu_time(monkeypatch):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A project with a function to edit, a module beside it, and one that it cannot import."""
+    """A project with a function to edit, a neighbouring module, and a missing dependency."""
     (tmp_path / "beside.py").write_text("NUMBER = 'cuda'\n")
     (tmp_path / "a_learner.py").write_text(
         "import nowhere.at_all\nfrom beside import NUMBER\n\n@nowhere.at_all.decorated\n"
@@ -209,7 +209,7 @@ def test_no_checkout(name, monkeypatch, capsys, tmp_path):
 
 
 def test_a_missing_dependency(monkeypatch, capsys, tmp_path):
-    """Whatever the project imports, at any depth."""
+    """For any module that the project imports, at any depth."""
     (tmp_path / "trainer.py").write_text("import models\n")
     (tmp_path / "models.py").write_text("import not_installed_anywhere\n")
     assert run(monkeypatch, "muzero-general", tmp_path) == 2
@@ -218,7 +218,7 @@ def test_a_missing_dependency(monkeypatch, capsys, tmp_path):
 
 
 def test_another_commit(monkeypatch, capsys, tmp_path):
-    """It is told, and the comparison goes on: to the first line that is not there."""
+    """The command reports it and continues, up to the first missing line."""
     project = against.project_of("audiocraft")
     (tmp_path / project.marker).parent.mkdir(parents=True)
     (tmp_path / project.marker).write_text("class Balancer: ...\n")

@@ -1,5 +1,5 @@
-"""Properties of every node that the package puts into the graph: it survives a pass that failed, other threads, and
-any change of its inputs between the forward and the backward pass."""
+"""Properties of every node that the package adds to the graph: it works after a failed backward pass, from several
+threads, and after any change of its inputs between the forward and the backward pass."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _loss(x):
     return gs.multi_step_loss({"p": POLICY}, {"p": list(x.unbind(1))}, {"p": _uniform(6, 2, 11)}).loss
 
 
-# Functions of one tensor [6, 2, 11] with a node of the package, among nodes of PyTorch that save nothing; and the
-# gradient that comes to their result.
+# Functions of one tensor [6, 2, 11] with a node of the package, among PyTorch nodes that save nothing; and the incoming
+# gradient of their result.
 NODES = {
     "loss": (_loss, torch.tensor(1.0)),
     "stacked loss": (_stacked_loss, torch.tensor(1.0)),
@@ -60,7 +60,7 @@ NODES = {
 
 
 def differentiate(name, result, inputs, **options):
-    # A clone, as an operator may write to a gradient that nobody else holds.
+    # A clone, because an operator may write to a gradient without other owners.
     return torch.autograd.grad(result, inputs, NODES[name][1].clone(), **options)
 
 
@@ -77,7 +77,7 @@ def gradient_of(name):
 
 
 def package_nodes(loss):
-    """Nodes of the graph whose names are the package's."""
+    """Nodes of the graph that belong to the package, by name."""
     names = {"MultiStepLoss", "MultiStepLossOperator", "Decode", "L2Loss", "ScaleGradient", "ClipGradientNorm",
              "NormalizeGradient", "ClipGradientValue"}  # fmt: skip
     waiting, found = [loss.grad_fn], []
@@ -95,7 +95,7 @@ class Interrupted(Exception):
 
 
 class Once:
-    """A hook that does something to what it is given, and raises, the first time."""
+    """A hook that modifies its argument and raises an error, the first time."""
 
     def __init__(self, spoil=False):
         self.left, self.spoil = 1, spoil
@@ -124,7 +124,7 @@ def test_a_pass_that_failed_can_be_run_again(name, where, spoil):
     else:
         view.register_hook(Once(spoil))
     expected = gradient_of(name)
-    with pytest.raises(Interrupted):  # behind the node only a graph that is kept can be run again, as in PyTorch
+    with pytest.raises(Interrupted):  # past the node only a retained graph can be run again, as in PyTorch
         differentiate(name, result, x, retain_graph=where == "behind it")
     for retain_graph in (True, True, False):
         (gradient,) = differentiate(name, result, x, retain_graph=retain_graph)
@@ -141,7 +141,7 @@ def test_a_pass_that_was_refused_takes_nothing_along():
         half.add_(1)
     with pytest.raises(RuntimeError, match="modified by an in-place operation"):
         (loss * 2).backward()
-    loss.backward(retain_graph=True)  # the gradient for 1 was computed with the loss
+    loss.backward(retain_graph=True)  # the gradient for 1 was computed together with the loss
     loss.backward()
     assert torch.equal(x.grad, 2 * gradient_of("half loss"))
 
@@ -166,7 +166,7 @@ def in_threads(function, *arguments, count=4):
 
 @nodes
 def test_threads_that_share_a_graph(name):
-    """One of them gets the gradient, the others the error of PyTorch, or the gradient too."""
+    """One thread gets the gradient; the others get PyTorch's error or the gradient too."""
     expected = gradient_of(name)
     problems = []
 
@@ -188,7 +188,7 @@ def test_threads_that_share_a_graph(name):
 
 @nodes
 def test_threads_that_keep_a_graph(name):
-    """Each thread writes to the gradient it is given while the others still run."""
+    """Each thread writes to its gradient while the other threads still run."""
     x = data()
     result, expected, wrong = NODES[name][0](x), gradient_of(name), []
 
@@ -211,7 +211,7 @@ def test_a_leaf_that_was_detached_gets_its_gradient(name, create_graph):
     x = data()
     result = NODES[name][0](x)
     edge = torch.autograd.graph.get_gradient_edge(x)
-    if name == "loss" or "gradient" in name:  # with views of it, which PyTorch does not let it leave
+    if name == "loss" or "gradient" in name:  # with views of it, from which PyTorch cannot detach it
         x.requires_grad_(False)
     else:
         x.detach_()
@@ -221,7 +221,7 @@ def test_a_leaf_that_was_detached_gets_its_gradient(name, create_graph):
 
 @pytest.mark.parametrize("name", ["stacked loss", "scaled loss", "losses", "decode", "l2_loss"])
 def test_a_result_that_was_detached_sends_its_gradients_on(name):
-    """Second derivatives arrive too, unless a tensor that PyTorch saved for its own operations raises."""
+    """Second derivatives are also correct, unless a tensor that PyTorch saved for its own operations raises."""
 
     def derivatives(detaches):
         w = data()
@@ -251,7 +251,7 @@ def test_a_prediction_of_a_list_that_was_detached_gets_its_gradient():
 
 
 def test_inputs_that_begin_to_require_a_gradient_get_none():
-    """The graph is that of the forward pass."""
+    """The graph is recorded in the forward pass."""
     x, constant, target = data(), data(1).detach(), _uniform(6, 2, 11)
     weights = torch.ones(6)
     loss = gs.multi_step_loss(

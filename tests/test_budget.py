@@ -1,4 +1,4 @@
-"""The estimates of `make cuda-check`: machine code counted by its PTX, loads on their way, occupancy and floors."""
+"""Estimates of `make cuda-check`: machine code counts from PTX counts, loads in flight, occupancy and lower bounds."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_loads_are_on_their_way_until_they_are_used():
     blocks = sass.blocks_of(LISTING, "kernel")
     assert sass.in_flight(blocks, LINES) == 32 * 16
     assert sass.in_flight(blocks[:1], LINES) == 32 * 16
-    assert sass.in_flight(blocks[1:], {20: 1}) == 32 * 16  # two of 8 bytes, until the loop's next turn
+    assert sass.in_flight(blocks[1:], {20: 1}) == 32 * 16  # two of 8 bytes, until the next iteration of the loop
     assert sass.in_flight(sass.blocks_of(LISTING, "first"), {1: 1}) == 0
 
 

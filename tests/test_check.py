@@ -1,4 +1,4 @@
-"""check=True: what it finds in the values, what it lets pass, and what it says."""
+"""check=True: the errors that it finds in values, the values that it accepts, and its messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def put(tensor, value, *index):
     tensor[index] = torch.as_tensor(value, dtype=tensor.dtype)
 
 
-#: What is done to (predictions, targets, options), and words of the message.
+#: Changes to (predictions, targets, options), and a part of the message.
 FAULTS = {
     "raw visit counts": (
         lambda p, t, o: put(t["policy"], [30, 12, 8, 0], 1, 1),
@@ -191,7 +191,7 @@ def test_lets_pass_what_has_a_meaning():
     targets["policy"][2, 0] = 0.0
     targets["value"][0, 0] = INF  # the end bin
     predictions["policy"][1, 0, 0] = -INF  # an illegal action
-    predictions["value"][1] = predictions["value"][1].softmax(-1)  # one row like a distribution
+    predictions["value"][1] = predictions["value"][1].softmax(-1)  # one row is a distribution
     targets["end"][0] = torch.tensor([0.0, 1.0])
     options = {"step_gradient_scale": [-1.0, 0.5], "step_weights": [0.0, 1.0], "importance_weights": torch.zeros(B)}
     assert gs.multi_step_loss(HEADS, predictions, targets, check=True, **options).loss.isfinite()

@@ -1,6 +1,6 @@
-"""Clients that were not written here, each at a small task: TensorDict, TorchRL, Lightning and Accelerate.
+"""Third-party clients, each with a small task: TensorDict, TorchRL, Lightning and Accelerate.
 
-They come with `python -m pip install ".[clients]"`, and are imported by the tests that need them.
+Install them with `python -m pip install ".[clients]"`; the tests that need them import them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 import gradscale_ext as gs
 
-pytestmark = pytest.mark.xdist_group("clients")  # in one process, which imports them once
+pytestmark = pytest.mark.xdist_group("clients")  # one process imports them once
 
 BATCH, STEPS, BINS, ACTIONS = 16, 6, 11, 3
 HEADS = {
@@ -76,7 +76,7 @@ UNROLL = torch.tensor([1.0] + [1 / (STEPS - 1)] * (STEPS - 1))
 
 @pytest.fixture
 def tensordicts():
-    """Predictions and targets, and a mask for each head; iterating over any of them walks the batch, not the heads."""
+    """Predictions and targets, and a mask for each head; iteration runs over the batch, not over the heads."""
     pytest.importorskip("tensordict")
     from tensordict import TensorDict
 
@@ -96,7 +96,7 @@ def loss_of(predictions, targets, masks):
 
 
 def expected_of(predictions, targets):
-    """Loss and gradients by hand."""
+    """Loss and gradients computed by hand."""
     leaves = {name: predictions[name].detach().clone().requires_grad_() for name in HEADS}
     _, _, mask, weights = batch()
     loss = by_hand(leaves, targets, mask, weights, UNROLL)
@@ -157,7 +157,7 @@ def graded(function, *arguments):
 @pytest.mark.parametrize("entries", [0, 1, 2], ids=["predictions", "targets", "mask"])
 @pytest.mark.parametrize("call", [lambda function, *a: function(*a), graded], ids=["eager", "func.grad"])
 def test_tensordicts_without_a_head_or_with_another(tensordicts, call, entries, change):
-    """The message is that of a dict, and names the head."""
+    """The message is the same as for a dict, and names the head."""
     messages = []
     for kind in (lambda entry: dict(entry.items()), lambda entry: entry):
         given = [entry.clone() for entry in tensordicts]
@@ -180,7 +180,7 @@ def test_tensordicts_without_a_head_or_with_another(tensordicts, call, entries, 
 
 @pytest.fixture
 def loss_module():
-    """Losses such as TorchRL's keep the model's parameters apart from it, and everything in TensorDicts."""
+    """Losses like TorchRL's separate the model's parameters from the model, and store everything in TensorDicts."""
     pytest.importorskip("torchrl")
     from tensordict import TensorDict
     from tensordict.nn import TensorDictModule, TensorDictParams
@@ -224,7 +224,7 @@ def replayed():
 
 
 def test_a_loss_module_trains(loss_module):
-    """Its gradients are those of the formula; `clip_gradients_` and the monitor take the module as it is."""
+    """Its gradients agree with the formula; `clip_gradients_` and the monitor accept the module unchanged."""
     data, plain = replayed(), network()
     observations, targets, mask, weights = batch()
     ours = torch.optim.SGD(loss_module.parameters(), lr=0.1)
@@ -311,7 +311,7 @@ def monitored():
 
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.69}, {"precision": "bf16-mixed"}], ids=str)
 def test_lightning(lightning_module, options):
-    """The callback records what the optimizer sees, clipped by the trainer or not, and leaves training alone."""
+    """The callback records the optimizer's gradients, clipped by the trainer or not, and does not affect training."""
     watched, alone, callback = lightning_module(), lightning_module(), monitored()
     trainer = fit(watched, [callback], **options)
     fit(alone, [], **options)
@@ -398,7 +398,7 @@ def test_lightning_hands_out_a_wrapped_optimizer(lightning_module):
 
 @pytest.fixture
 def accelerator():
-    """Makes one for a precision. Accelerate has no scaler on the CPU: "fp16" gets one here, as it has on a GPU."""
+    """Make an accelerator for a precision. Accelerate has no scaler on the CPU: "fp16" gets one here, as on a GPU."""
     pytest.importorskip("accelerate")
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
@@ -418,13 +418,13 @@ def accelerator():
     forget()
 
 
-LIMIT = 0.25  # between the norms of the first steps and the last
+LIMIT = 0.25  # smaller than the first steps' norms, larger than the last ones
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("ours", [False, True], ids=["their clipping", "our clipping"])
 def test_accelerate(accelerator, precision, ours):
-    """The monitor is attached after `prepare`; a step that overflows is skipped in fp16, and seen."""
+    """The monitor is attached after `prepare`; a step that overflows is skipped in fp16, and recorded as skipped."""
     accelerator = accelerator(precision)
     model, loss_fn = network(), gs.MultiStepLoss(**HEADS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -475,7 +475,7 @@ def test_accelerate_clips_by_value(accelerator):
 
 
 def test_accelerate_accumulates(accelerator):
-    """Steps that Accelerate leaves out on purpose are none, and not skipped ones."""
+    """Steps that Accelerate omits for gradient accumulation count neither as steps nor as skipped steps."""
     accelerator = accelerator("fp16", gradient_accumulation_steps=2)
     model = network()
     observations, targets, mask, _ = batch()

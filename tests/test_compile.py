@@ -1,6 +1,6 @@
-"""Kernels by name: compiled by NVRTC or nvcc, kept on disk, loaded and started through a driver.
+"""Kernels by name: compiled by NVRTC or nvcc, cached on disk, loaded and launched through a driver.
 
-The driver is the stand-in of tests/ptx, which runs PTX on the CPU (`make test` builds it).
+The driver is simulated by tests/ptx, which runs PTX on the CPU (`make test` builds it).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stand_in(request):
-    """CPU tensors are those of a GPU; gives the driver."""
+    """CPU tensors are treated as GPU tensors; returns the driver."""
     if not DRIVER.exists():
         pytest.skip("the driver's stand-in is not built (make test)")
     if request.config.getoption("--simulated-kernels"):
@@ -161,7 +161,7 @@ def test_a_file_that_cannot_be_read_costs_a_warning(cache):
     path = only_file(cache)
     path.unlink()
     path.mkdir()
-    with pytest.warns(UserWarning, match="cannot be"):  # read, and then not written
+    with pytest.warns(UserWarning, match="cannot be"):  # can be neither read nor written
         assert _kernels.image_of(FILE, NAME, "sm_90")[0].code
 
 
@@ -182,7 +182,7 @@ def test_a_gpu_later_than_the_compiler_gets_ptx():
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_999"])
 def test_compiling_leaves_the_bytes_of_python_alone(target):
-    """There is one object for each single byte, which whoever writes into "his" buffer of size 1 changes for all."""
+    """Python shares one object per single byte, so writing into a one-byte bytes buffer would change it everywhere."""
     _kernels.image_of(FILE, NAME, target)
     assert [bytes([number])[0] for number in range(256)] == list(range(256))
 
@@ -243,7 +243,7 @@ def test_calls_tell_their_kernels():
     assert precompile.kernels_of([call, call]) == [(FILE, NAME)]
     x.grad = None
     call()
-    assert x.grad.tolist() == [0.5] * 8  # computed, and not only told
+    assert x.grad.tolist() == [0.5] * 8  # computed, and not only reported
 
 
 @pytest.mark.parametrize("into", [False, pytest.param(True, marks=pytest.mark.any_version)])

@@ -1,4 +1,4 @@
-"""PyTorch's answers about its contexts; a version that answers otherwise fails here first."""
+"""PyTorch's answers to queries about its contexts; a version with other answers fails here first."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_backward_pass_is_ordinary():
 
 
 def _asked(transformed):
-    """A function of a tensor that keeps the answers."""
+    """A function of a tensor that records the answers."""
 
     def function(x):
         transformed.append(_context.is_transformed())
@@ -170,7 +170,7 @@ SCHEDULED = {
 @pytest.mark.untraced
 @pytest.mark.parametrize("name", SCHEDULED)
 def test_a_schedule_is_compiled_twice_at_most(name):
-    """Once for the first number, as a constant, and once for all others."""
+    """Once for the first number, as a constant, and once for all other numbers."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     function = SCHEDULED[name]

@@ -1,10 +1,10 @@
-"""The numbers of the CUDA kernels, against `gradscale_ext.reference` on the CPU in float64 of the same inputs.
+"""The results of the CUDA kernels, against `gradscale_ext.reference` on the CPU in float64 with the same inputs.
 
-They need a GPU and are skipped without one; where GRADSCALE_NEED_GPU=1 is set, as `make gpu` does, they fail instead.
-With --simulated-kernels=LIBRARY the same tests take CPU tensors through the very kernels. How calls run on a GPU
-(streams, graphs, launches, synchronizations) is tested in gpu/test_execution.py.
+They need a GPU and are skipped without one; with GRADSCALE_NEED_GPU=1, which `make gpu` sets, they fail instead. With
+--simulated-kernels=LIBRARY the same tests run the same kernels on CPU tensors. How calls run on a GPU (streams, graphs,
+launches, synchronizations) is tested in gpu/test_execution.py.
 
-Tolerances: float64 1e-12; float32 a few of its roundings; half types the same, and the one rounding of a result.
+Tolerances: float64 1e-12; float32 a few roundings; half types the same, plus one rounding of the result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FALLBACKS = ("multi_step_loss", "loss_of", "decode", "l2_loss", "tensor_statisti
 
 
 class Reference:
-    """The functions of `gradscale_ext.reference`, for tests to ask; the package itself is refused them meanwhile."""
+    """The functions of `gradscale_ext.reference` for use in tests; the package itself must not call them meanwhile."""
 
     def __init__(self):
         self.asked = False
@@ -59,7 +59,7 @@ REFERENCE = Reference()
 
 
 def need_gpu():
-    """Skip, or fail where GRADSCALE_NEED_GPU=1 asks for the GPU and its kernels."""
+    """Skip, or fail if GRADSCALE_NEED_GPU=1 requires the GPU and its kernels."""
     if torch.cuda.is_available() and "cuda" in DEVICE_TYPES:
         return
     reason = "gradscale_ext has no compiler for its kernels" if torch.cuda.is_available() else "there is no GPU"
@@ -78,7 +78,7 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def kernels_only(request, monkeypatch):
-    """Fails a test where plain PyTorch stands in for a kernel, unless it asks for `by_reference`."""
+    """Fails a test in which plain PyTorch replaces a kernel, unless the test uses `by_reference`."""
     if "by_reference" not in request.fixturenames:
         for name in FALLBACKS:
             owner = gs.reference.supports if name == "decode" else gs.reference
@@ -87,11 +87,11 @@ def kernels_only(request, monkeypatch):
 
 @pytest.fixture
 def by_reference():
-    """Results of the reference, which serves second derivatives, transforms and l2_loss in the compiler."""
+    """Allows the reference, which computes second derivatives, transforms and l2_loss in the compiler."""
 
 
 def converted(entries, device, dtype=None):
-    """Tensors in lists and dicts, on a device and their floating ones in a dtype; they require grad as before."""
+    """Tensors in lists and dicts, moved to a device, floating ones converted to a dtype; requires_grad is preserved."""
     if isinstance(entries, dict):
         return {name: converted(value, device, dtype) for name, value in entries.items()}
     if isinstance(entries, list | tuple):
@@ -108,7 +108,7 @@ def tolerance_of(dtype):
 
 
 def check_close(ours, truth, dtype, scale=None, what=""):
-    """Off by float32's roundings of the largest value, and by the one rounding of a half type."""
+    """Check up to float32's rounding of the largest value, and one rounding of a half type."""
     assert ours.shape == truth.shape, what
     if scale is None:
         finite = truth.detach()[truth.isfinite()]
@@ -127,7 +127,7 @@ def check_close(ours, truth, dtype, scale=None, what=""):
 
 
 def largest(truth):
-    """Size of a gradient, for a tolerance; one that is all zeros but for roundings counts as 1e-3."""
+    """Magnitude of a gradient, for a tolerance; a gradient that is zero up to rounding counts as 1e-3."""
     finite = truth.detach()[truth.isfinite()]
     return max(float(finite.abs().max()) if finite.numel() else 0.0, 1e-3)
 
@@ -150,7 +150,7 @@ def check_outputs(heads, out, truth, dtype):
 
 
 def check(heads, predictions, targets, device, dtype, *, grad_output=None, function=None, target_dtype=None, **options):
-    """All outputs and gradients; `predictions` are rounded to `dtype` first. Returns ours and their gradients."""
+    """Compare outputs and gradients; `predictions` are rounded to `dtype` first. Returns our output and gradients."""
     ours = converted(predictions, device, dtype)
     exact = converted(ours, "cpu", torch.float64)
     target_dtype = target_dtype or (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -236,7 +236,7 @@ def test_widths(width, dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [0, 1, 2, 33, 300, 513])
 def test_batches(batch, dtype, device):
-    """More than 256 samples are summed by several blocks."""
+    """More than 256 samples are summed over several blocks."""
     heads = heads_of(5)
     out, _ = check(heads, *inputs_of(heads, 5, batch, steps=2), device, dtype, step_gradient_scale="unroll")
     if batch == 0:
@@ -256,7 +256,7 @@ def test_options(options, reduction, dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grad_output", [1.0, 65536.0, -0.5, 0.0])
 def test_grad_output(grad_output, dtype, device):
-    """1 is recognized by the kernels; what a loss scaler brings is not rounded on the way."""
+    """The kernels recognize a gradient of 1; the factor of a loss scaler is not rounded."""
     if dtype == torch.float16 and grad_output == 65536:
         grad_output = 128.0  # stays within float16's range
     heads = heads_of(33)
@@ -272,7 +272,7 @@ def test_backward_twice(dtype, device):
         first = torch.autograd.grad(out.loss, leaves(predictions), g, retain_graph=True)
         again = torch.autograd.grad(out.loss, leaves(predictions), g, retain_graph=True)
         assert all(torch.equal(a, b) and a is not b for a, b in zip(first, again, strict=True))
-        first[0].zero_()  # is the receiver's
+        first[0].zero_()  # belongs to the caller
     last = torch.autograd.grad(out.loss, leaves(predictions))
     whole = torch.autograd.grad(gs.multi_step_loss(heads_of(33), predictions, targets).loss, leaves(predictions))
     assert all(torch.equal(a, b) for a, b in zip(last, whole, strict=True))
@@ -300,7 +300,7 @@ def test_memory_that_is_not_aligned_or_not_contiguous(width, dtype, device):
     batch = 3
 
     def layouts():
-        """The same values in tensors that begin and end anywhere."""
+        """The same values in tensors with arbitrary alignment."""
         values = torch.randn(batch, width, generator=generator, dtype=torch.float64).to(device, dtype)
         for offset in (1, 3):
             shifted = torch.zeros(batch * width + offset, dtype=dtype, device=device)[offset:].view(batch, width)
@@ -331,13 +331,13 @@ def test_targets_of_the_predictions_dtype(dtype, device):
 
 @pytest.mark.parametrize("steps", [41, 120])
 def test_many_steps(steps, device):
-    """More than the arguments of a launch can hold."""
+    """More tensors than fit into the arguments of a launch."""
     heads = {name: head for name, head in heads_of(5).items() if name in ("two_hot", "policy", "raw")}
     check(heads, *inputs_of(heads, 5, batch=2, steps=steps), device, torch.float32, step_gradient_scale="unroll")
 
 
 def test_dtypes_of_one_call(device):
-    """Predictions in float64 beside others have kernels of their own."""
+    """Predictions in float64 together with other dtypes use separate kernels."""
     heads = {"a": gs.SoftCrossEntropy(), "b": gs.SoftCrossEntropy(), "c": gs.TwoHot(gs.Support(-4, 6, 9, space="raw"))}
     heads["d"] = heads["c"]
     dtypes = dict(zip(heads, (torch.float64, torch.bfloat16, torch.float32, torch.float64), strict=True))
@@ -373,8 +373,8 @@ def test_nonfinite(nonfinite, grad_output, dtype, device):
 
 @pytest.mark.parametrize("grad_output", [None, math.inf])
 def test_weights_that_are_not_finite(grad_output, device):
-    """Scale 0, a mask and skipping select, they do not multiply."""
-    positive = ("two_hot", "raw", "gauss", "policy", "distance")  # infinities of both signs would add up to NaN
+    """Scale 0, a mask and skipping select; they do not multiply."""
+    positive = ("two_hot", "raw", "gauss", "policy", "distance")  # the sum of infinities of both signs would be NaN
     heads = {name: head for name, head in heads_of(33).items() if name in positive}
     predictions, targets = inputs_of(heads, 33, batch=4, steps=2)
     weights = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, math.nan], [math.nan, math.inf]])
@@ -408,7 +408,7 @@ def test_infinite_entries_that_are_masked(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_edges_of_targets_and_logits(dtype, device):
-    """Infinite targets are the end bins; illegal actions cost nothing; a class that is none gives NaN."""
+    """Infinite targets map to the end bins; illegal actions cost nothing; an invalid class gives NaN."""
     support = gs.Support.muzero()
     heads = {"value": gs.TwoHot(support), "gauss": gs.HLGauss(support), "policy": gs.SoftCrossEntropy()}
     generator = torch.Generator().manual_seed(0)
@@ -423,7 +423,7 @@ def test_edges_of_targets_and_logits(dtype, device):
     _, found = check(heads, predictions, targets, device, dtype)
     assert found[2][:, 3].count_nonzero().item() == 0
     classes = torch.tensor([0, 9, -1, 3, 8], device=device)
-    if device.type == "cuda":  # elsewhere classes are looked at, and refused
+    if device.type == "cuda":  # other devices check classes and raise an error
         out = gs.multi_step_loss(
             {"policy": gs.SoftCrossEntropy()}, {"policy": [policy.detach().to(device)]}, {"policy": [classes]}
         )
@@ -518,7 +518,7 @@ def test_autocast_and_loss_scaling(dtype, device):
         {"value": [scalars.double().cpu()], "policy": [visits.double().cpu()]},
     )
     (expected,) = torch.autograd.grad(truth.loss, exact)
-    # Three roundings: of either gradient, and of their sum.
+    # Three roundings: one for each gradient, and one for their sum.
     close = (logits.grad.cpu().double() - 1024 * expected).abs() <= 2 * torch.finfo(
         dtype
     ).eps * 1024 * expected.abs().max()
@@ -592,7 +592,7 @@ def test_decode(space, width, dtype, device):
 @pytest.mark.parametrize("space", ["transformed", "raw"])
 @pytest.mark.parametrize(("limit", "width"), [(10, 101), (20, 255), (10, 64), (3, 1030)])
 def test_gradient_of_decode_at_a_saturated_softmax(limit, width, space, dtype, device):
-    """One bin has all the mass: its centre is the expectation, and no logit changes it."""
+    """One bin has all the mass: its centre is the expectation, and the logits have no gradient."""
     support = gs.Support(-limit, limit, width, transform="symlog", space=space)
     chosen = torch.arange(0, width, max(width // 24, 1))
     logits = torch.zeros(len(chosen), width, dtype=dtype)
@@ -619,7 +619,7 @@ def test_encode(space, width, dtype, device):
     rounded = torch.stack([scalars, -scalars], 1).to(dtype)
     exact = rounded.double()
     for given in (rounded.to(device), rounded.to(device).t().contiguous().t()):
-        # The neighbours of a scalar are found in the width of its type, and a bin is as narrow as 1e-2.
+        # The neighbours of a scalar are found in the precision of its dtype, and a bin may be as narrow as 1e-2.
         check_close(support.two_hot(given), gs.reference.two_hot(exact, support), dtype, scale=100.0)
         check_close(support.hl_gauss(given, 0.75), gs.reference.hl_gauss(exact, support, 0.75), dtype, scale=100.0)
     assert support.two_hot(torch.tensor(math.nan, device=device)).isnan().all()
@@ -637,7 +637,7 @@ def test_flow_in_float64(case, in_place, device):
     assert torch.equal(y.detach(), leaf.detach())
     incoming = WEIGHTS.to(device)
     if in_place:
-        y, incoming = y.neg(), -incoming  # the gradient that arrives belongs to nobody else
+        y, incoming = y.neg(), -incoming  # the incoming gradient has no other owner
     (gradient,) = torch.autograd.grad(y, leaf, incoming)
     torch.testing.assert_close(gradient.cpu(), case.closed_form(WEIGHTS), rtol=1e-12, atol=1e-12)
     if not in_place:
@@ -652,7 +652,7 @@ def beside(limit, g):
     return limit.reshape(-1, *[1] * (g.dim() - 1))
 
 
-# Operators by name, on x with arguments for its shape, and the closed forms of their gradients in float64.
+# Operators by name, on x with arguments for its shape, and closed forms of their gradients in float64.
 FLOW = {
     "scale": (lambda x, a: gs.scale_gradient(x, 1 / 3), lambda g, a: g / 3),
     "scale, tensor": (lambda x, a: gs.scale_gradient(x, a["last"]), lambda g, a: g * a["last"]),
@@ -694,7 +694,7 @@ SHAPES = [(3, 1), (5, 33), (2, 601), (2, 9001), (3, 4, 6, 6), (1, 70001)]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("operator", FLOW)
 def test_flow(operator, shape, dtype, device):
-    """Incoming gradients that are owned, shared, misaligned, transposed and expanded."""
+    """Incoming gradients that are exclusively owned, shared, misaligned, transposed and expanded."""
     apply, formula = FLOW[operator]
     generator = torch.Generator().manual_seed(len(operator))
     g = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -743,7 +743,7 @@ def test_flow_of_complex_tensors(operator, dtype, size, device):
 
 
 def test_flow_of_special_values(device):
-    """0 makes zeros of anything; norms neither overflow nor underflow; a gradient that is NaN stays so."""
+    """0 gives zeros for any gradient; norms neither overflow nor underflow; NaN in a gradient is preserved."""
     incoming = torch.tensor([[math.inf, 1.0, -2.0], [math.nan, 3.0, 0.5], [0.0, 0.0, 0.0]], device=device)
     backward = lambda operator, g: torch.autograd.grad(operator(x := torch.zeros_like(g).requires_grad_()), x, g)[
         0
@@ -784,7 +784,7 @@ def test_flow_derivatives_of_derivatives(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 9, 450])
 def test_l2_loss(count, dtype, device):
-    """Empty, scalar, large, strided, frozen and many tensors: more than the arguments of a launch can hold."""
+    """Empty, scalar, large, strided, frozen and many tensors: more than fit into the arguments of a launch."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(), (0,), (1,), (3, 5), (17000,), (0, 4), (2, 3, 4, 5), (64, 33), (7,)]
     values = [
@@ -812,7 +812,7 @@ def test_l2_loss_of_several_dtypes(device):
     exact = [p.detach().cpu().double().requires_grad_() for p in parameters]
     loss, truth = gs.l2_loss(parameters, 0.1), REFERENCE.l2_loss(exact, 0.1)
     assert loss.dtype == torch.float64
-    check_close(loss, truth.detach(), torch.float32)  # in which squares of narrower elements are added
+    check_close(loss, truth.detach(), torch.float32)  # accumulation dtype of narrower elements' squares
     loss.backward()
     truth.backward()
     for ours, theirs in zip(parameters, exact, strict=True):
@@ -826,7 +826,7 @@ def test_l2_loss_of_several_dtypes(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 450])
 def test_statistics(count, dtype, p, device):
-    """Empty, missing, strided, complex and many tensors; then they are clipped."""
+    """Statistics of empty, missing, strided, complex and many tensors, then clipping."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(7,), (0,), (3, 5), (70001,), (), (64, 33)]
     values = [
@@ -847,7 +847,7 @@ def test_statistics(count, dtype, p, device):
     exact = [x.to(torch.complex128 if x.is_complex() else torch.float64) for x in values]
     found = gs.clip_gradients_(parameters, 0.5, norm_type=p)
     norms, counts, histogram = REFERENCE.tensor_statistics([*exact, None], p)
-    # Squares of narrower elements are added in float32; moduli are rounded to it by the reference alone.
+    # Squares of narrower elements are added in float32; only the reference rounds moduli to float32.
     loose = 1e-12 if dtype == torch.float64 else 1e-6 if dtype == torch.float32 else 1e-7
     torch.testing.assert_close(torch.stack([found.norm, found.abs_max]).cpu(), norms[:2], rtol=loose, atol=0)
     magnitudes = torch.stack([x.abs().mean() if x.numel() else torch.zeros(()) for x in [*exact, torch.zeros(1)]])

@@ -1,4 +1,4 @@
-"""Diagnoses of models with exactly one fault, with several, and with none; and nothing else changes."""
+"""Diagnoses of models with exactly one fault, with several, and with none; without side effects."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FIRST = {"first.weight", "first.bias"}
 
 
 def diagnose(loss, model, optimizer=None, tracer=None):
-    """Everything that was found must be printable, whatever it is."""
+    """Every result must be printable."""
     diagnosis = diagnose_gradients(loss, model, optimizer, tracer=tracer)
     for finding in diagnosis.findings:
         assert finding.parameter in str(diagnosis) or "more" in str(diagnosis)
@@ -530,7 +530,7 @@ def test_a_parameter_made_of_a_value_on_one_of_two_paths():
     ],
 )
 def test_values_that_left_pytorch_and_came_back_unseen(between, call):
-    """What is not known is not said: they may enter the loss, or not."""
+    """The diagnosis claims nothing unknown: the values may or may not enter the loss."""
     model = Between(between)
     loss, tracer = trace(model, X)
     diagnosis = diagnose(loss, model, tracer=tracer)
@@ -571,7 +571,7 @@ def test_unused_and_disconnected():
 
 
 class Logged(nn.Module):
-    """A term that is only logged, and a layer that is never called, whose norm is."""
+    """A term that is only logged, and a layer that is not called, but whose norm is used."""
 
     def __init__(self):
         super().__init__()
@@ -785,7 +785,7 @@ class Tied(nn.Module):
 
 
 class LowRank(nn.Module):
-    """A frozen base with adapters, the second of which is zero at first, as is the gain of a residual branch."""
+    """A frozen base with adapters; the second adapter is zero at first, and so is the gain of a residual branch."""
 
     def __init__(self):
         super().__init__()
@@ -807,7 +807,7 @@ class LowRank(nn.Module):
 
 
 class Gated(nn.Module):
-    """Branches behind gates that are computed, and zero at first, as in adaLN-Zero."""
+    """Branches behind computed gates that are zero at first, as in adaLN-Zero."""
 
     def __init__(self):
         super().__init__()
@@ -873,7 +873,7 @@ class Accumulated(nn.Module):
 
 
 class Attention(nn.Module):
-    """Keys with a bias of their own, and one added to the scores: neither matters to a softmax."""
+    """Keys with their own bias, and a bias added to the scores: softmax is invariant to both."""
 
     def __init__(self):
         super().__init__()
@@ -1236,7 +1236,7 @@ def test_the_report():
 
 
 def test_the_report_shows_the_beginning_of_a_long_line():
-    """Also of one that has no blanks to cut it at."""
+    """Also a line without spaces."""
     model = nn.Linear(3, 1)
     with GradientTracer() as tracer:
         loss = torch.tensor(model(torch.ones(2, 3)).tolist()).square().mean().square().mean().requires_grad_()

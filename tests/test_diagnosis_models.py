@@ -1,4 +1,4 @@
-"""Diagnoses of small models of many kinds: healthy ones get nothing but notes."""
+"""Diagnoses of small models of many kinds: healthy ones produce only notes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def diagnose(step, model, optimizer=None, traced=True):
             loss = step(model)
     diagnosis = gs.diagnose_gradients(loss, model, optimizer, tracer=tracer)
     assert str(diagnosis)
-    loss.backward()  # The graph has stayed.
+    loss.backward()  # The graph is retained.
     return diagnosis
 
 
 def notes(diagnosis):
-    """A note in short: code, the line without its comment, and the tensors."""
+    """Short form of a note: code, the line without its comment, and the tensors."""
     assert diagnosis.ok, str(diagnosis)
     return {(f.code, f.parameter) for f in diagnosis.findings}
 
@@ -542,7 +542,7 @@ def test_an_actor_and_a_critic_with_an_optimizer_each():
 
 
 class Layer(nn.Module):
-    """A layer of which some units are far below zero, with a function behind it."""
+    """A layer with some units far below zero, followed by a function."""
 
     def __init__(self, layer, function, dead, head=None):
         super().__init__()

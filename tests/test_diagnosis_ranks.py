@@ -1,4 +1,4 @@
-"""Diagnoses of models whose parameters several ranks share: FSDP2 in its variants, and DDP; on one rank and on two."""
+"""Diagnoses of models with sharded or replicated parameters: FSDP2 in its variants, and DDP; on one rank and on two."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(function: Callable[[int], None]) -> Callable[[int], None]:
 
 
 class Network(nn.Module):
-    """Sizes that two ranks cannot share evenly: the second one has no part of the last bias."""
+    """Sizes that two ranks cannot split evenly: the second one has no part of the last bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def by_layer(model: Network, **options: object) -> nn.Module:
 
 
 def nested(model: Network) -> nn.Module:
-    """A group of two modules, one of which has a group of its own within."""
+    """A group of two modules, one of which contains a group."""
     fully_shard(model.body[0])
     fully_shard([model.body, model.last])
     return fully_shard(model)
@@ -111,7 +111,7 @@ def assert_same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
 
 
 def sound_model_has_no_findings(rank: int, way: str) -> None:
-    """Before and after the backward pass, which gives the gradients of a model that was never diagnosed."""
+    """Before and after the backward pass, whose gradients equal the gradients of a model without diagnosis."""
     alone = WAYS[way](network())
     model = WAYS[way](network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -134,7 +134,7 @@ CHECKS |= {f"{way}_has_no_findings": functools.partial(sound_model_has_no_findin
 
 @check
 def accumulated_gradients_stay_where_they_are(rank: int) -> None:
-    """Of two batches, the first one's gradients wait on each rank when the second one is diagnosed."""
+    """The gradients of the first batch are still pending on each rank when the second batch is diagnosed."""
     for way in ("root", "layers", "bfloat16"):
         models = [WAYS[way](network()) for _ in range(2)]
         for number, x in enumerate(batches(rank)):
@@ -144,7 +144,7 @@ def accumulated_gradients_stay_where_they_are(rank: int) -> None:
                 loss = model(x)
                 if is_diagnosed:
                     assert diagnose_gradients(loss, model).findings == []
-                    if way != "bfloat16":  # FSDP2 keeps gradients of another dtype to itself
+                    if way != "bfloat16":  # FSDP2 does not expose gradients of another dtype
                         assert gradients(model) == [None] * 6
                 loss.backward()
         assert_same(gradients(models[1]), gradients(models[0]))
@@ -152,7 +152,7 @@ def accumulated_gradients_stay_where_they_are(rank: int) -> None:
 
 
 class Faulty(Network):
-    """The middle is computed, and nothing comes back through it; `spare` is never used."""
+    """The middle is computed, but receives no gradient; `spare` is never used."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -116,7 +116,7 @@ def local_weights(rank: int) -> torch.Tensor:
 
 
 def mean_gradient(case: Case) -> torch.Tensor:
-    """Expected average of the ranks, whose operators each see their own gradient."""
+    """Expected average over the ranks; the operators of each rank see only their own gradient."""
     x = Model(case).x.detach()
     return sum(case.gradient(x, local_weights(rank)) for rank in range(RANKS)) / RANKS
 
@@ -131,7 +131,7 @@ def distributed_data_parallel(rank: int) -> None:
 
 @check
 def a_module_under_ddp_used_twice_before_backward(rank: int) -> None:
-    """DDP broadcasts buffers before each forward, which must not disturb a gradient on its way."""
+    """DDP broadcasts buffers before each forward, which must not affect a gradient in flight."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), gs.ScaleGradient(0.5), gs.ClipGradientNorm(1.0))
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     (parallel(torch.ones(2, 3)) + parallel(torch.zeros(2, 3))).sum().backward()
@@ -152,7 +152,7 @@ def fully_sharded(rank: int) -> None:
 
 @check
 def distributed_tensors(rank: int) -> None:
-    """A DTensor keeps its placement, and its norms are those of the whole."""
+    """A DTensor keeps its placement, and its norms are computed over the whole tensor."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -186,7 +186,7 @@ def assert_same_statistics(found: gs.GradientStatistics, gradients: list[torch.T
 
 @check
 def clipping_of_parts_in_a_process_group(rank: int) -> None:
-    """Every rank has some rows of each gradient, or none of them."""
+    """Every rank has some rows of each gradient, or none."""
     for p in (1.0, 2.0, 3.0, math.inf):
         gradients = whole_gradients()
         gradients[1][0, 0] = 0
@@ -272,7 +272,7 @@ def test_wrong_process_group(wrong: object) -> None:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """The default group of this process, which other tests may have left."""
+    """The default group of this process, which other tests may have left open."""
     is_ours = not dist.is_initialized()
     if is_ours:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -305,7 +305,7 @@ GROUPED: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("made_anew", [False, True])
 @pytest.mark.parametrize("function", GROUPED)
 def test_a_destroyed_process_group_is_named(function: str, made_anew: bool, one_rank: None) -> None:
-    """Also where a later group has its name."""
+    """Also if a later group has the same name."""
     group = dist.new_group([0])
     dist.destroy_process_group(group)
     if made_anew:

@@ -1,4 +1,4 @@
-"""The documentation: every Python snippet runs alone, and every link leads somewhere."""
+"""The documentation: every Python snippet runs alone, and every link has a target."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def test_there_are_snippets():
 
 
 @pytest.mark.untraced
-@pytest.mark.xdist_group("docs")  # in one process, which imports the clients once
+@pytest.mark.xdist_group("docs")  # one process imports the clients once
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippets_run(snippet, monkeypatch, tmp_path):
-    """In an empty namespace, as the one process of a job, which the snippets about several processes need."""
+    """In an empty namespace, as the only process of a job, which the snippets about several processes need."""
     for name in OPTIONAL:
         if re.search(rf"^(?:from|import) \S*{name}", snippet, re.MULTILINE):
             pytest.importorskip(name)
@@ -83,7 +83,7 @@ def test_old_and_new_code_of_the_readme_agree():
 
 
 def anchors(page):
-    """The anchors of a page's headings, as GitHub and the site make them; also of a page that it includes."""
+    """The anchors of a page's headings, as GitHub and the site generate them; also of an included page."""
     included = re.match(r"```\{include\} (\S+)", page.read_text())
     source = page.parent / included[1] if included else page
     headings = re.findall(r"^#+ (.+)$", source.read_text(), re.MULTILINE)
@@ -109,7 +109,7 @@ def test_files_that_are_named_exist(page):
 
 
 def test_names_of_the_api_page():
-    """Every public name has its place there."""
+    """Every public name is listed there."""
     named = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
     assert {*gs.__all__} - {name.rpartition(".")[2] for name in named} == {"reference"}
 

@@ -20,7 +20,7 @@ import gradscale_ext as gs
 
 CHECKS: dict[str, Callable[[int], None]] = {}
 PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0))
-B, T = 5, 3  # five samples, which two ranks cannot share evenly
+B, T = 5, 3  # five samples, which two ranks cannot split evenly
 SUPPORT = gs.Support(-5, 5, 11)
 HEADS = {
     "value": gs.TwoHot(SUPPORT, weight=0.5),
@@ -40,7 +40,7 @@ def mesh() -> DeviceMesh:
 
 
 def spread(tensor: Tensor, placement: Placement | None) -> Tensor:
-    """A leaf for a leaf."""
+    """Returns a leaf for a leaf."""
     if placement is None:
         return tensor
     return distribute_tensor(tensor.detach(), mesh(), [placement]).requires_grad_(tensor.requires_grad)
@@ -156,7 +156,7 @@ def loss_over_valid_entries_with_normalized_weights_and_checks(rank: int) -> Non
 
 @check
 def plain_and_distributed_predictions_in_one_call(rank: int) -> None:
-    """The gradient of each is of its own kind."""
+    """Each gradient has the same kind as its tensor."""
     predictions, targets, _ = arguments()
     gs.multi_step_loss(HEADS, predictions, targets).loss.backward()
     kinds = {"value": Shard(0), "reward": None, "policy": Shard(1), "hidden": Replicate()}
@@ -224,7 +224,7 @@ def returns(rank: int) -> None:
 
 @check
 def errors_name_the_argument(rank: int) -> None:
-    """A tensor with the samples of one rank alone is not the batch."""
+    """A tensor with only one rank's samples is not accepted as the batch."""
     losses = spread(torch.ones(4, 2), Shard(0))
     with pytest.raises(ValueError, match=r"importance_weights must have shape \[B\] = \[4\], but it has \[3\]"):
         gs.reduce_multi_step(losses, importance_weights=torch.ones(3))

@@ -1,4 +1,4 @@
-"""scale_gradient and reverse_gradient: the rules of the contract. The contexts stand in test_matrix.py."""
+"""scale_gradient and reverse_gradient: the rules of the contract. The contexts are in test_matrix.py."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_saved_input_notices_in_place_on_the_result():
     a = x * 1
     saved = a * a
     y = gs.scale_gradient(a.detach(), SCALE)
-    y.mul_(2)  # the memory of a, which saved needs
+    y.mul_(2)  # memory of a, which saved needs
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()
 
@@ -185,7 +185,7 @@ def test_saved_input_notices_in_place_on_the_result():
 
 
 class _Receive(torch.autograd.Function):
-    """Hands out the gradient it is given, and remembers where the incoming one lay."""
+    """Returns the incoming gradient, and records its address."""
 
     @staticmethod
     def forward(ctx, x, log):
@@ -316,7 +316,7 @@ def test_opcheck():
 
 
 def _kernels(function) -> tuple[list[str], str]:
-    """The kernels that Inductor generates for forward and backward, and all of its code."""
+    """The kernels that Inductor generates for forward and backward, and its complete output."""
     from torch._inductor.utils import run_fw_bw_and_get_code
 
     torch._dynamo.reset()
@@ -328,7 +328,7 @@ def _kernels(function) -> tuple[list[str], str]:
 @pytest.mark.any_version
 @pytest.mark.parametrize("scale", [SCALE, torch.tensor(SCALE, dtype=torch.float64)])
 def test_the_compiler_fuses_it_with_its_neighbours(scale):
-    """No kernel of its own, forward or backward: as many as without it, and nothing is called by name."""
+    """No extra kernel, forward or backward: the same number as without the operator, and no call by name."""
     plain, _ = _kernels(lambda x: ((x * x).sin() * WEIGHTS).sum())
     ours, code = _kernels(lambda x: (gs.scale_gradient(x * x, scale).sin() * WEIGHTS).sum())
     assert len(plain) >= 2
@@ -526,7 +526,7 @@ COMPILED_AUTOGRAD = {
 @pytest.mark.untraced
 @pytest.mark.parametrize("name", COMPILED_AUTOGRAD)
 def test_compiled_autograd(name):
-    """The backward pass of an eager call, traced; twice, and with another gradient."""
+    """The backward pass of an eager call, traced; twice, with different gradients."""
     torch._dynamo.reset()
     for seed in (0, 1):
         gradient = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))

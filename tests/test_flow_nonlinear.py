@@ -20,7 +20,7 @@ INF = math.inf
 NAN = math.nan
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
 operators = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS.keys())
-# Recording a graph of the backward pass takes the path in tensor operations, the other one the fused kernels.
+# Recording a graph of the backward pass uses the path in tensor operations, otherwise the fused kernels run.
 paths = pytest.mark.parametrize("create_graph", [False, True], ids=["fused", "operations"])
 
 
@@ -32,7 +32,7 @@ def _fresh_compiler():
 
 
 def norms(g: torch.Tensor, batch_dims: int, p: float) -> torch.Tensor:
-    """Norm in float64, with elements divided by the largest: right for all finite gradients."""
+    """Norm in float64, with elements divided by the largest one: correct for all finite gradients."""
     a = g.to(torch.complex128 if g.is_complex() else torch.float64).abs().reshape([*g.shape[:batch_dims], -1])
     largest = a.amax(-1, keepdim=True)
     scale = torch.where(largest > 0, largest, 1)
@@ -106,7 +106,7 @@ def test_norms_neither_overflow_nor_vanish(dtype, size, p, create_graph):
     torch.testing.assert_close(
         result.abs().double(), torch.full((2, 4096), expected, dtype=torch.float64), rtol=rtol, atol=0
     )
-    # The whole tensor, and clipping to a millionth of a norm that is perhaps infinite.
+    # The whole tensor, and clipping to a millionth of a norm that may be infinite.
     whole = through(lambda x: gs.normalize_gradient(x, 1.0, norm_type=p), g[:1].reshape(64, 64), create_graph)
     torch.testing.assert_close(
         whole.abs().double(), torch.full((64, 64), expected, dtype=torch.float64), rtol=rtol, atol=0
@@ -123,7 +123,7 @@ def test_norms_neither_overflow_nor_vanish(dtype, size, p, create_graph):
 
 
 def test_torchs_own_clipping_fails_there():
-    """The cases of the contract: what this package must be better than."""
+    """Cases of the contract in which this package must be better than PyTorch."""
     p = torch.nn.Parameter(torch.zeros(4096, dtype=torch.float16))
     p.grad = torch.full_like(p, 2000.0)
     torch.nn.utils.clip_grad_norm_([p], 1.0)
@@ -198,13 +198,13 @@ def test_clamped_values(dtype, create_graph):
     seed=st.integers(0, 2**31),
 )
 def test_properties(pytestconfig, rows, columns, p, limit, seed):
-    """Norms end within the limit, directions stay, samples do not meet, both paths agree."""
+    """Norms are within the limit, directions are preserved, samples are independent, both paths agree."""
     g = torch.randn(rows, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 10
     clip = lambda x: gs.clip_gradient_norm(x, limit, batch_dims=1, norm_type=p)
     result = through(clip, g)
     assert (norms(result, 1, p) <= limit * (1 + 1e-12)).all() if columns else result.numel() == 0
     torch.testing.assert_close(through(clip, g, create_graph=True), result, rtol=1e-12, atol=0)
-    # A GPU adds up in the order in which a row lies in memory.
+    # A GPU sums in the memory order of a row.
     off = 0 if pytestconfig.getoption("--simulated-kernels") is None else 1e-14
     torch.testing.assert_close(through(clip, g[:1]), result[:1], rtol=off, atol=0)
     order = torch.randperm(rows)
@@ -237,7 +237,7 @@ def test_large_groups_give_the_same_bits_with_any_number_of_threads(rule):
 
 
 def test_chunks_of_different_scales_are_added_rightly():
-    """Sums of chunks are kept with scales of their own where they would overflow or vanish."""
+    """Sums of chunks have separate scales where they would overflow or underflow."""
     g = torch.full((2, 32768 * 3), 1e-200, dtype=torch.float64)
     g[0, -1] = 1e-190
     g[1, :32768] = 1e200
@@ -250,7 +250,7 @@ def test_chunks_of_different_scales_are_added_rightly():
 
 
 class _Receive(torch.autograd.Function):
-    """Hands out the gradient it is given, and remembers where the incoming one lay."""
+    """Returns the incoming gradient, and records its address."""
 
     @staticmethod
     def forward(ctx, x, log):
@@ -392,7 +392,7 @@ def test_vmap_over_bounds():
 
 
 class _NoReading(TorchDispatchMode):
-    """Refuses what would wait for a device: bringing a number from a tensor to Python or C++."""
+    """Rejects operations that would synchronize: converting a tensor to a Python or C++ number."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert "_local_scalar_dense" not in str(function)
@@ -420,7 +420,7 @@ def test_tensor_arguments_are_never_read_by_the_host():
 
 @operators
 def test_sparse_gradients(operator):
-    """An embedding's sparse gradient is changed by its values where that is the whole of it."""
+    """An embedding's sparse gradient is changed through its values if this is equivalent."""
     weight = torch.randn(5, 2, requires_grad=True)
     indices = torch.tensor([1, 3, 1])
     g = torch.arange(6.0).view(3, 2) + 1
@@ -602,7 +602,7 @@ def test_a_schedule_does_not_recompile(name):
 
 
 def test_a_scalar_counts_as_it_is_when_the_operator_is_called():
-    """A buffer acts as a number would: DDP may broadcast it, and a schedule go on, before the backward pass."""
+    """A buffer acts like a number: DDP may broadcast it, and a schedule may advance, before the backward pass."""
     for module, argument in (
         (gs.ScaleGradient(0.5), "scale"),
         (gs.ReverseGradient(0.5), "scale"),
@@ -704,7 +704,7 @@ def test_opcheck():
 )
 def test_limits_that_broadcast_meet_gradients_that_arrive_transposed(rule, dtype, batch_dims, shape):
     limit = torch.linspace(0.01, 0.02, math.prod(shape)).reshape(shape)
-    for seed in range(20):  # what a view into freed memory reads depends on what lies there
+    for seed in range(20):  # a view into freed memory reads unpredictable values
         gradient = torch.randn(5, 8, 16, dtype=dtype, generator=torch.Generator().manual_seed(seed)).transpose(0, 1)
         (result,) = torch.autograd.grad(
             rule(x := torch.zeros(8, 5, 16, dtype=dtype, requires_grad=True), limit, batch_dims=batch_dims), x, gradient
@@ -730,7 +730,7 @@ def test_a_clipped_sequence_of_an_lstm():
 def test_complex_numbers_of_every_size(rule, p, scale, create_graph):
     gradient = (torch.tensor([[1 - 1.5j, 2 + 1j], [0j, 3j]]) * 1.0).to(torch.complex64)
     gradient = torch.view_as_complex(torch.view_as_real(gradient) * scale)
-    gradient = gradient[:, :1] if scale == 2.8e-45 else gradient  # what is less than the least is rounded
+    gradient = gradient[:, :1] if scale == 2.8e-45 else gradient  # values below the smallest number are rounded
     limit = 0.5
     result = through(lambda x: rule(x, limit, batch_dims=1, norm_type=p), gradient, create_graph)
     norm = norms(gradient, 1, p)

@@ -1,4 +1,4 @@
-"""The pool of the gradients' memory: what may be written again, what must not, and how much is held."""
+"""The memory pool of gradients: which memory is reused, which is not, and how much is held."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_failed_pass_returns_its_memory():
     handle.remove()
     for leaf in leaves(predictions):
         leaf.grad = None
-    assert same(gradients())  # until then PyTorch's engine holds what the failed pass had not handed on
+    assert same(gradients())  # until then PyTorch's engine holds the gradients that the failed pass had not passed on
     gc.collect()
     assert BYTES <= gs.empty_cache() <= 2 * BYTES
     with pytest.raises(ValueError, match="policy"):
@@ -210,7 +210,7 @@ def test_a_failed_pass_returns_its_memory():
 
 def test_sizes_in_turns_hold_what_the_largest_call_does():
     several = [arguments(batch) for batch in (64, 8, 17, 100, 33, 64, 90, 12)]
-    largest = BYTES // 64 * 100 * 4 // 3  # and those of a quarter of its size, and of a sixteenth
+    largest = BYTES // 64 * 100 * 4 // 3  # plus blocks of a quarter of its size, and of a sixteenth
     for _ in range(3):
         for predictions, targets in several:
             expected = gs.multi_step_loss(HEADS, predictions, targets, impl="reference").loss
@@ -294,7 +294,7 @@ def run(script):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_processes_fork_in_the_middle():
-    """Threads use the pool while the process forks; parent and child go on with the gradients that both hold."""
+    """Threads use the pool while the process forks; parent and child continue with gradients that both hold."""
     written = run("""
 stop = threading.Event()
 x = torch.randn(64, 601, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Choices and words of setup.py on machines unlike this one, and the report's verdict on GPUs."""
+"""Decisions and messages of setup.py on other machines, and the report's verdict on GPUs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 def setup():
     specification = importlib.util.spec_from_file_location("gradscale_setup", ROOT / "setup.py")
     module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module  # where dataclasses look for annotations
+    sys.modules[specification.name] = module  # dataclasses look up annotations here
     specification.loader.exec_module(module)
     yield module
     del sys.modules[specification.name]
@@ -76,7 +76,7 @@ def test_importing_setup_builds_nothing(setup):
 
 
 def test_what_is_built(setup, tmp_path, monkeypatch):
-    """The version of PyTorch is written down, and kernels are compiled into the package where they are asked for."""
+    """The version of PyTorch is recorded, and kernels are compiled into the package if requested."""
 
     class BuildExtension:
         def run(self):
@@ -112,7 +112,7 @@ def test_what_is_built(setup, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
-    """The source distribution, made of a copy of the checkout and unpacked."""
+    """The source distribution, built from a copy of the checkout and unpacked."""
     folder = tmp_path_factory.mktemp("sdist")
     copy = folder / "checkout"
     copy.mkdir()
@@ -150,7 +150,7 @@ def test_source_distribution_holds_what_building_needs(unpacked):
 
 
 def test_binary_holds_the_kernels_sources(unpacked, tmp_path):
-    """NVRTC compiles kernels from the headers that are installed; setuptools has nothing to warn of."""
+    """NVRTC compiles kernels from the installed headers; setuptools emits no warning."""
     run_setup(unpacked, "build_py", "--build-lib", str(tmp_path))
     headers = files_below(ROOT / "csrc", "*.h") | files_below(ROOT / "csrc", "*.cuh")
     assert files_below(tmp_path / "gradscale_ext" / "csrc") == headers
@@ -169,7 +169,7 @@ def test_binary_is_for_one_release_of_pytorch(unpacked, tmp_path):
 
 @pytest.fixture
 def interpreter(tmp_path):
-    """Python of an environment without PyTorch, as a build tool makes it, with a stand-in for setuptools."""
+    """Python of an environment without PyTorch, as a build tool creates it, with a stub of setuptools."""
     venv.create(tmp_path / "isolated", symlinks=True, with_pip=False)
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "setuptools.py").write_text("def setup(**arguments): print(arguments['install_requires'])")
@@ -177,7 +177,7 @@ def interpreter(tmp_path):
 
 
 def build_with(python, path="/usr/bin", **environment):
-    """Ask setup.py for the metadata of a binary."""
+    """Request the metadata of a wheel from setup.py."""
     tools = python.parent.parent.parent / "tools"
     environment = {"PATH": path, "PYTHONPATH": str(tools), "PYTHONNOUSERSITE": "1", **environment}
     return subprocess.run([python, ROOT / "setup.py", "dist_info"], capture_output=True, text=True, env=environment)
@@ -193,7 +193,7 @@ def site_packages_of(prefix):
 
 
 def test_pytorch_of_an_activated_environment(interpreter, tmp_path):
-    """uv leaves it on PATH alone."""
+    """uv only puts it on PATH."""
     pretend_pytorch(site_packages_of(tmp_path / "activated"))
     done = build_with(interpreter, f"{interpreter.parent}:{tmp_path}/activated/bin:/usr/bin")
     assert done.stdout == "['torch==2.12.1']\n", done.stderr
@@ -214,7 +214,7 @@ def test_folders_of_python_3_10(setup, tmp_path, monkeypatch):
 
 
 def test_pytorch_of_the_user(interpreter, tmp_path):
-    """`pip install --user`, which an isolated build of pip hides."""
+    """`pip install --user`, which an isolated build of pip does not see."""
     pretend_pytorch(site_packages_of(tmp_path / "user"))
     python = Path(sys._base_executable)
     tools = tmp_path / "tools"
@@ -255,12 +255,12 @@ def test_pytorch_of_another_time(interpreter, tmp_path, version):
 
 
 def commands_in(message):
-    """Commands of lines that are indented, and between backticks."""
+    """Commands on indented lines, and between backticks."""
     found = re.findall(r"^    (\S.*)$|`([^`]+)`", message, re.MULTILINE)
     return [line or quoted for line, quoted in found if " install " in (line or quoted)]
 
 
-#: PyTorch's module of that name, for a stand-in that compiles nothing.
+#: The content of PyTorch's module of that name, for a stub that compiles nothing.
 CPP_EXTENSION = """
 from pathlib import Path
 from setuptools import Extension
@@ -279,7 +279,7 @@ class BuildExtension(build_ext):
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
-    """Wheels in place of an index's: what the build requires, as it is installed here, and PyTorch's stand-ins."""
+    """Wheels in place of an index: the build requirements in the versions installed here, and stubs of PyTorch."""
     folder = tmp_path_factory.mktemp("index")
     for name in ("setuptools", "wheel", "packaging", "ninja"):  # wheel depends on packaging
         found = importlib.metadata.distribution(name)
@@ -301,7 +301,7 @@ def index(tmp_path_factory):
 
 @pytest.fixture
 def shell(tmp_path, unpacked, index):
-    """Runs a command as a user does, in the unpacked sources, with an environment activated that is empty."""
+    """Runs a command as a user does, in the unpacked sources, with an empty environment activated."""
     venv.create(tmp_path / "fresh", symlinks=True)
     (tmp_path / "fresh" / "bin" / "uv").symlink_to(uv.find_uv_bin())
     sources = shutil.copytree(unpacked, tmp_path / "sources")
@@ -322,14 +322,14 @@ def shell(tmp_path, unpacked, index):
 
 
 def installed(site_packages):
-    """The PyTorch that is installed, and the one that gradscale_ext asks for."""
+    """The installed version of PyTorch, and the version that gradscale_ext requires."""
     found = {found.name: found for found in importlib.metadata.distributions(path=[str(site_packages)])}
     asked = next(name for name in found["gradscale-ext"].requires if re.match(r"torch\b", name))
     return found["torch"].version, asked
 
 
 def remedies_of_an_import(monkeypatch):
-    """The commands where the extension is not compiled, and where it was compiled for another PyTorch."""
+    """The commands if the extension is not compiled, and if it was compiled for another PyTorch."""
     monkeypatch.setattr(_native, "_version_built_with", lambda: "2.11.0")
     another = commands_in(str(_native._explain(ImportError("undefined symbol"))))
     monkeypatch.setattr(_native.importlib.util, "find_spec", lambda name: None)
@@ -340,7 +340,7 @@ def remedies_of_an_import(monkeypatch):
 
 @pytest.mark.parametrize("installer", [pytest.param("python -m pip install", marks=pytest.mark.slow), "uv pip install"])
 def test_remedies(installer, interpreter, shell, tmp_path, monkeypatch):
-    """One after the other, in an environment to which it happens."""
+    """Runs the remedies one after the other, in an environment with these faults."""
     site_packages = site_packages_of(tmp_path / "fresh")
     messages = [commands_in(build_with(interpreter).stderr)]
     isolated = site_packages_of(tmp_path / "isolated")
@@ -362,7 +362,7 @@ def test_remedies(installer, interpreter, shell, tmp_path, monkeypatch):
     shell(f"{installer} torch==2.10.0")
     shell(another_pytorch)
     assert installed(site_packages)[0] == "2.13.0"
-    (site_packages / "torch" / "__init__.py").unlink()  # which uv shares with its cache
+    (site_packages / "torch" / "__init__.py").unlink()  # shared between uv and its cache
     (site_packages / "torch" / "__init__.py").write_text("raise ImportError")
     shell(pytorch_again)
     assert shell("python -c 'import torch; print(torch.__version__)'") == "2.13.0\n"
@@ -389,7 +389,7 @@ def test_remedy_for_a_project_of_uv(interpreter, shell, tmp_path):
 
 @pytest.mark.slow
 def test_remedies_name_what_an_index_has(setup):
-    """What would be fetched of the index that this machine uses: PyTorch and NVRTC take minutes to install."""
+    """The packages to be fetched from this machine's index: PyTorch and NVRTC take minutes to install."""
     nvrtc = commands_in(_kernels.HOW_TO_GET_A_COMPILER.format(major=13))
     assert len(nvrtc) == 1
     for command in ("python -m pip install " + shlex.quote(setup.TORCH), *nvrtc):
@@ -512,7 +512,7 @@ def test_help(command, monkeypatch, capsys):
 
 
 def test_check_covers_every_operator_and_head(monkeypatch, capsys):
-    """It finds what is wrong, and nothing where nothing is."""
+    """It reports a fault if there is one, and none otherwise."""
     arguments = ("check", "--json", "--batch", "4", "--device", "cpu")
     status, text = run_main(monkeypatch, capsys, *arguments)
     rows = {row["what"]: row for row in json.loads(text)["rows"]}
@@ -552,7 +552,7 @@ def test_bench(monkeypatch, capsys):
 
 
 def test_bench_compares_like_with_like():
-    """The loss as it is usually written has the gradients of the fused one."""
+    """The usual eager loss and the fused loss have the same gradients."""
     options = argparse.Namespace(
         batch=3, unroll=2, bins=21, actions=4, device="cpu", dtype="float32", no_compile=True, seconds=0
     )
@@ -563,10 +563,10 @@ def test_bench_compares_like_with_like():
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_report_without_the_extension(as_json, tmp_path):
-    """It runs, and says what to do."""
+    """The report runs, and gives instructions."""
     ignored = shutil.ignore_patterns("_C.*.so", "_C.*.pyd", "_build.py", "__pycache__")
     shutil.copytree(gradscale_ext.__path__[0], tmp_path / "gradscale_ext", ignore=ignored)
-    # Without site no editable installation finds an extension elsewhere.
+    # Without site, an editable installation cannot find an extension elsewhere.
     command = [sys.executable, "-S", "-m", "gradscale_ext", *(["--json"] if as_json else [])]
     environ = {**os.environ, "PYTHONPATH": str(Path(torch.__file__).parent.parent)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)

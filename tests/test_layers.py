@@ -1,4 +1,4 @@
-"""Layers of csrc/ and of the package: includes point down, imports make no circle, a file has one subject."""
+"""Layers of csrc/ and of the package: includes point down, imports have no cycle, a file has one subject."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_layers_of_csrc():
             violations.append(f"{file} is in no layer")
             continue
         violations += upward_includes(file, text)
-        if "default:" in text:  # hides a kind without a case from -Werror=switch
+        if "default:" in text:  # hides an unhandled kind from -Werror=switch
             violations.append(f"{file}: a switch has a default")
         if len(text.splitlines()) > MOST_LINES:
             violations.append(f"{file} has more than {MOST_LINES} lines")
@@ -57,7 +57,7 @@ MODULES = {
 
 
 def imports(module: str, for_types: bool = True) -> set[str]:
-    """Modules of the package that a module imports anywhere in its file, with or without imports for types alone."""
+    """Modules that a module of the package imports anywhere in its file, with or without imports for types alone."""
     path, found = MODULES[module], set()
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     tree = ast.parse(path.read_text())
@@ -83,7 +83,7 @@ def test_imports_make_no_circle():
 
 
 def test_what_is_built_on_the_rest():
-    """Nothing imports monitor, diagnosis and cli, except that `_native` reports an extension that does not load."""
+    """Nothing imports monitor, diagnosis and cli, except `_native`, to report an extension that does not load."""
     for module in MODULES:
         for folder in ("monitor", "diagnosis", "cli"):
             prefix = f"gradscale_ext.{folder}."

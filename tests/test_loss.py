@@ -51,7 +51,7 @@ ACTIONS, FEATURES = 4, 3
 
 
 def width_of(name, head):
-    """Size of a prediction behind the batch; None where there is none."""
+    """Size of a prediction after the batch dimensions; None if there is none."""
     if hasattr(head, "support"):
         return head.support.num_bins
     letters = head.forms[0 if name == "distance" else -1].prediction
@@ -114,7 +114,7 @@ def compare(out, expected, predictions, rtol=1e-12, grad_output=None):
 
 @pytest.fixture
 def fused_only(monkeypatch):
-    """Makes the test fail when the fused kernel does not take a call."""
+    """Fails the test if a call does not use the fused kernel."""
     original = gs.reference.multi_step_loss
 
     def refuse(*args, **kwargs):
@@ -217,7 +217,7 @@ def test_matches_the_reference(options, reduction, fused_only):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("width", [3, 16, 17, 40])
 def test_float32_matches_the_reference_in_float64(options, width, fused_only, monkeypatch):
-    """Rows of float32 have kernels of their own."""
+    """Rows of float32 use separate kernels."""
     monkeypatch.setitem(globals(), "ACTIONS", width)
     monkeypatch.setitem(globals(), "FEATURES", width)
     ours, targets = arguments(heads=ALL_HEADS, dtype=torch.float32)
@@ -282,7 +282,7 @@ SQUARE_OPTIONS = {
     ],
 )
 def test_everything_of_two_dimensions_follows_batch_first(options, stacked, function):
-    """No shape tells the two orders apart where there are as many steps as samples."""
+    """Shapes cannot distinguish the two orders if there are as many steps as samples."""
     options = {**SQUARE_OPTIONS, **options}
     predictions, targets = arguments(batch=4, steps=4, heads=ALL_HEADS)
     expected = gs.reference.multi_step_loss(ALL_HEADS, predictions, targets, **options)
@@ -304,7 +304,7 @@ def test_everything_of_two_dimensions_follows_batch_first(options, stacked, func
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    # With create_graph the backward pass asks the reference, with the arguments as they were given.
+    # With create_graph the backward pass calls the reference, with the original arguments.
     for a, b in zip(
         torch.autograd.grad(out.loss, inputs, grad_output, create_graph=True),
         torch.autograd.grad(expected.loss, inputs, grad_output),
@@ -397,7 +397,7 @@ def test_odd_widths(width, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_round_once(dtype):
-    """Our error against float64 is at most that of the same reference in the same dtype, plus a little."""
+    """Our error against float64 is at most the error of the reference in the same dtype, plus a small margin."""
     predictions, targets = arguments(dtype=dtype, batch=7, heads=ALL_HEADS)
     exact = {name: [p.detach().double().requires_grad_() for p in entries] for name, entries in predictions.items()}
     truth = gs.reference.multi_step_loss(ALL_HEADS, exact, targets)
@@ -406,13 +406,13 @@ def test_half_types_round_once(dtype):
     assert out.loss.item() == pytest.approx(truth.loss.item(), rel=2e-6)
     for a, b, p in zip(gradients(out, predictions), gradients(truth, exact), leaves(predictions), strict=True):
         assert a.dtype == p.dtype
-        # Rounded once from float32: half a unit in the last place, and no more than float32's own error beside it.
+        # Rounded once from float32: half a unit in the last place, compared with which float32's own error is small.
         unit = torch.finfo(dtype).eps / 2
         assert ((a.double() - b).abs() <= unit * 1.01 * b.abs() + 1e-7).all()
 
 
 def test_every_float32_as_half():
-    """The conversions of the kernels are PyTorch's own, to the bit: through a squared error of width 1."""
+    """The kernels' conversions are bitwise equal to PyTorch's: tested with a squared error of width 1."""
     bits = torch.arange(0, 2**16, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
         values = bits.view(dtype)
@@ -500,7 +500,7 @@ def test_outputs_are_detached():
 
 
 def test_a_vector_as_long_as_eps_has_a_direction():
-    """It is divided by its length from there on."""
+    """From this length on, a vector is divided by its length."""
     x = torch.tensor([[3.0, 0.0], [0.0, -3.0], [2.0, 1.0]], dtype=torch.float64, requires_grad=True)
     target = torch.tensor([[1.0, 5.0], [2.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
     lengths = x.norm(dim=-1), target.norm(dim=-1)
@@ -512,7 +512,7 @@ def test_a_vector_as_long_as_eps_has_a_direction():
 
 
 def test_the_cosine_of_subnormal_vectors_is_a_number():
-    """The reciprocal of their largest element is not."""
+    """The reciprocal of their largest element is infinite."""
     x = torch.full((1, 4), 5e-324, dtype=torch.float64, requires_grad=True)
     loss = gs.multi_step_loss({"c": gs.NegativeCosine()}, {"c": [x]}, {"c": [x.detach()]}).loss
     assert loss.item() == 0
@@ -689,7 +689,7 @@ def test_skip_leaves_a_nonfinite_sample_out(reduction, fused_only):
 @pytest.mark.parametrize("impl", ["fused", "reference"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 class TestWeightsThatAreNotFinite:
-    """They reach nothing that is skipped, masked or scaled by 0."""
+    """They have no effect where an entry is skipped, masked or scaled by 0."""
 
     LOSSES = torch.tensor([1.0, 2.0, 3.0])
 
@@ -961,7 +961,7 @@ def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads():
     "capability", ["default", *(pytest.param(name, marks=pytest.mark.slow) for name in ("avx2", "avx512"))]
 )
 def test_every_instruction_set_agrees(capability, tmp_path):
-    """The variant is chosen when the program starts; all are within rounding of each other."""
+    """The variant is chosen at program start; all variants agree up to rounding."""
     path = tmp_path / "digest.pt"
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
     subprocess.run([sys.executable, Path(__file__).with_name("digests.py"), path], check=True, env=environment)
@@ -975,7 +975,7 @@ def test_every_instruction_set_agrees(capability, tmp_path):
 
 
 def _peak_extra_bytes(function):
-    """Most bytes that PyTorch's CPU allocator held at once during a call, above what it held before."""
+    """Peak bytes of PyTorch's CPU allocator during a call, above the bytes held before it."""
     with torch.profiler.profile(profile_memory=True) as profile:
         function()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -1147,7 +1147,7 @@ def test_errors_of_heads():
 
 
 def test_numbers_of_heads_go_by_keyword():
-    """`TwoHot(support, 0.25)` could be meant as its weight or its label smoothing."""
+    """In `TwoHot(support, 0.25)` the number could be the weight or the label smoothing."""
     for head in ALL_HEADS.values():
         support = [SUPPORT] if head.decodes else []
         type(head)(*support)
@@ -1171,13 +1171,13 @@ def test_errors_of_classes():
         assert word in text
     assert "torch.int32" in message(torch.zeros(3, dtype=torch.int32))
     assert "shape [3]" in message(torch.zeros(3, 1, dtype=torch.int64))
-    # Masked entries may hold anything.
+    # Masked entries may hold any value.
     mask = torch.tensor([[True, True], [True, False], [True, True]])
     out = gs.multi_step_loss(
         heads, predictions, {"policy": [torch.tensor([0, -100, 1])], "value": [torch.zeros(3)] * 2}, mask=mask
     )
     assert out.loss.isfinite()
-    # A wrong class that cannot be looked at gives NaN in its own sample, and reads nothing out of bounds.
+    # An invalid class whose value cannot be checked gives NaN in its own sample, and reads nothing out of bounds.
     classes = torch.tensor([0, 2**62, -1])
     losses = gs.reference.entry_loss(gs.SoftCrossEntropy(), torch.zeros(3, 4), classes)
     assert losses.isnan().tolist() == [False, True, True]
@@ -1263,7 +1263,7 @@ def test_heads_may_come_in_any_mapping():
 
 
 class Walking(Mapping):
-    """A mapping by `keys()` and `items()`; iterating walks its batch, as with a TensorDict."""
+    """A mapping with `keys()` and `items()`; iteration runs over the batch, as with a TensorDict."""
 
     def __init__(self, entries):
         self.entries = entries
@@ -1400,7 +1400,7 @@ def test_the_gradient_of_the_entropy_bonus_does_not_depend_on_a_shift(shift):
     target = {"policy": torch.rand(64, 1, 4, generator=generator)}
     gradients = []
     for dtype in (torch.float32, torch.float64):
-        x = logits.to(dtype, copy=True).requires_grad_()  # the very numbers, so that the shift's rounding is in both
+        x = logits.to(dtype, copy=True).requires_grad_()  # same rounding of the shift in both
         gs.multi_step_loss(head, {"policy": x}, target, reduction="sum").loss.backward()
         gradients.append(x.grad.double())
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=5e-7)
@@ -1466,7 +1466,7 @@ def test_the_fused_path_raises_where_it_cannot_be():
 
 
 def test_every_kind_of_head_is_known_everywhere():
-    """A head has a name, a dataclass that is public, a formula in the reference, and a kind in the kernels."""
+    """A head has a name, a public dataclass, a formula in the reference, and a kind in the kernels."""
     heads = {cls.kind: cls for cls in gs.heads.Head.__subclasses__() if cls.__module__.startswith("gradscale_ext")}
     in_kernels = gs._native._C.kinds()
     assert set(heads) == set(in_kernels) == set(gs.reference.losses._LOSSES)
@@ -1474,7 +1474,7 @@ def test_every_kind_of_head_is_known_everywhere():
         forms = [(len(p), -1 if t is None else len(t), classes) for p, t, classes in head.forms]
         assert in_kernels[kind] == (gs.heads.DETAILS.index(head.detail), forms)
     assert {cls.__name__ for cls in heads.values()} <= set(gs.__all__)
-    assert {type(head) for head in ALL_HEADS.values()} == set(heads.values())  # what the tests above are run with
+    assert {type(head) for head in ALL_HEADS.values()} == set(heads.values())  # heads of the tests above
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The loss in every context of PyTorch: right, or a clear error; and its operator, as PyTorch's own checks see it."""
+"""The loss in every context of PyTorch: correct, or a clear error; and its operator under PyTorch's own checks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ STEPS, BATCH = 3, 4
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.25], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]], dtype=torch.bool)
 WIDTH = 12
-# Compiled contexts run one head of each kind, or a few where a transform around the loss makes the graph large. One of
-# them uses Inductor, the others aot_eager.
+# Compiled contexts run one head of each kind, or a few if a transform around the loss makes the graph large. One of
+# these contexts uses Inductor, the others aot_eager.
 KINDS = ("value", "wide_gauss", "bonus", "classes", "features", "end", "consistency", "own")
 EACH_KIND = {name: ALL_HEADS[name] for name in KINDS}
 A_FEW = {name: ALL_HEADS[name] for name in ("value", "consistency", "own")}
@@ -70,7 +70,7 @@ FUSED = loss_with(gs.multi_step_loss, TARGETS)
 
 
 def pair(context):
-    """The loss, and by plain PyTorch what it must be."""
+    """The loss, and its expected value in plain PyTorch."""
     heads = EACH_KIND if context.startswith("compile") else ALL_HEADS
     if context.startswith("compile of"):
         heads = A_FEW
@@ -151,7 +151,7 @@ GRADIENTS = {
     "compile": lambda f, x: gradient(torch.compile(f, fullgraph=True), x),
     "compile, aot_eager": lambda f, x: gradient(torch.compile(f, fullgraph=True, backend="aot_eager"), x),
     "compile, eager": lambda f, x: gradient(torch.compile(f, fullgraph=True, backend="eager"), x),
-    # The reference, whose kernels are all the compiler's own.
+    # The reference, for which the compiler generates all kernels.
     "compile of grad": lambda f, x: torch.compile(torch.func.grad(f), fullgraph=True, backend="aot_eager")(x),
     "compile of vmap of grad": lambda f, x: torch.compile(
         torch.func.vmap(torch.func.grad(f)), fullgraph=True, backend="aot_eager"
@@ -358,7 +358,7 @@ def test_compiled_once_for_all_batch_sizes():
             dynamic=True,
             backend="aot_eager",
         )
-        for batch in (5, 7, 33):  # none of them the size of something else, which would be taken for it
+        for batch in (5, 7, 33):  # all different, so that no size can be mistaken for another
             x, targets = make(batch)
             weights = torch.rand(batch, dtype=torch.float64)
             expected = loss_with(gs.reference.multi_step_loss, targets, weights, None, EACH_KIND)
@@ -388,7 +388,7 @@ def test_exported_with_any_batch_size():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_compiled_half_gradients_are_rounded_once(dtype):
-    """Loss scaling multiplies before the rounding, so that gradients below the smallest half are kept."""
+    """Loss scaling multiplies before rounding, so that gradients below the smallest half number are kept."""
     logits = (torch.randn(64, 601, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
     target = torch.linspace(-20, 20, 64)
     heads = {"v": gs.TwoHot(gs.Support.muzero())}

@@ -1,4 +1,4 @@
-"""Gradient-flow operators and returns in every context: right, or an error that says what to do; never wrong."""
+"""Gradient-flow operators and returns in every context: correct, or an error with instructions; never wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORWARD_MODE = {"func.jvp", "jacfwd", "hessian", "forward_ad", "compile(jvp)"}
 
 
 def is_compiled_elsewhere(case: Case, context: str) -> bool:
-    """True for a compiled context that runs with the other kind of argument. `make matrix` judges both."""
+    """True for a compiled context that runs with the other kind of argument. `make matrix` judges both kinds."""
     names = sorted({other.name for other in CASES})
     if context not in COMPILED or case.name not in names:
         return False

@@ -1,4 +1,4 @@
-"""Charts of gradients: which numbers are written, when, and that nothing else changes."""
+"""Charts of gradients: the numbers that are written, their steps, and the absence of side effects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 class Writer:
-    """Remembers what it was told."""
+    """Records its calls."""
 
     def __init__(self):
         self.scalars, self.flushed = [], 0
@@ -197,7 +197,7 @@ def test_parts_that_are_clipped_by_themselves():
     with GradientMonitor(model, optimizer) as watching:
         gs.clip_gradients_(model[0], 1e6)
         gs.clip_gradients_([*model[2].parameters(), *model[3].parameters()], 1e-3)
-        gs.clip_gradients_(network(1), 1.0)  # somebody else's
+        gs.clip_gradients_(network(1), 1.0)  # another optimizer's
         optimizer.step()
     for name, norm in before.items():
         assert value(watching, f"gradient_norm_before_clipping/{name}") == approx(norm)
@@ -245,9 +245,9 @@ CLIPS = [gs.clip_gradients_, clip_by_pytorch, clip_by_value]
     ids=["all, all", "all, part", "part, all", "parts", "parts that overlap", "many"],
 )
 def test_a_step_that_is_clipped_several_times(parts, clip, every, views):
-    """Norms are those before each parameter was clipped first; no parameter, and no step, counts twice.
+    """Norms are measured before each parameter's first clipping; no parameter, and no step, counts twice.
 
-    Gradients may be views of one tensor, as those of DDP's buckets are.
+    Gradients may be views of one tensor, as in DDP's buckets.
     """
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -305,7 +305,7 @@ def test_the_total_of_parts_that_overlap_is_of_the_norm_of_the_clipping(p):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_nonfinite_gradients_of_a_step_that_is_clipped_twice(bad):
-    """They count once, as they were before the first clipping, which spreads them."""
+    """They count once, with their values before the first clipping, which may spread them."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     train_gradients(model, 0)
@@ -590,7 +590,7 @@ def test_without_histograms_and_updates():
 @pytest.mark.parametrize("every", [1, 100])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_updates_of_all_dtypes_and_layouts(dtype, every):
-    """Large and strided parameters too; the copies are kept only where every step is recorded, or nearly so."""
+    """Large and strided parameters too; the copies are kept only if every step is recorded, or almost every step."""
     generator = torch.Generator().manual_seed(0)
     model = nn.Module()
     model.large = nn.Parameter(torch.randn(300, 512, generator=generator).to(dtype))
@@ -701,7 +701,7 @@ def test_history_is_bounded(monkeypatch):
 
 
 class Reads(TorchDispatchMode):
-    """Counts the operations that wait for a number."""
+    """Counts the operations that synchronize."""
 
     count = 0
 
@@ -712,7 +712,7 @@ class Reads(TorchDispatchMode):
 
 
 def test_a_step_reads_nothing(monkeypatch):
-    """The first step is recorded, and has nothing to write yet."""
+    """The first step is recorded, and writes nothing yet."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     read = []
@@ -726,7 +726,7 @@ def test_a_step_reads_nothing(monkeypatch):
             train(model, optimizer, 3, max_norm=0.5)
         assert (reads.count, read) == (0, [])
         train(model, optimizer, 1)
-    assert "tolist" in read  # that of writing is seen
+    assert "tolist" in read  # the read for writing is detected
 
 
 @pytest.mark.cuda
@@ -770,7 +770,7 @@ def test_training_is_the_same_bit_by_bit(every):
 
 
 class FailingWriter(HistogramWriter):
-    """Raises at some calls, by number, of one of its methods."""
+    """A writer one of whose methods raises at certain calls, by number."""
 
     def __init__(self, method, *calls):
         super().__init__()
@@ -796,7 +796,7 @@ class FailingWriter(HistogramWriter):
 
 
 class Caught:
-    """Catches errors of a writer, as a training loop may do."""
+    """Catches the writer's errors, as a training loop may do."""
 
     def __init__(self):
         self.errors = []
@@ -857,7 +857,7 @@ LOOPS = {
 @pytest.mark.parametrize(("method", "calls"), [("add_scalar", [2]), ("add_scalar", [1, 4]), ("add_histogram_raw", [1])])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_writer_that_raises_costs_no_record_and_no_step(loop, method, calls, every):
-    """The loop gets each error once, a step at which one is raised counts, and training is the same."""
+    """The loop gets each error once, a step that raises one counts, and training is unaffected."""
     run, kind = LOOPS[loop]
     histories, ends = [], []
     for failing in ([], calls):
@@ -912,7 +912,7 @@ def test_a_writer_that_raises_while_the_monitor_is_closed(method):
 
 
 def test_a_step_whose_record_fails_counts(monkeypatch):
-    """The next one is recorded in its place, with the clippings and skipped steps of both."""
+    """The next step is recorded instead, with the clippings and skipped steps of both."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with GradientMonitor(model, optimizer, every=2) as watching:
@@ -972,7 +972,7 @@ def test_a_closed_monitor_keeps_its_history_and_not_its_model(every):
     del model, optimizer
     gc.collect()
     assert [thing() for thing in gone] == [None] * len(gone)
-    assert watching._weights is None  # nor copies of the parameters
+    assert watching._weights is None  # no copies of the parameters either
     assert 0 in steps_of(watching, "gradient_norm_total")
     assert "gradient_norm/0.weight" in watching.history
 
@@ -995,7 +995,7 @@ def test_gradient_accumulation():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_loss_scaling(fused):
-    """The optimizer that is fused unscales in its step."""
+    """The fused optimizer unscales in its step."""
     model, plain = network(), network()
     plain(batch()).square().sum().backward()
     expected = norms(plain)
@@ -1037,7 +1037,7 @@ def test_loss_scaling_and_clipping():
 
 
 def scaled_steps(model, optimizer, factors, scaler=None, before_step=None):
-    """A step for each factor of the loss; inf makes it one that the scaler skips."""
+    """Runs a step for each factor of the loss; the scaler skips a step whose factor is inf."""
     scaler = scaler or torch.amp.GradScaler("cpu", init_scale=4.0)
     for seed, factor in enumerate(factors):
         optimizer.zero_grad()
@@ -1058,7 +1058,7 @@ OVERFLOW = math.inf
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_that_the_scaler_skips_are_recorded_as_such(fused):
-    """They count as steps, and have no norms: nothing was done with their gradients."""
+    """They count as steps without norms: their gradients were not used."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
     with GradientMonitor(model, optimizer, every=1, activations=["0"]) as watching:
@@ -1073,7 +1073,7 @@ def test_steps_that_the_scaler_skips_are_recorded_as_such(fused):
 
 
 def test_half_precision_overflows_between_two_records():
-    """Twenty steps of a model in float16, of which one overflows, and no step but the first is due."""
+    """Twenty steps of a float16 model, one of which overflows; only the first step is due."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
@@ -1093,7 +1093,7 @@ def test_half_precision_overflows_between_two_records():
 
 
 def test_skipped_steps_of_an_optimizer_that_skips_by_itself():
-    """Only the device knows which steps were skipped. It counts them, and the next record has the count."""
+    """Only the device knows which steps were skipped. It counts them, and the next record includes the count."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
     with GradientMonitor(model, optimizer, every=4) as watching:
@@ -1134,7 +1134,7 @@ def test_nonfinite_gradients_of_a_skipped_step_are_those_before_clipping():
 
 
 def test_nonfinite_gradients_of_a_skipped_step_are_those_before_clipping_by_pytorch():
-    """Clipping makes NaN of all elements, by their norm."""
+    """Clipping by a NaN norm makes all elements NaN."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     is_bad = iter([False, False, True])
@@ -1147,7 +1147,7 @@ def test_nonfinite_gradients_of_a_skipped_step_are_those_before_clipping_by_pyto
 
 
 def test_what_the_scaler_found_decides():
-    """Gradients mended after `unscale_` are finite, and yet the step is skipped; one of another optimizer's is not."""
+    """Gradients fixed after `unscale_` are finite, but the step is skipped; a step of another optimizer is not."""
     model, other = network(), network(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with GradientMonitor(model, optimizer, every=1) as watching:
@@ -1192,7 +1192,7 @@ def test_several_monitors_optimizers_and_scalers():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_skipped_steps_wait_for_nothing_more(fused):
-    """A monitor waits no more than the scaler does."""
+    """A monitor synchronizes no more often than the scaler."""
     counts = []
     for watched in (False, True):
         model = network()
@@ -1271,7 +1271,7 @@ def test_somebody_else_patches_the_scaler_too(monkeypatch, original):
 
 
 def test_gradients_of_activations_are_unscaled():
-    """The scaler is seen at its step, also where `unscale_` was called before a fused one."""
+    """The scaler is detected at its step, also if `unscale_` was called before a fused one."""
     for before_step in (None, lambda: None):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
@@ -1338,7 +1338,7 @@ def test_a_picture_of_a_history_that_was_thinned_to_skipped_steps(monkeypatch):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Wrappers such as Accelerate's are of the right class, but without its attributes."""
+    """Wrappers such as Accelerate's have the right class, but not its attributes."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -1379,7 +1379,7 @@ def test_a_wrapper_that_hides_what_it_wraps():
 
 
 def test_a_step_that_calls_the_step_of_its_base_class():
-    """PyTorch runs the hooks of both, once a plain SGD has been made; it is one step."""
+    """After a plain SGD was created, PyTorch runs the hooks of both classes; it counts as one step."""
 
     class Ours(torch.optim.SGD):
         def step(self, closure=None):
@@ -1431,7 +1431,7 @@ def test_schedulers_and_loaded_states():
 
 
 def test_copies_of_a_watched_model_and_optimizer_are_not_watched():
-    """Copies do not hold the monitor and its writer, which nobody can copy."""
+    """Copies do not hold the monitor or its writer, which cannot be copied."""
     writer = Writer()
     writer.lock = threading.Lock()
     model = network()
@@ -1617,7 +1617,7 @@ def test_complex_and_sparse_gradients():
 
 @pytest.fixture
 def mesh():
-    """A mesh of one process, whose group other tests may have left."""
+    """A mesh of one process, whose group other tests may have left open."""
     is_ours = not torch.distributed.is_initialized()
     if is_ours:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -1634,7 +1634,7 @@ def clip_twice(model, limit):
 @pytest.mark.parametrize("clips", [gs.clip_gradients_, clip_by_pytorch, clip_twice])
 @pytest.mark.parametrize("every", [1, 100])
 def test_sharded_parameters(mesh, every, clips):
-    """The numbers of FSDP2 are those of the model that it shards; every one of them, and skipped steps too."""
+    """With FSDP2 all numbers equal those of the unsharded model, including skipped steps."""
     histories = []
     for sharded in (False, True):
         model = network()
@@ -1651,7 +1651,7 @@ def test_sharded_parameters(mesh, every, clips):
 
 
 def test_a_model_with_named_parameters_of_its_own():
-    """The method of TorchRL's `LossModule` takes fewer arguments than that of `nn.Module`."""
+    """The method of TorchRL's `LossModule` accepts fewer arguments than the one of `nn.Module`."""
 
     class Loss(nn.Module):
         def __init__(self):
@@ -1725,7 +1725,7 @@ def test_outputs_of_several_tensors():
 
 
 def test_forward_passes_without_backward():
-    """Neither one without gradients nor one that nothing is computed from hides or renumbers what has arrived."""
+    """Activations without gradients or without consumers neither hide nor renumber those that have gradients."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GradientMonitor(model, optimizer, activations=["3"]) as watching:
@@ -1816,8 +1816,8 @@ def test_few_tags_of_many_parameters(updates):
         optimizer.step()
     assert {tag for tag, *_ in every.scalars} == set(watching.history)
     written = {tag for tag, *_ in few.scalars}
-    # Ratios are the gradients' times 1e-3; a ratio of 0 is the worst, then 1e-4, 1e3, 50 and 3 times the usual one.
-    # Without ratios the largest norms are taken.
+    # Ratios are 1e-3 times the gradients; the worst ratio is 0, followed by 1e-4, 1e3, 50 and 3 times the usual one.
+    # Without ratios the largest norms are chosen.
     worst = {"2.weight", "0.bias", "1.bias", "3.bias", "1.weight"} if updates else {
         "1.bias", "3.bias", "1.weight", "2.bias", "0.weight"}  # fmt: skip
     assert {tag.partition("/")[2] for tag in written if tag.startswith("gradient_norm/")} == worst
@@ -2041,7 +2041,7 @@ def test_merged_layers_have_the_norm_of_all_that_is_in_them(monkeypatch):
 
 
 def test_axes_of_a_picture_of_few_steps_and_equal_norms():
-    """Steps are integers, and norms that only rounding tells apart have nearly one colour."""
+    """Steps are integers, and norms that differ only by rounding have almost the same colour."""
     pytest.importorskip("matplotlib")
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -2059,7 +2059,7 @@ def test_axes_of_a_picture_of_few_steps_and_equal_norms():
 
 @pytest.fixture
 def lightning(monkeypatch):
-    """A stand-in for Lightning, with all that the callback uses."""
+    """A stub of Lightning, with everything that the callback uses."""
 
     class Callback:
         pass

@@ -1,4 +1,4 @@
-"""The example agent: its games against oracles, its search with a model that knows the rules, and runs that go on."""
+"""The example agent: its games against oracles, its search with a model that knows the rules, and resumed runs."""
 
 import dataclasses
 import os
@@ -42,7 +42,7 @@ def training(name, **options):
 
 
 def test_cartpole_is_gymnasiums():
-    """Each of the games is stepped beside an environment of its own; where one ends, the next begins anywhere."""
+    """Each game is stepped next to a separate environment; after its end, the next one begins in an arbitrary state."""
     game, generator = load("cartpole")(3), np.random.default_rng(0)
     observation = game.reset(seed=5)
     singles = [gymnasium.make("CartPole-v1") for _ in range(3)]
@@ -77,7 +77,7 @@ def test_cartpole_ends_at_its_time_limit():
 
 
 def boards_after(board, actions):
-    """Boards and games' ends after each of the actions, as the class of the game has it."""
+    """Boards and ends of games after each action, according to the game's class."""
     game = tictactoe.TicTacToe(len(actions))
     game.reset(seed=0)
     game.board[:] = board
@@ -130,7 +130,7 @@ def test_a_taken_square_is_refused():
 
 
 def test_breakout_is_minatars(monkeypatch):
-    """Beside their class for Gymnasium, with its time limit, in its vector environment."""
+    """Compared with their Gymnasium class, with its time limit, in a vector environment."""
     breakout = pytest.importorskip("minatar.gym")
     monkeypatch.setattr("games.breakout.TIME_LIMIT", 12)
     game = load("breakout")(3)
@@ -154,13 +154,13 @@ def test_breakout_is_minatars(monkeypatch):
 
 
 class Rules:
-    """A model of tic-tac-toe that knows its rules, and of its positions nothing but who has won."""
+    """A model of tic-tac-toe that knows the rules, but evaluates only positions in which somebody has won."""
 
     support = gs.Support(-1, 1, 3, "identity")
 
     def initial_inference(self, observation, legal_actions):
         board = observation[:, :9] - observation[:, 9:]
-        hidden = torch.cat((board, torch.zeros_like(board[:, :1])), dim=-1)  # squares, and whether the game is over
+        hidden = torch.cat((board, torch.zeros_like(board[:, :1])), dim=-1)  # squares, and a flag: game over
         return {"value": self.logits(torch.zeros(len(board))), "policy": self.policy(hidden)}, hidden
 
     def recurrent_inference(self, hidden, action):
@@ -180,7 +180,7 @@ class Rules:
 
 
 def test_the_search_finds_forced_wins_and_the_only_defence():
-    """In all positions of at least five stones, whoever is to move finds a move that keeps what can be had."""
+    """In all positions of at least five stones, the player to move finds a move that keeps the best possible result."""
     frontier, boards = {(0,) * 9}, []
     for stones in range(8):
         frontier = {
@@ -206,7 +206,7 @@ def test_the_search_finds_forced_wins_and_the_only_defence():
 @pytest.mark.parametrize("discount", [0.0, 0.9, 0.99, 1.0, -1.0, -0.9])
 @pytest.mark.parametrize(("length", "bootstrap_steps"), [(1, 1), (7, 3), (7, 7), (7, 100), (500, 50), (5000, 5)])
 def test_n_step_returns(length, bootstrap_steps, discount):
-    """A plain double loop gives the same, however small the power of the discount is."""
+    """A plain double loop gives the same result, however small the power of the discount."""
     generator = np.random.default_rng(0)
     rewards, searched = generator.normal(size=(2, length)).tolist()
     values = [*searched, 0.5]
@@ -227,7 +227,7 @@ def test_n_step_returns_of_long_episodes():
 
 
 def test_a_moving_average_forgets():
-    """Values that have left the window have no influence, however large they are."""
+    """Values outside the window have no influence, however large they are."""
     pytest.importorskip("matplotlib")
     from plot import moving_average
 
@@ -278,7 +278,7 @@ def test_a_share_of_actions_is_any_legal_one():
 
 
 def test_noise_with_a_small_alpha_is_a_distribution():
-    """Though gamma variates of nearly all rows are 0."""
+    """Although the gamma variates of almost all rows are 0."""
     noise = dirichlet_noise(np.array([[True, True, False]] * 100), 1e-9, np.random.default_rng(0))
     np.testing.assert_allclose(noise.sum(axis=-1), 1, rtol=1e-6)
     assert not noise[:, 2].any()
@@ -327,10 +327,10 @@ def test_the_agent_is_measured_beside_others(name, monkeypatch):
     else:
         opponent = load(name).opponent
         assert described == f"the agent, which begins, against {opponent} / the agent against {opponent}, which begins"
-        assert max(returns.max() for returns in evaluation.values()) <= 0  # nobody beats a perfect player
+        assert max(returns.max() for returns in evaluation.values()) <= 0  # nobody wins against a perfect player
 
 
-# Runs train.py with a clock that advances by 0.1 s at each look.
+# Runs train.py with a clock that advances by 0.1 s at each call.
 TICKING = """
 import itertools, runpy, sys, time
 ticks = itertools.count()
@@ -341,7 +341,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_the_demo_tells_what_it_does(tmp_path):
-    """The time limit ends this run after 60 steps of many, and the bar is full then."""
+    """The time limit ends this run after 60 of many steps, and the bar is then full."""
     for name in ("matplotlib", "tensorboard", "tqdm"):
         pytest.importorskip(name)
     options = {"directory": tmp_path, "max-minutes": 0.1, "training-steps": 100_000, "num-simulations": 2}
@@ -358,7 +358,7 @@ def test_the_demo_tells_what_it_does(tmp_path):
 
 
 def error_line(monkeypatch, directory, *options):
-    """What the program prints as it ends with an error."""
+    """The error message with which the program ends."""
     for name in ("matplotlib", "tensorboard", "tqdm"):
         pytest.importorskip(name)
     import train
@@ -443,7 +443,7 @@ def saved(path):
     }.values(),
 )
 def test_a_damaged_checkpoint_is_refused(damage, message, tmp_path, monkeypatch):
-    """In one line that says what to do, and the file stays as it is."""
+    """In one line with instructions, and the file is unchanged."""
     path = tmp_path / "cartpole-seed0" / "checkpoint.pt"
     content = damage(saved(path))
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""The example agent in several processes: ranks that `torchrun` starts, and actors on Ray that may be killed."""
+"""The example agent in several processes: ranks started by `torchrun`, and actors on Ray that may be killed."""
 
 import functools
 import importlib.util
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "muzero"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 
-PATIENCE = 600  # seconds; what takes longer hangs
+PATIENCE = 600  # seconds after which a run counts as hung
 
 
 def run(command, **options):
@@ -75,7 +75,7 @@ def test_a_share_is_of_everything():
 
 
 def test_each_rank_removes_what_its_machine_has(tmp_path, monkeypatch):
-    """A replay buffer that an earlier run left on another machine than rank 0's is none of a fresh run."""
+    """A new run ignores a replay buffer that an earlier run left on a machine other than rank 0's."""
     for name in ("matplotlib", "tensorboard", "tqdm"):
         pytest.importorskip(name)
     import train
@@ -154,7 +154,7 @@ def episode(length, seed):
 
 
 def test_a_keeper_finds_what_was_acknowledged(tmp_path):
-    """After each call another keeper reads the file. A repeated call adds nothing. The ring goes round thrice."""
+    """After each call a new keeper reads the file. A repeated call adds nothing. The ring wraps around three times."""
     pytest.importorskip("ray")
     from actors import Keeper
 
@@ -179,7 +179,7 @@ def begin():
 
     configuration = Configuration(**SMALL, actors=2, training_steps=1000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{EXAMPLE}")  # Ray's processes look where the script lies
+        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{EXAMPLE}")  # Ray's processes look in the script's folder
         yield lambda directory: ActorTraining(configuration, directory, "local")
         ray.shutdown()
 

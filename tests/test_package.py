@@ -1,4 +1,4 @@
-"""Importing, explaining what is wrong with an installation, and the docstrings' examples."""
+"""Importing, messages about a broken installation, and the docstrings' examples."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def test_report_of_a_failed_self_check(capsys, monkeypatch):
 
 
 def _import_from(folder):
-    """Import the package that lies in `folder`, past an editable installation's own finder."""
+    """Import the package from `folder`, bypassing an editable installation's finder."""
     finder_off = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]"
     script = f"{finder_off}; import gradscale_ext"
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
 
 
 def test_a_source_folder_that_shadows_the_package_is_explained(tmp_path):
-    """The package's Python files without the extension, as in a checkout that was not installed in place."""
+    """The package's Python files without the extension, as in a checkout without an in-place build."""
     shadow = tmp_path / "gradscale_ext"
     shutil.copytree(gs.__path__[0], shadow, ignore=shutil.ignore_patterns("_C.*.so", "_C.*.pyd", "_build.py"))
     done = _import_from(tmp_path)
@@ -85,7 +85,7 @@ def test_a_source_folder_that_shadows_the_package_is_explained(tmp_path):
 
 
 def test_an_extension_that_does_not_load_is_explained(tmp_path):
-    """After an upgrade of PyTorch, the symbols that the extension needs are gone."""
+    """After an upgrade of PyTorch, symbols that the extension needs are missing."""
     package = tmp_path / "gradscale_ext"
     shutil.copytree(gs.__path__[0], package, ignore=shutil.ignore_patterns("_C.*"))
     (package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"no library")

@@ -1,7 +1,7 @@
-"""Parity with other projects: their loss written down in plain PyTorch, against the heads and numbers that give it.
+"""Parity with other projects: their loss in plain PyTorch, compared with the equivalent heads and arguments.
 
-What a project computes is taken from its paper or published formula and written here without gradscale_ext, in fp64.
-Loss and gradients of every prediction agree to 1e-10. `docs/coming_from.md` is the same for users.
+Each project's computation is taken from its paper or published formula and written here without gradscale_ext, in fp64.
+Loss and gradients of every prediction agree to 1e-10. `docs/coming_from.md` describes the same for users.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _leaves(nested):
 def test_lightzero_muzero():
     """LightZero's MuZero policy, with EfficientZero's consistency term, entropy bonus and smoothed policy targets.
 
-    Masked is the consistency only; the gradient of the whole loss, root included, is divided by K.
+    Only the consistency loss is masked; the gradient of the whole loss, root included, is divided by K.
     """
     bins, support = integers(300), gs.Support.muzero()
     x = {
@@ -152,7 +152,7 @@ def test_lightzero_muzero():
         distributions(B, T, A),
         normal(B, K, D),
     )
-    pi[0, 3:] = 0  # behind the end of the game
+    pi[0, 3:] = 0  # after the end of the game
     mask, w = ending(3, 5, 4), torch.rand(B, dtype=torch.float64)
 
     smooth = 0.9 * pi + 0.1 / A
@@ -202,7 +202,7 @@ def test_lightzero_gumbel_muzero():
 
 
 def test_muzero_general():
-    """muzero-general: the root's gradient is whole, that of a later step is divided by the sample's remaining steps."""
+    """muzero-general: the root's gradient is unscaled, a later step's is divided by the sample's remaining steps."""
     bins, support = integers(10), gs.Support.muzero(10)
     x = {"value": per_step(T, 21), "reward": per_step(K, 21), "policy": per_step(T, A)}
     z, u, pi = normal(B, T, scale=60), normal(B, T, scale=5), distributions(B, T, A)
@@ -226,17 +226,17 @@ def test_muzero_general():
     targets = {"value": z, "reward": u[:, 1:], "policy": pi}
     out = gs.multi_step_loss(heads, x, targets, step_gradient_scale=scale, importance_weights=w)
     same_loss(out.loss, theirs, x)
-    for k in range(T):  # it keeps a priority of every step
+    for k in range(T):  # it stores a priority for every step
         error = (h_inverse(mean_of(x["value"][k], bins)) - z[:, k]).abs().detach()
         nu, target = out.expected["value"][:, k : k + 1], z[:, k : k + 1]
         same(gs.priorities(nu, target, alpha=0.5, eps=0.0), error.sqrt())
 
 
 def test_half_the_gradient_of_a_hidden_state():
-    """muzero-general, EfficientZero and EfficientZeroV2 halve all that reaches a recurrent state, by a hook on it.
+    """muzero-general, EfficientZero and EfficientZeroV2 halve the total gradient of a recurrent state with a hook.
 
-    s' = w s with unit losses on the states. `unroll` halves only what comes from later steps; the state scaled before
-    the heads see it gives the other form.
+    s' = w s with unit losses on the states. `unroll` halves only the gradient from later steps; scaling the state
+    before the heads see it gives the other form.
     """
 
     def of_the_hook(root, w):
@@ -302,7 +302,7 @@ def test_efficientzero():
         mask=after_root(mask),
     )
     same_loss(out.loss, theirs, x)
-    root = h_inverse(mean_of(x["value"][0], bins))  # theirs is 0 where |root| < 1e-3, which is nowhere here
+    root = h_inverse(mean_of(x["value"][0], bins))  # theirs is 0 where |root| < 1e-3, which does not occur here
     assert (root.abs() > 1e-3).all()
     same(gs.priorities(out.expected["value"], z), ((root - z[:, 0]).abs() + 1e-6).detach())
 
@@ -313,7 +313,7 @@ def test_efficientzero():
 def test_efficientzero_v2_atari():
     """EfficientZeroV2 (Wang et al. 2024), discrete actions, with two critics: each has half a cross-entropy.
 
-    Its transform in the Atari branch has the wrong sign on eps x for x < 0; on x >= 0 it is h, and there we agree.
+    Its transform in the Atari branch has the wrong sign on eps x for x < 0; for x >= 0 it equals h, and we agree.
     """
     their_h = lambda x: torch.where(x < 0, -1.0, 1.0) * ((x.abs() + 1).sqrt() - 1 + 1e-3 * x)
     minus_thousand = torch.tensor(-1000.0, dtype=torch.float64)
@@ -419,7 +419,7 @@ def test_efficientzero_v2_asymmetric_critic():
 def test_tdmpc2():
     """TD-MPC2 (Hansen et al. 2024), model loss: steps weighted by rho^t / H, five critics, and the end of episodes.
 
-    The end is the one part without rho: it has a call of its own. All tensors are `[H, B, ...]` there.
+    The end is the only term without rho and has a separate call. All tensors are `[H, B, ...]` there.
     """
     horizon, critics, rho = 3, 5, 0.5
     bins, support = torch.linspace(-10, 10, 101, dtype=torch.float64), gs.Support.tdmpc2()
@@ -452,7 +452,7 @@ def test_tdmpc2():
 
 
 def test_tdmpc2_policy():
-    """TD-MPC2, policy loss: minus Q and an entropy bonus, averaged with the same rho^t; the loss is the user's own."""
+    """TD-MPC2, policy loss: minus Q and an entropy bonus, averaged with the same rho^t; the user computes this loss."""
     horizon, rho = 3, 0.5
     q, bonus = prediction(horizon + 1, B), prediction(horizon + 1, B)
     per_entry = -(1e-4 * bonus + q)
@@ -465,7 +465,7 @@ def test_tdmpc2_policy():
 
 
 def dreamer_bins():
-    """255 centres: symexp of -20 to 20. Targets are interpolated between these, in raw space."""
+    """255 centres: symexp of -20 to 20. Targets are interpolated between them, in raw space."""
     half = symexp(torch.linspace(-20, 0, 128, dtype=torch.float64))
     return torch.cat((half, -half[:-1].flip(0)))
 
@@ -499,7 +499,7 @@ def test_dreamer_v3_port_with_bins_in_symlog_space():
 
 
 def dreamer_kl(p, q):
-    """Sum over categorical variables of KL(p, q), both mixed with 1 % of uniform, at least one nat."""
+    """Sum over categorical variables of KL(p, q), both mixed with 1 % of the uniform distribution, at least one nat."""
     p, q = (0.99 * x.softmax(-1) + 0.01 / x.shape[-1] for x in (p, q))
     return (p * (p / q).log()).sum((-1, -2)).clamp(min=1)
 
@@ -568,7 +568,7 @@ def test_dreamer_v3_critic(replayed):
 def test_dreamer_v3_actor():
     """DreamerV3, actor with discrete actions: REINFORCE and an entropy bonus.
 
-    A policy target need not sum to 1: with the advantage at the action taken, and 0 elsewhere, its cross-entropy is
+    A policy target need not sum to 1: with the advantage at the chosen action, and 0 elsewhere, its cross-entropy is
     -advantage log p(action).
     """
     logits, advantage = prediction(B, T, A), normal(B, T)
@@ -589,7 +589,7 @@ def test_dreamer_v3_actor():
 def unizero(latent_loss):
     """Heads, predictions, targets, bool mask `[B, T]`, and the project's losses `[B, T]` with their weights.
 
-    `latent` predicts the next latent state: its entries are those of steps 1 to T - 1. The mask has not been applied.
+    `latent` predicts the next latent state, for steps 1 to T - 1. The mask has not been applied.
     """
     bins, support = integers(50), gs.Support.muzero(50)
     x = {
@@ -627,9 +627,9 @@ def unizero(latent_loss):
 
 @pytest.mark.parametrize("latent_loss", ["mse", "cos_sim"])
 def test_unizero(latent_loss):
-    """UniZero (Pu et al. 2024): discounted sum over batch and time, over the number of valid entries of the head.
+    """UniZero (Pu et al. 2024): discounted sum over batch and time, divided by the head's number of valid entries.
 
-    The cosine loss is 1 - cos there, -cos here: the same gradient, and a loss that lacks the 1 of each entry.
+    The cosine loss is 1 - cos there, -cos here: the gradient is the same, and the loss differs by 1 per entry.
     """
     heads, x, targets, mask, losses = unizero(latent_loss)
     gamma = 0.9 ** torch.arange(T, dtype=torch.float64)
@@ -642,10 +642,10 @@ def test_unizero(latent_loss):
 
 
 def test_unizero_with_prioritised_replay():
-    """UniZero with importance weights: each sample's sum over its own number of valid entries, then the mean over B.
+    """UniZero with importance weights: each sample's sum divided by its number of valid entries, then the mean over B.
 
-    That number is smaller by one for the latent state, so that it has a call of its own. A priority is the mean error
-    over the valid steps.
+    This number is smaller by one for the latent state, which therefore has a separate call. A priority is the mean
+    error over the valid steps.
     """
     heads, x, targets, mask, losses = unizero("mse")
     gamma, w = 0.9 ** torch.arange(T, dtype=torch.float64), torch.rand(B, dtype=torch.float64)

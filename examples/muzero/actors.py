@@ -1,9 +1,9 @@
-"""Self-play and replay by actors on Ray, beside the learner.
+"""Self-play and replay by actors on Ray, concurrent with the learner.
 
 Each player has a share of the games. It plays with the weights that the learner last put into Ray's object store, and
-hands the episodes that have ended to the keeper of the replay buffer, who has them on disk before it acknowledges them.
-Ray starts an actor that was killed anew, and repeats the calls that it left unanswered: a player begins new games then,
-the keeper reads its file.
+sends finished episodes to the keeper of the replay buffer, which writes them to disk before it acknowledges them. Ray
+restarts an actor that was killed, and repeats its unanswered calls: a player then begins new games, and the keeper
+reads its file.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from replay import Batch, Episode
 from self_play import SelfPlay
 from training import Training, make_network, make_replay
 
-STEPS_PER_CALL = 8  # that a player plays with the same weights
-STEPS_PER_WEIGHTS = 4  # of the learner, after which it hands its weights over
+STEPS_PER_CALL = 8  # during which a player uses the same weights
+STEPS_PER_WEIGHTS = 4  # learner steps between two publications of the weights
 BATCHES_AHEAD = 4
 
 immortal = ray.remote(max_restarts=-1, max_task_retries=-1)
 
 
 class Keeper:
-    """Keeps the replay buffer, and the episodes in it in a file as well."""
+    """Keeps the replay buffer, and also stores its episodes in a file."""
 
     def __init__(self, configuration: Configuration, path: str) -> None:
-        """Read what an earlier keeper has acknowledged, into the places that it had."""
+        """Read the episodes that an earlier keeper acknowledged, into their previous places."""
         torch.set_num_threads(1)
         self.buffer = make_replay(configuration)
         self.generator = np.random.default_rng()
@@ -60,7 +60,7 @@ class Keeper:
             self.buffer.add(episode)
 
     def add(self, call: str, episodes: list[Episode]) -> int:
-        """Adds episodes once, however often Ray repeats the call. Returns the transitions there are."""
+        """Add episodes exactly once, even if Ray repeats the call. Returns the number of transitions."""
         first = self.buffer.num_added
         last = first + sum(map(len, episodes))
         with self.file:  # a transaction, which is on disk when it ends
@@ -85,7 +85,7 @@ class Player:
     """Plays a share of the games."""
 
     def __init__(self, configuration: Configuration) -> None:
-        """Begin games; whoever takes the place of a killed player does not repeat what that one played."""
+        """Begin games; the replacement of a killed player does not repeat the games of its predecessor."""
         torch.set_num_threads(1)
         seed = secrets.randbits(31)
         self.self_play = SelfPlay(dataclasses.replace(configuration, seed=seed), np.random.default_rng(seed))
@@ -93,7 +93,7 @@ class Player:
         self.outcome = games.load(configuration.game).outcome
 
     def play(self, weights: dict[str, Tensor], keeper: Any) -> tuple[list[float], int, int]:
-        """Some steps. Returns what the episodes that ended brought, the transitions, and those in the replay buffer."""
+        """Play some steps. Returns the finished episodes' returns, and the transitions played and in the buffer."""
         self.network.load_state_dict(weights)
         finished = [episode for _ in range(STEPS_PER_CALL) for episode in self.self_play.step(self.network)]
         size = ray.get(keeper.add.remote(uuid.uuid4().hex, finished))
@@ -102,7 +102,7 @@ class Player:
 
 
 class KeptReplay:
-    """The learner's view of the replay buffer: batches are asked for before they are needed."""
+    """The learner's view of the replay buffer: batches are requested before they are needed."""
 
     def __init__(self, keeper: Any) -> None:
         """Wait until the keeper has read its file."""
@@ -111,7 +111,7 @@ class KeptReplay:
         self.batches: deque[Any] = deque()
 
     def __len__(self) -> int:
-        """Transitions when a player was last heard of."""
+        """Number of transitions at the last answer of a player."""
         return self.size
 
     def sample(self, batch_size: int, _: np.random.Generator, normalize: bool = True) -> Batch:
@@ -121,11 +121,11 @@ class KeptReplay:
         return ray.get(self.batches.popleft())
 
     def update_priorities(self, index: Integers, expected_value: Tensor, value_targets: Tensor) -> None:
-        """Sends priorities, and does not wait."""
+        """Send priorities without waiting."""
         self.keeper.update_priorities.remote(index, expected_value.detach(), value_targets)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the keeper has a file of its own."""
+        """Nothing: the keeper has its own file."""
         return {}
 
     def load_state_dict(self, _: dict[str, Any]) -> None:
@@ -133,31 +133,31 @@ class KeptReplay:
 
 
 class ActorTraining(Training):
-    """A run whose games are played by actors, while it learns. Its order depends on who is faster, not on its seed."""
+    """A run in which actors play while the learner learns. Its order depends on their speed, not only on the seed."""
 
     def __init__(self, configuration: Configuration, directory: Path, address: str, ranks: Ranks | None = None) -> None:
         """Begin a run with local actors (`"local"`), or on the cluster at an address."""
         super().__init__(configuration, ranks)
         if not ray.is_initialized():
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            # Machines of a cluster are sent the folder of this file.
+            # Ray sends the folder of this file to the machines of a cluster.
             sent = {"working_dir": str(Path(__file__).parent), "excludes": ["runs", "__pycache__"]}
             environment = None if address == "local" else sent
             ray.init(address, include_dashboard=False, logging_level=logging.ERROR, runtime_env=environment)
         here = NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
-        )  # has the run's folder
+        )  # contains the run's folder
         path = directory.resolve() / f"replay.{self.ranks.rank}.sqlite"
         keeper = immortal(Keeper).options(scheduling_strategy=here).remote(self.share, str(path))
         self.replay = KeptReplay(keeper)
         shares = [self.share.share(i, configuration.actors, "num_environments") for i in range(configuration.actors)]
         self.players = [immortal(Player).remote(share) for share in shares]
-        self.calls: dict[Any, Any] = {}  # what players were asked for, and who
+        self.calls: dict[Any, Any] = {}  # pending call and its player
         self.weights: Any = None
         self.transitions_ahead = 0
 
     def play(self) -> tuple[list[float], int]:
-        """Waits until a step of all games has been played; players that have answered go on with the latest weights."""
+        """Wait until a step of all games has been played; players that have answered continue with new weights."""
         if self.weights is None or self.step_number % STEPS_PER_WEIGHTS == 0:
             self.weights = ray.put(self.network.state_dict())
         if not self.calls:
@@ -176,5 +176,5 @@ class ActorTraining(Training):
         return all_returns, all_transitions
 
     def ask(self, player: Any) -> None:
-        """Has a player go on."""
+        """Let a player continue."""
         self.calls[player.play.remote(self.weights, self.replay.keeper)] = player

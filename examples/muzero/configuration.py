@@ -11,7 +11,7 @@ from typing import Any
 
 import games
 
-# Which numbers an option may be, in words and as a condition. NaN meets none of them.
+# The numbers that an option accepts, in words and as a condition. NaN satisfies none of them.
 Accepted = tuple[str, Callable[[float], bool]]
 ZERO_OR_MORE: Accepted = ("at least 0 and finite", lambda number: 0 <= number < math.inf)
 ONE_OR_MORE: Accepted = ("at least 1", lambda number: number >= 1)
@@ -29,18 +29,18 @@ def check_option(name: str, number: float, accepted: Accepted) -> None:
 
 
 def choice(default: str, description: str, choices: tuple[str, ...]) -> Any:
-    """A field of the configuration that is one of several names, with its help on the command line."""
+    """A field of the configuration with one of several names, and its help text on the command line."""
     return dataclasses.field(default=default, metadata={"help": description, "choices": choices, "accepted": None})
 
 
 def option(default: float, description: str, accepted: Accepted) -> Any:
-    """A field of the configuration that is a number, with its help on the command line."""
+    """A field of the configuration with a number, and its help text on the command line."""
     return dataclasses.field(default=default, metadata={"help": description, "choices": None, "accepted": accepted})
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """All that a run is determined by. A run goes on from a checkpoint only with the configuration it began with."""
+    """Everything that determines a run. A run continues from a checkpoint only with the configuration it began with."""
 
     game: str = choice("cartpole", "what is played", games.names())
     seed: int = option(0, "seed of the networks, the environments, the search and the replay", SEED)
@@ -80,7 +80,7 @@ class Configuration:
     weight_decay: float = option(1e-5, "weight of the L2 loss", ZERO_OR_MORE)
 
     def __post_init__(self) -> None:
-        """Check every number, so that a run that cannot work is refused before it begins.
+        """Check every number, so that a run that cannot work is rejected before it begins.
 
         Raises:
             ValueError: an option is not among the numbers that make sense.
@@ -94,7 +94,7 @@ class Configuration:
             )
 
     def share(self, part: int, parts: int, *names: str) -> Configuration:
-        """What one of several processes does: its part of these numbers, with a seed of its own."""
+        """The share of one of several processes: its part of these numbers, and its own seed."""
         shares = {name: (getattr(self, name) + part) // parts for name in names}
         for name in shares:
             if getattr(self, name) < parts:
@@ -103,12 +103,12 @@ class Configuration:
 
     @property
     def signed_discount(self) -> float:
-        """What a value counts a step earlier: γ; and -γ with two players, as what one of them wins the other loses."""
+        """Discount of a value one step earlier: γ; with two players -γ, because the game is zero-sum."""
         return self.discount if games.load(self.game).players == 1 else -self.discount
 
 
 def add_options(parser: argparse.ArgumentParser, game: str) -> None:
-    """Adds an option for every hyperparameter, with the defaults of a game."""
+    """Add an option for every hyperparameter, with the defaults of a game."""
     defaults = dataclasses.asdict(Configuration(game=game, **games.load(game).hyperparameters))
     for field in dataclasses.fields(Configuration):
         default = defaults[field.name]
@@ -123,10 +123,10 @@ def add_options(parser: argparse.ArgumentParser, game: str) -> None:
 
 
 def from_options(options: argparse.Namespace) -> Configuration:
-    """The configuration that the command line asks for."""
+    """The configuration given on the command line."""
     return Configuration(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Configuration)})
 
 
 def option_name(field_name: str) -> str:
-    """The option of a field: `training_steps` is `--training-steps`."""
+    """The option of a field: `training_steps` becomes `--training-steps`."""
     return "--" + field_name.replace("_", "-")

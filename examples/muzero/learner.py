@@ -20,13 +20,13 @@ LossFunction = Callable[..., gs.MultiStepLossOutput]
 
 
 def make_loss(support: gs.Support, implementation: str, process_group: ProcessGroup | None = None) -> LossFunction:
-    """The loss of value, reward and policy: `"fused"`, or `"reference"` for the same in plain PyTorch.
+    """The loss of value, reward and policy: `"fused"`, or `"reference"` for the same loss in plain PyTorch.
 
-    With a process group it is the mean over the batches of all its ranks, whose largest importance weight becomes 1.
+    With a process group it is the mean over the batches of all ranks, with their largest importance weight scaled to 1.
     """
     loss_function = gs.MultiStepLoss(
         value=gs.TwoHot(support),
-        reward=gs.TwoHot(support, first_step=1),  # no reward leads to the root
+        reward=gs.TwoHot(support, first_step=1),  # the root has no reward
         policy=gs.SoftCrossEntropy(),
     )
     ranks = {"process_group": process_group, "normalize_importance_weights": True} if process_group else {}
@@ -34,7 +34,7 @@ def make_loss(support: gs.Support, implementation: str, process_group: ProcessGr
 
 
 def make_optimizer(network: MuZeroNetwork, learning_rate: float) -> torch.optim.Optimizer:
-    """Adam; with one call for all parameters, as most of them are tiny."""
+    """Adam with one fused call for all parameters, because most of them are tiny."""
     return torch.optim.Adam(network.parameters(), lr=learning_rate, fused=True)
 
 
@@ -45,10 +45,10 @@ def loss_of(
     weight_decay: float,
     hidden_scale: float = 0.5,
 ) -> tuple[torch.Tensor, gs.MultiStepLossOutput]:
-    """Unrolls the model along the actions of the batch, and compares all its predictions with the targets.
+    """Unroll the model along the actions of the batch, and compare all its predictions with the targets.
 
-    As in the pseudocode, the gradients of the K recurrent steps count 1/K each, and the one that flows back through the
-    hidden state is halved at every step, which is what `gs.unroll` does in the network's `forward`.
+    As in the pseudocode, the gradients of the K recurrent steps are scaled by 1/K each, and the gradient through the
+    hidden state is halved at every step by `gs.unroll` in the network's `forward`.
     """
     predictions = network(batch.observation, batch.legal_actions, batch.actions, hidden_scale)
     output = loss_function(
@@ -80,9 +80,9 @@ def update_weights(
 def hidden_state_gradients(
     network: MuZeroNetwork, loss_function: LossFunction, batch: Batch, weight_decay: float, hidden_scale: float
 ) -> list[float]:
-    """Norm of the gradient at the root's hidden state, and at that of each unrolled step, in a step of a copy.
+    """Norm of the gradient at the root's hidden state and at each unrolled hidden state, in a step of a copy.
 
-    It is taken where representation and dynamics return the hidden state, before it is scaled to 0..1.
+    It is measured at the output of representation and dynamics, before the hidden state is scaled to 0..1.
     """
     copied = copy.deepcopy(network)
     optimizer = make_optimizer(copied, learning_rate=0.0)

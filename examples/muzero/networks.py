@@ -18,8 +18,8 @@ Outputs = dict[str, Tensor]
 class MuZeroNetwork(nn.Module):
     """Representation h, dynamics g and prediction f as small multilayer perceptrons; h sees planes by convolutions.
 
-    The search and `gs.unroll` call `initial_inference` and `recurrent_inference`. Both return the outputs of the heads,
-    which are logits, and the hidden state `[B, hidden_size]`.
+    The search and `gs.unroll` call `initial_inference` and `recurrent_inference`. Both return the heads' outputs, which
+    are logits, and the hidden state `[B, hidden_size]`.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class MuZeroNetwork(nn.Module):
         )
 
     def initial_inference(self, observation: Tensor, legal_actions: Tensor) -> tuple[Outputs, Tensor]:
-        """Observation `[B, *observation_shape]` to value and policy of the root, and its hidden state.
+        """Maps an observation `[B, *observation_shape]` to value and policy of the root, and its hidden state.
 
-        The logits of actions that are not in `legal_actions`, `[B, A]`, are -inf. Only at the root are they known: the
-        dynamics have no rules, and learn that the search never chooses such actions.
+        The logits of illegal actions according to `legal_actions`, `[B, A]`, are -inf. Legal actions are known only at
+        the root: the dynamics have no rules, and learn that the search never chooses illegal actions.
         """
         hidden = scale_to_unit_interval(self.representation(observation))
         outputs = {"value": self.value(hidden), "policy": self.policy(hidden)}
@@ -65,7 +65,7 @@ class MuZeroNetwork(nn.Module):
         return outputs, hidden
 
     def recurrent_inference(self, hidden: Tensor, action: Tensor) -> tuple[Outputs, Tensor]:
-        """Hidden state and action `[B]` (int64) to reward, value and policy one step on, and the hidden state there."""
+        """Maps hidden state and action `[B]` (int64) to the next reward, value, policy and hidden state."""
         one_hot_action = functional.one_hot(action, self.num_actions).to(hidden.dtype)
         hidden = scale_to_unit_interval(self.dynamics(torch.cat((hidden, one_hot_action), dim=-1)))
         outputs = {"reward": self.reward(hidden), "value": self.value(hidden), "policy": self.policy(hidden)}
@@ -94,7 +94,7 @@ def convolutions(channels: int, height: int, width: int, layer_size: int, output
 
 
 def head(input_size: int, layer_size: int, output_size: int) -> nn.Sequential:
-    """A perceptron whose outputs are 0 at first, so that policies begin uniform, and values and rewards at 0."""
+    """A perceptron with zero initial outputs, so that policies start uniform, and values and rewards at 0."""
     layers = perceptron(input_size, layer_size, output_size)
     nn.init.zeros_(layers[-1].weight)
     nn.init.zeros_(layers[-1].bias)
@@ -102,7 +102,7 @@ def head(input_size: int, layer_size: int, output_size: int) -> nn.Sequential:
 
 
 def scale_to_unit_interval(hidden: Tensor) -> Tensor:
-    """Scales the hidden state of every sample to 0..1, the range of the action that the dynamics see beside it."""
+    """Scale the hidden state of every sample to 0..1, the range of the action that the dynamics also receive."""
     minimum = hidden.amin(dim=-1, keepdim=True)
     maximum = hidden.amax(dim=-1, keepdim=True)
     return (hidden - minimum) / (maximum - minimum + 1e-5)

@@ -1,7 +1,7 @@
 """Processes that train as one, started by `torchrun`.
 
-Each plays a share of the games, and learns from a share of the batch. DistributedDataParallel averages their gradients,
-so that their weights stay the same, bit for bit.
+Each process plays a share of the games, and learns from a share of the batch. DistributedDataParallel averages the
+gradients, so that all weights stay bitwise equal.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Ranks:
-    """The processes of a run, as one of them sees them. One that `torchrun` did not start is alone."""
+    """The processes of a run, as seen by one of them. A process that `torchrun` did not start is alone."""
 
     def __init__(self) -> None:
-        """Meet the others."""
+        """Join the process group."""
         self.rank, self.size, self.process_group = 0, 1, None
         if dist.is_torchelastic_launched():
             dist.init_process_group("gloo")
             self.rank, self.size, self.process_group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
 
     def gather(self, value: Any, everywhere: bool = True) -> list[Any]:
-        """The value of every rank, in all of them, or in rank 0 alone; the others get None for each then."""
+        """The values of all ranks, in every rank or in rank 0 alone; other ranks then get None for each."""
         if self.process_group is None:
             return [value]
         values = [None] * self.size
@@ -43,5 +43,5 @@ class Ranks:
         return values[0]
 
     def parallel(self, network: nn.Module) -> nn.Module:
-        """The network, with gradients that are averaged over the ranks when it is called as a module."""
+        """The network, whose gradients are averaged over the ranks when it is called as a module."""
         return network if self.process_group is None else DistributedDataParallel(network)

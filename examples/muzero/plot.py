@@ -1,4 +1,4 @@
-"""The pictures of a run: the returns of its episodes and of the evaluation, and the gradients of the hidden state."""
+"""Plots of a run: the returns of its episodes and of the evaluation, and the gradients of the hidden state."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-matplotlib.use("Agg")  # no display is needed; to be said before pyplot is imported
+matplotlib.use("Agg")  # no display needed; must precede the import of pyplot
 from matplotlib import pyplot
 
 from games import Floats
 
-WINDOW = 50  # episodes of the moving average, or a fiftieth of all if these are more
+WINDOW = 50  # window of the moving average in episodes, or a fiftieth of all episodes if that is more
 EXPLORING = "episode of self-play, which explores: actions drawn at temperature 1, noise at the root"
 
 
@@ -24,15 +24,15 @@ def plot_learning_curve(
     environment_steps: int,
     evaluation: dict[str, Floats],
 ) -> None:
-    """Writes the picture as a PNG.
+    """Write the plot as a PNG.
 
     Args:
         path: the file.
-        title: what stands above the picture.
-        ylabel: what returns are called.
+        title: the title above the plot.
+        ylabel: the label of the returns.
         curve: for each episode of self-play the environment steps at its end, and its return.
-        environment_steps: those of the whole run, after which the agent was evaluated.
-        evaluation: the returns of the evaluation's episodes, by who played.
+        environment_steps: environment steps of the whole run, after which the agent was evaluated.
+        evaluation: the returns of the evaluation's episodes, by player.
     """
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     if curve:
@@ -57,7 +57,7 @@ def plot_learning_curve(
 
 
 def plot_hidden_state_gradients(path: Path, norms: dict[float, list[float]]) -> None:
-    """Writes as a PNG the norm of the gradient at each unrolled step, by the scale of the hidden state."""
+    """Write the norm of the gradient at each unrolled step, by the scale of the hidden state, as a PNG."""
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for (scale, values), color in zip(sorted(norms.items()), ("tab:blue", "tab:orange"), strict=True):
         axes.plot(values, "o-", color=color, linewidth=2, label=f"hidden_scale {scale}")
@@ -80,5 +80,5 @@ def plot_hidden_state_gradients(path: Path, norms: dict[float, list[float]]) -> 
 
 
 def moving_average(values: Floats, window: int) -> Floats:
-    """Mean of the last `window` values, of fewer at the beginning."""
+    """Mean of the last `window` values, or of fewer at the beginning."""
     return np.array([values[max(end - window, 0) : end].mean() for end in range(1, len(values) + 1)])

@@ -19,7 +19,7 @@ from games import Booleans, Floats, Integers
 
 @dataclass
 class Episode:
-    """An episode as it was played, an entry for every transition."""
+    """A played episode, with an entry for every transition."""
 
     observations: list[Floats] = field(default_factory=list)
     legal_actions: list[Booleans] = field(default_factory=list)
@@ -27,26 +27,26 @@ class Episode:
     rewards: list[float] = field(default_factory=list)
     search_policies: list[Floats] = field(default_factory=list)
     search_values: list[float] = field(default_factory=list)
-    terminated: bool = False  # by the rules of the game, not by a time limit
-    final_value: float = 0.0  # that the search found in the final state of an episode that was not terminated
+    terminated: bool = False  # True if the rules of the game ended it, False for a time limit
+    final_value: float = 0.0  # search value of the final state, for an episode that was not terminated
 
     def __len__(self) -> int:
-        """Transitions so far."""
+        """Number of transitions so far."""
         return len(self.rewards)
 
 
 def n_step_returns(
     rewards: list[float], search_values: list[float], final_value: float, bootstrap_steps: int, discount: float
 ) -> Floats:
-    """z_t = r_t + γ r_{t+1} + … + γ^(n-1) r_{t+n-1} + γ^n ν_{t+n}, with ν the value that the search found.
+    """z_t = r_t + γ r_{t+1} + … + γ^(n-1) r_{t+n-1} + γ^n ν_{t+n}, where ν is the search value.
 
     Args:
         rewards: r, of L transitions.
-        search_values: ν of the states that they begin in.
-        final_value: ν of the state after the last of them: 0 if the episode terminated there. Returns that reach the
+        search_values: ν of the states in which the transitions begin.
+        final_value: ν of the state after the last transition: 0 if the episode terminated there. Returns that reach the
             end of the episode bootstrap from it.
         bootstrap_steps: n.
-        discount: γ. It is negative with two players: rewards and values are those of the player to move.
+        discount: γ. It is negative with two players: rewards and values belong to the player to move.
     """
     root_values = torch.tensor([[*search_values, final_value]], dtype=torch.float64)
     targets = gs.muzero_targets(
@@ -63,17 +63,17 @@ def n_step_returns(
 class Batch:
     """B positions from the replay buffer, with the K actions that followed, and targets for T = K + 1 predictions."""
 
-    index: Integers  # [B], where the positions lie in the replay buffer
+    index: Integers  # [B], positions in the replay buffer
     observation: Tensor  # [B, *observation_shape]
-    legal_actions: Tensor  # [B, A], bool: those of the root
+    legal_actions: Tensor  # [B, A], bool: legal actions of the root
     actions: Tensor  # [B, K], int64
     targets: dict[str, Tensor]  # value [B, T], reward [B, K] (the root has none), policy [B, T, A]
-    mask: dict[str, Tensor]  # [B, T], bool: which of the targets are there
+    mask: dict[str, Tensor]  # [B, T], bool: True where the target exists
     importance_weights: Tensor  # [B]
 
 
 class ReplayBuffer:
-    """A ring of transitions, from which positions are drawn by their priorities."""
+    """A ring buffer of transitions, sampled by priority."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class ReplayBuffer:
         priority_exponent: float,
         importance_exponent: float,
     ) -> None:
-        """Make an empty ring."""
+        """Make an empty ring buffer."""
         self.capacity = capacity
         self.num_actions = num_actions
         self.unroll_steps = unroll_steps
@@ -101,16 +101,16 @@ class ReplayBuffer:
         self.reward = np.zeros(capacity, dtype=np.float32)
         self.policy = np.zeros((capacity, num_actions), dtype=np.float32)
         self.value = np.zeros(capacity, dtype=np.float32)
-        self.steps_left = np.zeros(capacity, dtype=np.int64)  # transitions up to the episode's end, this one included
-        self.terminated = np.zeros(capacity, dtype=bool)  # whether that end is a termination
-        self.priority = np.zeros(capacity, dtype=np.float64)  # to the power of the priority exponent
+        self.steps_left = np.zeros(capacity, dtype=np.int64)  # up to the episode's end, including this one
+        self.terminated = np.zeros(capacity, dtype=bool)  # True if that end is a termination
+        self.priority = np.zeros(capacity, dtype=np.float64)  # priorities raised to the priority exponent
 
     def __len__(self) -> int:
-        """Transitions in the ring."""
+        """Number of transitions in the ring."""
         return min(self.num_added, self.capacity)
 
     def add(self, episode: Episode) -> None:
-        """Adds an episode. Its first priorities are those of the paper, |ν - z| with the value ν of the search."""
+        """Add an episode. Its initial priorities follow the paper: |ν - z| with the search value ν."""
         value_targets = n_step_returns(
             episode.rewards, episode.search_values, episode.final_value, self.bootstrap_steps, self.discount
         )
@@ -129,14 +129,14 @@ class ReplayBuffer:
         self.num_added += len(episode)
 
     def update_priorities(self, index: Integers, expected_value: Tensor, value_targets: Tensor) -> None:
-        """Sets the priorities of positions: expected values and targets are `[B, T]`, of which the root counts."""
+        """Set the priorities of positions from `[B, T]` expected values and targets; only the root counts."""
         priority = gs.priorities(expected_value, value_targets, steps="first", alpha=self.priority_exponent, eps=1e-3)
         self.priority[index] = priority.numpy()
 
     def sample(self, batch_size: int, generator: np.random.Generator, normalize: bool = True) -> Batch:
-        """Draws positions i with P(i) = p_i / Σp, and weights (N P(i))^-β, the largest of the batch scaled to 1.
+        """Draw positions i with P(i) = p_i / Σp, and weights (N P(i))^-β, scaled so that the largest of the batch is 1.
 
-        Without `normalize` the weights are not scaled: ranks have the loss do so, by the largest of all their batches.
+        Without `normalize` the weights are not scaled: the loss does so by the largest weight of all ranks' batches.
         """
         cumulated = np.cumsum(self.priority[: len(self)])
         draws = generator.random(batch_size) * cumulated[-1]
@@ -151,7 +151,7 @@ class ReplayBuffer:
             "reward": np.where(inside, self.reward[position], 0)[:, :-1],
             "policy": self.policy[position],
         }
-        # Prediction k of the reward is for transition k - 1; the first column of its mask, the root's, is not read.
+        # Prediction k of the reward is for transition k - 1; the first column of its mask, for the root, is not read.
         known = inside | absorbing
         mask = {"value": known, "reward": np.roll(known, 1, axis=1), "policy": inside}
         random_actions = generator.integers(self.num_actions, size=position.shape)
@@ -167,10 +167,11 @@ class ReplayBuffer:
         )
 
     def window(self, index: Integers) -> tuple[Integers, Booleans, Booleans]:
-        """The T positions from each index on, and which of them are inside the episode or absorbing. `[B, T]` each.
+        """The T positions from each index on, and masks of the positions inside the episode and absorbing. `[B, T]`
+        each.
 
-        After a termination states are absorbing: whatever is done there, reward and value are 0, as in the pseudocode.
-        Behind the time limit nothing is known, so these positions are neither.
+        States after a termination are absorbing: for any action, reward and value are 0, as in the pseudocode. Nothing
+        is known after a time limit, so these positions are neither.
         """
         steps = np.arange(self.unroll_steps + 1)
         position = (index[:, None] + steps) % self.capacity
@@ -184,7 +185,7 @@ class ReplayBuffer:
         return {"num_added": self.num_added, "arrays": arrays}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the transitions of a checkpoint."""
+        """Restore the transitions of a checkpoint."""
         self.num_added = state["num_added"]
         for name, value in state["arrays"].items():
             getattr(self, name)[: len(self)] = value

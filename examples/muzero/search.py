@@ -1,9 +1,8 @@
 """Monte Carlo tree search with the learned model, in many environments at once.
 
-The search of MuZero (Schrittwieser et al. 2020, Methods, "Search"): a simulation descends by the pUCT rule to an edge
-that was never taken, lets the networks evaluate the state behind it, and backs the return up along its path. Every
-environment has a tree of its own. All trees do their n-th simulation together, with one call of the
-networks.
+The search of MuZero (Schrittwieser et al. 2020, Methods, "Search"): a simulation descends by the pUCT rule to an
+unvisited edge, evaluates the state behind it with the networks, and backs the return up along its path. Every
+environment has its own tree. All trees run their n-th simulation together, with one call of the networks.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ EXPLORATION_BASE = 19652.0
 
 @dataclass
 class SearchResult:
-    """What a search found out about the roots."""
+    """The results of a search at the roots."""
 
-    policy: Floats  # [E, A], the share of the simulations that began with each action
+    policy: Floats  # [E, A], the fraction of simulations that began with each action
     value: Floats  # [E], the mean return of the simulations
-    best_action: Integers  # [E], the action taken most often; among equals the one of the largest mean return
+    best_action: Integers  # [E], the most visited action; ties go to the largest mean return
 
 
 @dataclass
 class Evaluation:
-    """What the networks say about a state of every tree."""
+    """The networks' outputs for one state of every tree."""
 
     policy: Floats  # [E, A], probabilities
     value: Floats  # [E]
@@ -46,7 +45,7 @@ class Evaluation:
 
 @dataclass
 class Edges:
-    """An edge of every tree. A descent that reached its leaf repeats its last edge, and is no longer `active`."""
+    """One edge of every tree. A descent that has reached its leaf repeats its last edge, and is no longer `active`."""
 
     node: Integers  # [E]
     action: Integers  # [E]
@@ -54,10 +53,10 @@ class Edges:
 
 
 class Trees:
-    """The trees of E environments, as arrays. Node 0 is the root; an edge is the pair of a node and an action."""
+    """The trees of E environments, as arrays. Node 0 is the root; an edge is a pair of a node and an action."""
 
     def __init__(self, root: Evaluation, num_simulations: int) -> None:
-        """Make trees that are only a root, with room for the node of every simulation."""
+        """Make trees that consist of a root, with space for the node of every simulation."""
         num_environments, num_actions = root.policy.shape
         nodes = (num_environments, num_simulations + 1)
         edges = (*nodes, num_actions)
@@ -66,15 +65,15 @@ class Trees:
         self.prior = np.zeros(edges, dtype=np.float32)
         self.reward = np.zeros(edges, dtype=np.float32)
         self.visits = np.zeros(edges, dtype=np.float32)
-        self.returns = np.zeros(edges, dtype=np.float32)  # mean over the visits, the edge's own reward included
-        self.child = np.full(edges, -1, dtype=np.int64)  # -1: the edge was never taken
+        self.returns = np.zeros(edges, dtype=np.float32)  # mean over the visits, including the edge's own reward
+        self.child = np.full(edges, -1, dtype=np.int64)  # -1 for an unvisited edge
         self.smallest_return = np.full(num_environments, np.inf, dtype=np.float32)
         self.largest_return = np.full(num_environments, -np.inf, dtype=np.float32)
         self.hidden[:, 0] = root.hidden
         self.prior[:, 0] = root.policy
 
     def descend(self) -> list[Edges]:
-        """Follows the pUCT rule in every tree, from the root to an edge that was never taken."""
+        """Follow the pUCT rule in every tree, from the root to an unvisited edge."""
         node = np.zeros_like(self.rows)
         active = np.ones(len(self.rows), dtype=bool)
         path = []
@@ -97,14 +96,14 @@ class Trees:
         return np.where(visits > 0, scaled, 0) + bonus
 
     def expand(self, leaf: Edges, node: int, evaluation: Evaluation) -> None:
-        """Adds a node to every tree, behind its leaf edge."""
+        """Add a node to every tree, behind its leaf edge."""
         self.child[self.rows, leaf.node, leaf.action] = node
         self.reward[self.rows, leaf.node, leaf.action] = evaluation.reward
         self.hidden[:, node] = evaluation.hidden
         self.prior[:, node] = evaluation.policy
 
     def back_up(self, path: list[Edges], leaf_value: Floats, discount: float) -> None:
-        """Goes back along the paths, and adds to the mean of every edge the return from there on."""
+        """Go back along the paths, and add to the mean of every edge the return from there on."""
         value = leaf_value.copy()
         for edges in reversed(path):
             row = self.rows[edges.active]
@@ -116,7 +115,7 @@ class Trees:
             self.largest_return[row] = np.maximum(self.largest_return[row], self.returns[edge])
 
 
-@torch.no_grad()  # decoding is one kernel then; in inference mode it is a dozen calls of PyTorch
+@torch.no_grad()  # makes decoding one kernel; in inference mode it is a dozen calls of PyTorch
 def search(
     network: MuZeroNetwork,
     observation: Floats,
@@ -126,18 +125,18 @@ def search(
     noise: Floats | None = None,
     noise_fraction: float = 0.0,
 ) -> SearchResult:
-    """Searches from every observation.
+    """Search from every observation.
 
     Args:
         network: the model to plan with.
         observation: `[E, *observation_shape]`, the states to search from.
         legal_actions: `[E, A]`, the actions that the searches may begin with.
         num_simulations: simulations of each search.
-        discount: what a value counts a step earlier: γ, or -γ with two players, since values are those of the player to
-            move.
-        noise: `[E, A]`, probabilities of legal actions that are mixed into the priors of the roots, so that none is
-            left out for good.
-        noise_fraction: the share of `noise` in the priors.
+        discount: discount of a value one step earlier: γ, or -γ with two players, because values belong to the player
+            to move.
+        noise: `[E, A]`, probabilities of legal actions that are mixed into the priors of the roots, so that no action
+            is excluded permanently.
+        noise_fraction: the weight of `noise` in the priors.
     """
     support = network.support
     root = decode(support, *network.initial_inference(torch.from_numpy(observation), torch.from_numpy(legal_actions)))
@@ -170,7 +169,7 @@ def time_search(repetitions: int, *arguments: Any) -> float:
 
 
 def decode(support: gs.Support, outputs: Outputs, hidden: torch.Tensor) -> Evaluation:
-    """The networks' logits as probabilities and numbers."""
+    """The networks' logits as probabilities and scalars."""
     return Evaluation(
         policy=outputs["policy"].softmax(dim=-1).numpy(),
         value=support.decode(outputs["value"]).numpy(),

@@ -1,4 +1,4 @@
-"""Acting by search in games side by side: to gather episodes, and to evaluate."""
+"""Acting by search in parallel games: to collect episodes, and to evaluate."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from networks import MuZeroNetwork
 from replay import Episode
 from search import SearchResult, search
 
-# Evaluation resets the games with seeds from here on, training with the run's own.
+# Evaluation resets the games with seeds from this value on; training uses the run's own seed.
 FIRST_EVALUATION_SEED = 1_000_000
 
-Player = Callable[[Game, Floats], Integers]  # games and what they show to actions
+Player = Callable[[Game, Floats], Integers]  # maps games and their observations to actions
 
 
 class SelfPlay:
-    """Plays all games in step, and hands every episode out when it has ended."""
+    """Plays all games in lockstep, and yields every episode after its end."""
 
     def __init__(self, configuration: Configuration, generator: np.random.Generator) -> None:
         """Begin all games."""
@@ -33,11 +33,11 @@ class SelfPlay:
         self.episodes = [Episode() for _ in range(configuration.num_environments)]
 
     def step(self, network: MuZeroNetwork) -> list[Episode]:
-        """Acts once in every game. Returns the episodes that have ended.
+        """Act once in every game. Returns the finished episodes.
 
-        A game shows its final state for one more step, and ignores the action then. So the final state is searched like
-        any other, which gives its value: an episode that a time limit cut off bootstraps from it, and only a terminated
-        one ends with 0.
+        A game shows its final state for one more step, and ignores the action then. The search evaluates the final
+        state like any other: an episode that a time limit cut off bootstraps from this value, and only a terminated one
+        ends with 0.
         """
         legal_actions = self.game.legal_actions()
         result = self.search(network, legal_actions)
@@ -62,7 +62,7 @@ class SelfPlay:
         return finished
 
     def search(self, network: MuZeroNetwork, legal_actions: Booleans) -> SearchResult:
-        """Searches all games, with noise at the roots."""
+        """Search all games, with noise at the roots."""
         settings = self.configuration
         return search(
             network,
@@ -79,34 +79,34 @@ class SelfPlay:
         return {name: getattr(self, name) for name in ("game", "observation", "ended", "episodes")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the games of a checkpoint."""
+        """Restore the games of a checkpoint."""
         vars(self).update(state)
 
 
 def dirichlet_noise(legal_actions: Booleans, alpha: float, generator: np.random.Generator) -> Floats:
-    """A symmetric Dirichlet distribution over each row's legal actions `[E, A]`: gamma variates, over their sum."""
+    """A symmetric Dirichlet distribution over each row's legal actions `[E, A]`: normalised gamma variates."""
     variates = generator.standard_gamma(alpha, size=legal_actions.shape)
-    variates = np.maximum(variates, np.finfo(float).tiny) * legal_actions  # with a small alpha all of a row may be 0
+    variates = np.maximum(variates, np.finfo(float).tiny) * legal_actions  # with a small alpha a whole row may be 0
     return (variates / variates.sum(axis=-1, keepdims=True)).astype(np.float32)
 
 
 def explored(policy: Floats, legal_actions: Booleans, share: float) -> Floats:
-    """Probabilities `[E, A]` of actions of which a share is any legal one, and the rest is drawn from the policy."""
+    """Probabilities `[E, A]` of a mixture of uniformly random legal actions and actions drawn from the policy."""
     if share == 0:
         return policy
     return (1 - share) * policy + share * (legal_actions / legal_actions.sum(axis=-1, keepdims=True))
 
 
 def draw_actions(policy: Floats, generator: np.random.Generator) -> Integers:
-    """Draws an action from each row of probabilities `[E, A]`, never one of probability 0."""
+    """Draw an action from each row of probabilities `[E, A]`, never one of probability 0."""
     cumulated = policy.cumsum(axis=-1)
     return (cumulated <= generator.random((len(policy), 1)) * cumulated[:, -1:]).sum(axis=-1)
 
 
 def evaluate(network: MuZeroNetwork, configuration: Configuration) -> dict[str, Floats]:
-    """Returns of the agent, which takes the best action of each search without noise, and of whom it is measured by.
+    """Returns of the agent, which takes the best action of each search without noise, and of its opponent.
 
-    A game of one player is played by either alone, a game of two by both against each other.
+    Each plays a game of one player alone; in a game of two players they play against each other.
     """
     game = games.load(configuration.game)
     generator = np.random.default_rng(configuration.seed)
@@ -132,7 +132,7 @@ def evaluate(network: MuZeroNetwork, configuration: Configuration) -> dict[str, 
 
 
 def play(game: Game, players: tuple[Player, ...], seed: int) -> Floats:
-    """Plays one episode of every game, in which the players take turns. Returns what it brought the first of them."""
+    """Play one episode of every game, in which the players take turns. Returns the return of the first player."""
     observation = game.reset(seed)
     returns = np.zeros(game.num_games)
     running = np.ones(game.num_games, dtype=bool)

@@ -1,6 +1,6 @@
 """Trains a small MuZero on a game, evaluates it, and times its search and its learner step.
 
-Interrupted (Ctrl-C) and started again with the same options, it goes on where it was.
+Interrupted (Ctrl-C) and started again with the same options, it continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ TIMED_STEPS = 200
 TIMED_SEARCHES = 20
 STEPS_PER_CHECKPOINT = 250
 STEPS_PER_LOG = 10
-INTERRUPTED = 130  # the exit status by which shells know that Ctrl-C ended a program
+INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
 
 
 class Interruption:
-    """Keeps Ctrl-C waiting until a step is complete; pressed twice, it ends the program at once."""
+    """Delays Ctrl-C until a step is complete; pressed twice, it ends the program at once."""
 
     def __init__(self) -> None:
         """Nothing is requested yet."""
         self.requested = False
 
     def __enter__(self) -> Interruption:
-        """Take Ctrl-C over."""
+        """Install the handler."""
         self.default_handler = signal.signal(signal.SIGINT, self.request)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give it back."""
+        """Restore the previous handler."""
         signal.signal(signal.SIGINT, self.default_handler)
 
     def request(self, _signal: int, _frame: FrameType | None) -> None:
-        """Remember this Ctrl-C, and let the next one through."""
+        """Record this Ctrl-C, and let the next one through."""
         self.requested = True
         signal.signal(signal.SIGINT, self.default_handler)
 
 
 def main() -> int:
-    """Trains or goes on training, then reports. Returns the exit status."""
+    """Train or continue training, then report. Returns the exit status."""
     options = parse_options()
     start = time.perf_counter()
     # The networks are so small that handing work to a second thread costs more than it saves.
     torch.set_num_threads(1)
     ranks = Ranks()
-    if ranks.rank > 0:  # rank 0 speaks for all
+    if ranks.rank > 0:  # only rank 0 prints
         sys.stdout = None
     try:
         configuration = checked_configuration(options, ranks)
@@ -78,7 +78,7 @@ def main() -> int:
     checkpoint = directory / "checkpoint.pt"
     if options.fresh:
         remove_run(directory)
-    ranks.gather(None)  # so that none reads what is removed
+    ranks.gather(None)  # so that no rank reads files that are being removed
     training = begin(configuration, directory, options.ray, ranks)
     try:
         if ranks.of_first(checkpoint.exists()):
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def checked_configuration(options: argparse.Namespace, ranks: Ranks) -> Configuration:
-    """The configuration of a run that so many processes can begin.
+    """The configuration of a run that this many processes can begin.
 
     Raises:
         ValueError: an option makes no sense, or Ray is missing.
@@ -126,7 +126,7 @@ def begin(configuration: Configuration, directory: Path, address: str, ranks: Ra
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line. What is played decides on the defaults of the rest."""
+    """Parse the command line. The game determines the defaults of the other options."""
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--game", choices=games.names(), default=Configuration.game)
     name = first.parse_known_args()[0].game
@@ -158,26 +158,26 @@ def parse_options() -> argparse.Namespace:
 
 
 def remove_run(directory: Path) -> None:
-    """Deletes the files that an earlier run wrote, and nothing else."""
+    """Delete the files that an earlier run wrote, and nothing else."""
     pictures = ("learning_curve.png", "hidden_state.png")
     for pattern in ("checkpoint.*", "replay.*.sqlite*", "events.out.tfevents.*", *pictures):
         for path in directory.glob(pattern):
-            path.unlink(missing_ok=True)  # another rank may have been faster
+            path.unlink(missing_ok=True)  # another rank may have deleted it first
 
 
 def train(training: Training, checkpoint: Path, max_seconds: float, monitor: bool) -> None:
-    """Trains to the end of the run, to the time limit, or to Ctrl-C, which is raised once the checkpoint is written."""
+    """Train to the end of the run, to the time limit, or to Ctrl-C, which is raised after the checkpoint is written."""
     total = training.configuration.training_steps
     begun, interrupted, is_first = training.step_number, False, training.ranks.rank == 0
     if training.finished or training.seconds >= max_seconds:
         print(f"this run has finished, after step {begun}; evaluating it again (--fresh starts anew)")
         return
     print(f"going on from step {begun}" if begun else "starting a run", f"in {checkpoint.parent}")
-    # A bar of steps alone would stop anywhere: a solved game, the steps or the time ends the run.
+    # A bar of steps alone could stop anywhere: a solved game, the number of steps or the time ends the run.
     interval = 0.5 if sys.stderr.isatty() else 20
     form = "{percentage:3.0f}%|{bar:20}| {desc}"
     bar = tqdm(total=1.0, mininterval=interval, miniters=0, bar_format=form, disable=not is_first)
-    # After a crash the logs may be ahead of the checkpoint; `purge_step` hides what will be written once more.
+    # After a crash the logs may be ahead of the checkpoint; `purge_step` hides the steps that will be written again.
     with (
         bar,
         SummaryWriter(checkpoint.parent, purge_step=begun) if is_first else contextlib.nullcontext() as writer,
@@ -210,12 +210,12 @@ def train(training: Training, checkpoint: Path, max_seconds: float, monitor: boo
 
 
 def monitored(training: Training, writer: SummaryWriter) -> gs.GradientMonitor:
-    """Has the gradients logged, by the number of the learner step."""
+    """Log the gradients, by the number of the learner step."""
     return gs.GradientMonitor(training.network, training.optimizer, writer=writer, first_step=training.learner_steps)
 
 
 def report(training: Training, directory: Path) -> None:
-    """Evaluates, times the learner step, draws the picture, and prints what came out."""
+    """Evaluate, time the learner step, draw the plot, and print the results."""
     settings, game, self_play = training.share, training.game, training.self_play
     print(f"evaluating: {game.evaluation_episodes} episodes, side by side ...", flush=True)
     evaluation = evaluate(training.network, settings)
@@ -257,14 +257,14 @@ def report(training: Training, directory: Path) -> None:
 
 
 def summary(game: type[games.Game], returns: games.Floats) -> str:
-    """What returns are like."""
+    """Summary statistics of returns."""
     if game.players == 1:
         return f"mean return {returns.mean():.1f} (from {returns.min():.0f} to {returns.max():.0f})"
     return f"{(returns > 0).sum()} won, {(returns == 0).sum()} drawn, {(returns < 0).sum()} lost"
 
 
 def report_gradients(training: Training, directory: Path) -> None:
-    """Draws the gradient of the hidden state in one batch, as the paper scales it and unscaled."""
+    """Plot the gradient of the hidden state in one batch, with the paper's scaling and without."""
     settings = training.share
     batch = training.replay.sample(settings.batch_size, np.random.default_rng(settings.seed))
     loss_function = make_loss(training.network.support, settings.loss)

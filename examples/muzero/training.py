@@ -1,4 +1,4 @@
-"""A training run: everything that changes while the agent learns, and how it is saved."""
+"""A training run: all state that changes while the agent learns, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from replay import Batch, ReplayBuffer
 from self_play import SelfPlay
 
 EPISODES_TO_SOLVE = 50
-CHECKPOINT = {"configuration", "network", "optimizer", "shares", "torch_generator", "record"}  # what is in a file
+CHECKPOINT = {"configuration", "network", "optimizer", "shares", "torch_generator", "record"}  # contents of the file
 SHARED = ("num_environments", "batch_size", "replay_capacity", "minimum_replay")  # among the ranks
 
 
@@ -56,8 +56,8 @@ def make_replay(configuration: Configuration) -> ReplayBuffer:
 class Training:
     """Networks, optimizer, replay buffer, games, random numbers and record of a run.
 
-    Of several ranks each has a share of the games, and a replay buffer of its own with what it has played. Networks,
-    optimizer and record are the same in all of them.
+    Each of several ranks has a share of the games, and its own replay buffer with the episodes that it played.
+    Networks, optimizer and record are the same on all ranks.
     """
 
     def __init__(self, configuration: Configuration, ranks: Ranks | None = None) -> None:
@@ -83,12 +83,12 @@ class Training:
 
     @property
     def learning_rate(self) -> float:
-        """Falls linearly, over the steps of the run, to a tenth."""
+        """Learning rate, which decreases linearly over the run to a tenth."""
         done = self.step_number / self.configuration.training_steps
         return self.configuration.learning_rate * (1 - 0.9 * done)
 
     def step(self) -> dict[str, float]:
-        """A step of all games, and the learner steps that go with it. Returns scalars for the log."""
+        """Run a step of all games and its learner steps. Returns scalars for the log."""
         start, processor_start = time.perf_counter(), time.process_time()
         scalars: dict[str, float] = {}
         learning = True
@@ -109,7 +109,7 @@ class Training:
         return scalars
 
     def play(self) -> tuple[list[float], int]:
-        """A step of this rank's games. Returns what the episodes that ended have brought, and how many transitions."""
+        """Run a step of this rank's games. Returns the returns of finished episodes, and the number of transitions."""
         finished = self.self_play.step(self.network)
         for episode in finished:
             self.replay.add(episode)
@@ -118,11 +118,11 @@ class Training:
 
     @property
     def is_ready(self) -> bool:
-        """Whether this rank's replay buffer holds enough to learn from."""
+        """True if this rank's replay buffer holds enough transitions to learn from."""
         return len(self.replay) >= self.share.minimum_replay
 
     def learn(self, batch: Batch) -> gs.MultiStepLossOutput:
-        """A learner step, after which the batch gets new priorities."""
+        """Run a learner step, and update the priorities of the batch."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         output = update_weights(
@@ -140,15 +140,15 @@ class Training:
 
     @property
     def solved(self) -> bool:
-        """Whether the latest episodes reach the return at which the game counts as solved.
+        """True if the latest episodes reach the return at which the game counts as solved.
 
-        Training ends then. Going on would soon fill the replay buffer with nothing but long episodes, and an agent that
-        sees no failure forgets how to avoid it.
+        Training then ends. Continuing would soon fill the replay buffer with long episodes only, and an agent that sees
+        no failure forgets how to avoid it.
         """
         return len(self.curve) >= EPISODES_TO_SOLVE and self.mean_return >= self.game.return_to_solve
 
     def progress(self, max_seconds: float) -> dict[str, float]:
-        """What ends the run, in words, and how much of each there is: the first to reach 1 ends it."""
+        """Name and progress of each criterion that ends the run: the first one to reach 1 ends it."""
         total, episodes = self.configuration.training_steps, len(self.curve)
         goal, mean = self.game.return_to_solve, self.mean_return if episodes else 0.0
         described = f"mean return {mean:.1f}" if math.isinf(goal) else f"mean return {mean:.0f} of {goal:.0f}"
@@ -160,11 +160,11 @@ class Training:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done, or the game is solved."""
+        """True if all steps are done, or the game is solved."""
         return self.solved or self.step_number >= self.configuration.training_steps
 
     def save(self, path: Path) -> None:
-        """Has rank 0 write a checkpoint; whatever happens, a complete one is there, this or the one before."""
+        """Write a checkpoint in rank 0; a complete file always exists, this one or the previous one."""
         share = {
             "replay": self.replay.state_dict(),
             "self_play": self.self_play.state_dict(),
@@ -187,10 +187,11 @@ class Training:
         os.replace(unfinished, path)
 
     def load(self, path: Path) -> None:
-        """Goes on from a checkpoint, which only rank 0 reads. Games are in it as Python objects: load only your own.
+        """Continue from a checkpoint, which only rank 0 reads. It contains pickled Python objects: load only your own
+        files.
 
         Raises:
-            ValueError: the file is no checkpoint, or of a run with another configuration or number of ranks.
+            ValueError: the file is not a checkpoint, or belongs to a run with another configuration or number of ranks.
         """
         state, problem = self.ranks.of_first(read_checkpoint(path) if self.ranks.rank == 0 else None)
         if problem:
@@ -215,10 +216,10 @@ class Training:
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], str]:
-    """What `save` has written, and what is wrong with the file; one of them is empty."""
+    """The contents that `save` has written, and an error message for the file; one of them is empty."""
     try:
         state = torch.load(path, weights_only=False)
-    except Exception as error:  # of many types, depending on where a file is damaged
+    except Exception as error:  # of many types, depending on where the file is damaged
         return {}, f"{type(error).__name__}: {error}"
     if not (isinstance(state, dict) and state.keys() >= CHECKPOINT):
         return {}, "it holds something else"

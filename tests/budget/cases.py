@@ -1,4 +1,4 @@
-"""Calls whose kernels have a budget: as a user makes them, with contiguous rows of a known width."""
+"""Calls whose kernels have a budget: user-level calls, with contiguous rows of a fixed width."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Case:
-    """A call, what its counts are divided by, and what it may cost.
+    """A call, the unit of its counts, and its budget.
 
-    `make(batch)` makes the tensors, and gives the call that is counted and the number of its units. `budget`: warp
-    instructions of sm_90 a unit. `issue`: the largest part of memory's time that issuing may take on an H200. `usual`:
-    the budget with a batch of 256, whose rows do not fill an H200. `in_flight`: the least bytes of a multiprocessor.
-    `disagreement`: how far the estimate of machine code may be from the PTX, in instructions that become one each.
+    `make(batch)` makes the tensors, and returns the call to count and its number of units. `budget`: warp instructions
+    of sm_90 per unit. `issue`: the largest ratio of issue time to memory time on an H200. `usual`: the budget with a
+    batch of 256, whose rows do not fill an H200. `in_flight`: the minimum bytes of loads in flight per multiprocessor.
+    `disagreement`: tolerance between the estimate of machine code and the PTX, in instructions that map one to one.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Case:
 
 
 def _loss(head: gs.heads.Head, width: int, dtype: torch.dtype, batch: int, stacked: bool = False) -> tuple[Call, float]:
-    """One head at all steps, with importance weights. `stacked`: one tensor `[B, T, width]`, whose rows lie apart."""
+    """One head at all steps, with importance weights. `stacked`: one tensor `[B, T, width]` with strided rows."""
     predictions = torch.randn(batch, STEPS, width).to(dtype)
     entries = predictions if stacked else [step.contiguous() for step in predictions.unbind(1)]
     for entry in [predictions] if stacked else entries:
@@ -104,7 +104,8 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
             batch=512,
         ),
         loss("HLGauss", gs.HLGauss(support), 601, 280, 325, usual=910),
-        # Of 16 bits, 16 lanes access a sector at once: a row of 101 is few bytes for what lanes exchange.
+        # 16 lanes access a 32-byte sector of a 16-bit type at once: a row of 101 has few bytes relative to the
+        # exchanges.
         two_hot(255, 160, 180, issue=0.7 if fp32 else 0.75),
         two_hot(101, 110, 125, issue=0.7 if fp32 else 1.25, in_flight=30_000 if fp32 else 28_000),
         *([two_hot(21, 26, 26, batch=2048)] if fp32 else []),
@@ -113,7 +114,7 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
         loss("policy", policy, 362, 330, 345),
         of("decode 601", _decode, budget=220 if fp32 else 210, batch=512, issue=0.7 if fp32 else 0.85),
         of("gradient of decode 601", _decode_gradient, budget=360 if fp32 else 380, batch=512),
-        # Eight elements of 16 bits in 16 bytes: their budget is 0.93 of memory's time.
+        # Eight 16-bit elements in 16 bytes: their budget is 0.93 of the memory time.
         of(
             "statistics",
             _statistics,
@@ -127,7 +128,7 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
 
 
 def _trajectories(batch: int, steps: int, batch_first: bool = True) -> tuple[dict[str, torch.Tensor], float]:
-    """Rewards, values, next values and two flags, and the number of 32 steps."""
+    """Rewards, values, next values and two flags, and the number of units of 32 steps."""
     shape = (batch, steps) if batch_first else (steps, batch)
     numbers = {name: torch.randn(shape) for name in ("rewards", "values", "next_values")}
     flags = {name: torch.rand(shape) < 0.01 for name in ("terminated", "truncated")}
@@ -160,13 +161,14 @@ def _muzero_targets(batch: int) -> tuple[Call, float]:
 
 
 def _cases_of_returns() -> list[Case]:
-    """Trajectories of float32 numbers and of flags of a byte.
+    """Trajectories of float32 numbers and one-byte flags.
 
-    Advantages read 3 numbers and 2 flags a step, and write 2 numbers: 22 bytes. 4096 x 128 steps are 11.5 MB, which
-    take at least 2.4 us at an H200's 4.8 TB/s; 16 x 1024 steps are 0.36 MB and 0.08 us, less than a launch. At the
-    4.3 TB/s that a copy reaches, 32 steps take 0.164 ns, in which 132 multiprocessors issue 152 instructions; 0.7 of
-    them are 106. λ-returns move 14 bytes, and so do their gradients: memory allows 97. MuZero's windows are 180 bytes,
-    for which memory allows 39: they take longer to compute than to read, but 2048 of them less than a microsecond.
+    Advantages read 3 numbers and 2 flags per step, and write 2 numbers: 22 bytes. 4096 x 128 steps are 11.5 MB, which
+    take at least 2.4 us at an H200's 4.8 TB/s; 16 x 1024 steps are 0.36 MB and 0.08 us, less than a launch. At the 4.3
+    TB/s that a copy reaches, 32 steps take 0.164 ns, in which 132 multiprocessors issue 152 instructions; 0.7 of this
+    is 106. λ-returns move 14 bytes, and so do their gradients: the memory time allows 97 instructions. MuZero's windows
+    are 180 bytes, for which it allows 39: they take longer to compute than to read, but 2048 of them take less than a
+    microsecond.
     """
 
     def of(name: str, make: Callable[[int], tuple[Call, float]], bytes_of_step: int, **numbers) -> Case:
@@ -175,7 +177,7 @@ def _cases_of_returns() -> list[Case]:
     lambda_returns = partial(_returns, "lambda_returns", lambda_=0.95)
     return [
         of("advantages [B, T], T 128", partial(_advantages, 128, True), 22, budget=106, batch=512),
-        # A block for each chunk of 256 steps: of 16 x 1024 steps, the 64 blocks issue for 0.6 us.
+        # One block per chunk of 256 steps: for 16 x 1024 steps, the 64 blocks issue for 0.6 us.
         of(
             "advantages [B, T], few rows, T 1024",
             partial(_advantages, 1024, True),
@@ -197,7 +199,7 @@ def _cases_of_returns() -> list[Case]:
             issue=1,
             in_flight=24_000,
         ),
-        # Two scans of a row, the second of which finds it in the cache.
+        # Two scans of a row, the second of which hits the cache.
         of(
             "n-step returns, T 128",
             partial(_returns, "n_step_returns", False, n=5),

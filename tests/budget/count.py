@@ -1,10 +1,10 @@
-"""Runs the calls of cases.py through the stand-in for the driver, and prints what their kernels did as JSON.
+"""Runs the calls of cases.py on the simulated driver, and prints their kernels' counts as JSON.
 
 python tests/budget/count.py --driver .venv/driver.so [--batch 256] [part of a case's name ...]
 
-The kernels are compiled for sm_90 with line information; it is the PTX in their cubins that runs. A line for each case:
-its launches, as the stand-in reports them, each with what was compiled (file, name, registers, shared memory, spills)
-and the opcodes of its machine code, estimated.
+The kernels are compiled for sm_90 with line information, and the PTX in their cubins is run. Prints one line per case:
+its launches as the simulated driver reports them, each with its compiled kernel (file, name, registers, shared memory,
+spills) and the estimated opcode counts of its machine code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradscale_ext._native import _C  # noqa: E402
 
 
 class Images:
-    """The kernels that were asked for, by their entry's name."""
+    """The requested kernels, by the name of their entry."""
 
     def __init__(self) -> None:
         self.compiler = _kernels.Nvrtc("--generate-line-info")
@@ -44,7 +44,7 @@ class Images:
         return sass.ptx_of(image.code), image.entry
 
     def completed(self, record: dict) -> dict:
-        """A launch's record, with what is known of its kernel."""
+        """A launch's record, extended by the properties of its kernel."""
         entry = record.pop("entry")
         lines = dict(record.pop("lines"))
         file, name = self.names[entry]

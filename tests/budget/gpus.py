@@ -1,7 +1,7 @@
-"""What a kernel's instructions and bytes cost at least on some GPUs.
+"""Lower bounds on the time of a kernel's instructions and bytes on some GPUs.
 
-The rates are the published ones of each generation, not measured. Nothing here knows of latencies, stalls or replays:
-these times are floors.
+The rates are published ones, not measured. Latencies, stalls and replays are not modelled, so these times are lower
+bounds.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """Instructions of warps a clock and multiprocessor, by pipe; bandwidth as a copy reaches it, in bytes a second.
+    """Warp instructions per clock and multiprocessor, by pipe; bandwidth of a copy, in bytes per second.
 
-    "alu": integer sums, logic, shifts, comparisons, choices, minima, packing of halves; "fma": fp32, and integer
+    "alu": integer sums, logic, shifts, comparisons, selects, minima, packing of halves; "fma": fp32, and integer
     products at half its rate ("imad"); "xu": ex2, rcp, sqrt, and conversions between integers, float and double; "lsu":
     128 bytes of loads or stores.
     """
@@ -37,7 +37,7 @@ GPUS = {
     "A100": Gpu(108, 1.41e9, 1.75e12, fma=2, fp64=1),
     "RTX 4090": Gpu(128, 2.5e9, 1.0e12, fma=4, fp64=1 / 16),
 }
-ISSUE = 4  # warp instructions a clock and multiprocessor
+ISSUE = 4  # warp instructions per clock and multiprocessor
 PIPES = [
     ("fma", r"F(ADD|MUL|FMA|FFMA|SWZADD)\b|FFMA32I|FADD32I|FMUL32I|HADD2|HFMA2|HMUL2"),
     ("imad", r"IMAD|IMUL"),
@@ -59,7 +59,7 @@ def pipes_of(opcodes: Counter[str]) -> Counter[str]:
 
 
 def floors(opcodes: Counter[str], sectors: float, least_bytes: float, gpu: Gpu) -> dict[str, float]:
-    """Seconds that each pipe, the schedulers and the memory need at least."""
+    """Minimum seconds of each pipe, the schedulers and the memory."""
     pipes = pipes_of(opcodes)
     pipes["fma"] += pipes["imad"]  # on the same pipe
     rate = gpu.multiprocessors * gpu.clock
@@ -71,7 +71,7 @@ def floors(opcodes: Counter[str], sectors: float, least_bytes: float, gpu: Gpu) 
 
 
 def resident_warps(registers: int, shared: int, threads: int) -> int:
-    """Warps that a multiprocessor of an H200 holds of a kernel with so many registers a thread, and bytes a block."""
+    """Resident warps per multiprocessor of an H200, for registers per thread and bytes of shared memory per block."""
     warps = -(-threads // 32)
     by_registers = 65536 // (-(-registers * 32 // 256) * 256) // warps
     by_shared = 228 * 1024 // (-(-shared // 128) * 128 + 1024)

@@ -1,9 +1,9 @@
-"""Machine code of a kernel, and how often each of its instructions is run, from counts of the PTX behind it.
+"""Machine code of a kernel, and execution counts of its instructions, derived from counts of the PTX.
 
-A cubin that was compiled with line information holds the PTX of which it was made, and names the line of that PTX for
-each instruction. What counts the PTX as it runs therefore tells how often an instruction of the machine code would be
-issued. Those of a basic block are issued equally often: the median of their lines is taken, because some were moved
-from elsewhere.
+A cubin compiled with line information contains its PTX, and maps each machine instruction to a line of that PTX. The
+counts of the executed PTX therefore give the number of times that each machine instruction would be issued. All
+instructions of a basic block are issued equally often: the median over their lines is used, because some instructions
+were moved from elsewhere.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ WIDTHS = {"64": 8, "128": 16, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction; `line` is that of the PTX."""
+    """One instruction; `line` is its line in the PTX."""
 
     line: int
-    text: str  # without its predicate
+    text: str  # without the predicate
 
     @property
     def opcode(self) -> str:
@@ -47,7 +47,7 @@ class Block:
 
 
 def ptx_of(cubin: bytes) -> bytes:
-    """The PTX in a cubin, line by line as the cubin counts them."""
+    """The PTX in a cubin, by the line numbers that the cubin uses."""
     (sections,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, sections + size * k) for k in range(count)]
@@ -59,7 +59,7 @@ def ptx_of(cubin: bytes) -> bytes:
 
 
 def find_nvdisasm() -> str:
-    """The program of this name: of the package nvidia-cuda-nvdisasm, or on PATH."""
+    """The program of this name, from the package nvidia-cuda-nvdisasm or from PATH."""
     for folder in map(Path, sys.path):
         for path in folder.glob("nvidia/cu1*/bin/nvdisasm*"):
             return str(path)
@@ -79,7 +79,7 @@ def disassembled(cubin: bytes) -> str:
 
 
 def blocks_of(text: str, entry: str) -> list[Block]:
-    """Basic blocks of a kernel in what nvdisasm printed, without the slow ways that stand behind its end."""
+    """Basic blocks of a kernel in the output of nvdisasm, without the slow paths after the kernel's end."""
     body = text[text.index(f".text.{entry}:\n") :].partition("\n//-----")[0]
     blocks, line, ended = [Block()], 0, False
     for row in body.splitlines()[1:]:
@@ -87,7 +87,7 @@ def blocks_of(text: str, entry: str) -> list[Block]:
             line = int(match[1])
         elif match := re.match(r"(\S+):", row):
             if match[1].startswith("$"):
-                break  # a function that is called
+                break  # a called function
             if ended or blocks[-1].instructions:
                 blocks.append(Block())
             blocks[-1].labels.append(match[1])
@@ -97,7 +97,7 @@ def blocks_of(text: str, entry: str) -> list[Block]:
                 blocks.append(Block())
             instruction = Instruction(line, match[1])
             padding = not blocks[-1].instructions and goes_to(instruction) in blocks[-1].labels
-            if padding or "WARPSYNC.COLLECTIVE" in match[1]:  # behind the end; what lanes do that came apart
+            if padding or "WARPSYNC.COLLECTIVE" in match[1]:  # after the end: code for diverged lanes
                 return blocks[:-1]
             if instruction.opcode != "NOP":
                 blocks[-1].instructions.append(instruction)
@@ -106,13 +106,13 @@ def blocks_of(text: str, entry: str) -> list[Block]:
 
 
 def goes_to(instruction: Instruction) -> str | None:
-    """The label to which a branch leads."""
+    """The target label of a branch."""
     match = re.match(r"BRA.*`\((\.L_\w+)\)", instruction.text)
     return match[1] if match else None
 
 
 def estimated(blocks: list[Block], lines: dict[int, int]) -> Counter[str]:
-    """How often each opcode is issued where the lines of the PTX were run so often."""
+    """Issue count of each opcode, from the execution counts of the PTX lines."""
     result: Counter[str] = Counter()
     for block in blocks:
         times = block.issued(lines)
@@ -125,9 +125,9 @@ def estimated(blocks: list[Block], lines: dict[int, int]) -> Counter[str]:
 
 
 def in_flight(blocks: list[Block], lines: dict[int, int]) -> int:
-    """Bytes that a warp has asked of global memory and not used yet, at most, along the way that is run most.
+    """Maximum bytes that a warp has requested from global memory and not used yet, along the most executed path.
 
-    Every loop is gone through twice, so that loads for the next turn count.
+    Every loop is traversed twice, so that loads for the next iteration count.
     """
     run = [block for block in blocks if block.issued(lines) > 0]
     place = {label: index for index, block in enumerate(run) for label in block.labels}
@@ -148,7 +148,7 @@ def in_flight(blocks: list[Block], lines: dict[int, int]) -> int:
 
 
 def _step(instruction: Instruction, pending: dict[int, int]) -> int:
-    """Bytes on their way to a lane after the instruction."""
+    """Bytes in flight per lane after the instruction."""
     opcode, _, operands = instruction.text.partition(" ")
     registers = [int(number) for number in re.findall(r"\bR(\d+)\b", operands)]
     if not re.match(r"LDG?\b", opcode):

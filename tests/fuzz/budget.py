@@ -1,7 +1,7 @@
-"""How long the fuzzer looks: at the same examples at every run of the ordinary tests, at others in `make fuzz`.
+"""Number of examples of the fuzzer: a fixed set in the ordinary tests, new ones in `make fuzz`.
 
-A test of the fuzzer takes one case: a frozen dataclass of plain numbers and names, from which it builds tensors. What
-Hypothesis prints of a failure is therefore the case itself, as one can paste it into a plain test.
+A fuzz test takes one case: a frozen dataclass of plain numbers and names, from which it builds tensors. Hypothesis
+therefore prints a failure as a case that can be pasted into a plain test.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ JOURNAL = os.environ.get("GRADSCALE_FUZZ_JOURNAL")
 MORE = 16
 """A round of `make fuzz` runs this many times the examples of `make test`."""
 
-# Hypothesis loads a profile called "ci" by itself, for all tests: these are called otherwise, and apply here alone.
+# Hypothesis loads a profile called "ci" by itself, for all tests: these have other names, and apply only here.
 _common: dict[str, Any] = {
     "deadline": None,
     "database": None,
@@ -38,11 +38,11 @@ settings.register_profile("fuzz", **_common)
 
 
 class _Journal:
-    """Counts cases, and writes each down before it runs."""
+    """Counts cases, and records each one before it runs."""
 
     def __init__(self) -> None:
         self.cases = 0
-        self.file = open(JOURNAL, "w") if JOURNAL else None  # noqa: SIM115, it is open as long as the process lives
+        self.file = open(JOURNAL, "w") if JOURNAL else None  # noqa: SIM115, open for the lifetime of the process
 
     def write(self, case: Any) -> None:
         self.cases += 1
@@ -67,7 +67,7 @@ def fuzz(cases: st.SearchStrategy[Any], examples: int) -> Callable[[Callable[[An
         @functools.wraps(test)
         def run(case: Any) -> None:
             nonlocal failed
-            if UNTIL and time.time() > UNTIL and not failed:  # a failure is made smaller first
+            if UNTIL and time.time() > UNTIL and not failed:  # a failure is shrunk first
                 pytest.skip("the time is over")
             _journal.write(case)
             try:
@@ -83,7 +83,7 @@ def fuzz(cases: st.SearchStrategy[Any], examples: int) -> Callable[[Callable[[An
 
 
 def journal_of(path: Path) -> tuple[int, str]:
-    """How many cases a process has run, and the last one."""
+    """The number of cases that a process has run, and the last one."""
     if not path.exists():
         return 0, ""
     count, _, case = path.read_text().partition("\n")

@@ -1,7 +1,7 @@
-"""The contract's formulas in NumPy and float64, written down a second time: nothing here uses the package's arithmetic.
+"""The contract's formulas in NumPy and float64, written independently: nothing here uses the package's arithmetic.
 
-Where a result is rounded on its way, a second array says how much of that the formula allows, in units of the machine
-epsilon of the dtype that it is computed in: the sum of the magnitudes that enter it.
+Where a result is rounded, a second array gives the allowed rounding in units of the machine epsilon of the dtype of the
+computation: the sum of the magnitudes of its terms.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def clamped(g: Array, low: Array | float, high: Array | float) -> Array:
 
 
 def resized(g: Array, limits: Array | float, batch_dims: int, p: float, clips: bool) -> tuple[Array, Array]:
-    """Each norm group clipped to its limit or brought to it; and which groups are within their limit, or empty."""
+    """Each norm group clipped or scaled to its limit; and a mask of groups that are within their limit, or empty."""
     limits = np.broadcast_to(limits, g.shape[:batch_dims])
     result, within = np.empty_like(g), np.ones(g.shape[:batch_dims], bool)
     for index in np.ndindex(*g.shape[:batch_dims]):
@@ -47,7 +47,7 @@ def resized(g: Array, limits: Array | float, batch_dims: int, p: float, clips: b
 
 
 def _resized_group(g: Array, limit: float, p: float, clips: bool) -> tuple[Array, bool]:
-    # The exponents of a long double are so large that neither a power nor a sum leaves them.
+    # The exponent range of long double is large enough that neither a power nor a sum overflows.
     wide = g.astype(np.clongdouble if np.iscomplexobj(g) else np.longdouble)
     size = np.abs(wide)
     norm = norm_of(size, p)
@@ -68,8 +68,8 @@ def norm_of(size: Array, p: float) -> Array:
 def resized_backward(
     g: Array, v: Array, limits: Array | float, batch_dims: int, p: float, clips: bool, margin: float
 ) -> tuple[Array, Array]:
-    """The gradient of ``Re sum(conj(v) * resized(g))`` with respect to g, no element of which is 0; and the sum of the
-    magnitudes that enter it, infinite where it has no derivative to speak of: next to the limit, for equal elements of
+    """The gradient of ``Re sum(conj(v) * resized(g))`` with respect to g without zero elements; and the sum of the
+    magnitudes of its terms, infinite where the derivative is not well defined: next to the limit, for equal elements of
     the maximum norm, and for elements next to 0 of a norm below 1."""
     limits = np.broadcast_to(limits, g.shape[:batch_dims])
     result, magnitude = np.empty_like(g), np.empty(g.shape)
@@ -121,7 +121,7 @@ def transformed_back(y: Array, name: str, eps: float) -> Array:
 
 
 def slope_back(y: Array, name: str, eps: float) -> Array:
-    """The derivative of `transformed_back`: 1 over that of the transform, where it arrives."""
+    """The derivative of `transformed_back`: 1 over the derivative of the transform at the result."""
     x = np.abs(transformed_back(y, name, eps))
     if name == "signed_hyperbolic":
         return 1 / (0.5 / np.sqrt(x + 1) + eps)
@@ -129,13 +129,13 @@ def slope_back(y: Array, name: str, eps: float) -> Array:
 
 
 def centers(support: Any) -> Array:
-    """Values that the support takes expectations of."""
+    """Bin values whose expectation the support computes."""
     middles = np.linspace(support.minimum, support.maximum, support.num_bins)
     return transformed_back(middles, support.transform, support.eps) if support.space == "raw" else middles
 
 
 def two_hot(x: Array, support: Any) -> tuple[Array, Array]:
-    """`[N, S]` distributions for scalars `[N]`, and how much of each bin's mass rounding may move."""
+    """`[N, S]` distributions for scalars `[N]`, and the part of each bin's mass that rounding may move."""
     last, width = support.num_bins - 1, (support.maximum - support.minimum) / (support.num_bins - 1)
     y = np.clip(transformed(x, support.transform, support.eps), support.minimum, support.maximum)
     position = (y - support.minimum) / width
@@ -154,7 +154,7 @@ def two_hot(x: Array, support: Any) -> tuple[Array, Array]:
     result, moved = np.zeros((len(x), last + 1)), np.zeros((len(x), last + 1))
     for row, (bin, weight, amount) in enumerate(zip(lower, upper, blur, strict=True)):
         result[row, bin], result[row, bin + 1] = 1 - weight, weight
-        # Next to a centre the mass that is moved may fall into the next bin.
+        # Next to a centre, moved mass may fall into the next bin.
         moved[row, max(bin - 1, 0) : bin + 3] = amount
         if np.isnan(x[row]):
             result[row] = np.nan
@@ -165,21 +165,21 @@ _erf = np.vectorize(math.erf, otypes=[float])
 
 
 def hl_gauss(x: Array, support: Any, sigma_ratio: float) -> tuple[Array, Array]:
-    """The same for histograms of normals."""
+    """The same for histograms of normal distributions."""
     width = (support.maximum - support.minimum) / (support.num_bins - 1)
     y = np.clip(transformed(x, support.transform, support.eps), support.minimum, support.maximum)[:, None]
     edges = support.minimum + width * (np.arange(support.num_bins + 1) - 0.5)
     arguments = (edges - y) / (math.sqrt(2) * sigma_ratio * width)
     below = _erf(arguments)
     total = below[:, -1:] - below[:, :1]
-    # An edge is off by as much as the numbers it is made of are rounded, and the mass by the density there.
+    # The error of an edge is the rounding of its terms, and the error of the mass is this times the density there.
     ends = max(abs(support.minimum), abs(support.maximum)) + width
     off = (np.abs(y) + ends) / (sigma_ratio * width) * np.exp(-np.minimum(arguments**2, 700)) + 1
     return (below[:, 1:] - below[:, :-1]) / total, (off[:, 1:] + off[:, :-1] + off[:, :1] + off[:, -1:]) / total
 
 
 def log_softmax(x: Array) -> tuple[Array, Array]:
-    """Along the last dimension, and the magnitudes that enter it."""
+    """Sum along the last dimension, and the sum of magnitudes."""
     largest = x.max(-1, keepdims=True)
     below = x - largest
     logarithm = np.log(np.exp(below).sum(-1, keepdims=True))
@@ -192,20 +192,21 @@ def product(weight: Array, x: Array) -> Array:
 
 
 def chosen(kept: Array, x: Array) -> Array:
-    """0 where it is not kept, whatever is there."""
+    """0 where `kept` is False, even for NaN and inf."""
     return np.where(kept, x, 0.0)
 
 
 def decoded(x: Array, support: Any) -> tuple[Array, Array]:
-    """`[N]` expectations of logits `[N, S]`, transformed back; and the magnitudes that enter them."""
+    """`[N]` expectations of logits `[N, S]`, transformed back; and the magnitudes of their terms."""
     logarithms, magnitude = log_softmax(x)
     p, middles = np.exp(logarithms), centers(support)
     expectation, size = p @ middles, (p * magnitude) @ np.abs(middles)
     if support.space == "raw":
-        return expectation, size + 4 * p @ np.abs(middles)  # steps of a transform
-    size = size + max(abs(support.minimum), abs(support.maximum))  # equally spaced: centres are rounded as the ends are
+        return expectation, size + 4 * p @ np.abs(middles)  # rounding steps of a transform
+    size = size + max(abs(support.minimum), abs(support.maximum))  # equally spaced centres are rounded like the ends
     back = transformed_back(expectation, support.transform, support.eps)
-    # The slope where the error may lead to; for half an exponential's argument that is not where it starts.
+    # The largest slope within the error; for half of an exponential's argument this differs from the slope at the
+    # start.
     return back, size * slope_back(np.abs(expectation) + 1e-4 * size, support.transform, support.eps) + np.abs(back)
 
 
@@ -216,7 +217,7 @@ Rows = tuple[Array, Array, Array, Array]
 
 
 def cross_entropy(x: Array, t: Array, moved: Array) -> Rows:
-    """``-sum t log p`` for logits x and targets t, of which rounding may move so much."""
+    """``-sum t log p`` for logits x and targets t, with this allowed rounding."""
     logarithms, magnitude = log_softmax(x)
     p, total = np.exp(logarithms), t.sum(-1, keepdims=True)
     loss = -product(t, logarithms).sum(-1)
@@ -239,7 +240,7 @@ def hl_gauss_loss(head: Any, x: Array, target: Array) -> Rows:
 
 
 def entropy_terms(x: Array) -> tuple[Array, Array]:
-    """``-p log p`` of every action, and the sizes of what enters it."""
+    """``-p log p`` of every action, and the magnitudes of its terms."""
     logarithms, magnitude = log_softmax(x)
     p = np.exp(logarithms)
     return -product(p, logarithms), product(p, magnitude * (1 + np.abs(np.where(p == 0, 0, logarithms))))
@@ -330,7 +331,7 @@ LOSSES: dict[str, Any] = {
 
 @dataclass
 class MultiStep:
-    """Output of a multi-step loss, and how far rounding may take it."""
+    """Output of a multi-step loss, and its allowed rounding."""
 
     loss: tuple[Array, Array]
     per_sample: tuple[Array, Array]
@@ -361,9 +362,9 @@ def multi_step(
     rounded: float,
     summed: float,
 ) -> MultiStep:
-    """Predictions and targets `[B, T_h, ...]`, masks, step weights and scales `[B, T]`; `eps` is that of each head.
+    """Predictions and targets `[B, T_h, ...]`, masks, step weights and scales `[B, T]`; `eps` holds one per head.
 
-    Rounding: `rounded` epsilons of the magnitudes that enter a head's loss, `summed` ones of those of a sum.
+    Rounding: `rounded` epsilons of the magnitudes of a head's loss terms, `summed` epsilons of the terms of a sum.
     """
     batch, coarsest = len(importance_weights), max(eps.values())
     total, total_error = np.zeros(batch), np.zeros(batch)
@@ -377,8 +378,8 @@ def multi_step(
         columns = None if target is None else target.reshape(-1, *target.shape[2:])
         losses, size, gradient, entering = LOSSES[type(head).__name__](head, rows, columns)
         kept, weights = masks[name][:, head.first_step :], step_weights[:, head.first_step :]
-        smallest = np.finfo(np.float32 if eps[name] > 1e-10 else np.float64).tiny  # below it digits are lost
-        rounding = eps[name] + math.prod(shape[2:]) * 2.0**-53  # sums along a row are taken in float64
+        smallest = np.finfo(np.float32 if eps[name] > 1e-10 else np.float64).tiny  # below it precision is lost
+        rounding = eps[name] + math.prod(shape[2:]) * 2.0**-53  # sums along a row are in float64
         error = chosen(kept, rounded * (rounding * (size + np.abs(losses)) + smallest).reshape(shape[:2]))
         losses = np.where(kept, losses.reshape(shape[:2]), 0)
         result.per_step[name] = losses, error
@@ -429,7 +430,7 @@ def multi_step(
 
 
 def statistics(tensor: Array, p: float) -> dict[str, float]:
-    """Statistics of one tensor; complex numbers count by their moduli."""
+    """Statistics of one tensor; complex numbers enter by their moduli."""
     size = np.abs(tensor).astype(np.longdouble)
     numbers = size if np.iscomplexobj(tensor) else tensor.astype(np.longdouble)
     finite = np.isfinite(size)
@@ -446,14 +447,14 @@ def statistics(tensor: Array, p: float) -> dict[str, float]:
 
 
 def histogram(tensor: Array, edges: Array) -> Array:
-    """How many elements have edges[i] <= log2 |g| < edges[i + 1]."""
+    """Number of elements with edges[i] <= log2 |g| < edges[i + 1]."""
     size = np.abs(tensor)
     size = size[np.isfinite(size) & (size > 0)]
     return np.histogram(np.frexp(size)[1] - 1, bins=edges)[0]
 
 
 def clipping_factor(tensors: list[Array], max_norm: float, p: float) -> tuple[float, float]:
-    """The norm of all tensors as one vector, and what they are multiplied by."""
+    """The norm of all tensors as one vector, and the factor that scales them."""
     size = np.concatenate([np.abs(tensor).astype(np.longdouble).ravel() for tensor in [np.zeros(1), *tensors]])
     total = math.nan if np.isnan(size).any() else float(norm_of(size, p))
     return total, float(np.minimum(1.0, np.divide(max_norm, total + 1e-6)))  # NaN of inf / inf, as in PyTorch
@@ -467,7 +468,7 @@ def priorities(expected: Array, targets: Array, steps: str, alpha: float, eps: f
 
 
 def decoded_gradient(x: Array, support: Any) -> tuple[Array, Array]:
-    """The derivative of `decoded`, `[N, S]`, and the magnitudes that enter it."""
+    """The derivative of `decoded`, `[N, S]`, and the magnitudes of its terms."""
     logarithms, magnitude = log_softmax(x)
     p, middles = np.exp(logarithms), centers(support)
     expectation = (p @ middles)[:, None]
@@ -476,7 +477,7 @@ def decoded_gradient(x: Array, support: Any) -> tuple[Array, Array]:
     if support.space == "transformed":
         ends = max(abs(support.minimum), abs(support.maximum))
         slope = slope_back(expectation, support.transform, support.eps)
-        # An error of the expectation changes the slope, at most by its relative error there.
+        # An error of the expectation changes the slope, at most by the expectation's relative error.
         entering = slope * (entering + p * ends) + np.abs(gradient) * slope * (1 + 2 * (size + ends))
         gradient = gradient * slope
     return gradient, entering

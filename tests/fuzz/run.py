@@ -1,8 +1,8 @@
-"""Runs the fuzzer in as many processes as there are processors until the time is over, each with seeds of its own.
+"""Runs the fuzzer in one process per processor until the time is over, each with its own seeds.
 
     python tests/fuzz/run.py --minutes 30
 
-The first finding of a process, or its death, ends that process. It is printed with the seed, and the exit status is 1.
+The first finding of a process, or a crash, ends that process. It is printed with the seed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GRACE = 600.0
 
 
 def look(folder: Path, worker: int, until: float, tests: list[str], seed: int | None, report: list[str]) -> int:
-    """Run the tests over and over, with another seed each time; returns how many cases there were."""
+    """Run the tests repeatedly, with another seed each time; returns the number of cases."""
     cases = 0
     while time.time() < until:
         chosen = random.SystemRandom().randrange(2**32) if seed is None else seed
@@ -36,7 +36,7 @@ def look(folder: Path, worker: int, until: float, tests: list[str], seed: int | 
         command += [f"--hypothesis-seed={chosen}", "--show-capture=no", *(tests or [str(HERE)])]
         environment = {
             "OMP_NUM_THREADS": "1",
-            "MALLOC_PERTURB_": str(1 + chosen % 255),  # freed memory does not keep its values
+            "MALLOC_PERTURB_": str(1 + chosen % 255),  # overwrite freed memory
             **os.environ,
             "GRADSCALE_FUZZ_UNTIL": str(until),
             "GRADSCALE_FUZZ_JOURNAL": str(journal),

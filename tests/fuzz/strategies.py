@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPLEX = (torch.complex64, torch.complex128)
 
-#: Simple ones first: Hypothesis makes a failure smaller towards the first.
+#: Simple ones first: Hypothesis shrinks a failure towards the first.
 PALETTES = ("ordinary", "zeros", "wide", "tiny", "huge", "inf", "nan", "everything")
 LAYOUTS = (
     "contiguous",
@@ -44,7 +44,7 @@ SEEDS = range(64)
 
 
 def product(kind: Callable[..., Any], **fields: Sequence[Any]) -> st.SearchStrategy[Any]:
-    """Build a `kind` of one choice for each field, all drawn as one number, as Hypothesis draws slowly."""
+    """Build a `kind` with one choice per field, all drawn as one number, because Hypothesis draws slowly."""
     count = math.prod(map(len, fields.values()))
     assert count < 2**24, "Hypothesis prefers small numbers of a larger range"
 
@@ -59,12 +59,12 @@ def product(kind: Callable[..., Any], **fields: Sequence[Any]) -> st.SearchStrat
 
 
 def random(*parts: object) -> np.random.Generator:
-    """A generator whose numbers depend on all parts."""
+    """A generator seeded by all parts."""
     return np.random.default_rng(zlib.crc32(repr(parts).encode()))
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, palette: str, generator: np.random.Generator) -> torch.Tensor:
-    """A contiguous tensor of the kind of values that the palette names."""
+    """A contiguous tensor with values of the palette's kind."""
     if dtype.is_complex:
         parts = [values(shape, dtype.to_real(), palette, generator) for _ in range(2)]
         has_nan = parts[0].isnan() | parts[1].isnan()  # beside inf: the modulus is either
@@ -99,8 +99,8 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, palette: str, generator: 
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """A tensor of the same shape in another layout, with memory of its own; expanded and overlapping ones repeat
-    values, and a layout that the shape does not have is the contiguous one."""
+    """A tensor of the same shape in another layout, with its own memory; expanded and overlapping layouts repeat
+    values, and a layout that is impossible for the shape is contiguous."""
     tensor = tensor.clone(memory_format=torch.contiguous_format)
     shape, dim = tensor.shape, tensor.dim()
     if layout == "transposed" and dim >= 2:
@@ -137,34 +137,34 @@ def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def precise(tensor: torch.Tensor) -> np.ndarray:
-    """The numbers of a tensor, exactly, in float64 or complex128."""
+    """The exact values of a tensor, in float64 or complex128."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return np.array(tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).numpy())
 
 
 def eps_of(dtype: torch.dtype) -> float:
-    """The machine epsilon of what a dtype is computed in: half types in float32."""
+    """The machine epsilon of the dtype in which a dtype is computed: float32 for half types."""
     return torch.finfo(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype).eps
 
 
 def smallest_of(dtype: torch.dtype) -> float:
-    """The smallest number of what a dtype is computed in."""
+    """The smallest number of the dtype in which a dtype is computed."""
     return smallest_normal_of(dtype) * eps_of(dtype)
 
 
 def smallest_normal_of(dtype: torch.dtype) -> float:
-    """The smallest normal number of what a dtype is computed in."""
+    """The smallest normal number of the dtype in which a dtype is computed."""
     return torch.finfo(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype).smallest_normal
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The values of a tensor, bit for bit."""
+    """The bits of a tensor's values."""
     tensor = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 class Watched:
-    """Tensors whose memory, all of it, must stay as it is."""
+    """Tensors whose whole memory must stay unchanged."""
 
     def __init__(self, *tensors: object) -> None:
         self.storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
@@ -183,9 +183,9 @@ class Watched:
 def check_close(
     result: torch.Tensor, truth: np.ndarray, error: np.ndarray | float, what: str, *, lenient: np.ndarray | None = None
 ) -> None:
-    """The result is the truth, rounded once to its dtype, give or take `error`; NaN where that is, inf where it rounds
-    to inf; anything where `error` is infinite. Complex numbers have a NaN or inf together. Where `lenient`, all that is
-    not finite is alike."""
+    """Check that the result is the truth, rounded once to its dtype, within `error`; NaN where the truth is NaN, inf
+    where it rounds to inf; anything where `error` is infinite. A complex number counts as NaN or inf as a whole. If
+    `lenient`, all non-finite values are equal."""
     assert tuple(result.shape) == truth.shape, f"{what}: shape {tuple(result.shape)}, expected {truth.shape}"
     got, info = precise(result), torch.finfo(result.dtype)
     if np.iscomplexobj(got):

@@ -1,4 +1,4 @@
-"""A few cases through torch.compile, which takes its time."""
+"""A few cases through torch.compile, which is slow."""
 
 from __future__ import annotations
 

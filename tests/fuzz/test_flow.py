@@ -77,7 +77,7 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Argument:
-    """A limit, scale or bound: a number, or a tensor that broadcasts to the shape it has to."""
+    """A limit, scale or bound: a number, or a tensor that broadcasts to the required shape."""
 
     values: tuple[float, ...] = (0.5,)
     """Values to draw elements from; limits and bounds are in units of the gradient's size."""
@@ -107,7 +107,7 @@ def numbers_of(argument: float | Tensor | None) -> Array:
 
 @dataclass(frozen=True)
 class Operator:
-    """One of the five, and the form in which it is called."""
+    """One of the five operators, and the form of its call."""
 
     name: str
     arguments: tuple[Argument | None, ...]
@@ -129,7 +129,7 @@ class Operator:
         return {"batch_dims": min(self.batch_dims, dim), "norm_type": self.norm_type} if self.name in NORMS else {}
 
     def function(self, dim: int) -> Callable[..., Tensor]:
-        """A function of a tensor of so many dimensions and the inputs."""
+        """A function of a tensor with this many dimensions and the inputs."""
         options, name = self.options(dim), self.name
 
         def call(x: Any, *inputs: Any) -> Any:
@@ -155,7 +155,7 @@ class Operator:
         return formulas.scaled(g, values[0] if self.name == "scale_gradient" else -values[0])
 
     def blur(self, g: Tensor) -> Array | float:
-        """Relative: the moduli of complex numbers next to 0 are rounded to multiples of the smallest number."""
+        """Relative error: the moduli of complex numbers next to 0 are rounded to multiples of the smallest number."""
         if self.name not in NORMS or not g.is_complex() or not g.numel():
             return 0.0
         dims = min(self.batch_dims, g.dim())
@@ -205,7 +205,7 @@ def operators(draw: st.DrawFn) -> Operator:
 
 @dataclass(frozen=True)
 class Case(Described):
-    """An operator, the tensor it is applied to, the gradient that reaches it, and how."""
+    """An operator, its input, the incoming gradient, and the context."""
 
     operator: Operator
     context: str
@@ -218,7 +218,7 @@ class Case(Described):
 
     @property
     def unit(self) -> float:
-        """The size of limits: that of the gradient's elements."""
+        """The size of limits: the magnitude of the gradient's elements."""
         info = torch.finfo(self.dtype)
         return {"tiny": info.smallest_normal, "huge": info.max / 16}.get(self.gradient.palette, 1.0)
 
@@ -230,7 +230,7 @@ class Case(Described):
 
 
 class _Arrive(torch.autograd.Function):
-    """A function whose gradient is what `make` returns: nobody else has it, if `make` keeps nothing."""
+    """A function whose gradient is the result of `make`: it has no other owner, if `make` keeps nothing."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -246,7 +246,7 @@ ARRIVALS = ("given", "fresh", "held", "permuted", "shared")
 
 
 def pull(case: Case, y: Tensor, x: Tensor, g: Tensor, **options: Any) -> Tensor:
-    """The gradient of x when that of y is g, which comes as the case says."""
+    """The gradient of x for the gradient g of y, which arrives as the case specifies."""
     if case.arrival == "given":
         return torch.autograd.grad(y, x, g, **options)[0]
     if case.arrival == "permuted":
@@ -266,7 +266,7 @@ def pull(case: Case, y: Tensor, x: Tensor, g: Tensor, **options: Any) -> Tensor:
 
 
 class Trial:
-    """A case with its tensors, and what must come out."""
+    """A case with its tensors, and the expected result."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -292,7 +292,7 @@ def check_rounded(gradient: Tensor, truth: Array, what: str, steps: float = ROUN
 
 
 def check_identical(gradient: Tensor, g: Tensor) -> None:
-    if g.is_complex() and g.is_neg():  # PyTorch's negation of complex zeros is one of theirs, or not, by turns
+    if g.is_complex() and g.is_neg():  # the sign of PyTorch's negated complex zeros varies
         np.testing.assert_array_equal(precise(gradient), precise(g))
     else:
         assert bits(gradient) == bits(g), "a gradient that is not changed passes bit-identical"
@@ -337,12 +337,12 @@ def _backward(trial: Trial) -> None:
     assert trial.x.grad is not None
     trial.check(trial.x.grad)
     if trial.x.grad.numel() and trial.case.x_layout not in REPEATING:
-        trial.x.grad.fill_(-3.0)  # it is nobody else's: `check_case` looks at the others
+        trial.x.grad.fill_(-3.0)  # it has no other owner: `check_case` checks the other cases
 
 
 @context
 def _accumulate(trial: Trial) -> None:
-    """Three consumers, of which two are given the same tensor."""
+    """Three consumers, two of which receive the same tensor."""
     leaf = trial.x
     branch = torch.zeros_like(trial.g).requires_grad_()
     total = trial.apply(leaf) + branch
@@ -420,7 +420,7 @@ def _check_vmap(
     pulled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
     outside: Callable[..., Tensor] | None,
 ) -> None:
-    """Each example for itself; with an odd seed the inputs that are tensors are mapped too."""
+    """Each example separately; with an odd seed the tensor inputs are mapped too."""
     case, dim = trial.case, len(trial.case.shape)
     if dim == 0 or 0 in case.shape:
         return
@@ -585,7 +585,7 @@ CONSUMERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Chain(Described):
-    """Operators one behind the other, and the operation that reads what they return."""
+    """Chained operators, and the operation that reads their results."""
 
     operators: tuple[Operator, ...]
     consumer: str

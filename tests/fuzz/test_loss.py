@@ -206,7 +206,7 @@ class Case(Described):
 
 
 class Trial:
-    """A case with its tensors, and what must come out."""
+    """A case with its tensors, and the expected result."""
 
     def __init__(self, case: Case, seed: int) -> None:
         self.case = case
@@ -312,7 +312,7 @@ class Trial:
     def _entries(
         self, name: str, array: Array, dtype: torch.dtype, form: str, layout: str, item: HeadCase | None
     ) -> tuple[Any, Array]:
-        """Tensors in the form of the case, and their numbers `[B, T_h, ...]`; predictions are noted as leaves."""
+        """Tensors in the form of the case, and their values `[B, T_h, ...]`; predictions are recorded as leaves."""
         leaves: list[tuple[str, Tensor, Callable[[Array], Array]]] = []
         if form in ("stacked", "unbound"):
             stacked = laid_out(torch.from_numpy(np.array(self.turned(array, True))).to(dtype), layout)
@@ -404,7 +404,7 @@ class Trial:
             name = what.split(",")[0]
             value, error = self.truth.gradients[name]
             if what == name and leaf.shape[:1] == value.shape[:1] and leaf.dim() < value.ndim:
-                # The gradients of one tensor's uses are each rounded, and added.
+                # The gradient of each use of a tensor is rounded before they are added.
                 info, uses = torch.finfo(leaf.dtype), value.shape[1]
                 error = error + uses * info.eps * np.abs(value) + uses * info.smallest_normal * info.eps
                 error = np.where(np.abs(value) < info.max / 2, error, np.inf)  # inf and -inf may be added
@@ -439,7 +439,7 @@ def _function(trial: Trial) -> None:
 
 @context
 def _module(trial: Trial) -> None:
-    """The module keeps its memory; a gradient that is still there keeps its values."""
+    """The module keeps its memory; a gradient that is still referenced keeps its values."""
     module = gs.MultiStepLoss(**trial.heads)
     held: list[tuple[Tensor, bytes]] = []
     for seed in range(3):
@@ -455,7 +455,7 @@ def _module(trial: Trial) -> None:
 
 @context
 def _ownership(trial: Trial) -> None:
-    """Gradients can be written to: nobody else sees it, nor does a second pass."""
+    """Gradients can be written to without effect on any other tensor, or on a second pass."""
     out = trial.run()
     leaves = [leaf for _, leaf, _ in trial.leaves]
     if not leaves:
@@ -564,7 +564,7 @@ def _no_grad(trial: Trial) -> None:
 
 @context
 def _intermediate(trial: Trial) -> None:
-    """Predictions are results of other operations, which go on with the gradients."""
+    """Predictions are results of other operations, which consume the gradients."""
     predictions = {
         name: entries * 1 if isinstance(entries, Tensor) else [entry * 1 for entry in entries]
         for name, entries in trial.predictions.items()

@@ -62,7 +62,7 @@ class TransformCase(Described):
 
 
 def slope(name: str, x: Array, eps: float) -> Array:
-    """The derivative, at infinity its limit."""
+    """The derivative; at infinity, its limit."""
     size = np.abs(x)
     if name == "signed_hyperbolic":
         return 0.5 / np.sqrt(size + 1) + eps
@@ -195,7 +195,7 @@ def check_decode(case: SupportCase, generator: np.random.Generator) -> None:
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor of a list; None: there is no tensor."""
+    """A tensor of a list; None for a missing tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -312,7 +312,7 @@ def test_l2_loss(case: ListCase) -> None:
     exact = [precise(tensor).astype(np.longdouble) for tensor in tensors]
     total = sum((float((numbers**2).sum()) for numbers in exact), 0.0) / 2
     truth = np.array(case.weight * total)
-    # Tensors are squared in what they are computed in, which is as much as is promised.
+    # Tensors are squared in the dtype of the computation, whose range limits the guarantee.
     limits = [torch.finfo(torch.float64 if tensor.dtype == torch.float64 else torch.float32).max for tensor in tensors]
     if all(float((numbers**2).sum()) < limit / 8 for numbers, limit in zip(exact, limits, strict=True)):
         eps = max([eps_of(tensor.dtype) for tensor in tensors], default=eps_of(dtype))
@@ -324,7 +324,7 @@ def test_l2_loss(case: ListCase) -> None:
         assert gradient.dtype == tensor.dtype
         expected = precise(tensor) * (case.weight * case.grad_output)
         error = 4 * (eps_of(tensor.dtype) * np.abs(expected) + smallest_normal_of(tensor.dtype) * eps_of(tensor.dtype))
-        # Twice the largest numbers is inf, which some paths take on their way.
+        # Twice the largest number is inf, which some paths compute on the way.
         error = np.where(np.abs(precise(tensor)) < torch.finfo(tensor.dtype).max / 4, error, np.inf)
         check_close(gradient, expected, error, "gradient of l2_loss")
     for index, gradient in enumerate(gradients):
@@ -379,7 +379,7 @@ def test_priorities(case: PriorityCase) -> None:
         entries.append(stacked if case.form == "stacked" else list(stacked.unbind(1 if case.batch_first else 0)))
     result = gs.priorities(*entries, steps=case.which, alpha=case.alpha, eps=case.eps, batch_first=case.batch_first)
     expected = formulas.priorities(*numbers, case.which, case.alpha, case.eps)
-    # The difference is rounded to what its numbers are: an error that the exponent makes larger next to 0.
+    # The difference is rounded to its operands' precision: an error that the exponent amplifies next to 0.
     eps = eps_of(torch.float64 if {case.dtype, case.target_dtype} == {torch.float64} else torch.float32)
     larger = [formulas.priorities(*numbers, case.which, case.alpha, case.eps + sign * eps * 4e3) for sign in (1, -1)]
     error = np.nan_to_num(np.abs(larger[0] - np.where(np.isnan(larger[1]), 0, larger[1]))) + 8 * eps * expected

@@ -1,11 +1,10 @@
-"""`make gpu`: build, compile the kernels for the GPU that is here, test, run compute-sanitizer, measure.
+"""`make gpu`: build, compile the kernels for the local GPU, test, run compute-sanitizer, measure.
 
     python tests/gpu/run.py --results bench/results --minutes 9
 
-Needs Python with a CUDA build of PyTorch and NVRTC (which comes with it from pip) or nvcc, a C++ compiler, pytest,
-hypothesis and ninja; no network, no other package. Every step has a time limit, and the benchmarks' share of the time
-is kept for them. The exit status is 1 when a step failed or did not end in its time; the others run all the same, and
-what was measured is written.
+Needs Python with a CUDA build of PyTorch and NVRTC (included by pip) or nvcc, a C++ compiler, pytest, hypothesis and
+ninja; no network, no other package. Every step has a time limit, and part of the time is reserved for the benchmarks.
+The exit status is 1 if a step failed or timed out; the other steps still run, and all measurements are written.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "build" / "gpu"
-#: Seconds that are kept for the benchmarks, and for what is left to do after them.
+#: Seconds reserved for the benchmarks, and for the remaining work after them.
 BENCHMARKS, ENDING = 215.0, 8.0
-#: Tests without kernels of the GPU, of which these concern it most; longest first.
+#: Tests that do not run GPU kernels but are most relevant to a GPU; longest first.
 ORDINARY = {
     "test_loss_contexts": [],
     "test_flow_nonlinear": [],
@@ -66,7 +65,7 @@ class Step:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Environment of all steps: this checkout before any installed package, and no network."""
+    """Environment of all steps: this checkout takes precedence over an installed package, and there is no network."""
     paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {
         "PYTHONPATH": os.pathsep.join(paths),
@@ -80,7 +79,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(step: Step, **more: str) -> Step:
-    """Run a step; one that takes too long is interrupted, and killed when it goes on."""
+    """Run a step; on a timeout it is interrupted, and killed if it continues."""
     start = time.monotonic()
     if step.limit <= 0:
         step.words = ""
@@ -117,7 +116,7 @@ def show(step: Step) -> None:
 
 
 def find_sanitizer() -> str | None:
-    """compute-sanitizer beside nvcc, on PATH or in the usual folders."""
+    """compute-sanitizer next to nvcc, on PATH or in the usual folders."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     nvcc = shutil.which("nvcc")
     homes += [str(Path(nvcc).resolve().parent.parent)] if nvcc else []
@@ -129,7 +128,7 @@ def find_sanitizer() -> str | None:
 def sanitize(tool: str, sanitizer: str, limit: float) -> Step:
     command = [sanitizer, "--tool", tool, "--error-exitcode", "99", sys.executable, "tests/gpu/small.py"]
     step = Step(f"compute-sanitizer {tool}", command, limit, LOGS / f"{tool}.log")
-    # Without PyTorch's cache of memory every tensor is an allocation of its own, whose bounds are known.
+    # Without PyTorch's caching allocator every tensor is a separate allocation with known bounds.
     run(step, PYTORCH_NO_CUDA_MEMORY_CACHING="1", OMP_NUM_THREADS="1")
     if step.status != 0 and step.log is not None and "Device not supported" in step.log.read_text(errors="replace"):
         step.words = "not run: compute-sanitizer says that the device is not supported here"

@@ -1,8 +1,8 @@
-"""Every kernel on small sizes, for compute-sanitizer: few launches but of ours, and inputs that were copied.
+"""Every kernel on small sizes, for compute-sanitizer: few launches except ours, and inputs that were copied.
 
     PYTHONPATH=.:tests compute-sanitizer --tool memcheck python tests/gpu/small.py
 
-Numbers are compared as in tests/test_cuda.py. `--device cpu` runs it without a GPU, with the CPU's own kernels.
+Numbers are compared as in tests/test_cuda.py. `--device cpu` runs without a GPU, with the CPU kernels.
 """
 
 from __future__ import annotations

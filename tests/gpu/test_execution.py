@@ -1,5 +1,5 @@
-"""How calls run on a GPU: captured in CUDA graphs, on side streams, on another device, without waiting for the GPU, in
-how many launches, bitwise the same every time, with how much memory, and beyond 2^31 elements.
+"""How calls run on a GPU: captured in CUDA graphs, on side streams, on another device, without synchronization, the
+number of launches, bitwise determinism, memory use, and tensors beyond 2^31 elements.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def device():
 
 
 class Update:
-    """A loss with everything that an update may give it, and calls of its forward and backward passes."""
+    """A loss with all optional arguments of an update, and calls of its forward and backward passes."""
 
     def __init__(self, device, dtype=torch.float32, seed=0, **options):
         self.heads = heads_of(WIDTH)
@@ -64,7 +64,7 @@ def tensors_of(options):
 
 
 def flow_step(x, numbers, incoming):
-    """The gradient that all flow operators, one after the other, make of an incoming one."""
+    """The gradient after all flow operators, applied one after the other to an incoming gradient."""
     y = x
     for apply, _ in FLOW.values():
         y = apply(y, numbers)
@@ -105,7 +105,7 @@ def l2_step(parameters):
 
 
 def clipping_step(gradients):
-    """Copies of gradients, clipped; those that are not finite are skipped."""
+    """Copies of gradients, clipped; non-finite gradients are skipped."""
     parameters = [torch.zeros_like(gradient) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.clone()
@@ -121,7 +121,7 @@ def l2_inputs(device, seed=0, count=300):
 
 
 def cases(device, seed=0):
-    """Functions without arguments by name, each with the tensors that it reads."""
+    """Functions without arguments by name, each with its input tensors."""
     plain, half = Update(device, seed=seed), Update(device, torch.bfloat16, seed=seed, reduction="valid_mean")
     skip = Update(device, seed=seed, nonfinite="skip")
     generator = torch.Generator().manual_seed(seed)
@@ -165,7 +165,7 @@ def assert_same(found, expected):
 
 
 def bits(x):
-    """Bits of a tensor, where NaN is equal to itself, and -0 differs from 0."""
+    """Bits of a tensor, where NaN equals itself, and -0 differs from 0."""
     return x.detach().contiguous().cpu().view(-1).view(torch.uint8)
 
 
@@ -198,7 +198,7 @@ def test_capture_and_replay_with_other_inputs(name, private_pool, device):
 
 
 def test_capture_of_the_examples_learner_step(device):
-    """Unroll, loss, backward pass and optimizer in one graph, beside the same steps without a graph."""
+    """Unroll, loss, backward pass and optimizer in one graph, compared with the same steps without a graph."""
     batches = [make_batch(seed) for seed in range(4)]
     losses = {False: [], True: []}
     for is_captured, found in losses.items():
@@ -217,7 +217,7 @@ def test_capture_of_the_examples_learner_step(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(3):  # learns from the first batch, before a graph may be captured
+            for _ in range(3):  # learn from the first batch before a graph may be captured
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -241,7 +241,7 @@ def test_capture_of_the_examples_learner_step(device):
 
 @every_case
 def test_side_stream(name, device):
-    """Inputs that arrive late on the stream of the call: a launch on any other stream would read what is there now."""
+    """Inputs that arrive late on the call's stream: a launch on any other stream would read the old values."""
     step, inputs = cases(device)[name]
     expected = step()
     arriving = [x.detach().clone() for x in inputs]
@@ -257,14 +257,14 @@ def test_side_stream(name, device):
             for x, late in zip(inputs, arriving, strict=True):
                 x.copy_(late)
         found = step()
-        waited = stream.query()  # now: a stream takes about a thousand launches, then the next one waits
+        waited = stream.query()  # query now: a stream queues about a thousand launches, then the next one blocks
         results = [x.clone() for x in found]
         for x in found:
-            x.zero_()  # what was freed or written too early would show
+            x.zero_()  # reveals early frees and writes
         return results, waited
 
     with torch.cuda.stream(stream):
-        run(1000)  # memory is asked for, and kernels are loaded, which may wait
+        run(1000)  # allocates memory and loads kernels, which may synchronize
         stream.synchronize()
         results, waited = run(SLEEP)
         assert not waited, "the call waited for the GPU"
@@ -274,7 +274,7 @@ def test_side_stream(name, device):
 
 @every_case
 def test_two_streams_at_once(name, device):
-    """Memory that a call asks for in passing belongs to its own stream."""
+    """Temporary memory of a call belongs to the call's stream."""
     runs = [cases(device, seed)[name] for seed in (0, 1)]
     expected = [step() for step, _ in runs]
     torch.cuda.synchronize()
@@ -349,7 +349,7 @@ def test_no_flow_operator_waits_for_the_gpu(operator, device):
 
 
 def kernels_of(function):
-    """Names of the kernels that a call starts, as the profiler saw them: all, and ours."""
+    """Names of the kernels that a call starts, as recorded by the profiler: all, and ours."""
     function()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -365,7 +365,7 @@ def kernels_of(function):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_launches_of_the_loss(dtype, reduction, device):
-    """Two for the forward pass and one for the backward pass, whatever the heads and steps."""
+    """Two launches for the forward pass and one for the backward pass, for any heads and steps."""
     options = {"reduction": reduction, "importance_weights": None, "step_weights": [0.5, 1.0, 1.0]}
     update = Update(device, dtype, **options)
     incoming = torch.ones(BATCH, device=device, dtype=update.loss().loss.dtype) if reduction == "none" else None
@@ -410,7 +410,7 @@ def test_launches_and_memory_without_a_gradient(device):
     assert len(ours) <= 2, ours
     assert everything == ours
     assert peak(without) < size / 4
-    assert peak(update) < 2 * size * 1.1  # the gradients and no other tensor of their size
+    assert peak(update) < 2 * size * 1.1  # the gradients and no other tensor of this size
 
 
 @pytest.mark.parametrize(
@@ -479,7 +479,7 @@ def test_bitwise_the_same_100_times(name, device):
 
 
 def test_bitwise_the_same_for_large_batches(device):
-    """Many blocks, which end in any order."""
+    """Many blocks, which finish in any order."""
     heads = {"value": gs.TwoHot(gs.Support.muzero()), "policy": gs.SoftCrossEntropy()}
     x = torch.randn(20000, 2, 601, device=device, generator=torch.Generator(device).manual_seed(0))
     predictions = {"value": x, "policy": x.clone().requires_grad_()}
@@ -530,7 +530,7 @@ def test_more_than_2_to_the_31_elements(device):
         out.per_step["value"][chosen.to(device)].cpu().double(), truth.per_step["value"], rtol=1e-5, atol=1e-5
     )
     torch.testing.assert_close(gradient[chosen.to(device)].cpu().double(), expected, **close)
-    sums = gradient.view(rows, width).sum(1, dtype=torch.float32)  # every row was written: each adds up to nothing
+    sums = gradient.view(rows, width).sum(1, dtype=torch.float32)  # every row was written: the sum of each row is zero
     assert sums.abs().max().item() < 0.02
     mean = out.per_step["value"].double().mean().item()
     assert out.loss.item() == pytest.approx(mean * rows, rel=1e-5)

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Tests of one group run in one process, which compiles once.
+# Tests of one group run in one process, so they compile once.
 one_process = pytest.mark.xdist_group("native")
 
 
@@ -37,7 +37,7 @@ def compile_all(commands: list[list[str]]) -> None:
 
 
 def fails_with(compiler: list[str], flags: list[str], prefix: list[str], folder: Path) -> str | None:
-    """Reason why an empty program cannot be built with `flags` and run; None where it can."""
+    """Reason why an empty program cannot be built with `flags` and run; None if it can."""
     source = folder / "probe.cpp"
     source.write_text("int main() { return 0; }\n")
     for command in (
@@ -57,7 +57,7 @@ def need_sanitizers(compiler: list[str], flags: list[str], folder: Path) -> None
 
 
 def without_randomized_addresses() -> list[str]:
-    """Prefix of a command that leaves ThreadSanitizer's addresses free, where that is allowed."""
+    """Prefix of a command that disables address space randomisation for ThreadSanitizer, where allowed."""
     prefix = ["setarch", platform.machine(), "-R"]
     if shutil.which("setarch") and subprocess.run([*prefix, "true"], capture_output=True).returncode == 0:
         return prefix
@@ -65,7 +65,7 @@ def without_randomized_addresses() -> list[str]:
 
 
 def thread_sanitizing_compiler(flags: list[str], folder: Path) -> list[str]:
-    """Find a compiler with ThreadSanitizer, clang first, whose programs take a tenth of the time of GCC's."""
+    """Find a compiler with ThreadSanitizer, clang first, because its programs take a tenth of the time of GCC's."""
     candidates = [["clang++"], *[[f"clang++-{version}"] for version in range(19, 13, -1)], default_compiler()]
     failures = []
     for candidate in candidates:
@@ -91,7 +91,7 @@ def run_in_order(
         **os.environ,
         "SIMT_ORDER": order,
         "SIMT_SEED": str(seed),
-        "ASAN_OPTIONS": "detect_leaks=0",  # needs rights that a container may lack
+        "ASAN_OPTIONS": "detect_leaks=0",  # needs permissions that a container may lack
         "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
         **(variables or {}),
     }

@@ -42,7 +42,7 @@ ROWS = [CPP / f"test_{name}.cpp" for name in ("kernels", "rows", "decode", "elem
 COMMON = ["-std=c++17", "-fno-math-errno", "-Wno-unknown-pragmas", "-Werror=switch", "-I", str(SIMT), "-I", str(CPP)]
 PLAIN = ("-O2",)
 ADDRESS = ("-O1", "-g1", "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all")
-THREAD = ("-O1", "-g1", "-fsanitize=thread", "-DGRADSCALE_THREADS=64")  # of 256 it would see a part
+THREAD = ("-O1", "-g1", "-fsanitize=thread", "-DGRADSCALE_THREADS=64")  # with 256 it would see only some of the threads
 
 # Faults for a copy of the sources of a program: compiler flags, file, text, its replacement, and the report when FAULT
 # is true, which the environment makes it for one of them.
@@ -116,14 +116,14 @@ SWITCH = '#include <cstdlib>\nstatic const int injected = std::atoi(std::getenv(
 
 
 def launchers(csrc):
-    """The host code that starts kernels, which knows no PyTorch."""
+    """The host code that starts kernels, which does not depend on PyTorch."""
     beside = [csrc / "port" / "table_builder.cpp", csrc / "loss" / "row_specification.cpp"]
     return [*beside, *sorted(csrc.glob("*/launch_*.cpp"))]
 
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """Builds the test of launches from a tree of sources; what is there is used again."""
+    """Builds the test of launches from a source tree, and reuses existing objects."""
     folder = tmp_path_factory.mktemp("device_kernels")
     compilers, objects, programs = {}, {}, {}
 
@@ -141,7 +141,7 @@ def build(tmp_path_factory):
         if flags not in compilers:
             compilers[flags] = compiler_for(flags)
         sources = [
-            (SIMT / "simt.cpp", ("-O2",)),  # without sanitizers, which it tells of the threads
+            (SIMT / "simt.cpp", ("-O2",)),  # without sanitizers: it reports the fibers to them
             *((source, (*flags, "-fno-strict-aliasing")) for source in (SIMT / "device_kernels.cpp", *launchers(csrc))),
             (SIMT / "test_launches.cpp", flags),
         ]
@@ -168,7 +168,7 @@ def check_passes(done):
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """Builds the tests of rows and of decoding; gives the program, and a folder with the PTX of all that it starts."""
+    """Builds the tests of rows and of decoding; returns the program, and a folder with the PTX of all its kernels."""
     driver = Path(sys.prefix) / "driver.so"
     if not driver.exists() or not isinstance(_kernels.compiler(), _kernels.Nvrtc):
         pytest.skip("there is no NVRTC, or the driver's stand-in is not built (make test)")
@@ -195,14 +195,14 @@ def rows(tmp_path_factory):
 
 @pytest.mark.parametrize(("order", "place"), [("forward", "page"), ("reverse", "heap")])
 def test_rows_against_truth(rows, order, place):
-    """Every head, dtype and width; forbidden pages beside the memory see what is read or written outside."""
+    """Every head, dtype and width; guard pages around the memory detect reads and writes out of bounds."""
     program, folder = rows
     check_passes(run_in_order(program, "device", place, variables={"KERNELS": str(folder), "PTX_ORDER": order}))
 
 
 @pytest.fixture(scope="module")
 def faulty(build, tmp_path_factory):
-    """Builds the test of launches from a copy of the very kernels, into which faults have been put."""
+    """Builds the test of launches from a copy of the kernels with injected faults."""
     folders = {}
 
     def faulty(flags):
@@ -223,14 +223,14 @@ def faulty(build, tmp_path_factory):
 
 
 def run(program, flags, fault, *arguments):
-    """Run the test of launches with the fault of a number, 0 being none."""
+    """Run the test of launches with the fault of this number; 0 is none."""
     prefix = without_randomized_addresses() if flags == THREAD else []
     return run_in_order(program, *arguments, prefix=prefix, variables={"GRADSCALE_FAULT": str(fault)})
 
 
 @pytest.mark.parametrize("flags", [PLAIN, ADDRESS, THREAD], ids=["plain", "address", "thread"])
 def test_launches(faulty, flags):
-    """The program that faults can be switched on in, without one: where it fails, nothing else is to blame."""
+    """The program with switchable faults, without any: it must pass, so that a failure is due to a fault."""
     check_passes(run(faulty(flags), flags, 0, *(["small"] if flags == THREAD else [])))
 
 

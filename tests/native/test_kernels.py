@@ -1,7 +1,7 @@
-"""The CPU kernels on their own, without PyTorch: tests/cpp is compiled with them, and run for every instruction set.
+"""The CPU kernels alone, without PyTorch: tests/cpp is compiled with them, and run for every instruction set.
 
-Twice: under AddressSanitizer and UBSan, and with the flags of a release, whose vectorised loops sanitizers do not see
-but the forbidden pages beside the tests' memory do.
+Twice: under AddressSanitizer and UBSan, and with release flags. Sanitizers do not see into the latter's vectorised
+loops, but the guard pages around the tests' memory do.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FAULTY = MAIN.parent / "test_rows.cpp"
 COMMON = ["-std=c++17", "-fopenmp-simd", "-fno-math-errno", "-Werror=switch", "-I", str(ROOT / "csrc")]
 RELEASE = ["-O3", "-fno-trapping-math"]
 SANITIZE = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
-# Without the second flag, which is part of -O2, GCC leaves the upper halves of registers as the AVX-512 kernels leave
-# them, and all that runs afterwards takes twice as long.
+# Without the second flag, which is part of -O2, GCC does not clear the upper register halves after the AVX-512 kernels,
+# and all code that runs afterwards takes twice as long.
 SANITIZED = ["-O1", "-fexpensive-optimizations", "-g1", *SANITIZE]
 
 
@@ -42,7 +42,7 @@ def compiler():
 
 @pytest.fixture(scope="module")
 def build(compiler, tmp_path_factory):
-    """Builds a program from pairs of a source and its flags; what was compiled for another program is used again."""
+    """Builds a program from pairs of a source and its flags; reuses objects that were compiled for another program."""
     folder = tmp_path_factory.mktemp("kernels")
     objects = {}
 
@@ -64,7 +64,7 @@ def build(compiler, tmp_path_factory):
 
 
 def sources_of_tests(*defines):
-    """The sources of the tests, which need no sanitizer of their own: they look at the memory that they own."""
+    """The sources of the tests, which need no sanitizer: they check their own memory."""
     return [(source, ["-O2", *(defines if source == FAULTY else [])]) for source in TESTS]
 
 
@@ -110,7 +110,7 @@ def test_kernels_as_released(release):
 
 
 def test_a_write_behind_a_row_is_noticed(faulty):
-    """AddressSanitizer watches the heap, and every instruction set reads up to the end of a page."""
+    """AddressSanitizer checks the heap, and every instruction set reads up to the end of a page."""
     done = run(faulty, "default", "heap")
     assert done.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr

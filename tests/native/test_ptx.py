@@ -1,4 +1,4 @@
-"""The stand-in for NVIDIA's driver, on PTX that NVRTC makes."""
+"""The simulated NVIDIA driver, on PTX that NVRTC generates."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def image() -> bytes:
 
 
 class Driver:
-    """Calls of the library as C makes them, and one loaded module."""
+    """Calls of the library's C API, and one loaded module."""
 
     def __init__(self, path: Path, image: bytes):
         self.call = ctypes.CDLL(str(path))
@@ -90,7 +90,7 @@ class Driver:
 
 @pytest.fixture
 def driver(library, image, tmp_path):
-    return Driver(shutil.copy(library, tmp_path), image)  # a library of its own, with a state of its own
+    return Driver(shutil.copy(library, tmp_path), image)  # a separate library with its own state
 
 
 def pointer(buffer) -> ctypes.c_void_p:

@@ -1,7 +1,7 @@
-"""The simulator of CUDA kernels, tests/simt, and what it must catch.
+"""The simulator of CUDA kernels, tests/simt, and the faults that it must detect.
 
-A kernel that is right passes in every order of its threads: as it is, under AddressSanitizer and UBSan, and under
-ThreadSanitizer. Each fault that is put into it is caught, by the simulator itself or by the sanitizer that sees it.
+A correct kernel passes for every order of its threads: plain, under AddressSanitizer and UBSan, and under
+ThreadSanitizer. Each injected fault is detected, by the simulator itself or by the matching sanitizer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BARRIERS = [number for number, line in enumerate(KERNEL.read_text().splitlines()
 DIVERGENT_BARRIERS, BARRIER = BARRIERS[:2], BARRIERS[2]
 WHO = r"simt: kernel cross_entropy, block \d+, thread \d+: "
 
-# Faults that the simulator itself finds, and its words.
+# Faults that the simulator itself detects, and its messages.
 REFUSED = {
     "DIVERGENT_BARRIER": (
         WHO + r"divergent barrier: comes to __syncthreads at \S*faults\.cuh:(\d+)"
@@ -60,13 +60,13 @@ REFUSED = {
     ),
 }
 
-# Faults that AddressSanitizer finds, and the functions they are in.
+# Faults that AddressSanitizer detects, and the functions that contain them.
 OUT_OF_BOUNDS = {
     "SHARED_WRITE_OUT_OF_BOUNDS": "cross_entropy",
     "GLOBAL_WRITE_OUT_OF_BOUNDS": "store_gradient",
 }
 
-# Faults that ThreadSanitizer finds, and the functions they are in.
+# Faults that ThreadSanitizer detects, and the functions that contain them.
 RACES = {
     "MISSING_BARRIER": "cross_entropy",
     "MISSING_WARP_BARRIER": "store_gradient",
@@ -184,7 +184,7 @@ def test_thread_sanitizer_sees(thread_sanitized, fault, order):
 
 
 def check_is_in(function, report):
-    """A sanitizer names functions where it finds a program that knows their addresses."""
+    """A sanitizer names functions if it finds a symbolizer."""
     if "faults.cuh:" in report:
         assert re.search(rf"SUMMARY: .*faults\.cuh:\d+.* in .*{function}", report), report
 

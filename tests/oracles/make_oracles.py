@@ -3,7 +3,7 @@
     pip install jax==0.10.2 rlax==0.1.9 optax==0.2.8
     python tests/oracles/make_oracles.py
 
-These versions and the default seed give the files as they are; another processor may round the last digits otherwise.
+These versions and the default seed reproduce the files; another processor may round the last digits differently.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ UPDATES = [
 
 
 def two_hot(x, minimum, maximum, num_bins):
-    """[..., num_bins] by linear interpolation; rlax's own adds 1e-5 to a denominator."""
+    """[..., num_bins] by linear interpolation; rlax's own version adds 1e-5 to a denominator."""
     position = (jnp.clip(x, minimum, maximum) - minimum) / (maximum - minimum) * (num_bins - 1)
     low = jnp.clip(jnp.floor(position), 0, num_bins - 2)
     fraction = (position - low)[..., None]
@@ -100,7 +100,7 @@ def update(rng, batch, num_unroll_steps, num_bins, num_actions, minimum, maximum
 
 
 def transforms(rng):
-    """Values and their transforms there and back, and scalars and their two-hot vectors."""
+    """Values, their transforms and inverse transforms, and scalars and their two-hot vectors."""
     x = np.concatenate([[0, 1, -1, 10, 100, -3012.33, 1e5, 1e-6, -1e-3, 0.3], rng.normal(size=10) * 50])
     y = np.linspace(-300, 300, 13)
     z = rng.uniform(-1.5, 1.5, size=12)
@@ -122,7 +122,7 @@ def transforms(rng):
 
 
 def returns(rng, batch=3, steps=12, actions=4, n=3):
-    """Trajectories, and what rlax computes of them; a discount of 0 ends an episode."""
+    """Trajectories, and their returns computed by rlax; a discount of 0 ends an episode."""
     ends = rng.uniform(size=(batch, steps)) < 0.2
     q, pi = rng.normal(size=(batch, steps + 1, actions)), rng.dirichlet(np.ones(actions), size=(batch, steps + 1))
     taken, mu = rng.integers(actions, size=(batch, steps + 1)), rng.uniform(0.1, 1.0, size=(batch, steps + 1))
@@ -131,7 +131,7 @@ def returns(rng, batch=3, steps=12, actions=4, n=3):
     lambda_, ratios = rng.uniform(size=(batch, steps)), np.exp(rng.normal(size=(batch, steps)))
 
     def next_lambda(lam):
-        """rlax has lambda with the state after the transition."""
+        """rlax passes lambda with the state after the transition."""
         return np.append(lam[1:], 1.0)
 
     def compute(b):

@@ -1,4 +1,4 @@
-"""Games, one file each. The base class says what a game is; a file's `GAME` is its class."""
+"""Games, one file each. The base class defines the interface; the `GAME` of a file is its class."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Booleans = NDArray[np.bool_]
 
 
 class Game(abc.ABC):
-    """E games side by side, each of which begins anew when it has ended.
+    """E games in parallel, each of which restarts after its end.
 
     A game shows its final state for one more step, and ignores the action then ("next step" autoreset of Gymnasium).
-    All that changes is in the object, which is pickled into checkpoints.
+    All state is in the object, which is pickled into checkpoints.
     """
 
     title: ClassVar[str]
     observation_shape: ClassVar[tuple[int, ...]]  # of one game: a vector, or planes [C, H, W]
     num_actions: ClassVar[int]
-    players: ClassVar[int] = 1  # or 2 that take turns, and of whom one wins what the other loses
+    players: ClassVar[int] = 1  # or 2, which take turns in a zero-sum game
     return_to_solve: ClassVar[float] = np.inf  # training ends when self-play has this mean return
-    hyperparameters: ClassVar[dict[str, Any]] = {}  # where they differ from the defaults of the configuration
+    hyperparameters: ClassVar[dict[str, Any]] = {}  # values that differ from the configuration's defaults
     max_minutes: ClassVar[float] = 10
     evaluation_episodes: ClassVar[int] = 100
-    opponent: ClassVar[str] = "random play"  # what `opponent_actions` is: plays against the agent, or for comparison
+    opponent: ClassVar[str] = "random play"  # what `opponent_actions` plays: against the agent, or for comparison
 
     def __init__(self, num_games: int) -> None:
         """Make the games; `reset` begins them."""
@@ -38,21 +38,21 @@ class Game(abc.ABC):
 
     @abc.abstractmethod
     def reset(self, seed: int) -> Floats:
-        """Begins all games. Returns observations `[E, *observation_shape]`, as the player to move sees them."""
+        """Begin all games. Returns observations `[E, *observation_shape]`, as seen by the player to move."""
 
     @abc.abstractmethod
     def step(self, action: Integers) -> tuple[Floats, Floats, Booleans, Booleans]:
-        """Acts in all games. Returns observations, rewards of who acted, whether games ended, whether by a time limit.
+        """Act in all games. Returns observations, rewards of the acting players, terminations and truncations.
 
-        The last two are called terminated and truncated, `[E]` as the rewards are.
+        The last two are bool, `[E]` like the rewards; a truncation is an end by the time limit.
         """
 
     def legal_actions(self) -> Booleans:
-        """The actions that are allowed in the states observed last, `[E, A]`; at least one, in final states too."""
+        """The legal actions in the last observed states, `[E, A]`; at least one, also in final states."""
         return np.ones((self.num_games, self.num_actions), dtype=bool)
 
     def opponent_actions(self, generator: np.random.Generator) -> Integers:
-        """Actions to measure the agent by, `[E]`: unless a game knows better, any that is legal."""
+        """Actions of the opponent in an evaluation, `[E]`: any legal action, unless a game overrides this."""
         return (generator.random((self.num_games, self.num_actions)) + self.legal_actions()).argmax(axis=-1)
 
     @classmethod
@@ -62,7 +62,7 @@ class Game(abc.ABC):
 
 
 def names() -> tuple[str, ...]:
-    """The games there are."""
+    """The available games."""
     return tuple(module.name for module in pkgutil.iter_modules(__path__))
 
 

@@ -25,7 +25,7 @@ class Breakout(Game):
 
     title = "Breakout of MinAtar"
     observation_shape = (4, 10, 10)
-    num_actions = 3  # none, left, right
+    num_actions = 3  # no-op, left, right
     hyperparameters: ClassVar = {
         "training_steps": 5_000,
         "discount": 0.97,
@@ -38,7 +38,7 @@ class Breakout(Game):
     }
 
     def __init__(self, num_games: int) -> None:
-        """Make the environments, each with random numbers of its own."""
+        """Make the environments, each with its own random numbers."""
         super().__init__(num_games)
         self.environments = [Environment("breakout") for _ in range(num_games)]
         self.actions = self.environments[0].minimal_action_set()

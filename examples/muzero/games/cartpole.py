@@ -1,4 +1,4 @@
-"""CartPole of Gymnasium: a pole on a cart is to be balanced by pushing the cart left or right."""
+"""CartPole of Gymnasium: balance a pole on a cart by pushing the cart left or right."""
 
 from __future__ import annotations
 

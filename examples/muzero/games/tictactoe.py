@@ -11,14 +11,14 @@ from games import Booleans, Floats, Game, Integers
 
 LINES = np.array([[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 3, 6], [1, 4, 7], [2, 5, 8], [0, 4, 8], [2, 4, 6]])
 
-Board = tuple[int, ...]  # 9 squares: 1 belongs to the player to move, -1 to the other, 0 to nobody
+Board = tuple[int, ...]  # 9 squares: 1 for the player to move, -1 for the other, 0 for empty
 
 
 class TicTacToe(Game):
     """The move that completes a line of three earns 1."""
 
     title = "tic-tac-toe"
-    observation_shape = (18,)  # the squares of the player to move, and those of the other
+    observation_shape = (18,)  # squares of the player to move, and squares of the other
     num_actions = 9
     players = 2
     hyperparameters: ClassVar = {
@@ -27,7 +27,7 @@ class TicTacToe(Game):
         "num_simulations": 30,
         "discount": 1.0,
         "bootstrap_steps": 9,  # to the end: values are outcomes
-        "random_actions": 0.1,  # opponents choose what self-play would avoid, so that it must be learned too
+        "random_actions": 0.1,  # opponents choose moves that self-play would avoid, so those must be learned too
         "replay_capacity": 50_000,
         "priority_exponent": 0.0,
         "updates_per_step": 4,
@@ -66,14 +66,14 @@ class TicTacToe(Game):
 
 @functools.cache
 def value(board: Board) -> int:
-    """What the player to move gets when both play perfectly: 1, 0 or -1."""
+    """The result of the player to move under perfect play: 1, 0 or -1."""
     if any(board[a] == board[b] == board[c] == -1 for a, b, c in LINES.tolist()):
         return -1
     return max((-value(after(board, square)) for square in range(9) if board[square] == 0), default=0)
 
 
 def best_moves(board: Board) -> list[int]:
-    """The moves that keep the value of the position; any, where the game is over."""
+    """The moves that keep the value of the position; any move if the game is over."""
     moves = [square for square in range(9) if board[square] == 0 and -value(after(board, square)) == value(board)]
     return moves or list(range(9))
 
