@@ -160,6 +160,21 @@ at::Tensor empty_gradient(at::IntArrayRef sizes, at::ScalarType dtype) {
       sizes, &GradientPool::get(), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
 }
 
+at::Tensor move_gradient(const at::Tensor& gradient) {
+  const c10::Storage& storage = gradient.storage();
+  if (storage.allocator() != &GradientPool::get() || gradient.nbytes() != storage.nbytes()) {
+    return {};
+  }
+  at::Tensor moved = at::detail::empty_generic(
+      {0}, &GradientPool::get(), c10::DispatchKeySet(c10::DispatchKey::CPU), gradient.scalar_type(), std::nullopt);
+  // Not from the pool: memory that nobody touches costs no pages.
+  c10::DataPtr memory = storage.set_data_ptr(c10::GetCPUAllocator()->allocate(storage.nbytes()));
+  moved.storage().set_data_ptr_noswap(std::move(memory));
+  moved.storage().set_nbytes(storage.nbytes());
+  moved.unsafeGetTensorImpl()->set_sizes_and_strides(gradient.sizes(), gradient.strides());
+  return moved;
+}
+
 int64_t release_gradient_pool() {
   return GradientPool::get().release();
 }

@@ -19,9 +19,11 @@
 #include <ATen/ops/eq.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/where.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <mutex>
 #include <string>
@@ -203,6 +205,29 @@ Layout layout_of(const Tensors& predictions, const std::vector<int64_t>& wants) 
   return layout;
 }
 
+// A masked entry stays 0, also where the factor is infinite.
+at::Tensor multiplied(const at::Tensor& gradient, const at::Tensor& factor) {
+  return at::where(at::eq(gradient, 0), gradient, at::mul(gradient, factor));
+}
+
+// gradient * factor. A backward pass whose graph is not retained reads its gradients once: they are multiplied where
+// they are, or not at all for factor 1, and their memory moves to the result.
+at::Tensor scale_gradients(const at::Tensor& gradients, const at::Tensor& factor) {
+  at::Tensor result = autograd::get_current_graph_task_keep_graph() ? at::Tensor() : move_gradient(gradients);
+  if (!result.defined()) {
+    return multiplied(gradients, factor);
+  }
+  const double value = factor.item<double>();
+  return value == 1 ? result : std::isfinite(value) ? result.mul_(factor) : multiplied(result, factor);
+}
+
+at::Tensor call_scale_gradients(const at::Tensor& gradients, const at::Tensor& factor) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("gradscale_ext::scale_gradients", "")
+                             .typed<decltype(scale_gradients)>();
+  return op.call(gradients, factor);
+}
+
 // Multiplies and rounds the gradients with operations that tracers see. It reads no value.
 class OperatorBackward : public BackwardNode {
  public:
@@ -234,7 +259,12 @@ class OperatorBackward : public BackwardNode {
         "gradscale_ext.reference.multi_step_loss inside");
     const bool by_sample = grad_output.dim() != 0;
     for (JoinedGradients& of_type : joined) {
-      of_type.data = by_sample ? of_type.data : multiplied(of_type.data, grad_output).to(of_type.type);
+      if (!by_sample) {
+        const at::Tensor& data = of_type.data;
+        const bool in_place = data.is_cpu() && !inside_transform();
+        of_type.data =
+            (in_place ? call_scale_gradients(data, grad_output) : multiplied(data, grad_output)).to(of_type.type);
+      }
     }
     for (const Gradient& gradient : gradients_) {
       const at::Tensor own = gradient.in(joined);
@@ -250,11 +280,6 @@ class OperatorBackward : public BackwardNode {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!joined_.empty(), autograd::ERR_BACKWARD_TWICE);
     return joined_;
-  }
-
-  // A masked entry stays 0, also where the factor is infinite.
-  static at::Tensor multiplied(const at::Tensor& gradient, const at::Tensor& factor) {
-    return at::where(at::eq(gradient, 0), gradient, at::mul(gradient, factor));
   }
 
   std::vector<Gradient> gradients_; // of the predictions that require grad
@@ -372,9 +397,11 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
   m.def(torch::schema(schema().c_str()));
+  m.def("scale_gradients(Tensor gradients, Tensor factor) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CPU, m) {
+  m.impl("scale_gradients", &scale_gradients);
   m.impl("multi_step_loss", torch::CppFunction::makeFromBoxedFunction<&kernel>());
 }
 
