@@ -332,3 +332,75 @@ import sys
 sys.late = gradients()
 torch.kept = gradients()
 """)
+
+
+# ---- Compiled losses: the memory of the forward pass moves to the gradients of the backward pass --------------------
+
+
+def compiled(factor=1.0, **options):
+    """The gradients of a compiled loss whose incoming gradient is `factor`."""
+    function_of = torch.compile(lambda *given: function(*given).loss, fullgraph=True, backend="aot_eager")
+
+    def call(predictions=PREDICTIONS):
+        loss = function_of(predictions, TARGETS)
+        return torch.autograd.grad(loss, leaves(predictions), torch.full_like(loss, factor), **options)
+
+    return call
+
+
+@pytest.mark.parametrize("factor", [1.0, -2.5, 0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_compiled_gradients_are_multiplied(factor, dtype):
+    predictions = {
+        name: [tensor.detach().to(dtype).requires_grad_() for tensor in tensors] for name, tensors in PREDICTIONS.items()
+    }
+    expected = [torch.where(own == 0, own, own * factor) for own in gradients(predictions=predictions)]
+    torch.testing.assert_close(list(compiled(factor)(predictions)), expected, equal_nan=True)
+
+
+def test_the_gradients_of_a_retained_compiled_loss_are_not_moved():
+    with torch._functorch.config.patch(donated_buffer=False):
+        loss = torch.compile(lambda *given: function(*given).loss, backend="aot_eager")(PREDICTIONS, TARGETS)
+        first = torch.autograd.grad(loss, leaves(PREDICTIONS), retain_graph=True)
+        for gradient in first:
+            gradient.fill_(7)
+        second = torch.autograd.grad(loss, leaves(PREDICTIONS), 3 * torch.ones_like(loss), retain_graph=True)
+        last = torch.autograd.grad(loss, leaves(PREDICTIONS))
+    expected = gradients()
+    torch.testing.assert_close(second, [3 * gradient for gradient in expected])
+    torch.testing.assert_close(last, expected)
+
+
+def test_compiled_gradients_are_not_written_over_by_later_calls():
+    call = compiled()
+    first = call()
+    copies = [gradient.clone() for gradient in first]
+    for _ in range(3):
+        call()
+        function(PREDICTIONS, TARGETS)
+    assert all(map(torch.equal, first, copies))
+
+
+def test_compiled_losses_in_a_loop_hold_the_memory_of_one():
+    call = compiled()
+    call()
+    before = addresses(call())
+    assert addresses(call()) == before
+    assert gs.empty_cache() <= BYTES + 4096 * 6
+
+
+def test_compiled_gradients_of_saved_tensors_that_were_copied():
+    with torch.autograd.graph.save_on_cpu():
+        actual = compiled()()
+    torch.testing.assert_close(actual, gradients())
+
+
+def test_the_operator_moves_no_memory_outside_a_backward_pass():
+    gradient = torch.randn(5000)
+    before = gradient.clone()
+    for factor in (torch.tensor(1.0), torch.tensor(2.0)):
+        scaled = torch.ops.gradscale_ext.scale_gradients(gradient, factor)
+        torch.testing.assert_close(scaled, before * factor)
+        assert scaled.data_ptr() != gradient.data_ptr()
+        assert torch.equal(gradient, before)
+    torch.library.opcheck(torch.ops.gradscale_ext.scale_gradients.default, (gradient, torch.tensor(2.0)))

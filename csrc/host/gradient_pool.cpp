@@ -1,6 +1,7 @@
 #include "gradient_pool.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -155,6 +156,11 @@ void begin_pooled_call() {
   GradientPool::get().begin_call();
 }
 
+// Frees the memory that a gradient has after its own was moved.
+void free_memory_left(void* memory) {
+  c10::free_cpu(memory);
+}
+
 at::Tensor empty_gradient(at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::detail::empty_generic(
       sizes, &GradientPool::get(), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
@@ -162,17 +168,18 @@ at::Tensor empty_gradient(at::IntArrayRef sizes, at::ScalarType dtype) {
 
 at::Tensor move_gradient(const at::Tensor& gradient) {
   const c10::Storage& storage = gradient.storage();
-  if (storage.allocator() != &GradientPool::get() || gradient.nbytes() != storage.nbytes()) {
+  if (storage.allocator() != &GradientPool::get() || storage.use_count() != 1 || gradient.nbytes() != storage.nbytes()) {
     return {};
   }
-  at::Tensor moved = at::detail::empty_generic(
-      {0}, &GradientPool::get(), c10::DispatchKeySet(c10::DispatchKey::CPU), gradient.scalar_type(), std::nullopt);
-  // Not from the pool: memory that nobody touches costs no pages.
-  c10::DataPtr memory = storage.set_data_ptr(c10::GetCPUAllocator()->allocate(storage.nbytes()));
-  moved.storage().set_data_ptr_noswap(std::move(memory));
-  moved.storage().set_nbytes(storage.nbytes());
-  moved.unsafeGetTensorImpl()->set_sizes_and_strides(gradient.sizes(), gradient.strides());
-  return moved;
+  void* untouched = c10::alloc_cpu(storage.nbytes()); // without pages
+  c10::DataPtr memory = storage.set_data_ptr({untouched, untouched, &free_memory_left, storage.device()});
+  c10::Storage own(
+      c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(memory), storage.allocator(), /*resizable=*/true);
+  return at::empty({0}, gradient.options()).set_(own, 0, gradient.sizes(), gradient.strides());
+}
+
+bool was_moved(const at::Tensor& gradient) {
+  return gradient.storage().data_ptr().get_deleter() == &free_memory_left;
 }
 
 int64_t release_gradient_pool() {

@@ -21,9 +21,10 @@ void begin_pooled_call();
 // A contiguous tensor on the CPU. It owns its storage, which is freed, resized and shared like any other.
 at::Tensor empty_gradient(at::IntArrayRef sizes, at::ScalarType dtype);
 
-// Moves the memory of a gradient to the tensor that is returned. The gradient gets other memory of the same size, whose
-// content is undefined. Returns no tensor where the memory is not the pool's.
+// Moves the memory of a gradient to the tensor that is returned. The gradient gets other memory of the same size with
+// undefined content, which `was_moved` knows. Returns no tensor where the memory is not the pool's, or has other users.
 at::Tensor move_gradient(const at::Tensor& gradient);
+bool was_moved(const at::Tensor& gradient);
 
 // Frees the blocks that no tensor uses; returns their bytes.
 int64_t release_gradient_pool();

@@ -4,7 +4,8 @@
 //
 // Returns the tensors of GRADSCALE_OUTPUTS one after the other, and the gradients of the prediction tensors in `wants`
 // for grad_output 1: one tensor with all gradients of predictions of a type, which a compiler multiplies in one loop.
-// Only the loss has a gradient function; autograd fills in `wants`.
+// Only the loss has a gradient function; autograd fills in `wants`. A compiled backward pass moves the gradients away:
+// they are undefined after it.
 #include "../host/autograd.h"
 #include "../host/context.h"
 #include "../host/gradient_pool.h"
@@ -213,9 +214,17 @@ at::Tensor multiplied(const at::Tensor& gradient, const at::Tensor& factor) {
 // gradient * factor. A backward pass whose graph is not retained reads its gradients once: they are multiplied where
 // they are, or not at all for factor 1, and their memory moves to the result.
 at::Tensor scale_gradients(const at::Tensor& gradients, const at::Tensor& factor) {
-  at::Tensor result = autograd::get_current_graph_task_keep_graph() ? at::Tensor() : move_gradient(gradients);
-  if (!result.defined()) {
-    return multiplied(gradients, factor);
+  static std::mutex mutex;
+  at::Tensor result;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    TORCH_CHECK(!was_moved(gradients), autograd::ERR_BACKWARD_TWICE);
+    if (!autograd::get_current_graph_task_keep_graph()) {
+      result = move_gradient(gradients);
+    }
+    if (!result.defined()) {
+      return multiplied(gradients, factor);
+    }
   }
   const double value = factor.item<double>();
   return value == 1 ? result : std::isfinite(value) ? result.mul_(factor) : multiplied(result, factor);
@@ -261,7 +270,7 @@ class OperatorBackward : public BackwardNode {
     for (JoinedGradients& of_type : joined) {
       if (!by_sample) {
         const at::Tensor& data = of_type.data;
-        const bool in_place = data.is_cpu() && !inside_transform();
+        const bool in_place = data.is_cpu() && !unobserved_context() && !inside_transform();
         of_type.data =
             (in_place ? call_scale_gradients(data, grad_output) : multiplied(data, grad_output)).to(of_type.type);
       }
