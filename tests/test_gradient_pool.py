@@ -352,7 +352,8 @@ def compiled(factor=1.0, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_compiled_gradients_are_multiplied(factor, dtype):
     predictions = {
-        name: [tensor.detach().to(dtype).requires_grad_() for tensor in tensors] for name, tensors in PREDICTIONS.items()
+        name: [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+        for name, tensors in PREDICTIONS.items()
     }
     expected = [torch.where(own == 0, own, own * factor) for own in gradients(predictions=predictions)]
     torch.testing.assert_close(list(compiled(factor)(predictions)), expected, equal_nan=True)

@@ -168,7 +168,8 @@ at::Tensor empty_gradient(at::IntArrayRef sizes, at::ScalarType dtype) {
 
 at::Tensor move_gradient(const at::Tensor& gradient) {
   const c10::Storage& storage = gradient.storage();
-  if (storage.allocator() != &GradientPool::get() || storage.use_count() != 1 || gradient.nbytes() != storage.nbytes()) {
+  if (storage.allocator() != &GradientPool::get() || storage.use_count() != 1 ||
+      gradient.nbytes() != storage.nbytes()) {
     return {};
   }
   void* untouched = c10::alloc_cpu(storage.nbytes()); // without pages
