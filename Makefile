@@ -19,7 +19,7 @@
 # make cuda-check  compile the CUDA kernels that have a budget for four generations of GPUs, count their instructions without
 #                one, write bench/results/instructions.json, and fail above the budget or where registers spill
 #
-# Everything runs in .venv, which is made on the way; a target installs what it needs there, and a later one adds to it.
+# Everything runs in .venv, which is created when needed; each target installs its dependencies there.
 # Another PyTorch: make test TORCH=torch==2.11.0
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
@@ -33,8 +33,8 @@ RESULTS ?= bench/results
 MINUTES ?= 9
 VENV := .venv
 BIN := $(VENV)/bin
-# Nothing that is installed later, and no constraint of the machine's, may bring another PyTorch. Python compiles modules to
-# bytecode when it first imports them, which takes less time and space than all of them.
+# Later installations, and constraints set on the machine, must not change the version of PyTorch. Python compiles modules
+# to bytecode on their first import, which takes less time and space than compiling all of them.
 PIP := PIP_CONSTRAINT=$(VENV)/request $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
@@ -58,7 +58,7 @@ test: $(VENV)/examples $(VENV)/minatar $(VENV)/pytest $(VENV)/clients $(VENV)/nv
 native: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
 	$(PYTEST) --dist=loadfile tests/native
 
-# A stand-in for NVIDIA's driver, which runs the kernels' PTX on the CPU.
+# A simulated NVIDIA driver, which runs the kernels' PTX on the CPU.
 $(VENV)/ptx/%.o: tests/ptx/%.cpp $(wildcard tests/ptx/*.h)
 	@mkdir -p $(@D)
 	$(CXX) -std=c++20 -O3 -march=native -fPIC -fvisibility=hidden -fno-strict-aliasing -fwrapv -ffp-contract=off -c $< -o $@
@@ -66,13 +66,13 @@ $(VENV)/ptx/%.o: tests/ptx/%.cpp $(wildcard tests/ptx/*.h)
 $(VENV)/driver.so: $(patsubst tests/ptx/%.cpp,$(VENV)/ptx/%.o,$(wildcard tests/ptx/*.cpp))
 	$(CXX) -shared $^ -o $@
 
-# NVRTC compiles the kernels without a GPU. CUDA builds of PyTorch bring it along.
+# NVRTC compiles the kernels without a GPU. CUDA builds of PyTorch include it.
 $(VENV)/nvrtc: $(VENV)/torch
 	@$(BIN)/python -c "from cuda.bindings import nvrtc; nvrtc.nvrtcVersion()" 2> /dev/null || \
 	  $(PIP) "cuda-bindings==13.0.*" "nvidia-cuda-nvrtc==13.0.*"
 	@touch $@
 
-# Shows the machine code of what NVRTC compiles.
+# Disassembles the kernels that NVRTC compiles.
 $(VENV)/nvdisasm: $(VENV)/torch
 	$(PIP) nvidia-cuda-nvdisasm
 	@touch $@
@@ -82,7 +82,7 @@ SIMULATED := cuda returns
 simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
 	GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so $(SIMULATED:%=tests/test_%.py)
 
-# Tests of what C++ does with tensors, lists of them and threads. Tests that run a compiler are left out, as the compiler
+# Tests of the C++ code's use of tensors, lists of tensors and threads. Tests that run a compiler are left out, as the compiler
 # would run under the sanitizers.
 SANITIZED := autograd flow flow_nonlinear loss returns statistics support tensors
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
@@ -99,14 +99,14 @@ sanitized: $(VENV)/sanitized/built $(VENV)/pytest
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not untraced" $(SANITIZED:%=tests/test_%.py)
 
-# MINUTES has another default here; a SEED is one that was given, not that of the example agent.
+# MINUTES has another default here; SEED is only used if it was given, without the example agent's default.
 fuzz: MINUTES := 30
 fuzz: $(VENV)/pytest
 	$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES) $(if $(filter command%,$(origin SEED)),--seed $(SEED))
 
 versions: $(VERSIONS:%=version-%)
 
-# Tests of what a version of PyTorch can change.
+# Tests that depend on PyTorch's version.
 VERSIONED := autograd compile context diagnosis diagnosis_ranks distributed dtensor flow loss_contexts matrix monitor returns
 
 version-%: .versions/%/.venv/torch $(VENV)/driver.so
@@ -177,7 +177,7 @@ $(VENV)/tidy/%.ok: %.cpp $$(wildcard csrc/$$(*F)/*.cpp) $(filter %.h,$(SOURCES))
 $(VENV)/tidy/units: $(VENV)/lint setup.py tests/compile_flags.py $(filter %.cpp,$(SOURCES))
 	@$(BIN)/python tests/compile_flags.py $(@D)
 
-# With the Python that is there, which has PyTorch: nothing is installed.
+# Uses the existing Python, which has PyTorch: nothing is installed.
 gpu:
 	$(PYTHON) tests/gpu/run.py --results "$(RESULTS)" --minutes $(MINUTES)
 
@@ -192,7 +192,7 @@ format: $(VENV)/lint
 clean:
 	rm -rf $(VENV) .versions build dist gradscale_ext.egg-info gradscale_ext/_C.*.so gradscale_ext/_build.py
 
-# Another TORCH than last time installs it and compiles again.
+# A changed TORCH installs this version and compiles again.
 $(VENV)/request: force
 	@mkdir -p $(VENV)
 	@echo "$(TORCH)" | cmp -s - $@ || echo "$(TORCH)" > $@
@@ -221,7 +221,7 @@ $(VENV)/examples $(VENV)/pytest $(VENV)/clients $(VENV)/docs: pyproject.toml | $
 	@$(PIP) "gradscale-ext[$(EXTRAS)]"
 	@touch $@
 
-# Without what MinAtar asks for: 240 MB that only serve to draw.
+# Without MinAtar's dependencies: 240 MB that are only needed for drawing.
 $(VENV)/minatar: $(VENV)/torch
 	@$(PIP) --no-deps minatar==1.0.15
 	@touch $@
