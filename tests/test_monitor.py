@@ -1634,7 +1634,7 @@ def clip_twice(model, limit):
 @pytest.mark.parametrize("clips", [gs.clip_gradients_, clip_by_pytorch, clip_twice])
 @pytest.mark.parametrize("every", [1, 100])
 def test_sharded_parameters(mesh, every, clips):
-    """With FSDP2 all numbers equal those of the unsharded model, including skipped steps."""
+    """FSDP2 gives the same numbers as the unsharded model, also for skipped steps."""
     histories = []
     for sharded in (False, True):
         model = network()
