@@ -1456,7 +1456,9 @@ def test_the_fused_path_raises_where_it_cannot_be():
         torch.func.grad(fused)(x)
     with pytest.raises(NotImplementedError, match="impl='fused' takes plain tensors on cpu"):
         fused(x.to("meta"))
-    with pytest.raises(ValueError, match="impl must be 'auto' or 'fused' or 'reference', but it is 'fast'"):
+    with pytest.raises(
+        ValueError, match="impl must be 'auto' or 'fused' or 'compiled' or 'reference', but it is 'fast'"
+    ):
         fused(x, impl="fast")
     with pytest.raises(TypeError, match="must be float64, float32"):
         fused(x.long())

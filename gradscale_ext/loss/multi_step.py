@@ -16,14 +16,17 @@ from .._native import _C, DEVICE_TYPES
 from .._ranks import options_for_all_ranks
 from ..heads import Head, PerStepLoss, SoftCrossEntropy, TwoHot, record_of
 from ..support import Support
+from .compiled import is_compiler_error, loss_by_compiler, takes
 from .operator import call_operator
 from .options import Entries, Nonfinite, Options, Reduction, StepNumbers, turned_around, unroll_scale
 from .output import MultiStepLossOutput
-from .validate import as_dict, check_choice, check_heads, is_mapping, validate
+from .validate import Call, as_dict, check_choice, check_heads, is_mapping, validate
 from .values import check_values
 
-Implementation = Literal["auto", "fused", "reference"]
+Implementation = Literal["auto", "fused", "compiled", "reference"]
 _IMPLEMENTATIONS = get_args(Implementation)
+#: Types of devices that torch.compile does not serve.
+_without_compiler = {"meta"}
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
@@ -120,8 +123,10 @@ def multi_step_loss(
             entries are not looked at. The advantages of a policy gradient, given as targets, are refused too. It waits
             for the device: for the first steps of a training, and for tests. Under torch.compile, torch.export and
             torch.func transforms, where there are no values to look at, it raises.
-        impl: "auto": the fused kernels where they take the call, `gradscale_ext.reference` elsewhere. "fused": the
-            kernels, or NotImplementedError that says why they do not take the call. "reference": plain PyTorch.
+        impl: "auto": the fused kernels where they take the call, elsewhere "compiled" on devices that have no kernels
+            and "reference" otherwise. "fused": the kernels. "compiled": `gradscale_ext.reference` under
+            `torch.compile`, which keeps a graph for each form of a call; head weights, step numbers and batch sizes may
+            change. It has no second derivative. "reference": plain PyTorch.
 
     Returns:
         `MultiStepLossOutput`. An empty batch gives a loss of 0.
@@ -129,13 +134,14 @@ def multi_step_loss(
     Raises:
         ValueError, TypeError: names the head and step, what was expected and what came, and what to write instead;
             nothing has been changed then.
-        NotImplementedError: ``impl="fused"`` where no kernel takes the call.
+        NotImplementedError: ``impl="fused"`` where no kernel takes the call, ``impl="compiled"`` for tensor subclasses,
+            `torch.func` transforms, forward mode and dispatch modes.
 
     For plain tensors this is one call into C++ and no temporary of the size of the logits besides the gradients, which
     are computed together with the loss: one parallel region on the CPU, two launches on CUDA (one more to count a mask
     for "valid_mean") and one in the backward pass, where nothing is waited for. In `torch.compile` and `torch.export`
-    it is one operator of the graph. Second derivatives, `torch.func` transforms, forward mode, tensor subclasses and
-    other devices go through `gradscale_ext.reference`. A compiled or exported loss has no second derivative: it raises.
+    it is one operator of the graph. Second derivatives, `torch.func` transforms, forward mode and tensor subclasses
+    go through `gradscale_ext.reference`. A compiled or exported loss has no second derivative: it raises.
 
     DTensors are gathered, so that every rank computes the loss of the whole batch; plain tensors next to them must be
     whole, and the same on every rank. If a prediction is a DTensor the output holds replicated DTensors, and gradients
@@ -180,7 +186,7 @@ def _run(
     predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
     if type(options.mask) not in (NoneType, torch.Tensor, dict) and is_mapping(options.mask):
         options = options._replace(mask=as_dict("mask", options.mask))
-    is_eager = plan is not None and impl != "reference"
+    is_eager = plan is not None and impl in ("auto", "fused")
     needs_python = check or process_group is not None or normalize_importance_weights
     if is_eager and not needs_python and (outputs := _C.multi_step_loss(plan, predictions, targets, options)):
         return MultiStepLossOutput(**outputs)
@@ -199,8 +205,15 @@ def _run(
     if is_eager and needs_python and (outputs := _C.multi_step_loss(plan, predictions, targets, options)):
         return MultiStepLossOutput(**outputs)
     call = validate(heads, predictions, targets, options)
-    if impl == "reference":
+    if impl == "reference" or (impl == "compiled" and not _context.is_eager()):
         return reference.loss_of(call)
+    if impl == "compiled":
+        if not takes(call):
+            raise NotImplementedError(
+                "multi_step_loss: impl='compiled' takes plain tensors outside torch.func transforms, forward mode and "
+                "dispatch modes; impl='reference' computes this call"
+            )
+        return loss_by_compiler(call, predictions, targets)
     is_transformed = _context.is_transformed()
     if plan is None and not is_transformed and _all_plain(predictions) and _all_plain(targets):
         return call_operator(call, predictions, targets)
@@ -210,9 +223,10 @@ def _run(
             f"{' and '.join(DEVICE_TYPES)}, outside torch.func transforms, forward mode and dispatch modes; "
             "impl='auto' computes this call by the reference"
         )
-    if not is_transformed:
-        _say_once_where_it_is_not_fused(predictions)
-    return reference.loss_of(call)
+    device = next(iter(call.predictions.values()))[0].device
+    if is_transformed or not _context.is_eager() or device.type in DEVICE_TYPES:
+        return reference.loss_of(call)
+    return _without_kernels(call, predictions, targets, device)
 
 
 def _all_plain(entries: Any) -> bool:
@@ -223,18 +237,25 @@ def _all_plain(entries: Any) -> bool:
     return values is None or all([_all_plain(value) for value in values])
 
 
-def _say_once_where_it_is_not_fused(predictions: Mapping[str, Entries]) -> None:
-    if not _context.is_eager():
-        return
-    for entries in predictions.values():
-        first = entries[0] if isinstance(entries, list | tuple) and entries else entries
-        if isinstance(first, torch.Tensor) and first.device.type not in DEVICE_TYPES:
-            how = "; `python -m gradscale_ext` says how to get kernels" if first.device.type == "cuda" else ""
-            _context.say_once(
-                f"gradscale_ext: there are no kernels for {first.device.type} tensors here; the loss is computed by "
-                f"gradscale_ext.reference there: the same numbers, not fused{how}"
-            )
-            return
+def _without_kernels(
+    call: Call, predictions: Mapping[str, Entries], targets: Mapping[str, Entries], device: torch.device
+) -> MultiStepLossOutput:
+    """Compute the loss by the reference, compiled where the compiler works, and say so once."""
+    compiler, reason = device.type not in _without_compiler and takes(call), ""
+    if compiler:
+        try:
+            out = loss_by_compiler(call, predictions, targets)
+        except Exception as error:
+            if not is_compiler_error(error):
+                raise
+            _without_compiler.add(device.type)
+            compiler, reason = False, f" (torch.compile failed: {str(error).strip().partition(chr(10))[0]})"
+    how = "; `python -m gradscale_ext` says how to get kernels" if device.type == "cuda" else ""
+    _context.say_once(
+        f"gradscale_ext: there are no kernels for {device.type} tensors here; gradscale_ext.reference computes the "
+        f"loss there{', compiled by torch.compile' if compiler else ''}: the same numbers, not fused{reason}{how}"
+    )
+    return out if compiler else reference.loss_of(call)
 
 
 class MultiStepLoss(torch.nn.Module):

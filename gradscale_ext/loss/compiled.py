@@ -1,0 +1,96 @@
+"""The reference under torch.compile, for devices that have no kernels."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from .. import reference
+from .._native import _C
+from ..heads import Head
+from .options import Entries
+from .output import MultiStepLossOutput
+from .validate import Call
+
+_numbers = itertools.count()
+
+
+def takes(call: Call) -> bool:
+    """Return True for plain tensors outside torch.func transforms, forward mode and dispatch modes, which a compiled
+    function does not see."""
+    entries = [entry for given in (call.predictions, call.targets) for entries in given.values() for entry in entries]
+    return (
+        (_C.ordinary_context() or (torch.is_inference_mode_enabled() and not torch._C._len_torch_dispatch_stack()))
+        and forward_ad._current_level < 0
+        and all(entry is None or type(entry) in (torch.Tensor, torch.nn.Parameter) for entry in entries)
+    )
+
+
+def loss_by_compiler(
+    call: Call, predictions: Mapping[str, Entries], targets: Mapping[str, Entries]
+) -> MultiStepLossOutput:
+    """Compute the loss of a call whose arguments were checked; `predictions` and `targets` are as they were given."""
+    given = [{name: entries[name] for name in call.heads if name in entries} for entries in (predictions, targets)]
+    options = call.options._replace(step_weights=None, step_gradient_scale=None, mask=None)  # `call` has their tensors
+    without_entries = replace(call, predictions={}, targets={}, options=options)
+    tensors = [*_flat(*given, call.masks), call.step_weights, call.step_gradient_scale, *options]
+    function = _compiled(
+        tuple((name, *_constants(head)) for name, head in call.heads.items()),
+        tuple(map(_form, tensors)),
+        torch.is_grad_enabled(),
+    )
+    return function(without_entries, *given)
+
+
+def is_compiler_error(error: Exception) -> bool:
+    """Return True if an error says that the compiler does not work, and not that the call is wrong."""
+    return type(error).__module__.startswith(("torch._dynamo.", "torch._inductor."))
+
+
+def _flat(*mappings: Mapping[str, Entries]) -> list[object]:
+    """Names, lengths of lists, and tensors."""
+    flat: list[object] = []
+    for mapping in mappings:
+        for name, entries in mapping.items():
+            flat += [name, len(entries), *entries] if isinstance(entries, list | tuple) else [name, entries]
+    return flat
+
+
+def _constants(head: Head) -> tuple[object, ...]:
+    """What a graph is compiled for: everything but floats, which schedules change."""
+    values = [getattr(head, field.name) for field in fields(head)]
+    return type(head), *(None if isinstance(value, float) else value for value in values)
+
+
+def _form(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.device, value.dim(), value.requires_grad
+    return value
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(*key: object) -> Callable[..., MultiStepLossOutput]:
+    """The compiled function for calls of one form. It has a code object of its own: torch.compile limits the number of
+    graphs of a code object."""
+    code = _loss.__code__.replace(co_name=f"loss_{next(_numbers)}")
+    return torch.compile(types.FunctionType(code, globals()))  # type: ignore[no-any-return]
+
+
+def _loss(call: Call, predictions: dict[str, Entries], targets: dict[str, Entries]) -> MultiStepLossOutput:
+    dim = 1 if call.options.batch_first else 0
+    predicted, wanted = [
+        {
+            name: list(entries.unbind(dim) if isinstance(entries, torch.Tensor) else entries)
+            for name, entries in given.items()
+        }
+        for given in (predictions, targets)
+    ]
+    without: Any = {name: [None] * len(predicted[name]) for name in call.heads if name not in wanted}
+    return reference.loss_of(replace(call, predictions=predicted, targets={**wanted, **without}))

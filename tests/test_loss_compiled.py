@@ -1,0 +1,185 @@
+"""``impl="compiled"``: the reference under torch.compile, and "auto" on devices without kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import warnings
+
+import pytest
+import torch
+from test_loss import ALL_HEADS, HEADS, arguments, compare
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+
+import gradscale_ext as gs
+from gradscale_ext.loss import compiled, multi_step
+
+pytestmark = pytest.mark.untraced
+OWN = {"own": gs.PerStepLoss()}
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Counts the graphs; without Inductor, whose C++ takes a minute."""
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    compiled._compiled.cache_clear()
+    yield counter
+    compiled._compiled.cache_clear()
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """CPU tensors are those of a device without kernels."""
+    functions = {**vars(multi_step._C), "multi_step_loss": lambda *_: None}
+    monkeypatch.setattr(multi_step, "_C", types.SimpleNamespace(**functions))
+    monkeypatch.setattr(multi_step, "DEVICE_TYPES", ("cuda",))
+    monkeypatch.setattr(multi_step, "_without_compiler", set())
+    gs._context.say_once.cache_clear()
+
+
+def both(heads, predictions, targets, **options):
+    """The compiled loss and the reference."""
+    return [gs.multi_step_loss(heads, predictions, targets, impl=impl, **options) for impl in ("compiled", "reference")]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_equals_the_reference(graphs, stacked):
+    predictions, targets = arguments(heads=ALL_HEADS)
+    if stacked:
+        predictions, targets = (
+            {name: torch.stack(entries).detach() for name, entries in given.items()} for given in (predictions, targets)
+        )
+        for prediction in predictions.values():
+            prediction.requires_grad_()
+    mask = torch.rand(3, 4, generator=torch.Generator().manual_seed(0)) < 0.7
+    options = dict(
+        step_weights=[1.0, 0.5, 0.25, 2.0],
+        step_gradient_scale="unroll",
+        importance_weights=torch.tensor([1.0, 2.0, 0.5]),
+        mask=mask.T if stacked else mask,
+        batch_first=not stacked,
+        nonfinite="skip",
+        reduction="valid_mean",
+    )
+    compare(*both(ALL_HEADS, predictions, targets, **options), predictions)
+    compare(*both(ALL_HEADS, predictions, targets, **options), predictions)
+    assert graphs.frame_count == 1
+
+
+def test_inductor_compiles_it():
+    heads = {"value": gs.TwoHot(gs.Support(-1, 1, 5)), "features": gs.MeanSquaredError()}
+    predictions = {"value": torch.randn(4, 2, 5, requires_grad=True), "features": torch.randn(4, 2, requires_grad=True)}
+    targets = {"value": torch.rand(4, 2), "features": torch.rand(4, 2)}
+    compare(*both(heads, predictions, targets), predictions, rtol=1e-5)
+
+
+def test_schedules_and_batches_do_not_compile_again(graphs):
+    """The first change makes a number or a size a variable of the graph."""
+    for call in range(6):
+        heads = {
+            "value": gs.TwoHot(gs.Support(-1, 1, 5), weight=0.5 / (call + 1)),
+            "policy": gs.SoftCrossEntropy(entropy_weight=0.1 / (call + 1)),
+        }
+        batch = 4 + call
+        predictions = {"value": torch.randn(batch, 2, 5, requires_grad=True), "policy": torch.randn(batch, 2, 3)}
+        targets = {"value": torch.rand(batch, 2), "policy": torch.rand(batch, 2, 3).softmax(-1)}
+        fused, expected = both(heads, predictions, targets, step_weights=[1.0, 0.1 * call])
+        torch.testing.assert_close(fused.loss, expected.loss)
+    assert graphs.frame_count == 2
+
+
+def test_each_form_of_a_call_has_its_own_graphs(graphs):
+    """More forms than the graphs that torch.compile keeps of a function."""
+    for steps in range(1, 12):
+        x = torch.ones(3, steps, requires_grad=True)
+        compare(*both(OWN, {"own": list(x.unbind(1))}, {}, reduction="sum"), {"own": x})
+    assert graphs.frame_count == 11
+
+
+def test_the_module_and_an_enclosing_graph(graphs):
+    predictions, targets = arguments()
+    expected = gs.multi_step_loss(HEADS, predictions, targets)
+    module = gs.MultiStepLoss(**HEADS)
+    compare(module(predictions, targets, impl="compiled"), expected, predictions)
+    enclosing = torch.compile(lambda: module(predictions, targets, impl="compiled").loss, fullgraph=True)
+    torch.testing.assert_close(enclosing(), expected.loss)
+
+
+def test_errors_are_those_of_the_loss(graphs):
+    with pytest.raises(ValueError, match="step_weights must have 2 numbers"):
+        gs.multi_step_loss(OWN, {"own": torch.ones(3, 2)}, {}, step_weights=[1.0], impl="compiled")
+    assert graphs.frame_count == 0
+
+
+def test_it_raises_where_a_graph_would_see_other_tensors(graphs):
+    def loss(x):
+        return gs.multi_step_loss(OWN, {"own": x}, {}, impl="compiled").loss
+
+    x = torch.ones(3, 2)
+    for function in (torch.func.grad(loss), torch.func.vmap(loss)):
+        with pytest.raises(NotImplementedError, match="impl='reference' computes this call"):
+            function(x if function is not torch.func.vmap else x[None])
+    with pytest.raises(NotImplementedError, match="impl='compiled' takes plain tensors"), forward_ad.dual_level():
+        loss(forward_ad.make_dual(x, x))
+    with pytest.raises(NotImplementedError, match="impl='compiled' takes plain tensors"), FakeTensorMode() as mode:
+        loss(mode.from_tensor(x))
+    with torch.inference_mode():
+        assert loss(x) == 2
+
+
+def test_second_derivatives_and_written_inputs_raise(graphs):
+    x = torch.rand(4, 2, requires_grad=True)
+    heads = {"own": gs.MeanSquaredError()}
+    out = gs.multi_step_loss(heads, {"own": x}, {"own": torch.zeros(4, 2)}, impl="compiled")
+    (gradient,) = torch.autograd.grad(out.loss, x, create_graph=True)
+    if gradient.requires_grad:
+        with pytest.raises(RuntimeError, match="double backward"):
+            gradient.sum().backward()
+    prediction = x * 1
+    out = gs.multi_step_loss(heads, {"own": prediction}, {"own": torch.zeros(4, 2)}, impl="compiled")
+    with torch.no_grad():
+        prediction.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()
+
+
+def test_auto_compiles_on_devices_without_kernels(graphs, without_kernels):
+    predictions, targets = arguments()
+    with pytest.warns(UserWarning, match="no kernels for cpu tensors here; .* compiled by torch.compile"):
+        out = gs.multi_step_loss(HEADS, predictions, targets)
+    assert graphs.frame_count == 1
+    compare(out, gs.reference.multi_step_loss(HEADS, predictions, targets), predictions)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gs.multi_step_loss(HEADS, predictions, targets)
+        torch.func.grad(lambda x: gs.multi_step_loss(OWN, {"own": x}, {}).loss)(torch.ones(3, 2))
+
+
+def test_auto_uses_the_reference_where_the_compiler_fails(monkeypatch, without_kernels):
+    tried = []
+
+    def broken(graph, inputs):
+        tried.append(graph)
+        raise RuntimeError("no compiler for this device")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    compiled._compiled.cache_clear()
+    predictions, targets = arguments()
+    with pytest.warns(UserWarning, match="torch.compile failed: .*no compiler for this device"):
+        out = gs.multi_step_loss(HEADS, predictions, targets)
+    compare(out, gs.reference.multi_step_loss(HEADS, predictions, targets), predictions)
+    gs.multi_step_loss(HEADS, predictions, targets)
+    assert len(tried) == 1
+    with pytest.raises(Exception, match="no compiler for this device"):
+        gs.multi_step_loss(HEADS, predictions, targets, impl="compiled")
+    compiled._compiled.cache_clear()
+
+
+def test_heads_share_a_graph_when_only_floats_differ():
+    a, b = gs.SoftCrossEntropy(weight=0.5), gs.SoftCrossEntropy(weight=0.25, entropy_weight=0.1)
+    assert compiled._constants(a) == compiled._constants(b)
+    assert compiled._constants(a) != compiled._constants(dataclasses.replace(a, first_step=1))
