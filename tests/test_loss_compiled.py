@@ -120,9 +120,9 @@ def test_it_raises_where_a_graph_would_see_other_tensors(graphs):
         return gs.multi_step_loss(OWN, {"own": x}, {}, impl="compiled").loss
 
     x = torch.ones(3, 2)
-    for function in (torch.func.grad(loss), torch.func.vmap(loss)):
+    for function, argument in ((torch.func.grad(loss), x), (torch.func.vmap(loss), x[None])):
         with pytest.raises(NotImplementedError, match="impl='reference' computes this call"):
-            function(x if function is not torch.func.vmap else x[None])
+            function(argument)
     with pytest.raises(NotImplementedError, match="impl='compiled' takes plain tensors"), forward_ad.dual_level():
         loss(forward_ad.make_dual(x, x))
     with pytest.raises(NotImplementedError, match="impl='compiled' takes plain tensors"), FakeTensorMode() as mode:
@@ -131,20 +131,28 @@ def test_it_raises_where_a_graph_would_see_other_tensors(graphs):
         assert loss(x) == 2
 
 
-def test_second_derivatives_and_written_inputs_raise(graphs):
+def test_second_derivatives_raise(graphs):
     x = torch.rand(4, 2, requires_grad=True)
-    heads = {"own": gs.MeanSquaredError()}
-    out = gs.multi_step_loss(heads, {"own": x}, {"own": torch.zeros(4, 2)}, impl="compiled")
+    out = gs.multi_step_loss({"m": gs.MeanSquaredError()}, {"m": x}, {"m": torch.zeros(4, 2)}, impl="compiled")
     (gradient,) = torch.autograd.grad(out.loss, x, create_graph=True)
-    if gradient.requires_grad:
-        with pytest.raises(RuntimeError, match="double backward"):
-            gradient.sum().backward()
-    prediction = x * 1
-    out = gs.multi_step_loss(heads, {"own": prediction}, {"own": torch.zeros(4, 2)}, impl="compiled")
-    with torch.no_grad():
-        prediction.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.loss.backward()
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(gradient.sum(), x)
+
+
+def test_a_written_prediction_leaves_its_gradient_or_raises(graphs):
+    x = torch.rand(4, 2, 3, requires_grad=True)
+    for heads in ({"m": gs.SoftCrossEntropy()}, {"m": gs.NegativeCosine()}):
+        prediction, targets = x * 1, {"m": torch.ones(4, 2, 3) / 3}
+        (expected,) = torch.autograd.grad(gs.multi_step_loss(heads, {"m": x}, targets).loss, x)
+        out = gs.multi_step_loss(heads, {"m": prediction}, targets, impl="compiled")
+        with torch.no_grad():
+            prediction.mul_(2)
+        try:
+            (gradient,) = torch.autograd.grad(out.loss, x)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)  # noqa: PT017
+        else:
+            torch.testing.assert_close(gradient, expected)
 
 
 def test_auto_compiles_on_devices_without_kernels(graphs, without_kernels):

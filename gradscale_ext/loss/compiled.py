@@ -80,17 +80,19 @@ def _compiled(*key: object) -> Callable[..., MultiStepLossOutput]:
     """The compiled function for calls of one form. It has a code object of its own: torch.compile limits the number of
     graphs of a code object."""
     code = _loss.__code__.replace(co_name=f"loss_{next(_numbers)}")
-    return torch.compile(types.FunctionType(code, globals()))  # type: ignore[no-any-return]
+    return torch.compile(types.FunctionType(code, globals()))
 
 
 def _loss(call: Call, predictions: dict[str, Entries], targets: dict[str, Entries]) -> MultiStepLossOutput:
     dim = 1 if call.options.batch_first else 0
-    predicted, wanted = [
+    by_step: list[dict[str, Any]] = [
         {
             name: list(entries.unbind(dim) if isinstance(entries, torch.Tensor) else entries)
             for name, entries in given.items()
         }
         for given in (predictions, targets)
     ]
-    without: Any = {name: [None] * len(predicted[name]) for name in call.heads if name not in wanted}
-    return reference.loss_of(replace(call, predictions=predicted, targets={**wanted, **without}))
+    predicted, wanted = by_step
+    for name in call.heads.keys() - wanted.keys():
+        wanted[name] = [None] * len(predicted[name])
+    return reference.loss_of(replace(call, predictions=predicted, targets=wanted))

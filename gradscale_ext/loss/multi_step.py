@@ -249,7 +249,7 @@ def _without_kernels(
             if not is_compiler_error(error):
                 raise
             _without_compiler.add(device.type)
-            compiler, reason = False, f" (torch.compile failed: {str(error).strip().partition(chr(10))[0]})"
+            compiler, reason = False, f" (torch.compile failed: {' '.join(str(error).split())[:200]})"
     how = "; `python -m gradscale_ext` says how to get kernels" if device.type == "cuda" else ""
     _context.say_once(
         f"gradscale_ext: there are no kernels for {device.type} tensors here; gradscale_ext.reference computes the "
