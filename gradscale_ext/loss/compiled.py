@@ -46,7 +46,18 @@ def loss_by_compiler(
         tuple(map(_form, tensors)),
         torch.is_grad_enabled(),
     )
-    return function(without_entries, *given)
+    out = function(without_entries, *given)
+    if out.loss.requires_grad:
+        # torch.compile raises for second derivatives only if a prediction is among the tensors that it saved.
+        out.loss.register_hook(_refuse_second_derivatives)
+    return out
+
+
+def _refuse_second_derivatives(grad_output: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "multi_step_loss: a compiled loss has no second derivative; impl='reference' computes it"
+        )
 
 
 def is_compiler_error(error: Exception) -> bool:

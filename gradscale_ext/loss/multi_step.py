@@ -25,8 +25,8 @@ from .values import check_values
 
 Implementation = Literal["auto", "fused", "compiled", "reference"]
 _IMPLEMENTATIONS = get_args(Implementation)
-#: Types of devices that torch.compile does not serve.
-_without_compiler = {"meta"}
+#: Types of devices that torch.compile does not serve, and why.
+_without_compiler = {"meta": ""}
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
@@ -241,15 +241,16 @@ def _without_kernels(
     call: Call, predictions: Mapping[str, Entries], targets: Mapping[str, Entries], device: torch.device
 ) -> MultiStepLossOutput:
     """Compute the loss by the reference, compiled where the compiler works, and say so once."""
-    compiler, reason = device.type not in _without_compiler and takes(call), ""
+    compiler = device.type not in _without_compiler and takes(call)
     if compiler:
         try:
             out = loss_by_compiler(call, predictions, targets)
         except Exception as error:
             if not is_compiler_error(error):
                 raise
-            _without_compiler.add(device.type)
-            compiler, reason = False, f" (torch.compile failed: {' '.join(str(error).split())[:200]})"
+            _without_compiler[device.type] = f" (torch.compile failed: {' '.join(str(error).split())[:200]})"
+            compiler = False
+    reason = _without_compiler.get(device.type, "")
     how = "; `python -m gradscale_ext` says how to get kernels" if device.type == "cuda" else ""
     _context.say_once(
         f"gradscale_ext: there are no kernels for {device.type} tensors here; gradscale_ext.reference computes the "
