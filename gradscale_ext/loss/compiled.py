@@ -49,7 +49,7 @@ def loss_by_compiler(
     out = function(without_entries, *given)
     if out.loss.requires_grad:
         # torch.compile raises for second derivatives only if a prediction is among the tensors that it saved.
-        out.loss.register_hook(_refuse_second_derivatives)
+        out.loss.register_hook(_refuse_second_derivatives)  # type: ignore[no-untyped-call]
     return out
 
 
