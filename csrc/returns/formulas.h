@@ -312,9 +312,11 @@ struct OneLane {
   }
   // The least number with the sign of a product that underflows, so that it is not mistaken for a cut.
   static GRADSCALE_HOST_DEVICE A product(A c, A d) {
-    const A underflow = std::is_same_v<A, double> ? A(4.9406564584124654e-324) : A(1.4e-45f);
     const A p = c * d;
-    return c == 0 || d == 0 ? A(0) : (p == 0 ? std::copysign(underflow, p) : p);
+    return c == 0 || d == 0 ? A(0) : (p == 0 ? underflow(p) : p);
+  }
+  static GRADSCALE_HOST_DEVICE A underflow(A sign) {
+    return std::copysign(std::is_same_v<A, double> ? A(4.9406564584124654e-324) : A(1.4e-45f), sign);
   }
   static GRADSCALE_HOST_DEVICE A least(A x, A limit) {
     return limit < x ? limit : x;

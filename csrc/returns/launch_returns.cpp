@@ -89,7 +89,7 @@ bool is_n_step(const ReturnsCall& call) {
   return call.formula == Formula::n_step || call.formula == Formula::n_step_adjoint;
 }
 
-constexpr int64_t kChunk = kThreads; // steps, of long_rows.cuh
+constexpr int64_t kChunk = 4 * kThreads; // steps, of long_rows.cuh
 
 int64_t chunks_of_row(const ReturnsCall& call) {
   return (call.steps + kChunk - 1) / kChunk;
@@ -101,7 +101,7 @@ int64_t chunks_of_row(const ReturnsCall& call) {
 // multiprocessor. Across rows they read sectors of 8 rows for 1, most of them from the second level's cache, where
 // recur_across takes 32 rounds.
 bool goes_by_chunks(const ReturnsCall& call) {
-  return !is_n_step(call) && call.steps >= 4 * kChunk && call.rows < 2 * multiprocessors() &&
+  return !is_n_step(call) && call.steps >= kChunk && call.rows < 2 * multiprocessors() &&
          chunks_of_row(call) <= std::numeric_limits<int32_t>::max() / call.rows;
 }
 

@@ -1,5 +1,5 @@
 // Recurrences of few long rows on GPUs, in one launch: a block has a chunk of a row, and waits for the maps of the
-// chunks before it in the walk.
+// chunks before it in the walk. Its warps have kAhead x 32 neighbouring steps each.
 //
 // A block takes the next chunk when it starts, so that it waits only for blocks that have started. It publishes the map
 // of its chunk, reads the maps of the earlier chunks of its group, always in the same order, and walks its steps. The
@@ -15,7 +15,7 @@
 
 namespace gradscale {
 
-constexpr int kChunk = kThreads; // steps
+constexpr int kChunk = kThreads * kAhead; // steps
 constexpr int kGroup = 128;      // chunks
 
 // In the workspace: two counters of blocks, then the chunks' maps.
@@ -57,12 +57,26 @@ GRADSCALE_DEVICE void publish(PublishedMap<A>* to, const Map<A>& map, uint64_t l
   store_released(&to->launch, launch);
 }
 
+// The map of this group of lanes and of all before it, in the order of their numbers.
+template <int lanes, class A>
+GRADSCALE_DEVICE Map<A> composed_in_order(Map<A> map, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < lanes; distance *= 2) {
+    const Map<A> before{
+        __shfl_up_sync(kAllLanes, map.a, distance, lanes), __shfl_up_sync(kAllLanes, map.b, distance, lanes)};
+    if (lane % lanes >= distance) {
+      map = composed(map, before);
+    }
+  }
+  return map;
+}
+
 // y before a chunk, given the maps of the `count` chunks that end before `published`. By one warp.
 template <class A>
 GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, uint64_t launch, int lane) {
   A y = A(0);
   for (int64_t first = -count; first < 0; first += kWarpSize) {
-    Map<A> map{A(0), A(1)};
+    Map<A> map{A(0), A(1)}; // behind the last chunk
     if (first + lane < 0) {
       const PublishedMap<A>& from = published[first + lane];
       while (load_acquired(&from.launch) != launch) {
@@ -70,26 +84,17 @@ GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, 
       map = {from.a, from.b};
     }
     __syncwarp();
+    const A carry = y;
+    y = __shfl_sync(kAllLanes, applied(composed_in_order<kWarpSize>(map, lane), carry), kWarpSize - 1);
+    if (!is_finite(y)) { // perhaps a product of the maps is not
+      y = carry;
 #pragma unroll 1
-    for (int k = 0; k < kWarpSize; ++k) {
-      const Map<A> of_lane{__shfl_sync(kAllLanes, map.a, k), __shfl_sync(kAllLanes, map.b, k)};
-      y = applied(of_lane, y); // behind the last chunk: y
+      for (int k = 0; k < kWarpSize; ++k) {
+        y = applied(Map<A>{__shfl_sync(kAllLanes, map.a, k), __shfl_sync(kAllLanes, map.b, k)}, y);
+      }
     }
   }
   return y;
-}
-
-// The map of this lane's step and of all lanes before it.
-template <class F, class A>
-GRADSCALE_DEVICE Map<A> composed_lanes(Map<A> map, int lane) {
-#pragma unroll
-  for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const Map<A> before{shifted<F>(map.a, distance), shifted<F>(map.b, distance)};
-    if (turn_of<F>(lane) >= distance) {
-      map = composed(map, before);
-    }
-  }
-  return map;
 }
 
 template <class A, class F, Layout layout, unsigned given>
@@ -98,7 +103,7 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   using L = OneLane<A>;
   using Index = typename Row<A, F, layout, given>::Index;
   GRADSCALE_SHARED(int64_t, shared_count, 1);
-  GRADSCALE_SHARED(A, shared, 3 * kWarps); // maps of the warps, and y before the chunk
+  GRADSCALE_SHARED(A, shared, 2 * kWarps + 1); // maps of the warps, and y before the chunk
   auto* const counters = static_cast<uint64_t*>(call.workspace);
   auto* const maps = reinterpret_cast<PublishedMap<A>*>(counters + 2);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -111,34 +116,44 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   PublishedMap<A>* const own = maps + (*shared_count % call.rows) * chunks + chunk;
   // Lanes have neighbouring steps, so that an adjoint's warps come in their order, and others in the opposite one.
   const int turn = F::kAdjoint ? warp : kWarps - 1 - warp;
-  const auto t = static_cast<Index>((F::kAdjoint ? chunk : chunks - 1 - chunk) * kChunk + threadIdx.x);
-  Transition<L> s = row.template read<false>(t);
-  Later<A> of_last;
-  if (lane == kWarpSize - 1) {
-    of_last = row.read_later(t);
+  const int64_t begin = (F::kAdjoint ? chunk : chunks - 1 - chunk) * kChunk;
+  const auto first = static_cast<Index>(
+      begin + warp * (kAhead * kWarpSize) + (F::kAdjoint ? 0 : (kAhead - 1) * kWarpSize) + lane);
+  Transition<L> steps[kAhead];
+  if (begin + kChunk <= call.steps) {
+    read_along<true>(row, first, lane, steps);
+  } else {
+    read_along<false>(row, first, lane, steps);
   }
-  link(s, row.later_of_lanes(s, of_last, t, lane));
-  A extra = extra_at<A, F>(s), extra_before = A(0);
+  A extra_carry = A(0);
   if constexpr (std::is_same_v<F, VTraceAdjoint>) {
-    if (lane == 0 && t > 0) {
-      Transition<L> before = row.template read<false>(t - 1);
-      link(before, row.read_later(t - 1));
-      extra_before = extra_at<A, F>(before);
+    if (lane == 0 && first > 0) {
+      Transition<L> before = row.template read<false>(first - 1);
+      link(before, row.read_later(first - 1));
+      extra_carry = extra_at<A, F>(before);
     }
-    extra_before = earlier<F>(extra, lane, extra_before);
   }
-  const Map<A> map = F::template map<L>(s);
-  const Map<A> of_lanes = composed_lanes<F>(map, lane);
-  if (turn_of<F>(lane) == kWarpSize - 1) {
-    shared[2 * turn] = of_lanes.a;
-    shared[2 * turn + 1] = of_lanes.b;
+  Map<A> of_lanes[kAhead];
+  Map<A> of_warp{A(0), A(1)};
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) {
+    const Map<A> map = F::template map<L>(steps[k]);
+    of_lanes[k] = composed_lanes<F>(map, lane);
+    Map<A> all{__shfl_sync(kAllLanes, of_lanes[k].a, kLast<F>), __shfl_sync(kAllLanes, of_lanes[k].b, kLast<F>)};
+    if (all.b == 0 && !__any_sync(kAllLanes, map.b == 0)) { // the product underflows
+      all.b = L::underflow(all.b);
+    }
+    of_warp = composed(all, of_warp);
+  }
+  if (lane == 0) {
+    shared[2 * turn] = of_warp.a;
+    shared[2 * turn + 1] = of_warp.b;
   }
   __syncthreads();
-  Map<A> all{A(0), A(1)};
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    all = composed(Map<A>{shared[2 * w], shared[2 * w + 1]}, all);
-  }
+  const int place = lane % kWarps;
+  const Map<A> to_warp = composed_in_order<kWarps>(Map<A>{shared[2 * place], shared[2 * place + 1]}, lane);
+  const Map<A> all{
+      __shfl_sync(kAllLanes, to_warp.a, kWarps - 1), __shfl_sync(kAllLanes, to_warp.b, kWarps - 1)};
   const bool is_early = is_finite(all.a) && is_finite(all.b) && chunk % kGroup != kGroup - 1;
   if (warp == 0) {
     if (lane == 0 && is_early) {
@@ -152,38 +167,55 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
     }
   }
   __syncthreads();
-  A carry = shared[2 * kWarps];
-  A y_before = carry;
-  bool is_exact = true;
+  const A of_chunk = shared[2 * kWarps];
+  const A after_warp = applied(to_warp, of_chunk); // of the warp whose turn is `place`
+  const A before_warp = __shfl_sync(kAllLanes, after_warp, turn == 0 ? 0 : turn - 1);
+  A carry = turn == 0 ? of_chunk : before_warp;
+  A last = __shfl_sync(kAllLanes, after_warp, kWarps - 1);
+  A ys[kAhead];
+  const auto walk = [&](A y) { // returns y after the warp's steps
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    y_before = w == turn ? carry : y_before;
-    carry = applied(Map<A>{shared[2 * w], shared[2 * w + 1]}, carry);
-    is_exact = is_exact && is_finite(carry) && is_finite(shared[2 * w + 1]);
-  }
-  __syncthreads();
-  if (!is_exact) { // the same for all: the warps take turns
-    carry = shared[2 * kWarps];
+    for (int k = 0; k < kAhead; ++k) {
+      ys[k] = walk_lanes<F>(F::template map<L>(steps[k]), of_lanes[k], y, lane);
+      y = __shfl_sync(kAllLanes, ys[k], kLast<F>);
+    }
+    return y;
+  };
+  if (__any_sync(kAllLanes, !is_finite(after_warp))) { // the same for all: the warps take turns
+    last = of_chunk;
+#pragma unroll 1
     for (int w = 0; w < kWarps; ++w) {
+      __syncthreads();
       if (w == turn) {
-        y_before = carry;
-        const A y = checked_lanes<F>(applied(of_lanes, carry), map, carry, lane);
-        if (turn_of<F>(lane) == kWarpSize - 1) {
-          shared[w] = y;
-        }
+        carry = last;
+        shared[0] = walk(carry);
       }
       __syncthreads();
-      carry = shared[w];
+      last = shared[0];
     }
   }
   if (threadIdx.x == 0 && !is_early) {
-    publish(own, Map<A>{carry, A(0)}, call.launch);
+    publish(own, Map<A>{last, A(0)}, call.launch);
   }
-  const A y = checked_lanes<F>(applied(of_lanes, y_before), map, y_before, lane);
-  A out[kOutputs];
-  F::template results<L>(s, y, earlier<F>(y, lane, y_before), extra_before, out);
-  if (t < row.steps) {
-    row.write(t, out);
+  walk(carry);
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) {
+    const Index t = first + k * kRound<F>;
+    A before = A(0), extra_before = A(0);
+    if constexpr (kReadsEarlier<F>) {
+      before = earlier<F>(ys[k], lane, carry);
+    }
+    if constexpr (std::is_same_v<F, VTraceAdjoint>) {
+      const A extra = extra_at<A, F>(steps[k]);
+      extra_before = earlier<F>(extra, lane, extra_carry);
+      extra_carry = __shfl_sync(kAllLanes, extra, kLast<F>);
+    }
+    carry = __shfl_sync(kAllLanes, ys[k], kLast<F>);
+    A out[kOutputs];
+    F::template results<L>(steps[k], ys[k], before, extra_before, out);
+    if (t < row.steps) {
+      row.write(t, out);
+    }
   }
   // All maps that this block waits for have been read.
   if (threadIdx.x == 0) {

@@ -32,19 +32,23 @@ GRADSCALE_DEVICE A checked_lanes(A y, const Map<A>& map, A carry, int lane) {
   return y;
 }
 
-// y of each lane, given y of the step before the first.
+// The map of this lane's step and of all lanes before it, not finite where a product is not.
 template <class F, class A>
-GRADSCALE_DEVICE A walk_lanes(const Map<A>& map, A carry, int lane) {
-  A a = map.a, b = map.b;
+GRADSCALE_DEVICE Map<A> composed_lanes(Map<A> map, int lane) {
 #pragma unroll
   for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const A other_a = shifted<F>(a, distance), other_b = shifted<F>(b, distance);
+    const Map<A> before{shifted<F>(map.a, distance), shifted<F>(map.b, distance)};
     if (turn_of<F>(lane) >= distance) {
-      a += b * other_a;
-      b *= other_b;
+      map = {map.a + map.b * before.a, map.b * before.b};
     }
   }
-  return checked_lanes<F>(a + b * carry, map, carry, lane);
+  return map;
+}
+
+// y of each lane, given y of the step before the first.
+template <class F, class A>
+GRADSCALE_DEVICE A walk_lanes(const Map<A>& map, const Map<A>& of_lanes, A carry, int lane) {
+  return checked_lanes<F>(of_lanes.a + of_lanes.b * carry, map, carry, lane);
 }
 
 // The warps of a block apply their maps one after the other. `before` is y before this thread's steps, and `last` is y
@@ -68,31 +72,49 @@ GRADSCALE_DEVICE void walk_warps(const Map<A> (&maps)[count], A* shared, A carry
   __syncthreads();
 }
 
+// From a lane's step to its next one, and the last lane, in the order of the walk.
+template <class F>
+constexpr int kRound = F::kAdjoint ? kWarpSize : -kWarpSize;
+template <class F>
+constexpr int kLast = F::kAdjoint ? kWarpSize - 1 : 0;
+
+// The steps of a lane in the next rounds, the first of which is at `first`. `whole`: all are in the window.
+template <bool whole, class A, class F, Layout layout, unsigned given>
+GRADSCALE_DEVICE void read_along(
+    const Row<A, F, layout, given>& row,
+    typename Row<A, F, layout, given>::Index first,
+    int lane,
+    Transition<OneLane<A>> (&steps)[kAhead]) {
+  Later<A> of_last[kAhead];
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) {
+    steps[k] = row.template read<whole>(first + k * kRound<F>);
+    if (lane == kWarpSize - 1) {
+      of_last[k] = row.read_later(first + k * kRound<F>);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) {
+    link(steps[k], row.later_of_lanes(steps[k], of_last[k], first + k * kRound<F>, lane));
+  }
+}
+
 // `whole`: all steps are in the window.
 template <bool whole, class A, class F, Layout layout, unsigned given>
 GRADSCALE_DEVICE void walk_along(
     const Row<A, F, layout, given>& row, int64_t begin, int64_t rounds, int lane, A& carry, A& extra_carry) {
   using L = OneLane<A>;
   using Index = typename Row<A, F, layout, given>::Index;
-  constexpr int step = F::kAdjoint ? kWarpSize : -kWarpSize;
-  constexpr int last = F::kAdjoint ? kWarpSize - 1 : 0; // in the order of the walk
   const auto first = static_cast<Index>((F::kAdjoint ? begin : rounds - 1 - begin) * kWarpSize + lane);
   Transition<L> steps[kAhead];
-  Later<A> of_last[kAhead];
-#pragma unroll
-  for (int k = 0; k < kAhead; ++k) {
-    steps[k] = row.template read<whole>(first + k * step);
-    if (lane == kWarpSize - 1) {
-      of_last[k] = row.read_later(first + k * step);
-    }
-  }
+  read_along<whole>(row, first, lane, steps);
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
     if (whole || begin + k < rounds) {
-      const Index t = first + k * step;
-      Transition<L>& s = steps[k];
-      link(s, row.later_of_lanes(s, of_last[k], t, lane));
-      const A y = walk_lanes<F>(F::template map<L>(s), carry, lane);
+      const Index t = first + k * kRound<F>;
+      const Transition<L>& s = steps[k];
+      const Map<A> map = F::template map<L>(s);
+      const A y = walk_lanes<F>(map, composed_lanes<F>(map, lane), carry, lane);
       A before = A(0), extra_before = A(0);
       if constexpr (kReadsEarlier<F>) {
         before = earlier<F>(y, lane, carry);
@@ -100,14 +122,14 @@ GRADSCALE_DEVICE void walk_along(
       if constexpr (std::is_same_v<F, VTraceAdjoint>) {
         const A extra = extra_at<A, F>(s);
         extra_before = earlier<F>(extra, lane, extra_carry);
-        extra_carry = __shfl_sync(kAllLanes, extra, last);
+        extra_carry = __shfl_sync(kAllLanes, extra, kLast<F>);
       }
       A out[kOutputs];
       F::template results<L>(s, y, before, extra_before, out);
       if (whole || t < row.steps) {
         row.write(t, out);
       }
-      carry = __shfl_sync(kAllLanes, y, last);
+      carry = __shfl_sync(kAllLanes, y, kLast<F>);
     }
   }
 }
