@@ -111,9 +111,11 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
     *shared_count = count_block(counters, call.launch);
   }
   __syncthreads();
-  const int64_t chunks = gridDim.x / call.rows, chunk = *shared_count / call.rows;
-  const Row<A, F, layout, given> row(call, *shared_count % call.rows);
-  PublishedMap<A>* const own = maps + (*shared_count % call.rows) * chunks + chunk;
+  // Of 32 bits, as the grid: divisions of 64 take a third of the kernel's instructions.
+  const auto rows = static_cast<unsigned>(call.rows), count = static_cast<unsigned>(*shared_count);
+  const int64_t chunks = gridDim.x / rows, chunk = count / rows, index = count % rows;
+  const Row<A, F, layout, given> row(call, index);
+  PublishedMap<A>* const own = maps + index * chunks + chunk;
   // Lanes have neighbouring steps, so that an adjoint's warps come in their order, and others in the opposite one.
   const int turn = F::kAdjoint ? warp : kWarps - 1 - warp;
   const int64_t begin = (F::kAdjoint ? chunk : chunks - 1 - chunk) * kChunk;
@@ -133,17 +135,19 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
       extra_carry = extra_at<A, F>(before);
     }
   }
-  Map<A> of_lanes[kAhead];
+  Map<A> of_steps[kAhead], of_lanes[kAhead];
   Map<A> of_warp{A(0), A(1)};
+  bool has_zero = false;
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
-    const Map<A> map = F::template map<L>(steps[k]);
-    of_lanes[k] = composed_lanes<F>(map, lane);
-    Map<A> all{__shfl_sync(kAllLanes, of_lanes[k].a, kLast<F>), __shfl_sync(kAllLanes, of_lanes[k].b, kLast<F>)};
-    if (all.b == 0 && !__any_sync(kAllLanes, map.b == 0)) { // the product underflows
-      all.b = L::underflow(all.b);
-    }
-    of_warp = composed(all, of_warp);
+    of_steps[k] = F::template map<L>(steps[k]);
+    of_lanes[k] = composed_lanes<F>(of_steps[k], lane);
+    has_zero = has_zero || of_steps[k].b == 0;
+    const A a = __shfl_sync(kAllLanes, of_lanes[k].a, kLast<F>), b = __shfl_sync(kAllLanes, of_lanes[k].b, kLast<F>);
+    of_warp = {a + b * of_warp.a, b * of_warp.b};
+  }
+  if (!__any_sync(kAllLanes, has_zero) && of_warp.b == 0) {
+    of_warp.b = L::underflow(of_warp.b);
   }
   if (lane == 0) {
     shared[2 * turn] = of_warp.a;
@@ -160,8 +164,7 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
       publish(own, all, call.launch);
     }
     // The last chunk of the group before has published y.
-    const int64_t count = chunk % kGroup + (chunk >= kGroup ? 1 : 0);
-    const A y = walk_chunks(own, count, call.launch, lane);
+    const A y = walk_chunks(own, chunk % kGroup + (chunk >= kGroup ? 1 : 0), call.launch, lane);
     if (lane == 0) {
       shared[2 * kWarps] = y;
     }
@@ -173,10 +176,10 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   A carry = turn == 0 ? of_chunk : before_warp;
   A last = __shfl_sync(kAllLanes, after_warp, kWarps - 1);
   A ys[kAhead];
-  const auto walk = [&](A y) { // returns y after the warp's steps
+  const auto walk_checked = [&](A y) { // returns y after the warp's steps
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
-      ys[k] = walk_lanes<F>(F::template map<L>(steps[k]), of_lanes[k], y, lane);
+      ys[k] = walk_lanes<F>(of_steps[k], of_lanes[k], y, lane);
       y = __shfl_sync(kAllLanes, ys[k], kLast<F>);
     }
     return y;
@@ -188,16 +191,27 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
       __syncthreads();
       if (w == turn) {
         carry = last;
-        shared[0] = walk(carry);
+        shared[0] = walk_checked(carry);
       }
       __syncthreads();
       last = shared[0];
+    }
+  } else {
+    A y = carry;
+    bool is_exact = true;
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      ys[k] = of_lanes[k].a + of_lanes[k].b * y;
+      y = __shfl_sync(kAllLanes, ys[k], kLast<F>);
+      is_exact = is_exact && is_finite(ys[k]);
+    }
+    if (__any_sync(kAllLanes, !is_exact)) {
+      walk_checked(carry);
     }
   }
   if (threadIdx.x == 0 && !is_early) {
     publish(own, Map<A>{last, A(0)}, call.launch);
   }
-  walk(carry);
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
     const Index t = first + k * kRound<F>;
