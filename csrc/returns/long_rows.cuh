@@ -97,36 +97,19 @@ GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, 
   return y;
 }
 
-template <class A, class F, Layout layout, unsigned given>
-GRADSCALE_KERNEL(kThreads, 2)
-recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
+// `begin`: the first step of the chunk. `whole`: all its steps are in the window.
+template <bool whole, class A, class F, Layout layout, unsigned given>
+GRADSCALE_DEVICE void walk_chunk(
+    const Row<A, F, layout, given>& row, int64_t begin, int64_t chunk, PublishedMap<A>* own, A* shared) {
   using L = OneLane<A>;
   using Index = typename Row<A, F, layout, given>::Index;
-  GRADSCALE_SHARED(int64_t, shared_count, 1);
-  GRADSCALE_SHARED(A, shared, 2 * kWarps + 1); // maps of the warps, and y before the chunk
-  auto* const counters = static_cast<uint64_t*>(call.workspace);
-  auto* const maps = reinterpret_cast<PublishedMap<A>*>(counters + 2);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  if (threadIdx.x == 0) {
-    *shared_count = count_block(counters, call.launch);
-  }
-  __syncthreads();
-  // Of 32 bits, as the grid: divisions of 64 take a third of the kernel's instructions.
-  const auto rows = static_cast<unsigned>(call.rows), count = static_cast<unsigned>(*shared_count);
-  const int64_t chunks = gridDim.x / rows, chunk = count / rows, index = count % rows;
-  const Row<A, F, layout, given> row(call, index);
-  PublishedMap<A>* const own = maps + index * chunks + chunk;
   // Lanes have neighbouring steps, so that an adjoint's warps come in their order, and others in the opposite one.
   const int turn = F::kAdjoint ? warp : kWarps - 1 - warp;
-  const int64_t begin = (F::kAdjoint ? chunk : chunks - 1 - chunk) * kChunk;
   const auto first = static_cast<Index>(
       begin + warp * (kAhead * kWarpSize) + (F::kAdjoint ? 0 : (kAhead - 1) * kWarpSize) + lane);
   Transition<L> steps[kAhead];
-  if (begin + kChunk <= call.steps) {
-    read_along<true>(row, first, lane, steps);
-  } else {
-    read_along<false>(row, first, lane, steps);
-  }
+  read_along<whole>(row, first, lane, steps);
   A extra_carry = A(0);
   if constexpr (std::is_same_v<F, VTraceAdjoint>) {
     if (lane == 0 && first > 0) {
@@ -161,10 +144,10 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   const bool is_early = is_finite(all.a) && is_finite(all.b) && chunk % kGroup != kGroup - 1;
   if (warp == 0) {
     if (lane == 0 && is_early) {
-      publish(own, all, call.launch);
+      publish(own, all, row.call.launch);
     }
     // The last chunk of the group before has published y.
-    const A y = walk_chunks(own, chunk % kGroup + (chunk >= kGroup ? 1 : 0), call.launch, lane);
+    const A y = walk_chunks(own, chunk % kGroup + (chunk >= kGroup ? 1 : 0), row.call.launch, lane);
     if (lane == 0) {
       shared[2 * kWarps] = y;
     }
@@ -210,7 +193,7 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
     }
   }
   if (threadIdx.x == 0 && !is_early) {
-    publish(own, Map<A>{last, A(0)}, call.launch);
+    publish(own, Map<A>{last, A(0)}, row.call.launch);
   }
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
@@ -227,9 +210,33 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
     carry = __shfl_sync(kAllLanes, ys[k], kLast<F>);
     A out[kOutputs];
     F::template results<L>(steps[k], ys[k], before, extra_before, out);
-    if (t < row.steps) {
+    if (whole || t < row.steps) {
       row.write(t, out);
     }
+  }
+}
+
+template <class A, class F, Layout layout, unsigned given>
+GRADSCALE_KERNEL(kThreads, 2)
+recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
+  GRADSCALE_SHARED(int64_t, shared_count, 1);
+  GRADSCALE_SHARED(A, shared, 2 * kWarps + 1); // maps of the warps, and y before the chunk
+  auto* const counters = static_cast<uint64_t*>(call.workspace);
+  auto* const maps = reinterpret_cast<PublishedMap<A>*>(counters + 2);
+  if (threadIdx.x == 0) {
+    *shared_count = count_block(counters, call.launch);
+  }
+  __syncthreads();
+  // Of 32 bits, as the grid: divisions of 64 take a third of the kernel's instructions.
+  const auto rows = static_cast<unsigned>(call.rows), count = static_cast<unsigned>(*shared_count);
+  const int64_t chunks = gridDim.x / rows, chunk = count / rows, index = count % rows;
+  const Row<A, F, layout, given> row(call, index);
+  PublishedMap<A>* const own = maps + index * chunks + chunk;
+  const int64_t begin = (F::kAdjoint ? chunk : chunks - 1 - chunk) * kChunk;
+  if (begin + kChunk <= call.steps) {
+    walk_chunk<true>(row, begin, chunk, own, shared);
+  } else {
+    walk_chunk<false>(row, begin, chunk, own, shared);
   }
   // All maps that this block waits for have been read.
   if (threadIdx.x == 0) {
