@@ -16,7 +16,7 @@
 namespace gradscale {
 
 constexpr int kChunk = kThreads * kAhead; // steps
-constexpr int kGroup = 128;      // chunks
+constexpr int kGroup = 128;               // chunks
 
 // In the workspace: two counters of blocks, then the chunks' maps.
 template <class A>
@@ -106,8 +106,8 @@ GRADSCALE_DEVICE void walk_chunk(
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, warp = static_cast<int>(threadIdx.x) / kWarpSize;
   // Lanes have neighbouring steps, so that an adjoint's warps come in their order, and others in the opposite one.
   const int turn = F::kAdjoint ? warp : kWarps - 1 - warp;
-  const auto first = static_cast<Index>(
-      begin + warp * (kAhead * kWarpSize) + (F::kAdjoint ? 0 : (kAhead - 1) * kWarpSize) + lane);
+  const auto first =
+      static_cast<Index>(begin + warp * (kAhead * kWarpSize) + (F::kAdjoint ? 0 : (kAhead - 1) * kWarpSize) + lane);
   Transition<L> steps[kAhead];
   read_along<whole>(row, first, lane, steps);
   A extra_carry = A(0);
@@ -139,8 +139,7 @@ GRADSCALE_DEVICE void walk_chunk(
   __syncthreads();
   const int place = lane % kWarps;
   const Map<A> to_warp = composed_in_order<kWarps>(Map<A>{shared[2 * place], shared[2 * place + 1]}, lane);
-  const Map<A> all{
-      __shfl_sync(kAllLanes, to_warp.a, kWarps - 1), __shfl_sync(kAllLanes, to_warp.b, kWarps - 1)};
+  const Map<A> all{__shfl_sync(kAllLanes, to_warp.a, kWarps - 1), __shfl_sync(kAllLanes, to_warp.b, kWarps - 1)};
   const bool is_early = is_finite(all.a) && is_finite(all.b) && chunk % kGroup != kGroup - 1;
   if (warp == 0) {
     if (lane == 0 && is_early) {
