@@ -109,7 +109,8 @@ GRADSCALE_DEVICE void walk_chunk(
   const auto first =
       static_cast<Index>(begin + warp * (kAhead * kWarpSize) + (F::kAdjoint ? 0 : (kAhead - 1) * kWarpSize) + lane);
   Transition<L> steps[kAhead];
-  read_along<whole>(row, first, lane, steps);
+  Later<A> of_last[kAhead];
+  read_along<whole>(row, first, lane, steps, of_last);
   A extra_carry = A(0);
   if constexpr (std::is_same_v<F, VTraceAdjoint>) {
     if (lane == 0 && first > 0) {
@@ -123,6 +124,7 @@ GRADSCALE_DEVICE void walk_chunk(
   bool has_zero = false;
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
+    link(steps[k], row.later_of_lanes(steps[k], of_last[k], first + k * kRound<F>, lane));
     of_steps[k] = F::template map<L>(steps[k]);
     of_lanes[k] = composed_lanes<F>(of_steps[k], lane);
     has_zero = has_zero || of_steps[k].b == 0;

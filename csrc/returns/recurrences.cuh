@@ -34,15 +34,17 @@ GRADSCALE_DEVICE A checked_lanes(A y, const Map<A>& map, A carry, int lane) {
 
 // The map of this lane's step and of all lanes before it, not finite where a product is not.
 template <class F, class A>
-GRADSCALE_DEVICE Map<A> composed_lanes(Map<A> map, int lane) {
+GRADSCALE_DEVICE Map<A> composed_lanes(const Map<A>& map, int lane) {
+  A a = map.a, b = map.b;
 #pragma unroll
   for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const Map<A> before{shifted<F>(map.a, distance), shifted<F>(map.b, distance)};
+    const A other_a = shifted<F>(a, distance), other_b = shifted<F>(b, distance);
     if (turn_of<F>(lane) >= distance) {
-      map = {map.a + map.b * before.a, map.b * before.b};
+      a += b * other_a;
+      b *= other_b;
     }
   }
-  return map;
+  return {a, b};
 }
 
 // y of each lane, given y of the step before the first.
@@ -78,24 +80,21 @@ constexpr int kRound = F::kAdjoint ? kWarpSize : -kWarpSize;
 template <class F>
 constexpr int kLast = F::kAdjoint ? kWarpSize - 1 : 0;
 
-// The steps of a lane in the next rounds, the first of which is at `first`. `whole`: all are in the window.
+// The steps of a lane in the next rounds, the first of which is at `first`, and what the last lane's read of their
+// later ones. `whole`: all are in the window.
 template <bool whole, class A, class F, Layout layout, unsigned given>
 GRADSCALE_DEVICE void read_along(
     const Row<A, F, layout, given>& row,
     typename Row<A, F, layout, given>::Index first,
     int lane,
-    Transition<OneLane<A>> (&steps)[kAhead]) {
-  Later<A> of_last[kAhead];
+    Transition<OneLane<A>> (&steps)[kAhead],
+    Later<A> (&of_last)[kAhead]) {
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
     steps[k] = row.template read<whole>(first + k * kRound<F>);
     if (lane == kWarpSize - 1) {
       of_last[k] = row.read_later(first + k * kRound<F>);
     }
-  }
-#pragma unroll
-  for (int k = 0; k < kAhead; ++k) {
-    link(steps[k], row.later_of_lanes(steps[k], of_last[k], first + k * kRound<F>, lane));
   }
 }
 
@@ -107,12 +106,14 @@ GRADSCALE_DEVICE void walk_along(
   using Index = typename Row<A, F, layout, given>::Index;
   const auto first = static_cast<Index>((F::kAdjoint ? begin : rounds - 1 - begin) * kWarpSize + lane);
   Transition<L> steps[kAhead];
-  read_along<whole>(row, first, lane, steps);
+  Later<A> of_last[kAhead];
+  read_along<whole>(row, first, lane, steps, of_last);
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
     if (whole || begin + k < rounds) {
       const Index t = first + k * kRound<F>;
-      const Transition<L>& s = steps[k];
+      Transition<L>& s = steps[k];
+      link(s, row.later_of_lanes(s, of_last[k], t, lane));
       const Map<A> map = F::template map<L>(s);
       const A y = walk_lanes<F>(map, composed_lanes<F>(map, lane), carry, lane);
       A before = A(0), extra_before = A(0);
