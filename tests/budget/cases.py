@@ -178,7 +178,15 @@ def _cases_of_returns() -> list[Case]:
     return [
         of("advantages [B, T], T 128", partial(_advantages, 128, True), 22, budget=106, batch=512),
         # One block per chunk of 1024 steps, whose maps are composed twice: within warps, and between them.
-        of("advantages [B, T], few rows, T 1024", partial(_advantages, 1024, True), 22, budget=125, batch=6, issue=0.85, disagreement=0.1),
+        of(
+            "advantages [B, T], few rows, T 1024",
+            partial(_advantages, 1024, True),
+            22,
+            budget=125,
+            batch=6,
+            issue=0.85,
+            disagreement=0.1,
+        ),
         of("advantages [T, B], T 128", partial(_advantages, 128, False), 22, budget=106, batch=512),
         of("λ-returns, T 128", partial(lambda_returns, False), 14, budget=92, batch=512, issue=0.95),
         of(
