@@ -55,6 +55,37 @@ py::object encode(const std::shared_ptr<gradscale::OwnedSupport>& support, doubl
   return py::cast(gradscale::encode(support->get(), sigma_ratio, tensor));
 }
 
+// Projected probabilities, or None where the kernel does not take these tensors.
+py::object project(
+    const std::shared_ptr<gradscale::OwnedSupport>& support,
+    py::handle probabilities,
+    py::handle rewards,
+    py::handle discounts) {
+  if (!gradscale::ordinary_or_inference_context()) {
+    return py::none();
+  }
+  for (const py::handle& given : {probabilities, rewards, discounts}) {
+    if (!THPVariable_Check(given.ptr())) {
+      return py::none();
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(given.ptr());
+    if (!gradscale::ordinary_tensor(tensor) || !gradscale::has_element(tensor)) {
+      return py::none();
+    }
+  }
+  const at::Tensor &p = THPVariable_Unpack(probabilities.ptr()), &r = THPVariable_Unpack(rewards.ptr()),
+                   &d = THPVariable_Unpack(discounts.ptr());
+  const int64_t width = support->get().num_bins;
+  if (p.dim() < 1 || p.size(-1) != width || r.sizes() != p.sizes().slice(0, p.dim() - 1) || d.sizes() != r.sizes() ||
+      r.device() != p.device() || d.device() != p.device()) {
+    return py::none();
+  }
+  py::gil_scoped_release no_gil;
+  at::Tensor result = gradscale::project(support->get(), p, r, d);
+  py::gil_scoped_acquire gil;
+  return py::cast(std::move(result));
+}
+
 // The gradient-flow operators, or None where a transform, a tracer or a dispatch mode must see the registered operator.
 template <class Operator, class... Arguments>
 py::object in_ordinary_context(Operator op, const Arguments&... arguments) {
@@ -164,6 +195,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return kinds;
   });
   m.def("encode", &encode);
+  m.def("project", &project);
   m.def("decode", &decode);
   m.def("set_decode_gradient", &gradscale::set_decode_gradient);
   m.def("l2_loss", &l2_loss);

@@ -177,6 +177,61 @@ class Support:
             return _distributed.by_whole(self.decode, logits)  # type: ignore[no-any-return]
         return reference.decode(logits, self)
 
+    def project(self, probabilities: torch.Tensor, rewards: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
+        """Project the distribution of a distributional Bellman target onto the support, as C51 does.
+
+        With c_j the raw centres and w_k the weights that `two_hot` gives to bin k::
+
+            out_k = sum_j probabilities_j w_k(reward + discount c_j)
+
+        So a row keeps its mass, also where an atom falls on a centre, or outside of the range.
+
+        Args:
+            probabilities: `[..., S]` floating tensor, of the next state; float64, float32, bfloat16 or float16.
+            rewards: `[...]` floating tensor of raw rewards, or of n-step sums of rewards.
+            discounts: `[...]` floating tensor; 0 where the episode has ended.
+
+        Returns:
+            `[..., S]`, float64 if one of the tensors is, else float32: a target of `SoftCrossEntropy`. All arguments
+            are constants: there is no gradient. A row with NaN in one of its numbers is NaN.
+
+        Raises:
+            TypeError: an argument is not a floating tensor.
+            ValueError: shapes or devices do not fit.
+
+        From Bellemare et al. 2017, "A Distributional Perspective on Reinforcement Learning", algorithm 1.
+
+        >>> support = Support(-1, 1, 3, "identity")
+        >>> support.project(torch.tensor([0.0, 0.5, 0.5]), torch.tensor(0.25), torch.tensor(0.5))
+        tensor([0.0000, 0.5000, 0.5000])
+        """
+        if _context.is_eager():
+            projected = _C.project(self._compiled, probabilities, rewards, discounts)
+            if projected is not None:
+                return projected
+        given = {"probabilities": probabilities, "rewards": rewards, "discounts": discounts}
+        for argument, tensor in given.items():
+            _check_scalars("project", tensor, argument)
+            if tensor.device != probabilities.device:
+                raise ValueError(
+                    f"Support.project: {argument} must be on the device of probabilities, {probabilities.device}, "
+                    f"but is on {tensor.device}"
+                )
+        if probabilities.dim() < 1 or probabilities.shape[-1] != self.num_bins:
+            raise ValueError(
+                f"Support.project: probabilities must have shape [..., {self.num_bins}], "
+                f"but they have {tuple(probabilities.shape)}"
+            )
+        for argument in ("rewards", "discounts"):
+            if given[argument].shape != probabilities.shape[:-1]:
+                raise ValueError(
+                    f"Support.project: {argument} must have the leading dimensions of probabilities, "
+                    f"{tuple(probabilities.shape[:-1])}, but they have {tuple(given[argument].shape)}"
+                )
+        if any(_distributed.is_distributed(tensor) for tensor in given.values()):
+            return _distributed.by_whole(self.project, *given.values())  # type: ignore[no-any-return]
+        return reference.project(probabilities, rewards, discounts, self)
+
     def numbers(self) -> dict[str, float]:
         """The support's numbers by the names that the kernels give them."""
         return {

@@ -626,6 +626,26 @@ def test_encode(space, width, dtype, device):
     assert support.two_hot(torch.zeros(0, 3, device=device)).shape == (0, 3, width)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [2, 33, 51, 129])
+@pytest.mark.parametrize("space", ["transformed", "raw"])
+def test_project(space, width, dtype, device):
+    support = gs.Support(-4, 6, width, transform="symlog", space=space)
+    generator = torch.Generator().manual_seed(width)
+    p = torch.randn(11, width, generator=generator).softmax(-1).to(dtype)
+    rewards = (10 * torch.randn(11, generator=generator)).to(dtype)
+    discounts = torch.tensor([0, 1, -1, 0.5, 1e-12, 0.997, 0.9, 300, 2, 1, 1]).to(dtype)
+    rewards[:2], rewards[8] = 0, math.nan
+    p[10, 1] = math.nan
+    found = support.project(p.to(device), rewards.to(device), discounts.to(device)).cpu()
+    expected = gs.reference.project(p, rewards, discounts, support)
+    assert found.dtype == expected.dtype == (dtype if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-5, atol=1e-6)
+    again = support.project(p.to(device), rewards.to(device), discounts.to(device)).cpu()
+    assert torch.equal(again.nan_to_num(-1), found.nan_to_num(-1))
+    assert support.project(p[:0].to(device), rewards[:0].to(device), discounts[:0].to(device)).shape == (0, width)
+
+
 # ---- Gradient flow --------------------------------------------------------------------------------------------------
 
 

@@ -249,6 +249,10 @@ def encoding_and_decoding(rank: int) -> None:
         assert_same(found, expected)
         found.square().sum().backward()
         assert_same(given.grad, logits.grad)
+        p, moved = logits.detach().softmax(-1), [spread(random(B, T), Shard(0)) for _ in range(2)]
+        assert_same(
+            SUPPORT.project(spread(p, placement), *moved), SUPPORT.project(p, *(m.full_tensor() for m in moved))
+        )
     partial = DTensor.from_local(x, mesh(), [Partial()])  # the sum of all ranks' parts
     assert_same(SUPPORT.two_hot(partial), SUPPORT.two_hot(x * dist.get_world_size()))
 

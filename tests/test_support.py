@@ -271,6 +271,92 @@ def test_wrong_numbers():
         gs.symlog(1.0)
 
 
+def projected_by_hand(support, p, rewards, discounts):
+    """One atom after the other (Bellemare et al. 2017, algorithm 1), as the mass that `two_hot` gives to each."""
+    centers = gs.reference.raw_centers(support, torch.float64)
+    rows = zip(p.reshape(-1, support.num_bins), rewards.flatten(), discounts.flatten(), strict=True)
+    result = [sum(m * support.two_hot(r + d * c) for m, c in zip(row, centers, strict=True)) for row, r, d in rows]
+    return torch.stack(result).reshape(p.shape)
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_project(support):
+    g = torch.Generator().manual_seed(1)
+    p = torch.randn(4, 3, support.num_bins, generator=g, dtype=torch.float64).softmax(-1)
+    rewards = 5 * torch.randn(4, 3, generator=g, dtype=torch.float64)
+    discounts = torch.tensor([0.0, 1.0, -1.0, 0.997], dtype=torch.float64)[:, None].expand(4, 3)
+    rewards[0, 0] = rewards[1, 0] = 0  # atoms on centres: each keeps its place
+    rewards[2, 1], rewards[3, 1] = INF, -1e30
+    expected = projected_by_hand(support, p, rewards, discounts)
+    for found in (support.project(p, rewards, discounts), gs.reference.project(p, rewards, discounts, support)):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(found.sum(-1), p.sum(-1), rtol=1e-13, atol=0)
+        torch.testing.assert_close(found[1, 0], p[1, 0], rtol=1e-9, atol=1e-12)
+    moved = p.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(support.project(moved, rewards, discounts), support.project(p, rewards, discounts))
+
+
+@pytest.mark.parametrize("argument", range(3))
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_what_is_not_finite_stays_in_its_row(argument, value):
+    support = gs.Support(-2, 2, 5, "identity")
+    given = [torch.full((3, 5), 0.2), torch.zeros(3), torch.ones(3)]
+    expected = support.project(*given)
+    given[argument][1] = value
+    for found in (support.project(*given), gs.reference.project(*given, support)):
+        assert torch.equal(found[::2], expected[::2])
+        is_end = argument == 1 and value == INF
+        assert torch.equal(found[1], torch.tensor([0, 0, 0, 0, 1.0])) if is_end else found[1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_types_of_project(dtype):
+    support = gs.Support(-10, 10, 51, "identity")
+    p, r, d = torch.randn(7, 51).softmax(-1).to(dtype), torch.randn(7).to(dtype), torch.rand(7).to(dtype)
+    found = support.project(p, r, d)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, support.project(p.double(), r.double(), d.double()).float(), rtol=1e-6, atol=1e-7)
+    assert support.project(p, r.double(), d).dtype == support.project(p, r, d.double()).dtype == torch.float64
+
+
+def test_project_in_every_context():
+    support = gs.Support(-10, 10, 51, "identity")
+    p, r, d = torch.randn(7, 51).softmax(-1).requires_grad_(), torch.randn(7, requires_grad=True), torch.rand(7)
+    expected = support.project(p, r, d)
+    assert not expected.requires_grad
+    torch.testing.assert_close(torch.vmap(support.project)(p, r, d), expected)
+    torch.testing.assert_close(torch.vmap(support.project, in_dims=(0, None, None))(p, r[0], d[0])[0], expected[0])
+    compiled = torch.compile(support.project, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(p, r, d), expected)
+    with torch.inference_mode():
+        torch.testing.assert_close(support.project(p, r, d), expected)
+    gradient = torch.func.grad(lambda x: (support.project(x, r.detach(), d) * torch.arange(51)).sum())(p.detach())
+    assert gradient.count_nonzero() == 0
+    out, tangent = torch.func.jvp(lambda x: support.project(x, r.detach(), d), (p.detach(),), (torch.ones_like(p),))
+    torch.testing.assert_close(out, expected)
+    assert tangent.count_nonzero() == 0
+
+
+def test_wrong_arguments_of_project():
+    support = gs.Support(-10, 10, 51, "identity")
+    p, r = torch.full((4, 51), 1 / 51), torch.zeros(4)
+    for wrong, message in (
+        ((p[:, 1:], r, r), r"probabilities must have shape \[\.\.\., 51\], but they have \(4, 50\)"),
+        (
+            (p, r[:, None], r),
+            r"rewards must have the leading dimensions of probabilities, \(4,\), but they have \(4, 1\)",
+        ),
+        ((p, r, r[0]), r"discounts must have the leading dimensions of probabilities, \(4,\), but they have \(\)"),
+        ((p, r.to("meta"), r), "rewards must be on the device of probabilities, cpu, but is on meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            support.project(*wrong)
+    with pytest.raises(TypeError, match="discounts must be a tensor, but it is of type float"):
+        support.project(p, r, 0.99)
+    with pytest.raises(TypeError, match=r"rewards must be a floating tensor, but its dtype is torch\.int64"):
+        support.project(p, r.long(), r)
+
+
 def test_wrong_scalars_and_logits():
     support = gs.Support.muzero()
     for function in (support.two_hot, support.hl_gauss, support.decode):

@@ -205,4 +205,77 @@ at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& 
   return out;
 }
 
+// ---- Projection -----------------------------------------------------------------------------------------------------
+
+namespace {
+
+// `centers` are the raw ones.
+void project_rows(const Projection& p, const std::vector<double>& centers, int64_t begin, int64_t end) {
+  const Support& support = *p.support;
+  std::vector<double> sums(static_cast<size_t>(p.width));
+  for (int64_t row = begin; row < end; ++row) {
+    double reward = 0, discount = 0;
+    dispatch_element(p.rewards.element, [&](auto type) {
+      reward = to_accumulate(static_cast<const decltype(type)*>(p.rewards.data)[row]);
+    });
+    dispatch_element(p.discounts.element, [&](auto type) {
+      discount = to_accumulate(static_cast<const decltype(type)*>(p.discounts.data)[row]);
+    });
+    std::fill(sums.begin(), sums.end(), 0.0);
+    bool is_nan = false;
+    dispatch_element(p.probabilities.element, [&](auto type) {
+      const auto* probabilities = static_cast<const decltype(type)*>(p.probabilities.data) + row * p.width;
+      for (size_t j = 0; j < sums.size(); ++j) {
+        const double mass = to_accumulate(probabilities[j]), x = reward + discount * centers[j];
+        const double position = position_among_bins(transformed_target(x, support), support);
+        const auto bin = static_cast<size_t>(bin_below(position, support));
+        const double low = centers[bin], upper = support.raw ? clamp_between((x - low) / (centers[bin + 1] - low), 0, 1)
+                                                             : position - static_cast<double>(bin);
+        is_nan = is_nan || upper != upper || mass - mass != 0;
+        sums[bin] += mass * (1 - upper);
+        sums[bin + 1] += mass * upper;
+      }
+    });
+    dispatch_element(p.out.element, [&](auto type) {
+      using T = decltype(type);
+      T* out = static_cast<T*>(p.out.data) + row * p.width;
+      for (size_t k = 0; k < sums.size(); ++k) {
+        const double sum = is_nan ? std::numeric_limits<double>::quiet_NaN() : sums[k];
+        out[k] = from_accumulate<T>(static_cast<typename AccumulateType<T>::type>(sum));
+      }
+    });
+  }
+}
+
+} // namespace
+
+at::Tensor project(
+    const Support& support, const at::Tensor& probabilities, const at::Tensor& rewards, const at::Tensor& discounts) {
+  const at::Tensor p = probabilities.detach().contiguous(), r = rewards.detach().contiguous(),
+                   d = discounts.detach().contiguous();
+  bool is_double = false;
+  for (const at::Tensor* tensor : {&p, &r, &d}) {
+    is_double = is_double || tensor->scalar_type() == at::kDouble;
+  }
+  const at::Tensor out = at::empty(p.sizes(), p.options().dtype(is_double ? at::kDouble : at::kFloat));
+  const auto rows_of = [](const at::Tensor& tensor, int64_t stride) {
+    return Rows{const_cast<void*>(tensor.const_data_ptr()), stride, element_of(tensor)};
+  };
+  const int64_t width = support.num_bins;
+  const Projection projection{rows_of(p, width), rows_of(r, 1), rows_of(d, 1), rows_of(out, width), width, &support};
+  if (runs_kernels(p.device())) {
+    const OnDevice on_device(p.device());
+    launch_project(projection, r.numel(), on_device.stream());
+  } else {
+    std::vector<double> centers(static_cast<size_t>(width));
+    for (size_t j = 0; j < centers.size(); ++j) {
+      centers[j] = raw_center(support, static_cast<int64_t>(j));
+    }
+    const int64_t grain = std::max<int64_t>(1, 16384 / cost_of_row(width));
+    at::parallel_for(
+        0, r.numel(), grain, [&](int64_t begin, int64_t end) { project_rows(projection, centers, begin, end); });
+  }
+  return out;
+}
+
 } // namespace gradscale

@@ -22,4 +22,9 @@ void set_decode_gradient(py::function function);
 // is 0, and otherwise histograms of a normal.
 at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& scalars);
 
+// Spreads the mass of [..., num_bins] probabilities at rewards + discounts * raw centres over the bins next to them,
+// without a gradient: float64 if one of the tensors is, else float32.
+at::Tensor project(
+    const Support& support, const at::Tensor& probabilities, const at::Tensor& rewards, const at::Tensor& discounts);
+
 } // namespace gradscale

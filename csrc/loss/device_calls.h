@@ -1,4 +1,4 @@
-// How host code starts the kernels of the loss, of decoding and of encoding; the arguments of the latter two.
+// How host code starts the kernels of the loss and of supports; the arguments of the latter.
 #pragma once
 
 #include "../port/table.h"
@@ -19,6 +19,9 @@ int64_t bytes_for_decode(const Decoding& decoding);
 
 // Encodes `count` scalars as distributions.
 void launch_encode(const Encoding& encoding, int64_t count, void* stream);
+
+// Projects `count` rows.
+void launch_project(const Projection& projection, int64_t count, void* stream);
 
 // What a gradient takes of a support that is not raw, as a kernel uses it.
 struct FloatSupport {
@@ -53,6 +56,12 @@ struct EncodeArguments {
   Support support;
   int64_t count;
   int32_t threads_per_row;
+};
+
+struct ProjectArguments {
+  Projection projection;
+  Support support;
+  int64_t count;
 };
 
 } // namespace gradscale

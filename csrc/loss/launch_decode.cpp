@@ -1,4 +1,4 @@
-// The launches of the kernels that decode and encode.
+// The launches of the kernels that decode, encode and project.
 #include "../math/row_shape.h"
 #include "../port/launch.h"
 #include "../port/table_builder.h"
@@ -77,6 +77,20 @@ void launch_encode(const Encoding& encoding, int64_t count, void* stream) {
   const EncodeArguments arguments{encoding, *encoding.support, count, threads};
   static const Kernel<EncodeArguments> encode_rows("loss/encode.cuh", "encode_rows");
   launch(encode_rows, blocks, kThreads, stream, arguments);
+}
+
+void launch_project(const Projection& projection, int64_t count, void* stream) {
+  if (projection.width > INT32_MAX - 64) {
+    throw std::runtime_error("project: a row has more than 2^31 elements");
+  }
+  constexpr int64_t rows_of_block = kThreads / 32;
+  static const Kernel<ProjectArguments> project_rows("loss/project.cuh", "project_rows");
+  launch(
+      project_rows,
+      (count + rows_of_block - 1) / rows_of_block,
+      kThreads,
+      stream,
+      {projection, *projection.support, count});
 }
 
 } // namespace gradscale

@@ -199,6 +199,16 @@ struct Encoding {
   double sigma_ratio; // 0: two-hot
 };
 
+// Rows of probabilities to project: the atoms of a row are its reward + its discount times the raw centres.
+struct Projection {
+  Rows probabilities;
+  Rows rewards; // one element each, as the discounts
+  Rows discounts;
+  Rows out; // float or double
+  int64_t width;
+  const Support* support;
+};
+
 using DecodeRows = void (*)(const Decoding&, int64_t begin, int64_t end, double* scratch);
 extern const CpuKernel<DecodeRows> decode_rows_kernel;
 

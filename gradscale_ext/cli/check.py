@@ -95,6 +95,12 @@ def _operators(batch: int) -> Iterator[Case]:
         lambda t: [support.hl_gauss(t[0])],
         lambda t: [reference.hl_gauss(t[0], support, 0.75)],
     )
+    yield Case(
+        "Support.project",
+        [logits[0].softmax(-1), scalars[0], x[0][:, 1].sigmoid()],
+        lambda t: [support.project(*t)],
+        lambda t: [reference.project(*t, support)],
+    )
     yield _both("l2_loss", [*x, *logits], gs.l2_loss, lambda t: reference.l2_loss(t, 1.0))
     yield Case(
         "gradient_statistics",

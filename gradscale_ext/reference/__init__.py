@@ -7,7 +7,7 @@ other devices.
 from .flow import clip_gradient_norm, clip_gradient_value, normalize_gradient, reverse_gradient, scale_gradient
 from .losses import entry_loss, loss_of, multi_step_loss
 from .returns import generalized_advantages, lambda_returns, muzero_targets, n_step_returns, retrace, vtrace
-from .supports import centers, decode, hl_gauss, raw_centers, two_hot
+from .supports import centers, decode, hl_gauss, project, raw_centers, two_hot
 from .tensors import Statistics, clip_tensors, clipping_of, l2_loss, norm_of, tensor_statistics
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "n_step_returns",
     "norm_of",
     "normalize_gradient",
+    "project",
     "raw_centers",
     "retrace",
     "reverse_gradient",

@@ -44,7 +44,33 @@ def raw_centers(support: Bins, dtype: torch.dtype, device: torch.device | None =
 
 def two_hot(x: torch.Tensor, support: Bins) -> torch.Tensor:
     """`[..., S]` distributions with mass on the two bins next to the scalars `[...]`."""
-    raw = _clamped_to_finite(widened(x))
+    bin, upper_weight = _two_bins(widened(x), support)
+    is_nan = upper_weight.isnan().unsqueeze(-1)
+    bin, upper_weight = bin.unsqueeze(-1), upper_weight.unsqueeze(-1)
+    zeros = torch.zeros((*x.shape, support.num_bins), dtype=upper_weight.dtype, device=x.device)
+    encoded = zeros.scatter(-1, bin, 1 - upper_weight).scatter(-1, bin + 1, upper_weight)
+    # A NaN scalar gives a row of NaN: its two weights are NaN already, the other bins are set here.
+    return torch.where(is_nan, float("nan"), encoded).to(x.dtype)
+
+
+def project(probabilities: torch.Tensor, rewards: torch.Tensor, discounts: torch.Tensor, support: Bins) -> torch.Tensor:
+    """`[..., S]` probabilities at rewards + discounts * raw centres, projected onto the support; constants."""
+    p, reward, discount = (tensor.detach() for tensor in (probabilities, rewards, discounts))
+    is_wide = any(tensor.dtype == torch.float64 for tensor in (p, reward, discount))
+    dtype = torch.float64 if is_wide else torch.float32
+    wide = _context.widest(p.device)
+    atoms = reward.to(wide).unsqueeze(-1) + discount.to(wide).unsqueeze(-1) * raw_centers(support, wide, p.device)
+    bin, upper_weight = _two_bins(atoms, support)
+    mass = p.to(wide)
+    projected = torch.zeros_like(atoms).scatter_add(-1, bin, mass * (1 - upper_weight))
+    projected = projected.scatter_add(-1, bin + 1, mass * upper_weight)
+    is_nan = (atoms.isnan() | ~mass.isfinite()).any(-1, keepdim=True)
+    return torch.where(is_nan, float("nan"), projected).to(dtype)
+
+
+def _two_bins(x: torch.Tensor, support: Bins) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lower one of the two bins next to each scalar, and the weight of the upper one: NaN for NaN."""
+    raw = _clamped_to_finite(x)
     y = transform(raw, support.transform, support.eps)
     last_bin = support.num_bins - 1
     position = ((y - support.minimum) * (last_bin / (support.maximum - support.minimum))).clamp(0, last_bin)
@@ -55,11 +81,7 @@ def two_hot(x: torch.Tensor, support: Bins) -> torch.Tensor:
         upper_weight = ((raw - values[bin]) / (values[bin + 1] - values[bin])).clamp(0, 1)
     else:
         upper_weight = position - lower
-    bin, upper_weight = bin.unsqueeze(-1), upper_weight.unsqueeze(-1)
-    zeros = torch.zeros((*x.shape, support.num_bins), dtype=y.dtype, device=x.device)
-    encoded = zeros.scatter(-1, bin, 1 - upper_weight).scatter(-1, bin + 1, upper_weight)
-    # A NaN scalar gives a row of NaN: its two weights are NaN already, the other bins are set here.
-    return torch.where(position.isnan().unsqueeze(-1), float("nan"), encoded).to(x.dtype)
+    return bin, upper_weight
 
 
 def hl_gauss(x: torch.Tensor, support: Bins, sigma_ratio: float) -> torch.Tensor:
