@@ -207,101 +207,6 @@ at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& 
 
 // ---- Projection -----------------------------------------------------------------------------------------------------
 
-namespace {
-
-// What a row's atoms become: bins below, masses, and the shares of the bins above.
-struct Atoms {
-  std::vector<int32_t> bins;
-  std::vector<double> masses;
-  std::vector<double> upper;
-  std::vector<double> to_lower; // [num_bins]: the sums of what goes to a bin as the lower one of its two
-  std::vector<double> to_upper; // and to the one above it
-
-  explicit Atoms(size_t width) : bins(width), masses(width), upper(width), to_lower(width), to_upper(width) {
-  }
-};
-
-// Finds the bins of a row's atoms; returns false if one is NaN, or has a mass that is not finite. `centers` are the raw
-// ones. Loops without branches, which compilers make vectors of.
-template <class T>
-bool place_atoms(
-    const T* probabilities,
-    double reward,
-    double discount,
-    const std::vector<double>& centers,
-    const Support& support,
-    Atoms& atoms) {
-  const auto width = static_cast<int32_t>(centers.size());
-  const double* const at = centers.data();
-  double* const upper = atoms.upper.data();
-  double* const masses = atoms.masses.data();
-  int32_t* const bins = atoms.bins.data();
-  for (int32_t j = 0; j < width; ++j) {
-    upper[j] = reward + discount * at[j];
-  }
-  if (support.transform != Transform::identity) {
-    for (int32_t j = 0; j < width; ++j) {
-      upper[j] = transformed_target(upper[j], support);
-    }
-  }
-  int32_t is_nan = 0;
-  const double scale = (width - 1) / (support.maximum - support.minimum), minimum = support.minimum;
-  const double last_bin = width - 1, last_below = width - 2;
-  for (int32_t j = 0; j < width; ++j) {
-    const double position = clamp_between((upper[j] - minimum) * scale, 0, last_bin);
-    const double above = position > 0 ? position : 0; // NaN: 0
-    bins[j] = static_cast<int32_t>(above < last_below ? above : last_below);
-    masses[j] = to_accumulate(probabilities[j]);
-    upper[j] = position - bins[j];
-    is_nan |= static_cast<int32_t>(upper[j] != upper[j]) | static_cast<int32_t>(masses[j] - masses[j] != 0);
-  }
-  if (support.raw) {
-    for (int32_t j = 0; j < width; ++j) {
-      const double low = at[bins[j]], high = at[bins[j] + 1];
-      upper[j] = clamp_between((reward + discount * at[j] - low) / (high - low), 0, 1);
-    }
-  }
-  return is_nan == 0;
-}
-
-void project_rows(const Projection& p, const std::vector<double>& centers, int64_t begin, int64_t end) {
-  const auto number = [](const Rows& rows, int64_t row) {
-    double result = 0;
-    dispatch_element(
-        rows.element, [&](auto type) { result = to_accumulate(static_cast<const decltype(type)*>(rows.data)[row]); });
-    return result;
-  };
-  const size_t width = centers.size();
-  Atoms atoms(width);
-  for (int64_t row = begin; row < end; ++row) {
-    bool is_finite = false;
-    dispatch_element(p.probabilities.element, [&](auto type) {
-      const auto* probabilities = static_cast<const decltype(type)*>(p.probabilities.data) + row * p.width;
-      const double reward = number(p.rewards, row), discount = number(p.discounts, row);
-      is_finite = place_atoms(probabilities, reward, discount, centers, *p.support, atoms);
-    });
-    // Two sums a bin, so that neighbouring atoms seldom wait for each other.
-    std::fill(atoms.to_lower.begin(), atoms.to_lower.end(), 0.0);
-    std::fill(atoms.to_upper.begin(), atoms.to_upper.end(), 0.0);
-    for (size_t j = 0; j < width; ++j) {
-      atoms.to_lower[atoms.bins[j]] += atoms.masses[j] * (1 - atoms.upper[j]);
-      atoms.to_upper[atoms.bins[j]] += atoms.masses[j] * atoms.upper[j];
-    }
-    dispatch_element(p.out.element, [&](auto type) {
-      using T = decltype(type);
-      T* out = static_cast<T*>(p.out.data) + row * p.width;
-      double below = 0;
-      for (size_t k = 0; k < width; ++k) {
-        const double sum = is_finite ? atoms.to_lower[k] + below : std::numeric_limits<double>::quiet_NaN();
-        out[k] = from_accumulate<T>(static_cast<typename AccumulateType<T>::type>(sum));
-        below = atoms.to_upper[k];
-      }
-    });
-  }
-}
-
-} // namespace
-
 at::Tensor project(
     const Support& support, const at::Tensor& probabilities, const at::Tensor& rewards, const at::Tensor& discounts) {
   const at::Tensor p = probabilities.detach().contiguous(), r = rewards.detach().contiguous(),
@@ -325,8 +230,11 @@ at::Tensor project(
       centers[j] = raw_center(support, static_cast<int64_t>(j));
     }
     const int64_t grain = std::max<int64_t>(1, 16384 / cost_of_row(width));
-    at::parallel_for(
-        0, r.numel(), grain, [&](int64_t begin, int64_t end) { project_rows(projection, centers, begin, end); });
+    const ProjectRows rows = for_this_machine(project_rows_kernel);
+    at::parallel_for(0, r.numel(), grain, [&](int64_t begin, int64_t end) {
+      std::vector<double> scratch(static_cast<size_t>(kProjectScratch * width));
+      rows(projection, centers.data(), begin, end, scratch.data());
+    });
   }
   return out;
 }

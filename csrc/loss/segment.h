@@ -212,4 +212,9 @@ struct Projection {
 using DecodeRows = void (*)(const Decoding&, int64_t begin, int64_t end, double* scratch);
 extern const CpuKernel<DecodeRows> decode_rows_kernel;
 
+// `centers` are the raw ones; `scratch` has kProjectScratch * width numbers.
+using ProjectRows = void (*)(const Projection&, const double* centers, int64_t begin, int64_t end, double* scratch);
+constexpr int64_t kProjectScratch = 5;
+extern const CpuKernel<ProjectRows> project_rows_kernel;
+
 } // namespace gradscale
