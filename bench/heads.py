@@ -6,6 +6,8 @@ One prediction of B 1024; 601 bins, 18 and 362 actions, 512 features. Bytes that
 once, gradients written once. The plain cross-entropy is also compared with Liger-Kernel's function where that runs (it
 needs a GPU).
 
+C51's critic: projection of the target and cross-entropy, forward and backward, 51 bins, compared with the usual code.
+
 Decoding: 601 bins of the signed hyperbolic transform, B from 1 to 512, compared with the usual chain of MuZero code.
 """
 
@@ -23,6 +25,7 @@ import harness
 import usual
 
 BATCH = 1024
+CRITICS = (256, 4096)
 DECODED = (1, 2, 8, 16, 32, 64, 128, 512)
 Case = tuple[gs.heads.Head, torch.Tensor, torch.Tensor | None, Callable[..., torch.Tensor]]
 
@@ -125,6 +128,42 @@ def head_rows(seconds: float) -> list[dict[str, Any]]:
     return results
 
 
+def critic_rows(seconds: float) -> list[dict[str, Any]]:
+    limit, num_bins = 10.0, 51
+    support = gs.Support(-limit, limit, num_bins, "identity")
+    module = gs.MultiStepLoss(head=gs.SoftCrossEntropy())
+
+    def fused(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        return module({"head": [x]}, {"head": [support.project(*given)]}).loss
+
+    def eager(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = usual.projected(*given, limit)
+        return usual.cross_entropy(x, target).mean()
+
+    results = []
+    for batch in CRITICS:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(batch, num_bins, generator=generator).requires_grad_()
+        given = (
+            torch.randn(batch, num_bins, generator=generator).softmax(1),
+            torch.randn(batch, generator=generator),
+            0.99 * (torch.rand(batch, generator=generator) > 0.05),
+        )
+        torch._dynamo.reset()
+        functions = {"fused": fused, "eager": eager, "torch.compile": torch.compile(eager, dynamic=False)}
+        (expected,) = torch.autograd.grad(eager(x, *given), x)
+        for function in functions.values():
+            torch.testing.assert_close(torch.autograd.grad(function(x, *given), x)[0], expected, rtol=1e-3, atol=1e-6)
+        contestants = {
+            contestant: functools.partial(lambda f, x, *g: torch.autograd.grad(f(x, *g), x), function, x, *given)
+            for contestant, function in functions.items()
+        }
+        row = {"size": f"B {batch}", "pass": "C51"}
+        results += harness.rows(row, contestants, seconds, 3 * x.nbytes, "fused")
+    return results
+
+
 def decode_rows(seconds: float) -> list[dict[str, Any]]:
     support = gs.Support.muzero()
     bins = support.centers()
@@ -153,7 +192,7 @@ def decode_rows(seconds: float) -> list[dict[str, Any]]:
 def main() -> None:
     arguments = harness.arguments(__doc__)
     harness.show_machine()
-    results = [*head_rows(arguments.seconds), *decode_rows(arguments.seconds)]
+    results = [*head_rows(arguments.seconds), *critic_rows(arguments.seconds), *decode_rows(arguments.seconds)]
     for row in results:
         harness.show(row)
     harness.write(arguments.json, "heads", results)

@@ -407,6 +407,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "loss, forward": forward_table,
     "loss, variations": variations_table,
     "heads": lambda: heads_table("forward+backward", "B 1024, forward + backward, µs"),
+    "C51": lambda: heads_table("C51", "51 bins, µs"),
     "decode": lambda: heads_table("decode", "601 bins, µs"),
     "matrix": matrix_table,
     "gradients": lambda: ours_and_others("gradients"),

@@ -48,6 +48,24 @@ def raw_two_hot(x: torch.Tensor, num_bins: int, limit: float) -> torch.Tensor:
     ).unsqueeze(-1)
 
 
+def projected(
+    probabilities: torch.Tensor, rewards: torch.Tensor, discounts: torch.Tensor, limit: float
+) -> torch.Tensor:
+    """C51's projection onto bins from -limit to limit: two index_add_, and atoms on a bin moved aside."""
+    batch, num_bins = probabilities.shape
+    atoms = rewards.unsqueeze(1) + discounts.unsqueeze(1) * torch.linspace(-limit, limit, num_bins)
+    atoms = atoms.clamp(-limit, limit)
+    position = (atoms + limit) * ((num_bins - 1) / (2 * limit))
+    lower, upper = position.floor().long(), position.ceil().long()
+    lower = torch.where((upper > 0) & (lower == upper), lower - 1, lower)
+    upper = torch.where((lower < num_bins - 1) & (lower == upper), upper + 1, upper)
+    first = num_bins * torch.arange(batch).unsqueeze(1)
+    result = torch.zeros(batch * num_bins)
+    result.index_add_(0, (lower + first).view(-1), (probabilities * (upper - position)).view(-1))
+    result.index_add_(0, (upper + first).view(-1), (probabilities * (position - lower)).view(-1))
+    return result.view(batch, num_bins)
+
+
 def hl_gauss(y: torch.Tensor, num_bins: int, limit: float, sigma_ratio: float = 0.75) -> torch.Tensor:
     """The histogram of a normal distribution around y over bins from -limit to limit."""
     width = 2 * limit / (num_bins - 1)

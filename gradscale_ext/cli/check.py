@@ -99,7 +99,7 @@ def _operators(batch: int) -> Iterator[Case]:
         "Support.project",
         [logits[0].softmax(-1), scalars[0], x[0][:, 1].sigmoid()],
         lambda t: [support.project(*t)],
-        lambda t: [reference.project(*t, support)],
+        lambda t: [reference.project(t[0], t[1], t[2], support)],
     )
     yield _both("l2_loss", [*x, *logits], gs.l2_loss, lambda t: reference.l2_loss(t, 1.0))
     yield Case(
