@@ -175,7 +175,7 @@ def translation_units() -> list[str]:
         alone = [path for path in sources if "#define GRADSCALE_KERNELS" in path.read_text(encoding="utf-8")]
         shared = [path for path in sources if path not in alone]
         if len(shared) > 1:
-            unit = ROOT / "build" / "units" / f"{folder.name}.cpp"
+            unit = ROOT / "build" / "units" / f"{'_'.join(folder.relative_to(ROOT / 'csrc').parts) or 'module'}.cpp"
             text = "".join(f'#include "../../{path.relative_to(ROOT).as_posix()}"\n' for path in shared)
             if not unit.exists() or unit.read_text(encoding="utf-8") != text:
                 unit.parent.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,14 @@
 // The front door of the C++ side. Operators that the compiler must see register themselves with TORCH_LIBRARY in their
 // own files; this pybind11 module holds the entry points of eager mode, whose calls cost least.
+#include "cuda/driver.h"
 #include "flow/flow.h"
-#include "host/driver.h"
-#include "host/gradient_pool.h"
-#include "host/tensor_element.h"
+#include "formulas/statistics.h"
 #include "loss/backward.h"
-#include "loss/decode.h"
-#include "math/statistics.h"
 #include "returns/eager.h"
-#include "tensors/tensors.h"
+#include "statistics/tensors.h"
+#include "support/decode.h"
+#include "torch/gradient_pool.h"
+#include "torch/tensor_element.h"
 
 #include <ATen/Version.h>
 #include <ATen/core/grad_mode.h>

@@ -1,9 +1,9 @@
 // The calls of the gradient-flow operators to a device, as plain numbers and pointers into its memory.
 #pragma once
 
-#include "../math/element.h"
-#include "../math/gradients.h"
-#include "../math/norms.h"
+#include "../formulas/element.h"
+#include "../formulas/gradients.h"
+#include "../formulas/norms.h"
 
 namespace gradscale {
 

@@ -3,8 +3,8 @@
 // computed in.
 #pragma once
 
-#include "../math/element.h"
-#include "../port/cpu_kernel.h"
+#include "../cpu/cpu_kernel.h"
+#include "../formulas/element.h"
 
 namespace gradscale {
 

@@ -1,7 +1,7 @@
 #include "element_loop.h"
 
 #define GRADSCALE_KERNELS "../flow/element_loops.h"
-#include "../port/each_instruction_set.h"
+#include "../cpu/each_instruction_set.h"
 
 namespace gradscale {
 

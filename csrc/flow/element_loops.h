@@ -1,6 +1,6 @@
 // The kernels of element_loop.h. Included once for each instruction set; the loops over dense elements are vectorised
 // by the compiler.
-#include "../math/gradients.h"
+#include "../formulas/gradients.h"
 #include "element_loop.h"
 
 namespace gradscale {

@@ -1,8 +1,8 @@
 #include "elementwise.h"
 
-#include "../host/cpu_kernels.h"
-#include "../host/device.h"
-#include "../host/tensor_element.h"
+#include "../cpu/instruction_set.h"
+#include "../cuda/device_guard.h"
+#include "../torch/tensor_element.h"
 #include "device_calls.h"
 #include "element_loop.h"
 #include "gradient_buffer.h"

@@ -3,7 +3,7 @@
 // Arguments that broadcast in another way are found element by element.
 #pragma once
 
-#include "../math/rows.cuh"
+#include "../cuda/rows.cuh"
 #include "device_calls.h"
 
 namespace gradscale {

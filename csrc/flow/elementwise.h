@@ -1,7 +1,7 @@
 // Functions of the elements of a gradient and of arguments that broadcast to it.
 #pragma once
 
-#include "../math/gradients.h"
+#include "../formulas/gradients.h"
 #include "value.h"
 
 #include <optional>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "../host/tensor_element.h"
+#include "../torch/tensor_element.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/Tensor.h>

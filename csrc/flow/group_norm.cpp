@@ -1,8 +1,8 @@
 #include "group_norm.h"
 
-#include "../host/cpu_kernels.h"
-#include "../host/device.h"
-#include "../math/range.h"
+#include "../cpu/instruction_set.h"
+#include "../cpu/range.h"
+#include "../cuda/device_guard.h"
 #include "device_calls.h"
 #include "gradient_buffer.h"
 

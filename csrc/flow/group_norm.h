@@ -1,7 +1,7 @@
 // The part that clip_gradient_norm and normalize_gradient share: groups of a gradient rescaled by their norms.
 #pragma once
 
-#include "../math/norms.h"
+#include "../formulas/norms.h"
 #include "value.h"
 
 #include <string>

@@ -11,7 +11,7 @@
 //   bool keeps_zeros() const                             whether a sparse gradient may be changed by its values alone
 #pragma once
 
-#include "../host/autograd.h"
+#include "../torch/autograd.h"
 #include "value.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -1,6 +1,6 @@
 // The launches of the kernels of gradient operators.
-#include "../math/row_shape.h"
-#include "../port/launch.h"
+#include "../cuda/launch.h"
+#include "../cuda/row_shape.h"
 #include "device_calls.h"
 
 namespace gradscale {

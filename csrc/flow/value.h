@@ -1,7 +1,7 @@
 // The arguments of the gradient-flow operators: numbers, or tensors that are read on their device.
 #pragma once
 
-#include "../host/tensor_element.h"
+#include "../torch/tensor_element.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/scalar_tensor.h>

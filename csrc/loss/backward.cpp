@@ -1,9 +1,9 @@
 #include "backward.h"
 
-#include "../host/autograd.h"
-#include "../host/context.h"
-#include "../host/device.h"
-#include "../host/tensor_element.h"
+#include "../cuda/device_guard.h"
+#include "../torch/autograd.h"
+#include "../torch/context.h"
+#include "../torch/tensor_element.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/isfinite.h>

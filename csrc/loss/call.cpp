@@ -1,8 +1,8 @@
 #include "call.h"
 
-#include "../host/device.h"
-#include "../host/gradient_pool.h"
-#include "../host/tensor_element.h"
+#include "../cuda/device_guard.h"
+#include "../torch/gradient_pool.h"
+#include "../torch/tensor_element.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>

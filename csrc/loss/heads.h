@@ -1,6 +1,7 @@
 // The kinds of heads, and the heads of a loss as record_of() in gradscale_ext/heads.py describes them.
 #pragma once
 
+#include "../support/owned_support.h"
 #include "segment.h"
 
 #include <memory>
@@ -33,23 +34,6 @@ inline const std::vector<KindOfHead>& kinds() {
 inline const KindOfHead& description_of(Kind kind) {
   return kinds()[static_cast<size_t>(kind)];
 }
-
-// A support with the memory of its raw centres.
-class OwnedSupport {
- public:
-  explicit OwnedSupport(Support support);
-  // The numbers of a support by their names.
-  OwnedSupport(const std::vector<std::string>& names, const std::vector<double>& numbers);
-
-  const Support& get() const {
-    return support_;
-  }
-
- private:
-  Support support_;
-  std::unique_ptr<double[]> centers_;
-  std::unique_ptr<float[]> centers_float_;
-};
 
 class Heads {
  public:

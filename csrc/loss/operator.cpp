@@ -6,9 +6,9 @@
 // for grad_output 1: one tensor with all gradients of predictions of a type, which a compiler multiplies in one loop.
 // Only the loss has a gradient function; autograd fills in `wants`. A compiled backward pass moves the gradients away:
 // they are undefined after it.
-#include "../host/autograd.h"
-#include "../host/context.h"
-#include "../host/gradient_pool.h"
+#include "../torch/autograd.h"
+#include "../torch/context.h"
+#include "../torch/gradient_pool.h"
 #include "backward.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

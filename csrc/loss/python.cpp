@@ -1,7 +1,7 @@
 #include "python.h"
 
-#include "../host/autograd.h"
-#include "../host/tensor_element.h"
+#include "../torch/autograd.h"
+#include "../torch/tensor_element.h"
 #include "backward.h"
 
 #include <ATen/core/grad_mode.h>

@@ -7,7 +7,7 @@
 // - gradient(x, t): an element of the gradient, without factor(coefficient), which all elements share.
 #pragma once
 
-#include "../math/losses.h"
+#include "../formulas/losses.h"
 #include "segment.h"
 
 namespace gradscale {

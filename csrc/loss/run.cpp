@@ -1,9 +1,9 @@
 // The forward pass on the processor of a call's tensors, and the backward pass on a device.
-#include "../host/cpu_kernels.h"
-#include "../host/device.h"
+#include "../cpu/instruction_set.h"
+#include "../cpu/scratch.h"
+#include "../cuda/device_guard.h"
 #include "call.h"
-#include "device_calls.h"
-#include "scratch.h"
+#include "cuda/launch_loss.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>

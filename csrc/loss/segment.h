@@ -2,9 +2,9 @@
 // CONTRIBUTING.md says how to add a head.
 #pragma once
 
-#include "../math/slab.h"
-#include "../math/support.h"
-#include "../port/cpu_kernel.h"
+#include "../cpu/scratch.h"
+#include "../formulas/slab.h"
+#include "../formulas/support.h"
 
 namespace gradscale {
 
@@ -160,61 +160,5 @@ struct Pass {
 // scratch_elements(width) doubles.
 using RunRows = void (*)(const Segment&, const Coefficients&, int64_t begin, int64_t end, double* scratch);
 extern const CpuKernel<RunRows> run_rows_kernel;
-
-// Rows are padded to whole vectors.
-inline int64_t padded_width(int64_t width) {
-  return (width + kLanes - 1) / kLanes * kLanes;
-}
-
-// Rows of at most so many elements are computed side by side, one in each lane.
-constexpr int64_t kShortRow = 32;
-
-// The cost of a row, in elements of a long one: in addition to its elements there are its target, its logarithm and its
-// sums. Rows of few numbers are computed many at a time.
-inline int64_t cost_of_row(int64_t width) {
-  return width == 1 ? 16 : (width <= kShortRow ? 2 * width + 48 : width + 128);
-}
-
-// The room for two rows, each with the lanes before its first element.
-inline int64_t scratch_elements(int64_t width) {
-  return 2 * (padded_width(width) + kLanes);
-}
-
-// Rows to decode; where `gradient` has data, the derivative times `grad_output` is written there, and no value.
-struct Decoding {
-  Rows logits;
-  int64_t width;
-  const Support* support;
-  Slab out;
-  Rows gradient;
-  Slab grad_output;
-};
-
-// Scalars to encode as rows of distributions over bins, of the same type.
-struct Encoding {
-  Rows scalars; // one element each
-  Rows out;
-  int64_t width;
-  const Support* support;
-  double sigma_ratio; // 0: two-hot
-};
-
-// Rows of probabilities to project: the atoms of a row are its reward + its discount times the raw centres.
-struct Projection {
-  Rows probabilities;
-  Rows rewards; // one element each, as the discounts
-  Rows discounts;
-  Rows out; // float or double
-  int64_t width;
-  const Support* support;
-};
-
-using DecodeRows = void (*)(const Decoding&, int64_t begin, int64_t end, double* scratch);
-extern const CpuKernel<DecodeRows> decode_rows_kernel;
-
-// `centers` are the raw ones; `scratch` has kProjectScratch * width numbers.
-using ProjectRows = void (*)(const Projection&, const double* centers, int64_t begin, int64_t end, double* scratch);
-constexpr int64_t kProjectScratch = 5;
-extern const CpuKernel<ProjectRows> project_rows_kernel;
 
 } // namespace gradscale

@@ -2,7 +2,7 @@
 // read.
 #pragma once
 
-#include "../math/element.h"
+#include "../formulas/element.h"
 
 namespace gradscale {
 

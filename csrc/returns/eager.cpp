@@ -1,6 +1,6 @@
 #include "eager.h"
 
-#include "../host/tensor_element.h"
+#include "../torch/tensor_element.h"
 #include "returns.h"
 
 #include <ATen/core/grad_mode.h>

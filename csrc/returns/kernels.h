@@ -1,7 +1,7 @@
 // The kernels of the CPU, by rows or by blocks of a call.
 #pragma once
 
-#include "../port/cpu_kernel.h"
+#include "../cpu/cpu_kernel.h"
 #include "call.h"
 
 namespace gradscale {

@@ -1,5 +1,5 @@
 // Vectors of the instruction set, as lanes of the formulas. Included once for each instruction set.
-#include "../port/port.h"
+#include "../formulas/port.h"
 
 #include <utility>
 

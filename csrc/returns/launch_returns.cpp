@@ -1,4 +1,4 @@
-#include "../port/launch.h"
+#include "../cuda/launch.h"
 #include "device_calls.h"
 
 #include <algorithm>

@@ -5,7 +5,7 @@
 #include <utility>
 
 #define GRADSCALE_KERNELS "../returns/recurrences.h"
-#include "../port/each_instruction_set.h"
+#include "../cpu/each_instruction_set.h"
 
 namespace gradscale {
 

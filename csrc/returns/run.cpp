@@ -1,7 +1,7 @@
 // From tensors to calls of the kernels.
-#include "../host/cpu_kernels.h"
-#include "../host/device.h"
-#include "../host/tensor_element.h"
+#include "../cpu/instruction_set.h"
+#include "../cuda/device_guard.h"
+#include "../torch/tensor_element.h"
 #include "device_calls.h"
 #include "kernels.h"
 #include "returns.h"

@@ -1,7 +1,7 @@
 // What the kernels of trajectories on GPUs share: how a thread reads and writes its row, and how maps are composed.
 #pragma once
 
-#include "../port/device.h"
+#include "../cuda/device.h"
 #include "formulas.h"
 
 namespace gradscale {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #define GRADSCALE_KERNELS "../returns/windows.h"
-#include "../port/each_instruction_set.h"
+#include "../cpu/each_instruction_set.h"
 
 namespace gradscale {
 

@@ -5,7 +5,7 @@
 #include "elements.h"
 #include "flow/element_loop.h"
 #include "loss/segment.h"
-#include "tensors/range_statistics.h"
+#include "statistics/range_statistics.h"
 
 #include <cstdarg>
 #include <cstdio>

@@ -1,7 +1,7 @@
 // The kernel of the multi-step loss: every kind of head, with rows of ordinary numbers between rows of everything else.
 #include "cases.h"
+#include "cpu/scratch.h"
 #include "loss/heads.h"
-#include "loss/scratch.h"
 
 #include <algorithm>
 

@@ -49,35 +49,35 @@ THREAD = ("-O1", "-g1", "-fsanitize=thread", "-DGRADSCALE_THREADS=64")  # with 2
 FAULTS = {
     "missing barrier": (
         THREAD,
-        "math/rows.cuh",
+        "cuda/rows.cuh",
         "      __syncthreads();\n      value = static_cast<T>(shared[0]);",
         "      if (!FAULT) {\n        __syncthreads();\n      }\n      value = static_cast<T>(shared[0]);",
         "ThreadSanitizer: data race",
     ),
     "missing barrier before the next sum": (
         THREAD,
-        "math/rows.cuh",
+        "cuda/rows.cuh",
         "      __syncthreads(); // what was in shared memory has been read\n",
         "      if (!FAULT) {\n        __syncthreads();\n      }\n",
         "ThreadSanitizer: data race",
     ),
     "blocks that do not wait for the last one": (
         THREAD,
-        "loss/totals.cuh",
+        "loss/cuda/totals.cuh",
         "    __threadfence(); // the sums are seen before the block is counted\n",
         "    if (!FAULT) {\n      __threadfence();\n    }\n",
         "ThreadSanitizer: data race",
     ),
     "write behind a row": (
         ADDRESS,
-        "math/rows.cuh",
+        "cuda/rows.cuh",
         "    if (j >= 0 && j < width) {\n      row[j]",
         "    if (j >= 0 && j < width + FAULT) {\n      row[j]",
         "AddressSanitizer: heap-buffer-overflow",
     ),
     "shared memory too small": (
         ADDRESS,
-        "loss/totals.cuh",
+        "loss/cuda/totals.cuh",
         "  GRADSCALE_SHARED(double, shared, kWarps);\n  GRADSCALE_SHARED(unsigned, last, 1);",
         "  GRADSCALE_SHARED(double, enough, kWarps);\n  GRADSCALE_SHARED(double, small, kWarps - 1);\n"
         "  double* shared = FAULT ? small : enough;\n  GRADSCALE_SHARED(unsigned, last, 1);",
@@ -85,7 +85,7 @@ FAULTS = {
     ),
     "divergent barrier": (
         PLAIN,
-        "math/rows.cuh",
+        "cuda/rows.cuh",
         "      __syncthreads(); // what was in shared memory has been read\n",
         "      if (FAULT && threadIdx.x < 64) {\n"
         "        __syncthreads();\n"
@@ -96,7 +96,7 @@ FAULTS = {
     ),
     "misaligned load": (
         PLAIN,
-        "math/rows.cuh",
+        "cuda/rows.cuh",
         "A* out) {\n  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && aligned(row + first)) {",
         "A* out) {\n"
         "  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && (FAULT || aligned(row + first))) {",
@@ -104,7 +104,7 @@ FAULTS = {
     ),
     "lanes that do not come to a sum": (
         PLAIN,
-        "math/rows.cuh",
+        "cuda/rows.cuh",
         "      value = combine(value, __shfl_xor_sync(kWholeWarp, value, distance));",
         "      if (!FAULT || rank != 3) {\n"
         "        value = combine(value, __shfl_xor_sync(kWholeWarp, value, distance));\n"
@@ -117,8 +117,8 @@ SWITCH = '#include <cstdlib>\nstatic const int injected = std::atoi(std::getenv(
 
 def launchers(csrc):
     """The host code that starts kernels, which does not depend on PyTorch."""
-    beside = [csrc / "port" / "table_builder.cpp", csrc / "loss" / "row_specification.cpp"]
-    return [*beside, *sorted(csrc.glob("*/launch_*.cpp"))]
+    beside = [csrc / "cuda" / "table_builder.cpp", csrc / "loss" / "cuda" / "row_specification.cpp"]
+    return [*beside, *sorted(csrc.rglob("launch_*.cpp"))]
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +215,7 @@ def faulty(build, tmp_path_factory):
                     text = path.read_text()
                     assert text.count(right) == 1, f"csrc/{file} has changed: let the fault follow it"
                     path.write_text(text.replace(right, wrong.replace("FAULT", f"(injected == {number})")))
-            header = folders[flags] / "math" / "rows.cuh"
+            header = folders[flags] / "cuda" / "rows.cuh"
             header.write_text(header.read_text().replace("#pragma once\n", f"#pragma once\n{SWITCH}"))
         return build(flags, folders[flags])
 

@@ -20,7 +20,13 @@ pytestmark = [
 
 KERNELS = [
     ROOT / "csrc" / f"{name}.cpp"
-    for name in ("flow/element_loops", "loss/rows", "math/range_kernels", "tensors/statistics_kernels")
+    for name in (
+        "flow/element_loops",
+        "loss/cpu/rows",
+        "support/kernels",
+        "cpu/range_kernels",
+        "statistics/statistics_kernels",
+    )
 ]
 MAIN = ROOT / "tests" / "cpp" / "test_kernels.cpp"
 TESTS = sorted(path for path in MAIN.parent.glob("*.cpp") if path != MAIN)

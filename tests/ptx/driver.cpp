@@ -1,4 +1,4 @@
-// A stand-in for NVIDIA's driver: the functions of its API that csrc/host/driver.cpp uses, for one GPU of compute
+// A stand-in for NVIDIA's driver: the functions of its API that csrc/cuda/driver.cpp uses, for one GPU of compute
 // capability 9.0 whose kernels are the PTX that NVRTC makes, run on this machine's memory. Loads and launches are done
 // at once, one after another. An error in a kernel is CUDA_ERROR_LAUNCH_FAILED; what went wrong is written to stderr,
 // and is what cuGetErrorString and gradscale_last_error() say.

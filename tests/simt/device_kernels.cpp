@@ -1,14 +1,14 @@
 // The CUDA kernels for the simulator: what starts them on a GPU finds them here by their names.
+#include "cuda/launch.h"
+#include "cuda/table.cuh"
 #include "flow/elementwise.cuh"
 #include "flow/group_norm.cuh"
-#include "loss/decode.cuh"
-#include "loss/multi_step_loss.cuh"
-#include "loss/totals.cuh"
-#include "port/launch.h"
-#include "port/table.cuh"
-#include "tensors/clip_gradients.cuh"
-#include "tensors/l2_loss.cuh"
-#include "tensors/statistics.cuh"
+#include "loss/cuda/multi_step_loss.cuh"
+#include "loss/cuda/totals.cuh"
+#include "statistics/clip_gradients.cuh"
+#include "statistics/l2_loss.cuh"
+#include "statistics/statistics.cuh"
+#include "support/decode.cuh"
 
 #include <algorithm>
 #include <stdexcept>

@@ -1,6 +1,6 @@
 // The CUDA kernels as variants for the tests of rows and of decoding.
 #include "cases.h"
-#include "loss/device_calls.h"
+#include "loss/cuda/device_calls.h"
 
 namespace gradscale::test {
 

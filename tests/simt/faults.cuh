@@ -2,7 +2,7 @@
 // number, puts one of them in. Without it the kernel is right.
 #pragma once
 
-#include "port/device.h"
+#include "cuda/device.h"
 
 #ifndef FAULT
 #define FAULT 0

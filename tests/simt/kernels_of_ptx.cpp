@@ -3,7 +3,7 @@
 // KERNELS   the folder. Each line of its file `index` has, between tabs, the name of a kernel, its entry, and the file
 //           with its PTX. Without such a file nothing is started, and `wanted` gets a line for each kernel: its file in
 //           csrc, a tab, and its name.
-#include "port/launch.h"
+#include "cuda/launch.h"
 #include "report.h"
 
 #include <cstdlib>

@@ -1,10 +1,10 @@
-// A simulator that runs CUDA kernels on the CPU, for tests where there is no GPU: what csrc/port/device.h includes
+// A simulator that runs CUDA kernels on the CPU, for tests where there is no GPU: what csrc/cuda/device.h includes
 // where nvcc does not compile. Every CUDA thread is a fiber; the threads of a block take turns on the calling thread in
 // a chosen order and change only in barriers and in collectives of a warp. AddressSanitizer and ThreadSanitizer are
 // told of every change, so the first sees what a thread does out of bounds, and the second takes each CUDA thread for a
 // thread and finds the accesses that no barrier orders.
 //
-// A kernel that is to run here keeps these rules, besides those of csrc/port/device.h:
+// A kernel that is to run here keeps these rules, besides those of csrc/cuda/device.h:
 //
 // - Threads and blocks have one dimension. No block waits for another one: they run one after the other.
 // - A collective's mask names exactly the lanes that come to that line. No thread returns while others of its block

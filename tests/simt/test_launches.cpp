@@ -4,11 +4,11 @@
 //   test_launches           everything
 //   test_launches small     as much as ThreadSanitizer does in half a minute
 #include "../cpp/memory.h"
+#include "cuda/device.h"
 #include "flow/device_calls.h"
-#include "loss/device_calls.h"
-#include "port/device.h"
+#include "loss/cuda/device_calls.h"
 #include "simt.h"
-#include "tensors/device_calls.h"
+#include "statistics/device_calls.h"
 
 #include <cmath>
 #include <cstdio>

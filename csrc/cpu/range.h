@@ -1,0 +1,25 @@
+// Ranges of contiguous elements, and the kernels over them that several families use.
+#pragma once
+
+#include "../formulas/element.h"
+#include "../formulas/norms.h"
+#include "cpu_kernel.h"
+
+namespace gradscale {
+
+// Elements in memory; complex ones are counted as pairs.
+struct Range {
+  const void* data;
+  int64_t size;
+  Element element;
+  bool is_complex;
+};
+
+using PowerSumOfRange = PowerSum (*)(const Range&, double p);
+extern const CpuKernel<PowerSumOfRange> power_sum_kernel;
+
+// Writes from / root^2 * factor to `to`, which may be `from.data`.
+using ScaleRange = void (*)(const Range& from, void* to, double root, double factor);
+extern const CpuKernel<ScaleRange> scale_range_kernel;
+
+} // namespace gradscale

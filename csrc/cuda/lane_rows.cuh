@@ -1,0 +1,251 @@
+// The one family of kernels for rows of logits of a width that is known at compile time, float or a half type.
+//
+// A lane owns every lanes_per_row-th unit of a row, in registers (lane_units.cuh). A warp owns up to 32 rows: it
+// computes 32 / lanes_per_row of them side by side, and then the next ones. Lane r holds the numbers of row r (target,
+// factors, sums), so that formulas of these, some in double, are computed once for all rows of a warp. A block has 4
+// warps, which share nothing: small blocks fill multiprocessors although rows take many registers.
+//
+// The next rows are loaded while rows are reduced and stored: the 16 to 32 warps of a multiprocessor keep 30 to 100 KB
+// of loads in flight. Rows of which less than a sector would be accessed at once pass through shared memory, all of a
+// warp together. Bytes: logits (and targets over them) are read once, gradients are written once.
+//
+// What is computed is a formula, a type that derives from LaneShape and has
+//
+// - begin_row(row): the following calls are about row `row` of the warp, whose numbers lane `row` holds;
+// - target(units, n, t): the target of element n of this lane, whose value in memory is t;
+// - add(sums, units, n, e, d, t), add_lane(sums, units): add element n, with d = x - maximum and e = exp(d), and a term
+//   for all elements of the lane, to the kSums sums of the row;
+// - gradient(sums, units, e, d, t): replaces e by the gradient; sums are of the whole row;
+// - counts(): false if the gradient of the row is 0 instead;
+// - finish(maximum, sums, gradients), if kFinishes: stores the results of the row of each lane; the maximum is valid if
+//   kNeedsMaximum;
+// - kLoadsAhead: false if the next rows are loaded after rows are stored;
+// - kKeepsDifferences: true if gradient() uses d.
+#pragma once
+
+#include "lane_units.cuh"
+
+namespace gradscale {
+
+// Rows first .. first + count of a warp.
+struct RowsOfWarp {
+  int64_t first;
+  int count; // up to 32; 0 or less: the warp has no rows
+  int lane;
+
+  GRADSCALE_DEVICE RowsOfWarp(int64_t block, int32_t rows_per_warp, int64_t rows)
+      : first((block * (kRowThreads / 32) + static_cast<int>(threadIdx.x) / 32) * rows_per_warp),
+        count(uniform(static_cast<int32_t>(rows - first < rows_per_warp ? rows - first : rows_per_warp))),
+        lane(static_cast<int>(threadIdx.x) % 32) {
+  }
+  // The row of this lane; lanes without a row repeat the last one.
+  GRADSCALE_DEVICE int64_t own() const {
+    return first + (lane < count ? lane : count - 1);
+  }
+  template <class T>
+  GRADSCALE_DEVICE RowsInMemory<T> at(T* data, int64_t stride) const {
+    return {data + first * stride, stride};
+  }
+};
+
+// A number of row `row` of a warp, which lane `row` holds.
+template <int lanes_per_row, class T>
+GRADSCALE_DEVICE T of_row(T own, int row) {
+  return lanes_per_row == 1 ? own : __shfl_sync(kWholeWarp, own, row);
+}
+
+template <class T, class Default>
+using NotVoid = std::conditional_t<std::is_same_v<T, void>, Default, T>;
+
+// Rows of `width` logits T with targets U over them (void: none) and gradients G (void: none is wanted).
+// `lanes_per_row` lanes own a row, and access `unit` elements each at once.
+template <class T, class U, class G, int width, int lanes_per_row, int unit>
+struct LaneShape {
+  using Logit = T;
+  using Probability = NotVoid<U, float>;
+  using Gradient = NotVoid<G, T>;
+  using Units = LaneUnits<T, width, lanes_per_row, unit>;
+  using Values = typename Units::Values;
+  static constexpr int kWidth = width, kLanes = lanes_per_row, kElements = Units::kElements;
+  static constexpr bool kHasTargets = !std::is_same_v<U, void>, kWantsGradient = !std::is_same_v<G, void>;
+};
+
+template <class Formula>
+class LaneRows {
+  using Logit = typename Formula::Logit;
+  using Probability = typename Formula::Probability;
+  using Gradient = typename Formula::Gradient;
+  using Units = typename Formula::Units;
+  using Values = typename Formula::Values;
+  static constexpr int kWidth = Formula::kWidth, kLanes = Formula::kLanes, kSideBySide = 32 / kLanes;
+  static constexpr int kSums = Formula::kSums, kElements = Formula::kElements;
+  static constexpr bool kHasTargets = Formula::kHasTargets, kWantsGradient = Formula::kWantsGradient;
+
+  // Gradients replace logits in shared memory. The lane that writes a gradient has read the logit, or, if their sizes
+  // differ, the whole row.
+  using Logits = Tile<Logit, kWidth>;
+  using Gradients = Tile<Gradient, kWidth>;
+  using Targets = Tile<Probability, kWidth>;
+  static_assert(!Units::kTiled || kLanes == 1 || sizeof(Gradient) == sizeof(Logit));
+  static constexpr int kLogitsBytes = Logits::kBytes > Gradients::kBytes ? Logits::kBytes : Gradients::kBytes;
+
+ public:
+  // Shared memory of a warp.
+  static constexpr int kBytes = Units::kTiled ? kLogitsBytes + (kHasTargets ? Targets::kBytes : 0) : 0;
+
+  // Copies the rows to shared memory if they pass through it, and loads the first ones.
+  GRADSCALE_DEVICE LaneRows(
+      const RowsOfWarp& warp,
+      const RowsInMemory<const Logit>& logits,
+      const RowsInMemory<const Probability>& targets,
+      const RowsInMemory<Gradient>& gradients,
+      char* shared)
+      : warp_(warp), shared_(shared), logits_(logits), targets_(targets), gradients_(gradients), to_(gradients) {
+    if constexpr (Units::kTiled) {
+      const Logits tile(shared, warp.lane);
+      tile.load(logits, warp.count);
+      logits_ = {tile.rows().data, tile.rows().stride};
+      to_ = Gradients(shared, warp.lane).rows();
+      if constexpr (kHasTargets) {
+        const Targets of_targets(shared + kLogitsBytes, warp.lane);
+        of_targets.load(targets, warp.count);
+        targets_ = {of_targets.rows().data, of_targets.rows().stride};
+      }
+      __syncwarp();
+    }
+    load(0);
+    if constexpr (Units::kTiled) {
+      __syncwarp(); // several lanes have read the last row, whose gradient replaces it
+    }
+  }
+
+  GRADSCALE_DEVICE void run(Formula& formula) {
+    float maximum = 0;
+    float sums[kSums] = {};
+    if constexpr (kLanes == 1) {
+      compute(formula, 0, maximum, sums);
+    } else {
+#pragma unroll 1
+      for (int begin = 0; begin < warp_.count; begin += kSideBySide) {
+        compute(formula, begin, maximum, sums);
+      }
+    }
+    __syncwarp(); // finish() may replace what other lanes have stored
+    if constexpr (Formula::kFinishes) {
+      formula.finish(maximum, sums, to_);
+    }
+    if constexpr (Units::kTiled && kWantsGradient) {
+      __syncwarp();
+      Gradients(shared_, warp_.lane).store(gradients_, warp_.count);
+    }
+  }
+
+ private:
+  // Loads this lane's part of the rows from `begin` on, side by side. Lanes after the last row repeat it.
+  GRADSCALE_DEVICE void load(int begin) {
+    const int wanted = begin + warp_.lane / kLanes;
+    row_ = wanted < warp_.count ? wanted : warp_.count - 1;
+    units_ = Units::of_row(logits_.row(row_), warp_.lane);
+    units_.load(logits_.row(row_), -INFINITY, x_);
+    if constexpr (kHasTargets) {
+      units_.load(targets_.row(row_), 0, t_);
+    }
+  }
+
+  // Computes the rows that were loaded, and loads the next ones. Lane r keeps maximum and sums of row r.
+  GRADSCALE_DEVICE void compute(Formula& formula, int begin, float& own_maximum, float (&own_sums)[kSums]) {
+    const Units units = units_;
+    const int row = row_;
+    Values e, d, t{};
+    float sums[kSums] = {};
+    unpack_rows(d, t);
+    const float maximum = maximum_of(d);
+    formula.begin_row(row);
+#pragma unroll
+    for (int n = 0; n < kElements; ++n) {
+      d[n] -= maximum;
+      e[n] = approximate_exp(d[n]);
+      t[n] = formula.target(units, n, t[n]);
+      formula.add(sums, units, n, e[n], d[n], t[n]);
+    }
+    formula.add_lane(sums, units);
+    const bool has_next = kLanes > 1 && begin + kSideBySide < warp_.count;
+    if (Formula::kLoadsAhead && has_next) {
+      load(begin + kSideBySide);
+    }
+    sums_of_lanes<kLanes>(sums, warp_.lane);
+    if constexpr (kWantsGradient) {
+      formula.gradient(sums, units, e, d, t);
+      const bool repeats = kLanes < 32 && begin + warp_.lane / kLanes >= warp_.count; // other lanes store the row
+      if (!repeats) {
+        units.store(to_.row(row), e);
+      }
+      if (!repeats && !formula.counts()) { // rarely: the branch costs less than a choice for each element
+        const Values zeros{};
+        units.store(to_.row(row), zeros);
+      }
+    }
+    if (!Formula::kLoadsAhead && has_next) {
+      load(begin + kSideBySide);
+    }
+    if constexpr (Formula::kNeedsMaximum) {
+      keep(begin, maximum, own_maximum);
+    }
+#pragma unroll
+    for (int i = 0; i < kSums && Formula::kFinishes; ++i) {
+      keep(begin, sums[i], own_sums[i]);
+    }
+  }
+
+  GRADSCALE_DEVICE void unpack_rows(Values& x, Values& t) const {
+#pragma unroll
+    for (int c = 0; c < Units::kUnits; ++c) {
+      unpack(x_[c], x + Units::kUnit * c);
+      if constexpr (kHasTargets) {
+        unpack(t_[c], t + Units::kUnit * c);
+      }
+    }
+  }
+
+  GRADSCALE_DEVICE static float maximum_of(const Values& x) {
+    float maximum = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < kElements; ++n) {
+      maximum = larger(maximum, x[n]);
+    }
+    return maximum_of_lanes<kLanes>(maximum);
+  }
+
+  // Passes a number of the rows from `begin` on, which the lanes of a row hold, to the lane that finishes the row.
+  GRADSCALE_DEVICE void keep(int begin, float of_row, float& own) const {
+    if constexpr (kLanes == 1) {
+      own = of_row;
+    } else {
+      const int lane = warp_.lane;
+      const float got = kLanes == 32 ? of_row : __shfl_sync(kWholeWarp, of_row, lane % kSideBySide * kLanes);
+      own = lane / kSideBySide * kSideBySide == begin ? got : own;
+    }
+  }
+
+  RowsOfWarp warp_;
+  char* shared_;
+  RowsInMemory<const Logit> logits_;
+  RowsInMemory<const Probability> targets_;
+  RowsInMemory<Gradient> gradients_, to_;
+  int row_ = 0; // loaded last, as units_, x_ and t_
+  Units units_{};
+  typename Units::template Words<Logit> x_;
+  typename Units::template Words<Probability> t_;
+};
+
+// The blocks that a multiprocessor is to hold: as many as have registers for `others` and for what a thread keeps of
+// each element: its exponential, its target, and the next row's.
+template <class Formula>
+GRADSCALE_HOST_DEVICE constexpr int blocks_of_lanes(int others) {
+  constexpr int rows = (Formula::kHasTargets ? 2 : 1) * (Formula::kLanes > 1 && Formula::kLoadsAhead ? 2 : 1);
+  constexpr int registers = Formula::kElements * (rows + (Formula::kKeepsDifferences ? 1 : 0));
+  const int wanted = (registers + others + 7) / 8 * 8;
+  return 65536 / kRowThreads / (wanted < 64 ? 64 : (wanted > 168 ? 168 : wanted));
+}
+
+} // namespace gradscale

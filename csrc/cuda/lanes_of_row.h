@@ -1,0 +1,26 @@
+// How many lanes own a row of logits in lane_rows.cuh, and how C++ names the kernel that is compiled for that.
+#pragma once
+
+#include "../formulas/slab.h"
+
+#include <string>
+#include <vector>
+
+namespace gradscale {
+
+struct Lanes {
+  int32_t per_row; // 0: a group of threads has the row
+  int32_t unit;    // elements that a lane accesses at once
+};
+
+// The lanes for rows of logits over bins or actions, with gradients, and targets over the logits where these have data.
+Lanes lanes_of_bins(int64_t width, const Rows& logits, const Rows& gradient);
+Lanes lanes_of_actions(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target);
+
+// True if rows begin at multiples of `count` elements, or if there are none.
+bool is_aligned(const Rows& rows, int64_t count);
+
+// An instance of a template: "name<first, second>".
+std::string instance(const std::string& of_template, const std::vector<std::string>& arguments);
+
+} // namespace gradscale

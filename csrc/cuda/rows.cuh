@@ -1,0 +1,151 @@
+// The way in which the threads of a GPU share rows: the group of threads that has a row, the 16-byte windows that the
+// row lies in, and reading and writing those.
+#pragma once
+
+#include "../formulas/element.h"
+#include "device.h"
+#include "row_shape.h"
+
+namespace gradscale {
+
+constexpr int kWarps = kThreads / 32;
+constexpr unsigned kWholeWarp = 0xffffffffu;
+
+// Passes NaN over. One instruction for float, where a comparison and a choice are two.
+template <class T>
+GRADSCALE_DEVICE T larger(T a, T b) {
+  return std::fmax(a, b);
+}
+
+// The threads that have a row together: a power of two of neighbours in a warp, or all of a block. All threads of a
+// warp (of a block, where the group is one) take part in a reduction, each time.
+struct Group {
+  int size;
+  int rank;
+  double* shared; // [kWarps], of the block
+
+  template <class T, class Combine>
+  GRADSCALE_DEVICE T reduced(T value, Combine combine) const {
+    for (int distance = (size < 32 ? size : 32) / 2; distance > 0; distance /= 2) {
+      value = combine(value, __shfl_xor_sync(kWholeWarp, value, distance));
+    }
+    if (size > 32) {
+      __syncthreads(); // what was in shared memory has been read
+      if (threadIdx.x % 32 == 0) {
+        shared[threadIdx.x / 32] = static_cast<double>(value);
+      }
+      __syncthreads();
+      value = static_cast<T>(shared[0]);
+      for (int warp = 1; warp < size / 32; ++warp) {
+        value = combine(value, static_cast<T>(shared[warp]));
+      }
+    }
+    return value;
+  }
+
+  template <class T>
+  GRADSCALE_DEVICE T sum(T value) const {
+    return reduced(value, [](T a, T b) { return a + b; });
+  }
+
+  // Passes NaN over.
+  template <class T>
+  GRADSCALE_DEVICE T maximum(T value) const {
+    return reduced(value, [](T a, T b) { return larger(a, b); });
+  }
+};
+
+// The row of this thread and the group that has it, in the given block of those that have rows. A thread beyond the
+// last row is not active, and has the last row.
+struct RowOfThread {
+  Group group;
+  int64_t row;
+  bool active;
+
+  GRADSCALE_DEVICE RowOfThread(int64_t block, int32_t threads_per_row, int64_t rows, double* shared)
+      : group{threads_per_row, static_cast<int>(threadIdx.x) % threads_per_row, shared},
+        row(block * (static_cast<int>(blockDim.x) / threads_per_row) + static_cast<int>(threadIdx.x) / threads_per_row),
+        active(row < rows) {
+    row = active ? row : rows - 1;
+  }
+};
+
+template <class T>
+constexpr int kVector = 16 / static_cast<int>(sizeof(T)); // elements of a window
+
+template <class T>
+struct alignas(16) Vector {
+  T elements[kVector<T>];
+};
+
+GRADSCALE_DEVICE bool aligned(const void* address) {
+  return reinterpret_cast<uintptr_t>(address) % 16 == 0;
+}
+
+// The windows of a row: window w has the elements first(w) .. first(w) + kVector<T>, of which the first and the last
+// window may have some outside the row.
+template <class T>
+struct Windows {
+  int32_t shift; // elements of the first window that come before the row
+  int32_t count;
+
+  GRADSCALE_DEVICE Windows(const T* row, int32_t width)
+      : shift(static_cast<int32_t>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T))),
+        count(width == 0 ? 0 : (shift + width + kVector<T> - 1) / kVector<T>) {
+  }
+  GRADSCALE_DEVICE int32_t first(int32_t window) const {
+    return window * kVector<T> - shift;
+  }
+};
+
+// Reads elements first .. first + size of a row; those outside 0 .. width are `absent`.
+template <int size, class T, class A>
+GRADSCALE_DEVICE void read_elements(const T* row, int32_t width, int32_t first, A absent, A* out) {
+  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && aligned(row + first)) {
+#pragma unroll
+    for (int k = 0; k < size; ++k) { // one load for each kVector<T> of them
+      if (k % kVector<T> == 0) {
+        const Vector<T> vector = load16<Vector<T>>(row + first + k);
+#pragma unroll
+        for (int i = 0; i < kVector<T> && k + i < size; ++i) {
+          out[k + i] = static_cast<A>(to_accumulate(vector.elements[i]));
+        }
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < size; ++k) {
+    const int32_t j = first + k;
+    out[k] = j >= 0 && j < width ? static_cast<A>(to_accumulate(row[j])) : absent;
+  }
+}
+
+// Writes elements first .. first + size of a row, except those outside 0 .. width.
+template <int size, class T, class A>
+GRADSCALE_DEVICE void write_elements(T* row, int32_t width, int32_t first, const A* values) {
+  using Wide = typename AccumulateType<T>::type;
+  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && aligned(row + first)) {
+#pragma unroll
+    for (int k = 0; k < size; ++k) {
+      if (k % kVector<T> == 0) {
+        Vector<T> vector;
+#pragma unroll
+        for (int i = 0; i < kVector<T> && k + i < size; ++i) {
+          vector.elements[i] = from_accumulate<T, Wide>(static_cast<Wide>(values[k + i]));
+        }
+        store16(row + first + k, vector);
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < size; ++k) {
+    const int32_t j = first + k;
+    if (j >= 0 && j < width) {
+      row[j] = from_accumulate<T, Wide>(static_cast<Wide>(values[k]));
+    }
+  }
+}
+
+} // namespace gradscale

@@ -1,0 +1,36 @@
+// Tables that a kernel looks things up in. They stand in the kernel's arguments where they fit, so that nothing is
+// copied and the launch can be captured in a CUDA graph; otherwise in device memory, to which launches carry them in
+// their own arguments.
+#pragma once
+
+#include "../formulas/port.h"
+
+namespace gradscale {
+
+// The table: structs one after the other, at offsets that are multiples of 8.
+struct Table {
+  static constexpr int64_t kInside = 8000; // bytes
+
+  const char* outside; // null: inside
+  alignas(8) char inside[kInside];
+
+  template <class T>
+  GRADSCALE_HOST_DEVICE const T* at(int64_t offset) const {
+    return reinterpret_cast<const T*>((outside != nullptr ? outside : inside) + offset);
+  }
+
+  // The begin of the table where it is known which it is, so that a GPU reads its arguments as such.
+  template <bool is_inside>
+  GRADSCALE_HOST_DEVICE const char* begin() const {
+    return is_inside ? inside : outside;
+  }
+};
+
+// A part of a table on its way to device memory.
+struct CopyOfTable {
+  Table table;
+  char* to;
+  int64_t bytes;
+};
+
+} // namespace gradscale

@@ -1,0 +1,178 @@
+// Element types of the kernels. bfloat16 and IEEE half are raw bits, converted without branches so that loops over them
+// vectorise on any CPU.
+#pragma once
+
+#include "port.h"
+
+namespace gradscale {
+
+struct BFloat16Bits {
+  uint16_t bits;
+};
+
+struct HalfBits {
+  uint16_t bits;
+};
+
+// int64 is the type of classes, in which nothing is computed.
+enum class Element : int32_t { float64 = 0, float32 = 1, bfloat16 = 2, float16 = 3, int64 = 4 };
+
+// Sums over elements of type T are taken in this type.
+template <class T>
+struct AccumulateType {
+  using type = float;
+};
+template <>
+struct AccumulateType<double> {
+  using type = double;
+};
+
+template <class T>
+struct ElementOf;
+template <>
+struct ElementOf<double> {
+  static constexpr Element value = Element::float64;
+};
+template <>
+struct ElementOf<float> {
+  static constexpr Element value = Element::float32;
+};
+template <>
+struct ElementOf<BFloat16Bits> {
+  static constexpr Element value = Element::bfloat16;
+};
+template <>
+struct ElementOf<HalfBits> {
+  static constexpr Element value = Element::float16;
+};
+
+// The name of the type of an element, in the names of kernels.
+inline const char* type_name(Element element) {
+  switch (element) {
+    case Element::float64:
+      return "double";
+    case Element::float32:
+      return "float";
+    case Element::bfloat16:
+      return "BFloat16Bits";
+    case Element::float16:
+      return "HalfBits";
+    case Element::int64:
+      break;
+  }
+  return "int64_t";
+}
+
+// The type in which elements of T are summed, by its name.
+template <class T>
+const char* name_of_sums() {
+  return type_name(ElementOf<typename AccumulateType<T>::type>::value);
+}
+
+GRADSCALE_HOST_DEVICE int64_t element_size(Element element) {
+  switch (element) {
+    case Element::float64:
+    case Element::int64:
+      return 8;
+    case Element::float32:
+      return 4;
+    case Element::bfloat16:
+    case Element::float16:
+      break;
+  }
+  return 2;
+}
+
+// Calls function(value of the C++ type that `element`, a floating one, names).
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+#pragma nv_exec_check_disable // the function may be one of the host alone
+#endif
+template <class Function>
+GRADSCALE_DISPATCH void dispatch_element(Element element, Function function) {
+  switch (element) {
+    case Element::float64:
+      return function(double());
+    case Element::float32:
+      return function(float());
+    case Element::bfloat16:
+      return function(BFloat16Bits());
+    case Element::float16:
+      return function(HalfBits());
+    case Element::int64:
+      return;
+  }
+}
+
+template <class T>
+GRADSCALE_HOST_DEVICE T to_accumulate(T value) {
+  return value;
+}
+
+GRADSCALE_HOST_DEVICE float to_accumulate(BFloat16Bits value) {
+  return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
+}
+
+// The exponent that is shifted into place is 112 too small: multiplying by 2^112 mends that, subnormals included.
+GRADSCALE_HOST_DEVICE float to_accumulate(HalfBits value) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+  return result;
+#else
+  const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fff) << 13;
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
+  const uint32_t finite = bit_cast<uint32_t>(bit_cast<float>(magnitude) * 0x1p112f);
+  const uint32_t nonfinite = magnitude | 0x7f800000u;
+  return bit_cast<float>(sign | (magnitude >= 0x0f800000u ? nonfinite : finite));
+#endif
+}
+
+template <class T, class A>
+GRADSCALE_HOST_DEVICE T from_accumulate(A value);
+
+template <>
+GRADSCALE_HOST_DEVICE float from_accumulate<float, float>(float value) {
+  return value;
+}
+
+template <>
+GRADSCALE_HOST_DEVICE double from_accumulate<double, double>(double value) {
+  return value;
+}
+
+// Rounds to nearest, ties to even, by adding just under half a unit of the last bit that stays.
+template <>
+GRADSCALE_HOST_DEVICE BFloat16Bits from_accumulate<BFloat16Bits, float>(float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint16_t bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return {bits};
+#else
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return {static_cast<uint16_t>(value != value ? 0x7fc0u : rounded)};
+#endif
+}
+
+template <>
+GRADSCALE_HOST_DEVICE HalfBits from_accumulate<HalfBits, float>(float value) {
+#if defined(__CUDA_ARCH__)
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return {bits};
+#else
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  // Normal results: rebias the exponent and round in the integer; a carry runs into the exponent as it should.
+  const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // Subnormal results: adding 0.5 aligns the mantissa so that the hardware rounds at the right bit.
+  const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+  uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
+  half = magnitude >= 0x477ff000u ? 0x7c00u : half; // 65520 and above round to infinity
+  half = magnitude > 0x7f800000u ? 0x7e00u : half;
+  return {static_cast<uint16_t>(sign | half)};
+#endif
+}
+
+} // namespace gradscale

@@ -1,0 +1,92 @@
+// Norms that neither overflow nor vanish, and what they do to a group of elements.
+#pragma once
+
+#include "port.h"
+
+namespace gradscale {
+
+// The sum of (|g| / root^2)^p, or the largest |g| / root^2 where p is inf. The root is a power of two; it differs from
+// 1 only where the plain sum would overflow or vanish. NaN and inf come through.
+struct PowerSum {
+  double sum;
+  double root;
+};
+
+enum class Rule : int32_t {
+  clip,     // g * min(1, limit / |g|)
+  normalize // g * limit / |g|, and zeros stay zeros
+};
+
+// The change of a group: its elements over root^2, times a factor. A root of 0 means that all elements are zero.
+struct Scaling {
+  double root;
+  double factor;
+  bool within; // the norm is within the limit
+
+  GRADSCALE_HOST_DEVICE bool changes_nothing() const {
+    return root == 1 && factor == 1;
+  }
+  // True if the scaling can be computed in float.
+  GRADSCALE_HOST_DEVICE bool is_normal_in_float() const {
+    return root == 1 && std::abs(factor) > 1e-37 && std::abs(factor) < 1e38;
+  }
+};
+
+// x^p for x >= 0. On a GPU pow is a call, around which registers would be spilled; this loses p log(x) roundings.
+GRADSCALE_HOST_DEVICE double positive_power(double x, double p) {
+#if defined(__CUDA_ARCH__)
+  return exp(p * log(x));
+#else
+  return std::pow(x, p);
+#endif
+}
+
+GRADSCALE_HOST_DEVICE double norm_of(double sum, double p) {
+  if (p == 2) {
+    return std::sqrt(sum);
+  }
+  return p == 1 || std::isinf(p) ? sum : positive_power(sum, 1 / p);
+}
+
+// The norm for p below 1 may be beyond double where its sum of powers is not: then `root` is the root of the norm.
+GRADSCALE_HOST_DEVICE PowerSum within_double(PowerSum sum, double p) {
+  const double exponent = p < 1 && sum.sum > 0 && !std::isinf(sum.sum) ? std::log2(sum.sum) / p : 0;
+  if (std::abs(exponent) < 900) {
+    return sum;
+  }
+  const double half = std::floor(exponent / 2);
+  return {positive_power(2, p * (exponent - 2 * half)), sum.root * std::ldexp(1.0, static_cast<int>(half))};
+}
+
+GRADSCALE_HOST_DEVICE Scaling scaling(Rule rule, PowerSum sum, double p, double limit) {
+  sum = within_double(sum, p);
+  const double norm = norm_of(sum.sum, p); // over root^2
+  const bool within = norm <= (sum.root == 1 ? limit : limit / sum.root / sum.root);
+  if (!(limit >= 0)) {
+    return {1, static_cast<double>(NAN), within};
+  }
+  if (limit == 0) {
+    return {0, 0, within};
+  }
+  const bool unchanged = rule == Rule::clip ? within : norm == 0;
+  return unchanged ? Scaling{1, 1, within} : Scaling{sum.root, limit / norm, within};
+}
+
+// True if a plain sum of powers is accurate: no power overflowed, and those that underflowed are negligible.
+GRADSCALE_HOST_DEVICE bool is_safe(double sum) {
+  return sum > 1e-280 && sum < 1e300;
+}
+
+// The root for elements whose largest magnitude is `maximum`, a positive number. The square itself may have no
+// reciprocal, or none that is a number.
+GRADSCALE_HOST_DEVICE double root_for(double maximum) {
+  return std::ldexp(1.0, std::ilogb(maximum) / 2);
+}
+
+// The factor of the sum of a part of a group that takes it to the root of the whole.
+GRADSCALE_HOST_DEVICE double from_root_to_root(double from, double to, double p) {
+  const double ratio = (from / to) * (from / to);
+  return ratio == 1 || std::isinf(p) ? ratio : positive_power(ratio, p);
+}
+
+} // namespace gradscale

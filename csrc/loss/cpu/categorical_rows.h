@@ -1,0 +1,70 @@
+// Rows of logits over the bins of a support: cross-entropy with the target that a scalar
+// becomes over the bins (TwoHot, HLGauss).
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+// log(sum) - sum_j t_j (x_j - maximum); gradient c (p_j - t_j). Only the bins begin..end have mass, apart from
+// the label smoothing that every bin gets. Writes the gradient, and leaves the sums of the row in a lane of `sums`.
+template <class T, class G, class A, class Target>
+void categorical_row(
+    const Segment& s,
+    const Group& group,
+    int64_t lane,
+    A maximum,
+    const Target& target,
+    A* scratch,
+    GroupSums<A>& sums) {
+  const int64_t row = group.first + lane;
+  const T* logits = row_of<T>(s.prediction, row);
+  const Support& support = s.head->support;
+  const Softmax<A> softmax = softmax_of<true>(logits, s.width, maximum, ahead_of<T>(s, row), scratch);
+  A* mass = second_row(scratch, s.width);
+  const double target_share = 1 - s.head->label_smoothing;
+  const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
+  A correct = 0;
+  A nan = 0; // a NaN target makes the whole row NaN
+  target.for_each([&](int32_t j, double of_bin) {
+    mass[j] = static_cast<A>(target_share * of_bin);
+    nan += A(0) * mass[j];
+    // An illegal bin (-inf) without mass costs nothing.
+    correct += product(mass[j], static_cast<A>(to_accumulate(logits[j])) - maximum);
+  });
+  if (everywhere != 0) {
+    const auto shifted = [=](auto load) {
+      const auto difference = load(logits) - maximum;
+      return std::make_tuple(difference, difference, difference); // of which one sum is taken
+    };
+    correct += everywhere * sums_of<A>(logits, s.width, shifted)[0];
+  }
+  sums.exponentials[lane] = softmax.sum;
+  sums.moment[lane] = support.raw && s.detail.data != nullptr ? raw_moment(softmax.values, support) : softmax.moment;
+  sums.target[lane] = A(1) + nan;
+  sums.correct[lane] = correct;
+  if (s.gradient.data == nullptr) {
+    return;
+  }
+  const A c = static_cast<A>(group.coefficients[lane]);
+  const A inverse_sum = A(1) / softmax.sum;
+  const A factor = c * inverse_sum + nan;
+  const A offset = c * everywhere;
+  const A* values = softmax.values;
+  write_gradient<G, A>(s.gradient, row, s.width, [=](auto load) { return load(values) * factor - offset; });
+  G* gradient = static_cast<G*>(s.gradient.data) + row * s.gradient.stride;
+  for (int32_t j = target.begin; j < target.end; ++j) {
+    gradient[j] = from_accumulate<G, A>((values[j] * inverse_sum - (mass[j] + everywhere)) * c);
+  }
+}
+
+template <class T, class G, class A, class Target>
+[[gnu::noinline]] void categorical_rows(const Segment& s, const Group& group, const Target* targets, A* scratch) {
+  const GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, A maximum, GroupSums<A>& of_rows) {
+    categorical_row<T, G>(s, group, i, maximum, targets[i], scratch, of_rows);
+  });
+  store_losses(s, group, sums);
+  store_decoded(s, group, sums);
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale

@@ -1,0 +1,232 @@
+// Rows 16 at a time: what is one number a row (its target, coefficient, logarithm, decoded value) is computed for all
+// of them in the lanes of a vector.
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+// Up to 16 rows of a segment.
+struct Group {
+  int64_t first;
+  int64_t count;
+  double coefficients[kLanes]; // 0 for masked rows
+  bool unmasked[kLanes];
+};
+
+// The numbers that the losses of a group's rows are made of. Lanes without a row hold harmless ones.
+template <class A>
+struct GroupSums {
+  A exponentials[kLanes]; // sum_j exp(x_j - maximum)
+  A moment[kLanes];       // sum_j exp(x_j - maximum) (2j - width + 1), or times the raw centres; of a policy, times
+                          // x_j - maximum
+  A target[kLanes];       // sum_j t_j
+  A correct[kLanes];      // sum_j t_j (x_j - maximum), and what else the loss lacks
+};
+
+// Elements of 16 rows, a column for each row.
+template <class T>
+struct Tile {
+  alignas(64) T at[kShortRow][kLanes];
+};
+
+// Declared for all instruction sets, and defined where there is AVX-512.
+template <class T>
+void read_tile_in_lanes(const Rows& rows, const Group& group, int64_t width, Tile<float>& tile);
+template <class G>
+void write_tile_in_lanes(const Rows& rows, const Group& group, int64_t width, const Tile<float>& tile);
+
+// The row of a lane; lanes without one take the first.
+template <class T>
+const T* row_of_lane(const Rows& rows, const Group& group, int64_t lane) {
+  return row_of<T>(rows, group.first + (lane < group.count ? lane : 0));
+}
+
+inline void clear_row(const Segment& s, int64_t row) {
+  s.loss.store(row, 0.0);
+  if (s.gradient.data != nullptr) {
+    const int64_t size = element_size(s.gradient.element);
+    memset(static_cast<char*>(s.gradient.data) + row * s.gradient.stride * size, 0, s.width * size);
+  }
+}
+
+// The lanes to compute. A vector of divisions takes longer than a few alone.
+inline int64_t lanes_of(const Group& group) {
+  return group.count < 4 ? group.count : kLanes;
+}
+
+// The first rows of first..end.
+inline Group group_of(const Segment& s, const Coefficients& coefficients, int64_t first, int64_t end) {
+  Group group{first, end - first < kLanes ? end - first : kLanes, {}, {}};
+  for (int64_t i = 0; i < group.count; ++i) {
+    const RowFactor factor = coefficients.of_row(s, first + i);
+    group.unmasked[i] = factor.counts;
+    group.coefficients[i] = factor.counts ? factor.coefficient : 0.0;
+  }
+  return group;
+}
+
+inline void clear_masked(const Segment& s, const Group& group) {
+  for (int64_t i = 0; i < group.count; ++i) {
+    if (!group.unmasked[i]) {
+      clear_row(s, group.first + i);
+    }
+  }
+}
+
+// Calls run(group) for the rows. A masked one adds exactly nothing: it is computed into the outputs that do not depend
+// on its target, and its loss and gradient are zero whatever it holds.
+template <class Run>
+void each_group(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, Run run) {
+  for (int64_t first = begin; first < end; first += kLanes) {
+    const Group group = group_of(s, coefficients, first, end);
+    run(group);
+    clear_masked(s, group);
+  }
+}
+
+// Applies a transform to `count` numbers. The one that sqrt is enough for is computed in lanes.
+template <class A>
+void transform_many(const Support& support, int64_t count, A* x) {
+  const A eps = static_cast<A>(support.eps);
+  if (support.transform == Transform::signed_hyperbolic) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      x[i] = signed_hyperbolic(x[i], eps);
+    }
+  } else if (support.transform != Transform::identity) {
+    for (int64_t i = 0; i < count; ++i) {
+      x[i] = transform_value(support.transform, x[i], eps);
+    }
+  }
+}
+
+template <class A>
+void inverse_transform_many(const Support& support, int64_t count, A* y) {
+  const A eps = static_cast<A>(support.eps);
+  if (support.transform == Transform::signed_hyperbolic) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      y[i] = signed_parabolic(y[i], eps);
+    }
+  } else if (support.transform != Transform::identity) {
+    for (int64_t i = 0; i < count; ++i) {
+      y[i] = inverse_transform_value(support.transform, y[i], eps);
+    }
+  }
+}
+
+inline void encode_many(const Head& head, const Group& group, const double* scalars, HLGaussTarget* targets) {
+  for (int64_t i = 0; i < group.count; ++i) {
+    targets[i] = hl_gauss(scalars[i], head.support, head.sigma_ratio);
+  }
+}
+
+inline void encode_many(const Head& head, const Group& group, const double* scalars, TwoHotTarget* targets) {
+  const int64_t lanes = lanes_of(group);
+  double positions[kLanes];
+  int32_t bins[kLanes];
+#pragma omp simd
+  for (int64_t i = 0; i < lanes; ++i) {
+    positions[i] = clamp_finite(scalars[i]);
+  }
+  transform_many(head.support, lanes, positions);
+#pragma omp simd
+  for (int64_t i = 0; i < lanes; ++i) {
+    positions[i] = position_among_bins(positions[i], head.support);
+    bins[i] = bin_below(positions[i], head.support);
+  }
+  for (int64_t i = 0; i < group.count; ++i) {
+    targets[i] = two_hot_from(scalars[i], positions[i], bins[i], head.support);
+  }
+}
+
+// The targets over the bins of a group's rows.
+template <class Target>
+struct Targets {
+  Target of_row[kLanes];
+
+  Targets(const Segment& s, const Group& group) {
+    double scalars[kLanes] = {};
+    dispatch_element(s.target.element, [&](auto type) {
+      widen_column<decltype(type)>(s.target, group.first, group.count, scalars);
+    });
+    encode_many(*s.head, group, scalars, of_row);
+  }
+};
+
+template <class T>
+Ahead ahead_of(const Segment& s, int64_t row) {
+  return ahead_of<T>(s.prediction, s.gradient, row);
+}
+
+// Calls run(lane, largest logit, sums) for the rows of a group one after the other.
+template <class T, class A, class Run>
+GroupSums<A> row_by_row(const Segment& s, const Group& group, Run run) {
+  GroupSums<A> sums;
+  for (int64_t i = group.count; i < kLanes; ++i) {
+    sums.exponentials[i] = sums.moment[i] = sums.target[i] = sums.correct[i] = 1;
+  }
+  for (int64_t i = 0; i < group.count; ++i) {
+    const A maximum = maximum_of<A>(row_of<T>(s.prediction, group.first + i), s.width);
+    run(i, maximum, sums);
+  }
+  return sums;
+}
+
+// Stores log(sum of exponentials) sum_j t_j - sum_j t_j (x_j - maximum).
+template <class A>
+void store_losses(const Segment& s, const Group& group, const GroupSums<A>& sums) {
+  const int64_t lanes = lanes_of(group);
+  A loss[kLanes];
+#pragma omp simd
+  for (int64_t i = 0; i < lanes; ++i) {
+    loss[i] = sums.target[i] * log_normal(sums.exponentials[i]) - sums.correct[i];
+  }
+  s.loss.store(group.first, group.count, loss);
+}
+
+// Stores the entropy log(sum) - moment / sum of policies, and adds it to their losses with its weight.
+template <class A>
+void store_entropies(const Segment& s, const Group& group, GroupSums<A>& sums) {
+  const A weight = static_cast<A>(s.head->entropy_weight);
+  const int64_t lanes = lanes_of(group);
+  A entropy[kLanes];
+#pragma omp simd
+  for (int64_t i = 0; i < lanes; ++i) {
+    entropy[i] = log_normal(sums.exponentials[i]) - sums.moment[i] / sums.exponentials[i];
+    sums.correct[i] += weight == 0 ? A(0) : weight * entropy[i];
+  }
+  if (s.detail.data != nullptr) {
+    s.detail.store(group.first, group.count, entropy);
+  }
+}
+
+// Stores what categorical rows decode to.
+template <class A>
+void store_decoded(const Segment& s, const Group& group, const GroupSums<A>& sums) {
+  const Support& support = s.head->support;
+  if (s.detail.data == nullptr) {
+    return;
+  }
+  const int64_t lanes = lanes_of(group);
+  A decoded[kLanes];
+#pragma omp simd
+  for (int64_t i = 0; i < lanes; ++i) {
+    decoded[i] = sums.moment[i] / sums.exponentials[i];
+  }
+  if (!support.raw) {
+#pragma omp simd
+    for (int64_t i = 0; i < lanes; ++i) {
+      decoded[i] = expectation_from_moment(decoded[i], support);
+    }
+    inverse_transform_many(support, lanes, decoded);
+  }
+  s.detail.store(group.first, group.count, decoded);
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale
+
+#if GRADSCALE_AVX512
+#include "tiles_avx512.h"
+#endif

@@ -1,0 +1,71 @@
+// The formula of all heads of logits x with a target t over them. With d_j = x_j - max x, e_j = exp(d_j), s = sum e and
+// p_j = e_j / s, entropy H(p) = -sum p_j log p_j and weight w:
+//
+//   loss      sum(t) log s - sum_j t_j d_j - w H(p) + sum_j t_j log t_j (the last two if the head asks for them)
+//   gradient  sum(t) p_j - t_j + w p_j (log p_j + H(p))
+//
+// H(p) = log s - sum(e d) / s, so that log p_j + H(p) = d_j - sum(e d) / s.
+#pragma once
+
+#include "../../cuda/rows.cuh"
+#include "../../formulas/losses.h"
+#include "row_options.h"
+
+namespace gradscale {
+
+constexpr float kLowest = -3e38f; // a finite stand-in for -inf: 0 times it is 0
+
+// A is the type of sums; `options` are bits of RowOptions.
+template <class A, int options>
+struct CrossEntropy {
+  static constexpr bool kHasEntropy = (options & kEntropy) != 0;
+  static constexpr bool kSubtracts = (options & kSubtractsEntropy) != 0;
+  enum Sum { kSum, kWeighted, kMass, kCorrect, kNegativeEntropy };
+  static constexpr int kSums = kSubtracts ? 5 : 4;
+  A entropy_weight;
+
+  // Adds an element to the sums. Weighted sums are sum(e d), unless another weight is given: a position among bins.
+  GRADSCALE_DEVICE static void add(A (&sums)[kSums], A e, A d, A t, A weight) {
+    sums[kSum] += e;
+    sums[kWeighted] += e * weight;
+    sums[kMass] += t;
+    sums[kCorrect] += product(t, d); // an illegal action (-inf) without mass costs nothing
+    if constexpr (kSubtracts) {
+      sums[kNegativeEntropy] += t == A(0) ? A(0) : t * std::log(t);
+    }
+  }
+  GRADSCALE_DEVICE static A finite(A d) {
+    return larger(d, A(kLowest));
+  }
+  GRADSCALE_DEVICE static A entropy(const A (&sums)[kSums]) {
+    return std::log(sums[kSum]) - sums[kWeighted] / sums[kSum];
+  }
+  GRADSCALE_DEVICE A loss(const A (&sums)[kSums]) const {
+    A loss = sums[kMass] * std::log(sums[kSum]) - sums[kCorrect];
+    if constexpr (kSubtracts) {
+      loss += sums[kNegativeEntropy];
+    }
+    if constexpr (kHasEntropy) {
+      loss -= entropy_weight * entropy(sums);
+    }
+    return loss;
+  }
+  // What the elements of a row share.
+  struct Factors {
+    A coefficient;
+    A per_exponential; // coefficient sum(t) / s
+    A inverse_sum;
+    A expected; // sum(e d) / s
+  };
+  GRADSCALE_DEVICE static Factors factors(const A (&sums)[kSums], A inverse_sum, A coefficient) {
+    return {coefficient, coefficient * inverse_sum * sums[kMass], inverse_sum, sums[kWeighted] * inverse_sum};
+  }
+  GRADSCALE_DEVICE A gradient(const Factors& of, A e, A d, A t) const {
+    if constexpr (kHasEntropy) { // the entropy's part goes with the target
+      t -= entropy_weight * (e * of.inverse_sum * (finite(d) - of.expected));
+    }
+    return e * of.per_exponential - of.coefficient * t;
+  }
+};
+
+} // namespace gradscale

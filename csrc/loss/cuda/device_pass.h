@@ -1,0 +1,65 @@
+// What is copied to a device of one pass over a call's rows: the pass itself, and its lists as a table.
+#pragma once
+
+#include "../../cuda/row_shape.h"
+#include "../../cuda/table.h"
+#include "../segment.h"
+
+namespace gradscale {
+
+// Segments of one head that follow each other and have rows of the same kind, so that each takes as many blocks of
+// loss_rows.
+struct Span {
+  int32_t head;
+  int32_t first_segment;
+  int32_t first_block;
+  int32_t blocks_of_segment;
+  int32_t kind_of_rows;    // its place among the template arguments of loss_rows
+  int32_t threads_per_row; // in GroupRows and MultipliedRows
+  int64_t raw_centers;     // the place of raw centres in the table, of the type of sums; -1: none
+};
+
+// The sums of each block: contributions to the loss, samples that are not finite, and of every head its losses, its
+// unmasked entries and its share of the loss.
+struct PartialSums {
+  double* data; // [blocks][2 + 3 num_heads]
+  int64_t num_heads;
+
+  enum OfHead { kPlain, kUnmasked, kShare };
+
+  GRADSCALE_HOST_DEVICE int64_t size() const {
+    return 2 + 3 * num_heads;
+  }
+  GRADSCALE_HOST_DEVICE int64_t index_of(OfHead sum, int64_t head) const {
+    return 2 + sum * num_heads + head;
+  }
+  GRADSCALE_HOST_DEVICE double& at(int64_t block, int64_t index) const {
+    return data[block * size() + index];
+  }
+};
+
+// The argument of all kernels of the loss. The lists of the pass are at these places of the table.
+struct DevicePass {
+  Pass pass;
+  Table table;
+  int64_t heads;
+  int64_t coefficients;
+  int64_t segments;
+  int64_t spans;
+  int64_t num_spans;
+  int32_t rows_of_warp;  // in LossRows: rows_per_warp() rounds it up
+  PartialSums partial;   // of loss_totals
+  unsigned* blocks_done; // a counter for loss_totals, which loss_rows sets to 0
+
+  GRADSCALE_HOST_DEVICE const Head& head(int64_t index) const {
+    return table.at<Head>(heads)[index];
+  }
+  GRADSCALE_HOST_DEVICE const Coefficients& coefficients_of(int64_t head) const {
+    return table.at<Coefficients>(coefficients)[head];
+  }
+  GRADSCALE_HOST_DEVICE const Segment& segment(int64_t index) const {
+    return table.at<Segment>(segments)[index];
+  }
+};
+
+} // namespace gradscale

@@ -1,0 +1,239 @@
+// The losses of rows of logits as formulas of lane_rows.cuh: BinsLoss for targets with a few bins, PolicyLoss for
+// targets over all logits; and their kind of rows for loss_rows.
+#pragma once
+
+#include "../../cuda/lane_rows.cuh"
+#include "../../support/bins.cuh"
+#include "block_of_rows.cuh"
+#include "cross_entropy.cuh"
+
+namespace gradscale {
+
+// The numbers of a warp's rows that all losses need.
+struct LossOfLanes {
+  const BlockOfRows& block;
+  RowsOfWarp warp;
+  float coefficient; // of the gradient of this lane's row
+  uint32_t counted;  // rows that count, as bits
+  int row = 0;       // begin_row()
+
+  GRADSCALE_DEVICE LossOfLanes(const BlockOfRows& block, const RowsOfWarp& warp) : block(block), warp(warp) {
+    const RowFactor factor = block.factor_of(warp.own());
+    coefficient = static_cast<float>(factor.coefficient);
+    counted = __ballot_sync(kWholeWarp, factor.counts);
+  }
+  GRADSCALE_DEVICE bool counts(int of) const {
+    return (counted >> of & 1) != 0;
+  }
+  GRADSCALE_DEVICE bool counts() const {
+    return counts(row);
+  }
+  GRADSCALE_DEVICE void store(float loss, float detail) const {
+    if (warp.lane < warp.count) {
+      block.store_loss(warp.own(), loss, counts(warp.lane));
+      block.store_detail(warp.own(), detail);
+    }
+  }
+};
+
+// log s - sum_j t_j d_j, over the bins j with mass; gradient c (p_j - t_j). The loop over rows stores c p_j. Bins with
+// mass are finished at the end, by the lane that holds the target, or by several lanes if the warp has few rows.
+template <class Shape, class Bins, bool smooths>
+class BinsLoss : public Shape, public BinSums, LossOfLanes {
+ public:
+  using typename Shape::Gradient, typename Shape::Logit, typename Shape::Units, typename Shape::Values;
+  static constexpr int kSums = smooths ? 3 : 2;
+  static constexpr bool kKeepsDifferences = false, kLoadsAhead = true, kNeedsMaximum = true, kFinishes = true;
+  using LossOfLanes::counts;
+
+  GRADSCALE_DEVICE BinsLoss(const BlockOfRows& block, const RowsOfWarp& warp)
+      : LossOfLanes(block, warp),
+        bins_(block.template target<double>(warp.own()), block.head.sigma_ratio, support()),
+        share_(smooths ? static_cast<float>(1 - block.head.label_smoothing) : 1.0f),
+        everywhere_(smooths ? static_cast<float>(block.head.label_smoothing / Shape::kWidth) : 0.0f) {
+    coefficient = bins_.is_nan() ? NAN : coefficient;
+  }
+
+  GRADSCALE_DEVICE void begin_row(int index) {
+    row = index;
+  }
+
+  GRADSCALE_DEVICE void gradient(
+      const float (&sums)[kSums], const Units&, Values& e, const Values&, const Values&) const {
+    const float c = of_row<Shape::kLanes>(coefficient, row);
+    const float per_exponential = c * approximate_reciprocal(sums[kSum]);
+#pragma unroll
+    for (float& value : e) {
+      value = smooths ? value * per_exponential - c * everywhere_ : value * per_exponential;
+    }
+  }
+
+  GRADSCALE_DEVICE void finish(float maximum, const float (&sums)[kSums], const RowsInMemory<Gradient>& to) const {
+    const float log_sum = std::log(sums[kSum]), inverse_sum = approximate_reciprocal(sums[kSum]);
+    const float cost = cost_of_bins(maximum, inverse_sum, to) + (smooths ? everywhere_ * sums[kShifted] : 0.0f);
+    store(log_sum - cost, decoded_moment(2 * sums[kMoment] * inverse_sum, support()));
+  }
+
+ private:
+  GRADSCALE_DEVICE Support support() const {
+    Support support = block.head.support;
+    support.num_bins = Shape::kWidth;
+    support.raw = false;
+    return support;
+  }
+
+  // The logarithm of the number of lanes that share the bins of a row: as many as there are for each row.
+  GRADSCALE_DEVICE int shift() const {
+    int shift = 0;
+    while ((2 << shift) <= Bins::kLanes && (warp.count << (shift + 1)) <= 32) {
+      ++shift;
+    }
+    return shift;
+  }
+
+  // A number of another lane's row.
+  GRADSCALE_DEVICE static float of_lane(float value, int lane) {
+    return Bins::kLanes == 1 ? value : __shfl_sync(kWholeWarp, value, lane);
+  }
+
+  // sum_j t_j d_j of this lane's row. Stores the gradients of the bins with mass again, with the target.
+  GRADSCALE_DEVICE float cost_of_bins(
+      float own_maximum, float own_inverse_sum, const RowsInMemory<Gradient>& to) const {
+    const int lanes_shift = shift();
+    const int of = warp.lane >> lanes_shift; // the row whose bins this lane finishes
+    const Bins bins = bins_.of_lane(of);
+    const float maximum = of_lane(own_maximum, of), inverse_sum = of_lane(own_inverse_sum, of);
+    const float c = of_lane(coefficient, of);
+    const bool of_counts = counts(of);
+    float cost = 0;
+    if (of < warp.count) {
+      const auto logits =
+          warp.at(static_cast<const Logit*>(block.segment.prediction.data), block.segment.prediction.stride);
+      const Logit* const x = logits.row(of);
+      Gradient* const gradient = to.row(of);
+      bins.each_bin(warp.lane - (of << lanes_shift), lanes_shift, [&](int32_t bin, float mass) {
+        const float d = to_accumulate(x[bin]) - maximum, t = mass * share_;
+        cost += product(t, d); // an illegal bin (-inf) without mass costs nothing
+        if constexpr (Shape::kWantsGradient) {
+          const float value = c * (approximate_exp(d) * inverse_sum - (t + everywhere_));
+          gradient[bin] = from_accumulate<Gradient, float>(of_counts ? value : 0.0f);
+        }
+      });
+    }
+    for (int distance = (1 << lanes_shift) / 2; distance > 0; distance /= 2) {
+      cost += __shfl_xor_sync(kWholeWarp, cost, distance);
+    }
+    return of_lane(cost, (warp.lane << lanes_shift) & 31);
+  }
+
+  Bins bins_;
+  float share_;      // of a smoothed target: what the target itself keeps
+  float everywhere_; // and what each bin gets
+};
+
+// Cross-entropy with a target over all logits, or with a class.
+template <class Shape, int options>
+class PolicyLoss : public Shape, LossOfLanes {
+  static constexpr bool kIsClass = !Shape::kHasTargets, kSmooths = (options & kSmoothing) != 0;
+  using Entropy = CrossEntropy<float, options>;
+
+ public:
+  using typename Shape::Gradient, typename Shape::Units, typename Shape::Values;
+  static constexpr int kSums = Entropy::kSums;
+  static constexpr bool kKeepsDifferences = Entropy::kHasEntropy, kLoadsAhead = true;
+  static constexpr bool kNeedsMaximum = false, kFinishes = true;
+  using LossOfLanes::counts;
+
+  GRADSCALE_DEVICE PolicyLoss(const BlockOfRows& block, const RowsOfWarp& warp)
+      : LossOfLanes(block, warp),
+        entropy_{static_cast<float>(block.head.entropy_weight)},
+        share_(static_cast<float>(1 - block.head.label_smoothing)),
+        everywhere_(static_cast<float>(block.head.label_smoothing / Shape::kWidth)) {
+    if constexpr (kIsClass) {
+      const Segment& segment = block.segment;
+      const int64_t chosen = static_cast<const int64_t*>(segment.target.data)[warp.own() * segment.target.stride];
+      chosen_ = chosen >= 0 && chosen < Shape::kWidth ? static_cast<int32_t>(chosen) : -1;
+    }
+  }
+
+  GRADSCALE_DEVICE void begin_row(int index) {
+    row = index;
+    if constexpr (kIsClass) {
+      chosen_of_row_ = of_row<Shape::kLanes>(chosen_, index);
+    }
+  }
+
+  GRADSCALE_DEVICE float target(const Units& units, int n, float t) const {
+    if constexpr (kIsClass) { // a class that is no index gives NaN
+      t = chosen_of_row_ == units.first + Units::index(n) ? 1.0f : (chosen_of_row_ < 0 ? NAN : 0.0f);
+    }
+    if constexpr (kIsClass || kSmooths) {
+      t = units.exists(n / Units::kUnit) ? (kSmooths ? t * share_ + everywhere_ : t) : 0.0f;
+    }
+    return t;
+  }
+
+  GRADSCALE_DEVICE static void add(float (&sums)[kSums], const Units&, int, float e, float d, float t) {
+    Entropy::add(sums, e, d, t, Entropy::finite(d));
+  }
+  GRADSCALE_DEVICE static void add_lane(float (&)[kSums], const Units&) {
+  }
+
+  GRADSCALE_DEVICE void gradient(
+      const float (&sums)[kSums], const Units&, Values& e, const Values& d, const Values& t) const {
+    const float c = of_row<Shape::kLanes>(coefficient, row);
+    const auto factors = Entropy::factors(sums, approximate_reciprocal(sums[Entropy::kSum]), c);
+#pragma unroll
+    for (int n = 0; n < Shape::kElements; ++n) {
+      e[n] = entropy_.gradient(factors, e[n], d[n], t[n]);
+    }
+  }
+
+  GRADSCALE_DEVICE void finish(float, const float (&sums)[kSums], const RowsInMemory<Gradient>&) const {
+    store(entropy_.loss(sums), Entropy::entropy(sums));
+  }
+
+ private:
+  Entropy entropy_;
+  float share_; // as for bins
+  float everywhere_;
+  int32_t chosen_ = 0, chosen_of_row_ = 0;
+};
+
+// The kind of rows for loss_rows. U is the type of a policy's probabilities; int64_t: its target is a class.
+template <Kind kind, class T, class U, class G, int width, int lanes_per_row, int unit, int options>
+struct LossRows {
+  static constexpr bool kIsPolicy = kind == Kind::soft_cross_entropy;
+  using Bins = std::conditional_t<kind == Kind::two_hot, TwoHotBins, GaussBins>;
+  static constexpr bool kHasTargets = kIsPolicy && !std::is_same_v<U, int64_t>;
+  using Shape = LaneShape<T, std::conditional_t<kHasTargets, U, void>, G, width, lanes_per_row, unit>;
+  using Formula =
+      std::conditional_t<kIsPolicy, PolicyLoss<Shape, options>, BinsLoss<Shape, Bins, (options & kSmoothing) != 0>>;
+  using Walk = LaneRows<Formula>;
+  static constexpr int kSharedBytes = kRowThreads / 32 * Walk::kBytes;
+  static constexpr int kBlocks = blocks_of_lanes<Formula>(kIsPolicy ? 52 : (lanes_per_row == 1 ? 64 : 46));
+  static constexpr bool kHasHalves = std::is_same_v<G, BFloat16Bits>;
+
+  GRADSCALE_DEVICE static int32_t rows_per_warp_of(const BlockOfRows& block) {
+    return rows_per_warp(block.rows_of_warp, lanes_per_row);
+  }
+  GRADSCALE_DEVICE static int32_t rows_of_block(const BlockOfRows& block) {
+    return kRowThreads / 32 * rows_per_warp_of(block);
+  }
+  GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
+    const Segment& segment = block.segment;
+    const RowsOfWarp warp(block.index, rows_per_warp_of(block), block.pass.batch);
+    if (warp.count > 0) {
+      Walk walk(
+          warp,
+          warp.at(static_cast<const T*>(segment.prediction.data), segment.prediction.stride),
+          warp.at(static_cast<const typename Shape::Probability*>(segment.target.data), segment.target.stride),
+          warp.at(static_cast<typename Shape::Gradient*>(segment.gradient.data), segment.gradient.stride),
+          block.shared + static_cast<int>(threadIdx.x) / 32 * Walk::kBytes);
+      Formula formula(block, warp);
+      walk.run(formula);
+    }
+  }
+};
+
+} // namespace gradscale

@@ -1,0 +1,188 @@
+// The kernels that add up the losses of rows.
+//
+// loss_totals    one thread a sample: L_b, the loss, the means and shares of the heads. Sums are taken in a fixed
+// order: a block
+//                adds up its threads, and the last block that is done adds up the blocks. Reads 4 bytes a row.
+// count_unmasked one block a head counts the unmasked entries; only where a mean is taken over those.
+#pragma once
+
+#include "../../cuda/rows.cuh"
+#include "block_of_rows.cuh"
+
+namespace gradscale {
+
+// All threads of the block set to 0 the gradients of the samples whose threads ask for it.
+GRADSCALE_DEVICE void clear_gradients(const DevicePass& device, bool clears, int64_t sample, int64_t* clearing) {
+  clearing[threadIdx.x] = clears ? sample : -1;
+  __syncthreads();
+  for (int i = 0; i < kThreads; ++i) {
+    if (clearing[i] < 0) {
+      continue;
+    }
+    for (int64_t k = 0; k < device.pass.num_segments; ++k) {
+      const Segment& segment = device.segment(k);
+      const int64_t width = segment.gradient.data == nullptr ? 0 : segment.width;
+      dispatch_element(segment.gradient.element, [&](auto type) {
+        using T = decltype(type);
+        T* row = static_cast<T*>(segment.gradient.data) + clearing[i] * segment.gradient.stride;
+        for (int64_t j = threadIdx.x; j < width; j += kThreads) {
+          row[j] = T{};
+        }
+      });
+    }
+  }
+}
+
+// The losses of a sample, summed over heads and steps: as they are weighted, and with the factors of the reduction.
+struct SampleLoss {
+  double loss;
+  double reduced;
+  bool has_entries; // false where every entry is masked
+};
+
+// Adds up the losses of this thread's sample, and leaves the sums of its block over each head. Only a sample that
+// `counts` adds to the shares of the heads.
+GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& block, int64_t sample, bool counts) {
+  const Pass& pass = device.pass;
+  const PartialSums& partial = device.partial;
+  const bool active = sample < pass.batch;
+  SampleLoss result{0, 0, false};
+  const int64_t own = active ? sample : 0; // row 0 is there unless the batch is empty
+  const double importance = counts ? device.coefficients_of(0).importance_weights.at(own, 0) : 0;
+  int64_t next = 0;
+  for (int64_t h = 0; h < pass.num_heads; ++h) {
+    const Head& head = device.head(h);
+    const Coefficients& c = device.coefficients_of(h);
+    double plain = 0;
+    double weighted = 0;
+    double unmasked = 0;
+    const auto num_segments = static_cast<int32_t>(pass.batch == 0 ? 0 : pass.steps_of(head));
+#pragma unroll 4
+    for (int32_t i = 0; i < num_segments; ++i) { // all numbers are asked for before the first is waited for
+      const Segment& segment = device.segment(next + i);
+      const double loss = segment.loss.load(own);
+      const double weight = c.step_weight(segment, own);
+      const bool is_unmasked = active && c.mask.includes(own, segment.step);
+      plain += is_unmasked ? loss : 0;
+      weighted += is_unmasked ? weight * loss : 0;
+      unmasked += is_unmasked ? 1 : 0;
+    }
+    next += pass.steps_of(head);
+    const double reduced = c.head_factor() * weighted;
+    result.loss += head.weight * weighted;
+    result.reduced += reduced;
+    result.has_entries |= unmasked != 0;
+    const double share = block.sum(counts && unmasked != 0 ? importance * reduced : 0);
+    plain = block.sum(plain);
+    unmasked = block.sum(unmasked);
+    if (threadIdx.x == 0) {
+      partial.at(blockIdx.x, partial.index_of(PartialSums::kPlain, h)) = plain;
+      partial.at(blockIdx.x, partial.index_of(PartialSums::kUnmasked, h)) = unmasked;
+      partial.at(blockIdx.x, partial.index_of(PartialSums::kShare, h)) = share;
+    }
+  }
+  return result;
+}
+
+// The part of a sample in the sums of its block.
+struct Contribution {
+  double loss;
+  double nonfinite; // 1 where the sample's loss is not finite
+};
+
+// Stores the losses of a sample, and returns its part in the sums.
+GRADSCALE_DEVICE Contribution store_sample(const DevicePass& device, int64_t sample, const SampleLoss& losses) {
+  const Pass& pass = device.pass;
+  Contribution result{0, 0};
+  pass.per_sample.store(sample, losses.loss);
+  const double importance_weight = device.coefficients_of(0).importance_weights.at(sample, 0);
+  result.nonfinite = std::isfinite(pass.per_sample.load(sample)) ? 0 : 1; // as the user sees it, in float
+  // A weight that is not finite adds nothing to a sample without entries.
+  result.loss = losses.has_entries ? importance_weight * losses.reduced : 0;
+  if (pass.skips_nonfinite) {
+    pass.skipped.store(sample, losses.loss);
+    result.loss = result.nonfinite != 0 ? 0 : result.loss;
+  }
+  if (pass.each_sample) {
+    pass.loss.store(sample, result.loss);
+  }
+  return result;
+}
+
+// One block adds up the sums of all blocks, in their order.
+GRADSCALE_DEVICE void store_totals(const DevicePass& device, const Group& block) {
+  const Pass& pass = device.pass;
+  const auto total = [&](int64_t index) {
+    double sum = 0;
+    for (int64_t i = threadIdx.x; i < gridDim.x; i += kThreads) {
+      sum += device.partial.at(i, index);
+    }
+    return block.sum(sum);
+  };
+  const double loss = total(0);
+  const double num_nonfinite = total(1);
+  if (threadIdx.x == 0) {
+    if (!pass.each_sample) {
+      pass.loss.store(0, loss);
+    }
+    *pass.num_nonfinite = static_cast<int64_t>(num_nonfinite);
+  }
+  for (int64_t h = 0; h < pass.num_heads; ++h) {
+    const double sum = total(device.partial.index_of(PartialSums::kPlain, h));
+    const double unmasked = total(device.partial.index_of(PartialSums::kUnmasked, h));
+    const double share = total(device.partial.index_of(PartialSums::kShare, h));
+    if (threadIdx.x == 0) {
+      pass.head_means.store(h, sum / (unmasked < 1 ? 1 : unmasked));
+      pass.head_losses.store(h, share);
+    }
+  }
+}
+
+GRADSCALE_KERNEL(kThreads, 2) loss_totals(GRADSCALE_ARGUMENT(DevicePass) device) {
+  const Pass& pass = device.pass;
+  GRADSCALE_SHARED(double, shared, kWarps);
+  GRADSCALE_SHARED(unsigned, last, 1);
+  GRADSCALE_SHARED(int64_t, clearing, kThreads);
+  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
+  const int64_t sample = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const bool active = sample < pass.batch;
+  const SampleLoss losses = add_heads(device, block, sample, active);
+  const Contribution own = active ? store_sample(device, sample, losses) : Contribution{0, 0};
+  const double loss = block.sum(own.loss);
+  const double nonfinite = block.sum(own.nonfinite);
+  if (pass.skips_nonfinite && nonfinite > 0) {
+    clear_gradients(device, own.nonfinite != 0, sample, clearing);
+    add_heads(device, block, sample, active && own.nonfinite == 0); // once more, as it is known now which count
+  }
+  if (threadIdx.x == 0) {
+    device.partial.at(blockIdx.x, 0) = loss;
+    device.partial.at(blockIdx.x, 1) = nonfinite;
+    __threadfence(); // the sums are seen before the block is counted
+    last[0] = gridDim.x == 1 || atomicAdd(device.blocks_done, 1u) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (last[0] != 0) {
+    __threadfence();
+    store_totals(device, block);
+  }
+}
+
+GRADSCALE_KERNEL(kThreads, 2)
+count_unmasked(GRADSCALE_ARGUMENT(DevicePass) device) {
+  GRADSCALE_SHARED(double, shared, kWarps);
+  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
+  const Head& head = device.head(blockIdx.x);
+  const Coefficients& c = device.coefficients_of(blockIdx.x);
+  double unmasked = 0;
+  for (int64_t sample = threadIdx.x; sample < device.pass.batch; sample += kThreads) {
+    for (int64_t step = head.first_step; step < device.pass.steps; ++step) {
+      unmasked += c.mask.includes(sample, step) ? 1 : 0;
+    }
+  }
+  unmasked = block.sum(unmasked);
+  if (threadIdx.x == 0 && c.divisor != nullptr) {
+    *c.divisor = unmasked < 1 ? 1 : unmasked;
+  }
+}
+
+} // namespace gradscale

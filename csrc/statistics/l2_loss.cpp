@@ -1,0 +1,166 @@
+#include "tensors.h"
+
+#include "../cpu/instruction_set.h"
+#include "../cuda/device_guard.h"
+#include "../torch/autograd.h"
+#include "../torch/tensor_element.h"
+#include "chunks.h"
+#include "device_calls.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+namespace gradscale {
+
+namespace {
+
+namespace autograd = torch::autograd;
+
+double sum_of_squares(const std::vector<at::Tensor>& tensors) {
+  std::vector<Range> ranges;
+  for (const at::Tensor& dense : tensors) {
+    ranges.push_back({dense.const_data_ptr(), dense.numel(), element_of(dense), /*is_complex=*/false});
+  }
+  const std::vector<Range> chunks = chunks_of(ranges);
+  std::vector<double> partial(chunks.size());
+  const PowerSumOfRange power_sum = for_this_machine(power_sum_kernel);
+  for_each_chunk(chunks, [&](int64_t i) {
+    const PowerSum squares = power_sum(chunks[i], /*p=*/2);
+    const double scale = squares.root * squares.root;
+    partial[i] = squares.sum * scale * scale;
+  });
+  double sum = 0; // in the order of the tensors, whatever the number of threads
+  for (const double part : partial) {
+    sum += part;
+  }
+  return sum;
+}
+
+Slab slab_of(const at::Tensor& scalar) {
+  return {scalar.mutable_data_ptr(), 0, scalar.scalar_type() == at::kDouble};
+}
+
+void run_on_device(const std::vector<at::Tensor>& tensors, double factor, const at::Tensor& loss) {
+  std::vector<DeviceRange> ranges;
+  for (const at::Tensor& tensor : tensors) {
+    ranges.push_back({tensor.const_data_ptr(), nullptr, tensor.numel(), element_of(tensor)});
+  }
+  SquaresCall call{ranges.data(), static_cast<int64_t>(ranges.size()), factor, slab_of(loss), {}, nullptr};
+  const OnDevice on_device(loss.device());
+  const at::Tensor workspace = make_workspace(bytes_for_squares(call), loss);
+  call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
+  launch_squares(call, on_device.stream());
+}
+
+// Computes the wanted gradients; the others are undefined.
+autograd::variable_list gradients_on_device(
+    const std::vector<at::Tensor>& wanted, double factor, const at::Tensor& grad_output) {
+  autograd::variable_list gradients(wanted.size());
+  std::vector<DeviceRange> ranges;
+  std::vector<at::Tensor> dense_tensors; // live as long as the pointers into them
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    if (wanted[i].defined()) {
+      const at::Tensor dense = wanted[i].is_non_overlapping_and_dense() ? wanted[i] : wanted[i].contiguous();
+      gradients[i] = at::empty_like(dense);
+      ranges.push_back({dense.const_data_ptr(), gradients[i].mutable_data_ptr(), dense.numel(), element_of(dense)});
+      dense_tensors.push_back(dense);
+    }
+  }
+  SquaresCall call{ranges.data(), static_cast<int64_t>(ranges.size()), factor, {}, slab_of(grad_output), nullptr};
+  const OnDevice on_device(grad_output.device());
+  const at::Tensor workspace = make_workspace(bytes_for_squares(call), grad_output);
+  call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
+  launch_squares_backward(call, on_device.stream());
+  return gradients;
+}
+
+struct L2LossBackward : public BackwardNode {
+  std::vector<autograd::SavedVariable> parameters;
+  double weight = 1;
+  bool released = false;
+
+  std::string name() const override {
+    return "L2LossBackward";
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (autograd::SavedVariable& parameter : parameters) {
+      parameter.reset_data();
+    }
+    released = true;
+  }
+
+  autograd::variable_list apply(autograd::variable_list&& inputs) override {
+    const std::vector<at::Tensor> wanted = unpacked();
+    autograd::variable_list result(wanted.size());
+    if (!inputs[0].defined()) {
+      return result;
+    }
+    if (runs_kernels(inputs[0].device()) && !at::GradMode::is_enabled() && ordinary_context() &&
+        ordinary_tensor(inputs[0])) {
+      return gradients_on_device(wanted, weight, inputs[0]);
+    }
+    const at::Tensor factor = inputs[0].mul(weight);
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      if (wanted[i].defined()) {
+        result[i] = wanted[i].mul(factor).to(wanted[i].scalar_type());
+      }
+    }
+    return result;
+  }
+
+ private:
+  // Unpacks the parameters whose gradients are asked for; the others are undefined.
+  std::vector<at::Tensor> unpacked() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
+    std::vector<at::Tensor> wanted(parameters.size());
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (should_compute_output(i)) {
+        wanted[i] = with_edge(parameters[i].unpack(), next_edge(i));
+      }
+    }
+    return wanted;
+  }
+};
+
+} // namespace
+
+at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight) {
+  bool is_double = false;
+  std::vector<at::Tensor> contiguous;
+  for (const at::Tensor& parameter : parameters) {
+    is_double = is_double || parameter.scalar_type() == at::kDouble;
+    // Any dense order will do: a sum of squares does not care.
+    contiguous.push_back(
+        parameter.is_non_overlapping_and_dense() ? parameter.detach() : parameter.detach().contiguous());
+  }
+  const c10::Device device = parameters.empty() ? c10::Device(at::kCPU) : parameters[0].device();
+  at::Tensor loss = at::empty({}, at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device));
+  if (runs_kernels(device)) {
+    run_on_device(contiguous, 0.5 * weight, loss);
+  } else {
+    const double value = 0.5 * weight * sum_of_squares(contiguous);
+    if (is_double) {
+      *loss.mutable_data_ptr<double>() = value;
+    } else { // fill_() would refuse what is beyond float
+      *loss.mutable_data_ptr<float>() = static_cast<float>(value);
+    }
+  }
+  if (at::GradMode::is_enabled() && autograd::any_variable_requires_grad(parameters)) {
+    L2LossBackward* node = nullptr;
+    const NodePtr handle = make_node(node);
+    node->weight = weight;
+    for (const at::Tensor& parameter : parameters) {
+      node->add_next_edge(parameter.requires_grad() ? autograd::impl::gradient_edge(parameter) : autograd::Edge());
+      node->parameters.emplace_back(parameter, /*is_output=*/false);
+    }
+    autograd::set_history(loss, handle);
+  }
+  return loss;
+}
+
+} // namespace gradscale

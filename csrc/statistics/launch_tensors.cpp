@@ -1,0 +1,136 @@
+// The launches of the kernels over many tensors.
+#include "../cuda/table_builder.h"
+#include "range_table.h"
+
+#include <cmath>
+
+namespace gradscale {
+
+namespace {
+
+// Ranges get their blocks in their order, one for each chunk of so many bytes.
+class RangeTableBuilder {
+ public:
+  RangeTableBuilder(const DeviceRange* ranges, int64_t count, int64_t chunk) {
+    for (int64_t i = 0; i < count; ++i) {
+      entries_.push_back({ranges[i], blocks_});
+      blocks_ += blocks_of_range(ranges[i], chunk);
+    }
+  }
+
+  int64_t blocks() const {
+    return blocks_;
+  }
+  int64_t bytes() const {
+    return static_cast<int64_t>(entries_.size() * sizeof(RangeEntry));
+  }
+  // Builds the table. It may need `bytes()` of device memory, which begins at a multiple of 8.
+  RangeTable build(char* device_memory, Stream stream) const {
+    TableBuilder builder;
+    builder.add(entries_.data(), static_cast<int64_t>(entries_.size()));
+    return {builder.build(device_memory, stream), static_cast<int64_t>(entries_.size())};
+  }
+
+ private:
+  int64_t blocks_ = 0;
+  std::vector<RangeEntry> entries_;
+};
+
+} // namespace
+
+// ---- Clipping -------------------------------------------------------------------------------------------------------
+
+void launch_clipping(const ClippingCall& call, void* stream) {
+  static const Kernel<ClippingCall> find_clipping("statistics/clip_gradients.cuh", "find_clipping");
+  launch(find_clipping, 1, kThreads, stream, call);
+}
+
+int64_t bytes_for_clip(const ClipCall& call) {
+  return RangeTableBuilder(call.ranges, call.count, kChunkOfTensor).bytes();
+}
+
+void launch_clip(const ClipCall& call, void* stream) {
+  static const Kernel<ClippedTensors> clipped_tensors("statistics/clip_gradients.cuh", "clipped_tensors");
+  const RangeTableBuilder builder(call.ranges, call.count, kChunkOfTensor);
+  if (builder.blocks() > 0) {
+    const ClippedTensors arguments{builder.build(call.workspace, stream), call.factor, call.zeros};
+    launch(clipped_tensors, builder.blocks(), kThreads, stream, arguments);
+  }
+}
+
+// ---- Squares --------------------------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr const char* kFileOfSquares = "statistics/l2_loss.cuh";
+
+RangeTableBuilder table_of(const SquaresCall& call) {
+  return RangeTableBuilder(call.ranges, call.count, kChunkOfTensor);
+}
+
+} // namespace
+
+// The workspace has the sums of the chunks, and behind them the table.
+int64_t bytes_for_squares(const SquaresCall& call) {
+  const RangeTableBuilder table = table_of(call);
+  return table.blocks() * static_cast<int64_t>(sizeof(double)) + table.bytes();
+}
+
+void launch_squares(const SquaresCall& call, void* stream) {
+  static const Kernel<SumsOfSquares> sums_of_squares(kFileOfSquares, "sums_of_squares");
+  static const Kernel<SquaresTotal> squares_total(kFileOfSquares, "squares_total");
+  const RangeTableBuilder builder = table_of(call);
+  auto* sums = reinterpret_cast<double*>(call.workspace);
+  if (builder.blocks() > 0) {
+    const SumsOfSquares arguments{builder.build(reinterpret_cast<char*>(sums + builder.blocks()), stream), sums};
+    launch(sums_of_squares, builder.blocks(), kThreads, stream, arguments);
+  }
+  launch(squares_total, 1, kThreads, stream, {sums, builder.blocks(), call.factor, call.loss});
+}
+
+void launch_squares_backward(const SquaresCall& call, void* stream) {
+  static const Kernel<ScaledTensors> scaled_tensors(kFileOfSquares, "scaled_tensors");
+  const RangeTableBuilder builder = table_of(call);
+  if (builder.blocks() > 0) {
+    const ScaledTensors arguments{builder.build(call.workspace, stream), call.factor, call.grad_output};
+    launch(scaled_tensors, builder.blocks(), kThreads, stream, arguments);
+  }
+}
+
+// ---- Statistics -----------------------------------------------------------------------------------------------------
+
+namespace {
+
+RangeTableBuilder table_of(const StatisticsCall& call) {
+  return RangeTableBuilder(call.ranges, call.out.count, kChunkOfStatistics);
+}
+
+const Kernel<StatisticsArguments>& kernel_of_order(double p) {
+  constexpr const char* file = "statistics/statistics.cuh";
+  static const Kernel<StatisticsArguments> any(file, "chunk_statistics<Order::any>");
+  static const Kernel<StatisticsArguments> square(file, "chunk_statistics<Order::square>");
+  static const Kernel<StatisticsArguments> sum(file, "chunk_statistics<Order::sum>");
+  static const Kernel<StatisticsArguments> maximum(file, "chunk_statistics<Order::maximum>");
+  return p == 2 ? square : (p == 1 ? sum : (std::isinf(p) ? maximum : any));
+}
+
+} // namespace
+
+// The workspace has the statistics of the chunks, and behind them the table.
+int64_t bytes_for_statistics(const StatisticsCall& call) {
+  const RangeTableBuilder table = table_of(call);
+  return table.blocks() * static_cast<int64_t>(sizeof(ChunkStatistics)) + table.bytes();
+}
+
+void launch_statistics(const StatisticsCall& call, void* stream) {
+  static const Kernel<StatisticsArguments> tensor_statistics("statistics/statistics.cuh", "tensor_statistics");
+  static_assert(sizeof(ChunkStatistics) % 8 == 0);
+  const RangeTableBuilder builder = table_of(call);
+  auto* chunks = reinterpret_cast<ChunkStatistics*>(call.workspace);
+  const RangeTable table = builder.build(reinterpret_cast<char*>(chunks + builder.blocks()), stream);
+  const StatisticsArguments arguments{table, chunks, call.p, call.out};
+  launch(kernel_of_order(call.p), builder.blocks(), kThreads, stream, arguments);
+  launch(tensor_statistics, call.out.count, kThreads, stream, arguments);
+}
+
+} // namespace gradscale

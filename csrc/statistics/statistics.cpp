@@ -1,0 +1,192 @@
+#include "tensors.h"
+
+#include "../cpu/instruction_set.h"
+#include "../cuda/device_guard.h"
+#include "../torch/tensor_element.h"
+#include "chunks.h"
+#include "device_calls.h"
+#include "range_statistics.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <cmath>
+#include <cstring>
+
+namespace gradscale {
+
+namespace {
+
+// The stored elements of a tensor, and the number of zeros that are not stored; -1 where there is no tensor.
+struct Stored {
+  at::Tensor elements; // real, one after the other
+  int64_t implicit_zeros = 0;
+};
+
+// The moduli are taken in double, where no square of floats overflows.
+at::Tensor moduli(const at::Tensor& complex) {
+  return complex.to(at::kComplexDouble).abs();
+}
+
+Stored stored(const std::optional<at::Tensor>& tensor) {
+  if (!tensor) {
+    return {at::Tensor(), -1};
+  }
+  if (tensor->layout() == at::kStrided && has_element(*tensor) && !tensor->is_neg() &&
+      tensor->is_non_overlapping_and_dense()) {
+    return {*tensor, 0};
+  }
+  at::Tensor elements = tensor->detach();
+  if (elements.layout() == at::kSparse) {
+    elements = elements.coalesce().values();
+  } else if (elements.layout() != at::kStrided) {
+    elements = elements.values();
+  }
+  const int64_t implicit_zeros = tensor->numel() - elements.numel();
+  elements = with_element(elements.is_complex() ? moduli(elements) : elements.resolve_neg());
+  return {elements.is_non_overlapping_and_dense() ? elements : elements.contiguous(), implicit_zeros};
+}
+
+int64_t size_of(const Stored& part) {
+  return part.elements.defined() ? part.elements.numel() : 0;
+}
+
+std::vector<Range> ranges_of(const std::vector<Stored>& parts) {
+  std::vector<Range> ranges;
+  for (const Stored& part : parts) {
+    if (part.elements.defined()) {
+      ranges.push_back({part.elements.const_data_ptr(), part.elements.numel(), element_of(part.elements), false});
+    } else {
+      ranges.push_back({nullptr, 0, Element::float32, false});
+    }
+  }
+  return ranges;
+}
+
+void run(const std::vector<Stored>& parts, double p, const StatisticsOut& out) {
+  const std::vector<Range> chunks = chunks_of(ranges_of(parts));
+  std::vector<ChunkStatistics> statistics(chunks.size());
+  const StatisticsOfRange statistics_of = for_this_machine(statistics_kernel);
+  for_each_chunk(chunks, [&](int64_t i) { statistics_of(chunks[i], p, statistics[i]); });
+  std::memset(out.histogram, 0, out.count * kHistogramBins * sizeof(int64_t));
+  size_t next = 0;
+  for (int64_t i = 0; i < out.count; ++i) {
+    ElementSums sums = no_elements();
+    int64_t zeros = 0, nans = 0, infs = 0;
+    const int64_t size = size_of(parts[i]);
+    for (int64_t begin = 0; begin < size; begin += kChunk, ++next) {
+      const ChunkStatistics& chunk = statistics[next];
+      sums = added(sums, chunk.sums, p);
+      zeros += chunk.zeros;
+      nans += chunk.nans;
+      infs += chunk.infs;
+      for (int bin = 0; bin < kHistogramBins; ++bin) {
+        out.histogram[i * kHistogramBins + bin] += chunk.histogram[bin];
+      }
+    }
+    out.store(i, sums, size, parts[i].implicit_zeros, zeros, nans, infs, p);
+  }
+}
+
+void run_on_device(const std::vector<Stored>& parts, double p, const StatisticsOut& out, const at::Tensor& like) {
+  std::vector<DeviceRange> ranges;
+  for (const Range& range : ranges_of(parts)) {
+    ranges.push_back({range.data, nullptr, range.size, range.element, parts[ranges.size()].implicit_zeros});
+  }
+  StatisticsCall call{ranges.data(), p, out, nullptr};
+  const OnDevice on_device(like.device());
+  const at::Tensor workspace = make_workspace(bytes_for_statistics(call), like);
+  call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
+  launch_statistics(call, on_device.stream());
+}
+
+c10::Device device_of(const std::vector<std::optional<at::Tensor>>& tensors) {
+  for (const std::optional<at::Tensor>& tensor : tensors) {
+    if (tensor) {
+      return tensor->device();
+    }
+  }
+  return at::kCPU;
+}
+
+} // namespace
+
+TensorStatistics tensor_statistics(const std::vector<std::optional<at::Tensor>>& tensors, double p) {
+  const c10::Device where = device_of(tensors);
+  const auto count = static_cast<int64_t>(tensors.size());
+  std::vector<Stored> parts;
+  parts.reserve(count);
+  for (const std::optional<at::Tensor>& tensor : tensors) {
+    parts.push_back(stored(tensor));
+  }
+  const auto options = at::TensorOptions().device(where);
+  TensorStatistics result{
+      at::empty({3, count}, options.dtype(at::kDouble)),
+      at::empty({5, count}, options.dtype(at::kLong)),
+      at::empty({count, kHistogramBins}, options.dtype(at::kLong))};
+  const StatisticsOut out{
+      result.values.mutable_data_ptr<double>(),
+      result.counts.mutable_data_ptr<int64_t>(),
+      result.histogram.mutable_data_ptr<int64_t>(),
+      count};
+  if (count == 0) {
+    return result;
+  }
+  if (runs_kernels(where)) {
+    run_on_device(parts, p, out, result.values);
+  } else {
+    run(parts, p, out);
+  }
+  return result;
+}
+
+// ---- Norms of updates -----------------------------------------------------------------------------------------------
+
+namespace {
+
+bool is_pair(const at::Tensor& before, const at::Tensor& after) {
+  return ordinary_tensor(before) && ordinary_tensor(after) && before.is_cpu() && after.is_cpu() &&
+         has_element(before) && before.scalar_type() != at::kDouble && after.scalar_type() == before.scalar_type() &&
+         before.sizes() == after.sizes() && before.strides() == after.strides() &&
+         before.is_non_overlapping_and_dense();
+}
+
+} // namespace
+
+at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
+  TORCH_CHECK(before.size() == after.size(), "update_norms: ", before.size(), " and ", after.size(), " tensors");
+  std::vector<Range> ranges;
+  for (size_t i = 0; i < before.size(); ++i) {
+    if (!is_pair(before[i], after[i])) {
+      return at::Tensor();
+    }
+    ranges.push_back({before[i].const_data_ptr(), before[i].numel(), element_of(before[i]), /*is_complex=*/false});
+  }
+  const std::vector<Range> chunks = chunks_of(ranges);
+  std::vector<const void*> afters;
+  for (size_t i = 0; i < after.size(); ++i) {
+    const auto* data = static_cast<const char*>(after[i].const_data_ptr());
+    for (int64_t begin = 0; begin < after[i].numel(); begin += kChunk) {
+      afters.push_back(data + begin * after[i].element_size());
+    }
+  }
+  std::vector<UpdateSquares> squares(chunks.size());
+  const UpdateOfRange update = for_this_machine(update_kernel);
+  for_each_chunk(chunks, [&](int64_t i) { squares[i] = update(chunks[i], afters[i]); });
+  const auto count = static_cast<int64_t>(before.size());
+  at::Tensor norms = at::zeros({2, count}, at::kDouble);
+  auto* out = norms.mutable_data_ptr<double>();
+  size_t next = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    UpdateSquares sum{};
+    for (int64_t begin = 0; begin < ranges[i].size; begin += kChunk, ++next) {
+      sum.before += squares[next].before;
+      sum.update += squares[next].update;
+    }
+    out[i] = std::sqrt(sum.before);
+    out[count + i] = std::sqrt(sum.update);
+  }
+  return norms;
+}
+
+} // namespace gradscale

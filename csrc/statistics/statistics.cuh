@@ -1,0 +1,268 @@
+// Statistics of many tensors.
+//
+// chunk_statistics    one block for each chunk of a tensor, of as many tensors as there are: read once, 64 bytes a
+// thread
+//                     at a time. Elements are counted by their exponents in 32 KB of shared memory, with atomic
+//                     additions of whole numbers in which no two lanes of a warp meet. Three blocks share a
+//                     multiprocessor, so that 96 KB are on their way.
+// tensor_statistics   one block for each tensor adds the statistics of its chunks, in their order: 300 bytes for each
+//                     256 KiB.
+#pragma once
+
+#include "../cuda/norms.cuh"
+#include "range_table.cuh"
+#include "window_sums.cuh"
+
+namespace gradscale {
+
+// The order of a norm, where the compiler knows it: 2, 1 and inf have kernels of their own.
+GRADSCALE_DEVICE constexpr double value_of(Order order, double otherwise) {
+  switch (order) {
+    case Order::square:
+      return 2;
+    case Order::sum:
+      return 1;
+    case Order::maximum:
+      return static_cast<double>(INFINITY);
+    case Order::any:
+      break;
+  }
+  return otherwise;
+}
+
+// True if elements are summed window by window.
+template <class T>
+GRADSCALE_DEVICE constexpr bool takes_windows(Order order) {
+  return !std::is_same_v<T, double> && (order == Order::square || order == Order::maximum);
+}
+
+// x^p for x >= 0; 0 where the norm is the maximum, of which there are no sums.
+GRADSCALE_DEVICE double power_in_sum(double x, double p) {
+  return std::isinf(p) ? 0 : power_in_norm(x, p);
+}
+
+// Calls function(value) for the finite elements of this thread.
+template <class T, class Function>
+GRADSCALE_DEVICE void each_finite(const T* data, int32_t size, const Group& block, Function function) {
+  using A = typename AccumulateType<T>::type;
+  each_window_of_range(data, size, block, [&](const A* values, int32_t first) {
+#pragma unroll
+    for (int k = 0; k < kVector<T>; ++k) {
+      const bool inside = first + k >= 0 && first + k < size;
+      if (inside && Magnitude<A>::of(values[k]) < Magnitude<A>::kInfinity) {
+        function(values[k]);
+      }
+    }
+  });
+}
+
+// Adds up (|g| reciprocal^2)^p, and g reciprocal^2, over the block.
+template <class T>
+GRADSCALE_DEVICE void add_finite(
+    const T* data, int32_t size, double p, double reciprocal, const Group& block, double& powers, double& sum) {
+  double own_powers = 0;
+  double own_sum = 0;
+  each_finite(data, size, block, [&](auto value) {
+    const double scaled = static_cast<double>(value) * reciprocal * reciprocal;
+    own_sum += scaled;
+    own_powers += power_in_sum(std::abs(scaled), p);
+  });
+  powers = block.sum(own_powers);
+  sum = block.sum(own_sum);
+}
+
+// Takes the sums of this thread's elements one by one, and counts their octaves, also of zeros.
+template <class T>
+GRADSCALE_DEVICE ChunkSums
+sums_of_elements(const T* data, int32_t size, double p, const OctaveCounters& octaves, const Group& block) {
+  using A = typename AccumulateType<T>::type;
+  using M = Magnitude<A>;
+  ChunkSums own{0, 0, 0, 0, 0, 0};
+  each_window_of_range(data, size, block, [&](const A* values, int32_t first) {
+#pragma unroll
+    for (int k = 0; k < kVector<T>; ++k) {
+      const typename M::Bits bits = M::of(values[k]);
+      if (first + k < 0 || first + k >= size) {
+        continue;
+      }
+      if (bits == 0) {
+        ++own.zeros;
+        octaves.count(0.0f);
+      } else if (bits < M::kInfinity) {
+        const auto value = static_cast<double>(values[k]);
+        const double magnitude = std::abs(value);
+        octaves.count_bin(M::bin(bits));
+        own.largest = magnitude > own.largest ? magnitude : own.largest;
+        own.sum += value;
+        own.powers += power_in_sum(magnitude, p);
+      } else {
+        ++(bits > M::kInfinity ? own.nans : own.infs);
+      }
+    }
+  });
+  return own;
+}
+
+// Numbers that the threads of a block share.
+struct SharedSums {
+  double powers[kWarps];
+  double sums[kWarps];
+  double largest[kWarps];
+};
+
+// The sums of all threads of the block, in the order of its warps. `counts` are zeros, NaN and inf, and 0 before: whole
+// numbers, whose order is nothing. Whatever the threads did before is done then.
+GRADSCALE_DEVICE ChunkSums sums_of_block(const ChunkSums& own, SharedSums& shared, int* counts) {
+  const int lane = threadIdx.x % 32;
+  const Group warp{32, lane, nullptr};
+  const ChunkSums of_warp{warp.sum(own.powers), warp.sum(own.sum), warp.maximum(own.largest), 0, 0, 0};
+  if (lane == 0) {
+    const int index = threadIdx.x / 32;
+    shared.powers[index] = of_warp.powers;
+    shared.sums[index] = of_warp.sum;
+    shared.largest[index] = of_warp.largest;
+  }
+  const int32_t of_thread[] = {own.zeros, own.nans, own.infs};
+#pragma unroll
+  for (int k = 0; k < 3; ++k) {
+    if (of_thread[k] != 0) {
+      atomicAdd(counts + k, of_thread[k]);
+    }
+  }
+  __syncthreads();
+  const Group warps{kWarps, lane % kWarps, nullptr};
+  return {
+      warps.sum(shared.powers[warps.rank]),
+      warps.sum(shared.sums[warps.rank]),
+      warps.maximum(shared.largest[warps.rank]),
+      counts[0],
+      counts[1],
+      counts[2]};
+}
+
+// The sums of this thread's elements; `counted` are zeros that are none and have been counted too.
+template <Order order>
+GRADSCALE_DEVICE ChunkSums sums_of_thread(
+    const ChunkOfTensor& chunk, double p, const OctaveCounters& octaves, const Group& block, int32_t& counted) {
+  ChunkSums own{};
+  counted = 0;
+  dispatch_element(chunk.entry.range.element, [&](auto type) {
+    using T = decltype(type);
+    const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
+    if constexpr (takes_windows<T>(order)) {
+      own = sums_of_windows(data, chunk.size, octaves);
+      counted = zeros_beside(data, chunk.size);
+    } else {
+      own = sums_of_elements(data, chunk.size, p, octaves, block);
+    }
+  });
+  return own;
+}
+
+// The sums of a chunk, taken again with a root where the plain ones would overflow or vanish.
+template <Order order>
+GRADSCALE_DEVICE ElementSums with_root(const ChunkSums& all, const RangeTable& table, double p, const Group& block) {
+  ElementSums sums{std::isinf(p) ? all.largest : all.powers, all.sum, all.largest, 1};
+  if (is_safe(sums.powers) || all.largest == 0) { // the same for all threads
+    return sums;
+  }
+  sums.root = root_for(all.largest);
+  const ChunkOfTensor chunk = chunk_of_block(table, kChunkOfStatistics); // again: kept, it would take registers
+  dispatch_element(chunk.entry.range.element, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (!takes_windows<T>(order)) { // squares of other elements are safe in double
+      const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
+      add_finite(data, chunk.size, p, 1 / sums.root, block, sums.powers, sums.sum);
+    }
+  });
+  if (std::isinf(p)) {
+    sums.powers = all.largest / sums.root / sums.root;
+  }
+  return sums;
+}
+
+template <Order order>
+GRADSCALE_KERNEL(kThreads, takes_windows<float>(order) ? 3 : 2)
+chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments) arguments) {
+  GRADSCALE_SHARED(OctaveCounters::Four, counters, OctaveCounters::kCount / 4);
+  GRADSCALE_SHARED(SharedSums, sums_of_warps, 1);
+  GRADSCALE_SHARED(double, shared, kWarps);
+  GRADSCALE_SHARED(int, counts, 5);
+  const double p = value_of(order, arguments.p);
+  const OctaveCounters octaves(counters, counts + 3);
+  if (threadIdx.x < 3) {
+    counts[threadIdx.x] = 0;
+  }
+  __syncthreads();
+  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
+  const ChunkOfTensor chunk = chunk_of_block(arguments.table, kChunkOfStatistics);
+  int32_t counted;
+  const ChunkSums own = sums_of_thread<order>(chunk, p, octaves, block, counted);
+  const ChunkSums all = sums_of_block(own, *sums_of_warps, counts);
+  const ElementSums sums = with_root<order>(all, arguments.table, p, block);
+  ChunkStatistics& result = arguments.chunks[blockIdx.x];
+  if (threadIdx.x == 0) {
+    result.sums = sums;
+    result.zeros = all.zeros - counted;
+    result.nans = all.nans;
+    result.infs = all.infs;
+  }
+  octaves.store(result.histogram, all.zeros);
+}
+
+// Adds up one bin of the chunks of a tensor for each of the first threads. A few threads take turns with the chunks.
+GRADSCALE_DEVICE void add_histograms(const ChunkStatistics* chunks, int64_t num_chunks, int64_t* counts, int64_t* out) {
+  const int bin = threadIdx.x % kHistogramBins;
+  int64_t own = 0;
+  for (int64_t i = threadIdx.x / kHistogramBins; i < num_chunks; i += kThreads / kHistogramBins) {
+    own += chunks[i].histogram[bin];
+  }
+  counts[threadIdx.x] = own;
+  __syncthreads();
+  if (threadIdx.x < kHistogramBins) {
+    int64_t sum = 0;
+    for (int i = bin; i < kThreads; i += kHistogramBins) {
+      sum += counts[i];
+    }
+    out[bin] = sum;
+  }
+}
+
+GRADSCALE_KERNEL(kThreads, 2)
+tensor_statistics(GRADSCALE_ARGUMENT(StatisticsArguments) arguments) {
+  const double p = arguments.p;
+  const StatisticsOut& out = arguments.out;
+  GRADSCALE_SHARED(double, shared, kWarps);
+  GRADSCALE_SHARED(int64_t, counts, kThreads);
+  const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
+  const RangeEntry& entry = arguments.table[blockIdx.x];
+  const int64_t count = blocks_of_range(entry.range, kChunkOfStatistics);
+  const ChunkStatistics* chunks = arguments.chunks + entry.first_block;
+  ElementSums own = no_elements();
+  int64_t zeros = 0;
+  int64_t nans = 0;
+  int64_t infs = 0;
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) {
+    own = added(own, chunks[i].sums, p);
+    zeros += chunks[i].zeros;
+    nans += chunks[i].nans;
+    infs += chunks[i].infs;
+  }
+  const double largest = block.maximum(own.maximum);
+  const double root = block.maximum(own.maximum > 0 ? own.root : 0.0);
+  ElementSums all = no_elements();
+  if (largest > 0) {
+    own = own.maximum > 0 ? from_root_to_root(own, root, p) : own;
+    const double powers = std::isinf(p) ? block.maximum(own.powers) : block.sum(own.powers);
+    all = {powers, block.sum(own.sum), largest, root};
+  }
+  zeros = block.sum(zeros);
+  nans = block.sum(nans);
+  infs = block.sum(infs);
+  if (threadIdx.x == 0) {
+    out.store(blockIdx.x, all, entry.range.size, entry.range.implicit_zeros, zeros, nans, infs, p);
+  }
+  add_histograms(chunks, count, counts, out.histogram + blockIdx.x * static_cast<int64_t>(kHistogramBins));
+}
+
+} // namespace gradscale

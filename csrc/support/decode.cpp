@@ -1,0 +1,242 @@
+#include "decode.h"
+
+#include "../cpu/instruction_set.h"
+#include "../cpu/scratch.h"
+#include "../cuda/device_guard.h"
+#include "../torch/autograd.h"
+#include "../torch/gradient_pool.h"
+#include "../torch/tensor_element.h"
+#include "support_calls.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/SafePyObject.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace gradscale {
+
+namespace {
+
+namespace autograd = torch::autograd;
+
+// The function is never freed: a module of an interpreter that ends may be gone before the last node is.
+py::function* decode_gradient = nullptr;
+
+void run(const Decoding& decoding, int64_t count, const at::Tensor& logits) {
+  if (runs_kernels(logits.device())) {
+    const OnDevice on_device(logits.device());
+    const at::Tensor workspace = make_workspace(bytes_for_decode(decoding), logits);
+    launch_decode(decoding, count, static_cast<char*>(workspace.mutable_data_ptr()), on_device.stream());
+    return;
+  }
+  const DecodeRows rows = for_this_machine(decode_rows_kernel);
+  const int64_t grain = std::max<int64_t>(1, 16384 / cost_of_row(decoding.width));
+  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+    Scratch scratch(decoding.width);
+    rows(decoding, begin, end, scratch.data());
+  });
+}
+
+Decoding decoding_of(const at::Tensor& rows, const Support& support) {
+  Decoding decoding{};
+  decoding.logits = {const_cast<void*>(rows.const_data_ptr()), support.num_bins, element_of(rows)};
+  decoding.width = support.num_bins;
+  decoding.support = &support;
+  return decoding;
+}
+
+at::ScalarType type_of_values(const at::Tensor& logits) {
+  return logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+at::Tensor values_of(const at::Tensor& logits, const Support& support) {
+  const at::Tensor rows = logits.contiguous();
+  const at::Tensor out = at::empty(rows.sizes().slice(0, rows.dim() - 1), rows.options().dtype(type_of_values(rows)));
+  Decoding decoding = decoding_of(rows, support);
+  decoding.out = {out.mutable_data_ptr(), 1, out.scalar_type() == at::kDouble};
+  run(decoding, out.numel(), rows);
+  return out;
+}
+
+at::Tensor gradient_of(const at::Tensor& logits, const at::Tensor& grad_output, const Support& support) {
+  const at::Tensor rows = logits.contiguous();
+  // The gradient of a sum is one number for all rows.
+  at::Tensor grad_rows = grad_output.to(type_of_values(rows));
+  const bool is_one =
+      std::all_of(grad_rows.strides().begin(), grad_rows.strides().end(), [](int64_t stride) { return stride == 0; });
+  grad_rows = is_one ? grad_rows : grad_rows.contiguous();
+  const bool is_on_cpu = rows.is_cpu();
+  if (is_on_cpu) {
+    begin_pooled_call();
+  }
+  const at::Tensor gradient = is_on_cpu ? empty_gradient(rows.sizes(), rows.scalar_type()) : at::empty_like(rows);
+  Decoding decoding = decoding_of(rows, support);
+  decoding.gradient = {gradient.mutable_data_ptr(), support.num_bins, element_of(rows)};
+  decoding.grad_output = {grad_rows.mutable_data_ptr(), is_one ? 0 : 1, grad_rows.scalar_type() == at::kDouble};
+  run(decoding, grad_rows.numel(), rows);
+  return gradient;
+}
+
+struct DecodeBackward : public BackwardNode {
+  std::shared_ptr<OwnedSupport> support;
+  std::unique_ptr<c10::SafePyObject> python_support;
+  autograd::SavedVariable saved_logits;
+  bool released = false;
+
+  std::string name() const override {
+    return "DecodeBackward";
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    saved_logits.reset_data();
+    released = true;
+  }
+
+  autograd::variable_list apply(autograd::variable_list&& inputs) override {
+    const at::Tensor grad_output = std::move(inputs[0]);
+    if (!grad_output.defined()) {
+      return {at::Tensor()};
+    }
+    const at::Tensor logits = unpacked();
+    if (!at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(grad_output) && ordinary_tensor(logits)) {
+      return {gradient_of(logits, grad_output, support->get())};
+    }
+    return {by_reference(with_edge(logits, next_edge(0)), grad_output)};
+  }
+
+ private:
+  at::Tensor unpacked() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
+    return saved_logits.unpack();
+  }
+
+  // Decodes once more in plain PyTorch, and builds a graph if the result requires grad.
+  at::Tensor by_reference(const at::Tensor& logits, const at::Tensor& grad_output) const {
+    py::gil_scoped_acquire gil;
+    const py::object support_object = py::reinterpret_borrow<py::object>(python_support->ptr(getPyInterpreter()));
+    return (*decode_gradient)(logits, support_object, grad_output, at::GradMode::is_enabled()).cast<at::Tensor>();
+  }
+};
+
+} // namespace
+
+void set_decode_gradient(py::function function) {
+  decode_gradient = new py::function(std::move(function));
+}
+
+at::Tensor decode(
+    const std::shared_ptr<OwnedSupport>& support, const py::object& python_support, const at::Tensor& logits) {
+  const bool wants_gradient = at::GradMode::is_enabled() && logits.requires_grad();
+  at::Tensor values;
+  {
+    py::gil_scoped_release no_gil;
+    at::NoGradGuard no_grad;
+    values = values_of(logits, support->get());
+  }
+  if (wants_gradient) {
+    DecodeBackward* node = nullptr;
+    const NodePtr handle = make_node(node);
+    node->add_next_edge(autograd::impl::gradient_edge(logits));
+    node->support = support;
+    node->python_support =
+        std::make_unique<c10::SafePyObject>(py::object(python_support).release().ptr(), getPyInterpreter());
+    node->saved_logits = autograd::SavedVariable(logits, /*is_output=*/false);
+    autograd::set_history(values, handle);
+  }
+  return values;
+}
+
+// ---- Encoding -------------------------------------------------------------------------------------------------------
+
+namespace {
+
+template <class T, class Target>
+void encode_row(T* row, int64_t width, const Target& target) {
+  using A = typename AccumulateType<T>::type;
+  const A elsewhere = target.is_nan() ? std::numeric_limits<A>::quiet_NaN() : A(0);
+  std::fill(row, row + width, from_accumulate<T, A>(elsewhere));
+  target.for_each([&](int32_t bin, double mass) { row[bin] = from_accumulate<T, A>(static_cast<A>(mass)); });
+}
+
+void encode_rows(const Encoding& e, int64_t begin, int64_t end) {
+  dispatch_element(e.out.element, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t row = begin; row < end; ++row) {
+      const double x = to_accumulate(static_cast<const T*>(e.scalars.data)[row * e.scalars.stride]);
+      T* out = static_cast<T*>(e.out.data) + row * e.out.stride;
+      if (e.sigma_ratio > 0) {
+        encode_row(out, e.width, hl_gauss(x, *e.support, e.sigma_ratio));
+      } else {
+        encode_row(out, e.width, two_hot(x, *e.support));
+      }
+    }
+  });
+}
+
+} // namespace
+
+at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& scalars) {
+  const at::Tensor dense = scalars.detach().contiguous();
+  std::vector<int64_t> shape(dense.sizes().begin(), dense.sizes().end());
+  shape.push_back(support.num_bins);
+  const at::Tensor out = at::empty(shape, dense.options());
+  const Element element = element_of(dense);
+  const Encoding encoding{
+      {const_cast<void*>(dense.const_data_ptr()), 1, element},
+      {out.mutable_data_ptr(), support.num_bins, element},
+      support.num_bins,
+      &support,
+      sigma_ratio};
+  if (runs_kernels(dense.device())) {
+    const OnDevice on_device(dense.device());
+    launch_encode(encoding, dense.numel(), on_device.stream());
+  } else {
+    const int64_t grain = std::max<int64_t>(1, 16384 / cost_of_row(support.num_bins));
+    at::parallel_for(0, dense.numel(), grain, [&](int64_t begin, int64_t end) { encode_rows(encoding, begin, end); });
+  }
+  return out;
+}
+
+// ---- Projection -----------------------------------------------------------------------------------------------------
+
+at::Tensor project(
+    const Support& support, const at::Tensor& probabilities, const at::Tensor& rewards, const at::Tensor& discounts) {
+  const at::Tensor p = probabilities.detach().contiguous(), r = rewards.detach().contiguous(),
+                   d = discounts.detach().contiguous();
+  bool is_double = false;
+  for (const at::Tensor* tensor : {&p, &r, &d}) {
+    is_double = is_double || tensor->scalar_type() == at::kDouble;
+  }
+  const at::Tensor out = at::empty(p.sizes(), p.options().dtype(is_double ? at::kDouble : at::kFloat));
+  const auto rows_of = [](const at::Tensor& tensor, int64_t stride) {
+    return Rows{const_cast<void*>(tensor.const_data_ptr()), stride, element_of(tensor)};
+  };
+  const int64_t width = support.num_bins;
+  const Projection projection{rows_of(p, width), rows_of(r, 1), rows_of(d, 1), rows_of(out, width), width, &support};
+  if (runs_kernels(p.device())) {
+    const OnDevice on_device(p.device());
+    launch_project(projection, r.numel(), on_device.stream());
+  } else {
+    std::vector<double> centers(static_cast<size_t>(width));
+    for (size_t j = 0; j < centers.size(); ++j) {
+      centers[j] = raw_center(support, static_cast<int64_t>(j));
+    }
+    const int64_t grain = std::max<int64_t>(1, 16384 / cost_of_row(width));
+    const ProjectRows rows = for_this_machine(project_rows_kernel);
+    at::parallel_for(0, r.numel(), grain, [&](int64_t begin, int64_t end) {
+      std::vector<double> scratch(static_cast<size_t>(kProjectScratch * width));
+      rows(projection, centers.data(), begin, end, scratch.data());
+    });
+  }
+  return out;
+}
+
+} // namespace gradscale

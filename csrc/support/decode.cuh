@@ -1,0 +1,211 @@
+// The kernels that decode rows of logits to scalars, or compute the gradient of that: rows of logits without a target.
+//
+// decode_by_lanes    float and half types, supports that are not raw, of a width that is known at compile time: rows of
+//                    lane_rows.cuh
+// decode_by_groups   all others: rows of block_rows.cuh
+//
+// Bytes: logits are read once (by groups: once from memory, and once or twice more from the cache), and a gradient is
+// written once.
+#pragma once
+
+#include "../cuda/lane_rows.cuh"
+#include "../cuda/logits_row.cuh"
+#include "bins.cuh"
+#include "support_calls.h"
+
+namespace gradscale {
+
+// inverse_transform_slope() in few instructions, a few units of the last place off.
+GRADSCALE_DEVICE float approximate_slope(Transform transform, float y, float eps) {
+  if (transform != Transform::signed_hyperbolic || eps > 1) {
+    return inverse_transform_slope(transform, y, eps);
+  }
+  const float square = 0.25f + eps * (std::abs(y) + (1 + eps)); // of half the derivative of y by v
+  const float reciprocal = approximate_reciprocal_root(square);
+  const float v = std::abs(y) * approximate_reciprocal(square * reciprocal + (0.5f + eps)) + 1; // x = v^2 - 1
+  return v * reciprocal;
+}
+
+// The expectation E, in bins from the middle; the gradient of its inverse transform is c p_j (j - E).
+template <class Shape, Transform transform>
+class DecodeFormula : public Shape, public BinSums {
+ public:
+  using typename Shape::Gradient, typename Shape::Units, typename Shape::Values;
+  static constexpr int kSums = 2;
+  static constexpr bool kKeepsDifferences = false, kNeedsMaximum = false, kFinishes = !Shape::kWantsGradient;
+  static constexpr bool kLoadsAhead = !Shape::kWantsGradient; // a gradient's two passes need the registers
+
+  GRADSCALE_DEVICE DecodeFormula(const DecodeArguments& arguments, const RowsOfWarp& warp)
+      : decoding_(arguments.decoding), support_(arguments.rounded), warp_(warp) {
+    if constexpr (Shape::kWantsGradient) {
+      coefficient_ = static_cast<float>(decoding_.grad_output.load(warp.own())) * support_.spacing;
+    }
+  }
+  GRADSCALE_DEVICE void begin_row(int row) {
+    row_ = row;
+  }
+  GRADSCALE_DEVICE static bool counts() {
+    return true;
+  }
+
+  // Where the softmax is narrow, little is left of j - E if both are large. So the moment is taken once more, from the
+  // whole number of bins next to E: the gradient of a softmax that is 1 at one bin is exactly 0.
+  GRADSCALE_DEVICE void gradient(
+      const float (&sums)[kSums], const Units& units, Values& e, const Values&, const Values&) const {
+    const float inverse_sum = approximate_reciprocal(sums[kSum]);
+    const float center = std::rint(sums[kMoment] * inverse_sum);
+    const float from_center = units.middle() - center;
+    float moment = 0;
+#pragma unroll
+    for (int n = 0; n < Shape::kElements; ++n) {
+      moment += e[n] * (Units::distance(n) + from_center);
+    }
+    const float rest = sum_of_lanes<Shape::kLanes>(moment) * inverse_sum; // E - center
+    const float expected = support_.middle + support_.spacing * (center + rest);
+    const float slope = approximate_slope(transform, expected, support_.eps);
+    const float factor = of_row<Shape::kLanes>(coefficient_, row_) * slope * inverse_sum;
+    const float offset = -factor * rest, again = forgotten(from_center);
+#pragma unroll
+    for (int n = 0; n < Shape::kElements; ++n) {
+      e[n] *= factor * (Units::distance(n) + again) + offset;
+    }
+  }
+
+  GRADSCALE_DEVICE void finish(
+      float /*maximum*/, const float (&sums)[kSums], const RowsInMemory<Gradient>& /*gradients*/) const {
+    if (warp_.lane < warp_.count) {
+      const float expected = support_.middle + support_.spacing * (sums[kMoment] / sums[kSum]);
+      decoding_.out.store(warp_.own(), inverse_transform_value(transform, expected, support_.eps));
+    }
+  }
+
+ private:
+  const Decoding& decoding_;
+  const FloatSupport& support_;
+  const RowsOfWarp& warp_;
+  float coefficient_ = 0;
+  int row_ = 0;
+};
+
+template <class T, class G, int width, int lanes_per_row, int unit, Transform transform>
+struct LanesOfDecoding {
+  using Shape = LaneShape<T, void, G, width, lanes_per_row, unit>;
+  using Formula = DecodeFormula<Shape, transform>;
+  using Walk = LaneRows<Formula>;
+  static constexpr int kBlocks = blocks_of_lanes<Formula>(Formula::kWantsGradient ? 64 : 46);
+
+  GRADSCALE_DEVICE static void run(const DecodeArguments& arguments, char* shared) {
+    const Decoding& decoding = arguments.decoding;
+    const RowsOfWarp warp(blockIdx.x, arguments.rows_of_warp, arguments.count);
+    if (warp.count > 0) {
+      Walk walk(
+          warp,
+          warp.at(static_cast<const T*>(decoding.logits.data), decoding.logits.stride),
+          {},
+          warp.at(static_cast<typename Shape::Gradient*>(decoding.gradient.data), decoding.gradient.stride),
+          shared + static_cast<int>(threadIdx.x) / 32 * Walk::kBytes);
+      Formula formula(arguments, warp);
+      walk.run(formula);
+    }
+  }
+};
+
+template <class T, class G, int width, int lanes_per_row, int unit, Transform transform>
+GRADSCALE_KERNEL(kRowThreads, (LanesOfDecoding<T, G, width, lanes_per_row, unit, transform>::kBlocks))
+decode_by_lanes(GRADSCALE_ARGUMENT(DecodeArguments) arguments) {
+  using Rows = LanesOfDecoding<T, G, width, lanes_per_row, unit, transform>;
+  GRADSCALE_SHARED(Words16, shared, kRowThreads / 32 * Rows::Walk::kBytes / 16 + 1);
+  Rows::run(arguments, reinterpret_cast<char*>(shared));
+}
+
+// The sum of e_j weight(j) over a row.
+template <class T, class A, class Weight>
+GRADSCALE_DEVICE A weighted_sum(const LogitsRow<T>& row, A maximum, Weight weight) {
+  A sum = 0;
+  row.each_window([&](const A* x, int32_t first) {
+#pragma unroll
+    for (int k = 0; k < kVector<T>; ++k) {
+      sum += exp_nonpositive(x[k] - maximum) * weight(first + k);
+    }
+  });
+  return row.group.sum(sum);
+}
+
+// The index of the first of the largest logits.
+template <class T, class A>
+GRADSCALE_DEVICE int32_t peak_of(const LogitsRow<T>& row, A maximum) {
+  double peak = row.width; // as a type that groups reduce
+  row.each_window([&](const A* x, int32_t first) {
+#pragma unroll
+    for (int k = 0; k < kVector<T>; ++k) {
+      peak = x[k] == maximum && first + k < peak ? first + k : peak;
+    }
+  });
+  return static_cast<int32_t>(-row.group.maximum(-peak));
+}
+
+// Decodes one row, by its group; or writes the gradient c p_j (c_j - E) for centres c_j, in bins if none are raw.
+// Centres and E are taken from the centre of the peak there, so that the gradient of a softmax that is 1 at the peak is
+// exactly 0.
+template <class T, class A>
+GRADSCALE_DEVICE void decode_row(const DecodeArguments& arguments, const A* raw_centers, const RowOfThread& own) {
+  const Decoding& d = arguments.decoding;
+  const Support& support = arguments.support;
+  const bool raw = raw_centers != nullptr;
+  const int32_t width = own.active ? static_cast<int32_t>(d.width) : 0, last = width - 1;
+  const LogitsRow<T> row{static_cast<const T*>(d.logits.data) + own.row * d.logits.stride, width, own.group};
+  const A maximum = row.maximum();
+  const A sum = weighted_sum(row, maximum, [](int32_t) { return A(1); });
+  const A moment = raw ? raw_moment(row, maximum, raw_centers)
+                       : weighted_sum(row, maximum, [&](int32_t j) { return row.position(j); });
+  if (d.gradient.data == nullptr) {
+    if (own.active && own.group.rank == 0) {
+      d.out.store(own.row, decoded_row(moment, sum, support));
+    }
+    return;
+  }
+  const int32_t peak = peak_of(row, maximum), origin = peak < last ? peak : last; // none in a row of NaN
+  const auto from_origin = [&](int32_t j) {
+    const int32_t inside = j < 0 ? 0 : (j < last ? j : last);
+    return raw ? raw_centers[inside] - raw_centers[origin] : static_cast<A>(inside - origin);
+  };
+  const A expected = weighted_sum(row, maximum, from_origin) / sum;
+  const A slope =
+      raw ? A(1)
+          : inverse_transform_slope(
+                support.transform, expectation_from_moment(2 * moment / sum, support), static_cast<A>(support.eps)) *
+                static_cast<A>(bin_width(support));
+  const A factor = static_cast<A>(d.grad_output.load(own.row)) * slope / sum;
+  T* const gradient = static_cast<T*>(d.gradient.data) + own.row * d.gradient.stride;
+  row.each_window([&](A* x, int32_t first) {
+#pragma unroll
+    for (int k = 0; k < kVector<T>; ++k) {
+      x[k] = factor * exp_nonpositive(x[k] - maximum) * (from_origin(first + k) - expected);
+    }
+    write_elements<kVector<T>>(gradient, width, first, x);
+  });
+}
+
+template <class T, class A>
+GRADSCALE_DEVICE void decode_block(const DecodeArguments& arguments, const A* raw_centers) {
+  GRADSCALE_SHARED(double, shared, kWarps);
+  const RowOfThread own(blockIdx.x, arguments.threads_per_row, arguments.count, shared);
+  decode_row<T, A>(arguments, raw_centers, own);
+}
+
+template <class T>
+GRADSCALE_KERNEL(kThreads, 2)
+decode_by_groups(GRADSCALE_ARGUMENT(DecodeArguments) arguments) {
+  using A = typename AccumulateType<T>::type;
+  decode_block<T, A>(arguments, nullptr);
+}
+
+// The table has the raw centres, in the type of sums, and nothing else.
+template <class T>
+GRADSCALE_KERNEL(kThreads, 2)
+decode_raw_by_groups(GRADSCALE_ARGUMENT(RawDecodeArguments) arguments) {
+  using A = typename AccumulateType<T>::type;
+  decode_block<T, A>(arguments.decode, arguments.centers.template at<A>(0));
+}
+
+} // namespace gradscale

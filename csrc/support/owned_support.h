@@ -1,0 +1,76 @@
+// Structs whose numbers come from Python by name: supports here, and heads in loss/heads.h.
+#pragma once
+
+#include "../formulas/support.h"
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace gradscale {
+
+inline void set(bool& flag, double number) {
+  flag = number != 0;
+}
+inline void set(double& value, double number) {
+  value = number;
+}
+// A number outside int32 becomes -1, which is valid for no integer.
+inline void set(int32_t& integer, double number) {
+  integer = number >= 0 && number <= 2147483647.0 ? static_cast<int32_t>(number) : -1;
+}
+template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
+void set(Choice& choice, double number) {
+  int32_t index;
+  set(index, number);
+  choice = static_cast<Choice>(index);
+}
+
+template <class Target>
+struct Number {
+  const char* name;
+  void (*set)(Target&, double);
+};
+
+// NOLINTNEXTLINE(bugprone-macro-parentheses): Target is a type
+#define GRADSCALE_NUMBER(Target, name) {#name, [](Target& target, double number) { set(target.name, number); }}
+
+// Sets the number of this name. Returns true if the target has one.
+template <class Target, size_t size>
+bool set_by_name(const Number<Target> (&numbers)[size], Target& target, const std::string& name, double number) {
+  const auto* found = std::find_if(numbers, numbers + size, [&](const auto& known) { return name == known.name; });
+  if (found == numbers + size) {
+    return false;
+  }
+  found->set(target, number);
+  return true;
+}
+
+constexpr Number<Support> kNumbersOfSupport[] = {
+    GRADSCALE_NUMBER(Support, minimum),
+    GRADSCALE_NUMBER(Support, maximum),
+    GRADSCALE_NUMBER(Support, num_bins),
+    GRADSCALE_NUMBER(Support, transform),
+    GRADSCALE_NUMBER(Support, eps),
+    GRADSCALE_NUMBER(Support, raw)};
+
+// A support with the memory of its raw centres.
+class OwnedSupport {
+ public:
+  explicit OwnedSupport(Support support);
+  // The numbers of a support by their names.
+  OwnedSupport(const std::vector<std::string>& names, const std::vector<double>& numbers);
+
+  const Support& get() const {
+    return support_;
+  }
+
+ private:
+  Support support_;
+  std::unique_ptr<double[]> centers_;
+  std::unique_ptr<float[]> centers_float_;
+};
+
+} // namespace gradscale

@@ -1,0 +1,101 @@
+// Calls of the kernels that decode, encode and project: plain numbers and pointers, no tensors.
+#pragma once
+
+#include "../cpu/cpu_kernel.h"
+#include "../cuda/table.h"
+#include "../formulas/slab.h"
+#include "../formulas/support.h"
+
+namespace gradscale {
+
+// Rows to decode; where `gradient` has data, the derivative times `grad_output` is written there, and no value.
+struct Decoding {
+  Rows logits;
+  int64_t width;
+  const Support* support;
+  Slab out;
+  Rows gradient;
+  Slab grad_output;
+};
+
+// Scalars to encode as rows of distributions over bins, of the same type.
+struct Encoding {
+  Rows scalars; // one element each
+  Rows out;
+  int64_t width;
+  const Support* support;
+  double sigma_ratio; // 0: two-hot
+};
+
+// Rows of probabilities to project: the atoms of a row are its reward + its discount times the raw centres.
+struct Projection {
+  Rows probabilities;
+  Rows rewards; // one element each, as the discounts
+  Rows discounts;
+  Rows out; // float or double
+  int64_t width;
+  const Support* support;
+};
+
+using DecodeRows = void (*)(const Decoding&, int64_t begin, int64_t end, double* scratch);
+extern const CpuKernel<DecodeRows> decode_rows_kernel;
+
+// `centers` are the raw ones; `scratch` has kProjectScratch * width numbers.
+using ProjectRows = void (*)(const Projection&, const double* centers, int64_t begin, int64_t end, double* scratch);
+constexpr int64_t kProjectScratch = 5;
+extern const CpuKernel<ProjectRows> project_rows_kernel;
+
+// ---- On a device
+
+// Decodes `count` rows, or computes the gradient of that.
+void launch_decode(const Decoding& decoding, int64_t count, char* workspace, void* stream);
+int64_t bytes_for_decode(const Decoding& decoding);
+
+// Encodes `count` scalars as distributions.
+void launch_encode(const Encoding& encoding, int64_t count, void* stream);
+
+// Projects `count` rows.
+void launch_project(const Projection& projection, int64_t count, void* stream);
+
+// What a gradient takes of a support that is not raw, as a kernel uses it.
+struct FloatSupport {
+  float middle;
+  float spacing; // of bins
+  float eps;
+
+  FloatSupport() = default;
+  explicit FloatSupport(const Support& support)
+      : middle(static_cast<float>(0.5 * (support.minimum + support.maximum))),
+        spacing(static_cast<float>(bin_width(support))),
+        eps(static_cast<float>(support.eps)) {
+  }
+};
+
+struct DecodeArguments {
+  Decoding decoding;
+  Support support;
+  FloatSupport rounded;
+  int64_t count;
+  int32_t threads_per_row; // where a group of threads has a row
+  int32_t rows_of_warp;    // where a warp walks over rows
+};
+
+struct RawDecodeArguments {
+  DecodeArguments decode;
+  Table centers;
+};
+
+struct EncodeArguments {
+  Encoding encoding;
+  Support support;
+  int64_t count;
+  int32_t threads_per_row;
+};
+
+struct ProjectArguments {
+  Projection projection;
+  Support support;
+  int64_t count;
+};
+
+} // namespace gradscale

@@ -1,0 +1,75 @@
+// The rules for tensors that the kernels read directly.
+#pragma once
+
+#include "../cuda/device_guard.h"
+#include "../formulas/element.h"
+#include "context.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace gradscale {
+
+// True if the kernels have an Element for the dtype.
+inline bool has_element(at::ScalarType dtype) {
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+inline bool has_element(const at::Tensor& tensor) {
+  return has_element(tensor.scalar_type());
+}
+
+// The Element of a dtype that has one, or of the classes that a target names.
+inline Element element_of(at::ScalarType dtype) {
+  return dtype == at::kDouble     ? Element::float64
+         : dtype == at::kBFloat16 ? Element::bfloat16
+         : dtype == at::kHalf     ? Element::float16
+         : dtype == at::kLong     ? Element::int64
+                                  : Element::float32;
+}
+
+// A complex tensor has the Element of its real and imaginary parts.
+inline Element element_of(const at::Tensor& tensor) {
+  return element_of(c10::toRealValueType(tensor.scalar_type()));
+}
+
+// Converts a tensor of real numbers whose dtype has no Element: there are such of 8 bits.
+inline at::Tensor with_element(const at::Tensor& real) {
+  return has_element(real) ? real : real.to(at::kFloat);
+}
+
+// True if a tensor has the dispatch keys of a plain tensor on a device with kernels, and no keys beyond those and
+// `others`.
+inline bool has_only_keys(const at::Tensor& tensor, c10::DispatchKeySet others) {
+  const c10::DispatchKeySet of_cpu(
+      {c10::DispatchKey::ADInplaceOrView,
+       c10::DispatchKey::CPU,
+       c10::DispatchKey::AutogradCPU,
+       c10::DispatchKey::AutocastCPU});
+  const c10::DispatchKeySet of_cuda(
+      {c10::DispatchKey::ADInplaceOrView,
+       c10::DispatchKey::CUDA,
+       c10::DispatchKey::AutogradCUDA,
+       c10::DispatchKey::AutocastCUDA});
+  return only(tensor.key_set(), of_cpu | others) ||
+         (only(tensor.key_set(), of_cuda | others) && runs_kernels(tensor.device()));
+}
+
+// True for a strided tensor of PyTorch's own class, without a forward-mode tangent, on a device with kernels.
+inline bool ordinary_tensor(const at::Tensor& tensor) {
+  return has_only_keys(tensor, {}) && !tensor._fw_grad(/*level=*/0).defined();
+}
+
+// True for a floating or complex tensor of PyTorch's own class that belongs to no graph. It may be sparse, conjugated
+// or negated.
+inline bool ordinary_gradient(const at::Tensor& tensor) {
+  const c10::DispatchKeySet others(
+      {c10::DispatchKey::SparseCPU,
+       c10::DispatchKey::SparseCUDA,
+       c10::DispatchKey::SparseCsrCPU,
+       c10::DispatchKey::SparseCsrCUDA,
+       c10::DispatchKey::Conjugate,
+       c10::DispatchKey::Negative});
+  return has_only_keys(tensor, others) && (tensor.is_floating_point() || tensor.is_complex());
+}
+
+} // namespace gradscale
