@@ -1,7 +1,7 @@
 // Includes the file that GRADSCALE_KERNELS names once for each instruction set, with GRADSCALE_VARIANT naming the
-// namespace and GRADSCALE_AVX512 saying whether it may use these instructions. The baseline comes first: whatever other
-// headers the file includes are compiled for it, so that a function from them that the linker shares between object
-// files runs on every CPU.
+// namespace and GRADSCALE_VECTOR_BYTES the size of its vectors: 32 is AVX2, and 64 is AVX-512. The baseline comes
+// first: whatever other headers the file includes are compiled for it, so that a function from them that the linker
+// shares between object files runs on every CPU.
 #include "cpu_kernel.h"
 
 #if GRADSCALE_X86_VARIANTS
@@ -9,9 +9,10 @@
 #endif
 
 #define GRADSCALE_VARIANT baseline
-#define GRADSCALE_AVX512 0
+#define GRADSCALE_VECTOR_BYTES 16
 #include GRADSCALE_KERNELS
 #undef GRADSCALE_VARIANT
+#undef GRADSCALE_VECTOR_BYTES
 
 #if GRADSCALE_X86_VARIANTS
 
@@ -22,9 +23,10 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 #define GRADSCALE_VARIANT avx2
+#define GRADSCALE_VECTOR_BYTES 32
 #include GRADSCALE_KERNELS
 #undef GRADSCALE_VARIANT
-#undef GRADSCALE_AVX512
+#undef GRADSCALE_VECTOR_BYTES
 #if defined(__clang__)
 #pragma clang attribute pop
 #pragma clang attribute push( \
@@ -38,7 +40,7 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 #define GRADSCALE_VARIANT avx512
-#define GRADSCALE_AVX512 1
+#define GRADSCALE_VECTOR_BYTES 64
 #include GRADSCALE_KERNELS
 #undef GRADSCALE_VARIANT
 #if defined(__clang__)

@@ -1,15 +1,14 @@
-// The tools that the rows of all heads are made of: reading, the softmax of a row, writing. Included once for each
-// instruction set, with GRADSCALE_VARIANT naming the namespace; the loops are plain, and vectorised by the compiler.
-#include "../formulas/exponential.h"
-#include "../formulas/logarithm.h"
-#include "../formulas/losses.h"
+// The tools that rows of logits are made of: reading, the softmax of a row, writing. Included once for each instruction
+// set.
+//
+// Blocks of 16 follow the alignment of the row in memory, so that few loads and stores cross a cache line. A gradient
+// is aligned as its logits are when both are contiguous.
 #include "../formulas/slab.h"
 #include "lane_sums.h"
+#include "lanes.h"
 #include "scratch.h"
 
 #include <array>
-#include <tuple>
-#include <type_traits>
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
@@ -28,26 +27,6 @@ struct Ahead {
   const void* read;
   void* write;
 };
-
-} // namespace
-} // namespace GRADSCALE_VARIANT
-} // namespace gradscale
-
-#if GRADSCALE_AVX512
-#include "rows_avx512.h"
-#endif
-
-namespace gradscale {
-namespace GRADSCALE_VARIANT {
-namespace {
-
-// True if rows with sums of type A are computed by rows_avx512.h.
-template <class A>
-constexpr bool in_lanes = GRADSCALE_AVX512 && std::is_same_v<A, float>;
-
-// Declared for all instruction sets, and defined where there is AVX-512.
-template <bool with_moment, class T>
-Softmax<float> exponentials_in_lanes(const T* logits, int64_t width, float maximum, Ahead ahead, float* scratch);
 
 // Memory for a second row, next to the row of the exponentials.
 template <class A>
@@ -85,47 +64,6 @@ const T* row_of(const Rows& rows, int64_t row) {
   return static_cast<const T*>(rows.data) + row * rows.stride;
 }
 
-template <class A, class T>
-A maximum_of_any(const T* logits, int64_t width) {
-  A maximum = -static_cast<A>(INFINITY);
-#pragma omp simd reduction(max : maximum)
-  for (int64_t j = 0; j < width; ++j) {
-    const A logit = static_cast<A>(to_accumulate(logits[j]));
-    maximum = logit > maximum ? logit : maximum; // passes NaN over
-  }
-  return maximum;
-}
-
-template <bool with_moment, class T, class A>
-Softmax<A> exponentials_of_any(const T* logits, int64_t width, A maximum, A* row) {
-  const int64_t padded = padded_width(width);
-  widen(logits, width, row);
-  for (int64_t j = width; j < padded; ++j) {
-    row[j] = -static_cast<A>(INFINITY);
-  }
-  LaneSum<A> sum;
-  LaneSum<A> moment; // weighted with the number of the block; the place in the block is added after the loop
-  A block = 0;
-  for (int64_t j = 0; j < padded; j += kLanes, block += 1) {
-#pragma omp simd
-    for (int k = 0; k < kLanes; ++k) {
-      const A e = exp_nonpositive(row[j + k] - maximum);
-      row[j + k] = e;
-      sum.lanes[k] += e;
-      if (with_moment) {
-        moment.lanes[k] += e * block;
-      }
-    }
-  }
-  if (with_moment) {
-    for (int k = 0; k < kLanes; ++k) {
-      const A offset = static_cast<A>(2 * k + 1 - static_cast<int32_t>(width));
-      moment.lanes[k] = 2 * kLanes * moment.lanes[k] + offset * sum.lanes[k];
-    }
-  }
-  return {maximum, sum.total(), with_moment ? moment.total() : A(0), row};
-}
-
 // The logits of the next row, and where the gradient of this one goes.
 template <class T>
 Ahead ahead_of(const Rows& logits, const Rows& gradient, int64_t row) {
@@ -134,57 +72,122 @@ Ahead ahead_of(const Rows& logits, const Rows& gradient, int64_t row) {
   return {row_of<T>(logits, row + 1), out == nullptr ? nullptr : out + row * gradient.stride * size};
 }
 
+// The number of elements before the first aligned block; 0 for a row without blocks. Tensors begin at multiples of 64
+// bytes, so that the order of additions is the same in each run.
+template <class T>
+int64_t elements_before_blocks(const T* row, int64_t width) {
+  constexpr int64_t alignment = 64 / sizeof(T) < kLanes ? 64 / sizeof(T) : kLanes; // in elements
+  const auto begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % alignment);
+  return width < kLanes || begin == 0 ? 0 : alignment - begin;
+}
+
+template <int chain>
+using Chain = std::integral_constant<int, chain>;
+
+// Calls body(first, lanes, chain) for blocks that begin at element `first`: for the elements before the aligned blocks,
+// for these, and for the rest. `lanes` are those that no other block has. `chains` neighbours may be added up apart.
+template <int chains, class Body>
+GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) {
+  if (width < kLanes) {
+    body(int64_t(0), FirstLanes{static_cast<int>(width)}, Chain<0>());
+    return;
+  }
+  if (before != 0) {
+    body(int64_t(0), LanesBelow{static_cast<int>(before)}, Chain<0>());
+  }
+  int64_t j = before;
+  for (; j + chains * kLanes <= width; j += chains * kLanes) {
+    body(j, AllLanes(), Chain<0>());
+    if constexpr (chains >= 2) {
+      body(j + kLanes, AllLanes(), Chain<1>());
+    }
+    if constexpr (chains == 4) {
+      body(j + 2 * kLanes, AllLanes(), Chain<2>());
+      body(j + 3 * kLanes, AllLanes(), Chain<3>());
+    }
+  }
+  for (; j + kLanes <= width; j += kLanes) {
+    body(j, AllLanes(), Chain<0>());
+  }
+  if (j < width) {
+    const int64_t first = width - kLanes;
+    body(first, LanesFrom{static_cast<int>(j - first)}, Chain<chains - 1>());
+  }
+}
+
 // The largest logit; -inf for a row of NaN.
 template <class A, class T>
 A maximum_of(const T* logits, int64_t width) {
-  if constexpr (in_lanes<A>) {
-    return maximum_in_lanes(logits, width);
-  } else {
-    return maximum_of_any<A>(logits, width);
-  }
+  const Lanes<A> none = -static_cast<A>(INFINITY);
+  Lanes<A> m[4] = {none, none, none, none};
+  each_block<4>(elements_before_blocks(logits, width), width, [&](int64_t j, auto lanes, auto chain) {
+    m[chain] = larger(kept(lanes, load_lanes(logits + j, lanes), none), m[chain]); // passes NaN over
+  });
+  return largest(larger(larger(m[0], m[1]), larger(m[2], m[3])));
 }
 
 // Leaves exp(logit - maximum) in `scratch`, where `values` says.
 template <bool with_moment, class T, class A>
 Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A* scratch) {
-  if constexpr (in_lanes<A>) {
-    return exponentials_in_lanes<with_moment>(logits, width, maximum, ahead, scratch);
-  } else {
-    return exponentials_of_any<with_moment>(logits, width, maximum, scratch);
+  const int64_t before = elements_before_blocks(logits, width);
+  A* values = scratch + (before == 0 ? 0 : kLanes - before);
+  const Lanes<A> zero = A(0);
+  Lanes<A> sum[2] = {zero, zero}, moment[2] = {zero, zero}; // weighted with the numbers of blocks
+  typename Vectors<A>::V number{};                          // of the next whole block
+  const auto* read = static_cast<const T*>(ahead.read);
+  const auto* write = static_cast<const T*>(ahead.write != nullptr ? ahead.write : values);
+  each_block<2>(before, width, [&](int64_t j, auto lanes, auto chain) {
+    // Prefetching past the end of either does nothing.
+    __builtin_prefetch(read + j, /*rw=*/0);
+    __builtin_prefetch(write + j, /*rw=*/1);
+    const Lanes<A> e = exp_nonpositive(load_lanes(logits + j, lanes) - Lanes<A>(maximum));
+    store_lanes(values + j, e);
+    const Lanes<A> counted = kept(lanes, e, zero);
+    sum[chain] += counted;
+    if constexpr (with_moment && std::is_same_v<decltype(lanes), AllLanes>) {
+      moment[chain] = Lanes<A>::each([&](size_t p) { return moment[chain].parts[p] + e.parts[p] * number; });
+      number = number + A(1);
+    } else if constexpr (with_moment) {
+      moment[chain] += counted * Lanes<A>(static_cast<A>(j - before) * A(1.0 / kLanes));
+    }
+  });
+  const Lanes<A> total_of_lanes = sum[0] + sum[1];
+  A weighted = 0;
+  if (with_moment) {
+    const Lanes<A> offset = Lanes<A>::numbers() * Lanes<A>(2) + Lanes<A>(static_cast<A>(2 * before + 1 - width));
+    weighted = total((moment[0] + moment[1]) * Lanes<A>(2 * kLanes) + total_of_lanes * offset);
   }
+  return {maximum, total(total_of_lanes), weighted, values};
 }
 
 // Writes out[j] = value(load) with load(row) = row[j].
 template <class G, class A, class Value>
 void write_gradient(const Rows& gradient, int64_t row, int64_t width, Value value) {
   G* out = static_cast<G*>(gradient.data) + row * gradient.stride;
-  if constexpr (in_lanes<A>) {
-    write_lanes(out, width, value);
-  } else {
-#pragma omp simd
-    for (int64_t j = 0; j < width; ++j) {
-      out[j] = from_accumulate<G, A>(value([j](const A* from) { return from[j]; }));
-    }
-  }
+  each_block<2>(elements_before_blocks(out, width), width, [&](int64_t j, auto lanes, auto) {
+    store_lanes(out + j, value([=](const auto* from) { return load_lanes(from + j, lanes); }), lanes);
+  });
 }
 
-// The sums over j of the three terms(load), load(row) being row[j], widened. `first` is the row with the alignment that
-// matters.
+// The sums over j of the terms(load), load(row) being row[j]. `first` is the row with the alignment that matters.
 template <class A, class T, class Terms>
-std::array<A, 3> sums_of(const T* first, int64_t width, Terms terms) {
-  if constexpr (in_lanes<A>) {
-    return sums_of_lanes(first, width, terms);
-  } else {
-    A one = 0, two = 0, three = 0;
-#pragma omp simd reduction(+ : one, two, three)
-    for (int64_t j = 0; j < width; ++j) {
-      const auto [a, b, c] = terms([j](const auto* row) { return static_cast<A>(to_accumulate(row[j])); });
-      one += a;
-      two += b;
-      three += c;
+auto sums_of(const T* first, int64_t width, Terms terms) {
+  using Terms_of_lanes = decltype(terms([=](const auto* from) { return load_lanes(from); }));
+  constexpr size_t count = std::tuple_size<Terms_of_lanes>::value;
+  const Lanes<A> zero = A(0);
+  std::array<Lanes<A>, count> sums;
+  sums.fill(zero);
+  each_block<1>(elements_before_blocks(first, width), width, [&](int64_t j, auto lanes, auto) {
+    const auto of_block = terms([=](const auto* from) { return load_lanes(from + j, lanes); });
+    for (size_t i = 0; i < count; ++i) {
+      sums[i] += kept(lanes, of_block[i], zero);
     }
-    return {one, two, three};
+  });
+  std::array<A, count> result;
+  for (size_t i = 0; i < count; ++i) {
+    result[i] = total(sums[i]);
   }
+  return result;
 }
 
 } // namespace

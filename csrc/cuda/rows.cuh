@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../formulas/element.h"
+#include "../formulas/losses.h"
 #include "device.h"
 #include "row_shape.h"
 
@@ -10,12 +11,6 @@ namespace gradscale {
 
 constexpr int kWarps = kThreads / 32;
 constexpr unsigned kWholeWarp = 0xffffffffu;
-
-// Passes NaN over. One instruction for float, where a comparison and a choice are two.
-template <class T>
-GRADSCALE_DEVICE T larger(T a, T b) {
-  return std::fmax(a, b);
-}
 
 // The threads that have a row together: a power of two of neighbours in a warp, or all of a block. All threads of a
 // warp (of a block, where the group is one) take part in a reduction, each time.

@@ -5,10 +5,23 @@
 
 namespace gradscale {
 
+// What a head of logits adds to its cross-entropy, as bits.
+enum RowOptions : int32_t {
+  kSmoothing = 1,        // label_smoothing
+  kEntropy = 2,          // entropy_weight
+  kSubtractsEntropy = 4, // subtract_target_entropy
+};
+
 // Products in which 0 times anything is 0: an element without weight costs nothing, be it infinite.
 template <class T>
 GRADSCALE_HOST_DEVICE T product(T weight, T x) {
   return weight == T(0) ? T(0) : weight * x;
+}
+
+// Passes NaN over. One instruction for float, where a comparison and a choice are two.
+template <class T>
+GRADSCALE_HOST_DEVICE T larger(T a, T b) {
+  return std::fmax(a, b);
 }
 
 // log(1 + e) for e in 0..1 without branches or library calls: 2 atanh(e / (2 + e)), whose argument is at most 1/3, by

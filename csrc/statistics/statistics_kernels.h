@@ -5,7 +5,7 @@
 #include "range_statistics.h"
 
 #include <algorithm>
-#if GRADSCALE_AVX512
+#if GRADSCALE_VECTOR_BYTES == 64
 #include "statistics_avx512.h"
 #endif
 
@@ -203,7 +203,7 @@ void statistics_of_range(const Range& range, double p, ChunkStatistics& all) {
     [[maybe_unused]] int first_bin = -1;
     for (int64_t begin = 0; begin < range.size;) {
       const int64_t left = range.size - begin;
-#if GRADSCALE_AVX512
+#if GRADSCALE_VECTOR_BYTES == 64
       if constexpr (!std::is_same_v<T, double>) {
         const int64_t added = p == 2 ? add_first(data + begin, left, first_bin, all) : 0;
         begin += added;

@@ -47,6 +47,10 @@ extern const CpuKernel<ProjectRows> project_rows_kernel;
 
 // ---- On a device
 
+// HLGauss targets with a sigma_ratio in this range have few bins with mass, whose sums are accurate in float.
+constexpr double kSmallestSigmaOfLanes = 0.1;
+constexpr double kLargestSigmaOfLanes = 2;
+
 // Decodes `count` rows, or computes the gradient of that.
 void launch_decode(const Decoding& decoding, int64_t count, char* workspace, void* stream);
 int64_t bytes_for_decode(const Decoding& decoding);

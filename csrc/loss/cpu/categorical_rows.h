@@ -1,5 +1,5 @@
-// Rows of logits over the bins of a support: cross-entropy with the target that a scalar
-// becomes over the bins (TwoHot, HLGauss).
+// Rows of logits over the bins of a support: cross-entropy with the target that a scalar becomes over the bins (TwoHot,
+// HLGauss).
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
@@ -31,11 +31,8 @@ void categorical_row(
     correct += product(mass[j], static_cast<A>(to_accumulate(logits[j])) - maximum);
   });
   if (everywhere != 0) {
-    const auto shifted = [=](auto load) {
-      const auto difference = load(logits) - maximum;
-      return std::make_tuple(difference, difference, difference); // of which one sum is taken
-    };
-    correct += everywhere * sums_of<A>(logits, s.width, shifted)[0];
+    const auto differences = [=](auto load) { return std::array<Lanes<A>, 1>{load(logits) - maximum}; };
+    correct += everywhere * sums_of<A>(logits, s.width, differences)[0];
   }
   sums.exponentials[lane] = softmax.sum;
   sums.moment[lane] = support.raw && s.detail.data != nullptr ? raw_moment(softmax.values, support) : softmax.moment;
@@ -46,8 +43,7 @@ void categorical_row(
   }
   const A c = static_cast<A>(group.coefficients[lane]);
   const A inverse_sum = A(1) / softmax.sum;
-  const A factor = c * inverse_sum + nan;
-  const A offset = c * everywhere;
+  const Lanes<A> factor = c * inverse_sum + nan, offset = c * everywhere;
   const A* values = softmax.values;
   write_gradient<G, A>(s.gradient, row, s.width, [=](auto load) { return load(values) * factor - offset; });
   G* gradient = static_cast<G*>(s.gradient.data) + row * s.gradient.stride;

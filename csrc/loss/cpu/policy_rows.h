@@ -38,19 +38,16 @@ double negative_entropy(int64_t width, Target target) {
   return sum;
 }
 
-// Subtracts from the target the entropy's part of the gradient, w p_j (log p_j + H). `expected`: of x_j - maximum.
-template <class T, class A>
-void subtract_entropy(
-    const Segment& s, const T* logits, const Softmax<A>& softmax, A inverse_sum, A expected, A* target) {
-  const A weight = static_cast<A>(s.head->entropy_weight);
-  for (int64_t j = 0; j < s.width; ++j) {
-    const A p = softmax.values[j] * inverse_sum;
-    target[j] -= weight * product(p, (static_cast<A>(to_accumulate(logits[j])) - softmax.maximum) - expected);
+// Calls function(formula of the gradient), which needs no difference of logits if the head has no entropy.
+template <class A, class Function>
+void with_entropy(const Segment& s, Function function) {
+  if (s.head->entropy_weight != 0) {
+    function(CrossEntropy<Lanes<A>, kEntropy>{static_cast<A>(s.head->entropy_weight)});
+  } else {
+    function(CrossEntropy<Lanes<A>, 0>{});
   }
 }
 
-// sum(t) log(sum) - sum_j t_j (x_j - maximum) - w H(p) [+ sum_j t_j log t_j];
-// gradient c (sum(t) p_j - t_j + w p_j (log p_j + H)).
 template <class T, class G, class A>
 void soft_cross_entropy_row(
     const Segment& s, const Group& group, int64_t lane, A maximum, A* scratch, GroupSums<A>& sums) {
@@ -61,27 +58,27 @@ void soft_cross_entropy_row(
   const Softmax<A> softmax = softmax_of<false>(logits, width, maximum, ahead_of<T>(s, row), scratch);
   read_target(s, row, target);
   const A* values = softmax.values;
-  auto [target_sum, correct, moment] = sums_of<A>(logits, width, [=](auto load) {
-    const auto difference = load(logits) - maximum;
-    return std::make_tuple(load(target), product(load(target), difference), product(load(values), difference));
+  const auto [moment, mass, correct] = sums_of<A>(logits, width, [=](auto load) {
+    const Lanes<A> difference = load(logits) - maximum, t = load(target);
+    return std::array{load(values) * CrossEntropy<Lanes<A>, 0>::finite(difference), t, product(t, difference)};
   });
-  if (s.head->subtract_target_entropy) {
-    correct -= static_cast<A>(negative_entropy(width, [=](int64_t j) { return target[j]; }));
-  }
   sums.exponentials[lane] = softmax.sum;
   sums.moment[lane] = moment;
-  sums.target[lane] = target_sum;
+  sums.target[lane] = mass;
   sums.correct[lane] = correct;
+  if (s.head->subtract_target_entropy) {
+    sums.correct[lane] -= static_cast<A>(negative_entropy(width, [=](int64_t j) { return target[j]; }));
+  }
   if (s.gradient.data == nullptr) {
     return;
   }
-  const A inverse_sum = A(1) / softmax.sum;
-  if (s.head->entropy_weight != 0) {
-    subtract_entropy(s, logits, softmax, inverse_sum, moment * inverse_sum, target);
-  }
-  const A c = static_cast<A>(group.coefficients[lane]);
-  const A factor = target_sum * inverse_sum;
-  write_gradient<G, A>(s.gradient, row, width, [=](auto load) { return (load(values) * factor - load(target)) * c; });
+  const A inverse_sum = A(1) / softmax.sum, c = static_cast<A>(group.coefficients[lane]);
+  const CrossEntropyFactors<Lanes<A>> factors{c, c * inverse_sum * mass, inverse_sum, moment * inverse_sum};
+  with_entropy<A>(s, [&](auto formula) {
+    write_gradient<G, A>(s.gradient, row, width, [=](auto load) {
+      return formula.gradient(factors, load(values), load(logits) - maximum, load(target));
+    });
+  });
 }
 
 // Not inlined, because loops that share a function with the loops of other heads get too few registers.

@@ -22,17 +22,18 @@ struct GroupSums {
   A correct[kLanes];      // sum_j t_j (x_j - maximum), and what else the loss lacks
 };
 
-// Elements of 16 rows, a column for each row.
-template <class T>
+// Elements of 16 rows: a column of 16 for each element.
+template <class A>
 struct Tile {
-  alignas(64) T at[kShortRow][kLanes];
-};
+  alignas(64) A at[kShortRow][kLanes];
 
-// Declared for all instruction sets, and defined where there is AVX-512.
-template <class T>
-void read_tile_in_lanes(const Rows& rows, const Group& group, int64_t width, Tile<float>& tile);
-template <class G>
-void write_tile_in_lanes(const Rows& rows, const Group& group, int64_t width, const Tile<float>& tile);
+  Lanes<A> column(int64_t j) const {
+    return load_lanes(at[j]);
+  }
+  void store_column(int64_t j, Lanes<A> lanes) {
+    store_lanes(at[j], lanes);
+  }
+};
 
 // The row of a lane; lanes without one take the first.
 template <class T>
@@ -226,7 +227,3 @@ void store_decoded(const Segment& s, const Group& group, const GroupSums<A>& sum
 } // namespace
 } // namespace GRADSCALE_VARIANT
 } // namespace gradscale
-
-#if GRADSCALE_AVX512
-#include "tiles_avx512.h"
-#endif

@@ -4,6 +4,8 @@
 // Short rows are computed 16 side by side, longer ones one after the other. A longer row is read from memory once,
 // widened into a padded scratch row that stays in the first-level cache, and its gradient is written once; between the
 // two there is one exponential per element.
+#include "../../formulas/cross_entropy.h"
+#include "../../formulas/logarithm.h"
 #include "../../support/expectation.h"
 #include "../kinds.h"
 

@@ -1,14 +1,90 @@
-// Rows of few elements, 16 of them side by side: a vector holds the same element of all, so that none of its lanes
-// idles and no sum crosses lanes. Targets are spread over all elements, also those that a scalar becomes over the bins.
+// Rows of few elements, 16 of them side by side: lanes hold the same element of all, so that none of them idles and no
+// sum crosses lanes. Targets are spread over all elements, also those that a scalar becomes over the bins.
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
+// Transposes a square of vectors in steps that are one instruction each. Vectors consist of units of 16 bytes: numbers
+// are zipped inside of these, until they have a column each, and then units are dealt out to the vectors.
+template <class A, size_t... i>
+GRADSCALE_HOST_DEVICE void transpose(typename Vectors<A>::V* square, std::index_sequence<i...> /*lanes*/) {
+  constexpr size_t count = sizeof...(i), unit = 16 / sizeof(A) < count ? 16 / sizeof(A) : count, units = count / unit;
+  const auto zip = [](auto x, auto y, auto upper) {
+    return shuffled(
+        x, y, std::index_sequence<(i / unit * unit + i % unit / 2 + i % 2 * count + upper * unit / 2)...>());
+  };
+  const auto deal = [](auto x, auto y, auto odd) {
+    return shuffled(x, y, std::index_sequence<((2 * (i / unit) + odd) * unit + i % unit)...>());
+  };
+  constexpr std::integral_constant<size_t, 0> first;
+  constexpr std::integral_constant<size_t, 1> second;
+  typename Vectors<A>::V next[count];
+  for (size_t round = 1; round < unit; round *= 2) {
+    for (size_t k = 0; k < count; k += 2) {
+      const size_t row = k / unit * unit + k % unit / 2;
+      next[k] = zip(square[row], square[row + unit / 2], first);
+      next[k + 1] = zip(square[row], square[row + unit / 2], second);
+    }
+    std::copy(next, next + count, square);
+  }
+  for (size_t round = 1; round < units; round *= 2) {
+    for (size_t k = 0; k < count / 2; ++k) {
+      const size_t row = k / unit * 2 * unit + k % unit;
+      next[k] = deal(square[row], square[row + unit], first);
+      next[k + count / 2] = deal(square[row], square[row + unit], second);
+    }
+    std::copy(next, next + count, square);
+  }
+}
+
+// Transposes 16 rows of 16.
+template <class A>
+GRADSCALE_HOST_DEVICE void transpose(const Lanes<A>* rows, Lanes<A>* columns) {
+  constexpr int count = Vectors<A>::kCount, parts = Lanes<A>::kParts;
+  for (int of_rows = 0; of_rows < parts; ++of_rows) {
+    for (int of_columns = 0; of_columns < parts; ++of_columns) {
+      typename Vectors<A>::V square[count];
+      for (int k = 0; k < count; ++k) {
+        square[k] = rows[of_rows * count + k].parts[of_columns];
+      }
+      transpose<A>(square, std::make_index_sequence<count>());
+      for (int k = 0; k < count; ++k) {
+        columns[of_columns * count + k].parts[of_rows] = square[k];
+      }
+    }
+  }
+}
+
+// Calls body(first, lanes) for blocks of 16 elements; the last one may begin in the one before it.
+template <class Body>
+GRADSCALE_HOST_DEVICE void each_square(int64_t width, Body body) {
+  if (width < kLanes) {
+    return body(int64_t(0), FirstLanes{static_cast<int>(width)});
+  }
+  body(int64_t(0), AllLanes());
+  if (width > kLanes) {
+    body(width - kLanes, AllLanes());
+  }
+}
+
 template <class T, class A>
 void read_tile_of(const Rows& rows, const Group& group, int64_t width, Tile<A>& tile) {
-  if constexpr (in_lanes<A> && !std::is_same_v<T, double>) {
-    read_tile_in_lanes<T>(rows, group, width, tile);
-  } else {
+  if constexpr (std::is_same_v<A, typename AccumulateType<T>::type>) {
+    const T* begin = row_of<T>(rows, group.first);
+    const int64_t stride = rows.stride, last = group.count - 1;
+    each_square(width, [=, &tile](int64_t first, auto lanes) {
+      Lanes<A> square[kLanes], columns[kLanes];
+      const T* row = begin + first;
+      for (int64_t i = 0; i < kLanes; ++i) { // lanes without a row repeat the last one
+        square[i] = load_lanes(row, lanes);
+        row += i < last ? stride : 0;
+      }
+      transpose(square, columns);
+      for (int64_t j = 0; j < kLanes; ++j) {
+        tile.store_column(first + j, columns[j]);
+      }
+    });
+  } else { // targets of another type than the predictions
     for (int64_t i = 0; i < kLanes; ++i) {
       const T* row = row_of_lane<T>(rows, group, i);
       for (int64_t j = 0; j < width; ++j) {
@@ -23,99 +99,91 @@ void read_tile(const Rows& rows, const Group& group, int64_t width, Tile<A>& til
   dispatch_element(rows.element, [&](auto type) { read_tile_of<decltype(type)>(rows, group, width, tile); });
 }
 
-template <class G, class A>
-void write_tile_of(const Rows& rows, const Group& group, int64_t width, const Tile<A>& tile) {
-  if constexpr (in_lanes<A>) {
-    write_tile_in_lanes<G>(rows, group, width, tile);
-  } else {
-    for (int64_t i = 0; i < group.count; ++i) {
-      G* row = static_cast<G*>(rows.data) + (group.first + i) * rows.stride;
-      for (int64_t j = 0; j < width; ++j) {
-        row[j] = from_accumulate<G, A>(tile.at[j][i]);
-      }
-    }
-  }
-}
-
 template <class A>
 void write_tile(const Rows& rows, const Group& group, int64_t width, const Tile<A>& tile) {
   dispatch_element(rows.element, [&](auto type) {
     using G = decltype(type);
     if constexpr (std::is_same_v<A, typename AccumulateType<G>::type>) {
-      write_tile_of<G>(rows, group, width, tile);
+      each_square(width, [&](int64_t first, auto lanes) {
+        Lanes<A> square[kLanes], columns[kLanes];
+        for (int64_t j = 0; j < kLanes; ++j) {
+          columns[j] = tile.column(first + j);
+        }
+        transpose(columns, square);
+        G* row = static_cast<G*>(rows.data) + group.first * rows.stride + first;
+        for (int64_t i = 0; i < group.count; ++i, row += rows.stride) {
+          store_lanes(row, square[i], lanes);
+        }
+      });
     }
   });
 }
 
-// Leaves exp(x_j - maximum) in `x`, and x_j - maximum in `shifted`.
-template <bool of_policy, class A>
-void exponentials_of_tile(int64_t width, Tile<A>& x, Tile<A>& shifted, const Tile<A>& target, GroupSums<A>& sums) {
-  A maximum[kLanes];
-  for (int64_t i = 0; i < kLanes; ++i) {
-    maximum[i] = -static_cast<A>(INFINITY);
-    sums.exponentials[i] = sums.moment[i] = sums.target[i] = sums.correct[i] = 0;
-  }
-  for (int64_t j = 0; j < width; ++j) {
-#pragma omp simd
-    for (int64_t i = 0; i < kLanes; ++i) {
-      maximum[i] = x.at[j][i] > maximum[i] ? x.at[j][i] : maximum[i]; // passes NaN over
-    }
-  }
-  for (int64_t j = 0; j < width; ++j) {
-    const A place = static_cast<A>(2 * j + 1 - width);
-#pragma omp simd
-    for (int64_t i = 0; i < kLanes; ++i) {
-      const A below = x.at[j][i] - maximum[i];
-      const A t = target.at[j][i];
-      const A e = exp_nonpositive(below);
-      shifted.at[j][i] = below;
-      x.at[j][i] = e;
-      sums.exponentials[i] += e;
-      sums.moment[i] += of_policy ? product(e, below) : e * place;
-      sums.target[i] += t;
-      sums.correct[i] += product(t, below);
-    }
-  }
-}
-
-// Writes the gradient c (p_j sum(t) - t_j), which takes the place of exp(x_j - maximum).
+// The logits of a group, and what becomes of them.
 template <class A>
-void write_tile_gradient(
-    const Segment& s, const Group& group, Tile<A>& x, const Tile<A>& target, const GroupSums<A>& sums) {
-  if (s.gradient.data == nullptr) {
-    return;
+struct ShortRows {
+  Tile<A> x;           // logits, then their exponentials, then the gradient
+  Tile<A> differences; // x_j - maximum
+  Tile<A> target;
+
+  // Leaves exponentials and differences. The moment is of positions, or of differences for a policy.
+  template <bool of_policy>
+  GroupSums<A> sums(int64_t width) {
+    using Formula = CrossEntropy<Lanes<A>, 0>;
+    Lanes<A> maximum = -static_cast<A>(INFINITY);
+    for (int64_t j = 0; j < width; ++j) {
+      maximum = larger(x.column(j), maximum); // passes NaN over
+    }
+    Lanes<A> of_rows[Formula::kSums];
+    std::fill(of_rows, of_rows + Formula::kSums, Lanes<A>(A(0)));
+    for (int64_t j = 0; j < width; ++j) {
+      const Lanes<A> d = x.column(j) - maximum, e = exp_nonpositive(d);
+      const Lanes<A> weight = of_policy ? Formula::finite(d) : Lanes<A>(static_cast<A>(2 * j + 1 - width));
+      Formula::add(of_rows, e, d, target.column(j), weight);
+      differences.store_column(j, d);
+      x.store_column(j, e);
+    }
+    GroupSums<A> sums;
+    store_lanes(sums.exponentials, of_rows[Formula::kSum]);
+    store_lanes(sums.moment, of_rows[Formula::kWeighted]);
+    store_lanes(sums.target, of_rows[Formula::kMass]);
+    store_lanes(sums.correct, of_rows[Formula::kCorrect]);
+    return sums;
   }
-  A factor[kLanes], coefficient[kLanes];
-  for (int64_t i = 0; i < kLanes; ++i) {
-    factor[i] = sums.target[i] / sums.exponentials[i];
-    coefficient[i] = static_cast<A>(group.coefficients[i]);
-  }
-  for (int64_t j = 0; j < s.width; ++j) {
+
+  // Writes the gradient.
+  template <class Formula>
+  void write_gradient(const Segment& s, const Group& group, const GroupSums<A>& sums, Formula formula) {
+    if (s.gradient.data == nullptr) {
+      return;
+    }
+    A coefficients[kLanes];
 #pragma omp simd
     for (int64_t i = 0; i < kLanes; ++i) {
-      x.at[j][i] = (x.at[j][i] * factor[i] - target.at[j][i]) * coefficient[i];
+      coefficients[i] = static_cast<A>(group.coefficients[i]);
     }
+    const Lanes<A> inverse_sum = A(1) / load_lanes(sums.exponentials), c = load_lanes(coefficients);
+    const CrossEntropyFactors<Lanes<A>> factors{
+        c, c * inverse_sum * load_lanes(sums.target), inverse_sum, load_lanes(sums.moment) * inverse_sum};
+    for (int64_t j = 0; j < s.width; ++j) {
+      x.store_column(j, formula.gradient(factors, x.column(j), differences.column(j), target.column(j)));
+    }
+    write_tile(s.gradient, group, s.width, x);
   }
-  write_tile(s.gradient, group, s.width, x);
-}
+};
 
 // The rows of categorical_rows.h.
 template <class A, class Target>
 void short_categorical_rows(const Segment& s, const Group& group, const Target* targets) {
   const A target_share = static_cast<A>(1 - s.head->label_smoothing);
   const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
-  Tile<A> x, shifted, target;
-  for (int64_t j = 0; j < s.width; ++j) {
-    for (int64_t i = 0; i < kLanes; ++i) {
-      target.at[j][i] = everywhere;
-    }
-  }
+  ShortRows<A> rows;
+  std::fill(rows.target.at[0], rows.target.at[s.width], everywhere);
   for (int64_t i = 0; i < group.count; ++i) {
-    targets[i].for_each([&](int32_t j, double mass) { target.at[j][i] += target_share * static_cast<A>(mass); });
+    targets[i].for_each([&](int32_t j, double mass) { rows.target.at[j][i] += target_share * static_cast<A>(mass); });
   }
-  read_tile(s.prediction, group, s.width, x);
-  GroupSums<A> sums;
-  exponentials_of_tile<false>(s.width, x, shifted, target, sums);
+  read_tile(s.prediction, group, s.width, rows.x);
+  GroupSums<A> sums = rows.template sums<false>(s.width);
   for (int64_t i = 0; i < kLanes; ++i) {
     sums.target[i] = A(1) + A(0) * sums.target[i]; // 1 but for rounding; a NaN target makes the whole row NaN
   }
@@ -123,14 +191,14 @@ void short_categorical_rows(const Segment& s, const Group& group, const Target* 
     for (int64_t i = 0; i < group.count; ++i) {
       A values[kShortRow];
       for (int64_t j = 0; j < s.width; ++j) {
-        values[j] = x.at[j][i];
+        values[j] = rows.x.at[j][i];
       }
       sums.moment[i] = raw_moment(values, s.head->support);
     }
   }
   store_losses(s, group, sums);
   store_decoded(s, group, sums);
-  write_tile_gradient(s, group, x, target, sums);
+  rows.write_gradient(s, group, sums, CrossEntropy<Lanes<A>, 0>{});
 }
 
 // The smoothed targets of the rows of policy_rows.h. A class without a logit gives a row of NaN.
@@ -151,26 +219,8 @@ void read_target_tile(const Segment& s, const Group& group, Tile<A>& target) {
   if (s.head->label_smoothing != 0) {
     const A target_share = static_cast<A>(1 - s.head->label_smoothing);
     const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(width));
-    for (int64_t j = 0; j < width; ++j) {
-#pragma omp simd
-      for (int64_t i = 0; i < kLanes; ++i) {
-        target.at[j][i] = target.at[j][i] * target_share + everywhere;
-      }
-    }
-  }
-}
-
-// Subtracts the entropy's part of the gradient from the targets.
-template <class A>
-void subtract_entropy(
-    const Segment& s, const Tile<A>& x, const Tile<A>& shifted, const GroupSums<A>& sums, Tile<A>& target) {
-  const A weight = static_cast<A>(s.head->entropy_weight);
-  for (int64_t i = 0; i < kLanes; ++i) {
-    const A inverse_sum = A(1) / sums.exponentials[i];
-    const A expected = sums.moment[i] * inverse_sum; // of x_j - maximum
-    for (int64_t j = 0; j < s.width; ++j) {
-      const A p = x.at[j][i] * inverse_sum;
-      target.at[j][i] -= weight * product(p, shifted.at[j][i] - expected);
+    for (A* t = target.at[0]; t != target.at[width]; ++t) {
+      *t = *t * target_share + everywhere;
     }
   }
 }
@@ -178,21 +228,17 @@ void subtract_entropy(
 // The rows of policy_rows.h.
 template <class A>
 void short_policy_rows(const Segment& s, const Group& group) {
-  Tile<A> x, shifted, target;
-  read_tile(s.prediction, group, s.width, x);
-  read_target_tile(s, group, target);
-  GroupSums<A> sums;
-  exponentials_of_tile<true>(s.width, x, shifted, target, sums);
+  ShortRows<A> rows;
+  read_tile(s.prediction, group, s.width, rows.x);
+  read_target_tile(s, group, rows.target);
+  GroupSums<A> sums = rows.template sums<true>(s.width);
   for (int64_t i = 0; i < kLanes && s.head->subtract_target_entropy; ++i) {
-    const A* first = &target.at[0][i];
+    const A* first = &rows.target.at[0][i];
     sums.correct[i] -= static_cast<A>(negative_entropy(s.width, [=](int64_t j) { return first[j * kLanes]; }));
-  }
-  if (s.head->entropy_weight != 0) {
-    subtract_entropy(s, x, shifted, sums, target);
   }
   store_entropies(s, group, sums);
   store_losses(s, group, sums);
-  write_tile_gradient(s, group, x, target, sums);
+  with_entropy<A>(s, [&](auto formula) { rows.write_gradient(s, group, sums, formula); });
 }
 
 } // namespace

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../../cuda/logits_row.cuh"
-#include "cross_entropy.cuh"
+#include "../../formulas/cross_entropy.h"
 #include "row_tools.cuh"
 
 namespace gradscale {

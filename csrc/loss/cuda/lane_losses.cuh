@@ -3,9 +3,9 @@
 #pragma once
 
 #include "../../cuda/lane_rows.cuh"
+#include "../../formulas/cross_entropy.h"
 #include "../../support/bins.cuh"
 #include "block_of_rows.cuh"
-#include "cross_entropy.cuh"
 
 namespace gradscale {
 

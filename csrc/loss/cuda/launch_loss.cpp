@@ -1,7 +1,6 @@
 #include "launch_loss.h"
 #include "../../cuda/row_shape.h"
 #include "../../cuda/table_builder.h"
-#include "row_options.h"
 #include "row_specification.h"
 
 #include <algorithm>

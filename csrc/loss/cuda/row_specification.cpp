@@ -1,7 +1,8 @@
 #include "row_specification.h"
 
 #include "../../cuda/lanes_of_row.h"
-#include "row_options.h"
+#include "../../formulas/losses.h"
+#include "../../support/support_calls.h"
 
 #include <algorithm>
 #include <map>

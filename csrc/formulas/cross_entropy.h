@@ -5,17 +5,30 @@
 //   gradient  sum(t) p_j - t_j + w p_j (log p_j + H(p))
 //
 // H(p) = log s - sum(e d) / s, so that log p_j + H(p) = d_j - sum(e d) / s.
-#pragma once
+//
+// The CPU's kernels include this once for each instruction set, into its namespace: A is lanes of vectors of that set.
+#if defined(GRADSCALE_VARIANT) || !defined(GRADSCALE_CROSS_ENTROPY)
+#define GRADSCALE_CROSS_ENTROPY
 
-#include "../../cuda/rows.cuh"
-#include "../../formulas/losses.h"
-#include "row_options.h"
+#include "losses.h"
 
 namespace gradscale {
+#ifdef GRADSCALE_VARIANT
+namespace GRADSCALE_VARIANT {
+#endif
 
 constexpr float kLowest = -3e38f; // a finite stand-in for -inf: 0 times it is 0
 
-// A is the type of sums; `options` are bits of RowOptions.
+// What the elements of a row share.
+template <class A>
+struct CrossEntropyFactors {
+  A coefficient;
+  A per_exponential; // coefficient sum(t) / s
+  A inverse_sum;
+  A expected; // sum(e d) / s
+};
+
+// A is the type of sums, or lanes of it; `options` are bits of RowOptions.
 template <class A, int options>
 struct CrossEntropy {
   static constexpr bool kHasEntropy = (options & kEntropy) != 0;
@@ -25,7 +38,7 @@ struct CrossEntropy {
   A entropy_weight;
 
   // Adds an element to the sums. Weighted sums are sum(e d), unless another weight is given: a position among bins.
-  GRADSCALE_DEVICE static void add(A (&sums)[kSums], A e, A d, A t, A weight) {
+  GRADSCALE_HOST_DEVICE static void add(A (&sums)[kSums], A e, A d, A t, A weight) {
     sums[kSum] += e;
     sums[kWeighted] += e * weight;
     sums[kMass] += t;
@@ -34,13 +47,13 @@ struct CrossEntropy {
       sums[kNegativeEntropy] += t == A(0) ? A(0) : t * std::log(t);
     }
   }
-  GRADSCALE_DEVICE static A finite(A d) {
+  GRADSCALE_HOST_DEVICE static A finite(A d) {
     return larger(d, A(kLowest));
   }
-  GRADSCALE_DEVICE static A entropy(const A (&sums)[kSums]) {
+  GRADSCALE_HOST_DEVICE static A entropy(const A (&sums)[kSums]) {
     return std::log(sums[kSum]) - sums[kWeighted] / sums[kSum];
   }
-  GRADSCALE_DEVICE A loss(const A (&sums)[kSums]) const {
+  GRADSCALE_HOST_DEVICE A loss(const A (&sums)[kSums]) const {
     A loss = sums[kMass] * std::log(sums[kSum]) - sums[kCorrect];
     if constexpr (kSubtracts) {
       loss += sums[kNegativeEntropy];
@@ -50,22 +63,21 @@ struct CrossEntropy {
     }
     return loss;
   }
-  // What the elements of a row share.
-  struct Factors {
-    A coefficient;
-    A per_exponential; // coefficient sum(t) / s
-    A inverse_sum;
-    A expected; // sum(e d) / s
-  };
-  GRADSCALE_DEVICE static Factors factors(const A (&sums)[kSums], A inverse_sum, A coefficient) {
+  using Factors = CrossEntropyFactors<A>;
+  GRADSCALE_HOST_DEVICE static Factors factors(const A (&sums)[kSums], A inverse_sum, A coefficient) {
     return {coefficient, coefficient * inverse_sum * sums[kMass], inverse_sum, sums[kWeighted] * inverse_sum};
   }
-  GRADSCALE_DEVICE A gradient(const Factors& of, A e, A d, A t) const {
+  GRADSCALE_HOST_DEVICE A gradient(const Factors& of, A e, A d, A t) const {
     if constexpr (kHasEntropy) { // the entropy's part goes with the target
-      t -= entropy_weight * (e * of.inverse_sum * (finite(d) - of.expected));
+      t = t - entropy_weight * (e * of.inverse_sum * (finite(d) - of.expected));
     }
     return e * of.per_exponential - of.coefficient * t;
   }
 };
 
+#ifdef GRADSCALE_VARIANT
+} // namespace GRADSCALE_VARIANT
+#endif
 } // namespace gradscale
+
+#endif

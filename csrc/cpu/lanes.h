@@ -1,0 +1,307 @@
+// 16 numbers at a time, in as many vectors as the instruction set needs: neighbouring elements of a row, or one element
+// of each of 16 rows. Included once for each instruction set.
+#include "../formulas/element.h"
+#include "../formulas/exponential.h"
+#include "vectors.h"
+
+#if GRADSCALE_X86_VARIANTS && !defined(__INTEL_COMPILER)
+#define GRADSCALE_X86_BYTES GRADSCALE_VECTOR_BYTES
+#else
+#define GRADSCALE_X86_BYTES 0
+#endif
+
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+template <class A>
+struct Lanes {
+  using V = typename Vectors<A>::V;
+  static constexpr int kCount = Vectors<A>::kCount; // of a part
+  static constexpr int kParts = kLanes / kCount;
+  V parts[kParts];
+
+  Lanes() = default;
+  GRADSCALE_HOST_DEVICE Lanes(A x) : Lanes(each([=](size_t) { return x - V{}; })) {
+  }
+
+  // Lanes whose parts are function(0), function(1) and so on.
+  template <class Function>
+  static GRADSCALE_HOST_DEVICE Lanes each(Function function) {
+    return each(function, std::make_index_sequence<kParts>());
+  }
+  template <class Function, size_t... p>
+  static GRADSCALE_HOST_DEVICE Lanes each(Function function, std::index_sequence<p...> /*parts*/) {
+    Lanes result;
+    ((result.parts[p] = function(p)), ...);
+    return result;
+  }
+
+  friend GRADSCALE_HOST_DEVICE Lanes operator+(Lanes a, Lanes b) {
+    return each([&](size_t p) { return a.parts[p] + b.parts[p]; });
+  }
+  friend GRADSCALE_HOST_DEVICE Lanes operator-(Lanes a, Lanes b) {
+    return each([&](size_t p) { return a.parts[p] - b.parts[p]; });
+  }
+  friend GRADSCALE_HOST_DEVICE Lanes operator*(Lanes a, Lanes b) {
+    return each([&](size_t p) { return a.parts[p] * b.parts[p]; });
+  }
+  friend GRADSCALE_HOST_DEVICE Lanes operator/(Lanes a, Lanes b) {
+    return each([&](size_t p) { return a.parts[p] / b.parts[p]; });
+  }
+  GRADSCALE_HOST_DEVICE void operator+=(Lanes b) {
+    *this = *this + b;
+  }
+  // The larger one; b where a is NaN.
+  friend GRADSCALE_HOST_DEVICE Lanes larger(Lanes a, Lanes b) {
+    return each([&](size_t p) { return a.parts[p] > b.parts[p] ? a.parts[p] : b.parts[p]; });
+  }
+  // weight x, where 0 times anything is 0.
+  friend GRADSCALE_HOST_DEVICE Lanes product(Lanes weight, Lanes x) {
+    return each([&](size_t p) { return weight.parts[p] == V{} ? V{} : weight.parts[p] * x.parts[p]; });
+  }
+
+  // 0, 1, ..., 15.
+  static GRADSCALE_HOST_DEVICE Lanes numbers() {
+    alignas(64) static constexpr A values[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return each([&](size_t p) { return load_vector(values + p * kCount); });
+  }
+};
+
+// ---- Lanes that count -----------------------------------------------------------------------------------------------
+
+struct AllLanes {};
+
+struct LanesBelow {
+  int end;
+};
+
+struct LanesFrom {
+  int first;
+};
+
+// Lanes 0 .. count; memory holds no others.
+struct FirstLanes {
+  int count;
+};
+
+template <class A>
+GRADSCALE_HOST_DEVICE Lanes<A> kept(AllLanes /*which*/, Lanes<A> x, Lanes<A> /*otherwise*/) {
+  return x;
+}
+
+template <class A>
+GRADSCALE_HOST_DEVICE Lanes<A> kept(LanesBelow which, Lanes<A> x, Lanes<A> otherwise) {
+  const Lanes<A> number = Lanes<A>::numbers(), end(static_cast<A>(which.end));
+  return Lanes<A>::each([&](size_t p) { return number.parts[p] < end.parts[p] ? x.parts[p] : otherwise.parts[p]; });
+}
+
+template <class A>
+GRADSCALE_HOST_DEVICE Lanes<A> kept(LanesFrom which, Lanes<A> x, Lanes<A> otherwise) {
+  return kept(LanesBelow{which.first}, otherwise, x);
+}
+
+template <class A>
+GRADSCALE_HOST_DEVICE Lanes<A> kept(FirstLanes which, Lanes<A> x, Lanes<A> otherwise) {
+  return kept(LanesBelow{which.count}, x, otherwise);
+}
+
+// ---- Memory ---------------------------------------------------------------------------------------------------------
+
+#if GRADSCALE_X86_BYTES >= 32
+constexpr int kToNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+#endif
+
+template <class T>
+using LanesOf = Lanes<typename AccumulateType<T>::type>;
+
+// Half types are converted by an instruction, or by the formulas of element.h in a loop that compilers vectorise.
+template <class T, class A = typename AccumulateType<T>::type>
+GRADSCALE_HOST_DEVICE typename Vectors<A>::V load_part(const T* from) {
+  if constexpr (std::is_same_v<T, A>) {
+    return load_vector(from);
+#if GRADSCALE_X86_BYTES == 64
+  } else if constexpr (std::is_same_v<T, HalfBits>) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  } else if constexpr (std::is_same_v<T, BFloat16Bits>) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+#elif GRADSCALE_X86_BYTES == 32
+  } else if constexpr (std::is_same_v<T, HalfBits>) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  } else if constexpr (std::is_same_v<T, BFloat16Bits>) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+#endif
+  } else {
+    A numbers[Vectors<A>::kCount];
+#pragma omp simd
+    for (int k = 0; k < Vectors<A>::kCount; ++k) {
+      numbers[k] = to_accumulate(from[k]);
+    }
+    return load_vector(numbers);
+  }
+}
+
+template <class T, class A = typename AccumulateType<T>::type>
+GRADSCALE_HOST_DEVICE void store_part(T* to, typename Vectors<A>::V x) {
+  if constexpr (std::is_same_v<T, A>) {
+    store_vector(to, x);
+#if GRADSCALE_X86_BYTES == 64
+  } else if constexpr (std::is_same_v<T, HalfBits>) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph((__m512)x, kToNearest));
+#elif GRADSCALE_X86_BYTES == 32
+  } else if constexpr (std::is_same_v<T, HalfBits>) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph((__m256)x, kToNearest));
+#endif
+  } else {
+    A numbers[Vectors<A>::kCount];
+    store_vector(numbers, x);
+#pragma omp simd
+    for (int k = 0; k < Vectors<A>::kCount; ++k) {
+      to[k] = from_accumulate<T, A>(numbers[k]);
+    }
+  }
+}
+
+template <class T>
+GRADSCALE_HOST_DEVICE LanesOf<T> load_lanes(const T* from) {
+  return LanesOf<T>::each([&](size_t p) { return load_part(from + p * LanesOf<T>::kCount); });
+}
+
+template <class T>
+GRADSCALE_HOST_DEVICE void store_lanes(T* to, LanesOf<T> x) {
+  for (int p = 0; p < LanesOf<T>::kParts; ++p) {
+    store_part(to + p * LanesOf<T>::kCount, x.parts[p]);
+  }
+}
+
+// Loads lanes that memory holds; others are 0.
+template <class T>
+GRADSCALE_HOST_DEVICE LanesOf<T> load_lanes(const T* from, FirstLanes which) {
+#if GRADSCALE_X86_BYTES == 64
+  const auto mask = static_cast<__mmask16>((1u << which.count) - 1);
+  if constexpr (std::is_same_v<T, float>) {
+    return Lanes<float>::each([&](size_t) { return _mm512_maskz_loadu_ps(mask, from); });
+  } else if constexpr (sizeof(T) == 2) {
+    alignas(32) T all[kLanes];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(all), _mm256_maskz_loadu_epi16(mask, from));
+    return load_lanes(all);
+  }
+#elif GRADSCALE_X86_BYTES == 32
+  if constexpr (std::is_same_v<T, float>) {
+    const auto counts = Lanes<float>::numbers();
+    const Lanes<float> end(static_cast<float>(which.count));
+    return Lanes<float>::each(
+        [&](size_t p) { return _mm256_maskload_ps(from + 8 * p, (__m256i)(counts.parts[p] < end.parts[p])); });
+  }
+#endif
+  T all[kLanes] = {};
+  memcpy(all, from, which.count * sizeof(T));
+  return load_lanes(all);
+}
+
+template <class T>
+GRADSCALE_HOST_DEVICE void store_lanes(T* to, LanesOf<T> x, FirstLanes which) {
+#if GRADSCALE_X86_BYTES == 64
+  if constexpr (std::is_same_v<T, float>) {
+    return _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << which.count) - 1), x.parts[0]);
+  }
+#endif
+  T all[kLanes];
+  store_lanes(all, x);
+  memcpy(to, all, which.count * sizeof(T));
+}
+
+// Memory holds all lanes, of which a loop may have seen some before.
+template <class T, class Which>
+GRADSCALE_HOST_DEVICE LanesOf<T> load_lanes(const T* from, Which /*which*/) {
+  return load_lanes(from);
+}
+
+template <class T, class Which>
+GRADSCALE_HOST_DEVICE void store_lanes(T* to, LanesOf<T> x, Which /*which*/) {
+  store_lanes(to, x);
+}
+
+// ---- Functions ------------------------------------------------------------------------------------------------------
+
+template <int distance, class V, class Combine, size_t... lane>
+GRADSCALE_HOST_DEVICE V combined(V x, Combine combine, std::index_sequence<lane...> lanes) {
+  if constexpr (distance > 0) {
+    x = combine(x, shuffled(x, x, std::index_sequence<(lane ^ distance)...>()));
+    return combined<distance / 2>(x, combine, lanes);
+  }
+  return x;
+}
+
+// Combines all lanes, in an order that depends on the instruction set alone.
+template <class A, class Combine>
+GRADSCALE_HOST_DEVICE A combined(Lanes<A> x, Combine combine) {
+  constexpr int count = Vectors<A>::kCount;
+  auto all = x.parts[0];
+  for (int p = 1; p < Lanes<A>::kParts; ++p) {
+    all = combine(all, x.parts[p]);
+  }
+  all = combined<count / 2>(all, combine, std::make_index_sequence<count>());
+  A lanes[count];
+  store_vector(lanes, all);
+  return lanes[0];
+}
+
+template <class A>
+GRADSCALE_HOST_DEVICE A total(Lanes<A> x) {
+  return combined(x, [](auto a, auto b) { return a + b; });
+}
+
+template <class A>
+GRADSCALE_HOST_DEVICE A largest(Lanes<A> x) {
+  return combined(x, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+// exp(x) for x <= 0: 2^t with t = x log2(e) is 2^n 2^f, n a whole number and f a fraction, and 2^f is a polynomial that
+// is 1 at 0. An error of 8.6e-8 from the polynomial, and of |x| 6e-8 from the rounding of t: small where exp(x) is not.
+// Results below the smallest normal number, also of -inf, are 0; NaN stays NaN.
+GRADSCALE_HOST_DEVICE Vectors<float>::V exp_part(Vectors<float>::V x) {
+  using V = Vectors<float>::V;
+  const V t = x * 1.44269504f;
+#if GRADSCALE_X86_BYTES == 64 // n rounds t down, as an instruction does that multiplies by 2^n
+  const V f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF);
+  V p = f * 0x1.e9750ap-10f + 0x1.277858p-7f;
+  p = p * f + 0x1.c91ceep-5f;
+  p = p * f + 0x1.ebdb58p-3f;
+  p = p * f + 0x1.62e4bap-1f;
+  p = p * f + 1.0f;
+  return _mm512_scalef_ps(p, t);
+#else // n rounds t up, as conversions to integers do
+  using Integers = Vectors<float>::Integers;
+  const auto n = converted<Integers>(t);
+  const V f = t - converted<V>(n);
+  V p = f * 0x1.ef66d4p-11f + 0x1.2da7d6p-7f;
+  p = p * f + 0x1.c4fef8p-5f;
+  p = p * f + 0x1.ebe392p-3f;
+  p = p * f + 0x1.62e3bcp-1f;
+  p = p * f + 1.0f;
+  const V scaled = reinterpreted<V>(reinterpreted<Integers>(p) + (n << 23));
+  return t < -126.0f ? V{} : scaled;
+#endif
+}
+
+GRADSCALE_HOST_DEVICE Lanes<float> exp_nonpositive(Lanes<float> x) {
+  return Lanes<float>::each([&](size_t p) { return exp_part(x.parts[p]); });
+}
+
+GRADSCALE_HOST_DEVICE Lanes<double> exp_nonpositive(Lanes<double> x) {
+  double numbers[kLanes];
+  store_lanes(numbers, x);
+#pragma omp simd
+  for (double& number : numbers) {
+    number = gradscale::exp_nonpositive(number);
+  }
+  return load_lanes(numbers);
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale
+#undef GRADSCALE_X86_BYTES

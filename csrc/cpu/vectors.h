@@ -1,0 +1,82 @@
+// Vectors of the instruction set, with the operators of C++. Included once for each instruction set.
+#include "../formulas/port.h"
+
+#include <utility>
+
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+// A vector of A, and vectors of integers of the same size. Comparisons give Integers, 0 or -1.
+#if defined(__GNUC__)
+template <class A>
+struct Vectors {
+  static constexpr int kBytes = GRADSCALE_VECTOR_BYTES;
+  static constexpr int kCount = kBytes / static_cast<int>(sizeof(A));
+  using Integer = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
+  typedef A V __attribute__((vector_size(kBytes)));
+  typedef Integer Integers __attribute__((vector_size(kBytes)));
+  typedef uint8_t Bytes __attribute__((vector_size(kCount)));
+  typedef A InMemory __attribute__((vector_size(kBytes), aligned(sizeof(A)), may_alias));
+};
+
+template <class To, class From>
+GRADSCALE_HOST_DEVICE To converted(From x) {
+  return __builtin_convertvector(x, To);
+}
+#else // vectors of one element
+template <class A>
+struct Vectors {
+  static constexpr int kBytes = sizeof(A);
+  static constexpr int kCount = 1;
+  using V = A;
+  using Integers = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
+  using Bytes = uint8_t;
+  using InMemory = A;
+};
+
+template <class To, class From>
+GRADSCALE_HOST_DEVICE To converted(From x) {
+  return static_cast<To>(x);
+}
+#endif
+
+// The bits of a vector, as another one.
+template <class To, class From>
+GRADSCALE_HOST_DEVICE To reinterpreted(From x) {
+#if defined(__GNUC__)
+  return (To)x;
+#else
+  return bit_cast<To>(x);
+#endif
+}
+
+template <class A>
+GRADSCALE_HOST_DEVICE typename Vectors<A>::V load_vector(const A* from) {
+  return *reinterpret_cast<const typename Vectors<A>::InMemory*>(from);
+}
+
+template <class A>
+GRADSCALE_HOST_DEVICE void store_vector(A* to, typename Vectors<A>::V x) {
+  *reinterpret_cast<typename Vectors<A>::InMemory*>(to) = x;
+}
+
+#if defined(__GNUC__)
+
+// Lane i of the result is lane index[i] of x followed by y.
+template <class V, size_t... index>
+GRADSCALE_HOST_DEVICE V shuffled(V x, V y, std::index_sequence<index...> /*indices*/) {
+#if defined(__clang__)
+  return __builtin_shufflevector(x, y, static_cast<int>(index)...);
+#else
+  using Integer = std::conditional_t<sizeof(x[0]) == 8, int64_t, int32_t>;
+  typedef Integer Indices __attribute__((vector_size(sizeof(V))));
+  return __builtin_shuffle(x, y, Indices{static_cast<Integer>(index)...});
+#endif
+}
+
+#endif
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale
