@@ -269,6 +269,43 @@ class MeanSquaredError(Head):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Huber(Head):
+    """Huber loss of `[B]` or `[B, D]` predictions x with targets t of the same shape.
+
+    With ``d = x - transform(t)``: ``l = mean over D of d^2 / 2`` where ``|d| <= delta``, elsewhere of
+    ``delta (|d| - delta / 2)``, as `torch.nn.functional.huber_loss` (Huber 1964; DQN, Mnih et al. 2015).
+
+    Args:
+        delta: the |d| from which on the loss is linear; finite, above 0.
+        transform: applied to the target: "identity", "signed_hyperbolic" (eps 1e-3) or "symlog".
+
+    >>> import gradscale_ext as gs, torch
+    >>> prediction, target = torch.tensor([[3.0, 1.5]], requires_grad=True), torch.tensor([[0.0, 1.0]])
+    >>> loss = gs.multi_step_loss({"q": gs.Huber()}, {"q": [prediction]}, {"q": [target]}).loss
+    >>> loss.backward()
+    >>> loss.item(), prediction.grad  # (3 - 1/2 + 0.5^2 / 2) / 2, and clamp(d, -1, 1) / 2
+    (1.3125, tensor([[0.5000, 0.2500]]))
+    """
+
+    delta: float = 1.0
+    transform: Literal["identity", "signed_hyperbolic", "symlog"] = "identity"
+
+    kind: ClassVar[str] = "huber"
+    forms: ClassVar[tuple[Form, ...]] = (Form((), ()), Form(("D",), ("D",)))
+
+    def __post_init__(self) -> None:
+        """Check the number and the transform."""
+        super().__post_init__()
+        self._check("delta", 0 < self._number("delta") < math.inf, "finite and above 0")
+        self._check("transform", self.transform in TRANSFORMS, "'identity', 'signed_hyperbolic' or 'symlog'")
+
+    def numbers(self) -> dict[str, float]:
+        """The head's numbers by name."""
+        transform = {"transform": TRANSFORMS.index(self.transform), "eps": 1e-3}
+        return {**super().numbers(), **transform, "delta": self.delta}
+
+
+@dataclass(frozen=True, kw_only=True)
 class BinaryCrossEntropy(Head):
     """Cross-entropy of `[B]` logits x with `[B]` probabilities t in 0..1, e.g. of an episode's end.
 

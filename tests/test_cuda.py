@@ -185,6 +185,7 @@ def heads_of(width):
         "bonus": gs.SoftCrossEntropy(label_smoothing=0.2, entropy_weight=0.3, subtract_target_entropy=True),
         "classes": gs.SoftCrossEntropy(),
         "distance": gs.MeanSquaredError(transform="signed_hyperbolic"),
+        "huber": gs.Huber(delta=2.0),
         "cosine": gs.NegativeCosine(),
         "end": gs.BinaryCrossEntropy(),
         "own": gs.PerStepLoss(weight=0.1),

@@ -42,6 +42,7 @@ MORE_HEADS = {
     "bonus": gs.SoftCrossEntropy(label_smoothing=0.2, entropy_weight=0.3, subtract_target_entropy=True, weight=2.0),
     "classes": gs.SoftCrossEntropy(first_step=1),
     "smooth_classes": gs.SoftCrossEntropy(label_smoothing=0.1, entropy_weight=-0.2),
+    "huber": gs.Huber(delta=0.7, transform="symlog"),
     "end": gs.BinaryCrossEntropy(),
     "consistency": gs.NegativeCosine(weight=2.0, first_step=1),
     "own": gs.PerStepLoss(weight=0.1),
@@ -1130,6 +1131,11 @@ def test_errors_of_heads():
         gs.TwoHot(601)
     with pytest.raises(ValueError, match="transform"):
         gs.MeanSquaredError(transform="log")
+    with pytest.raises(ValueError, match="Huber: transform"):
+        gs.Huber(transform="log")
+    for delta in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"Huber: delta must be finite and above 0, but it is {delta}"):
+            gs.Huber(delta=delta)
     with pytest.raises(ValueError, match=r"TwoHot: label_smoothing must be between 0 and 1, but it is 1\.5"):
         gs.TwoHot(SUPPORT, label_smoothing=1.5)
     with pytest.raises(ValueError, match="HLGauss: sigma_ratio must be finite and above 0, but it is 0"):

@@ -24,6 +24,8 @@ GRADSCALE_HOST_DEVICE void rows_of_kind(
     policy();
   } else if constexpr (kind == Kind::mean_squared_error) {
     vector(RowOf<MeanSquaredError<A>>());
+  } else if constexpr (kind == Kind::huber) {
+    vector(RowOf<Huber<A>>());
   } else if constexpr (kind == Kind::negative_cosine) {
     vector(RowOf<NegativeCosine<A>>());
   } else if constexpr (kind == Kind::binary_cross_entropy) {

@@ -19,6 +19,7 @@ enum class Detail : int32_t { none, expected, entropy };
   kind(hl_gauss, expected, {1, 0, false})                            \
   kind(soft_cross_entropy, entropy, {1, 1, false}, {1, 0, true})     \
   kind(mean_squared_error, none, {0, 0, false}, {1, 1, false})       \
+  kind(huber, none, {0, 0, false}, {1, 1, false})                    \
   kind(binary_cross_entropy, none, {0, 0, false})                    \
   kind(negative_cosine, none, {1, 1, false})                         \
   kind(per_step_loss, none, {0, -1, false})
@@ -43,7 +44,8 @@ inline bool has_logits(Kind kind) {
   number(double, label_smoothing)           \
   number(double, entropy_weight)            \
   number(bool, subtract_target_entropy)     \
-  number(double, sigma_ratio)
+  number(double, sigma_ratio)               \
+  number(double, delta)
 // clang-format on
 
 // One head as the user describes it: a dataclass of gradscale_ext/heads.py.

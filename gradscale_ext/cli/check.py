@@ -138,6 +138,7 @@ def _heads(batch: int) -> Iterator[Case]:
         (gs.HLGauss(support), normal(601), normal()),
         (gs.SoftCrossEntropy(), normal(18), policy),
         (gs.MeanSquaredError(), normal(512), normal(512)),
+        (gs.Huber(), normal(512), normal(512)),
         (gs.BinaryCrossEntropy(), normal(), [logits.sigmoid() for logits in normal()]),
         (gs.NegativeCosine(), normal(512), normal(512)),
         (gs.PerStepLoss(), normal(), None),

@@ -15,6 +15,7 @@ from ..heads import (
     BinaryCrossEntropy,
     Head,
     HLGauss,
+    Huber,
     MeanSquaredError,
     NegativeCosine,
     PerStepLoss,
@@ -204,6 +205,12 @@ def _mean_squared_error_loss(head: MeanSquaredError, prediction: torch.Tensor, t
     return squares.mean(-1) if squares.dim() == 2 else squares
 
 
+def _huber_loss(head: Huber, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    target = transform(target, head.transform, 1e-3)
+    losses = torch.nn.functional.huber_loss(prediction, target, reduction="none", delta=float(head.delta))
+    return losses.mean(-1) if losses.dim() == 2 else losses
+
+
 def _binary_cross_entropy_loss(head: BinaryCrossEntropy, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     log_sigmoid = torch.nn.functional.logsigmoid
     return -_product(target, log_sigmoid(logits)) - _product(1 - target, log_sigmoid(-logits))
@@ -222,6 +229,7 @@ _LOSSES: dict[str, Callable[[Any, torch.Tensor, Any], torch.Tensor]] = {
     HLGauss.kind: _hl_gauss_loss,
     SoftCrossEntropy.kind: _soft_cross_entropy_loss,
     MeanSquaredError.kind: _mean_squared_error_loss,
+    Huber.kind: _huber_loss,
     BinaryCrossEntropy.kind: _binary_cross_entropy_loss,
     NegativeCosine.kind: _negative_cosine_loss,
     PerStepLoss.kind: _per_step_loss,

@@ -67,6 +67,13 @@ Head mean_squared_error_head(Transform transform) {
   return head;
 }
 
+Head huber_head(double delta, Transform transform) {
+  Head head = head_of(Kind::huber);
+  head.delta = delta;
+  head.support.transform = transform;
+  return head;
+}
+
 Head negative_cosine_head(double eps) {
   Head head = head_of(Kind::negative_cosine);
   head.support.eps = eps;
@@ -102,6 +109,9 @@ std::vector<HeadCase> head_cases() {
       {"mean_squared_error", mean_squared_error_head(identity)},
       {"mean_squared_error hyperbolic", mean_squared_error_head(hyperbolic)},
       {"mean_squared_error symlog", mean_squared_error_head(symlog)},
+      {"huber", huber_head(1, identity)},
+      {"huber narrow hyperbolic", huber_head(0.1, hyperbolic)},
+      {"huber beyond float", huber_head(1e200, symlog)},
       {"binary_cross_entropy", head_of(Kind::binary_cross_entropy)},
       {"negative_cosine", negative_cosine_head(1e-8)},
       {"negative_cosine large eps", negative_cosine_head(3)},
@@ -357,6 +367,8 @@ Truth truth_of(const HeadCase& of, const Centers& centers, const Row& x, const R
           x, smoothed(target, head.label_smoothing), head.entropy_weight, head.subtract_target_entropy);
     case Kind::mean_squared_error:
       return mean_squared_error(x, target, head.support.transform, eps);
+    case Kind::huber:
+      return huber(x, target, head.support.transform, eps, head.delta);
     case Kind::binary_cross_entropy:
       return binary_cross_entropy(x[0], target[0]);
     case Kind::negative_cosine:

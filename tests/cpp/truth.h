@@ -234,6 +234,21 @@ inline Truth mean_squared_error(const Row& x, const Row& target, Transform trans
   return truth;
 }
 
+inline Truth huber(const Row& x, const Row& target, Transform transform, double eps, double delta) {
+  Truth truth;
+  const double width = static_cast<double>(x.size());
+  for (size_t j = 0; j < x.size(); ++j) {
+    const double y = textbook_transform(transform, target[j], eps);
+    const double difference = x[j] - y, distance = std::fabs(difference);
+    const double slope = distance <= delta ? difference : delta * difference / distance;
+    truth.loss += (distance <= delta ? difference * difference / 2 : delta * (distance - delta / 2)) / width;
+    truth.loss_scale += std::min(distance, delta) * (std::fabs(x[j]) + std::fabs(y) + delta) / width;
+    truth.gradient.push_back((std::isinf(distance) ? std::copysign(delta, difference) : slope) / width);
+    truth.gradient_scale.push_back((std::fabs(x[j]) + std::fabs(y)) / width);
+  }
+  return truth;
+}
+
 inline double softplus(double x) {
   return x > 700 ? x : std::log1p(std::exp(x));
 }

@@ -281,6 +281,17 @@ def mean_squared_error_loss(head: Any, x: Array, target: Array) -> Rows:
     )
 
 
+def huber_loss(head: Any, x: Array, target: Array) -> Rows:
+    t = transformed(target, head.transform, 1e-3)
+    x, t = (a[:, None] if a.ndim == 1 else a for a in (x, t))
+    difference, size, count = x - t, np.abs(x) + np.abs(t), x.shape[-1]
+    distance, slope = np.abs(difference), np.clip(difference, -head.delta, head.delta)
+    loss = np.where(distance <= head.delta, difference**2 / 2, head.delta * (distance - head.delta / 2))
+    # A rounded difference moves the gradient by as much, and by nothing in the linear part.
+    entering = np.where(distance > head.delta * (1 + 1e-3) + 1e-2 * size, head.delta, size + np.abs(slope))
+    return loss.mean(-1), (4 * loss + 2 * np.abs(slope) * size).mean(-1), slope / count, entering / count
+
+
 def binary_cross_entropy_loss(head: Any, x: Array, t: Array) -> Rows:
     def softplus(x: Array) -> Array:
         return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
@@ -320,6 +331,7 @@ LOSSES: dict[str, Any] = {
     "HLGauss": hl_gauss_loss,
     "SoftCrossEntropy": soft_cross_entropy_loss,
     "MeanSquaredError": mean_squared_error_loss,
+    "Huber": huber_loss,
     "BinaryCrossEntropy": binary_cross_entropy_loss,
     "NegativeCosine": negative_cosine_loss,
     "PerStepLoss": per_step_loss,

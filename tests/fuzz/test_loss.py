@@ -157,6 +157,13 @@ def _kinds() -> st.SearchStrategy[dict[str, Any]]:
             transform=("identity", "signed_hyperbolic", "symlog"),
             width=(0, 1, *widths),
         ),
+        product(
+            without(gs.Huber),
+            **weights,
+            delta=(1.0, 0.1, 30.0),
+            transform=("identity", "signed_hyperbolic", "symlog"),
+            width=(0, 1, *widths),
+        ),
         product(without(gs.BinaryCrossEntropy), **weights),
         product(without(gs.NegativeCosine), **weights, eps=(1e-8, 0.5), width=(1, *widths)),
         product(without(gs.PerStepLoss), **weights),
