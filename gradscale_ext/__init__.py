@@ -21,12 +21,14 @@ from .flow import (
 )
 from .heads import (
     BinaryCrossEntropy,
+    CategoricalKL,
     Head,
     HLGauss,
     Huber,
     MeanSquaredError,
     NegativeCosine,
     PerStepLoss,
+    QuantileHuber,
     SoftCrossEntropy,
     TwoHot,
 )
@@ -42,6 +44,7 @@ from .unroll import unroll
 
 __all__ = [
     "BinaryCrossEntropy",
+    "CategoricalKL",
     "ClipGradientNorm",
     "ClipGradientValue",
     "Finding",
@@ -60,6 +63,7 @@ __all__ = [
     "NegativeCosine",
     "NormalizeGradient",
     "PerStepLoss",
+    "QuantileHuber",
     "ReverseGradient",
     "ScaleGradient",
     "SoftCrossEntropy",

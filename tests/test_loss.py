@@ -44,6 +44,10 @@ MORE_HEADS = {
     "smooth_classes": gs.SoftCrossEntropy(label_smoothing=0.1, entropy_weight=-0.2),
     "huber": gs.Huber(delta=0.7, transform="symlog"),
     "end": gs.BinaryCrossEntropy(),
+    "quantiles": gs.QuantileHuber(kappa=0.5, weight=0.5),
+    "mean_quantiles": gs.QuantileHuber(kappa=0.0, sum_over_quantiles=False, first_step=1),
+    "prior": gs.CategoricalKL(free_nats=0.5),
+    "posterior": gs.CategoricalKL(unimix=0.0, prediction="p"),
     "consistency": gs.NegativeCosine(weight=2.0, first_step=1),
     "own": gs.PerStepLoss(weight=0.1),
 }
@@ -51,12 +55,14 @@ ALL_HEADS = {**HEADS, **MORE_HEADS}
 ACTIONS, FEATURES = 4, 3
 
 
-def width_of(name, head):
-    """Size of a prediction after the batch dimensions; None if there is none."""
+SIZES = {"A": ACTIONS, "D": FEATURES, "N": 5, "M": 3, "G": 2, "C": 4}
+
+
+def sizes_of(name, head):
+    """Sizes of a prediction after the batch dimensions."""
     if hasattr(head, "support"):
-        return head.support.num_bins
-    letters = head.forms[0 if name == "distance" else -1].prediction
-    return {"A": ACTIONS, "D": FEATURES}[letters[0]] if letters else None
+        return (head.support.num_bins,)
+    return tuple(SIZES[letter] for letter in head.forms[0 if name == "distance" else -1].prediction)
 
 
 def target_of(name, head, shape, generator):
@@ -67,6 +73,8 @@ def target_of(name, head, shape, generator):
         return torch.randint(ACTIONS, (batch,), generator=generator)
     if isinstance(head, gs.SoftCrossEntropy | gs.BinaryCrossEntropy):
         return torch.rand(shape, generator=generator, dtype=torch.float64)
+    if isinstance(head, gs.QuantileHuber):
+        shape = (batch, SIZES["M"])
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
@@ -76,8 +84,7 @@ def arguments(batch=3, steps=4, dtype=torch.float64, seed=0, heads=HEADS, requir
     target_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     predictions, targets = {}, {}
     for name, head in heads.items():
-        width = width_of(name, head)
-        shape = (batch,) if width is None else (batch, width)
+        shape = (batch, *sizes_of(name, head))
         count = steps - head.first_step
         predictions[name] = [
             torch.randn(shape, generator=generator, dtype=torch.float64).mul(2).to(dtype).requires_grad_(requires_grad)
@@ -1136,6 +1143,16 @@ def test_errors_of_heads():
     for delta in (0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=f"Huber: delta must be finite and above 0, but it is {delta}"):
             gs.Huber(delta=delta)
+    with pytest.raises(ValueError, match=r"QuantileHuber: kappa must be finite and at least 0, but it is -0\.1"):
+        gs.QuantileHuber(kappa=-0.1)
+    with pytest.raises(ValueError, match="QuantileHuber: sum_over_quantiles must be True or False, but it is 'mean'"):
+        gs.QuantileHuber(sum_over_quantiles="mean")
+    with pytest.raises(ValueError, match=r"CategoricalKL: unimix must be between 0 and 1, but it is 1\.5"):
+        gs.CategoricalKL(unimix=1.5)
+    with pytest.raises(ValueError, match="CategoricalKL: free_nats must be finite and at least 0, but it is -1"):
+        gs.CategoricalKL(free_nats=-1)
+    with pytest.raises(ValueError, match="CategoricalKL: prediction must be 'q' or 'p', but it is 'prior'"):
+        gs.CategoricalKL(prediction="prior")
     with pytest.raises(ValueError, match=r"TwoHot: label_smoothing must be between 0 and 1, but it is 1\.5"):
         gs.TwoHot(SUPPORT, label_smoothing=1.5)
     with pytest.raises(ValueError, match="HLGauss: sigma_ratio must be finite and above 0, but it is 0"):
@@ -1479,7 +1496,10 @@ def test_every_kind_of_head_is_known_everywhere():
     in_kernels = gs._native._C.kinds()
     assert set(heads) == set(in_kernels) == set(gs.reference.losses._LOSSES)
     for kind, head in heads.items():
-        forms = [(len(p), -1 if t is None else len(t), classes) for p, t, classes in head.forms]
+        forms = [
+            (len(p), -1 if t is None else len(t), classes, bool(t) and not set(t) & set(p))
+            for p, t, classes in head.forms
+        ]
         assert in_kernels[kind] == (gs.heads.DETAILS.index(head.detail), forms)
     assert {cls.__name__ for cls in heads.values()} <= set(gs.__all__)
     assert {type(head) for head in ALL_HEADS.values()} == set(heads.values())  # heads of the tests above

@@ -10,7 +10,9 @@
 #include "row_groups.h"
 
 #include "categorical_rows.h"
+#include "kl_rows.h"
 #include "policy_rows.h"
+#include "quantile_rows.h"
 #include "regression_rows.h"
 #include "short_rows.h"
 
@@ -31,6 +33,7 @@ void run_short_rows(const Segment& s, const Coefficients& coefficients, int64_t 
         });
       },
       [&] { groups([&](const Group& group) { short_policy_rows<A>(s, group); }); },
+      nothing,
       nothing,
       nothing);
 }
@@ -66,7 +69,12 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
         }
         each([&](int64_t row, double coefficient) { vector_row<RowHead, T, G>(s, row, coefficient, scratch); });
       },
-      scalar);
+      scalar,
+      [&](auto of) {
+        using RowHead = typename decltype(of)::Head;
+        each(
+            [&](int64_t row, double coefficient) { own_row<T, G>(RowHead(*s.head, s), s, row, coefficient, scratch); });
+      });
 }
 
 // True if the rows are short logits, and numerous enough to fill the lanes.
