@@ -358,14 +358,15 @@ class NegativeCosine(Head):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantileHuber(Head):
-    """Quantile regression of `[B, N]` quantiles x with `[B, M]` samples t of the target: QR-DQN, and the critics of TQC.
+    """Quantile regression of `[B, N]` quantiles x with `[B, M]` samples t of the target: the critics of QR-DQN and TQC.
 
     ``l = sum_i mean_j |tau_i - 1[u < 0]| huber(u) / kappa`` with ``u = t_j - x_i``, ``tau_i = (2 i + 1) / (2 N)`` from
-    ``i = 0`` on, and ``huber(u) = u^2 / 2`` where ``|u| <= kappa``, else ``kappa (|u| - kappa / 2)`` (Dabney et al. 2018;
-    TQC, Kuznetsov et al. 2020). No `[B, N, M]` tensor of pairs is made.
+    ``i = 0`` on, and ``huber(u) = u^2 / 2`` where ``|u| <= kappa``, else ``kappa (|u| - kappa / 2)`` (Dabney et al.
+    2018; TQC, Kuznetsov et al. 2020). No `[B, N, M]` tensor of pairs is made.
 
     Args:
-        kappa: the |u| from which on the loss of a pair is linear; finite, at least 0. 0: |u| instead of huber(u) / kappa.
+        kappa: the |u| from which on the loss of a pair is linear; finite, at least 0. For 0, |u| replaces
+            huber(u) / kappa.
         sum_over_quantiles: False: the mean over i instead of the sum.
 
     >>> import gradscale_ext as gs, torch
@@ -395,17 +396,17 @@ class QuantileHuber(Head):
 
 @dataclass(frozen=True, kw_only=True)
 class CategoricalKL(Head):
-    """Kullback-Leibler divergence between `[B, G, C]` logits of G distributions over C classes: Dreamer's latent states.
+    """Kullback-Leibler divergence between `[B, G, C]` logits of G distributions over C classes: Dreamer's latents.
 
-    ``l = max(free_nats, sum_g KL(p_g || q_g))`` with ``p = (1 - unimix) softmax + unimix / C``, and q likewise. The target
-    gets no gradient, and the prediction none where the divergence is below `free_nats`. 0 log 0 is 0. NaN stays NaN
-    (DreamerV2 and V3, Hafner et al. 2021 and 2023).
+    ``l = max(free_nats, sum_g KL(p_g || q_g))`` with ``p = (1 - unimix) softmax + unimix / C``, and q likewise. The
+    target gets no gradient, and the prediction none where the divergence is below `free_nats`. 0 log 0 is 0, and NaN
+    stays NaN (DreamerV2 and V3, Hafner et al. 2021 and 2023).
 
     Args:
         unimix: share of the uniform distribution; 0 to 1. Logits of -inf are classes that the softmax does not have.
         free_nats: finite, at least 0.
-        prediction: "q": the predictions are the logits of q, and the targets those of p: the dynamics loss, which trains
-            the prior. "p": the other way round: the representation loss, which trains the posterior.
+        prediction: "q": the predictions are the logits of q, and the targets those of p: the dynamics loss, which
+            trains the prior. "p": the other way round: the representation loss, which trains the posterior.
 
     >>> import gradscale_ext as gs, torch
     >>> prior, posterior = torch.zeros(1, 1, 2, requires_grad=True), torch.tensor([[[0.0, -torch.inf]]])

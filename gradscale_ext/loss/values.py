@@ -68,9 +68,8 @@ def _check_prediction(entry: _Entry, head: Head) -> None:
     x = entry.values
     # Logits of -inf mean illegal actions.
     has_logits = head.decodes or isinstance(head, SoftCrossEntropy | CategoricalKL)
-    entry.refuse(
-        _no_logits(x) if has_logits else ~x.isfinite(), "is not finite", "look for what made it so, or mask it"
-    )
+    wrong = _no_logits(x) if has_logits else ~x.isfinite()
+    entry.refuse(wrong, "is not finite", "look for what made it so, or mask it")
     if has_logits and x.shape[-1] > 1 and len(x) > 0:
         total = x.sum(-1, dtype=_context.widest(x.device))
         tolerance = 1e-3 if x.dtype in (torch.float32, torch.float64) else 2e-2
