@@ -52,10 +52,10 @@ MORE_HEADS = {
     "own": gs.PerStepLoss(weight=0.1),
 }
 ALL_HEADS = {**HEADS, **MORE_HEADS}
-ACTIONS, FEATURES = 4, 3
 
 
-SIZES = {"A": ACTIONS, "D": FEATURES, "N": 5, "M": 3, "G": 2, "C": 4}
+SIZES = {"A": 4, "D": 3, "N": 5, "M": 3, "G": 2, "C": 4}
+"""Sizes of the letters of `Head.forms`."""
 
 
 def sizes_of(name, head):
@@ -70,7 +70,7 @@ def target_of(name, head, shape, generator):
     if hasattr(head, "support"):
         return torch.randn(batch, generator=generator, dtype=torch.float64).mul(9)
     if "classes" in name:
-        return torch.randint(ACTIONS, (batch,), generator=generator)
+        return torch.randint(SIZES["A"], (batch,), generator=generator)
     if isinstance(head, gs.SoftCrossEntropy | gs.BinaryCrossEntropy):
         return torch.rand(shape, generator=generator, dtype=torch.float64)
     if isinstance(head, gs.QuantileHuber):
@@ -226,8 +226,8 @@ def test_matches_the_reference(options, reduction, fused_only):
 @pytest.mark.parametrize("width", [3, 16, 17, 40])
 def test_float32_matches_the_reference_in_float64(options, width, fused_only, monkeypatch):
     """Rows of float32 use separate kernels."""
-    monkeypatch.setitem(globals(), "ACTIONS", width)
-    monkeypatch.setitem(globals(), "FEATURES", width)
+    for letter in "ADNC":
+        monkeypatch.setitem(SIZES, letter, width)
     ours, targets = arguments(heads=ALL_HEADS, dtype=torch.float32)
     exact = {name: [p.detach().double().requires_grad_() for p in entries] for name, entries in ours.items()}
     exact_targets = {n: [t.double() if t.is_floating_point() else t for t in e] for n, e in targets.items()}
