@@ -180,6 +180,51 @@ def test_oracle_of_whole_updates(case, dtype, tolerance, implementation):
         assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+def oracle_of_huber(head, x, t):
+    return torch.nn.functional.huber_loss(x, t, reduction="none", delta=head.delta).mean(-1)
+
+
+def oracle_of_quantiles(head, x, t):
+    """As Stable-Baselines3-contrib writes it."""
+    fractions = ((torch.arange(x.shape[1], dtype=x.dtype) + 0.5) / x.shape[1]).view(1, -1, 1)
+    pairs = t[:, None, :] - x[:, :, None]
+    size = pairs.abs()
+    huber = torch.where(size > head.kappa, size - 0.5 * head.kappa, pairs**2 * 0.5 / head.kappa)
+    losses = torch.abs(fractions - (pairs.detach() < 0).to(x.dtype)) * huber
+    return losses.mean(-1).sum(-1) if head.sum_over_quantiles else losses.mean((-2, -1))
+
+
+def oracle_of_divergence(head, x, t):
+    def distribution(logits):
+        probs = (1 - head.unimix) * logits.softmax(-1) + head.unimix / logits.shape[-1]
+        return torch.distributions.Independent(torch.distributions.OneHotCategorical(probs=probs), 1)
+
+    pair = (x, t) if head.prediction == "p" else (t, x)
+    return torch.distributions.kl_divergence(*map(distribution, pair)).clamp(min=head.free_nats)
+
+
+@pytest.mark.parametrize("function", [gs.multi_step_loss, gs.reference.multi_step_loss])
+@pytest.mark.parametrize(
+    ("head", "oracle", "shape", "target_shape"),
+    [
+        (gs.Huber(delta=0.7), oracle_of_huber, (6,), (6,)),
+        (gs.QuantileHuber(), oracle_of_quantiles, (25,), (46,)),
+        (gs.QuantileHuber(kappa=0.3, sum_over_quantiles=False), oracle_of_quantiles, (8,), (5,)),
+        (gs.CategoricalKL(), oracle_of_divergence, (4, 8), (4, 8)),
+        (gs.CategoricalKL(prediction="p", unimix=0.2, free_nats=1.5), oracle_of_divergence, (3, 5), (3, 5)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, gs.heads.Head) else "",
+)
+def test_heads_against_formulas_from_elsewhere(head, oracle, shape, target_shape, function):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, *shape, generator=generator, dtype=torch.float64).mul(2).requires_grad_()
+    t = torch.randn(16, *target_shape, generator=generator, dtype=torch.float64) * 2
+    out, expected = function({"head": head}, {"head": [x]}, {"head": [t]}), oracle(head, x, t)
+    torch.testing.assert_close(out.per_step["head"][:, 0], expected.detach(), rtol=1e-12, atol=1e-12)
+    for a, b in zip(torch.autograd.grad(out.loss, x), torch.autograd.grad(expected.mean(), x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
 # ---- Fused against reference ----------------------------------------------------------------------------------------
 
 SEEDED = torch.Generator().manual_seed(1)
