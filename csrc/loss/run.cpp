@@ -24,14 +24,13 @@ struct Chunk {
 
 // The cost of a row, in elements of a long one.
 int64_t cost_of(const Segment& segment) {
-  switch (segment.head->kind) {
-    case Kind::quantile_huber:
-      return segment.width * segment.target_width / 8 + 128; // a pair takes about an eighth of an exponential
-    case Kind::categorical_kl:
-      return 3 * segment.width + 128; // two exponentials and a logarithm
-    default:
-      return cost_of_row(segment.width);
+  if (segment.head->kind == Kind::quantile_huber) {
+    return segment.width * segment.target_width / 8 + 128; // a pair takes about an eighth of an exponential
   }
+  if (segment.head->kind == Kind::categorical_kl) {
+    return 3 * segment.width + 128; // two exponentials and a logarithm
+  }
+  return cost_of_row(segment.width);
 }
 
 // Cuts rows into chunks of about as many elements, and of whole groups of rows.
