@@ -2,7 +2,8 @@
 
     python bench/heads.py --json bench/results/heads.json
 
-One prediction of B 1024; 601 bins, 18 and 362 actions, 512 features. Bytes that must move: predictions and targets read
+One prediction of B 1024; 601 bins, 18 and 362 actions, 512 features. Quantiles: 32 x 200 x 200 (QR-DQN), 512 x 25 x 46
+(TQC). Latents: 32 distributions over 32 classes (DreamerV3). Bytes that must move: predictions and targets read
 once, gradients written once. The plain cross-entropy is also compared with Liger-Kernel's function where that runs (it
 needs a GPU).
 
@@ -72,6 +73,25 @@ def cases() -> dict[str, Case]:
         "SoftCrossEntropy, entropy": (gs.SoftCrossEntropy(entropy_weight=0.01), many, visits[362], with_entropy),
         "SoftCrossEntropy, classes": (gs.SoftCrossEntropy(), many, classes, F.cross_entropy),
         "MeanSquaredError": (gs.MeanSquaredError(), vector, normal(BATCH, 512), F.mse_loss),
+        "Huber": (gs.Huber(), vector, normal(BATCH, 512), F.huber_loss),
+        "QuantileHuber, QR-DQN": (
+            gs.QuantileHuber(),
+            normal(32, 200),
+            normal(32, 200),
+            lambda x, t: usual.quantile_huber(x, t).mean(),
+        ),
+        "QuantileHuber, TQC": (
+            gs.QuantileHuber(sum_over_quantiles=False),
+            normal(512, 25),
+            normal(512, 46),
+            lambda x, t: usual.quantile_huber(x, t).mean() / 25,
+        ),
+        "CategoricalKL, Dreamer": (
+            gs.CategoricalKL(free_nats=1.0),
+            normal(1024, 32, 32),
+            normal(1024, 32, 32),
+            lambda x, t: usual.categorical_kl(t, x).clamp(min=1.0).mean(),
+        ),
         "BinaryCrossEntropy": (
             gs.BinaryCrossEntropy(),
             normal(BATCH),

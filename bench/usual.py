@@ -77,3 +77,23 @@ def hl_gauss(y: torch.Tensor, num_bins: int, limit: float, sigma_ratio: float = 
 def cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Half logits are converted to float32, as under autocast."""
     return -(torch.log_softmax(logits.float(), dim=-1) * target).sum(-1)
+
+
+def quantile_huber(quantiles: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+    """`[B]` losses of QR-DQN, as Stable-Baselines3-contrib writes them, with a tensor of all pairs."""
+    count = quantiles.shape[-1]
+    fractions = (torch.arange(count, device=quantiles.device, dtype=quantiles.dtype) + 0.5) / count
+    pairs = samples.unsqueeze(-2) - quantiles.unsqueeze(-1)
+    size = pairs.abs()
+    huber = torch.where(size > 1, size - 0.5, pairs**2 * 0.5)
+    return (torch.abs(fractions[None, :, None] - (pairs.detach() < 0).float()) * huber).mean(-1).sum(-1)
+
+
+def categorical_kl(of_p: torch.Tensor, of_q: torch.Tensor, unimix: float = 0.01) -> torch.Tensor:
+    """`[B]` divergences of logits `[B, G, C]`, as Dreamer's implementations write them."""
+
+    def distribution(logits: torch.Tensor) -> torch.distributions.OneHotCategorical:
+        probabilities = torch.softmax(logits, -1) * (1 - unimix) + unimix / logits.shape[-1]
+        return torch.distributions.OneHotCategorical(logits=torch.log(probabilities), validate_args=False)
+
+    return torch.distributions.kl_divergence(distribution(of_p), distribution(of_q)).sum(-1)

@@ -183,12 +183,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](const std::vector<std::string>& names, const std::vector<double>& numbers) {
         return std::make_shared<gradscale::OwnedSupport>(names, numbers);
       }));
-  m.def("kinds", [] { // by name: its Detail, and (prediction_dims, target_dims, classes) of its forms
+  m.def("kinds", [] { // by name: its Detail, and (prediction_dims, target_dims, classes, own_sizes) of its forms
     py::dict kinds;
     for (const gradscale::KindOfHead& kind : gradscale::kinds()) {
       py::list forms;
       for (const gradscale::Form& form : kind.forms) {
-        forms.append(py::make_tuple(form.prediction_dims, form.target_dims, form.classes));
+        forms.append(py::make_tuple(form.prediction_dims, form.target_dims, form.classes, form.own_sizes));
       }
       kinds[kind.name.c_str()] = py::make_tuple(static_cast<int64_t>(kind.detail), forms);
     }

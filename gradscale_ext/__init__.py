@@ -21,11 +21,14 @@ from .flow import (
 )
 from .heads import (
     BinaryCrossEntropy,
+    CategoricalKL,
     Head,
     HLGauss,
+    Huber,
     MeanSquaredError,
     NegativeCosine,
     PerStepLoss,
+    QuantileHuber,
     SoftCrossEntropy,
     TwoHot,
 )
@@ -41,6 +44,7 @@ from .unroll import unroll
 
 __all__ = [
     "BinaryCrossEntropy",
+    "CategoricalKL",
     "ClipGradientNorm",
     "ClipGradientValue",
     "Finding",
@@ -51,6 +55,7 @@ __all__ = [
     "GradientTracer",
     "HLGauss",
     "Head",
+    "Huber",
     "MeanSquaredError",
     "MuZeroTargets",
     "MultiStepLoss",
@@ -58,6 +63,7 @@ __all__ = [
     "NegativeCosine",
     "NormalizeGradient",
     "PerStepLoss",
+    "QuantileHuber",
     "ReverseGradient",
     "ScaleGradient",
     "SoftCrossEntropy",

@@ -23,7 +23,8 @@ DETAILS = (None, "expected", "entropy")
 
 
 class Form(NamedTuple):
-    """Shapes of one prediction and its target behind the batch; a letter is a size of at least 1, the same in both."""
+    """Shapes of one prediction and its target behind the batch. A letter is a size of at least 1, the same in both: a
+    target has either letters of its prediction, from the first on, or only letters of its own."""
 
     prediction: tuple[str, ...]
     target: tuple[str, ...] | None
@@ -269,6 +270,43 @@ class MeanSquaredError(Head):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Huber(Head):
+    """Huber loss of `[B]` or `[B, D]` predictions x with targets t of the same shape.
+
+    With ``d = x - transform(t)``: ``l = mean over D of d^2 / 2`` where ``|d| <= delta``, elsewhere of
+    ``delta (|d| - delta / 2)``, as `torch.nn.functional.huber_loss` (Huber 1964; DQN, Mnih et al. 2015).
+
+    Args:
+        delta: the |d| from which on the loss is linear; finite, above 0.
+        transform: applied to the target: "identity", "signed_hyperbolic" (eps 1e-3) or "symlog".
+
+    >>> import gradscale_ext as gs, torch
+    >>> prediction, target = torch.tensor([[3.0, 1.5]], requires_grad=True), torch.tensor([[0.0, 1.0]])
+    >>> loss = gs.multi_step_loss({"q": gs.Huber()}, {"q": [prediction]}, {"q": [target]}).loss
+    >>> loss.backward()
+    >>> loss.item(), prediction.grad  # (3 - 1/2 + 0.5^2 / 2) / 2, and clamp(d, -1, 1) / 2
+    (1.3125, tensor([[0.5000, 0.2500]]))
+    """
+
+    delta: float = 1.0
+    transform: Literal["identity", "signed_hyperbolic", "symlog"] = "identity"
+
+    kind: ClassVar[str] = "huber"
+    forms: ClassVar[tuple[Form, ...]] = (Form((), ()), Form(("D",), ("D",)))
+
+    def __post_init__(self) -> None:
+        """Check the number and the transform."""
+        super().__post_init__()
+        self._check("delta", 0 < self._number("delta") < math.inf, "finite and above 0")
+        self._check("transform", self.transform in TRANSFORMS, "'identity', 'signed_hyperbolic' or 'symlog'")
+
+    def numbers(self) -> dict[str, float]:
+        """The head's numbers by name."""
+        transform = {"transform": TRANSFORMS.index(self.transform), "eps": 1e-3}
+        return {**super().numbers(), **transform, "delta": self.delta}
+
+
+@dataclass(frozen=True, kw_only=True)
 class BinaryCrossEntropy(Head):
     """Cross-entropy of `[B]` logits x with `[B]` probabilities t in 0..1, e.g. of an episode's end.
 
@@ -316,6 +354,86 @@ class NegativeCosine(Head):
     def numbers(self) -> dict[str, float]:
         """The head's numbers by name."""
         return {**super().numbers(), "eps": self.eps}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantileHuber(Head):
+    """Quantile regression of `[B, N]` quantiles x with `[B, M]` samples t of the target: the critics of QR-DQN and TQC.
+
+    ``l = sum_i mean_j |tau_i - 1[u < 0]| huber(u) / kappa`` with ``u = t_j - x_i``, ``tau_i = (2 i + 1) / (2 N)`` from
+    ``i = 0`` on, and ``huber(u) = u^2 / 2`` where ``|u| <= kappa``, else ``kappa (|u| - kappa / 2)`` (Dabney et al.
+    2018; TQC, Kuznetsov et al. 2020). No `[B, N, M]` tensor of pairs is made.
+
+    Args:
+        kappa: the |u| from which on the loss of a pair is linear; finite, at least 0. For 0, |u| replaces
+            huber(u) / kappa.
+        sum_over_quantiles: False: the mean over i instead of the sum.
+
+    >>> import gradscale_ext as gs, torch
+    >>> quantiles, samples = torch.tensor([[0.0, 1.0]], requires_grad=True), torch.tensor([[3.0]])
+    >>> loss = gs.multi_step_loss({"q": gs.QuantileHuber()}, {"q": [quantiles]}, {"q": [samples]}).loss
+    >>> loss.backward()
+    >>> loss.item(), quantiles.grad  # 1/4 (3 - 1/2) + 3/4 (2 - 1/2), and minus tau
+    (1.75, tensor([[-0.2500, -0.7500]]))
+    """
+
+    kappa: float = 1.0
+    sum_over_quantiles: bool = True
+
+    kind: ClassVar[str] = "quantile_huber"
+    forms: ClassVar[tuple[Form, ...]] = (Form(("N",), ("M",)),)
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        super().__post_init__()
+        self._check("kappa", 0 <= self._number("kappa") < math.inf, "finite and at least 0")
+        self._check("sum_over_quantiles", isinstance(self.sum_over_quantiles, bool), "True or False")
+
+    def numbers(self) -> dict[str, float]:
+        """The head's numbers by name."""
+        return {**super().numbers(), "kappa": self.kappa, "sum_over_quantiles": self.sum_over_quantiles}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CategoricalKL(Head):
+    """Kullback-Leibler divergence between `[B, G, C]` logits of G distributions over C classes: Dreamer's latents.
+
+    ``l = max(free_nats, sum_g KL(p_g || q_g))`` with ``p = (1 - unimix) softmax + unimix / C``, and q likewise. The
+    target gets no gradient, and the prediction none where the divergence is below `free_nats`. 0 log 0 is 0, and NaN
+    stays NaN (DreamerV2 and V3, Hafner et al. 2021 and 2023).
+
+    Args:
+        unimix: share of the uniform distribution; 0 to 1. Logits of -inf are classes that the softmax does not have.
+        free_nats: finite, at least 0.
+        prediction: "q": the predictions are the logits of q, and the targets those of p: the dynamics loss, which
+            trains the prior. "p": the other way round: the representation loss, which trains the posterior.
+
+    >>> import gradscale_ext as gs, torch
+    >>> prior, posterior = torch.zeros(1, 1, 2, requires_grad=True), torch.tensor([[[0.0, -torch.inf]]])
+    >>> loss = gs.multi_step_loss({"kl": gs.CategoricalKL(unimix=0)}, {"kl": [prior]}, {"kl": [posterior]}).loss
+    >>> loss.backward()
+    >>> round(loss.item(), 4), prior.grad  # log 2, and q - p
+    (0.6931, tensor([[[-0.5000,  0.5000]]]))
+    """
+
+    unimix: float = 0.01
+    free_nats: float = 0.0
+    prediction: Literal["q", "p"] = "q"
+
+    kind: ClassVar[str] = "categorical_kl"
+    forms: ClassVar[tuple[Form, ...]] = (Form(("G", "C"), ("G", "C")),)
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        super().__post_init__()
+        self._check("unimix", 0 <= self._number("unimix") <= 1, "between 0 and 1")
+        self._check("free_nats", 0 <= self._number("free_nats") < math.inf, "finite and at least 0")
+        self._check("prediction", self.prediction in ("q", "p"), "'q' or 'p'")
+
+    def numbers(self) -> dict[str, float]:
+        """The head's numbers by name."""
+        numbers = {"unimix": self.unimix, "free_nats": self.free_nats, "predicts_p": self.prediction == "p"}
+        return {**super().numbers(), **numbers}
 
 
 @dataclass(frozen=True, kw_only=True)

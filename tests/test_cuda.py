@@ -185,6 +185,10 @@ def heads_of(width):
         "bonus": gs.SoftCrossEntropy(label_smoothing=0.2, entropy_weight=0.3, subtract_target_entropy=True),
         "classes": gs.SoftCrossEntropy(),
         "distance": gs.MeanSquaredError(transform="signed_hyperbolic"),
+        "huber": gs.Huber(delta=2.0),
+        "quantiles": gs.QuantileHuber(kappa=0.5),
+        "prior": gs.CategoricalKL(free_nats=1.0),
+        "posterior": gs.CategoricalKL(unimix=0.0, prediction="p"),
         "cosine": gs.NegativeCosine(),
         "end": gs.BinaryCrossEntropy(),
         "own": gs.PerStepLoss(weight=0.1),
@@ -202,6 +206,8 @@ def inputs_of(heads, width, batch, steps=1, seed=0):
     for name, head in heads.items():
         vector = bool(head.forms[-1].prediction)
         shape = (head.support.num_bins,) if hasattr(head, "support") else (width,) if vector else ()
+        if isinstance(head, gs.CategoricalKL):
+            shape = (3, width)
         predictions[name] = [(normal(*shape) * 3).requires_grad_() for _ in range(steps)]
         if name == "own":
             continue
@@ -213,6 +219,8 @@ def inputs_of(heads, width, batch, steps=1, seed=0):
             make = lambda: normal(width).softmax(-1)
         elif name == "end":
             make = lambda: normal().sigmoid()
+        elif name == "quantiles":
+            make = lambda: normal(width + 33)
         else:
             make = lambda shape=shape: normal(*shape)
         targets[name] = [make() for _ in range(steps)]

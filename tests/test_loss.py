@@ -42,20 +42,27 @@ MORE_HEADS = {
     "bonus": gs.SoftCrossEntropy(label_smoothing=0.2, entropy_weight=0.3, subtract_target_entropy=True, weight=2.0),
     "classes": gs.SoftCrossEntropy(first_step=1),
     "smooth_classes": gs.SoftCrossEntropy(label_smoothing=0.1, entropy_weight=-0.2),
+    "huber": gs.Huber(delta=0.7, transform="symlog"),
     "end": gs.BinaryCrossEntropy(),
+    "quantiles": gs.QuantileHuber(kappa=0.5, weight=0.5),
+    "mean_quantiles": gs.QuantileHuber(kappa=0.0, sum_over_quantiles=False, first_step=1),
+    "prior": gs.CategoricalKL(free_nats=0.5),
+    "posterior": gs.CategoricalKL(unimix=0.0, prediction="p"),
     "consistency": gs.NegativeCosine(weight=2.0, first_step=1),
     "own": gs.PerStepLoss(weight=0.1),
 }
 ALL_HEADS = {**HEADS, **MORE_HEADS}
-ACTIONS, FEATURES = 4, 3
 
 
-def width_of(name, head):
-    """Size of a prediction after the batch dimensions; None if there is none."""
+SIZES = {"A": 4, "D": 3, "N": 5, "M": 3, "G": 2, "C": 4}
+"""Sizes of the letters of `Head.forms`."""
+
+
+def sizes_of(name, head):
+    """Sizes of a prediction after the batch dimensions."""
     if hasattr(head, "support"):
-        return head.support.num_bins
-    letters = head.forms[0 if name == "distance" else -1].prediction
-    return {"A": ACTIONS, "D": FEATURES}[letters[0]] if letters else None
+        return (head.support.num_bins,)
+    return tuple(SIZES[letter] for letter in head.forms[0 if name == "distance" else -1].prediction)
 
 
 def target_of(name, head, shape, generator):
@@ -63,9 +70,11 @@ def target_of(name, head, shape, generator):
     if hasattr(head, "support"):
         return torch.randn(batch, generator=generator, dtype=torch.float64).mul(9)
     if "classes" in name:
-        return torch.randint(ACTIONS, (batch,), generator=generator)
+        return torch.randint(SIZES["A"], (batch,), generator=generator)
     if isinstance(head, gs.SoftCrossEntropy | gs.BinaryCrossEntropy):
         return torch.rand(shape, generator=generator, dtype=torch.float64)
+    if isinstance(head, gs.QuantileHuber):
+        shape = (batch, SIZES["M"])
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
@@ -75,8 +84,7 @@ def arguments(batch=3, steps=4, dtype=torch.float64, seed=0, heads=HEADS, requir
     target_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     predictions, targets = {}, {}
     for name, head in heads.items():
-        width = width_of(name, head)
-        shape = (batch,) if width is None else (batch, width)
+        shape = (batch, *sizes_of(name, head))
         count = steps - head.first_step
         predictions[name] = [
             torch.randn(shape, generator=generator, dtype=torch.float64).mul(2).to(dtype).requires_grad_(requires_grad)
@@ -172,6 +180,51 @@ def test_oracle_of_whole_updates(case, dtype, tolerance, implementation):
         assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+def oracle_of_huber(head, x, t):
+    return torch.nn.functional.huber_loss(x, t, reduction="none", delta=head.delta).mean(-1)
+
+
+def oracle_of_quantiles(head, x, t):
+    """As Stable-Baselines3-contrib writes it."""
+    fractions = ((torch.arange(x.shape[1], dtype=x.dtype) + 0.5) / x.shape[1]).view(1, -1, 1)
+    pairs = t[:, None, :] - x[:, :, None]
+    size = pairs.abs()
+    huber = torch.where(size > head.kappa, size - 0.5 * head.kappa, pairs**2 * 0.5 / head.kappa)
+    losses = torch.abs(fractions - (pairs.detach() < 0).to(x.dtype)) * huber
+    return losses.mean(-1).sum(-1) if head.sum_over_quantiles else losses.mean((-2, -1))
+
+
+def oracle_of_divergence(head, x, t):
+    def distribution(logits):
+        probs = (1 - head.unimix) * logits.softmax(-1) + head.unimix / logits.shape[-1]
+        return torch.distributions.Independent(torch.distributions.OneHotCategorical(probs=probs), 1)
+
+    pair = (x, t) if head.prediction == "p" else (t, x)
+    return torch.distributions.kl_divergence(*map(distribution, pair)).clamp(min=head.free_nats)
+
+
+@pytest.mark.parametrize("function", [gs.multi_step_loss, gs.reference.multi_step_loss])
+@pytest.mark.parametrize(
+    ("head", "oracle", "shape", "target_shape"),
+    [
+        (gs.Huber(delta=0.7), oracle_of_huber, (6,), (6,)),
+        (gs.QuantileHuber(), oracle_of_quantiles, (25,), (46,)),
+        (gs.QuantileHuber(kappa=0.3, sum_over_quantiles=False), oracle_of_quantiles, (8,), (5,)),
+        (gs.CategoricalKL(), oracle_of_divergence, (4, 8), (4, 8)),
+        (gs.CategoricalKL(prediction="p", unimix=0.2, free_nats=1.5), oracle_of_divergence, (3, 5), (3, 5)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, gs.heads.Head) else "",
+)
+def test_heads_against_formulas_from_elsewhere(head, oracle, shape, target_shape, function):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, *shape, generator=generator, dtype=torch.float64).mul(2).requires_grad_()
+    t = torch.randn(16, *target_shape, generator=generator, dtype=torch.float64) * 2
+    out, expected = function({"head": head}, {"head": [x]}, {"head": [t]}), oracle(head, x, t)
+    torch.testing.assert_close(out.per_step["head"][:, 0], expected.detach(), rtol=1e-12, atol=1e-12)
+    for a, b in zip(torch.autograd.grad(out.loss, x), torch.autograd.grad(expected.mean(), x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
 # ---- Fused against reference ----------------------------------------------------------------------------------------
 
 SEEDED = torch.Generator().manual_seed(1)
@@ -218,8 +271,8 @@ def test_matches_the_reference(options, reduction, fused_only):
 @pytest.mark.parametrize("width", [3, 16, 17, 40])
 def test_float32_matches_the_reference_in_float64(options, width, fused_only, monkeypatch):
     """Rows of float32 use separate kernels."""
-    monkeypatch.setitem(globals(), "ACTIONS", width)
-    monkeypatch.setitem(globals(), "FEATURES", width)
+    for letter in "ADNC":
+        monkeypatch.setitem(SIZES, letter, width)
     ours, targets = arguments(heads=ALL_HEADS, dtype=torch.float32)
     exact = {name: [p.detach().double().requires_grad_() for p in entries] for name, entries in ours.items()}
     exact_targets = {n: [t.double() if t.is_floating_point() else t for t in e] for n, e in targets.items()}
@@ -1130,6 +1183,21 @@ def test_errors_of_heads():
         gs.TwoHot(601)
     with pytest.raises(ValueError, match="transform"):
         gs.MeanSquaredError(transform="log")
+    with pytest.raises(ValueError, match="Huber: transform"):
+        gs.Huber(transform="log")
+    for delta in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"Huber: delta must be finite and above 0, but it is {delta}"):
+            gs.Huber(delta=delta)
+    with pytest.raises(ValueError, match=r"QuantileHuber: kappa must be finite and at least 0, but it is -0\.1"):
+        gs.QuantileHuber(kappa=-0.1)
+    with pytest.raises(ValueError, match="QuantileHuber: sum_over_quantiles must be True or False, but it is 'mean'"):
+        gs.QuantileHuber(sum_over_quantiles="mean")
+    with pytest.raises(ValueError, match=r"CategoricalKL: unimix must be between 0 and 1, but it is 1\.5"):
+        gs.CategoricalKL(unimix=1.5)
+    with pytest.raises(ValueError, match="CategoricalKL: free_nats must be finite and at least 0, but it is -1"):
+        gs.CategoricalKL(free_nats=-1)
+    with pytest.raises(ValueError, match="CategoricalKL: prediction must be 'q' or 'p', but it is 'prior'"):
+        gs.CategoricalKL(prediction="prior")
     with pytest.raises(ValueError, match=r"TwoHot: label_smoothing must be between 0 and 1, but it is 1\.5"):
         gs.TwoHot(SUPPORT, label_smoothing=1.5)
     with pytest.raises(ValueError, match="HLGauss: sigma_ratio must be finite and above 0, but it is 0"):
@@ -1473,7 +1541,10 @@ def test_every_kind_of_head_is_known_everywhere():
     in_kernels = gs._native._C.kinds()
     assert set(heads) == set(in_kernels) == set(gs.reference.losses._LOSSES)
     for kind, head in heads.items():
-        forms = [(len(p), -1 if t is None else len(t), classes) for p, t, classes in head.forms]
+        forms = [
+            (len(p), -1 if t is None else len(t), classes, bool(t) and not set(t) & set(p))
+            for p, t, classes in head.forms
+        ]
         assert in_kernels[kind] == (gs.heads.DETAILS.index(head.detail), forms)
     assert {cls.__name__ for cls in heads.values()} <= set(gs.__all__)
     assert {type(head) for head in ALL_HEADS.values()} == set(heads.values())  # heads of the tests above

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 import warnings
 
 import pytest
 import torch
-from test_loss import ALL_HEADS, Walking, arguments, leaves, turned, width_of
+from test_loss import ALL_HEADS, Walking, arguments, leaves, sizes_of, turned
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -40,9 +41,9 @@ def predictions_of(x, heads=ALL_HEADS):
     """Predictions as functions of one tensor `[B, WIDTH]`."""
     result = {}
     for number, (name, head) in enumerate(heads.items()):
-        width = width_of(name, head)
+        sizes = sizes_of(name, head)
         entries = [(k + 1) * 0.3 * x + 0.1 * number * x.sin() for k in range(STEPS - head.first_step)]
-        result[name] = [entry[:, 0] if width is None else entry[:, :width] for entry in entries]
+        result[name] = [entry[:, : math.prod(sizes)].reshape(-1, *sizes) for entry in entries]
     return result
 
 

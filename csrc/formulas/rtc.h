@@ -71,11 +71,17 @@ template <>
 struct numeric_limits<float> {
   static constexpr int digits = 24;
   static constexpr int max_exponent = 128;
+  static constexpr float max() {
+    return 3.40282347e38f;
+  }
 };
 template <>
 struct numeric_limits<double> {
   static constexpr int digits = 53;
   static constexpr int max_exponent = 1024;
+  static constexpr double max() {
+    return 1.7976931348623157e308;
+  }
 };
 template <>
 struct numeric_limits<int32_t> {

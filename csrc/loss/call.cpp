@@ -8,6 +8,8 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 
+#include <c10/util/accumulate.h>
+
 #include <utility>
 
 namespace gradscale {
@@ -51,31 +53,46 @@ class Checks {
         (heads_.has_target(h) && steps_of(targets, call_.batch_first) != steps)) {
       return false;
     }
-    const int64_t dims = predictions.dims();
-    int64_t width = heads_[h].has_support() ? heads_[h].support.num_bins : -1;
-    const bool has_form = has_any_form(h, [=](const Form& form) { return form.prediction_dims == dims; });
-    return has_form &&
+    if (predictions.dims() < 0) {
+      return false;
+    }
+    const at::IntArrayRef sizes = predictions.sizes(0);
+    const bool has_form = has_any_form(h, [=](const Form& form) { return has_dims(form.prediction_dims, sizes); });
+    return has_form && has_elements(sizes) && (!heads_[h].has_support() || sizes[0] == heads_[h].support.num_bins) &&
            std::all_of(
                predictions.tensors.begin(),
                predictions.tensors.end(),
                [&](const at::Tensor& tensor) {
-                 return has_element(tensor) && has_shape(tensor, predictions, dims, width);
+                 return has_element(tensor) && has_shape(tensor, predictions, sizes);
                }) &&
-           (dims == 0 || width >= 1) &&
            std::all_of(targets.tensors.begin(), targets.tensors.end(), [&](const at::Tensor& tensor) {
-             return target(h, tensor, dims, width);
+             return target(h, tensor, sizes);
            });
   }
 
-  // A target has the dtype and the dimensions of one of the head's forms.
-  bool target(size_t h, const at::Tensor& tensor, int64_t prediction_dims, int64_t& width) const {
+  static bool has_dims(int64_t dims, at::IntArrayRef sizes) {
+    return dims == static_cast<int64_t>(sizes.size());
+  }
+
+  static bool has_elements(at::IntArrayRef sizes) {
+    return std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size >= 1; });
+  }
+
+  // A target has the dtype and the sizes of one of the head's forms, for a prediction of these sizes.
+  bool target(size_t h, const at::Tensor& tensor, at::IntArrayRef of_prediction) const {
     const Entries& targets = call_.targets[h];
     const bool classes = tensor.scalar_type() == at::kLong;
-    const int64_t dims = tensor.dim() - (targets.stacked ? 2 : 1);
+    const int64_t leading = targets.leading_dims();
+    if (tensor.dim() < leading) {
+      return false;
+    }
+    const at::IntArrayRef sizes = tensor.sizes().slice(leading);
     const bool has_form = has_any_form(h, [=](const Form& form) {
-      return form.classes == classes && form.prediction_dims == prediction_dims && form.target_dims == dims;
+      return form.classes == classes && has_dims(form.prediction_dims, of_prediction) &&
+             has_dims(form.target_dims, sizes) &&
+             (form.own_sizes ? has_elements(sizes) : sizes == of_prediction.slice(0, sizes.size()));
     });
-    return has_form && (classes || has_element(tensor)) && has_shape(tensor, targets, dims, width);
+    return has_form && (classes || has_element(tensor)) && has_shape(tensor, targets, sizes);
   }
 
   template <class Predicate>
@@ -84,15 +101,11 @@ class Checks {
     return std::any_of(forms.begin(), forms.end(), predicate);
   }
 
-  // Behind batch and steps are `dims` dimensions, of `width` (-1: any, but the same for all) elements.
-  bool has_shape(const at::Tensor& tensor, const Entries& entries, int64_t dims, int64_t& width) const {
-    if (tensor.dim() != (entries.stacked ? 2 : 1) + dims) {
-      return false;
-    }
-    if (dims == 1) {
-      width = width < 0 ? tensor.size(-1) : width;
-    }
-    return tensor.size(call_.batch_dim(entries)) == call_.batch && (dims == 0 || tensor.size(-1) == width);
+  // The batch is that of the call, and behind batch and steps are these sizes.
+  bool has_shape(const at::Tensor& tensor, const Entries& entries, at::IntArrayRef sizes) const {
+    const int64_t leading = entries.leading_dims();
+    return tensor.dim() == leading + static_cast<int64_t>(sizes.size()) && tensor.sizes().slice(leading) == sizes &&
+           tensor.size(call_.batch_dim(entries)) == call_.batch;
   }
 
   bool is_of_samples_and_steps(const at::Tensor& tensor) const {
@@ -331,9 +344,12 @@ void Call::add_segments(size_t h) {
     Segment segment{};
     segment.head = &head;
     segment.step = head.first_step + t;
-    segment.width = predicted.dims() == 1 ? predicted.tensors[0].size(-1) : 1;
+    const at::IntArrayRef sizes = predicted.sizes(t);
+    segment.width = c10::multiply_integers(sizes);
+    segment.last_size = sizes.empty() ? 1 : sizes.back();
     segment.prediction = rows_of(predicted, t);
     if (heads->has_target(h)) {
+      segment.target_width = c10::multiply_integers(wanted.sizes(t));
       segment.target = rows_of(wanted, t);
     }
     const at::Tensor& gradient = gradients[h][predicted.stacked ? 0 : t];
@@ -351,8 +367,14 @@ void Call::add_segments(size_t h) {
 // The entries themselves, or a copy of those whose elements are not contiguous.
 const Entries& Call::with_contiguous_elements(const Entries& entries) {
   const auto is_contiguous = [&](const at::Tensor& tensor) {
-    const bool has_elements = tensor.dim() > (entries.stacked ? 2 : 1); // other steps may hold classes
-    return !has_elements || tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
+    int64_t count = 1; // elements of the dimensions that were looked at
+    for (int64_t dim = tensor.dim() - 1; dim >= entries.leading_dims(); --dim) { // other steps may hold classes
+      if (tensor.size(dim) > 1 && tensor.stride(dim) != count) {
+        return false;
+      }
+      count *= tensor.size(dim);
+    }
+    return true;
   };
   if (std::all_of(entries.tensors.begin(), entries.tensors.end(), is_contiguous)) {
     return entries;

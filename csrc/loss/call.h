@@ -87,9 +87,16 @@ struct Entries {
   Tensors tensors; // empty: the head has no target
   bool stacked = false;
 
-  // The number of dimensions after the batch and step dimensions.
+  // The number of batch and step dimensions, and of the dimensions after them.
+  int64_t leading_dims() const {
+    return stacked ? 2 : 1;
+  }
   int64_t dims() const {
-    return tensors[0].dim() - (stacked ? 2 : 1);
+    return tensors[0].dim() - leading_dims();
+  }
+  // The sizes after them at a step, counted from the head's first.
+  at::IntArrayRef sizes(int64_t step) const {
+    return tensors[stacked ? 0 : step].sizes().slice(leading_dims());
   }
 };
 

@@ -13,8 +13,9 @@ namespace gradscale {
 // Dimensions behind the batch that a prediction and its target may have.
 struct Form {
   int64_t prediction_dims;
-  int64_t target_dims; // -1: no target
-  bool classes;        // the target is an int64 index
+  int64_t target_dims;    // -1: no target
+  bool classes;           // the target is an int64 index
+  bool own_sizes = false; // the target's sizes are not those of the prediction
 };
 
 struct KindOfHead {

@@ -1,6 +1,8 @@
 // The row of each kind of head, for CPU and GPU: the one place that distinguishes the kinds.
 #pragma once
 
+#include "categorical_kl.h"
+#include "quantile_huber.h"
 #include "regression_heads.h"
 
 namespace gradscale {
@@ -10,12 +12,12 @@ struct RowOf {
   using Head = RowHead;
 };
 
-// Calls one of four functions: categorical(encode), where encode(scalar) gives the target over the bins; policy();
-// vector(RowOf<head>()), for rows of numbers of any width; or scalar(RowOf<head>()), for rows of one number. A is the
-// type of sums.
-template <Kind kind, class A, class Categorical, class Policy, class Vector, class Scalar>
+// Calls one of these functions: categorical(encode), where encode(scalar) gives the target over the bins; policy();
+// vector(RowOf<head>()), for rows of numbers of any width; scalar(RowOf<head>()), for rows of one number; or own(head's
+// formula), for a head whose rows are like no other's. A is the type of sums.
+template <Kind kind, class A, class Categorical, class Policy, class Vector, class Scalar, class Own>
 GRADSCALE_HOST_DEVICE void rows_of_kind(
-    const Head& head, Categorical categorical, Policy policy, Vector vector, Scalar scalar) {
+    const Head& head, Categorical categorical, Policy policy, Vector vector, Scalar scalar, Own own) {
   if constexpr (kind == Kind::two_hot) {
     categorical([&](double target) { return two_hot(target, head.support); });
   } else if constexpr (kind == Kind::hl_gauss) {
@@ -24,10 +26,16 @@ GRADSCALE_HOST_DEVICE void rows_of_kind(
     policy();
   } else if constexpr (kind == Kind::mean_squared_error) {
     vector(RowOf<MeanSquaredError<A>>());
+  } else if constexpr (kind == Kind::huber) {
+    vector(RowOf<Huber<A>>());
   } else if constexpr (kind == Kind::negative_cosine) {
     vector(RowOf<NegativeCosine<A>>());
   } else if constexpr (kind == Kind::binary_cross_entropy) {
     scalar(RowOf<BinaryCrossEntropy<A>>());
+  } else if constexpr (kind == Kind::quantile_huber) {
+    own(RowOf<QuantileHuber<A>>());
+  } else if constexpr (kind == Kind::categorical_kl) {
+    own(RowOf<CategoricalKL<A>>());
   } else {
     static_assert(kind == Kind::per_step_loss, "a kind of head has no row here");
     scalar(RowOf<PerStepLoss<A>>());
@@ -35,12 +43,12 @@ GRADSCALE_HOST_DEVICE void rows_of_kind(
 }
 
 // The same where the kind is known when it runs.
-template <class A, class Categorical, class Policy, class Vector, class Scalar>
-void dispatch_kind(const Head& head, Categorical categorical, Policy policy, Vector vector, Scalar scalar) {
+template <class A, class Categorical, class Policy, class Vector, class Scalar, class Own>
+void dispatch_kind(const Head& head, Categorical categorical, Policy policy, Vector vector, Scalar scalar, Own own) {
   switch (head.kind) {
 #define GRADSCALE_CASE(name, ...) \
   case Kind::name:                \
-    return rows_of_kind<Kind::name, A>(head, categorical, policy, vector, scalar);
+    return rows_of_kind<Kind::name, A>(head, categorical, policy, vector, scalar, own);
     GRADSCALE_KINDS(GRADSCALE_CASE)
 #undef GRADSCALE_CASE
   }

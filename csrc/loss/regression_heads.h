@@ -51,6 +51,29 @@ struct MeanSquaredError : MeanOverElements<A> {
   }
 };
 
+// mean_j huber(d), d = x_j - transform(t_j): d^2 / 2 for |d| <= delta, else delta (|d| - delta / 2). With m = min(|d|,
+// delta) both are m (|d| - m / 2). Gradient c clamp(d, -delta, delta) / width.
+template <class A>
+struct Huber : MeanOverElements<A> {
+  static constexpr bool kTransformsTarget = true;
+
+  // Finite in float too: an infinite delta would make the loss of an infinite d NaN.
+  GRADSCALE_HOST_DEVICE A delta() const {
+    constexpr double largest = std::numeric_limits<A>::max();
+    return static_cast<A>(this->head->delta < largest ? this->head->delta : largest);
+  }
+  GRADSCALE_HOST_DEVICE Sums<A> terms(A x, A t) const {
+    const A size = std::abs(x - t), most = delta();
+    const A limited = size < most ? size : most;
+    return {{limited * (size - A(0.5) * limited)}};
+  }
+  GRADSCALE_HOST_DEVICE A gradient(A x, A t) const {
+    const A difference = x - t, most = delta();
+    const A below = most < difference ? most : difference; // NaN stays NaN
+    return below < -most ? -most : below;
+  }
+};
+
 // t softplus(-x) + (1 - t) softplus(x); gradient c (sigmoid(x) - t). Nothing cancels for t in 0..1.
 template <class A>
 struct BinaryCrossEntropy : MeanOverElements<A> {

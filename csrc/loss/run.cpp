@@ -22,13 +22,24 @@ struct Chunk {
   int64_t begin, end;
 };
 
+// The cost of a row, in elements of a long one.
+int64_t cost_of(const Segment& segment) {
+  if (segment.head->kind == Kind::quantile_huber) {
+    return segment.width * segment.target_width / 8 + 128; // a pair takes about an eighth of an exponential
+  }
+  if (segment.head->kind == Kind::categorical_kl) {
+    return 3 * segment.width + 128; // two exponentials and a logarithm
+  }
+  return cost_of_row(segment.width);
+}
+
 // Cuts rows into chunks of about as many elements, and of whole groups of rows.
 std::vector<Chunk> chunks_of(const Pass& pass) {
   constexpr int64_t chunk_elements = 8192;
   std::vector<Chunk> chunks;
   for (int64_t s = 0; s < pass.num_segments; ++s) {
     const Segment& segment = pass.segments[s];
-    const int64_t groups = std::max<int64_t>(1, chunk_elements / (kLanes * cost_of_row(segment.width)));
+    const int64_t groups = std::max<int64_t>(1, chunk_elements / (kLanes * cost_of(segment)));
     const int64_t rows = groups * kLanes;
     for (int64_t begin = 0; begin < pass.batch; begin += rows) {
       chunks.push_back({&segment, begin, std::min(begin + rows, pass.batch)});
@@ -44,8 +55,8 @@ void run_rows(const Pass& pass) {
   int64_t elements = 0;
   int64_t widest = 0;
   for (int64_t s = 0; s < pass.num_segments; ++s) {
-    elements += pass.batch * cost_of_row(pass.segments[s].width);
-    widest = std::max(widest, pass.segments[s].width);
+    elements += pass.batch * cost_of(pass.segments[s]);
+    widest = std::max({widest, pass.segments[s].width, pass.segments[s].target_width});
   }
   const std::vector<Chunk> chunks = chunks_of(pass);
   const RunRows run = for_this_machine(run_rows_kernel);

@@ -2,7 +2,7 @@
 // CONTRIBUTING.md says how to add a head.
 #pragma once
 
-#include "../cpu/scratch.h"
+#include "../cpu/cpu_kernel.h"
 #include "../formulas/slab.h"
 #include "../formulas/support.h"
 
@@ -12,15 +12,19 @@ namespace gradscale {
 enum class Detail : int32_t { none, expected, entropy };
 
 // The kinds of heads, each with its detail and with the forms that its rows may have: dimensions of a prediction and of
-// its target (-1: none) behind the batch, and whether the target is an int64 class.
+// its target (-1: none) behind the batch, whether the target is an int64 class, and (false if it is left out) whether
+// the sizes of the target are its own, and not those of the prediction.
 // clang-format off
 #define GRADSCALE_KINDS(kind)                                        \
   kind(two_hot, expected, {1, 0, false})                             \
   kind(hl_gauss, expected, {1, 0, false})                            \
   kind(soft_cross_entropy, entropy, {1, 1, false}, {1, 0, true})     \
   kind(mean_squared_error, none, {0, 0, false}, {1, 1, false})       \
+  kind(huber, none, {0, 0, false}, {1, 1, false})                    \
   kind(binary_cross_entropy, none, {0, 0, false})                    \
   kind(negative_cosine, none, {1, 1, false})                         \
+  kind(quantile_huber, none, {1, 1, false, true})                    \
+  kind(categorical_kl, none, {2, 2, false})                          \
   kind(per_step_loss, none, {0, -1, false})
 // clang-format on
 
@@ -28,7 +32,7 @@ enum class Detail : int32_t { none, expected, entropy };
 enum class Kind : int32_t { GRADSCALE_KINDS(GRADSCALE_ENUMERATOR) };
 #undef GRADSCALE_ENUMERATOR
 
-// True if predictions are the logits of a distribution.
+// True if a prediction is the logits of one distribution.
 inline bool has_logits(Kind kind) {
   return kind == Kind::two_hot || kind == Kind::hl_gauss || kind == Kind::soft_cross_entropy;
 }
@@ -43,7 +47,13 @@ inline bool has_logits(Kind kind) {
   number(double, label_smoothing)           \
   number(double, entropy_weight)            \
   number(bool, subtract_target_entropy)     \
-  number(double, sigma_ratio)
+  number(double, sigma_ratio)               \
+  number(double, delta)                     \
+  number(double, kappa)                     \
+  number(bool, sum_over_quantiles)          \
+  number(double, unimix)                    \
+  number(double, free_nats)                 \
+  number(bool, predicts_p)
 // clang-format on
 
 // One head as the user describes it: a dataclass of gradscale_ext/heads.py.
@@ -61,9 +71,11 @@ struct Head {
 
 // A head at a step: B rows of predictions with their targets.
 struct Segment {
-  const Head* head; // on the host
-  int64_t step;     // 0 is the root
-  int64_t width;
+  const Head* head;     // on the host
+  int64_t step;         // 0 is the root
+  int64_t width;        // elements of a row of predictions
+  int64_t target_width; // of a row of targets
+  int64_t last_size;    // of a prediction's last dimension: the width, unless a row has more dimensions
   Rows prediction;
   Rows target;   // data is null where the head has none
   Rows gradient; // data is null where no gradient is wanted; of the prediction's type, or of the type of sums

@@ -138,8 +138,11 @@ def _heads(batch: int) -> Iterator[Case]:
         (gs.HLGauss(support), normal(601), normal()),
         (gs.SoftCrossEntropy(), normal(18), policy),
         (gs.MeanSquaredError(), normal(512), normal(512)),
+        (gs.Huber(), normal(512), normal(512)),
         (gs.BinaryCrossEntropy(), normal(), [logits.sigmoid() for logits in normal()]),
         (gs.NegativeCosine(), normal(512), normal(512)),
+        (gs.QuantileHuber(), normal(50), normal(46)),
+        (gs.CategoricalKL(free_nats=1.0), normal(32, 32), normal(32, 32)),
         (gs.PerStepLoss(), normal(), None),
     ]
     for head, predictions, targets in rows:

@@ -89,8 +89,9 @@ def multi_step_loss(
     `B` is the batch and `T = K + 1` the number of predictions (root and K recurrent steps).
 
     Args:
-        heads: mapping of name to head: `TwoHot`, `HLGauss`, `SoftCrossEntropy`, `MeanSquaredError`,
-            `BinaryCrossEntropy`, `NegativeCosine`, `PerStepLoss`. An ensemble is several heads.
+        heads: mapping of name to head: `TwoHot`, `HLGauss`, `SoftCrossEntropy`, `MeanSquaredError`, `Huber`,
+            `QuantileHuber`, `BinaryCrossEntropy`, `NegativeCosine`, `CategoricalKL`, `PerStepLoss`. An ensemble is
+            several heads.
         predictions: mapping (a TensorDict is one, which holds tensors, no lists) of head's name to a list or tuple of
             T tensors `[B, ...]`, as an unroll produces them (they are read where they are, without stacking), or to
             one tensor `[B, T, ...]`. A head with ``first_step=1`` has T - 1 entries. float64, float32, bfloat16 or

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -222,11 +223,12 @@ def _targets(
     return [None] * steps
 
 
-def _shape(head: Head, letters: Sequence[str], batch: int, sizes: Sequence[int] = ()) -> tuple[int | str, ...]:
+def _shape(
+    head: Head, letters: Sequence[str], batch: int, known: Mapping[str, int] = types.MappingProxyType({})
+) -> tuple[int | str, ...]:
     """`[B, ...]` with the sizes of the letters that are known: the bins of a support, the sizes of the prediction."""
-    known = dict(zip(letters, sizes, strict=False))
     if "S" in letters:
-        known["S"] = head.support.num_bins  # type: ignore[attr-defined]
+        known = {**known, "S": head.support.num_bins}  # type: ignore[attr-defined]
     return (batch, *(known.get(letter, letter) for letter in letters))
 
 
@@ -251,7 +253,7 @@ def _check_head(
             prediction.dim() != predictions[0].dim() or prediction.shape[1:] != predictions[0].shape[1:]
         ):
             same = ""
-            if step > head.first_step and any(isinstance(pattern[-1], str) for pattern in patterns):
+            if step > head.first_step and any(isinstance(size, str) for pattern in patterns for size in pattern):
                 same = f" (the same at every step, and step {head.first_step} has {_written(predictions[0].shape)})"
             if all(len(pattern) != prediction.dim() for pattern in patterns):
                 patterns = [("B", *pattern[1:]) for pattern in patterns]  # B may have been read from this tensor
@@ -279,7 +281,12 @@ def _check_target(
         _check_dtype(where, target, " or, for classes, torch.int64" if takes_classes else "")
     _check_device(where, target, device)
     shapes = [
-        _shape(head, form.target or (), prediction.shape[0], prediction.shape[1:])
+        _shape(
+            head,
+            form.target or (),
+            prediction.shape[0],
+            dict(zip(form.prediction, prediction.shape[1:], strict=True)),
+        )
         for form in forms
         if form.classes == is_class
     ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from .. import _context
-from ..heads import BinaryCrossEntropy, Head, SoftCrossEntropy
+from ..heads import BinaryCrossEntropy, CategoricalKL, Head, SoftCrossEntropy
 from .options import Entries, Options
 from .validate import Call, validate
 
@@ -67,13 +67,13 @@ def _shown(values: torch.Tensor) -> str:
 def _check_prediction(entry: _Entry, head: Head) -> None:
     x = entry.values
     # Logits of -inf mean illegal actions.
-    has_logits = head.decodes or isinstance(head, SoftCrossEntropy)
-    wrong = x.isnan() | (x == torch.inf) if has_logits else ~x.isfinite()
+    has_logits = head.decodes or isinstance(head, SoftCrossEntropy | CategoricalKL)
+    wrong = _no_logits(x) if has_logits else ~x.isfinite()
     entry.refuse(wrong, "is not finite", "look for what made it so, or mask it")
     if has_logits and x.shape[-1] > 1 and len(x) > 0:
         total = x.sum(-1, dtype=_context.widest(x.device))
         tolerance = 1e-3 if x.dtype in (torch.float32, torch.float64) else 2e-2
-        other = ((x < 0).any(-1)) | ((total - 1).abs() > tolerance)
+        other = ((x < 0).any(-1) | ((total - 1).abs() > tolerance)).reshape(len(x), -1).any(1)
         unmasked = torch.ones_like(other) if entry.unmasked is None else entry.unmasked
         if bool(unmasked.any()) and not bool((other & unmasked).any()):
             entry.refuse(
@@ -81,6 +81,11 @@ def _check_prediction(entry: _Entry, head: Head) -> None:
                 "looks like probabilities: all its rows are at least 0 and add up to 1",
                 f"{type(head).__name__} takes logits: leave out the softmax",
             )
+
+
+def _no_logits(x: torch.Tensor) -> torch.Tensor:
+    """Where x is not finite, except for -inf: an illegal action, or a class that a distribution does not have."""
+    return x.isnan() | (x == torch.inf)
 
 
 def _check_target(entry: _Entry, head: Head, prediction: torch.Tensor) -> None:
@@ -93,6 +98,8 @@ def _check_target(entry: _Entry, head: Head, prediction: torch.Tensor) -> None:
         entry.refuse(t.isnan(), "is NaN", "mask what has no target")
     elif isinstance(head, SoftCrossEntropy):
         _check_distribution(entry, prediction)
+    elif isinstance(head, CategoricalKL):
+        entry.refuse(_no_logits(t), "is not finite", "look for what made it so, or mask it")
     elif isinstance(head, BinaryCrossEntropy):
         entry.refuse(~((t >= 0) & (t <= 1)), "must be in 0..1", "give probabilities, or 0 and 1")
     else:

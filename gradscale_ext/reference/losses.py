@@ -13,11 +13,14 @@ from .._distributed import by_whole, mesh_of
 from .._ranks import options_for_all_ranks
 from ..heads import (
     BinaryCrossEntropy,
+    CategoricalKL,
     Head,
     HLGauss,
+    Huber,
     MeanSquaredError,
     NegativeCosine,
     PerStepLoss,
+    QuantileHuber,
     SoftCrossEntropy,
     TwoHot,
 )
@@ -135,7 +138,7 @@ def _where(unmasked: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
     ones = torch.ones((), dtype=entry.dtype, device=entry.device)
     if not entry.is_floating_point():
         ones = ones - 1  # the first class
-    return torch.where(unmasked.unsqueeze(-1) if entry.dim() == 2 else unmasked, entry, ones)
+    return torch.where(unmasked.reshape(-1, *[1] * (entry.dim() - 1)), entry, ones)
 
 
 def _weighted(name: str, call: Call, losses: torch.Tensor) -> torch.Tensor:
@@ -204,6 +207,12 @@ def _mean_squared_error_loss(head: MeanSquaredError, prediction: torch.Tensor, t
     return squares.mean(-1) if squares.dim() == 2 else squares
 
 
+def _huber_loss(head: Huber, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    target = transform(target, head.transform, 1e-3)
+    losses = torch.nn.functional.huber_loss(prediction, target, reduction="none", delta=float(head.delta))
+    return losses.mean(-1) if losses.dim() == 2 else losses
+
+
 def _binary_cross_entropy_loss(head: BinaryCrossEntropy, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     log_sigmoid = torch.nn.functional.logsigmoid
     return -_product(target, log_sigmoid(logits)) - _product(1 - target, log_sigmoid(-logits))
@@ -211,6 +220,34 @@ def _binary_cross_entropy_loss(head: BinaryCrossEntropy, logits: torch.Tensor, t
 
 def _negative_cosine_loss(head: NegativeCosine, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return -(_normalized(prediction, head.eps) * _normalized(target, head.eps)).sum(-1)
+
+
+def _quantile_huber_loss(head: QuantileHuber, quantiles: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    count = quantiles.shape[-1]
+    fractions = (2 * torch.arange(count, device=quantiles.device, dtype=quantiles.dtype) + 1) / (2 * count)
+    difference = target.unsqueeze(-2) - quantiles.unsqueeze(-1)  # [B, N, M]
+    weights = torch.where(difference < 0, 1 - fractions.unsqueeze(-1), fractions.unsqueeze(-1))
+    size, kappa = difference.abs(), float(head.kappa)
+    if kappa > 0:
+        size = torch.where(size <= kappa, difference.square() / (2 * kappa), size - kappa / 2)
+    losses = (weights * size).mean(-1)
+    return losses.sum(-1) if head.sum_over_quantiles else losses.mean(-1)
+
+
+def _categorical_kl_loss(head: CategoricalKL, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    log_prediction, log_target = (_log_mixture(x, head.unimix) for x in (logits, target))
+    log_p, log_q = (log_prediction, log_target) if head.prediction == "p" else (log_target, log_prediction)
+    p = log_p.exp()
+    # Where p is 0 its logarithm is -inf, whose gradient is NaN.
+    divergence = _product(p, torch.where(p == 0, 0.0, log_p) - log_q).sum((-2, -1))
+    return torch.where(divergence < head.free_nats, float(head.free_nats), divergence)
+
+
+def _log_mixture(logits: torch.Tensor, unimix: float) -> torch.Tensor:
+    """Logarithms of ``(1 - unimix) softmax + unimix / C``."""
+    if unimix == 0:
+        return logits.log_softmax(-1)
+    return (logits.softmax(-1) * (1 - unimix) + unimix / logits.shape[-1]).log()
 
 
 def _per_step_loss(head: PerStepLoss, prediction: torch.Tensor, target: None) -> torch.Tensor:
@@ -222,8 +259,11 @@ _LOSSES: dict[str, Callable[[Any, torch.Tensor, Any], torch.Tensor]] = {
     HLGauss.kind: _hl_gauss_loss,
     SoftCrossEntropy.kind: _soft_cross_entropy_loss,
     MeanSquaredError.kind: _mean_squared_error_loss,
+    Huber.kind: _huber_loss,
     BinaryCrossEntropy.kind: _binary_cross_entropy_loss,
     NegativeCosine.kind: _negative_cosine_loss,
+    QuantileHuber.kind: _quantile_huber_loss,
+    CategoricalKL.kind: _categorical_kl_loss,
     PerStepLoss.kind: _per_step_loss,
 }
 

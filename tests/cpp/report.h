@@ -6,6 +6,7 @@
 #include "flow/element_loop.h"
 #include "loss/segment.h"
 #include "statistics/range_statistics.h"
+#include "support/support_calls.h"
 
 #include <cstdarg>
 #include <cstdio>

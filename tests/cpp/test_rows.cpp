@@ -22,11 +22,25 @@ struct HeadCase {
   bool classes = false; // targets are int64
 };
 
-// True if a prediction may be a vector whose target has the same width.
+// True if a prediction and its target may be vectors.
 bool takes_vectors(Kind kind) {
   const std::vector<Form>& forms = description_of(kind).forms;
   return std::any_of(
-      forms.begin(), forms.end(), [](const Form& form) { return form.prediction_dims == 1 && form.target_dims == 1; });
+      forms.begin(), forms.end(), [](const Form& form) { return form.prediction_dims >= 1 && form.target_dims >= 1; });
+}
+
+// The width of a target next to a prediction of this width.
+int64_t target_width_of(const HeadCase& of, int64_t width) {
+  if (of.classes || !takes_vectors(of.head.kind)) {
+    return 1;
+  }
+  return of.head.kind == Kind::quantile_huber ? width / 2 + 35 : width;
+}
+
+// The size of the last dimension of a prediction.
+int64_t last_size_of(Kind kind, int64_t width) {
+  const int64_t groups = kind == Kind::categorical_kl ? (width % 3 == 0 ? 3 : width % 2 == 0 ? 2 : 1) : 1;
+  return width / groups;
 }
 
 Head head_of(Kind kind) {
@@ -67,6 +81,28 @@ Head mean_squared_error_head(Transform transform) {
   return head;
 }
 
+Head huber_head(double delta, Transform transform) {
+  Head head = head_of(Kind::huber);
+  head.delta = delta;
+  head.support.transform = transform;
+  return head;
+}
+
+Head quantile_huber_head(double kappa, bool sum_over_quantiles) {
+  Head head = head_of(Kind::quantile_huber);
+  head.kappa = kappa;
+  head.sum_over_quantiles = sum_over_quantiles;
+  return head;
+}
+
+Head categorical_kl_head(double unimix, double free_nats, bool predicts_p) {
+  Head head = head_of(Kind::categorical_kl);
+  head.unimix = unimix;
+  head.free_nats = free_nats;
+  head.predicts_p = predicts_p;
+  return head;
+}
+
 Head negative_cosine_head(double eps) {
   Head head = head_of(Kind::negative_cosine);
   head.support.eps = eps;
@@ -102,9 +138,19 @@ std::vector<HeadCase> head_cases() {
       {"mean_squared_error", mean_squared_error_head(identity)},
       {"mean_squared_error hyperbolic", mean_squared_error_head(hyperbolic)},
       {"mean_squared_error symlog", mean_squared_error_head(symlog)},
+      {"huber", huber_head(1, identity)},
+      {"huber narrow hyperbolic", huber_head(0.1, hyperbolic)},
+      {"huber broad symlog", huber_head(1e30, symlog)},
       {"binary_cross_entropy", head_of(Kind::binary_cross_entropy)},
       {"negative_cosine", negative_cosine_head(1e-8)},
       {"negative_cosine large eps", negative_cosine_head(3)},
+      {"quantile_huber", quantile_huber_head(1, true)},
+      {"quantile_huber mean narrow", quantile_huber_head(0.1, false)},
+      {"quantile_huber absolute", quantile_huber_head(0, true)},
+      {"categorical_kl q", categorical_kl_head(0.01, 0, false)},
+      {"categorical_kl p free", categorical_kl_head(0.01, 1, true)},
+      {"categorical_kl q plain free", categorical_kl_head(0, 1, false)},
+      {"categorical_kl p plain", categorical_kl_head(0, 0, true)},
       {"per_step_loss", head_of(Kind::per_step_loss)},
   };
 }
@@ -357,10 +403,22 @@ Truth truth_of(const HeadCase& of, const Centers& centers, const Row& x, const R
           x, smoothed(target, head.label_smoothing), head.entropy_weight, head.subtract_target_entropy);
     case Kind::mean_squared_error:
       return mean_squared_error(x, target, head.support.transform, eps);
+    case Kind::huber:
+      return huber(x, target, head.support.transform, eps, head.delta);
     case Kind::binary_cross_entropy:
       return binary_cross_entropy(x[0], target[0]);
     case Kind::negative_cosine:
       return negative_cosine(x, target, eps);
+    case Kind::quantile_huber:
+      return quantile_huber(x, target, head.kappa, head.sum_over_quantiles);
+    case Kind::categorical_kl:
+      return categorical_kl(
+          x,
+          target,
+          last_size_of(head.kind, static_cast<int64_t>(x.size())),
+          head.unimix,
+          head.free_nats,
+          head.predicts_p);
     case Kind::per_step_loss:
       return {x[0], std::fabs(x[0]), {1}, {1}};
   }
@@ -399,7 +457,9 @@ std::vector<RowTruth> truths_of(const HeadCase& of, const Centers& centers, cons
     if (of.head.detail != Detail::none) {
       truths[row].of_detail = of.head.has_support() ? decoded(x, centers) : entropy(x);
     }
-    if (static_cast<Content>(row) == Content::ordinary && width <= 33) {
+    // Without a kappa the loss has a kink wherever a quantile meets a target.
+    const bool is_smooth = of.head.kind != Kind::quantile_huber || of.head.kappa > 0;
+    if (static_cast<Content>(row) == Content::ordinary && width <= 33 && is_smooth) {
       check_truth(of, centers, x, target, truths[row].of_loss);
     }
   }
@@ -444,8 +504,10 @@ void check_row(const HeadCase& of, const Outputs& out, const RowTruth& truth, do
   } else {
     report.check(out.detail.untouched_row(row), "a value was written in row %lld", static_cast<long long>(row));
   }
-  // A vector of infinite length has no direction: which of its elements become NaN is open.
-  const bool open = of.head.kind == Kind::negative_cosine && std::isnan(truth.of_loss.loss);
+  // A vector of infinite length has no direction: which of its elements become NaN is open. So it is where q lacks a
+  // class of p, and the divergence is infinite.
+  const bool open = (of.head.kind == Kind::negative_cosine && std::isnan(truth.of_loss.loss)) ||
+                    (of.head.kind == Kind::categorical_kl && !std::isfinite(truth.of_loss.loss));
   for (int64_t j = 0; out.wants_gradient && !open && j < out.gradient.width(); ++j) {
     const double c = truth.coefficient;
     const double error = std::fabs(c) * precision * (truth.of_loss.gradient_scale[j] + 0.01) + nothing;
@@ -463,7 +525,7 @@ void run(
     bool at_once) {
   Report& report = Report::get();
   report.doing("in the kernels of", variant.name);
-  const ScratchRows scratch(place, segment.prediction.element, segment.width);
+  const ScratchRows scratch(place, segment.prediction.element, std::max(segment.width, segment.target_width));
   const auto rows = [&](int64_t begin, int64_t end) {
     variant.kernels.run_rows(segment, inputs.coefficients(), begin, end, scratch.data());
   };
@@ -492,6 +554,8 @@ void test_outputs(
   segment.head = &of.head;
   segment.step = kStep;
   segment.width = inputs.prediction.width();
+  segment.target_width = inputs.target.width();
+  segment.last_size = last_size_of(of.head.kind, segment.width);
   segment.prediction = inputs.prediction.rows();
   segment.target = of.head.kind == Kind::per_step_loss ? Rows{} : inputs.target.rows();
   segment.gradient = out.wants_gradient ? out.gradient.rows() : Rows{};
@@ -522,7 +586,6 @@ void test_width(
     Element target_element,
     int64_t width,
     uint64_t seed) {
-  const bool vectors = !of.classes && takes_vectors(of.head.kind);
   std::vector<RowTruth> truths;
   bool at_once = seed % 2 == 0;
   for (const Layout& layout : selection.layouts) {
@@ -530,7 +593,7 @@ void test_width(
                                     ", target " + name_of(target_element) + ", " + layout.name();
     Report::get().begin_case(description);
     const RawCenters raw_centers(layout, centers, of.head.support);
-    const Inputs inputs(layout, element, target_element, width, vectors ? width : 1);
+    const Inputs inputs(layout, element, target_element, width, target_width_of(of, width));
     inputs.fill(of, seed);
     if (truths.empty()) {
       truths = truths_of(of, centers, inputs);

@@ -234,6 +234,21 @@ inline Truth mean_squared_error(const Row& x, const Row& target, Transform trans
   return truth;
 }
 
+inline Truth huber(const Row& x, const Row& target, Transform transform, double eps, double delta) {
+  Truth truth;
+  const double width = static_cast<double>(x.size());
+  for (size_t j = 0; j < x.size(); ++j) {
+    const double y = textbook_transform(transform, target[j], eps);
+    const double difference = x[j] - y, distance = std::fabs(difference);
+    const double slope = distance <= delta ? difference : delta * difference / distance;
+    truth.loss += (distance <= delta ? difference * difference / 2 : delta * (distance - delta / 2)) / width;
+    truth.loss_scale += std::min(distance, delta) * (std::fabs(x[j]) + std::fabs(y) + delta) / width;
+    truth.gradient.push_back((std::isinf(distance) ? std::copysign(delta, difference) : slope) / width);
+    truth.gradient_scale.push_back((std::fabs(x[j]) + std::fabs(y)) / width);
+  }
+  return truth;
+}
+
 inline double softplus(double x) {
   return x > 700 ? x : std::log1p(std::exp(x));
 }
@@ -265,6 +280,69 @@ inline Truth negative_cosine(const Row& x, const Row& target, double eps) {
     const double of_length = std::sqrt(xx) < eps ? 0 : xt / (length * of_target) * x[j] / xx;
     truth.gradient.push_back(of_length - direct);
     truth.gradient_scale.push_back(std::fabs(direct) + std::fabs(of_length));
+  }
+  return truth;
+}
+
+inline Truth quantile_huber(const Row& x, const Row& target, double kappa, bool sums) {
+  const auto count = static_cast<double>(x.size());
+  const double share = 1 / static_cast<double>(target.size()) / (sums ? 1 : count);
+  Truth truth;
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double fraction = (static_cast<double>(i) + 0.5) / count;
+    double gradient = 0, scale = 0;
+    for (const double t : target) {
+      const double u = t - x[i], distance = std::fabs(u), size = std::fabs(t) + std::fabs(x[i]);
+      const double weight = std::fabs(fraction - (u < 0 ? 1 : 0)) * share;
+      const bool is_square = distance <= kappa && kappa > 0;
+      truth.loss += weight * (is_square ? u * u / 2 / kappa : distance - kappa / 2);
+      truth.loss_scale += weight * (size + kappa);
+      gradient -= weight * (std::isnan(u) ? u : is_square ? u / kappa : u == 0 ? 0 : sign_of(u));
+      scale += weight * (is_square ? size / kappa : 1);
+    }
+    truth.gradient.push_back(gradient);
+    truth.gradient_scale.push_back(scale);
+  }
+  return truth;
+}
+
+// sum_g KL(p || q), at least free_nats; groups of as many classes follow each other.
+inline Truth categorical_kl(
+    const Row& x, const Row& target, size_t classes, double unimix, double free_nats, bool predicts_p) {
+  Truth truth;
+  for (size_t first = 0; first < x.size(); first += classes) {
+    const auto group_of = [=](const Row& row) {
+      return softmax(Row(row.begin() + first, row.begin() + first + classes));
+    };
+    const Softmax of_x = group_of(x), of_target = group_of(target);
+    const auto mixed = [=](const Softmax& of, size_t j) { return of.p[j] * (1 - unimix) + unimix / classes; };
+    const auto log_mixed = [=](const Softmax& of, size_t j) {
+      return unimix == 0 ? of.log_p[j] : std::log(mixed(of, j));
+    };
+    Row h, h_scale;
+    double sum = 0, scale = 0;
+    for (size_t j = 0; j < classes; ++j) {
+      const Softmax &of_p = predicts_p ? of_x : of_target, &of_q = predicts_p ? of_target : of_x;
+      const double p = mixed(of_p, j), q = mixed(of_q, j), log_p = log_mixed(of_p, j), log_q = log_mixed(of_q, j);
+      const double magnitude = p == 0 ? 0 : std::fabs(log_p) + std::fabs(log_q) + 1;
+      truth.loss += p == 0 ? 0 : p * (log_p - log_q);
+      truth.loss_scale += p * magnitude;
+      const double s = of_x.p[j], weight = 1 + std::fabs(of_x.log_p[j]) / 32;
+      h.push_back(predicts_p ? (s == 0 ? 0 : s * (log_p - log_q)) : unimix == 0 ? p : s * p / q);
+      h_scale.push_back(s == 0 && predicts_p ? 0 : predicts_p ? s * magnitude * weight : std::fabs(h.back()));
+      sum += h.back();
+      scale += h_scale.back();
+    }
+    for (size_t j = 0; j < classes; ++j) {
+      const double own = of_x.p[j];
+      truth.gradient.push_back((1 - unimix) * (predicts_p ? 1 : -1) * (h[j] - own * sum));
+      truth.gradient_scale.push_back(
+          h_scale[j] * (1 + (own == 0 ? 0 : std::fabs(of_x.log_p[j]) / 32)) + of_x.p_scale[j] * scale);
+    }
+  }
+  if (truth.loss < free_nats) {
+    truth.loss = free_nats;
+    truth.gradient.assign(x.size(), 0);
   }
   return truth;
 }

@@ -281,6 +281,17 @@ def mean_squared_error_loss(head: Any, x: Array, target: Array) -> Rows:
     )
 
 
+def huber_loss(head: Any, x: Array, target: Array) -> Rows:
+    t = transformed(target, head.transform, 1e-3)
+    x, t = (a[:, None] if a.ndim == 1 else a for a in (x, t))
+    difference, size, count = x - t, np.abs(x) + np.abs(t), x.shape[-1]
+    distance, slope = np.abs(difference), np.clip(difference, -head.delta, head.delta)
+    loss = np.where(distance <= head.delta, difference**2 / 2, head.delta * (distance - head.delta / 2))
+    # A rounded difference moves the gradient by as much, and by nothing in the linear part.
+    entering = np.where(distance > head.delta * (1 + 1e-3) + 1e-2 * size, head.delta, size + np.abs(slope))
+    return loss.mean(-1), (4 * loss + 2 * np.abs(slope) * size).mean(-1), slope / count, entering / count
+
+
 def binary_cross_entropy_loss(head: Any, x: Array, t: Array) -> Rows:
     def softplus(x: Array) -> Array:
         return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
@@ -311,6 +322,59 @@ def negative_cosine_loss(head: Any, x: Array, t: Array) -> Rows:
     return -cosine[:, 0], terms[:, 0] * (2 + size), gradient, entering * (4 + size)
 
 
+def quantile_huber_loss(head: Any, x: Array, target: Array) -> Rows:
+    count, kappa = x.shape[-1], head.kappa
+    fractions = ((np.arange(count) + 0.5) / count)[None, :, None]
+    u = target[:, None, :] - x[:, :, None]
+    distance, size = np.abs(u), np.abs(target[:, None, :]) + np.abs(x[:, :, None])
+    weight = np.where(u < 0, 1 - fractions, fractions)
+    if kappa == 0:
+        loss, slope = distance, np.where(np.isnan(u), u, np.sign(u))
+    else:
+        loss = np.where(distance <= kappa, u**2 / (2 * kappa), distance - kappa / 2)
+        slope = np.clip(u / kappa, -1, 1)
+    share = 1 / target.shape[-1] / (1 if head.sum_over_quantiles else count)
+    # A rounded difference moves a slope that is not at its end, and one of another sign has another weight.
+    near = size / kappa if kappa > 0 else np.where(distance > 1e-6 * size, 1, np.inf)
+    entering = weight * (np.abs(slope) + np.where(distance < 2 * kappa + 1e-2 * size, near, 1))
+    return (
+        (weight * loss).sum((1, 2)) * share,
+        (weight * (4 * loss + 2 * np.abs(slope) * size)).sum((1, 2)) * share,
+        -(weight * slope).sum(-1) * share,
+        4 * entering.sum(-1) * share,
+    )
+
+
+def categorical_kl_loss(head: Any, x: Array, target: Array) -> Rows:
+    predicts_p, unimix = head.prediction == "p", head.unimix
+    (log_x, size_x), (log_t, size_t) = log_softmax(x), log_softmax(target)
+    softmax = np.exp(log_x)
+
+    def mixed(logarithms: Array) -> tuple[Array, Array]:
+        mixture = np.exp(logarithms) * (1 - unimix) + unimix / x.shape[-1]
+        return mixture, np.log(mixture) if unimix else logarithms
+
+    (mine, log_mine), (other, log_other) = mixed(log_x), mixed(log_t)
+    (p, log_p), (q, log_q) = ((mine, log_mine), (other, log_other))[:: 1 if predicts_p else -1]
+    size = size_x + size_t
+    ratio = np.where(p == 0, 0, log_p) - log_q
+    loss = product(p, ratio).sum((-2, -1))
+    terms = product(p, np.abs(np.where(p == 0, 0, log_p)) + np.abs(log_q) + size)
+    if predicts_p:
+        h, large = product(softmax, ratio), product(softmax, np.abs(np.where(p == 0, 0, log_p)) + np.abs(log_q) + size)
+    else:
+        h = p * (softmax / q) if unimix else p
+        large = np.abs(h) * size
+    own = softmax * size_x
+    gradient = (1 if predicts_p else -1) * (h - softmax * h.sum(-1, keepdims=True))
+    entering = large + own * np.abs(h).sum(-1, keepdims=True) + softmax * large.sum(-1, keepdims=True)
+    free = loss < head.free_nats
+    gradient, entering = (np.where(free[:, None, None], 0, (1 - unimix) * a) for a in (gradient, entering))
+    near = np.abs(loss - head.free_nats) < 1e-5 * terms.sum((-2, -1))  # where there are two derivatives
+    entering = np.where(near[:, None, None], np.inf, entering)
+    return np.where(free, head.free_nats, loss), terms.sum((-2, -1)) + head.free_nats, gradient, 2 * entering
+
+
 def per_step_loss(head: Any, x: Array, target: None) -> Rows:
     return x, np.zeros_like(x), np.ones_like(x), np.zeros_like(x)
 
@@ -320,8 +384,11 @@ LOSSES: dict[str, Any] = {
     "HLGauss": hl_gauss_loss,
     "SoftCrossEntropy": soft_cross_entropy_loss,
     "MeanSquaredError": mean_squared_error_loss,
+    "Huber": huber_loss,
     "BinaryCrossEntropy": binary_cross_entropy_loss,
     "NegativeCosine": negative_cosine_loss,
+    "QuantileHuber": quantile_huber_loss,
+    "CategoricalKL": categorical_kl_loss,
     "PerStepLoss": per_step_loss,
 }
 

@@ -77,6 +77,8 @@ class HeadCase:
     def prediction_width(self) -> tuple[int, ...]:
         if hasattr(self.head, "support"):
             return (self.head.support.num_bins,)
+        if isinstance(self.head, gs.CategoricalKL):
+            return (2, self.width)
         return (self.width,) if self.width else ()
 
     def prediction(self, batch: int, steps: int, generator: np.random.Generator) -> Array:
@@ -84,7 +86,7 @@ class HeadCase:
         x = generator.standard_normal((batch, steps, *self.prediction_width()))
         scale = {"flat": 0.0, "sharp": 60.0, "tiny": 1e-4}.get(self.logits, 2.0)
         x = x * scale + (300 if self.logits == "shifted" else 0)
-        if self.logits == "illegal" and isinstance(self.head, gs.SoftCrossEntropy):
+        if self.logits == "illegal" and isinstance(self.head, gs.SoftCrossEntropy | gs.CategoricalKL):
             illegal = generator.random(x.shape) < 0.3
             illegal[..., 0] = False
             x[illegal] = -np.inf
@@ -123,8 +125,12 @@ class HeadCase:
         if isinstance(self.head, gs.BinaryCrossEntropy):
             inside = generator.random(shape)
             return np.round(inside) if self.targets in ("edges", "special") else inside
-        scale = {"outside": 1e4, "edges": 1e-3}.get(self.targets, 2.0)
-        return generator.standard_normal(x.shape) * scale * (self.targets != "special")
+        scale = {"outside": 1e4, "edges": 1e-3}.get(self.targets, 2.0) * (self.targets != "special")
+        if isinstance(self.head, gs.QuantileHuber):
+            return generator.standard_normal((*shape, 1 + (self.width * 7) % 45)) * scale
+        if isinstance(self.head, gs.CategoricalKL):
+            return generator.standard_normal(x.shape) * min(scale, 60.0)
+        return generator.standard_normal(x.shape) * scale
 
 
 def _kinds() -> st.SearchStrategy[dict[str, Any]]:
@@ -157,8 +163,30 @@ def _kinds() -> st.SearchStrategy[dict[str, Any]]:
             transform=("identity", "signed_hyperbolic", "symlog"),
             width=(0, 1, *widths),
         ),
+        product(
+            without(gs.Huber),
+            **weights,
+            delta=(1.0, 0.1, 30.0),
+            transform=("identity", "signed_hyperbolic", "symlog"),
+            width=(0, 1, *widths),
+        ),
         product(without(gs.BinaryCrossEntropy), **weights),
         product(without(gs.NegativeCosine), **weights, eps=(1e-8, 0.5), width=(1, *widths)),
+        product(
+            without(gs.QuantileHuber),
+            **weights,
+            kappa=(1.0, 0.0, 0.1, 30.0),
+            sum_over_quantiles=(True, False),
+            width=(1, *widths),
+        ),
+        product(
+            without(gs.CategoricalKL),
+            **weights,
+            unimix=(0.01, 0.0, 0.5, 1.0),
+            free_nats=(0.0, 1.0),
+            prediction=("q", "p"),
+            width=(1, *widths),
+        ),
         product(without(gs.PerStepLoss), **weights),
     )
 

@@ -12,7 +12,9 @@
 #include "row_groups.h"
 
 #include "categorical_rows.h"
+#include "kl_rows.h"
 #include "policy_rows.h"
+#include "quantile_rows.h"
 #include "regression_rows.h"
 #include "short_rows.h"
 
@@ -33,6 +35,7 @@ void run_short_rows(const Segment& s, const Coefficients& coefficients, int64_t 
         });
       },
       [&] { groups([&](const Group& group) { short_policy_rows<A>(s, group); }); },
+      nothing,
       nothing,
       nothing);
 }
@@ -68,7 +71,12 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
         }
         each([&](int64_t row, double coefficient) { vector_row<RowHead, T, G>(s, row, coefficient, scratch); });
       },
-      scalar);
+      scalar,
+      [&](auto of) {
+        using RowHead = typename decltype(of)::Head;
+        each(
+            [&](int64_t row, double coefficient) { own_row<T, G>(RowHead(*s.head, s), s, row, coefficient, scratch); });
+      });
 }
 
 // True if the rows are short logits, and numerous enough to fill the lanes.

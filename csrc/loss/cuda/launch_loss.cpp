@@ -79,7 +79,7 @@ class Launches {
 
   void add_to_span(int64_t index, TableBuilder& builder) {
     const Segment& segment = pass_.segments[index];
-    if (segment.width > INT32_MAX - 64) {
+    if (std::max(segment.width, segment.target_width) > INT32_MAX - 64) {
       throw std::runtime_error("multi_step_loss: a row has more than 2^31 elements");
     }
     const int32_t threads = threads_for_row(segment.width, element_size(segment.prediction.element), kRowThreads);

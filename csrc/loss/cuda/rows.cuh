@@ -5,6 +5,8 @@
 
 #include "../kinds.h"
 #include "block_rows.cuh"
+#include "kl_rows.cuh"
+#include "quantile_rows.cuh"
 #include "regression_rows.cuh"
 
 namespace gradscale {
@@ -34,7 +36,8 @@ struct GroupRows {
         },
         [&] { logits_row<T, options>(task, ActionsOfRow<A>{block.segment.target, own.row, width}); },
         [&](auto of) { vector_row<typename decltype(of)::Head, T, A>(task); },
-        [&](auto of) { scalar_row<typename decltype(of)::Head, T, A>(task); });
+        [&](auto of) { scalar_row<typename decltype(of)::Head, T, A>(task); },
+        [&](auto of) { own_row<T>(typename decltype(of)::Head(block.head, block.segment), task); });
   }
 };
 

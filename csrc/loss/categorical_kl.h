@@ -1,0 +1,85 @@
+// KL(p || q) of groups of classes, each distribution mixed with the uniform one: (1 - unimix) softmax + unimix /
+// classes (DreamerV3, Hafner et al. 2023), for CPU and GPU. The prediction's logits are those of q, or of p. With L =
+// log p / q and the prediction's softmax s, its gradient by the logits is
+//
+//   of p   (1 - unimix) (h_c - s_c sum(h)),  h = s L
+//   of q   (1 - unimix) (s_c sum(h) - h_c),  h = s p / q
+//
+// Without unimix s p / q is p, and L is the difference of two log_softmax, which stays exact where p or q underflow.
+#pragma once
+
+#include "../formulas/logarithm.h"
+#include "../formulas/losses.h"
+#include "segment.h"
+
+namespace gradscale {
+
+// What an element needs of its group: of x - maximum and the sum of exponentials.
+template <class A>
+struct GroupSoftmax {
+  A maximum;
+  A inverse_sum;
+  A log_sum;
+};
+
+template <class A>
+struct DivergenceTerms {
+  A divergence; // p L
+  A softmax;    // of the prediction
+  A h;
+};
+
+template <class A>
+struct CategoricalKL {
+  A share;      // of the softmax
+  A everywhere; // what each class gets of the uniform distribution
+  bool predicts_p;
+  double free_nats;
+
+  GRADSCALE_HOST_DEVICE CategoricalKL(const Head& head, const Segment& s)
+      : share(static_cast<A>(1 - head.unimix)),
+        everywhere(static_cast<A>(head.unimix / static_cast<double>(s.last_size))),
+        predicts_p(head.predicts_p),
+        free_nats(head.free_nats) {
+    constexpr A smallest = A(1e-30); // the least whose quotients are normal numbers: less is nothing
+    everywhere = everywhere < smallest ? A(0) : everywhere;
+  }
+
+  GRADSCALE_HOST_DEVICE bool mixes() const {
+    return everywhere != A(0);
+  }
+  // Of exponentials of the prediction and the target, and of the differences from the maxima where nothing is mixed.
+  template <bool mixes, bool predicts_p>
+  GRADSCALE_HOST_DEVICE DivergenceTerms<A> terms(
+      A of_prediction,
+      A of_target,
+      A prediction_below,
+      A target_below,
+      const GroupSoftmax<A>& x,
+      const GroupSoftmax<A>& t) const {
+    const A softmax = of_prediction * x.inverse_sum, of_other = of_target * t.inverse_sum;
+    const A predicted = mixes ? softmax * share + everywhere : softmax;
+    const A wanted = mixes ? of_other * share + everywhere : of_other;
+    const A p = predicts_p ? predicted : wanted, q = predicts_p ? wanted : predicted;
+    A log_ratio, h;
+    if constexpr (mixes) {
+      const A ratio = p / q;
+      log_ratio = log_normal(ratio);
+      h = softmax * (predicts_p ? log_ratio : ratio);
+    } else {
+      const A log_predicted = prediction_below - x.log_sum, log_wanted = target_below - t.log_sum;
+      log_ratio = predicts_p ? log_predicted - log_wanted : log_wanted - log_predicted;
+      h = predicts_p ? product(softmax, log_ratio) : p;
+    }
+    return {product(p, log_ratio), softmax, h};
+  }
+  // The loss of a row, and the factor of h_c - s_c sum(h), which is 0 below the free nats.
+  GRADSCALE_HOST_DEVICE double loss(double divergence) const {
+    return divergence < free_nats ? free_nats : divergence; // NaN stays NaN
+  }
+  GRADSCALE_HOST_DEVICE A factor(double divergence, double coefficient) const {
+    return divergence < free_nats ? A(0) : static_cast<A>(predicts_p ? coefficient : -coefficient) * share;
+  }
+};
+
+} // namespace gradscale

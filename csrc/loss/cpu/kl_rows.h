@@ -1,0 +1,82 @@
+// Rows of logits of several distributions: CategoricalKL. Both rows are widened into scratch, where they become what
+// the gradient is made of; lanes have the classes of a group.
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+// The exponentials of a group replace its logits, unless they are wanted once more.
+template <bool replaces, class A>
+GroupSoftmax<A> group_softmax(int64_t classes, A* x) {
+  A maximum = -static_cast<A>(INFINITY);
+#pragma omp simd reduction(max : maximum)
+  for (int64_t j = 0; j < classes; ++j) {
+    maximum = x[j] > maximum ? x[j] : maximum; // passes NaN over
+  }
+  A sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t j = 0; j < classes; ++j) {
+    const A e = exp_nonpositive(x[j] - maximum);
+    x[j] = replaces ? e : x[j];
+    sum += e;
+  }
+  return {maximum, A(1) / sum, replaces ? A(0) : std::log(sum)};
+}
+
+// Returns the divergence of a group, and leaves h_c - s_c sum(h) in x.
+template <bool mixes, bool predicts_p, class A>
+[[gnu::noinline]] A group_divergence(const CategoricalKL<A>& of, int64_t classes, A* x, A* t) {
+  const GroupSoftmax<A> of_x = group_softmax<mixes>(classes, x), of_t = group_softmax<mixes>(classes, t);
+  A divergence = 0, sum = 0;
+#pragma omp simd reduction(+ : divergence, sum)
+  for (int64_t j = 0; j < classes; ++j) {
+    const A x_below = x[j] - of_x.maximum, t_below = t[j] - of_t.maximum;
+    const A of_prediction = mixes ? x[j] : exp_nonpositive(x_below);
+    const A of_target = mixes ? t[j] : exp_nonpositive(t_below);
+    const DivergenceTerms<A> terms =
+        of.template terms<mixes, predicts_p>(of_prediction, of_target, x_below, t_below, of_x, of_t);
+    divergence += terms.divergence;
+    sum += terms.h;
+    x[j] = terms.softmax;
+    t[j] = terms.h;
+  }
+#pragma omp simd
+  for (int64_t j = 0; j < classes; ++j) {
+    x[j] = t[j] - x[j] * sum;
+  }
+  return divergence;
+}
+
+template <class A>
+A group_divergence(const CategoricalKL<A>& of, int64_t classes, A* x, A* t) {
+  if (of.mixes()) {
+    return of.predicts_p ? group_divergence<true, true>(of, classes, x, t)
+                         : group_divergence<true, false>(of, classes, x, t);
+  }
+  return of.predicts_p ? group_divergence<false, true>(of, classes, x, t)
+                       : group_divergence<false, false>(of, classes, x, t);
+}
+
+template <class T, class G, class A>
+void own_row(const CategoricalKL<A>& of, const Segment& s, int64_t row, double coefficient, A* x) {
+  A* t = second_row(x, s.width);
+  widen_row(s.prediction, row, s.width, x);
+  widen_row(s.target, row, s.width, t);
+  double divergence = 0;
+  for (int64_t first = 0; first < s.width; first += s.last_size) {
+    divergence += group_divergence(of, s.last_size, x + first, t + first);
+  }
+  s.loss.store(row, of.loss(divergence));
+  if (s.gradient.data == nullptr) {
+    return;
+  }
+  const A factor = of.factor(divergence, coefficient);
+  G* gradient = static_cast<G*>(s.gradient.data) + row * s.gradient.stride;
+#pragma omp simd
+  for (int64_t j = 0; j < s.width; ++j) {
+    gradient[j] = from_accumulate<G, A>(x[j] * factor);
+  }
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale

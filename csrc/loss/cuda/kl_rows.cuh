@@ -1,0 +1,125 @@
+// Rows of logits of several distributions: CategoricalKL. The threads of a row form teams of up to a warp, and a team
+// has every so many-th group of classes, which it reads four times: for maxima, sums, divergence, gradient. Bytes: both
+// rows read once from memory and then from the cache, gradients written once.
+#pragma once
+
+#include "../categorical_kl.h"
+#include "row_tools.cuh"
+
+namespace gradscale {
+
+// The threads of a team: a lane has about four classes.
+GRADSCALE_DEVICE int team_size(int32_t classes, int threads) {
+  int size = 1;
+  while (4 * size < classes && size < 32 && size < threads) {
+    size *= 2;
+  }
+  return size;
+}
+
+// A group of classes: pointers to its logits, and the team that has it.
+template <class T, class U>
+struct ClassGroup {
+  using A = typename AccumulateType<T>::type;
+  const T* x;
+  const U* t;
+  int32_t classes; // 0 for threads that have no group
+  Group team;
+
+  template <class Function>
+  GRADSCALE_DEVICE void each(Function function) const {
+    for (int32_t c = team.rank; c < classes; c += team.size) {
+      function(c, static_cast<A>(to_accumulate(x[c])), static_cast<A>(to_accumulate(t[c])));
+    }
+  }
+
+  template <bool mixes, bool predicts_p>
+  GRADSCALE_DEVICE A divergence(const CategoricalKL<A>& of, A factor, const RowTask& task, int32_t first) const {
+    A largest_x = -static_cast<A>(INFINITY), largest_t = largest_x, sum_x = 0, sum_t = 0;
+    each([&](int32_t, A of_x, A of_t) {
+      largest_x = larger(largest_x, of_x);
+      largest_t = larger(largest_t, of_t);
+    });
+    largest_x = team.maximum(largest_x);
+    largest_t = team.maximum(largest_t);
+    each([&](int32_t, A of_x, A of_t) {
+      sum_x += exp_nonpositive(of_x - largest_x);
+      sum_t += exp_nonpositive(of_t - largest_t);
+    });
+    sum_x = team.sum(sum_x);
+    sum_t = team.sum(sum_t);
+    const GroupSoftmax<A> softmax_x{largest_x, A(1) / sum_x, std::log(sum_x)};
+    const GroupSoftmax<A> softmax_t{largest_t, A(1) / sum_t, std::log(sum_t)};
+    const auto terms = [&](A of_x, A of_t) {
+      const A x_below = of_x - largest_x, t_below = of_t - largest_t;
+      return of.template terms<mixes, predicts_p>(
+          exp_nonpositive(x_below), exp_nonpositive(t_below), x_below, t_below, softmax_x, softmax_t);
+    };
+    A total = 0, h = 0;
+    each([&](int32_t, A of_x, A of_t) {
+      const DivergenceTerms<A> element = terms(of_x, of_t);
+      total += element.divergence;
+      h += element.h;
+    });
+    h = team.sum(h);
+    each([&](int32_t c, A of_x, A of_t) {
+      if (task.segment().gradient.data != nullptr) {
+        const DivergenceTerms<A> element = terms(of_x, of_t);
+        A gradient = (element.h - element.softmax * h) * factor;
+        task.template write_gradient<T, 1>(first + c, &gradient);
+      }
+    });
+    return total; // of this thread
+  }
+};
+
+// The divergence of this thread's part of the row, whose gradients are written as if nothing were free.
+template <bool mixes, bool predicts_p, class T, class A>
+GRADSCALE_DEVICE double row_divergence(const CategoricalKL<A>& of, const RowTask& task, int team) {
+  const Segment& s = task.segment();
+  const auto classes = static_cast<int32_t>(s.last_size), groups = static_cast<int32_t>(s.width / s.last_size);
+  const int teams = task.group.size / team, own = task.group.rank / team;
+  const A factor = of.factor(static_cast<double>(INFINITY), task.coefficient);
+  double sum = 0;
+  dispatch_element(s.target.element, [&](auto type) {
+    using U = decltype(type);
+    const U* targets = static_cast<const U*>(s.target.data) + task.row * s.target.stride;
+    for (int32_t begin = 0; begin < groups; begin += teams) { // all threads of a warp take part in each reduction
+      const int32_t group = begin + own, first = group < groups ? group * classes : 0;
+      const ClassGroup<T, U> of_classes{
+          task.template prediction<T>() + first,
+          targets + first,
+          task.active && group < groups ? classes : 0,
+          Group{team, task.group.rank % team, nullptr}};
+      sum += of_classes.template divergence<mixes, predicts_p>(of, factor, task, first);
+    }
+  });
+  return sum;
+}
+
+template <class T, class A>
+GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& of, const RowTask& task) {
+  const Segment& s = task.segment();
+  const int team = team_size(static_cast<int32_t>(s.last_size), task.group.size);
+  double sum = 0;
+  if (of.mixes()) {
+    sum =
+        of.predicts_p ? row_divergence<true, true, T>(of, task, team) : row_divergence<true, false, T>(of, task, team);
+  } else {
+    sum = of.predicts_p ? row_divergence<false, true, T>(of, task, team)
+                        : row_divergence<false, false, T>(of, task, team);
+  }
+  const double divergence = task.group.sum(sum);
+  task.store_loss(of.loss(divergence));
+  if (s.gradient.data != nullptr && divergence < of.free_nats) { // each thread clears what it wrote
+    const int32_t classes = static_cast<int32_t>(s.last_size), stride = task.group.size / team * classes;
+    for (int32_t first = task.group.rank / team * classes; first < task.width; first += stride) {
+      for (int32_t c = task.group.rank % team; c < classes; c += team) {
+        A zero = 0;
+        task.template write_gradient<T, 1>(first + c, &zero);
+      }
+    }
+  }
+}
+
+} // namespace gradscale

@@ -1,0 +1,61 @@
+// The loss of quantiles x_i at the fractions tau_i = (2 i + 1) / (2 N) against samples t_j of a target (Dabney et al.
+// 2018), for CPU and GPU. With u = t_j - x_i and s = clamp(u / kappa, -1, 1) a pair adds
+//
+//   |tau_i - 1[u < 0]| huber(u) / kappa = |tau_i - 1[u < 0]| |s| (|u| - min(|u|, kappa) / 2),
+//
+// and its derivative by x_i is -|tau_i - 1[u < 0]| s. For kappa = 0 it is |u| instead of huber(u) / kappa.
+#pragma once
+
+#include "segment.h"
+
+namespace gradscale {
+
+// The weights of one quantile for targets above and below it. Neither is 1 - the other, whose digits would cancel.
+template <class A>
+struct QuantileWeights {
+  A above, below;
+};
+
+template <class A>
+struct QuantileHuber {
+  static constexpr int64_t kPartialSum = 32; // pairs that are summed before they are added to the others of a quantile
+  double count;                              // of quantiles
+  double of_pair;                            // what a pair's loss is multiplied by
+  A kappa, inverse_kappa;
+
+  GRADSCALE_HOST_DEVICE QuantileHuber(const Head& head, const Segment& s)
+      : count(static_cast<double>(s.width)),
+        of_pair(1 / static_cast<double>(s.target_width) / (head.sum_over_quantiles ? 1 : count)),
+        kappa(finite(head.kappa)),
+        inverse_kappa(finite(1 / head.kappa)) {
+  }
+
+  GRADSCALE_HOST_DEVICE QuantileWeights<A> weights(int64_t i) const {
+    const double twice = 2 * static_cast<double>(i) + 1;
+    return {static_cast<A>(twice / (2 * count)), static_cast<A>((2 * count - twice) / (2 * count))};
+  }
+  // Adds a pair to the loss of a quantile and to the negative derivative.
+  GRADSCALE_HOST_DEVICE void add(A u, A above, A below, A& loss, A& slope) const {
+    const A size = std::abs(u), limited = size < kappa ? size : kappa;
+    const A quotient = u * inverse_kappa;
+    const A at_most = A(1) < quotient ? A(1) : quotient; // NaN stays NaN
+    const A weighted = (u < A(0) ? below : above) * (at_most < A(-1) ? A(-1) : at_most);
+    slope += weighted;
+    loss += std::abs(weighted) * (size - A(0.5) * limited);
+  }
+  GRADSCALE_HOST_DEVICE double finish(double sum) const {
+    return sum * of_pair;
+  }
+  GRADSCALE_HOST_DEVICE A factor(double coefficient) const { // of slopes
+    return static_cast<A>(-coefficient * of_pair);
+  }
+
+ private:
+  // 0 times an infinite number would be NaN.
+  GRADSCALE_HOST_DEVICE static A finite(double x) {
+    constexpr double largest = std::numeric_limits<A>::max();
+    return static_cast<A>(x < largest ? x : largest);
+  }
+};
+
+} // namespace gradscale
