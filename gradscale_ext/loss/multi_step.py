@@ -102,6 +102,11 @@ def multi_step_loss(
         L_b  = sum_h weight_h sum_k step_weights[b,k] mask_h[b,k] l[h,k,b]
         loss = reduce_b(importance_weights_b L_b)
 
+    or, with weights that differ by head and `head_weights` w_h::
+
+        L_b  = sum_h w_h weight_h sum_k step_weights_h[b,k] mask_h[b,k] l[h,k,b]
+        loss = reduce_b(sum_h importance_h,b w_h weight_h sum_k step_weights_h[b,k] mask_h[b,k] l[h,k,b])
+
     `B` is the batch and `T = K + 1` the number of predictions (root and K recurrent steps).
 
     Args:
@@ -113,12 +118,20 @@ def multi_step_loss(
             float16.
         targets: the same for the targets, floating, or int64 for classes; they must not require grad. A `PerStepLoss`
             has none.
-        step_weights: T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient.
+        step_weights: T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient. This and the next three
+            may be mappings by head's name, for heads that differ (TD-MPC2, UniZero); a head that is not named has
+            factor 1 and no mask. Entries count absolute steps, also for heads with ``first_step=1``.
         step_gradient_scale: the same forms: multiplies the gradient only, as `scale_gradient` on each step's loss does.
             "unroll" is 1 for the root and 1/K after, as in the pseudocode of MuZero (Schrittwieser et al. 2020).
-        importance_weights: `[B]`, from prioritised replay (Schaul et al. 2016).
-        mask: bool `[B, T]` by absolute step, or a dict of them by head. False: the entry adds exactly nothing to value
-            and gradient, also if it is NaN or inf.
+        importance_weights: `[B]`, from prioritised replay (Schaul et al. 2016). They are no part of L_b, and do not
+            decide which samples are skipped.
+        head_weights: mapping of head's name to a number or a tensor without dimensions on the device of the
+            predictions, at least 0: multiplies the head's `weight`, in value and gradient. It is read without waiting
+            for the device, and a number that changes does not recompile. A tensor that requires grad gets its
+            gradient, the head's share of the loss before this weight, which `step_gradient_scale` does not change: for
+            weights that are learned (Kendall et al. 2018).
+        mask: bool `[B, T]` by absolute step. False: the entry adds exactly nothing to value and gradient, also if it is
+            NaN or inf.
         reduction: over the batch: "mean" over B, "sum", "none" (`[B]`), or "valid_mean" (each head's sum over its
             number of unmasked entries, at least 1).
         nonfinite: "propagate": NaN reaches the loss, and only that sample's gradients. "skip": a sample whose loss is
@@ -128,7 +141,7 @@ def multi_step_loss(
             the average over the ranks, which DistributedDataParallel and FSDP take of gradients, is the gradient of the
             mean over all. `head_means` are means over this rank.
         normalize_importance_weights: divide `importance_weights` by the largest of them (Schaul et al. 2016), with a
-            process group by that of all ranks.
+            process group by the largest of all ranks. Weights that differ by head are divided by each head's own.
         batch_first: False: all that has both dimensions is the other way round: stacked predictions and targets are
             `[T, B, ...]`, masks and weights `[T, B]`, and of the output `per_step`, `expected` and `entropy`
             `[T_h, B]`.
