@@ -2,7 +2,7 @@
 // CONTRIBUTING.md says how to add a head.
 #pragma once
 
-#include "../cpu/scratch.h"
+#include "../cpu/cpu_kernel.h"
 #include "../formulas/slab.h"
 #include "../formulas/support.h"
 
