@@ -32,8 +32,9 @@ from .heads import (
     SoftCrossEntropy,
     TwoHot,
 )
-from .loss.multi_step import MultiStepLoss, empty_cache, multi_step_loss, priorities, reduce_multi_step
+from .loss.multi_step import MultiStepLoss, empty_cache, multi_step_loss, reduce_multi_step
 from .loss.output import MultiStepLossOutput
+from .loss.priorities import priorities
 from .monitor.monitor import GradientMonitor
 from .returns import generalized_advantages, lambda_returns, muzero_targets, n_step_returns, retrace, vtrace
 from .statistics.gradients import GradientStatistics, clip_gradients_, gradient_statistics

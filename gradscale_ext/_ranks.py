@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import _context
+from .loss.checks import is_mapping
 
 if TYPE_CHECKING:
-    from .loss.options import Options
     from .loss.validate import Call
 
 
@@ -68,32 +69,47 @@ def _says_no_answer(error: RuntimeError) -> bool:
     return about_ranks and _NO_ANSWER.search(str(error)) is not None
 
 
-def options_for_all_ranks(call: Call, process_group: Any, normalize_importance_weights: bool) -> Options:
-    """The options with what "mean" and "valid_mean" divide by on all ranks, and with weights of at most 1.
+def for_all_ranks(call: Call, process_group: Any, normalize_importance_weights: bool) -> Call:
+    """The call with what "mean" and "valid_mean" divide by on all ranks, and with importance weights of at most 1.
 
     A rank's loss is divided by the number of all entries over the number of ranks, so that the average over the ranks
     is the mean over all entries.
     """
     group, size = group_of("multi_step_loss", process_group)
-    options = call.options
-    if group and options.reduction not in ("mean", "valid_mean"):
+    if group and call.options.reduction not in ("mean", "valid_mean"):
         raise ValueError(
             "multi_step_loss: a process_group goes with reduction 'mean' or 'valid_mean', but it is "
-            f"{options.reduction!r}"
+            f"{call.options.reduction!r}"
         )
     sent: dict[str, tuple[torch.Tensor, str]] = {}
-    weights = options.importance_weights
-    if normalize_importance_weights and weights is not None:
-        sent["largest"] = torch.cat([weights, weights.new_zeros(1)]).amax(), "max"
+    weights = call.weights.importance_weights if normalize_importance_weights else {}
+    differ = is_mapping(call.options.importance_weights)
+    names = [name for name in call.heads if name in weights][: None if differ else 1]  # one stands for all
+    if names:
+        sent["largest"] = torch.stack([_largest(weights[name]) for name in names]), "max"
     if group:
         sent["total"] = _num_entries(call), "sum"
     found = _all_reduced(sent, group)
-    if weights is not None and "largest" in found:
-        largest = found["largest"]
-        options = options._replace(importance_weights=torch.where(largest == 0, weights, weights / largest))
+    if names:
+        normalized = {
+            name: torch.where(largest == 0, weights[name], weights[name] / largest)
+            for name, largest in zip(names, found["largest"].unbind(), strict=True)
+        }
+        if not differ:
+            normalized = dict.fromkeys(call.heads, normalized[names[0]])
+        call = replace(
+            call,
+            weights=replace(call.weights, importance_weights=normalized),
+            options=call.options._replace(importance_weights=normalized if differ else normalized[names[0]]),
+        )
     if "total" in found:
-        options = options._replace(num_entries=found["total"].clamp(min=1) / size)
-    return options
+        call = replace(call, options=call.options._replace(num_entries=found["total"].clamp(min=1) / size))
+    return call
+
+
+def _largest(weights: torch.Tensor) -> torch.Tensor:
+    """The largest weight of this rank; 0 for an empty batch."""
+    return torch.cat([weights, weights.new_zeros(1)]).amax().to(_context.widest(weights.device))
 
 
 def _num_entries(call: Call) -> torch.Tensor:
@@ -103,8 +119,8 @@ def _num_entries(call: Call) -> torch.Tensor:
     for name, head in call.heads.items():
         if call.options.reduction == "mean":
             counts.append(call.batch)
-        elif name in call.masks:
-            counts.append(call.masks[name][:, head.first_step :].sum())
+        elif name in call.weights.masks:
+            counts.append(call.weights.masks[name][:, head.first_step :].sum())
         else:
             counts.append(call.batch * (call.steps - head.first_step))
     return torch.stack([torch.as_tensor(count, dtype=_context.widest(device), device=device) for count in counts])

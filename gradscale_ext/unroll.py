@@ -11,7 +11,7 @@ import torch
 
 from . import _context, _remedies
 from .flow import scale_gradient
-from .loss.validate import is_mapping
+from .loss.checks import is_mapping
 
 Outputs = Mapping[str, torch.Tensor]
 

@@ -261,6 +261,48 @@ def test_options(options, reduction, dtype, device):
     check(ALL_HEADS, predictions, targets, device, dtype, grad_output=grad_output, **keywords)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad_output", [1.0, -0.5])
+@pytest.mark.parametrize("options", [{"reduction": "none"}, {"reduction": "valid_mean", "nonfinite": "skip"}], ids=str)
+def test_head_weights(options, grad_output, dtype, device):
+    """Weights differ by head, and head weights get their gradients; one is 0."""
+    heads = {name: heads_of(33)[name] for name in ("two_hot", "policy", "own")}
+    predictions, targets = inputs_of(heads, 33, batch=5, steps=3)
+    if "nonfinite" in options:
+        with torch.no_grad():
+            predictions["policy"][1][3] = math.inf
+    generator = torch.Generator().manual_seed(3)
+    given = {
+        "head_weights": {
+            "two_hot": torch.tensor(0.5, requires_grad=True),
+            "policy": torch.tensor(0.0, dtype=torch.float64, requires_grad=True),
+            "own": 2.0,
+        },
+        "importance_weights": {"policy": torch.rand(5, generator=generator)},
+        "step_weights": {"two_hot": [1.0, 0.5, 0.25], "own": torch.rand(5, 3, generator=generator)},
+        "step_gradient_scale": {"policy": "unroll"},
+        "mask": {"two_hot": torch.rand(5, 3, generator=generator) < 0.7},
+    }
+    factor = [grad_output, -2.0, 0.5, 1.0, 0.0] if options["reduction"] == "none" else grad_output
+    ours = converted(given, device)
+    found = []
+
+    def function(*args, **keywords):
+        out = gs.multi_step_loss(*args, **{**keywords, **ours})
+        weights = [ours["head_weights"][name] for name in ("two_hot", "policy")]
+        of_loss = torch.as_tensor(factor, dtype=out.loss.dtype, device=device)
+        found.extend(torch.autograd.grad(out.loss, weights, of_loss, retain_graph=True))
+        return out
+
+    check(heads, predictions, targets, device, dtype, grad_output=factor, function=function, **given, **options)
+    exact = converted(converted(predictions, "cpu", dtype), "cpu", torch.float64)
+    truth = REFERENCE.multi_step_loss(heads, exact, converted(targets, "cpu", torch.float64), **given, **options)
+    weights = [given["head_weights"][name] for name in ("two_hot", "policy")]
+    expected = torch.autograd.grad(truth.loss, weights, torch.as_tensor(factor, dtype=torch.float64))
+    for a, b in zip(found, expected, strict=True):
+        check_close(a, b, torch.float32, what="gradient of a head weight")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grad_output", [1.0, 65536.0, -0.5, 0.0])
 def test_grad_output(grad_output, dtype, device):

@@ -242,6 +242,27 @@ OPTIONS = {
     "mask": {"mask": torch.tensor([[1, 1, 0, 1], [0, 1, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)},
     "mask by head": {"mask": {"policy": torch.tensor([[0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)}},
     "all masked": {"mask": torch.zeros(3, 4, dtype=torch.bool)},
+    "weights by head": {
+        "step_weights": {"value": [1.0, 0.5, 0.25, 0.125], "reward": torch.rand(3, 4, generator=SEEDED), "own": None},
+        "step_gradient_scale": {
+            "reward": "unroll",
+            "policy": torch.tensor([0.5, 1.0, 2.0, 3.0]),
+            "classes": (1, 0, 2, 3),
+        },
+        "importance_weights": {
+            "value": torch.tensor([0.3, 2.0, 1.0]),
+            "features": torch.tensor([1.0, 0.0, 4.0]).half(),
+        },
+    },
+    "head weights": {"head_weights": {"value": 0.5, "policy": torch.tensor(1.5), "end": torch.tensor(0.0), "raw": 0}},
+    "everything by head": {
+        "step_weights": {"value": torch.rand(3, 4, generator=SEEDED), "policy": [1.0, 2.0, 0.5, 0.25]},
+        "step_gradient_scale": {"policy": "unroll"},
+        "importance_weights": {"policy": torch.tensor([0.3, 2.0, 1.0])},
+        "mask": {"policy": torch.tensor([[0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)},
+        "head_weights": {"policy": torch.tensor(0.75, dtype=torch.float64), "reward": 2},
+        "nonfinite": "skip",
+    },
     "everything": {
         "step_weights": torch.rand(3, 4, generator=SEEDED),
         "step_gradient_scale": "unroll",
@@ -1600,7 +1621,7 @@ def test_a_subclass_must_not_change_how_its_base_is_read(name):
 
 def _operator(predictions, targets, prediction_counts, target_counts, heads, wants=()):
     record = gs.heads.record_of(heads)
-    options = gs.loss.options.Options(mask=[None] * len(heads))
+    options = gs.loss.options.Options(*[[]] * len(gs.loss.options.BY_HEAD))
     given = (predictions, targets, prediction_counts, target_counts, *record, list(wants), *options)
     return torch.ops.gradscale_ext.multi_step_loss(*given)
 

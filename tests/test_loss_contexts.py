@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import gradscale_ext as gs
-from gradscale_ext.loss.options import Options
+from gradscale_ext.loss.options import BY_HEAD, Options
 
 pytestmark = pytest.mark.untraced
 
@@ -430,7 +430,15 @@ def test_opcheck():
     for requires_grad in (True, False):
         flat = [p.detach().requires_grad_(requires_grad) for p in leaves(predictions)]
         for reduction, batch_first in (("mean", True), ("none", True), ("mean", False)):
-            options = Options(mask=[mask, None, None, None], reduction=reduction, batch_first=batch_first)
+            weight = torch.tensor(2.0, requires_grad=requires_grad)
+            by_head = {
+                "step_weights": [torch.rand(3)],  # of all heads
+                "step_gradient_scale": [],
+                "importance_weights": [None, torch.rand(3), None, None],
+                "mask": [mask, None, None, None],
+                "head_weights": [weight, None, None, weight],
+            }
+            options = Options(**by_head, reduction=reduction, batch_first=batch_first)
             torch.library.opcheck(
                 torch.ops.gradscale_ext.multi_step_loss.default,
                 (flat, flat_targets, [3, 2, 2, 3], [3, 2, 2, -1], *record, [], *options),
@@ -450,7 +458,9 @@ def test_the_operator_refuses_what_it_cannot_do_right():
     record = gs.heads.record_of(heads.values())
 
     def operator(x):
-        return torch.ops.gradscale_ext.multi_step_loss([x], [], [1], [-1], *record, [], *Options(mask=[None]))[0]
+        return torch.ops.gradscale_ext.multi_step_loss([x], [], [1], [-1], *record, [], *Options(*[[]] * len(BY_HEAD)))[
+            0
+        ]
 
     x = torch.ones(3)
     with pytest.raises(NotImplementedError, match=re.escape("gradscale_ext.multi_step_loss")):

@@ -419,7 +419,7 @@ def test_efficientzero_v2_asymmetric_critic():
 def test_tdmpc2():
     """TD-MPC2 (Hansen et al. 2024), model loss: steps weighted by rho^t / H, five critics, and the end of episodes.
 
-    The end is the only term without rho and has a separate call. All tensors are `[H, B, ...]` there.
+    The end is the only term without rho. All tensors are `[H, B, ...]` there.
     """
     horizon, critics, rho = 3, 5, 0.5
     bins, support = torch.linspace(-10, 10, 101, dtype=torch.float64), gs.Support.tdmpc2()
@@ -441,13 +441,10 @@ def test_tdmpc2():
     heads |= {"reward": gs.TwoHot(support, weight=0.1), "consistency": gs.MeanSquaredError(weight=20.0)}
     x = {f"q_{i}": q[i] for i in range(critics)} | {"reward": reward, "consistency": latent}
     targets = {f"q_{i}": td_target for i in range(critics)} | {"reward": r, "consistency": next_latent}
-    weights = [rho**t / horizon for t in range(horizon)]
+    heads["end"], x["end"], targets["end"] = gs.BinaryCrossEntropy(), end, ended
+    weights = {name: [rho**t / horizon for t in range(horizon)] for name in heads} | {"end": [1 / horizon] * horizon}
     out = gs.multi_step_loss(heads, x, targets, step_weights=weights, batch_first=False)
-    even = [1 / horizon] * horizon
-    ends = gs.multi_step_loss(
-        {"end": gs.BinaryCrossEntropy()}, {"end": end}, {"end": ended}, step_weights=even, batch_first=False
-    )
-    same_loss(out.loss + ends.loss, theirs, q, reward, end, latent)
+    same_loss(out.loss, theirs, q, reward, end, latent)
     same(out.expected["q_0"], symexp(mean_of(q[0], bins)).detach())
 
 
@@ -644,8 +641,7 @@ def test_unizero(latent_loss):
 def test_unizero_with_prioritised_replay():
     """UniZero with importance weights: each sample's sum divided by its number of valid entries, then the mean over B.
 
-    This number is smaller by one for the latent state, which therefore has a separate call. A priority is the mean
-    error over the valid steps.
+    This number is smaller by one for the latent state. A priority is the mean error over the valid steps.
     """
     heads, x, targets, mask, losses = unizero("mse")
     gamma, w = 0.9 ** torch.arange(T, dtype=torch.float64), torch.rand(B, dtype=torch.float64)
@@ -654,17 +650,11 @@ def test_unizero_with_prioritised_replay():
     theirs = theirs + (losses["latent"] * gamma[1:] * mask[:, 1:]).sum(1) / later_steps
     theirs = (w * theirs).mean()
 
-    def ours(names, count):
-        pick = lambda mapping: {name: mapping[name] for name in names}
-        weights = gamma / count.unsqueeze(1)
-        return gs.multi_step_loss(
-            pick(heads), pick(x), pick(targets), step_weights=weights, mask=mask, importance_weights=w
-        )
-
-    main, latent = ours(("value", "reward", "policy"), steps), ours(("latent",), later_steps)
-    same_loss(main.loss + latent.loss, theirs, x)
+    weights = {name: gamma / (later_steps if name == "latent" else steps).unsqueeze(1) for name in heads}
+    out = gs.multi_step_loss(heads, x, targets, step_weights=weights, mask=mask, importance_weights=w)
+    same_loss(out.loss, theirs, x)
 
     error = (h_inverse(mean_of(x["value"], integers(50))) - targets["value"]).abs().detach()
     priority = (error * mask).sum(1) / steps + 1e-6
-    nu = torch.where(mask, main.expected["value"], targets["value"])  # no error where there is no step
+    nu = torch.where(mask, out.expected["value"], targets["value"])  # no error where there is no step
     same(gs.priorities(nu, targets["value"], steps="mean", eps=0.0) * T / steps + 1e-6, priority)

@@ -6,8 +6,10 @@
 #include "../torch/tensor_element.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/eq.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/where.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -40,6 +42,7 @@ std::vector<int64_t> versions_of(const Call& call) {
 struct Saved {
   Call call;
   std::vector<int64_t> versions; // of the given tensors, as the forward pass read them
+  Tensors shares;                // by head, defined where the head weight gets a gradient
   std::shared_ptr<Plan> plan;
 
   void check_unchanged() const {
@@ -105,8 +108,12 @@ autograd::variable_list run_again(const Saved& saved, const at::Tensor& grad_out
   saved.check_unchanged();
   Call weighted = saved.call;
   const at::Tensor factor = grad_output.to(at::kDouble).expand({weighted.batch});
-  const at::Tensor& weights = weighted.importance_weights;
-  weighted.importance_weights = weights.defined() ? weights.to(at::kDouble).mul(factor) : factor;
+  std::vector<at::Tensor>& by_head = weighted.importance_weights.values;
+  by_head.resize(std::max<size_t>(by_head.size(), 1));
+  for (at::Tensor& weights : by_head) {
+    weights = weights.defined() ? weights.to(at::kDouble).mul(factor) : factor;
+  }
+  weighted.wants_share.clear();
   run(weighted);
   return flat(std::move(weighted.gradients));
 }
@@ -159,20 +166,32 @@ class MultiStepLossBackward : public BackwardNode {
     if (!ordinary_context() || !ordinary_tensor(grad_output)) { // batched, or of another kind
       return by_reference(*saved, grad_output, /*create_graph=*/false);
     }
-    if (runs_kernels(grad_output.device())) {
-      return on_device(*saved, take_gradients(is_last_use), grad_output);
+    autograd::variable_list result = gradients_of_predictions(*saved, grad_output, is_last_use);
+    for (size_t h = 0; h < saved->call.head_weights.values.size(); ++h) {
+      const at::Tensor& share = saved->shares[h];
+      const at::Tensor& weight = saved->call.head_weights[h].tensor;
+      result.push_back(
+          share.defined() ? gradient_of_head_weight(share, grad_output, weight.scalar_type()) : at::Tensor());
     }
-    const bool is_one = grad_output.dim() == 0 && grad_output.item<double>() == 1.0;
-    // Half gradients would be rounded a second time, and 0 * inf would be NaN in masked entries.
-    if (!is_one && (wants_half(saved->call) || !grad_output.isfinite().all().item<bool>())) {
-      return run_again(*saved, grad_output);
-    }
-    Gradients gradients = take_gradients(is_last_use);
-    return gradients.empty() ? run_again(*saved, grad_output)
-                             : multiplied(std::move(gradients), saved->call, grad_output, is_one);
+    return result;
   }
 
  private:
+  autograd::variable_list gradients_of_predictions(
+      const Saved& saved, const at::Tensor& grad_output, bool is_last_use) {
+    if (runs_kernels(grad_output.device())) {
+      return on_device(saved, take_gradients(is_last_use), grad_output);
+    }
+    const bool is_one = grad_output.dim() == 0 && grad_output.item<double>() == 1.0;
+    // Half gradients would be rounded a second time, and 0 * inf would be NaN in masked entries.
+    if (!is_one && (wants_half(saved.call) || !grad_output.isfinite().all().item<bool>())) {
+      return run_again(saved, grad_output);
+    }
+    Gradients gradients = take_gradients(is_last_use);
+    return gradients.empty() ? run_again(saved, grad_output)
+                             : multiplied(std::move(gradients), saved.call, grad_output, is_one);
+  }
+
   // The call, and whether the pass that begins is the last.
   std::pair<std::shared_ptr<const Saved>, bool> begin_pass() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -203,8 +222,13 @@ class MultiStepLossBackward : public BackwardNode {
       }
       targets.append(to_python(entries));
     }
+    Options options = saved.call;
+    for (HeadWeight& weight : options.head_weights.values) {
+      const autograd::Edge& own = next_edge(edge++);
+      weight.tensor = weight.tensor.defined() ? with_edge(weight.tensor, own) : weight.tensor;
+    }
     const py::object result = (*differentiable_gradients)(
-        saved.plan->heads, predictions, targets, options_to_python(saved.call), grad_output, create_graph);
+        saved.plan->heads, predictions, targets, options_to_python(options), grad_output, create_graph);
     autograd::variable_list gradients_of_inputs;
     for (const auto& gradient : result) {
       gradients_of_inputs.push_back(gradient.is_none() ? at::Tensor() : gradient.cast<at::Tensor>());
@@ -232,7 +256,13 @@ at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output,
   return grad_output.reshape(shape);
 }
 
-void record_call(Call call, const at::Tensor& loss, std::shared_ptr<Plan> plan) {
+at::Tensor gradient_of_head_weight(const at::Tensor& share, const at::Tensor& grad_output, at::ScalarType type) {
+  // What adds nothing stays 0, also where grad_output is infinite.
+  const at::Tensor gradient = at::where(at::eq(share, 0), share, at::mul(share, grad_output));
+  return (share.dim() == 0 ? gradient : gradient.sum()).to(type);
+}
+
+void record_call(Call call, const Outputs& outputs, std::shared_ptr<Plan> plan) {
   MultiStepLossBackward* node = nullptr;
   const NodePtr handle = make_node(node);
   for (size_t h = 0; h < call.predictions.size(); ++h) {
@@ -241,13 +271,18 @@ void record_call(Call call, const at::Tensor& loss, std::shared_ptr<Plan> plan) 
       node->add_next_edge(call.wants[h][i] ? autograd::impl::gradient_edge(tensors[i]) : autograd::Edge());
     }
   }
+  for (size_t h = 0; h < call.head_weights.values.size(); ++h) {
+    node->add_next_edge(
+        call.wants_share[h] ? autograd::impl::gradient_edge(call.head_weights[h].tensor) : autograd::Edge());
+  }
   Gradients gradients = std::exchange(call.gradients, {});
   const auto saved = std::make_shared<Saved>();
+  saved->shares = outputs.shares;
   saved->call = std::move(call);
   saved->plan = std::move(plan);
   saved->versions = versions_of(saved->call);
   node->set(std::move(gradients), saved);
-  autograd::set_history(loss, handle);
+  autograd::set_history(outputs.loss, handle);
 }
 
 } // namespace gradscale

@@ -37,13 +37,21 @@ class Checks {
         return false;
       }
     }
-    const at::Tensor& weights = call_.importance_weights;
-    return step_numbers(call_.step_weights) && step_numbers(call_.step_gradient_scale) &&
-           (!weights.defined() || (has_element(weights) && weights.sizes() == at::IntArrayRef({call_.batch}))) &&
+    return each(call_.step_weights, [&](const StepNumbers& numbers) { return step_numbers(numbers); }) &&
+           each(call_.step_gradient_scale, [&](const StepNumbers& numbers) { return step_numbers(numbers); }) &&
+           each(call_.importance_weights, [&](const at::Tensor& weights) { return importance_weights(weights); }) &&
+           each(call_.head_weights, [&](const HeadWeight& weight) { return head_weight(weight); }) &&
            counts(call_.num_entries) && on_one_device();
   }
 
  private:
+  template <class T, class Predicate>
+  bool each(const ByHead<T>& by_head, Predicate predicate) const {
+    const std::vector<T>& values = by_head.values;
+    return (values.size() <= 1 || values.size() == heads_.size()) &&
+           std::all_of(values.begin(), values.end(), predicate);
+  }
+
   bool head(size_t h) const {
     const Entries& predictions = call_.predictions[h];
     const Entries& targets = call_.targets[h];
@@ -121,6 +129,14 @@ class Checks {
     return numbers.numbers.empty() || static_cast<int64_t>(numbers.numbers.size()) == call_.steps;
   }
 
+  bool importance_weights(const at::Tensor& weights) const {
+    return !weights.defined() || (has_element(weights) && weights.sizes() == at::IntArrayRef({call_.batch}));
+  }
+
+  static bool head_weight(const HeadWeight& weight) {
+    return !weight.tensor.defined() || (has_element(weight.tensor) && weight.tensor.dim() == 0);
+  }
+
   bool counts(const at::Tensor& tensor) const {
     return !tensor.defined() || (tensor.scalar_type() == at::kDouble && tensor.is_contiguous() &&
                                  tensor.sizes() == at::IntArrayRef({static_cast<int64_t>(heads_.size())}));
@@ -148,7 +164,8 @@ at::Tensor as_floats(const at::Tensor& weights) {
 
 bool Call::settle(const Heads& of_call) {
   const auto is_empty = [](const Entries& entries) { return entries.tensors.empty(); };
-  if (predictions.size() != of_call.size() || targets.size() != of_call.size() || mask.size() != of_call.size() ||
+  if (predictions.size() != of_call.size() || targets.size() != of_call.size() ||
+      (mask.differs() && mask.values.size() != of_call.size()) ||
       std::any_of(predictions.begin(), predictions.end(), is_empty)) {
     return false;
   }
@@ -179,9 +196,10 @@ int64_t Call::count_steps(const Heads& of_call) const {
 }
 
 bool Call::wants_any() const {
-  return std::any_of(wants.begin(), wants.end(), [](const std::vector<bool>& of_head) {
-    return std::find(of_head.begin(), of_head.end(), true) != of_head.end();
-  });
+  return std::find(wants_share.begin(), wants_share.end(), true) != wants_share.end() ||
+         std::any_of(wants.begin(), wants.end(), [](const std::vector<bool>& of_head) {
+           return std::find(of_head.begin(), of_head.end(), true) != of_head.end();
+         });
 }
 
 // ---- Outputs and gradients ------------------------------------------------------------------------------------------
@@ -189,14 +207,21 @@ bool Call::wants_any() const {
 void Call::make_outputs() {
   const auto num_heads = static_cast<int64_t>(heads->size());
   outputs.per_sample = at::empty({batch}, of_sums);
-  outputs.loss = reduction == Reduction::none ? at::empty({batch}, of_sums) : at::empty({}, of_sums);
+  const auto make_loss = [&] {
+    return reduction == Reduction::none ? at::empty({batch}, of_sums) : at::empty({}, of_sums);
+  };
+  outputs.loss = make_loss();
   outputs.head_means = at::empty({num_heads}, of_sums);
   outputs.head_losses = at::empty_like(outputs.head_means);
   outputs.num_nonfinite = at::empty({}, of_sums.dtype(at::kLong));
   outputs.per_step.resize(heads->size());
   outputs.details.resize(heads->size());
+  outputs.shares.resize(heads->size());
   for (size_t h = 0; h < heads->size(); ++h) {
     outputs.per_step[h] = make_entries(h);
+    if (!wants_share.empty() && wants_share[h]) {
+      outputs.shares[h] = make_loss();
+    }
     if ((*heads)[h].detail != Detail::none) {
       outputs.details[h] = make_entries(h);
     }
@@ -207,7 +232,9 @@ void Call::make_outputs() {
   }
   if (on_device && num_entries.defined()) {
     divisors = num_entries;
-  } else if (on_device && reduction == Reduction::valid_mean && std::any_of(mask.begin(), mask.end(), is_defined)) {
+  } else if (
+      on_device && reduction == Reduction::valid_mean &&
+      std::any_of(mask.values.begin(), mask.values.end(), is_defined)) {
     divisors = at::empty({num_heads}, of_sums.dtype(at::kDouble));
   }
 }
@@ -242,16 +269,19 @@ void Call::make_gradients() {
 Pass Call::begin_pass() {
   outputs.per_step.resize(heads->size());
   outputs.details.resize(heads->size());
-  Coefficients common{};
-  common.step_weights = step_weight(step_weights);
-  common.step_gradient_scale = step_weight(step_gradient_scale);
-  if (importance_weights.defined()) {
-    const at::Tensor weights = keep_alive(as_floats(importance_weights));
-    common.importance_weights.values = {
-        weights.mutable_data_ptr(), weights.stride(0), weights.scalar_type() == at::kDouble};
-  }
+  outputs.shares.resize(heads->size());
+  Coefficients weights{};
   for (size_t h = 0; h < heads->size(); ++h) {
-    add_coefficients(h, common);
+    if (h == 0 || step_weights.differs()) {
+      weights.step_weights = step_weight(step_weights[h]);
+    }
+    if (h == 0 || step_gradient_scale.differs()) {
+      weights.step_gradient_scale = step_weight(step_gradient_scale[h]);
+    }
+    if (h == 0 || importance_weights.differs()) {
+      weights.importance_weights.values = importance_weight(importance_weights[h]);
+    }
+    add_coefficients(h, weights);
     add_segments(h);
   }
   Pass pass{};
@@ -286,8 +316,7 @@ Slab Call::slab(const at::Tensor& tensor, int64_t stride) const {
   return tensor.defined() ? Slab{tensor.mutable_data_ptr(), stride, is_double} : Slab{};
 }
 
-void Call::add_coefficients(size_t h, const Coefficients& common) {
-  Coefficients& of_head = coefficients_.emplace_back(common);
+void Call::add_coefficients(size_t h, Coefficients of_head) {
   if (mask[h].defined()) {
     of_head.mask = {mask[h].const_data_ptr<bool>(), mask[h].stride(batch_dim()), mask[h].stride(1 - batch_dim())};
   }
@@ -295,6 +324,24 @@ void Call::add_coefficients(size_t h, const Coefficients& common) {
   if (divisors.defined() && (num_entries.defined() || mask[h].defined())) {
     of_head.divisor = divisors.mutable_data_ptr<double>() + h;
   }
+  const HeadWeight& weight = head_weights[h];
+  of_head.head_weight_number = weight.number;
+  if (weight.tensor.defined() && on_device) {
+    const at::Tensor tensor = keep_alive(as_floats(weight.tensor));
+    of_head.head_weight_tensor = {tensor.mutable_data_ptr(), 0, tensor.scalar_type() == at::kDouble};
+  } else if (weight.tensor.defined()) {
+    of_head.head_weight_number = weight.tensor.item<double>();
+  }
+  of_head.share = slab(outputs.shares[h], 1);
+  coefficients_.push_back(of_head);
+}
+
+Slab Call::importance_weight(const at::Tensor& weights) {
+  if (!weights.defined()) {
+    return {};
+  }
+  const at::Tensor tensor = keep_alive(as_floats(weights));
+  return {tensor.mutable_data_ptr(), tensor.stride(0), tensor.scalar_type() == at::kDouble};
 }
 
 // The divisor of a head's sum. It is 1 if the kernel computes the divisor on the device.
@@ -358,8 +405,8 @@ void Call::add_segments(size_t h) {
     }
     segment.loss = column(outputs.per_step[h], t);
     segment.detail = column(outputs.details[h], t);
-    segment.step_weight = number_at(step_weights, segment.step);
-    segment.step_gradient_scale = number_at(step_gradient_scale, segment.step);
+    segment.step_weight = number_at(step_weights[h], segment.step);
+    segment.step_gradient_scale = number_at(step_gradient_scale[h], segment.step);
     segments_.push_back(segment);
   }
 }

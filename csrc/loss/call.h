@@ -33,23 +33,46 @@ struct StepNumbers {
   at::Tensor tensor;
 };
 
-// The options of a call, in the order of `Options` in gradscale_ext/loss/options.py. Masks come by head, [B, T] ([T, B]
-// without batch_first); undefined: nothing is masked. num_entries: float64 [heads], what "mean" and "valid_mean" divide
-// by if it is not counted in this batch alone.
+// A factor of a head: a number, or a tensor without dimensions.
+struct HeadWeight {
+  double number = 1;
+  at::Tensor tensor;
+};
+
+// A value for each head, one for all heads, or none.
+template <class T>
+struct ByHead {
+  std::vector<T> values;
+
+  const T& operator[](size_t head) const {
+    static const T none{};
+    return values.empty() ? none : values[values.size() == 1 ? 0 : head];
+  }
+  // True if heads may have different values.
+  bool differs() const {
+    return values.size() > 1;
+  }
+};
+
+// The options of a call, in the order of `Options` in gradscale_ext/loss/options.py. Masks are [B, T] ([T, B] without
+// batch_first); undefined: nothing is masked. num_entries: float64 [heads], what "mean" and "valid_mean" divide by if
+// it is not counted in this batch alone.
 // clang-format off
-#define GRADSCALE_OPTIONS(option)          \
-  option(StepNumbers, step_weights)        \
-  option(StepNumbers, step_gradient_scale) \
-  option(at::Tensor, importance_weights)   \
-  option(Tensors, mask)                    \
-  option(Reduction, reduction)             \
-  option(Nonfinite, nonfinite)             \
-  option(bool, batch_first)                \
+#define GRADSCALE_OPTIONS(option)                  \
+  option(ByHead<StepNumbers>, step_weights)        \
+  option(ByHead<StepNumbers>, step_gradient_scale) \
+  option(ByHead<at::Tensor>, importance_weights)   \
+  option(ByHead<at::Tensor>, mask)                 \
+  option(ByHead<HeadWeight>, head_weights)         \
+  option(Reduction, reduction)                     \
+  option(Nonfinite, nonfinite)                     \
+  option(bool, batch_first)                        \
   option(at::Tensor, num_entries)
 
 // The results of a call, in the order in which the operator returns them: float, or double when a prediction is double.
 // Only the loss has a gradient. per_step and details come by head, [B, T_h] ([T_h, B] without batch_first); a head
-// without a Detail has none.
+// without a Detail has none. shares come by head whose head weight gets a gradient: its share of the loss before this
+// weight, a scalar or [B] as the loss.
 #define GRADSCALE_OUTPUTS(output)                             \
   output(at::Tensor, loss)          /* scalar, or [B] */      \
   output(at::Tensor, per_sample)    /* [B] */                 \
@@ -57,7 +80,8 @@ struct StepNumbers {
   output(at::Tensor, head_losses)   /* [heads] */             \
   output(at::Tensor, num_nonfinite) /* int64 scalar */        \
   output(Tensors, per_step)                                   \
-  output(Tensors, details)
+  output(Tensors, details)                                    \
+  output(Tensors, shares)
 // clang-format on
 
 // Defines a struct with these members; each(self, visit) calls visit(name, member) for all of them.
@@ -107,6 +131,7 @@ struct Call : Options {
   std::vector<Entries> predictions; // by head
   std::vector<Entries> targets;
   std::vector<std::vector<bool>> wants; // by head: true if the gradient of the prediction tensor is wanted
+  std::vector<bool> wants_share;        // by head: true if the gradient of its head weight is wanted; or empty
 
   // Set by settle().
   const Heads* heads = nullptr;
@@ -128,6 +153,9 @@ struct Call : Options {
   int64_t count_steps(const Heads& of_call) const;
 
   bool wants_any() const;
+  // Wants the gradients of the head weights that are tensors and fulfil a condition.
+  template <class Predicate>
+  void want_shares(Predicate predicate);
 
   // The dimension of the samples in a tensor that also has a step dimension.
   int64_t batch_dim() const {
@@ -153,7 +181,8 @@ struct Call : Options {
 
  private:
   at::Tensor make_entries(size_t head) const;
-  void add_coefficients(size_t head, const Coefficients& common);
+  void add_coefficients(size_t head, Coefficients weights);
+  Slab importance_weight(const at::Tensor& weights);
   double divisor(size_t head, const StepMask& of_head) const;
   StepWeight step_weight(const StepNumbers& numbers);
   void add_segments(size_t head);
@@ -189,15 +218,26 @@ struct TensorsOfOption {
   void operator()(const char* name, const StepNumbers& numbers) {
     (*this)(name, numbers.tensor);
   }
-  void operator()(const char* name, const Tensors& tensors) {
-    for (const at::Tensor& tensor : tensors) {
-      (*this)(name, tensor);
+  void operator()(const char* name, const HeadWeight& weight) {
+    (*this)(name, weight.tensor);
+  }
+  template <class T>
+  void operator()(const char* name, const ByHead<T>& by_head) {
+    for (const T& value : by_head.values) {
+      (*this)(name, value);
     }
   }
   template <class Choice, std::enable_if_t<!std::is_class_v<Choice>, int> = 0>
   void operator()(const char*, Choice) {
   }
 };
+
+template <class Predicate>
+void Call::want_shares(Predicate predicate) {
+  for (const HeadWeight& weight : head_weights.values) {
+    wants_share.push_back(weight.tensor.defined() && predicate(weight.tensor));
+  }
+}
 
 template <class Visit>
 void Call::each_tensor(Visit visit) const {

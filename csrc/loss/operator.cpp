@@ -27,6 +27,7 @@
 #include <cmath>
 #include <iterator>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -40,6 +41,12 @@ namespace autograd = torch::autograd;
 // Places of the operator's arguments; the options follow.
 enum Argument { kPredictions, kTargets, kPredictionCounts, kTargetCounts, kHeadNames, kHeadNumbers, kWants, kOptions };
 
+// Places of the options.
+#define GRADSCALE_ENUMERATOR(type, name) name,
+enum class Option : size_t { GRADSCALE_OPTIONS(GRADSCALE_ENUMERATOR) };
+#undef GRADSCALE_ENUMERATOR
+constexpr auto kHeadWeights = static_cast<size_t>(Option::head_weights);
+
 struct SchemaWriter {
   std::string& schema;
 
@@ -47,13 +54,11 @@ struct SchemaWriter {
   void operator()(const char* name, const Option& option) {
     schema += std::string(", ") + type_of(option) + " " + name;
   }
-  static const char* type_of(const StepNumbers&) {
-    return "Tensor?";
-  }
   static const char* type_of(const at::Tensor&) {
     return "Tensor?";
   }
-  static const char* type_of(const Tensors&) {
+  template <class T>
+  static const char* type_of(const ByHead<T>&) {
     return "Tensor?[]";
   }
   static const char* type_of(bool) {
@@ -88,9 +93,13 @@ struct StackReader {
   static void read(const char* name, const c10::IValue& given, StepNumbers& numbers) {
     read(name, given, numbers.tensor);
   }
-  static void read(const char*, const c10::IValue& given, Tensors& tensors) {
-    for (const c10::IValue& tensor : given.toListRef()) {
-      tensors.push_back(tensor.isNone() ? at::Tensor() : tensor.toTensor());
+  static void read(const char* name, const c10::IValue& given, HeadWeight& weight) {
+    read(name, given, weight.tensor);
+  }
+  template <class T>
+  static void read(const char* name, const c10::IValue& given, ByHead<T>& by_head) {
+    for (const c10::IValue& value : given.toListRef()) {
+      read(name, value, by_head.values.emplace_back());
     }
   }
   static void read(const char*, const c10::IValue& given, bool& flag) {
@@ -135,6 +144,7 @@ Call call_from(at::ArrayRef<c10::IValue> given) {
   call.predictions = entries_from(given[kPredictions], given[kPredictionCounts].toIntVector());
   call.targets = entries_from(given[kTargets], given[kTargetCounts].toIntVector());
   Options::each(call, StackReader{&given[kOptions]});
+  call.want_shares([](const at::Tensor&) { return true; });
   const std::vector<int64_t> wants = sorted_wants(given[kWants]);
   const auto count = static_cast<int64_t>(given[kPredictions].toListRef().size());
   TORCH_CHECK(
@@ -175,6 +185,13 @@ struct Gradient {
   at::Tensor in(const std::vector<JoinedGradients>& all) const {
     return all[joined].data.as_strided_symint(sizes, strides, offset);
   }
+};
+
+// A head weight that gets a gradient, with the head's share of the loss before it.
+struct Share {
+  size_t edge;
+  at::ScalarType type; // of the weight
+  at::Tensor data;
 };
 
 struct Layout {
@@ -240,9 +257,9 @@ at::Tensor call_scale_gradients(const at::Tensor& gradients, const at::Tensor& f
 // Multiplies and rounds the gradients with operations that tracers see. It reads no value.
 class OperatorBackward : public BackwardNode {
  public:
-  void set(Layout layout) {
+  void set(Layout layout, std::vector<Share> shares) {
     gradients_ = std::move(layout.gradients);
-    joined_ = std::move(layout.joined);
+    saved_ = {std::move(layout.joined), std::move(shares)};
   }
 
   std::string name() const override {
@@ -250,14 +267,14 @@ class OperatorBackward : public BackwardNode {
   }
 
   void release_variables() override {
-    std::vector<JoinedGradients> joined;
+    std::optional<Saved> saved;
     const std::lock_guard<std::mutex> lock(mutex_); // ends first: nothing is freed under it
-    joined.swap(joined_);
+    saved.swap(saved_);
   }
 
   autograd::variable_list apply(autograd::variable_list&& inputs) override {
     const at::Tensor grad_output = std::move(inputs[0]);
-    std::vector<JoinedGradients> joined = joined_gradients();
+    auto [joined, shares] = saved();
     autograd::variable_list result(num_outputs());
     if (!grad_output.defined()) {
       return result;
@@ -281,18 +298,23 @@ class OperatorBackward : public BackwardNode {
           by_sample ? multiplied(own, factor_for(own, grad_output, gradient.batch_dim)).to(joined[gradient.joined].type)
                     : own;
     }
+    for (const Share& share : shares) {
+      result[share.edge] = gradient_of_head_weight(share.data, grad_output, share.type);
+    }
     return result;
   }
 
  private:
-  std::vector<JoinedGradients> joined_gradients() {
+  using Saved = std::pair<std::vector<JoinedGradients>, std::vector<Share>>;
+
+  Saved saved() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!joined_.empty(), autograd::ERR_BACKWARD_TWICE);
-    return joined_;
+    TORCH_CHECK(saved_.has_value(), autograd::ERR_BACKWARD_TWICE);
+    return *saved_;
   }
 
   std::vector<Gradient> gradients_; // of the predictions that require grad
-  std::vector<JoinedGradients> joined_;
+  std::optional<Saved> saved_;
 };
 
 // ---- The kernels ----------------------------------------------------------------------------------------------------
@@ -353,11 +375,19 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const Tensors predictions = given[kPredictions].toTensorVector();
   const auto requires_grad = [](const at::Tensor& tensor) { return tensor.requires_grad(); };
   const auto has_tangent = [](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); };
+  Tensors differentiable = predictions;
+  const auto head_weights = given[kOptions + kHeadWeights].toListRef();
+  for (const c10::IValue& weight : head_weights) {
+    if (!weight.isNone()) {
+      differentiable.push_back(weight.toTensor());
+    }
+  }
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !inside_transform() && std::none_of(predictions.begin(), predictions.end(), has_tangent),
+      !inside_transform() && std::none_of(differentiable.begin(), differentiable.end(), has_tangent),
       "gradscale_ext::multi_step_loss: torch.func transforms and forward mode need gradscale_ext.multi_step_loss, "
       "which chooses plain PyTorch for them");
-  const bool records = at::GradMode::is_enabled() && std::any_of(predictions.begin(), predictions.end(), requires_grad);
+  const bool records =
+      at::GradMode::is_enabled() && std::any_of(differentiable.begin(), differentiable.end(), requires_grad);
   std::vector<int64_t> wants = given[kWants].toIntVector();
   for (size_t i = 0; i < predictions.size() && records; ++i) {
     if (predictions[i].requires_grad()) {
@@ -395,10 +425,19 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   layout.gradients = std::move(recorded);
   OperatorBackward* node = nullptr;
   const NodePtr handle = make_node(node);
-  for (const at::Tensor& prediction : predictions) {
-    node->add_next_edge(prediction.requires_grad() ? autograd::impl::gradient_edge(prediction) : autograd::Edge());
+  std::vector<Share> shares;
+  next = results.size() - layout.joined.size() - (differentiable.size() - predictions.size()); // before the gradients
+  for (size_t i = 0; i < differentiable.size(); ++i) {
+    const at::Tensor& tensor = differentiable[i];
+    node->add_next_edge(tensor.requires_grad() ? autograd::impl::gradient_edge(tensor) : autograd::Edge());
+    if (i >= predictions.size()) {
+      const at::Tensor& share = results[next++];
+      if (tensor.requires_grad()) {
+        shares.push_back({i, tensor.scalar_type(), share});
+      }
+    }
   }
-  node->set(std::move(layout));
+  node->set(std::move(layout), std::move(shares));
   autograd::set_history(results[static_cast<size_t>(Output::loss)], handle);
 }
 

@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <cmath>
+#include <type_traits>
 #include <utility>
 
 namespace gradscale {
@@ -86,7 +88,15 @@ class PythonReader {
 
   // Expands "unroll", whose number of steps depends on batch_first; returns true if the kernels accept all options.
   bool finish() {
-    return all_read_ && (!unrolls_ || read((*unroll_scale)(call_.count_steps(plan_.table)), call_.step_gradient_scale));
+    if (!all_read_ || unrolled_.empty()) {
+      return all_read_;
+    }
+    StepNumbers unrolled;
+    const bool valid = read_value((*unroll_scale)(call_.count_steps(plan_.table)), unrolled);
+    for (const size_t index : unrolled_) {
+      call_.step_gradient_scale.values[index] = unrolled;
+    }
+    return valid;
   }
 
   template <class Option>
@@ -95,12 +105,61 @@ class PythonReader {
   }
 
  private:
-  bool read(py::handle given, StepNumbers& numbers) {
+  // One value for all heads, or a dict of them by head.
+  template <class T>
+  bool read(py::handle given, ByHead<T>& by_head) {
     if (given.is_none()) {
       return true;
     }
-    if (&numbers == &call_.step_gradient_scale && is_unroll(given)) {
-      unrolls_ = true;
+    if (!PyDict_Check(given.ptr())) {
+      by_head.values.resize(1);
+      return !std::is_same_v<T, HeadWeight> && read_one(given, by_head, 0);
+    }
+    by_head.values.resize(plan_.table.size());
+    Py_ssize_t found = 0;
+    for (size_t h = 0; h < by_head.values.size(); ++h) {
+      PyObject* value = PyDict_GetItem(given.ptr(), plan_.names[h].ptr());
+      if (value != nullptr && !read_one(value, by_head, h)) {
+        return false;
+      }
+      found += value != nullptr ? 1 : 0;
+    }
+    return found == PyDict_Size(given.ptr());
+  }
+
+  template <class T>
+  bool read_one(py::handle given, ByHead<T>& by_head, size_t index) {
+    T& value = by_head.values[index];
+    if constexpr (std::is_same_v<T, at::Tensor>) {
+      return &by_head == &call_.mask ? read_mask(given, value) : read(given, value);
+    } else {
+      if constexpr (std::is_same_v<T, StepNumbers>) {
+        if (&by_head == &call_.step_gradient_scale && is_unroll(given)) {
+          unrolled_.push_back(index);
+          return true;
+        }
+      }
+      return read_value(given, value);
+    }
+  }
+
+  static bool read_value(py::handle given, HeadWeight& weight) {
+    if (THPVariable_Check(given.ptr())) {
+      return read_tensor(given, weight.tensor);
+    }
+    if (PyBool_Check(given.ptr())) {
+      return false;
+    }
+    weight.number = PyFloat_AsDouble(given.ptr());
+    if (PyErr_Occurred() != nullptr) {
+      PyErr_Clear();
+      return false;
+    }
+    return weight.number >= 0 && std::isfinite(weight.number);
+  }
+
+  static bool read_value(py::handle given, StepNumbers& numbers) {
+    if (given.is_none()) {
       return true;
     }
     PyObject* items = given.ptr();
@@ -136,29 +195,6 @@ class PythonReader {
     return read_tensor(given, mask) && mask.scalar_type() == at::kBool;
   }
 
-  // The masks by head, or one for all.
-  bool read(py::handle given, Tensors& masks) const {
-    masks.resize(plan_.table.size());
-    if (given.is_none()) {
-      return true;
-    }
-    if (!PyDict_Check(given.ptr())) {
-      at::Tensor mask;
-      const bool valid = read_mask(given, mask);
-      std::fill(masks.begin(), masks.end(), mask);
-      return valid;
-    }
-    Py_ssize_t found = 0;
-    for (size_t h = 0; h < masks.size(); ++h) {
-      PyObject* mask = PyDict_GetItem(given.ptr(), plan_.names[h].ptr());
-      if (mask != nullptr && !read_mask(mask, masks[h])) {
-        return false;
-      }
-      found += mask != nullptr ? 1 : 0;
-    }
-    return found == PyDict_Size(given.ptr());
-  }
-
   static bool read(py::handle given, bool& flag) {
     flag = given.ptr() == Py_True;
     return PyBool_Check(given.ptr());
@@ -181,7 +217,7 @@ class PythonReader {
   PyObject* options_;
   Py_ssize_t next_ = 0;
   bool all_read_ = true;
-  bool unrolls_ = false;
+  std::vector<size_t> unrolled_; // places of "unroll" among the values of step_gradient_scale
 };
 
 // Raises for a class that the head does not have, which the kernel would make NaN. Classes on a device are not read.
@@ -242,10 +278,15 @@ struct PythonWriter {
   static py::object written(const StepNumbers& numbers) {
     return numbers.numbers.empty() ? written(numbers.tensor) : py::cast(numbers.numbers);
   }
-  static py::object written(const Tensors& tensors) {
+  // With its edge: it may get a gradient.
+  static py::object written(const HeadWeight& weight) {
+    return weight.tensor.defined() ? py::cast(weight.tensor) : py::object(py::float_(weight.number));
+  }
+  template <class T>
+  static py::object written(const ByHead<T>& by_head) {
     py::list list;
-    for (const at::Tensor& tensor : tensors) {
-      list.append(written(tensor));
+    for (const T& value : by_head.values) {
+      list.append(written(value));
     }
     return list;
   }
@@ -277,6 +318,7 @@ bool read_call(const Plan& plan, py::handle predictions, py::handle targets, py:
       wants.push_back(records && prediction.requires_grad());
     }
   }
+  call.want_shares([=](const at::Tensor& weight) { return records && weight.requires_grad(); });
   return true;
 }
 
@@ -333,7 +375,7 @@ py::object multi_step_loss(
   }
   const Outputs outputs = std::exchange(call.outputs, {});
   if (call.wants_any()) {
-    record_call(std::move(call), outputs.loss, plan);
+    record_call(std::move(call), outputs, plan);
   }
   return outputs_to_python(*plan, outputs);
 }

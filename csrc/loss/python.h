@@ -34,7 +34,7 @@ py::object multi_step_loss(
 // Sets the function of Python that gives the numbers of step_gradient_scale="unroll" for a number of steps.
 void set_unroll_scale(py::function function);
 
-// The options by name, tensors without their edges.
+// The options by name, tensors without their edges, except head weights.
 py::dict options_to_python(const Options& options);
 
 // One tensor, a list of tensors, or None for no tensors.

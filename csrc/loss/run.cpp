@@ -78,8 +78,9 @@ void run_rows(const Pass& pass) {
   });
 }
 
-// Adds a head's losses, weighted and summed over its steps, to the loss of each sample, and stores them times the
-// head's factor in `weighted`. Returns the mean of the unmasked losses. `segments` are the segments of this head.
+// Adds a head's losses, weighted and summed over its steps, to the loss of each sample, and stores its share of each
+// sample's loss, before importance weights and its head weight, in `weighted`. Returns the mean of the unmasked losses.
+// `segments` are the segments of this head.
 template <class T>
 double add_head(
     const Pass& pass,
@@ -93,11 +94,13 @@ double add_head(
   const bool plain = coefficients.mask.data == nullptr && coefficients.step_weights.values.data == nullptr &&
                      std::none_of(segments, segments + steps, has_weight);
   const T* losses = static_cast<const T*>(segments->loss.data); // the steps of a sample are adjacent
+  const double head_weight = coefficients.head_weight();
   double of_head = 0;
   int64_t count = plain ? pass.batch * steps : 0;
   for (int64_t b = 0; b < pass.batch; ++b, losses += steps) {
     double of_sample = 0;
     double weighted_of_sample = 0;
+    const int64_t count_before = plain ? -1 : count;
     for (int64_t t = 0; t < steps; ++t) {
       if (plain) {
         of_sample += losses[t];
@@ -109,7 +112,7 @@ double add_head(
     }
     weighted_of_sample = plain ? of_sample : weighted_of_sample;
     of_head += of_sample;
-    samples[b] += head.weight * weighted_of_sample;
+    samples[b] += count == count_before ? 0.0 : head.weight * head_weight * weighted_of_sample;
     weighted[b] = coefficients.factor * weighted_of_sample;
   }
   return of_head / static_cast<double>(std::max<int64_t>(count, 1));
@@ -141,7 +144,7 @@ template <class T>
 void reduce(const Pass& pass) {
   std::vector<double> samples(pass.batch, 0.0);              // L_b
   std::vector<double> weighted(pass.num_heads * pass.batch); // by head, with the factors of the reduction
-  std::vector<double> shares(pass.num_heads, 0.0);
+  std::vector<double> shares(pass.num_heads, 0.0);           // of the loss, before head weights
   const Segment* segments = pass.segments;
   for (int64_t h = 0; h < pass.num_heads; ++h) {
     const Head& head = pass.heads[h];
@@ -150,7 +153,6 @@ void reduce(const Pass& pass) {
     pass.head_means.store(h, mean);
     segments += pass.steps_of(head);
   }
-  const StepWeight& importance_weights = pass.coefficients[0].importance_weights;
   int64_t num_nonfinite = 0;
   double total = 0;
   for (int64_t b = 0; b < pass.batch; ++b) {
@@ -158,14 +160,19 @@ void reduce(const Pass& pass) {
     const bool finite = std::isfinite(pass.per_sample.load(b)); // as the user sees it, in float
     num_nonfinite += finite ? 0 : 1;
     const bool skipped = !finite && pass.skips_nonfinite;
-    const double weight = importance_weights.at(b, 0);
     double contribution = 0;
-    for (int64_t h = 0; h < pass.num_heads && !skipped; ++h) {
+    for (int64_t h = 0; h < pass.num_heads; ++h) {
+      const Coefficients& of_head = pass.coefficients[h];
+      const double weight = of_head.importance_weights.at(b, 0);
       // A weight that is not finite adds nothing to a sample without entries.
-      const double share =
-          std::isfinite(weight) || has_entries(pass, h, b) ? weight * weighted[h * pass.batch + b] : 0.0;
+      const double head_weight = of_head.head_weight();
+      const bool counts = !skipped && (std::isfinite(weight * head_weight) || has_entries(pass, h, b));
+      const double share = counts ? weight * weighted[h * pass.batch + b] : 0.0;
       shares[h] += share;
-      contribution += share;
+      contribution += counts ? head_weight * share : 0.0;
+      if (pass.each_sample && of_head.share.data != nullptr) {
+        of_head.share.store(b, share);
+      }
     }
     if (skipped) {
       clear_gradients(pass, b);
@@ -178,7 +185,13 @@ void reduce(const Pass& pass) {
   if (!pass.each_sample) {
     pass.loss.store(0, total);
   }
-  pass.head_losses.store(0, pass.num_heads, shares.data());
+  for (int64_t h = 0; h < pass.num_heads; ++h) {
+    const Coefficients& of_head = pass.coefficients[h];
+    pass.head_losses.store(h, of_head.weighted(shares[h]));
+    if (!pass.each_sample && of_head.share.data != nullptr) {
+      of_head.share.store(0, shares[h]);
+    }
+  }
   *pass.num_nonfinite = num_nonfinite;
 }
 

@@ -116,15 +116,25 @@ struct RowFactor {
 
 // The weights of a head's rows. Weights of steps are numbers of the segment, tensors, or neither.
 struct Coefficients {
-  double factor;             // the head's weight, divided by the number that the reduction divides by
+  double factor;             // the weight of the head itself, divided by the number that the reduction divides by
   double* divisor = nullptr; // on a device: what `factor` is divided by, if only the device knows it
   StepWeight step_weights;
   StepWeight step_gradient_scale;
   StepWeight importance_weights; // step_stride 0
   StepMask mask;
+  double head_weight_number = 1; // of the call's head_weights
+  Slab head_weight_tensor;       // the same, if only the device knows it
+  Slab share; // the head's share of the loss before its head weight, a scalar or one per sample; no data: not wanted
 
-  GRADSCALE_HOST_DEVICE double head_factor() const {
+  GRADSCALE_HOST_DEVICE double share_factor() const {
     return divisor == nullptr ? factor : factor / *divisor;
+  }
+  GRADSCALE_HOST_DEVICE double head_weight() const {
+    return head_weight_tensor.data == nullptr ? head_weight_number : head_weight_tensor.load(0);
+  }
+  // A head's share of the loss, times its head weight: 0 where nothing was added, also if the weight is not finite.
+  GRADSCALE_HOST_DEVICE double weighted(double share_before) const {
+    return share_before == 0 ? 0 : head_weight() * share_before;
   }
   GRADSCALE_HOST_DEVICE double step_weight(const Segment& s, int64_t row) const {
     return s.step_weight * step_weights.at(row, s.step);
@@ -135,7 +145,8 @@ struct Coefficients {
   // The product of all weights. A gradient scale of 0 gives 0, also where another weight is not finite.
   GRADSCALE_HOST_DEVICE RowFactor of_row(const Segment& s, int64_t row, double grad_output = 1) const {
     const double scale = gradient_scale(s, row);
-    const double product = head_factor() * step_weight(s, row) * scale * importance_weights.at(row, 0) * grad_output;
+    const double of_head = share_factor() * head_weight();
+    const double product = of_head * step_weight(s, row) * scale * importance_weights.at(row, 0) * grad_output;
     return {mask.includes(row, s.step), scale == 0 ? 0 : product};
   }
 };

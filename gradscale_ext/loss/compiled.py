@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from .. import reference
 from .._native import _C
 from ..heads import Head
-from .options import Entries
+from .options import BY_HEAD, Entries
 from .output import MultiStepLossOutput
 from .validate import Call
 
@@ -38,9 +38,10 @@ def loss_by_compiler(
 ) -> MultiStepLossOutput:
     """Compute the loss of a call whose arguments were checked; `predictions` and `targets` are as they were given."""
     given = [{name: entries[name] for name in call.heads if name in entries} for entries in (predictions, targets)]
-    options = call.options._replace(step_weights=None, step_gradient_scale=None, mask=None)  # `call` has their tensors
+    left_out: dict[str, Any] = dict.fromkeys(BY_HEAD)  # `call` has their tensors
+    options = call.options._replace(**left_out)
     without_entries = replace(call, predictions={}, targets={}, options=options)
-    tensors = [*_flat(*given, call.masks), call.step_weights, call.step_gradient_scale, *options]
+    tensors = [*_flat(*given, *vars(call.weights).values()), *options]
     function = _compiled(
         tuple((name, *_constants(head)) for name, head in call.heads.items()),
         tuple(map(_form, tensors)),

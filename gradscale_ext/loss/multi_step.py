@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -11,20 +11,35 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .. import _context, _distributed, _remedies, reference
+from .. import _context, _distributed, reference
 from .._native import _C, DEVICE_TYPES
-from .._ranks import options_for_all_ranks
+from .._ranks import for_all_ranks
 from ..heads import Head, PerStepLoss, SoftCrossEntropy, TwoHot, record_of
 from ..support import Support
+from .checks import as_dict, check_choice, is_mapping
 from .compiled import is_compiler_error, loss_by_compiler, takes
 from .operator import call_operator
-from .options import Entries, Nonfinite, Options, Reduction, StepNumbers, turned_around, unroll_scale
+from .options import (
+    BY_HEAD,
+    Entries,
+    HeadWeights,
+    ImportanceWeights,
+    Mask,
+    Nonfinite,
+    Options,
+    Reduction,
+    StepGradientScale,
+    StepWeights,
+    unroll_scale,
+)
 from .output import MultiStepLossOutput
-from .validate import Call, as_dict, check_choice, check_heads, is_mapping, validate
+from .validate import Call, check_heads, validate
 from .values import check_values
 
 Implementation = Literal["auto", "fused", "compiled", "reference"]
 _IMPLEMENTATIONS = get_args(Implementation)
+#: Types of options that are no mappings to be made dicts.
+_AS_GIVEN = (NoneType, torch.Tensor, dict, list, tuple, str)
 #: Types of devices that torch.compile does not serve, and why.
 _without_compiler = {"meta": ""}
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -67,10 +82,11 @@ def multi_step_loss(
     predictions: Mapping[str, Entries],
     targets: Mapping[str, Entries],
     *,
-    step_weights: StepNumbers = None,
-    step_gradient_scale: StepNumbers | Literal["unroll"] = None,
-    importance_weights: torch.Tensor | None = None,
-    mask: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+    step_weights: StepWeights = None,
+    step_gradient_scale: StepGradientScale = None,
+    importance_weights: ImportanceWeights = None,
+    head_weights: HeadWeights = None,
+    mask: Mask = None,
     reduction: Reduction = "mean",
     nonfinite: Nonfinite = "propagate",
     process_group: torch.distributed.ProcessGroup | None = None,
@@ -86,6 +102,11 @@ def multi_step_loss(
         L_b  = sum_h weight_h sum_k step_weights[b,k] mask_h[b,k] l[h,k,b]
         loss = reduce_b(importance_weights_b L_b)
 
+    or, with weights that differ by head and `head_weights` w_h::
+
+        L_b  = sum_h w_h weight_h sum_k step_weights_h[b,k] mask_h[b,k] l[h,k,b]
+        loss = reduce_b(sum_h importance_h,b w_h weight_h sum_k step_weights_h[b,k] mask_h[b,k] l[h,k,b])
+
     `B` is the batch and `T = K + 1` the number of predictions (root and K recurrent steps).
 
     Args:
@@ -98,12 +119,20 @@ def multi_step_loss(
             float16.
         targets: the same for the targets, floating, or int64 for classes; they must not require grad. A `PerStepLoss`
             has none.
-        step_weights: T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient.
+        step_weights: T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient. This and the next three
+            may be mappings by head's name, for heads that differ (TD-MPC2, UniZero); a head that is not named has
+            factor 1 and no mask. Entries count absolute steps, also for heads with ``first_step=1``.
         step_gradient_scale: the same forms: multiplies the gradient only, as `scale_gradient` on each step's loss does.
             "unroll" is 1 for the root and 1/K after, as in the pseudocode of MuZero (Schrittwieser et al. 2020).
-        importance_weights: `[B]`, from prioritised replay (Schaul et al. 2016).
-        mask: bool `[B, T]` by absolute step, or a dict of them by head. False: the entry adds exactly nothing to value
-            and gradient, also if it is NaN or inf.
+        importance_weights: `[B]`, from prioritised replay (Schaul et al. 2016). They are no part of L_b, and do not
+            decide which samples are skipped.
+        head_weights: mapping of head's name to a number or a tensor without dimensions on the device of the
+            predictions, at least 0: multiplies the head's `weight`, in value and gradient. It is read without waiting
+            for the device, and a number that changes does not recompile. A tensor that requires grad gets its
+            gradient, the head's share of the loss before this weight, which `step_gradient_scale` does not change: for
+            weights that are learned (Kendall et al. 2018).
+        mask: bool `[B, T]` by absolute step. False: the entry adds exactly nothing to value and gradient, also if it is
+            NaN or inf.
         reduction: over the batch: "mean" over B, "sum", "none" (`[B]`), or "valid_mean" (each head's sum over its
             number of unmasked entries, at least 1).
         nonfinite: "propagate": NaN reaches the loss, and only that sample's gradients. "skip": a sample whose loss is
@@ -113,7 +142,7 @@ def multi_step_loss(
             the average over the ranks, which DistributedDataParallel and FSDP take of gradients, is the gradient of the
             mean over all. `head_means` are means over this rank.
         normalize_importance_weights: divide `importance_weights` by the largest of them (Schaul et al. 2016), with a
-            process group by that of all ranks.
+            process group by the largest of all ranks. Weights that differ by head are divided by each head's own.
         batch_first: False: all that has both dimensions is the other way round: stacked predictions and targets are
             `[T, B, ...]`, masks and weights `[T, B]`, and of the output `per_step`, `expected` and `entropy`
             `[T_h, B]`.
@@ -159,7 +188,9 @@ def multi_step_loss(
     >>> logits.grad
     tensor([[-0.7500,  0.2500,  0.2500,  0.2500]])
     """
-    options = Options(step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite, batch_first)
+    options = Options(
+        step_weights, step_gradient_scale, importance_weights, mask, head_weights, reduction, nonfinite, batch_first
+    )
     heads = as_dict("heads", heads)
     plan = None
     if _context.is_eager():
@@ -185,8 +216,10 @@ def _run(
     if impl not in _IMPLEMENTATIONS:
         check_choice("impl", impl, _IMPLEMENTATIONS)
     predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
-    if type(options.mask) not in (NoneType, torch.Tensor, dict) and is_mapping(options.mask):
-        options = options._replace(mask=as_dict("mask", options.mask))
+    for name, given in zip(BY_HEAD, options, strict=False):
+        if type(given) not in _AS_GIVEN and is_mapping(given):
+            as_given: dict[str, Any] = {name: as_dict(name, given)}
+            options = options._replace(**as_given)
     is_eager = plan is not None and impl in ("auto", "fused")
     needs_python = check or process_group is not None or normalize_importance_weights
     if is_eager and not needs_python and (outputs := _C.multi_step_loss(plan, predictions, targets, options)):
@@ -202,7 +235,7 @@ def _run(
         check_values(heads, predictions, targets, options)
     if process_group is not None or normalize_importance_weights:
         call = validate(heads, predictions, targets, options)
-        options = options_for_all_ranks(call, process_group, normalize_importance_weights)
+        options = for_all_ranks(call, process_group, normalize_importance_weights).options
     if is_eager and needs_python and (outputs := _C.multi_step_loss(plan, predictions, targets, options)):
         return MultiStepLossOutput(**outputs)
     call = validate(heads, predictions, targets, options)
@@ -308,10 +341,11 @@ class MultiStepLoss(torch.nn.Module):
         predictions: Mapping[str, Entries],
         targets: Mapping[str, Entries],
         *,
-        step_weights: StepNumbers = None,
-        step_gradient_scale: StepNumbers | Literal["unroll"] = None,
-        importance_weights: torch.Tensor | None = None,
-        mask: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+        step_weights: StepWeights = None,
+        step_gradient_scale: StepGradientScale = None,
+        importance_weights: ImportanceWeights = None,
+        head_weights: HeadWeights = None,
+        mask: Mask = None,
         reduction: Reduction = "mean",
         nonfinite: Nonfinite = "propagate",
         process_group: torch.distributed.ProcessGroup | None = None,
@@ -322,7 +356,7 @@ class MultiStepLoss(torch.nn.Module):
     ) -> MultiStepLossOutput:
         """Compute the loss; `multi_step_loss` describes the arguments."""
         options = Options(
-            step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite, batch_first
+            step_weights, step_gradient_scale, importance_weights, mask, head_weights, reduction, nonfinite, batch_first
         )
         plan = self._plan() if _context.is_eager() else None
         return _run(
@@ -342,10 +376,11 @@ class MultiStepLoss(torch.nn.Module):
 def reduce_multi_step(
     losses: Entries,
     *,
-    step_weights: StepNumbers = None,
-    step_gradient_scale: StepNumbers | Literal["unroll"] = None,
-    importance_weights: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
+    step_weights: StepWeights = None,
+    step_gradient_scale: StepGradientScale = None,
+    importance_weights: ImportanceWeights = None,
+    head_weights: HeadWeights = None,
+    mask: Mask = None,
     reduction: Reduction = "mean",
     nonfinite: Nonfinite = "propagate",
     process_group: torch.distributed.ProcessGroup | None = None,
@@ -358,6 +393,7 @@ def reduce_multi_step(
     Args:
         losses: `[B, T]` (`[T, B]` without `batch_first`), or a list or tuple of T tensors `[B]`.
         step_weights, step_gradient_scale, importance_weights, mask, reduction, nonfinite: as in `multi_step_loss`.
+        head_weights: as in `multi_step_loss`, of the head "loss".
         process_group, normalize_importance_weights, batch_first, check: as in `multi_step_loss`.
 
     Returns:
@@ -376,6 +412,7 @@ def reduce_multi_step(
         step_weights=step_weights,
         step_gradient_scale=step_gradient_scale,
         importance_weights=importance_weights,
+        head_weights=head_weights,
         mask=mask,
         reduction=reduction,
         nonfinite=nonfinite,
@@ -386,79 +423,6 @@ def reduce_multi_step(
     )
 
 
-def priorities(
-    expected: Entries,
-    targets: Entries,
-    *,
-    steps: Literal["first", "mean", "max", "all"] = "first",
-    alpha: float = 1.0,
-    eps: float = 1e-6,
-    batch_first: bool = True,
-) -> torch.Tensor:
-    """``p_b = (|nu_b - z_b| + eps)^alpha``, the priorities of prioritised replay.
-
-    Args:
-        expected: decoded predictions nu, `[B, T]` (``out.expected["value"]``) or a list of T tensors `[B]`.
-        targets: their targets z, of the same form.
-        steps: which steps count: the "first" one (the root), the "mean" of ``|nu - z|`` over the steps, the "max", or
-            "all", each for itself.
-        alpha: exponent, at least 0; 0 gives uniform priorities.
-        eps: keeps every sample alive, at least 0.
-        batch_first: False: tensors with both dimensions are `[T, B]`, as `multi_step_loss` gives them then.
-
-    Returns:
-        `[B]`; of "all" steps `[B, T]` (`[T, B]` without `batch_first`). Without a gradient.
-
-    Raises:
-        ValueError: shapes differ, or an argument is out of range.
-
-    From Schaul et al. 2016; nu and z as in MuZero, appendix G.
-
-    >>> priorities(torch.tensor([[1.0, 5.0]]), torch.tensor([[3.0, 5.0]]), eps=0.0)
-    tensor([2.])
-    """
-    if _distributed.mesh_of(expected, targets) is not None:
-        function = functools.partial(priorities, steps=steps, alpha=alpha, eps=eps, batch_first=batch_first)
-        return _distributed.by_whole(function, expected, targets)  # type: ignore[no-any-return]
-    nu, z = _stacked("expected", expected, batch_first), _stacked("targets", targets, batch_first)
-    if nu.dim() != 2 or nu.shape != z.shape or nu.shape[1 if batch_first else 0] == 0:
-        raise ValueError(
-            f"priorities: expected and targets must both have shape {'[B, T]' if batch_first else '[T, B]'}, T at "
-            f"least 1, but they have {tuple(nu.shape)} and {tuple(z.shape)}"
-        )
-    if not (0 <= alpha < math.inf and 0 <= eps < math.inf):
-        raise ValueError(f"priorities: alpha and eps must be finite and at least 0, but they are {alpha} and {eps}")
-    error = turned_around(nu - z, batch_first).abs()
-    if steps == "first":
-        error = error[:, 0]
-    elif steps == "mean":
-        error = error.mean(1)
-    elif steps == "max":
-        error = error.amax(1)
-    elif steps == "all":
-        error = turned_around(error, batch_first)
-    else:
-        raise ValueError(f"priorities: steps must be 'first', 'mean', 'max' or 'all', but it is {steps!r}")
-    if not _context.is_eager():
-        return torch.pow(error + eps, _context.as_tensor(alpha, error.device, error.dtype))
-    return (error + eps) ** alpha
-
-
-def _stacked(argument: str, entries: Entries, batch_first: bool) -> torch.Tensor:
-    """Stack a list; half types are widened, as their difference may be beyond their range."""
-    if isinstance(entries, list | tuple):
-        shapes = [tuple(entry.shape) if isinstance(entry, torch.Tensor) else type(entry).__name__ for entry in entries]
-        if not entries or any(shape != shapes[0] or isinstance(shape, str) for shape in shapes):
-            raise ValueError(f"priorities: {argument} must be a list of tensors [B], all alike, but it has {shapes}")
-        entries = torch.stack(list(entries), 1 if batch_first else 0)
-    if not isinstance(entries, torch.Tensor):
-        raise TypeError(
-            f"priorities: {argument} must be a tensor or a list of tensors, but it is of type {type(entries).__name__}"
-            f"{_remedies.instead_of(entries, argument)}"
-        )
-    return entries.detach() if entries.dtype == torch.float64 else entries.detach().float()
-
-
 def _differentiable_gradients(
     heads: dict[str, Head],
     predictions: list[Entries],
@@ -467,10 +431,10 @@ def _differentiable_gradients(
     grad_output: torch.Tensor,
     create_graph: bool,
 ) -> list[torch.Tensor | None]:
-    """The gradients of the prediction tensors, from the loss computed once more with the reference.
+    """The gradients of predictions and head weights, from the loss computed once more with the reference.
 
-    C++ calls it when a backward pass is itself differentiated, and for a batched `grad_output`. Entries and masks come
-    by head, the options by name.
+    C++ calls it when a backward pass is itself differentiated, and for a batched `grad_output`. Entries come by head,
+    the options by name; those that may differ by head are lists with a value for each head, one for all, or none.
     """
     with torch.enable_grad():
         # Each tensor is viewed: one that is given twice has one gradient for each time.
@@ -480,17 +444,28 @@ def _differentiable_gradients(
             else [entry.view_as(entry) for entry in entries]
             for entries in predictions
         ]
-        options["mask"] = {name: mask for name, mask in zip(heads, options["mask"], strict=True) if mask is not None}
+        options["head_weights"] = weights = [
+            weight.view_as(weight) if isinstance(weight, torch.Tensor) else weight for weight in options["head_weights"]
+        ]
+        for name in BY_HEAD:
+            given = options[name]
+            common = len(given) == 1 < len(heads)
+            by_head = zip(heads, given, strict=False)
+            options[name] = given[0] if common else {name: value for name, value in by_head if value is not None}
         loss = reference.multi_step_loss(
             heads,
             dict(zip(heads, views, strict=True)),
             {name: entries for name, entries in zip(heads, targets, strict=True) if entries is not None},
             **options,
         ).loss
-        inputs = [tensor for view in views for tensor in ([view] if isinstance(view, torch.Tensor) else view)]
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        inputs: list[Any] = [
+            tensor for view in views for tensor in ([view] if isinstance(view, torch.Tensor) else view)
+        ]
+        inputs += weights
+        is_wanted = [isinstance(entry, torch.Tensor) and entry.requires_grad for entry in inputs]
+        wanted = list(itertools.compress(inputs, is_wanted))
         gradients = iter(torch.autograd.grad(loss, wanted, grad_output, create_graph=create_graph))
-    return [next(gradients) if tensor.requires_grad else None for tensor in inputs]
+    return [next(gradients) if wants else None for wants in is_wanted]
 
 
 _C.set_differentiable_gradients(_differentiable_gradients)

@@ -23,17 +23,22 @@ def call_operator(
     call: Call, predictions: Mapping[str, Entries], targets: Mapping[str, Entries]
 ) -> MultiStepLossOutput:
     """Compute the loss of a call whose arguments were checked."""
-    heads, batch_first = call.heads, call.options.batch_first
-    step_weights, step_gradient_scale = (
-        None if numbers is None else turned_around(numbers, batch_first)
-        for numbers in (call.step_weights, call.step_gradient_scale)
-    )
-    masks = [turned_around(call.masks[name], batch_first) if name in call.masks else None for name in heads]
-    options = call.options._replace(
-        step_weights=step_weights,
-        step_gradient_scale=step_gradient_scale,
-        mask=masks,  # type: ignore[arg-type]  # the operator takes them in the order of the heads
-    )
+    heads = call.heads
+
+    def by_head(given: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
+        """As the operator takes an option: in the order of the heads, and empty for none."""
+        turned = {name: turned_around(tensor, call.options.batch_first) for name, tensor in given.items()}
+        return [turned.get(name) for name in heads] if turned else []
+
+    weights = call.weights
+    lists: dict[str, Any] = {
+        "step_weights": by_head(weights.step_weights),
+        "step_gradient_scale": by_head(weights.step_gradient_scale),
+        "importance_weights": by_head(weights.importance_weights),
+        "mask": by_head(weights.masks),
+        "head_weights": by_head(weights.head_weights),
+    }
+    options = call.options._replace(**lists)
     predicted = [_listed(predictions[name]) for name in heads]
     wanted = [_listed(targets[name]) if head.has_target else ([], _NONE) for name, head in heads.items()]
     results = torch.ops.gradscale_ext.multi_step_loss(
@@ -46,11 +51,16 @@ def call_operator(
         *options,
     )
     left = iter(results)
-    names_of = {"per_step": list(heads), "details": [name for name, head in heads.items() if head.detail]}
+    names_of = {
+        "per_step": list(heads),
+        "details": [name for name, head in heads.items() if head.detail],
+        "shares": list(weights.head_weights),
+    }
     outputs: dict[str, Any] = {
         name: {head: next(left) for head in names_of[name]} if by_head else next(left)
         for name, by_head in _OUTPUTS.items()
     }
+    outputs.pop("shares")  # gradients of the head weights, for the backward pass
     details = outputs.pop("details")
     for name in ("head_means", "head_losses"):
         outputs[name] = dict(zip(heads, outputs[name].unbind(), strict=True))
@@ -90,14 +100,16 @@ def _shapes(
         if detail:
             details.append(torch.empty_strided(size, stride, **of_sums))
         first += max(count, 1)
+    loss_size = (batch,) if options.reduction == "none" else ()
     outputs: dict[str, Any] = {
-        "loss": [torch.empty((batch,) if options.reduction == "none" else (), **of_sums)],
+        "loss": [torch.empty(loss_size, **of_sums)],
         "per_sample": [torch.empty((batch,), **of_sums)],
         "head_means": [torch.empty((len(per_step),), **of_sums)],
         "head_losses": [torch.empty((len(per_step),), **of_sums)],
         "num_nonfinite": [torch.empty((), device=device, dtype=torch.int64)],
         "per_step": per_step,
         "details": details,
+        "shares": [torch.empty(loss_size, **of_sums) for weight in options.head_weights or () if weight is not None],
     }
     sizes: dict[torch.dtype, int] = {}
     for i in sorted(set(wants)):

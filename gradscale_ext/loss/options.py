@@ -10,6 +10,11 @@ import torch
 #: One tensor per step, or one tensor with a dimension of steps.
 Entries = torch.Tensor | Sequence[torch.Tensor]
 StepNumbers = torch.Tensor | Sequence[float] | None
+StepWeights = StepNumbers | Mapping[str, StepNumbers]
+StepGradientScale = StepNumbers | Literal["unroll"] | Mapping[str, StepNumbers | Literal["unroll"]]
+ImportanceWeights = torch.Tensor | Mapping[str, torch.Tensor | None] | None
+HeadWeights = Mapping[str, torch.Tensor | float] | None
+Mask = torch.Tensor | Mapping[str, torch.Tensor] | None
 Reduction = Literal["mean", "sum", "none", "valid_mean"]
 Nonfinite = Literal["propagate", "skip"]
 
@@ -17,15 +22,20 @@ Nonfinite = Literal["propagate", "skip"]
 class Options(NamedTuple):
     """Everything of a call but its heads, predictions and targets; see `multi_step_loss`."""
 
-    step_weights: StepNumbers = None
-    step_gradient_scale: StepNumbers | Literal["unroll"] = None
-    importance_weights: torch.Tensor | None = None
-    mask: torch.Tensor | Mapping[str, torch.Tensor] | None = None
+    step_weights: StepWeights = None
+    step_gradient_scale: StepGradientScale = None
+    importance_weights: ImportanceWeights = None
+    mask: Mask = None
+    head_weights: HeadWeights = None
     reduction: Reduction = "mean"
     nonfinite: Nonfinite = "propagate"
     batch_first: bool = True
     #: float64 [heads]: what "mean" and "valid_mean" divide by, where it is not counted in this batch alone
     num_entries: torch.Tensor | None = None
+
+
+#: Options that may be mappings by head's name: the first fields of `Options`.
+BY_HEAD = ("step_weights", "step_gradient_scale", "importance_weights", "mask", "head_weights")
 
 
 def unroll_scale(steps: int) -> tuple[float, ...]:

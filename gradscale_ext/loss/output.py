@@ -19,7 +19,7 @@ class MultiStepLossOutput:
     loss: torch.Tensor
     """Scalar, or `[B]` with `reduction="none"`."""
     per_sample: torch.Tensor
-    """`[B]`: L_b, the weighted sum over heads and steps, without importance weights."""
+    """`[B]`: L_b, the weighted sum over heads and steps, `head_weights` included, without importance weights."""
     per_step: dict[str, torch.Tensor]
     """By head `[B, T_h]` (`[T_h, B]` with ``batch_first=False``): each entry's loss without weights; 0 where masked."""
     expected: dict[str, torch.Tensor]

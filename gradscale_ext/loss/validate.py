@@ -5,15 +5,15 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
-from .. import _context, _remedies
+from .. import _remedies
 from ..heads import Form, Head
-from .options import Entries, Nonfinite, Options, Reduction, StepNumbers, turned_around, unroll_scale
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+from .checks import as_dict, check_choice, check_device, check_dtype, check_kind, written
+from .options import Entries, Nonfinite, Options, Reduction
+from .weights import Rules, Weights
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,8 @@ class Call:
     """One tensor `[B, ...]` per step, by head."""
     targets: dict[str, list[torch.Tensor | None]]
     """One tensor per step, by head; None for a head without a target."""
-    masks: dict[str, torch.Tensor]
-    """A bool tensor `[B, T]` by head; a head without a mask is absent."""
-    step_weights: torch.Tensor | None
-    """`[T]` or `[B, T]`."""
-    step_gradient_scale: torch.Tensor | None
-    """`[T]` or `[B, T]`."""
+    weights: Weights
+    """Weights and masks, `[B, ...]`."""
     options: Options
     """The options as they were given."""
     batch: int
@@ -68,23 +64,8 @@ def validate(
         _check_head(name, head, predicted[name], wanted[name], batch, first.device)
     is_double = any(tensor.dtype == torch.float64 for tensors in predicted.values() for tensor in tensors)
     dtype = torch.float64 if is_double else torch.float32
-    step_gradient_scale = options.step_gradient_scale
-    if isinstance(step_gradient_scale, str):
-        check_choice("step_gradient_scale", step_gradient_scale, ("unroll",))
-        step_gradient_scale = unroll_scale(steps)
-    _check_importance_weights(options.importance_weights, batch, first.device)
-    return Call(
-        heads,
-        predicted,
-        wanted,
-        _masks(options.mask, heads, batch, steps, batch_first, first.device),
-        _step_numbers("step_weights", options.step_weights, batch, steps, batch_first, dtype, first.device),
-        _step_numbers("step_gradient_scale", step_gradient_scale, batch, steps, batch_first, dtype, first.device),
-        options,
-        batch,
-        steps,
-        dtype,
-    )
+    weights = Rules(heads, batch, steps, batch_first, first.device, dtype).check(options)
+    return Call(heads, predicted, wanted, weights, options, batch, steps, dtype)
 
 
 def _count_steps(
@@ -111,32 +92,6 @@ def _count_steps(
     return steps
 
 
-def is_mapping(value: object) -> bool:
-    """Return True if a value has items. A TensorDict is a Mapping; a tensorclass only has the methods of one."""
-    return isinstance(value, dict) or (hasattr(value, "items") and not _remedies.is_proxy(value))
-
-
-def as_dict(argument: str, given: Any) -> dict[str, Any]:
-    """Make a dict of a mapping by its items: a TensorDict iterates over something else."""
-    if type(given) is dict:
-        return given
-    if not is_mapping(given):
-        raise TypeError(
-            f"multi_step_loss: {argument} must be a mapping of head to {'head' if argument == 'heads' else 'tensors'}, "
-            f"but it is of type {type(given).__name__}"
-            + (_remedies.instead_of(given) if _remedies.is_proxy(given) else f"; {_AS_MAPPING[argument]}")
-        )
-    return dict(given.items())
-
-
-_AS_MAPPING = {
-    "heads": 'write {"value": TwoHot(...), ...}',
-    "predictions": 'write {"value": [...], ...} with a list or tensor for each head',
-    "targets": 'write {"value": [...], ...} with a list or tensor for each head',
-    "mask": 'write {"value": ..., ...}',
-}
-
-
 def check_heads(heads: Mapping[str, Head]) -> None:
     """Raise when `heads` is not a mapping of names to heads."""
     if not isinstance(heads, Mapping) or not heads:
@@ -151,13 +106,6 @@ def check_heads(heads: Mapping[str, Head]) -> None:
 
 def _at(head: str, step: int, what: str) -> str:
     return f"the {what} of head '{head}' at step {step}"
-
-
-def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise when `value` is not one of `choices`."""
-    if value not in choices:
-        wanted = " or ".join(repr(choice) for choice in choices)
-        raise ValueError(f"multi_step_loss: {argument} must be {wanted}, but it is {value!r}")
 
 
 def _check_names(argument: str, given: Mapping[str, Entries], heads: Mapping[str, Head], needed: Iterable[str]) -> None:
@@ -175,7 +123,7 @@ def _check_names(argument: str, given: Mapping[str, Entries], heads: Mapping[str
 def _entries(what: str, name: str, head: Head, entries: Entries, batch_first: bool) -> list[torch.Tensor]:
     """One tensor per step."""
     if isinstance(entries, torch.Tensor):
-        _check_kind(f"the stacked {what} of head '{name}'", entries)
+        check_kind(f"the stacked {what} of head '{name}'", entries)
         _check_stacked(what, name, head, entries, batch_first)
         entries = list(entries.unbind(1 if batch_first else 0))
     elif not isinstance(entries, list | tuple):
@@ -190,7 +138,7 @@ def _entries(what: str, name: str, head: Head, entries: Entries, batch_first: bo
                 f"multi_step_loss: {where} must be a tensor, but it is of type {type(entry).__name__}"
                 f"{_remedies.instead_of(entry)}"
             )
-        _check_kind(where, entry)
+        check_kind(where, entry)
     if not entries:
         raise ValueError(f"multi_step_loss: the {what} of head '{name}' has no entries")
     return list(entries)
@@ -202,11 +150,11 @@ def _check_stacked(what: str, name: str, head: Head, entries: torch.Tensor, batc
     known = [tuple(_shape(head, of_form, 0)[1:]) for of_form in dict.fromkeys(letters)]
     if all(entries.dim() != 2 + len(shape) for shape in known):
         leading = ("B", "T") if batch_first else ("T", "B")
-        forms = " or ".join([_written((*leading, *shape)) for shape in known])
+        forms = " or ".join([written((*leading, *shape)) for shape in known])
         lacks_steps = any(entries.dim() == 1 + len(shape) for shape in known)
         raise ValueError(
             f"multi_step_loss: the stacked {what} of head '{name}' must have shape {forms} for {type(head).__name__}, "
-            f"but it has {_written(entries.shape)}" + (f"; a single step is a list: [{what}]" if lacks_steps else "")
+            f"but it has {written(entries.shape)}" + (f"; a single step is a list: [{what}]" if lacks_steps else "")
         )
 
 
@@ -232,10 +180,6 @@ def _shape(
     return (batch, *(known.get(letter, letter) for letter in letters))
 
 
-def _written(shape: Sequence[int | str]) -> str:
-    return "[" + ", ".join([f"{size}" for size in shape]) + "]"
-
-
 def _check_head(
     name: str,
     head: Head,
@@ -246,20 +190,20 @@ def _check_head(
 ) -> None:
     for step, (prediction, target) in enumerate(zip(predictions, targets, strict=True), start=head.first_step):
         where = _at(name, step, "prediction")
-        _check_dtype(where, prediction, "")
-        _check_device(where, prediction, device)
+        check_dtype(where, prediction, "")
+        check_device(where, prediction, device)
         patterns = [_shape(head, letters, batch) for letters in dict.fromkeys(form.prediction for form in head.forms)]
         if not any(_remedies.fits(prediction.shape, pattern) for pattern in patterns) or (
             prediction.dim() != predictions[0].dim() or prediction.shape[1:] != predictions[0].shape[1:]
         ):
             same = ""
             if step > head.first_step and any(isinstance(size, str) for pattern in patterns for size in pattern):
-                same = f" (the same at every step, and step {head.first_step} has {_written(predictions[0].shape)})"
+                same = f" (the same at every step, and step {head.first_step} has {written(predictions[0].shape)})"
             if all(len(pattern) != prediction.dim() for pattern in patterns):
                 patterns = [("B", *pattern[1:]) for pattern in patterns]  # B may have been read from this tensor
             raise ValueError(
-                f"multi_step_loss: {where} must have shape {' or '.join(map(_written, patterns))}{same} for "
-                f"{type(head).__name__}, but it has {_written(prediction.shape)}"
+                f"multi_step_loss: {where} must have shape {' or '.join(map(written, patterns))}{same} for "
+                f"{type(head).__name__}, but it has {written(prediction.shape)}"
                 + _remedies.instead_of_shape("prediction", prediction.shape, patterns)
             )
         if target is not None:
@@ -278,8 +222,8 @@ def _check_target(
             ".long() for classes, or visits / visits.sum(-1, keepdim=True) for visit counts"
         )
     if not is_class:
-        _check_dtype(where, target, " or, for classes, torch.int64" if takes_classes else "")
-    _check_device(where, target, device)
+        check_dtype(where, target, " or, for classes, torch.int64" if takes_classes else "")
+    check_device(where, target, device)
     shapes = [
         _shape(
             head,
@@ -300,156 +244,8 @@ def _check_target(
                 "; write visits / visits.sum(-1, keepdim=True) for visit counts" if is_class else "; write .long()"
             )
         raise ValueError(
-            f"multi_step_loss: {where} must have shape {' or '.join(map(_written, shapes))} for "
-            f"{type(head).__name__}{kind}, but it has {_written(target.shape)}{instead}"
+            f"multi_step_loss: {where} must have shape {' or '.join(map(written, shapes))} for "
+            f"{type(head).__name__}{kind}, but it has {written(target.shape)}{instead}"
         )
     if target.requires_grad:
         raise ValueError(f"multi_step_loss: {where} requires grad, but targets get no gradient; detach() it")
-
-
-def _check_dtype(where: str, tensor: torch.Tensor, others: str) -> None:
-    if tensor.dtype not in DTYPES:
-        raise TypeError(
-            f"multi_step_loss: {where} must be float64, float32, bfloat16 or float16{others}, but it is {tensor.dtype}"
-            f"{_remedies.instead_of_dtype(tensor.dtype)}"
-        )
-
-
-def _check_kind(where: str, tensor: torch.Tensor) -> None:
-    problem = _remedies.instead_of_kind(tensor)
-    if problem is not None:
-        raise TypeError(f"multi_step_loss: {where} {problem}")
-
-
-def _check_device(where: str, tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(
-            f"multi_step_loss: {where} is on {tensor.device}, but the predictions are on {device}; write "
-            f".to('{device}')"
-        )
-
-
-def _check_importance_weights(weights: torch.Tensor | None, batch: int, device: torch.device) -> None:
-    if weights is None:
-        return
-    _check_weights("importance_weights", weights, device)
-    if tuple(weights.shape) != (batch,):
-        raise ValueError(
-            f"multi_step_loss: importance_weights must have shape [B] = [{batch}], but it has {_written(weights.shape)}"
-            + (
-                _remedies.instead_of_shape("importance_weights", weights.shape, [(batch,)])
-                or ("; weights of steps go to step_weights" if weights.dim() == 2 else "")
-            )
-        )
-
-
-def _check_weights(argument: str, weights: torch.Tensor, device: torch.device) -> None:
-    if not isinstance(weights, torch.Tensor):
-        raise TypeError(
-            f"multi_step_loss: {argument} must be a tensor, but it is of type {type(weights).__name__}"
-            f"{_remedies.instead_of(weights, argument)}"
-        )
-    _check_kind(argument, weights)
-    _check_dtype(argument, weights, "")
-    _check_device(argument, weights, device)
-    if weights.requires_grad:
-        raise ValueError(f"multi_step_loss: {argument} requires grad, but weights get no gradient; detach() it")
-
-
-def _check_step_shape(
-    argument: str, name: str, tensor: torch.Tensor, or_steps: bool, batch: int, steps: int, batch_first: bool
-) -> None:
-    """Refuse other shapes than `[B, T]` in the caller's order, and `[T]` where that may be."""
-    wanted = (batch, steps) if batch_first else (steps, batch)
-    shape = tuple(tensor.shape)
-    if shape == wanted or (or_steps and shape == (steps,)):
-        return
-    forms = f"[T] = [{steps}] or " if or_steps else ""
-    raise ValueError(
-        f"multi_step_loss: {argument} must have shape {forms}{'[B, T]' if batch_first else '[T, B]'} = "
-        f"{_written(wanted)}, but it has {_written(shape)}"
-        + _remedies.instead_of_step_shape(name, shape, batch, steps, batch_first)
-    )
-
-
-def _step_numbers(
-    argument: str,
-    numbers: StepNumbers,
-    batch: int,
-    steps: int,
-    batch_first: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor | None:
-    """`[T]` or `[B, T]`."""
-    if numbers is None:
-        return None
-    if isinstance(numbers, torch.Tensor):
-        _check_weights(argument, numbers, device)
-        _check_step_shape(argument, argument, numbers, True, batch, steps, batch_first)
-        return turned_around(numbers, batch_first).to(dtype)
-    if not isinstance(numbers, Sequence) or isinstance(numbers, str):
-        raise TypeError(
-            f"multi_step_loss: {argument} must be a tensor or a sequence of {steps} numbers, "
-            f"but it is of type {type(numbers).__name__}"
-            + (
-                f"; write [{numbers}] * {steps}"
-                if isinstance(numbers, int | float)
-                else _remedies.instead_of(numbers, argument)
-            )
-        )
-    if len(numbers) != steps:
-        raise ValueError(
-            f"multi_step_loss: {argument} must have {steps} numbers, one per step, but it has {len(numbers)}"
-            + ("; T counts the root too" if len(numbers) == steps - 1 else "")
-        )
-    if any(isinstance(number, torch.Tensor) and number.device.type != "cpu" for number in numbers):
-        raise TypeError(
-            f"multi_step_loss: {argument} is a sequence of tensors that are not on the CPU, and reading them would "
-            f"wait for their device; pass one tensor of {steps} numbers: torch.stack({argument})"
-        )
-    try:
-        values = [float(number) for number in numbers]
-    except (TypeError, ValueError, RuntimeError) as error:
-        stacked = f"torch.stack({argument}, 1)" if batch_first else f"torch.stack({argument})"
-        instead = f"; write {stacked}" if all(isinstance(number, torch.Tensor) for number in numbers) else ""
-        raise TypeError(
-            f"multi_step_loss: {argument} must be a tensor or a sequence of numbers: {error}{instead}"
-        ) from None
-    if not _context.is_eager() and any([_context.varies(value) for value in values]):
-        return torch.stack([_context.as_tensor(value, device, dtype) for value in values])
-    return torch.tensor(values, dtype=dtype, device=device)
-
-
-def _masks(
-    mask: torch.Tensor | Mapping[str, torch.Tensor] | None,
-    heads: Mapping[str, Head],
-    batch: int,
-    steps: int,
-    batch_first: bool,
-    device: torch.device,
-) -> dict[str, torch.Tensor]:
-    """The masks `[B, T]` by head."""
-    if mask is None:
-        return {}
-    of_heads = is_mapping(mask)
-    by_head = as_dict("mask", mask) if of_heads else {name: mask for name in heads}
-    for name, tensor in by_head.items():
-        argument = f"the mask of head '{name}'" if of_heads else "mask"
-        if name not in heads:
-            raise ValueError(
-                f"multi_step_loss: mask names {name!r}, which is no head; the heads are {', '.join(heads)}"
-            )
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"multi_step_loss: {argument} must be a bool tensor, but it is of type {type(tensor).__name__}"
-                f"{_remedies.instead_of(tensor, 'mask')}"
-            )
-        _check_kind(argument, tensor)
-        if tensor.dtype != torch.bool:
-            raise TypeError(
-                f"multi_step_loss: {argument} must be a bool tensor, but it is {tensor.dtype}; write mask.bool()"
-            )
-        _check_step_shape(argument, "mask", tensor, False, batch, steps, batch_first)
-        _check_device(argument, tensor, device)
-    return {name: turned_around(tensor, batch_first) for name, tensor in by_head.items()}

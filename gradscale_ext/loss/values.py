@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
 
 from .. import _context
 from ..heads import BinaryCrossEntropy, CategoricalKL, Head, SoftCrossEntropy
+from .checks import is_mapping
 from .options import Entries, Options
 from .validate import Call, validate
 
@@ -26,7 +28,7 @@ def check_values(
         for name, head in heads.items():
             entries = zip(call.predictions[name], call.targets[name], strict=True)
             for step, (prediction, target) in enumerate(entries, start=head.first_step):
-                unmasked = call.masks[name][:, step] if name in call.masks else None
+                unmasked = call.weights.masks[name][:, step] if name in call.weights.masks else None
                 _check_prediction(_Entry("prediction", name, step, unmasked, prediction.detach()), head)
                 if target is not None:
                     _check_target(_Entry("target", name, step, unmasked, target), head, prediction.detach())
@@ -127,36 +129,53 @@ def _check_distribution(entry: _Entry, prediction: torch.Tensor) -> None:
 
 
 def _check_weights(call: Call) -> None:
-    importance_weights = call.options.importance_weights
-    if importance_weights is not None:
-        _refuse_weight("importance_weights", importance_weights, "of sample {}", importance_weights < 0)
-    # Weights that no head reads may be anything.
-    read = torch.zeros(call.batch, call.steps, dtype=torch.bool)
+    weights = call.weights
+    # Weights that no head reads may be anything. Heads that share a tensor read it together.
+    everywhere = torch.ones(call.batch, call.steps, dtype=torch.bool)
+    reads = {}
     for name, head in call.heads.items():
-        unmasked = call.masks.get(name)
-        read[:, head.first_step :] |= True if unmasked is None else unmasked[:, head.first_step :].cpu()
-    for argument, weights in (
-        ("step_weights", call.step_weights),
-        ("step_gradient_scale", call.step_gradient_scale),
+        reads[name] = weights.masks[name].cpu() if name in weights.masks else everywhere
+        reads[name] = reads[name] & (torch.arange(call.steps) >= head.first_step)
+    for argument, by_head in (
+        ("importance_weights", weights.importance_weights),
+        ("step_weights", weights.step_weights),
+        ("step_gradient_scale", weights.step_gradient_scale),
+        ("head_weights", weights.head_weights),
     ):
-        if weights is not None:
-            values = weights.detach().cpu()
-            below = values < 0 if argument == "step_weights" else torch.zeros_like(values, dtype=torch.bool)
-            if values.dim() == 1:
-                _refuse_weight(argument, values, "of step {}", below, read.any(0))
-            else:
-                _refuse_weight(argument, values, "of sample {} at step {}", below, read)
+        differ = is_mapping(getattr(call.options, argument))
+        for name, tensor in by_head.items():
+            label = f"the {argument} of head '{name}'" if differ else argument
+            read = reads[name] if differ else functools.reduce(torch.logical_or, reads.values())
+            _check_weight(argument, label, tensor.detach().cpu(), read)
+
+
+def _check_weight(argument: str, label: str, values: torch.Tensor, read: torch.Tensor) -> None:
+    below = torch.zeros_like(values, dtype=torch.bool) if argument == "step_gradient_scale" else values < 0
+    if argument == "head_weights":
+        _refuse_weight(argument, label, values, "", below)
+    elif argument == "importance_weights":
+        _refuse_weight(argument, label, values, "of sample {}", below)
+    elif values.dim() == 1:
+        _refuse_weight(argument, label, values, "of step {}", below, read.any(0))
+    else:
+        _refuse_weight(argument, label, values, "of sample {} at step {}", below, read)
 
 
 def _refuse_weight(
-    argument: str, weights: torch.Tensor, place: str, negative: torch.Tensor, read: torch.Tensor | None = None
+    argument: str,
+    label: str,
+    weights: torch.Tensor,
+    place: str,
+    negative: torch.Tensor,
+    read: torch.Tensor | None = None,
 ) -> None:
     wrong = ~weights.isfinite() | negative
     found = (wrong if read is None else wrong & read).nonzero()
     if len(found) > 0:
         index = found[0].tolist()
         wanted = "finite" if argument == "step_gradient_scale" else "finite and at least 0"
+        that = f"that {place.format(*index)} is" if place else "it is"
+        instead = "" if argument == "head_weights" else "; a mask leaves an entry out"
         raise ValueError(
-            f"multi_step_loss: {argument} must be {wanted}, but that {place.format(*index)} is "
-            f"{float(weights[tuple(index)]):.6g}; a mask leaves an entry out"
+            f"multi_step_loss: {label} must be {wanted}, but {that} {float(weights[tuple(index)]):.6g}{instead}"
         )

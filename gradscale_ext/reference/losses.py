@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._distributed import by_whole, mesh_of
-from .._ranks import options_for_all_ranks
+from .._ranks import for_all_ranks
 from ..heads import (
     BinaryCrossEntropy,
     CategoricalKL,
@@ -24,9 +24,10 @@ from ..heads import (
     SoftCrossEntropy,
     TwoHot,
 )
+from ..loss.checks import as_dict
 from ..loss.options import Entries, Options, turned_around
 from ..loss.output import MultiStepLossOutput
-from ..loss.validate import Call, as_dict, validate
+from ..loss.validate import Call, validate
 from ..transforms import transform
 from .flow import scale_gradient
 from .supports import decode, hl_gauss, two_hot
@@ -58,23 +59,24 @@ def multi_step_loss(
 
         return by_whole(call_with, predictions, targets, options)  # type: ignore[no-any-return]
     call = validate(as_dict("heads", heads), predictions, targets, Options(**options))
-    return loss_of(replace(call, options=options_for_all_ranks(call, process_group, normalize_importance_weights)))
+    return loss_of(for_all_ranks(call, process_group, normalize_importance_weights))
 
 
 def loss_of(call: Call) -> MultiStepLossOutput:
     """The loss of a call whose arguments were checked."""
     heads, options = call.heads, call.options
     per_step = {name: _per_step(name, call) for name in heads}
-    per_sample = _sum(_weighted(name, call, per_step[name].detach()) for name in heads)
+    per_sample = _sum(_weighted(name, call, per_step[name]) for name in heads).detach()
     remaining, contributing = call, per_step
     if options.nonfinite == "skip":
         # A skipped sample is masked, so that neither a NaN loss nor a NaN weight reaches loss and gradients.
         finite = per_sample.isfinite().unsqueeze(1)
-        remaining = replace(call, masks={name: finite & _unmasked(name, call) for name in heads})
+        masks = {name: finite & _unmasked(name, call) for name in heads}
+        remaining = replace(call, weights=replace(call.weights, masks=masks))
         contributing = {name: _per_step(name, remaining) for name in heads}
     shares = {name: _weighted(name, remaining, contributing[name]) / _divisor(name, call) for name in heads}
-    if options.importance_weights is not None:
-        shares = {name: _importance_weights(name, remaining) * share for name, share in shares.items()}
+    for name, weights in call.weights.importance_weights.items():
+        shares[name] = _of_samples(name, remaining, weights.to(call.dtype)) * shares[name]
     loss = _sum(shares.values())
     return MultiStepLossOutput(
         loss=loss if options.reduction == "none" else loss.sum(),
@@ -94,8 +96,8 @@ def _sum(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def _unmasked(name: str, call: Call) -> torch.Tensor:
     """Bool `[B, T]`."""
-    if name in call.masks:
-        return call.masks[name]
+    if name in call.weights.masks:
+        return call.weights.masks[name]
     device = call.predictions[name][0].device
     return torch.ones(call.batch, call.steps, dtype=torch.bool, device=device)
 
@@ -120,7 +122,7 @@ def _per_step(name: str, call: Call) -> torch.Tensor:
     """`[B, T_h]` losses without weights. Ones replace a masked entry before its loss is computed, so that neither its
     value nor its gradient can come through."""
     losses = []
-    head, mask = call.heads[name], call.masks.get(name)
+    head, mask = call.heads[name], call.weights.masks.get(name)
     for t, (prediction, target) in enumerate(zip(call.predictions[name], call.targets[name], strict=True)):
         prediction = prediction.to(call.dtype)
         if target is not None and target.is_floating_point():
@@ -143,24 +145,24 @@ def _where(unmasked: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
 
 def _weighted(name: str, call: Call, losses: torch.Tensor) -> torch.Tensor:
     """`[B]` sum of a head over its steps, with their weights and its own."""
-    head = call.heads[name]
-    if call.step_gradient_scale is not None:
-        losses = scale_gradient(losses, call.step_gradient_scale[..., head.first_step :])
-    if call.step_weights is not None:
+    head, of_call = call.heads[name], call.weights
+    if name in of_call.step_gradient_scale:
+        losses = scale_gradient(losses, of_call.step_gradient_scale[name][..., head.first_step :])
+    if name in of_call.step_weights:
         # A masked loss is 0, and stays so whatever its weight.
-        weights = call.step_weights[..., head.first_step :]
-        mask = call.masks.get(name)
-        if mask is not None:
-            weights = torch.where(mask[:, head.first_step :], weights, 0.0)
+        weights = of_call.step_weights[name][..., head.first_step :]
+        if name in of_call.masks:
+            weights = torch.where(of_call.masks[name][:, head.first_step :], weights, 0.0)
         losses = weights * losses
-    return head.weight * losses.sum(1)
+    total = head.weight * losses.sum(1)
+    if name in of_call.head_weights:
+        total = _of_samples(name, call, of_call.head_weights[name]) * total
+    return total
 
 
-def _importance_weights(name: str, call: Call) -> torch.Tensor:
-    """`[B]`. Samples in which a head has no unmasked entry get 0, as their weight may not be finite."""
-    assert call.options.importance_weights is not None
-    weights = call.options.importance_weights.to(call.dtype)
-    if name not in call.masks:
+def _of_samples(name: str, call: Call, weights: torch.Tensor) -> torch.Tensor:
+    """Weights `[B]` or a scalar; 0 for samples in which a head has no unmasked entry, as weights may not be finite."""
+    if name not in call.weights.masks:
         return weights
     return torch.where(_unmasked(name, call)[:, call.heads[name].first_step :].any(1), weights, 0.0)
 

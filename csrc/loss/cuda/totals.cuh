@@ -33,11 +33,10 @@ GRADSCALE_DEVICE void clear_gradients(const DevicePass& device, bool clears, int
   }
 }
 
-// The losses of a sample, summed over heads and steps: as they are weighted, and with the factors of the reduction.
+// The losses of a sample, summed over heads and steps: L_b, and the sample's part of the loss.
 struct SampleLoss {
   double loss;
   double reduced;
-  bool has_entries; // false where every entry is masked
 };
 
 // Adds up the losses of this thread's sample, and leaves the sums of its block over each head. Only a sample that
@@ -46,9 +45,8 @@ GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& blo
   const Pass& pass = device.pass;
   const PartialSums& partial = device.partial;
   const bool active = sample < pass.batch;
-  SampleLoss result{0, 0, false};
+  SampleLoss result{0, 0};
   const int64_t own = active ? sample : 0; // row 0 is there unless the batch is empty
-  const double importance = counts ? device.coefficients_of(0).importance_weights.at(own, 0) : 0;
   int64_t next = 0;
   for (int64_t h = 0; h < pass.num_heads; ++h) {
     const Head& head = device.head(h);
@@ -56,6 +54,7 @@ GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& blo
     double plain = 0;
     double weighted = 0;
     double unmasked = 0;
+    const double importance = counts ? c.importance_weights.at(own, 0) : 0;
     const auto num_segments = static_cast<int32_t>(pass.batch == 0 ? 0 : pass.steps_of(head));
 #pragma unroll 4
     for (int32_t i = 0; i < num_segments; ++i) { // all numbers are asked for before the first is waited for
@@ -68,11 +67,15 @@ GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& blo
       unmasked += is_unmasked ? 1 : 0;
     }
     next += pass.steps_of(head);
-    const double reduced = c.head_factor() * weighted;
-    result.loss += head.weight * weighted;
-    result.reduced += reduced;
-    result.has_entries |= unmasked != 0;
-    const double share = block.sum(counts && unmasked != 0 ? importance * reduced : 0);
+    const double head_weight = c.head_weight();
+    // A weight that is not finite adds nothing to a sample without entries.
+    const double of_sample = counts && unmasked != 0 ? importance * (c.share_factor() * weighted) : 0;
+    result.loss += unmasked != 0 ? head.weight * head_weight * weighted : 0;
+    result.reduced += unmasked != 0 ? head_weight * of_sample : 0;
+    if (active && pass.each_sample && c.share.data != nullptr) {
+      c.share.store(sample, of_sample);
+    }
+    const double share = block.sum(of_sample);
     plain = block.sum(plain);
     unmasked = block.sum(unmasked);
     if (threadIdx.x == 0) {
@@ -95,10 +98,8 @@ GRADSCALE_DEVICE Contribution store_sample(const DevicePass& device, int64_t sam
   const Pass& pass = device.pass;
   Contribution result{0, 0};
   pass.per_sample.store(sample, losses.loss);
-  const double importance_weight = device.coefficients_of(0).importance_weights.at(sample, 0);
   result.nonfinite = std::isfinite(pass.per_sample.load(sample)) ? 0 : 1; // as the user sees it, in float
-  // A weight that is not finite adds nothing to a sample without entries.
-  result.loss = losses.has_entries ? importance_weight * losses.reduced : 0;
+  result.loss = losses.reduced;
   if (pass.skips_nonfinite) {
     pass.skipped.store(sample, losses.loss);
     result.loss = result.nonfinite != 0 ? 0 : result.loss;
@@ -133,7 +134,11 @@ GRADSCALE_DEVICE void store_totals(const DevicePass& device, const Group& block)
     const double share = total(device.partial.index_of(PartialSums::kShare, h));
     if (threadIdx.x == 0) {
       pass.head_means.store(h, sum / (unmasked < 1 ? 1 : unmasked));
-      pass.head_losses.store(h, share);
+      const Coefficients& c = device.coefficients_of(h);
+      pass.head_losses.store(h, c.weighted(share));
+      if (!pass.each_sample && c.share.data != nullptr) {
+        c.share.store(0, share);
+      }
     }
   }
 }

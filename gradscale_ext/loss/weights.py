@@ -1,0 +1,205 @@
+"""The rules for the weights and masks of a multi-step loss, which may differ by head."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import _context, _remedies
+from ..heads import Head
+from .checks import as_dict, check_choice, check_device, check_dtype, check_kind, is_mapping, written
+from .options import Options, turned_around, unroll_scale
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights and masks by head, checked. A head without one is absent."""
+
+    masks: dict[str, torch.Tensor]
+    """Bool `[B, T]`."""
+    step_weights: dict[str, torch.Tensor]
+    """`[T]` or `[B, T]`."""
+    step_gradient_scale: dict[str, torch.Tensor]
+    """`[T]` or `[B, T]`."""
+    importance_weights: dict[str, torch.Tensor]
+    """`[B]`."""
+    head_weights: dict[str, torch.Tensor]
+    """Scalars, of the type of the loss."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the weights of a call must fit."""
+
+    heads: Mapping[str, Head]
+    batch: int
+    steps: int
+    batch_first: bool
+    device: torch.device
+    dtype: torch.dtype
+    """Type of the loss."""
+
+    def check(self, options: Options) -> Weights:
+        """Raise the error that the options deserve, or return them by head."""
+        return Weights(
+            masks=self._by_head("mask", options.mask, self._mask),
+            step_weights=self._by_head("step_weights", options.step_weights, self._step_numbers),
+            step_gradient_scale=self._by_head("step_gradient_scale", options.step_gradient_scale, self._gradient_scale),
+            importance_weights=self.check_importance_weights(options.importance_weights),
+            head_weights=self._head_weights(options.head_weights),
+        )
+
+    def check_importance_weights(self, given: Any) -> dict[str, torch.Tensor]:
+        """The importance weights by head."""
+        return self._by_head("importance_weights", given, self._importance_weights)
+
+    def _by_head(
+        self, argument: str, given: Any, check: Callable[[str, str, Any], torch.Tensor | None]
+    ) -> dict[str, torch.Tensor]:
+        """What `check(argument, label, value)` makes of one value for all heads, or of the values of a mapping."""
+        if given is None:
+            return {}
+        if not is_mapping(given):
+            common = check(argument, argument, given)
+            return {} if common is None else dict.fromkeys(self.heads, common)
+        of_heads = {}
+        for name, value in as_dict(argument, given).items():
+            if name not in self.heads:
+                raise ValueError(
+                    f"multi_step_loss: {argument} names {name!r}, which is no head; the heads are "
+                    f"{', '.join(self.heads)}"
+                )
+            checked = check(argument, f"the {argument} of head '{name}'", value)
+            if checked is not None:
+                of_heads[name] = checked
+        return of_heads
+
+    def _mask(self, argument: str, label: str, mask: Any) -> torch.Tensor:
+        if not isinstance(mask, torch.Tensor):
+            raise TypeError(
+                f"multi_step_loss: {label} must be a bool tensor, but it is of type {type(mask).__name__}"
+                f"{_remedies.instead_of(mask, argument)}"
+            )
+        check_kind(label, mask)
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"multi_step_loss: {label} must be a bool tensor, but it is {mask.dtype}; write mask.bool()"
+            )
+        self._check_step_shape(argument, label, mask, or_steps=False)
+        check_device(label, mask, self.device)
+        return turned_around(mask, self.batch_first)
+
+    def _gradient_scale(self, argument: str, label: str, given: Any) -> torch.Tensor | None:
+        if isinstance(given, str):
+            check_choice(label, given, ("unroll",))
+            given = unroll_scale(self.steps)
+        return self._step_numbers(argument, label, given)
+
+    def _step_numbers(self, argument: str, label: str, given: Any) -> torch.Tensor | None:
+        """`[T]` or `[B, T]`."""
+        if given is None:
+            return None
+        if isinstance(given, torch.Tensor):
+            self._check_weights(argument, label, given)
+            self._check_step_shape(argument, label, given, or_steps=True)
+            return turned_around(given, self.batch_first).to(self.dtype)
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise TypeError(
+                f"multi_step_loss: {label} must be a tensor or a sequence of {self.steps} numbers, "
+                f"but it is of type {type(given).__name__}"
+                + (
+                    f"; write [{given}] * {self.steps}"
+                    if isinstance(given, int | float)
+                    else _remedies.instead_of(given, argument)
+                )
+            )
+        if len(given) != self.steps:
+            raise ValueError(
+                f"multi_step_loss: {label} must have {self.steps} numbers, one per step, but it has {len(given)}"
+                + ("; T counts the root too" if len(given) == self.steps - 1 else "")
+            )
+        if any(isinstance(number, torch.Tensor) and number.device.type != "cpu" for number in given):
+            raise TypeError(
+                f"multi_step_loss: {label} is a sequence of tensors that are not on the CPU, and reading them would "
+                f"wait for their device; pass one tensor of {self.steps} numbers: torch.stack({argument})"
+            )
+        try:
+            values = [float(number) for number in given]
+        except (TypeError, ValueError, RuntimeError) as error:
+            stacked = f"torch.stack({argument}, 1)" if self.batch_first else f"torch.stack({argument})"
+            instead = f"; write {stacked}" if all(isinstance(number, torch.Tensor) for number in given) else ""
+            raise TypeError(
+                f"multi_step_loss: {label} must be a tensor or a sequence of numbers: {error}{instead}"
+            ) from None
+        if not _context.is_eager() and any([_context.varies(value) for value in values]):
+            return torch.stack([_context.as_tensor(value, self.device, self.dtype) for value in values])
+        return torch.tensor(values, dtype=self.dtype, device=self.device)
+
+    def _importance_weights(self, argument: str, label: str, weights: Any) -> torch.Tensor | None:
+        if weights is None:
+            return None
+        self._check_weights(argument, label, weights)
+        if tuple(weights.shape) != (self.batch,):
+            raise ValueError(
+                f"multi_step_loss: {label} must have shape [B] = [{self.batch}], but it has {written(weights.shape)}"
+                + (
+                    _remedies.instead_of_shape(argument, weights.shape, [(self.batch,)])
+                    or ("; weights of steps go to step_weights" if weights.dim() == 2 else "")
+                )
+            )
+        return weights  # type: ignore[no-any-return]
+
+    def _head_weights(self, given: Any) -> dict[str, torch.Tensor]:
+        if given is not None:
+            as_dict("head_weights", given)  # they come by head alone
+        return self._by_head("head_weights", given, self._head_weight)
+
+    def _head_weight(self, argument: str, label: str, weight: Any) -> torch.Tensor:
+        if isinstance(weight, torch.Tensor):
+            check_kind(label, weight)
+            check_dtype(label, weight, "")
+            if weight.dim() > 0:
+                raise ValueError(
+                    f"multi_step_loss: {label} must be a number or a tensor without dimensions, but it has shape "
+                    f"{written(weight.shape)}" + ("; write .reshape(())" if weight.numel() == 1 else "")
+                )
+            check_device(label, weight, self.device)
+            return weight.to(self.dtype)
+        if isinstance(weight, bool) or not isinstance(weight, int | float | numbers.Real):
+            raise TypeError(
+                f"multi_step_loss: {label} must be a number or a tensor without dimensions, but it is of type "
+                f"{type(weight).__name__}"
+            )
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"multi_step_loss: {label} must be finite and at least 0, but it is {weight!r}")
+        return _context.as_tensor(weight, self.device, self.dtype)
+
+    def _check_weights(self, argument: str, label: str, weights: Any) -> None:
+        if not isinstance(weights, torch.Tensor):
+            raise TypeError(
+                f"multi_step_loss: {label} must be a tensor, but it is of type {type(weights).__name__}"
+                f"{_remedies.instead_of(weights, argument)}"
+            )
+        check_kind(label, weights)
+        check_dtype(label, weights, "")
+        check_device(label, weights, self.device)
+        if weights.requires_grad:
+            raise ValueError(f"multi_step_loss: {label} requires grad, but weights get no gradient; detach() it")
+
+    def _check_step_shape(self, argument: str, label: str, tensor: torch.Tensor, or_steps: bool) -> None:
+        """Refuse other shapes than `[B, T]` in the caller's order, and `[T]` where that may be."""
+        wanted = (self.batch, self.steps) if self.batch_first else (self.steps, self.batch)
+        shape = tuple(tensor.shape)
+        if shape == wanted or (or_steps and shape == (self.steps,)):
+            return
+        forms = f"[T] = [{self.steps}] or " if or_steps else ""
+        raise ValueError(
+            f"multi_step_loss: {label} must have shape {forms}{'[B, T]' if self.batch_first else '[T, B]'} = "
+            f"{written(wanted)}, but it has {written(shape)}"
+            + _remedies.instead_of_step_shape(argument, shape, self.batch, self.steps, self.batch_first)
+        )

@@ -1,0 +1,382 @@
+"""Learned weights of heads, `head_weights`, and weights that differ by head, on every path."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+
+import pytest
+import torch
+from test_loss import ALL_HEADS, HEADS, SUPPORT, arguments, leaves
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import gradscale_ext as gs
+from gradscale_ext.loss import compiled
+
+IMPLEMENTATIONS = ["fused", "reference", "compiled", "operator"]
+#: How each head is weighted: a parameter, a weight of 0, a constant tensor, a number, and not at all.
+LEARNED = {"value": 0.75, "policy": 0.0, "reward": 2.0}
+MASK = torch.tensor([[0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
+SEEDED = torch.Generator().manual_seed(2)
+OPTIONS = {
+    "plain": {},
+    "gradient scale": {"step_gradient_scale": "unroll"},
+    "mask": {"mask": {"policy": MASK}},
+    "common weights": {
+        "importance_weights": torch.tensor([0.3, 2.0, 1.0]),
+        "step_weights": torch.rand(3, 4, generator=SEEDED),
+    },
+    "weights by head": {
+        "importance_weights": {"value": torch.tensor([0.3, 2.0, 1.0]), "policy": torch.tensor([1.0, 0.0, 3.0])},
+        "step_weights": {"value": [1.0, 0.5, 0.25, 0.125], "reward": torch.rand(3, 4, generator=SEEDED)},
+        "step_gradient_scale": {"policy": "unroll", "value": [0.0] * 4},
+        "mask": {"policy": MASK},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(monkeypatch):
+    """Counts graphs; without Inductor, whose C++ takes a minute."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    compiled._compiled.cache_clear()
+    yield counter
+    compiled._compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+def run(impl, heads, predictions, targets, **options):
+    """The output by a path; "operator" is the registered operator in a graph."""
+    if impl != "operator":
+        return gs.multi_step_loss(heads, predictions, targets, impl=impl, **options)
+
+    def fields(predictions, targets, options):
+        out = gs.multi_step_loss(heads, predictions, targets, impl="fused", **options)
+        return {field.name: getattr(out, field.name) for field in dataclasses.fields(out)}
+
+    return types.SimpleNamespace(**torch.compile(fields, fullgraph=True)(predictions, targets, options))
+
+
+def parameters():
+    return {name: torch.tensor(value, dtype=torch.float64, requires_grad=True) for name, value in LEARNED.items()}
+
+
+def formula(heads, per_step, weights, options, reduction, skipped=()):
+    """L_b, the loss, each head's share of it, and d loss / d weight for a grad_output `[B]`, from the losses l."""
+    batch = next(iter(per_step.values())).shape[0]
+    kept = torch.tensor([b not in skipped for b in range(batch)])
+    per_sample, shares = torch.zeros(batch, dtype=torch.float64), {}
+
+    def of_head(option, name):
+        given = options.get(option)
+        return given.get(name) if isinstance(given, dict) else given
+
+    for name, losses in per_step.items():
+        first = heads[name].first_step
+        steps = of_head("step_weights", name)
+        steps = torch.ones(4) if steps is None else torch.as_tensor(steps)
+        mask = of_head("mask", name)
+        mask = torch.ones(batch, 4, dtype=torch.bool) if mask is None else mask
+        total = heads[name].weight * torch.where(mask, steps, 0.0)[:, first:].mul(losses).sum(1)
+        per_sample = per_sample + float(torch.as_tensor(weights.get(name, 1.0)).detach()) * total
+        importance = of_head("importance_weights", name)
+        total = total if importance is None else importance * total
+        divisor = {"mean": batch, "valid_mean": max(int(mask[:, first:].sum()), 1)}.get(reduction, 1)
+        shares[name] = torch.where(kept, total, 0.0) / divisor
+    weighted = {name: float(torch.as_tensor(weights.get(name, 1.0)).detach()) * share for name, share in shares.items()}
+    return per_sample, sum(weighted.values()), weighted, shares
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("reduction", ["mean", "none", "valid_mean"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_formula(options, reduction, impl):
+    if impl in ("compiled", "operator") and reduction == "valid_mean" and options != "weights by head":
+        pytest.skip("one form of options with this reduction, as each compiles a graph")
+    predictions, targets = arguments(heads=HEADS)
+    weights = parameters()
+    given = {**OPTIONS[options], "reduction": reduction}
+    head_weights = {**weights, "features": 3.0, "distance": torch.tensor(0.5)}
+    out = run(impl, HEADS, predictions, targets, head_weights=head_weights, **given)
+    per_step = gs.reference.multi_step_loss(HEADS, predictions, targets, mask=given.get("mask")).per_step
+    per_sample, loss, losses, shares = formula(HEADS, per_step, head_weights, given, reduction)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-6, atol=1e-9)
+    close(out.per_sample, per_sample)
+    close(out.loss, loss if reduction == "none" else loss.sum())
+    assert not out.per_sample.requires_grad
+    for name in HEADS:
+        close(out.head_losses[name], losses[name].sum())
+    grad_output = torch.tensor([1.0, -2.0, 0.5] if reduction == "none" else -2.0, dtype=torch.float64)
+    found = torch.autograd.grad(out.loss, [*weights.values(), *leaves(predictions)], grad_output)
+    for name, gradient in zip(weights, found, strict=False):
+        close(gradient, (grad_output * shares[name]).sum(), msg=lambda text, name=name: f"{name}: {text}")
+    # The weight is one more factor of the head's own weight.
+    scaled = {
+        name: dataclasses.replace(
+            head, weight=head.weight * float(torch.as_tensor(head_weights.get(name, 1.0)).detach())
+        )
+        for name, head in HEADS.items()
+    }
+    plain = gs.reference.multi_step_loss(scaled, predictions, targets, **given)
+    expected = torch.autograd.grad(plain.loss, leaves(predictions), grad_output)
+    close(list(found[len(weights) :]), list(expected))
+
+
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_types_of_weights(dtype, impl):
+    heads = {"own": gs.PerStepLoss(weight=0.5), "other": gs.PerStepLoss()}
+    losses = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    weight = torch.tensor(0.5, dtype=dtype, requires_grad=True)
+    out = gs.multi_step_loss(
+        heads, {"own": losses, "other": losses}, {}, head_weights={"own": weight}, reduction="sum", impl=impl
+    )
+    assert out.loss.item() == 12.5
+    out.loss.backward()
+    assert weight.grad.dtype == dtype
+    assert weight.grad.item() == 5.0
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_samples_that_are_skipped_add_nothing_to_the_gradient(reduction, impl):
+    heads = {"a": gs.PerStepLoss(weight=2.0), "b": gs.PerStepLoss(first_step=1)}
+    a = torch.tensor([[1.0, 2.0], [float("inf"), 4.0], [5.0, 6.0]], dtype=torch.float64, requires_grad=True)
+    b = torch.tensor([[1.0], [2.0], [float("nan")]], dtype=torch.float64)
+    weights = {name: torch.tensor(1.0, dtype=torch.float64, requires_grad=True) for name in heads}
+    given = dict(head_weights=weights, reduction=reduction)
+    out = run(impl, heads, {"a": a, "b": b}, {}, nonfinite="skip", **given)
+    assert out.num_nonfinite.item() == 2
+    found = torch.autograd.grad(out.loss.sum(), [*weights.values(), a])
+    assert [gradient.item() for gradient in found[:2]] == [6.0, 1.0]
+    assert found[2].tolist() == [[2.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
+    if impl in ("fused", "reference"):
+        out = run(impl, heads, {"a": a, "b": b}, {}, **given)
+        found = torch.autograd.grad(out.loss.sum(), list(weights.values()))
+        assert found[0].item() == float("inf")
+        assert found[1].isnan()
+
+
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_select(bad, impl):
+    """They add nothing to samples that are skipped, or in which the head is masked."""
+    heads = {"a": gs.PerStepLoss(), "b": gs.PerStepLoss()}
+    x, y = torch.ones(3, 2, requires_grad=True), torch.ones(3, 2, requires_grad=True)
+    mask = {"a": torch.tensor([[True, False], [False, False], [False, False]])}
+    weight = torch.tensor(bad, requires_grad=True)
+    given = dict(head_weights={"a": weight}, nonfinite="skip", reduction="sum", impl=impl)
+    out = gs.multi_step_loss(heads, {"a": x, "b": y}, {}, mask=mask, **given)
+    assert out.num_nonfinite.item() == 1
+    assert out.loss.item() == 4
+    assert {name: loss.item() for name, loss in out.head_losses.items()} == {"a": 0, "b": 4}
+    found = torch.autograd.grad(out.loss, [weight, x, y])
+    assert found[0].item() == 0
+    assert found[1].tolist() == [[0, 0]] * 3
+    assert found[2].tolist() == [[0, 0], [1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradcheck_and_gradgradcheck(reduction, impl):
+    predictions, targets = arguments(batch=2, steps=2, heads=ALL_HEADS)
+    names = ("value", "policy", "consistency", "bonus")
+    weights = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (0.0, 0.7, 1.3, 2.0)]
+    importance = {"value": torch.tensor([0.5, 2.0]), "policy": torch.tensor([3.0, 1.0])}
+
+    def function(*tensors):
+        remaining = iter(tensors)
+        learned = {name: next(remaining).square() for name in names}
+        rebuilt = {name: [next(remaining) for _ in entries] for name, entries in predictions.items()}
+        return gs.multi_step_loss(
+            ALL_HEADS,
+            rebuilt,
+            targets,
+            head_weights=learned,
+            importance_weights=importance,
+            step_weights={"bonus": [1.0, 0.5]},
+            mask=torch.tensor([[True, True], [True, False]]),
+            reduction=reduction,
+            impl=impl,
+        ).loss
+
+    inputs = (*weights, *leaves(predictions))
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+def test_one_weight_of_two_heads_and_no_prediction_with_a_gradient(impl):
+    heads = {"a": gs.PerStepLoss(), "b": gs.PerStepLoss()}
+    a, b = torch.full((2, 3), 2.0), torch.full((2, 3), 5.0)
+    weight = torch.tensor(1.0, requires_grad=True)
+    out = gs.multi_step_loss(heads, {"a": a, "b": b}, {}, head_weights={"a": weight, "b": weight}, impl=impl)
+    (gradient,) = torch.autograd.grad(out.loss, weight, create_graph=True)
+    assert gradient.item() == 21.0
+    again = gs.multi_step_loss(heads, {"a": a, "b": b}, {}, head_weights={"a": weight.detach(), "b": 2.0}, impl=impl)
+    assert not again.loss.requires_grad
+    assert again.loss.item() == 36.0
+
+
+def test_transforms_of_head_weights():
+    predictions, targets = arguments(heads=HEADS, requires_grad=False)
+
+    def loss(weight):
+        return gs.multi_step_loss(HEADS, predictions, targets, head_weights={"value": weight.exp()}).loss
+
+    x = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(loss(x), x)
+    x = x.detach()
+    torch.testing.assert_close(torch.func.grad(loss)(x), expected)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(torch.stack([x, x]))[1], expected)
+    torch.testing.assert_close(torch.func.jacfwd(loss)(x), expected)
+    torch.testing.assert_close(torch.func.hessian(loss)(x), expected)  # exp is its own derivative
+
+
+@pytest.mark.parametrize("impl", ["fused", "compiled"])
+def test_numbers_that_change_do_not_compile_again(impl, fresh_compiler):
+    """The first change makes the number a variable of the graph."""
+    predictions, targets = arguments(heads=HEADS, requires_grad=False)
+
+    def loss(weight, learned):
+        weights = {"value": weight, "policy": learned}
+        return gs.multi_step_loss(HEADS, predictions, targets, head_weights=weights, impl=impl).loss
+
+    function = loss if impl == "compiled" else torch.compile(loss, fullgraph=True)
+    for call in range(6):
+        weight, learned = 0.1 + 0.37 * call, torch.tensor(0.5 * call, requires_grad=True)
+        found = function(weight, learned)
+        weights = {"value": weight, "policy": learned}
+        torch.testing.assert_close(
+            found, gs.reference.multi_step_loss(HEADS, predictions, targets, head_weights=weights).loss
+        )
+        torch.testing.assert_close(
+            torch.autograd.grad(found, learned), torch.autograd.grad(loss(weight, learned), learned)
+        )
+    assert fresh_compiler.frame_count <= 2
+
+
+def test_exported():
+    class Loss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log_variances = torch.nn.ParameterDict({"value": torch.nn.Parameter(torch.tensor(0.5))})
+            self.loss_fn = gs.MultiStepLoss(value=gs.TwoHot(SUPPORT))
+
+        def forward(self, logits, target):
+            weights = {name: (-s).exp() for name, s in self.log_variances.items()}
+            return self.loss_fn({"value": [logits]}, {"value": [target]}, head_weights=weights).loss
+
+    module = Loss()
+    logits, target = torch.randn(3, 11), torch.randn(3)
+    program = torch.export.export(module, (logits, target)).module()
+    torch.testing.assert_close(program(logits, target), module(logits, target))
+    program(logits, target).backward()
+    (gradient,) = (parameter.grad for parameter in program.parameters())
+    torch.testing.assert_close(gradient, -module(logits, target).detach())
+
+
+def test_any_mapping():
+    weights = torch.nn.ParameterDict({"value": torch.nn.Parameter(torch.tensor(0.5))})
+    predictions, targets = arguments(heads=HEADS)
+    out = gs.MultiStepLoss(**HEADS)(predictions, targets, head_weights=weights, impl="fused")
+    out.loss.backward()
+    assert weights["value"].grad is not None
+    module = gs.reduce_multi_step(torch.ones(2, 2), head_weights={"loss": 3.0}, step_weights={"loss": [1.0, 0.0]})
+    assert module.loss.item() == 3.0
+
+
+def test_weights_learned_by_uncertainty():
+    """Kendall et al. 2018: with ``exp(-s) L + s`` the log-variance s becomes the logarithm of its loss."""
+    heads = {"small": gs.PerStepLoss(), "large": gs.PerStepLoss()}
+    losses = {"small": torch.full((4, 1), 0.01), "large": torch.full((4, 1), 100.0)}
+    log_variances = {name: torch.zeros((), requires_grad=True) for name in heads}
+    optimizer = torch.optim.Adam(log_variances.values(), lr=0.3)
+    for _ in range(200):
+        weights = {name: (-s).exp() for name, s in log_variances.items()}
+        loss = gs.multi_step_loss(heads, losses, {}, head_weights=weights, impl="fused").loss
+        optimizer.zero_grad()
+        (loss + sum(log_variances.values())).backward()
+        optimizer.step()
+    found = torch.stack([s.detach().exp() for s in log_variances.values()])
+    torch.testing.assert_close(found, torch.tensor([0.01, 100.0]), rtol=0.02, atol=0)
+
+
+WRONG = {
+    "head_weights names 'vlaue', which is no head": {"head_weights": {"vlaue": 1.0}},
+    "step_weights names 'vlaue', which is no head": {"step_weights": {"vlaue": [1.0] * 4}},
+    "step_gradient_scale names 'vlaue', which is no head": {"step_gradient_scale": {"vlaue": "unroll"}},
+    "importance_weights names 'vlaue', which is no head": {"importance_weights": {"vlaue": torch.ones(3)}},
+    "head_weights must be a mapping of head to number or tensor": {"head_weights": 2.0},
+    "the head_weights of head 'value' must be a number or a tensor without dimensions, but it has shape [1]; write "
+    ".reshape(())": {"head_weights": {"value": torch.ones(1)}},
+    "the head_weights of head 'value' must be finite and at least 0, but it is -1.0": {"head_weights": {"value": -1.0}},
+    "the head_weights of head 'value' must be finite and at least 0, but it is nan": {
+        "head_weights": {"value": float("nan")}
+    },
+    "the head_weights of head 'value' must be a number or a tensor without dimensions, but it is of type str": {
+        "head_weights": {"value": "1"}
+    },
+    "the head_weights of head 'value' must be a number or a tensor without dimensions, but it is of type bool": {
+        "head_weights": {"value": True}
+    },
+    "the head_weights of head 'value' must be float64, float32, bfloat16 or float16, but it is torch.int64": {
+        "head_weights": {"value": torch.tensor(1)}
+    },
+    "the head_weights of head 'value' is on meta, but the predictions are on cpu": {
+        "head_weights": {"value": torch.ones((), device="meta")}
+    },
+    "the step_weights of head 'reward' must have 4 numbers, one per step, but it has 3; T counts the root too": {
+        "step_weights": {"reward": [1.0] * 3}
+    },
+    "the step_gradient_scale of head 'value' must be 'unroll', but it is 'rollun'": {
+        "step_gradient_scale": {"value": "rollun"}
+    },
+    "the importance_weights of head 'value' must have shape [B] = [3], but it has [4]": {
+        "importance_weights": {"value": torch.ones(4)}
+    },
+    "the importance_weights of head 'value' requires grad, but weights get no gradient": {
+        "importance_weights": {"value": torch.ones(3, requires_grad=True)}
+    },
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_errors(message):
+    predictions, targets = arguments()
+    for impl in ("auto", "reference", "compiled"):
+        with pytest.raises((ValueError, TypeError)) as info:
+            gs.multi_step_loss(HEADS, predictions, targets, impl=impl, **WRONG[message])
+        assert message in str(info.value)
+
+
+def test_check_looks_at_weights_by_head():
+    predictions, targets = arguments()
+    for options, message in (
+        ({"head_weights": {"value": torch.tensor(-1.0)}}, "the head_weights of head 'value' must be .*, but it is -1"),
+        ({"importance_weights": {"value": torch.tensor([1.0, -1.0, 1.0])}}, "'value' must .* that of sample 1 is -1"),
+        ({"step_weights": {"value": [1.0, -1.0, 1.0, 1.0]}}, "'value' must .* that of step 1 is -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gs.multi_step_loss(HEADS, predictions, targets, check=True, **options)
+    gs.multi_step_loss(HEADS, predictions, targets, check=True, step_weights={"reward": [-1.0, 1.0, 1.0, 1.0]})
+
+
+def test_each_head_is_normalized_by_its_own_largest_weight():
+    heads = {"a": gs.PerStepLoss(), "b": gs.PerStepLoss()}
+    losses = {"a": torch.ones(2, 1), "b": torch.ones(2, 1)}
+    weights = {"a": torch.tensor([1.0, 4.0]), "b": torch.tensor([10.0, 5.0])}
+    for impl in ("fused", "reference", "compiled"):
+        out = gs.multi_step_loss(
+            heads,
+            losses,
+            {},
+            importance_weights=weights,
+            normalize_importance_weights=True,
+            reduction="none",
+            impl=impl,
+        )
+        assert out.loss.tolist() == [1.25, 1.5]
