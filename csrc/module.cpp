@@ -237,6 +237,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("clipping_of", &gradscale::clipping_of);
   m.def("clip_tensors", &gradscale::clip_tensors);
   m.def("unit_statistics", &unit_statistics);
+  m.def("unit_factors", &gradscale::unit_factors);
   m.def("clip_units", &gradscale::clip_units);
   m.def("update_norms", [](const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
     const at::Tensor norms = gradscale::update_norms(before, after);

@@ -191,6 +191,18 @@ void clip_units(const std::vector<UnitTarget>& targets, const double* factors, b
 
 } // namespace
 
+at::Tensor unit_factors(const at::Tensor& norms, double adaptive, double eps) {
+  TORCH_CHECK(norms.is_cpu() && norms.is_contiguous(), "unit_factors: norms must be contiguous, on a CPU");
+  const int64_t count = norms.size(1);
+  const at::Tensor factors = at::empty({count}, norms.options());
+  const double* from = norms.const_data_ptr<double>();
+  double* out = factors.mutable_data_ptr<double>();
+  for (int64_t i = 0; i < count; ++i) {
+    out[i] = unit_factor(from[i], from[count + i], adaptive, eps);
+  }
+  return factors;
+}
+
 void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factors, bool rows, bool skip_nonfinite) {
   std::vector<Target> targets; // all of them, before anything is written
   std::vector<UnitTarget> units;

@@ -39,6 +39,9 @@ at::Tensor clipping_of(
 // `skip_nonfinite`, whatever the elements were.
 void clip_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& clipping, bool skip_nonfinite);
 
+// Computes the factors of units from their norms on a CPU.
+at::Tensor unit_factors(const at::Tensor& norms, double adaptive, double eps);
+
 // Multiplies each unit of tensors of one device by its factor, in place. A factor of 1 leaves a unit as it is; a factor
 // of 0 leaves zeros where `skip_nonfinite`, whatever the elements were.
 void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factors, bool rows, bool skip_nonfinite);

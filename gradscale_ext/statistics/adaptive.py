@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -36,19 +37,48 @@ class AdaptiveClipping:
         unit: str,
         process_group: torch.distributed.ProcessGroup | None,
     ) -> None:
-        """Check the gradients of named parameters, and find which of them the kernels take."""
+        """Find which gradients there are, and which of them several parameters share: those are clipped once."""
         self._rows, self._process_group = unit == "row", process_group
-        self._names = [name for name, _ in named]
+        self._named = named
         self._gradients = [parameter.grad for _, parameter in named]
-        self._weights = [local_part(parameter.detach()) for _, parameter in named]
+        seen = {id(None)}
+        self._clipped = [not (id(g) in seen or seen.add(id(g))) for g in self._gradients]  # type: ignore[func-returns-value]
+        self._columns: dict[int, slice] = {}
+
+    def statistics(self) -> reference.Statistics:
+        """Statistics of the gradients; the same pass takes the norms of the units."""
+        if self._process_group is None:
+            self._parts, self._weights = self._gradients, [parameter for _, parameter in self._named]
+            self._groups = [list(range(len(self._named)))]
+            if (found := self._by_kernels(self._groups[0])) is not None:
+                self._units = UnitNorms(found[3], {})
+                return found[:3]
+        return self._in_groups()
+
+    def _in_groups(self) -> reference.Statistics:
+        """The same of parts of gradients, and of gradients on several devices and of several layouts."""
+        self._weights = [local_part(parameter.detach()) for _, parameter in self._named]
         self._parts = [None if gradient is None else local_part(gradient) for gradient in self._gradients]
-        first = {id(gradient): index for index, gradient in reversed(list(enumerate(self._gradients)))}
-        self._clipped = [first[id(g)] == index and g is not None for index, g in enumerate(self._gradients)]
-        for (name, parameter), gradient in zip(named, self._gradients, strict=True):
+        for (name, parameter), gradient in zip(self._named, self._gradients, strict=True):
             if gradient is not None:
                 _check(name, parameter, gradient, self._rows)
-        self._groups = members_by(self._kind, len(named))
-        self._columns: dict[int, slice] = {}
+        self._groups = members_by(self._kind, len(self._named))
+        norms: list[torch.Tensor] = []
+
+        def of_members(members: list[int]) -> reference.Statistics:
+            values, counts, histogram, of_units = self._by_kernels(members) or self._by_reference(members)
+            norms.append(of_units)
+            return values, counts, histogram
+
+        statistics = in_groups(self._groups, of_members)
+        missing = [index for index, part in enumerate(self._parts) if part is None and self._is_part(index)]
+        if missing:  # here, and not necessarily in other processes
+            of_weights = reference.unit_norms([self._weights[index] for index in missing], self._rows)
+            norms.append(torch.stack([torch.zeros_like(of_weights), of_weights]))
+        self._find_columns(missing)
+        moved = [part.to(statistics[0].device, non_blocking=True) for part in norms]
+        self._units = UnitNorms(moved[0] if len(moved) == 1 else torch.cat(moved, 1), self._shared_columns())
+        return merged_over_groups(statistics, self._gradients, 2.0, self._process_group, self._units)
 
     def _kind(self, index: int) -> tuple[torch.device, bool] | None:
         """Device, and True if the kernels take the layout."""
@@ -57,42 +87,32 @@ class AdaptiveClipping:
             return None
         return part.device, part.layout == torch.strided and self._weights[index].layout == torch.strided
 
-    def statistics(self) -> reference.Statistics:
-        """Statistics of the gradients; the same pass takes the norms of the units."""
-        norms: list[torch.Tensor] = []
+    def _weights_of(self, members: list[int]) -> list[torch.Tensor | None]:
+        """Weights of the gradients that are clipped."""
+        return [self._weights[index] if self._clipped[index] else None for index in members]
 
-        def of_members(members: list[int]) -> reference.Statistics:
-            values, counts, histogram, of_units = self._pass(members)
-            norms.append(of_units)
-            return values, counts, histogram
+    def _by_kernels(self, members: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Statistics of some gradients, and norms `[2, U]` of their units and of those of the weights; None where the
+        fused pass does not take them."""
+        if not _context.is_eager():
+            return None
+        return _C.unit_statistics([self._parts[index] for index in members], self._weights_of(members), self._rows)
 
-        statistics = in_groups(self._groups, of_members)
+    def _by_reference(self, members: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        gradients, weights = [self._parts[index] for index in members], self._weights_of(members)
+        values, counts, histogram = on_one_device(gradients, 2.0)
+        pairs = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None and w is not None]
+        norms = [reference.unit_norms([pair[i] for pair in pairs], self._rows).to(values.device) for i in (0, 1)]
+        return values, counts, histogram, torch.stack(norms)
+
+    def _find_columns(self, missing: Sequence[int] = ()) -> None:
+        """Find the columns of each gradient's units, and of the weights of missing ones, among all norms."""
         clipped = [index for members in self._groups for index in members if self._clipped[index]]
-        missing = [index for index, part in enumerate(self._parts) if part is None and self._is_part(index)]
-        if missing:  # here, and not necessarily in other processes
-            of_weights = reference.unit_norms([self._weights[index] for index in missing], self._rows)
-            norms.append(torch.stack([torch.zeros_like(of_weights), of_weights]))
         begin = 0
-        for index in clipped + missing:
+        for index in [*clipped, *missing]:
             count = reference.units_of(self._weights[index], self._rows)
             self._columns[index] = slice(begin, begin + count)
             begin += count
-        moved = [part.to(statistics[0].device, non_blocking=True) for part in norms]
-        self._units = UnitNorms(moved[0] if len(moved) == 1 else torch.cat(moved, 1), self._shared_columns())
-        return merged_over_groups(statistics, self._gradients, 2.0, self._process_group, self._units)
-
-    def _pass(self, members: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Statistics of some gradients, and norms `[2, U]` of their units and of those of the weights."""
-        gradients = [self._parts[index] for index in members]
-        clipped = [self._clipped[index] for index in members]
-        weights = [self._weights[i] if used else None for i, used in zip(members, clipped, strict=True)]
-        if _context.is_eager() and (found := _C.unit_statistics(gradients, weights, self._rows)) is not None:
-            return found
-        statistics = on_one_device(gradients, 2.0)
-        used = [g for g, is_used in zip(gradients, clipped, strict=True) if g is not None and is_used]
-        pairs = (used, [weight for weight in weights if weight is not None])
-        norms = [reference.unit_norms(tensors, self._rows).to(statistics[0].device) for tensors in pairs]
-        return *statistics, torch.stack(norms)
 
     def _is_part(self, index: int) -> bool:
         """True if a plain parameter is a part of one unit in a process group."""
@@ -115,7 +135,9 @@ class AdaptiveClipping:
         """Find the factors of all units. Returns `[3]`: the total norm, the smallest factor, and whether any factor
         changes a gradient."""
         total, kept, _ = clipping_of(statistics, 2.0, math.inf, skip)
-        factors = reference.unit_factors(self._units.norms, adaptive, eps)
+        norms = self._units.norms
+        unit_factors = _C.unit_factors if has_kernels([norms]) and norms.is_cpu else reference.unit_factors
+        factors = unit_factors(norms, adaptive, eps)
         if skip:
             factors = torch.where((kept == 0) | factors.isnan().any(), 0, factors)
         self._factors = factors
@@ -127,16 +149,19 @@ class AdaptiveClipping:
         bad = self._factors.isnan()
         if not bad.any():
             return []
-        return [self._names[index] for index, columns in sorted(self._columns.items()) if bad[columns].any()]
+        self._find_columns()
+        return [self._named[index][0] for index, columns in sorted(self._columns.items()) if bad[columns].any()]
 
     def clip(self, skip: bool) -> None:
         """Multiply each unit by its factor."""
+        begin = 0
         for group in self._groups:
-            members = [index for index in group if self._clipped[index]]
-            if not members:
+            gradients = [part for i in group if self._clipped[i] and (part := self._parts[i]) is not None]
+            if not gradients:
                 continue
-            gradients = [part for index in members if (part := self._parts[index]) is not None]
-            own = self._factors[self._columns[members[0]].start : self._columns[members[-1]].stop]
+            end = begin + sum(reference.units_of(gradient, self._rows) for gradient in gradients)
+            own = self._factors[begin:end].to(gradients[0].device, non_blocking=True)
+            begin = end
             is_strided = all(gradient.layout == torch.strided for gradient in gradients)
             clip_units = _C.clip_units if is_strided and has_kernels(gradients) else reference.clip_units
-            clip_units(gradients, own.to(gradients[0].device, non_blocking=True), self._rows, skip)
+            clip_units(gradients, own, self._rows, skip)
