@@ -237,7 +237,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("clipping_of", &gradscale::clipping_of);
   m.def("clip_tensors", &gradscale::clip_tensors);
   m.def("unit_statistics", &unit_statistics);
-  m.def("unit_factors", &gradscale::unit_factors);
+  m.def(
+      "unit_factors",
+      [](const at::Tensor& norms, const at::Tensor& clipping, double adaptive, double eps, bool skip_nonfinite) {
+        const gradscale::UnitFactors result = gradscale::unit_factors(norms, clipping, adaptive, eps, skip_nonfinite);
+        return py::make_tuple(result.factors, result.clipping);
+      });
   m.def("clip_units", &gradscale::clip_units);
   m.def("update_norms", [](const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
     const at::Tensor norms = gradscale::update_norms(before, after);

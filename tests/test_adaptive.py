@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import gradscale_ext as gs
 from gradscale_ext import GradientMonitor, reference
+from gradscale_ext._native import _C
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 UNITS = ("row", "tensor")
@@ -98,7 +100,8 @@ def test_the_reference_clips_the_same(unit):
         rows = unit == "row"
         gradients = [parameter.grad for parameter in theirs]
         norms = [reference.unit_norms(tensors, rows) for tensors in (gradients, theirs)]
-        reference.clip_units(gradients, reference.unit_factors(torch.stack(norms), 0.1, 1e-3), rows, False)
+        factors, _ = reference.unit_factors(torch.stack(norms), torch.ones(3), 0.1, 1e-3, False)
+        reference.clip_units(gradients, factors, rows, False)
         for mine, other in zip(ours, theirs, strict=True):
             tolerance = max(torch.finfo(real(dtype)).eps, 1e-13 if real(dtype) == torch.float64 else 2e-7)
             torch.testing.assert_close(
@@ -139,6 +142,21 @@ def test_nothing_overflows_or_vanishes(unit):
             assert torch.equal(parameter.grad, before)
             gs.clip_gradients_([parameter], adaptive=0.125, eps=0.0, unit=unit)
             torch.testing.assert_close(parameter.grad, before / 2, rtol=2e-3 if size == 6e4 else 1e-6, atol=0)
+
+
+def test_factors_by_kernel_and_reference():
+    """Norms of 0, NaN and inf, of gradients and of weights, with every option."""
+    special = torch.tensor([0.0, 1e-4, 1.0, 5.0, math.inf, math.nan], dtype=torch.float64)
+    norms = torch.cartesian_prod(special, special).T.contiguous()
+    finite = norms[:, norms.isfinite().all(0)].contiguous()
+    for of_units in (norms, finite, norms[:, :0].contiguous()):
+        for adaptive, eps, skip, kept in itertools.product(
+            (0.0, 0.1, math.inf), (0.0, 1e-3), (False, True), (0.0, 1.0)
+        ):
+            clipping = torch.tensor([3.0, kept, 0.0], dtype=torch.float64)
+            found = _C.unit_factors(of_units, clipping, adaptive, eps, skip)
+            expected = reference.unit_factors(of_units, clipping, adaptive, eps, skip)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 # ---- NaN and inf -----------------------------------------------------------------------------------------------------

@@ -191,16 +191,30 @@ void clip_units(const std::vector<UnitTarget>& targets, const double* factors, b
 
 } // namespace
 
-at::Tensor unit_factors(const at::Tensor& norms, double adaptive, double eps) {
+UnitFactors unit_factors(const at::Tensor& norms, const at::Tensor& clipping, double adaptive, double eps, bool skip) {
   TORCH_CHECK(norms.is_cpu() && norms.is_contiguous(), "unit_factors: norms must be contiguous, on a CPU");
   const int64_t count = norms.size(1);
-  const at::Tensor factors = at::empty({count}, norms.options());
+  const UnitFactors result{at::empty({count}, norms.options()), at::empty({3}, norms.options())};
   const double* from = norms.const_data_ptr<double>();
-  double* out = factors.mutable_data_ptr<double>();
+  double* out = result.factors.mutable_data_ptr<double>();
+  double smallest = 1;
+  bool changed = false;
   for (int64_t i = 0; i < count; ++i) {
     out[i] = unit_factor(from[i], from[count + i], adaptive, eps);
+    smallest = out[i] < smallest || out[i] != out[i] ? out[i] : smallest; // NaN stays: it is below nothing
+    changed = changed || out[i] != 1;
   }
-  return factors;
+  const double* whole = clipping.const_data_ptr<double>();
+  if (skip && count > 0 && (whole[1] == 0 || smallest != smallest)) {
+    std::fill(out, out + count, 0.0);
+    smallest = 0;
+    changed = true;
+  }
+  double* of_all = result.clipping.mutable_data_ptr<double>();
+  of_all[0] = whole[0];
+  of_all[1] = smallest;
+  of_all[2] = changed ? 1 : 0;
+  return result;
 }
 
 void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factors, bool rows, bool skip_nonfinite) {

@@ -39,8 +39,15 @@ at::Tensor clipping_of(
 // `skip_nonfinite`, whatever the elements were.
 void clip_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& clipping, bool skip_nonfinite);
 
-// Computes the factors of units from their norms on a CPU.
-at::Tensor unit_factors(const at::Tensor& norms, double adaptive, double eps);
+struct UnitFactors {
+  at::Tensor factors;  // [U] float64
+  at::Tensor clipping; // [3] float64: the norm of all tensors together, the smallest factor, whether any changes a unit
+};
+
+// Computes the factors of units on a CPU from their norms, and from the result of clipping_of() without a limit, whose
+// factor is 0 where all gradients are to become 0. With `skip_nonfinite`, a limit that is NaN makes them 0 too.
+UnitFactors unit_factors(
+    const at::Tensor& norms, const at::Tensor& clipping, double adaptive, double eps, bool skip_nonfinite);
 
 // Multiplies each unit of tensors of one device by its factor, in place. A factor of 1 leaves a unit as it is; a factor
 // of 0 leaves zeros where `skip_nonfinite`, whatever the elements were.

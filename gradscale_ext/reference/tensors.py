@@ -142,12 +142,23 @@ def _unit_norms(tensor: torch.Tensor, rows: bool) -> torch.Tensor:
     return norm_of(elements.abs(), 2.0, dim=1)
 
 
-def unit_factors(norms: torch.Tensor, adaptive: float, eps: float) -> torch.Tensor:
-    """``min(1, adaptive * max(weight norm, eps) / gradient norm)``, of `[2, U]` norms of gradients and of weights."""
+def unit_factors(
+    norms: torch.Tensor, clipping: torch.Tensor, adaptive: float, eps: float, skip_nonfinite: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``min(1, adaptive * max(weight norm, eps) / gradient norm)``, of `[2, U]` norms of gradients and of weights; and
+    `[3]`: the norm of all tensors together, the smallest factor, and whether any factor changes a unit.
+
+    `clipping` is the result of `clipping_of` without a limit. Where that has a factor of 0, all factors are 0, and with
+    `skip_nonfinite` also where one would be NaN.
+    """
     gradient, weight = norms
     longest = weight.clamp(min=eps)
     limit = torch.where(longest == 0, 0, adaptive * longest)
-    return torch.where(gradient <= limit, 1, limit / gradient)
+    factors = torch.where(gradient <= limit, 1, limit / gradient)
+    if skip_nonfinite:
+        factors = torch.where((clipping[1] == 0) | factors.isnan().any(), 0, factors)
+    smallest = torch.cat([factors, factors.new_ones(1)]).amin()
+    return factors, torch.stack([clipping[0], smallest, (factors != 1).any().to(factors.dtype)])
 
 
 def clip_units(tensors: Iterable[torch.Tensor], factors: torch.Tensor, rows: bool, skip_nonfinite: bool) -> None:

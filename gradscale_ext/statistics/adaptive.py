@@ -134,15 +134,11 @@ class AdaptiveClipping:
     def clipping(self, statistics: reference.Statistics, adaptive: float, eps: float, skip: bool) -> torch.Tensor:
         """Find the factors of all units. Returns `[3]`: the total norm, the smallest factor, and whether any factor
         changes a gradient."""
-        total, kept, _ = clipping_of(statistics, 2.0, math.inf, skip)
-        norms = self._units.norms
-        unit_factors = _C.unit_factors if has_kernels([norms]) and norms.is_cpu else reference.unit_factors
-        factors = unit_factors(norms, adaptive, eps)
-        if skip:
-            factors = torch.where((kept == 0) | factors.isnan().any(), 0, factors)
-        self._factors = factors
-        smallest = torch.cat([factors, factors.new_ones(1)]).amin()
-        return torch.stack([total, smallest, (factors != 1).any().to(total.dtype)])
+        norms, without_limit = self._units.norms, clipping_of(statistics, 2.0, math.inf, skip)
+        on_cpu = norms.is_cpu and norms.is_contiguous() and has_kernels([norms])
+        unit_factors = _C.unit_factors if on_cpu else reference.unit_factors
+        self._factors, self._clipping = unit_factors(norms, without_limit, adaptive, eps, skip)
+        return self._clipping
 
     def nonfinite_weights(self) -> list[str]:
         """Names of parameters with NaN in their weights, so that a limit is NaN. Waits for the device."""
@@ -154,6 +150,8 @@ class AdaptiveClipping:
 
     def clip(self, skip: bool) -> None:
         """Multiply each unit by its factor."""
+        if self._clipping.is_cpu and self._clipping[2] == 0:
+            return
         begin = 0
         for group in self._groups:
             gradients = [part for i in group if self._clipped[i] and (part := self._parts[i]) is not None]
