@@ -24,6 +24,8 @@ import loss
 SIZE = (256, 5, 601, 18)
 NARROW = (256, 5, 255, 18)
 AGENT = "doors of the loss"
+#: Seconds: the threads of the process whose turn is over still spin for a while on the cores of the next one.
+TURN = 20e-3
 
 
 def gradients_of(function: loss.Loss, inputs: loss.Inputs) -> Callable[[], object]:
@@ -112,7 +114,7 @@ def rows_of(
     moved = 2 * sum(leaf.nbytes for leaf in loss.leaves_of(inputs[0]))
     moved += sum(target.nbytes for target in loss.leaves_of(inputs[1]))
     label = {"agent": AGENT, "size": "B {} K {} S {} A {}".format(*size), "dtype": "fp32", "pass": "forward+backward"}
-    found = harness.measure(contestants, seconds, timed)
+    found = harness.measure(contestants, seconds, timed, TURN)
     for name, values in found.items():
         here = contestants["module" if isinstance(contestants[name], Elsewhere) else name]  # the same memory
         yield {
