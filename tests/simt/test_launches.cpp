@@ -545,7 +545,7 @@ int main(bool small) {
     test_squares(4);
     test_squares(small ? 90 : 300);
     test_units(3, 5, 7);
-    test_units(2, 3, kPieceOfUnit + 3);
+    test_units(2, 3, 4099); // two pieces
     test_units(small ? 150 : 300, 2, 9); // a table outside the arguments
     test_statistics(4, INFINITY);
     test_statistics(small ? 20 : 300, 2);
