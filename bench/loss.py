@@ -80,13 +80,13 @@ def usual_loss(predictions: dict[str, Tensors], targets: dict[str, Tensors], wei
     return (total * weights).mean()
 
 
-def make_fused(num_bins: int, as_function: bool = False) -> Loss:
+def make_fused(num_bins: int, as_function: bool = False, **options: Any) -> Loss:
     limit = (num_bins - 1) // 2
     module = gs.MultiStepLoss.muzero(gs.Support.muzero(limit), value_weight=0.25)
     loss_fn = functools.partial(gs.multi_step_loss, module.heads) if as_function else module
 
     def fused(predictions: dict[str, Tensors], targets: dict[str, Tensors], weights: torch.Tensor) -> torch.Tensor:
-        return loss_fn(predictions, targets, step_gradient_scale="unroll", importance_weights=weights).loss
+        return loss_fn(predictions, targets, step_gradient_scale="unroll", importance_weights=weights, **options).loss
 
     return fused
 
@@ -251,24 +251,9 @@ def benchmark(
         yield from over_copy(rows)
 
 
-def benchmark_entry_points(
-    label: dict[str, Any], inputs: Inputs, num_bins: int, seconds: float
-) -> Iterator[dict[str, Any]]:
-    """The module in eager mode, the function, and the module inside torch.compile: forward and backward."""
-    leaves = leaves_of(inputs[0])
-    torch._dynamo.reset()
-    module, function = make_fused(num_bins), make_fused(num_bins, as_function=True)
-    functions = {"module": module, "function": function, "compiled module": torch.compile(module, dynamic=False)}
-    check_same(functions, inputs)
-    contestants: harness.Contestants = {
-        name: functools.partial(lambda loss_fn: torch.autograd.grad(loss_fn(*inputs), leaves), loss_fn)
-        for name, loss_fn in functions.items()
-    }
-    moved = 2 * sum(leaf.nbytes for leaf in leaves) + sum(target.nbytes for target in leaves_of(inputs[1]))
-    yield from harness.rows({**label, "pass": "forward+backward"}, contestants, seconds, moved, "module")
-
-
 def main() -> None:
+    import doors  # which imports this file
+
     arguments = harness.arguments(__doc__)
     harness.show_machine()
     threads = torch.get_num_threads()
@@ -286,10 +271,7 @@ def main() -> None:
     run({"agent": "TD-MPC2", "size": "B 256 H 3 S 101"}, make_tdmpc2_inputs(), make_fused_tdmpc2, usual_tdmpc2)
     dreamer = {"agent": "reward, critic and continue heads of DreamerV3", "size": "B 16 T 64 S 255"}
     run(dreamer, make_dreamer_inputs(), make_fused_dreamer, usual_dreamer)
-    size = (256, 5, 601, 18)
-    label = {"agent": "entry points of the loss", "size": "B {} K {} S {} A {}".format(*size), "dtype": "fp32"}
-    label["threads"] = threads
-    for row in benchmark_entry_points(label, make_inputs(*size), size[2], arguments.seconds):
+    for row in doors.benchmark(arguments.seconds):
         harness.show(row)
         results.append(row)
     for size in MAIN:

@@ -1,16 +1,18 @@
-"""Two passes over the parameters of a model, against PyTorch's multi-tensor calls.
+"""Passes over the parameters of a model, against PyTorch's multi-tensor calls.
 
     python bench/parameters.py --json bench/results/parameters.json
 
 "updates" are the norms of parameters and of their changes in a step, as `GradientMonitor` computes them; "l2_loss" is
-the weight decay term, alone and with its gradient. Bytes that must move: updates read both copies once; the loss reads
-all parameters once, and with the gradient reads twice and writes once.
+the weight decay term, alone and with its gradient; "adaptive clipping" clips gradients by the norms of weights, where
+every unit is within its limit, and where most are beyond. Bytes that must move: updates read both copies once; the loss
+reads all parameters once, and with the gradient reads twice and writes once; clipping reads gradients and weights, and
+where it changes them reads gradients once more and writes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -24,8 +26,8 @@ Tensors = list[torch.Tensor]
 WEIGHT = 1e-4
 
 
-def residual_blocks(channels: int, count: int) -> list[nn.Module]:
-    halves = [(nn.Conv2d(channels, channels, 3, bias=False), nn.BatchNorm2d(channels)) for _ in range(2 * count)]
+def residual_blocks(channels: int, blocks: int) -> list[nn.Module]:
+    halves = [(nn.Conv2d(channels, channels, 3, bias=False), nn.BatchNorm2d(channels)) for _ in range(2 * blocks)]
     return [layer for half in halves for layer in half]
 
 
@@ -70,6 +72,56 @@ def our_loss(parameters: Tensors) -> torch.Tensor:
     return gs.l2_loss(parameters, WEIGHT)
 
 
+def clipped_foreach(parameters: Tensors, gradients: Tensors, adaptive: float) -> None:
+    """By parameter, as DreamerV3 does."""
+    limits, norms = torch._foreach_norm(parameters), torch._foreach_norm(gradients)
+    torch._foreach_clamp_min_(limits, 1e-3)
+    torch._foreach_mul_(limits, adaptive)
+    torch._foreach_clamp_min_(norms, 1e-12)
+    torch._foreach_div_(limits, norms)
+    torch._foreach_clamp_max_(limits, 1.0)
+    torch._foreach_mul_(gradients, limits)
+
+
+def clipped_by_loop(parameters: Tensors, gradients: Tensors, adaptive: float) -> None:
+    """By row, as timm does."""
+
+    def norm(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.norm(2.0, dim=tuple(range(1, tensor.ndim)) or None, keepdim=True)
+
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        limit, length = norm(parameter).clamp_(min=1e-3).mul_(adaptive), norm(gradient)
+        clipped = gradient * (limit / length.clamp(min=1e-6))
+        gradient.copy_(torch.where(length < limit, gradient, clipped))
+
+
+def clipping(unit: str, ours: bool, values: Tensors, adaptive: float, falls: float) -> Callable[[], object]:
+    """The limit of each call is `falls` times the previous limit, so that every call clips, or none does."""
+    parameters = [value.clone() for value in values]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter) * 1e-3
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    limits = (adaptive * falls**call for call in count(1))
+    if ours:
+        return lambda: gs.clip_gradients_(parameters, adaptive=next(limits), unit=unit)
+    theirs = clipped_foreach if unit == "tensor" else clipped_by_loop
+    return lambda: theirs(parameters, gradients, next(limits))
+
+
+def clipping_rows(label: dict[str, Any], values: Tensors, seconds: float, size: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    others = {"tensor": "_foreach_norm, _foreach_mul_", "row": "loop of timm"}
+    for unit, other in others.items():
+        for what, adaptive, falls, passes in ((", norms within", 1e3, 1.0, 2), ("", 1e-3, 0.9999, 4)):
+            contestants = {
+                "clip_gradients_": clipping(unit, True, values, adaptive, falls),
+                other: clipping(unit, False, values, adaptive, falls),
+            }
+            labelled = {**label, "pass": f"adaptive clipping by {unit}{what}"}
+            rows += harness.rows(labelled, contestants, seconds, passes * size, "clip_gradients_")
+    return rows
+
+
 def rows_of(name: str, model: nn.Module, seconds: float) -> list[dict[str, Any]]:
     parameters = list(model.parameters())
     values = [parameter.detach() for parameter in parameters]
@@ -90,6 +142,7 @@ def rows_of(name: str, model: nn.Module, seconds: float) -> list[dict[str, Any]]
         *harness.rows({**label, "pass": "updates"}, updates, seconds, 2 * size, "update_norms"),
         *harness.rows({**label, "pass": "l2_loss, forward"}, forward, seconds, size, "l2_loss"),
         *harness.rows({**label, "pass": "l2_loss, fwd+bwd"}, both, seconds, 3 * size, "l2_loss"),
+        *clipping_rows(label, values, seconds, size),
     ]
 
 

@@ -56,11 +56,45 @@ def cells(found: dict[str, dict[str, Any]], microseconds: bool = False) -> list[
     return [*times, f"{found[faster]['ratio']:.1f}x ({faster.removeprefix('torch.')})"]
 
 
+def doors_table() -> str:
+    """The ways to call the loss, and the module with other instruction sets, each compared with the module."""
+    rows, machine = load("loss")
+    own = [row for row in rows if row["agent"] == "doors of the loss"]
+    if not own:  # results from before there were doors
+        whole = [row for row in rows if (row["agent"], row["dtype"], row["size"]) == ("MuZero", "fp32", DOORS_SIZE)]
+        most = max(row["threads"] for row in whole)
+        own = [row for row in whole if row["threads"] == most and row["contestant"] != "copy"]
+    capability = json.loads((RESULTS / "loss.json").read_text())["machine"]["instruction set"]
+    sizes = contestants_by_row(own, "forward+backward")
+    lines = []
+    for size, found in sizes.items():
+        for name, row in found.items():
+            called = DOORS.get(name, name) + (f", {capability}" if name in ("module", "fused") else "")
+            lines.append([called, size, f"{row['median_ms']:.3f}", f"{row['ratio']:.2f}"])
+    return table(["door", "size", "forward + backward, ms", "over the module"], lines) + "\n\n" + machine
+
+
+DOORS_SIZE = "B 256 K 5 S 601 A 18"
+#: What is called, by the contestants of bench/doors.py, and of bench/loss.py.
+DOORS = {
+    "fused": "`gs.MultiStepLoss(...)(...)`",
+    "torch.compile": "the loss written by hand, in `torch.compile`",
+    "eager": "the loss written by hand, eager",
+    "module": "`gs.MultiStepLoss(...)(...)`",
+    "function": "`gs.multi_step_loss(...)`",
+    "module in torch.compile": "`torch.compile(gs.MultiStepLoss(...))`",
+    'module, impl="compiled"': '`gs.MultiStepLoss(...)(..., impl="compiled")`',
+    'module, impl="reference"': '`gs.MultiStepLoss(...)(..., impl="reference")`',
+    "module with AVX2": "`gs.MultiStepLoss(...)(...)`, AVX2",
+    "by hand, torch.compile": "the loss written by hand, in `torch.compile`",
+    "by hand, eager": "the loss written by hand, eager",
+}
+
 CELLS = ["fused", "torch.compile", "eager", "vs the faster"]
 
 
 def speed_rows() -> dict[str, dict[str, dict[str, Any]]]:
-    """Five rows for the README: losses of two agents, heads of a third, the costliest head, and decoding for acting."""
+    """Rows for the README: losses of two agents, heads of a third, the costliest head, and decoding for acting."""
     loss, heads = load("loss")[0], load("heads")[0]
     threads = max(row["threads"] for row in loss)
     dreamer = "reward, critic and continue heads of DreamerV3"
@@ -80,11 +114,13 @@ def speed_rows() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def speed_table() -> str:
-    lines = [[name, *cells(found)] for name, found in speed_rows().items()]
+    doors = {"`HLGauss` head alone: B 1024": "module", "`Support.decode`, 601 bins: B 64": "method"}
+    lines = [[name, doors.get(name, "module"), *cells(found)] for name, found in speed_rows().items()]
     found = returns_rows()[1, "GAE 4096 x 128", 0.01]
     lines.append(
         [
             "generalized advantages, B 4096 T 128, one thread",
+            "function",
             f"{found['ours']['median_ms']:.3f}",
             "",
             f"{found['loop']['median_ms']:.3f}",
@@ -93,7 +129,8 @@ def speed_table() -> str:
     )
     sources = {"Losses of agents": "loss", "Head and decoding": "heads", "Advantages": "returns"}
     measured = " ".join(f"{what}: {machine_of(file)}" for what, file in sources.items())
-    return table(["ms, forward + backward; decoding and advantages: forward", *CELLS], lines) + "\n\n" + measured
+    header = ["ms, forward + backward; decoding and advantages: forward", "what is called", *CELLS]
+    return table(header, lines) + "\n\n" + measured
 
 
 def loss_table() -> str:
@@ -271,13 +308,14 @@ def recipes_table() -> str:
 
 
 def steps_table() -> str:
-    """Speedup of other projects with our loss in place of theirs: the loss alone, the whole step."""
+    """Other projects with our loss in place of theirs: the loss alone, next to the whole learner step."""
     found, machine = by_project()
-    header, lines = ["times as fast"], [["loss alone"], ["whole learner step"]]
+    header, lines = ["ms: theirs, ours"], [["loss alone"], ["whole learner step"]]
     for name, rows in found.items():
         header.append("TorchRL" if name == "rl" else name)
         for line, what in zip(lines, ("loss", "step"), strict=True):
-            line.append(f"{rows['float32'][what]['theirs'] / rows['float32'][what]['ours']:.2f}x")
+            theirs, ours = rows["float32"][what]["theirs"], rows["float32"][what]["ours"]
+            line.append(f"{significant(theirs)}, {significant(ours)} ({theirs / ours:.2f}x)")
     caption = "[Learners of other projects](docs/coming_from.md) with our loss in place of theirs; " + machine
     return table(header, lines) + "\n\n" + caption
 
@@ -401,6 +439,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipes, differences": recipes_differences_table,
     "recipes, lines": recipes_lines_table,
     "speed": speed_table,
+    "doors": doors_table,
     "steps": steps_table,
     "returns": returns_table,
     "loss": loss_table,

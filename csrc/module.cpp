@@ -152,6 +152,36 @@ py::object tensor_statistics(const std::vector<std::optional<at::Tensor>>& tenso
   return py::make_tuple(result.values, result.counts, result.histogram);
 }
 
+// (values, counts, histogram, norms), or None where these tensors are not all of one device, and such as the kernels
+// take. Weights are None where no norms are asked for.
+py::object unit_statistics(
+    const std::vector<std::optional<at::Tensor>>& gradients,
+    const std::vector<std::optional<at::Tensor>>& weights,
+    bool rows) {
+  TORCH_CHECK(weights.size() == gradients.size(), weights.size(), " weights, but ", gradients.size(), " gradients");
+  const at::Tensor* first = nullptr;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    const std::optional<at::Tensor>&gradient = gradients[i], &weight = weights[i];
+    if (gradient) {
+      first = first == nullptr ? &*gradient : first;
+      if (!gradscale::ordinary_gradient(*gradient) || gradient->device() != first->device()) {
+        return py::none();
+      }
+    }
+    if (weight && (!gradient || !gradscale::ordinary_gradient(*weight) || gradient->layout() != at::kStrided ||
+                   weight->layout() != at::kStrided || weight->device() != gradient->device() ||
+                   weight->sizes() != gradient->sizes())) {
+      return py::none();
+    }
+  }
+  if (!gradscale::ordinary_context()) {
+    return py::none();
+  }
+  const gradscale::UnitStatistics result = gradscale::unit_statistics(gradients, weights, rows);
+  const gradscale::TensorStatistics& statistics = result.statistics;
+  return py::make_tuple(statistics.values, statistics.counts, statistics.histogram, result.norms);
+}
+
 } // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -206,6 +236,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("tensor_statistics", &tensor_statistics);
   m.def("clipping_of", &gradscale::clipping_of);
   m.def("clip_tensors", &gradscale::clip_tensors);
+  m.def("unit_statistics", &unit_statistics);
+  m.def(
+      "unit_factors",
+      [](const at::Tensor& norms, const at::Tensor& clipping, double adaptive, double eps, bool skip_nonfinite) {
+        const gradscale::UnitFactors result = gradscale::unit_factors(norms, clipping, adaptive, eps, skip_nonfinite);
+        return py::make_tuple(result.factors, result.clipping);
+      });
+  m.def("clip_units", &gradscale::clip_units);
   m.def("update_norms", [](const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
     const at::Tensor norms = gradscale::update_norms(before, after);
     return norms.defined() ? py::cast(norms) : py::none();

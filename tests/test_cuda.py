@@ -15,6 +15,7 @@ import os
 import pytest
 import torch
 from contexts import CASES, POINT, WEIGHTS
+from test_adaptive import assert_clipped, parameters_of
 from test_loss import ALL_HEADS, OPTIONS, arguments, leaves
 
 import gradscale_ext as gs
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.cuda
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 2, 31, 33, 82, 362, 601, 1025, 4672, 9001]
 FALLBACKS = ("multi_step_loss", "loss_of", "decode", "l2_loss", "tensor_statistics", "clipping_of", "clip_tensors")
+FALLBACKS += ("unit_norms", "clip_units")
 
 
 class Reference:
@@ -940,3 +942,41 @@ def test_skipping_is_decided_on_the_device(device):
         statistics = gs.clip_gradients_([p], 1.0, nonfinite="skip")
         torch.testing.assert_close(p.grad.cpu(), torch.full((1000,), expected))
         assert int(statistics.nans + statistics.infs) == (0 if bad == 1.0 else 1)
+
+
+@pytest.mark.parametrize("unit", ["row", "tensor"])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
+def test_adaptive_clipping(dtype, unit, device):
+    """Rows and tensors of one piece and of several, with empty, strided, zero and non-finite ones."""
+    shapes = [(7, 5), (3, 4097), (0, 4), (4, 0), (), (13,), (9000,), (2, 3, 3, 3), (6, 8)]
+    parameters = parameters_of(dtype, shapes)
+    before, on_device = [], []
+    for parameter in parameters:
+        before.append(parameter.grad.clone())
+        on_device.append(torch.nn.Parameter(parameter.detach().to(device)))
+        on_device[-1].grad = parameter.grad.to(device, copy=True)
+    on_device[-1].grad = on_device[-1].grad.t().contiguous().t()
+    gs.clip_gradients_(on_device, adaptive=0.1, unit=unit)
+    for parameter, other in zip(parameters, on_device, strict=True):
+        parameter.grad = other.grad.cpu()
+    assert sum(assert_clipped(parameters, before, 0.1, 1e-3, unit)) >= 5
+    for nonfinite, expected in (("propagate", [0.1, math.nan]), ("skip", [0.0, 0.0])):
+        p = torch.nn.Parameter(torch.ones(2, 1, dtype=dtype, device=device))
+        p.grad = torch.tensor([[1.0], [math.nan]], device=device).to(dtype)
+        gs.clip_gradients_([p], adaptive=0.1, nonfinite=nonfinite)
+        found = torch.view_as_real(p.grad)[..., 0] if dtype.is_complex else p.grad
+        assert found.flatten().tolist() == pytest.approx(expected, rel=4e-3, nan_ok=True)
+
+
+def test_adaptive_clipping_of_many_tensors(device):
+    """More than fit into the arguments of a launch."""
+    shapes = [(1 + i % 7, 1 + i % 13) if i % 3 else (1 + i % 50,) for i in range(300)]
+    parameters = parameters_of(torch.float32, shapes)
+    before = [parameter.grad.clone() for parameter in parameters]
+    on_device = [torch.nn.Parameter(parameter.detach().to(device)) for parameter in parameters]
+    for other, gradient in zip(on_device, before, strict=True):
+        other.grad = gradient.to(device, copy=True)
+    gs.clip_gradients_(on_device, adaptive=0.1)
+    for parameter, other in zip(parameters, on_device, strict=True):
+        parameter.grad = other.grad.cpu()
+    assert sum(assert_clipped(parameters, before, 0.1, 1e-3, "row")) > 250

@@ -251,6 +251,80 @@ def clipping_under_fsdp(rank: int) -> None:
         assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
+def clipped_adaptively(weight: torch.Tensor, gradient: torch.Tensor, unit: str) -> torch.Tensor:
+    """The formula for whole tensors, with a ratio of 0.3 and weights of 0.5 at least."""
+    rows = (
+        tensor.flatten(1) if unit == "row" and tensor.dim() > 1 else tensor.view(1, -1) for tensor in (weight, gradient)
+    )
+    weights, gradients = rows
+    limit = 0.3 * weights.norm(dim=1, keepdim=True).clamp(min=0.5)
+    return (gradients * (limit / gradients.norm(dim=1, keepdim=True)).clamp(max=1)).view_as(gradient)
+
+
+@check
+def adaptive_clipping_of_parts_in_a_process_group(rank: int) -> None:
+    """Every rank has some rows of each gradient, or none; one rank has no gradient of its part, which is zero."""
+    for unit in ("row", "tensor"):
+        gradients = whole_gradients()
+        weights = [gradient.cos() for gradient in gradients]
+        last = gradients[-1].chunk(RANKS)
+        last[RANKS - 1].zero_()
+        parameters = []
+        for weight, gradient in zip(weights, gradients, strict=True):
+            own = [(whole.chunk(RANKS) + (whole[:0],) * RANKS)[rank].clone() for whole in (weight, gradient)]
+            parameters.append(own[0].requires_grad_())
+            parameters[-1].grad = None if rank == RANKS - 1 and gradient is gradients[-1] else own[1]
+        gs.clip_gradients_(parameters, adaptive=0.3, eps=0.5, unit=unit, process_group=dist.group.WORLD)
+        for parameter, weight, gradient in zip(parameters, weights, gradients, strict=True):
+            expected = clipped_adaptively(weight, gradient, unit)
+            if parameter.grad is not None:
+                assert_close(parameter.grad, (expected.chunk(RANKS) + (expected[:0],) * RANKS)[rank])
+
+
+@check
+def adaptive_clipping_of_distributed_tensors(rank: int) -> None:
+    """Rows and tensors that are whole on a rank, and such as ranks have parts of; one all-reduce for each group."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    meshes = {
+        init_device_mesh("cpu", (RANKS,)): ([Shard(0)], [Shard(1)], [Replicate()], None),
+        init_device_mesh("cpu", (1, RANKS)): ([Replicate(), Shard(0)], [Shard(0), Shard(1)], [Replicate()] * 2, None),
+    }
+    for mesh, placements in meshes.items():
+        for unit in ("row", "tensor"):
+            gradients = whole_gradients()
+            parameters = []
+            for gradient, placement in zip(gradients, placements, strict=True):
+                pair = [gradient.cos(), gradient.clone()]
+                if placement is not None:
+                    pair = [distribute_tensor(whole, mesh, placement) for whole in pair]
+                parameters.append(pair[0].requires_grad_())
+                parameters[-1].grad = pair[1]
+            found = gs.clip_gradients_(parameters, adaptive=0.3, eps=0.5, unit=unit)
+            assert_same_statistics(found, gradients, 2.0)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                assert_close(grad, clipped_adaptively(gradient.cos(), gradient, unit))
+
+
+@check
+def adaptive_clipping_under_fsdp(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
+    sharded = copy.deepcopy(plain)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (RANKS,)))
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+    for unit in ("row", "tensor"):
+        for model in (plain, sharded):
+            model.zero_grad()
+            model(x).sum().backward()
+            gs.clip_gradients_(model, adaptive=0.1, unit=unit)
+        for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+            assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distributed")

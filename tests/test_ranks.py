@@ -186,6 +186,8 @@ def one_all_reduce_for_all_statistics(rank: int) -> None:
         p.grad = torch.zeros_like(p) + 1
     assert_one_all_reduce(lambda: gs.gradient_statistics(network))
     assert_one_all_reduce(lambda: gs.clip_gradients_(network, 1.0))
+    for unit in ("row", "tensor"):
+        assert_one_all_reduce(lambda unit=unit: gs.clip_gradients_(network, adaptive=0.1, unit=unit))
     plain = nn.Linear(2, 2)
     assert_one_all_reduce(lambda: gs.clip_gradients_(plain, 1.0, process_group=dist.group.WORLD))
 

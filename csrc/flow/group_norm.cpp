@@ -39,20 +39,6 @@ namespace {
 constexpr int64_t kChunk = 32768; // elements of a group that a thread takes at a time
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-PowerSum added(PowerSum a, PowerSum b, double p) {
-  if (a.sum == 0 || b.sum == 0) {
-    return a.sum == 0 ? b : a;
-  }
-  if (a.root < b.root) {
-    std::swap(a, b);
-  }
-  const double other = b.sum * from_root_to_root(b.root, a.root, p);
-  if (std::isinf(p)) {
-    return {a.sum > other || a.sum != a.sum ? a.sum : other, a.root};
-  }
-  return {a.sum + other, a.root};
-}
-
 // True if each group is one dense block of memory, and the blocks follow each other. The order of the elements within a
 // block is free.
 bool lies_in_groups(const at::Tensor& gradient, int64_t batch_dims, int64_t size) {

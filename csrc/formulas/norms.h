@@ -89,4 +89,18 @@ GRADSCALE_HOST_DEVICE double from_root_to_root(double from, double to, double p)
   return ratio == 1 || std::isinf(p) ? ratio : positive_power(ratio, p);
 }
 
+// The sum of two parts of a group.
+GRADSCALE_HOST_DEVICE PowerSum added(PowerSum a, PowerSum b, double p) {
+  if (a.sum == 0 || b.sum == 0) {
+    return a.sum == 0 ? b : a;
+  }
+  if (!std::isfinite(a.sum) || !std::isfinite(b.sum)) { // a factor of 0 would make NaN of inf
+    return {a.sum + b.sum, 1};
+  }
+  const double root = a.root > b.root ? a.root : b.root;
+  a.sum *= from_root_to_root(a.root, root, p);
+  b.sum *= from_root_to_root(b.root, root, p);
+  return {std::isinf(p) ? (a.sum > b.sum ? a.sum : b.sum) : a.sum + b.sum, root};
+}
+
 } // namespace gradscale

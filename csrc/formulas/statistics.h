@@ -123,6 +123,13 @@ struct StatisticsOut {
 // ---- Clipping
 // --------------------------------------------------------------------------------------------------------
 
+// The factor of a unit of a gradient, from its norm and that of its weights. NaN of either comes through.
+GRADSCALE_HOST_DEVICE double unit_factor(double gradient, double weight, double adaptive, double eps) {
+  const double longest = weight < eps ? eps : weight;
+  const double limit = longest == 0 ? 0 : adaptive * longest;
+  return gradient <= limit ? 1 : limit / gradient;
+}
+
 // The number that torch.nn.utils.clip_grad_norm_ adds too: it keeps a norm of 0 from being a divisor.
 constexpr double kAddedToNorm = 1e-6;
 

@@ -5,10 +5,12 @@
 #include "../torch/tensor_element.h"
 #include "chunks.h"
 #include "device_calls.h"
+#include "units.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace gradscale {
@@ -37,7 +39,7 @@ struct Target {
   at::Tensor copy_to;
 };
 
-Target target_of(const at::Tensor& tensor) {
+Target target_of(const at::Tensor& tensor, const Units& units) {
   at::Tensor elements = tensor.detach();
   if (elements.layout() == at::kSparse) {
     elements = elements._values();
@@ -49,7 +51,7 @@ Target target_of(const at::Tensor& tensor) {
       "clip_gradients_: a gradient of shape ",
       tensor.sizes(),
       " is an expanded tensor, whose elements share memory, and cannot be multiplied in place; clone() it");
-  if (has_element(c10::toRealValueType(elements.scalar_type())) && elements.is_non_overlapping_and_dense() &&
+  if (has_element(c10::toRealValueType(elements.scalar_type())) && units.are_blocks_of(elements) &&
       !elements.is_neg() && !elements.is_conj()) {
     return {elements, at::Tensor()};
   }
@@ -58,8 +60,27 @@ Target target_of(const at::Tensor& tensor) {
   return {memory.is_same(elements) ? memory.clone() : memory, elements};
 }
 
+// Copies clipped elements back to where the gradients are.
+void finish(const std::vector<at::Tensor>& tensors, const std::vector<Target>& targets) {
+  for (size_t i = 0; i < targets.size(); ++i) {
+    if (targets[i].copy_to.defined()) {
+      targets[i].copy_to.copy_(targets[i].memory);
+    }
+    tensors[i].unsafeGetTensorImpl()->bump_version();
+  }
+}
+
 Range range_of(const Target& target) {
   return {target.memory.const_data_ptr(), target.memory.numel(), element_of(target.memory), target.memory.is_complex()};
+}
+
+void multiply(const Range& range, double factor, bool skip_nonfinite) {
+  void* to = const_cast<void*>(range.data);
+  if (skip_nonfinite && factor == 0) {
+    std::memset(to, 0, range.size * element_size(range.element) * (range.is_complex ? 2 : 1));
+  } else if (factor != 1) {
+    for_this_machine(scale_range_kernel)(range, to, /*root=*/1, factor);
+  }
 }
 
 void clip(const std::vector<Target>& targets, double factor, bool skip_nonfinite) {
@@ -71,16 +92,7 @@ void clip(const std::vector<Target>& targets, double factor, bool skip_nonfinite
     ranges.push_back(range_of(target));
   }
   const std::vector<Range> chunks = chunks_of(ranges);
-  const ScaleRange scale = for_this_machine(scale_range_kernel);
-  for_each_chunk(chunks, [&](int64_t i) {
-    const Range& chunk = chunks[i];
-    void* to = const_cast<void*>(chunk.data);
-    if (skip_nonfinite && factor == 0) {
-      std::memset(to, 0, chunk.size * element_size(chunk.element) * (chunk.is_complex ? 2 : 1));
-    } else {
-      scale(chunk, to, /*root=*/1, factor);
-    }
-  });
+  for_each_chunk(chunks, [&](int64_t i) { multiply(chunks[i], factor, skip_nonfinite); });
 }
 
 } // namespace
@@ -108,7 +120,7 @@ at::Tensor clipping_of(
 void clip_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& clipping, bool skip_nonfinite) {
   std::vector<Target> targets; // all of them, before anything is written
   for (const at::Tensor& tensor : tensors) {
-    targets.push_back(target_of(tensor));
+    targets.push_back(target_of(tensor, Units(tensor, /*rows=*/false)));
   }
   if (runs_kernels(clipping.device())) {
     std::vector<DeviceRange> ranges;
@@ -130,12 +142,114 @@ void clip_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& clip
   } else {
     clip(targets, clipping.const_data_ptr<double>()[1], skip_nonfinite);
   }
-  for (size_t i = 0; i < targets.size(); ++i) {
-    if (targets[i].copy_to.defined()) {
-      targets[i].copy_to.copy_(targets[i].memory);
+  finish(tensors, targets);
+}
+
+// ---- By unit --------------------------------------------------------------------------------------------------------
+
+namespace {
+
+struct UnitTarget {
+  Range range;
+  Units units;
+  int64_t first; // the index of the first unit among all factors
+};
+
+// Elements begin .. begin + size of a range.
+Range part_of(const Range& range, int64_t begin, int64_t size) {
+  const int64_t bytes = element_size(range.element) * (range.is_complex ? 2 : 1);
+  return {static_cast<const char*>(range.data) + begin * bytes, size, range.element, range.is_complex};
+}
+
+void clip_units(const std::vector<UnitTarget>& targets, const double* factors, bool skip_nonfinite) {
+  struct Chunk {
+    const UnitTarget* target;
+    int64_t begin;
+  };
+  std::vector<Chunk> chunks; // of gradients that have a unit to clip
+  for (const UnitTarget& target : targets) {
+    const double* own = factors + target.first;
+    if (std::any_of(own, own + target.units.count, [](double factor) { return factor != 1; })) {
+      for (int64_t begin = 0; begin < target.range.size; begin += kChunk) {
+        chunks.push_back({&target, begin});
+      }
     }
-    tensors[i].unsafeGetTensorImpl()->bump_version();
   }
+  at::parallel_for(0, static_cast<int64_t>(chunks.size()), /*grain_size=*/8, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) {
+      const UnitTarget& target = *chunks[i].target;
+      const int64_t end = std::min(chunks[i].begin + kChunk, target.range.size);
+      for (int64_t begin = chunks[i].begin; begin < end;) {
+        const int64_t unit = begin / target.units.length;
+        const int64_t size = std::min((unit + 1) * target.units.length, end) - begin;
+        multiply(part_of(target.range, begin, size), factors[target.first + unit], skip_nonfinite);
+        begin += size;
+      }
+    }
+  });
+}
+
+} // namespace
+
+UnitFactors unit_factors(const at::Tensor& norms, const at::Tensor& clipping, double adaptive, double eps, bool skip) {
+  TORCH_CHECK(norms.is_cpu() && norms.is_contiguous(), "unit_factors: norms must be contiguous, on a CPU");
+  const int64_t count = norms.size(1);
+  const UnitFactors result{at::empty({count}, norms.options()), at::empty({3}, norms.options())};
+  const double* from = norms.const_data_ptr<double>();
+  double* out = result.factors.mutable_data_ptr<double>();
+  double smallest = 1;
+  bool changed = false;
+  for (int64_t i = 0; i < count; ++i) {
+    out[i] = unit_factor(from[i], from[count + i], adaptive, eps);
+    smallest = out[i] < smallest || out[i] != out[i] ? out[i] : smallest; // NaN stays: it is below nothing
+    changed = changed || out[i] != 1;
+  }
+  const double* whole = clipping.const_data_ptr<double>();
+  if (skip && count > 0 && (whole[1] == 0 || smallest != smallest)) {
+    std::fill(out, out + count, 0.0);
+    smallest = 0;
+    changed = true;
+  }
+  double* of_all = result.clipping.mutable_data_ptr<double>();
+  of_all[0] = whole[0];
+  of_all[1] = smallest;
+  of_all[2] = changed ? 1 : 0;
+  return result;
+}
+
+void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factors, bool rows, bool skip_nonfinite) {
+  std::vector<Target> targets; // all of them, before anything is written
+  std::vector<UnitTarget> units;
+  int64_t count = 0;
+  for (const at::Tensor& tensor : tensors) {
+    const Units own(tensor, rows);
+    targets.push_back(target_of(tensor, own));
+    units.push_back({range_of(targets.back()), own, count});
+    count += own.count;
+  }
+  TORCH_CHECK(factors.numel() == count, "clip_units: ", count, " units, but ", factors.numel(), " factors");
+  if (runs_kernels(factors.device())) {
+    std::vector<UnitRange> ranges;
+    for (const UnitTarget& target : units) {
+      if (target.range.size > 0) {
+        ranges.push_back(
+            {const_cast<void*>(target.range.data),
+             target.units.count,
+             target.units.length * (target.range.is_complex ? 2 : 1),
+             target.range.element,
+             target.first});
+      }
+    }
+    ClipUnitsCall call{
+        ranges.data(), static_cast<int64_t>(ranges.size()), factors.const_data_ptr<double>(), skip_nonfinite, nullptr};
+    const OnDevice on_device(factors.device());
+    const at::Tensor workspace = make_workspace(bytes_for_clip_units(call), factors);
+    call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
+    launch_clip_units(call, on_device.stream());
+  } else {
+    clip_units(units, factors.const_data_ptr<double>(), skip_nonfinite);
+  }
+  finish(tensors, targets);
 }
 
 } // namespace gradscale

@@ -52,6 +52,32 @@ struct ClipCall {
   char* workspace; // bytes_for_clip() bytes, at a multiple of 8
 };
 
+// A contiguous tensor of `count` units, which have `length` numbers each.
+struct UnitRange {
+  void* data;
+  int64_t count;
+  int64_t length; // at least 1
+  Element element;
+  int64_t first; // the index of the first unit among the norms or factors of all units
+};
+
+// norms[first + i] = norm of unit i.
+struct UnitNormsCall {
+  const UnitRange* ranges; // on the host
+  int64_t count;
+  double* norms;
+  char* workspace; // bytes_for_unit_norms() bytes, at a multiple of 8
+};
+
+// unit i *= factors[first + i]
+struct ClipUnitsCall {
+  const UnitRange* ranges; // on the host
+  int64_t count;
+  const double* factors;
+  bool zeros;      // a factor of 0 leaves zeros, whatever the elements were
+  char* workspace; // bytes_for_clip_units() bytes, at a multiple of 8
+};
+
 void launch_squares(const SquaresCall& call, void* stream);
 void launch_squares_backward(const SquaresCall& call, void* stream);
 int64_t bytes_for_squares(const SquaresCall& call);
@@ -62,5 +88,11 @@ int64_t bytes_for_statistics(const StatisticsCall& call);
 void launch_clipping(const ClippingCall& call, void* stream);
 void launch_clip(const ClipCall& call, void* stream);
 int64_t bytes_for_clip(const ClipCall& call);
+
+void launch_unit_norms(const UnitNormsCall& call, void* stream);
+int64_t bytes_for_unit_norms(const UnitNormsCall& call);
+
+void launch_clip_units(const ClipUnitsCall& call, void* stream);
+int64_t bytes_for_clip_units(const ClipUnitsCall& call);
 
 } // namespace gradscale

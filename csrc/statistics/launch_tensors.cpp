@@ -133,4 +133,84 @@ void launch_statistics(const StatisticsCall& call, void* stream) {
   launch(tensor_statistics, call.out.count, kThreads, stream, arguments);
 }
 
+// ---- Units ----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr const char* kFileOfUnits = "statistics/units.cuh";
+
+// Tensors get their blocks in their order, which have one warp for each piece of a unit.
+class UnitTableBuilder {
+ public:
+  UnitTableBuilder(const UnitRange* ranges, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t pieces = pieces_of_unit(ranges[i]);
+      entries_.push_back({ranges[i], blocks_});
+      blocks_ += (ranges[i].count * pieces + kPiecesOfBlock - 1) / kPiecesOfBlock;
+      has_pieces_ = has_pieces_ || pieces > 1;
+    }
+  }
+
+  int64_t blocks() const {
+    return blocks_;
+  }
+  // True if there is a unit of several pieces.
+  bool has_pieces() const {
+    return has_pieces_;
+  }
+  int64_t bytes() const {
+    return static_cast<int64_t>(entries_.size() * sizeof(UnitEntry));
+  }
+  // Builds the table. It may need `bytes()` of device memory, which begins at a multiple of 8.
+  UnitTable build(char* device_memory, Stream stream) const {
+    TableBuilder builder;
+    builder.add(entries_.data(), static_cast<int64_t>(entries_.size()));
+    return {builder.build(device_memory, stream), static_cast<int64_t>(entries_.size())};
+  }
+
+ private:
+  int64_t blocks_ = 0;
+  bool has_pieces_ = false;
+  std::vector<UnitEntry> entries_;
+};
+
+int64_t bytes_of_sums(const UnitTableBuilder& builder) {
+  return builder.has_pieces() ? builder.blocks() * kPiecesOfBlock * static_cast<int64_t>(sizeof(PowerSum)) : 0;
+}
+
+} // namespace
+
+// The workspace has the sums of the pieces, and behind them the table.
+int64_t bytes_for_unit_norms(const UnitNormsCall& call) {
+  const UnitTableBuilder builder(call.ranges, call.count);
+  return bytes_of_sums(builder) + builder.bytes();
+}
+
+void launch_unit_norms(const UnitNormsCall& call, void* stream) {
+  static const Kernel<UnitNormsArguments> unit_sums(kFileOfUnits, "unit_sums");
+  static const Kernel<UnitNormsArguments> unit_norms(kFileOfUnits, "unit_norms");
+  const UnitTableBuilder builder(call.ranges, call.count);
+  if (builder.blocks() > 0) {
+    const UnitTable table = builder.build(call.workspace + bytes_of_sums(builder), stream);
+    const UnitNormsArguments arguments{table, reinterpret_cast<PowerSum*>(call.workspace), call.norms};
+    launch(unit_sums, builder.blocks(), kThreads, stream, arguments);
+    if (builder.has_pieces()) {
+      launch(unit_norms, builder.blocks(), kThreads, stream, arguments);
+    }
+  }
+}
+
+int64_t bytes_for_clip_units(const ClipUnitsCall& call) {
+  return UnitTableBuilder(call.ranges, call.count).bytes();
+}
+
+void launch_clip_units(const ClipUnitsCall& call, void* stream) {
+  static const Kernel<ClippedUnits> clipped_units(kFileOfUnits, "clipped_units");
+  const UnitTableBuilder builder(call.ranges, call.count);
+  if (builder.blocks() > 0) {
+    const ClippedUnits arguments{builder.build(call.workspace, stream), call.factors, call.zeros};
+    launch(clipped_units, builder.blocks(), kThreads, stream, arguments);
+  }
+}
+
 } // namespace gradscale

@@ -68,4 +68,39 @@ struct StatisticsArguments {
   StatisticsOut out;
 };
 
+// ---- Units ----------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kPieceOfUnit = 4096; // numbers: a warp has a piece of a unit
+constexpr int64_t kPiecesOfBlock = kThreads / 32;
+
+GRADSCALE_HOST_DEVICE int64_t pieces_of_unit(const UnitRange& range) {
+  return (range.length + kPieceOfUnit - 1) / kPieceOfUnit;
+}
+
+struct UnitEntry {
+  UnitRange range;
+  int64_t first_block;
+};
+
+struct UnitTable {
+  Table table;
+  int64_t count;
+
+  GRADSCALE_HOST_DEVICE const UnitEntry& operator[](int64_t index) const {
+    return table.at<UnitEntry>(0)[index];
+  }
+};
+
+struct UnitNormsArguments {
+  UnitTable table;
+  PowerSum* sums; // of the pieces
+  double* norms;
+};
+
+struct ClippedUnits {
+  UnitTable table;
+  const double* factors;
+  bool zeros; // a factor of 0 leaves zeros, whatever the elements were
+};
+
 } // namespace gradscale

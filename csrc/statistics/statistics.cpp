@@ -6,12 +6,14 @@
 #include "chunks.h"
 #include "device_calls.h"
 #include "range_statistics.h"
+#include "units.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 namespace gradscale {
 
@@ -63,11 +65,20 @@ std::vector<Range> ranges_of(const std::vector<Stored>& parts) {
   return ranges;
 }
 
-void run(const std::vector<Stored>& parts, double p, const StatisticsOut& out) {
+// Also computes the norms of `units` where they are asked for.
+void run(const std::vector<Stored>& parts, double p, const StatisticsOut& out, UnitPass* units) {
   const std::vector<Range> chunks = chunks_of(ranges_of(parts));
   std::vector<ChunkStatistics> statistics(chunks.size());
   const StatisticsOfRange statistics_of = for_this_machine(statistics_kernel);
-  for_each_chunk(chunks, [&](int64_t i) { statistics_of(chunks[i], p, statistics[i]); });
+  for_each_chunk(chunks, [&](int64_t i) {
+    statistics_of(chunks[i], p, statistics[i]);
+    if (units != nullptr) {
+      units->add(i, chunks[i], statistics[i]);
+    }
+  });
+  if (units != nullptr) {
+    units->finish();
+  }
   std::memset(out.histogram, 0, out.count * kHistogramBins * sizeof(int64_t));
   size_t next = 0;
   for (int64_t i = 0; i < out.count; ++i) {
@@ -109,33 +120,118 @@ c10::Device device_of(const std::vector<std::optional<at::Tensor>>& tensors) {
   return at::kCPU;
 }
 
+// Empty results on a device.
+TensorStatistics make_statistics(int64_t count, c10::Device where) {
+  const auto options = at::TensorOptions().device(where);
+  return {
+      at::empty({3, count}, options.dtype(at::kDouble)),
+      at::empty({5, count}, options.dtype(at::kLong)),
+      at::empty({count, kHistogramBins}, options.dtype(at::kLong))};
+}
+
+StatisticsOut out_of(const TensorStatistics& statistics) {
+  return {
+      statistics.values.mutable_data_ptr<double>(),
+      statistics.counts.mutable_data_ptr<int64_t>(),
+      statistics.histogram.mutable_data_ptr<int64_t>(),
+      statistics.values.size(1)};
+}
+
+std::vector<Stored> stored(const std::vector<std::optional<at::Tensor>>& tensors) {
+  std::vector<Stored> parts;
+  parts.reserve(tensors.size());
+  for (const std::optional<at::Tensor>& tensor : tensors) {
+    parts.push_back(stored(tensor));
+  }
+  return parts;
+}
+
+// Pairs gradients with their weights. Gradients whose units are no blocks of memory are copied, in `parts` too.
+std::vector<UnitPair> pairs_of(
+    std::vector<Stored>& parts, const std::vector<std::optional<at::Tensor>>& weights, bool rows, int64_t& count) {
+  std::vector<UnitPair> pairs;
+  pairs.reserve(parts.size());
+  count = 0;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    UnitPair pair{parts[i].elements, at::Tensor(), Units(), count};
+    if (weights[i]) {
+      const Units units(*weights[i], rows);
+      const at::Tensor weight = weights[i]->is_complex() ? weights[i]->detach() : with_element(weights[i]->detach());
+      pair.gradient = parts[i].elements =
+          units.are_blocks_of(pair.gradient) ? pair.gradient : pair.gradient.contiguous();
+      pair.weight = units.are_blocks_of(weight) ? weight : weight.contiguous();
+      pair.units = units;
+      count += units.count;
+    }
+    pairs.push_back(std::move(pair));
+  }
+  return pairs;
+}
+
+void run_on_device(const std::vector<UnitPair>& pairs, const UnitNorms& out, const at::Tensor& like) {
+  std::vector<UnitRange> ranges;
+  for (const UnitPair& pair : pairs) {
+    const Units& units = pair.units;
+    if (units.count > 0 && units.length > 0) {
+      const int64_t numbers = pair.weight.is_complex() ? 2 : 1;
+      ranges.push_back(
+          {const_cast<void*>(pair.gradient.const_data_ptr()),
+           units.count,
+           units.length,
+           element_of(pair.gradient),
+           pair.first});
+      ranges.push_back(
+          {const_cast<void*>(pair.weight.const_data_ptr()),
+           units.count,
+           numbers * units.length,
+           element_of(pair.weight),
+           out.count + pair.first});
+    }
+  }
+  UnitNormsCall call{ranges.data(), static_cast<int64_t>(ranges.size()), out.norms, nullptr};
+  const OnDevice on_device(like.device());
+  const at::Tensor workspace = make_workspace(bytes_for_unit_norms(call), like);
+  call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
+  launch_unit_norms(call, on_device.stream());
+}
+
 } // namespace
 
 TensorStatistics tensor_statistics(const std::vector<std::optional<at::Tensor>>& tensors, double p) {
   const c10::Device where = device_of(tensors);
-  const auto count = static_cast<int64_t>(tensors.size());
-  std::vector<Stored> parts;
-  parts.reserve(count);
-  for (const std::optional<at::Tensor>& tensor : tensors) {
-    parts.push_back(stored(tensor));
-  }
-  const auto options = at::TensorOptions().device(where);
-  TensorStatistics result{
-      at::empty({3, count}, options.dtype(at::kDouble)),
-      at::empty({5, count}, options.dtype(at::kLong)),
-      at::empty({count, kHistogramBins}, options.dtype(at::kLong))};
-  const StatisticsOut out{
-      result.values.mutable_data_ptr<double>(),
-      result.counts.mutable_data_ptr<int64_t>(),
-      result.histogram.mutable_data_ptr<int64_t>(),
-      count};
-  if (count == 0) {
+  const std::vector<Stored> parts = stored(tensors);
+  TensorStatistics result = make_statistics(static_cast<int64_t>(tensors.size()), where);
+  if (tensors.empty()) {
     return result;
   }
   if (runs_kernels(where)) {
-    run_on_device(parts, p, out, result.values);
+    run_on_device(parts, p, out_of(result), result.values);
   } else {
-    run(parts, p, out);
+    run(parts, p, out_of(result), /*units=*/nullptr);
+  }
+  return result;
+}
+
+UnitStatistics unit_statistics(
+    const std::vector<std::optional<at::Tensor>>& gradients,
+    const std::vector<std::optional<at::Tensor>>& weights,
+    bool rows) {
+  const c10::Device where = device_of(gradients);
+  std::vector<Stored> parts = stored(gradients);
+  int64_t count = 0;
+  std::vector<UnitPair> pairs = pairs_of(parts, weights, rows, count);
+  TensorStatistics statistics = make_statistics(static_cast<int64_t>(gradients.size()), where);
+  UnitStatistics result{statistics, at::zeros({2, count}, statistics.values.options())};
+  const UnitNorms norms{result.norms.mutable_data_ptr<double>(), count};
+  if (gradients.empty()) {
+    return result;
+  }
+  if (runs_kernels(where)) {
+    run_on_device(parts, /*p=*/2, out_of(statistics), statistics.values);
+    run_on_device(pairs, norms, statistics.values);
+  } else {
+    UnitPass units(std::move(pairs), norms);
+    run(parts, /*p=*/2, out_of(statistics), &units);
   }
   return result;
 }

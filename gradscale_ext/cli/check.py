@@ -109,6 +109,7 @@ def _operators(batch: int) -> Iterator[Case]:
         lambda t: [*(found := reference.tensor_statistics(t, 2.0))[0], found[2]],
     )
     yield Case("clip_gradients_", [*x, *logits], _clipped, _clipped_by_formula)
+    yield Case("clip_gradients_, adaptive", [*x, *logits], _clipped_adaptively, _clipped_adaptively_by_formula)
 
 
 def _clipped(gradients: Tensors) -> Tensors:
@@ -122,6 +123,19 @@ def _clipped(gradients: Tensors) -> Tensors:
 def _clipped_by_formula(gradients: Tensors) -> Tensors:
     total = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt()
     return [total, *(gradient * (1 / (total + 1e-6)).clamp(max=1).to(gradient) for gradient in gradients)]
+
+
+def _clipped_adaptively(gradients: Tensors) -> Tensors:
+    parameters = [gradient.cos().requires_grad_() for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    gs.clip_gradients_(parameters, adaptive=0.5)
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _clipped_adaptively_by_formula(gradients: Tensors) -> Tensors:
+    factors = (0.5 * g.cos().norm(dim=1, keepdim=True) / g.norm(dim=1, keepdim=True) for g in gradients)
+    return [g * factor.clamp(max=1) for g, factor in zip(gradients, factors, strict=True)]
 
 
 def _heads(batch: int) -> Iterator[Case]:

@@ -86,6 +86,10 @@ def other_calls(dtype: torch.dtype) -> list[Callable[[], object]]:
         parameter = torch.nn.Parameter(torch.zeros(1000, dtype=dtype))
         torch.autograd.backward(gs.l2_loss([parameter]))
         gs.clip_gradients_([parameter], 1.0)
+        for size in (1000, 10_000):  # units of one piece, and of several
+            matrix = torch.nn.Parameter(torch.zeros(2, size, dtype=dtype))
+            matrix.grad = torch.ones_like(matrix)
+            gs.clip_gradients_([matrix], adaptive=0.01)
 
     def returns() -> None:
         rewards, values = (torch.zeros(BATCH, 64, dtype=dtype, requires_grad=True) for _ in range(2))

@@ -8,7 +8,18 @@ from .flow import clip_gradient_norm, clip_gradient_value, normalize_gradient, r
 from .losses import entry_loss, loss_of, multi_step_loss
 from .returns import generalized_advantages, lambda_returns, muzero_targets, n_step_returns, retrace, vtrace
 from .supports import centers, decode, hl_gauss, project, raw_centers, two_hot
-from .tensors import Statistics, clip_tensors, clipping_of, l2_loss, norm_of, tensor_statistics
+from .tensors import (
+    Statistics,
+    clip_tensors,
+    clip_units,
+    clipping_of,
+    l2_loss,
+    norm_of,
+    tensor_statistics,
+    unit_factors,
+    unit_norms,
+    units_of,
+)
 
 __all__ = [
     "Statistics",
@@ -16,6 +27,7 @@ __all__ = [
     "clip_gradient_norm",
     "clip_gradient_value",
     "clip_tensors",
+    "clip_units",
     "clipping_of",
     "decode",
     "entry_loss",
@@ -36,5 +48,8 @@ __all__ = [
     "scale_gradient",
     "tensor_statistics",
     "two_hot",
+    "unit_factors",
+    "unit_norms",
+    "units_of",
     "vtrace",
 ]

@@ -98,12 +98,79 @@ def clipping_of(
 
 def clip_tensors(tensors: Iterable[torch.Tensor], clipping: torch.Tensor, skip_nonfinite: bool) -> None:
     """Multiply tensors by the factor, in place; a factor of 0 leaves zeros where `skip_nonfinite`."""
-    factor = clipping[1]
     for tensor in tensors:
-        elements = tensor.detach()
-        if elements.layout != torch.strided:
-            elements = elements._values() if elements.layout == torch.sparse_coo else elements.values()
-        wide = elements * factor.to(elements.device)
-        if skip_nonfinite:
-            wide = torch.where(factor.to(elements.device) == 0, 0, wide)
-        elements.copy_(wide)
+        _multiply(_stored(tensor.detach()), clipping[1].to(tensor.device), skip_nonfinite)
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The stored elements; several of a sparse tensor may be at one place."""
+    if tensor.layout == torch.strided:
+        return tensor
+    return tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
+
+
+def _multiply(elements: torch.Tensor, factor: torch.Tensor, skip_nonfinite: bool) -> None:
+    wide = elements * factor
+    if skip_nonfinite:
+        wide = torch.where(factor == 0, 0, wide)
+    elements.copy_(torch.where(factor == 1, elements, wide))
+
+
+# ---- Units: rows, which are the slices of the first dimension, or whole tensors --------------------------------------
+
+
+def units_of(tensor: torch.Tensor, rows: bool) -> int:
+    """The number of units; a tensor of fewer than two dimensions is one."""
+    return tensor.shape[0] if rows and tensor.dim() > 1 else 1
+
+
+def unit_norms(tensors: Iterable[torch.Tensor], rows: bool) -> torch.Tensor:
+    """2-norms of the units of all tensors of one device, one after the other; NaN or inf where an element is."""
+    norms = [_unit_norms(tensor, rows) for tensor in tensors]
+    return torch.cat(norms) if norms else torch.empty(0, dtype=_context.widest())
+
+
+def _unit_norms(tensor: torch.Tensor, rows: bool) -> torch.Tensor:
+    precise = _context.widest(tensor.device)
+    elements = tensor.detach()
+    elements = elements if elements.layout == torch.strided else elements.to_dense()
+    if elements.is_complex():
+        elements = torch.view_as_real(elements.resolve_conj()).to(precise)
+        elements = torch.hypot(elements[..., 0], elements[..., 1])
+    elements = elements.to(precise)
+    elements = elements.flatten(1) if rows and elements.dim() > 1 else elements.reshape(1, -1)
+    return norm_of(elements.abs(), 2.0, dim=1)
+
+
+def unit_factors(
+    norms: torch.Tensor, clipping: torch.Tensor, adaptive: float, eps: float, skip_nonfinite: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``min(1, adaptive * max(weight norm, eps) / gradient norm)``, of `[2, U]` norms of gradients and of weights; and
+    `[3]`: the norm of all tensors together, the smallest factor, and whether any factor changes a unit.
+
+    `clipping` is the result of `clipping_of` without a limit. Where that has a factor of 0, all factors are 0, and with
+    `skip_nonfinite` also where one would be NaN.
+    """
+    gradient, weight = norms
+    longest = weight.clamp(min=eps)
+    limit = torch.where(longest == 0, 0, adaptive * longest)
+    factors = torch.where(gradient <= limit, 1, limit / gradient)
+    if skip_nonfinite:
+        factors = torch.where((clipping[1] == 0) | factors.isnan().any(), 0, factors)
+    smallest = torch.cat([factors, factors.new_ones(1)]).amin()
+    return factors, torch.stack([clipping[0], smallest, (factors != 1).any().to(factors.dtype)])
+
+
+def clip_units(tensors: Iterable[torch.Tensor], factors: torch.Tensor, rows: bool, skip_nonfinite: bool) -> None:
+    """Multiply each unit by its factor, in place; a factor of 0 leaves zeros where `skip_nonfinite`."""
+    tensors = list(tensors)
+    counts = [units_of(tensor, rows) for tensor in tensors]
+    for tensor, factor in zip(tensors, torch.split(factors, counts), strict=True):
+        elements = _stored(tensor.detach())
+        if rows and tensor.dim() > 1:
+            if tensor.layout == torch.sparse_coo:
+                factor = factor[tensor._indices()[0]]
+            factor = factor.view(-1, *[1] * (elements.dim() - 1))
+        else:
+            factor = factor[0]
+        _multiply(elements, factor, skip_nonfinite)

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from .. import _context, reference
-from .._native import _C, DEVICE_TYPES, is_ordinary
+from .. import _context
+from .._native import _C
 from .._ranks import group_of
 from .._table import fitted, html_table, shortened_name, table
-from .shards import local_part, merged_over_groups
+from .adaptive import AdaptiveClipping
+from .passes import Gradients, by_kernels, clip, clipping_of, statistics_of
+from .shards import local_part
 
-Gradients = Sequence[torch.Tensor | None]
 Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 Tensors = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | Iterable[tuple[str, torch.Tensor | None]]
 
@@ -95,10 +96,11 @@ class GradientStatistics:
 
     @property
     def clipping(self) -> torch.Tensor:
-        """`[3]` float64: `total_norm`, what `clip_gradients_` multiplied by, and 1 where that is not 1, else 0."""
+        """`[3]` float64: `total_norm`, what `clip_gradients_` multiplied by (the smallest factor of a unit, with
+        `adaptive`), and 1 where that is not 1, else 0."""
         if self._clipping is not None:
             return self._clipping
-        return _clipping_of((self._values, self._counts, self.histogram), self.norm_type, math.inf, False)
+        return clipping_of((self._values, self._counts, self.histogram), self.norm_type, math.inf, False)
 
     def item(self) -> float:
         """`total_norm` as a Python number. Waits for the device."""
@@ -218,12 +220,12 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
         raise ValueError(
             f"gradient_statistics: {len(gradients)} tensors need as many names, but there are {len(names)}"
         )
-    parts = _by_kernels(gradients, 2.0)
+    parts = by_kernels(gradients, 2.0)
     if parts is None:
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 _check("gradient_statistics", f"tensors[{index}]", gradient)
-        parts = _statistics_of(gradients, 2.0, None)
+        parts = statistics_of(gradients, 2.0, None)
     return GradientStatistics(list(names), is_gradient, *parts)
 
 
@@ -273,30 +275,49 @@ listeners: list[Listener] = []
 @torch.no_grad()
 def clip_gradients_(
     parameters: Parameters,
-    max_norm: float,
+    max_norm: float | None = None,
     *,
     norm_type: float = 2.0,
+    adaptive: float | None = None,
+    eps: float = 1e-3,
+    unit: str = "row",
     nonfinite: str = "propagate",
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> GradientStatistics:
-    """Multiply the gradients of `parameters` by ``min(1, max_norm / (total_norm + 1e-6))``, in place.
+    """Clip the gradients of `parameters` in place: all by their total norm, or each unit by the norm of its weights.
 
-    The total norm is the norm of all gradients as one vector; the pass that takes their statistics computes it. The
-    result equals `torch.nn.utils.clip_grad_norm_`, except where PyTorch's overflows: sums are taken in float64, of
-    numbers scaled where even that is too narrow. Nothing is waited for, unless `nonfinite` is "error".
+    `max_norm` multiplies all gradients by ``min(1, max_norm / (total_norm + 1e-6))``. The total norm is the norm of all
+    gradients as one vector. The result equals `torch.nn.utils.clip_grad_norm_`, except where PyTorch's overflows: sums
+    are taken in float64, of numbers scaled where even that is too narrow.
+
+    `adaptive` multiplies each unit by ``min(1, adaptive * max(weight_norm, eps) / gradient_norm)``, with the 2-norms of
+    the unit's gradient and of its weights: adaptive gradient clipping (Brock et al. 2021, https://arxiv.org/abs/2102.06171).
+    A unit whose gradient is within its limit, or zero, keeps its bits.
+
+    The pass that takes the statistics also computes the norms. Nothing is waited for, unless `nonfinite` is "error".
 
     Args:
         parameters: a module, a tensor, tensors, or pairs of name and tensor as from `named_parameters()`. Each is taken
             once; those without a gradient are passed over. Gradients may be dense, sparse, complex, on several devices,
             and of any floating dtype.
         max_norm: the largest norm that is left as it is, at least 0.
-        norm_type: p of the norm: any number greater than 0, or inf.
-        nonfinite: what happens where an element is NaN or inf. "propagate": what the formula gives, as in PyTorch (a
-            NaN makes all gradients NaN). "skip": all gradients become 0, as the device decides, and the step does
-            nothing. "error": RuntimeError that names the gradients, which are left as they are; this waits for the
-            device.
-        process_group: ranks that each hold a part of every gradient; the norm is over all parts (one all-reduce).
-            DTensors know their ranks by themselves.
+        norm_type: p of the norm: any number greater than 0, or inf. With `adaptive` it must be 2.
+        adaptive: the largest ratio of norms that is left as it is, at least 0, in place of `max_norm`. Brock et al. use
+            0.01 to 0.16, and DreamerV3 0.3 with ``unit="tensor"``. Leave out the parameters of a last linear layer, as
+            Brock et al. do, by not passing them.
+        eps: the norm that weights have at least, so that weights of 0 can be trained.
+        unit: "row": an output unit, which is a slice of the first dimension: a row of a linear layer's weight, or a
+            filter of a convolution. A tensor of fewer than two dimensions, such as a bias, is one unit. These are the
+            units of timm. Brock et al. and optax have the same ones, except that a tensor with a single dimension
+            longer than 1 is one unit there. `torch.nn.ConvTranspose2d` has its input channels first, and so one unit
+            for each. "tensor": each parameter, as in DreamerV3.
+        nonfinite: what happens where an element is NaN or inf. "propagate": what the formula gives, as in PyTorch (with
+            `max_norm`, a NaN makes all gradients NaN; with `adaptive`, those of its unit). "skip": all gradients become
+            0, as the device decides, and the step does nothing. "error": RuntimeError that names the gradients, which
+            are left as they are; this waits for the device. NaN in weights counts too, with `adaptive`.
+        process_group: ranks that each hold a part of every gradient; norms are over all parts (one all-reduce). With
+            `adaptive`, parts are slices along the first dimension, so that rows are whole. DTensors know their ranks
+            and dimensions by themselves.
 
     Returns:
         `GradientStatistics` before clipping. As a number it is what `clip_grad_norm_` returns; where a tensor is needed
@@ -311,21 +332,47 @@ def clip_gradients_(
     >>> statistics = clip_gradients_([p], max_norm=1.0)
     >>> float(statistics), [round(element, 5) for element in p.grad.tolist()]
     (5.0, [0.6, 0.8])
+    >>> weight = torch.tensor([[3.0, 4.0], [0.0, 2.0]], requires_grad=True)
+    >>> weight.grad = torch.tensor([[0.0, 5.0], [0.0, 0.1]])
+    >>> statistics = clip_gradients_([weight], adaptive=0.1)
+    >>> weight.grad
+    tensor([[0.0000, 0.5000],
+            [0.0000, 0.1000]])
     """
     named = _named(parameters)
-    p, limit = _positive("norm_type", norm_type), _limit(max_norm)
+    if (max_norm is None) == (adaptive is None):
+        given = "neither" if max_norm is None else f"max_norm={max_norm} and adaptive={adaptive}"
+        raise ValueError(f"clip_gradients_: give one of max_norm and adaptive, but it got {given}")
+    p = _positive("norm_type", norm_type)
+    limit = _limit("max_norm", max_norm) if adaptive is None else _limit("adaptive", adaptive)
+    smallest = _limit("eps", eps)
+    if adaptive is not None and p != 2:
+        raise ValueError(f"clip_gradients_: norm_type must be 2 with adaptive, but it is {p}")
+    if unit not in ("row", "tensor"):
+        raise ValueError(f"clip_gradients_: unit must be 'row' or 'tensor', but it is {unit!r}")
     if nonfinite not in ("propagate", "skip", "error"):
         raise ValueError(f"clip_gradients_: nonfinite must be 'propagate', 'skip' or 'error', but it is {nonfinite!r}")
     group_of("clip_gradients_", process_group)
+    skip = nonfinite == "skip"
     gradients = [parameter.grad for _, parameter in named]
-    parts = _statistics_of(gradients, p, process_group)
-    clipping = _clipping_of(parts, p, limit, nonfinite == "skip")
+    units = None if adaptive is None else AdaptiveClipping(named, unit, process_group)
+    if units is None:
+        parts = statistics_of(gradients, p, process_group)
+        clipping = clipping_of(parts, p, limit, skip)
+    else:
+        parts = units.statistics()
+        clipping = units.clipping(parts, limit, smallest, skip)
     statistics = GradientStatistics([name for name, _ in named], [True] * len(named), *parts, p, clipping)
     if nonfinite == "error" and not math.isfinite(statistics.total_norm.item()):
         raise RuntimeError(_nonfinite(statistics))
+    if nonfinite == "error" and units is not None and (bad := units.nonfinite_weights()):
+        raise RuntimeError(f"clip_gradients_: NaN in the weights of {', '.join(bad[:5])}; no gradient has been changed")
     distinct = {id(gradient): gradient for gradient in gradients if gradient is not None}
     told = [listener([parameter for _, parameter in named]) for listener in listeners]
-    _clip([local_part(gradient) for gradient in distinct.values()], clipping, nonfinite == "skip")
+    if units is None:
+        clip([local_part(gradient) for gradient in distinct.values()], clipping, skip)
+    else:
+        units.clip(skip)
     for tell in told:
         tell(statistics)
     return statistics
@@ -353,10 +400,10 @@ def _positive(argument: str, value: Any) -> float:
     return number
 
 
-def _limit(max_norm: Any) -> float:
-    number = _real("max_norm", max_norm)
+def _limit(argument: str, value: Any) -> float:
+    number = _real(argument, value)
     if not number >= 0:
-        raise ValueError(f"clip_gradients_: max_norm must be at least 0, but it is {number}")
+        raise ValueError(f"clip_gradients_: {argument} must be at least 0, but it is {number}")
     return number
 
 
@@ -381,67 +428,3 @@ def _nonfinite(statistics: GradientStatistics) -> str:
         )
     more = f", and {len(shown) - 5} more" if len(shown) > 5 else ""
     return f"clip_gradients_: NaN or inf in the gradients of {', '.join(shown[:5])}{more}; no gradient has been changed"
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-# ---- One device, several, and several processes ----------------------------------------------------------------------
-
-
-def _by_kernels(gradients: Gradients, p: float) -> reference.Statistics | None:
-    """Statistics by the fused pass; None where it does not take these tensors."""
-    if not _context.is_eager():
-        return None
-    try:
-        return _C.tensor_statistics(gradients, p)
-    except TypeError:  # not even tensors
-        return None
-
-
-def _has_kernels(tensors: Iterable[torch.Tensor]) -> bool:
-    return (
-        _context.is_eager()
-        and is_ordinary()
-        and all(type(tensor) in _PLAIN and tensor.device.type in DEVICE_TYPES for tensor in tensors)
-    )
-
-
-def _on_one_device(gradients: Gradients, p: float) -> reference.Statistics:
-    return _by_kernels(gradients, p) or reference.tensor_statistics(gradients, p)
-
-
-def _statistics_of(
-    gradients: Gradients, p: float, process_group: torch.distributed.ProcessGroup | None
-) -> reference.Statistics:
-    if process_group is None and (statistics := _by_kernels(gradients, p)) is not None:
-        return statistics
-    parts = [gradient if gradient is None else local_part(gradient) for gradient in gradients]
-    devices = list(dict.fromkeys(part.device for part in parts if part is not None))
-    statistics = _on_one_device(parts, p) if len(devices) <= 1 else _on_devices(parts, p, devices)
-    return merged_over_groups(statistics, gradients, p, process_group)
-
-
-def _on_devices(parts: Gradients, p: float, devices: list[torch.device]) -> reference.Statistics:
-    """Statistics in the order of the tensors, on the first device, put together without an index from the host."""
-    columns: list[Any] = [None] * len(parts)
-    for device in devices:
-        members = [i for i, part in enumerate(parts) if (devices[0] if part is None else part.device) == device]
-        values, counts, histogram = _on_one_device([parts[i] for i in members], p)
-        moved = [tensor.to(devices[0], non_blocking=True) for tensor in (values.T, counts.T, histogram)]
-        for i, *column in zip(members, *moved, strict=True):
-            columns[i] = column
-    values, counts, histogram = (torch.stack(rows) for rows in zip(*columns, strict=True))
-    return values.T.contiguous(), counts.T.contiguous(), histogram
-
-
-def _clipping_of(parts: reference.Statistics, p: float, max_norm: float, skip: bool) -> torch.Tensor:
-    values, counts, _ = parts
-    clipping_of = _C.clipping_of if _has_kernels([values]) else reference.clipping_of
-    return clipping_of(values, counts, p, max_norm, skip)
-
-
-def _clip(gradients: list[torch.Tensor], clipping: torch.Tensor, skip: bool) -> None:
-    for device in dict.fromkeys(gradient.device for gradient in gradients):
-        members = [gradient for gradient in gradients if gradient.device == device]
-        clip_tensors = _C.clip_tensors if _has_kernels(members) else reference.clip_tensors
-        clip_tensors(members, clipping.to(device, non_blocking=True), skip)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -33,15 +34,51 @@ def _sharded_over(gradient: torch.Tensor, index: int) -> dict[str, tuple[dist.Pr
     return groups
 
 
+def groups_with_parts(tensor: torch.Tensor, process_group: dist.ProcessGroup | None, of_rows: bool) -> list[str]:
+    """Names of the process groups whose processes hold parts of one tensor, or of one row, a slice of its first
+    dimension. Plain tensors are parts along the first dimension, where there is a `process_group`."""
+    if not is_distributed(tensor):
+        return [] if process_group is None or of_rows else [process_group.group_name]
+    return [
+        tensor.device_mesh.get_group(dim).group_name  # type: ignore[attr-defined]
+        for dim, placement in enumerate(tensor.placements)  # type: ignore[attr-defined]
+        if not placement.is_replicate() and not (of_rows and getattr(placement, "dim", None) == 0)
+    ]
+
+
+@dataclass
+class UnitNorms:
+    """Norms of units of gradients and of their weights, and which of them processes hold parts of."""
+
+    norms: torch.Tensor
+    """`[2, U]`"""
+    columns: dict[str, list[slice]]
+    """By the name of a process group: the units of which each of its processes has a part."""
+
+    def of_group(self, name: str) -> torch.Tensor:
+        """`[2, n]`: the norms of the parts that this process has."""
+        return torch.cat([self.norms[:, :0], *(self.norms[:, columns] for columns in self.columns.get(name, []))], 1)
+
+    def replace(self, name: str, norms: torch.Tensor) -> None:
+        """Store the norms of whole units."""
+        first = 0
+        for columns in self.columns.get(name, []):
+            size = columns.stop - columns.start
+            self.norms[:, columns] = norms[:, first : first + size]
+            first += size
+
+
 def merged_over_groups(
     statistics: reference.Statistics,
     gradients: Sequence[torch.Tensor | None],
     p: float,
     process_group: dist.ProcessGroup | None,
+    units: UnitNorms | None = None,
 ) -> reference.Statistics:
     """Statistics of whole gradients from the statistics of each process's parts: one all-reduce for each process group.
 
-    `process_group` is for plain tensors. Replicas are counted by the first process of their group.
+    `process_group` is for plain tensors. Replicas are counted by the first process of their group. The norms of `units`
+    are replaced by those of whole units, in the same all-reduce.
     """
     plain: dict[str, tuple[dist.ProcessGroup, bool]] = {}
     if process_group is not None:
@@ -60,7 +97,10 @@ def merged_over_groups(
             gradient is None or next(present).get(name, (group, False))[1] or dist.get_rank(group) == 0
             for gradient in gradients
         ]
-        statistics = _merged(_counted(statistics, mine), group, p)
+        own = None if units is None else units.of_group(name)
+        statistics, norms = _merged(_counted(statistics, mine), own, group, p)
+        if units is not None:
+            units.replace(name, norms)
     return statistics
 
 
@@ -75,19 +115,26 @@ def _counted(statistics: reference.Statistics, mine: list[bool]) -> reference.St
     return torch.where(kept, values, 0), torch.where(kept, counts, nothing), torch.where(kept[:, None], histogram, 0)
 
 
-def _merged(statistics: reference.Statistics, group: dist.ProcessGroup, p: float) -> reference.Statistics:
-    """Statistics of all processes from their own. One all-reduce adds the counts, and gathers what cannot be added:
-    each process has its place, where the others add zeros. Counts are exact in float64."""
+def _merged(
+    statistics: reference.Statistics, units: torch.Tensor | None, group: dist.ProcessGroup, p: float
+) -> tuple[reference.Statistics, torch.Tensor]:
+    """Statistics and 2-norms of units of all processes from their own. One all-reduce adds the counts, and gathers what
+    cannot be added: each process has its place, where the others add zeros. Counts are exact in float64."""
     values, counts, histogram = statistics
-    own = torch.cat([values, (counts[0] - counts[2] - counts[3]).to(values.dtype)[None]])
+    finite = (counts[0] - counts[2] - counts[3]).to(values.dtype)
+    own = torch.cat([values.flatten(), finite, *([] if units is None else [units.flatten()])])
     processes = dist.get_world_size(group)
-    places = own.new_zeros((processes, *own.shape))
+    places = own.new_zeros((processes, len(own)))
     places[dist.get_rank(group)] = own
-    packed = torch.cat([places.flatten(0, 1), counts.to(own.dtype), histogram.T.to(own.dtype)])
+    parts = [places, counts.to(own.dtype), histogram.to(own.dtype)]
+    packed = torch.cat([part.flatten() for part in parts])
     with waiting("gradient statistics"):
         dist.all_reduce(packed, group=group)
-    of_processes, counts, histogram = torch.split(packed, [processes * len(own), len(counts), histogram.shape[1]])
-    norm, abs_max, mean, finite = of_processes.view_as(places).unbind(1)
+    split = torch.split(packed, [part.numel() for part in parts])
+    places, counts, histogram = (sums.view_as(part) for sums, part in zip(split, parts, strict=True))
+    of_tensors, of_units = places[:, : 4 * values.shape[1]], places[:, 4 * values.shape[1] :]
+    norm, abs_max, mean, finite = of_tensors.view(processes, 4, -1).unbind(1)
     mean = (mean * finite).sum(0) / finite.sum(0).clamp(min=1)
     counts[4] = counts[4] == processes  # missing on all of them
-    return torch.stack([reference.norm_of(norm, p), abs_max.amax(0), mean]), counts.long(), histogram.T.long()
+    merged = torch.stack([reference.norm_of(norm, p), abs_max.amax(0), mean])
+    return (merged, counts.long(), histogram.long()), reference.norm_of(of_units, 2.0).view(2, -1)

@@ -8,6 +8,7 @@
 #include "statistics/clip_gradients.cuh"
 #include "statistics/l2_loss.cuh"
 #include "statistics/statistics.cuh"
+#include "statistics/units.cuh"
 #include "support/decode.cuh"
 
 #include <algorithm>
@@ -63,6 +64,9 @@ constexpr Simulated kKernels[] = {
     GRADSCALE_SIMULATED(tensor_statistics),
     GRADSCALE_SIMULATED(find_clipping),
     GRADSCALE_SIMULATED(clipped_tensors),
+    GRADSCALE_SIMULATED(unit_sums),
+    GRADSCALE_SIMULATED(unit_norms),
+    GRADSCALE_SIMULATED(clipped_units),
     GRADSCALE_SIMULATED(loss_totals),
     GRADSCALE_SIMULATED(count_unmasked),
     // clang-format off

@@ -299,6 +299,45 @@ void test_statistics(int64_t count, double p) {
   }
 }
 
+// Units of one piece and of several, in so many tensors; then clipping all of them to half.
+void test_units(int64_t tensors_count, int64_t units, int64_t length) {
+  std::deque<Array<float>> tensors;
+  std::vector<UnitRange> ranges;
+  for (int64_t i = 0; i < tensors_count; ++i) {
+    tensors.emplace_back(units * length, i % 4);
+    fill(tensors.back(), 20 + i);
+    ranges.push_back({tensors.back().data(), units, length, Element::float32, i * units});
+  }
+  const int64_t count = tensors_count * units;
+  const Array<double> norms(count), factors(count);
+  UnitNormsCall call{ranges.data(), tensors_count, norms.data(), nullptr};
+  const Array<char> workspace(bytes_for_unit_norms(call));
+  call.workspace = workspace.data();
+  launch_unit_norms(call, nullptr);
+  for (int64_t i = 0; i < count; ++i) {
+    double sum = 0;
+    for (int64_t j = 0; j < length; ++j) {
+      const double value = tensors[i / units][i % units * length + j];
+      sum += value * value;
+    }
+    check(close(norms[i], std::sqrt(sum), 9e-8), "norm of unit " + std::to_string(i));
+    factors[i] = i % 3 == 0 ? 1 : (i % 3 == 1 ? 0.5 : 0);
+  }
+  std::vector<std::vector<float>> before;
+  for (const Array<float>& tensor : tensors) {
+    before.emplace_back(tensor.data(), tensor.data() + tensor.count());
+  }
+  ClipUnitsCall clip{ranges.data(), tensors_count, factors.data(), /*zeros=*/true, nullptr};
+  const Array<char> table(bytes_for_clip_units(clip));
+  clip.workspace = table.data();
+  launch_clip_units(clip, nullptr);
+  for (int64_t i = 0; i < tensors_count; ++i) {
+    for (int64_t j = 0; j < tensors[i].count(); ++j) {
+      check(tensors[i][j] == before[i][j] * factors[i * units + j / length], "clipped unit");
+    }
+  }
+}
+
 // ---- The loss -------------------------------------------------------------------------------------------------------
 
 struct LossResult {
@@ -505,6 +544,9 @@ int main(bool small) {
     test_extremes(9000);
     test_squares(4);
     test_squares(small ? 90 : 300);
+    test_units(3, 5, 7);
+    test_units(2, 3, 4099); // two pieces
+    test_units(small ? 150 : 300, 2, 9); // a table outside the arguments
     test_statistics(4, INFINITY);
     test_statistics(small ? 20 : 300, 2);
   }

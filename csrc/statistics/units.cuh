@@ -1,0 +1,113 @@
+// The kernels for units of gradients: rows or whole tensors, of as many tensors as there are.
+//
+// unit_sums       one warp for each piece of a unit, of 16 KB of float: read once, 2 KB of a warp at a time;
+// unit_norms      if a unit has several pieces: one warp adds up their sums, 16 bytes for each piece;
+// clipped_units   one warp for each piece: read once, written once, and neither where the factor is 1.
+#pragma once
+
+#include "../cuda/norms.cuh"
+#include "range_table.h"
+
+namespace gradscale {
+
+// The piece that this warp works on.
+struct PieceOfUnit {
+  const UnitEntry& entry;
+  int64_t unit; // none of this entry where it is not less than its count
+  int64_t pieces;
+  int64_t piece;
+
+  GRADSCALE_DEVICE bool exists() const {
+    return unit < entry.range.count;
+  }
+  GRADSCALE_DEVICE int64_t begin() const {
+    return unit * entry.range.length + piece * kPieceOfUnit;
+  }
+  GRADSCALE_DEVICE int32_t size() const {
+    const int64_t rest = entry.range.length - piece * kPieceOfUnit;
+    return static_cast<int32_t>(rest < kPieceOfUnit ? rest : kPieceOfUnit);
+  }
+};
+
+GRADSCALE_DEVICE PieceOfUnit piece_of_warp(const UnitTable& table) {
+  int64_t low = 0;
+  int64_t high = table.count;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (table[middle].first_block <= blockIdx.x ? low : high) = middle;
+  }
+  const UnitEntry& entry = table[low];
+  const int64_t index = (blockIdx.x - entry.first_block) * kPiecesOfBlock + threadIdx.x / 32;
+  const int64_t pieces = pieces_of_unit(entry.range);
+  return {entry, index / pieces, pieces, index % pieces};
+}
+
+// The index of this warp among all of the launch, and so of the sum of its piece.
+GRADSCALE_DEVICE int64_t index_of_warp() {
+  return static_cast<int64_t>(blockIdx.x) * kPiecesOfBlock + threadIdx.x / 32;
+}
+
+GRADSCALE_DEVICE Group group_of_warp() {
+  return {32, static_cast<int>(threadIdx.x) % 32, nullptr};
+}
+
+GRADSCALE_DEVICE void store_norm(const UnitNormsArguments& arguments, const PieceOfUnit& piece, const PowerSum& sum) {
+  if (threadIdx.x % 32 == 0) {
+    arguments.norms[piece.entry.range.first + piece.unit] = norm_of(sum.sum, 2) * sum.root * sum.root;
+  }
+}
+
+GRADSCALE_KERNEL(kThreads, 2) unit_sums(GRADSCALE_ARGUMENT(UnitNormsArguments) arguments) {
+  const PieceOfUnit piece = piece_of_warp(arguments.table);
+  if (!piece.exists()) { // the same for all of the warp
+    return;
+  }
+  PowerSum sum{0, 1};
+  dispatch_element(piece.entry.range.element, [&](auto type) {
+    using T = decltype(type);
+    const T* data = static_cast<const T*>(piece.entry.range.data) + piece.begin();
+    sum = power_sum_of_range(data, piece.size(), 2.0, group_of_warp());
+  });
+  if (piece.pieces == 1) {
+    store_norm(arguments, piece, sum);
+  } else if (threadIdx.x % 32 == 0) {
+    arguments.sums[index_of_warp()] = sum;
+  }
+}
+
+GRADSCALE_KERNEL(kThreads, 2) unit_norms(GRADSCALE_ARGUMENT(UnitNormsArguments) arguments) {
+  const PieceOfUnit piece = piece_of_warp(arguments.table);
+  if (piece.exists() && piece.pieces > 1 && piece.piece == 0) { // the same for all of the warp
+    const PowerSum* sums = arguments.sums + index_of_warp();
+    store_norm(arguments, piece, total_power_sum(sums, piece.pieces, 2.0, group_of_warp()));
+  }
+}
+
+GRADSCALE_KERNEL(kThreads, 2) clipped_units(GRADSCALE_ARGUMENT(ClippedUnits) arguments) {
+  const PieceOfUnit piece = piece_of_warp(arguments.table);
+  if (!piece.exists()) {
+    return;
+  }
+  const double factor = arguments.factors[piece.entry.range.first + piece.unit];
+  if (factor == 1) {
+    return;
+  }
+  const bool narrow = Scaling{1, factor, false}.is_normal_in_float();
+  const bool zeros = arguments.zeros && factor == 0;
+  const int32_t size = piece.size();
+  dispatch_element(piece.entry.range.element, [&](auto type) {
+    using T = decltype(type);
+    using A = typename AccumulateType<T>::type;
+    T* data = static_cast<T*>(piece.entry.range.data) + piece.begin();
+    each_window_of_range<T>(data, size, group_of_warp(), [&](A* values, int32_t first) {
+#pragma unroll
+      for (int k = 0; k < kVector<T>; ++k) {
+        values[k] = narrow ? values[k] * static_cast<A>(factor)
+                           : static_cast<A>(zeros ? 0 : static_cast<double>(values[k]) * factor);
+      }
+      write_elements<kVector<T>>(data, size, first, values);
+    });
+  });
+}
+
+} // namespace gradscale
