@@ -109,13 +109,13 @@ def test_the_module_and_an_enclosing_graph(graphs):
     torch.testing.assert_close(enclosing(), expected.loss)
 
 
-def test_errors_are_those_of_the_loss(graphs):
+def test_errors_are_the_same_as_of_the_loss(graphs):
     with pytest.raises(ValueError, match="step_weights must have 2 numbers"):
         gs.multi_step_loss(OWN, {"own": torch.ones(3, 2)}, {}, step_weights=[1.0], impl="compiled")
     assert graphs.frame_count == 0
 
 
-def test_it_raises_where_a_graph_would_see_other_tensors(graphs):
+def test_it_raises_where_a_graph_would_receive_other_tensors(graphs):
     def loss(x):
         return gs.multi_step_loss(OWN, {"own": x}, {}, impl="compiled").loss
 
@@ -139,7 +139,7 @@ def test_second_derivatives_raise(graphs):
     torch.autograd.grad(out.loss, x)
 
 
-def test_a_written_prediction_leaves_its_gradient_or_raises(graphs):
+def test_a_modified_prediction_keeps_its_gradient_or_raises(graphs):
     x = torch.rand(4, 2, 3, requires_grad=True)
     for heads in ({"m": gs.SoftCrossEntropy()}, {"m": gs.NegativeCosine()}):
         prediction, targets = x * 1, {"m": torch.ones(4, 2, 3) / 3}

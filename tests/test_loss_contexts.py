@@ -210,7 +210,7 @@ def test_gradient_with_time_first(context):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("context", ["func.grad", "compile, aot_eager", "export"])
-def test_gradient_with_mappings_that_walk_something_else(context):
+def test_gradient_with_mappings_of_unusual_iteration(context):
     def loss_of(x):
         targets = Walking({name: TARGETS[name] for name in EACH_KIND if name in TARGETS})
         masks = Walking({"value": MASK, "own": ~MASK})
@@ -312,7 +312,7 @@ def test_a_compiled_loss_has_no_second_derivative_and_says_so(backend):
     "options",
     [{}, {"reduction": "none"}, {"reduction": "valid_mean"}, {"nonfinite": "skip"}, {"batch_first": False}],
 )
-def test_compiled_outputs_are_those_of_eager_mode(options):
+def test_compiled_outputs_equal_eager_ones(options):
     heads = EACH_KIND if options else ALL_HEADS
     targets = {name: TARGETS[name] for name in heads if name in TARGETS}
 
@@ -444,7 +444,7 @@ def test_options_have_the_same_order_in_both_languages():
     assert tuple(argument.name for argument in schema.arguments)[-len(Options._fields) :] == Options._fields
 
 
-def test_the_operator_refuses_what_it_cannot_do_right():
+def test_the_operator_rejects_transforms():
     heads = {"own": gs.PerStepLoss()}
     record = gs.heads.record_of(heads.values())
 
@@ -461,7 +461,7 @@ def test_the_operator_refuses_what_it_cannot_do_right():
 # ---- Other devices --------------------------------------------------------------------------------------------------
 
 
-def test_other_devices_get_the_reference_and_one_message():
+def test_other_devices_use_the_reference_with_one_message():
     gs._context.say_once.cache_clear()
     heads = {"own": gs.PerStepLoss()}
     losses = torch.ones(3, 2, device="meta")

@@ -57,6 +57,6 @@ def test_cell(case: Case, context: str, monkeypatch: pytest.MonkeyPatch) -> None
         ("autograd.Function", "eager", "right"),
     ],
 )
-def test_the_matrix_can_tell_right_from_wrong(name: str, context: str, expected: str) -> None:
+def test_the_matrix_detects_wrong_results(name: str, context: str, expected: str) -> None:
     (case,) = (case for case in HAND_WRITTEN if case.name == name)
     assert judge(case, context)[0] == expected

@@ -254,7 +254,7 @@ def a_nan_on_one_rank_makes_all_skip(rank: int) -> None:
             assert (whole(p.grad) == 0).all()
 
 
-def an_error_of_one_rank_is_its_own(rank: int) -> None:
+def an_error_of_one_rank_stays_on_that_rank(rank: int) -> None:
     """Bad input is told before ranks wait for each other, and says what is wrong."""
     with pytest.raises(ValueError, match="process_group goes with reduction 'mean' or 'valid_mean', but it is 'sum'"):
         gs.reduce_multi_step(torch.ones(2, 2), reduction="sum", process_group=dist.group.WORLD)
@@ -262,7 +262,7 @@ def an_error_of_one_rank_is_its_own(rank: int) -> None:
         gs.reduce_multi_step(torch.ones(2, 2), process_group="world")  # type: ignore[arg-type]
 
 
-def weights_are_at_most_those_of_the_largest_rank(rank: int) -> None:
+def weights_are_normalised_over_all_ranks(rank: int) -> None:
     weights = torch.full((3,), float(rank + 1))
     losses = torch.ones(3, 1, dtype=torch.float64)
     for function in (gs.reduce_multi_step, reference_reduction):
@@ -371,8 +371,8 @@ CHECKS: dict[str, Callable[[int], None]] = {
         both_all_reduces_are_begun_before_one_is_waited_for,
         a_compiled_loss_counts_over_the_ranks,
         a_nan_on_one_rank_makes_all_skip,
-        an_error_of_one_rank_is_its_own,
-        weights_are_at_most_those_of_the_largest_rank,
+        an_error_of_one_rank_stays_on_that_rank,
+        weights_are_normalised_over_all_ranks,
         a_rank_without_entries_joins,
         a_checkpoint_goes_on_with_another_number_of_ranks,
     )
@@ -438,7 +438,7 @@ KILL, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('of this
         ("pass", KILL, "gradient statistics"),
     ],
 )
-def test_the_others_say_in_which_call_they_missed_a_rank(end: str, later: str, function: str, tmp_path: Path) -> None:
+def test_the_error_names_the_call_that_a_rank_missed(end: str, later: str, function: str, tmp_path: Path) -> None:
     rendezvous = "[f'file://{sys.argv[2]}/store', None, 2, int(sys.argv[1])]"
     script = tmp_path / "train.py"
     script.write_text(ENDS.format(rendezvous=rendezvous, end=end, later=later))

@@ -182,7 +182,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_errors_say_what_to_write(mistake):
+def test_errors_suggest_code(mistake):
     change, words = MISTAKES[mistake]
     predictions, targets = arguments()
     options: dict = {}
@@ -223,7 +223,7 @@ def wrapped_loss(x, target):
 torch.fx.wrap("wrapped_loss")
 
 
-def test_mistakes_are_found_while_compiling_too():
+def test_mistakes_are_found_while_compiling():
     predictions, targets = arguments()
     function = torch.compile(
         lambda mask: gs.multi_step_loss(HEADS, predictions, targets, mask=mask).loss, backend="eager", fullgraph=True

@@ -457,7 +457,7 @@ def test_clips_that_change_do_not_recompile(function, varying, batch_first):
         assert count.frame_count <= 2
 
 
-def test_nothing_is_read_back():
+def test_no_value_is_read_by_the_host():
     """Fake tensors have no numbers to read."""
     data = random_data(4, 3, 6, dtype=torch.float32) | {"discount": torch.tensor(0.9), "lambda_": torch.tensor(0.9)}
     ends = {"lengths": torch.tensor([3, 1]), "terminated": torch.tensor([True, False]), "discount": torch.tensor(0.9)}
@@ -658,7 +658,7 @@ def test_against_torchrl():
 @pytest.mark.parametrize("steps", [6, 40, 300])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.any_version
-def test_not_finite_as_in_the_reference(function, steps, batch_first):
+def test_nonfinite_values_as_in_the_reference(function, steps, batch_first):
     for seed in range(3):
         data = random_data(seed, 20, steps, ends=0.1)
         g = torch.Generator().manual_seed(seed)
@@ -949,7 +949,7 @@ def test_operands_that_are_copied_in_tiles(function, batch_first):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_constants_and_what_is_saved(function):
+def test_constants_and_saved_tensors(function):
     data = random_data(13, 4, 9)
     for name in (*FUNCTIONS[function][0], "discount"):
         leaf = data[name].clone().requires_grad_()
@@ -1137,7 +1137,7 @@ def test_more_of_muzero_targets():
 
 
 @pytest.mark.parametrize("name", ["rewards", "root_values", "root_reward", "discount"])
-def test_muzero_targets_are_of_constants(name):
+def test_muzero_targets_have_no_gradient(name):
     value = {"rewards": torch.ones(2, 3), "root_values": torch.ones(2, 4), "root_reward": torch.ones(2)}
     value = value.get(name, torch.tensor(0.9))
 

@@ -205,7 +205,7 @@ def test_nothing_overflows_or_vanishes():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_what_float32_cannot_square(dtype, rounding):
+def test_numbers_whose_squares_leave_float32(dtype, rounding):
     """Numbers whose squares overflow or vanish, beside ordinary ones, zeros of both signs, NaN and inf."""
     ordinary = numbers(1000, 0)
     tensors = []
@@ -271,7 +271,7 @@ def test_errors(arguments, error, words):
         gs.gradient_statistics(*arguments)
 
 
-def test_other_contexts_take_the_reference(rounding):
+def test_other_contexts_use_the_reference(rounding):
     tensors = [numbers(100, 0), numbers((3, 5), 1)]
     expected = gs.gradient_statistics(tensors).norm
     with torch.inference_mode():
@@ -375,7 +375,7 @@ def test_within_torch_func_leaves_mean_themselves():
     assert norms == [5.0]
 
 
-def test_mixed_input_says_what_is_meant_row_by_row():
+def test_mixed_input_is_labelled_row_by_row():
     weight = torch.nn.Parameter(torch.tensor([100.0]))
     weight.grad = torch.tensor([5.0])
     statistics = gs.gradient_statistics([("weight", weight), torch.tensor([6.0, 8.0]), None, ("frozen", None)])
@@ -421,7 +421,7 @@ def test_statistics_are_a_number_as_the_norm_of_pytorch_is():
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
 @pytest.mark.parametrize("p", NORMS)
 @pytest.mark.parametrize("limit", [0.0, 1e-3, 1.0, 1e6, math.inf])
-def test_clips_as_pytorch_does(dtype, p, limit):
+def test_clipping_equals_pytorchs(dtype, p, limit):
     real = torch.float32 if dtype.is_complex else dtype
     gradients = [numbers(size, size, real, 1e-2).to(dtype) for size in (1, 7, 3000, 0, 40)]
     if math.isinf(p):
@@ -492,7 +492,7 @@ def test_skip_zeroes_complex_gradients():
     assert not any(parameter.grad.any() for parameter in parameters)
 
 
-def test_skip_and_error_clip_what_is_finite():
+def test_skip_and_error_clip_finite_gradients():
     for nonfinite in ("skip", "error"):
         p = with_gradients([torch.tensor([3.0, 4.0])])
         gs.clip_gradients_(p, 1.0, nonfinite=nonfinite)
@@ -568,7 +568,7 @@ def test_gradients_in_any_memory():
     assert addresses == [p.grad.data_ptr() for p in parameters[:3]]
 
 
-def test_expanded_gradients_are_refused_before_anything_is_written():
+def test_expanded_gradients_are_rejected_before_any_write():
     first, second = torch.zeros(2), torch.zeros(3)
     first.grad, second.grad = torch.tensor([3.0, 4.0]), torch.tensor(1.0).expand(3)
     with pytest.raises(RuntimeError, match="is an expanded tensor"):

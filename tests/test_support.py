@@ -298,7 +298,7 @@ def test_project(support):
 
 @pytest.mark.parametrize("argument", range(3))
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_what_is_not_finite_stays_in_its_row(argument, value):
+def test_nonfinite_values_stay_in_their_row(argument, value):
     support = gs.Support(-2, 2, 5, "identity")
     given = [torch.full((3, 5), 0.2), torch.zeros(3), torch.ones(3)]
     expected = support.project(*given)
@@ -372,7 +372,7 @@ def test_wrong_scalars_and_logits():
 
 @pytest.mark.parametrize("limits", [(0, 20), (-20, 0), (-4, 6), (-19.5, 20), (3, 4)])
 @pytest.mark.parametrize("num_bins", [2, 9, 40, 41])
-def test_decoding_loses_no_small_centre_beside_a_large_one(limits, num_bins):
+def test_decoding_keeps_small_centres_next_to_large_ones(limits, num_bins):
     """Nothing cancels: the error is that of a sum of terms of one sign."""
     support = gs.Support(*limits, num_bins, "symlog", space="raw")
     centers = gs.symexp(torch.linspace(*limits, num_bins, dtype=torch.float64))

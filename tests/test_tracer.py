@@ -170,7 +170,7 @@ def test_it_can_be_entered_again_but_not_twice_at_once():
     assert (tracer.used(first.weight), tracer.used(second.weight)) == (False, True)
 
 
-def test_it_is_left_after_an_exception():
+def test_an_exception_ends_tracing():
     with pytest.raises(ZeroDivisionError), GradientTracer() as tracer:
         torch.ones(1) / (1 // 0)
     with tracer:
@@ -279,7 +279,7 @@ def test_values_that_leave_pytorch():
     assert str(item.location).rpartition(":")[0].endswith("test_tracer.py")
 
 
-def test_operands_that_are_read_only_for_their_form_are_no_dependency():
+def test_operands_read_for_their_shape_are_no_dependency():
     p = nn.Parameter(torch.ones(3))
     x = torch.ones(3)
     with GradientTracer() as tracer:
@@ -315,7 +315,7 @@ def test_the_package_s_own_functions_are_seen():
         assert codes == {"detached"}, name
 
 
-def test_cuts_that_keep_gradients_from_a_value_and_those_that_do_not():
+def test_relevant_and_irrelevant_cuts():
     w = nn.Parameter(torch.ones(3))
     scale, data = torch.full((), 0.5), torch.ones(3)
     with GradientTracer() as tracer:
@@ -348,7 +348,7 @@ def test_cuts_that_keep_gradients_from_a_value_and_those_that_do_not():
     assert tracer.felt_cuts(x) == tracer.cuts(x) == tracer.felt_cuts(w) == []
 
 
-def test_a_pass_that_failed_leaves_no_cut_behind():
+def test_a_failed_pass_leaves_no_cut():
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     tracer = GradientTracer()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), tracer:

@@ -58,7 +58,7 @@ def _value(hidden):
 
 
 @pytest.mark.parametrize("steps", [3, 4])
-def test_actions_that_are_no_tensors_are_refused(steps):
+def test_actions_that_are_not_tensors_are_rejected(steps):
     """NumPy arrays [B, K] would be walked by sample."""
     array = torch.ones(3, steps).numpy()
     for actions, words in (
@@ -98,7 +98,7 @@ def test_a_sequence_of_actions_has_one_batch():
         (None, "returned nothing"),
     ],
 )
-def test_functions_that_return_something_else(returned, words):
+def test_functions_with_wrong_results(returned, words):
     right = ({"value": torch.ones(2)}, torch.ones(2))
     for initial, recurrent, name in ((returned, right, r"initial\(observation\)"), (right, returned, "recurrent")):
         with pytest.raises(TypeError, match=f'{name}.*{words}.*"policy": policy}}, hidden'):
