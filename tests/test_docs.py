@@ -30,7 +30,7 @@ def test_there_are_snippets():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippets_run(snippet, monkeypatch, tmp_path):
-    """In an empty namespace, as the only process of a job, which the snippets about several processes need."""
+    """In an empty namespace, in a job of one process, for the snippets about several processes."""
     for name in OPTIONAL:
         if re.search(rf"^(?:from|import) \S*{name}", snippet, re.MULTILINE):
             pytest.importorskip(name)

@@ -32,7 +32,7 @@ def upward_includes(file: Path, text: str) -> list[str]:
             continue
         here, there = file.parts[0], path.relative_to(CSRC).parts[0]
         if file.name != "module.cpp" and here != there and LAYERS[here] <= LAYERS[there]:
-            found.append(f"{file} includes {included}, which is no layer below")
+            found.append(f"{file} includes {included}, which is not in a layer below")
     return found
 
 

@@ -590,7 +590,6 @@ def _loss_of(logits, values, target=None):
 
 
 def test_contexts():
-    torch._dynamo.reset()
     logits = torch.randn(3, 4, dtype=torch.float64)
     values = torch.randn(3, 11, dtype=torch.float64)
     leaf = logits.clone().requires_grad_()
@@ -606,16 +605,6 @@ def test_contexts():
     torch.testing.assert_close(tangent, (leaf.grad * logits).sum())
     with torch.inference_mode():
         torch.testing.assert_close(_loss_of(logits, values), _loss_of(leaf, values).detach())
-    compiled = logits.clone().requires_grad_()
-    torch.compile(_loss_of, fullgraph=True)(compiled, values).backward()
-    torch.testing.assert_close(compiled.grad, leaf.grad)
-    module = gs.MultiStepLoss(**POLICY)
-    again = logits.clone().requires_grad_()
-    out = torch.compile(module, fullgraph=True)(
-        {"policy": [again], "value": [values]}, {"policy": [torch.full_like(logits, 0.25)], "value": [values[:, 0]]}
-    )
-    assert out.per_sample.shape == (3,)
-    torch._dynamo.reset()
 
 
 def test_autocast():

@@ -33,7 +33,7 @@ def is_compiled_elsewhere(case: Case, context: str) -> bool:
     ],
 )
 def test_cell(case: Case, context: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if context != "compile":  # Inductor compiles each operator once
+    if context != "compile" or "batch_dims" in case.name:  # Inductor compiles each operator once
         monkeypatch.setattr(contexts, "BACKEND", "aot_eager")
     verdict, seen = judge(case, context)
     if case.linear or context not in FORWARD_MODE:

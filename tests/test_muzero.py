@@ -1,11 +1,11 @@
 """The example agent: its games against oracles, its search with a model that knows the rules, and resumed runs."""
 
 import dataclasses
-import os
+import itertools
 import pickle
 import re
-import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -299,12 +299,12 @@ def test_an_interrupted_run_continues_identically(name, tmp_path):
         for _ in range(times):
             run.step()
 
-    step(whole := training(name), 50)
-    step(first := training(name), 25)
+    step(whole := training(name), 24)
+    step(first := training(name), 12)
     first.save(tmp_path / "checkpoint.pt")
     second = training(name)
     second.load(tmp_path / "checkpoint.pt")
-    step(second, 25)
+    step(second, 12)
     assert whole.learner_steps == second.learner_steps > 10
     assert whole.curve == second.curve
     for parameter, other in zip(whole.network.parameters(), second.network.parameters(), strict=True):
@@ -330,30 +330,26 @@ def test_the_agent_is_compared_with_other_players(name, monkeypatch):
         assert max(returns.max() for returns in evaluation.values()) <= 0  # nobody wins against a perfect player
 
 
-# Runs train.py with a clock that advances by 0.1 s at each call.
-TICKING = """
-import itertools, runpy, sys, time
-ticks = itertools.count()
-time.perf_counter = lambda: 0.1 * next(ticks)
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_the_output_of_the_demo(tmp_path):
+def test_the_output_of_the_demo(tmp_path, monkeypatch, capsys):
     """The time limit ends this run after 60 of many steps, and the bar is then full."""
     for name in ("matplotlib", "tensorboard", "tqdm"):
         pytest.importorskip(name)
+    import train
+
+    # A clock that advances by 0.1 s at each call.
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.1 * next(ticks))
+    monkeypatch.setattr(train, "TIMED_STEPS", 20)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     options = {"directory": tmp_path, "max-minutes": 0.1, "training-steps": 100_000, "num-simulations": 2}
     options |= {"minimum-replay": 50, "batch-size": 8, "num-environments": 4}
-    arguments = [f"--{name}={option}" for name, option in options.items()]
-    train = [sys.executable, "-c", TICKING, EXAMPLE / "train.py", *arguments]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLE}"}
-    run = subprocess.run(train, env=environment, capture_output=True, text=True, check=True)
-    bar = re.split(r"[\r\n]+", run.stderr.strip())[-1]
+    monkeypatch.setattr(sys, "argv", ["train.py", *(f"--{name}={option}" for name, option in options.items())])
+    assert train.main() == 0
+    printed = capsys.readouterr()
+    bar = re.split(r"[\r\n]+", printed.err.strip())[-1]
     assert re.match(r"100%\|█+\| mean return \d+ of 475, step 60 of 100000, 0\.1 of 0\.1 minutes", bar)
-    phases = ("time is up", "evaluating: 20 episodes", "timing the learner step: 200 times", "evaluation: 20 episodes")
-    places = [run.stdout.index(phase) for phase in phases]
+    phases = ("time is up", "evaluating: 20 episodes", "timing the learner step: 20 times", "evaluation: 20 episodes")
+    places = [printed.out.index(phase) for phase in phases]
     assert places == sorted(places)
 
 

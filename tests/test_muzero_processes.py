@@ -39,7 +39,8 @@ def run(command, **options):
 def test_ranks_train_as_one(tmp_path):
     checks = {
         "as_one": functools.partial(training_ranks.ranks_train_as_one, checkpoint=tmp_path / "checkpoint.pt"),
-        "damaged": training_ranks.a_damaged_checkpoint_is_refused,
+        "damaged": training_ranks.a_damaged_checkpoint_is_rejected,
+        "interrupted": training_ranks.ctrl_c_saves_a_checkpoint,
     }
     for name in ("matplotlib", "tensorboard", "tqdm"):
         pytest.importorskip(name)
@@ -50,7 +51,8 @@ def test_ranks_train_as_one(tmp_path):
         Training(CONFIGURATION).load(tmp_path / "checkpoint.pt")
 
 
-def test_ranks_save_when_ctrl_c_is_pressed(tmp_path):
+@pytest.mark.slow
+def test_ranks_of_torchrun_save_when_ctrl_c_is_pressed(tmp_path):
     pytest.importorskip("tensorboard")
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     process = run([*TORCHRUN, EXAMPLE / "train.py", *options, f"--directory={tmp_path}"])

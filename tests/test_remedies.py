@@ -1,4 +1,4 @@
-"""Errors of the loss say what to write instead, as those need to read it who wrote the mistake."""
+"""Errors of the loss suggest code that replaces the mistake."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def nested(layout):
     return torch.nested.nested_tensor([torch.randn(T, S)] * B, layout=layout)
 
 
-#: What is done to (predictions, targets, options), and the end of the message.
+#: Changes to (predictions, targets, options), and the end of the message.
 MISTAKES = {
     "NumPy targets": (
         lambda p, t, o: every(t["value"], torch.Tensor.numpy),
@@ -187,7 +187,7 @@ def test_errors_suggest_code(mistake):
     predictions, targets = arguments()
     options: dict = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of PyTorch, on nested and masked tensors
+        warnings.simplefilter("ignore")  # PyTorch warns about nested and masked tensors
         change(predictions, targets, options)
         predictions = options.pop("predictions", predictions)
         with pytest.raises((TypeError, ValueError)) as info:

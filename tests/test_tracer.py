@@ -1,4 +1,4 @@
-"""`GradientTracer` changes nothing of what it watches, survives what PyTorch can do, and keeps nothing alive."""
+"""`GradientTracer` does not change what it traces, supports PyTorch's contexts, and keeps no tensor alive."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_operands_read_for_their_shape_are_no_dependency():
 
 
 def test_the_package_s_own_functions_are_seen():
-    """Their results have no graph, where what goes in has none."""
+    """Their results have no graph if their inputs have none."""
     layer, support = torch.nn.Linear(4, 11), gs.Support(-5, 5, 11)
     module = gs.MultiStepLoss(value=gs.TwoHot(support))
     x, target = torch.randn(3, 4), torch.zeros(3)
@@ -337,7 +337,7 @@ def test_relevant_and_irrelevant_cuts():
             "written": data.clone().copy_(x.detach()) * w.sin(),
         }
         with torch.no_grad():
-            y = x * 2  # Gradients of this value alone are missing.
+            y = x * 2  # Only this value has no gradient.
         between["no_grad"] = y @ w
     for name, result in beside.items():
         assert tracer.felt_cuts(result) == [], name
