@@ -4,13 +4,13 @@
 # make simulated  run the tests of the CUDA kernels in a simulator on the CPU
 # make sanitized  run tests with an extension under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz      run random cases against independent formulas in all processors   make fuzz MINUTES=30
-#                the cases of a finding again: make fuzz SEED=12345 (random seeds without SEED)
-# make versions  run the tests that depend on PyTorch's version on VERSIONS, each in a checkout of its own
+#                repeat a finding with its seed: make fuzz SEED=12345 (random seeds without SEED)
+# make versions  run the tests that depend on PyTorch's version on VERSIONS, each in its own checkout
 # make bench     run the benchmarks, and write bench/results/ and the tables of README.md and docs/
 # make recipes   step the losses of other projects and ours in lockstep, and write bench/results/clients.json and the tables
-#                of docs/coming_from.md      make recipes CHECKOUTS=folder with checkouts of all projects of tools/against.py
+#                of docs/coming_from.md; CHECKOUTS is a folder with the projects of tools/against.py
 # make matrix    judge the operators in every context, and write bench/results/matrix.json, its table and its picture
-# make docs      build the documentation's site into build/docs; a warning, as of a broken link, is an error
+# make docs      build the documentation's site into build/docs; warnings, for example about broken links, are errors
 # make drawings  compute the numbers of the site's pictures, and draw docs/images/
 # make wheels    build, repair and check a wheel for each PyTorch of VERSIONS and TORCH and each Python of PYTHONS, in dist/
 # make lint      formatting, linters, types
@@ -34,7 +34,9 @@ MINUTES ?= 9
 VENV := .venv
 BIN := $(VENV)/bin
 # Later installations, and constraints set on the machine, must not change the version of PyTorch. Python compiles modules
-# to bytecode on their first import, which takes less time and space than compiling all of them.
+# to bytecode on their first import, which takes less time and space than compiling all of them. It must be allowed to
+# write the bytecode: otherwise every process compiles PyTorch again, which takes 20 seconds with torch.compile.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := PIP_CONSTRAINT=$(VENV)/request $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
@@ -82,8 +84,8 @@ SIMULATED := cuda returns
 simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
 	GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so $(SIMULATED:%=tests/test_%.py)
 
-# Tests of the C++ code's use of tensors, lists of tensors and threads. Tests that run a compiler are left out, as the compiler
-# would run under the sanitizers.
+# Tests of the C++ code's use of tensors, lists of tensors and threads. Tests that run a compiler are excluded, because the
+# compiler would run under the sanitizers.
 SANITIZED := autograd flow flow_nonlinear loss returns statistics support tensors
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
@@ -99,7 +101,7 @@ sanitized: $(VENV)/sanitized/built $(VENV)/pytest
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not untraced" $(SANITIZED:%=tests/test_%.py)
 
-# MINUTES has another default here; SEED is only used if it was given, without the example agent's default.
+# MINUTES has another default here, and SEED is only used if it is given: its default is for the example agent.
 fuzz: MINUTES := 30
 fuzz: $(VENV)/pytest
 	$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES) $(if $(filter command%,$(origin SEED)),--seed $(SEED))
@@ -115,7 +117,7 @@ version-%: .versions/%/.venv/torch $(VENV)/driver.so
 	cd .versions/$* && GRADSCALE_TEST_BACKEND=aot_eager $(PYTEST) -m "not any_version and not slow" \
 	  $(VERSIONED:%=tests/test_%.py)
 
-# CUDA builds are gigabytes, for which uv takes a sixth of pip's time.
+# CUDA builds are gigabytes, which uv installs in a sixth of pip's time.
 .versions/%/.venv/torch: $(VENV)/uv force
 	@mkdir -p .versions/$*
 	@git ls-files -z | tar --create --null --files-from=- | tar --extract --directory=.versions/$*

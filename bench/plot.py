@@ -34,7 +34,7 @@ def draw_bars() -> None:
         axis.bar_label(bars, labels, fontsize=7, color=color)
     axis.set_yticks(range(len(rows)), [name.replace("`", "").replace(": ", "\n") for name in rows], fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlabel("time over that of gradscale_ext (fused)", fontsize=8)
+    axis.set_xlabel("time relative to gradscale_ext (fused)", fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     axis.margins(x=0.12)
     axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(COLORS), frameon=False, fontsize=8)

@@ -3,7 +3,7 @@
     python bench/ranks.py --json bench/results/ranks.json --seconds 20
 
 1, 2 and 4 processes of one thread each, joined by gloo, train the same network with DistributedDataParallel. Each
-process has a batch of its own of the same size. Messages are counted where PyTorch sends them; times are medians of
+process has its own batch of the same size. Messages are counted where PyTorch sends them; times are medians of
 rank 0 over steps in which all processes take part.
 """
 

@@ -478,7 +478,7 @@ def main() -> int:
     outdated = {page: rewritten(text) for page, text in texts.items() if text != rewritten(text)}
     for page, text in outdated.items():
         if "--check" in sys.argv:
-            print(f"{page.relative_to(ROOT)}: the tables are not those of bench/results/; run `python bench/readme.py`")
+            print(f"{page.relative_to(ROOT)}: the tables differ from bench/results/; run `python bench/readme.py`")
         else:
             page.write_text(text)
     return int("--check" in sys.argv and bool(outdated))

@@ -1,7 +1,7 @@
-"""Checks that run in several processes, which are started once for all of them.
+"""Checks that run in several processes.
 
-They are forked from a server that has imported PyTorch and its compiler, which takes 15 seconds, and has started no
-threads. Their tests are in one group of pytest-xdist, so that one server forks the processes for all modules.
+The processes are forked from a server that has imported PyTorch and its compiler, which takes 15 seconds, and has no
+threads. Their tests are in one group of pytest-xdist, so that all modules share the server.
 """
 
 from __future__ import annotations

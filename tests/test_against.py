@@ -72,13 +72,13 @@ def test_steps_from_the_same_weights():
     assert found == pytest.approx({"gradients": 0.5, "weights": 0.05 / 0.7, "loss": 0.05 / 0.7})
 
 
-def test_steps_on_their_own():
+def test_independent_steps():
     """After three steps, the weights are 0.55 and 0.7."""
     found = lockstep.differences(learner(1.5), learner(1.0), [None] * 3, together=False)
     assert found == pytest.approx({"gradients": 0.5, "weights": 0.15 / 0.7, "loss": 0.15 / 0.7})
 
 
-def test_state_of_optimizers_is_brought_together():
+def test_optimizer_states_are_copied():
     """Momentum of other gradients would differ by more than one gradient."""
     sides = [learner(slope) for slope in (1.5, 1.0)]
     for side in sides:
@@ -93,7 +93,7 @@ def _momentum(side):
     return state["momentum_buffer"].item()
 
 
-def test_both_draw_the_same_numbers():
+def test_both_learners_draw_the_same_random_numbers():
     def random_side():
         side = learner()
         return lockstep.Side(lambda batch: {**side.step(batch), "drawn": torch.rand(3)}, side.optimizers, side.loss)
@@ -105,18 +105,18 @@ def test_gradient_of_the_loss_alone():
     assert lockstep.difference_alone(learner(1.5), learner(1.0)) == pytest.approx(0.5)
 
 
-def test_a_step_that_steps_nothing():
+def test_a_step_without_an_update():
     idle = learner()
     with pytest.raises(ValueError, match="not stepped"):
         lockstep.differences(lockstep.Side(lambda _: {}, idle.optimizers, idle.loss), learner(), [None])
 
 
-def test_steps_that_report_different_things():
+def test_steps_with_different_reports():
     with pytest.raises(ValueError, match="report different things"):
         lockstep.differences(learner(), learner(reported=("loss", "priorities")), [None])
 
 
-def test_double_precision_is_left():
+def test_double_precision_ends_with_its_context():
     with lockstep.double_precision(True):
         assert torch.zeros(1).dtype == torch.ones(1, dtype=torch.int64).float().dtype == torch.float64
     assert torch.zeros(1).dtype == torch.ones(1, dtype=torch.int64).float().dtype == torch.float32
@@ -172,12 +172,12 @@ def test_edited_modules(checkout):
 
 
 @pytest.mark.parametrize("changes", [{"start": "fifth ="}, {"stop": "no end"}, {"function": "unknown"}])
-def test_lines_that_are_not_there(checkout, changes):
+def test_missing_lines(checkout, changes):
     with pytest.raises(UnusableError, match=r"a_learner.py: no line of \w+ has .*does not know this commit"):
         checkout.lines_of(edit(**changes))
 
 
-def test_folders_that_are_no_packages(tmp_path):
+def test_folders_that_are_not_packages(tmp_path):
     """A folder of this name in a checkout does not hide the installed package."""
     (tmp_path / "json").mkdir()
     (tmp_path / "no_package").mkdir()

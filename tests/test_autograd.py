@@ -115,7 +115,7 @@ class Once:
 @nodes
 @pytest.mark.parametrize("spoil", [False, True], ids=["untouched", "written to"])
 @pytest.mark.parametrize("where", ["at the node", "behind it"])
-def test_a_pass_that_failed_can_be_run_again(name, where, spoil):
+def test_a_failed_pass_can_be_repeated(name, where, spoil):
     x = data()
     view = x.view_as(x)
     result = NODES[name][0](view)
@@ -133,7 +133,7 @@ def test_a_pass_that_failed_can_be_run_again(name, where, spoil):
         differentiate(name, result, x)
 
 
-def test_a_pass_that_was_refused_takes_nothing_along():
+def test_a_rejected_pass_changes_nothing():
     x = data()
     half = x.bfloat16()
     loss = _stacked_loss(half)
@@ -146,7 +146,7 @@ def test_a_pass_that_was_refused_takes_nothing_along():
     assert torch.equal(x.grad, 2 * gradient_of("half loss"))
 
 
-def test_masked_entries_of_the_operator_have_no_gradient_where_it_is_infinite():
+def test_masked_entries_of_the_operator_get_no_infinite_gradient():
     x, mask = data(), torch.arange(12).reshape(6, 2) % 3 > 0
     (gradient,) = torch.autograd.grad(_operator(x, mask), x, torch.tensor(float("inf")))
     assert torch.equal(gradient[~mask], torch.zeros(4, 11))
@@ -187,7 +187,7 @@ def test_threads_that_share_a_graph(name):
 
 
 @nodes
-def test_threads_that_keep_a_graph(name):
+def test_threads_with_a_retained_graph(name):
     """Each thread writes to its gradient while the other threads still run."""
     x = data()
     result, expected, wrong = NODES[name][0](x), gradient_of(name), []
@@ -207,7 +207,7 @@ def test_threads_that_keep_a_graph(name):
 
 @pytest.mark.parametrize("name", [name for name in NODES if name != "operator"])
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_a_leaf_that_was_detached_gets_its_gradient(name, create_graph):
+def test_a_detached_leaf_gets_its_gradient(name, create_graph):
     x = data()
     result = NODES[name][0](x)
     edge = torch.autograd.graph.get_gradient_edge(x)
@@ -220,7 +220,7 @@ def test_a_leaf_that_was_detached_gets_its_gradient(name, create_graph):
 
 
 @pytest.mark.parametrize("name", ["stacked loss", "scaled loss", "losses", "decode", "l2_loss"])
-def test_a_result_that_was_detached_sends_its_gradients_on(name):
+def test_a_detached_result_passes_its_gradients(name):
     """Second derivatives are also correct, unless a tensor that PyTorch saved for its own operations raises."""
 
     def derivatives(detaches):
@@ -240,7 +240,7 @@ def test_a_result_that_was_detached_sends_its_gradients_on(name):
         torch.testing.assert_close(got, expected)
 
 
-def test_a_prediction_of_a_list_that_was_detached_gets_its_gradient():
+def test_a_detached_prediction_in_a_list_gets_its_gradient():
     x, y = (data(seed)[:, 0].detach().requires_grad_() for seed in (0, 1))
     loss = gs.multi_step_loss({"p": POLICY}, {"p": [x, y]}, {"p": _uniform(6, 2, 11)}).loss
     edges = [torch.autograd.graph.get_gradient_edge(leaf) for leaf in (x, y)]
@@ -250,7 +250,7 @@ def test_a_prediction_of_a_list_that_was_detached_gets_its_gradient():
         torch.testing.assert_close(got, wanted)
 
 
-def test_inputs_that_begin_to_require_a_gradient_get_none():
+def test_inputs_that_require_grad_later_get_no_gradient():
     """The graph is recorded in the forward pass."""
     x, constant, target = data(), data(1).detach(), _uniform(6, 2, 11)
     weights = torch.ones(6)
@@ -271,7 +271,7 @@ def test_inputs_that_begin_to_require_a_gradient_get_none():
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("name", ["loss", "operator", "decode", "l2_loss"])
-def test_compiled_autograd_says_what_to_do_instead(name):
+def test_compiled_autograd_raises_with_a_remedy(name):
     x = data()
     result = NODES[name][0](x)
     enabled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))

@@ -49,14 +49,14 @@ kernel:
 LINES = {10: 2, 11: 2, 20: 50}
 
 
-def test_machine_code_is_run_as_often_as_the_ptx_behind_it():
+def test_machine_code_counts_follow_the_ptx():
     blocks = sass.blocks_of(LISTING, "kernel")
     assert [len(block.instructions) for block in blocks] == [2, 5, 1]
     opcodes = {"S2R": 2, "LDG.E.128": 2, "FADD": 100, "LDG.E.64": 100, "BRA": 50, "EXIT": 2}
     assert sass.estimated(blocks, LINES) == opcodes
 
 
-def test_loads_are_on_their_way_until_they_are_used():
+def test_loads_are_in_flight_until_their_use():
     blocks = sass.blocks_of(LISTING, "kernel")
     assert sass.in_flight(blocks, LINES) == 32 * 16
     assert sass.in_flight(blocks[:1], LINES) == 32 * 16
@@ -85,11 +85,11 @@ def test_ptx_in_a_cubin():
     ("registers", "shared", "threads", "warps"),
     [(32, 0, 128, 64), (80, 0, 128, 24), (64, 0, 256, 32), (255, 0, 256, 8), (32, 48 * 1024, 128, 16), (33, 0, 32, 32)],
 )
-def test_warps_of_a_multiprocessor(registers, shared, threads, warps):
+def test_resident_warps(registers, shared, threads, warps):
     assert gpus.resident_warps(registers, shared, threads) == warps
 
 
-def test_floors_follow_from_rates():
+def test_lower_bounds_follow_from_rates():
     opcodes = Counter({"FFMA": 80.0, "MUFU.EX2": 10.0, "DADD": 2.0, "IMAD.WIDE": 6.0, "LDG.E": 2.0})
     times = gpus.floors(opcodes, sectors=8, least_bytes=256, gpu=gpus.GPUS["RTX 4090"])
     clock = 128 * 2.5e9

@@ -139,7 +139,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("time_first", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_finds(fault, time_first):
+def test_errors_are_found(fault, time_first):
     change, words = FAULTS[fault]
     predictions, targets = arguments()
     options: dict = {}
@@ -156,14 +156,14 @@ def test_finds(fault, time_first):
 
 
 @pytest.mark.parametrize("fault", [name for name in FAULTS if "importance weight" not in name])
-def test_a_masked_entry_may_be_anything(fault):
+def test_masked_entries_are_not_checked(fault):
     predictions, targets = arguments()
     options: dict = {"mask": torch.zeros(B, T, dtype=torch.bool)}
     FAULTS[fault][0](predictions, targets, options)
     gs.multi_step_loss(HEADS, predictions, targets, check=True, **options)
 
 
-def test_a_mask_of_another_head_hides_nothing():
+def test_a_mask_of_another_head_hides_no_error():
     predictions, targets = arguments()
     targets["value"][1, 1] = NAN
     mask = torch.ones(B, T, dtype=torch.bool)
@@ -173,7 +173,7 @@ def test_a_mask_of_another_head_hides_nothing():
         gs.multi_step_loss(HEADS, predictions, targets, mask={"policy": mask}, check=True)
 
 
-def test_a_weight_that_no_head_reads_may_be_anything():
+def test_weights_that_no_head_reads_are_not_checked():
     heads, targets = {"action": HEADS["action"]}, {"action": arguments()[1]["action"]}
     predictions = {"action": arguments()[0]["action"]}
     gs.multi_step_loss(heads, predictions, targets, step_weights=[NAN, 1.0], check=True)
@@ -182,7 +182,7 @@ def test_a_weight_that_no_head_reads_may_be_anything():
     gs.multi_step_loss(heads, predictions, targets, step_weights=weights, mask=mask, check=True)
 
 
-def test_lets_pass_what_has_a_meaning():
+def test_valid_values_pass():
     predictions, targets = arguments()
     expected = gs.multi_step_loss(HEADS, predictions, targets).loss
     assert torch.equal(gs.multi_step_loss(HEADS, predictions, targets, check=True).loss, expected)
@@ -221,7 +221,7 @@ def test_changes_neither_value_nor_gradient():
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
-def test_wrong_shapes_are_said_first():
+def test_shape_errors_come_first():
     predictions, targets = arguments()
     with pytest.raises(ValueError, match="importance_weights must have shape"):
         gs.multi_step_loss(HEADS, predictions, targets, importance_weights=torch.ones(4), check=True)
@@ -238,7 +238,7 @@ def test_reduce_multi_step():
 
 
 @pytest.mark.untraced
-def test_says_where_it_cannot_look():
+def test_contexts_without_values_raise():
     losses = torch.ones(2, 3)
 
     def loss_of(x):

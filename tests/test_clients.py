@@ -386,7 +386,7 @@ def test_lightning_writes_to_a_run(lightning_module, tmp_path, monkeypatch, libr
         assert [(metric.step, metric.value) for metric in read] == expected
 
 
-def test_lightning_hands_out_a_wrapped_optimizer(lightning_module):
+def test_lightning_wraps_the_optimizer(lightning_module):
     module = lightning_module(manual=True)
     fit(module, [])
     module.monitor.close()

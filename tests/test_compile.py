@@ -72,7 +72,7 @@ def test_an_image_is_compiled_once_and_then_read(cache):
     assert only_file(cache).name.endswith(".sm_90")
 
 
-def test_whatever_an_image_depends_on_names_its_file(monkeypatch):
+def test_the_file_name_depends_on_everything_that_affects_an_image(monkeypatch):
     path = _kernels._file_of(Path("x"), FILE, NAME, "sm_90", "NVRTC 13.0")
     for other in (
         (Path("x"), FILE + "x", NAME, "sm_90", "NVRTC 13.0"),
@@ -112,7 +112,7 @@ def test_whatever_an_image_depends_on_names_its_file(monkeypatch):
         "other space",
     ],
 )
-def test_a_damaged_file_costs_a_compilation_and_a_warning(cache, damage):
+def test_a_damaged_file_is_compiled_again_with_a_warning(cache, damage):
     first, _ = _kernels.image_of(FILE, NAME, "sm_90")
     path = only_file(cache)
     path.write_bytes(damage(path.read_bytes()))
@@ -124,7 +124,7 @@ def test_a_damaged_file_costs_a_compilation_and_a_warning(cache, damage):
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077], ids=oct)
-def test_those_whom_the_umask_allows_can_read_a_file(cache, tmp_path, umask):
+def test_file_permissions_follow_the_umask(cache, tmp_path, umask):
     before = os.umask(umask)
     try:
         _kernels.image_of(FILE, NAME, "sm_90")
@@ -137,7 +137,7 @@ def test_those_whom_the_umask_allows_can_read_a_file(cache, tmp_path, umask):
 
 
 @pytest.mark.parametrize("variable", ["GRADSCALE_CACHE_DIR", "XDG_CACHE_HOME", None])
-def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch, variable):
+def test_a_tilde_means_the_home_folder(tmp_path, monkeypatch, variable):
     monkeypatch.delenv("GRADSCALE_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     for home in ("HOME", "USERPROFILE"):
@@ -148,7 +148,7 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch, variable):
     assert _kernels.cache_folder() == tmp_path / "home" / expected.get(variable, ".cache/gradscale_ext")
 
 
-def test_a_folder_that_cannot_be_written_costs_a_warning(cache):
+def test_an_unwritable_folder_causes_one_warning(cache):
     cache.write_text("a file where the folder should be")
     with pytest.warns(UserWarning, match=r"compiled again in each process.*GRADSCALE_CACHE_DIR"):
         image, _ = _kernels.image_of(FILE, NAME, "sm_90")
@@ -156,7 +156,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(cache):
     assert _kernels.image_of(FILE, NAME, "sm_90")[0].entry == image.entry  # and no second warning
 
 
-def test_a_file_that_cannot_be_read_costs_a_warning(cache):
+def test_an_unreadable_file_causes_a_warning(cache):
     _kernels.image_of(FILE, NAME, "sm_90")
     path = only_file(cache)
     path.unlink()
@@ -165,7 +165,7 @@ def test_a_file_that_cannot_be_read_costs_a_warning(cache):
         assert _kernels.image_of(FILE, NAME, "sm_90")[0].code
 
 
-def test_half_a_file_is_never_seen(cache, monkeypatch):
+def test_files_are_replaced_atomically(cache, monkeypatch):
     def fail(*args):
         raise KeyboardInterrupt
 
@@ -181,31 +181,31 @@ def test_a_gpu_later_than_the_compiler_gets_ptx():
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_999"])
-def test_compiling_leaves_the_bytes_of_python_alone(target):
+def test_compiling_does_not_modify_shared_bytes(target):
     """Python shares one object per single byte, so writing into a one-byte bytes buffer would change it everywhere."""
     _kernels.image_of(FILE, NAME, target)
     assert [bytes([number])[0] for number in range(256)] == list(range(256))
 
 
-def test_a_gpu_too_old_is_named():
+def test_the_error_names_an_unsupported_gpu():
     with pytest.raises(RuntimeError, match=r"compiles for sm_\d+ .*, and not for sm_20"):
         _kernels.image_of(FILE, NAME, "sm_20")
 
 
-def test_a_kernel_that_does_not_compile_is_named():
+def test_the_error_names_a_kernel_that_does_not_compile():
     with pytest.raises(
         RuntimeError, match=r"(?s)NVRTC \S+ cannot compile no_kernel of flow/elementwise.cuh.*undefined"
     ):
         _kernels.image_of(FILE, "no_kernel", "sm_90")
 
 
-def test_without_a_compiler_the_commands_are_said(monkeypatch):
+def test_the_error_without_a_compiler_gives_commands(monkeypatch):
     monkeypatch.setattr(_kernels, "compiler", lambda: None)
     with pytest.raises(RuntimeError, match=r'pip install "cuda-bindings==\d+.\*" "nvidia-cuda-nvrtc==\d+.\*"`, or'):
         _kernels.image_of(FILE, NAME, "sm_90")
 
 
-def test_nvcc_compiles_where_there_is_no_nvrtc():
+def test_nvcc_replaces_a_missing_nvrtc():
     try:
         using = _kernels.Nvcc()
     except ImportError:
@@ -237,7 +237,7 @@ def test_processes_share_a_folder(cache):
     assert _kernels.image_of(FILE, NAME, "sm_90")[1] == "cache"
 
 
-def test_calls_tell_their_kernels():
+def test_calls_report_their_kernels():
     x, y = torch.zeros(8, requires_grad=True), torch.ones(8)
     call = lambda: gs.clip_gradient_value(x, -0.5, 0.5).backward(y)
     assert precompile.kernels_of([call, call]) == [(FILE, NAME)]
@@ -263,7 +263,7 @@ def test_command(cache, tmp_path, into, capsys, monkeypatch):
     assert len(list(folder.iterdir())) == len(lines) - 2
 
 
-def test_command_without_a_gpu_asks_for_one(monkeypatch):
+def test_command_without_a_gpu_needs_arch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SystemExit, match="there is no GPU here; name the GPUs to compile for, as in --arch 90"):
         precompile.main([])
@@ -279,7 +279,7 @@ def test_a_kernel_runs_through_the_driver(stand_in):
     assert torch.equal(clipped(), torch.full((1000,), 0.25))
 
 
-def test_threads_start_one_kernel_at_a_time_to_be_loaded(stand_in):
+def test_threads_that_need_the_same_kernel(stand_in):
     results = []
     threads = [threading.Thread(target=lambda: results.append(clipped(5003))) for _ in range(4)]
     for thread in threads:
@@ -312,7 +312,7 @@ def test_nothing_is_loaded_during_a_capture(stand_in):
     assert x.grad.tolist() == [0.125] * 7
 
 
-def test_an_image_that_the_driver_refuses_is_named(stand_in):
+def test_the_error_names_an_image_that_the_driver_rejects(stand_in):
     _C.set_kernel_images(lambda *kernel: (b"no image", "entry"))
     x = torch.zeros(7, dtype=torch.float64, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"the kernel elementwise_dense<double, Clamp<double>> could not be loaded"):

@@ -18,7 +18,7 @@ class Passing(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_eager_is_no_compiler():
+def test_eager_mode_is_not_compiling():
     assert _context.is_eager()
     seen = []
 
@@ -169,7 +169,7 @@ SCHEDULED = {
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("name", SCHEDULED)
-def test_a_schedule_is_compiled_twice_at_most(name):
+def test_a_schedule_compiles_at_most_twice(name):
     """Once for the first number, as a constant, and once for all other numbers."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

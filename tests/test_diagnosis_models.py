@@ -220,7 +220,7 @@ QUIET = {
 
 @pytest.mark.parametrize("name", QUIET)
 @pytest.mark.parametrize("traced", [False, True])
-def test_nothing_is_said_of_a_healthy_model(name, traced):
+def test_a_healthy_model_has_no_findings_and_no_notes(name, traced):
     step, make = QUIET[name]
     model = make()
     for _ in range(2):
@@ -376,7 +376,7 @@ NOTED = {
 
 
 @pytest.mark.parametrize("name", NOTED)
-def test_a_cut_that_other_paths_go_round_is_one_note(name):
+def test_a_cut_on_one_of_several_paths_is_one_note(name):
     step, make, lines = NOTED[name]
     model = make()
     diagnosis = diagnose(step, model, sgd(model))
@@ -395,7 +395,7 @@ def test_modules_that_have_not_been_called_yet_do_not_stop_it():
     assert [f.code for f in diagnosis.findings] == ["unused"] * 4 + ["detached"]
 
 
-def test_a_graph_that_has_been_freed_still_tells_of_cuts():
+def test_cuts_in_a_freed_graph_are_found():
     model = recurrent(nn.GRUCell(6, 6))
     with gs.GradientTracer() as tracer:
         loss = truncated(model)
@@ -446,7 +446,7 @@ def momentum(m):
     return F.mse_loss(m["fast"](X), keys)
 
 
-def test_weights_that_follow_others_are_no_cut():
+def test_momentum_weights_are_not_a_cut():
     model = parts(fast=Network(), slow=Network())
     for _ in range(2):
         diagnosis = diagnose(momentum, model, sgd(model["fast"]))
@@ -581,7 +581,7 @@ def test_most_units_dead(layer, function, x, traced):
     assert diagnose(lambda m: m(x), alive, sgd(alive), traced).findings == []
 
 
-def test_dead_units_before_a_normalisation_are_found_and_behind_a_step_that_lives_are_not():
+def test_dead_units_with_and_without_a_live_path():
     body = nn.Sequential(
         nn.Conv2d(6, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(288, 1)
     )
@@ -618,7 +618,7 @@ def test_units_without_a_gradient_that_are_not_dead(step):
     assert diagnose(step, model, sgd(model)).findings == []
 
 
-def test_rows_that_are_not_looked_up_and_experts_without_tokens_are_not_dead():
+def test_unused_rows_and_experts_are_not_dead():
     model = parts(embedding=nn.Embedding(100, 16), experts=nn.ParameterList([torch.randn(32, 16, 16)]))
     tokens = torch.arange(16) % 4
 
@@ -629,7 +629,7 @@ def test_rows_that_are_not_looked_up_and_experts_without_tokens_are_not_dead():
     assert diagnose(step, model, sgd(model)).findings == []
 
 
-def test_a_layer_at_its_start_is_not_dead():
+def test_an_initialised_layer_is_not_dead():
     for seed in range(6):
         torch.manual_seed(seed)
         width, batch = int(torch.randint(4, 200, ())), int(torch.randint(1, 30, ()))

@@ -378,7 +378,7 @@ GROUPED: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("made_anew", [False, True])
 @pytest.mark.parametrize("function", GROUPED)
-def test_a_destroyed_process_group_is_named(function: str, made_anew: bool, one_rank: None) -> None:
+def test_the_error_names_a_destroyed_process_group(function: str, made_anew: bool, one_rank: None) -> None:
     """Also if a later group has the same name."""
     group = dist.new_group([0])
     dist.destroy_process_group(group)
@@ -420,7 +420,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
     ],
     ids=lambda error: str(error)[-40:],
 )
-def test_ranks_that_do_not_answer_are_named(error: RuntimeError, one_rank: None) -> None:
+def test_the_error_names_ranks_that_do_not_answer(error: RuntimeError, one_rank: None) -> None:
     with pytest.raises(RuntimeError, match=r"^f: rank 0 waited in vain for the other ranks") as raised, waiting("f"):
         raise error
     assert str(error) in str(raised.value)

@@ -30,7 +30,7 @@ def test_there_are_snippets():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippets_run(snippet, monkeypatch, tmp_path):
-    """In an empty namespace, as the only process of a job, which the snippets about several processes need."""
+    """In an empty namespace, in a job of one process, for the snippets about several processes."""
     for name in OPTIONAL:
         if re.search(rf"^(?:from|import) \S*{name}", snippet, re.MULTILINE):
             pytest.importorskip(name)
@@ -91,7 +91,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if not re.match(r"\w+:", link):
@@ -102,7 +102,7 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_that_are_named_exist(page):
+def test_named_files_exist(page):
     folders = "csrc|tests|tools|docs|bench|examples|gradscale_ext"
     names = set(re.findall(rf"`((?:{folders})/[\w/.]*[\w/])`", page.read_text()))
     assert not [name for name in names if not (ROOT / name).exists()]

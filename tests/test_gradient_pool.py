@@ -72,13 +72,13 @@ def same(tensors):
 
 
 @pytest.mark.parametrize("loss_fn", [function, gs.MultiStepLoss(**HEADS)], ids=["function", "module"])
-def test_memory_is_taken_again_once_the_gradients_are_gone(loss_fn):
+def test_memory_of_deleted_gradients_is_reused(loss_fn):
     first = addresses(gradients(loss_fn))
     assert addresses(gradients(loss_fn)) == first
     assert gs.empty_cache() == BYTES
 
 
-def test_every_entry_point_has_the_same_pool():
+def test_all_entry_points_share_one_pool():
     first = addresses(gradients())
     assert addresses(gradients(gs.MultiStepLoss(**HEADS))) == first
     assert gs.empty_cache() == BYTES
@@ -118,7 +118,7 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
-def test_memory_is_not_taken_while_anything_holds_it(hold):
+def test_held_memory_is_not_reused(hold):
     held = [hold(gradient) for gradient in gradients()]
     freed = gs.empty_cache()
     taken = addresses(gradients(step_weights=[9.0, 9.0, 9.0]))
@@ -133,7 +133,7 @@ def test_memory_is_not_taken_while_anything_holds_it(hold):
     assert gs.empty_cache() == 2 * BYTES
 
 
-def test_accumulated_gradients_are_not_written_over():
+def test_accumulated_gradients_are_not_overwritten():
     predictions, targets = arguments()
     for count in (1, 2, 3):
         function(predictions, targets).loss.backward()
@@ -142,7 +142,7 @@ def test_accumulated_gradients_are_not_written_over():
             torch.testing.assert_close(leaf.grad, count * expected, rtol=1e-6, atol=0)
 
 
-def test_gradients_that_wait_in_a_graph_are_not_written_over():
+def test_pending_gradients_of_a_graph_are_not_overwritten():
     pending = function(PREDICTIONS, TARGETS)
     retained = function(PREDICTIONS, TARGETS)
     first = torch.autograd.grad(retained.loss, leaves(PREDICTIONS), retain_graph=True)
@@ -155,7 +155,7 @@ def test_gradients_that_wait_in_a_graph_are_not_written_over():
     assert same(torch.autograd.grad(retained.loss, leaves(PREDICTIONS)))
 
 
-def test_a_gradient_that_is_kept_holds_its_own_memory_alone():
+def test_a_kept_gradient_holds_only_its_own_memory():
     kept = [gradients()[0] for _ in range(5)]
     assert len(addresses(kept)) == 5
     assert gs.empty_cache() == BYTES - kept[0].nbytes
@@ -208,7 +208,7 @@ def test_a_failed_pass_returns_its_memory():
 # ---- How much is held -----------------------------------------------------------------------------------------------
 
 
-def test_sizes_in_turns_hold_what_the_largest_call_does():
+def test_alternating_sizes_hold_the_memory_of_the_largest():
     several = [arguments(batch) for batch in (64, 8, 17, 100, 33, 64, 90, 12)]
     largest = BYTES // 64 * 100 * 4 // 3  # plus blocks of a quarter of its size, and of a sixteenth
     for _ in range(3):
@@ -220,14 +220,14 @@ def test_sizes_in_turns_hold_what_the_largest_call_does():
     assert BYTES // 64 * 90 <= gs.empty_cache() <= largest
 
 
-def test_two_very_different_sizes_in_turns_keep_their_memory():
+def test_two_very_different_sizes_keep_their_memory():
     small, large = arguments(batch=32), arguments(batch=640)
     first = [addresses(gradients(predictions=p, targets=t)) for p, t in (small, large)]
     for _ in range(3):
         assert [addresses(gradients(predictions=p, targets=t)) for p, t in (small, large)] == first
 
 
-def test_memory_that_calls_no_longer_need_is_freed():
+def test_unneeded_memory_is_freed():
     large = arguments(batch=640)
     gradients(predictions=large[0], targets=large[1])
     for _ in range(CALLS + 1):
@@ -235,14 +235,14 @@ def test_memory_that_calls_no_longer_need_is_freed():
     assert gs.empty_cache() <= 4 * BYTES  # a block may be four times as large as its gradient
 
 
-def test_gradients_that_were_kept_for_long_are_freed_at_once():
+def test_long_kept_gradients_are_freed_at_once():
     kept = [gradients() for _ in range(3 * CALLS)]
     del kept
     assert gs.empty_cache() <= (CALLS + 1) * BYTES
     assert gs.empty_cache() == 0
 
 
-def test_small_gradients_are_left_to_malloc():
+def test_small_gradients_use_malloc():
     predictions, targets = arguments(batch=2)
     gradients(predictions=predictions, targets=targets)
     assert gs.empty_cache() == 0
@@ -293,7 +293,7 @@ def run(script):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_processes_fork_in_the_middle():
+def test_fork_while_threads_use_the_pool():
     """Threads use the pool while the process forks; parent and child continue with gradients that both hold."""
     written = run("""
 stop = threading.Event()
@@ -337,26 +337,27 @@ torch.kept = gradients()
 # ---- Compiled losses: the memory of the forward pass moves to the gradients of the backward pass --------------------
 
 
-def compiled(factor=1.0, **options):
-    """The gradients of a compiled loss whose incoming gradient is `factor`."""
+def compiled():
+    """A function that returns the gradients of a compiled loss whose incoming gradient is `factor`."""
     function_of = torch.compile(lambda *given: function(*given).loss, fullgraph=True, backend="aot_eager")
 
-    def call(predictions=PREDICTIONS):
+    def call(predictions=PREDICTIONS, factor=1.0):
         loss = function_of(predictions, TARGETS)
-        return torch.autograd.grad(loss, leaves(predictions), torch.full_like(loss, factor), **options)
+        return torch.autograd.grad(loss, leaves(predictions), torch.full_like(loss, factor))
 
     return call
 
 
-@pytest.mark.parametrize("factor", [1.0, -2.5, 0.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_compiled_gradients_are_multiplied(factor, dtype):
+def test_compiled_gradients_are_multiplied(dtype):
     predictions = {
         name: [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
         for name, tensors in PREDICTIONS.items()
     }
-    expected = [torch.where(own == 0, own, own * factor) for own in gradients(predictions=predictions)]
-    torch.testing.assert_close(list(compiled(factor)(predictions)), expected, equal_nan=True)
+    call = compiled()
+    for factor in (1.0, -2.5, 0.0, float("inf"), float("nan")):
+        expected = [torch.where(own == 0, own, own * factor) for own in gradients(predictions=predictions)]
+        torch.testing.assert_close(list(call(predictions, factor)), expected, equal_nan=True)
 
 
 def test_the_gradients_of_a_retained_compiled_loss_are_not_moved():
@@ -372,7 +373,7 @@ def test_the_gradients_of_a_retained_compiled_loss_are_not_moved():
     torch.testing.assert_close(last, expected)
 
 
-def test_compiled_gradients_are_not_written_over_by_later_calls():
+def test_compiled_gradients_are_not_overwritten_by_later_calls():
     call = compiled()
     first = call()
     copies = [gradient.clone() for gradient in first]

@@ -139,7 +139,7 @@ def files_below(folder, pattern="*"):
     return {path.relative_to(folder).as_posix() for path in folder.rglob(pattern) if path.is_file()}
 
 
-def test_source_distribution_holds_what_building_needs(unpacked):
+def test_source_distribution_contains_what_building_needs(unpacked):
     assert files_below(unpacked / "csrc") == files_below(ROOT / "csrc")
     modules = files_below(ROOT / "gradscale_ext", "*.py") - {"_build.py"}
     assert files_below(unpacked / "gradscale_ext", "*.py") == modules
@@ -149,7 +149,7 @@ def test_source_distribution_holds_what_building_needs(unpacked):
     assert "torch<2.16,>=2.11" in metadata.get_all("Requires-Dist")
 
 
-def test_binary_holds_the_kernels_sources(unpacked, tmp_path):
+def test_binary_contains_the_kernel_sources(unpacked, tmp_path):
     """NVRTC compiles kernels from the installed headers; setuptools emits no warning."""
     run_setup(unpacked, "build_py", "--build-lib", str(tmp_path))
     headers = files_below(ROOT / "csrc", "*.h") | files_below(ROOT / "csrc", "*.cuh")
@@ -244,7 +244,7 @@ def test_pytorch_that_cannot_be_imported(interpreter, tmp_path):
 
 
 @pytest.mark.parametrize("version", ["2.10.2", "2.16.0"])
-def test_pytorch_of_another_time(interpreter, tmp_path, version):
+def test_unsupported_pytorch(interpreter, tmp_path, version):
     pretend_pytorch(site_packages_of(tmp_path / "isolated"), f"__version__ = '{version}'")
     done = build_with(interpreter)
     assert done.returncode == 1
@@ -388,7 +388,7 @@ def test_remedy_for_a_project_of_uv(interpreter, shell, tmp_path):
 
 
 @pytest.mark.slow
-def test_remedies_name_what_an_index_has(setup):
+def test_remedies_name_packages_of_the_index(setup):
     """The packages to be fetched from this machine's index: PyTorch and NVRTC take minutes to install."""
     nvrtc = commands_in(_kernels.HOW_TO_GET_A_COMPILER.format(major=13))
     assert len(nvrtc) == 1
@@ -529,7 +529,7 @@ def test_check_covers_every_operator_and_head(monkeypatch, capsys):
     assert "18 of 19 within 2e-05 of the reference" in text
 
 
-def test_check_tells_of_a_kernel_that_fails(monkeypatch, capsys):
+def test_check_reports_a_failing_kernel(monkeypatch, capsys):
     def fail(*arguments, **options):
         raise RuntimeError("NVRTC cannot compile\nline 7")
 

@@ -32,7 +32,7 @@ def upward_includes(file: Path, text: str) -> list[str]:
             continue
         here, there = file.parts[0], path.relative_to(CSRC).parts[0]
         if file.name != "module.cpp" and here != there and LAYERS[here] <= LAYERS[there]:
-            found.append(f"{file} includes {included}, which is no layer below")
+            found.append(f"{file} includes {included}, which is not in a layer below")
     return found
 
 
@@ -78,7 +78,7 @@ def _is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
-def test_imports_make_no_circle():
+def test_imports_have_no_cycle():
     graph = {module: imports(module) for module in MODULES}
     assert len(graph) > 20
     assert "gradscale_ext.heads" in graph["gradscale_ext.reference.losses"]
@@ -86,7 +86,7 @@ def test_imports_make_no_circle():
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
-def test_what_is_built_on_the_rest():
+def test_the_top_layers_are_not_imported():
     """Nothing imports monitor, diagnosis and cli, except `_native`, to report an extension that does not load."""
     for module in MODULES:
         for folder in ("monitor", "diagnosis", "cli"):

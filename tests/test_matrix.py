@@ -33,7 +33,7 @@ def is_compiled_elsewhere(case: Case, context: str) -> bool:
     ],
 )
 def test_cell(case: Case, context: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if context != "compile":  # Inductor compiles each operator once
+    if context != "compile" or "batch_dims" in case.name:  # Inductor compiles each operator once
         monkeypatch.setattr(contexts, "BACKEND", "aot_eager")
     verdict, seen = judge(case, context)
     if case.linear or context not in FORWARD_MODE:
@@ -57,6 +57,6 @@ def test_cell(case: Case, context: str, monkeypatch: pytest.MonkeyPatch) -> None
         ("autograd.Function", "eager", "right"),
     ],
 )
-def test_the_matrix_can_tell_right_from_wrong(name: str, context: str, expected: str) -> None:
+def test_the_matrix_detects_wrong_results(name: str, context: str, expected: str) -> None:
     (case,) = (case for case in HAND_WRITTEN if case.name == name)
     assert judge(case, context)[0] == expected

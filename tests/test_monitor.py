@@ -119,7 +119,7 @@ def test_numbers_by_hand():
     }
 
 
-def test_modules_hold_what_is_in_them():
+def test_modules_include_their_submodules():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GradientMonitor(model, optimizer) as watching:
@@ -189,7 +189,7 @@ def test_steps_that_were_not_clipped_count():
     assert "gradient_norm_before_clipping/weight" not in watching.history
 
 
-def test_parts_that_are_clipped_by_themselves():
+def test_separately_clipped_parts():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch()).square().sum().backward()
@@ -205,7 +205,7 @@ def test_parts_that_are_clipped_by_themselves():
     assert value(watching, "clip_rate") == 1.0
 
 
-def test_a_clipping_that_no_step_followed_is_replaced():
+def test_a_clipping_without_a_step_is_replaced():
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GradientMonitor(model, optimizer) as watching:
@@ -271,7 +271,7 @@ def test_a_step_that_is_clipped_several_times(parts, clip, every, views):
 
 
 @pytest.mark.parametrize("clip", CLIPS)
-def test_the_later_of_two_clippings_counts_where_the_first_changes_nothing(clip):
+def test_a_second_clipping_counts_if_the_first_changed_nothing(clip):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with GradientMonitor(model, optimizer, every=2) as watching:
@@ -289,7 +289,7 @@ def train_gradients(model, seed, set_to_none=True):
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf], ids=str)
-def test_the_total_of_parts_that_overlap_is_of_the_norm_of_the_clipping(p):
+def test_the_total_of_overlapping_parts_has_the_norm_type_of_the_clipping(p):
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     elements = [3.0, -4.0, 5.0, -2.0]
@@ -322,7 +322,7 @@ def test_nonfinite_gradients_of_a_step_that_is_clipped_twice(bad):
 
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_clippings_of_a_step_that_was_given_up_do_not_count(set_to_none, clip):
+def test_clippings_of_an_abandoned_step_do_not_count(set_to_none, clip):
     """New gradients are new tensors or are written into the old ones, for some parameters or for all."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -353,7 +353,7 @@ def test_clippings_of_a_step_that_was_given_up_do_not_count(set_to_none, clip):
     assert value_at(watching, "gradient_norm_before_clipping/0.weight", 1) > 10 * kept["0.weight"]
 
 
-def test_parameters_that_are_given_twice_count_once():
+def test_repeated_parameters_count_once():
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model.weight.grad = torch.full((1, 1), 3.0)
@@ -445,7 +445,7 @@ def test_a_clipping_by_value_counts_infinity():
 
 
 @pytest.mark.parametrize("by", ["norm", "value"])
-def test_a_clipping_that_raises_is_none(monkeypatch, by):
+def test_a_failed_clipping_does_not_count(monkeypatch, by):
     def fails(*_):
         raise RuntimeError("out of memory")
 
@@ -468,7 +468,7 @@ def test_a_clipping_that_raises_is_none(monkeypatch, by):
 
 
 @pytest.mark.parametrize("by", ["norm", "value"])
-def test_clippings_are_told_to_all_monitors_that_are_open(by):
+def test_all_open_monitors_record_a_clipping(by):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     leaves = GradientMonitor(model, optimizer, every=1)
@@ -485,7 +485,7 @@ def test_clippings_are_told_to_all_monitors_that_are_open(by):
     assert stays.history["clip_rate"] == [(0, 1.0), (1, 1.0), (2, 1.0)]
 
 
-def test_clipping_by_pytorch_is_as_before_when_all_monitors_are_closed():
+def test_closed_monitors_restore_clipping_by_pytorch():
     gc.collect()
     GradientMonitor(model := network(), torch.optim.SGD(model.parameters(), lr=0.1)).close()
     places = [(nn.utils.clip_grad, "_clip_grads_with_norm_"), (nn.utils, "clip_grads_with_norm_")]
@@ -645,7 +645,7 @@ def test_modules_choose_charts():
     assert value(watching, "gradient_norm_total") == approx(math.hypot(*norms(model).values()))
 
 
-def test_modules_whose_names_begin_alike():
+def test_modules_with_a_common_prefix():
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "ab": nn.Linear(2, 2)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     set_gradients(model, *(torch.ones_like(parameter) for parameter in model.parameters()))
@@ -856,7 +856,7 @@ LOOPS = {
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize(("method", "calls"), [("add_scalar", [2]), ("add_scalar", [1, 4]), ("add_histogram_raw", [1])])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_writer_that_raises_costs_no_record_and_no_step(loop, method, calls, every):
+def test_a_writer_that_raises_loses_no_record_and_no_step(loop, method, calls, every):
     """The loop gets each error once, a step that raises one counts, and training is unaffected."""
     run, kind = LOOPS[loop]
     histories, ends = [], []
@@ -876,7 +876,7 @@ def test_a_writer_that_raises_costs_no_record_and_no_step(loop, method, calls, e
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_monitors_of_one_optimizer_count_the_step_at_which_the_writer_of_another_raises(loop):
+def test_a_writer_that_raises_does_not_affect_other_monitors(loop):
     run, kind = LOOPS[loop]
     model = network()
     optimizer = kind(model.parameters(), lr=0.001)
@@ -1113,7 +1113,7 @@ def test_all_skipped_steps_are_counted_once(monkeypatch, fused):
     assert sum(count for _, count in watching.history["skipped_steps"]) == 5
 
 
-def test_a_skipped_step_does_not_stand_in_for_the_record_that_was_due():
+def test_a_skipped_step_does_not_replace_a_due_record():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with GradientMonitor(model, optimizer, every=3) as watching:
@@ -1121,7 +1121,7 @@ def test_a_skipped_step_does_not_stand_in_for_the_record_that_was_due():
     assert steps_of(watching, "gradient_norm_total") == [1, 5, 6]
 
 
-def test_nonfinite_gradients_of_a_skipped_step_are_those_before_clipping():
+def test_nonfinite_gradients_of_a_skipped_step_are_counted_before_clipping():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with GradientMonitor(model, optimizer, every=1) as watching:
@@ -1133,7 +1133,7 @@ def test_nonfinite_gradients_of_a_skipped_step_are_those_before_clipping():
     assert steps_of(watching, "clip_rate") == [0, 2]
 
 
-def test_nonfinite_gradients_of_a_skipped_step_are_those_before_clipping_by_pytorch():
+def test_nonfinite_gradients_of_a_skipped_step_are_counted_before_clipping_by_pytorch():
     """Clipping by a NaN norm makes all elements NaN."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -1146,7 +1146,7 @@ def test_nonfinite_gradients_of_a_skipped_step_are_those_before_clipping_by_pyto
     assert watching.history["nonfinite_gradients"] == [(2, 1.0)]
 
 
-def test_what_the_scaler_found_decides():
+def test_the_scaler_decides_which_steps_are_skipped():
     """Gradients fixed after `unscale_` are finite, but the step is skipped; a step of another optimizer is not."""
     model, other = network(), network(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -1157,7 +1157,7 @@ def test_what_the_scaler_found_decides():
     assert watching.history == {"skipped_steps": [(0, 1.0)]}
 
 
-def test_an_optimizer_whose_step_runs_no_hooks_is_not_taken_for_skipped():
+def test_a_step_without_hooks_does_not_count_as_skipped():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer.step = types.MethodType(torch.optim.SGD.step.__wrapped__, optimizer)
@@ -1191,7 +1191,7 @@ def test_several_monitors_optimizers_and_scalers():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_skipped_steps_wait_for_nothing_more(fused):
+def test_skipped_steps_add_no_synchronization(fused):
     """A monitor synchronizes no more often than the scaler."""
     counts = []
     for watched in (False, True):
@@ -1227,7 +1227,7 @@ def original():
     return torch.amp.GradScaler.step
 
 
-def test_the_class_of_scalers_is_as_before_when_all_monitors_are_closed(original):
+def test_closed_monitors_restore_the_class_of_scalers(original):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     first, second = (GradientMonitor(model, optimizer) for _ in range(2))
@@ -1246,7 +1246,7 @@ def test_the_class_of_scalers_is_as_before_when_all_monitors_are_closed(original
     assert torch.amp.GradScaler.step is original
 
 
-def test_somebody_else_patches_the_scaler_too(monkeypatch, original):
+def test_another_patch_of_the_scaler(monkeypatch, original):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for close_first in (False, True):
@@ -1365,7 +1365,7 @@ def test_wrapped_optimizers(deep):
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_a_wrapper_that_hides_what_it_wraps():
+def test_a_wrapper_that_hides_its_optimizer():
     class Hiding(Wrapper):
         def __init__(self, optimizer):
             self._secret = optimizer
@@ -1544,7 +1544,7 @@ def test_groups_some_of_them_added_later():
     assert watching.history["update_to_weight_ratio/3.bias"][0][1] == pytest.approx(ratio, rel=1e-5)
 
 
-def test_parameters_that_are_not_of_the_model():
+def test_parameters_outside_the_model():
     model, other = network(), network(1)
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
     with GradientMonitor(model, optimizer) as watching:
@@ -1740,7 +1740,7 @@ def test_forward_passes_without_backward():
     assert value(watching, tags[0]) == approx(2 * output.norm().item())
 
 
-def test_activations_cost_nothing_at_steps_that_are_not_recorded(monkeypatch):
+def test_activations_are_not_measured_in_unrecorded_steps(monkeypatch):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hooked = []
@@ -1976,7 +1976,7 @@ def test_a_picture_of_norms_that_end_at_zero_and_at_infinity(tmp_path):
     assert heights == {"0": 0.0, "1": 0.0, "all layers": 1.0}
 
 
-def test_names_of_a_picture_are_short():
+def test_labels_of_a_picture_are_short():
     shared = plot.short_names(["base.model.0.q_proj.default", "base.model.0.v_proj.default", "base.model.1.default"])
     assert list(shared.values()) == ["0.q_proj", "0.v_proj", "1"]
     assert plot.short_names(["body", "body.head"]) == {"body": "body", "body.head": "body.head"}
@@ -1995,7 +1995,7 @@ def test_plot_without_matplotlib(monkeypatch):
         watching.plot()
 
 
-def test_layers_of_a_picture_are_few():
+def test_a_picture_has_few_layers():
     names = [f"blocks.{i}.{part}.weight" for i in range(12) for part in ("attention", "mlp")] + ["scale", "head.weight"]
     layers = plot.layers_of(names, most=16)
     assert list(layers) == [*(f"blocks.{i}" for i in range(12)), "scale", "head"]
@@ -2019,14 +2019,14 @@ def test_neighbours_of_a_long_list_are_merged():
     assert len(layers) == 26
 
 
-def test_a_module_of_many_parameters_is_taken_apart():
+def test_a_module_of_many_parameters_is_split():
     model = nn.ModuleDict({"lstm": nn.LSTM(2, 3, num_layers=2), "cell": nn.LSTMCell(2, 3), "head": nn.Linear(3, 1)})
     names = list(dict(model.named_parameters()))
     assert list(plot.layers_of(names)) == [*(name for name in names if name.startswith("lstm")), "cell", "head"]
     assert list(plot.layers_of(names, most=5)) == ["lstm", "cell", "head"]
 
 
-def test_merged_layers_have_the_norm_of_all_that_is_in_them(monkeypatch):
+def test_merged_layers_have_the_norm_of_all_their_parameters(monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(plot, "layers_of", functools.partial(plot.layers_of, most=2))
     model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(4))

@@ -1,11 +1,11 @@
 """The example agent: its games against oracles, its search with a model that knows the rules, and resumed runs."""
 
 import dataclasses
-import os
+import itertools
 import pickle
 import re
-import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -120,7 +120,7 @@ def test_a_perfect_player_of_tictactoe_never_loses():
     assert second.mean() < -0.6
 
 
-def test_a_taken_square_is_refused():
+def test_an_occupied_square_is_rejected():
     game = tictactoe.TicTacToe(2)
     game.reset(seed=0)
     game.step(np.array([4, 0]))
@@ -270,7 +270,7 @@ def test_no_illegal_action_is_searched_drawn_or_learned():
     assert all(parameter.grad.isfinite().all() for parameter in run.network.parameters())
 
 
-def test_a_share_of_actions_is_any_legal_one():
+def test_part_of_the_actions_is_uniformly_random():
     policy, legal = np.array([[1.0, 0, 0], [0.2, 0.3, 0.5]]), np.array([[True, True, False], [True, True, True]])
     expected = [[0.75, 0.25, 0], [(0.2 + 1 / 3) / 2, (0.3 + 1 / 3) / 2, (0.5 + 1 / 3) / 2]]
     np.testing.assert_allclose(explored(policy, legal, 0.5), expected)
@@ -294,17 +294,17 @@ def test_actions_of_no_probability_are_never_drawn():
 
 
 @pytest.mark.parametrize("name", games.names())
-def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(name, tmp_path):
+def test_an_interrupted_run_continues_identically(name, tmp_path):
     def step(run, times):
         for _ in range(times):
             run.step()
 
-    step(whole := training(name), 50)
-    step(first := training(name), 25)
+    step(whole := training(name), 24)
+    step(first := training(name), 12)
     first.save(tmp_path / "checkpoint.pt")
     second = training(name)
     second.load(tmp_path / "checkpoint.pt")
-    step(second, 25)
+    step(second, 12)
     assert whole.learner_steps == second.learner_steps > 10
     assert whole.curve == second.curve
     for parameter, other in zip(whole.network.parameters(), second.network.parameters(), strict=True):
@@ -316,7 +316,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(name, tmp_path
 
 
 @pytest.mark.parametrize("name", games.names())
-def test_the_agent_is_measured_beside_others(name, monkeypatch):
+def test_the_agent_is_compared_with_other_players(name, monkeypatch):
     monkeypatch.setattr(load(name), "evaluation_episodes", 3)
     run = training(name)
     evaluation = evaluate(run.network, run.configuration)
@@ -330,30 +330,26 @@ def test_the_agent_is_measured_beside_others(name, monkeypatch):
         assert max(returns.max() for returns in evaluation.values()) <= 0  # nobody wins against a perfect player
 
 
-# Runs train.py with a clock that advances by 0.1 s at each call.
-TICKING = """
-import itertools, runpy, sys, time
-ticks = itertools.count()
-time.perf_counter = lambda: 0.1 * next(ticks)
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_the_demo_tells_what_it_does(tmp_path):
+def test_the_output_of_the_demo(tmp_path, monkeypatch, capsys):
     """The time limit ends this run after 60 of many steps, and the bar is then full."""
     for name in ("matplotlib", "tensorboard", "tqdm"):
         pytest.importorskip(name)
+    import train
+
+    # A clock that advances by 0.1 s at each call.
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.1 * next(ticks))
+    monkeypatch.setattr(train, "TIMED_STEPS", 20)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     options = {"directory": tmp_path, "max-minutes": 0.1, "training-steps": 100_000, "num-simulations": 2}
     options |= {"minimum-replay": 50, "batch-size": 8, "num-environments": 4}
-    arguments = [f"--{name}={option}" for name, option in options.items()]
-    train = [sys.executable, "-c", TICKING, EXAMPLE / "train.py", *arguments]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLE}"}
-    run = subprocess.run(train, env=environment, capture_output=True, text=True, check=True)
-    bar = re.split(r"[\r\n]+", run.stderr.strip())[-1]
+    monkeypatch.setattr(sys, "argv", ["train.py", *(f"--{name}={option}" for name, option in options.items())])
+    assert train.main() == 0
+    printed = capsys.readouterr()
+    bar = re.split(r"[\r\n]+", printed.err.strip())[-1]
     assert re.match(r"100%\|█+\| mean return \d+ of 475, step 60 of 100000, 0\.1 of 0\.1 minutes", bar)
-    phases = ("time is up", "evaluating: 20 episodes", "timing the learner step: 200 times", "evaluation: 20 episodes")
-    places = [run.stdout.index(phase) for phase in phases]
+    phases = ("time is up", "evaluating: 20 episodes", "timing the learner step: 20 times", "evaluation: 20 episodes")
+    places = [printed.out.index(phase) for phase in phases]
     assert places == sorted(places)
 
 
@@ -370,7 +366,7 @@ def error_line(monkeypatch, directory, *options):
     return stopped.value.code
 
 
-def test_a_run_that_learnt_nothing_says_so(tmp_path, monkeypatch):
+def test_the_report_of_a_run_that_learnt_nothing(tmp_path, monkeypatch):
     line = error_line(monkeypatch, tmp_path, "--training-steps=2")
     assert line.startswith("error: the run ended before its first learner step")
 
@@ -397,7 +393,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("name", "value", "accepted"), [(*case, accepted) for accepted, cases in REFUSED.items() for case in cases]
 )
-def test_an_option_that_makes_no_sense_is_refused(name, value, accepted, tmp_path, monkeypatch):
+def test_an_invalid_option_is_rejected(name, value, accepted, tmp_path, monkeypatch):
     """In one line, before anything is written."""
     line = error_line(monkeypatch, tmp_path / "runs", f"--{name}={value}")
     assert line == f"error: --{name} must be {accepted}, not {value}"
@@ -418,7 +414,7 @@ def test_the_smallest_numbers_that_are_accepted_work(name):
         assert np.isfinite(list(run.step().values())).all()
 
 
-def test_a_run_whose_folder_cannot_be_made_says_so(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_created(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     line = error_line(monkeypatch, tmp_path / "file")
     assert line.startswith("error: --directory must be a folder that can be written: ")
@@ -442,7 +438,7 @@ def saved(path):
         "pickled": (lambda content: pickle.dumps([1]), "cannot be read as a checkpoint: "),
     }.values(),
 )
-def test_a_damaged_checkpoint_is_refused(damage, message, tmp_path, monkeypatch):
+def test_a_damaged_checkpoint_is_rejected(damage, message, tmp_path, monkeypatch):
     """In one line with instructions, and the file is unchanged."""
     path = tmp_path / "cartpole-seed0" / "checkpoint.pt"
     content = damage(saved(path))
@@ -454,7 +450,7 @@ def test_a_damaged_checkpoint_is_refused(damage, message, tmp_path, monkeypatch)
     assert [file.read_bytes() for file in path.parent.iterdir()] == [content]
 
 
-def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, monkeypatch):
+def test_a_checkpoint_of_another_run_is_rejected(tmp_path, monkeypatch):
     path = tmp_path / "tictactoe-seed0" / "checkpoint.pt"
     saved(path)
     line = error_line(monkeypatch, tmp_path, "--game=tictactoe")

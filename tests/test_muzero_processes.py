@@ -39,7 +39,8 @@ def run(command, **options):
 def test_ranks_train_as_one(tmp_path):
     checks = {
         "as_one": functools.partial(training_ranks.ranks_train_as_one, checkpoint=tmp_path / "checkpoint.pt"),
-        "damaged": training_ranks.a_damaged_checkpoint_is_refused,
+        "damaged": training_ranks.a_damaged_checkpoint_is_rejected,
+        "interrupted": training_ranks.ctrl_c_saves_a_checkpoint,
     }
     for name in ("matplotlib", "tensorboard", "tqdm"):
         pytest.importorskip(name)
@@ -50,7 +51,8 @@ def test_ranks_train_as_one(tmp_path):
         Training(CONFIGURATION).load(tmp_path / "checkpoint.pt")
 
 
-def test_ranks_save_when_ctrl_c_is_pressed(tmp_path):
+@pytest.mark.slow
+def test_ranks_of_torchrun_save_when_ctrl_c_is_pressed(tmp_path):
     pytest.importorskip("tensorboard")
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     process = run([*TORCHRUN, EXAMPLE / "train.py", *options, f"--directory={tmp_path}"])
@@ -66,7 +68,7 @@ def test_ranks_save_when_ctrl_c_is_pressed(tmp_path):
     assert len(saved["shares"]) == 2
 
 
-def test_a_share_is_of_everything():
+def test_a_share_has_its_part_and_its_own_seed():
     shares = [Configuration(num_environments=11).share(i, 4, "num_environments") for i in range(4)]
     assert [share.num_environments for share in shares] == [2, 3, 3, 3]
     assert len({share.seed for share in shares}) == 4
@@ -74,7 +76,7 @@ def test_a_share_is_of_everything():
         Configuration(num_environments=11).share(0, 12, "num_environments")
 
 
-def test_each_rank_removes_what_its_machine_has(tmp_path, monkeypatch):
+def test_each_rank_removes_the_files_of_its_machine(tmp_path, monkeypatch):
     """A new run ignores a replay buffer that an earlier run left on a machine other than rank 0's."""
     for name in ("matplotlib", "tensorboard", "tqdm"):
         pytest.importorskip(name)
@@ -100,7 +102,7 @@ def test_each_rank_removes_what_its_machine_has(tmp_path, monkeypatch):
     assert not left.exists()
 
 
-def test_too_many_processes_are_refused_before_anything_is_removed(tmp_path, monkeypatch):
+def test_too_many_processes_are_rejected_before_anything_is_removed(tmp_path, monkeypatch):
     for name in ("matplotlib", "tensorboard", "tqdm"):
         pytest.importorskip(name)
     import train
@@ -126,7 +128,7 @@ def test_too_many_processes_are_refused_before_anything_is_removed(tmp_path, mon
     assert left.exists()
 
 
-def test_without_ray_there_is_one_line(tmp_path, monkeypatch):
+def test_the_error_without_ray_is_one_line(tmp_path, monkeypatch):
     for name in ("matplotlib", "tensorboard", "tqdm"):
         pytest.importorskip(name)
     import train
@@ -153,7 +155,7 @@ def episode(length, seed):
     )
 
 
-def test_a_keeper_finds_what_was_acknowledged(tmp_path):
+def test_a_new_keeper_has_all_acknowledged_episodes(tmp_path):
     """After each call a new keeper reads the file. A repeated call adds nothing. The ring wraps around three times."""
     pytest.importorskip("ray")
     from actors import Keeper

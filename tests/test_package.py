@@ -49,7 +49,7 @@ def test_report():
     assert gs.__version__ in done.stdout
 
 
-def test_a_report_that_nobody_reads_ends_in_silence():
+def test_a_closed_pipe_ends_the_report_silently():
     command = [sys.executable, "-m", "gradscale_ext"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as report:
         report.stdout.close()
@@ -74,7 +74,7 @@ def _import_from(folder):
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
 
 
-def test_a_source_folder_that_shadows_the_package_is_explained(tmp_path):
+def test_the_error_explains_a_source_folder_that_shadows_the_package(tmp_path):
     """The package's Python files without the extension, as in a checkout without an in-place build."""
     shadow = tmp_path / "gradscale_ext"
     shutil.copytree(gs.__path__[0], shadow, ignore=shutil.ignore_patterns("_C.*.so", "_C.*.pyd", "_build.py"))
@@ -84,7 +84,7 @@ def test_a_source_folder_that_shadows_the_package_is_explained(tmp_path):
     assert "`python -m pip install -e .`" in done.stderr
 
 
-def test_an_extension_that_does_not_load_is_explained(tmp_path):
+def test_the_error_explains_an_extension_that_does_not_load(tmp_path):
     """After an upgrade of PyTorch, symbols that the extension needs are missing."""
     package = tmp_path / "gradscale_ext"
     shutil.copytree(gs.__path__[0], package, ignore=shutil.ignore_patterns("_C.*"))
@@ -97,7 +97,7 @@ def test_an_extension_that_does_not_load_is_explained(tmp_path):
     assert "`python -m pip install --force-reinstall --no-deps .`" in last
 
 
-def test_another_torch_is_explained(monkeypatch):
+def test_the_error_explains_another_pytorch(monkeypatch):
     monkeypatch.setattr(_native, "_version_built_with", lambda: "2.11.0")
     message = str(_native._explain(ImportError("undefined symbol: _ZN2at4fooE")))
     assert "compiled against PyTorch 2.11.0" in message

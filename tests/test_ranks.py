@@ -1,4 +1,4 @@
-"""N ranks train as one does: steps on two and on four processes against the same steps on the whole batch."""
+"""N ranks train like one rank: steps on three processes, compared with the same steps on the whole batch."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ LOSS = gs.MultiStepLoss(
 
 
 class Network(nn.Module):
-    """A small MuZero with all five operators in it.
+    """A small MuZero with all five operators.
 
-    A rank's loss is divided by its own share of the samples, so that its gradients are `ranks` times those of one rank
-    with the whole batch until they are averaged: limits of a gradient's norm are so many times as large.
+    A rank's loss is divided by its own number of samples. Until they are averaged, its gradients are therefore `ranks`
+    times as large as in one rank with the whole batch, and limits of gradient norms are multiplied by `ranks`.
     """
 
     def __init__(self, ranks: int, group: dist.ProcessGroup | None) -> None:
@@ -65,17 +65,17 @@ class Network(nn.Module):
 
     def recurrent(self, hidden: Tensor, action: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         hidden = self.clip(self.dynamics(nn.functional.one_hot(action, ACTIONS).to(hidden.dtype), hidden))
-        of_value = gs.clip_gradient_value(self.scale(hidden), -10.0 * self.ranks, 10.0 * self.ranks)
-        outputs = {name: head(of_value if name == "value" else hidden) for name, head in self.heads.items()}
-        of_adversary = gs.normalize_gradient(self.reverse(hidden), 1e-3 * self.ranks, batch_dims=1)
-        return outputs | {"hidden": self.adversary(of_adversary)}, hidden
+        clamped = gs.clip_gradient_value(self.scale(hidden), -10.0 * self.ranks, 10.0 * self.ranks)
+        outputs = {name: head(clamped if name == "value" else hidden) for name, head in self.heads.items()}
+        reversed_ = gs.normalize_gradient(self.reverse(hidden), 1e-3 * self.ranks, batch_dims=1)
+        return outputs | {"hidden": self.adversary(reversed_)}, hidden
 
     def forward(self, observation: Tensor, actions: Tensor) -> dict[str, list[Tensor]]:
         return gs.unroll(self.initial, self.recurrent, observation, actions)
 
 
 def batches(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """The whole batch of every step, with a mask of which some ranks have almost nothing."""
+    """The whole batch of every step, with a mask that leaves some ranks almost no entries."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
         random = functools.partial(torch.randn, generator=generator, dtype=dtype)
@@ -93,13 +93,13 @@ def batches(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
 
 
 def parts_of(ranks: int) -> list[slice]:
-    """Batches of unlike sizes; the last rank has the largest."""
+    """Parts of different sizes; the last rank has the largest."""
     bounds = [round(BATCH * (rank / ranks) ** 1.5) for rank in range(ranks + 1)]
     return [slice(*pair) for pair in itertools.pairwise(bounds)]
 
 
 class Learner:
-    """What a step needs, on one rank with all or on each of several with its part."""
+    """A network with its optimizer and monitor, on one rank with the whole batch or on several with parts of it."""
 
     def __init__(
         self, network: nn.Module, parallel: nn.Module, group: dist.ProcessGroup | None, reduction: str
@@ -179,7 +179,7 @@ def assert_one_all_reduce(function: Callable[[], object]) -> None:
 
 
 def one_all_reduce_for_all_statistics(rank: int) -> None:
-    """Also where some ranks have no part of some tensors."""
+    """Also if some ranks have no part of some tensors."""
     network = Network(1, None)
     fully_shard(network, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     for p in network.parameters():
@@ -256,15 +256,15 @@ def a_nan_on_one_rank_makes_all_skip(rank: int) -> None:
             assert (whole(p.grad) == 0).all()
 
 
-def an_error_of_one_rank_is_its_own(rank: int) -> None:
-    """Bad input is told before ranks wait for each other, and says what is wrong."""
+def an_error_of_one_rank_stays_on_that_rank(rank: int) -> None:
+    """Invalid input raises before ranks wait for each other."""
     with pytest.raises(ValueError, match="process_group goes with reduction 'mean' or 'valid_mean', but it is 'sum'"):
         gs.reduce_multi_step(torch.ones(2, 2), reduction="sum", process_group=dist.group.WORLD)
     with pytest.raises(TypeError, match="multi_step_loss: process_group must be a "):
         gs.reduce_multi_step(torch.ones(2, 2), process_group="world")  # type: ignore[arg-type]
 
 
-def weights_are_at_most_those_of_the_largest_rank(rank: int) -> None:
+def weights_are_normalised_over_all_ranks(rank: int) -> None:
     weights = torch.full((3,), float(rank + 1))
     losses = torch.ones(3, 1, dtype=torch.float64)
     for function in (gs.reduce_multi_step, reference_reduction):
@@ -282,7 +282,7 @@ def reference_reduction(losses: Tensor, **options: Any) -> gs.MultiStepLossOutpu
 
 
 def a_rank_without_entries_joins(rank: int) -> None:
-    """The mean is over the others' entries, and the average of the ranks' losses is that mean."""
+    """The average of the ranks' losses is the mean over the entries of the other ranks."""
     ranks = dist.get_world_size()
     losses = torch.full((4, 2), float(rank), dtype=torch.float64, requires_grad=True)
     for function in (gs.reduce_multi_step, reference_reduction):
@@ -310,7 +310,7 @@ def saved(learner: Learner, folder: str) -> None:
 
 
 def restored(learner: Learner, folder: str, limits: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Goes on from a checkpoint, with the limits for this number of ranks; returns the parameters."""
+    """Load a checkpoint, set the limits for this number of ranks, and return the parameters."""
     model, optimizer = get_state_dict(learner.network, learner.optimizer)
     state = {"model": model, "optimizer": optimizer}
     checkpoint.load(state, checkpoint_id=folder, process_group=learner.group)
@@ -336,7 +336,7 @@ def limits_of(learner: Learner) -> dict[str, Tensor]:
 
 
 def a_checkpoint_goes_on_with_another_number_of_ranks(rank: int) -> None:
-    """Bitwise where the number is the same, and else as N ranks equal others; with more ranks, and with fewer."""
+    """Bitwise with the same number of ranks; up to rounding with more ranks and with fewer."""
     ranks, half = dist.get_world_size(), dist.get_world_size() // 2
     few, many = DeviceMesh("cpu", list(range(half))), init_device_mesh("cpu", (ranks,))
     steps = list(itertools.islice(batches(torch.float64), 6))
@@ -373,8 +373,8 @@ CHECKS: dict[str, Callable[[int], None]] = {
         both_all_reduces_are_begun_before_one_is_waited_for,
         a_compiled_loss_counts_over_the_ranks,
         a_nan_on_one_rank_makes_all_skip,
-        an_error_of_one_rank_is_its_own,
-        weights_are_at_most_those_of_the_largest_rank,
+        an_error_of_one_rank_stays_on_that_rank,
+        weights_are_normalised_over_all_ranks,
         a_rank_without_entries_joins,
         a_checkpoint_goes_on_with_another_number_of_ranks,
     )
@@ -413,7 +413,7 @@ def meet(place):
     file = pathlib.Path(__file__ + place)
     if dist.get_rank() == 0:
         file.touch()
-    while not file.exists():  # rank 1 ends when rank 0 has received all messages
+    while not file.exists():  # rank 1 ends after rank 0 has received all messages
         time.sleep(0.01)
 
 for step in range(4):
@@ -429,7 +429,7 @@ for step in range(4):
     out.loss.backward()
     gs.clip_gradients_(layer, 1.0, process_group=dist.group.WORLD)
 """
-PATIENCE = 600  # seconds; a third of the time after which gloo gives up by itself
+PATIENCE = 600  # seconds; a third of gloo's own timeout
 KILL, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('of this rank alone')"
 
 
@@ -440,7 +440,7 @@ KILL, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('of this
         ("pass", KILL, "gradient statistics"),
     ],
 )
-def test_the_others_say_in_which_call_they_missed_a_rank(end: str, later: str, function: str, tmp_path: Path) -> None:
+def test_the_error_names_the_call_that_a_rank_missed(end: str, later: str, function: str, tmp_path: Path) -> None:
     rendezvous = "[f'file://{sys.argv[2]}/store', None, 2, int(sys.argv[1])]"
     script = tmp_path / "train.py"
     script.write_text(ENDS.format(rendezvous=rendezvous, end=end, later=later))
@@ -456,7 +456,7 @@ def test_the_others_say_in_which_call_they_missed_a_rank(end: str, later: str, f
 
 @pytest.mark.slow
 def test_torchrun_reports_the_rank_that_was_killed(tmp_path: Path) -> None:
-    """As its root cause, or as another failure: it does not know which of two ranks ended first."""
+    """As the root cause or as another failure, because torchrun cannot tell which rank ended first."""
     script = tmp_path / "train.py"
     script.write_text(ENDS.format(rendezvous="[]", end=KILL, later="pass"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

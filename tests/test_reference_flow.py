@@ -53,7 +53,7 @@ def gradient(module, name, gradient=G, x=X):
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128])
-def test_gradients_are_those_of_the_operators(name, dtype):
+def test_gradients_equal_the_gradients_of_the_operators(name, dtype):
     if dtype.is_complex and "value" in name:
         pytest.skip("complex numbers have no order")
     x, g = X.to(dtype), G.to(dtype)
@@ -112,7 +112,7 @@ def test_tangents_and_compiled_transforms_of_linear_operators(name, compiled):
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in LINEAR])
-def test_nonlinear_operators_raise_where_they_cannot_be_right(name):
+def test_nonlinear_operators_raise_in_unsupported_contexts(name):
     with pytest.raises(RuntimeError), forward_ad.dual_level():
         called(reference, name, forward_ad.make_dual(X, G))
     torch._dynamo.reset()
@@ -130,14 +130,14 @@ def test_infinite_values_keep_their_gradient(scale):
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
-def test_scales_that_are_not_finite_are_seen_in_the_gradient(scale):
+def test_nonfinite_scales_appear_in_the_gradient(scale):
     x = X.clone().requires_grad_()
     y = reference.scale_gradient(x, scale)
     assert torch.equal(y.detach(), X)
     assert not torch.autograd.grad(y, x, G)[0].isfinite().any()
 
 
-def test_an_infinite_element_times_a_negative_scale_is_seen_in_the_gradient():
+def test_an_infinite_element_times_a_negative_scale_appears_in_the_gradient():
     x = torch.tensor([math.inf, 2.0, 1e300], dtype=torch.float64, requires_grad=True)
     y = reference.scale_gradient(x, -1e10)
     assert torch.equal(y.detach(), x.detach())

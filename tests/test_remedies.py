@@ -1,4 +1,4 @@
-"""Errors of the loss say what to write instead, as those need to read it who wrote the mistake."""
+"""Errors of the loss suggest code that replaces the mistake."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def nested(layout):
     return torch.nested.nested_tensor([torch.randn(T, S)] * B, layout=layout)
 
 
-#: What is done to (predictions, targets, options), and the end of the message.
+#: Changes to (predictions, targets, options), and the end of the message.
 MISTAKES = {
     "NumPy targets": (
         lambda p, t, o: every(t["value"], torch.Tensor.numpy),
@@ -182,12 +182,12 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_errors_say_what_to_write(mistake):
+def test_errors_suggest_code(mistake):
     change, words = MISTAKES[mistake]
     predictions, targets = arguments()
     options: dict = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of PyTorch, on nested and masked tensors
+        warnings.simplefilter("ignore")  # PyTorch warns about nested and masked tensors
         change(predictions, targets, options)
         predictions = options.pop("predictions", predictions)
         with pytest.raises((TypeError, ValueError)) as info:
@@ -223,7 +223,7 @@ def wrapped_loss(x, target):
 torch.fx.wrap("wrapped_loss")
 
 
-def test_mistakes_are_found_while_compiling_too():
+def test_mistakes_are_found_while_compiling():
     predictions, targets = arguments()
     function = torch.compile(
         lambda mask: gs.multi_step_loss(HEADS, predictions, targets, mask=mask).loss, backend="eager", fullgraph=True

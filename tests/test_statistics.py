@@ -1,4 +1,4 @@
-"""Statistics of gradients, and clipping by the norm of all of them."""
+"""Statistics of gradients, and clipping by their total norm."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ def numbers(size, seed, dtype=torch.float32, scale=1.0):
 
 @pytest.fixture
 def rounding(request):
-    """The relative error that sums over elements narrower than float64 may have: the CUDA kernels add the elements of
-    16 bytes in float32, where squares of any elements are rounded at most three times by 2^-24, of which the root takes
-    half, and windows in float64."""
+    """Allowed relative error of norms of elements narrower than float64.
+
+    The CUDA kernels add the squares of 16 bytes of elements in float32, with at most three roundings of 2^-24, which
+    the square root halves. Further sums are in float64.
+    """
     return 9e-8 if request.config.getoption("--simulated-kernels") else 1e-12
 
 
 def assert_same(tensors, p=2.0, rounding=1e-12):
-    """A mean may be off by twice as much of the mean of magnitudes, since two numbers may cancel each other."""
+    """The error of a mean is at most twice as large, relative to the mean of magnitudes, because of cancellation."""
     result, expected = module._C.tensor_statistics(tensors, p), reference.tensor_statistics(tensors, p)
     sums, counts, _ = reference.tensor_statistics(tensors, 1.0)
     magnitudes = sums[0] / (counts[0] - counts[2] - counts[3]).clamp(min=1)
@@ -60,7 +62,7 @@ def with_gradients(gradients):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", NORMS)
 def test_statistics(dtype, p, rounding):
-    """Sizes around those of blocks and chunks, and views that begin anywhere."""
+    """Sizes near the sizes of blocks and chunks, and views with arbitrary offsets."""
     tensors = [
         numbers(size + 5, size, dtype, 10.0 ** (size % 7 - 3))[offset : size + offset]
         for size in SIZES
@@ -187,7 +189,7 @@ def test_strided_views_and_negative_bits(rounding):
 
 
 def test_nothing_overflows_or_vanishes():
-    """Squares that leave float16, float32 and float64, in every direction."""
+    """Squares that overflow or underflow in float16, float32 and float64."""
     cases = [
         (torch.full((3000,), 65504.0, dtype=torch.float16), 65504.0 * math.sqrt(3000)),
         (torch.full((4,), 3e38), 2 * torch.tensor(3e38).item()),
@@ -205,8 +207,8 @@ def test_nothing_overflows_or_vanishes():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_what_float32_cannot_square(dtype, rounding):
-    """Numbers whose squares overflow or vanish, beside ordinary ones, zeros of both signs, NaN and inf."""
+def test_numbers_whose_squares_leave_float32(dtype, rounding):
+    """Numbers whose squares overflow or underflow, together with ordinary ones, both zeros, NaN and inf."""
     ordinary = numbers(1000, 0)
     tensors = []
     for scale in (1e30, 1e-20, 1e-30, 1e-41):
@@ -271,7 +273,7 @@ def test_errors(arguments, error, words):
         gs.gradient_statistics(*arguments)
 
 
-def test_other_contexts_take_the_reference(rounding):
+def test_other_contexts_use_the_reference(rounding):
     tensors = [numbers(100, 0), numbers((3, 5), 1)]
     expected = gs.gradient_statistics(tensors).norm
     with torch.inference_mode():
@@ -288,7 +290,7 @@ def test_other_contexts_take_the_reference(rounding):
 
 
 def layers():
-    """The gradient of the first weight is 3, 4, the bias has none, and the second weight is frozen."""
+    """The first weight has the gradient (3, 4), the bias has none, and the second weight is frozen."""
     model = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 1), "second": torch.nn.Linear(1, 1, bias=False)})
     model["first"].weight.grad = torch.tensor([[3.0, 4.0]])
     model["second"].requires_grad_(False)
@@ -309,7 +311,7 @@ def layers():
     ids=["module", "pairs", "generator", "list"],
 )
 def test_parameters_mean_their_gradients(given, names):
-    """A frozen parameter is one too: its weights never appear among gradients."""
+    """A frozen parameter counts as a parameter: its values never appear as gradients."""
     statistics = gs.gradient_statistics(given(layers()))
     assert statistics.names == names
     assert statistics.norm.tolist() == [5.0, 0.0, 0.0]
@@ -364,7 +366,7 @@ def test_leaves_that_require_grad_are_parameters():
 
 
 def test_within_torch_func_leaves_mean_themselves():
-    """They are what is differentiated by, as a penalty on a norm needs it, and never have a `grad`."""
+    """The leaves are inputs of the differentiation, as in a penalty on a norm, and never have a `grad`."""
     norms = []
 
     def penalty(x):
@@ -375,7 +377,7 @@ def test_within_torch_func_leaves_mean_themselves():
     assert norms == [5.0]
 
 
-def test_mixed_input_says_what_is_meant_row_by_row():
+def test_mixed_input_is_labelled_row_by_row():
     weight = torch.nn.Parameter(torch.tensor([100.0]))
     weight.grad = torch.tensor([5.0])
     statistics = gs.gradient_statistics([("weight", weight), torch.tensor([6.0, 8.0]), None, ("frozen", None)])
@@ -410,7 +412,7 @@ def test_statistics_are_a_number_as_the_norm_of_pytorch_is():
     assert norm < torch.tensor(6.0)
     assert norm <= 5
     assert not norm > 5
-    assert isinstance(norm > 4, torch.Tensor)  # nothing has been waited for
+    assert isinstance(norm > 4, torch.Tensor)  # nothing was synchronized
     infinite = gs.clip_gradients_(with_gradients([torch.tensor([math.inf])]), 1.0)
     assert float(infinite) == math.inf
 
@@ -421,11 +423,11 @@ def test_statistics_are_a_number_as_the_norm_of_pytorch_is():
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
 @pytest.mark.parametrize("p", NORMS)
 @pytest.mark.parametrize("limit", [0.0, 1e-3, 1.0, 1e6, math.inf])
-def test_clips_as_pytorch_does(dtype, p, limit):
+def test_clipping_equals_pytorchs(dtype, p, limit):
     real = torch.float32 if dtype.is_complex else dtype
     gradients = [numbers(size, size, real, 1e-2).to(dtype) for size in (1, 7, 3000, 0, 40)]
     if math.isinf(p):
-        del gradients[3]  # PyTorch has no largest element of nothing
+        del gradients[3]  # PyTorch has no maximum of an empty tensor
     wide = torch.complex128 if dtype.is_complex else torch.float64
     exact = with_gradients([g.to(wide, copy=True) for g in gradients])
     ours, theirs = (
@@ -492,7 +494,7 @@ def test_skip_zeroes_complex_gradients():
     assert not any(parameter.grad.any() for parameter in parameters)
 
 
-def test_skip_and_error_clip_what_is_finite():
+def test_skip_and_error_clip_finite_gradients():
     for nonfinite in ("skip", "error"):
         p = with_gradients([torch.tensor([3.0, 4.0])])
         gs.clip_gradients_(p, 1.0, nonfinite=nonfinite)
@@ -543,7 +545,7 @@ def test_a_gradient_of_two_parameters_is_multiplied_once():
 
 
 def test_gradients_in_any_memory():
-    """Sparse, strided and conjugate ones are written to where they are."""
+    """Sparse, strided and conjugate gradients are modified in place."""
     base = numbers((6, 8), 0)
     conjugate = torch.complex(numbers(4, 1), numbers(4, 2))
     gradients = [
@@ -568,7 +570,7 @@ def test_gradients_in_any_memory():
     assert addresses == [p.grad.data_ptr() for p in parameters[:3]]
 
 
-def test_expanded_gradients_are_refused_before_anything_is_written():
+def test_expanded_gradients_are_rejected_before_any_write():
     first, second = torch.zeros(2), torch.zeros(3)
     first.grad, second.grad = torch.tensor([3.0, 4.0]), torch.tensor(1.0).expand(3)
     with pytest.raises(RuntimeError, match="is an expanded tensor"):
@@ -577,7 +579,7 @@ def test_expanded_gradients_are_refused_before_anything_is_written():
 
 
 def test_clipping_is_seen_by_autograd():
-    """The version of a gradient that autograd has saved moves on."""
+    """The version counter of a gradient that autograd has saved increases."""
     x = torch.tensor([3.0, 4.0], requires_grad=True)
     (x**2).sum().backward(create_graph=True)
     second = (x.grad**2).sum()
@@ -616,7 +618,7 @@ def test_errors_of_clipping(change, error, words):
 
 
 def test_reference_clips_the_same():
-    """Other devices and contexts take the reference."""
+    """Other devices and contexts use the reference."""
     gradients = [
         numbers(40, 0),
         torch.sparse_coo_tensor([[1, 3]], numbers((2, 2), 3), (5, 2)),
@@ -636,7 +638,7 @@ def test_reference_clips_the_same():
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_a_complex_number_with_an_infinite_part_is_infinite(dtype):
-    """The modulus is infinite, whatever the other part."""
+    """The modulus is infinite for any value of the other part."""
     gradient = torch.tensor([complex("inf+nanj"), complex("nan+0j"), 3 + 4j], dtype=dtype)
     for statistics in (gs.gradient_statistics([gradient]), gs.gradient_statistics([gradient.conj()])):
         assert (statistics.infs.item(), statistics.nans.item(), statistics.norm.item()) == (1, 1, 5.0)

@@ -1,4 +1,4 @@
-"""`GradientTracer` changes nothing of what it watches, survives what PyTorch can do, and keeps nothing alive."""
+"""`GradientTracer` does not change what it traces, supports PyTorch's contexts, and keeps no tensor alive."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_it_can_be_entered_again_but_not_twice_at_once():
     assert (tracer.used(first.weight), tracer.used(second.weight)) == (False, True)
 
 
-def test_it_is_left_after_an_exception():
+def test_an_exception_ends_tracing():
     with pytest.raises(ZeroDivisionError), GradientTracer() as tracer:
         torch.ones(1) / (1 // 0)
     with tracer:
@@ -279,7 +279,7 @@ def test_values_that_leave_pytorch():
     assert str(item.location).rpartition(":")[0].endswith("test_tracer.py")
 
 
-def test_operands_that_are_read_only_for_their_form_are_no_dependency():
+def test_operands_read_for_their_shape_are_no_dependency():
     p = nn.Parameter(torch.ones(3))
     x = torch.ones(3)
     with GradientTracer() as tracer:
@@ -298,7 +298,7 @@ def test_operands_that_are_read_only_for_their_form_are_no_dependency():
 
 
 def test_the_package_s_own_functions_are_seen():
-    """Their results have no graph, where what goes in has none."""
+    """Their results have no graph if their inputs have none."""
     layer, support = torch.nn.Linear(4, 11), gs.Support(-5, 5, 11)
     module = gs.MultiStepLoss(value=gs.TwoHot(support))
     x, target = torch.randn(3, 4), torch.zeros(3)
@@ -315,7 +315,7 @@ def test_the_package_s_own_functions_are_seen():
         assert codes == {"detached"}, name
 
 
-def test_cuts_that_keep_gradients_from_a_value_and_those_that_do_not():
+def test_relevant_and_irrelevant_cuts():
     w = nn.Parameter(torch.ones(3))
     scale, data = torch.full((), 0.5), torch.ones(3)
     with GradientTracer() as tracer:
@@ -337,7 +337,7 @@ def test_cuts_that_keep_gradients_from_a_value_and_those_that_do_not():
             "written": data.clone().copy_(x.detach()) * w.sin(),
         }
         with torch.no_grad():
-            y = x * 2  # Gradients of this value alone are missing.
+            y = x * 2  # Only this value has no gradient.
         between["no_grad"] = y @ w
     for name, result in beside.items():
         assert tracer.felt_cuts(result) == [], name
@@ -348,7 +348,7 @@ def test_cuts_that_keep_gradients_from_a_value_and_those_that_do_not():
     assert tracer.felt_cuts(x) == tracer.cuts(x) == tracer.felt_cuts(w) == []
 
 
-def test_a_pass_that_failed_leaves_no_cut_behind():
+def test_a_failed_pass_leaves_no_cut():
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     tracer = GradientTracer()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), tracer:

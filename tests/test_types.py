@@ -1,4 +1,4 @@
-"""What type checkers say of scripts that use the package: typical ones pass, and misspelt ones do not."""
+"""Type checkers accept a typical script that uses the package, and report its misspelt lines."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ assert_type(gs.scale_gradient([out.loss], 0.5), list[torch.Tensor])
 norm: float = float(gs.clip_gradients_([torch.zeros(2)], 1.0))
 """
 
-#: What is wrong with each, and what mypy says.
+#: Misspelt lines, and parts of the messages of mypy.
 MISSPELT = {
     'loss_fn(predictions, targets, step_gradient_scales="unroll")': 'Unexpected keyword argument "step_gradient_s',
     'loss_fn(predictions, targets, reduction="average")': 'Argument "reduction" to "__call__" of "MultiStepLoss"',
@@ -69,9 +69,9 @@ WRONG_LINES = set(range(FIRST, FIRST + len(MISSPELT)))
 
 
 def test_mypy(script):
-    """Errors are those of the misspelt lines, and no others."""
+    """Only the misspelt lines have errors."""
     pytest.importorskip("mypy")
-    # The options and the cache of `make lint`, where mypy has read PyTorch already.
+    # The options and the cache of `make lint`, in which PyTorch has already been analysed.
     options = ["--strict", f"--config-file={ROOT}/pyproject.toml", f"--cache-dir={ROOT}/.mypy_cache"]
     command = [sys.executable, "-m", "mypy", *options, script.name]
     environ = {**os.environ, "MYPYPATH": str(ROOT)}

@@ -9,7 +9,7 @@ import gradscale_ext as gs
 
 
 def _sums(hidden_scale, actions):
-    """s' = w s with unit head losses on the root and five recurrent states: gradients of the root state and of w."""
+    """Gradients of the root state and of w for s' = w s with unit losses on the root and five recurrent states."""
     root = torch.ones(1, dtype=torch.float64, requires_grad=True)
     w = torch.ones((), dtype=torch.float64, requires_grad=True)
     outputs = gs.unroll(
@@ -58,8 +58,8 @@ def _value(hidden):
 
 
 @pytest.mark.parametrize("steps", [3, 4])
-def test_actions_that_are_no_tensors_are_refused(steps):
-    """NumPy arrays [B, K] would be walked by sample."""
+def test_actions_that_are_not_tensors_are_rejected(steps):
+    """Iteration over a NumPy array [B, K] would yield samples instead of steps."""
     array = torch.ones(3, steps).numpy()
     for actions, words in (
         (array, r"of type ndarray; convert actions: torch\.as_tensor\(actions\)"),
@@ -98,7 +98,7 @@ def test_a_sequence_of_actions_has_one_batch():
         (None, "returned nothing"),
     ],
 )
-def test_functions_that_return_something_else(returned, words):
+def test_functions_with_wrong_results(returned, words):
     right = ({"value": torch.ones(2)}, torch.ones(2))
     for initial, recurrent, name in ((returned, right, r"initial\(observation\)"), (right, returned, "recurrent")):
         with pytest.raises(TypeError, match=f'{name}.*{words}.*"policy": policy}}, hidden'):
@@ -107,7 +107,7 @@ def test_functions_that_return_something_else(returned, words):
 
 @pytest.mark.parametrize("of_states", [tuple, list, lambda pair: dict(zip("hc", pair, strict=True))])
 def test_states_of_an_lstm(of_states):
-    """(h, c) are scaled one by one, on their way to the next step alone."""
+    """h and c are each scaled, only on the way to the next step."""
     torch.manual_seed(0)
     cell = torch.nn.LSTMCell(2, 3).double()
     first = [torch.randn(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
@@ -145,7 +145,7 @@ def test_hidden_scale_is_checked_before_anything_runs():
 
 def test_outputs_may_be_any_mapping():
     class Items:
-        """Iterating gives something else than the keys, as with a TensorDict."""
+        """Iteration does not yield the keys, as with a TensorDict."""
 
         def __init__(self, **entries):
             self.entries = entries

@@ -76,8 +76,8 @@ def eager_loss(network: MuZeroNetwork) -> Callable[..., Tensor]:
 
 
 def test_compiled_whole_and_never_again():
-    """Two hundred steps with schedules: one graph without a break, and a second one when numbers turn out to vary."""
-    truth = train(200, eager_loss(network := make_network()), network)
+    """Forty steps with schedules: one graph without a break, and a second one when numbers turn out to vary."""
+    truth = train(40, eager_loss(network := make_network()), network)
     network, loss_function = make_network(), make_loss(SUPPORT, "auto")
 
     def loss(tensors: dict[str, Any], decay: float, scale: float) -> Tensor:
@@ -93,7 +93,7 @@ def test_compiled_whole_and_never_again():
         graphs.append(compiles["unique_graphs"] - before)
         return value
 
-    losses = train(200, counted, network)
+    losses = train(40, counted, network)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(truth), rtol=1e-3, atol=1e-4)
     assert graphs[0] == 1
     assert graphs[2] == graphs[-1] <= 2

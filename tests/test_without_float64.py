@@ -1,4 +1,4 @@
-"""What the reference does on a device that has no float64, as MPS: the CPU plays one that refuses it."""
+"""The reference on a device without float64, such as MPS, simulated by a mode that rejects float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEADS: dict[str, gs.Head] = {
 
 
 class Refusing(TorchDispatchMode):
-    """Makes no float64 of anything else; a number that a user has as a float64 tensor lies on another device."""
+    """Rejects the creation of float64 tensors from other dtypes; a user's float64 numbers are on another device."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
@@ -51,7 +51,7 @@ def without_float64(monkeypatch: pytest.MonkeyPatch, function: Callable[[], Any]
 
 
 def assert_same_without(monkeypatch: pytest.MonkeyPatch, function: Callable[[], Any]) -> None:
-    """The same but for the rounding of float32."""
+    """Equal up to the rounding of float32."""
     expected = function()
     found = without_float64(monkeypatch, function)
     for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
@@ -122,7 +122,7 @@ def test_flow(x: torch.Tensor, number: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_modules_are_moved_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their float64 numbers are rounded on the way; and are made so where such a device is PyTorch's default."""
+    """Their float64 numbers are converted to float32, also if such a device is PyTorch's default."""
     modules = [gs.ScaleGradient(0.1), gs.ClipGradientNorm(0.1), gs.ClipGradientValue(-0.1, 0.1)]
 
     def move() -> None:

@@ -1,9 +1,13 @@
 """Checks of the example agent's training by two ranks, which tests/test_muzero_processes.py starts."""
 
+import contextlib
 import copy
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -22,7 +26,7 @@ CONFIGURATION = Configuration(**SMALL, training_steps=60)
 
 
 class Joined(Ranks):
-    """The ranks of the process group that these processes have already."""
+    """The ranks of the existing process group."""
 
     def __init__(self) -> None:
         self.rank, self.size, self.process_group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
@@ -34,8 +38,8 @@ def after(steps: int, training: Training) -> Training:
     return training
 
 
-def weights_are_the_same_after_going_on(ranks: Ranks, checkpoint: Path) -> Training:
-    """In both ranks, and whether or not the run was interrupted; bit for bit."""
+def weights_are_the_same_after_resuming(ranks: Ranks, checkpoint: Path) -> Training:
+    """Bitwise in both ranks, with and without an interruption."""
     whole = after(40, Training(CONFIGURATION, ranks))
     after(20, Training(CONFIGURATION, ranks)).save(checkpoint)
     ranks.gather("the checkpoint is written")
@@ -54,8 +58,8 @@ def weights_are_the_same_after_going_on(ranks: Ranks, checkpoint: Path) -> Train
     return whole
 
 
-def step_is_that_of_the_whole_batch(ranks: Ranks, training: Training) -> None:
-    """Ranks have the gradients of one process that learns from both of their batches."""
+def step_equals_that_of_the_whole_batch(ranks: Ranks, training: Training) -> None:
+    """Ranks have the gradients of one process that learns from both batches."""
     batch = training.replay.sample(training.share.batch_size, training.generator, normalize=False)
     batches = ranks.gather(batch)
     assert [len(batch.index) for batch in batches] == [4, 5]
@@ -77,23 +81,50 @@ def joined(values):
 
 def ranks_train_as_one(rank: int, checkpoint: Path) -> None:
     ranks = Joined()
-    training = weights_are_the_same_after_going_on(ranks, checkpoint)
-    step_is_that_of_the_whole_batch(ranks, training)
+    training = weights_are_the_same_after_resuming(ranks, checkpoint)
+    step_equals_that_of_the_whole_batch(ranks, training)
 
 
-def a_damaged_checkpoint_is_refused(rank: int) -> None:
-    """Only rank 0 has it, and no other rank waits for what was in it."""
+@contextlib.contextmanager
+def train_in(folder: Path, *options: str) -> Iterator[ModuleType]:
+    """The module train.py, for a run of these ranks in a folder."""
     import train
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", f"--directory={folder}", *options])
+        patch.setattr(sys, "stdout", sys.stdout)
+        patch.setattr(train, "Ranks", Joined)
+        yield train
+
+
+def a_damaged_checkpoint_is_rejected(rank: int) -> None:
+    """Only rank 0 has the file, and no other rank waits for its contents."""
     folder = Path(tempfile.mkdtemp())
     if rank == 0:
         (folder / "cartpole-seed0").mkdir()
         (folder / "cartpole-seed0" / "checkpoint.pt").write_bytes(b"damaged")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["train.py", f"--directory={folder}"])
-        patch.setattr(sys, "stdout", sys.stdout)
-        patch.setattr(train, "Ranks", Joined)
-        with pytest.raises(
-            SystemExit, match=rf"^error: {folder}/\S+ cannot be read as a checkpoint: UnpicklingError: "
-        ):
-            train.main()
+    expected = rf"^error: {folder}/\S+ cannot be read as a checkpoint: UnpicklingError: "
+    with train_in(folder) as train, pytest.raises(SystemExit, match=expected):
+        train.main()
+
+
+def ctrl_c_saves_a_checkpoint(rank: int) -> None:
+    """Rank 1 receives the signal in its third step; all ranks save after that step, and end."""
+    ranks = Joined()
+    folder = Path(ranks.of_first(tempfile.mkdtemp()))
+    step = Training.step
+
+    def interrupted(training: Training) -> dict[str, float]:
+        scalars = step(training)
+        if training.ranks.rank == 1 and training.step_number == 3:
+            signal.raise_signal(signal.SIGINT)
+        return scalars
+
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    with train_in(folder, *options) as train, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Training, "step", interrupted)
+        assert train.main() == train.INTERRUPTED
+    ranks.gather("the checkpoint is written")
+    saved = torch.load(folder / "cartpole-seed0" / "checkpoint.pt", weights_only=False)
+    assert saved["record"]["step_number"] == 3
+    assert len(saved["shares"]) == 2

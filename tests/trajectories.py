@@ -1,4 +1,4 @@
-"""Random trajectories, and what returns are by definition: sums over one episode, in NumPy, row by row."""
+"""Random trajectories, and returns by definition: sums over one episode, in NumPy, row by row."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 
 
 def nstep(r, w, gamma, t, m):
-    """``sum of discounted rewards, and the discounted value`` after m steps of an episode."""
+    """Sum of m discounted rewards from step t, plus the discounted value after them."""
     weights = np.concatenate([[1.0], np.cumprod(gamma[t : t + m])])
     return (weights[:m] * r[t : t + m]).sum() + weights[m] * w[t + m - 1]
 
 
 def lambda_return(e, t):
-    """Forward view: n-step returns, weighted by products of lambdas."""
+    """Forward view: n-step returns, weighted by products of lambda."""
     left = len(e["r"]) - t
     total, weight = 0.0, 1.0
     for m in range(1, left + 1):
@@ -57,7 +57,7 @@ def retrace_target(e, t, clip_c=1.0):
     return e["v"][t] + (np.cumprod(coefficients) * delta[t:]).sum()
 
 
-#: The results of each function by definition. n-step returns are of 3 steps.
+#: The results of each function by definition, for n-step returns with n = 3.
 DEFINITIONS = {
     "lambda_returns": (lambda_return,),
     "n_step_returns": (lambda e, t: n_step_return(e, t, 3),),
@@ -70,8 +70,8 @@ DEFINITIONS = {
 def muzero_row(
     r, nu, length, is_over, steps, n, gamma, to_play=None, horizon=0, root_reward=None, mover=lambda j, i: i, begin=0
 ):
-    """Results of one row by the sums of the page. Tests build mistakes in by `mover`, which gives the position whose
-    player is compared with the player of j, and by `begin`, an offset in the count of a value prefix's steps."""
+    """Results of one row by definition. Tests inject mistakes: `mover` returns the position whose player is compared
+    with the player of j, and `begin` is an offset in the count of a value prefix's steps."""
 
     def sign(j, i):
         return 1.0 if to_play is None or to_play[j] == to_play[min(mover(j, i), len(r))] else -1.0

@@ -1,14 +1,14 @@
-"""Steps a project's own loss and ours on the same data, as the recipes of docs/coming_from.md change it.
+"""Trains with a project's own loss, and with ours as in the recipes of docs/coming_from.md, on the same data.
 
     python tools/against.py muzero-general PATH      # PATH: a checkout of the project
     python tools/against.py all FOLDER               # FOLDER/muzero-general, FOLDER/LightZero and so on
 
-The project is imported from the checkout, which is not written to; what it imports besides, as far as its loss does not
-need it, is stood in for. The recipe's lines replace the project's own in a second copy of the module, in memory. Both
-take steps with optimizers of their own, first each step from the same weights, then as many on their own; once in
-float64, where only rounding may differ, and once in float32, where the times are taken: CPU time of one thread, in
-turns, medians. A difference is the largest of any element, divided by the largest value of the project's own. Ends with
-1 where a step in float64 differs by more than 1e-8.
+The project is imported from the checkout, which is not modified. Stubs replace imports that its loss does not need.
+The recipe's lines replace the project's lines in a second copy of the module, in memory. Each copy has its own
+optimizer. First every step begins with the same weights; then both take as many steps independently. This runs in
+float64, where only rounding may differ, and in float32, where times are measured: medians of the CPU time of one
+thread, in turns. A difference is the largest difference of an element, divided by the largest value of the project's
+own result. The exit status is 1 if a step in float64 differs by more than 1e-8.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from recipes import lockstep  # noqa: E402
 from recipes.checkout import Checkout, UnusableError  # noqa: E402
 from recipes.project import Project  # noqa: E402
 
-# The name of a project, which is that of its repository, and the module of its recipe.
+# Names of projects, as of their repositories, and modules of their recipes.
 PROJECTS = {
     "muzero-general": "muzero_general",
     "LightZero": "lightzero",
@@ -53,14 +53,14 @@ def project_of(name: str) -> Project:
 
 
 def checked(project: Project, folder: Path, texts: dict[str, str]) -> Checkout:
-    """The checkout, or an error for the user where it cannot be used."""
+    """The checkout, or an error if it cannot be used."""
     if not (folder / project.marker).is_file():
         raise UnusableError(f"{folder} is no checkout of {project.name}: it has no {project.marker}")
     return Checkout(folder, project.roots, project.stand_ins, {**project.texts, **texts})
 
 
 def compare(project: Project, folder: Path, steps: int, seconds: float) -> list[dict[str, Any]]:
-    """A row for each dtype: differences, and in float32 the times."""
+    """A row for each dtype: differences, and times in float32."""
     return [_of_dtype(project, folder, dtype, steps, seconds) for dtype in ("float64", "float32")]
 
 
@@ -69,7 +69,7 @@ def _of_dtype(project: Project, folder: Path, dtype: str, steps: int, seconds: f
     checkout = checked(project, folder, DOUBLE if double else {})
     with checkout.importable(), lockstep.double_precision(double), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with contextlib.redirect_stdout(None):  # what projects say of themselves
+        with contextlib.redirect_stdout(None):  # messages of the projects
             theirs, ours = project.sides(checkout)
         row: dict[str, Any] = {"project": project.name, "dtype": dtype, "steps": steps, "case": project.case}
         row["differences"] = lockstep.differences(ours, theirs, map(project.batch, range(steps)))
@@ -118,7 +118,7 @@ def one(project: Project, arguments: argparse.Namespace) -> list[dict[str, Any]]
 
 
 def every(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each in a process of its own, since modules of different projects have the same names."""
+    """Each project in its own process, because modules of different projects have the same names."""
     rows: list[dict[str, Any]] = []
     options = [f"--seconds={arguments.seconds}", *([f"--steps={arguments.steps}"] if arguments.steps else [])]
     for name in PROJECTS:

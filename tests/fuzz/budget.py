@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 UNTIL = float(os.environ.get("GRADSCALE_FUZZ_UNTIL", 0))
 """When `make fuzz` ends, in seconds since 1970; 0 in the ordinary tests."""
 JOURNAL = os.environ.get("GRADSCALE_FUZZ_JOURNAL")
-"""The file in which `make fuzz` finds how many cases there were, and the last one, should the process die of it."""
+"""The file with the number of cases and the last case, which `make fuzz` reads after a crash."""
 MORE = 16
 """A round of `make fuzz` runs this many times the examples of `make test`."""
 
-# Hypothesis loads a profile called "ci" by itself, for all tests: these have other names, and apply only here.
+# Hypothesis loads a profile named "ci" for all tests, so these profiles have other names.
 _common: dict[str, Any] = {
     "deadline": None,
     "database": None,

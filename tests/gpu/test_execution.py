@@ -308,7 +308,7 @@ def test_second_device(name):
     assert_same(found, expected)
 
 
-def test_tensors_of_two_devices_are_refused(device):
+def test_tensors_of_two_devices_are_rejected(device):
     update = Update(device)
     update.targets["policy"][0] = update.targets["policy"][0].cpu()
     with pytest.raises(ValueError, match=r"policy.*cuda"):

@@ -115,7 +115,7 @@ def test_kernels_as_released(release):
     check_passes(release)
 
 
-def test_a_write_behind_a_row_is_noticed(faulty):
+def test_a_write_past_a_row_is_detected(faulty):
     """AddressSanitizer checks the heap, and every instruction set reads up to the end of a page."""
     done = run(faulty, "default", "heap")
     assert done.returncode != 0
@@ -128,7 +128,7 @@ def test_a_write_behind_a_row_is_noticed(faulty):
         assert f"in the kernels of {variant}: two_hot, float32 width 2" in done.stderr
 
 
-def test_misaligned_rows_are_noticed(sanitized):
+def test_misaligned_rows_are_detected(sanitized):
     done = run(sanitized, "default", "misaligned")
     assert done.returncode != 0
     assert re.search("runtime error: .*misaligned address", done.stderr)

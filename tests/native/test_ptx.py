@@ -119,7 +119,7 @@ def add(driver: Driver, count: int, scale: float) -> list[float]:
     return list(result)
 
 
-def test_kernel_takes_a_struct_and_leaves_the_rest_alone(driver):
+def test_a_kernel_with_a_struct_argument_writes_only_its_output(driver):
     assert add(driver, 300, 0.5) == [2 * i for i in range(300)]
 
 
@@ -132,7 +132,7 @@ def test_blocks_sum_over_shuffles_and_shared_memory(driver, monkeypatch):
         assert list(total) == [sum(range(k, k + 64)) for k in (0, 64, 128)]
 
 
-def test_what_an_image_and_a_function_must_be(driver, image):
+def test_invalid_images_and_functions(driver, image):
     driver.function("subtract", error=500)
     driver.load(b"\x7fELF", error=200)
     driver.load(image.replace(b"sm_90", b"sm_100"), error=218)
@@ -146,7 +146,7 @@ def test_what_an_image_and_a_function_must_be(driver, image):
     driver.load(image)
 
 
-def test_launches_are_bounded_as_cuda_bounds_them(driver):
+def test_launch_limits_are_the_same_as_in_cuda(driver):
     x = pointer(aligned(64))
     for blocks, threads in ((0, 32), (2**31, 32), (1, 0), (1, 65), (1, 1025)):
         assert driver.launch("block_total", x, x, blocks=blocks, threads=threads) == 1

@@ -155,7 +155,7 @@ def test_correct_kernel_in_random_orders(plain, seed):
 
 @every_order
 @pytest.mark.parametrize("fault", REFUSED)
-def test_simulator_refuses(plain, fault, order):
+def test_simulator_rejects(plain, fault, order):
     done = run(plain / fault, order)
     assert done.returncode == 2, done.stdout + done.stderr
     said = re.fullmatch(REFUSED[fault], done.stderr)
@@ -166,7 +166,7 @@ def test_simulator_refuses(plain, fault, order):
 
 @every_order
 @pytest.mark.parametrize("fault", OUT_OF_BOUNDS)
-def test_address_sanitizer_sees(address_sanitized, fault, order):
+def test_address_sanitizer_detects(address_sanitized, fault, order):
     done = run(address_sanitized / fault, order)
     assert done.returncode not in (0, 2), done.stdout + done.stderr
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr
@@ -176,7 +176,7 @@ def test_address_sanitizer_sees(address_sanitized, fault, order):
 
 @every_order
 @pytest.mark.parametrize("fault", RACES)
-def test_thread_sanitizer_sees(thread_sanitized, fault, order):
+def test_thread_sanitizer_detects(thread_sanitized, fault, order):
     done = run(thread_sanitized / fault, order, prefix=without_randomized_addresses())
     assert done.returncode == 66, done.stdout + done.stderr
     assert "ThreadSanitizer: data race" in done.stderr

@@ -1,1 +1,1 @@
-"""What a project changes to train with gradscale_ext, and how its own loss and ours are stepped side by side."""
+"""The changes with which a project trains with gradscale_ext, and how its loss and ours are stepped in lockstep."""

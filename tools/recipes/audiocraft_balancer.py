@@ -24,7 +24,7 @@ WEIGHTS = {"l1": 0.1, "l2": 2.0, "slope": 4.0}
 
 
 def balanced(output, weights, total_norm=1.0):
-    """The output, once for each loss, whose gradients have lengths in proportion to the weights."""
+    """The output, once for each loss, with gradient norms in proportion to the weights."""
     total = sum(weights.values())
     return {name: gs.normalize_gradient(output, total_norm * weight / total) for name, weight in weights.items()}
 

@@ -1,4 +1,4 @@
-"""Another project's source: imported from its folder, with stand-ins for what it imports, and with lines replaced."""
+"""Another project's source: imported from its folder, with stubs for missing imports, and with replaced lines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import Any
 
 
 class UnusableError(Exception):
-    """A checkout that cannot be used; the message is for the user, one line."""
+    """A checkout that cannot be used; the message is one line for the user."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Lines of a function that give way to ours: from the first that has `start` to the one before that has `stop`."""
+    """Lines of a function to replace: from the first that contains `start` to the last before `stop`."""
 
     file: str
     function: str
@@ -31,7 +31,7 @@ class Edit:
     lines: str = ""
 
     def found(self, source: Sequence[str]) -> tuple[int, int]:
-        """Indices of the first line to go and of the first to stay."""
+        """Indices of the first line to replace and of the first line after them."""
         first = self._line_with(f"def {self.function}(", source, 0)
         first = self._line_with(self.start, source, first)
         return first, self._line_with(self.stop, source, first)
@@ -52,7 +52,7 @@ class Edit:
 
 
 class _Changed(SourceFileLoader):
-    """Compiles a changed source, and neither reads nor writes compiled files."""
+    """Compiles a changed source without reading or writing bytecode files."""
 
     def __init__(self, name: str, path: str, change: Callable[[str], str]):
         super().__init__(name, path)
@@ -63,7 +63,7 @@ class _Changed(SourceFileLoader):
 
 
 class _StandIn(Loader):
-    """A module that has every name: those given, and an empty class for each other."""
+    """A module with the given names, and an empty class for every other name."""
 
     def __init__(self, names: Mapping[str, Any]):
         self.names = names
@@ -105,7 +105,7 @@ class Checkout(MetaPathFinder):
         self.texts = texts or {}
 
     def commit(self) -> str | None:
-        """The commit that is checked out; None where the folder is not the top of a git repository."""
+        """The commit that is checked out; None if the folder is not the root of a git repository."""
         command = ["git", "-C", str(self.folder), "rev-parse", "--show-toplevel", "HEAD"]
         found = subprocess.run(command, capture_output=True, text=True).stdout.split("\n")
         return found[1] if found[0] and Path(found[0]).resolve() == self.folder else None
@@ -119,7 +119,7 @@ class Checkout(MetaPathFinder):
         if spec is None or not any(Path(str(place)).is_relative_to(self.folder) for place in places):
             return None
         if not spec.has_location and path is None and PathFinder.find_spec(name) is not None:
-            return None  # a folder that is no package, such as one named "packaging"
+            return None  # a folder that is not a package, such as one named "packaging"
         if isinstance(spec.loader, SourceFileLoader):
             spec.loader = _Changed(name, str(spec.origin), self._with_texts)
         return spec
@@ -131,7 +131,7 @@ class Checkout(MetaPathFinder):
 
     @contextmanager
     def importable(self) -> Iterator[None]:
-        """Its modules can be imported, and are forgotten afterwards."""
+        """Make its modules importable within the context."""
         before = set(sys.modules)
         sys.meta_path.insert(0, self)
         try:
@@ -144,7 +144,7 @@ class Checkout(MetaPathFinder):
                     del sys.modules[name]
 
     def edited(self, file: str, edits: Sequence[Edit], names: Mapping[str, Any]) -> ModuleType:
-        """A second module of this file, with lines replaced by ours, which use these names."""
+        """A second module of this file with replaced lines, which use these names."""
         path = self.folder / file
 
         def change(source: str) -> str:

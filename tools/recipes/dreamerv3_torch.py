@@ -15,7 +15,7 @@ from .checkout import Checkout, Edit
 from .lockstep import Side, clear, leaves
 from .project import Project
 
-BATCH, LENGTH, ACTIONS = 4, 64, 6  # a whole step with its default, 16 sequences, takes a CPU half a minute
+BATCH, LENGTH, ACTIONS = 4, 64, 6  # a step with the default of 16 sequences takes half a minute on a CPU
 OF_LOSS = 16
 VECTORS = {"orientations": 14, "height": 1, "velocity": 9}  # of dmc_walker_walk
 
@@ -47,7 +47,7 @@ def world_model_losses(scales, preds, data, kl_loss):
 
 
 def critic_loss(logits, target, slow_target, weights):
-    """`[T, B, 255]` logits against the returns and what the slow critic says, both `[T, B, 1]`."""
+    """Loss of `[T, B, 255]` logits for the returns and the predictions of the slow critic, both `[T, B, 1]`."""
     heads = {"value": gs.TwoHot(support()), "slow": gs.TwoHot(support())}
     targets = {"value": target.detach().squeeze(-1), "slow": slow_target.detach().squeeze(-1)}
     weights = weights.squeeze(-1) / len(weights)
@@ -86,7 +86,7 @@ def sides(checkout: Checkout) -> tuple[Side, Side]:
 
 
 def _settings(checkout: Checkout) -> SimpleNamespace:
-    """Its defaults with those of dmc_proprio, on the CPU."""
+    """Its defaults, updated by dmc_proprio's, on the CPU."""
     import yaml
 
     found = yaml.safe_load((checkout.folder / "configs.yaml").read_text())
@@ -97,7 +97,7 @@ def _settings(checkout: Checkout) -> SimpleNamespace:
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 takes 3e-4 for a word."""
+    """YAML 1.1 reads 3e-4 as a string."""
     if isinstance(value, dict):
         return {name: _number(entry) for name, entry in value.items()}
     try:
@@ -129,7 +129,7 @@ def _side(models: Any, settings: Any) -> Side:
 
 
 def _loss_alone(models: Any, model: Any, settings: Any) -> Any:
-    """Of the world model, from what its networks predict."""
+    """Loss of the world model from the predictions of its networks."""
     import networks
     import tools
 
@@ -187,7 +187,7 @@ def batch(seed: int, count: int = BATCH) -> dict[str, Any]:
     first[:, 0] = 1
     return {
         **{name: normal(size) for name, size in VECTORS.items()},
-        "image": numpy.zeros((count, LENGTH, 8, 8, 3)),  # is asked for, and used by no network
+        "image": numpy.zeros((count, LENGTH, 8, 8, 3)),  # required, but not used by any network
         "action": numpy.tanh(normal(ACTIONS)),
         "reward": normal(),
         "is_first": first,
@@ -204,5 +204,5 @@ PROJECT = Project(
     sides=sides,
     batch=batch,
     steps=3,
-    texts={'"cuda"': '"cpu"', "tol=1e-8": "tol=0.0"},  # small errors of vectors count, as they do here
+    texts={'"cuda"': '"cpu"', "tol=1e-8": "tol=0.0"},  # small errors of vectors count, as in our loss
 )

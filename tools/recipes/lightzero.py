@@ -1,4 +1,4 @@
-"""LightZero: `MuZeroPolicy._forward_learn` with CartPole's networks. DI-engine, wandb and search are stood in for."""
+"""LightZero: `MuZeroPolicy._forward_learn` with CartPole's networks. Stubs replace DI-engine, wandb and the search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH, STEPS, OBSERVATION, ACTIONS, BINS, PROJECTED = 256, 5, 4, 2, 601, 1024
 
 
 def losses(policy, observations, root, action, mask, reward, value, target_policy, weights):
-    """What the loss module returns for the unroll from `root`: its latent state, value and policy logits."""
+    """The loss module's result for the unroll from `root`, given as latent state, value and policy logits."""
     cfg, model, steps = policy._cfg, policy._learn_model, policy._cfg.num_unroll_steps
     latent, *predicted = root
     predictions = {"value": [predicted[0]], "policy": [predicted[1]], "reward": [], "consistency": []}
@@ -101,7 +101,7 @@ def sides(checkout: Checkout) -> tuple[Side, Side]:
 
 
 def _config(policy_class: Any) -> SimpleNamespace:
-    """The policy's defaults, and what CartPole's configuration sets."""
+    """The policy's defaults, updated by CartPole's configuration."""
     model = policy_class.config["model"] | {"model_type": "mlp", "observation_shape": OBSERVATION}
     model["self_supervised_learning_loss"] = True
     settings = policy_class.config | {"model": SimpleNamespace(**model), "device": "cpu", "batch_size": BATCH}
@@ -123,7 +123,9 @@ def _side(policy_class: Any) -> Side:
         res_connection_in_dynamics=True,
     )
     for parameter in policy._model.parameters():
-        if parameter.dim() > 1 and not parameter.any():  # a layer that starts at zero passes on little but rounding
+        if (
+            parameter.dim() > 1 and not parameter.any()
+        ):  # a layer that starts at zero outputs little more than rounding errors
             nn.init.xavier_uniform_(parameter)
     policy._init_learn()
     policy._collect_mcts_temperature = policy.collect_epsilon = 0.0
@@ -193,7 +195,7 @@ class _Target:
 
 
 def _mlp(in_channels: int, hidden_channels: int, out_channels: int, layer_num: int, **options: Any) -> nn.Sequential:
-    """Linear layers, each with normalisation and activation behind it, as DI-engine makes them."""
+    """Linear layers, each followed by normalisation and activation, as in DI-engine."""
     sizes = [in_channels, *[hidden_channels] * (layer_num - 1), out_channels]
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):

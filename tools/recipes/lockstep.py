@@ -1,4 +1,4 @@
-"""Two learners of one project, stepped on the same data: how far they drift apart, and what each takes."""
+"""Two learners of one project, stepped on the same data: their differences and their times."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Side:
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Its parameters, without those that have no data."""
+    """Its parameters that have data."""
     return (p for group in optimizer.param_groups for p in group["params"] if not p.is_meta)
 
 
 @dataclass
 class Idle:
-    """Stands where a loss alone needs an optimizer or a network with parameters."""
+    """A stub for losses that need an optimizer or a network with parameters."""
 
     param_groups: list[dict[str, Any]] = field(default_factory=lambda: [{"lr": 0.0}])
 
@@ -49,7 +49,7 @@ class Idle:
 
 @contextlib.contextmanager
 def double_precision(active: bool) -> Iterator[None]:
-    """Projects that ask for floats get float64, the default here, so that only mistakes differ, and rounding hardly."""
+    """Projects that create floats get float64, so that rounding hardly differs, but mistakes do."""
     if not active:
         yield
         return
@@ -64,7 +64,7 @@ def double_precision(active: bool) -> Iterator[None]:
 
 
 def difference(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
-    """Largest difference of any element, divided by the largest value of theirs; inf where something is not finite."""
+    """Largest difference of any element, divided by the largest value of theirs; inf if a value is not finite."""
     largest = scale = 0.0
     for mine, other in zip(map(_numbers, ours), map(_numbers, theirs), strict=True):
         if mine.shape != other.shape:
@@ -142,7 +142,7 @@ def _gradients(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[tor
 
 
 def times(contestants: Mapping[str, Callable[[], object]], seconds: float, rounds: int = 3) -> dict[str, float]:
-    """Milliseconds of a call: medians over turns, at least so many; CPU time, in which other programs have no part."""
+    """Milliseconds of CPU time of a call: medians over at least this many turns. Other programs do not count."""
     found: dict[str, list[float]] = {name: [] for name in contestants}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(next(iter(found.values()))) < rounds:

@@ -1,4 +1,4 @@
-"""muzero-general: `Trainer.update_weights` with the loss of CartPole's configuration. Ray and gym are stood in for."""
+"""muzero-general: `Trainer.update_weights` with the loss of CartPole's configuration. Stubs replace Ray and gym."""
 
 from __future__ import annotations
 

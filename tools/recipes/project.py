@@ -1,4 +1,4 @@
-"""What a recipe says of its project."""
+"""The facts about a project in its recipe."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _side(agent_class: Any) -> Side:
 
 
 def _loss_alone(agent_class: Any) -> Any:
-    """Of the model, and not of the policy."""
+    """Parameters of the model, without the policy."""
     states = leaves(*[[BATCH, LATENT]] * (HORIZON + 1))
     q, reward, ends = leaves([CRITICS, HORIZON, BATCH, BINS], [HORIZON, BATCH, BINS], [HORIZON, BATCH, 1])
     every, data, cfg = [*states, q, reward, ends], batch(0), _config()
