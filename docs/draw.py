@@ -320,9 +320,16 @@ def house() -> Figure:
             [("reference/: all of it in plain PyTorch", GOLD), ("_context.py: which context is this call in?", GREY)],
         ),
         (2.7, [("csrc/module.cpp: the front door of the C++ side", GREY)]),
-        (1.8, [(f"csrc/{name}/", GREEN) for name in ("flow", "loss", "returns", "tensors")]),
-        (1.1, [("csrc/host/: PyTorch's autograd, devices, CUDA's driver", GREY)]),
-        (0.4, [("csrc/math/: formulas, CPU and GPU alike", RED), ("csrc/port/: one source, two compilers", GREY)]),
+        (1.8, [(f"csrc/{name}/", GREEN) for name in ("flow", "loss", "support", "statistics", "returns")]),
+        (1.1, [("csrc/torch/: autograd, contexts, the pool of gradients' memory", GREY)]),
+        (
+            0.4,
+            [
+                ("csrc/formulas/: CPU and GPU alike", RED),
+                ("csrc/cpu/: lanes", GREY),
+                ("csrc/cuda/: lanes, launches", GREY),
+            ],
+        ),
     ]
     for y, parts in rows:
         width = 8.6 / len(parts)

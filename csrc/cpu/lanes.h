@@ -14,6 +14,8 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
+using gradscale::exp_nonpositive; // of single numbers
+
 template <class A>
 struct Lanes {
   using V = typename Vectors<A>::V;

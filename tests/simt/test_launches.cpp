@@ -6,9 +6,10 @@
 #include "../cpp/memory.h"
 #include "cuda/device.h"
 #include "flow/device_calls.h"
-#include "loss/cuda/device_calls.h"
+#include "loss/cuda/launch_loss.h"
 #include "simt.h"
 #include "statistics/device_calls.h"
+#include "support/support_calls.h"
 
 #include <cmath>
 #include <cstdio>
@@ -545,7 +546,7 @@ int main(bool small) {
     test_squares(4);
     test_squares(small ? 90 : 300);
     test_units(3, 5, 7);
-    test_units(2, 3, 4099); // two pieces
+    test_units(2, 3, 4099);              // two pieces
     test_units(small ? 150 : 300, 2, 9); // a table outside the arguments
     test_statistics(4, INFINITY);
     test_statistics(small ? 20 : 300, 2);
