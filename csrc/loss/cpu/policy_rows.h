@@ -73,10 +73,10 @@ void soft_cross_entropy_row(
     return;
   }
   const A inverse_sum = A(1) / softmax.sum, c = static_cast<A>(group.coefficients[lane]);
-  const CrossEntropyFactors<Lanes<A>> factors{c, c * inverse_sum * mass, inverse_sum, moment * inverse_sum};
+  const CrossEntropyFactors<Lanes<A>> factors{A(1), inverse_sum * mass, inverse_sum, moment * inverse_sum};
   with_entropy<A>(s, [&](auto formula) {
     write_gradient<G, A>(s.gradient, row, width, [=](auto load) {
-      return formula.gradient(factors, load(values), load(logits) - maximum, load(target));
+      return formula.gradient(factors, load(values), load(logits) - maximum, load(target)) * c;
     });
   });
 }

@@ -164,9 +164,9 @@ struct ShortRows {
     }
     const Lanes<A> inverse_sum = A(1) / load_lanes(sums.exponentials), c = load_lanes(coefficients);
     const CrossEntropyFactors<Lanes<A>> factors{
-        c, c * inverse_sum * load_lanes(sums.target), inverse_sum, load_lanes(sums.moment) * inverse_sum};
+        A(1), inverse_sum * load_lanes(sums.target), inverse_sum, load_lanes(sums.moment) * inverse_sum};
     for (int64_t j = 0; j < s.width; ++j) {
-      x.store_column(j, formula.gradient(factors, x.column(j), differences.column(j), target.column(j)));
+      x.store_column(j, formula.gradient(factors, x.column(j), differences.column(j), target.column(j)) * c);
     }
     write_tile(s.gradient, group, s.width, x);
   }
