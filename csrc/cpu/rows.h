@@ -160,25 +160,36 @@ Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A*
   return {maximum, total(total_of_lanes), weighted, values};
 }
 
+// Loads the lanes of a block of any row.
+template <class Which>
+struct LoadBlock {
+  int64_t first;
+  Which lanes;
+
+  template <class T>
+  GRADSCALE_HOST_DEVICE LanesOf<T> operator()(const T* row) const {
+    return load_lanes(row + first, lanes);
+  }
+};
+
 // Writes out[j] = value(load) with load(row) = row[j].
 template <class G, class A, class Value>
 void write_gradient(const Rows& gradient, int64_t row, int64_t width, Value value) {
   G* out = static_cast<G*>(gradient.data) + row * gradient.stride;
   each_block<2>(elements_before_blocks(out, width), width, [&](int64_t j, auto lanes, auto) {
-    store_lanes(out + j, value([=](const auto* from) { return load_lanes(from + j, lanes); }), lanes);
+    store_lanes(out + j, value(LoadBlock<decltype(lanes)>{j, lanes}), lanes);
   });
 }
 
 // The sums over j of the terms(load), load(row) being row[j]. `first` is the row with the alignment that matters.
 template <class A, class T, class Terms>
 auto sums_of(const T* first, int64_t width, Terms terms) {
-  using Terms_of_lanes = decltype(terms([=](const auto* from) { return load_lanes(from); }));
-  constexpr size_t count = std::tuple_size<Terms_of_lanes>::value;
+  constexpr size_t count = std::tuple_size<decltype(terms(LoadBlock<AllLanes>()))>::value;
   const Lanes<A> zero = A(0);
   std::array<Lanes<A>, count> sums;
   sums.fill(zero);
   each_block<1>(elements_before_blocks(first, width), width, [&](int64_t j, auto lanes, auto) {
-    const auto of_block = terms([=](const auto* from) { return load_lanes(from + j, lanes); });
+    const auto of_block = terms(LoadBlock<decltype(lanes)>{j, lanes});
     for (size_t i = 0; i < count; ++i) {
       sums[i] += kept(lanes, of_block[i], zero);
     }

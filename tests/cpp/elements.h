@@ -1,6 +1,7 @@
 // Element types, converted the slow and obvious way, and rows of them in memory of exactly their size.
 #pragma once
 
+#include "cpu/scratch.h"
 #include "loss/segment.h"
 #include "memory.h"
 
