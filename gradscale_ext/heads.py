@@ -277,7 +277,7 @@ class Huber(Head):
     ``delta (|d| - delta / 2)``, as `torch.nn.functional.huber_loss` (Huber 1964; DQN, Mnih et al. 2015).
 
     Args:
-        delta: the |d| from which on the loss is linear; finite, above 0.
+        delta: the magnitude of d from which on the loss is linear; finite, above 0.
         transform: applied to the target: "identity", "signed_hyperbolic" (eps 1e-3) or "symlog".
 
     >>> import gradscale_ext as gs, torch
@@ -365,8 +365,8 @@ class QuantileHuber(Head):
     2018; TQC, Kuznetsov et al. 2020). No `[B, N, M]` tensor of pairs is made.
 
     Args:
-        kappa: the |u| from which on the loss of a pair is linear; finite, at least 0. For 0, |u| replaces
-            huber(u) / kappa.
+        kappa: the magnitude of u from which on the loss of a pair is linear; finite, at least 0. For 0, ``|u|``
+            replaces huber(u) / kappa.
         sum_over_quantiles: False: the mean over i instead of the sum.
 
     >>> import gradscale_ext as gs, torch
