@@ -276,15 +276,15 @@ GRADSCALE_HOST_DEVICE Vectors<float>::V exp_part(Vectors<float>::V x) {
   p = p * f + 1.0f;
   return _mm512_scalef_ps(p, t);
 #else // n rounds t up, as conversions to integers do
-  using Integers = Vectors<float>::Integers;
-  const auto n = converted<Integers>(t);
+  using Bits = Vectors<float>::Bits;
+  const auto n = converted<Vectors<float>::Integers>(t);
   const V f = t - converted<V>(n);
   V p = f * 0x1.ef66d4p-11f + 0x1.2da7d6p-7f;
   p = p * f + 0x1.c4fef8p-5f;
   p = p * f + 0x1.ebe392p-3f;
   p = p * f + 0x1.62e3bcp-1f;
   p = p * f + 1.0f;
-  const V scaled = reinterpreted<V>(reinterpreted<Integers>(p) + (n << 23));
+  const V scaled = reinterpreted<V>(reinterpreted<Bits>(p) + (reinterpreted<Bits>(n) << 23));
   return t < -126.0f ? V{} : scaled;
 #endif
 }

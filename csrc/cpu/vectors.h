@@ -16,6 +16,7 @@ struct Vectors {
   using Integer = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
   typedef A V __attribute__((vector_size(kBytes)));
   typedef Integer Integers __attribute__((vector_size(kBytes)));
+  typedef std::make_unsigned_t<Integer> Bits __attribute__((vector_size(kBytes)));
   typedef uint8_t Bytes __attribute__((vector_size(kCount)));
   typedef A InMemory __attribute__((vector_size(kBytes), aligned(sizeof(A)), may_alias));
 };
@@ -31,6 +32,7 @@ struct Vectors {
   static constexpr int kCount = 1;
   using V = A;
   using Integers = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
+  using Bits = std::make_unsigned_t<Integers>;
   using Bytes = uint8_t;
   using InMemory = A;
 };
