@@ -405,8 +405,8 @@ class CategoricalKL(Head):
     Args:
         unimix: share of the uniform distribution; 0 to 1. Logits of -inf are classes that the softmax does not have.
         free_nats: finite, at least 0.
-        prediction: "q": the predictions are the logits of q, and the targets those of p: the dynamics loss, which
-            trains the prior. "p": the other way round: the representation loss, which trains the posterior.
+        prediction: "q": predictions are the logits of q, targets the logits of p: the dynamics loss, which trains
+            the prior. "p": the other way round: the representation loss, which trains the posterior.
 
     >>> import gradscale_ext as gs, torch
     >>> prior, posterior = torch.zeros(1, 1, 2, requires_grad=True), torch.tensor([[[0.0, -torch.inf]]])

@@ -123,7 +123,7 @@ struct StatisticsOut {
 // ---- Clipping
 // --------------------------------------------------------------------------------------------------------
 
-// The factor of a unit of a gradient, from its norm and that of its weights. NaN of either comes through.
+// The factor of a unit of a gradient, from its norm and the norm of its weights. A NaN in either gives NaN.
 GRADSCALE_HOST_DEVICE double unit_factor(double gradient, double weight, double adaptive, double eps) {
   const double longest = weight < eps ? eps : weight;
   const double limit = longest == 0 ? 0 : adaptive * longest;

@@ -109,7 +109,7 @@ class Checks {
     return std::any_of(forms.begin(), forms.end(), predicate);
   }
 
-  // The batch is that of the call, and behind batch and steps are these sizes.
+  // True if the tensor has the call's batch size, and these sizes after the batch and step dimensions.
   bool has_shape(const at::Tensor& tensor, const Entries& entries, at::IntArrayRef sizes) const {
     const int64_t leading = entries.leading_dims();
     return tensor.dim() == leading + static_cast<int64_t>(sizes.size()) && tensor.sizes().slice(leading) == sizes &&

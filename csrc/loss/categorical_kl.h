@@ -1,5 +1,5 @@
 // KL(p || q) of groups of classes, each distribution mixed with the uniform one: (1 - unimix) softmax + unimix /
-// classes (DreamerV3, Hafner et al. 2023), for CPU and GPU. The prediction's logits are those of q, or of p. With L =
+// classes (DreamerV3, Hafner et al. 2023), for CPU and GPU. The prediction has the logits of q, or of p. With L =
 // log p / q and the prediction's softmax s, its gradient by the logits is
 //
 //   of p   (1 - unimix) (h_c - s_c sum(h)),  h = s L

@@ -15,7 +15,7 @@ struct Form {
   int64_t prediction_dims;
   int64_t target_dims;    // -1: no target
   bool classes;           // the target is an int64 index
-  bool own_sizes = false; // the target's sizes are not those of the prediction
+  bool own_sizes = false; // the sizes of the target may differ from the prediction's
 };
 
 struct KindOfHead {

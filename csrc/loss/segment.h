@@ -12,8 +12,8 @@ namespace gradscale {
 enum class Detail : int32_t { none, expected, entropy };
 
 // The kinds of heads, each with its detail and with the forms that its rows may have: dimensions of a prediction and of
-// its target (-1: none) behind the batch, whether the target is an int64 class, and (false if it is left out) whether
-// the sizes of the target are its own, and not those of the prediction.
+// its target (-1: none) after the batch, true if the target is an int64 class, and true if the sizes of the target may
+// differ from the prediction's (false if left out).
 // clang-format off
 #define GRADSCALE_KINDS(kind)                                        \
   kind(two_hot, expected, {1, 0, false})                             \

@@ -70,7 +70,7 @@ RangeTableBuilder table_of(const SquaresCall& call) {
 
 } // namespace
 
-// The workspace has the sums of the chunks, and behind them the table.
+// The workspace has the sums of the chunks, followed by the table.
 int64_t bytes_for_squares(const SquaresCall& call) {
   const RangeTableBuilder table = table_of(call);
   return table.blocks() * static_cast<int64_t>(sizeof(double)) + table.bytes();
@@ -116,7 +116,7 @@ const Kernel<StatisticsArguments>& kernel_of_order(double p) {
 
 } // namespace
 
-// The workspace has the statistics of the chunks, and behind them the table.
+// The workspace has the statistics of the chunks, followed by the table.
 int64_t bytes_for_statistics(const StatisticsCall& call) {
   const RangeTableBuilder table = table_of(call);
   return table.blocks() * static_cast<int64_t>(sizeof(ChunkStatistics)) + table.bytes();
@@ -180,7 +180,7 @@ int64_t bytes_of_sums(const UnitTableBuilder& builder) {
 
 } // namespace
 
-// The workspace has the sums of the pieces, and behind them the table.
+// The workspace has the sums of the pieces, followed by the table.
 int64_t bytes_for_unit_norms(const UnitNormsCall& call) {
   const UnitTableBuilder builder(call.ranges, call.count);
   return bytes_of_sums(builder) + builder.bytes();

@@ -23,8 +23,9 @@ struct UnitStatistics {
   at::Tensor norms; // [2, U] float64: of the units of all gradients, and of their weights
 };
 
-// Computes the statistics of gradients of one device, and the norms of their units and of those of their weights: of
-// rows, or of whole tensors. A gradient without weights has no units; the others are strided, and of their shapes.
+// Computes the statistics of gradients of one device, and the norms of the units of gradients and of weights. A unit is
+// a row or a whole tensor. A gradient without weights has no units; other gradients are strided, with the shapes of
+// their weights.
 UnitStatistics unit_statistics(
     const std::vector<std::optional<at::Tensor>>& gradients,
     const std::vector<std::optional<at::Tensor>>& weights,

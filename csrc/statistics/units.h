@@ -32,11 +32,11 @@ struct Units {
 struct UnitPair {
   at::Tensor gradient; // real
   at::Tensor weight;   // real or complex
-  Units units;         // none where the norms are not asked for
-  int64_t first = 0;   // the index of the first unit among those of all pairs
+  Units units;         // none if no norms are wanted
+  int64_t first = 0;   // the index of the first unit among the units of all pairs
 };
 
-// The norms of all units: those of gradients, then those of weights.
+// The norms of all units, first of gradients and then of weights.
 struct UnitNorms {
   double* norms;
   int64_t count; // of gradients

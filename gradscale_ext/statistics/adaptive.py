@@ -23,8 +23,8 @@ def _check(name: str, parameter: torch.Tensor, gradient: torch.Tensor, rows: boo
         )
     if rows and gradient.dim() > 1 and gradient.layout not in (torch.strided, torch.sparse_coo):
         raise ValueError(
-            f"clip_gradients_: unit='row' needs gradients that are dense or of layout torch.sparse_coo, but that of "
-            f"{name} is of layout {gradient.layout}; convert it with to_dense(), or use unit='tensor'"
+            f"clip_gradients_: unit='row' needs gradients that are dense or of layout torch.sparse_coo, but the "
+            f"gradient of {name} is of layout {gradient.layout}; convert it with to_dense(), or use unit='tensor'"
         )
 
 
@@ -92,8 +92,8 @@ class AdaptiveClipping:
         return [self._weights[index] if self._clipped[index] else None for index in members]
 
     def _by_kernels(self, members: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Statistics of some gradients, and norms `[2, U]` of their units and of those of the weights; None where the
-        fused pass does not take them."""
+        """Statistics of some gradients, and norms `[2, U]` of the units of gradients and weights; None if the fused pass
+        does not accept them."""
         if not _context.is_eager():
             return None
         return _C.unit_statistics([self._parts[index] for index in members], self._weights_of(members), self._rows)

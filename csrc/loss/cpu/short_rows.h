@@ -185,7 +185,7 @@ void short_categorical_rows(const Segment& s, const Group& group, const Target* 
   read_tile(s.prediction, group, s.width, rows.x);
   GroupSums<A> sums = rows.template sums<false>(s.width);
   for (int64_t i = 0; i < kLanes; ++i) {
-    sums.target[i] = A(1) + A(0) * sums.target[i]; // 1 but for rounding; a NaN target makes the whole row NaN
+    sums.target[i] = A(1) + A(0) * sums.target[i]; // 1 except for rounding; a NaN target makes the whole row NaN
   }
   if (s.head->support.raw) {
     for (int64_t i = 0; i < group.count; ++i) {
