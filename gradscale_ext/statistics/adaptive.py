@@ -92,8 +92,8 @@ class AdaptiveClipping:
         return [self._weights[index] if self._clipped[index] else None for index in members]
 
     def _by_kernels(self, members: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Statistics of some gradients, and norms `[2, U]` of the units of gradients and weights; None if the fused pass
-        does not accept them."""
+        """Statistics of some gradients, and norms `[2, U]` of the units of gradients and weights; None if the fused
+        pass does not accept them."""
         if not _context.is_eager():
             return None
         return _C.unit_statistics([self._parts[index] for index in members], self._weights_of(members), self._rows)

@@ -77,8 +77,8 @@ def merged_over_groups(
 ) -> reference.Statistics:
     """Statistics of whole gradients from the statistics of each process's parts: one all-reduce for each process group.
 
-    `process_group` is for plain tensors. Replicas are counted by the first process of their group. In `units`, the norms
-    of parts become the norms of whole units, in the same all-reduce.
+    `process_group` is for plain tensors. Replicas are counted by the first process of their group. In `units`, the
+    norms of parts become the norms of whole units, in the same all-reduce.
     """
     plain: dict[str, tuple[dist.ProcessGroup, bool]] = {}
     if process_group is not None:
