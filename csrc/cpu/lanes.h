@@ -263,7 +263,7 @@ GRADSCALE_HOST_DEVICE A largest(Lanes<A> x) {
 
 // exp(x) for x <= 0: 2^t with t = x log2(e) is 2^n 2^f, n a whole number and f a fraction, and 2^f is a polynomial that
 // is 1 at 0. An error of 8.6e-8 from the polynomial, and of |x| 6e-8 from the rounding of t: small where exp(x) is not.
-// Results below the smallest normal number, also of -inf, are 0; NaN stays NaN.
+// Results below the smallest normal number are 0, or subnormal with AVX-512. -inf gives 0, and NaN stays NaN.
 GRADSCALE_HOST_DEVICE Vectors<float>::V exp_part(Vectors<float>::V x) {
   using V = Vectors<float>::V;
   const V t = x * 1.44269504f;

@@ -313,8 +313,8 @@ def clip_gradients_(
             for each. "tensor": each parameter, as in DreamerV3.
         nonfinite: what happens where an element is NaN or inf. "propagate": what the formula gives, as in PyTorch (with
             `max_norm`, a NaN makes all gradients NaN; with `adaptive`, the gradients of its unit). "skip": all
-            gradients become 0, as the device decides, and the step does nothing. "error": RuntimeError that names the gradients, which
-            are left as they are; this waits for the device. NaN in weights counts too, with `adaptive`.
+            gradients become 0, as the device decides, and the step does nothing. "error": RuntimeError that names the
+            gradients, which are left as they are; this waits for the device. NaN in weights counts too, with `adaptive`.
         process_group: ranks that each hold a part of every gradient; norms are over all parts (one all-reduce). With
             `adaptive`, parts are slices along the first dimension, so that rows are whole. DTensors know their ranks
             and dimensions by themselves.
