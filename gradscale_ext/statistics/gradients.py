@@ -314,7 +314,7 @@ def clip_gradients_(
         nonfinite: what happens where an element is NaN or inf. "propagate": what the formula gives, as in PyTorch (with
             `max_norm`, a NaN makes all gradients NaN; with `adaptive`, the gradients of its unit). "skip": all
             gradients become 0, as the device decides, and the step does nothing. "error": RuntimeError that names the
-            gradients, which are left as they are; this waits for the device. NaN in weights counts too, with `adaptive`.
+            gradients, which are left as they are; this waits for the device. With `adaptive`, NaN weights count too.
         process_group: ranks that each hold a part of every gradient; norms are over all parts (one all-reduce). With
             `adaptive`, parts are slices along the first dimension, so that rows are whole. DTensors know their ranks
             and dimensions by themselves.
