@@ -452,6 +452,12 @@ std::vector<RowTruth> truths_of(const HeadCase& of, const Centers& centers, cons
       std::memcpy(&chosen, inputs.target.data() + row * inputs.target.stride() * 8, sizeof(chosen));
       target = one_hot(chosen, width);
     }
+    // A kernel rounds targets to the type in which it computes. Only there may a kink lie between the two.
+    if (of.head.kind == Kind::quantile_huber && inputs.prediction.element() != Element::float64) {
+      for (double& t : target) {
+        t = static_cast<float>(t);
+      }
+    }
     truths[row].of_loss = truth_of(of, centers, x, target);
     truths[row].coefficient = inputs.coefficient(row);
     if (of.head.detail != Detail::none) {
