@@ -202,10 +202,11 @@ def run(monkeypatch, *arguments):
 
 @pytest.mark.parametrize("name", against.PROJECTS)
 def test_no_checkout(name, monkeypatch, capsys, tmp_path):
-    marker = against.project_of(name).marker
+    project = against.project_of(name)
     for folder in (tmp_path, tmp_path / "missing"):
         assert run(monkeypatch, name, folder) == 2
-        assert capsys.readouterr().err == f"against.py: {folder} is no checkout of {name}: it has no {marker}\n"
+        expected = f"against.py: {folder} is no checkout of {project.folder}: it has no {project.marker}\n"
+        assert capsys.readouterr().err == expected
 
 
 def test_a_missing_dependency(monkeypatch, capsys, tmp_path):
@@ -233,7 +234,7 @@ def test_another_commit(monkeypatch, capsys, tmp_path):
 
 
 def test_verdict():
-    row = {"dtype": "float64", "differences": {"loss": 1e-15, "gradients": 1e-7}}
+    row = {"project": "rl", "dtype": "float64", "differences": {"loss": 1e-15, "gradients": 1e-9}}
     assert not against.agrees(row)
     assert against.agrees({**row, "differences": {"loss": 1e-15}})
     assert against.agrees({**row, "dtype": "float32"})

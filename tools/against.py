@@ -8,7 +8,7 @@ The recipe's lines replace the project's lines in a second copy of the module, i
 optimizer. First every step begins with the same weights; then both take as many steps independently. This runs in
 float64, where only rounding may differ, and in float32, where times are measured: medians of the CPU time of one
 thread, in turns. A difference is the largest difference of an element, divided by the largest value of the project's
-own result. The exit status is 1 if a step in float64 differs by more than 1e-8.
+own result. The exit status is 1 if a step in float64 differs by more than the recipe's tolerance, 1e-10 for most.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from recipes import lockstep  # noqa: E402
 from recipes.checkout import Checkout, UnusableError  # noqa: E402
 from recipes.project import Project  # noqa: E402
 
-# Names of projects, as of their repositories, and modules of their recipes.
+# Names of recipes, most of them those of the repositories, and their modules.
 PROJECTS = {
     "muzero-general": "muzero_general",
     "LightZero": "lightzero",
@@ -43,8 +43,9 @@ PROJECTS = {
     "rl": "torchrl_sac",
     "DANN": "dann",
     "audiocraft": "audiocraft_balancer",
+    "sb3-qrdqn": "sb3_qrdqn",
+    "sb3-tqc": "sb3_tqc",
 }
-TOLERANCE = 1e-8
 DOUBLE = {"torch.float32": "torch.float64", '"float32"': '"float64"'}
 
 
@@ -55,7 +56,7 @@ def project_of(name: str) -> Project:
 def checked(project: Project, folder: Path, texts: dict[str, str]) -> Checkout:
     """The checkout, or an error if it cannot be used."""
     if not (folder / project.marker).is_file():
-        raise UnusableError(f"{folder} is no checkout of {project.name}: it has no {project.marker}")
+        raise UnusableError(f"{folder} is no checkout of {project.folder}: it has no {project.marker}")
     return Checkout(folder, project.roots, project.stand_ins, {**project.texts, **texts})
 
 
@@ -105,7 +106,7 @@ def report(project: Project, rows: list[dict[str, Any]]) -> None:
 
 
 def agrees(row: dict[str, Any]) -> bool:
-    return row["dtype"] != "float64" or max(row["differences"].values()) <= TOLERANCE
+    return row["dtype"] != "float64" or max(row["differences"].values()) <= project_of(row["project"]).tolerance
 
 
 def one(project: Project, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -124,7 +125,14 @@ def every(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for name in PROJECTS:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rows.json"
-            command = [sys.executable, __file__, name, str(arguments.path / name), f"--json={file}", *options]
+            command = [
+                sys.executable,
+                __file__,
+                name,
+                str(arguments.path / project_of(name).folder),
+                f"--json={file}",
+                *options,
+            ]
             subprocess.run(command)
             if not file.exists():
                 raise UnusableError(f"{name} was not compared")

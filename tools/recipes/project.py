@@ -22,7 +22,9 @@ class Project:
         sides: the project's learner and ours (in this order), from a checkout that can be imported.
         batch: random data in the project's shapes, the same for the same seed.
         case: what the data and the network are, in words.
+        repository: name of the repository, and of the folder of its checkout, if it differs from the name.
         steps: how many are taken in lockstep.
+        tolerance: the largest difference in float64. The recipe gives the reason for a larger one.
         roots, stand_ins: as of `Checkout`.
         texts: words of its source with what stands there instead; without a GPU, for example.
     """
@@ -34,7 +36,14 @@ class Project:
     edits: Sequence[Edit]
     sides: Callable[[Checkout], tuple[Side, Side]]
     batch: Callable[[int], Any]
+    repository: str = ""
     steps: int = 20
+    tolerance: float = 1e-10
     roots: Sequence[str] = (".",)
     stand_ins: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        """Name of the checkout's folder."""
+        return self.repository or self.name
