@@ -45,6 +45,7 @@ PROJECTS = {
     "audiocraft": "audiocraft_balancer",
     "sb3-qrdqn": "sb3_qrdqn",
     "sb3-tqc": "sb3_tqc",
+    "FastTD3": "fasttd3",
 }
 DOUBLE = {"torch.float32": "torch.float64", '"float32"': '"float64"'}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -146,13 +148,7 @@ class Checkout(MetaPathFinder):
     def edited(self, file: str, edits: Sequence[Edit], names: Mapping[str, Any]) -> ModuleType:
         """A second module of this file with replaced lines, which use these names."""
         path = self.folder / file
-
-        def change(source: str) -> str:
-            lines = source.splitlines()
-            for edit in edits:
-                lines = edit.applied(lines)
-            return self._with_texts("\n".join(lines) + "\n")
-
+        change = functools.partial(self._changed, edits)
         parts = [part for part in Path(file).with_suffix("").parts if str(self.folder / part) not in self.roots]
         spec = importlib.util.spec_from_loader(".".join(parts), _Changed(".".join(parts), str(path), change))
         assert spec is not None
@@ -161,6 +157,23 @@ class Checkout(MetaPathFinder):
         module.__dict__.update(names)
         spec.loader.exec_module(module)
         return module
+
+    def inner_function(
+        self, file: str, name: str, edits: Sequence[Edit], names: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        """A function of this file that is defined within another one, whose variables are `names`."""
+        path = self.folder / file
+        tree = ast.parse(self._changed(edits, path.read_text()))
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+        scope = dict(names)
+        exec(compile(ast.Module(found, []), str(path), "exec", dont_inherit=True), scope)
+        return scope[name]
+
+    def _changed(self, edits: Sequence[Edit], source: str) -> str:
+        lines = source.splitlines()
+        for edit in edits:
+            lines = edit.applied(lines)
+        return self._with_texts("\n".join(lines) + "\n")
 
     def lines_of(self, edit: Edit) -> tuple[int, int]:
         """First and last line of its file, counted from 1, that the edit replaces."""

@@ -1,4 +1,4 @@
-"""dreamerv3-torch: the world model, and the critic of imagined steps, with the networks of its dmc_proprio settings."""
+"""dreamerv3-torch: the world model, and returns and critic of imagined steps, with the networks of dmc_proprio."""
 
 from __future__ import annotations
 
@@ -25,9 +25,19 @@ def support():
     return gs.Support(-20, 20, 255, transform="symlog")
 
 
-def world_model_losses(scales, preds, data, kl_loss):
-    """Losses `[B, T]` by head for the log, and the mean of their sum. Images are `mse`, vectors `symlog_mse`."""
-    heads, predictions, targets = {"kl": gs.PerStepLoss()}, {"kl": kl_loss}, {}
+def world_model_losses(config, scales, post, prior, preds, data):
+    """The mean of the weighted losses, and losses `[B, T]` by head. Images are `mse`, vectors `symlog_mse`.
+
+    Posterior and prior are logits `[B, T, G, C]`. "kl" is their divergence before free nats, for the log.
+    """
+    divergence = {"unimix": config.unimix_ratio, "free_nats": config.kl_free}
+    heads = {
+        "dyn": gs.CategoricalKL(**divergence, weight=config.dyn_scale),
+        "rep": gs.CategoricalKL(**divergence, prediction="p", weight=config.rep_scale),
+        "kl": gs.CategoricalKL(unimix=config.unimix_ratio, weight=0),
+    }
+    predictions = {"dyn": prior, "rep": post, "kl": prior.detach()}
+    targets = {"dyn": post.detach(), "rep": prior.detach(), "kl": post.detach()}
     for name, pred in preds.items():
         weight = scales.get(name, 1.0)
         if name == "reward":
@@ -40,10 +50,24 @@ def world_model_losses(scales, preds, data, kl_loss):
             predictions[name], targets[name] = pred._mode.flatten(2), data[name].flatten(2)
             size, transform = targets[name].shape[-1], "identity" if data[name].dim() == 5 else "symlog"
             heads[name] = gs.MeanSquaredError(transform=transform, weight=weight * size)
-    steps = kl_loss.shape[1]
+    steps = post.shape[1]
     out = gs.multi_step_loss(heads, predictions, targets, step_weights=[1 / steps] * steps)
-    losses = {name: out.per_step[name] * heads[name].weight / scales.get(name, 1.0) for name in preds}
-    return losses, out.loss
+    sizes = {name: heads[name].weight / scales.get(name, 1.0) for name in preds}  # 1, or the size of a vector
+    return out.loss, {name: loss * sizes.get(name, 1) for name, loss in out.per_step.items()}
+
+
+def imagined_returns(reward, value, discount, lambda_):
+    """λ-returns `[T, B, 1]` of T rewards and T + 1 values.
+
+    The discount depends on the actions through the imagined states. It is a constant of `lambda_returns`, so its
+    gradient is added to that of the rewards: a return's derivative by it is the value of what follows.
+    """
+    reward, value, discount = (tensor.squeeze(-1) for tensor in (reward, value, discount))
+    options = {"discount": discount.detach(), "lambda_": lambda_, "batch_first": False}
+    with torch.no_grad():
+        following = torch.cat((gs.lambda_returns(reward, value, **options)[1:], value[-1:]))
+        following = (1 - lambda_) * value[1:] + lambda_ * following
+    return gs.lambda_returns(reward + (discount - discount.detach()) * following, value, **options).unsqueeze(-1)
 
 
 def critic_loss(logits, target, slow_target, weights):
@@ -57,30 +81,44 @@ def critic_loss(logits, target, slow_target, weights):
 
 
 EDITS = [
+    Edit("models.py", "_train", "kl_loss, kl_value, dyn_loss, rep_loss = ", "preds = {}"),
     Edit(
         "models.py",
         "_train",
         "losses = {}",
         "metrics = self._model_opt(",
-        "losses, model_loss = world_model_losses(self._scales, preds, data, kl_loss)",
+        """
+        model_loss, losses = world_model_losses(
+            self._config, self._scales, post["logit"], prior["logit"], preds, data
+        )
+        kl_value, dyn_loss, rep_loss = (losses.pop(name) for name in ("kl", "dyn", "rep"))
+        """,
     ),
     Edit(
         "models.py",
         "_train",
-        "value_loss = -value.log_prob(",
+        "target = torch.stack(target, dim=1)",
         "metrics.update(tools.tensorstats(value.mode()",
         """
         slow_target = self._slow_value(value_input[:-1].detach()).mode()
         value_loss = critic_loss(value.logits, target, slow_target, weights[:-1])
         """,
     ),
+    Edit(
+        "models.py",
+        "_compute_target",
+        "target = tools.lambda_return(",
+        "weights = torch.cumprod(",
+        "target = imagined_returns(reward[1:], value, discount[1:], self._config.discount_lambda)",
+    ),
+    Edit("models.py", "_compute_actor_loss", "target = torch.stack(target, dim=1)", "if self._config.reward_EMA"),
 ]
 
 
 def sides(checkout: Checkout) -> tuple[Side, Side]:
     import models
 
-    names = {"world_model_losses": world_model_losses, "critic_loss": critic_loss}
+    names = {function.__name__: function for function in (world_model_losses, imagined_returns, critic_loss)}
     settings = _settings(checkout)
     return _side(models, settings), _side(checkout.edited("models.py", EDITS, names), settings)
 
@@ -122,8 +160,8 @@ def _side(models: Any, settings: Any) -> Side:
         start, _, found = model._train(data)
         found = found | behavior._train(start, reward)[-1]
         found["loss"] = found.pop("model_loss")
-        logged = ("loss", "value_loss", "actor_loss", "reward_loss", "cont_loss", *(f"{name}_loss" for name in VECTORS))
-        return {name: found[name] for name in logged}
+        logged = ("dyn", "rep", "reward", "cont", *VECTORS, "actor", "value")
+        return {name: found[name] for name in ("loss", "kl", *(f"{name}_loss" for name in logged))}
 
     return Side(step, optimizers, _loss_alone(models, model, settings))
 
@@ -135,9 +173,10 @@ def _loss_alone(models: Any, model: Any, settings: Any) -> Any:
 
     sizes = {"reward": 255, "cont": 1, **VECTORS}
     predicted = dict(zip(sizes, leaves(*([OF_LOSS, LENGTH, size] for size in sizes.values())), strict=True))
-    (kl,) = leaves([OF_LOSS, LENGTH])
-    every, data = [*predicted.values(), kl], model.preprocess(batch(0, OF_LOSS))
+    post, prior = leaves(*[[OF_LOSS, LENGTH, settings.dyn_stoch, settings.dyn_discrete]] * 2)
+    every, data = [*predicted.values(), post, prior], model.preprocess(batch(0, OF_LOSS))
     cont = networks.MLP.dist(SimpleNamespace(), "binary", predicted["cont"], None, ())
+    features = torch.empty(OF_LOSS, LENGTH, 0)
 
     def decoded(_: Any) -> dict[str, Any]:
         return {name: tools.SymlogDist(predicted[name]) for name in VECTORS}
@@ -149,9 +188,9 @@ def _loss_alone(models: Any, model: Any, settings: Any) -> Any:
     }
     nothing = SimpleNamespace(entropy=lambda: torch.zeros(()))
     dynamics = SimpleNamespace(
-        observe=lambda *_: ({}, {}),
-        kl_loss=lambda *_: (kl, kl, kl, kl),
-        get_feat=lambda _: kl,
+        observe=lambda *_: ({"logit": post}, {"logit": prior}),
+        kl_loss=model.dynamics.kl_loss,
+        get_feat=lambda _: features,
         get_dist=lambda _: nothing,
     )
 
@@ -163,7 +202,7 @@ def _loss_alone(models: Any, model: Any, settings: Any) -> Any:
         preprocess=lambda found: found,
         requires_grad_=lambda requires_grad: None,
         parameters=list,
-        encoder=lambda _: kl,
+        encoder=lambda _: features,
         dynamics=dynamics,
         heads=SimpleNamespace(items=heads.items),
         _config=settings,

@@ -34,18 +34,19 @@ def losses(agent, obs, action, next_z, reward, terminated, td_targets, task):
     targets = dict.fromkeys(critics, td_targets.squeeze(-1))
     targets |= {"reward": reward.squeeze(-1), "consistency": next_z}
     decay = [cfg.rho**t / cfg.horizon for t in range(cfg.horizon)]
-    out = gs.multi_step_loss(heads, predictions, targets, step_weights=decay, batch_first=False)
-    loss, parts = out.loss, {name: out.head_losses[name] / head.weight for name, head in heads.items()}
-    parts["value"] = sum(parts[name] for name in critics) / cfg.num_q
+    weights = {name: decay for name in heads}
 
     ends = None
     if cfg.episodic:
         ends = model.termination(zs[1:], task, unnormalized=True)
-        end = {"end": gs.BinaryCrossEntropy(weight=cfg.termination_coef)}
-        logits, wanted = {"end": ends.squeeze(-1)}, {"end": terminated.squeeze(-1)}
-        ended = gs.multi_step_loss(end, logits, wanted, step_weights=[1 / cfg.horizon] * cfg.horizon, batch_first=False)
-        loss, parts["end"] = loss + ended.loss, ended.loss / cfg.termination_coef
-    return zs, loss, parts, ends
+        heads["end"] = gs.BinaryCrossEntropy(weight=cfg.termination_coef)
+        predictions["end"], targets["end"] = ends.squeeze(-1), terminated.squeeze(-1)
+        weights["end"] = [1 / cfg.horizon] * cfg.horizon
+
+    out = gs.multi_step_loss(heads, predictions, targets, step_weights=weights, batch_first=False)
+    parts = {name: out.head_losses[name] / head.weight for name, head in heads.items()}
+    parts["value"] = sum(parts[name] for name in critics) / cfg.num_q
+    return zs, out.loss, parts, ends
 
 
 def policy_loss(cfg, entropy, qs):
