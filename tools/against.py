@@ -46,6 +46,7 @@ PROJECTS = {
     "sb3-qrdqn": "sb3_qrdqn",
     "sb3-tqc": "sb3_tqc",
     "FastTD3": "fasttd3",
+    "EfficientZeroV2": "efficientzero_v2",
 }
 DOUBLE = {"torch.float32": "torch.float64", '"float32"': '"float64"'}
 

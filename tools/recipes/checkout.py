@@ -145,6 +145,12 @@ class Checkout(MetaPathFinder):
                 if isinstance(getattr(found, "loader", None), _Changed | _StandIn):
                     del sys.modules[name]
 
+    def settings(self, file: str) -> dict[str, Any]:
+        """Settings in a YAML file."""
+        import yaml
+
+        return _with_numbers(yaml.safe_load((self.folder / file).read_text()))
+
     def edited(self, file: str, edits: Sequence[Edit], names: Mapping[str, Any]) -> ModuleType:
         """A second module of this file with replaced lines, which use these names."""
         path = self.folder / file
@@ -179,3 +185,13 @@ class Checkout(MetaPathFinder):
         """First and last line of its file, counted from 1, that the edit replaces."""
         first, stop = edit.found((self.folder / edit.file).read_text().splitlines())
         return first + 1, stop
+
+
+def _with_numbers(value: Any) -> Any:
+    """YAML 1.1 reads 3e-4 as a string."""
+    if isinstance(value, dict):
+        return {name: _with_numbers(entry) for name, entry in value.items()}
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

@@ -125,23 +125,11 @@ def sides(checkout: Checkout) -> tuple[Side, Side]:
 
 def _settings(checkout: Checkout) -> SimpleNamespace:
     """Its defaults, updated by dmc_proprio's, on the CPU."""
-    import yaml
-
-    found = yaml.safe_load((checkout.folder / "configs.yaml").read_text())
-    settings = {name: _number(value) for name, value in found["defaults"].items()}
+    found = checkout.settings("configs.yaml")
+    settings = found["defaults"]
     for name, value in found["dmc_proprio"].items():
-        settings[name] = settings[name] | _number(value) if isinstance(value, dict) else _number(value)
+        settings[name] = settings[name] | value if isinstance(value, dict) else value
     return SimpleNamespace(**settings | {"device": "cpu", "num_actions": ACTIONS})
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 3e-4 as a string."""
-    if isinstance(value, dict):
-        return {name: _number(entry) for name, entry in value.items()}
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def _side(models: Any, settings: Any) -> Side:
