@@ -38,6 +38,7 @@ from recipes.project import Project  # noqa: E402
 PROJECTS = {
     "muzero-general": "muzero_general",
     "LightZero": "lightzero",
+    "LightZero-unizero": "lightzero_unizero",
     "tdmpc2": "tdmpc2_agent",
     "dreamerv3-torch": "dreamerv3_torch",
     "rl": "torchrl_sac",

@@ -53,6 +53,30 @@ class Edit:
         return [*source[:first], *ours, *source[stop:]]
 
 
+class Settings(dict[str, Any]):
+    """Settings as attributes and as keywords, on every level."""
+
+    def __init__(self, found: Mapping[str, Any]):
+        super().__init__({name: Settings(value) if isinstance(value, dict) else value for name, value in found.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def updated(self, changes: Mapping[str, Any]) -> Settings:
+        """A copy with these changes, on every level."""
+        found = Settings({**self, **changes})
+        for name, change in changes.items():
+            if isinstance(self.get(name), Settings):
+                found[name] = self[name].updated(change)
+        return found
+
+
 class _Changed(SourceFileLoader):
     """Compiles a changed source without reading or writing bytecode files."""
 
@@ -145,11 +169,11 @@ class Checkout(MetaPathFinder):
                 if isinstance(getattr(found, "loader", None), _Changed | _StandIn):
                     del sys.modules[name]
 
-    def settings(self, file: str) -> dict[str, Any]:
+    def settings(self, file: str) -> Settings:
         """Settings in a YAML file."""
         import yaml
 
-        return _with_numbers(yaml.safe_load((self.folder / file).read_text()))
+        return Settings(_with_numbers(yaml.safe_load((self.folder / file).read_text())))
 
     def edited(self, file: str, edits: Sequence[Edit], names: Mapping[str, Any]) -> ModuleType:
         """A second module of this file with replaced lines, which use these names."""

@@ -11,7 +11,7 @@ import torch
 
 import gradscale_ext as gs
 
-from .checkout import Checkout, Edit
+from .checkout import Checkout, Edit, Settings
 from .lockstep import Side, clear, leaves
 from .project import Project
 
@@ -123,13 +123,10 @@ def sides(checkout: Checkout) -> tuple[Side, Side]:
     return _side(models, settings), _side(checkout.edited("models.py", EDITS, names), settings)
 
 
-def _settings(checkout: Checkout) -> SimpleNamespace:
+def _settings(checkout: Checkout) -> Settings:
     """Its defaults, updated by dmc_proprio's, on the CPU."""
     found = checkout.settings("configs.yaml")
-    settings = found["defaults"]
-    for name, value in found["dmc_proprio"].items():
-        settings[name] = settings[name] | value if isinstance(value, dict) else value
-    return SimpleNamespace(**settings | {"device": "cpu", "num_actions": ACTIONS})
+    return found.defaults.updated(found.dmc_proprio).updated({"device": "cpu", "num_actions": ACTIONS})
 
 
 def _side(models: Any, settings: Any) -> Side:

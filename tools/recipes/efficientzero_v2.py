@@ -13,7 +13,7 @@ import torch
 
 import gradscale_ext as gs
 
-from .checkout import Checkout, Edit
+from .checkout import Checkout, Edit, Settings
 from .lockstep import Idle, Side, clear, leaves
 from .project import Project
 
@@ -101,24 +101,14 @@ def sides(checkout: Checkout) -> tuple[Side, Side]:
     return tuple(_side(checkout, ez_atari, module.Agent.update_weights) for module in (base, edited))
 
 
-class Settings(dict):
-    """Settings as attributes and as keywords."""
-
-    __getattr__ = dict.__getitem__
-
-
-def _settings(found: Any) -> Any:
-    return Settings({name: _settings(value) for name, value in found.items()}) if isinstance(found, dict) else found
-
-
 def _config(checkout: Checkout, count: int) -> Settings:
     """The project's settings for Atari."""
-    config = _settings(checkout.settings("ez/config/config.yaml") | checkout.settings("ez/config/exp/atari.yaml"))
-    config.env.update(obs_shape=[3, SIZE, SIZE])
-    config.model.update(init_zero=False)  # layers that start at zero output little more than rounding errors
-    config.train.update(batch_size=count)
+    config = checkout.settings("ez/config/config.yaml").updated(checkout.settings("ez/config/exp/atari.yaml"))
+    config.env.obs_shape = [3, SIZE, SIZE]
+    config.model.init_zero = False  # layers that start at zero output little more than rounding errors
+    config.train.batch_size = count
     for support in (config.model.reward_support, config.model.value_support):
-        support["size"] = BINS
+        support.size = BINS
     return config
 
 
