@@ -8,7 +8,8 @@
 # make versions  run the tests that depend on PyTorch's version on VERSIONS, each in its own checkout
 # make bench     run the benchmarks, and write bench/results/ and the tables of README.md and docs/
 # make recipes   step the losses of other projects and ours in lockstep, and write bench/results/clients.json and the tables
-#                of docs/coming_from.md; CHECKOUTS is a folder with the projects of tools/against.py
+#                of docs/coming_from.md; CHECKOUTS is a folder with the projects of tools/against.py, which fetches those
+#                that are missing from GitHub
 # make matrix    judge the operators in every context, and write bench/results/matrix.json, its table and its picture
 # make docs      build the documentation's site into build/docs; warnings, for example about broken links, are errors
 # make drawings  compute the numbers of the site's pictures, and draw docs/images/
@@ -32,6 +33,7 @@ PYTEST_WORKERS ?= auto
 RESULTS ?= bench/results
 MINUTES ?= 9
 VENV := .venv
+CHECKOUTS ?= $(VENV)/checkouts
 BIN := $(VENV)/bin
 # Later installations, and constraints set on the machine, must not change the version of PyTorch. Python compiles modules
 # to bytecode on their first import, which takes less time and space than compiling all of them. It must be allowed to

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import against  # noqa: E402
 from recipes import lockstep  # noqa: E402
-from recipes.checkout import Checkout, Edit, UnusableError  # noqa: E402
+from recipes.checkout import Checkout, Edit, UnusableError, fetch  # noqa: E402
 
 # ---- Differences -----------------------------------------------------------------------------------------------------
 
@@ -186,6 +186,45 @@ def test_folders_that_are_not_packages(tmp_path):
         assert sys.meta_path[0].find_spec("json") is None
         from no_package.chess import PLAYERS
     assert PLAYERS == 2
+
+
+def test_inner_functions(tmp_path):
+    """A function within another, with other lines and with variables from outside."""
+    (tmp_path / "a_script.py").write_text(
+        "import nowhere\n\ndef main():\n    factor = nowhere.factor()\n\n    def update(x):\n        first = 1\n"
+        "        # end\n        return first + factor * x\n\n    update(1)\n"
+    )
+    edits = [edit(file="a_script.py", lines="first = 10")]
+    for lines, expected in (([], 7), (edits, 16)):
+        assert Checkout(tmp_path).inner_function("a_script.py", "update", lines, {"factor": 2})(3) == expected
+
+
+def test_settings(tmp_path):
+    (tmp_path / "settings.yaml").write_text("rate: 3e-4\nname: a\nmodel: {size: 1, depth: 2}\n")
+    found = Checkout(tmp_path).settings("settings.yaml")
+    updated = found.updated({"model": {"size": 3}, "name": None})
+    assert (found.rate, found.name, found.model.size, updated.name) == (3e-4, "a", 1, None)
+    assert dict(**updated.model) == {"size": 3, "depth": 2}
+    assert not hasattr(found, "missing")
+
+
+def test_fetched_checkouts(monkeypatch, tmp_path):
+    """The given commit, or an error and no folder. A folder takes the place of GitHub."""
+    origin = tmp_path / "github" / "owner" / "name"
+    origin.mkdir(parents=True)
+    git = ["git", "-C", str(origin), "-c", "user.name=a", "-c", "user.email=b"]
+    commits = [["commit", "--allow-empty", "-qm", message] for message in ("One", "Two")]
+    for command in (["init", "-q"], ["config", "uploadpack.allowAnySHA1InWant", "true"], *commits):
+        subprocess.run([*git, *command], check=True)
+    first = subprocess.run([*git, "rev-parse", "HEAD~"], capture_output=True, text=True).stdout.strip()
+    variables = {"COUNT": "1", "KEY_0": f"url.file://{tmp_path}/github/.insteadOf", "VALUE_0": "https://github.com/"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
+    fetch("owner/name", first, tmp_path / "checkouts" / "name")
+    assert Checkout(tmp_path / "checkouts" / "name").commit() == first
+    with pytest.raises(UnusableError, match="owner/other was not fetched: .*repository"):
+        fetch("owner/other", first, tmp_path / "checkouts" / "other")
+    assert not (tmp_path / "checkouts" / "other").exists()
 
 
 # ---- The command -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
     python tools/against.py muzero-general PATH      # PATH: a checkout of the project
     python tools/against.py all FOLDER               # FOLDER/muzero-general, FOLDER/LightZero and so on
 
+Projects that are not in FOLDER are fetched from GitHub, at the commit that was measured.
+
 The project is imported from the checkout, which is not modified. Stubs replace imports that its loss does not need.
 The recipe's lines replace the project's lines in a second copy of the module, in memory. Each copy has its own
 optimizer. First every step begins with the same weights; then both take as many steps independently. This runs in
@@ -31,7 +33,7 @@ import torch  # noqa: E402
 
 import harness  # noqa: E402
 from recipes import lockstep  # noqa: E402
-from recipes.checkout import Checkout, UnusableError  # noqa: E402
+from recipes.checkout import Checkout, UnusableError, fetch  # noqa: E402
 from recipes.project import Project  # noqa: E402
 
 # Names of recipes, most of them those of the repositories, and their modules.
@@ -126,13 +128,16 @@ def every(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     options = [f"--seconds={arguments.seconds}", *([f"--steps={arguments.steps}"] if arguments.steps else [])]
     for name in PROJECTS:
+        project = project_of(name)
+        if not (arguments.path / project.folder).exists():
+            fetch(project.repository, project.commit, arguments.path / project.folder)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rows.json"
             command = [
                 sys.executable,
                 __file__,
                 name,
-                str(arguments.path / project_of(name).folder),
+                str(arguments.path / project.folder),
                 f"--json={file}",
                 *options,
             ]

@@ -83,6 +83,7 @@ def _average(_: float) -> Any:
 
 PROJECT = Project(
     name="audiocraft",
+    repository="facebookresearch/audiocraft",
     commit="896ec7c47f5e5d1e5aa1e4b260c4405328bf009d",
     marker="audiocraft/losses/balancer.py",
     case=f"three losses on B {BATCH}, {SAMPLES} samples, of a decoder of two convolutions",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -75,6 +76,21 @@ class Settings(dict[str, Any]):
             if isinstance(self.get(name), Settings):
                 found[name] = self[name].updated(change)
         return found
+
+
+def fetch(repository: str, commit: str, folder: Path) -> None:
+    """Check out one commit of a repository on GitHub into a new folder."""
+    folder.mkdir(parents=True)
+    for arguments in (
+        ["init"],
+        ["fetch", "--depth=1", f"https://github.com/{repository}", commit],
+        ["checkout", commit],
+    ):
+        command, *rest = arguments
+        done = subprocess.run(["git", "-C", str(folder), command, "--quiet", *rest], capture_output=True, text=True)
+        if done.returncode:
+            shutil.rmtree(folder)
+            raise UnusableError(f"{repository} was not fetched: {done.stderr.strip()}")
 
 
 class _Changed(SourceFileLoader):

@@ -71,6 +71,7 @@ def batch(seed: int) -> tuple[Any, ...]:
 
 PROJECT = Project(
     name="DANN",
+    repository="fungtion/DANN",
     commit="476147f70bb818a63bb3461a6ecc12f97f7ab15e",
     marker="models/functions.py",
     case=f"B {BATCH} of each domain, images 3 x 28 x 28; alone: the reversal layer, {FEATURES} features",

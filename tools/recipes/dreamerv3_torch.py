@@ -221,6 +221,7 @@ def batch(seed: int, count: int = BATCH) -> dict[str, Any]:
 
 PROJECT = Project(
     name="dreamerv3-torch",
+    repository="NM512/dreamerv3-torch",
     commit="6ef8646d807cd10ce0c88e10a7e943211e7fc44c",
     marker="models.py",
     case=f"dmc_proprio: B {BATCH} (loss alone {OF_LOSS}), T {LENGTH}, 24 numbers observed, 15 imagined steps",

@@ -177,6 +177,7 @@ def batch(seed: int, count: int = BATCH, size: int = SIZE) -> Any:
 
 PROJECT = Project(
     name="EfficientZeroV2",
+    repository="Shengjiewang-Jason/EfficientZeroV2",
     commit="12b9e775df1f8afb4a1dc854cf722ea84fbfb61d",
     marker="ez/agents/base.py",
     case=f"Atari's networks: B {BATCH} (loss alone {OF_LOSS}), K {STEPS}, {BINS} bins",

@@ -121,6 +121,7 @@ def batch(seed: int, count: int = BATCH) -> dict[str, Any]:
 
 PROJECT = Project(
     name="FastTD3",
+    repository="younggyoseo/FastTD3",
     commit="229ed59bbf43ea2f7a2d5d90d1076314839944d7",
     marker="fast_td3/train.py",
     case=f"critics of HumanoidBench's settings: B {BATCH} (loss alone {OF_LOSS}), 2 critics of {BINS} bins",

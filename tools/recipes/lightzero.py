@@ -211,6 +211,7 @@ class _Registry:
 _REGISTRIES = {f"{name}_REGISTRY": _Registry() for name in ("POLICY", "MODEL")}
 PROJECT = Project(
     name="LightZero",
+    repository="opendilab/LightZero",
     commit="9f717c80c86d5c69b39a56d8ade18e684ce6311a",
     marker="lzero/policy/muzero.py",
     case=f"MuZero policy, CartPole's networks: B {BATCH}, K {STEPS}, {BINS} bins, consistency of {PROJECTED}",

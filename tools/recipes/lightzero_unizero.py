@@ -201,7 +201,7 @@ class _Target:
 
 PROJECT = Project(
     name="LightZero-unizero",
-    repository="LightZero",
+    repository=lightzero.PROJECT.repository,
     commit=lightzero.PROJECT.commit,
     marker=POLICY,
     case=f"UniZero policy with priorities, CartPole's networks: B {BATCH}, T {STEPS}, {BINS} bins",

@@ -121,6 +121,7 @@ def batch(seed: int) -> tuple[Any, ...]:
 
 PROJECT = Project(
     name="muzero-general",
+    repository="werner-duvaud/muzero-general",
     commit="0825bd544fc172a2e2dcc96d43711123222c4a2f",
     marker="trainer.py",
     case=f"CartPole's fully connected network: B {BATCH}, K {STEPS - 1}, 21 bins",

@@ -16,13 +16,13 @@ class Project:
 
     Args:
         name: as on the command line, and in the documentation.
+        repository: its owner and name on GitHub.
         commit: what the recipe was measured with.
         marker: a file that every checkout has.
         edits: lines of it that give way to ours.
         sides: the project's learner and ours (in this order), from a checkout that can be imported.
         batch: random data in the project's shapes, the same for the same seed.
         case: what the data and the network are, in words.
-        repository: name of the repository, and of the folder of its checkout, if it differs from the name.
         steps: how many are taken in lockstep.
         tolerance: the largest difference in float64. The recipe gives the reason for a larger one.
         roots, stand_ins: as of `Checkout`.
@@ -30,13 +30,13 @@ class Project:
     """
 
     name: str
+    repository: str
     commit: str
     marker: str
     case: str
     edits: Sequence[Edit]
     sides: Callable[[Checkout], tuple[Side, Side]]
     batch: Callable[[int], Any]
-    repository: str = ""
     steps: int = 20
     tolerance: float = 1e-10
     roots: Sequence[str] = (".",)
@@ -45,5 +45,5 @@ class Project:
 
     @property
     def folder(self) -> str:
-        """Name of the checkout's folder."""
-        return self.repository or self.name
+        """Name of a folder with a checkout."""
+        return self.repository.split("/")[1]

@@ -14,6 +14,7 @@ from .lockstep import Idle, Side, clear, leaves
 from .project import Project
 
 BATCH, QUANTILES, OBSERVATION, ACTIONS = 32, 200, 4, 2
+REPOSITORY = "Stable-Baselines-Team/stable-baselines3-contrib"
 COMMIT = "0ca7fdd8d1150bd3a48b86016a85db036efc3b6d"
 # The fractions of the quantiles are created in float32, also for quantiles in float64.
 TEXTS = {"dtype=th.float)": "dtype=th.get_default_dtype())"}
@@ -118,7 +119,7 @@ def batch(seed: int) -> SimpleNamespace:
 
 PROJECT = Project(
     name="sb3-qrdqn",
-    repository="stable-baselines3-contrib",
+    repository=REPOSITORY,
     commit=COMMIT,
     marker="sb3_contrib/qrdqn/qrdqn.py",
     case=f"QR-DQN, CartPole's network: B {BATCH}, {QUANTILES} x {QUANTILES} quantiles",

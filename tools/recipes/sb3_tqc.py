@@ -10,7 +10,7 @@ import torch
 from .checkout import Checkout, Edit
 from .lockstep import Idle, Side, clear, leaves
 from .project import Project
-from .sb3_qrdqn import COMMIT, TEXTS, quantile_loss, stand_in, trained, transitions
+from .sb3_qrdqn import COMMIT, REPOSITORY, TEXTS, quantile_loss, stand_in, trained, transitions
 
 BATCH, CRITICS, QUANTILES, DROPPED, OBSERVATION = 256, 2, 25, 2, 3
 
@@ -86,7 +86,7 @@ def batch(seed: int) -> SimpleNamespace:
 
 PROJECT = Project(
     name="sb3-tqc",
-    repository="stable-baselines3-contrib",
+    repository=REPOSITORY,
     commit=COMMIT,
     marker="sb3_contrib/tqc/tqc.py",
     case=f"TQC, {CRITICS} critics: B {BATCH}, {QUANTILES} x {CRITICS * (QUANTILES - DROPPED)} quantiles",

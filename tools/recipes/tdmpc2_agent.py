@@ -150,6 +150,7 @@ def batch(seed: int) -> tuple[torch.Tensor, ...]:
 
 PROJECT = Project(
     name="tdmpc2",
+    repository="nicklashansen/tdmpc2",
     commit="e9f59321933cbc8e11a002b842adc7d4ffae8ff1",
     marker="tdmpc2/tdmpc2.py",
     case=f"the model of 5 M parameters: B {BATCH}, H {HORIZON}, {CRITICS} critics of {BINS} bins, episodic",

@@ -133,6 +133,7 @@ def batch(seed: int) -> Any:
 
 PROJECT = Project(
     name="rl",
+    repository="pytorch/rl",
     commit="ae9719f17b1517af5c2523a36c4616f003ee55cf",
     marker="torchrl/objectives/sac.py",
     case=f"SAC, {CRITICS} critics and an actor of two layers of {HIDDEN}: B {BATCH}, {OBSERVATION} observations",
