@@ -310,12 +310,12 @@ def recipes_table() -> str:
 def steps_table() -> str:
     """Other projects with our loss in place of theirs: the loss alone, next to the whole learner step."""
     found, machine = by_project()
-    lines = []
+    header, lines = ["ms: theirs, ours"], [["loss alone"], ["whole learner step"]]
     for name, rows in found.items():
-        times = (rows["float32"][what] for what in ("loss", "step"))
-        cells = ((significant(of["theirs"]), significant(of["ours"]), of["theirs"] / of["ours"]) for of in times)
-        lines.append(["TorchRL" if name == "rl" else name, *("{}, {} ({:.2f}x)".format(*cell) for cell in cells)])
-    header = ["ms: theirs, ours", "loss alone", "whole learner step"]
+        header.append("TorchRL" if name == "rl" else name)
+        for line, what in zip(lines, ("loss", "step"), strict=True):
+            theirs, ours = rows["float32"][what]["theirs"], rows["float32"][what]["ours"]
+            line.append(f"{significant(theirs)}, {significant(ours)} ({theirs / ours:.2f}x)")
     caption = "[Learners of other projects](docs/coming_from.md) with our loss in place of theirs; " + machine
     return table(header, lines) + "\n\n" + caption
 

@@ -222,7 +222,7 @@ def test_fetched_checkouts(monkeypatch, tmp_path):
         monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
     fetch("owner/name", first, tmp_path / "checkouts" / "name")
     assert Checkout(tmp_path / "checkouts" / "name").commit() == first
-    with pytest.raises(UnusableError, match="owner/other was not fetched: .*repository"):
+    with pytest.raises(UnusableError, match=r"owner/other was not fetched: .*repository"):
         fetch("owner/other", first, tmp_path / "checkouts" / "other")
     assert not (tmp_path / "checkouts" / "other").exists()
 
