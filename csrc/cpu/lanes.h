@@ -24,7 +24,7 @@ struct Lanes {
   V parts[kParts];
 
   Lanes() = default;
-  GRADSCALE_HOST_DEVICE Lanes(A x) : Lanes(each([=](size_t) { return x - V{}; })) {
+  GRADSCALE_HOST_DEVICE Lanes(A x) : Lanes(each([=](size_t) { return splat(x); })) {
   }
 
   // Lanes whose parts are function(0), function(1) and so on.

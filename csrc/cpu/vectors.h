@@ -63,6 +63,12 @@ GRADSCALE_HOST_DEVICE void store_vector(A* to, typename Vectors<A>::V x) {
   *reinterpret_cast<typename Vectors<A>::InMemory*>(to) = x;
 }
 
+// x in all lanes.
+template <class A>
+GRADSCALE_HOST_DEVICE typename Vectors<A>::V splat(A x) {
+  return x - typename Vectors<A>::V{};
+}
+
 #if defined(__GNUC__)
 
 // Lane i of the result is lane index[i] of x followed by y.
@@ -74,6 +80,31 @@ GRADSCALE_HOST_DEVICE V shuffled(V x, V y, std::index_sequence<index...> /*indic
   using Integer = std::conditional_t<sizeof(x[0]) == 8, int64_t, int32_t>;
   typedef Integer Indices __attribute__((vector_size(sizeof(V))));
   return __builtin_shuffle(x, y, Indices{static_cast<Integer>(index)...});
+#endif
+}
+
+// A byte to each lane. Compilers do not make one instruction of this.
+template <class A, class M = typename Vectors<A>::Integers>
+GRADSCALE_HOST_DEVICE M widened(const uint8_t* from) {
+  constexpr int lanes = Vectors<A>::kCount;
+#if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 64
+  if constexpr (lanes == 16) {
+    return (M)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  } else {
+    return (M)_mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  }
+#elif GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 32
+  if constexpr (lanes == 8) {
+    return (M)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  } else {
+    int32_t bytes;
+    memcpy(&bytes, from, sizeof(bytes));
+    return (M)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(bytes));
+  }
+#else
+  typename Vectors<A>::Bytes bytes;
+  memcpy(&bytes, from, lanes);
+  return converted<M>(bytes);
 #endif
 }
 

@@ -5,10 +5,8 @@
 // the type of lanes, one number or several:
 //
 //   L::V, L::M            numbers, and conditions
-//   L::select(M, V, V)    by condition
 //   L::times(c, x)        c x, and 0 if c is 0. Lanes that are checked afterwards may give NaN where x is not finite.
 //   L::product(c, d)      of coefficients: 0 only if one of them is 0
-//   L::least(x, limit)    the smaller; NaN if x is
 //
 // Conditions select, so that what is not finite stays in its episode. Masked transitions give a = b = 0 and results of
 // 0.
@@ -46,27 +44,33 @@ struct Affine {
 
 // ---- What formulas share -------------------------------------------------------------------------------------------
 
+// The smaller; NaN if x is.
+template <class V>
+GRADSCALE_HOST_DEVICE V least(V x, V limit) {
+  return limit < x ? limit : x;
+}
+
 // B_t: what the successor is worth.
 template <class L>
 GRADSCALE_HOST_DEVICE typename L::V bootstrap(const Transition<L>& s) {
-  return L::select(s.terminated, L::zero(), s.next_value);
+  return s.terminated ? typename L::V{} : s.next_value;
 }
 
 // (1 - lambda) B + lambda y; B at a cut, where lambda is not read.
 template <class L>
 GRADSCALE_HOST_DEVICE typename L::V mixed(const Transition<L>& s, typename L::V later) {
   const typename L::V b = bootstrap(s);
-  return L::select(s.cut, b, L::times(L::one() - s.lambda, b) + L::times(s.lambda, later));
+  return s.cut ? b : L::times(1 - s.lambda, b) + L::times(s.lambda, later);
 }
 
 template <class L>
 GRADSCALE_HOST_DEVICE typename L::V unless_cut(const Transition<L>& s, typename L::V x) {
-  return L::select(s.cut, L::zero(), x);
+  return s.cut ? typename L::V{} : x;
 }
 
 template <class L>
 GRADSCALE_HOST_DEVICE typename L::V if_live(const Transition<L>& s, typename L::V x) {
-  return L::select(s.live, x, L::zero());
+  return s.live ? x : typename L::V{};
 }
 
 template <class L>
@@ -77,7 +81,7 @@ GRADSCALE_HOST_DEVICE Affine<L> if_live(const Transition<L>& s, typename L::V a,
 // The gradient of next_value, given the gradient of the discounted term.
 template <class L>
 GRADSCALE_HOST_DEVICE typename L::V to_next_value(const Transition<L>& s, typename L::V gradient) {
-  return L::select(s.terminated, L::zero(), L::times(s.discount, gradient));
+  return s.terminated ? typename L::V{} : L::times(s.discount, gradient);
 }
 
 // ---- Functions -----------------------------------------------------------------------------------------------------
@@ -89,8 +93,7 @@ struct LambdaReturns {
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    return if_live(
-        s, s.reward + L::times(s.discount, mixed(s, L::zero())), unless_cut(s, L::product(s.discount, s.lambda)));
+    return if_live(s, s.reward + L::times(s.discount, mixed(s, V{})), unless_cut(s, L::product(s.discount, s.lambda)));
   }
 
   template <class L, class V = typename L::V>
@@ -125,15 +128,15 @@ struct VTrace {
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
     const V delta = s.reward + L::times(s.discount, bootstrap(s)) - s.value;
-    const V c = L::product(s.lambda, L::least(s.ratio, s.limits[1]));
-    return if_live(s, L::times(L::least(s.ratio, s.limits[0]), delta), unless_cut(s, L::product(s.discount, c)));
+    const V c = L::product(s.lambda, least(s.ratio, s.limits[1]));
+    return if_live(s, L::times(least(s.ratio, s.limits[0]), delta), unless_cut(s, L::product(s.discount, c)));
   }
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V y, V later, V /*extra*/, V* out) {
     const V u = mixed(s, s.later_value + later);
     out[0] = if_live(s, s.value + y);
-    out[1] = if_live(s, L::times(L::least(s.ratio, s.limits[2]), s.reward + L::times(s.discount, u) - s.value));
+    out[1] = if_live(s, L::times(least(s.ratio, s.limits[2]), s.reward + L::times(s.discount, u) - s.value));
   }
 };
 
@@ -144,7 +147,7 @@ struct Retrace {
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    const V c = L::product(s.lambda, L::least(s.ratio, s.limits[0]));
+    const V c = L::product(s.lambda, least(s.ratio, s.limits[0]));
     const V x = s.reward + L::times(s.discount, bootstrap(s));
     return if_live(s, L::times(c, x - s.value), unless_cut(s, L::product(c, s.discount)));
   }
@@ -172,8 +175,8 @@ struct LambdaReturnsAdjoint {
   static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V /*extra*/, V* out) {
     const V h = s.reward + earlier;
     out[0] = if_live(s, h);
-    out[1] = L::zero();
-    out[2] = if_live(s, to_next_value(s, L::select(s.cut, h, L::times(L::one() - s.lambda, h))));
+    out[1] = V{};
+    out[2] = if_live(s, to_next_value(s, s.cut ? h : L::times(1 - s.lambda, h)));
   }
 };
 
@@ -203,24 +206,24 @@ struct VTraceAdjoint {
   // Of targets_{t+1} in the advantage of step t. The next step reads it as its `extra`.
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE V extra(const Transition<L>& s) {
-    const V g = L::times(L::least(s.ratio, s.limits[2]), s.value);
+    const V g = L::times(least(s.ratio, s.limits[2]), s.value);
     return if_live(s, unless_cut(s, L::times(s.discount, L::times(s.lambda, g))));
   }
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    const V c = L::product(s.lambda, L::least(s.ratio, s.limits[1]));
+    const V c = L::product(s.lambda, least(s.ratio, s.limits[1]));
     const V b = unless_cut(s, L::product(s.discount, c));
     return if_live(s, L::times(b, s.reward) + extra(s), b);
   }
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V extra, V* out) {
-    const V h = L::times(L::least(s.ratio, s.limits[0]), s.reward + earlier);
-    const V g = L::times(L::least(s.ratio, s.limits[2]), s.value);
+    const V h = L::times(least(s.ratio, s.limits[0]), s.reward + earlier);
+    const V g = L::times(least(s.ratio, s.limits[2]), s.value);
     out[0] = if_live(s, h + g);
     out[1] = if_live(s, s.reward - (h + g) + extra);
-    out[2] = if_live(s, to_next_value(s, h + L::select(s.cut, g, L::times(L::one() - s.lambda, g))));
+    out[2] = if_live(s, to_next_value(s, h + (s.cut ? g : L::times(1 - s.lambda, g))));
   }
 };
 
@@ -230,7 +233,7 @@ struct RetraceAdjoint {
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE V trace(const Transition<L>& s) {
-    return L::product(s.lambda, L::least(s.ratio, s.limits[0]));
+    return L::product(s.lambda, least(s.ratio, s.limits[0]));
   }
 
   template <class L, class V = typename L::V>
@@ -243,7 +246,7 @@ struct RetraceAdjoint {
     const V correction = L::times(trace(s), earlier);
     const V g = s.reward + correction;
     out[0] = if_live(s, g);
-    out[1] = if_live(s, L::zero() - correction);
+    out[1] = if_live(s, V{} - correction);
     out[2] = if_live(s, to_next_value(s, g));
   }
 };
@@ -288,24 +291,9 @@ struct OneLane {
   static GRADSCALE_HOST_DEVICE bool load(const uint8_t* from) {
     return *from != 0;
   }
-  static GRADSCALE_HOST_DEVICE A splat(A x) {
-    return x;
-  }
   static GRADSCALE_HOST_DEVICE bool load_cut(
       const uint8_t* terminated, const uint8_t* truncated, const uint8_t* later_live) {
     return *terminated != 0 || *truncated != 0 || *later_live == 0;
-  }
-  static GRADSCALE_HOST_DEVICE bool always() {
-    return true;
-  }
-  static GRADSCALE_HOST_DEVICE A zero() {
-    return A(0);
-  }
-  static GRADSCALE_HOST_DEVICE A one() {
-    return A(1);
-  }
-  static GRADSCALE_HOST_DEVICE A select(bool condition, A x, A y) {
-    return condition ? x : y;
   }
   static GRADSCALE_HOST_DEVICE A times(A c, A x) {
     return c == 0 ? A(0) : c * x;
@@ -317,9 +305,6 @@ struct OneLane {
   }
   static GRADSCALE_HOST_DEVICE A underflow(A sign) {
     return std::copysign(std::is_same_v<A, double> ? A(4.9406564584124654e-324) : A(1.4e-45f), sign);
-  }
-  static GRADSCALE_HOST_DEVICE A least(A x, A limit) {
-    return limit < x ? limit : x;
   }
 };
 

@@ -6,8 +6,8 @@
 //
 // Both take a tile at a time, and multiply where formulas select: a tile with a number that is not finite is computed
 // once more, step by step, by lanes that select.
+#include "../cpu/vectors.h"
 #include "formulas.h"
-#include "lanes.h"
 #include "sources.h"
 
 namespace gradscale {
@@ -130,14 +130,14 @@ GRADSCALE_HOST_DEVICE Transition<L> transition(const Tile<A>& tile, int64_t i) {
   s.discount = load(tile.discount);
   s.lambda = load(tile.lambda);
   s.ratio = load(tile.ratios);
-  s.later_value = L::zero();
+  s.later_value = typename L::V{};
   if constexpr (std::is_same_v<F, VTrace>) {
     s.later_value = load(tile.later_values);
   }
   for (int k = 0; k < 3; ++k) {
-    s.limits[k] = L::splat(tile.limits[k]);
+    s.limits[k] = tile.limits[k] - typename L::V{};
   }
-  s.live = masked ? load(tile.live) : L::always();
+  s.live = masked ? load(tile.live) : typename L::M{} == 0;
   s.terminated = load(tile.terminated);
   const auto at = [i](const Piece<uint8_t>& flags) { return flags.data + i * flags.advance; };
   s.cut = L::load_cut(at(tile.terminated), at(tile.truncated), at(tile.later_live));
@@ -149,7 +149,7 @@ GRADSCALE_HOST_DEVICE typename L::V extra_of(const Transition<L>& s) {
   if constexpr (std::is_same_v<F, VTraceAdjoint>) {
     return F::template extra<L>(s);
   } else {
-    return L::zero();
+    return typename L::V{};
   }
 }
 
@@ -179,9 +179,72 @@ void one_step(const Tile<A>& tile, int64_t i, Carry<A>& carry) {
   }
 }
 
-// ---- Along steps ---------------------------------------------------------------------------------------------------
+template <class A>
+struct CarryOfRows {
+  alignas(64) A y[kRowsOfTile] = {};
+  alignas(64) A extra[kRowsOfTile] = {};
+};
+
+// ---- Vectors as lanes ----------------------------------------------------------------------------------------------
 
 #if defined(__GNUC__)
+
+// Lanes of vectors, whose coefficients of 0 multiply.
+template <class A>
+struct VectorLanes {
+  using V = typename Vectors<A>::V;
+  using M = typename Vectors<A>::Integers;
+  using Bytes = typename Vectors<A>::Bytes;
+
+  static GRADSCALE_HOST_DEVICE V load(const A* from) {
+    return load_vector(from);
+  }
+  static GRADSCALE_HOST_DEVICE M load(const uint8_t* from) {
+    return widened<A>(from) != 0;
+  }
+  // Joins bytes, which are fewer than lanes have.
+  static GRADSCALE_HOST_DEVICE M
+  load_cut(const uint8_t* terminated, const uint8_t* truncated, const uint8_t* later_live) {
+    Bytes bytes[3];
+    memcpy(&bytes[0], terminated, sizeof(Bytes));
+    memcpy(&bytes[1], truncated, sizeof(Bytes));
+    memcpy(&bytes[2], later_live, sizeof(Bytes));
+    const Bytes cut = bytes[0] | bytes[1] | (Bytes)(bytes[2] == 0);
+    uint8_t joined[sizeof(Bytes)];
+    memcpy(joined, &cut, sizeof(Bytes));
+    return load(joined);
+  }
+  static GRADSCALE_HOST_DEVICE V times(V c, V x) {
+    return c * x;
+  }
+  static GRADSCALE_HOST_DEVICE V product(V c, V d) {
+    return c * d;
+  }
+};
+
+// Shifts the lanes of x: lane i becomes lane i + distance, or lane i - distance for an adjoint. Lanes of `fill` replace
+// lanes that do not exist.
+template <bool kForward, size_t distance, class V, size_t... i>
+GRADSCALE_HOST_DEVICE V shifted(V x, V fill, std::index_sequence<i...> /*lanes*/) {
+  constexpr size_t count = sizeof...(i);
+  return shuffled(
+      x, fill, std::index_sequence<(kForward ? (i >= distance ? i - distance : count) : i + distance)...>());
+}
+
+template <bool kForward, size_t distance, class V>
+GRADSCALE_HOST_DEVICE V shifted(V x, V fill) {
+  return shifted<kForward, distance>(x, fill, std::make_index_sequence<sizeof(V) / sizeof(x[0])>());
+}
+
+// Composes the map of each lane with the maps of the lanes that precede it in the walk.
+template <bool kForward, size_t distance, class V>
+GRADSCALE_HOST_DEVICE void compose(V& a, V& b) {
+  if constexpr (distance < sizeof(V) / sizeof(a[0])) {
+    a += b * shifted<kForward, distance>(a, V{});
+    b *= shifted<kForward, distance>(b, V{} + 1);
+    compose<kForward, 2 * distance>(a, b);
+  }
+}
 
 // True if all lanes are 0 and none is NaN: of sums minus themselves, if the sums are finite.
 template <class V>
@@ -198,41 +261,69 @@ GRADSCALE_HOST_DEVICE bool are_zero(V x) {
 // Returns false if a number is not finite. The tile is a copy, which results that are written cannot change.
 template <class F, bool masked, class A>
 bool walk_along(const Tile<A> tile, int64_t padded, Carry<A>& carry) {
-  using L = Lanes<A>;
+  using L = VectorLanes<A>;
   using V = typename L::V;
-  constexpr int last = F::kAdjoint ? L::kCount - 1 : 0; // in the order of the walk
-  V y = L::splat(carry.y), extra = L::splat(carry.extra), check{};
-  for (int64_t n = 0; n < padded; n += L::kCount) {
-    const int64_t i = F::kAdjoint ? n : padded - L::kCount - n;
+  constexpr int count = Vectors<A>::kCount;
+  constexpr int last = F::kAdjoint ? count - 1 : 0; // in the order of the walk
+  V y = splat(carry.y), extra = splat(carry.extra), check{};
+  for (int64_t n = 0; n < padded; n += count) {
+    const int64_t i = F::kAdjoint ? n : padded - count - n;
     const Transition<L> s = transition<F, L, masked>(tile, i);
     Affine<L> map = F::template map<L>(s);
-    compose<F::kAdjoint, 1, A>(map.a, map.b);
+    compose<F::kAdjoint, 1>(map.a, map.b);
     const V own = map.a + map.b * y;
     const V own_extra = extra_of<F, L>(s);
     V out[kOutputs];
-    F::template results<L>(
-        s, own, shifted<F::kAdjoint, 1, A>(own, y), shifted<F::kAdjoint, 1, A>(own_extra, extra), out);
+    F::template results<L>(s, own, shifted<F::kAdjoint, 1>(own, y), shifted<F::kAdjoint, 1>(own_extra, extra), out);
     V sum = own;
     for (int k = 0; k < F::kResults; ++k) {
-      L::store(tile.out[k] + i, out[k]);
+      store_vector(tile.out[k] + i, out[k]);
       sum += out[k];
     }
     check += sum - sum;
-    y = L::splat(own[last]);
-    extra = L::splat(own_extra[last]);
+    y = splat(own[last]);
+    extra = splat(own_extra[last]);
   }
   carry = {y[0], extra[0]};
   return are_zero(check + (extra - extra));
 }
 
-#else
+template <class F, class A>
+GRADSCALE_HOST_DEVICE bool walk_across(const Tile<A> tile, int64_t padded, CarryOfRows<A>& carry) {
+  using L = VectorLanes<A>;
+  using V = typename L::V;
+  V check{};
+  for (int64_t i = 0; i < padded; i += Vectors<A>::kCount) {
+    Carry<V> own{load_vector(carry.y + i), load_vector(carry.extra + i)};
+    V out[kOutputs];
+    walk<F, L>(tile, i, own, out);
+    V sum = own.y + own.extra;
+    for (int k = 0; k < F::kResults; ++k) {
+      store_vector(tile.out[k] + i, out[k]);
+      sum += out[k];
+    }
+    check += sum - sum;
+    store_vector(carry.y + i, own.y);
+    store_vector(carry.extra + i, own.extra);
+  }
+  return are_zero(check);
+}
+
+#else // no vectors: every step is computed on its own
 
 template <class F, bool masked, class A>
-bool walk_along(const Tile<A> /*tile*/, int64_t /*padded*/, Carry<A>& /*carry*/) {
+bool walk_along(const Tile<A>& /*tile*/, int64_t /*padded*/, Carry<A>& /*carry*/) {
+  return false;
+}
+
+template <class F, class A>
+bool walk_across(const Tile<A>& /*tile*/, int64_t /*padded*/, CarryOfRows<A>& /*carry*/) {
   return false;
 }
 
 #endif
+
+// ---- Along steps ---------------------------------------------------------------------------------------------------
 
 // Makes tile.later_live, the mask of the next steps; a window of `period` steps ends with a masked one.
 template <class A>
@@ -266,7 +357,7 @@ void along_row(Sources<A>& sources, int64_t row, int64_t period) {
   for (int64_t n = 0; n < tiles; ++n) {
     const int64_t begin = (F::kAdjoint ? n : tiles - 1 - n) * kTile;
     const int64_t count = std::min(kTile, steps - begin);
-    const int64_t padded = (count + kLanesOf<A> - 1) / kLanesOf<A> * kLanesOf<A>;
+    const int64_t padded = (count + Vectors<A>::kCount - 1) / Vectors<A>::kCount * Vectors<A>::kCount;
     sources.read(row, begin, count, padded);
     if (std::is_same_v<F, VTrace>) {
       tile.later_values = sources.later_values(row, begin, count, padded);
@@ -341,48 +432,10 @@ void along_steps(const ReturnsCall& call, int64_t begin, int64_t end) {
 
 // ---- Across rows ---------------------------------------------------------------------------------------------------
 
-template <class A>
-struct CarryOfRows {
-  alignas(64) A y[kRowsOfTile] = {};
-  alignas(64) A extra[kRowsOfTile] = {};
-};
-
-#if defined(__GNUC__)
-
-template <class F, class A>
-bool walk_across(const Tile<A> tile, int64_t padded, CarryOfRows<A>& carry) {
-  using L = Lanes<A>;
-  using V = typename L::V;
-  V check{};
-  for (int64_t i = 0; i < padded; i += L::kCount) {
-    Carry<V> own{L::load(carry.y + i), L::load(carry.extra + i)};
-    V out[kOutputs];
-    walk<F, L>(tile, i, own, out);
-    V sum = own.y + own.extra;
-    for (int k = 0; k < F::kResults; ++k) {
-      L::store(tile.out[k] + i, out[k]);
-      sum += out[k];
-    }
-    check += sum - sum;
-    L::store(carry.y + i, own.y);
-    L::store(carry.extra + i, own.extra);
-  }
-  return are_zero(check);
-}
-
-#else
-
-template <class F, class A>
-bool walk_across(const Tile<A> /*tile*/, int64_t /*padded*/, CarryOfRows<A>& /*carry*/) {
-  return false;
-}
-
-#endif
-
 template <class F, class A>
 void across_tile(Sources<A>& sources, int64_t begin, int64_t count) {
   const int64_t steps = sources.call.steps;
-  const int64_t padded = (count + kLanesOf<A> - 1) / kLanesOf<A> * kLanesOf<A>;
+  const int64_t padded = (count + Vectors<A>::kCount - 1) / Vectors<A>::kCount * Vectors<A>::kCount;
   Tile<A>& tile = sources.tile;
   CarryOfRows<A> carry;
   uint8_t flags[2][kRowsOfTile] = {};
