@@ -4,7 +4,7 @@
 #include "flow/flow.h"
 #include "formulas/statistics.h"
 #include "loss/backward.h"
-#include "returns/eager.h"
+#include "returns/returns.h"
 #include "statistics/tensors.h"
 #include "support/decode.h"
 #include "torch/gradient_pool.h"

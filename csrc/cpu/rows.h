@@ -3,7 +3,7 @@
 //
 // Blocks of 16 follow the alignment of the row in memory, so that few loads and stores cross a cache line. A gradient
 // is aligned as its logits are when both are contiguous.
-#include "../formulas/slab.h"
+#include "../formulas/element.h"
 #include "lane_sums.h"
 #include "lanes.h"
 #include "scratch.h"

@@ -11,12 +11,11 @@
 // rescale_chunks    then one block for each chunk takes the sums of all chunks of its group together, in their order,
 //                   and reads and writes its own. Bytes: twice read, once written.
 //
-// Sums are taken in double, as on the CPU, except squares of narrower elements (cuda/windows.cuh).
+// Sums are taken in double, as on the CPU, except squares of narrower elements (cuda/norms.cuh).
 #pragma once
 
 #include "../cuda/norms.cuh"
-#include "../cuda/windows.cuh"
-#include "device_calls.h"
+#include "calls.h"
 
 namespace gradscale {
 

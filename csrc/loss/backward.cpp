@@ -2,7 +2,6 @@
 
 #include "../cuda/device_guard.h"
 #include "../torch/autograd.h"
-#include "../torch/context.h"
 #include "../torch/tensor_element.h"
 
 #include <ATen/core/grad_mode.h>

@@ -1,5 +1,5 @@
 // The forward pass on the processor of a call's tensors, and the backward pass on a device.
-#include "../cpu/instruction_set.h"
+#include "../cpu/cpu_kernel.h"
 #include "../cpu/scratch.h"
 #include "../cuda/device_guard.h"
 #include "call.h"

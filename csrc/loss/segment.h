@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../cpu/cpu_kernel.h"
-#include "../formulas/slab.h"
+#include "../formulas/element.h"
 #include "../formulas/support.h"
 
 namespace gradscale {

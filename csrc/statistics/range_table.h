@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../cuda/table.h"
-#include "device_calls.h"
+#include "calls.h"
 
 namespace gradscale {
 

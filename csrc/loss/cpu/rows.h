@@ -5,7 +5,7 @@
 // widened into a padded scratch row that stays in the first-level cache, and its gradient is written once; between the
 // two there is one exponential per element.
 #include "../../formulas/cross_entropy.h"
-#include "../../formulas/logarithm.h"
+#include "../../formulas/losses.h"
 #include "../../support/expectation.h"
 #include "../kinds.h"
 

@@ -2,7 +2,7 @@
 
 #include "../../cuda/lanes_of_row.h"
 #include "../../formulas/losses.h"
-#include "../../support/support_calls.h"
+#include "../../support/calls.h"
 
 #include <algorithm>
 #include <map>

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../../cuda/rows.cuh"
-#include "../../formulas/exponential.h"
 #include "../../formulas/losses.h"
 #include "block_of_rows.cuh"
 

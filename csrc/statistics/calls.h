@@ -1,10 +1,29 @@
-// The calls of passes over many tensors to a device, as plain numbers and pointers into its memory.
+// The calls of passes over many tensors, on a CPU and on a device, as plain numbers and pointers.
 #pragma once
 
-#include "../formulas/slab.h"
+#include "../cpu/range.h"
+#include "../formulas/element.h"
 #include "../formulas/statistics.h"
 
 namespace gradscale {
+
+// ---- On a CPU: a range of elements at a time ------------------------------------------------------------------------
+
+// The range has real numbers, and at most 2^31 - 1 of them.
+using StatisticsOfRange = void (*)(const Range&, double p, ChunkStatistics& out);
+extern const CpuKernel<StatisticsOfRange> statistics_kernel;
+
+// Squared norms of real numbers, and of what has been added to them since, which are stored at `after`. Sums of squares
+// of double may overflow.
+struct UpdateSquares {
+  double before;
+  double update;
+};
+
+using UpdateOfRange = UpdateSquares (*)(const Range& before, const void* after);
+extern const CpuKernel<UpdateOfRange> update_kernel;
+
+// ---- On a device ----------------------------------------------------------------------------------------------------
 
 // A contiguous tensor.
 struct DeviceRange {

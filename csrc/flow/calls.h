@@ -1,11 +1,23 @@
-// The calls of the gradient-flow operators to a device, as plain numbers and pointers into its memory.
+// The calls of the kernels of gradient operators, on a CPU and on a device, as plain numbers and pointers.
 #pragma once
 
+#include "../cpu/cpu_kernel.h"
 #include "../formulas/element.h"
 #include "../formulas/gradients.h"
 #include "../formulas/norms.h"
 
 namespace gradscale {
+
+// Kernels over the elements of a gradient and of arguments that broadcast to it, as a TensorIterator walks them: data
+// pointers, and strides in bytes, of (result, gradient, arguments ...). Arguments are of the type that the gradient is
+// computed in.
+using ElementLoop = void (*)(Element, char* const* data, const int64_t* strides, int64_t size);
+
+extern const CpuKernel<ElementLoop> multiply_kernel;         // g * scale, exact zeros where scale is 0
+extern const CpuKernel<ElementLoop> multiply_negated_kernel; // g * -scale, likewise
+extern const CpuKernel<ElementLoop> clamp_kernel;            // clamp(g, min, max), NaN unless min <= max
+
+// ---- On a device ----------------------------------------------------------------------------------------------------
 
 // out = function(gradient, arguments ...), broadcast. Complex gradients are pairs.
 struct ElementwiseCall {
