@@ -3,7 +3,7 @@
 #include "cuda/driver.h"
 #include "flow/flow.h"
 #include "formulas/statistics.h"
-#include "loss/backward.h"
+#include "loss/python.h"
 #include "returns/returns.h"
 #include "statistics/tensors.h"
 #include "support/decode.h"

@@ -15,7 +15,7 @@ const CpuKernel<ScaleRange> scale_range_kernel = GRADSCALE_CPU_KERNEL(scale_rang
 } // namespace gradscale
 
 #else
-#include "lane_sums.h"
+#include "vectors.h"
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {

@@ -205,6 +205,18 @@ GRADSCALE_DEVICE void each_window_of_range(const T* from, int32_t size, const Gr
   }
 }
 
+// Writes changed(x) for each element x, in the type of sums.
+template <class T, class Change>
+GRADSCALE_DEVICE void change_range(const T* from, T* to, int32_t size, const Group& group, Change changed) {
+  each_window_of_range(from, size, group, [&](auto* values, int32_t first) {
+#pragma unroll
+    for (int k = 0; k < kVector<T>; ++k) {
+      values[k] = changed(values[k]);
+    }
+    write_elements<kVector<T>>(to, size, first, values);
+  });
+}
+
 // Adds up (|g| reciprocal^2)^p, where p is a number.
 template <class T>
 GRADSCALE_DEVICE double plain_power_sum(const T* from, int32_t size, double p, double reciprocal, const Group& group) {

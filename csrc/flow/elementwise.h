@@ -1,8 +1,8 @@
 // Functions of the elements of a gradient and of arguments that broadcast to it.
 #pragma once
 
-#include "../formulas/gradients.h"
 #include "../torch/tensor_element.h"
+#include "calls.h"
 #include "value.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>

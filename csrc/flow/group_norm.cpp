@@ -2,7 +2,7 @@
 
 #include "../cpu/cpu_kernel.h"
 #include "../cpu/range.h"
-#include "../cuda/device_guard.h"
+#include "../cuda/driver.h"
 #include "calls.h"
 #include "elementwise.h"
 

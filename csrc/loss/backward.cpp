@@ -1,6 +1,6 @@
-#include "backward.h"
+#include "python.h"
 
-#include "../cuda/device_guard.h"
+#include "../cuda/driver.h"
 #include "../torch/autograd.h"
 #include "../torch/tensor_element.h"
 

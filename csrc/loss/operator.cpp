@@ -9,7 +9,7 @@
 #include "../torch/autograd.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
-#include "backward.h"
+#include "python.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>

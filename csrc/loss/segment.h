@@ -184,4 +184,13 @@ struct Pass {
 using RunRows = void (*)(const Segment&, const Coefficients&, int64_t begin, int64_t end, double* scratch);
 extern const CpuKernel<RunRows> run_rows_kernel;
 
+// ---- On a device ----------------------------------------------------------------------------------------------------
+
+// Computes losses and, where segments have a place for them, gradients. `workspace`: bytes_for_loss() bytes of the
+// device, at a multiple of 8.
+void launch_loss(const Pass& pass, void* workspace, void* stream);
+// Computes the gradients alone, multiplied by grad_output.
+void launch_loss_backward(const Pass& pass, void* workspace, void* stream);
+int64_t bytes_for_loss(const Pass& pass);
+
 } // namespace gradscale

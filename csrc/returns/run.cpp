@@ -1,6 +1,6 @@
 // From tensors to calls of the kernels.
 #include "../cpu/cpu_kernel.h"
-#include "../cuda/device_guard.h"
+#include "../cuda/driver.h"
 #include "../torch/tensor_element.h"
 #include "call.h"
 #include "returns.h"

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../cpu/range.h"
+#include "../cuda/table.h"
 #include "../formulas/element.h"
 #include "../formulas/statistics.h"
 
@@ -113,5 +114,106 @@ int64_t bytes_for_unit_norms(const UnitNormsCall& call);
 
 void launch_clip_units(const ClipUnitsCall& call, void* stream);
 int64_t bytes_for_clip_units(const ClipUnitsCall& call);
+
+// ---- The arguments of kernels ---------------------------------------------------------------------------------------
+
+constexpr int64_t kChunkOfTensor = 65536; // bytes
+
+// The number of elements in chunks of so many bytes, and of the chunks that a range has.
+GRADSCALE_HOST_DEVICE int64_t elements_of_chunk(const DeviceRange& range, int64_t bytes) {
+  return range.element == Element::float64 ? bytes / 8 : (range.element == Element::float32 ? bytes / 4 : bytes / 2);
+}
+
+GRADSCALE_HOST_DEVICE int64_t blocks_of_range(const DeviceRange& range, int64_t bytes) {
+  const int64_t chunk = elements_of_chunk(range, bytes);
+  return (range.size + chunk - 1) / chunk;
+}
+
+// The ranges of a launch, each of which has as many blocks as it needs, one after the other.
+template <class Range>
+struct BlockTable {
+  struct Entry {
+    Range range;
+    int64_t first_block;
+  };
+
+  Table table;
+  int64_t count;
+
+  // The entry that has a block. Empty ranges have none: among ranges that begin at the same block the last has it.
+  GRADSCALE_HOST_DEVICE const Entry& of_block(int64_t block) const {
+    const auto* entries = table.at<Entry>(0);
+    int64_t low = 0;
+    int64_t high = count;
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (entries[middle].first_block <= block ? low : high) = middle;
+    }
+    return entries[low];
+  }
+  GRADSCALE_HOST_DEVICE const Entry& operator[](int64_t index) const {
+    return table.at<Entry>(0)[index];
+  }
+};
+
+using RangeTable = BlockTable<DeviceRange>;
+using UnitTable = BlockTable<UnitRange>;
+
+struct SumsOfSquares {
+  RangeTable table;
+  double* sums; // of the chunks
+};
+
+struct SquaresTotal {
+  const double* sums;
+  int64_t count;
+  double factor;
+  Slab loss;
+};
+
+struct ScaledTensors {
+  RangeTable table;
+  double factor;
+  Slab grad_output;
+};
+
+struct ClippedTensors {
+  RangeTable table;
+  const double* factor;
+  bool zeros; // a factor of 0 leaves zeros, whatever the elements were
+};
+
+constexpr int64_t kChunkOfStatistics = 1024 * kThreads; // bytes
+
+// Orders of norms that have kernels of their own: 2, 1 and inf.
+enum class Order { any, square, sum, maximum };
+
+struct StatisticsArguments {
+  RangeTable table;
+  ChunkStatistics* chunks;
+  double p;
+  StatisticsOut out;
+};
+
+// ---- Units ----------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kPieceOfUnit = 4096; // numbers: a warp has a piece of a unit
+constexpr int64_t kPiecesOfBlock = kThreads / 32;
+
+GRADSCALE_HOST_DEVICE int64_t pieces_of_unit(const UnitRange& range) {
+  return (range.length + kPieceOfUnit - 1) / kPieceOfUnit;
+}
+
+struct UnitNormsArguments {
+  UnitTable table;
+  PowerSum* sums; // of the pieces
+  double* norms;
+};
+
+struct ClippedUnits {
+  UnitTable table;
+  const double* factors;
+  bool zeros; // a factor of 0 leaves zeros, whatever the elements were
+};
 
 } // namespace gradscale

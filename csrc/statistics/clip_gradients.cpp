@@ -1,7 +1,7 @@
 #include "tensors.h"
 
 #include "../cpu/cpu_kernel.h"
-#include "../cuda/device_guard.h"
+#include "../cuda/driver.h"
 #include "../torch/tensor_element.h"
 #include "calls.h"
 

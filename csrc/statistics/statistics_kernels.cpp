@@ -18,7 +18,7 @@ const CpuKernel<UpdateOfRange> update_kernel = GRADSCALE_CPU_KERNEL(update_of_ra
 } // namespace gradscale
 
 #else
-#include "../cpu/lane_sums.h"
+#include "../cpu/vectors.h"
 #if GRADSCALE_VECTOR_BYTES == 64
 #include "statistics_avx512.h"
 #endif

@@ -2,7 +2,7 @@
 
 #include "../cpu/cpu_kernel.h"
 #include "../cpu/scratch.h"
-#include "../cuda/device_guard.h"
+#include "../cuda/driver.h"
 #include "../torch/autograd.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"

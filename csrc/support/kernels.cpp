@@ -15,7 +15,7 @@ const CpuKernel<ProjectRows> project_rows_kernel = GRADSCALE_CPU_KERNEL(project_
 } // namespace gradscale
 
 #else
-#include "expectation.h"
+#include "../cpu/rows.h"
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {

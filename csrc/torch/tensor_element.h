@@ -1,7 +1,7 @@
 // The contexts in which calls are made, and the tensors that the kernels read directly.
 #pragma once
 
-#include "../cuda/device_guard.h"
+#include "../cuda/driver.h"
 #include "../formulas/element.h"
 
 #include <ATen/core/Tensor.h>

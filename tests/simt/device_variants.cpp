@@ -1,6 +1,6 @@
 // The CUDA kernels as variants for the tests of rows and of decoding.
 #include "cases.h"
-#include "loss/cuda/launch_loss.h"
+#include "loss/segment.h"
 #include "support/calls.h"
 
 namespace gradscale::test {

@@ -6,7 +6,7 @@
 #include "../cpp/memory.h"
 #include "cuda/device.h"
 #include "flow/calls.h"
-#include "loss/cuda/launch_loss.h"
+#include "loss/segment.h"
 #include "simt.h"
 #include "statistics/calls.h"
 #include "support/calls.h"

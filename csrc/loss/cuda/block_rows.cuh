@@ -8,7 +8,7 @@
 
 #include "../../cuda/rows.cuh"
 #include "../../formulas/cross_entropy.h"
-#include "row_tools.cuh"
+#include "block_of_rows.cuh"
 
 namespace gradscale {
 
