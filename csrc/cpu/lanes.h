@@ -1,7 +1,7 @@
 // 16 numbers at a time, in as many vectors as the instruction set needs: neighbouring elements of a row, or one element
 // of each of 16 rows. Included once for each instruction set.
 #include "../formulas/element.h"
-#include "../formulas/exponential.h"
+#include "../formulas/losses.h"
 #include "vectors.h"
 
 #if GRADSCALE_X86_VARIANTS && !defined(__INTEL_COMPILER)
@@ -24,7 +24,7 @@ struct Lanes {
   V parts[kParts];
 
   Lanes() = default;
-  GRADSCALE_HOST_DEVICE Lanes(A x) : Lanes(each([=](size_t) { return x - V{}; })) {
+  GRADSCALE_HOST_DEVICE Lanes(A x) : Lanes(each([=](size_t) { return splat(x); })) {
   }
 
   // Lanes whose parts are function(0), function(1) and so on.

@@ -63,6 +63,12 @@ GRADSCALE_HOST_DEVICE void store_vector(A* to, typename Vectors<A>::V x) {
   *reinterpret_cast<typename Vectors<A>::InMemory*>(to) = x;
 }
 
+// x in all lanes.
+template <class A>
+GRADSCALE_HOST_DEVICE typename Vectors<A>::V splat(A x) {
+  return x - typename Vectors<A>::V{};
+}
+
 #if defined(__GNUC__)
 
 // Lane i of the result is lane index[i] of x followed by y.
@@ -77,7 +83,94 @@ GRADSCALE_HOST_DEVICE V shuffled(V x, V y, std::index_sequence<index...> /*indic
 #endif
 }
 
+// A byte to each lane. Compilers do not make one instruction of this.
+template <class A, class M = typename Vectors<A>::Integers>
+GRADSCALE_HOST_DEVICE M widened(const uint8_t* from) {
+  constexpr int lanes = Vectors<A>::kCount;
+#if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 64
+  if constexpr (lanes == 16) {
+    return (M)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  } else {
+    return (M)_mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  }
+#elif GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 32
+  if constexpr (lanes == 8) {
+    return (M)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  } else {
+    int32_t bytes;
+    memcpy(&bytes, from, sizeof(bytes));
+    return (M)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(bytes));
+  }
+#else
+  typename Vectors<A>::Bytes bytes;
+  memcpy(&bytes, from, lanes);
+  return converted<M>(bytes);
 #endif
+}
+
+#endif
+
+// ---- Sums -----------------------------------------------------------------------------------------------------------
+
+// Sums kept apart by lane: a loop over lanes vectorises whatever the instruction set, and the order of additions is the
+// same for all of them.
+template <class A>
+struct LaneSum {
+  alignas(64) A lanes[kLanes] = {};
+
+  // Adds up by halves: a chain of 16 additions would wait longer than the rest of a short row takes.
+  A total() const {
+    A sums[8];
+    for (int k = 0; k < 8; ++k) {
+      sums[k] = lanes[k] + lanes[k + 8];
+    }
+    for (int k = 0; k < 4; ++k) {
+      sums[k] += sums[k + 4];
+    }
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+  }
+};
+
+template <class Power>
+double lane_sum(int64_t size, Power power) {
+  LaneSum<double> sum;
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+#pragma omp simd
+    for (int k = 0; k < kLanes; ++k) {
+      sum.lanes[k] += power(i + k);
+    }
+  }
+  for (int k = 0; i < size; ++i, ++k) {
+    sum.lanes[k] += power(i);
+  }
+  return sum.total();
+}
+
+// The largest magnitude; NaN where there is one.
+template <class Magnitude>
+double largest(int64_t size, Magnitude magnitude) {
+  double maximum = 0;
+  int unordered = 0;
+#pragma omp simd reduction(max : maximum) reduction(| : unordered)
+  for (int64_t i = 0; i < size; ++i) {
+    const double value = magnitude(i);
+    maximum = value > maximum ? value : maximum;
+    unordered |= value != value;
+  }
+  return unordered ? static_cast<double>(NAN) : maximum;
+}
+
+template <class Magnitude>
+double plain_power_sum(int64_t size, double p, Magnitude magnitude) {
+  if (p == 1) {
+    return lane_sum(size, magnitude);
+  }
+  if (p == 2) {
+    return lane_sum(size, [=](int64_t i) { return magnitude(i) * magnitude(i); });
+  }
+  return lane_sum(size, [=](int64_t i) { return std::pow(magnitude(i), p); });
+}
 
 } // namespace
 } // namespace GRADSCALE_VARIANT

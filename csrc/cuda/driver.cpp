@@ -1,7 +1,5 @@
 #include "driver.h"
 
-#include "device_guard.h"
-
 #include <ATen/DynamicLibrary.h>
 #include <c10/util/Exception.h>
 

@@ -1,11 +1,229 @@
-// Sums and maxima over the lanes of a warp that own a row together: 1, 2, 4, 8, 16 or 32 neighbours. All lanes of the
-// warp take part, and all lanes of a row get the result.
+// Elements in words of a GPU's registers, and its approximate functions, each with a plain twin for a CPU. Sums and
+// maxima over lanes of a warp.
 #pragma once
 
+#include "../formulas/element.h"
+#include "device.h"
 #include "rows.cuh"
-#include "words.cuh"
 
 namespace gradscale {
+
+struct alignas(16) Words16 {
+  uint32_t words[4];
+};
+
+// `count` elements that are read and written at once: 2, 4, 8 or 16 bytes.
+template <class T, int count>
+struct alignas(sizeof(T) * count) Packed {
+  static constexpr int kBytes = sizeof(T) * count;
+  using Word = std::conditional_t<kBytes == 2, uint16_t, uint32_t>;
+  Word words[kBytes / sizeof(Word)];
+};
+
+GRADSCALE_DEVICE float low_half(BFloat16Bits, uint32_t word) {
+  return bit_cast<float>(word << 16);
+}
+GRADSCALE_DEVICE float high_half(BFloat16Bits, uint32_t word) {
+  return bit_cast<float>(word & 0xffff0000u);
+}
+GRADSCALE_DEVICE float low_half(HalfBits, uint32_t word) {
+  return to_accumulate(HalfBits{static_cast<uint16_t>(word)});
+}
+GRADSCALE_DEVICE float high_half(HalfBits, uint32_t word) {
+  return to_accumulate(HalfBits{static_cast<uint16_t>(word >> 16)});
+}
+
+// Both rounded to nearest, as from_accumulate does.
+GRADSCALE_DEVICE uint32_t halves(BFloat16Bits, float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+#else
+  return from_accumulate<BFloat16Bits, float>(low).bits |
+         static_cast<uint32_t>(from_accumulate<BFloat16Bits, float>(high).bits) << 16;
+#endif
+}
+GRADSCALE_DEVICE uint32_t halves(HalfBits, float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+#else
+  return from_accumulate<HalfBits, float>(low).bits | static_cast<uint32_t>(from_accumulate<HalfBits, float>(high).bits)
+                                                          << 16;
+#endif
+}
+
+template <class T, int count>
+GRADSCALE_DEVICE void unpack(const Packed<T, count>& packed, float* values) {
+#pragma unroll
+  for (int k = 0; k < count; ++k) {
+    if constexpr (sizeof(T) == 8) {
+      const uint64_t bits = packed.words[2 * k] | static_cast<uint64_t>(packed.words[2 * k + 1]) << 32;
+      values[k] = static_cast<float>(bit_cast<double>(bits));
+    } else if constexpr (sizeof(T) == 4) {
+      values[k] = bit_cast<float>(packed.words[k]);
+    } else {
+      values[k] = k % 2 == 0 ? low_half(T(), packed.words[k / 2]) : high_half(T(), packed.words[k / 2]);
+    }
+  }
+}
+
+template <class T, int count>
+GRADSCALE_DEVICE Packed<T, count> packed(const float* values) {
+  Packed<T, count> result;
+  if constexpr (sizeof(T) == 8) {
+#pragma unroll
+    for (int k = 0; k < count; ++k) {
+      const auto bits = bit_cast<uint64_t>(static_cast<double>(values[k]));
+      result.words[2 * k] = static_cast<uint32_t>(bits);
+      result.words[2 * k + 1] = static_cast<uint32_t>(bits >> 32);
+    }
+  } else if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int k = 0; k < count; ++k) {
+      result.words[k] = bit_cast<uint32_t>(values[k]);
+    }
+  } else if constexpr (count == 1) {
+    result.words[0] = from_accumulate<T, float>(values[0]).bits;
+  } else {
+#pragma unroll
+    for (int k = 0; k < count; k += 2) {
+      result.words[k / 2] = halves(T(), values[k], values[k + 1]);
+    }
+  }
+  return result;
+}
+
+// A pointer that a compiler keeps as it is, and adds constants to, instead of computing an address for each access. It
+// no longer knows that it is one to global memory: the functions below do.
+template <class T>
+GRADSCALE_DEVICE T* kept(T* pointer) {
+#if defined(__CUDACC__)
+  asm("" : "+l"(pointer));
+#endif
+  return pointer;
+}
+
+// A number of which the compiler does not know that it has met it before: it computes from it again, instead of keeping
+// what it has computed in registers.
+GRADSCALE_DEVICE float forgotten(float value) {
+#if defined(__CUDACC__)
+  asm("" : "+f"(value));
+#endif
+  return value;
+}
+
+// Loads elements that no thread writes.
+template <class T, int count>
+GRADSCALE_DEVICE Packed<T, count> load_packed(const T* from) {
+  Packed<T, count> result;
+#if defined(__CUDACC__)
+  auto& words = result.words;
+  const auto address = __cvta_generic_to_global(from);
+  if constexpr (sizeof(result) == 2) {
+    asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(words[0]) : "l"(address));
+  } else if constexpr (sizeof(result) == 4) {
+    asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(words[0]) : "l"(address));
+  } else if constexpr (sizeof(result) == 8) {
+    asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(address));
+  } else {
+    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(address));
+  }
+#else
+  simt::check_aligned(from, sizeof(result), "load");
+  memcpy(&result, from, sizeof(result));
+#endif
+  return result;
+}
+
+// Stores at once; written in PTX, as store16 is.
+template <class T, int count>
+GRADSCALE_DEVICE void store_packed(void* to, const Packed<T, count>& packed) {
+#if defined(__CUDACC__)
+  const auto address = __cvta_generic_to_global(to);
+  const auto& words = packed.words;
+  if constexpr (sizeof(packed) == 2) {
+    asm volatile("st.global.b16 [%0], %1;" : : "l"(address), "h"(words[0]) : "memory");
+  } else if constexpr (sizeof(packed) == 4) {
+    asm volatile("st.global.b32 [%0], %1;" : : "l"(address), "r"(words[0]) : "memory");
+  } else if constexpr (sizeof(packed) == 8) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" : : "l"(address), "r"(words[0]), "r"(words[1]) : "memory");
+  } else {
+    store16(to, packed);
+  }
+#else
+  simt::check_aligned(to, sizeof(packed), "store");
+  memcpy(to, &packed, sizeof(packed));
+#endif
+}
+
+// Stores 16 bytes at once, in shared memory or elsewhere.
+GRADSCALE_DEVICE void put16(void* to, const Words16& value) {
+#if defined(__CUDACC__)
+  *static_cast<uint4*>(to) = uint4{value.words[0], value.words[1], value.words[2], value.words[3]};
+#else
+  store16(to, value);
+#endif
+}
+
+// exp(x), 1 exactly for 0; 2 units of the last place off for x next to 0, and |x| units farther away. Below -87: 0.
+GRADSCALE_DEVICE float approximate_exp(float x) {
+  const float y = x * 1.44269504f;
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(y));
+  return result;
+#else
+  const float result = std::exp2(y);
+  return result < 1.17549435e-38f ? 0.0f : result;
+#endif
+}
+
+GRADSCALE_DEVICE float approximate_reciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return 1.0f / x;
+#endif
+}
+
+GRADSCALE_DEVICE float approximate_reciprocal_root(float x) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return 1.0f / std::sqrt(x);
+#endif
+}
+
+// erfc(x) for x >= 0, by the fit of Chebyshev polynomials in "Numerical Recipes" (1.2e-7, relative), whose exponent is
+// rounded in float: 3e-7 for x up to 1, x^2 2e-7 beyond.
+GRADSCALE_DEVICE float approximate_erfc(float x) {
+  const float t = approximate_reciprocal(1.0f + 0.5f * x);
+  float y = 0.17087277f;
+  y = y * t - 0.82215223f;
+  y = y * t + 1.48851587f;
+  y = y * t - 1.13520398f;
+  y = y * t + 0.27886807f;
+  y = y * t - 0.18628806f;
+  y = y * t + 0.09678418f;
+  y = y * t + 0.37409196f;
+  y = y * t + 1.00002368f;
+  y = y * t - 1.26551223f;
+  return t * approximate_exp(y - x * x);
+}
+
+// ---- Lanes ----------------------------------------------------------------------------------------------------------
+
+// Sums and maxima over the lanes of a warp that own a row together: 1, 2, 4, 8, 16 or 32 neighbours. All lanes of the
+// warp take part, and all lanes of a row get the result.
 
 // Orders integers as the floats of these bits, so that one instruction reduces them. NaN of either sign comes last or
 // first.

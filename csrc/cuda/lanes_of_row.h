@@ -1,7 +1,7 @@
 // How many lanes own a row of logits in lane_rows.cuh, and how C++ names the kernel that is compiled for that.
 #pragma once
 
-#include "../formulas/slab.h"
+#include "../formulas/element.h"
 
 #include <string>
 #include <vector>

@@ -1,10 +1,197 @@
-// Sums of powers by the threads of a group, as range_kernels.h takes them on a CPU.
+// Windows of 16 bytes as they lie in memory, and sums over one of them: in float, where nothing is lost that matters,
+// so that double is met once for a window and not for each element.
+//
+// A rounding of float is at most u = 2^-24 of its result. The squares of a window go through three of them or fewer,
+// and so does the sum of its elements: a norm is within 1.5 u = 9e-8 of the exact one, and a sum within 3 u = 1.8e-7 of
+// the sum of magnitudes, whatever the elements are; where their roundings are independent it is less by the square root
+// of the number of windows.
 #pragma once
 
 #include "../formulas/norms.h"
-#include "windows.cuh"
+#include "rows.cuh"
 
 namespace gradscale {
+
+// Squares of float whose sum over some windows lies in between are computed in float: none overflows, and what those
+// below 2^-126 lose is nothing compared with the sum.
+constexpr float kLeastSquares = 0x1p-100f;
+constexpr float kMostSquares = 0x1p120f;
+
+GRADSCALE_DEVICE bool is_safe_in_float(float squares) {
+  return squares > kLeastSquares && squares < kMostSquares; // NaN is not
+}
+
+// The sum of a power of two of numbers, each of which goes through log2(count) roundings.
+template <int count>
+GRADSCALE_DEVICE float sum_in_pairs(float (&terms)[count]) {
+#pragma unroll
+  for (int half = count / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int k = 0; k < half; ++k) {
+      terms[k] += terms[k + half];
+    }
+  }
+  return terms[0];
+}
+
+// Elements of a type that is narrower than double.
+template <class T>
+struct alignas(16) Window {
+  static constexpr int kSize = kVector<T>;
+
+  uint32_t words[4];
+
+  GRADSCALE_DEVICE T element(int k) const {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      return bit_cast<T>(words[k]);
+    } else {
+      return {static_cast<uint16_t>(words[k / 2] >> (k % 2 * 16))};
+    }
+  }
+  GRADSCALE_DEVICE float operator[](int k) const {
+    if constexpr (std::is_same_v<T, BFloat16Bits>) { // one instruction, and the exponent where count() looks for it
+      return bit_cast<float>(k % 2 == 0 ? words[k / 2] << 16 : words[k / 2] & 0xffff0000u);
+    } else {
+      return to_accumulate(element(k));
+    }
+  }
+  // Elements must have been zeros.
+  GRADSCALE_DEVICE void set(int k, T element) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      words[k] = bit_cast<uint32_t>(element);
+    } else {
+      words[k / 2] |= static_cast<uint32_t>(element.bits) << (k % 2 * 16);
+    }
+  }
+  GRADSCALE_DEVICE bool has_only_zeros() const {
+    const uint32_t magnitudes = sizeof(T) == sizeof(float) ? 0x7fffffffu : 0x7fff7fffu;
+    return ((words[0] | words[1] | words[2] | words[3]) & magnitudes) == 0;
+  }
+  GRADSCALE_DEVICE int32_t zeros() const {
+    int32_t zeros = 0;
+#pragma unroll
+    for (const uint32_t word : words) {
+      if constexpr (sizeof(T) == sizeof(float)) {
+        zeros += (word & 0x7fffffffu) == 0;
+      } else {
+        zeros += ((word & 0x7fffu) == 0) + ((word & 0x7fff0000u) == 0);
+      }
+    }
+    return zeros;
+  }
+  GRADSCALE_DEVICE float sum() const {
+    float terms[kSize / 2];
+#pragma unroll
+    for (int k = 0; k < kSize / 2; ++k) {
+      terms[k] = (*this)[2 * k] + (*this)[2 * k + 1];
+    }
+    return sum_in_pairs(terms);
+  }
+  // Squares of 16-bit numbers are exact in float.
+  GRADSCALE_DEVICE float squares() const {
+    float terms[kSize / 2];
+#pragma unroll
+    for (int k = 0; k < kSize / 2; ++k) {
+      const float a = (*this)[2 * k];
+      const float b = (*this)[2 * k + 1];
+      terms[k] = a * a + b * b;
+    }
+    return sum_in_pairs(terms);
+  }
+};
+
+// The larger and the smaller of two magnitudes of 16 bits, in each half of a word. NaN is passed over, or largest.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define GRADSCALE_PAIRS(name, T, instruction)                        \
+  GRADSCALE_DEVICE uint32_t name(T, uint32_t a, uint32_t b) {        \
+    uint32_t result;                                                 \
+    asm(instruction " %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b)); \
+    return result;                                                   \
+  }
+GRADSCALE_PAIRS(larger_pair, BFloat16Bits, "max.bf16x2")
+GRADSCALE_PAIRS(larger_pair, HalfBits, "max.f16x2")
+GRADSCALE_PAIRS(smaller_pair, BFloat16Bits, "min.bf16x2")
+GRADSCALE_PAIRS(smaller_pair, HalfBits, "min.f16x2")
+#undef GRADSCALE_PAIRS
+#else
+template <class T>
+GRADSCALE_DEVICE uint32_t larger_pair(T, uint32_t a, uint32_t b) {
+  const uint32_t low = (a & 0xffff) > (b & 0xffff) ? a : b;
+  return (a > b ? a & 0xffff0000 : b & 0xffff0000) | (low & 0xffff);
+}
+template <class T>
+GRADSCALE_DEVICE uint32_t smaller_pair(T, uint32_t a, uint32_t b) {
+  const uint32_t low = (a & 0xffff) < (b & 0xffff) ? a : b;
+  return (a < b ? a & 0xffff0000 : b & 0xffff0000) | (low & 0xffff);
+}
+#endif
+
+// Reads the window with elements first .. first + kSize of a row, as Windows<T> names them; those outside 0 .. width
+// are zeros.
+template <class T>
+GRADSCALE_DEVICE Window<T> read_window(const T* row, int32_t width, int32_t first) {
+  if (first >= 0 && first + Window<T>::kSize <= width) {
+    return load16<Window<T>>(row + first);
+  }
+  Window<T> window{};
+  if (first < width) {
+#pragma unroll
+    for (int k = 0; k < Window<T>::kSize; ++k) {
+      if (first + k >= 0 && first + k < width) {
+        window.set(k, row[first + k]);
+      }
+    }
+  }
+  return window;
+}
+
+// The sum of the squares of windows: in double where float would lose it. NaN and inf come through.
+template <class T, int count>
+GRADSCALE_DEVICE double squares_of(const Window<T> (&windows)[count]) {
+  float together = 0;
+  double sum = 0;
+#pragma unroll
+  for (const Window<T>& window : windows) {
+    const float squares = window.squares();
+    together += squares;
+    sum += static_cast<double>(squares);
+  }
+  if (is_safe_in_float(together)) {
+    return sum;
+  }
+  sum = 0;
+#pragma unroll
+  for (const Window<T>& window : windows) {
+    if (!window.has_only_zeros()) { // as most have whose squares vanish
+#pragma unroll
+      for (int k = 0; k < Window<T>::kSize; ++k) {
+        const auto number = static_cast<double>(window[k]);
+        sum += number * number;
+      }
+    }
+  }
+  return sum;
+}
+
+// Adds up the squares of a range of elements by the threads of a group. A thread asks for four windows before it uses
+// the first.
+template <class T>
+GRADSCALE_DEVICE double sum_of_squares(const T* from, int32_t size, const Group& group) {
+  constexpr int kAhead = 4;
+  const Windows<T> windows(from, size);
+  double sum = 0;
+  for (int32_t window = group.rank; window < windows.count; window += kAhead * group.size) {
+    Window<T> now[kAhead];
+#pragma unroll
+    for (int c = 0; c < kAhead; ++c) {
+      now[c] = read_window(from, size, windows.first(window + c * group.size));
+    }
+    sum += squares_of(now);
+  }
+  return group.sum(sum);
+}
+
+// ---- Sums of powers by the threads of a group, as cpu/range.cpp takes them ------------------------------------------
 
 // Calls function(values, first) for the windows of this thread; values outside 0 .. size are 0.
 template <class T, class Function>
@@ -16,6 +203,18 @@ GRADSCALE_DEVICE void each_window_of_range(const T* from, int32_t size, const Gr
     read_elements<kVector<T>>(from, size, windows.first(window), A(0), values);
     function(values, windows.first(window));
   }
+}
+
+// Writes changed(x) for each element x, in the type of sums.
+template <class T, class Change>
+GRADSCALE_DEVICE void change_range(const T* from, T* to, int32_t size, const Group& group, Change changed) {
+  each_window_of_range(from, size, group, [&](auto* values, int32_t first) {
+#pragma unroll
+    for (int k = 0; k < kVector<T>; ++k) {
+      values[k] = changed(values[k]);
+    }
+    write_elements<kVector<T>>(to, size, first, values);
+  });
 }
 
 // Adds up (|g| reciprocal^2)^p, where p is a number.

@@ -1,6 +1,5 @@
 #include "elementwise.h"
 #include "flow.h"
-#include "gradient_buffer.h"
 #include "identity.h"
 
 #include <ATen/ops/full.h>

@@ -1,11 +1,9 @@
 #include "elementwise.h"
 
-#include "../cpu/instruction_set.h"
-#include "../cuda/device_guard.h"
+#include "../cpu/cpu_kernel.h"
+#include "../cuda/driver.h"
 #include "../torch/tensor_element.h"
-#include "device_calls.h"
-#include "element_loop.h"
-#include "gradient_buffer.h"
+#include "calls.h"
 
 #include <ATen/TensorIterator.h>
 #include <ATen/ops/empty_like.h>

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "../cuda/rows.cuh"
-#include "device_calls.h"
+#include "calls.h"
 
 namespace gradscale {
 

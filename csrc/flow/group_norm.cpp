@@ -1,10 +1,10 @@
-#include "group_norm.h"
+#include "flow.h"
 
-#include "../cpu/instruction_set.h"
+#include "../cpu/cpu_kernel.h"
 #include "../cpu/range.h"
-#include "../cuda/device_guard.h"
-#include "device_calls.h"
-#include "gradient_buffer.h"
+#include "../cuda/driver.h"
+#include "calls.h"
+#include "elementwise.h"
 
 #include <ATen/DimVector.h>
 #include <ATen/Parallel.h>

@@ -11,12 +11,11 @@
 // rescale_chunks    then one block for each chunk takes the sums of all chunks of its group together, in their order,
 //                   and reads and writes its own. Bytes: twice read, once written.
 //
-// Sums are taken in double, as on the CPU, except squares of narrower elements (cuda/windows.cuh).
+// Sums are taken in double, as on the CPU, except squares of narrower elements (cuda/norms.cuh).
 #pragma once
 
 #include "../cuda/norms.cuh"
-#include "../cuda/windows.cuh"
-#include "device_calls.h"
+#include "calls.h"
 
 namespace gradscale {
 
@@ -40,25 +39,17 @@ GRADSCALE_DEVICE void count_norm(const RescaleCall& call, bool within) {
 template <class T>
 GRADSCALE_DEVICE void scale_range(const T* from, T* to, int32_t size, const Scaling& by, const Group& group) {
   using A = typename AccumulateType<T>::type;
-  constexpr int count = kVector<T>;
   if (by.changes_nothing() && from == to) {
     return;
   }
   const bool narrow = by.is_normal_in_float();
   const A factor = static_cast<A>(by.factor);
   const double reciprocal = by.root == 1 ? 1 : 1 / by.root; // most groups do without the division
-  each_window_of_range(from, size, group, [&](A* values, int32_t first) {
-#pragma unroll
-    for (int k = 0; k < count; ++k) {
-      if (by.root == 0) {
-        values[k] = 0;
-      } else if (narrow) {
-        values[k] *= factor;
-      } else {
-        values[k] = static_cast<A>(static_cast<double>(values[k]) * reciprocal * reciprocal * by.factor);
-      }
+  change_range(from, to, size, group, [&](A x) {
+    if (by.root == 0) {
+      return A(0);
     }
-    write_elements<count>(to, size, first, values);
+    return narrow ? x * factor : static_cast<A>(static_cast<double>(x) * reciprocal * reciprocal * by.factor);
   });
 }
 

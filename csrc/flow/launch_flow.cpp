@@ -1,7 +1,7 @@
 // The launches of the kernels of gradient operators.
 #include "../cuda/launch.h"
 #include "../cuda/row_shape.h"
-#include "device_calls.h"
+#include "calls.h"
 
 namespace gradscale {
 

@@ -1,7 +1,6 @@
 // scale_gradient and reverse_gradient: the gradient, and the tangent, times a number or a tensor.
 #include "elementwise.h"
 #include "flow.h"
-#include "gradient_buffer.h"
 #include "identity.h"
 
 #include <ATen/ops/complex.h>

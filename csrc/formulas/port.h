@@ -2,7 +2,103 @@
 #pragma once
 
 #if defined(__CUDACC_RTC__)
-#include "rtc.h"
+// What kernels use of the C++ library, where NVRTC compiles them: it brings no headers, but has the functions of
+// <cmath> in the global namespace, for float and for double.
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using int16_t = short;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+using uintptr_t = unsigned long long;
+
+#define INT32_MAX 2147483647
+#define INFINITY __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fffffff)
+
+namespace std {
+
+using ::abs;
+using ::copysign;
+using ::erf;
+using ::erfc;
+using ::exp;
+using ::expm1;
+using ::fabs;
+using ::floor;
+using ::fmax;
+using ::fmin;
+using ::ilogb;
+using ::isfinite;
+using ::isinf;
+using ::isnan;
+using ::ldexp;
+using ::log;
+using ::log1p;
+using ::log2;
+using ::pow;
+using ::rint;
+using ::sqrt;
+
+template <class T, T constant>
+struct integral_constant {
+  static constexpr T value = constant;
+};
+using true_type = integral_constant<bool, true>;
+using false_type = integral_constant<bool, false>;
+
+template <class A, class B>
+struct is_same : false_type {};
+template <class A>
+struct is_same<A, A> : true_type {};
+template <class A, class B>
+inline constexpr bool is_same_v = is_same<A, B>::value;
+
+template <bool condition, class A, class B>
+struct conditional {
+  using type = A;
+};
+template <class A, class B>
+struct conditional<false, A, B> {
+  using type = B;
+};
+template <bool condition, class A, class B>
+using conditional_t = typename conditional<condition, A, B>::type;
+
+template <class T>
+struct numeric_limits;
+template <>
+struct numeric_limits<float> {
+  static constexpr int digits = 24;
+  static constexpr int max_exponent = 128;
+  static constexpr float max() {
+    return 3.40282347e38f;
+  }
+};
+template <>
+struct numeric_limits<double> {
+  static constexpr int digits = 53;
+  static constexpr int max_exponent = 1024;
+  static constexpr double max() {
+    return 1.7976931348623157e308;
+  }
+};
+template <>
+struct numeric_limits<int32_t> {
+  static constexpr int32_t max() {
+    return INT32_MAX;
+  }
+};
+template <>
+struct numeric_limits<int64_t> {
+  static constexpr int64_t max() {
+    return 0x7fffffffffffffff;
+  }
+};
+
+} // namespace std
 #else
 #include <cmath>
 #include <cstdint>

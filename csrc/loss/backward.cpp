@@ -1,8 +1,7 @@
-#include "backward.h"
+#include "python.h"
 
-#include "../cuda/device_guard.h"
+#include "../cuda/driver.h"
 #include "../torch/autograd.h"
-#include "../torch/context.h"
 #include "../torch/tensor_element.h"
 
 #include <ATen/core/grad_mode.h>

@@ -1,6 +1,6 @@
 #include "call.h"
 
-#include "../cuda/device_guard.h"
+#include "../cuda/driver.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
 

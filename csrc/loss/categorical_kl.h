@@ -8,7 +8,6 @@
 // Without unimix s p / q is p, and L is the difference of two log_softmax, which stays exact where p or q underflow.
 #pragma once
 
-#include "../formulas/logarithm.h"
 #include "../formulas/losses.h"
 #include "segment.h"
 

@@ -7,9 +7,9 @@
 // Only the loss has a gradient function; autograd fills in `wants`. A compiled backward pass moves the gradients away:
 // they are undefined after it.
 #include "../torch/autograd.h"
-#include "../torch/context.h"
 #include "../torch/gradient_pool.h"
-#include "backward.h"
+#include "../torch/tensor_element.h"
+#include "python.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>

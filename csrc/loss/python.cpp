@@ -2,7 +2,6 @@
 
 #include "../torch/autograd.h"
 #include "../torch/tensor_element.h"
-#include "backward.h"
 
 #include <ATen/core/grad_mode.h>
 #include <pybind11/stl.h>

@@ -1,9 +1,9 @@
 // The forward pass on the processor of a call's tensors, and the backward pass on a device.
-#include "../cpu/instruction_set.h"
+#include "../cpu/cpu_kernel.h"
 #include "../cpu/scratch.h"
-#include "../cuda/device_guard.h"
+#include "../cuda/driver.h"
 #include "call.h"
-#include "cuda/launch_loss.h"
+#include "segment.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../cpu/cpu_kernel.h"
-#include "../formulas/slab.h"
+#include "../formulas/element.h"
 #include "../formulas/support.h"
 
 namespace gradscale {
@@ -183,5 +183,14 @@ struct Pass {
 // scratch_elements(width) doubles.
 using RunRows = void (*)(const Segment&, const Coefficients&, int64_t begin, int64_t end, double* scratch);
 extern const CpuKernel<RunRows> run_rows_kernel;
+
+// ---- On a device ----------------------------------------------------------------------------------------------------
+
+// Computes losses and, where segments have a place for them, gradients. `workspace`: bytes_for_loss() bytes of the
+// device, at a multiple of 8.
+void launch_loss(const Pass& pass, void* workspace, void* stream);
+// Computes the gradients alone, multiplied by grad_output.
+void launch_loss_backward(const Pass& pass, void* workspace, void* stream);
+int64_t bytes_for_loss(const Pass& pass);
 
 } // namespace gradscale

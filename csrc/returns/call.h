@@ -2,6 +2,7 @@
 // read.
 #pragma once
 
+#include "../cpu/cpu_kernel.h"
 #include "../formulas/element.h"
 
 namespace gradscale {
@@ -96,5 +97,25 @@ struct MuZeroCall {
   bool* policy_mask;
   int64_t masks_strides[2];
 };
+
+// ---- Kernels --------------------------------------------------------------------------------------------------------
+
+// Computes rows begin .. end of a recurrence, or of n-step returns.
+using ReturnsRows = void (*)(const ReturnsCall& call, int64_t begin, int64_t end);
+
+extern const CpuKernel<ReturnsRows> along_steps_kernel; // lanes along the steps of a row
+extern const CpuKernel<ReturnsRows> across_rows_kernel; // lanes across rows
+extern const CpuKernel<ReturnsRows> n_step_kernel;
+
+using MuZeroRows = void (*)(const MuZeroCall& call, int64_t begin, int64_t end);
+
+extern const CpuKernel<MuZeroRows> muzero_kernel;
+
+// The bytes of ReturnsCall::workspace, on the current device.
+int64_t bytes_for_returns(const ReturnsCall& call);
+
+// `across`: rows are neighbours in memory.
+void launch_returns(const ReturnsCall& call, bool across, void* stream);
+void launch_muzero(const MuZeroCall& call, void* stream);
 
 } // namespace gradscale

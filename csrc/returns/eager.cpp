@@ -1,7 +1,6 @@
-#include "eager.h"
+#include "returns.h"
 
 #include "../torch/tensor_element.h"
-#include "returns.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>

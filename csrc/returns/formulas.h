@@ -5,10 +5,8 @@
 // the type of lanes, one number or several:
 //
 //   L::V, L::M            numbers, and conditions
-//   L::select(M, V, V)    by condition
 //   L::times(c, x)        c x, and 0 if c is 0. Lanes that are checked afterwards may give NaN where x is not finite.
 //   L::product(c, d)      of coefficients: 0 only if one of them is 0
-//   L::least(x, limit)    the smaller; NaN if x is
 //
 // Conditions select, so that what is not finite stays in its episode. Masked transitions give a = b = 0 and results of
 // 0.
@@ -46,27 +44,33 @@ struct Affine {
 
 // ---- What formulas share -------------------------------------------------------------------------------------------
 
+// The smaller; NaN if x is.
+template <class V>
+GRADSCALE_HOST_DEVICE V least(V x, V limit) {
+  return limit < x ? limit : x;
+}
+
 // B_t: what the successor is worth.
 template <class L>
 GRADSCALE_HOST_DEVICE typename L::V bootstrap(const Transition<L>& s) {
-  return L::select(s.terminated, L::zero(), s.next_value);
+  return s.terminated ? typename L::V{} : s.next_value;
 }
 
 // (1 - lambda) B + lambda y; B at a cut, where lambda is not read.
 template <class L>
 GRADSCALE_HOST_DEVICE typename L::V mixed(const Transition<L>& s, typename L::V later) {
   const typename L::V b = bootstrap(s);
-  return L::select(s.cut, b, L::times(L::one() - s.lambda, b) + L::times(s.lambda, later));
+  return s.cut ? b : L::times(1 - s.lambda, b) + L::times(s.lambda, later);
 }
 
 template <class L>
 GRADSCALE_HOST_DEVICE typename L::V unless_cut(const Transition<L>& s, typename L::V x) {
-  return L::select(s.cut, L::zero(), x);
+  return s.cut ? typename L::V{} : x;
 }
 
 template <class L>
 GRADSCALE_HOST_DEVICE typename L::V if_live(const Transition<L>& s, typename L::V x) {
-  return L::select(s.live, x, L::zero());
+  return s.live ? x : typename L::V{};
 }
 
 template <class L>
@@ -77,7 +81,7 @@ GRADSCALE_HOST_DEVICE Affine<L> if_live(const Transition<L>& s, typename L::V a,
 // The gradient of next_value, given the gradient of the discounted term.
 template <class L>
 GRADSCALE_HOST_DEVICE typename L::V to_next_value(const Transition<L>& s, typename L::V gradient) {
-  return L::select(s.terminated, L::zero(), L::times(s.discount, gradient));
+  return s.terminated ? typename L::V{} : L::times(s.discount, gradient);
 }
 
 // ---- Functions -----------------------------------------------------------------------------------------------------
@@ -89,8 +93,7 @@ struct LambdaReturns {
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    return if_live(
-        s, s.reward + L::times(s.discount, mixed(s, L::zero())), unless_cut(s, L::product(s.discount, s.lambda)));
+    return if_live(s, s.reward + L::times(s.discount, mixed(s, V{})), unless_cut(s, L::product(s.discount, s.lambda)));
   }
 
   template <class L, class V = typename L::V>
@@ -125,15 +128,15 @@ struct VTrace {
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
     const V delta = s.reward + L::times(s.discount, bootstrap(s)) - s.value;
-    const V c = L::product(s.lambda, L::least(s.ratio, s.limits[1]));
-    return if_live(s, L::times(L::least(s.ratio, s.limits[0]), delta), unless_cut(s, L::product(s.discount, c)));
+    const V c = L::product(s.lambda, least(s.ratio, s.limits[1]));
+    return if_live(s, L::times(least(s.ratio, s.limits[0]), delta), unless_cut(s, L::product(s.discount, c)));
   }
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V y, V later, V /*extra*/, V* out) {
     const V u = mixed(s, s.later_value + later);
     out[0] = if_live(s, s.value + y);
-    out[1] = if_live(s, L::times(L::least(s.ratio, s.limits[2]), s.reward + L::times(s.discount, u) - s.value));
+    out[1] = if_live(s, L::times(least(s.ratio, s.limits[2]), s.reward + L::times(s.discount, u) - s.value));
   }
 };
 
@@ -144,7 +147,7 @@ struct Retrace {
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    const V c = L::product(s.lambda, L::least(s.ratio, s.limits[0]));
+    const V c = L::product(s.lambda, least(s.ratio, s.limits[0]));
     const V x = s.reward + L::times(s.discount, bootstrap(s));
     return if_live(s, L::times(c, x - s.value), unless_cut(s, L::product(c, s.discount)));
   }
@@ -172,8 +175,8 @@ struct LambdaReturnsAdjoint {
   static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V /*extra*/, V* out) {
     const V h = s.reward + earlier;
     out[0] = if_live(s, h);
-    out[1] = L::zero();
-    out[2] = if_live(s, to_next_value(s, L::select(s.cut, h, L::times(L::one() - s.lambda, h))));
+    out[1] = V{};
+    out[2] = if_live(s, to_next_value(s, s.cut ? h : L::times(1 - s.lambda, h)));
   }
 };
 
@@ -203,24 +206,24 @@ struct VTraceAdjoint {
   // Of targets_{t+1} in the advantage of step t. The next step reads it as its `extra`.
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE V extra(const Transition<L>& s) {
-    const V g = L::times(L::least(s.ratio, s.limits[2]), s.value);
+    const V g = L::times(least(s.ratio, s.limits[2]), s.value);
     return if_live(s, unless_cut(s, L::times(s.discount, L::times(s.lambda, g))));
   }
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
-    const V c = L::product(s.lambda, L::least(s.ratio, s.limits[1]));
+    const V c = L::product(s.lambda, least(s.ratio, s.limits[1]));
     const V b = unless_cut(s, L::product(s.discount, c));
     return if_live(s, L::times(b, s.reward) + extra(s), b);
   }
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V extra, V* out) {
-    const V h = L::times(L::least(s.ratio, s.limits[0]), s.reward + earlier);
-    const V g = L::times(L::least(s.ratio, s.limits[2]), s.value);
+    const V h = L::times(least(s.ratio, s.limits[0]), s.reward + earlier);
+    const V g = L::times(least(s.ratio, s.limits[2]), s.value);
     out[0] = if_live(s, h + g);
     out[1] = if_live(s, s.reward - (h + g) + extra);
-    out[2] = if_live(s, to_next_value(s, h + L::select(s.cut, g, L::times(L::one() - s.lambda, g))));
+    out[2] = if_live(s, to_next_value(s, h + (s.cut ? g : L::times(1 - s.lambda, g))));
   }
 };
 
@@ -230,7 +233,7 @@ struct RetraceAdjoint {
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE V trace(const Transition<L>& s) {
-    return L::product(s.lambda, L::least(s.ratio, s.limits[0]));
+    return L::product(s.lambda, least(s.ratio, s.limits[0]));
   }
 
   template <class L, class V = typename L::V>
@@ -243,7 +246,7 @@ struct RetraceAdjoint {
     const V correction = L::times(trace(s), earlier);
     const V g = s.reward + correction;
     out[0] = if_live(s, g);
-    out[1] = if_live(s, L::zero() - correction);
+    out[1] = if_live(s, V{} - correction);
     out[2] = if_live(s, to_next_value(s, g));
   }
 };
@@ -288,24 +291,9 @@ struct OneLane {
   static GRADSCALE_HOST_DEVICE bool load(const uint8_t* from) {
     return *from != 0;
   }
-  static GRADSCALE_HOST_DEVICE A splat(A x) {
-    return x;
-  }
   static GRADSCALE_HOST_DEVICE bool load_cut(
       const uint8_t* terminated, const uint8_t* truncated, const uint8_t* later_live) {
     return *terminated != 0 || *truncated != 0 || *later_live == 0;
-  }
-  static GRADSCALE_HOST_DEVICE bool always() {
-    return true;
-  }
-  static GRADSCALE_HOST_DEVICE A zero() {
-    return A(0);
-  }
-  static GRADSCALE_HOST_DEVICE A one() {
-    return A(1);
-  }
-  static GRADSCALE_HOST_DEVICE A select(bool condition, A x, A y) {
-    return condition ? x : y;
   }
   static GRADSCALE_HOST_DEVICE A times(A c, A x) {
     return c == 0 ? A(0) : c * x;
@@ -318,10 +306,160 @@ struct OneLane {
   static GRADSCALE_HOST_DEVICE A underflow(A sign) {
     return std::copysign(std::is_same_v<A, double> ? A(4.9406564584124654e-324) : A(1.4e-45f), sign);
   }
-  static GRADSCALE_HOST_DEVICE A least(A x, A limit) {
-    return limit < x ? limit : x;
+};
+
+// ---- n-step returns -------------------------------------------------------------------------------------------------
+
+// n-step returns of one row, and their adjoint. O(T) for any n, and no division by powers of
+// the discount (van Herk 1992): a row is cut into blocks of n steps, so that a window is the end of one block and the
+// begin of the next. The maps x -> r + discount x of each part are composed once, from where the blocks meet.
+//
+// `steps[t]` is a StepOfRow.
+
+template <class A>
+struct Result {
+  A* data;
+  int64_t stride;
+
+  GRADSCALE_HOST_DEVICE Result(const ReturnsOutput& output, int64_t row)
+      : data(output.data == nullptr ? nullptr : static_cast<A*>(output.data) + row * output.strides[kRow]),
+        stride(output.strides[kStep]) {
+  }
+
+  GRADSCALE_HOST_DEVICE void put(int64_t t, A x) const {
+    if (data != nullptr) {
+      data[t * stride] = x;
+    }
   }
 };
+
+template <class A>
+struct StepOfRow {
+  A reward; // of the adjoint: the gradient of the result
+  A discount;
+  A bootstrap; // B
+  bool live;
+  bool cut;
+  bool terminated;
+
+  // The return of a window that ends here, from here.
+  GRADSCALE_HOST_DEVICE A last_return() const {
+    return reward + OneLane<A>::times(discount, bootstrap);
+  }
+};
+
+// A product of discounts; nothing passes once one of them is 0, or at a cut.
+template <class A>
+struct Weight {
+  A value = A(1);
+  bool open = true;
+
+  GRADSCALE_HOST_DEVICE void multiply(A discount) {
+    value = OneLane<A>::product(value, discount);
+    open = open && discount != 0;
+  }
+  GRADSCALE_HOST_DEVICE A times(A x) const {
+    return open ? value * x : A(0);
+  }
+};
+
+// `scratch` has the block's size.
+template <class A, class Steps>
+GRADSCALE_HOST_DEVICE void n_step_row(
+    const Steps& steps, int64_t count, int64_t n, A* scratch, const Result<A>& result) {
+  for (int64_t begin = (count - 1) / n * n; begin >= 0; begin -= n) {
+    const int64_t end = begin + n < count ? begin + n : count;
+    // Backwards: the sum up to the block's end, or to a cut, and the weight of what follows. `scratch[i]` has what
+    // follows where a window ends at step i of the next block.
+    A sum = A(0);
+    Weight<A> weight;
+    for (int64_t t = end - 1; t >= begin; --t) {
+      const StepOfRow<A> s = steps[t];
+      if (!s.live || s.cut) {
+        sum = s.live ? s.last_return() : A(0);
+        weight = {A(0), false};
+      } else {
+        sum = s.reward + OneLane<A>::times(s.discount, sum);
+        weight.multiply(s.discount);
+      }
+      A following = A(0);
+      if (weight.open) {
+        const int64_t last = t + n - 1 < count ? t + n - 1 : count - 1;
+        following = weight.value * (last < end ? steps[last].bootstrap : scratch[last - end]);
+      }
+      result.put(t, sum + following);
+    }
+    // Walk forwards: add the terms of this block to windows that begin in the block before.
+    sum = A(0);
+    weight = {};
+    A whole = A(0);
+    for (int64_t t = begin; t < end; ++t) {
+      const StepOfRow<A> s = steps[t];
+      if (weight.open) {
+        whole = sum + weight.value * s.last_return();
+        sum += weight.value * s.reward;
+        weight.multiply(s.discount);
+        weight.open = weight.open && !s.cut && s.live;
+      }
+      scratch[t - begin] = whole;
+    }
+  }
+}
+
+// The gradient of reward i is the sum of the gradients of the windows that contain it: the windows of the steps
+// i - n + 1 .. i that no cut separates from i. `sums` and `parts` have the block's size: weighted sums from a step of
+// the block before to that block's end, and their terms.
+template <class A, class Steps>
+GRADSCALE_HOST_DEVICE void n_step_adjoint_row(
+    const Steps& steps,
+    int64_t count,
+    int64_t n,
+    A* sums,
+    A* parts,
+    const Result<A>& to_reward,
+    const Result<A>& to_next_value) {
+  for (int64_t begin = 0; begin < count; begin += n) {
+    const int64_t end = begin + n < count ? begin + n : count;
+    A sum = A(0);
+    Weight<A> weight;
+    for (int64_t i = begin; i < end; ++i) {
+      const StepOfRow<A> s = steps[i];
+      if (!s.live) {
+        sum = A(0);
+        weight = {A(0), false};
+        to_reward.put(i, A(0));
+        to_next_value.put(i, A(0));
+        continue;
+      }
+      const int64_t first = i - n + 1;
+      sum += s.reward;
+      A whole = sum;
+      A one = A(0); // of the window that ends here because it has n steps
+      if (weight.open && first >= 0) {
+        one = weight.value * (first >= begin ? steps[first].reward : parts[first - begin + n]);
+        whole += first >= begin ? A(0) : weight.value * sums[first - begin + n];
+      }
+      to_reward.put(i, whole);
+      to_next_value.put(i, s.terminated ? A(0) : OneLane<A>::times(s.discount, s.cut ? whole : one));
+      sum = s.cut ? A(0) : OneLane<A>::times(s.discount, sum);
+      if (s.cut) {
+        weight = {A(0), false};
+      } else {
+        weight.multiply(s.discount);
+      }
+    }
+    sum = A(0);
+    weight = {};
+    for (int64_t t = end - 1; t >= begin; --t) {
+      const StepOfRow<A> s = steps[t];
+      weight.multiply(s.discount);
+      weight.open = weight.open && s.live && !s.cut;
+      parts[t - begin] = weight.times(s.reward);
+      sum += parts[t - begin];
+      sums[t - begin] = sum;
+    }
+  }
+}
 
 #ifdef GRADSCALE_VARIANT
 } // namespace GRADSCALE_VARIANT

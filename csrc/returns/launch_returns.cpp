@@ -1,5 +1,5 @@
 #include "../cuda/launch.h"
-#include "device_calls.h"
+#include "call.h"
 
 #include <algorithm>
 #include <atomic>

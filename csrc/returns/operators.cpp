@@ -1,7 +1,7 @@
 // The operators that autograd, transforms and compilers see. A function and its adjoint are linear, and each other's
 // gradient, so that any order of differentiation, in either mode, is made of the two.
 #include "../torch/autograd.h"
-#include "../torch/context.h"
+#include "../torch/tensor_element.h"
 #include "returns.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -1,10 +1,18 @@
-#include "kernels.h"
+// The kernels of recurrences. This file includes itself once for each instruction set.
+//
+// Along steps: a vector has neighbouring steps of one row. Their maps y -> a + b y are composed in log2(lanes) rounds,
+// which suits any number of rows, and reads and writes runs of memory.
+// Across rows: a vector has one step of neighbouring rows, for trajectories in which these are neighbours in memory.
+//
+// Both take a tile at a time, and multiply where formulas select: a tile with a number that is not finite is computed
+// once more, step by step, by lanes that select.
+#ifndef GRADSCALE_VARIANT
+#include "call.h"
+#include "sources.h"
 
 #include <algorithm>
-#include <type_traits>
-#include <utility>
 
-#define GRADSCALE_KERNELS "../returns/recurrences.h"
+#define GRADSCALE_KERNELS "../returns/recurrences.cpp"
 #include "../cpu/each_instruction_set.h"
 
 namespace gradscale {
@@ -13,3 +21,455 @@ const CpuKernel<ReturnsRows> along_steps_kernel = GRADSCALE_CPU_KERNEL(along_ste
 const CpuKernel<ReturnsRows> across_rows_kernel = GRADSCALE_CPU_KERNEL(across_rows);
 
 } // namespace gradscale
+
+#else
+#include "../cpu/vectors.h"
+#include "formulas.h"
+
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+// ---- Tiles ---------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kTile = 512;      // steps of a row
+constexpr int64_t kRowsOfTile = 64; // rows of a step: a cache line of flags
+
+// What a kernel reads and writes, along steps or across rows.
+template <class A>
+struct Tile {
+  Piece<A> rewards, values, next_values, discount, lambda, ratios;
+  Piece<uint8_t> terminated, truncated, live, later_live;
+  Piece<A> later_values; // of the next steps
+  A* out[kOutputs];
+  A limits[3];
+};
+
+template <class A>
+struct Buffers {
+  static constexpr int64_t kSize = kTile + kMostLanes;
+  A numbers[7][kSize];
+  uint8_t flags[3][kSize];
+  A results[kOutputs][kSize];
+};
+
+template <class A>
+class Sources {
+ public:
+  const ReturnsCall& call;
+
+  Sources(const ReturnsCall& call, int inner)
+      : call(call),
+        inner_(inner),
+        rewards_(call.rewards, inner),
+        values_(call.values, inner),
+        next_values_(call.next_values, inner),
+        discount_(call.discount, inner),
+        lambda_(call.lambda, inner),
+        ratios_(call.ratios, inner),
+        terminated_(call.terminated, inner),
+        truncated_(call.truncated, inner),
+        mask_(call.mask, inner) {
+    for (int k = 0; k < 3; ++k) {
+      tile.limits[k] = static_cast<A>(call.limits[k]);
+    }
+  }
+
+  // Reads elements begin .. begin + count, and masked ones up to `padded`.
+  void read(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
+    const auto numbers = [&](Source<A>& source, int k) {
+      return source.piece(outer, begin, count, padded, buffers_.numbers[k]);
+    };
+    tile.rewards = numbers(rewards_, 0);
+    tile.values = numbers(values_, 1);
+    tile.next_values = numbers(next_values_, 2);
+    tile.discount = numbers(discount_, 3);
+    tile.lambda = numbers(lambda_, 4);
+    tile.ratios = numbers(ratios_, 5);
+    tile.terminated = terminated_.piece(outer, begin, count, padded, buffers_.flags[0]);
+    tile.truncated = truncated_.piece(outer, begin, count, padded, buffers_.flags[1]);
+    for (int k = 0; k < kOutputs; ++k) {
+      const ReturnsOutput& output = call.outputs[k];
+      const bool in_place = output.data != nullptr && output.strides[inner_] == 1 && count == padded;
+      tile.out[k] =
+          in_place ? static_cast<A*>(output.data) + outer * output.strides[1 - inner_] + begin : buffers_.results[k];
+    }
+  }
+
+  // The values of the steps after begin .. begin + count, with a zero after the last step.
+  Piece<A> later_values(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
+    const int64_t inside = std::min(count, call.steps - begin - 1);
+    return values_.piece(outer, begin + 1, inside, padded, buffers_.numbers[6]);
+  }
+
+  Piece<uint8_t> mask(int64_t outer, int64_t begin, int64_t count, int64_t padded, uint8_t* buffer) {
+    return mask_.piece(outer, begin, count, padded, buffer);
+  }
+
+  // Copies results that were not written in place.
+  void write(int64_t outer, int64_t begin, int64_t count) const {
+    for (int k = 0; k < kOutputs; ++k) {
+      const ReturnsOutput& output = call.outputs[k];
+      if (output.data != nullptr && tile.out[k] == buffers_.results[k]) {
+        const int64_t stride = output.strides[inner_];
+        A* to = static_cast<A*>(output.data) + outer * output.strides[1 - inner_] + begin * stride;
+        for (int64_t i = 0; i < count; ++i) {
+          to[i * stride] = buffers_.results[k][i];
+        }
+      }
+    }
+  }
+
+  uint8_t* flags_of_tile() {
+    return buffers_.flags[2];
+  }
+
+  Tile<A> tile;
+  uint8_t later_flags[Buffers<A>::kSize];
+  int64_t later_count = -1; // steps of the tile that later_flags were made for
+
+ private:
+  int inner_;
+  Source<A> rewards_, values_, next_values_, discount_, lambda_, ratios_;
+  FlagSource terminated_, truncated_, mask_;
+  Buffers<A> buffers_;
+};
+
+// `masked`: steps may be masked.
+template <class F, class L, bool masked = true, class A>
+GRADSCALE_HOST_DEVICE Transition<L> transition(const Tile<A>& tile, int64_t i) {
+  const auto load = [i](const auto& piece) { return L::load(piece.data + i * piece.advance); };
+  Transition<L> s;
+  s.reward = load(tile.rewards);
+  s.value = load(tile.values);
+  s.next_value = load(tile.next_values);
+  s.discount = load(tile.discount);
+  s.lambda = load(tile.lambda);
+  s.ratio = load(tile.ratios);
+  s.later_value = typename L::V{};
+  if constexpr (std::is_same_v<F, VTrace>) {
+    s.later_value = load(tile.later_values);
+  }
+  for (int k = 0; k < 3; ++k) {
+    s.limits[k] = tile.limits[k] - typename L::V{};
+  }
+  s.live = masked ? load(tile.live) : typename L::M{} == 0;
+  s.terminated = load(tile.terminated);
+  const auto at = [i](const Piece<uint8_t>& flags) { return flags.data + i * flags.advance; };
+  s.cut = L::load_cut(at(tile.terminated), at(tile.truncated), at(tile.later_live));
+  return s;
+}
+
+template <class F, class L>
+GRADSCALE_HOST_DEVICE typename L::V extra_of(const Transition<L>& s) {
+  if constexpr (std::is_same_v<F, VTraceAdjoint>) {
+    return F::template extra<L>(s);
+  } else {
+    return typename L::V{};
+  }
+}
+
+// What a walk hands from step to step.
+template <class V>
+struct Carry {
+  V y{};
+  V extra{};
+};
+
+// One step, or one of each lane.
+template <class F, class L, class A, class V = typename L::V>
+GRADSCALE_HOST_DEVICE void walk(const Tile<A>& tile, int64_t i, Carry<V>& carry, V* out) {
+  const Transition<L> s = transition<F, L>(tile, i);
+  const Affine<L> map = F::template map<L>(s);
+  const V y = map.a + L::times(map.b, carry.y);
+  F::template results<L>(s, y, carry.y, carry.extra, out);
+  carry = {y, extra_of<F, L>(s)};
+}
+
+template <class F, class A>
+void one_step(const Tile<A>& tile, int64_t i, Carry<A>& carry) {
+  A out[kOutputs];
+  walk<F, OneLane<A> >(tile, i, carry, out);
+  for (int k = 0; k < F::kResults; ++k) {
+    tile.out[k][i] = out[k];
+  }
+}
+
+template <class A>
+struct CarryOfRows {
+  alignas(64) A y[kRowsOfTile] = {};
+  alignas(64) A extra[kRowsOfTile] = {};
+};
+
+// ---- Vectors as lanes ----------------------------------------------------------------------------------------------
+
+#if defined(__GNUC__)
+
+// Lanes of vectors, whose coefficients of 0 multiply.
+template <class A>
+struct VectorLanes {
+  using V = typename Vectors<A>::V;
+  using M = typename Vectors<A>::Integers;
+  using Bytes = typename Vectors<A>::Bytes;
+
+  static GRADSCALE_HOST_DEVICE V load(const A* from) {
+    return load_vector(from);
+  }
+  static GRADSCALE_HOST_DEVICE M load(const uint8_t* from) {
+    return widened<A>(from) != 0;
+  }
+  // Joins bytes, which are fewer than lanes have.
+  static GRADSCALE_HOST_DEVICE M
+  load_cut(const uint8_t* terminated, const uint8_t* truncated, const uint8_t* later_live) {
+    Bytes bytes[3];
+    memcpy(&bytes[0], terminated, sizeof(Bytes));
+    memcpy(&bytes[1], truncated, sizeof(Bytes));
+    memcpy(&bytes[2], later_live, sizeof(Bytes));
+    const Bytes cut = bytes[0] | bytes[1] | (Bytes)(bytes[2] == 0);
+    uint8_t joined[sizeof(Bytes)];
+    memcpy(joined, &cut, sizeof(Bytes));
+    return load(joined);
+  }
+  static GRADSCALE_HOST_DEVICE V times(V c, V x) {
+    return c * x;
+  }
+  static GRADSCALE_HOST_DEVICE V product(V c, V d) {
+    return c * d;
+  }
+};
+
+// Shifts the lanes of x: lane i becomes lane i + distance, or lane i - distance for an adjoint. Lanes of `fill` replace
+// lanes that do not exist.
+template <bool kForward, size_t distance, class V, size_t... i>
+GRADSCALE_HOST_DEVICE V shifted(V x, V fill, std::index_sequence<i...> /*lanes*/) {
+  constexpr size_t count = sizeof...(i);
+  return shuffled(
+      x, fill, std::index_sequence<(kForward ? (i >= distance ? i - distance : count) : i + distance)...>());
+}
+
+template <bool kForward, size_t distance, class V>
+GRADSCALE_HOST_DEVICE V shifted(V x, V fill) {
+  return shifted<kForward, distance>(x, fill, std::make_index_sequence<sizeof(V) / sizeof(x[0])>());
+}
+
+// Composes the map of each lane with the maps of the lanes that precede it in the walk.
+template <bool kForward, size_t distance, class V>
+GRADSCALE_HOST_DEVICE void compose(V& a, V& b) {
+  if constexpr (distance < sizeof(V) / sizeof(a[0])) {
+    a += b * shifted<kForward, distance>(a, V{});
+    b *= shifted<kForward, distance>(b, V{} + 1);
+    compose<kForward, 2 * distance>(a, b);
+  }
+}
+
+// True if all lanes are 0 and none is NaN: of sums minus themselves, if the sums are finite.
+template <class V>
+GRADSCALE_HOST_DEVICE bool are_zero(V x) {
+  uint64_t words[sizeof(V) / 8];
+  memcpy(words, &x, sizeof(V));
+  uint64_t any = 0;
+  for (const uint64_t word : words) {
+    any |= word;
+  }
+  return any == 0;
+}
+
+// Returns false if a number is not finite. The tile is a copy, which results that are written cannot change.
+template <class F, bool masked, class A>
+bool walk_along(const Tile<A> tile, int64_t padded, Carry<A>& carry) {
+  using L = VectorLanes<A>;
+  using V = typename L::V;
+  constexpr int count = Vectors<A>::kCount;
+  constexpr int last = F::kAdjoint ? count - 1 : 0; // in the order of the walk
+  V y = splat(carry.y), extra = splat(carry.extra), check{};
+  for (int64_t n = 0; n < padded; n += count) {
+    const int64_t i = F::kAdjoint ? n : padded - count - n;
+    const Transition<L> s = transition<F, L, masked>(tile, i);
+    Affine<L> map = F::template map<L>(s);
+    compose<F::kAdjoint, 1>(map.a, map.b);
+    const V own = map.a + map.b * y;
+    const V own_extra = extra_of<F, L>(s);
+    V out[kOutputs];
+    F::template results<L>(s, own, shifted<F::kAdjoint, 1>(own, y), shifted<F::kAdjoint, 1>(own_extra, extra), out);
+    V sum = own;
+    for (int k = 0; k < F::kResults; ++k) {
+      store_vector(tile.out[k] + i, out[k]);
+      sum += out[k];
+    }
+    check += sum - sum;
+    y = splat(own[last]);
+    extra = splat(own_extra[last]);
+  }
+  carry = {y[0], extra[0]};
+  return are_zero(check + (extra - extra));
+}
+
+template <class F, class A>
+GRADSCALE_HOST_DEVICE bool walk_across(const Tile<A> tile, int64_t padded, CarryOfRows<A>& carry) {
+  using L = VectorLanes<A>;
+  using V = typename L::V;
+  V check{};
+  for (int64_t i = 0; i < padded; i += Vectors<A>::kCount) {
+    Carry<V> own{load_vector(carry.y + i), load_vector(carry.extra + i)};
+    V out[kOutputs];
+    walk<F, L>(tile, i, own, out);
+    V sum = own.y + own.extra;
+    for (int k = 0; k < F::kResults; ++k) {
+      store_vector(tile.out[k] + i, out[k]);
+      sum += out[k];
+    }
+    check += sum - sum;
+    store_vector(carry.y + i, own.y);
+    store_vector(carry.extra + i, own.extra);
+  }
+  return are_zero(check);
+}
+
+#else // no vectors: every step is computed on its own
+
+template <class F, bool masked, class A>
+bool walk_along(const Tile<A>& /*tile*/, int64_t /*padded*/, Carry<A>& /*carry*/) {
+  return false;
+}
+
+template <class F, class A>
+bool walk_across(const Tile<A>& /*tile*/, int64_t /*padded*/, CarryOfRows<A>& /*carry*/) {
+  return false;
+}
+
+#endif
+
+// ---- Along steps ---------------------------------------------------------------------------------------------------
+
+// Makes tile.later_live, the mask of the next steps; a window of `period` steps ends with a masked one.
+template <class A>
+void read_later_live(Sources<A>& sources, int64_t row, int64_t begin, int64_t count, int64_t padded, int64_t period) {
+  uint8_t* later = sources.later_flags;
+  sources.tile.later_live = {later, 1};
+  const bool is_masked = sources.call.mask.data != nullptr;
+  if (!is_masked && count == sources.later_count && kTile % period == 0) {
+    return; // as in the tile before
+  }
+  sources.later_count = count;
+  memset(later, is_masked ? 0 : 1, count);
+  memset(later + count, 0, padded - count);
+  if (is_masked) {
+    const int64_t behind = std::min(count, sources.call.steps - begin - 1);
+    const Piece<uint8_t> mask = sources.mask(row, begin + 1, behind, behind, sources.flags_of_tile());
+    memcpy(later, mask.data, behind);
+  }
+  for (int64_t end = period - 1 - begin % period; end < count; end += period) {
+    later[end] = 0;
+  }
+}
+
+// A row, or rows that are stored one after the other as one: windows of `period` steps.
+template <class F, class A>
+void along_row(Sources<A>& sources, int64_t row, int64_t period) {
+  const int64_t steps = sources.call.steps;
+  const int64_t tiles = (steps + kTile - 1) / kTile;
+  Tile<A>& tile = sources.tile;
+  Carry<A> carry;
+  for (int64_t n = 0; n < tiles; ++n) {
+    const int64_t begin = (F::kAdjoint ? n : tiles - 1 - n) * kTile;
+    const int64_t count = std::min(kTile, steps - begin);
+    const int64_t padded = (count + Vectors<A>::kCount - 1) / Vectors<A>::kCount * Vectors<A>::kCount;
+    sources.read(row, begin, count, padded);
+    if (std::is_same_v<F, VTrace>) {
+      tile.later_values = sources.later_values(row, begin, count, padded);
+    }
+    read_later_live(sources, row, begin, count, padded, period);
+    tile.live = sources.mask(row, begin, count, padded, sources.flags_of_tile());
+    const Carry<A> before = carry;
+    const bool is_whole = sources.call.mask.data == nullptr && count == padded;
+    if (!(is_whole ? walk_along<F, false>(tile, padded, carry) : walk_along<F, true>(tile, padded, carry))) {
+      carry = before;
+      for (int64_t i = 0; i < count; ++i) {
+        one_step<F>(tile, F::kAdjoint ? i : count - 1 - i, carry);
+      }
+    }
+    sources.write(row, begin, count);
+  }
+}
+
+template <class Function>
+void dispatch_call(const ReturnsCall& call, Function function) {
+  dispatch_formula(call.formula, [&](auto formula) {
+    if (call.is_double) {
+      function(double(), formula);
+    } else {
+      function(float(), formula);
+    }
+  });
+}
+
+void along_steps(const ReturnsCall& call, int64_t begin, int64_t end) {
+  ReturnsCall one;
+  const bool is_joined = joined(call, begin, end, one);
+  dispatch_call(call, [&](auto number, auto formula) {
+    Sources<decltype(number)> sources(is_joined ? one : call, kStep);
+    for (int64_t row = is_joined ? end - 1 : begin; row < end; ++row) {
+      along_row<decltype(formula)>(sources, is_joined ? 0 : row, call.steps);
+    }
+  });
+}
+
+// ---- Across rows ---------------------------------------------------------------------------------------------------
+
+template <class F, class A>
+void across_tile(Sources<A>& sources, int64_t begin, int64_t count) {
+  const int64_t steps = sources.call.steps;
+  const int64_t padded = (count + Vectors<A>::kCount - 1) / Vectors<A>::kCount * Vectors<A>::kCount;
+  Tile<A>& tile = sources.tile;
+  CarryOfRows<A> carry;
+  uint8_t flags[2][kRowsOfTile] = {};
+  alignas(64) A later_values[kRowsOfTile] = {};
+  tile.later_values = {later_values, 1};
+  for (int64_t n = 0; n < steps; ++n) {
+    const int64_t t = F::kAdjoint ? n : steps - 1 - n;
+    sources.read(t, begin, count, padded);
+    tile.live = sources.mask(t, begin, count, padded, flags[0]);
+    tile.later_live = {flags[1], 1};
+    if (F::kAdjoint && t + 1 < steps) {
+      tile.later_live = sources.mask(t + 1, begin, count, padded, flags[1]);
+    } else if (F::kAdjoint) {
+      memset(flags[1], 0, sizeof(flags[1]));
+    }
+    const CarryOfRows<A> before = carry;
+    if (!walk_across<F>(tile, padded, carry)) {
+      carry = before;
+      for (int64_t i = 0; i < count; ++i) {
+        Carry<A> own{carry.y[i], carry.extra[i]};
+        one_step<F>(tile, i, own);
+        carry.y[i] = own.y;
+        carry.extra[i] = own.extra;
+      }
+    }
+    if (!F::kAdjoint) {
+      for (int64_t i = 0; i < padded; ++i) {
+        flags[1][i] = tile.live[i];
+      }
+      if (std::is_same_v<F, VTrace>) {
+        for (int64_t i = 0; i < padded; ++i) {
+          later_values[i] = tile.values[i];
+        }
+      }
+    }
+    sources.write(t, begin, count);
+  }
+}
+
+void across_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
+  dispatch_call(call, [&](auto number, auto formula) {
+    Sources<decltype(number)> sources(call, kRow);
+    for (int64_t row = begin; row < end; row += kRowsOfTile) {
+      across_tile<decltype(formula)>(sources, row, std::min(kRowsOfTile, end - row));
+    }
+  });
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale
+
+#endif

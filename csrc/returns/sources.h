@@ -4,7 +4,9 @@
 
 #include "call.h"
 
+#include <algorithm>
 #include <cstring>
+#include <initializer_list>
 
 namespace gradscale {
 
@@ -130,5 +132,37 @@ class FlagSource {
   int64_t outer_stride_;
   uint8_t copies_[kMostLanes];
 };
+
+// Rows begin .. end as one row, if they are stored one after the other; else false.
+inline bool joined(const ReturnsCall& call, int64_t begin, int64_t end, ReturnsCall& one) {
+  one = call;
+  one.rows = 1;
+  one.steps = (end - begin) * call.steps;
+  bool is_dense = true;
+  const auto move = [&](const auto& from, auto& operand, int64_t size) {
+    const bool is_constant = from.data == nullptr || (from.strides[kRow] == 0 && from.strides[kStep] == 0);
+    is_dense = is_dense && (is_constant || (from.strides[kStep] == 1 && from.strides[kRow] == call.steps));
+    if (!is_constant) {
+      using Pointer = decltype(operand.data);
+      operand.data = reinterpret_cast<Pointer>(reinterpret_cast<intptr_t>(from.data) + begin * call.steps * size);
+    }
+  };
+  for (Operand ReturnsCall::* operand :
+       {&ReturnsCall::rewards,
+        &ReturnsCall::values,
+        &ReturnsCall::next_values,
+        &ReturnsCall::discount,
+        &ReturnsCall::lambda,
+        &ReturnsCall::ratios}) {
+    move(call.*operand, one.*operand, element_size((call.*operand).element));
+  }
+  for (FlagOperand ReturnsCall::* flags : {&ReturnsCall::terminated, &ReturnsCall::truncated, &ReturnsCall::mask}) {
+    move(call.*flags, one.*flags, 1);
+  }
+  for (int k = 0; k < kOutputs; ++k) {
+    move(call.outputs[k], one.outputs[k], call.is_double ? 8 : 4);
+  }
+  return is_dense;
+}
 
 } // namespace gradscale

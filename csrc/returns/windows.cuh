@@ -3,7 +3,7 @@
 
 #include "steps.cuh"
 
-#include "n_step.h"
+#include "formulas.h"
 
 namespace gradscale {
 

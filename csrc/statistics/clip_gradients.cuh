@@ -39,12 +39,7 @@ clipped_tensors(GRADSCALE_ARGUMENT(ClippedTensors) arguments) {
   if (factor == 1) {
     return;
   }
-  const bool narrow = Scaling{1, factor, false}.is_normal_in_float();
-  scale_chunk(chunk_of_block(arguments.table, kChunkOfTensor), [&](auto x) {
-    using A = decltype(x);
-    return narrow ? x * static_cast<A>(factor)
-                  : static_cast<A>(arguments.zeros && factor == 0 ? 0 : static_cast<double>(x) * factor);
-  });
+  change_chunk(chunk_of_block(arguments.table, kChunkOfTensor), Clipped(factor, arguments.zeros));
 }
 
 } // namespace gradscale

@@ -1,11 +1,10 @@
 #include "tensors.h"
 
-#include "../cpu/instruction_set.h"
-#include "../cuda/device_guard.h"
+#include "../cpu/cpu_kernel.h"
+#include "../cuda/driver.h"
 #include "../torch/autograd.h"
 #include "../torch/tensor_element.h"
-#include "chunks.h"
-#include "device_calls.h"
+#include "calls.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>

@@ -39,7 +39,7 @@ GRADSCALE_KERNEL(kThreads, 2) squares_total(GRADSCALE_ARGUMENT(SquaresTotal) arg
 
 GRADSCALE_KERNEL(kThreads, 2) scaled_tensors(GRADSCALE_ARGUMENT(ScaledTensors) arguments) {
   const double by = arguments.factor * arguments.grad_output.load(0);
-  scale_chunk(
+  change_chunk(
       chunk_of_block(arguments.table, kChunkOfTensor), [&](auto x) { return x * static_cast<decltype(x)>(by); });
 }
 

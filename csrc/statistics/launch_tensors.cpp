@@ -1,20 +1,23 @@
 // The launches of the kernels over many tensors.
 #include "../cuda/table_builder.h"
-#include "range_table.h"
+#include "calls.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace gradscale {
 
 namespace {
 
-// Ranges get their blocks in their order, one for each chunk of so many bytes.
-class RangeTableBuilder {
+// Ranges get their blocks in their order.
+template <class Range>
+class BlockTableBuilder {
  public:
-  RangeTableBuilder(const DeviceRange* ranges, int64_t count, int64_t chunk) {
+  template <class BlocksOf>
+  BlockTableBuilder(const Range* ranges, int64_t count, BlocksOf blocks_of) {
     for (int64_t i = 0; i < count; ++i) {
       entries_.push_back({ranges[i], blocks_});
-      blocks_ += blocks_of_range(ranges[i], chunk);
+      blocks_ += blocks_of(ranges[i]);
     }
   }
 
@@ -22,10 +25,10 @@ class RangeTableBuilder {
     return blocks_;
   }
   int64_t bytes() const {
-    return static_cast<int64_t>(entries_.size() * sizeof(RangeEntry));
+    return static_cast<int64_t>(entries_.size() * sizeof(entries_[0]));
   }
   // Builds the table. It may need `bytes()` of device memory, which begins at a multiple of 8.
-  RangeTable build(char* device_memory, Stream stream) const {
+  BlockTable<Range> build(char* device_memory, Stream stream) const {
     TableBuilder builder;
     builder.add(entries_.data(), static_cast<int64_t>(entries_.size()));
     return {builder.build(device_memory, stream), static_cast<int64_t>(entries_.size())};
@@ -33,8 +36,20 @@ class RangeTableBuilder {
 
  private:
   int64_t blocks_ = 0;
-  std::vector<RangeEntry> entries_;
+  std::vector<typename BlockTable<Range>::Entry> entries_;
 };
+
+// One block for each chunk of so many bytes.
+BlockTableBuilder<DeviceRange> table_of(const DeviceRange* ranges, int64_t count, int64_t chunk) {
+  return {ranges, count, [=](const DeviceRange& range) { return blocks_of_range(range, chunk); }};
+}
+
+// One warp for each piece of a unit.
+BlockTableBuilder<UnitRange> table_of(const UnitRange* ranges, int64_t count) {
+  return {ranges, count, [](const UnitRange& range) {
+            return (range.count * pieces_of_unit(range) + kPiecesOfBlock - 1) / kPiecesOfBlock;
+          }};
+}
 
 } // namespace
 
@@ -46,12 +61,12 @@ void launch_clipping(const ClippingCall& call, void* stream) {
 }
 
 int64_t bytes_for_clip(const ClipCall& call) {
-  return RangeTableBuilder(call.ranges, call.count, kChunkOfTensor).bytes();
+  return table_of(call.ranges, call.count, kChunkOfTensor).bytes();
 }
 
 void launch_clip(const ClipCall& call, void* stream) {
   static const Kernel<ClippedTensors> clipped_tensors("statistics/clip_gradients.cuh", "clipped_tensors");
-  const RangeTableBuilder builder(call.ranges, call.count, kChunkOfTensor);
+  const auto builder = table_of(call.ranges, call.count, kChunkOfTensor);
   if (builder.blocks() > 0) {
     const ClippedTensors arguments{builder.build(call.workspace, stream), call.factor, call.zeros};
     launch(clipped_tensors, builder.blocks(), kThreads, stream, arguments);
@@ -64,22 +79,22 @@ namespace {
 
 constexpr const char* kFileOfSquares = "statistics/l2_loss.cuh";
 
-RangeTableBuilder table_of(const SquaresCall& call) {
-  return RangeTableBuilder(call.ranges, call.count, kChunkOfTensor);
+auto table_of(const SquaresCall& call) {
+  return table_of(call.ranges, call.count, kChunkOfTensor);
 }
 
 } // namespace
 
 // The workspace has the sums of the chunks, followed by the table.
 int64_t bytes_for_squares(const SquaresCall& call) {
-  const RangeTableBuilder table = table_of(call);
+  const auto table = table_of(call);
   return table.blocks() * static_cast<int64_t>(sizeof(double)) + table.bytes();
 }
 
 void launch_squares(const SquaresCall& call, void* stream) {
   static const Kernel<SumsOfSquares> sums_of_squares(kFileOfSquares, "sums_of_squares");
   static const Kernel<SquaresTotal> squares_total(kFileOfSquares, "squares_total");
-  const RangeTableBuilder builder = table_of(call);
+  const auto builder = table_of(call);
   auto* sums = reinterpret_cast<double*>(call.workspace);
   if (builder.blocks() > 0) {
     const SumsOfSquares arguments{builder.build(reinterpret_cast<char*>(sums + builder.blocks()), stream), sums};
@@ -90,7 +105,7 @@ void launch_squares(const SquaresCall& call, void* stream) {
 
 void launch_squares_backward(const SquaresCall& call, void* stream) {
   static const Kernel<ScaledTensors> scaled_tensors(kFileOfSquares, "scaled_tensors");
-  const RangeTableBuilder builder = table_of(call);
+  const auto builder = table_of(call);
   if (builder.blocks() > 0) {
     const ScaledTensors arguments{builder.build(call.workspace, stream), call.factor, call.grad_output};
     launch(scaled_tensors, builder.blocks(), kThreads, stream, arguments);
@@ -101,8 +116,8 @@ void launch_squares_backward(const SquaresCall& call, void* stream) {
 
 namespace {
 
-RangeTableBuilder table_of(const StatisticsCall& call) {
-  return RangeTableBuilder(call.ranges, call.out.count, kChunkOfStatistics);
+auto table_of(const StatisticsCall& call) {
+  return table_of(call.ranges, call.out.count, kChunkOfStatistics);
 }
 
 const Kernel<StatisticsArguments>& kernel_of_order(double p) {
@@ -118,14 +133,14 @@ const Kernel<StatisticsArguments>& kernel_of_order(double p) {
 
 // The workspace has the statistics of the chunks, followed by the table.
 int64_t bytes_for_statistics(const StatisticsCall& call) {
-  const RangeTableBuilder table = table_of(call);
+  const auto table = table_of(call);
   return table.blocks() * static_cast<int64_t>(sizeof(ChunkStatistics)) + table.bytes();
 }
 
 void launch_statistics(const StatisticsCall& call, void* stream) {
   static const Kernel<StatisticsArguments> tensor_statistics("statistics/statistics.cuh", "tensor_statistics");
   static_assert(sizeof(ChunkStatistics) % 8 == 0);
-  const RangeTableBuilder builder = table_of(call);
+  const auto builder = table_of(call);
   auto* chunks = reinterpret_cast<ChunkStatistics*>(call.workspace);
   const RangeTable table = builder.build(reinterpret_cast<char*>(chunks + builder.blocks()), stream);
   const StatisticsArguments arguments{table, chunks, call.p, call.out};
@@ -139,74 +154,45 @@ namespace {
 
 constexpr const char* kFileOfUnits = "statistics/units.cuh";
 
-// Tensors get their blocks in their order, which have one warp for each piece of a unit.
-class UnitTableBuilder {
- public:
-  UnitTableBuilder(const UnitRange* ranges, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t pieces = pieces_of_unit(ranges[i]);
-      entries_.push_back({ranges[i], blocks_});
-      blocks_ += (ranges[i].count * pieces + kPiecesOfBlock - 1) / kPiecesOfBlock;
-      has_pieces_ = has_pieces_ || pieces > 1;
-    }
-  }
+// True if there is a unit of several pieces.
+bool has_pieces(const UnitNormsCall& call) {
+  return std::any_of(
+      call.ranges, call.ranges + call.count, [](const UnitRange& range) { return pieces_of_unit(range) > 1; });
+}
 
-  int64_t blocks() const {
-    return blocks_;
-  }
-  // True if there is a unit of several pieces.
-  bool has_pieces() const {
-    return has_pieces_;
-  }
-  int64_t bytes() const {
-    return static_cast<int64_t>(entries_.size() * sizeof(UnitEntry));
-  }
-  // Builds the table. It may need `bytes()` of device memory, which begins at a multiple of 8.
-  UnitTable build(char* device_memory, Stream stream) const {
-    TableBuilder builder;
-    builder.add(entries_.data(), static_cast<int64_t>(entries_.size()));
-    return {builder.build(device_memory, stream), static_cast<int64_t>(entries_.size())};
-  }
-
- private:
-  int64_t blocks_ = 0;
-  bool has_pieces_ = false;
-  std::vector<UnitEntry> entries_;
-};
-
-int64_t bytes_of_sums(const UnitTableBuilder& builder) {
-  return builder.has_pieces() ? builder.blocks() * kPiecesOfBlock * static_cast<int64_t>(sizeof(PowerSum)) : 0;
+int64_t bytes_of_sums(const UnitNormsCall& call, int64_t blocks) {
+  return has_pieces(call) ? blocks * kPiecesOfBlock * static_cast<int64_t>(sizeof(PowerSum)) : 0;
 }
 
 } // namespace
 
 // The workspace has the sums of the pieces, followed by the table.
 int64_t bytes_for_unit_norms(const UnitNormsCall& call) {
-  const UnitTableBuilder builder(call.ranges, call.count);
-  return bytes_of_sums(builder) + builder.bytes();
+  const auto builder = table_of(call.ranges, call.count);
+  return bytes_of_sums(call, builder.blocks()) + builder.bytes();
 }
 
 void launch_unit_norms(const UnitNormsCall& call, void* stream) {
   static const Kernel<UnitNormsArguments> unit_sums(kFileOfUnits, "unit_sums");
   static const Kernel<UnitNormsArguments> unit_norms(kFileOfUnits, "unit_norms");
-  const UnitTableBuilder builder(call.ranges, call.count);
+  const auto builder = table_of(call.ranges, call.count);
   if (builder.blocks() > 0) {
-    const UnitTable table = builder.build(call.workspace + bytes_of_sums(builder), stream);
+    const UnitTable table = builder.build(call.workspace + bytes_of_sums(call, builder.blocks()), stream);
     const UnitNormsArguments arguments{table, reinterpret_cast<PowerSum*>(call.workspace), call.norms};
     launch(unit_sums, builder.blocks(), kThreads, stream, arguments);
-    if (builder.has_pieces()) {
+    if (has_pieces(call)) {
       launch(unit_norms, builder.blocks(), kThreads, stream, arguments);
     }
   }
 }
 
 int64_t bytes_for_clip_units(const ClipUnitsCall& call) {
-  return UnitTableBuilder(call.ranges, call.count).bytes();
+  return table_of(call.ranges, call.count).bytes();
 }
 
 void launch_clip_units(const ClipUnitsCall& call, void* stream) {
   static const Kernel<ClippedUnits> clipped_units(kFileOfUnits, "clipped_units");
-  const UnitTableBuilder builder(call.ranges, call.count);
+  const auto builder = table_of(call.ranges, call.count);
   if (builder.blocks() > 0) {
     const ClippedUnits arguments{builder.build(call.workspace, stream), call.factors, call.zeros};
     launch(clipped_units, builder.blocks(), kThreads, stream, arguments);

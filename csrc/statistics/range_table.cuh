@@ -2,50 +2,50 @@
 #pragma once
 
 #include "../cuda/norms.cuh"
-#include "range_table.h"
+#include "calls.h"
 
 namespace gradscale {
 
 // The tensor that this block works on, and the block's chunk.
 struct ChunkOfTensor {
-  const RangeEntry& entry;
+  const RangeTable::Entry& entry;
   int64_t begin;
   int32_t size;
 };
 
-// Finds the chunk of this block, which has so many bytes. Empty tensors have no block: among tensors that begin at the
-// same block the last has it.
+// Finds the chunk of this block, which has so many bytes.
 GRADSCALE_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table, int64_t bytes) {
-  int64_t low = 0;
-  int64_t high = table.count;
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (table[middle].first_block <= blockIdx.x ? low : high) = middle;
-  }
-  const RangeEntry& entry = table[low];
+  const RangeTable::Entry& entry = table.of_block(blockIdx.x);
   const int64_t chunk = elements_of_chunk(entry.range, bytes);
   const int64_t begin = (blockIdx.x - entry.first_block) * chunk;
   const int64_t rest = entry.range.size - begin;
   return {entry, begin, static_cast<int32_t>(rest < chunk ? rest : chunk)};
 }
 
-// All threads of the block write scaled(x) for each element x of a chunk, in the type of sums.
-template <class Scaled>
-GRADSCALE_DEVICE void scale_chunk(const ChunkOfTensor& chunk, Scaled scaled) {
-  const Group block{kThreads, static_cast<int>(threadIdx.x), nullptr};
+// All threads of the block write changed(x) for each element x of a chunk, in the type of sums.
+template <class Change>
+GRADSCALE_DEVICE void change_chunk(const ChunkOfTensor& chunk, Change changed) {
   dispatch_element(chunk.entry.range.element, [&](auto type) {
     using T = decltype(type);
-    using A = typename AccumulateType<T>::type;
-    const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
-    T* out = static_cast<T*>(chunk.entry.range.out) + chunk.begin;
-    each_window_of_range(data, chunk.size, block, [&](A* values, int32_t first) {
-#pragma unroll
-      for (int k = 0; k < kVector<T>; ++k) {
-        values[k] = scaled(values[k]);
-      }
-      write_elements<kVector<T>>(out, chunk.size, first, values);
-    });
+    const T* from = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
+    T* to = static_cast<T*>(chunk.entry.range.out) + chunk.begin;
+    change_range(from, to, chunk.size, Group{kThreads, static_cast<int>(threadIdx.x), nullptr}, changed);
   });
 }
+
+// An element times the factor of its gradient; `zeros`: a factor of 0 leaves zeros, whatever the elements were.
+struct Clipped {
+  double factor;
+  bool zeros;
+  bool narrow;
+
+  GRADSCALE_DEVICE Clipped(double factor, bool zeros)
+      : factor(factor), zeros(zeros && factor == 0), narrow(Scaling{1, factor, false}.is_normal_in_float()) {
+  }
+  template <class A>
+  GRADSCALE_DEVICE A operator()(A x) const {
+    return narrow ? x * static_cast<A>(factor) : static_cast<A>(zeros ? 0 : static_cast<double>(x) * factor);
+  }
+};
 
 } // namespace gradscale

@@ -235,7 +235,7 @@ tensor_statistics(GRADSCALE_ARGUMENT(StatisticsArguments) arguments) {
   GRADSCALE_SHARED(double, shared, kWarps);
   GRADSCALE_SHARED(int64_t, counts, kThreads);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
-  const RangeEntry& entry = arguments.table[blockIdx.x];
+  const RangeTable::Entry& entry = arguments.table[blockIdx.x];
   const int64_t count = blocks_of_range(entry.range, kChunkOfStatistics);
   const ChunkStatistics* chunks = arguments.chunks + entry.first_block;
   ElementSums own = no_elements();

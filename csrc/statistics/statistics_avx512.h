@@ -1,7 +1,7 @@
 // Statistics of finite float, bfloat16 and half elements in one pass. Compilers do not make this of a plain loop: the
 // counters of sixteen neighbouring bins stay in registers, 64 bytes each, so that memory is read while bins are
 // counted. Compiled for AVX-512 only.
-#include "range_statistics.h"
+#include "calls.h"
 
 #include <immintrin.h>
 #include <algorithm>

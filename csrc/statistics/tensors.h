@@ -1,8 +1,12 @@
 // The operators on many tensors.
 #pragma once
 
+#include "../cpu/range.h"
+
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -60,5 +64,55 @@ at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight);
 // Computes [2, N] in float64: the norms of tensors of the CPU, and of what has been added to them since. Undefined
 // where two of a pair differ in form, or sums of squares in double may overflow.
 at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
+
+// ---- What the passes share ------------------------------------------------------------------------------------------
+
+// Pieces of about the same size, which threads take one after the other, of many ranges of elements.
+
+constexpr int64_t kChunk = 255 * 64; // elements that a thread takes at a time: as many as bytes can count
+
+// Cuts ranges into chunks, in their order; an empty range has none.
+inline std::vector<Range> chunks_of(const std::vector<Range>& ranges) {
+  std::vector<Range> chunks;
+  chunks.reserve(ranges.size());
+  for (const Range& range : ranges) {
+    const int64_t size_of_element = element_size(range.element) * (range.is_complex ? 2 : 1);
+    for (int64_t begin = 0; begin < range.size; begin += kChunk) {
+      chunks.push_back(
+          {static_cast<const char*>(range.data) + begin * size_of_element,
+           std::min(kChunk, range.size - begin),
+           range.element,
+           range.is_complex});
+    }
+  }
+  return chunks;
+}
+
+// Calls function(index) for each chunk, on all threads where there are many elements.
+template <class Function>
+void for_each_chunk(const std::vector<Range>& chunks, Function function) {
+  at::parallel_for(0, static_cast<int64_t>(chunks.size()), /*grain_size=*/8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      function(i);
+    }
+  });
+}
+
+// The units of a tensor: `length` elements each. A tensor of fewer than two dimensions is one unit.
+struct Units {
+  int64_t count = 0;
+  int64_t length = 0;
+
+  Units() = default;
+  Units(const at::Tensor& tensor, bool rows)
+      : count(rows && tensor.dim() > 1 ? tensor.size(0) : 1), length(count == 0 ? 0 : tensor.numel() / count) {
+  }
+
+  // True if each unit is one dense block of memory, and the blocks follow each other. The order of the elements within
+  // a block is free.
+  bool are_blocks_of(const at::Tensor& tensor) const {
+    return tensor.is_non_overlapping_and_dense() && (count <= 1 || tensor.stride(0) == length);
+  }
+};
 
 } // namespace gradscale

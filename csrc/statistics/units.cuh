@@ -5,14 +5,13 @@
 // clipped_units   one warp for each piece: read once, written once, and neither where the factor is 1.
 #pragma once
 
-#include "../cuda/norms.cuh"
-#include "range_table.h"
+#include "range_table.cuh"
 
 namespace gradscale {
 
 // The piece that this warp works on.
 struct PieceOfUnit {
-  const UnitEntry& entry;
+  const UnitTable::Entry& entry;
   int64_t unit; // none of this entry where it is not less than its count
   int64_t pieces;
   int64_t piece;
@@ -30,13 +29,7 @@ struct PieceOfUnit {
 };
 
 GRADSCALE_DEVICE PieceOfUnit piece_of_warp(const UnitTable& table) {
-  int64_t low = 0;
-  int64_t high = table.count;
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (table[middle].first_block <= blockIdx.x ? low : high) = middle;
-  }
-  const UnitEntry& entry = table[low];
+  const UnitTable::Entry& entry = table.of_block(blockIdx.x);
   const int64_t index = (blockIdx.x - entry.first_block) * kPiecesOfBlock + threadIdx.x / 32;
   const int64_t pieces = pieces_of_unit(entry.range);
   return {entry, index / pieces, pieces, index % pieces};
@@ -92,21 +85,9 @@ GRADSCALE_KERNEL(kThreads, 2) clipped_units(GRADSCALE_ARGUMENT(ClippedUnits) arg
   if (factor == 1) {
     return;
   }
-  const bool narrow = Scaling{1, factor, false}.is_normal_in_float();
-  const bool zeros = arguments.zeros && factor == 0;
-  const int32_t size = piece.size();
   dispatch_element(piece.entry.range.element, [&](auto type) {
-    using T = decltype(type);
-    using A = typename AccumulateType<T>::type;
-    T* data = static_cast<T*>(piece.entry.range.data) + piece.begin();
-    each_window_of_range<T>(data, size, group_of_warp(), [&](A* values, int32_t first) {
-#pragma unroll
-      for (int k = 0; k < kVector<T>; ++k) {
-        values[k] = narrow ? values[k] * static_cast<A>(factor)
-                           : static_cast<A>(zeros ? 0 : static_cast<double>(values[k]) * factor);
-      }
-      write_elements<kVector<T>>(data, size, first, values);
-    });
+    auto* data = static_cast<decltype(type)*>(piece.entry.range.data) + piece.begin();
+    change_range(data, data, piece.size(), group_of_warp(), Clipped(factor, arguments.zeros));
   });
 }
 

@@ -9,9 +9,9 @@
 #pragma once
 
 #include "../cuda/lane_rows.cuh"
-#include "../cuda/logits_row.cuh"
+#include "../cuda/rows.cuh"
 #include "bins.cuh"
-#include "support_calls.h"
+#include "calls.h"
 
 namespace gradscale {
 

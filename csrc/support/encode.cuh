@@ -1,11 +1,13 @@
-// The kernel that turns scalars into distributions over the bins of a support. A group of threads writes each row once,
-// as in loss_rows: bytes = scalars + rows.
+// The kernels that write distributions over the bins of a support: encode and project.
 #pragma once
 
 #include "../cuda/rows.cuh"
-#include "support_calls.h"
+#include "calls.h"
 
 namespace gradscale {
+
+// Encoding turns scalars into distributions over the bins of a support. A group of threads writes each row once,
+// as in loss_rows: bytes = scalars + rows.
 
 template <class T, class Target>
 GRADSCALE_DEVICE void encode_row(T* row, int32_t width, const Target& target, const Group& group) {
@@ -40,6 +42,81 @@ GRADSCALE_KERNEL(kThreads, 2) encode_rows(GRADSCALE_ARGUMENT(EncodeArguments) ar
       encode_row(row, static_cast<int32_t>(e.width), two_hot(x, arguments.support), own.group);
     }
   });
+}
+
+// The categorical projection. A warp has a row, and its lanes 32 neighbouring atoms, which it adds to the
+// bins that they reach, 32 at a time and always in the same order: results are the same from run to run.
+
+GRADSCALE_DEVICE double element_at(const Rows& rows, int64_t row, int32_t column) {
+  double result = 0;
+  dispatch_element(rows.element, [&](auto type) {
+    result = to_accumulate(static_cast<const decltype(type)*>(rows.data)[row * rows.stride + column]);
+  });
+  return result;
+}
+
+template <class A>
+GRADSCALE_DEVICE void project_row(const ProjectArguments& arguments, int64_t row, int lane) {
+  constexpr unsigned all_lanes = 0xffffffffu;
+  constexpr int lanes = 32;
+  const Projection& p = arguments.projection;
+  const Support& support = arguments.support;
+  const auto width = static_cast<int32_t>(p.width);
+  const double reward = element_at(p.rewards, row, 0), discount = element_at(p.discounts, row, 0);
+  A* const out = static_cast<A*>(p.out.data) + row * p.out.stride;
+  for (int32_t k = lane; k < width; k += lanes) { // each lane reads and writes its own bins only
+    out[k] = A(0);
+  }
+  bool is_nan = false;
+  for (int32_t first = 0; first < width; first += lanes) {
+    int32_t bin = -2, least = width, most = -2; // behind the last atom: no bin
+    A lower = A(0), upper = A(0);
+    if (first + lane < width) {
+      const double mass = element_at(p.probabilities, row, first + lane);
+      const TwoHotTarget target = two_hot(reward + discount * raw_center(support, first + lane), support);
+      is_nan = is_nan || target.is_nan() || mass - mass != 0;
+      bin = least = most = target.begin;
+      lower = static_cast<A>(mass * (1 - target.upper));
+      upper = static_cast<A>(mass * target.upper);
+    }
+#pragma unroll
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+      const int32_t other_least = __shfl_xor_sync(all_lanes, least, distance);
+      const int32_t other_most = __shfl_xor_sync(all_lanes, most, distance);
+      least = other_least < least ? other_least : least;
+      most = other_most > most ? other_most : most;
+    }
+    for (int32_t begin = least / lanes * lanes; begin <= most + 1; begin += lanes) {
+      const int32_t k = begin + lane;
+      A sum = k < width ? out[k] : A(0);
+      for (int other = 0; other < lanes; ++other) {
+        const int32_t other_bin = __shfl_sync(all_lanes, bin, other);
+        const A other_lower = __shfl_sync(all_lanes, lower, other), other_upper = __shfl_sync(all_lanes, upper, other);
+        sum += other_bin == k ? other_lower : (other_bin + 1 == k ? other_upper : A(0));
+      }
+      if (k < width) {
+        out[k] = sum;
+      }
+    }
+  }
+  if (__any_sync(all_lanes, is_nan)) {
+    for (int32_t k = lane; k < width; k += lanes) {
+      out[k] = static_cast<A>(NAN);
+    }
+  }
+}
+
+GRADSCALE_KERNEL(kThreads, 2) project_rows(GRADSCALE_ARGUMENT(ProjectArguments) arguments) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+  if (row >= arguments.count) {
+    return;
+  }
+  if (arguments.projection.out.element == Element::float64) {
+    project_row<double>(arguments, row, lane);
+  } else {
+    project_row<float>(arguments, row, lane);
+  }
 }
 
 } // namespace gradscale

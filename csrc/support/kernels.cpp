@@ -1,6 +1,10 @@
-#include "support_calls.h"
+// The CPU kernels that decode and project rows. This file includes itself once for each instruction set.
+#ifndef GRADSCALE_VARIANT
+#include "calls.h"
 
-#define GRADSCALE_KERNELS "../support/kernels.h"
+#include <limits>
+
+#define GRADSCALE_KERNELS "../support/kernels.cpp"
 #include "../cpu/each_instruction_set.h"
 
 namespace gradscale {
@@ -9,3 +13,170 @@ const CpuKernel<DecodeRows> decode_rows_kernel = GRADSCALE_CPU_KERNEL(decode_row
 const CpuKernel<ProjectRows> project_rows_kernel = GRADSCALE_CPU_KERNEL(project_rows);
 
 } // namespace gradscale
+
+#else
+#include "../cpu/rows.h"
+
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+// Decodes a row of logits. Where a gradient is wanted, it is written instead of the value: the derivative g'(E) p_j
+// (c_j - E) times grad_output, with E the expectation, c_j the centres and g the inverse transform.
+template <class T, class A>
+void decode_row(const Decoding& d, int64_t row, A maximum, A* scratch) {
+  const Support& support = *d.support;
+  Ahead ahead = ahead_of<T>(d.logits, d.gradient, row);
+  ahead.read = row_of<T>(d.logits, row + 2); // the next row was read for its maximum
+  const Softmax<A> softmax = softmax_of<true>(row_of<T>(d.logits, row), d.width, maximum, ahead, scratch);
+  const A expected = expectation(softmax, support);
+  if (d.gradient.data == nullptr) {
+    d.out.store(row, decoded_value(expected, support));
+    return;
+  }
+  const A slope =
+      support.raw ? A(1) : inverse_transform_slope(support.transform, expected, static_cast<A>(support.eps));
+  A factor = static_cast<A>(d.grad_output.load(row)) * slope / softmax.sum;
+  const A* values = softmax.values;
+  const A* centers = raw_centers(support, A());
+  A middle = expected;
+  if (!support.raw) { // in halves of bins, as whole numbers: the gradient of a softmax that is 1 in a bin is exactly 0
+    A* places = second_row(scratch, d.width);
+    for (int64_t j = 0; j < d.width; ++j) {
+      places[j] = static_cast<A>(2 * j + 1 - d.width);
+    }
+    centers = places;
+    middle = softmax.moment / softmax.sum;
+    factor *= static_cast<A>(0.5 * bin_width(support));
+  }
+  write_gradient<T, A>(
+      d.gradient, row, d.width, [=](auto load) { return load(values) * factor * (load(centers) - middle); });
+}
+
+void decode_rows(const Decoding& decoding, int64_t begin, int64_t end, double* scratch) {
+  dispatch_element(decoding.logits.element, [&](auto type) {
+    using T = decltype(type);
+    using A = typename AccumulateType<T>::type;
+    if (begin == end) {
+      return;
+    }
+    // The next row's maximum is found while this row's exponentials, which need this row's maximum, are computed.
+    A next = maximum_of<A>(row_of<T>(decoding.logits, begin), decoding.width);
+    for (int64_t row = begin; row < end; ++row) {
+      const A maximum = next;
+      if (row + 1 < end) {
+        next = maximum_of<A>(row_of<T>(decoding.logits, row + 1), decoding.width);
+      }
+      decode_row<T>(decoding, row, maximum, reinterpret_cast<A*>(scratch));
+    }
+  });
+}
+
+// What a row's atoms become.
+struct Atoms {
+  double* upper;    // the shares of the bins above
+  double* lower;    // the masses that the bins below get
+  double* to_lower; // of bins: the sums of what goes to a bin as the lower one of its two,
+  double* to_upper; // and to the one above it
+  int32_t* bins;    // the bins below
+
+  Atoms(double* scratch, int64_t width)
+      : upper(scratch),
+        lower(scratch + width),
+        to_lower(scratch + 2 * width),
+        to_upper(scratch + 3 * width),
+        bins(reinterpret_cast<int32_t*>(scratch + 4 * width)) {
+  }
+};
+
+// Finds the bins of a row's atoms; returns false if one is NaN, or has a mass that is not finite.
+template <class T>
+bool place_atoms(
+    const T* probabilities,
+    double reward,
+    double discount,
+    const double* centers,
+    const Support& support,
+    const Atoms& atoms) {
+  const int32_t width = support.num_bins;
+  double* __restrict const upper = atoms.upper;
+  double* __restrict const lower = atoms.lower;
+  int32_t* __restrict const bins = atoms.bins;
+  for (int32_t j = 0; j < width; ++j) {
+    upper[j] = reward + discount * centers[j];
+  }
+  if (support.transform != Transform::identity) {
+    for (int32_t j = 0; j < width; ++j) {
+      upper[j] = transformed_target(upper[j], support);
+    }
+  }
+  const double scale = (width - 1) / (support.maximum - support.minimum), minimum = support.minimum;
+  const double last_bin = width - 1, last_below = width - 2;
+  for (int32_t j = 0; j < width; ++j) {
+    const double position = clamp_between((upper[j] - minimum) * scale, 0, last_bin);
+    const double above = position > 0 ? position : 0; // NaN: 0
+    const auto bin = static_cast<int32_t>(above < last_below ? above : last_below);
+    bins[j] = bin;
+    lower[j] = to_accumulate(probabilities[j]);
+    upper[j] = position - bin;
+  }
+  if (support.raw) {
+    for (int32_t j = 0; j < width; ++j) {
+      const double low = centers[bins[j]], high = centers[bins[j] + 1];
+      upper[j] = clamp_between((reward + discount * centers[j] - low) / (high - low), 0, 1);
+    }
+  }
+  int64_t not_finite = 0;
+  for (int32_t j = 0; j < width; ++j) {
+    const double share = upper[j], mass = lower[j];
+    not_finite |= static_cast<int64_t>(share - share + (mass - mass) != 0); // a sum would not become vectors
+    upper[j] = mass * share;
+    lower[j] = mass * (1 - share);
+  }
+  return not_finite == 0;
+}
+
+double number_of(const Rows& rows, int64_t row) {
+  double result = 0;
+  dispatch_element(
+      rows.element, [&](auto type) { result = to_accumulate(static_cast<const decltype(type)*>(rows.data)[row]); });
+  return result;
+}
+
+void project_rows(const Projection& p, const double* centers, int64_t begin, int64_t end, double* scratch) {
+  const int64_t width = p.width;
+  const Atoms atoms(scratch, width);
+  for (int64_t row = begin; row < end; ++row) {
+    bool is_finite = false;
+    dispatch_element(p.probabilities.element, [&](auto type) {
+      const auto* probabilities = static_cast<const decltype(type)*>(p.probabilities.data) + row * width;
+      is_finite = place_atoms(
+          probabilities, number_of(p.rewards, row), number_of(p.discounts, row), centers, *p.support, atoms);
+    });
+    // Two sums for each bin: neighbouring atoms seldom wait for each other.
+    for (int64_t k = 0; k < width; ++k) {
+      atoms.to_lower[k] = atoms.to_upper[k] = 0;
+    }
+    for (int64_t j = 0; j < width; ++j) {
+      const int32_t bin = atoms.bins[j];
+      atoms.to_lower[bin] += atoms.lower[j];
+      atoms.to_upper[bin] += atoms.upper[j];
+    }
+    dispatch_element(p.out.element, [&](auto type) {
+      using T = decltype(type);
+      using A = typename AccumulateType<T>::type;
+      T* out = static_cast<T*>(p.out.data) + row * width;
+      const double nan = is_finite ? 0 : std::numeric_limits<double>::quiet_NaN();
+      out[0] = from_accumulate<T>(static_cast<A>(atoms.to_lower[0] + nan));
+      for (int64_t k = 1; k < width; ++k) {
+        out[k] = from_accumulate<T>(static_cast<A>(atoms.to_lower[k] + atoms.to_upper[k - 1] + nan));
+      }
+    });
+  }
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale
+
+#endif

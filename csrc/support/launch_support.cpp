@@ -3,7 +3,7 @@
 #include "../cuda/launch.h"
 #include "../cuda/row_shape.h"
 #include "../cuda/table_builder.h"
-#include "support_calls.h"
+#include "calls.h"
 
 #include <map>
 #include <memory>
@@ -123,7 +123,7 @@ void launch_project(const Projection& projection, int64_t count, void* stream) {
     throw std::runtime_error("project: a row has more than 2^31 elements");
   }
   constexpr int64_t rows_of_block = kThreads / 32;
-  static const Kernel<ProjectArguments> project_rows("support/project.cuh", "project_rows");
+  static const Kernel<ProjectArguments> project_rows("support/encode.cuh", "project_rows");
   launch(
       project_rows,
       (count + rows_of_block - 1) / rows_of_block,

@@ -3,10 +3,10 @@
 #pragma once
 
 #include "elements.h"
-#include "flow/element_loop.h"
+#include "flow/calls.h"
 #include "loss/segment.h"
-#include "statistics/range_statistics.h"
-#include "support/support_calls.h"
+#include "statistics/calls.h"
+#include "support/calls.h"
 
 #include <cstdarg>
 #include <cstdio>

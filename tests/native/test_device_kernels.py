@@ -117,11 +117,7 @@ SWITCH = '#include <cstdlib>\nstatic const int injected = std::atoi(std::getenv(
 
 def launchers(csrc):
     """The host code that starts kernels, which does not depend on PyTorch."""
-    beside = [
-        *(csrc / "cuda" / f"{name}.cpp" for name in ("table_builder", "lanes_of_row")),
-        csrc / "loss" / "cuda" / "row_specification.cpp",
-    ]
-    return [*beside, *sorted(csrc.rglob("launch_*.cpp"))]
+    return [csrc / "cuda" / "lanes_of_row.cpp", *sorted(csrc.rglob("launch_*.cpp"))]
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ KERNELS = [
         "flow/element_loops",
         "loss/cpu/rows",
         "support/kernels",
-        "cpu/range_kernels",
+        "cpu/range",
         "statistics/statistics_kernels",
     )
 ]

@@ -1,7 +1,7 @@
 // The CUDA kernels as variants for the tests of rows and of decoding.
 #include "cases.h"
-#include "loss/cuda/launch_loss.h"
-#include "support/support_calls.h"
+#include "loss/segment.h"
+#include "support/calls.h"
 
 namespace gradscale::test {
 

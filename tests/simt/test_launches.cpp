@@ -5,11 +5,11 @@
 //   test_launches small     as much as ThreadSanitizer does in half a minute
 #include "../cpp/memory.h"
 #include "cuda/device.h"
-#include "flow/device_calls.h"
-#include "loss/cuda/launch_loss.h"
+#include "flow/calls.h"
+#include "loss/segment.h"
 #include "simt.h"
-#include "statistics/device_calls.h"
-#include "support/support_calls.h"
+#include "statistics/calls.h"
+#include "support/calls.h"
 
 #include <cmath>
 #include <cstdio>

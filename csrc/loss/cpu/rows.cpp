@@ -1,6 +1,13 @@
+// The CPU kernel of the multi-step loss, in which a row is the prediction of one sample at one step. This file
+// includes itself once for each instruction set.
+//
+// Short rows are computed 16 side by side, longer ones one after the other. A longer row is read from memory once,
+// widened into a padded scratch row that stays in the first-level cache, and its gradient is written once; between the
+// two there is one exponential per element.
+#ifndef GRADSCALE_VARIANT
 #include "../segment.h"
 
-#define GRADSCALE_KERNELS "../loss/cpu/rows.h"
+#define GRADSCALE_KERNELS "../loss/cpu/rows.cpp"
 #include "../../cpu/each_instruction_set.h"
 
 namespace gradscale {
@@ -8,3 +15,106 @@ namespace gradscale {
 const CpuKernel<RunRows> run_rows_kernel = GRADSCALE_CPU_KERNEL(run_rows);
 
 } // namespace gradscale
+
+#else
+#include "../../cpu/rows.h"
+#include "../../formulas/cross_entropy.h"
+#include "../../formulas/losses.h"
+#include "../kinds.h"
+
+#include "row_groups.h"
+
+#include "categorical_rows.h"
+#include "kl_rows.h"
+#include "policy_rows.h"
+#include "quantile_rows.h"
+#include "regression_rows.h"
+#include "short_rows.h"
+
+namespace gradscale {
+namespace GRADSCALE_VARIANT {
+namespace {
+
+template <class A>
+void run_short_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end) {
+  const auto nothing = [](auto) {};
+  const auto groups = [&](auto run) { each_group(s, coefficients, begin, end, run); };
+  dispatch_kind<A>(
+      *s.head,
+      [&](auto encode) {
+        groups([&](const Group& group) {
+          const Targets<decltype(encode(0.0))> targets(s, group);
+          short_categorical_rows<A>(s, group, targets.of_row);
+        });
+      },
+      [&] { groups([&](const Group& group) { short_policy_rows<A>(s, group); }); },
+      nothing,
+      nothing,
+      nothing);
+}
+
+template <class T, class G>
+void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* memory) {
+  using A = typename AccumulateType<T>::type;
+  A* scratch = reinterpret_cast<A*>(memory);
+  const auto groups = [&](auto run) { each_group(s, coefficients, begin, end, run); };
+  const auto each = [&](auto run) {
+    groups([&](const Group& group) {
+      for (int64_t i = 0; i < group.count; ++i) {
+        run(group.first + i, group.coefficients[i]);
+      }
+    });
+  };
+  const auto scalar = [&](auto of) { scalar_rows<typename decltype(of)::Head, T, G, A>(s, coefficients, begin, end); };
+  dispatch_kind<A>(
+      *s.head,
+      [&](auto encode) {
+        groups([&](const Group& group) {
+          const Targets<decltype(encode(0.0))> targets(s, group);
+          categorical_rows<T, G>(s, group, targets.of_row, scratch);
+        });
+      },
+      [&] { groups([&](const Group& group) { soft_cross_entropy_rows<T, G>(s, group, scratch); }); },
+      [&](auto of) {
+        using RowHead = typename decltype(of)::Head;
+        if constexpr (!RowHead::kGradientWaits) {
+          if (s.width == 1) {
+            return scalar(of);
+          }
+        }
+        each([&](int64_t row, double coefficient) { vector_row<RowHead, T, G>(s, row, coefficient, scratch); });
+      },
+      scalar,
+      [&](auto of) {
+        using RowHead = typename decltype(of)::Head;
+        each(
+            [&](int64_t row, double coefficient) { own_row<T, G>(RowHead(*s.head, s), s, row, coefficient, scratch); });
+      });
+}
+
+// True if the rows are short logits, and numerous enough to fill the lanes.
+bool side_by_side(const Segment& s, int64_t count) {
+  return has_logits(s.head->kind) && s.width <= kShortRow && count >= 6;
+}
+
+void run_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* scratch) {
+  if (side_by_side(s, end - begin)) {
+    return s.prediction.element == Element::float64 ? run_short_rows<double>(s, coefficients, begin, end)
+                                                    : run_short_rows<float>(s, coefficients, begin, end);
+  }
+  dispatch_element(s.prediction.element, [&](auto type) {
+    using T = decltype(type);
+    using A = typename AccumulateType<T>::type;
+    if (s.gradient.data == nullptr || s.gradient.element == ElementOf<T>::value) {
+      run_rows_of<T, T>(s, coefficients, begin, end, scratch);
+    } else {
+      run_rows_of<T, A>(s, coefficients, begin, end, scratch);
+    }
+  });
+}
+
+} // namespace
+} // namespace GRADSCALE_VARIANT
+} // namespace gradscale
+
+#endif

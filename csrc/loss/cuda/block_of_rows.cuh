@@ -8,10 +8,10 @@
 // - rows_of_block(const BlockOfRows&), static: a block has that many rows, the last block of a segment perhaps fewer;
 // - run(const BlockOfRows&), static: all threads of a block compute its rows.
 //
-// row_specification.h has the names of these types and the rows that a block of each has.
+// launch_loss.cpp has the names of these types and the rows that a block of each has.
 #pragma once
 
-#include "../../cuda/device.h"
+#include "../../cuda/rows.cuh"
 #include "device_pass.h"
 
 namespace gradscale {
@@ -86,5 +86,64 @@ struct BlockOfRows {
     }
   }
 };
+
+// ---- Rows of any type, width and support, which a group of threads reads in windows of 16 bytes ---------------------
+
+// A row of a segment and the group that has it.
+struct RowTask {
+  const BlockOfRows& block;
+  Group group;
+  int64_t row;
+  int32_t width; // 0 for threads beyond the last row, which take part in reductions
+  bool active;
+  bool counts; // neither masked nor skipped
+  double coefficient;
+
+  GRADSCALE_DEVICE const Head& head() const {
+    return block.head;
+  }
+  GRADSCALE_DEVICE const Segment& segment() const {
+    return block.segment;
+  }
+  GRADSCALE_DEVICE bool leads() const {
+    return active && group.rank == 0;
+  }
+  GRADSCALE_DEVICE void store_loss(double loss) const {
+    if (leads()) {
+      block.store_loss(row, loss, counts);
+    }
+  }
+  GRADSCALE_DEVICE void store_detail(double value) const {
+    if (leads()) {
+      block.store_detail(row, value);
+    }
+  }
+  template <class T>
+  GRADSCALE_DEVICE const T* prediction() const {
+    return static_cast<const T*>(segment().prediction.data) + row * segment().prediction.stride;
+  }
+
+  // Writes elements first .. first + size of the row's gradient.
+  template <class T, int size, class A>
+  GRADSCALE_DEVICE void write_gradient(int32_t first, A* values) const {
+#pragma unroll
+    for (int k = 0; k < size; ++k) {
+      values[k] = counts ? values[k] : A(0);
+    }
+    if (segment().gradient.element == ElementOf<T>::value) {
+      T* to = static_cast<T*>(segment().gradient.data) + row * segment().gradient.stride;
+      write_elements<size>(to, width, first, values);
+    } else {
+      A* to = static_cast<A*>(segment().gradient.data) + row * segment().gradient.stride;
+      write_elements<size>(to, width, first, values);
+    }
+  }
+};
+
+template <class A>
+GRADSCALE_DEVICE A smoothing_of_bin(const RowTask& task) {
+  const double smoothing = task.head().label_smoothing;
+  return smoothing == 0 ? A(0) : static_cast<A>(smoothing / static_cast<double>(task.segment().width));
+}
 
 } // namespace gradscale

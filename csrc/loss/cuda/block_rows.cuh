@@ -6,9 +6,9 @@
 // the cache; gradients are written once.
 #pragma once
 
-#include "../../cuda/logits_row.cuh"
+#include "../../cuda/rows.cuh"
 #include "../../formulas/cross_entropy.h"
-#include "row_tools.cuh"
+#include "block_of_rows.cuh"
 
 namespace gradscale {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../regression_heads.h"
-#include "row_tools.cuh"
+#include "block_of_rows.cuh"
 
 namespace gradscale {
 

@@ -1,11 +1,56 @@
-// The calls of the gradient-flow operators to a device, as plain numbers and pointers into its memory.
+// The calls of the kernels of gradient operators, on a CPU and on a device, as plain numbers and pointers.
 #pragma once
 
+#include "../cpu/cpu_kernel.h"
 #include "../formulas/element.h"
-#include "../formulas/gradients.h"
 #include "../formulas/norms.h"
 
 namespace gradscale {
+
+// The functions of gradient-flow operators on one element of a gradient.
+
+template <class A>
+struct Multiply {
+  static constexpr int kArguments = 1;
+
+  GRADSCALE_HOST_DEVICE A operator()(A gradient, A scale) const {
+    return scale == 0 ? A(0) : gradient * scale; // exact zeros where the scale is 0
+  }
+};
+
+template <class A>
+struct MultiplyNegated {
+  static constexpr int kArguments = 1;
+
+  GRADSCALE_HOST_DEVICE A operator()(A gradient, A scale) const {
+    return scale == 0 ? A(0) : gradient * -scale;
+  }
+};
+
+template <class A>
+struct Clamp {
+  static constexpr int kArguments = 2;
+
+  GRADSCALE_HOST_DEVICE A operator()(A gradient, A min, A max) const {
+    const A above = gradient < min ? min : gradient;
+    const A clamped = above > max ? max : above;
+    return min <= max ? clamped : static_cast<A>(NAN);
+  }
+};
+
+// The functions by name.
+enum class ElementFunction : int32_t { multiply, multiply_negated, clamp };
+
+// Kernels over the elements of a gradient and of arguments that broadcast to it, as a TensorIterator walks them: data
+// pointers, and strides in bytes, of (result, gradient, arguments ...). Arguments are of the type that the gradient is
+// computed in.
+using ElementLoop = void (*)(Element, char* const* data, const int64_t* strides, int64_t size);
+
+extern const CpuKernel<ElementLoop> multiply_kernel;         // g * scale, exact zeros where scale is 0
+extern const CpuKernel<ElementLoop> multiply_negated_kernel; // g * -scale, likewise
+extern const CpuKernel<ElementLoop> clamp_kernel;            // clamp(g, min, max), NaN unless min <= max
+
+// ---- On a device ----------------------------------------------------------------------------------------------------
 
 // out = function(gradient, arguments ...), broadcast. Complex gradients are pairs.
 struct ElementwiseCall {

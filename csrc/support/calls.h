@@ -3,7 +3,7 @@
 
 #include "../cpu/cpu_kernel.h"
 #include "../cuda/table.h"
-#include "../formulas/slab.h"
+#include "../formulas/element.h"
 #include "../formulas/support.h"
 
 namespace gradscale {

@@ -1,4 +1,4 @@
-#include "instruction_set.h"
+#include "cpu_kernel.h"
 
 #include <ATen/Version.h>
 

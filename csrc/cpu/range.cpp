@@ -1,8 +1,21 @@
 // The kernels of range.h. Sums are taken in double, where squares of float neither overflow nor vanish; a sum out of
-// double's safe range (float64 gradients, or a large p) is taken again, of elements scaled by a power of two. Included
-// once for each instruction set; the loops are plain, and vectorised by the compiler.
-#include "lane_sums.h"
+// double's safe range (float64 gradients, or a large p) is taken again, of elements scaled by a power of two. The loops
+// are plain, and vectorised by the compiler. This file includes itself once for each instruction set.
+#ifndef GRADSCALE_VARIANT
 #include "range.h"
+
+#define GRADSCALE_KERNELS "range.cpp"
+#include "each_instruction_set.h"
+
+namespace gradscale {
+
+const CpuKernel<PowerSumOfRange> power_sum_kernel = GRADSCALE_CPU_KERNEL(power_sum_of_range);
+const CpuKernel<ScaleRange> scale_range_kernel = GRADSCALE_CPU_KERNEL(scale_range);
+
+} // namespace gradscale
+
+#else
+#include "vectors.h"
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
@@ -76,3 +89,5 @@ void scale_range(const Range& from, void* to, double root, double factor) {
 } // namespace
 } // namespace GRADSCALE_VARIANT
 } // namespace gradscale
+
+#endif

@@ -1,0 +1,219 @@
+// The calls of passes over many tensors, on a CPU and on a device, as plain numbers and pointers.
+#pragma once
+
+#include "../cpu/range.h"
+#include "../cuda/table.h"
+#include "../formulas/element.h"
+#include "../formulas/statistics.h"
+
+namespace gradscale {
+
+// ---- On a CPU: a range of elements at a time ------------------------------------------------------------------------
+
+// The range has real numbers, and at most 2^31 - 1 of them.
+using StatisticsOfRange = void (*)(const Range&, double p, ChunkStatistics& out);
+extern const CpuKernel<StatisticsOfRange> statistics_kernel;
+
+// Squared norms of real numbers, and of what has been added to them since, which are stored at `after`. Sums of squares
+// of double may overflow.
+struct UpdateSquares {
+  double before;
+  double update;
+};
+
+using UpdateOfRange = UpdateSquares (*)(const Range& before, const void* after);
+extern const CpuKernel<UpdateOfRange> update_kernel;
+
+// ---- On a device ----------------------------------------------------------------------------------------------------
+
+// A contiguous tensor.
+struct DeviceRange {
+  const void* data;
+  void* out; // memory of a result, of the same type
+  int64_t size;
+  Element element;
+  int64_t implicit_zeros = 0; // zeros that a sparse tensor does not store, for statistics; -1: there is no tensor
+};
+
+// loss = factor * sum of squares; or out = data * factor * grad_output.
+struct SquaresCall {
+  const DeviceRange* ranges; // on the host
+  int64_t count;
+  double factor;
+  Slab loss;        // written by the forward pass
+  Slab grad_output; // read by the backward pass
+  char* workspace;  // bytes_for_squares() bytes, at a multiple of 8
+};
+
+struct StatisticsCall {
+  const DeviceRange* ranges; // on the host, out.count of them
+  double p;
+  StatisticsOut out;
+  char* workspace; // bytes_for_statistics() bytes, at a multiple of 8
+};
+
+// out = (total norm, factor, whether it changes anything), from statistics.
+struct ClippingCall {
+  const double* values;
+  const int64_t* counts;
+  int64_t count;
+  double p;
+  double max_norm;
+  bool skip_nonfinite;
+  double* out;
+};
+
+// out = data * factor.
+struct ClipCall {
+  const DeviceRange* ranges; // on the host
+  int64_t count;
+  const double* factor;
+  bool zeros;      // a factor of 0 leaves zeros, whatever the elements were
+  char* workspace; // bytes_for_clip() bytes, at a multiple of 8
+};
+
+// A contiguous tensor of `count` units, which have `length` numbers each.
+struct UnitRange {
+  void* data;
+  int64_t count;
+  int64_t length; // at least 1
+  Element element;
+  int64_t first; // the index of the first unit among the norms or factors of all units
+};
+
+// norms[first + i] = norm of unit i.
+struct UnitNormsCall {
+  const UnitRange* ranges; // on the host
+  int64_t count;
+  double* norms;
+  char* workspace; // bytes_for_unit_norms() bytes, at a multiple of 8
+};
+
+// unit i *= factors[first + i]
+struct ClipUnitsCall {
+  const UnitRange* ranges; // on the host
+  int64_t count;
+  const double* factors;
+  bool zeros;      // a factor of 0 leaves zeros, whatever the elements were
+  char* workspace; // bytes_for_clip_units() bytes, at a multiple of 8
+};
+
+void launch_squares(const SquaresCall& call, void* stream);
+void launch_squares_backward(const SquaresCall& call, void* stream);
+int64_t bytes_for_squares(const SquaresCall& call);
+
+void launch_statistics(const StatisticsCall& call, void* stream);
+int64_t bytes_for_statistics(const StatisticsCall& call);
+
+void launch_clipping(const ClippingCall& call, void* stream);
+void launch_clip(const ClipCall& call, void* stream);
+int64_t bytes_for_clip(const ClipCall& call);
+
+void launch_unit_norms(const UnitNormsCall& call, void* stream);
+int64_t bytes_for_unit_norms(const UnitNormsCall& call);
+
+void launch_clip_units(const ClipUnitsCall& call, void* stream);
+int64_t bytes_for_clip_units(const ClipUnitsCall& call);
+
+// ---- The arguments of kernels ---------------------------------------------------------------------------------------
+
+constexpr int64_t kChunkOfTensor = 65536; // bytes
+
+// The number of elements in chunks of so many bytes, and of the chunks that a range has.
+GRADSCALE_HOST_DEVICE int64_t elements_of_chunk(const DeviceRange& range, int64_t bytes) {
+  return range.element == Element::float64 ? bytes / 8 : (range.element == Element::float32 ? bytes / 4 : bytes / 2);
+}
+
+GRADSCALE_HOST_DEVICE int64_t blocks_of_range(const DeviceRange& range, int64_t bytes) {
+  const int64_t chunk = elements_of_chunk(range, bytes);
+  return (range.size + chunk - 1) / chunk;
+}
+
+// The ranges of a launch, each of which has as many blocks as it needs, one after the other.
+template <class Range>
+struct BlockTable {
+  struct Entry {
+    Range range;
+    int64_t first_block;
+  };
+
+  Table table;
+  int64_t count;
+
+  // The entry that has a block. Empty ranges have none: among ranges that begin at the same block the last has it.
+  GRADSCALE_HOST_DEVICE const Entry& of_block(int64_t block) const {
+    const auto* entries = table.at<Entry>(0);
+    int64_t low = 0;
+    int64_t high = count;
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (entries[middle].first_block <= block ? low : high) = middle;
+    }
+    return entries[low];
+  }
+  GRADSCALE_HOST_DEVICE const Entry& operator[](int64_t index) const {
+    return table.at<Entry>(0)[index];
+  }
+};
+
+using RangeTable = BlockTable<DeviceRange>;
+using UnitTable = BlockTable<UnitRange>;
+
+struct SumsOfSquares {
+  RangeTable table;
+  double* sums; // of the chunks
+};
+
+struct SquaresTotal {
+  const double* sums;
+  int64_t count;
+  double factor;
+  Slab loss;
+};
+
+struct ScaledTensors {
+  RangeTable table;
+  double factor;
+  Slab grad_output;
+};
+
+struct ClippedTensors {
+  RangeTable table;
+  const double* factor;
+  bool zeros; // a factor of 0 leaves zeros, whatever the elements were
+};
+
+constexpr int64_t kChunkOfStatistics = 1024 * kThreads; // bytes
+
+// Orders of norms that have kernels of their own: 2, 1 and inf.
+enum class Order { any, square, sum, maximum };
+
+struct StatisticsArguments {
+  RangeTable table;
+  ChunkStatistics* chunks;
+  double p;
+  StatisticsOut out;
+};
+
+// ---- Units ----------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kPieceOfUnit = 4096; // numbers: a warp has a piece of a unit
+constexpr int64_t kPiecesOfBlock = kThreads / 32;
+
+GRADSCALE_HOST_DEVICE int64_t pieces_of_unit(const UnitRange& range) {
+  return (range.length + kPieceOfUnit - 1) / kPieceOfUnit;
+}
+
+struct UnitNormsArguments {
+  UnitTable table;
+  PowerSum* sums; // of the pieces
+  double* norms;
+};
+
+struct ClippedUnits {
+  UnitTable table;
+  const double* factors;
+  bool zeros; // a factor of 0 leaves zeros, whatever the elements were
+};
+
+} // namespace gradscale
