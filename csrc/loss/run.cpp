@@ -138,6 +138,22 @@ void clear_gradients(const Pass& pass, int64_t sample) {
   }
 }
 
+// The norm of a head's gradient, without skipped samples, and its largest logit. `segments` are the segments of this
+// head.
+void store_metrics(const Pass& pass, int64_t head, const Segment* segments) {
+  double squares = 0, largest = 0;
+  for (int64_t t = 0; t < pass.steps_of(pass.heads[head]); ++t) {
+    for (int64_t b = 0; b < pass.batch; ++b) {
+      const RowMetrics& row = segments[t].metrics[b];
+      const bool skipped = pass.skips_nonfinite && !std::isfinite(pass.per_sample.load(b));
+      squares += skipped ? 0.0 : row.gradient_square;
+      largest = std::max(largest, row.largest_logit);
+    }
+  }
+  pass.head_gradient_norms.store(head, std::sqrt(squares));
+  pass.max_abs_logit.store(head, largest);
+}
+
 // L_b, the loss, the means and shares of the heads and the number of samples whose loss is not finite, in a fixed
 // order.
 template <class T>
@@ -185,9 +201,12 @@ void reduce(const Pass& pass) {
   if (!pass.each_sample) {
     pass.loss.store(0, total);
   }
+  segments = pass.segments;
   for (int64_t h = 0; h < pass.num_heads; ++h) {
     const Coefficients& of_head = pass.coefficients[h];
     pass.head_losses.store(h, of_head.weighted(shares[h]));
+    store_metrics(pass, h, segments);
+    segments += pass.steps_of(pass.heads[h]);
     if (!pass.each_sample && of_head.share.data != nullptr) {
       of_head.share.store(0, shares[h]);
     }
