@@ -4,6 +4,7 @@
 #include "../torch/tensor_element.h"
 #include "backward.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -324,6 +325,7 @@ bool read_call(const Plan& plan, py::handle predictions, py::handle targets, py:
 
 // `with_gradient`: by head, true if a prediction has a gradient.
 py::dict outputs_to_python(const Plan& plan, const Outputs& outputs, const std::vector<bool>& with_gradient) {
+  const at::AutoDispatchBelowADInplaceOrView guard; // nobody has the tensors of all heads, of which these are views
   const Tensors means = outputs.head_means.unbind();
   const Tensors losses = outputs.head_losses.unbind();
   const Tensors norms = outputs.head_gradient_norms.unbind();

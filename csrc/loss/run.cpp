@@ -130,6 +130,7 @@ bool has_entries(const Pass& pass, int64_t head, int64_t sample) {
 void clear_gradients(const Pass& pass, int64_t sample) {
   for (int64_t s = 0; s < pass.num_segments; ++s) {
     const Segment& segment = pass.segments[s];
+    segment.metrics[sample].gradient_square = 0;
     if (segment.gradient.data != nullptr) {
       const int64_t size = element_size(segment.gradient.element);
       char* row = static_cast<char*>(segment.gradient.data) + sample * segment.gradient.stride * size;
@@ -138,16 +139,15 @@ void clear_gradients(const Pass& pass, int64_t sample) {
   }
 }
 
-// The norm of a head's gradient, without skipped samples, and its largest logit. `segments` are the segments of this
-// head.
+// The norm of a head's gradient and its largest logit. `segments` are the segments of this head.
 void store_metrics(const Pass& pass, int64_t head, const Segment* segments) {
   double squares = 0, largest = 0;
   for (int64_t t = 0; t < pass.steps_of(pass.heads[head]); ++t) {
+    const RowMetrics* rows = segments[t].metrics;
+#pragma omp simd reduction(+ : squares) reduction(max : largest)
     for (int64_t b = 0; b < pass.batch; ++b) {
-      const RowMetrics& row = segments[t].metrics[b];
-      const bool skipped = pass.skips_nonfinite && !std::isfinite(pass.per_sample.load(b));
-      squares += skipped ? 0.0 : row.gradient_square;
-      largest = std::max(largest, row.largest_logit);
+      squares += rows[b].gradient_square;
+      largest = rows[b].largest_logit > largest ? rows[b].largest_logit : largest;
     }
   }
   pass.head_gradient_norms.store(head, std::sqrt(squares));
