@@ -323,6 +323,7 @@ void Call::end_pass() {
   segments_.clear();
   kept_alive_.clear();
   copies_.clear();
+  metrics.reset();
 }
 
 // A tensor of losses as the kernels read it; without data if it is undefined.

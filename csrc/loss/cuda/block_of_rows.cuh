@@ -80,6 +80,11 @@ struct BlockOfRows {
       segment.loss.store(row, counts ? loss : 0.0);
     }
   }
+  GRADSCALE_DEVICE void store_metrics(int64_t row, const RowMetrics& metrics, bool counts) const {
+    if (!is_backward()) {
+      segment.metrics[row] = counts ? metrics : RowMetrics{0, 0};
+    }
+  }
   GRADSCALE_DEVICE void store_detail(int64_t row, double value) const {
     if (!is_backward() && segment.detail.data != nullptr) {
       segment.detail.store(row, value);

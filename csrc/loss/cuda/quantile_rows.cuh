@@ -14,7 +14,7 @@ GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& of, const RowTask& task) {
   const T* x = task.template prediction<T>();
   const A factor = of.factor(task.coefficient);
   const auto count = static_cast<int32_t>(s.target_width);
-  double sum = 0;
+  double sum = 0, square = 0;
   dispatch_element(s.target.element, [&](auto type) {
     using U = decltype(type);
     const U* targets = static_cast<const U*>(s.target.data) + task.row * s.target.stride;
@@ -35,11 +35,12 @@ GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& of, const RowTask& task) {
       sum += loss;
       if (s.gradient.data != nullptr) {
         A gradient = slope * factor;
-        task.template write_gradient<T, 1>(i, &gradient);
+        square += task.template write_gradient<T, 1>(i, &gradient);
       }
     }
   });
   task.store_loss(of.finish(task.group.sum(sum)));
+  task.store_metrics(square, 0);
 }
 
 } // namespace gradscale
