@@ -52,6 +52,8 @@ class Head:
     """The forms that a prediction and its target may have."""
     detail: ClassVar[Literal["expected", "entropy"] | None] = None
     """Results of the head in addition to its losses: decoded predictions if it has a support, or entropies."""
+    has_largest_logit: ClassVar[bool] = False
+    """Predictions are logits of distributions, whose largest magnitude is a result."""
 
     @property
     def decodes(self) -> bool:
@@ -66,7 +68,7 @@ class Head:
     def __init_subclass__(cls) -> None:
         """Refuse a subclass that changes how the kernels read its base."""
         base = cls.__mro__[1]
-        for name in ("kind", "forms", "detail", "decodes", "numbers", "has_target"):
+        for name in ("kind", "forms", "detail", "has_largest_logit", "decodes", "numbers", "has_target"):
             if getattr(base, "kind", "") and name in {**cls.__dict__, **cls.__dict__.get("__annotations__", {})}:
                 raise TypeError(
                     f"{cls.__name__}: a subclass of {cls.__mro__[1].__name__} must not have its own {name!r}"
@@ -133,6 +135,7 @@ class TwoHot(Head):
     kind: ClassVar[str] = "two_hot"
     forms: ClassVar[tuple[Form, ...]] = (Form(("S",), ()),)
     detail: ClassVar[Literal["expected", "entropy"] | None] = "expected"
+    has_largest_logit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -176,6 +179,7 @@ class HLGauss(Head):
     kind: ClassVar[str] = "hl_gauss"
     forms: ClassVar[tuple[Form, ...]] = (Form(("S",), ()),)
     detail: ClassVar[Literal["expected", "entropy"] | None] = "expected"
+    has_largest_logit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -220,6 +224,7 @@ class SoftCrossEntropy(Head):
     kind: ClassVar[str] = "soft_cross_entropy"
     forms: ClassVar[tuple[Form, ...]] = (Form(("A",), ("A",)), Form(("A",), (), classes=True))
     detail: ClassVar[Literal["expected", "entropy"] | None] = "entropy"
+    has_largest_logit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -422,6 +427,7 @@ class CategoricalKL(Head):
 
     kind: ClassVar[str] = "categorical_kl"
     forms: ClassVar[tuple[Form, ...]] = (Form(("G", "C"), ("G", "C")),)
+    has_largest_logit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the numbers."""

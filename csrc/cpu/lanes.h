@@ -17,6 +17,13 @@ namespace {
 using gradscale::exp_nonpositive; // of single numbers
 
 template <class A>
+GRADSCALE_HOST_DEVICE typename Vectors<A>::V larger_bits(typename Vectors<A>::V a, typename Vectors<A>::V b) {
+  using Bits = typename Vectors<A>::Bits;
+  const Bits x = reinterpreted<Bits>(a), y = reinterpreted<Bits>(b);
+  return reinterpreted<typename Vectors<A>::V>(x > y ? x : y);
+}
+
+template <class A>
 struct Lanes {
   using V = typename Vectors<A>::V;
   static constexpr int kCount = Vectors<A>::kCount; // of a part
@@ -57,6 +64,17 @@ struct Lanes {
   // The larger one; b where a is NaN.
   friend GRADSCALE_HOST_DEVICE Lanes larger(Lanes a, Lanes b) {
     return each([&](size_t p) { return a.parts[p] > b.parts[p] ? a.parts[p] : b.parts[p]; });
+  }
+  // The one whose bits are the larger integer: of numbers of which one is negative, the smaller.
+  friend GRADSCALE_HOST_DEVICE Lanes larger_bits(Lanes a, Lanes b) {
+    return each([&](size_t p) { return larger_bits<A>(a.parts[p], b.parts[p]); });
+  }
+  // The magnitude of finite numbers; 0 for others.
+  friend GRADSCALE_HOST_DEVICE Lanes finite_magnitude(Lanes a) {
+    return each([&](size_t p) {
+      const V magnitude = a.parts[p] < V{} ? -a.parts[p] : a.parts[p];
+      return magnitude < static_cast<A>(INFINITY) - V{} ? magnitude : V{};
+    });
   }
   // weight x, where 0 times anything is 0.
   friend GRADSCALE_HOST_DEVICE Lanes product(Lanes weight, Lanes x) {
@@ -259,6 +277,11 @@ GRADSCALE_HOST_DEVICE A total(Lanes<A> x) {
 template <class A>
 GRADSCALE_HOST_DEVICE A largest(Lanes<A> x) {
   return combined(x, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+template <class A>
+GRADSCALE_HOST_DEVICE A largest_bits(Lanes<A> x) {
+  return combined(x, [](auto a, auto b) { return larger_bits<A>(a, b); });
 }
 
 // exp(x) for x <= 0: 2^t with t = x log2(e) is 2^n 2^f, n a whole number and f a fraction, and 2^f is a polynomial that

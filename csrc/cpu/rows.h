@@ -17,9 +17,9 @@ namespace {
 template <class A>
 struct Softmax {
   A maximum;
-  A sum;           // sum of exp(logit - maximum)
-  A moment;        // sum of exp(logit - maximum) (2j - width + 1)
-  const A* values; // exp(logit - maximum)
+  A sum;     // sum of exp(logit - maximum)
+  A moment;  // sum of exp(logit - maximum) (2j - width + 1)
+  A* values; // exp(logit - maximum)
 };
 
 // Memory that is wanted next. It is fetched while exponentials are computed, which needs none.
@@ -115,15 +115,34 @@ GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) 
   }
 }
 
-// The largest logit; -inf for a row of NaN.
+// The smallest and the largest logit, NaN passed over; inf and -inf for a row of NaN.
+template <class A>
+struct Extremes {
+  A smallest, largest;
+};
+
 template <class A, class T>
-A maximum_of(const T* logits, int64_t width) {
-  const Lanes<A> none = -static_cast<A>(INFINITY);
-  Lanes<A> m[4] = {none, none, none, none};
+Extremes<A> extremes_of(const T* logits, int64_t width) {
+  const Lanes<A> zero = A(0), none = -static_cast<A>(INFINITY);
+  Lanes<A> least[4] = {zero, zero, zero, zero}, most[4] = {none, none, none, none};
   each_block<4>(elements_before_blocks(logits, width), width, [&](int64_t j, auto lanes, auto chain) {
-    m[chain] = larger(kept(lanes, load_lanes(logits + j, lanes), none), m[chain]); // passes NaN over
+    const Lanes<A> x = load_lanes(logits + j, lanes);
+    least[chain] = larger_bits(kept(lanes, x, zero), least[chain]);
+    most[chain] = larger(kept(lanes, x, none), most[chain]);
   });
-  return largest(larger(larger(m[0], m[1]), larger(m[2], m[3])));
+  return {
+      largest_bits(larger_bits(larger_bits(least[0], least[1]), larger_bits(least[2], least[3]))),
+      largest(larger(larger(most[0], most[1]), larger(most[2], most[3])))};
+}
+
+// The largest magnitude of the finite logits of a row; 0 if there are none.
+template <class A, class T>
+A largest_finite(const T* logits, int64_t width) {
+  Lanes<A> most = A(0);
+  each_block<1>(elements_before_blocks(logits, width), width, [&](int64_t j, auto lanes, auto) {
+    most = larger(finite_magnitude(kept(lanes, load_lanes(logits + j, lanes), Lanes<A>(A(0)))), most);
+  });
+  return largest(most);
 }
 
 // Leaves exp(logit - maximum) in `scratch`, where `values` says.
@@ -172,13 +191,18 @@ struct LoadBlock {
   }
 };
 
-// Writes out[j] = value(load) with load(row) = row[j].
+// Writes out[j] = factor value(load) with load(row) = row[j], and returns the sum of the squares of the values.
 template <class G, class A, class Value>
-void write_gradient(const Rows& gradient, int64_t row, int64_t width, Value value) {
+A write_gradient(const Rows& gradient, int64_t row, int64_t width, A factor, Value value) {
   G* out = static_cast<G*>(gradient.data) + row * gradient.stride;
-  each_block<2>(elements_before_blocks(out, width), width, [&](int64_t j, auto lanes, auto) {
-    store_lanes(out + j, value(LoadBlock<decltype(lanes)>{j, lanes}), lanes);
+  const Lanes<A> zero = A(0), of_all = factor;
+  Lanes<A> squares[2] = {zero, zero};
+  each_block<2>(elements_before_blocks(out, width), width, [&](int64_t j, auto lanes, auto chain) {
+    const Lanes<A> x = value(LoadBlock<decltype(lanes)>{j, lanes}), counted = kept(lanes, x, zero);
+    squares[chain] += counted * counted;
+    store_lanes(out + j, x * of_all, lanes);
   });
+  return total(squares[0] + squares[1]);
 }
 
 // The sums over j of the terms(load), load(row) being row[j]. `first` is the row with the alignment that matters.

@@ -17,8 +17,9 @@
 //   for all elements of the lane, to the kSums sums of the row;
 // - gradient(sums, units, e, d, t): replaces e by the gradient; sums are of the whole row;
 // - counts(): false if the gradient of the row is 0 instead;
-// - finish(maximum, sums, gradients), if kFinishes: stores the results of the row of each lane; the maximum is valid if
-//   kNeedsMaximum;
+// - square(units, n, g), if kHasMetrics: what element n of the gradient adds to the sum of its squares;
+// - finish(maximum, sums, metrics, gradients), if kFinishes: stores the results of the row of each lane; the maximum is
+//   valid if kNeedsMaximum, the metrics if kHasMetrics;
 // - kLoadsAhead: false if the next rows are loaded after rows are stored;
 // - kKeepsDifferences: true if gradient() uses d.
 #pragma once
@@ -240,6 +241,11 @@ struct RowsOfWarp {
   }
 };
 
+struct LaneMetrics {
+  float largest_logit;   // the largest magnitude of finite logits
+  float gradient_square; // the sum of square() over the row
+};
+
 // A number of row `row` of a warp, which lane `row` holds.
 template <int lanes_per_row, class T>
 GRADSCALE_DEVICE T of_row(T own, int row) {
@@ -314,17 +320,18 @@ class LaneRows {
   GRADSCALE_DEVICE void run(Formula& formula) {
     float maximum = 0;
     float sums[kSums] = {};
+    LaneMetrics metrics{};
     if constexpr (kLanes == 1) {
-      compute(formula, 0, maximum, sums);
+      compute(formula, 0, maximum, sums, metrics);
     } else {
 #pragma unroll 1
       for (int begin = 0; begin < warp_.count; begin += kSideBySide) {
-        compute(formula, begin, maximum, sums);
+        compute(formula, begin, maximum, sums, metrics);
       }
     }
     __syncwarp(); // finish() may replace what other lanes have stored
     if constexpr (Formula::kFinishes) {
-      formula.finish(maximum, sums, to_);
+      formula.finish(maximum, sums, metrics, to_);
     }
     if constexpr (Units::kTiled && kWantsGradient) {
       __syncwarp();
@@ -344,14 +351,18 @@ class LaneRows {
     }
   }
 
-  // Computes the rows that were loaded, and loads the next ones. Lane r keeps maximum and sums of row r.
-  GRADSCALE_DEVICE void compute(Formula& formula, int begin, float& own_maximum, float (&own_sums)[kSums]) {
+  // Computes the rows that were loaded, and loads the next ones. Lane r keeps maximum, sums and metrics of row r.
+  GRADSCALE_DEVICE void compute(
+      Formula& formula, int begin, float& own_maximum, float (&own_sums)[kSums], LaneMetrics& own_metrics) {
     const Units units = units_;
     const int row = row_;
     Values e, d, t{};
     float sums[kSums] = {};
     unpack_rows(d, t);
     const float maximum = maximum_of(d);
+    if constexpr (Formula::kHasMetrics) {
+      keep(begin, largest_finite(d), own_metrics.largest_logit);
+    }
     formula.begin_row(row);
 #pragma unroll
     for (int n = 0; n < kElements; ++n) {
@@ -368,6 +379,14 @@ class LaneRows {
     sums_of_lanes<kLanes>(sums, warp_.lane);
     if constexpr (kWantsGradient) {
       formula.gradient(sums, units, e, d, t);
+      if constexpr (Formula::kHasMetrics) {
+        float square = 0;
+#pragma unroll
+        for (int n = 0; n < kElements; ++n) {
+          square += formula.square(units, n, e[n]);
+        }
+        keep(begin, sum_of_lanes<kLanes>(square), own_metrics.gradient_square);
+      }
       const bool repeats = kLanes < 32 && begin + warp_.lane / kLanes >= warp_.count; // other lanes store the row
       if (!repeats) {
         units.store(to_.row(row), e);
@@ -406,6 +425,15 @@ class LaneRows {
       maximum = larger(maximum, x[n]);
     }
     return maximum_of_lanes<kLanes>(maximum);
+  }
+
+  GRADSCALE_DEVICE static float largest_finite(const Values& x) {
+    float largest = 0;
+#pragma unroll
+    for (int n = 0; n < kElements; ++n) {
+      largest = larger(largest, finite_magnitude(x[n]));
+    }
+    return maximum_of_lanes<kLanes>(largest);
   }
 
   // Passes a number of the rows from `begin` on, which the lanes of a row hold, to the lane that finishes the row.

@@ -166,16 +166,22 @@ struct LogitsRow {
     }
   }
 
-  // The largest logit; -inf for a row of NaN.
-  GRADSCALE_DEVICE A maximum() const {
+  // The largest logit; -inf for a row of NaN. Also finds the largest magnitude of this thread's finite logits.
+  GRADSCALE_DEVICE A maximum(A& largest_finite) const {
     A largest = -static_cast<A>(INFINITY);
+    largest_finite = A(0);
     each_window([&](const A* x, int32_t) {
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
         largest = larger(largest, x[k]);
+        largest_finite = larger(largest_finite, finite_magnitude(x[k]));
       }
     });
     return group.maximum(largest);
+  }
+  GRADSCALE_DEVICE A maximum() const {
+    A largest_finite;
+    return maximum(largest_finite);
   }
 
   // The distance of a bin from the middle of the row, in bins.

@@ -114,6 +114,12 @@ GRADSCALE_HOST_DEVICE T larger(T a, T b) {
   return std::fmax(a, b);
 }
 
+// The magnitude of a finite number; NaN for others, which `larger` passes over.
+template <class T>
+GRADSCALE_HOST_DEVICE T finite_magnitude(T x) {
+  return x * T(0) + std::abs(x);
+}
+
 // log(1 + e) for e in 0..1 without branches or library calls: 2 atanh(e / (2 + e)), whose argument is at most 1/3, by
 // its series. Relative error 1e-7 in float, 4e-16 in double.
 template <class T>

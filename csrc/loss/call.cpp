@@ -196,10 +196,15 @@ int64_t Call::count_steps(const Heads& of_call) const {
 }
 
 bool Call::wants_any() const {
-  return std::find(wants_share.begin(), wants_share.end(), true) != wants_share.end() ||
-         std::any_of(wants.begin(), wants.end(), [](const std::vector<bool>& of_head) {
-           return std::find(of_head.begin(), of_head.end(), true) != of_head.end();
-         });
+  bool any = std::find(wants_share.begin(), wants_share.end(), true) != wants_share.end();
+  for (size_t h = 0; h < wants.size(); ++h) {
+    any = any || wants_head(h);
+  }
+  return any;
+}
+
+bool Call::wants_head(size_t head) const {
+  return std::find(wants[head].begin(), wants[head].end(), true) != wants[head].end();
 }
 
 // ---- Outputs and gradients ------------------------------------------------------------------------------------------
@@ -213,6 +218,8 @@ void Call::make_outputs() {
   outputs.loss = make_loss();
   outputs.head_means = at::empty({num_heads}, of_sums);
   outputs.head_losses = at::empty_like(outputs.head_means);
+  outputs.head_gradient_norms = at::empty_like(outputs.head_means);
+  outputs.max_abs_logit = at::empty_like(outputs.head_means);
   outputs.num_nonfinite = at::empty({}, of_sums.dtype(at::kLong));
   outputs.per_step.resize(heads->size());
   outputs.details.resize(heads->size());
@@ -226,6 +233,11 @@ void Call::make_outputs() {
       outputs.details[h] = make_entries(h);
     }
   }
+  int64_t segments = 0;
+  for (size_t h = 0; h < heads->size(); ++h) {
+    segments += steps - (*heads)[h].first_step;
+  }
+  metrics = at::empty({segments, batch, 2}, of_sums.dtype(at::kDouble));
   const auto is_defined = [](const at::Tensor& tensor) { return tensor.defined(); };
   if (on_device && nonfinite == Nonfinite::skip) {
     skipped = at::empty_like(outputs.per_sample);
@@ -298,6 +310,8 @@ Pass Call::begin_pass() {
   pass.per_sample = slab(outputs.per_sample, 1);
   pass.head_means = slab(outputs.head_means, 1);
   pass.head_losses = slab(outputs.head_losses, 1);
+  pass.head_gradient_norms = slab(outputs.head_gradient_norms, 1);
+  pass.max_abs_logit = slab(outputs.max_abs_logit, 1);
   pass.num_nonfinite = outputs.num_nonfinite.defined() ? outputs.num_nonfinite.mutable_data_ptr<int64_t>() : nullptr;
   pass.counts_unmasked = divisors.defined() && !num_entries.defined();
   pass.skipped = slab(skipped, 1);
@@ -309,6 +323,7 @@ void Call::end_pass() {
   segments_.clear();
   kept_alive_.clear();
   copies_.clear();
+  metrics.reset();
 }
 
 // A tensor of losses as the kernels read it; without data if it is undefined.
@@ -405,6 +420,9 @@ void Call::add_segments(size_t h) {
     }
     segment.loss = column(outputs.per_step[h], t);
     segment.detail = column(outputs.details[h], t);
+    if (metrics.defined()) { // a backward pass has none
+      segment.metrics = static_cast<RowMetrics*>(metrics.mutable_data_ptr()) + batch * segments_.size();
+    }
     segment.step_weight = number_at(step_weights[h], segment.step);
     segment.step_gradient_scale = number_at(step_gradient_scale[h], segment.step);
     segments_.push_back(segment);

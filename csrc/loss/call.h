@@ -78,6 +78,8 @@ struct ByHead {
   output(at::Tensor, per_sample)    /* [B] */                 \
   output(at::Tensor, head_means)    /* [heads] */             \
   output(at::Tensor, head_losses)   /* [heads] */             \
+  output(at::Tensor, head_gradient_norms) /* [heads] */       \
+  output(at::Tensor, max_abs_logit) /* [heads] */             \
   output(at::Tensor, num_nonfinite) /* int64 scalar */        \
   output(Tensors, per_step)                                   \
   output(Tensors, details)                                    \
@@ -146,6 +148,7 @@ struct Call : Options {
   Gradients gradients;
   at::Tensor skipped;  // on a device, if samples are skipped: a copy of per_sample, which users may overwrite
   at::Tensor divisors; // on a device: float64 [heads], the divisors of the heads' sums; undefined if the host has them
+  at::Tensor metrics;  // float64 [segments, B, 2], the RowMetrics of all rows
 
   // Finds batch and steps, and returns true if the kernels accept all tensors for these heads.
   bool settle(const Heads& of_call);
@@ -153,6 +156,8 @@ struct Call : Options {
   int64_t count_steps(const Heads& of_call) const;
 
   bool wants_any() const;
+  // True if the gradient of a prediction of the head is wanted.
+  bool wants_head(size_t head) const;
   // Wants the gradients of the head weights that are tensors and fulfil a condition.
   template <class Predicate>
   void want_shares(Predicate predicate);

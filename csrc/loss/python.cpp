@@ -3,6 +3,7 @@
 #include "../torch/autograd.h"
 #include "../torch/tensor_element.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -321,16 +322,27 @@ bool read_call(const Plan& plan, py::handle predictions, py::handle targets, py:
   return true;
 }
 
-py::dict outputs_to_python(const Plan& plan, const Outputs& outputs) {
+// `with_gradient`: by head, true if a prediction has a gradient.
+py::dict outputs_to_python(const Plan& plan, const Outputs& outputs, const std::vector<bool>& with_gradient) {
+  const at::AutoDispatchBelowADInplaceOrView guard; // nobody has the tensors of all heads, of which these are views
   const Tensors means = outputs.head_means.unbind();
   const Tensors losses = outputs.head_losses.unbind();
-  py::dict per_step, details[3], head_means, head_losses; // details by Detail
+  const Tensors norms = outputs.head_gradient_norms.unbind();
+  const Tensors largest = outputs.max_abs_logit.unbind();
+  py::dict per_step, details[3]; // details by Detail
+  py::dict head_means, head_losses, head_gradient_norms, max_abs_logit;
   for (size_t h = 0; h < means.size(); ++h) {
     const py::object& name = plan.names[h];
     per_step[name] = outputs.per_step[h];
     details[static_cast<size_t>(plan.table[h].detail)][name] = outputs.details[h];
     head_means[name] = means[h];
     head_losses[name] = losses[h];
+    if (with_gradient[h]) {
+      head_gradient_norms[name] = norms[h];
+    }
+    if (has_largest_logit(plan.table[h].kind)) {
+      max_abs_logit[name] = largest[h];
+    }
   }
   py::dict result;
   result["loss"] = outputs.loss;
@@ -340,6 +352,8 @@ py::dict outputs_to_python(const Plan& plan, const Outputs& outputs) {
   result["entropy"] = details[static_cast<size_t>(Detail::entropy)];
   result["head_means"] = head_means;
   result["head_losses"] = head_losses;
+  result["head_gradient_norms"] = head_gradient_norms;
+  result["max_abs_logit"] = max_abs_logit;
   result["num_nonfinite"] = outputs.num_nonfinite;
   return result;
 }
@@ -373,10 +387,14 @@ py::object multi_step_loss(
     run(call);
   }
   const Outputs outputs = std::exchange(call.outputs, {});
+  std::vector<bool> with_gradient;
+  for (size_t h = 0; h < plan->table.size(); ++h) {
+    with_gradient.push_back(call.wants_head(h));
+  }
   if (call.wants_any()) {
     record_call(std::move(call), outputs, plan);
   }
-  return outputs_to_python(*plan, outputs);
+  return outputs_to_python(*plan, outputs, with_gradient);
 }
 
 void set_unroll_scale(py::function function) {

@@ -130,12 +130,28 @@ bool has_entries(const Pass& pass, int64_t head, int64_t sample) {
 void clear_gradients(const Pass& pass, int64_t sample) {
   for (int64_t s = 0; s < pass.num_segments; ++s) {
     const Segment& segment = pass.segments[s];
+    segment.metrics[sample].gradient_square = 0;
     if (segment.gradient.data != nullptr) {
       const int64_t size = element_size(segment.gradient.element);
       char* row = static_cast<char*>(segment.gradient.data) + sample * segment.gradient.stride * size;
       std::fill(row, row + segment.width * size, 0);
     }
   }
+}
+
+// The norm of a head's gradient and its largest logit. `segments` are the segments of this head.
+void store_metrics(const Pass& pass, int64_t head, const Segment* segments) {
+  double squares = 0, largest = 0;
+  for (int64_t t = 0; t < pass.steps_of(pass.heads[head]); ++t) {
+    const RowMetrics* rows = segments[t].metrics;
+#pragma omp simd reduction(+ : squares) reduction(max : largest)
+    for (int64_t b = 0; b < pass.batch; ++b) {
+      squares += rows[b].gradient_square;
+      largest = rows[b].largest_logit > largest ? rows[b].largest_logit : largest;
+    }
+  }
+  pass.head_gradient_norms.store(head, std::sqrt(squares));
+  pass.max_abs_logit.store(head, largest);
 }
 
 // L_b, the loss, the means and shares of the heads and the number of samples whose loss is not finite, in a fixed
@@ -185,9 +201,12 @@ void reduce(const Pass& pass) {
   if (!pass.each_sample) {
     pass.loss.store(0, total);
   }
+  segments = pass.segments;
   for (int64_t h = 0; h < pass.num_heads; ++h) {
     const Coefficients& of_head = pass.coefficients[h];
     pass.head_losses.store(h, of_head.weighted(shares[h]));
+    store_metrics(pass, h, segments);
+    segments += pass.steps_of(pass.heads[h]);
     if (!pass.each_sample && of_head.share.data != nullptr) {
       of_head.share.store(0, shares[h]);
     }

@@ -37,6 +37,11 @@ inline bool has_logits(Kind kind) {
   return kind == Kind::two_hot || kind == Kind::hl_gauss || kind == Kind::soft_cross_entropy;
 }
 
+// True if the largest logit of a head is an output.
+inline bool has_largest_logit(Kind kind) {
+  return has_logits(kind) || kind == Kind::categorical_kl;
+}
+
 // The numbers of heads, by the names of `numbers()` in gradscale_ext/heads.py; the numbers of a support are stored next
 // to them.
 // clang-format off
@@ -69,6 +74,12 @@ struct Head {
   }
 };
 
+// What is known of a row in addition to its outputs, for outputs of its head.
+struct RowMetrics {
+  double gradient_square; // the sum of the squares of its gradient, before that is rounded
+  double largest_logit;   // the largest magnitude of its finite logits
+};
+
 // A head at a step: B rows of predictions with their targets.
 struct Segment {
   const Head* head;     // on the host
@@ -80,7 +91,8 @@ struct Segment {
   Rows target;   // data is null where the head has none
   Rows gradient; // data is null where no gradient is wanted; of the prediction's type, or of the type of sums
   Slab loss;
-  Slab detail; // where the head has one
+  Slab detail;         // where the head has one
+  RowMetrics* metrics; // by row
   double step_weight = 1;
   double step_gradient_scale = 1;
 };
@@ -166,6 +178,8 @@ struct Pass {
   Slab per_sample;
   Slab head_means;
   Slab head_losses;
+  Slab head_gradient_norms;
+  Slab max_abs_logit;
   int64_t* num_nonfinite;
 
   // These are for a device.

@@ -33,6 +33,7 @@ class DecodeFormula : public Shape, public BinSums {
   using typename Shape::Gradient, typename Shape::Units, typename Shape::Values;
   static constexpr int kSums = 2;
   static constexpr bool kKeepsDifferences = false, kNeedsMaximum = false, kFinishes = !Shape::kWantsGradient;
+  static constexpr bool kHasMetrics = false;
   static constexpr bool kLoadsAhead = !Shape::kWantsGradient; // a gradient's two passes need the registers
 
   GRADSCALE_DEVICE DecodeFormula(const DecodeArguments& arguments, const RowsOfWarp& warp)
@@ -72,7 +73,10 @@ class DecodeFormula : public Shape, public BinSums {
   }
 
   GRADSCALE_DEVICE void finish(
-      float /*maximum*/, const float (&sums)[kSums], const RowsInMemory<Gradient>& /*gradients*/) const {
+      float /*maximum*/,
+      const float (&sums)[kSums],
+      const LaneMetrics& /*metrics*/,
+      const RowsInMemory<Gradient>& /*gradients*/) const {
     if (warp_.lane < warp_.count) {
       const float expected = support_.middle + support_.spacing * (sums[kMoment] / sums[kSum]);
       decoding_.out.store(warp_.own(), inverse_transform_value(transform, expected, support_.eps));

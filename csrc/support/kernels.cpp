@@ -50,7 +50,7 @@ void decode_row(const Decoding& d, int64_t row, A maximum, A* scratch) {
     factor *= static_cast<A>(0.5 * bin_width(support));
   }
   write_gradient<T, A>(
-      d.gradient, row, d.width, [=](auto load) { return load(values) * factor * (load(centers) - middle); });
+      d.gradient, row, d.width, factor, [=](auto load) { return load(values) * (load(centers) - middle); });
 }
 
 void decode_rows(const Decoding& decoding, int64_t begin, int64_t end, double* scratch) {
@@ -61,11 +61,11 @@ void decode_rows(const Decoding& decoding, int64_t begin, int64_t end, double* s
       return;
     }
     // The next row's maximum is found while this row's exponentials, which need this row's maximum, are computed.
-    A next = maximum_of<A>(row_of<T>(decoding.logits, begin), decoding.width);
+    A next = extremes_of<A>(row_of<T>(decoding.logits, begin), decoding.width).largest;
     for (int64_t row = begin; row < end; ++row) {
       const A maximum = next;
       if (row + 1 < end) {
-        next = maximum_of<A>(row_of<T>(decoding.logits, row + 1), decoding.width);
+        next = extremes_of<A>(row_of<T>(decoding.logits, row + 1), decoding.width).largest;
       }
       decode_row<T>(decoding, row, maximum, reinterpret_cast<A*>(scratch));
     }

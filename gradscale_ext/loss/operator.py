@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,13 +42,17 @@ def call_operator(
     options = call.options._replace(**lists)
     predicted = [_listed(predictions[name]) for name in heads]
     wanted = [_listed(targets[name]) if head.has_target else ([], _NONE) for name, head in heads.items()]
+    differentiable = call.heads_with_gradient()
+    listed = itertools.chain.from_iterable(tensors for tensors, _ in predicted)
+    # Autograd would add these itself, except where a compiler finds that the graph has no use for it.
+    wants = [i for i, tensor in enumerate(listed) if tensor.requires_grad] if differentiable else []
     results = torch.ops.gradscale_ext.multi_step_loss(
         [tensor for tensors, _ in predicted for tensor in tensors],
         [tensor for tensors, _ in wanted for tensor in tensors],
         [count for _, count in predicted],
         [count for _, count in wanted],
         *record_of(heads.values()),
-        [],
+        wants,
         *options,
     )
     left = iter(results)
@@ -62,8 +67,10 @@ def call_operator(
     }
     outputs.pop("shares")  # gradients of the head weights, for the backward pass
     details = outputs.pop("details")
-    for name in ("head_means", "head_losses"):
+    for name in ("head_means", "head_losses", "head_gradient_norms", "max_abs_logit"):
         outputs[name] = dict(zip(heads, outputs[name].unbind(), strict=True))
+    outputs["head_gradient_norms"] = {name: outputs["head_gradient_norms"][name] for name in differentiable}
+    outputs["max_abs_logit"] = {name: outputs["max_abs_logit"][name] for name in heads if heads[name].has_largest_logit}
     for detail in ("expected", "entropy"):
         outputs[detail] = {name: tensor for name, tensor in details.items() if heads[name].detail == detail}
     return MultiStepLossOutput(**outputs)
@@ -106,6 +113,8 @@ def _shapes(
         "per_sample": [torch.empty((batch,), **of_sums)],
         "head_means": [torch.empty((len(per_step),), **of_sums)],
         "head_losses": [torch.empty((len(per_step),), **of_sums)],
+        "head_gradient_norms": [torch.empty((len(per_step),), **of_sums)],
+        "max_abs_logit": [torch.empty((len(per_step),), **of_sums)],
         "num_nonfinite": [torch.empty((), device=device, dtype=torch.int64)],
         "per_step": per_step,
         "details": details,

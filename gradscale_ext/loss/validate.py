@@ -34,6 +34,12 @@ class Call:
     dtype: torch.dtype
     """Type of the loss: float32, or float64 when a prediction is float64."""
 
+    def heads_with_gradient(self) -> list[str]:
+        """Names of the heads of which a prediction gets a gradient."""
+        if not torch.is_grad_enabled():
+            return []
+        return [name for name, entries in self.predictions.items() if any(entry.requires_grad for entry in entries)]
+
 
 def validate(
     heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], options: Options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -67,16 +68,7 @@ def loss_of(call: Call) -> MultiStepLossOutput:
     heads, options = call.heads, call.options
     per_step = {name: _per_step(name, call) for name in heads}
     per_sample = _sum(_weighted(name, call, per_step[name]) for name in heads).detach()
-    remaining, contributing = call, per_step
-    if options.nonfinite == "skip":
-        # A skipped sample is masked, so that neither a NaN loss nor a NaN weight reaches loss and gradients.
-        finite = per_sample.isfinite().unsqueeze(1)
-        masks = {name: finite & _unmasked(name, call) for name in heads}
-        remaining = replace(call, weights=replace(call.weights, masks=masks))
-        contributing = {name: _per_step(name, remaining) for name in heads}
-    shares = {name: _weighted(name, remaining, contributing[name]) / _divisor(name, call) for name in heads}
-    for name, weights in call.weights.importance_weights.items():
-        shares[name] = _of_samples(name, remaining, weights.to(call.dtype)) * shares[name]
+    shares = _shares(call, per_step, per_sample)
     loss = _sum(shares.values())
     return MultiStepLossOutput(
         loss=loss if options.reduction == "none" else loss.sum(),
@@ -86,8 +78,57 @@ def loss_of(call: Call) -> MultiStepLossOutput:
         entropy={name: _detail(name, call) for name, head in heads.items() if head.detail == "entropy"},
         head_means={name: per_step[name].detach().sum() / _num_unmasked(name, call) for name in heads},
         head_losses={name: share.detach().sum() for name, share in shares.items()},
+        head_gradient_norms=_gradient_norms(call, per_sample),
+        max_abs_logit={name: _largest_logit(name, call) for name, head in heads.items() if head.has_largest_logit},
         num_nonfinite=(~per_sample.isfinite()).sum(),
     )
+
+
+def _shares(call: Call, per_step: dict[str, torch.Tensor], per_sample: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`[B]` by head: its share of the loss of each sample, with all weights and the reduction."""
+    remaining, contributing = call, per_step
+    if call.options.nonfinite == "skip":
+        # A skipped sample is masked, so that neither a NaN loss nor a NaN weight reaches loss and gradients.
+        finite = per_sample.isfinite().unsqueeze(1)
+        masks = {name: finite & _unmasked(name, call) for name in per_step}
+        remaining = replace(call, weights=replace(call.weights, masks=masks))
+        contributing = {name: _per_step(name, remaining) for name in per_step}
+    shares = {name: _weighted(name, remaining, losses) / _divisor(name, call) for name, losses in contributing.items()}
+    for name in per_step.keys() & call.weights.importance_weights.keys():
+        weights = call.weights.importance_weights[name]
+        shares[name] = _of_samples(name, remaining, weights.to(call.dtype)) * shares[name]
+    return shares
+
+
+def _gradient_norms(call: Call, per_sample: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Norms by head of the gradient of the loss, in the type of the loss, by the predictions that get one."""
+    with_gradient = call.heads_with_gradient()
+    is_wanted = {name: [entry.requires_grad for entry in call.predictions[name]] for name in with_gradient}
+    entries = {name: [entry.detach().to(call.dtype) for entry in call.predictions[name]] for name in with_gradient}
+
+    def loss(predictions: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+        own = replace(call, predictions={**call.predictions, **predictions})
+        shares = _shares(own, {name: _per_step(name, own) for name in with_gradient}, per_sample)
+        return _sum(shares.values()).sum()
+
+    if not with_gradient:
+        return {}
+    with torch.no_grad():  # the gradient is taken all the same, and leaves no graph
+        gradients = torch.func.grad(loss)(entries)
+    return {
+        name: torch.cat([g.flatten() for g in itertools.compress(gradients[name], is_wanted[name])]).norm()
+        for name in with_gradient
+    }
+
+
+def _largest_logit(name: str, call: Call) -> torch.Tensor:
+    """The largest magnitude of finite logits among unmasked entries."""
+    largest = []
+    for step, entry in enumerate(call.predictions[name], call.heads[name].first_step):
+        entry = entry.detach().to(call.dtype).flatten(1)
+        magnitudes = torch.where(entry.isfinite() & _unmasked(name, call)[:, step : step + 1], entry.abs(), 0.0)
+        largest.append(torch.cat([magnitudes.flatten(), magnitudes.new_zeros(1)]).amax())  # a batch may be empty
+    return torch.stack(largest).amax()
 
 
 def _sum(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -19,6 +19,7 @@ void categorical_row(
   const T* logits = row_of<T>(s.prediction, row);
   const Support& support = s.head->support;
   const Softmax<A> softmax = softmax_of<true>(logits, s.width, maximum, ahead_of<T>(s, row), scratch);
+  A* values = softmax.values;
   A* mass = second_row(scratch, s.width);
   const double target_share = 1 - s.head->label_smoothing;
   const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
@@ -35,21 +36,20 @@ void categorical_row(
     correct += everywhere * sums_of<A>(logits, s.width, differences)[0];
   }
   sums.exponentials[lane] = softmax.sum;
-  sums.moment[lane] = support.raw && s.detail.data != nullptr ? raw_moment(softmax.values, support) : softmax.moment;
+  sums.moment[lane] = support.raw && s.detail.data != nullptr ? raw_moment(values, support) : softmax.moment;
   sums.target[lane] = A(1) + nan;
   sums.correct[lane] = correct;
   if (s.gradient.data == nullptr) {
     return;
   }
-  const A c = static_cast<A>(group.coefficients[lane]);
-  const A inverse_sum = A(1) / softmax.sum;
-  const Lanes<A> factor = c * inverse_sum + nan, offset = c * everywhere;
-  const A* values = softmax.values;
-  write_gradient<G, A>(s.gradient, row, s.width, [=](auto load) { return load(values) * factor - offset; });
-  G* gradient = static_cast<G*>(s.gradient.data) + row * s.gradient.stride;
   for (int32_t j = target.begin; j < target.end; ++j) {
-    gradient[j] = from_accumulate<G, A>((values[j] * inverse_sum - (mass[j] + everywhere)) * c);
+    values[j] -= mass[j] * softmax.sum;
   }
+  const A factor = static_cast<A>(group.coefficients[lane]) / softmax.sum + nan;
+  const Lanes<A> offset = everywhere * softmax.sum;
+  const A squares =
+      write_gradient<G>(s.gradient, row, s.width, factor, [=](auto load) { return load(values) - offset; });
+  s.metrics[row].gradient_square = squared(factor) * squares;
 }
 
 template <class T, class G, class A, class Target>

@@ -60,6 +60,7 @@ template <class T, class G, class A>
 void own_row(const CategoricalKL<A>& of, const Segment& s, int64_t row, double coefficient, A* x) {
   A* t = second_row(x, s.width);
   widen_row(s.prediction, row, s.width, x);
+  s.metrics[row] = {0, largest_finite<A>(x, s.width)};
   widen_row(s.target, row, s.width, t);
   double divergence = 0;
   for (int64_t first = 0; first < s.width; first += s.last_size) {
@@ -70,11 +71,8 @@ void own_row(const CategoricalKL<A>& of, const Segment& s, int64_t row, double c
     return;
   }
   const A factor = of.factor(divergence, coefficient);
-  G* gradient = static_cast<G*>(s.gradient.data) + row * s.gradient.stride;
-#pragma omp simd
-  for (int64_t j = 0; j < s.width; ++j) {
-    gradient[j] = from_accumulate<G, A>(x[j] * factor);
-  }
+  const A squares = write_gradient<G>(s.gradient, row, s.width, factor, [=](auto load) { return load(x); });
+  s.metrics[row].gradient_square = squared(factor) * squares;
 }
 
 } // namespace

@@ -39,7 +39,7 @@ void own_row(const QuantileHuber<A>& of, const Segment& s, int64_t row, double c
   const T* x = row_of<T>(s.prediction, row);
   widen_row(s.target, row, s.target_width, targets);
   const A factor = of.factor(coefficient);
-  double loss = 0;
+  double loss = 0, squares = 0;
   for (int64_t first = 0; first < s.width; first += kLanes) {
     const int64_t count = s.width - first < kLanes ? s.width - first : kLanes;
     QuantileLanes<A> lanes{};
@@ -55,10 +55,12 @@ void own_row(const QuantileHuber<A>& of, const Segment& s, int64_t row, double c
       loss += lanes.loss[k];
       if (s.gradient.data != nullptr) {
         gradient[k] = from_accumulate<G, A>(lanes.slope[k] * factor);
+        squares += squared(lanes.slope[k]);
       }
     }
   }
   s.loss.store(row, of.finish(loss));
+  s.metrics[row] = {squared(factor) * squares, 0};
 }
 
 } // namespace

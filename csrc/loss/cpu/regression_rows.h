@@ -38,6 +38,7 @@ void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
     }
   }
   s.loss.store(row, head.finish({{first, second, third}}, coefficient));
+  s.metrics[row] = {};
   if (s.gradient.data == nullptr) {
     return;
   }
@@ -45,7 +46,8 @@ void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
     t[j] = head.gradient(x[j], t[j]);
   }
   const A factor = head.factor(coefficient);
-  write_gradient<G, A>(s.gradient, row, width, [=](auto load) { return load(t) * factor; });
+  const A squares = write_gradient<G>(s.gradient, row, width, factor, [=](auto load) { return load(t); });
+  s.metrics[row].gradient_square = squared(factor) * squares;
 }
 
 // Rows of one number. A loop over rows vectorises as one over the elements of a row does.
@@ -71,6 +73,7 @@ void scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t beg
       const RowFactor factor = coefficients.of_row(s, first + i);
       loss[i] = factor.counts ? loss[i] : A(0);
       gradient[i] = factor.counts ? gradient[i] * head.factor(factor.coefficient) : A(0);
+      s.metrics[first + i] = {s.gradient.data == nullptr ? 0 : squared(gradient[i]), 0};
     }
     s.loss.store(first, count, loss);
     if (s.gradient.data != nullptr) {

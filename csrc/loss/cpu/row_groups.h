@@ -35,6 +35,10 @@ struct Tile {
   }
 };
 
+inline double squared(double x) {
+  return x * x;
+}
+
 // The row of a lane; lanes without one take the first.
 template <class T>
 const T* row_of_lane(const Rows& rows, const Group& group, int64_t lane) {
@@ -43,6 +47,7 @@ const T* row_of_lane(const Rows& rows, const Group& group, int64_t lane) {
 
 inline void clear_row(const Segment& s, int64_t row) {
   s.loss.store(row, 0.0);
+  s.metrics[row] = {};
   if (s.gradient.data != nullptr) {
     const int64_t size = element_size(s.gradient.element);
     memset(static_cast<char*>(s.gradient.data) + row * s.gradient.stride * size, 0, s.width * size);
@@ -167,8 +172,11 @@ GroupSums<A> row_by_row(const Segment& s, const Group& group, Run run) {
     sums.exponentials[i] = sums.moment[i] = sums.target[i] = sums.correct[i] = 1;
   }
   for (int64_t i = 0; i < group.count; ++i) {
-    const A maximum = maximum_of<A>(row_of<T>(s.prediction, group.first + i), s.width);
-    run(i, maximum, sums);
+    const T* logits = row_of<T>(s.prediction, group.first + i);
+    const Extremes<A> extremes = extremes_of<A>(logits, s.width);
+    const A magnitude = larger(std::abs(extremes.smallest), extremes.largest);
+    s.metrics[group.first + i] = {0, std::isfinite(magnitude) ? magnitude : largest_finite<A>(logits, s.width)};
+    run(i, extremes.largest, sums);
   }
   return sums;
 }

@@ -125,15 +125,18 @@ struct ShortRows {
   Tile<A> x;           // logits, then their exponentials, then the gradient
   Tile<A> differences; // x_j - maximum
   Tile<A> target;
+  A largest_logits[kLanes];
 
   // Leaves exponentials and differences. The moment is of positions, or of differences for a policy.
   template <bool of_policy>
   GroupSums<A> sums(int64_t width) {
     using Formula = CrossEntropy<Lanes<A>, 0>;
-    Lanes<A> maximum = -static_cast<A>(INFINITY);
+    Lanes<A> maximum = -static_cast<A>(INFINITY), magnitude = A(0);
     for (int64_t j = 0; j < width; ++j) {
       maximum = larger(x.column(j), maximum); // passes NaN over
+      magnitude = larger(finite_magnitude(x.column(j)), magnitude);
     }
+    store_lanes(largest_logits, magnitude);
     Lanes<A> of_rows[Formula::kSums];
     std::fill(of_rows, of_rows + Formula::kSums, Lanes<A>(A(0)));
     for (int64_t j = 0; j < width; ++j) {
@@ -154,6 +157,9 @@ struct ShortRows {
   // Writes the gradient.
   template <class Formula>
   void write_gradient(const Segment& s, const Group& group, const GroupSums<A>& sums, Formula formula) {
+    for (int64_t i = 0; i < group.count; ++i) {
+      s.metrics[group.first + i] = {0, largest_logits[i]};
+    }
     if (s.gradient.data == nullptr) {
       return;
     }
@@ -165,8 +171,16 @@ struct ShortRows {
     const Lanes<A> inverse_sum = A(1) / load_lanes(sums.exponentials), c = load_lanes(coefficients);
     const CrossEntropyFactors<Lanes<A>> factors{
         A(1), inverse_sum * load_lanes(sums.target), inverse_sum, load_lanes(sums.moment) * inverse_sum};
+    Lanes<A> squares = A(0);
     for (int64_t j = 0; j < s.width; ++j) {
-      x.store_column(j, formula.gradient(factors, x.column(j), differences.column(j), target.column(j)) * c);
+      const Lanes<A> value = formula.gradient(factors, x.column(j), differences.column(j), target.column(j));
+      squares += value * value;
+      x.store_column(j, value * c);
+    }
+    A of_rows[kLanes];
+    store_lanes(of_rows, squares);
+    for (int64_t i = 0; i < group.count; ++i) {
+      s.metrics[group.first + i].gradient_square = squared(coefficients[i]) * of_rows[i];
     }
     write_tile(s.gradient, group, s.width, x);
   }

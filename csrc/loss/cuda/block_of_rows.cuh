@@ -80,6 +80,11 @@ struct BlockOfRows {
       segment.loss.store(row, counts ? loss : 0.0);
     }
   }
+  GRADSCALE_DEVICE void store_metrics(int64_t row, const RowMetrics& metrics, bool counts) const {
+    if (!is_backward()) {
+      segment.metrics[row] = counts ? metrics : RowMetrics{0, 0};
+    }
+  }
   GRADSCALE_DEVICE void store_detail(int64_t row, double value) const {
     if (!is_backward() && segment.detail.data != nullptr) {
       segment.detail.store(row, value);
@@ -123,12 +128,22 @@ struct RowTask {
     return static_cast<const T*>(segment().prediction.data) + row * segment().prediction.stride;
   }
 
-  // Writes elements first .. first + size of the row's gradient.
+  // From the parts of all threads of the group: a sum, and a largest magnitude.
+  GRADSCALE_DEVICE void store_metrics(double gradient_square, double largest_logit) const {
+    const RowMetrics metrics{group.sum(gradient_square), group.maximum(largest_logit)};
+    if (leads()) {
+      block.store_metrics(row, metrics, counts);
+    }
+  }
+
+  // Writes elements first .. first + size of the row's gradient, and returns the sum of their squares.
   template <class T, int size, class A>
-  GRADSCALE_DEVICE void write_gradient(int32_t first, A* values) const {
+  GRADSCALE_DEVICE A write_gradient(int32_t first, A* values) const {
+    A square = 0;
 #pragma unroll
     for (int k = 0; k < size; ++k) {
       values[k] = counts ? values[k] : A(0);
+      square += first + k >= 0 && first + k < width ? values[k] * values[k] : A(0);
     }
     if (segment().gradient.element == ElementOf<T>::value) {
       T* to = static_cast<T*>(segment().gradient.data) + row * segment().gradient.stride;
@@ -137,6 +152,7 @@ struct RowTask {
       A* to = static_cast<A*>(segment().gradient.data) + row * segment().gradient.stride;
       write_elements<size>(to, width, first, values);
     }
+    return square;
   }
 };
 

@@ -66,7 +66,7 @@ class LogitsLoss {
         entropy_{static_cast<A>(head_.entropy_weight)},
         share_(static_cast<A>(1 - head_.label_smoothing)),
         everywhere_(smoothing_of_bin<A>(task)),
-        maximum_(row_.maximum()) {
+        maximum_(row_.maximum(largest_finite_)) {
   }
 
   GRADSCALE_DEVICE void compute() const {
@@ -75,6 +75,7 @@ class LogitsLoss {
     const A sum = sums[Entropy::kSum], weighted = sums[Entropy::kWeighted];
     task_.store_loss(entropy_.loss(sums));
     task_.store_detail(head_.has_support() ? decoded_row(weighted, sum, head_.support) : Entropy::entropy(sums));
+    A square = 0;
     if (task_.segment().gradient.data != nullptr) {
       const auto factors = Entropy::factors(sums, A(1) / sum, static_cast<A>(task_.coefficient));
       each_window([&](const A* d, const A* t, int32_t first) {
@@ -83,9 +84,10 @@ class LogitsLoss {
         for (int k = 0; k < kSize; ++k) {
           gradient[k] = entropy_.gradient(factors, exp_nonpositive(d[k]), d[k], t[k]);
         }
-        task_.template write_gradient<T, kSize>(first, gradient);
+        square += task_.template write_gradient<T, kSize>(first, gradient);
       });
     }
+    task_.store_metrics(square, largest_finite_);
   }
 
  private:
@@ -127,8 +129,9 @@ class LogitsLoss {
   const Target& target_;
   LogitsRow<T> row_;
   Entropy entropy_;
-  A share_;      // of a smoothed target: what the target itself keeps
-  A everywhere_; // and what each element gets
+  A share_;          // of a smoothed target: what the target itself keeps
+  A everywhere_;     // and what each element gets
+  A largest_finite_; // of this thread's logits
   A maximum_;
 };
 

@@ -20,15 +20,15 @@ struct Span {
 };
 
 // The sums of each block: contributions to the loss, samples that are not finite, and of every head its losses, its
-// unmasked entries and its share of the loss.
+// unmasked entries, its share of the loss and the squares of its gradient; and the largest logit of every head.
 struct PartialSums {
-  double* data; // [blocks][2 + 3 num_heads]
+  double* data; // [blocks][2 + 5 num_heads]
   int64_t num_heads;
 
-  enum OfHead { kPlain, kUnmasked, kShare };
+  enum OfHead { kPlain, kUnmasked, kShare, kSquares, kLargest };
 
   GRADSCALE_HOST_DEVICE int64_t size() const {
-    return 2 + 3 * num_heads;
+    return 2 + 5 * num_heads;
   }
   GRADSCALE_HOST_DEVICE int64_t index_of(OfHead sum, int64_t head) const {
     return 2 + sum * num_heads + head;

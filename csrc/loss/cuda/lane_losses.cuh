@@ -28,8 +28,9 @@ struct LossOfLanes {
   GRADSCALE_DEVICE bool counts() const {
     return counts(row);
   }
-  GRADSCALE_DEVICE void store(float loss, float detail) const {
+  GRADSCALE_DEVICE void store(float loss, float detail, const LaneMetrics& metrics) const {
     if (warp.lane < warp.count) {
+      block.store_metrics(warp.own(), {metrics.gradient_square, metrics.largest_logit}, counts(warp.lane));
       block.store_loss(warp.own(), loss, counts(warp.lane));
       block.store_detail(warp.own(), detail);
     }
@@ -44,6 +45,7 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
   using typename Shape::Gradient, typename Shape::Logit, typename Shape::Units, typename Shape::Values;
   static constexpr int kSums = smooths ? 3 : 2;
   static constexpr bool kKeepsDifferences = false, kLoadsAhead = true, kNeedsMaximum = true, kFinishes = true;
+  static constexpr bool kHasMetrics = true;
   using LossOfLanes::counts;
 
   GRADSCALE_DEVICE BinsLoss(const BlockOfRows& block, const RowsOfWarp& warp)
@@ -56,6 +58,10 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
 
   GRADSCALE_DEVICE void begin_row(int index) {
     row = index;
+    if constexpr (Shape::kWantsGradient) {
+      begin_of_row_ = of_row<Shape::kLanes>(bins_.begin, index);
+      count_of_row_ = of_row<Shape::kLanes>(bins_.count(), index);
+    }
   }
 
   GRADSCALE_DEVICE void gradient(
@@ -68,10 +74,20 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
     }
   }
 
-  GRADSCALE_DEVICE void finish(float maximum, const float (&sums)[kSums], const RowsInMemory<Gradient>& to) const {
+  // Bins with mass are added at the end: their squares must not be the differences of larger ones.
+  GRADSCALE_DEVICE float square(const Units& units, int n, float value) const {
+    const bool has_mass =
+        static_cast<uint32_t>(units.first + Units::index(n) - begin_of_row_) < static_cast<uint32_t>(count_of_row_);
+    const bool outside = smooths && !units.exists(n / Units::kUnit);
+    return has_mass || outside ? 0.0f : value * value;
+  }
+
+  GRADSCALE_DEVICE void finish(
+      float maximum, const float (&sums)[kSums], LaneMetrics metrics, const RowsInMemory<Gradient>& to) const {
     const float log_sum = std::log(sums[kSum]), inverse_sum = approximate_reciprocal(sums[kSum]);
-    const float cost = cost_of_bins(maximum, inverse_sum, to) + (smooths ? everywhere_ * sums[kShifted] : 0.0f);
-    store(log_sum - cost, decoded_moment(2 * sums[kMoment] * inverse_sum, support()));
+    float cost = smooths ? everywhere_ * sums[kShifted] : 0.0f;
+    finish_bins(maximum, inverse_sum, to, cost, metrics.gradient_square);
+    store(log_sum - cost, decoded_moment(2 * sums[kMoment] * inverse_sum, support()), metrics);
   }
 
  private:
@@ -96,16 +112,21 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
     return Bins::kLanes == 1 ? value : __shfl_sync(kWholeWarp, value, lane);
   }
 
-  // sum_j t_j d_j of this lane's row. Stores the gradients of the bins with mass again, with the target.
-  GRADSCALE_DEVICE float cost_of_bins(
-      float own_maximum, float own_inverse_sum, const RowsInMemory<Gradient>& to) const {
+  // Adds sum_j t_j d_j of this lane's row to its cost, and the squares of the gradients of the bins with mass, which
+  // are stored again, with the target.
+  GRADSCALE_DEVICE void finish_bins(
+      float own_maximum,
+      float own_inverse_sum,
+      const RowsInMemory<Gradient>& to,
+      float& own_cost,
+      float& own_square) const {
     const int lanes_shift = shift();
     const int of = warp.lane >> lanes_shift; // the row whose bins this lane finishes
     const Bins bins = bins_.of_lane(of);
     const float maximum = of_lane(own_maximum, of), inverse_sum = of_lane(own_inverse_sum, of);
     const float c = of_lane(coefficient, of);
     const bool of_counts = counts(of);
-    float cost = 0;
+    float cost = 0, square = 0;
     if (of < warp.count) {
       const auto logits =
           warp.at(static_cast<const Logit*>(block.segment.prediction.data), block.segment.prediction.stride);
@@ -116,19 +137,23 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
         cost += product(t, d); // an illegal bin (-inf) without mass costs nothing
         if constexpr (Shape::kWantsGradient) {
           const float value = c * (approximate_exp(d) * inverse_sum - (t + everywhere_));
+          square += value * value;
           gradient[bin] = from_accumulate<Gradient, float>(of_counts ? value : 0.0f);
         }
       });
     }
     for (int distance = (1 << lanes_shift) / 2; distance > 0; distance /= 2) {
       cost += __shfl_xor_sync(kWholeWarp, cost, distance);
+      square += __shfl_xor_sync(kWholeWarp, square, distance);
     }
-    return of_lane(cost, (warp.lane << lanes_shift) & 31);
+    own_cost += of_lane(cost, (warp.lane << lanes_shift) & 31);
+    own_square += of_lane(square, (warp.lane << lanes_shift) & 31);
   }
 
   Bins bins_;
-  float share_;      // of a smoothed target: what the target itself keeps
-  float everywhere_; // and what each bin gets
+  float share_;                                 // of a smoothed target: what the target itself keeps
+  float everywhere_;                            // and what each bin gets
+  int32_t begin_of_row_ = 0, count_of_row_ = 0; // the bins with mass
 };
 
 // Cross-entropy with a target over all logits, or with a class.
@@ -141,7 +166,7 @@ class PolicyLoss : public Shape, LossOfLanes {
   using typename Shape::Gradient, typename Shape::Units, typename Shape::Values;
   static constexpr int kSums = Entropy::kSums;
   static constexpr bool kKeepsDifferences = Entropy::kHasEntropy, kLoadsAhead = true;
-  static constexpr bool kNeedsMaximum = false, kFinishes = true;
+  static constexpr bool kNeedsMaximum = false, kFinishes = true, kHasMetrics = true;
   using LossOfLanes::counts;
 
   GRADSCALE_DEVICE PolicyLoss(const BlockOfRows& block, const RowsOfWarp& warp)
@@ -189,8 +214,13 @@ class PolicyLoss : public Shape, LossOfLanes {
     }
   }
 
-  GRADSCALE_DEVICE void finish(float, const float (&sums)[kSums], const RowsInMemory<Gradient>&) const {
-    store(entropy_.loss(sums), Entropy::entropy(sums));
+  GRADSCALE_DEVICE static float square(const Units&, int, float value) {
+    return value * value;
+  }
+
+  GRADSCALE_DEVICE void finish(
+      float, const float (&sums)[kSums], const LaneMetrics& metrics, const RowsInMemory<Gradient>&) const {
+    store(entropy_.loss(sums), Entropy::entropy(sums), metrics);
   }
 
  private:

@@ -20,6 +20,11 @@ GRADSCALE_DEVICE int team_size(int32_t classes, int threads) {
   return size;
 }
 
+// This thread's part of the divergence of a row, and of its metrics.
+struct PartOfDivergence {
+  double divergence = 0, gradient_square = 0, largest_logit = 0;
+};
+
 // A group of classes: pointers to its logits, and the team that has it.
 template <class T, class U>
 struct ClassGroup {
@@ -37,9 +42,12 @@ struct ClassGroup {
   }
 
   template <bool mixes, bool predicts_p>
-  GRADSCALE_DEVICE A divergence(const CategoricalKL<A>& of, A factor, const RowTask& task, int32_t first) const {
+  GRADSCALE_DEVICE void add_divergence(
+      const CategoricalKL<A>& of, A factor, const RowTask& task, int32_t first, PartOfDivergence& part) const {
     A largest_x = -static_cast<A>(INFINITY), largest_t = largest_x, sum_x = 0, sum_t = 0;
+    A largest_finite = 0, square = 0;
     each([&](int32_t, A of_x, A of_t) {
+      largest_finite = larger(largest_finite, finite_magnitude(of_x));
       largest_x = larger(largest_x, of_x);
       largest_t = larger(largest_t, of_t);
     });
@@ -69,21 +77,23 @@ struct ClassGroup {
       if (task.segment().gradient.data != nullptr) {
         const DivergenceTerms<A> element = terms(of_x, of_t);
         A gradient = (element.h - element.softmax * h) * factor;
-        task.template write_gradient<T, 1>(first + c, &gradient);
+        square += task.template write_gradient<T, 1>(first + c, &gradient);
       }
     });
-    return total; // of this thread
+    part.divergence += total;
+    part.gradient_square += square;
+    part.largest_logit = larger(part.largest_logit, static_cast<double>(largest_finite));
   }
 };
 
-// The divergence of this thread's part of the row, whose gradients are written as if nothing were free.
+// The part of this thread, whose gradients are written as if nothing were free.
 template <bool mixes, bool predicts_p, class T, class A>
-GRADSCALE_DEVICE double row_divergence(const CategoricalKL<A>& of, const RowTask& task, int team) {
+GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& of, const RowTask& task, int team) {
   const Segment& s = task.segment();
   const auto classes = static_cast<int32_t>(s.last_size), groups = static_cast<int32_t>(s.width / s.last_size);
   const int teams = task.group.size / team, own = task.group.rank / team;
   const A factor = of.factor(static_cast<double>(INFINITY), task.coefficient);
-  double sum = 0;
+  PartOfDivergence part;
   dispatch_element(s.target.element, [&](auto type) {
     using U = decltype(type);
     const U* targets = static_cast<const U*>(s.target.data) + task.row * s.target.stride;
@@ -94,26 +104,27 @@ GRADSCALE_DEVICE double row_divergence(const CategoricalKL<A>& of, const RowTask
           targets + first,
           task.active && group < groups ? classes : 0,
           Group{team, task.group.rank % team, nullptr}};
-      sum += of_classes.template divergence<mixes, predicts_p>(of, factor, task, first);
+      of_classes.template add_divergence<mixes, predicts_p>(of, factor, task, first, part);
     }
   });
-  return sum;
+  return part;
 }
 
 template <class T, class A>
 GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& of, const RowTask& task) {
   const Segment& s = task.segment();
   const int team = team_size(static_cast<int32_t>(s.last_size), task.group.size);
-  double sum = 0;
+  PartOfDivergence part;
   if (of.mixes()) {
-    sum =
+    part =
         of.predicts_p ? row_divergence<true, true, T>(of, task, team) : row_divergence<true, false, T>(of, task, team);
   } else {
-    sum = of.predicts_p ? row_divergence<false, true, T>(of, task, team)
-                        : row_divergence<false, false, T>(of, task, team);
+    part = of.predicts_p ? row_divergence<false, true, T>(of, task, team)
+                         : row_divergence<false, false, T>(of, task, team);
   }
-  const double divergence = task.group.sum(sum);
+  const double divergence = task.group.sum(part.divergence);
   task.store_loss(of.loss(divergence));
+  task.store_metrics(divergence < of.free_nats ? 0 : part.gradient_square, part.largest_logit);
   if (s.gradient.data != nullptr && divergence < of.free_nats) { // each thread clears what it wrote
     const int32_t classes = static_cast<int32_t>(s.last_size), stride = task.group.size / team * classes;
     for (int32_t first = task.group.rank / team * classes; first < task.width; first += stride) {
@@ -135,7 +146,7 @@ GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& of, const RowTask& task) {
   const T* x = task.template prediction<T>();
   const A factor = of.factor(task.coefficient);
   const auto count = static_cast<int32_t>(s.target_width);
-  double sum = 0;
+  double sum = 0, square = 0;
   dispatch_element(s.target.element, [&](auto type) {
     using U = decltype(type);
     const U* targets = static_cast<const U*>(s.target.data) + task.row * s.target.stride;
@@ -156,11 +167,12 @@ GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& of, const RowTask& task) {
       sum += loss;
       if (s.gradient.data != nullptr) {
         A gradient = slope * factor;
-        task.template write_gradient<T, 1>(i, &gradient);
+        square += task.template write_gradient<T, 1>(i, &gradient);
       }
     }
   });
   task.store_loss(of.finish(task.group.sum(sum)));
+  task.store_metrics(square, 0);
 }
 
 } // namespace gradscale

@@ -49,13 +49,14 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
     head.scale(group.maximum(largest_x), group.maximum(largest_t));
   }
   const A factor = head.factor(task.coefficient);
+  double square = 0;
   const auto write_gradient = [&](const A* x, const A* t, int32_t first) {
     A gradient[size];
 #pragma unroll
     for (int k = 0; k < size; ++k) {
       gradient[k] = head.gradient(x[k], t[k]) * factor;
     }
-    task.template write_gradient<T, size>(first, gradient);
+    square += task.template write_gradient<T, size>(first, gradient);
   };
   Sums<typename RowHead::Sum> sums{};
   each_window_of_both<RowHead, T, A>(task, [&](const A* x, const A* t, int32_t first) {
@@ -79,6 +80,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   if (RowHead::kGradientWaits && wants_gradient) {
     each_window_of_both<RowHead, T, A>(task, write_gradient);
   }
+  task.store_metrics(square, 0);
 }
 
 // A row of one number, by its thread.
@@ -88,10 +90,12 @@ GRADSCALE_DEVICE void scalar_row(const RowTask& task) {
   const A t = task.segment().target.data == nullptr ? A(0) : task.block.template target<A>(task.row);
   RowHead head{{1, &task.head()}};
   task.store_loss(head.finish(head.terms(x, t), task.coefficient));
+  double square = 0;
   if (task.leads() && task.segment().gradient.data != nullptr) {
     A gradient = head.gradient(x, t) * head.factor(task.coefficient);
-    task.template write_gradient<T, 1>(0, &gradient);
+    square = task.template write_gradient<T, 1>(0, &gradient);
   }
+  task.store_metrics(square, 0);
 }
 
 } // namespace gradscale

@@ -54,6 +54,8 @@ GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& blo
     double plain = 0;
     double weighted = 0;
     double unmasked = 0;
+    double squares = 0;
+    double largest = 0;
     const double importance = counts ? c.importance_weights.at(own, 0) : 0;
     const auto num_segments = static_cast<int32_t>(pass.batch == 0 ? 0 : pass.steps_of(head));
 #pragma unroll 4
@@ -65,6 +67,9 @@ GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& blo
       plain += is_unmasked ? loss : 0;
       weighted += is_unmasked ? weight * loss : 0;
       unmasked += is_unmasked ? 1 : 0;
+      const RowMetrics row = segment.metrics[own];
+      squares += counts ? row.gradient_square : 0;
+      largest = larger(largest, row.largest_logit);
     }
     next += pass.steps_of(head);
     const double head_weight = c.head_weight();
@@ -78,7 +83,11 @@ GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& blo
     const double share = block.sum(of_sample);
     plain = block.sum(plain);
     unmasked = block.sum(unmasked);
+    squares = block.sum(squares);
+    largest = block.maximum(largest);
     if (threadIdx.x == 0) {
+      partial.at(blockIdx.x, partial.index_of(PartialSums::kSquares, h)) = squares;
+      partial.at(blockIdx.x, partial.index_of(PartialSums::kLargest, h)) = largest;
       partial.at(blockIdx.x, partial.index_of(PartialSums::kPlain, h)) = plain;
       partial.at(blockIdx.x, partial.index_of(PartialSums::kUnmasked, h)) = unmasked;
       partial.at(blockIdx.x, partial.index_of(PartialSums::kShare, h)) = share;
@@ -120,6 +129,13 @@ GRADSCALE_DEVICE void store_totals(const DevicePass& device, const Group& block)
     }
     return block.sum(sum);
   };
+  const auto largest = [&](int64_t index) {
+    double value = 0;
+    for (int64_t i = threadIdx.x; i < gridDim.x; i += kThreads) {
+      value = larger(value, device.partial.at(i, index));
+    }
+    return block.maximum(value);
+  };
   const double loss = total(0);
   const double num_nonfinite = total(1);
   if (threadIdx.x == 0) {
@@ -132,7 +148,11 @@ GRADSCALE_DEVICE void store_totals(const DevicePass& device, const Group& block)
     const double sum = total(device.partial.index_of(PartialSums::kPlain, h));
     const double unmasked = total(device.partial.index_of(PartialSums::kUnmasked, h));
     const double share = total(device.partial.index_of(PartialSums::kShare, h));
+    const double squares = total(device.partial.index_of(PartialSums::kSquares, h));
+    const double largest_logit = largest(device.partial.index_of(PartialSums::kLargest, h));
     if (threadIdx.x == 0) {
+      pass.head_gradient_norms.store(h, std::sqrt(squares));
+      pass.max_abs_logit.store(h, largest_logit);
       pass.head_means.store(h, sum / (unmasked < 1 ? 1 : unmasked));
       const Coefficients& c = device.coefficients_of(h);
       pass.head_losses.store(h, c.weighted(share));
