@@ -17,9 +17,9 @@ namespace {
 template <class A>
 struct Softmax {
   A maximum;
-  A sum;           // sum of exp(logit - maximum)
-  A moment;        // sum of exp(logit - maximum) (2j - width + 1)
-  A* values;       // exp(logit - maximum)
+  A sum;     // sum of exp(logit - maximum)
+  A moment;  // sum of exp(logit - maximum) (2j - width + 1)
+  A* values; // exp(logit - maximum)
 };
 
 // Memory that is wanted next. It is fetched while exponentials are computed, which needs none.

@@ -129,8 +129,8 @@ class LogitsLoss {
   const Target& target_;
   LogitsRow<T> row_;
   Entropy entropy_;
-  A share_;      // of a smoothed target: what the target itself keeps
-  A everywhere_; // and what each element gets
+  A share_;          // of a smoothed target: what the target itself keeps
+  A everywhere_;     // and what each element gets
   A largest_finite_; // of this thread's logits
   A maximum_;
 };

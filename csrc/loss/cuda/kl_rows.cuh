@@ -117,7 +117,7 @@ GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& of, const RowTask& task) {
         of.predicts_p ? row_divergence<true, true, T>(of, task, team) : row_divergence<true, false, T>(of, task, team);
   } else {
     part = of.predicts_p ? row_divergence<false, true, T>(of, task, team)
-                        : row_divergence<false, false, T>(of, task, team);
+                         : row_divergence<false, false, T>(of, task, team);
   }
   const double divergence = task.group.sum(part.divergence);
   task.store_loss(of.loss(divergence));

@@ -151,8 +151,8 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
   }
 
   Bins bins_;
-  float share_;      // of a smoothed target: what the target itself keeps
-  float everywhere_; // and what each bin gets
+  float share_;                                 // of a smoothed target: what the target itself keeps
+  float everywhere_;                            // and what each bin gets
   int32_t begin_of_row_ = 0, count_of_row_ = 0; // the bins with mass
 };
 
