@@ -137,8 +137,10 @@ def largest(truth):
 def check_outputs(heads, out, truth, dtype):
     width = torch.float64 if dtype == torch.float64 else torch.float32
     assert out.num_nonfinite.item() == truth.num_nonfinite.item()
-    for field in ("loss", "per_sample", "per_step", "head_means", "head_losses", "expected", "entropy"):
+    scalars = ("head_means", "head_losses", "head_gradient_norms", "max_abs_logit")
+    for field in ("loss", "per_sample", "per_step", *scalars, "expected", "entropy"):
         ours, theirs = getattr(out, field), getattr(truth, field)
+        assert not isinstance(theirs, dict) or ours.keys() == theirs.keys()
         pairs = (
             {name: (ours[name], theirs[name]) for name in theirs} if isinstance(theirs, dict) else {"": (ours, theirs)}
         )

@@ -60,7 +60,17 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 def assert_same_output(ours: gs.MultiStepLossOutput, theirs: gs.MultiStepLossOutput) -> None:
-    for field in ("loss", "per_sample", "per_step", "expected", "entropy", "head_means", "head_losses"):
+    for field in (
+        "loss",
+        "per_sample",
+        "per_step",
+        "expected",
+        "entropy",
+        "head_means",
+        "head_losses",
+        "head_gradient_norms",
+        "max_abs_logit",
+    ):
         assert_same(getattr(ours, field), getattr(theirs, field))
     assert whole(ours.num_nonfinite) == theirs.num_nonfinite
 

@@ -365,7 +365,8 @@ def test_two_dimensional_arguments_follow_batch_first(options, stacked, function
         given = {name: torch.stack(entries, 0) for name, entries in predictions.items()}
         given_targets = {name: torch.stack(entries, 0) for name, entries in targets.items()}
     out = function(ALL_HEADS, given, given_targets, batch_first=False, **turned(options))
-    for field in ("loss", "per_sample", "head_means", "head_losses", "num_nonfinite"):
+    scalars = ("head_means", "head_losses", "head_gradient_norms", "max_abs_logit", "num_nonfinite")
+    for field in ("loss", "per_sample", *scalars):
         torch.testing.assert_close(getattr(out, field), getattr(expected, field), rtol=1e-12, atol=1e-12)
     for field in ("per_step", "expected", "entropy"):
         torch.testing.assert_close(getattr(out, field), turned(getattr(expected, field)), rtol=1e-12, atol=1e-12)

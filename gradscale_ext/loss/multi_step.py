@@ -140,7 +140,8 @@ def multi_step_loss(
         process_group: ranks whose batches make up one, for "mean" and "valid_mean": samples or unmasked entries are
             counted over all of them (one all-reduce of a number for each head), and each rank's loss is scaled so that
             the average over the ranks, which DistributedDataParallel and FSDP take of gradients, is the gradient of the
-            mean over all. `head_means` are means over this rank.
+            mean over all. `head_means` are means over this rank, and `head_gradient_norms` are norms of this rank's
+            gradients.
         normalize_importance_weights: divide `importance_weights` by the largest of them (Schaul et al. 2016), with a
             process group by the largest of all ranks. Weights that differ by head are divided by each head's own.
         batch_first: False: all that has both dimensions is the other way round: stacked predictions and targets are

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from .._distributed import by_whole, mesh_of
 from .._ranks import for_all_ranks
@@ -104,7 +105,7 @@ def _gradient_norms(call: Call, per_sample: torch.Tensor) -> dict[str, torch.Ten
     """Norms by head of the gradient of the loss, in the type of the loss, by the predictions that get one."""
     with_gradient = call.heads_with_gradient()
     is_wanted = {name: [entry.requires_grad for entry in call.predictions[name]] for name in with_gradient}
-    entries = {name: [entry.detach().to(call.dtype) for entry in call.predictions[name]] for name in with_gradient}
+    entries = {name: [_constant(entry).to(call.dtype) for entry in call.predictions[name]] for name in with_gradient}
 
     def loss(predictions: dict[str, list[torch.Tensor]]) -> torch.Tensor:
         own = replace(call, predictions={**call.predictions, **predictions})
@@ -119,6 +120,13 @@ def _gradient_norms(call: Call, per_sample: torch.Tensor) -> dict[str, torch.Ten
         name: torch.cat([g.flatten() for g in itertools.compress(gradients[name], is_wanted[name])]).norm()
         for name in with_gradient
     }
+
+
+def _constant(entry: torch.Tensor) -> torch.Tensor:
+    """Detach in forward mode too: not every gradient has a derivative there."""
+    if forward_ad._current_level >= 0:
+        entry = forward_ad.unpack_dual(entry).primal  # type: ignore[no-untyped-call]
+    return entry.detach()
 
 
 def _largest_logit(name: str, call: Call) -> torch.Tensor:

@@ -4,6 +4,7 @@
 #include "loss/heads.h"
 
 #include <algorithm>
+#include <memory>
 
 namespace gradscale::test {
 
@@ -378,6 +379,7 @@ struct Inputs {
 struct RowTruth {
   Truth of_loss;
   Truth of_detail;
+  Row prediction;
   double coefficient = 0;
 };
 
@@ -459,6 +461,7 @@ std::vector<RowTruth> truths_of(const HeadCase& of, const Centers& centers, cons
       }
     }
     truths[row].of_loss = truth_of(of, centers, x, target);
+    truths[row].prediction = x;
     truths[row].coefficient = inputs.coefficient(row);
     if (of.head.detail != Detail::none) {
       truths[row].of_detail = of.head.has_support() ? decoded(x, centers) : entropy(x);
@@ -476,12 +479,14 @@ struct Outputs {
   RowBuffer loss;
   RowBuffer detail;
   RowBuffer gradient;
+  std::unique_ptr<RowMetrics[]> metrics; // exactly as many as there are rows
   bool wants_gradient;
 
   Outputs(const Layout& layout, Element of_losses, Element of_gradient, int64_t width, bool wants_gradient_)
       : loss(layout, of_losses, kRows, 1),
         detail(layout, of_losses, kRows, 1),
         gradient(layout, of_gradient, kRows, width, kMissing),
+        metrics(new RowMetrics[kRows]),
         wants_gradient(wants_gradient_) {
   }
 
@@ -489,6 +494,7 @@ struct Outputs {
     loss.clear();
     detail.clear();
     gradient.clear();
+    std::fill(metrics.get(), metrics.get() + kRows, RowMetrics{kNaN, kNaN});
   }
 
   bool untouched_row(int64_t row) const {
@@ -514,11 +520,24 @@ void check_row(const HeadCase& of, const Outputs& out, const RowTruth& truth, do
   // class of p, and the divergence is infinite.
   const bool open = (of.head.kind == Kind::negative_cosine && std::isnan(truth.of_loss.loss)) ||
                     (of.head.kind == Kind::categorical_kl && !std::isfinite(truth.of_loss.loss));
+  double squares = 0, error_of_squares = 1e-30;
   for (int64_t j = 0; out.wants_gradient && !open && j < out.gradient.width(); ++j) {
     const double c = truth.coefficient;
     const double error = std::fabs(c) * precision * (truth.of_loss.gradient_scale[j] + 0.01) + nothing;
     check_element("gradient", out.gradient, row, j, masked ? 0 : c * truth.of_loss.gradient[j], masked ? 0 : error);
+    const double g = masked ? 0 : c * truth.of_loss.gradient[j];
+    squares += g * g;
+    error_of_squares += masked ? 0 : std::fabs(g) * (2 * error + precision * std::fabs(g)) + error * error;
   }
+  if (!open) {
+    report.check_close("squares", row, 0, out.metrics[row].gradient_square, squares, error_of_squares);
+  }
+  double largest = 0;
+  for (const double x : truth.prediction) {
+    largest =
+        std::isfinite(x) && !masked && has_largest_logit(of.head.kind) ? std::max(largest, std::fabs(x)) : largest;
+  }
+  report.check_close("largest logit", row, 0, out.metrics[row].largest_logit, largest, 0);
 }
 
 // In several calls, so that it is seen which rows each of them writes, or in one, in which whole groups of rows meet.
@@ -567,6 +586,7 @@ void test_outputs(
   segment.gradient = out.wants_gradient ? out.gradient.rows() : Rows{};
   segment.loss = slab_of(out.loss);
   segment.detail = of.head.detail != Detail::none ? slab_of(out.detail) : Slab{};
+  segment.metrics = out.metrics.get();
   const auto before = inputs.contents();
   for (const Variant& variant : selection.variants) {
     out.clear();

@@ -32,6 +32,7 @@ void run_rows(const Segment& whole, const Coefficients& coefficients, int64_t be
   segment.gradient = from_row(whole.gradient, begin);
   segment.loss = from_row(whole.loss, begin);
   segment.detail = from_row(whole.detail, begin);
+  segment.metrics = whole.metrics + begin;
   head.first_step = static_cast<int32_t>(segment.step);
   Coefficients own = coefficients;
   own.step_weights.values = from_row(own.step_weights.values, begin);
@@ -39,7 +40,7 @@ void run_rows(const Segment& whole, const Coefficients& coefficients, int64_t be
   own.importance_weights.values = from_row(own.importance_weights.values, begin);
   own.mask.data = own.mask.data == nullptr ? nullptr : own.mask.data + begin * own.mask.stride;
   std::vector<double> per_sample(end - begin + 1, kNaN);
-  double loss = 0, mean = 0, head_loss = 0;
+  double loss = 0, mean = 0, head_loss = 0, norm = 0, largest = 0;
   int64_t num_nonfinite = 0;
   Pass pass{};
   pass.heads = &head;
@@ -52,6 +53,8 @@ void run_rows(const Segment& whole, const Coefficients& coefficients, int64_t be
   pass.per_sample = {per_sample.data(), 1, true};
   pass.head_means = {&mean, 1, true};
   pass.head_losses = {&head_loss, 1, true};
+  pass.head_gradient_norms = {&norm, 1, true};
+  pass.max_abs_logit = {&largest, 1, true};
   pass.num_nonfinite = &num_nonfinite;
   const Memory workspace = workspace_of(bytes_for_loss(pass));
   launch_loss(pass, workspace.data(), nullptr);

@@ -380,6 +380,7 @@ LossResult run_loss(int64_t batch, bool wide, int64_t heads, bool valid_mean, bo
   }
   const double step_weights[] = {1, 0.5};
   std::vector<Segment> segments;
+  const Array<RowMetrics> metrics(static_cast<int64_t>(head.size()) * kSteps * batch);
   std::vector<Coefficients> coefficients(head.size());
   for (size_t h = 0; h < head.size(); ++h) {
     head[h].weight = 1.0 / static_cast<double>(1 + h);
@@ -401,6 +402,7 @@ LossResult run_loss(int64_t batch, bool wide, int64_t heads, bool valid_mean, bo
       segment.loss = {losses + t, kSteps, false};
       segment.detail = h < 2 ? Slab{details + t, kSteps, false} : Slab{};
       segment.step_weight = step_weights[t];
+      segment.metrics = metrics.data() + segments.size() * batch;
       segments.push_back(segment);
     }
   }
@@ -416,11 +418,14 @@ LossResult run_loss(int64_t batch, bool wide, int64_t heads, bool valid_mean, bo
   pass.skips_nonfinite = skip;
   pass.counts_unmasked = valid_mean;
   const Array<float> per_sample(batch), loss(1), means(pass.num_heads), shares(pass.num_heads), grad_output(1);
+  const Array<float> norms(pass.num_heads), largest(pass.num_heads);
   const Array<int64_t> num_nonfinite(1);
   pass.loss = {loss.data(), 0, false};
   pass.per_sample = {per_sample.data(), 1, false};
   pass.head_means = {means.data(), 1, false};
   pass.head_losses = {shares.data(), 1, false};
+  pass.head_gradient_norms = {norms.data(), 1, false};
+  pass.max_abs_logit = {largest.data(), 1, false};
   pass.num_nonfinite = num_nonfinite.data();
   const Array<float> skipped(batch);
   const Array<double> divisors(pass.num_heads);
@@ -443,6 +448,8 @@ LossResult run_loss(int64_t batch, bool wide, int64_t heads, bool valid_mean, bo
   keep(per_sample.data(), batch);
   keep(means.data(), means.count());
   keep(shares.data(), shares.count());
+  keep(norms.data(), norms.count());
+  keep(largest.data(), largest.count());
   keep_gradients();
   const size_t forward = result.numbers.size();
   check(num_nonfinite[0] == 1, "one sample is not finite");
