@@ -1,7 +1,6 @@
-// Statistics of a range of elements. It is taken in blocks: one loop reads the elements, takes the sums, and writes the
-// bins, a byte each, which stay in the first-level cache; then each bin that occurs is counted, 64 elements an
-// instruction. The loops are plain, and vectorised by the compiler. This file includes itself once for each instruction
-// set.
+// Statistics of a range of elements, in one pass: compilers do not make it of a plain loop. The counters of sixteen
+// neighbouring bins stay in registers, a byte for each lane, so that memory is read while bins are counted. This file
+// includes itself once for each instruction set.
 #ifndef GRADSCALE_VARIANT
 #include "calls.h"
 
@@ -18,121 +17,286 @@ const CpuKernel<UpdateOfRange> update_kernel = GRADSCALE_CPU_KERNEL(update_of_ra
 } // namespace gradscale
 
 #else
-#include "../cpu/vectors.h"
-#if GRADSCALE_VECTOR_BYTES == 64
-#include "statistics_avx512.h"
-#endif
+#include "../cpu/lanes.h"
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-constexpr int64_t kStatisticsBlock = 8192; // elements
-constexpr int64_t kByteLanes = 64;
+constexpr int kCountedBins = 16;
+constexpr int64_t kAtOnce = GRADSCALE_VECTOR_BYTES; // elements: a byte of a vector for each
+constexpr int64_t kStatisticsBlock = 255 * kAtOnce; // as many as bytes can count
 
-template <class W>
-struct BlockSums {
-  typename Magnitude<W>::Bits largest; // bits of the largest magnitude
-  int32_t zeros;
-  double sum;
-  double squares;
+// Statistics of the elements of a block.
+template <class A>
+struct BlockStatistics {
+  A largest = 0;     // the largest magnitude that is not NaN
+  int32_t zeros = 0; // they are in the first bin too
+  double sum = 0;
+  double squares = 0; // NaN if an element is
+  int32_t histogram[kHistogramBins] = {};
+
+  bool is_finite() const {
+    return largest < std::numeric_limits<A>::infinity() && squares == squares;
+  }
 };
 
-// Finds the bins of the elements, the largest magnitude, and zeros.
-template <class W>
-void scan(const W* x, int64_t size, uint8_t* bins, BlockSums<W>& all) {
-  using M = Magnitude<W>;
-  typename M::Bits largest = all.largest;
-  int32_t zeros = 0;
-#pragma omp simd reduction(max : largest) reduction(+ : zeros)
-  for (int64_t i = 0; i < size; ++i) {
-    const typename M::Bits bits = M::of(x[i]);
-    largest = bits > largest ? bits : largest;
-    zeros += bits == 0;
-    bins[i] = static_cast<uint8_t>(M::bin(bits));
-  }
-  all.largest = largest;
-  all.zeros += zeros;
+int first_bin_below(int highest) { // one bin above it may come too
+  return highest > kCountedBins - 2 ? highest - (kCountedBins - 2) : 0;
 }
 
-template <class W>
-void sum(const W* x, int64_t size, BlockSums<W>& all) {
-  LaneSum<double> sum, squares;
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-#pragma omp simd
-    for (int k = 0; k < kLanes; ++k) {
-      const auto value = static_cast<double>(x[i + k]);
-      sum.lanes[k] += value;
-      squares.lanes[k] += value * value;
-    }
-  }
-  for (int k = 0; i < size; ++i, ++k) {
-    const auto value = static_cast<double>(x[i]);
-    sum.lanes[k] += value;
-    squares.lanes[k] += value * value;
-  }
-  all.sum += sum.total();
-  all.squares += squares.total();
-}
-
-// Takes the sums of a block, and fills up its bins with a number that is none.
-template <class W>
-BlockSums<W> sum_block(const W* x, int64_t size, uint8_t* bins) {
-  constexpr int64_t kPart =
-      1024; // still in the cache for the second loop, which would not be vectorised with the first
-  BlockSums<W> result{0, 0, 0, 0};
-  for (int64_t begin = 0; begin < size; begin += kPart) {
-    const int64_t part = size - begin < kPart ? size - begin : kPart;
-    scan(x + begin, part, bins + begin, result);
-    sum(x + begin, part, result);
-  }
-  for (int64_t i = size; i % kByteLanes != 0; ++i) {
-    bins[i] = kHistogramBins;
-  }
-  return result;
-}
-
-// Memory that is wanted next.
-struct LinesAhead {
-  const char* next;
-  const char* end;
-
-  // Asks for a few lines of the cache: more at once would have to wait for each other.
-  void fetch() {
-    for (int k = 0; k < 8 && next < end; ++k, next += 64) {
 #if defined(__GNUC__)
-      __builtin_prefetch(next, /*rw=*/0);
-#endif
-    }
-  }
-};
 
-void count_bins(const uint8_t* bins, int64_t size, int32_t* histogram, LinesAhead ahead) {
-  uint8_t lowest = kHistogramBins;
-  uint8_t highest = 0;
-#pragma omp simd reduction(min : lowest) reduction(max : highest)
-  for (int64_t i = 0; i < size; ++i) {
-    lowest = bins[i] < lowest ? bins[i] : lowest;
-    highest = bins[i] > highest ? bins[i] : highest;
+using ByteLanes = Vectors<uint8_t>::V;
+using DoubleLanes = Vectors<double>::V;
+
+template <class V>
+GRADSCALE_HOST_DEVICE V larger_of(V a, V b) {
+  return a > b ? a : b;
+}
+
+// True if a lane of x is not below `end`.
+GRADSCALE_HOST_DEVICE bool is_any_from(ByteLanes end, ByteLanes x) {
+#if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 64
+  return _mm512_cmpge_epu8_mask((__m512i)x, (__m512i)end) != 0;
+#else
+  const auto from = x >= end;
+  uint64_t words[sizeof(from) / 8];
+  memcpy(words, &from, sizeof(from));
+  uint64_t any = 0;
+  for (const uint64_t word : words) {
+    any |= word;
   }
-  for (int bin = lowest; bin <= highest; ++bin) {
-    ahead.fetch(); // these loops ask memory for nothing else
-    const auto wanted = static_cast<uint8_t>(bin);
-    alignas(64) uint8_t lanes[kByteLanes] = {}; // kStatisticsBlock / kByteLanes of them at most: 128
-    for (int64_t i = 0; i < size; i += kByteLanes) {
-#pragma omp simd
-      for (int k = 0; k < kByteLanes; ++k) {
-        lanes[k] = static_cast<uint8_t>(lanes[k] + (bins[i + k] == wanted ? uint8_t(1) : uint8_t(0)));
+  return any != 0;
+#endif
+}
+
+// counts + 1 in the lanes where x is `wanted`.
+GRADSCALE_HOST_DEVICE ByteLanes counted(ByteLanes counts, ByteLanes x, ByteLanes wanted) {
+#if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 64
+  const auto here = _mm512_cmpeq_epi8_mask((__m512i)x, (__m512i)wanted);
+  return (ByteLanes)_mm512_mask_add_epi8((__m512i)counts, here, (__m512i)counts, _mm512_set1_epi8(1));
+#else
+  return counts - reinterpreted<ByteLanes>(x == wanted);
+#endif
+}
+
+GRADSCALE_HOST_DEVICE int32_t total_of(ByteLanes counts) {
+#if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 64
+  return static_cast<int32_t>(_mm512_reduce_add_epi64(_mm512_sad_epu8((__m512i)counts, _mm512_setzero_si512())));
+#else
+  uint8_t lanes[kAtOnce];
+  store_vector(lanes, counts);
+  int32_t total = 0;
+#pragma omp simd reduction(+ : total)
+  for (int k = 0; k < kAtOnce; ++k) {
+    total += lanes[k];
+  }
+  return total;
+#endif
+}
+
+GRADSCALE_HOST_DEVICE double total_of(DoubleLanes x) {
+  double total = 0;
+  for (int k = 0; k < Vectors<double>::kCount; ++k) {
+    total += x[k];
+  }
+  return total;
+}
+
+GRADSCALE_HOST_DEVICE DoubleLanes as_double(const float* from) {
+#if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 64 // compilers take two steps
+  return _mm512_cvtps_pd(_mm256_loadu_ps(from));
+#elif GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 32
+  return _mm256_cvtps_pd(_mm_loadu_ps(from));
+#else
+  typedef float Half __attribute__((vector_size(sizeof(DoubleLanes) / 2), aligned(sizeof(float)), may_alias));
+  return converted<DoubleLanes>(*reinterpret_cast<const Half*>(from));
+#endif
+}
+
+// Calls function(lanes of double) for a vector, whose elements are also at `from` if they need no conversion.
+template <class T, class Function>
+GRADSCALE_HOST_DEVICE void each_double(Vectors<double>::V x, const T* /*from*/, Function function) {
+  function(x);
+}
+
+template <class T, class Function>
+GRADSCALE_HOST_DEVICE void each_double(Vectors<float>::V x, const T* from, Function function) {
+  constexpr int half = Vectors<double>::kCount;
+  if constexpr (std::is_same_v<T, float>) { // again from memory: that takes no shuffle
+    function(as_double(from));
+    function(as_double(from + half));
+  } else {
+    float numbers[2 * half];
+    store_vector(numbers, x);
+    function(as_double(numbers));
+    function(as_double(numbers + half));
+  }
+}
+
+// The bins of magnitudes, a byte each. The order of elements is free: bytes of one word come from different vectors.
+GRADSCALE_HOST_DEVICE ByteLanes bins_of(const Vectors<float>::Bits (&magnitudes)[4]) {
+  constexpr int kBelow = Magnitude<float>::kBias + kFirstEdge - 1; // the exponents of the first bin
+  const Vectors<float>::Bits words = (magnitudes[0] >> 23) | (magnitudes[1] >> 15 & 0xff00u) |
+                                     (magnitudes[2] >> 7 & 0xff0000u) | (magnitudes[3] << 1 & 0xff000000u);
+  const auto exponents = reinterpreted<ByteLanes>(words);
+  const ByteLanes below = splat(static_cast<uint8_t>(kBelow)), last = splat(static_cast<uint8_t>(kHistogramBins - 1));
+  const ByteLanes bins = larger_of(exponents, below) - below;
+  return bins < last ? bins : last;
+}
+
+GRADSCALE_HOST_DEVICE ByteLanes bins_of(const Vectors<double>::Bits (&magnitudes)[8]) {
+  using Integers = Vectors<float>::Integers;
+  constexpr int32_t kBelow = Magnitude<double>::kBias + kFirstEdge - 1;
+  const Integers zero{}, last = zero + (kHistogramBins - 1);
+  Integers words{};
+  for (int k = 0; k < 4; ++k) { // two exponents side by side
+    const auto exponents = reinterpreted<Integers>((magnitudes[2 * k] >> 52) | (magnitudes[2 * k + 1] >> 52 << 32));
+    const Integers bins = larger_of(exponents - kBelow, zero);
+    words |= (bins < last ? bins : last) << (8 * k);
+  }
+  return reinterpreted<ByteLanes>(words);
+}
+
+template <class T>
+int32_t zeros_among(const T* x, int64_t size) {
+  using A = typename AccumulateType<T>::type;
+  typename Vectors<A>::Integers zeros{};
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < size; i += Vectors<A>::kCount) {
+    zeros -= load_part(x + i) == typename Vectors<A>::V{};
+  }
+  int32_t total = 0;
+  for (int k = 0; k < Vectors<A>::kCount; ++k) {
+    total += static_cast<int32_t>(zeros[k]);
+  }
+  return total;
+}
+
+// Adds `size` elements, a multiple of kAtOnce. Fast where most of them are in the bins first_bin .. first_bin + 16, or
+// in the first one, which has the zeros.
+template <class T, class A = typename AccumulateType<T>::type>
+void add_lanes(const T* x, int64_t size, int first_bin, BlockStatistics<A>& all) {
+  using V = typename Vectors<A>::V;
+  using Integers = typename Vectors<A>::Integers;
+  using Bits = typename Vectors<A>::Bits;
+  constexpr int count = Vectors<A>::kCount;
+  // Counters by turns: equal bins need not wait for each other. The last bin is for nothing.
+  int32_t others[4][kHistogramBins + 1] = {};
+  const ByteLanes end = splat(static_cast<uint8_t>(kCountedBins));
+  ByteLanes wanted[kCountedBins], counts[kCountedBins] = {}, lowest{};
+  for (int k = 0; k < kCountedBins; ++k) {
+    wanted[k] = splat(static_cast<uint8_t>(first_bin + k));
+  }
+  bool has_others = false;
+  V largest{};
+  DoubleLanes sums[2] = {}, squares[2] = {};
+  for (int64_t i = 0; i < size; i += kAtOnce) {
+    Bits magnitudes[sizeof(A)];
+#pragma GCC unroll 8
+    for (int k = 0; k < static_cast<int>(sizeof(A)); ++k) {
+      const T* from = x + i + k * count;
+      // Into the second-level cache and the first: loads that wait for memory would leave no room for more. Past the
+      // end it does nothing.
+      const auto address = reinterpret_cast<uintptr_t>(from);
+      __builtin_prefetch(reinterpret_cast<const void*>(address + 1536 * sizeof(T)), 0, 1);
+      __builtin_prefetch(reinterpret_cast<const void*>(address + 256 * sizeof(T)), 0, 3);
+      const V elements = load_part(from);
+      magnitudes[k] = reinterpreted<Bits>(reinterpreted<Integers>(elements) & Magnitude<A>::kWithoutSign);
+      largest = larger_of(reinterpreted<V>(magnitudes[k]), largest);
+      int lane = k % 2;
+      each_double(elements, from, [&](DoubleLanes wide) {
+        sums[lane] += wide;
+        squares[lane] += wide * wide;
+        lane = 1 - lane;
+      });
+    }
+    const ByteLanes bins = bins_of(magnitudes), place = bins - wanted[0];
+#pragma GCC unroll 16
+    for (int k = 0; k < kCountedBins; ++k) {
+      counts[k] = counted(counts[k], bins, wanted[k]);
+    }
+    if (is_any_from(end, place)) {
+      const ByteLanes outside = reinterpreted<ByteLanes>(place >= end), low = reinterpreted<ByteLanes>(bins == 0);
+      lowest -= outside & low;
+      const ByteLanes rest = outside & ~low; // 255 or 0
+      if (is_any_from(ByteLanes{} + 1, rest)) {
+        has_others = true;
+        uint8_t bytes[kAtOnce];
+        store_vector(bytes, (bins & rest) | (static_cast<uint8_t>(kHistogramBins) & ~rest));
+#pragma GCC unroll 8
+        for (int k = 0; k < kAtOnce; ++k) {
+          ++others[k % 4][bytes[k]];
+        }
       }
     }
-    int32_t total = 0;
-#pragma omp simd reduction(+ : total)
-    for (int k = 0; k < kByteLanes; ++k) {
-      total += lanes[k];
-    }
-    histogram[bin] += total;
   }
+  for (int k = 0; k < count; ++k) {
+    all.largest = larger_of<A>(largest[k], all.largest);
+  }
+  if (has_others) {
+    for (int bin = 0; bin < kHistogramBins; ++bin) {
+      all.histogram[bin] += others[0][bin] + others[1][bin] + (others[2][bin] + others[3][bin]);
+    }
+  }
+  for (int k = 0; k < kCountedBins; ++k) {
+    all.histogram[(first_bin + k) % kHistogramBins] += total_of(counts[k]);
+  }
+  all.histogram[0] += total_of(lowest);
+  all.zeros += all.histogram[0] > 0 ? zeros_among(x, size) : 0;
+  all.sum += total_of(sums[0] + sums[1]);
+  all.squares += total_of(squares[0] + squares[1]);
+}
+
+#else
+
+template <class T, class A = typename AccumulateType<T>::type>
+void add_lanes(const T* x, int64_t size, int /*first_bin*/, BlockStatistics<A>& all) {
+  for (int64_t i = 0; i < size; ++i) {
+    const A number = to_accumulate(x[i]), magnitude = std::fabs(number);
+    const auto wide = static_cast<double>(number);
+    all.largest = magnitude > all.largest ? magnitude : all.largest;
+    all.zeros += number == 0;
+    all.sum += wide;
+    all.squares += wide * wide;
+    ++all.histogram[Magnitude<A>::bin(Magnitude<A>::of(number))];
+  }
+}
+
+#endif
+
+// The bin where counting should begin, from the first elements that are not zeros.
+template <class T>
+int probable_first_bin(const T* x, int64_t size) {
+  using M = Magnitude<typename AccumulateType<T>::type>;
+  typename M::Bits largest = 0;
+  for (int64_t begin = 0; begin < size && largest == 0; begin += 32) {
+    for (int64_t i = begin; i < std::min<int64_t>(size, begin + 32); ++i) {
+      largest = std::max(largest, M::of(to_accumulate(x[i])));
+    }
+  }
+  return first_bin_below(M::bin(largest));
+}
+
+// `first_bin` is a guess, which becomes one for the elements that follow; -1: there is none.
+template <class T, class A = typename AccumulateType<T>::type>
+BlockStatistics<A> block_statistics(const T* x, int64_t size, int& first_bin) {
+  BlockStatistics<A> result;
+  first_bin = first_bin < 0 ? probable_first_bin(x, size) : first_bin;
+  const int64_t whole = size / kAtOnce * kAtOnce;
+  add_lanes(x, whole, first_bin, result);
+  if (whole < size) {
+    T filled[kAtOnce] = {}; // zeros fill them up, and are not counted
+    std::copy(x + whole, x + size, filled);
+    add_lanes(filled, kAtOnce, first_bin, result);
+    result.zeros -= static_cast<int32_t>(whole + kAtOnce - size);
+    result.histogram[0] -= static_cast<int32_t>(whole + kAtOnce - size);
+  }
+  first_bin = result.largest > 0 && result.is_finite()
+                  ? first_bin_below(Magnitude<A>::bin(Magnitude<A>::of(result.largest)))
+                  : -1;
+  return result;
 }
 
 // Takes the sums where the plain ones of a block will not do: for another p, or for squares out of double's safe range.
@@ -169,69 +333,65 @@ void leave_out_nonfinite(const W* from, int64_t size, W* to, ChunkStatistics& al
   all.infs += infs;
 }
 
-// `spare` has room for the elements, and may be where they are.
-template <class W>
-void add_block(const W* x, int64_t size, double p, W* spare, LinesAhead ahead, ChunkStatistics& all) {
-  using M = Magnitude<W>;
-  alignas(64) uint8_t bins[kStatisticsBlock];
-  BlockSums<W> block = sum_block(x, size, bins);
-  const int32_t nonfinite_before = all.nans + all.infs;
-  if (block.largest >= M::kInfinity) {
-    leave_out_nonfinite(x, size, spare, all);
-    x = spare;
-    block = sum_block(x, size, bins);
+template <class A>
+void add_statistics(const BlockStatistics<A>& block, ElementSums sums, double p, ChunkStatistics& all) {
+  all.zeros += block.zeros;
+  for (int bin = 0; bin < kHistogramBins; ++bin) {
+    all.histogram[bin] += block.histogram[bin];
   }
-  count_bins(bins, size, all.histogram, ahead);
   all.histogram[0] -= block.zeros; // which are among the smallest numbers
-  all.zeros += block.zeros - (all.nans + all.infs - nonfinite_before);
   if (block.largest > 0) {
-    const auto maximum = static_cast<double>(M::number(block.largest));
-    const bool plain = p == 2 && is_safe(block.squares);
-    const ElementSums sums =
-        plain ? ElementSums{block.squares, block.sum, maximum, 1} : element_sums(x, size, p, maximum, block.sum);
     all.sums = added(all.sums, sums, p);
   }
 }
 
-// Adds the elements of one block, which may be followed by others in the range.
-template <class T>
-void add_elements(const T* data, int64_t size, double p, LinesAhead ahead, ChunkStatistics& all) {
-  using W = typename AccumulateType<T>::type;
-  alignas(64) W spare[kStatisticsBlock];
-  if constexpr (std::is_same_v<T, W>) {
-    add_block<W>(data, size, p, spare, ahead, all);
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < size; ++i) {
-      spare[i] = to_accumulate(data[i]);
-    }
-    add_block<W>(spare, size, p, spare, ahead, all);
+template <class A>
+void add_block(const A* x, int64_t size, double p, int& first_bin, A* spare, ChunkStatistics& all) {
+  BlockStatistics<A> block = block_statistics(x, size, first_bin);
+  if (!block.is_finite()) {
+    const int32_t before = all.nans + all.infs;
+    leave_out_nonfinite(x, size, spare, all);
+    x = spare;
+    block = block_statistics(x, size, first_bin);
+    all.zeros -= all.nans + all.infs - before;
   }
+  const auto maximum = static_cast<double>(block.largest);
+  const bool plain = (p == 2 && is_safe(block.squares)) || maximum == 0;
+  add_statistics(
+      block,
+      plain ? ElementSums{block.squares, block.sum, maximum, 1} : element_sums(x, size, p, maximum, block.sum),
+      p,
+      all);
+}
+
+// Adds the statistics of at most kStatisticsBlock elements.
+template <class T>
+void add_elements(const T* x, int64_t size, double p, int& first_bin, ChunkStatistics& all) {
+  using A = typename AccumulateType<T>::type;
+  alignas(64) A numbers[kStatisticsBlock];
+  if constexpr (std::is_same_v<T, A>) {
+    return add_block(x, size, p, first_bin, numbers, all);
+  } else if (GRADSCALE_VECTOR_BYTES > 16 && p == 2) { // vectors of halves are converted by instructions
+    const BlockStatistics<A> block = block_statistics(x, size, first_bin);
+    if (block.is_finite() && (is_safe(block.squares) || block.largest == 0)) {
+      const ElementSums sums{block.squares, block.sum, static_cast<double>(block.largest), 1};
+      return add_statistics(block, sums, p, all);
+    }
+  }
+#pragma omp simd
+  for (int64_t i = 0; i < size; ++i) {
+    numbers[i] = to_accumulate(x[i]);
+  }
+  add_block<A>(numbers, size, p, first_bin, numbers, all);
 }
 
 void statistics_of_range(const Range& range, double p, ChunkStatistics& all) {
   all = {no_elements(), 0, 0, 0, {}};
   dispatch_element(range.element, [&](auto type) {
-    using T = decltype(type);
-    const T* data = static_cast<const T*>(range.data);
-    [[maybe_unused]] int first_bin = -1;
-    for (int64_t begin = 0; begin < range.size;) {
-      const int64_t left = range.size - begin;
-#if GRADSCALE_VECTOR_BYTES == 64
-      if constexpr (!std::is_same_v<T, double>) {
-        const int64_t added = p == 2 ? add_first(data + begin, left, first_bin, all) : 0;
-        begin += added;
-        if (added > 0) {
-          continue;
-        }
-      }
-#endif
-      const int64_t size = left < kStatisticsBlock ? left : kStatisticsBlock;
-      const T* end = data + begin + size;
-      const int64_t next = left - size < kStatisticsBlock ? left - size : kStatisticsBlock;
-      const LinesAhead ahead{reinterpret_cast<const char*>(end), reinterpret_cast<const char*>(end + next)};
-      add_elements(data + begin, size, p, ahead, all);
-      begin += size;
+    const auto* data = static_cast<const decltype(type)*>(range.data);
+    int first_bin = -1;
+    for (int64_t begin = 0; begin < range.size; begin += kStatisticsBlock) {
+      add_elements(data + begin, std::min(kStatisticsBlock, range.size - begin), p, first_bin, all);
     }
   });
 }
