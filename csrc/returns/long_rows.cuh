@@ -246,6 +246,7 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   }
   __syncthreads();
   if (*shared_count == gridDim.x - 1) {
+    __threadfence(); // the other blocks' words are cleared after they are published
     for (int64_t k = threadIdx.x; k < gridDim.x; k += kThreads) {
       maps[k].launch = 0;
     }
