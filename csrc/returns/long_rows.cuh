@@ -175,7 +175,10 @@ GRADSCALE_DEVICE void walk_chunk(
       __syncthreads();
       if (w == turn) {
         carry = last;
-        shared[0] = walk_checked(carry);
+        const A after = walk_checked(carry);
+        if (lane == 0) {
+          shared[0] = after;
+        }
       }
       __syncthreads();
       last = shared[0];

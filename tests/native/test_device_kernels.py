@@ -15,6 +15,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import launches
 import pytest
 from native import ROOT, compile_all, compile_with, default_compiler, one_process
 
@@ -23,11 +24,11 @@ from gradscale_ext import _kernels
 pytestmark = one_process
 
 CPP = ROOT / "tests" / "cpp"
-SCRIPT = Path(__file__).with_name("faulty_kernels.py")
+SCRIPT = Path(__file__).with_name("launches.py")
 ROWS = [CPP / f"test_{name}.cpp" for name in ("kernels", "rows", "decode", "elements")]
 FLAGS = ["-std=c++17", "-fno-math-errno", "-Wno-unknown-pragmas", "-Werror=switch", "-O2", "-fno-strict-aliasing"]
 
-# Faults: a call of faulty_kernels.py, a file of csrc, text in it, the faulty text, and the report.
+# Faults: a call of launches.py, a file of csrc, text in it, the faulty text, and the report.
 IN_SHARED = "data race in shared memory: "
 IN_GLOBAL = "data race in global memory: "
 FAULTS = {
@@ -181,6 +182,31 @@ def test_rows_against_truth(rows, order, place):
     assert re.search(r"(^|, )0 failed\n$", done.stdout), done.stdout
 
 
+# ---- Launches -------------------------------------------------------------------------------------------------------
+
+
+def outcomes(driver, calls, **variables):
+    """The error and the digest of the results of each call, from sources and its name."""
+    command = [sys.executable, str(SCRIPT), str(driver), json.dumps([(str(sources), call) for sources, call in calls])]
+    environment = {**os.environ, "PTX_RACES": "1", "PTX_CHECK": "1", **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_launches_in_exact_memory_give_the_same_bits_in_every_order(driver, tmp_path):
+    """Each tensor's memory touches a page without access, at its end or at its begin."""
+    guards, source = tmp_path / "guards.so", SCRIPT.with_name("guarded_memory.cpp")
+    compile_with([*default_compiler(), "-O2", "-shared", "-fPIC", str(source), "-o", str(guards)])
+    calls = [(ROOT / "csrc", call) for call in launches.CALLS]
+    found = [
+        outcomes(driver, calls, LD_PRELOAD=str(guards), PTX_ORDER=order, PTX_SLICE=turn, GUARDED=side)
+        for order, turn, side in (("forward", "0", "end"), ("reverse", "7", "end"), ("reverse", "0", "begin"))
+    ]
+    assert [error for outcome in found for error, _ in outcome] == [""] * 3 * len(calls)
+    assert found[0] == found[1]
+
+
 # ---- Faults ---------------------------------------------------------------------------------------------------------
 
 
@@ -195,21 +221,9 @@ def copy_with_fault(folder, fault):
 
 @pytest.fixture(scope="module")
 def errors(driver, tmp_path_factory):
-    """The error of each call with a fault, and of the same call without one."""
     folder = tmp_path_factory.mktemp("faulty")
-    calls = [(fault, copy_with_fault(folder / str(k), fault), FAULTS[fault][0]) for k, fault in enumerate(FAULTS)]
-    calls += [(call, ROOT / "csrc", call) for call in {call for call, *_ in FAULTS.values()}]
-    pairs = json.dumps([(str(sources), call) for _, sources, call in calls])
-    environment = {**os.environ, "PTX_RACES": "1", "PTX_CHECK": "1"}
-    command = [sys.executable, str(SCRIPT), str(driver), pairs]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip([name for name, *_ in calls], json.loads(done.stdout), strict=True))
-
-
-@pytest.mark.parametrize("call", sorted({call for call, *_ in FAULTS.values()}))
-def test_calls_without_a_fault(errors, call):
-    assert errors[call] == ""
+    calls = [(copy_with_fault(folder / str(k), fault), FAULTS[fault][0]) for k, fault in enumerate(FAULTS)]
+    return {fault: error for fault, (error, _) in zip(FAULTS, outcomes(driver, calls), strict=True)}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
