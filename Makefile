@@ -1,7 +1,7 @@
 # make demo      train the example agent          make demo GAME=tictactoe SEED=1
 # make test      run the tests, except make native and the slow tests of .ci/run
-# make native    after a change of C++: run the CPU and CUDA kernels in test programs, under sanitizers and in simulators
-# make simulated  run the tests of the CUDA kernels in a simulator on the CPU
+# make native    after a change of C++: run the CPU and CUDA kernels in test programs, under sanitizers and in a simulator
+# make simulated  run the tests of the CUDA kernels in a simulator on the CPU, which also reports races
 # make sanitized  run tests with an extension under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz      run random cases against independent formulas in all processors   make fuzz MINUTES=30
 #                repeat a finding with its seed: make fuzz SEED=12345 (random seeds without SEED)
@@ -42,7 +42,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP := PIP_CONSTRAINT=$(VENV)/request $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
-CXX_FILES := $(shell find csrc tests/cpp tests/ptx tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
+CXX_FILES := $(shell find csrc tests/cpp tests/native tests/ptx -name '*.cu' -o -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
 TIDIED = $(patsubst %.cpp,$(VENV)/tidy/%.ok,$(shell cat $(VENV)/tidy/units 2> /dev/null))
 
@@ -84,7 +84,7 @@ $(VENV)/nvdisasm: $(VENV)/torch
 SIMULATED := cuda returns
 
 simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
-	GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so $(SIMULATED:%=tests/test_%.py)
+	PTX_RACES=1 GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so $(SIMULATED:%=tests/test_%.py)
 
 # Tests of the C++ code's use of tensors, lists of tensors and threads. Tests that run a compiler are excluded, because the
 # compiler would run under the sanitizers.

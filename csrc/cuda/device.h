@@ -1,15 +1,12 @@
-// The tools with which one kernel compiles for the GPU and for the CPU simulator of tests/simt: .cuh files include
-// these and formulas alone. A kernel takes one plain struct with raw pointers. In it
+// What kernels are written with: .cuh files include this and formulas alone. A kernel takes one plain struct with raw
+// pointers. In it
 //
 // - shared memory is declared with GRADSCALE_SHARED;
-// - 16 bytes at a time go through load16 and store16, which the simulator checks for alignment;
 // - exchange in a warp is by _sync collectives of whole warps, and by __syncwarp(); every thread reaches every barrier;
 // - the one argument, a struct, is declared with GRADSCALE_ARGUMENT: launch.h starts kernels.
 #pragma once
 
 #include "../formulas/port.h"
-
-#if defined(__CUDACC__)
 
 #define GRADSCALE_DEVICE __device__ __forceinline__
 #define GRADSCALE_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks) // on a multiprocessor
@@ -58,50 +55,3 @@ GRADSCALE_DEVICE void store16(void* to, Vector vector) {
 }
 
 } // namespace gradscale
-
-#else
-
-#include "simt.h" // of tests/simt
-
-#define GRADSCALE_DEVICE inline
-#define GRADSCALE_KERNEL(threads, blocks) void
-#define GRADSCALE_ARGUMENT(T) const T& // threads read the same copy, as they do on a GPU
-#define GRADSCALE_SHARED(T, name, count) \
-  T(&name)[count] = simt::shared<T[count]>(__FILE__, __LINE__) // filled with NaN, between red zones
-
-namespace gradscale {
-
-template <class Vector>
-inline Vector load16(const void* from, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-  static_assert(sizeof(Vector) == 16);
-  simt::check_aligned(from, 16, "load16", file, line);
-  return *static_cast<const Vector*>(from);
-}
-
-template <class Vector>
-inline Vector read16(const void* from, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-  static_assert(sizeof(Vector) == 16);
-  simt::check_aligned(from, 16, "read16", file, line);
-  return *static_cast<const Vector*>(from);
-}
-
-using SharedAddress = char*;
-
-inline SharedAddress shared_address(void* shared) {
-  return static_cast<char*>(shared);
-}
-
-inline void count_one(SharedAddress counter) {
-  atomicAdd(reinterpret_cast<unsigned*>(counter), 1u);
-}
-
-template <class Vector>
-inline void store16(void* to, Vector vector, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-  static_assert(sizeof(Vector) == 16);
-  simt::check_aligned(to, 16, "store16", file, line);
-  *static_cast<Vector*>(to) = vector;
-}
-
-} // namespace gradscale
-
-#endif

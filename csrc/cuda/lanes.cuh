@@ -100,18 +100,14 @@ GRADSCALE_DEVICE Packed<T, count> packed(const float* values) {
 // no longer knows that it is one to global memory: the functions below do.
 template <class T>
 GRADSCALE_DEVICE T* kept(T* pointer) {
-#if defined(__CUDACC__)
   asm("" : "+l"(pointer));
-#endif
   return pointer;
 }
 
 // A number of which the compiler does not know that it has met it before: it computes from it again, instead of keeping
 // what it has computed in registers.
 GRADSCALE_DEVICE float forgotten(float value) {
-#if defined(__CUDACC__)
   asm("" : "+f"(value));
-#endif
   return value;
 }
 
@@ -119,7 +115,6 @@ GRADSCALE_DEVICE float forgotten(float value) {
 template <class T, int count>
 GRADSCALE_DEVICE Packed<T, count> load_packed(const T* from) {
   Packed<T, count> result;
-#if defined(__CUDACC__)
   auto& words = result.words;
   const auto address = __cvta_generic_to_global(from);
   if constexpr (sizeof(result) == 2) {
@@ -133,17 +128,12 @@ GRADSCALE_DEVICE Packed<T, count> load_packed(const T* from) {
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "l"(address));
   }
-#else
-  simt::check_aligned(from, sizeof(result), "load");
-  memcpy(&result, from, sizeof(result));
-#endif
   return result;
 }
 
 // Stores at once; written in PTX, as store16 is.
 template <class T, int count>
 GRADSCALE_DEVICE void store_packed(void* to, const Packed<T, count>& packed) {
-#if defined(__CUDACC__)
   const auto address = __cvta_generic_to_global(to);
   const auto& words = packed.words;
   if constexpr (sizeof(packed) == 2) {
@@ -155,52 +145,31 @@ GRADSCALE_DEVICE void store_packed(void* to, const Packed<T, count>& packed) {
   } else {
     store16(to, packed);
   }
-#else
-  simt::check_aligned(to, sizeof(packed), "store");
-  memcpy(to, &packed, sizeof(packed));
-#endif
 }
 
 // Stores 16 bytes at once, in shared memory or elsewhere.
 GRADSCALE_DEVICE void put16(void* to, const Words16& value) {
-#if defined(__CUDACC__)
   *static_cast<uint4*>(to) = uint4{value.words[0], value.words[1], value.words[2], value.words[3]};
-#else
-  store16(to, value);
-#endif
 }
 
 // exp(x), 1 exactly for 0; 2 units of the last place off for x next to 0, and |x| units farther away. Below -87: 0.
 GRADSCALE_DEVICE float approximate_exp(float x) {
   const float y = x * 1.44269504f;
-#if defined(__CUDA_ARCH__)
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(y));
   return result;
-#else
-  const float result = std::exp2(y);
-  return result < 1.17549435e-38f ? 0.0f : result;
-#endif
 }
 
 GRADSCALE_DEVICE float approximate_reciprocal(float x) {
-#if defined(__CUDA_ARCH__)
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
-#else
-  return 1.0f / x;
-#endif
 }
 
 GRADSCALE_DEVICE float approximate_reciprocal_root(float x) {
-#if defined(__CUDA_ARCH__)
   float result;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
-#else
-  return 1.0f / std::sqrt(x);
-#endif
 }
 
 // erfc(x) for x >= 0, by the fit of Chebyshev polynomials in "Numerical Recipes" (1.2e-7, relative), whose exponent is

@@ -133,12 +133,8 @@ namespace gradscale {
 // The number of lanes of the CPU kernels' vectors: 64 bytes of float.
 constexpr int64_t kLanes = 16;
 
-#ifndef GRADSCALE_THREADS // ThreadSanitizer knows fewer at a time: tests take 64
-#define GRADSCALE_THREADS 256
-#endif
-
 // The threads of a block of most kernels.
-constexpr int kThreads = GRADSCALE_THREADS;
+constexpr int kThreads = 256;
 
 template <class To, class From>
 GRADSCALE_HOST_DEVICE To bit_cast(From from) {

@@ -175,7 +175,10 @@ GRADSCALE_DEVICE void walk_chunk(
       __syncthreads();
       if (w == turn) {
         carry = last;
-        shared[0] = walk_checked(carry);
+        const A after = walk_checked(carry);
+        if (lane == 0) {
+          shared[0] = after;
+        }
       }
       __syncthreads();
       last = shared[0];
@@ -246,6 +249,7 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   }
   __syncthreads();
   if (*shared_count == gridDim.x - 1) {
+    __threadfence(); // the other blocks' words are cleared after they are published
     for (int64_t k = threadIdx.x; k < gridDim.x; k += kThreads) {
       maps[k].launch = 0;
     }

@@ -1,118 +1,131 @@
-"""The CUDA kernels in C++ programs, against fp64 truth: rows of every kind by their PTX, and whole launches in the
-simulator of tests/simt, thread by thread, under sanitizers and with faults.
+"""The CUDA kernels, whose PTX the simulated driver of tests/ptx runs: rows of every kind against fp64 truth in a C++
+program, and faults in calls of the package.
 
 `make simulated` runs the tests of the Python package through the same PTX.
 """
 
 from __future__ import annotations
 
-import platform
+import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import launches
 import pytest
-from native import (
-    ROOT,
-    compile_all,
-    compile_with,
-    default_compiler,
-    need_sanitizers,
-    one_process,
-    run_in_order,
-    thread_sanitizing_compiler,
-    without_randomized_addresses,
-)
+from native import ROOT, compile_all, compile_with, default_compiler, one_process
 
 from gradscale_ext import _kernels
 
-pytestmark = [
-    one_process,
-    pytest.mark.skipif(
-        sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),
-        reason="the simulator's fibers are made for Linux on x86-64 and AArch64",
-    ),
-]
+pytestmark = one_process
 
-SIMT = ROOT / "tests" / "simt"
 CPP = ROOT / "tests" / "cpp"
+SCRIPT = Path(__file__).with_name("launches.py")
 ROWS = [CPP / f"test_{name}.cpp" for name in ("kernels", "rows", "decode", "elements")]
-COMMON = ["-std=c++17", "-fno-math-errno", "-Wno-unknown-pragmas", "-Werror=switch", "-I", str(SIMT), "-I", str(CPP)]
-PLAIN = ("-O2",)
-ADDRESS = ("-O1", "-g1", "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all")
-THREAD = ("-O1", "-g1", "-fsanitize=thread", "-DGRADSCALE_THREADS=64")  # with 256 it would see only some of the threads
+FLAGS = ["-std=c++17", "-fno-math-errno", "-Wno-unknown-pragmas", "-Werror=switch", "-O2", "-fno-strict-aliasing"]
 
-# Faults for a copy of the sources of a program: compiler flags, file, text, its replacement, and the report when FAULT
-# is true, which the environment makes it for one of them.
+# Faults: a call of launches.py, a file of csrc, text in it, the faulty text, and the report.
+IN_SHARED = "data race in shared memory: "
+IN_GLOBAL = "data race in global memory: "
 FAULTS = {
     "missing barrier": (
-        THREAD,
+        "rows of a block",
         "cuda/rows.cuh",
         "      __syncthreads();\n      value = static_cast<T>(shared[0]);",
-        "      if (!FAULT) {\n        __syncthreads();\n      }\n      value = static_cast<T>(shared[0]);",
-        "ThreadSanitizer: data race",
+        "      value = static_cast<T>(shared[0]);",
+        IN_SHARED,
     ),
     "missing barrier before the next sum": (
-        THREAD,
+        "rows of a block",
         "cuda/rows.cuh",
         "      __syncthreads(); // what was in shared memory has been read\n",
-        "      if (!FAULT) {\n        __syncthreads();\n      }\n",
-        "ThreadSanitizer: data race",
+        "",
+        IN_SHARED,
     ),
     "blocks that do not wait for the last one": (
-        THREAD,
+        "sums of several blocks",
         "loss/cuda/totals.cuh",
         "    __threadfence(); // the sums are seen before the block is counted\n",
-        "    if (!FAULT) {\n      __threadfence();\n    }\n",
-        "ThreadSanitizer: data race",
+        "",
+        IN_GLOBAL,
+    ),
+    "sums that are read without a fence": (
+        "sums of several blocks",
+        "loss/cuda/totals.cuh",
+        "    __threadfence();\n    store_totals",
+        "    store_totals",
+        IN_GLOBAL,
+    ),
+    "maps that are published without an order": (
+        "chunks of rows",
+        "returns/long_rows.cuh",
+        "  store_released(&to->launch, launch);",
+        "  to->launch = launch;",
+        IN_GLOBAL,
+    ),
+    "missing barrier of a warp": (
+        "rows of a warp",
+        "cuda/lane_rows.cuh",
+        "      __syncwarp();\n    }\n    load(0);",
+        "    }\n    load(0);",
+        IN_SHARED,
+    ),
+    "gradients that replace logits too early": (
+        "rows of a warp",
+        "cuda/lane_rows.cuh",
+        "      __syncwarp(); // several lanes have read the last row, whose gradient replaces it\n",
+        "",
+        IN_SHARED,
+    ),
+    "missing barrier after counters are cleared": (
+        "statistics",
+        "statistics/statistics.cuh",
+        "  __syncthreads();\n  const Group block",
+        "  const Group block",
+        IN_SHARED,
     ),
     "write behind a row": (
-        ADDRESS,
+        "rows of a block",
         "cuda/rows.cuh",
         "    if (j >= 0 && j < width) {\n      row[j]",
-        "    if (j >= 0 && j < width + FAULT) {\n      row[j]",
-        "AddressSanitizer: heap-buffer-overflow",
+        "    if (j >= 0 && j < width + 1) {\n      row[j]",
+        IN_GLOBAL,
     ),
     "shared memory too small": (
-        ADDRESS,
+        "sums of several blocks",
         "loss/cuda/totals.cuh",
         "  GRADSCALE_SHARED(double, shared, kWarps);\n  GRADSCALE_SHARED(unsigned, last, 1);",
-        "  GRADSCALE_SHARED(double, enough, kWarps);\n  GRADSCALE_SHARED(double, small, kWarps - 1);\n"
-        "  double* shared = FAULT ? small : enough;\n  GRADSCALE_SHARED(unsigned, last, 1);",
-        "AddressSanitizer: heap-buffer-overflow",
+        "  GRADSCALE_SHARED(double, shared, kWarps - 1);\n  GRADSCALE_SHARED(unsigned, last, 1);",
+        "out of bounds: byte 56 of a shared array of 56 bytes",
     ),
     "divergent barrier": (
-        PLAIN,
+        "rows of a block",
         "cuda/rows.cuh",
         "      __syncthreads(); // what was in shared memory has been read\n",
-        "      if (FAULT && threadIdx.x < 64) {\n"
-        "        __syncthreads();\n"
-        "      } else {\n"
-        "        __syncthreads();\n"
-        "      }\n",
-        r"divergent barrier: comes to __syncthreads at \S+:\d+ while others wait in __syncthreads",
+        "      if (threadIdx.x < 64) {\n        __syncthreads();\n      } else {\n        __syncthreads();\n      }\n",
+        r"divergent barrier: warp \d+ waits in another one",
     ),
     "misaligned load": (
-        PLAIN,
+        "rows of a block",
         "cuda/rows.cuh",
         "A* out) {\n  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && aligned(row + first)) {",
-        "A* out) {\n"
-        "  if (size % kVector<T> == 0 && first >= 0 && first + size <= width && (FAULT || aligned(row + first))) {",
-        "misaligned load16 of 16 bytes",
+        "A* out) {\n  if (size % kVector<T> == 0 && first >= 0 && first + size <= width) {",
+        "misaligned address 0x.*[48c] of lane",
     ),
     "lanes that do not come to a sum": (
-        PLAIN,
+        "rows of a block",
         "cuda/rows.cuh",
         "      value = combine(value, __shfl_xor_sync(kWholeWarp, value, distance));",
-        "      if (!FAULT || rank != 3) {\n"
+        "      if (rank != 3) {\n"
         "        value = combine(value, __shfl_xor_sync(kWholeWarp, value, distance));\n"
         "      }",
-        "divergent collective|names lanes that returned",
+        "divergent collective",
     ),
 }
-SWITCH = '#include <cstdlib>\nstatic const int injected = std::atoi(std::getenv("GRADSCALE_FAULT"));\n'
 
 
 def launchers(csrc):
@@ -120,67 +133,31 @@ def launchers(csrc):
     return [csrc / "cuda" / "lanes_of_row.cpp", *sorted(csrc.rglob("launch_*.cpp"))]
 
 
-@pytest.fixture(scope="module")
-def build(tmp_path_factory):
-    """Builds the test of launches from a source tree, and reuses existing objects."""
-    folder = tmp_path_factory.mktemp("device_kernels")
-    compilers, objects, programs = {}, {}, {}
-
-    def compiler_for(flags):
-        if flags == THREAD:
-            return thread_sanitizing_compiler(flags, folder)
-        compiler = default_compiler()
-        need_sanitizers(compiler, flags, folder)
-        return compiler
-
-    def build(flags, csrc=ROOT / "csrc"):
-        key = (flags, csrc)
-        if key in programs:
-            return programs[key]
-        if flags not in compilers:
-            compilers[flags] = compiler_for(flags)
-        sources = [
-            (SIMT / "simt.cpp", ("-O2",)),  # without sanitizers: it reports the fibers to them
-            *((source, (*flags, "-fno-strict-aliasing")) for source in (SIMT / "device_kernels.cpp", *launchers(csrc))),
-            (SIMT / "test_launches.cpp", flags),
-        ]
-        compiler = compilers[flags]
-        used, commands = [], []
-        for source, own in sources:
-            command = (*compiler, *COMMON, "-I", str(csrc), *own, "-c", str(source), "-o")
-            if command not in objects:
-                objects[command] = str(folder / f"{source.stem}_{len(objects)}.o")
-                commands.append([*command, objects[command]])
-            used.append(objects[command])
-        compile_all(commands)
-        programs[key] = folder / f"launches_{len(programs)}"
-        compile_with([*compiler, *flags, "-pthread", *used, "-o", str(programs[key])])
-        return programs[key]
-
-    return build
-
-
-def check_passes(done):
-    assert done.returncode == 0, (done.stdout + done.stderr)[:8000]
-    assert re.search(r"(^|, )0 failed\n$", done.stdout), done.stdout
+def run(program, *arguments, **variables):
+    return subprocess.run([str(program), *arguments], env={**os.environ, **variables}, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
+def driver():
+    path = Path(sys.prefix) / "driver.so"
+    if not path.exists() or not isinstance(_kernels.compiler(), _kernels.Nvrtc):
+        pytest.skip("there is no NVRTC, or the simulated driver is not built (make native)")
+    return path
+
+
+@pytest.fixture(scope="module")
+def rows(driver, tmp_path_factory):
     """Builds the tests of rows and of decoding; returns the program, and a folder with the PTX of all its kernels."""
-    driver = Path(sys.prefix) / "driver.so"
-    if not driver.exists() or not isinstance(_kernels.compiler(), _kernels.Nvrtc):
-        pytest.skip("there is no NVRTC, or the driver's stand-in is not built (make test)")
     folder = tmp_path_factory.mktemp("rows")
     csrc = ROOT / "csrc"
-    sources = [*ROWS, SIMT / "device_variants.cpp", SIMT / "kernels_of_ptx.cpp", *launchers(csrc)]
+    sources = [*ROWS, *sorted(CPP.glob("device/*.cpp")), *launchers(csrc)]
     objects = [str(folder / f"{source.stem}.o") for source in sources]
-    compiler = default_compiler()
-    flags = [*COMMON, "-I", str(csrc), "-O2", "-fno-strict-aliasing"]
-    compile_all([[*compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)])
+    compile_with_flags = [*default_compiler(), *FLAGS, "-I", str(CPP), "-I", str(csrc)]
+    compile_all([[*compile_with_flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)])
     program = folder / "rows"
-    compile_with([*compiler, "-pthread", *objects, str(driver), f"-Wl,-rpath,{driver.parent}", "-o", str(program)])
-    run_in_order(program, "device", "heap", variables={"KERNELS": str(folder)})
+    link = [*default_compiler(), "-pthread", *objects, str(driver), f"-Wl,-rpath,{driver.parent}"]
+    compile_with([*link, "-o", str(program)])
+    run(program, "device", "heap", KERNELS=str(folder))
     kernels = [line.split("\t") for line in (folder / "wanted").read_text().splitlines()]
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda kernel: _kernels.image_of(*kernel, "compute_90")[0], kernels))
@@ -196,46 +173,55 @@ def rows(tmp_path_factory):
 def test_rows_against_truth(rows, order, place):
     """Every head, dtype and width; guard pages around the memory detect reads and writes out of bounds."""
     program, folder = rows
-    check_passes(run_in_order(program, "device", place, variables={"KERNELS": str(folder), "PTX_ORDER": order}))
+    done = run(program, "device", place, KERNELS=str(folder), PTX_ORDER=order)
+    assert done.returncode == 0, (done.stdout + done.stderr)[:8000]
+    assert re.search(r"(^|, )0 failed\n$", done.stdout), done.stdout
+
+
+# ---- Launches -------------------------------------------------------------------------------------------------------
+
+
+def outcomes(driver, calls, **variables):
+    """The error and the digest of the results of each call, from sources and its name."""
+    command = [sys.executable, str(SCRIPT), str(driver), json.dumps([(str(sources), call) for sources, call in calls])]
+    environment = {**os.environ, "PTX_RACES": "1", "PTX_CHECK": "1", **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_launches_in_exact_memory_give_the_same_bits_in_every_order(driver, tmp_path):
+    """Each tensor's memory touches a page without access, at its end or at its begin."""
+    guards, source = tmp_path / "guards.so", SCRIPT.with_name("guarded_memory.cpp")
+    compile_with([*default_compiler(), "-O2", "-shared", "-fPIC", str(source), "-o", str(guards)])
+    calls = [(ROOT / "csrc", call) for call in launches.CALLS]
+    found = [
+        outcomes(driver, calls, LD_PRELOAD=str(guards), PTX_ORDER=order, PTX_SLICE=turn, GUARDED=side)
+        for order, turn, side in (("forward", "0", "end"), ("reverse", "7", "end"), ("reverse", "0", "begin"))
+    ]
+    assert [error for outcome in found for error, _ in outcome] == [""] * 3 * len(calls)
+    assert found[0] == found[1]
+
+
+# ---- Faults ---------------------------------------------------------------------------------------------------------
+
+
+def copy_with_fault(folder, fault):
+    _, file, right, wrong, _ = FAULTS[fault]
+    shutil.copytree(ROOT / "csrc", folder, ignore=shutil.ignore_patterns("*.cpp"))
+    text = (folder / file).read_text()
+    assert text.count(right) == 1, f"csrc/{file} has changed: let the fault follow it"
+    (folder / file).write_text(text.replace(right, wrong))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def faulty(build, tmp_path_factory):
-    """Builds the test of launches from a copy of the kernels with injected faults."""
-    folders = {}
-
-    def faulty(flags):
-        if flags not in folders:
-            folders[flags] = tmp_path_factory.mktemp("faulty") / "csrc"
-            shutil.copytree(ROOT / "csrc", folders[flags])
-            for number, (of_flags, file, right, wrong, _) in enumerate(FAULTS.values(), 1):
-                if of_flags == flags:
-                    path = folders[flags] / file
-                    text = path.read_text()
-                    assert text.count(right) == 1, f"csrc/{file} has changed: let the fault follow it"
-                    path.write_text(text.replace(right, wrong.replace("FAULT", f"(injected == {number})")))
-            header = folders[flags] / "cuda" / "rows.cuh"
-            header.write_text(header.read_text().replace("#pragma once\n", f"#pragma once\n{SWITCH}"))
-        return build(flags, folders[flags])
-
-    return faulty
-
-
-def run(program, flags, fault, *arguments):
-    """Run the test of launches with the fault of this number; 0 is none."""
-    prefix = without_randomized_addresses() if flags == THREAD else []
-    return run_in_order(program, *arguments, prefix=prefix, variables={"GRADSCALE_FAULT": str(fault)})
-
-
-@pytest.mark.parametrize("flags", [PLAIN, ADDRESS, THREAD], ids=["plain", "address", "thread"])
-def test_launches(faulty, flags):
-    """The program with switchable faults, without any: it must pass, so that a failure is due to a fault."""
-    check_passes(run(faulty(flags), flags, 0, *(["small"] if flags == THREAD else [])))
+def errors(driver, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faulty")
+    calls = [(copy_with_fault(folder / str(k), fault), FAULTS[fault][0]) for k, fault in enumerate(FAULTS)]
+    return {fault: error for fault, (error, _) in zip(FAULTS, outcomes(driver, calls), strict=True)}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_caught(faulty, fault):
-    flags, *_, message = FAULTS[fault]
-    done = run(faulty(flags), flags, 1 + list(FAULTS).index(fault), "small")
-    assert done.returncode != 0
-    assert re.search(message, done.stderr), done.stderr[:4000]
+def test_a_fault_is_caught(errors, fault):
+    assert re.search(FAULTS[fault][-1], errors[fault]), errors[fault]

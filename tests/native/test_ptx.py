@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
+import mmap
 import os
+import re
 import shutil
 import subprocess
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install cuda-bindings nvidia-cuda-nvrtc")
 
@@ -52,14 +56,22 @@ def library():
     return ROOT / ".venv/driver.so"
 
 
-@pytest.fixture(scope="module")
-def image() -> bytes:
-    _, program = nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"kernels.cu", 0, None, None)
-    (error,) = nvrtc.nvrtcCompileProgram(program, 1, [b"--gpu-architecture=compute_90"])
-    assert int(error) == 0
+@functools.cache
+def compiled(source: str, *options: str) -> bytes:
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, None, None)
+    options = ("--gpu-architecture=compute_90", "--std=c++17", *options)
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert int(error) == 0, log.decode()
     text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
     nvrtc.nvrtcGetPTX(program, text)
     return text
+
+
+@pytest.fixture(scope="module")
+def image() -> bytes:
+    return compiled(SOURCE)
 
 
 class Driver:
@@ -176,7 +188,7 @@ def test_errors_in_the_middle_of_a_kernel_are_reported(driver, name, message):
 
 def test_shared_memory_has_bounds(driver):
     assert driver.launch("beyond", pointer(aligned(1)), ctypes.c_int(8), threads=1) == 719
-    assert "out of bounds: 0x20 in a space of 32 bytes" in driver.error()
+    assert "lane 0 is out of bounds: byte 32 of a shared array of 32 bytes" in driver.error()
 
 
 def test_endless_kernel_is_stopped(driver, monkeypatch):
@@ -212,3 +224,89 @@ def test_report_counts_instructions_and_sectors(driver, monkeypatch, tmp_path):
     assert record["classes"]["shuffle"] == 2 * 2 * 5
     assert (record["load_sectors"], record["memory_loaded"]) == (2 * 2 * 4, 128 * 4)
     assert (record["store_sectors"], record["bytes_stored"]) == (2, 8)
+
+
+# ---- Faults ---------------------------------------------------------------------------------------------------------
+
+KERNEL = (ROOT / "tests" / "ptx" / "faults.cu").read_text()
+IN_SHARED = "data race in shared memory: lane .* what thread .*, and nothing orders them"
+IN_GLOBAL = r"data race in global memory: lane .* what thread \d+ of block \d has .*, and nothing orders them"
+FAULTS = {
+    "missing_barrier": IN_SHARED,
+    "shared_write_out_of_bounds": "lane 0 is out of bounds: byte 24 of a shared array of 24 bytes",
+    "divergent_barrier": "divergent barrier: warp [01] waits in another one",
+    "misaligned_load": "misaligned address 0x.*[48c] of lane 0",
+    "global_write_out_of_bounds": "no memory at 0x.*000, at `st.global",
+    "missing_warp_barrier": IN_SHARED,
+    "missing_second_warp_barrier": IN_SHARED,
+    "race_of_blocks": IN_GLOBAL,
+    "race_of_blocks_across_barrier": IN_GLOBAL,
+    "missing_fence": IN_GLOBAL,
+    "missing_fence_of_reader": IN_GLOBAL,
+    "fence_of_block": IN_GLOBAL,
+    "return_before_barrier": "divergent barrier: warp 2 has returned",
+    "return_before_shuffle": "divergent collective: the mask is ffffffff, but lanes ffffff7f are here",
+}
+
+
+class Arguments(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "target", "loss", "gradient", "total", "finished")),
+        ("width", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+    )
+
+
+def guarded(values: torch.Tensor) -> torch.Tensor:
+    """A copy in memory that ends where a page begins that may not be accessed."""
+    size = values.numel() * values.itemsize
+    end = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, end + mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + end), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    copy = torch.frombuffer(memory, dtype=values.dtype, count=values.numel(), offset=end - size)
+    return copy.copy_(values.reshape(-1)).view_as(values)
+
+
+def cross_entropy(driver: Driver, rows: int, width: int) -> int:
+    """Launches the kernel, and compares what it computes with double precision. Returns the launch's result."""
+    stride = -(-width // 4) * 4
+    torch.manual_seed(width)
+    logits = guarded(torch.randn(rows, stride) * 6)
+    target = guarded(torch.randint(width, (rows,)))
+    loss, gradient, total = (guarded(torch.full(shape, torch.nan)) for shape in ((rows,), (rows, stride), (1,)))
+    finished = guarded(torch.zeros(1, dtype=torch.int32))
+    pointers = [tensor.data_ptr() for tensor in (logits, target, loss, gradient, total, finished)]
+    if (result := driver.launch("cross_entropy", Arguments(*pointers, width, stride), blocks=rows, threads=96)) != 0:
+        return result
+    exact = logits[:, :width].double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(exact, target, reduction="none")
+    expected.sum().backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(gradient[:, :width].double(), exact.grad, rtol=0, atol=1e-5)
+    torch.testing.assert_close(total.double(), expected.sum().view(1), rtol=0, atol=1e-4)
+    return 0
+
+
+def with_fault(library, folder, monkeypatch, fault, order="forward", slice="0") -> Driver:
+    for name, value in (("PTX_RACES", "1"), ("PTX_CHECK", "1"), ("PTX_ORDER", order), ("PTX_SLICE", slice)):
+        monkeypatch.setenv(name, value)
+    return Driver(shutil.copy(library, folder), compiled(KERNEL, f"-DFAULT={fault}"))
+
+
+every_order = pytest.mark.parametrize(("order", "slice"), [("forward", "0"), ("reverse", "0"), ("reverse", "7")])
+
+
+@every_order
+def test_a_correct_kernel_passes(library, tmp_path, monkeypatch, order, slice):
+    driver = with_fault(library, tmp_path, monkeypatch, "none", order, slice)
+    assert [cross_entropy(driver, 5, width) for width in (64, 601, 1, 33, 2048)] == [0] * 5, driver.error()
+
+
+@every_order
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_reported(library, tmp_path, monkeypatch, fault, order, slice):
+    driver = with_fault(library, tmp_path, monkeypatch, fault, order, slice)
+    rows = 1 if fault == "global_write_out_of_bounds" else 5
+    assert cross_entropy(driver, rows, 2048) == 719
+    assert re.search(FAULTS[fault], driver.error())

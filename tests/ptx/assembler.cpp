@@ -229,26 +229,17 @@ void Assembler::rounding() {
 }
 
 void Assembler::memory_hints() {
+  for (const string_view word : {"volatile", "relaxed"}) {
+    i.atomic = has(word) || i.atomic;
+  }
+  const bool both = has("acq_rel");
+  i.acquires = has("acquire") || both;
+  i.releases = has("release") || both;
+  i.atomic = i.atomic || i.acquires || i.releases;
+  i.within_block = has("cta");
+  i.read_only = has("nc");
   static const string_view hints[] = {
-      "weak",
-      "volatile",
-      "relaxed",
-      "acquire",
-      "release",
-      "acq_rel",
-      "cta",
-      "cluster",
-      "gpu",
-      "sys",
-      "ca",
-      "cg",
-      "cs",
-      "lu",
-      "cv",
-      "wb",
-      "wt",
-      "nc",
-      "noftz"};
+      "weak", "cluster", "gpu", "sys", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "noftz"};
   std::erase_if(words, [](string_view word) {
     return word.starts_with("L1:") || word.starts_with("L2:") ||
            std::find(std::begin(hints), std::end(hints), word) != std::end(hints);

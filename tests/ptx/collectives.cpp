@@ -128,6 +128,9 @@ struct Reduce {
 
 void sync_warp(Warp& w, const Instruction& i, u32 m) {
   members(w, i, m, i.s[0]);
+  if (w.launch->races) {
+    w.launch->races->warp_barrier(w, m);
+  }
 }
 
 // One of `names`, whose place is the variant.

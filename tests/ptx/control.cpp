@@ -40,6 +40,19 @@ void end(Assembler& a) {
   a.done(nothing, control);
 }
 
+void order_memory(Warp& w, const Instruction&, u32 m) {
+  if (w.launch->races) {
+    w.launch->races->fence(w, m);
+  }
+}
+
+// Within a block barriers order memory, and fences alone do not.
+void fence_instruction(Assembler& a) {
+  const bool of_block = a.has("cta");
+  a.words.clear();
+  a.done(of_block ? nothing : order_memory, fence);
+}
+
 template <Class kind>
 void ignored(Assembler& a) {
   a.words.clear();
@@ -180,7 +193,7 @@ void change_flow(Warp& w, const Instruction& i, u32 m) {
     case Flow::ret:
       return leave(w, m);
     case Flow::bar:
-      if (m != w.alive) {
+      if (m != w.present) {
         fail_at(w, i, "divergent barrier: not all lanes of the warp are here");
       }
       w.waits = true;
@@ -248,6 +261,27 @@ bool idle(const Warp& w) {
   return w.paths.empty() || w.waits;
 }
 
+// All warps are idle, and some wait.
+void pass_barrier(std::vector<Warp*>& warps) {
+  const auto barrier_of = [](const Warp& w) { return w.launch->code.instructions.data() + w.paths.back().pc - 1; };
+  const Warp& first = **std::find_if(warps.begin(), warps.end(), [](const Warp* w) { return w->waits; });
+  for (const Warp* w : warps) {
+    const string others = "divergent barrier: warp " + std::to_string(w->index);
+    if (!w->waits) {
+      fail_at(first, *barrier_of(first), others + " has returned");
+    }
+    if (barrier_of(*w) != barrier_of(first)) {
+      fail_at(first, *barrier_of(first), others + " waits in another one");
+    }
+  }
+  for (Warp* w : warps) {
+    w->waits = false;
+  }
+  if (first.launch->races) {
+    first.launch->races->block_barrier();
+  }
+}
+
 void run_block(std::vector<Warp*>& warps, u64 slice) {
   for (Warp* w : warps) {
     prepare(*w);
@@ -261,14 +295,10 @@ void run_block(std::vector<Warp*>& warps, u64 slice) {
     if (!std::all_of(warps.begin(), warps.end(), [](const Warp* w) { return idle(*w); })) {
       continue;
     }
-    bool waited = false; // in a barrier, where now all of them are
-    for (Warp* w : warps) {
-      waited = waited || w->waits;
-      w->waits = false;
-    }
-    if (!waited) {
+    if (std::all_of(warps.begin(), warps.end(), [](const Warp* w) { return w->paths.empty(); })) {
       return;
     }
+    pass_barrier(warps);
   }
 }
 
@@ -301,7 +331,10 @@ void run_blocks(Launch& launch) {
   std::vector<Warp*> warps = warps_of(launch);
   for (s64 k = 0; k < launch.blocks; ++k) {
     launch.block = launch.reverse ? launch.blocks - 1 - k : k;
-    launch.shared.assign(launch.code.shared_bytes, static_cast<char>(0xff));
+    launch.shared.assign(launch.code.shared.extent(), static_cast<char>(0xff));
+    if (launch.races) {
+      launch.races->begin_block(launch.block);
+    }
     run_block(warps, launch.slice);
   }
 }
@@ -369,8 +402,8 @@ void add_control(Instructions& all) {
        {"ret", end<Flow::ret>},
        {"exit", end<Flow::ret>},
        {"trap", end<Flow::trap>},
-       {"membar", ignored<fence>},
-       {"fence", ignored<fence>},
+       {"membar", fence_instruction},
+       {"fence", fence_instruction},
        {"nanosleep", ignored<control>}});
 }
 

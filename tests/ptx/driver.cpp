@@ -7,6 +7,7 @@
 //   PTX_REPORT   a file to which each launch adds one line of JSON
 //   PTX_LINES    1: also counts by line of the PTX; PTX_BLOCKS 1: also by basic block, with their text
 //   PTX_CHECK    1: reading a register that was never written is an error
+//   PTX_RACES    1: accesses that race are errors (races.h)
 //   PTX_SLICE    a warp runs so many instructions before another one has its turn (0, default: as far as it can)
 //   PTX_ORDER    reverse: the last block and the last warp come first
 //   PTX_MULTIPROCESSORS  of the GPU, read once (132): a small one is full with fewer rows
@@ -107,6 +108,9 @@ void launch(Kernel& kernel, unsigned blocks, unsigned threads, void** arguments)
   launch.reverse = environment("PTX_ORDER", "") == "reverse";
   launch.slice = std::stoull(environment("PTX_SLICE", "0"));
   launch.limit = launch.left = std::stoull(environment("PTX_LIMIT", "4000000000"));
+  if (environment("PTX_RACES", "0") == "1") {
+    launch.races = std::make_unique<Races>(threads);
+  }
   const string path = environment("PTX_REPORT", "");
   if (!path.empty()) {
     launch.counts.resize(launch.code.instructions.size());

@@ -62,10 +62,34 @@ bool has_pointers(Space space) {
           " bytes");
 }
 
+// Guard zones are between the arrays.
+void check_shared(Warp& w, const Instruction& i, int lane, u64 address, size_t bytes) {
+  const SharedMemory& shared = w.launch->code.shared;
+  u64 least = ~u64(0);
+  const SharedMemory::Array* nearest = nullptr;
+  for (const SharedMemory::Array& array : shared.arrays) {
+    if (address >= array.begin && address + bytes <= array.begin + array.bytes) {
+      return;
+    }
+    const u64 distance = address < array.begin ? array.begin - address : address - array.begin;
+    if (distance < least) {
+      least = distance;
+      nearest = &array;
+    }
+  }
+  const string where = nearest == nullptr ? ""
+                                          : ": byte " + std::to_string(static_cast<s64>(address - nearest->begin)) +
+                                                " of a shared array of " + std::to_string(nearest->bytes) + " bytes";
+  fail_at(w, i, "lane " + std::to_string(lane) + " is out of bounds" + where);
+}
+
 char* place_in_space(Warp& w, const Instruction& i, int lane, u64 address, size_t bytes) {
   const Region region = region_of(w, i.space, lane);
   if (address % bytes != 0 || address > region.bytes || address + bytes > region.bytes) {
     fail_address(w, i, lane, address, bytes);
+  }
+  if (i.space == Space::shared) {
+    check_shared(w, i, lane, address, bytes);
   }
   return region.begin + address;
 }
@@ -78,6 +102,10 @@ inline char* place(Warp& w, const Instruction& i, u32 base, int lane, size_t byt
   }
   if ((address & (bytes - 1)) != 0 || address < kLeastPointer) {
     fail_address(w, i, lane, address, bytes);
+  }
+  const u64 in_shared = address - reinterpret_cast<u64>(w.launch->shared.data());
+  if (in_shared < w.launch->shared.size()) {
+    check_shared(w, i, lane, in_shared, bytes);
   }
   return reinterpret_cast<char*>(address);
 }
@@ -159,6 +187,37 @@ void count_access(Warp& w, const Instruction& i, u32 m, u32 base, size_t bytes, 
   }
 }
 
+// ---- Races
+// --------------------------------------------------------------------------------------------------------------
+
+void find_races(Warp& w, const Instruction& i, u32 m, u32 base, size_t bytes, bool reads, bool writes) {
+  Races& races = *w.launch->races;
+  each(m, [&](int l) {
+    const char* const memory = place(w, i, base, l, bytes);
+    const Space space = i.space == Space::generic ? space_at(w, memory, l) : i.space;
+    if (space != Space::shared && space != Space::global) {
+      return;
+    }
+    races.access(w, i, l, memory, bytes, space == Space::shared, writes);
+    if (i.atomic && reads) {
+      races.acquire(w, i, l, memory);
+    }
+    if (i.atomic && writes) {
+      races.release(w, i, l, memory, reads);
+    }
+  });
+}
+
+// What is done before an access, where it is wanted.
+inline void observe(Warp& w, const Instruction& i, u32 m, u32 base, size_t bytes, bool reads, bool writes) {
+  if (w.launch->counts_wanted()) {
+    count_access(w, i, m, base, bytes, writes);
+  }
+  if (w.launch->races) {
+    find_races(w, i, m, base, bytes, reads, writes);
+  }
+}
+
 // ---- Accesses
 // -------------------------------------------------------------------------------------------------------------
 
@@ -166,9 +225,7 @@ template <class T>
 struct Load {
   static void run(Warp& w, const Instruction& i, u32 m) {
     const size_t bytes = sizeof(T) * i.count;
-    if (w.launch->counts_wanted()) {
-      count_access(w, i, m, i.s[0], bytes, false);
-    }
+    observe(w, i, m, i.s[0], bytes, true, false);
     each(m, [&](int l) {
       const char* const from = place(w, i, i.s[0], l, bytes);
       for (int k = 0; k < i.count; ++k) {
@@ -187,9 +244,7 @@ struct Store {
       fail_at(w, i, "a store to constant memory");
     }
     const size_t bytes = sizeof(T) * i.count;
-    if (w.launch->counts_wanted()) {
-      count_access(w, i, m, i.d[0], bytes, true);
-    }
+    observe(w, i, m, i.d[0], bytes, false, true);
     each(m, [&](int l) {
       char* const to = place(w, i, i.d[0], l, bytes);
       for (int k = 0; k < i.count; ++k) {
@@ -238,9 +293,7 @@ T combined(int operation, T old, T b, T c) {
 struct AtomicOperation {
   template <class T>
   static void run(Warp& w, const Instruction& i, u32 m) {
-    if (w.launch->counts_wanted()) {
-      count_access(w, i, m, i.s[0], sizeof(T), true);
-    }
+    observe(w, i, m, i.s[0], sizeof(T), true, true);
     each(m, [&](int l) {
       char* const to = place(w, i, i.s[0], l, sizeof(T));
       T old;
@@ -341,6 +394,7 @@ void atom(Assembler& a) {
       {"or", a_or},
       {"xor", a_xor}};
   a.memory_hints();
+  a.i.atomic = true;
   a.i.space = a.space();
   const auto found =
       std::find_if(std::begin(operations), std::end(operations), [&](const auto& item) { return a.has(item.first); });

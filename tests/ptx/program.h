@@ -67,7 +67,25 @@ struct Instruction {
   u32 used = 0, used_end = 0; // of Code::used
   s8 count = 1;               // elements of a vector
   s16 mode = 0, variant = 0;  // rounding; what else there is to tell
+  bool atomic = false, acquires = false, releases = false, within_block = false, read_only = false; // of memory
   bool guard_not = false, has_p1 = false, p2_not = false, integral = false, sat = false, ftz = false;
+};
+
+// Variables in shared memory, with guard zones around each.
+struct SharedMemory {
+  static constexpr size_t kGuard = 1024; // a multiple of the banks' 128 bytes
+
+  struct Array {
+    size_t begin, bytes;
+  };
+
+  std::vector<Array> arrays;
+  size_t used = 0; // without guard zones
+
+  u64 add(size_t bytes, size_t alignment); // where it begins
+  size_t extent() const {
+    return used + (arrays.size() + 1) * kGuard;
+  }
 };
 
 // Instructions of a kernel.
@@ -78,7 +96,8 @@ struct Code {
   std::unordered_map<u64, u32> constants; // each in a register of its own
   std::map<string, u32, std::less<>> specials;
   u32 num_registers = 0, num_predicates = 2; // predicates 0 and 1 are false and true
-  size_t shared_bytes = 0, local_bytes = 0;
+  SharedMemory shared;
+  size_t local_bytes = 0;
 };
 
 struct Symbol {
@@ -110,7 +129,7 @@ struct Module {
   string text; // without comments; all views lead here
   std::map<string, Symbol, std::less<>> symbols;
   std::vector<std::unique_ptr<char[]>> memory;
-  size_t shared_bytes = 0;
+  SharedMemory shared;
   std::map<string, Kernel, std::less<>> kernels;
 };
 

@@ -139,9 +139,8 @@ void read_variable(Module& module, string_view text) {
     fail("dynamic shared memory is not known: " + string(text));
   }
   if (variable.space == Space::shared) {
-    module.shared_bytes = align(module.shared_bytes, variable.alignment);
-    module.symbols[string(variable.name)] = {Space::shared, module.shared_bytes};
-    module.shared_bytes += variable.bytes;
+    const u64 begin = module.shared.add(variable.bytes, variable.alignment);
+    module.symbols[string(variable.name)] = {Space::shared, begin};
     return;
   }
   module.memory.emplace_back(new char[variable.bytes + 256]());
@@ -169,7 +168,7 @@ class Body {
     for (const Parameter& parameter : kernel.parameters) {
       names_.add(parameter.name, {Space::param, parameter.offset});
     }
-    code_.shared_bytes = kernel.module->shared_bytes;
+    code_.shared = kernel.module->shared;
   }
 
   void read() {
@@ -214,12 +213,14 @@ class Body {
       names_.declare(text);
     } else if (text.starts_with(".branchtargets")) {
       tables_[last_label_] = split(text.substr(14), ',');
-    } else if (text.starts_with(".shared") || text.starts_with(".local")) {
+    } else if (text.starts_with(".shared")) {
       const Variable variable = variable_from(text);
-      size_t& used = variable.space == Space::shared ? code_.shared_bytes : code_.local_bytes;
-      used = align(used, variable.alignment);
-      names_.add(variable.name, {variable.space, used});
-      used += variable.bytes;
+      names_.add(variable.name, {Space::shared, code_.shared.add(variable.bytes, variable.alignment)});
+    } else if (text.starts_with(".local")) {
+      const Variable variable = variable_from(text);
+      code_.local_bytes = align(code_.local_bytes, variable.alignment);
+      names_.add(variable.name, {Space::local, code_.local_bytes});
+      code_.local_bytes += variable.bytes;
     } else if (text.starts_with(".") && !text.starts_with(".pragma")) {
       fail("kernel " + kernel_.readable + ": the directive is not known: " + string(text));
     } else if (!text.empty() && text[0] != '.') {
@@ -340,6 +341,13 @@ void make_room() {
 
 } // namespace
 
+u64 SharedMemory::add(size_t bytes, size_t alignment) {
+  const size_t begin = align(used, alignment) + (arrays.size() + 1) * kGuard;
+  used = align(used, alignment) + bytes;
+  arrays.push_back({begin, bytes});
+  return begin;
+}
+
 Kernel::~Kernel() {
   recent().remove(this);
 }
@@ -349,7 +357,7 @@ Code& code_of(Kernel& kernel) {
   if (!kernel.code) {
     auto code = std::make_unique<Code>();
     Body(kernel, *code).read();
-    kernel.shared_bytes = code->shared_bytes;
+    kernel.shared_bytes = code->shared.used;
     kernel.local_bytes = code->local_bytes;
     if (kernel.shared_bytes > kLargestShared) {
       fail(kernel.readable + " uses " + std::to_string(kernel.shared_bytes) + " bytes of shared memory");

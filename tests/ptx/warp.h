@@ -2,6 +2,7 @@
 #pragma once
 
 #include "program.h"
+#include "races.h"
 
 #include <array>
 #include <bit>
@@ -38,6 +39,7 @@ struct Launch {
   u64 limit = 0, left = 0;    // instructions of warps
   std::vector<Counts> counts; // of each instruction, where they are wanted
   Footprint loaded, stored;
+  std::unique_ptr<Races> races; // where they are looked for
 
   bool counts_wanted() const {
     return !counts.empty();

@@ -1,0 +1,118 @@
+"""Calls CUDA kernels on the simulated driver, a process for each call, and prints the errors and digests of the results
+as JSON.
+
+python launches.py DRIVER [[SOURCES, CALL], ...]     SOURCES: a copy of csrc, with or without a fault
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+
+import torch
+
+import gradscale_ext as gs
+from gradscale_ext import _kernels
+from gradscale_ext._native import _C
+
+Tensors = list[torch.Tensor]
+
+
+def policy_loss(batch: int, width: int, **options: str) -> Tensors:
+    predictions = [torch.randn(batch, width, requires_grad=True) for _ in range(2)]
+    targets = [torch.randn(batch, width + 1).softmax(1)[:, 1:] for _ in range(2)]  # of another alignment
+    heads = {"policy": gs.SoftCrossEntropy()}
+    out = gs.multi_step_loss(heads, {"policy": predictions}, {"policy": targets}, **options)
+    out.loss.backward(torch.tensor(2.0))
+    return [out.loss, out.per_sample, *(step.grad for step in predictions)]
+
+
+def skipped_samples() -> Tensors:
+    """Heads of several kinds, so many that their table is not in the arguments; one sample is not finite."""
+    heads = {"value": gs.TwoHot(gs.Support(-20, 20, 601)), "end": gs.BinaryCrossEntropy()}
+    heads |= {f"own {k}": gs.MeanSquaredError() for k in range(40)}
+    widths = {name: (601,) if name == "value" else () if name == "end" else (5,) for name in heads}
+    predictions = {name: [torch.randn(35, *widths[name], requires_grad=True) for _ in range(2)] for name in heads}
+    targets = {name: [torch.rand(35, *(widths[name] if "own" in name else ())) for _ in range(2)] for name in heads}
+    predictions["value"][0].data[1, 3] = torch.nan
+    out = gs.multi_step_loss(heads, predictions, targets, nonfinite="skip", reduction="valid_mean")
+    gradients = torch.autograd.grad(out.loss, [step for steps in predictions.values() for step in steps])
+    return [out.loss, out.per_sample, *out.head_losses.values(), *gradients]
+
+
+def decoded(width: int) -> Tensors:
+    logits = torch.randn(37, width, requires_grad=True)
+    values = gs.Support(-10, 10, width).decode(logits)
+    return [values, *torch.autograd.grad(values.sum(), logits)]
+
+
+def flow() -> Tensors:
+    results = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for shape in ((3, 5), (2, 601), (1, 33000), (600, 7)):
+            x = torch.randn(shape, dtype=dtype, requires_grad=True)
+            for y in (gs.clip_gradient_norm(x, 0.7), gs.clip_gradient_value(x, -0.5, 0.25), gs.scale_gradient(x, 0.5)):
+                results += torch.autograd.grad(y, x, torch.randn_like(x))
+    return results
+
+
+def many_tensors() -> Tensors:
+    """Around the size of a chunk, and so many that the table is not in the arguments."""
+    tensors = [torch.randn(3 * k if k > 1 else 65536 * k + 5) for k in range(300)]
+    statistics = gs.gradient_statistics(tensors)
+    parameters = [torch.nn.Parameter(torch.randn_like(tensor)) for tensor in tensors]
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        parameter.grad = tensor
+    loss = gs.l2_loss(parameters, 0.25)
+    gradients = torch.autograd.grad(loss, parameters)
+    for options in ({"max_norm": 3.0}, {"adaptive": 0.1, "unit": "row"}):
+        gs.clip_gradients_(parameters, **options)
+    return [statistics.norm, statistics.histogram, loss, *gradients, *tensors]
+
+
+CALLS = {
+    "rows of a block": lambda: policy_loss(3, 1301),
+    "rows of a warp": lambda: policy_loss(40, 18),
+    "sums of several blocks": lambda: policy_loss(600, 2),
+    "skipped samples": skipped_samples,
+    "rows decoded by lanes": lambda: decoded(21) + decoded(101) + decoded(601),
+    "elements and norms": flow,
+    "statistics": many_tensors,
+    "chunks of rows": lambda: [
+        gs.lambda_returns(torch.randn(2, 2500), torch.randn(2, 2501), discount=0.9, lambda_=0.9)
+    ],
+}
+
+
+def compiled(file: str, name: str, major: int, minor: int) -> tuple[bytes, str]:
+    """From the cache, unless the sources are a copy."""
+    if _kernels.SOURCES == SOURCES:
+        image, _ = _kernels.image_of(file, name, f"compute_{major}{minor}")
+        return image.code, image.entry
+    code, entry, _ = _kernels.Nvrtc().compile(file, name, f"compute_{major}{minor}")
+    return code, entry
+
+
+def outcome(sources: str, call: str) -> tuple[str, str]:
+    _kernels.SOURCES = Path(sources)
+    _C.set_kernel_images(compiled)
+    _C.use_driver_for_cpu(sys.argv[1])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    digest = hashlib.sha256()
+    try:
+        for tensor in CALLS[call]():
+            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    except RuntimeError as error:
+        return str(error), ""
+    return "", digest.hexdigest()
+
+
+SOURCES = _kernels.SOURCES
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("fork").Pool(maxtasksperchild=1) as pool:
+        print(json.dumps(pool.starmap(outcome, json.loads(sys.argv[2]), chunksize=1)))

@@ -1,0 +1,100 @@
+// Finds accesses that race: two threads of a launch touch a byte of shared or global memory, at least one of them
+// writes, and nothing orders them. Each access is compared with earlier ones, so a race is found in every order of
+// warps and blocks. Accesses are ordered
+//
+// - within a thread;
+// - within a block, by barriers; within a warp, by bar.warp.sync. Shuffles and votes move values and order no memory;
+// - between blocks, by a fence of the GPU and then an atomic operation in the thread that writes, and by an atomic
+//   operation that reads its result, and then a fence, in the thread that reads. The reader's operation may come before
+//   a barrier and its fence after it. Operations with .release and .acquire contain their fence.
+//
+// Atomic operations do not race with each other. A cell keeps its last write and up to three reads that nothing orders.
+#pragma once
+
+#include "types.h"
+
+#include <array>
+#include <map>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+namespace ptx {
+
+struct Warp;
+struct Instruction;
+
+// What a thread had done and seen of its block at a fence.
+struct Snapshot {
+  u32 thread, epoch;
+  std::array<u32, 32> lanes; // times of its warp's lanes
+};
+
+// Snapshots of blocks: what happened before a point.
+using Clock = std::map<u32, std::vector<Snapshot>>;
+using SharedClock = std::shared_ptr<const Clock>;
+
+struct Access {
+  static constexpr u32 kNone = 0xffffffff;
+
+  u32 block = kNone, epoch = 0, time = 0;
+  u32 instruction : 19 = 0, thread : 10 = 0;
+  u32 writes : 1 = 0, atomic : 1 = 0, within_block : 1 = 0; // atomic only for threads of a block
+
+  bool none() const {
+    return block == kNone;
+  }
+};
+
+class Races {
+ public:
+  explicit Races(unsigned threads);
+
+  void begin_block(s64 block);
+  void block_barrier();
+  void warp_barrier(const Warp& w, u32 mask);
+  void fence(const Warp& w, u32 mask);
+
+  // A lane's access to memory; fails where it races. `shared`: memory of the block.
+  void access(Warp& w, const Instruction& i, int lane, const char* memory, size_t bytes, bool shared, bool writes);
+  // What an atomic operation adds: after a load, before a store.
+  void acquire(const Warp& w, const Instruction& i, int lane, const char* memory);
+  void release(const Warp& w, const Instruction& i, int lane, const char* memory, bool reads);
+
+ private:
+  struct History {
+    Access write;
+    std::array<Access, 3> reads; // the last one, one of another lane of its warp, one of another warp
+  };
+  struct Cell {
+    Access only;
+    u32 history = 0; // 1 + its number, if `only` is not all
+  };
+  struct Page {
+    size_t unit = 4; // bytes of a cell
+    std::vector<Cell> cells;
+  };
+  struct Thread {
+    SharedClock known, observed, fenced; // observed: known after the next fence
+    std::unique_ptr<Snapshot> at_fence;
+  };
+
+  Cell& cell(u64 address, size_t bytes, size_t& unit);
+  History history_of(const Cell& cell) const;
+  void keep(Cell& cell, const History& history);
+  History with_read(const History& history, const Access& now, bool shared) const;
+  bool ordered(const Access& before, const Access& now) const;
+  [[noreturn]] void fail_race(Warp& w, const Instruction& i, int lane, const Access& other, bool writes, bool shared);
+  void fence_thread(u32 thread);
+
+  u32 block_ = 0, epoch_ = 0;
+  std::vector<Thread> threads_;
+  std::vector<std::array<u32, 32>> seen_; // by thread: times of its warp's lanes
+  std::unordered_map<u64, Page> pages_;
+  std::vector<History> histories_;
+  u64 last_number_ = ~0ull;
+  Page* last_page_ = nullptr;
+  std::unordered_map<u64, SharedClock> released_; // by address
+};
+
+} // namespace ptx
