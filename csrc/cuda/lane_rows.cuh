@@ -361,7 +361,7 @@ class LaneRows {
     unpack_rows(d, t);
     const float maximum = maximum_of(d);
     if constexpr (Formula::kHasMetrics) {
-      keep(begin, largest_finite(d), own_metrics.largest_logit);
+      keep(begin, largest_finite(units, d, maximum), own_metrics.largest_logit);
     }
     formula.begin_row(row);
 #pragma unroll
@@ -427,13 +427,24 @@ class LaneRows {
     return maximum_of_lanes<kLanes>(maximum);
   }
 
-  GRADSCALE_DEVICE static float largest_finite(const Values& x) {
-    float largest = 0;
+  // The largest magnitude of finite logits. `maximum` is the largest logit of the row.
+  GRADSCALE_DEVICE static float largest_finite(const Units& units, const Values& x, float maximum) {
+    float minimum = maximum;
 #pragma unroll
     for (int n = 0; n < kElements; ++n) {
-      largest = larger(largest, finite_magnitude(x[n]));
+      minimum = std::fmin(minimum, units.exists(n / Units::kUnit) ? x[n] : maximum);
     }
-    return maximum_of_lanes<kLanes>(largest);
+    minimum = -maximum_of_lanes<kLanes>(-minimum);
+    float largest = larger(std::abs(minimum), std::abs(maximum));
+    if (__any_sync(kWholeWarp, !(largest < INFINITY))) { // rarely: illegal actions and bins
+      largest = 0;
+#pragma unroll
+      for (int n = 0; n < kElements; ++n) {
+        largest = larger(largest, finite_magnitude(x[n]));
+      }
+      largest = maximum_of_lanes<kLanes>(largest);
+    }
+    return largest;
   }
 
   // Passes a number of the rows from `begin` on, which the lanes of a row hold, to the lane that finishes the row.

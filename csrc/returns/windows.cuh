@@ -3,8 +3,6 @@
 
 #include "steps.cuh"
 
-#include "formulas.h"
-
 namespace gradscale {
 
 template <class A>
