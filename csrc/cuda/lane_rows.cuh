@@ -17,9 +17,10 @@
 //   for all elements of the lane, to the kSums sums of the row;
 // - gradient(sums, units, e, d, t): replaces e by the gradient; sums are of the whole row;
 // - counts(): false if the gradient of the row is 0 instead;
-// - square(units, n, g), if kHasMetrics: what element n of the gradient adds to the sum of its squares;
-// - finish(maximum, sums, metrics, gradients), if kFinishes: stores the results of the row of each lane; the maximum is
-//   valid if kNeedsMaximum, the metrics if kHasMetrics;
+// - add_square(units, n, g, square), if kHasMetrics: adds element n of the gradient to the sum of its squares;
+//   store_square(row, square) of each row follows;
+// - finish(maximum, largest_logit, sums, gradients), if kFinishes: stores the results of the row of each lane; the
+//   maximum is valid if kNeedsMaximum, the largest magnitude of finite logits if kHasMetrics;
 // - kLoadsAhead: false if the next rows are loaded after rows are stored;
 // - kKeepsDifferences: true if gradient() uses d.
 #pragma once
@@ -241,11 +242,6 @@ struct RowsOfWarp {
   }
 };
 
-struct LaneMetrics {
-  float largest_logit;   // the largest magnitude of finite logits
-  float gradient_square; // the sum of square() over the row
-};
-
 // A number of row `row` of a warp, which lane `row` holds.
 template <int lanes_per_row, class T>
 GRADSCALE_DEVICE T of_row(T own, int row) {
@@ -320,18 +316,18 @@ class LaneRows {
   GRADSCALE_DEVICE void run(Formula& formula) {
     float maximum = 0;
     float sums[kSums] = {};
-    LaneMetrics metrics{};
+    float largest_logit = 0;
     if constexpr (kLanes == 1) {
-      compute(formula, 0, maximum, sums, metrics);
+      compute(formula, 0, maximum, largest_logit, sums);
     } else {
 #pragma unroll 1
       for (int begin = 0; begin < warp_.count; begin += kSideBySide) {
-        compute(formula, begin, maximum, sums, metrics);
+        compute(formula, begin, maximum, largest_logit, sums);
       }
     }
     __syncwarp(); // finish() may replace what other lanes have stored
     if constexpr (Formula::kFinishes) {
-      formula.finish(maximum, sums, metrics, to_);
+      formula.finish(maximum, largest_logit, sums, to_);
     }
     if constexpr (Units::kTiled && kWantsGradient) {
       __syncwarp();
@@ -351,9 +347,9 @@ class LaneRows {
     }
   }
 
-  // Computes the rows that were loaded, and loads the next ones. Lane r keeps maximum, sums and metrics of row r.
+  // Computes the rows that were loaded, and loads the next ones. Lane r keeps the numbers of row r.
   GRADSCALE_DEVICE void compute(
-      Formula& formula, int begin, float& own_maximum, float (&own_sums)[kSums], LaneMetrics& own_metrics) {
+      Formula& formula, int begin, float& own_maximum, float& own_largest_logit, float (&own_sums)[kSums]) {
     const Units units = units_;
     const int row = row_;
     Values e, d, t{};
@@ -361,7 +357,7 @@ class LaneRows {
     unpack_rows(d, t);
     const float maximum = maximum_of(d);
     if constexpr (Formula::kHasMetrics) {
-      keep(begin, largest_finite(units, d, maximum), own_metrics.largest_logit);
+      keep(begin, largest_finite(units, d, maximum), own_largest_logit);
     }
     formula.begin_row(row);
 #pragma unroll
@@ -383,9 +379,12 @@ class LaneRows {
         float square = 0;
 #pragma unroll
         for (int n = 0; n < kElements; ++n) {
-          square += formula.square(units, n, e[n]);
+          formula.add_square(units, n, e[n], square);
         }
-        keep(begin, sum_of_lanes<kLanes>(square), own_metrics.gradient_square);
+        square = sum_of_lanes<kLanes>(square);
+        if (warp_.lane % kLanes == 0) { // lanes after the last row store the same number as those that have it
+          formula.store_square(row, square);
+        }
       }
       const bool repeats = kLanes < 32 && begin + warp_.lane / kLanes >= warp_.count; // other lanes store the row
       if (!repeats) {

@@ -74,8 +74,8 @@ class DecodeFormula : public Shape, public BinSums {
 
   GRADSCALE_DEVICE void finish(
       float /*maximum*/,
+      float /*largest_logit*/,
       const float (&sums)[kSums],
-      const LaneMetrics& /*metrics*/,
       const RowsInMemory<Gradient>& /*gradients*/) const {
     if (warp_.lane < warp_.count) {
       const float expected = support_.middle + support_.spacing * (sums[kMoment] / sums[kSum]);

@@ -28,9 +28,17 @@ struct LossOfLanes {
   GRADSCALE_DEVICE bool counts() const {
     return counts(row);
   }
-  GRADSCALE_DEVICE void store(float loss, float detail, const LaneMetrics& metrics) const {
+  GRADSCALE_DEVICE void store_square(int of, float square) const {
+    if (!block.is_backward()) {
+      block.segment.metrics[warp.first + of].gradient_square = square;
+    }
+  }
+  // `wants_gradient`: store_square() has stored the square of the row; `square` is added to it.
+  GRADSCALE_DEVICE void store(bool wants_gradient, float loss, float detail, float largest_logit, float square) const {
     if (warp.lane < warp.count) {
-      block.store_metrics(warp.own(), {metrics.gradient_square, metrics.largest_logit}, counts(warp.lane));
+      const double stored =
+          wants_gradient && !block.is_backward() ? block.segment.metrics[warp.own()].gradient_square : 0;
+      block.store_metrics(warp.own(), {stored + square, largest_logit}, counts(warp.lane));
       block.store_loss(warp.own(), loss, counts(warp.lane));
       block.store_detail(warp.own(), detail);
     }
@@ -46,7 +54,7 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
   static constexpr int kSums = smooths ? 3 : 2;
   static constexpr bool kKeepsDifferences = false, kLoadsAhead = true, kNeedsMaximum = true, kFinishes = true;
   static constexpr bool kHasMetrics = true;
-  using LossOfLanes::counts;
+  using LossOfLanes::counts, LossOfLanes::store_square;
 
   GRADSCALE_DEVICE BinsLoss(const BlockOfRows& block, const RowsOfWarp& warp)
       : LossOfLanes(block, warp),
@@ -75,19 +83,22 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
   }
 
   // Bins with mass are added at the end: their squares must not be the differences of larger ones.
-  GRADSCALE_DEVICE float square(const Units& units, int n, float value) const {
+  GRADSCALE_DEVICE void add_square(const Units& units, int n, float value, float& square) const {
     const bool has_mass =
-        static_cast<uint32_t>(units.first + Units::index(n) - begin_of_row_) < static_cast<uint32_t>(count_of_row_);
-    const bool outside = smooths && !units.exists(n / Units::kUnit);
-    return has_mass || outside ? 0.0f : value * value;
+        static_cast<uint32_t>(Units::index(n) - (begin_of_row_ - units.first)) < static_cast<uint32_t>(count_of_row_);
+    if (!has_mass && (!smooths || units.exists(n / Units::kUnit))) {
+      square = fmaf(value, value, square);
+    }
   }
 
   GRADSCALE_DEVICE void finish(
-      float maximum, const float (&sums)[kSums], LaneMetrics metrics, const RowsInMemory<Gradient>& to) const {
+      float maximum, float largest_logit, const float (&sums)[kSums], const RowsInMemory<Gradient>& to) const {
     const float log_sum = std::log(sums[kSum]), inverse_sum = approximate_reciprocal(sums[kSum]);
     float cost = smooths ? everywhere_ * sums[kShifted] : 0.0f;
-    finish_bins(maximum, inverse_sum, to, cost, metrics.gradient_square);
-    store(log_sum - cost, decoded_moment(2 * sums[kMoment] * inverse_sum, support()), metrics);
+    float square = 0;
+    finish_bins(maximum, inverse_sum, to, cost, square);
+    const float value = decoded_moment(2 * sums[kMoment] * inverse_sum, support());
+    store(Shape::kWantsGradient, log_sum - cost, value, largest_logit, square);
   }
 
  private:
@@ -167,7 +178,7 @@ class PolicyLoss : public Shape, LossOfLanes {
   static constexpr int kSums = Entropy::kSums;
   static constexpr bool kKeepsDifferences = Entropy::kHasEntropy, kLoadsAhead = true;
   static constexpr bool kNeedsMaximum = false, kFinishes = true, kHasMetrics = true;
-  using LossOfLanes::counts;
+  using LossOfLanes::counts, LossOfLanes::store_square;
 
   GRADSCALE_DEVICE PolicyLoss(const BlockOfRows& block, const RowsOfWarp& warp)
       : LossOfLanes(block, warp),
@@ -214,13 +225,13 @@ class PolicyLoss : public Shape, LossOfLanes {
     }
   }
 
-  GRADSCALE_DEVICE static float square(const Units&, int, float value) {
-    return value * value;
+  GRADSCALE_DEVICE static void add_square(const Units&, int, float value, float& square) {
+    square = fmaf(value, value, square);
   }
 
   GRADSCALE_DEVICE void finish(
-      float, const float (&sums)[kSums], const LaneMetrics& metrics, const RowsInMemory<Gradient>&) const {
-    store(entropy_.loss(sums), Entropy::entropy(sums), metrics);
+      float, float largest_logit, const float (&sums)[kSums], const RowsInMemory<Gradient>&) const {
+    store(Shape::kWantsGradient, entropy_.loss(sums), Entropy::entropy(sums), largest_logit, 0);
   }
 
  private:
