@@ -382,7 +382,7 @@ class LaneRows {
           formula.add_square(units, n, e[n], square);
         }
         square = sum_of_lanes<kLanes>(square);
-        if (warp_.lane % kLanes == 0) { // lanes after the last row store the same number as those that have it
+        if (warp_.lane % kLanes == 0 && begin + warp_.lane / kLanes < warp_.count) {
           formula.store_square(row, square);
         }
       }
