@@ -108,7 +108,7 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
         # 16 lanes access a 32-byte sector of a 16-bit type at once: a row of 101 has few bytes relative to the
         # exchanges.
         two_hot(255, 160, 220, issue=0.7 if fp32 else 0.95),
-        two_hot(101, 110, 150, issue=0.7 if fp32 else 1.55, in_flight=30_000 if fp32 else 28_000),
+        two_hot(101, 110, 150, issue=0.7 if fp32 else 1.6, in_flight=30_000 if fp32 else 28_000),
         *([two_hot(21, 28, 28, batch=2048)] if fp32 else []),
         loss("policy", policy, 18, 23, 25.5, batch=2048),
         loss("policy", policy, 82, 120, 120, batch=1024, issue=0.7 if fp32 else 0.72),
