@@ -65,7 +65,8 @@ struct Lanes {
   friend GRADSCALE_HOST_DEVICE Lanes larger(Lanes a, Lanes b) {
     return each([&](size_t p) { return a.parts[p] > b.parts[p] ? a.parts[p] : b.parts[p]; });
   }
-  // The one whose bits are the larger integer: of numbers of which one is negative, the smaller.
+  // Compares the bits as unsigned integers: a negative number is above a positive one, and the more so the smaller it
+  // is.
   friend GRADSCALE_HOST_DEVICE Lanes larger_bits(Lanes a, Lanes b) {
     return each([&](size_t p) { return larger_bits<A>(a.parts[p], b.parts[p]); });
   }

@@ -115,7 +115,8 @@ GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) 
   }
 }
 
-// The smallest and the largest logit, NaN passed over; inf and -inf for a row of NaN.
+// `largest` ignores NaN; -inf if all logits are NaN. `smallest` may be NaN if a logit is, and is the largest logit if
+// none is negative: then |smallest| is not above |largest|.
 template <class A>
 struct Extremes {
   A smallest, largest;

@@ -1,5 +1,4 @@
-// Elements in words of a GPU's registers, and its approximate functions, each with a plain twin for a CPU. Sums and
-// maxima over lanes of a warp.
+// Elements in words of a GPU's registers, its approximate functions, and sums and maxima over lanes of a warp.
 #pragma once
 
 #include "../formulas/element.h"

@@ -114,7 +114,7 @@ GRADSCALE_HOST_DEVICE T larger(T a, T b) {
   return std::fmax(a, b);
 }
 
-// The magnitude of a finite number; NaN for others, which `larger` passes over.
+// The magnitude of a finite number; NaN for others, which `larger` ignores.
 template <class T>
 GRADSCALE_HOST_DEVICE T finite_magnitude(T x) {
   return x * T(0) + std::abs(x);

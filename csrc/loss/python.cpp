@@ -324,7 +324,7 @@ bool read_call(const Plan& plan, py::handle predictions, py::handle targets, py:
 
 // `with_gradient`: by head, true if a prediction has a gradient.
 py::dict outputs_to_python(const Plan& plan, const Outputs& outputs, const std::vector<bool>& with_gradient) {
-  const at::AutoDispatchBelowADInplaceOrView guard; // nobody has the tensors of all heads, of which these are views
+  const at::AutoDispatchBelowADInplaceOrView guard; // the outputs are views of tensors that users never see
   const Tensors means = outputs.head_means.unbind();
   const Tensors losses = outputs.head_losses.unbind();
   const Tensors norms = outputs.head_gradient_norms.unbind();

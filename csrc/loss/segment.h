@@ -74,7 +74,7 @@ struct Head {
   }
 };
 
-// What is known of a row in addition to its outputs, for outputs of its head.
+// Results of a row that are reduced to outputs of its head.
 struct RowMetrics {
   double gradient_square; // the sum of the squares of its gradient, before that is rounded
   double largest_logit;   // the largest magnitude of its finite logits

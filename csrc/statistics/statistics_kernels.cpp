@@ -182,7 +182,7 @@ void add_lanes(const T* x, int64_t size, int first_bin, BlockStatistics<A>& all)
   using Integers = typename Vectors<A>::Integers;
   using Bits = typename Vectors<A>::Bits;
   constexpr int count = Vectors<A>::kCount;
-  // Counters by turns: equal bins need not wait for each other. The last bin is for nothing.
+  // Alternating counters: additions to equal bins do not wait for each other. The last bin is not used.
   int32_t others[4][kHistogramBins + 1] = {};
   const ByteLanes end = splat(static_cast<uint8_t>(kCountedBins));
   ByteLanes wanted[kCountedBins], counts[kCountedBins] = {}, lowest{};
@@ -279,7 +279,7 @@ int probable_first_bin(const T* x, int64_t size) {
   return first_bin_below(M::bin(largest));
 }
 
-// `first_bin` is a guess, which becomes one for the elements that follow; -1: there is none.
+// `first_bin`: a guess of the first occupied bin, or -1; it is updated for the elements that follow.
 template <class T, class A = typename AccumulateType<T>::type>
 BlockStatistics<A> block_statistics(const T* x, int64_t size, int& first_bin) {
   BlockStatistics<A> result;

@@ -82,7 +82,7 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
     }
   }
 
-  // Bins with mass are added at the end: their squares must not be the differences of larger ones.
+  // finish() adds the squares of bins with mass: subtracting them from a sum of all bins would cancel digits.
   GRADSCALE_DEVICE void add_square(const Units& units, int n, float value, float& square) const {
     const bool has_mass =
         static_cast<uint32_t>(Units::index(n) - (begin_of_row_ - units.first)) < static_cast<uint32_t>(count_of_row_);

@@ -1,4 +1,4 @@
-// Rows that are like no other's: CategoricalKL, QuantileHuber.
+// Rows of heads with a loop of their own: CategoricalKL, QuantileHuber.
 #pragma once
 
 #include "../categorical_kl.h"
@@ -86,7 +86,7 @@ struct ClassGroup {
   }
 };
 
-// The part of this thread, whose gradients are written as if nothing were free.
+// This thread's part of the divergence. Its gradients are written as if there were no free nats.
 template <bool mixes, bool predicts_p, class T, class A>
 GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& of, const RowTask& task, int team) {
   const Segment& s = task.segment();
