@@ -103,12 +103,16 @@ def decode(logits: torch.Tensor, support: Bins) -> torch.Tensor:
     values = (raw_centers if raw else centers)(support, probabilities.dtype, logits.device)
     # Bins at equal distance from the middle are taken together, p c + p' c' = (p - p') c + p' (c + c') for |c| <= |c'|:
     # a small centre is not lost next to a large one, and equal p over a symmetric support give exactly 0.
-    other, opposite = probabilities.flip(-1), values.flip(-1)
-    is_smaller = values.abs() <= opposite.abs()
-    smaller = torch.where(is_smaller, values, opposite)
-    difference = torch.where(is_smaller, probabilities - other, other - probabilities)
-    of_larger = torch.where(is_smaller, other, probabilities)
-    expected = 0.5 * (difference * smaller + of_larger * (values + opposite)).sum(-1)
+    pairs = support.num_bins // 2
+    p, other = probabilities[..., :pairs], probabilities[..., -pairs:].flip(-1)
+    center, opposite = values[:pairs], values[-pairs:].flip(-1)
+    is_smaller = center.abs() <= opposite.abs()
+    smaller = torch.where(is_smaller, center, opposite)
+    difference = torch.where(is_smaller, p - other, other - p)
+    of_larger = torch.where(is_smaller, other, p)
+    expected = (difference * smaller + of_larger * (center + opposite)).sum(-1)
+    if support.num_bins % 2:
+        expected = expected + probabilities[..., pairs] * values[pairs]
     return expected if raw else inverse_transform(expected, support.transform, support.eps)
 
 
