@@ -49,8 +49,9 @@ SUPPORTS = (
     *(gs.Support(-1, 1, 2, "symlog", space="raw"), gs.Support(0.1, 0.7, 4, "identity", space="raw")),
     *(gs.Support(-10, 10, 31, eps=1e-2, space="raw"), gs.Support(-6, 2, 17, eps=0.0), gs.Support.tdmpc2()),
     *(gs.Support(-20, 20, 40, "symlog"), gs.Support.muzero(10), gs.Support(-3, 3, 8, eps=1.0)),
+    *(gs.Support(-7.3, 9.1, 33), gs.Support(-9.1, 7.3, 16), gs.Support(-7.3, 9.1, 15, "symlog", space="raw")),
 )
-WIDE_SUPPORTS = (gs.Support.muzero(), gs.Support.dreamer_v3(), gs.Support.tdmpc2())
+WIDE_SUPPORTS = (gs.Support.muzero(), gs.Support.dreamer_v3(), gs.Support.tdmpc2(), gs.Support(-7.3, 9.1, 1025))
 
 
 # ---- Heads ----------------------------------------------------------------------------------------------------------
@@ -144,10 +145,10 @@ def _kinds() -> st.SearchStrategy[dict[str, Any]]:
         return lambda width=0, classes=False, **more: {"head": head(**more), "width": width, "classes": classes}
 
     supports = SUPPORTS * 3 + WIDE_SUPPORTS
-    widths = (4, 2, 3, 8, 17, 40)
+    widths = (4, 2, 3, 8, 15, 16, 17, 33, 40)
     return st.one_of(
         product(with_support(gs.TwoHot), **weights, label_smoothing=smoothing, support=supports),
-        product(with_support(gs.HLGauss), **weights, sigma_ratio=(0.75, 0.1, 4.0), support=supports),
+        product(with_support(gs.HLGauss), **weights, sigma_ratio=(0.75, 0.1, 4.0, 1e-300, 1e6), support=supports),
         product(
             without(gs.SoftCrossEntropy),
             **weights,
@@ -155,7 +156,7 @@ def _kinds() -> st.SearchStrategy[dict[str, Any]]:
             entropy_weight=(0.0, 0.0, 0.3, -0.2),
             subtract_target_entropy=(False, True),
             classes=(False, True),
-            width=(*widths, 601),
+            width=(*widths, 601, 1025),
         ),
         product(
             without(gs.MeanSquaredError),
@@ -166,7 +167,7 @@ def _kinds() -> st.SearchStrategy[dict[str, Any]]:
         product(
             without(gs.Huber),
             **weights,
-            delta=(1.0, 0.1, 30.0),
+            delta=(1.0, 0.1, 30.0, 1e30),
             transform=("identity", "signed_hyperbolic", "symlog"),
             width=(0, 1, *widths),
         ),
@@ -331,7 +332,7 @@ class Trial:
         bad = generator.choice([np.nan, np.inf, -np.inf])
         if item.classes and target is not None:
             if item.target_form != "same" and item.target_layout not in REPEATING:
-                target[where & ~kept] = generator.choice([-100, 10**6])
+                target[where & ~kept] = generator.choice([-1, 10**6, -(2**63), 2**63 - 1])
         elif target is not None and generator.random() < 0.5:
             target[where] = bad
             return
