@@ -520,7 +520,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(operator=draw(operators()), gradient=draw(numbers), **draw(_others))
 
 
-@fuzz(cases(), examples=500)
+@fuzz(cases(), examples=400)
 def test_operators(case: Case) -> None:
     trial = Trial(case)
     if case.dtype.is_complex and case.operator.name == "clip_gradient_value":
@@ -614,7 +614,7 @@ def chains(draw: st.DrawFn) -> Chain:
     return Chain(tuple(draw(operators()) for _ in range(draw(st.integers(1, 2)))), **draw(_links))
 
 
-@fuzz(chains(), examples=200)
+@fuzz(chains(), examples=100)
 def test_consumers(case: Chain) -> None:
     consume, x = CONSUMERS[case.consumer], Numbers(case.x_layout, seed=case.seed).tensor(case.shape, case.dtype)
 

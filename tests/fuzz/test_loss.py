@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -588,7 +590,19 @@ def _autocast(trial: Trial) -> None:
 @context
 def _no_grad(trial: Trial) -> None:
     with torch.no_grad():
-        trial.check(trial.run())
+        out = trial.run()
+    assert not out.loss.requires_grad
+    trial.check(out)
+
+
+@context
+def _reference(trial: Trial) -> None:
+    """In float64, as the truth of other tests."""
+    heads = tuple(dataclasses.replace(item, dtype=torch.float64) for item in trial.case.heads)
+    trial = Trial(dataclasses.replace(trial.case, heads=heads), trial.case.seed)
+    out = trial.run(loss_fn=functools.partial(gs.reference.multi_step_loss, trial.heads))
+    trial.check(out)
+    trial.check_gradients(trial.gradients(out))
 
 
 @context
@@ -607,7 +621,7 @@ _calls = product(
     steps=(2, 1, 3, 4, 5),
     batch_first=(True, True, False),
     reduction=("mean", "sum", "none", "valid_mean"),
-    context=(*["function"] * 4, "module", *CONTEXTS),
+    context=(*["function"] * 6, "reference", "module", *CONTEXTS),
     seed=SEEDS,
 )
 _weights = product(
@@ -629,7 +643,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(tuple(heads), **draw(_calls), **draw(_weights))
 
 
-@fuzz(cases(), examples=300)
+@fuzz(cases(), examples=500)
 def test_multi_step_loss(case: Case) -> None:
     trial = Trial(case, case.seed)
     watched = trial.watch()

@@ -41,6 +41,12 @@ def test_cases_of_the_fuzzer(guards, capability, side):
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
 
 
+def test_the_instruction_set_is_chosen(guards):
+    program = "import gradscale_ext._C as c; print(c.cpu_capability())"
+    found = run(guards, "end", "-c", program, ATEN_CPU_CAPABILITY="default").stdout
+    assert found.strip() in ("DEFAULT", "NO AVX")
+
+
 @pytest.mark.parametrize(("side", "offset"), [("end", 4000), ("begin", -1)])
 def test_memory_beyond_a_tensor_cannot_be_accessed(guards, side, offset):
     assert run(guards, side, "-c", BEYOND.format(offset=0)).returncode == 0
