@@ -1815,68 +1815,47 @@ def test_axes_of_a_picture_of_few_steps_and_equal_norms():
 
 
 @pytest.fixture
-def lightning(monkeypatch):
-    """A stub of Lightning, with everything that the callback uses."""
-
-    class Callback:
-        pass
-
-    package = types.ModuleType("lightning")
-    package.pytorch = types.ModuleType("lightning.pytorch")
-    package.pytorch.Callback = Callback
-    monkeypatch.setitem(sys.modules, "lightning", package)
-    monkeypatch.setitem(sys.modules, "lightning.pytorch", package.pytorch)
+def fit(monkeypatch):
+    """Starts a fit with two optimizers and takes a step with each; Lightning is a stub of what the callback uses."""
+    packages = {name: types.ModuleType(name) for name in ("lightning", "lightning.pytorch")}
+    packages["lightning"].pytorch = packages["lightning.pytorch"]
+    packages["lightning.pytorch"].Callback = type("Callback", (), {})
+    for name, package in packages.items():
+        monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.delitem(sys.modules, "gradscale_ext.monitor.lightning", raising=False)
-    yield importlib.import_module("gradscale_ext.monitor.lightning"), Callback
+
+    def fit(writer):
+        module = importlib.import_module("gradscale_ext.monitor.lightning")
+        callback, model = module.GradientMonitorCallback(every=1), network()
+        assert isinstance(callback, packages["lightning.pytorch"].Callback)
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2:])]
+        loggers = [types.SimpleNamespace(experiment=experiment) for experiment in (None, writer)]
+        trainer = types.SimpleNamespace(optimizers=optimizers, loggers=loggers, global_step=5)
+        callback.on_fit_start(trainer, model)
+        for optimizer in optimizers:
+            train(model, optimizer)
+        return callback, trainer, model
+
+    yield fit
     sys.modules.pop("gradscale_ext.monitor.lightning", None)
 
 
-def test_lightning_callback(lightning):
-    module, Callback = lightning
-    callback = module.GradientMonitorCallback(every=1)
-    assert isinstance(callback, Callback)
-    model, writer = network(), Writer()
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2:])]
-    loggers = [types.SimpleNamespace(experiment=None), types.SimpleNamespace(experiment=writer)]
-    trainer = types.SimpleNamespace(optimizers=optimizers, loggers=loggers, global_step=5)
-    callback.on_fit_start(trainer, model)
-    for optimizer in optimizers:
-        train(model, optimizer)
-    callback.on_fit_end(trainer, model)
-    assert writer.steps("optimizer0/gradient_norm/0.weight") == [5]
-    assert writer.steps("optimizer1/gradient_norm/3.weight") == [5]
-    assert writer.steps("optimizer0/gradient_norm/3.weight") == []
-    assert not any(optimizer._optimizer_step_post_hooks for optimizer in optimizers)
-
-
-def test_lightning_callback_closes_all_monitors_even_if_a_writer_raises(lightning):
-    module, _ = lightning
-    callback = module.GradientMonitorCallback(every=1)
-    model, writer = network(), FailingWriter("add_scalar", 1)
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2:])]
-    trainer = types.SimpleNamespace(
-        optimizers=optimizers, loggers=[types.SimpleNamespace(experiment=writer)], global_step=0
-    )
-    callback.on_fit_start(trainer, model)
-    for optimizer in optimizers:
-        train(model, optimizer)
-    with pytest.raises(OSError, match="disk full"):
-        callback.on_fit_end(trainer, model)
-    assert [steps_of(watching, "gradient_norm_total") for watching in callback.monitors] == [[0], [0]]
-    assert not any(optimizer._optimizer_step_post_hooks for optimizer in optimizers)
-
-
-def test_lightning_callback_after_an_exception(lightning):
-    module, _ = lightning
-    callback = module.GradientMonitorCallback(every=1)
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = types.SimpleNamespace(optimizers=[optimizer], loggers=[], global_step=0)
-    callback.on_fit_start(trainer, model)
-    train(model, optimizer)
-    callback.on_exception(trainer, model, RuntimeError())
-    assert "gradient_norm/0.weight" in callback.monitors[0].history
-    assert not optimizer._optimizer_step_pre_hooks
+@pytest.mark.parametrize("ends", ["fit", "exception", "writer that raises"])
+def test_lightning_callback(fit, ends):
+    """However a fit ends, all monitors write and are closed."""
+    writer = FailingWriter("add_scalar", *[1] * (ends == "writer that raises"))
+    callback, trainer, model = fit(writer)
+    if ends == "exception":
+        callback.on_exception(trainer, model, RuntimeError())
+    else:
+        with pytest.raises(OSError, match="disk full") if writer.failing else contextlib.nullcontext():
+            callback.on_fit_end(trainer, model)
+    assert [steps_of(watching, "gradient_norm_total") for watching in callback.monitors] == [[5], [5]]
+    assert not any(optimizer._optimizer_step_post_hooks for optimizer in trainer.optimizers)
+    if not writer.failing:
+        assert writer.steps("optimizer0/gradient_norm/0.weight") == [5]
+        assert writer.steps("optimizer1/gradient_norm/3.weight") == [5]
+        assert writer.steps("optimizer0/gradient_norm/3.weight") == []
 
 
 def test_without_lightning(monkeypatch):
