@@ -372,7 +372,8 @@ def categorical_kl_loss(head: Any, x: Array, target: Array) -> Rows:
     gradient, entering = (np.where(free[:, None, None], 0, (1 - unimix) * a) for a in (gradient, entering))
     near = np.abs(loss - head.free_nats) < 1e-5 * terms.sum((-2, -1))  # where there are two derivatives
     entering = np.where(near[:, None, None], np.inf, entering)
-    return np.where(free, head.free_nats, loss), terms.sum((-2, -1)) + head.free_nats, gradient, 2 * entering
+    # Exponentials below the smallest number are 0, also where a ratio or logarithm multiplies them.
+    return np.where(free, head.free_nats, loss), terms.sum((-2, -1)) + head.free_nats, gradient, 2 * entering + 1e-28
 
 
 def per_step_loss(head: Any, x: Array, target: None) -> Rows:
