@@ -25,7 +25,7 @@ def through(operator, gradient: torch.Tensor, create_graph: bool = False) -> tor
 
 
 def digest_of_losses(*, threads=None):
-    """Loss and gradients of MuZero's heads."""
+    """Loss, metrics and gradients of MuZero's heads."""
     if threads:
         torch.set_num_threads(threads)
     heads = dict(gs.MultiStepLoss.muzero().heads)
@@ -43,4 +43,4 @@ def digest_of_losses(*, threads=None):
     }
     out = gs.multi_step_loss(heads, predictions, targets)
     leaves = [entry for entries in predictions.values() for entry in entries]
-    return [out.loss.detach(), *torch.autograd.grad(out.loss, leaves)]
+    return [out.loss.detach(), *out.head_gradient_norms.values(), *torch.autograd.grad(out.loss, leaves)]

@@ -430,6 +430,12 @@ class Trial:
                 value, error = (self.turned(array) for array in arrays)
                 check_close(getattr(out, field)[name], value, error, f"{field} of {name}", lenient=anything)
         assert int(out.num_nonfinite) == truth.num_nonfinite
+        assert {name: float(value) for name, value in out.max_abs_logit.items()} == truth.largest
+        names = [name for name, item in zip(self.heads, self.case.heads, strict=True) if item.requires_grad]
+        assert set(out.head_gradient_norms) == set(names if out.loss.requires_grad else [])
+        for name, norm in out.head_gradient_norms.items():
+            if truth.finite[name].all():  # else the gradient is not that of the formula
+                check_close(norm, *truth.gradient_norms[name], f"norm of {name}", lenient=anything)
 
     def check_gradients(self, gradients: list[Tensor]) -> None:
         for (what, leaf, part), gradient in zip(self.leaves, gradients, strict=True):
