@@ -389,20 +389,25 @@ def test_gradients_in_any_memory():
     assert addresses == [p.grad.data_ptr() for p in parameters[:3]]
 
 
-def test_expanded_gradients_are_rejected_before_any_write():
+either = pytest.mark.parametrize("limit", [{"max_norm": 1.0}, {"adaptive": 0.1}], ids=str)
+
+
+@either
+def test_expanded_gradients_are_rejected_before_any_write(limit):
     first, second = torch.zeros(2), torch.zeros(3)
     first.grad, second.grad = torch.tensor([3.0, 4.0]), torch.tensor(1.0).expand(3)
     with pytest.raises(RuntimeError, match="is an expanded tensor"):
-        gs.clip_gradients_([first, second], 1.0)
+        gs.clip_gradients_([first, second], **limit)
     assert first.grad.tolist() == [3.0, 4.0]
 
 
-def test_clipping_is_seen_by_autograd():
+@either
+def test_clipping_is_seen_by_autograd(limit):
     """The version counter of a gradient that autograd has saved increases."""
     x = torch.tensor([3.0, 4.0], requires_grad=True)
     (x**2).sum().backward(create_graph=True)
     second = (x.grad**2).sum()
-    gs.clip_gradients_([x], 1.0)
+    gs.clip_gradients_([x], **limit)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         second.backward()
     x.grad = None
