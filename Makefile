@@ -1,6 +1,6 @@
 # make demo      train the example agent          make demo GAME=tictactoe SEED=1
 # make test      run the tests, except make native and the slow tests of .ci/run
-# make native    after a change of C++: run the CPU and CUDA kernels in test programs, under sanitizers and in a simulator
+# make native    after a change of C++: run the kernels in guarded memory, the CUDA kernels in a simulator, and faulty ones
 # make simulated  run the tests of the CUDA kernels in a simulator on the CPU, which also reports races
 # make sanitized  run tests with an extension under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz      run random cases against independent formulas in all processors   make fuzz MINUTES=30
@@ -42,7 +42,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP := PIP_CONSTRAINT=$(VENV)/request $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
-CXX_FILES := $(shell find csrc tests/cpp tests/native tests/ptx -name '*.cu' -o -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
+CXX_FILES := $(shell find csrc tests/native tests/ptx -name '*.cu' -o -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
 TIDIED = $(patsubst %.cpp,$(VENV)/tidy/%.ok,$(shell cat $(VENV)/tidy/units 2> /dev/null))
 
@@ -86,10 +86,10 @@ SIMULATED := cuda returns
 simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
 	PTX_RACES=1 GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so $(SIMULATED:%=tests/test_%.py)
 
-# Tests of the C++ code's use of tensors, lists of tensors and threads. Tests that run a compiler are excluded, because the
-# compiler would run under the sanitizers.
+# Tests of the kernels, and of the C++ code's use of tensors, lists of tensors and threads. Tests that run a compiler are
+# excluded, because the compiler would run under the sanitizers.
 SANITIZED := autograd flow flow_nonlinear loss returns statistics support tensors
-SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
+SANITIZERS := -fsanitize=address,undefined,float-cast-overflow -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
 
 $(VENV)/sanitized/built: $(VENV)/installed $(SOURCES) $(wildcard gradscale_ext/*.py gradscale_ext/*/*.py)
@@ -101,7 +101,7 @@ $(VENV)/sanitized/built: $(VENV)/installed $(SOURCES) $(wildcard gradscale_ext/*
 sanitized: $(VENV)/sanitized/built $(VENV)/pytest
 	LD_PRELOAD="$(foreach library,$(PRELOADED),$(shell $(CC) -print-file-name=$(library)))" PYTHONPATH=$(VENV)/sanitized/lib \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not untraced" $(SANITIZED:%=tests/test_%.py)
+	  $(BIN)/pytest -n $(PYTEST_WORKERS) --dist=loadgroup -m "not untraced" $(SANITIZED:%=tests/test_%.py) tests/fuzz
 
 # MINUTES has another default here, and SEED is only used if it is given: its default is for the example agent.
 fuzz: MINUTES := 30

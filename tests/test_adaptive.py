@@ -109,20 +109,6 @@ def test_the_reference_clips_the_same(unit):
             )
 
 
-def test_by_hand():
-    """Two filters, a bias and a scalar; weights below eps count as eps."""
-    convolution, scale = nn.Conv2d(1, 2, 1), nn.Parameter(torch.tensor(0.0))
-    convolution.weight.data = torch.tensor([3.0, 0.1]).view(2, 1, 1, 1)
-    convolution.bias.data = torch.tensor([0.0, 4.0])
-    convolution.weight.grad = torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1)
-    convolution.bias.grad = torch.tensor([6.0, 8.0])
-    scale.grad = torch.tensor(-5.0)
-    gs.clip_gradients_([*convolution.parameters(), scale], adaptive=0.5, eps=0.5)
-    torch.testing.assert_close(convolution.weight.grad.flatten(), torch.tensor([-1.0, 0.25]))
-    torch.testing.assert_close(convolution.bias.grad, torch.tensor([1.2, 1.6]))
-    torch.testing.assert_close(scale.grad, torch.tensor(-0.25))
-
-
 def test_eps_of_zero_freezes_weights_of_zero():
     for adaptive in (0.1, math.inf):
         parameter = nn.Parameter(torch.tensor([[0.0, 0.0], [3.0, 4.0]]))
@@ -272,7 +258,7 @@ def test_sparse_gradients(unit):
 
 def test_shared_and_missing_gradients():
     """A gradient of two parameters is clipped once, by the first of them; a parameter without one is passed over."""
-    first, second, third = (nn.Parameter(torch.full((2,), size)) for size in (1.0, 100.0, 1.0))
+    first, second, third = (nn.Parameter(torch.full((2,), size)) for size in (1.0, 2.0, 1.0))
     first.grad = second.grad = torch.tensor([3.0, 4.0])
     statistics = gs.clip_gradients_([first, third, second], adaptive=0.5)
     torch.testing.assert_close(first.grad, torch.tensor([0.3, 0.4]) * math.sqrt(2))
@@ -312,24 +298,6 @@ def test_a_gradient_of_another_dtype():
     parameter.grad = torch.full((3, 4), 5.0)
     gs.clip_gradients_([parameter], adaptive=0.1)
     torch.testing.assert_close(parameter.grad, torch.full((3, 4), 0.1))
-
-
-def test_expanded_gradients_are_refused_before_anything_is_written():
-    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 3))
-    first.grad, second.grad = torch.tensor([3.0, 4.0]), torch.tensor(1.0).expand(2, 3)
-    with pytest.raises(RuntimeError, match="is an expanded tensor"):
-        gs.clip_gradients_([first, second], adaptive=0.1)
-    assert first.grad.tolist() == [3.0, 4.0]
-
-
-def test_clipping_is_seen_by_autograd():
-    x = torch.tensor([3.0, 4.0], requires_grad=True)
-    (x**2).sum().backward(create_graph=True)
-    second = (x.grad**2).sum()
-    gs.clip_gradients_([x], adaptive=0.1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        second.backward()
-    x.grad = None
 
 
 # ---- Arguments, and the monitor --------------------------------------------------------------------------------------

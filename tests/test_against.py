@@ -10,7 +10,6 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,11 +60,6 @@ def test_difference(ours, theirs, expected):
     assert lockstep.difference(ours, theirs) == pytest.approx(expected)
 
 
-def test_difference_of_shapes():
-    with pytest.raises(ValueError, match=r"\(1,\) and \(2,\)"):
-        lockstep.difference([[1.0]], [[1.0, 1.0]])
-
-
 def test_steps_from_the_same_weights():
     """Gradients 1.5 and 1: after steps from 1, 0.9 and 0.8, weights differ by 0.05, relative to 0.7 at most."""
     found = lockstep.differences(learner(1.5), learner(1.0), [None] * 3)
@@ -109,33 +103,6 @@ def test_a_step_without_an_update():
     idle = learner()
     with pytest.raises(ValueError, match="not stepped"):
         lockstep.differences(lockstep.Side(lambda _: {}, idle.optimizers, idle.loss), learner(), [None])
-
-
-def test_steps_with_different_reports():
-    with pytest.raises(ValueError, match="report different things"):
-        lockstep.differences(learner(), learner(reported=("loss", "priorities")), [None])
-
-
-def test_double_precision_ends_with_its_context():
-    with lockstep.double_precision(True):
-        assert torch.zeros(1).dtype == torch.ones(1, dtype=torch.int64).float().dtype == torch.float64
-    assert torch.zeros(1).dtype == torch.ones(1, dtype=torch.int64).float().dtype == torch.float32
-
-
-def test_times_are_medians_of_the_cpu_time(monkeypatch):
-    clock = SimpleNamespace(now=0.0)
-    clock.process_time = lambda: clock.now
-    clock.perf_counter = lambda: 100 * clock.now  # other programs run at the same time
-    monkeypatch.setattr(lockstep, "time", clock)
-    lasting = iter((1.0, 7.0, 2.0, 2.0))
-
-    def varies():
-        clock.now += next(lasting)
-
-    def lasts():
-        clock.now += 0.5
-
-    assert lockstep.times({"varies": varies, "lasts": lasts}, 0.0) == {"varies": 2000.0, "lasts": 500.0}
 
 
 # ---- A checkout ------------------------------------------------------------------------------------------------------
@@ -199,15 +166,6 @@ def test_inner_functions(tmp_path):
         assert Checkout(tmp_path).inner_function("a_script.py", "update", lines, {"factor": 2})(3) == expected
 
 
-def test_settings(tmp_path):
-    (tmp_path / "settings.yaml").write_text("rate: 3e-4\nname: a\nmodel: {size: 1, depth: 2}\n")
-    found = Checkout(tmp_path).settings("settings.yaml")
-    updated = found.updated({"model": {"size": 3}, "name": None})
-    assert (found.rate, found.name, found.model.size, updated.name) == (3e-4, "a", 1, None)
-    assert dict(**updated.model) == {"size": 3, "depth": 2}
-    assert not hasattr(found, "missing")
-
-
 def test_fetched_checkouts(monkeypatch, tmp_path):
     """The given commit, or an error and no folder. A folder takes the place of GitHub."""
     origin = tmp_path / "github" / "owner" / "name"
@@ -255,28 +213,6 @@ def test_a_missing_dependency(monkeypatch, capsys, tmp_path):
     assert run(monkeypatch, "muzero-general", tmp_path) == 2
     expected = "against.py: muzero-general imports not_installed_anywhere, which is not installed\n"
     assert capsys.readouterr().err == expected
-
-
-def test_another_commit(monkeypatch, capsys, tmp_path):
-    """The command reports it and continues, up to the first missing line."""
-    project = against.project_of("audiocraft")
-    (tmp_path / project.marker).parent.mkdir(parents=True)
-    (tmp_path / project.marker).write_text("class Balancer: ...\n")
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "One"]):
-        subprocess.run([*git, *command], check=True)
-    with pytest.raises(TypeError, match="Balancer"):
-        run(monkeypatch, "audiocraft", tmp_path)
-    commit = Checkout(tmp_path).commit()
-    told = capsys.readouterr().err
-    assert told == f"warning: measured was audiocraft at {project.commit[:7]}, this is {commit[:7]}\n"
-
-
-def test_verdict():
-    row = {"project": "rl", "dtype": "float64", "differences": {"loss": 1e-15, "gradients": 1e-9}}
-    assert not against.agrees(row)
-    assert against.agrees({**row, "differences": {"loss": 1e-15}})
-    assert against.agrees({**row, "dtype": "float32"})
 
 
 # ---- What the documentation shows ------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ def test_threads_that_share_a_graph(name):
             if "second time" not in str(error):
                 problems.append(error)
 
-    for _ in range(150):
+    for _ in range(60):
         x = data()
         in_threads(run, NODES[name][0](x), x, threading.Barrier(4))
     assert not problems
@@ -193,7 +193,7 @@ def test_threads_with_a_retained_graph(name):
     result, expected, wrong = NODES[name][0](x), gradient_of(name), []
 
     def run():
-        for _ in range(100):
+        for _ in range(50):
             (gradient,) = differentiate(name, result, [x], retain_graph=True)
             wrong.extend([] if torch.equal(gradient, expected) else [gradient])
             gradient.fill_(float("nan"))

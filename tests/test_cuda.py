@@ -484,104 +484,7 @@ def test_edges_of_targets_and_logits(dtype, device):
         assert out.per_step["policy"].isnan()[:, 0].tolist() == [False, True, True, False, False]
 
 
-def test_same_tensor_twice(device):
-    heads = {"a": gs.TwoHot(gs.Support(-5, 5, 11)), "b": gs.TwoHot(gs.Support(-5, 5, 11), weight=2.0)}
-    logits = torch.randn(3, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    target = torch.linspace(-4, 4, 3, dtype=torch.float64)
-    gradients = []
-    for function, where in ((gs.multi_step_loss, device), (REFERENCE.multi_step_loss, torch.device("cpu"))):
-        x, t = logits.to(where).requires_grad_(), target.to(where)
-        out = function(heads, {"a": [x, x], "b": [x, x]}, {"a": [t, -t], "b": [2 * t, t]})
-        gradients.append(torch.autograd.grad(out.loss, x)[0].cpu())
-    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_modules_keep_nothing_of_the_last_call(dtype, device):
-    module = gs.MultiStepLoss(**heads_of(33))
-    function = lambda heads, *given, **options: module(*given, **options)
-    for seed in (0, 1):
-        check(heads_of(33), *inputs_of(heads_of(33), 33, 4, seed=seed), device, dtype, function=function)
-
-
-def test_predictions_without_gradient(device):
-    heads = heads_of(33)
-    predictions, targets = inputs_of(heads, 33, batch=3, steps=2)
-    ours, our_targets = converted((predictions, targets), device, torch.float32)
-    ours["two_hot"] = [p.detach() for p in ours["two_hot"]]
-    ours["policy"][1] = ours["policy"][1].detach()
-    out = gs.multi_step_loss(heads, ours, our_targets)
-    out.loss.backward()
-    assert all(p.grad is None for p in (*ours["two_hot"], ours["policy"][1]))
-    assert all(p.grad is not None for p in (ours["policy"][0], *ours["cosine"]))
-    with torch.no_grad():
-        again = gs.multi_step_loss(heads, ours, our_targets)
-    assert not again.loss.requires_grad
-    assert torch.equal(again.loss, out.loss)
-
-
 # ---- Derivatives, transforms, autocast, the compiler ----------------------------------------------------------------
-
-
-def test_derivatives_of_derivatives(device, by_reference):
-    heads = heads_of(3)
-    predictions, targets = converted(inputs_of(heads, 3, batch=2), device)
-
-    def function(*tensors):
-        given = dict(zip(predictions, ([x] for x in tensors), strict=True))
-        return gs.multi_step_loss(heads, given, targets, reduction="sum").loss
-
-    assert torch.autograd.gradgradcheck(function, leaves(predictions), fast_mode=True, nondet_tol=0.0)
-
-
-def test_transforms(device, by_reference):
-    heads = {"value": gs.TwoHot(gs.Support(-5, 5, 11))}
-    logits = torch.randn(4, 2, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device)
-    target = torch.linspace(-4, 4, 2, dtype=torch.float64, device=device)
-    function = lambda x: gs.multi_step_loss(heads, {"value": [gs.scale_gradient(x, 0.5)]}, {"value": [target]}).loss
-    gradients = torch.func.vmap(torch.func.grad(function))(logits)
-    for own, x in zip(gradients, logits, strict=True):
-        leaf = x.clone().requires_grad_()
-        torch.testing.assert_close(own, torch.autograd.grad(function(leaf), leaf)[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_and_loss_scaling(dtype, device):
-    heads = {"value": gs.TwoHot(gs.Support(-5, 5, 11)), "policy": gs.SoftCrossEntropy()}
-    generator = torch.Generator().manual_seed(0)
-    layer = torch.nn.Linear(7, 11).to(device)
-    x = torch.randn(6, 7, generator=generator).to(device)
-    scalars = torch.randn(6, generator=generator).mul(3).to(device)
-    visits = torch.rand(6, 11, generator=generator).softmax(-1).to(device)
-    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
-    with torch.autocast(device.type, dtype=dtype):
-        logits = layer(x)
-        logits.retain_grad()
-        loss = gs.multi_step_loss(
-            heads,
-            {"value": [gs.scale_gradient(logits, 0.5)], "policy": [logits]},
-            {"value": [scalars], "policy": [visits]},
-        ).loss
-    assert logits.dtype == dtype
-    assert loss.dtype == torch.float32
-    scaler.scale(loss).backward()
-    exact = logits.detach().double().cpu().requires_grad_()
-    truth = REFERENCE.multi_step_loss(
-        heads,
-        {"value": [gs.scale_gradient(exact, 0.5)], "policy": [exact]},
-        {"value": [scalars.double().cpu()], "policy": [visits.double().cpu()]},
-    )
-    (expected,) = torch.autograd.grad(truth.loss, exact)
-    # Three roundings: one for each gradient, and one for their sum.
-    close = (logits.grad.cpu().double() - 1024 * expected).abs() <= 2 * torch.finfo(
-        dtype
-    ).eps * 1024 * expected.abs().max()
-    assert close.all()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    scaler.unscale_(optimizer)
-    assert layer.weight.grad.isfinite().all()
-    scaler.step(optimizer)
-    scaler.update()
 
 
 def test_compiled(device, by_reference):
@@ -831,25 +734,6 @@ def test_flow_of_special_values(device):
             expected = torch.full((2, size), size**-0.5)
             normalized = backward(lambda x: gs.normalize_gradient(x, batch_dims=1), g)
             torch.testing.assert_close(normalized, expected, rtol=1e-6, atol=0)
-
-
-def test_flow_of_empty_tensors(device):
-    for operator in FLOW:
-        if "tensor" not in operator:
-            x = torch.zeros(0, 3, device=device).requires_grad_()
-            (gradient,) = torch.autograd.grad(FLOW[operator][0](x, {}), x, torch.zeros(0, 3, device=device))
-            assert gradient.shape == (0, 3)
-
-
-def test_flow_derivatives_of_derivatives(device):
-    for case in CASES:
-        x, z = POINT.to(device).requires_grad_(), WEIGHTS.to(device).requires_grad_()
-        on_device = case.on(device)
-        (first,) = torch.autograd.grad(on_device.squared_model(x, z), x, create_graph=True)
-        v = torch.linspace(1, -1, 12, dtype=torch.float64).view(3, 4)
-        second = torch.autograd.grad((first * v.to(device)).sum(), (x, z))
-        for ours, expected in zip(second, case.second(v), strict=True):
-            torch.testing.assert_close(ours.cpu(), expected, rtol=1e-9, atol=1e-12)
 
 
 # ---- l2_loss --------------------------------------------------------------------------------------------------------

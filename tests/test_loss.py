@@ -1,4 +1,7 @@
-"""The fused multi-step loss against the reference, numbers of other software, and finite differences."""
+"""The fused multi-step loss against the reference, numbers of other software, and finite differences.
+
+fuzz/test_loss.py checks heads, dtypes, widths, layouts, masks and reductions against formulas.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,14 @@ import dataclasses
 import functools
 import gc
 import json
-import os
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from digests import digest_of_losses, digest_of_operators
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from digests import digest_of_losses
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gradscale_ext as gs
@@ -180,51 +178,6 @@ def test_oracle_of_whole_updates(case, dtype, tolerance, implementation):
         assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-def oracle_of_huber(head, x, t):
-    return torch.nn.functional.huber_loss(x, t, reduction="none", delta=head.delta).mean(-1)
-
-
-def oracle_of_quantiles(head, x, t):
-    """As Stable-Baselines3-contrib writes it."""
-    fractions = ((torch.arange(x.shape[1], dtype=x.dtype) + 0.5) / x.shape[1]).view(1, -1, 1)
-    pairs = t[:, None, :] - x[:, :, None]
-    size = pairs.abs()
-    huber = torch.where(size > head.kappa, size - 0.5 * head.kappa, pairs**2 * 0.5 / head.kappa)
-    losses = torch.abs(fractions - (pairs.detach() < 0).to(x.dtype)) * huber
-    return losses.mean(-1).sum(-1) if head.sum_over_quantiles else losses.mean((-2, -1))
-
-
-def oracle_of_divergence(head, x, t):
-    def distribution(logits):
-        probs = (1 - head.unimix) * logits.softmax(-1) + head.unimix / logits.shape[-1]
-        return torch.distributions.Independent(torch.distributions.OneHotCategorical(probs=probs), 1)
-
-    pair = (x, t) if head.prediction == "p" else (t, x)
-    return torch.distributions.kl_divergence(*map(distribution, pair)).clamp(min=head.free_nats)
-
-
-@pytest.mark.parametrize("function", [gs.multi_step_loss, gs.reference.multi_step_loss])
-@pytest.mark.parametrize(
-    ("head", "oracle", "shape", "target_shape"),
-    [
-        (gs.Huber(delta=0.7), oracle_of_huber, (6,), (6,)),
-        (gs.QuantileHuber(), oracle_of_quantiles, (25,), (46,)),
-        (gs.QuantileHuber(kappa=0.3, sum_over_quantiles=False), oracle_of_quantiles, (8,), (5,)),
-        (gs.CategoricalKL(), oracle_of_divergence, (4, 8), (4, 8)),
-        (gs.CategoricalKL(prediction="p", unimix=0.2, free_nats=1.5), oracle_of_divergence, (3, 5), (3, 5)),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, gs.heads.Head) else "",
-)
-def test_heads_against_formulas_from_elsewhere(head, oracle, shape, target_shape, function):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(16, *shape, generator=generator, dtype=torch.float64).mul(2).requires_grad_()
-    t = torch.randn(16, *target_shape, generator=generator, dtype=torch.float64) * 2
-    out, expected = function({"head": head}, {"head": [x]}, {"head": [t]}), oracle(head, x, t)
-    torch.testing.assert_close(out.per_step["head"][:, 0], expected.detach(), rtol=1e-12, atol=1e-12)
-    for a, b in zip(torch.autograd.grad(out.loss, x), torch.autograd.grad(expected.mean(), x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
-
-
 # ---- Fused against reference ----------------------------------------------------------------------------------------
 
 SEEDED = torch.Generator().manual_seed(1)
@@ -288,104 +241,11 @@ def test_matches_the_reference(options, reduction, fused_only):
     )
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("width", [3, 16, 17, 40])
-def test_float32_matches_the_reference_in_float64(options, width, fused_only, monkeypatch):
-    """Rows of float32 use separate kernels."""
-    for letter in "ADNC":
-        monkeypatch.setitem(SIZES, letter, width)
-    ours, targets = arguments(heads=ALL_HEADS, dtype=torch.float32)
-    exact = {name: [p.detach().double().requires_grad_() for p in entries] for name, entries in ours.items()}
-    exact_targets = {n: [t.double() if t.is_floating_point() else t for t in e] for n, e in targets.items()}
-    out = gs.multi_step_loss(ALL_HEADS, ours, targets, **OPTIONS[options])
-    expected = fused_only(ALL_HEADS, exact, exact_targets, **OPTIONS[options])
-    assert out.loss.item() == pytest.approx(expected.loss.item(), rel=2e-6)
-    for name in ALL_HEADS:
-        torch.testing.assert_close(out.per_step[name].double(), expected.per_step[name], rtol=3e-6, atol=3e-6)
-    for name in expected.expected:
-        scale = float(expected.expected[name].abs().max())
-        torch.testing.assert_close(out.expected[name].double(), expected.expected[name], rtol=3e-6, atol=3e-6 * scale)
-    for a, b in zip(gradients(out, ours), gradients(expected, exact), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-6 * max(float(b.abs().max()), 1e-3))
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_stacked_predictions_and_targets(batch_first, fused_only):
-    predictions, targets = arguments(heads=ALL_HEADS)
-    options = {"step_gradient_scale": "unroll"}
-    expected = fused_only(ALL_HEADS, predictions, targets, **options)
-    dim = 1 if batch_first else 0
-    stacked = {
-        name: torch.stack([e.detach() for e in entries], dim).requires_grad_() for name, entries in predictions.items()
-    }
-    stacked_targets = {name: torch.stack(entries, dim) for name, entries in targets.items()}
-    for chosen in (stacked_targets, targets):
-        out = gs.multi_step_loss(ALL_HEADS, stacked, chosen, batch_first=batch_first, **options)
-        torch.testing.assert_close(out.loss, expected.loss)
-        for name, g in zip(stacked, gradients(out, stacked), strict=True):
-            wanted = torch.stack(torch.autograd.grad(expected.loss, predictions[name], retain_graph=True), dim)
-            torch.testing.assert_close(g, wanted, rtol=1e-12, atol=1e-12)
-            assert g.shape == stacked[name].shape
-
-
 def turned(given):
     """Exchange samples and steps, the first two dimensions."""
     if isinstance(given, dict):
         return {name: turned(value) for name, value in given.items()}
     return given.transpose(0, 1) if isinstance(given, torch.Tensor) and given.dim() >= 2 else given
-
-
-SQUARE_OPTIONS = {
-    "mask": torch.rand(4, 4, generator=torch.Generator().manual_seed(5)) > 0.4,
-    "step_weights": torch.rand(4, 4, generator=torch.Generator().manual_seed(6), dtype=torch.float64),
-    "step_gradient_scale": torch.rand(4, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64),
-    "importance_weights": torch.tensor([0.5, 1.0, 2.0, 0.25], dtype=torch.float64),
-}
-
-
-@pytest.mark.parametrize("function", [gs.multi_step_loss, gs.reference.multi_step_loss])
-@pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"reduction": "none"},
-        {"reduction": "valid_mean"},
-        {"mask": {"value": SQUARE_OPTIONS["mask"], "classes": ~SQUARE_OPTIONS["mask"]}},
-        {"step_weights": [1.0, 0.5, 0.25, 0.125], "nonfinite": "skip"},
-        {"step_gradient_scale": torch.tensor([1.0, 0.5, 0.25, 0.125]), "step_weights": torch.arange(1.0, 5.0)},
-    ],
-)
-def test_two_dimensional_arguments_follow_batch_first(options, stacked, function):
-    """Shapes cannot distinguish the two orders if there are as many steps as samples."""
-    options = {**SQUARE_OPTIONS, **options}
-    predictions, targets = arguments(batch=4, steps=4, heads=ALL_HEADS)
-    expected = gs.reference.multi_step_loss(ALL_HEADS, predictions, targets, **options)
-    given, given_targets = predictions, targets
-    if stacked:
-        given = {name: torch.stack(entries, 0) for name, entries in predictions.items()}
-        given_targets = {name: torch.stack(entries, 0) for name, entries in targets.items()}
-    out = function(ALL_HEADS, given, given_targets, batch_first=False, **turned(options))
-    scalars = ("head_means", "head_losses", "head_gradient_norms", "max_abs_logit", "num_nonfinite")
-    for field in ("loss", "per_sample", *scalars):
-        torch.testing.assert_close(getattr(out, field), getattr(expected, field), rtol=1e-12, atol=1e-12)
-    for field in ("per_step", "expected", "entropy"):
-        torch.testing.assert_close(getattr(out, field), turned(getattr(expected, field)), rtol=1e-12, atol=1e-12)
-    assert not out.per_step["reward"]._is_view() or function is gs.reference.multi_step_loss
-    grad_output = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64) if out.loss.dim() else None
-    inputs = leaves(predictions)
-    for a, b in zip(
-        torch.autograd.grad(out.loss, inputs, grad_output, retain_graph=True),
-        torch.autograd.grad(expected.loss, inputs, grad_output, retain_graph=True),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    # With create_graph the backward pass calls the reference, with the original arguments.
-    for a, b in zip(
-        torch.autograd.grad(out.loss, inputs, grad_output, create_graph=True),
-        torch.autograd.grad(expected.loss, inputs, grad_output),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_masked_classes_follow_batch_first():
@@ -397,93 +257,6 @@ def test_masked_classes_follow_batch_first():
     assert out.per_step["p"][0, 1] == 0
     with pytest.raises(ValueError, match=r"step 0 must be classes .* sample 1 is -100"):
         gs.multi_step_loss({"p": gs.SoftCrossEntropy()}, {"p": logits}, {"p": classes}, mask=mask.T, batch_first=False)
-
-
-def test_float32_and_strided_masks_follow_batch_first(fused_only):
-    predictions, targets = arguments(batch=4, steps=4, heads=ALL_HEADS, dtype=torch.float32)
-    wide = torch.rand(8, 8, generator=torch.Generator().manual_seed(2))
-    mask, weights = wide[::2, ::2] > 0.3, wide[1::2, ::2]
-    options = {"mask": mask, "step_weights": weights.bfloat16()}
-    first = gs.multi_step_loss(ALL_HEADS, predictions, targets, **options)
-    second = gs.multi_step_loss(ALL_HEADS, predictions, targets, batch_first=False, **turned(options))
-    assert torch.equal(first.loss, second.loss)
-    for name in ALL_HEADS:
-        assert torch.equal(first.per_step[name].T, second.per_step[name])
-    for a, b in zip(gradients(first, predictions), gradients(second, predictions), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("grad_output", [1.0, 0.5, -3.0, 0.0, 1e30])
-@pytest.mark.parametrize("retain_graph", [False, True])
-def test_grad_output(grad_output, retain_graph, fused_only):
-    predictions, targets = arguments(heads=ALL_HEADS)
-    g = torch.tensor(grad_output, dtype=torch.float64)
-    out = gs.multi_step_loss(ALL_HEADS, predictions, targets)
-    expected = fused_only(ALL_HEADS, predictions, targets)
-    actual = torch.autograd.grad(out.loss, leaves(predictions), g, retain_graph=retain_graph)
-    for a, b in zip(actual, torch.autograd.grad(expected.loss, leaves(predictions), g), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 * max(1, float(b.abs().max())))
-    if retain_graph:
-        again = torch.autograd.grad(out.loss, leaves(predictions), g)
-        for a, b in zip(actual, again, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 * max(1, float(b.abs().max())))
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(out.loss, leaves(predictions), g)
-
-
-@pytest.mark.parametrize("batch", [0, 1, 2])
-@pytest.mark.parametrize("steps", [2, 3])
-def test_small_sizes(batch, steps, fused_only):
-    predictions, targets = arguments(batch=batch, steps=steps, heads=ALL_HEADS)
-    out = gs.multi_step_loss(ALL_HEADS, predictions, targets, step_gradient_scale="unroll")
-    compare(out, fused_only(ALL_HEADS, predictions, targets, step_gradient_scale="unroll"), predictions)
-    if batch == 0:
-        assert out.loss.item() == 0
-
-
-def test_root_only(fused_only):
-    heads = {"value": HEADS["value"]}
-    predictions, targets = arguments(steps=1, heads=heads)
-    out = gs.multi_step_loss(heads, predictions, targets, step_gradient_scale="unroll")
-    compare(out, fused_only(heads, predictions, targets), predictions)
-
-
-@pytest.mark.parametrize("width", [2, 15, 16, 17, 31, 33, 601, 1025, 4672])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_odd_widths(width, dtype):
-    generator = torch.Generator().manual_seed(width)
-    heads = {"value": gs.TwoHot(gs.Support(-20, 20, width)), "policy": gs.SoftCrossEntropy()}
-    logits = [(torch.randn(5, width, generator=generator) * 4).double() for _ in heads]
-    targets = [
-        (torch.randn(5, generator=generator) * 30).double(),
-        torch.rand(5, width, generator=generator).softmax(-1).double(),
-    ]
-    truth = {name: [x.clone().requires_grad_()] for name, x in zip(heads, logits, strict=True)}
-    expected = gs.reference.multi_step_loss(heads, truth, dict(zip(heads, [[t] for t in targets], strict=True)))
-    ours = {name: [x.to(dtype).requires_grad_()] for name, x in zip(heads, logits, strict=True)}
-    out = gs.multi_step_loss(heads, ours, {n: [t.to(dtype)] for n, t in zip(heads, targets, strict=True)})
-    tolerance = 1e-12 if dtype == torch.float64 else 3e-6
-    torch.testing.assert_close(out.loss.double(), expected.loss, rtol=tolerance, atol=tolerance)
-    for name in heads:
-        torch.testing.assert_close(out.per_step[name].double(), expected.per_step[name], rtol=tolerance, atol=tolerance)
-    for a, b in zip(gradients(out, ours), gradients(expected, truth), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance * float(b.abs().max()))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_types_round_once(dtype):
-    """Our error against float64 is at most the error of the reference in the same dtype, plus a small margin."""
-    predictions, targets = arguments(dtype=dtype, batch=7, heads=ALL_HEADS)
-    exact = {name: [p.detach().double().requires_grad_() for p in entries] for name, entries in predictions.items()}
-    truth = gs.reference.multi_step_loss(ALL_HEADS, exact, targets)
-    out = gs.multi_step_loss(ALL_HEADS, predictions, targets)
-    assert out.loss.dtype == torch.float32
-    assert out.loss.item() == pytest.approx(truth.loss.item(), rel=2e-6)
-    for a, b, p in zip(gradients(out, predictions), gradients(truth, exact), leaves(predictions), strict=True):
-        assert a.dtype == p.dtype
-        # Rounded once from float32: half a unit in the last place, compared with which float32's own error is small.
-        unit = torch.finfo(dtype).eps / 2
-        assert ((a.double() - b).abs() <= unit * 1.01 * b.abs() + 1e-7).all()
 
 
 def test_every_float32_as_half():
@@ -501,50 +274,6 @@ def test_every_float32_as_half():
         )
         (g,) = torch.autograd.grad(out.loss, values, torch.ones(()))
         assert torch.equal(g.view(torch.int16), (values.float() * 0.5).to(dtype).view(torch.int16))
-
-
-def test_mixed_dtypes(fused_only):
-    predictions, targets = arguments(dtype=torch.float32, heads=ALL_HEADS)
-    predictions["policy"] = [p.detach().bfloat16().requires_grad_() for p in predictions["policy"]]
-    out = gs.multi_step_loss(ALL_HEADS, predictions, targets)
-    compare(out, fused_only(ALL_HEADS, predictions, targets), predictions, rtol=1e-2)
-    assert out.loss.dtype == torch.float32
-
-
-def test_strided_inputs(fused_only):
-    """Slices of larger tensors, transposed ones, and expanded targets."""
-    heads = {"policy": gs.SoftCrossEntropy(), "value": gs.TwoHot(SUPPORT)}
-    base = torch.randn(3, 2, 20, dtype=torch.float64)
-    logits = base[:, 0, 3:7].requires_grad_()
-    columns = torch.randn(11, 3, dtype=torch.float64).T.requires_grad_()
-    targets = {
-        "policy": [torch.rand(4, 3, dtype=torch.float64).T],
-        "value": [torch.tensor(2.5, dtype=torch.float64).expand(3)],
-    }
-    predictions = {"policy": [logits], "value": [columns]}
-    compare(gs.multi_step_loss(heads, predictions, targets), fused_only(heads, predictions, targets), predictions)
-
-
-def test_same_tensor_twice():
-    logits = torch.randn(3, 11, dtype=torch.float64, requires_grad=True)
-    heads = {"a": gs.TwoHot(SUPPORT), "b": gs.TwoHot(SUPPORT, weight=2.0)}
-    target = torch.randn(3, dtype=torch.float64)
-    predictions = {"a": [logits, logits], "b": [logits, logits]}
-    targets = {"a": [target, -target], "b": [2 * target, target]}
-    (g,) = torch.autograd.grad(gs.multi_step_loss(heads, predictions, targets).loss, logits)
-    (e,) = torch.autograd.grad(gs.reference.multi_step_loss(heads, predictions, targets).loss, logits)
-    torch.testing.assert_close(g, e)
-
-
-def test_heads_without_gradient():
-    predictions, targets = arguments()
-    predictions["value"] = [p.detach() for p in predictions["value"]]
-    out = gs.multi_step_loss(HEADS, predictions, targets)
-    out.loss.backward()
-    assert all(p.grad is None for p in predictions["value"])
-    assert all(p.grad is not None for p in predictions["policy"])
-    with torch.no_grad():
-        assert not gs.multi_step_loss(HEADS, predictions, targets).loss.requires_grad
 
 
 def test_inference_mode_is_fused(fused_only):
@@ -595,8 +324,7 @@ def test_the_cosine_of_subnormal_vectors_is_a_number():
 
 
 @pytest.mark.any_version
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_gradcheck_and_gradgradcheck(reduction, fused_only, monkeypatch):
+def test_gradcheck_and_gradgradcheck(fused_only, monkeypatch):
     predictions, targets = arguments(batch=2, steps=2, heads=ALL_HEADS)
     inputs = leaves(predictions)
     weights = torch.tensor([0.5, 2.0], dtype=torch.float64)
@@ -605,149 +333,39 @@ def test_gradcheck_and_gradgradcheck(reduction, fused_only, monkeypatch):
     def function(*tensors):
         remaining = iter(tensors)
         rebuilt = {name: [next(remaining) for _ in entries] for name, entries in predictions.items()}
-        return gs.multi_step_loss(
-            ALL_HEADS, rebuilt, targets, importance_weights=weights, mask=mask, reduction=reduction
-        ).loss
+        options = {"importance_weights": weights, "mask": mask, "reduction": "none"}
+        return gs.multi_step_loss(ALL_HEADS, rebuilt, targets, **options).loss
 
-    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
     monkeypatch.setattr(gs.reference, "multi_step_loss", fused_only)  # a second derivative recomputes
     assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
 def test_second_derivative_of_stacked_and_repeated_predictions():
     heads = {"value": gs.TwoHot(SUPPORT)}
-    logits = torch.randn(2, 3, 11, dtype=torch.float64, requires_grad=True)
     target = torch.randn(2, 3, dtype=torch.float64)
-    function = lambda x: gs.multi_step_loss(heads, {"value": x}, {"value": target}, step_gradient_scale=[1, 2, 3]).loss
-    reference = lambda x: gs.reference.multi_step_loss(
-        heads, {"value": x}, {"value": target}, step_gradient_scale=[1, 2, 3]
-    ).loss
-    for f in (function, reference):
-        (g,) = torch.autograd.grad(f(logits), logits, create_graph=True)
-        (h,) = torch.autograd.grad(g.square().sum(), logits)
-        if f is function:
-            first, second = g, h
-    torch.testing.assert_close(first, g)
-    torch.testing.assert_close(second, h)
-
+    stacked = torch.randn(2, 3, 11, dtype=torch.float64, requires_grad=True)
     row = torch.randn(2, 11, dtype=torch.float64, requires_grad=True)
-    z = torch.randn(2, dtype=torch.float64)
-    results = []
-    for f in (gs.multi_step_loss, gs.reference.multi_step_loss):
-        loss = f(heads, {"value": [row, row]}, {"value": [z, -z]}).loss
-        (g,) = torch.autograd.grad(loss, row, create_graph=True)
-        results.append(torch.autograd.grad(g.square().sum(), row)[0])
-    torch.testing.assert_close(*results)
+    for x, entries in ((stacked, stacked), (row, [row, row, row])):
+        results = []
+        for function in (gs.multi_step_loss, gs.reference.multi_step_loss):
+            loss = function(heads, {"value": entries}, {"value": target}, step_gradient_scale=[1, 2, 3]).loss
+            (first,) = torch.autograd.grad(loss, x, create_graph=True)
+            results.append((first, *torch.autograd.grad(first.square().sum(), x)))
+        torch.testing.assert_close(*results)
 
 
-def test_second_derivative_after_in_place_raises():
-    predictions, targets = arguments()
+@pytest.mark.parametrize("changed", [0, 1], ids=["prediction", "target"])
+def test_second_derivative_after_in_place_raises(changed):
+    predictions, targets = given = arguments()
     out = gs.multi_step_loss(HEADS, predictions, targets)
     with torch.no_grad():
-        predictions["policy"][0].add_(1)
+        given[changed]["policy"][0].add_(1)
     with pytest.raises(RuntimeError, match="in-place"):
         torch.autograd.grad(out.loss, leaves(predictions), create_graph=True)
 
 
-# ---- Contexts -------------------------------------------------------------------------------------------------------
-
-POLICY = {"policy": gs.SoftCrossEntropy(), "value": gs.TwoHot(SUPPORT)}
-
-
-def _loss_of(logits, values, target=None):
-    target = torch.full_like(logits, 0.25) if target is None else target
-    return gs.multi_step_loss(
-        POLICY,
-        {"policy": [logits, 2 * logits], "value": [values, values]},
-        {"policy": [target, target], "value": [torch.ones_like(values[:, 0])] * 2},
-        step_gradient_scale="unroll",
-    ).loss
-
-
-def test_contexts():
-    logits = torch.randn(3, 4, dtype=torch.float64)
-    values = torch.randn(3, 11, dtype=torch.float64)
-    leaf = logits.clone().requires_grad_()
-    _loss_of(leaf, values).backward()
-    torch.testing.assert_close(torch.func.grad(_loss_of)(logits, values), leaf.grad)
-    batched = torch.func.vmap(torch.func.grad(_loss_of))(torch.stack([logits, logits]), torch.stack([values, values]))
-    torch.testing.assert_close(batched, torch.stack([leaf.grad, leaf.grad]))
-    _, tangent = torch.func.jvp(lambda x: _loss_of(x, values), (logits,), (torch.ones_like(logits) * logits,))
-    torch.testing.assert_close(tangent, (leaf.grad * logits).sum())
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(logits, logits.clone())
-        tangent = torch.autograd.forward_ad.unpack_dual(_loss_of(dual, values)).tangent
-    torch.testing.assert_close(tangent, (leaf.grad * logits).sum())
-    with torch.inference_mode():
-        torch.testing.assert_close(_loss_of(logits, values), _loss_of(leaf, values).detach())
-
-
-def test_autocast():
-    linear = torch.nn.Linear(6, 4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = linear(torch.randn(3, 6))
-        out = gs.multi_step_loss(
-            {"policy": gs.SoftCrossEntropy()}, {"policy": [logits]}, {"policy": [torch.full((3, 4), 0.25)]}
-        )
-    assert logits.dtype == torch.bfloat16
-    assert out.loss.dtype == torch.float32
-    out.loss.backward()
-    assert linear.weight.grad.isfinite().all()
-
-
 # ---- Masks, illegal actions, NaN ------------------------------------------------------------------------------------
-
-
-def test_masked_nan_adds_exactly_nothing(fused_only):
-    predictions, targets = arguments(heads=ALL_HEADS)
-    mask = torch.ones(3, 4, dtype=torch.bool)
-    mask[1, 2] = False
-    clean = gs.multi_step_loss(ALL_HEADS, predictions, targets, mask=mask)
-    for entries in (predictions, targets):
-        for name, head in ALL_HEADS.items():
-            if name in entries:
-                entry = entries[name][2 - head.first_step]
-                with torch.no_grad():
-                    entry[1] = float("nan") if entry.is_floating_point() else -100
-    for function in (gs.multi_step_loss, fused_only):
-        out = function(ALL_HEADS, predictions, targets, mask=mask)
-        assert torch.equal(out.loss, clean.loss) or function is fused_only
-        torch.testing.assert_close(out.loss, clean.loss)
-        for g, p in zip(gradients(out, predictions), leaves(predictions), strict=True):
-            assert g.isfinite().all()
-            assert (g[p.detach().isnan()] == 0).all()
-        assert out.num_nonfinite.item() == 0
-
-
-def test_nan_stays_in_its_own_sample():
-    predictions, targets = arguments(heads=ALL_HEADS)
-    with torch.no_grad():
-        predictions["policy"][1][2] = float("nan")
-    targets["value"][0][0] = float("nan")
-    out = gs.multi_step_loss(ALL_HEADS, predictions, targets)
-    compare(out, gs.reference.multi_step_loss(ALL_HEADS, predictions, targets), predictions)
-    out = gs.multi_step_loss(ALL_HEADS, predictions, targets)
-    assert out.loss.isnan()
-    assert out.num_nonfinite.item() == 2
-    for g in gradients(out, predictions):
-        assert g[1].isfinite().all()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none", "valid_mean"])
-def test_skip_omits_a_nonfinite_sample(reduction, fused_only):
-    predictions, targets = arguments(heads=ALL_HEADS)
-    with torch.no_grad():
-        predictions["value"][1][2, 0] = float("nan")
-    options = {"nonfinite": "skip", "reduction": reduction}
-    out = gs.multi_step_loss(ALL_HEADS, predictions, targets, **options)
-    g = torch.ones(3, dtype=torch.float64) if reduction == "none" else None
-    compare(out, fused_only(ALL_HEADS, predictions, targets, **options), predictions, grad_output=g)
-    out = gs.multi_step_loss(ALL_HEADS, predictions, targets, **options)
-    assert out.loss.isfinite().all()
-    assert out.num_nonfinite.item() == 1
-    for gradient in gradients(out, predictions, g):
-        assert (gradient[2] == 0).all()
-        assert gradient[0].abs().sum() > 0
 
 
 @pytest.mark.parametrize("impl", ["fused", "reference"])
@@ -834,27 +452,11 @@ def test_classes_at_one_step_and_strided_probabilities_at_another():
     torch.testing.assert_close(*(torch.autograd.grad(loss, logits) for loss in losses))
 
 
-def test_illegal_actions(fused_only):
-    logits = torch.randn(2, 4, dtype=torch.float64)
-    logits[:, 1] = -float("inf")
-    target = torch.tensor([[0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
-    for function in (gs.multi_step_loss, fused_only):
-        x = logits.clone().requires_grad_()
-        out = function({"policy": gs.SoftCrossEntropy()}, {"policy": [x]}, {"policy": [target]})
-        out.loss.backward()
-        legal = logits[:, [0, 2, 3]].clone().requires_grad_()
-        expected = torch.nn.functional.cross_entropy(legal, target[:, [0, 2, 3]])
-        expected.backward()
-        torch.testing.assert_close(out.loss, expected)
-        torch.testing.assert_close(x.grad[:, [0, 2, 3]], legal.grad)
-        assert torch.equal(x.grad[:, 1], torch.zeros(2, dtype=torch.float64))
-    # The same for an illegal bin.
-    bins = torch.zeros(1, 11, dtype=torch.float64)
-    bins[0, 0] = -float("inf")
-    x = bins.clone().requires_grad_()
-    gs.multi_step_loss(
-        {"v": gs.TwoHot(SUPPORT)}, {"v": [x]}, {"v": [torch.tensor([0.0], dtype=torch.float64)]}
-    ).loss.backward()
+def test_an_illegal_bin():
+    x = torch.zeros(1, 11, dtype=torch.float64)
+    x[0, 0] = -float("inf")
+    x.requires_grad_()
+    gs.multi_step_loss({"v": gs.TwoHot(SUPPORT)}, {"v": [x]}, {"v": [torch.zeros(1).double()]}).loss.backward()
     assert x.grad.isfinite().all()
     assert x.grad[0, 0] == 0
 
@@ -866,91 +468,6 @@ def test_peaked_logits():
     torch.testing.assert_close(out.loss, torch.tensor([1e4, 1.0986123, 0.0]))
     out.loss.sum().backward()
     torch.testing.assert_close(logits.grad, logits.detach().softmax(-1) - target)
-
-
-# ---- Properties -----------------------------------------------------------------------------------------------------
-
-sizes = st.integers(2, 40)
-seeds = st.integers(0, 2**31 - 1)
-
-
-def _policy(width, seed):
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(4, width, generator=generator, dtype=torch.float64) * 5
-    target = torch.rand(4, width, generator=generator, dtype=torch.float64)
-    return logits, target / target.sum(1, keepdim=True)
-
-
-def _run_policy(logits, target, weight=1.0, **options):
-    x = logits.clone().requires_grad_()
-    head = {"policy": gs.SoftCrossEntropy(weight=weight)}
-    out = gs.multi_step_loss(head, {"policy": [x]}, {"policy": [target]}, **options)
-    return out.loss.detach(), torch.autograd.grad(out.loss.sum(), x)[0]
-
-
-@settings(deadline=None, max_examples=40)
-@given(sizes, seeds)
-def test_gradient_sums_to_zero_when_the_target_sums_to_one(width, seed):
-    _, g = _run_policy(*_policy(width, seed))
-    assert g.sum(1).abs().max() < 1e-14
-
-
-@settings(deadline=None, max_examples=40)
-@given(sizes, seeds, st.floats(-500, 500))
-def test_shift_invariance(width, seed, shift):
-    logits, target = _policy(width, seed)
-    loss, g = _run_policy(logits, target)
-    shifted_loss, shifted = _run_policy(logits + shift, target)
-    torch.testing.assert_close(loss, shifted_loss, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(g, shifted, rtol=1e-9, atol=1e-11)
-
-
-@settings(deadline=None, max_examples=40)
-@given(sizes, seeds)
-def test_permutation_equivariance(width, seed):
-    logits, target = _policy(width, seed)
-    order = torch.randperm(width, generator=torch.Generator().manual_seed(seed))
-    loss, g = _run_policy(logits, target)
-    permuted_loss, permuted = _run_policy(logits[:, order], target[:, order])
-    torch.testing.assert_close(loss, permuted_loss)
-    torch.testing.assert_close(g[:, order], permuted)
-
-
-@settings(deadline=None, max_examples=40)
-@given(sizes, seeds, st.floats(0, 100))
-def test_linearity_in_the_weights(width, seed, weight):
-    logits, target = _policy(width, seed)
-    loss, g = _run_policy(logits, target)
-    for options in (
-        {"weight": weight},
-        {"step_weights": [weight]},
-        {"importance_weights": torch.full((4,), weight, dtype=torch.float64)},
-    ):
-        scaled_loss, scaled = _run_policy(logits, target, **options)
-        torch.testing.assert_close(scaled_loss, weight * loss)
-        torch.testing.assert_close(scaled, weight * g)
-    same_loss, scaled = _run_policy(logits, target, step_gradient_scale=[weight])
-    assert torch.equal(same_loss, loss)
-    torch.testing.assert_close(scaled, weight * g)
-
-
-@settings(deadline=None, max_examples=40)
-@given(seeds)
-def test_masked_entries_equal_absent_ones(seed):
-    predictions, targets = arguments(batch=4, seed=seed, heads=ALL_HEADS)
-    mask = torch.ones(4, 4, dtype=torch.bool)
-    mask[3] = False
-    masked = gs.multi_step_loss(ALL_HEADS, predictions, targets, mask=mask, reduction="sum")
-    absent = gs.multi_step_loss(
-        ALL_HEADS,
-        {name: [p[:3] for p in entries] for name, entries in predictions.items()},
-        {name: [t[:3] for t in entries] for name, entries in targets.items()},
-        reduction="sum",
-    )
-    compare_loss = torch.testing.assert_close
-    compare_loss(masked.loss, absent.loss)
-    for a, b in zip(gradients(masked, predictions), gradients(absent, predictions), strict=True):
-        compare_loss(a, b)
 
 
 # ---- Found by others ------------------------------------------------------------------------------------------------
@@ -1017,25 +534,6 @@ def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads():
     for a, b, c in zip(first, second, one, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
-
-
-@pytest.mark.any_version
-@pytest.mark.cpu_kernels
-@pytest.mark.parametrize(
-    "capability", ["default", *(pytest.param(name, marks=pytest.mark.slow) for name in ("avx2", "avx512"))]
-)
-def test_every_instruction_set_agrees(capability, tmp_path):
-    """The variant is chosen at program start; all variants agree up to rounding."""
-    path = tmp_path / "digest.pt"
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
-    subprocess.run([sys.executable, Path(__file__).with_name("digests.py"), path], check=True, env=environment)
-    name, losses, gradients_of_operators = torch.load(path)
-    if capability == "default":
-        assert name in ("DEFAULT", "NO AVX")
-    for a, b in zip(losses, digest_of_losses(), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6 * float(b.abs().max()))
-    for a, b in zip(gradients_of_operators, digest_of_operators(), strict=True):
-        torch.testing.assert_close(a, b, rtol=2 * torch.finfo(a.dtype).eps, atol=0)
 
 
 def _peak_extra_bytes(function):
@@ -1331,16 +829,6 @@ def test_a_saved_gradient_takes_its_own_size():
         assert g.untyped_storage().nbytes() == g.nbytes
 
 
-def test_heads_in_any_mapping():
-    from collections import OrderedDict
-    from types import MappingProxyType
-
-    predictions, targets = arguments()
-    expected = gs.multi_step_loss(HEADS, predictions, targets).loss
-    out = gs.multi_step_loss(MappingProxyType(HEADS), OrderedDict(predictions), MappingProxyType(targets))
-    assert torch.equal(out.loss, expected)
-
-
 class Walking(Mapping):
     """A mapping with `keys()` and `items()`; iteration runs over the batch, as with a TensorDict."""
 
@@ -1385,16 +873,7 @@ def test_priorities():
     expected = torch.tensor([[1.0, 5.0], [0.0, -2.0]])
     targets = torch.tensor([[3.0, 5.0], [0.5, 2.0]])
     torch.testing.assert_close(gs.priorities(expected, targets, eps=0.0), torch.tensor([2.0, 0.5]))
-    torch.testing.assert_close(gs.priorities(expected, targets, steps="mean", eps=0.0), torch.tensor([1.0, 2.25]))
-    torch.testing.assert_close(gs.priorities(expected, targets, steps="max", eps=0.0), torch.tensor([2.0, 4.0]))
     torch.testing.assert_close(gs.priorities(expected, targets, steps="all", eps=0.0), (expected - targets).abs())
-    torch.testing.assert_close(gs.priorities(expected, targets, alpha=0.5, eps=2.0), torch.tensor([2.0, 2.5**0.5]))
-    listed = gs.priorities(list(expected.T), list(targets.T), eps=0.0)
-    torch.testing.assert_close(listed, torch.tensor([2.0, 0.5]))
-    for steps in ("first", "mean", "max"):
-        wanted = gs.priorities(expected, targets, steps=steps)
-        assert torch.equal(gs.priorities(expected.T, targets.T, steps=steps, batch_first=False), wanted)
-        assert torch.equal(gs.priorities(list(expected.T), targets.T, steps=steps, batch_first=False), wanted)
     of_all = gs.priorities(expected.T, targets.T, steps="all", batch_first=False)
     assert torch.equal(of_all, gs.priorities(expected, targets, steps="all").T)
     with pytest.raises(ValueError, match=r"\[T, B\], T at least 1"):
@@ -1427,19 +906,8 @@ def test_retained_gradients_are_not_handed_out():
         g.mul_(10)
     for g, c in zip(torch.autograd.grad(out.loss, leaves(predictions)), copies, strict=True):
         assert torch.equal(g, c)
-
-
-def test_loss_scaling_keeps_small_half_gradients():
-    logits = (torch.randn(256, 601, generator=torch.Generator().manual_seed(0)) * 2).half()
-    target = torch.linspace(-20, 20, 256)
-    results = []
-    for function, x in ((gs.multi_step_loss, logits.clone()), (gs.reference.multi_step_loss, logits.double())):
-        x.requires_grad_()
-        loss = function({"v": gs.TwoHot(gs.Support.muzero())}, {"v": [x]}, {"v": [target]}).loss
-        (loss * 65536).backward()
-        results.append(x.grad.double())
-    assert (results[0] == 0).sum() == 0
-    torch.testing.assert_close(results[0], results[1], rtol=2e-3, atol=1e-5 * float(results[1].abs().max()))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out.loss, leaves(predictions))
 
 
 def test_infinite_grad_output_leaves_masked_entries_alone():
@@ -1451,14 +919,6 @@ def test_infinite_grad_output_leaves_masked_entries_alone():
         assert (g[1] == 0).all()
 
 
-def test_second_derivative_after_changed_targets_raises():
-    predictions, targets = arguments()
-    out = gs.multi_step_loss(HEADS, predictions, targets)
-    targets["policy"][0].zero_()
-    with pytest.raises(RuntimeError, match="in-place"):
-        torch.autograd.grad(out.loss, leaves(predictions), create_graph=True)
-
-
 def test_changed_heads_take_effect():
     module = gs.MultiStepLoss(**HEADS)
     predictions, targets = arguments()
@@ -1466,23 +926,6 @@ def test_changed_heads_take_effect():
     module.heads["policy"] = gs.SoftCrossEntropy(weight=9.0)
     expected = gs.reference.multi_step_loss(module.heads, predictions, targets).loss
     torch.testing.assert_close(module(predictions, targets).loss, expected)
-
-
-# ---- Found by the fuzzer --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shift", [0.0, 300.0, -3000.0, 1e4])
-def test_the_gradient_of_the_entropy_bonus_does_not_depend_on_a_shift(shift):
-    head = {"policy": gs.SoftCrossEntropy(entropy_weight=0.3)}
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(64, 1, 4, generator=generator) * 3 + shift
-    target = {"policy": torch.rand(64, 1, 4, generator=generator)}
-    gradients = []
-    for dtype in (torch.float32, torch.float64):
-        x = logits.to(dtype, copy=True).requires_grad_()  # same rounding of the shift in both
-        gs.multi_step_loss(head, {"policy": x}, target, reduction="sum").loss.backward()
-        gradients.append(x.grad.double())
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=5e-7)
 
 
 def test_weights_that_change_their_list_while_they_are_read():
@@ -1509,8 +952,6 @@ def test_the_fused_path_on_demand(fused_only):
     for call in (gs.MultiStepLoss(**HEADS), functools.partial(gs.multi_step_loss, HEADS)):
         expected = fused_only(HEADS, predictions, targets)
         compare(call(predictions, targets, impl="fused"), expected, predictions)
-    compiled = torch.compile(gs.MultiStepLoss(**HEADS), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(predictions, targets, impl="fused").loss, expected.loss)
 
 
 def test_the_reference_on_demand(monkeypatch):

@@ -1,4 +1,4 @@
-"""The gradient-flow operators of the reference, against the compiled ones and against formulas."""
+"""Derivatives and special values of the reference's operators; fuzz/test_flow.py checks their gradients."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ TENSOR = torch.tensor([0.5, -2.0, 0.0], dtype=torch.float64)
 LIMITS = torch.tensor([[0.3], [4.0]], dtype=torch.float64)[:, 0]
 CALLS = {
     "scale": ("scale_gradient", (0.5,), {}),
-    "scale by 0.1": ("scale_gradient", (0.1,), {}),
-    "scale by little": ("scale_gradient", (1e-50,), {}),
     "scale of 0": ("scale_gradient", (0.0,), {}),
     "scale by a tensor": ("scale_gradient", (TENSOR,), {}),
     "reverse": ("reverse_gradient", (), {}),
@@ -24,9 +22,6 @@ CALLS = {
     "clip norms": ("clip_gradient_norm", (LIMITS,), {"batch_dims": 1}),
     "clip norm 1": ("clip_gradient_norm", (1.0,), {"norm_type": 1}),
     "clip norm inf": ("clip_gradient_norm", (0.25,), {"norm_type": math.inf, "batch_dims": 1}),
-    "clip to 0.1": ("clip_gradient_norm", (0.1,), {}),
-    "clip to little": ("clip_gradient_norm", (1e-50,), {}),
-    "clip value at 0.1": ("clip_gradient_value", (-0.1, 0.1), {}),
     "clip to nothing": ("clip_gradient_norm", (0.0,), {}),
     "clip not": ("clip_gradient_norm", (math.inf,), {}),
     "normalize": ("normalize_gradient", (3.0,), {"batch_dims": 1}),
@@ -42,32 +37,6 @@ G = torch.tensor([[1.5, -0.25, 0.125], [0.0, -3.0, 2.0]], dtype=torch.float64)
 def called(module, name, x):
     operator, arguments, options = CALLS[name]
     return getattr(module, operator)(x, *arguments, **options)
-
-
-def gradient(module, name, gradient=G, x=X):
-    x = x.clone().requires_grad_()
-    y = called(module, name, x)
-    torch.testing.assert_close(y.detach(), x.detach(), rtol=0, atol=0, equal_nan=True)
-    return torch.autograd.grad(y, x, gradient)[0]
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128])
-def test_gradients_equal_the_gradients_of_the_operators(name, dtype):
-    if dtype.is_complex and "value" in name:
-        pytest.skip("complex numbers have no order")
-    x, g = X.to(dtype), G.to(dtype)
-    if dtype.is_complex:
-        g = g * (1 + 2j)
-    torch.testing.assert_close(gradient(reference, name, g, x), gradient(gs, name, g, x))
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("value", [0.0, math.inf, math.nan, 1e200, 5e-324])
-def test_gradients_of_every_size(name, value):
-    g = G.clone()
-    g[0] = value * g[0].sign()
-    torch.testing.assert_close(gradient(reference, name, g), gradient(gs, name, g), equal_nan=True)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -95,8 +64,7 @@ def test_transforms(name):
     torch.testing.assert_close(*mapped)
 
 
-@pytest.mark.parametrize("name", LINEAR)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in LINEAR), ("scale by a tensor", True)])
 def test_tangents_and_compiled_transforms_of_linear_operators(name, compiled):
     def compile(function):
         return torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function

@@ -75,15 +75,13 @@ def window_data():
     return data
 
 
-def windows_by_definition(data, n, to_play=None, horizon=0, root_reward=None, begins=(0,) * 9, **mistake):
+def windows_by_definition(data, n, to_play=None, horizon=0, root_reward=None):
     rows = []
     for b in range(9):
         r, nu, length, is_over = (data[name][b].numpy() for name in ("rewards", "root_values", "lengths", "terminated"))
         own = None if to_play is None else to_play[b].numpy()
         root = None if root_reward is None else root_reward[b].item()
-        rows.append(
-            muzero_row(r, nu, int(length), bool(is_over), 5, n, 0.9, own, horizon, root, begin=begins[b], **mistake)
-        )
+        rows.append(muzero_row(r, nu, int(length), bool(is_over), 5, n, 0.9, own, horizon, root))
     return tuple(torch.from_numpy(np.stack(field)) for field in zip(*rows, strict=True))
 
 
@@ -470,146 +468,6 @@ def test_no_value_is_read_by_the_host():
 # ---- Episodes -------------------------------------------------------------------------------------------------------
 
 
-def joined_and_split(function, count, module=gs):
-    """Results of random trajectories, and of a call in which each episode is a padded row."""
-    data = random_data(7, count, 12)
-    joined = call(function, data, module)
-    terminated, truncated, mask = (data[name] for name in FLAGS)
-    rows, begins, ends = [], [], []
-    is_end = torch.ones_like(mask)
-    is_end[:, :-1] = (terminated | truncated)[:, :-1] | ~mask[:, 1:]
-    is_begin = torch.ones_like(mask)
-    is_begin[:, 1:] = is_end[:, :-1] | ~mask[:, :-1]
-    rows, begins = (mask & is_begin).nonzero(as_tuple=True)
-    ends = (mask & is_end).nonzero(as_tuple=True)[1] + 1
-    steps = torch.arange(12)
-    index = (begins[:, None] + steps).clamp(max=11)
-    inside = steps < (ends - begins)[:, None]
-    split = {
-        name: torch.where(inside, value[rows[:, None], index], torch.nan if value.is_floating_point() else True)
-        for name, value in data.items()
-    }
-    split["mask"] = inside
-    results = call(function, split, module)
-    expected = [torch.zeros_like(result) for result in joined]
-    for out, result in zip(expected, results, strict=True):
-        out[rows[:, None].expand_as(index)[inside], index[inside]] = result[inside]
-    return joined, tuple(expected)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.any_version
-def test_joined_equals_split(function):
-    assert_same(*joined_and_split(function, 10_000), rtol=1e-12, atol=1e-12)
-
-
-def mistakes(function):
-    """The reference with mistakes of other projects, as functions of the arguments of `call`."""
-
-    def with_change(**changes):
-        """`changes` compute arguments from the data."""
-        return lambda data: call(
-            function, data | {name: change(data) for name, change in changes.items()}, gs.reference
-        )
-
-    def never(data):
-        return torch.zeros_like(data["mask"])
-
-    def either(data):
-        return data["terminated"] | data["truncated"]
-
-    def later(name):
-        return lambda data: torch.nn.functional.pad(data[name], (1, 0))[:, :-1]
-
-    def bootstrap_twice(data):
-        """simonsays1980/rl-triton#4: the recurrence begins with V(s'_T), which the last step already includes."""
-        twice = data["discount"] * data["lambda_"] * data["next_values"] * ~data["terminated"]
-        return torch.cat([data["rewards"][:, :-1], (data["rewards"] + twice)[:, -1:]], 1)
-
-    def off_by_one(data):
-        """A mistake that only affects long rows, as in PufferAI/PufferLib#462: every 16th step reads its neighbour."""
-        border = torch.arange(data["mask"].shape[1]) % 16 == 15
-        border[-1] = False
-
-        return torch.where(border, data["next_values"].roll(-1, 1), data["next_values"])
-
-    def vtrace_over_truncations(data):
-        """pytorch/rl#4209: the advantage bootstraps from the target of the next episode."""
-        targets, advantages = call(function, data, gs.reference)
-        u = torch.where(data["truncated"], targets.roll(-1, 1) - data["next_values"], 0)
-        return targets, advantages + data["ratios"].clamp(max=1) * data["discount"] * u
-
-    def divided(data):
-        """Cumulative sums of discounted rewards, divided by powers of the discount."""
-        ones, zeros = torch.ones_like(data["rewards"]), torch.zeros_like(data["rewards"])
-        (m,) = call(function, data | {"rewards": ones, "next_values": zeros, "discount": ones}, gs.reference)
-        powers = torch.nn.functional.pad(data["discount"].cumprod(1), (1, 0), value=1.0)
-        sums = torch.nn.functional.pad((powers[:, :-1] * data["rewards"]).cumsum(1), (1, 0))
-        last = torch.arange(m.shape[1]) + m.long()
-        ends = torch.where(data["terminated"], 0, data["next_values"]).gather(1, (last - 1).clamp(min=0))
-        result = (sums.gather(1, last) - sums[:, :-1] + powers.gather(1, last) * ends) / powers[:, :-1]
-        return (torch.where(data["mask"], result, 0),)
-
-    return {
-        "truncation as termination": with_change(terminated=either),
-        "truncation ignored": with_change(truncated=never),
-        "termination as truncation": with_change(terminated=never, truncated=either),
-        "flags one later": with_change(terminated=later("terminated"), truncated=later("truncated")),
-        "rewards one later": with_change(rewards=later("rewards")),
-        "next value of the reset state": with_change(
-            next_values=lambda data: torch.cat([data["values"][:, 1:], data["next_values"][:, -1:]], 1)
-        ),
-        "padding read": with_change(mask=lambda data: ~never(data)),
-        "bootstrap twice": with_change(rewards=bootstrap_twice),
-        "off by one in long rows": with_change(next_values=off_by_one),
-        "view read as contiguous": with_change(rewards=lambda data: data["rewards"].T.reshape(data["rewards"].shape)),
-        **({"advantage over truncations": vtrace_over_truncations} if function == "vtrace" else {}),
-        **({"divided by powers": divided} if function == "n_step_returns" else {}),
-    }
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.any_version
-def test_mistakes_of_peers_are_caught(function):
-    data = random_data(8, 30, 40)
-    data["discount"][15:] *= 1e-9
-    expected = tuple(by_definition(data, entry) for entry in DEFINITIONS[function])
-    tolerance = {"rtol": 1e-11, "atol": 1e-11}
-    assert_same(call(function, data), expected, **tolerance)
-    for name, mistaken in mistakes(function).items():
-        with pytest.raises(AssertionError):
-            assert_same(mistaken(data), expected, **tolerance)
-        if name in ("off by one in long rows", "divided by powers"):  # short rows do not reveal these mistakes
-            short = {argument: value[:15, :16] for argument, value in data.items()}
-            assert_same(mistaken(short), call(function, short), **tolerance)
-
-
-@pytest.mark.any_version
-def test_mistakes_of_peers_in_muzero_targets_are_caught():
-    data = window_data()
-    for right, mistake in (
-        ({"to_play": data["to_play"]}, {"mover": lambda j, i: i + 1}),  # werner-duvaud/muzero-general#108
-        ({"to_play": data["to_play"]}, {"mover": lambda j, i: i - j}),  # LightZero: right if j is even
-        ({"horizon": 4}, {"begins": [6 * b % 4 for b in range(9)]}),  # the count continues over the K + 1 steps of rows
-    ):
-        expected = windows_by_definition(data, 3, **right)
-        mistaken = windows_by_definition(data, 3, **right, **mistake)
-        with pytest.raises(AssertionError):
-            assert_same(mistaken, expected)
-        if "begins" not in mistake and mistake["mover"](1, 1) == 0:
-            torch.testing.assert_close(mistaken[0][:, ::2], expected[0][:, ::2])
-
-
-@pytest.mark.any_version
-def test_vtrace_and_retrace_pair_c_with_different_steps():
-    data = random_data(9, 8, 10)
-    turned = data | {"ratios": data["ratios"].roll(-1, 1)}
-    for function in ("vtrace", "retrace"):
-        expected = tuple(by_definition(data, entry) for entry in DEFINITIONS[function])
-        with pytest.raises(AssertionError):
-            assert_same(call(function, turned), expected)
-
-
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.any_version
 def test_against_rlax(function):
@@ -652,66 +510,32 @@ def test_against_torchrl():
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("steps", [6, 40, 300])
-@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(("steps", "batch_first"), [(6, True), (40, False), (300, True), (300, False)])
 @pytest.mark.any_version
 def test_nonfinite_values_as_in_the_reference(function, steps, batch_first):
-    for seed in range(3):
+    names = inputs_of(function)
+    for seed in range(2):
         data = random_data(seed, 20, steps, ends=0.1)
         g = torch.Generator().manual_seed(seed)
         for name in ("rewards", "values", "next_values", "discount", "lambda_", "ratios"):
-            where = torch.rand(20, steps, generator=g)
+            where, is_input = torch.rand(20, steps, generator=g), name in ("rewards", "values", "next_values")
+            # With coefficients that are not finite, gradients may be NaN or not.
+            data[name] = torch.where((where < 0.01) & (is_input or seed == 1), torch.nan, data[name])
             data[name] = torch.where(
-                where < 0.01,
-                torch.nan,
-                torch.where(where > 0.995, torch.inf if name not in ("discount", "lambda_") else 0.5, data[name]),
+                (where > 0.995) & (is_input or (seed == 1 and name == "ratios")), torch.inf, data[name]
             )
-            if name in ("discount", "lambda_", "ratios"):
-                data[name] = torch.where((where > 0.2) & (where < 0.3), 0, data[name])
-        names = inputs_of(function)
-        for one in (data, {name: value.T.contiguous() for name, value in data.items()} if not batch_first else data):
-            order = one is data
-            leaves = tuple(one[name].clone().requires_grad_() for name in names)
-            arguments = one | dict(zip(names, leaves, strict=True))
-            results = call(function, arguments, batch_first=order)
-            expected = call(function, arguments, gs.reference, batch_first=order)
-            assert_same(results, expected, equal_nan=True)
-            weights = [
-                torch.where(torch.rand(result.shape, generator=g) < 0.02, torch.nan, 1.0).double() for result in results
-            ]
+            data[name] = torch.where((where > 0.2) & (where < 0.3) & (not is_input), 0, data[name])
+        data = data if batch_first else {name: value.T.contiguous() for name, value in data.items()}
+        leaves = tuple(data[name].clone().requires_grad_() for name in names)
+        arguments = data | dict(zip(names, leaves, strict=True))
+        results = call(function, arguments, batch_first=batch_first)
+        expected = call(function, arguments, gs.reference, batch_first=batch_first)
+        assert_same(results, expected, equal_nan=True)
+        if seed == 0:
+            is_bad = [torch.rand(result.shape, generator=g) < 0.02 for result in results]
+            weights = [torch.where(bad, torch.nan, 1.0).double() for bad in is_bad]
             gradients = torch.autograd.grad(results, leaves, weights)
-            data_of = {name: value for name, value in one.items()}
-            finite = all(torch.isfinite(data_of[name]).all() for name in ("discount", "lambda_", "ratios"))
-            if finite:
-                assert_same(gradients, torch.autograd.grad(expected, leaves, weights), equal_nan=True)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.any_version
-def test_nan_stays_in_its_episode(function):
-    data = random_data(11, 6, 40, dtype=torch.float32)
-    names = inputs_of(function)
-    clean = tuple(data[name].clone().requires_grad_() for name in names)
-    t = 20
-    data["terminated"][:, t] = True
-    data["mask"][:, t : t + 2] = True
-    expected = call(function, data | dict(zip(names, clean, strict=True)))
-    weights = [torch.ones_like(result) for result in expected]
-    wanted = torch.autograd.grad(expected, clean, weights)
-    spoilt = {name: value.clone() for name, value in data.items()}
-    for name in ("rewards", "values", "next_values", "discount", "lambda_", "ratios"):
-        spoilt[name][:, t + 1 :] = torch.nan
-    spoilt["next_values"][:, t] = torch.nan
-    spoilt["lambda_"][:, t] = data["lambda_"][:, t] if function == "retrace" else torch.nan
-    leaves = tuple(spoilt[name].clone().requires_grad_() for name in names)
-    results = call(function, spoilt | dict(zip(names, leaves, strict=True)))
-    for result, own in zip(results, expected, strict=True):
-        torch.testing.assert_close(result[:, : t + 1], own[:, : t + 1])
-    gradients = torch.autograd.grad(
-        [result[:, : t + 1] for result in results], leaves, [weight[:, : t + 1] for weight in weights]
-    )
-    for gradient, own in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(gradient[:, : t + 1], own[:, : t + 1])
+            assert_same(gradients, torch.autograd.grad(expected, leaves, weights), equal_nan=True)
 
 
 @pytest.mark.parametrize("module", [gs, gs.reference])
@@ -765,7 +589,7 @@ def assert_unreached(function, data, spoilt, kept, inputs_before, batch_first):
         assert (gradient[:, kept:] == 0).all()
 
 
-COEFFICIENTS = [(function, name) for function in FUNCTIONS for name in ("discount", *FUNCTIONS[function][0])]
+COEFFICIENTS = [(f, name) for f in FUNCTIONS for name in ("discount", "terminated", *FUNCTIONS[f][0])]
 
 
 @pytest.mark.parametrize(("function", "name"), COEFFICIENTS)
@@ -773,14 +597,17 @@ COEFFICIENTS = [(function, name) for function in FUNCTIONS for name in ("discoun
 @pytest.mark.parametrize("steps", [9, 40])
 @pytest.mark.any_version
 def test_a_coefficient_of_zero_selects(function, name, batch_first, steps):
-    """All entries behind a coefficient of exactly 0 are NaN: no result before it, and no gradient, is."""
+    """All entries behind a coefficient of exactly 0, or a termination, are NaN: no result before it, and no gradient,
+    is."""
     data, t = random_data(21, 3, steps, ends=0, padding=0), 5
-    place = t + (function == "retrace" and name != "discount")  # Retrace uses c of the next step
-    data[name][:, place] = 0
+    place = t + (function == "retrace" and name in ("lambda_", "ratios"))  # Retrace uses c of the next step
+    data[name][:, place] = name == "terminated"
     spoilt = {key: value.clone() for key, value in data.items() if value.is_floating_point()}
     for key, value in spoilt.items():
         value[:, t + 1 + (key == name and place > t) :] = torch.nan
-    before = {"discount": ("next_values",), "ratios": ("rewards", "next_values")}.get(name, ())
+    before = {"discount": ("next_values",), "terminated": ("next_values",), "ratios": ("rewards", "next_values")}.get(
+        name, ()
+    )
     before = before if place == t else ()
     for key in before:
         spoilt[key][:, t] = torch.nan
@@ -824,7 +651,7 @@ def test_masked_entries_are_not_read(function, steps):
 
 # ---- Long rows ------------------------------------------------------------------------------------------------------
 
-LONG = [(1, 1024, True), (2, 1025, False), (3, 1279, True)]
+LONG = [(1, 1024, True), (3, 1279, False)]
 
 
 def spoilt(data, seed):

@@ -1,4 +1,4 @@
-"""Supports: encoding, decoding, and values out of range."""
+"""Supports. fuzz/test_tensors.py checks encoding and decoding against formulas."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from contexts import BACKEND
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import gradscale_ext as gs
 
@@ -48,36 +45,6 @@ def test_kernels_decode_and_encode_in_inference_mode(monkeypatch):
     assert found[0].is_inference()
 
 
-@pytest.mark.parametrize("support", SUPPORTS)
-def test_two_hot_is_a_distribution_that_decodes_to_its_scalar(support):
-    limits = support.centers()[[0, -1]].double()
-    inverse = {"signed_hyperbolic": gs.signed_parabolic, "symlog": gs.symexp, "identity": lambda y: y}
-    low, high = inverse[support.transform](limits).tolist()
-    x = torch.linspace(low, high, 501, dtype=torch.float64)
-    p = support.two_hot(x)
-    assert p.shape == (501, support.num_bins)
-    torch.testing.assert_close(p.sum(-1), torch.ones_like(x))
-    assert ((p > 0).sum(-1) <= 2).all()
-    torch.testing.assert_close(support.decode(p.log()), x, rtol=1e-9, atol=1e-9)
-
-
-def test_out_of_range_and_not_a_number():
-    support = gs.Support(-2, 2, 5)
-    p = support.two_hot(torch.tensor([1e30, -1e30, INF, -INF, NAN, 0.0]))
-    for row, end in zip(p, [4, 0, 4, 0], strict=False):
-        assert row[end] == 1
-        assert row.sum() == 1
-    assert p[4].isnan().all()
-    assert p[5].tolist() == [0, 0, 1, 0, 0]
-    # The kernel puts the targets of a loss on the same bins.
-    logits = torch.randn(6, 5, dtype=torch.float64)
-    target = torch.tensor([1e300, -1e300, INF, -INF, NAN, 0.0], dtype=torch.float64)
-    out = gs.multi_step_loss({"v": gs.TwoHot(support)}, {"v": [logits]}, {"v": [target]})
-    log_p = logits.log_softmax(-1)
-    expected = torch.stack([-log_p[0, 4], -log_p[1, 0], -log_p[2, 4], -log_p[3, 0], log_p[4, 0] * NAN, -log_p[5, 2]])
-    torch.testing.assert_close(out.per_sample, expected, equal_nan=True)
-
-
 @pytest.mark.parametrize("num_bins", [2, 3, 21, 101, 255, 601])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("logit", [0.0, 3.25, -7.0])
@@ -89,19 +56,6 @@ def test_uniform_logits_decode_to_exactly_zero(num_bins, dtype, logit, space):
         support.decode(logits), torch.zeros(3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     )
     assert torch.equal(support.decode(logits.requires_grad_()).detach().double(), torch.zeros(3, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("support", SUPPORTS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (2, 3), (4096,)])
-def test_decode(support, dtype, shape):
-    logits = torch.randn(*shape, support.num_bins, dtype=torch.float64).mul(2).to(dtype)
-    value = support.decode(logits)
-    exact = gs.reference.decode(logits.double(), support)
-    assert value.shape == shape
-    assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    tolerance = 1e-10 if dtype == torch.float64 else 2e-4
-    torch.testing.assert_close(value.double(), exact, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("space", ["transformed", "raw"])
@@ -117,30 +71,6 @@ def test_decode_of_other_layouts_and_contexts(space):
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(support.decode, backend="aot_eager", fullgraph=True)(logits.T), expected)
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("support", SUPPORTS)
-def test_derivatives_of_decode(support):
-    logits = torch.randn(3, support.num_bins, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(support.decode, logits, fast_mode=True)
-    assert torch.autograd.gradgradcheck(support.decode, logits, fast_mode=True)
-    (ours,) = torch.autograd.grad(support.decode(logits).sum(), logits)
-    (theirs,) = torch.autograd.grad(gs.reference.decode(logits, support).sum(), logits)
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * float(theirs.abs().max()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gradient_of_decode_in_other_dtypes(dtype):
-    support = gs.Support.muzero()
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, 601, generator=generator).to(dtype).requires_grad_()
-    grad_output = torch.randn(5, generator=generator)
-    (ours,) = torch.autograd.grad(support.decode(logits), logits, grad_output)
-    exact = logits.detach().double().requires_grad_()
-    (truth,) = torch.autograd.grad(gs.reference.decode(exact, support), exact, grad_output.double())
-    unit = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
-    assert ours.dtype == dtype
-    torch.testing.assert_close(ours.double(), truth, rtol=unit * 1.01, atol=3e-6 * float(truth.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -162,6 +92,7 @@ def test_gradient_of_decode_in_other_contexts():
     logits = torch.randn(4, 11, dtype=torch.float64)
     expected = torch.func.jacrev(lambda x: gs.reference.decode(x, support).sum())(logits)
     loss_of = lambda x: support.decode(x).sum()
+    assert torch.autograd.gradgradcheck(support.decode, logits.clone().requires_grad_(), fast_mode=True)
     leaf = logits.clone().requires_grad_()
     loss_of(leaf).backward()
     torch.testing.assert_close(leaf.grad, expected)
@@ -170,7 +101,7 @@ def test_gradient_of_decode_in_other_contexts():
     torch.testing.assert_close(batched[1], expected)
     torch._dynamo.reset()
     compiled = logits.clone().requires_grad_()
-    torch.compile(loss_of, fullgraph=True, backend=BACKEND)(compiled).backward()
+    torch.compile(loss_of, fullgraph=True, backend="aot_eager")(compiled).backward()
     torch.testing.assert_close(compiled.grad, expected)
     torch._dynamo.reset()
     value = support.decode(leaf)
@@ -207,15 +138,6 @@ def test_hl_gauss_is_the_mass_of_a_normal(support, sigma_ratio):
     assert support.hl_gauss(torch.tensor([INF, -INF, 1e30]), sigma_ratio).isfinite().all()
 
 
-def test_raw_space_interpolates_between_the_raw_centres():
-    support = gs.Support(-2, 2, 5, "symlog", space="raw")
-    centers = gs.symexp(support.centers().double())
-    x = 0.25 * centers[3] + 0.75 * centers[4]
-    torch.testing.assert_close(support.two_hot(x), torch.tensor([0, 0, 0, 0.25, 0.75], dtype=torch.float64))
-    logits = torch.tensor([0.1, 0.2, 0.3, 0.25, 0.15], dtype=torch.float64).log()
-    torch.testing.assert_close(support.decode(logits), (logits.exp() * centers).sum())
-
-
 def test_presets():
     assert gs.Support.dreamer_v3() == gs.Support(-20, 20, 255, "symlog", space="raw")
     assert gs.Support.tdmpc2() == gs.Support(-10, 10, 101, "symlog")
@@ -223,15 +145,6 @@ def test_presets():
     for limit in (2.5, 0, -3, INF, "a"):
         with pytest.raises(ValueError, match="limit must be an integer"):
             gs.Support.muzero(limit)
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(2, 700), st.integers(0, 2**31 - 1))
-def test_decode_is_within_the_support(num_bins, seed):
-    support = gs.Support(-4, 9, num_bins, "identity")
-    logits = torch.randn(3, num_bins, generator=torch.Generator().manual_seed(seed)) * 20
-    value = support.decode(logits)
-    assert ((value >= -4 - 1e-5) & (value <= 9 + 1e-5)).all()
 
 
 def test_plain_data():

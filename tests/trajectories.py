@@ -67,14 +67,11 @@ DEFINITIONS = {
 }
 
 
-def muzero_row(
-    r, nu, length, is_over, steps, n, gamma, to_play=None, horizon=0, root_reward=None, mover=lambda j, i: i, begin=0
-):
-    """Results of one row by definition. Tests inject mistakes: `mover` returns the position whose player is compared
-    with the player of j, and `begin` is an offset in the count of a value prefix's steps."""
+def muzero_row(r, nu, length, is_over, steps, n, gamma, to_play=None, horizon=0, root_reward=None):
+    """Results of one row by definition."""
 
     def sign(j, i):
-        return 1.0 if to_play is None or to_play[j] == to_play[min(mover(j, i), len(r))] else -1.0
+        return 1.0 if to_play is None or to_play[j] == to_play[min(i, len(r))] else -1.0
 
     values = np.zeros(steps + 1)
     for j in range(min(steps, length) + 1):
@@ -84,7 +81,7 @@ def muzero_row(
     received = np.array([r[k - 1] if k - 1 < length else 0.0 for k in range(1, steps + 1)])
     rewards = received.copy()
     for k in range(1, steps + 1 if horizon else 0):
-        rewards[k - 1] = received[max(0, k - 1 - (k - 1 + begin) % horizon) : k].sum()
+        rewards[k - 1] = received[k - 1 - (k - 1) % horizon : k].sum()
     if root_reward is not None:
         rewards = np.append(root_reward, rewards)
     known = np.array([j <= length or is_over for j in range(steps + 1)])

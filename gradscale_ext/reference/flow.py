@@ -5,6 +5,7 @@ The functions have the arguments of the public operators, for one tensor `x`; nu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +94,7 @@ def _direction(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradient over its norms, the norms, and the limits, in shapes that broadcast to the gradient's."""
     wide = _wide(gradient)
-    flat = wide.abs().reshape(*wide.shape[:batch_dims], -1)
+    flat = wide.abs().reshape(*wide.shape[:batch_dims], math.prod(wide.shape[batch_dims:]))
     shape = (*flat.shape[:-1], *[1] * (gradient.dim() - batch_dims))
     limit = limit.to(flat).expand(flat.shape[:-1]).reshape(shape)
     if flat.numel() == 0:

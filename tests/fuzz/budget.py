@@ -77,7 +77,7 @@ def fuzz(cases: st.SearchStrategy[Any], examples: int) -> Callable[[Callable[[An
                 failed = True
                 raise
 
-        return pytest.mark.untraced(run)
+        return run
 
     return decorate
 

@@ -372,7 +372,8 @@ def categorical_kl_loss(head: Any, x: Array, target: Array) -> Rows:
     gradient, entering = (np.where(free[:, None, None], 0, (1 - unimix) * a) for a in (gradient, entering))
     near = np.abs(loss - head.free_nats) < 1e-5 * terms.sum((-2, -1))  # where there are two derivatives
     entering = np.where(near[:, None, None], np.inf, entering)
-    return np.where(free, head.free_nats, loss), terms.sum((-2, -1)) + head.free_nats, gradient, 2 * entering
+    # Exponentials below the smallest number are 0, also where a ratio or logarithm multiplies them.
+    return np.where(free, head.free_nats, loss), terms.sum((-2, -1)) + head.free_nats, gradient, 2 * entering + 1e-28
 
 
 def per_step_loss(head: Any, x: Array, target: None) -> Rows:
@@ -410,6 +411,10 @@ class MultiStep:
     num_nonfinite: int
     gradients: dict[str, tuple[Array, Array]]
     """`[B, T_h, ...]`, for the given gradient of the loss."""
+    gradient_norms: dict[str, tuple[Array, Array]]
+    """For a gradient of 1."""
+    largest: dict[str, Array]
+    """Magnitudes of finite logits."""
     finite: dict[str, Array]
     """`[B, T_h]`: where the loss of an entry is finite, and its gradient is what the formula says."""
 
@@ -435,7 +440,7 @@ def multi_step(
     """
     batch, coarsest = len(importance_weights), max(eps.values())
     total, total_error = np.zeros(batch), np.zeros(batch)
-    result = MultiStep(None, None, {}, {}, {}, {}, {}, 0, {}, {})  # type: ignore[arg-type]
+    result = MultiStep(None, None, {}, {}, {}, {}, {}, 0, {}, {}, {}, {})  # type: ignore[arg-type]
     weighted: dict[str, tuple[Array, Array]] = {}
     derivatives: dict[str, tuple[Array, Array]] = {}
     for name, head in heads.items():
@@ -460,6 +465,9 @@ def multi_step(
         result.head_means[name] = np.array(losses.sum() / count), np.array(mean_error)
         entering = rounded * (rounding * (entering + np.abs(gradient)) + smallest)
         derivatives[name] = gradient.reshape(shape), entering.reshape(shape)
+        if type(head).__name__ in ("TwoHot", "HLGauss", "SoftCrossEntropy", "CategoricalKL"):
+            sizes = np.abs(x[name][kept])
+            result.largest[name] = sizes[np.isfinite(sizes)].max(initial=0)
         if type(head).__name__ in ("TwoHot", "HLGauss"):
             value, size = decoded(rows, head.support)
             error = rounded * (rounding * size + smallest)
@@ -481,11 +489,16 @@ def multi_step(
         loss, loss_error = loss + own, loss_error + own_error
         result.head_losses[name] = own.sum(), (own_error + summed * coarsest * np.abs(own)).sum()
         rest = head.weight * (step_weights * step_gradient_scale)[:, head.first_step :]
-        factor = chosen(kept & taken[:, None], (grad_output * importance_weights * share)[:, None] * rest)
-        gradient, entering = derivatives[name]
-        factor = factor.reshape(*factor.shape, *[1] * (gradient.ndim - 2))
-        gradient, entering = chosen(factor != 0, factor * gradient), chosen(factor != 0, np.abs(factor) * entering)
-        result.gradients[name] = gradient, entering + 8 * eps[name] * np.abs(gradient)
+        for of_loss in (np.ones(batch), grad_output):
+            factor = chosen(kept & taken[:, None], (of_loss * importance_weights * share)[:, None] * rest)
+            gradient, entering = derivatives[name]
+            factor = factor.reshape(*factor.shape, *[1] * (gradient.ndim - 2))
+            gradient, entering = chosen(factor != 0, factor * gradient), chosen(factor != 0, np.abs(factor) * entering)
+            entering = entering + 8 * eps[name] * np.abs(gradient)
+            if name not in result.gradient_norms:
+                norms = [np.sqrt((a**2).sum()) for a in (gradient, np.nan_to_num(entering, nan=np.inf, posinf=np.inf))]
+                result.gradient_norms[name] = norms[0], norms[1] + 8 * coarsest * norms[0]
+        result.gradients[name] = gradient, entering
     if reduction != "none":
         loss_error = (loss_error + summed * coarsest * np.abs(loss)).sum()
         loss = loss.sum()

@@ -121,7 +121,7 @@ class SupportCase(Described):
 
 support_cases = product(
     SupportCase,
-    seed=range(16),
+    seed=range(8),
     support=SUPPORTS * 2 + WIDE_SUPPORTS,
     dtype=REAL,
     method=("two_hot", "hl_gauss", "decode"),

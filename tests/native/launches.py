@@ -14,6 +14,10 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from test_cuda import converted, heads_of, inputs_of, leaves
+
 import gradscale_ext as gs
 from gradscale_ext import _kernels
 from gradscale_ext._native import _C
@@ -28,6 +32,14 @@ def policy_loss(batch: int, width: int, **options: str) -> Tensors:
     out = gs.multi_step_loss(heads, {"policy": predictions}, {"policy": targets}, **options)
     out.loss.backward(torch.tensor(2.0))
     return [out.loss, out.per_sample, *(step.grad for step in predictions)]
+
+
+def every_head(width: int, dtype: torch.dtype) -> Tensors:
+    # With an odd number of raw centres the workspace, which ends at a page, would not be aligned.
+    heads = {name: head for name, head in heads_of(width).items() if width % 2 == 0 or name != "raw"}
+    predictions, targets = converted(inputs_of(heads, width, batch=3, steps=2), torch.device("cpu"), dtype)
+    out = gs.multi_step_loss(heads, predictions, targets)
+    return [out.loss, *out.expected.values(), *torch.autograd.grad(out.loss, leaves(predictions))]
 
 
 def skipped_samples() -> Tensors:
@@ -74,6 +86,10 @@ def many_tensors() -> Tensors:
 
 
 CALLS = {
+    "every head, a warp": lambda: every_head(31, torch.float32),
+    "every head, half types": lambda: every_head(82, torch.bfloat16),
+    "every head, a block": lambda: every_head(1025, torch.float32),
+    "every head, float64": lambda: every_head(601, torch.float64),
     "rows of a block": lambda: policy_loss(3, 1301),
     "rows of a warp": lambda: policy_loss(40, 18),
     "sums of several blocks": lambda: policy_loss(600, 2),

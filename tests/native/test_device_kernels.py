@@ -1,7 +1,7 @@
-"""The CUDA kernels, whose PTX the simulated driver of tests/ptx runs: rows of every kind against fp64 truth in a C++
-program, and faults in calls of the package.
+"""The CUDA kernels, whose PTX the simulated driver of tests/ptx runs: calls of the package in guarded memory, and
+faults.
 
-`make simulated` runs the tests of the Python package through the same PTX.
+`make simulated` checks the results of the same kernels.
 """
 
 from __future__ import annotations
@@ -12,22 +12,17 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import launches
 import pytest
-from native import ROOT, compile_all, compile_with, default_compiler, one_process
+from native import ROOT, guards_in, one_process
 
 from gradscale_ext import _kernels
 
 pytestmark = one_process
 
-CPP = ROOT / "tests" / "cpp"
 SCRIPT = Path(__file__).with_name("launches.py")
-ROWS = [CPP / f"test_{name}.cpp" for name in ("kernels", "rows", "decode", "elements")]
-FLAGS = ["-std=c++17", "-fno-math-errno", "-Wno-unknown-pragmas", "-Werror=switch", "-O2", "-fno-strict-aliasing"]
-
 # Faults: a call of launches.py, a file of csrc, text in it, the faulty text, and the report.
 IN_SHARED = "data race in shared memory: "
 IN_GLOBAL = "data race in global memory: "
@@ -128,54 +123,12 @@ FAULTS = {
 }
 
 
-def launchers(csrc):
-    """The host code that starts kernels, which does not depend on PyTorch."""
-    return [csrc / "cuda" / "lanes_of_row.cpp", *sorted(csrc.rglob("launch_*.cpp"))]
-
-
-def run(program, *arguments, **variables):
-    return subprocess.run([str(program), *arguments], env={**os.environ, **variables}, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
 def driver():
     path = Path(sys.prefix) / "driver.so"
     if not path.exists() or not isinstance(_kernels.compiler(), _kernels.Nvrtc):
         pytest.skip("there is no NVRTC, or the simulated driver is not built (make native)")
     return path
-
-
-@pytest.fixture(scope="module")
-def rows(driver, tmp_path_factory):
-    """Builds the tests of rows and of decoding; returns the program, and a folder with the PTX of all its kernels."""
-    folder = tmp_path_factory.mktemp("rows")
-    csrc = ROOT / "csrc"
-    sources = [*ROWS, *sorted(CPP.glob("device/*.cpp")), *launchers(csrc)]
-    objects = [str(folder / f"{source.stem}.o") for source in sources]
-    compile_with_flags = [*default_compiler(), *FLAGS, "-I", str(CPP), "-I", str(csrc)]
-    compile_all([[*compile_with_flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)])
-    program = folder / "rows"
-    link = [*default_compiler(), "-pthread", *objects, str(driver), f"-Wl,-rpath,{driver.parent}"]
-    compile_with([*link, "-o", str(program)])
-    run(program, "device", "heap", KERNELS=str(folder))
-    kernels = [line.split("\t") for line in (folder / "wanted").read_text().splitlines()]
-    with ThreadPoolExecutor() as pool:
-        images = list(pool.map(lambda kernel: _kernels.image_of(*kernel, "compute_90")[0], kernels))
-    lines = []
-    for (_, name), image in zip(kernels, images, strict=True):
-        (folder / f"{len(lines)}.ptx").write_bytes(image.code.rstrip(b"\0"))
-        lines.append(f"{name}\t{image.entry}\t{len(lines)}.ptx\n")
-    (folder / "index").write_text("".join(lines))
-    return program, folder
-
-
-@pytest.mark.parametrize(("order", "place"), [("forward", "page"), ("reverse", "heap")])
-def test_rows_against_truth(rows, order, place):
-    """Every head, dtype and width; guard pages around the memory detect reads and writes out of bounds."""
-    program, folder = rows
-    done = run(program, "device", place, KERNELS=str(folder), PTX_ORDER=order)
-    assert done.returncode == 0, (done.stdout + done.stderr)[:8000]
-    assert re.search(r"(^|, )0 failed\n$", done.stdout), done.stdout
 
 
 # ---- Launches -------------------------------------------------------------------------------------------------------
@@ -192,8 +145,7 @@ def outcomes(driver, calls, **variables):
 
 def test_launches_in_exact_memory_give_the_same_bits_in_every_order(driver, tmp_path):
     """Each tensor's memory touches a page without access, at its end or at its begin."""
-    guards, source = tmp_path / "guards.so", SCRIPT.with_name("guarded_memory.cpp")
-    compile_with([*default_compiler(), "-O2", "-shared", "-fPIC", str(source), "-o", str(guards)])
+    guards = guards_in(tmp_path)
     calls = [(ROOT / "csrc", call) for call in launches.CALLS]
     found = [
         outcomes(driver, calls, LD_PRELOAD=str(guards), PTX_ORDER=order, PTX_SLICE=turn, GUARDED=side)
