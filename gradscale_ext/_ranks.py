@@ -58,7 +58,7 @@ def waiting(function: str) -> Iterator[None]:
         if not _says_no_answer(error):
             raise
         raise RuntimeError(
-            f"{function}: rank {torch.distributed.get_rank()} waited in vain for the other ranks of its process group: "
+            f"{function}: rank {torch.distributed.get_rank()} got no answer from the other ranks of its process group: "
             f"one of them raised, ended, or made no such call; the first error of all ranks is the cause ({error})"
         ) from error
 

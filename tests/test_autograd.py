@@ -40,8 +40,8 @@ def _loss(x):
     return gs.multi_step_loss({"p": POLICY}, {"p": list(x.unbind(1))}, {"p": _uniform(6, 2, 11)}).loss
 
 
-# Functions of one tensor [6, 2, 11] with a node of the package, among PyTorch nodes that save nothing; and the incoming
-# gradient of their result.
+# Functions of one tensor [6, 2, 11], each with the incoming gradient of its result. The graph has one node of the
+# package; its PyTorch nodes save nothing.
 NODES = {
     "loss": (_loss, torch.tensor(1.0)),
     "stacked loss": (_stacked_loss, torch.tensor(1.0)),
@@ -95,15 +95,15 @@ class Interrupted(Exception):
 
 
 class Once:
-    """A hook that modifies its argument and raises an error, the first time."""
+    """A hook whose first call raises an error, after setting its argument to zero if `overwrite`."""
 
-    def __init__(self, spoil=False):
-        self.left, self.spoil = 1, spoil
+    def __init__(self, overwrite=False):
+        self.left, self.overwrite = 1, overwrite
 
     def __call__(self, given, *_):
         if self.left:
             self.left -= 1
-            for gradient in (given if isinstance(given, tuple) else (given,)) if self.spoil else ():
+            for gradient in (given if isinstance(given, tuple) else (given,)) if self.overwrite else ():
                 if gradient is not None:
                     gradient.zero_()
             raise Interrupted
@@ -113,19 +113,19 @@ class Once:
 
 
 @nodes
-@pytest.mark.parametrize("spoil", [False, True], ids=["untouched", "written to"])
-@pytest.mark.parametrize("where", ["at the node", "behind it"])
-def test_a_failed_pass_can_be_repeated(name, where, spoil):
+@pytest.mark.parametrize("overwrite", [False, True], ids=["unchanged", "overwritten"])
+@pytest.mark.parametrize("where", ["at the node", "after it"])
+def test_a_failed_pass_can_be_repeated(name, where, overwrite):
     x = data()
     view = x.view_as(x)
     result = NODES[name][0](view)
     if where == "at the node":
-        package_nodes(result)[0].register_hook(Once(spoil))
+        package_nodes(result)[0].register_hook(Once(overwrite))
     else:
-        view.register_hook(Once(spoil))
+        view.register_hook(Once(overwrite))
     expected = gradient_of(name)
-    with pytest.raises(Interrupted):  # past the node only a retained graph can be run again, as in PyTorch
-        differentiate(name, result, x, retain_graph=where == "behind it")
+    with pytest.raises(Interrupted):  # once the node has run, only a retained graph can run again, as in PyTorch
+        differentiate(name, result, x, retain_graph=where == "after it")
     for retain_graph in (True, True, False):
         (gradient,) = differentiate(name, result, x, retain_graph=retain_graph)
         torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=0)
@@ -141,7 +141,7 @@ def test_a_rejected_pass_changes_nothing():
         half.add_(1)
     with pytest.raises(RuntimeError, match="modified by an in-place operation"):
         (loss * 2).backward()
-    loss.backward(retain_graph=True)  # the gradient for 1 was computed together with the loss
+    loss.backward(retain_graph=True)  # the gradient for grad_output 1 was computed with the loss
     loss.backward()
     assert torch.equal(x.grad, 2 * gradient_of("half loss"))
 
@@ -211,7 +211,7 @@ def test_a_detached_leaf_gets_its_gradient(name, create_graph):
     x = data()
     result = NODES[name][0](x)
     edge = torch.autograd.graph.get_gradient_edge(x)
-    if name == "loss" or "gradient" in name:  # with views of it, from which PyTorch cannot detach it
+    if name == "loss" or "gradient" in name:  # x has views, and PyTorch cannot detach it from them in place
         x.requires_grad_(False)
     else:
         x.detach_()

@@ -252,7 +252,7 @@ def clipping_under_fsdp(rank: int) -> None:
 
 
 def clipped_adaptively(weight: torch.Tensor, gradient: torch.Tensor, unit: str) -> torch.Tensor:
-    """The formula for whole tensors, with a ratio of 0.3 and weights of 0.5 at least."""
+    """The formula for unsharded tensors, with ``adaptive=0.3`` and ``eps=0.5``."""
     rows = (
         tensor.flatten(1) if unit == "row" and tensor.dim() > 1 else tensor.view(1, -1) for tensor in (weight, gradient)
     )
@@ -263,7 +263,7 @@ def clipped_adaptively(weight: torch.Tensor, gradient: torch.Tensor, unit: str) 
 
 @check
 def adaptive_clipping_of_parts_in_a_process_group(rank: int) -> None:
-    """Every rank has some rows of each gradient, or none; one rank has no gradient of its part, which is zero."""
+    """Every rank has some rows of each gradient, or none; one rank has no gradient, which counts as zero."""
     for unit in ("row", "tensor"):
         gradients = whole_gradients()
         weights = [gradient.cos() for gradient in gradients]
@@ -283,7 +283,7 @@ def adaptive_clipping_of_parts_in_a_process_group(rank: int) -> None:
 
 @check
 def adaptive_clipping_of_distributed_tensors(rank: int) -> None:
-    """Rows and tensors that are whole on a rank, and such as ranks have parts of; one all-reduce for each group."""
+    """Rows and tensors that are whole on one rank or split over ranks; one all-reduce for each group."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     meshes = {
@@ -355,11 +355,11 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def summed(process_group: Any) -> None:
+def reduce_losses(process_group: Any) -> None:
     gs.reduce_multi_step(torch.ones(2, 2), reduction="valid_mean", process_group=process_group)
 
 
-def clips(process_group: Any) -> None:
+def clip(process_group: Any) -> None:
     p = torch.nn.Parameter(torch.ones(2))
     p.grad = torch.full((2,), 5.0)
     try:
@@ -369,33 +369,33 @@ def clips(process_group: Any) -> None:
 
 
 GROUPED: dict[str, Callable[[Any], object]] = {
-    "multi_step_loss": summed,
-    "clip_gradients_": clips,
+    "multi_step_loss": reduce_losses,
+    "clip_gradients_": clip,
     "clip_gradient_norm": lambda group: gs.clip_gradient_norm(torch.ones(2), 1.0, process_group=group),
     "ClipGradientNorm": lambda group: gs.ClipGradientNorm(1.0, process_group=group),
 }
 
 
-@pytest.mark.parametrize("made_anew", [False, True])
+@pytest.mark.parametrize("name_is_reused", [False, True])
 @pytest.mark.parametrize("function", GROUPED)
-def test_the_error_names_a_destroyed_process_group(function: str, made_anew: bool, one_rank: None) -> None:
+def test_the_error_names_a_destroyed_process_group(function: str, name_is_reused: bool, one_rank: None) -> None:
     """Also if a later group has the same name."""
     group = dist.new_group([0])
     dist.destroy_process_group(group)
-    if made_anew:
+    if name_is_reused:
         name, later = group.group_name, dist.new_group([0])
         torch.distributed.distributed_c10d._unregister_process_group(later.group_name)
         torch.distributed.distributed_c10d._register_process_group(name, later)
     message = f"{function}: process_group must be in use, but the group '{group.group_name}' has been destroyed"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         GROUPED[function](group)
-    if made_anew:
+    if name_is_reused:
         dist.destroy_process_group(later)
 
 
-def test_a_group_for_another_device_is_named_by_pytorch(one_rank: None) -> None:
+def test_pytorch_reports_a_group_for_another_device(one_rank: None) -> None:
     group = dist.new_group([0], backend="cuda:gloo")
-    for function in (summed, clips):
+    for function in (reduce_losses, clip):
         with pytest.raises(RuntimeError, match=r"^No backend type associated with device type cpu"):
             function(group)
     dist.destroy_process_group(group)
@@ -421,7 +421,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
     ids=lambda error: str(error)[-40:],
 )
 def test_the_error_names_ranks_that_do_not_answer(error: RuntimeError, one_rank: None) -> None:
-    with pytest.raises(RuntimeError, match=r"^f: rank 0 waited in vain for the other ranks") as raised, waiting("f"):
+    with pytest.raises(RuntimeError, match=r"^f: rank 0 got no answer from the other ranks") as raised, waiting("f"):
         raise error
     assert str(error) in str(raised.value)
     assert raised.value.__cause__ is error
@@ -441,7 +441,7 @@ def test_the_error_names_ranks_that_do_not_answer(error: RuntimeError, one_rank:
     ],
     ids=lambda error: str(error)[:40],
 )
-def test_errors_that_are_not_about_other_ranks_pass(error: Exception) -> None:
+def test_errors_that_are_not_about_other_ranks_are_unchanged(error: Exception) -> None:
     with pytest.raises(type(error)) as raised, waiting("f"):
         raise error
     assert raised.value is error

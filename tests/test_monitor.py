@@ -1669,7 +1669,7 @@ def test_a_stray_bin_does_not_stretch_the_histograms():
         optimizer.step()
     axes = panel(watching.plot(), "gradient elements at step 0")
     assert axes.get_xlim() == (0.0, 1.0)
-    assert "0.1 % lie outside" in axes.get_xlabel()
+    assert "0.1 % are outside" in axes.get_xlabel()
 
 
 def test_a_norm_of_zero_and_a_missing_gradient_are_seen_in_the_heat_map():

@@ -429,7 +429,7 @@ def test_a_damaged_checkpoint_is_rejected(damage, message, tmp_path, monkeypatch
     path.write_bytes(content)
     line = error_line(monkeypatch, tmp_path)
     assert line.startswith(f"error: {path} {message}")
-    assert line.endswith(". Another --directory, or --fresh, starts anew.")
+    assert line.endswith(". Use another --directory, or --fresh to delete this run.")
     assert "\n" not in line
     assert [file.read_bytes() for file in path.parent.iterdir()] == [content]
 

@@ -451,7 +451,7 @@ def test_the_error_names_the_call_that_a_rank_missed(end: str, later: str, funct
     ranks[1].communicate(timeout=PATIENCE)
     _, errors = ranks[0].communicate(timeout=PATIENCE)
     assert ranks[0].returncode != 0
-    assert f"RuntimeError: {function}: rank 0 waited in vain for the other ranks" in errors
+    assert f"RuntimeError: {function}: rank 0 got no answer from the other ranks" in errors
 
 
 @pytest.mark.slow

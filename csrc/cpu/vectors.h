@@ -43,7 +43,7 @@ GRADSCALE_HOST_DEVICE To converted(From x) {
 }
 #endif
 
-// The bits of a vector, as another one.
+// Reinterprets the bits of a vector as another type.
 template <class To, class From>
 GRADSCALE_HOST_DEVICE To reinterpreted(From x) {
 #if defined(__GNUC__)
@@ -83,7 +83,7 @@ GRADSCALE_HOST_DEVICE V shuffled(V x, V y, std::index_sequence<index...> /*indic
 #endif
 }
 
-// A byte to each lane. Compilers do not make one instruction of this.
+// Loads one byte per lane and extends it with zeros: one instruction, which compilers do not generate themselves.
 template <class A, class M = typename Vectors<A>::Integers>
 GRADSCALE_HOST_DEVICE M widened(const uint8_t* from) {
   constexpr int lanes = Vectors<A>::kCount;
@@ -112,13 +112,13 @@ GRADSCALE_HOST_DEVICE M widened(const uint8_t* from) {
 
 // ---- Sums -----------------------------------------------------------------------------------------------------------
 
-// Sums kept apart by lane: a loop over lanes vectorises whatever the instruction set, and the order of additions is the
+// One partial sum per lane. Loops over lanes vectorise for every instruction set, and the order of additions is the
 // same for all of them.
 template <class A>
 struct LaneSum {
   alignas(64) A lanes[kLanes] = {};
 
-  // Adds up by halves: a chain of 16 additions would wait longer than the rest of a short row takes.
+  // Adds pairwise: for a short row, a chain of 16 dependent additions would take longer than all other work.
   A total() const {
     A sums[8];
     for (int k = 0; k < 8; ++k) {
@@ -147,7 +147,7 @@ double lane_sum(int64_t size, Power power) {
   return sum.total();
 }
 
-// The largest magnitude; NaN where there is one.
+// The largest magnitude, or NaN if a magnitude is NaN.
 template <class Magnitude>
 double largest(int64_t size, Magnitude magnitude) {
   double maximum = 0;

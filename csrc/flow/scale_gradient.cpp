@@ -27,7 +27,7 @@ at::Tensor scaled(at::Tensor gradient, double scale) {
     }
     return owned_by_nobody_else(gradient) ? gradient.zero_() : at::zeros_like(gradient);
   }
-  // PyTorch rounds the scale to the type of a gradient that it multiplies in place.
+  // Multiplied in place, a half gradient would have its scale rounded to its own type by PyTorch.
   if (c10::elementSize(c10::toRealValueType(gradient.scalar_type())) == 2) {
     const auto product = elementwise(ElementFunction::multiply, gradient, {scale});
     return product ? *product : gradient.mul(scale);
@@ -40,7 +40,7 @@ at::Tensor scaled(at::Tensor gradient, const at::Tensor& scale, double sign) {
   if (const auto product = elementwise(function, gradient, {scale})) {
     return *product;
   }
-  // The parts of complex numbers are multiplied by themselves: in a complex product one of them may spoil the other.
+  // Real and imaginary parts are multiplied separately: a complex product would spread NaN or inf to the other part.
   const bool pairs = gradient.is_complex();
   const at::Tensor numbers = pairs ? at::view_as_real(gradient.resolve_conj()) : gradient;
   // A scale with dimensions takes part in type promotion: half gradients are multiplied in float, and rounded once.

@@ -14,10 +14,10 @@ struct HalfBits {
   uint16_t bits;
 };
 
-// int64 is the type of classes, in which nothing is computed.
+// int64 is the type of class indices only; nothing is computed in it.
 enum class Element : int32_t { float64 = 0, float32 = 1, bfloat16 = 2, float16 = 3, int64 = 4 };
 
-// Sums over elements of type T are taken in this type.
+// The type in which elements of type T are accumulated.
 template <class T>
 struct AccumulateType {
   using type = float;
@@ -46,7 +46,7 @@ struct ElementOf<HalfBits> {
   static constexpr Element value = Element::float16;
 };
 
-// The name of the type of an element, in the names of kernels.
+// The C++ type of an element, as the names of kernels contain it.
 inline const char* type_name(Element element) {
   switch (element) {
     case Element::float64:
@@ -63,7 +63,7 @@ inline const char* type_name(Element element) {
   return "int64_t";
 }
 
-// The type in which elements of T are summed, by its name.
+// The name of the accumulation type of T.
 template <class T>
 const char* name_of_sums() {
   return type_name(ElementOf<typename AccumulateType<T>::type>::value);
@@ -83,9 +83,9 @@ GRADSCALE_HOST_DEVICE int64_t element_size(Element element) {
   return 2;
 }
 
-// Calls function(value of the C++ type that `element`, a floating one, names).
+// Calls function(T()) with the C++ type T of a floating-point element; does nothing for int64.
 #if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-#pragma nv_exec_check_disable // the function may be one of the host alone
+#pragma nv_exec_check_disable // the function may be host-only
 #endif
 template <class Function>
 GRADSCALE_DISPATCH void dispatch_element(Element element, Function function) {
@@ -112,7 +112,7 @@ GRADSCALE_HOST_DEVICE float to_accumulate(BFloat16Bits value) {
   return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 
-// The exponent that is shifted into place is 112 too small: multiplying by 2^112 mends that, subnormals included.
+// The shifted exponent is 112 too small. Multiplying by 2^112 corrects it, for subnormals too.
 GRADSCALE_HOST_DEVICE float to_accumulate(HalfBits value) {
 #if defined(__CUDA_ARCH__)
   float result;
@@ -140,7 +140,7 @@ GRADSCALE_HOST_DEVICE double from_accumulate<double, double>(double value) {
   return value;
 }
 
-// Rounds to nearest, ties to even, by adding just under half a unit of the last bit that stays.
+// Rounds to nearest, ties to even, by adding just under half a unit of the last bit that is kept.
 template <>
 GRADSCALE_HOST_DEVICE BFloat16Bits from_accumulate<BFloat16Bits, float>(float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -164,7 +164,7 @@ GRADSCALE_HOST_DEVICE HalfBits from_accumulate<HalfBits, float>(float value) {
   const uint32_t bits = bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
-  // Normal results: rebias the exponent and round in the integer; a carry runs into the exponent as it should.
+  // Normal results: rebias the exponent and round in the integer; a carry correctly increments the exponent.
   const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
   // Subnormal results: adding 0.5 aligns the mantissa so that the hardware rounds at the right bit.
   const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
@@ -177,13 +177,13 @@ GRADSCALE_HOST_DEVICE HalfBits from_accumulate<HalfBits, float>(float value) {
 
 // ---- Memory that kernels read and write, as plain pointers ----------------------------------------------------------
 
-// A [B] or [B, n] slab of scalars in the type that losses are given in.
+// Scalars [B] or [B, n], of the type of the losses: float or double.
 struct Slab {
   void* data = nullptr; // null: not wanted
   int64_t stride = 0;
   bool is_double = false;
 
-  // The slab without its first elements.
+  // The slab that begins at an element.
   GRADSCALE_HOST_DEVICE Slab from(int64_t element) const {
     return {static_cast<char*>(data) + element * (is_double ? 8 : 4), stride, is_double};
   }
@@ -212,7 +212,7 @@ struct Slab {
   }
 };
 
-// Rows of `width` elements, one a sample, whose elements are contiguous; rows may be any distance apart.
+// One row per sample, with contiguous elements and any stride between rows.
 struct Rows {
   void* data = nullptr;
   int64_t stride = 0; // elements from one sample to the next

@@ -1,5 +1,5 @@
-// What the losses of rows are made of: exponentials and logarithms without branches or library calls, so that compilers
-// vectorise loops over them for any instruction set, and products.
+// Exponentials, logarithms and products for the losses. They have no branches or library calls, so that compilers
+// vectorise loops over them for any instruction set.
 #pragma once
 
 #include "port.h"
@@ -10,7 +10,7 @@ namespace gradscale {
 // NaN stays NaN.
 //
 // exp(x) = 2^n exp(r) with n = round(x / ln 2), |r| <= ln(2)/2. Adding 1.5 * 2^mantissa rounds to an integer and leaves
-// that integer in the low bits, from where it is shifted into the exponent of a factor 2^n.
+// that integer in the low bits; a shift moves it into the exponent of the factor 2^n.
 GRADSCALE_HOST_DEVICE float exp_nonpositive(float x) {
 #if defined(__CUDA_ARCH__)
   return expf(x); // as accurate, in fewer instructions
@@ -21,7 +21,7 @@ GRADSCALE_HOST_DEVICE float exp_nonpositive(float x) {
   const float n = shifted - 12582912.0f;
   float r = clamped - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
-  float p = 1.384364441e-3f; // minimax polynomial of degree 6 with e(0) = 1 exactly: 2e-9
+  float p = 1.384364441e-3f; // minimax polynomial of degree 6 that is exactly 1 at 0; error 2e-9
   p = p * r + 8.374162950e-3f;
   p = p * r + 4.166800156e-2f;
   p = p * r + 1.666643173e-1f;
@@ -57,12 +57,8 @@ GRADSCALE_HOST_DEVICE double exp_nonpositive(double x) {
   return x < smallest ? 0.0 : p * power;
 }
 
-// log(x) for normal numbers from 1/2 on; relative error 2e-7 in float, 1e-15 in double. NaN and infinity stay what they
-// are.
-//
-// x = 2^n m with m in sqrt(1/2)..sqrt(2), and log(m) = 2 atanh(s) with s = (m - 1) / (m + 1), by its series: |s| is at
-// most 0.172. m - 1 is exact, so that nothing is lost near log(1) = 0.
-// The series of 2 atanh((m - 1) / (m + 1)) to this many terms.
+// log(m) for m near 1: 2 atanh(s) with s = (m - 1) / (m + 1), by the first terms of its series. m - 1 is exact, so that
+// nothing is lost near log(1) = 0.
 template <int terms, class T>
 GRADSCALE_HOST_DEVICE T log_near_one(T m) {
   const T s = (m - T(1)) / (m + T(1));
@@ -74,13 +70,15 @@ GRADSCALE_HOST_DEVICE T log_near_one(T m) {
   return T(2) * s * sum;
 }
 
+// log(x) for normal numbers x >= 1/2; relative error 2e-7 in float, 1e-15 in double. NaN and infinity are returned
+// unchanged. x = 2^n m with m in sqrt(1/2)..sqrt(2), so that |s| is at most 0.172.
 GRADSCALE_HOST_DEVICE float log_normal(float x) {
   constexpr uint32_t root = 0x3f3504f3u; // sqrt(1/2)
   const uint32_t bits = bit_cast<uint32_t>(x);
   const int32_t n = static_cast<int32_t>(bits - root) >> 23;
   const float m = bit_cast<float>(bits - (static_cast<uint32_t>(n) << 23));
-  const float of_power = static_cast<float>(n);
-  const float sum = of_power * 0.693359375f + (log_near_one<5>(m) - of_power * 2.12194440e-4f);
+  const float power = static_cast<float>(n);
+  const float sum = power * 0.693359375f + (log_near_one<5>(m) - power * 2.12194440e-4f);
   return x < INFINITY ? sum : x;
 }
 
@@ -89,26 +87,25 @@ GRADSCALE_HOST_DEVICE double log_normal(double x) {
   const uint64_t bits = bit_cast<uint64_t>(x);
   const int32_t n = static_cast<int32_t>(static_cast<int64_t>(bits - root) >> 52);
   const double m = bit_cast<double>(bits - (static_cast<uint64_t>(static_cast<int64_t>(n)) << 52));
-  const double of_power = n;
-  const double sum =
-      of_power * 6.93147180369123816490e-01 + (log_near_one<11>(m) + of_power * 1.90821492927058770002e-10);
+  const double power = n;
+  const double sum = power * 6.93147180369123816490e-01 + (log_near_one<11>(m) + power * 1.90821492927058770002e-10);
   return x < static_cast<double>(INFINITY) ? sum : x;
 }
 
-// What a head of logits adds to its cross-entropy, as bits.
+// Options of a head that change its cross-entropy, as bits.
 enum RowOptions : int32_t {
   kSmoothing = 1,        // label_smoothing
   kEntropy = 2,          // entropy_weight
   kSubtractsEntropy = 4, // subtract_target_entropy
 };
 
-// Products in which 0 times anything is 0: an element without weight costs nothing, be it infinite.
+// weight * x, and 0 if the weight is 0, also for an infinite x.
 template <class T>
 GRADSCALE_HOST_DEVICE T product(T weight, T x) {
   return weight == T(0) ? T(0) : weight * x;
 }
 
-// Passes NaN over. One instruction for float, where a comparison and a choice are two.
+// Ignores NaN. One instruction for float; a comparison and a selection would be two.
 template <class T>
 GRADSCALE_HOST_DEVICE T larger(T a, T b) {
   return std::fmax(a, b);

@@ -1,4 +1,4 @@
-// Norms that neither overflow nor vanish, and what they do to a group of elements.
+// Norms that neither overflow nor underflow, and the factors by which they scale a group of elements.
 #pragma once
 
 #include "port.h"
@@ -6,7 +6,7 @@
 namespace gradscale {
 
 // The sum of (|g| / root^2)^p, or the largest |g| / root^2 where p is inf. The root is a power of two; it differs from
-// 1 only where the plain sum would overflow or vanish. NaN and inf come through.
+// 1 only where the plain sum would overflow or underflow. NaN and inf propagate.
 struct PowerSum {
   double sum;
   double root;
@@ -17,7 +17,7 @@ enum class Rule : int32_t {
   normalize // g * limit / |g|, and zeros stay zeros
 };
 
-// The change of a group: its elements over root^2, times a factor. A root of 0 means that all elements are zero.
+// Maps each element of a group to element / root^2 * factor. A root of 0 sets all elements to zero.
 struct Scaling {
   double root;
   double factor;
@@ -32,7 +32,8 @@ struct Scaling {
   }
 };
 
-// x^p for x >= 0. On a GPU pow is a call, around which registers would be spilled; this loses p log(x) roundings.
+// x^p for x >= 0. On a GPU pow is a function call, which would spill registers; exp(p log(x)) has an error of about
+// p log(x) roundings.
 GRADSCALE_HOST_DEVICE double positive_power(double x, double p) {
 #if defined(__CUDA_ARCH__)
   return exp(p * log(x));
@@ -48,7 +49,8 @@ GRADSCALE_HOST_DEVICE double norm_of(double sum, double p) {
   return p == 1 || std::isinf(p) ? sum : positive_power(sum, 1 / p);
 }
 
-// The norm for p below 1 may be beyond double where its sum of powers is not: then `root` is the root of the norm.
+// For p < 1, the norm may be out of the range of double although its sum of powers is not. Then a power of two moves
+// from the norm to `root`.
 GRADSCALE_HOST_DEVICE PowerSum within_double(PowerSum sum, double p) {
   const double exponent = p < 1 && sum.sum > 0 && !std::isinf(sum.sum) ? std::log2(sum.sum) / p : 0;
   if (std::abs(exponent) < 900) {
@@ -77,19 +79,19 @@ GRADSCALE_HOST_DEVICE bool is_safe(double sum) {
   return sum > 1e-280 && sum < 1e300;
 }
 
-// The root for elements whose largest magnitude is `maximum`, a positive number. The square itself may have no
-// reciprocal, or none that is a number.
+// The root for elements with the positive largest magnitude `maximum`. Divide by the root twice: 1 / root^2 may not be
+// finite.
 GRADSCALE_HOST_DEVICE double root_for(double maximum) {
   return std::ldexp(1.0, std::ilogb(maximum) / 2);
 }
 
-// The factor of the sum of a part of a group that takes it to the root of the whole.
+// The factor that converts a sum of powers with root `from` to root `to`.
 GRADSCALE_HOST_DEVICE double from_root_to_root(double from, double to, double p) {
   const double ratio = (from / to) * (from / to);
   return ratio == 1 || std::isinf(p) ? ratio : positive_power(ratio, p);
 }
 
-// The sum of two parts of a group.
+// Adds the sums of two parts of a group.
 GRADSCALE_HOST_DEVICE PowerSum added(PowerSum a, PowerSum b, double p) {
   if (a.sum == 0 || b.sum == 0) {
     return a.sum == 0 ? b : a;

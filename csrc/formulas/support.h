@@ -1,5 +1,5 @@
 // A categorical support: num_bins centres, equally spaced over minimum..maximum in transformed coordinates; and the
-// targets that a scalar becomes over its bins.
+// categorical targets of a scalar over its bins.
 #pragma once
 
 #include "transforms.h"
@@ -12,7 +12,7 @@ struct Support {
   double eps;
   int32_t num_bins;
   Transform transform;
-  bool raw;                       // interpolation and expectation between the centres transformed back
+  bool raw;                       // interpolation and expectation use the centres transformed back
   const double* raw_centers;      // the centres transformed back, when raw: [num_bins]
   const float* raw_centers_float; // the same
 };
@@ -46,7 +46,7 @@ GRADSCALE_HOST_DEVICE double transformed_target(double x, const Support& support
   return transform_value(support.transform, clamp_finite(x), support.eps);
 }
 
-// Bins begin..end have mass, the others none. A NaN target has NaN mass, in range.
+// Only bins begin..end of a target have mass. A NaN target has NaN mass in valid bins.
 
 struct TwoHotTarget {
   int32_t begin;
@@ -74,9 +74,9 @@ GRADSCALE_HOST_DEVICE double position_among_bins(double y, const Support& suppor
   return clamp_between((y - support.minimum) * (last_bin / (support.maximum - support.minimum)), 0, last_bin);
 }
 
-// The lower one of the two bins around a position.
+// The lower of the two bins around a position.
 GRADSCALE_HOST_DEVICE int32_t bin_below(double position, const Support& support) {
-  // The comparison is false for NaN, so that the bin is in range whatever came in.
+  // The comparison is false for NaN, so that the bin is always valid.
   const double floor_position = position > 0 ? std::floor(position) : 0;
   const int32_t below_last = support.num_bins - 2;
   return floor_position < below_last ? static_cast<int32_t>(floor_position) : below_last;
@@ -97,12 +97,12 @@ GRADSCALE_HOST_DEVICE TwoHotTarget two_hot(double x, const Support& support) {
   return two_hot_from(x, position, bin_below(position, support), support);
 }
 
-// A normal around the target with a standard deviation of sigma_ratio bins, cut at the ends and normalised.
+// A normal distribution around the target with a standard deviation of sigma_ratio bins, truncated to the support.
 struct HLGaussTarget {
   int32_t begin;
   int32_t end;
-  double first; // the lowest edge, from the target in units of sqrt(2) standard deviations
-  double width; // of a bin, in these units
+  double first; // the lowest edge minus the target, in units of sqrt(2) standard deviations
+  double width; // of a bin, in the same units
   double total;
 
   GRADSCALE_HOST_DEVICE double mass(int32_t bin) const {
@@ -112,7 +112,7 @@ struct HLGaussTarget {
     return total != total;
   }
 
-  // Calls function(bin, mass) for begin..end, with one erf a bin.
+  // Calls function(bin, mass) for begin..end, with one erf per bin.
   template <class Function>
   GRADSCALE_HOST_DEVICE void for_each(Function function) const {
     const double inverse_total = 1 / total;
@@ -128,7 +128,7 @@ struct HLGaussTarget {
 GRADSCALE_HOST_DEVICE HLGaussTarget hl_gauss(double x, const Support& support, double sigma_ratio) {
   constexpr double reach = 6; // erf is 1 from 5.93 on
   const double y = clamp_between(transformed_target(x, support), support.minimum, support.maximum);
-  // Beyond these limits a normal is a point, or the same everywhere, and its edges would not be numbers.
+  // Beyond these limits the distribution is a point or uniform, and its edges would not be finite.
   const double width = clamp_between(0.70710678118654752440 / sigma_ratio, 1e-100, 1e100);
   const double first = (support.minimum - y) / bin_width(support) * width - 0.5 * width;
   const double total = std::erf(first + width * support.num_bins) - std::erf(first);
@@ -139,14 +139,14 @@ GRADSCALE_HOST_DEVICE HLGaussTarget hl_gauss(double x, const Support& support, d
   return {begin, end, first, width, total};
 }
 
-// The sum of_low * low + of_high * high, for two raw centres at equal distance from the middle. Their common weight is
-// multiplied by their sum, so that equal weights of an antisymmetric pair give exactly 0; what one of them has more, by
-// its centre, so that a small centre is not lost in a sum with a large one, and a weight alone gives its centre
-// exactly.
+// low_weight * low + high_weight * high, for two raw centres at equal distance from the middle. The common part of the
+// weights multiplies low + high, so that equal weights of an antisymmetric pair give exactly 0. The rest of a weight
+// multiplies its own centre, so that a small centre is not lost next to a large one, and a single nonzero weight gives
+// its centre exactly.
 template <class T>
-GRADSCALE_HOST_DEVICE T pair_moment(T low, T high, T of_low, T of_high) {
-  const T common = of_low < of_high ? of_low : of_high;
-  return common * (low + high) + ((of_low - common) * low + (of_high - common) * high);
+GRADSCALE_HOST_DEVICE T pair_moment(T low, T high, T low_weight, T high_weight) {
+  const T common = low_weight < high_weight ? low_weight : high_weight;
+  return common * (low + high) + ((low_weight - common) * low + (high_weight - common) * high);
 }
 
 // Expectation in transformed coordinates from the moment sum_j p_j (2j - S + 1). The integer weights are antisymmetric,
@@ -158,7 +158,7 @@ GRADSCALE_HOST_DEVICE T expectation_from_moment(T moment, const Support& support
   return middle + half_spacing * moment;
 }
 
-// The scalar that probabilities stand for, from the same moment.
+// The decoded scalar, from the same moment.
 template <class T>
 GRADSCALE_HOST_DEVICE T decoded_moment(T moment, const Support& support) {
   return inverse_transform_value(support.transform, expectation_from_moment(moment, support), T(support.eps));

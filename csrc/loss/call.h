@@ -55,8 +55,8 @@ struct ByHead {
 };
 
 // The options of a call, in the order of `Options` in gradscale_ext/loss/options.py. Masks are [B, T] ([T, B] without
-// batch_first); undefined: nothing is masked. num_entries: float64 [heads], what "mean" and "valid_mean" divide by if
-// it is not counted in this batch alone.
+// batch_first); undefined: nothing is masked. num_entries: float64 [heads], the divisors of "mean" and
+// "valid_mean" if the batches of other ranks count too.
 // clang-format off
 #define GRADSCALE_OPTIONS(option)                  \
   option(ByHead<StepNumbers>, step_weights)        \
@@ -70,9 +70,10 @@ struct ByHead {
   option(at::Tensor, num_entries)
 
 // The results of a call, in the order in which the operator returns them: float, or double when a prediction is double.
-// Only the loss has a gradient. per_step and details come by head, [B, T_h] ([T_h, B] without batch_first); a head
-// without a Detail has none. shares come by head whose head weight gets a gradient: its share of the loss before this
-// weight, a scalar or [B] as the loss.
+// Only the loss has a gradient. per_step, details and shares are by head; the operator leaves out undefined tensors.
+// per_step and details: [B, T_h] ([T_h, B] without batch_first); details are undefined for heads without a Detail.
+// shares: the head's share of the loss before its head weight, with the shape of the loss; defined if the weight gets a
+// gradient.
 #define GRADSCALE_OUTPUTS(output)                             \
   output(at::Tensor, loss)          /* scalar, or [B] */      \
   output(at::Tensor, per_sample)    /* [B] */                 \
@@ -113,20 +114,21 @@ struct Entries {
   Tensors tensors; // empty: the head has no target
   bool stacked = false;
 
-  // The number of batch and step dimensions, and of the dimensions after them.
+  // The number of batch and step dimensions.
   int64_t leading_dims() const {
     return stacked ? 2 : 1;
   }
+  // The number of dimensions after the leading ones.
   int64_t dims() const {
     return tensors[0].dim() - leading_dims();
   }
-  // The sizes after them at a step, counted from the head's first.
+  // The sizes of these dimensions. Step 0 is the first step of the head.
   at::IntArrayRef sizes(int64_t step) const {
     return tensors[stacked ? 0 : step].sizes().slice(leading_dims());
   }
 };
 
-// Gradients by head for grad_output 1, in the layout of its predictions; undefined if none is wanted.
+// Gradients for grad_output 1 by head, one for each prediction tensor; undefined if none is wanted.
 using Gradients = std::vector<Tensors>;
 
 struct Call : Options {
@@ -140,25 +142,25 @@ struct Call : Options {
   int64_t batch = 0;
   int64_t steps = 0;         // T
   bool is_double = false;    // the type of sums and losses
-  bool on_device = false;    // kernels run instead of the CPU's own
+  bool on_device = false;    // device kernels run instead of CPU kernels
   at::TensorOptions of_sums; // type and device of losses
 
   // Set by run().
   Outputs outputs;
   Gradients gradients;
-  at::Tensor skipped;  // on a device, if samples are skipped: a copy of per_sample, which users may overwrite
+  at::Tensor skipped;  // on a device, if samples are skipped: a copy of per_sample, because users may overwrite it
   at::Tensor divisors; // on a device: float64 [heads], the divisors of the heads' sums; undefined if the host has them
   at::Tensor metrics;  // float64 [segments, B, 2], the RowMetrics of all rows
 
   // Finds batch and steps, and returns true if the kernels accept all tensors for these heads.
   bool settle(const Heads& of_call);
-  // Finds the number of steps that predictions have together.
+  // The largest number of steps of a head, counted from the root.
   int64_t count_steps(const Heads& of_call) const;
 
   bool wants_any() const;
   // True if the gradient of a prediction of the head is wanted.
   bool wants_head(size_t head) const;
-  // Wants the gradients of the head weights that are tensors and fulfil a condition.
+  // Requests the gradients of the head weights that are tensors and satisfy the predicate.
   template <class Predicate>
   void want_shares(Predicate predicate);
 
@@ -179,7 +181,7 @@ struct Call : Options {
   // Allocates contiguous gradients with the shapes of the predictions.
   void make_gradients();
 
-  // The pass over the rows, with the outputs and gradients that exist; valid until end_pass().
+  // Describes a pass over the rows that writes the allocated outputs and gradients; valid until end_pass().
   Pass begin_pass();
   void end_pass();
   Slab slab(const at::Tensor& tensor, int64_t stride) const;
@@ -200,7 +202,7 @@ struct Call : Options {
   std::vector<Coefficients> coefficients_; // by head
   std::vector<Segment> segments_;
   Tensors kept_alive_;         // converted weights, which the kernels read
-  std::deque<Entries> copies_; // of entries, likewise
+  std::deque<Entries> copies_; // contiguous copies of entries, which the kernels read
 };
 
 // Computes the loss and, if wanted, the gradients in the same pass; allocates gradients if the call has none.
@@ -210,7 +212,7 @@ void run(Call& call);
 // call has none.
 void run_backward_on_device(Call& call, const at::Tensor& grad_output);
 
-// The tensors of an option.
+// Calls visit(tensor) for the tensors of an option.
 template <class Visit>
 struct TensorsOfOption {
   Visit& visit;

@@ -1,11 +1,11 @@
-// The loss as a registered operator, which the compiler and export keep in their graphs. The entries of all heads come
-// in one list, with a count for each head: how many tensors its prediction or target is, 0 for one with a step
-// dimension, -1 for no target. The heads come as records (see heads.h).
+// The loss as a registered operator, which the compiler and export keep in their graphs. The entries of all heads
+// are one list, with a count for each head: the number of its tensors, 0 for one tensor with a step dimension, -1 for
+// no target. The heads are passed as records (see heads.h).
 //
-// Returns the tensors of GRADSCALE_OUTPUTS one after the other, and the gradients of the prediction tensors in `wants`
-// for grad_output 1: one tensor with all gradients of predictions of a type, which a compiler multiplies in one loop.
-// Only the loss has a gradient function; autograd fills in `wants`. A compiled backward pass moves the gradients away:
-// they are undefined after it.
+// Returns the tensors of GRADSCALE_OUTPUTS, then the gradients for grad_output 1 of the predictions in `wants`: one
+// tensor for each dtype of predictions, so that a compiler multiplies all its gradients in one loop. Only the loss has
+// a gradient function; autograd fills in `wants`. A compiled backward pass moves the gradients out of these tensors,
+// which are undefined afterwards.
 #include "../torch/autograd.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
@@ -38,10 +38,10 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-// Places of the operator's arguments; the options follow.
+// Positions of the operator's arguments; the options follow.
 enum Argument { kPredictions, kTargets, kPredictionCounts, kTargetCounts, kHeadNames, kHeadNumbers, kWants, kOptions };
 
-// Places of the options.
+// Positions of the options.
 #define GRADSCALE_ENUMERATOR(type, name) name,
 enum class Option : size_t { GRADSCALE_OPTIONS(GRADSCALE_ENUMERATOR) };
 #undef GRADSCALE_ENUMERATOR
@@ -79,7 +79,7 @@ std::string schema() {
   return schema + ") -> Tensor[]";
 }
 
-// Reads the options from the operator's arguments, one after the other.
+// Reads the options from the operator's arguments in order.
 struct StackReader {
   const c10::IValue* next;
 
@@ -114,21 +114,21 @@ struct StackReader {
   }
 };
 
-// Shares a list of tensors out among the heads.
+// Splits a list of tensors into the entries of each head.
 std::vector<Entries> entries_from(const c10::IValue& list, const std::vector<int64_t>& counts) {
   const Tensors tensors = list.toTensorVector();
-  std::vector<Entries> of_heads;
+  std::vector<Entries> by_head;
   size_t next = 0;
   for (const int64_t count : counts) {
-    Entries& entries = of_heads.emplace_back();
+    Entries& entries = by_head.emplace_back();
     entries.stacked = count == 0;
     const size_t end = next + (count < 0 ? 0 : std::max<int64_t>(count, 1));
-    TORCH_CHECK(end <= tensors.size(), "multi_step_loss: the counts name more tensors than there are");
+    TORCH_CHECK(end <= tensors.size(), "multi_step_loss: the counts add up to more tensors than the list has");
     entries.tensors.assign(tensors.begin() + next, tensors.begin() + end);
     next = end;
   }
-  TORCH_CHECK(next == tensors.size(), "multi_step_loss: the counts name fewer tensors than there are");
-  return of_heads;
+  TORCH_CHECK(next == tensors.size(), "multi_step_loss: the counts add up to fewer tensors than the list has");
+  return by_head;
 }
 
 std::vector<int64_t> sorted_wants(const c10::IValue& given) {
@@ -138,7 +138,7 @@ std::vector<int64_t> sorted_wants(const c10::IValue& given) {
   return wants;
 }
 
-// The call that the operator's arguments make.
+// Reads a call from the operator's arguments.
 Call call_from(at::ArrayRef<c10::IValue> given) {
   Call call;
   call.predictions = entries_from(given[kPredictions], given[kPredictionCounts].toIntVector());
@@ -162,8 +162,8 @@ Call call_from(at::ArrayRef<c10::IValue> given) {
 
 // ---- Gradients ------------------------------------------------------------------------------------------------------
 
-// The gradients of all predictions of a type, one after the other, in the type of sums: they are multiplied before they
-// are rounded.
+// The gradients of all predictions of one dtype, concatenated. They have the type of sums, because they are multiplied
+// before they are rounded.
 struct JoinedGradients {
   at::ScalarType type; // of the predictions
   c10::SymInt size = 0;
@@ -174,7 +174,7 @@ struct JoinedGradients {
   }
 };
 
-// A contiguous gradient among the joined ones.
+// A contiguous gradient within JoinedGradients.
 struct Gradient {
   int64_t prediction;
   size_t joined;
@@ -187,7 +187,7 @@ struct Gradient {
   }
 };
 
-// A head weight that gets a gradient, with the head's share of the loss before it.
+// A head weight that gets a gradient, with the head's share of the loss before this weight.
 struct Share {
   size_t edge;
   at::ScalarType type; // of the weight
@@ -199,7 +199,8 @@ struct Layout {
   std::vector<Gradient> gradients;
 };
 
-// Without gaps, which nothing would write. `_shapes` in gradscale_ext/loss/operator.py computes the same sizes.
+// The layout has no gaps, because nothing would write to them. `_shapes` in gradscale_ext/loss/operator.py computes the
+// same sizes.
 Layout layout_of(const Tensors& predictions, const std::vector<int64_t>& wants) {
   Layout layout;
   for (const int64_t index : wants) {
@@ -223,13 +224,13 @@ Layout layout_of(const Tensors& predictions, const std::vector<int64_t>& wants) 
   return layout;
 }
 
-// A masked entry stays 0, also where the factor is infinite.
+// A masked entry stays 0, also if the factor is infinite.
 at::Tensor multiplied(const at::Tensor& gradient, const at::Tensor& factor) {
   return at::where(at::eq(gradient, 0), gradient, at::mul(gradient, factor));
 }
 
-// gradient * factor. A backward pass whose graph is not retained reads its gradients once: they are multiplied where
-// they are, or not at all for factor 1, and their memory moves to the result.
+// gradients * factor. Without retain_graph, the gradients are read only once: they are multiplied in place, or not at
+// all for factor 1, and their memory moves to the result.
 at::Tensor scale_gradients(const at::Tensor& gradients, const at::Tensor& factor) {
   static std::mutex mutex;
   at::Tensor result;
@@ -254,7 +255,7 @@ at::Tensor call_scale_gradients(const at::Tensor& gradients, const at::Tensor& f
   return op.call(gradients, factor);
 }
 
-// Multiplies and rounds the gradients with operations that tracers see. It reads no value.
+// Multiplies and rounds the gradients with operations that tracers record. It reads no values itself.
 class OperatorBackward : public BackwardNode {
  public:
   void set(Layout layout, std::vector<Share> shares) {
@@ -268,7 +269,7 @@ class OperatorBackward : public BackwardNode {
 
   void release_variables() override {
     std::optional<Saved> saved;
-    const std::lock_guard<std::mutex> lock(mutex_); // ends first: nothing is freed under it
+    const std::lock_guard<std::mutex> lock(mutex_); // is released before `saved` frees anything
     saved.swap(saved_);
   }
 
@@ -283,20 +284,21 @@ class OperatorBackward : public BackwardNode {
         !at::GradMode::is_enabled(),
         "multi_step_loss: a compiled or exported loss has no second derivative; call it outside torch.compile, or use "
         "gradscale_ext.reference.multi_step_loss inside");
-    const bool by_sample = grad_output.dim() != 0;
-    for (JoinedGradients& of_type : joined) {
-      if (!by_sample) {
-        const at::Tensor& data = of_type.data;
+    const bool per_sample = grad_output.dim() != 0;
+    for (JoinedGradients& group : joined) {
+      if (!per_sample) {
+        const at::Tensor& data = group.data;
         const bool in_place = data.is_cpu() && !unobserved_context() && !inside_transform();
-        of_type.data =
-            (in_place ? call_scale_gradients(data, grad_output) : multiplied(data, grad_output)).to(of_type.type);
+        group.data =
+            (in_place ? call_scale_gradients(data, grad_output) : multiplied(data, grad_output)).to(group.type);
       }
     }
     for (const Gradient& gradient : gradients_) {
-      const at::Tensor own = gradient.in(joined);
-      result[gradient.prediction] =
-          by_sample ? multiplied(own, factor_for(own, grad_output, gradient.batch_dim)).to(joined[gradient.joined].type)
-                    : own;
+      at::Tensor own = gradient.in(joined);
+      if (per_sample) {
+        own = multiplied(own, factor_for(own, grad_output, gradient.batch_dim)).to(joined[gradient.joined].type);
+      }
+      result[gradient.prediction] = own;
     }
     for (const Share& share : shares) {
       result[share.edge] = gradient_of_head_weight(share.data, grad_output, share.type);
@@ -319,7 +321,7 @@ class OperatorBackward : public BackwardNode {
 
 // ---- The kernels ----------------------------------------------------------------------------------------------------
 
-// Lists outputs one after the other, by head the defined ones.
+// Appends outputs to a list. Lists by head lose their undefined tensors.
 struct Lister {
   Tensors& list;
 
@@ -340,8 +342,8 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call = call_from(given);
   TORCH_CHECK_VALUE(
       call.settle(heads),
-      "gradscale_ext::multi_step_loss: the tensors do not fit each other and the heads; call "
-      "gradscale_ext.multi_step_loss, which says what is wrong with them");
+      "gradscale_ext::multi_step_loss: the tensors do not match each other or the heads; call "
+      "gradscale_ext.multi_step_loss, which raises the exact error");
   Layout layout = layout_of(given[kPredictions].toTensorVector(), sorted_wants(given[kWants]));
   if (!call.on_device) {
     begin_pooled_call();
@@ -385,7 +387,7 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !inside_transform() && std::none_of(differentiable.begin(), differentiable.end(), has_tangent),
       "gradscale_ext::multi_step_loss: torch.func transforms and forward mode need gradscale_ext.multi_step_loss, "
-      "which chooses plain PyTorch for them");
+      "which uses plain PyTorch for them");
   const bool records =
       at::GradMode::is_enabled() && std::any_of(differentiable.begin(), differentiable.end(), requires_grad);
   std::vector<int64_t> wants = given[kWants].toIntVector();

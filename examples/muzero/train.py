@@ -37,7 +37,7 @@ INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
 
 
 class Interruption:
-    """Delays Ctrl-C until a step is complete; pressed twice, it ends the program at once."""
+    """Delays Ctrl-C until a step is complete; a second Ctrl-C ends the program immediately."""
 
     def __init__(self) -> None:
         """Nothing is requested yet."""
@@ -84,7 +84,7 @@ def main() -> int:
         if ranks.of_first(checkpoint.exists()):
             training.load(checkpoint)
     except ValueError as error:
-        sys.exit(f"error: {error}. Another --directory, or --fresh, starts anew.")
+        sys.exit(f"error: {error}. Use another --directory, or --fresh to delete this run.")
     try:
         train(training, checkpoint, 60 * options.max_minutes, options.monitor)
         if ranks.rank > 0:
@@ -95,7 +95,7 @@ def main() -> int:
         if options.monitor:
             report_gradients(training, directory)
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on from {checkpoint}")
+        print(f"interrupted; the same command continues from {checkpoint}")
         return INTERRUPTED
     print(f"time: training {training.seconds:.0f} s since it began, this command {time.perf_counter() - start:.0f} s")
     return 0
@@ -146,13 +146,13 @@ def parse_options() -> argparse.Namespace:
         type=float,
         default=game.max_minutes,
         metavar="X",
-        help="training ends after so many minutes, also short of its steps (default: %(default)s)",
+        help="training ends after this many minutes, even if steps remain (default: %(default)s)",
     )
     parser.add_argument(
         "--ray", default="local", metavar="ADDRESS", help="the Ray cluster that --actors run on (default: this machine)"
     )
     parser.add_argument("--monitor", action="store_true", help="log and draw gradients as well")
-    parser.add_argument("--fresh", action="store_true", help="start anew, and delete what an earlier run left")
+    parser.add_argument("--fresh", action="store_true", help="delete the files of an earlier run, and start again")
     add_options(parser, name)
     return parser.parse_args()
 
@@ -170,10 +170,10 @@ def train(training: Training, checkpoint: Path, max_seconds: float, monitor: boo
     total = training.configuration.training_steps
     begun, interrupted, is_first = training.step_number, False, training.ranks.rank == 0
     if training.finished or training.seconds >= max_seconds:
-        print(f"this run has finished, after step {begun}; evaluating it again (--fresh starts anew)")
+        print(f"this run has finished, after step {begun}; evaluating it again (--fresh deletes it and starts again)")
         return
-    print(f"going on from step {begun}" if begun else "starting a run", f"in {checkpoint.parent}")
-    # A bar of steps alone could stop anywhere: a solved game, the number of steps or the time ends the run.
+    print(f"continuing from step {begun}" if begun else "starting a run", f"in {checkpoint.parent}")
+    # The number of steps, the time or a solved game ends the run: the bar shows the one that is closest to its end.
     interval = 0.5 if sys.stderr.isatty() else 20
     form = "{percentage:3.0f}%|{bar:20}| {desc}"
     bar = tqdm(total=1.0, mininterval=interval, miniters=0, bar_format=form, disable=not is_first)
@@ -185,8 +185,8 @@ def train(training: Training, checkpoint: Path, max_seconds: float, monitor: boo
         Interruption() as interruption,
     ):
         while not training.finished:
-            asked = training.ranks.gather((interruption.requested, training.seconds >= max_seconds))
-            interrupted, late = (any(of_ranks) for of_ranks in zip(*asked, strict=True))
+            requests = training.ranks.gather((interruption.requested, training.seconds >= max_seconds))
+            interrupted, late = (any(flags) for flags in zip(*requests, strict=True))
             if interrupted or late:
                 break
             scalars = training.step()
@@ -203,7 +203,7 @@ def train(training: Training, checkpoint: Path, max_seconds: float, monitor: boo
         raise KeyboardInterrupt
     if training.solved:
         print(
-            f"solved after step {training.step_number}: mean return {training.mean_return:.0f} of the latest episodes"
+            f"solved after step {training.step_number}: mean return {training.mean_return:.0f} over the latest episodes"
         )
     elif not training.finished:
         print(f"time is up after step {training.step_number} of {total} (--max-minutes)")
@@ -217,11 +217,11 @@ def monitored(training: Training, writer: SummaryWriter) -> gs.GradientMonitor:
 def report(training: Training, directory: Path) -> None:
     """Evaluate, time the learner step, draw the plot, and print the results."""
     settings, game, self_play = training.share, training.game, training.self_play
-    print(f"evaluating: {game.evaluation_episodes} episodes, side by side ...", flush=True)
+    print(f"evaluating: {game.evaluation_episodes} episodes in parallel ...", flush=True)
     evaluation = evaluate(training.network, settings)
     picture = directory / "learning_curve.png"
     title = f"MuZero on {game.title}, seed {settings.seed}"
-    ylabel = "return" if game.players == 1 else "return of who began"
+    ylabel = "return" if game.players == 1 else "return of the first player"
     plot_learning_curve(picture, title, ylabel, training.curve, training.environment_steps, evaluation)
     seconds = time_search(
         TIMED_SEARCHES,

@@ -22,9 +22,9 @@ from .validate import Call
 _numbers = itertools.count()
 
 
-def takes(call: Call) -> bool:
-    """Return True for plain tensors outside torch.func transforms, forward mode and dispatch modes, which a compiled
-    function does not see."""
+def can_compile(call: Call) -> bool:
+    """Return True for plain tensors outside torch.func transforms, forward mode and dispatch modes. A compiled function
+    would ignore those contexts."""
     entries = [entry for given in (call.predictions, call.targets) for entries in given.values() for entry in entries]
     return (
         (_C.ordinary_context() or (torch.is_inference_mode_enabled() and not torch._C._len_torch_dispatch_stack()))
@@ -36,9 +36,9 @@ def takes(call: Call) -> bool:
 def loss_by_compiler(
     call: Call, predictions: Mapping[str, Entries], targets: Mapping[str, Entries]
 ) -> MultiStepLossOutput:
-    """Compute the loss of a call whose arguments were checked; `predictions` and `targets` are as they were given."""
+    """Compute the loss of a checked call. `predictions` and `targets` are the arguments of the user, stacked or not."""
     given = [{name: entries[name] for name in call.heads if name in entries} for entries in (predictions, targets)]
-    left_out: dict[str, Any] = dict.fromkeys(BY_HEAD)  # `call` has their tensors
+    left_out: dict[str, Any] = dict.fromkeys(BY_HEAD)  # `call.weights` has their tensors
     options = call.options._replace(**left_out)
     without_entries = replace(call, predictions={}, targets={}, options=options)
     tensors = [*_flat(*given, *vars(call.weights).values()), *options]
@@ -62,7 +62,7 @@ def _refuse_second_derivatives(grad_output: torch.Tensor) -> None:
 
 
 def is_compiler_error(error: Exception) -> bool:
-    """Return True if an error says that the compiler does not work, and not that the call is wrong."""
+    """Return True if the compiler failed, False if the call is wrong."""
     return type(error).__module__.startswith(("torch._dynamo.", "torch._inductor."))
 
 
@@ -76,7 +76,7 @@ def _flat(*mappings: Mapping[str, Entries]) -> list[object]:
 
 
 def _constants(head: Head) -> tuple[object, ...]:
-    """What a graph is compiled for: everything but floats, which schedules change."""
+    """The attributes that a graph is specialised on: all except floats, which schedules may change."""
     values = [getattr(head, field.name) for field in fields(head)]
     return type(head), *(None if isinstance(value, float) else value for value in values)
 
@@ -89,8 +89,8 @@ def _form(value: object) -> object:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(*key: object) -> Callable[..., MultiStepLossOutput]:
-    """The compiled function for calls of one form. It has a code object of its own: torch.compile limits the number of
-    graphs of a code object."""
+    """The compiled function for calls of one form. Each has its own code object, because torch.compile limits the
+    number of graphs per code object."""
     code = _loss.__code__.replace(co_name=f"loss_{next(_numbers)}")
     return torch.compile(types.FunctionType(code, globals()))
 

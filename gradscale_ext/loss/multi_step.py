@@ -17,7 +17,7 @@ from .._ranks import for_all_ranks
 from ..heads import Head, PerStepLoss, SoftCrossEntropy, TwoHot, record_of
 from ..support import Support
 from .checks import as_dict, check_choice, is_mapping
-from .compiled import is_compiler_error, loss_by_compiler, takes
+from .compiled import can_compile, is_compiler_error, loss_by_compiler
 from .operator import call_operator
 from .options import (
     BY_HEAD,
@@ -243,7 +243,7 @@ def _run(
     if impl == "reference" or (impl == "compiled" and not _context.is_eager()):
         return reference.loss_of(call)
     if impl == "compiled":
-        if not takes(call):
+        if not can_compile(call):
             raise NotImplementedError(
                 "multi_step_loss: impl='compiled' takes plain tensors outside torch.func transforms, forward mode and "
                 "dispatch modes; impl='reference' computes this call"
@@ -276,7 +276,7 @@ def _without_kernels(
     call: Call, predictions: Mapping[str, Entries], targets: Mapping[str, Entries], device: torch.device
 ) -> MultiStepLossOutput:
     """Compute the loss by the reference, compiled where the compiler works, and say so once."""
-    compiler = device.type not in _without_compiler and takes(call)
+    compiler = device.type not in _without_compiler and can_compile(call)
     if compiler:
         try:
             out = loss_by_compiler(call, predictions, targets)

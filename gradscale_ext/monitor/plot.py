@@ -1,4 +1,4 @@
-"""The picture of a monitor: layers over the steps, elements of the last gradients, updates, and clipping."""
+"""The figure of a monitor: gradient norms of layers by step, the last histograms, updates, and clipping."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_LAYERS = 40
-"""Most rows of the picture; more layers are merged into the modules around them."""
+"""The largest number of rows; more layers are merged into their parent modules."""
 
 MANY_PARAMETERS = 4
-"""Most parameters of one module's own that are one row."""
+"""The largest number of a module's own parameters that share one row."""
 
 LONGEST_NAME = 32
-"""Characters of a name that are shown; longer ones lose their middle."""
+"""The largest number of characters of a label; longer names are shown without their middle."""
 
 STRAY = 0.005
-"""Share of every layer's elements below which a bin at the end of the histograms is cut off."""
+"""Outer bins of the histograms are not drawn if they have at most this share of each layer's elements."""
 
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 
@@ -35,16 +35,16 @@ History = dict[str, Series]
 
 
 def draw(history: History, record: Record, selection: Selection, path: str | Path | None) -> Figure:
-    """Draw the layers above, one row each, and lines over the steps below."""
+    """Draw one row per layer at the top, and lines over the steps at the bottom."""
     try:
         import matplotlib.figure
     except ImportError as error:
         raise ImportError(f"GradientMonitor.plot needs matplotlib: {INSTALL} matplotlib") from error
 
-    of_parameters = _histograms(record, selection)
-    layers = layers_of(list(of_parameters))
+    by_parameter = _histograms(record, selection)
+    layers = layers_of(list(by_parameter))
     histograms = {
-        layer: [sum(bins) for bins in zip(*map(of_parameters.__getitem__, names), strict=True)]
+        layer: [sum(bins) for bins in zip(*map(by_parameter.__getitem__, names), strict=True)]
         for layer, names in layers.items()
     }
     norms, short = _layer_norms(history, layers), short_names(layers)
@@ -74,8 +74,8 @@ def draw(history: History, record: Record, selection: Selection, path: str | Pat
 def layers_of(names: Sequence[str], most: int = MOST_LAYERS) -> dict[str, list[str]]:
     """Parameters by module, at the greatest depth of the tree with at most `most` modules.
 
-    Modules with many parameters of their own, such as an LSTM of several layers, are taken apart into them. Where one
-    depth has too many modules and the one above it hardly any, as with a hundred blocks in a list, neighbours are
+    A module with many parameters of its own, such as an LSTM with several layers, is split into its parameters. If a
+    depth has too many modules and the depth above it has few, as with a hundred blocks in a list, neighbours are
     merged.
     """
     own = Counter(name.rpartition(".")[0] for name in names)
@@ -99,7 +99,7 @@ def layers_of(names: Sequence[str], most: int = MOST_LAYERS) -> dict[str, list[s
 
 
 def _merged(layers: dict[str, list[str]], size: int) -> dict[str, list[str]]:
-    """Join up to `size` neighbours that are in the same module, about as many in each row."""
+    """Merge up to `size` neighbours of the same module into one row, about the same number in each row."""
     merged: dict[str, list[str]] = {}
     for _, group in groupby(layers, lambda layer: layer.rpartition(".")[0]):
         siblings = list(group)
@@ -112,7 +112,7 @@ def _merged(layers: dict[str, list[str]], size: int) -> dict[str, list[str]]:
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """Names without the parts that all of them begin or end with, and without the middle of what is still long."""
+    """Names without the parts that all names begin or end with; long ones without their middle."""
     paths = [name.split(".") for name in names]
     most = min(map(len, paths), default=1) - 1 if len(paths) > 1 else 0
     first = _shared(paths, most)
@@ -129,9 +129,9 @@ def _shared(paths: list[list[str]], most: int) -> int:
     return next((n for n in range(most) if len({path[n] for path in paths}) > 1), most)
 
 
-def _by_tag(history: History, beginning: str) -> History:
-    """Series of the tags that begin so, by the rest of the tag."""
-    return {tag.removeprefix(beginning): series for tag, series in history.items() if tag.startswith(beginning)}
+def _by_tag(history: History, prefix: str) -> History:
+    """Series of the tags with this prefix, by the rest of the tag."""
+    return {tag.removeprefix(prefix): series for tag, series in history.items() if tag.startswith(prefix)}
 
 
 def _layer_norms(history: History, layers: dict[str, list[str]]) -> History:
@@ -151,7 +151,7 @@ def _joint_norm(parts: Iterable[Series]) -> Series:
 
 
 def _totals(history: History) -> History:
-    """Either may be missing: a long history is thinned, and may hold skipped steps alone."""
+    """Total norms, of which either may be missing: a thinned history may contain only skipped steps."""
     tags = {"all layers": "gradient_norm_total", "before clipping": "gradient_norm_total_before_clipping"}
     return {label: history[tag] for label, tag in tags.items() if tag in history}
 
@@ -212,7 +212,7 @@ def _draw_histograms(axes: Any, histograms: dict[str, list[int]], record: Record
         axes.axhline(row + 0.45, color="0.85", linewidth=0.6, zorder=0)
     total = sum(map(sum, histograms.values()))
     outside = total - sum(sum(counts[first:last]) for counts in histograms.values())
-    note = f"   ({100 * outside / total:.1g} % lie outside)" if outside else ""
+    note = f"   ({100 * outside / total:.1g} % are outside)" if outside else ""
     axes.set(title=f"gradient elements at step {record.step}", xlabel=f"log2 |g|{note}", xlim=(edges[0], edges[-1]))
     _label_integers(axes)
     axes.tick_params(left=False, labelleft=False)
@@ -223,7 +223,8 @@ def _draw_histograms(axes: Any, histograms: dict[str, list[int]], record: Record
 
 
 def _draw_lines(axes: Any, title: str, totals: History, series: History) -> None:
-    """Draw all lines in grey, but the totals, and the two that end highest and lowest, in colours with their names."""
+    """Draw the totals in black, the two lines with the highest and the two with the lowest last values in colours, and
+    the others in grey. Grey lines have no labels."""
     series = {name: found for name, found in series.items() if any(0 < y < math.inf for _, y in found)}
     ordered = sorted(series, key=lambda name: series[name][-1][1])
     marked = list(dict.fromkeys([*ordered[:-3:-1], *ordered[:2][::-1]]))
@@ -270,7 +271,7 @@ def _label_ends(axes: Any, labels: list[tuple[float, str, str]], gap: float = 0.
     low, high = map(math.log, axes.get_ylim())
 
     def height_of(value: float) -> float:
-        """Between 0 and 1, where 0 and what is not finite have their places too."""
+        """Between 0 and 1. The value 0 is at the bottom, and inf and NaN are at the top."""
         return (math.log(value) - low) / (high - low) if 0 < value < math.inf else float(value != 0)
 
     placed = -math.inf

@@ -24,15 +24,15 @@ def l2_loss(parameters: Iterable[torch.Tensor], weight: float | torch.Tensor) ->
 
 
 HISTOGRAM_BINS, HISTOGRAM_FIRST_EDGE = 64, -40
-"""Bins of log2 |g|; where the second one begins."""
+"""The number of bins of log2 |g|, and the lower edge of the second bin."""
 
 Statistics = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Values `[3, N]` (norm, largest magnitude, mean), counts `[5, N]` (elements, zeros, NaN, inf, whether there is no
+"""Values `[3, N]` (norm, largest magnitude, mean), counts `[5, N]` (elements, zeros, NaN, inf, 1 for a missing
 tensor), and histogram `[N, bins]`."""
 
 
 def tensor_statistics(tensors: Iterable[torch.Tensor | None], p: float) -> Statistics:
-    """Statistics of tensors of one device. Complex tensors count by their moduli."""
+    """Statistics of tensors on one device. Complex elements are replaced by their moduli."""
     tensors = list(tensors)
     device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
     columns = [_statistics_of(tensor, p, device) for tensor in tensors]
@@ -75,7 +75,7 @@ def _largest(magnitudes: torch.Tensor) -> torch.Tensor:
 
 
 def norm_of(magnitudes: torch.Tensor, p: float, dim: int = 0) -> torch.Tensor:
-    """Norm of non-negative numbers along a dimension, which neither overflows nor vanishes on the way."""
+    """Norm of non-negative numbers along a dimension, scaled so that no power overflows or underflows."""
     if not magnitudes.shape[dim]:
         return magnitudes.sum(dim)
     largest = magnitudes.amax(dim)
@@ -86,7 +86,7 @@ def norm_of(magnitudes: torch.Tensor, p: float, dim: int = 0) -> torch.Tensor:
 def clipping_of(
     values: torch.Tensor, counts: torch.Tensor, p: float, max_norm: float, skip_nonfinite: bool
 ) -> torch.Tensor:
-    """`[3]`: the norm of all tensors together, the factor that clips it, and whether that changes anything."""
+    """`[3]`: the norm of all tensors together, the factor that clips it, and 1 if the factor is not 1, else 0."""
     total = norm_of(values[0], p)
     total = torch.where(counts[3].sum() > 0, math.inf, total)
     total = torch.where(counts[2].sum() > 0, math.nan, total)
@@ -97,13 +97,13 @@ def clipping_of(
 
 
 def clip_tensors(tensors: Iterable[torch.Tensor], clipping: torch.Tensor, skip_nonfinite: bool) -> None:
-    """Multiply tensors by the factor, in place; a factor of 0 leaves zeros where `skip_nonfinite`."""
+    """Multiply tensors by the factor, in place. With `skip_nonfinite`, 0 times NaN or inf is 0."""
     for tensor in tensors:
         _multiply(_stored(tensor.detach()), clipping[1].to(tensor.device), skip_nonfinite)
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """The stored elements; several of a sparse tensor may be at one place."""
+    """The stored elements. A sparse tensor may store several for one index."""
     if tensor.layout == torch.strided:
         return tensor
     return tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
@@ -125,7 +125,7 @@ def units_of(tensor: torch.Tensor, rows: bool) -> int:
 
 
 def unit_norms(tensors: Iterable[torch.Tensor], rows: bool) -> torch.Tensor:
-    """2-norms of the units of all tensors of one device, one after the other; NaN or inf where an element is."""
+    """2-norms `[U]` of the units of all tensors on one device; NaN or inf if an element is."""
     norms = [_unit_norms(tensor, rows) for tensor in tensors]
     return torch.cat(norms) if norms else torch.empty(0, dtype=_context.widest())
 
@@ -145,15 +145,15 @@ def _unit_norms(tensor: torch.Tensor, rows: bool) -> torch.Tensor:
 def unit_factors(
     norms: torch.Tensor, clipping: torch.Tensor, adaptive: float, eps: float, skip_nonfinite: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``min(1, adaptive * max(weight norm, eps) / gradient norm)``, of `[2, U]` norms of gradients and of weights; and
-    `[3]`: the norm of all tensors together, the smallest factor, and whether any factor changes a unit.
+    """The factors ``min(1, adaptive * max(weight norm, eps) / gradient norm)`` from `[2, U]` norms of gradients and of
+    weights; and `[3]`: the norm of all tensors together, the smallest factor, and 1 if any factor is not 1, else 0.
 
-    `clipping` is the result of `clipping_of` without a limit. Where that has a factor of 0, all factors are 0, and with
-    `skip_nonfinite` also where one would be NaN.
+    `clipping` is the result of `clipping_of` with ``max_norm=inf``. With `skip_nonfinite`, all factors are 0 if the
+    factor of `clipping` is 0 or any factor would be NaN.
     """
     gradient, weight = norms
-    longest = weight.clamp(min=eps)
-    limit = torch.where(longest == 0, 0, adaptive * longest)
+    weight = weight.clamp(min=eps)
+    limit = torch.where(weight == 0, 0, adaptive * weight)
     factors = torch.where(gradient <= limit, 1, limit / gradient)
     if skip_nonfinite:
         factors = torch.where((clipping[1] == 0) | factors.isnan().any(), 0, factors)
@@ -162,7 +162,7 @@ def unit_factors(
 
 
 def clip_units(tensors: Iterable[torch.Tensor], factors: torch.Tensor, rows: bool, skip_nonfinite: bool) -> None:
-    """Multiply each unit by its factor, in place; a factor of 0 leaves zeros where `skip_nonfinite`."""
+    """Multiply each unit by its factor, in place; `skip_nonfinite` as in `clip_tensors`."""
     tensors = list(tensors)
     counts = [units_of(tensor, rows) for tensor in tensors]
     for tensor, factor in zip(tensors, torch.split(factors, counts), strict=True):

@@ -1,6 +1,6 @@
-"""The CPU kernels of each instruction set, with tensors that touch memory without access: the cases of the fuzzer.
+"""The fuzzer's cases on the CPU kernels of each instruction set, with an inaccessible page next to each tensor.
 
-Sanitizers do not see into vectorised loops, but the guard pages do. `make sanitized` runs the same cases under
+Sanitizers do not check vectorised loops, but guard pages catch their errors. `make sanitized` runs the same cases under
 AddressSanitizer and UBSan.
 """
 
@@ -16,7 +16,7 @@ from native import ROOT, guards_in, one_process
 
 pytestmark = one_process
 
-BEYOND = """
+READ_BYTE = """
 import ctypes, torch
 memory = torch.ones(1000)
 ctypes.c_char.from_address(memory.data_ptr() + {offset}).value
@@ -35,13 +35,13 @@ def run(guards, side, *arguments, **variables):
 
 @pytest.mark.parametrize("side", ["end", "begin"])
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
-def test_cases_of_the_fuzzer(guards, capability, side):
+def test_fuzzer_cases(guards, capability, side):
     options = ["-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/fuzz"]
     done = run(guards, side, *options, "--ignore=tests/fuzz/test_compiled.py", ATEN_CPU_CAPABILITY=capability)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
 
 
-def test_the_instruction_set_is_chosen(guards):
+def test_the_environment_selects_the_instruction_set(guards):
     program = "import gradscale_ext._C as c; print(c.cpu_capability())"
     found = run(guards, "end", "-c", program, ATEN_CPU_CAPABILITY="default").stdout
     assert found.strip() in ("DEFAULT", "NO AVX")
@@ -49,5 +49,5 @@ def test_the_instruction_set_is_chosen(guards):
 
 @pytest.mark.parametrize(("side", "offset"), [("end", 4000), ("begin", -1)])
 def test_memory_beyond_a_tensor_cannot_be_accessed(guards, side, offset):
-    assert run(guards, side, "-c", BEYOND.format(offset=0)).returncode == 0
-    assert run(guards, side, "-c", BEYOND.format(offset=offset)).returncode == -signal.SIGSEGV
+    assert run(guards, side, "-c", READ_BYTE.format(offset=0)).returncode == 0
+    assert run(guards, side, "-c", READ_BYTE.format(offset=offset)).returncode == -signal.SIGSEGV

@@ -3,7 +3,7 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// Reads the target of a row, smoothed. A class without a logit gives a row of NaN.
+// Computes the smoothed target of a row. A class index out of range gives a row of NaN.
 template <class A>
 void read_target(const Segment& s, int64_t row, A* target) {
   if (s.target.element == Element::int64) {
@@ -20,14 +20,15 @@ void read_target(const Segment& s, int64_t row, A* target) {
   }
   if (s.head->label_smoothing != 0) {
     const A target_share = static_cast<A>(1 - s.head->label_smoothing);
-    const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
+    const A uniform_share = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
     for (int64_t j = 0; j < s.width; ++j) {
-      target[j] = target[j] * target_share + everywhere;
+      target[j] = target[j] * target_share + uniform_share;
     }
   }
 }
 
-// sum_j t_j log t_j, of `target(j)`. Small terms, all alike, would each lose the same digits in a float.
+// sum_j t_j log t_j with t_j = target(j). The sum is a double: in float, many small equal terms would all be rounded
+// the same way.
 template <class Target>
 double negative_entropy(int64_t width, Target target) {
   double sum = 0;
@@ -38,7 +39,7 @@ double negative_entropy(int64_t width, Target target) {
   return sum;
 }
 
-// Calls function(formula of the gradient), which needs no difference of logits if the head has no entropy.
+// Calls function(formula of the gradient). Without an entropy bonus, the formula ignores the differences of logits.
 template <class A, class Function>
 void with_entropy(const Segment& s, Function function) {
   if (s.head->entropy_weight != 0) {
@@ -85,8 +86,8 @@ void soft_cross_entropy_row(
 // Not inlined, because loops that share a function with the loops of other heads get too few registers.
 template <class T, class G, class A>
 [[gnu::noinline]] void soft_cross_entropy_rows(const Segment& s, const Group& group, A* scratch) {
-  GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, A maximum, GroupSums<A>& of_rows) {
-    soft_cross_entropy_row<T, G>(s, group, i, maximum, scratch, of_rows);
+  GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, A maximum, GroupSums<A>& group_sums) {
+    soft_cross_entropy_row<T, G>(s, group, i, maximum, scratch, group_sums);
   });
   store_entropies(s, group, sums);
   store_losses(s, group, sums);
