@@ -149,13 +149,13 @@ def compile_arguments() -> tuple[list[str], list[str]]:
     if sys.platform == "win32":
         return ["/O2", "/openmp:experimental"], []
     flags = [
-        *([] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]),  # these flags come behind those of CFLAGS
+        *([] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]),  # these flags follow the ones of CFLAGS
         "-g0",
         "-fno-math-errno",
         "-fno-trapping-math",
         "-fvisibility=hidden",
         "-Wall",
-        "-Werror=switch",  # each kind of head has a case wherever kinds are told apart
+        "-Werror=switch",  # each switch over kinds of heads has a case for every kind
         "-Wno-unknown-pragmas",
     ]
     if sys.platform == "darwin":  # Apple's clang has no OpenMP runtime; its simd loops need none.
@@ -198,7 +198,7 @@ def extension(torch, cpp_extension):  # type: ignore[no-untyped-def]
 
 
 def build_command(torch, cpp_extension, compiler):  # type: ignore[no-untyped-def]
-    """PyTorch's build_ext, which also writes _build.py beside the extension and compiles kernels that are asked for."""
+    """PyTorch's build_ext, which also writes _build.py and compiles kernels for GRADSCALE_ARCHITECTURES."""
 
     class BuildExtension(cpp_extension.BuildExtension):
         def run(self) -> None:

@@ -152,8 +152,8 @@ py::object tensor_statistics(const std::vector<std::optional<at::Tensor>>& tenso
   return py::make_tuple(result.values, result.counts, result.histogram);
 }
 
-// (values, counts, histogram, norms), or None where these tensors are not all of one device, and such as the kernels
-// take. Weights are None where no norms are asked for.
+// (values, counts, histogram, norms), or None if these tensors are not all on one device and accepted by the kernels.
+// Weights are None if no norms are needed.
 py::object unit_statistics(
     const std::vector<std::optional<at::Tensor>>& gradients,
     const std::vector<std::optional<at::Tensor>>& weights,

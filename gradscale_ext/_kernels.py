@@ -186,7 +186,7 @@ def cache_folder() -> Path:
 
 
 def _content(image: Image) -> bytes:
-    """What a file holds: a line of JSON with a checksum of the whole image, and the code."""
+    """The content of a file: a line of JSON with a checksum of the whole image, then the code."""
     fields = asdict(image)
     code: bytes = fields.pop("code")
     checksum = hashlib.sha256(json.dumps(fields).encode() + b"\n" + code).hexdigest()
@@ -194,7 +194,7 @@ def _content(image: Image) -> bytes:
 
 
 def _read(path: Path) -> Image | None:
-    """The image in a file; None where there is none, or where it is damaged, which is said."""
+    """The image in a file; None if there is none, or, with a warning, if it is damaged."""
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):

@@ -15,7 +15,7 @@ REBUILD = f"Compile it again, in a checkout of gradscale_ext: `{INSTALL} --force
 
 
 def _explain(error: ImportError) -> ImportError:
-    """Say what an import error of the extension means, and the command that mends it."""
+    """Say what an import error of the extension means, and the command that fixes it."""
     if importlib.util.find_spec("gradscale_ext._C") is None:
         return ImportError(
             f"gradscale_ext is not compiled here: {__path_of_package()} has no extension module _C. If this is a "

@@ -64,7 +64,7 @@ def instead_of_kind(tensor: torch.Tensor) -> str | None:
 
 
 def instead_of_dtype(dtype: torch.dtype) -> str:
-    """Remedy for a dtype that no kernel takes."""
+    """Remedy for a dtype that no kernel accepts."""
     return "; write .real" if dtype.is_complex else "; write .float()"
 
 
@@ -125,7 +125,7 @@ def instead_of_count(
             return f"; leave out the root in head '{longest}', or its first_step"
         return "; a head that has nothing at the root is declared with first_step=1"
     if len(entries) == wanted + 1 and first_step == 1 and what == "target":
-        return "; leave out that of the root"
+        return "; leave out the target of the root"
     first = entries[0]
     if first is not None and first.dim() > 0 and first.shape[0] == wanted:
         return "; samples and steps look exchanged: see batch_first, and write torch.stack(...) for a list by sample"

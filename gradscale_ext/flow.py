@@ -130,7 +130,7 @@ def clip_gradient_norm(
 
     A gradient within its limit passes bit-identical; a zero gradient stays zero. No finite gradient is lost to overflow
     or underflow of the norm. NaN and inf follow the formula within their own norm group: NaN makes the group NaN, inf
-    makes its finite elements 0. Sums are taken in float64; of a group over several processes, and
+    makes its finite elements 0. Sums are computed in float64; of a group over several processes, and
     in a compiled graph or a transform on another device than the CPU, in float32 (float64 gradients: float64) of
     elements divided by the largest. The coefficient is differentiated in a second derivative.
 

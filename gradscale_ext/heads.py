@@ -23,7 +23,7 @@ DETAILS = (None, "expected", "entropy")
 
 
 class Form(NamedTuple):
-    """Shapes of one prediction and its target behind the batch. A letter is a size of at least 1, the same in both: a
+    """Shapes of one prediction and its target after the batch. A letter is a size of at least 1, the same in both: a
     target has either letters of its prediction, from the first on, or only letters of its own."""
 
     prediction: tuple[str, ...]

@@ -68,7 +68,7 @@ class Support:
             raise ValueError(f"Support: space must be 'transformed' or 'raw', but it is {self.space!r}")
         if self.space == "raw" and not reference.raw_centers(self, torch.float32).isfinite().all():
             raise ValueError(
-                "Support: the centres transformed back must be finite in float32 for space='raw', but those of "
+                "Support: the centres transformed back must be finite in float32 for space='raw', but the centres of "
                 f"minimum = {self.minimum} and maximum = {self.maximum} are not"
             )
 

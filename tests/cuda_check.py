@@ -157,7 +157,7 @@ def show(name: str, figures: Record) -> None:
         most = max(times, key=times.__getitem__)
         print(f"    {gpu:8s} ms for 1 GB: " + "  ".join(f"{k} {v:.2f}" for k, v in times.items()) + f"  -> {most}")
     for other in figures["other_launches"]:
-        print(f"    beside: {other['kernel']}: {other['sass']:.3g} instructions a {unit}")
+        print(f"    also launched: {other['kernel']}: {other['sass']:.3g} instructions a {unit}")
 
 
 def compiled(kernels: list[tuple[str, str]], jobs: int) -> list[Record]:

@@ -57,31 +57,31 @@ def put(tensor, value, *index):
 FAULTS = {
     "raw visit counts": (
         lambda p, t, o: put(t["policy"], [30, 12, 8, 0], 1, 1),
-        "the target of head 'policy' at step 1 is no distribution: that of sample 1 is [30, 12, 8, 0]; give "
+        "the target of head 'policy' at step 1 is no distribution: sample 1 has [30, 12, 8, 0]; give "
         "visits / visits.sum(-1, keepdim=True)",
     ),
     "few visit counts": (
         lambda p, t, o: put(t["policy"], [1, 0, 1, 1], 0, 0),
-        "is no distribution: that of sample 0 is",
+        "is no distribution: sample 0 has",
     ),
     "a probability above 1": (lambda p, t, o: put(t["policy"], [1.5, 0.1, 0, 0], 0, 0), "is no distribution"),
     "a negative probability": (
         lambda p, t, o: put(t["policy"], [0.6, -0.1, 0.3, 0.2], 2, 0),
-        "the target of head 'policy' at step 0 has negative probabilities: that of sample 2 is [0.6, -0.1, 0.3, 0.2]",
+        "the target of head 'policy' at step 0 has negative probabilities: sample 2 has [0.6, -0.1, 0.3, 0.2]",
     ),
     "visits over none": (
         lambda p, t, o: put(t["policy"], NAN, 2, 1),
-        "'policy' at step 1 is not finite: that of sample 2",
+        "'policy' at step 1 is not finite: sample 2",
     ),
     "a target on an illegal action": (
         lambda p, t, o: put(p["policy"], -INF, 1, 0, 3),
         "the target of head 'policy' at step 0 has probability where the logit is -inf, whose loss is infinite: "
-        "that of sample 1",
+        "sample 1",
     ),
     "a softmax before the head": (
         lambda p, t, o: p.update(policy=p["policy"].softmax(-1)),
         "the prediction of head 'policy' at step 0 looks like probabilities: all its rows are at least 0 and add up to "
-        "1: that of sample 0",
+        "1: sample 0",
     ),
     "a softmax in half precision": (
         lambda p, t, o: p.update(value=p["value"].softmax(-1).bfloat16()),
@@ -93,13 +93,13 @@ FAULTS = {
     ),
     "a NaN logit": (
         lambda p, t, o: put(p["value"], NAN, 1, 1, 4),
-        "the prediction of head 'value' at step 1 is not finite: that of sample 1 is [",
+        "the prediction of head 'value' at step 1 is not finite: sample 1 has [",
     ),
     "an infinite prediction": (lambda p, t, o: put(p["state"], -INF, 0, 0, 1), "'state' at step 0 is not finite"),
-    "a NaN loss": (lambda p, t, o: put(p["own"], NAN, 2, 1), "'own' at step 1 is not finite: that of sample 2 is nan"),
+    "a NaN loss": (lambda p, t, o: put(p["own"], NAN, 2, 1), "'own' at step 1 is not finite: sample 2 has nan"),
     "a NaN scalar": (
         lambda p, t, o: put(t["reward"], NAN, 1, 0),
-        "the target of head 'reward' at step 1 is NaN: that of sample 1 is nan; mask what has no target",
+        "the target of head 'reward' at step 1 is NaN: sample 1 has nan; mask what has no target",
     ),
     "a NaN vector": (
         lambda p, t, o: put(t["state"], NAN, 1, 0, 1),
@@ -107,32 +107,32 @@ FAULTS = {
     ),
     "an end beyond 1": (
         lambda p, t, o: put(t["end"], 255, 2, 1),
-        "the target of head 'end' at step 1 must be in 0..1: that of sample 2 is 255",
+        "the target of head 'end' at step 1 must be in 0..1: sample 2 has 255",
     ),
-    "a NaN end": (lambda p, t, o: put(t["end"], NAN, 2, 1), "'end' at step 1 must be in 0..1: that of sample 2 is nan"),
+    "a NaN end": (lambda p, t, o: put(t["end"], NAN, 2, 1), "'end' at step 1 must be in 0..1: sample 2 has nan"),
     "a class that is none": (
         lambda p, t, o: put(t["action"], 4, 1, 0),
-        "the target of head 'action' at step 1 must be classes from 0 to 3: that of sample 1 is 4",
+        "the target of head 'action' at step 1 must be classes from 0 to 3: sample 1 has 4",
     ),
     "a negative importance weight": (
         lambda p, t, o: o.update(importance_weights=torch.tensor([1.0, -0.5, 1.0])),
-        "importance_weights must be finite and at least 0, but that of sample 1 is -0.5",
+        "importance_weights must be finite and at least 0, but sample 1 has -0.5",
     ),
     "a NaN importance weight": (
         lambda p, t, o: o.update(importance_weights=torch.tensor([1.0, 1.0, NAN])),
-        "but that of sample 2 is nan",
+        "but sample 2 has nan",
     ),
     "an infinite step weight": (
         lambda p, t, o: o.update(step_weights=[1.0, INF]),
-        "step_weights must be finite and at least 0, but that of step 1 is inf",
+        "step_weights must be finite and at least 0, but step 1 has inf",
     ),
     "a negative step weight": (
         lambda p, t, o: o.update(step_weights=torch.tensor([[1.0, 1.0], [1.0, -2.0], [1.0, 1.0]])),
-        "but that of sample 1 at step 1 is -2",
+        "but sample 1 at step 1 has -2",
     ),
     "a NaN gradient scale": (
         lambda p, t, o: o.update(step_gradient_scale=[NAN, 1.0]),
-        "step_gradient_scale must be finite, but that of step 0 is nan",
+        "step_gradient_scale must be finite, but step 0 has nan",
     ),
 }
 
@@ -230,7 +230,7 @@ def test_shape_errors_come_first():
 def test_reduce_multi_step():
     losses = torch.ones(2, 3)
     losses[1, 2] = NAN
-    with pytest.raises(ValueError, match="'loss' at step 2 is not finite: that of sample 1 is nan"):
+    with pytest.raises(ValueError, match="'loss' at step 2 is not finite: sample 1 has nan"):
         gs.reduce_multi_step(losses, check=True)
     mask = torch.ones(2, 3, dtype=torch.bool)
     mask[1, 2] = False

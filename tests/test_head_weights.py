@@ -367,8 +367,8 @@ def test_check_looks_at_weights_by_head():
     predictions, targets = arguments()
     for options, message in (
         ({"head_weights": {"value": torch.tensor(-1.0)}}, "the head_weights of head 'value' must be .*, but it is -1"),
-        ({"importance_weights": {"value": torch.tensor([1.0, -1.0, 1.0])}}, "'value' must .* that of sample 1 is -1"),
-        ({"step_weights": {"value": [1.0, -1.0, 1.0, 1.0]}}, "'value' must .* that of step 1 is -1"),
+        ({"importance_weights": {"value": torch.tensor([1.0, -1.0, 1.0])}}, "'value' must .* sample 1 has -1"),
+        ({"step_weights": {"value": [1.0, -1.0, 1.0, 1.0]}}, "'value' must .* step 1 has -1"),
     ):
         with pytest.raises(ValueError, match=message):
             gs.multi_step_loss(HEADS, predictions, targets, check=True, **options)

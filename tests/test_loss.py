@@ -974,7 +974,7 @@ def test_the_fused_path_raises_if_unsupported():
 
     with pytest.raises(NotImplementedError, match="impl='auto' computes this call by the reference"):
         torch.func.grad(fused)(x)
-    with pytest.raises(NotImplementedError, match="impl='fused' takes plain tensors on cpu"):
+    with pytest.raises(NotImplementedError, match="impl='fused' accepts plain tensors on cpu"):
         fused(x.to("meta"))
     with pytest.raises(
         ValueError, match="impl must be 'auto' or 'fused' or 'compiled' or 'reference', but it is 'fast'"
@@ -1025,14 +1025,14 @@ def test_what_lists_the_heads_lists_all(file):
         (["per_step_loss"], [], "names and as many numbers"),
         (["weight"], [1.0], "'weight' is no kind of head"),
         (["per_step_loss", "wieght"], [0.0, 1.0], "no number 'wieght'"),
-        (["two_hot"], [0.0], "not those of a 'two_hot'"),
-        (["two_hot", "detail", "num_bins"], [0.0, 1.0, 1.0], "not those of a 'two_hot'"),
-        (["two_hot", "detail", "num_bins"], [0.0, 0.0, 5.0], "not those of a 'two_hot'"),
-        (["per_step_loss", "detail", "num_bins"], [0.0, 1.0, 5.0], "not those of a 'per_step_loss'"),
-        (["per_step_loss", "first_step"], [0.0, -1.0], "not those of a 'per_step_loss'"),
-        (["per_step_loss", "first_step"], [0.0, 2.0**31], "not those of a 'per_step_loss'"),
-        (["per_step_loss", "first_step"], [0.0, float("nan")], "not those of a 'per_step_loss'"),
-        (["mean_squared_error", "transform"], [0.0, 3.0], "not those of a 'mean_squared_error'"),
+        (["two_hot"], [0.0], "not the numbers of a 'two_hot'"),
+        (["two_hot", "detail", "num_bins"], [0.0, 1.0, 1.0], "not the numbers of a 'two_hot'"),
+        (["two_hot", "detail", "num_bins"], [0.0, 0.0, 5.0], "not the numbers of a 'two_hot'"),
+        (["per_step_loss", "detail", "num_bins"], [0.0, 1.0, 5.0], "not the numbers of a 'per_step_loss'"),
+        (["per_step_loss", "first_step"], [0.0, -1.0], "not the numbers of a 'per_step_loss'"),
+        (["per_step_loss", "first_step"], [0.0, 2.0**31], "not the numbers of a 'per_step_loss'"),
+        (["per_step_loss", "first_step"], [0.0, float("nan")], "not the numbers of a 'per_step_loss'"),
+        (["mean_squared_error", "transform"], [0.0, 3.0], "not the numbers of a 'mean_squared_error'"),
     ],
 )
 def test_invalid_records(names, numbers, message):

@@ -439,8 +439,8 @@ def test_a_checkpoint_of_another_run_is_rejected(tmp_path, monkeypatch):
     saved(path)
     line = error_line(monkeypatch, tmp_path, "--game=tictactoe")
     assert line.startswith(
-        f"error: the run in {path} was begun with --game cartpole, not tictactoe, and goes on with it only. Another"
+        f"error: the run in {path} was begun with --game cartpole, not tictactoe, and can only continue with it. Use"
     )
     torch.save({"network": {}}, path)
     line = error_line(monkeypatch, tmp_path, "--game=tictactoe")
-    assert line.startswith(f"error: {path} cannot be read as a checkpoint: it holds something else. Another")
+    assert line.startswith(f"error: {path} cannot be read as a checkpoint: it holds something else. Use")

@@ -62,7 +62,7 @@ def test_ranks_of_torchrun_save_when_ctrl_c_is_pressed(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=PATIENCE)[0].count("interrupted; the same command goes on") == 1
+    assert process.communicate(timeout=PATIENCE)[0].count("interrupted; the same command continues") == 1
     saved = torch.load(tmp_path / "cartpole-seed0" / "checkpoint.pt", weights_only=False)
     assert saved["record"]["step_number"] > 0
     assert len(saved["shares"]) == 2

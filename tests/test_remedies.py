@@ -155,7 +155,7 @@ MISTAKES = {
     ),
     "a target for the root": (
         lambda p, t, o: t["reward"].append(t["reward"][0]),
-        "but it has 6; leave out that of the root",
+        "but it has 6; leave out the target of the root",
     ),
     "a head without the root": (
         lambda p, t, o: (p["policy"].pop(), t["policy"].pop()),

@@ -325,7 +325,7 @@ def test_a_norm_beyond_float64_is_named():
     model = torch.nn.ParameterDict({"small": torch.zeros(1), "large": torch.zeros(4, dtype=torch.float64)})
     model["small"].grad, model["large"].grad = torch.ones(1), largest.clone()
     with pytest.raises(
-        RuntimeError, match=r"beyond float64, with elements up to 1.5e\+308 in that of large; no gradient"
+        RuntimeError, match=r"beyond float64, with elements up to 1.5e\+308 in the gradient of large; no gradient"
     ):
         gs.clip_gradients_(model, 1.0, nonfinite="error")
     assert torch.equal(model["large"].grad, largest)

@@ -1,5 +1,4 @@
-// The tools that rows of logits are made of: reading, the softmax of a row, writing. Included once for each instruction
-// set.
+// Reading and writing rows of logits, and the softmax of a row. Included once for each instruction set.
 //
 // Blocks of 16 follow the alignment of the row in memory, so that few loads and stores cross a cache line. A gradient
 // is aligned as its logits are when both are contiguous.
@@ -22,7 +21,7 @@ struct Softmax {
   A* values; // exp(logit - maximum)
 };
 
-// Memory that is wanted next. It is fetched while exponentials are computed, which needs none.
+// Memory that is used next. It is prefetched while exponentials are computed, which access no memory.
 struct Ahead {
   const void* read;
   void* write;
@@ -85,7 +84,7 @@ template <int chain>
 using Chain = std::integral_constant<int, chain>;
 
 // Calls body(first, lanes, chain) for blocks that begin at element `first`: for the elements before the aligned blocks,
-// for these, and for the rest. `lanes` are those that no other block has. `chains` neighbours may be added up apart.
+// for these, and for the rest. `lanes` are in no other block. `chains` neighbours may be added up separately.
 template <int chains, class Body>
 GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) {
   if (width < kLanes) {
@@ -236,7 +235,7 @@ inline const double* raw_centers(const Support& support, double) {
   return support.raw_centers;
 }
 
-// sum_j e_j c_j over the centres transformed back. Bins at equal distance from the middle are taken together: over a
+// sum_j e_j c_j over the centres transformed back. Bins at equal distance from the middle are added in pairs: over a
 // symmetric support each pair is exactly antisymmetric, so that equal e_j give exactly 0.
 template <class A>
 A raw_moment(const A* values, const Support& support) {

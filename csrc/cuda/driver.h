@@ -52,7 +52,7 @@ void set_kernel_images(std::optional<pybind11::function> image);
 void use_driver_for_cpu(const std::optional<std::string>& library);
 
 // Until the next call without a function, `record(file, name)` is called for CPU and CUDA tensors alike instead of
-// starting kernels. What they should have computed is left as it was.
+// starting kernels. Their outputs are not written.
 void record_kernels(std::optional<pybind11::function> record);
 
 } // namespace gradscale

@@ -95,16 +95,16 @@ GRADSCALE_DEVICE Packed<T, count> packed(const float* values) {
   return result;
 }
 
-// A pointer that a compiler keeps as it is, and adds constants to, instead of computing an address for each access. It
-// no longer knows that it is one to global memory: the functions below do.
+// A pointer to which the compiler adds constants, instead of computing an address for each access. The compiler no
+// longer sees that it points to global memory; the functions below do.
 template <class T>
 GRADSCALE_DEVICE T* kept(T* pointer) {
   asm("" : "+l"(pointer));
   return pointer;
 }
 
-// A number of which the compiler does not know that it has met it before: it computes from it again, instead of keeping
-// what it has computed in registers.
+// Hides from the compiler that it has used this number before, so that it repeats computations instead of keeping their
+// results in registers.
 GRADSCALE_DEVICE float forgotten(float value) {
   asm("" : "+f"(value));
   return value;

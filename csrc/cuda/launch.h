@@ -1,5 +1,5 @@
 // How host code starts kernels. Each kernel is compiled on its own, for the types and widths that it is needed for, and
-// known by its name; who includes this needs no CUDA compiler and no headers of CUDA's.
+// identified by its name; code that includes this needs neither a CUDA compiler nor CUDA headers.
 #pragma once
 
 #include "../formulas/port.h"
@@ -41,15 +41,14 @@ class NamedKernel {
   mutable std::array<std::atomic<void*>, kMaxDevices> functions_{};
 };
 
-// A kernel that takes one struct of this type.
+// A kernel whose argument is one struct of this type.
 template <class Argument>
 class Kernel : public NamedKernel {
  public:
   using NamedKernel::NamedKernel;
 };
 
-// Starts a kernel with the arguments that it takes; nothing is waited for. Compiles and loads it where that has not
-// been done yet.
+// Starts a kernel with its arguments, asynchronously. Compiles and loads it at its first use.
 void start(const NamedKernel& kernel, int64_t blocks, int threads, Stream stream, const void* arguments);
 
 // Starts `kernel` for `blocks` blocks of `threads` threads; none where there are no blocks.

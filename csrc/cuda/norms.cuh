@@ -1,5 +1,5 @@
-// Windows of 16 bytes as they lie in memory, and sums over one of them: in float, where nothing is lost that matters,
-// so that double is met once for a window and not for each element.
+// Unconverted windows of 16 bytes, and sums over a window: in float where that is accurate enough, so that double is
+// used once per window and not once per element.
 //
 // A rounding of float is at most u = 2^-24 of its result. The squares of a window go through three of them or fewer,
 // and so does the sum of its elements: a norm is within 1.5 u = 9e-8 of the exact one, and a sum within 3 u = 1.8e-7 of
@@ -12,8 +12,8 @@
 
 namespace gradscale {
 
-// Squares of float whose sum over some windows lies in between are computed in float: none overflows, and what those
-// below 2^-126 lose is nothing compared with the sum.
+// Squares of float whose sum over some windows lies in between are computed in float: none overflows, and the error
+// of those below 2^-126 is negligible compared with the sum.
 constexpr float kLeastSquares = 0x1p-100f;
 constexpr float kMostSquares = 0x1p120f;
 
@@ -145,7 +145,7 @@ GRADSCALE_DEVICE Window<T> read_window(const T* row, int32_t width, int32_t firs
   return window;
 }
 
-// The sum of the squares of windows: in double where float would lose it. NaN and inf come through.
+// The sum of the squares of windows: in double where float would lose it. NaN and inf propagate.
 template <class T, int count>
 GRADSCALE_DEVICE double squares_of(const Window<T> (&windows)[count]) {
   float together = 0;
@@ -162,7 +162,7 @@ GRADSCALE_DEVICE double squares_of(const Window<T> (&windows)[count]) {
   sum = 0;
 #pragma unroll
   for (const Window<T>& window : windows) {
-    if (!window.has_only_zeros()) { // as most have whose squares vanish
+    if (!window.has_only_zeros()) { // as for most windows whose squares underflow
 #pragma unroll
       for (int k = 0; k < Window<T>::kSize; ++k) {
         const auto number = static_cast<double>(window[k]);
@@ -191,7 +191,7 @@ GRADSCALE_DEVICE double sum_of_squares(const T* from, int32_t size, const Group&
   return group.sum(sum);
 }
 
-// ---- Sums of powers by the threads of a group, as cpu/range.cpp takes them ------------------------------------------
+// ---- Sums of powers by the threads of a group, as in cpu/range.cpp --------------------------------------------------
 
 // Calls function(values, first) for the windows of this thread; values outside 0 .. size are 0.
 template <class T, class Function>
@@ -266,7 +266,7 @@ GRADSCALE_DEVICE bool any_of_warp(bool value) {
 template <class T>
 GRADSCALE_DEVICE PowerSum power_sum_of_range(const T* from, int32_t size, double p, const Group& group) {
   if constexpr (!std::is_same_v<T, double>) {
-    if (p == 2) { // squares of such elements neither overflow nor vanish in double
+    if (p == 2) { // squares of such elements neither overflow nor underflow in double
       return {sum_of_squares(from, size, group), 1};
     }
   }

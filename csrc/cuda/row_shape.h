@@ -1,4 +1,4 @@
-// How many threads of a GPU share a row: known to kernels and to those who start them.
+// How many threads of a GPU share a row, for kernels and for the host code that starts them.
 #pragma once
 
 #include "../formulas/port.h"
@@ -38,10 +38,10 @@ GRADSCALE_HOST_DEVICE int32_t threads_for_row(int64_t width, int64_t element_byt
   return threads;
 }
 
-constexpr int kWindowsOfThread = 8; // that it keeps as they lie in memory: 128 bytes
+constexpr int kWindowsOfThread = 8; // that it keeps unconverted in registers: 128 bytes
 
-// The number of threads that keep a row of so many windows as they lie in memory: as few as can, but for the shortest
-// rows, which neighbours read together; 0 where a warp has no registers for the row.
+// The number of threads that keep a row of so many windows unconverted in registers: as few as possible, except for
+// the shortest rows, which neighbours read together; 0 if a warp has too few registers for the row.
 inline int32_t threads_that_keep(int64_t windows) {
   if (windows > 32 * kWindowsOfThread) {
     return 0;

@@ -1,5 +1,5 @@
-// The way in which the threads of a GPU share rows: the group of threads that has a row, the 16-byte windows that the
-// row lies in, and reading and writing those.
+// How the threads of a GPU share rows: the group of threads that owns a row, and reading and writing the 16-byte
+// windows that contain the row.
 #pragma once
 
 #include "../formulas/element.h"
@@ -13,8 +13,8 @@ namespace gradscale {
 constexpr int kWarps = kThreads / 32;
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
-// The threads that have a row together: a power of two of neighbours in a warp, or all of a block. All threads of a
-// warp (of a block, where the group is one) take part in a reduction, each time.
+// The threads that own a row together: neighbours in a warp, their number a power of two, or all threads of a block.
+// All threads of the warp (or block) take part in each reduction.
 struct Group {
   int size;
   int rank;

@@ -1,13 +1,13 @@
-// Tables that a kernel looks things up in. They stand in the kernel's arguments where they fit, so that nothing is
-// copied and the launch can be captured in a CUDA graph; otherwise in device memory, to which launches carry them in
-// their own arguments.
+// Lookup tables of kernels. A table that fits is stored in the kernel's arguments, so that nothing is copied and the
+// launch can be captured in a CUDA graph. Others are stored in device memory, to which launches carry them in their own
+// arguments.
 #pragma once
 
 #include "../formulas/port.h"
 
 namespace gradscale {
 
-// The table: structs one after the other, at offsets that are multiples of 8.
+// The table: concatenated structs, at offsets that are multiples of 8.
 struct Table {
   static constexpr int64_t kInside = 8000; // bytes
 
@@ -19,7 +19,7 @@ struct Table {
     return reinterpret_cast<const T*>((outside != nullptr ? outside : inside) + offset);
   }
 
-  // The begin of the table where it is known which it is, so that a GPU reads its arguments as such.
+  // The beginning of the table. `is_inside` is known at compile time, so that a GPU reads its arguments as such.
   template <bool is_inside>
   GRADSCALE_HOST_DEVICE const char* begin() const {
     return is_inside ? inside : outside;

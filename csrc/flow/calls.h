@@ -47,7 +47,7 @@ enum class ElementFunction : int32_t { multiply, multiply_negated, clamp };
 using ElementLoop = void (*)(Element, char* const* data, const int64_t* strides, int64_t size);
 
 extern const CpuKernel<ElementLoop> multiply_kernel;         // g * scale, exact zeros where scale is 0
-extern const CpuKernel<ElementLoop> multiply_negated_kernel; // g * -scale, likewise
+extern const CpuKernel<ElementLoop> multiply_negated_kernel; // g * -scale, with the same zeros
 extern const CpuKernel<ElementLoop> clamp_kernel;            // clamp(g, min, max), NaN unless min <= max
 
 // ---- On a device ----------------------------------------------------------------------------------------------------

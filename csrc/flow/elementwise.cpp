@@ -25,8 +25,8 @@ ElementLoop loop_of(ElementFunction function) {
   return for_this_machine(clamp_kernel);
 }
 
-// Starts the kernel on the walk that PyTorch makes of these operands, which has as few dimensions as there can be;
-// returns whether the kernel takes it.
+// Starts the kernel on PyTorch's iteration over these operands, which has as few dimensions as possible. Returns true
+// if the kernel accepts it.
 bool run_on_device(
     ElementFunction function,
     const at::TensorIterator& iterator,

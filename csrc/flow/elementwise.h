@@ -16,8 +16,8 @@
 
 namespace gradscale {
 
-// True when `gradient`, as a backward function received it, is held by nobody else, so that writing into its memory
-// cannot be noticed: no second graph is built, no other tensor shares the storage, and the memory is PyTorch's own
+// True when `gradient`, as a backward function received it, has no other owner, so that writing to its memory
+// has no other effect: no second graph is built, no other tensor shares the storage, and the memory is PyTorch's own
 // (a buffer that came from NumPy or DLPack is not resizable).
 inline bool owned_by_nobody_else(const at::Tensor& gradient) {
   return !at::GradMode::is_enabled() && torch::autograd::impl::is_tensor_stealable(gradient) &&
@@ -39,8 +39,8 @@ inline bool fused(const at::Tensor& gradient, std::initializer_list<at::Tensor> 
   });
 }
 
-// Returns the result, in the gradient's memory where nobody else owns it; empty where the kernels do not take these
-// tensors. Complex numbers are walked as pairs, both of which meet the same arguments.
+// Returns the result, in the gradient's memory if it has no other owner; empty if the kernels do not accept these
+// tensors. Complex numbers are processed as pairs, both of which get the same arguments.
 std::optional<at::Tensor> elementwise(
     ElementFunction function, const at::Tensor& gradient, const std::vector<Value>& arguments);
 

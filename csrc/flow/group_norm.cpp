@@ -224,7 +224,7 @@ at::Tensor gathered(const at::Tensor& norms, const NormGroups& groups) {
   return call_by_name("_c10d_functional::wait_tensor", {all});
 }
 
-// The largest magnitude of each group, a constant for derivatives; 1 where it is 0 or not finite.
+// The largest magnitude of each group, a constant for derivatives; 1 if it is 0 or not finite.
 at::Tensor largest_of(const at::Tensor& elements, at::IntArrayRef inner) {
   const at::NoGradGuard no_grad;
   const at::Tensor largest = elements.abs().amax(inner, /*keepdim=*/true);
@@ -239,16 +239,16 @@ void count_norms(at::Tensor counts, const at::Tensor& within) {
   operation.call(std::move(counts), within);
 }
 
-// The norms of the groups over their scales, which stay apart so that no power overflows: [groups, 1 ...].
+// The norms of the groups divided by their scales, kept separately so that no power overflows: [groups, 1 ...].
 struct ScaledNorms {
   at::Tensor norm;
   at::Tensor scale;
 };
 
-// Elements of complex numbers are pairs in a last dimension, behind the dimensions of a group.
+// Complex numbers are pairs in a last dimension, after the dimensions of a group.
 ScaledNorms norms_by_operations(
     const at::Tensor& elements, bool pairs, at::IntArrayRef inner, const NormGroups& groups) {
-  // Divided by the largest element, which is a constant here, no power overflows, and none that matters vanishes.
+  // Divided by the largest element, which is a constant here, no power overflows, and only negligible ones underflow.
   const at::Tensor scale = largest_of(pairs ? elements.abs().amax(-1) : elements, inner);
   // A CPU adds one number after the other: it takes sums in double, as long sums would lose digits of a float.
   const at::ScalarType sums = elements.device().is_cpu() ? at::kDouble : elements.scalar_type();

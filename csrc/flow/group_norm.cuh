@@ -1,17 +1,16 @@
 // Groups rescaled by their norms.
 //
-// rescale_kept      for p = 2 and groups of whole windows of 16 bytes, of elements narrower than double: a few threads
-// of
-//                   a warp keep a group as it lies in memory, up to 128 bytes each: read once, written once. All that a
-//                   thread has is asked for before the first is used, so that 2 blocks have up to 64 KB on their way.
-// rescale_groups    for other groups that are short: a group of threads has a short group of elements: it reads it
-// twice, the second time from the
-//                   cache, and writes it once.
+// rescale_kept      for p = 2 and groups of whole windows of 16 bytes, with elements narrower than double. A few
+//                   threads of a warp keep a group unconverted in registers, up to 128 bytes each: read once, written
+//                   once. A thread issues all its loads before it uses the first, so that 2 blocks have up to 64 KB of
+//                   loads in flight.
+// rescale_groups    for other short groups. Several threads read a group twice, the second time from the cache, and
+//                   write it once.
 // power_sums        one block for each chunk of a long group, which it reads once;
-// rescale_chunks    then one block for each chunk takes the sums of all chunks of its group together, in their order,
-//                   and reads and writes its own. Bytes: twice read, once written.
+// rescale_chunks    then one block for each chunk adds the sums of all chunks of its group, in their order, and reads
+//                   and writes its own chunk. Bytes: twice read, once written.
 //
-// Sums are taken in double, as on the CPU, except squares of narrower elements (cuda/norms.cuh).
+// Sums are computed in double, as on the CPU, except squares of narrower elements (cuda/norms.cuh).
 #pragma once
 
 #include "../cuda/norms.cuh"

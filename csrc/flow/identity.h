@@ -8,7 +8,7 @@
 //   void check(const at::Tensor& x) const;               raises for wrong arguments
 //   at::Tensor gradient(at::Tensor incoming) const;      the result for a dense gradient
 //   at::Tensor tangent(const at::Tensor& incoming) const the same in forward mode, or an error
-//   bool keeps_zeros() const                             whether a sparse gradient may be changed by its values alone
+//   bool keeps_zeros() const                             true if a sparse gradient may be changed by its values only
 #pragma once
 
 #include "../torch/autograd.h"

@@ -87,12 +87,11 @@ GRADSCALE_HOST_DEVICE double mean_of(const ElementSums& sums, int64_t count) {
   return count == 0 ? 0 : sums.sum / static_cast<double>(count) * sums.root * sums.root;
 }
 
-// ---- Results, of `count` tensors: arrays one after the other
-// ---------------------------------------------------------
+// ---- Results of `count` tensors, as arrays --------------------------------------------------------------------------
 
 struct StatisticsOut {
   double* values;     // norms, largest magnitudes, means
-  int64_t* counts;    // of elements, of zeros, NaN, inf, and whether there is no tensor
+  int64_t* counts;    // elements, zeros, NaN, inf, 1 for a missing tensor
   int64_t* histogram; // [count, kHistogramBins]
   int64_t count;
 
@@ -150,7 +149,7 @@ GRADSCALE_HOST_DEVICE double total_norm(double largest, double powers, double p,
   return largest == 0 || std::isinf(p) ? largest : largest * norm_of(powers, p);
 }
 
-// Stores the total norm, the factor, and whether it changes anything.
+// Stores the total norm, the factor, and 1 if the factor is not 1, else 0.
 GRADSCALE_HOST_DEVICE void store_clipping(double total, double max_norm, bool skip_nonfinite, double* out) {
   double factor = max_norm / (total + kAddedToNorm);
   if (factor > 1) { // NaN stays

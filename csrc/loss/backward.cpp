@@ -82,7 +82,7 @@ autograd::variable_list flat(Gradients gradients) {
   return result;
 }
 
-// The gradients of the forward pass, in their own memory where nobody else holds it.
+// The gradients of the forward pass, in their own memory if nothing else holds it.
 autograd::variable_list multiplied(Gradients gradients, const Call& call, const at::Tensor& grad_output, bool is_one) {
   for (size_t h = 0; h < gradients.size(); ++h) {
     const int64_t batch_dim = call.batch_dim(call.predictions[h]);
@@ -117,7 +117,7 @@ autograd::variable_list run_again(const Saved& saved, const at::Tensor& grad_out
   return flat(std::move(weighted.gradients));
 }
 
-// The device itself tests whether grad_output is 1. Where it is not, the kernel runs again, as it does for half types
+// The device itself tests if grad_output is 1. If not, the kernel runs again, as it does for half types
 // on the CPU.
 autograd::variable_list on_device(const Saved& saved, Gradients gradients, const at::Tensor& grad_output) {
   saved.check_unchanged();
@@ -191,7 +191,7 @@ class MultiStepLossBackward : public BackwardNode {
                              : multiplied(std::move(gradients), saved.call, grad_output, is_one);
   }
 
-  // The call, and whether the pass that begins is the last.
+  // The call, and true if the pass that begins is the last.
   std::pair<std::shared_ptr<const Saved>, bool> begin_pass() {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(saved_ != nullptr, autograd::ERR_BACKWARD_TWICE);

@@ -42,7 +42,7 @@ Heads::Heads(const std::vector<std::string>& names, const std::vector<double>& n
     TORCH_CHECK(
         head.detail == kind.detail && head.first_step >= 0 && (!head.has_support() || head.support.num_bins >= 2) &&
             head.support.transform >= Transform::identity && head.support.transform <= Transform::symlog,
-        "multi_step_loss: the numbers of a head are not those of a '",
+        "multi_step_loss: the numbers of a head are not the numbers of a '",
         kind.name,
         "'");
     head.support = supports_.emplace_back(head.support).get();

@@ -10,7 +10,7 @@
 
 namespace gradscale {
 
-// Dimensions behind the batch that a prediction and its target may have.
+// Dimensions after the batch that a prediction and its target may have.
 struct Form {
   int64_t prediction_dims;
   int64_t target_dims;    // -1: no target

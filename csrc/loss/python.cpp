@@ -251,9 +251,9 @@ void check_classes(const Plan& plan, size_t h, const Call& call) {
           t + first_step,
           " must be classes from 0 to ",
           number - 1,
-          ", but that of sample ",
+          ", but sample ",
           b,
-          " is ",
+          " has ",
           chosen);
     }
   }

@@ -76,7 +76,7 @@ template <class A>
 GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, uint64_t launch, int lane) {
   A y = A(0);
   for (int64_t first = -count; first < 0; first += kWarpSize) {
-    Map<A> map{A(0), A(1)}; // behind the last chunk
+    Map<A> map{A(0), A(1)}; // after the last chunk
     if (first + lane < 0) {
       const PublishedMap<A>& from = published[first + lane];
       while (load_acquired(&from.launch) != launch) {

@@ -61,7 +61,7 @@ n_step_rows(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   }
 }
 
-// What a step does to the return of a window that goes on behind it.
+// What a step does to the return of a window that continues after it.
 template <class A>
 GRADSCALE_DEVICE Map<A> window_map(const StepOfRow<A>& s) {
   if (!s.live) {
@@ -76,7 +76,7 @@ struct StepsOfWarp {
   int64_t t;
   bool is_inside;
   int64_t before; // steps of the block before t
-  int64_t after;  // and behind it
+  int64_t after;  // and after it
   StepOfRow<A> s{};
 
   GRADSCALE_DEVICE StepsOfWarp(const StepsInMemory<A>& steps, int64_t begin, int64_t n, int lane)
@@ -88,8 +88,8 @@ struct StepsOfWarp {
     }
   }
 
-  // Joins each step with the steps before it in its block, or behind it: function(x, y) of the step's own value and of
-  // one `distance` away, whose step comes before or behind. `carry` is of the round before.
+  // Joins each step with the steps before it in its block, or after it: function(x, y) of the step's own value and the
+  // value `distance` steps before or after. `carry` is of the previous round.
   template <class T, class Shift, class Function>
   GRADSCALE_DEVICE static T scanned(T own, T carry, int turn, int64_t count, Shift shift, Function function) {
 #pragma unroll

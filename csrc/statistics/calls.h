@@ -52,7 +52,7 @@ struct StatisticsCall {
   char* workspace; // bytes_for_statistics() bytes, at a multiple of 8
 };
 
-// out = (total norm, factor, whether it changes anything), from statistics.
+// out = (total norm, factor, 1 if the factor is not 1, else 0), from statistics.
 struct ClippingCall {
   const double* values;
   const int64_t* counts;

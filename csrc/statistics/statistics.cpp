@@ -155,7 +155,7 @@ struct Stored {
   int64_t implicit_zeros = 0;
 };
 
-// The moduli are taken in double, where no square of floats overflows.
+// The moduli are computed in double, where no square of floats overflows.
 at::Tensor moduli(const at::Tensor& complex) {
   return complex.to(at::kComplexDouble).abs();
 }
@@ -195,7 +195,7 @@ std::vector<Range> ranges_of(const std::vector<Stored>& parts) {
   return ranges;
 }
 
-// Also computes the norms of `units` where they are asked for.
+// Also computes the norms of `units` if they are given.
 void run(const std::vector<Stored>& parts, double p, const StatisticsOut& out, UnitPass* units) {
   const std::vector<Range> chunks = chunks_of(ranges_of(parts));
   std::vector<ChunkStatistics> statistics(chunks.size());

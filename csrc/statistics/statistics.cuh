@@ -159,7 +159,7 @@ GRADSCALE_DEVICE ChunkSums sums_of_thread(
   return own;
 }
 
-// The sums of a chunk, taken again with a root where the plain ones would overflow or vanish.
+// The sums of a chunk, computed again with a root where the plain ones would overflow or underflow.
 template <Order order>
 GRADSCALE_DEVICE ElementSums with_root(const ChunkSums& all, const RangeTable& table, double p, const Group& block) {
   ElementSums sums{std::isinf(p) ? all.largest : all.powers, all.sum, all.largest, 1};

@@ -14,7 +14,7 @@ namespace gradscale {
 
 struct TensorStatistics {
   at::Tensor values;    // [3, N] float64: norm, largest magnitude, mean
-  at::Tensor counts;    // [5, N] int64: elements, zeros, NaN, inf, whether there is no tensor
+  at::Tensor counts;    // [5, N] int64: elements, zeros, NaN, inf, 1 for a missing tensor
   at::Tensor histogram; // [N, bins] int64
 };
 
@@ -35,22 +35,22 @@ UnitStatistics unit_statistics(
     const std::vector<std::optional<at::Tensor>>& weights,
     bool rows);
 
-// Computes from the values and counts of statistics three numbers in float64: the norm of all tensors together, the
-// factor that they are multiplied by, and whether that changes them.
+// Computes three float64 numbers from the values and counts of statistics: the norm of all tensors together, the factor
+// that clips them, and 1 if the factor is not 1, else 0.
 at::Tensor clipping_of(
     const at::Tensor& values, const at::Tensor& counts, double p, double max_norm, bool skip_nonfinite);
 
-// Multiplies tensors of one device by the second number of `clipping`, in place. A factor of 0 leaves zeros where
-// `skip_nonfinite`, whatever the elements were.
+// Multiplies tensors on one device by the second number of `clipping`, in place. With `skip_nonfinite`, 0 times NaN or
+// inf is 0.
 void clip_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& clipping, bool skip_nonfinite);
 
 struct UnitFactors {
   at::Tensor factors;  // [U] float64
-  at::Tensor clipping; // [3] float64: the norm of all tensors together, the smallest factor, whether any changes a unit
+  at::Tensor clipping; // [3] float64: the norm of all tensors together, the smallest factor, 1 if any is not 1, else 0
 };
 
-// Computes the factors of units on a CPU from their norms, and from the result of clipping_of() without a limit, whose
-// factor is 0 where all gradients are to become 0. With `skip_nonfinite`, a limit that is NaN makes them 0 too.
+// Computes the factors of units on a CPU from their norms, and from the result of clipping_of() with max_norm = inf.
+// With `skip_nonfinite`, all factors are 0 if the factor of `clipping` is 0 or any factor would be NaN.
 UnitFactors unit_factors(
     const at::Tensor& norms, const at::Tensor& clipping, double adaptive, double eps, bool skip_nonfinite);
 

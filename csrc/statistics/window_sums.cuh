@@ -1,6 +1,6 @@
-// The sums that statistics take of elements narrower than double, for norms of order 2: a window of 16 bytes in float,
-// windows in double. Where float would lose something, or an element is not finite, the warp takes its windows once
-// more, element by element in double; no sum of squares of such elements overflows or vanishes there.
+// Statistics' sums over elements narrower than double, for norms of order 2: a window of 16 bytes in float,
+// windows in double. Where float would lose something, or an element is not finite, the warp computes the sums of its
+// windows again, element by element in double, where no sum of squares of such elements overflows or underflows.
 #pragma once
 
 #include "../cuda/norms.cuh"

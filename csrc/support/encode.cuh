@@ -69,7 +69,7 @@ GRADSCALE_DEVICE void project_row(const ProjectArguments& arguments, int64_t row
   }
   bool is_nan = false;
   for (int32_t first = 0; first < width; first += lanes) {
-    int32_t bin = -2, least = width, most = -2; // behind the last atom: no bin
+    int32_t bin = -2, least = width, most = -2; // after the last atom: no bin
     A lower = A(0), upper = A(0);
     if (first + lane < width) {
       const double mass = element_at(p.probabilities, row, first + lane);

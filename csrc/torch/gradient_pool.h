@@ -22,7 +22,8 @@ void begin_pooled_call();
 at::Tensor empty_gradient(at::IntArrayRef sizes, at::ScalarType dtype);
 
 // Moves the memory of a gradient to the tensor that is returned. The gradient gets other memory of the same size with
-// undefined content, which `was_moved` knows. Returns no tensor where the memory is not the pool's, or has other users.
+// undefined content, and `was_moved` returns true for it. Returns an undefined tensor if the memory is not the pool's,
+// or has other users.
 at::Tensor move_gradient(const at::Tensor& gradient);
 bool was_moved(const at::Tensor& gradient);
 

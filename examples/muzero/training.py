@@ -201,7 +201,7 @@ class Training:
             if saved != value:
                 name = option_name(name)
                 raise ValueError(
-                    f"the run in {path} was begun with {name} {saved}, not {value}, and goes on with it only"
+                    f"the run in {path} was begun with {name} {saved}, not {value}, and can only continue with it"
                 )
         if len(state["shares"]) != self.ranks.size:
             raise ValueError(f"the run in {path} was begun by {len(state['shares'])} processes, not {self.ranks.size}")

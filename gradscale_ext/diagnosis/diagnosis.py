@@ -241,7 +241,7 @@ class _Diagnosis:
             cause = f"its gradient, and what arrives where it is used, is below {VANISHING:g} of the largest"
             yield finding_of("vanishing", name, cause)
         elif size and self._vanishes(parameter, ABSOLUTE, ABSOLUTE):
-            cause = f"its gradient, and what arrives where it is used, is below {ABSOLUTE:g}; that of the loss is 1"
+            cause = f"its gradient, and what arrives where it is used, is below {ABSOLUTE:g}; the loss has gradient 1"
             yield finding_of("vanishing", name, cause)
         else:
             yield from self._dead_units(name, parameter)
@@ -367,7 +367,7 @@ class _Diagnosis:
             return finding_of("disconnected", name, "a compiled region uses it, but does not lead to it", remedy=_TRACE)
         filled = [loss for loss in losses if loss.sent.numel or loss.sent == NOTHING]
         if not filled:
-            return finding_of("unused", name, "all that was computed with it are empty tensors")
+            return finding_of("unused", name, "everything computed with it is an empty tensor")
         codes = {_code_of_loss(loss) for loss in filled}
         code = codes.pop() if len(codes) == 1 else "all_zero"
         names = ", ".join(dict.fromkeys(loss.node.name() for loss in filled))

@@ -144,7 +144,7 @@ def multi_step_loss(
             gradients.
         normalize_importance_weights: divide `importance_weights` by the largest of them (Schaul et al. 2016), with a
             process group by the largest of all ranks. Weights that differ by head are divided by each head's own.
-        batch_first: False: all that has both dimensions is the other way round: stacked predictions and targets are
+        batch_first: False: tensors with both dimensions have the step first: stacked predictions and targets are
             `[T, B, ...]`, masks and weights `[T, B]`, and of the output `per_step`, `expected` and `entropy`
             `[T_h, B]`.
         check: look at the values too, and raise ValueError for what no user can mean: policy targets that are no
@@ -165,7 +165,7 @@ def multi_step_loss(
     Raises:
         ValueError, TypeError: names the head and step, what was expected and what came, and what to write instead;
             nothing has been changed then.
-        NotImplementedError: ``impl="fused"`` where no kernel takes the call, ``impl="compiled"`` for tensor subclasses,
+        NotImplementedError: ``impl="fused"`` if no kernel accepts the call, ``impl="compiled"`` for tensor subclasses,
             `torch.func` transforms, forward mode and dispatch modes.
 
     For plain tensors this is one call into C++ and no temporary of the size of the logits besides the gradients, which
@@ -179,8 +179,8 @@ def multi_step_loss(
     have the placements of the predictions. PyTorch 2.11 does not record second derivatives of gathered DTensors: there
     they are None.
 
-    A backward pass that reads predictions, targets, weights or masks again raises where one of them was written to
-    since: every one on CUDA, and on the CPU those of half types or with another factor than 1.
+    A backward pass that reads predictions, targets, weights or masks again raises if one of them was modified in
+    the meantime: every pass on CUDA, and on the CPU passes with half types or a factor other than 1.
 
     >>> heads = {"policy": SoftCrossEntropy()}
     >>> logits = torch.zeros(1, 4, requires_grad=True)
@@ -213,7 +213,7 @@ def _run(
     check: bool,
     impl: str,
 ) -> MultiStepLossOutput:
-    """Call the fused kernel where it takes the call, and else the checks and the reference."""
+    """Call the fused kernel if it accepts the call, else the checks and the reference."""
     if impl not in _IMPLEMENTATIONS:
         check_choice("impl", impl, _IMPLEMENTATIONS)
     predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
@@ -245,8 +245,8 @@ def _run(
     if impl == "compiled":
         if not can_compile(call):
             raise NotImplementedError(
-                "multi_step_loss: impl='compiled' takes plain tensors outside torch.func transforms, forward mode and "
-                "dispatch modes; impl='reference' computes this call"
+                "multi_step_loss: impl='compiled' accepts plain tensors outside torch.func transforms, forward mode "
+                "and dispatch modes; impl='reference' computes this call"
             )
         return loss_by_compiler(call, predictions, targets)
     is_transformed = _context.is_transformed()
@@ -254,7 +254,7 @@ def _run(
         return call_operator(call, predictions, targets)
     if impl == "fused":
         raise NotImplementedError(
-            "multi_step_loss: impl='fused' takes plain tensors on "
+            "multi_step_loss: impl='fused' accepts plain tensors on "
             f"{' and '.join(DEVICE_TYPES)}, outside torch.func transforms, forward mode and dispatch modes; "
             "impl='auto' computes this call by the reference"
         )

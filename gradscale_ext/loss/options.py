@@ -30,7 +30,7 @@ class Options(NamedTuple):
     reduction: Reduction = "mean"
     nonfinite: Nonfinite = "propagate"
     batch_first: bool = True
-    #: float64 [heads]: what "mean" and "valid_mean" divide by, where it is not counted in this batch alone
+    #: float64 [heads]: the divisors of "mean" and "valid_mean" if the batches of other ranks count too
     num_entries: torch.Tensor | None = None
 
 

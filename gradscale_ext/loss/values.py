@@ -44,7 +44,7 @@ class _Entry:
         self.values = values
 
     def rows(self, of_elements: torch.Tensor) -> torch.Tensor:
-        """Reduce `[B, ...]` to `[B]`: whether any element is true, in samples that are not masked."""
+        """Reduce `[B, ...]` to `[B]`: True for unmasked samples with a true element."""
         found = of_elements.flatten(1).any(1) if of_elements.dim() > 1 else of_elements
         return found if self.unmasked is None else found & self.unmasked
 
@@ -54,8 +54,7 @@ class _Entry:
         if len(found) > 0:
             sample = int(found[0])
             raise ValueError(
-                f"multi_step_loss: {self.where} {fault}: that of sample {sample} is {_shown(self.values[sample])}; "
-                f"{instead}"
+                f"multi_step_loss: {self.where} {fault}: sample {sample} has {_shown(self.values[sample])}; {instead}"
             )
 
 
@@ -154,11 +153,11 @@ def _check_weight(argument: str, label: str, values: torch.Tensor, read: torch.T
     if argument == "head_weights":
         _refuse_weight(argument, label, values, "", below)
     elif argument == "importance_weights":
-        _refuse_weight(argument, label, values, "of sample {}", below)
+        _refuse_weight(argument, label, values, "sample {}", below)
     elif values.dim() == 1:
-        _refuse_weight(argument, label, values, "of step {}", below, read.any(0))
+        _refuse_weight(argument, label, values, "step {}", below, read.any(0))
     else:
-        _refuse_weight(argument, label, values, "of sample {} at step {}", below, read)
+        _refuse_weight(argument, label, values, "sample {} at step {}", below, read)
 
 
 def _refuse_weight(
@@ -174,8 +173,8 @@ def _refuse_weight(
     if len(found) > 0:
         index = found[0].tolist()
         wanted = "finite" if argument == "step_gradient_scale" else "finite and at least 0"
-        that = f"that {place.format(*index)} is" if place else "it is"
+        found_at = f"{place.format(*index)} has" if place else "it is"
         instead = "" if argument == "head_weights" else "; a mask leaves an entry out"
         raise ValueError(
-            f"multi_step_loss: {label} must be {wanted}, but {that} {float(weights[tuple(index)]):.6g}{instead}"
+            f"multi_step_loss: {label} must be {wanted}, but {found_at} {float(weights[tuple(index)]):.6g}{instead}"
         )

@@ -17,7 +17,7 @@ from ._clippings import select_columns
 FINITE_EDGES = (BIN_EDGES[1] - 1, *BIN_EDGES[1:-1], BIN_EDGES[-2] + 1)
 
 FEW_PARAMETERS = 10
-"""Most parameters that are all written by default."""
+"""The largest number of parameters that are all written by default."""
 
 WORST = 5
 """Number of parameters that are written by default where there are more."""
@@ -111,7 +111,7 @@ def _oddness(ratio: float) -> float:
 
 @dataclass(frozen=True)
 class Selection:
-    """Names that parameters and modules with charts begin with, and whether there are histograms."""
+    """Prefixes of the parameters and modules that have charts, and True for histograms."""
 
     modules: tuple[str, ...] | None
     histograms: bool

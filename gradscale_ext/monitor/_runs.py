@@ -13,7 +13,7 @@ RUNS = ("wandb.sdk.wandb_run", "mlflow.entities")
 """Modules whose `Run` can be written to."""
 
 MOST_METRICS = 1000
-"""Most metrics that MLflow takes in one call."""
+"""The largest number of metrics that MLflow accepts in one call."""
 
 
 def adapted(writer: Any) -> Any:
@@ -34,7 +34,7 @@ def _is(writer: Any, module: str) -> bool:
 
 
 class _WandbRun:
-    """Charts have a step of their own: they come an interval late, and wandb takes no step behind its latest."""
+    """Charts have a step of their own: they come an interval late, and wandb accepts no step before its latest."""
 
     def __init__(self, run: Any) -> None:
         self._run = run

@@ -99,8 +99,8 @@ def _direction(
     limit = limit.to(flat).expand(flat.shape[:-1]).reshape(shape)
     if flat.numel() == 0:
         return wide, torch.zeros_like(limit), limit
-    # Elements over the largest neither overflow nor vanish. The root of 0 has no derivative: groups of zeros count as
-    # groups of ones on the way.
+    # Powers of elements divided by the largest neither overflow nor underflow. The root of 0 has no derivative, so that
+    # groups of zeros are replaced by groups of ones here.
     largest = flat.detach().amax(-1, keepdim=True)
     divisor = torch.where((largest > 0) & largest.isfinite(), largest, 1)
     relative = norm_of(torch.where(largest == 0, 1, flat / divisor), p, dim=-1).reshape(shape)

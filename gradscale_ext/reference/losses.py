@@ -114,7 +114,7 @@ def _gradient_norms(call: Call, per_sample: torch.Tensor) -> dict[str, torch.Ten
 
     if not with_gradient:
         return {}
-    with torch.no_grad():  # the gradient is taken all the same, and leaves no graph
+    with torch.no_grad():  # torch.func.grad computes the gradient nevertheless, and leaves no graph
         gradients = torch.func.grad(loss)(entries)
     return {
         name: torch.cat([g.flatten() for g in itertools.compress(gradients[name], is_wanted[name])]).norm()
@@ -169,7 +169,7 @@ def _divisor(name: str, call: Call) -> torch.Tensor | float:
 
 def _per_step(name: str, call: Call) -> torch.Tensor:
     """`[B, T_h]` losses without weights. Ones replace a masked entry before its loss is computed, so that neither its
-    value nor its gradient can come through."""
+    value nor its gradient can propagate."""
     losses = []
     head, mask = call.heads[name], call.weights.masks.get(name)
     for t, (prediction, target) in enumerate(zip(call.predictions[name], call.targets[name], strict=True)):

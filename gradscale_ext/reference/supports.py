@@ -101,7 +101,7 @@ def decode(logits: torch.Tensor, support: Bins) -> torch.Tensor:
     probabilities = widened(logits).softmax(-1)
     raw = support.space == "raw"
     values = (raw_centers if raw else centers)(support, probabilities.dtype, logits.device)
-    # Bins at equal distance from the middle are taken together, p c + p' c' = (p - p') c + p' (c + c') for |c| <= |c'|:
+    # Bins at equal distance from the middle are added in pairs, p c + p' c' = (p - p') c + p' (c + c') for |c| <= |c'|:
     # a small centre is not lost next to a large one, and equal p over a symmetric support give exactly 0.
     pairs = support.num_bins // 2
     p, other = probabilities[..., :pairs], probabilities[..., -pairs:].flip(-1)

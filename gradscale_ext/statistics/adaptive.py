@@ -132,8 +132,8 @@ class AdaptiveClipping:
         return columns
 
     def clipping(self, statistics: reference.Statistics, adaptive: float, eps: float, skip: bool) -> torch.Tensor:
-        """Find the factors of all units. Returns `[3]`: the total norm, the smallest factor, and whether any factor
-        changes a gradient."""
+        """Find the factors of all units. Returns `[3]`: the total norm, the smallest factor, and 1 if any factor
+        is not 1, else 0."""
         norms, without_limit = self._units.norms, clipping_of(statistics, 2.0, math.inf, skip)
         on_cpu = norms.is_cpu and norms.is_contiguous() and has_kernels([norms])
         unit_factors = _C.unit_factors if on_cpu else reference.unit_factors

@@ -176,7 +176,7 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
 
     On CUDA two kernel launches read each element once (`total_norm` is a third, when it is asked for), whatever the
     sizes and dtypes are; of more than 166 tensors, a small launch for every 166 comes before. Nothing is waited for.
-    Sums are taken in float64 and in a fixed order, and no square overflows.
+    Sums are computed in float64 and in a fixed order, and no square overflows.
 
     Args:
         tensors: a module, a tensor, tensors, or pairs of name and tensor as from `named_parameters()`. A parameter is a
@@ -288,13 +288,13 @@ def clip_gradients_(
 
     `max_norm` multiplies all gradients by ``min(1, max_norm / (total_norm + 1e-6))``. The total norm is the norm of all
     gradients as one vector. The result equals `torch.nn.utils.clip_grad_norm_`, except where PyTorch's overflows: sums
-    are taken in float64, of numbers scaled where even that is too narrow.
+    are computed in float64, and of scaled numbers where they would exceed its range.
 
     `adaptive` multiplies each unit by ``min(1, adaptive * max(weight_norm, eps) / gradient_norm)``, with the 2-norms of
     the unit's gradient and of its weights: adaptive gradient clipping (Brock et al. 2021, https://arxiv.org/abs/2102.06171).
     A unit whose gradient is within its limit, or zero, keeps its bits.
 
-    The pass that takes the statistics also computes the norms. Nothing is waited for, unless `nonfinite` is "error".
+    The pass that computes the statistics also computes the norms. Nothing is waited for, unless `nonfinite` is "error".
 
     Args:
         parameters: a module, a tensor, tensors, or pairs of name and tensor as from `named_parameters()`. Each is taken
@@ -424,7 +424,7 @@ def _nonfinite(statistics: GradientStatistics) -> str:
         largest, name = max(zip(statistics.abs_max.tolist(), statistics.names, strict=True))
         return (
             f"clip_gradients_: the norm of the gradients is beyond float64, with elements up to {largest:.4g} in "
-            f"that of {name}; no gradient has been changed"
+            f"the gradient of {name}; no gradient has been changed"
         )
     more = f", and {len(shown) - 5} more" if len(shown) > 5 else ""
     return f"clip_gradients_: NaN or inf in the gradients of {', '.join(shown[:5])}{more}; no gradient has been changed"

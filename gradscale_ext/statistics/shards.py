@@ -21,7 +21,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sharded_over(gradient: torch.Tensor, index: int) -> dict[str, tuple[dist.ProcessGroup, bool]]:
-    """Process groups of a DTensor by name, each with whether the DTensor is sharded, not replicated, over it."""
+    """Process groups of a DTensor by name, each with True if the DTensor is sharded over it, False if replicated."""
     groups = {}
     for dim, placement in enumerate(gradient.placements):  # type: ignore[attr-defined]
         if placement.is_partial():

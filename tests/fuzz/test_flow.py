@@ -49,7 +49,7 @@ ROUNDED = 4.0
 """Units in the last place: an operator multiplies by a coefficient that was rounded to the dtype in which it multiplies
 (float32 for half types), after a few steps in that dtype."""
 SECOND = 64.0
-"""The same of a second derivative, whose sums over a group are taken in the dtype itself."""
+"""The same for a second derivative, whose sums over a group are computed in the dtype itself."""
 SUMMED = 2.0**-52
 """Error of norms, sums in float64 whose additions are rounded."""
 POWERS = 512 * 2.0**-52
@@ -57,9 +57,9 @@ POWERS = 512 * 2.0**-52
 UNDERFLOW = 2.0**-20
 """Share of the smallest normal number: smaller numbers lose digits, also between two steps."""
 CHAINED = 3 * ROUNDED
-"""The same of two operators: what the first one rounds changes the norm of the second."""
+"""The same for two operators: the rounding of the first changes the norm of the second."""
 MARGIN = 1e-3
-"""A norm that is so much nearer to its limit, relatively, may be taken to be on either side of it."""
+"""A norm within this relative distance of its limit may be treated as above or below it."""
 
 NORMS = ("clip_gradient_norm", "normalize_gradient")
 OPERATORS = ("scale_gradient", "reverse_gradient", *NORMS, "clip_gradient_value")

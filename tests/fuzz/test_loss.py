@@ -43,7 +43,7 @@ TURNS_EVERYTHING = True
 ROUNDED = 4.0
 """Units in the last place of what a head computes in, for each of the magnitudes that enter a loss or a gradient."""
 SUMMED = 16.0
-"""The same of the sum over heads, steps and samples, of which there are up to 180."""
+"""The same for the sum over up to 180 heads, steps and samples."""
 
 SUPPORTS = (
     *(gs.Support(-2, 2, 5, "identity"), gs.Support(-5, 5, 11), gs.Support(-3, 4, 9, "symlog")),

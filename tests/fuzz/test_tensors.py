@@ -42,7 +42,7 @@ Array = np.ndarray
 TRANSFORMED = 4e-7 / torch.finfo(torch.float32).eps
 """Units in the last place: what the contract promises in float32, and the same in float64."""
 SLOPES = 16.0
-"""The same of derivatives, which take more steps."""
+"""The same for derivatives, which need more operations."""
 ROUNDED = 4.0
 """Units in the last place for each of the magnitudes that enter a result, as in `test_loss`."""
 SUMMED = 64.0

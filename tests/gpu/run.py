@@ -153,7 +153,7 @@ def beside_each_other(limit: float) -> list[Step]:
         running += [pool.submit(lambda n=n, o=o: ordinary(n, o, left())) for n, o in ORDINARY.items()]
         steps = [future.result() for future in running]
     if sanitizer is None:
-        words = "not run: no compute-sanitizer beside nvcc, on PATH or in /usr/local/cuda"
+        words = "not run: no compute-sanitizer next to nvcc, on PATH or in /usr/local/cuda"
         steps.insert(0, Step("compute-sanitizer", [], 0, words=words))
     return steps
 

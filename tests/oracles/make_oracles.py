@@ -171,7 +171,7 @@ def returns(rng, batch=3, steps=12, actions=4, n=3):
 def main():
     parser = argparse.ArgumentParser(description="Write muzero_update.json, transforms.json and returns.json.")
     parser.add_argument(
-        "--folder", type=Path, default=Path(__file__).parent, help="where to (default: beside this file)"
+        "--folder", type=Path, default=Path(__file__).parent, help="folder to write to (default: next to this file)"
     )
     parser.add_argument("--seed", type=int, default=20261120, help="of the random numbers (default: %(default)s)")
     arguments = parser.parse_args()

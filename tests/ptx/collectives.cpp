@@ -34,7 +34,7 @@ u32 members(Warp& w, const Instruction& i, u32 m, u32 reg) {
   return mask;
 }
 
-// The lane that a lane reads; whether it is inside of its segment.
+// The lane that a lane reads; true if it is inside of its segment.
 std::pair<int, bool> source_lane(const Instruction& i, int lane, u32 b, u32 c) {
   const int by = static_cast<int>(b & 31), clamp = static_cast<int>(c & 31), segment = static_cast<int>(c >> 8 & 31);
   const int first = lane & segment, last = first | (clamp & ~segment);

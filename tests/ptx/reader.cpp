@@ -21,7 +21,7 @@ size_t align(size_t offset, size_t alignment) {
   return (offset + alignment - 1) / alignment * alignment;
 }
 
-// Removes what stands between `opens` and `closes`, both included, but for the ends of lines.
+// Removes the text from `opens` to `closes`, both included, except line ends.
 string without(string_view text, string_view opens, string_view closes) {
   string out;
   out.reserve(text.size());

@@ -128,10 +128,10 @@ class Checkout(MetaPathFinder):
     """The folder of a project, from which its modules are imported.
 
     Args:
-        folder: where it lies.
+        folder: the path of the checkout.
         roots: folders in it that its own scripts are started from.
         stand_ins: names of modules that are not imported, with what the project needs of them.
-        texts: words of its source, and what stands there instead in every file.
+        texts: words of its source with their replacement in every file.
     """
 
     def __init__(

@@ -19,14 +19,14 @@ class Project:
         repository: its owner and name on GitHub.
         commit: what the recipe was measured with.
         marker: a file that every checkout has.
-        edits: lines of it that give way to ours.
+        edits: its lines that ours replace.
         sides: the project's learner and ours (in this order), from a checkout that can be imported.
         batch: random data in the project's shapes, the same for the same seed.
         case: what the data and the network are, in words.
         steps: how many are taken in lockstep.
         tolerance: the largest difference in float64. The recipe gives the reason for a larger one.
         roots, stand_ins: as of `Checkout`.
-        texts: words of its source with what stands there instead; without a GPU, for example.
+        texts: words of its source with their replacement; without a GPU, for example.
     """
 
     name: str

@@ -1,5 +1,5 @@
-// Rows 16 at a time: what is one number a row (its target, coefficient, logarithm, decoded value) is computed for all
-// of them in the lanes of a vector.
+// Groups of 16 rows. The scalars of a row (target, coefficient, logarithm, decoded value) are computed for all 16 rows
+// in the lanes of a vector.
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
@@ -12,14 +12,14 @@ struct Group {
   bool unmasked[kLanes];
 };
 
-// The numbers that the losses of a group's rows are made of. Lanes without a row hold harmless ones.
+// The numbers from which the losses of a group's rows are computed. Lanes without a row hold 1.
 template <class A>
 struct GroupSums {
   A exponentials[kLanes]; // sum_j exp(x_j - maximum)
   A moment[kLanes];       // sum_j exp(x_j - maximum) (2j - width + 1), or times the raw centres; of a policy, times
                           // x_j - maximum
   A target[kLanes];       // sum_j t_j
-  A correct[kLanes];      // sum_j t_j (x_j - maximum), and what else the loss lacks
+  A correct[kLanes];      // sum_j t_j (x_j - maximum), and other terms that are subtracted from the loss
 };
 
 // Elements of 16 rows: a column of 16 for each element.
@@ -39,7 +39,7 @@ inline double squared(double x) {
   return x * x;
 }
 
-// The row of a lane; lanes without one take the first.
+// The row of a lane, or the first row for a lane without one.
 template <class T>
 const T* row_of_lane(const Rows& rows, const Group& group, int64_t lane) {
   return row_of<T>(rows, group.first + (lane < group.count ? lane : 0));
@@ -54,7 +54,7 @@ inline void clear_row(const Segment& s, int64_t row) {
   }
 }
 
-// The lanes to compute. A vector of divisions takes longer than a few alone.
+// The number of lanes to compute. A vector division takes longer than a few scalar ones.
 inline int64_t lanes_of(const Group& group) {
   return group.count < 4 ? group.count : kLanes;
 }
@@ -89,7 +89,7 @@ void each_group(const Segment& s, const Coefficients& coefficients, int64_t begi
   }
 }
 
-// Applies a transform to `count` numbers. The one that sqrt is enough for is computed in lanes.
+// Applies a transform to `count` numbers, in lanes if it needs no function but sqrt.
 template <class A>
 void transform_many(const Support& support, int64_t count, A* x) {
   const A eps = static_cast<A>(support.eps);
@@ -164,7 +164,7 @@ Ahead ahead_of(const Segment& s, int64_t row) {
   return ahead_of<T>(s.prediction, s.gradient, row);
 }
 
-// Calls run(lane, largest logit, sums) for the rows of a group one after the other.
+// Calls run(lane, largest logit, sums) for each row of a group in turn.
 template <class T, class A, class Run>
 GroupSums<A> row_by_row(const Segment& s, const Group& group, Run run) {
   GroupSums<A> sums;
@@ -209,7 +209,7 @@ void store_entropies(const Segment& s, const Group& group, GroupSums<A>& sums) {
   }
 }
 
-// Stores what categorical rows decode to.
+// Stores the decoded values of categorical rows.
 template <class A>
 void store_decoded(const Segment& s, const Group& group, const GroupSums<A>& sums) {
   const Support& support = s.head->support;

@@ -215,7 +215,7 @@ void short_categorical_rows(const Segment& s, const Group& group, const Target* 
   rows.write_gradient(s, group, sums, CrossEntropy<Lanes<A>, 0>{});
 }
 
-// The smoothed targets of the rows of policy_rows.h. A class without a logit gives a row of NaN.
+// The smoothed targets of the rows of policy_rows.h. A class index out of range gives a row of NaN.
 template <class A>
 void read_target_tile(const Segment& s, const Group& group, Tile<A>& target) {
   const int64_t width = s.width;

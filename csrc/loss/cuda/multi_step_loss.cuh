@@ -1,7 +1,7 @@
 // The kernel of the multi-step loss: one launch for the rows of all heads and steps. Logits and targets are read once,
-// gradients written once: bytes = logits + targets + gradients. It is compiled for the different kinds of rows of a
-// call, so that types and widths are known, and for whether the table is inside of the arguments. A block has rows of
-// one segment, which it finds by arithmetic; how its threads share them, a kind of rows says.
+// gradients written once: bytes = logits + targets + gradients. It is compiled for the kinds of rows of a call, so that
+// types and widths are known, and for a table inside or outside of the arguments. A block has rows of one segment,
+// which it finds by arithmetic; the kind of rows determines how its threads share them.
 #pragma once
 
 #include "../kinds.h"
