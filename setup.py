@@ -1,4 +1,4 @@
-"""Builds the C++ extension against the PyTorch that is installed: for CPUs and GPUs alike, with a C++ compiler alone.
+"""Builds the C++ extension against the installed PyTorch, for CPUs and GPUs. Needs only a C++ compiler.
 
 Everything else about the package is in pyproject.toml. Environment variables:
 
@@ -165,7 +165,7 @@ def compile_arguments() -> tuple[list[str], list[str]]:
 
 
 def translation_units() -> list[str]:
-    """The files that are compiled: kernels alone, and one file for the other sources of each folder, which it includes.
+    """The files to compile: each kernel file, and for each folder one file that includes its other sources.
 
     A source spends two thirds of its compilation on PyTorch's headers. The included sources share them.
     """

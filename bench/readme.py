@@ -278,7 +278,7 @@ def instructions_table() -> str:
         flight = f"{case['bytes_in_flight'] / 1e3:.0f}"
         unit = "" if case["unit"] == "row" else f" (of {case['unit']})"
         lines.append([name + unit, f"{case['sass']:.3g}", str(case["budget"]), str(case["registers"]), flight, *floors])
-    header = ["", "instructions a row", "budget", "registers", "KB on their way", "H200", "A100", "RTX 4090"]
+    header = ["", "instructions per row", "budget", "registers", "KB in flight", "H200", "A100", "RTX 4090"]
     return table(header, lines) + "\n\nsm_90; floors without latency (`bench/results/instructions.json`)."
 
 

@@ -134,7 +134,7 @@ py::object l2_loss(std::vector<at::Tensor> parameters, double weight) {
   return py::cast(gradscale::l2_loss(std::move(parameters), weight));
 }
 
-// (values, counts, histogram), or None where these tensors are not all of one device, and such as the kernels take.
+// (values, counts, histogram), or None if these tensors are not all on one device and accepted by the kernels.
 py::object tensor_statistics(const std::vector<std::optional<at::Tensor>>& tensors, double p) {
   const at::Tensor* first = nullptr;
   for (const std::optional<at::Tensor>& tensor : tensors) {

@@ -127,7 +127,7 @@ def _num_entries(call: Call) -> torch.Tensor:
 
 
 def _all_reduced(sent: dict[str, tuple[torch.Tensor, str]], group: str) -> dict[str, torch.Tensor]:
-    """Tensors, each with the name of its reduction, reduced; all are on their way before one is waited for."""
+    """Tensors, each with the name of its reduction, reduced; all reductions are started before one is waited for."""
     if not group:
         return {name: tensor for name, (tensor, _) in sent.items()}
     collectives = torch.ops._c10d_functional

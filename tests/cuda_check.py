@@ -119,7 +119,7 @@ def complaints(case: Case, figures: Record) -> list[str]:
     if part > case.issue:
         found.append(f"issuing takes {part:.2f} of memory's time on an H200, where {case.issue} are allowed")
     if figures["bytes_in_flight"] < case.in_flight:
-        found.append(f"{figures['bytes_in_flight'] / 1e3:.1f} KB are on their way in a multiprocessor")
+        found.append(f"{figures['bytes_in_flight'] / 1e3:.1f} KB are in flight in a multiprocessor")
     if rtx["fp64"] >= max(rtx.values()):
         found.append(f"fp64 is the limit on an RTX 4090: {rtx['fp64']:.2f} ms")
     for what, ratio in figures["agreement"].items():
@@ -147,7 +147,7 @@ def show(name: str, figures: Record) -> None:
     )
     print(
         f"    {figures['registers']} registers, {figures['shared']} bytes shared, {figures['warps']} warps and "
-        f"{figures['bytes_in_flight'] / 1e3:.0f} KB on their way in a multiprocessor"
+        f"{figures['bytes_in_flight'] / 1e3:.0f} KB in flight in a multiprocessor"
     )
     print(
         "    by pipe: "
@@ -157,7 +157,7 @@ def show(name: str, figures: Record) -> None:
         most = max(times, key=times.__getitem__)
         print(f"    {gpu:8s} ms for 1 GB: " + "  ".join(f"{k} {v:.2f}" for k, v in times.items()) + f"  -> {most}")
     for other in figures["other_launches"]:
-        print(f"    also launched: {other['kernel']}: {other['sass']:.3g} instructions a {unit}")
+        print(f"    also launched: {other['kernel']}: {other['sass']:.3g} instructions per {unit}")
 
 
 def compiled(kernels: list[tuple[str, str]], jobs: int) -> list[Record]:

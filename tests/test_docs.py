@@ -1,4 +1,4 @@
-"""The documentation: every Python snippet runs alone, and every link has a target."""
+"""The documentation: every Python snippet runs on its own, and every link has a target."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ GRADSCALE_HOST_DEVICE V combined(V x, Combine combine, std::index_sequence<lane.
   return x;
 }
 
-// Combines all lanes, in an order that depends on the instruction set alone.
+// Combines all lanes, in an order that depends only on the instruction set.
 template <class A, class Combine>
 GRADSCALE_HOST_DEVICE A combined(Lanes<A> x, Combine combine) {
   constexpr int count = Vectors<A>::kCount;

@@ -13,11 +13,11 @@ inline int64_t padded_width(int64_t width) {
   return (width + kLanes - 1) / kLanes * kLanes;
 }
 
-// Rows of at most so many elements are computed side by side, one in each lane.
+// Rows of at most this many elements are computed together, one in each lane.
 constexpr int64_t kShortRow = 32;
 
 // The cost of a row, in elements of a long one: in addition to its elements there are its target, its logarithm and its
-// sums. Rows of few numbers are computed many at a time.
+// sums. Short rows are computed together.
 inline int64_t cost_of_row(int64_t width) {
   return width == 1 ? 16 : (width <= kShortRow ? 2 * width + 48 : width + 128);
 }

@@ -1,4 +1,4 @@
-// What kernels are written with: .cuh files include this and formulas alone. A kernel takes one plain struct with raw
+// The language of the kernels: .cuh files include only this and formulas. A kernel takes one plain struct with raw
 // pointers. In it
 //
 // - shared memory is declared with GRADSCALE_SHARED;

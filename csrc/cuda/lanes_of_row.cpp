@@ -13,8 +13,8 @@ bool is_aligned(const Rows& rows, int64_t count) {
 
 namespace {
 
-// The widest rows of so many lanes. Fewer lanes exchange less; more lanes keep more of a row in registers, of which a
-// row with targets over its logits takes twice as many. One lane has a row in shared memory.
+// The widest rows for a number of lanes. Fewer lanes exchange less; more lanes keep more of a row in registers, of
+// which a row with targets over its logits takes twice as many. One lane has a row in shared memory.
 struct LanesOfWidth {
   int64_t widest;
   int32_t lanes;
@@ -29,7 +29,7 @@ int64_t bytes_in_tile(const Rows& rows, int64_t width) {
   return rows.data == nullptr ? 0 : tile_pitch(static_cast<int32_t>(width), bytes);
 }
 
-// The lanes for rows of so many logits, with gradients and targets over the logits where these have data.
+// The lanes for rows of `width` logits, with gradients and targets over the logits if these have data.
 template <size_t count>
 Lanes lanes_of(
     const LanesOfWidth (&table)[count], int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {

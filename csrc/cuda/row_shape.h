@@ -21,8 +21,8 @@ GRADSCALE_HOST_DEVICE int64_t windows_at_most(int64_t width, int64_t element_byt
   return width * element_bytes / 16 + 2;
 }
 
-// The number of threads for a row of so many elements of so many bytes: one for each window, up to a warp; a block for
-// rows of which each lane of a warp would have more than 8 windows.
+// The number of threads for a row of `width` elements of `element_bytes` bytes: one for each window, up to a warp; a
+// block for rows of which each lane of a warp would have more than 8 windows.
 GRADSCALE_HOST_DEVICE int32_t threads_for_row(int64_t width, int64_t element_bytes, int32_t block = kThreads) {
   const int64_t windows = windows_at_most(width, element_bytes);
   if (width == 1) {
@@ -40,7 +40,7 @@ GRADSCALE_HOST_DEVICE int32_t threads_for_row(int64_t width, int64_t element_byt
 
 constexpr int kWindowsOfThread = 8; // that it keeps unconverted in registers: 128 bytes
 
-// The number of threads that keep a row of so many windows unconverted in registers: as few as possible, except for
+// The number of threads that keep a row of `windows` windows unconverted in registers: as few as possible, except for
 // the shortest rows, which neighbours read together; 0 if a warp has too few registers for the row.
 inline int32_t threads_that_keep(int64_t windows) {
   if (windows > 32 * kWindowsOfThread) {
@@ -58,7 +58,7 @@ GRADSCALE_HOST_DEVICE int64_t blocks_for_rows(int64_t rows, int32_t threads_per_
   return (rows + rows_of_block - 1) / rows_of_block;
 }
 
-// The rows of each warp where all warps that `multiprocessors` hold at once share `rows`: 24 warps a multiprocessor.
+// The rows of each warp where all warps that `multiprocessors` hold at once share `rows`: 24 warps per multiprocessor.
 // Two or more where there are many, because what a warp computes once takes as many instructions as three rows.
 inline int32_t rows_of_warp(int64_t rows, int64_t multiprocessors) {
   const int64_t warps = multiprocessors * 24;

@@ -6,7 +6,7 @@
 
 namespace gradscale {
 
-// One block copies the bytes that the arguments hold, 8 bytes a thread at a time.
+// One block copies the bytes that the arguments hold, 8 bytes per thread at a time.
 GRADSCALE_KERNEL(kThreads, 2) copy_table(GRADSCALE_ARGUMENT(CopyOfTable) copy) {
   const auto* from = copy.table.at<uint64_t>(0);
   for (int64_t i = threadIdx.x; i < copy.bytes / 8; i += kThreads) {

@@ -71,7 +71,7 @@ namespace {
 
 constexpr const char* kFileOfNorms = "flow/group_norm.cuh";
 
-// How many threads keep a group in registers; 0 where they cannot.
+// The number of threads that keep a group in registers; 0 if they cannot.
 template <class T>
 int32_t threads_that_keep_group(const RescaleCall& call) {
   const auto begins = reinterpret_cast<uintptr_t>(call.from) | reinterpret_cast<uintptr_t>(call.to);

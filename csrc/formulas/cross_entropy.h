@@ -19,7 +19,7 @@ namespace GRADSCALE_VARIANT {
 
 constexpr float kLowest = -3e38f; // a finite stand-in for -inf: 0 times it is 0
 
-// What the elements of a row share.
+// The factors that the elements of a row share.
 template <class A>
 struct CrossEntropyFactors {
   A coefficient;
@@ -28,7 +28,7 @@ struct CrossEntropyFactors {
   A expected; // sum(e d) / s
 };
 
-// A is the type of sums, or lanes of it; `options` are bits of RowOptions.
+// A is the type of sums, or Lanes of that type; `options` are bits of RowOptions.
 template <class A, int options>
 struct CrossEntropy {
   static constexpr bool kHasEntropy = (options & kEntropy) != 0;

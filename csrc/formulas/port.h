@@ -2,7 +2,7 @@
 #pragma once
 
 #if defined(__CUDACC_RTC__)
-// What kernels use of the C++ library, where NVRTC compiles them: it brings no headers, but has the functions of
+// The parts of the C++ library that kernels use, for NVRTC: it has no headers, but the functions of
 // <cmath> in the global namespace, for float and for double.
 using int8_t = signed char;
 using uint8_t = unsigned char;

@@ -119,8 +119,7 @@ struct StatisticsOut {
   }
 };
 
-// ---- Clipping
-// --------------------------------------------------------------------------------------------------------
+// ---- Clipping -------------------------------------------------------------------------------------------------------
 
 // The factor of a unit of a gradient, from its norm and the norm of its weights. A NaN in either gives NaN.
 GRADSCALE_HOST_DEVICE double unit_factor(double gradient, double weight, double adaptive, double eps) {

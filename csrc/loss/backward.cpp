@@ -256,7 +256,7 @@ at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output,
 }
 
 at::Tensor gradient_of_head_weight(const at::Tensor& share, const at::Tensor& grad_output, at::ScalarType type) {
-  // What adds nothing stays 0, also where grad_output is infinite.
+  // A share of 0 gives a gradient of 0, also if grad_output is infinite.
   const at::Tensor gradient = at::where(at::eq(share, 0), share, at::mul(share, grad_output));
   return (share.dim() == 0 ? gradient : gradient.sum()).to(type);
 }

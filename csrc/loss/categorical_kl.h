@@ -13,7 +13,7 @@
 
 namespace gradscale {
 
-// What an element needs of its group: of x - maximum and the sum of exponentials.
+// The values that an element needs of its group.
 template <class A>
 struct GroupSoftmax {
   A maximum;

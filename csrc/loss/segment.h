@@ -120,7 +120,7 @@ struct StepMask {
   }
 };
 
-// What the weights make of a row.
+// The factor of a row, from all weights.
 struct RowFactor {
   bool counts;        // false: loss and gradient are 0 instead
   double coefficient; // of the gradient
@@ -185,7 +185,7 @@ struct Pass {
   // These are for a device.
   bool counts_unmasked; // sets the divisors of heads with a mask: the numbers of unmasked entries
   Slab skipped;         // with skips_nonfinite: per_sample once more, for the backward pass
-  Slab grad_output;     // a scalar (stride 0) or one a sample; no data: this is the forward pass
+  Slab grad_output;     // a scalar (stride 0) or one per sample; no data: this is the forward pass
   bool has_gradients;   // the gradients for grad_output 1 exist, and a scalar 1 leaves them as they are
 
   GRADSCALE_HOST_DEVICE int64_t steps_of(const Head& head) const {
@@ -203,7 +203,7 @@ extern const CpuKernel<RunRows> run_rows_kernel;
 // Computes losses and, where segments have a place for them, gradients. `workspace`: bytes_for_loss() bytes of the
 // device, at a multiple of 8.
 void launch_loss(const Pass& pass, void* workspace, void* stream);
-// Computes the gradients alone, multiplied by grad_output.
+// Computes only the gradients, multiplied by grad_output.
 void launch_loss_backward(const Pass& pass, void* workspace, void* stream);
 int64_t bytes_for_loss(const Pass& pass);
 

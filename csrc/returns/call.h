@@ -72,7 +72,7 @@ struct ReturnsCall {
   uint64_t launch;                 // of a device: a number that no other launch has
 };
 
-// Windows of games, one a row.
+// Windows of games, one per row.
 struct MuZeroCall {
   bool is_double;
   int64_t rows;

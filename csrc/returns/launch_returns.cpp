@@ -97,7 +97,7 @@ int64_t chunks_of_row(const ReturnsCall& call) {
 
 // True if rows are so few that a block for each chunk of a row is faster. A warp that has a row takes about a
 // microsecond, the time of a load, for each 128 steps: 8 for 1024 steps. Chunks take about 4 for their loads, the maps
-// that they wait for, and results; and an H200 issues their 4 instructions a step in about 2 for 264 rows, two a
+// that they wait for, and results; and an H200 issues their 4 instructions per step in about 2 for 264 rows, two per
 // multiprocessor. Across rows they read sectors of 8 rows for 1, most of them from the second level's cache, where
 // recur_across takes 32 rounds.
 bool goes_by_chunks(const ReturnsCall& call) {

@@ -169,7 +169,7 @@ GRADSCALE_HOST_DEVICE typename L::V extra_of(const Transition<L>& s) {
   }
 }
 
-// What a walk hands from step to step.
+// The values that a walk carries from step to step.
 template <class V>
 struct Carry {
   V y{};

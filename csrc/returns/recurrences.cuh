@@ -5,8 +5,8 @@
 // for trajectories [T, B], in which neighbouring threads read neighbouring rows. A block has 32 rows, and each of its
 // warps kAhead steps of them, whose maps are composed through shared memory.
 //
-// GAE moves 22 bytes a step: 14 are read and 8 written. A multiprocessor of an H200 moves 36 KB in a microsecond, the
-// time that a load takes: with kAhead steps of 14 bytes a lane, 20 warps have that on their way.
+// GAE moves 22 bytes per step: 14 are read and 8 written. A multiprocessor of an H200 moves 36 KB in a microsecond, the
+// time that a load takes: with kAhead steps of 14 bytes per lane, 20 warps have 36 KB of loads in flight.
 //
 // Maps are multiplied where formulas select: steps with a number that is not finite are walked one by one.
 #pragma once

@@ -12,7 +12,8 @@
 
 namespace gradscale {
 
-// What multiplies: constants of a call. Undefined tensors are absent; a number counts where its tensor is undefined.
+// The coefficients of a call, which are constants. Undefined tensors are absent; a number counts where its tensor is
+// undefined.
 struct ReturnsCoefficients {
   static constexpr int kTensors = 6;
 

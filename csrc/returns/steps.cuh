@@ -1,4 +1,4 @@
-// What the kernels of trajectories on GPUs share: how a thread reads and writes its row, and how maps are composed.
+// Shared by the GPU kernels of trajectories: reading and writing the row of a thread, and composing maps.
 #pragma once
 
 #include "../cuda/device.h"
@@ -33,7 +33,7 @@ enum Given : unsigned {
 template <class F>
 constexpr bool kReadsEarlier = F::kAdjoint || std::is_same_v<F, VTrace> || std::is_same_v<F, Retrace>;
 
-// What transition t reads of step t + 1.
+// The numbers of step t + 1 that transition t reads.
 template <class A>
 struct Later {
   bool live = false;
@@ -76,7 +76,7 @@ class Row {
     return s;
   }
 
-  // What step t reads of step t + 1, by memory.
+  // The numbers of step t + 1 that step t reads, from memory.
   GRADSCALE_DEVICE Later<A> read_later(Index t) const {
     Later<A> later;
     if (t >= -1 && t + 1 < steps) {

@@ -61,7 +61,7 @@ n_step_rows(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   }
 }
 
-// What a step does to the return of a window that continues after it.
+// The map of a step on the return of a window that continues after it.
 template <class A>
 GRADSCALE_DEVICE Map<A> window_map(const StepOfRow<A>& s) {
   if (!s.live) {

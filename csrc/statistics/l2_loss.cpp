@@ -112,7 +112,7 @@ struct L2LossBackward : public BackwardNode {
   }
 
  private:
-  // Unpacks the parameters whose gradients are asked for; the others are undefined.
+  // Unpacks the parameters whose gradients are needed; the others are undefined.
   std::vector<at::Tensor> unpacked() {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);

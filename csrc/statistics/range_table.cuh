@@ -33,7 +33,7 @@ GRADSCALE_DEVICE void change_chunk(const ChunkOfTensor& chunk, Change changed) {
   });
 }
 
-// An element times the factor of its gradient; `zeros`: a factor of 0 leaves zeros, whatever the elements were.
+// An element times the factor of its gradient; `zeros`: 0 times NaN or inf is 0.
 struct Clipped {
   double factor;
   bool zeros;

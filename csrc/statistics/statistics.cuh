@@ -1,10 +1,9 @@
 // Statistics of many tensors.
 //
-// chunk_statistics    one block for each chunk of a tensor, of as many tensors as there are: read once, 64 bytes a
-// thread
-//                     at a time. Elements are counted by their exponents in 32 KB of shared memory, with atomic
-//                     additions of whole numbers in which no two lanes of a warp meet. Three blocks share a
-//                     multiprocessor, so that 96 KB are on their way.
+// chunk_statistics    one block for each chunk of each tensor: read once, 64 bytes per thread at a time. Elements are
+//                     counted by their exponents in 32 KB of shared memory, with atomic additions of integers in which
+//                     no two lanes of a warp use the same address. Three blocks share a multiprocessor, so that 96 KB
+//                     of loads are in flight.
 // tensor_statistics   one block for each tensor adds the statistics of its chunks, in their order: 300 bytes for each
 //                     256 KiB.
 #pragma once

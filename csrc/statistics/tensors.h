@@ -54,8 +54,8 @@ struct UnitFactors {
 UnitFactors unit_factors(
     const at::Tensor& norms, const at::Tensor& clipping, double adaptive, double eps, bool skip_nonfinite);
 
-// Multiplies each unit of tensors of one device by its factor, in place. A factor of 1 leaves a unit as it is; a factor
-// of 0 leaves zeros where `skip_nonfinite`, whatever the elements were.
+// Multiplies each unit of tensors on one device by its factor, in place. A factor of 1 leaves a unit unchanged. With
+// `skip_nonfinite`, 0 times NaN or inf is 0.
 void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factors, bool rows, bool skip_nonfinite);
 
 // Computes weight * sum over tensors of |p|^2 / 2 in one pass; the gradient of p is weight * p.

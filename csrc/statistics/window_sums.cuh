@@ -141,7 +141,7 @@ struct Extremes<float> {
   }
 };
 
-constexpr int kWindowsAtOnce = 8; // of a thread: 128 bytes are asked for before the first are used
+constexpr int kWindowsAtOnce = 8; // of a thread: 128 bytes of loads are issued before the first is used
 
 // The sums of a thread of a warp.
 template <class T>

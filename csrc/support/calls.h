@@ -61,7 +61,7 @@ void launch_encode(const Encoding& encoding, int64_t count, void* stream);
 // Projects `count` rows.
 void launch_project(const Projection& projection, int64_t count, void* stream);
 
-// What a gradient takes of a support that is not raw, as a kernel uses it.
+// The numbers of a support that is not raw, as the kernel of a gradient uses them.
 struct FloatSupport {
   float middle;
   float spacing; // of bins

@@ -49,8 +49,8 @@ class DecodeFormula : public Shape, public BinSums {
     return true;
   }
 
-  // Where the softmax is narrow, little is left of j - E if both are large. So the moment is taken once more, from the
-  // whole number of bins next to E: the gradient of a softmax that is 1 at one bin is exactly 0.
+  // For a narrow softmax, j - E cancels if both are large. So the moment is computed again, relative to the integer bin
+  // closest to E: the gradient of a softmax that is 1 at one bin is exactly 0.
   GRADSCALE_DEVICE void gradient(
       const float (&sums)[kSums], const Units& units, Values& e, const Values&, const Values&) const {
     const float inverse_sum = approximate_reciprocal(sums[kSum]);
@@ -149,8 +149,8 @@ GRADSCALE_DEVICE int32_t peak_of(const LogitsRow<T>& row, A maximum) {
 }
 
 // Decodes one row, by its group; or writes the gradient c p_j (c_j - E) for centres c_j, in bins if none are raw.
-// Centres and E are taken from the centre of the peak there, so that the gradient of a softmax that is 1 at the peak is
-// exactly 0.
+// There, centres and E are relative to the centre of the peak, so that the gradient of a softmax that is 1 at the peak
+// is exactly 0.
 template <class T, class A>
 GRADSCALE_DEVICE void decode_row(const DecodeArguments& arguments, const A* raw_centers, const RowOfThread& own) {
   const Decoding& d = arguments.decoding;

@@ -72,7 +72,7 @@ void decode_rows(const Decoding& decoding, int64_t begin, int64_t end, double* s
   });
 }
 
-// What a row's atoms become.
+// The projection of a row's atoms.
 struct Atoms {
   double* upper;    // the shares of the bins above
   double* lower;    // the masses that the bins below get

@@ -34,7 +34,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the weights of a call must fit."""
+    """The heads, sizes, device and dtype that the weights of a call must match."""
 
     heads: Mapping[str, Head]
     batch: int
@@ -156,7 +156,7 @@ class Rules:
 
     def _head_weights(self, given: Any) -> dict[str, torch.Tensor]:
         if given is not None:
-            as_dict("head_weights", given)  # they come by head alone
+            as_dict("head_weights", given)  # they are only given by head
         return self._by_head("head_weights", given, self._head_weight)
 
     def _head_weight(self, argument: str, label: str, weight: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Recorded steps: statistics on their way to the host, and the charts they become there."""
+"""Recorded steps: statistics that are being copied to the host, and their charts."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Record:
     was_called: bool = False
     """True if the optimizer's hooks ran in this step."""
     skipped: torch.Tensor | None = None
-    """Nonzero where NaN or inf made the step leave the parameters alone."""
+    """Nonzero if the step was skipped because of NaN or inf."""
     skipped_steps: torch.Tensor | None = None
     """Number of skipped steps since it was last written."""
     copied: list[torch.cuda.Event] = field(default_factory=list)

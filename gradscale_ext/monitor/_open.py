@@ -130,7 +130,7 @@ def _result_of_norm(parameters: Any, max_norm: float, total_norm: Any, foreach: 
 
 
 def _result_of_value(parameters: Any, clip_value: float, foreach: bool | None = None) -> torch.Tensor:
-    """What came of clamping each element, which has no one factor."""
+    """The result of clamping each element, which has no common factor."""
     statistics = gradient_statistics(parameters)
     changed = (statistics.abs_max.max() > clip_value) | (statistics.infs.sum() > 0)
     total = statistics.total_norm

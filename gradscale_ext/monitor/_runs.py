@@ -17,7 +17,7 @@ MOST_METRICS = 1000
 
 
 def adapted(writer: Any) -> Any:
-    """What to write to: a run in an object with `write_charts`, and any other writer as it is."""
+    """The writer to use: a run is wrapped in an object with `write_charts`, any other writer is returned unchanged."""
     if _is(writer, RUNS[0]):
         return _WandbRun(writer)
     return _MlflowRun(writer.info.run_id) if _is(writer, RUNS[1]) else writer

@@ -362,7 +362,7 @@ class GradientMonitor:
         )
 
     def _write_earlier(self) -> None:
-        """Write the records before the newest, whose numbers may be on their way to the host."""
+        """Write the records before the newest, whose numbers may still be copied to the host."""
         while len(self._unwritten) > 1:
             self._write_oldest()
 

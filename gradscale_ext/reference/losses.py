@@ -157,7 +157,7 @@ def _num_unmasked(name: str, call: Call) -> torch.Tensor:
 
 
 def _divisor(name: str, call: Call) -> torch.Tensor | float:
-    """What the reduction divides the sum of a head by."""
+    """The divisor of the sum of a head."""
     if call.options.num_entries is not None:
         return call.options.num_entries[list(call.heads).index(name)].to(call.dtype)
     if call.options.reduction == "mean":

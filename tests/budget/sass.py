@@ -121,7 +121,7 @@ def estimated(blocks: list[Block], lines: dict[int, int]) -> Counter[str]:
     return result
 
 
-# ---- Loads on their way ----------------------------------------------------------------------------------------------
+# ---- Loads in flight -------------------------------------------------------------------------------------------------
 
 
 def in_flight(blocks: list[Block], lines: dict[int, int]) -> int:

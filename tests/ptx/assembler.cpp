@@ -124,8 +124,7 @@ u64 number_from(string_view text) {
   return negative ? 0 - magnitude : magnitude;
 }
 
-// ---- Names
-// ------------------------------------------------------------------------------------------------------------
+// ---- Names ----------------------------------------------------------------------------------------------------------
 
 void Names::leave() {
   if (scopes_.size() < 2) {
@@ -183,8 +182,7 @@ const Symbol* Names::symbol(string_view name) const {
   return of_module == module_.symbols.end() ? nullptr : &of_module->second;
 }
 
-// ---- The name's parts
-// ---------------------------------------------------------------------------------------------------
+// ---- The name's parts -----------------------------------------------------------------------------------------------
 
 void Assembler::unknown(const string& what) const {
   fail("kernel " + kernel_.readable + ": " + what + ", in `" + string(i.text) + "`");
@@ -287,8 +285,7 @@ void Assembler::done(Run run, Class kind) {
   i.kind = kind;
 }
 
-// ---- Operands
-// -----------------------------------------------------------------------------------------------------------
+// ---- Operands -------------------------------------------------------------------------------------------------------
 
 u32 Assembler::constant(u64 bits) {
   const auto [found, is_new] = code_.constants.try_emplace(bits, code_.num_registers);
@@ -393,8 +390,7 @@ void Assembler::third_predicate(const Operand& operand) {
   i.p2_not = operand.negated;
 }
 
-// ---- A statement
-// --------------------------------------------------------------------------------------------------------
+// ---- A statement ----------------------------------------------------------------------------------------------------
 
 void Assembler::read_guard(string_view& text) {
   if (text[0] != '@') {

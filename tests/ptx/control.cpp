@@ -59,8 +59,7 @@ void ignored(Assembler& a) {
   a.done(nothing, kind);
 }
 
-// ---- What a warp begins with
-// --------------------------------------------------------------------------------------------
+// ---- What a warp begins with ----------------------------------------------------------------------------------------
 
 u64 special_value(const Warp& w, string_view name, int lane) {
   const Launch& launch = *w.launch;
@@ -121,8 +120,7 @@ void check_registers(Warp& w, const Instruction& i, u32 m) {
   }
 }
 
-// ---- Where lanes go
-// -----------------------------------------------------------------------------------------------------
+// ---- Where lanes go -------------------------------------------------------------------------------------------------
 
 // Lanes that go to so many places, each on a path of its own until they meet again.
 void part(Warp& w, const Instruction& i, const std::map<int, u32>& lanes_of) {
@@ -206,8 +204,7 @@ void change_flow(Warp& w, const Instruction& i, u32 m) {
   ++w.paths.back().pc;
 }
 
-// ---- Running
-// --------------------------------------------------------------------------------------------------------------
+// ---- Running --------------------------------------------------------------------------------------------------------
 
 // What a handler of signals needs.
 struct Running {

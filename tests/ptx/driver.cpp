@@ -169,7 +169,7 @@ int function_attribute(const Kernel& kernel, int attribute) {
     case 6:
       return kCapability; // PTX_VERSION, BINARY_VERSION
     default:
-      return 0; // of registers, ptxas alone knows
+      return 0; // only ptxas knows the number of registers
   }
 }
 

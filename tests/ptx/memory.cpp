@@ -94,7 +94,7 @@ char* place_in_space(Warp& w, const Instruction& i, int lane, u64 address, size_
   return region.begin + address;
 }
 
-// Where a lane's access leads, whose address is in register `base`.
+// The target of a lane's access, whose address is in register `base`.
 inline char* place(Warp& w, const Instruction& i, u32 base, int lane, size_t bytes) {
   const u64 address = w.lanes(base)[lane] + static_cast<u64>(i.offset);
   if (!has_pointers(i.space)) {
@@ -110,8 +110,7 @@ inline char* place(Warp& w, const Instruction& i, u32 base, int lane, size_t byt
   return reinterpret_cast<char*>(address);
 }
 
-// ---- Counting
-// -----------------------------------------------------------------------------------------------------------
+// ---- Counting -------------------------------------------------------------------------------------------------------
 
 Space space_at(Warp& w, const char* where, int lane) {
   for (const Space space : {Space::param, Space::shared, Space::local}) {
@@ -187,8 +186,7 @@ void count_access(Warp& w, const Instruction& i, u32 m, u32 base, size_t bytes, 
   }
 }
 
-// ---- Races
-// --------------------------------------------------------------------------------------------------------------
+// ---- Races ----------------------------------------------------------------------------------------------------------
 
 void find_races(Warp& w, const Instruction& i, u32 m, u32 base, size_t bytes, bool reads, bool writes) {
   Races& races = *w.launch->races;
@@ -208,7 +206,7 @@ void find_races(Warp& w, const Instruction& i, u32 m, u32 base, size_t bytes, bo
   });
 }
 
-// What is done before an access, where it is wanted.
+// Counts an access and looks for races before it, if requested.
 inline void observe(Warp& w, const Instruction& i, u32 m, u32 base, size_t bytes, bool reads, bool writes) {
   if (w.launch->counts_wanted()) {
     count_access(w, i, m, base, bytes, writes);
@@ -218,8 +216,7 @@ inline void observe(Warp& w, const Instruction& i, u32 m, u32 base, size_t bytes
   }
 }
 
-// ---- Accesses
-// -------------------------------------------------------------------------------------------------------------
+// ---- Accesses -------------------------------------------------------------------------------------------------------
 
 template <class T>
 struct Load {
@@ -308,8 +305,7 @@ struct AtomicOperation {
   }
 };
 
-// ---- Reading them
-// ---------------------------------------------------------------------------------------------------------
+// ---- Reading them ---------------------------------------------------------------------------------------------------
 
 template <template <class> class K>
 Run by_size(Type type) {

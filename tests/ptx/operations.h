@@ -23,7 +23,7 @@ T saturated(T x) {
   return x;
 }
 
-// What is done to a result, and to a source, where the instruction says so.
+// Applies the modifiers of the instruction to a result, or to a source.
 template <class T>
 T finish(const Instruction& i, T x) {
   if constexpr (is_floating<T>) {

@@ -10,7 +10,7 @@
 
 namespace ptx {
 
-// What an instruction is counted as.
+// The classes in which instructions are counted.
 enum Class {
   fp32,
   fp32_other,

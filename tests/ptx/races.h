@@ -24,7 +24,7 @@ namespace ptx {
 struct Warp;
 struct Instruction;
 
-// What a thread had done and seen of its block at a fence.
+// The accesses of its block that a thread had made or seen at a fence.
 struct Snapshot {
   u32 thread, epoch;
   std::array<u32, 32> lanes; // times of its warp's lanes
@@ -57,7 +57,7 @@ class Races {
 
   // A lane's access to memory; fails where it races. `shared`: memory of the block.
   void access(Warp& w, const Instruction& i, int lane, const char* memory, size_t bytes, bool shared, bool writes);
-  // What an atomic operation adds: after a load, before a store.
+  // The memory order of an atomic operation: acquire after a load, release before a store.
   void acquire(const Warp& w, const Instruction& i, int lane, const char* memory);
   void release(const Warp& w, const Instruction& i, int lane, const char* memory, bool reads);
 

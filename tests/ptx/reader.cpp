@@ -66,8 +66,7 @@ size_t end_of(string_view text, size_t open, char opens, char closes) {
   fail("a bracket is open");
 }
 
-// ---- Variables
-// --------------------------------------------------------------------------------------------------------
+// ---- Variables ------------------------------------------------------------------------------------------------------
 
 struct Variable {
   string_view name, values;
@@ -158,8 +157,7 @@ void read_variable(Module& module, string_view text) {
   module.symbols[string(variable.name)] = {variable.space, reinterpret_cast<u64>(begin)};
 }
 
-// ---- Statements of a kernel
-// ---------------------------------------------------------------------------------------------
+// ---- Statements of a kernel -----------------------------------------------------------------------------------------
 
 class Body {
  public:
@@ -266,8 +264,7 @@ class Body {
   string_view last_label_;
 };
 
-// ---- The module
-// -----------------------------------------------------------------------------------------------------------
+// ---- The module -----------------------------------------------------------------------------------------------------
 
 void read_parameters(Kernel& kernel, string_view text) {
   for (const string_view parameter : split(text, ',')) {
@@ -314,8 +311,7 @@ size_t read_kernel(Module& module, size_t at) {
   return end + 1;
 }
 
-// ---- Kernels whose instructions are at hand
-// ---------------------------------------------------------------------------------
+// ---- Kernels whose instructions are at hand -------------------------------------------------------------------------
 
 constexpr size_t kMostInstructions = 400'000; // some 80 MB
 

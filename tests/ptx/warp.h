@@ -20,7 +20,7 @@ struct Footprint {
   u64 bytes() const;
 };
 
-// What an instruction did in a launch.
+// The counts of an instruction in a launch.
 struct Counts {
   u64 issued = 0, lanes = 0, diverged = 0, sectors = 0, bytes = 0, conflicts = 0;
   u64 in_param = 0, in_shared = 0, in_local = 0; // through generic addresses

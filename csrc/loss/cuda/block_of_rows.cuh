@@ -1,4 +1,4 @@
-// What a block of loss_rows stores about its rows, of any kind.
+// The results that a block of loss_rows stores for rows of any kind.
 //
 // A kind of rows is a type that is one of the template arguments of loss_rows, with
 //

@@ -1,4 +1,4 @@
-// What is copied to a device of one pass over a call's rows: the pass itself, and its lists as a table.
+// One pass over a call's rows as it is copied to a device: the pass itself, and its lists as a table.
 #pragma once
 
 #include "../../cuda/row_shape.h"

@@ -29,8 +29,8 @@ namespace {
 // For leaner code for some rows: a type with kBlocks and run() (block_of_rows.cuh), a Way here, and its name, the rows
 // of its block and its condition.
 
-// Who has a row: lanes of a warp (LossRows), or a group of threads (GroupRows). Or rows of gradients that exist and are
-// multiplied.
+// The owner of a row: lanes of a warp (LossRows) or a group of threads (GroupRows). `multiplied`: rows of existing
+// gradients, which are multiplied.
 enum class Way : int32_t { lanes, group, multiplied };
 
 struct RowSpecification {
@@ -148,7 +148,7 @@ RowSpecification specification_of(const Segment& segment, int32_t threads_per_ro
   const Lanes lanes = lanes_of(segment);
   if (lanes.per_row == 0) {
     result.way = Way::group;
-    result.gradient = Element::int64; // its type is asked for when the kernel runs
+    result.gradient = Element::int64; // its type is read when the kernel runs
     return result;
   }
   result.way = Way::lanes;

@@ -68,7 +68,7 @@ GRADSCALE_DEVICE void multiply_rows(const BlockOfRows& block, int64_t first, int
     for (int32_t window = own.group.rank; window < windows.count; window += at_once * own.group.size) {
       A values[at_once][size];
 #pragma unroll
-      for (int c = 0; c < at_once; ++c) { // all are asked for before the first is waited for
+      for (int c = 0; c < at_once; ++c) { // all loads are issued before the first is waited for
         read_elements<size>(row, width, windows.first(window + c * own.group.size), A(0), values[c]);
       }
 #pragma unroll

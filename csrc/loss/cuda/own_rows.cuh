@@ -138,7 +138,7 @@ GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& of, const RowTask& task) {
 
 // Rows of quantiles: QuantileHuber. A thread of the row's group has every group.size-th quantile and goes through all
 // targets for each, which the threads of a warp read at the same time from the cache. Bytes: predictions and targets
-// read once from memory, gradients written once. The order of sums depends on the shape alone.
+// read once from memory, gradients written once. The order of sums depends only on the shape.
 
 template <class T, class A>
 GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& of, const RowTask& task) {

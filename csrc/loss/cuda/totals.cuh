@@ -1,9 +1,8 @@
 // The kernels that add up the losses of rows.
 //
-// loss_totals    one thread a sample: L_b, the loss, the means and shares of the heads. Sums are taken in a fixed
-// order: a block
-//                adds up its threads, and the last block that is done adds up the blocks. Reads 4 bytes a row.
-// count_unmasked one block a head counts the unmasked entries; only where a mean is taken over those.
+// loss_totals    one thread per sample: L_b, the loss, the means and shares of the heads. Sums have a fixed order: a
+//                block adds up its threads, and the last block to finish adds up the blocks. Reads 4 bytes per row.
+// count_unmasked one block per head counts the unmasked entries, if they divide a mean.
 #pragma once
 
 #include "../../cuda/rows.cuh"
@@ -59,7 +58,7 @@ GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& blo
     const double importance = counts ? c.importance_weights.at(own, 0) : 0;
     const auto num_segments = static_cast<int32_t>(pass.batch == 0 ? 0 : pass.steps_of(head));
 #pragma unroll 4
-    for (int32_t i = 0; i < num_segments; ++i) { // all numbers are asked for before the first is waited for
+    for (int32_t i = 0; i < num_segments; ++i) { // all loads are issued before the first is waited for
       const Segment& segment = device.segment(next + i);
       const double loss = segment.loss.load(own);
       const double weight = c.step_weight(segment, own);
