@@ -1,9 +1,9 @@
-"""The doors of the loss: the module, the function, `torch.compile` around them, and what they replace.
+"""The entry points ("doors") of the loss: module, function, `torch.compile`, each `impl`, and the loss by hand.
 
-bench/loss.py runs this file. A process has one instruction set, so that the module with AVX2 runs in a process of its
-own, which takes its turns with the contestants of this one:
+bench/loss.py runs this file. PyTorch chooses the instruction set once per process, so that the module with AVX2 runs in
+a second process, which takes turns with the contestants of this one:
 
-    python bench/doors.py --serve     # reads lines "size turns" from stdin, and writes seconds
+    python bench/doors.py --serve THREADS     # reads lines "bins repeats" from stdin, and writes seconds
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import loss
 SIZE = (256, 5, 601, 18)
 NARROW = (256, 5, 255, 18)
 AGENT = "doors of the loss"
-#: Seconds: the threads of the process whose turn is over still spin for a while on the cores of the next one.
+#: Seconds per turn. After a turn, OpenMP threads spin for a while on the cores that the next contestant uses.
 TURN = 20e-3
 
 
@@ -34,7 +34,7 @@ def gradients_of(function: loss.Loss, inputs: loss.Inputs) -> Callable[[], objec
 
 
 def doors(num_bins: int) -> dict[str, loss.Loss]:
-    """Each door with the call that it is."""
+    """The loss function behind each entry point."""
     return {
         "module": loss.make_fused(num_bins),
         "function": loss.make_fused(num_bins, as_function=True),
@@ -46,11 +46,11 @@ def doors(num_bins: int) -> dict[str, loss.Loss]:
     }
 
 
-class Process:
-    """The module in a process with another instruction set."""
+class ModuleServer:
+    """A process that times the module with another instruction set."""
 
     def __init__(self, capability: str) -> None:
-        """Start it with as many threads as this process has."""
+        """Start the process, with the number of threads of this process."""
         command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(torch.get_num_threads())]
         self._process = subprocess.Popen(
             command,
@@ -66,7 +66,7 @@ class Process:
         print(num_bins, repeats, file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the process of {' '.join(map(str, self._process.args))} ended")  # type: ignore[arg-type]
+            raise RuntimeError(f"process `{' '.join(map(str, self._process.args))}` ended")  # type: ignore[arg-type]
         return float(answer)
 
     def close(self) -> None:
@@ -89,22 +89,22 @@ def serve() -> None:
         print(harness.wall_time(call(num_bins), repeats), flush=True)
 
 
-class Elsewhere:
-    """A contestant in another process. Its time is taken there."""
+class RemoteModule:
+    """A contestant in another process, which measures the time."""
 
-    def __init__(self, process: Process, num_bins: int) -> None:
+    def __init__(self, server: ModuleServer, num_bins: int) -> None:
         """The module for this number of bins."""
-        self._process, self._num_bins = process, num_bins
+        self._server, self._num_bins = server, num_bins
 
     def __call__(self) -> object:
         return self.seconds(1)
 
     def seconds(self, repeats: int) -> float:
-        return self._process.seconds(self._num_bins, repeats)
+        return self._server.seconds(self._num_bins, repeats)
 
 
 def timed(function: Callable[[], object], repeats: int) -> float:
-    return function.seconds(repeats) if isinstance(function, Elsewhere) else harness.wall_time(function, repeats)
+    return function.seconds(repeats) if isinstance(function, RemoteModule) else harness.wall_time(function, repeats)
 
 
 def rows_of(
@@ -116,7 +116,8 @@ def rows_of(
     label = {"agent": AGENT, "size": "B {} K {} S {} A {}".format(*size), "dtype": "fp32", "pass": "forward+backward"}
     found = harness.measure(contestants, seconds, timed, TURN)
     for name, values in found.items():
-        here = contestants["module" if isinstance(contestants[name], Elsewhere) else name]  # the same memory
+        # A remote module needs as much memory as the module in this process.
+        local = contestants["module" if isinstance(contestants[name], RemoteModule) else name]
         yield {
             **label,
             "threads": torch.get_num_threads(),
@@ -124,14 +125,14 @@ def rows_of(
             **values,
             "ratio": values["median_ms"] / found["module"]["median_ms"],
             "gb_per_s": moved / values["median_ms"] / 1e6,
-            "peak_mb": harness.peak_extra_bytes(here) / 2**20,
+            "peak_mb": harness.peak_extra_bytes(local) / 2**20,
         }
 
 
 def benchmark(seconds: float) -> Iterator[dict[str, Any]]:
-    """All doors at one size, and the module for AVX2 and, where this machine has it, AVX-512, at two."""
+    """Time all entry points at one size, and the module at two; with AVX-512, the module with AVX2 too."""
     capability = torch.backends.cpu.get_cpu_capability()
-    process = Process("avx2") if capability.startswith("AVX512") else None
+    server = ModuleServer("avx2") if capability.startswith("AVX512") else None
     try:
         for size in (SIZE, NARROW):
             torch._dynamo.reset()
@@ -140,12 +141,12 @@ def benchmark(seconds: float) -> Iterator[dict[str, Any]]:
                 functions = {"module": functions["module"]}
             loss.check_same(functions, inputs)
             contestants = {name: gradients_of(function, inputs) for name, function in functions.items()}
-            if process is not None:
-                contestants["module with AVX2"] = Elsewhere(process, size[2])
+            if server is not None:
+                contestants["module with AVX2"] = RemoteModule(server, size[2])
             yield from rows_of(size, contestants, seconds)
     finally:
-        if process is not None:
-            process.close()
+        if server is not None:
+            server.close()
 
 
 if __name__ == "__main__" and "--serve" in sys.argv:

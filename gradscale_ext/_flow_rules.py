@@ -1,4 +1,4 @@
-"""The gradient-flow operators as compilers, tracers and vmap see them."""
+"""Calls of the gradient-flow operators through the dispatcher, and their rules for DTensor and vmap."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from . import _distributed
-from . import _native as _native  # the operators are registered by it
+from . import _native as _native  # registers the operators
 
 
 def call(operator: str, x: torch.Tensor | torch.fx.Proxy, *arguments: Any) -> torch.Tensor:
-    """Call a gradient-flow operator as the compiler, a transform, a tracer or a subclass of Tensor sees it.
+    """Call a gradient-flow operator so that compilers, transforms, tracers and tensor subclasses see it.
 
-    The overload is named: left to choose, PyTorch would read a scalar tensor as a number.
+    The overload is explicit, because PyTorch would choose the overload for numbers for a scalar tensor.
     """
     packet = getattr(torch.ops.gradscale_ext, operator)
     overload = packet.tensor if isinstance(arguments[0], torch.Tensor) else packet.default
@@ -23,7 +23,7 @@ def call(operator: str, x: torch.Tensor | torch.fx.Proxy, *arguments: Any) -> to
 
 @functools.cache
 def _register_counting() -> None:
-    """Count the norms of a DTensor on every rank, all of them."""
+    """Register that `count_norms` has no DTensor shards: every rank counts all norms."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.experimental import register_sharding
 
@@ -33,7 +33,7 @@ def _register_counting() -> None:
 
 
 def distributed(x: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments for a DTensor: plain tensors, which are whole, as replicas on its mesh. PyTorch takes plain scalars."""
+    """Replicate plain tensor arguments over the mesh of a DTensor `x`. Scalar tensors can stay plain."""
     _register_counting()
     return tuple(
         _distributed.replicated(value, x.device_mesh) if isinstance(value, torch.Tensor) and value.dim() else value
@@ -51,7 +51,7 @@ _ARGUMENTS = {
 
 
 def refuse_distributed(operator: str, arguments: tuple[Any, ...]) -> None:
-    """Raise if an argument of a plain tensor is a DTensor."""
+    """Raise TypeError if an argument is a DTensor, although `x` is a plain tensor."""
     for name, value in zip(_ARGUMENTS[operator], arguments, strict=False):
         if _distributed.is_distributed(value):
             raise TypeError(
@@ -67,8 +67,8 @@ def _example_first(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
     return x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-def _lined_up(value: Any, dim: int | None, dims: int) -> Any:
-    """Line the dimensions of a mapped tensor argument up with the `dims` of one example."""
+def _aligned(value: Any, dim: int | None, dims: int) -> Any:
+    """Align the dimensions of a mapped tensor argument with an example that has `dims` dimensions."""
     if dim is None:
         return value
     value = value.movedim(dim, 0)
@@ -76,27 +76,27 @@ def _lined_up(value: Any, dim: int | None, dims: int) -> Any:
 
 
 def _elementwise_rule(operator: str) -> Any:
-    """Make the rule of an operator whose arguments broadcast to x."""
+    """Make the vmap rule of an operator whose arguments broadcast to `x`."""
 
     def rule(info: Any, in_dims: Dims, x: torch.Tensor, *values: Any) -> Any:
         x = _example_first(x, in_dims[0], info.batch_size)
-        lined_up = (_lined_up(value, dim, x.dim() - 1) for value, dim in zip(values, in_dims[1:], strict=True))
-        return call(operator, x, *lined_up), 0
+        aligned = (_aligned(value, dim, x.dim() - 1) for value, dim in zip(values, in_dims[1:], strict=True))
+        return call(operator, x, *aligned), 0
 
     return rule
 
 
 def _norm_rule(operator: str) -> Any:
-    """Make the rule of an operator with a limit for each norm: the mapped dimension becomes a batch dimension."""
+    """Make the vmap rule of an operator with one limit per norm: the mapped dimension becomes a batch dimension."""
 
     def rule(info: Any, in_dims: Dims, x: torch.Tensor, limit: Any, batch_dims: int, *others: Any) -> Any:
         if any(dim is not None for dim in in_dims[2:]):
             raise RuntimeError(
-                f"{operator}: vmap maps the counters; map a function that uses the operator without the module's "
-                "counters, or keep the module's buffers out of in_dims"
+                f"{operator}: the counters of the module must not be mapped by vmap; write None for its buffers in "
+                f"in_dims, or call the function gradscale_ext.{operator} instead of the module"
             )
         x = _example_first(x, in_dims[0], info.batch_size)
-        return call(operator, x, _lined_up(limit, in_dims[1], batch_dims), batch_dims + 1, *others), 0
+        return call(operator, x, _aligned(limit, in_dims[1], batch_dims), batch_dims + 1, *others), 0
 
     return rule
 

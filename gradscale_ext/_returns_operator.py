@@ -1,4 +1,4 @@
-"""The operators of returns, as compilers, tracers and vmap see them."""
+"""Calls of the operators of returns through the dispatcher, and their rules for tracers and vmap."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import _context, _distributed, reference
-from . import _native as _native  # the operators are registered by it
+from . import _native as _native  # registers the operators
 from ._trajectories import Discount, MuZeroTargets, Trajectories, Window, result_dtype
 
 #: The functions in the order of `Formula` in csrc/returns/call.h.
@@ -19,8 +19,10 @@ Dims = tuple[int | None, ...]
 
 
 def _split(value: Discount, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor | None, float]:
-    """A coefficient as the operators take it: a tensor, or a number. A number that varies under `torch.compile` becomes
-    a tensor: an operator takes a number as a constant, and would be compiled again for the next one."""
+    """Split a coefficient into the two arguments of an operator, a tensor or None, and a number.
+
+    A number that varies under `torch.compile` becomes a tensor: each value of a number would be compiled as a constant.
+    """
     if isinstance(value, torch.Tensor):
         return value, 1.0
     if not _context.is_eager() and _context.varies(value):
@@ -29,7 +31,7 @@ def _split(value: Discount, dtype: torch.dtype, device: torch.device) -> tuple[t
 
 
 def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
-    """Compute a checked call by the operator, or by the reference where there is none for the device."""
+    """Run a checked call with the operator, or with the reference on devices without a kernel."""
     if _distributed.mesh_of(*call) is not None:
         return _distributed.by_whole(lambda whole: run(function, Trajectories(*whole)), tuple(call))  # type: ignore[no-any-return]
     device = call.rewards.device
@@ -38,7 +40,7 @@ def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
     dtype = result_dtype(*call)
     if not _context.is_eager() and any([_context.varies(clip) for clip in call.clips]):
         if function == "vtrace":
-            return _vtrace_of_varying_clips(call)
+            return _vtrace_with_varying_clips(call)
         assert call.ratios is not None
         ratios = _clipped(call.ratios, call.clips[0], dtype)
         call = call._replace(ratios=ratios, clips=(torch.inf, torch.inf, torch.inf))
@@ -46,7 +48,7 @@ def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
     lambdas, lambda_ = _split(call.lambda_, dtype, device)
     rewards, values = call.rewards, call.values
     if call.next_values is not None and function in ("lambda_returns", "n_step_returns"):
-        # Values that are not read still decide the type of the results.
+        # The operator does not need values, but their dtype counts for the dtype of the results.
         rewards = rewards.double() if dtype == torch.float64 else rewards
         values = None
     results = torch.ops.gradscale_ext.returns(
@@ -70,7 +72,7 @@ def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
 
 
 def _clipped(ratios: torch.Tensor, clip: float, dtype: torch.dtype) -> torch.Tensor:
-    """min(clip, ratio), NaN where the ratio is; the clip may vary."""
+    """min(clip, ratio), which keeps NaN. The clip may vary under `torch.compile`."""
     return torch.minimum(ratios.to(dtype), _context.as_tensor(clip, ratios.device, dtype))
 
 
@@ -79,11 +81,11 @@ def _times(coefficient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.where(coefficient == 0, 0, coefficient * x)
 
 
-def _vtrace_of_varying_clips(call: Trajectories) -> tuple[torch.Tensor, ...]:
-    """V-trace in PyTorch, apart from its recurrence, which is the recurrence of generalized advantages.
+def _vtrace_with_varying_clips(call: Trajectories) -> tuple[torch.Tensor, ...]:
+    """V-trace in PyTorch operations, with its recurrence computed by the operator for generalized advantages.
 
-    The operator takes clips as constants: a clip that varies would be compiled again for each number. Coefficients are
-    not detached, so that the operator refuses tangents of them.
+    The operator accepts clips only as constants, so that it would be compiled again for each value of a varying clip.
+    Coefficients are not detached, so that the operator raises if they have a tangent.
     """
     rewards = call.rewards
     dtype, device, time_dim = result_dtype(*call), rewards.device, 1 if call.batch_first else 0
@@ -93,7 +95,7 @@ def _vtrace_of_varying_clips(call: Trajectories) -> tuple[torch.Tensor, ...]:
     live = ~never if call.mask is None else call.mask
 
     def later(tensor: torch.Tensor) -> torch.Tensor:
-        """The entries of step t + 1 at t; 0 at the end."""
+        """Shift by one step: the entry at t is the entry of t + 1, and 0 at the last step."""
         end = torch.zeros_like(tensor.narrow(time_dim, 0, min(steps, 1)))
         return torch.cat([tensor.narrow(time_dim, min(steps, 1), max(steps - 1, 0)), end], time_dim)
 
@@ -160,7 +162,7 @@ def _by_reference(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]
 
 
 def run_muzero(window: Window) -> MuZeroTargets:
-    """Compute checked targets by the operator, or by the reference where there is none for the device."""
+    """Compute the targets of a checked window with the operator, or with the reference on devices without a kernel."""
     if _distributed.mesh_of(*window) is not None:
         return _distributed.by_whole(lambda whole: run_muzero(Window(*whole)), tuple(window))  # type: ignore[no-any-return]
     device = window.rewards.device
@@ -244,11 +246,11 @@ def _window_shapes(
     ]
 
 
-# ---- vmap: mapped examples are more rows ----------------------------------------------------------------------------
+# ---- vmap: mapped examples become rows ------------------------------------------------------------------------------
 
 
 def _as_rows(value: Any, dim: int | None, examples: int, rows: int, batch_first: bool) -> Any:
-    """A tensor of each example as rows of one tensor. Tensors without dimensions become a column, an entry a row."""
+    """Turn the mapped dimension of an argument into rows. Mapped scalars become a column with one entry per row."""
     if not isinstance(value, torch.Tensor):
         return value
     inner = value.dim() - (dim is not None)
@@ -264,13 +266,13 @@ def _as_rows(value: Any, dim: int | None, examples: int, rows: int, batch_first:
         value = value.unsqueeze(row_dim).expand(*value.shape[:row_dim], examples, *value.shape[row_dim:])
     else:
         value = value.movedim(dim, row_dim)
-    if value.shape[row_dim + 1] != rows:  # one row for all rows of an example
+    if value.shape[row_dim + 1] != rows:  # broadcasts over the rows of an example
         value = value.expand(*value.shape[: row_dim + 1], rows, *value.shape[row_dim + 2 :])
     return value.flatten(row_dim, row_dim + 1)
 
 
 def _rule(operator: Any, first: int) -> Any:
-    """Make the rule of an operator whose tensors begin at argument `first`."""
+    """Make the vmap rule of an operator whose tensors begin at argument `first`."""
 
     def rule(info: Any, in_dims: Dims, *arguments: Any) -> Any:
         batch_first, examples = arguments[-1], info.batch_size

@@ -1,8 +1,8 @@
 """Targets from trajectories: the step before the loss.
 
 Transition t is (s_t, a_t, r_t, s'_t), all at index t: ``rewards[b, t]`` was received on leaving s_t, and ``terminated``
-and ``truncated`` are what that same step of the environment returned. Each function is a linear recurrence,
-``y_t = a_t + b_t y_{t+1}``, computed in one pass; `muzero_targets` is a sum over a window.
+and ``truncated`` were returned by the same step of the environment. `n_step_returns` and `muzero_targets` are sums over
+windows; the other functions are linear recurrences, ``y_t = a_t + b_t y_{t+1}``, computed in one pass.
 """
 
 from __future__ import annotations
@@ -86,18 +86,18 @@ def lambda_returns(
 
     Args:
         rewards: r, `[B, T]` float64, float32, bfloat16 or float16. All numeric tensors accept these dtypes.
-        values: V of all T + 1 observations, `[B, T + 1]`. Not read where `next_values` is given, and may be left out.
+        values: V of all T + 1 observations, `[B, T + 1]`. Not read, and optional, if `next_values` is given.
         next_values: V(s'_t), `[B, T]`, of the true successors, before any reset.
         discount: γ, a number from -1 to 1; a 0-dim tensor, read on its device without a synchronisation; or a tensor
             of two dimensions that broadcasts to `[B, T]`. 0 ends an episode as `terminated` does, which is the
             convention of rlax and Dreamer; negative for zero-sum games in which players alternate. A constant.
         lambda_: λ, from 0 to 1, in the same forms. Not read at a cut. A constant.
         terminated: `[B, T]` bool. The episode ended by its rules: s'_t is worth 0, whatever `next_values` holds.
-        truncated: `[B, T]` bool. The episode was cut, by a time limit for example: bootstraps from V(s'_t), and nothing
-            of t + 1 is read. If both flags are True, the transition counts as terminated. Cannot be combined with
+        truncated: `[B, T]` bool. The episode was cut, for example by a time limit: the result bootstraps from V(s'_t)
+            and reads nothing of t + 1. If both are True, the transition counts as terminated. Cannot be combined with
             `values` `[B, T + 1]`: after a reset, ``values[:, t + 1]`` belongs to another episode.
-        mask: `[B, T]` bool, False in padding; results are 0 there, and the transition before it ends like a truncation.
-        batch_first: False: all tensors of two dimensions, and results, are `[T, B]`.
+        mask: `[B, T]` bool, False in padding. Results are 0 there, and the transition before is treated as truncated.
+        batch_first: if False, all tensors of two dimensions, and results, are `[T, B]`.
 
     Returns:
         G, `[B, T]` float32, or float64 if a tensor is float64. Differentiable with respect to rewards and values, to
@@ -107,10 +107,11 @@ def lambda_returns(
         TypeError: a type or dtype is wrong.
         ValueError: a shape, device or number is wrong, or a constant requires grad.
 
-    NaN and inf stay in their episode. Cuts and coefficients of exactly 0 select; they do not multiply.
+    NaN and inf stay in their episode: cuts and coefficients of exactly 0 exclude terms, and do not multiply them.
 
     Flags are stored with the transition, as in Gymnasium and TorchRL. CleanRL, Stable-Baselines3 and PufferLib store
-    them one later: pass ``dones[1:]`` and the last done. TorchRL 0.14 multiplies by ``~done``, which lets a NaN cross.
+    them one step later: pass ``dones[1:]`` followed by the last done. TorchRL 0.14 multiplies by ``~done``, so that a
+    NaN reaches the episode before it.
 
     >>> rewards, values = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[0.0, 0.0, 0.0, 8.0]])
     >>> lambda_returns(rewards, values, discount=0.5, lambda_=1.0)
@@ -147,14 +148,14 @@ def n_step_returns(
 ) -> Tensor:
     """n-step returns: up to n discounted rewards, and the value of the state after them.
 
-    With m the smaller of n and the number of transitions from t to the first cut, that one included::
+    With m the smaller of n and the number of transitions from t up to and including the first cut::
 
         G_t = sum_{i<m} (Π_{j<i} γ_{t+j}) r_{t+i} + (Π_{j<m} γ_{t+j}) B_{t+m-1}
 
-    The time does not depend on n, and nothing is divided by powers of the discount.
+    The time does not depend on n. The algorithm does not divide by powers of the discount.
 
     Args:
-        n: rewards in a return, at least 1.
+        n: the largest number of rewards in a return, at least 1.
         rewards, values, next_values, discount, terminated, truncated, mask, batch_first: as in `lambda_returns`.
 
     Returns, raises: as `lambda_returns`.
@@ -208,8 +209,8 @@ def generalized_advantages(
     Raises:
         TypeError, ValueError: as `lambda_returns`.
 
-    CleanRL treats a truncation as a termination, and stores flags with the observation, one later. rlax has no flags;
-    its discount is 0 at a termination, and a truncation cannot be told.
+    CleanRL treats a truncation as a termination, and stores flags with the observation, one step later. rlax has no
+    flags: a discount of 0 is a termination, and a truncation cannot be expressed.
 
     >>> rewards, values = torch.tensor([[1.0, 1.0]]), torch.tensor([[0.5, 0.5, 2.0]])
     >>> generalized_advantages(rewards, values, discount=1.0, lambda_=0.5).advantages
@@ -268,8 +269,8 @@ def vtrace(
     Raises:
         TypeError, ValueError: as `lambda_returns`.
 
-    λ is in c, and in the bootstrap of the advantages, as in rlax; IMPALA, TorchRL and RLlib have no λ. The default,
-    1, gives the same results. TorchRL clips the ratio of the advantages by its `rho_thresh`, ours by `clip_pg_rho`.
+    λ is a factor of c and mixes the bootstrap of the advantages, as in rlax. IMPALA, TorchRL and RLlib have no λ; the
+    default of 1 gives their results. `clip_pg_rho` clips the ratio of the advantages; TorchRL uses `rho_thresh` there.
 
     >>> ratios = torch.tensor([[2.0, 0.5]])
     >>> vtrace(torch.ones(1, 2), torch.zeros(1, 3), ratios=ratios, discount=1.0).targets
@@ -364,15 +365,15 @@ def muzero_targets(
     root_reward: Tensor | None = None,
     batch_first: bool = True,
 ) -> MuZeroTargets:
-    """MuZero's targets of value and reward (`make_target` of the pseudocode, version 2), and their masks.
+    """MuZero's targets for value and reward (`make_target` of the pseudocode, version 2), and their masks.
 
     A row is a window of one game that begins at the sampled position. With ℓ its length, ν the root values,
     n = td_steps, m = min(n, ℓ - j), and j from 0 to K = num_unroll_steps::
 
         z_j = sum_{i<m} γ^i s_{j,j+i} r_{j+i} + γ^m s_{j,j+m} ν_{j+m}
 
-    ν_ℓ is 0 if the game ended there, and z_j is 0 for j > ℓ. s is 1, or with `to_play` -1 where another player
-    moves than at j.
+    ν_ℓ is 0 if the game ended there, and z_j is 0 for j > ℓ. s_{j,i} is 1; with `to_play`, it is -1 where the players
+    who move at i and j differ.
 
     Args:
         rewards: r, `[B, L]`, of the window's moves, from the perspective of the player to move.
@@ -383,18 +384,18 @@ def muzero_targets(
         lengths: ℓ, `[B]` int64 from 0 to L: moves that were recorded; later entries are not read. None: L.
         terminated: `[B]` bool: True if the game ended, by its rules, after the recorded moves. Required with `lengths`.
         to_play: `[B, L + 1]` integers or bool: who moves. None: one player.
-        reward: "reward", or "value_prefix", the sum of the rewards from the last multiple of the horizon on
-            (EfficientZero, Ye et al. 2021), undiscounted; not with `to_play`.
-        prefix_horizon: h, steps after which a prefix begins again, in each row from the first. None: K.
+        reward: "reward", or "value_prefix", the undiscounted sum of the rewards since the last multiple of the horizon
+            (EfficientZero, Ye et al. 2021); not with `to_play`.
+        prefix_horizon: h, the number of steps after which the sum restarts, counted from step 1 of a row. None: K.
         root_reward: `[B]`: the reward of the move that led to the sampled position, 0 where a game begins.
-        batch_first: False: all tensors of two dimensions, and results, are `[T, B]`.
+        batch_first: if False, all tensors of two dimensions, and results, are `[T, B]`.
 
     Returns:
-        `values` `[B, K + 1]`; `rewards` `[B, K]` for a head of ``first_step=1``: step k predicts r_{k-1}, the reward of
-        the move that led there; with `root_reward` `[B, K + 1]`, that one first, for a head of ``first_step=0``.
-        `mask` `[B, K + 1]`: the target is known, because j <= ℓ or the game has ended. `policy_mask`: j < ℓ, a
-        search was made at that state. They are the loss's
-        ``mask={"value": mask, "reward": mask, "policy": policy_mask}``. All are constants.
+        `values` `[B, K + 1]`. `rewards` `[B, K]` for a head with ``first_step=1``: step k predicts r_{k-1}, the reward
+        of the move that led there. With `root_reward`, `rewards` is `[B, K + 1]` and begins with it, for a head with
+        ``first_step=0``. `mask` `[B, K + 1]` is True where the target is known: j <= ℓ, or the game has ended.
+        `policy_mask` `[B, K + 1]` is True where a search was made: j < ℓ. Pass them to the loss as
+        ``mask={"value": mask, "reward": mask, "policy": policy_mask}``. All results are constants.
 
     Raises:
         TypeError: a type or dtype is wrong.
@@ -402,8 +403,9 @@ def muzero_targets(
 
     The time grows with `num_unroll_steps` times `td_steps`.
 
-    The pseudocode's version 1 pairs step k with r_k, version 2 with the reward before it, as here; EfficientZero and
-    LightZero store the same number at k - 1. At a time limit we bootstrap; peers treat it as absorbing, or mask it.
+    Version 1 of the pseudocode pairs step k with r_k; version 2 pairs it with r_{k-1}, as here. EfficientZero and
+    LightZero store the same number at k - 1. At a time limit, targets here bootstrap; other libraries treat the limit
+    as an absorbing state, or mask the value.
 
     >>> targets = muzero_targets(
     ...     torch.ones(1, 3),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-#: Names of the transforms, at the place that the kernels number them by.
+#: Names of the transforms. The kernels identify a transform by its index here.
 TRANSFORMS = ("identity", "signed_hyperbolic", "symlog")
 
 
@@ -21,7 +21,7 @@ def _in_float32(x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_infinity(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, slope: float) -> torch.Tensor:
-    """Apply a function where x is not infinite; elsewhere keep x, with the limit of the derivative."""
+    """Apply a function to the entries that are not infinite; keep ±inf, with `slope` as the derivative."""
     is_infinite = x.isinf()
     infinite = torch.where(is_infinite, x, 0)
     beyond = infinite * slope if slope > 0 else infinite.detach()
@@ -33,30 +33,30 @@ def signed_hyperbolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
 
     Args:
         x: floating tensor of any shape.
-        eps: the linear part that makes h invertible; at least 0.
+        eps: weight of the linear term, at least 0. If positive, it bounds the slope of h⁻¹.
 
     Returns:
-        Tensor of the shape and dtype of `x`, to 4e-7 relative error in float32 over the whole range; ``h'(0) = 1/2 +
-        eps``, and at ±inf the derivative is its limit, `eps`.
+        Tensor of the shape and dtype of `x`, with a relative error of at most 4e-7 in float32 over the whole range. The
+        derivative is ``1/2 + eps`` at 0, and `eps`, its limit, at ±inf.
 
-    From Pohlen et al. 2018, "Observe and Look Further"; MuZero's transform of rewards and values with eps 1e-3.
+    From Pohlen et al. 2018, "Observe and Look Further". MuZero applies it to rewards and values, with eps=1e-3.
 
     >>> signed_hyperbolic(torch.tensor([0.0, 3.0, -3.0]), eps=0.0)
     tensor([ 0.,  1., -1.])
     """
 
-    def of_finite(y: torch.Tensor) -> torch.Tensor:
-        # (sqrt(a+1) - 1) / a = 1 / (sqrt(a+1) + 1): nothing cancels, and the derivative at 0 exists.
+    def h(y: torch.Tensor) -> torch.Tensor:
+        # (sqrt(a+1) - 1) / a = 1 / (sqrt(a+1) + 1): no cancellation, and the derivative at 0 exists.
         return y * (1 / ((y.abs() + 1).sqrt() + 1) + eps)
 
-    return _with_infinity(of_finite, _in_float32(x), slope=eps).to(x.dtype)
+    return _with_infinity(h, _in_float32(x), slope=eps).to(x.dtype)
 
 
 def signed_parabolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
     """Inverse of `signed_hyperbolic`, elementwise.
 
-    With ``u = |x| / (sqrt(1/4 + eps (|x| + 1 + eps)) + 1/2 + eps)`` it is ``sign(x) u (u + 2)``, a form in which
-    nothing cancels; the textbook form is off by 7.5e-5 for ``|x| <= 1`` in float32.
+    With ``u = |x| / (sqrt(1/4 + eps (|x| + 1 + eps)) + 1/2 + eps)``, the result is ``sign(x) u (u + 2)``. This form
+    avoids cancellation; the textbook form is off by 7.5e-5 for ``|x| <= 1`` in float32.
 
     Args:
         x: floating tensor of any shape, in transformed coordinates.
@@ -69,15 +69,15 @@ def signed_parabolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
     tensor([ 0.,  3., -3.])
     """
 
-    def of_finite(y: torch.Tensor) -> torch.Tensor:
+    def inverse(y: torch.Tensor) -> torch.Tensor:
         u = y if eps == 0 else y / (_root(y.abs(), eps) + 0.5 + eps)
         return u * (u.abs() + 2)
 
-    return _with_infinity(of_finite, _in_float32(x), slope=1 / eps if eps > 0 else math.inf).to(x.dtype)
+    return _with_infinity(inverse, _in_float32(x), slope=1 / eps if eps > 0 else math.inf).to(x.dtype)
 
 
 def _root(magnitude: torch.Tensor, eps: float) -> torch.Tensor:
-    """``sqrt(1/4 + eps (|x| + 1 + eps))``, as a product of roots for a large eps, which cannot overflow."""
+    """``sqrt(1/4 + eps (|x| + 1 + eps))``; for ``eps > 1`` as a product of roots, which cannot overflow."""
     if eps <= 1:
         return (0.25 + eps * (magnitude + 1 + eps)).sqrt()
     return math.sqrt(eps) * (magnitude + (1 + eps + 0.25 / eps)).sqrt()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cpu_kernels
 SUPPORT = gs.Support.muzero(300)
 HEADS = {"value": gs.TwoHot(SUPPORT), "policy": gs.SoftCrossEntropy()}
 STEPS = 3
-CALLS = 16  # after which unused memory is freed
+CALLS = 16  # unused memory is freed after this many calls
 
 
 def arguments(batch=64, seed=0):
@@ -68,7 +68,7 @@ def same(tensors):
     return all(torch.equal(a, b) for a, b in zip(tensors, EXPECTED, strict=True))
 
 
-# ---- What is taken again --------------------------------------------------------------------------------------------
+# ---- Memory that is reused ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss_fn", [function, gs.MultiStepLoss(**HEADS)], ids=["function", "module"])
@@ -84,25 +84,24 @@ def test_all_entry_points_share_one_pool():
     assert gs.empty_cache() == BYTES
     compiled = torch.compile(lambda predictions, targets: function(predictions, targets), backend="aot_eager")
     gradients(compiled)
-    assert gs.empty_cache() == BYTES  # one block
+    assert gs.empty_cache() == BYTES  # one tensor that holds all gradients
     x = torch.randn(64, 601, requires_grad=True)
     torch.autograd.grad(SUPPORT.decode(x).sum(), x)
     assert gs.empty_cache() == x.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_types(dtype):
+def test_other_dtypes(dtype):
     predictions = {
-        name: [t.detach().to(dtype).requires_grad_() for t in of_head] for name, of_head in PREDICTIONS.items()
+        name: [t.detach().to(dtype).requires_grad_() for t in tensors] for name, tensors in PREDICTIONS.items()
     }
     expected = [g.clone() for g in gradients(predictions=predictions)]
     for _ in range(3):
         assert all(map(torch.equal, gradients(predictions=predictions), expected))
-    bytes_of_gradients = sum(t.nbytes for t in leaves(predictions))
-    assert gs.empty_cache() == bytes_of_gradients
+    assert gs.empty_cache() == sum(t.nbytes for t in leaves(predictions))
 
 
-# ---- What is not ----------------------------------------------------------------------------------------------------
+# ---- Memory that is not reused --------------------------------------------------------------------------------------
 
 HOLDERS = {
     "gradient": lambda g: g,
@@ -197,7 +196,7 @@ def test_a_failed_pass_returns_its_memory():
     handle.remove()
     for leaf in leaves(predictions):
         leaf.grad = None
-    assert same(gradients())  # until then PyTorch's engine holds the gradients that the failed pass had not passed on
+    assert same(gradients())  # PyTorch's engine keeps the pending gradients of a failed pass until the next pass
     gc.collect()
     assert BYTES <= gs.empty_cache() <= 2 * BYTES
     with pytest.raises(ValueError, match="policy"):
@@ -205,12 +204,12 @@ def test_a_failed_pass_returns_its_memory():
     assert gs.empty_cache() == 0
 
 
-# ---- How much is held -----------------------------------------------------------------------------------------------
+# ---- How much memory is held ----------------------------------------------------------------------------------------
 
 
 def test_alternating_sizes_hold_the_memory_of_the_largest():
     several = [arguments(batch) for batch in (64, 8, 17, 100, 33, 64, 90, 12)]
-    largest = BYTES // 64 * 100 * 4 // 3  # plus blocks of a quarter of its size, and of a sixteenth
+    largest = BYTES // 64 * 100 * 4 // 3  # blocks of batch 100, of a quarter of that size, of a sixteenth, ...
     for _ in range(3):
         for predictions, targets in several:
             expected = gs.multi_step_loss(HEADS, predictions, targets, impl="reference").loss
@@ -251,7 +250,7 @@ def test_small_gradients_use_malloc():
 # ---- Threads and processes ------------------------------------------------------------------------------------------
 
 
-def test_threads_at_once():
+def test_concurrent_threads():
     wrong = []
 
     def train(seed):
@@ -263,7 +262,7 @@ def test_threads_at_once():
             held = [actual] if step % 3 else [*held, actual]
             if step % 10 == seed:
                 gs.empty_cache()
-            if not all(torch.equal(a, b) for of_call in held for a, b in zip(of_call, expected, strict=True)):
+            if not all(torch.equal(a, b) for kept in held for a, b in zip(kept, expected, strict=True)):
                 wrong.append((seed, step))
 
     threads = [threading.Thread(target=train, args=(seed,)) for seed in range(4)]
@@ -281,7 +280,7 @@ SCRIPT = f"""
 import os, sys, threading
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 import torch
-torch.set_num_threads(1)  # OpenMP's threads do not exist in a child
+torch.set_num_threads(1)  # a forked child has no OpenMP worker threads
 from test_gradient_pool import *
 """
 
@@ -294,7 +293,7 @@ def run(script):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_fork_while_threads_use_the_pool():
-    """Threads use the pool while the process forks; parent and child continue with gradients that both hold."""
+    """Fork while threads use the pool; the parent and the child go on to use the same gradients."""
     written = run("""
 stop = threading.Event()
 x = torch.randn(64, 601, requires_grad=True)
@@ -339,10 +338,10 @@ torch.kept = gradients()
 
 def compiled():
     """A function that returns the gradients of a compiled loss whose incoming gradient is `factor`."""
-    function_of = torch.compile(lambda *given: function(*given).loss, fullgraph=True, backend="aot_eager")
+    compiled_loss = torch.compile(lambda *args: function(*args).loss, fullgraph=True, backend="aot_eager")
 
     def call(predictions=PREDICTIONS, factor=1.0):
-        loss = function_of(predictions, TARGETS)
+        loss = compiled_loss(predictions, TARGETS)
         return torch.autograd.grad(loss, leaves(predictions), torch.full_like(loss, factor))
 
     return call
@@ -362,7 +361,7 @@ def test_compiled_gradients_are_multiplied(dtype):
 
 def test_the_gradients_of_a_retained_compiled_loss_are_not_moved():
     with torch._functorch.config.patch(donated_buffer=False):
-        loss = torch.compile(lambda *given: function(*given).loss, backend="aot_eager")(PREDICTIONS, TARGETS)
+        loss = torch.compile(lambda *args: function(*args).loss, backend="aot_eager")(PREDICTIONS, TARGETS)
         first = torch.autograd.grad(loss, leaves(PREDICTIONS), retain_graph=True)
         for gradient in first:
             gradient.fill_(7)

@@ -1,14 +1,14 @@
-// The frame of all gradient-flow operators: the result is x itself, with a gradient function of the operator's own.
+// The common part of all gradient-flow operators. The result is a view of x with the operator's gradient function.
 //
 // An operator is a struct with
 //
 //   static constexpr const char* kName, *kNodeName;
 //   std::array<Value*, n> values();                      its arguments that may be tensors
-//   std::vector<c10::IValue> others() const              those that follow them in its schema
+//   std::vector<c10::IValue> others() const              the arguments that follow them in its schema
 //   void check(const at::Tensor& x) const;               raises for wrong arguments
 //   at::Tensor gradient(at::Tensor incoming) const;      the result for a dense gradient
-//   at::Tensor tangent(const at::Tensor& incoming) const the same in forward mode, or an error
-//   bool keeps_zeros() const                             true if a sparse gradient may be changed by its values only
+//   at::Tensor tangent(const at::Tensor& incoming) const the result for a tangent in forward mode, or raises
+//   bool keeps_zeros() const                             true if gradient() accepts the values of a sparse gradient
 #pragma once
 
 #include "../torch/autograd.h"
@@ -41,13 +41,13 @@ inline void check_differentiable(const char* name, const at::Tensor& x) {
   TORCH_CHECK_TYPE(!x.is_sparse() && !x.is_sparse_csr(), name, ": x must be dense, but its layout is ", x.layout());
 }
 
-// A view without a graph: a tensor that requires grad is detached, as the result of any operation would be.
+// A view without a graph. It does not require grad, like the result of any operation while no gradient is recorded.
 inline at::Tensor without_gradient(const at::Tensor& x) {
   return x.requires_grad() ? at::detach(x) : at::alias(x);
 }
 
-// The result below autograd: a plain view; but under torch.func the operator itself, so that the transforms outside the
-// present one see it too.
+// The result below autograd: a plain view. Inside a torch.func transform, the operator is called again, so that the
+// outer transforms see it too.
 template <class Operator>
 at::Tensor below_this_level(const at::Tensor& x, Operator& op) {
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -68,8 +68,9 @@ at::Tensor below_this_level(const at::Tensor& x, Operator& op) {
   return stack.at(0).toTensor();
 }
 
-// A view for autograd, so that in-place operations on either side bump one version counter; marked as made by a custom
-// function, so that an in-place operation that would lose the operator raises. Forward mode is left to the operator.
+// A view for autograd, so that in-place operations on x and on the result increment the same version counter. It is
+// marked as created in a custom function, so that an in-place operation that would lose the operator raises.
+// apply_operator() adds the tangent of forward mode.
 template <class Operator>
 at::Tensor operator_view(const at::Tensor& x, Operator& op) {
   return torch::autograd::as_view(
@@ -82,8 +83,8 @@ at::Tensor operator_view(const at::Tensor& x, Operator& op) {
       torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
 }
 
-// The operator as a node of the graph. Tensors among its arguments are saved as any operation saves its own: a later
-// change of them is noticed, and hooks on saved tensors see them.
+// The operator as a node of the graph. Its tensor arguments are saved tensors of autograd: changing them in place
+// afterwards raises in the backward pass, and hooks on saved tensors see them.
 template <class Operator>
 class OperatorBackward : public BackwardNode {
  public:
@@ -111,7 +112,8 @@ class OperatorBackward : public BackwardNode {
     released_ = saves_;
   }
 
-  // Compiled autograd: numbers are constants of its graph, and saved tensors inputs, in whose place it puts its own.
+  // For compiled autograd, numbers are constants of the graph, and saved tensors are inputs, which apply_with_saved()
+  // replaces by tensors of the graph.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     Operator op = *operator_;
     for (const c10::IValue& other : op.others()) {
@@ -121,7 +123,7 @@ class OperatorBackward : public BackwardNode {
         args.collect(other.toDouble());
       } else if (other.isString()) {
         args.collect(other.toStringRef());
-      } else if (other.toTensor().defined()) { // counters, which it would have to write to
+      } else if (other.toTensor().defined()) { // counters, which the graph would have to update
         return BackwardNode::compiled_args(args);
       }
     }
@@ -151,7 +153,7 @@ class OperatorBackward : public BackwardNode {
     at::Tensor gradient = std::move(gradients[0]);
     gradients.clear();
     if (gradient.defined()) {
-      result[0] = gradient.layout() == at::kStrided ? op.gradient(std::move(gradient)) : of_sparse(op, gradient);
+      result[0] = gradient.layout() == at::kStrided ? op.gradient(std::move(gradient)) : sparse_gradient(op, gradient);
     }
     return result;
   }
@@ -172,13 +174,13 @@ class OperatorBackward : public BackwardNode {
     return op;
   }
 
-  static at::Tensor of_sparse(const Operator& op, const at::Tensor& gradient) {
+  static at::Tensor sparse_gradient(const Operator& op, const at::Tensor& gradient) {
     TORCH_CHECK_TYPE(
         gradient.layout() == at::kSparse && op.keeps_zeros(),
         Operator::kName,
-        ": a gradient of layout ",
+        ": the gradient must be dense here, but its layout is ",
         gradient.layout(),
-        " arrived, which cannot be changed by its values alone; make it dense (sparse=False in an embedding)");
+        "; make it dense (sparse=False in an embedding)");
     const at::Tensor summed = gradient.coalesce();
     return at::_sparse_coo_tensor_unsafe(
         summed._indices(), op.gradient(summed._values()), summed.sizes(), summed.options(), /*is_coalesced=*/true);
@@ -190,7 +192,7 @@ class OperatorBackward : public BackwardNode {
   bool released_ = false;
 };
 
-// Returns x, with the operator between its gradient and the gradient of the result.
+// Returns a view of x whose gradient passes through the operator on its way to x.
 template <class Operator>
 at::Tensor apply_operator(const at::Tensor& x, Operator op) {
   check_differentiable(Operator::kName, x);
@@ -217,7 +219,7 @@ at::Tensor apply_operator(const at::Tensor& x, Operator op) {
   return result;
 }
 
-// The kernel below autograd, where no gradient is recorded, of an operator with the given autograd kernel.
+// The kernel below autograd of an operator with the given autograd kernel. It records no gradient.
 template <class... Arguments>
 auto below_autograd(at::Tensor (* /*autograd_kernel*/)(const at::Tensor&, Arguments...)) {
   return +[](const at::Tensor& x, Arguments... /*arguments*/) { return without_gradient(x); };

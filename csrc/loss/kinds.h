@@ -1,4 +1,4 @@
-// The row of each kind of head, for CPU and GPU: the one place that distinguishes the kinds.
+// Maps each kind of head to the function that computes its rows, for CPU and GPU.
 #pragma once
 
 #include "categorical_kl.h"
@@ -12,9 +12,9 @@ struct RowOf {
   using Head = RowHead;
 };
 
-// Calls one of these functions: categorical(encode), where encode(scalar) gives the target over the bins; policy();
-// vector(RowOf<head>()), for rows of numbers of any width; scalar(RowOf<head>()), for rows of one number; or own(head's
-// formula), for a head whose rows are like no other's. A is the type of sums.
+// Calls one of these functions: categorical(encode), where encode(scalar) returns the target over the bins; policy();
+// vector(RowOf<head>()), for rows of any number of elements; scalar(RowOf<head>()), for rows of one element; or
+// own(RowOf<head>()), for a head with a row function of its own. A is the type of sums.
 template <Kind kind, class A, class Categorical, class Policy, class Vector, class Scalar, class Own>
 GRADSCALE_HOST_DEVICE void rows_of_kind(
     const Head& head, Categorical categorical, Policy policy, Vector vector, Scalar scalar, Own own) {
@@ -37,12 +37,12 @@ GRADSCALE_HOST_DEVICE void rows_of_kind(
   } else if constexpr (kind == Kind::categorical_kl) {
     own(RowOf<CategoricalKL<A>>());
   } else {
-    static_assert(kind == Kind::per_step_loss, "a kind of head has no row here");
+    static_assert(kind == Kind::per_step_loss, "add the new kind of head to rows_of_kind");
     scalar(RowOf<PerStepLoss<A>>());
   }
 }
 
-// The same where the kind is known when it runs.
+// The same for a kind that is known only at run time.
 template <class A, class Categorical, class Policy, class Vector, class Scalar, class Own>
 void dispatch_kind(const Head& head, Categorical categorical, Policy policy, Vector vector, Scalar scalar, Own own) {
   switch (head.kind) {

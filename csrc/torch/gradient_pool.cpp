@@ -21,9 +21,9 @@ namespace gradscale {
 
 namespace {
 
-constexpr size_t kSmallestBlock = 1 << 14; // malloc keeps the pages of smaller ones
-constexpr size_t kMostBlocks = 1024;
-constexpr int64_t kMostCalls = 16;
+constexpr size_t kSmallestBlock = 1 << 14; // malloc itself reuses the pages of smaller allocations
+constexpr size_t kMaxFreeBlocks = 1024;
+constexpr int64_t kMaxIdleCalls = 16;
 
 struct FreeMemory {
   void operator()(void* memory) const {
@@ -34,15 +34,15 @@ struct FreeMemory {
 struct Block {
   std::unique_ptr<void, FreeMemory> memory;
   size_t size = 0;
-  int64_t call = 0; // the last call before the block was taken or returned
+  int64_t call = 0; // `calls_` when the block was last taken or returned
 };
 
 class GradientPool final : public c10::Allocator {
  public:
   GradientPool() {
-    free_.reserve(kMostBlocks); // no allocation, which may fail, when a block returns
+    free_.reserve(kMaxFreeBlocks); // returning a block must not allocate, which may fail
 #ifndef _WIN32
-    // A thread that holds the mutex does not exist in a child process.
+    // A child process has no thread that could unlock a mutex that was locked during fork.
     pthread_atfork([] { get().mutex_.lock(); }, [] { get().mutex_.unlock(); }, [] { get().mutex_.unlock(); });
 #endif
   }
@@ -54,10 +54,10 @@ class GradientPool final : public c10::Allocator {
   }
 
   void begin_call() {
-    std::vector<Block> released; // freed after the lock
+    std::vector<Block> released; // freed after the mutex is unlocked
     const std::lock_guard<std::mutex> lock(mutex_);
     ++calls_;
-    const auto is_recent = [&](const Block& block) { return calls_ - block.call <= kMostCalls; };
+    const auto is_recent = [&](const Block& block) { return calls_ - block.call <= kMaxIdleCalls; };
     release_until(std::find_if(free_.begin(), free_.end(), is_recent), released);
   }
 
@@ -93,7 +93,8 @@ class GradientPool final : public c10::Allocator {
     return size >= larger / 4;
   }
 
-  // The smallest free block near `size`, or one without memory in place of free blocks near its size.
+  // Returns the smallest free block that is large enough and near `size`. If there is none, frees blocks of at least
+  // a quarter of `size`, about `size` bytes in all, and returns a block without memory.
   Block take(size_t size) {
     std::vector<Block> released;
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -128,7 +129,7 @@ class GradientPool final : public c10::Allocator {
     c10::profiledCPUMemoryReporter().Delete(block->memory.get());
     GradientPool& pool = get();
     const std::lock_guard<std::mutex> lock(pool.mutex_);
-    if (pool.calls_ - block->call <= kMostCalls && pool.free_.size() < kMostBlocks) {
+    if (pool.calls_ - block->call <= kMaxIdleCalls && pool.free_.size() < kMaxFreeBlocks) {
       block->call = pool.calls_;
       pool.free_.push_back(std::move(*block));
     }
@@ -146,7 +147,7 @@ class GradientPool final : public c10::Allocator {
   }
 
   std::mutex mutex_;
-  Blocks free_; // the last returned at the end
+  Blocks free_; // in the order in which they were returned
   int64_t calls_ = 0;
 };
 
@@ -156,8 +157,8 @@ void begin_pooled_call() {
   GradientPool::get().begin_call();
 }
 
-// Frees the memory that a gradient has after its own was moved.
-void free_memory_left(void* memory) {
+// The deleter of the memory that a gradient gets when its own is moved; it marks the gradient as moved.
+void free_replacement(void* memory) {
   c10::free_cpu(memory);
 }
 
@@ -172,15 +173,15 @@ at::Tensor move_gradient(const at::Tensor& gradient) {
       gradient.nbytes() != storage.nbytes()) {
     return {};
   }
-  void* untouched = c10::alloc_cpu(storage.nbytes()); // without pages
-  c10::DataPtr memory = storage.set_data_ptr({untouched, untouched, &free_memory_left, storage.device()});
+  void* untouched = c10::alloc_cpu(storage.nbytes()); // never touched, hence without pages
+  c10::DataPtr memory = storage.set_data_ptr({untouched, untouched, &free_replacement, storage.device()});
   c10::Storage own(
       c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(memory), storage.allocator(), /*resizable=*/true);
   return at::empty({0}, gradient.options()).set_(own, 0, gradient.sizes(), gradient.strides());
 }
 
 bool was_moved(const at::Tensor& gradient) {
-  return gradient.storage().data_ptr().get_deleter() == &free_memory_left;
+  return gradient.storage().data_ptr().get_deleter() == &free_replacement;
 }
 
 int64_t release_gradient_pool() {

@@ -20,9 +20,10 @@ LossFunction = Callable[..., gs.MultiStepLossOutput]
 
 
 def make_loss(support: gs.Support, implementation: str, process_group: ProcessGroup | None = None) -> LossFunction:
-    """The loss of value, reward and policy: `"fused"`, or `"reference"` for the same loss in plain PyTorch.
+    """The loss of value, reward and policy. `implementation` is "fused", or "reference" for the same in plain PyTorch.
 
-    With a process group it is the mean over the batches of all ranks, with their largest importance weight scaled to 1.
+    With a process group, the loss is the mean over the samples of all ranks, and importance weights are divided by the
+    largest weight of all ranks.
     """
     loss_function = gs.MultiStepLoss(
         value=gs.TwoHot(support),
@@ -80,9 +81,9 @@ def update_weights(
 def hidden_state_gradients(
     network: MuZeroNetwork, loss_function: LossFunction, batch: Batch, weight_decay: float, hidden_scale: float
 ) -> list[float]:
-    """Norm of the gradient at the root's hidden state and at each unrolled hidden state, in a step of a copy.
+    """Norms of the gradients at the hidden states of the root and of each unroll step, in a learner step of a copy.
 
-    It is measured at the output of representation and dynamics, before the hidden state is scaled to 0..1.
+    They are measured at the outputs of representation and dynamics, before the hidden state is scaled to 0..1.
     """
     copied = copy.deepcopy(network)
     optimizer = make_optimizer(copied, learning_rate=0.0)
@@ -95,7 +96,7 @@ def hidden_state_gradients(
 def time_learner_step(
     network: MuZeroNetwork, batches: list[Batch], learning_rate: float, weight_decay: float, repetitions: int
 ) -> dict[str, float]:
-    """Median time in ms of a learner step with each implementation of the loss, on copies of the network, in turns."""
+    """Median time of a learner step in ms for each implementation of the loss; they take turns, on separate copies."""
     milliseconds: dict[str, list[float]] = {"fused": [], "reference": []}
     learners = {}
     for implementation in milliseconds:

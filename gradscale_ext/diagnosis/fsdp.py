@@ -1,4 +1,4 @@
-"""Parameters of FSDP2: the optimizer holds shards, and the graph of a loss leads to whole parameters."""
+"""Parameters of FSDP2: the optimizer holds shards, and the autograd graph leads to whole parameters."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class Sharded(NamedTuple):
     """A parameter that FSDP2 gathers before its module runs, and frees afterwards."""
 
     shard: torch.Tensor
-    """The parameter of the model between two passes; it gets `.grad`."""
+    """The shard, which is the module's parameter between two passes and gets `.grad`."""
     leaf: torch.Tensor
-    """The whole parameter, which operations use. Its memory is freed now."""
+    """The whole parameter, which the operations of a pass use. Its memory has been freed."""
     is_zero: bool
     """True if all elements of the whole parameter are zero."""
 
 
 def sharded_parameters(model: torch.nn.Module) -> list[Sharded]:
-    """Find the two tensors of each parameter; the model has its shards afterwards.
+    """Find the shard and the whole tensor of each parameter. Afterwards the model holds its shards.
 
-    Each group of parameters is gathered once, one group after the other, which all ranks have to take part in.
+    Parameters are gathered one group at a time. All ranks have to call this function, because gathering is collective.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []

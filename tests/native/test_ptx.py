@@ -168,7 +168,7 @@ def test_launch_limits_are_the_same_as_in_cuda(driver):
     ("name", "message"),
     [
         ("misaligned", "misaligned address 0x"),
-        ("null", "follows the pointer 0xc"),
+        ("null", "dereferences the invalid pointer 0xc"),
         ("nowhere", "no memory at 0x"),
         ("diverged", "divergent collective: the mask is ffffffff, but lanes 0000007f are here"),
         ("trapped", "trap"),

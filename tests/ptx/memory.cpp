@@ -1,4 +1,4 @@
-// Loads, stores and atomic operations; addresses of all spaces.
+// Loads, stores and atomic operations, and conversions between generic addresses and state spaces.
 #include "assembler.h"
 #include "operations.h"
 
@@ -8,7 +8,7 @@ namespace ptx {
 
 namespace {
 
-constexpr u64 kLeastPointer = 65536; // below are null pointers with an offset
+constexpr u64 kSmallestPointer = 65536; // smaller addresses are null pointers plus an offset
 
 struct Region {
   char* begin;
@@ -41,6 +41,7 @@ void from_generic(Warp& w, const Instruction& i, u32 m) {
   });
 }
 
+// True if addresses of the space are pointers of the host, not offsets.
 bool has_pointers(Space space) {
   return space == Space::generic || space == Space::global || space == Space::constant;
 }
@@ -53,7 +54,7 @@ bool has_pointers(Space space) {
     fail_at(w, i, "misaligned address " + string(text) + " of " + who);
   }
   if (has_pointers(i.space)) {
-    fail_at(w, i, who + " follows the pointer " + text);
+    fail_at(w, i, who + " dereferences the invalid pointer " + text);
   }
   fail_at(
       w,
@@ -62,7 +63,7 @@ bool has_pointers(Space space) {
           " bytes");
 }
 
-// Guard zones are between the arrays.
+// Fails unless the access is inside one array. The arrays are separated by guard zones.
 void check_shared(Warp& w, const Instruction& i, int lane, u64 address, size_t bytes) {
   const SharedMemory& shared = w.launch->code.shared;
   u64 least = ~u64(0);
@@ -94,13 +95,13 @@ char* place_in_space(Warp& w, const Instruction& i, int lane, u64 address, size_
   return region.begin + address;
 }
 
-// The target of a lane's access, whose address is in register `base`.
+// The memory that a lane accesses at the address in register `base`. Fails if the address is invalid.
 inline char* place(Warp& w, const Instruction& i, u32 base, int lane, size_t bytes) {
   const u64 address = w.lanes(base)[lane] + static_cast<u64>(i.offset);
   if (!has_pointers(i.space)) {
     return place_in_space(w, i, lane, address, bytes);
   }
-  if ((address & (bytes - 1)) != 0 || address < kLeastPointer) {
+  if ((address & (bytes - 1)) != 0 || address < kSmallestPointer) {
     fail_address(w, i, lane, address, bytes);
   }
   const u64 in_shared = address - reinterpret_cast<u64>(w.launch->shared.data());
@@ -122,18 +123,18 @@ Space space_at(Warp& w, const char* where, int lane) {
   return Space::global;
 }
 
-// Different units of memory that lanes touch, in ascending order.
+// The distinct units of memory (sectors or words) that the lanes access, in ascending order.
 class Units {
  public:
   Units(const u64* addresses, int lanes, size_t bytes, size_t unit) {
     bool ascending = true;
     for (int k = 0; k < lanes; ++k) {
-      for (u64 of = addresses[k] / unit; of <= (addresses[k] + bytes - 1) / unit; ++of) {
-        if (count_ != 0 && units_[count_ - 1] == of) {
+      for (u64 index = addresses[k] / unit; index <= (addresses[k] + bytes - 1) / unit; ++index) {
+        if (count_ != 0 && units_[count_ - 1] == index) {
           continue;
         }
-        ascending = ascending && (count_ == 0 || units_[count_ - 1] < of);
-        units_[count_++] = of;
+        ascending = ascending && (count_ == 0 || units_[count_ - 1] < index);
+        units_[count_++] = index;
       }
     }
     if (!ascending) {
@@ -149,11 +150,12 @@ class Units {
   }
 
  private:
-  u64 units_[32 * 9]; // an access of 32 bytes touches 9 words at most
+  u64 units_[32 * 9]; // an access of 32 bytes touches at most 9 words
   size_t count_ = 0;
 };
 
-// Sectors of global memory; for shared memory, passes beyond the first: different words of one bank.
+// Counts the sectors of an access to global memory, and the bank conflicts of an access to shared memory: one for each
+// distinct word of the busiest bank except the first.
 void count_access(Warp& w, const Instruction& i, u32 m, u32 base, size_t bytes, bool stores) {
   Launch& launch = *w.launch;
   Counts& counts = launch.counts[&i - launch.code.instructions.data()];
@@ -174,15 +176,15 @@ void count_access(Warp& w, const Instruction& i, u32 m, u32 base, size_t bytes, 
       (stores ? launch.stored : launch.loaded).add(sector);
     }
   } else if (space == Space::shared) {
-    u64 of_bank[32] = {};
+    u64 words_in_bank[32] = {};
     const u64 begin = reinterpret_cast<u64>(launch.shared.data());
     for (u64& address : addresses) {
       address -= begin;
     }
     for (const u64 word : Units(addresses, lanes, bytes, 4)) {
-      ++of_bank[word % 32];
+      ++words_in_bank[word % 32];
     }
-    counts.conflicts += *std::max_element(std::begin(of_bank), std::end(of_bank)) - 1;
+    counts.conflicts += *std::max_element(std::begin(words_in_bank), std::end(words_in_bank)) - 1;
   }
 }
 
@@ -206,7 +208,7 @@ void find_races(Warp& w, const Instruction& i, u32 m, u32 base, size_t bytes, bo
   });
 }
 
-// Counts an access and looks for races before it, if requested.
+// Counts an access and checks it for races, if the launch asks for it.
 inline void observe(Warp& w, const Instruction& i, u32 m, u32 base, size_t bytes, bool reads, bool writes) {
   if (w.launch->counts_wanted()) {
     count_access(w, i, m, base, bytes, writes);
@@ -305,7 +307,7 @@ struct AtomicOperation {
   }
 };
 
-// ---- Reading them ---------------------------------------------------------------------------------------------------
+// ---- Reading the instructions ---------------------------------------------------------------------------------------
 
 template <template <class> class K>
 Run by_size(Type type) {
@@ -351,7 +353,7 @@ std::vector<Operand> read_access(Assembler& a, const Operand& data, const Operan
   }
   const std::vector<Operand> parts = data.kind == Operand::list ? data.parts : std::vector<Operand>{data};
   if (parts.size() != static_cast<size_t>(a.i.count)) {
-    a.unknown("a vector of another size");
+    a.unknown("the number of operands differs from the size of the vector");
   }
   return parts;
 }
@@ -395,7 +397,7 @@ void atom(Assembler& a) {
   const auto found =
       std::find_if(std::begin(operations), std::end(operations), [&](const auto& item) { return a.has(item.first); });
   if (found == std::end(operations)) {
-    a.unknown("the operation is not known");
+    a.unknown("the atomic operation is not known");
   }
   a.i.variant = found->second;
   a.i.has_p1 = returns;

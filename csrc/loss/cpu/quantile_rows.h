@@ -1,29 +1,30 @@
-// Rows of quantiles: QuantileHuber. A lane has a quantile, and all lanes go through the targets, so that no row of
-// pairs is written and the order of sums is the same for all instruction sets.
+// The rows of QuantileHuber. Each lane holds one quantile and loops over all targets, so that pairs are not stored and
+// the order of summation is the same for all instruction sets.
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// Quantiles side by side with their sums over the targets.
+// One quantile per lane, and its sums over the targets.
 template <class A>
 struct QuantileLanes {
   alignas(64) A x[kLanes];
   alignas(64) A above[kLanes];
   alignas(64) A below[kLanes];
   alignas(64) A loss[kLanes];
-  alignas(64) A slope[kLanes]; // minus the derivative
+  alignas(64) A slope[kLanes]; // the negative derivative
 };
 
 template <class A>
-[[gnu::noinline]] void add_pairs(const QuantileHuber<A>& of, const A* targets, int64_t count, QuantileLanes<A>& lanes) {
-  for (int64_t begin = 0; begin < count; begin += of.kPartialSum) {
-    const int64_t end = begin + of.kPartialSum < count ? begin + of.kPartialSum : count;
+[[gnu::noinline]] void add_pairs(
+    const QuantileHuber<A>& head, const A* targets, int64_t count, QuantileLanes<A>& lanes) {
+  for (int64_t begin = 0; begin < count; begin += head.kPartialSum) {
+    const int64_t end = begin + head.kPartialSum < count ? begin + head.kPartialSum : count;
     A loss[kLanes] = {}, slope[kLanes] = {};
     for (int64_t j = begin; j < end; ++j) {
       const A target = targets[j];
 #pragma omp simd
       for (int k = 0; k < kLanes; ++k) {
-        of.add(target - lanes.x[k], lanes.above[k], lanes.below[k], loss[k], slope[k]);
+        head.add(target - lanes.x[k], lanes.above[k], lanes.below[k], loss[k], slope[k]);
       }
     }
 #pragma omp simd
@@ -35,21 +36,21 @@ template <class A>
 }
 
 template <class T, class G, class A>
-void own_row(const QuantileHuber<A>& of, const Segment& s, int64_t row, double coefficient, A* targets) {
+void own_row(const QuantileHuber<A>& head, const Segment& s, int64_t row, double coefficient, A* targets) {
   const T* x = row_of<T>(s.prediction, row);
   widen_row(s.target, row, s.target_width, targets);
-  const A factor = of.factor(coefficient);
+  const A factor = head.factor(coefficient);
   double loss = 0, squares = 0;
   for (int64_t first = 0; first < s.width; first += kLanes) {
     const int64_t count = s.width - first < kLanes ? s.width - first : kLanes;
     QuantileLanes<A> lanes{};
     for (int64_t k = 0; k < count; ++k) {
-      const QuantileWeights<A> weights = of.weights(first + k);
+      const QuantileWeights<A> weights = head.weights(first + k);
       lanes.x[k] = static_cast<A>(to_accumulate(x[first + k]));
       lanes.above[k] = weights.above;
       lanes.below[k] = weights.below;
     }
-    add_pairs(of, targets, s.target_width, lanes);
+    add_pairs(head, targets, s.target_width, lanes);
     G* gradient = static_cast<G*>(s.gradient.data) + row * s.gradient.stride + first;
     for (int64_t k = 0; k < count; ++k) {
       loss += lanes.loss[k];
@@ -59,7 +60,7 @@ void own_row(const QuantileHuber<A>& of, const Segment& s, int64_t row, double c
       }
     }
   }
-  s.loss.store(row, of.finish(loss));
+  s.loss.store(row, head.finish(loss));
   s.metrics[row] = {squared(factor) * squares, 0};
 }
 

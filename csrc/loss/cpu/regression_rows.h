@@ -1,9 +1,9 @@
-// The driver of regression_heads.h on a CPU.
+// The loops over rows on the CPU for the heads of regression_heads.h.
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// The row itself, or widened into `scratch`.
+// The row in type A: the row itself, or a copy in `scratch`.
 template <class T, class A>
 const A* widened(const T* row, int64_t width, A* scratch) {
   if constexpr (std::is_same_v<T, A>) {
@@ -18,13 +18,13 @@ template <class RowHead, class T, class G, class A>
 void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
   const int64_t width = s.width;
   const A* x = widened(row_of<T>(s.prediction, row), width, scratch);
-  A* t = second_row(scratch, width); // becomes the gradient, without its factor
+  A* t = second_row(scratch, width); // the target, then the gradient without its factor
   widen_row(s.target, row, width, t);
   transform_many(s.head->support, width, t);
   RowHead head{{static_cast<double>(width), s.head}};
   if constexpr (RowHead::kScales) {
-    const auto largest_of = [=](const A* of) { return largest(width, [=](int64_t j) { return std::abs(of[j]); }); };
-    head.scale(largest_of(x), largest_of(t));
+    const auto max_norm = [=](const A* y) { return largest(width, [=](int64_t j) { return std::abs(y[j]); }); };
+    head.scale(max_norm(x), max_norm(t));
   }
   typename RowHead::Sum first = 0, second = 0, third = 0; // compilers do not vectorise reductions into arrays
 #pragma omp simd reduction(+ : first, second, third)
@@ -50,14 +50,14 @@ void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
   s.metrics[row].gradient_square = squared(factor) * squares;
 }
 
-// Rows of one number. A loop over rows vectorises as one over the elements of a row does.
+// Rows of one element, vectorised over rows.
 template <class RowHead, class T, class G, class A>
 void scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end) {
-  constexpr int64_t most = 64;
-  A x[most], target[most] = {}, loss[most], gradient[most];
+  constexpr int64_t tile = 64;
+  A x[tile], target[tile] = {}, loss[tile], gradient[tile];
   RowHead head{{1, s.head}};
-  for (int64_t first = begin; first < end; first += most) {
-    const int64_t count = end - first < most ? end - first : most;
+  for (int64_t first = begin; first < end; first += tile) {
+    const int64_t count = end - first < tile ? end - first : tile;
     widen_column<T>(s.prediction, first, count, x);
     if (s.target.data != nullptr) {
       dispatch_element(

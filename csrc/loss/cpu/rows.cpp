@@ -1,9 +1,9 @@
-// The CPU kernel of the multi-step loss, in which a row is the prediction of one sample at one step. This file
-// includes itself once for each instruction set.
+// The CPU kernel of the multi-step loss. A row is the prediction of one sample at one step. This file includes itself
+// once for each instruction set.
 //
-// Short rows are computed 16 side by side, longer ones one after the other. A longer row is read from memory once,
-// widened into a padded scratch row that stays in the first-level cache, and its gradient is written once; between the
-// two there is one exponential per element.
+// Short rows are computed 16 at a time, one per lane, and longer rows one at a time. A longer row is read from memory
+// once, into a padded and widened scratch row that stays in the L1 cache. One exponential is computed per element, and
+// the gradient is written once.
 #ifndef GRADSCALE_VARIANT
 #include "../segment.h"
 
@@ -65,7 +65,9 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
       }
     });
   };
-  const auto scalar = [&](auto of) { scalar_rows<typename decltype(of)::Head, T, G, A>(s, coefficients, begin, end); };
+  const auto scalar = [&](auto tag) {
+    scalar_rows<typename decltype(tag)::Head, T, G, A>(s, coefficients, begin, end);
+  };
   dispatch_kind<A>(
       *s.head,
       [&](auto encode) {
@@ -75,18 +77,18 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
         });
       },
       [&] { groups([&](const Group& group) { soft_cross_entropy_rows<T, G>(s, group, scratch); }); },
-      [&](auto of) {
-        using RowHead = typename decltype(of)::Head;
+      [&](auto tag) {
+        using RowHead = typename decltype(tag)::Head;
         if constexpr (!RowHead::kGradientWaits) {
           if (s.width == 1) {
-            return scalar(of);
+            return scalar(tag);
           }
         }
         each([&](int64_t row, double coefficient) { vector_row<RowHead, T, G>(s, row, coefficient, scratch); });
       },
       scalar,
-      [&](auto of) {
-        using RowHead = typename decltype(of)::Head;
+      [&](auto tag) {
+        using RowHead = typename decltype(tag)::Head;
         each(
             [&](int64_t row, double coefficient) { own_row<T, G>(RowHead(*s.head, s), s, row, coefficient, scratch); });
       });

@@ -1,14 +1,14 @@
-// The results that a block of loss_rows stores for rows of any kind.
+// The rows of one block of loss_rows, of any kind: their factors and targets, and stores of their results.
 //
-// A kind of rows is a type that is one of the template arguments of loss_rows, with
+// A kind of rows is a type, a template argument of loss_rows, with
 //
-// - kBlocks: the number of blocks of kRowThreads threads that a multiprocessor is to hold;
-// - kHasHalves: its gradients may be bfloat16;
-// - kSharedBytes: the shared memory of a block, one for all kinds of a call;
-// - rows_of_block(const BlockOfRows&), static: a block has that many rows, the last block of a segment perhaps fewer;
-// - run(const BlockOfRows&), static: all threads of a block compute its rows.
+// - kBlocks: the number of blocks of kRowThreads threads that must fit on a multiprocessor;
+// - kHasHalves: true if its gradients may be bfloat16;
+// - kSharedBytes: the shared memory that a block needs, allocated once for all kinds of a call;
+// - rows_of_block(const BlockOfRows&), static: the rows of a block; the last block of a segment may have fewer;
+// - run(const BlockOfRows&), static: computes the rows of a block, with all of its threads.
 //
-// launch_loss.cpp has the names of these types and the rows that a block of each has.
+// launch_loss.cpp repeats the names of these types and their rows per block.
 #pragma once
 
 #include "../../cuda/rows.cuh"
@@ -16,7 +16,7 @@
 
 namespace gradscale {
 
-// Zeros, subnormal and infinite numbers are none.
+// False for zero, subnormal and infinite numbers.
 GRADSCALE_DEVICE bool is_power_of_two(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x) & 0x7fffffffu;
   return (bits & 0x7fffffu) == 0 && bits != 0 && bits != 0x7f800000u;
@@ -30,21 +30,22 @@ struct BlockOfRows {
   const Head& head;
   const Coefficients& coefficients;
   const Segment& segment;
-  int32_t index; // of the block, in the segment
-  char* shared;  // the kind's kSharedBytes, at a multiple of 16
+  int32_t index; // of the block in the segment
+  char* shared;  // kSharedBytes of the kind of rows, aligned to 16 bytes
 
   GRADSCALE_DEVICE bool is_backward() const {
     return pass.grad_output.data != nullptr;
   }
 
-  // True if the gradients of the forward pass can be scaled in bfloat16 without a second rounding: by a power of two.
+  // True if the bfloat16 gradients of the forward pass can be multiplied by grad_output without a second rounding,
+  // because grad_output is a power of two.
   GRADSCALE_DEVICE bool multiplies_halves() const {
     const Slab& by = pass.grad_output;
     return is_backward() && pass.has_gradients && by.stride == 0 && is_power_of_two(static_cast<float>(by.load(0))) &&
            segment.gradient.element == Element::bfloat16;
   }
 
-  // Raw centres of the type of sums; null where the support has none.
+  // The raw centres in A, the type of sums; null if the support has none.
   template <class A>
   GRADSCALE_DEVICE const A* raw_centers() const {
     return span.raw_centers < 0 ? nullptr : reinterpret_cast<const A*>(table + span.raw_centers);
@@ -63,7 +64,7 @@ struct BlockOfRows {
     return result;
   }
 
-  // A scalar target.
+  // The scalar target of a row.
   template <class A>
   GRADSCALE_DEVICE A target(int64_t row) const {
     A value = 0;
@@ -74,7 +75,7 @@ struct BlockOfRows {
     return value;
   }
 
-  // The backward pass leaves losses and details as they are.
+  // The backward pass does not change losses, metrics and details.
   GRADSCALE_DEVICE void store_loss(int64_t row, double loss, bool counts) const {
     if (!is_backward()) {
       segment.loss.store(row, counts ? loss : 0.0);
@@ -94,12 +95,12 @@ struct BlockOfRows {
 
 // ---- Rows of any type, width and support, which a group of threads reads in windows of 16 bytes ---------------------
 
-// A row of a segment and the group that has it.
+// A row of a segment and the group of threads that owns it.
 struct RowTask {
   const BlockOfRows& block;
   Group group;
   int64_t row;
-  int32_t width; // 0 for threads beyond the last row, which take part in reductions
+  int32_t width; // 0 for groups after the last row, which only take part in reductions
   bool active;
   bool counts; // neither masked nor skipped
   double coefficient;
@@ -128,7 +129,7 @@ struct RowTask {
     return static_cast<const T*>(segment().prediction.data) + row * segment().prediction.stride;
   }
 
-  // From the parts of all threads of the group: a sum, and a largest magnitude.
+  // Reduces the sums and maxima of the group's threads, and stores the result.
   GRADSCALE_DEVICE void store_metrics(double gradient_square, double largest_logit) const {
     const RowMetrics metrics{group.sum(gradient_square), group.maximum(largest_logit)};
     if (leads()) {

@@ -1,5 +1,5 @@
-// The losses of rows of logits as formulas of lane_rows.cuh: BinsLoss for targets with a few bins, PolicyLoss for
-// targets over all logits; and their kind of rows for loss_rows.
+// The losses of rows of logits, as formulas of lane_rows.cuh: BinsLoss for targets with mass in a few bins, PolicyLoss
+// for targets over all logits. LossRows is their kind of rows for loss_rows.
 #pragma once
 
 #include "../../cuda/lane_rows.cuh"
@@ -9,31 +9,31 @@
 
 namespace gradscale {
 
-// The numbers of a warp's rows that all losses need.
-struct LossOfLanes {
+// The base of both losses: the factor of each row of a warp, and stores of its results.
+struct LaneLoss {
   const BlockOfRows& block;
   RowsOfWarp warp;
   float coefficient; // of the gradient of this lane's row
-  uint32_t counted;  // rows that count, as bits
-  int row = 0;       // begin_row()
+  uint32_t counted;  // bit r is set if row r is neither masked nor skipped
+  int row = 0;       // set by begin_row()
 
-  GRADSCALE_DEVICE LossOfLanes(const BlockOfRows& block, const RowsOfWarp& warp) : block(block), warp(warp) {
+  GRADSCALE_DEVICE LaneLoss(const BlockOfRows& block, const RowsOfWarp& warp) : block(block), warp(warp) {
     const RowFactor factor = block.factor_of(warp.own());
     coefficient = static_cast<float>(factor.coefficient);
     counted = __ballot_sync(kWholeWarp, factor.counts);
   }
-  GRADSCALE_DEVICE bool counts(int of) const {
-    return (counted >> of & 1) != 0;
+  GRADSCALE_DEVICE bool counts(int index) const {
+    return (counted >> index & 1) != 0;
   }
   GRADSCALE_DEVICE bool counts() const {
     return counts(row);
   }
-  GRADSCALE_DEVICE void store_square(int of, float square) const {
+  GRADSCALE_DEVICE void store_square(int index, float square) const {
     if (!block.is_backward()) {
-      block.segment.metrics[warp.first + of].gradient_square = square;
+      block.segment.metrics[warp.first + index].gradient_square = square;
     }
   }
-  // `wants_gradient`: store_square() has stored the square of the row; `square` is added to it.
+  // If `wants_gradient`, adds `square` to the sum that store_square() has stored for the row.
   GRADSCALE_DEVICE void store(bool wants_gradient, float loss, float detail, float largest_logit, float square) const {
     if (warp.lane < warp.count) {
       const double stored =
@@ -45,30 +45,30 @@ struct LossOfLanes {
   }
 };
 
-// log s - sum_j t_j d_j, over the bins j with mass; gradient c (p_j - t_j). The loop over rows stores c p_j. Bins with
-// mass are finished at the end, by the lane that holds the target, or by several lanes if the warp has few rows.
+// log s - sum_j t_j d_j, over the bins j with mass; gradient c (p_j - t_j). LaneRows stores c p_j for all bins.
+// finish() then stores the bins with mass again, with one lane per row, or several if the warp has few rows.
 template <class Shape, class Bins, bool smooths>
-class BinsLoss : public Shape, public BinSums, LossOfLanes {
+class BinsLoss : public Shape, public BinSums, LaneLoss {
  public:
   using typename Shape::Gradient, typename Shape::Logit, typename Shape::Units, typename Shape::Values;
   static constexpr int kSums = smooths ? 3 : 2;
   static constexpr bool kKeepsDifferences = false, kLoadsAhead = true, kNeedsMaximum = true, kFinishes = true;
   static constexpr bool kHasMetrics = true;
-  using LossOfLanes::counts, LossOfLanes::store_square;
+  using LaneLoss::counts, LaneLoss::store_square;
 
   GRADSCALE_DEVICE BinsLoss(const BlockOfRows& block, const RowsOfWarp& warp)
-      : LossOfLanes(block, warp),
+      : LaneLoss(block, warp),
         bins_(block.template target<double>(warp.own()), block.head.sigma_ratio, support()),
-        share_(smooths ? static_cast<float>(1 - block.head.label_smoothing) : 1.0f),
-        everywhere_(smooths ? static_cast<float>(block.head.label_smoothing / Shape::kWidth) : 0.0f) {
+        target_weight_(smooths ? static_cast<float>(1 - block.head.label_smoothing) : 1.0f),
+        smoothing_per_bin_(smooths ? static_cast<float>(block.head.label_smoothing / Shape::kWidth) : 0.0f) {
     coefficient = bins_.is_nan() ? NAN : coefficient;
   }
 
   GRADSCALE_DEVICE void begin_row(int index) {
     row = index;
     if constexpr (Shape::kWantsGradient) {
-      begin_of_row_ = of_row<Shape::kLanes>(bins_.begin, index);
-      count_of_row_ = of_row<Shape::kLanes>(bins_.count(), index);
+      row_begin_ = of_row<Shape::kLanes>(bins_.begin, index);
+      row_count_ = of_row<Shape::kLanes>(bins_.count(), index);
     }
   }
 
@@ -78,14 +78,14 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
     const float per_exponential = c * approximate_reciprocal(sums[kSum]);
 #pragma unroll
     for (float& value : e) {
-      value = smooths ? value * per_exponential - c * everywhere_ : value * per_exponential;
+      value = smooths ? value * per_exponential - c * smoothing_per_bin_ : value * per_exponential;
     }
   }
 
-  // finish() adds the squares of bins with mass: subtracting them from a sum of all bins would cancel digits.
+  // Skips the bins with mass, which finish() adds: correcting a sum over all bins would lose digits to cancellation.
   GRADSCALE_DEVICE void add_square(const Units& units, int n, float value, float& square) const {
     const bool has_mass =
-        static_cast<uint32_t>(Units::index(n) - (begin_of_row_ - units.first)) < static_cast<uint32_t>(count_of_row_);
+        static_cast<uint32_t>(Units::index(n) - (row_begin_ - units.first)) < static_cast<uint32_t>(row_count_);
     if (!has_mass && (!smooths || units.exists(n / Units::kUnit))) {
       square = fmaf(value, value, square);
     }
@@ -94,7 +94,7 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
   GRADSCALE_DEVICE void finish(
       float maximum, float largest_logit, const float (&sums)[kSums], const RowsInMemory<Gradient>& to) const {
     const float log_sum = std::log(sums[kSum]), inverse_sum = approximate_reciprocal(sums[kSum]);
-    float cost = smooths ? everywhere_ * sums[kShifted] : 0.0f;
+    float cost = smooths ? smoothing_per_bin_ * sums[kShifted] : 0.0f;
     float square = 0;
     finish_bins(maximum, inverse_sum, to, cost, square);
     const float value = decoded_moment(2 * sums[kMoment] * inverse_sum, support());
@@ -109,7 +109,7 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
     return support;
   }
 
-  // The logarithm of the number of lanes that share the bins of a row: as many as there are for each row.
+  // log2 of the number of lanes that share the bins of a row: as many as the warp has per row, at most Bins::kLanes.
   GRADSCALE_DEVICE int shift() const {
     int shift = 0;
     while ((2 << shift) <= Bins::kLanes && (warp.count << (shift + 1)) <= 32) {
@@ -118,13 +118,13 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
     return shift;
   }
 
-  // A number of another lane's row.
+  // The value that `lane` holds.
   GRADSCALE_DEVICE static float of_lane(float value, int lane) {
     return Bins::kLanes == 1 ? value : __shfl_sync(kWholeWarp, value, lane);
   }
 
-  // Adds sum_j t_j d_j of this lane's row to its cost, and the squares of the gradients of the bins with mass, which
-  // are stored again, with the target.
+  // Adds sum_j t_j d_j to the cost of this lane's row. Stores the gradients of the bins with mass again, now with the
+  // target subtracted, and adds their squares.
   GRADSCALE_DEVICE void finish_bins(
       float own_maximum,
       float own_inverse_sum,
@@ -132,24 +132,24 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
       float& own_cost,
       float& own_square) const {
     const int lanes_shift = shift();
-    const int of = warp.lane >> lanes_shift; // the row whose bins this lane finishes
-    const Bins bins = bins_.of_lane(of);
-    const float maximum = of_lane(own_maximum, of), inverse_sum = of_lane(own_inverse_sum, of);
-    const float c = of_lane(coefficient, of);
-    const bool of_counts = counts(of);
+    const int index = warp.lane >> lanes_shift; // of the row whose bins this lane finishes
+    const Bins bins = bins_.of_lane(index);
+    const float maximum = of_lane(own_maximum, index), inverse_sum = of_lane(own_inverse_sum, index);
+    const float c = of_lane(coefficient, index);
+    const bool is_counted = counts(index);
     float cost = 0, square = 0;
-    if (of < warp.count) {
+    if (index < warp.count) {
       const auto logits =
           warp.at(static_cast<const Logit*>(block.segment.prediction.data), block.segment.prediction.stride);
-      const Logit* const x = logits.row(of);
-      Gradient* const gradient = to.row(of);
-      bins.each_bin(warp.lane - (of << lanes_shift), lanes_shift, [&](int32_t bin, float mass) {
-        const float d = to_accumulate(x[bin]) - maximum, t = mass * share_;
+      const Logit* const x = logits.row(index);
+      Gradient* const gradient = to.row(index);
+      bins.each_bin(warp.lane - (index << lanes_shift), lanes_shift, [&](int32_t bin, float mass) {
+        const float d = to_accumulate(x[bin]) - maximum, t = mass * target_weight_;
         cost += product(t, d); // an illegal bin (-inf) without mass costs nothing
         if constexpr (Shape::kWantsGradient) {
-          const float value = c * (approximate_exp(d) * inverse_sum - (t + everywhere_));
+          const float value = c * (approximate_exp(d) * inverse_sum - (t + smoothing_per_bin_));
           square += value * value;
-          gradient[bin] = from_accumulate<Gradient, float>(of_counts ? value : 0.0f);
+          gradient[bin] = from_accumulate<Gradient, float>(is_counted ? value : 0.0f);
         }
       });
     }
@@ -162,14 +162,14 @@ class BinsLoss : public Shape, public BinSums, LossOfLanes {
   }
 
   Bins bins_;
-  float share_;                                 // of a smoothed target: what the target itself keeps
-  float everywhere_;                            // and what each bin gets
-  int32_t begin_of_row_ = 0, count_of_row_ = 0; // the bins with mass
+  float target_weight_;                   // 1 - label_smoothing
+  float smoothing_per_bin_;               // label_smoothing / width
+  int32_t row_begin_ = 0, row_count_ = 0; // the bins with mass
 };
 
 // Cross-entropy with a target over all logits, or with a class.
 template <class Shape, int options>
-class PolicyLoss : public Shape, LossOfLanes {
+class PolicyLoss : public Shape, LaneLoss {
   static constexpr bool kIsClass = !Shape::kHasTargets, kSmooths = (options & kSmoothing) != 0;
   using Entropy = CrossEntropy<float, options>;
 
@@ -178,33 +178,33 @@ class PolicyLoss : public Shape, LossOfLanes {
   static constexpr int kSums = Entropy::kSums;
   static constexpr bool kKeepsDifferences = Entropy::kHasEntropy, kLoadsAhead = true;
   static constexpr bool kNeedsMaximum = false, kFinishes = true, kHasMetrics = true;
-  using LossOfLanes::counts, LossOfLanes::store_square;
+  using LaneLoss::counts, LaneLoss::store_square;
 
   GRADSCALE_DEVICE PolicyLoss(const BlockOfRows& block, const RowsOfWarp& warp)
-      : LossOfLanes(block, warp),
+      : LaneLoss(block, warp),
         entropy_{static_cast<float>(block.head.entropy_weight)},
-        share_(static_cast<float>(1 - block.head.label_smoothing)),
-        everywhere_(static_cast<float>(block.head.label_smoothing / Shape::kWidth)) {
+        target_weight_(static_cast<float>(1 - block.head.label_smoothing)),
+        smoothing_per_bin_(static_cast<float>(block.head.label_smoothing / Shape::kWidth)) {
     if constexpr (kIsClass) {
       const Segment& segment = block.segment;
-      const int64_t chosen = static_cast<const int64_t*>(segment.target.data)[warp.own() * segment.target.stride];
-      chosen_ = chosen >= 0 && chosen < Shape::kWidth ? static_cast<int32_t>(chosen) : -1;
+      const int64_t index = static_cast<const int64_t*>(segment.target.data)[warp.own() * segment.target.stride];
+      class_ = index >= 0 && index < Shape::kWidth ? static_cast<int32_t>(index) : -1;
     }
   }
 
   GRADSCALE_DEVICE void begin_row(int index) {
     row = index;
     if constexpr (kIsClass) {
-      chosen_of_row_ = of_row<Shape::kLanes>(chosen_, index);
+      row_class_ = of_row<Shape::kLanes>(class_, index);
     }
   }
 
   GRADSCALE_DEVICE float target(const Units& units, int n, float t) const {
-    if constexpr (kIsClass) { // a class that is no index gives NaN
-      t = chosen_of_row_ == units.first + Units::index(n) ? 1.0f : (chosen_of_row_ < 0 ? NAN : 0.0f);
+    if constexpr (kIsClass) { // a class out of range gives NaN
+      t = row_class_ == units.first + Units::index(n) ? 1.0f : (row_class_ < 0 ? NAN : 0.0f);
     }
     if constexpr (kIsClass || kSmooths) {
-      t = units.exists(n / Units::kUnit) ? (kSmooths ? t * share_ + everywhere_ : t) : 0.0f;
+      t = units.exists(n / Units::kUnit) ? (kSmooths ? t * target_weight_ + smoothing_per_bin_ : t) : 0.0f;
     }
     return t;
   }
@@ -236,12 +236,12 @@ class PolicyLoss : public Shape, LossOfLanes {
 
  private:
   Entropy entropy_;
-  float share_; // as for bins
-  float everywhere_;
-  int32_t chosen_ = 0, chosen_of_row_ = 0;
+  float target_weight_; // as in BinsLoss
+  float smoothing_per_bin_;
+  int32_t class_ = 0, row_class_ = 0;
 };
 
-// The kind of rows for loss_rows. U is the type of a policy's probabilities; int64_t: its target is a class.
+// The kind of rows for loss_rows. U is the type of a policy's target: probabilities, or int64_t for a class.
 template <Kind kind, class T, class U, class G, int width, int lanes_per_row, int unit, int options>
 struct LossRows {
   static constexpr bool kIsPolicy = kind == Kind::soft_cross_entropy;
@@ -250,8 +250,8 @@ struct LossRows {
   using Shape = LaneShape<T, std::conditional_t<kHasTargets, U, void>, G, width, lanes_per_row, unit>;
   using Formula =
       std::conditional_t<kIsPolicy, PolicyLoss<Shape, options>, BinsLoss<Shape, Bins, (options & kSmoothing) != 0>>;
-  using Walk = LaneRows<Formula>;
-  static constexpr int kSharedBytes = kRowThreads / 32 * Walk::kBytes;
+  using WarpRows = LaneRows<Formula>;
+  static constexpr int kSharedBytes = kRowThreads / 32 * WarpRows::kBytes;
   static constexpr int kBlocks = blocks_of_lanes<Formula>(kIsPolicy ? 52 : (lanes_per_row == 1 ? 64 : 46));
   static constexpr bool kHasHalves = std::is_same_v<G, BFloat16Bits>;
 
@@ -265,14 +265,14 @@ struct LossRows {
     const Segment& segment = block.segment;
     const RowsOfWarp warp(block.index, rows_per_warp_of(block), block.pass.batch);
     if (warp.count > 0) {
-      Walk walk(
+      WarpRows rows(
           warp,
           warp.at(static_cast<const T*>(segment.prediction.data), segment.prediction.stride),
           warp.at(static_cast<const typename Shape::Probability*>(segment.target.data), segment.target.stride),
           warp.at(static_cast<typename Shape::Gradient*>(segment.gradient.data), segment.gradient.stride),
-          block.shared + static_cast<int>(threadIdx.x) / 32 * Walk::kBytes);
+          block.shared + static_cast<int>(threadIdx.x) / 32 * WarpRows::kBytes);
       Formula formula(block, warp);
-      walk.run(formula);
+      rows.run(formula);
     }
   }
 };

@@ -13,11 +13,11 @@ try:
     logging.disable()  # MinAtar warns that it cannot draw without seaborn
     from minatar import Environment
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("Breakout is played by MinAtar: pip install --no-deps minatar") from error
+    raise ModuleNotFoundError("the game breakout needs MinAtar: pip install --no-deps minatar") from error
 finally:
     logging.disable(logging.NOTSET)
 
-TIME_LIMIT = 500  # steps; MinAtar has none
+TIME_LIMIT = 500  # steps; MinAtar itself has no limit
 
 
 class Breakout(Game):
@@ -38,7 +38,7 @@ class Breakout(Game):
     }
 
     def __init__(self, num_games: int) -> None:
-        """Make the environments, each with its own random numbers."""
+        """Make the environments, each with its own random number generator."""
         super().__init__(num_games)
         self.environments = [Environment("breakout") for _ in range(num_games)]
         self.actions = self.environments[0].minimal_action_set()
