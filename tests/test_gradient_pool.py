@@ -219,11 +219,12 @@ def test_alternating_sizes_hold_the_memory_of_the_largest():
     assert BYTES // 64 * 90 <= gs.empty_cache() <= largest
 
 
-def test_two_very_different_sizes_keep_their_memory():
-    small, large = arguments(batch=32), arguments(batch=640)
-    first = [addresses(gradients(predictions=p, targets=t)) for p, t in (small, large)]
+@pytest.mark.parametrize("batches", [(32, 640), (640, 32)])
+def test_two_very_different_sizes_keep_their_memory(batches):
+    data = [arguments(batch) for batch in batches]
+    first = [addresses(gradients(predictions=p, targets=t)) for p, t in data]
     for _ in range(3):
-        assert [addresses(gradients(predictions=p, targets=t)) for p, t in (small, large)] == first
+        assert [addresses(gradients(predictions=p, targets=t)) for p, t in data] == first
 
 
 def test_unneeded_memory_is_freed():

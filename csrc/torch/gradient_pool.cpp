@@ -93,8 +93,8 @@ class GradientPool final : public c10::Allocator {
     return size >= larger / 4;
   }
 
-  // Returns the smallest free block that is large enough and near `size`. If there is none, frees blocks of at least
-  // a quarter of `size`, about `size` bytes in all, and returns a block without memory.
+  // Returns the smallest free block that is large enough and near `size`. If there is none, frees smaller blocks of at
+  // least a quarter of `size`, about `size` bytes in all, and returns a block without memory.
   Block take(size_t size) {
     std::vector<Block> released;
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -114,7 +114,7 @@ class GradientPool final : public c10::Allocator {
     } else {
       size_t replaced = 0;
       const auto is_replaced = [&](const Block& block) {
-        const bool replace = is_near(block.size, size) && replaced < size;
+        const bool replace = block.size < size && is_near(block.size, size) && replaced < size;
         replaced += replace ? block.size : 0;
         return replace;
       };
