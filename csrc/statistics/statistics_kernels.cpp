@@ -1,6 +1,6 @@
-// Statistics of a range of elements, in one pass: compilers do not make it of a plain loop. The counters of sixteen
-// neighbouring bins stay in registers, a byte for each lane, so that memory is read while bins are counted. This file
-// includes itself once for each instruction set.
+// Statistics of a range of elements, in one pass: compilers do not make it of a plain loop. Sixteen neighbouring bins
+// are counted a vector at a time by BinCounter, the other bins one by one. This file includes itself once for each
+// instruction set.
 #ifndef GRADSCALE_VARIANT
 #include "calls.h"
 
@@ -42,7 +42,7 @@ struct BlockStatistics {
 };
 
 int first_bin_below(int highest) { // one bin above it may come too
-  return highest > kCountedBins - 2 ? highest - (kCountedBins - 2) : 0;
+  return std::max(0, highest - (kCountedBins - 2));
 }
 
 #if defined(__GNUC__)
@@ -55,45 +55,25 @@ GRADSCALE_HOST_DEVICE V larger_of(V a, V b) {
   return a > b ? a : b;
 }
 
-// True if a lane of x is not below `end`.
-GRADSCALE_HOST_DEVICE bool is_any_from(ByteLanes end, ByteLanes x) {
+// The highest bits of all bytes; for instruction sets that do not collect them, a number that is 0 if they are.
+GRADSCALE_HOST_DEVICE uint64_t highest_bits(ByteLanes x) {
 #if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 64
-  return _mm512_cmpge_epu8_mask((__m512i)x, (__m512i)end) != 0;
+  return _mm512_movepi8_mask((__m512i)x);
+#elif GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 32
+  return static_cast<uint32_t>(_mm256_movemask_epi8((__m256i)x));
 #else
-  const auto from = x >= end;
-  uint64_t words[sizeof(from) / 8];
-  memcpy(words, &from, sizeof(from));
-  uint64_t any = 0;
-  for (const uint64_t word : words) {
-    any |= word;
-  }
-  return any != 0;
-#endif
-}
-
-// counts + 1 in the lanes where x is `wanted`.
-GRADSCALE_HOST_DEVICE ByteLanes counted(ByteLanes counts, ByteLanes x, ByteLanes wanted) {
-#if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 64
-  const auto here = _mm512_cmpeq_epi8_mask((__m512i)x, (__m512i)wanted);
-  return (ByteLanes)_mm512_mask_add_epi8((__m512i)counts, here, (__m512i)counts, _mm512_set1_epi8(1));
-#else
-  return counts - reinterpreted<ByteLanes>(x == wanted);
+  uint64_t words[2];
+  memcpy(words, &x, sizeof(x));
+  return (words[0] | words[1]) & 0x8080808080808080u;
 #endif
 }
 
 GRADSCALE_HOST_DEVICE int32_t total_of(ByteLanes counts) {
-#if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 64
-  return static_cast<int32_t>(_mm512_reduce_add_epi64(_mm512_sad_epu8((__m512i)counts, _mm512_setzero_si512())));
-#else
-  uint8_t lanes[kAtOnce];
-  store_vector(lanes, counts);
   int32_t total = 0;
-#pragma omp simd reduction(+ : total)
   for (int k = 0; k < kAtOnce; ++k) {
-    total += lanes[k];
+    total += counts[k];
   }
   return total;
-#endif
 }
 
 GRADSCALE_HOST_DEVICE double total_of(DoubleLanes x) {
@@ -159,6 +139,144 @@ GRADSCALE_HOST_DEVICE ByteLanes bins_of(const Vectors<double>::Bits (&magnitudes
   return reinterpreted<ByteLanes>(words);
 }
 
+// ---- Counting the bins 0 .. kCountedBins ----------------------------------------------------------------------------
+
+#if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES > 16
+
+// Counts each of the 8 bits of bytes, as Harley and Seal's population count does: full adders add up the bits of eight
+// vectors, which leaves one vector of carries to count.
+class BitCounter {
+ public:
+  static constexpr int kVectors = 8;
+
+  GRADSCALE_HOST_DEVICE void add(const ByteLanes* vectors) {
+    count(carry<kDigits>(vectors), kVectors);
+  }
+
+  // Adds the counts to out[0 .. 8].
+  void add_to(int32_t* out) {
+    for (int k = 0; k < kDigits; ++k) {
+      count(digits_[k], 1 << k);
+    }
+    for (int k = 0; k < 8; ++k) {
+      out[k] += counts_[k];
+    }
+  }
+
+ private:
+  static constexpr int kDigits = 3;
+
+  // Adds 2^digit vectors to the digits below `digit`.
+  template <int digit>
+  GRADSCALE_HOST_DEVICE ByteLanes carry(const ByteLanes* vectors) {
+    if constexpr (digit == 0) {
+      return *vectors;
+    } else {
+      const ByteLanes x = carry<digit - 1>(vectors), y = carry<digit - 1>(vectors + (1 << (digit - 1)));
+      return full_add(digits_[digit - 1], x, y);
+    }
+  }
+
+  // Leaves the sums of bits in `digit`, and returns the carries.
+  static GRADSCALE_HOST_DEVICE ByteLanes full_add(ByteLanes& digit, ByteLanes x, ByteLanes y) {
+    const ByteLanes before = digit;
+#if GRADSCALE_VECTOR_BYTES == 64 // compilers take more instructions
+    digit = (ByteLanes)_mm512_ternarylogic_epi64((__m512i)before, (__m512i)x, (__m512i)y, 0x96);
+    return (ByteLanes)_mm512_ternarylogic_epi64((__m512i)before, (__m512i)x, (__m512i)y, 0xe8);
+#else
+    const ByteLanes either = before ^ x;
+    digit = either ^ y;
+    return (before & x) | (either & y);
+#endif
+  }
+
+  GRADSCALE_HOST_DEVICE void count(ByteLanes bits, int32_t weight) {
+    for (int k = 7; k >= 0; --k) {
+      counts_[k] += weight * __builtin_popcountll(highest_bits(bits));
+      bits += bits;
+    }
+  }
+
+  ByteLanes digits_[kDigits] = {}; // of the number of vectors that have a bit: digit k counts 2^k
+  int32_t counts_[8] = {};
+};
+
+class BinCounter {
+ public:
+  // Returns the lanes whose bin was not counted: their highest bits.
+  GRADSCALE_HOST_DEVICE ByteLanes add(ByteLanes bins) {
+    alignas(16) static constexpr uint8_t kLow[16] = {1, 2, 4, 8, 16, 32, 64, 128};
+    alignas(16) static constexpr uint8_t kHigh[16] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 4, 8, 16, 32, 64, 128};
+    const __m128i low = _mm_load_si128(reinterpret_cast<const __m128i*>(kLow));
+    const __m128i high = _mm_load_si128(reinterpret_cast<const __m128i*>(kHigh));
+    // A lookup reads the lowest 4 bits of an index, and gives 0 if its highest bit is set.
+#if GRADSCALE_VECTOR_BYTES == 64
+    const __m512i index = _mm512_adds_epu8((__m512i)bins, _mm512_set1_epi8(128 - kCountedBins));
+    low_[pending_] = (ByteLanes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(low), index);
+    high_[pending_] = (ByteLanes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(high), index);
+#else
+    const __m256i index = _mm256_adds_epu8((__m256i)bins, _mm256_set1_epi8(128 - kCountedBins));
+    low_[pending_] = (ByteLanes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(low), index);
+    high_[pending_] = (ByteLanes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(high), index);
+#endif
+    if (++pending_ == BitCounter::kVectors) {
+      add_pending();
+    }
+    return (ByteLanes)index;
+  }
+
+  // Adds the counts to a histogram.
+  void add_to(int32_t* histogram) {
+    while (pending_ < BitCounter::kVectors) {
+      low_[pending_] = high_[pending_] = ByteLanes{};
+      ++pending_;
+    }
+    add_pending();
+    low_bins_.add_to(histogram);
+    high_bins_.add_to(histogram + 8);
+  }
+
+ private:
+  GRADSCALE_HOST_DEVICE void add_pending() {
+    low_bins_.add(low_);
+    high_bins_.add(high_);
+    pending_ = 0;
+  }
+
+  BitCounter low_bins_, high_bins_;                                  // bins 0 to 7, and 8 to 15
+  ByteLanes low_[BitCounter::kVectors], high_[BitCounter::kVectors]; // bit k of a byte: the bin is k, or 8 + k
+  int pending_ = 0;
+};
+
+#else
+
+// Counts bins in bytes, one for each bin and lane.
+class BinCounter {
+ public:
+  // Returns the lanes whose bin was not counted: their highest bits.
+  GRADSCALE_HOST_DEVICE ByteLanes add(ByteLanes bins) {
+#pragma GCC unroll 16
+    for (int k = 0; k < kCountedBins; ++k) {
+      counts_[k] -= reinterpreted<ByteLanes>(bins == static_cast<uint8_t>(k));
+    }
+    return reinterpreted<ByteLanes>(bins >= static_cast<uint8_t>(kCountedBins));
+  }
+
+  // Adds the counts to a histogram.
+  void add_to(int32_t* histogram) const {
+    for (int k = 0; k < kCountedBins; ++k) {
+      histogram[k] += total_of(counts_[k]);
+    }
+  }
+
+ private:
+  ByteLanes counts_[kCountedBins] = {};
+};
+
+#endif
+
+// ---- Statistics of a block ------------------------------------------------------------------------------------------
+
 template <class T>
 int32_t zeros_among(const T* x, int64_t size) {
   using A = typename AccumulateType<T>::type;
@@ -184,14 +302,12 @@ void add_lanes(const T* x, int64_t size, int first_bin, BlockStatistics<A>& all)
   constexpr int count = Vectors<A>::kCount;
   // Alternating counters: additions to equal bins do not wait for each other. The last bin is not used.
   int32_t others[4][kHistogramBins + 1] = {};
-  const ByteLanes end = splat(static_cast<uint8_t>(kCountedBins));
-  ByteLanes wanted[kCountedBins], counts[kCountedBins] = {}, lowest{};
-  for (int k = 0; k < kCountedBins; ++k) {
-    wanted[k] = splat(static_cast<uint8_t>(first_bin + k));
-  }
+  const ByteLanes first = splat(static_cast<uint8_t>(first_bin));
+  ByteLanes lowest{};
   bool has_others = false;
   V largest{};
   DoubleLanes sums[2] = {}, squares[2] = {};
+  BinCounter counter;
   for (int64_t i = 0; i < size; i += kAtOnce) {
     Bits magnitudes[sizeof(A)];
 #pragma GCC unroll 8
@@ -212,16 +328,13 @@ void add_lanes(const T* x, int64_t size, int first_bin, BlockStatistics<A>& all)
         lane = 1 - lane;
       });
     }
-    const ByteLanes bins = bins_of(magnitudes), place = bins - wanted[0];
-#pragma GCC unroll 16
-    for (int k = 0; k < kCountedBins; ++k) {
-      counts[k] = counted(counts[k], bins, wanted[k]);
-    }
-    if (is_any_from(end, place)) {
-      const ByteLanes outside = reinterpreted<ByteLanes>(place >= end), low = reinterpreted<ByteLanes>(bins == 0);
+    const ByteLanes bins = bins_of(magnitudes);
+    const ByteLanes other = counter.add(bins - first);
+    if (highest_bits(other) != 0) {
+      const ByteLanes outside = reinterpreted<ByteLanes>(other >= 128), low = reinterpreted<ByteLanes>(bins == 0);
       lowest -= outside & low;
       const ByteLanes rest = outside & ~low; // 255 or 0
-      if (is_any_from(ByteLanes{} + 1, rest)) {
+      if (highest_bits(rest) != 0) {
         has_others = true;
         uint8_t bytes[kAtOnce];
         store_vector(bytes, (bins & rest) | (static_cast<uint8_t>(kHistogramBins) & ~rest));
@@ -240,8 +353,10 @@ void add_lanes(const T* x, int64_t size, int first_bin, BlockStatistics<A>& all)
       all.histogram[bin] += others[0][bin] + others[1][bin] + (others[2][bin] + others[3][bin]);
     }
   }
-  for (int k = 0; k < kCountedBins; ++k) {
-    all.histogram[(first_bin + k) % kHistogramBins] += total_of(counts[k]);
+  int32_t counted[kHistogramBins + kCountedBins] = {}; // the last ones are not used
+  counter.add_to(counted + first_bin);
+  for (int bin = 0; bin < kHistogramBins; ++bin) {
+    all.histogram[bin] += counted[bin];
   }
   all.histogram[0] += total_of(lowest);
   all.zeros += all.histogram[0] > 0 ? zeros_among(x, size) : 0;
