@@ -10,8 +10,9 @@ namespace gradscale {
 
 // ---- On a CPU: a range of elements at a time ------------------------------------------------------------------------
 
-// The range has real numbers, and at most 2^31 - 1 of them.
-using StatisticsOfRange = void (*)(const Range&, double p, ChunkStatistics& out);
+// The range has real numbers, and at most 2^31 - 1 of them. `next` is memory of the same size that is read afterwards,
+// or any memory: it is prefetched while the processor counts.
+using StatisticsOfRange = void (*)(const Range&, double p, const void* next, ChunkStatistics& out);
 extern const CpuKernel<StatisticsOfRange> statistics_kernel;
 
 // Squared norms of real numbers, and of what has been added to them since, which are stored at `after`. Sums of squares

@@ -45,6 +45,9 @@ class UnitPass {
  public:
   UnitPass(std::vector<UnitPair> pairs, const UnitNorms& norms);
 
+  // The weights of chunk i of all gradients.
+  const char* weights_of(int64_t i) const;
+
   // Adds chunk i of all gradients; threads may add different chunks at the same time.
   void add(int64_t i, const Range& chunk, const ChunkStatistics& statistics);
   void finish() const;
@@ -91,6 +94,12 @@ void UnitPass::store(int64_t unit, const Sums& sums) const {
   norms_.of_weight(unit) = norm_of(sums.weight.sum, 2) * sums.weight.root * sums.weight.root;
 }
 
+const char* UnitPass::weights_of(int64_t i) const {
+  const at::Tensor& weight = chunks_[i].pair->weight;
+  return weight.defined() ? static_cast<const char*>(weight.const_data_ptr()) + chunks_[i].begin * weight.element_size()
+                          : nullptr;
+}
+
 void UnitPass::add(int64_t i, const Range& range, const ChunkStatistics& statistics) {
   Chunk& chunk = chunks_[i];
   const UnitPair& pair = *chunk.pair;
@@ -103,12 +112,15 @@ void UnitPass::add(int64_t i, const Range& range, const ChunkStatistics& statist
   const int64_t first = chunk.begin / length;
   const int64_t last = (end - 1) / length;
   const auto* elements = static_cast<const char*>(range.data);
-  const auto* weights = static_cast<const char*>(pair.weight.const_data_ptr());
+  const char* weights = weights_of(i);
   for (int64_t unit = first; unit <= last; ++unit) {
     const int64_t from = std::max(unit * length, chunk.begin);
     const int64_t size = std::min((unit + 1) * length, end) - from;
     const Range weight{
-        weights + from * pair.weight.element_size(), size, element_of(pair.weight), pair.weight.is_complex()};
+        weights + (from - chunk.begin) * pair.weight.element_size(),
+        size,
+        element_of(pair.weight),
+        pair.weight.is_complex()};
     const Range gradient{
         elements + (from - chunk.begin) * element_size(range.element), size, range.element, /*is_complex=*/false};
     const Sums sums{
@@ -201,7 +213,7 @@ void run(const std::vector<Stored>& parts, double p, const StatisticsOut& out, U
   std::vector<ChunkStatistics> statistics(chunks.size());
   const StatisticsOfRange statistics_of = for_this_machine(statistics_kernel);
   for_each_chunk(chunks, [&](int64_t i) {
-    statistics_of(chunks[i], p, statistics[i]);
+    statistics_of(chunks[i], p, units != nullptr ? units->weights_of(i) : chunks[i].data, statistics[i]);
     if (units != nullptr) {
       units->add(i, chunks[i], statistics[i]);
     }

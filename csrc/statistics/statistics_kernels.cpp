@@ -295,7 +295,7 @@ int32_t zeros_among(const T* x, int64_t size) {
 // Adds `size` elements, a multiple of kAtOnce. Fast where most of them are in the bins first_bin .. first_bin + 16, or
 // in the first one, which has the zeros.
 template <class T, class A = typename AccumulateType<T>::type>
-void add_lanes(const T* x, int64_t size, int first_bin, BlockStatistics<A>& all) {
+void add_lanes(const T* x, int64_t size, int first_bin, const T* next, BlockStatistics<A>& all) {
   using V = typename Vectors<A>::V;
   using Integers = typename Vectors<A>::Integers;
   using Bits = typename Vectors<A>::Bits;
@@ -318,6 +318,7 @@ void add_lanes(const T* x, int64_t size, int first_bin, BlockStatistics<A>& all)
       const auto address = reinterpret_cast<uintptr_t>(from);
       __builtin_prefetch(reinterpret_cast<const void*>(address + 1536 * sizeof(T)), 0, 1);
       __builtin_prefetch(reinterpret_cast<const void*>(address + 256 * sizeof(T)), 0, 3);
+      __builtin_prefetch(next + (from - x), 0, 2);
       const V elements = load_part(from);
       magnitudes[k] = reinterpreted<Bits>(reinterpreted<Integers>(elements) & Magnitude<A>::kWithoutSign);
       largest = larger_of(reinterpreted<V>(magnitudes[k]), largest);
@@ -367,7 +368,7 @@ void add_lanes(const T* x, int64_t size, int first_bin, BlockStatistics<A>& all)
 #else
 
 template <class T, class A = typename AccumulateType<T>::type>
-void add_lanes(const T* x, int64_t size, int /*first_bin*/, BlockStatistics<A>& all) {
+void add_lanes(const T* x, int64_t size, int /*first_bin*/, const T* /*next*/, BlockStatistics<A>& all) {
   for (int64_t i = 0; i < size; ++i) {
     const A number = to_accumulate(x[i]), magnitude = std::fabs(number);
     const auto wide = static_cast<double>(number);
@@ -394,17 +395,18 @@ int probable_first_bin(const T* x, int64_t size) {
   return first_bin_below(M::bin(largest));
 }
 
-// `first_bin`: a guess of the first occupied bin, or -1; it is updated for the elements that follow.
+// `first_bin`: a guess of the first occupied bin, or -1; it is updated for the elements that follow. `next`: memory to
+// prefetch.
 template <class T, class A = typename AccumulateType<T>::type>
-BlockStatistics<A> block_statistics(const T* x, int64_t size, int& first_bin) {
+BlockStatistics<A> block_statistics(const T* x, int64_t size, int& first_bin, const T* next) {
   BlockStatistics<A> result;
   first_bin = first_bin < 0 ? probable_first_bin(x, size) : first_bin;
   const int64_t whole = size / kAtOnce * kAtOnce;
-  add_lanes(x, whole, first_bin, result);
+  add_lanes(x, whole, first_bin, next, result);
   if (whole < size) {
     T filled[kAtOnce] = {}; // zeros fill them up, and are not counted
     std::copy(x + whole, x + size, filled);
-    add_lanes(filled, kAtOnce, first_bin, result);
+    add_lanes(filled, kAtOnce, first_bin, next + whole, result);
     result.zeros -= static_cast<int32_t>(whole + kAtOnce - size);
     result.histogram[0] -= static_cast<int32_t>(whole + kAtOnce - size);
   }
@@ -461,13 +463,13 @@ void add_statistics(const BlockStatistics<A>& block, ElementSums sums, double p,
 }
 
 template <class A>
-void add_block(const A* x, int64_t size, double p, int& first_bin, A* spare, ChunkStatistics& all) {
-  BlockStatistics<A> block = block_statistics(x, size, first_bin);
+void add_block(const A* x, int64_t size, double p, int& first_bin, const A* next, A* spare, ChunkStatistics& all) {
+  BlockStatistics<A> block = block_statistics(x, size, first_bin, next);
   if (!block.is_finite()) {
     const int32_t before = all.nans + all.infs;
     leave_out_nonfinite(x, size, spare, all);
     x = spare;
-    block = block_statistics(x, size, first_bin);
+    block = block_statistics(x, size, first_bin, next);
     all.zeros -= all.nans + all.infs - before;
   }
   const auto maximum = static_cast<double>(block.largest);
@@ -481,13 +483,13 @@ void add_block(const A* x, int64_t size, double p, int& first_bin, A* spare, Chu
 
 // Adds the statistics of at most kStatisticsBlock elements.
 template <class T>
-void add_elements(const T* x, int64_t size, double p, int& first_bin, ChunkStatistics& all) {
+void add_elements(const T* x, int64_t size, double p, int& first_bin, const T* next, ChunkStatistics& all) {
   using A = typename AccumulateType<T>::type;
   alignas(64) A numbers[kStatisticsBlock];
   if constexpr (std::is_same_v<T, A>) {
-    return add_block(x, size, p, first_bin, numbers, all);
+    return add_block(x, size, p, first_bin, next, numbers, all);
   } else if (GRADSCALE_VECTOR_BYTES > 16 && p == 2) { // vectors of halves are converted by instructions
-    const BlockStatistics<A> block = block_statistics(x, size, first_bin);
+    const BlockStatistics<A> block = block_statistics(x, size, first_bin, next);
     if (block.is_finite() && (is_safe(block.squares) || block.largest == 0)) {
       const ElementSums sums{block.squares, block.sum, static_cast<double>(block.largest), 1};
       return add_statistics(block, sums, p, all);
@@ -497,16 +499,19 @@ void add_elements(const T* x, int64_t size, double p, int& first_bin, ChunkStati
   for (int64_t i = 0; i < size; ++i) {
     numbers[i] = to_accumulate(x[i]);
   }
-  add_block<A>(numbers, size, p, first_bin, numbers, all);
+  add_block<A>(numbers, size, p, first_bin, numbers, numbers, all);
 }
 
-void statistics_of_range(const Range& range, double p, ChunkStatistics& all) {
+void statistics_of_range(const Range& range, double p, const void* next, ChunkStatistics& all) {
   all = {no_elements(), 0, 0, 0, {}};
   dispatch_element(range.element, [&](auto type) {
-    const auto* data = static_cast<const decltype(type)*>(range.data);
+    using T = decltype(type);
+    const T* data = static_cast<const T*>(range.data);
+    const T* next_data = static_cast<const T*>(next);
     int first_bin = -1;
     for (int64_t begin = 0; begin < range.size; begin += kStatisticsBlock) {
-      add_elements(data + begin, std::min(kStatisticsBlock, range.size - begin), p, first_bin, all);
+      const int64_t size = std::min(kStatisticsBlock, range.size - begin);
+      add_elements(data + begin, size, p, first_bin, next_data + begin, all);
     }
   });
 }

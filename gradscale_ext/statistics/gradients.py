@@ -388,7 +388,8 @@ def _named(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
     """Distinct parameters with their names."""
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for index, (name, parameter) in enumerate(zip(*_entries(parameters), strict=True)):
-        _check("clip_gradients_", f"parameters[{index}]", parameter)
+        if not (isinstance(parameter, torch.Tensor) and parameter.is_floating_point()):
+            _check("clip_gradients_", f"parameters[{index}]", parameter)
         named.setdefault(id(parameter), (name, parameter))
     return list(named.values())
 

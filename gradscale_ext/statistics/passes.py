@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from .shards import local_part, merged_over_groups
 
 Gradients = Sequence[torch.Tensor | None]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def by_kernels(gradients: Gradients, p: float) -> reference.Statistics | None:
@@ -25,11 +25,12 @@ def by_kernels(gradients: Gradients, p: float) -> reference.Statistics | None:
         return None
 
 
-def has_kernels(tensors: Iterable[torch.Tensor]) -> bool:
+def has_kernels(tensors: Sequence[torch.Tensor]) -> bool:
     return (
         _context.is_eager()
         and is_ordinary()
-        and all(type(tensor) in _PLAIN and tensor.device.type in DEVICE_TYPES for tensor in tensors)
+        and _PLAIN.issuperset(map(type, tensors))
+        and all(device.type in DEVICE_TYPES for device in {tensor.device for tensor in tensors})
     )
 
 
