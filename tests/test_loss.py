@@ -255,7 +255,7 @@ def test_masked_classes_follow_batch_first():
     logits, classes = torch.zeros(2, 2, 3), torch.tensor([[0, -100], [1, 2]])
     out = gs.multi_step_loss({"p": gs.SoftCrossEntropy()}, {"p": logits}, {"p": classes}, mask=mask, batch_first=False)
     assert out.per_step["p"][0, 1] == 0
-    with pytest.raises(ValueError, match=r"step 0 must be classes .* sample 1 is -100"):
+    with pytest.raises(ValueError, match=r"step 0 must be classes .* sample 1 has -100"):
         gs.multi_step_loss({"p": gs.SoftCrossEntropy()}, {"p": logits}, {"p": classes}, mask=mask.T, batch_first=False)
 
 
@@ -744,7 +744,7 @@ def test_errors_of_classes():
         return str(info.value)
 
     text = message(torch.tensor([0, 4, 1]))
-    for word in ("target", "'policy'", "step 1", "classes from 0 to 3", "sample 1 is 4"):
+    for word in ("target", "'policy'", "step 1", "classes from 0 to 3", "sample 1 has 4"):
         assert word in text
     assert "torch.int32" in message(torch.zeros(3, dtype=torch.int32))
     assert "shape [3]" in message(torch.zeros(3, 1, dtype=torch.int64))

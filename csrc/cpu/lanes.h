@@ -287,7 +287,11 @@ GRADSCALE_HOST_DEVICE A largest_bits(Lanes<A> x) {
 
 // exp(x) for x <= 0: 2^t with t = x log2(e) is 2^n 2^f, n a whole number and f a fraction, and 2^f is a polynomial that
 // is 1 at 0. An error of 8.6e-8 from the polynomial, and of |x| 6e-8 from the rounding of t: small where exp(x) is not.
-// Results below the smallest normal number are 0, or subnormal with AVX-512. -inf gives 0, and NaN stays NaN.
+// Results below the smallest normal number are 0, or subnormal with AVX-512. -inf gives 0, and NaN stays NaN. With
+// `in_range`, x must not be below kLeastInRange, or be NaN: that saves instructions without AVX-512.
+constexpr float kLeastInRange = -87;
+
+template <bool in_range>
 GRADSCALE_HOST_DEVICE Vectors<float>::V exp_part(Vectors<float>::V x) {
   using V = Vectors<float>::V;
   const V t = x * 1.44269504f;
@@ -309,14 +313,20 @@ GRADSCALE_HOST_DEVICE Vectors<float>::V exp_part(Vectors<float>::V x) {
   p = p * f + 0x1.62e3bcp-1f;
   p = p * f + 1.0f;
   const V scaled = reinterpreted<V>(reinterpreted<Bits>(p) + (reinterpreted<Bits>(n) << 23));
-  return t < -126.0f ? V{} : scaled;
+  if constexpr (in_range) {
+    return scaled;
+  } else {
+    return t < -126.0f ? V{} : scaled;
+  }
 #endif
 }
 
+template <bool in_range = false>
 GRADSCALE_HOST_DEVICE Lanes<float> exp_nonpositive(Lanes<float> x) {
-  return Lanes<float>::each([&](size_t p) { return exp_part(x.parts[p]); });
+  return Lanes<float>::each([&](size_t p) { return exp_part<in_range>(x.parts[p]); });
 }
 
+template <bool in_range = false>
 GRADSCALE_HOST_DEVICE Lanes<double> exp_nonpositive(Lanes<double> x) {
   double numbers[kLanes];
   store_lanes(numbers, x);

@@ -7,6 +7,7 @@
 #include "lanes.h"
 #include "scratch.h"
 
+#include <algorithm>
 #include <array>
 
 namespace gradscale {
@@ -123,16 +124,21 @@ struct Extremes {
 
 template <class A, class T>
 Extremes<A> extremes_of(const T* logits, int64_t width) {
+  constexpr int chains = Lanes<A>::kParts == 1 ? 4 : 2; // as many as registers hold
   const Lanes<A> zero = A(0), none = -static_cast<A>(INFINITY);
-  Lanes<A> least[4] = {zero, zero, zero, zero}, most[4] = {none, none, none, none};
-  each_block<4>(elements_before_blocks(logits, width), width, [&](int64_t j, auto lanes, auto chain) {
+  Lanes<A> least[chains], most[chains];
+  std::fill_n(least, chains, zero);
+  std::fill_n(most, chains, none);
+  each_block<chains>(elements_before_blocks(logits, width), width, [&](int64_t j, auto lanes, auto chain) {
     const Lanes<A> x = load_lanes(logits + j, lanes);
     least[chain] = larger_bits(kept(lanes, x, zero), least[chain]);
     most[chain] = larger(kept(lanes, x, none), most[chain]);
   });
-  return {
-      largest_bits(larger_bits(larger_bits(least[0], least[1]), larger_bits(least[2], least[3]))),
-      largest(larger(larger(most[0], most[1]), larger(most[2], most[3])))};
+  for (int chain = 1; chain < chains; ++chain) {
+    least[0] = larger_bits(least[0], least[chain]);
+    most[0] = larger(most[0], most[chain]);
+  }
+  return {largest_bits(least[0]), largest(most[0])};
 }
 
 // The largest magnitude of the finite logits of a row; 0 if there are none.
@@ -145,38 +151,47 @@ A largest_finite(const T* logits, int64_t width) {
   return largest(most);
 }
 
-// Leaves exp(logit - maximum) in `scratch`, where `values` says.
-template <bool with_moment, class T, class A>
+// Leaves exp(logit - maximum) in `scratch`, at `values`. The moment is a sum of partial sums: each block of lanes adds
+// the sum so far, so that an element counts once for its own block and for each block after it.
+template <bool with_moment, bool in_range, class T, class A>
 Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A* scratch) {
   const int64_t before = elements_before_blocks(logits, width);
   A* values = scratch + (before == 0 ? 0 : kLanes - before);
   const Lanes<A> zero = A(0);
-  Lanes<A> sum[2] = {zero, zero}, moment[2] = {zero, zero}; // weighted with the numbers of blocks
-  typename Vectors<A>::V number{};                          // of the next whole block
+  Lanes<A> sum = zero, partial_sums = zero, moment = zero; // the moment in blocks
+  int64_t blocks = 0;                                      // whole ones
   const auto* read = static_cast<const T*>(ahead.read);
   const auto* write = static_cast<const T*>(ahead.write != nullptr ? ahead.write : values);
-  each_block<2>(before, width, [&](int64_t j, auto lanes, auto chain) {
+  each_block<1>(before, width, [&](int64_t j, auto lanes, auto) {
     // Prefetching past the end of either does nothing.
     __builtin_prefetch(read + j, /*rw=*/0);
     __builtin_prefetch(write + j, /*rw=*/1);
-    const Lanes<A> e = exp_nonpositive(load_lanes(logits + j, lanes) - Lanes<A>(maximum));
+    const Lanes<A> e = exp_nonpositive<in_range>(load_lanes(logits + j, lanes) - Lanes<A>(maximum));
     store_lanes(values + j, e);
     const Lanes<A> counted = kept(lanes, e, zero);
-    sum[chain] += counted;
+    sum += counted;
     if constexpr (with_moment && std::is_same_v<decltype(lanes), AllLanes>) {
-      moment[chain] = Lanes<A>::each([&](size_t p) { return moment[chain].parts[p] + e.parts[p] * number; });
-      number = number + A(1);
+      partial_sums += sum;
+      ++blocks;
     } else if constexpr (with_moment) {
-      moment[chain] += counted * Lanes<A>(static_cast<A>(j - before) * A(1.0 / kLanes));
+      moment += counted * Lanes<A>(static_cast<A>(j - before - blocks * kLanes) * A(1.0 / kLanes));
     }
   });
-  const Lanes<A> total_of_lanes = sum[0] + sum[1];
   A weighted = 0;
   if (with_moment) {
     const Lanes<A> offset = Lanes<A>::numbers() * Lanes<A>(2) + Lanes<A>(static_cast<A>(2 * before + 1 - width));
-    weighted = total((moment[0] + moment[1]) * Lanes<A>(2 * kLanes) + total_of_lanes * offset);
+    moment += sum * Lanes<A>(static_cast<A>(blocks)) - partial_sums;
+    weighted = total(moment * Lanes<A>(2 * kLanes) + sum * offset);
   }
-  return {maximum, total(total_of_lanes), weighted, values};
+  return {maximum, total(sum), weighted, values};
+}
+
+template <bool with_moment, class T, class A>
+Softmax<A> softmax_of(const T* logits, int64_t width, Extremes<A> extremes, Ahead ahead, A* scratch) {
+  if (extremes.largest - std::min(extremes.smallest, A(0)) < -kLeastInRange) {
+    return softmax_of<with_moment, true>(logits, width, extremes.largest, ahead, scratch);
+  }
+  return softmax_of<with_moment, false>(logits, width, extremes.largest, ahead, scratch);
 }
 
 // Loads the lanes of a block of any row.

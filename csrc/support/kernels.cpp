@@ -24,11 +24,11 @@ namespace {
 // Decodes a row of logits. Where a gradient is wanted, it is written instead of the value: the derivative g'(E) p_j
 // (c_j - E) times grad_output, with E the expectation, c_j the centres and g the inverse transform.
 template <class T, class A>
-void decode_row(const Decoding& d, int64_t row, A maximum, A* scratch) {
+void decode_row(const Decoding& d, int64_t row, Extremes<A> extremes, A* scratch) {
   const Support& support = *d.support;
   Ahead ahead = ahead_of<T>(d.logits, d.gradient, row);
   ahead.read = row_of<T>(d.logits, row + 2); // the next row was read for its maximum
-  const Softmax<A> softmax = softmax_of<true>(row_of<T>(d.logits, row), d.width, maximum, ahead, scratch);
+  const Softmax<A> softmax = softmax_of<true>(row_of<T>(d.logits, row), d.width, extremes, ahead, scratch);
   const A expected = expectation(softmax, support);
   if (d.gradient.data == nullptr) {
     d.out.store(row, decoded_value(expected, support));
@@ -61,13 +61,13 @@ void decode_rows(const Decoding& decoding, int64_t begin, int64_t end, double* s
       return;
     }
     // The next row's maximum is found while this row's exponentials, which need this row's maximum, are computed.
-    A next = extremes_of<A>(row_of<T>(decoding.logits, begin), decoding.width).largest;
+    Extremes<A> next = extremes_of<A>(row_of<T>(decoding.logits, begin), decoding.width);
     for (int64_t row = begin; row < end; ++row) {
-      const A maximum = next;
+      const Extremes<A> extremes = next;
       if (row + 1 < end) {
-        next = extremes_of<A>(row_of<T>(decoding.logits, row + 1), decoding.width).largest;
+        next = extremes_of<A>(row_of<T>(decoding.logits, row + 1), decoding.width);
       }
-      decode_row<T>(decoding, row, maximum, reinterpret_cast<A*>(scratch));
+      decode_row<T>(decoding, row, extremes, reinterpret_cast<A*>(scratch));
     }
   });
 }

@@ -11,14 +11,15 @@ void categorical_row(
     const Segment& s,
     const Group& group,
     int64_t lane,
-    A maximum,
+    Extremes<A> extremes,
     const Target& target,
     A* scratch,
     GroupSums<A>& sums) {
   const int64_t row = group.first + lane;
   const T* logits = row_of<T>(s.prediction, row);
   const Support& support = s.head->support;
-  const Softmax<A> softmax = softmax_of<true>(logits, s.width, maximum, ahead_of<T>(s, row), scratch);
+  const Softmax<A> softmax = softmax_of<true>(logits, s.width, extremes, ahead_of<T>(s, row), scratch);
+  const A maximum = extremes.largest;
   A* values = softmax.values;
   A* mass = second_row(scratch, s.width);
   const double target_share = 1 - s.head->label_smoothing;
@@ -54,8 +55,8 @@ void categorical_row(
 
 template <class T, class G, class A, class Target>
 [[gnu::noinline]] void categorical_rows(const Segment& s, const Group& group, const Target* targets, A* scratch) {
-  const GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, A maximum, GroupSums<A>& of_rows) {
-    categorical_row<T, G>(s, group, i, maximum, targets[i], scratch, of_rows);
+  const GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, Extremes<A> extremes, GroupSums<A>& of_rows) {
+    categorical_row<T, G>(s, group, i, extremes, targets[i], scratch, of_rows);
   });
   store_losses(s, group, sums);
   store_decoded(s, group, sums);

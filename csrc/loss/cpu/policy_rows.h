@@ -51,13 +51,14 @@ void with_entropy(const Segment& s, Function function) {
 
 template <class T, class G, class A>
 void soft_cross_entropy_row(
-    const Segment& s, const Group& group, int64_t lane, A maximum, A* scratch, GroupSums<A>& sums) {
+    const Segment& s, const Group& group, int64_t lane, Extremes<A> extremes, A* scratch, GroupSums<A>& sums) {
   const int64_t row = group.first + lane;
   const int64_t width = s.width;
   A* target = second_row(scratch, width);
   const T* logits = row_of<T>(s.prediction, row);
-  const Softmax<A> softmax = softmax_of<false>(logits, width, maximum, ahead_of<T>(s, row), scratch);
+  const Softmax<A> softmax = softmax_of<false>(logits, width, extremes, ahead_of<T>(s, row), scratch);
   read_target(s, row, target);
+  const A maximum = extremes.largest;
   const A* values = softmax.values;
   const auto [moment, mass, correct] = sums_of<A>(logits, width, [=](auto load) {
     const Lanes<A> difference = load(logits) - maximum, t = load(target);
@@ -86,8 +87,8 @@ void soft_cross_entropy_row(
 // Not inlined, because loops that share a function with the loops of other heads get too few registers.
 template <class T, class G, class A>
 [[gnu::noinline]] void soft_cross_entropy_rows(const Segment& s, const Group& group, A* scratch) {
-  GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, A maximum, GroupSums<A>& group_sums) {
-    soft_cross_entropy_row<T, G>(s, group, i, maximum, scratch, group_sums);
+  GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, Extremes<A> extremes, GroupSums<A>& group_sums) {
+    soft_cross_entropy_row<T, G>(s, group, i, extremes, scratch, group_sums);
   });
   store_entropies(s, group, sums);
   store_losses(s, group, sums);

@@ -164,7 +164,7 @@ Ahead ahead_of(const Segment& s, int64_t row) {
   return ahead_of<T>(s.prediction, s.gradient, row);
 }
 
-// Calls run(lane, largest logit, sums) for each row of a group in turn.
+// Calls run(lane, extremes of its logits, sums) for each row of a group in turn.
 template <class T, class A, class Run>
 GroupSums<A> row_by_row(const Segment& s, const Group& group, Run run) {
   GroupSums<A> sums;
@@ -176,7 +176,7 @@ GroupSums<A> row_by_row(const Segment& s, const Group& group, Run run) {
     const Extremes<A> extremes = extremes_of<A>(logits, s.width);
     const A magnitude = larger(std::abs(extremes.smallest), extremes.largest);
     s.metrics[group.first + i] = {0, std::isfinite(magnitude) ? magnitude : largest_finite<A>(logits, s.width)};
-    run(i, extremes.largest, sums);
+    run(i, extremes, sums);
   }
   return sums;
 }
