@@ -82,7 +82,7 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
     buckets: list[int] = []
     complete: list[float] = []
 
-    def counted(group, bucket):  # DDP reads the types, so they must not be strings
+    def counted(group, bucket):  # not annotated: DDP checks annotations, which are strings in this file
         buckets.append(bucket.buffer().numel() * bucket.buffer().element_size())
         complete.append(time.perf_counter())
         return default_hooks.allreduce_hook(group, bucket)
@@ -105,7 +105,7 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
     sent: dict[str, list[int]] = {}
 
     def watched(name: str, function: Callable[[], Any]) -> Any:
-        """Counts the messages of the first call."""
+        """Call the function, and record the messages of the first call of this name."""
         if name in sent:
             return function()
         with Messages() as messages:
@@ -127,7 +127,8 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
         loss.backward()
         sent["gradients"] = list(buckets)
         marks.append(time.perf_counter())
-        watched("clip", lambda: gs.clip_gradients_(network, 10.0, **shared))  # messages as for sharded gradients
+        # The process group makes it send the messages of sharded gradients.
+        watched("clip", lambda: gs.clip_gradients_(network, 10.0, **shared))
         marks.append(time.perf_counter())
         optimizer.step()
         marks.append(time.perf_counter())

@@ -1,4 +1,4 @@
-"""Norm operators, and results of the loss that every number of threads must reproduce."""
+"""Operators that change a gradient, and results of the loss that must not depend on the number of threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPERATORS = {
 
 
 def through(operator, gradient: torch.Tensor, create_graph: bool = False) -> torch.Tensor:
-    """Gradient behind an operator."""
+    """The gradient that an operator passes on."""
     x = torch.zeros_like(gradient, requires_grad=True)
     (result,) = torch.autograd.grad(operator(x), x, gradient, create_graph=create_graph)
     assert result.dtype == gradient.dtype

@@ -104,8 +104,8 @@ def test_the_file_name_depends_on_everything_that_affects_an_image(monkeypatch):
         "cut",
         "cut in the header",
         "other header",
-        "no object",
-        "no text",
+        "not an object",
+        "not UTF-8",
         "other field",
         "other entry",
         "other number",
@@ -165,7 +165,7 @@ def test_an_unreadable_file_causes_a_warning(cache):
         assert _kernels.image_of(FILE, NAME, "sm_90")[0].code
 
 
-def test_files_are_replaced_atomically(cache, monkeypatch):
+def test_an_interrupted_write_leaves_no_file(cache, monkeypatch):
     def fail(*args):
         raise KeyboardInterrupt
 
@@ -175,7 +175,7 @@ def test_files_are_replaced_atomically(cache, monkeypatch):
     assert list(cache.iterdir()) == []
 
 
-def test_a_gpu_later_than_the_compiler_gets_ptx():
+def test_a_gpu_newer_than_the_compiler_gets_ptx():
     image, _ = _kernels.image_of(FILE, NAME, "sm_999")
     assert f".entry {image.entry}(".encode() in image.code
 

@@ -1,17 +1,18 @@
-// The one family of kernels for rows of logits of a width that is known at compile time, float or a half type.
+// Rows of logits, float or a half type, whose width is known at compile time.
 //
 // A lane owns every lanes_per_row-th unit of a row, in registers (LaneUnits). A warp owns up to 32 rows: it
-// computes 32 / lanes_per_row of them side by side, and then the next ones. Lane r holds the numbers of row r (target,
-// factors, sums), so that formulas of these, some in double, are computed once for all rows of a warp. A block has 4
-// warps, which share nothing: small blocks fill multiprocessors although rows take many registers.
+// computes 32 / lanes_per_row of them side by side, and then the next ones. Lane r holds the per-row numbers of row r
+// (target, factors, sums), so that one instruction computes with the numbers of all rows of a warp; some of these
+// computations are in double. A block has 4 warps, which share nothing: small blocks fill multiprocessors although rows
+// need many registers.
 //
 // The next rows are loaded while rows are reduced and stored: the 16 to 32 warps of a multiprocessor keep 30 to 100 KB
-// of loads in flight. Rows of which less than a sector would be accessed at once pass through shared memory, all of a
-// warp together. Bytes: logits (and targets over them) are read once, gradients are written once.
+// of loads in flight. If the lanes of a row access less than a sector at once, all rows of a warp are copied through
+// shared memory together. Bytes: logits (and targets over them) are read once, gradients are written once.
 //
-// What is computed is a formula, a type that derives from LaneShape and has
+// The computation is a formula, a type that derives from LaneShape and has
 //
-// - begin_row(row): the following calls are about row `row` of the warp, whose numbers lane `row` holds;
+// - begin_row(row): the following calls are for row `row` of the warp, whose numbers lane `row` holds;
 // - target(units, n, t): the target of element n of this lane, whose value in memory is t;
 // - add(sums, units, n, e, d, t), add_lane(sums, units): add element n, with d = x - maximum and e = exp(d), and a term
 //   for all elements of the lane, to the kSums sums of the row;
@@ -31,8 +32,8 @@ namespace gradscale {
 
 // ---- Short rows in shared memory ------------------------------------------------------------------------------------
 
-// Up to 32 short rows of a warp in shared memory. All lanes together copy them from and to device memory, 16 bytes a
-// lane where the rows are contiguous; then each lane reads and writes its own row.
+// Up to 32 short rows of a warp in shared memory. All lanes together copy them from and to device memory, 16 bytes per
+// lane if the rows are contiguous. Between the copies, each lane reads and writes elements of its own row.
 
 // Rows in device memory or in a tile, `stride` elements apart.
 template <class T>
@@ -56,7 +57,7 @@ class Tile {
  public:
   static constexpr int kBytes = 32 * kPitch;
 
-  // `shared` is kBytes at a multiple of 16.
+  // `shared`: kBytes of shared memory, aligned to 16 bytes.
   GRADSCALE_DEVICE Tile(char* shared, int lane) : shared_(shared), lane_(lane) {
   }
 
@@ -132,9 +133,9 @@ class Tile {
 
 // `lanes_per_row` lanes of a warp own a row together. Its elements are grouped into units of `unit` elements, which a
 // lane accesses at once, and a lane owns every lanes_per_row-th unit. A unit divides the width and the beginning of
-// each row, so that none is partly outside of a row: it has one element where widths are odd. What the lanes of a row
-// access together starts at a multiple of 32 bytes, a sector of memory; if it is less than a sector, rows pass through
-// a tile in shared memory.
+// each row, so that no unit is partly outside of a row: a unit is one element if widths are odd. The lanes of a row
+// access lanes_per_row units at once, from a multiple of 32 bytes on, a sector of memory. If these units are less than
+// a sector, rows are copied through a tile in shared memory.
 
 template <class T, int width, int lanes_per_row, int unit>
 struct LaneUnits {
@@ -242,7 +243,7 @@ struct RowsOfWarp {
   }
 };
 
-// A number of row `row` of a warp, which lane `row` holds.
+// Returns the number of row `row` that lane `row` holds in `own`.
 template <int lanes_per_row, class T>
 GRADSCALE_DEVICE T of_row(T own, int row) {
   return lanes_per_row == 1 ? own : __shfl_sync(kWholeWarp, own, row);
@@ -252,7 +253,7 @@ template <class T, class Default>
 using NotVoid = std::conditional_t<std::is_same_v<T, void>, Default, T>;
 
 // Rows of `width` logits T with targets U over them (void: none) and gradients G (void: none is wanted).
-// `lanes_per_row` lanes own a row, and access `unit` elements each at once.
+// `lanes_per_row` lanes own a row, and each accesses `unit` elements at once.
 template <class T, class U, class G, int width, int lanes_per_row, int unit>
 struct LaneShape {
   using Logit = T;
@@ -275,8 +276,8 @@ class LaneRows {
   static constexpr int kSums = Formula::kSums, kElements = Formula::kElements;
   static constexpr bool kHasTargets = Formula::kHasTargets, kWantsGradient = Formula::kWantsGradient;
 
-  // Gradients replace logits in shared memory. The lane that writes a gradient has read the logit, or, if their sizes
-  // differ, the whole row.
+  // Gradients replace logits in shared memory. A lane replaces only logits that it has read itself. If the sizes of
+  // gradients and logits differ, rows are at other addresses: then all lanes read their whole rows before any writes.
   using Logits = Tile<Logit, kWidth>;
   using Gradients = Tile<Gradient, kWidth>;
   using Targets = Tile<Probability, kWidth>;
@@ -309,7 +310,7 @@ class LaneRows {
     }
     load(0);
     if constexpr (Units::kTiled) {
-      __syncwarp(); // several lanes have read the last row, whose gradient replaces it
+      __syncwarp(); // all lanes have read these rows before gradients replace them
     }
   }
 
@@ -325,7 +326,7 @@ class LaneRows {
         compute(formula, begin, maximum, largest_logit, sums);
       }
     }
-    __syncwarp(); // finish() may replace what other lanes have stored
+    __syncwarp(); // finish() may overwrite elements that other lanes have stored
     if constexpr (Formula::kFinishes) {
       formula.finish(maximum, largest_logit, sums, to_);
     }
@@ -336,7 +337,7 @@ class LaneRows {
   }
 
  private:
-  // Loads this lane's part of the rows from `begin` on, side by side. Lanes after the last row repeat it.
+  // Loads this lane's part of the rows from `begin` on, side by side. Lanes without a row repeat the last row.
   GRADSCALE_DEVICE void load(int begin) {
     const int wanted = begin + warp_.lane / kLanes;
     row_ = wanted < warp_.count ? wanted : warp_.count - 1;
@@ -347,7 +348,7 @@ class LaneRows {
     }
   }
 
-  // Computes the rows that were loaded, and loads the next ones. Lane r keeps the numbers of row r.
+  // Computes the rows that were loaded, and loads the next ones. Lane r gets the maximum and sums of row r.
   GRADSCALE_DEVICE void compute(
       Formula& formula, int begin, float& own_maximum, float& own_largest_logit, float (&own_sums)[kSums]) {
     const Units units = units_;
@@ -390,7 +391,7 @@ class LaneRows {
       if (!repeats) {
         units.store(to_.row(row), e);
       }
-      if (!repeats && !formula.counts()) { // rarely: the branch costs less than a choice for each element
+      if (!repeats && !formula.counts()) { // rare: the branch costs less than a selection for each element
         const Values zeros{};
         units.store(to_.row(row), zeros);
       }
@@ -435,7 +436,7 @@ class LaneRows {
     }
     minimum = -maximum_of_lanes<kLanes>(-minimum);
     float largest = larger(std::abs(minimum), std::abs(maximum));
-    if (__any_sync(kWholeWarp, !(largest < INFINITY))) { // rarely: illegal actions and bins
+    if (__any_sync(kWholeWarp, !(largest < INFINITY))) { // rare: a logit is not finite, as for illegal actions
       largest = 0;
 #pragma unroll
       for (int n = 0; n < kElements; ++n) {
@@ -446,7 +447,7 @@ class LaneRows {
     return largest;
   }
 
-  // Passes a number of the rows from `begin` on, which the lanes of a row hold, to the lane that finishes the row.
+  // Passes a number of each row from `begin` on, which all lanes of the row hold, to the lane that finishes the row.
   GRADSCALE_DEVICE void keep(int begin, float of_row, float& own) const {
     if constexpr (kLanes == 1) {
       own = of_row;
@@ -462,14 +463,15 @@ class LaneRows {
   RowsInMemory<const Logit> logits_;
   RowsInMemory<const Probability> targets_;
   RowsInMemory<Gradient> gradients_, to_;
-  int row_ = 0; // loaded last, as units_, x_ and t_
+  int row_ = 0; // the row that was loaded last, into units_, x_ and t_
   Units units_{};
   typename Units::template Words<Logit> x_;
   typename Units::template Words<Probability> t_;
 };
 
-// The blocks that a multiprocessor is to hold: as many as have registers for `others` and for what a thread keeps of
-// each element: its exponential, its target, and the next row's.
+// The blocks per multiprocessor that the registers allow. A thread needs `others` registers, and for each element one
+// register each for its exponential, its target, its difference from the maximum, and the logit and target of the next
+// row, where the formula has them.
 template <class Formula>
 GRADSCALE_HOST_DEVICE constexpr int blocks_of_lanes(int others) {
   constexpr int rows = (Formula::kHasTargets ? 2 : 1) * (Formula::kLanes > 1 && Formula::kLoadsAhead ? 2 : 1);

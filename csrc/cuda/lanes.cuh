@@ -1,4 +1,4 @@
-// Elements in words of a GPU's registers, its approximate functions, and sums and maxima over lanes of a warp.
+// Elements packed in words of registers, approximate functions, and sums and maxima over lanes of a warp.
 #pragma once
 
 #include "../formulas/element.h"
@@ -32,7 +32,7 @@ GRADSCALE_DEVICE float high_half(HalfBits, uint32_t word) {
   return to_accumulate(HalfBits{static_cast<uint16_t>(word >> 16)});
 }
 
-// Both rounded to nearest, as from_accumulate does.
+// Two elements in a word, rounded to nearest as by from_accumulate.
 GRADSCALE_DEVICE uint32_t halves(BFloat16Bits, float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t word;
@@ -95,8 +95,8 @@ GRADSCALE_DEVICE Packed<T, count> packed(const float* values) {
   return result;
 }
 
-// A pointer to which the compiler adds constants, instead of computing an address for each access. The compiler no
-// longer sees that it points to global memory; the functions below do.
+// Returns the pointer in a register, to which the compiler adds constant offsets instead of computing an address for
+// each access. The compiler no longer knows that it points to global memory; the functions below access it as such.
 template <class T>
 GRADSCALE_DEVICE T* kept(T* pointer) {
   asm("" : "+l"(pointer));
@@ -130,7 +130,7 @@ GRADSCALE_DEVICE Packed<T, count> load_packed(const T* from) {
   return result;
 }
 
-// Stores at once; written in PTX, as store16 is.
+// Stores all elements in one access; in PTX for the same reason as store16.
 template <class T, int count>
 GRADSCALE_DEVICE void store_packed(void* to, const Packed<T, count>& packed) {
   const auto address = __cvta_generic_to_global(to);
@@ -151,7 +151,8 @@ GRADSCALE_DEVICE void put16(void* to, const Words16& value) {
   *static_cast<uint4*>(to) = uint4{value.words[0], value.words[1], value.words[2], value.words[3]};
 }
 
-// exp(x), 1 exactly for 0; 2 units of the last place off for x next to 0, and |x| units farther away. Below -87: 0.
+// exp(x), exactly 1 for 0. The error is 2 units in the last place close to 0, and |x| units farther away. Results that
+// are not normal numbers, for x < -87.3, are 0.
 GRADSCALE_DEVICE float approximate_exp(float x) {
   const float y = x * 1.44269504f;
   float result;
@@ -171,8 +172,8 @@ GRADSCALE_DEVICE float approximate_reciprocal_root(float x) {
   return result;
 }
 
-// erfc(x) for x >= 0, by the fit of Chebyshev polynomials in "Numerical Recipes" (1.2e-7, relative), whose exponent is
-// rounded in float: 3e-7 for x up to 1, x^2 2e-7 beyond.
+// erfc(x) for x >= 0, by the Chebyshev fit of "Numerical Recipes" (relative error 1.2e-7). Its exponent is rounded to
+// float, so the relative error is 3e-7 for x up to 1, and 2e-7 x^2 beyond.
 GRADSCALE_DEVICE float approximate_erfc(float x) {
   const float t = approximate_reciprocal(1.0f + 0.5f * x);
   float y = 0.17087277f;
@@ -193,13 +194,13 @@ GRADSCALE_DEVICE float approximate_erfc(float x) {
 // Sums and maxima over the lanes of a warp that own a row together: 1, 2, 4, 8, 16 or 32 neighbours. All lanes of the
 // warp take part, and all lanes of a row get the result.
 
-// Orders integers as the floats of these bits, so that one instruction reduces them. NaN of either sign comes last or
-// first.
+// Maps the bits of floats to integers in the same order, so that one instruction reduces them. NaN comes last, or first
+// if its sign bit is set.
 GRADSCALE_DEVICE int32_t ordered(int32_t bits) {
   return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 
-// A number that all lanes hold. The compiler learns that they do, and that branches on it do not diverge.
+// Returns a number that is the same in all lanes, in a form that tells the compiler so: branches on it do not diverge.
 GRADSCALE_DEVICE int32_t uniform(int32_t value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   return __reduce_max_sync(kWholeWarp, value);
@@ -208,7 +209,7 @@ GRADSCALE_DEVICE int32_t uniform(int32_t value) {
 #endif
 }
 
-// Ignores NaN as far as the maximum of the other lanes does.
+// No lane may pass NaN: the two implementations treat it differently.
 template <int lanes>
 GRADSCALE_DEVICE float maximum_of_lanes(float value) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800

@@ -17,7 +17,7 @@ namespace gradscale {
 
 namespace {
 
-// Never freed: a module of an interpreter that ends may be gone before the last call is.
+// Never freed: a destructor at the end of the process would run after the interpreter has shut down.
 py::function* unroll_scale = nullptr;
 
 bool read_tensor(py::handle object, at::Tensor& tensor) {
@@ -28,7 +28,7 @@ bool read_tensor(py::handle object, at::Tensor& tensor) {
   return ordinary_tensor(tensor);
 }
 
-// Targets and weights get no gradient.
+// Targets and weights must not require grad.
 bool read_constant(py::handle object, at::Tensor& tensor) {
   return read_tensor(object, tensor) && !tensor.requires_grad();
 }
@@ -80,7 +80,7 @@ bool read_all_entries(const Plan& plan, py::handle predictions, py::handle targe
   return found_targets == PyDict_Size(targets.ptr());
 }
 
-// Reads the options, a tuple in the order of Options::each(), into a call whose predictions were read.
+// Reads the options, a tuple in the order of Options::each(), into a call that already has its predictions.
 class PythonReader {
  public:
   PythonReader(const Plan& plan, Call& call, py::handle options) : plan_(plan), call_(call), options_(options.ptr()) {
@@ -166,16 +166,16 @@ class PythonReader {
     if (!PyList_Check(items) && !PyTuple_Check(items) && !PyRange_Check(items)) {
       return read_constant(given, numbers.tensor);
     }
-    // The reader holds a tuple: an object that is no number of Python's runs code to become one, and may change a list.
+    // Read a copy: converting an item to a number may run Python code (`__float__`), which could change the list.
     const py::object sequence = py::reinterpret_steal<py::object>(PySequence_Tuple(items));
     const Py_ssize_t count = PyTuple_GET_SIZE(sequence.ptr());
     for (Py_ssize_t k = 0; k < count; ++k) {
       PyObject* item = PyTuple_GET_ITEM(sequence.ptr(), k);
-      if (THPVariable_Check(item) && !THPVariable_Unpack(item).is_cpu()) { // its device would be waited for
+      if (THPVariable_Check(item) && !THPVariable_Unpack(item).is_cpu()) { // reading it would synchronize
         return false;
       }
       numbers.numbers.push_back(PyFloat_AsDouble(item));
-      if (PyErr_Occurred() != nullptr) { // no number, or an integer too large: Python has the words
+      if (PyErr_Occurred() != nullptr) { // not a number, or too large: the checks in Python raise the error
         PyErr_Clear();
         return false;
       }
@@ -217,10 +217,11 @@ class PythonReader {
   PyObject* options_;
   Py_ssize_t next_ = 0;
   bool all_read_ = true;
-  std::vector<size_t> unrolled_; // places of "unroll" among the values of step_gradient_scale
+  std::vector<size_t> unrolled_; // indices of "unroll" in the values of step_gradient_scale
 };
 
-// Raises for a class that the head does not have, which the kernel would make NaN. Classes on a device are not read.
+// Raises if an unmasked class is out of range, for which the kernel would return NaN. Classes on a device are not
+// checked, because reading them would synchronize.
 void check_classes(const Plan& plan, size_t h, const Call& call) {
   const Entries& targets = call.targets[h];
   const int64_t first_step = plan.table[h].first_step;
@@ -329,7 +330,7 @@ py::dict outputs_to_python(const Plan& plan, const Outputs& outputs, const std::
   const Tensors losses = outputs.head_losses.unbind();
   const Tensors norms = outputs.head_gradient_norms.unbind();
   const Tensors largest = outputs.max_abs_logit.unbind();
-  py::dict per_step, details[3]; // details by Detail
+  py::dict per_step, details[3]; // indexed by Detail
   py::dict head_means, head_losses, head_gradient_norms, max_abs_logit;
   for (size_t h = 0; h < means.size(); ++h) {
     const py::object& name = plan.names[h];
@@ -369,9 +370,9 @@ Plan::Plan(py::dict heads, const std::vector<std::string>& head_names, const std
 
 std::shared_ptr<Plan> make_plan(
     py::dict heads, const std::vector<std::string>& names, const std::vector<double>& numbers) {
-  return {new Plan(std::move(heads), names, numbers), [](Plan* last) {
+  return {new Plan(std::move(heads), names, numbers), [](Plan* plan) {
             const py::gil_scoped_acquire gil;
-            delete last;
+            delete plan;
           }};
 }
 

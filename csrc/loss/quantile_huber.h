@@ -10,7 +10,7 @@
 
 namespace gradscale {
 
-// The weights of one quantile for targets above and below it. Neither is 1 - the other, whose digits would cancel.
+// The weights of one quantile for targets above and below it. Computing one as 1 minus the other would lose digits.
 template <class A>
 struct QuantileWeights {
   A above, below;
@@ -18,14 +18,14 @@ struct QuantileWeights {
 
 template <class A>
 struct QuantileHuber {
-  static constexpr int64_t kPartialSum = 32; // pairs that are summed before they are added to the others of a quantile
+  static constexpr int64_t kPartialSum = 32; // pairs per partial sum of a quantile
   double count;                              // of quantiles
-  double of_pair;                            // what a pair's loss is multiplied by
+  double pair_factor;                        // the factor of a pair's loss
   A kappa, inverse_kappa;
 
   GRADSCALE_HOST_DEVICE QuantileHuber(const Head& head, const Segment& s)
       : count(static_cast<double>(s.width)),
-        of_pair(1 / static_cast<double>(s.target_width) / (head.sum_over_quantiles ? 1 : count)),
+        pair_factor(1 / static_cast<double>(s.target_width) / (head.sum_over_quantiles ? 1 : count)),
         kappa(finite(head.kappa)),
         inverse_kappa(finite(1 / head.kappa)) {
   }
@@ -44,10 +44,10 @@ struct QuantileHuber {
     loss += std::abs(weighted) * (size - A(0.5) * limited);
   }
   GRADSCALE_HOST_DEVICE double finish(double sum) const {
-    return sum * of_pair;
+    return sum * pair_factor;
   }
-  GRADSCALE_HOST_DEVICE A factor(double coefficient) const { // of slopes
-    return static_cast<A>(-coefficient * of_pair);
+  GRADSCALE_HOST_DEVICE A factor(double coefficient) const { // the gradient divided by the slope
+    return static_cast<A>(-coefficient * pair_factor);
   }
 
  private:

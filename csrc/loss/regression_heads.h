@@ -1,6 +1,6 @@
 // The heads that compare a row with its target as numbers or vectors, or with nothing, written once for CPU and GPU.
-// The drivers, regression_rows.h for a CPU and regression_rows.cuh for a GPU, read and write elements and know no head.
-// A head has
+// The drivers, regression_rows.h for a CPU and regression_rows.cuh for a GPU, read and write elements and are the same
+// for all heads. A head has
 //
 // - terms(x, t): the numbers that an element adds to the sums of its row;
 // - finish(sums, coefficient): the loss of the row;
@@ -22,9 +22,9 @@ template <class A>
 struct MeanOverElements {
   using Sum = A;
   static constexpr int kSums = 1;
-  static constexpr bool kTransformsTarget = false; // terms and gradient take transformed targets
-  static constexpr bool kScales = false;           // scale(largest |x|, largest |t|) comes before terms
-  static constexpr bool kGradientWaits = false;    // gradient needs what finish leaves
+  static constexpr bool kTransformsTarget = false; // terms() and gradient() get transformed targets
+  static constexpr bool kScales = false;           // scale(largest |x|, largest |t|) is called first
+  static constexpr bool kGradientWaits = false;    // gradient() uses members that finish() sets
   double width;
   const Head* head;
 
@@ -78,13 +78,13 @@ struct Huber : MeanOverElements<A> {
 template <class A>
 struct BinaryCrossEntropy : MeanOverElements<A> {
   GRADSCALE_HOST_DEVICE Sums<A> terms(A x, A t) const {
-    const A tail = log1p_unit(exp_nonpositive(-std::abs(x))); // of the softplus on the far side of 0
+    const A tail = log1p_unit(exp_nonpositive(-std::abs(x))); // softplus(x) = max(x, 0) + tail
     const A positive = (x > A(0) ? x : A(0)) + tail;
     const A negative = (x < A(0) ? -x : A(0)) + tail;
     return {{product(t, negative) + product(A(1) - t, positive)}};
   }
   GRADSCALE_HOST_DEVICE A gradient(A x, A t) const {
-    const A small = exp_nonpositive(-std::abs(x)); // computed once for both by the compiler
+    const A small = exp_nonpositive(-std::abs(x)); // the compiler shares it with terms()
     return (x < A(0) ? small : A(1)) / (A(1) + small) - t;
   }
 };
@@ -100,8 +100,9 @@ struct PerStepLoss : MeanOverElements<A> {
   }
 };
 
-// -x.t / (max(|x|, eps) max(|t|, eps)); gradient of_x x_j + of_t t_j. The sums are x.x, t.t and x.t, of x and t divided
-// by their units: squares of doubles must neither overflow nor underflow, and squares of floats do not in double.
+// -x.t / (max(|x|, eps) max(|t|, eps)); gradient of_x x_j + of_t t_j. The sums are x.x, t.t and x.t. Doubles are first
+// divided by their units, the largest magnitudes, because their squares may overflow or underflow. Floats are not, as
+// their squares are in the range of double.
 template <class A>
 struct NegativeCosine : MeanOverElements<A> {
   using Sum = double;

@@ -11,9 +11,9 @@ namespace gradscale {
 // The output of a row next to its loss: the decoded value, for a head with a support, or the entropy.
 enum class Detail : int32_t { none, expected, entropy };
 
-// The kinds of heads, each with its detail and with the forms that its rows may have: dimensions of a prediction and of
-// its target (-1: none) after the batch, true if the target is an int64 class, and true if the sizes of the target may
-// differ from the prediction's (false if left out).
+// The kinds of heads: name, detail, and the forms that rows may have. A form is the number of dimensions after the
+// batch, of a prediction and of its target (-1: no target), true if the target is an int64 class, and true if the sizes
+// of the target may differ from the prediction's (false if left out).
 // clang-format off
 #define GRADSCALE_KINDS(kind)                                        \
   kind(two_hot, expected, {1, 0, false})                             \
@@ -42,8 +42,8 @@ inline bool has_largest_logit(Kind kind) {
   return has_logits(kind) || kind == Kind::categorical_kl;
 }
 
-// The numbers of heads, by the names of `numbers()` in gradscale_ext/heads.py; the numbers of a support are stored next
-// to them.
+// The numbers that describe a head, named as in `numbers()` of gradscale_ext/heads.py. The numbers of its support are
+// stored next to them.
 // clang-format off
 #define GRADSCALE_NUMBERS_OF_HEADS(number)  \
   number(Detail, detail)                    \
@@ -64,7 +64,7 @@ inline bool has_largest_logit(Kind kind) {
 // One head as the user describes it: a dataclass of gradscale_ext/heads.py.
 struct Head {
   Kind kind;
-  Support support; // a head without one may have its numbers too, such as `transform` and `eps`
+  Support support; // heads without a support may use its `transform` and `eps`
 #define GRADSCALE_MEMBER(type, name) type name;
   GRADSCALE_NUMBERS_OF_HEADS(GRADSCALE_MEMBER)
 #undef GRADSCALE_MEMBER
@@ -76,7 +76,7 @@ struct Head {
 
 // Results of a row that are reduced to outputs of its head.
 struct RowMetrics {
-  double gradient_square; // the sum of the squares of its gradient, before that is rounded
+  double gradient_square; // the sum of the squares of its gradient before rounding
   double largest_logit;   // the largest magnitude of its finite logits
 };
 
@@ -126,16 +126,16 @@ struct RowFactor {
   double coefficient; // of the gradient
 };
 
-// The weights of a head's rows. Weights of steps are numbers of the segment, tensors, or neither.
+// The weights of a head's rows. Step weights are numbers in the segment, tensors here, or absent.
 struct Coefficients {
-  double factor;             // the weight of the head itself, divided by the number that the reduction divides by
-  double* divisor = nullptr; // on a device: what `factor` is divided by, if only the device knows it
+  double factor;             // the weight in the head, divided by the reduction's divisor
+  double* divisor = nullptr; // on a device: divides `factor`, if only the device has the divisor
   StepWeight step_weights;
   StepWeight step_gradient_scale;
   StepWeight importance_weights; // step_stride 0
   StepMask mask;
-  double head_weight_number = 1; // of the call's head_weights
-  Slab head_weight_tensor;       // the same, if only the device knows it
+  double head_weight_number = 1; // from the call's head_weights
+  Slab head_weight_tensor;       // the same, if only the device has it
   Slab share; // the head's share of the loss before its head weight, a scalar or one per sample; no data: not wanted
 
   GRADSCALE_HOST_DEVICE double share_factor() const {
@@ -163,7 +163,7 @@ struct Coefficients {
   }
 };
 
-// One pass over the rows of a call, which the CPU runs, or a device on its own copy: plain numbers and pointers.
+// One pass over the rows of a call: plain numbers and pointers. The CPU reads it directly, a device reads a copy.
 struct Pass {
   const Head* heads;                // on the host, like the next two lists
   const Coefficients* coefficients; // by head
@@ -172,7 +172,7 @@ struct Pass {
   int64_t num_segments;
   int64_t batch;
   int64_t steps;        // T
-  bool each_sample;     // one loss a sample, instead of their sum
+  bool each_sample;     // one loss per sample, instead of their sum
   bool skips_nonfinite; // a sample whose loss is not finite adds nothing
   Slab loss;
   Slab per_sample;
@@ -193,14 +193,14 @@ struct Pass {
   }
 };
 
-// Computes loss, decoded prediction and gradient of rows begin..end of a segment. `scratch` holds
+// Computes loss, detail, metrics and gradient of rows begin..end of a segment. `scratch` holds
 // scratch_elements(width) doubles.
 using RunRows = void (*)(const Segment&, const Coefficients&, int64_t begin, int64_t end, double* scratch);
 extern const CpuKernel<RunRows> run_rows_kernel;
 
 // ---- On a device ----------------------------------------------------------------------------------------------------
 
-// Computes losses and, where segments have a place for them, gradients. `workspace`: bytes_for_loss() bytes of the
+// Computes losses and, where segments have memory for them, gradients. `workspace`: bytes_for_loss() bytes of the
 // device, at a multiple of 8.
 void launch_loss(const Pass& pass, void* workspace, void* stream);
 // Computes only the gradients, multiplied by grad_output.

@@ -43,7 +43,7 @@ struct FlagOperand {
   bool constant;
 };
 
-// float or double, as the call computes; not wanted if `data` is null.
+// An output in the type that the call computes in, float or double; not computed if `data` is null.
 struct ReturnsOutput {
   void* data;
   int64_t strides[2];
@@ -57,8 +57,8 @@ struct ReturnsCall {
   int64_t rows;
   int64_t steps;
   int64_t n;
-  Operand rewards; // of an adjoint: the gradient of the first result
-  Operand values;  // of an adjoint: the gradient of the second result
+  Operand rewards; // in an adjoint: the gradient of the first result
+  Operand values;  // in an adjoint: the gradient of the second result
   Operand next_values;
   Operand discount;
   Operand lambda;
@@ -66,10 +66,10 @@ struct ReturnsCall {
   FlagOperand terminated;
   FlagOperand truncated;
   FlagOperand mask;
-  double limits[3];                // of V-trace: rho, c, and the advantage's; of Retrace: c
-  ReturnsOutput outputs[kOutputs]; // of an adjoint: of rewards, values and next values
-  void* workspace;                 // of a device: bytes_for_returns() bytes
-  uint64_t launch;                 // of a device: a number that no other launch has
+  double limits[3];                // V-trace: clip_rho, clip_c, clip_pg_rho; Retrace: clip_c
+  ReturnsOutput outputs[kOutputs]; // in an adjoint: the gradients of rewards, values and next values
+  void* workspace;                 // on a device: bytes_for_returns() bytes
+  uint64_t launch;                 // on a device: a number that identifies the launch
 };
 
 // Windows of games, one per row.
@@ -83,7 +83,7 @@ struct MuZeroCall {
   Operand rewards;
   Operand root_values;
   Operand discount;
-  Operand root_reward;    // by row; no constant: a null pointer means that there is none
+  Operand root_reward;    // by row; null data: there is none, and `constant` is not used
   const int64_t* lengths; // null: L
   int64_t lengths_stride;
   FlagOperand terminated; // by row
@@ -91,7 +91,7 @@ struct MuZeroCall {
   int64_t to_play_strides[2];
   void* values; // float or double
   int64_t values_strides[2];
-  void* targets; // of the rewards
+  void* targets; // the targets of rewards, float or double
   int64_t targets_strides[2];
   bool* mask;
   bool* policy_mask;
@@ -114,7 +114,7 @@ extern const CpuKernel<MuZeroRows> muzero_kernel;
 // The bytes of ReturnsCall::workspace, on the current device.
 int64_t bytes_for_returns(const ReturnsCall& call);
 
-// `across`: rows are neighbours in memory.
+// `across`: lanes run across rows, which are adjacent in memory, instead of along the steps of a row.
 void launch_returns(const ReturnsCall& call, bool across, void* stream);
 void launch_muzero(const MuZeroCall& call, void* stream);
 

@@ -1,11 +1,12 @@
-// The kernels that decode rows of logits to scalars, or compute the gradient of that: rows of logits without a target.
+// The kernels that decode rows of logits to scalars, or compute the gradient of decoding. Rows have no targets.
 //
-// decode_by_lanes    float and half types, supports that are not raw, of a width that is known at compile time: rows of
-//                    lane_rows.cuh
-// decode_by_groups   all others: rows of block_rows.cuh
+// decode_by_lanes        float and half types, supports that are not raw, widths that are known at compile time:
+//                        rows of lane_rows.cuh
+// decode_by_groups       all other supports that are not raw: rows of rows.cuh
+// decode_raw_by_groups   raw supports: rows of rows.cuh
 //
-// Bytes: logits are read once (by groups: once from memory, and once or twice more from the cache), and a gradient is
-// written once.
+// Bytes: logits are read once (by groups: once from memory, then from the cache: twice to decode, five times for a
+// gradient), and a gradient is written once.
 #pragma once
 
 #include "../cuda/lane_rows.cuh"
@@ -15,12 +16,12 @@
 
 namespace gradscale {
 
-// inverse_transform_slope() in few instructions, a few units of the last place off.
+// inverse_transform_slope() in few instructions, accurate to a few units in the last place.
 GRADSCALE_DEVICE float approximate_slope(Transform transform, float y, float eps) {
   if (transform != Transform::signed_hyperbolic || eps > 1) {
     return inverse_transform_slope(transform, y, eps);
   }
-  const float square = 0.25f + eps * (std::abs(y) + (1 + eps)); // of half the derivative of y by v
+  const float square = 0.25f + eps * (std::abs(y) + (1 + eps)); // (dy/dv / 2)^2
   const float reciprocal = approximate_reciprocal_root(square);
   const float v = std::abs(y) * approximate_reciprocal(square * reciprocal + (0.5f + eps)) + 1; // x = v^2 - 1
   return v * reciprocal;
@@ -49,8 +50,8 @@ class DecodeFormula : public Shape, public BinSums {
     return true;
   }
 
-  // For a narrow softmax, j - E cancels if both are large. So the moment is computed again, relative to the integer bin
-  // closest to E: the gradient of a softmax that is 1 at one bin is exactly 0.
+  // For a narrow softmax, j - E cancels if both are large. So the moment is computed again, relative to the integer
+  // closest to E, whose distances are exact: the gradient of a softmax that is 1 at one bin is exactly 0.
   GRADSCALE_DEVICE void gradient(
       const float (&sums)[kSums], const Units& units, Values& e, const Values&, const Values&) const {
     const float inverse_sum = approximate_reciprocal(sums[kSum]);
@@ -138,7 +139,7 @@ GRADSCALE_DEVICE A weighted_sum(const LogitsRow<T>& row, A maximum, Weight weigh
 // The index of the first of the largest logits.
 template <class T, class A>
 GRADSCALE_DEVICE int32_t peak_of(const LogitsRow<T>& row, A maximum) {
-  double peak = row.width; // as a type that groups reduce
+  double peak = row.width; // double: Group reduces floating-point types
   row.each_window([&](const A* x, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
@@ -148,9 +149,9 @@ GRADSCALE_DEVICE int32_t peak_of(const LogitsRow<T>& row, A maximum) {
   return static_cast<int32_t>(-row.group.maximum(-peak));
 }
 
-// Decodes one row, by its group; or writes the gradient c p_j (c_j - E) for centres c_j, in bins if none are raw.
-// There, centres and E are relative to the centre of the peak, so that the gradient of a softmax that is 1 at the peak
-// is exactly 0.
+// Decodes one row with its group of threads, or writes its gradient f p_j (c_j - E) with centres c_j: raw centres, or
+// bin numbers if `raw_centers` is null. In the gradient, c_j and E are relative to the centre of the peak, so that the
+// gradient of a softmax that is 1 at the peak is exactly 0.
 template <class T, class A>
 GRADSCALE_DEVICE void decode_row(const DecodeArguments& arguments, const A* raw_centers, const RowOfThread& own) {
   const Decoding& d = arguments.decoding;
@@ -168,7 +169,7 @@ GRADSCALE_DEVICE void decode_row(const DecodeArguments& arguments, const A* raw_
     }
     return;
   }
-  const int32_t peak = peak_of(row, maximum), origin = peak < last ? peak : last; // none in a row of NaN
+  const int32_t peak = peak_of(row, maximum), origin = peak < last ? peak : last; // a row of NaN has no peak
   const auto from_origin = [&](int32_t j) {
     const int32_t inside = j < 0 ? 0 : (j < last ? j : last);
     return raw ? raw_centers[inside] - raw_centers[origin] : static_cast<A>(inside - origin);
@@ -204,7 +205,7 @@ decode_by_groups(GRADSCALE_ARGUMENT(DecodeArguments) arguments) {
   decode_block<T, A>(arguments, nullptr);
 }
 
-// The table has the raw centres, in the type of sums, and nothing else.
+// The table holds only the raw centres, in the type of sums.
 template <class T>
 GRADSCALE_KERNEL(kThreads, 2)
 decode_raw_by_groups(GRADSCALE_ARGUMENT(RawDecodeArguments) arguments) {

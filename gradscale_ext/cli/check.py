@@ -21,14 +21,14 @@ from . import report
 
 STEPS = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-#: Largest difference from the reference in double precision that counts as right, over the largest number.
+#: Largest accepted difference from the reference in double precision, relative to the largest number.
 LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 Tensors = list[torch.Tensor]
 
 
 class Case(NamedTuple):
-    """Something to compute in two ways: `ours(tensors)` and `by_reference(tensors)` give tensors to compare."""
+    """Something to compute in two ways: `ours(tensors)` and `by_reference(tensors)` return tensors to compare."""
 
     name: str
     tensors: Tensors
@@ -175,7 +175,7 @@ def _heads(batch: int) -> Iterator[Case]:
 
 
 def _difference(found: Tensors, truth: Tensors) -> float:
-    """Largest difference, over the largest number of the same tensor where that is above 1."""
+    """Largest difference, divided by the largest magnitude in the same tensor if that is above 1."""
     return max(
         float((mine.detach().cpu().double() - true).abs().max() / max(1.0, float(true.abs().max())))
         for mine, true in zip(found, (tensor.detach().cpu().double() for tensor in truth), strict=True)
@@ -194,10 +194,10 @@ def _microseconds(function: Callable[[Tensors], Tensors], tensors: Tensors) -> f
 
 
 def check(device: str, dtype: torch.dtype, batch: int) -> Iterator[dict[str, Any]]:
-    """A row for each operator and head: what it differs by, and what it takes."""
+    """A row for each operator and head: its difference from the reference, and its time."""
     runs = "kernel" if torch.device(device).type in DEVICE_TYPES else "PyTorch"
     for case in (*_operators(batch), *_heads(batch)):
-        rounded = [tensor.to(dtype) for tensor in case.tensors]  # the truth is of the same rounded numbers
+        rounded = [tensor.to(dtype) for tensor in case.tensors]  # the reference gets the same rounded numbers
         tensors = [tensor.to(device) for tensor in rounded]
         row: dict[str, Any] = {"device": device, "what": case.name, "runs": runs}
         try:
@@ -212,10 +212,10 @@ def check(device: str, dtype: torch.dtype, batch: int) -> Iterator[dict[str, Any
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare every operator and head with the reference in double precision; the status is 1 where one differs."""
+    """Compare every operator and head with the reference in double precision; the exit status is 1 if one fails."""
     parser = argparse.ArgumentParser(prog="python -m gradscale_ext check", description=main.__doc__)
     parser.add_argument("--device", nargs="+", metavar="cuda:0", help="devices; default: all")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the numbers (float32)")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="dtype of the tensors (float32)")
     parser.add_argument("--batch", type=int, default=64, help="samples (64)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     options = parser.parse_args(arguments)
@@ -237,6 +237,6 @@ def main(arguments: Sequence[str]) -> int:
     ]
     print(table(["device", "what", "runs", "difference", "", "us", "us of reference"], cells))
     print(f"\n{len(rows) - len(wrong)} of {len(rows)} within {LIMITS[dtype]:g} of the reference in double precision.")
-    print(f"Kernels take plain tensors on {' and '.join(DEVICE_TYPES)}. CUDA kernels: {report.kernels_in_words()}.")
-    print("By the reference: second derivatives, torch.func, forward mode, subclasses of tensors, other devices.")
+    print(f"Kernels accept plain tensors on {' and '.join(DEVICE_TYPES)}. CUDA kernels: {report.kernels_in_words()}.")
+    print("The reference computes second derivatives, torch.func, forward mode, tensor subclasses, and other devices.")
     return bool(wrong)

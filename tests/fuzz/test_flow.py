@@ -51,13 +51,13 @@ ROUNDED = 4.0
 SECOND = 64.0
 """The same for a second derivative, whose sums over a group are computed in the dtype itself."""
 SUMMED = 2.0**-52
-"""Error of norms, sums in float64 whose additions are rounded."""
+"""Error of a norm per element: norms are sums in float64, and each addition is rounded."""
 POWERS = 512 * 2.0**-52
-"""Error of powers in float64, whose exponents are up to 2,000 times as large as 1."""
+"""Relative error of powers x^p in float64, whose exponents p log2(x) are up to about 2,000."""
 UNDERFLOW = 2.0**-20
 """Share of the smallest normal number: smaller numbers lose digits, also between two steps."""
 CHAINED = 3 * ROUNDED
-"""The same for two operators: the rounding of the first changes the norm of the second."""
+"""`ROUNDED` for two operators in a row: the rounding of the first changes the norm of the second."""
 MARGIN = 1e-3
 """A norm within this relative distance of its limit may be treated as above or below it."""
 
@@ -82,9 +82,9 @@ class Argument:
     values: tuple[float, ...] = (0.5,)
     """Values to draw elements from; limits and bounds are in units of the gradient's size."""
     dropped: int | None = None
-    """Number of leading dimensions that the tensor does without; None for a number."""
+    """Number of leading dimensions that the tensor lacks; None for a number."""
     ones: int = 0
-    """A bit for each dimension that is 1 instead."""
+    """Bit i is set if dimension i has size 1."""
     dtype: torch.dtype = torch.float64
     layout: str = "contiguous"
 
@@ -155,7 +155,7 @@ class Operator:
         return formulas.scaled(g, values[0] if self.name == "scale_gradient" else -values[0])
 
     def blur(self, g: Tensor) -> Array | float:
-        """Relative error: the moduli of complex numbers next to 0 are rounded to multiples of the smallest number."""
+        """Relative error of norms: the moduli of complex numbers close to 0 are multiples of the smallest number."""
         if self.name not in NORMS or not g.is_complex() or not g.numel():
             return 0.0
         dims = min(self.batch_dims, g.dim())
@@ -218,7 +218,7 @@ class Case(Described):
 
     @property
     def unit(self) -> float:
-        """The size of limits: the magnitude of the gradient's elements."""
+        """The unit of limits and bounds: the magnitude of the gradient's elements."""
         info = torch.finfo(self.dtype)
         return {"tiny": info.smallest_normal, "huge": info.max / 16}.get(self.gradient.palette, 1.0)
 
@@ -230,7 +230,7 @@ class Case(Described):
 
 
 class _Arrive(torch.autograd.Function):
-    """A function whose gradient is the result of `make`: it has no other owner, if `make` keeps nothing."""
+    """A function whose gradient is the result of `make`. Nothing else refers to it, unless `make` keeps it."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -337,7 +337,7 @@ def _backward(trial: Trial) -> None:
     assert trial.x.grad is not None
     trial.check(trial.x.grad)
     if trial.x.grad.numel() and trial.case.x_layout not in REPEATING:
-        trial.x.grad.fill_(-3.0)  # it has no other owner: `check_case` checks the other cases
+        trial.x.grad.fill_(-3.0)  # the user owns it: `Watched` finds memory shared with an input
 
 
 @context
@@ -492,7 +492,7 @@ def _checkpoint(trial: Trial) -> None:
 
 @context
 def _reference(trial: Trial) -> None:
-    """The operator of the reference, the truth of other tests; of x that is not NaN."""
+    """The operator of `gs.reference`, with which other tests compare; x is finite here."""
     case, operator = trial.case, trial.case.operator
     x = Numbers(case.x_layout, "ordinary", case.seed).tensor(case.shape, case.dtype).requires_grad_()
     y = getattr(gs.reference, operator.name)(x, *trial.inputs, **operator.options(x.dim()))
@@ -541,7 +541,7 @@ def test_operators(case: Case) -> None:
     watched.check(case.context)
 
 
-# ---- Gradients as real operations hand them on ----------------------------------------------------------------------
+# ---- Gradients that PyTorch's operations pass to an operator --------------------------------------------------------
 
 
 def _lstm(y: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ FAULTS = {
     "gradients that replace logits too early": (
         "rows of a warp",
         "cuda/lane_rows.cuh",
-        "      __syncwarp(); // several lanes have read the last row, whose gradient replaces it\n",
+        "      __syncwarp(); // all lanes have read these rows before gradients replace them\n",
         "",
         IN_SHARED,
     ),

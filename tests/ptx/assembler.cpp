@@ -11,7 +11,8 @@ bool is_digit(char c) {
   return c >= '0' && c <= '9';
 }
 
-string_view word_of(string_view& text) { // up to white space, and takes it off
+// Removes the first word, which ends at white space, from the text, and returns it.
+string_view take_word(string_view& text) {
   const size_t end = std::min(text.find_first_of(" \t\r\n"), text.size());
   const string_view word = text.substr(0, end);
   text = trimmed(text.substr(end));
@@ -128,18 +129,18 @@ u64 number_from(string_view text) {
 
 void Names::leave() {
   if (scopes_.size() < 2) {
-    fail("a bracket closes that was never opened");
+    fail("a closing bracket without an opening one");
   }
   scopes_.pop_back();
 }
 
 void Names::declare(string_view text) {
-  word_of(text);
-  const Type type = type_of(word_of(text).substr(1));
+  take_word(text);
+  const Type type = type_of(take_word(text).substr(1));
   u32& next = type == Type::pred ? code_.num_predicates : code_.num_registers;
   for (const string_view name : split(text, ',')) {
     const size_t bracket = name.find('<');
-    u32 count = 0; // a name of its own
+    u32 count = 0; // 0: one register, not a numbered group
     if (bracket != string_view::npos) {
       count = static_cast<u32>(number_from(trimmed(name.substr(bracket + 1, name.find('>') - bracket - 1))));
     }
@@ -162,9 +163,9 @@ bool Names::find(string_view name, Register& found) const {
   const string_view prefix = name.substr(0, digits);
   for (size_t k = scopes_.size(); k-- > 0;) {
     for (const Group& group : scopes_[k]) {
-      const bool is = group.count == 0 ? group.prefix == name
-                                       : digits < name.size() && group.prefix == prefix && number < group.count;
-      if (is) {
+      const bool matches = group.count == 0 ? group.prefix == name
+                                            : digits < name.size() && group.prefix == prefix && number < group.count;
+      if (matches) {
         found = {group.first + (group.count == 0 ? 0 : number), group.type};
         return true;
       }
@@ -182,7 +183,7 @@ const Symbol* Names::symbol(string_view name) const {
   return of_module == module_.symbols.end() ? nullptr : &of_module->second;
 }
 
-// ---- The name's parts -----------------------------------------------------------------------------------------------
+// ---- Parts of an instruction's name ---------------------------------------------------------------------------------
 
 void Assembler::unknown(const string& what) const {
   fail("kernel " + kernel_.readable + ": " + what + ", in `" + string(i.text) + "`");
@@ -199,7 +200,7 @@ bool Assembler::has(string_view word) {
 
 void Assembler::need(size_t operands) const {
   if (o.size() != operands) {
-    unknown("not " + std::to_string(operands) + " operands");
+    unknown("expected " + std::to_string(operands) + " operands, but there are " + std::to_string(o.size()));
   }
 }
 
@@ -257,7 +258,7 @@ Space Assembler::space() {
       continue;
     }
     if (word->find("cluster") != string_view::npos || word->find("func") != string_view::npos) {
-      unknown("the space is not known");
+      unknown("the state space is not known");
     }
     words.erase(word);
     return found->second;
@@ -326,7 +327,7 @@ u32 Assembler::source(const Operand& operand) {
     return constant(operand.bits);
   }
   if (operand.kind != Operand::name || operand.negated) {
-    unknown("an operand that is no number");
+    unknown("an operand that is not a number");
   }
   if (Register found; names_.find(operand.text, found)) {
     if (found.type == Type::pred) {
@@ -352,7 +353,7 @@ u32 Assembler::source(const Operand& operand) {
 
 u32 Assembler::address(const Operand& operand) {
   if (operand.kind != Operand::address || operand.text.empty()) {
-    unknown("no address");
+    unknown("the operand is not an address");
   }
   i.offset = operand.offset;
   Operand base;
@@ -397,7 +398,7 @@ void Assembler::read_guard(string_view& text) {
     return;
   }
   text.remove_prefix(1);
-  const Operand guard = operand_from(word_of(text));
+  const Operand guard = operand_from(take_word(text));
   i.guard = static_cast<int>(predicate(guard));
   i.guard_not = guard.negated;
 }
@@ -408,7 +409,7 @@ void Assembler::read(string_view text) {
   i.used = static_cast<u32>(code_.used.size());
   o.clear();
   read_guard(text);
-  words = parts_of_name(word_of(text));
+  words = parts_of_name(take_word(text));
   op = words[0];
   words.erase(words.begin());
   if (!text.empty()) {

@@ -10,12 +10,12 @@ enum Comparison { eq, ne, lt, le, gt, ge, equ, neu, ltu, leu, gtu, geu, num, nan
 
 template <class T>
 bool compared(int how, T a, T b) {
-  const bool no = unordered(a) || unordered(b);
+  const bool is_nan = unordered(a) || unordered(b);
   switch (how) {
     case eq:
       return a == b;
     case ne:
-      return !no && a != b;
+      return !is_nan && a != b;
     case lt:
       return a < b;
     case le:
@@ -25,27 +25,27 @@ bool compared(int how, T a, T b) {
     case ge:
       return a >= b;
     case equ:
-      return no || a == b;
+      return is_nan || a == b;
     case neu:
       return a != b;
     case ltu:
-      return no || a < b;
+      return is_nan || a < b;
     case leu:
-      return no || a <= b;
+      return is_nan || a <= b;
     case gtu:
-      return no || a > b;
+      return is_nan || a > b;
     case geu:
-      return no || a >= b;
+      return is_nan || a >= b;
     case num:
-      return !no;
+      return !is_nan;
     default:
-      return no;
+      return is_nan;
   }
 }
 
 enum Join { alone, with_and, with_or, with_xor };
 
-struct SetPredicate { // variant: comparison; mode: what joins it to a third predicate
+struct SetPredicate { // variant: the comparison; mode: how its result is joined with a third predicate
   template <class T>
   static void run(Warp& w, const Instruction& i, u32 m) {
     const u64 *const a = w.lanes(i.s[0]), *const b = w.lanes(i.s[1]);
@@ -70,7 +70,7 @@ Run comparison_of(Type type) {
   return run || type == Type::f16x2 || type == Type::bf16x2 ? run : for_all_floats<SetPredicate>(type);
 }
 
-// set.CmpOp.dtype.stype: p[0] is a predicate of its own.
+// set.CmpOp.dtype.stype: p[0] is a scratch predicate.
 void set_number(Warp& w, const Instruction& i, u32 m) {
   comparison_of(i.from)(w, i, m);
   each(m, [&](int l) {
