@@ -136,6 +136,10 @@ class Tile {
 // access together starts at a multiple of 32 bytes, a sector of memory; if it is less than a sector, rows pass through
 // a tile in shared memory.
 
+constexpr int log2_of(int power) {
+  return power == 1 ? 0 : 1 + log2_of(power / 2);
+}
+
 template <class T, int width, int lanes_per_row, int unit>
 struct LaneUnits {
   static constexpr int kElementsPerSector = 32 / static_cast<int>(sizeof(T));
@@ -147,6 +151,7 @@ struct LaneUnits {
   static constexpr int kElements = kUnits * unit;
   static constexpr int kMiddle = kUnits / 2;
   using Values = float[kElements];
+  using Mask = std::conditional_t<(kElements >= 32), uint64_t, uint32_t>; // a bit for each element
   template <class U>
   using Words = Packed<U, unit>[kUnits];
 
@@ -167,6 +172,21 @@ struct LaneUnits {
       return static_cast<uint32_t>(first + kStep * c) < static_cast<uint32_t>(width);
     }
     return kTiled || c > 0 || first >= 0;
+  }
+
+  // A bit for each of this lane's elements that are among `count` elements of the row from `begin` on.
+  GRADSCALE_DEVICE Mask mask(int32_t begin, int32_t count) const {
+    using Few = std::conditional_t<lanes_per_row == 1, Mask, uint32_t>; // holds the bits of a row's bins with mass
+    const int32_t low = elements_before(begin);
+    return static_cast<Mask>((Few(1) << (elements_before(begin + count) - low)) - 1) << low;
+  }
+  GRADSCALE_DEVICE int32_t elements_before(int32_t index) const {
+    int32_t count = 0;
+#pragma unroll
+    for (int k = 0; k < unit; ++k) {
+      count += (index - first + kStep - 1 - k) >> log2_of(kStep);
+    }
+    return count;
   }
 
   // The index of element n of this lane is first + index(n). Its distance from the middle of the row, in elements, is
@@ -221,20 +241,26 @@ struct LaneUnits {
 
 // ---- Rows of a warp -------------------------------------------------------------------------------------------------
 
-// Rows first .. first + count of a warp.
+// Rows first .. first + count of a warp, which computes 32 / lanes_per_row of them side by side, in turns. Lane l of the
+// lanes that own a row holds the numbers of the row of turn l.
 struct RowsOfWarp {
   int64_t first;
   int count; // up to 32; 0 or less: the warp has no rows
   int lane;
+  int row; // whose numbers this lane holds; may be `count` or more
 
-  GRADSCALE_DEVICE RowsOfWarp(int64_t block, int32_t rows_per_warp, int64_t rows)
+  GRADSCALE_DEVICE RowsOfWarp(int64_t block, int32_t rows_per_warp, int64_t rows, int lanes_per_row)
       : first((block * (kRowThreads / 32) + static_cast<int>(threadIdx.x) / 32) * rows_per_warp),
         count(uniform(static_cast<int32_t>(rows - first < rows_per_warp ? rows - first : rows_per_warp))),
-        lane(static_cast<int>(threadIdx.x) % 32) {
+        lane(static_cast<int>(threadIdx.x) % 32),
+        row(lane % lanes_per_row * (32 / lanes_per_row) + lane / lanes_per_row) {
   }
-  // The row of this lane; lanes without a row repeat the last one.
+  GRADSCALE_DEVICE bool has_row() const {
+    return row < count;
+  }
+  // The index of this lane's row in the batch; lanes without a row repeat the last one.
   GRADSCALE_DEVICE int64_t own() const {
-    return first + (lane < count ? lane : count - 1);
+    return first + (has_row() ? row : count - 1);
   }
   template <class T>
   GRADSCALE_DEVICE RowsInMemory<T> at(T* data, int64_t stride) const {
@@ -242,11 +268,20 @@ struct RowsOfWarp {
   }
 };
 
-// A number of row `row` of a warp, which lane `row` holds.
+// A number of this lane's row, which lane `holder` holds.
 template <int lanes_per_row, class T>
-GRADSCALE_DEVICE T of_row(T own, int row) {
-  return lanes_per_row == 1 ? own : __shfl_sync(kWholeWarp, own, row);
+GRADSCALE_DEVICE T held_by(int holder, T own) {
+  return lanes_per_row == 1 ? own : __shfl_sync(kWholeWarp, own, holder);
 }
+
+// What a row is reduced to, in the lane that holds its numbers.
+template <int count>
+struct RowResults {
+  float maximum = 0;
+  float sums[count] = {};
+  float square = 0;        // of the gradient
+  float largest_logit = 0; // the largest magnitude of finite logits, of all rows of the warp that count
+};
 
 template <class T, class Default>
 using NotVoid = std::conditional_t<std::is_same_v<T, void>, Default, T>;
@@ -307,27 +342,31 @@ class LaneRows {
       }
       __syncwarp();
     }
-    load(0);
+    row_ = warp.lane / kLanes;
+    const int existing = exists() ? row_ : warp.count - 1;
+    from_ = logits_.row(existing);
+    targets_from_ = targets_.row(existing);
+    gradient_ = to_.row(existing);
+    load();
     if constexpr (Units::kTiled) {
       __syncwarp(); // several lanes have read the last row, whose gradient replaces it
     }
   }
 
   GRADSCALE_DEVICE void run(Formula& formula) {
-    float maximum = 0;
-    float sums[kSums] = {};
-    float largest_logit = 0;
+    RowResults<kSums> results;
     if constexpr (kLanes == 1) {
-      compute(formula, 0, maximum, largest_logit, sums);
+      compute(formula, 0, results);
     } else {
 #pragma unroll 1
-      for (int begin = 0; begin < warp_.count; begin += kSideBySide) {
-        compute(formula, begin, maximum, largest_logit, sums);
+      for (int turn = 0; turn * kSideBySide < warp_.count; ++turn) {
+        compute(formula, turn, results);
       }
     }
     __syncwarp(); // finish() may replace what other lanes have stored
     if constexpr (Formula::kFinishes) {
-      formula.finish(maximum, largest_logit, sums, to_);
+      results.largest_logit = maximum_of_lanes<32>(results.largest_logit);
+      formula.finish(results, to_);
     }
     if constexpr (Units::kTiled && kWantsGradient) {
       __syncwarp();
@@ -336,30 +375,43 @@ class LaneRows {
   }
 
  private:
-  // Loads this lane's part of the rows from `begin` on, side by side. Lanes after the last row repeat it.
-  GRADSCALE_DEVICE void load(int begin) {
-    const int wanted = begin + warp_.lane / kLanes;
-    row_ = wanted < warp_.count ? wanted : warp_.count - 1;
-    units_ = Units::of_row(logits_.row(row_), warp_.lane);
-    units_.load(logits_.row(row_), -INFINITY, x_);
+  // False if this lane repeats another row, because there are fewer rows than lanes for them.
+  GRADSCALE_DEVICE bool exists() const {
+    return kLanes == 32 || row_ < warp_.count;
+  }
+
+  GRADSCALE_DEVICE void load() {
+    units_ = Units::of_row(from_, warp_.lane);
+    units_.load(from_, -INFINITY, x_);
     if constexpr (kHasTargets) {
-      units_.load(targets_.row(row_), 0, t_);
+      units_.load(targets_from_, 0, t_);
     }
   }
 
-  // Computes the rows that were loaded, and loads the next ones. Lane r keeps the numbers of row r.
-  GRADSCALE_DEVICE void compute(
-      Formula& formula, int begin, float& own_maximum, float& own_largest_logit, float (&own_sums)[kSums]) {
+  // Loads this lane's part of its next row, or again of this one if it was the last.
+  GRADSCALE_DEVICE void load_next() {
+    if (row_ + kSideBySide < warp_.count) {
+      from_ += kSideBySide * logits_.stride;
+      targets_from_ += kHasTargets ? kSideBySide * targets_.stride : 0;
+    }
+    load();
+  }
+
+  // Computes the rows that were loaded, and loads the next ones.
+  GRADSCALE_DEVICE void compute(Formula& formula, int turn, RowResults<kSums>& own) {
     const Units units = units_;
-    const int row = row_;
+    const int holder = (warp_.lane & -kLanes) + turn;
     Values e, d, t{};
     float sums[kSums] = {};
     unpack_rows(d, t);
     const float maximum = maximum_of(d);
+    formula.begin_row(holder, units);
     if constexpr (Formula::kHasMetrics) {
-      keep(begin, largest_finite(units, d, maximum), own_largest_logit);
+      const float largest = largest_finite(units, d);
+      if (exists() && formula.counts()) {
+        own.largest_logit = larger(own.largest_logit, largest);
+      }
     }
-    formula.begin_row(row);
 #pragma unroll
     for (int n = 0; n < kElements; ++n) {
       d[n] -= maximum;
@@ -368,42 +420,41 @@ class LaneRows {
       formula.add(sums, units, n, e[n], d[n], t[n]);
     }
     formula.add_lane(sums, units);
-    const bool has_next = kLanes > 1 && begin + kSideBySide < warp_.count;
+    const bool has_next = kLanes > 1 && (turn + 1) * kSideBySide < warp_.count;
     if (Formula::kLoadsAhead && has_next) {
-      load(begin + kSideBySide);
+      load_next();
     }
     sums_of_lanes<kLanes>(sums, warp_.lane);
+    float square = 0;
     if constexpr (kWantsGradient) {
       formula.gradient(sums, units, e, d, t);
       if constexpr (Formula::kHasMetrics) {
-        float square = 0;
 #pragma unroll
         for (int n = 0; n < kElements; ++n) {
           formula.add_square(units, n, e[n], square);
         }
         square = sum_of_lanes<kLanes>(square);
-        if (warp_.lane % kLanes == 0 && begin + warp_.lane / kLanes < warp_.count) {
-          formula.store_square(row, square);
+      }
+      if (exists()) { // otherwise, other lanes store the row
+        units.store(gradient_, e);
+        if (!formula.counts()) { // rarely: the branch costs less than a choice for each element
+          const Values zeros{};
+          units.store(gradient_, zeros);
         }
-      }
-      const bool repeats = kLanes < 32 && begin + warp_.lane / kLanes >= warp_.count; // other lanes store the row
-      if (!repeats) {
-        units.store(to_.row(row), e);
-      }
-      if (!repeats && !formula.counts()) { // rarely: the branch costs less than a choice for each element
-        const Values zeros{};
-        units.store(to_.row(row), zeros);
+        gradient_ += kSideBySide * to_.stride;
       }
     }
     if (!Formula::kLoadsAhead && has_next) {
-      load(begin + kSideBySide);
+      load_next();
     }
-    if constexpr (Formula::kNeedsMaximum) {
-      keep(begin, maximum, own_maximum);
-    }
+    row_ += kSideBySide;
+    if (Formula::kFinishes && holder == warp_.lane) {
+      own.maximum = maximum;
+      own.square = square;
 #pragma unroll
-    for (int i = 0; i < kSums && Formula::kFinishes; ++i) {
-      keep(begin, sums[i], own_sums[i]);
+      for (int i = 0; i < kSums; ++i) {
+        own.sums[i] = sums[i];
+      }
     }
   }
 
@@ -426,35 +477,21 @@ class LaneRows {
     return maximum_of_lanes<kLanes>(maximum);
   }
 
-  // The largest magnitude of finite logits. `maximum` is the largest logit of the row.
-  GRADSCALE_DEVICE static float largest_finite(const Units& units, const Values& x, float maximum) {
-    float minimum = maximum;
+  // The largest magnitude of this lane's finite logits.
+  GRADSCALE_DEVICE static float largest_finite(const Units& units, const Values& x) {
+    float largest = 0;
 #pragma unroll
     for (int n = 0; n < kElements; ++n) {
-      minimum = std::fmin(minimum, units.exists(n / Units::kUnit) ? x[n] : maximum);
+      largest = larger(largest, units.exists(n / Units::kUnit) ? std::abs(x[n]) : 0.0f);
     }
-    minimum = -maximum_of_lanes<kLanes>(-minimum);
-    float largest = larger(std::abs(minimum), std::abs(maximum));
-    if (__any_sync(kWholeWarp, !(largest < INFINITY))) { // rarely: illegal actions and bins
+    if (!(largest < INFINITY)) { // rarely: illegal actions and bins
       largest = 0;
 #pragma unroll
       for (int n = 0; n < kElements; ++n) {
         largest = larger(largest, finite_magnitude(x[n]));
       }
-      largest = maximum_of_lanes<kLanes>(largest);
     }
     return largest;
-  }
-
-  // Passes a number of the rows from `begin` on, which the lanes of a row hold, to the lane that finishes the row.
-  GRADSCALE_DEVICE void keep(int begin, float of_row, float& own) const {
-    if constexpr (kLanes == 1) {
-      own = of_row;
-    } else {
-      const int lane = warp_.lane;
-      const float got = kLanes == 32 ? of_row : __shfl_sync(kWholeWarp, of_row, lane % kSideBySide * kLanes);
-      own = lane / kSideBySide * kSideBySide == begin ? got : own;
-    }
   }
 
   RowsOfWarp warp_;
@@ -462,7 +499,10 @@ class LaneRows {
   RowsInMemory<const Logit> logits_;
   RowsInMemory<const Probability> targets_;
   RowsInMemory<Gradient> gradients_, to_;
-  int row_ = 0; // loaded last, as units_, x_ and t_
+  int row_; // of this lane, in this turn
+  const Logit* from_;
+  const Probability* targets_from_;
+  Gradient* gradient_;
   Units units_{};
   typename Units::template Words<Logit> x_;
   typename Units::template Words<Probability> t_;

@@ -107,8 +107,6 @@ struct GaussBins {
 struct BinSums {
   enum Sum { kSum, kMoment, kShifted };
 
-  GRADSCALE_DEVICE void begin_row(int) {
-  }
   template <class Units>
   GRADSCALE_DEVICE static float target(const Units&, int, float t) {
     return t;

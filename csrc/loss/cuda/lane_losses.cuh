@@ -14,31 +14,23 @@ struct LaneLoss {
   const BlockOfRows& block;
   RowsOfWarp warp;
   float coefficient; // of the gradient of this lane's row
-  uint32_t counted;  // bit r is set if row r is neither masked nor skipped
-  int row = 0;       // set by begin_row()
+  uint32_t counted;  // bit l is set if the row that lane l holds is neither masked nor skipped
+  int holder = 0;    // of the row that is computed; set by begin_row()
 
   GRADSCALE_DEVICE LaneLoss(const BlockOfRows& block, const RowsOfWarp& warp) : block(block), warp(warp) {
     const RowFactor factor = block.factor_of(warp.own());
     coefficient = static_cast<float>(factor.coefficient);
     counted = __ballot_sync(kWholeWarp, factor.counts);
   }
-  GRADSCALE_DEVICE bool counts(int index) const {
-    return (counted >> index & 1) != 0;
+  GRADSCALE_DEVICE bool counts(int lane) const {
+    return (counted >> lane & 1) != 0;
   }
   GRADSCALE_DEVICE bool counts() const {
-    return counts(row);
+    return counts(holder);
   }
-  GRADSCALE_DEVICE void store_square(int index, float square) const {
-    if (!block.is_backward()) {
-      block.segment.metrics[warp.first + index].gradient_square = square;
-    }
-  }
-  // If `wants_gradient`, adds `square` to the sum that store_square() has stored for the row.
-  GRADSCALE_DEVICE void store(bool wants_gradient, float loss, float detail, float largest_logit, float square) const {
-    if (warp.lane < warp.count) {
-      const double stored =
-          wants_gradient && !block.is_backward() ? block.segment.metrics[warp.own()].gradient_square : 0;
-      block.store_metrics(warp.own(), {stored + square, largest_logit}, counts(warp.lane));
+  GRADSCALE_DEVICE void store(float loss, float detail, float largest_logit, float square) const {
+    if (warp.has_row()) {
+      block.store_metrics(warp.own(), {square, largest_logit}, counts(warp.lane));
       block.store_loss(warp.own(), loss, counts(warp.lane));
       block.store_detail(warp.own(), detail);
     }
@@ -54,7 +46,7 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
   static constexpr int kSums = smooths ? 3 : 2;
   static constexpr bool kKeepsDifferences = false, kLoadsAhead = true, kNeedsMaximum = true, kFinishes = true;
   static constexpr bool kHasMetrics = true;
-  using LaneLoss::counts, LaneLoss::store_square;
+  using LaneLoss::counts;
 
   GRADSCALE_DEVICE BinsLoss(const BlockOfRows& block, const RowsOfWarp& warp)
       : LaneLoss(block, warp),
@@ -64,17 +56,16 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
     coefficient = bins_.is_nan() ? NAN : coefficient;
   }
 
-  GRADSCALE_DEVICE void begin_row(int index) {
-    row = index;
+  GRADSCALE_DEVICE void begin_row(int of_holder, const Units& units) {
+    holder = of_holder;
     if constexpr (Shape::kWantsGradient) {
-      row_begin_ = of_row<Shape::kLanes>(bins_.begin, index);
-      row_count_ = of_row<Shape::kLanes>(bins_.count(), index);
+      with_mass_ = units.mask(held_by<Shape::kLanes>(holder, bins_.begin), held_by<Shape::kLanes>(holder, bins_.count()));
     }
   }
 
   GRADSCALE_DEVICE void gradient(
       const float (&sums)[kSums], const Units&, Values& e, const Values&, const Values&) const {
-    const float c = of_row<Shape::kLanes>(coefficient, row);
+    const float c = held_by<Shape::kLanes>(holder, coefficient);
     const float per_exponential = c * approximate_reciprocal(sums[kSum]);
 #pragma unroll
     for (float& value : e) {
@@ -84,21 +75,19 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
 
   // Skips the bins with mass, which finish() adds: correcting a sum over all bins would lose digits to cancellation.
   GRADSCALE_DEVICE void add_square(const Units& units, int n, float value, float& square) const {
-    const bool has_mass =
-        static_cast<uint32_t>(Units::index(n) - (row_begin_ - units.first)) < static_cast<uint32_t>(row_count_);
-    if (!has_mass && (!smooths || units.exists(n / Units::kUnit))) {
+    if ((with_mass_ >> n & 1) == 0 && (!smooths || units.exists(n / Units::kUnit))) {
       square = fmaf(value, value, square);
     }
   }
 
-  GRADSCALE_DEVICE void finish(
-      float maximum, float largest_logit, const float (&sums)[kSums], const RowsInMemory<Gradient>& to) const {
+  GRADSCALE_DEVICE void finish(const RowResults<kSums>& results, const RowsInMemory<Gradient>& to) const {
+    const auto& sums = results.sums;
     const float log_sum = std::log(sums[kSum]), inverse_sum = approximate_reciprocal(sums[kSum]);
     float cost = smooths ? smoothing_per_bin_ * sums[kShifted] : 0.0f;
-    float square = 0;
-    finish_bins(maximum, inverse_sum, to, cost, square);
+    float square = results.square;
+    finish_bins(results.maximum, inverse_sum, to, cost, square);
     const float value = decoded_moment(2 * sums[kMoment] * inverse_sum, support());
-    store(Shape::kWantsGradient, log_sum - cost, value, largest_logit, square);
+    store(log_sum - cost, value, results.largest_logit, square);
   }
 
  private:
@@ -131,12 +120,14 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
       const RowsInMemory<Gradient>& to,
       float& own_cost,
       float& own_square) const {
+    constexpr int side_by_side = 32 / Shape::kLanes;
     const int lanes_shift = shift();
     const int index = warp.lane >> lanes_shift; // of the row whose bins this lane finishes
-    const Bins bins = bins_.of_lane(index);
-    const float maximum = of_lane(own_maximum, index), inverse_sum = of_lane(own_inverse_sum, index);
-    const float c = of_lane(coefficient, index);
-    const bool is_counted = counts(index);
+    const int lane = index % side_by_side * Shape::kLanes + index / side_by_side; // that holds its numbers
+    const Bins bins = bins_.of_lane(lane);
+    const float maximum = of_lane(own_maximum, lane), inverse_sum = of_lane(own_inverse_sum, lane);
+    const float c = of_lane(coefficient, lane);
+    const bool is_counted = counts(lane);
     float cost = 0, square = 0;
     if (index < warp.count) {
       const auto logits =
@@ -157,14 +148,14 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
       cost += __shfl_xor_sync(kWholeWarp, cost, distance);
       square += __shfl_xor_sync(kWholeWarp, square, distance);
     }
-    own_cost += of_lane(cost, (warp.lane << lanes_shift) & 31);
-    own_square += of_lane(square, (warp.lane << lanes_shift) & 31);
+    own_cost += of_lane(cost, (warp.row << lanes_shift) & 31);
+    own_square += of_lane(square, (warp.row << lanes_shift) & 31);
   }
 
   Bins bins_;
   float target_weight_;                   // 1 - label_smoothing
   float smoothing_per_bin_;               // label_smoothing / width
-  int32_t row_begin_ = 0, row_count_ = 0; // the bins with mass
+  typename Units::Mask with_mass_ = 0;    // this lane's elements with mass
 };
 
 // Cross-entropy with a target over all logits, or with a class.
@@ -178,7 +169,7 @@ class PolicyLoss : public Shape, LaneLoss {
   static constexpr int kSums = Entropy::kSums;
   static constexpr bool kKeepsDifferences = Entropy::kHasEntropy, kLoadsAhead = true;
   static constexpr bool kNeedsMaximum = false, kFinishes = true, kHasMetrics = true;
-  using LaneLoss::counts, LaneLoss::store_square;
+  using LaneLoss::counts;
 
   GRADSCALE_DEVICE PolicyLoss(const BlockOfRows& block, const RowsOfWarp& warp)
       : LaneLoss(block, warp),
@@ -192,10 +183,10 @@ class PolicyLoss : public Shape, LaneLoss {
     }
   }
 
-  GRADSCALE_DEVICE void begin_row(int index) {
-    row = index;
+  GRADSCALE_DEVICE void begin_row(int of_holder, const Units&) {
+    holder = of_holder;
     if constexpr (kIsClass) {
-      row_class_ = of_row<Shape::kLanes>(class_, index);
+      row_class_ = held_by<Shape::kLanes>(holder, class_);
     }
   }
 
@@ -217,7 +208,7 @@ class PolicyLoss : public Shape, LaneLoss {
 
   GRADSCALE_DEVICE void gradient(
       const float (&sums)[kSums], const Units&, Values& e, const Values& d, const Values& t) const {
-    const float c = of_row<Shape::kLanes>(coefficient, row);
+    const float c = held_by<Shape::kLanes>(holder, coefficient);
     const auto factors = Entropy::factors(sums, approximate_reciprocal(sums[Entropy::kSum]), c);
 #pragma unroll
     for (int n = 0; n < Shape::kElements; ++n) {
@@ -229,9 +220,8 @@ class PolicyLoss : public Shape, LaneLoss {
     square = fmaf(value, value, square);
   }
 
-  GRADSCALE_DEVICE void finish(
-      float, float largest_logit, const float (&sums)[kSums], const RowsInMemory<Gradient>&) const {
-    store(Shape::kWantsGradient, entropy_.loss(sums), Entropy::entropy(sums), largest_logit, 0);
+  GRADSCALE_DEVICE void finish(const RowResults<kSums>& results, const RowsInMemory<Gradient>&) const {
+    store(entropy_.loss(results.sums), Entropy::entropy(results.sums), results.largest_logit, results.square);
   }
 
  private:
@@ -263,7 +253,7 @@ struct LossRows {
   }
   GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
     const Segment& segment = block.segment;
-    const RowsOfWarp warp(block.index, rows_per_warp_of(block), block.pass.batch);
+    const RowsOfWarp warp(block.index, rows_per_warp_of(block), block.pass.batch, lanes_per_row);
     if (warp.count > 0) {
       WarpRows rows(
           warp,
