@@ -11,16 +11,15 @@
 //
 // What is computed is a formula, a type that derives from LaneShape and has
 //
-// - begin_row(row): the following calls are about row `row` of the warp, whose numbers lane `row` holds;
+// - Exponent: the type of the differences d of logits from the maximum, and of the exponentials e = exp(x - maximum);
+// - begin_row(holder, units, exponent): the following calls are about this row, whose numbers lane `holder` holds;
 // - target(units, n, t): the target of element n of this lane, whose value in memory is t;
-// - add(sums, units, n, e, d, t), add_lane(sums, units): add element n, with d = x - maximum and e = exp(d), and a term
-//   for all elements of the lane, to the kSums sums of the row;
+// - add(sums, units, n, e, d, t), add_lane(sums, units): add element n, and a term for all elements of the lane, to the
+//   kSums sums of the row;
 // - gradient(sums, units, e, d, t): replaces e by the gradient; sums are of the whole row;
-// - counts(): false if the gradient of the row is 0 instead;
+// - counts(): false if the gradient of the row is 0 instead, and its logits do not count;
 // - add_square(units, n, g, square), if kHasMetrics: adds element n of the gradient to the sum of its squares;
-//   store_square(row, square) of each row follows;
-// - finish(maximum, largest_logit, sums, gradients), if kFinishes: stores the results of the row of each lane; the
-//   maximum is valid if kNeedsMaximum, the largest magnitude of finite logits if kHasMetrics;
+// - finish(results, gradients), if kFinishes: stores the results of the row of each lane, metrics if kHasMetrics;
 // - kLoadsAhead: false if the next rows are loaded after rows are stored;
 // - kKeepsDifferences: true if gradient() uses d.
 #pragma once
@@ -131,10 +130,10 @@ class Tile {
 // ---- The elements of a row that one lane owns -----------------------------------------------------------------------
 
 // `lanes_per_row` lanes of a warp own a row together. Its elements are grouped into units of `unit` elements, which a
-// lane accesses at once, and a lane owns every lanes_per_row-th unit. A unit divides the width and the beginning of
-// each row, so that none is partly outside of a row: it has one element where widths are odd. What the lanes of a row
-// access together starts at a multiple of 32 bytes, a sector of memory; if it is less than a sector, rows pass through
-// a tile in shared memory.
+// lane accesses at once, and a lane owns every lanes_per_row-th unit. Units begin at multiples of their size in memory.
+// Where the width is odd, so may be the beginning of a row, and its first and last units may be partly outside: their
+// elements are accessed one by one. What the lanes of a row access together starts at a multiple of 32 bytes, a sector
+// of memory; if it is less than a sector, rows pass through a tile in shared memory.
 
 constexpr int log2_of(int power) {
   return power == 1 ? 0 : 1 + log2_of(power / 2);
@@ -146,8 +145,9 @@ struct LaneUnits {
   static constexpr int kUnit = unit;
   static constexpr int kStep = lanes_per_row * unit; // elements from one unit of a lane to its next
   static constexpr bool kTiled = kStep < kElementsPerSector;
-  static constexpr int kMostBefore = kTiled ? 0 : kElementsPerSector - unit; // elements of the sector before the row
-  static constexpr int kUnits = (width + kMostBefore + kStep - 1) / kStep;   // of a lane
+  static constexpr bool kSplits = width % unit != 0; // units may be partly outside of the row
+  static constexpr int kMostBefore = kTiled ? 0 : kElementsPerSector - (kSplits ? 1 : unit); // elements before the row
+  static constexpr int kUnits = (width + kMostBefore + kStep - 1) / kStep;                   // of a lane
   static constexpr int kElements = kUnits * unit;
   static constexpr int kMiddle = kUnits / 2;
   using Values = float[kElements];
@@ -166,12 +166,14 @@ struct LaneUnits {
     }
   }
 
-  // True if unit `c` is inside the row. Constant for most units.
-  GRADSCALE_DEVICE bool exists(int c) const {
-    if (kStep * (c + 1) > width) {
-      return static_cast<uint32_t>(first + kStep * c) < static_cast<uint32_t>(width);
-    }
-    return kTiled || c > 0 || first >= 0;
+  // True if element n is inside the row. Constant for most elements.
+  GRADSCALE_DEVICE bool exists(int n) const {
+    return is_inside(n) || static_cast<uint32_t>(first + compared(n)) < static_cast<uint32_t>(width);
+  }
+
+  // True if element n is inside, wherever the row begins.
+  GRADSCALE_DEVICE static constexpr bool is_inside(int n) {
+    return compared(n) >= kMostBefore && compared(n) + kStep - unit < width;
   }
 
   // A bit for each of this lane's elements that are among `count` elements of the row from `begin` on.
@@ -212,7 +214,14 @@ struct LaneUnits {
 #pragma unroll
     for (int c = 0; c < kUnits; ++c) {
       units[c] = packed<U, unit>(values);
-      if (exists(c)) {
+      if (is_split(c)) {
+#pragma unroll
+        for (int k = 0; k < unit; ++k) {
+          if (exists(unit * c + k)) {
+            set(units[c], k, load_packed<U, 1>(from + kStep * c + k));
+          }
+        }
+      } else if (exists(unit * c)) {
         if constexpr (kTiled) {
           units[c] = *reinterpret_cast<const Packed<U, unit>*>(from + kStep * c);
         } else {
@@ -225,9 +234,17 @@ struct LaneUnits {
   template <class U>
   GRADSCALE_DEVICE void store(U* row, const Values& values) const {
     U* const to = kTiled ? row + first : kept(row + first);
+    const LaneUnits again{forgotten(first)}; // comparisons are repeated: keeping their results costs more
 #pragma unroll
     for (int c = 0; c < kUnits; ++c) {
-      if (exists(c)) {
+      if (is_split(c)) {
+#pragma unroll
+        for (int k = 0; k < unit; ++k) {
+          if (again.exists(unit * c + k)) {
+            store_packed(to + kStep * c + k, packed<U, 1>(values + unit * c + k));
+          }
+        }
+      } else if (again.exists(unit * c)) {
         const auto words = packed<U, unit>(values + unit * c);
         if constexpr (kTiled) {
           *reinterpret_cast<Packed<U, unit>*>(to + kStep * c) = words;
@@ -237,12 +254,22 @@ struct LaneUnits {
       }
     }
   }
+
+ private:
+  // The index of the element that is compared for element n: the first of a unit that is never split.
+  GRADSCALE_DEVICE static constexpr int compared(int n) {
+    return index(kSplits ? n : n - n % unit);
+  }
+  // True if unit c may be partly outside of the row.
+  GRADSCALE_DEVICE static constexpr bool is_split(int c) {
+    return kSplits && !(is_inside(unit * c) && is_inside(unit * c + unit - 1));
+  }
 };
 
 // ---- Rows of a warp -------------------------------------------------------------------------------------------------
 
-// Rows first .. first + count of a warp, which computes 32 / lanes_per_row of them side by side, in turns. Lane l of the
-// lanes that own a row holds the numbers of the row of turn l.
+// Rows first .. first + count of a warp, which computes 32 / lanes_per_row of them side by side, in turns. Lane l of
+// the lanes that own a row holds the numbers of the row of turn l.
 struct RowsOfWarp {
   int64_t first;
   int count; // up to 32; 0 or less: the warp has no rows
@@ -254,6 +281,9 @@ struct RowsOfWarp {
         count(uniform(static_cast<int32_t>(rows - first < rows_per_warp ? rows - first : rows_per_warp))),
         lane(static_cast<int>(threadIdx.x) % 32),
         row(lane % lanes_per_row * (32 / lanes_per_row) + lane / lanes_per_row) {
+  }
+  GRADSCALE_DEVICE static int holder_of(int row, int lanes_per_row) {
+    return row % (32 / lanes_per_row) * lanes_per_row + row / (32 / lanes_per_row);
   }
   GRADSCALE_DEVICE bool has_row() const {
     return row < count;
@@ -405,17 +435,18 @@ class LaneRows {
     float sums[kSums] = {};
     unpack_rows(d, t);
     const float maximum = maximum_of(d);
-    formula.begin_row(holder, units);
+    const typename Formula::Exponent exponent(maximum);
+    formula.begin_row(holder, units, exponent);
     if constexpr (Formula::kHasMetrics) {
-      const float largest = largest_finite(units, d);
+      const float largest = largest_finite(d);
       if (exists() && formula.counts()) {
         own.largest_logit = larger(own.largest_logit, largest);
       }
     }
 #pragma unroll
     for (int n = 0; n < kElements; ++n) {
-      d[n] -= maximum;
-      e[n] = approximate_exp(d[n]);
+      d[n] = exponent.difference(d[n]);
+      e[n] = exponent.exponential(d[n]);
       t[n] = formula.target(units, n, t[n]);
       formula.add(sums, units, n, e[n], d[n], t[n]);
     }
@@ -478,11 +509,11 @@ class LaneRows {
   }
 
   // The largest magnitude of this lane's finite logits.
-  GRADSCALE_DEVICE static float largest_finite(const Units& units, const Values& x) {
+  GRADSCALE_DEVICE static float largest_finite(const Values& x) {
     float largest = 0;
 #pragma unroll
     for (int n = 0; n < kElements; ++n) {
-      largest = larger(largest, units.exists(n / Units::kUnit) ? std::abs(x[n]) : 0.0f);
+      largest = larger(largest, Units::is_inside(n) ? std::abs(x[n]) : finite_magnitude(x[n]));
     }
     if (!(largest < INFINITY)) { // rarely: illegal actions and bins
       largest = 0;

@@ -95,19 +95,27 @@ GRADSCALE_DEVICE Packed<T, count> packed(const float* values) {
   return result;
 }
 
+// Replaces element k.
+template <class T, int count>
+GRADSCALE_DEVICE void set(Packed<T, count>& packed, int k, const Packed<T, 1>& element) {
+  if constexpr (sizeof(T) == 2) {
+    const uint32_t others = packed.words[k / 2] & (k % 2 == 0 ? 0xffff0000u : 0xffffu);
+    packed.words[k / 2] = others | static_cast<uint32_t>(element.words[0]) << (k % 2 * 16);
+  } else {
+    constexpr int words = sizeof(T) / 4;
+#pragma unroll
+    for (int i = 0; i < words; ++i) {
+      packed.words[words * k + i] = element.words[i];
+    }
+  }
+}
+
 // A pointer to which the compiler adds constants, instead of computing an address for each access. The compiler no
 // longer sees that it points to global memory; the functions below do.
 template <class T>
 GRADSCALE_DEVICE T* kept(T* pointer) {
   asm("" : "+l"(pointer));
   return pointer;
-}
-
-// Hides from the compiler that it has used this number before, so that it repeats computations instead of keeping their
-// results in registers.
-GRADSCALE_DEVICE float forgotten(float value) {
-  asm("" : "+f"(value));
-  return value;
 }
 
 // Loads elements that no thread writes.
@@ -151,13 +159,61 @@ GRADSCALE_DEVICE void put16(void* to, const Words16& value) {
   *static_cast<uint4*>(to) = uint4{value.words[0], value.words[1], value.words[2], value.words[3]};
 }
 
-// exp(x), 1 exactly for 0; 2 units of the last place off for x next to 0, and |x| units farther away. Below -87: 0.
-GRADSCALE_DEVICE float approximate_exp(float x) {
-  const float y = x * 1.44269504f;
+// Hides from the compiler that it has used this number before, so that it repeats computations instead of keeping their
+// results in registers.
+template <class T>
+GRADSCALE_DEVICE T forgotten(T value) {
+  static_assert(sizeof(T) == 4);
+  auto bits = bit_cast<uint32_t>(value);
+  asm("" : "+r"(bits));
+  return bit_cast<T>(bits);
+}
+
+// 2^x, 0 below -126.
+GRADSCALE_DEVICE float approximate_exp2(float x) {
   float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(y));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
+
+// exp(x), 1 exactly for 0; 2 units of the last place off for x next to 0, and |x| units farther away. Below -87: 0.
+GRADSCALE_DEVICE float approximate_exp(float x) {
+  return approximate_exp2(x * 1.44269504f);
+}
+
+// Exponentials of a row of logits, relative to its maximum: 1 exactly for the maximum.
+struct NaturalExponent {
+  float maximum;
+
+  GRADSCALE_DEVICE explicit NaturalExponent(float maximum) : maximum(maximum) {
+  }
+  GRADSCALE_DEVICE float difference(float x) const {
+    return x - maximum;
+  }
+  GRADSCALE_DEVICE static float exponential(float d) {
+    return approximate_exp(d);
+  }
+};
+
+// The same with differences in units of log(2), in one instruction less. The rounding of `offset` is a factor of all
+// exponentials, the same in their sum, and disappears from a softmax and its logarithm. Logits of 2^126 or more, which
+// are equal or far apart, have smaller units.
+struct BinaryExponent {
+  float scale, offset;
+
+  GRADSCALE_DEVICE explicit BinaryExponent(float maximum)
+      : scale(std::abs(maximum) < 0x1p126f ? 1.44269504f : 0x1p-10f), offset(-maximum * scale) {
+  }
+  GRADSCALE_DEVICE float unit() const {
+    return scale == 0x1p-10f ? 0x1p10f : 0.693147181f;
+  }
+  GRADSCALE_DEVICE float difference(float x) const {
+    return fmaf(x, scale, offset);
+  }
+  GRADSCALE_DEVICE static float exponential(float d) {
+    return approximate_exp2(d);
+  }
+};
 
 GRADSCALE_DEVICE float approximate_reciprocal(float x) {
   float result;

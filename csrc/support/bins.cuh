@@ -116,7 +116,7 @@ struct BinSums {
     sums[kSum] += e;
     sums[kMoment] += e * Units::distance(n);
     if constexpr (count > kShifted) {
-      sums[kShifted] += units.exists(n / Units::kUnit) ? d : 0.0f;
+      sums[kShifted] += units.exists(n) ? d : 0.0f;
     }
   }
   template <class Units, int count>

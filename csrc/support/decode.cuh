@@ -31,8 +31,9 @@ template <class Shape, Transform transform>
 class DecodeFormula : public Shape, public BinSums {
  public:
   using typename Shape::Gradient, typename Shape::Units, typename Shape::Values;
+  using Exponent = NaturalExponent; // uniform logits decode to exactly the middle
   static constexpr int kSums = 2;
-  static constexpr bool kKeepsDifferences = false, kNeedsMaximum = false, kFinishes = !Shape::kWantsGradient;
+  static constexpr bool kKeepsDifferences = false, kFinishes = !Shape::kWantsGradient;
   static constexpr bool kHasMetrics = false;
   static constexpr bool kLoadsAhead = !Shape::kWantsGradient; // a gradient's two passes need the registers
 
@@ -42,7 +43,7 @@ class DecodeFormula : public Shape, public BinSums {
       coefficient_ = static_cast<float>(decoding_.grad_output.load(warp.own())) * support_.spacing;
     }
   }
-  GRADSCALE_DEVICE void begin_row(int holder, const Units&) {
+  GRADSCALE_DEVICE void begin_row(int holder, const Units&, const Exponent&) {
     holder_ = holder;
   }
   GRADSCALE_DEVICE static bool counts() {

@@ -44,8 +44,8 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
  public:
   using typename Shape::Gradient, typename Shape::Logit, typename Shape::Units, typename Shape::Values;
   static constexpr int kSums = smooths ? 3 : 2;
-  static constexpr bool kKeepsDifferences = false, kLoadsAhead = true, kNeedsMaximum = true, kFinishes = true;
-  static constexpr bool kHasMetrics = true;
+  using Exponent = BinaryExponent;
+  static constexpr bool kKeepsDifferences = false, kLoadsAhead = true, kFinishes = true, kHasMetrics = true;
   using LaneLoss::counts;
 
   GRADSCALE_DEVICE BinsLoss(const BlockOfRows& block, const RowsOfWarp& warp)
@@ -56,10 +56,11 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
     coefficient = bins_.is_nan() ? NAN : coefficient;
   }
 
-  GRADSCALE_DEVICE void begin_row(int of_holder, const Units& units) {
+  GRADSCALE_DEVICE void begin_row(int of_holder, const Units& units, const Exponent&) {
     holder = of_holder;
     if constexpr (Shape::kWantsGradient) {
-      with_mass_ = units.mask(held_by<Shape::kLanes>(holder, bins_.begin), held_by<Shape::kLanes>(holder, bins_.count()));
+      with_mass_ =
+          units.mask(held_by<Shape::kLanes>(holder, bins_.begin), held_by<Shape::kLanes>(holder, bins_.count()));
     }
   }
 
@@ -75,7 +76,7 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
 
   // Skips the bins with mass, which finish() adds: correcting a sum over all bins would lose digits to cancellation.
   GRADSCALE_DEVICE void add_square(const Units& units, int n, float value, float& square) const {
-    if ((with_mass_ >> n & 1) == 0 && (!smooths || units.exists(n / Units::kUnit))) {
+    if ((with_mass_ >> n & 1) == 0 && (!smooths || units.exists(n))) {
       square = fmaf(value, value, square);
     }
   }
@@ -83,7 +84,7 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
   GRADSCALE_DEVICE void finish(const RowResults<kSums>& results, const RowsInMemory<Gradient>& to) const {
     const auto& sums = results.sums;
     const float log_sum = std::log(sums[kSum]), inverse_sum = approximate_reciprocal(sums[kSum]);
-    float cost = smooths ? smoothing_per_bin_ * sums[kShifted] : 0.0f;
+    float cost = smooths ? smoothing_per_bin_ * sums[kShifted] * Exponent(results.maximum).unit() : 0.0f;
     float square = results.square;
     finish_bins(results.maximum, inverse_sum, to, cost, square);
     const float value = decoded_moment(2 * sums[kMoment] * inverse_sum, support());
@@ -120,12 +121,13 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
       const RowsInMemory<Gradient>& to,
       float& own_cost,
       float& own_square) const {
-    constexpr int side_by_side = 32 / Shape::kLanes;
     const int lanes_shift = shift();
-    const int index = warp.lane >> lanes_shift; // of the row whose bins this lane finishes
-    const int lane = index % side_by_side * Shape::kLanes + index / side_by_side; // that holds its numbers
+    // The row whose bins this lane finishes, and the lane that holds its numbers.
+    const int index = Bins::kLanes == 1 ? warp.row : warp.lane >> lanes_shift;
+    const int lane = Bins::kLanes == 1 ? warp.lane : RowsOfWarp::holder_of(index, Shape::kLanes);
     const Bins bins = bins_.of_lane(lane);
-    const float maximum = of_lane(own_maximum, lane), inverse_sum = of_lane(own_inverse_sum, lane);
+    const Exponent exponent(of_lane(own_maximum, lane));
+    const float inverse_sum = of_lane(own_inverse_sum, lane);
     const float c = of_lane(coefficient, lane);
     const bool is_counted = counts(lane);
     float cost = 0, square = 0;
@@ -135,10 +137,10 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
       const Logit* const x = logits.row(index);
       Gradient* const gradient = to.row(index);
       bins.each_bin(warp.lane - (index << lanes_shift), lanes_shift, [&](int32_t bin, float mass) {
-        const float d = to_accumulate(x[bin]) - maximum, t = mass * target_weight_;
-        cost += product(t, d); // an illegal bin (-inf) without mass costs nothing
+        const float d = exponent.difference(to_accumulate(x[bin])), t = mass * target_weight_;
+        cost += product(t, d) * exponent.unit(); // an illegal bin (-inf) without mass costs nothing
         if constexpr (Shape::kWantsGradient) {
-          const float value = c * (approximate_exp(d) * inverse_sum - (t + smoothing_per_bin_));
+          const float value = c * (Exponent::exponential(d) * inverse_sum - (t + smoothing_per_bin_));
           square += value * value;
           gradient[bin] = from_accumulate<Gradient, float>(is_counted ? value : 0.0f);
         }
@@ -153,9 +155,9 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
   }
 
   Bins bins_;
-  float target_weight_;                   // 1 - label_smoothing
-  float smoothing_per_bin_;               // label_smoothing / width
-  typename Units::Mask with_mass_ = 0;    // this lane's elements with mass
+  float target_weight_;                // 1 - label_smoothing
+  float smoothing_per_bin_;            // label_smoothing / width
+  typename Units::Mask with_mass_ = 0; // this lane's elements with mass
 };
 
 // Cross-entropy with a target over all logits, or with a class.
@@ -167,13 +169,14 @@ class PolicyLoss : public Shape, LaneLoss {
  public:
   using typename Shape::Gradient, typename Shape::Units, typename Shape::Values;
   static constexpr int kSums = Entropy::kSums;
-  static constexpr bool kKeepsDifferences = Entropy::kHasEntropy, kLoadsAhead = true;
-  static constexpr bool kNeedsMaximum = false, kFinishes = true, kHasMetrics = true;
+  using Exponent = BinaryExponent;
+  static constexpr bool kKeepsDifferences = Entropy::kHasEntropy;
+  static constexpr bool kLoadsAhead = true, kFinishes = true, kHasMetrics = true;
   using LaneLoss::counts;
 
   GRADSCALE_DEVICE PolicyLoss(const BlockOfRows& block, const RowsOfWarp& warp)
       : LaneLoss(block, warp),
-        entropy_{static_cast<float>(block.head.entropy_weight)},
+        entropy_weight_(static_cast<float>(block.head.entropy_weight)),
         target_weight_(static_cast<float>(1 - block.head.label_smoothing)),
         smoothing_per_bin_(static_cast<float>(block.head.label_smoothing / Shape::kWidth)) {
     if constexpr (kIsClass) {
@@ -183,8 +186,9 @@ class PolicyLoss : public Shape, LaneLoss {
     }
   }
 
-  GRADSCALE_DEVICE void begin_row(int of_holder, const Units&) {
+  GRADSCALE_DEVICE void begin_row(int of_holder, const Units&, const Exponent& exponent) {
     holder = of_holder;
+    row_entropy_ = {entropy_weight_ * exponent.unit()};
     if constexpr (kIsClass) {
       row_class_ = held_by<Shape::kLanes>(holder, class_);
     }
@@ -195,7 +199,7 @@ class PolicyLoss : public Shape, LaneLoss {
       t = row_class_ == units.first + Units::index(n) ? 1.0f : (row_class_ < 0 ? NAN : 0.0f);
     }
     if constexpr (kIsClass || kSmooths) {
-      t = units.exists(n / Units::kUnit) ? (kSmooths ? t * target_weight_ + smoothing_per_bin_ : t) : 0.0f;
+      t = units.exists(n) ? (kSmooths ? t * target_weight_ + smoothing_per_bin_ : t) : 0.0f;
     }
     return t;
   }
@@ -212,7 +216,7 @@ class PolicyLoss : public Shape, LaneLoss {
     const auto factors = Entropy::factors(sums, approximate_reciprocal(sums[Entropy::kSum]), c);
 #pragma unroll
     for (int n = 0; n < Shape::kElements; ++n) {
-      e[n] = entropy_.gradient(factors, e[n], d[n], t[n]);
+      e[n] = row_entropy_.gradient(factors, e[n], d[n], t[n]);
     }
   }
 
@@ -220,13 +224,19 @@ class PolicyLoss : public Shape, LaneLoss {
     square = fmaf(value, value, square);
   }
 
-  GRADSCALE_DEVICE void finish(const RowResults<kSums>& results, const RowsInMemory<Gradient>&) const {
-    store(entropy_.loss(results.sums), Entropy::entropy(results.sums), results.largest_logit, results.square);
+  GRADSCALE_DEVICE void finish(RowResults<kSums>& results, const RowsInMemory<Gradient>&) const {
+    auto& sums = results.sums;
+    const float unit = Exponent(results.maximum).unit();
+    sums[Entropy::kWeighted] *= unit;
+    sums[Entropy::kCorrect] *= unit;
+    const Entropy entropy{entropy_weight_};
+    store(entropy.loss(sums), Entropy::entropy(sums), results.largest_logit, results.square);
   }
 
  private:
-  Entropy entropy_;
-  float target_weight_; // as in BinsLoss
+  float entropy_weight_;
+  Entropy row_entropy_{}; // in units of differences
+  float target_weight_;   // as in BinsLoss
   float smoothing_per_bin_;
   int32_t class_ = 0, row_class_ = 0;
 };
