@@ -15,7 +15,7 @@
 // - begin_row(holder, units, exponent): the following calls are about this row, whose numbers lane `holder` holds;
 // - target(units, n, t): the target of element n of this lane, whose value in memory is t;
 // - add(sums, units, n, e, d, t), add_lane(sums, units): add element n, and a term for all elements of the lane, to the
-//   kSums sums of the row;
+//   kSums sums of the row, of which gradient() needs the first kRowSums;
 // - gradient(sums, units, e, d, t): replaces e by the gradient; sums are of the whole row;
 // - counts(): false if the gradient of the row is 0 instead, and its logits do not count;
 // - add_square(units, n, g, square), if kHasMetrics: adds element n of the gradient to the sum of its squares;
@@ -176,6 +176,11 @@ struct LaneUnits {
     return compared(n) >= kMostBefore && compared(n) + kStep - unit < width;
   }
 
+  // True if all of unit c is inside, wherever the row begins.
+  GRADSCALE_DEVICE static constexpr bool is_whole(int c) {
+    return is_inside(unit * c) && is_inside(unit * c + unit - 1);
+  }
+
   // A bit for each of this lane's elements that are among `count` elements of the row from `begin` on.
   GRADSCALE_DEVICE Mask mask(int32_t begin, int32_t count) const {
     using Few = std::conditional_t<lanes_per_row == 1, Mask, uint32_t>; // holds the bits of a row's bins with mass
@@ -262,7 +267,7 @@ struct LaneUnits {
   }
   // True if unit c may be partly outside of the row.
   GRADSCALE_DEVICE static constexpr bool is_split(int c) {
-    return kSplits && !(is_inside(unit * c) && is_inside(unit * c + unit - 1));
+    return kSplits && !is_whole(c);
   }
 };
 
@@ -313,6 +318,42 @@ struct RowResults {
   float largest_logit = 0; // the largest magnitude of finite logits, of all rows of the warp that count
 };
 
+// Sums over the lanes of a row that only finish() needs: each lane puts its part into shared memory, and the lane that
+// holds the row adds them up.
+template <int lanes_per_row, int count>
+struct PartsOfSums {
+  static constexpr int kParts = lanes_per_row < 16 ? lanes_per_row : 16; // of a row
+  static constexpr int kPitch = 33; // so that neither lanes of a row nor rows meet in a bank
+  static constexpr int kBytes = lanes_per_row == 1 ? 0 : count * kParts * kPitch * static_cast<int>(sizeof(float));
+  float* shared;
+  int lane;
+
+  GRADSCALE_DEVICE float& part(int sum, int index, int holder) const {
+    return shared[(sum * kParts + index) * kPitch + holder];
+  }
+  GRADSCALE_DEVICE void put(int holder, float (&sums)[count]) const {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      if constexpr (lanes_per_row > kParts) {
+        sums[i] += __shfl_xor_sync(kWholeWarp, sums[i], kParts);
+      }
+      if (lanes_per_row == kParts || lane < kParts) {
+        part(i, lane % kParts, holder) = sums[i];
+      }
+    }
+  }
+  // The sums of the row that this lane holds.
+  GRADSCALE_DEVICE void add(float (&sums)[count]) const {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+#pragma unroll
+      for (int k = 0; k < kParts; ++k) {
+        sums[i] += part(i, k, lane);
+      }
+    }
+  }
+};
+
 template <class T, class Default>
 using NotVoid = std::conditional_t<std::is_same_v<T, void>, Default, T>;
 
@@ -337,20 +378,21 @@ class LaneRows {
   using Units = typename Formula::Units;
   using Values = typename Formula::Values;
   static constexpr int kWidth = Formula::kWidth, kLanes = Formula::kLanes, kSideBySide = 32 / kLanes;
-  static constexpr int kSums = Formula::kSums, kElements = Formula::kElements;
+  static constexpr int kSums = Formula::kSums, kRowSums = Formula::kRowSums, kElements = Formula::kElements;
   static constexpr bool kHasTargets = Formula::kHasTargets, kWantsGradient = Formula::kWantsGradient;
 
-  // Gradients replace logits in shared memory. The lane that writes a gradient has read the logit, or, if their sizes
-  // differ, the whole row.
+  // Gradients replace logits in shared memory: the lane that writes them has read its row.
   using Logits = Tile<Logit, kWidth>;
   using Gradients = Tile<Gradient, kWidth>;
   using Targets = Tile<Probability, kWidth>;
-  static_assert(!Units::kTiled || kLanes == 1 || sizeof(Gradient) == sizeof(Logit));
+  static_assert(Units::kTiled == (kLanes == 1));
+  static constexpr int kParts = kSums - kRowSums + 1; // the square is one too
+  using Parts = PartsOfSums<kLanes, Formula::kFinishes ? kParts : 0>;
   static constexpr int kLogitsBytes = Logits::kBytes > Gradients::kBytes ? Logits::kBytes : Gradients::kBytes;
 
  public:
   // Shared memory of a warp.
-  static constexpr int kBytes = Units::kTiled ? kLogitsBytes + (kHasTargets ? Targets::kBytes : 0) : 0;
+  static constexpr int kBytes = Units::kTiled ? kLogitsBytes + (kHasTargets ? Targets::kBytes : 0) : Parts::kBytes;
 
   // Copies the rows to shared memory if they pass through it, and loads the first ones.
   GRADSCALE_DEVICE LaneRows(
@@ -372,11 +414,11 @@ class LaneRows {
       }
       __syncwarp();
     }
-    row_ = warp.lane / kLanes;
-    const int existing = exists() ? row_ : warp.count - 1;
-    from_ = logits_.row(existing);
-    targets_from_ = targets_.row(existing);
-    gradient_ = to_.row(existing);
+    end_ = warp.count - warp.lane / kLanes;
+    const int row = exists(0) ? warp.lane / kLanes : warp.count - 1;
+    from_ = logits_.row(row);
+    targets_from_ = targets_.row(row);
+    gradient_ = to_.row(row);
     load();
     if constexpr (Units::kTiled) {
       __syncwarp(); // several lanes have read the last row, whose gradient replaces it
@@ -385,16 +427,26 @@ class LaneRows {
 
   GRADSCALE_DEVICE void run(Formula& formula) {
     RowResults<kSums> results;
+    int holder = warp_.lane & -kLanes;
     if constexpr (kLanes == 1) {
-      compute(formula, 0, results);
+      compute(formula, 0, holder, results);
     } else {
 #pragma unroll 1
-      for (int turn = 0; turn * kSideBySide < warp_.count; ++turn) {
-        compute(formula, turn, results);
+      for (int begin = 0; begin < warp_.count; begin += kSideBySide) {
+        compute(formula, begin, holder++, results);
       }
     }
     __syncwarp(); // finish() may replace what other lanes have stored
     if constexpr (Formula::kFinishes) {
+      if (kLanes > 1 && warp_.has_row()) {
+        float parts[kParts] = {};
+        parts_of_sums().add(parts);
+#pragma unroll
+        for (int i = kRowSums; i < kSums; ++i) {
+          results.sums[i] = parts[i - kRowSums];
+        }
+        results.square = parts[kSums - kRowSums];
+      }
       results.largest_logit = maximum_of_lanes<32>(results.largest_logit);
       formula.finish(results, to_);
     }
@@ -405,9 +457,12 @@ class LaneRows {
   }
 
  private:
-  // False if this lane repeats another row, because there are fewer rows than lanes for them.
-  GRADSCALE_DEVICE bool exists() const {
-    return kLanes == 32 || row_ < warp_.count;
+  GRADSCALE_DEVICE PartsOfSums<kLanes, kParts> parts_of_sums() const {
+    return {reinterpret_cast<float*>(shared_), warp_.lane};
+  }
+  // False if this lane has none of the rows from `begin` on, because there are fewer. It repeats another row.
+  GRADSCALE_DEVICE bool exists(int begin) const {
+    return begin < end_;
   }
 
   GRADSCALE_DEVICE void load() {
@@ -418,30 +473,26 @@ class LaneRows {
     }
   }
 
-  // Loads this lane's part of its next row, or again of this one if it was the last.
-  GRADSCALE_DEVICE void load_next() {
-    if (row_ + kSideBySide < warp_.count) {
+  // Loads this lane's part of the rows from `begin` on. A lane that has none keeps the row before.
+  GRADSCALE_DEVICE void load_next(int begin) {
+    if (kLanes > 1 && exists(begin)) {
       from_ += kSideBySide * logits_.stride;
       targets_from_ += kHasTargets ? kSideBySide * targets_.stride : 0;
+      load();
     }
-    load();
   }
 
-  // Computes the rows that were loaded, and loads the next ones.
-  GRADSCALE_DEVICE void compute(Formula& formula, int turn, RowResults<kSums>& own) {
+  // Computes the rows from `begin` on, which were loaded, and loads the next ones. `holder` has this lane's row.
+  GRADSCALE_DEVICE void compute(Formula& formula, int begin, int holder, RowResults<kSums>& own) {
     const Units units = units_;
-    const int holder = (warp_.lane & -kLanes) + turn;
     Values e, d, t{};
-    float sums[kSums] = {};
+    float sums[kSums] = {}, square = 0, largest = 0;
+    const float maximum = maximum_of_lanes<kLanes>(maximum_of(largest));
     unpack_rows(d, t);
-    const float maximum = maximum_of(d);
     const typename Formula::Exponent exponent(maximum);
     formula.begin_row(holder, units, exponent);
-    if constexpr (Formula::kHasMetrics) {
-      const float largest = largest_finite(d);
-      if (exists() && formula.counts()) {
-        own.largest_logit = larger(own.largest_logit, largest);
-      }
+    if (Formula::kHasMetrics && formula.counts()) {
+      own.largest_logit = larger(own.largest_logit, largest);
     }
 #pragma unroll
     for (int n = 0; n < kElements; ++n) {
@@ -451,22 +502,17 @@ class LaneRows {
       formula.add(sums, units, n, e[n], d[n], t[n]);
     }
     formula.add_lane(sums, units);
-    const bool has_next = kLanes > 1 && (turn + 1) * kSideBySide < warp_.count;
-    if (Formula::kLoadsAhead && has_next) {
-      load_next();
+    if constexpr (Formula::kLoadsAhead) {
+      load_next(begin + kSideBySide);
     }
-    sums_of_lanes<kLanes>(sums, warp_.lane);
-    float square = 0;
+    sums_of_lanes<kLanes, kRowSums>(sums, warp_.lane);
     if constexpr (kWantsGradient) {
       formula.gradient(sums, units, e, d, t);
-      if constexpr (Formula::kHasMetrics) {
 #pragma unroll
-        for (int n = 0; n < kElements; ++n) {
-          formula.add_square(units, n, e[n], square);
-        }
-        square = sum_of_lanes<kLanes>(square);
+      for (int n = 0; n < kElements && Formula::kHasMetrics; ++n) {
+        formula.add_square(units, n, e[n], square);
       }
-      if (exists()) { // otherwise, other lanes store the row
+      if (exists(begin)) { // otherwise, other lanes store the row
         units.store(gradient_, e);
         if (!formula.counts()) { // rarely: the branch costs less than a choice for each element
           const Values zeros{};
@@ -475,15 +521,23 @@ class LaneRows {
         gradient_ += kSideBySide * to_.stride;
       }
     }
-    if (!Formula::kLoadsAhead && has_next) {
-      load_next();
+    if constexpr (!Formula::kLoadsAhead) {
+      load_next(begin + kSideBySide);
     }
-    row_ += kSideBySide;
+    if constexpr (Formula::kFinishes && kLanes > 1) {
+      float parts[kParts];
+#pragma unroll
+      for (int i = kRowSums; i < kSums; ++i) {
+        parts[i - kRowSums] = sums[i];
+      }
+      parts[kSums - kRowSums] = square;
+      parts_of_sums().put(holder, parts);
+    }
     if (Formula::kFinishes && holder == warp_.lane) {
       own.maximum = maximum;
-      own.square = square;
+      own.square = kLanes == 1 ? square : 0;
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) {
+      for (int i = 0; i < (kLanes == 1 ? kSums : kRowSums); ++i) {
         own.sums[i] = sums[i];
       }
     }
@@ -499,30 +553,34 @@ class LaneRows {
     }
   }
 
-  GRADSCALE_DEVICE static float maximum_of(const Values& x) {
+  // The largest of this lane's logits. Also finds the largest magnitude of those that are finite, for metrics.
+  GRADSCALE_DEVICE float maximum_of(float& largest_finite) const {
+    Values x;
+    Extremes<Logit, Units::kUnit> extremes;
     float maximum = -INFINITY;
 #pragma unroll
-    for (int n = 0; n < kElements; ++n) {
-      maximum = larger(maximum, x[n]);
-    }
-    return maximum_of_lanes<kLanes>(maximum);
-  }
-
-  // The largest magnitude of this lane's finite logits.
-  GRADSCALE_DEVICE static float largest_finite(const Values& x) {
-    float largest = 0;
+    for (int c = 0; c < Units::kUnits; ++c) {
+      unpack(x_[c], x + Units::kUnit * c);
+      if (Units::is_whole(c)) {
+        extremes.add(x_[c]);
+      } else {
 #pragma unroll
-    for (int n = 0; n < kElements; ++n) {
-      largest = larger(largest, Units::is_inside(n) ? std::abs(x[n]) : finite_magnitude(x[n]));
-    }
-    if (!(largest < INFINITY)) { // rarely: illegal actions and bins
-      largest = 0;
-#pragma unroll
-      for (int n = 0; n < kElements; ++n) {
-        largest = larger(largest, finite_magnitude(x[n]));
+        for (int n = Units::kUnit * c; n < Units::kUnit * (c + 1); ++n) {
+          maximum = larger(maximum, x[n]);
+          largest_finite = larger(largest_finite, finite_magnitude(x[n]));
+        }
       }
     }
-    return largest;
+    maximum = larger(maximum, extremes.maximum());
+    largest_finite = larger(largest_finite, extremes.magnitude());
+    if (Formula::kHasMetrics && !(largest_finite < INFINITY)) { // rarely: illegal actions and bins
+      largest_finite = 0;
+#pragma unroll
+      for (int n = 0; n < kElements; ++n) {
+        largest_finite = larger(largest_finite, finite_magnitude(x[n]));
+      }
+    }
+    return maximum;
   }
 
   RowsOfWarp warp_;
@@ -530,7 +588,7 @@ class LaneRows {
   RowsInMemory<const Logit> logits_;
   RowsInMemory<const Probability> targets_;
   RowsInMemory<Gradient> gradients_, to_;
-  int row_; // of this lane, in this turn
+  int end_; // of the rows that begin with this lane's
   const Logit* from_;
   const Probability* targets_from_;
   Gradient* gradient_;

@@ -95,6 +95,81 @@ GRADSCALE_DEVICE Packed<T, count> packed(const float* values) {
   return result;
 }
 
+// The larger and the smaller of two magnitudes of 16 bits, in each half of a word. NaN is passed over, or largest.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define GRADSCALE_PAIRS(name, T, instruction)                        \
+  GRADSCALE_DEVICE uint32_t name(T, uint32_t a, uint32_t b) {        \
+    uint32_t result;                                                 \
+    asm(instruction " %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b)); \
+    return result;                                                   \
+  }
+GRADSCALE_PAIRS(larger_pair, BFloat16Bits, "max.bf16x2")
+GRADSCALE_PAIRS(larger_pair, HalfBits, "max.f16x2")
+GRADSCALE_PAIRS(smaller_pair, BFloat16Bits, "min.bf16x2")
+GRADSCALE_PAIRS(smaller_pair, HalfBits, "min.f16x2")
+#undef GRADSCALE_PAIRS
+#else
+template <class T>
+GRADSCALE_DEVICE uint32_t larger_pair(T, uint32_t a, uint32_t b) {
+  const uint32_t low = (a & 0xffff) > (b & 0xffff) ? a : b;
+  return (a > b ? a & 0xffff0000 : b & 0xffff0000) | (low & 0xffff);
+}
+template <class T>
+GRADSCALE_DEVICE uint32_t smaller_pair(T, uint32_t a, uint32_t b) {
+  const uint32_t low = (a & 0xffff) < (b & 0xffff) ? a : b;
+  return (a < b ? a & 0xffff0000 : b & 0xffff0000) | (low & 0xffff);
+}
+#endif
+
+// The largest and the smallest of units of elements, which ignore NaN: one instruction each for a word.
+template <class T, int count>
+class Extremes {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  static constexpr bool kPairs = sizeof(T) == 2 && count % 2 == 0;
+#else
+  static constexpr bool kPairs = false;
+#endif
+  static constexpr uint32_t kInfinity = std::is_same_v<T, HalfBits> ? 0x7c007c00u : 0x7f807f80u;
+  Packed<T, 2> most_{}, least_{};
+  float maximum_ = -INFINITY, magnitude_ = 0;
+
+ public:
+  GRADSCALE_DEVICE Extremes() {
+    if constexpr (kPairs) {
+      most_.words[0] = kInfinity | 0x80008000u;
+      least_.words[0] = kInfinity;
+    }
+  }
+  GRADSCALE_DEVICE void add(const Packed<T, count>& unit) {
+    if constexpr (kPairs) {
+#pragma unroll
+      for (uint32_t word : unit.words) {
+        most_.words[0] = larger_pair(T(), most_.words[0], word);
+        least_.words[0] = smaller_pair(T(), least_.words[0], word);
+      }
+    } else {
+      float x[count];
+      unpack(unit, x);
+#pragma unroll
+      for (float value : x) {
+        maximum_ = larger(maximum_, value);
+        magnitude_ = larger(magnitude_, std::abs(value));
+      }
+    }
+  }
+  GRADSCALE_DEVICE float maximum() const {
+    float most[2];
+    unpack(most_, most);
+    return kPairs ? larger(most[0], most[1]) : maximum_;
+  }
+  // The largest magnitude; infinite if there were no units.
+  GRADSCALE_DEVICE float magnitude() const {
+    float least[2];
+    unpack(least_, least);
+    return kPairs ? larger(std::abs(maximum()), std::abs(std::fmin(least[0], least[1]))) : magnitude_;
+  }
+};
+
 // Replaces element k.
 template <class T, int count>
 GRADSCALE_DEVICE void set(Packed<T, count>& packed, int k, const Packed<T, 1>& element) {
@@ -302,7 +377,7 @@ GRADSCALE_DEVICE void sums_of_lanes(float& a, float& b, int lane) {
 }
 
 template <int lanes, int count>
-GRADSCALE_DEVICE void sums_of_lanes(float (&sums)[count], int lane) {
+GRADSCALE_DEVICE void sums_of_lanes(float* sums, int lane) {
 #pragma unroll
   for (int i = 0; i + 1 < count; i += 2) {
     sums_of_lanes<lanes>(sums[i], sums[i + 1], lane);

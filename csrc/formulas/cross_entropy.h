@@ -33,7 +33,7 @@ template <class A, int options>
 struct CrossEntropy {
   static constexpr bool kHasEntropy = (options & kEntropy) != 0;
   static constexpr bool kSubtracts = (options & kSubtractsEntropy) != 0;
-  enum Sum { kSum, kWeighted, kMass, kCorrect, kNegativeEntropy };
+  enum Sum { kSum, kMass, kWeighted, kCorrect, kNegativeEntropy };
   static constexpr int kSums = kSubtracts ? 5 : 4;
   A entropy_weight;
 

@@ -32,7 +32,7 @@ class DecodeFormula : public Shape, public BinSums {
  public:
   using typename Shape::Gradient, typename Shape::Units, typename Shape::Values;
   using Exponent = NaturalExponent; // uniform logits decode to exactly the middle
-  static constexpr int kSums = 2;
+  static constexpr int kSums = 2, kRowSums = Shape::kWantsGradient ? 2 : 0;
   static constexpr bool kKeepsDifferences = false, kFinishes = !Shape::kWantsGradient;
   static constexpr bool kHasMetrics = false;
   static constexpr bool kLoadsAhead = !Shape::kWantsGradient; // a gradient's two passes need the registers

@@ -20,7 +20,7 @@ struct LaneLoss {
   GRADSCALE_DEVICE LaneLoss(const BlockOfRows& block, const RowsOfWarp& warp) : block(block), warp(warp) {
     const RowFactor factor = block.factor_of(warp.own());
     coefficient = static_cast<float>(factor.coefficient);
-    counted = __ballot_sync(kWholeWarp, factor.counts);
+    counted = __ballot_sync(kWholeWarp, factor.counts && warp.has_row());
   }
   GRADSCALE_DEVICE bool counts(int lane) const {
     return (counted >> lane & 1) != 0;
@@ -43,7 +43,7 @@ template <class Shape, class Bins, bool smooths>
 class BinsLoss : public Shape, public BinSums, LaneLoss {
  public:
   using typename Shape::Gradient, typename Shape::Logit, typename Shape::Units, typename Shape::Values;
-  static constexpr int kSums = smooths ? 3 : 2;
+  static constexpr int kSums = smooths ? 3 : 2, kRowSums = 1;
   using Exponent = BinaryExponent;
   static constexpr bool kKeepsDifferences = false, kLoadsAhead = true, kFinishes = true, kHasMetrics = true;
   using LaneLoss::counts;
@@ -76,7 +76,8 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
 
   // Skips the bins with mass, which finish() adds: correcting a sum over all bins would lose digits to cancellation.
   GRADSCALE_DEVICE void add_square(const Units& units, int n, float value, float& square) const {
-    if ((with_mass_ >> n & 1) == 0 && (!smooths || units.exists(n))) {
+    const auto word = static_cast<uint32_t>(with_mass_ >> (n & 32));
+    if ((word >> (n & 31) & 1) == 0 && (!smooths || units.exists(n))) {
       square = fmaf(value, value, square);
     }
   }
@@ -168,7 +169,7 @@ class PolicyLoss : public Shape, LaneLoss {
 
  public:
   using typename Shape::Gradient, typename Shape::Units, typename Shape::Values;
-  static constexpr int kSums = Entropy::kSums;
+  static constexpr int kSums = Entropy::kSums, kRowSums = Entropy::kHasEntropy ? 3 : 2;
   using Exponent = BinaryExponent;
   static constexpr bool kKeepsDifferences = Entropy::kHasEntropy;
   static constexpr bool kLoadsAhead = true, kFinishes = true, kHasMetrics = true;
