@@ -16,6 +16,7 @@
 // - target(units, n, t): the target of element n of this lane, whose value in memory is t;
 // - add(sums, units, n, e, d, t), add_lane(sums, units): add element n, and a term for all elements of the lane, to the
 //   kSums sums of the row, of which gradient() needs the first kRowSums;
+// - add_illegal(sums, x, t), if kHasMetrics: called too for elements of a lane that has logits that are not finite;
 // - gradient(sums, units, e, d, t): replaces e by the gradient; sums are of the whole row;
 // - counts(): false if the gradient of the row is 0 instead, and its logits do not count;
 // - add_square(units, n, g, square), if kHasMetrics: adds element n of the gradient to the sum of its squares;
@@ -491,8 +492,20 @@ class LaneRows {
     unpack_rows(d, t);
     const typename Formula::Exponent exponent(maximum);
     formula.begin_row(holder, units, exponent);
-    if (Formula::kHasMetrics && formula.counts()) {
-      own.largest_logit = larger(own.largest_logit, largest);
+    if constexpr (Formula::kHasMetrics) {
+      if (!(largest < INFINITY)) { // rarely: illegal actions and bins
+        largest = 0;
+        Values x, of_x{};
+        unpack_rows(x, of_x);
+#pragma unroll
+        for (int n = 0; n < kElements; ++n) {
+          largest = larger(largest, finite_magnitude(x[n]));
+          formula.add_illegal(sums, x[n], formula.target(units, n, of_x[n]));
+        }
+      }
+      if (formula.counts()) {
+        own.largest_logit = larger(own.largest_logit, largest);
+      }
     }
 #pragma unroll
     for (int n = 0; n < kElements; ++n) {
@@ -553,8 +566,8 @@ class LaneRows {
     }
   }
 
-  // The largest of this lane's logits. Also finds the largest magnitude of those that are finite, for metrics.
-  GRADSCALE_DEVICE float maximum_of(float& largest_finite) const {
+  // The largest of this lane's logits. Also finds the largest magnitude, which is infinite where one of them is.
+  GRADSCALE_DEVICE float maximum_of(float& magnitude) const {
     Values x;
     Extremes<Logit, Units::kUnit> extremes;
     float maximum = -INFINITY;
@@ -567,19 +580,12 @@ class LaneRows {
 #pragma unroll
         for (int n = Units::kUnit * c; n < Units::kUnit * (c + 1); ++n) {
           maximum = larger(maximum, x[n]);
-          largest_finite = larger(largest_finite, finite_magnitude(x[n]));
+          magnitude = larger(magnitude, finite_magnitude(x[n]));
         }
       }
     }
     maximum = larger(maximum, extremes.maximum());
-    largest_finite = larger(largest_finite, extremes.magnitude());
-    if (Formula::kHasMetrics && !(largest_finite < INFINITY)) { // rarely: illegal actions and bins
-      largest_finite = 0;
-#pragma unroll
-      for (int n = 0; n < kElements; ++n) {
-        largest_finite = larger(largest_finite, finite_magnitude(x[n]));
-      }
-    }
+    magnitude = larger(magnitude, extremes.magnitude());
     return maximum;
   }
 

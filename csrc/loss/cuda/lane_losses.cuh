@@ -64,6 +64,9 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
     }
   }
 
+  GRADSCALE_DEVICE static void add_illegal(float (&)[kSums], float, float) {
+  }
+
   GRADSCALE_DEVICE void gradient(
       const float (&sums)[kSums], const Units&, Values& e, const Values&, const Values&) const {
     const float c = held_by<Shape::kLanes>(holder, coefficient);
@@ -205,8 +208,12 @@ class PolicyLoss : public Shape, LaneLoss {
     return t;
   }
 
-  GRADSCALE_DEVICE static void add(float (&sums)[kSums], const Units&, int, float e, float d, float t) {
-    Entropy::add(sums, e, d, t, Entropy::finite(d));
+  GRADSCALE_DEVICE static void add(float (&sums)[kSums], const Units&, int n, float e, float d, float t) {
+    const float finite = Entropy::finite(d);
+    Entropy::add(sums, e, t, Units::is_inside(n) ? t * finite : product(t, d), finite);
+  }
+  GRADSCALE_DEVICE static void add_illegal(float (&sums)[kSums], float x, float t) {
+    sums[Entropy::kCorrect] += x == -INFINITY ? product(t, x) : 0.0f;
   }
   GRADSCALE_DEVICE static void add_lane(float (&)[kSums], const Units&) {
   }
