@@ -123,7 +123,7 @@ GRADSCALE_DEVICE uint32_t smaller_pair(T, uint32_t a, uint32_t b) {
 
 // The largest and the smallest of units of elements, which ignore NaN: one instruction each for a word.
 template <class T, int count>
-class Extremes {
+class UnitExtremes {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   static constexpr bool kPairs = sizeof(T) == 2 && count % 2 == 0;
 #else
@@ -134,7 +134,7 @@ class Extremes {
   float maximum_ = -INFINITY, magnitude_ = 0;
 
  public:
-  GRADSCALE_DEVICE Extremes() {
+  GRADSCALE_DEVICE UnitExtremes() {
     if constexpr (kPairs) {
       most_.words[0] = kInfinity | 0x80008000u;
       least_.words[0] = kInfinity;
