@@ -364,11 +364,14 @@ class LaneRows {
 };
 
 // The blocks that a multiprocessor is to hold: as many as have registers for `others` and for what a thread keeps of
-// each element: its exponential, its target, and the next row's.
+// each element: its exponential, its target, and the next row's, two of which fit into a register if they are halves.
 template <class Formula>
 GRADSCALE_HOST_DEVICE constexpr int blocks_of_lanes(int others) {
-  constexpr int rows = (Formula::kHasTargets ? 2 : 1) * (Formula::kLanes > 1 && Formula::kLoadsAhead ? 2 : 1);
-  constexpr int registers = Formula::kElements * (rows + (Formula::kKeepsDifferences ? 1 : 0));
+  constexpr int rows = Formula::kHasTargets ? 2 : 1;
+  constexpr int bytes =
+      Formula::kLanes > 1 && Formula::kLoadsAhead ? static_cast<int>(sizeof(typename Formula::Logit)) : 0;
+  constexpr int registers =
+      Formula::kElements * (rows + (Formula::kKeepsDifferences ? 1 : 0)) + Formula::kElements * rows * bytes / 4;
   const int wanted = (registers + others + 7) / 8 * 8;
   return 65536 / kRowThreads / (wanted < 64 ? 64 : (wanted > 168 ? 168 : wanted));
 }

@@ -59,8 +59,7 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
   GRADSCALE_DEVICE void begin_row(int of_holder, const Units& units, const Exponent&) {
     holder = of_holder;
     if constexpr (Shape::kWantsGradient) {
-      with_mass_ =
-          units.mask(held_by<Shape::kLanes>(holder, bins_.begin), held_by<Shape::kLanes>(holder, bins_.count()));
+      with_mass_ = units.mask(held_by<Shape::kLanes>(holder, bins_.begin), bins_.count_of(holder));
     }
   }
 
