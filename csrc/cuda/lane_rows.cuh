@@ -1,7 +1,7 @@
 // The one family of kernels for rows of logits of a width that is known at compile time, float or a half type.
 //
-// A lane owns every lanes_per_row-th unit of a row, in registers (LaneUnits). A warp owns up to 32 rows: it
-// computes 32 / lanes_per_row of them side by side, and then the next ones. Lane r holds the numbers of row r (target,
+// A lane owns every lanes_per_row-th unit of a row, in registers (LaneUnits). A warp owns up to 32 rows: it computes
+// 32 / lanes_per_row of them side by side, and then the next ones. Each lane holds the numbers of one row (target,
 // factors, sums), so that formulas of these, some in double, are computed once for all rows of a warp. A block has 4
 // warps, which share nothing: small blocks fill multiprocessors although rows take many registers.
 //
@@ -45,6 +45,7 @@ struct RowsOfWarp {
         lane(static_cast<int>(threadIdx.x) % 32),
         row(lane % lanes_per_row * (32 / lanes_per_row) + lane / lanes_per_row) {
   }
+  // The lane that holds the numbers of a row of the warp.
   GRADSCALE_DEVICE static int holder_of(int row, int lanes_per_row) {
     return row % (32 / lanes_per_row) * lanes_per_row + row / (32 / lanes_per_row);
   }

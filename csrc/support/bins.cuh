@@ -104,7 +104,7 @@ struct GaussBins {
 };
 
 // The sums of a row over bins: of exponentials, and of exponentials times the bin's distance from the middle. Whole
-// numbers are added up for equal logits, so that the expectation of a uniform row is exactly the middle.
+// numbers are added up where all exponentials are 1, so that the expectation of a uniform row is exactly the middle.
 struct BinSums {
   enum Sum { kSum, kMoment, kShifted };
 
