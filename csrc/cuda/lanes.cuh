@@ -271,16 +271,16 @@ struct NaturalExponent {
 };
 
 // The same with differences in units of log(2), in one instruction less. The rounding of `offset` is a factor of all
-// exponentials, the same in their sum, and disappears from a softmax and its logarithm. Logits of 2^126 or more, which
-// are equal or far apart, have smaller units.
+// exponentials, up to 2^64; it is the same in their sum, and disappears from a softmax and its logarithm. Logits of
+// 2^30 or more are equal or differ by 64 at least, and their differences are in units of 1.
 struct BinaryExponent {
   float scale, offset;
 
   GRADSCALE_DEVICE explicit BinaryExponent(float maximum)
-      : scale(std::abs(maximum) < 0x1p126f ? 1.44269504f : 0x1p-10f), offset(-maximum * scale) {
+      : scale(std::abs(maximum) < 0x1p30f ? 1.44269504f : 1.0f), offset(-maximum * scale) {
   }
   GRADSCALE_DEVICE float unit() const {
-    return scale == 0x1p-10f ? 0x1p10f : 0.693147181f;
+    return scale == 1 ? 1.0f : 0.693147181f;
   }
   GRADSCALE_DEVICE float difference(float x) const {
     return fmaf(x, scale, offset);
