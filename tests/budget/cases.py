@@ -106,7 +106,7 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
         loss("HLGauss", gs.HLGauss(support), 601, 290, 322, usual=760),
         two_hot(255, 133, 141),
         # A row of 101 halves has few bytes relative to the exchanges.
-        two_hot(101, 84, 100, issue=0.7 if fp32 else 1.05, in_flight=30_000 if fp32 else 28_000),
+        two_hot(101, 84, 100, issue=0.7 if fp32 else 1.1, in_flight=30_000 if fp32 else 28_000),
         *([two_hot(21, 28, 28, batch=2048)] if fp32 else []),
         loss("policy", policy, 18, 22.5, 22.7, batch=2048),
         loss("policy", policy, 82, 90, 93, batch=1024),
