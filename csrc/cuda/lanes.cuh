@@ -95,19 +95,102 @@ GRADSCALE_DEVICE Packed<T, count> packed(const float* values) {
   return result;
 }
 
-// Returns the pointer in a register, to which the compiler adds constant offsets instead of computing an address for
-// each access. The compiler no longer knows that it points to global memory; the functions below access it as such.
+// The larger and the smaller of two magnitudes of 16 bits, in each half of a word. NaN is passed over, or largest.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define GRADSCALE_PAIRS(name, T, instruction)                        \
+  GRADSCALE_DEVICE uint32_t name(T, uint32_t a, uint32_t b) {        \
+    uint32_t result;                                                 \
+    asm(instruction " %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b)); \
+    return result;                                                   \
+  }
+GRADSCALE_PAIRS(larger_pair, BFloat16Bits, "max.bf16x2")
+GRADSCALE_PAIRS(larger_pair, HalfBits, "max.f16x2")
+GRADSCALE_PAIRS(smaller_pair, BFloat16Bits, "min.bf16x2")
+GRADSCALE_PAIRS(smaller_pair, HalfBits, "min.f16x2")
+#undef GRADSCALE_PAIRS
+#else
+template <class T>
+GRADSCALE_DEVICE uint32_t larger_pair(T, uint32_t a, uint32_t b) {
+  const uint32_t low = (a & 0xffff) > (b & 0xffff) ? a : b;
+  return (a > b ? a & 0xffff0000 : b & 0xffff0000) | (low & 0xffff);
+}
+template <class T>
+GRADSCALE_DEVICE uint32_t smaller_pair(T, uint32_t a, uint32_t b) {
+  const uint32_t low = (a & 0xffff) < (b & 0xffff) ? a : b;
+  return (a < b ? a & 0xffff0000 : b & 0xffff0000) | (low & 0xffff);
+}
+#endif
+
+// The largest and the smallest of units of elements, which ignore NaN: one instruction each for a word.
+template <class T, int count>
+class UnitExtremes {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  static constexpr bool kPairs = sizeof(T) == 2 && count % 2 == 0;
+#else
+  static constexpr bool kPairs = false;
+#endif
+  static constexpr uint32_t kInfinity = std::is_same_v<T, HalfBits> ? 0x7c007c00u : 0x7f807f80u;
+  Packed<T, 2> most_{}, least_{};
+  float maximum_ = -INFINITY, magnitude_ = 0;
+
+ public:
+  GRADSCALE_DEVICE UnitExtremes() {
+    if constexpr (kPairs) {
+      most_.words[0] = kInfinity | 0x80008000u;
+      least_.words[0] = kInfinity;
+    }
+  }
+  GRADSCALE_DEVICE void add(const Packed<T, count>& unit) {
+    if constexpr (kPairs) {
+#pragma unroll
+      for (uint32_t word : unit.words) {
+        most_.words[0] = larger_pair(T(), most_.words[0], word);
+        least_.words[0] = smaller_pair(T(), least_.words[0], word);
+      }
+    } else {
+      float x[count];
+      unpack(unit, x);
+#pragma unroll
+      for (float value : x) {
+        maximum_ = larger(maximum_, value);
+        magnitude_ = larger(magnitude_, std::abs(value));
+      }
+    }
+  }
+  GRADSCALE_DEVICE float maximum() const {
+    float most[2];
+    unpack(most_, most);
+    return kPairs ? larger(most[0], most[1]) : maximum_;
+  }
+  // The largest magnitude; infinite if there were no units.
+  GRADSCALE_DEVICE float magnitude() const {
+    float least[2];
+    unpack(least_, least);
+    return kPairs ? larger(std::abs(maximum()), std::abs(std::fmin(least[0], least[1]))) : magnitude_;
+  }
+};
+
+// Replaces element k.
+template <class T, int count>
+GRADSCALE_DEVICE void set(Packed<T, count>& packed, int k, const Packed<T, 1>& element) {
+  if constexpr (sizeof(T) == 2) {
+    const uint32_t others = packed.words[k / 2] & (k % 2 == 0 ? 0xffff0000u : 0xffffu);
+    packed.words[k / 2] = others | static_cast<uint32_t>(element.words[0]) << (k % 2 * 16);
+  } else {
+    constexpr int words = sizeof(T) / 4;
+#pragma unroll
+    for (int i = 0; i < words; ++i) {
+      packed.words[words * k + i] = element.words[i];
+    }
+  }
+}
+
+// A pointer to which the compiler adds constants, instead of computing an address for each access. The compiler no
+// longer sees that it points to global memory; the functions below do.
 template <class T>
 GRADSCALE_DEVICE T* kept(T* pointer) {
   asm("" : "+l"(pointer));
   return pointer;
-}
-
-// Hides from the compiler that it has used this number before, so that it repeats computations instead of keeping their
-// results in registers.
-GRADSCALE_DEVICE float forgotten(float value) {
-  asm("" : "+f"(value));
-  return value;
 }
 
 // Loads elements that no thread writes.
@@ -151,14 +234,61 @@ GRADSCALE_DEVICE void put16(void* to, const Words16& value) {
   *static_cast<uint4*>(to) = uint4{value.words[0], value.words[1], value.words[2], value.words[3]};
 }
 
-// exp(x), exactly 1 for 0. The error is 2 units in the last place close to 0, and |x| units farther away. Results that
-// are not normal numbers, for x < -87.3, are 0.
-GRADSCALE_DEVICE float approximate_exp(float x) {
-  const float y = x * 1.44269504f;
+// Hides from the compiler that it has used this number before, so that it repeats computations instead of keeping their
+// results in registers.
+template <class T>
+GRADSCALE_DEVICE T forgotten(T value) {
+  static_assert(sizeof(T) == 4);
+  auto bits = bit_cast<uint32_t>(value);
+  asm("" : "+r"(bits));
+  return bit_cast<T>(bits);
+}
+
+// 2^x, 0 below -126.
+GRADSCALE_DEVICE float approximate_exp2(float x) {
   float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(y));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
+
+// exp(x), 1 exactly for 0; 2 units of the last place off for x next to 0, and |x| units farther away. Below -87: 0.
+GRADSCALE_DEVICE float approximate_exp(float x) {
+  return approximate_exp2(x * 1.44269504f);
+}
+
+// Exponentials of a row of logits, relative to its maximum: 1 exactly for the maximum.
+struct NaturalExponent {
+  float maximum;
+
+  GRADSCALE_DEVICE explicit NaturalExponent(float maximum) : maximum(maximum) {
+  }
+  GRADSCALE_DEVICE float difference(float x) const {
+    return x - maximum;
+  }
+  GRADSCALE_DEVICE static float exponential(float d) {
+    return approximate_exp(d);
+  }
+};
+
+// The same with differences in units of log(2), in one instruction less. The rounding of `offset` is a factor of all
+// exponentials, up to 2^64; it is the same in their sum, and disappears from a softmax and its logarithm. Logits of
+// 2^30 or more are equal or differ by 64 at least, and their differences are in units of 1.
+struct BinaryExponent {
+  float scale, offset;
+
+  GRADSCALE_DEVICE explicit BinaryExponent(float maximum)
+      : scale(std::abs(maximum) < 0x1p30f ? 1.44269504f : 1.0f), offset(-maximum * scale) {
+  }
+  GRADSCALE_DEVICE float unit() const {
+    return scale == 1 ? 1.0f : 0.693147181f;
+  }
+  GRADSCALE_DEVICE float difference(float x) const {
+    return fmaf(x, scale, offset);
+  }
+  GRADSCALE_DEVICE static float exponential(float d) {
+    return approximate_exp2(d);
+  }
+};
 
 GRADSCALE_DEVICE float approximate_reciprocal(float x) {
   float result;
@@ -247,7 +377,7 @@ GRADSCALE_DEVICE void sums_of_lanes(float& a, float& b, int lane) {
 }
 
 template <int lanes, int count>
-GRADSCALE_DEVICE void sums_of_lanes(float (&sums)[count], int lane) {
+GRADSCALE_DEVICE void sums_of_lanes(float* sums, int lane) {
 #pragma unroll
   for (int i = 0; i + 1 < count; i += 2) {
     sums_of_lanes<lanes>(sums[i], sums[i + 1], lane);

@@ -29,6 +29,12 @@ int64_t bytes_in_tile(const Rows& rows, int64_t width) {
   return rows.data == nullptr ? 0 : tile_pitch(static_cast<int32_t>(width), bytes);
 }
 
+// True if each row begins at an odd element in both or in neither, or if there are no others.
+bool is_parallel(const Rows& rows, const Rows& others) {
+  const auto place = [](const Rows& of) { return reinterpret_cast<uintptr_t>(of.data) / element_size(of.element); };
+  return others.data == nullptr || ((place(rows) ^ place(others)) | (rows.stride ^ others.stride)) % 2 == 0;
+}
+
 // The lanes for rows of `width` logits, with gradients and targets over the logits if these have data.
 template <size_t count>
 Lanes lanes_of(
@@ -39,7 +45,9 @@ Lanes lanes_of(
   if (logits.element == Element::float64 || width < 2 || !all_aligned(1)) {
     return {0, 0};
   }
-  const int32_t unit = width % 2 == 0 && all_aligned(2) ? 2 : 1;
+  // Where widths are odd, units of two need rows of the same parity.
+  const bool has_pairs = width % 2 == 0 ? all_aligned(2) : is_parallel(logits, gradient) && is_parallel(logits, target);
+  const int32_t unit = has_pairs ? 2 : 1;
   const int64_t tiles = std::max(bytes_in_tile(logits, width), bytes_in_tile(gradient, width));
   for (const LanesOfWidth& of : table) {
     if (width <= of.widest && of.lanes > 1 && of.lanes * unit * element_size(logits.element) >= kSector) {

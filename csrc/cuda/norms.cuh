@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../formulas/norms.h"
+#include "lanes.cuh"
 #include "rows.cuh"
 
 namespace gradscale {
@@ -99,32 +100,6 @@ struct alignas(16) Window {
     return sum_in_pairs(terms);
   }
 };
-
-// The larger and the smaller of two magnitudes of 16 bits, in each half of a word. NaN is passed over, or largest.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-#define GRADSCALE_PAIRS(name, T, instruction)                        \
-  GRADSCALE_DEVICE uint32_t name(T, uint32_t a, uint32_t b) {        \
-    uint32_t result;                                                 \
-    asm(instruction " %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b)); \
-    return result;                                                   \
-  }
-GRADSCALE_PAIRS(larger_pair, BFloat16Bits, "max.bf16x2")
-GRADSCALE_PAIRS(larger_pair, HalfBits, "max.f16x2")
-GRADSCALE_PAIRS(smaller_pair, BFloat16Bits, "min.bf16x2")
-GRADSCALE_PAIRS(smaller_pair, HalfBits, "min.f16x2")
-#undef GRADSCALE_PAIRS
-#else
-template <class T>
-GRADSCALE_DEVICE uint32_t larger_pair(T, uint32_t a, uint32_t b) {
-  const uint32_t low = (a & 0xffff) > (b & 0xffff) ? a : b;
-  return (a > b ? a & 0xffff0000 : b & 0xffff0000) | (low & 0xffff);
-}
-template <class T>
-GRADSCALE_DEVICE uint32_t smaller_pair(T, uint32_t a, uint32_t b) {
-  const uint32_t low = (a & 0xffff) < (b & 0xffff) ? a : b;
-  return (a < b ? a & 0xffff0000 : b & 0xffff0000) | (low & 0xffff);
-}
-#endif
 
 // Reads the window with elements first .. first + kSize of a row, as Windows<T> names them; those outside 0 .. width
 // are zeros.

@@ -33,16 +33,17 @@ template <class A, int options>
 struct CrossEntropy {
   static constexpr bool kHasEntropy = (options & kEntropy) != 0;
   static constexpr bool kSubtracts = (options & kSubtractsEntropy) != 0;
-  enum Sum { kSum, kWeighted, kMass, kCorrect, kNegativeEntropy };
+  enum Sum { kSum, kMass, kWeighted, kCorrect, kNegativeEntropy };
   static constexpr int kSums = kSubtracts ? 5 : 4;
   A entropy_weight;
 
-  // Adds an element to the sums. Weighted sums are sum(e d), unless another weight is given: a position among bins.
-  GRADSCALE_HOST_DEVICE static void add(A (&sums)[kSums], A e, A d, A t, A weight) {
+  // Adds an element to the sums. `correct` is product(t, d): an illegal action (-inf) without mass costs nothing.
+  // Weighted sums are sum(e d), unless another weight is given: a position among bins.
+  GRADSCALE_HOST_DEVICE static void add(A (&sums)[kSums], A e, A t, A correct, A weight) {
     sums[kSum] += e;
     sums[kWeighted] += e * weight;
     sums[kMass] += t;
-    sums[kCorrect] += product(t, d); // an illegal action (-inf) without mass costs nothing
+    sums[kCorrect] += correct;
     if constexpr (kSubtracts) {
       sums[kNegativeEntropy] += t == A(0) ? A(0) : t * std::log(t);
     }

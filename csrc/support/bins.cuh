@@ -1,7 +1,8 @@
 // The targets of TwoHot and HLGauss on a GPU, where one lane holds the target of a row: a few bins with mass.
 //
 // - kLanes: the lanes that may share the bins of a target;
-// - begin, count(): the bins;
+// - begin: the first bin;
+// - count_of(lane): the number of bins of the target that another lane holds;
 // - of_lane(lane): the target that another lane holds;
 // - each_bin(part, shift, function): calls function(bin, mass) for part `part` of the bins, of 2^shift parts.
 #pragma once
@@ -36,7 +37,7 @@ struct TwoHotBins {
   GRADSCALE_DEVICE bool is_nan() const {
     return high_mass != high_mass;
   }
-  GRADSCALE_DEVICE static int32_t count() {
+  GRADSCALE_DEVICE static int32_t count_of(int /*lane*/) {
     return 2;
   }
   GRADSCALE_DEVICE TwoHotBins of_lane(int /*lane*/) const {
@@ -74,8 +75,8 @@ struct GaussBins {
   GRADSCALE_DEVICE bool is_nan() const {
     return inverse_total != inverse_total;
   }
-  GRADSCALE_DEVICE int32_t count() const {
-    return end - begin;
+  GRADSCALE_DEVICE int32_t count_of(int lane) const {
+    return __shfl_sync(kWholeWarp, end - begin, lane);
   }
   GRADSCALE_DEVICE GaussBins of_lane(int lane) const {
     GaussBins result = *this; // bin_width is the same for all rows
@@ -103,12 +104,10 @@ struct GaussBins {
 };
 
 // The sums of a row over bins: of exponentials, and of exponentials times the bin's distance from the middle. Whole
-// numbers are added up for equal logits, so that the expectation of a uniform row is exactly the middle.
+// numbers are added up where all exponentials are 1, so that the expectation of a uniform row is exactly the middle.
 struct BinSums {
   enum Sum { kSum, kMoment, kShifted };
 
-  GRADSCALE_DEVICE void begin_row(int) {
-  }
   template <class Units>
   GRADSCALE_DEVICE static float target(const Units&, int, float t) {
     return t;
@@ -118,7 +117,7 @@ struct BinSums {
     sums[kSum] += e;
     sums[kMoment] += e * Units::distance(n);
     if constexpr (count > kShifted) {
-      sums[kShifted] += units.exists(n / Units::kUnit) ? d : 0.0f;
+      sums[kShifted] += units.exists(n) ? d : 0.0f;
     }
   }
   template <class Units, int count>

@@ -32,8 +32,9 @@ template <class Shape, Transform transform>
 class DecodeFormula : public Shape, public BinSums {
  public:
   using typename Shape::Gradient, typename Shape::Units, typename Shape::Values;
-  static constexpr int kSums = 2;
-  static constexpr bool kKeepsDifferences = false, kNeedsMaximum = false, kFinishes = !Shape::kWantsGradient;
+  using Exponent = NaturalExponent; // uniform logits decode to exactly the middle
+  static constexpr int kSums = 2, kRowSums = Shape::kWantsGradient ? 2 : 0;
+  static constexpr bool kKeepsDifferences = false, kFinishes = !Shape::kWantsGradient;
   static constexpr bool kHasMetrics = false;
   static constexpr bool kLoadsAhead = !Shape::kWantsGradient; // a gradient's two passes need the registers
 
@@ -43,8 +44,8 @@ class DecodeFormula : public Shape, public BinSums {
       coefficient_ = static_cast<float>(decoding_.grad_output.load(warp.own())) * support_.spacing;
     }
   }
-  GRADSCALE_DEVICE void begin_row(int row) {
-    row_ = row;
+  GRADSCALE_DEVICE void begin_row(int holder, const Units&, const Exponent&) {
+    holder_ = holder;
   }
   GRADSCALE_DEVICE static bool counts() {
     return true;
@@ -65,7 +66,7 @@ class DecodeFormula : public Shape, public BinSums {
     const float rest = sum_of_lanes<Shape::kLanes>(moment) * inverse_sum; // E - center
     const float expected = support_.middle + support_.spacing * (center + rest);
     const float slope = approximate_slope(transform, expected, support_.eps);
-    const float factor = of_row<Shape::kLanes>(coefficient_, row_) * slope * inverse_sum;
+    const float factor = held_by<Shape::kLanes>(holder_, coefficient_) * slope * inverse_sum;
     const float offset = -factor * rest, again = forgotten(from_center);
 #pragma unroll
     for (int n = 0; n < Shape::kElements; ++n) {
@@ -73,13 +74,9 @@ class DecodeFormula : public Shape, public BinSums {
     }
   }
 
-  GRADSCALE_DEVICE void finish(
-      float /*maximum*/,
-      float /*largest_logit*/,
-      const float (&sums)[kSums],
-      const RowsInMemory<Gradient>& /*gradients*/) const {
-    if (warp_.lane < warp_.count) {
-      const float expected = support_.middle + support_.spacing * (sums[kMoment] / sums[kSum]);
+  GRADSCALE_DEVICE void finish(const RowResults<kSums>& results, const RowsInMemory<Gradient>&) const {
+    if (warp_.has_row()) {
+      const float expected = support_.middle + support_.spacing * (results.sums[kMoment] / results.sums[kSum]);
       decoding_.out.store(warp_.own(), inverse_transform_value(transform, expected, support_.eps));
     }
   }
@@ -89,7 +86,7 @@ class DecodeFormula : public Shape, public BinSums {
   const FloatSupport& support_;
   const RowsOfWarp& warp_;
   float coefficient_ = 0;
-  int row_ = 0;
+  int holder_ = 0;
 };
 
 template <class T, class G, int width, int lanes_per_row, int unit, Transform transform>
@@ -101,7 +98,7 @@ struct LanesOfDecoding {
 
   GRADSCALE_DEVICE static void run(const DecodeArguments& arguments, char* shared) {
     const Decoding& decoding = arguments.decoding;
-    const RowsOfWarp warp(blockIdx.x, arguments.rows_of_warp, arguments.count);
+    const RowsOfWarp warp(blockIdx.x, arguments.rows_of_warp, arguments.count, lanes_per_row);
     if (warp.count > 0) {
       Walk walk(
           warp,

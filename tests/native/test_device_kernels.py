@@ -65,8 +65,8 @@ FAULTS = {
     "missing barrier of a warp": (
         "rows of a warp",
         "cuda/lane_rows.cuh",
-        "      __syncwarp();\n    }\n    load(0);",
-        "    }\n    load(0);",
+        "      __syncwarp();\n    }\n    end_ = ",
+        "    }\n    end_ = ",
         IN_SHARED,
     ),
     "gradients that replace logits too early": (

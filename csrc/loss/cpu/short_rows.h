@@ -142,7 +142,8 @@ struct ShortRows {
     for (int64_t j = 0; j < width; ++j) {
       const Lanes<A> d = x.column(j) - maximum, e = exp_nonpositive(d);
       const Lanes<A> weight = of_policy ? Formula::finite(d) : Lanes<A>(static_cast<A>(2 * j + 1 - width));
-      Formula::add(of_rows, e, d, target.column(j), weight);
+      const Lanes<A> t = target.column(j);
+      Formula::add(of_rows, e, t, product(t, d), weight);
       differences.store_column(j, d);
       x.store_column(j, e);
     }

@@ -112,7 +112,7 @@ class LogitsLoss {
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
         const A weight = head_.has_support() ? row_.position(first + k) : Entropy::finite(d[k]);
-        Entropy::add(sums, exp_nonpositive(d[k]), d[k], t[k], weight);
+        Entropy::add(sums, exp_nonpositive(d[k]), t[k], product(t[k], d[k]), weight);
       }
     });
 #pragma unroll

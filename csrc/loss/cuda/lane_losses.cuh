@@ -14,31 +14,23 @@ struct LaneLoss {
   const BlockOfRows& block;
   RowsOfWarp warp;
   float coefficient; // of the gradient of this lane's row
-  uint32_t counted;  // bit r is set if row r is neither masked nor skipped
-  int row = 0;       // set by begin_row()
+  uint32_t counted;  // bit l is set if the row that lane l holds is neither masked nor skipped
+  int holder = 0;    // of the row that is computed; set by begin_row()
 
   GRADSCALE_DEVICE LaneLoss(const BlockOfRows& block, const RowsOfWarp& warp) : block(block), warp(warp) {
     const RowFactor factor = block.factor_of(warp.own());
     coefficient = static_cast<float>(factor.coefficient);
-    counted = __ballot_sync(kWholeWarp, factor.counts);
+    counted = __ballot_sync(kWholeWarp, factor.counts && warp.has_row());
   }
-  GRADSCALE_DEVICE bool counts(int index) const {
-    return (counted >> index & 1) != 0;
+  GRADSCALE_DEVICE bool counts(int lane) const {
+    return (counted >> lane & 1) != 0;
   }
   GRADSCALE_DEVICE bool counts() const {
-    return counts(row);
+    return counts(holder);
   }
-  GRADSCALE_DEVICE void store_square(int index, float square) const {
-    if (!block.is_backward()) {
-      block.segment.metrics[warp.first + index].gradient_square = square;
-    }
-  }
-  // If `wants_gradient`, adds `square` to the sum that store_square() has stored for the row.
-  GRADSCALE_DEVICE void store(bool wants_gradient, float loss, float detail, float largest_logit, float square) const {
-    if (warp.lane < warp.count) {
-      const double stored =
-          wants_gradient && !block.is_backward() ? block.segment.metrics[warp.own()].gradient_square : 0;
-      block.store_metrics(warp.own(), {stored + square, largest_logit}, counts(warp.lane));
+  GRADSCALE_DEVICE void store(float loss, float detail, float largest_logit, float square) const {
+    if (warp.has_row()) {
+      block.store_metrics(warp.own(), {square, largest_logit}, counts(warp.lane));
       block.store_loss(warp.own(), loss, counts(warp.lane));
       block.store_detail(warp.own(), detail);
     }
@@ -51,10 +43,10 @@ template <class Shape, class Bins, bool smooths>
 class BinsLoss : public Shape, public BinSums, LaneLoss {
  public:
   using typename Shape::Gradient, typename Shape::Logit, typename Shape::Units, typename Shape::Values;
-  static constexpr int kSums = smooths ? 3 : 2;
-  static constexpr bool kKeepsDifferences = false, kLoadsAhead = true, kNeedsMaximum = true, kFinishes = true;
-  static constexpr bool kHasMetrics = true;
-  using LaneLoss::counts, LaneLoss::store_square;
+  static constexpr int kSums = smooths ? 3 : 2, kRowSums = 1;
+  using Exponent = BinaryExponent;
+  static constexpr bool kKeepsDifferences = false, kLoadsAhead = true, kFinishes = true, kHasMetrics = true;
+  using LaneLoss::counts;
 
   GRADSCALE_DEVICE BinsLoss(const BlockOfRows& block, const RowsOfWarp& warp)
       : LaneLoss(block, warp),
@@ -64,17 +56,19 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
     coefficient = bins_.is_nan() ? NAN : coefficient;
   }
 
-  GRADSCALE_DEVICE void begin_row(int index) {
-    row = index;
+  GRADSCALE_DEVICE void begin_row(int of_holder, const Units& units, const Exponent&) {
+    holder = of_holder;
     if constexpr (Shape::kWantsGradient) {
-      row_begin_ = of_row<Shape::kLanes>(bins_.begin, index);
-      row_count_ = of_row<Shape::kLanes>(bins_.count(), index);
+      with_mass_ = units.mask(held_by<Shape::kLanes>(holder, bins_.begin), bins_.count_of(holder));
     }
+  }
+
+  GRADSCALE_DEVICE static void add_illegal(float (&)[kSums], float, float) {
   }
 
   GRADSCALE_DEVICE void gradient(
       const float (&sums)[kSums], const Units&, Values& e, const Values&, const Values&) const {
-    const float c = of_row<Shape::kLanes>(coefficient, row);
+    const float c = held_by<Shape::kLanes>(holder, coefficient);
     const float per_exponential = c * approximate_reciprocal(sums[kSum]);
 #pragma unroll
     for (float& value : e) {
@@ -84,21 +78,20 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
 
   // Skips the bins with mass, which finish() adds: correcting a sum over all bins would lose digits to cancellation.
   GRADSCALE_DEVICE void add_square(const Units& units, int n, float value, float& square) const {
-    const bool has_mass =
-        static_cast<uint32_t>(Units::index(n) - (row_begin_ - units.first)) < static_cast<uint32_t>(row_count_);
-    if (!has_mass && (!smooths || units.exists(n / Units::kUnit))) {
+    const auto word = static_cast<uint32_t>(with_mass_ >> (n & 32));
+    if ((word >> (n & 31) & 1) == 0 && (!smooths || units.exists(n))) {
       square = fmaf(value, value, square);
     }
   }
 
-  GRADSCALE_DEVICE void finish(
-      float maximum, float largest_logit, const float (&sums)[kSums], const RowsInMemory<Gradient>& to) const {
+  GRADSCALE_DEVICE void finish(const RowResults<kSums>& results, const RowsInMemory<Gradient>& to) const {
+    const auto& sums = results.sums;
     const float log_sum = std::log(sums[kSum]), inverse_sum = approximate_reciprocal(sums[kSum]);
-    float cost = smooths ? smoothing_per_bin_ * sums[kShifted] : 0.0f;
-    float square = 0;
-    finish_bins(maximum, inverse_sum, to, cost, square);
+    float cost = smooths ? smoothing_per_bin_ * sums[kShifted] * Exponent(results.maximum).unit() : 0.0f;
+    float square = results.square;
+    finish_bins(results.maximum, inverse_sum, to, cost, square);
     const float value = decoded_moment(2 * sums[kMoment] * inverse_sum, support());
-    store(Shape::kWantsGradient, log_sum - cost, value, largest_logit, square);
+    store(log_sum - cost, value, results.largest_logit, square);
   }
 
  private:
@@ -132,11 +125,14 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
       float& own_cost,
       float& own_square) const {
     const int lanes_shift = shift();
-    const int index = warp.lane >> lanes_shift; // of the row whose bins this lane finishes
-    const Bins bins = bins_.of_lane(index);
-    const float maximum = of_lane(own_maximum, index), inverse_sum = of_lane(own_inverse_sum, index);
-    const float c = of_lane(coefficient, index);
-    const bool is_counted = counts(index);
+    // The row whose bins this lane finishes, and the lane that holds its numbers.
+    const int index = Bins::kLanes == 1 ? warp.row : warp.lane >> lanes_shift;
+    const int lane = Bins::kLanes == 1 ? warp.lane : RowsOfWarp::holder_of(index, Shape::kLanes);
+    const Bins bins = bins_.of_lane(lane);
+    const Exponent exponent(of_lane(own_maximum, lane));
+    const float inverse_sum = of_lane(own_inverse_sum, lane);
+    const float c = of_lane(coefficient, lane);
+    const bool is_counted = counts(lane);
     float cost = 0, square = 0;
     if (index < warp.count) {
       const auto logits =
@@ -144,10 +140,10 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
       const Logit* const x = logits.row(index);
       Gradient* const gradient = to.row(index);
       bins.each_bin(warp.lane - (index << lanes_shift), lanes_shift, [&](int32_t bin, float mass) {
-        const float d = to_accumulate(x[bin]) - maximum, t = mass * target_weight_;
-        cost += product(t, d); // an illegal bin (-inf) without mass costs nothing
+        const float d = exponent.difference(to_accumulate(x[bin])), t = mass * target_weight_;
+        cost += product(t, d) * exponent.unit(); // an illegal bin (-inf) without mass costs nothing
         if constexpr (Shape::kWantsGradient) {
-          const float value = c * (approximate_exp(d) * inverse_sum - (t + smoothing_per_bin_));
+          const float value = c * (Exponent::exponential(d) * inverse_sum - (t + smoothing_per_bin_));
           square += value * value;
           gradient[bin] = from_accumulate<Gradient, float>(is_counted ? value : 0.0f);
         }
@@ -157,14 +153,14 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
       cost += __shfl_xor_sync(kWholeWarp, cost, distance);
       square += __shfl_xor_sync(kWholeWarp, square, distance);
     }
-    own_cost += of_lane(cost, (warp.lane << lanes_shift) & 31);
-    own_square += of_lane(square, (warp.lane << lanes_shift) & 31);
+    own_cost += of_lane(cost, (warp.row << lanes_shift) & 31);
+    own_square += of_lane(square, (warp.row << lanes_shift) & 31);
   }
 
   Bins bins_;
-  float target_weight_;                   // 1 - label_smoothing
-  float smoothing_per_bin_;               // label_smoothing / width
-  int32_t row_begin_ = 0, row_count_ = 0; // the bins with mass
+  float target_weight_;                // 1 - label_smoothing
+  float smoothing_per_bin_;            // label_smoothing / width
+  typename Units::Mask with_mass_ = 0; // this lane's elements with mass
 };
 
 // Cross-entropy with a target over all logits, or with a class.
@@ -175,14 +171,15 @@ class PolicyLoss : public Shape, LaneLoss {
 
  public:
   using typename Shape::Gradient, typename Shape::Units, typename Shape::Values;
-  static constexpr int kSums = Entropy::kSums;
-  static constexpr bool kKeepsDifferences = Entropy::kHasEntropy, kLoadsAhead = true;
-  static constexpr bool kNeedsMaximum = false, kFinishes = true, kHasMetrics = true;
-  using LaneLoss::counts, LaneLoss::store_square;
+  static constexpr int kSums = Entropy::kSums, kRowSums = Entropy::kHasEntropy ? 3 : 2;
+  using Exponent = BinaryExponent;
+  static constexpr bool kKeepsDifferences = Entropy::kHasEntropy;
+  static constexpr bool kLoadsAhead = true, kFinishes = true, kHasMetrics = true;
+  using LaneLoss::counts;
 
   GRADSCALE_DEVICE PolicyLoss(const BlockOfRows& block, const RowsOfWarp& warp)
       : LaneLoss(block, warp),
-        entropy_{static_cast<float>(block.head.entropy_weight)},
+        entropy_weight_(static_cast<float>(block.head.entropy_weight)),
         target_weight_(static_cast<float>(1 - block.head.label_smoothing)),
         smoothing_per_bin_(static_cast<float>(block.head.label_smoothing / Shape::kWidth)) {
     if constexpr (kIsClass) {
@@ -192,10 +189,11 @@ class PolicyLoss : public Shape, LaneLoss {
     }
   }
 
-  GRADSCALE_DEVICE void begin_row(int index) {
-    row = index;
+  GRADSCALE_DEVICE void begin_row(int of_holder, const Units&, const Exponent& exponent) {
+    holder = of_holder;
+    row_entropy_ = {entropy_weight_ * exponent.unit()};
     if constexpr (kIsClass) {
-      row_class_ = of_row<Shape::kLanes>(class_, index);
+      row_class_ = held_by<Shape::kLanes>(holder, class_);
     }
   }
 
@@ -204,24 +202,28 @@ class PolicyLoss : public Shape, LaneLoss {
       t = row_class_ == units.first + Units::index(n) ? 1.0f : (row_class_ < 0 ? NAN : 0.0f);
     }
     if constexpr (kIsClass || kSmooths) {
-      t = units.exists(n / Units::kUnit) ? (kSmooths ? t * target_weight_ + smoothing_per_bin_ : t) : 0.0f;
+      t = units.exists(n) ? (kSmooths ? t * target_weight_ + smoothing_per_bin_ : t) : 0.0f;
     }
     return t;
   }
 
-  GRADSCALE_DEVICE static void add(float (&sums)[kSums], const Units&, int, float e, float d, float t) {
-    Entropy::add(sums, e, d, t, Entropy::finite(d));
+  GRADSCALE_DEVICE static void add(float (&sums)[kSums], const Units&, int n, float e, float d, float t) {
+    const float finite = Entropy::finite(d);
+    Entropy::add(sums, e, t, Units::is_inside(n) ? t * finite : product(t, d), finite);
+  }
+  GRADSCALE_DEVICE static void add_illegal(float (&sums)[kSums], float x, float t) {
+    sums[Entropy::kCorrect] += x == -INFINITY ? product(t, x) : 0.0f;
   }
   GRADSCALE_DEVICE static void add_lane(float (&)[kSums], const Units&) {
   }
 
   GRADSCALE_DEVICE void gradient(
       const float (&sums)[kSums], const Units&, Values& e, const Values& d, const Values& t) const {
-    const float c = of_row<Shape::kLanes>(coefficient, row);
+    const float c = held_by<Shape::kLanes>(holder, coefficient);
     const auto factors = Entropy::factors(sums, approximate_reciprocal(sums[Entropy::kSum]), c);
 #pragma unroll
     for (int n = 0; n < Shape::kElements; ++n) {
-      e[n] = entropy_.gradient(factors, e[n], d[n], t[n]);
+      e[n] = row_entropy_.gradient(factors, e[n], d[n], t[n]);
     }
   }
 
@@ -229,14 +231,19 @@ class PolicyLoss : public Shape, LaneLoss {
     square = fmaf(value, value, square);
   }
 
-  GRADSCALE_DEVICE void finish(
-      float, float largest_logit, const float (&sums)[kSums], const RowsInMemory<Gradient>&) const {
-    store(Shape::kWantsGradient, entropy_.loss(sums), Entropy::entropy(sums), largest_logit, 0);
+  GRADSCALE_DEVICE void finish(RowResults<kSums>& results, const RowsInMemory<Gradient>&) const {
+    auto& sums = results.sums;
+    const float unit = Exponent(results.maximum).unit();
+    sums[Entropy::kWeighted] *= unit;
+    sums[Entropy::kCorrect] *= unit;
+    const Entropy entropy{entropy_weight_};
+    store(entropy.loss(sums), Entropy::entropy(sums), results.largest_logit, results.square);
   }
 
  private:
-  Entropy entropy_;
-  float target_weight_; // as in BinsLoss
+  float entropy_weight_;
+  Entropy row_entropy_{}; // in units of differences
+  float target_weight_;   // as in BinsLoss
   float smoothing_per_bin_;
   int32_t class_ = 0, row_class_ = 0;
 };
@@ -263,7 +270,7 @@ struct LossRows {
   }
   GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
     const Segment& segment = block.segment;
-    const RowsOfWarp warp(block.index, rows_per_warp_of(block), block.pass.batch);
+    const RowsOfWarp warp(block.index, rows_per_warp_of(block), block.pass.batch, lanes_per_row);
     if (warp.count > 0) {
       WarpRows rows(
           warp,

@@ -1,0 +1,251 @@
+// The elements of a row of logits that one lane owns, in device memory or in a tile in shared memory.
+#pragma once
+
+#include "lanes.cuh"
+
+namespace gradscale {
+
+// ---- Short rows in shared memory ------------------------------------------------------------------------------------
+
+// Up to 32 short rows of a warp in shared memory. All lanes together copy them from and to device memory, 16 bytes a
+// lane where the rows are contiguous; then each lane reads and writes its own row.
+
+// Rows in device memory or in a tile, `stride` elements apart.
+template <class T>
+struct RowsInMemory {
+  T* data;
+  int64_t stride;
+
+  GRADSCALE_DEVICE T* row(int64_t index) const {
+    return data + index * stride;
+  }
+};
+
+template <class T, int width>
+class Tile {
+  static constexpr int kRowBytes = width * static_cast<int>(sizeof(T));
+  static constexpr int kPitch = tile_pitch(width, static_cast<int>(sizeof(T)));
+  static constexpr int kVectors = 2 * kRowBytes; // 16 bytes each, in 32 rows
+  static constexpr int kVectorsPerLane = (kVectors + 31) / 32;
+  static constexpr int kPending = 8; // loads that a lane issues before it waits for the first
+
+ public:
+  static constexpr int kBytes = 32 * kPitch;
+
+  // `shared` is kBytes at a multiple of 16.
+  GRADSCALE_DEVICE Tile(char* shared, int lane) : shared_(shared), lane_(lane) {
+  }
+
+  GRADSCALE_DEVICE RowsInMemory<T> rows() const {
+    return {reinterpret_cast<T*>(shared_), kPitch / static_cast<int>(sizeof(T))};
+  }
+
+  GRADSCALE_DEVICE void load(const RowsInMemory<const T>& from, int count) const {
+    if (!is_contiguous(from, count)) {
+      copy_elements(from, rows(), count);
+      return;
+    }
+#pragma unroll
+    for (int first = 0; first < kVectorsPerLane; first += kPending) {
+      Words16 vectors[kPending];
+#pragma unroll
+      for (int i = 0; i < kPending; ++i) {
+        if (exists(first + i)) {
+          vectors[i] = load16<Words16>(reinterpret_cast<const Words16*>(from.data) + vector(first + i));
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kPending; ++i) {
+        if (exists(first + i)) {
+          put16(in_tile(vector(first + i)), vectors[i]);
+        }
+      }
+    }
+  }
+
+  GRADSCALE_DEVICE void store(const RowsInMemory<T>& to, int count) const {
+    if (!is_contiguous(to, count)) {
+      copy_elements(rows(), to, count);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kVectorsPerLane; ++i) {
+      if (exists(i)) {
+        put16(reinterpret_cast<Words16*>(to.data) + vector(i), *in_tile(vector(i)));
+      }
+    }
+  }
+
+ private:
+  template <class U>
+  GRADSCALE_DEVICE static bool is_contiguous(const RowsInMemory<U>& rows, int count) {
+    return count == 32 && rows.stride == width && aligned(rows.data);
+  }
+  // Neighbouring lanes copy neighbouring elements.
+  template <class From>
+  GRADSCALE_DEVICE void copy_elements(const RowsInMemory<From>& from, const RowsInMemory<T>& to, int count) const {
+#pragma unroll 8
+    for (int i = lane_; i < count * width; i += 32) {
+      to.row(i / width)[i % width] = from.row(i / width)[i % width];
+    }
+  }
+  GRADSCALE_DEVICE int vector(int index) const {
+    return 32 * index + lane_;
+  }
+  GRADSCALE_DEVICE bool exists(int index) const {
+    return 32 * index + 32 <= kVectors || vector(index) < kVectors;
+  }
+  GRADSCALE_DEVICE Words16* in_tile(int vector) const {
+    const int gaps = kPitch == kRowBytes ? 0 : vector / (kRowBytes / 16); // 16 bytes after each row
+    return reinterpret_cast<Words16*>(shared_) + vector + gaps;
+  }
+
+  char* shared_;
+  int lane_;
+};
+
+// ---- The elements of a row that one lane owns -----------------------------------------------------------------------
+
+// `lanes_per_row` lanes of a warp own a row together. Its elements are grouped into units of `unit` elements, which a
+// lane accesses at once, and a lane owns every lanes_per_row-th unit. Units begin at multiples of their size in memory.
+// Where the width is odd, so may be the beginning of a row, and its first and last units may be partly outside: their
+// elements are accessed one by one. What the lanes of a row access together starts at a multiple of 32 bytes, a sector
+// of memory; if it is less than a sector, rows pass through a tile in shared memory.
+
+constexpr int log2_of(int power) {
+  return power == 1 ? 0 : 1 + log2_of(power / 2);
+}
+
+template <class T, int width, int lanes_per_row, int unit>
+struct LaneUnits {
+  static constexpr int kElementsPerSector = 32 / static_cast<int>(sizeof(T));
+  static constexpr int kUnit = unit;
+  static constexpr int kStep = lanes_per_row * unit; // elements from one unit of a lane to its next
+  static constexpr bool kTiled = kStep < kElementsPerSector;
+  static constexpr bool kSplits = width % unit != 0; // units may be partly outside of the row
+  static constexpr int kMostBefore = kTiled ? 0 : kElementsPerSector - (kSplits ? 1 : unit); // elements before the row
+  static constexpr int kUnits = (width + kMostBefore + kStep - 1) / kStep;                   // of a lane
+  static constexpr int kElements = kUnits * unit;
+  static constexpr int kMiddle = kUnits / 2;
+  using Values = float[kElements];
+  using Mask = std::conditional_t<(kElements >= 32), uint64_t, uint32_t>; // a bit for each element
+  template <class U>
+  using Words = Packed<U, unit>[kUnits];
+
+  int32_t first; // the index of this lane's first element; negative: before the row
+
+  GRADSCALE_DEVICE static LaneUnits of_row(const T* row, int lane) {
+    const int32_t first = unit * (lane % lanes_per_row);
+    if constexpr (kTiled) {
+      return {first};
+    } else {
+      return {first - static_cast<int32_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kElementsPerSector)};
+    }
+  }
+
+  // True if element n is inside the row. Constant for most elements.
+  GRADSCALE_DEVICE bool exists(int n) const {
+    return is_inside(n) || static_cast<uint32_t>(first + compared(n)) < static_cast<uint32_t>(width);
+  }
+
+  // True if element n is inside, wherever the row begins.
+  GRADSCALE_DEVICE static constexpr bool is_inside(int n) {
+    return compared(n) >= kMostBefore && compared(n) + kStep - unit < width;
+  }
+
+  // True if all of unit c is inside, wherever the row begins.
+  GRADSCALE_DEVICE static constexpr bool is_whole(int c) {
+    return is_inside(unit * c) && is_inside(unit * c + unit - 1);
+  }
+
+  // A bit for each of this lane's elements that are among `count` elements of the row from `begin` on.
+  GRADSCALE_DEVICE Mask mask(int32_t begin, int32_t count) const {
+    using Few = std::conditional_t<lanes_per_row == 1, Mask, uint32_t>; // holds the bits of a row's bins with mass
+    const int32_t low = elements_before(begin);
+    return static_cast<Mask>((Few(1) << (elements_before(begin + count) - low)) - 1) << low;
+  }
+  GRADSCALE_DEVICE int32_t elements_before(int32_t index) const {
+    int32_t count = 0;
+#pragma unroll
+    for (int k = 0; k < unit; ++k) {
+      count += (index - first + kStep - 1 - k) >> log2_of(kStep);
+    }
+    return count;
+  }
+
+  // The index of element n of this lane is first + index(n). Its distance from the middle of the row, in elements, is
+  // distance(n) + middle(), where distance(n) is a constant whole number, so that sums over it are exact.
+  GRADSCALE_DEVICE static constexpr int index(int n) {
+    return kStep * (n / unit) + n % unit;
+  }
+  GRADSCALE_DEVICE static constexpr float distance(int n) {
+    return static_cast<float>(index(n) - kStep * kMiddle);
+  }
+  GRADSCALE_DEVICE float middle() const {
+    return static_cast<float>(first + kStep * kMiddle) - 0.5f * (width - 1);
+  }
+
+  template <class U>
+  GRADSCALE_DEVICE void load(const U* row, float outside, Words<U>& units) const {
+    const U* const from = kTiled ? row + first : kept(row + first);
+    float values[unit];
+#pragma unroll
+    for (int k = 0; k < unit; ++k) {
+      values[k] = outside;
+    }
+#pragma unroll
+    for (int c = 0; c < kUnits; ++c) {
+      units[c] = packed<U, unit>(values);
+      if (is_split(c)) {
+#pragma unroll
+        for (int k = 0; k < unit; ++k) {
+          if (exists(unit * c + k)) {
+            set(units[c], k, load_packed<U, 1>(from + kStep * c + k));
+          }
+        }
+      } else if (exists(unit * c)) {
+        if constexpr (kTiled) {
+          units[c] = *reinterpret_cast<const Packed<U, unit>*>(from + kStep * c);
+        } else {
+          units[c] = load_packed<U, unit>(from + kStep * c);
+        }
+      }
+    }
+  }
+
+  template <class U>
+  GRADSCALE_DEVICE void store(U* row, const Values& values) const {
+    U* const to = kTiled ? row + first : kept(row + first);
+    const LaneUnits again{forgotten(first)}; // comparisons are repeated: keeping their results costs more
+#pragma unroll
+    for (int c = 0; c < kUnits; ++c) {
+      if (is_split(c)) {
+#pragma unroll
+        for (int k = 0; k < unit; ++k) {
+          if (again.exists(unit * c + k)) {
+            store_packed(to + kStep * c + k, packed<U, 1>(values + unit * c + k));
+          }
+        }
+      } else if (again.exists(unit * c)) {
+        const auto words = packed<U, unit>(values + unit * c);
+        if constexpr (kTiled) {
+          *reinterpret_cast<Packed<U, unit>*>(to + kStep * c) = words;
+        } else {
+          store_packed(to + kStep * c, words);
+        }
+      }
+    }
+  }
+
+ private:
+  // The index of the element that is compared for element n: the first of a unit that is never split.
+  GRADSCALE_DEVICE static constexpr int compared(int n) {
+    return index(kSplits ? n : n - n % unit);
+  }
+  // True if unit c may be partly outside of the row.
+  GRADSCALE_DEVICE static constexpr bool is_split(int c) {
+    return kSplits && !is_whole(c);
+  }
+};
+
+} // namespace gradscale
