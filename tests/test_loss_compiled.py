@@ -89,9 +89,9 @@ def test_schedules_and_batches_do_not_compile_again(graphs):
             "policy": gs.SoftCrossEntropy(entropy_weight=0.1 / (call + 1)),
         }
         batch = 4 + call
-        predictions = {"value": torch.randn(batch, 2, 5, requires_grad=True), "policy": torch.randn(batch, 2, 3)}
-        targets = {"value": torch.rand(batch, 2), "policy": torch.rand(batch, 2, 3).softmax(-1)}
-        fused, expected = both(heads, predictions, targets, step_weights=[1.0, 0.1 * call])
+        predictions = {"value": torch.randn(batch, 1, 5, requires_grad=True), "policy": torch.randn(batch, 1, 3)}
+        targets = {"value": torch.rand(batch, 1), "policy": torch.rand(batch, 1, 3).softmax(-1)}
+        fused, expected = both(heads, predictions, targets, step_weights=[1.0 - 0.1 * call])
         torch.testing.assert_close(fused.loss, expected.loss)
     assert graphs.frame_count == 2
 
