@@ -545,16 +545,16 @@ def test_masked_entries_are_not_read(function, steps):
     assert_same(runs[1], runs[0])
 
 
-# ---- Long rows ------------------------------------------------------------------------------------------------------
-
-
 def test_long_rows_of_many_chunks_are_the_same_from_call_to_call():
     data = random_data(5, 1, 40_000, dtype=torch.float32, ends=0.0, padding=0.0)
     changes = {name: None for name in FLAGS} | {"discount": 0.999, "lambda_": 0.9999}
     results = call("generalized_advantages", data, **changes)
-    wide = {name: value.double() if value.is_floating_point() else value for name, value in data.items()}
-    expected = call("generalized_advantages", wide, gs.reference, **changes)
-    assert_same(results, tuple(value.float() for value in expected), rtol=1e-4, atol=1e-3)
+    rewards, values, next_values = (data[name][0].double() for name in INPUTS)
+    advantages = [0.0]
+    for delta in reversed((rewards + 0.999 * next_values - values).tolist()):
+        advantages.append(delta + 0.999 * 0.9999 * advantages[-1])
+    expected = torch.tensor([advantages[:0:-1]], dtype=torch.float64)
+    assert_same(results, (expected.float(), (expected + values).float()), rtol=1e-4, atol=1e-3)
     for _ in range(3):
         assert_same(call("generalized_advantages", data, **changes), results, rtol=0, atol=0)
 
