@@ -406,6 +406,22 @@ def test_compiled_gradients_of_saved_tensors_that_were_copied():
     torch.testing.assert_close(actual, gradients())
 
 
+def test_saved_gradients_that_something_else_holds_are_not_moved():
+    held, before = [], []
+
+    def pack(tensor):
+        held.append(tensor.detach())
+        before.append(tensor.clone())
+        return tensor
+
+    call = compiled()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        actual = call(factor=2.0)
+    torch.testing.assert_close(actual, tuple(2 * gradient for gradient in EXPECTED))
+    assert len(held) > 0
+    assert all(map(torch.equal, held, before))
+
+
 def test_the_operator_moves_no_memory_outside_a_backward_pass():
     gradient = torch.randn(5000)
     before = gradient.clone()
