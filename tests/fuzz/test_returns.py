@@ -95,7 +95,8 @@ class Case(Described):
     def options(self) -> dict[str, Any]:
         clip = self.clip if self.steps < 20 or self.clip is not None else 1.0  # products of ratios would overflow
         clips = {"vtrace": ("clip_rho", "clip_c", "clip_pg_rho"), "retrace": ("clip_c",)}.get(self.function, ())
-        options: dict[str, Any] = {"batch_first": self.batch_first, **dict.fromkeys(clips, clip)}
+        options: dict[str, Any] = {name: clip and clip * (index + 1) for index, name in enumerate(clips)}
+        options["batch_first"] = self.batch_first
         return options | ({"n": self.n} if self.function == "n_step_returns" else {})
 
 
