@@ -161,6 +161,16 @@ def test_vmap_over_scales(mapped):
     torch.testing.assert_close(MAPPED[mapped](), TENSOR_SCALE * 2 * WEIGHTS * POINT, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_zeros_of_a_tensor_scale_are_exact(create_graph):
+    """Where a graph is recorded, tensor operations multiply, and 0 * inf would be NaN."""
+    x, g = torch.zeros(2, 4, requires_grad=True), torch.tensor([[float("nan"), float("inf"), -float("inf"), 3e38]] * 2)
+    scaled = gs.scale_gradient(x, torch.tensor([[0.0], [1.0]]))
+    (result,) = torch.autograd.grad(scaled, x, g, create_graph=create_graph)
+    assert torch.equal(result[0], torch.zeros(4))
+    torch.testing.assert_close(result[1], g[1], rtol=0, atol=0, equal_nan=True)
+
+
 def test_tensor_scale_is_read_in_the_forward_pass():
     x = POINT.clone().requires_grad_()
     scale = TENSOR_SCALE.clone()
