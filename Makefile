@@ -84,7 +84,7 @@ $(VENV)/nvdisasm: $(VENV)/torch
 SIMULATED := cuda returns
 
 simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
-	PTX_RACES=1 GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so $(SIMULATED:%=tests/test_%.py)
+	PTX_RACES=1 GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so $(SIMULATED:%=tests/test_%.py) tests/fuzz/test_returns.py
 
 # Tests of the kernels, and of the C++ code's use of tensors, lists of tensors and threads. Tests that run a compiler are
 # excluded, because the compiler would run under the sanitizers.

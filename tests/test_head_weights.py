@@ -16,6 +16,8 @@ from gradscale_ext.loss import compiled
 
 #: How each head is weighted: a parameter, a weight of 0, a constant tensor, a number, and not at all.
 LEARNED = {"value": 0.75, "policy": 0.0, "reward": 2.0}
+#: The same weights and steps, for graphs: kinds of heads are compiled by test_loss_compiled and test_loss_contexts.
+LOSSES = {name: gs.PerStepLoss(weight=HEADS[name].weight, first_step=HEADS[name].first_step) for name in LEARNED}
 MASK = torch.tensor([[0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
 SEEDED = torch.Generator().manual_seed(2)
 OPTIONS = {
@@ -100,7 +102,7 @@ CASES += [("operator", "none", "common weights"), ("operator", "mean", "plain")]
 
 @pytest.mark.parametrize(("impl", "reduction", "options"), CASES)
 def test_the_formula(impl, reduction, options):
-    heads = {name: HEADS[name] for name in LEARNED} if impl == "compiled" else HEADS
+    heads = HEADS if impl in ("fused", "reference") else LOSSES
     predictions, targets = arguments(heads=heads)
     weights = parameters()
     given = {**OPTIONS[options], "reduction": reduction}
@@ -248,7 +250,7 @@ def test_transforms_of_head_weights():
 @pytest.mark.parametrize("impl", ["fused", "compiled"])
 def test_numbers_that_change_do_not_compile_again(impl, fresh_compiler):
     """The first change makes the number a variable of the graph."""
-    heads = {name: HEADS[name] for name in ("value", "policy")}
+    heads = {name: LOSSES[name] for name in ("value", "policy")}
     predictions, targets = arguments(heads=heads, requires_grad=False)
 
     def loss(weight, learned):

@@ -99,6 +99,12 @@ def value_at(watching, tag, step):
     return dict(watching.history[tag])[step]
 
 
+def with_sgd(lr=0.1, **options):
+    """A model and its optimizer."""
+    model = network()
+    return model, torch.optim.SGD(model.parameters(), lr=lr, **options)
+
+
 @contextlib.contextmanager
 def watch(model=None, lr=0.1, fused=None, **options):
     """A model, its SGD optimizer, and an open monitor."""
@@ -347,8 +353,7 @@ def test_a_failed_clipping_does_not_count(monkeypatch, by):
     def fails(*_):
         raise RuntimeError("out of memory")
 
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = with_sgd(lr=0.0)
     model(batch()).square().sum().backward()
     parts = ("_foreach_mul_", "_foreach_clamp_min_")
     with GradientMonitor(model, optimizer, every=1) as watching:
@@ -367,8 +372,7 @@ def test_a_failed_clipping_does_not_count(monkeypatch, by):
 
 @pytest.mark.parametrize("by", ["norm", "value"])
 def test_all_open_monitors_record_a_clipping(by):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = with_sgd(lr=0.0)
     leaves = GradientMonitor(model, optimizer, every=1)
     with GradientMonitor(model, optimizer, every=1) as stays:
         for step in range(3):
@@ -519,9 +523,6 @@ def test_update_by_an_optimizer_that_replaces_the_memory():
     assert value(watching, "update_to_weight_ratio/weight") == approx(0.5)
 
 
-# ---- Which charts ----------------------------------------------------------------------------------------------------
-
-
 # ---- When ------------------------------------------------------------------------------------------------------------
 
 
@@ -536,8 +537,7 @@ def test_modules_choose_charts():
 
 
 def test_written_one_interval_late():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     writer = Writer()
     watching = GradientMonitor(model, optimizer, writer=writer, every=3, first_step=7, prefix="actor/")
     written = []
@@ -578,8 +578,7 @@ class Reads(TorchDispatchMode):
 
 def test_a_step_reads_nothing(monkeypatch):
     """The first step is recorded, and writes nothing yet."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     read = []
     for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__"):
         original = getattr(torch.Tensor, name)
@@ -744,8 +743,7 @@ def test_a_writer_that_raises_does_not_affect_other_monitors(loop):
 
 @pytest.mark.parametrize("method", ["add_scalar", "flush"])
 def test_a_writer_that_raises_while_the_monitor_is_closed(method):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    model, optimizer = with_sgd(lr=0.01, fused=True)
     watching = GradientMonitor(model, optimizer, writer=FailingWriter(method, 1))
     scaled_steps(model, optimizer, [1.0, OVERFLOW])
     with pytest.raises(OSError, match="disk full at call 1"):
@@ -780,8 +778,7 @@ def test_a_step_whose_record_fails_counts(monkeypatch):
 
 
 def test_without_a_reference_it_works_as_long_as_the_optimizer():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     writer = Writer()
     GradientMonitor(model, optimizer, writer=writer, every=1)
     gc.collect()
@@ -795,8 +792,7 @@ def test_without_a_reference_it_works_as_long_as_the_optimizer():
 
 @pytest.mark.parametrize("every", [1, 100])
 def test_a_closed_monitor_keeps_its_history_and_not_its_model(every):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     writer = Writer()
     watching = GradientMonitor(model, optimizer, writer=writer, every=every, activations=["0"])
     train(model, optimizer, 2, max_norm=1.0)
@@ -925,8 +921,7 @@ def test_nonfinite_gradients_of_a_skipped_step_are_counted_before_clipping():
 
 def test_nonfinite_gradients_of_a_skipped_step_are_counted_before_clipping_by_pytorch():
     """Clipping by a NaN norm makes all elements NaN."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(lr=0.01)
     is_bad, writer = iter([False, False, True]), Writer()
     model[0].bias.register_hook(lambda g: torch.where(torch.arange(4) == 0, math.nan, g) if next(is_bad) else g)
     with GradientMonitor(model, optimizer, writer=writer, every=100) as watching:
@@ -949,8 +944,7 @@ def test_the_scaler_decides_which_steps_are_skipped():
 
 
 def test_a_step_without_hooks_does_not_count_as_skipped():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(lr=0.01)
     optimizer.step = types.MethodType(torch.optim.SGD.step.__wrapped__, optimizer)
     with GradientMonitor(model, optimizer, every=1) as watching:
         scaled_steps(model, optimizer, [1.0, OVERFLOW, 1.0])
@@ -986,8 +980,7 @@ def test_skipped_steps_add_no_synchronization(fused):
     """A monitor synchronizes no more often than the scaler."""
     counts = []
     for watched in (False, True):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+        model, optimizer = with_sgd(lr=0.01, fused=fused)
         watching = GradientMonitor(model, optimizer, activations=["0"]) if watched else None
         with Reads() as reads:
             scaled_steps(model, optimizer, [OVERFLOW])
@@ -1021,8 +1014,7 @@ def original():
 
 
 def test_closed_monitors_restore_the_class_of_scalers(original):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(lr=0.01)
     first, second = (GradientMonitor(model, optimizer) for _ in range(2))
     assert torch.amp.GradScaler.step is not original
     assert torch.amp.GradScaler.step.__name__ == "step"
@@ -1040,8 +1032,7 @@ def test_closed_monitors_restore_the_class_of_scalers(original):
 
 
 def test_another_patch_of_the_scaler(monkeypatch, original):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = with_sgd(lr=0.01)
     for close_first in (False, True):
         watching = GradientMonitor(model, optimizer, every=1)
         with monkeypatch.context() as patch:
@@ -1128,8 +1119,7 @@ class Wrapper(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("deep", [False, True])
 def test_wrapped_optimizers(deep):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     wrapper = Wrapper(Wrapper(optimizer)) if deep else Wrapper(optimizer)
     with GradientMonitor(model, wrapper, every=1) as watching:
         train(model, wrapper, 2)
@@ -1188,8 +1178,7 @@ def test_copies_of_a_watched_model_and_optimizer_are_not_watched():
 
 
 def test_closed_in_the_middle_of_a_step():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     watching = GradientMonitor(model, optimizer, every=1)
 
     def closure():
@@ -1224,8 +1213,7 @@ def test_monitors_come_and_go_while_other_threads_train(original):
             failures.append(error)
 
     def comes_and_goes():
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = with_sgd()
         while not stop.is_set():
             GradientMonitor(model, optimizer).close()
 
@@ -1469,8 +1457,7 @@ def test_forward_passes_without_backward():
 
 
 def test_activations_are_not_measured_in_unrecorded_steps(monkeypatch):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     hooked = []
     original = torch.Tensor.register_hook
     monkeypatch.setattr(torch.Tensor, "register_hook", lambda self, f: (hooked.append(1), original(self, f))[1])
@@ -1502,8 +1489,7 @@ def test_activations_are_not_measured_in_unrecorded_steps(monkeypatch):
     ],
 )
 def test_errors(options, error, message):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     with pytest.raises(error, match=f"GradientMonitor: {message}"):
         GradientMonitor(model, optimizer, **options)
     assert not optimizer._optimizer_step_pre_hooks
@@ -1576,8 +1562,7 @@ def test_a_run_of_mlflow(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     with mlflow.start_run() as run, GradientMonitor(model, optimizer, writer=run, every=1) as watching:
         train(model, optimizer, 3)
     for tag in ("gradient_norm_total", "update_to_weight_ratio/0.weight"):
@@ -1589,8 +1574,7 @@ def test_tensorboard(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     with (
         tensorboard.SummaryWriter(tmp_path) as writer,
         GradientMonitor(model, optimizer, writer=writer, every=2, prefix="a/") as watching,
@@ -1645,11 +1629,7 @@ def panel(figure, title):
 
 def test_labels_of_lines_do_not_overlap():
     Text = pytest.importorskip("matplotlib.text").Text
-    with watch(weights(6), lr=0.0, every=1) as (
-        model,
-        optimizer,
-        watching,
-    ):
+    with watch(weights(6), lr=0.0, every=1) as (model, optimizer, watching):
         for _ in range(3):
             set_gradients(model, *[torch.full((1, 1), 1.0 + index / 1000) for index in range(6)])
             optimizer.step()
@@ -1674,11 +1654,7 @@ def test_a_stray_bin_does_not_stretch_the_histograms():
 
 def test_a_norm_of_zero_and_a_missing_gradient_are_seen_in_the_heat_map():
     pytest.importorskip("matplotlib")
-    with watch(weights(2), lr=0.0, every=1) as (
-        model,
-        optimizer,
-        watching,
-    ):
+    with watch(weights(2), lr=0.0, every=1) as (model, optimizer, watching):
         for first in (torch.zeros(1, 1), None, torch.ones(1, 1)):
             set_gradients(model, first, torch.full((1, 1), 4.0))
             optimizer.step()
@@ -1691,11 +1667,7 @@ def test_a_norm_of_zero_and_a_missing_gradient_are_seen_in_the_heat_map():
 
 def test_a_picture_of_norms_that_end_at_zero_and_at_infinity(tmp_path):
     pytest.importorskip("matplotlib")
-    with watch(weights(2), lr=0.0, every=1) as (
-        model,
-        optimizer,
-        watching,
-    ):
+    with watch(weights(2), lr=0.0, every=1) as (model, optimizer, watching):
         for first, second in ((1.0, 2.0), (0.0, math.inf)):
             set_gradients(model, torch.full((1, 1), first), torch.full((1, 1), second))
             optimizer.step()
@@ -1755,11 +1727,7 @@ def test_a_module_of_many_parameters_is_split():
 def test_merged_layers_have_the_norm_of_all_their_parameters(monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(plot, "layers_of", functools.partial(plot.layers_of, most=2))
-    with watch(weights(4), lr=0.0, every=1) as (
-        model,
-        optimizer,
-        watching,
-    ):
+    with watch(weights(4), lr=0.0, every=1) as (model, optimizer, watching):
         for factor in (1.0, 2.0):
             set_gradients(model, *(torch.full((1, 1), factor * g) for g in (3.0, 4.0, 5.0, 12.0)))
             optimizer.step()

@@ -133,53 +133,47 @@ def _leaves(nested):
 
 # ---- LightZero ------------------------------------------------------------------------------------------------------
 
+BINS = integers(300)
+
+
+def with_consistency(values, reward, value_weight, consistency_weight, transform=lambda x: x):
+    """Heads, predictions and targets that LightZero and both EfficientZeros share."""
+    support = gs.Support.muzero()
+    heads = {name: gs.TwoHot(support, weight=value_weight) for name in values}
+    heads[reward] = gs.TwoHot(support, first_step=1)
+    heads["policy"] = gs.SoftCrossEntropy()
+    heads["consistency"] = gs.NegativeCosine(eps=1e-5, weight=consistency_weight, first_step=1)
+    sizes = {**dict.fromkeys((*values, reward), (601,)), "policy": (A,), "consistency": (D,)}
+    x = {name: per_step(T - head.first_step, *sizes[name]) for name, head in heads.items()}
+    targets = dict.fromkeys(values, transform(normal(B, T, scale=3e4)))
+    targets |= {reward: transform(normal(B, K, scale=5)), "policy": distributions(B, T, A)}
+    return heads, x, targets | {"consistency": normal(B, K, D)}
+
 
 def test_lightzero_muzero():
     """LightZero's MuZero policy, with EfficientZero's consistency term, entropy bonus and smoothed policy targets.
 
     Only the consistency loss is masked; the gradient of the whole loss, root included, is divided by K.
     """
-    bins, support = integers(300), gs.Support.muzero()
-    x = {
-        "value": per_step(T, 601),
-        "reward": per_step(K, 601),
-        "policy": per_step(T, A),
-        "consistency": per_step(K, D),
-    }
-    z, u, pi, latent = (
-        normal(B, T, scale=3e4),
-        normal(B, K, scale=50),
-        distributions(B, T, A),
-        normal(B, K, D),
-    )
+    heads, x, targets = with_consistency(("value",), "reward", value_weight=0.25, consistency_weight=2.0)
+    heads["policy"] = gs.SoftCrossEntropy(label_smoothing=0.1, entropy_weight=5e-3)
+    z, u, pi, latent = targets.values()
     pi[0, 3:] = 0  # after the end of the game
     mask, w = ending(3, 5, 4), torch.rand(B, dtype=torch.float64)
 
     smooth = 0.9 * pi + 0.1 / A
-    value = sum(cross_entropy(x["value"][k], two_hot(h(z[:, k]), bins)) for k in range(T))
-    reward = sum(cross_entropy(x["reward"][k], two_hot(h(u[:, k]), bins)) for k in range(K))
+    value = sum(cross_entropy(x["value"][k], two_hot(h(z[:, k]), BINS)) for k in range(T))
+    reward = sum(cross_entropy(x["reward"][k], two_hot(h(u[:, k]), BINS)) for k in range(K))
     policy = sum(cross_entropy(x["policy"][k], smooth[:, k]) for k in range(T))
     bonus = sum(entropy(x["policy"][k]) for k in range(T))
     consistency = sum(-cosine(x["consistency"][k], latent[:, k], 1e-5) * mask[:, k] for k in range(K))
     theirs = (w * (2 * consistency + policy + 0.25 * value + reward - 5e-3 * bonus)).mean()
     theirs.register_hook(lambda gradient: gradient / K)
 
-    heads = {
-        "value": gs.TwoHot(support, weight=0.25),
-        "reward": gs.TwoHot(support, first_step=1),
-        "policy": gs.SoftCrossEntropy(label_smoothing=0.1, entropy_weight=5e-3),
-        "consistency": gs.NegativeCosine(eps=1e-5, weight=2.0, first_step=1),
-    }
-    out = gs.multi_step_loss(
-        heads,
-        x,
-        {"value": z, "reward": u, "policy": pi, "consistency": latent},
-        step_gradient_scale=[1 / K] * T,
-        importance_weights=w,
-        mask={"consistency": after_root(mask)},
-    )
+    options = {"importance_weights": w, "mask": {"consistency": after_root(mask)}}
+    out = gs.multi_step_loss(heads, x, targets, step_gradient_scale=[1 / K] * T, **options)
     same_loss(out.loss, theirs, x)
-    root = h_inverse(mean_of(x["value"][0], bins))
+    root = h_inverse(mean_of(x["value"][0], BINS))
     same(gs.priorities(out.expected["value"], z), ((root - z[:, 0]).abs() + 1e-6).detach())
 
 
@@ -267,42 +261,24 @@ def test_half_the_gradient_of_a_hidden_state():
 
 def test_efficientzero():
     """EfficientZero (Ye et al. 2021): value prefixes, consistency, and a mask on all recurrent steps of all heads."""
-    bins, support = integers(300), gs.Support.muzero()
-    x = {
-        "value": per_step(T, 601),
-        "value_prefix": per_step(K, 601),
-        "policy": per_step(T, A),
-        "consistency": per_step(K, D),
-    }
-    z, prefix, pi, latent = normal(B, T, scale=3e4), normal(B, K, scale=5), distributions(B, T, A), normal(B, K, D)
+    heads, x, targets = with_consistency(("value",), "value_prefix", value_weight=0.25, consistency_weight=2.0)
+    z, prefix, pi, latent = targets.values()
     mask, w = ending(2, 4, 3)[:, :K], torch.rand(B, dtype=torch.float64)
 
-    theirs = 0.25 * cross_entropy(x["value"][0], two_hot(h(z[:, 0]), bins)) + cross_entropy(x["policy"][0], pi[:, 0])
+    theirs = 0.25 * cross_entropy(x["value"][0], two_hot(h(z[:, 0]), BINS)) + cross_entropy(x["policy"][0], pi[:, 0])
     for k in range(1, T):
-        step = 0.25 * cross_entropy(x["value"][k], two_hot(h(z[:, k]), bins))
-        step = step + cross_entropy(x["value_prefix"][k - 1], two_hot(h(prefix[:, k - 1]), bins))
+        step = 0.25 * cross_entropy(x["value"][k], two_hot(h(z[:, k]), BINS))
+        step = step + cross_entropy(x["value_prefix"][k - 1], two_hot(h(prefix[:, k - 1]), BINS))
         step = step + cross_entropy(x["policy"][k], pi[:, k])
         step = step - 2 * cosine(x["consistency"][k - 1], latent[:, k - 1], 1e-5)
         theirs = theirs + step * mask[:, k - 1]
     theirs = (w * theirs).mean()
     theirs.register_hook(lambda gradient: gradient / K)
 
-    heads = {
-        "value": gs.TwoHot(support, weight=0.25),
-        "value_prefix": gs.TwoHot(support, first_step=1),
-        "policy": gs.SoftCrossEntropy(),
-        "consistency": gs.NegativeCosine(eps=1e-5, weight=2.0, first_step=1),
-    }
-    out = gs.multi_step_loss(
-        heads,
-        x,
-        {"value": z, "value_prefix": prefix, "policy": pi, "consistency": latent},
-        step_gradient_scale=[1 / K] * T,
-        importance_weights=w,
-        mask=after_root(mask),
-    )
+    options = {"importance_weights": w, "mask": after_root(mask)}
+    out = gs.multi_step_loss(heads, x, targets, step_gradient_scale=[1 / K] * T, **options)
     same_loss(out.loss, theirs, x)
-    root = h_inverse(mean_of(x["value"][0], bins))  # theirs is 0 where |root| < 1e-3, which does not occur here
+    root = h_inverse(mean_of(x["value"][0], BINS))  # theirs is 0 where |root| < 1e-3, which does not occur here
     assert (root.abs() > 1e-3).all()
     same(gs.priorities(out.expected["value"], z), ((root - z[:, 0]).abs() + 1e-6).detach())
 
@@ -320,48 +296,28 @@ def test_efficientzero_v2_atari():
     same(gs.signed_hyperbolic(minus_thousand), 1 - 1001**0.5 - 1 + 0 * minus_thousand)
     same(their_h(minus_thousand), 1 - 1001**0.5 + 1 + 0 * minus_thousand)
 
-    bins, support = integers(300), gs.Support.muzero()
-    x = {
-        "value_0": per_step(T, 601),
-        "value_1": per_step(T, 601),
-        "value_prefix": per_step(K, 601),
-        "policy": per_step(T, A),
-        "consistency": per_step(K, D),
-    }
-    z, prefix = normal(B, T, scale=3e4).abs(), normal(B, K, scale=5).abs()
-    pi, latent = distributions(B, T, A), normal(B, K, D)
+    critics = ("value_0", "value_1")
+    heads, x, targets = with_consistency(critics, "value_prefix", 0.5 * 0.5 / 2, 5.0, torch.abs)
+    z, _, prefix, pi, latent = targets.values()
     mask, w = ending(2, 4, 3)[:, :K], torch.rand(B, dtype=torch.float64)
 
     def root_and_later(k):
-        target = two_hot(their_h(z[:, k]), bins)
+        target = two_hot(their_h(z[:, k]), BINS)
         critics = torch.stack([0.5 * cross_entropy(x[f"value_{i}"][k], target) for i in (0, 1)])
         return 0.5 * critics.mean(0) + cross_entropy(x["policy"][k], pi[:, k])
 
     def later(k):
-        reward = cross_entropy(x["value_prefix"][k - 1], two_hot(their_h(prefix[:, k - 1]), bins))
+        reward = cross_entropy(x["value_prefix"][k - 1], two_hot(their_h(prefix[:, k - 1]), BINS))
         return reward - 5 * cosine(x["consistency"][k - 1], latent[:, k - 1], 1e-5)
 
     theirs = root_and_later(0) + sum((root_and_later(k) + later(k)) * mask[:, k - 1] for k in range(1, T))
     theirs = (w * theirs).mean()
     theirs.register_hook(lambda gradient: gradient / K)
 
-    heads = {
-        "value_0": gs.TwoHot(support, weight=0.5 * 0.5 / 2),
-        "value_1": gs.TwoHot(support, weight=0.5 * 0.5 / 2),
-        "value_prefix": gs.TwoHot(support, first_step=1),
-        "policy": gs.SoftCrossEntropy(),
-        "consistency": gs.NegativeCosine(eps=1e-5, weight=5.0, first_step=1),
-    }
-    out = gs.multi_step_loss(
-        heads,
-        x,
-        {"value_0": z, "value_1": z, "value_prefix": prefix, "policy": pi, "consistency": latent},
-        step_gradient_scale=[1 / K] * T,
-        importance_weights=w,
-        mask=after_root(mask),
-    )
+    options = {"importance_weights": w, "mask": after_root(mask)}
+    out = gs.multi_step_loss(heads, x, targets, step_gradient_scale=[1 / K] * T, **options)
     same_loss(out.loss, theirs, x)
-    roots = torch.stack([h_inverse(mean_of(x[f"value_{i}"][0], bins)) for i in (0, 1)])
+    roots = torch.stack([h_inverse(mean_of(x[f"value_{i}"][0], BINS)) for i in (0, 1)])
     smallest = torch.minimum(out.expected["value_0"], out.expected["value_1"])
     same(gs.priorities(smallest, z), ((roots.amin(0) - z[:, 0]).abs() + 1e-6).detach())
 

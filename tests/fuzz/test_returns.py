@@ -1,0 +1,183 @@
+"""Returns: every size, dtype, layout, form of the coefficients, NaN and inf, against the reference.
+
+test_returns.py compares the reference with definitions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from test_returns import FLAGS, FUNCTIONS, call, inputs_of
+from trajectories import random_data
+
+import gradscale_ext as gs
+
+from .budget import fuzz
+from .strategies import SEEDS, Described, Watched, laid_out, product
+
+Tensor = torch.Tensor
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+COEFFICIENTS = ("discount", "lambda_", "ratios")
+
+
+@dataclass(frozen=True)
+class Case(Described):
+    function: str = "lambda_returns"
+    batch: int = 3
+    steps: int = 9
+    batch_first: bool = True
+    observations: bool = False
+    """True if the values are those of all observations, `[B, T + 1]`."""
+    flags: str = "all"
+    """Which of the flags are given: "all", "none", or one's name."""
+    ends: float = 0.1
+    """The share of steps that terminate, and of steps that are cut."""
+    discount: str = "full"
+    lambda_: str = "full"
+    n: int = 3
+    clip: float | None = 1.0
+    special: str = "none"
+    """What is not finite or 0: "inputs", "coefficients" too, or many "at blocks" of 256 steps."""
+    dtypes: tuple[torch.dtype, ...] = (F32,)
+    """The tensors have them in turn, and the layouts as well."""
+    layouts: tuple[str, ...] = ("contiguous",)
+    create_graph: bool = False
+    seed: int = 0
+
+    def tensors(self) -> dict[str, Any]:
+        """The arguments of a call."""
+        data = random_data(self.seed, self.batch, self.steps, self.ends, self.ends / 2)
+        self._spoil(data, torch.Generator().manual_seed(self.seed))
+        if self.observations:
+            data["values"] = torch.nn.functional.pad(data["values"], (0, 1), value=0.5)
+        for index, (name, value) in enumerate(data.items(), self.seed):
+            layout = self.layouts[index % len(self.layouts)]
+            if name in FLAGS:
+                layout = layout if layout != "negative" else "rows"
+            else:
+                value = value.to(self.dtypes[index % len(self.dtypes)])
+            data[name] = laid_out(value if self.batch_first else value.T, layout)
+        data |= {flag: None for flag in FLAGS if self.flags not in ("all", flag)}
+        if self.observations:
+            data |= {"next_values": None, "truncated": None}
+        return data | {name: self._form(data[name], getattr(self, name)) for name in ("discount", "lambda_")}
+
+    def _spoil(self, data: dict[str, Tensor], generator: torch.Generator) -> None:
+        if self.special == "none":
+            return
+        steps, share = torch.arange(self.steps), torch.tensor(0.02)
+        if self.special == "at blocks":
+            share = torch.where(((steps + 2) % 256 < 4) | ((-steps) % 256 < 3), 0.1, 0.002)
+        for name in ("rewards", "values", "next_values", *COEFFICIENTS):
+            drawn = torch.rand(data[name].shape, generator=generator)
+            if name not in COEFFICIENTS or self.special == "coefficients":
+                data[name] = torch.where(drawn < share / 2, torch.nan, data[name])
+            if name not in (*COEFFICIENTS[:2], *COEFFICIENTS[2:] * (self.clip is None)):
+                data[name] = torch.where((drawn > 0.5) & (drawn < 0.5 + share / 2), torch.inf, data[name])
+            if name in COEFFICIENTS:
+                data[name] = torch.where(drawn > 1 - 5 * share, 0, data[name])
+
+    def _form(self, value: Tensor, form: str) -> Any:
+        rows, steps = (slice(None), slice(1)) if self.batch_first else (slice(1), slice(None))
+        return {
+            "full": value,
+            "rows": value[rows, steps],
+            "steps": value[steps, rows],
+            "one": value[:1, :1],
+            "float32": torch.tensor(0.3),
+            "float64": torch.tensor(0.3, dtype=F64),
+        }.get(form, float(form) if form[0] in "-01" else None)
+
+    def options(self) -> dict[str, Any]:
+        clip = self.clip if self.steps < 20 or self.clip is not None else 1.0  # products of ratios would overflow
+        clips = {"vtrace": ("clip_rho", "clip_c", "clip_pg_rho"), "retrace": ("clip_c",)}.get(self.function, ())
+        options: dict[str, Any] = {name: clip and clip * (index + 1) for index, name in enumerate(clips)}
+        options["batch_first"] = self.batch_first
+        return options | ({"n": self.n} if self.function == "n_step_returns" else {})
+
+
+_sizes = product(
+    dict,
+    batch=(3, 0, 1, 2, 5, 20, 70),
+    steps=(9, 0, 1, 5, 16, 17, 21, 40, 47, 130, 300, 1024, 1279),
+    batch_first=(True, False),
+    observations=(False, False, True),
+    flags=("all", "all", "none", *FLAGS),
+    ends=(0.1, 0.0, 0.01),
+    special=("none", "none", "inputs", "coefficients", "at blocks"),
+    seed=SEEDS,
+)
+_coefficients = ("full", "full", "full", "rows", "steps", "one", "float32", "float64", "0", "1", "0.3")
+_layouts = (
+    ("contiguous",),
+    ("columns", "transposed", "rows"),
+    ("expanded", "contiguous", "contiguous"),
+    ("contiguous", "all_expanded", "numpy", "offset", "negative"),
+)
+_others = product(
+    dict,
+    function=tuple(FUNCTIONS),
+    discount=(*_coefficients, "-1"),
+    lambda_=_coefficients,
+    n=(3, 1, 2, 7, 16, 40, 10**12),
+    clip=(1.0, 0.5, 1.7, 0.0, None),
+    create_graph=(False, False, True),
+    dtypes=((F32,), (F64,), (F32, F64, BF16, F16), (BF16, F16), (F32, BF16)),
+    layouts=_layouts,
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    case = Case(**draw(_sizes), **draw(_others))
+    return dataclasses.replace(case, observations=False) if case.function == "retrace" else case
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    finite = expected[expected.isfinite()]
+    largest = max(1.0, finite.abs().max().item() if finite.numel() else 1.0)
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+
+
+@fuzz(cases(), examples=120)
+def test_returns(case: Case) -> None:
+    data, options = case.tensors(), case.options()
+    names = [name for name in inputs_of(case.function) if data[name] is not None]
+    names += ["values"] * (case.observations and "values" not in names)
+    wide = {name: value.double() if _is_floating(value) else value for name, value in data.items()}
+    given = [data[name] for name in ("rewards", "values", "next_values", "discount", *FUNCTIONS[case.function][0])]
+    watched = Watched(*data.values())
+    results = []
+    for arguments, module in ((data, gs), (wide, gs.reference)):
+        arguments |= {name: arguments[name].detach().requires_grad_() for name in names}
+        results.append(call(case.function, arguments, module, **options))
+    is_double = any(_is_floating(value) and value.dtype == F64 for value in given)
+    tolerance = 1e-9 if is_double else 3e-5
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == (F64 if is_double else F32)
+        assert found.is_contiguous()
+        assert_near(found.detach(), expected.detach(), tolerance)
+    if case.special == "coefficients" or not case.batch * case.steps:
+        return  # the former gradients may be NaN or not
+    weights = [torch.linspace(-1, 2, found.numel()).reshape(found.shape).double() for found in results[0]]
+    if case.special != "none":
+        bad = torch.rand(weights[0].shape, generator=torch.Generator().manual_seed(case.seed)) < 0.02
+        weights[0] = torch.where(bad, torch.nan, weights[0])
+    gradients = []
+    for arguments, outputs in zip((data, wide), results, strict=True):
+        grad_outputs = [weight.to(output.dtype) for weight, output in zip(weights, outputs, strict=True)]
+        leaves = [arguments[name] for name in names]
+        options = {"create_graph": case.create_graph, "materialize_grads": True}
+        gradients.append(torch.autograd.grad(outputs, leaves, grad_outputs, **options))
+    for name, found, expected in zip(names, *gradients, strict=True):
+        assert found.dtype == data[name].dtype
+        assert_near(found.detach(), expected.detach(), max(tolerance, torch.finfo(found.dtype).eps))
+    watched.check(case.function)
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
