@@ -505,6 +505,21 @@ def test_wrong_arguments(monkeypatch, capsys):
     assert "an odd number of at least 3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "--batch", "0"], "argument --batch: expected an integer of at least 1, got '0'"),
+        (["check", "--batch", "-1"], "argument --batch: expected an integer of at least 1, got '-1'"),
+        (["check", "--device", "cpu", "none"], "argument --device: expected a device of this machine, got 'none'"),
+        (["bench", "--device", "none"], "argument --device: expected a device of this machine, got 'none'"),
+    ],
+)
+def test_errors_name_the_option(arguments, message, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run_main(monkeypatch, capsys, *arguments)
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [[], ["check"], ["bench"], ["compile"]])
 def test_help(command, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
