@@ -460,6 +460,20 @@ def test_infinite_entries_that_are_masked(device):
         assert all(g.isfinite().all() for g in found)
 
 
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float64, 1e-160), (torch.float64, 1e160), (torch.float32, 1e30)])
+def test_the_cosine_of_long_and_short_vectors(dtype, scale, device):
+    x, t = torch.randn(2, 3, 82, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    heads = {"cosine": gs.NegativeCosine(eps=1e-37)}
+    ours = converted((scale * x).requires_grad_(), device, dtype)
+    exact = converted(ours, "cpu", torch.float64)
+    targets = converted(scale * t, device, dtype)
+    loss = gs.multi_step_loss(heads, {"cosine": [ours]}, {"cosine": [targets]}).loss
+    truth = REFERENCE.multi_step_loss(heads, {"cosine": [exact]}, {"cosine": [converted(targets, "cpu", x.dtype)]}).loss
+    check_close(loss, truth, dtype)
+    found, expected = torch.autograd.grad(loss, ours)[0], torch.autograd.grad(truth, exact)[0]
+    check_close(found.double() * scale, expected * scale, dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_edges_of_targets_and_logits(dtype, device):
     """Infinite targets map to the end bins; illegal actions cost nothing; an invalid class gives NaN."""

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import pickle
 import re
@@ -321,6 +322,34 @@ def test_the_cosine_of_subnormal_vectors_is_a_number():
     loss = gs.multi_step_loss({"c": gs.NegativeCosine()}, {"c": [x]}, {"c": [x.detach()]}).loss
     assert loss.item() == 0
     torch.testing.assert_close(torch.autograd.grad(loss, x)[0], -x.detach() * 1e16, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales", "least", "tolerance"),
+    [
+        (torch.float64, (1e-160, 1.0, 1e160), 1e-300, 1e-13),
+        (torch.float32, (1e-30, 1e-20, 1.0, 1e20, 1e30), 1e-37, 2e-6),
+    ],
+)
+def test_the_cosine_of_long_and_short_vectors(dtype, scales, least, tolerance):
+    """Squares of lengths, and their products, are out of range."""
+    x, target = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for x_scale, target_scale, eps in itertools.product(scales, scales, (1e-8, least)):
+        heads = {"c": gs.NegativeCosine(eps=eps)}
+        t = (target * target_scale).to(dtype)
+        given = (x * x_scale).to(dtype).requires_grad_()
+        exact = given.detach().double().requires_grad_()
+        found = gs.multi_step_loss(heads, {"c": [given]}, {"c": [t]}, impl="fused")
+        expected = gs.reference.multi_step_loss(heads, {"c": [exact]}, {"c": [t.double()]})
+        tiny = torch.finfo(dtype).tiny
+        torch.testing.assert_close(found.loss.double(), expected.loss, rtol=tolerance, atol=tiny)
+        (gradient,) = torch.autograd.grad(found.loss, given)
+        (truth,) = torch.autograd.grad(expected.loss, exact)
+        atol = tolerance * float(truth.abs().max()) + tiny
+        torch.testing.assert_close(gradient.double(), truth, rtol=0, atol=atol)
+        if dtype == torch.float32:
+            norms = [out.head_gradient_norms["c"].double() for out in (found, expected)]
+            torch.testing.assert_close(*norms, rtol=tolerance, atol=tiny)
 
 
 @pytest.mark.any_version
