@@ -474,6 +474,14 @@ def test_the_cosine_of_long_and_short_vectors(dtype, scale, device):
     check_close(found.double() * scale, expected * scale, dtype)
 
 
+@pytest.mark.parametrize("kappa", [0.0, 1e-39])
+def test_quantiles_next_to_their_targets(kappa, device):
+    x = torch.zeros(3, 2, device=device, requires_grad=True)
+    targets = torch.tensor([[1e-40], [-1e-45], [0.0]], device=device)
+    loss = gs.multi_step_loss({"q": gs.QuantileHuber(kappa=kappa)}, {"q": [x]}, {"q": [targets]}, reduction="sum").loss
+    assert torch.autograd.grad(loss, x)[0].tolist() == [[-0.25, -0.75], [0.75, 0.25], [0.0, 0.0]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_edges_of_targets_and_logits(dtype, device):
     """Infinite targets map to the end bins; illegal actions cost nothing; an invalid class gives NaN."""

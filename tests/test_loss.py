@@ -352,6 +352,16 @@ def test_the_cosine_of_long_and_short_vectors(dtype, scales, least, tolerance):
             torch.testing.assert_close(*norms, rtol=tolerance, atol=tiny)
 
 
+@pytest.mark.parametrize("function", [gs.multi_step_loss, gs.reference.multi_step_loss])
+@pytest.mark.parametrize("kappa", [0.0, 1e-46, 1e-39])
+def test_quantiles_next_to_their_targets(kappa, function):
+    """The derivative of |u| is 1 for subnormal u too, and 0 at 0."""
+    x = torch.zeros(1, 2, requires_grad=True)
+    for target, expected in ((1e-40, [-0.25, -0.75]), (-1e-45, [0.75, 0.25]), (0.0, [0.0, 0.0])):
+        loss = function({"q": gs.QuantileHuber(kappa=kappa)}, {"q": [x]}, {"q": [torch.tensor([[target]])]}).loss
+        assert torch.autograd.grad(loss, x)[0].tolist() == [expected]
+
+
 @pytest.mark.any_version
 def test_gradcheck_and_gradgradcheck(fused_only, monkeypatch):
     predictions, targets = arguments(batch=2, steps=2, heads=ALL_HEADS)
