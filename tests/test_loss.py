@@ -690,6 +690,8 @@ WRONG = {
     ),
     "step weights type": (lambda p, t, o: o.update(step_weights=2.0), ["step_weights", "float"]),
     "gradient scale name": (lambda p, t, o: o.update(step_gradient_scale="unrol"), ["step_gradient_scale", "'unrol'"]),
+    "step weights too many": (lambda p, t, o: o.update(step_weights=range(2**63)), ["step_weights", "4 numbers"]),
+    "step weights many": (lambda p, t, o: o.update(step_weights=range(10**12)), ["step_weights", "has 1000000000000"]),
     "step weights words": (lambda p, t, o: o.update(step_weights=["a"] * 4), ["step_weights", "numbers", "'a'"]),
     "mask dtype": (lambda p, t, o: o.update(mask=torch.ones(3, 4)), ["mask", "bool", "float32"]),
     "mask shape": (lambda p, t, o: o.update(mask=torch.ones(4, 3) > 0), ["mask", "[3, 4]", "[4, 3]"]),
@@ -720,6 +722,17 @@ def test_errors_name_expected_and_actual(wrong):
     message = _break(change)
     for word in words:
         assert word in message, message
+
+
+def test_errors_of_an_iterator_are_raised():
+    class Broken(list):
+        def __iter__(self):
+            raise KeyError("broken")
+
+    predictions, targets = arguments()
+    for impl in ("auto", "reference"):
+        with pytest.raises(KeyError, match="broken"):
+            gs.multi_step_loss(HEADS, predictions, targets, step_weights=Broken([1.0] * 4), impl=impl)
 
 
 def test_errors_of_heads():

@@ -118,10 +118,10 @@ class Rules:
                     else _remedies.instead_of(given, argument)
                 )
             )
-        if len(given) != self.steps:
+        if (count := _length(given)) != self.steps:
             raise ValueError(
-                f"multi_step_loss: {label} must have {self.steps} numbers, one per step, but it has {len(given)}"
-                + ("; T counts the root too" if len(given) == self.steps - 1 else "")
+                f"multi_step_loss: {label} must have {self.steps} numbers, one per step, but it has {count}"
+                + ("; T counts the root too" if count == self.steps - 1 else "")
             )
         if any(isinstance(number, torch.Tensor) and number.device.type != "cpu" for number in given):
             raise TypeError(
@@ -203,3 +203,10 @@ class Rules:
             f"{written(wanted)}, but it has {written(shape)}"
             + _remedies.instead_of_step_shape(argument, shape, self.batch, self.steps, self.batch_first)
         )
+
+
+def _length(given: Sequence[Any]) -> int | str:
+    try:
+        return len(given)
+    except OverflowError:  # a range
+        return "too many"
