@@ -333,6 +333,9 @@ WRONG = {
     "the head_weights of head 'value' must be a number or a tensor without dimensions, but it is of type bool": {
         "head_weights": {"value": True}
     },
+    "the step_weights of head 'value' requires grad, but weights get no gradient": {
+        "step_weights": {"value": [1.0, torch.ones((), requires_grad=True), 1.0, 1.0]}
+    },
     "the head_weights of head 'value' must be float64, float32, bfloat16 or float16, but it is torch.int64": {
         "head_weights": {"value": torch.tensor(1)}
     },

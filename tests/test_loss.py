@@ -690,6 +690,14 @@ WRONG = {
     ),
     "step weights type": (lambda p, t, o: o.update(step_weights=2.0), ["step_weights", "float"]),
     "gradient scale name": (lambda p, t, o: o.update(step_gradient_scale="unrol"), ["step_gradient_scale", "'unrol'"]),
+    "step weights require grad": (
+        lambda p, t, o: o.update(step_weights=[1.0, 1.0, 1.0, torch.ones((), requires_grad=True)]),
+        ["step_weights requires grad", "detach()"],
+    ),
+    "gradient scales require grad": (
+        lambda p, t, o: o.update(step_gradient_scale=[torch.ones((), requires_grad=True)] * 4),
+        ["step_gradient_scale requires grad", "detach()"],
+    ),
     "step weights too many": (lambda p, t, o: o.update(step_weights=range(2**63)), ["step_weights", "4 numbers"]),
     "step weights many": (lambda p, t, o: o.update(step_weights=range(10**12)), ["step_weights", "has 1000000000000"]),
     "step weights words": (lambda p, t, o: o.update(step_weights=["a"] * 4), ["step_weights", "numbers", "'a'"]),

@@ -157,7 +157,7 @@ class PythonReader {
 
   // A tensor as a number. Reading it from another device would synchronize.
   static bool is_readable(const at::Tensor& tensor) {
-    return tensor.is_cpu();
+    return tensor.is_cpu() && !tensor.requires_grad();
   }
 
   static bool read_value(const py::object& given, int64_t steps, StepNumbers& numbers) {

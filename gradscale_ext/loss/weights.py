@@ -128,6 +128,9 @@ class Rules:
                 f"multi_step_loss: {label} is a sequence of tensors that are not on the CPU, and reading them would "
                 f"wait for their device; pass one tensor of {self.steps} numbers: torch.stack({argument})"
             )
+        for number in given:
+            if isinstance(number, torch.Tensor):
+                _check_constant(label, number)
         try:
             values = [float(number) for number in given]
         except (TypeError, ValueError, RuntimeError) as error:
@@ -188,8 +191,7 @@ class Rules:
         check_kind(label, weights)
         check_dtype(label, weights, "")
         check_device(label, weights, self.device)
-        if weights.requires_grad:
-            raise ValueError(f"multi_step_loss: {label} requires grad, but weights get no gradient; detach() it")
+        _check_constant(label, weights)
 
     def _check_step_shape(self, argument: str, label: str, tensor: torch.Tensor, or_steps: bool) -> None:
         """Refuse other shapes than `[B, T]` in the caller's order, and `[T]` where that may be."""
@@ -203,6 +205,11 @@ class Rules:
             f"{written(wanted)}, but it has {written(shape)}"
             + _remedies.instead_of_step_shape(argument, shape, self.batch, self.steps, self.batch_first)
         )
+
+
+def _check_constant(label: str, weights: torch.Tensor) -> None:
+    if weights.requires_grad:
+        raise ValueError(f"multi_step_loss: {label} requires grad, but weights get no gradient; detach() it")
 
 
 def _length(given: Sequence[Any]) -> int | str:
