@@ -141,7 +141,7 @@ class PythonReader {
     if (THPVariable_Check(given.ptr())) {
       return read_tensor(given, weight.tensor);
     }
-    if (PyBool_Check(given.ptr())) {
+    if (!is_real(given)) {
       return false;
     }
     weight.number = PyFloat_AsDouble(given.ptr());
@@ -153,6 +153,12 @@ class PythonReader {
     const bool raised = PyErr_Occurred() != nullptr;
     PyErr_Clear();
     return raised;
+  }
+
+  // True for a number of Python or NumPy. An array may be convertible to a number too, but is none.
+  static bool is_real(py::handle given) {
+    return PyFloat_Check(given.ptr()) || PyLong_CheckExact(given.ptr()) ||
+           (!PyBool_Check(given.ptr()) && py::isinstance(given, py::module_::import("numbers").attr("Real")));
   }
 
   // A tensor as a number. Reading it from another device would synchronize.
