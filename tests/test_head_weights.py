@@ -341,6 +341,9 @@ WRONG = {
     "the head_weights of head 'value' must be a number or a tensor without dimensions, but it is of type Decimal": {
         "head_weights": {"value": Decimal("0.5")}
     },
+    "the head_weights of head 'value' must be a number in the range of a float, but it is too large": {
+        "head_weights": {"value": 10**400}
+    },
     "the step_weights of head 'value' requires grad, but weights get no gradient": {
         "step_weights": {"value": [1.0, torch.ones((), requires_grad=True), 1.0, 1.0]}
     },

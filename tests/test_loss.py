@@ -700,6 +700,10 @@ WRONG = {
     ),
     "step weights too many": (lambda p, t, o: o.update(step_weights=range(2**63)), ["step_weights", "4 numbers"]),
     "step weights many": (lambda p, t, o: o.update(step_weights=range(10**12)), ["step_weights", "has 1000000000000"]),
+    "step weights too large": (
+        lambda p, t, o: o.update(step_weights=[10**400, 1, 1, 1]),
+        ["step_weights", "range of a float"],
+    ),
     "step weights words": (lambda p, t, o: o.update(step_weights=["a"] * 4), ["step_weights", "numbers", "'a'"]),
     "mask dtype": (lambda p, t, o: o.update(mask=torch.ones(3, 4)), ["mask", "bool", "float32"]),
     "mask shape": (lambda p, t, o: o.update(mask=torch.ones(4, 3) > 0), ["mask", "[3, 4]", "[4, 3]"]),
@@ -730,6 +734,22 @@ def test_errors_name_expected_and_actual(wrong):
     message = _break(change)
     for word in words:
         assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda n: gs.PerStepLoss(weight=n), "PerStepLoss: weight"),
+        (lambda n: gs.Support(-1, n, 5), "Support: maximum"),
+        (lambda n: SUPPORT.hl_gauss(torch.zeros(1), n), "Support.hl_gauss: sigma_ratio"),
+        (lambda n: gs.scale_gradient(torch.zeros(1), n), "scale_gradient: scale"),
+        (lambda n: gs.clip_gradients_([torch.nn.Parameter(torch.zeros(1))], n), "clip_gradients_: max_norm"),
+        (lambda n: gs.unroll(None, None, None, torch.zeros(1, 1), hidden_scale=n), "unroll: hidden_scale"),
+    ],
+)
+def test_numbers_that_no_float_can_hold(call, argument):
+    with pytest.raises(ValueError, match=f"^{argument} must be a number in the range of a float, but it is too large"):
+        call(10**400)
 
 
 def test_errors_of_an_iterator_are_raised():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import _context, _remedies
+from .._numbers import as_float
 from ..heads import Head
 from .checks import as_dict, check_choice, check_device, check_dtype, check_kind, is_mapping, written
 from .options import Options, turned_around, unroll_scale
@@ -133,6 +134,10 @@ class Rules:
                 _check_constant(label, number)
         try:
             values = [float(number) for number in given]
+        except OverflowError:
+            raise ValueError(
+                f"multi_step_loss: {label} must be in the range of a float, but one is too large"
+            ) from None
         except (TypeError, ValueError, RuntimeError) as error:
             stacked = f"torch.stack({argument}, 1)" if self.batch_first else f"torch.stack({argument})"
             instead = f"; write {stacked}" if all(isinstance(number, torch.Tensor) for number in given) else ""
@@ -178,7 +183,7 @@ class Rules:
                 f"multi_step_loss: {label} must be a number or a tensor without dimensions, but it is of type "
                 f"{type(weight).__name__}"
             )
-        if not 0 <= weight < math.inf:
+        if not 0 <= as_float(f"multi_step_loss: {label}", weight) < math.inf:
             raise ValueError(f"multi_step_loss: {label} must be finite and at least 0, but it is {weight!r}")
         return _context.as_tensor(weight, self.device, self.dtype)
 
