@@ -28,6 +28,7 @@ import harness
 
 B, K, ACTIONS, HIDDEN = 64, 5, 18, 512
 PROCESSES = (1, 2, 4)
+WARM_UP = 5  # steps that are not counted
 LOSS = gs.MultiStepLoss.muzero()
 
 
@@ -65,8 +66,8 @@ class Messages(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "all_reduce" in str(function) or "allreduce" in str(function):
-            first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
-            self.bytes.append(first.numel() * first.element_size())
+            tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+            self.bytes.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
         return function(*args, **(kwargs or {}))
 
 
@@ -115,15 +116,14 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
 
     end, running = time.perf_counter() + seconds, torch.ones(())
     while running:
+        buckets.clear()
+        complete.clear()
         dist.barrier()
         marks = [time.perf_counter()]
         predictions = parallel(observation, actions)
         marks.append(time.perf_counter())
         loss = watched("loss", lambda predictions=predictions: loss_of(predictions))
         marks.append(time.perf_counter())
-        optimizer.zero_grad()
-        buckets.clear()
-        complete.clear()
         loss.backward()
         sent["gradients"] = list(buckets)
         marks.append(time.perf_counter())
@@ -131,22 +131,22 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
         watched("clip", lambda: gs.clip_gradients_(network, 10.0, **shared))
         marks.append(time.perf_counter())
         optimizer.step()
+        optimizer.zero_grad()
         marks.append(time.perf_counter())
         for name, start, stop in zip(times, marks, marks[1:], strict=False):
             times[name].append(stop - start)
         times["step"].append(marks[-1] - marks[0])
         times["first bucket complete"].append(complete[0] - marks[2])
-        running = torch.tensor(float(time.perf_counter() < end))
+        running = torch.tensor(float(time.perf_counter() < end or len(times["step"]) <= WARM_UP))
         dist.broadcast(running, 0)
     all_reduce_ms = {name: 1e3 * all_reduce_alone(sum(sent[name])) for name in ("loss", "gradients")}
     dist.destroy_process_group()
     if rank == 0:
-        warm_up = 5
         found = {
-            "milliseconds": {name: 1e3 * statistics.median(values[warm_up:]) for name, values in times.items()},
+            "milliseconds": {name: 1e3 * statistics.median(values[WARM_UP:]) for name, values in times.items()},
             "messages": sent,
             "all_reduce_ms": all_reduce_ms,
-            "steps": len(times["step"]) - warm_up,
+            "steps": len(times["step"]) - WARM_UP,
             "parameters": sum(p.numel() for p in network.parameters()),
             "tensors": len(list(network.parameters())),
         }

@@ -23,6 +23,7 @@ import torch
 
 from . import _context, _distributed, _flow_rules
 from ._native import _C
+from ._numbers import as_float
 from ._ranks import group_of
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -271,7 +272,7 @@ def _real(operator: str, argument: str, value: Any) -> float | torch.Tensor:
             raise TypeError(f"{operator}: {argument} must be real, but it is a tensor of dtype {value.dtype}")
         return value
     if isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool):
-        return float(value)
+        return as_float(f"{operator}: {argument}", value)
     raise TypeError(f"{operator}: {argument} must be a real number or tensor, but it is of type {type(value).__name__}")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
+from ._numbers import as_float
 from .transforms import TRANSFORMS
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class Head:
             raise TypeError(
                 f"{type(self).__name__}: {argument} must be a number, but it is of type {type(value).__name__}"
             )
-        return float(value)
+        return as_float(f"{type(self).__name__}: {argument}", value)
 
     def _check_support(self, support: object) -> None:
         if not hasattr(support, "numbers"):

@@ -12,6 +12,7 @@ import torch
 
 from . import _context, _distributed, _remedies
 from ._native import _C
+from ._numbers import as_float
 from .reference import supports as reference
 from .transforms import TRANSFORMS
 
@@ -55,6 +56,7 @@ class Support:
             value = getattr(self, argument)
             if not isinstance(value, numbers.Real) or isinstance(value, bool):
                 raise TypeError(f"Support: {argument} must be a number, but it is of type {type(value).__name__}")
+            as_float(f"Support: {argument}", value)
         if not (math.isfinite(self.minimum) and math.isfinite(self.maximum) and self.minimum < self.maximum):
             raise ValueError(
                 "Support: minimum and maximum must be finite with minimum < maximum, "
@@ -147,7 +149,11 @@ class Support:
             raise ValueError(f"Support.hl_gauss: sigma_ratio must be finite and above 0, but it is {sigma_ratio}")
         if _distributed.is_distributed(x):
             return _distributed.by_whole(self.hl_gauss, x, sigma_ratio)  # type: ignore[no-any-return]
-        encoded = _C.encode(self._compiled, float(sigma_ratio), x) if _context.is_eager() else None
+        encoded = (
+            _C.encode(self._compiled, as_float("Support.hl_gauss: sigma_ratio", sigma_ratio), x)
+            if _context.is_eager()
+            else None
+        )
         return reference.hl_gauss(x, self, sigma_ratio) if encoded is None else encoded
 
     def decode(self, logits: torch.Tensor) -> torch.Tensor:

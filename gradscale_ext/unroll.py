@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import _context, _remedies
+from ._numbers import as_float
 from .flow import scale_gradient
 from .loss.checks import is_mapping
 
@@ -113,7 +114,7 @@ def _check_scale(hidden_scale: Any) -> None:
         raise TypeError(
             f"unroll: hidden_scale must be a number or a tensor, but it is of type {type(hidden_scale).__name__}"
         )
-    if not math.isfinite(hidden_scale):
+    if not math.isfinite(as_float("unroll: hidden_scale", hidden_scale)):
         raise ValueError(f"unroll: hidden_scale must be finite, but it is {hidden_scale}")
 
 

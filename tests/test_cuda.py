@@ -460,6 +460,28 @@ def test_infinite_entries_that_are_masked(device):
         assert all(g.isfinite().all() for g in found)
 
 
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float64, 1e-160), (torch.float64, 1e160), (torch.float32, 1e30)])
+def test_the_cosine_of_long_and_short_vectors(dtype, scale, device):
+    x, t = torch.randn(2, 3, 82, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    heads = {"cosine": gs.NegativeCosine(eps=1e-37)}
+    ours = converted((scale * x).requires_grad_(), device, dtype)
+    exact = converted(ours, "cpu", torch.float64)
+    targets = converted(scale * t, device, dtype)
+    loss = gs.multi_step_loss(heads, {"cosine": [ours]}, {"cosine": [targets]}).loss
+    truth = REFERENCE.multi_step_loss(heads, {"cosine": [exact]}, {"cosine": [converted(targets, "cpu", x.dtype)]}).loss
+    check_close(loss, truth, dtype)
+    found, expected = torch.autograd.grad(loss, ours)[0], torch.autograd.grad(truth, exact)[0]
+    check_close(found.double() * scale, expected * scale, dtype)
+
+
+@pytest.mark.parametrize("kappa", [0.0, 1e-39])
+def test_quantiles_next_to_their_targets(kappa, device):
+    x = torch.zeros(3, 2, device=device, requires_grad=True)
+    targets = torch.tensor([[1e-40], [-1e-45], [0.0]], device=device)
+    loss = gs.multi_step_loss({"q": gs.QuantileHuber(kappa=kappa)}, {"q": [x]}, {"q": [targets]}, reduction="sum").loss
+    assert torch.autograd.grad(loss, x)[0].tolist() == [[-0.25, -0.75], [0.75, 0.25], [0.0, 0.0]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_edges_of_targets_and_logits(dtype, device):
     """Infinite targets map to the end bins; illegal actions cost nothing; an invalid class gives NaN."""

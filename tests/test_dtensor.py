@@ -209,11 +209,11 @@ def second_derivative_of_a_loss(rank: int) -> None:
                 with pytest.raises(NotImplementedError, match="no second derivatives of DTensors"):
                     torch.autograd.grad(loss, x, create_graph=True, retain_graph=True)
                 loss.backward()  # the first derivative is still available
-                return
+                continue
             (first,) = torch.autograd.grad(loss, x, create_graph=True)
             first.square().sum().backward()
             second.append(x.grad)
-        assert_same(second[1], second[0])
+        assert_same(second[-1], second[0])
 
 
 @check
@@ -321,13 +321,14 @@ def module_that_counts_norms(rank: int) -> None:
     torch.manual_seed(0)
     g = random(B, 4)
     norms = g.norm(dim=1)
+    limit = norms.sort().values[2:4].mean()  # far from each norm, whose last bit depends on the placement
     for placement in (*PLACEMENTS, Shard(1)):
-        module = gs.ClipGradientNorm(float(norms.median()), batch_dims=1)
+        module = gs.ClipGradientNorm(float(limit), batch_dims=1)
         x = spread(torch.zeros(B, 4, dtype=torch.float64).requires_grad_(), placement)
         module(x).backward(spread(g, placement))
         assert module.counts.tolist() == [B, 2]
         assert type(module.counts) is Tensor
-        assert_same(x.grad, g * (norms.median() / norms).clamp(max=1)[:, None])
+        assert_same(x.grad, g * (limit / norms).clamp(max=1)[:, None])
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
+from decimal import Decimal
 
+import numpy as np
 import pytest
 import torch
 from test_loss import ALL_HEADS, HEADS, SUPPORT, arguments, leaves
@@ -334,6 +336,18 @@ WRONG = {
     },
     "the head_weights of head 'value' must be a number or a tensor without dimensions, but it is of type bool": {
         "head_weights": {"value": True}
+    },
+    "the head_weights of head 'value' must be a number or a tensor without dimensions, but it is of type ndarray": {
+        "head_weights": {"value": np.array(0.5)}
+    },
+    "the head_weights of head 'value' must be a number or a tensor without dimensions, but it is of type Decimal": {
+        "head_weights": {"value": Decimal("0.5")}
+    },
+    "the head_weights of head 'value' must be a number in the range of a float, but it is too large": {
+        "head_weights": {"value": 10**400}
+    },
+    "the step_weights of head 'value' requires grad, but weights get no gradient": {
+        "step_weights": {"value": [1.0, torch.ones((), requires_grad=True), 1.0, 1.0]}
     },
     "the head_weights of head 'value' must be float64, float32, bfloat16 or float16, but it is torch.int64": {
         "head_weights": {"value": torch.tensor(1)}

@@ -7,6 +7,7 @@ import email
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import re
 import runpy
@@ -504,6 +505,21 @@ def test_wrong_arguments(monkeypatch, capsys):
     assert "an odd number of at least 3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "--batch", "0"], "argument --batch: expected an integer of at least 1, got '0'"),
+        (["check", "--batch", "-1"], "argument --batch: expected an integer of at least 1, got '-1'"),
+        (["check", "--device", "cpu", "none"], "argument --device: expected a device of this machine, got 'none'"),
+        (["bench", "--device", "none"], "argument --device: expected a device of this machine, got 'none'"),
+    ],
+)
+def test_errors_name_the_option(arguments, message, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run_main(monkeypatch, capsys, *arguments)
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [[], ["check"], ["bench"], ["compile"]])
 def test_help(command, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
@@ -527,6 +543,14 @@ def test_check_covers_every_operator_and_head(monkeypatch, capsys):
     _, text = run_main(monkeypatch, capsys, *arguments[:1], *arguments[2:])
     assert text.count("WRONG") == 1
     assert f"{len(rows) - 1} of {len(rows)} within 2e-05 of the reference" in text
+
+
+def test_check_reports_a_gradient_of_nan(monkeypatch, capsys):
+    """The value is right: NaN is not the first difference."""
+    reverse = gradscale_ext.reverse_gradient
+    monkeypatch.setattr(gradscale_ext, "reverse_gradient", lambda x, scale: reverse(x, math.nan))
+    status, text = run_main(monkeypatch, capsys, "check", "--json", "--batch", "2", "--device", "cpu")
+    assert (status, [row["what"] for row in json.loads(text)["rows"] if not row["ok"]]) == (1, ["reverse_gradient"])
 
 
 def test_check_reports_a_failing_kernel(monkeypatch, capsys):

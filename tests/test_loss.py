@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import pickle
 import re
@@ -303,6 +304,44 @@ def test_the_cosine_of_subnormal_vectors_is_a_number():
     loss = gs.multi_step_loss({"c": gs.NegativeCosine()}, {"c": [x]}, {"c": [x.detach()]}).loss
     assert loss.item() == 0
     torch.testing.assert_close(torch.autograd.grad(loss, x)[0], -x.detach() * 1e16, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales", "least", "tolerance"),
+    [
+        (torch.float64, (1e-160, 1.0, 1e160), 1e-300, 1e-13),
+        (torch.float32, (1e-30, 1e-20, 1.0, 1e20, 1e30), 1e-37, 2e-6),
+    ],
+)
+def test_the_cosine_of_long_and_short_vectors(dtype, scales, least, tolerance):
+    """Squares of lengths, and their products, are out of range."""
+    x, target = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for x_scale, target_scale, eps in itertools.product(scales, scales, (1e-8, least)):
+        heads = {"c": gs.NegativeCosine(eps=eps)}
+        t = (target * target_scale).to(dtype)
+        given = (x * x_scale).to(dtype).requires_grad_()
+        exact = given.detach().double().requires_grad_()
+        found = gs.multi_step_loss(heads, {"c": [given]}, {"c": [t]}, impl="fused")
+        expected = gs.reference.multi_step_loss(heads, {"c": [exact]}, {"c": [t.double()]})
+        tiny = torch.finfo(dtype).tiny
+        torch.testing.assert_close(found.loss.double(), expected.loss, rtol=tolerance, atol=tiny)
+        (gradient,) = torch.autograd.grad(found.loss, given)
+        (truth,) = torch.autograd.grad(expected.loss, exact)
+        atol = tolerance * float(truth.abs().max()) + tiny
+        torch.testing.assert_close(gradient.double(), truth, rtol=0, atol=atol)
+        if dtype == torch.float32:
+            norms = [out.head_gradient_norms["c"].double() for out in (found, expected)]
+            torch.testing.assert_close(*norms, rtol=tolerance, atol=tiny)
+
+
+@pytest.mark.parametrize("function", [gs.multi_step_loss, gs.reference.multi_step_loss])
+@pytest.mark.parametrize("kappa", [0.0, 1e-46, 1e-39])
+def test_quantiles_next_to_their_targets(kappa, function):
+    """The derivative of |u| is 1 for subnormal u too, and 0 at 0."""
+    x = torch.zeros(1, 2, requires_grad=True)
+    for target, expected in ((1e-40, [-0.25, -0.75]), (-1e-45, [0.75, 0.25]), (0.0, [0.0, 0.0])):
+        loss = function({"q": gs.QuantileHuber(kappa=kappa)}, {"q": [x]}, {"q": [torch.tensor([[target]])]}).loss
+        assert torch.autograd.grad(loss, x)[0].tolist() == [expected]
 
 
 @pytest.mark.any_version
@@ -633,6 +672,20 @@ WRONG = {
     ),
     "step weights type": (lambda p, t, o: o.update(step_weights=2.0), ["step_weights", "float"]),
     "gradient scale name": (lambda p, t, o: o.update(step_gradient_scale="unrol"), ["step_gradient_scale", "'unrol'"]),
+    "step weights require grad": (
+        lambda p, t, o: o.update(step_weights=[1.0, 1.0, 1.0, torch.ones((), requires_grad=True)]),
+        ["step_weights requires grad", "detach()"],
+    ),
+    "gradient scales require grad": (
+        lambda p, t, o: o.update(step_gradient_scale=[torch.ones((), requires_grad=True)] * 4),
+        ["step_gradient_scale requires grad", "detach()"],
+    ),
+    "step weights too many": (lambda p, t, o: o.update(step_weights=range(2**63)), ["step_weights", "4 numbers"]),
+    "step weights many": (lambda p, t, o: o.update(step_weights=range(10**12)), ["step_weights", "has 1000000000000"]),
+    "step weights too large": (
+        lambda p, t, o: o.update(step_weights=[10**400, 1, 1, 1]),
+        ["step_weights", "range of a float"],
+    ),
     "step weights words": (lambda p, t, o: o.update(step_weights=["a"] * 4), ["step_weights", "numbers", "'a'"]),
     "mask dtype": (lambda p, t, o: o.update(mask=torch.ones(3, 4)), ["mask", "bool", "float32"]),
     "mask shape": (lambda p, t, o: o.update(mask=torch.ones(4, 3) > 0), ["mask", "[3, 4]", "[4, 3]"]),
@@ -663,6 +716,33 @@ def test_errors_name_expected_and_actual(wrong):
     message = _break(change)
     for word in words:
         assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda n: gs.PerStepLoss(weight=n), "PerStepLoss: weight"),
+        (lambda n: gs.Support(-1, n, 5), "Support: maximum"),
+        (lambda n: SUPPORT.hl_gauss(torch.zeros(1), n), "Support.hl_gauss: sigma_ratio"),
+        (lambda n: gs.scale_gradient(torch.zeros(1), n), "scale_gradient: scale"),
+        (lambda n: gs.clip_gradients_([torch.nn.Parameter(torch.zeros(1))], n), "clip_gradients_: max_norm"),
+        (lambda n: gs.unroll(None, None, None, torch.zeros(1, 1), hidden_scale=n), "unroll: hidden_scale"),
+    ],
+)
+def test_numbers_that_no_float_can_hold(call, argument):
+    with pytest.raises(ValueError, match=f"^{argument} must be a number in the range of a float, but it is too large"):
+        call(10**400)
+
+
+def test_errors_of_an_iterator_are_raised():
+    class Broken(list):
+        def __iter__(self):
+            raise KeyError("broken")
+
+    predictions, targets = arguments()
+    for impl in ("auto", "reference"):
+        with pytest.raises(KeyError, match="broken"):
+            gs.multi_step_loss(HEADS, predictions, targets, step_weights=Broken([1.0] * 4), impl=impl)
 
 
 def test_errors_of_heads():

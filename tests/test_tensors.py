@@ -30,6 +30,11 @@ def test_l2_loss(dtype):
         )
 
 
+def test_l2_loss_has_a_constant_weight():
+    with pytest.raises(ValueError, match=r"l2_loss: weight requires grad, but it gets no gradient; detach\(\) it"):
+        gs.l2_loss([torch.ones(2)], torch.ones((), requires_grad=True))
+
+
 def test_derivatives():
     parameters = [p for p in _parameters(torch.float64) if p.numel() < 20]
     assert torch.autograd.gradcheck(lambda *p: gs.l2_loss(p, 0.3), parameters)

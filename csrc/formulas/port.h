@@ -73,6 +73,9 @@ template <>
 struct numeric_limits<float> {
   static constexpr int digits = 24;
   static constexpr int max_exponent = 128;
+  static constexpr float min() {
+    return 1.17549435e-38f;
+  }
   static constexpr float max() {
     return 3.40282347e38f;
   }
@@ -81,6 +84,9 @@ template <>
 struct numeric_limits<double> {
   static constexpr int digits = 53;
   static constexpr int max_exponent = 1024;
+  static constexpr double min() {
+    return 2.2250738585072014e-308;
+  }
   static constexpr double max() {
     return 1.7976931348623157e308;
   }

@@ -86,17 +86,13 @@ class PythonReader {
   PythonReader(const Plan& plan, Call& call, py::handle options) : plan_(plan), call_(call), options_(options.ptr()) {
   }
 
-  // Expands "unroll", whose number of steps depends on batch_first; returns true if the kernels accept all options.
+  // Reads the step numbers, whose number depends on batch_first; returns true if the kernels accept all options.
   bool finish() {
-    if (!all_read_ || unrolled_.empty()) {
-      return all_read_;
-    }
-    StepNumbers unrolled;
-    const bool valid = read_value((*unroll_scale)(call_.count_steps(plan_.table)), unrolled);
-    for (const size_t index : unrolled_) {
-      call_.step_gradient_scale.values[index] = unrolled;
-    }
-    return valid;
+    const int64_t steps = all_read_ && !step_numbers_.empty() ? call_.count_steps(plan_.table) : 0;
+    return all_read_ && std::all_of(step_numbers_.begin(), step_numbers_.end(), [=](const auto& pending) {
+             const auto& [given, numbers] = pending;
+             return read_value(given ? given : (*unroll_scale)(steps), steps, *numbers);
+           });
   }
 
   template <class Option>
@@ -132,13 +128,11 @@ class PythonReader {
     T& value = by_head.values[index];
     if constexpr (std::is_same_v<T, at::Tensor>) {
       return &by_head == &call_.mask ? read_mask(given, value) : read(given, value);
+    } else if constexpr (std::is_same_v<T, StepNumbers>) {
+      const bool unrolls = &by_head == &call_.step_gradient_scale && is_unroll(given);
+      step_numbers_.emplace_back(unrolls ? py::object() : py::reinterpret_borrow<py::object>(given), &value);
+      return true;
     } else {
-      if constexpr (std::is_same_v<T, StepNumbers>) {
-        if (&by_head == &call_.step_gradient_scale && is_unroll(given)) {
-          unrolled_.push_back(index);
-          return true;
-        }
-      }
       return read_value(given, value);
     }
   }
@@ -147,18 +141,32 @@ class PythonReader {
     if (THPVariable_Check(given.ptr())) {
       return read_tensor(given, weight.tensor);
     }
-    if (PyBool_Check(given.ptr())) {
+    if (!is_real(given)) {
       return false;
     }
     weight.number = PyFloat_AsDouble(given.ptr());
-    if (PyErr_Occurred() != nullptr) {
-      PyErr_Clear();
-      return false;
-    }
-    return weight.number >= 0 && std::isfinite(weight.number);
+    return !failed() && weight.number >= 0 && std::isfinite(weight.number);
   }
 
-  static bool read_value(py::handle given, StepNumbers& numbers) {
+  // True if a call of Python failed. The error is cleared: the checks in Python raise it, and name the argument.
+  static bool failed() {
+    const bool raised = PyErr_Occurred() != nullptr;
+    PyErr_Clear();
+    return raised;
+  }
+
+  // True for a number of Python or NumPy. An array may be convertible to a number too, but is none.
+  static bool is_real(py::handle given) {
+    return PyFloat_Check(given.ptr()) || PyLong_CheckExact(given.ptr()) ||
+           (!PyBool_Check(given.ptr()) && py::isinstance(given, py::module_::import("numbers").attr("Real")));
+  }
+
+  // A tensor as a number. Reading it from another device would synchronize.
+  static bool is_readable(const at::Tensor& tensor) {
+    return tensor.is_cpu() && !tensor.requires_grad();
+  }
+
+  static bool read_value(const py::object& given, int64_t steps, StepNumbers& numbers) {
     if (given.is_none()) {
       return true;
     }
@@ -167,16 +175,19 @@ class PythonReader {
       return read_constant(given, numbers.tensor);
     }
     // Read a copy: converting an item to a number may run Python code (`__float__`), which could change the list.
-    const py::object sequence = py::reinterpret_steal<py::object>(PySequence_Tuple(items));
-    const Py_ssize_t count = PyTuple_GET_SIZE(sequence.ptr());
+    const bool has_steps = PySequence_Size(items) == steps;
+    const py::object copy = py::reinterpret_steal<py::object>(has_steps ? PySequence_Tuple(items) : nullptr);
+    if (failed() || !copy) {
+      return false;
+    }
+    const Py_ssize_t count = PyTuple_GET_SIZE(copy.ptr());
     for (Py_ssize_t k = 0; k < count; ++k) {
-      PyObject* item = PyTuple_GET_ITEM(sequence.ptr(), k);
-      if (THPVariable_Check(item) && !THPVariable_Unpack(item).is_cpu()) { // reading it would synchronize
+      PyObject* item = PyTuple_GET_ITEM(copy.ptr(), k);
+      if (THPVariable_Check(item) && !is_readable(THPVariable_Unpack(item))) {
         return false;
       }
       numbers.numbers.push_back(PyFloat_AsDouble(item));
-      if (PyErr_Occurred() != nullptr) { // not a number, or too large: the checks in Python raise the error
-        PyErr_Clear();
+      if (failed()) {
         return false;
       }
     }
@@ -217,7 +228,7 @@ class PythonReader {
   PyObject* options_;
   Py_ssize_t next_ = 0;
   bool all_read_ = true;
-  std::vector<size_t> unrolled_; // indices of "unroll" in the values of step_gradient_scale
+  std::vector<std::pair<py::object, StepNumbers*>> step_numbers_; // no object: "unroll"
 };
 
 // Raises if an unmasked class is out of range, for which the kernel would return NaN. Classes on a device are not

@@ -3,14 +3,15 @@
 //
 //   |tau_i - 1[u < 0]| huber(u) / kappa = |tau_i - 1[u < 0]| |s| (|u| - min(|u|, kappa) / 2),
 //
-// and its derivative by x_i is -|tau_i - 1[u < 0]| s. For kappa = 0 it is |u| instead of huber(u) / kappa.
+// and its derivative by x_i is -|tau_i - 1[u < 0]| s. For kappa = 0, or less than the smallest normal number, it is |u|
+// instead of huber(u) / kappa.
 #pragma once
 
 #include "segment.h"
 
 namespace gradscale {
 
-// The weights of one quantile for targets above and below it. Computing one as 1 minus the other would lose digits.
+// The slopes of one quantile for targets above and below it: tau and tau - 1. Subtracting 1 would lose digits.
 template <class A>
 struct QuantileWeights {
   A above, below;
@@ -22,24 +23,25 @@ struct QuantileHuber {
   double count;                              // of quantiles
   double pair_factor;                        // the factor of a pair's loss
   A kappa, inverse_kappa;
+  A lift; // 1; for kappa = 0 the largest number, with which |u| inverse_kappa lift is above 1 for subnormal u too
 
   GRADSCALE_HOST_DEVICE QuantileHuber(const Head& head, const Segment& s)
       : count(static_cast<double>(s.width)),
         pair_factor(1 / static_cast<double>(s.target_width) / (head.sum_over_quantiles ? 1 : count)),
-        kappa(finite(head.kappa)),
-        inverse_kappa(finite(1 / head.kappa)) {
+        kappa(head.kappa < std::numeric_limits<A>::min() ? A(0) : finite(head.kappa)),
+        inverse_kappa(finite(1 / head.kappa)),
+        lift(kappa == A(0) ? std::numeric_limits<A>::max() : A(1)) {
   }
 
   GRADSCALE_HOST_DEVICE QuantileWeights<A> weights(int64_t i) const {
     const double twice = 2 * static_cast<double>(i) + 1;
-    return {static_cast<A>(twice / (2 * count)), static_cast<A>((2 * count - twice) / (2 * count))};
+    return {static_cast<A>(twice / (2 * count)), static_cast<A>((twice - 2 * count) / (2 * count))};
   }
   // Adds a pair to the loss of a quantile and to the negative derivative.
   GRADSCALE_HOST_DEVICE void add(A u, A above, A below, A& loss, A& slope) const {
     const A size = std::abs(u), limited = size < kappa ? size : kappa;
-    const A quotient = u * inverse_kappa;
-    const A at_most = A(1) < quotient ? A(1) : quotient; // NaN stays NaN
-    const A weighted = (u < A(0) ? below : above) * (at_most < A(-1) ? A(-1) : at_most);
+    const A quotient = size * inverse_kappa * lift;
+    const A weighted = (u < A(0) ? below : above) * (A(1) < quotient ? A(1) : quotient); // NaN stays NaN
     slope += weighted;
     loss += std::abs(weighted) * (size - A(0.5) * limited);
   }

@@ -3,7 +3,7 @@
 // for all heads. A head has
 //
 // - terms(x, t): the numbers that an element adds to the sums of its row;
-// - finish(sums, coefficient): the loss of the row;
+// - finish(sums): the loss of the row;
 // - gradient(x, t): an element of the gradient, without factor(coefficient), which all elements share.
 #pragma once
 
@@ -24,11 +24,11 @@ struct MeanOverElements {
   static constexpr int kSums = 1;
   static constexpr bool kTransformsTarget = false; // terms() and gradient() get transformed targets
   static constexpr bool kScales = false;           // scale(largest |x|, largest |t|) is called first
-  static constexpr bool kGradientWaits = false;    // gradient() uses members that finish() sets
+  static constexpr bool kGradientWaits = false;    // gradient() and factor() use members that finish() sets
   double width;
   const Head* head;
 
-  GRADSCALE_HOST_DEVICE A finish(const Sums<A>& sums, double) const {
+  GRADSCALE_HOST_DEVICE A finish(const Sums<A>& sums) const {
     return sums.values[0] / static_cast<A>(width);
   }
   GRADSCALE_HOST_DEVICE A factor(double coefficient) const {
@@ -100,9 +100,9 @@ struct PerStepLoss : MeanOverElements<A> {
   }
 };
 
-// -x.t / (max(|x|, eps) max(|t|, eps)); gradient of_x x_j + of_t t_j. The sums are x.x, t.t and x.t. Doubles are first
-// divided by their units, the largest magnitudes, because their squares may overflow or underflow. Floats are not, as
-// their squares are in the range of double.
+// -x.t / (max(|x|, eps) max(|t|, eps)); gradient magnitude (of_x x_j + of_t t_j), where the sum is of unit vectors. The
+// sums are x.x, t.t and x.t. Doubles are first divided by their units, the largest magnitudes, because their squares
+// and the product of their lengths may overflow or underflow. Floats are not, as both are in the range of double.
 template <class A>
 struct NegativeCosine : MeanOverElements<A> {
   using Sum = double;
@@ -110,7 +110,7 @@ struct NegativeCosine : MeanOverElements<A> {
   static constexpr bool kScales = sizeof(A) == 8;
   static constexpr bool kGradientWaits = true;
   double x_unit = 1, t_unit = 1, of_x_unit = 1, of_t_unit = 1;
-  double of_x = 0, of_t = 0;
+  double of_x = 0, of_t = 0, magnitude = 0;
 
   GRADSCALE_HOST_DEVICE void scale(double largest_x, double largest_t) {
     x_unit = largest_x > 1e-300 ? largest_x : 1; // 1 / x_unit is finite
@@ -122,21 +122,23 @@ struct NegativeCosine : MeanOverElements<A> {
     const double x = x_j * of_x_unit, t = t_j * of_t_unit;
     return {{x * x, t * t, x * t}};
   }
-  GRADSCALE_HOST_DEVICE double finish(const Sums<double>& sums, double coefficient) {
+  GRADSCALE_HOST_DEVICE double finish(const Sums<double>& sums) {
     const double x_length = std::sqrt(sums.values[0]), t_length = std::sqrt(sums.values[1]);
     const double x_floor = this->head->support.eps / x_unit, t_floor = this->head->support.eps / t_unit;
     const double x_divisor = x_length < x_floor ? x_floor : x_length; // NaN stays NaN
     const double t_divisor = t_length < t_floor ? t_floor : t_length;
-    const double loss = -sums.values[2] / (x_divisor * t_divisor);
-    of_x = (x_length >= x_floor ? -loss / sums.values[0] / (x_unit * x_unit) : 0.0) * coefficient;
-    of_t = -1 / (x_divisor * x_unit * t_divisor * t_unit) * coefficient;
-    return loss;
+    const double t_scale = t_length > 0 ? t_length : 1;
+    const double cosine = sums.values[2] / x_divisor / t_scale;
+    of_x = x_length >= x_floor ? cosine / x_length * of_x_unit : 0.0;
+    of_t = -of_t_unit / t_scale;
+    magnitude = t_scale / t_divisor / (x_divisor * x_unit);
+    return -cosine * (t_scale / t_divisor);
   }
   GRADSCALE_HOST_DEVICE A gradient(A x, A t) const {
     return static_cast<A>(of_x * x + of_t * t);
   }
-  GRADSCALE_HOST_DEVICE A factor(double) const {
-    return A(1); // the coefficient is in of_x and of_t
+  GRADSCALE_HOST_DEVICE A factor(double coefficient) const {
+    return static_cast<A>(coefficient * magnitude);
   }
 };
 

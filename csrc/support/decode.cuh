@@ -140,7 +140,8 @@ GRADSCALE_DEVICE int32_t peak_of(const LogitsRow<T>& row, A maximum) {
   row.each_window([&](const A* x, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
-      peak = x[k] == maximum && first + k < peak ? first + k : peak;
+      // Padding before the row is -inf, which is the maximum of a row of NaN.
+      peak = x[k] == maximum && first + k >= 0 && first + k < peak ? first + k : peak;
     }
   });
   return static_cast<int32_t>(-row.group.maximum(-peak));

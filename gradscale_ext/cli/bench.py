@@ -15,6 +15,7 @@ import torch
 import gradscale_ext as gs
 
 from .. import reference
+from . import report
 
 Results = dict[str, dict[str, float]]
 Work = Callable[[], object]
@@ -143,7 +144,8 @@ def main(arguments: Sequence[str]) -> int:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the logits (float32)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to compute")
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=report.device, default=default_device, help="where to compute")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each way to compute something (2)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which compiles for long")
     parser.add_argument("--json", action="store_true", help="print milliseconds as JSON")

@@ -176,10 +176,11 @@ def _heads(batch: int) -> Iterator[Case]:
 
 def _difference(found: Tensors, truth: Tensors) -> float:
     """Largest difference, divided by the largest magnitude in the same tensor if that is above 1."""
-    return max(
-        float((mine.detach().cpu().double() - true).abs().max() / max(1.0, float(true.abs().max())))
+    differences = [
+        (mine.detach().cpu().double() - true).abs().max() / true.abs().max().clamp(min=1)
         for mine, true in zip(found, (tensor.detach().cpu().double() for tensor in truth), strict=True)
-    )
+    ]
+    return float(torch.stack(differences).max())  # max() of Python could drop NaN
 
 
 def _microseconds(function: Callable[[Tensors], Tensors], tensors: Tensors) -> float:
@@ -214,9 +215,9 @@ def check(device: str, dtype: torch.dtype, batch: int) -> Iterator[dict[str, Any
 def main(arguments: Sequence[str]) -> int:
     """Compare every operator and head with the reference in double precision; the exit status is 1 if one fails."""
     parser = argparse.ArgumentParser(prog="python -m gradscale_ext check", description=main.__doc__)
-    parser.add_argument("--device", nargs="+", metavar="cuda:0", help="devices; default: all")
+    parser.add_argument("--device", nargs="+", type=report.device, metavar="cuda:0", help="devices; default: all")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="dtype of the tensors (float32)")
-    parser.add_argument("--batch", type=int, default=64, help="samples (64)")
+    parser.add_argument("--batch", type=report.positive, default=64, help="samples (64)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     options = parser.parse_args(arguments)
     devices = options.device or ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]

@@ -49,6 +49,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def device(text: str) -> str:
+    """Read the name of a device from the command line."""
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise argparse.ArgumentTypeError(f"expected a device of this machine, got {text!r}: {reason}") from None
+    return text
+
+
+def positive(text: str) -> int:
+    """Read an integer of at least 1 from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return int(text)
+
+
 def is_running() -> bool:
     """Return True while `python -m gradscale_ext` imports the package."""
     return sys.argv[:1] == ["-m"] and "gradscale_ext" in sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]

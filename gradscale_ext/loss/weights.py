@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import _context, _remedies
+from .._numbers import as_float
 from ..heads import Head
 from .checks import as_dict, check_choice, check_device, check_dtype, check_kind, is_mapping, written
 from .options import Options, turned_around, unroll_scale
@@ -118,18 +119,25 @@ class Rules:
                     else _remedies.instead_of(given, argument)
                 )
             )
-        if len(given) != self.steps:
+        if (count := _length(given)) != self.steps:
             raise ValueError(
-                f"multi_step_loss: {label} must have {self.steps} numbers, one per step, but it has {len(given)}"
-                + ("; T counts the root too" if len(given) == self.steps - 1 else "")
+                f"multi_step_loss: {label} must have {self.steps} numbers, one per step, but it has {count}"
+                + ("; T counts the root too" if count == self.steps - 1 else "")
             )
         if any(isinstance(number, torch.Tensor) and number.device.type != "cpu" for number in given):
             raise TypeError(
                 f"multi_step_loss: {label} is a sequence of tensors that are not on the CPU, and reading them would "
                 f"wait for their device; pass one tensor of {self.steps} numbers: torch.stack({argument})"
             )
+        for number in given:
+            if isinstance(number, torch.Tensor):
+                _check_constant(label, number)
         try:
             values = [float(number) for number in given]
+        except OverflowError:
+            raise ValueError(
+                f"multi_step_loss: {label} must be in the range of a float, but one is too large"
+            ) from None
         except (TypeError, ValueError, RuntimeError) as error:
             stacked = f"torch.stack({argument}, 1)" if self.batch_first else f"torch.stack({argument})"
             instead = f"; write {stacked}" if all(isinstance(number, torch.Tensor) for number in given) else ""
@@ -175,7 +183,7 @@ class Rules:
                 f"multi_step_loss: {label} must be a number or a tensor without dimensions, but it is of type "
                 f"{type(weight).__name__}"
             )
-        if not 0 <= weight < math.inf:
+        if not 0 <= as_float(f"multi_step_loss: {label}", weight) < math.inf:
             raise ValueError(f"multi_step_loss: {label} must be finite and at least 0, but it is {weight!r}")
         return _context.as_tensor(weight, self.device, self.dtype)
 
@@ -188,8 +196,7 @@ class Rules:
         check_kind(label, weights)
         check_dtype(label, weights, "")
         check_device(label, weights, self.device)
-        if weights.requires_grad:
-            raise ValueError(f"multi_step_loss: {label} requires grad, but weights get no gradient; detach() it")
+        _check_constant(label, weights)
 
     def _check_step_shape(self, argument: str, label: str, tensor: torch.Tensor, or_steps: bool) -> None:
         """Refuse other shapes than `[B, T]` in the caller's order, and `[T]` where that may be."""
@@ -203,3 +210,15 @@ class Rules:
             f"{written(wanted)}, but it has {written(shape)}"
             + _remedies.instead_of_step_shape(argument, shape, self.batch, self.steps, self.batch_first)
         )
+
+
+def _check_constant(label: str, weights: torch.Tensor) -> None:
+    if weights.requires_grad:
+        raise ValueError(f"multi_step_loss: {label} requires grad, but weights get no gradient; detach() it")
+
+
+def _length(given: Sequence[Any]) -> int | str:
+    try:
+        return len(given)
+    except OverflowError:  # a range
+        return "too many"

@@ -279,7 +279,7 @@ def _quantile_huber_loss(head: QuantileHuber, quantiles: torch.Tensor, target: t
     difference = target.unsqueeze(-2) - quantiles.unsqueeze(-1)  # [B, N, M]
     weights = torch.where(difference < 0, 1 - fractions.unsqueeze(-1), fractions.unsqueeze(-1))
     size, kappa = difference.abs(), float(head.kappa)
-    if kappa > 0:
+    if kappa >= torch.finfo(size.dtype).tiny:
         size = torch.where(size <= kappa, difference.square() / (2 * kappa), size - kappa / 2)
     losses = (weights * size).mean(-1)
     return losses.sum(-1) if head.sum_over_quantiles else losses.mean(-1)

@@ -11,6 +11,7 @@ import torch
 
 from .. import _context
 from .._native import _C
+from .._numbers import as_float
 from .._ranks import group_of
 from .._table import fitted, html_table, shortened_name, table
 from .adaptive import AdaptiveClipping
@@ -411,7 +412,7 @@ def _limit(argument: str, value: Any) -> float:
 def _real(argument: str, value: Any) -> float:
     if isinstance(value, torch.Tensor) or not hasattr(value, "__float__"):
         raise TypeError(f"clip_gradients_: {argument} must be a number, but it is of type {type(value).__name__}")
-    return float(value)
+    return as_float(f"clip_gradients_: {argument}", value)
 
 
 def _nonfinite(statistics: GradientStatistics) -> str:

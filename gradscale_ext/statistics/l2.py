@@ -22,6 +22,7 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
 
     Raises:
         TypeError: an element is not a floating tensor.
+        ValueError: `weight` is a tensor that requires grad.
 
     >>> p = torch.tensor([3.0, 4.0], requires_grad=True)
     >>> loss = l2_loss([p], weight=0.1)
@@ -38,6 +39,8 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else f"of type {type(tensor).__name__}"
             raise TypeError(f"l2_loss: parameters[{index}] must be a floating tensor, but it is {kind}")
+    if isinstance(weight, torch.Tensor) and weight.requires_grad:
+        raise ValueError("l2_loss: weight requires grad, but it gets no gradient; detach() it")
     if _context.is_eager():
         loss = _C.l2_loss(tensors, weight)
         if loss is not None:

@@ -61,6 +61,13 @@ def decoded(width: int) -> Tensors:
     return [values, *torch.autograd.grad(values.sum(), logits)]
 
 
+def decoded_nan() -> Tensors:
+    """Rows that are not aligned, and a table that is not in the arguments."""
+    logits = torch.full((4, 2049), torch.nan, requires_grad=True)
+    values = gs.Support(-10, 10, 2049, "symlog", space="raw").decode(logits)
+    return [values.isnan(), torch.autograd.grad(values.sum(), logits)[0].isnan()]
+
+
 def flow() -> Tensors:
     results = []
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -95,6 +102,7 @@ CALLS = {
     "sums of several blocks": lambda: policy_loss(600, 2),
     "skipped samples": skipped_samples,
     "rows decoded by lanes": lambda: decoded(21) + decoded(101) + decoded(601),
+    "rows of NaN": decoded_nan,
     "elements and norms": flow,
     "statistics": many_tensors,
     "chunks of rows": lambda: [

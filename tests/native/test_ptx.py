@@ -158,6 +158,52 @@ def test_invalid_images_and_functions(driver, image):
     driver.load(image)
 
 
+def one_instruction(instruction: str) -> bytes:
+    """A kernel that stores the result %r1 of an instruction; %r2 is 0."""
+    return f"""
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry one(.param .u64 one_param_0)
+{{
+  .reg .b16 %rs<3>;
+  .reg .b32 %r<3>;
+  .reg .b64 %rd<3>;
+  ld.param.u64 %rd1, [one_param_0];
+  cvta.to.global.u64 %rd2, %rd1;
+  mov.u32 %r2, 0;
+  cvt.u16.u32 %rs2, %r2;
+  {instruction}
+  st.global.u32 [%rd2], %r1;
+  ret;
+}}
+\0""".encode()
+
+
+@pytest.mark.parametrize(
+    ("instruction", "expected"),
+    [
+        ("mov.u32 %r1, 17;", 17),
+        ("mov.u32 %r1, 017;", 15),
+        ("mov.u32 %r1, -0x11;", 2**32 - 17),
+        ("add.u32 %r1, %r2, 00U;", 0),
+        ("set.eq.u32.u32 %r1, %r2, 0;", 2**32 - 1),
+        ("set.eq.f32.u32 %r1, %r2, 0;", 0x3F800000),
+    ],
+)
+def test_a_result_is_that_of_ptx(driver, instruction, expected):
+    driver.module = driver.load(one_instruction(instruction))
+    found = aligned(1)
+    assert driver.launch("one", pointer(found), threads=1) == 0
+    assert int.from_bytes(bytes(found), "little") == expected
+
+
+@pytest.mark.parametrize("instruction", ["mov.u32 %r1, 018;", "set.eq.f16.f16 %rs1, %rs2, %rs2;"])
+def test_unknown_numbers_and_instructions_are_refused(driver, instruction):
+    driver.load(one_instruction(instruction), error=218)
+    assert "not" in driver.error()
+
+
 def test_launch_limits_are_the_same_as_in_cuda(driver):
     x = pointer(aligned(64))
     for blocks, threads in ((0, 32), (2**31, 32), (1, 0), (1, 65), (1, 1025)):

@@ -113,6 +113,8 @@ u64 number_from(string_view text) {
   if (digits.size() > 2 && digits[0] == '0' && string_view("fFdDxX").find(digits[1]) != string_view::npos) {
     base = 16;
     digits.remove_prefix(2);
+  } else if (digits.size() > 1 && digits[0] == '0') {
+    base = 8;
   }
   if (digits.size() > 1 && digits.back() == 'U') {
     digits.remove_suffix(1);

@@ -70,7 +70,7 @@ Run comparison_of(Type type) {
   return run || type == Type::f16x2 || type == Type::bf16x2 ? run : for_all_floats<SetPredicate>(type);
 }
 
-// set.CmpOp.dtype.stype: p[0] is a scratch predicate.
+// set.CmpOp.dtype.stype with a dtype of 32 bits: p[0] is a scratch predicate.
 void set_number(Warp& w, const Instruction& i, u32 m) {
   comparison_of(i.from)(w, i, m);
   each(m, [&](int l) {
@@ -137,7 +137,8 @@ void set(Assembler& a) {
   read_comparison(a);
   a.i.d[0] = a.destination(a.o[0]);
   a.i.p[0] = a.scratch_predicate();
-  a.done(comparison_of(a.i.from) ? set_number : nullptr, compare);
+  const bool known = a.i.type == Type::f32 || a.i.type == Type::u32 || a.i.type == Type::s32;
+  a.done(known && comparison_of(a.i.from) ? set_number : nullptr, compare);
 }
 
 void selp(Assembler& a) {

@@ -37,7 +37,7 @@ void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
       t[j] = head.gradient(x[j], t[j]);
     }
   }
-  s.loss.store(row, head.finish({{first, second, third}}, coefficient));
+  s.loss.store(row, head.finish({{first, second, third}}));
   s.metrics[row] = {};
   if (s.gradient.data == nullptr) {
     return;
@@ -66,7 +66,7 @@ void scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t beg
     transform_many(s.head->support, count, target);
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
-      loss[i] = head.finish(head.terms(x[i], target[i]), 1);
+      loss[i] = head.finish(head.terms(x[i], target[i]));
       gradient[i] = head.gradient(x[i], target[i]);
     }
     for (int64_t i = 0; i < count; ++i) {

@@ -48,7 +48,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
     });
     head.scale(group.maximum(largest_x), group.maximum(largest_t));
   }
-  const A factor = head.factor(task.coefficient);
+  A factor = RowHead::kGradientWaits ? A(0) : head.factor(task.coefficient);
   double square = 0;
   const auto write_gradient = [&](const A* x, const A* t, int32_t first) {
     A gradient[size];
@@ -76,8 +76,9 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   for (int i = 0; i < RowHead::kSums; ++i) {
     sums.values[i] = group.sum(sums.values[i]);
   }
-  task.store_loss(head.finish(sums, task.coefficient));
+  task.store_loss(head.finish(sums));
   if (RowHead::kGradientWaits && wants_gradient) {
+    factor = head.factor(task.coefficient);
     each_window_of_both<RowHead, T, A>(task, write_gradient);
   }
   task.store_metrics(square, 0);
@@ -89,7 +90,7 @@ GRADSCALE_DEVICE void scalar_row(const RowTask& task) {
   const A x = static_cast<A>(to_accumulate(*task.template prediction<T>()));
   const A t = task.segment().target.data == nullptr ? A(0) : task.block.template target<A>(task.row);
   RowHead head{{1, &task.head()}};
-  task.store_loss(head.finish(head.terms(x, t), task.coefficient));
+  task.store_loss(head.finish(head.terms(x, t)));
   double square = 0;
   if (task.leads() && task.segment().gradient.data != nullptr) {
     A gradient = head.gradient(x, t) * head.factor(task.coefficient);
