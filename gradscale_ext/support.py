@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from . import _context, _distributed, _remedies
+from . import _context, _distributed, _numbers, _remedies
 from ._native import _C
-from ._numbers import as_float
 from .reference import supports as reference
 from .transforms import TRANSFORMS
 
@@ -50,13 +50,9 @@ class Support:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        if isinstance(self.num_bins, bool) or not isinstance(self.num_bins, int) or self.num_bins < 2:
-            raise ValueError(f"Support: num_bins must be an integer of at least 2, but it is {self.num_bins!r}")
+        _numbers.integer_field("Support", self, "num_bins", 2)
         for argument in ("minimum", "maximum", "eps"):
-            value = getattr(self, argument)
-            if not isinstance(value, numbers.Real) or isinstance(value, bool):
-                raise TypeError(f"Support: {argument} must be a number, but it is of type {type(value).__name__}")
-            as_float(f"Support: {argument}", value)
+            _numbers.real_field("Support", self, argument)
         if not (math.isfinite(self.minimum) and math.isfinite(self.maximum) and self.minimum < self.maximum):
             raise ValueError(
                 "Support: minimum and maximum must be finite with minimum < maximum, "
@@ -64,6 +60,7 @@ class Support:
             )
         if self.transform not in TRANSFORMS:
             raise ValueError(f"Support: transform must be one of {', '.join(TRANSFORMS)}, but it is {self.transform!r}")
+        self._check_spacing()
         if not 0 <= self.eps < math.inf:
             raise ValueError(f"Support: eps must be finite and at least 0, but it is {self.eps}")
         if self.space not in ("transformed", "raw"):
@@ -72,6 +69,22 @@ class Support:
             raise ValueError(
                 "Support: the centres transformed back must be finite in float32 for space='raw', but the centres of "
                 f"minimum = {self.minimum} and maximum = {self.maximum} are not"
+            )
+
+    def _check_spacing(self) -> None:
+        """Refuse centres that float32 cannot hold, that no finite number reaches, or that are equal in float64."""
+        largest = max(abs(self.minimum), abs(self.maximum))
+        limit = math.log(sys.float_info.max) if self.transform == "symlog" else torch.finfo(torch.float32).max
+        spacing = (self.maximum - self.minimum) / (self.num_bins - 1)
+        if not largest <= limit:
+            raise ValueError(
+                f"Support: minimum and maximum must be from {-limit:.6g} to {limit:.6g} for transform = "
+                f"{self.transform!r}, but they are {self.minimum} and {self.maximum}"
+            )
+        if not spacing >= max(math.ulp(largest), sys.float_info.min):
+            raise ValueError(
+                f"Support: the centres must be distinct normal numbers, but {self.num_bins} centres from "
+                f"{self.minimum} to {self.maximum} have a spacing of {spacing}"
             )
 
     @classmethod
@@ -150,7 +163,7 @@ class Support:
         if _distributed.is_distributed(x):
             return _distributed.by_whole(self.hl_gauss, x, sigma_ratio)  # type: ignore[no-any-return]
         encoded = (
-            _C.encode(self._compiled, as_float("Support.hl_gauss: sigma_ratio", sigma_ratio), x)
+            _C.encode(self._compiled, _numbers.as_float("Support.hl_gauss: sigma_ratio", sigma_ratio), x)
             if _context.is_eager()
             else None
         )

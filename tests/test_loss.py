@@ -14,6 +14,7 @@ import json
 import pickle
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ import gradscale_ext as gs
 
 ORACLES = json.loads((Path(__file__).parent / "oracles" / "muzero_update.json").read_text())["cases"]
 SUPPORT = gs.Support(-5, 5, 11)
+NAN, INF = float("nan"), float("inf")
 RAW = gs.Support(-4, 6, 9, transform="symlog", space="raw")
 HEADS = {
     "value": gs.TwoHot(SUPPORT, weight=0.25),
@@ -504,6 +506,29 @@ def _gradients_by_every_path(function, x):
     ]
 
 
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize(
+    ("kappa", "target", "expected"),
+    [(1.0, INF, [-0.25, -0.75]), (0.0, NAN, [NAN, NAN]), (1.0, NAN, [NAN, NAN]), (0.0, 0.0, [0.0, 0.0])],
+)
+def test_quantiles_of_samples_that_are_not_finite(kappa, target, expected, impl):
+    x, head = torch.zeros(1, 2, requires_grad=True), gs.QuantileHuber(kappa=kappa)
+    loss = gs.multi_step_loss({"q": head}, {"q": [x]}, {"q": [torch.tensor([[target]])]}, impl=impl).loss
+    torch.testing.assert_close(torch.autograd.grad(loss, x)[0], torch.tensor([expected]), equal_nan=True)
+
+
+@pytest.mark.parametrize("eps", [1e-50, 1e300])
+def test_the_eps_of_a_cosine_is_a_double(eps):
+    x = torch.tensor([[0.0, 0.0], [1.0, 2.0]], requires_grad=True)
+    targets = {"c": [torch.tensor([[1.0, 0.0], [0.0, 0.0]])]}
+    found = []
+    for impl in ("fused", "reference"):
+        loss = gs.multi_step_loss({"c": gs.NegativeCosine(eps=eps)}, {"c": [x]}, targets, impl=impl).loss
+        found.append((loss, *torch.autograd.grad(loss, x)))
+        assert not found[-1][1].isnan().any()
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_gradient_scale_of_an_infinite_loss():
     x = torch.tensor([[float("inf")], [1.0]])
     for scale in (0.5, 0.0, 2.0):
@@ -555,6 +580,28 @@ def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads():
     for a, b, c in zip(first, second, one, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
+
+
+def test_fractions_take_every_path():
+    third, x, t = Fraction(1, 3), torch.tensor([[0.5, 2.0]], requires_grad=True), torch.tensor([[0.5, 0.25]])
+
+    def results(number, impl):
+        support = gs.Support(-number, number, 2, "identity", eps=number)
+        heads = {
+            "square": gs.MeanSquaredError(weight=number),
+            "policy": gs.SoftCrossEntropy(label_smoothing=number, entropy_weight=number),
+            "bins": gs.HLGauss(support, sigma_ratio=number),
+            "cosine": gs.NegativeCosine(eps=number),
+        }
+        targets = {**dict.fromkeys(heads, (t,)), "bins": [t[:, 0]]}
+        head_weights = {"square": number}
+        loss = gs.multi_step_loss(heads, dict.fromkeys(heads, (x,)), targets, head_weights=head_weights, impl=impl).loss
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss, gradient, support.two_hot(t), gs.reference.hl_gauss(t, support, 0.5)
+
+    for impl in ("fused", "reference"):
+        for ours, expected in zip(results(third, impl), results(1 / 3, impl), strict=True):
+            assert torch.equal(ours, expected)
 
 
 def _peak_extra_bytes(function):
@@ -748,8 +795,12 @@ def test_errors_of_an_iterator_are_raised():
 def test_errors_of_heads():
     with pytest.raises(ValueError, match="weight must be finite and at least 0, but it is -1"):
         gs.TwoHot(SUPPORT, weight=-1)
-    with pytest.raises(ValueError, match="first_step"):
-        gs.SoftCrossEntropy(first_step=-1)
+    for step in (-1, 2**31, 10**400, 1.0):
+        with pytest.raises(ValueError, match="SoftCrossEntropy: first_step must be an integer"):
+            gs.SoftCrossEntropy(first_step=step)
+    for no in ("no", None, [], 0.5, torch.tensor(0)):
+        with pytest.raises(ValueError, match="SoftCrossEntropy: subtract_target_entropy must be True or False"):
+            gs.SoftCrossEntropy(subtract_target_entropy=no)
     with pytest.raises(TypeError, match="support must be a Support, but it is of type int"):
         gs.TwoHot(601)
     with pytest.raises(ValueError, match="transform"):

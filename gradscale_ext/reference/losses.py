@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from .. import _context
 from .._distributed import by_whole, mesh_of
 from .._ranks import for_all_ranks
 from ..heads import (
@@ -33,6 +34,7 @@ from ..loss.validate import Call, validate
 from ..transforms import transform
 from .flow import scale_gradient
 from .supports import decode, hl_gauss, two_hot
+from .tensors import norm_of
 
 
 def multi_step_loss(
@@ -116,10 +118,11 @@ def _gradient_norms(call: Call, per_sample: torch.Tensor) -> dict[str, torch.Ten
         return {}
     with torch.no_grad():  # torch.func.grad computes the gradient nevertheless, and leaves no graph
         gradients = torch.func.grad(loss)(entries)
-    return {
-        name: torch.cat([g.flatten() for g in itertools.compress(gradients[name], is_wanted[name])]).norm()
-        for name in with_gradient
-    }
+    norms = {}
+    for name in with_gradient:
+        gradient = torch.cat([g.flatten() for g in itertools.compress(gradients[name], is_wanted[name])])
+        norms[name] = norm_of(gradient.to(_context.widest(gradient.device)).abs(), 2.0).to(call.dtype)
+    return norms
 
 
 def _constant(entry: torch.Tensor) -> torch.Tensor:
@@ -270,7 +273,9 @@ def _binary_cross_entropy_loss(head: BinaryCrossEntropy, logits: torch.Tensor, t
 
 
 def _negative_cosine_loss(head: NegativeCosine, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return -(_normalized(prediction, head.eps) * _normalized(target, head.eps)).sum(-1)
+    # In double, which `eps` is: the loss's type may round it to 0 or inf.
+    x, t = (_normalized(entry.to(_context.widest(entry.device)), head.eps) for entry in (prediction, target))
+    return -(x * t).sum(-1).to(prediction.dtype)
 
 
 def _quantile_huber_loss(head: QuantileHuber, quantiles: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -278,9 +283,12 @@ def _quantile_huber_loss(head: QuantileHuber, quantiles: torch.Tensor, target: t
     fractions = (2 * torch.arange(count, device=quantiles.device, dtype=quantiles.dtype) + 1) / (2 * count)
     difference = target.unsqueeze(-2) - quantiles.unsqueeze(-1)  # [B, N, M]
     weights = torch.where(difference < 0, 1 - fractions.unsqueeze(-1), fractions.unsqueeze(-1))
-    size, kappa = difference.abs(), float(head.kappa)
+    sign = torch.where(difference.isnan(), difference, difference.sign())  # NaN, as the derivative of abs is 0 there
+    size, kappa = difference * sign.detach(), float(head.kappa)
     if kappa >= torch.finfo(size.dtype).tiny:
-        size = torch.where(size <= kappa, difference.square() / (2 * kappa), size - kappa / 2)
+        is_quadratic = size <= kappa
+        small = torch.where(is_quadratic, difference, 0.0)  # the square of an infinite difference has no derivative
+        size = torch.where(is_quadratic, small.square() / (2 * kappa), size - kappa / 2)
     losses = (weights * size).mean(-1)
     return losses.sum(-1) if head.sum_over_quantiles else losses.mean(-1)
 
