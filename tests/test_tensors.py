@@ -36,6 +36,28 @@ def test_derivatives():
     assert torch.autograd.gradgradcheck(lambda *p: gs.l2_loss(p, 0.3), parameters)
 
 
+def test_a_weight_that_is_a_tensor_gets_its_gradient():
+    weight, p = torch.tensor(0.5, requires_grad=True), torch.tensor([3.0, 4.0], requires_grad=True)
+    for_weight, for_p = torch.autograd.grad(gs.l2_loss([p], weight), [weight, p])
+    assert for_weight == 12.5
+    assert torch.equal(for_p, 0.5 * p)
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "words"),
+    [
+        (10**400, ValueError, "but it is too large"),
+        ("1", TypeError, "but it is of type str"),
+        (None, TypeError, "but it is of type NoneType"),
+        (torch.ones(2), ValueError, r"but it has shape \[2\]"),
+        (torch.tensor(1j), TypeError, "real, but it is a tensor of dtype torch.complex64"),
+    ],
+)
+def test_wrong_weights(weight, error, words):
+    with pytest.raises(error, match=f"^l2_loss: weight must be .*{words}"):
+        gs.l2_loss([torch.ones(2)], weight)
+
+
 def test_module_frozen_and_strided_parameters():
     module = torch.nn.Linear(3, 2)
     module.bias.requires_grad_(False)

@@ -6,22 +6,24 @@ from collections.abc import Iterable
 
 import torch
 
-from .. import _context, reference
+from .. import _context, _numbers, reference
 from .._native import _C
 
 
-def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float = 1.0) -> torch.Tensor:
+def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float | torch.Tensor = 1.0) -> torch.Tensor:
     """``weight * sum over tensors of |p|^2 / 2``: the weight decay term of the MuZero pseudocode, in one pass.
 
     Args:
         parameters: floating tensors of any shapes, or a module, whose parameters they are.
-        weight: factor, for instance 1e-4.
+        weight: factor, for instance 1e-4. A real tensor without dimensions is not read by the host, and gets its
+            gradient; PyTorch's own operations compute the loss then.
 
     Returns:
         Scalar, float32 (float64 when a tensor is float64); the gradient of p is ``weight * p``. No tensors: 0.
 
     Raises:
-        TypeError: an element is not a floating tensor.
+        TypeError: an element is not a floating tensor, or `weight` is no real number.
+        ValueError: `weight` is a tensor with dimensions.
 
     >>> p = torch.tensor([3.0, 4.0], requires_grad=True)
     >>> loss = l2_loss([p], weight=0.1)
@@ -38,6 +40,10 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else f"of type {type(tensor).__name__}"
             raise TypeError(f"l2_loss: parameters[{index}] must be a floating tensor, but it is {kind}")
+    if isinstance(weight, torch.Tensor):
+        _check_weight(weight)
+        return reference.l2_loss(tensors, weight)
+    weight = _numbers.real("l2_loss: weight", weight, "a real number or a tensor without dimensions")
     if _context.is_eager():
         loss = _C.l2_loss(tensors, weight)
         if loss is not None:
@@ -45,3 +51,13 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
     elif tensors and _context.varies(weight):
         return reference.l2_loss(tensors, _context.as_tensor(weight, tensors[0].device))
     return reference.l2_loss(tensors, weight)
+
+
+def _check_weight(weight: torch.Tensor) -> None:
+    if weight.is_complex() or weight.dtype == torch.bool:
+        raise TypeError(f"l2_loss: weight must be real, but it is a tensor of dtype {weight.dtype}")
+    if weight.dim() > 0:
+        raise ValueError(
+            "l2_loss: weight must be a real number or a tensor without dimensions, "
+            f"but it has shape {list(weight.shape)}"
+        )

@@ -1,0 +1,54 @@
+"""Numbers as arguments."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+
+
+def as_float(argument: str, value: Any) -> float:
+    """A number as a float. Integers and fractions may be too large for one: the error names the argument."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{argument} must be a number in the range of a float, but it is too large") from None
+
+
+def real(argument: str, value: Any, wanted: str = "a number") -> float:
+    """A real number of Python or NumPy as a float; `wanted` is what the error of another type asks for."""
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"{argument} must be {wanted}, but it is of type {type(value).__name__}")
+    return as_float(argument, value)
+
+
+def real_field(owner: str, frozen: object, field: str) -> float:
+    """A number in a field of a frozen dataclass as a float. The field keeps Python's numbers, and gets a float in place
+    of others (NumPy's, a fraction, an integer beyond int64), with which tensors cannot be multiplied."""
+    value = getattr(frozen, field)
+    number = real(f"{owner}: {field}", value)
+    if type(value) is not float and not (type(value) is int and -(2**63) <= value < 2**63):
+        object.__setattr__(frozen, field, number)
+    return number
+
+
+def integer_field(owner: str, frozen: object, field: str, least: int) -> None:
+    """Check an integer in a field of a frozen dataclass, which the kernels read as an int32."""
+    value = getattr(frozen, field)
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise ValueError(f"{owner}: {field} must be an integer of at least {least}, but it is {value!r}")
+    if value > 2**31 - 1:
+        raise ValueError(f"{owner}: {field} must be an integer from {least} to 2**31 - 1, but it is too large")
+    if type(value) is not int:
+        object.__setattr__(frozen, field, int(value))
+
+
+def check_flag(argument: str, value: Any) -> None:
+    """Refuse everything but a bool of Python. NumPy's bool has the same name."""
+    if not isinstance(value, bool):
+        kind = type(value)
+        name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+        raise TypeError(f"{argument} must be True or False, but it is of type {name}")
