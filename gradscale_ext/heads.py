@@ -7,11 +7,11 @@ is given per step. `B` is the batch, `S` the bins of a support, `A` the actions,
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
+from . import _numbers
 from .transforms import TRANSFORMS
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ class Head:
     def __post_init__(self) -> None:
         """Check the numbers."""
         self._check("weight", 0 <= self._number("weight") < math.inf, "finite and at least 0")
-        valid = isinstance(self.first_step, int) and not isinstance(self.first_step, bool) and self.first_step >= 0
-        self._check("first_step", valid, "an integer of at least 0")
+        _numbers.integer_field(type(self).__name__, self, "first_step", 0)
 
     def _check(self, argument: str, valid: bool, wanted: str) -> None:
         if not valid:
@@ -92,12 +91,7 @@ class Head:
 
     def _number(self, argument: str) -> float:
         """Read a number of Python's or NumPy's. A tensor, which could change later unseen, is refused."""
-        value = getattr(self, argument)
-        if not isinstance(value, numbers.Real) or isinstance(value, bool):
-            raise TypeError(
-                f"{type(self).__name__}: {argument} must be a number, but it is of type {type(value).__name__}"
-            )
-        return float(value)
+        return _numbers.real_field(type(self).__name__, self, argument)
 
     def _check_support(self, support: object) -> None:
         if not hasattr(support, "numbers"):
@@ -231,6 +225,7 @@ class SoftCrossEntropy(Head):
         super().__post_init__()
         self._check("label_smoothing", 0 <= self._number("label_smoothing") <= 1, "between 0 and 1")
         self._check("entropy_weight", math.isfinite(self._number("entropy_weight")), "finite")
+        self._check("subtract_target_entropy", isinstance(self.subtract_target_entropy, bool), "True or False")
 
     def numbers(self) -> dict[str, float]:
         """The head's numbers by name."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from . import _context, _distributed, _remedies
+from . import _context, _distributed, _numbers, _remedies
 from ._native import _C
 from .reference import supports as reference
 from .transforms import TRANSFORMS
@@ -49,12 +49,9 @@ class Support:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        if isinstance(self.num_bins, bool) or not isinstance(self.num_bins, int) or self.num_bins < 2:
-            raise ValueError(f"Support: num_bins must be an integer of at least 2, but it is {self.num_bins!r}")
+        _numbers.integer_field("Support", self, "num_bins", 2)
         for argument in ("minimum", "maximum", "eps"):
-            value = getattr(self, argument)
-            if not isinstance(value, numbers.Real) or isinstance(value, bool):
-                raise TypeError(f"Support: {argument} must be a number, but it is of type {type(value).__name__}")
+            _numbers.real_field("Support", self, argument)
         if not (math.isfinite(self.minimum) and math.isfinite(self.maximum) and self.minimum < self.maximum):
             raise ValueError(
                 "Support: minimum and maximum must be finite with minimum < maximum, "

@@ -13,6 +13,7 @@ import json
 import pickle
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -512,6 +513,28 @@ def test_numbers_of_any_kind_take_the_fused_path(fused_only):
         assert gs.reduce_multi_step(losses, step_weights=numbers).loss == expected
 
 
+def test_fractions_take_every_path():
+    third, x, t = Fraction(1, 3), torch.tensor([[0.5, 2.0]], requires_grad=True), torch.tensor([[0.5, 0.25]])
+
+    def results(number, impl):
+        support = gs.Support(-number, number, 2, "identity", eps=number)
+        heads = {
+            "square": gs.MeanSquaredError(weight=number),
+            "policy": gs.SoftCrossEntropy(label_smoothing=number, entropy_weight=number),
+            "bins": gs.HLGauss(support, sigma_ratio=number),
+            "cosine": gs.NegativeCosine(eps=number),
+        }
+        targets = {**dict.fromkeys(heads, (t,)), "bins": [t[:, 0]]}
+        head_weights = {"square": number}
+        loss = gs.multi_step_loss(heads, dict.fromkeys(heads, (x,)), targets, head_weights=head_weights, impl=impl).loss
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss, gradient, support.two_hot(t), gs.reference.hl_gauss(t, support, 0.5)
+
+    for impl in ("fused", "reference"):
+        for ours, expected in zip(results(third, impl), results(1 / 3, impl), strict=True):
+            assert torch.equal(ours, expected)
+
+
 def test_a_tensor_is_rejected_as_weight_of_a_head():
     for make in (
         lambda: gs.PerStepLoss(weight=torch.tensor(1.0)),
@@ -686,8 +709,12 @@ def test_errors_name_expected_and_actual(wrong):
 def test_errors_of_heads():
     with pytest.raises(ValueError, match="weight must be finite and at least 0, but it is -1"):
         gs.TwoHot(SUPPORT, weight=-1)
-    with pytest.raises(ValueError, match="first_step"):
-        gs.SoftCrossEntropy(first_step=-1)
+    for step in (-1, 2**31, 10**400, 1.0):
+        with pytest.raises(ValueError, match="SoftCrossEntropy: first_step must be an integer"):
+            gs.SoftCrossEntropy(first_step=step)
+    for no in ("no", None, [], 0.5, torch.tensor(0)):
+        with pytest.raises(ValueError, match="SoftCrossEntropy: subtract_target_entropy must be True or False"):
+            gs.SoftCrossEntropy(subtract_target_entropy=no)
     with pytest.raises(TypeError, match="support must be a Support, but it is of type int"):
         gs.TwoHot(601)
     with pytest.raises(ValueError, match="transform"):

@@ -155,6 +155,8 @@ def test_plain_data():
     assert pickle.loads(pickle.dumps(support)) == support
     assert copy.deepcopy(support).decode(torch.zeros(601)) == 0
     assert torch.equal(support.centers(), torch.arange(-300.0, 301.0))
+    np = pytest.importorskip("numpy")
+    assert type(gs.Support(-300, np.float32(300), np.int64(601)).num_bins) is int
     with pytest.raises(AttributeError):
         support.num_bins = 3
 
@@ -164,6 +166,7 @@ def test_plain_data():
     [
         ((-1, 1, 1), "num_bins must be an integer of at least 2, but it is 1"),
         ((-1, 1, 2.0), "num_bins"),
+        ((-1, 1, 2**32 + 5), r"num_bins must be an integer from 2 to 2\*\*31 - 1, but it is too large"),
         ((1, 1, 5), "minimum < maximum, but they are 1 and 1"),
         ((0, INF, 5), "finite"),
         ((0, 1, 5, "log"), "transform must be one of identity, signed_hyperbolic, symlog, but it is 'log'"),

@@ -177,6 +177,8 @@ class Rules:
             )
         if not 0 <= weight < math.inf:
             raise ValueError(f"multi_step_loss: {label} must be finite and at least 0, but it is {weight!r}")
+        if not isinstance(weight, int | float):
+            weight = float(weight)  # tensors cannot be multiplied with other numbers, as fractions
         return _context.as_tensor(weight, self.device, self.dtype)
 
     def _check_weights(self, argument: str, label: str, weights: Any) -> None:
