@@ -22,6 +22,39 @@ def test_predictions_some_of_which_have_no_gradient(impl):
     torch.testing.assert_close(out.head_gradient_norms["distance"], gradient.norm(), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize("weight", [1e-25, 1e25])
+def test_norms_of_gradients_whose_squares_float32_cannot_hold(weight, impl):
+    shapes = {
+        gs.MeanSquaredError(): (20, 30),
+        gs.Huber(): (20,),
+        gs.NegativeCosine(): (20, 30),
+        gs.SoftCrossEntropy(): (20, 30),
+        gs.SoftCrossEntropy(entropy_weight=0.1): (20, 6),
+        gs.CategoricalKL(): (20, 3, 6),
+        gs.QuantileHuber(): (20, 5),
+    }
+    generator = torch.Generator().manual_seed(0)
+    heads = {str(head): head for head in shapes}
+    predictions, targets = ({str(h): [torch.rand(s, generator=generator)] for h, s in shapes.items()} for _ in range(2))
+    leaves = [entry.requires_grad_() for (entry,) in predictions.values()]
+    weights = torch.full((20,), weight)
+    out = gs.multi_step_loss(heads, predictions, targets, importance_weights=weights, impl=impl)
+    for name, gradient in zip(heads, torch.autograd.grad(out.loss, leaves), strict=True):
+        torch.testing.assert_close(out.head_gradient_norms[name], gradient.double().norm().float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize("distance", [1e20, 1e25, 1e-25])
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_norms_of_large_and_small_distances(distance, weight, impl):
+    x = torch.full((3, 4), distance, requires_grad=True)
+    heads, head_weights = {"a": gs.MeanSquaredError()}, {"a": weight}
+    out = gs.multi_step_loss(heads, {"a": [x]}, {"a": [torch.zeros(3, 4)]}, head_weights=head_weights, impl=impl)
+    expected = torch.tensor(weight * distance / 12**0.5 * 2)
+    torch.testing.assert_close(out.head_gradient_norms["a"], expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.untraced
 @pytest.mark.parametrize(("impl", "only_metrics"), [("auto", False), ("auto", True), ("reference", False)])
 def test_compiled_graphs(impl, only_metrics):

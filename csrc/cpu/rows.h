@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
@@ -206,9 +207,34 @@ struct LoadBlock {
   }
 };
 
-// Writes out[j] = factor value(load) with load(row) = row[j], and returns the sum of the squares of the values.
+inline double squared(double x) {
+  return x * x;
+}
+
+// True if a sum of squares in A is right: none was infinite, and those that were subnormal are negligible.
+template <class A>
+bool is_in_range(A squares) {
+  return squares > std::numeric_limits<A>::min() / std::numeric_limits<A>::epsilon() &&
+         squares <= std::numeric_limits<A>::max(); // NaN is not
+}
+
+// The sum of the squares of factor value(load), in double.
+template <class A, class Value>
+[[gnu::noinline]] double squares_in_double(int64_t before, int64_t width, double factor, Value value) {
+  double sum = 0;
+  each_block<1>(before, width, [&](int64_t j, auto lanes, auto) {
+    A values[kLanes];
+    store_lanes(values, kept(lanes, value(LoadBlock<decltype(lanes)>{j, lanes}), Lanes<A>(A(0))));
+    for (const A x : values) {
+      sum += squared(factor * static_cast<double>(x));
+    }
+  });
+  return sum;
+}
+
+// Writes out[j] = factor value(load) with load(row) = row[j], and returns the sum of the squares before rounding.
 template <class G, class A, class Value>
-A write_gradient(const Rows& gradient, int64_t row, int64_t width, A factor, Value value) {
+double write_gradient(const Rows& gradient, int64_t row, int64_t width, A factor, Value value) {
   G* out = static_cast<G*>(gradient.data) + row * gradient.stride;
   const Lanes<A> zero = A(0), of_all = factor;
   Lanes<A> squares[2] = {zero, zero};
@@ -217,7 +243,9 @@ A write_gradient(const Rows& gradient, int64_t row, int64_t width, A factor, Val
     squares[chain] += counted * counted;
     store_lanes(out + j, x * of_all, lanes);
   });
-  return total(squares[0] + squares[1]);
+  const A sum = total(squares[0] + squares[1]);
+  return is_in_range(sum) ? squared(factor) * sum
+                          : squares_in_double<A>(elements_before_blocks(out, width), width, factor, value);
 }
 
 // The sums over j of the terms(load), load(row) being row[j]. `first` is the row with the alignment that matters.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from .. import _context
 from .._distributed import by_whole, mesh_of
 from .._ranks import for_all_ranks
 from ..heads import (
@@ -33,6 +34,7 @@ from ..loss.validate import Call, validate
 from ..transforms import transform
 from .flow import scale_gradient
 from .supports import decode, hl_gauss, two_hot
+from .tensors import norm_of
 
 
 def multi_step_loss(
@@ -116,10 +118,11 @@ def _gradient_norms(call: Call, per_sample: torch.Tensor) -> dict[str, torch.Ten
         return {}
     with torch.no_grad():  # torch.func.grad computes the gradient nevertheless, and leaves no graph
         gradients = torch.func.grad(loss)(entries)
-    return {
-        name: torch.cat([g.flatten() for g in itertools.compress(gradients[name], is_wanted[name])]).norm()
-        for name in with_gradient
-    }
+    norms = {}
+    for name in with_gradient:
+        gradient = torch.cat([g.flatten() for g in itertools.compress(gradients[name], is_wanted[name])])
+        norms[name] = norm_of(gradient.to(_context.widest(gradient.device)).abs(), 2.0).to(call.dtype)
+    return norms
 
 
 def _constant(entry: torch.Tensor) -> torch.Tensor:

@@ -48,9 +48,8 @@ void categorical_row(
   }
   const A factor = static_cast<A>(group.coefficients[lane]) / softmax.sum + nan;
   const Lanes<A> offset = everywhere * softmax.sum;
-  const A squares =
+  s.metrics[row].gradient_square =
       write_gradient<G>(s.gradient, row, s.width, factor, [=](auto load) { return load(values) - offset; });
-  s.metrics[row].gradient_square = squared(factor) * squares;
 }
 
 template <class T, class G, class A, class Target>

@@ -71,8 +71,8 @@ void own_row(const CategoricalKL<A>& of, const Segment& s, int64_t row, double c
     return;
   }
   const A factor = of.factor(divergence, coefficient);
-  const A squares = write_gradient<G>(s.gradient, row, s.width, factor, [=](auto load) { return load(x); });
-  s.metrics[row].gradient_square = squared(factor) * squares;
+  s.metrics[row].gradient_square =
+      write_gradient<G>(s.gradient, row, s.width, factor, [=](auto load) { return load(x); });
 }
 
 } // namespace

@@ -46,8 +46,8 @@ void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
     t[j] = head.gradient(x[j], t[j]);
   }
   const A factor = head.factor(coefficient);
-  const A squares = write_gradient<G>(s.gradient, row, width, factor, [=](auto load) { return load(t); });
-  s.metrics[row].gradient_square = squared(factor) * squares;
+  s.metrics[row].gradient_square =
+      write_gradient<G>(s.gradient, row, width, factor, [=](auto load) { return load(t); });
 }
 
 // Rows of one element, vectorised over rows.

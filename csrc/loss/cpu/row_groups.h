@@ -35,10 +35,6 @@ struct Tile {
   }
 };
 
-inline double squared(double x) {
-  return x * x;
-}
-
 // The row of a lane, or the first row for a lane without one.
 template <class T>
 const T* row_of_lane(const Rows& rows, const Group& group, int64_t lane) {

@@ -154,6 +154,15 @@ struct ShortRows {
     return sums;
   }
 
+  // The sum of the squares of the gradient of one row, in double.
+  [[gnu::noinline]] double squares_of_row(int64_t width, int64_t lane) const {
+    double sum = 0;
+    for (int64_t j = 0; j < width; ++j) {
+      sum += squared(x.at[j][lane]);
+    }
+    return sum;
+  }
+
   // Writes the gradient.
   template <class Formula>
   void write_gradient(const Segment& s, const Group& group, const GroupSums<A>& sums, Formula formula) {
@@ -180,7 +189,8 @@ struct ShortRows {
     A of_rows[kLanes];
     store_lanes(of_rows, squares);
     for (int64_t i = 0; i < group.count; ++i) {
-      s.metrics[group.first + i].gradient_square = squared(coefficients[i]) * of_rows[i];
+      s.metrics[group.first + i].gradient_square =
+          is_in_range(of_rows[i]) ? squared(coefficients[i]) * of_rows[i] : squares_of_row(s.width, i);
     }
     write_tile(s.gradient, group, s.width, x);
   }
