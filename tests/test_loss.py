@@ -25,6 +25,7 @@ import gradscale_ext as gs
 
 ORACLES = json.loads((Path(__file__).parent / "oracles" / "muzero_update.json").read_text())["cases"]
 SUPPORT = gs.Support(-5, 5, 11)
+NAN, INF = float("nan"), float("inf")
 RAW = gs.Support(-4, 6, 9, transform="symlog", space="raw")
 HEADS = {
     "value": gs.TwoHot(SUPPORT, weight=0.25),
@@ -482,6 +483,29 @@ def _gradients_by_every_path(function, x):
         torch.func.grad(function)(x),
         torch.func.vmap(torch.func.grad(function))(x.unsqueeze(0))[0],
     ]
+
+
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize(
+    ("kappa", "target", "expected"),
+    [(1.0, INF, [-0.25, -0.75]), (0.0, NAN, [NAN, NAN]), (1.0, NAN, [NAN, NAN]), (0.0, 0.0, [0.0, 0.0])],
+)
+def test_quantiles_of_samples_that_are_not_finite(kappa, target, expected, impl):
+    x, head = torch.zeros(1, 2, requires_grad=True), gs.QuantileHuber(kappa=kappa)
+    loss = gs.multi_step_loss({"q": head}, {"q": [x]}, {"q": [torch.tensor([[target]])]}, impl=impl).loss
+    torch.testing.assert_close(torch.autograd.grad(loss, x)[0], torch.tensor([expected]), equal_nan=True)
+
+
+@pytest.mark.parametrize("eps", [1e-50, 1e300])
+def test_the_eps_of_a_cosine_is_a_double(eps):
+    x = torch.tensor([[0.0, 0.0], [1.0, 2.0]], requires_grad=True)
+    targets = {"c": [torch.tensor([[1.0, 0.0], [0.0, 0.0]])]}
+    found = []
+    for impl in ("fused", "reference"):
+        loss = gs.multi_step_loss({"c": gs.NegativeCosine(eps=eps)}, {"c": [x]}, targets, impl=impl).loss
+        found.append((loss, *torch.autograd.grad(loss, x)))
+        assert not found[-1][1].isnan().any()
+    torch.testing.assert_close(found[0], found[1])
 
 
 def test_gradient_scale_of_an_infinite_loss():

@@ -281,9 +281,12 @@ def _quantile_huber_loss(head: QuantileHuber, quantiles: torch.Tensor, target: t
     fractions = (2 * torch.arange(count, device=quantiles.device, dtype=quantiles.dtype) + 1) / (2 * count)
     difference = target.unsqueeze(-2) - quantiles.unsqueeze(-1)  # [B, N, M]
     weights = torch.where(difference < 0, 1 - fractions.unsqueeze(-1), fractions.unsqueeze(-1))
-    size, kappa = difference.abs(), float(head.kappa)
+    sign = torch.where(difference.isnan(), difference, difference.sign())  # NaN, as the derivative of abs is 0 there
+    size, kappa = difference * sign.detach(), float(head.kappa)
     if kappa > 0:
-        size = torch.where(size <= kappa, difference.square() / (2 * kappa), size - kappa / 2)
+        is_quadratic = size <= kappa
+        small = torch.where(is_quadratic, difference, 0.0)  # the square of an infinite difference has no derivative
+        size = torch.where(is_quadratic, small.square() / (2 * kappa), size - kappa / 2)
     losses = (weights * size).mean(-1)
     return losses.sum(-1) if head.sum_over_quantiles else losses.mean(-1)
 
