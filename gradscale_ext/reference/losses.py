@@ -273,7 +273,9 @@ def _binary_cross_entropy_loss(head: BinaryCrossEntropy, logits: torch.Tensor, t
 
 
 def _negative_cosine_loss(head: NegativeCosine, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return -(_normalized(prediction, head.eps) * _normalized(target, head.eps)).sum(-1)
+    # In double, which `eps` is: the loss's type may round it to 0 or inf.
+    x, t = (_normalized(entry.to(_context.widest(entry.device)), head.eps) for entry in (prediction, target))
+    return -(x * t).sum(-1).to(prediction.dtype)
 
 
 def _quantile_huber_loss(head: QuantileHuber, quantiles: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
