@@ -10,6 +10,7 @@ import torch
 from . import _context, _distributed, reference
 from . import _native as _native  # registers the operators
 from ._trajectories import Discount, MuZeroTargets, Trajectories, Window, result_dtype
+from .reference.returns import times
 
 #: The functions in the order of `Formula` in csrc/returns/call.h.
 FUNCTIONS = ("lambda_returns", "generalized_advantages", "vtrace", "retrace", "n_step_returns")
@@ -76,11 +77,6 @@ def _clipped(ratios: torch.Tensor, clip: float, dtype: torch.dtype) -> torch.Ten
     return torch.minimum(ratios.to(dtype), _context.as_tensor(clip, ratios.device, dtype))
 
 
-def _times(coefficient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The product; exactly 0 where the coefficient is 0, whatever x is."""
-    return torch.where(coefficient == 0, 0, coefficient * x)
-
-
 def _vtrace_with_varying_clips(call: Trajectories) -> tuple[torch.Tensor, ...]:
     """V-trace in PyTorch operations, with its recurrence computed by the operator for generalized advantages.
 
@@ -119,7 +115,7 @@ def _vtrace_with_varying_clips(call: Trajectories) -> tuple[torch.Tensor, ...]:
     rho, c, pg_rho = (_clipped(ratios, clip, dtype) for clip in call.clips)
 
     received = read(rewards) - values
-    corrections = _times(rho, received + _times(discount, bootstrap))
+    corrections = times(rho, received) + times(rho, discount, bootstrap)
     zeros = torch.zeros_like(corrections)
     e = torch.ops.gradscale_ext.returns(
         FUNCTIONS.index("generalized_advantages"),
@@ -128,7 +124,7 @@ def _vtrace_with_varying_clips(call: Trajectories) -> tuple[torch.Tensor, ...]:
         zeros,
         None,
         None,
-        _times(lambda_, _times(discount, c)),  # 0 at cuts and in padding
+        times(lambda_, discount, c),  # 0 at cuts and in padding
         None,
         None,
         None,
@@ -141,8 +137,8 @@ def _vtrace_with_varying_clips(call: Trajectories) -> tuple[torch.Tensor, ...]:
         call.batch_first,
     )[0]
     targets = values + e
-    u = _times(1 - lambda_, bootstrap) + _times(lambda_, later(targets))
-    return targets, _times(pg_rho, received + _times(discount, u))
+    mixed = times(pg_rho, discount, 1 - lambda_, bootstrap) + times(pg_rho, discount, lambda_, later(targets))
+    return targets, times(pg_rho, received) + mixed
 
 
 def _by_reference(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:

@@ -416,6 +416,7 @@ def test_clips_that_change_do_not_recompile(function, varying, batch_first):
     data["next_values"][data["terminated"]] = torch.nan
     data["ratios"][:2, 5] = 0
     data["rewards"][0, 6:] = torch.nan
+    data["discount"][1, 5] = torch.nan  # of no matter for V-trace
     data["ratios"][2, 15] = torch.nan
     data["ratios"][3, 15] = torch.inf
     for name in ("discount", "lambda_"):
@@ -612,6 +613,46 @@ def test_a_coefficient_of_zero_selects(function, name, batch_first, steps):
     for key in before:
         spoilt[key][:, t] = torch.nan
     assert_unreached(function, data, spoilt, t + 1, before, batch_first)
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize(
+    ("function", "zero", "spoilt"),
+    [
+        *[(function, "discount", "lambda_") for function in ("lambda_returns", "generalized_advantages", "vtrace")],
+        *[("vtrace", "ratios", name) for name in ("lambda_", "discount")],
+        *[("retrace", *names) for names in (("ratios", "lambda_"), ("lambda_", "ratios"))],
+    ],
+)
+@pytest.mark.any_version
+def test_nan_next_to_a_coefficient_of_zero(function, zero, spoilt, module):
+    """A product of coefficients is 0 if one of them is, in gradients too."""
+    data = random_data(23, 3, 9, ends=0, padding=0)
+    data[zero][:, 5] = 0
+    found = []
+    for value in (0.5, torch.nan):
+        data[spoilt][:, 5] = value
+        leaves = {name: data[name].clone().requires_grad_() for name in inputs_of(function)}
+        results = call(function, data | leaves, module)
+        found.append(
+            (*results, *torch.autograd.grad(results, list(leaves.values()), [torch.ones(3, 9)] * len(results)))
+        )
+    assert_same(found[1], found[0], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("module", [gs, gs.reference])
+@pytest.mark.parametrize(
+    "options", [{"function": "lambda_returns", "lambda_": 1.0}, {"function": "n_step_returns", "n": 3}]
+)
+@pytest.mark.any_version
+def test_next_values_that_are_not_read_next_to_a_discount_of_nan(options, module):
+    discount = torch.tensor([[0.9, torch.nan, 0.9]])
+    next_values = torch.ones(1, 3, requires_grad=True)
+    options = dict(options)
+    function = getattr(module, options.pop("function"))
+    result = function(torch.ones(1, 3), None, next_values, discount=discount, **options)
+    (gradient,) = torch.autograd.grad(result.sum(), next_values)
+    assert gradient[0, 1] == 0
 
 
 @pytest.mark.any_version

@@ -78,10 +78,17 @@ GRADSCALE_HOST_DEVICE Affine<L> if_live(const Transition<L>& s, typename L::V a,
   return {if_live(s, a), if_live(s, b)};
 }
 
-// The gradient of next_value, given the gradient of the discounted term.
+// The gradient of next_value, given the coefficient of the bootstrap and the gradient behind it.
 template <class L>
-GRADSCALE_HOST_DEVICE typename L::V to_next_value(const Transition<L>& s, typename L::V gradient) {
-  return s.terminated ? typename L::V{} : L::times(s.discount, gradient);
+GRADSCALE_HOST_DEVICE typename L::V to_next_value(
+    const Transition<L>& s, typename L::V coefficient, typename L::V gradient) {
+  return s.terminated ? typename L::V{} : L::times(coefficient, gradient);
+}
+
+// The coefficient of the bootstrap in discount mixed().
+template <class L>
+GRADSCALE_HOST_DEVICE typename L::V of_bootstrap(const Transition<L>& s) {
+  return s.cut ? s.discount : L::product(s.discount, 1 - s.lambda);
 }
 
 // ---- Functions -----------------------------------------------------------------------------------------------------
@@ -176,7 +183,7 @@ struct LambdaReturnsAdjoint {
     const V h = s.reward + earlier;
     out[0] = if_live(s, h);
     out[1] = V{};
-    out[2] = if_live(s, to_next_value(s, s.cut ? h : L::times(1 - s.lambda, h)));
+    out[2] = if_live(s, to_next_value(s, of_bootstrap(s), h));
   }
 };
 
@@ -195,7 +202,7 @@ struct AdvantagesAdjoint {
     const V h = s.reward + s.value + earlier;
     out[0] = if_live(s, h);
     out[1] = if_live(s, s.value - h);
-    out[2] = if_live(s, to_next_value(s, h));
+    out[2] = if_live(s, to_next_value(s, s.discount, h));
   }
 };
 
@@ -206,8 +213,8 @@ struct VTraceAdjoint {
   // Of targets_{t+1} in the advantage of step t. The next step reads it as its `extra`.
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE V extra(const Transition<L>& s) {
-    const V g = L::times(least(s.ratio, s.limits[2]), s.value);
-    return if_live(s, unless_cut(s, L::times(s.discount, L::times(s.lambda, g))));
+    const V coefficient = L::product(least(s.ratio, s.limits[2]), L::product(s.discount, s.lambda));
+    return if_live(s, unless_cut(s, L::times(coefficient, s.value)));
   }
 
   template <class L, class V = typename L::V>
@@ -219,11 +226,14 @@ struct VTraceAdjoint {
 
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V extra, V* out) {
-    const V h = L::times(least(s.ratio, s.limits[0]), s.reward + earlier);
-    const V g = L::times(least(s.ratio, s.limits[2]), s.value);
-    out[0] = if_live(s, h + g);
-    out[1] = if_live(s, s.reward - (h + g) + extra);
-    out[2] = if_live(s, to_next_value(s, h + (s.cut ? g : L::times(1 - s.lambda, g))));
+    const V rho = least(s.ratio, s.limits[0]), pg_rho = least(s.ratio, s.limits[2]);
+    const V to_reward = L::times(rho, s.reward + earlier) + L::times(pg_rho, s.value);
+    out[0] = if_live(s, to_reward);
+    out[1] = if_live(s, s.reward - to_reward + extra);
+    out[2] = if_live(
+        s,
+        to_next_value(s, L::product(rho, s.discount), s.reward + earlier) +
+            to_next_value(s, L::product(pg_rho, of_bootstrap(s)), s.value));
   }
 };
 
@@ -247,7 +257,7 @@ struct RetraceAdjoint {
     const V g = s.reward + correction;
     out[0] = if_live(s, g);
     out[1] = if_live(s, V{} - correction);
-    out[2] = if_live(s, to_next_value(s, g));
+    out[2] = if_live(s, to_next_value(s, s.discount, g));
   }
 };
 
@@ -434,13 +444,15 @@ GRADSCALE_HOST_DEVICE void n_step_adjoint_row(
       const int64_t first = i - n + 1;
       sum += s.reward;
       A whole = sum;
-      A one = A(0); // of the window that ends here because it has n steps
-      if (weight.open && first >= 0) {
+      const bool ends = weight.open && first >= 0; // a window ends here because it has n steps
+      A one = A(0);                                // its gradient
+      if (ends) {
         one = weight.value * (first >= begin ? steps[first].reward : parts[first - begin + n]);
         whole += first >= begin ? A(0) : weight.value * sums[first - begin + n];
       }
       to_reward.put(i, whole);
-      to_next_value.put(i, s.terminated ? A(0) : OneLane<A>::times(s.discount, s.cut ? whole : one));
+      to_next_value.put(
+          i, s.terminated || !(s.cut || ends) ? A(0) : OneLane<A>::times(s.discount, s.cut ? whole : one));
       sum = s.cut ? A(0) : OneLane<A>::times(s.discount, sum);
       if (s.cut) {
         weight = {A(0), false};

@@ -6,6 +6,7 @@ The functions have the arguments of their namesakes in `gradscale_ext`. Where a 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -26,12 +27,11 @@ Tensor = torch.Tensor
 
 def times(*factors: Tensor) -> Tensor:
     """The product of coefficients and, last, of x; exactly 0 if a coefficient is 0, whatever the others are."""
-    *coefficients, product = factors
-    is_zero = torch.zeros_like(product, dtype=torch.bool)
+    *coefficients, x = factors
+    is_zero = functools.reduce(torch.logical_or, [coefficient == 0 for coefficient in coefficients])
     for coefficient in coefficients:
-        product = coefficient * product
-        is_zero = is_zero | (coefficient == 0)
-    return torch.where(is_zero, 0, product)
+        x = torch.where(is_zero, 0, coefficient) * x  # a NaN coefficient must not reach the gradient either
+    return torch.where(is_zero, 0, x)
 
 
 class _Steps:
@@ -85,6 +85,12 @@ class _Steps:
         rows = self._rows(value) if value.dim() else value
         return rows.detach().to(self.device).expand(self.shape)
 
+    def discounted(self, t: int, later: Tensor, *coefficients: Tensor) -> Tensor:
+        """``discount_t ((1 - lambda_t) B_t + lambda_t later)``, times more coefficients. Each term has one product of
+        all of its coefficients: with nested products, the gradient 0 behind a coefficient of 0 could meet a NaN."""
+        lambda_, coefficients = self.lambda_[t], (*coefficients, self.discount[t])
+        return times(*coefficients, 1 - lambda_, self.bootstrap[t]) + times(*coefficients, lambda_, later)
+
     def result(self, columns: list[Tensor]) -> Tensor:
         """Columns that were made backwards, in the caller's order of dimensions; 0 where masked."""
         time_dim = 1 if self.batch_first else 0
@@ -123,8 +129,7 @@ def lambda_returns(
     s, returns = _Steps(call), []
     g = s.zero
     for t in s.backwards:
-        u = times(1 - s.lambda_[t], s.bootstrap[t]) + times(s.lambda_[t], g)
-        g = s.r[t] + times(s.discount[t], u)
+        g = s.r[t] + s.discounted(t, g)
         returns.append(g)
     return s.result(returns)
 
@@ -229,9 +234,9 @@ def vtrace(
     rho_limit, c_limit, pg_limit = call.clips
     e = next_target = s.zero
     for t in s.backwards:
-        u = times(1 - s.lambda_[t], s.bootstrap[t]) + times(s.lambda_[t], next_target)
-        advantages.append(times(s.ratio[t].clamp(max=pg_limit), s.r[t] + times(s.discount[t], u) - s.v[t]))
-        delta = times(s.ratio[t].clamp(max=rho_limit), s.r[t] + times(s.discount[t], s.bootstrap[t]) - s.v[t])
+        pg_rho, rho = s.ratio[t].clamp(max=pg_limit), s.ratio[t].clamp(max=rho_limit)
+        advantages.append(times(pg_rho, s.r[t] - s.v[t]) + s.discounted(t, next_target, pg_rho))
+        delta = times(rho, s.r[t] - s.v[t]) + times(rho, s.discount[t], s.bootstrap[t])
         e = delta + times(s.discount[t], s.lambda_[t], s.ratio[t].clamp(max=c_limit), e)
         next_target = s.v[t] + e
         targets.append(next_target)
@@ -270,13 +275,13 @@ def retrace(
     s, returns = _Steps(call), []
     assert s.v is not None
     assert s.ratio is not None
-    correction = s.zero  # c_{t+1} (G_{t+1} - Q_{t+1})
+    correction = (s.zero, s.zero, s.zero)  # the factors of c_{t+1} (G_{t+1} - Q_{t+1})
     for t in s.backwards:
-        g = s.r[t] + times(s.discount[t], s.bootstrap[t] + torch.where(s.cut[t], 0, correction))
-        # Only step t - 1 reads c_t. Where it does not, NaN in c_t would make gradients NaN: 0 * NaN.
+        g = s.r[t] + times(s.discount[t], s.bootstrap[t]) + times(s.discount[t], *correction)
+        # Only step t - 1 reads c_t, and only if it is not cut.
         is_read = s.live[t - 1] & ~s.cut[t - 1] if t else torch.zeros_like(s.cut[t])
         lambda_, ratio = (torch.where(is_read, x, 0) for x in (s.trace_lambda[t], s.ratio[t]))
-        correction = times(lambda_, ratio.clamp(max=call.clips[0]), g - s.v[t])
+        correction = (lambda_, ratio.clamp(max=call.clips[0]), g - s.v[t])
         returns.append(g)
     return s.result(returns)
 
