@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,6 +60,7 @@ class Support:
             )
         if self.transform not in TRANSFORMS:
             raise ValueError(f"Support: transform must be one of {', '.join(TRANSFORMS)}, but it is {self.transform!r}")
+        self._check_spacing()
         if not 0 <= self.eps < math.inf:
             raise ValueError(f"Support: eps must be finite and at least 0, but it is {self.eps}")
         if self.space not in ("transformed", "raw"):
@@ -67,6 +69,22 @@ class Support:
             raise ValueError(
                 "Support: the centres transformed back must be finite in float32 for space='raw', but the centres of "
                 f"minimum = {self.minimum} and maximum = {self.maximum} are not"
+            )
+
+    def _check_spacing(self) -> None:
+        """Refuse centres that float32 cannot hold, that no finite number reaches, or that are equal in float64."""
+        largest = max(abs(self.minimum), abs(self.maximum))
+        limit = math.log(sys.float_info.max) if self.transform == "symlog" else torch.finfo(torch.float32).max
+        spacing = (self.maximum - self.minimum) / (self.num_bins - 1)
+        if not largest <= limit:
+            raise ValueError(
+                f"Support: minimum and maximum must be from {-limit:.6g} to {limit:.6g} for transform = "
+                f"{self.transform!r}, but they are {self.minimum} and {self.maximum}"
+            )
+        if not spacing >= max(math.ulp(largest), sys.float_info.min):
+            raise ValueError(
+                f"Support: the centres must be distinct normal numbers, but {self.num_bins} centres from "
+                f"{self.minimum} to {self.maximum} have a spacing of {spacing}"
             )
 
     @classmethod

@@ -168,6 +168,9 @@ def test_plain_data():
         ((-1, 1, 2.0), "num_bins"),
         ((-1, 1, 2**32 + 5), r"num_bins must be an integer from 2 to 2\*\*31 - 1, but it is too large"),
         ((1, 1, 5), "minimum < maximum, but they are 1 and 1"),
+        *[((*ends, 3, "identity"), "3.40282e.38 for transform") for ends in ((-1.7e308, 1.7e308), (0, 1e200))],
+        ((-1000, 1000, 5, "symlog"), r"from -709\.783 to 709\.783 for transform = 'symlog'"),
+        *[((*ends, 3, "identity"), "spacing") for ends in ((0.0, 5e-324), (1.0, 1 + 2**-52), (0.0, 4e-308))],
         ((0, INF, 5), "finite"),
         ((0, 1, 5, "log"), "transform must be one of identity, signed_hyperbolic, symlog, but it is 'log'"),
         ((0, 1, 5, "identity", -1.0), "eps"),
@@ -186,6 +189,14 @@ def test_wrong_numbers():
         gs.Support(-300, 300, 601, "symlog", space="raw")
     with pytest.raises(TypeError, match="x must be a floating tensor, but it is of type float"):
         gs.symlog(1.0)
+
+
+@pytest.mark.parametrize("context", [lambda f: f, torch.func.vmap])
+def test_infinity_is_in_the_end_bin_of_a_range_that_float32_does_not_reach(context):
+    support, x = gs.Support(-300, 300, 5, "symlog"), torch.tensor([-INF, INF])
+    ends = torch.eye(5)[[0, 4]]
+    assert torch.equal(context(support.two_hot)(x), ends)
+    torch.testing.assert_close(context(lambda y: support.hl_gauss(y, 0.1))(x), ends, rtol=0, atol=1e-5)
 
 
 def projected_by_hand(support, p, rewards, discounts):

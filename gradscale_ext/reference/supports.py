@@ -71,7 +71,7 @@ def project(probabilities: torch.Tensor, rewards: torch.Tensor, discounts: torch
 def _two_bins(x: torch.Tensor, support: Bins) -> tuple[torch.Tensor, torch.Tensor]:
     """The lower one of the two bins next to each scalar, and the weight of the upper one: NaN for NaN."""
     raw = _clamped_to_finite(x)
-    y = transform(raw, support.transform, support.eps)
+    y = _transformed(x, support)
     last_bin = support.num_bins - 1
     position = ((y - support.minimum) * (last_bin / (support.maximum - support.minimum))).clamp(0, last_bin)
     lower = position.detach().nan_to_num(0).floor().clamp(max=last_bin - 1)
@@ -86,7 +86,7 @@ def _two_bins(x: torch.Tensor, support: Bins) -> tuple[torch.Tensor, torch.Tenso
 
 def hl_gauss(x: torch.Tensor, support: Bins, sigma_ratio: float) -> torch.Tensor:
     """`[..., S]` histograms of normals around the transformed scalars `[...]`."""
-    y = transform(_clamped_to_finite(widened(x)), support.transform, support.eps)
+    y = _transformed(widened(x), support)
     y = y.clamp(support.minimum, support.maximum).unsqueeze(-1)
     width = (support.maximum - support.minimum) / (support.num_bins - 1)
     edges = torch.arange(support.num_bins + 1, dtype=y.dtype, device=x.device) * width + (support.minimum - width / 2)
@@ -119,6 +119,12 @@ def decode(logits: torch.Tensor, support: Bins) -> torch.Tensor:
 def widened(x: torch.Tensor) -> torch.Tensor:
     """Widen half types to float32."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def _transformed(x: torch.Tensor, support: Bins) -> torch.Tensor:
+    """Transformed scalars; the ends of the support for infinite ones. The dtype's largest number may be within it."""
+    y = transform(_clamped_to_finite(x), support.transform, support.eps)
+    return torch.where(x == math.inf, support.maximum, torch.where(x == -math.inf, support.minimum, y))
 
 
 def _clamped_to_finite(x: torch.Tensor) -> torch.Tensor:
