@@ -14,7 +14,7 @@ Discount = float | torch.Tensor
 #: Types of the numbers in a trajectory.
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-_LARGEST_INTEGER = 2**63 - 1
+_LARGEST = {"2**31 - 1": 2**31 - 1, "2**63 - 1": 2**63 - 1}
 
 
 class GeneralizedAdvantages(NamedTuple):
@@ -260,7 +260,7 @@ class _Checker:
             raise ValueError(f"{self.function}: {name} must not be negative or NaN, but it is {number}")
         return number
 
-    def integer(self, name: str, value: Any, least: int) -> int:
+    def integer(self, name: str, value: Any, least: int, most: str = "2**63 - 1") -> int:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
             raise TypeError(
                 f"{self.function}: {name} must be an integer of at least {least}, "
@@ -268,10 +268,8 @@ class _Checker:
             )
         if value < least:
             raise ValueError(f"{self.function}: {name} must be an integer of at least {least}, but it is {value}")
-        if value > _LARGEST_INTEGER:
-            raise ValueError(
-                f"{self.function}: {name} must be an integer from {least} to 2**63 - 1, but it is too large"
-            )
+        if value > _LARGEST[most]:
+            raise ValueError(f"{self.function}: {name} must be an integer from {least} to {most}, but it is too large")
         return value  # type: ignore[no-any-return]
 
 

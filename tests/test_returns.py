@@ -1045,6 +1045,7 @@ def test_muzero_targets_have_no_gradient(name):
             ({"num_unroll_steps": x}, ValueError if x == -1 else TypeError, "num_unroll_steps must")
             for x in (-1, 2.0, True)
         ],
+        ({"num_unroll_steps": 2**63 - 1}, ValueError, r"from 0 to 2\*\*31 - 1, but it is too large"),
         *[({"td_steps": x}, ValueError if x == 0 else TypeError, "td_steps must") for x in (0, 1.0, True)],
         *[({"prefix_horizon": x}, ValueError if x == 0 else TypeError, "prefix_horizon must") for x in (0, 1.0, True)],
         ({"rewards": torch.ones(2, 3, 1)}, ValueError, r"write rewards.squeeze\(-1\)"),
