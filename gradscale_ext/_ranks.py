@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _context
+from . import _context, _numbers
 from .loss.checks import is_mapping
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def for_all_ranks(call: Call, process_group: Any, normalize_importance_weights: 
     A rank's loss is divided by the number of all entries over the number of ranks, so that the average over the ranks
     is the mean over all entries.
     """
+    _numbers.check_flag("multi_step_loss: normalize_importance_weights", normalize_importance_weights)
     group, size = group_of("multi_step_loss", process_group)
     if group and call.options.reduction not in ("mean", "valid_mean"):
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _remedies
+from . import _numbers, _remedies
 
 Discount = float | torch.Tensor
 
@@ -94,8 +94,7 @@ class _Checker:
 
     def __init__(self, function: str, rewards: Any, batch_first: Any, steps: str = "T") -> None:
         self.function = function
-        if not isinstance(batch_first, bool):
-            raise TypeError(f"{function}: batch_first must be a bool, but it is of type {type(batch_first).__name__}")
+        _numbers.check_flag(f"{function}: batch_first", batch_first)
         self.batch_first = batch_first
         self.step_letter = steps
         self.floats("rewards", rewards)
@@ -381,7 +380,7 @@ def check_window(
     check = _Checker(function, rewards, batch_first, "L")
     check.floats("root_values", root_values, 1)
     check.shaped("root_values", root_values, 1, ", one step more than rewards")
-    num_unroll_steps = check.integer("num_unroll_steps", num_unroll_steps, 0)
+    num_unroll_steps = check.integer("num_unroll_steps", num_unroll_steps, 0, "2**31 - 1")
     td_steps = check.integer("td_steps", td_steps, 1)
     discount = check.coefficient("discount", discount, -1, per_step=False)
     if lengths is not None:

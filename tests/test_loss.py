@@ -722,6 +722,18 @@ WRONG = {
 }
 
 
+def test_flags_and_choices_of_numpy():
+    np = pytest.importorskip("numpy")
+    for options, error, words in (
+        ({"batch_first": np.bool_(True)}, TypeError, r"batch_first must be True or False, .* numpy\.bool"),
+        ({"normalize_importance_weights": "no"}, TypeError, "normalize_importance_weights must be True or False"),
+        ({"reduction": np.array(["mean", "sum"])}, ValueError, "reduction must be 'mean' or"),
+    ):
+        for function in (gs.multi_step_loss, gs.reference.multi_step_loss):
+            with pytest.raises(error, match=f"multi_step_loss: {words}"):
+                function({"a": gs.PerStepLoss()}, {"a": torch.ones(2, 1)}, {}, **options)
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 def test_errors_name_expected_and_actual(wrong):
     change, words = WRONG[wrong]
@@ -770,6 +782,8 @@ def test_errors_of_heads():
         gs.NegativeCosine(eps=0)
     with pytest.raises(ValueError, match="at least one head"):
         gs.MultiStepLoss()
+    with pytest.raises(TypeError, match="names of heads must be strings, but 1 is of type int"):
+        gs.multi_step_loss({1: gs.PerStepLoss()}, {}, {})
     with pytest.raises(TypeError, match="'value' must be one of the head dataclasses"):
         gs.MultiStepLoss(value=SUPPORT)
 

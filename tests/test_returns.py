@@ -858,7 +858,7 @@ def test_errors_of_each_argument(function, module):
     without = {name: None for name in ("values", "next_values")}
     with pytest.raises((TypeError, ValueError), match=f"^{function}: .*values .*None"):
         call(function, data, module, **without)
-    with pytest.raises(TypeError, match=f"^{function}: batch_first must be a bool"):
+    with pytest.raises(TypeError, match=f"^{function}: batch_first must be True or False"):
         call(function, data, module, batch_first=1)
     with pytest.raises(ValueError, match=r"write rewards\[:, None\]"):
         call(function, data, module, rewards=torch.ones(6), batch_first=False)
@@ -1080,7 +1080,7 @@ def test_muzero_targets_have_no_gradient(name):
             for name in ("num_unroll_steps", "td_steps", "prefix_horizon")
         ],
         ({"discount": 1.5}, ValueError, "discount must be from -1 to 1"),
-        ({"batch_first": None}, TypeError, "batch_first must be a bool"),
+        ({"batch_first": None}, TypeError, "batch_first must be True or False"),
     ],
 )
 @pytest.mark.any_version
