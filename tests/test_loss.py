@@ -934,6 +934,21 @@ def test_mappings_are_read_by_their_items(function):
         function(HEADS, predictions, targets, mask=Walking({"vlaue": masks["value"]}))
 
 
+@pytest.mark.parametrize(
+    ("entries", "alpha", "error", "words"),
+    [
+        (torch.ones(2, 2), 10**400, ValueError, "alpha must be a number in the range of a float"),
+        (torch.ones(2, 2), torch.ones(2), TypeError, "alpha must be a number, but it is of type Tensor"),
+        (torch.ones(2, 2), "1", TypeError, "alpha must be a number, but it is of type str"),
+        (torch.ones(2, 2) * 1j, 1.0, TypeError, r"expected must be real, .*complex64; write \.real"),
+        (torch.ones(2, 2).to_sparse(), 1.0, TypeError, r"expected must be dense, .*write \.to_dense"),
+    ],
+)
+def test_wrong_arguments_of_priorities(entries, alpha, error, words):
+    with pytest.raises(error, match=f"^priorities: {words}"):
+        gs.priorities(entries, entries, alpha=alpha)
+
+
 def test_priorities():
     expected = torch.tensor([[1.0, 5.0], [0.0, -2.0]])
     targets = torch.tensor([[3.0, 5.0], [0.5, 2.0]])
