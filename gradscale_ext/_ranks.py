@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _context
+from . import _context, _numbers
 from .loss.checks import is_mapping
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def for_all_ranks(call: Call, process_group: Any, normalize_importance_weights: 
     A rank's loss is divided by the number of all entries over the number of ranks, so that the average over the ranks
     is the mean over all entries.
     """
+    _numbers.check_flag("multi_step_loss: normalize_importance_weights", normalize_importance_weights)
     group, size = group_of("multi_step_loss", process_group)
     if group and call.options.reduction not in ("mean", "valid_mean"):
         raise ValueError(
@@ -86,7 +88,10 @@ def for_all_ranks(call: Call, process_group: Any, normalize_importance_weights: 
     differ = is_mapping(call.options.importance_weights)
     names = [name for name in call.heads if name in weights][: None if differ else 1]  # one stands for all
     if names:
-        sent["largest"] = torch.stack([_largest(weights[name]) for name in names]), "max"
+        sent["largest"] = (
+            torch.stack([_largest(call, weights[name], [name] if differ else call.heads) for name in names]),
+            "max",
+        )
     if group:
         sent["total"] = _num_entries(call), "sum"
     found = _all_reduced(sent, group)
@@ -107,8 +112,12 @@ def for_all_ranks(call: Call, process_group: Any, normalize_importance_weights: 
     return call
 
 
-def _largest(weights: torch.Tensor) -> torch.Tensor:
-    """The largest weight of this rank; 0 for an empty batch."""
+def _largest(call: Call, weights: torch.Tensor, heads: Iterable[str]) -> torch.Tensor:
+    """The largest weight of this rank's samples with an unmasked entry in one of the heads; 0 if there is none."""
+    masks = call.weights.masks
+    if all(name in masks for name in heads):
+        counts = [masks[name][:, call.heads[name].first_step :].any(1) for name in heads]
+        weights = torch.where(functools.reduce(torch.logical_or, counts), weights, 0)
     return torch.cat([weights, weights.new_zeros(1)]).amax().to(_context.widest(weights.device))
 
 

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _remedies
+from . import _numbers, _remedies
 
 Discount = float | torch.Tensor
 
 #: Types of the numbers in a trajectory.
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-_LARGEST_INTEGER = 2**63 - 1
+_LARGEST = {"2**31 - 1": 2**31 - 1, "2**63 - 1": 2**63 - 1}
 
 
 class GeneralizedAdvantages(NamedTuple):
@@ -94,8 +94,7 @@ class _Checker:
 
     def __init__(self, function: str, rewards: Any, batch_first: Any, steps: str = "T") -> None:
         self.function = function
-        if not isinstance(batch_first, bool):
-            raise TypeError(f"{function}: batch_first must be a bool, but it is of type {type(batch_first).__name__}")
+        _numbers.check_flag(f"{function}: batch_first", batch_first)
         self.batch_first = batch_first
         self.step_letter = steps
         self.floats("rewards", rewards)
@@ -260,7 +259,7 @@ class _Checker:
             raise ValueError(f"{self.function}: {name} must not be negative or NaN, but it is {number}")
         return number
 
-    def integer(self, name: str, value: Any, least: int) -> int:
+    def integer(self, name: str, value: Any, least: int, most: str = "2**63 - 1") -> int:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
             raise TypeError(
                 f"{self.function}: {name} must be an integer of at least {least}, "
@@ -268,10 +267,8 @@ class _Checker:
             )
         if value < least:
             raise ValueError(f"{self.function}: {name} must be an integer of at least {least}, but it is {value}")
-        if value > _LARGEST_INTEGER:
-            raise ValueError(
-                f"{self.function}: {name} must be an integer from {least} to 2**63 - 1, but it is too large"
-            )
+        if value > _LARGEST[most]:
+            raise ValueError(f"{self.function}: {name} must be an integer from {least} to {most}, but it is too large")
         return value  # type: ignore[no-any-return]
 
 
@@ -383,7 +380,7 @@ def check_window(
     check = _Checker(function, rewards, batch_first, "L")
     check.floats("root_values", root_values, 1)
     check.shaped("root_values", root_values, 1, ", one step more than rewards")
-    num_unroll_steps = check.integer("num_unroll_steps", num_unroll_steps, 0)
+    num_unroll_steps = check.integer("num_unroll_steps", num_unroll_steps, 0, "2**31 - 1")
     td_steps = check.integer("td_steps", td_steps, 1)
     discount = check.coefficient("discount", discount, -1, per_step=False)
     if lengths is not None:

@@ -158,15 +158,12 @@ class Support:
         tensor([[0.2407, 0.5186, 0.2407]])
         """
         _check_scalars("hl_gauss", x)
+        sigma_ratio = _numbers.real("Support.hl_gauss: sigma_ratio", sigma_ratio)
         if not 0 < sigma_ratio < math.inf:
             raise ValueError(f"Support.hl_gauss: sigma_ratio must be finite and above 0, but it is {sigma_ratio}")
         if _distributed.is_distributed(x):
             return _distributed.by_whole(self.hl_gauss, x, sigma_ratio)  # type: ignore[no-any-return]
-        encoded = (
-            _C.encode(self._compiled, _numbers.as_float("Support.hl_gauss: sigma_ratio", sigma_ratio), x)
-            if _context.is_eager()
-            else None
-        )
+        encoded = _C.encode(self._compiled, sigma_ratio, x) if _context.is_eager() else None
         return reference.hl_gauss(x, self, sigma_ratio) if encoded is None else encoded
 
     def decode(self, logits: torch.Tensor) -> torch.Tensor:
@@ -278,6 +275,8 @@ def _check_scalars(function: str, x: torch.Tensor, argument: str = "x") -> None:
             f"Support.{function}: {argument} must be a tensor, but it is of type {type(x).__name__}"
             f"{_remedies.instead_of(x, argument)}"
         )
+    if fault := _remedies.instead_of_kind(x):
+        raise TypeError(f"Support.{function}: {argument} {fault}")
     if not x.is_floating_point():
         raise TypeError(
             f"Support.{function}: {argument} must be a floating tensor, but its dtype is {x.dtype}"

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from . import _numbers
+
 #: Names of the transforms. The kernels identify a transform by its index here.
 TRANSFORMS = ("identity", "signed_hyperbolic", "symlog")
 
@@ -28,6 +30,13 @@ def _with_infinity(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Te
     return torch.where(is_infinite, beyond, function(torch.where(is_infinite, 0, x)))
 
 
+def _checked_eps(function: str, eps: float) -> float:
+    eps = _numbers.real(f"{function}: eps", eps)
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"{function}: eps must be finite and at least 0, but it is {eps}")
+    return eps
+
+
 def signed_hyperbolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
     """``h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x``, elementwise.
 
@@ -44,6 +53,8 @@ def signed_hyperbolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
     >>> signed_hyperbolic(torch.tensor([0.0, 3.0, -3.0]), eps=0.0)
     tensor([ 0.,  1., -1.])
     """
+
+    eps = _checked_eps("signed_hyperbolic", eps)
 
     def h(y: torch.Tensor) -> torch.Tensor:
         # (sqrt(a+1) - 1) / a = 1 / (sqrt(a+1) + 1): no cancellation, and the derivative at 0 exists.
@@ -68,6 +79,8 @@ def signed_parabolic(x: torch.Tensor, eps: float = 1e-3) -> torch.Tensor:
     >>> signed_parabolic(torch.tensor([0.0, 1.0, -1.0]), eps=0.0)
     tensor([ 0.,  3., -3.])
     """
+
+    eps = _checked_eps("signed_parabolic", eps)
 
     def inverse(y: torch.Tensor) -> torch.Tensor:
         u = y if eps == 0 else y / (_root(y.abs(), eps) + 0.5 + eps)

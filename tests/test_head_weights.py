@@ -391,6 +391,22 @@ def test_check_looks_at_weights_by_head():
     gs.multi_step_loss(HEADS, predictions, targets, check=True, step_weights={"reward": [-1.0, 1.0, 1.0, 1.0]})
 
 
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("weight", [float("inf"), float("nan"), 8.0])
+def test_masked_samples_do_not_normalize(weight, by_head):
+    weights, mask = torch.tensor([1.0, 2.0, weight]), torch.tensor([[True], [True], [False]])
+    out = gs.multi_step_loss(
+        {"a": gs.PerStepLoss()},
+        {"a": torch.ones(3, 1)},
+        {},
+        importance_weights={"a": weights} if by_head else weights,
+        mask=mask,
+        normalize_importance_weights=True,
+        reduction="none",
+    )
+    assert out.loss.tolist() == [0.5, 1.0, 0.0]
+
+
 def test_each_head_is_normalized_by_its_own_largest_weight():
     heads = {"a": gs.PerStepLoss(), "b": gs.PerStepLoss()}
     losses = {"a": torch.ones(2, 1), "b": torch.ones(2, 1)}

@@ -558,6 +558,28 @@ def test_numbers_of_any_kind_take_the_fused_path(fused_only):
         assert gs.reduce_multi_step(losses, step_weights=numbers).loss == expected
 
 
+def test_fractions_take_every_path():
+    third, x, t = Fraction(1, 3), torch.tensor([[0.5, 2.0]], requires_grad=True), torch.tensor([[0.5, 0.25]])
+
+    def results(number, impl):
+        support = gs.Support(-number, number, 2, "identity", eps=number)
+        heads = {
+            "square": gs.MeanSquaredError(weight=number),
+            "policy": gs.SoftCrossEntropy(label_smoothing=number, entropy_weight=number),
+            "bins": gs.HLGauss(support, sigma_ratio=number),
+            "cosine": gs.NegativeCosine(eps=number),
+        }
+        targets = {**dict.fromkeys(heads, (t,)), "bins": [t[:, 0]]}
+        head_weights = {"square": number}
+        loss = gs.multi_step_loss(heads, dict.fromkeys(heads, (x,)), targets, head_weights=head_weights, impl=impl).loss
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss, gradient, support.two_hot(t), gs.reference.hl_gauss(t, support, 0.5)
+
+    for impl in ("fused", "reference"):
+        for ours, expected in zip(results(third, impl), results(1 / 3, impl), strict=True):
+            assert torch.equal(ours, expected)
+
+
 def test_a_tensor_is_rejected_as_weight_of_a_head():
     for make in (
         lambda: gs.PerStepLoss(weight=torch.tensor(1.0)),
@@ -757,6 +779,18 @@ WRONG = {
 }
 
 
+def test_flags_and_choices_of_numpy():
+    np = pytest.importorskip("numpy")
+    for options, error, words in (
+        ({"batch_first": np.bool_(True)}, TypeError, r"batch_first must be True or False, .* numpy\.bool"),
+        ({"normalize_importance_weights": "no"}, TypeError, "normalize_importance_weights must be True or False"),
+        ({"reduction": np.array(["mean", "sum"])}, ValueError, "reduction must be 'mean' or"),
+    ):
+        for function in (gs.multi_step_loss, gs.reference.multi_step_loss):
+            with pytest.raises(error, match=f"multi_step_loss: {words}"):
+                function({"a": gs.PerStepLoss()}, {"a": torch.ones(2, 1)}, {}, **options)
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 def test_errors_name_expected_and_actual(wrong):
     change, words = WRONG[wrong]
@@ -832,6 +866,8 @@ def test_errors_of_heads():
         gs.NegativeCosine(eps=0)
     with pytest.raises(ValueError, match="at least one head"):
         gs.MultiStepLoss()
+    with pytest.raises(TypeError, match="names of heads must be strings, but 1 is of type int"):
+        gs.multi_step_loss({1: gs.PerStepLoss()}, {}, {})
     with pytest.raises(TypeError, match="'value' must be one of the head dataclasses"):
         gs.MultiStepLoss(value=SUPPORT)
 
@@ -978,6 +1014,21 @@ def test_mappings_are_read_by_their_items(function):
             function(HEADS, Walking(wrong), Walking(wanted))
     with pytest.raises(ValueError, match="mask names 'vlaue'"):
         function(HEADS, predictions, targets, mask=Walking({"vlaue": masks["value"]}))
+
+
+@pytest.mark.parametrize(
+    ("entries", "alpha", "error", "words"),
+    [
+        (torch.ones(2, 2), 10**400, ValueError, "alpha must be a number in the range of a float"),
+        (torch.ones(2, 2), torch.ones(2), TypeError, "alpha must be a number, but it is of type Tensor"),
+        (torch.ones(2, 2), "1", TypeError, "alpha must be a number, but it is of type str"),
+        (torch.ones(2, 2) * 1j, 1.0, TypeError, r"expected must be real, .*complex64; write \.real"),
+        (torch.ones(2, 2).to_sparse(), 1.0, TypeError, r"expected must be dense, .*write \.to_dense"),
+    ],
+)
+def test_wrong_arguments_of_priorities(entries, alpha, error, words):
+    with pytest.raises(error, match=f"^priorities: {words}"):
+        gs.priorities(entries, entries, alpha=alpha)
 
 
 def test_priorities():

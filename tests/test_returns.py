@@ -658,7 +658,7 @@ def test_errors_of_each_argument(function, module):
     without = {name: None for name in ("values", "next_values")}
     with pytest.raises((TypeError, ValueError), match=f"^{function}: .*values .*None"):
         call(function, data, module, **without)
-    with pytest.raises(TypeError, match=f"^{function}: batch_first must be a bool"):
+    with pytest.raises(TypeError, match=f"^{function}: batch_first must be True or False"):
         call(function, data, module, batch_first=1)
     with pytest.raises(ValueError, match=r"write rewards\[:, None\]"):
         call(function, data, module, rewards=torch.ones(6), batch_first=False)
@@ -845,6 +845,7 @@ def test_muzero_targets_have_no_gradient(name):
             ({"num_unroll_steps": x}, ValueError if x == -1 else TypeError, "num_unroll_steps must")
             for x in (-1, 2.0, True)
         ],
+        ({"num_unroll_steps": 2**63 - 1}, ValueError, r"from 0 to 2\*\*31 - 1, but it is too large"),
         *[({"td_steps": x}, ValueError if x == 0 else TypeError, "td_steps must") for x in (0, 1.0, True)],
         *[({"prefix_horizon": x}, ValueError if x == 0 else TypeError, "prefix_horizon must") for x in (0, 1.0, True)],
         ({"rewards": torch.ones(2, 3, 1)}, ValueError, r"write rewards.squeeze\(-1\)"),
@@ -879,7 +880,7 @@ def test_muzero_targets_have_no_gradient(name):
             for name in ("num_unroll_steps", "td_steps", "prefix_horizon")
         ],
         ({"discount": 1.5}, ValueError, "discount must be from -1 to 1"),
-        ({"batch_first": None}, TypeError, "batch_first must be a bool"),
+        ({"batch_first": None}, TypeError, "batch_first must be True or False"),
     ],
 )
 @pytest.mark.any_version

@@ -280,8 +280,27 @@ def test_mixed_input_is_labelled_row_by_row():
 def test_names_may_replace_those_of_a_module():
     model = layers()
     assert gs.gradient_statistics(model, names=["a", "b", "c"]).names == ["a", "b", "c"]
+    assert gs.gradient_statistics(model, names=(name for name in "abc")).names == ["a", "b", "c"]
     with pytest.raises(ValueError, match="3 tensors need as many names, but there are 1"):
         gs.gradient_statistics(model, names=["a"])
+
+
+def test_statistics_are_themselves_alone():
+    first, second = (gs.gradient_statistics([torch.ones(2)]) for _ in range(2))
+    assert first == first
+    assert len({first, second}) == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (gs.gradient_statistics, "gradient_statistics: tensors"),
+        (lambda given: gs.clip_gradients_(given, 1.0), "clip_gradients_: parameters"),
+    ],
+)
+def test_no_tensors_at_all(call, words):
+    with pytest.raises(TypeError, match=f"^{words} must be a module, or tensors, but it is of type NoneType"):
+        call(None)
 
 
 # ---- As a number -----------------------------------------------------------------------------------------------------

@@ -292,6 +292,11 @@ def test_wrong_scalars_and_logits():
             function(torch.zeros(601, dtype=torch.int64))
         with pytest.raises(TypeError, match=r"must be a tensor, but it is of type list; convert (x|logits): torch"):
             function([0.0])
+        with pytest.raises(TypeError, match=r"(x|logits) must be dense, but its layout is torch.sparse_coo"):
+            function(torch.zeros(601).to_sparse())
+    for wrong in (True, "1", None, torch.ones((), requires_grad=True)):
+        with pytest.raises(TypeError, match=r"hl_gauss: sigma_ratio must be a number, but it is of type"):
+            support.hl_gauss(torch.zeros(1), wrong)
     with pytest.raises(ValueError, match="sigma_ratio must be finite and above 0, but it is 0"):
         support.hl_gauss(torch.zeros(1), 0)
     with pytest.raises(ValueError, match=r"\[\.\.\., 601\], but they have \(2, 600\)"):

@@ -73,6 +73,17 @@ def test_the_inverse_overflows_where_its_value_does_alone(x, eps, sign):
     assert not y.grad.isnan()
 
 
+@pytest.mark.parametrize("function", [gs.signed_hyperbolic, gs.signed_parabolic])
+def test_wrong_eps(function):
+    for eps, error, words in (
+        (-0.1, ValueError, r"finite and at least 0, but it is -0\.1"),
+        (math.nan, ValueError, "finite and at least 0, but it is nan"),
+        (torch.ones(2), TypeError, "a number, but it is of type Tensor"),
+    ):
+        with pytest.raises(error, match=f"^{function.__name__}: eps must be {words}"):
+            function(torch.ones(1), eps)
+
+
 def test_decoding_over_a_support_of_large_numbers():
     support = gs.Support(-9e37, 9e37, 3, eps=1.0)
     logits = torch.tensor([-50.0, 0.0, 50.0], requires_grad=True)

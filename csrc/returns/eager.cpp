@@ -239,7 +239,8 @@ py::object muzero_targets_in_eager_mode(
   const int64_t horizon = read.integer(prefix_horizon, 1, std::max<int64_t>(1, windows.num_unroll_steps));
   windows.prefix_horizon = is_prefix ? horizon : 0;
   windows.batch_first = read.is_batch_first;
-  read.require(windows.num_unroll_steps >= 0 && windows.td_steps >= 1);
+  read.require(windows.num_unroll_steps >= 0 && windows.num_unroll_steps <= std::numeric_limits<int32_t>::max());
+  read.require(windows.td_steps >= 1);
   read.require(
       !windows.lengths.defined() || (windows.lengths.scalar_type() == at::kLong && windows.terminated.defined()));
   read.require(!windows.terminated.defined() || windows.terminated.scalar_type() == at::kBool);

@@ -41,7 +41,7 @@ def as_dict(argument: str, given: Any) -> dict[str, Any]:
 
 def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise when `value` is not one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         wanted = " or ".join(repr(choice) for choice in choices)
         raise ValueError(f"multi_step_loss: {argument} must be {wanted}, but it is {value!r}")
 

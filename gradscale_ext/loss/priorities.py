@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from .. import _context, _distributed, _remedies
+from .. import _context, _distributed, _numbers, _remedies
 from .options import Entries, turned_around
 
 
@@ -52,6 +52,7 @@ def priorities(
             f"priorities: expected and targets must both have shape {'[B, T]' if batch_first else '[T, B]'}, T at "
             f"least 1, but they have {tuple(nu.shape)} and {tuple(z.shape)}"
         )
+    alpha, eps = _numbers.real("priorities: alpha", alpha), _numbers.real("priorities: eps", eps)
     if not (0 <= alpha < math.inf and 0 <= eps < math.inf):
         raise ValueError(f"priorities: alpha and eps must be finite and at least 0, but they are {alpha} and {eps}")
     error = turned_around(nu - z, batch_first).abs()
@@ -82,4 +83,8 @@ def _stacked(argument: str, entries: Entries, batch_first: bool) -> torch.Tensor
             f"priorities: {argument} must be a tensor or a list of tensors, but it is of type {type(entries).__name__}"
             f"{_remedies.instead_of(entries, argument)}"
         )
+    if fault := _remedies.instead_of_kind(entries):
+        raise TypeError(f"priorities: {argument} {fault}")
+    if entries.is_complex():
+        raise TypeError(f"priorities: {argument} must be real, but its dtype is {entries.dtype}; write .real")
     return entries.detach() if entries.dtype == torch.float64 else entries.detach().float()

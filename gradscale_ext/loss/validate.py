@@ -9,7 +9,7 @@ from typing import get_args
 
 import torch
 
-from .. import _remedies
+from .. import _numbers, _remedies
 from ..heads import Form, Head
 from .checks import as_dict, check_choice, check_device, check_dtype, check_kind, written
 from .options import Entries, Nonfinite, Options, Reduction
@@ -49,10 +49,7 @@ def validate(
     check_choice("reduction", options.reduction, get_args(Reduction))
     check_choice("nonfinite", options.nonfinite, get_args(Nonfinite))
     batch_first = options.batch_first
-    if not isinstance(batch_first, bool):
-        raise TypeError(
-            f"multi_step_loss: batch_first must be True or False, but it is of type {type(batch_first).__name__}"
-        )
+    _numbers.check_flag("multi_step_loss: batch_first", batch_first)
     predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
     _check_names("predictions", predictions, heads, heads)
     _check_names("targets", targets, heads, [name for name, head in heads.items() if head.has_target])
@@ -103,6 +100,10 @@ def check_heads(heads: Mapping[str, Head]) -> None:
     if not isinstance(heads, Mapping) or not heads:
         raise ValueError(f"multi_step_loss: heads must be a mapping with at least one head, but it is {heads!r}")
     for name, head in heads.items():
+        if not isinstance(name, str):
+            raise TypeError(
+                f"multi_step_loss: names of heads must be strings, but {name!r} is of type {type(name).__name__}"
+            )
         if not isinstance(head, Head) or not head.kind:
             raise TypeError(
                 f"multi_step_loss: head '{name}' must be one of the head dataclasses (TwoHot, ...), "

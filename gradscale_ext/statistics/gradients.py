@@ -24,7 +24,7 @@ Tensors = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | Itera
 BIN_EDGES = (-math.inf, *range(_C.histogram_first_edge, _C.histogram_first_edge + _C.histogram_bins - 1), math.inf)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)  # tensors have no one truth value
 class GradientStatistics:
     """What `gradient_statistics` found, for N tensors, on their device: nothing has been waited for.
 
@@ -210,14 +210,13 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
     ones    4      2     1        1     0      0     0
     total norm: 2
     """
-    own_names, given = _entries(tensors)
+    own_names, given = _entries("gradient_statistics", "tensors", tensors)
     is_gradient = _are_parameters(given)
     gradients: Gradients = given
     if any(is_gradient):
         gradients = [tensor.grad if kind else tensor for tensor, kind in zip(given, is_gradient, strict=True)]
-    if names is None:
-        names = own_names
-    elif len(names) != len(gradients):
+    names = own_names if names is None else list(names)
+    if len(names) != len(gradients):
         raise ValueError(
             f"gradient_statistics: {len(gradients)} tensors need as many names, but there are {len(names)}"
         )
@@ -227,7 +226,7 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
             if gradient is not None:
                 _check("gradient_statistics", f"tensors[{index}]", gradient)
         parts = statistics_of(gradients, 2.0, None)
-    return GradientStatistics(list(names), is_gradient, *parts)
+    return GradientStatistics(names, is_gradient, *parts)
 
 
 def _are_parameters(given: list[Any]) -> list[bool]:
@@ -252,11 +251,15 @@ def _are_parameters(given: list[Any]) -> list[bool]:
 _NUMBERS = [str(number) for number in range(1024)]
 
 
-def _entries(tensors: Tensors | Parameters) -> tuple[list[str], list[Any]]:
+def _entries(function: str, argument: str, tensors: Tensors | Parameters) -> tuple[list[str], list[Any]]:
     """Names (numbers where none were given) and entries, which are not checked yet."""
     if isinstance(tensors, torch.nn.Module):
         given: list[Any] = list(tensors.named_parameters())
     else:
+        if not isinstance(tensors, Iterable):
+            raise TypeError(
+                f"{function}: {argument} must be a module, or tensors, but it is of type {type(tensors).__name__}"
+            )
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     names = _NUMBERS[: len(given)] + [str(number) for number in range(len(_NUMBERS), len(given))]
     if tuple in map(type, given):
@@ -388,7 +391,7 @@ def _check(function: str, argument: str, tensor: Any) -> None:
 def _named(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
     """Distinct parameters with their names."""
     named: dict[int, tuple[str, torch.Tensor]] = {}
-    for index, (name, parameter) in enumerate(zip(*_entries(parameters), strict=True)):
+    for index, (name, parameter) in enumerate(zip(*_entries("clip_gradients_", "parameters", parameters), strict=True)):
         if not (isinstance(parameter, torch.Tensor) and parameter.is_floating_point()):
             _check("clip_gradients_", f"parameters[{index}]", parameter)
         named.setdefault(id(parameter), (name, parameter))
