@@ -604,28 +604,6 @@ def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads():
         assert torch.equal(a, c)
 
 
-def test_fractions_take_every_path():
-    third, x, t = Fraction(1, 3), torch.tensor([[0.5, 2.0]], requires_grad=True), torch.tensor([[0.5, 0.25]])
-
-    def results(number, impl):
-        support = gs.Support(-number, number, 2, "identity", eps=number)
-        heads = {
-            "square": gs.MeanSquaredError(weight=number),
-            "policy": gs.SoftCrossEntropy(label_smoothing=number, entropy_weight=number),
-            "bins": gs.HLGauss(support, sigma_ratio=number),
-            "cosine": gs.NegativeCosine(eps=number),
-        }
-        targets = {**dict.fromkeys(heads, (t,)), "bins": [t[:, 0]]}
-        head_weights = {"square": number}
-        loss = gs.multi_step_loss(heads, dict.fromkeys(heads, (x,)), targets, head_weights=head_weights, impl=impl).loss
-        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-        return loss, gradient, support.two_hot(t), gs.reference.hl_gauss(t, support, 0.5)
-
-    for impl in ("fused", "reference"):
-        for ours, expected in zip(results(third, impl), results(1 / 3, impl), strict=True):
-            assert torch.equal(ours, expected)
-
-
 def _peak_extra_bytes(function):
     """Peak bytes of PyTorch's CPU allocator during a call, above the bytes held before it."""
     with torch.profiler.profile(profile_memory=True) as profile:

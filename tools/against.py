@@ -48,6 +48,7 @@ PROJECTS = {
     "audiocraft": "audiocraft_balancer",
     "sb3-qrdqn": "sb3_qrdqn",
     "sb3-tqc": "sb3_tqc",
+    "sb3-tqc-critic": "sb3_tqc_critic",
     "FastTD3": "fasttd3",
     "EfficientZeroV2": "efficientzero_v2",
 }

@@ -26,17 +26,25 @@ EDITS = [
 
 
 def sides(checkout: Checkout) -> tuple[Side, Side]:
+    theirs, ours = agent_classes(checkout)
+    return _side(theirs), _side(ours)
+
+
+def agent_classes(checkout: Checkout) -> tuple[Any, Any]:
     from sb3_contrib.tqc import tqc
 
-    edited = checkout.edited("sb3_contrib/tqc/tqc.py", EDITS, {"quantile_loss": quantile_loss})
-    return _side(tqc.TQC), _side(edited.TQC)
+    return tqc.TQC, checkout.edited("sb3_contrib/tqc/tqc.py", EDITS, {"quantile_loss": quantile_loss}).TQC
+
+
+def agent_of(agent_class: Any) -> Any:
+    torch.manual_seed(0)
+    return agent_class("MlpPolicy", "Pendulum-v1", batch_size=BATCH, buffer_size=1, device="cpu")
 
 
 def _side(agent_class: Any) -> Side:
-    torch.manual_seed(0)
-    agent = agent_class("MlpPolicy", "Pendulum-v1", batch_size=BATCH, buffer_size=1, device="cpu")
+    agent = agent_of(agent_class)
     optimizers = [agent.critic.optimizer, agent.actor.optimizer, agent.ent_coef_optimizer]
-    return Side(trained(agent, BATCH), optimizers, _loss_alone(agent_class))
+    return Side(trained(agent, BATCH), optimizers, loss_alone(agent_class))
 
 
 class _Critic:
@@ -51,7 +59,7 @@ class _Critic:
         return self.quantiles.detach() if action is None else self.quantiles
 
 
-def _loss_alone(agent_class: Any) -> Any:
+def loss_alone(agent_class: Any) -> Any:
     """Loss of the critics."""
     quantiles, data = leaves([BATCH, CRITICS, QUANTILES]), batch(0)
     log_prob = torch.randn(BATCH, requires_grad=True)
