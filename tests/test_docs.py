@@ -19,6 +19,7 @@ SNIPPETS = [
     for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
 OPTIONAL = ("accelerate", "lightning", "tensorboard", "tensordict", "torchrl")
+namespaces: list[dict[str, object]] = []
 
 
 def test_there_are_snippets():
@@ -42,7 +43,11 @@ def test_snippets_run(snippet, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     torch._dynamo.reset()
-    exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
+    namespace = {"__name__": "snippet"}
+    # DDP may own the process group, whose destructor waits, with the GIL, for threads that may still need it to free the
+    # tensors of the last collective.
+    namespaces.append(namespace)
+    exec(compile(snippet, "snippet", "exec"), namespace)
 
 
 def test_old_and_new_code_of_the_readme_agree():

@@ -703,6 +703,8 @@ WRONG = {
     "no entries": (lambda p, t, o: p.update(value=[]), ["prediction", "'value'", "no entries"]),
     "not a list": (lambda p, t, o: p.update(value=3.0), ["prediction", "'value'", "float"]),
     "stacked without steps": (lambda p, t, o: p.update(value=torch.zeros(3)), ["prediction", "'value'", "[B, T, 11]"]),
+    "step weights of bytes": (lambda p, t, o: o.update(step_weights=b"\x01" * 4), ["step_weights", "of type bytes"]),
+    "strings as weights": (lambda p, t, o: o.update(step_weights=["0.5"] * 4), ["step_weights", "it holds '0.5'"]),
     "importance shape": (
         lambda p, t, o: o.update(importance_weights=torch.ones(4)),
         ["importance_weights", "[3]", "[4]"],

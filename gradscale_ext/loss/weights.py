@@ -109,7 +109,7 @@ class Rules:
             self._check_weights(argument, label, given)
             self._check_step_shape(argument, label, given, or_steps=True)
             return turned_around(given, self.batch_first).to(self.dtype)
-        if not isinstance(given, Sequence) or isinstance(given, str):
+        if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray):
             raise TypeError(
                 f"multi_step_loss: {label} must be a tensor or a sequence of {self.steps} numbers, "
                 f"but it is of type {type(given).__name__}"
@@ -132,6 +132,10 @@ class Rules:
         for number in given:
             if isinstance(number, torch.Tensor):
                 _check_constant(label, number)
+            if isinstance(number, str | bytes):  # float() would read it
+                raise TypeError(
+                    f"multi_step_loss: {label} must be a tensor or a sequence of numbers, but it holds {number!r}"
+                )
         try:
             values = [float(number) for number in given]
         except OverflowError:
