@@ -44,7 +44,7 @@ def test_snippets_run(snippet, monkeypatch, tmp_path):
     torch.manual_seed(0)
     torch._dynamo.reset()
     namespace = {"__name__": "snippet"}
-    # DDP may own the process group. The destructor of the group holds the GIL while it waits for threads, which may still
+    # DDP may own the process group. The destructor of the group holds the GIL while it waits for threads, which may
     # need the GIL to free the tensors of the last collective.
     namespaces.append(namespace)
     exec(compile(snippet, "snippet", "exec"), namespace)
