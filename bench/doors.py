@@ -1,7 +1,7 @@
 """The entry points ("doors") of the loss: module, function, `torch.compile`, each `impl`, and the loss by hand.
 
-bench/loss.py runs this file. PyTorch chooses the instruction set once per process, so that the module with AVX2 runs in
-a second process, which takes turns with the contestants of this one:
+bench/loss.py runs this file. PyTorch chooses the instruction set once per process, so that the module with AVX2, and
+with AVX-512 to compare with, run in processes of their own, which take turns with the contestants of this one:
 
     python bench/doors.py --serve THREADS     # reads lines "bins repeats" from stdin, and writes seconds
 """
@@ -12,25 +12,42 @@ import functools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import gradscale_ext as gs
 import harness
 import loss
 
 SIZE = (256, 5, 601, 18)
 NARROW = (256, 5, 255, 18)
 AGENT = "doors of the loss"
-#: Seconds per turn. After a turn, OpenMP threads spin for a while on the cores that the next contestant uses.
-TURN = 20e-3
+INSTRUCTION_SETS = {"avx2": "AVX2", "avx512": "AVX-512"}
+#: Seconds per turn, and of calls before it that are not timed: OpenMP threads of the last contestant still spin on the
+#: cores, and threads of another process have to wake up.
+TURN, WARM_UP = 20e-3, 3e-3
 
 
 def gradients_of(function: loss.Loss, inputs: loss.Inputs) -> Callable[[], object]:
     leaves = loss.leaves_of(inputs[0])
     return lambda: torch.autograd.grad(function(*inputs), leaves)
+
+
+def make_compiled_reference(num_bins: int) -> loss.Loss:
+    """The reference under torch.compile by hand. All outputs are computed, as `impl="compiled"` does."""
+    heads = gs.MultiStepLoss.muzero(gs.Support.muzero((num_bins - 1) // 2), value_weight=0.25).heads
+
+    @functools.partial(torch.compile, dynamic=False)
+    def outputs(predictions: Any, targets: Any, weights: torch.Tensor) -> gs.MultiStepLossOutput:
+        return gs.reference.multi_step_loss(
+            heads, predictions, targets, step_gradient_scale="unroll", importance_weights=weights
+        )
+
+    return lambda *inputs: outputs(*inputs).loss
 
 
 def doors(num_bins: int) -> dict[str, loss.Loss]:
@@ -40,6 +57,7 @@ def doors(num_bins: int) -> dict[str, loss.Loss]:
         "function": loss.make_fused(num_bins, as_function=True),
         "module in torch.compile": torch.compile(loss.make_fused(num_bins), dynamic=False),
         'module, impl="compiled"': loss.make_fused(num_bins, impl="compiled"),
+        "reference in torch.compile": make_compiled_reference(num_bins),
         'module, impl="reference"': loss.make_fused(num_bins, impl="reference"),
         "by hand, torch.compile": torch.compile(loss.usual_loss, dynamic=False),
         "by hand, eager": loss.usual_loss,
@@ -86,7 +104,7 @@ def serve() -> None:
 
     for line in sys.stdin:
         num_bins, repeats = map(int, line.split())
-        print(harness.wall_time(call(num_bins), repeats), flush=True)
+        print(warm_time(call(num_bins), repeats), flush=True)
 
 
 class RemoteModule:
@@ -103,8 +121,15 @@ class RemoteModule:
         return self._server.seconds(self._num_bins, repeats)
 
 
+def warm_time(function: Callable[[], object], repeats: int) -> float:
+    end = time.perf_counter() + WARM_UP
+    while time.perf_counter() < end:
+        function()
+    return harness.wall_time(function, repeats)
+
+
 def timed(function: Callable[[], object], repeats: int) -> float:
-    return function.seconds(repeats) if isinstance(function, RemoteModule) else harness.wall_time(function, repeats)
+    return function.seconds(repeats) if isinstance(function, RemoteModule) else warm_time(function, repeats)
 
 
 def rows_of(
@@ -117,13 +142,15 @@ def rows_of(
     found = harness.measure(contestants, seconds, timed, TURN)
     for name, values in found.items():
         # A remote module needs as much memory as the module in this process.
-        local = contestants["module" if isinstance(contestants[name], RemoteModule) else name]
+        is_remote = isinstance(contestants[name], RemoteModule)
+        local = contestants["module" if is_remote else name]
+        compared = found["module with AVX-512" if is_remote else "module"]
         yield {
             **label,
             "threads": torch.get_num_threads(),
             "contestant": name,
             **values,
-            "ratio": values["median_ms"] / found["module"]["median_ms"],
+            "ratio": values["median_ms"] / compared["median_ms"],
             "gb_per_s": moved / values["median_ms"] / 1e6,
             "peak_mb": harness.peak_extra_bytes(local) / 2**20,
         }
@@ -131,8 +158,8 @@ def rows_of(
 
 def benchmark(seconds: float) -> Iterator[dict[str, Any]]:
     """Time all entry points at one size, and the module at two; with AVX-512, the module with AVX2 too."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    server = ModuleServer("avx2") if capability.startswith("AVX512") else None
+    has_both = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    servers = {name: ModuleServer(name) for name in INSTRUCTION_SETS if has_both}
     try:
         for size in (SIZE, NARROW):
             torch._dynamo.reset()
@@ -141,11 +168,11 @@ def benchmark(seconds: float) -> Iterator[dict[str, Any]]:
                 functions = {"module": functions["module"]}
             loss.check_same(functions, inputs)
             contestants = {name: gradients_of(function, inputs) for name, function in functions.items()}
-            if server is not None:
-                contestants["module with AVX2"] = RemoteModule(server, size[2])
+            for name, server in servers.items():
+                contestants[f"module with {INSTRUCTION_SETS[name]}"] = RemoteModule(server, size[2])
             yield from rows_of(size, contestants, seconds)
     finally:
-        if server is not None:
+        for server in servers.values():
             server.close()
 
 

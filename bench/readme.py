@@ -84,8 +84,10 @@ DOORS = {
     "function": "`gs.multi_step_loss(...)`",
     "module in torch.compile": "`torch.compile(gs.MultiStepLoss(...))`",
     'module, impl="compiled"': '`gs.MultiStepLoss(...)(..., impl="compiled")`',
+    "reference in torch.compile": "`gs.reference.multi_step_loss(...)` in `torch.compile`, all outputs used",
     'module, impl="reference"': '`gs.MultiStepLoss(...)(..., impl="reference")`',
-    "module with AVX2": "`gs.MultiStepLoss(...)(...)`, AVX2",
+    "module with AVX2": "`gs.MultiStepLoss(...)(...)` in a process of its own, AVX2",
+    "module with AVX-512": "`gs.MultiStepLoss(...)(...)` in a process of its own, AVX512",
     "by hand, torch.compile": "the loss written by hand, in `torch.compile`",
     "by hand, eager": "the loss written by hand, eager",
 }

@@ -451,8 +451,8 @@ GRADSCALE_HOST_DEVICE void n_step_adjoint_row(
         whole += first >= begin ? A(0) : weight.value * sums[first - begin + n];
       }
       to_reward.put(i, whole);
-      to_next_value.put(
-          i, s.terminated || !(s.cut || ends) ? A(0) : OneLane<A>::times(s.discount, s.cut ? whole : one));
+      const bool reads_next_value = !s.terminated && (s.cut || ends);
+      to_next_value.put(i, reads_next_value ? OneLane<A>::times(s.discount, s.cut ? whole : one) : A(0));
       sum = s.cut ? A(0) : OneLane<A>::times(s.discount, sum);
       if (s.cut) {
         weight = {A(0), false};

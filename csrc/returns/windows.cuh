@@ -198,14 +198,16 @@ GRADSCALE_DEVICE void n_step_adjoint_of_warp(const StepsInMemory<A>& steps, int6
         [](const Map<A>& x, const Map<A>& y) { return composed(x, y); });
     if (own.is_inside) {
       const int64_t first = own.t - n + 1;
-      A whole = all.a, one = A(0); // `one`: of the window that ends here because it has n steps
-      if (all.b != 0 && first >= 0) {
+      const bool ends = all.b != 0 && first >= 0; // a window ends here because it has n steps
+      A whole = all.a, one = A(0);                // its gradient
+      if (ends) {
         const bool is_own = own.before == n - 1;
         one = all.b * (is_own ? steps[first].reward : parts[first]);
         whole += is_own ? A(0) : all.b * sums[first];
       }
       to_reward.put(own.t, s.live ? whole : A(0));
-      to_next_value.put(own.t, !s.live || s.terminated ? A(0) : OneLane<A>::times(s.discount, s.cut ? whole : one));
+      const bool reads_next_value = s.live && !s.terminated && (s.cut || ends);
+      to_next_value.put(own.t, reads_next_value ? OneLane<A>::times(s.discount, s.cut ? whole : one) : A(0));
     }
     carry = shuffled(all, kWarpSize - 1);
   }
