@@ -425,20 +425,21 @@ def multi_step(
     targets: dict[str, Array | None],
     masks: dict[str, Array],
     eps: dict[str, float],
-    step_weights: Array,
-    step_gradient_scale: Array,
-    importance_weights: Array,
+    step_weights: dict[str, Array],
+    step_gradient_scale: dict[str, Array],
+    importance_weights: dict[str, Array],
+    head_weights: dict[str, float],
     reduction: str,
     skip: bool,
     grad_output: Array,
     rounded: float,
     summed: float,
 ) -> MultiStep:
-    """Predictions and targets `[B, T_h, ...]`, masks, step weights and scales `[B, T]`; `eps` holds one per head.
+    """Predictions and targets `[B, T_h, ...]`, masks, step weights and scales `[B, T]`, importance weights `[B]`.
 
     Rounding: `rounded` epsilons of the magnitudes of a head's loss terms, `summed` epsilons of the terms of a sum.
     """
-    batch, coarsest = len(importance_weights), max(eps.values())
+    batch, coarsest = len(grad_output), max(eps.values())
     total, total_error = np.zeros(batch), np.zeros(batch)
     result = MultiStep(None, None, {}, {}, {}, {}, {}, 0, {}, {}, {}, {})  # type: ignore[arg-type]
     weighted: dict[str, tuple[Array, Array]] = {}
@@ -449,14 +450,15 @@ def multi_step(
         target = targets[name]
         columns = None if target is None else target.reshape(-1, *target.shape[2:])
         losses, size, gradient, entering = LOSSES[type(head).__name__](head, rows, columns)
-        kept, weights = masks[name][:, head.first_step :], step_weights[:, head.first_step :]
+        weight = head.weight * head_weights[name]
+        kept, weights = masks[name][:, head.first_step :], step_weights[name][:, head.first_step :]
         smallest = np.finfo(np.float32 if eps[name] > 1e-10 else np.float64).tiny  # below it precision is lost
         rounding = eps[name] + math.prod(shape[2:]) * 2.0**-53  # sums along a row are in float64
         error = chosen(kept, rounded * (rounding * (size + np.abs(losses)) + smallest).reshape(shape[:2]))
         losses = np.where(kept, losses.reshape(shape[:2]), 0)
         result.per_step[name] = losses, error
         result.finite[name] = np.isfinite(losses)
-        factor = np.where(kept, head.weight * weights, 0)
+        factor = np.where(kept, weight * weights, 0)
         value = chosen(kept, losses * factor)
         weighted[name] = value, np.abs(factor) * error + summed * coarsest * np.abs(value)
         total, total_error = total + value.sum(1), total_error + weighted[name][1].sum(1)
@@ -484,13 +486,14 @@ def multi_step(
         kept = masks[name][:, head.first_step :]
         share = {"mean": 1 / max(batch, 1), "valid_mean": 1 / max(kept.sum(), 1)}.get(reduction, 1.0)
         value, error = weighted[name]
-        own = np.where(taken, importance_weights * share * value.sum(1), 0)
-        own_error = np.where(taken, np.abs(importance_weights) * share * error.sum(1), 0)
+        samples = importance_weights[name]
+        own = np.where(taken, samples * share * value.sum(1), 0)
+        own_error = np.where(taken, np.abs(samples) * share * error.sum(1), 0)
         loss, loss_error = loss + own, loss_error + own_error
         result.head_losses[name] = own.sum(), (own_error + summed * coarsest * np.abs(own)).sum()
-        rest = head.weight * (step_weights * step_gradient_scale)[:, head.first_step :]
+        rest = head.weight * head_weights[name] * (step_weights[name] * step_gradient_scale[name])[:, head.first_step :]
         for of_loss in (np.ones(batch), grad_output):
-            factor = chosen(kept & taken[:, None], (of_loss * importance_weights * share)[:, None] * rest)
+            factor = chosen(kept & taken[:, None], (of_loss * samples * share)[:, None] * rest)
             gradient, entering = derivatives[name]
             factor = factor.reshape(*factor.shape, *[1] * (gradient.ndim - 2))
             gradient, entering = chosen(factor != 0, factor * gradient), chosen(factor != 0, np.abs(factor) * entering)

@@ -227,6 +227,9 @@ class Case(Described):
     step_weights: str = "none"
     step_gradient_scale: str = "none"
     importance_weights: bool = False
+    by_head: bool = False
+    """Weights of steps and samples are mappings, which lack some heads."""
+    head_weights: str = "none"
     mask: str = "none"
     poison: str = "none"
     """Place of NaN and inf: "masked", "anywhere", or "none"."""
@@ -264,15 +267,23 @@ class Trial:
                 self.targets[name], t[name] = self._entries(name, target, dtype, item.target_form, layout, None)
         dtypes = {item.dtype for item in case.heads}
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        step_weights, numbers = self._step_numbers(case.step_weights, batch, steps, generator)
-        scale, scales = self._step_numbers(case.step_gradient_scale, batch, steps, generator)
-        importance, ones = None, np.ones(batch)
-        if case.importance_weights:
-            importance = laid_out(torch.from_numpy(generator.random(batch) + 0.1).float(), case.weights_layout)
+        draw_numbers = lambda form: self._step_numbers(form, batch, steps, generator)
+        step_weights, numbers = self._by_head(lambda: draw_numbers(case.step_weights), (batch, steps), generator)
+        scale, scales = self._by_head(lambda: draw_numbers(case.step_gradient_scale), (batch, steps), generator)
+        importance, samples = self._by_head(lambda: self._importance(batch, generator), (batch,), generator)
+        factors = {
+            name: float(generator.choice([0.5, 0.0, 2.0, 1.5]))
+            for name in list(self.heads)[: len(self.heads) // 2 + 1]
+        }
         self.options: dict[str, Any] = {
             "step_weights": step_weights,
             "step_gradient_scale": scale,
             "importance_weights": importance,
+            "head_weights": {
+                "none": None,
+                "numbers": factors,
+                "tensors": {name: torch.tensor(factor) for name, factor in factors.items()},
+            }[case.head_weights],
             "mask": mask,
             "reduction": case.reduction,
             "nonfinite": case.nonfinite,
@@ -295,7 +306,8 @@ class Trial:
             {name: eps_of(item.dtype) for name, item in zip(self.heads, case.heads, strict=True)},
             numbers,
             scales,
-            ones if importance is None else precise(importance),
+            samples,
+            {name: 1.0 if case.head_weights == "none" else factors.get(name, 1.0) for name in self.heads},
             case.reduction,
             case.nonfinite == "skip",
             np.broadcast_to(precise(self.grad_output), (batch,)),
@@ -375,6 +387,23 @@ class Trial:
             self.constants = [*getattr(self, "constants", []), *(leaf for _, leaf, _ in leaves)]
         return entries, numbers
 
+    def _by_head(
+        self, draw: Callable[[], tuple[Any, Array]], shape: tuple[int, ...], generator: np.random.Generator
+    ) -> tuple[Any, dict[str, Array]]:
+        """Options for all heads or by head, and the numbers of each head."""
+        if not self.case.by_head:
+            option, numbers = draw()
+            return option, dict.fromkeys(self.heads, numbers)
+        drawn = {name: draw() for name in self.heads if generator.random() < 0.7}
+        mapping = {name: option for name, (option, _) in drawn.items() if option is not None}
+        return mapping, {name: drawn[name][1] if name in mapping else np.ones(shape) for name in self.heads}
+
+    def _importance(self, batch: int, generator: np.random.Generator) -> tuple[Tensor | None, Array]:
+        if not self.case.importance_weights:
+            return None, np.ones(batch)
+        weights = laid_out(torch.from_numpy(generator.random(batch) + 0.1).float(), self.case.weights_layout)
+        return weights, precise(weights)
+
     def _step_numbers(self, form: str, batch: int, steps: int, generator: np.random.Generator) -> tuple[Any, Array]:
         if form == "none":
             return None, np.ones((batch, steps))
@@ -391,10 +420,9 @@ class Trial:
         return tensor, self.turned(precise(tensor))
 
     def watch(self) -> Watched:
-        weights = (self.options[key] for key in ("step_weights", "step_gradient_scale", "importance_weights"))
-        mask = self.options["mask"]
-        masks = mask.values() if isinstance(mask, dict) else [mask]
-        return Watched(*self.constants, *getattr(self, "watched_targets", []), *weights, *masks, self.grad_output)
+        options = [*self.options.values()]
+        options += [value for mapping in options if isinstance(mapping, dict) for value in mapping.values()]
+        return Watched(*self.constants, *getattr(self, "watched_targets", []), *options, self.grad_output)
 
     # ---- Running and checking
 
@@ -637,6 +665,8 @@ _weights = product(
     step_weights=("none", "list", "[T]", "[B, T]"),
     step_gradient_scale=("none", "unroll", "list", "[T]", "[B, T]"),
     importance_weights=(False, True),
+    by_head=(False, False, True),
+    head_weights=("none", "none", "numbers", "tensors"),
     mask=("none", "common", "by head"),
     poison=("none", "none", "masked", "anywhere"),
     nonfinite=("propagate", "skip"),
