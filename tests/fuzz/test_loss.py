@@ -272,8 +272,7 @@ class Trial:
         scale, scales = self._by_head(lambda: draw_numbers(case.step_gradient_scale), (batch, steps), generator)
         importance, samples = self._by_head(lambda: self._importance(batch, generator), (batch,), generator)
         factors = {
-            name: float(generator.choice([0.5, 0.0, 2.0, 1.5]))
-            for name in list(self.heads)[: len(self.heads) // 2 + 1]
+            name: float(generator.choice([0.5, 0.0, 2.0, 1.5])) for name in list(self.heads)[: len(self.heads) // 2 + 1]
         }
         self.options: dict[str, Any] = {
             "step_weights": step_weights,
