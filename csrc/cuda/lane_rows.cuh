@@ -68,7 +68,7 @@ GRADSCALE_DEVICE T held_by(int holder, T own) {
   return lanes_per_row == 1 ? own : __shfl_sync(kWholeWarp, own, holder);
 }
 
-// What a row is reduced to, in the lane that holds its numbers.
+// The results of a row, in the lane that holds its numbers.
 template <int count>
 struct RowResults {
   float maximum = 0;
@@ -82,7 +82,7 @@ struct RowResults {
 template <int lanes_per_row, int count>
 struct PartsOfSums {
   static constexpr int kParts = lanes_per_row < 16 ? lanes_per_row : 16; // of a row
-  static constexpr int kPitch = 33; // so that neither lanes of a row nor rows meet in a bank
+  static constexpr int kPitch = 33; // avoids bank conflicts between the lanes of a row, and between rows
   static constexpr int kBytes = lanes_per_row == 1 ? 0 : count * kParts * kPitch * static_cast<int>(sizeof(float));
   float* shared;
   int lane;
@@ -327,7 +327,7 @@ class LaneRows {
     }
   }
 
-  // The largest of this lane's logits. Also finds the largest magnitude, which is infinite where one of them is.
+  // Returns the largest of this lane's logits. Also finds the largest magnitude, which is infinite if a logit is.
   GRADSCALE_DEVICE float maximum_of(float& magnitude) const {
     Values x;
     UnitExtremes<Logit, Units::kUnit> extremes;

@@ -7,8 +7,8 @@ namespace gradscale {
 
 // ---- Short rows in shared memory ------------------------------------------------------------------------------------
 
-// Up to 32 short rows of a warp in shared memory. All lanes together copy them from and to device memory, 16 bytes a
-// lane where the rows are contiguous; then each lane reads and writes its own row.
+// Up to 32 short rows of a warp in shared memory. All lanes together copy them from and to device memory, 16 bytes per
+// lane if the rows are contiguous. Between the copies, each lane reads and writes elements of its own row.
 
 // Rows in device memory or in a tile, `stride` elements apart.
 template <class T>
@@ -32,7 +32,7 @@ class Tile {
  public:
   static constexpr int kBytes = 32 * kPitch;
 
-  // `shared` is kBytes at a multiple of 16.
+  // `shared`: kBytes of shared memory, aligned to 16 bytes.
   GRADSCALE_DEVICE Tile(char* shared, int lane) : shared_(shared), lane_(lane) {
   }
 
@@ -107,10 +107,10 @@ class Tile {
 // ---- The elements of a row that one lane owns -----------------------------------------------------------------------
 
 // `lanes_per_row` lanes of a warp own a row together. Its elements are grouped into units of `unit` elements, which a
-// lane accesses at once, and a lane owns every lanes_per_row-th unit. Units begin at multiples of their size in memory.
-// Where the width is odd, so may be the beginning of a row, and its first and last units may be partly outside: their
-// elements are accessed one by one. What the lanes of a row access together starts at a multiple of 32 bytes, a sector
-// of memory; if it is less than a sector, rows pass through a tile in shared memory.
+// lane accesses at once, and a lane owns every lanes_per_row-th unit. Units are aligned to their size. If the width is
+// odd, a row may begin at an odd element: its first and last units may be partly outside of the row, and their elements
+// are accessed one by one. The lanes of a row access lanes_per_row units at once, from a multiple of 32 bytes on, a
+// sector of memory. If these units are less than a sector, rows are copied through a tile in shared memory.
 
 constexpr int log2_of(int power) {
   return power == 1 ? 0 : 1 + log2_of(power / 2);

@@ -31,7 +31,7 @@ class Case(Described):
     steps: int = 9
     batch_first: bool = True
     observations: bool = False
-    """True if the values are those of all observations, `[B, T + 1]`."""
+    """True if `values` includes the value of the last observation: its shape is `[B, T + 1]`."""
     flags: str = "all"
     """Which of the flags are given: "all", "none", or one's name."""
     ends: float = 0.1
