@@ -124,7 +124,11 @@ def _kernels(function) -> tuple[list[str], str]:
     from torch._inductor.utils import get_code
 
     x = POINT.clone().requires_grad_()
-    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+    # get_code would leave graphs without code in the caches.
+    with (
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+        torch._inductor.config.patch(force_disable_caches=True),
+    ):
         codes = get_code(torch.compile(function, fullgraph=True), x)
     return [line for code in codes for line in code.splitlines() if " = async_compile.cpp" in line], "\n".join(codes)
 
