@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import graphlib
 import re
 from pathlib import Path
@@ -48,6 +49,20 @@ def test_the_layers_of_csrc():
             violations.append(f"{file} has more than {MOST_LINES} lines")
     assert len(SOURCES) > 50
     assert not violations, "\n".join(violations)
+
+
+# Numbers with many digits. Each belongs to a formula, and a copy of the formula would repeat it.
+CONSTANT = re.compile(r"(?<![\w.])(?:\d+\.\d{6,}(?:e[-+]?\d+)?|0x1\.[0-9a-f]{5,}p[-+]?\d+)")
+
+
+def test_each_formula_stands_in_one_file():
+    files = collections.defaultdict(set)
+    for file, text in SOURCES.items():
+        for literal in CONSTANT.findall(text):
+            number = float.fromhex(literal) if literal.startswith("0x") else float(literal)
+            files[f"{number:.6e}"].add(str(file))
+    assert len(files) > 30
+    assert not {number: found for number, found in files.items() if len(found) > 1}
 
 
 # ---- The package ----------------------------------------------------------------------------------------------------

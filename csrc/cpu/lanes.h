@@ -294,7 +294,7 @@ constexpr float kLeastInRange = -87;
 template <bool in_range>
 GRADSCALE_HOST_DEVICE Vectors<float>::V exp_part(Vectors<float>::V x) {
   using V = Vectors<float>::V;
-  const V t = x * 1.44269504f;
+  const V t = x * static_cast<float>(kLog2E);
 #if GRADSCALE_X86_BYTES == 64 // n rounds t down, as an instruction does that multiplies by 2^n
   const V f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF);
   V p = f * 0x1.e9750ap-10f + 0x1.277858p-7f;

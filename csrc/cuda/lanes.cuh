@@ -253,7 +253,7 @@ GRADSCALE_DEVICE float approximate_exp2(float x) {
 
 // exp(x), 1 exactly for 0; 2 units of the last place off for x next to 0, and |x| units farther away. Below -87: 0.
 GRADSCALE_DEVICE float approximate_exp(float x) {
-  return approximate_exp2(x * 1.44269504f);
+  return approximate_exp2(x * static_cast<float>(kLog2E));
 }
 
 // Exponentials of a row of logits, relative to its maximum: 1 exactly for the maximum.
@@ -277,10 +277,10 @@ struct BinaryExponent {
   float scale, offset;
 
   GRADSCALE_DEVICE explicit BinaryExponent(float maximum)
-      : scale(std::abs(maximum) < 0x1p30f ? 1.44269504f : 1.0f), offset(-maximum * scale) {
+      : scale(std::abs(maximum) < 0x1p30f ? static_cast<float>(kLog2E) : 1.0f), offset(-maximum * scale) {
   }
   GRADSCALE_DEVICE float unit() const {
-    return scale == 1 ? 1.0f : 0.693147181f;
+    return scale == 1 ? 1.0f : static_cast<float>(1 / kLog2E);
   }
   GRADSCALE_DEVICE float difference(float x) const {
     return fmaf(x, scale, offset);

@@ -6,6 +6,8 @@
 
 namespace gradscale {
 
+constexpr double kLog2E = 1.4426950408889634074; // log2(e)
+
 // exp(x) for x <= 0. Relative error: 1.2e-7 in float, 3e-16 in double; results below the smallest normal number are 0.
 // NaN stays NaN.
 //
@@ -17,7 +19,7 @@ GRADSCALE_HOST_DEVICE float exp_nonpositive(float x) {
 #else
   constexpr float smallest = -87.3f;
   const float clamped = x < smallest ? smallest : x;
-  const float shifted = clamped * 1.44269504088896341f + 12582912.0f;
+  const float shifted = clamped * static_cast<float>(kLog2E) + 12582912.0f;
   const float n = shifted - 12582912.0f;
   float r = clamped - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
@@ -36,7 +38,7 @@ GRADSCALE_HOST_DEVICE float exp_nonpositive(float x) {
 GRADSCALE_HOST_DEVICE double exp_nonpositive(double x) {
   constexpr double smallest = -708.3;
   const double clamped = x < smallest ? smallest : x;
-  const double shifted = clamped * 1.4426950408889634074 + 6755399441055744.0;
+  const double shifted = clamped * kLog2E + 6755399441055744.0;
   const double n = shifted - 6755399441055744.0;
   double r = clamped - n * 6.93147180369123816490e-01;
   r = r - n * 1.90821492927058770002e-10;

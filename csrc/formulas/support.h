@@ -38,7 +38,7 @@ GRADSCALE_HOST_DEVICE double clamp_between(double x, double low, double high) {
 
 // x without infinities, which would become inf * 0 in a transform.
 GRADSCALE_HOST_DEVICE double clamp_finite(double x) {
-  constexpr double largest = 1.7976931348623157e308;
+  constexpr double largest = std::numeric_limits<double>::max();
   return clamp_between(x, -largest, largest);
 }
 
@@ -97,6 +97,8 @@ GRADSCALE_HOST_DEVICE TwoHotTarget two_hot(double x, const Support& support) {
   return two_hot_from(x, position, bin_below(position, support), support);
 }
 
+constexpr double kRootOfHalf = 0.70710678118654752440; // 1 / sqrt(2)
+
 // A normal distribution around the target with a standard deviation of sigma_ratio bins, truncated to the support.
 struct HLGaussTarget {
   int32_t begin;
@@ -129,7 +131,7 @@ GRADSCALE_HOST_DEVICE HLGaussTarget hl_gauss(double x, const Support& support, d
   constexpr double reach = 6; // erf is 1 from 5.93 on
   const double y = clamp_between(transformed_target(x, support), support.minimum, support.maximum);
   // Beyond these limits the distribution is a point or uniform, and its edges would not be finite.
-  const double width = clamp_between(0.70710678118654752440 / sigma_ratio, 1e-100, 1e100);
+  const double width = clamp_between(kRootOfHalf / sigma_ratio, 1e-100, 1e100);
   const double first = (support.minimum - y) / bin_width(support) * width - 0.5 * width;
   const double total = std::erf(first + width * support.num_bins) - std::erf(first);
   const double low = (-reach - first) / width;

@@ -59,7 +59,7 @@ struct GaussBins {
   float inverse_total;
 
   GRADSCALE_DEVICE GaussBins(double x, double sigma_ratio, const Support& support)
-      : bin_width(static_cast<float>(0.70710678118654752440 / sigma_ratio)) {
+      : bin_width(static_cast<float>(kRootOfHalf / sigma_ratio)) {
     const double position = position_among_bins(transformed_target(x, support), support);
     const int32_t center = position > 0 ? static_cast<int32_t>(position + 0.5) : 0; // in range for NaN too
     const auto offset = static_cast<float>(position - center);
