@@ -21,7 +21,7 @@ import torch
 
 import gradscale_ext as gs
 import harness
-import loss
+import losses
 
 SIZE = (256, 5, 601, 18)
 NARROW = (256, 5, 255, 18)
@@ -32,12 +32,12 @@ INSTRUCTION_SETS = {"avx2": "AVX2", "avx512": "AVX-512"}
 TURN, WARM_UP = 20e-3, 3e-3
 
 
-def gradients_of(function: loss.Loss, inputs: loss.Inputs) -> Callable[[], object]:
-    leaves = loss.leaves_of(inputs[0])
+def gradients_of(function: losses.Loss, inputs: losses.Inputs) -> Callable[[], object]:
+    leaves = losses.leaves_of(inputs[0])
     return lambda: torch.autograd.grad(function(*inputs), leaves)
 
 
-def make_compiled_reference(num_bins: int) -> loss.Loss:
+def make_compiled_reference(num_bins: int) -> losses.Loss:
     """The reference under torch.compile by hand. All outputs are computed, as `impl="compiled"` does."""
     heads = gs.MultiStepLoss.muzero(gs.Support.muzero((num_bins - 1) // 2), value_weight=0.25).heads
 
@@ -50,17 +50,17 @@ def make_compiled_reference(num_bins: int) -> loss.Loss:
     return lambda *inputs: outputs(*inputs).loss
 
 
-def doors(num_bins: int) -> dict[str, loss.Loss]:
+def doors(num_bins: int) -> dict[str, losses.Loss]:
     """The loss function behind each entry point."""
     return {
-        "module": loss.make_fused(num_bins),
-        "function": loss.make_fused(num_bins, as_function=True),
-        "module in torch.compile": torch.compile(loss.make_fused(num_bins), dynamic=False),
-        'module, impl="compiled"': loss.make_fused(num_bins, impl="compiled"),
+        "module": losses.make_fused(num_bins),
+        "function": losses.make_fused(num_bins, as_function=True),
+        "module in torch.compile": torch.compile(losses.make_fused(num_bins), dynamic=False),
+        'module, impl="compiled"': losses.make_fused(num_bins, impl="compiled"),
         "reference in torch.compile": make_compiled_reference(num_bins),
-        'module, impl="reference"': loss.make_fused(num_bins, impl="reference"),
-        "by hand, torch.compile": torch.compile(loss.usual_loss, dynamic=False),
-        "by hand, eager": loss.usual_loss,
+        'module, impl="reference"': losses.make_fused(num_bins, impl="reference"),
+        "by hand, torch.compile": torch.compile(losses.usual_loss, dynamic=False),
+        "by hand, eager": losses.usual_loss,
     }
 
 
@@ -100,7 +100,7 @@ def serve() -> None:
     @functools.cache
     def call(num_bins: int) -> Callable[[], object]:
         size = (*SIZE[:2], num_bins, SIZE[3])
-        return gradients_of(loss.make_fused(num_bins), loss.make_inputs(*size))
+        return gradients_of(losses.make_fused(num_bins), losses.make_inputs(*size))
 
     for line in sys.stdin:
         num_bins, repeats = map(int, line.split())
@@ -135,9 +135,9 @@ def timed(function: Callable[[], object], repeats: int) -> float:
 def rows_of(
     size: tuple[int, int, int, int], contestants: harness.Contestants, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    inputs = loss.make_inputs(*size)
-    moved = 2 * sum(leaf.nbytes for leaf in loss.leaves_of(inputs[0]))
-    moved += sum(target.nbytes for target in loss.leaves_of(inputs[1]))
+    inputs = losses.make_inputs(*size)
+    moved = 2 * sum(leaf.nbytes for leaf in losses.leaves_of(inputs[0]))
+    moved += sum(target.nbytes for target in losses.leaves_of(inputs[1]))
     label = {"agent": AGENT, "size": "B {} K {} S {} A {}".format(*size), "dtype": "fp32", "pass": "forward+backward"}
     found = harness.measure(contestants, seconds, timed, TURN)
     for name, values in found.items():
@@ -163,10 +163,10 @@ def benchmark(seconds: float) -> Iterator[dict[str, Any]]:
     try:
         for size in (SIZE, NARROW):
             torch._dynamo.reset()
-            inputs, functions = loss.make_inputs(*size), doors(size[2])
+            inputs, functions = losses.make_inputs(*size), doors(size[2])
             if size is NARROW:
                 functions = {"module": functions["module"]}
-            loss.check_same(functions, inputs)
+            losses.check_same(functions, inputs)
             contestants = {name: gradients_of(function, inputs) for name, function in functions.items()}
             for name, server in servers.items():
                 contestants[f"module with {INSTRUCTION_SETS[name]}"] = RemoteModule(server, size[2])

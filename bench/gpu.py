@@ -45,7 +45,7 @@ import torch
 import flow
 import gradscale_ext as gs
 import harness
-import loss as multi_step
+import losses
 import usual
 
 Call = Callable[[], object]
@@ -215,7 +215,7 @@ def forget() -> None:
 # ---- The loss -------------------------------------------------------------------------------------------------------
 
 
-def make_inputs(bench: Bench, size: Size, dtype: torch.dtype, seed: int) -> multi_step.Inputs:
+def make_inputs(bench: Bench, size: Size, dtype: torch.dtype, seed: int) -> losses.Inputs:
     """Inputs of loss.py, made on the GPU."""
     batch, unroll_steps, num_bins, actions = size
     generator = torch.Generator(bench.device).manual_seed(seed)
@@ -234,15 +234,15 @@ def make_inputs(bench: Bench, size: Size, dtype: torch.dtype, seed: int) -> mult
 
 
 def bytes_of(entries: dict[str, Any]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in multi_step.leaves_of(entries))
+    return sum(tensor.numel() * tensor.element_size() for tensor in losses.leaves_of(entries))
 
 
-def both_passes(function: multi_step.Loss, inputs: multi_step.Inputs) -> Call:
-    leaves = multi_step.leaves_of(inputs[0])
+def both_passes(function: losses.Loss, inputs: losses.Inputs) -> Call:
+    leaves = losses.leaves_of(inputs[0])
     return lambda: torch.autograd.grad(function(*inputs), leaves)
 
 
-def forward_pass(function: multi_step.Loss, inputs: multi_step.Inputs) -> Call:
+def forward_pass(function: losses.Loss, inputs: losses.Inputs) -> Call:
     def run() -> object:
         with torch.no_grad():
             return function(*inputs)
@@ -268,17 +268,17 @@ def loss_group(
     first = make_inputs(bench, size, dtype, 0)
     logits, targets = bytes_of(first[0]), bytes_of(first[1])
     sets = [first, *(make_inputs(bench, size, dtype, seed) for seed in range(1, sets_of(bench, 2 * logits + targets)))]
-    fused = multi_step.make_fused(size[2])
-    functions: dict[str, multi_step.Loss] = {"fused": fused}
+    fused = losses.make_fused(size[2])
+    functions: dict[str, losses.Loss] = {"fused": fused}
     if eager:
-        functions["eager"] = multi_step.usual_loss
+        functions["eager"] = losses.usual_loss
     for mode in modes:
         own = "torch.compile" if mode == "default" else f"torch.compile {mode}"
-        functions[own] = torch.compile(multi_step.usual_loss, dynamic=False, mode=mode)
+        functions[own] = torch.compile(losses.usual_loss, dynamic=False, mode=mode)
     for wanted in passes:
         start = PASSES[wanted]
         if wanted == "forward+backward":
-            multi_step.check_same({n: f for n, f in functions.items() if "-" not in n}, first)
+            losses.check_same({n: f for n, f in functions.items() if "-" not in n}, first)
         moved = targets + (logits if wanted == "forward" else 2 * logits)
         label = {"group": "loss", "size": name, "dtype": NAMES[dtype], "pass": wanted}
         for chosen in (sets, sets[:1]) if warm and len(sets) > 1 else (sets,):

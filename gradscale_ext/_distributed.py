@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.torch_version import TorchVersion
-
-from .loss.output import MultiStepLossOutput
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,7 +51,7 @@ def mesh_of(*values: Any) -> DeviceMesh | None:
 
 
 def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply to the tensors of nested lists, tuples and mappings, and of an output."""
+    """Apply to the tensors of nested lists, tuples and mappings, and of a dataclass."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, list | tuple):
@@ -61,7 +59,7 @@ def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
         return {key: _mapped(function, item) for key, item in value.items()}
-    if isinstance(value, MultiStepLossOutput):
+    if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{field.name: _mapped(function, getattr(value, field.name)) for field in fields(value)})
     return value
 

@@ -1,22 +1,15 @@
-"""Ranks whose batches make up one: their process group, and what a loss counts over all of them."""
+"""Process groups as arguments, and errors of ranks that wait for others."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from . import _context, _numbers
-from .loss.checks import is_mapping
-
-if TYPE_CHECKING:
-    from .loss.validate import Call
-
+from . import _context
 
 #: What PyTorch's backends say when another rank closes its connections, ends, or lets this one wait too long.
 _NO_ANSWER = re.compile(
@@ -68,78 +61,3 @@ def _says_no_answer(error: RuntimeError) -> bool:
     """True if an error is about other ranks. Gloo raises plain RuntimeErrors; GPU errors have their own types."""
     about_ranks = type(error) is RuntimeError or isinstance(error, torch.distributed.DistError)
     return about_ranks and _NO_ANSWER.search(str(error)) is not None
-
-
-def for_all_ranks(call: Call, process_group: Any, normalize_importance_weights: bool) -> Call:
-    """The call with what "mean" and "valid_mean" divide by on all ranks, and with importance weights of at most 1.
-
-    A rank's loss is divided by the number of all entries over the number of ranks, so that the average over the ranks
-    is the mean over all entries.
-    """
-    _numbers.check_flag("multi_step_loss: normalize_importance_weights", normalize_importance_weights)
-    group, size = group_of("multi_step_loss", process_group)
-    if group and call.options.reduction not in ("mean", "valid_mean"):
-        raise ValueError(
-            "multi_step_loss: a process_group goes with reduction 'mean' or 'valid_mean', but it is "
-            f"{call.options.reduction!r}"
-        )
-    sent: dict[str, tuple[torch.Tensor, str]] = {}
-    weights = call.weights.importance_weights if normalize_importance_weights else {}
-    differ = is_mapping(call.options.importance_weights)
-    names = [name for name in call.heads if name in weights][: None if differ else 1]  # one stands for all
-    if names:
-        sent["largest"] = (
-            torch.stack([_largest(call, weights[name], [name] if differ else call.heads) for name in names]),
-            "max",
-        )
-    if group:
-        sent["total"] = _num_entries(call), "sum"
-    found = _all_reduced(sent, group)
-    if names:
-        normalized = {
-            name: torch.where(largest == 0, weights[name], weights[name] / largest)
-            for name, largest in zip(names, found["largest"].unbind(), strict=True)
-        }
-        if not differ:
-            normalized = dict.fromkeys(call.heads, normalized[names[0]])
-        call = replace(
-            call,
-            weights=replace(call.weights, importance_weights=normalized),
-            options=call.options._replace(importance_weights=normalized if differ else normalized[names[0]]),
-        )
-    if "total" in found:
-        call = replace(call, options=call.options._replace(num_entries=found["total"].clamp(min=1) / size))
-    return call
-
-
-def _largest(call: Call, weights: torch.Tensor, heads: Iterable[str]) -> torch.Tensor:
-    """The largest weight of this rank's samples with an unmasked entry in one of the heads; 0 if there is none."""
-    masks = call.weights.masks
-    if all(name in masks for name in heads):
-        counts = [masks[name][:, call.heads[name].first_step :].any(1) for name in heads]
-        weights = torch.where(functools.reduce(torch.logical_or, counts), weights, 0)
-    return torch.cat([weights, weights.new_zeros(1)]).amax().to(_context.widest(weights.device))
-
-
-def _num_entries(call: Call) -> torch.Tensor:
-    """`[heads]`: what the reduction counts in this rank's batch."""
-    device = next(iter(call.predictions.values()))[0].device
-    counts: list[Any] = []
-    for name, head in call.heads.items():
-        if call.options.reduction == "mean":
-            counts.append(call.batch)
-        elif name in call.weights.masks:
-            counts.append(call.weights.masks[name][:, head.first_step :].sum())
-        else:
-            counts.append(call.batch * (call.steps - head.first_step))
-    return torch.stack([torch.as_tensor(count, dtype=_context.widest(device), device=device) for count in counts])
-
-
-def _all_reduced(sent: dict[str, tuple[torch.Tensor, str]], group: str) -> dict[str, torch.Tensor]:
-    """Tensors, each with the name of its reduction, reduced; all reductions are started before one is waited for."""
-    if not group:
-        return {name: tensor for name, (tensor, _) in sent.items()}
-    collectives = torch.ops._c10d_functional
-    with waiting("multi_step_loss") if _context.is_eager() else contextlib.nullcontext():
-        begun = {name: collectives.all_reduce(tensor, how, group) for name, (tensor, how) in sent.items()}
-        return {name: collectives.wait_tensor(tensor) for name, tensor in begun.items()}

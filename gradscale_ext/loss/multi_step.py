@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _context, _distributed, reference
 from .._native import _C, DEVICE_TYPES
-from .._ranks import for_all_ranks
 from ..heads import Head, PerStepLoss, SoftCrossEntropy, TwoHot, record_of
 from ..support import Support
 from .checks import as_dict, check_choice, is_mapping
@@ -33,6 +32,7 @@ from .options import (
     unroll_scale,
 )
 from .output import MultiStepLossOutput
+from .ranks import for_all_ranks
 from .validate import Call, check_heads, validate
 from .values import check_values
 

@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 
 from .. import _context
 from .._distributed import by_whole, mesh_of
-from .._ranks import for_all_ranks
 from ..heads import (
     BinaryCrossEntropy,
     CategoricalKL,
@@ -30,6 +29,7 @@ from ..heads import (
 from ..loss.checks import as_dict
 from ..loss.options import Entries, Options, turned_around
 from ..loss.output import MultiStepLossOutput
+from ..loss.ranks import for_all_ranks
 from ..loss.validate import Call, validate
 from ..transforms import transform
 from .flow import scale_gradient
