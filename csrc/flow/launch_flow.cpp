@@ -69,7 +69,7 @@ void launch_elementwise(const ElementwiseCall& call, void* stream) {
 
 namespace {
 
-constexpr const char* kFileOfNorms = "flow/group_norm.cuh";
+constexpr const char* kNormsFile = "flow/group_norm.cuh";
 
 // The number of threads that keep a group in registers; 0 if they cannot.
 template <class T>
@@ -87,11 +87,11 @@ void launch_kept(const RescaleCall& call, int32_t threads, Stream stream) {
     return std::string("rescale_kept<") + type_name(ElementOf<T>::value) + ", " + std::to_string(of_group) + ">";
   };
   static const Kernel<RescaleCall> kernels[] = {
-      {kFileOfNorms, kernel(2)},
-      {kFileOfNorms, kernel(4)},
-      {kFileOfNorms, kernel(8)},
-      {kFileOfNorms, kernel(16)},
-      {kFileOfNorms, kernel(32)}};
+      {kNormsFile, kernel(2)},
+      {kNormsFile, kernel(4)},
+      {kNormsFile, kernel(8)},
+      {kNormsFile, kernel(16)},
+      {kNormsFile, kernel(32)}};
   int index = 0;
   while (2 << index < threads) {
     ++index;
@@ -104,9 +104,9 @@ void launch_as(const RescaleCall& call, Stream stream) {
   static const auto kernel = [](const char* name) {
     return std::string(name) + "<" + type_name(ElementOf<T>::value) + ">";
   };
-  static const Kernel<RescaleCall> groups(kFileOfNorms, kernel("rescale_groups"));
-  static const Kernel<RescaleCall> sums(kFileOfNorms, kernel("power_sums"));
-  static const Kernel<RescaleCall> chunks(kFileOfNorms, kernel("rescale_chunks"));
+  static const Kernel<RescaleCall> groups(kNormsFile, kernel("rescale_groups"));
+  static const Kernel<RescaleCall> sums(kNormsFile, kernel("power_sums"));
+  static const Kernel<RescaleCall> chunks(kNormsFile, kernel("rescale_chunks"));
   const int32_t threads = threads_for_group_in_registers<T>(call);
   if (threads > 0) {
     return launch_kept<T>(call, threads, stream);
