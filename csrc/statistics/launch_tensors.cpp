@@ -27,7 +27,7 @@ class BlockTableBuilder {
   int64_t bytes() const {
     return static_cast<int64_t>(entries_.size() * sizeof(entries_[0]));
   }
-  // Builds the table. It may need `bytes()` of device memory, which begins at a multiple of 8.
+  // Builds the table. It may need `bytes()` of device memory, 8-byte aligned.
   BlockTable<Range> build(char* device_memory, Stream stream) const {
     TableBuilder builder;
     builder.add(entries_.data(), static_cast<int64_t>(entries_.size()));

@@ -15,7 +15,7 @@ struct ChunkOfTensor {
 
 // Finds the chunk of this block, which has so many bytes.
 GRADSCALE_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table, int64_t bytes) {
-  const RangeTable::Entry& entry = table.of_block(blockIdx.x);
+  const RangeTable::Entry& entry = table.find(blockIdx.x);
   const int64_t chunk = elements_of_chunk(entry.range, bytes);
   const int64_t begin = (blockIdx.x - entry.first_block) * chunk;
   const int64_t rest = entry.range.size - begin;

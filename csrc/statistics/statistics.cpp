@@ -288,7 +288,7 @@ std::vector<Stored> stored(const std::vector<std::optional<at::Tensor>>& tensors
   return parts;
 }
 
-// Pairs gradients with their weights. Gradients whose units are no blocks of memory are copied, in `parts` too.
+// Pairs gradients with their weights. Gradients whose units are not blocks of memory are copied, in `parts` too.
 std::vector<UnitPair> pairs_of(
     std::vector<Stored>& parts, const std::vector<std::optional<at::Tensor>>& weights, bool rows, int64_t& count) {
   std::vector<UnitPair> pairs;
