@@ -113,20 +113,20 @@ def multi_step_loss(
         heads: mapping of name to head: `TwoHot`, `HLGauss`, `SoftCrossEntropy`, `MeanSquaredError`, `Huber`,
             `QuantileHuber`, `BinaryCrossEntropy`, `NegativeCosine`, `CategoricalKL`, `PerStepLoss`. An ensemble is
             several heads.
-        predictions: mapping (a TensorDict is one, which holds tensors, no lists) of head's name to a list or tuple of
+        predictions: mapping (or TensorDict, which holds tensors but no lists) of head names to a list or tuple of
             T tensors `[B, ...]`, as an unroll produces them (they are read where they are, without stacking), or to
             one tensor `[B, T, ...]`. A head with ``first_step=1`` has T - 1 entries. float64, float32, bfloat16 or
             float16.
         targets: the same for the targets, floating, or int64 for classes; they must not require grad. A `PerStepLoss`
             has none.
         step_weights: T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient. This and the next three
-            may be mappings by head's name, for heads that differ (TD-MPC2, UniZero); a head that is not named has
+            may be mappings of head names, for heads that differ (TD-MPC2, UniZero); a head that is not named has
             factor 1 and no mask. Entries count absolute steps, also for heads with ``first_step=1``.
         step_gradient_scale: the same forms: multiplies the gradient only, as `scale_gradient` on each step's loss does.
             "unroll" is 1 for the root and 1/K after, as in the pseudocode of MuZero (Schrittwieser et al. 2020).
         importance_weights: `[B]`, from prioritised replay (Schaul et al. 2016). They are not part of L_b, and do not
             decide which samples are skipped.
-        head_weights: mapping of head's name to a number or a tensor without dimensions on the device of the
+        head_weights: mapping of head names to a number or a tensor without dimensions on the device of the
             predictions, at least 0: multiplies the head's `weight`, in value and gradient. It is read without waiting
             for the device, and a number that changes does not recompile. A tensor that requires grad gets its
             gradient, the head's share of the loss before this weight, which `step_gradient_scale` does not change: for
