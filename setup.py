@@ -24,7 +24,7 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).resolve().parent
-TORCH = "torch>=2.11,<2.16"  # for the sources; a binary needs the release that it was compiled against
+TORCH = "torch>=2.11,<2.16"  # that the sources support; a binary needs the release it was compiled against
 MEMORY_PER_JOB = 2 << 30  # bytes: the most that a compiler needs for PyTorch's headers
 
 

@@ -1,4 +1,4 @@
-"""Time the multi-step loss of whole updates: fused, in the usual eager PyTorch, and in `torch.compile` of the latter.
+"""Time the multi-step loss of whole updates: fused, and in the usual PyTorch code, eager and compiled.
 
     python bench/loss.py --json bench/results/loss.json
 

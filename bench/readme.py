@@ -29,7 +29,7 @@ def load(name: str) -> tuple[list[dict[str, Any]], str]:
     machine = data["machine"]
     line = (
         f"{machine['cpu']}, {machine['threads']} threads, {machine['instruction set']}, PyTorch {machine['torch']}; "
-        f"medians of one run, contestants taking turns (`bench/results/{name}.json`)."
+        f"medians of one run, timed alternately (`bench/results/{name}.json`)."
     )
     return data["rows"], line
 
@@ -239,8 +239,8 @@ def actors_table() -> str:
     actors = dict.fromkeys(row["actors"] for row in rows)
     lines = [[str(n) if n else "none, one process", *(rates[n, mode] for mode in modes)] for n in actors]
     measured = (
-        f"{machine['cpu']}, {machine['cores']} cores under a load of {rows[0]['load_before']:.1f} by others, PyTorch "
-        f"{machine['torch']}; medians, contestants taking turns (`bench/results/actors.json`)."
+        f"{machine['cpu']}, {machine['cores']} cores, other processes' load {rows[0]['load_before']:.1f}, PyTorch "
+        f"{machine['torch']}; medians, timed alternately (`bench/results/actors.json`)."
     )
     return table(["actors", *modes], lines) + "\n\n" + measured
 
@@ -291,7 +291,7 @@ def by_project() -> tuple[dict[str, dict[str, dict[str, Any]]], str]:
     for row in rows:
         found.setdefault(row["project"], {})[row["dtype"]] = row
     return found, machine.replace("1 threads", "1 thread").replace(
-        "medians of one run, contestants taking turns", "medians, in turns"
+        "medians of one run, timed alternately", "medians, timed alternately"
     )
 
 
@@ -387,7 +387,7 @@ def recipes_lines_table() -> str:
             for edit in row["edits"]
         )
         lines.append([name, f"`{row['commit'][:7]}`", "; ".join(edits)])
-    return table(["project", "commit", "lines that give way"], lines).replace("---:", "---")
+    return table(["project", "commit", "lines that are replaced"], lines).replace("---:", "---")
 
 
 def ranks_table() -> str:

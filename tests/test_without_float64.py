@@ -30,7 +30,7 @@ HEADS: dict[str, gs.Head] = {
 
 
 class RejectFloat64(TorchDispatchMode):
-    """Rejects float64 results of operations without float64 arguments, which may be a user's numbers on the CPU."""
+    """Rejects operations without float64 arguments that return float64. The arguments may be a user's, on the CPU."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))

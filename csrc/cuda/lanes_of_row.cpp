@@ -14,7 +14,7 @@ bool is_aligned(const Rows& rows, int64_t count) {
 namespace {
 
 // The widest row for a number of lanes. Fewer lanes exchange less data, and more lanes hold more of a row in registers.
-// A row with targets over its logits needs twice as many registers. If one lane owns a row, it is in shared memory.
+// A row with targets over its logits needs twice as many registers. A row that one lane owns is in shared memory.
 struct LanesOfWidth {
   int64_t widest;
   int32_t lanes;

@@ -77,7 +77,7 @@ GRADSCALE_DEVICE void walk_warps(const Map<A> (&maps)[count], A* shared, A carry
   __syncthreads();
 }
 
-// The distance between a lane's steps in two rounds, and the last lane, in the order of the walk.
+// The distance between a lane's steps in consecutive rounds, and the last lane, in the order of the walk.
 template <class F>
 constexpr int kRound = F::kAdjoint ? kWarpSize : -kWarpSize;
 template <class F>

@@ -114,7 +114,7 @@ def _check_distribution(entry: _Entry, prediction: torch.Tensor) -> None:
         ~t.isfinite(), "is not finite", "mask entries without a target; visits / visits.sum(-1) of no visits is NaN"
     )
     entry.reject(t < 0, "has negative probabilities", "give probabilities, or visits / visits.sum(-1, keepdim=True)")
-    # A weighted distribution may have any sum, but no entry above 1; whole numbers are taken for visit counts.
+    # A weighted distribution may have any sum, but no entry above 1. Whole numbers are treated as visit counts.
     counts = ((t == t.round()).all(-1) & (t.sum(-1, dtype=_context.widest(t.device)) > 1)).unsqueeze(-1)
     entry.reject(
         counts | (t > 1 + tolerance),

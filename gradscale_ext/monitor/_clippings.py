@@ -42,7 +42,7 @@ class Clipping:
         self.clipped = {id(parameter): _clipped(column, parameter) for column, parameter in enumerate(parameters)}
 
     def accept_gradients(self) -> None:
-        """Record the gradients again: a later clipping may increment a version counter that they share, as views do."""
+        """Record the gradients' versions again: a later clipping increments a counter that views of a tensor share."""
         self.clipped = {key: _clipped(column, p) for key, (column, p, *_) in self.clipped.items()}
 
 
