@@ -45,8 +45,8 @@ def scale_gradient(x: Tree, scale: float | torch.Tensor) -> Tree:
             copied. An in-place operation on either of them afterwards, which would lose the scale, raises.
         scale: a real number, or a real tensor that broadcasts to the shape of `x`, on its device (or a scalar on the
             CPU), which is read on that device without a synchronisation and gets no gradient. 1 passes the gradient
-            bit-identical; 0 gives exact zeros, also where the incoming gradient is inf or NaN; a negative scale
-            reverses it.
+            bit-identical (a tensor's 1 may change the bits of a NaN); 0 gives exact zeros, also where the incoming
+            gradient is inf or NaN; a negative scale reverses it.
 
     Returns:
         Tensors equal to `x` bit for bit, with the same shape, strides, dtype and device.

@@ -65,6 +65,18 @@ def test_within_the_limit_passes_bit_identical(create_graph):
     assert torch.equal(result.view(torch.int32)[:, 2], g.view(torch.int32)[:, 2])
 
 
+@paths
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_a_small_element_next_to_a_large_one_counts_with_p_below_1(dtype, create_graph):
+    g = torch.tensor([3.8e33, 7.3, 2.6e-15, -1e-28], dtype=dtype)
+    truth = 0.5 * g.to(torch.complex128) / g.abs().double().pow(0.1).sum().pow(10)
+    for layout in (g, g.conj().clone().conj()):
+        x = torch.zeros(4, dtype=dtype, requires_grad=True)
+        y = gs.clip_gradient_norm(x, 0.5, norm_type=0.1)
+        (found,) = torch.autograd.grad(y, x, layout, create_graph=create_graph)
+        torch.testing.assert_close(found.to(torch.complex128), truth, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("rule", ["clip", "normalize"])
 def test_large_groups_give_the_same_bits_with_any_number_of_threads(rule):
     g = torch.randn(3, 100_003, generator=torch.Generator().manual_seed(0))

@@ -250,9 +250,12 @@ ScaledNorms norms_by_operations(
     const at::Tensor& elements, bool pairs, at::IntArrayRef inner, const NormGroups& groups) {
   // Divided by the largest element, which is a constant here, no power overflows, and only negligible ones underflow.
   const at::Tensor scale = largest_of(pairs ? elements.abs().amax(-1) : elements, inner);
-  // A CPU adds one number after the other: it takes sums in double, as long sums would lose digits of a float.
-  const at::ScalarType sums = elements.device().is_cpu() ? at::kDouble : elements.scalar_type();
-  at::Tensor relative = elements / (pairs ? scale.unsqueeze(-1) : scale);
+  // A CPU adds one number after the other: it takes sums in double, as long sums would lose digits of a float. A p
+  // below 1 enlarges small quotients, which float may not represent.
+  const c10::Device device = elements.device();
+  const bool in_double = device.is_cpu() || (device.is_cuda() && groups.p < 1);
+  const at::ScalarType sums = in_double ? at::kDouble : elements.scalar_type();
+  at::Tensor relative = (groups.p < 1 ? elements.to(sums) : elements) / (pairs ? scale.unsqueeze(-1) : scale);
   if (pairs) {
     relative = at::linalg_vector_norm(relative, 2, {-1}, /*keepdim=*/false, sums);
   }
