@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,22 +27,16 @@ def is_distributed(value: object) -> bool:
     return _is_imported() and isinstance(value, torch.distributed.tensor.DTensor)
 
 
-_WITHOUT_ENTRIES = (torch.Tensor, torch.nn.Parameter, NoneType, str, bool)
-
-
 def mesh_of(*values: Any) -> DeviceMesh | None:
     """The mesh of the first DTensor in nested lists, tuples and mappings; None if there is none."""
     if not _is_imported():
         return None
     for value in values:
-        kind = type(value)
-        if kind in _WITHOUT_ENTRIES:
-            continue
         if is_distributed(value):
             return value.device_mesh  # type: ignore[no-any-return]
-        if kind is dict or isinstance(value, Mapping):
+        if isinstance(value, Mapping):
             value = [item for _, item in value.items()]  # a mapping may iterate over something else than its keys
-        elif kind is not list and not isinstance(value, list | tuple):
+        elif not isinstance(value, list | tuple):
             continue
         if (mesh := mesh_of(*value)) is not None:
             return mesh

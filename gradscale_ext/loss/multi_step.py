@@ -218,7 +218,7 @@ def _run(
         check_choice("impl", impl, _IMPLEMENTATIONS)
     predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
     for name, given in zip(BY_HEAD, options, strict=False):
-        if type(given) not in _AS_GIVEN and is_mapping(given):
+        if (plan is None or type(given) not in _AS_GIVEN) and is_mapping(given):
             as_given: dict[str, Any] = {name: as_dict(name, given)}
             options = options._replace(**as_given)
     is_eager = plan is not None and impl in ("auto", "fused")

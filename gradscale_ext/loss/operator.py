@@ -32,14 +32,13 @@ def call_operator(
         return [turned.get(name) for name in heads] if turned else []
 
     weights = call.weights
-    lists: dict[str, Any] = {
-        "step_weights": by_head(weights.step_weights),
-        "step_gradient_scale": by_head(weights.step_gradient_scale),
-        "importance_weights": by_head(weights.importance_weights),
-        "mask": by_head(weights.masks),
-        "head_weights": by_head(weights.head_weights),
-    }
-    options = call.options._replace(**lists)
+    lists = [  # in the order of Options
+        by_head(weights.step_weights),
+        by_head(weights.step_gradient_scale),
+        by_head(weights.importance_weights),
+        by_head(weights.masks),
+        by_head(weights.head_weights),
+    ]
     predicted = [_listed(predictions[name]) for name in heads]
     wanted = [_listed(targets[name]) if head.has_target else ([], _NONE) for name, head in heads.items()]
     differentiable = call.heads_with_gradient()
@@ -53,7 +52,8 @@ def call_operator(
         [count for _, count in wanted],
         *record_of(heads.values()),
         wants,
-        *options,
+        *lists,
+        *call.options[len(lists) :],
     )
     left = iter(results)
     names_of = {

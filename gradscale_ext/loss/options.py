@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -17,6 +17,7 @@ HeadWeights = Mapping[str, torch.Tensor | float] | None
 Mask = torch.Tensor | Mapping[str, torch.Tensor] | None
 Reduction = Literal["mean", "sum", "none", "valid_mean"]
 Nonfinite = Literal["propagate", "skip"]
+REDUCTIONS, NONFINITES = get_args(Reduction), get_args(Nonfinite)
 
 
 class Options(NamedTuple):

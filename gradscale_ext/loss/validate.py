@@ -5,14 +5,13 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 
 from .. import _numbers, _remedies
 from ..heads import Form, Head
 from .checks import as_dict, check_choice, check_device, check_dtype, check_kind, written
-from .options import Entries, Nonfinite, Options, Reduction
+from .options import NONFINITES, REDUCTIONS, Entries, Options
 from .weights import Rules, Weights
 
 
@@ -46,8 +45,8 @@ def validate(
 ) -> Call:
     """Raise the error that the arguments deserve, or return them in one form."""
     check_heads(heads)
-    check_choice("reduction", options.reduction, get_args(Reduction))
-    check_choice("nonfinite", options.nonfinite, get_args(Nonfinite))
+    check_choice("reduction", options.reduction, REDUCTIONS)
+    check_choice("nonfinite", options.nonfinite, NONFINITES)
     batch_first = options.batch_first
     _numbers.check_flag("multi_step_loss: batch_first", batch_first)
     predictions, targets = as_dict("predictions", predictions), as_dict("targets", targets)
