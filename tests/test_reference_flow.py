@@ -54,6 +54,16 @@ def test_second_derivatives(name):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("size", [1e-310, 1e-308, 1e-200, 1e200, 1e308])
+def test_complex_numbers_of_any_magnitude(size):
+    g = torch.tensor([[complex(size, -size)], [complex(0, size)]], dtype=torch.complex128)
+    for module in (reference, gs):
+        x = torch.zeros(2, 1, dtype=torch.complex128, requires_grad=True)
+        (unit,) = torch.autograd.grad(module.normalize_gradient(x, batch_dims=1), x, g)
+        root = math.sqrt(0.5)
+        torch.testing.assert_close(unit, torch.tensor([[complex(root, -root)], [1j]], dtype=torch.complex128))
+
+
 @pytest.mark.parametrize("name", [name for name in CALLS if "norms" not in name and name != "normalize 3"])
 def test_transforms(name):
     def function(module):

@@ -115,6 +115,16 @@ def test_gradient_of_decode_in_other_contexts():
         value.sum().backward()
 
 
+@pytest.mark.parametrize("sigma_ratio", [5e-324, 1e-300, 1e-40, 1e-30, 1e30, 1e300, 1.7e308])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_hl_gauss_of_extreme_widths(dtype, sigma_ratio):
+    support = gs.Support(-1, 1, 2, transform="identity")
+    x = torch.tensor([-1.0, 0.3, 0.0, 1.0, 5.0], dtype=dtype)
+    expected = [[1, 0], [0, 1], [0.5, 0.5], [0, 1], [0, 1]] if sigma_ratio < 1 else [[0.5, 0.5]] * 5
+    for encode in (support.hl_gauss, lambda x, ratio: gs.reference.hl_gauss(x, support, ratio)):
+        torch.testing.assert_close(encode(x, sigma_ratio), torch.tensor(expected, dtype=dtype))
+
+
 @pytest.mark.parametrize("support", SUPPORTS)
 @pytest.mark.parametrize("sigma_ratio", [0.1, 0.75, 3.0, 50.0])
 def test_hl_gauss_is_the_mass_of_a_normal(support, sigma_ratio):

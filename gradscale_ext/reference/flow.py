@@ -89,6 +89,11 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(wide.to_complex() if x.is_complex() else wide)
 
 
+def _quotient(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """A quotient by real numbers. PyTorch divides complex numbers by complex ones, whose squares underflow."""
+    return torch.complex(x.real / divisor, x.imag / divisor) if x.is_complex() else x / divisor
+
+
 def _direction(
     gradient: torch.Tensor, limit: torch.Tensor, batch_dims: int, p: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -105,7 +110,8 @@ def _direction(
     divisor = torch.where((largest > 0) & largest.isfinite(), largest, 1)
     relative = norm_of(torch.where(largest == 0, 1, flat / divisor), p, dim=-1).reshape(shape)
     divisor, is_zero = divisor.reshape(shape), (largest == 0).reshape(shape)
-    return wide / divisor / relative, torch.where(is_zero, 0, divisor * relative), limit
+    unit = _quotient(_quotient(wide, divisor), relative)
+    return unit, torch.where(is_zero, 0, divisor * relative), limit
 
 
 class _GradientFlow(torch.autograd.Function):

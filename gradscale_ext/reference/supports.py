@@ -90,8 +90,11 @@ def hl_gauss(x: torch.Tensor, support: Bins, sigma_ratio: float) -> torch.Tensor
     y = y.clamp(support.minimum, support.maximum).unsqueeze(-1)
     width = (support.maximum - support.minimum) / (support.num_bins - 1)
     edges = torch.arange(support.num_bins + 1, dtype=y.dtype, device=x.device) * width + (support.minimum - width / 2)
+    # Beyond these limits the distribution is a point or uniform, and y's dtype could not represent its edges.
+    most = 1e100 if y.dtype == torch.float64 else 1e30
+    tails = min(max(1 / (math.sqrt(2) * sigma_ratio), 1 / most), most)
     # Phi is erf / 2 + 1/2: the constants go away with the division by the total.
-    below = torch.erf((edges - y) / (math.sqrt(2) * sigma_ratio * width))
+    below = torch.erf((edges - y) / width * tails)
     total = below[..., -1:] - below[..., :1]
     return ((below[..., 1:] - below[..., :-1]) / total).to(x.dtype)
 
