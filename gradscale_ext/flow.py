@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from . import _context, _distributed, _flow_rules
+from . import _context, _distributed, _flow_rules, _remedies
 from ._native import _C
 from ._numbers import as_float
 from ._ranks import group_of
@@ -273,7 +273,11 @@ def _real(operator: str, argument: str, value: Any) -> float | torch.Tensor:
         return value
     if isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool):
         return as_float(f"{operator}: {argument}", value)
-    raise TypeError(f"{operator}: {argument} must be a real number or tensor, but it is of type {type(value).__name__}")
+    can_be_tensor = hasattr(value, "__array__") and argument != "norm_type"
+    remedy = _remedies.remedy_for_type(value, argument) if can_be_tensor else ""
+    raise TypeError(
+        f"{operator}: {argument} must be a real number or tensor, but it is of type {type(value).__name__}{remedy}"
+    )
 
 
 def _limit(operator: str, argument: str, value: Any) -> float | torch.Tensor:

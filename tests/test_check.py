@@ -155,7 +155,7 @@ def test_errors_are_found(fault, time_first):
         assert words in str(info.value)
 
 
-@pytest.mark.parametrize("fault", [name for name in FAULTS if "importance weight" not in name])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_masked_entries_are_not_checked(fault):
     predictions, targets = arguments()
     options: dict = {"mask": torch.zeros(B, T, dtype=torch.bool)}
@@ -180,6 +180,23 @@ def test_weights_that_no_head_reads_are_not_checked():
     mask = torch.tensor([[True, True], [True, False], [True, True]])
     weights = torch.tensor([[1.0, 1.0], [1.0, NAN], [1.0, 1.0]])
     gs.multi_step_loss(heads, predictions, targets, step_weights=weights, mask=mask, check=True)
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_importance_weights_of_masked_samples_are_not_checked(by_head):
+    heads = {"a": gs.PerStepLoss(), "b": gs.PerStepLoss(first_step=1)}
+    losses = {"a": torch.ones(3, 2), "b": torch.ones(3, 1)}
+    weights = torch.tensor([1.0, NAN, 1.0])
+    options = {"importance_weights": {"b": weights} if by_head else weights, "check": True}
+    whole, root = torch.ones(3, 2, dtype=torch.bool), torch.ones(3, 2, dtype=torch.bool)
+    whole[1] = root[1, 1] = False
+    out = gs.multi_step_loss(heads, losses, {}, mask={"b": root} if by_head else whole, **options)
+    assert out.loss.isfinite()
+    with pytest.raises(ValueError, match="sample 1 has nan; mask an entry to leave it out"):
+        gs.multi_step_loss(heads, losses, {}, mask={"a": whole}, **options)
+    if not by_head:  # the other head reads the root's entry
+        with pytest.raises(ValueError, match="sample 1 has nan"):
+            gs.multi_step_loss(heads, losses, {}, mask=root, **options)
 
 
 def test_valid_values_pass():

@@ -90,6 +90,25 @@ def test_numpy_memory_is_not_modified():
 # ---- Wrong arguments ------------------------------------------------------------------------------------------------
 
 
+def test_arrays_as_arguments_say_how_to_convert_them():
+    """torch.compile makes arrays of NumPy's numbers too."""
+    numpy = pytest.importorskip("numpy")
+    words = r"scale_gradient: scale must be a real number or tensor.*ndarray; convert scale: torch\.as_tensor\(scale\)"
+    with pytest.raises(TypeError, match=words):
+        gs.scale_gradient(torch.ones(2), numpy.ones(2))
+    with pytest.raises(TypeError, match=r"norm_type must be a real number or tensor, but it is of type ndarray$"):
+        gs.clip_gradient_norm(torch.ones(2), 1.0, norm_type=numpy.ones(2))
+    x = torch.ones(2, requires_grad=True)
+    compiled = torch.compile(lambda x, s: gs.scale_gradient(x, s) * 1, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
+        compiled(x, numpy.float64(0.5))
+    convert = torch.compile(
+        lambda x, s: gs.scale_gradient(x, torch.as_tensor(s)) * 1, backend="aot_eager", fullgraph=True
+    )
+    convert(x, numpy.float64(0.5)).sum().backward()
+    assert x.grad.tolist() == [0.5, 0.5]
+
+
 def test_wrong_arguments():
     with pytest.raises(TypeError, match=r"dtype is torch\.int32"):
         gs.scale_gradient(torch.ones(2, dtype=torch.int32), 0.5)

@@ -1035,6 +1035,9 @@ def test_priorities():
         gs.priorities({}, targets)
     with pytest.raises(TypeError, match=r"convert expected: torch\.as_tensor\(expected\)"):
         gs.priorities(expected.numpy(), targets)
+    for wrong in (0, "no", None):
+        with pytest.raises(TypeError, match="priorities: batch_first must be True or False, but it is of type"):
+            gs.priorities(expected, targets, batch_first=wrong)
     large = torch.full((1, 1), 6e4, dtype=torch.float16)
     assert gs.priorities(large, -large) == pytest.approx(2 * large.item())
 

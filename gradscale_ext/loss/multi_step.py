@@ -144,6 +144,7 @@ def multi_step_loss(
             gradients.
         normalize_importance_weights: divide `importance_weights` by the largest of them (Schaul et al. 2016), with a
             process group by the largest of all ranks. Weights that differ by head are divided by each head's own.
+            Samples without an unmasked entry do not count.
         batch_first: False: tensors with both dimensions have the step first: stacked predictions and targets are
             `[T, B, ...]`, masks and weights `[T, B]`, and of the output `per_step`, `expected` and `entropy`
             `[T_h, B]`.

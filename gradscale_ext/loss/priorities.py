@@ -37,12 +37,14 @@ def priorities(
 
     Raises:
         ValueError: shapes differ, or an argument is out of range.
+        TypeError: an argument is of the wrong type.
 
     From Schaul et al. 2016; nu and z as in MuZero, appendix G.
 
     >>> priorities(torch.tensor([[1.0, 5.0]]), torch.tensor([[3.0, 5.0]]), eps=0.0)
     tensor([2.])
     """
+    _numbers.check_flag("priorities: batch_first", batch_first)
     if _distributed.mesh_of(expected, targets) is not None:
         function = functools.partial(priorities, steps=steps, alpha=alpha, eps=eps, batch_first=batch_first)
         return _distributed.by_whole(function, expected, targets)  # type: ignore[no-any-return]

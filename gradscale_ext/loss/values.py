@@ -155,7 +155,7 @@ def _check_weight(argument: str, label: str, values: torch.Tensor, read: torch.T
     if argument == "head_weights":
         _reject_weight(argument, label, values, "", below)
     elif argument == "importance_weights":
-        _reject_weight(argument, label, values, "sample {}", below)
+        _reject_weight(argument, label, values, "sample {}", below, read.any(1))
     elif values.dim() == 1:
         _reject_weight(argument, label, values, "step {}", below, read.any(0))
     else:
