@@ -1,9 +1,9 @@
-"""The learner step of bench/ranks.py on two hosts, with links of several speeds between them.
+"""Measure the learner step of bench/ranks.py on two hosts, for several speeds of the link between them.
 
     sudo python bench/hosts.py --json bench/results/hosts.json --seconds 20
 
-The hosts are network namespaces of this machine, joined by a pair of virtual Ethernet devices whose token bucket
-filters limit the bits per second. They share the machine's processors, and each has one thread.
+The hosts are network namespaces on this machine, connected by a pair of virtual Ethernet devices whose bandwidth is
+limited by token bucket filters. The hosts share the machine's processors; each runs one thread.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import harness
 import ranks
 
 GIGABITS = (0.25, 1.0, 2.5)
-BURST = "128kb"  # bytes that the filter lets through at once: twice the largest segment
+BURST = "128kb"  # size of the token bucket: twice the largest TCP segment
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>
 
 
 @contextlib.contextmanager
-def linked(gigabits: float) -> Iterator[None]:
+def linked_hosts(gigabits: float) -> Iterator[None]:
     """Create two hosts, gradscale0 and gradscale1, for the duration of the context."""
 
     def call(command: str) -> None:
@@ -46,7 +46,7 @@ def linked(gigabits: float) -> Iterator[None]:
 
 
 def enter(rank: int) -> None:
-    """Move this process to the host of its rank."""
+    """Move this process into the network namespace of its rank's host."""
     with open(f"/run/netns/gradscale{rank}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), NEW_NETWORK):
             raise OSError(ctypes.get_errno(), f"cannot enter the host of rank {rank}")
@@ -56,17 +56,17 @@ def enter(rank: int) -> None:
 def main() -> int:
     options = harness.arguments(__doc__)
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        print("bench/hosts.py needs root, and iproute2: nothing is measured")
+        print("bench/hosts.py needs root and iproute2; nothing was measured")
         return 0
     alone = ranks.measured(1, options.seconds)
     links = []
     for gigabits in GIGABITS:
-        with linked(gigabits):
-            found = ranks.measured(2, options.seconds, enter)
-        links.append({"gigabits": gigabits, "measured": found})
+        with linked_hosts(gigabits):
+            result = ranks.measured(2, options.seconds, enter)
+        links.append({"gigabits": gigabits, "measured": result})
         print(links[-1])
     if options.json:
-        machine = {**harness.machine(), "threads": "1 a process"}
+        machine = {**harness.machine(), "threads": "1 per process"}
         options.json.write_text(json.dumps({"machine": machine, "alone": alone, "links": links}, indent=1) + "\n")
     return 0
 

@@ -178,7 +178,7 @@ def main() -> None:
         found[processes] = measured(processes, options.seconds)
         print(processes, found[processes])
     result = {
-        "machine": {**harness.machine(), "threads": "1 a process"},
+        "machine": {**harness.machine(), "threads": "1 per process"},
         "batch of a rank": B,
         "measured": found,
     }

@@ -1,4 +1,4 @@
-"""Writes the C++ flags of setup.py in the format of clang-tidy, and the names of the translation units.
+"""Write the C++ flags of setup.py in the format that clang-tidy reads, and the names of the translation units.
 
 python tests/compile_flags.py FOLDER      FOLDER/compile_flags.txt, FOLDER/units
 """

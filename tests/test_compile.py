@@ -265,7 +265,7 @@ def test_command(cache, tmp_path, into, capsys, monkeypatch):
 
 def test_command_without_a_gpu_needs_arch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SystemExit, match="there is no GPU here; name the GPUs to compile for, as in --arch 90"):
+    with pytest.raises(SystemExit, match="no GPU found; name the GPUs to compile for, as in --arch 90"):
         precompile.main([])
 
 

@@ -27,11 +27,11 @@ def test_there_are_snippets():
 
 
 @pytest.mark.untraced
-@pytest.mark.xdist_group("docs")  # one process imports the clients once
+@pytest.mark.xdist_group("docs")  # one process imports the optional packages once
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippets_run(snippet, monkeypatch, tmp_path):
-    """In an empty namespace, in a job of one process, for the snippets about several processes."""
+    """Run each in an empty namespace, with the environment of a distributed job that has one process."""
     for name in OPTIONAL:
         if re.search(rf"^(?:from|import) \S*{name}", snippet, re.MULTILINE):
             pytest.importorskip(name)
@@ -44,8 +44,8 @@ def test_snippets_run(snippet, monkeypatch, tmp_path):
     torch.manual_seed(0)
     torch._dynamo.reset()
     namespace = {"__name__": "snippet"}
-    # DDP may own the process group. The destructor of the group holds the GIL while it waits for threads, which may
-    # need the GIL to free the tensors of the last collective.
+    # Keep the namespace alive: its DDP module may own the process group, whose destructor holds the GIL while it waits
+    # for threads that may need the GIL to free the tensors of the last collective.
     namespaces.append(namespace)
     exec(compile(snippet, "snippet", "exec"), namespace)
 
@@ -88,7 +88,7 @@ def test_old_and_new_code_of_the_readme_agree():
 
 
 def anchors(page):
-    """The anchors of a page's headings, as GitHub and the site generate them; also of an included page."""
+    """The anchors that GitHub and the site generate for the headings of a page, or of the page that it includes."""
     included = re.match(r"```\{include\} (\S+)", page.read_text())
     source = page.parent / included[1] if included else page
     headings = re.findall(r"^#+ (.+)$", source.read_text(), re.MULTILINE)
@@ -113,8 +113,7 @@ def test_named_files_exist(page):
     assert not [name for name in names if not (ROOT / name).exists()]
 
 
-def test_names_of_the_api_page():
-    """Every public name is listed there."""
+def test_the_api_page_lists_every_public_name():
     named = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
     assert {*gs.__all__} - {name.rpartition(".")[2] for name in named} == {"reference"}
 

@@ -26,14 +26,14 @@ def numbers(size, seed, dtype=torch.float32, scale=1.0):
 def rounding(request):
     """Allowed relative error of norms of elements narrower than float64.
 
-    The CUDA kernels add the squares of 16 bytes of elements in float32, with at most three roundings of 2^-24, which
-    the square root halves. Further sums are in float64.
+    The CUDA kernels add up the squares of each 16 bytes in float32, with at most three roundings of 2^-24. The square
+    root halves this error. All other sums are in float64.
     """
     return 9e-8 if request.config.getoption("--simulated-kernels") else 1e-12
 
 
 def assert_same(tensors, p=2.0, rounding=1e-12):
-    """The error of a mean is at most twice as large, relative to the mean of magnitudes, because of cancellation."""
+    """Elements may cancel: the error of a mean, relative to the mean magnitude, may be twice that of a norm."""
     result, expected = module._C.tensor_statistics(tensors, p), reference.tensor_statistics(tensors, p)
     sums, counts, _ = reference.tensor_statistics(tensors, 1.0)
     magnitudes = sums[0] / (counts[0] - counts[2] - counts[3]).clamp(min=1)
@@ -61,7 +61,7 @@ def with_gradients(gradients):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", NORMS)
 def test_statistics(dtype, p, rounding):
-    """Sizes near the sizes of blocks and chunks, and views with arbitrary offsets."""
+    """Sizes close to those of blocks and chunks, and views with several offsets."""
     tensors = [
         numbers(size + 5, size, dtype, 10.0 ** (size % 7 - 3))[offset : size + offset]
         for size in SIZES
@@ -110,7 +110,7 @@ def test_sparse_gradients():
 
 
 def test_many_tensors(rounding):
-    """More than fit into the arguments of a launch."""
+    """There are more tensors than fit into the arguments of a launch."""
     assert_same([numbers(i % 97, i, DTYPES[i % 4]) for i in range(700)], 2.0, rounding)
 
 
@@ -153,7 +153,7 @@ def test_names_tables_and_dictionaries():
             r"tensors\[1\] must be a floating or complex tensor, but it is of type str",
         ),
         (([torch.ones(2).long()],), TypeError, r"tensors\[0\] .* torch.int64"),
-        (([torch.ones(2)], ["a", "b"]), ValueError, "1 tensors need as many names, but there are 2"),
+        (([torch.ones(2)], ["a", "b"]), ValueError, "expected one name for each of 1 tensors, but got 2"),
     ],
 )
 def test_errors(arguments, error, words):
@@ -174,7 +174,7 @@ def test_other_contexts_use_the_reference(rounding):
     torch.testing.assert_close(compiled(tensors[0]), 2 * expected[:1], rtol=rounding, atol=0)
 
 
-# ---- What is meant: a gradient, or the tensor itself -----------------------------------------------------------------
+# ---- Inputs: parameters, which stand for their gradients, or other tensors -------------------------------------------
 
 
 def layers():
@@ -198,7 +198,7 @@ def layers():
     ],
     ids=["module", "pairs", "generator", "list"],
 )
-def test_parameters_mean_their_gradients(given, names):
+def test_parameters_stand_for_their_gradients(given, names):
     """A frozen parameter counts as a parameter: its values never appear as gradients."""
     statistics = gs.gradient_statistics(given(layers()))
     assert statistics.names == names
@@ -210,7 +210,7 @@ def test_parameters_mean_their_gradients(given, names):
     assert [line.split() for line in lines[2:4]] == [[names[1], "no", "gradient"], [names[2], "no", "gradient"]]
 
 
-def test_statistics_and_clipping_mean_the_same():
+def test_statistics_and_clipping_use_the_same_gradients():
     model = layers()
     model.requires_grad_(True)
     for given in (model, list(model.parameters()), dict(model.named_parameters()).items()):
@@ -232,7 +232,7 @@ def test_statistics_and_clipping_mean_the_same():
     ],
     ids=["plain", "detached", "data", "result", "sparse"],
 )
-def test_other_tensors_mean_themselves(tensor):
+def test_other_tensors_are_measured_themselves(tensor):
     for given in (tensor, [tensor], [("t", tensor)]):
         statistics = gs.gradient_statistics(given)
         assert statistics.norm.tolist() == [10.0]
@@ -253,8 +253,8 @@ def test_leaves_that_require_grad_are_parameters():
     leaf.grad = None
 
 
-def test_within_torch_func_leaves_mean_themselves():
-    """The leaves are inputs of the differentiation, as in a penalty on a norm, and never have a `grad`."""
+def test_within_torch_func_leaves_are_measured_themselves():
+    """Leaves are the inputs of torch.func.grad, which never sets their `grad`; a penalty needs their own norm."""
     norms = []
 
     def penalty(x):
@@ -277,15 +277,15 @@ def test_mixed_input_is_labelled_row_by_row():
     assert statistics.to_dict()["is_gradient"] == [True, False, False, False]
 
 
-def test_names_may_replace_those_of_a_module():
+def test_given_names_replace_the_names_of_a_module():
     model = layers()
     assert gs.gradient_statistics(model, names=["a", "b", "c"]).names == ["a", "b", "c"]
     assert gs.gradient_statistics(model, names=(name for name in "abc")).names == ["a", "b", "c"]
-    with pytest.raises(ValueError, match="3 tensors need as many names, but there are 1"):
+    with pytest.raises(ValueError, match="expected one name for each of 3 tensors, but got 1"):
         gs.gradient_statistics(model, names=["a"])
 
 
-def test_statistics_are_themselves_alone():
+def test_statistics_compare_by_identity():
     first, second = (gs.gradient_statistics([torch.ones(2)]) for _ in range(2))
     assert first == first
     assert len({first, second}) == 2
@@ -298,15 +298,15 @@ def test_statistics_are_themselves_alone():
         (lambda given: gs.clip_gradients_(given, 1.0), "clip_gradients_: parameters"),
     ],
 )
-def test_no_tensors_at_all(call, words):
-    with pytest.raises(TypeError, match=f"^{words} must be a module, or tensors, but it is of type NoneType"):
+def test_none_is_rejected(call, words):
+    with pytest.raises(TypeError, match=f"^{words} must be a module or tensors, but it is of type NoneType"):
         call(None)
 
 
 # ---- As a number -----------------------------------------------------------------------------------------------------
 
 
-def test_statistics_are_a_number_as_the_norm_of_pytorch_is():
+def test_statistics_convert_to_a_number_as_the_norm_of_pytorch_does():
     p = with_gradients([torch.tensor([3.0, 4.0])])
     norm = gs.clip_gradients_(p, 1.0)
     assert float(norm) == norm.item() == 5.0
@@ -319,7 +319,7 @@ def test_statistics_are_a_number_as_the_norm_of_pytorch_is():
     assert norm < torch.tensor(6.0)
     assert norm <= 5
     assert not norm > 5
-    assert isinstance(norm > 4, torch.Tensor)  # nothing was synchronized
+    assert isinstance(norm > 4, torch.Tensor)  # no synchronization with the device
     infinite = gs.clip_gradients_(with_gradients([torch.tensor([math.inf])]), 1.0)
     assert float(infinite) == math.inf
 
@@ -350,7 +350,7 @@ def test_a_norm_beyond_float64_is_named():
     assert torch.equal(model["large"].grad, largest)
 
 
-def test_kinds_of_parameters():
+def test_forms_in_which_parameters_are_accepted():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
     model[1].weight = model[1].weight
     for given in (model, model.parameters(), list(model.named_parameters()), model.named_parameters()):
@@ -374,7 +374,7 @@ def test_kinds_of_parameters():
     assert gs.clip_gradients_(one, 1.0).total_norm == 5
 
 
-def test_a_gradient_of_two_parameters_is_multiplied_once():
+def test_a_gradient_shared_by_two_parameters_is_scaled_once():
     shared = torch.tensor([3.0, 4.0])
     a, b = torch.zeros(2), torch.zeros(2)
     a.grad = b.grad = shared
@@ -382,7 +382,7 @@ def test_a_gradient_of_two_parameters_is_multiplied_once():
     torch.testing.assert_close(shared, torch.tensor([3.0, 4.0]) / math.sqrt(50))
 
 
-def test_gradients_in_any_memory():
+def test_gradients_of_any_layout():
     """Sparse, strided and conjugate gradients are modified in place."""
     base = numbers((6, 8), 0)
     conjugate = torch.complex(numbers(4, 1), numbers(4, 2))

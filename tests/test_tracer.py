@@ -128,7 +128,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
-def test_nothing_is_changed(make):
+def test_tracing_changes_nothing(make):
     outcomes = []
     for tracer in (None, GradientTracer()):
         torch.manual_seed(0)
@@ -158,11 +158,11 @@ def test_no_activation_is_kept_alive():
     assert tracer.used(layer.weight)
 
 
-def test_it_can_be_entered_again_but_not_twice_at_once():
+def test_a_tracer_can_be_reused_but_not_nested():
     first, second = nn.Linear(2, 1), nn.Linear(2, 1)
     with GradientTracer() as tracer:
         first(torch.ones(1, 2))
-        with pytest.raises(RuntimeError, match="active already"), tracer:
+        with pytest.raises(RuntimeError, match="already active"), tracer:
             pass
         first(torch.ones(1, 2))
     with tracer:
@@ -180,7 +180,7 @@ def test_an_exception_ends_tracing():
     assert tracer.calls == calls == 2
 
 
-def test_grad_mode_is_set_as_without_it():
+def test_grad_mode_is_unaffected():
     modes = []
     with GradientTracer():
         with torch.no_grad():
@@ -192,7 +192,7 @@ def test_grad_mode_is_set_as_without_it():
     assert modes == [False, True, False, True]
 
 
-def test_a_compiled_module_is_seen():
+def test_compiled_modules_are_traced():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].register_forward_hook(lambda module, inputs, output: output.detach())
     compiled = torch.compile(model, backend="eager")
@@ -202,7 +202,7 @@ def test_a_compiled_module_is_seen():
     assert codes == {"detached"}
 
 
-def test_subclasses_pass():
+def test_tensor_subclasses_are_supported():
     class Tagged(torch.Tensor):
         calls = 0
 
@@ -255,7 +255,7 @@ def test_setting_data_is_a_cut_and_setting_a_gradient_is_not():
     assert tracer.cuts_between(source.bias, loss) == []
 
 
-def test_sparse_tensors_pass():
+def test_sparse_tensors_are_supported():
     weight = nn.Parameter(torch.ones(2, 2))
     with GradientTracer() as tracer:
         matrix = torch.eye(2).to_sparse()
@@ -279,7 +279,7 @@ def test_values_that_leave_pytorch():
     assert str(item.location).rpartition(":")[0].endswith("test_tracer.py")
 
 
-def test_operands_read_for_their_shape_are_no_dependency():
+def test_reading_only_the_shape_of_an_operand_is_no_dependency():
     p = nn.Parameter(torch.ones(3))
     x = torch.ones(3)
     with GradientTracer() as tracer:
@@ -297,7 +297,7 @@ def test_operands_read_for_their_shape_are_no_dependency():
     assert [cut.call for cut in tracer.escapes(p, copied)] == ["tolist"]
 
 
-def test_the_package_s_own_functions_are_seen():
+def test_functions_of_this_package_are_traced():
     """Their results have no graph if their inputs have none."""
     layer, support = torch.nn.Linear(4, 11), gs.Support(-5, 5, 11)
     module = gs.MultiStepLoss(value=gs.TwoHot(support))
@@ -320,7 +320,7 @@ def test_relevant_and_irrelevant_cuts():
     scale, data = torch.full((), 0.5), torch.ones(3)
     with GradientTracer() as tracer:
         x = w * data
-        beside = {
+        irrelevant = {
             "straight through": x + (x.round() - x).detach(),
             "round first": x.round().detach() - x.detach() + x,
             "scaled": x * 0.3 + x.detach() * 0.7,
@@ -329,7 +329,7 @@ def test_relevant_and_irrelevant_cuts():
             "weight": w + ((w / scale).round() * scale - w).detach(),
             "index": torch.where(x.detach() > 0, x, 0.0),
         }
-        between = {
+        relevant = {
             "state": torch.tanh(x).detach() @ w,
             "two calls on": x + torch.tanh(torch.tanh(x).detach() * w),
             "state and value": torch.cat([x, x.detach()]),
@@ -338,14 +338,14 @@ def test_relevant_and_irrelevant_cuts():
         }
         with torch.no_grad():
             y = x * 2  # Only this value has no gradient.
-        between["no_grad"] = y @ w
-    for name, result in beside.items():
-        assert tracer.felt_cuts(result) == [], name
+        relevant["no_grad"] = y @ w
+    for name, result in irrelevant.items():
+        assert tracer.relevant_cuts(result) == [], name
         assert tracer.cuts(result), name
-    for name, result in between.items():
-        assert len(tracer.felt_cuts(result)) == 1, name
-    assert tracer.felt_cuts(between["no_grad"])[0].kind == "no_grad"
-    assert tracer.felt_cuts(x) == tracer.cuts(x) == tracer.felt_cuts(w) == []
+    for name, result in relevant.items():
+        assert len(tracer.relevant_cuts(result)) == 1, name
+    assert tracer.relevant_cuts(relevant["no_grad"])[0].kind == "no_grad"
+    assert tracer.relevant_cuts(x) == tracer.cuts(x) == tracer.relevant_cuts(w) == []
 
 
 def test_a_failed_pass_leaves_no_cut():
@@ -355,4 +355,4 @@ def test_a_failed_pass_leaves_no_cut():
         layer(layer(x).detach().T)
     with tracer:
         result = layer(x)
-    assert tracer.felt_cuts(result) == []
+    assert tracer.relevant_cuts(result) == []

@@ -1,12 +1,12 @@
-// Kernels of the CPU are compiled once for each instruction set, and the best that the machine has is chosen when the
-// program runs, so that a build made on one machine runs on any other of its architecture.
+// CPU kernels are compiled once for each instruction set. The best one that the machine supports is selected at run
+// time, so that a build runs on every machine of the same architecture.
 //
-// A family declares a kernel in one of its headers, and defines it in a .cpp file that includes itself:
+// A kernel is declared in a header, and defined in a .cpp file that includes itself:
 //
 //   extern const CpuKernel<Function> name_kernel;
 //
 //   #ifndef GRADSCALE_VARIANT
-//   #define GRADSCALE_KERNELS "../family/kernels.cpp"
+//   #define GRADSCALE_KERNELS "../folder/kernels.cpp"
 //   #include "each_instruction_set.h"
 //   const CpuKernel<Function> name_kernel = GRADSCALE_CPU_KERNEL(name);
 //   #else // the code, in the namespace that GRADSCALE_VARIANT names
@@ -21,7 +21,7 @@ enum class InstructionSet : int32_t { baseline = 0, avx2 = 1, avx512 = 2 };
 
 template <class Function>
 struct CpuKernel {
-  Function functions[3]; // by instruction set; null where there is no code for it
+  Function functions[3]; // indexed by InstructionSet; null if not compiled
 
   Function compiled_for(InstructionSet set) const {
     return functions[static_cast<int32_t>(set)];
@@ -34,7 +34,7 @@ struct CpuKernel {
 #define GRADSCALE_CPU_KERNEL(name) {baseline::name}
 #endif
 
-// The best of the instruction sets compiled for that this machine has and ATEN_CPU_CAPABILITY allows.
+// The best compiled instruction set that this machine supports and ATEN_CPU_CAPABILITY allows.
 InstructionSet instruction_set();
 
 template <class Function>

@@ -1,7 +1,7 @@
-// Reading and writing rows of logits, and the softmax of a row. Included once for each instruction set.
+// Reads and writes rows of logits, and computes the softmax of a row. Included once for each instruction set.
 //
-// Blocks of 16 follow the alignment of the row in memory, so that few loads and stores cross a cache line. A gradient
-// is aligned as its logits are when both are contiguous.
+// Rows are processed in blocks of 16 elements that are aligned in memory, so that few loads and stores cross a cache
+// line. A contiguous gradient has the same alignment as contiguous logits.
 #include "../formulas/element.h"
 #include "../formulas/support.h"
 #include "lanes.h"
@@ -23,13 +23,13 @@ struct Softmax {
   A* values; // exp(logit - maximum)
 };
 
-// Memory that is used next. It is prefetched while exponentials are computed, which access no memory.
+// Memory that is used next. It is prefetched while exponentials are computed.
 struct Ahead {
   const void* read;
   void* write;
 };
 
-// Memory for a second row, next to the row of the exponentials.
+// Memory for a second row in `scratch`, after the row of exponentials.
 template <class A>
 A* second_row(A* scratch, int64_t width) {
   return scratch + padded_width(width) + kLanes;
@@ -65,7 +65,7 @@ const T* row_of(const Rows& rows, int64_t row) {
   return static_cast<const T*>(rows.data) + row * rows.stride;
 }
 
-// The logits of the next row, and where the gradient of this one goes.
+// The logits of the next row, and the memory for the gradient of this row.
 template <class T>
 Ahead ahead_of(const Rows& logits, const Rows& gradient, int64_t row) {
   const int64_t size = element_size(gradient.element);
@@ -73,8 +73,8 @@ Ahead ahead_of(const Rows& logits, const Rows& gradient, int64_t row) {
   return {row_of<T>(logits, row + 1), out == nullptr ? nullptr : out + row * gradient.stride * size};
 }
 
-// The number of elements before the first aligned block; 0 for a row without blocks. Tensors begin at multiples of 64
-// bytes, so that the order of additions is the same in each run.
+// The number of elements before the first aligned block; 0 for a row without blocks. PyTorch allocates tensors at
+// multiples of 64 bytes, so that the order of additions is the same in each run.
 template <class T>
 int64_t elements_before_blocks(const T* row, int64_t width) {
   constexpr int64_t alignment = 64 / sizeof(T) < kLanes ? 64 / sizeof(T) : kLanes; // in elements
@@ -85,8 +85,10 @@ int64_t elements_before_blocks(const T* row, int64_t width) {
 template <int chain>
 using Chain = std::integral_constant<int, chain>;
 
-// Calls body(first, lanes, chain) for blocks that begin at element `first`: for the elements before the aligned blocks,
-// for these, and for the rest. `lanes` are in no other block. `chains` neighbours may be added up separately.
+// Calls body(first, lanes, chain) for each block of a row, which begins at element `first`. The blocks are a block with
+// the elements before the aligned blocks, the aligned blocks, and a block with the remaining elements. Blocks may
+// overlap: `lanes` selects the elements that no other block selects. Sums of different chains, 0 .. chains, are
+// independent, so that the processor can compute them in parallel.
 template <int chains, class Body>
 GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) {
   if (width < kLanes) {
@@ -116,8 +118,8 @@ GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) 
   }
 }
 
-// `largest` ignores NaN; -inf if all logits are NaN. `smallest` may be NaN if a logit is, and is the largest logit if
-// none is negative: then |smallest| is not above |largest|.
+// `largest` ignores NaN, and is -inf if all logits are NaN. `smallest` is the smallest logit if any is negative;
+// otherwise it is the largest, so that |smallest| <= |largest|. It may be NaN if a logit is NaN.
 template <class A>
 struct Extremes {
   A smallest, largest;
@@ -125,7 +127,7 @@ struct Extremes {
 
 template <class A, class T>
 Extremes<A> extremes_of(const T* logits, int64_t width) {
-  constexpr int chains = Lanes<A>::kParts == 1 ? 4 : 2; // as many as registers hold
+  constexpr int chains = Lanes<A>::kParts == 1 ? 4 : 2; // as many as fit into the registers
   const Lanes<A> zero = A(0), none = -static_cast<A>(INFINITY);
   Lanes<A> least[chains], most[chains];
   std::fill_n(least, chains, zero);
@@ -152,19 +154,19 @@ A largest_finite(const T* logits, int64_t width) {
   return largest(most);
 }
 
-// Leaves exp(logit - maximum) in `scratch`, at `values`. The moment is a sum of partial sums: each block of lanes adds
-// the sum so far, so that an element counts once for its own block and for each block after it.
+// Stores exp(logit - maximum) in `scratch`, from `values` on. The moment is computed from the sum of the running sums
+// after each block: an element is counted once for its own block, and once for each block after it.
 template <bool with_moment, bool in_range, class T, class A>
 Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A* scratch) {
   const int64_t before = elements_before_blocks(logits, width);
   A* values = scratch + (before == 0 ? 0 : kLanes - before);
   const Lanes<A> zero = A(0);
-  Lanes<A> sum = zero, partial_sums = zero, moment = zero; // the moment in blocks
-  int64_t blocks = 0;                                      // whole ones
+  Lanes<A> sum = zero, partial_sums = zero, moment = zero; // in units of blocks
+  int64_t blocks = 0;                                      // whole blocks
   const auto* read = static_cast<const T*>(ahead.read);
   const auto* write = static_cast<const T*>(ahead.write != nullptr ? ahead.write : values);
   each_block<1>(before, width, [&](int64_t j, auto lanes, auto) {
-    // Prefetching past the end of either does nothing.
+    // Prefetching past the end is harmless.
     __builtin_prefetch(read + j, /*rw=*/0);
     __builtin_prefetch(write + j, /*rw=*/1);
     const Lanes<A> e = exp_nonpositive<in_range>(load_lanes(logits + j, lanes) - Lanes<A>(maximum));
@@ -195,7 +197,7 @@ Softmax<A> softmax_of(const T* logits, int64_t width, Extremes<A> extremes, Ahea
   return softmax_of<with_moment, false>(logits, width, extremes.largest, ahead, scratch);
 }
 
-// Loads the lanes of a block of any row.
+// Loads the lanes of one block from a row.
 template <class Which>
 struct LoadBlock {
   int64_t first;
@@ -211,14 +213,14 @@ inline double squared(double x) {
   return x * x;
 }
 
-// True if a sum of squares in A is right: none was infinite, and those that were subnormal are negligible.
+// True if a sum of squares in A is accurate: no square overflowed, and those that underflowed are negligible.
 template <class A>
 bool is_in_range(A squares) {
   return squares > std::numeric_limits<A>::min() / std::numeric_limits<A>::epsilon() &&
-         squares <= std::numeric_limits<A>::max(); // NaN is not
+         squares <= std::numeric_limits<A>::max(); // false for NaN
 }
 
-// The sum of the squares of factor value(load), in double.
+// The sum of (factor * value(load))^2, in double.
 template <class A, class Value>
 [[gnu::noinline]] double squares_in_double(int64_t before, int64_t width, double factor, Value value) {
   double sum = 0;
@@ -232,33 +234,33 @@ template <class A, class Value>
   return sum;
 }
 
-// Writes out[j] = factor value(load) with load(row) = row[j], and returns the sum of the squares before rounding.
+// Writes out[j] = factor * value(load), where load(row) = row[j]. Returns the sum of the squares before rounding.
 template <class G, class A, class Value>
 double write_gradient(const Rows& gradient, int64_t row, int64_t width, A factor, Value value) {
   G* out = static_cast<G*>(gradient.data) + row * gradient.stride;
-  const Lanes<A> zero = A(0), of_all = factor;
+  const Lanes<A> zero = A(0), factors = factor;
   Lanes<A> squares[2] = {zero, zero};
   each_block<2>(elements_before_blocks(out, width), width, [&](int64_t j, auto lanes, auto chain) {
     const Lanes<A> x = value(LoadBlock<decltype(lanes)>{j, lanes}), counted = kept(lanes, x, zero);
     squares[chain] += counted * counted;
-    store_lanes(out + j, x * of_all, lanes);
+    store_lanes(out + j, x * factors, lanes);
   });
   const A sum = total(squares[0] + squares[1]);
   return is_in_range(sum) ? squared(factor) * sum
                           : squares_in_double<A>(elements_before_blocks(out, width), width, factor, value);
 }
 
-// The sums over j of the terms(load), load(row) being row[j]. `first` is the row with the alignment that matters.
+// The sums over j of terms(load), where load(row) = row[j]. Blocks are aligned as in `aligned_row`.
 template <class A, class T, class Terms>
-auto sums_of(const T* first, int64_t width, Terms terms) {
+auto sums_of(const T* aligned_row, int64_t width, Terms terms) {
   constexpr size_t count = std::tuple_size<decltype(terms(LoadBlock<AllLanes>()))>::value;
   const Lanes<A> zero = A(0);
   std::array<Lanes<A>, count> sums;
   sums.fill(zero);
-  each_block<1>(elements_before_blocks(first, width), width, [&](int64_t j, auto lanes, auto) {
-    const auto of_block = terms(LoadBlock<decltype(lanes)>{j, lanes});
+  each_block<1>(elements_before_blocks(aligned_row, width), width, [&](int64_t j, auto lanes, auto) {
+    const auto block_terms = terms(LoadBlock<decltype(lanes)>{j, lanes});
     for (size_t i = 0; i < count; ++i) {
-      sums[i] += kept(lanes, of_block[i], zero);
+      sums[i] += kept(lanes, block_terms[i], zero);
     }
   });
   std::array<A, count> result;
@@ -268,7 +270,7 @@ auto sums_of(const T* first, int64_t width, Terms terms) {
   return result;
 }
 
-// ---- What rows of logits over the bins of a support decode to -------------------------------------------------------
+// ---- Decoding of logits over the bins of a support ------------------------------------------------------------------
 
 inline const float* raw_centers(const Support& support, float) {
   return support.raw_centers_float;
@@ -278,8 +280,8 @@ inline const double* raw_centers(const Support& support, double) {
   return support.raw_centers;
 }
 
-// sum_j e_j c_j over the centres transformed back. Bins at equal distance from the middle are added in pairs: over a
-// symmetric support each pair is exactly antisymmetric, so that equal e_j give exactly 0.
+// sum_j e_j c_j over the raw (not transformed) centres c_j. Bins at equal distance from the middle are added in pairs:
+// the centres of each pair of a symmetric support cancel exactly, so that equal e_j give exactly 0.
 template <class A>
 A raw_moment(const A* values, const Support& support) {
   const A* centers = raw_centers(support, A());
@@ -293,7 +295,7 @@ A raw_moment(const A* values, const Support& support) {
   return last % 2 == 0 ? sum + values[pairs] * centers[pairs] : sum;
 }
 
-// The expectation in transformed coordinates, or of the raw centres.
+// The expectation in transformed coordinates; of the raw centres if the support is raw.
 template <class A>
 A expectation(const Softmax<A>& softmax, const Support& support) {
   return support.raw ? raw_moment(softmax.values, support) / softmax.sum

@@ -1,5 +1,5 @@
-// How host code starts kernels. Each kernel is compiled on its own, for the types and widths that it is needed for, and
-// identified by its name; code that includes this needs neither a CUDA compiler nor CUDA headers.
+// Launches kernels from host code. Each kernel is compiled separately, for the types and widths in its name. Code that
+// includes this header needs neither a CUDA compiler nor CUDA headers.
 #pragma once
 
 #include "../formulas/port.h"
@@ -11,13 +11,13 @@
 
 namespace gradscale {
 
-using Stream = void*; // of CUDA's driver; null: the default stream
+using Stream = void*; // a CUstream; null is the default stream
 
-// A kernel: the file that defines it, relative to csrc, and its name as C++ writes it inside of namespace gradscale. It
-// is made once and lives as long as the program, because it remembers what has been loaded for it.
+// A kernel, identified by the file that defines it (relative to csrc) and its C++ name within namespace gradscale.
+// Instances must live until the program exits, because they cache the functions that the driver has loaded.
 class NamedKernel {
  public:
-  static constexpr int kMaxDevices = 128; // PyTorch supports 120 at most
+  static constexpr int kMaxDevices = 128; // PyTorch supports at most 120
 
   NamedKernel(const char* file, std::string name) : file_(file), name_(std::move(name)) {
   }
@@ -30,7 +30,7 @@ class NamedKernel {
   const std::string& name() const {
     return name_;
   }
-  // The driver's function for a device; null where it is not loaded yet.
+  // The driver's function for a device; null until it is loaded.
   std::atomic<void*>& function(int device) const {
     return functions_[device];
   }
@@ -48,10 +48,10 @@ class Kernel : public NamedKernel {
   using NamedKernel::NamedKernel;
 };
 
-// Starts a kernel with its arguments, asynchronously. Compiles and loads it at its first use.
+// Launches a kernel asynchronously, with untyped arguments. Compiles and loads the kernel at its first use.
 void start(const NamedKernel& kernel, int64_t blocks, int threads, Stream stream, const void* arguments);
 
-// Starts `kernel` for `blocks` blocks of `threads` threads; none where there are no blocks.
+// Launches `blocks` blocks of `threads` threads; does nothing if `blocks` is 0.
 template <class Argument>
 void launch(const Kernel<Argument>& kernel, int64_t blocks, int threads, Stream stream, const Argument& arguments) {
   static_assert(std::is_trivially_copyable<Argument>::value && sizeof(Argument) <= 32764);

@@ -180,7 +180,7 @@ GRADSCALE_DEVICE void each_window_of_range(const T* from, int32_t size, const Gr
   }
 }
 
-// Writes changed(x) for each element x, in the type of sums.
+// Writes changed(x) for each element x, converted to the type of sums.
 template <class T, class Change>
 GRADSCALE_DEVICE void change_range(const T* from, T* to, int32_t size, const Group& group, Change changed) {
   each_window_of_range(from, size, group, [&](auto* values, int32_t first) {

@@ -87,9 +87,9 @@ rescale_kept(GRADSCALE_ARGUMENT(RescaleCall) call) {
   const int64_t begin = (active ? index * call.size : 0) + group.rank * Window<T>::kSize;
   const T* from = static_cast<const T*>(call.from) + begin;
   T* to = static_cast<T*>(call.to) + begin;
-  Window<T> kept[kWindowsOfThread] = {};
+  Window<T> kept[kWindowsPerThread] = {};
 #pragma unroll
-  for (int c = 0; c < kWindowsOfThread; ++c) {
+  for (int c = 0; c < kWindowsPerThread; ++c) {
     if (group.rank + c * threads < windows) {
       kept[c] = load16<Window<T>>(from + c * threads * Window<T>::kSize);
     }
@@ -105,7 +105,7 @@ rescale_kept(GRADSCALE_ARGUMENT(RescaleCall) call) {
   }
   scale(kept, by);
 #pragma unroll
-  for (int c = 0; c < kWindowsOfThread; ++c) {
+  for (int c = 0; c < kWindowsPerThread; ++c) {
     if (group.rank + c * threads < windows) {
       store16(to + c * threads * Window<T>::kSize, kept[c]);
     }

@@ -69,15 +69,15 @@ void launch_elementwise(const ElementwiseCall& call, void* stream) {
 
 namespace {
 
-constexpr const char* kFileOfNorms = "flow/group_norm.cuh";
+constexpr const char* kNormsFile = "flow/group_norm.cuh";
 
 // The number of threads that keep a group in registers; 0 if they cannot.
 template <class T>
-int32_t threads_that_keep_group(const RescaleCall& call) {
+int32_t threads_for_group_in_registers(const RescaleCall& call) {
   const auto begins = reinterpret_cast<uintptr_t>(call.from) | reinterpret_cast<uintptr_t>(call.to);
   const auto bytes = call.size * static_cast<int64_t>(sizeof(T));
   const bool whole = begins % 16 == 0 && bytes % 16 == 0; // windows
-  return whole && call.p == 2 && !std::is_same_v<T, double> ? threads_that_keep(bytes / 16) : 0;
+  return whole && call.p == 2 && !std::is_same_v<T, double> ? threads_for_row_in_registers(bytes / 16) : 0;
 }
 
 // The kernels whose threads keep groups in registers: 2, 4, 8, 16 or 32 threads a group.
@@ -87,11 +87,11 @@ void launch_kept(const RescaleCall& call, int32_t threads, Stream stream) {
     return std::string("rescale_kept<") + type_name(ElementOf<T>::value) + ", " + std::to_string(of_group) + ">";
   };
   static const Kernel<RescaleCall> kernels[] = {
-      {kFileOfNorms, kernel(2)},
-      {kFileOfNorms, kernel(4)},
-      {kFileOfNorms, kernel(8)},
-      {kFileOfNorms, kernel(16)},
-      {kFileOfNorms, kernel(32)}};
+      {kNormsFile, kernel(2)},
+      {kNormsFile, kernel(4)},
+      {kNormsFile, kernel(8)},
+      {kNormsFile, kernel(16)},
+      {kNormsFile, kernel(32)}};
   int index = 0;
   while (2 << index < threads) {
     ++index;
@@ -104,10 +104,10 @@ void launch_as(const RescaleCall& call, Stream stream) {
   static const auto kernel = [](const char* name) {
     return std::string(name) + "<" + type_name(ElementOf<T>::value) + ">";
   };
-  static const Kernel<RescaleCall> groups(kFileOfNorms, kernel("rescale_groups"));
-  static const Kernel<RescaleCall> sums(kFileOfNorms, kernel("power_sums"));
-  static const Kernel<RescaleCall> chunks(kFileOfNorms, kernel("rescale_chunks"));
-  const int32_t threads = threads_that_keep_group<T>(call);
+  static const Kernel<RescaleCall> groups(kNormsFile, kernel("rescale_groups"));
+  static const Kernel<RescaleCall> sums(kNormsFile, kernel("power_sums"));
+  static const Kernel<RescaleCall> chunks(kNormsFile, kernel("rescale_chunks"));
+  const int32_t threads = threads_for_group_in_registers<T>(call);
   if (threads > 0) {
     return launch_kept<T>(call, threads, stream);
   }

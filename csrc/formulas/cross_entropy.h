@@ -1,12 +1,12 @@
-// The formula of all heads of logits x with a target t over them. With d_j = x_j - max x, e_j = exp(d_j), s = sum e and
-// p_j = e_j / s, entropy H(p) = -sum p_j log p_j and weight w:
+// The loss of a head with logits x and a target t over the logits, and its gradient. With d_j = x_j - max x,
+// e_j = exp(d_j), s = sum e, p_j = e_j / s, entropy H(p) = -sum p_j log p_j and its weight w:
 //
-//   loss      sum(t) log s - sum_j t_j d_j - w H(p) + sum_j t_j log t_j (the last two if the head asks for them)
+//   loss      sum(t) log s - sum_j t_j d_j - w H(p) + sum_j t_j log t_j (the last two are optional)
 //   gradient  sum(t) p_j - t_j + w p_j (log p_j + H(p))
 //
 // H(p) = log s - sum(e d) / s, so that log p_j + H(p) = d_j - sum(e d) / s.
 //
-// The CPU's kernels include this once for each instruction set, into its namespace: A is lanes of vectors of that set.
+// CPU kernels include this once for each instruction set, in its namespace, so that A can be Lanes of its vectors.
 #if defined(GRADSCALE_VARIANT) || !defined(GRADSCALE_CROSS_ENTROPY)
 #define GRADSCALE_CROSS_ENTROPY
 
@@ -17,7 +17,7 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 #endif
 
-constexpr float kLowest = -3e38f; // a finite stand-in for -inf: 0 times it is 0
+constexpr float kLowest = -3e38f; // replaces -inf, because 0 * -inf is NaN
 
 // The factors that the elements of a row share.
 template <class A>
@@ -37,8 +37,8 @@ struct CrossEntropy {
   static constexpr int kSums = kSubtracts ? 5 : 4;
   A entropy_weight;
 
-  // Adds an element to the sums. `correct` is product(t, d): an illegal action (-inf) without mass costs nothing.
-  // Weighted sums are sum(e d), unless another weight is given: a position among bins.
+  // Adds an element to the sums. `correct` is product(t, d), which is 0 for an illegal action (d = -inf) with t = 0.
+  // `weight` is d, or the position among the bins of a support.
   GRADSCALE_HOST_DEVICE static void add(A (&sums)[kSums], A e, A t, A correct, A weight) {
     sums[kSum] += e;
     sums[kWeighted] += e * weight;
@@ -68,11 +68,11 @@ struct CrossEntropy {
   GRADSCALE_HOST_DEVICE static Factors factors(const A (&sums)[kSums], A inverse_sum, A coefficient) {
     return {coefficient, coefficient * inverse_sum * sums[kMass], inverse_sum, sums[kWeighted] * inverse_sum};
   }
-  GRADSCALE_HOST_DEVICE A gradient(const Factors& of, A e, A d, A t) const {
-    if constexpr (kHasEntropy) { // the entropy's part goes with the target
-      t = t - entropy_weight * (e * of.inverse_sum * (finite(d) - of.expected));
+  GRADSCALE_HOST_DEVICE A gradient(const Factors& row, A e, A d, A t) const {
+    if constexpr (kHasEntropy) { // the gradient of the entropy is subtracted from the target
+      t = t - entropy_weight * (e * row.inverse_sum * (finite(d) - row.expected));
     }
-    return e * of.per_exponential - of.coefficient * t;
+    return e * row.per_exponential - row.coefficient * t;
   }
 };
 

@@ -1,13 +1,13 @@
-// Statistics of the elements of a gradient: of a part of them, and of all parts together.
+// Statistics of the elements of a gradient: of chunks, and of all chunks together.
 #pragma once
 
 #include "norms.h"
 
 namespace gradscale {
 
-// Bins of log2 |g|, an octave each; the first has everything smaller, and the last everything larger.
+// Bins of log2 |g|, one octave each. The first also counts everything smaller, and the last everything larger.
 constexpr int kHistogramBins = 64;
-constexpr int kFirstEdge = -40; // log2 of where the second bin begins
+constexpr int kFirstEdge = -40; // log2 of the lower edge of the second bin
 
 // The bin of a positive number, from its floor(log2).
 GRADSCALE_HOST_DEVICE int32_t bin_of_exponent(int32_t exponent) {
@@ -15,18 +15,18 @@ GRADSCALE_HOST_DEVICE int32_t bin_of_exponent(int32_t exponent) {
   return bin < 0 ? 0 : (bin > kHistogramBins - 1 ? kHistogramBins - 1 : bin);
 }
 
-// Bits of |x|, which are ordered as the numbers are: inf is beyond all numbers, and NaN beyond inf. Subnormal numbers
-// have an exponent that is too large, and still far below the first edge.
+// The bits of |x| as an integer. They have the same order as the numbers; inf is above all numbers, and NaN above inf.
+// The exponent bits of a subnormal number are too large, but still far below the first edge.
 template <class W>
 struct Magnitude {
   using Bits = std::conditional_t<sizeof(W) == sizeof(int32_t), int32_t, int64_t>;
-  static constexpr Bits kWithoutSign = std::numeric_limits<Bits>::max();
+  static constexpr Bits kMagnitudeMask = std::numeric_limits<Bits>::max();
   static constexpr int32_t kFractionBits = std::numeric_limits<W>::digits - 1;
   static constexpr int32_t kBias = std::numeric_limits<W>::max_exponent - 1;
   static constexpr Bits kInfinity = static_cast<Bits>(2 * kBias + 1) << kFractionBits;
 
   static GRADSCALE_HOST_DEVICE Bits of(W x) {
-    return bit_cast<Bits>(x) & kWithoutSign;
+    return bit_cast<Bits>(x) & kMagnitudeMask;
   }
   static GRADSCALE_HOST_DEVICE W number(Bits bits) {
     return bit_cast<W>(bits);
@@ -38,7 +38,7 @@ struct Magnitude {
 
 // Sums over finite elements.
 struct ElementSums {
-  double powers;  // sum of (|g| / root^2)^p, or the largest |g| / root^2 where p is inf
+  double powers;  // sum of (|g| / root^2)^p, or the largest |g| / root^2 if p is inf
   double sum;     // of g / root^2
   double maximum; // of |g|
   double root;    // a power of two
@@ -65,7 +65,7 @@ GRADSCALE_HOST_DEVICE ElementSums from_root_to_root(const ElementSums& sums, dou
       root};
 }
 
-// The sums of two parts together.
+// Adds the sums of two parts.
 GRADSCALE_HOST_DEVICE ElementSums added(const ElementSums& a, const ElementSums& b, double p) {
   if (a.maximum == 0 || b.maximum == 0) {
     return a.maximum == 0 ? b : a;
@@ -82,7 +82,7 @@ GRADSCALE_HOST_DEVICE double norm_of(const ElementSums& sums, double p) {
   return norm_of(sums.powers, p) * sums.root * sums.root;
 }
 
-// The mean; 0 where there are no elements.
+// The mean; 0 if there are no elements.
 GRADSCALE_HOST_DEVICE double mean_of(const ElementSums& sums, int64_t count) {
   return count == 0 ? 0 : sums.sum / static_cast<double>(count) * sums.root * sums.root;
 }
@@ -95,8 +95,8 @@ struct StatisticsOut {
   int64_t* histogram; // [count, kHistogramBins]
   int64_t count;
 
-  // Stores the statistics of tensor i. `implicit_zeros` are the zeros that a sparse tensor does not store; -1 where
-  // there is no tensor.
+  // Stores the statistics of tensor i. `implicit_zeros` is the number of zeros that a sparse tensor does not store; -1
+  // if there is no tensor.
   GRADSCALE_HOST_DEVICE void store(
       int64_t i,
       const ElementSums& sums,
@@ -121,15 +121,15 @@ struct StatisticsOut {
 
 // ---- Clipping -------------------------------------------------------------------------------------------------------
 
-// The factor of a unit of a gradient, from its norm and the norm of its weights. A NaN in either gives NaN.
+// The factor of a unit of a gradient, from the unit's norm and the norm of its weights. NaN if either norm is NaN.
 GRADSCALE_HOST_DEVICE double unit_factor(double gradient, double weight, double adaptive, double eps) {
-  const double longest = weight < eps ? eps : weight;
-  const double limit = longest == 0 ? 0 : adaptive * longest;
+  const double clamped = weight < eps ? eps : weight;
+  const double limit = clamped == 0 ? 0 : adaptive * clamped;
   return gradient <= limit ? 1 : limit / gradient;
 }
 
-// The number that torch.nn.utils.clip_grad_norm_ adds too: it keeps a norm of 0 from being a divisor.
-constexpr double kAddedToNorm = 1e-6;
+// Added to the norm to avoid a division by 0, as in torch.nn.utils.clip_grad_norm_.
+constexpr double kNormEps = 1e-6;
 
 // x^p for x >= 0.
 GRADSCALE_HOST_DEVICE double power_in_norm(double x, double p) {
@@ -150,8 +150,8 @@ GRADSCALE_HOST_DEVICE double total_norm(double largest, double powers, double p,
 
 // Stores the total norm, the factor, and 1 if the factor is not 1, else 0.
 GRADSCALE_HOST_DEVICE void store_clipping(double total, double max_norm, bool skip_nonfinite, double* out) {
-  double factor = max_norm / (total + kAddedToNorm);
-  if (factor > 1) { // NaN stays
+  double factor = max_norm / (total + kNormEps);
+  if (factor > 1) { // false for NaN, which stays
     factor = 1;
   }
   if (skip_nonfinite && !(total < static_cast<double>(INFINITY))) {

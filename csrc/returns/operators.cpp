@@ -1,5 +1,5 @@
-// The operators that autograd, transforms and compilers see. A function and its adjoint are linear, and each other's
-// gradient, so that any order of differentiation, in either mode, is made of the two.
+// The operators that autograd, torch.func transforms and compilers see. A function and its adjoint are both linear, and
+// each computes the gradient of the other, so these two cover every order of forward- and reverse-mode differentiation.
 #include "../torch/autograd.h"
 #include "../torch/tensor_element.h"
 #include "returns.h"
@@ -61,8 +61,8 @@ bool reads_values(Formula function) {
   return function == Formula::advantages || function == Formula::vtrace || function == Formula::retrace;
 }
 
-// The call that computes the wanted gradients of a call's inputs from the gradients of its results. A missing gradient
-// that the function reads is replaced by zeros of `shape`, the shape of the first input.
+// Returns the call that computes the wanted gradients of a call's inputs from the gradients of its results. Replaces a
+// missing gradient that the function reads with zeros of `shape`, the shape of the first input.
 LinearCall transposed(
     const LinearCall& call,
     Tensors gradients,
@@ -98,7 +98,7 @@ LinearCall transposed(
   return result;
 }
 
-// One of the calls in the graph. Its tensors are saved as any operation saves its own: a later change is noticed.
+// The autograd node of a call. It saves the coefficients as SavedVariables, which detect in-place changes.
 class LinearBackward : public BackwardNode {
  public:
   void set(const LinearCall& call) {
@@ -152,12 +152,12 @@ class LinearBackward : public BackwardNode {
     for (size_t i = 0; i < num_outputs(); ++i) {
       wants[i] = dtypes_[i] && task_should_compute_output(i);
     }
-    // The gradients of an adjoint are the results of the function.
+    // The function returns all of its results, and the adjoint only the wanted gradients.
     const Tensors computed = call_operator(transposed(call, std::move(gradients), wants, shape_));
     size_t next = 0;
     for (size_t i = 0; i < num_outputs(); ++i) {
-      const bool is_there = call.is_adjoint ? i < computed.size() : wants[i];
-      if (is_there) {
+      const bool is_computed = call.is_adjoint ? i < computed.size() : wants[i];
+      if (is_computed) {
         const at::Tensor& gradient = computed[call.is_adjoint ? i : next++];
         if (wants[i]) {
           result[i] = gradient.to(*dtypes_[i]);
@@ -217,10 +217,10 @@ void check_constants(const LinearCall& call) {
 
 std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
   check_constants(call);
-  bool records = false, has_tangents = false;
+  bool requires_grad = false, has_tangents = false;
   for (const at::Tensor& input : call.inputs) {
     if (input.defined()) {
-      records = records || (at::GradMode::is_enabled() && input.requires_grad());
+      requires_grad = requires_grad || (at::GradMode::is_enabled() && input.requires_grad());
       has_tangents = has_tangents || input._fw_grad(/*level=*/0).defined();
     }
   }
@@ -237,12 +237,12 @@ std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
         input = tangent.defined() ? tangent : at::zeros_symint(input.sym_sizes(), input.options());
       }
     }
-    const Tensors of_results = returns(tangents, is_plain);
+    const Tensors result_tangents = returns(tangents, is_plain);
     for (size_t i = 0; i < results.size(); ++i) {
-      results[i]._set_fw_grad(of_results[i], /*level=*/0, /*is_inplace_op=*/false);
+      results[i]._set_fw_grad(result_tangents[i], /*level=*/0, /*is_inplace_op=*/false);
     }
   }
-  if (records) {
+  if (requires_grad) {
     LinearBackward* node = nullptr;
     const NodePtr handle = make_node(node);
     node->set(call);
@@ -254,7 +254,7 @@ std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
 
 namespace {
 
-ReturnsCoefficients coefficients_of(
+ReturnsCoefficients make_coefficients(
     const Optional& ratios,
     const Optional& discounts,
     const Optional& lambdas,
@@ -283,14 +283,14 @@ ReturnsCoefficients coefficients_of(
       batch_first};
 }
 
-Tensors recorded(const LinearCall& call) {
+Tensors returns_with_autograd(const LinearCall& call) {
   return returns(call, /*is_plain=*/false);
 }
 
 using Kernel = Tensors (*)(const LinearCall&);
 
 template <Kernel kernel>
-Tensors function(
+Tensors returns_operator(
     int64_t formula,
     const at::Tensor& rewards,
     const Optional& values,
@@ -314,7 +314,7 @@ Tensors function(
        {rewards, values.value_or(at::Tensor()), next_values.value_or(at::Tensor())},
        /*observations=*/!next_values,
        {},
-       coefficients_of(
+       make_coefficients(
            ratios,
            discounts,
            lambdas,
@@ -331,7 +331,7 @@ Tensors function(
 }
 
 template <Kernel kernel>
-Tensors adjoint(
+Tensors adjoint_operator(
     int64_t formula,
     std::array<bool, 3> wants,
     bool observations,
@@ -356,7 +356,7 @@ Tensors adjoint(
        {gradient.value_or(at::Tensor()), second_gradient.value_or(at::Tensor()), at::Tensor()},
        observations,
        wants,
-       coefficients_of(
+       make_coefficients(
            ratios,
            discounts,
            lambdas,
@@ -401,10 +401,6 @@ Tensors muzero_operator(
        batch_first});
 }
 
-} // namespace
-
-namespace {
-
 template <class... Numbers>
 Tensors muzero_with_checks(
     const at::Tensor& rewards,
@@ -444,19 +440,19 @@ TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("returns", function<recorded>);
-  m.impl("returns_adjoint", adjoint<recorded>);
+  m.impl("returns", returns_operator<returns_with_autograd>);
+  m.impl("returns_adjoint", adjoint_operator<returns_with_autograd>);
   m.impl("muzero_targets", muzero_with_checks<double, c10::SymInt, c10::SymInt, c10::SymInt, bool>);
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Batched, m) {
-  m.impl("returns", function<batched_returns>);
-  m.impl("returns_adjoint", adjoint<batched_returns>);
+  m.impl("returns", returns_operator<batched_returns>);
+  m.impl("returns_adjoint", adjoint_operator<batched_returns>);
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
-  m.impl("returns", function<compute_returns>);
-  m.impl("returns_adjoint", adjoint<compute_returns>);
+  m.impl("returns", returns_operator<compute_returns>);
+  m.impl("returns_adjoint", adjoint_operator<compute_returns>);
   m.impl("muzero_targets", muzero_operator);
 }
 

@@ -1,4 +1,4 @@
-// The kernels of n-step returns, and of MuZero's targets. This file includes itself once for each instruction set.
+// The CPU kernels of n-step returns and of MuZero's targets. This file includes itself once for each instruction set.
 #ifndef GRADSCALE_VARIANT
 #include "call.h"
 #include "sources.h"
@@ -23,7 +23,7 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// A row of a call, as steps.
+// Reads the rows of a call as steps.
 template <class A>
 class RowSources {
  public:
@@ -106,7 +106,7 @@ void n_step_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
 
 // ---- MuZero --------------------------------------------------------------------------------------------------------
 
-// r + discount * z, backwards from the bootstrap, for each unroll step.
+// Computes z = r + discount * z, backwards from the bootstrap, for each unroll step.
 template <class A>
 void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
   Source<A> rewards(call.rewards, kStep), root_values(call.root_values, kStep);
@@ -117,10 +117,10 @@ void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
     const int64_t length = std::max<int64_t>(0, std::min(recorded, call.moves));
     const bool is_over =
         call.terminated.data == nullptr ? false : call.terminated.data[row * call.terminated.strides[kRow]];
-    // What targets are made of: neither sum can overflow, as td_steps is not more than moves here.
-    const int64_t read = std::min(length, steps + call.td_steps);
-    const Piece<A> r = rewards.piece(row, 0, read, read, reward_row.data());
-    const Piece<A> nu = root_values.piece(row, 0, read + 1, read + 1, value_row.data());
+    // The number of rewards that the targets use. Sums with td_steps cannot overflow, because td_steps <= moves here.
+    const int64_t used = std::min(length, steps + call.td_steps);
+    const Piece<A> r = rewards.piece(row, 0, used, used, reward_row.data());
+    const Piece<A> nu = root_values.piece(row, 0, used + 1, used + 1, value_row.data());
     const A discount =
         call.discount.data == nullptr
             ? static_cast<A>(call.discount.constant)
@@ -132,19 +132,20 @@ void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
       A z = A(0);
       if (j <= length) {
         const int64_t last = std::min(j + call.td_steps, length);
-        const auto seen = [&](A x, int64_t i) {
+        // x of step i, from the perspective of the player to move at step j.
+        const auto in_perspective = [&](A x, int64_t i) {
           return players == nullptr || players[i * stride] == players[j * stride] ? x : -x;
         };
-        z = is_over && last == length ? A(0) : seen(nu[last], last);
+        z = is_over && last == length ? A(0) : in_perspective(nu[last], last);
         if (discount == 0 && last > j) {
-          z = seen(r[j], j);
+          z = in_perspective(r[j], j);
         } else if (players == nullptr) {
           for (int64_t i = last - 1; i >= j; --i) {
             z = r[i] + discount * z;
           }
         } else {
           for (int64_t i = last - 1; i >= j; --i) {
-            z = seen(r[i], i) + discount * z;
+            z = in_perspective(r[i], i) + discount * z;
           }
         }
       }
@@ -161,8 +162,8 @@ void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
     A sum = A(0);
     int64_t summed = 0;
     for (int64_t k = 0; k < steps; ++k) {
-      const A own = k < length ? r[k] : A(0);
-      sum = summed == 0 ? own : sum + own;
+      const A reward = k < length ? r[k] : A(0);
+      sum = summed == 0 ? reward : sum + reward;
       summed = summed + 1 < call.prefix_horizon ? summed + 1 : 0;
       targets[k * call.targets_strides[kStep]] = sum;
     }

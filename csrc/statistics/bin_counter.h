@@ -3,12 +3,12 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-constexpr int kCountedBins = 16;                    // bins 0 to 15
-constexpr int64_t kAtOnce = GRADSCALE_VECTOR_BYTES; // elements: a byte of a vector for each
+constexpr int kCountedBins = 16;                             // bins 0 to 15
+constexpr int64_t kElementsPerStep = GRADSCALE_VECTOR_BYTES; // one byte of a vector per element
 
 #if defined(__GNUC__)
 
-using ByteLanes = Vectors<uint8_t>::V; // the bins of kAtOnce elements
+using ByteLanes = Vectors<uint8_t>::V; // the bins of kElementsPerStep elements
 
 // The highest bits of all bytes; for instruction sets that do not collect them, a number that is 0 if they are.
 GRADSCALE_HOST_DEVICE uint64_t highest_bits(ByteLanes x) {
@@ -25,7 +25,7 @@ GRADSCALE_HOST_DEVICE uint64_t highest_bits(ByteLanes x) {
 
 GRADSCALE_HOST_DEVICE int32_t total_of(ByteLanes counts) {
   int32_t total = 0;
-  for (int k = 0; k < kAtOnce; ++k) {
+  for (int k = 0; k < kElementsPerStep; ++k) {
     total += counts[k];
   }
   return total;

@@ -141,8 +141,8 @@ struct BlockTable {
   Table table;
   int64_t count;
 
-  // The entry that has a block. Empty ranges have none: among ranges that begin at the same block the last has it.
-  GRADSCALE_HOST_DEVICE const Entry& of_block(int64_t block) const {
+  // The entry that owns a block. Empty ranges own no blocks: the last of the ranges that begin at a block owns it.
+  GRADSCALE_HOST_DEVICE const Entry& entry_for_block(int64_t block) const {
     const auto* entries = table.at<Entry>(0);
     int64_t low = 0;
     int64_t high = count;

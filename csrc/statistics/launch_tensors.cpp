@@ -1,4 +1,4 @@
-// The launches of the kernels over many tensors.
+// Launches the kernels that process many tensors.
 #include "../cuda/table_builder.h"
 #include "calls.h"
 
@@ -9,7 +9,7 @@ namespace gradscale {
 
 namespace {
 
-// Ranges get their blocks in their order.
+// Assigns consecutive blocks to each range, in the order of the ranges.
 template <class Range>
 class BlockTableBuilder {
  public:
@@ -27,7 +27,7 @@ class BlockTableBuilder {
   int64_t bytes() const {
     return static_cast<int64_t>(entries_.size() * sizeof(entries_[0]));
   }
-  // Builds the table. It may need `bytes()` of device memory, which begins at a multiple of 8.
+  // Builds the table. `device_memory` has bytes() bytes at a multiple of 8, for tables that exceed the arguments.
   BlockTable<Range> build(char* device_memory, Stream stream) const {
     TableBuilder builder;
     builder.add(entries_.data(), static_cast<int64_t>(entries_.size()));
@@ -39,12 +39,12 @@ class BlockTableBuilder {
   std::vector<typename BlockTable<Range>::Entry> entries_;
 };
 
-// One block for each chunk of so many bytes.
-BlockTableBuilder<DeviceRange> table_of(const DeviceRange* ranges, int64_t count, int64_t chunk) {
-  return {ranges, count, [=](const DeviceRange& range) { return blocks_of_range(range, chunk); }};
+// Assigns one block to each chunk of `chunk_bytes` bytes.
+BlockTableBuilder<DeviceRange> table_of(const DeviceRange* ranges, int64_t count, int64_t chunk_bytes) {
+  return {ranges, count, [=](const DeviceRange& range) { return blocks_of_range(range, chunk_bytes); }};
 }
 
-// One warp for each piece of a unit.
+// Assigns one warp to each piece of a unit.
 BlockTableBuilder<UnitRange> table_of(const UnitRange* ranges, int64_t count) {
   return {ranges, count, [](const UnitRange& range) {
             return (range.count * pieces_of_unit(range) + kPiecesOfBlock - 1) / kPiecesOfBlock;
@@ -77,7 +77,7 @@ void launch_clip(const ClipCall& call, void* stream) {
 
 namespace {
 
-constexpr const char* kFileOfSquares = "statistics/l2_loss.cuh";
+constexpr const char* kSquaresFile = "statistics/l2_loss.cuh";
 
 auto table_of(const SquaresCall& call) {
   return table_of(call.ranges, call.count, kChunkOfTensor);
@@ -92,8 +92,8 @@ int64_t bytes_for_squares(const SquaresCall& call) {
 }
 
 void launch_squares(const SquaresCall& call, void* stream) {
-  static const Kernel<SumsOfSquares> sums_of_squares(kFileOfSquares, "sums_of_squares");
-  static const Kernel<SquaresTotal> squares_total(kFileOfSquares, "squares_total");
+  static const Kernel<SumsOfSquares> sums_of_squares(kSquaresFile, "sums_of_squares");
+  static const Kernel<SquaresTotal> squares_total(kSquaresFile, "squares_total");
   const auto builder = table_of(call);
   auto* sums = reinterpret_cast<double*>(call.workspace);
   if (builder.blocks() > 0) {
@@ -104,7 +104,7 @@ void launch_squares(const SquaresCall& call, void* stream) {
 }
 
 void launch_squares_backward(const SquaresCall& call, void* stream) {
-  static const Kernel<ScaledTensors> scaled_tensors(kFileOfSquares, "scaled_tensors");
+  static const Kernel<ScaledTensors> scaled_tensors(kSquaresFile, "scaled_tensors");
   const auto builder = table_of(call);
   if (builder.blocks() > 0) {
     const ScaledTensors arguments{builder.build(call.workspace, stream), call.factor, call.grad_output};
@@ -120,7 +120,7 @@ auto table_of(const StatisticsCall& call) {
   return table_of(call.ranges, call.out.count, kChunkOfStatistics);
 }
 
-const Kernel<StatisticsArguments>& kernel_of_order(double p) {
+const Kernel<StatisticsArguments>& kernel_for_order(double p) {
   constexpr const char* file = "statistics/statistics.cuh";
   static const Kernel<StatisticsArguments> any(file, "chunk_statistics<Order::any>");
   static const Kernel<StatisticsArguments> square(file, "chunk_statistics<Order::square>");
@@ -144,7 +144,7 @@ void launch_statistics(const StatisticsCall& call, void* stream) {
   auto* chunks = reinterpret_cast<ChunkStatistics*>(call.workspace);
   const RangeTable table = builder.build(reinterpret_cast<char*>(chunks + builder.blocks()), stream);
   const StatisticsArguments arguments{table, chunks, call.p, call.out};
-  launch(kernel_of_order(call.p), builder.blocks(), kThreads, stream, arguments);
+  launch(kernel_for_order(call.p), builder.blocks(), kThreads, stream, arguments);
   launch(tensor_statistics, call.out.count, kThreads, stream, arguments);
 }
 
@@ -152,9 +152,9 @@ void launch_statistics(const StatisticsCall& call, void* stream) {
 
 namespace {
 
-constexpr const char* kFileOfUnits = "statistics/units.cuh";
+constexpr const char* kUnitsFile = "statistics/units.cuh";
 
-// True if there is a unit of several pieces.
+// True if any unit has several pieces.
 bool has_pieces(const UnitNormsCall& call) {
   return std::any_of(
       call.ranges, call.ranges + call.count, [](const UnitRange& range) { return pieces_of_unit(range) > 1; });
@@ -173,8 +173,8 @@ int64_t bytes_for_unit_norms(const UnitNormsCall& call) {
 }
 
 void launch_unit_norms(const UnitNormsCall& call, void* stream) {
-  static const Kernel<UnitNormsArguments> unit_sums(kFileOfUnits, "unit_sums");
-  static const Kernel<UnitNormsArguments> unit_norms(kFileOfUnits, "unit_norms");
+  static const Kernel<UnitNormsArguments> unit_sums(kUnitsFile, "unit_sums");
+  static const Kernel<UnitNormsArguments> unit_norms(kUnitsFile, "unit_norms");
   const auto builder = table_of(call.ranges, call.count);
   if (builder.blocks() > 0) {
     const UnitTable table = builder.build(call.workspace + bytes_of_sums(call, builder.blocks()), stream);
@@ -191,7 +191,7 @@ int64_t bytes_for_clip_units(const ClipUnitsCall& call) {
 }
 
 void launch_clip_units(const ClipUnitsCall& call, void* stream) {
-  static const Kernel<ClippedUnits> clipped_units(kFileOfUnits, "clipped_units");
+  static const Kernel<ClippedUnits> clipped_units(kUnitsFile, "clipped_units");
   const auto builder = table_of(call.ranges, call.count);
   if (builder.blocks() > 0) {
     const ClippedUnits arguments{builder.build(call.workspace, stream), call.factors, call.zeros};

@@ -1,4 +1,4 @@
-// The tensors of a launch that has one block for each chunk of each of them.
+// Access to many tensors in a launch with one block per chunk.
 #pragma once
 
 #include "../cuda/norms.cuh"
@@ -6,23 +6,23 @@
 
 namespace gradscale {
 
-// The tensor that this block works on, and the block's chunk.
+// The tensor that this block works on, and its chunk of that tensor.
 struct ChunkOfTensor {
   const RangeTable::Entry& entry;
   int64_t begin;
   int32_t size;
 };
 
-// Finds the chunk of this block, which has so many bytes.
+// Returns the chunk of this block. `bytes` is the size of a full chunk.
 GRADSCALE_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table, int64_t bytes) {
-  const RangeTable::Entry& entry = table.of_block(blockIdx.x);
+  const RangeTable::Entry& entry = table.entry_for_block(blockIdx.x);
   const int64_t chunk = elements_of_chunk(entry.range, bytes);
   const int64_t begin = (blockIdx.x - entry.first_block) * chunk;
   const int64_t rest = entry.range.size - begin;
   return {entry, begin, static_cast<int32_t>(rest < chunk ? rest : chunk)};
 }
 
-// All threads of the block write changed(x) for each element x of a chunk, in the type of sums.
+// Writes changed(x) for each element x of a chunk, converted to the type of sums. All threads of the block take part.
 template <class Change>
 GRADSCALE_DEVICE void change_chunk(const ChunkOfTensor& chunk, Change changed) {
   dispatch_element(chunk.entry.range.element, [&](auto type) {
@@ -33,11 +33,11 @@ GRADSCALE_DEVICE void change_chunk(const ChunkOfTensor& chunk, Change changed) {
   });
 }
 
-// An element times the factor of its gradient; `zeros`: 0 times NaN or inf is 0.
+// Multiplies an element by the factor of its gradient. If `zeros` is true, 0 times NaN or inf is 0.
 struct Clipped {
   double factor;
   bool zeros;
-  bool narrow;
+  bool narrow; // the product can be computed in float
 
   GRADSCALE_DEVICE Clipped(double factor, bool zeros)
       : factor(factor), zeros(zeros && factor == 0), narrow(Scaling{1, factor, false}.is_normal_in_float()) {

@@ -18,18 +18,18 @@ namespace {
 
 // ---- The norms of units ---------------------------------------------------------------------------------------------
 
-// A gradient and its weights, whose units are blocks of memory.
+// A gradient and its weights, stored so that each unit is one block of memory.
 struct UnitPair {
   at::Tensor gradient; // real
   at::Tensor weight;   // real or complex
-  Units units;         // none if no norms are wanted
+  Units units;         // empty if no norms are wanted
   int64_t first = 0;   // the index of the first unit among the units of all pairs
 };
 
-// The norms of all units, first of gradients and then of weights.
+// The norms of all units: first of the gradients, then of the weights.
 struct UnitNorms {
   double* norms;
-  int64_t count; // of gradients
+  int64_t count; // number of units
 
   double& of_gradient(int64_t unit) const {
     return norms[unit];
@@ -39,17 +39,18 @@ struct UnitNorms {
   }
 };
 
-// Computes the norms on a CPU, a chunk of a gradient at a time, while the chunk is in the cache. Units that several
-// chunks share are added up at the end, in the order of the chunks.
+// Computes the norms on a CPU, one chunk of a gradient at a time, while the chunk is in the cache. The parts of units
+// that span several chunks are added up at the end, in the order of the chunks.
 class UnitPass {
  public:
   UnitPass(std::vector<UnitPair> pairs, const UnitNorms& norms);
 
-  // The weights of chunk i of all gradients.
+  // The weights of chunk i. Chunks are numbered across all gradients.
   const char* weights_of(int64_t i) const;
 
-  // Adds chunk i of all gradients; threads may add different chunks at the same time.
+  // Adds chunk i; threads may add different chunks at the same time.
   void add(int64_t i, const Range& chunk, const ChunkStatistics& statistics);
+  // Stores the norms of units that span several chunks.
   void finish() const;
 
  private:
@@ -59,10 +60,10 @@ class UnitPass {
   };
   struct Chunk {
     const UnitPair* pair;
-    int64_t begin; // elements of the gradient
+    int64_t begin; // in elements of the gradient
     int64_t size;
-    Sums first; // of the first unit, unless it is within the chunk
-    Sums last;  // of the last unit, unless it is within the chunk, or the first
+    Sums first; // of the first unit, unless the chunk contains all of it
+    Sums last;  // of the last unit, unless the chunk contains all of it, or it is also the first unit
   };
 
   void store(int64_t unit, const Sums& sums) const;
@@ -72,7 +73,7 @@ class UnitPass {
   UnitNorms norms_;
 };
 
-// The sum of squares of all elements, from statistics, whose sums leave out NaN and inf.
+// The sum of squares of a chunk with NaN and inf, which the sums in `statistics` leave out.
 PowerSum sum_of_chunk(const ChunkStatistics& statistics) {
   if (statistics.nans > 0 || statistics.infs > 0) {
     return {static_cast<double>(statistics.nans > 0 ? NAN : INFINITY), 1};
@@ -161,13 +162,13 @@ void UnitPass::finish() const {
 
 // ---- Statistics -----------------------------------------------------------------------------------------------------
 
-// The stored elements of a tensor, and the number of zeros that are not stored; -1 where there is no tensor.
+// The stored elements of a tensor, and the number of zeros that it does not store (-1 if there is no tensor).
 struct Stored {
-  at::Tensor elements; // real, one after the other
+  at::Tensor elements; // real and dense, in any order of dimensions
   int64_t implicit_zeros = 0;
 };
 
-// The moduli are computed in double, where no square of floats overflows.
+// Computes moduli in double, where the squares of floats do not overflow.
 at::Tensor moduli(const at::Tensor& complex) {
   return complex.to(at::kComplexDouble).abs();
 }
@@ -262,7 +263,7 @@ c10::Device device_of(const std::vector<std::optional<at::Tensor>>& tensors) {
   return at::kCPU;
 }
 
-// Empty results on a device.
+// Makes uninitialised results on a device.
 TensorStatistics make_statistics(int64_t count, c10::Device where) {
   const auto options = at::TensorOptions().device(where);
   return {
@@ -271,7 +272,7 @@ TensorStatistics make_statistics(int64_t count, c10::Device where) {
       at::empty({count, kHistogramBins}, options.dtype(at::kLong))};
 }
 
-StatisticsOut out_of(const TensorStatistics& statistics) {
+StatisticsOut make_out(const TensorStatistics& statistics) {
   return {
       statistics.values.mutable_data_ptr<double>(),
       statistics.counts.mutable_data_ptr<int64_t>(),
@@ -288,7 +289,8 @@ std::vector<Stored> stored(const std::vector<std::optional<at::Tensor>>& tensors
   return parts;
 }
 
-// Pairs gradients with their weights. Gradients whose units are no blocks of memory are copied, in `parts` too.
+// Pairs gradients with their weights, and counts the units. Copies tensors whose units are not blocks of memory, and
+// puts the copies of gradients into `parts`.
 std::vector<UnitPair> pairs_of(
     std::vector<Stored>& parts, const std::vector<std::optional<at::Tensor>>& weights, bool rows, int64_t& count) {
   std::vector<UnitPair> pairs;
@@ -347,9 +349,9 @@ TensorStatistics tensor_statistics(const std::vector<std::optional<at::Tensor>>&
     return result;
   }
   if (runs_kernels(where)) {
-    run_on_device(parts, p, out_of(result), result.values);
+    run_on_device(parts, p, make_out(result), result.values);
   } else {
-    run(parts, p, out_of(result), /*units=*/nullptr);
+    run(parts, p, make_out(result), /*units=*/nullptr);
   }
   return result;
 }
@@ -369,11 +371,11 @@ UnitStatistics unit_statistics(
     return result;
   }
   if (runs_kernels(where)) {
-    run_on_device(parts, /*p=*/2, out_of(statistics), statistics.values);
+    run_on_device(parts, /*p=*/2, make_out(statistics), statistics.values);
     run_on_device(pairs, norms, statistics.values);
   } else {
     UnitPass units(std::move(pairs), norms);
-    run(parts, /*p=*/2, out_of(statistics), &units);
+    run(parts, /*p=*/2, make_out(statistics), &units);
   }
   return result;
 }
@@ -392,7 +394,12 @@ bool is_pair(const at::Tensor& before, const at::Tensor& after) {
 } // namespace
 
 at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
-  TORCH_CHECK(before.size() == after.size(), "update_norms: ", before.size(), " and ", after.size(), " tensors");
+  TORCH_CHECK(
+      before.size() == after.size(),
+      "update_norms: before has ",
+      before.size(),
+      " tensors, but after has ",
+      after.size());
   std::vector<Range> ranges;
   for (size_t i = 0; i < before.size(); ++i) {
     if (!is_pair(before[i], after[i])) {

@@ -1,6 +1,6 @@
-// Statistics of a range of elements, in one pass: compilers do not make it of a plain loop. Sixteen neighbouring bins
-// are counted a vector at a time by BinCounter, the other bins one by one. This file includes itself once for each
-// instruction set.
+// Computes the statistics of a range of elements in one pass, with explicit vectors, because compilers do not vectorise
+// a plain loop. BinCounter counts the elements of sixteen neighbouring bins, a vector at a time; elements in other bins
+// are counted one by one. This file includes itself once for each instruction set.
 #ifndef GRADSCALE_VARIANT
 #include "calls.h"
 
@@ -24,15 +24,15 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-constexpr int64_t kStatisticsBlock = 255 * kAtOnce; // as many as bytes can count
+constexpr int64_t kStatisticsBlock = 255 * kElementsPerStep; // elements; a step adds at most 1 to each byte counter
 
 // Statistics of the elements of a block.
 template <class A>
 struct BlockStatistics {
   A largest = 0;     // the largest magnitude that is not NaN
-  int32_t zeros = 0; // they are in the first bin too
+  int32_t zeros = 0; // also counted in the first bin
   double sum = 0;
-  double squares = 0; // NaN if an element is
+  double squares = 0; // NaN if an element is NaN
   int32_t histogram[kHistogramBins] = {};
 
   bool is_finite() const {
@@ -40,7 +40,7 @@ struct BlockStatistics {
   }
 };
 
-int first_bin_below(int highest) { // one bin above it may come too
+int first_bin_below(int highest) { // leaves room for one bin above `highest`
   return std::max(0, highest - (kCountedBins - 2));
 }
 
@@ -62,7 +62,7 @@ GRADSCALE_HOST_DEVICE double total_of(DoubleLanes x) {
 }
 
 GRADSCALE_HOST_DEVICE DoubleLanes as_double(const float* from) {
-#if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 64 // compilers take two steps
+#if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 64 // compilers convert in two steps
   return _mm512_cvtps_pd(_mm256_loadu_ps(from));
 #elif GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 32
   return _mm256_cvtps_pd(_mm_loadu_ps(from));
@@ -72,7 +72,7 @@ GRADSCALE_HOST_DEVICE DoubleLanes as_double(const float* from) {
 #endif
 }
 
-// Calls function(lanes of double) for a vector, whose elements are also at `from` if they need no conversion.
+// Converts a vector to double, and calls function for each resulting vector. `from` is where the elements are stored.
 template <class T, class Function>
 GRADSCALE_HOST_DEVICE void each_double(Vectors<double>::V x, const T* /*from*/, Function function) {
   function(x);
@@ -81,7 +81,7 @@ GRADSCALE_HOST_DEVICE void each_double(Vectors<double>::V x, const T* /*from*/, 
 template <class T, class Function>
 GRADSCALE_HOST_DEVICE void each_double(Vectors<float>::V x, const T* from, Function function) {
   constexpr int half = Vectors<double>::kCount;
-  if constexpr (std::is_same_v<T, float>) { // again from memory: that takes no shuffle
+  if constexpr (std::is_same_v<T, float>) { // loads again from memory, which needs no shuffle
     function(as_double(from));
     function(as_double(from + half));
   } else {
@@ -92,9 +92,9 @@ GRADSCALE_HOST_DEVICE void each_double(Vectors<float>::V x, const T* from, Funct
   }
 }
 
-// The bins of magnitudes, a byte each. The order of elements is free: bytes of one word come from different vectors.
+// The bins of magnitudes, one byte each, in any order: the bytes of a word come from different vectors.
 GRADSCALE_HOST_DEVICE ByteLanes bins_of(const Vectors<float>::Bits (&magnitudes)[4]) {
-  constexpr int kBelow = Magnitude<float>::kBias + kFirstEdge - 1; // the exponents of the first bin
+  constexpr int kBelow = Magnitude<float>::kBias + kFirstEdge - 1; // the largest biased exponent in the first bin
   const Vectors<float>::Bits words = (magnitudes[0] >> 23) | (magnitudes[1] >> 15 & 0xff00u) |
                                      (magnitudes[2] >> 7 & 0xff0000u) | (magnitudes[3] << 1 & 0xff000000u);
   const auto exponents = reinterpreted<ByteLanes>(words);
@@ -108,7 +108,7 @@ GRADSCALE_HOST_DEVICE ByteLanes bins_of(const Vectors<double>::Bits (&magnitudes
   constexpr int32_t kBelow = Magnitude<double>::kBias + kFirstEdge - 1;
   const Integers zero{}, last = zero + (kHistogramBins - 1);
   Integers words{};
-  for (int k = 0; k < 4; ++k) { // two exponents side by side
+  for (int k = 0; k < 4; ++k) { // two exponents per word
     const auto exponents = reinterpreted<Integers>((magnitudes[2 * k] >> 52) | (magnitudes[2 * k + 1] >> 52 << 32));
     const Integers bins = larger_of(exponents - kBelow, zero);
     words |= (bins < last ? bins : last) << (8 * k);
@@ -119,7 +119,7 @@ GRADSCALE_HOST_DEVICE ByteLanes bins_of(const Vectors<double>::Bits (&magnitudes
 // ---- Statistics of a block ------------------------------------------------------------------------------------------
 
 template <class T>
-int32_t zeros_among(const T* x, int64_t size) {
+int32_t count_zeros(const T* x, int64_t size) {
   using A = typename AccumulateType<T>::type;
   typename Vectors<A>::Integers zeros{};
 #pragma GCC unroll 4
@@ -133,15 +133,15 @@ int32_t zeros_among(const T* x, int64_t size) {
   return total;
 }
 
-// Adds `size` elements, a multiple of kAtOnce. Fast where most of them are in the bins first_bin .. first_bin + 16, or
-// in the first one, which has the zeros.
+// Adds `size` elements, a multiple of kElementsPerStep. This is fast if most elements are in the 16 bins that begin at
+// first_bin, or in bin 0, which counts the zeros.
 template <class T, class A = typename AccumulateType<T>::type>
 void add_lanes(const T* x, int64_t size, int first_bin, const T* next, BlockStatistics<A>& all) {
   using V = typename Vectors<A>::V;
   using Integers = typename Vectors<A>::Integers;
   using Bits = typename Vectors<A>::Bits;
   constexpr int count = Vectors<A>::kCount;
-  // Alternating counters: additions to equal bins do not wait for each other. The last bin is not used.
+  // Four histograms in turn, so that additions to the same bin do not wait for each other. The last bin is ignored.
   int32_t others[4][kHistogramBins + 1] = {};
   const ByteLanes first = splat(static_cast<uint8_t>(first_bin));
   ByteLanes lowest{};
@@ -149,19 +149,19 @@ void add_lanes(const T* x, int64_t size, int first_bin, const T* next, BlockStat
   V largest{};
   DoubleLanes sums[2] = {}, squares[2] = {};
   BinCounter counter;
-  for (int64_t i = 0; i < size; i += kAtOnce) {
+  for (int64_t i = 0; i < size; i += kElementsPerStep) {
     Bits magnitudes[sizeof(A)];
 #pragma GCC unroll 8
     for (int k = 0; k < static_cast<int>(sizeof(A)); ++k) {
       const T* from = x + i + k * count;
-      // Into the second-level cache and the first: loads that wait for memory would leave no room for more. Past the
-      // end it does nothing.
+      // Prefetch into the second-level cache, and later into the first: loads that wait for memory would block others.
+      // Prefetching past the end is harmless.
       const auto address = reinterpret_cast<uintptr_t>(from);
       __builtin_prefetch(reinterpret_cast<const void*>(address + 1536 * sizeof(T)), 0, 1);
       __builtin_prefetch(reinterpret_cast<const void*>(address + 256 * sizeof(T)), 0, 3);
       __builtin_prefetch(next + (from - x), 0, 2);
       const V elements = load_part(from);
-      magnitudes[k] = reinterpreted<Bits>(reinterpreted<Integers>(elements) & Magnitude<A>::kWithoutSign);
+      magnitudes[k] = reinterpreted<Bits>(reinterpreted<Integers>(elements) & Magnitude<A>::kMagnitudeMask);
       largest = larger_of(reinterpreted<V>(magnitudes[k]), largest);
       int lane = k % 2;
       each_double(elements, from, [&](DoubleLanes wide) {
@@ -175,13 +175,13 @@ void add_lanes(const T* x, int64_t size, int first_bin, const T* next, BlockStat
     if (highest_bits(other) != 0) {
       const ByteLanes outside = reinterpreted<ByteLanes>(other >= 128), low = reinterpreted<ByteLanes>(bins == 0);
       lowest -= outside & low;
-      const ByteLanes rest = outside & ~low; // 255 or 0
+      const ByteLanes rest = outside & ~low; // 255 or 0 in each byte
       if (highest_bits(rest) != 0) {
         has_others = true;
-        uint8_t bytes[kAtOnce];
+        uint8_t bytes[kElementsPerStep];
         store_vector(bytes, (bins & rest) | (static_cast<uint8_t>(kHistogramBins) & ~rest));
 #pragma GCC unroll 8
-        for (int k = 0; k < kAtOnce; ++k) {
+        for (int k = 0; k < kElementsPerStep; ++k) {
           ++others[k % 4][bytes[k]];
         }
       }
@@ -195,13 +195,13 @@ void add_lanes(const T* x, int64_t size, int first_bin, const T* next, BlockStat
       all.histogram[bin] += others[0][bin] + others[1][bin] + (others[2][bin] + others[3][bin]);
     }
   }
-  int32_t counted[kHistogramBins + kCountedBins] = {}; // the last ones are not used
+  int32_t counted[kHistogramBins + kCountedBins] = {}; // the last ones are ignored
   counter.add_to(counted + first_bin);
   for (int bin = 0; bin < kHistogramBins; ++bin) {
     all.histogram[bin] += counted[bin];
   }
   all.histogram[0] += total_of(lowest);
-  all.zeros += all.histogram[0] > 0 ? zeros_among(x, size) : 0;
+  all.zeros += all.histogram[0] > 0 ? count_zeros(x, size) : 0;
   all.sum += total_of(sums[0] + sums[1]);
   all.squares += total_of(squares[0] + squares[1]);
 }
@@ -223,7 +223,7 @@ void add_lanes(const T* x, int64_t size, int /*first_bin*/, const T* /*next*/, B
 
 #endif
 
-// The bin where counting should begin, from the first elements that are not zeros.
+// Guesses the first bin for BinCounter from the first elements that are not zeros.
 template <class T>
 int probable_first_bin(const T* x, int64_t size) {
   using M = Magnitude<typename AccumulateType<T>::type>;
@@ -236,20 +236,20 @@ int probable_first_bin(const T* x, int64_t size) {
   return first_bin_below(M::bin(largest));
 }
 
-// `first_bin`: a guess of the first occupied bin, or -1; it is updated for the elements that follow. `next`: memory to
+// `first_bin` is the first bin for BinCounter, or -1 to guess it; it is updated for the next block. `next` is memory to
 // prefetch.
 template <class T, class A = typename AccumulateType<T>::type>
 BlockStatistics<A> block_statistics(const T* x, int64_t size, int& first_bin, const T* next) {
   BlockStatistics<A> result;
   first_bin = first_bin < 0 ? probable_first_bin(x, size) : first_bin;
-  const int64_t whole = size / kAtOnce * kAtOnce;
+  const int64_t whole = size / kElementsPerStep * kElementsPerStep;
   add_lanes(x, whole, first_bin, next, result);
   if (whole < size) {
-    T filled[kAtOnce] = {}; // zeros fill them up, and are not counted
+    T filled[kElementsPerStep] = {}; // padded with zeros, which are subtracted below
     std::copy(x + whole, x + size, filled);
-    add_lanes(filled, kAtOnce, first_bin, next + whole, result);
-    result.zeros -= static_cast<int32_t>(whole + kAtOnce - size);
-    result.histogram[0] -= static_cast<int32_t>(whole + kAtOnce - size);
+    add_lanes(filled, kElementsPerStep, first_bin, next + whole, result);
+    result.zeros -= static_cast<int32_t>(whole + kElementsPerStep - size);
+    result.histogram[0] -= static_cast<int32_t>(whole + kElementsPerStep - size);
   }
   first_bin = result.largest > 0 && result.is_finite()
                   ? first_bin_below(Magnitude<A>::bin(Magnitude<A>::of(result.largest)))
@@ -257,8 +257,8 @@ BlockStatistics<A> block_statistics(const T* x, int64_t size, int& first_bin, co
   return result;
 }
 
-// Takes the sums where the plain ones of a block will not do: for another p, or for squares out of double's safe range.
-// `maximum` is a number, and the largest magnitude.
+// Computes the sums of a block if BlockStatistics does not have them: p is not 2, or the squares are outside the safe
+// range of double. `maximum` is the largest magnitude, which is finite.
 template <class W>
 ElementSums element_sums(const W* x, int64_t size, double p, double maximum, double sum) {
   const auto number = [=](int64_t i) { return static_cast<double>(x[i]); };
@@ -275,7 +275,7 @@ ElementSums element_sums(const W* x, int64_t size, double p, double maximum, dou
   return {again, lane_sum(size, scaled), maximum, root};
 }
 
-// Replaces NaN and inf by zeros, and counts them.
+// Replaces NaN and inf with zeros, and counts them.
 template <class W>
 void leave_out_nonfinite(const W* from, int64_t size, W* to, ChunkStatistics& all) {
   using M = Magnitude<W>;
@@ -297,7 +297,7 @@ void add_statistics(const BlockStatistics<A>& block, ElementSums sums, double p,
   for (int bin = 0; bin < kHistogramBins; ++bin) {
     all.histogram[bin] += block.histogram[bin];
   }
-  all.histogram[0] -= block.zeros; // which are among the smallest numbers
+  all.histogram[0] -= block.zeros; // block_statistics() counts zeros as the smallest numbers
   if (block.largest > 0) {
     all.sums = added(all.sums, sums, p);
   }
@@ -329,7 +329,7 @@ void add_elements(const T* x, int64_t size, double p, int& first_bin, const T* n
   alignas(64) A numbers[kStatisticsBlock];
   if constexpr (std::is_same_v<T, A>) {
     return add_block(x, size, p, first_bin, next, numbers, all);
-  } else if (GRADSCALE_VECTOR_BYTES > 16 && p == 2) { // vectors of halves are converted by instructions
+  } else if (GRADSCALE_VECTOR_BYTES > 16 && p == 2) { // 16-bit elements are converted by vector instructions
     const BlockStatistics<A> block = block_statistics(x, size, first_bin, next);
     if (block.is_finite() && (is_safe(block.squares) || block.largest == 0)) {
       const ElementSums sums{block.squares, block.sum, static_cast<double>(block.largest), 1};

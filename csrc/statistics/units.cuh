@@ -29,7 +29,7 @@ struct PieceOfUnit {
 };
 
 GRADSCALE_DEVICE PieceOfUnit piece_of_warp(const UnitTable& table) {
-  const UnitTable::Entry& entry = table.of_block(blockIdx.x);
+  const UnitTable::Entry& entry = table.entry_for_block(blockIdx.x);
   const int64_t index = (blockIdx.x - entry.first_block) * kPiecesOfBlock + threadIdx.x / 32;
   const int64_t pieces = pieces_of_unit(entry.range);
   return {entry, index / pieces, pieces, index % pieces};

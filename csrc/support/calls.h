@@ -81,7 +81,7 @@ struct DecodeArguments {
   FloatSupport rounded;
   int64_t count;
   int32_t threads_per_row; // where a group of threads has a row
-  int32_t rows_of_warp;    // where a warp walks over rows
+  int32_t rows_per_warp;   // where a warp walks over rows
 };
 
 struct RawDecodeArguments {

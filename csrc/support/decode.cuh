@@ -98,7 +98,7 @@ struct LanesOfDecoding {
 
   GRADSCALE_DEVICE static void run(const DecodeArguments& arguments, char* shared) {
     const Decoding& decoding = arguments.decoding;
-    const RowsOfWarp warp(blockIdx.x, arguments.rows_of_warp, arguments.count, lanes_per_row);
+    const RowsOfWarp warp(blockIdx.x, arguments.rows_per_warp, arguments.count, lanes_per_row);
     if (warp.count > 0) {
       Walk walk(
           warp,

@@ -95,8 +95,8 @@ void launch_decode(const Decoding& decoding, int64_t count, char* workspace, voi
   DecodeArguments arguments{decoding, support, FloatSupport(support), count, 0, 0};
   const auto [name, lanes] = specification_of(decoding);
   if (lanes != 0) {
-    arguments.rows_of_warp = rows_per_warp(rows_of_warp(count, multiprocessors()), lanes);
-    const int64_t rows_of_block = kRowThreads / 32 * arguments.rows_of_warp;
+    arguments.rows_per_warp = rounded_rows_per_warp(balanced_rows_per_warp(count, multiprocessors()), lanes);
+    const int64_t rows_of_block = kRowThreads / 32 * arguments.rows_per_warp;
     const int64_t blocks = (count + rows_of_block - 1) / rows_of_block;
     launch(kernel_named<DecodeArguments>(name), blocks, kRowThreads, stream, arguments);
     return;

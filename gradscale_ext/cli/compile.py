@@ -1,7 +1,7 @@
-"""`python -m gradscale_ext compile`: kernels compiled before they are needed, on any machine.
+"""`python -m gradscale_ext compile`: compiles kernels ahead of time, on any machine.
 
-Which kernels a call needs is asked of the call itself: it is made on the CPU, with C++ telling the names of the kernels
-that it would start instead of starting them.
+The kernels of a call are found by making the call with CPU tensors, while C++ reports the names of the kernels instead
+of launching them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BATCH = 256
 
 
 def kernels_of(calls: Sequence[Callable[[], object]]) -> list[tuple[str, str]]:
-    """File and name of each kernel that these calls on CPU tensors would start on a GPU."""
+    """Return the file and name of each kernel that these calls, made with CPU tensors, would launch on a GPU."""
     names: dict[tuple[str, str], None] = {}
     _C.record_kernels(lambda file, name: names.setdefault((file, name)))
     try:
@@ -38,7 +38,7 @@ def kernels_of(calls: Sequence[Callable[[], object]]) -> list[tuple[str, str]]:
 
 
 def loss_calls(dtype: torch.dtype, actions: int, steps: int = 5) -> list[Callable[[], object]]:
-    """Give the loss of a MuZero agent with its gradient, as lists and stacked, and `decode`."""
+    """Return calls of a MuZero agent's loss (lists and stacked, with and without gradients) and of `decode`."""
     support = gs.Support.muzero()
     loss_fn = gs.MultiStepLoss.muzero(support)
 
@@ -68,7 +68,7 @@ def loss_calls(dtype: torch.dtype, actions: int, steps: int = 5) -> list[Callabl
 
 
 def other_calls(dtype: torch.dtype) -> list[Callable[[], object]]:
-    """Give the operators on gradients, and what is done with the gradients of a model."""
+    """Return calls of the gradient operators, of the functions on a model's gradients, and of the return functions."""
 
     def flow() -> None:
         for size in (64, 1 << 16):
@@ -86,7 +86,7 @@ def other_calls(dtype: torch.dtype) -> list[Callable[[], object]]:
         parameter = torch.nn.Parameter(torch.zeros(1000, dtype=dtype))
         torch.autograd.backward(gs.l2_loss([parameter]))
         gs.clip_gradients_([parameter], 1.0)
-        for size in (1000, 10_000):  # units of one piece, and of several
+        for size in (1000, 10_000):  # rows that one warp computes, and rows of several warps
             matrix = torch.nn.Parameter(torch.zeros(2, size, dtype=dtype))
             matrix.grad = torch.ones_like(matrix)
             gs.clip_gradients_([matrix], adaptive=0.01)
@@ -116,17 +116,17 @@ def _architectures(named: Sequence[str]) -> list[str]:
         return [f"sm_{name.removeprefix('sm_').replace('.', '')}" for name in named]
     found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
     if not found:
-        raise SystemExit("gradscale_ext compile: there is no GPU here; name the GPUs to compile for, as in --arch 90")
+        raise SystemExit("gradscale_ext compile: no GPU found; name the GPUs to compile for, as in --arch 90")
     return [f"sm_{major}{minor}" for major, minor in sorted(found)]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compile the kernels of a MuZero agent, and print what they take; the exit status is 1 where one spills."""
+    """Compile the kernels of a MuZero agent, and print their resource usage; the exit status is 1 if one spills."""
     parser = argparse.ArgumentParser(prog="python -m gradscale_ext compile", description=main.__doc__)
-    parser.add_argument("--arch", nargs="+", default=[], metavar="90", help="GPUs to compile for; those present")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=DTYPES, help="of the logits")
-    parser.add_argument("--actions", nargs="+", type=int, default=[18], metavar="18", help="of the policy")
-    parser.add_argument("--into", type=Path, metavar="FOLDER", help="a folder of a package, and not the cache")
+    parser.add_argument("--arch", nargs="+", default=[], metavar="90", help="GPUs to compile for (default: all)")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=DTYPES, help="dtypes of logits")
+    parser.add_argument("--actions", nargs="+", type=int, default=[18], metavar="18", help="numbers of actions")
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="write to this folder, not to the cache")
     options = parser.parse_args(arguments)
     into = options.into and options.into.expanduser()
     calls = [call for name in options.dtype for call in other_calls(DTYPES[name])]

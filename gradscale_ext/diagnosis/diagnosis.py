@@ -331,7 +331,7 @@ class _Diagnosis:
         trained = {name: leaf for name, leaf in leaves.items() if not self._is_left_out(leaf)}
         behind = {name: set(self.tracer.cuts_between(leaf, self.loss)) for name, leaf in trained.items()}
         places: dict[tuple[Any, ...], list[Cut]] = {}
-        for cut in self.tracer.felt_cuts(self.loss):
+        for cut in self.tracer.relevant_cuts(self.loss):
             if cut not in kept and _place(cut) not in self.blamed:
                 places.setdefault(_place(cut), []).append(cut)
         for cuts in places.values():

@@ -111,7 +111,7 @@ class _History(NamedTuple):
     """True if the value depends on anything but parameters."""
     fresh: Mapping[Cut, _Origin] = {}
     """Cuts behind the value whose results have met no value with gradients since."""
-    felt: frozenset[Cut] = frozenset()
+    relevant: frozenset[Cut] = frozenset()
     """Cuts whose results met values other than those that were cut off."""
 
     def __or__(self, other: _History) -> _History:
@@ -130,7 +130,7 @@ class _History(NamedTuple):
             outside=max(self.outside, other.outside),
             has_data=self.has_data or other.has_data,
             fresh=fresh,
-            felt=self.felt | other.felt,
+            relevant=self.relevant | other.relevant,
         )
 
 
@@ -176,7 +176,7 @@ class GradientTracer(TorchFunctionMode):
 
     def __enter__(self) -> GradientTracer:
         if self._active:
-            raise RuntimeError("GradientTracer: it is active already; a pass within another needs a tracer of its own")
+            raise RuntimeError("GradientTracer: this tracer is already active; use another one inside its `with` block")
         self._begin()
         self._eagerly = contextlib.ExitStack()
         self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
@@ -213,14 +213,14 @@ class GradientTracer(TorchFunctionMode):
         """Cuts through which a result depends on any leaf."""
         return list(self._history(result).cuts)
 
-    def felt_cuts(self, result: torch.Tensor) -> list[Cut]:
+    def relevant_cuts(self, result: torch.Tensor) -> list[Cut]:
         """Cuts that keep gradients from values, although these may get some on other paths.
 
         Cuts next to which the value itself continues are left out, as in `x + (x.round() - x).detach()` and
         `x / x.norm().detach()`, and those whose result became an index or the outcome of a comparison.
         """
         history = self._history(result)
-        return [cut for cut in history.cuts if cut in history.felt]
+        return [cut for cut in history.cuts if cut in history.relevant]
 
     def escapes(self, leaf: torch.Tensor, result: torch.Tensor | None = None) -> list[Cut]:
         """Calls by which values that depend on a leaf left PyTorch; before a number from outside went into a result."""
@@ -284,9 +284,9 @@ class GradientTracer(TorchFunctionMode):
             lost = value.live & ~live
             history = value
             if not (tensor.is_floating_point() or tensor.is_complex()):
-                history = history._replace(fresh={}, felt=frozenset())
+                history = history._replace(fresh={}, relevant=frozenset())
             elif live:
-                history = history._replace(fresh={}, felt=value.felt.union(self._felt(name, taken)))
+                history = history._replace(fresh={}, relevant=value.relevant.union(self._relevant(name, taken)))
             if lost:
                 cut = self._cut(name, tensor, location)
                 origins = {} if cut.kind == "integer_dtype" else {cut: self._origin(taken, value.has_data)}
@@ -300,9 +300,9 @@ class GradientTracer(TorchFunctionMode):
             return Cut("no_grad", name, location, self._gradients_off)
         return Cut("detached", name, location)
 
-    # ---- Beside a cut -----------------------------------------------------------------------------------------------
+    # ---- Relevant cuts ----------------------------------------------------------------------------------------------
 
-    def _felt(self, name: str, taken: list[_Taken]) -> Iterator[Cut]:
+    def _relevant(self, name: str, taken: list[_Taken]) -> Iterator[Cut]:
         """Cuts whose results a call takes without also computing with the values that were cut off."""
         for operand in taken:
             others = [t for t in taken if t is not operand and t.history.live]
@@ -377,7 +377,7 @@ class GradientTracer(TorchFunctionMode):
         """History of a tensor made of a value by a call that no mode sees, as `nn.Parameter(h)`."""
         call = "nn.Parameter" if isinstance(tensor, torch.nn.Parameter) else "a call that the tracer does not see"
         cut = Cut("detached", call, _users_line())
-        return made._replace(live=0, felt=frozenset()) | _History(cuts={cut: made.live}, fresh={cut: _Origin()})
+        return made._replace(live=0, relevant=frozenset()) | _History(cuts={cut: made.live}, fresh={cut: _Origin()})
 
     def _history_of(self, node: Node) -> _History:
         """History of a node, derived for nodes made unseen by a custom Function or an extension."""

@@ -186,14 +186,14 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
             floating or complex, dense or sparse, of any shapes, and on any devices. Complex elements count by their
             modulus, and what a sparse tensor does not store as zeros.
             Of a DTensor all shards are meant: one all-reduce for all tensors, which every rank has to take part in.
-        names: what to call them in tables; by default the names that came with them, or else their numbers.
+        names: one per tensor, for tables; by default the names in `tensors`, or else the indices.
 
     Returns:
         `GradientStatistics`, on the device of the first tensor.
 
     Raises:
         TypeError: an element is neither a floating or complex tensor nor None.
-        ValueError: there are not as many names as tensors.
+        ValueError: the number of names differs from the number of tensors.
 
     >>> model = torch.nn.Linear(3, 1)
     >>> model.weight.grad = torch.tensor([[3.0, -4.0, 0.0]])
@@ -218,7 +218,7 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
     names = own_names if names is None else list(names)
     if len(names) != len(gradients):
         raise ValueError(
-            f"gradient_statistics: {len(gradients)} tensors need as many names, but there are {len(names)}"
+            f"gradient_statistics: expected one name for each of {len(gradients)} tensors, but got {len(names)}"
         )
     parts = by_kernels(gradients, 2.0)
     if parts is None:
@@ -258,7 +258,7 @@ def _entries(function: str, argument: str, tensors: Tensors | Parameters) -> tup
     else:
         if not isinstance(tensors, Iterable):
             raise TypeError(
-                f"{function}: {argument} must be a module, or tensors, but it is of type {type(tensors).__name__}"
+                f"{function}: {argument} must be a module or tensors, but it is of type {type(tensors).__name__}"
             )
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     names = _NUMBERS[: len(given)] + [str(number) for number in range(len(_NUMBERS), len(given))]

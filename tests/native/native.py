@@ -1,4 +1,4 @@
-"""Compiling the libraries of these tests."""
+"""Compiles the library that these tests preload."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Tests of one group run in one process, so they compile once.
+# pytest-xdist runs a group of tests in one process, which compiles the library once.
 one_process = pytest.mark.xdist_group("native")
 
 
-def guards_in(folder: Path) -> Path:
-    """Compiles guarded_memory.cpp, a library for LD_PRELOAD."""
+def compile_guards(folder: Path) -> Path:
+    """Compile guarded_memory.cpp into a library for LD_PRELOAD."""
     names = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
     compilers = [shlex.split(name) for name in names if shutil.which(shlex.split(name)[0])]
     if not compilers:

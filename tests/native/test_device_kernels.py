@@ -16,7 +16,7 @@ from pathlib import Path
 
 import launches
 import pytest
-from native import ROOT, guards_in, one_process
+from native import ROOT, compile_guards, one_process
 
 from gradscale_ext import _kernels
 
@@ -145,7 +145,7 @@ def outcomes(driver, calls, **variables):
 
 def test_launches_in_exact_memory_give_the_same_bits_in_every_order(driver, tmp_path):
     """Each tensor's memory touches a page without access, at its end or at its begin."""
-    guards = guards_in(tmp_path)
+    guards = compile_guards(tmp_path)
     calls = [(ROOT / "csrc", call) for call in launches.CALLS]
     found = [
         outcomes(driver, calls, LD_PRELOAD=str(guards), PTX_ORDER=order, PTX_SLICE=turn, GUARDED=side)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from native import ROOT, guards_in, one_process
+from native import ROOT, compile_guards, one_process
 
 pytestmark = one_process
 
@@ -25,7 +25,7 @@ ctypes.c_char.from_address(memory.data_ptr() + {offset}).value
 
 @pytest.fixture(scope="module")
 def guards(tmp_path_factory):
-    return guards_in(tmp_path_factory.mktemp("guards"))
+    return compile_guards(tmp_path_factory.mktemp("guards"))
 
 
 def run(guards, side, *arguments, **variables):

@@ -129,9 +129,9 @@ class Checkout(MetaPathFinder):
 
     Args:
         folder: the path of the checkout.
-        roots: folders in it that its own scripts are started from.
-        stand_ins: names of modules that are not imported, with what the project needs of them.
-        texts: words of its source with their replacement in every file.
+        roots: folders in it from which its own scripts run.
+        stand_ins: modules to replace with stubs, each with the names that the project needs from it.
+        texts: replacements of text in every source file.
     """
 
     def __init__(

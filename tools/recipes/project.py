@@ -1,4 +1,4 @@
-"""The facts about a project in its recipe."""
+"""The description of a project, which each recipe gives."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .lockstep import Side
 
 @dataclass(frozen=True)
 class Project:
-    """A project, the lines of it that change, and how to step both ways.
+    """A project, the lines of its source to replace, and how to run both its learner and ours.
 
     Args:
-        name: as on the command line, and in the documentation.
-        repository: its owner and name on GitHub.
-        commit: what the recipe was measured with.
+        name: the name on the command line and in the documentation.
+        repository: owner and name on GitHub.
+        commit: the commit that the recipe was measured with.
         marker: a file that every checkout has.
-        edits: its lines that ours replace.
-        sides: the project's learner and ours (in this order), from a checkout that can be imported.
-        batch: random data in the project's shapes, the same for the same seed.
-        case: what the data and the network are, in words.
-        steps: how many are taken in lockstep.
-        tolerance: the largest difference in float64. The recipe gives the reason for a larger one.
-        roots, stand_ins: as of `Checkout`.
-        texts: words of its source with their replacement; without a GPU, for example.
+        edits: the lines to replace, with their replacements.
+        sides: makes the project's learner and ours (in this order) from a checkout that can be imported.
+        batch: makes random data in the project's shapes from a seed.
+        case: a description of the data and the network.
+        steps: the number of learner steps in lockstep.
+        tolerance: the largest allowed difference in float64. A recipe that sets a larger one gives the reason.
+        roots, stand_ins: see `Checkout`.
+        texts: replacements of text in its source, for example to run without a GPU.
     """
 
     name: str
@@ -45,5 +45,5 @@ class Project:
 
     @property
     def folder(self) -> str:
-        """Name of a folder with a checkout."""
+        """Name of the folder for a checkout."""
         return self.repository.split("/")[1]

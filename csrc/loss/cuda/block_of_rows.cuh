@@ -24,7 +24,7 @@ GRADSCALE_DEVICE bool is_power_of_two(float x) {
 
 struct BlockOfRows {
   const Pass& pass;
-  int32_t rows_of_warp; // as in DevicePass
+  int32_t rows_per_warp; // as in DevicePass
   const char* table;
   const Span& span;
   const Head& head;

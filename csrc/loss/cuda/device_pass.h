@@ -47,7 +47,7 @@ struct DevicePass {
   int64_t segments;
   int64_t spans;
   int64_t num_spans;
-  int32_t rows_of_warp;  // in LossRows: rows_per_warp() rounds it up
+  int32_t rows_per_warp; // LossRows rounds it up, with rounded_rows_per_warp()
   PartialSums partial;   // of loss_totals
   unsigned* blocks_done; // a counter for loss_totals, which loss_rows sets to 0
 

@@ -263,7 +263,7 @@ struct LossRows {
   static constexpr bool kHasHalves = std::is_same_v<G, BFloat16Bits>;
 
   GRADSCALE_DEVICE static int32_t rows_per_warp_of(const BlockOfRows& block) {
-    return rows_per_warp(block.rows_of_warp, lanes_per_row);
+    return rounded_rows_per_warp(block.rows_per_warp, lanes_per_row);
   }
   GRADSCALE_DEVICE static int32_t rows_of_block(const BlockOfRows& block) {
     return kRowThreads / 32 * rows_per_warp_of(block);

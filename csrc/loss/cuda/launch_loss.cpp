@@ -50,7 +50,7 @@ struct RowSpecification {
 
   // The type, as C++ names it inside of namespace gradscale.
   std::string name() const;
-  int64_t blocks(int64_t rows, int32_t rows_of_warp) const;
+  int64_t blocks(int64_t rows, int32_t rows_per_warp) const;
 };
 
 Lanes lanes_of(const Segment& segment) {
@@ -127,9 +127,9 @@ std::string RowSpecification::name() const {
   return instance("MultipliedRows", {name_of_gradient(gradient)});
 }
 
-int64_t RowSpecification::blocks(int64_t rows, int32_t rows_of_warp) const {
+int64_t RowSpecification::blocks(int64_t rows, int32_t rows_per_warp) const {
   const int64_t rows_of_block =
-      way == Way::lanes ? kRowThreads / 32 * rows_per_warp(rows_of_warp, threads) : kRowThreads / threads;
+      way == Way::lanes ? kRowThreads / 32 * rounded_rows_per_warp(rows_per_warp, threads) : kRowThreads / threads;
   return (rows + rows_of_block - 1) / rows_of_block;
 }
 
@@ -200,7 +200,7 @@ class Launches {
     device_.partial = {static_cast<double*>(workspace), pass.num_heads};
     device_.blocks_done =
         reinterpret_cast<unsigned*>(device_.partial.data + blocks_of_totals(pass) * device_.partial.size());
-    device_.rows_of_warp = rows_of_warp(pass.batch * pass.num_segments, multiprocessors());
+    device_.rows_per_warp = balanced_rows_per_warp(pass.batch * pass.num_segments, multiprocessors());
     TableBuilder builder;
     for (int64_t i = 0; i < pass.num_segments; ++i) {
       if (!is_backward() || pass.segments[i].gradient.data != nullptr) {
@@ -258,7 +258,7 @@ class Launches {
       kinds_of_rows_.push_back(specification);
     }
     const auto head = static_cast<int32_t>(segment.head - pass_.heads);
-    const auto blocks = specification.blocks(pass_.batch, device_.rows_of_warp);
+    const auto blocks = specification.blocks(pass_.batch, device_.rows_per_warp);
     const bool follows = !spans_.empty() && last_segment_ == index - 1 && spans_.back().head == head &&
                          spans_.back().kind_of_rows == kind_of_rows;
     if (!follows) {

@@ -169,7 +169,7 @@ loss_rows(GRADSCALE_ARGUMENT(DevicePass) device) {
   const int32_t step = of_span / span.blocks_of_segment;
   const BlockOfRows block{
       pass,
-      device.rows_of_warp,
+      device.rows_per_warp,
       table,
       span,
       reinterpret_cast<const Head*>(table + device.heads)[span.head],
