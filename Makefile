@@ -1,24 +1,26 @@
 # make demo      train the example agent          make demo GAME=tictactoe SEED=1
 # make test      run the tests, except make native and the slow tests of .ci/run
-# make native    after a change of C++: run the kernels in guarded memory, the CUDA kernels in a simulator, and faulty ones
+# make native    after a change to C++: run the kernels in guarded memory, the CUDA kernels in a simulator, and injected
+#                faults, which must be found
 # make simulated  run the tests of the CUDA kernels in a simulator on the CPU, which also reports races
 # make sanitized  run tests with an extension under AddressSanitizer and UndefinedBehaviorSanitizer
-# make fuzz      run random cases against independent formulas in all processors   make fuzz MINUTES=30
-#                repeat a finding with its seed: make fuzz SEED=12345 (random seeds without SEED)
-# make versions  run the tests that depend on PyTorch's version on VERSIONS, each in its own checkout
+# make fuzz      compare random cases with independent formulas on all processors   make fuzz MINUTES=30
+#                reproduce a failure with its seed: make fuzz SEED=12345 (random seeds without SEED)
+# make versions  run the tests that depend on PyTorch's version with each of VERSIONS, in its own checkout
 # make bench     run the benchmarks, and write bench/results/ and the tables of README.md and docs/
-# make recipes   step the losses of other projects and ours in lockstep, and write bench/results/clients.json and the tables
-#                of docs/coming_from.md; CHECKOUTS is a folder with the projects of tools/against.py, which fetches those
-#                that are missing from GitHub
-# make matrix    judge the operators in every context, and write bench/results/matrix.json, its table and its picture
-# make docs      build the documentation's site into build/docs; warnings, for example about broken links, are errors
+# make recipes   train with our loss and with other projects' in lockstep, and write bench/results/clients.json and the
+#                tables of docs/coming_from.md; CHECKOUTS is a folder with the projects of tools/against.py, which
+#                fetches missing ones from GitHub
+# make matrix    test the operators in every context, and write bench/results/matrix.json, its table and its picture
+# make docs      build the documentation site into build/docs; warnings, for example about broken links, are errors
 # make drawings  compute the numbers of the site's pictures, and draw docs/images/
 # make wheels    build, repair and check a wheel for each PyTorch of VERSIONS and TORCH and each Python of PYTHONS, in dist/
 # make lint      formatting, linters, types
 # make gpu       on a machine with a GPU: build, test, run compute-sanitizer, and measure, in 9 minutes and without a
 #                network; writes bench/results/<name of the GPU>.json     make gpu PYTHON=python3 RESULTS=folder MINUTES=9
-# make cuda-check  compile the CUDA kernels that have a budget for four generations of GPUs, count their instructions without
-#                one, write bench/results/instructions.json, and fail above the budget or where registers spill
+# make cuda-check  without a GPU, compile the CUDA kernels that have a budget for four generations of GPUs and count
+#                their instructions; write bench/results/instructions.json, and fail if a kernel exceeds its budget or spills
+#                registers
 #
 # Everything runs in .venv, which is created when needed; each target installs its dependencies there.
 # Another PyTorch: make test TORCH=torch==2.11.0
@@ -119,7 +121,7 @@ version-%: .versions/%/.venv/torch $(VENV)/driver.so
 	cd .versions/$* && GRADSCALE_TEST_BACKEND=aot_eager $(PYTEST) -m "not any_version and not slow" \
 	  $(VERSIONED:%=tests/test_%.py)
 
-# CUDA builds are gigabytes, which uv installs in a sixth of pip's time.
+# CUDA builds are several gigabytes; uv installs them six times as fast as pip.
 .versions/%/.venv/torch: $(VENV)/uv force
 	@mkdir -p .versions/$*
 	@git ls-files -z | tar --create --null --files-from=- | tar --extract --directory=.versions/$*
@@ -196,7 +198,7 @@ format: $(VENV)/lint
 clean:
 	rm -rf $(VENV) .versions build dist gradscale_ext.egg-info gradscale_ext/_C.*.so gradscale_ext/_build.py
 
-# A changed TORCH installs this version and compiles again.
+# If TORCH has changed, install this version and compile again.
 $(VENV)/request: force
 	@mkdir -p $(VENV)
 	@echo "$(TORCH)" | cmp -s - $@ || echo "$(TORCH)" > $@

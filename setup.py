@@ -2,10 +2,10 @@
 
 Everything else about the package is in pyproject.toml. Environment variables:
 
-- MAX_JOBS                 compilers that run at once; if not set, as many as fit the processors and the memory
-- GRADSCALE_ARCHITECTURES  GPUs whose kernels are compiled now ("80 90") and come with the package; if not set, kernels
-                           are compiled when they are needed first (`python -m gradscale_ext compile --help`)
-- CXX                      as PyTorch's own extensions use it
+- MAX_JOBS                 number of compilers at once; by default, as many as processors and memory allow
+- GRADSCALE_ARCHITECTURES  compute capabilities ("80 90") whose kernels are compiled now, into the package; by default,
+                           kernels are compiled at their first use (`python -m gradscale_ext compile --help`)
+- CXX                      the C++ compiler, as for other extensions of PyTorch
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).resolve().parent
-TORCH = "torch>=2.11,<2.16"  # what the sources are for; a binary is for the one release that it was compiled against
-MEMORY_PER_JOB = 2 << 30  # bytes, the most that a compiler takes for PyTorch's headers
+TORCH = "torch>=2.11,<2.16"  # that the sources support; a binary needs the release it was compiled against
+MEMORY_PER_JOB = 2 << 30  # bytes: the most that a compiler needs for PyTorch's headers
 
 
 def say(message: str) -> None:
@@ -33,42 +33,42 @@ def say(message: str) -> None:
 
 
 def site_folders() -> list[str]:
-    """Folders where the environment that is installed into may keep its packages.
+    """Folders where the target environment may keep its packages.
 
     An isolated build sees its own site-packages only, while the extension must be compiled against the PyTorch it will
-    run with. pip builds with the environment's own interpreter, and hides the user's folder; uv builds with another
-    interpreter, but leaves an activated environment on PATH.
+    run with. pip builds with the environment's own interpreter, and hides the user's site-packages; uv builds with
+    another interpreter, but leaves an activated environment on PATH.
     """
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     if sys.prefix == sys.base_prefix:
         folders.append(site.getusersitepackages())
     prefixes = [os.environ.get("VIRTUAL_ENV"), os.environ.get("CONDA_PREFIX")]
     prefixes += [str(Path(folder).parent) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
-    scheme = "nt" if sys.platform == "win32" else "posix_prefix"  # Python 3.10 knows none for virtual environments
+    scheme = "nt" if sys.platform == "win32" else "posix_prefix"  # Python 3.10 has no "venv" scheme
     for prefix in filter(None, prefixes):
         folders.append(sysconfig.get_path("purelib", scheme, {"base": prefix, "platbase": prefix}))
     return [folder for folder in dict.fromkeys(folders) if Path(folder).is_dir()]
 
 
 def release_of(version: str) -> str:
-    """2.13.0 of 2.13.0+cu130."""
+    """Return 2.13.0 for 2.13.0+cu130."""
     return version.partition("+")[0]
 
 
 def import_torch():  # type: ignore[no-untyped-def]
-    """The installed PyTorch, found also from inside an isolated build environment, whose own packages come first."""
+    """Import the installed PyTorch, also from an isolated build environment, whose own packages take precedence."""
     sys.path.extend(folder for folder in site_folders() if folder not in sys.path)
     found = importlib.util.find_spec("torch")
     if found is None:
         raise SystemExit(
             "gradscale_ext: PyTorch is not installed, and this extension is compiled against it. Install it into the "
-            "same environment, and then this:\n"
+            "same environment first:\n"
             f"    python -m pip install '{TORCH}'\n"
             "    python -m pip install .\n"
             "With uv, in an activated environment:\n"
             f"    uv pip install '{TORCH}'\n"
             "    uv pip install .\n"
-            "or, in the pyproject.toml of a project that depends on it, with the release that the project uses:\n"
+            "or, in the pyproject.toml of a project that depends on gradscale_ext, with its release of PyTorch:\n"
             "    [tool.uv.extra-build-dependencies]\n"
             '    gradscale-ext = ["torch==2.13.0"]'
         )
@@ -77,7 +77,7 @@ def import_torch():  # type: ignore[no-untyped-def]
     except (ImportError, OSError) as error:
         raise SystemExit(
             f"gradscale_ext: PyTorch is installed ({found.origin}), but cannot be imported here: {error}\n"
-            "Where `python -c 'import torch'` fails with the same error, install PyTorch again:\n"
+            "If `python -c 'import torch'` fails with the same error, install PyTorch again:\n"
             f"    python -m pip install --force-reinstall '{TORCH}'\n"
             "or, with uv:\n"
             f"    uv pip install --reinstall '{TORCH}'"
@@ -85,7 +85,7 @@ def import_torch():  # type: ignore[no-untyped-def]
     lowest, end = (tuple(map(int, bound.split("."))) for bound in re.findall(r"[\d.]+", TORCH))
     if not lowest <= tuple(map(int, torch.__version__.split(".")[:2])) < end:
         raise SystemExit(
-            f"gradscale_ext: PyTorch must be of {TORCH}, but {torch.__version__} is installed. Install another:\n"
+            f"gradscale_ext: PyTorch must be {TORCH}, but {torch.__version__} is installed. Install another version:\n"
             f"    python -m pip install '{TORCH}'\n"
             "or, with uv:\n"
             f"    uv pip install '{TORCH}'"
@@ -94,7 +94,7 @@ def import_torch():  # type: ignore[no-untyped-def]
 
 
 def find_compiler() -> str:
-    """The C++ compiler that will be used, or an exit that says how to get one."""
+    """Return the C++ compiler to use, or exit with instructions for installing one."""
     candidates = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
     if sys.platform == "win32":
         return "cl"
@@ -138,7 +138,7 @@ def processors() -> int:
 
 
 def version_of_compiler(compiler: str) -> str:
-    """First line of what the compiler says about itself."""
+    """First line that the compiler prints about its version."""
     command = [*shlex.split(compiler), *([] if sys.platform == "win32" else ["--version"])]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return done.stdout.strip().partition("\n")[0] or compiler
@@ -167,7 +167,7 @@ def compile_arguments() -> tuple[list[str], list[str]]:
 def translation_units() -> list[str]:
     """The files to compile: each kernel file, and for each folder one file that includes its other sources.
 
-    A source spends two thirds of its compilation on PyTorch's headers. The included sources share them.
+    PyTorch's headers take two thirds of the compilation of a source. The included sources share them.
     """
     units = []
     for folder in sorted({path.parent for path in ROOT.glob("csrc/**/*.cpp")}):
@@ -232,7 +232,7 @@ def build_command(torch, cpp_extension, compiler):  # type: ignore[no-untyped-de
                     *architectures,
                 ],
                 check=True,
-                cwd=package.parent,  # where Python finds this package first, and not that of the checkout
+                cwd=package.parent,  # so that Python imports this package, and not the checkout's
                 env=os.environ | {"PYTHONPATH": os.pathsep.join([str(package.parent), *sys.path])},
             )
 
@@ -252,7 +252,7 @@ def main() -> None:
         setup(install_requires=requires)
         return
     compiler = version_of_compiler(find_compiler())
-    if not os.environ.get("MAX_JOBS", "").isdigit():  # anything else makes ninja start one compiler a processor
+    if not os.environ.get("MAX_JOBS", "").isdigit():  # otherwise ninja starts one compiler per processor
         os.environ["MAX_JOBS"] = str(choose_jobs(processors(), available_memory()))
     from torch.utils import cpp_extension
 

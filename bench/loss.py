@@ -1,14 +1,15 @@
-"""The multi-step loss of whole updates: fused, in the usual eager PyTorch, and the latter compiled.
+"""Time the multi-step loss of whole updates: fused, and in the usual PyTorch code, eager and compiled.
 
     python bench/loss.py --json bench/results/loss.json
 
-The sizes are taken from published agents; B grows from 1 to 4096 at one of them. Both passes, fp32 and bf16, two
-threads and one.
+The sizes are taken from published agents; one of them is measured with B from 1 to 4096. The forward pass is measured
+alone and with the backward pass, in fp32 and bf16, with all threads and with one.
 
-A copy of the predictions into existing buffers takes turns with forward and backward: a loss with gradients must read
-every prediction and write as much again. Times are also given relative to the time of this copy.
+A loss with gradients must read every prediction and write a gradient of the same size. As a lower bound, a copy of the
+predictions into existing buffers is timed in turn with the losses, and times are also given relative to it.
 
-Bytes that must move, for GB/s: every logit and target read once, and with a backward pass every gradient written once.
+GB/s counts the bytes that must move: every logit and target is read once, and a backward pass writes every gradient
+once.
 Peak memory is the peak of PyTorch's allocator during the call, gradients included.
 """
 

@@ -29,7 +29,7 @@ def load(name: str) -> tuple[list[dict[str, Any]], str]:
     machine = data["machine"]
     line = (
         f"{machine['cpu']}, {machine['threads']} threads, {machine['instruction set']}, PyTorch {machine['torch']}; "
-        f"medians of one run, contestants taking turns (`bench/results/{name}.json`)."
+        f"medians of one run, timed alternately (`bench/results/{name}.json`)."
     )
     return data["rows"], line
 
@@ -60,7 +60,7 @@ def doors_table() -> str:
     """The ways to call the loss, and the module with other instruction sets, each compared with the module."""
     rows, machine = load("loss")
     own = [row for row in rows if row["agent"] == "doors of the loss"]
-    if not own:  # results from before there were doors
+    if not own:  # older results, without these rows
         whole = [row for row in rows if (row["agent"], row["dtype"], row["size"]) == ("MuZero", "fp32", DOORS_SIZE)]
         most = max(row["threads"] for row in whole)
         own = [row for row in whole if row["threads"] == most and row["contestant"] != "copy"]
@@ -71,11 +71,11 @@ def doors_table() -> str:
         for name, row in found.items():
             called = DOORS.get(name, name) + (f", {capability}" if name in ("module", "fused") else "")
             lines.append([called, size, f"{row['median_ms']:.3f}", f"{row['ratio']:.2f}"])
-    return table(["door", "size", "forward + backward, ms", "over the module"], lines) + "\n\n" + machine
+    return table(["call", "size", "forward + backward, ms", "relative to the module"], lines) + "\n\n" + machine
 
 
 DOORS_SIZE = "B 256 K 5 S 601 A 18"
-#: What is called, by the contestants of bench/doors.py, and of bench/loss.py.
+#: The call of each contestant of bench/doors.py and bench/loss.py.
 DOORS = {
     "fused": "`gs.MultiStepLoss(...)(...)`",
     "torch.compile": "the loss written by hand, in `torch.compile`",
@@ -116,8 +116,8 @@ def speed_rows() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def speed_table() -> str:
-    doors = {"`HLGauss` head alone: B 1024": "module", "`Support.decode`, 601 bins: B 64": "method"}
-    lines = [[name, doors.get(name, "module"), *cells(found)] for name, found in speed_rows().items()]
+    called = {"`HLGauss` head alone: B 1024": "module", "`Support.decode`, 601 bins: B 64": "method"}
+    lines = [[name, called.get(name, "module"), *cells(found)] for name, found in speed_rows().items()]
     found = returns_rows()[1, "GAE 4096 x 128", 0.01]
     lines.append(
         [
@@ -149,7 +149,7 @@ def loss_table() -> str:
             memory = [f"{found[name]['peak_mb']:.1f}" for name in ("fused", "torch.compile", "eager")]
             over_copy = [f"{found['fused']['over_copy']:.1f}"] if has_copies else []
             lines.append([f"{agent}: {size}", *cells(found), *over_copy, " / ".join(memory)])
-    header = ["forward + backward, ms", *CELLS, *["fused, in copies"] * has_copies, "peak MB"]
+    header = ["forward + backward, ms", *CELLS, *["fused / copy"] * has_copies, "peak MB"]
     return table(header, lines) + "\n\n" + machine
 
 
@@ -239,8 +239,8 @@ def actors_table() -> str:
     actors = dict.fromkeys(row["actors"] for row in rows)
     lines = [[str(n) if n else "none, one process", *(rates[n, mode] for mode in modes)] for n in actors]
     measured = (
-        f"{machine['cpu']}, {machine['cores']} cores under a load of {rows[0]['load_before']:.1f} by others, PyTorch "
-        f"{machine['torch']}; medians, contestants taking turns (`bench/results/actors.json`)."
+        f"{machine['cpu']}, {machine['cores']} cores, other processes' load {rows[0]['load_before']:.1f}, PyTorch "
+        f"{machine['torch']}; medians, timed alternately (`bench/results/actors.json`)."
     )
     return table(["actors", *modes], lines) + "\n\n" + measured
 
@@ -278,10 +278,10 @@ def instructions_table() -> str:
         others = ({pipe: ms for pipe, ms in of.items() if pipe != "memory"} for of in times)
         floors = (f"{max(of.values()):.2f} / {gpu['memory']:.2f}" for of, gpu in zip(others, times, strict=True))
         flight = f"{case['bytes_in_flight'] / 1e3:.0f}"
-        unit = "" if case["unit"] == "row" else f" (of {case['unit']})"
+        unit = "" if case["unit"] == "row" else f" (per {case['unit']})"
         lines.append([name + unit, f"{case['sass']:.3g}", str(case["budget"]), str(case["registers"]), flight, *floors])
-    header = ["", "instructions per row", "budget", "registers", "KB in flight", "H200", "A100", "RTX 4090"]
-    return table(header, lines) + "\n\nsm_90; floors without latency (`bench/results/instructions.json`)."
+    header = ["", "instructions per row or unit", "budget", "registers", "KB in flight", "H200", "A100", "RTX 4090"]
+    return table(header, lines) + "\n\nsm_90; least times ignore latency (`bench/results/instructions.json`)."
 
 
 def by_project() -> tuple[dict[str, dict[str, dict[str, Any]]], str]:
@@ -291,7 +291,7 @@ def by_project() -> tuple[dict[str, dict[str, dict[str, Any]]], str]:
     for row in rows:
         found.setdefault(row["project"], {})[row["dtype"]] = row
     return found, machine.replace("1 threads", "1 thread").replace(
-        "medians of one run, contestants taking turns", "medians, in turns"
+        "medians of one run, timed alternately", "medians, timed alternately"
     )
 
 
@@ -387,7 +387,7 @@ def recipes_lines_table() -> str:
             for edit in row["edits"]
         )
         lines.append([name, f"`{row['commit'][:7]}`", "; ".join(edits)])
-    return table(["project", "commit", "lines that give way"], lines).replace("---:", "---")
+    return table(["project", "commit", "lines that are replaced"], lines).replace("---:", "---")
 
 
 def ranks_table() -> str:

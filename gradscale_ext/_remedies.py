@@ -16,7 +16,7 @@ INSTALL = "python -m pip install" if _HAS_PIP else "uv pip install"
 
 
 def instead_of(value: object, name: str = "it") -> str:
-    """Remedy for an argument `name` that is no tensor."""
+    """Remedy for an argument `name` that is not a tensor."""
     if is_proxy(value):
         return (
             "; torch.fx.symbolic_trace cannot follow code that reads shapes: call it from a function that is marked "

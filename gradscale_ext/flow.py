@@ -52,7 +52,7 @@ def scale_gradient(x: Tree, scale: float | torch.Tensor) -> Tree:
         Tensors equal to `x` bit for bit, with the same shape, strides, dtype and device.
 
     Raises:
-        TypeError: a tensor of `x` is not floating or complex, a leaf is no tensor, or `scale` is not real.
+        TypeError: a tensor of `x` is not floating or complex, a leaf is not a tensor, or `scale` is not real.
         ValueError: a tensor `scale` requires grad, does not broadcast to `x`, or is on another device.
 
     In every context (eager, `no_grad`, double backward, `torch.func` transforms, forward-mode AD, `torch.compile`,
@@ -124,7 +124,7 @@ def clip_gradient_norm(
         Tensors equal to `x` bit for bit.
 
     Raises:
-        TypeError: a tensor of `x` is not floating or complex, a leaf is no tensor, or an argument has the wrong type.
+        TypeError: a tensor of `x` is not floating or complex, a leaf is not a tensor, or an argument has a wrong type.
         ValueError: `max_norm` is negative or NaN, requires grad, or does not broadcast; `batch_dims` is out of range;
             `norm_type` is not greater than 0.
         NotImplementedError: forward-mode differentiation (jvp, jacfwd, hessian, forward_ad).
@@ -192,7 +192,7 @@ def clip_gradient_value(x: Tree, min: float | torch.Tensor | None, max: float | 
         Tensors equal to `x` bit for bit.
 
     Raises:
-        TypeError: a tensor of `x` is complex, or not floating; a leaf is no tensor; a bound is not real.
+        TypeError: a tensor of `x` is complex, or not floating; a leaf is not a tensor; a bound is not real.
         ValueError: ``min > max`` or NaN, as far as that can be seen without waiting for a device (elsewhere the
             gradient is NaN); a tensor bound requires grad, or does not broadcast; both bounds are None.
         NotImplementedError: forward-mode differentiation (jvp, jacfwd, hessian, forward_ad).

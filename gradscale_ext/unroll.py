@@ -31,28 +31,28 @@ def unroll(
 ) -> dict[str, list[torch.Tensor]]:
     """Run `initial` once and `recurrent` for every action, and collect what each head predicts at each step.
 
-    As in the pseudocode the gradient of the hidden state is scaled after every recurrent step, on its way to the next
-    one, and not on the root; the heads of a step see the unscaled state (Schrittwieser et al. 2020, appendix G).
+    As in MuZero's pseudocode, the gradient of the hidden state is scaled between each recurrent step and the next, and
+    not at the root; the heads of a step see the unscaled state (Schrittwieser et al. 2020, appendix G).
 
     Args:
         initial: representation and prediction, ``initial(observation) -> (outputs, hidden)``.
-        recurrent: dynamics and prediction, ``recurrent(hidden, action) -> (outputs, hidden)``. `outputs` is a mapping
-            of a head's name to its prediction for the step, `[B, ...]`; `hidden` a tensor, or a tuple, list, dict or
-            namedtuple of tensors, as the (h, c) of an LSTM.
-        observation: handed to `initial` as it is.
+        recurrent: dynamics and prediction, ``recurrent(hidden, action) -> (outputs, hidden)``. `outputs` maps
+            each head's name to its prediction for the step, `[B, ...]`; `hidden` is a tensor, or a tuple, list, dict or
+            namedtuple of tensors, such as the (h, c) of an LSTM.
+        observation: passed to `initial` unchanged.
         actions: `[B, K]` or `[B, K, ...]` tensor, or a sequence of K tensors `[B, ...]`.
         hidden_scale: factor of the gradient from one recurrent step to the one before it, a finite number or a tensor
-            as `scale_gradient` takes it.
+            that `scale_gradient` accepts.
 
     Returns:
-        Head's name to the list of its predictions, ready for `MultiStepLoss`: K + 1 entries, or K for a head that
+        A dict of each head's list of predictions, ready for `MultiStepLoss`: K + 1 entries, or K for a head that
         `initial` leaves out (declare it with ``first_step=1``).
 
     Raises:
-        ValueError: a head is there at one step and missing at another, `actions` has no step dimension or entries of
-            different batches, or `hidden_scale` is not finite.
-        TypeError: `actions` are no tensors, a function returns something else than (outputs, hidden), or
-            `hidden_scale` is no number.
+        ValueError: a head is present at one step and missing at another, `actions` has no step dimension or entries of
+            different batch sizes, or `hidden_scale` is not finite.
+        TypeError: `actions` is not a tensor or a sequence of tensors, a function does not return (outputs, hidden), or
+            `hidden_scale` is not a number or a tensor.
 
     >>> outputs = unroll(
     ...     lambda observation: ({"value": observation}, observation),
@@ -67,11 +67,11 @@ def unroll(
     predictions = {head: [prediction] for head, prediction in predictions.items()}
     for k, action in enumerate(steps):
         outputs, hidden = _outputs_and_hidden("recurrent(hidden, action)", recurrent(hidden, action))
-        if k == 0:  # heads that the root does not have
+        if k == 0:  # heads that `initial` leaves out
             predictions.update({head: [] for head in outputs if head not in predictions})
         if outputs.keys() != predictions.keys():
             raise ValueError(
-                f"unroll: recurrent step {k + 1} gave the heads {sorted(outputs)}, "
+                f"unroll: recurrent step {k + 1} returned the heads {sorted(outputs)}, "
                 f"but {sorted(predictions)} were expected"
             )
         for head, prediction in outputs.items():
@@ -100,9 +100,9 @@ def _steps_of(actions: Any) -> Sequence[torch.Tensor]:
             )
         if action.dim() < 1 or action.shape[0] != actions[0].shape[0]:
             raise ValueError(
-                f"unroll: each of the sequence of actions must be a tensor [B, ...] with the same B, but actions[{k}] "
-                f"has shape {tuple(action.shape)} and actions[0] {tuple(actions[0].shape)}; a list by sample instead "
-                "of by step becomes a tensor [B, K, ...] by torch.stack(actions)"
+                f"unroll: all entries of actions must be tensors [B, ...] with the same B, but actions[{k}] has shape "
+                f"{tuple(action.shape)} and actions[0] has shape {tuple(actions[0].shape)}; if the list has an entry "
+                "for each sample instead of each step, write torch.stack(actions)"
             )
     return actions
 
@@ -128,7 +128,7 @@ def _outputs_and_hidden(call: str, returned: Any) -> tuple[dict[str, Any], Any]:
     if isinstance(returned, tuple | list):
         came = f"{came} of {len(returned)} ({', '.join([type(item).__name__ for item in returned])})"
     raise TypeError(
-        f"unroll: {call} must return (outputs, hidden), outputs being a mapping of head's name to prediction, but it "
-        f"returned {'nothing' if returned is None else came}; for a model that returns (value, policy, hidden) hand "
-        'over a function that returns {"value": value, "policy": policy}, hidden'
+        f"unroll: {call} must return (outputs, hidden), where outputs maps head names to predictions, but it "
+        f"returned {'nothing' if returned is None else came}; for a model that returns (value, policy, hidden), pass "
+        'a function that returns {"value": value, "policy": policy}, hidden'
     )

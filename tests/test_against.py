@@ -202,7 +202,7 @@ def test_no_checkout(name, monkeypatch, capsys, tmp_path):
     project = against.project_of(name)
     for folder in (tmp_path, tmp_path / "missing"):
         assert run(monkeypatch, name, folder) == 2
-        expected = f"against.py: {folder} is no checkout of {project.folder}: it has no {project.marker}\n"
+        expected = f"against.py: {folder} is not a checkout of {project.folder}: it has no {project.marker}\n"
         assert capsys.readouterr().err == expected
 
 

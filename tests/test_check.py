@@ -57,14 +57,14 @@ def put(tensor, value, *index):
 FAULTS = {
     "raw visit counts": (
         lambda p, t, o: put(t["policy"], [30, 12, 8, 0], 1, 1),
-        "the target of head 'policy' at step 1 is no distribution: sample 1 has [30, 12, 8, 0]; give "
+        "the target of head 'policy' at step 1 is not a distribution: sample 1 has [30, 12, 8, 0]; give "
         "visits / visits.sum(-1, keepdim=True)",
     ),
     "few visit counts": (
         lambda p, t, o: put(t["policy"], [1, 0, 1, 1], 0, 0),
-        "is no distribution: sample 0 has",
+        "is not a distribution: sample 0 has",
     ),
-    "a probability above 1": (lambda p, t, o: put(t["policy"], [1.5, 0.1, 0, 0], 0, 0), "is no distribution"),
+    "a probability above 1": (lambda p, t, o: put(t["policy"], [1.5, 0.1, 0, 0], 0, 0), "is not a distribution"),
     "a negative probability": (
         lambda p, t, o: put(t["policy"], [0.6, -0.1, 0.3, 0.2], 2, 0),
         "the target of head 'policy' at step 0 has negative probabilities: sample 2 has [0.6, -0.1, 0.3, 0.2]",
@@ -75,7 +75,7 @@ FAULTS = {
     ),
     "a target on an illegal action": (
         lambda p, t, o: put(p["policy"], -INF, 1, 0, 3),
-        "the target of head 'policy' at step 0 has probability where the logit is -inf, whose loss is infinite: "
+        "the target of head 'policy' at step 0 is positive where the logit is -inf, which makes the loss infinite: "
         "sample 1",
     ),
     "a softmax before the head": (
@@ -85,7 +85,7 @@ FAULTS = {
     ),
     "a softmax in half precision": (
         lambda p, t, o: p.update(value=p["value"].softmax(-1).bfloat16()),
-        "TwoHot takes logits: leave out the softmax",
+        "TwoHot expects logits: leave out the softmax",
     ),
     "a softmax in the recurrent network": (
         lambda p, t, o: put(p["action"], p["action"].softmax(-1)),
@@ -99,7 +99,7 @@ FAULTS = {
     "a NaN loss": (lambda p, t, o: put(p["own"], NAN, 2, 1), "'own' at step 1 is not finite: sample 2 has nan"),
     "a NaN scalar": (
         lambda p, t, o: put(t["reward"], NAN, 1, 0),
-        "the target of head 'reward' at step 1 is NaN: sample 1 has nan; mask what has no target",
+        "the target of head 'reward' at step 1 is NaN: sample 1 has nan; mask entries without a target",
     ),
     "a NaN vector": (
         lambda p, t, o: put(t["state"], NAN, 1, 0, 1),
@@ -252,7 +252,7 @@ def test_contexts_without_values_raise():
         torch.compile(torch.func.grad(loss_of), backend="eager", fullgraph=True),
         lambda x: torch.export.export(type("Module", (torch.nn.Module,), {"forward": lambda s, y: loss_of(y)})(), (x,)),
     ):
-        with pytest.raises(Exception, match="check=True looks at values"):
+        with pytest.raises(Exception, match="check=True reads values"):
             function(losses)
     for manager in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu")):
         with manager:

@@ -320,10 +320,10 @@ def test_weights_learned_by_uncertainty():
 
 
 WRONG = {
-    "head_weights names 'vlaue', which is no head": {"head_weights": {"vlaue": 1.0}},
-    "step_weights names 'vlaue', which is no head": {"step_weights": {"vlaue": [1.0] * 4}},
-    "step_gradient_scale names 'vlaue', which is no head": {"step_gradient_scale": {"vlaue": "unroll"}},
-    "importance_weights names 'vlaue', which is no head": {"importance_weights": {"vlaue": torch.ones(3)}},
+    "head_weights names 'vlaue', which is not a head": {"head_weights": {"vlaue": 1.0}},
+    "step_weights names 'vlaue', which is not a head": {"step_weights": {"vlaue": [1.0] * 4}},
+    "step_gradient_scale names 'vlaue', which is not a head": {"step_gradient_scale": {"vlaue": "unroll"}},
+    "importance_weights names 'vlaue', which is not a head": {"importance_weights": {"vlaue": torch.ones(3)}},
     "head_weights must be a mapping of head to number or tensor": {"head_weights": 2.0},
     "the head_weights of head 'value' must be a number or a tensor without dimensions, but it has shape [1]; write "
     ".reshape(())": {"head_weights": {"value": torch.ones(1)}},

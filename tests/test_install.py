@@ -249,7 +249,7 @@ def test_unsupported_pytorch(interpreter, tmp_path, version):
     pretend_pytorch(site_packages_of(tmp_path / "isolated"), f"__version__ = '{version}'")
     done = build_with(interpreter)
     assert done.returncode == 1
-    assert f"PyTorch must be of torch>=2.11,<2.16, but {version} is installed" in done.stderr
+    assert f"PyTorch must be torch>=2.11,<2.16, but {version} is installed" in done.stderr
 
 
 # ---- remedies --------------------------------------------------------------------------------------------------------

@@ -657,7 +657,7 @@ def _break(change):
 WRONG = {
     "missing head": (lambda p, t, o: p.pop("value"), ["predictions", "'value'", "value, reward, policy"]),
     "missing target": (lambda p, t, o: t.pop("value"), ["targets", "'value'"]),
-    "unknown head": (lambda p, t, o: p.update(vlaue=p["value"]), ["predictions", "'vlaue'", "no head"]),
+    "unknown head": (lambda p, t, o: p.update(vlaue=p["value"]), ["predictions", "'vlaue'", "not a head"]),
     "number of steps": (lambda p, t, o: p["value"].pop(), ["prediction", "'value'", "4 entries", "it has 3"]),
     "number of targets": (lambda p, t, o: t["reward"].pop(), ["target", "'reward'", "3 entries", "it has 2"]),
     "wrong width": (
@@ -987,7 +987,7 @@ def test_mappings_are_read_by_their_items(function):
     compare(out, expected, predictions)
     for wrong, wanted, words in (
         ({"value": predictions["value"]}, targets, "predictions has nothing for 'reward', 'policy'"),
-        ({**predictions, "vlaue": predictions["value"]}, targets, "predictions names 'vlaue', which is no head"),
+        ({**predictions, "vlaue": predictions["value"]}, targets, "predictions names 'vlaue', which is not a head"),
         (predictions, {"value": targets["value"]}, "targets has nothing for 'reward'"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -1161,7 +1161,7 @@ def test_what_lists_the_heads_lists_all(file):
     [
         ([], [], "names and as many numbers"),
         (["per_step_loss"], [], "names and as many numbers"),
-        (["weight"], [1.0], "'weight' is no kind of head"),
+        (["weight"], [1.0], "'weight' is not a kind of head"),
         (["per_step_loss", "wieght"], [0.0, 1.0], "no number 'wieght'"),
         (["two_hot"], [0.0], "not the numbers of a 'two_hot'"),
         (["two_hot", "detail", "num_bins"], [0.0, 1.0, 1.0], "not the numbers of a 'two_hot'"),

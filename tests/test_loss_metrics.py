@@ -1,4 +1,4 @@
-"""`head_gradient_norms` and `max_abs_logit` in contexts; fuzz/test_loss.py checks them against formulas."""
+"""`head_gradient_norms` and `max_abs_logit` at extremes and in transforms; fuzz/test_loss.py checks the formulas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import gradscale_ext as gs
 
 
 @pytest.mark.parametrize("impl", ["fused", "reference"])
-def test_predictions_some_of_which_have_no_gradient(impl):
+def test_some_predictions_without_gradient(impl):
     heads = {"distance": ALL_HEADS["distance"]}
     predictions, targets = arguments(heads=heads)
     predictions["distance"][1:] = [entry.detach() for entry in predictions["distance"][1:]]
@@ -24,7 +24,7 @@ def test_predictions_some_of_which_have_no_gradient(impl):
 
 @pytest.mark.parametrize("impl", ["fused", "reference"])
 @pytest.mark.parametrize("weight", [1e-25, 1e25])
-def test_norms_of_gradients_whose_squares_float32_cannot_hold(weight, impl):
+def test_norms_of_gradients_whose_squares_overflow_or_underflow_float32(weight, impl):
     shapes = {
         gs.MeanSquaredError(): (20, 30),
         gs.Huber(): (20,),
@@ -58,7 +58,7 @@ def test_norms_of_large_and_small_distances(distance, weight, impl):
 @pytest.mark.untraced
 @pytest.mark.parametrize(("impl", "only_metrics"), [("auto", False), ("auto", True), ("reference", False)])
 def test_compiled_graphs(impl, only_metrics):
-    """In one graph, also if the graph returns nothing that has a gradient."""
+    """The loss compiles into one graph, even if the graph returns nothing that has a gradient."""
     heads = {name: ALL_HEADS[name] for name in ("value", "policy", "distance", "prior")}
     predictions, targets = arguments(heads=heads)
     predictions["policy"] = [entry.detach() for entry in predictions["policy"]]
@@ -116,7 +116,7 @@ def test_transforms():
     for name, expected in truth.items():
         torch.testing.assert_close(norms[name], expected.expand(2), rtol=1e-12, atol=1e-12)
     assert not loss(plain)[1]
-    with forward_ad.dual_level():  # not every gradient of PyTorch's has a forward mode
+    with forward_ad.dual_level():  # not every backward formula of PyTorch has a forward mode
         dual = {name: [forward_ad.make_dual(e, e.detach()) for e in entries] for name, entries in predictions.items()}
         out = gs.multi_step_loss(heads, dual, targets)
         assert forward_ad.unpack_dual(out.loss).tangent is not None

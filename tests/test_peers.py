@@ -35,7 +35,7 @@ def prediction(*shape):
 
 
 def per_step(count, *shape):
-    """A list of `count` predictions `[B, *shape]`, as of an unroll."""
+    """A list of `count` predictions `[B, *shape]`, as from an unroll."""
     return [prediction(B, *shape) for _ in range(count)]
 
 
@@ -43,13 +43,13 @@ def distributions(*shape):
     return normal(*shape, scale=2.0).softmax(-1)
 
 
-def ending(*valid):
+def valid_mask(*valid):
     """0/1 `[B, K + 1]`: the first `valid[b]` entries of sample b are 1."""
     return (torch.arange(T) < torch.tensor(valid).unsqueeze(1)).double()
 
 
 def after_root(mask):
-    """Bool `[B, T]` by absolute step from a 0/1 mask whose entry k - 1 is that of step k; the root always counts."""
+    """Bool mask `[B, T]` of all steps, from a 0/1 mask whose entry k - 1 is for step k. The root is always valid."""
     return torch.cat((torch.ones(B, 1), mask[:, :K]), 1).bool()
 
 
@@ -114,7 +114,7 @@ def same(ours, theirs):
 
 
 def same_loss(ours, theirs, *predictions):
-    """Value, and gradients of all predictions (tensors, or lists and dicts of them)."""
+    """Compare the values, and the gradients of all predictions (tensors, or lists and dicts of tensors)."""
     leaves = list(_leaves(predictions))
     same(ours, theirs)
     gradients = [torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (ours, theirs)]
@@ -159,7 +159,7 @@ def test_lightzero_muzero():
     heads["policy"] = gs.SoftCrossEntropy(label_smoothing=0.1, entropy_weight=5e-3)
     z, u, pi, latent = targets.values()
     pi[0, 3:] = 0  # after the end of the game
-    mask, w = ending(3, 5, 4), torch.rand(B, dtype=torch.float64)
+    mask, w = valid_mask(3, 5, 4), torch.rand(B, dtype=torch.float64)
 
     smooth = 0.9 * pi + 0.1 / A
     value = sum(cross_entropy(x["value"][k], two_hot(h(z[:, k]), BINS)) for k in range(T))
@@ -179,7 +179,7 @@ def test_lightzero_muzero():
 
 def test_lightzero_gumbel_muzero():
     """The policy loss of LightZero's Gumbel MuZero: a divergence whose terms are averaged, not summed, over actions."""
-    x, pi, mask = per_step(T, A), distributions(B, T, A), ending(3, 5, 4)
+    x, pi, mask = per_step(T, A), distributions(B, T, A), valid_mask(3, 5, 4)
     pi[1, 2] = torch.eye(A)[0]
 
     divergence = lambda k: functional.kl_div(x[k].log_softmax(-1), pi[:, k], reduction="none").mean(-1)
@@ -220,7 +220,7 @@ def test_muzero_general():
     targets = {"value": z, "reward": u[:, 1:], "policy": pi}
     out = gs.multi_step_loss(heads, x, targets, step_gradient_scale=scale, importance_weights=w)
     same_loss(out.loss, theirs, x)
-    for k in range(T):  # it stores a priority for every step
+    for k in range(T):  # muzero-general stores a priority for every step
         error = (h_inverse(mean_of(x["value"][k], bins)) - z[:, k]).abs().detach()
         nu, target = out.expected["value"][:, k : k + 1], z[:, k : k + 1]
         same(gs.priorities(nu, target, alpha=0.5, eps=0.0), error.sqrt())
@@ -229,11 +229,11 @@ def test_muzero_general():
 def test_half_the_gradient_of_a_hidden_state():
     """muzero-general, EfficientZero and EfficientZeroV2 halve the total gradient of a recurrent state with a hook.
 
-    s' = w s with unit losses on the states. `unroll` halves only the gradient from later steps; scaling the state
-    before the heads see it gives the other form.
+    The dynamics are s' = w s, and each state s adds s to the loss. `unroll` halves only the gradient from later steps;
+    `scale_gradient` in `recurrent`, before the heads read the state, halves the total gradient.
     """
 
-    def of_the_hook(root, w):
+    def with_hook(root, w):
         total, hidden = root.sum(), root
         for _ in range(5):
             hidden = w * hidden
@@ -241,7 +241,7 @@ def test_half_the_gradient_of_a_hidden_state():
             total = total + hidden.sum()
         return total
 
-    def of_unroll(root, w):
+    def with_unroll(root, w):
         def recurrent(hidden, action):
             hidden = gs.scale_gradient(w * hidden, 0.5)
             return {"value": hidden}, hidden
@@ -251,8 +251,8 @@ def test_half_the_gradient_of_a_hidden_state():
         return sum(entry.sum() for entry in outputs["value"])
 
     leaves = [torch.ones(1, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    same_loss(of_unroll(*leaves), of_the_hook(*leaves), leaves)
-    root, w = torch.autograd.grad(of_unroll(*leaves), leaves)
+    same_loss(with_unroll(*leaves), with_hook(*leaves), leaves)
+    root, w = torch.autograd.grad(with_unroll(*leaves), leaves)
     assert (root.item(), w.item()) == (1.96875, 4.03125)
 
 
@@ -263,7 +263,7 @@ def test_efficientzero():
     """EfficientZero (Ye et al. 2021): value prefixes, consistency, and a mask on all recurrent steps of all heads."""
     heads, x, targets = with_consistency(("value",), "value_prefix", value_weight=0.25, consistency_weight=2.0)
     z, prefix, pi, latent = targets.values()
-    mask, w = ending(2, 4, 3)[:, :K], torch.rand(B, dtype=torch.float64)
+    mask, w = valid_mask(2, 4, 3)[:, :K], torch.rand(B, dtype=torch.float64)
 
     theirs = 0.25 * cross_entropy(x["value"][0], two_hot(h(z[:, 0]), BINS)) + cross_entropy(x["policy"][0], pi[:, 0])
     for k in range(1, T):
@@ -287,9 +287,9 @@ def test_efficientzero():
 
 
 def test_efficientzero_v2_atari():
-    """EfficientZeroV2 (Wang et al. 2024), discrete actions, with two critics: each has half a cross-entropy.
+    """EfficientZeroV2 (Wang et al. 2024), discrete actions, with two critics, each weighted by one half.
 
-    Its transform in the Atari branch has the wrong sign on eps x for x < 0; for x >= 0 it equals h, and we agree.
+    Its transform for Atari has the wrong sign of eps x for x < 0. For x >= 0 it equals h; the targets here are >= 0.
     """
     their_h = lambda x: torch.where(x < 0, -1.0, 1.0) * ((x.abs() + 1).sqrt() - 1 + 1e-3 * x)
     minus_thousand = torch.tensor(-1000.0, dtype=torch.float64)
@@ -299,18 +299,18 @@ def test_efficientzero_v2_atari():
     critics = ("value_0", "value_1")
     heads, x, targets = with_consistency(critics, "value_prefix", 0.5 * 0.5 / 2, 5.0, torch.abs)
     z, _, prefix, pi, latent = targets.values()
-    mask, w = ending(2, 4, 3)[:, :K], torch.rand(B, dtype=torch.float64)
+    mask, w = valid_mask(2, 4, 3)[:, :K], torch.rand(B, dtype=torch.float64)
 
-    def root_and_later(k):
+    def shared_terms(k):
         target = two_hot(their_h(z[:, k]), BINS)
         critics = torch.stack([0.5 * cross_entropy(x[f"value_{i}"][k], target) for i in (0, 1)])
         return 0.5 * critics.mean(0) + cross_entropy(x["policy"][k], pi[:, k])
 
-    def later(k):
+    def recurrent_terms(k):
         reward = cross_entropy(x["value_prefix"][k - 1], two_hot(their_h(prefix[:, k - 1]), BINS))
         return reward - 5 * cosine(x["consistency"][k - 1], latent[:, k - 1], 1e-5)
 
-    theirs = root_and_later(0) + sum((root_and_later(k) + later(k)) * mask[:, k - 1] for k in range(1, T))
+    theirs = shared_terms(0) + sum((shared_terms(k) + recurrent_terms(k)) * mask[:, k - 1] for k in range(1, T))
     theirs = (w * theirs).mean()
     theirs.register_hook(lambda gradient: gradient / K)
 
@@ -323,7 +323,7 @@ def test_efficientzero_v2_atari():
 
 
 def test_efficientzero_v2_continuous():
-    """EfficientZeroV2 for continuous actions: 51 bins between h(-299) and h(299), and a policy loss of its own.
+    """EfficientZeroV2 for continuous actions: 51 bins between h(-299) and h(299), and its own policy loss.
 
     The policy loss is minus the log-likelihood of the best action under a Gaussian squashed by tanh.
     """
@@ -331,7 +331,7 @@ def test_efficientzero_v2_continuous():
     bins, support = torch.linspace(-limit, limit, 51, dtype=torch.float64), gs.Support(-limit, limit, 51)
     value, mean, std = per_step(T, 51), per_step(T, D), [normal(B, D).exp().requires_grad_() for _ in range(T)]
     z, best = normal(B, T, scale=60), normal(B, T, D).tanh()
-    mask = ending(2, 4, 3)[:, :K]
+    mask = valid_mask(2, 4, 3)[:, :K]
 
     def negative_log_likelihood(k):
         raw = best[:, k].atanh()
@@ -373,9 +373,9 @@ def test_efficientzero_v2_asymmetric_critic():
 
 
 def test_tdmpc2():
-    """TD-MPC2 (Hansen et al. 2024), model loss: steps weighted by rho^t / H, five critics, and the end of episodes.
+    """TD-MPC2 (Hansen et al. 2024), model loss: steps weighted by rho^t / H, five critics, and a termination head.
 
-    The end is the only term without rho. All tensors are `[H, B, ...]` there.
+    The termination loss is the only term without rho. TD-MPC2's tensors are `[H, B, ...]`.
     """
     horizon, critics, rho = 3, 5, 0.5
     bins, support = torch.linspace(-10, 10, 101, dtype=torch.float64), gs.Support.tdmpc2()
@@ -387,11 +387,11 @@ def test_tdmpc2():
 
     decay = rho ** torch.arange(horizon, dtype=torch.float64)
     consistency = (decay * (latent - next_latent).square().mean((1, 2))).sum() / horizon
-    of_reward = (decay * cross_entropy(reward, two_hot(symlog(r), bins)).mean(1)).sum() / horizon
+    reward_loss = (decay * cross_entropy(reward, two_hot(symlog(r), bins)).mean(1)).sum() / horizon
     value = cross_entropy(q, two_hot(symlog(td_target), bins)).mean(2)
-    of_value = (decay * value).sum() / (horizon * critics)
-    of_end = functional.binary_cross_entropy_with_logits(end, ended)
-    theirs = 20 * consistency + 0.1 * of_reward + 0.1 * of_value + of_end
+    value_loss = (decay * value).sum() / (horizon * critics)
+    end_loss = functional.binary_cross_entropy_with_logits(end, ended)
+    theirs = 20 * consistency + 0.1 * reward_loss + 0.1 * value_loss + end_loss
 
     heads = {f"q_{i}": gs.TwoHot(support, weight=0.1 / critics) for i in range(critics)}
     heads |= {"reward": gs.TwoHot(support, weight=0.1), "consistency": gs.MeanSquaredError(weight=20.0)}
@@ -452,7 +452,7 @@ def test_dreamer_v3_port_with_bins_in_symlog_space():
 
 
 def dreamer_kl(p, q):
-    """Sum over categorical variables of KL(p, q), both mixed with 1 % of the uniform distribution, at least one nat."""
+    """KL(p, q), summed over categorical variables and at least one nat. p and q are mixed with 1 % uniform."""
     p, q = (0.99 * x.softmax(-1) + 0.01 / x.shape[-1] for x in (p, q))
     return (p * (p / q).log()).sum((-1, -2)).clamp(min=1)
 
@@ -460,7 +460,7 @@ def dreamer_kl(p, q):
 def test_dreamer_v3_world_model():
     """DreamerV3 (Hafner et al. 2023), world model: reward, continuation, vector and image reconstruction, two KLs.
 
-    The mean is over batch and time; squared errors are summed over features, so that the weight of a mean is D.
+    The mean is over batch and time. Squared errors are summed over the D features: `MeanSquaredError` has weight D.
     """
     bins, even = dreamer_bins(), [1 / T] * T
     reward, goes_on, vector, image = prediction(B, T, 255), prediction(B, T), prediction(B, T, D), prediction(B, T, 12)
@@ -502,12 +502,12 @@ def test_dreamer_v3_world_model():
 def test_dreamer_v3_critic(replayed):
     """DreamerV3, critic: cross-entropy with the return and, as a regulariser, with the slow critic's prediction.
 
-    Imagined steps are weighted by the probability that the episode reaches them; replayed ones end at the sequence's
-    last step, at scale 0.3. Two heads on the same logits.
+    Imagined steps are weighted by the probability that the episode reaches them. Replayed steps are masked after the
+    end of their sequence, and weighted by 0.3. The two targets are two heads on the same logits.
     """
     bins, support = dreamer_bins(), gs.Support.dreamer_v3()
     logits, returns, slow = prediction(B, T, 255), normal(B, T, scale=300), normal(B, T, scale=300)
-    reached = ending(2, 5, 3) if replayed else torch.rand(B, T, dtype=torch.float64).cumprod(1)
+    reached = valid_mask(2, 5, 3) if replayed else torch.rand(B, T, dtype=torch.float64).cumprod(1)
     scale = 0.3 if replayed else 1.0
     both = cross_entropy(logits, two_hot(returns, bins)) + cross_entropy(logits, two_hot(slow, bins))
     theirs = scale * (reached * both).mean()
@@ -540,9 +540,9 @@ def test_dreamer_v3_actor():
 
 
 def unizero(latent_loss):
-    """Heads, predictions, targets, bool mask `[B, T]`, and the project's losses `[B, T]` with their weights.
+    """Heads, predictions, targets, bool mask `[B, T]`, and UniZero's weighted, unmasked losses `[B, T]`.
 
-    `latent` predicts the next latent state, for steps 1 to T - 1. The mask has not been applied.
+    `latent` predicts the next latent state, for steps 1 to T - 1.
     """
     bins, support = integers(50), gs.Support.muzero(50)
     x = {
@@ -575,14 +575,14 @@ def unizero(latent_loss):
         "policy": gs.SoftCrossEntropy(entropy_weight=5e-3),
         "latent": latent_head,
     }
-    return heads, x, targets, ending(3, 5, 2).bool(), losses
+    return heads, x, targets, valid_mask(3, 5, 2).bool(), losses
 
 
 @pytest.mark.parametrize("latent_loss", ["mse", "cos_sim"])
 def test_unizero(latent_loss):
     """UniZero (Pu et al. 2024): discounted sum over batch and time, divided by the head's number of valid entries.
 
-    The cosine loss is 1 - cos there, -cos here: the gradient is the same, and the loss differs by 1 per entry.
+    UniZero's cosine loss is 1 - cos, ours is -cos: the gradients are equal, and the losses differ by 1 per entry.
     """
     heads, x, targets, mask, losses = unizero(latent_loss)
     gamma = 0.9 ** torch.arange(T, dtype=torch.float64)
@@ -597,7 +597,7 @@ def test_unizero(latent_loss):
 def test_unizero_with_prioritised_replay():
     """UniZero with importance weights: each sample's sum divided by its number of valid entries, then the mean over B.
 
-    This number is smaller by one for the latent state. A priority is the mean error over the valid steps.
+    The latent head has one valid entry fewer. A priority is the mean error over the valid steps.
     """
     heads, x, targets, mask, losses = unizero("mse")
     gamma, w = 0.9 ** torch.arange(T, dtype=torch.float64), torch.rand(B, dtype=torch.float64)
@@ -612,5 +612,5 @@ def test_unizero_with_prioritised_replay():
 
     error = (h_inverse(mean_of(x["value"], integers(50))) - targets["value"]).abs().detach()
     priority = (error * mask).sum(1) / steps + 1e-6
-    nu = torch.where(mask, out.expected["value"], targets["value"])  # no error where there is no step
+    nu = torch.where(mask, out.expected["value"], targets["value"])  # masked steps have no error
     same(gs.priorities(nu, targets["value"], steps="mean", eps=0.0) * T / steps + 1e-6, priority)

@@ -1,4 +1,4 @@
-"""Multi-tensor passes."""
+"""`l2_loss`, a pass over many tensors."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_derivatives():
     assert torch.autograd.gradgradcheck(lambda *p: gs.l2_loss(p, 0.3), parameters)
 
 
-def test_a_weight_that_is_a_tensor_gets_its_gradient():
+def test_gradient_of_a_tensor_weight():
     weight, p = torch.tensor(0.5, requires_grad=True), torch.tensor([3.0, 4.0], requires_grad=True)
-    for_weight, for_p = torch.autograd.grad(gs.l2_loss([p], weight), [weight, p])
-    assert for_weight == 12.5
-    assert torch.equal(for_p, 0.5 * p)
+    weight_gradient, p_gradient = torch.autograd.grad(gs.l2_loss([p], weight), [weight, p])
+    assert weight_gradient == 12.5
+    assert torch.equal(p_gradient, 0.5 * p)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_contexts():
     torch._dynamo.reset()
 
 
-def test_nothing_and_wrong():
+def test_no_parameters_and_errors():
     assert gs.l2_loss([]).item() == 0
     with pytest.raises(TypeError, match=r"parameters\[1\] must be a floating tensor, but it is torch.int64"):
         gs.l2_loss([torch.ones(1), torch.ones(1, dtype=torch.int64)])

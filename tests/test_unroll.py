@@ -47,7 +47,7 @@ def test_no_actions():
 
 
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match=r"recurrent step 1 gave the heads \['reward'\]"):
+    with pytest.raises(ValueError, match=r"recurrent step 1 returned the heads \['reward'\]"):
         gs.unroll(lambda x: ({"value": x}, x), lambda h, a: ({"reward": h}, h), torch.zeros(2), torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"\[B, K, \.\.\.\], but it has \(3,\)"):
         gs.unroll(lambda x: ({"value": x}, x), lambda h, a: ({"value": h}, h), torch.zeros(2), torch.ones(3))
@@ -80,7 +80,7 @@ def test_actions_that_are_not_tensors_are_rejected(steps):
 def test_a_sequence_of_actions_has_one_batch():
     recurrent = lambda h, a: _value(h)
     for actions, words in (
-        ([torch.ones(2), torch.ones(3)], r"actions\[1\] has shape \(3,\) and actions\[0\] \(2,\)"),
+        ([torch.ones(2), torch.ones(3)], r"actions\[1\] has shape \(3,\) and actions\[0\] has shape \(2,\)"),
         ([torch.ones(()), torch.ones(())], r"actions\[0\] has shape \(\).*torch\.stack\(actions\)"),
     ):
         with pytest.raises(ValueError, match=words):

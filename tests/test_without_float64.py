@@ -29,24 +29,24 @@ HEADS: dict[str, gs.Head] = {
 }
 
 
-class Refusing(TorchDispatchMode):
-    """Rejects the creation of float64 tensors from other dtypes; a user's float64 numbers are on another device."""
+class RejectFloat64(TorchDispatchMode):
+    """Rejects operations without float64 arguments that return float64. The arguments may be a user's, on the CPU."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        if not wide_among(args):
-            assert not wide_among(out), f"{function}: this device has no float64"
+        if not contains_float64(args):
+            assert not contains_float64(out), f"{function}: this device has no float64"
         return out
 
 
-def wide_among(values: Any) -> bool:
+def contains_float64(values: Any) -> bool:
     wide = (torch.float64, torch.complex128)
     return any(isinstance(value, torch.Tensor) and value.dtype in wide for value in tree_leaves(values))
 
 
 def without_float64(monkeypatch: pytest.MonkeyPatch, function: Callable[[], Any]) -> Any:
     monkeypatch.setattr(_context, "widest", lambda device=None: torch.float32)
-    with Refusing():
+    with RejectFloat64():
         return function()
 
 
@@ -121,8 +121,8 @@ def test_flow(x: torch.Tensor, number: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert_same_without(monkeypatch, gradients)
 
 
-def test_modules_are_moved_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their float64 numbers are converted to float32, also if such a device is PyTorch's default."""
+def test_moving_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their float64 numbers are converted to float32, also if such a device is the default device."""
     modules = [gs.ScaleGradient(0.1), gs.ClipGradientNorm(0.1), gs.ClipGradientValue(-0.1, 0.1)]
 
     def move() -> None:
@@ -136,7 +136,7 @@ def test_modules_are_moved_there(monkeypatch: pytest.MonkeyPatch) -> None:
     without_float64(monkeypatch, move)
 
 
-def test_modules_are_moved_whatever_the_default_device_is() -> None:
+def test_moving_modules_with_another_default_device() -> None:
     with torch.device("meta"):
         module = gs.ScaleGradient(torch.tensor(0.1, device="cpu")).to("cpu", torch.float16)
     assert module.scale.device.type == "cpu"
@@ -151,7 +151,7 @@ def test_statistics_and_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
         clipping = clipping_of(values, counts, 2.0, 1.0, True)
         tensors = [gradient.clone() for gradient in gradients if gradient is not None]
         clip_tensors(tensors, clipping, True)
-        of_pytorch = _open._result_of_norm(tensors, 1.0, values.norm())
-        return values, counts, histograms, clipping, tensors, of_pytorch, gs.reference.l2_loss(tensors[:2], 0.1)
+        pytorch_result = _open._result_of_norm(tensors, 1.0, values.norm())
+        return values, counts, histograms, clipping, tensors, pytorch_result, gs.reference.l2_loss(tensors[:2], 0.1)
 
     assert_same_without(monkeypatch, clip)

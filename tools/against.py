@@ -62,7 +62,7 @@ def project_of(name: str) -> Project:
 def checked(project: Project, folder: Path, texts: dict[str, str]) -> Checkout:
     """The checkout, or an error if it cannot be used."""
     if not (folder / project.marker).is_file():
-        raise UnusableError(f"{folder} is no checkout of {project.folder}: it has no {project.marker}")
+        raise UnusableError(f"{folder} is not a checkout of {project.folder}: it has no {project.marker}")
     return Checkout(folder, project.roots, project.stand_ins, {**project.texts, **texts})
 
 

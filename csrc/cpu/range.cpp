@@ -1,6 +1,6 @@
-// The kernels of range.h. Sums are computed in double, where squares of float neither overflow nor underflow; a sum
-// out of double's safe range (float64 gradients, or a large p) is computed again, with elements scaled by a power of
-// two. The loops are plain, and vectorised by the compiler. This file includes itself once for each instruction set.
+// The kernels of range.h. Sums are computed in double, where squares of float neither overflow nor underflow. A sum
+// outside the safe range of double (float64 gradients, or a large p) is computed again from elements scaled by a power
+// of two. The compiler vectorises the loops. This file includes itself once for each instruction set.
 #ifndef GRADSCALE_VARIANT
 #include "range.h"
 
@@ -21,8 +21,8 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// The sum of powers of magnitudes. magnitude(i, scaled) is the magnitude of element i after `scaled` is applied to its
-// one (real) or two (complex) numbers; there are `numbers` in all.
+// The sum of powers of the magnitudes of `size` elements. magnitude(i, scaled) is the magnitude of element i after
+// `scaled` is applied to its one (real) or two (complex) numbers; number(j) is number j of the `numbers` in all.
 template <class Magnitude, class Number>
 PowerSum power_sum(int64_t size, double p, Magnitude magnitude, int64_t numbers, Number number) {
   const auto sum_of = [=](auto scaled) {

@@ -1,4 +1,4 @@
-// The devices that run kernels, their streams, and what Python decides about them.
+// The devices that run kernels, their streams, and the settings that Python makes for them.
 #pragma once
 
 #include "launch.h"
@@ -17,7 +17,7 @@ namespace gradscale {
 // True for GPUs when kernels are available. CPU tensors run device kernels only in tests.
 bool runs_kernels(c10::Device device);
 
-// The device of a tensor is the current one as long as this lives; launches go to its current stream.
+// Makes a device current during the lifetime of this object. stream() is the device's current stream.
 class OnDevice {
  public:
   explicit OnDevice(c10::Device device) : guard_(device) {
@@ -35,24 +35,24 @@ class OnDevice {
   Stream stream_ = nullptr;
 };
 
-// Allocates memory for a launch, which is given back in the order of the stream.
+// Allocates memory for a launch. PyTorch's allocator reuses it in the order of the stream.
 inline at::Tensor make_workspace(int64_t bytes, const at::Tensor& like) {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(like.device()));
 }
 
 // ---- Python ---------------------------------------------------------------------------------------------------------
 
-// `image(file, name, major, minor)` gives the image of a kernel for GPUs of this compute capability, as bytes, and the
-// name of its entry. Called with Python's lock, at the first launch of a kernel on a device. Without one, no kernels
-// run for CUDA tensors.
+// `image(file, name, major, minor)` returns the image of a kernel for GPUs of this compute capability, as bytes, and
+// the name of its entry point. It is called with the GIL held, at the first launch of a kernel on a device. If no
+// function is set, no kernels run for CUDA tensors.
 void set_kernel_images(std::optional<pybind11::function> image);
 
-// Until the next call without a library, CPU tensors are treated as tensors of a GPU with this driver, a library that
-// stands in for CUDA's.
+// Treats CPU tensors as tensors of a GPU whose driver is `library`, a substitute for the CUDA driver, until the next
+// call without a library.
 void use_driver_for_cpu(const std::optional<std::string>& library);
 
-// Until the next call without a function, `record(file, name)` is called for CPU and CUDA tensors alike instead of
-// starting kernels. Their outputs are not written.
+// Calls `record(file, name)` for CPU and CUDA tensors instead of starting kernels, until the next call without a
+// function. The outputs of kernels are not written.
 void record_kernels(std::optional<pybind11::function> record);
 
 } // namespace gradscale

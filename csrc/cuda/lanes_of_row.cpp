@@ -13,8 +13,8 @@ bool is_aligned(const Rows& rows, int64_t count) {
 
 namespace {
 
-// The widest rows for a number of lanes. Fewer lanes exchange less; more lanes keep more of a row in registers, of
-// which a row with targets over its logits takes twice as many. One lane has a row in shared memory.
+// The widest row for a number of lanes. Fewer lanes exchange less data, and more lanes hold more of a row in registers.
+// A row with targets over its logits needs twice as many registers. A row that one lane owns is in shared memory.
 struct LanesOfWidth {
   int64_t widest;
   int32_t lanes;
@@ -29,9 +29,9 @@ int64_t bytes_in_tile(const Rows& rows, int64_t width) {
   return rows.data == nullptr ? 0 : tile_pitch(static_cast<int32_t>(width), bytes);
 }
 
-// True if each row begins at an odd element in both or in neither, or if there are no others.
+// True if row i of both begins at elements of the same parity, for every i, or if there are no others.
 bool is_parallel(const Rows& rows, const Rows& others) {
-  const auto place = [](const Rows& of) { return reinterpret_cast<uintptr_t>(of.data) / element_size(of.element); };
+  const auto place = [](const Rows& r) { return reinterpret_cast<uintptr_t>(r.data) / element_size(r.element); };
   return others.data == nullptr || ((place(rows) ^ place(others)) | (rows.stride ^ others.stride)) % 2 == 0;
 }
 
@@ -45,15 +45,15 @@ Lanes lanes_of(
   if (logits.element == Element::float64 || width < 2 || !all_aligned(1)) {
     return {0, 0};
   }
-  // Where widths are odd, units of two need rows of the same parity.
+  // If the width is odd, units of two need rows of the same parity.
   const bool has_pairs = width % 2 == 0 ? all_aligned(2) : is_parallel(logits, gradient) && is_parallel(logits, target);
   const int32_t unit = has_pairs ? 2 : 1;
   const int64_t tiles = std::max(bytes_in_tile(logits, width), bytes_in_tile(gradient, width));
-  for (const LanesOfWidth& of : table) {
-    if (width <= of.widest && of.lanes > 1 && of.lanes * unit * element_size(logits.element) >= kSector) {
-      return {of.lanes, unit};
+  for (const LanesOfWidth& entry : table) {
+    if (width <= entry.widest && entry.lanes > 1 && entry.lanes * unit * element_size(logits.element) >= kSector) {
+      return {entry.lanes, unit};
     }
-    if (width <= of.widest && of.lanes == 1 &&
+    if (width <= entry.widest && entry.lanes == 1 &&
         kRowThreads * (tiles + bytes_in_tile(target, width)) <= kSharedBytesOfBlock) {
       return {1, width % 2 == 0 ? 2 : 1};
     }
@@ -71,8 +71,8 @@ Lanes lanes_of_actions(int64_t width, const Rows& logits, const Rows& gradient, 
   return lanes_of(kLanesOfActions, width, logits, gradient, target);
 }
 
-std::string instance(const std::string& of_template, const std::vector<std::string>& arguments) {
-  std::string name = of_template;
+std::string instance(const std::string& template_name, const std::vector<std::string>& arguments) {
+  std::string name = template_name;
   for (const std::string& argument : arguments) {
     name += (&argument == arguments.data() ? "<" : ", ") + argument;
   }

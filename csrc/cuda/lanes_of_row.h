@@ -1,4 +1,4 @@
-// How many lanes own a row of logits in lane_rows.cuh, and how C++ names the kernel that is compiled for that.
+// How many lanes own a row of logits in lane_rows.cuh, and the C++ name of the kernel compiled for this number.
 #pragma once
 
 #include "../formulas/element.h"
@@ -21,6 +21,6 @@ Lanes lanes_of_actions(int64_t width, const Rows& logits, const Rows& gradient, 
 bool is_aligned(const Rows& rows, int64_t count);
 
 // An instance of a template: "name<first, second>".
-std::string instance(const std::string& of_template, const std::vector<std::string>& arguments);
+std::string instance(const std::string& template_name, const std::vector<std::string>& arguments);
 
 } // namespace gradscale

@@ -83,7 +83,7 @@ struct RescaleCall {
   const double* limits;  // by group, on the device; null: `limit` for all
   int64_t limits_stride; // 0: one for all
   int64_t* counts;       // on the device: gains the numbers of norms, and of norms beyond the limit; or null
-  char* workspace;       // bytes_for_rescale() bytes, at a multiple of 8
+  char* workspace;       // bytes_for_rescale() bytes, 8-byte aligned
 };
 
 constexpr int64_t kShortGroup = 8192; // elements; the groups that are worked on at a time fit the cache

@@ -28,7 +28,7 @@ Heads::Heads(const std::vector<std::string>& names, const std::vector<double>& n
       heads_.emplace_back().kind = static_cast<Kind>(kind - kinds().begin());
       continue;
     }
-    TORCH_CHECK(!heads_.empty(), "multi_step_loss: '", names[i], "' is no kind of head");
+    TORCH_CHECK(!heads_.empty(), "multi_step_loss: '", names[i], "' is not a kind of head");
     Head& head = heads_.back();
     TORCH_CHECK(
         set_by_name(kNumbers, head, names[i], numbers[i]) ||

@@ -1,4 +1,4 @@
-// The forward pass on the processor of a call's tensors, and the backward pass on a device.
+// The forward pass on a CPU or a device, and the backward pass on a device.
 #include "../cpu/cpu_kernel.h"
 #include "../cpu/scratch.h"
 #include "../cuda/driver.h"
@@ -22,7 +22,7 @@ struct Chunk {
   int64_t begin, end;
 };
 
-// The cost of a row, in elements of a long one.
+// The cost of a row, in units of an element of a long row.
 int64_t cost_of(const Segment& segment) {
   if (segment.head->kind == Kind::quantile_huber) {
     return segment.width * segment.target_width / 8 + 128; // a pair takes about an eighth of an exponential
@@ -33,7 +33,7 @@ int64_t cost_of(const Segment& segment) {
   return cost_of_row(segment.width);
 }
 
-// Cuts rows into chunks of about as many elements, and of whole groups of rows.
+// Splits the rows into chunks of about equal cost, which are whole groups of kLanes rows.
 std::vector<Chunk> chunks_of(const Pass& pass) {
   constexpr int64_t chunk_elements = 8192;
   std::vector<Chunk> chunks;
@@ -48,8 +48,8 @@ std::vector<Chunk> chunks_of(const Pass& pass) {
   return chunks;
 }
 
-// Runs all rows. A thread goes through a share of its own, whose rows are adjacent in memory, and then helps the
-// others.
+// Runs all rows. A thread first runs its own share of the chunks, whose rows are adjacent in memory, and then takes
+// chunks from the shares of other threads.
 void run_rows(const Pass& pass) {
   constexpr int64_t serial_elements = 32768; // waking the other threads costs as much as this many exponentials
   int64_t elements = 0;
@@ -63,7 +63,7 @@ void run_rows(const Pass& pass) {
   const size_t most_threads = elements <= serial_elements ? 1 : at::get_num_threads();
   const size_t shares = std::min(most_threads, chunks.size());
   const auto begin_of = [&](size_t share) { return share * chunks.size() / shares; };
-  std::vector<std::atomic<size_t>> taken(shares); // chunks of each share
+  std::vector<std::atomic<size_t>> taken(shares); // the number of chunks taken from each share
   at::parallel_for(0, static_cast<int64_t>(shares), 1, [&](int64_t own, int64_t) {
     Scratch scratch(widest);
     for (size_t k = 0; k < shares; ++k) {
@@ -78,9 +78,9 @@ void run_rows(const Pass& pass) {
   });
 }
 
-// Adds a head's losses, weighted and summed over its steps, to the loss of each sample, and stores its share of each
-// sample's loss, before importance weights and its head weight, in `weighted`. Returns the mean of the unmasked losses.
-// `segments` are the segments of this head.
+// Adds a head's losses, weighted and summed over its steps, to the loss of each sample, and stores the head's share of
+// the reduced loss, without importance weights and head weight, in `weighted`. Returns the mean of the head's unmasked
+// losses. `segments` are the segments of this head.
 template <class T>
 double add_head(
     const Pass& pass,
@@ -95,27 +95,27 @@ double add_head(
                      std::none_of(segments, segments + steps, has_weight);
   const T* losses = static_cast<const T*>(segments->loss.data); // the steps of a sample are adjacent
   const double head_weight = coefficients.head_weight();
-  double of_head = 0;
+  double head_sum = 0;
   int64_t count = plain ? pass.batch * steps : 0;
   for (int64_t b = 0; b < pass.batch; ++b, losses += steps) {
-    double of_sample = 0;
-    double weighted_of_sample = 0;
+    double sample_sum = 0;
+    double weighted_sum = 0;
     const int64_t count_before = plain ? -1 : count;
     for (int64_t t = 0; t < steps; ++t) {
       if (plain) {
-        of_sample += losses[t];
+        sample_sum += losses[t];
       } else if (coefficients.mask.includes(b, segments[t].step)) {
-        of_sample += losses[t];
-        weighted_of_sample += coefficients.step_weight(segments[t], b) * losses[t];
+        sample_sum += losses[t];
+        weighted_sum += coefficients.step_weight(segments[t], b) * losses[t];
         ++count;
       }
     }
-    weighted_of_sample = plain ? of_sample : weighted_of_sample;
-    of_head += of_sample;
-    samples[b] += count == count_before ? 0.0 : head.weight * head_weight * weighted_of_sample;
-    weighted[b] = coefficients.factor * weighted_of_sample;
+    weighted_sum = plain ? sample_sum : weighted_sum;
+    head_sum += sample_sum;
+    samples[b] += count == count_before ? 0.0 : head.weight * head_weight * weighted_sum;
+    weighted[b] = coefficients.factor * weighted_sum;
   }
-  return of_head / static_cast<double>(std::max<int64_t>(count, 1));
+  return head_sum / static_cast<double>(std::max<int64_t>(count, 1));
 }
 
 bool has_entries(const Pass& pass, int64_t head, int64_t sample) {
@@ -154,8 +154,8 @@ void store_metrics(const Pass& pass, int64_t head, const Segment* segments) {
   pass.max_abs_logit.store(head, largest);
 }
 
-// L_b, the loss, the means and shares of the heads and the number of samples whose loss is not finite, in a fixed
-// order.
+// Stores L_b, the loss, the means and shares of the heads, and the number of samples whose loss is not finite. Sums are
+// computed in a fixed order.
 template <class T>
 void reduce(const Pass& pass) {
   std::vector<double> samples(pass.batch, 0.0);              // L_b
@@ -178,16 +178,16 @@ void reduce(const Pass& pass) {
     const bool skipped = !finite && pass.skips_nonfinite;
     double contribution = 0;
     for (int64_t h = 0; h < pass.num_heads; ++h) {
-      const Coefficients& of_head = pass.coefficients[h];
-      const double weight = of_head.importance_weights.at(b, 0);
+      const Coefficients& coefficients = pass.coefficients[h];
+      const double weight = coefficients.importance_weights.at(b, 0);
       // A weight that is not finite adds nothing to a sample without entries.
-      const double head_weight = of_head.head_weight();
+      const double head_weight = coefficients.head_weight();
       const bool counts = !skipped && (std::isfinite(weight * head_weight) || has_entries(pass, h, b));
       const double share = counts ? weight * weighted[h * pass.batch + b] : 0.0;
       shares[h] += share;
       contribution += counts ? head_weight * share : 0.0;
-      if (pass.each_sample && of_head.share.data != nullptr) {
-        of_head.share.store(b, share);
+      if (pass.each_sample && coefficients.share.data != nullptr) {
+        coefficients.share.store(b, share);
       }
     }
     if (skipped) {
@@ -203,12 +203,12 @@ void reduce(const Pass& pass) {
   }
   segments = pass.segments;
   for (int64_t h = 0; h < pass.num_heads; ++h) {
-    const Coefficients& of_head = pass.coefficients[h];
-    pass.head_losses.store(h, of_head.weighted(shares[h]));
+    const Coefficients& coefficients = pass.coefficients[h];
+    pass.head_losses.store(h, coefficients.weighted(shares[h]));
     store_metrics(pass, h, segments);
     segments += pass.steps_of(pass.heads[h]);
-    if (!pass.each_sample && of_head.share.data != nullptr) {
-      of_head.share.store(0, shares[h]);
+    if (!pass.each_sample && coefficients.share.data != nullptr) {
+      coefficients.share.store(0, shares[h]);
     }
   }
   *pass.num_nonfinite = num_nonfinite;

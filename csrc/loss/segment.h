@@ -201,7 +201,7 @@ extern const CpuKernel<RunRows> run_rows_kernel;
 // ---- On a device ----------------------------------------------------------------------------------------------------
 
 // Computes losses and, where segments have memory for them, gradients. `workspace`: bytes_for_loss() bytes of the
-// device, at a multiple of 8.
+// device, 8-byte aligned.
 void launch_loss(const Pass& pass, void* workspace, void* stream);
 // Computes only the gradients, multiplied by grad_output.
 void launch_loss_backward(const Pass& pass, void* workspace, void* stream);

@@ -15,7 +15,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Reads the arguments of a call, and remembers if one of them is unusual.
+// Reads the arguments of a call. `usual` becomes false at the first argument that is left to Python.
 class Reader {
  public:
   explicit Reader(py::handle rewards, py::handle batch_first) {
@@ -34,7 +34,7 @@ class Reader {
     }
   }
 
-  // A tensor with `more` steps than rewards, or none.
+  // A floating tensor with `more` additional steps; undefined if None is given.
   at::Tensor floats(py::handle given, int64_t more = 0) {
     const at::Tensor tensor = ordinary(given);
     require(!tensor.defined() || (has_element(tensor) && has_shape(tensor, more)));
@@ -52,7 +52,7 @@ class Reader {
     return tensor;
   }
 
-  // A number from `low` to 1, or a tensor.
+  // Stores a number from `low` to 1 in `number`, or returns a tensor.
   at::Tensor coefficient(py::handle given, double low, double& number, bool per_step = true) {
     number = 1;
     if (PyFloat_Check(given.ptr()) || (PyLong_Check(given.ptr()) && !PyBool_Check(given.ptr()))) {
@@ -64,8 +64,8 @@ class Reader {
     require(!given.is_none());
     const at::Tensor tensor = constant(ordinary(given, /*may_be_cpu_scalar=*/true));
     if (tensor.defined()) {
-      const int64_t steps_of_it = per_step ? steps : 1;
-      const int64_t sizes[2] = {is_batch_first ? rows : steps_of_it, is_batch_first ? steps_of_it : rows};
+      const int64_t num_steps = per_step ? steps : 1;
+      const int64_t sizes[2] = {is_batch_first ? rows : num_steps, is_batch_first ? num_steps : rows};
       require(has_element(tensor) && (tensor.dim() == 0 || tensor.dim() == 2));
       for (int64_t i = 0; i < tensor.dim() && usual; ++i) {
         require(tensor.size(i) == 1 || tensor.size(i) == sizes[i]);
@@ -82,9 +82,9 @@ class Reader {
     return usual ? PyFloat_AS_DOUBLE(given.ptr()) : 0;
   }
 
-  int64_t integer(py::handle given, int64_t least, int64_t of_none) {
+  int64_t integer(py::handle given, int64_t least, int64_t if_none) {
     if (given.is_none()) {
-      return of_none;
+      return if_none;
     }
     int overflow = 0;
     const int64_t value = PyLong_CheckExact(given.ptr()) ? PyLong_AsLongLongAndOverflow(given.ptr(), &overflow) : -1;
@@ -92,14 +92,14 @@ class Reader {
     return value;
   }
 
-  // A tensor with an entry for each row, or none.
+  // A tensor with an entry for each row; undefined if None is given.
   at::Tensor by_row(py::handle given) {
     const at::Tensor tensor = ordinary(given);
     require(!tensor.defined() || (tensor.dim() == 1 && tensor.size(0) == rows));
     return tensor;
   }
 
-  // A tensor of two dimensions, or none.
+  // A tensor of any type with `more` additional steps; undefined if None is given.
   at::Tensor matrix(py::handle given, int64_t more) {
     const at::Tensor tensor = ordinary(given);
     require(!tensor.defined() || has_shape(tensor, more));

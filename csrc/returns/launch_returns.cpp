@@ -34,7 +34,7 @@ const char* number_name(bool is_double) {
   return is_double ? "double" : "float";
 }
 
-// Calls function(tensor, bytes of an element) for the tensors that a call has.
+// Calls function(tensor) for the tensors of a call, in the order of Given in steps.cuh.
 template <class Function>
 void each_tensor(const ReturnsCall& call, Function function) {
   for (const Operand* operand :
@@ -49,12 +49,12 @@ void each_tensor(const ReturnsCall& call, Function function) {
   }
 }
 
-// The layout and the tensors of a call, as steps.cuh names them.
+// The layout of a call's tensors, and the set of those that are given: template arguments of Row in steps.cuh.
 std::string form_of(const ReturnsCall& call) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const Element own = call.is_double ? Element::float64 : Element::float32;
   unsigned given = 0, bit = 1;
-  int64_t stride = 0; // of the first output's steps
+  int64_t stride = 0; // between steps of the first output
   for (const ReturnsOutput& output : call.outputs) {
     stride = stride == 0 && output.data != nullptr ? output.strides[kStep] : stride;
   }
@@ -73,7 +73,7 @@ std::string form_of(const ReturnsCall& call) {
                    : (stride == 1 ? "Layout::runs, " : "Layout::columns, ") + std::to_string(given);
 }
 
-// The kernels of recurrences that launches have needed, by name.
+// Returns the kernel with this name. It is made once, at the first launch.
 const Kernel<ReturnsCall>& recurrence(const char* file, const std::string& name) {
   static std::mutex mutex;
   static std::map<std::string, std::unique_ptr<Kernel<ReturnsCall>>> kernels;
@@ -89,23 +89,26 @@ bool is_n_step(const ReturnsCall& call) {
   return call.formula == Formula::n_step || call.formula == Formula::n_step_adjoint;
 }
 
-constexpr int64_t kChunk = 4 * kThreads; // steps, of long_rows.cuh
+constexpr int64_t kChunk = 4 * kThreads; // steps; the same as in long_rows.cuh
 
 int64_t chunks_of_row(const ReturnsCall& call) {
   return (call.steps + kChunk - 1) / kChunk;
 }
 
-// True if rows are so few that a block for each chunk of a row is faster. A warp that has a row takes about a
-// microsecond, the time of a load, for each 128 steps: 8 for 1024 steps. Chunks take about 4 for their loads, the maps
-// that they wait for, and results; and an H200 issues their 4 instructions per step in about 2 for 264 rows, two per
-// multiprocessor. Across rows they read sectors of 8 rows for 1, most of them from the second level's cache, where
-// recur_across takes 32 rounds.
-bool goes_by_chunks(const ReturnsCall& call) {
+// True if there are so few rows that a block for each chunk of a row is faster than a warp for each row.
+//
+// A warp takes about a microsecond, the time of a load, for 128 steps of its row: 8 us for 1024 steps. Chunks take
+// about 4 us for their loads, for the maps that they wait for, and for their results. For 264 rows, two per
+// multiprocessor of an H200, issuing their 4 instructions per step takes about 2 us more.
+//
+// If neighbouring rows are adjacent in memory, a chunk reads sectors with numbers of 8 rows and uses one of the rows,
+// but most sectors come from the L2 cache; the alternative, recur_across, would take 32 rounds for 1024 steps.
+bool uses_chunks(const ReturnsCall& call) {
   return !is_n_step(call) && call.steps >= kChunk && call.rows < 2 * multiprocessors() &&
          chunks_of_row(call) <= std::numeric_limits<int32_t>::max() / call.rows;
 }
 
-// Random numbers from 2^63 to 1.5 x 2^63 (splitmix64), which differ between processes.
+// Returns the next number of a random sequence (splitmix64) from 2^63 to 1.5 x 2^63, which differs between processes.
 uint64_t next_launch() {
   static std::atomic<uint64_t> last{std::random_device()() * 0x100000001u};
   uint64_t x = last += 0x9e3779b97f4a7c15u;
@@ -121,8 +124,8 @@ int64_t bytes_for_returns(const ReturnsCall& call) {
   if (is_n_step(call)) {
     return call.rows * 2 * call.steps * bytes;
   }
-  const int64_t of_map = 8 + 2 * bytes;
-  return goes_by_chunks(call) ? 16 + call.rows * chunks_of_row(call) * of_map : 0;
+  const int64_t bytes_per_map = 8 + 2 * bytes;
+  return uses_chunks(call) ? 16 + call.rows * chunks_of_row(call) * bytes_per_map : 0;
 }
 
 void launch_returns(const ReturnsCall& call, bool across, void* stream) {
@@ -135,7 +138,7 @@ void launch_returns(const ReturnsCall& call, bool across, void* stream) {
   }
   const std::string arguments = std::string("<") + number_name(call.is_double) + ", " +
                                 kFormulas[static_cast<int>(call.formula)] + ", " + form_of(call) + ">";
-  if (goes_by_chunks(call)) {
+  if (uses_chunks(call)) {
     ReturnsCall numbered = call;
     numbered.launch = next_launch();
     const int64_t chunks = call.rows * chunks_of_row(call);

@@ -1,14 +1,17 @@
-// The kernels of recurrences on GPUs: one launch, and each byte is read and written once.
+// GPU kernels of recurrences. One launch reads or writes each byte once.
 //
-// recur_along: a warp has a row, and its lanes 32 neighbouring steps, so that rows [B, T] are read in whole sectors;
-// the maps of the lanes are composed in five rounds. It reads kAhead x 32 steps before it uses the first. recur_across:
-// for trajectories [T, B], in which neighbouring threads read neighbouring rows. A block has 32 rows, and each of its
-// warps kAhead steps of them, whose maps are composed through shared memory.
+// recur_along, for trajectories [B, T]: a warp owns a row, and its lanes own 32 neighbouring steps, so that whole
+// sectors are read. The maps of the lanes are composed in five rounds. A warp loads kAhead x 32 steps before it uses
+// the first.
 //
-// GAE moves 22 bytes per step: 14 are read and 8 written. A multiprocessor of an H200 moves 36 KB in a microsecond, the
-// time that a load takes: with kAhead steps of 14 bytes per lane, 20 warps have 36 KB of loads in flight.
+// recur_across, for trajectories [T, B]: neighbouring threads own neighbouring rows. A block owns 32 rows, and each of
+// its warps owns kAhead steps of them at a time. The maps of the warps are composed through shared memory.
 //
-// Maps are multiplied where formulas select: steps with a number that is not finite are walked one by one.
+// GAE reads 14 bytes per step and writes 8. A load takes about a microsecond, in which a multiprocessor of an H200 can
+// move 36 KB. With kAhead steps of 14 bytes per lane, 20 warps keep 36 KB of loads in flight.
+//
+// Formulas select 0 where a coefficient is 0, but composed maps multiply: 0 * inf is NaN. If a composed result is not
+// finite, the steps are walked one by one.
 #pragma once
 
 #include "steps.cuh"
@@ -17,7 +20,7 @@ namespace gradscale {
 
 constexpr int kAhead = 4;
 
-// y of each lane, where products may not be finite: if any is not, the lanes take turns.
+// Returns y of each lane. If any given y is not finite, the lanes compute theirs again, one after the other.
 template <class F, class A>
 GRADSCALE_DEVICE A checked_lanes(A y, const Map<A>& map, A carry, int lane) {
   if (__any_sync(kAllLanes, !is_finite(y))) {
@@ -32,7 +35,7 @@ GRADSCALE_DEVICE A checked_lanes(A y, const Map<A>& map, A carry, int lane) {
   return y;
 }
 
-// The map of this lane's step and of all lanes before it, not finite where a product is not.
+// The composed map of this lane's step and the steps of all lanes before it. It is not finite if a product is not.
 template <class F, class A>
 GRADSCALE_DEVICE Map<A> composed_lanes(const Map<A>& map, int lane) {
   A a = map.a, b = map.b;
@@ -47,10 +50,10 @@ GRADSCALE_DEVICE Map<A> composed_lanes(const Map<A>& map, int lane) {
   return {a, b};
 }
 
-// y of each lane, given y of the step before the first.
+// y of each lane, given its step's map, the map that composed_lanes() returns, and y of the step before the first.
 template <class F, class A>
-GRADSCALE_DEVICE A walk_lanes(const Map<A>& map, const Map<A>& of_lanes, A carry, int lane) {
-  return checked_lanes<F>(of_lanes.a + of_lanes.b * carry, map, carry, lane);
+GRADSCALE_DEVICE A walk_lanes(const Map<A>& map, const Map<A>& prefix, A carry, int lane) {
+  return checked_lanes<F>(prefix.a + prefix.b * carry, map, carry, lane);
 }
 
 // The warps of a block apply their maps one after the other. `before` is y before this thread's steps, and `last` is y
@@ -74,14 +77,14 @@ GRADSCALE_DEVICE void walk_warps(const Map<A> (&maps)[count], A* shared, A carry
   __syncthreads();
 }
 
-// From a lane's step to its next one, and the last lane, in the order of the walk.
+// The distance between a lane's steps in consecutive rounds, and the last lane, in the order of the walk.
 template <class F>
 constexpr int kRound = F::kAdjoint ? kWarpSize : -kWarpSize;
 template <class F>
 constexpr int kLast = F::kAdjoint ? kWarpSize - 1 : 0;
 
-// The steps of a lane in the next rounds, the first of which is at `first`, and what the last lane's read of their
-// later ones. `whole`: all are in the window.
+// Reads this lane's steps in the next kAhead rounds, beginning at step `first`; the last lane also reads what they need
+// of the steps after them. `whole`: all steps are in the window.
 template <bool whole, class A, class F, Layout layout, unsigned given>
 GRADSCALE_DEVICE void read_along(
     const Row<A, F, layout, given>& row,
@@ -175,7 +178,7 @@ GRADSCALE_DEVICE void walk_across(
   for (int k = 0; k < kAhead; ++k) {
     steps[k] = row.template read<whole>(whole || is_row ? step(k) : -1);
   }
-  Later<A> of_last; // of the step whose later one is another warp's
+  Later<A> of_last; // for the step whose later step another warp owns
   if (whole || is_row) {
     of_last = row.read_later(step(F::kAdjoint ? kAhead - 1 : 0));
   }
@@ -206,7 +209,7 @@ GRADSCALE_DEVICE void walk_across(
     extra_carry = shared_extra[(kWarps - 1) * kWarpSize + lane];
   }
   __syncthreads();
-  if (__any_sync(kAllLanes, !is_finite(next))) { // the same in all warps; the last is finite only if all are
+  if (__any_sync(kAllLanes, !is_finite(next))) { // the same in all warps; finite only if y of every warp is
     walk_warps(maps, shared_a, carry, y, next);
   }
   carry = next;
@@ -227,7 +230,7 @@ GRADSCALE_DEVICE void walk_across(
 template <class A, class F, Layout layout, unsigned given>
 GRADSCALE_KERNEL(kThreads, 2)
 recur_across(GRADSCALE_ARGUMENT(ReturnsCall) call) {
-  GRADSCALE_SHARED(A, shared, 3 * kThreads); // maps of the warps' steps, and the last steps' extras
+  GRADSCALE_SHARED(A, shared, 3 * kThreads); // a and b of the threads' maps, and the extras of their last steps
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kWarpSize;
   const int64_t index = first + threadIdx.x % kWarpSize;
   const Row<A, F, layout, given> row(call, index);

@@ -1,4 +1,4 @@
-// The calls of passes over many tensors, on a CPU and on a device, as plain numbers and pointers.
+// Passes over many tensors: their arguments on a CPU and on a device, as plain numbers and pointers.
 #pragma once
 
 #include "../cpu/range.h"
@@ -10,13 +10,13 @@ namespace gradscale {
 
 // ---- On a CPU: a range of elements at a time ------------------------------------------------------------------------
 
-// The range has real numbers, and at most 2^31 - 1 of them. `next` is memory of the same size that is read afterwards,
-// or any memory: it is prefetched while the processor counts.
+// Computes the statistics of at most 2^31 - 1 real numbers. Meanwhile prefetches `next`: memory of the same size
+// that the caller reads next, or the range itself.
 using StatisticsOfRange = void (*)(const Range&, double p, const void* next, ChunkStatistics& out);
 extern const CpuKernel<StatisticsOfRange> statistics_kernel;
 
-// Squared norms of real numbers, and of what has been added to them since, which are stored at `after`. Sums of squares
-// of double may overflow.
+// Squared norms of the real numbers `before`, and of their update, `after` - `before`. Sums of squares of double may
+// overflow.
 struct UpdateSquares {
   double before;
   double update;
@@ -30,10 +30,10 @@ extern const CpuKernel<UpdateOfRange> update_kernel;
 // A contiguous tensor.
 struct DeviceRange {
   const void* data;
-  void* out; // memory of a result, of the same type
+  void* out; // the result, of the same type
   int64_t size;
   Element element;
-  int64_t implicit_zeros = 0; // zeros that a sparse tensor does not store, for statistics; -1: there is no tensor
+  int64_t implicit_zeros = 0; // for statistics: zeros that a sparse tensor does not store; -1 if there is no tensor
 };
 
 // loss = factor * sum of squares; or out = data * factor * grad_output.
@@ -43,14 +43,14 @@ struct SquaresCall {
   double factor;
   Slab loss;        // written by the forward pass
   Slab grad_output; // read by the backward pass
-  char* workspace;  // bytes_for_squares() bytes, at a multiple of 8
+  char* workspace;  // bytes_for_squares() bytes, 8-byte aligned
 };
 
 struct StatisticsCall {
   const DeviceRange* ranges; // on the host, out.count of them
   double p;
   StatisticsOut out;
-  char* workspace; // bytes_for_statistics() bytes, at a multiple of 8
+  char* workspace; // bytes_for_statistics() bytes, 8-byte aligned
 };
 
 // out = (total norm, factor, 1 if the factor is not 1, else 0), from statistics.
@@ -69,11 +69,11 @@ struct ClipCall {
   const DeviceRange* ranges; // on the host
   int64_t count;
   const double* factor;
-  bool zeros;      // a factor of 0 leaves zeros, whatever the elements were
-  char* workspace; // bytes_for_clip() bytes, at a multiple of 8
+  bool zeros;      // a factor of 0 sets all elements to 0, even NaN and inf
+  char* workspace; // bytes_for_clip() bytes, 8-byte aligned
 };
 
-// A contiguous tensor of `count` units, which have `length` numbers each.
+// A contiguous tensor of `count` units of `length` numbers each.
 struct UnitRange {
   void* data;
   int64_t count;
@@ -87,7 +87,7 @@ struct UnitNormsCall {
   const UnitRange* ranges; // on the host
   int64_t count;
   double* norms;
-  char* workspace; // bytes_for_unit_norms() bytes, at a multiple of 8
+  char* workspace; // bytes_for_unit_norms() bytes, 8-byte aligned
 };
 
 // unit i *= factors[first + i]
@@ -95,8 +95,8 @@ struct ClipUnitsCall {
   const UnitRange* ranges; // on the host
   int64_t count;
   const double* factors;
-  bool zeros;      // a factor of 0 leaves zeros, whatever the elements were
-  char* workspace; // bytes_for_clip_units() bytes, at a multiple of 8
+  bool zeros;      // a factor of 0 sets all elements to 0, even NaN and inf
+  char* workspace; // bytes_for_clip_units() bytes, 8-byte aligned
 };
 
 void launch_squares(const SquaresCall& call, void* stream);
@@ -120,17 +120,18 @@ int64_t bytes_for_clip_units(const ClipUnitsCall& call);
 
 constexpr int64_t kChunkOfTensor = 65536; // bytes
 
-// The number of elements in chunks of so many bytes, and of the chunks that a range has.
+// The number of elements in a chunk of `bytes` bytes.
 GRADSCALE_HOST_DEVICE int64_t elements_of_chunk(const DeviceRange& range, int64_t bytes) {
   return range.element == Element::float64 ? bytes / 8 : (range.element == Element::float32 ? bytes / 4 : bytes / 2);
 }
 
+// The number of blocks of a range, one for each chunk of `bytes` bytes.
 GRADSCALE_HOST_DEVICE int64_t blocks_of_range(const DeviceRange& range, int64_t bytes) {
   const int64_t chunk = elements_of_chunk(range, bytes);
   return (range.size + chunk - 1) / chunk;
 }
 
-// The ranges of a launch, each of which has as many blocks as it needs, one after the other.
+// The ranges of a launch. Each range has as many consecutive blocks as it needs.
 template <class Range>
 struct BlockTable {
   struct Entry {
@@ -181,7 +182,7 @@ struct ScaledTensors {
 struct ClippedTensors {
   RangeTable table;
   const double* factor;
-  bool zeros; // a factor of 0 leaves zeros, whatever the elements were
+  bool zeros; // a factor of 0 sets all elements to 0, even NaN and inf
 };
 
 constexpr int64_t kChunkOfStatistics = 1024 * kThreads; // bytes
@@ -198,7 +199,7 @@ struct StatisticsArguments {
 
 // ---- Units ----------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kPieceOfUnit = 4096; // numbers: a warp has a piece of a unit
+constexpr int64_t kPieceOfUnit = 4096; // numbers; a warp computes one piece
 constexpr int64_t kPiecesOfBlock = kThreads / 32;
 
 GRADSCALE_HOST_DEVICE int64_t pieces_of_unit(const UnitRange& range) {
@@ -214,7 +215,7 @@ struct UnitNormsArguments {
 struct ClippedUnits {
   UnitTable table;
   const double* factors;
-  bool zeros; // a factor of 0 leaves zeros, whatever the elements were
+  bool zeros; // a factor of 0 sets all elements to 0, even NaN and inf
 };
 
 } // namespace gradscale

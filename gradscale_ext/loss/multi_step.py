@@ -38,7 +38,7 @@ from .values import check_values
 
 Implementation = Literal["auto", "fused", "compiled", "reference"]
 _IMPLEMENTATIONS = get_args(Implementation)
-#: Types of options that are no mappings to be made dicts.
+#: Types of options that are passed on unchanged; mappings of other types are converted to dicts.
 _AS_GIVEN = (NoneType, torch.Tensor, dict, list, tuple, str)
 #: Types of devices that torch.compile does not serve, and why.
 _without_compiler = {"meta": ""}
@@ -113,20 +113,20 @@ def multi_step_loss(
         heads: mapping of name to head: `TwoHot`, `HLGauss`, `SoftCrossEntropy`, `MeanSquaredError`, `Huber`,
             `QuantileHuber`, `BinaryCrossEntropy`, `NegativeCosine`, `CategoricalKL`, `PerStepLoss`. An ensemble is
             several heads.
-        predictions: mapping (a TensorDict is one, which holds tensors, no lists) of head's name to a list or tuple of
+        predictions: mapping (or TensorDict, which holds tensors but no lists) of head names to a list or tuple of
             T tensors `[B, ...]`, as an unroll produces them (they are read where they are, without stacking), or to
             one tensor `[B, T, ...]`. A head with ``first_step=1`` has T - 1 entries. float64, float32, bfloat16 or
             float16.
         targets: the same for the targets, floating, or int64 for classes; they must not require grad. A `PerStepLoss`
             has none.
         step_weights: T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient. This and the next three
-            may be mappings by head's name, for heads that differ (TD-MPC2, UniZero); a head that is not named has
+            may be mappings of head names, for heads that differ (TD-MPC2, UniZero); a head that is not named has
             factor 1 and no mask. Entries count absolute steps, also for heads with ``first_step=1``.
         step_gradient_scale: the same forms: multiplies the gradient only, as `scale_gradient` on each step's loss does.
             "unroll" is 1 for the root and 1/K after, as in the pseudocode of MuZero (Schrittwieser et al. 2020).
-        importance_weights: `[B]`, from prioritised replay (Schaul et al. 2016). They are no part of L_b, and do not
+        importance_weights: `[B]`, from prioritised replay (Schaul et al. 2016). They are not part of L_b, and do not
             decide which samples are skipped.
-        head_weights: mapping of head's name to a number or a tensor without dimensions on the device of the
+        head_weights: mapping of head names to a number or a tensor without dimensions on the device of the
             predictions, at least 0: multiplies the head's `weight`, in value and gradient. It is read without waiting
             for the device, and a number that changes does not recompile. A tensor that requires grad gets its
             gradient, the head's share of the loss before this weight, which `step_gradient_scale` does not change: for
@@ -147,13 +147,13 @@ def multi_step_loss(
         batch_first: False: tensors with both dimensions have the step first: stacked predictions and targets are
             `[T, B, ...]`, masks and weights `[T, B]`, and of the output `per_step`, `expected` and `entropy`
             `[T_h, B]`.
-        check: look at the values too, and raise ValueError for what no user can mean: policy targets that are no
+        check: check the values too, and raise ValueError for what cannot be intended: policy targets that are not
             distributions (negative, above 1, or whole numbers that add up to more than 1, as raw visit counts do; a
             smaller sum is treated as a weight), logits that are probabilities already, entries and weights that are not
             finite, negative weights, targets of `BinaryCrossEntropy` outside 0..1, classes out of range. Masked
-            entries are not looked at. The advantages of a policy gradient, given as targets, are refused too. It waits
-            for the device: for the first steps of a training, and for tests. Under torch.compile, torch.export and
-            torch.func transforms, where there are no values to look at, it raises.
+            entries are not checked. The advantages of a policy gradient, given as targets, are rejected too. It waits
+            for the device: use it in the first steps of training, and in tests. It raises an error under
+            torch.compile, torch.export and torch.func transforms, where there are no values to read.
         impl: "auto": the fused kernels where they take the call, elsewhere "compiled" on devices that have no kernels
             and "reference" otherwise. "fused": the kernels. "compiled": `gradscale_ext.reference` under
             `torch.compile`, which keeps a graph for each form of a call; head weights, step numbers and batch sizes may

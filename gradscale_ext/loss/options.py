@@ -34,7 +34,7 @@ class Options(NamedTuple):
     num_entries: torch.Tensor | None = None
 
 
-#: Options that may be mappings by head's name: the first fields of `Options`.
+#: Options that may be mappings of head names: the first fields of `Options`.
 BY_HEAD = ("step_weights", "step_gradient_scale", "importance_weights", "mask", "head_weights")
 
 

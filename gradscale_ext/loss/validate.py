@@ -123,7 +123,7 @@ def _check_names(argument: str, given: Mapping[str, Entries], heads: Mapping[str
         if missing:
             problems.append(f"has nothing for {', '.join(map(repr, missing))}")
         if unknown:
-            problems.append(f"names {', '.join(map(repr, unknown))}, which is no head")
+            problems.append(f"names {', '.join(map(repr, unknown))}, which is not a head")
         raise ValueError(f"multi_step_loss: {argument} {' and '.join(problems)}; the heads are {', '.join(heads)}")
 
 

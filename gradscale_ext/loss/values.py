@@ -1,4 +1,4 @@
-"""Checks of the values of a multi-step loss's arguments, for `check=True`. Every check waits for the device."""
+"""Checks of argument values, for `multi_step_loss(..., check=True)`. Every check waits for the device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .validate import Call, validate
 def check_values(
     heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], options: Options
 ) -> None:
-    """Raise ValueError for the first value that no user can mean."""
+    """Raise ValueError for the first value that cannot be intended."""
     if not _context.is_eager() or _context.is_transformed():
         raise NotImplementedError(
-            "multi_step_loss: check=True looks at values, and torch.compile, torch.export and torch.func transforms "
-            "have none while they trace; call the loss once outside of them with check=True, and leave it out inside"
+            "multi_step_loss: check=True reads values, which do not exist while torch.compile, torch.export or a "
+            "torch.func transform traces; call the loss once outside of it with check=True, and inside without"
         )
     call = validate(heads, predictions, targets, options)
     with torch.no_grad():
@@ -43,14 +43,14 @@ class _Entry:
         self.unmasked = unmasked
         self.values = values
 
-    def rows(self, of_elements: torch.Tensor) -> torch.Tensor:
-        """Reduce `[B, ...]` to `[B]`: True for unmasked samples with a true element."""
-        found = of_elements.flatten(1).any(1) if of_elements.dim() > 1 else of_elements
+    def samples(self, wrong: torch.Tensor) -> torch.Tensor:
+        """Reduce `[B, ...]` to `[B]`: True for unmasked samples with a wrong element."""
+        found = wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong
         return found if self.unmasked is None else found & self.unmasked
 
-    def refuse(self, of_elements: torch.Tensor, fault: str, instead: str) -> None:
-        """Raise ValueError for the first sample with a true element."""
-        found = self.rows(of_elements).nonzero()
+    def reject(self, wrong: torch.Tensor, fault: str, instead: str) -> None:
+        """Raise ValueError for the first unmasked sample with a wrong element."""
+        found = self.samples(wrong).nonzero()
         if len(found) > 0:
             sample = int(found[0])
             raise ValueError(
@@ -69,23 +69,23 @@ def _check_prediction(entry: _Entry, head: Head) -> None:
     x = entry.values
     # Logits of -inf mean illegal actions.
     has_logits = head.decodes or isinstance(head, SoftCrossEntropy | CategoricalKL)
-    wrong = _no_logits(x) if has_logits else ~x.isfinite()
-    entry.refuse(wrong, "is not finite", "look for what made it so, or mask it")
+    wrong = _invalid_logits(x) if has_logits else ~x.isfinite()
+    entry.reject(wrong, "is not finite", "find where it comes from, or mask it")
     if has_logits and x.shape[-1] > 1 and len(x) > 0:
         total = x.sum(-1, dtype=_context.widest(x.device))
         tolerance = 1e-3 if x.dtype in (torch.float32, torch.float64) else 2e-2
-        other = ((x < 0).any(-1) | ((total - 1).abs() > tolerance)).reshape(len(x), -1).any(1)
-        unmasked = torch.ones_like(other) if entry.unmasked is None else entry.unmasked
-        if bool(unmasked.any()) and not bool((other & unmasked).any()):
-            entry.refuse(
-                ~other,
+        are_logits = ((x < 0).any(-1) | ((total - 1).abs() > tolerance)).reshape(len(x), -1).any(1)
+        unmasked = torch.ones_like(are_logits) if entry.unmasked is None else entry.unmasked
+        if bool(unmasked.any()) and not bool((are_logits & unmasked).any()):
+            entry.reject(
+                ~are_logits,
                 "looks like probabilities: all its rows are at least 0 and add up to 1",
-                f"{type(head).__name__} takes logits: leave out the softmax",
+                f"{type(head).__name__} expects logits: leave out the softmax",
             )
 
 
-def _no_logits(x: torch.Tensor) -> torch.Tensor:
-    """Where x is not finite, except for -inf: an illegal action, or a class that a distribution does not have."""
+def _invalid_logits(x: torch.Tensor) -> torch.Tensor:
+    """True where x is NaN or inf. -inf is valid: an illegal action, or a class with probability 0."""
     return x.isnan() | (x == torch.inf)
 
 
@@ -94,42 +94,44 @@ def _check_target(entry: _Entry, head: Head, prediction: torch.Tensor) -> None:
     if not t.is_floating_point():
         classes = prediction.shape[-1]
         wrong = (t < 0) | (t >= classes)
-        entry.refuse(wrong, f"must be classes from 0 to {classes - 1}", "mask what has no class")
+        entry.reject(wrong, f"must be classes from 0 to {classes - 1}", "mask entries without a class")
     elif head.decodes:  # infinite scalars fall into the end bins
-        entry.refuse(t.isnan(), "is NaN", "mask what has no target")
+        entry.reject(t.isnan(), "is NaN", "mask entries without a target")
     elif isinstance(head, SoftCrossEntropy):
         _check_distribution(entry, prediction)
     elif isinstance(head, CategoricalKL):
-        entry.refuse(_no_logits(t), "is not finite", "look for what made it so, or mask it")
+        entry.reject(_invalid_logits(t), "is not finite", "find where it comes from, or mask it")
     elif isinstance(head, BinaryCrossEntropy):
-        entry.refuse(~((t >= 0) & (t <= 1)), "must be in 0..1", "give probabilities, or 0 and 1")
+        entry.reject(~((t >= 0) & (t <= 1)), "must be in 0..1", "give probabilities, or 0 and 1")
     else:
-        entry.refuse(~t.isfinite(), "is not finite", "mask what has no target")
+        entry.reject(~t.isfinite(), "is not finite", "mask entries without a target")
 
 
 def _check_distribution(entry: _Entry, prediction: torch.Tensor) -> None:
     t = entry.values
     tolerance = 1e-3 if t.dtype in (torch.float32, torch.float64) else 2e-2
-    entry.refuse(~t.isfinite(), "is not finite", "mask what has no target; visits / visits.sum(-1) of none is NaN")
-    entry.refuse(t < 0, "has negative probabilities", "give probabilities, or visits / visits.sum(-1, keepdim=True)")
-    # Weighted distributions may add up to any number, but have neither entries above 1 nor counts.
+    entry.reject(
+        ~t.isfinite(), "is not finite", "mask entries without a target; visits / visits.sum(-1) of no visits is NaN"
+    )
+    entry.reject(t < 0, "has negative probabilities", "give probabilities, or visits / visits.sum(-1, keepdim=True)")
+    # A weighted distribution may have any sum, but no entry above 1. Whole numbers are treated as visit counts.
     counts = ((t == t.round()).all(-1) & (t.sum(-1, dtype=_context.widest(t.device)) > 1)).unsqueeze(-1)
-    entry.refuse(
+    entry.reject(
         counts | (t > 1 + tolerance),
-        "is no distribution",
-        "give visits / visits.sum(-1, keepdim=True), and weights of samples as importance_weights",
+        "is not a distribution",
+        "give visits / visits.sum(-1, keepdim=True), and sample weights as importance_weights",
     )
     illegal = (t > 0) & (prediction == -torch.inf)
-    entry.refuse(
+    entry.reject(
         illegal,
-        "has probability where the logit is -inf, whose loss is infinite",
+        "is positive where the logit is -inf, which makes the loss infinite",
         "give illegal actions the probability 0, or a finite logit",
     )
 
 
 def _check_weights(call: Call) -> None:
     weights = call.weights
-    # Weights that no head reads may be anything. Heads that share a tensor read it together.
+    # Only weights that some head reads are checked.
     everywhere = torch.ones(call.batch, call.steps, dtype=torch.bool)
     reads = {}
     for name, head in call.heads.items():
@@ -151,16 +153,16 @@ def _check_weights(call: Call) -> None:
 def _check_weight(argument: str, label: str, values: torch.Tensor, read: torch.Tensor) -> None:
     below = torch.zeros_like(values, dtype=torch.bool) if argument == "step_gradient_scale" else values < 0
     if argument == "head_weights":
-        _refuse_weight(argument, label, values, "", below)
+        _reject_weight(argument, label, values, "", below)
     elif argument == "importance_weights":
-        _refuse_weight(argument, label, values, "sample {}", below)
+        _reject_weight(argument, label, values, "sample {}", below)
     elif values.dim() == 1:
-        _refuse_weight(argument, label, values, "step {}", below, read.any(0))
+        _reject_weight(argument, label, values, "step {}", below, read.any(0))
     else:
-        _refuse_weight(argument, label, values, "sample {} at step {}", below, read)
+        _reject_weight(argument, label, values, "sample {} at step {}", below, read)
 
 
-def _refuse_weight(
+def _reject_weight(
     argument: str,
     label: str,
     weights: torch.Tensor,
@@ -174,7 +176,7 @@ def _refuse_weight(
         index = found[0].tolist()
         wanted = "finite" if argument == "step_gradient_scale" else "finite and at least 0"
         found_at = f"{place.format(*index)} has" if place else "it is"
-        instead = "" if argument == "head_weights" else "; a mask leaves an entry out"
+        instead = "" if argument == "head_weights" else "; mask an entry to leave it out"
         raise ValueError(
             f"multi_step_loss: {label} must be {wanted}, but {found_at} {float(weights[tuple(index)]):.6g}{instead}"
         )

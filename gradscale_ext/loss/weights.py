@@ -72,7 +72,7 @@ class Rules:
         for name, value in as_dict(argument, given).items():
             if name not in self.heads:
                 raise ValueError(
-                    f"multi_step_loss: {argument} names {name!r}, which is no head; the heads are "
+                    f"multi_step_loss: {argument} names {name!r}, which is not a head; the heads are "
                     f"{', '.join(self.heads)}"
                 )
             checked = check(argument, f"the {argument} of head '{name}'", value)

@@ -1,4 +1,4 @@
-"""The clippings of one step. The same parameters may be clipped several times."""
+"""The gradient clippings of one optimizer step, which may clip the same parameters several times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..statistics.gradients import GradientStatistics
 from ..statistics.shards import local_part
 
 Clipped = tuple[int, torch.Tensor, "weakref.ref[torch.Tensor] | None", int]
-"""Column in the statistics, parameter, its gradient tensor, and that tensor's version counter."""
+"""Column in the statistics, parameter, its gradient, and the version of the gradient after clipping."""
 
 
 def _clipped(column: int, parameter: torch.Tensor) -> Clipped:
@@ -20,15 +20,15 @@ def _clipped(column: int, parameter: torch.Tensor) -> Clipped:
     if gradient is None:
         return column, parameter, None, -1
     try:
-        writes = local_part(gradient)._version
+        version = local_part(gradient)._version
     except RuntimeError:  # inference tensors have no version counter
-        writes = 0
-    return column, parameter, weakref.ref(gradient), writes
+        version = 0
+    return column, parameter, weakref.ref(gradient), version
 
 
 def _is_unchanged(clipped: Clipped) -> bool:
-    column, parameter, gradient, writes = clipped
-    return parameter.grad is (gradient and gradient()) and _clipped(column, parameter)[3] == writes
+    column, parameter, gradient, version = clipped
+    return parameter.grad is (gradient and gradient()) and _clipped(column, parameter)[3] == version
 
 
 class Clipping:
@@ -37,17 +37,17 @@ class Clipping:
     def __init__(
         self, parameters: list[torch.Tensor], result: torch.Tensor, statistics: GradientStatistics | None
     ) -> None:
-        """Store its result, as in `GradientStatistics.clipping`, and the statistics measured before it."""
+        """Store the result (as in `GradientStatistics.clipping`) and the statistics from before the clipping."""
         self.result, self.statistics = result, statistics
         self.clipped = {id(parameter): _clipped(column, parameter) for column, parameter in enumerate(parameters)}
 
     def accept_gradients(self) -> None:
-        """Record the gradients again after a later clipping. Gradients may be views that share one version counter."""
+        """Record the gradients' versions again: a later clipping increments a counter that views of a tensor share."""
         self.clipped = {key: _clipped(column, p) for key, (column, p, *_) in self.clipped.items()}
 
 
 def still_valid(clippings: list[Clipping]) -> list[Clipping]:
-    """Drop parameters whose gradients changed since: the step was skipped, and another backward pass has run."""
+    """Drop parameters whose gradients have changed since: their step was skipped, and another backward pass has run."""
     for clipping in clippings:
         clipping.clipped = {key: clipped for key, clipped in clipping.clipped.items() if _is_unchanged(clipped)}
     return [clipping for clipping in clippings if clipping.clipped]
@@ -56,7 +56,7 @@ def still_valid(clippings: list[Clipping]) -> list[Clipping]:
 def statistics_before(
     clippings: Sequence[Clipping], names: dict[int, str]
 ) -> list[tuple[dict[int, str], GradientStatistics]]:
-    """The statistics before each clipping, with columns and names of the parameters that it was the first to clip."""
+    """For each clipping: columns and names of the parameters that it clipped first, and the statistics before it."""
     found, seen = [], set[int]()
     for clipping in clippings:
         first = {column: names.get(key, "") for key, (column, *_) in clipping.clipped.items() if key not in seen}

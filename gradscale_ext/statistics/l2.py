@@ -22,7 +22,7 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
         Scalar, float32 (float64 when a tensor is float64); the gradient of p is ``weight * p``. No tensors: 0.
 
     Raises:
-        TypeError: an element is not a floating tensor, or `weight` is no real number.
+        TypeError: an element is not a floating tensor, or `weight` is not a real number.
         ValueError: `weight` is a tensor with dimensions.
 
     >>> p = torch.tensor([3.0, 4.0], requires_grad=True)

@@ -50,7 +50,7 @@ enum class Type {
   f64
 };
 
-Type type_of(string_view name); // none where it is no type
+Type type_of(string_view name); // none if it is not a type
 size_t bytes_of(Type type);
 bool is_float(Type type);
 

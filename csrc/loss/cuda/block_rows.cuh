@@ -28,7 +28,7 @@ struct BinsOfRow { // a few bins have mass
 };
 
 template <class A>
-struct ActionsOfRow { // a distribution, or a class as one: a class that is no index gives NaN
+struct ActionsOfRow { // a distribution, or a class as one: a class that is not an index gives NaN
   Rows rows;
   int64_t row;
   int32_t width;
