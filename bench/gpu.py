@@ -187,7 +187,7 @@ def measure(bench: Bench, label: dict[str, Any], calls: dict[str, Call], moved: 
             "gb_per_s": moved / values["median_ms"] / 1e6,
         }
         if copied is not None:
-            row["of_copy"] = copied / values["median_ms"]
+            row["copy_ratio"] = copied / values["median_ms"]
         if bench.on_gpu:
             row.update(launches_of(calls[name]))
             if "graph" not in name and "reduce" not in name and "max-" not in name:
@@ -199,7 +199,9 @@ def measure(bench: Bench, label: dict[str, Any], calls: dict[str, Call], moved: 
 def show(row: dict[str, Any]) -> None:
     label = "  ".join(str(row[key]) for key in ("group", "size", "dtype", "pass", "inputs") if key in row)
     numbers = f"{row['median_ms']:>10.4f} ms  p20 {row['p20_ms']:>9.4f}  p80 {row['p80_ms']:>9.4f}"
-    rates = f"{row['ratio']:>7.2f}x  {row['gb_per_s']:>8.1f} GB/s  {100 * row.get('of_copy', math.nan):>5.1f} % of copy"
+    rates = (
+        f"{row['ratio']:>7.2f}x  {row['gb_per_s']:>8.1f} GB/s  {100 * row.get('copy_ratio', math.nan):>5.1f} % of copy"
+    )
     counts = f"{row.get('launches', '-'):>4} launches  {row.get('kernels', '-'):>4} kernels"
     print(f"{label:<62} {row['contestant']:<30} {numbers}  {rates}  {counts}", flush=True)
 

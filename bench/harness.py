@@ -53,12 +53,12 @@ def gpu() -> dict[str, str]:
         "multiprocessors": str(properties.multi_processor_count),
         "L2 cache": f"{properties.L2_cache_size / 2**20:.0f} MB",
         "memory": f"{properties.total_memory / 2**30:.0f} GB",
-        "driver": found[0] if found else _driver_of_nvidia_smi(),
+        "driver": found[0] if found else _nvidia_smi_driver(),
         "cuda": str(torch.version.cuda),
     }
 
 
-def _driver_of_nvidia_smi() -> str:
+def _nvidia_smi_driver() -> str:
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()[0]

@@ -369,9 +369,11 @@ def recipes_differences_table() -> str:
     named = ["loss", "gradients", "weights", "priorities", "gradients of the loss alone"]
     lines = []
     for name, rows in found.items():
-        of_step = [[rows[dtype]["differences"].get(what) for dtype in ("float64", "float32")] for what in named]
+        step_differences = [
+            [rows[dtype]["differences"].get(what) for dtype in ("float64", "float32")] for what in named
+        ]
         apart = [rows[dtype]["apart"]["weights"] for dtype in ("float64", "float32")]
-        lines.append([name, str(rows["float32"]["steps"]), *map(small, [*of_step, apart])])
+        lines.append([name, str(rows["float32"]["steps"]), *map(small, [*step_differences, apart])])
     header = ["float64 / float32", "steps", *named, "weights after all steps, each on its own"]
     return table(header, lines)
 

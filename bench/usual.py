@@ -89,11 +89,11 @@ def quantile_huber(quantiles: torch.Tensor, samples: torch.Tensor) -> torch.Tens
     return (torch.abs(fractions[None, :, None] - (pairs.detach() < 0).float()) * huber).mean(-1).sum(-1)
 
 
-def categorical_kl(of_p: torch.Tensor, of_q: torch.Tensor, unimix: float = 0.01) -> torch.Tensor:
+def categorical_kl(p_logits: torch.Tensor, q_logits: torch.Tensor, unimix: float = 0.01) -> torch.Tensor:
     """`[B]` divergences of logits `[B, G, C]`, as Dreamer's implementations write them."""
 
     def distribution(logits: torch.Tensor) -> torch.distributions.OneHotCategorical:
         probabilities = torch.softmax(logits, -1) * (1 - unimix) + unimix / logits.shape[-1]
         return torch.distributions.OneHotCategorical(logits=torch.log(probabilities), validate_args=False)
 
-    return torch.distributions.kl_divergence(distribution(of_p), distribution(of_q)).sum(-1)
+    return torch.distributions.kl_divergence(distribution(p_logits), distribution(q_logits)).sum(-1)

@@ -68,7 +68,7 @@ def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any
 _KEEPS_GRAPH_OF_GRADIENTS = TorchVersion(torch.__version__) >= "2.12.0a0"
 
 
-def _refuse_graph_of_gradients(_: torch.Tensor) -> None:
+def _refuse_gradient_graph(_: torch.Tensor) -> None:
     if torch.is_grad_enabled():
         raise NotImplementedError(
             f"gradscale_ext: PyTorch {torch.__version__} has no second derivatives of DTensors (PyTorch 2.12 has); "
@@ -79,7 +79,7 @@ def _refuse_graph_of_gradients(_: torch.Tensor) -> None:
 def _with_checked_gradient(tensor: torch.Tensor) -> torch.Tensor:
     """Let a backward pass raise where it would silently give gradients without their graph."""
     if not _KEEPS_GRAPH_OF_GRADIENTS and tensor.requires_grad and not torch.compiler.is_compiling():
-        tensor.register_hook(_refuse_graph_of_gradients)  # type: ignore[no-untyped-call]
+        tensor.register_hook(_refuse_gradient_graph)  # type: ignore[no-untyped-call]
     return tensor
 
 

@@ -103,7 +103,7 @@ class Nvrtc:
             self._nvrtc.nvrtcDestroyProgram(program)
 
 
-def _path_of_nvcc() -> str | None:
+def _nvcc_path() -> str | None:
     folders = [os.environ.get("CUDA_HOME", "") + "/bin", os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
     return next((found for folder in folders if (found := shutil.which("nvcc", path=folder))), None)
 
@@ -112,7 +112,7 @@ class Nvcc:
     """The compiler of the CUDA toolkit."""
 
     def __init__(self) -> None:
-        path = _path_of_nvcc()
+        path = _nvcc_path()
         if path is None:
             raise ImportError("there is no nvcc")
         self._path = path
@@ -159,11 +159,11 @@ def can_be_had() -> bool:
     has_bindings = (
         importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
     )
-    return has_bindings or _path_of_nvcc() is not None or any(PACKAGED.glob("*"))
+    return has_bindings or _nvcc_path() is not None or any(PACKAGED.glob("*"))
 
 
 @functools.cache
-def _digest_of_sources() -> str:
+def _sources_digest() -> str:
     digest = hashlib.sha256()
     for path in sorted(SOURCES.glob("*/*.h")) + sorted(SOURCES.glob("*/*.cuh")):
         digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -172,7 +172,7 @@ def _digest_of_sources() -> str:
 
 def _file_of(folder: Path, file: str, name: str, target: str, version: str) -> Path:
     """The place of an image: whatever it depends on is in its name."""
-    key = "\0".join((_digest_of_sources(), *OPTIONS, file, name, target, version))
+    key = "\0".join((_sources_digest(), *OPTIONS, file, name, target, version))
     return folder / f"{hashlib.sha256(key.encode()).hexdigest()}.{target}"
 
 

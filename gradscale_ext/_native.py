@@ -18,7 +18,7 @@ def _explain(error: ImportError) -> ImportError:
     """Say what an import error of the extension means, and the command that fixes it."""
     if importlib.util.find_spec("gradscale_ext._C") is None:
         return ImportError(
-            f"gradscale_ext is not compiled here: {__path_of_package()} has no extension module _C. If this is a "
+            f"gradscale_ext is not compiled here: {__package_path()} has no extension module _C. If this is a "
             "checkout that shadows an installed gradscale_ext, start Python from another folder; otherwise compile it, "
             f"in the checkout: `{INSTALL} -e .`"
         )
@@ -32,7 +32,7 @@ def _explain(error: ImportError) -> ImportError:
     return ImportError(f"the compiled extension of gradscale_ext could not be loaded: {error}. {REBUILD}")
 
 
-def __path_of_package() -> str:
+def __package_path() -> str:
     specification = importlib.util.find_spec("gradscale_ext")
     return str(specification.origin).removesuffix("__init__.py") if specification else "gradscale_ext"
 

@@ -15,7 +15,7 @@ _HAS_PIP = any(os.path.isdir(os.path.join(folder, "pip")) for folder in sys.path
 INSTALL = "python -m pip install" if _HAS_PIP else "uv pip install"
 
 
-def instead_of(value: object, name: str = "it") -> str:
+def remedy_for_type(value: object, name: str = "it") -> str:
     """Remedy for an argument `name` that is not a tensor."""
     if is_proxy(value):
         return (
@@ -52,7 +52,7 @@ def _first_leaf(value: object) -> object:
     return value
 
 
-def instead_of_kind(tensor: torch.Tensor) -> str | None:
+def remedy_for_kind(tensor: torch.Tensor) -> str | None:
     """Fault and remedy of a kind of tensor that no kernel reads; None for an ordinary tensor."""
     if type(tensor).__name__ == "MaskedTensor":
         return "is a MaskedTensor; give its get_data(), and its get_mask() as mask"
@@ -63,12 +63,12 @@ def instead_of_kind(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def instead_of_dtype(dtype: torch.dtype) -> str:
+def remedy_for_dtype(dtype: torch.dtype) -> str:
     """Remedy for a dtype that no kernel accepts."""
     return "; write .real" if dtype.is_complex else "; write .float()"
 
 
-def instead_of_shape(name: str, shape: Sequence[int], patterns: Iterable[Sequence[int | str]]) -> str:
+def remedy_for_shape(name: str, shape: Sequence[int], patterns: Iterable[Sequence[int | str]]) -> str:
     """Remedy for a missing or superfluous last dimension of 1; letters stand for any size."""
     for pattern in patterns:
         if len(shape) == len(pattern) + 1 and shape[-1] == 1 and fits(shape[:-1], pattern):
@@ -85,7 +85,7 @@ def fits(shape: Sequence[int], pattern: Sequence[int | str]) -> bool:
     )
 
 
-def instead_of_step_shape(name: str, shape: Sequence[int], batch: int, steps: int, batch_first: bool) -> str:
+def remedy_for_step_shape(name: str, shape: Sequence[int], batch: int, steps: int, batch_first: bool) -> str:
     """Remedy for a mask, or weights of steps, that should be `[B, T]`, or `[T, B]` without `batch_first`."""
     wanted = (batch, steps) if batch_first else (steps, batch)
     shape = tuple(shape)
@@ -111,7 +111,7 @@ def instead_of_step_shape(name: str, shape: Sequence[int], batch: int, steps: in
     return ""
 
 
-def instead_of_count(
+def remedy_for_count(
     what: str,
     entries: Sequence[torch.Tensor | None],
     wanted: int,

@@ -115,9 +115,9 @@ class _Checker:
             shape = f" of shape {self._letters(more)}" if is_number else ""
             raise TypeError(
                 f"{self.function}: {name} must be {wanted}{shape}, but it is of type {type(value).__name__}"
-                f"{'' if is_number else _remedies.instead_of(value, name)}"
+                f"{'' if is_number else _remedies.remedy_for_type(value, name)}"
             )
-        if fault := _remedies.instead_of_kind(value):
+        if fault := _remedies.remedy_for_kind(value):
             raise TypeError(f"{self.function}: {name} {fault}")
 
     def floats(self, name: str, value: Any, more: int | None = 0) -> None:
@@ -210,7 +210,7 @@ class _Checker:
                 self.on_device(name, value)
             return value
         self.on_device(name, value)
-        sizes = self._sizes_of_coefficient(per_step)
+        sizes = self._coefficient_sizes(per_step)
         if value.dim() != 2 or not all([own == 1 or own == size for own, size in zip(value.shape, sizes, strict=True)]):
             remedy = ""
             if value.dim() == 1 and per_step:
@@ -225,16 +225,16 @@ class _Checker:
             )
         return value
 
-    def _sizes_of_coefficient(self, per_step: bool) -> tuple[int, int]:
+    def _coefficient_sizes(self, per_step: bool) -> tuple[int, int]:
         steps = self.steps if per_step else 1
         return (self.batch, steps) if self.batch_first else (steps, self.batch)
 
     def _number(self, name: str, value: Any, low: float, per_step: bool) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
-            remedy = "" if isinstance(value, numbers.Number) else _remedies.instead_of(value, name)
+            remedy = "" if isinstance(value, numbers.Number) else _remedies.remedy_for_type(value, name)
             raise TypeError(
                 f"{self.function}: {name} must be a number, a 0-dim tensor, or a tensor that broadcasts to "
-                f"{_written(self._sizes_of_coefficient(per_step))}, but it is of type {type(value).__name__}{remedy}"
+                f"{_written(self._coefficient_sizes(per_step))}, but it is of type {type(value).__name__}{remedy}"
             )
         number = self._float(name, value, f"from {low:g} to 1")
         if not low <= number <= 1:
@@ -338,8 +338,8 @@ def check_trajectories(
     lambda_ = 1.0 if function == "n_step_returns" else check.coefficient("lambda_", lambda_, 0)
     for flag, value in (("terminated", terminated), ("truncated", truncated), ("mask", mask)):
         check.flags(flag, value)
-    numbers_of_clips = [check.clip(clip, value) for clip, value in (clips or {}).items()]
-    numbers_of_clips += [torch.inf] * (3 - len(numbers_of_clips))
+    clip_numbers = [check.clip(clip, value) for clip, value in (clips or {}).items()]
+    clip_numbers += [torch.inf] * (3 - len(clip_numbers))
     return Trajectories(
         rewards=rewards,
         values=values,
@@ -351,7 +351,7 @@ def check_trajectories(
         truncated=truncated,
         mask=mask,
         batch_first=batch_first,
-        clips=(numbers_of_clips[0], numbers_of_clips[1], numbers_of_clips[2]),
+        clips=(clip_numbers[0], clip_numbers[1], clip_numbers[2]),
         n=check.integer("n", n, 1) if function == "n_step_returns" else 0,
     )
 

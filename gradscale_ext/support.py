@@ -273,14 +273,14 @@ def _check_scalars(function: str, x: torch.Tensor, argument: str = "x") -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(
             f"Support.{function}: {argument} must be a tensor, but it is of type {type(x).__name__}"
-            f"{_remedies.instead_of(x, argument)}"
+            f"{_remedies.remedy_for_type(x, argument)}"
         )
-    if fault := _remedies.instead_of_kind(x):
+    if fault := _remedies.remedy_for_kind(x):
         raise TypeError(f"Support.{function}: {argument} {fault}")
     if not x.is_floating_point():
         raise TypeError(
             f"Support.{function}: {argument} must be a floating tensor, but its dtype is {x.dtype}"
-            f"{_remedies.instead_of_dtype(x.dtype)}"
+            f"{_remedies.remedy_for_dtype(x.dtype)}"
         )
 
 

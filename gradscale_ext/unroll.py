@@ -90,7 +90,7 @@ def _steps_of(actions: Any) -> Sequence[torch.Tensor]:
     if not isinstance(actions, Sequence) or isinstance(actions, str):
         raise TypeError(
             f"unroll: actions must be {wanted}, but it is of type {type(actions).__name__}"
-            f"{_remedies.instead_of(actions, 'actions')}"
+            f"{_remedies.remedy_for_type(actions, 'actions')}"
         )
     for k, action in enumerate(actions):
         if not isinstance(action, torch.Tensor):

@@ -283,7 +283,7 @@ def _batch() -> Tensor:
     return torch.stack([POINT, 2 - POINT])
 
 
-def _batch_of_gradients(case: Case) -> Tensor:
+def _gradient_batch(case: Case) -> Tensor:
     return torch.stack([case.gradient(x) for x in _batch()])
 
 
@@ -344,20 +344,20 @@ def _vmap(case: Case) -> Pairs:
     leaf = _batch().requires_grad_()
     values = torch.func.vmap(case.model)(leaf)
     values.sum().backward()
-    return [(values.detach(), torch.stack([case.loss(x) for x in _batch()])), (leaf.grad, _batch_of_gradients(case))]
+    return [(values.detach(), torch.stack([case.loss(x) for x in _batch()])), (leaf.grad, _gradient_batch(case))]
 
 
 @_context("vmap(grad)")
 def _vmap_grad(case: Case) -> Pairs:
-    yield torch.func.vmap(torch.func.grad(case.model))(_batch()), _batch_of_gradients(case)
+    yield torch.func.vmap(torch.func.grad(case.model))(_batch()), _gradient_batch(case)
     last = torch.func.vmap(torch.func.grad(case.model), in_dims=-1)(_batch().movedim(0, -1))
-    yield last, _batch_of_gradients(case)
+    yield last, _gradient_batch(case)
 
 
 @_context("grad(vmap)")
 def _grad_vmap(case: Case) -> Pairs:
     total = torch.func.grad(lambda x: torch.func.vmap(case.model)(x).sum())
-    return [(total(_batch()), _batch_of_gradients(case))]
+    return [(total(_batch()), _gradient_batch(case))]
 
 
 @_context("jacrev")
@@ -428,7 +428,7 @@ def _compile_grad(case: Case) -> Pairs:
 @_context("compile(vmap(grad))")
 def _compile_vmap_grad(case: Case) -> Pairs:
     compiled = torch.compile(torch.func.vmap(torch.func.grad(case.model)), fullgraph=True, backend=BACKEND)
-    return [(compiled(_batch()), _batch_of_gradients(case))]
+    return [(compiled(_batch()), _gradient_batch(case))]
 
 
 @_context("compile(jvp)")

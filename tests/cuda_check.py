@@ -70,7 +70,7 @@ def summary(case: Case, record: Record) -> Record:
     warps = resident_warps(launch["registers"], launch["shared"], launch["block"])
     least = (launch["memory_loaded"] + launch["memory_stored"]) / units
     sectors = (launch["load_sectors"] + launch["store_sectors"]) / units
-    per_gb = 1e9 / case.bytes_of_unit
+    per_gb = 1e9 / case.unit_bytes
     return {
         "unit": case.unit,
         "kernel": f"{launch['file']}: {launch['name']}",
@@ -128,7 +128,7 @@ def complaints(case: Case, figures: Record) -> list[str]:
     return [f"{case.name}: {text}" for text in found]
 
 
-def complaints_of_usual(case: Case, figures: Record) -> list[str]:
+def usual_complaints(case: Case, figures: Record) -> list[str]:
     """Failures of a case with a batch of USUAL_BATCH."""
     if case.usual is None or figures["sass"] <= case.usual:
         return []
@@ -207,23 +207,23 @@ def main() -> int:
     with ThreadPoolExecutor(2) as pool:
         full = pool.submit(counted, options.driver, options.cases, MULTIPROCESSORS, None)
         usual = pool.submit(counted, options.driver, options.cases, 132, USUAL_BATCH)
-        records, of_usual = full.result(), usual.result()
+        records, usual_records = full.result(), usual.result()
     cases = {case.name: case for case in CASES}
     results = {name: summary(cases[name], record) for name, record in records.items()}
-    small = {name: summary(cases[name], record) for name, record in of_usual.items()}
-    launches = [launch for record in [*records.values(), *of_usual.values()] for launch in record["launches"]]
+    small = {name: summary(cases[name], record) for name, record in usual_records.items()}
+    launches = [launch for record in [*records.values(), *usual_records.values()] for launch in record["launches"]]
     kernels = sorted({(launch["file"], launch["name"]) for launch in launches})
-    of_targets = compiled(kernels, options.jobs)
+    target_kernels = compiled(kernels, options.jobs)
     for name, figures in results.items():
         show(name, figures)
         few = small[name]
         print(f"    batch of {USUAL_BATCH} on an H200: {few['sass']:.4g} instructions, {few['grid']} blocks")
-    show_compiled(of_targets)
+    show_compiled(target_kernels)
     failures = [text for name, figures in results.items() for text in complaints(cases[name], figures)]
-    failures += [text for name, figures in small.items() for text in complaints_of_usual(cases[name], figures)]
-    failures += [f"{r['kernel']} spills {r['spilled']} bytes on {r['target']}" for r in of_targets if r["spilled"]]
+    failures += [text for name, figures in small.items() for text in usual_complaints(cases[name], figures)]
+    failures += [f"{r['kernel']} spills {r['spilled']} bytes on {r['target']}" for r in target_kernels if r["spilled"]]
     if options.json is not None:
-        report = {"cases": results, f"batch of {USUAL_BATCH}": small, "kernels": of_targets}
+        report = {"cases": results, f"batch of {USUAL_BATCH}": small, "kernels": target_kernels}
         options.json.write_text(json.dumps(rounded(report), indent=1) + "\n")
     print(f"\ncuda-check: {len(results)} calls, {len(kernels)} kernels for {' '.join(TARGETS)}: {len(failures)} fail")
     print(*failures, sep="\n")

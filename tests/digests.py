@@ -24,7 +24,7 @@ def through(operator, gradient: torch.Tensor, create_graph: bool = False) -> tor
     return result.detach()
 
 
-def digest_of_losses(*, threads=None):
+def loss_digest(*, threads=None):
     """Loss, metrics and gradients of MuZero's heads."""
     if threads:
         torch.set_num_threads(threads)

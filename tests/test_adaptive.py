@@ -135,13 +135,13 @@ def test_factors_by_kernel_and_reference():
     special = torch.tensor([0.0, 1e-4, 1.0, 5.0, math.inf, math.nan], dtype=torch.float64)
     norms = torch.cartesian_prod(special, special).T.contiguous()
     finite = norms[:, norms.isfinite().all(0)].contiguous()
-    for of_units in (norms, finite, norms[:, :0].contiguous()):
+    for unit_norms in (norms, finite, norms[:, :0].contiguous()):
         for adaptive, eps, skip, kept in itertools.product(
             (0.0, 0.1, math.inf), (0.0, 1e-3), (False, True), (0.0, 1.0)
         ):
             clipping = torch.tensor([3.0, kept, 0.0], dtype=torch.float64)
-            found = _C.unit_factors(of_units, clipping, adaptive, eps, skip)
-            expected = reference.unit_factors(of_units, clipping, adaptive, eps, skip)
+            found = _C.unit_factors(unit_norms, clipping, adaptive, eps, skip)
+            expected = reference.unit_factors(unit_norms, clipping, adaptive, eps, skip)
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -81,7 +81,7 @@ def test_the_file_name_depends_on_everything_that_affects_an_image(monkeypatch):
         (Path("x"), FILE, NAME, "sm_90", "NVRTC 13.1"),
     ):
         assert _kernels._file_of(*other) != path
-    monkeypatch.setattr(_kernels, "_digest_of_sources", lambda: "of other sources")
+    monkeypatch.setattr(_kernels, "_sources_digest", lambda: "of other sources")
     assert _kernels._file_of(Path("x"), FILE, NAME, "sm_90", "NVRTC 13.0") != path
 
 

@@ -294,8 +294,8 @@ def test_head_weights(options, grad_output, dtype, device):
     def function(*args, **keywords):
         out = gs.multi_step_loss(*args, **{**keywords, **ours})
         weights = [ours["head_weights"][name] for name in ("two_hot", "policy")]
-        of_loss = torch.as_tensor(factor, dtype=out.loss.dtype, device=device)
-        found.extend(torch.autograd.grad(out.loss, weights, of_loss, retain_graph=True))
+        loss_gradient = torch.as_tensor(factor, dtype=out.loss.dtype, device=device)
+        found.extend(torch.autograd.grad(out.loss, weights, loss_gradient, retain_graph=True))
         return out
 
     check(heads, predictions, targets, device, dtype, grad_output=factor, function=function, **given, **options)

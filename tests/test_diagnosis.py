@@ -545,14 +545,14 @@ def by_torch_tensor(losses):
     return torch.tensor(losses[0].item())
 
 
-def by_sum_of_numbers(losses):
+def by_number_sum(losses):
     total = 0.0
     for loss in losses:
         total += loss.item()
     return torch.zeros(()) + total
 
 
-def by_mean_of_numpy(losses):
+def by_numpy_mean(losses):
     return torch.as_tensor(np.mean([loss.item() for loss in losses]))
 
 
@@ -560,7 +560,7 @@ def by_factor(losses):
     return torch.ones(1).sum() * losses[0].item()
 
 
-@pytest.mark.parametrize("made", [by_torch_tensor, by_sum_of_numbers, by_mean_of_numpy, by_factor])
+@pytest.mark.parametrize("made", [by_torch_tensor, by_number_sum, by_numpy_mean, by_factor])
 def test_a_loss_made_of_numbers_is_detached(made):
     model = nn.Linear(3, 1)
     with GradientTracer() as tracer:

@@ -98,26 +98,26 @@ def arguments() -> tuple[dict[str, list[Tensor]], dict[str, Tensor], dict[str, A
     return predictions, targets, options
 
 
-def loss_of_mixtures(impl: str, **more: Any) -> None:
+def mixture_loss(impl: str, **more: Any) -> None:
     """Every mixture of plain, replicated and sharded predictions, targets and options."""
     kinds = (None, *PLACEMENTS)
-    for of_predictions, of_targets, of_options in itertools.product(kinds, kinds, kinds):
+    for prediction_kind, target_kind, option_kind in itertools.product(kinds, kinds, kinds):
         predictions, targets, options = arguments()
         expected = gs.multi_step_loss(HEADS, predictions, targets, impl=impl, **options, **more)
         expected.loss.backward()
-        given = {name: [spread(entry, of_predictions) for entry in entries] for name, entries in predictions.items()}
+        given = {name: [spread(entry, prediction_kind) for entry in entries] for name, entries in predictions.items()}
         found = gs.multi_step_loss(
             HEADS,
             given,
-            {name: spread(target, of_targets) for name, target in targets.items()},
+            {name: spread(target, target_kind) for name, target in targets.items()},
             impl=impl,
-            **{name: spread(option, of_options) for name, option in options.items()},
+            **{name: spread(option, option_kind) for name, option in options.items()},
             **more,
         )
-        assert isinstance(found.loss, DTensor) == (of_predictions is not None)
+        assert isinstance(found.loss, DTensor) == (prediction_kind is not None)
         assert_same_output(found, expected)
         wanted = [entry.grad for entries in predictions.values() for entry in entries]
-        if of_predictions is not None:
+        if prediction_kind is not None:
             found.loss.backward()
             ours = [entry for entries in given.values() for entry in entries]
             for entry, gradient in zip(ours, wanted, strict=True):
@@ -127,12 +127,12 @@ def loss_of_mixtures(impl: str, **more: Any) -> None:
 
 @check
 def fused_loss(rank: int) -> None:
-    loss_of_mixtures("auto")
+    mixture_loss("auto")
 
 
 @check
 def loss_by_the_reference(rank: int) -> None:
-    loss_of_mixtures("reference")
+    mixture_loss("reference")
 
 
 @check
@@ -161,7 +161,7 @@ def compiled_loss(rank: int) -> None:
 
 @check
 def loss_over_valid_entries_with_normalized_weights_and_checks(rank: int) -> None:
-    loss_of_mixtures("auto", reduction="valid_mean", normalize_importance_weights=True, check=True)
+    mixture_loss("auto", reduction="valid_mean", normalize_importance_weights=True, check=True)
 
 
 @check
@@ -307,9 +307,9 @@ def operators_with_tensor_arguments(rank: int) -> None:
     for operator, argument in cases:
         expected = x.clone().requires_grad_()
         operator(expected, argument).backward(g)
-        for placement, of_argument in itertools.product((*PLACEMENTS, Shard(1)), (None, *PLACEMENTS)):
+        for placement, argument_placement in itertools.product((*PLACEMENTS, Shard(1)), (None, *PLACEMENTS)):
             given = spread(x.clone().requires_grad_(), placement)
-            result = operator(given, spread(argument, of_argument))
+            result = operator(given, spread(argument, argument_placement))
             assert result.placements == (placement,)
             result.backward(spread(g, placement))
             assert_same(given.grad, expected.grad)

@@ -73,19 +73,19 @@ def formula(heads, per_step, weights, options, reduction, skipped=()):
     kept = torch.tensor([b not in skipped for b in range(batch)])
     per_sample, shares = torch.zeros(batch, dtype=torch.float64), {}
 
-    def of_head(option, name):
+    def for_head(option, name):
         given = options.get(option)
         return given.get(name) if isinstance(given, dict) else given
 
     for name, losses in per_step.items():
         first = heads[name].first_step
-        steps = of_head("step_weights", name)
+        steps = for_head("step_weights", name)
         steps = torch.ones(4) if steps is None else torch.as_tensor(steps)
-        mask = of_head("mask", name)
+        mask = for_head("mask", name)
         mask = torch.ones(batch, 4, dtype=torch.bool) if mask is None else mask
         total = heads[name].weight * torch.where(mask, steps, 0.0)[:, first:].mul(losses).sum(1)
         per_sample = per_sample + float(torch.as_tensor(weights.get(name, 1.0)).detach()) * total
-        importance = of_head("importance_weights", name)
+        importance = for_head("importance_weights", name)
         total = total if importance is None else importance * total
         divisor = {"mean": batch, "valid_mean": max(int(mask[:, first:].sum()), 1)}.get(reduction, 1)
         shares[name] = torch.where(kept, total, 0.0) / divisor

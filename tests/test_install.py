@@ -329,7 +329,7 @@ def installed(site_packages):
     return found["torch"].version, asked
 
 
-def remedies_of_an_import(monkeypatch):
+def import_remedies(monkeypatch):
     """The commands if the extension is not compiled, and if it was compiled for another PyTorch."""
     monkeypatch.setattr(_native, "_version_built_with", lambda: "2.11.0")
     another = commands_in(str(_native._explain(ImportError("undefined symbol"))))
@@ -349,11 +349,11 @@ def test_remedies(installer, interpreter, shell, tmp_path, monkeypatch):
     messages.append(commands_in(build_with(interpreter).stderr))
     (isolated / "torch" / "__init__.py").write_text("raise ImportError")
     messages.append(commands_in(build_with(interpreter).stderr))
-    of_installer = ([line for line in message if line.startswith(installer)] for message in messages)
-    (pytorch, this), (another_pytorch,), (pytorch_again,) = of_installer
+    installer_lines = ([line for line in message if line.startswith(installer)] for message in messages)
+    (pytorch, this), (another_pytorch,), (pytorch_again,) = installer_lines
     monkeypatch.setattr(_native, "INSTALL", installer)
     monkeypatch.setattr(_native, "REBUILD", _native.REBUILD.replace(_remedies.INSTALL, installer))
-    (in_place,), (former_pytorch, this_again) = remedies_of_an_import(monkeypatch)
+    (in_place,), (former_pytorch, this_again) = import_remedies(monkeypatch)
 
     if installer.startswith("python"):
         shell("python -m ensurepip")

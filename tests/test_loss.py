@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from digests import digest_of_losses
+from digests import loss_digest
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gradscale_ext as gs
@@ -596,7 +596,7 @@ def test_a_tensor_is_rejected_as_weight_of_a_head():
 def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads():
     threads = torch.get_num_threads()
     try:
-        first, second, one = digest_of_losses(), digest_of_losses(), digest_of_losses(threads=1)
+        first, second, one = loss_digest(), loss_digest(), loss_digest(threads=1)
     finally:
         torch.set_num_threads(threads)
     for a, b, c in zip(first, second, one, strict=True):
@@ -1016,8 +1016,8 @@ def test_priorities():
     targets = torch.tensor([[3.0, 5.0], [0.5, 2.0]])
     torch.testing.assert_close(gs.priorities(expected, targets, eps=0.0), torch.tensor([2.0, 0.5]))
     torch.testing.assert_close(gs.priorities(expected, targets, steps="all", eps=0.0), (expected - targets).abs())
-    of_all = gs.priorities(expected.T, targets.T, steps="all", batch_first=False)
-    assert torch.equal(of_all, gs.priorities(expected, targets, steps="all").T)
+    all_steps = gs.priorities(expected.T, targets.T, steps="all", batch_first=False)
+    assert torch.equal(all_steps, gs.priorities(expected, targets, steps="all").T)
     with pytest.raises(ValueError, match=r"\[T, B\], T at least 1"):
         gs.priorities(torch.ones(0, 3), torch.ones(0, 3), batch_first=False)
     with pytest.raises(ValueError, match=r"\[B, T\]"):

@@ -188,6 +188,37 @@ def test_gradient(context):
     close(GRADIENTS[context](fused, X), gradient(reference, X))
 
 
+REFERENCE_IN = [context for context in GRADIENTS if "compile" not in context and "export" not in context]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("context", REFERENCE_IN)
+def test_gradient_of_the_reference(context):
+    """It also computes `head_gradient_norms`, a gradient by itself, which other contexts must not see."""
+    fused, reference = pair(context)
+    close(GRADIENTS[context](reference, X), gradient(fused, X))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("context", ["eager", "backward through vmap", "checkpoint", "saved-tensor hooks"])
+def test_gradient_norms_of_the_reference(context):
+    targets = {name: TARGETS[name] for name in A_FEW if name in TARGETS}
+    found = []
+
+    def loss_of(x):
+        out = gs.reference.multi_step_loss(A_FEW, predictions_of(x, A_FEW), targets)
+        found.append(out.head_gradient_norms)
+        return out.loss
+
+    GRADIENTS[context](loss_of, X)
+    predictions = predictions_of(X.clone().requires_grad_(), A_FEW)
+    expected = gs.multi_step_loss(A_FEW, predictions, targets).head_gradient_norms
+    for norms in found if context != "backward through vmap" else []:
+        assert norms.keys() == expected.keys()
+        for name, norm in norms.items():
+            close(norm, expected[name])
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "context",
@@ -269,7 +300,7 @@ def test_value(context):
     close(VALUES[context](fused, X), reference(X))
 
 
-def _gradient_of_gradient(f, x):
+def _second_gradient(f, x):
     def directional(y):
         y = y.requires_grad_() if not y.requires_grad else y
         (g,) = torch.autograd.grad(f(y), y, create_graph=True)
@@ -279,7 +310,7 @@ def _gradient_of_gradient(f, x):
 
 
 HESSIANS = {
-    "create_graph": _gradient_of_gradient,
+    "create_graph": _second_gradient,
     "func.hessian": lambda f, x: torch.func.hessian(f)(x),
     "jacrev of jacrev": lambda f, x: torch.func.jacrev(torch.func.jacrev(f))(x),
     "compile of hessian": lambda f, x: torch.compile(torch.func.hessian(f), fullgraph=True, backend="aot_eager")(x),

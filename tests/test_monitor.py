@@ -676,7 +676,7 @@ def steps_with_scaler(model, optimizer, caught):
         scaler.update()
 
 
-def steps_of_closures(model, optimizer, caught):
+def closure_steps(model, optimizer, caught):
     def closure():
         optimizer.zero_grad()
         loss = model(batch()).square().sum()
@@ -698,7 +698,7 @@ LOOPS = {
     "step of a base class": (plain_steps, Nested),
     "scaler": (steps_with_scaler, torch.optim.SGD),
     "scaler, fused": (steps_with_scaler, functools.partial(torch.optim.SGD, fused=True)),
-    "closures": (steps_of_closures, torch.optim.SGD),
+    "closures": (closure_steps, torch.optim.SGD),
 }
 
 

@@ -105,8 +105,8 @@ def test_functions_with_wrong_results(returned, words):
             gs.unroll(lambda x, r=initial: r, lambda h, a, r=recurrent: r, torch.zeros(2), torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("of_states", [tuple, list, lambda pair: dict(zip("hc", pair, strict=True))])
-def test_states_of_an_lstm(of_states):
+@pytest.mark.parametrize("states_type", [tuple, list, lambda pair: dict(zip("hc", pair, strict=True))])
+def test_states_of_an_lstm(states_type):
     """h and c are each scaled, only on the way to the next step."""
     torch.manual_seed(0)
     cell = torch.nn.LSTMCell(2, 3).double()
@@ -115,9 +115,9 @@ def test_states_of_an_lstm(of_states):
 
     def recurrent(state, action):
         h, c = cell(action, tuple(state.values() if isinstance(state, dict) else state))
-        return {"value": h.sum(1)}, of_states((h, c))
+        return {"value": h.sum(1)}, states_type((h, c))
 
-    outputs = gs.unroll(lambda _: ({"value": first[0].sum(1)}, of_states(first)), recurrent, None, actions)
+    outputs = gs.unroll(lambda _: ({"value": first[0].sum(1)}, states_type(first)), recurrent, None, actions)
     actual = torch.autograd.grad(sum(v.sum() for v in outputs["value"]), [*first, *cell.parameters()])
 
     (h, c), total = first, first[0].sum()

@@ -151,7 +151,7 @@ def test_statistics_and_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
         clipping = clipping_of(values, counts, 2.0, 1.0, True)
         tensors = [gradient.clone() for gradient in gradients if gradient is not None]
         clip_tensors(tensors, clipping, True)
-        pytorch_result = _open._result_of_norm(tensors, 1.0, values.norm())
+        pytorch_result = _open._norm_result(tensors, 1.0, values.norm())
         return values, counts, histograms, clipping, tensors, pytorch_result, gs.reference.l2_loss(tensors[:2], 0.1)
 
     assert_same_without(monkeypatch, clip)

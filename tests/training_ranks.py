@@ -111,7 +111,7 @@ def a_damaged_checkpoint_is_rejected(rank: int) -> None:
 def ctrl_c_saves_a_checkpoint(rank: int) -> None:
     """Rank 1 receives the signal in its third step; all ranks save after that step, and end."""
     ranks = Joined()
-    folder = Path(ranks.of_first(tempfile.mkdtemp()))
+    folder = Path(ranks.from_first(tempfile.mkdtemp()))
     step = Training.step
 
     def interrupted(training: Training) -> dict[str, float]:

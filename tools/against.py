@@ -68,10 +68,10 @@ def checked(project: Project, folder: Path, texts: dict[str, str]) -> Checkout:
 
 def compare(project: Project, folder: Path, steps: int, seconds: float) -> list[dict[str, Any]]:
     """A row for each dtype: differences, and times in float32."""
-    return [_of_dtype(project, folder, dtype, steps, seconds) for dtype in ("float64", "float32")]
+    return [_dtype_record(project, folder, dtype, steps, seconds) for dtype in ("float64", "float32")]
 
 
-def _of_dtype(project: Project, folder: Path, dtype: str, steps: int, seconds: float) -> dict[str, Any]:
+def _dtype_record(project: Project, folder: Path, dtype: str, steps: int, seconds: float) -> dict[str, Any]:
     double = dtype == "float64"
     checkout = checked(project, folder, DOUBLE if double else {})
     with checkout.importable(), lockstep.double_precision(double), warnings.catch_warnings():

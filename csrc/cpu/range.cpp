@@ -9,7 +9,7 @@
 
 namespace gradscale {
 
-const CpuKernel<PowerSumOfRange> power_sum_kernel = GRADSCALE_CPU_KERNEL(power_sum_of_range);
+const CpuKernel<PowerSumOfRange> power_sum_kernel = GRADSCALE_CPU_KERNEL(range_power_sum);
 const CpuKernel<ScaleRange> scale_range_kernel = GRADSCALE_CPU_KERNEL(scale_range);
 
 } // namespace gradscale
@@ -42,7 +42,7 @@ PowerSum power_sum(int64_t size, double p, Magnitude magnitude, int64_t numbers,
   return {sum_of([=](double x) { return x * reciprocal * reciprocal; }), root};
 }
 
-PowerSum power_sum_of_range(const Range& range, double p) {
+PowerSum range_power_sum(const Range& range, double p) {
   PowerSum result{};
   dispatch_element(range.element, [&](auto type) {
     using T = decltype(type);

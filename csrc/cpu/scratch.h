@@ -18,7 +18,7 @@ constexpr int64_t kShortRow = 32;
 
 // The cost of a row, in elements of a long one: in addition to its elements there are its target, its logarithm and its
 // sums. Short rows are computed together.
-inline int64_t cost_of_row(int64_t width) {
+inline int64_t row_cost(int64_t width) {
   return width == 1 ? 16 : (width <= kShortRow ? 2 * width + 48 : width + 128);
 }
 

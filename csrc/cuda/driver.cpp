@@ -64,11 +64,11 @@ const Driver& driver() {
     return *driver_for_cpu;
   }
 #ifdef _WIN32
-  static const Driver of_cuda("nvcuda.dll");
+  static const Driver cuda_driver("nvcuda.dll");
 #else
-  static const Driver of_cuda("libcuda.so.1");
+  static const Driver cuda_driver("libcuda.so.1");
 #endif
-  return of_cuda;
+  return cuda_driver;
 }
 
 // The current device, with its context: a new thread has none yet.

@@ -168,9 +168,9 @@ class LaneRows {
       logits_ = {tile.rows().data, tile.rows().stride};
       to_ = Gradients(shared, warp.lane).rows();
       if constexpr (kHasTargets) {
-        const Targets of_targets(shared + kLogitsBytes, warp.lane);
-        of_targets.load(targets, warp.count);
-        targets_ = {of_targets.rows().data, of_targets.rows().stride};
+        const Targets target_rows(shared + kLogitsBytes, warp.lane);
+        target_rows.load(targets, warp.count);
+        targets_ = {target_rows.rows().data, target_rows.rows().stride};
       }
       __syncwarp();
     }
@@ -200,14 +200,14 @@ class LaneRows {
     if constexpr (Formula::kFinishes) {
       if (kLanes > 1 && warp_.has_row()) {
         float parts[kParts] = {};
-        parts_of_sums().add(parts);
+        partial_sums().add(parts);
 #pragma unroll
         for (int i = kRowSums; i < kSums; ++i) {
           results.sums[i] = parts[i - kRowSums];
         }
         results.square = parts[kSums - kRowSums];
       }
-      results.largest_logit = maximum_of_lanes<32>(results.largest_logit);
+      results.largest_logit = lane_maximum<32>(results.largest_logit);
       formula.finish(results, to_);
     }
     if constexpr (Units::kTiled && kWantsGradient) {
@@ -217,7 +217,7 @@ class LaneRows {
   }
 
  private:
-  GRADSCALE_DEVICE Parts parts_of_sums() const {
+  GRADSCALE_DEVICE Parts partial_sums() const {
     return {reinterpret_cast<float*>(shared_), warp_.lane};
   }
   // False if this lane has none of the rows from `begin` on, because there are fewer. It repeats another row.
@@ -226,7 +226,7 @@ class LaneRows {
   }
 
   GRADSCALE_DEVICE void load() {
-    units_ = Units::of_row(from_, warp_.lane);
+    units_ = Units::from_row(from_, warp_.lane);
     units_.load(from_, -INFINITY, x_);
     if constexpr (kHasTargets) {
       units_.load(targets_from_, 0, t_);
@@ -247,19 +247,19 @@ class LaneRows {
     const Units units = units_;
     Values e, d, t{};
     float sums[kSums] = {}, square = 0, largest = 0;
-    const float maximum = maximum_of_lanes<kLanes>(maximum_of(largest));
+    const float maximum = lane_maximum<kLanes>(maximum_of(largest));
     unpack_rows(d, t);
     const typename Formula::Exponent exponent(maximum);
     formula.begin_row(holder, units, exponent);
     if constexpr (Formula::kHasMetrics) {
       if (!(largest < INFINITY)) { // rarely: illegal actions and bins
         largest = 0;
-        Values x, of_x{};
-        unpack_rows(x, of_x);
+        Values x, target_values{};
+        unpack_rows(x, target_values);
 #pragma unroll
         for (int n = 0; n < kElements; ++n) {
           largest = larger(largest, finite_magnitude(x[n]));
-          formula.add_illegal(sums, x[n], formula.target(units, n, of_x[n]));
+          formula.add_illegal(sums, x[n], formula.target(units, n, target_values[n]));
         }
       }
       if (formula.counts()) {
@@ -277,7 +277,7 @@ class LaneRows {
     if constexpr (Formula::kLoadsAhead) {
       load_next(begin + kSideBySide);
     }
-    sums_of_lanes<kLanes, kRowSums>(sums, warp_.lane);
+    lane_sums<kLanes, kRowSums>(sums, warp_.lane);
     if constexpr (kWantsGradient) {
       formula.gradient(sums, units, e, d, t);
       if constexpr (Formula::kHasMetrics) {
@@ -305,7 +305,7 @@ class LaneRows {
         parts[i - kRowSums] = sums[i];
       }
       parts[kSums - kRowSums] = square;
-      parts_of_sums().put(holder, parts);
+      partial_sums().put(holder, parts);
     }
     if (Formula::kFinishes && holder == warp_.lane) {
       own.maximum = maximum;
@@ -367,7 +367,7 @@ class LaneRows {
 // The blocks that a multiprocessor is to hold: as many as have registers for `others` and for what a thread keeps of
 // each element: its exponential, its target, and the next row's, two of which fit into a register if they are halves.
 template <class Formula>
-GRADSCALE_HOST_DEVICE constexpr int blocks_of_lanes(int others) {
+GRADSCALE_HOST_DEVICE constexpr int lane_blocks(int others) {
   constexpr int rows = Formula::kHasTargets ? 2 : 1;
   constexpr int bytes =
       Formula::kLanes > 1 && Formula::kLoadsAhead ? static_cast<int>(sizeof(typename Formula::Logit)) : 0;

@@ -134,7 +134,7 @@ struct LaneUnits {
 
   int32_t first; // the index of this lane's first element; negative: before the row
 
-  GRADSCALE_DEVICE static LaneUnits of_row(const T* row, int lane) {
+  GRADSCALE_DEVICE static LaneUnits from_row(const T* row, int lane) {
     const int32_t first = unit * (lane % lanes_per_row);
     if constexpr (kTiled) {
       return {first};

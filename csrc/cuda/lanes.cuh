@@ -341,7 +341,7 @@ GRADSCALE_DEVICE int32_t uniform(int32_t value) {
 
 // No lane may pass NaN: the two implementations treat it differently.
 template <int lanes>
-GRADSCALE_DEVICE float maximum_of_lanes(float value) {
+GRADSCALE_DEVICE float lane_maximum(float value) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   if constexpr (lanes == 32) {
     return bit_cast<float>(ordered(__reduce_max_sync(kWholeWarp, ordered(bit_cast<int32_t>(value)))));
@@ -355,7 +355,7 @@ GRADSCALE_DEVICE float maximum_of_lanes(float value) {
 }
 
 template <int lanes>
-GRADSCALE_DEVICE float sum_of_lanes(float value) {
+GRADSCALE_DEVICE float lane_sum(float value) {
 #pragma unroll
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(kWholeWarp, value, distance);
@@ -365,11 +365,11 @@ GRADSCALE_DEVICE float sum_of_lanes(float value) {
 
 // Two sums at once: one half of the lanes adds up a, the other half b.
 template <int lanes>
-GRADSCALE_DEVICE void sums_of_lanes(float& a, float& b, int lane) {
+GRADSCALE_DEVICE void lane_sums(float& a, float& b, int lane) {
   if constexpr (lanes > 1) {
     const bool upper = (lane & (lanes / 2)) != 0;
     const float own = (upper ? b : a) + __shfl_xor_sync(kWholeWarp, upper ? a : b, lanes / 2);
-    const float sum = sum_of_lanes<lanes / 2>(own);
+    const float sum = lane_sum<lanes / 2>(own);
     const int first = lane & -lanes;
     a = __shfl_sync(kWholeWarp, sum, first);
     b = __shfl_sync(kWholeWarp, sum, first + lanes / 2);
@@ -377,13 +377,13 @@ GRADSCALE_DEVICE void sums_of_lanes(float& a, float& b, int lane) {
 }
 
 template <int lanes, int count>
-GRADSCALE_DEVICE void sums_of_lanes(float* sums, int lane) {
+GRADSCALE_DEVICE void lane_sums(float* sums, int lane) {
 #pragma unroll
   for (int i = 0; i + 1 < count; i += 2) {
-    sums_of_lanes<lanes>(sums[i], sums[i + 1], lane);
+    lane_sums<lanes>(sums[i], sums[i + 1], lane);
   }
   if constexpr (count % 2 != 0) {
-    sums[count - 1] = sum_of_lanes<lanes>(sums[count - 1]);
+    sums[count - 1] = lane_sum<lanes>(sums[count - 1]);
   }
 }
 

@@ -170,7 +170,7 @@ GRADSCALE_DEVICE double sum_of_squares(const T* from, int32_t size, const Group&
 
 // Calls function(values, first) for the windows of this thread; values outside 0 .. size are 0.
 template <class T, class Function>
-GRADSCALE_DEVICE void each_window_of_range(const T* from, int32_t size, const Group& group, Function function) {
+GRADSCALE_DEVICE void each_range_window(const T* from, int32_t size, const Group& group, Function function) {
   using A = typename AccumulateType<T>::type;
   const Windows<T> windows(from, size);
   for (int32_t window = group.rank; window < windows.count; window += group.size) {
@@ -183,7 +183,7 @@ GRADSCALE_DEVICE void each_window_of_range(const T* from, int32_t size, const Gr
 // Writes changed(x) for each element x, converted to the type of sums.
 template <class T, class Change>
 GRADSCALE_DEVICE void change_range(const T* from, T* to, int32_t size, const Group& group, Change changed) {
-  each_window_of_range(from, size, group, [&](auto* values, int32_t first) {
+  each_range_window(from, size, group, [&](auto* values, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       values[k] = changed(values[k]);
@@ -198,7 +198,7 @@ GRADSCALE_DEVICE double plain_power_sum(const T* from, int32_t size, double p, d
   using A = typename AccumulateType<T>::type;
   double sum = 0;
   const auto add = [&](auto power) {
-    each_window_of_range(from, size, group, [&](const A* values, int32_t) {
+    each_range_window(from, size, group, [&](const A* values, int32_t) {
 #pragma unroll
       for (int k = 0; k < kVector<T>; ++k) {
         sum += power(std::abs(static_cast<double>(values[k])) * reciprocal * reciprocal);
@@ -217,11 +217,11 @@ GRADSCALE_DEVICE double plain_power_sum(const T* from, int32_t size, double p, d
 
 // The largest magnitude; NaN where there is one.
 template <class T>
-GRADSCALE_DEVICE double largest_of_range(const T* from, int32_t size, const Group& group) {
+GRADSCALE_DEVICE double range_maximum(const T* from, int32_t size, const Group& group) {
   using A = typename AccumulateType<T>::type;
   double largest = 0;
   double unordered = 0;
-  each_window_of_range(from, size, group, [&](const A* values, int32_t) {
+  each_range_window(from, size, group, [&](const A* values, int32_t) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       const double magnitude = std::abs(static_cast<double>(values[k]));
@@ -234,23 +234,23 @@ GRADSCALE_DEVICE double largest_of_range(const T* from, int32_t size, const Grou
 }
 
 // True if `value` is true in any thread of the warp. All threads of the warp must call it.
-GRADSCALE_DEVICE bool any_of_warp(bool value) {
+GRADSCALE_DEVICE bool warp_any(bool value) {
   return __any_sync(kWholeWarp, value) != 0;
 }
 
 template <class T>
-GRADSCALE_DEVICE PowerSum power_sum_of_range(const T* from, int32_t size, double p, const Group& group) {
+GRADSCALE_DEVICE PowerSum range_power_sum(const T* from, int32_t size, double p, const Group& group) {
   if constexpr (!std::is_same_v<T, double>) {
     if (p == 2) { // squares of such elements neither overflow nor underflow in double
       return {sum_of_squares(from, size, group), 1};
     }
   }
   const bool is_maximum = std::isinf(p);
-  const double sum = is_maximum ? largest_of_range(from, size, group) : plain_power_sum(from, size, p, 1.0, group);
-  if (!any_of_warp(!is_safe(sum))) {
+  const double sum = is_maximum ? range_maximum(from, size, group) : plain_power_sum(from, size, p, 1.0, group);
+  if (!warp_any(!is_safe(sum))) {
     return {sum, 1};
   }
-  const double maximum = is_maximum ? sum : largest_of_range(from, size, group);
+  const double maximum = is_maximum ? sum : range_maximum(from, size, group);
   const bool scaled = !is_safe(sum) && maximum > 0 && !std::isinf(maximum);
   const double root = scaled ? root_for(maximum) : 1;
   const double reciprocal = 1 / root;

@@ -151,7 +151,7 @@ struct Limits {
     stride = tensor.dim() > 0 ? 1 : 0;
   }
 
-  double of_group(int64_t group) const {
+  double group_limit(int64_t group) const {
     return data == nullptr ? number : data[group * stride];
   }
 };
@@ -199,7 +199,7 @@ at::Tensor rescaled_in_two_passes(
     return out;
   }
   const int64_t beyond = rescale_groups(
-      Memory(gradient, out), count, size, groups.p, rule, [&](int64_t group) { return limits.of_group(group); });
+      Memory(gradient, out), count, size, groups.p, rule, [&](int64_t group) { return limits.group_limit(group); });
   if (counts.defined()) {
     int64_t* data = counts.mutable_data_ptr<int64_t>();
     data[0] += count;

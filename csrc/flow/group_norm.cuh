@@ -118,13 +118,13 @@ rescale_groups(GRADSCALE_ARGUMENT(RescaleCall) call) {
   const int threads_per_group = threads_for_row(call.size, sizeof(T));
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group group{threads_per_group, static_cast<int>(threadIdx.x) % threads_per_group, shared};
-  const int groups_of_block = kThreads / threads_per_group;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * groups_of_block + threadIdx.x / threads_per_group;
+  const int groups_per_block = kThreads / threads_per_group;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * groups_per_block + threadIdx.x / threads_per_group;
   const bool active = index < call.groups;
   const int32_t size = active ? static_cast<int32_t>(call.size) : 0;
   const int64_t begin = active ? index * call.size : 0;
   const T* from = static_cast<const T*>(call.from) + begin;
-  const PowerSum sum = power_sum_of_range(from, size, call.p, group);
+  const PowerSum sum = range_power_sum(from, size, call.p, group);
   const Scaling by = scaling(call.rule, sum, call.p, limit_of(call, active ? index : 0));
   count_groups(call);
   if (active && group.rank == 0) {
@@ -139,7 +139,7 @@ struct Chunk {
   int32_t size;
 };
 
-GRADSCALE_DEVICE Chunk chunk_of_block(const RescaleCall& call, const Chunks& chunks) {
+GRADSCALE_DEVICE Chunk block_chunk(const RescaleCall& call, const Chunks& chunks) {
   const int64_t group = blockIdx.x / chunks.count;
   const int64_t start = (blockIdx.x % chunks.count) * chunks.size;
   const int64_t rest = call.size - start;
@@ -152,8 +152,8 @@ power_sums(GRADSCALE_ARGUMENT(RescaleCall) call) {
   const Chunks chunks = chunks_of(call);
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group group{kThreads, static_cast<int>(threadIdx.x), shared};
-  const Chunk chunk = chunk_of_block(call, chunks);
-  const PowerSum sum = power_sum_of_range(static_cast<const T*>(call.from) + chunk.begin, chunk.size, call.p, group);
+  const Chunk chunk = block_chunk(call, chunks);
+  const PowerSum sum = range_power_sum(static_cast<const T*>(call.from) + chunk.begin, chunk.size, call.p, group);
   if (threadIdx.x == 0) {
     reinterpret_cast<PowerSum*>(call.workspace)[blockIdx.x] = sum;
   }
@@ -165,7 +165,7 @@ rescale_chunks(GRADSCALE_ARGUMENT(RescaleCall) call) {
   const Chunks chunks = chunks_of(call);
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group group{kThreads, static_cast<int>(threadIdx.x), shared};
-  const Chunk chunk = chunk_of_block(call, chunks);
+  const Chunk chunk = block_chunk(call, chunks);
   const PowerSum* sums = reinterpret_cast<const PowerSum*>(call.workspace) + chunk.group * chunks.count;
   const Scaling by =
       scaling(call.rule, total_power_sum(sums, chunks.count, call.p, group), call.p, limit_of(call, chunk.group));

@@ -12,10 +12,10 @@ namespace {
 // True if the elements are contiguous, and each argument is contiguous or one number for all elements.
 bool is_dense(const ElementwiseCall& call) {
   const int64_t size = element_size(call.element);
-  const int64_t of_sums = call.element == Element::float64 ? 8 : 4;
+  const int64_t sum_bytes = call.element == Element::float64 ? 8 : 4;
   bool dense = call.dims == 1 && call.strides[0][0] == size && call.strides[1][0] == size;
   for (int k = 2; k < ElementwiseCall::kMaxOperands; ++k) {
-    dense = dense && (call.data[k] == nullptr || call.strides[k][0] == 0 || call.strides[k][0] == of_sums);
+    dense = dense && (call.data[k] == nullptr || call.strides[k][0] == 0 || call.strides[k][0] == sum_bytes);
   }
   return dense || call.count == 1;
 }
@@ -41,7 +41,7 @@ class Kernels {
 
   static std::string name(const std::string& layout, const std::string& function) {
     const std::string type = type_name(ElementOf<T>::value);
-    return "elementwise_" + layout + "<" + type + ", " + function + "<" + name_of_sums<T>() + ">>";
+    return "elementwise_" + layout + "<" + type + ", " + function + "<" + sum_type_name<T>() + ">>";
   }
 
   Kernel<ElementwiseCall> dense_;
@@ -83,8 +83,8 @@ int32_t threads_for_group_in_registers(const RescaleCall& call) {
 // The kernels whose threads keep groups in registers: 2, 4, 8, 16 or 32 threads a group.
 template <class T>
 void launch_kept(const RescaleCall& call, int32_t threads, Stream stream) {
-  static const auto kernel = [](int of_group) {
-    return std::string("rescale_kept<") + type_name(ElementOf<T>::value) + ", " + std::to_string(of_group) + ">";
+  static const auto kernel = [](int kept) {
+    return std::string("rescale_kept<") + type_name(ElementOf<T>::value) + ", " + std::to_string(kept) + ">";
   };
   static const Kernel<RescaleCall> kernels[] = {
       {kNormsFile, kernel(2)},

@@ -65,7 +65,7 @@ inline const char* type_name(Element element) {
 
 // The name of the accumulation type of T.
 template <class T>
-const char* name_of_sums() {
+const char* sum_type_name() {
   return type_name(ElementOf<typename AccumulateType<T>::type>::value);
 }
 

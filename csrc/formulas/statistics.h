@@ -10,7 +10,7 @@ constexpr int kHistogramBins = 64;
 constexpr int kFirstEdge = -40; // log2 of the lower edge of the second bin
 
 // The bin of a positive number, from its floor(log2).
-GRADSCALE_HOST_DEVICE int32_t bin_of_exponent(int32_t exponent) {
+GRADSCALE_HOST_DEVICE int32_t exponent_bin(int32_t exponent) {
   const int32_t bin = exponent - (kFirstEdge - 1);
   return bin < 0 ? 0 : (bin > kHistogramBins - 1 ? kHistogramBins - 1 : bin);
 }
@@ -25,14 +25,14 @@ struct Magnitude {
   static constexpr int32_t kBias = std::numeric_limits<W>::max_exponent - 1;
   static constexpr Bits kInfinity = static_cast<Bits>(2 * kBias + 1) << kFractionBits;
 
-  static GRADSCALE_HOST_DEVICE Bits of(W x) {
+  static GRADSCALE_HOST_DEVICE Bits bits(W x) {
     return bit_cast<Bits>(x) & kMagnitudeMask;
   }
   static GRADSCALE_HOST_DEVICE W number(Bits bits) {
     return bit_cast<W>(bits);
   }
   static GRADSCALE_HOST_DEVICE int32_t bin(Bits bits) {
-    return bin_of_exponent(static_cast<int32_t>(bits >> kFractionBits) - kBias);
+    return exponent_bin(static_cast<int32_t>(bits >> kFractionBits) - kBias);
   }
 };
 

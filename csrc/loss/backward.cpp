@@ -69,15 +69,15 @@ bool is_ours(const at::Tensor& gradient) {
 }
 
 bool all_ours(const Gradients& gradients) {
-  return std::all_of(gradients.begin(), gradients.end(), [](const std::vector<at::Tensor>& of_head) {
-    return std::all_of(of_head.begin(), of_head.end(), is_ours);
+  return std::all_of(gradients.begin(), gradients.end(), [](const std::vector<at::Tensor>& head_gradients) {
+    return std::all_of(head_gradients.begin(), head_gradients.end(), is_ours);
   });
 }
 
 autograd::variable_list flat(Gradients gradients) {
   autograd::variable_list result;
-  for (std::vector<at::Tensor>& of_head : gradients) {
-    std::move(of_head.begin(), of_head.end(), std::back_inserter(result));
+  for (std::vector<at::Tensor>& head_gradients : gradients) {
+    std::move(head_gradients.begin(), head_gradients.end(), std::back_inserter(result));
   }
   return result;
 }
@@ -165,19 +165,17 @@ class MultiStepLossBackward : public BackwardNode {
     if (!ordinary_context() || !ordinary_tensor(grad_output)) { // batched, or of another kind
       return by_reference(*saved, grad_output, /*create_graph=*/false);
     }
-    autograd::variable_list result = gradients_of_predictions(*saved, grad_output, is_last_use);
+    autograd::variable_list result = prediction_gradients(*saved, grad_output, is_last_use);
     for (size_t h = 0; h < saved->call.head_weights.values.size(); ++h) {
       const at::Tensor& share = saved->shares[h];
       const at::Tensor& weight = saved->call.head_weights[h].tensor;
-      result.push_back(
-          share.defined() ? gradient_of_head_weight(share, grad_output, weight.scalar_type()) : at::Tensor());
+      result.push_back(share.defined() ? head_weight_gradient(share, grad_output, weight.scalar_type()) : at::Tensor());
     }
     return result;
   }
 
  private:
-  autograd::variable_list gradients_of_predictions(
-      const Saved& saved, const at::Tensor& grad_output, bool is_last_use) {
+  autograd::variable_list prediction_gradients(const Saved& saved, const at::Tensor& grad_output, bool is_last_use) {
     if (runs_kernels(grad_output.device())) {
       return on_device(saved, take_gradients(is_last_use), grad_output);
     }
@@ -228,11 +226,11 @@ class MultiStepLossBackward : public BackwardNode {
     }
     const py::object result = (*differentiable_gradients)(
         saved.plan->heads, predictions, targets, options_to_python(options), grad_output, create_graph);
-    autograd::variable_list gradients_of_inputs;
+    autograd::variable_list input_gradients;
     for (const auto& gradient : result) {
-      gradients_of_inputs.push_back(gradient.is_none() ? at::Tensor() : gradient.cast<at::Tensor>());
+      input_gradients.push_back(gradient.is_none() ? at::Tensor() : gradient.cast<at::Tensor>());
     }
-    return gradients_of_inputs;
+    return input_gradients;
   }
 
   Gradients gradients_; // for grad_output 1
@@ -255,7 +253,7 @@ at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output,
   return grad_output.reshape(shape);
 }
 
-at::Tensor gradient_of_head_weight(const at::Tensor& share, const at::Tensor& grad_output, at::ScalarType type) {
+at::Tensor head_weight_gradient(const at::Tensor& share, const at::Tensor& grad_output, at::ScalarType type) {
   // A share of 0 gives a gradient of 0, also if grad_output is infinite.
   const at::Tensor gradient = at::where(at::eq(share, 0), share, at::mul(share, grad_output));
   return (share.dim() == 0 ? gradient : gradient.sum()).to(type);

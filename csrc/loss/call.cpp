@@ -33,7 +33,7 @@ class Checks {
 
   bool all() const {
     for (size_t h = 0; h < heads_.size(); ++h) {
-      if (!head(h) || (call_.mask[h].defined() && !is_of_samples_and_steps(call_.mask[h]))) {
+      if (!head(h) || (call_.mask[h].defined() && !is_batch_by_steps(call_.mask[h]))) {
         return false;
       }
     }
@@ -87,7 +87,7 @@ class Checks {
   }
 
   // A target has the dtype and the sizes of one of the head's forms, for a prediction of these sizes.
-  bool target(size_t h, const at::Tensor& tensor, at::IntArrayRef of_prediction) const {
+  bool target(size_t h, const at::Tensor& tensor, at::IntArrayRef prediction_sizes) const {
     const Entries& targets = call_.targets[h];
     const bool classes = tensor.scalar_type() == at::kLong;
     const int64_t leading = targets.leading_dims();
@@ -96,9 +96,9 @@ class Checks {
     }
     const at::IntArrayRef sizes = tensor.sizes().slice(leading);
     const bool has_form = has_any_form(h, [=](const Form& form) {
-      return form.classes == classes && has_dims(form.prediction_dims, of_prediction) &&
+      return form.classes == classes && has_dims(form.prediction_dims, prediction_sizes) &&
              has_dims(form.target_dims, sizes) &&
-             (form.own_sizes ? has_elements(sizes) : sizes == of_prediction.slice(0, sizes.size()));
+             (form.own_sizes ? has_elements(sizes) : sizes == prediction_sizes.slice(0, sizes.size()));
     });
     return has_form && (classes || has_element(tensor)) && has_shape(tensor, targets, sizes);
   }
@@ -116,7 +116,7 @@ class Checks {
            tensor.size(call_.batch_dim(entries)) == call_.batch;
   }
 
-  bool is_of_samples_and_steps(const at::Tensor& tensor) const {
+  bool is_batch_by_steps(const at::Tensor& tensor) const {
     const int64_t batch_dim = call_.batch_dim();
     return tensor.dim() == 2 && tensor.size(batch_dim) == call_.batch && tensor.size(1 - batch_dim) == call_.steps;
   }
@@ -124,7 +124,7 @@ class Checks {
   bool step_numbers(const StepNumbers& numbers) const {
     if (numbers.tensor.defined()) {
       return has_element(numbers.tensor) &&
-             (numbers.tensor.sizes() == at::IntArrayRef({call_.steps}) || is_of_samples_and_steps(numbers.tensor));
+             (numbers.tensor.sizes() == at::IntArrayRef({call_.steps}) || is_batch_by_steps(numbers.tensor));
     }
     return numbers.numbers.empty() || static_cast<int64_t>(numbers.numbers.size()) == call_.steps;
   }
@@ -162,15 +162,15 @@ at::Tensor as_floats(const at::Tensor& weights) {
 
 // ---- The given tensors ----------------------------------------------------------------------------------------------
 
-bool Call::settle(const Heads& of_call) {
+bool Call::settle(const Heads& given) {
   const auto is_empty = [](const Entries& entries) { return entries.tensors.empty(); };
-  if (predictions.size() != of_call.size() || targets.size() != of_call.size() ||
-      (mask.differs() && mask.values.size() != of_call.size()) ||
+  if (predictions.size() != given.size() || targets.size() != given.size() ||
+      (mask.differs() && mask.values.size() != given.size()) ||
       std::any_of(predictions.begin(), predictions.end(), is_empty)) {
     return false;
   }
-  heads = &of_call;
-  steps = count_steps(of_call);
+  heads = &given;
+  steps = count_steps(given);
   const Entries& first = predictions[0];
   if (first.tensors[0].dim() <= batch_dim(first)) {
     return false;
@@ -183,14 +183,14 @@ bool Call::settle(const Heads& of_call) {
       return tensor.scalar_type() == at::kDouble;
     });
   });
-  of_sums = at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device);
+  sum_options = at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device);
   return Checks(*this).all();
 }
 
-int64_t Call::count_steps(const Heads& of_call) const {
+int64_t Call::count_steps(const Heads& given) const {
   int64_t most = 0;
-  for (size_t h = 0; h < of_call.size(); ++h) {
-    most = std::max(most, of_call[h].first_step + steps_of(predictions[h], batch_first));
+  for (size_t h = 0; h < given.size(); ++h) {
+    most = std::max(most, given[h].first_step + steps_of(predictions[h], batch_first));
   }
   return most;
 }
@@ -211,16 +211,16 @@ bool Call::wants_head(size_t head) const {
 
 void Call::make_outputs() {
   const auto num_heads = static_cast<int64_t>(heads->size());
-  outputs.per_sample = at::empty({batch}, of_sums);
+  outputs.per_sample = at::empty({batch}, sum_options);
   const auto make_loss = [&] {
-    return reduction == Reduction::none ? at::empty({batch}, of_sums) : at::empty({}, of_sums);
+    return reduction == Reduction::none ? at::empty({batch}, sum_options) : at::empty({}, sum_options);
   };
   outputs.loss = make_loss();
-  outputs.head_means = at::empty({num_heads}, of_sums);
+  outputs.head_means = at::empty({num_heads}, sum_options);
   outputs.head_losses = at::empty_like(outputs.head_means);
   outputs.head_gradient_norms = at::empty_like(outputs.head_means);
   outputs.max_abs_logit = at::empty_like(outputs.head_means);
-  outputs.num_nonfinite = at::empty({}, of_sums.dtype(at::kLong));
+  outputs.num_nonfinite = at::empty({}, sum_options.dtype(at::kLong));
   outputs.per_step.resize(heads->size());
   outputs.details.resize(heads->size());
   outputs.shares.resize(heads->size());
@@ -237,7 +237,7 @@ void Call::make_outputs() {
   for (size_t h = 0; h < heads->size(); ++h) {
     segments += steps - (*heads)[h].first_step;
   }
-  metrics = at::empty({segments, batch, 2}, of_sums.dtype(at::kDouble));
+  metrics = at::empty({segments, batch, 2}, sum_options.dtype(at::kDouble));
   const auto is_defined = [](const at::Tensor& tensor) { return tensor.defined(); };
   if (on_device && nonfinite == Nonfinite::skip) {
     skipped = at::empty_like(outputs.per_sample);
@@ -247,15 +247,15 @@ void Call::make_outputs() {
   } else if (
       on_device && reduction == Reduction::valid_mean &&
       std::any_of(mask.values.begin(), mask.values.end(), is_defined)) {
-    divisors = at::empty({num_heads}, of_sums.dtype(at::kDouble));
+    divisors = at::empty({num_heads}, sum_options.dtype(at::kDouble));
   }
 }
 
 // A number for every entry of a head; the steps of a sample are adjacent in memory, also if the sizes are [T_h, B].
 at::Tensor Call::make_entries(size_t head) const {
-  const int64_t of_head = steps - (*heads)[head].first_step;
-  return batch_first ? at::empty({batch, of_head}, of_sums)
-                     : at::empty_strided({of_head, batch}, {1, of_head}, of_sums);
+  const int64_t head_steps = steps - (*heads)[head].first_step;
+  return batch_first ? at::empty({batch, head_steps}, sum_options)
+                     : at::empty_strided({head_steps, batch}, {1, head_steps}, sum_options);
 }
 
 void Call::make_gradients() {
@@ -269,8 +269,8 @@ void Call::make_gradients() {
       at::Tensor& gradient = gradients[h].emplace_back();
       if (wants[h][i]) {
         const at::ScalarType type = tensors[i].scalar_type();
-        gradient =
-            on_device ? at::empty(tensors[i].sizes(), of_sums.dtype(type)) : empty_gradient(tensors[i].sizes(), type);
+        gradient = on_device ? at::empty(tensors[i].sizes(), sum_options.dtype(type))
+                             : empty_gradient(tensors[i].sizes(), type);
       }
     }
   }
@@ -331,24 +331,24 @@ Slab Call::slab(const at::Tensor& tensor, int64_t stride) const {
   return tensor.defined() ? Slab{tensor.mutable_data_ptr(), stride, is_double} : Slab{};
 }
 
-void Call::add_coefficients(size_t h, Coefficients of_head) {
+void Call::add_coefficients(size_t h, Coefficients coefficients) {
   if (mask[h].defined()) {
-    of_head.mask = {mask[h].const_data_ptr<bool>(), mask[h].stride(batch_dim()), mask[h].stride(1 - batch_dim())};
+    coefficients.mask = {mask[h].const_data_ptr<bool>(), mask[h].stride(batch_dim()), mask[h].stride(1 - batch_dim())};
   }
-  of_head.factor = (*heads)[h].weight / divisor(h, of_head.mask);
+  coefficients.factor = (*heads)[h].weight / divisor(h, coefficients.mask);
   if (divisors.defined() && (num_entries.defined() || mask[h].defined())) {
-    of_head.divisor = divisors.mutable_data_ptr<double>() + h;
+    coefficients.divisor = divisors.mutable_data_ptr<double>() + h;
   }
   const HeadWeight& weight = head_weights[h];
-  of_head.head_weight_number = weight.number;
+  coefficients.head_weight_number = weight.number;
   if (weight.tensor.defined() && on_device) {
     const at::Tensor tensor = keep_alive(as_floats(weight.tensor));
-    of_head.head_weight_tensor = {tensor.mutable_data_ptr(), 0, tensor.scalar_type() == at::kDouble};
+    coefficients.head_weight_tensor = {tensor.mutable_data_ptr(), 0, tensor.scalar_type() == at::kDouble};
   } else if (weight.tensor.defined()) {
-    of_head.head_weight_number = weight.tensor.item<double>();
+    coefficients.head_weight_number = weight.tensor.item<double>();
   }
-  of_head.share = slab(outputs.shares[h], 1);
-  coefficients_.push_back(of_head);
+  coefficients.share = slab(outputs.shares[h], 1);
+  coefficients_.push_back(coefficients);
 }
 
 Slab Call::importance_weight(const at::Tensor& weights) {
@@ -360,7 +360,7 @@ Slab Call::importance_weight(const at::Tensor& weights) {
 }
 
 // The divisor of a head's sum. It is 1 if the kernel computes the divisor on the device.
-double Call::divisor(size_t head, const StepMask& of_head) const {
+double Call::divisor(size_t head, const StepMask& counted) const {
   if (num_entries.defined()) {
     return on_device ? 1.0 : num_entries.const_data_ptr<double>()[head];
   }
@@ -369,10 +369,10 @@ double Call::divisor(size_t head, const StepMask& of_head) const {
       return static_cast<double>(std::max<int64_t>(batch, 1));
     case Reduction::valid_mean: {
       const int64_t first = (*heads)[head].first_step;
-      int64_t count = of_head.data == nullptr ? batch * (steps - first) : 0;
-      for (int64_t b = 0; b < batch && of_head.data != nullptr && !on_device; ++b) {
+      int64_t count = counted.data == nullptr ? batch * (steps - first) : 0;
+      for (int64_t b = 0; b < batch && counted.data != nullptr && !on_device; ++b) {
         for (int64_t k = first; k < steps; ++k) {
-          count += of_head.includes(b, k) ? 1 : 0;
+          count += counted.includes(b, k) ? 1 : 0;
         }
       }
       return static_cast<double>(std::max<int64_t>(count, 1));
@@ -457,10 +457,10 @@ Rows Call::rows_of(const Entries& entries, int64_t step) const {
 }
 
 Rows Call::view_rows(const at::Tensor& tensor, bool stacked, int64_t step) const {
-  const int64_t of_samples = stacked ? batch_dim() : 0;
-  const int64_t offset = stacked ? step * tensor.stride(1 - of_samples) : 0;
+  const int64_t sample_dim = stacked ? batch_dim() : 0;
+  const int64_t offset = stacked ? step * tensor.stride(1 - sample_dim) : 0;
   char* data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
-  return {data + offset * tensor.element_size(), tensor.stride(of_samples), element_of(tensor)};
+  return {data + offset * tensor.element_size(), tensor.stride(sample_dim), element_of(tensor)};
 }
 
 // A step of [B, T_h].

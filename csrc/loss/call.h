@@ -140,10 +140,10 @@ struct Call : Options {
   // Set by settle().
   const Heads* heads = nullptr;
   int64_t batch = 0;
-  int64_t steps = 0;         // T
-  bool is_double = false;    // the type of sums and losses
-  bool on_device = false;    // device kernels run instead of CPU kernels
-  at::TensorOptions of_sums; // type and device of losses
+  int64_t steps = 0;             // T
+  bool is_double = false;        // the type of sums and losses
+  bool on_device = false;        // device kernels run instead of CPU kernels
+  at::TensorOptions sum_options; // type and device of losses
 
   // Set by run().
   Outputs outputs;
@@ -153,9 +153,9 @@ struct Call : Options {
   at::Tensor metrics;  // float64 [segments, B, 2], the RowMetrics of all rows
 
   // Finds batch and steps, and returns true if the kernels accept all tensors for these heads.
-  bool settle(const Heads& of_call);
+  bool settle(const Heads& given);
   // The largest number of steps of a head, counted from the root.
-  int64_t count_steps(const Heads& of_call) const;
+  int64_t count_steps(const Heads& given) const;
 
   bool wants_any() const;
   // True if the gradient of a prediction of the head is wanted.
@@ -190,7 +190,7 @@ struct Call : Options {
   at::Tensor make_entries(size_t head) const;
   void add_coefficients(size_t head, Coefficients weights);
   Slab importance_weight(const at::Tensor& weights);
-  double divisor(size_t head, const StepMask& of_head) const;
+  double divisor(size_t head, const StepMask& counted) const;
   StepWeight step_weight(const StepNumbers& numbers);
   void add_segments(size_t head);
   const Entries& with_contiguous_elements(const Entries& entries);

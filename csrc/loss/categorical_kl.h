@@ -47,18 +47,19 @@ struct CategoricalKL {
   GRADSCALE_HOST_DEVICE bool mixes() const {
     return everywhere != A(0);
   }
-  // Of exponentials of the prediction and the target, and of the differences from the maxima where nothing is mixed.
+  // The terms of one class, from the exponentials of prediction and target, and from their differences from the maxima
+  // where nothing is mixed.
   template <bool mixes, bool predicts_p>
   GRADSCALE_HOST_DEVICE DivergenceTerms<A> terms(
-      A of_prediction,
-      A of_target,
+      A x_exponential,
+      A t_exponential,
       A prediction_below,
       A target_below,
       const GroupSoftmax<A>& x,
       const GroupSoftmax<A>& t) const {
-    const A softmax = of_prediction * x.inverse_sum, of_other = of_target * t.inverse_sum;
+    const A softmax = x_exponential * x.inverse_sum, other_softmax = t_exponential * t.inverse_sum;
     const A predicted = mixes ? softmax * share + everywhere : softmax;
-    const A wanted = mixes ? of_other * share + everywhere : of_other;
+    const A wanted = mixes ? other_softmax * share + everywhere : other_softmax;
     const A p = predicts_p ? predicted : wanted, q = predicts_p ? wanted : predicted;
     A log_ratio, h;
     if constexpr (mixes) {

@@ -16,7 +16,7 @@ struct RowOf {
 // vector(RowOf<head>()), for rows of any number of elements; scalar(RowOf<head>()), for rows of one element; or
 // own(RowOf<head>()), for a head with a row function of its own. A is the type of sums.
 template <Kind kind, class A, class Categorical, class Policy, class Vector, class Scalar, class Own>
-GRADSCALE_HOST_DEVICE void rows_of_kind(
+GRADSCALE_HOST_DEVICE void kind_rows(
     const Head& head, Categorical categorical, Policy policy, Vector vector, Scalar scalar, Own own) {
   if constexpr (kind == Kind::two_hot) {
     categorical([&](double target) { return two_hot(target, head.support); });
@@ -37,7 +37,7 @@ GRADSCALE_HOST_DEVICE void rows_of_kind(
   } else if constexpr (kind == Kind::categorical_kl) {
     own(RowOf<CategoricalKL<A>>());
   } else {
-    static_assert(kind == Kind::per_step_loss, "add the new kind of head to rows_of_kind");
+    static_assert(kind == Kind::per_step_loss, "add the new kind of head to kind_rows");
     scalar(RowOf<PerStepLoss<A>>());
   }
 }
@@ -48,7 +48,7 @@ void dispatch_kind(const Head& head, Categorical categorical, Policy policy, Vec
   switch (head.kind) {
 #define GRADSCALE_CASE(name, ...) \
   case Kind::name:                \
-    return rows_of_kind<Kind::name, A>(head, categorical, policy, vector, scalar, own);
+    return kind_rows<Kind::name, A>(head, categorical, policy, vector, scalar, own);
     GRADSCALE_KINDS(GRADSCALE_CASE)
 #undef GRADSCALE_CASE
   }

@@ -152,9 +152,9 @@ Call call_from(at::ArrayRef<c10::IValue> given) {
       "multi_step_loss: wants must be indices of predictions");
   int64_t index = 0;
   for (const Entries& entries : call.predictions) {
-    std::vector<bool>& of_head = call.wants.emplace_back();
+    std::vector<bool>& wants_of = call.wants.emplace_back();
     for (size_t i = 0; i < entries.tensors.size(); ++i) {
-      of_head.push_back(std::find(wants.begin(), wants.end(), index++) != wants.end());
+      wants_of.push_back(std::find(wants.begin(), wants.end(), index++) != wants.end());
     }
   }
   return call;
@@ -169,7 +169,7 @@ struct JoinedGradients {
   c10::SymInt size = 0;
   at::Tensor data;
 
-  at::ScalarType type_of_data() const {
+  at::ScalarType data_type() const {
     return type == at::kDouble ? at::kDouble : at::kFloat;
   }
 };
@@ -301,7 +301,7 @@ class OperatorBackward : public BackwardNode {
       result[gradient.prediction] = own;
     }
     for (const Share& share : shares) {
-      result[share.edge] = gradient_of_head_weight(share.data, grad_output, share.type);
+      result[share.edge] = head_weight_gradient(share.data, grad_output, share.type);
     }
     return result;
   }
@@ -350,13 +350,13 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   for (JoinedGradients& joined : layout.joined) {
     const int64_t size = joined.size.expect_int();
-    joined.data = call.on_device ? at::empty({size}, call.of_sums.dtype(joined.type_of_data()))
-                                 : empty_gradient({size}, joined.type_of_data());
+    joined.data = call.on_device ? at::empty({size}, call.sum_options.dtype(joined.data_type()))
+                                 : empty_gradient({size}, joined.data_type());
   }
   auto gradient = layout.gradients.begin();
-  for (const std::vector<bool>& of_head : call.wants) {
+  for (const std::vector<bool>& wants_of : call.wants) {
     Tensors& gradients = call.gradients.emplace_back();
-    for (const bool is_wanted : of_head) {
+    for (const bool is_wanted : wants_of) {
       gradients.push_back(is_wanted ? (gradient++)->in(layout.joined) : at::Tensor());
     }
   }

@@ -46,7 +46,7 @@ py::object to_python(const Entries& entries);
 void record_call(Call call, const Outputs& outputs, std::shared_ptr<Plan> plan);
 
 // The gradient of a head weight, from the head's share of the loss before this weight.
-at::Tensor gradient_of_head_weight(const at::Tensor& share, const at::Tensor& grad_output, at::ScalarType type);
+at::Tensor head_weight_gradient(const at::Tensor& share, const at::Tensor& grad_output, at::ScalarType type);
 
 // grad_output as it multiplies a gradient: itself, or [B] along the batch dimension.
 at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output, int64_t batch_dim);

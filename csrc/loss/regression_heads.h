@@ -100,26 +100,27 @@ struct PerStepLoss : MeanOverElements<A> {
   }
 };
 
-// -x.t / (max(|x|, eps) max(|t|, eps)); gradient magnitude (of_x x_j + of_t t_j), where the sum is of unit vectors. The
-// sums are x.x, t.t and x.t. Doubles are first divided by their units, the largest magnitudes, because their squares
-// and the product of their lengths may overflow or underflow. Floats are not, as both are in the range of double.
+// -x.t / (max(|x|, eps) max(|t|, eps)); gradient magnitude (x_factor x_j + t_factor t_j), where the sum is of unit
+// vectors. The sums are x.x, t.t and x.t. Doubles are first divided by their units, the largest magnitudes, because
+// their squares and the product of their lengths may overflow or underflow. Floats are not, as both are in the range of
+// double.
 template <class A>
 struct NegativeCosine : MeanOverElements<A> {
   using Sum = double;
   static constexpr int kSums = 3;
   static constexpr bool kScales = sizeof(A) == 8;
   static constexpr bool kGradientWaits = true;
-  double x_unit = 1, t_unit = 1, of_x_unit = 1, of_t_unit = 1;
-  double of_x = 0, of_t = 0, magnitude = 0;
+  double x_unit = 1, t_unit = 1, inverse_x_unit = 1, inverse_t_unit = 1;
+  double x_factor = 0, t_factor = 0, magnitude = 0;
 
   GRADSCALE_HOST_DEVICE void scale(double largest_x, double largest_t) {
     x_unit = largest_x > 1e-300 ? largest_x : 1; // 1 / x_unit is finite
     t_unit = largest_t > 1e-300 ? largest_t : 1;
-    of_x_unit = 1 / x_unit;
-    of_t_unit = 1 / t_unit;
+    inverse_x_unit = 1 / x_unit;
+    inverse_t_unit = 1 / t_unit;
   }
   GRADSCALE_HOST_DEVICE Sums<double> terms(A x_j, A t_j) const {
-    const double x = x_j * of_x_unit, t = t_j * of_t_unit;
+    const double x = x_j * inverse_x_unit, t = t_j * inverse_t_unit;
     return {{x * x, t * t, x * t}};
   }
   GRADSCALE_HOST_DEVICE double finish(const Sums<double>& sums) {
@@ -129,18 +130,18 @@ struct NegativeCosine : MeanOverElements<A> {
     const double t_divisor = t_length < t_floor ? t_floor : t_length;
     const double t_scale = t_length > 0 ? t_length : 1;
     const double cosine = sums.values[2] / x_divisor / t_scale;
-    of_x = x_length >= x_floor ? cosine / x_length * of_x_unit : 0.0;
-    of_t = -of_t_unit / t_scale;
+    x_factor = x_length >= x_floor ? cosine / x_length * inverse_x_unit : 0.0;
+    t_factor = -inverse_t_unit / t_scale;
     magnitude = t_scale / t_divisor / (x_divisor * x_unit);
     if (!kScales && magnitude > 1e30) { // perhaps beyond float: zeros of the gradient stay zeros
-      of_x *= magnitude;
-      of_t *= magnitude;
+      x_factor *= magnitude;
+      t_factor *= magnitude;
       magnitude = 1;
     }
     return -cosine * (t_scale / t_divisor);
   }
   GRADSCALE_HOST_DEVICE A gradient(A x, A t) const {
-    return static_cast<A>(of_x * x + of_t * t);
+    return static_cast<A>(x_factor * x + t_factor * t);
   }
   GRADSCALE_HOST_DEVICE A factor(double coefficient) const {
     return static_cast<A>(coefficient * magnitude);

@@ -30,7 +30,7 @@ int64_t cost_of(const Segment& segment) {
   if (segment.head->kind == Kind::categorical_kl) {
     return 3 * segment.width + 128; // two exponentials and a logarithm
   }
-  return cost_of_row(segment.width);
+  return row_cost(segment.width);
 }
 
 // Splits the rows into chunks of about equal cost, which are whole groups of kLanes rows.
@@ -227,7 +227,7 @@ void run(Call& call) {
   }
   const Pass pass = call.begin_pass();
   if (call.on_device) {
-    const OnDevice on_device(call.of_sums.device());
+    const OnDevice on_device(call.sum_options.device());
     const at::Tensor workspace = workspace_for(call, pass);
     launch_loss(pass, workspace.mutable_data_ptr<uint8_t>(), on_device.stream());
   } else {
@@ -245,7 +245,7 @@ void run_backward_on_device(Call& call, const at::Tensor& grad_output) {
   Pass pass = call.begin_pass();
   pass.grad_output = call.slab(grad_output, grad_output.dim() == 0 ? 0 : grad_output.stride(0));
   pass.has_gradients = has_gradients;
-  const OnDevice on_device(call.of_sums.device());
+  const OnDevice on_device(call.sum_options.device());
   const at::Tensor workspace = workspace_for(call, pass);
   launch_loss_backward(pass, workspace.mutable_data_ptr<uint8_t>(), on_device.stream());
   call.end_pass();

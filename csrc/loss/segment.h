@@ -155,10 +155,10 @@ struct Coefficients {
     return s.step_gradient_scale * step_gradient_scale.at(row, s.step);
   }
   // The product of all weights. A gradient scale of 0 gives 0, also where another weight is not finite.
-  GRADSCALE_HOST_DEVICE RowFactor of_row(const Segment& s, int64_t row, double grad_output = 1) const {
+  GRADSCALE_HOST_DEVICE RowFactor row_factor(const Segment& s, int64_t row, double grad_output = 1) const {
     const double scale = gradient_scale(s, row);
-    const double of_head = share_factor() * head_weight();
-    const double product = of_head * step_weight(s, row) * scale * importance_weights.at(row, 0) * grad_output;
+    const double head_factor = share_factor() * head_weight();
+    const double product = head_factor * step_weight(s, row) * scale * importance_weights.at(row, 0) * grad_output;
     return {mask.includes(row, s.step), scale == 0 ? 0 : product};
   }
 };

@@ -189,12 +189,12 @@ py::object returns_in_eager_mode(
   for (int i = 0; i < 3; ++i) {
     c.limits[i] = read.limit(PyTuple_GET_ITEM(limits.ptr(), i));
   }
-  const int64_t number_of_steps = read.integer(n, 1, 0);
-  read.require((call.function == Formula::n_step) == (number_of_steps > 0));
+  const int64_t num_steps = read.integer(n, 1, 0);
+  read.require((call.function == Formula::n_step) == (num_steps > 0));
   if (!read.usual) {
     return py::none();
   }
-  c.n = number_of_steps;
+  c.n = num_steps;
   std::vector<at::Tensor> results;
   {
     py::gil_scoped_release no_gil;

@@ -87,7 +87,7 @@ GRADSCALE_HOST_DEVICE typename L::V to_next_value(
 
 // The coefficient of the bootstrap in discount mixed().
 template <class L>
-GRADSCALE_HOST_DEVICE typename L::V of_bootstrap(const Transition<L>& s) {
+GRADSCALE_HOST_DEVICE typename L::V bootstrap_factor(const Transition<L>& s) {
   return s.cut ? s.discount : L::product(s.discount, 1 - s.lambda);
 }
 
@@ -183,7 +183,7 @@ struct LambdaReturnsAdjoint {
     const V h = s.reward + earlier;
     out[0] = if_live(s, h);
     out[1] = V{};
-    out[2] = if_live(s, to_next_value(s, of_bootstrap(s), h));
+    out[2] = if_live(s, to_next_value(s, bootstrap_factor(s), h));
   }
 };
 
@@ -233,7 +233,7 @@ struct VTraceAdjoint {
     out[2] = if_live(
         s,
         to_next_value(s, L::product(rho, s.discount), s.reward + earlier) +
-            to_next_value(s, L::product(pg_rho, of_bootstrap(s)), s.value));
+            to_next_value(s, L::product(pg_rho, bootstrap_factor(s)), s.value));
   }
 };
 

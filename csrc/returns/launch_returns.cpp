@@ -91,7 +91,7 @@ bool is_n_step(const ReturnsCall& call) {
 
 constexpr int64_t kChunk = 4 * kThreads; // steps; the same as in long_rows.cuh
 
-int64_t chunks_of_row(const ReturnsCall& call) {
+int64_t row_chunks(const ReturnsCall& call) {
   return (call.steps + kChunk - 1) / kChunk;
 }
 
@@ -105,7 +105,7 @@ int64_t chunks_of_row(const ReturnsCall& call) {
 // but most sectors come from the L2 cache; the alternative, recur_across, would take 32 rounds for 1024 steps.
 bool uses_chunks(const ReturnsCall& call) {
   return !is_n_step(call) && call.steps >= kChunk && call.rows < 2 * multiprocessors() &&
-         chunks_of_row(call) <= std::numeric_limits<int32_t>::max() / call.rows;
+         row_chunks(call) <= std::numeric_limits<int32_t>::max() / call.rows;
 }
 
 // Returns the next number of a random sequence (splitmix64) from 2^63 to 1.5 x 2^63, which differs between processes.
@@ -125,12 +125,12 @@ int64_t bytes_for_returns(const ReturnsCall& call) {
     return call.rows * 2 * call.steps * bytes;
   }
   const int64_t bytes_per_map = 8 + 2 * bytes;
-  return uses_chunks(call) ? 16 + call.rows * chunks_of_row(call) * bytes_per_map : 0;
+  return uses_chunks(call) ? 16 + call.rows * row_chunks(call) * bytes_per_map : 0;
 }
 
 void launch_returns(const ReturnsCall& call, bool across, void* stream) {
-  const int64_t rows_of_block = is_n_step(call) && across ? kThreads : across ? kWarpSize : kWarps;
-  const int64_t blocks = (call.rows + rows_of_block - 1) / rows_of_block;
+  const int64_t rows_per_block = is_n_step(call) && across ? kThreads : across ? kWarpSize : kWarps;
+  const int64_t blocks = (call.rows + rows_per_block - 1) / rows_per_block;
   if (is_n_step(call)) {
     const std::string name = across ? "n_step_rows<" : "n_step_along<";
     launch(recurrence(kWindowsFile, name + number_name(call.is_double) + ">"), blocks, kThreads, stream, call);
@@ -141,7 +141,7 @@ void launch_returns(const ReturnsCall& call, bool across, void* stream) {
   if (uses_chunks(call)) {
     ReturnsCall numbered = call;
     numbered.launch = next_launch();
-    const int64_t chunks = call.rows * chunks_of_row(call);
+    const int64_t chunks = call.rows * row_chunks(call);
     launch(recurrence("returns/long_rows.cuh", "recur_chunks" + arguments), chunks, kThreads, stream, numbered);
     return;
   }

@@ -109,8 +109,8 @@ GRADSCALE_DEVICE void walk_chunk(
   const auto first =
       static_cast<Index>(begin + warp * (kAhead * kWarpSize) + (F::kAdjoint ? 0 : (kAhead - 1) * kWarpSize) + lane);
   Transition<L> steps[kAhead];
-  Later<A> of_last[kAhead];
-  read_along<whole>(row, first, lane, steps, of_last);
+  Later<A> beyond[kAhead];
+  read_along<whole>(row, first, lane, steps, beyond);
   A extra_carry = A(0);
   if constexpr (std::is_same_v<F, VTraceAdjoint>) {
     if (lane == 0 && first > 0) {
@@ -119,24 +119,24 @@ GRADSCALE_DEVICE void walk_chunk(
       extra_carry = extra_at<A, F>(before);
     }
   }
-  Map<A> of_steps[kAhead], of_lanes[kAhead];
-  Map<A> of_warp{A(0), A(1)};
+  Map<A> step_maps[kAhead], lane_maps[kAhead];
+  Map<A> warp_map{A(0), A(1)};
   bool has_zero = false;
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
-    link(steps[k], row.later_of_lanes(steps[k], of_last[k], first + k * kRound<F>, lane));
-    of_steps[k] = F::template map<L>(steps[k]);
-    of_lanes[k] = composed_lanes<F>(of_steps[k], lane);
-    has_zero = has_zero || of_steps[k].b == 0;
-    const A a = __shfl_sync(kAllLanes, of_lanes[k].a, kLast<F>), b = __shfl_sync(kAllLanes, of_lanes[k].b, kLast<F>);
-    of_warp = {a + b * of_warp.a, b * of_warp.b};
+    link(steps[k], row.later_in_lanes(steps[k], beyond[k], first + k * kRound<F>, lane));
+    step_maps[k] = F::template map<L>(steps[k]);
+    lane_maps[k] = composed_lanes<F>(step_maps[k], lane);
+    has_zero = has_zero || step_maps[k].b == 0;
+    const A a = __shfl_sync(kAllLanes, lane_maps[k].a, kLast<F>), b = __shfl_sync(kAllLanes, lane_maps[k].b, kLast<F>);
+    warp_map = {a + b * warp_map.a, b * warp_map.b};
   }
-  if (!__any_sync(kAllLanes, has_zero) && of_warp.b == 0) {
-    of_warp.b = L::underflow(of_warp.b);
+  if (!__any_sync(kAllLanes, has_zero) && warp_map.b == 0) {
+    warp_map.b = L::underflow(warp_map.b);
   }
   if (lane == 0) {
-    shared[2 * turn] = of_warp.a;
-    shared[2 * turn + 1] = of_warp.b;
+    shared[2 * turn] = warp_map.a;
+    shared[2 * turn + 1] = warp_map.b;
   }
   __syncthreads();
   const int place = lane % kWarps;
@@ -154,22 +154,22 @@ GRADSCALE_DEVICE void walk_chunk(
     }
   }
   __syncthreads();
-  const A of_chunk = shared[2 * kWarps];
-  const A after_warp = applied(to_warp, of_chunk); // of the warp whose turn is `place`
+  const A chunk_value = shared[2 * kWarps];
+  const A after_warp = applied(to_warp, chunk_value); // of the warp whose turn is `place`
   const A before_warp = __shfl_sync(kAllLanes, after_warp, turn == 0 ? 0 : turn - 1);
-  A carry = turn == 0 ? of_chunk : before_warp;
+  A carry = turn == 0 ? chunk_value : before_warp;
   A last = __shfl_sync(kAllLanes, after_warp, kWarps - 1);
   A ys[kAhead];
   const auto walk_checked = [&](A y) { // returns y after the warp's steps
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
-      ys[k] = walk_lanes<F>(of_steps[k], of_lanes[k], y, lane);
+      ys[k] = walk_lanes<F>(step_maps[k], lane_maps[k], y, lane);
       y = __shfl_sync(kAllLanes, ys[k], kLast<F>);
     }
     return y;
   };
   if (__any_sync(kAllLanes, !is_finite(after_warp))) { // the same for all: the warps take turns
-    last = of_chunk;
+    last = chunk_value;
 #pragma unroll 1
     for (int w = 0; w < kWarps; ++w) {
       __syncthreads();
@@ -188,7 +188,7 @@ GRADSCALE_DEVICE void walk_chunk(
     bool is_exact = true;
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
-      ys[k] = of_lanes[k].a + of_lanes[k].b * y;
+      ys[k] = lane_maps[k].a + lane_maps[k].b * y;
       y = __shfl_sync(kAllLanes, ys[k], kLast<F>);
       is_exact = is_exact && is_finite(ys[k]);
     }

@@ -120,7 +120,7 @@ class Sources {
     }
   }
 
-  uint8_t* flags_of_tile() {
+  uint8_t* tile_flags() {
     return buffers_.flags[2];
   }
 
@@ -355,7 +355,7 @@ void read_later_live(Sources<A>& sources, int64_t row, int64_t begin, int64_t co
   memset(later + count, 0, padded - count);
   if (is_masked) {
     const int64_t behind = std::min(count, sources.call.steps - begin - 1);
-    const Piece<uint8_t> mask = sources.mask(row, begin + 1, behind, behind, sources.flags_of_tile());
+    const Piece<uint8_t> mask = sources.mask(row, begin + 1, behind, behind, sources.tile_flags());
     memcpy(later, mask.data, behind);
   }
   for (int64_t end = period - 1 - begin % period; end < count; end += period) {
@@ -379,7 +379,7 @@ void along_row(Sources<A>& sources, int64_t row, int64_t period) {
       tile.later_values = sources.later_values(row, begin, count, padded);
     }
     read_later_live(sources, row, begin, count, padded, period);
-    tile.live = sources.mask(row, begin, count, padded, sources.flags_of_tile());
+    tile.live = sources.mask(row, begin, count, padded, sources.tile_flags());
     const Carry<A> before = carry;
     const bool is_whole = sources.call.mask.data == nullptr && count == padded;
     if (!(is_whole ? walk_along<F, false>(tile, padded, carry) : walk_along<F, true>(tile, padded, carry))) {

@@ -91,12 +91,12 @@ GRADSCALE_DEVICE void read_along(
     typename Row<A, F, layout, given>::Index first,
     int lane,
     Transition<OneLane<A>> (&steps)[kAhead],
-    Later<A> (&of_last)[kAhead]) {
+    Later<A> (&beyond)[kAhead]) {
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
     steps[k] = row.template read<whole>(first + k * kRound<F>);
     if (lane == kWarpSize - 1) {
-      of_last[k] = row.read_later(first + k * kRound<F>);
+      beyond[k] = row.read_later(first + k * kRound<F>);
     }
   }
 }
@@ -109,14 +109,14 @@ GRADSCALE_DEVICE void walk_along(
   using Index = typename Row<A, F, layout, given>::Index;
   const auto first = static_cast<Index>((F::kAdjoint ? begin : rounds - 1 - begin) * kWarpSize + lane);
   Transition<L> steps[kAhead];
-  Later<A> of_last[kAhead];
-  read_along<whole>(row, first, lane, steps, of_last);
+  Later<A> beyond[kAhead];
+  read_along<whole>(row, first, lane, steps, beyond);
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
     if (whole || begin + k < rounds) {
       const Index t = first + k * kRound<F>;
       Transition<L>& s = steps[k];
-      link(s, row.later_of_lanes(s, of_last[k], t, lane));
+      link(s, row.later_in_lanes(s, beyond[k], t, lane));
       const Map<A> map = F::template map<L>(s);
       const A y = walk_lanes<F>(map, composed_lanes<F>(map, lane), carry, lane);
       A before = A(0), extra_before = A(0);
@@ -178,16 +178,16 @@ GRADSCALE_DEVICE void walk_across(
   for (int k = 0; k < kAhead; ++k) {
     steps[k] = row.template read<whole>(whole || is_row ? step(k) : -1);
   }
-  Later<A> of_last; // for the step whose later step another warp owns
+  Later<A> beyond; // for the step whose later step another warp owns
   if (whole || is_row) {
-    of_last = row.read_later(step(F::kAdjoint ? kAhead - 1 : 0));
+    beyond = row.read_later(step(F::kAdjoint ? kAhead - 1 : 0));
   }
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
     const int later = F::kAdjoint ? k + 1 : k - 1;
     const bool is_own = later >= 0 && later < kAhead;
     const Transition<L>& other = steps[is_own ? later : k];
-    link(steps[k], is_own ? Later<A>{other.live, other.value} : of_last);
+    link(steps[k], is_own ? Later<A>{other.live, other.value} : beyond);
     maps[k] = F::template map<L>(steps[k]);
     all = {maps[k].a + maps[k].b * all.a, maps[k].b * all.b};
   }

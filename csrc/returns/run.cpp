@@ -39,7 +39,7 @@ Operand operand_of(const at::Tensor& tensor, double constant, bool batch_first) 
 }
 
 // A tensor of one dimension, by rows.
-Operand operand_of_rows(const at::Tensor& tensor) {
+Operand row_operand(const at::Tensor& tensor) {
   return tensor.defined() ? Operand{tensor.const_data_ptr(), {tensor.stride(0), 0}, element_of(tensor), 0}
                           : Operand{nullptr, {0, 0}, Element::float32, 0};
 }
@@ -132,11 +132,11 @@ void run(ReturnsCall& call, const LinearCall& linear, const at::Tensor& like) {
     launch_returns(call, across, guard.stream());
     return;
   }
-  const auto over = [&](ReturnsRows kernel, int64_t rows_of_block) {
-    const int64_t blocks = (call.rows + rows_of_block - 1) / rows_of_block;
-    const int64_t grain = std::max<int64_t>(1, kGrain / (call.steps * rows_of_block));
+  const auto over = [&](ReturnsRows kernel, int64_t rows_per_block) {
+    const int64_t blocks = (call.rows + rows_per_block - 1) / rows_per_block;
+    const int64_t grain = std::max<int64_t>(1, kGrain / (call.steps * rows_per_block));
     at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-      kernel(call, begin * rows_of_block, std::min(end * rows_of_block, call.rows));
+      kernel(call, begin * rows_per_block, std::min(end * rows_per_block, call.rows));
     });
   };
   if (linear.function == Formula::n_step) {
@@ -168,8 +168,8 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   call.n = c.n.expect_int();
   call.discount = operand_of(discounts, c.discount, batch_first);
   call.lambda = operand_of(lambdas, c.lambda, batch_first);
-  const bool is_adjoint_of_retrace = linear.is_adjoint && linear.function == Formula::retrace;
-  const at::Tensor ratios = is_adjoint_of_retrace ? ratios_that_are_read(c) : c.ratios;
+  const bool is_retrace_adjoint = linear.is_adjoint && linear.function == Formula::retrace;
+  const at::Tensor ratios = is_retrace_adjoint ? ratios_that_are_read(c) : c.ratios;
   call.ratios = operand_of(ratios, 1, batch_first);
   call.terminated = flags_of(c.terminated, false, batch_first);
   call.truncated = flags_of(c.truncated, false, batch_first);
@@ -210,14 +210,14 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
     const bool reads_values = linear.function == Formula::advantages || linear.function == Formula::vtrace;
     const at::Tensor sum = empty(1);
     sum.select(step, reads_values ? call.steps : 0).zero_();
-    const at::Tensor of_successors = reads_values ? empty(0) : sum.narrow(step, 1, call.steps);
+    const at::Tensor successors = reads_values ? empty(0) : sum.narrow(step, 1, call.steps);
     if (reads_values) {
       write(1, sum);
     }
-    write(2, of_successors);
+    write(2, successors);
     run(call, linear, first);
     if (reads_values) {
-      sum.narrow(step, 1, call.steps).add_(of_successors);
+      sum.narrow(step, 1, call.steps).add_(successors);
     }
     results.push_back(sum);
     return results;
@@ -252,7 +252,7 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   call.rewards = operand_of(windows.rewards, 0, batch_first);
   call.root_values = operand_of(windows.root_values, 0, batch_first);
   call.discount = operand_of(discounts, windows.discount, batch_first);
-  call.root_reward = operand_of_rows(windows.root_reward);
+  call.root_reward = row_operand(windows.root_reward);
   if (windows.lengths.defined()) {
     call.lengths = windows.lengths.const_data_ptr<int64_t>();
     call.lengths_stride = windows.lengths.stride(0);

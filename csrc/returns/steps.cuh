@@ -88,17 +88,17 @@ class Row {
     return later;
   }
 
-  // The same where step t + 1 is the step of the next lane. The last lane's is `of_last`.
-  GRADSCALE_DEVICE Later<A> later_of_lanes(const Transition<L>& s, const Later<A>& of_last, Index t, int lane) const {
+  // The same where step t + 1 is the step of the next lane. The last lane's is `beyond`.
+  GRADSCALE_DEVICE Later<A> later_in_lanes(const Transition<L>& s, const Later<A>& beyond, Index t, int lane) const {
     const bool is_last = lane == kWarpSize - 1;
     Later<A> later{t + 1 < steps, A(0)};
     if constexpr ((given & kMask) != 0) {
       const unsigned live = __ballot_sync(kAllLanes, s.live);
-      later.live = is_last ? of_last.live : (live >> (lane + 1) & 1) != 0;
+      later.live = is_last ? beyond.live : (live >> (lane + 1) & 1) != 0;
     }
     if constexpr (std::is_same_v<F, VTrace>) {
       const A value = __shfl_down_sync(kAllLanes, s.value, 1);
-      later.value = is_last ? of_last.value : value;
+      later.value = is_last ? beyond.value : value;
     }
     return later;
   }
@@ -128,16 +128,16 @@ class Row {
     if (!has(bit, operand)) {
       return static_cast<A>(operand.constant);
     }
-    const int64_t of_row = row_ * operand.strides[kRow];
+    const int64_t row_offset = row_ * operand.strides[kRow];
     if constexpr (layout == Layout::any) {
       A result = A(0);
       dispatch_element(operand.element, [&](auto type) {
-        const auto* data = static_cast<const decltype(type)*>(operand.data) + of_row;
+        const auto* data = static_cast<const decltype(type)*>(operand.data) + row_offset;
         result = static_cast<A>(to_accumulate(data[offset(operand, t)]));
       });
       return result;
     } else {
-      return (static_cast<const A*>(operand.data) + of_row)[offset(call.outputs[first_output()], t)];
+      return (static_cast<const A*>(operand.data) + row_offset)[offset(call.outputs[first_output()], t)];
     }
   }
 

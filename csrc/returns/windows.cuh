@@ -110,7 +110,7 @@ GRADSCALE_DEVICE Map<A> shuffled(const Map<A>& map, int lane) {
 
 // `prefix[t]`: the part of a window that ends at t, from where t's block begins.
 template <class A>
-GRADSCALE_DEVICE void n_step_of_warp(const StepsInMemory<A>& steps, int64_t n, int lane, A* prefix) {
+GRADSCALE_DEVICE void warp_n_step(const StepsInMemory<A>& steps, int64_t n, int lane, A* prefix) {
   const int64_t count = steps.call.steps, rounds = (count + kWarpSize - 1) / kWarpSize;
   const auto up = [](const Map<A>& x, int d) {
     return Map<A>{__shfl_up_sync(kAllLanes, x.a, d), __shfl_up_sync(kAllLanes, x.b, d)};
@@ -155,7 +155,7 @@ GRADSCALE_DEVICE void n_step_of_warp(const StepsInMemory<A>& steps, int64_t n, i
 
 // `parts[t]`: the gradient of t's window, as it passes the end of t's block; `sums[t]`: the sum of them from t on.
 template <class A>
-GRADSCALE_DEVICE void n_step_adjoint_of_warp(const StepsInMemory<A>& steps, int64_t n, int lane, A* sums, A* parts) {
+GRADSCALE_DEVICE void warp_n_step_adjoint(const StepsInMemory<A>& steps, int64_t n, int lane, A* sums, A* parts) {
   const int64_t rounds = (steps.call.steps + kWarpSize - 1) / kWarpSize;
   const auto down = [](A x, int d) { return __shfl_down_sync(kAllLanes, x, d); };
   const auto passes = [](const StepOfRow<A>& s) { return s.live && !s.cut ? s.discount : A(0); };
@@ -226,9 +226,9 @@ n_step_along(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   const int64_t n = call.n < call.steps ? call.n : call.steps;
   A* scratch = static_cast<A*>(call.workspace) + row * 2 * call.steps;
   if (call.formula == Formula::n_step) {
-    n_step_of_warp<A>({call, row}, n, lane, scratch);
+    warp_n_step<A>({call, row}, n, lane, scratch);
   } else {
-    n_step_adjoint_of_warp<A>({call, row}, n, lane, scratch, scratch + call.steps);
+    warp_n_step_adjoint<A>({call, row}, n, lane, scratch, scratch + call.steps);
   }
 }
 

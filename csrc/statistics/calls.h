@@ -121,13 +121,13 @@ int64_t bytes_for_clip_units(const ClipUnitsCall& call);
 constexpr int64_t kChunkOfTensor = 65536; // bytes
 
 // The number of elements in a chunk of `bytes` bytes.
-GRADSCALE_HOST_DEVICE int64_t elements_of_chunk(const DeviceRange& range, int64_t bytes) {
+GRADSCALE_HOST_DEVICE int64_t elements_per_chunk(const DeviceRange& range, int64_t bytes) {
   return range.element == Element::float64 ? bytes / 8 : (range.element == Element::float32 ? bytes / 4 : bytes / 2);
 }
 
 // The number of blocks of a range, one for each chunk of `bytes` bytes.
-GRADSCALE_HOST_DEVICE int64_t blocks_of_range(const DeviceRange& range, int64_t bytes) {
-  const int64_t chunk = elements_of_chunk(range, bytes);
+GRADSCALE_HOST_DEVICE int64_t range_blocks(const DeviceRange& range, int64_t bytes) {
+  const int64_t chunk = elements_per_chunk(range, bytes);
   return (range.size + chunk - 1) / chunk;
 }
 
@@ -202,7 +202,7 @@ struct StatisticsArguments {
 constexpr int64_t kPieceOfUnit = 4096; // numbers; a warp computes one piece
 constexpr int64_t kPiecesOfBlock = kThreads / 32;
 
-GRADSCALE_HOST_DEVICE int64_t pieces_of_unit(const UnitRange& range) {
+GRADSCALE_HOST_DEVICE int64_t pieces_per_unit(const UnitRange& range) {
   return (range.length + kPieceOfUnit - 1) / kPieceOfUnit;
 }
 

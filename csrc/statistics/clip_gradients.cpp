@@ -208,10 +208,10 @@ UnitFactors unit_factors(const at::Tensor& norms, const at::Tensor& clipping, do
     smallest = 0;
     changed = true;
   }
-  double* of_all = result.clipping.mutable_data_ptr<double>();
-  of_all[0] = whole[0];
-  of_all[1] = smallest;
-  of_all[2] = changed ? 1 : 0;
+  double* clipped = result.clipping.mutable_data_ptr<double>();
+  clipped[0] = whole[0];
+  clipped[1] = smallest;
+  clipped[2] = changed ? 1 : 0;
   return result;
 }
 

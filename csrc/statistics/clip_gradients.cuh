@@ -39,7 +39,7 @@ clipped_tensors(GRADSCALE_ARGUMENT(ClippedTensors) arguments) {
   if (factor == 1) {
     return;
   }
-  change_chunk(chunk_of_block(arguments.table, kChunkOfTensor), Clipped(factor, arguments.zeros));
+  change_chunk(block_chunk(arguments.table, kChunkOfTensor), Clipped(factor, arguments.zeros));
 }
 
 } // namespace gradscale

@@ -12,11 +12,11 @@ namespace gradscale {
 GRADSCALE_KERNEL(kThreads, 2) sums_of_squares(GRADSCALE_ARGUMENT(SumsOfSquares) arguments) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
-  const ChunkOfTensor chunk = chunk_of_block(arguments.table, kChunkOfTensor);
+  const ChunkOfTensor chunk = block_chunk(arguments.table, kChunkOfTensor);
   dispatch_element(chunk.entry.range.element, [&](auto type) {
     using T = decltype(type);
     const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
-    const PowerSum squares = power_sum_of_range(data, chunk.size, 2.0, block);
+    const PowerSum squares = range_power_sum(data, chunk.size, 2.0, block);
     if (threadIdx.x == 0) {
       const double scale = squares.root * squares.root;
       arguments.sums[blockIdx.x] = squares.sum * scale * scale;
@@ -39,8 +39,7 @@ GRADSCALE_KERNEL(kThreads, 2) squares_total(GRADSCALE_ARGUMENT(SquaresTotal) arg
 
 GRADSCALE_KERNEL(kThreads, 2) scaled_tensors(GRADSCALE_ARGUMENT(ScaledTensors) arguments) {
   const double by = arguments.factor * arguments.grad_output.load(0);
-  change_chunk(
-      chunk_of_block(arguments.table, kChunkOfTensor), [&](auto x) { return x * static_cast<decltype(x)>(by); });
+  change_chunk(block_chunk(arguments.table, kChunkOfTensor), [&](auto x) { return x * static_cast<decltype(x)>(by); });
 }
 
 } // namespace gradscale

@@ -41,13 +41,13 @@ class BlockTableBuilder {
 
 // Assigns one block to each chunk of `chunk_bytes` bytes.
 BlockTableBuilder<DeviceRange> table_of(const DeviceRange* ranges, int64_t count, int64_t chunk_bytes) {
-  return {ranges, count, [=](const DeviceRange& range) { return blocks_of_range(range, chunk_bytes); }};
+  return {ranges, count, [=](const DeviceRange& range) { return range_blocks(range, chunk_bytes); }};
 }
 
 // Assigns one warp to each piece of a unit.
 BlockTableBuilder<UnitRange> table_of(const UnitRange* ranges, int64_t count) {
   return {ranges, count, [](const UnitRange& range) {
-            return (range.count * pieces_of_unit(range) + kPiecesOfBlock - 1) / kPiecesOfBlock;
+            return (range.count * pieces_per_unit(range) + kPiecesOfBlock - 1) / kPiecesOfBlock;
           }};
 }
 
@@ -157,10 +157,10 @@ constexpr const char* kUnitsFile = "statistics/units.cuh";
 // True if any unit has several pieces.
 bool has_pieces(const UnitNormsCall& call) {
   return std::any_of(
-      call.ranges, call.ranges + call.count, [](const UnitRange& range) { return pieces_of_unit(range) > 1; });
+      call.ranges, call.ranges + call.count, [](const UnitRange& range) { return pieces_per_unit(range) > 1; });
 }
 
-int64_t bytes_of_sums(const UnitNormsCall& call, int64_t blocks) {
+int64_t sum_bytes(const UnitNormsCall& call, int64_t blocks) {
   return has_pieces(call) ? blocks * kPiecesOfBlock * static_cast<int64_t>(sizeof(PowerSum)) : 0;
 }
 
@@ -169,7 +169,7 @@ int64_t bytes_of_sums(const UnitNormsCall& call, int64_t blocks) {
 // The workspace has the sums of the pieces, followed by the table.
 int64_t bytes_for_unit_norms(const UnitNormsCall& call) {
   const auto builder = table_of(call.ranges, call.count);
-  return bytes_of_sums(call, builder.blocks()) + builder.bytes();
+  return sum_bytes(call, builder.blocks()) + builder.bytes();
 }
 
 void launch_unit_norms(const UnitNormsCall& call, void* stream) {
@@ -177,7 +177,7 @@ void launch_unit_norms(const UnitNormsCall& call, void* stream) {
   static const Kernel<UnitNormsArguments> unit_norms(kUnitsFile, "unit_norms");
   const auto builder = table_of(call.ranges, call.count);
   if (builder.blocks() > 0) {
-    const UnitTable table = builder.build(call.workspace + bytes_of_sums(call, builder.blocks()), stream);
+    const UnitTable table = builder.build(call.workspace + sum_bytes(call, builder.blocks()), stream);
     const UnitNormsArguments arguments{table, reinterpret_cast<PowerSum*>(call.workspace), call.norms};
     launch(unit_sums, builder.blocks(), kThreads, stream, arguments);
     if (has_pieces(call)) {

@@ -31,10 +31,10 @@ struct UnitNorms {
   double* norms;
   int64_t count; // number of units
 
-  double& of_gradient(int64_t unit) const {
+  double& gradient_norm(int64_t unit) const {
     return norms[unit];
   }
-  double& of_weight(int64_t unit) const {
+  double& weight_norm(int64_t unit) const {
     return norms[count + unit];
   }
 };
@@ -74,7 +74,7 @@ class UnitPass {
 };
 
 // The sum of squares of a chunk with NaN and inf, which the sums in `statistics` leave out.
-PowerSum sum_of_chunk(const ChunkStatistics& statistics) {
+PowerSum chunk_sum(const ChunkStatistics& statistics) {
   if (statistics.nans > 0 || statistics.infs > 0) {
     return {static_cast<double>(statistics.nans > 0 ? NAN : INFINITY), 1};
   }
@@ -91,8 +91,8 @@ UnitPass::UnitPass(std::vector<UnitPair> pairs, const UnitNorms& norms) : pairs_
 }
 
 void UnitPass::store(int64_t unit, const Sums& sums) const {
-  norms_.of_gradient(unit) = norm_of(sums.gradient.sum, 2) * sums.gradient.root * sums.gradient.root;
-  norms_.of_weight(unit) = norm_of(sums.weight.sum, 2) * sums.weight.root * sums.weight.root;
+  norms_.gradient_norm(unit) = norm_of(sums.gradient.sum, 2) * sums.gradient.root * sums.gradient.root;
+  norms_.weight_norm(unit) = norm_of(sums.weight.sum, 2) * sums.weight.root * sums.weight.root;
 }
 
 const char* UnitPass::weights_of(int64_t i) const {
@@ -124,8 +124,7 @@ void UnitPass::add(int64_t i, const Range& range, const ChunkStatistics& statist
         pair.weight.is_complex()};
     const Range gradient{
         elements + (from - chunk.begin) * element_size(range.element), size, range.element, /*is_complex=*/false};
-    const Sums sums{
-        first == last ? sum_of_chunk(statistics) : power_sum(gradient, /*p=*/2), power_sum(weight, /*p=*/2)};
+    const Sums sums{first == last ? chunk_sum(statistics) : power_sum(gradient, /*p=*/2), power_sum(weight, /*p=*/2)};
     if (size == length) {
       store(pair.first + unit, sums);
     } else {
@@ -146,15 +145,15 @@ void UnitPass::finish() const {
     const int64_t length = chunk.pair->units.length;
     const int64_t end = chunk.begin + chunk.size;
     const int64_t first = chunk.begin / length;
-    const int64_t end_of_first = (first + 1) * length;
-    if (chunk.begin % length != 0 || end_of_first > end) {
+    const int64_t first_end = (first + 1) * length;
+    if (chunk.begin % length != 0 || first_end > end) {
       add_sums(chunk.first);
-      if (end_of_first <= end) {
+      if (first_end <= end) {
         store(chunk.pair->first + first, sums);
         sums = {};
       }
     }
-    if (end_of_first < end && end % length != 0) {
+    if (first_end < end && end % length != 0) {
       add_sums(chunk.last);
     }
   }

@@ -44,11 +44,11 @@ GRADSCALE_DEVICE double power_in_sum(double x, double p) {
 template <class T, class Function>
 GRADSCALE_DEVICE void each_finite(const T* data, int32_t size, const Group& block, Function function) {
   using A = typename AccumulateType<T>::type;
-  each_window_of_range(data, size, block, [&](const A* values, int32_t first) {
+  each_range_window(data, size, block, [&](const A* values, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       const bool inside = first + k >= 0 && first + k < size;
-      if (inside && Magnitude<A>::of(values[k]) < Magnitude<A>::kInfinity) {
+      if (inside && Magnitude<A>::bits(values[k]) < Magnitude<A>::kInfinity) {
         function(values[k]);
       }
     }
@@ -73,14 +73,14 @@ GRADSCALE_DEVICE void add_finite(
 // Takes the sums of this thread's elements one by one, and counts their octaves, also of zeros.
 template <class T>
 GRADSCALE_DEVICE ChunkSums
-sums_of_elements(const T* data, int32_t size, double p, const OctaveCounters& octaves, const Group& block) {
+element_sums(const T* data, int32_t size, double p, const OctaveCounters& octaves, const Group& block) {
   using A = typename AccumulateType<T>::type;
   using M = Magnitude<A>;
   ChunkSums own{0, 0, 0, 0, 0, 0};
-  each_window_of_range(data, size, block, [&](const A* values, int32_t first) {
+  each_range_window(data, size, block, [&](const A* values, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
-      const typename M::Bits bits = M::of(values[k]);
+      const typename M::Bits bits = M::bits(values[k]);
       if (first + k < 0 || first + k >= size) {
         continue;
       }
@@ -111,21 +111,21 @@ struct SharedSums {
 
 // The sums of all threads of the block, in the order of its warps. `counts` are zeros, NaN and inf, and 0 before: whole
 // numbers, whose order is nothing. Whatever the threads did before is done then.
-GRADSCALE_DEVICE ChunkSums sums_of_block(const ChunkSums& own, SharedSums& shared, int* counts) {
+GRADSCALE_DEVICE ChunkSums block_sums(const ChunkSums& own, SharedSums& shared, int* counts) {
   const int lane = threadIdx.x % 32;
   const Group warp{32, lane, nullptr};
-  const ChunkSums of_warp{warp.sum(own.powers), warp.sum(own.sum), warp.maximum(own.largest), 0, 0, 0};
+  const ChunkSums warp_total{warp.sum(own.powers), warp.sum(own.sum), warp.maximum(own.largest), 0, 0, 0};
   if (lane == 0) {
     const int index = threadIdx.x / 32;
-    shared.powers[index] = of_warp.powers;
-    shared.sums[index] = of_warp.sum;
-    shared.largest[index] = of_warp.largest;
+    shared.powers[index] = warp_total.powers;
+    shared.sums[index] = warp_total.sum;
+    shared.largest[index] = warp_total.largest;
   }
-  const int32_t of_thread[] = {own.zeros, own.nans, own.infs};
+  const int32_t own_counts[] = {own.zeros, own.nans, own.infs};
 #pragma unroll
   for (int k = 0; k < 3; ++k) {
-    if (of_thread[k] != 0) {
-      atomicAdd(counts + k, of_thread[k]);
+    if (own_counts[k] != 0) {
+      atomicAdd(counts + k, own_counts[k]);
     }
   }
   __syncthreads();
@@ -141,18 +141,18 @@ GRADSCALE_DEVICE ChunkSums sums_of_block(const ChunkSums& own, SharedSums& share
 
 // The sums of this thread's elements; `counted` are zeros that are none and have been counted too.
 template <Order order>
-GRADSCALE_DEVICE ChunkSums sums_of_thread(
-    const ChunkOfTensor& chunk, double p, const OctaveCounters& octaves, const Group& block, int32_t& counted) {
+GRADSCALE_DEVICE ChunkSums
+thread_sums(const ChunkOfTensor& chunk, double p, const OctaveCounters& octaves, const Group& block, int32_t& counted) {
   ChunkSums own{};
   counted = 0;
   dispatch_element(chunk.entry.range.element, [&](auto type) {
     using T = decltype(type);
     const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
     if constexpr (takes_windows<T>(order)) {
-      own = sums_of_windows(data, chunk.size, octaves);
+      own = window_sums(data, chunk.size, octaves);
       counted = zeros_beside(data, chunk.size);
     } else {
-      own = sums_of_elements(data, chunk.size, p, octaves, block);
+      own = element_sums(data, chunk.size, p, octaves, block);
     }
   });
   return own;
@@ -166,7 +166,7 @@ GRADSCALE_DEVICE ElementSums with_root(const ChunkSums& all, const RangeTable& t
     return sums;
   }
   sums.root = root_for(all.largest);
-  const ChunkOfTensor chunk = chunk_of_block(table, kChunkOfStatistics); // again: kept, it would take registers
+  const ChunkOfTensor chunk = block_chunk(table, kChunkOfStatistics); // again: kept, it would take registers
   dispatch_element(chunk.entry.range.element, [&](auto type) {
     using T = decltype(type);
     if constexpr (!takes_windows<T>(order)) { // squares of other elements are safe in double
@@ -184,7 +184,7 @@ template <Order order>
 GRADSCALE_KERNEL(kThreads, takes_windows<float>(order) ? 3 : 2)
 chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments) arguments) {
   GRADSCALE_SHARED(OctaveCounters::Four, counters, OctaveCounters::kCount / 4);
-  GRADSCALE_SHARED(SharedSums, sums_of_warps, 1);
+  GRADSCALE_SHARED(SharedSums, warp_sums, 1);
   GRADSCALE_SHARED(double, shared, kWarps);
   GRADSCALE_SHARED(int, counts, 5);
   const double p = value_of(order, arguments.p);
@@ -194,10 +194,10 @@ chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments) arguments) {
   }
   __syncthreads();
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
-  const ChunkOfTensor chunk = chunk_of_block(arguments.table, kChunkOfStatistics);
+  const ChunkOfTensor chunk = block_chunk(arguments.table, kChunkOfStatistics);
   int32_t counted;
-  const ChunkSums own = sums_of_thread<order>(chunk, p, octaves, block, counted);
-  const ChunkSums all = sums_of_block(own, *sums_of_warps, counts);
+  const ChunkSums own = thread_sums<order>(chunk, p, octaves, block, counted);
+  const ChunkSums all = block_sums(own, *warp_sums, counts);
   const ElementSums sums = with_root<order>(all, arguments.table, p, block);
   ChunkStatistics& result = arguments.chunks[blockIdx.x];
   if (threadIdx.x == 0) {
@@ -235,7 +235,7 @@ tensor_statistics(GRADSCALE_ARGUMENT(StatisticsArguments) arguments) {
   GRADSCALE_SHARED(int64_t, counts, kThreads);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
   const RangeTable::Entry& entry = arguments.table[blockIdx.x];
-  const int64_t count = blocks_of_range(entry.range, kChunkOfStatistics);
+  const int64_t count = range_blocks(entry.range, kChunkOfStatistics);
   const ChunkStatistics* chunks = arguments.chunks + entry.first_block;
   ElementSums own = no_elements();
   int64_t zeros = 0;

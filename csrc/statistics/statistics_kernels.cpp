@@ -11,8 +11,8 @@
 
 namespace gradscale {
 
-const CpuKernel<StatisticsOfRange> statistics_kernel = GRADSCALE_CPU_KERNEL(statistics_of_range);
-const CpuKernel<UpdateOfRange> update_kernel = GRADSCALE_CPU_KERNEL(update_of_range);
+const CpuKernel<StatisticsOfRange> statistics_kernel = GRADSCALE_CPU_KERNEL(range_statistics);
+const CpuKernel<UpdateOfRange> update_kernel = GRADSCALE_CPU_KERNEL(range_update);
 
 } // namespace gradscale
 
@@ -217,7 +217,7 @@ void add_lanes(const T* x, int64_t size, int /*first_bin*/, const T* /*next*/, B
     all.zeros += number == 0;
     all.sum += wide;
     all.squares += wide * wide;
-    ++all.histogram[Magnitude<A>::bin(Magnitude<A>::of(number))];
+    ++all.histogram[Magnitude<A>::bin(Magnitude<A>::bits(number))];
   }
 }
 
@@ -230,7 +230,7 @@ int probable_first_bin(const T* x, int64_t size) {
   typename M::Bits largest = 0;
   for (int64_t begin = 0; begin < size && largest == 0; begin += 32) {
     for (int64_t i = begin; i < std::min<int64_t>(size, begin + 32); ++i) {
-      largest = std::max(largest, M::of(to_accumulate(x[i])));
+      largest = std::max(largest, M::bits(to_accumulate(x[i])));
     }
   }
   return first_bin_below(M::bin(largest));
@@ -252,7 +252,7 @@ BlockStatistics<A> block_statistics(const T* x, int64_t size, int& first_bin, co
     result.histogram[0] -= static_cast<int32_t>(whole + kElementsPerStep - size);
   }
   first_bin = result.largest > 0 && result.is_finite()
-                  ? first_bin_below(Magnitude<A>::bin(Magnitude<A>::of(result.largest)))
+                  ? first_bin_below(Magnitude<A>::bin(Magnitude<A>::bits(result.largest)))
                   : -1;
   return result;
 }
@@ -282,7 +282,7 @@ void leave_out_nonfinite(const W* from, int64_t size, W* to, ChunkStatistics& al
   int32_t nans = 0;
   int32_t infs = 0;
   for (int64_t i = 0; i < size; ++i) {
-    const typename M::Bits bits = M::of(from[i]);
+    const typename M::Bits bits = M::bits(from[i]);
     nans += bits > M::kInfinity;
     infs += bits == M::kInfinity;
     to[i] = bits < M::kInfinity ? from[i] : W(0);
@@ -343,7 +343,7 @@ void add_elements(const T* x, int64_t size, double p, int& first_bin, const T* n
   add_block<A>(numbers, size, p, first_bin, numbers, numbers, all);
 }
 
-void statistics_of_range(const Range& range, double p, const void* next, ChunkStatistics& all) {
+void range_statistics(const Range& range, double p, const void* next, ChunkStatistics& all) {
   all = {no_elements(), 0, 0, 0, {}};
   dispatch_element(range.element, [&](auto type) {
     using T = decltype(type);
@@ -357,7 +357,7 @@ void statistics_of_range(const Range& range, double p, const void* next, ChunkSt
   });
 }
 
-UpdateSquares update_of_range(const Range& before, const void* after) {
+UpdateSquares range_update(const Range& before, const void* after) {
   UpdateSquares result{};
   dispatch_element(before.element, [&](auto type) {
     using T = decltype(type);

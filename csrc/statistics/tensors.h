@@ -76,10 +76,10 @@ inline std::vector<Range> chunks_of(const std::vector<Range>& ranges) {
   std::vector<Range> chunks;
   chunks.reserve(ranges.size());
   for (const Range& range : ranges) {
-    const int64_t size_of_element = element_size(range.element) * (range.is_complex ? 2 : 1);
+    const int64_t element_bytes = element_size(range.element) * (range.is_complex ? 2 : 1);
     for (int64_t begin = 0; begin < range.size; begin += kChunk) {
       chunks.push_back(
-          {static_cast<const char*>(range.data) + begin * size_of_element,
+          {static_cast<const char*>(range.data) + begin * element_bytes,
            std::min(kChunk, range.size - begin),
            range.element,
            range.is_complex});

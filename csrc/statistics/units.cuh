@@ -28,19 +28,19 @@ struct PieceOfUnit {
   }
 };
 
-GRADSCALE_DEVICE PieceOfUnit piece_of_warp(const UnitTable& table) {
+GRADSCALE_DEVICE PieceOfUnit warp_piece(const UnitTable& table) {
   const UnitTable::Entry& entry = table.entry_for_block(blockIdx.x);
   const int64_t index = (blockIdx.x - entry.first_block) * kPiecesOfBlock + threadIdx.x / 32;
-  const int64_t pieces = pieces_of_unit(entry.range);
+  const int64_t pieces = pieces_per_unit(entry.range);
   return {entry, index / pieces, pieces, index % pieces};
 }
 
 // The index of this warp among all of the launch, and so of the sum of its piece.
-GRADSCALE_DEVICE int64_t index_of_warp() {
+GRADSCALE_DEVICE int64_t warp_index() {
   return static_cast<int64_t>(blockIdx.x) * kPiecesOfBlock + threadIdx.x / 32;
 }
 
-GRADSCALE_DEVICE Group group_of_warp() {
+GRADSCALE_DEVICE Group warp_group() {
   return {32, static_cast<int>(threadIdx.x) % 32, nullptr};
 }
 
@@ -51,7 +51,7 @@ GRADSCALE_DEVICE void store_norm(const UnitNormsArguments& arguments, const Piec
 }
 
 GRADSCALE_KERNEL(kThreads, 2) unit_sums(GRADSCALE_ARGUMENT(UnitNormsArguments) arguments) {
-  const PieceOfUnit piece = piece_of_warp(arguments.table);
+  const PieceOfUnit piece = warp_piece(arguments.table);
   if (!piece.exists()) { // the same for all of the warp
     return;
   }
@@ -59,25 +59,25 @@ GRADSCALE_KERNEL(kThreads, 2) unit_sums(GRADSCALE_ARGUMENT(UnitNormsArguments) a
   dispatch_element(piece.entry.range.element, [&](auto type) {
     using T = decltype(type);
     const T* data = static_cast<const T*>(piece.entry.range.data) + piece.begin();
-    sum = power_sum_of_range(data, piece.size(), 2.0, group_of_warp());
+    sum = range_power_sum(data, piece.size(), 2.0, warp_group());
   });
   if (piece.pieces == 1) {
     store_norm(arguments, piece, sum);
   } else if (threadIdx.x % 32 == 0) {
-    arguments.sums[index_of_warp()] = sum;
+    arguments.sums[warp_index()] = sum;
   }
 }
 
 GRADSCALE_KERNEL(kThreads, 2) unit_norms(GRADSCALE_ARGUMENT(UnitNormsArguments) arguments) {
-  const PieceOfUnit piece = piece_of_warp(arguments.table);
+  const PieceOfUnit piece = warp_piece(arguments.table);
   if (piece.exists() && piece.pieces > 1 && piece.piece == 0) { // the same for all of the warp
-    const PowerSum* sums = arguments.sums + index_of_warp();
-    store_norm(arguments, piece, total_power_sum(sums, piece.pieces, 2.0, group_of_warp()));
+    const PowerSum* sums = arguments.sums + warp_index();
+    store_norm(arguments, piece, total_power_sum(sums, piece.pieces, 2.0, warp_group()));
   }
 }
 
 GRADSCALE_KERNEL(kThreads, 2) clipped_units(GRADSCALE_ARGUMENT(ClippedUnits) arguments) {
-  const PieceOfUnit piece = piece_of_warp(arguments.table);
+  const PieceOfUnit piece = warp_piece(arguments.table);
   if (!piece.exists()) {
     return;
   }
@@ -87,7 +87,7 @@ GRADSCALE_KERNEL(kThreads, 2) clipped_units(GRADSCALE_ARGUMENT(ClippedUnits) arg
   }
   dispatch_element(piece.entry.range.element, [&](auto type) {
     auto* data = static_cast<decltype(type)*>(piece.entry.range.data) + piece.begin();
-    change_range(data, data, piece.size(), group_of_warp(), Clipped(factor, arguments.zeros));
+    change_range(data, data, piece.size(), warp_group(), Clipped(factor, arguments.zeros));
   });
 }
 

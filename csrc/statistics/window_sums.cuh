@@ -71,7 +71,7 @@ struct OctaveCounters {
   GRADSCALE_DEVICE void store(int32_t* histogram, int32_t zeros) const {
     for (int exponent = threadIdx.x; exponent < kExponents - 1; exponent += kThreads) {
       const int32_t count = total(exponent);
-      const int32_t bin = bin_of_exponent(exponent - kBias);
+      const int32_t bin = exponent_bin(exponent - kBias);
       if (bin > 0 && bin < kHistogramBins - 1) {
         histogram[bin] = count;
       } else if (count != 0) {
@@ -188,7 +188,7 @@ struct WindowSums {
     using M = Magnitude<float>;
 #pragma unroll
     for (int k = 0; k < Window<T>::kSize; ++k) {
-      const M::Bits bits = M::of(window[k]);
+      const M::Bits bits = M::bits(window[k]);
       zeros += bits == 0;
       nans += bits > M::kInfinity;
       infs += bits == M::kInfinity;
@@ -204,7 +204,7 @@ struct WindowSums {
 // Takes the sums of this thread's windows of a chunk, which the warps of the block share out, and counts their octaves.
 // Of the windows that all have, those beyond the chunk are zeros, which octaves.count() has seen.
 template <class T>
-GRADSCALE_DEVICE ChunkSums sums_of_windows(const T* data, int32_t size, const OctaveCounters& octaves) {
+GRADSCALE_DEVICE ChunkSums window_sums(const T* data, int32_t size, const OctaveCounters& octaves) {
   constexpr int32_t kOfWarp = 32 * kWindowsAtOnce;
   const Windows<T> windows(data, size);
   const int32_t lane = threadIdx.x % 32;
@@ -234,7 +234,7 @@ GRADSCALE_DEVICE ChunkSums sums_of_windows(const T* data, int32_t size, const Oc
   return {own.squares, own.sum, static_cast<double>(own.largest), own.zeros, own.nans, own.infs};
 }
 
-// The number of zeros that sums_of_windows() adds to a chunk.
+// The number of zeros that window_sums() adds to a chunk.
 template <class T>
 GRADSCALE_DEVICE int32_t zeros_beside(const T* data, int32_t size) {
   constexpr int32_t kOfWarp = 32 * kWindowsAtOnce;

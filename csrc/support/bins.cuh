@@ -3,7 +3,7 @@
 // - kLanes: the lanes that may share the bins of a target;
 // - begin: the first bin;
 // - count_of(lane): the number of bins of the target that another lane holds;
-// - of_lane(lane): the target that another lane holds;
+// - from_lane(lane): the target that another lane holds;
 // - each_bin(part, shift, function): calls function(bin, mass) for part `part` of the bins, of 2^shift parts.
 #pragma once
 
@@ -40,7 +40,7 @@ struct TwoHotBins {
   GRADSCALE_DEVICE static int32_t count_of(int /*lane*/) {
     return 2;
   }
-  GRADSCALE_DEVICE TwoHotBins of_lane(int /*lane*/) const {
+  GRADSCALE_DEVICE TwoHotBins from_lane(int /*lane*/) const {
     return *this;
   }
   template <class Function>
@@ -78,7 +78,7 @@ struct GaussBins {
   GRADSCALE_DEVICE int32_t count_of(int lane) const {
     return __shfl_sync(kWholeWarp, end - begin, lane);
   }
-  GRADSCALE_DEVICE GaussBins of_lane(int lane) const {
+  GRADSCALE_DEVICE GaussBins from_lane(int lane) const {
     GaussBins result = *this; // bin_width is the same for all rows
     result.begin = __shfl_sync(kWholeWarp, begin, lane);
     result.end = __shfl_sync(kWholeWarp, end, lane);

@@ -71,7 +71,7 @@ void run(const Decoding& decoding, int64_t count, const at::Tensor& logits) {
     return;
   }
   const DecodeRows rows = for_this_machine(decode_rows_kernel);
-  const int64_t grain = std::max<int64_t>(1, 16384 / cost_of_row(decoding.width));
+  const int64_t grain = std::max<int64_t>(1, 16384 / row_cost(decoding.width));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     Scratch scratch(decoding.width);
     rows(decoding, begin, end, scratch.data());
@@ -86,13 +86,13 @@ Decoding decoding_of(const at::Tensor& rows, const Support& support) {
   return decoding;
 }
 
-at::ScalarType type_of_values(const at::Tensor& logits) {
+at::ScalarType value_type(const at::Tensor& logits) {
   return logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 at::Tensor values_of(const at::Tensor& logits, const Support& support) {
   const at::Tensor rows = logits.contiguous();
-  const at::Tensor out = at::empty(rows.sizes().slice(0, rows.dim() - 1), rows.options().dtype(type_of_values(rows)));
+  const at::Tensor out = at::empty(rows.sizes().slice(0, rows.dim() - 1), rows.options().dtype(value_type(rows)));
   Decoding decoding = decoding_of(rows, support);
   decoding.out = {out.mutable_data_ptr(), 1, out.scalar_type() == at::kDouble};
   run(decoding, out.numel(), rows);
@@ -102,7 +102,7 @@ at::Tensor values_of(const at::Tensor& logits, const Support& support) {
 at::Tensor gradient_of(const at::Tensor& logits, const at::Tensor& grad_output, const Support& support) {
   const at::Tensor rows = logits.contiguous();
   // The gradient of a sum is one number for all rows.
-  at::Tensor grad_rows = grad_output.to(type_of_values(rows));
+  at::Tensor grad_rows = grad_output.to(value_type(rows));
   const bool is_one =
       std::all_of(grad_rows.strides().begin(), grad_rows.strides().end(), [](int64_t stride) { return stride == 0; });
   grad_rows = is_one ? grad_rows : grad_rows.contiguous();
@@ -234,7 +234,7 @@ at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& 
     const OnDevice on_device(dense.device());
     launch_encode(encoding, dense.numel(), on_device.stream());
   } else {
-    const int64_t grain = std::max<int64_t>(1, 16384 / cost_of_row(support.num_bins));
+    const int64_t grain = std::max<int64_t>(1, 16384 / row_cost(support.num_bins));
     at::parallel_for(0, dense.numel(), grain, [&](int64_t begin, int64_t end) { encode_rows(encoding, begin, end); });
   }
   return out;
@@ -264,7 +264,7 @@ at::Tensor project(
     for (size_t j = 0; j < centers.size(); ++j) {
       centers[j] = raw_center(support, static_cast<int64_t>(j));
     }
-    const int64_t grain = std::max<int64_t>(1, 16384 / cost_of_row(width));
+    const int64_t grain = std::max<int64_t>(1, 16384 / row_cost(width));
     const ProjectRows rows = for_this_machine(project_rows_kernel);
     at::parallel_for(0, r.numel(), grain, [&](int64_t begin, int64_t end) {
       std::vector<double> scratch(static_cast<size_t>(kProjectScratch * width));

@@ -63,7 +63,7 @@ class DecodeFormula : public Shape, public BinSums {
     for (int n = 0; n < Shape::kElements; ++n) {
       moment += e[n] * (Units::distance(n) + from_center);
     }
-    const float rest = sum_of_lanes<Shape::kLanes>(moment) * inverse_sum; // E - center
+    const float rest = lane_sum<Shape::kLanes>(moment) * inverse_sum; // E - center
     const float expected = support_.middle + support_.spacing * (center + rest);
     const float slope = approximate_slope(transform, expected, support_.eps);
     const float factor = held_by<Shape::kLanes>(holder_, coefficient_) * slope * inverse_sum;
@@ -94,7 +94,7 @@ struct LanesOfDecoding {
   using Shape = LaneShape<T, void, G, width, lanes_per_row, unit>;
   using Formula = DecodeFormula<Shape, transform>;
   using Walk = LaneRows<Formula>;
-  static constexpr int kBlocks = blocks_of_lanes<Formula>(Formula::kWantsGradient ? 64 : 46);
+  static constexpr int kBlocks = lane_blocks<Formula>(Formula::kWantsGradient ? 64 : 46);
 
   GRADSCALE_DEVICE static void run(const DecodeArguments& arguments, char* shared) {
     const Decoding& decoding = arguments.decoding;

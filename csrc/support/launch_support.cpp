@@ -1,6 +1,6 @@
 // The launches of the kernels that decode, encode and project.
-#include "../cuda/lanes_of_row.h"
 #include "../cuda/launch.h"
+#include "../cuda/row_lanes.h"
 #include "../cuda/row_shape.h"
 #include "../cuda/table_builder.h"
 #include "calls.h"
@@ -38,7 +38,7 @@ DecodeSpecification specification_of(const Decoding& decoding) {
     return {instance("decode_raw_by_groups", {type}), 0};
   }
   const bool wants_gradient = decoding.gradient.data != nullptr;
-  const Lanes lanes = lanes_of_bins(decoding.width, decoding.logits, decoding.gradient);
+  const Lanes lanes = bin_lanes(decoding.width, decoding.logits, decoding.gradient);
   if (lanes.per_row == 0) {
     return {instance("decode_by_groups", {type}), 0};
   }
@@ -96,8 +96,8 @@ void launch_decode(const Decoding& decoding, int64_t count, char* workspace, voi
   const auto [name, lanes] = specification_of(decoding);
   if (lanes != 0) {
     arguments.rows_per_warp = rounded_rows_per_warp(balanced_rows_per_warp(count, multiprocessors()), lanes);
-    const int64_t rows_of_block = kRowThreads / 32 * arguments.rows_per_warp;
-    const int64_t blocks = (count + rows_of_block - 1) / rows_of_block;
+    const int64_t rows_per_block = kRowThreads / 32 * arguments.rows_per_warp;
+    const int64_t blocks = (count + rows_per_block - 1) / rows_per_block;
     launch(kernel_named<DecodeArguments>(name), blocks, kRowThreads, stream, arguments);
     return;
   }
@@ -122,11 +122,11 @@ void launch_project(const Projection& projection, int64_t count, void* stream) {
   if (projection.width > INT32_MAX - 64) {
     throw std::runtime_error("project: a row has more than 2^31 elements");
   }
-  constexpr int64_t rows_of_block = kThreads / 32;
+  constexpr int64_t rows_per_block = kThreads / 32;
   static const Kernel<ProjectArguments> project_rows("support/encode.cuh", "project_rows");
   launch(
       project_rows,
-      (count + rows_of_block - 1) / rows_of_block,
+      (count + rows_per_block - 1) / rows_per_block,
       kThreads,
       stream,
       {projection, *projection.support, count});

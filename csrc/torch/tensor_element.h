@@ -72,18 +72,18 @@ inline at::Tensor with_element(const at::Tensor& real) {
 // True if a tensor has the dispatch keys of a plain tensor on a device with kernels, and no keys beyond those and
 // `others`.
 inline bool has_only_keys(const at::Tensor& tensor, c10::DispatchKeySet others) {
-  const c10::DispatchKeySet of_cpu(
+  const c10::DispatchKeySet cpu_keys(
       {c10::DispatchKey::ADInplaceOrView,
        c10::DispatchKey::CPU,
        c10::DispatchKey::AutogradCPU,
        c10::DispatchKey::AutocastCPU});
-  const c10::DispatchKeySet of_cuda(
+  const c10::DispatchKeySet cuda_keys(
       {c10::DispatchKey::ADInplaceOrView,
        c10::DispatchKey::CUDA,
        c10::DispatchKey::AutogradCUDA,
        c10::DispatchKey::AutocastCUDA});
-  return only(tensor.key_set(), of_cpu | others) ||
-         (only(tensor.key_set(), of_cuda | others) && runs_kernels(tensor.device()));
+  return only(tensor.key_set(), cpu_keys | others) ||
+         (only(tensor.key_set(), cuda_keys | others) && runs_kernels(tensor.device()));
 }
 
 // True for a strided tensor of PyTorch's own class, without a forward-mode tangent, on a device with kernels.

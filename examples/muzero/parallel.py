@@ -34,7 +34,7 @@ class Ranks:
             dist.gather_object(value, values if self.rank == 0 else None)
         return values
 
-    def of_first(self, value: Any) -> Any:
+    def from_first(self, value: Any) -> Any:
         """The value of rank 0."""
         if self.process_group is None:
             return value

@@ -81,7 +81,7 @@ def main() -> int:
     ranks.gather(None)  # so that no rank reads files that are being removed
     training = begin(configuration, directory, options.ray, ranks)
     try:
-        if ranks.of_first(checkpoint.exists()):
+        if ranks.from_first(checkpoint.exists()):
             training.load(checkpoint)
     except ValueError as error:
         sys.exit(f"error: {error}. Use another --directory, or --fresh to delete this run.")

@@ -193,7 +193,7 @@ class Training:
         Raises:
             ValueError: the file is not a checkpoint, or belongs to a run with another configuration or number of ranks.
         """
-        state, problem = self.ranks.of_first(read_checkpoint(path) if self.ranks.rank == 0 else None)
+        state, problem = self.ranks.from_first(read_checkpoint(path) if self.ranks.rank == 0 else None)
         if problem:
             raise ValueError(f"{path} cannot be read as a checkpoint: {problem}")
         for name, value in dataclasses.asdict(self.configuration).items():

@@ -60,7 +60,7 @@ def works(options: argparse.Namespace) -> dict[str, dict[str, Work]]:
     for parameter in gradients:
         parameter.grad = torch.randn_like(parameter)
 
-    def of_usual_decode() -> torch.Tensor:
+    def usual_decode() -> torch.Tensor:
         return reference.decode(rows, support)
 
     found: dict[str, dict[str, Work]] = {
@@ -68,14 +68,14 @@ def works(options: argparse.Namespace) -> dict[str, dict[str, Work]]:
             "fused": lambda: torch.autograd.grad(fused(), leaves),
             "eager": lambda: torch.autograd.grad(eager(), leaves),
         },
-        "decode": {"fused": lambda: support.decode(rows), "eager": of_usual_decode},
+        "decode": {"fused": lambda: support.decode(rows), "eager": usual_decode},
         "clip 60 gradients": {
             "fused": lambda: gs.clip_gradients_(gradients, 1.0),
             "eager": lambda: torch.nn.utils.clip_grad_norm_(gradients, 1.0),
         },
     }
     if not options.no_compile:
-        compiled, decode = torch.compile(eager), torch.compile(of_usual_decode)
+        compiled, decode = torch.compile(eager), torch.compile(usual_decode)
         found["loss, forward and backward"]["torch.compile"] = lambda: torch.autograd.grad(compiled(), leaves)
         found["decode"]["torch.compile"] = decode
     return found

@@ -206,7 +206,7 @@ def check(device: str, dtype: torch.dtype, batch: int) -> Iterator[dict[str, Any
             row["difference"] = _difference(case.ours(tensors), truth)
             row["ok"] = row["difference"] <= LIMITS[dtype]
             row["microseconds"] = _microseconds(case.ours, tensors)
-            row["of_reference"] = _microseconds(case.by_reference, tensors)
+            row["reference_microseconds"] = _microseconds(case.by_reference, tensors)
         except RuntimeError as error:  # a kernel that cannot be compiled or started
             row |= {"ok": False, "error": str(error)}
         yield row
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str]) -> int:
         if "error" in row
         else [
             *(row["device"], row["what"], row["runs"], f"{row['difference']:.1e}", "" if row["ok"] else "WRONG"),
-            *(f"{row['microseconds']:.0f}", f"{row['of_reference']:.0f}"),
+            *(f"{row['microseconds']:.0f}", f"{row['reference_microseconds']:.0f}"),
         ]
         for row in rows
     ]

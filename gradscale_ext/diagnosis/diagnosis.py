@@ -216,8 +216,8 @@ class _Diagnosis:
         """Findings on parameters one by one, and then on the loss as a whole."""
         for name, parameter in self.named.items():
             if torch.nn.parameter.is_lazy(parameter) or parameter.numel():
-                for finding in self._of_parameter(name, parameter):
-                    yield _of_left_out(finding) if self._is_left_out(parameter) else finding
+                for finding in self._parameter_findings(name, parameter):
+                    yield _as_left_out(finding) if self._is_left_out(parameter) else finding
         for name, leaf in self.own_leaves.items():
             if id(leaf) in self.reached:
                 yield from self._not_in_optimizer(name, leaf)
@@ -227,7 +227,7 @@ class _Diagnosis:
             yield finding_of("nonfinite", "loss", f"the loss is {self.loss.item()}, though no gradient is")
         yield from self._partial_cuts()
 
-    def _of_parameter(self, name: str, parameter: torch.Tensor) -> Iterator[Finding]:
+    def _parameter_findings(self, name: str, parameter: torch.Tensor) -> Iterator[Finding]:
         size = self.sizes.get(id(parameter), 0.0)
         if not parameter.requires_grad:
             yield from self._frozen(name, parameter)
@@ -303,7 +303,7 @@ class _Diagnosis:
             if cuts[0].entered is not None and self._is_left_out(parameter):
                 cause = "the loss depends on it only through what was computed while gradients were off"
                 return finding_of("no_grad", name, cause, cuts[0].entered)
-            return finding_of(cuts[0].kind, name, f"{_cause_of_cut(cuts[0])}{about_loss}", cuts[0].location)
+            return finding_of(cuts[0].kind, name, f"{_cut_cause(cuts[0])}{about_loss}", cuts[0].location)
         escapes = self.tracer.escapes(parameter, self.loss)
         if escapes:
             cause = f"possibly: {escapes[0].call}() took a value that depends on it out of PyTorch"
@@ -346,7 +346,7 @@ class _Diagnosis:
 
     def _nonfinite(self, name: str, parameter: torch.Tensor) -> Finding:
         cause = f"its gradient has {'NaN' if math.isnan(self.sizes[id(parameter)]) else 'inf'}"
-        origin = self.flow.origin_of_nonfinite(parameter)
+        origin = self.flow.nonfinite_origin(parameter)
         if origin is not None:
             cause += f", which {origin.name()} was the first to make of finite gradients"
         if not torch.isfinite(self.loss):
@@ -368,7 +368,7 @@ class _Diagnosis:
         filled = [loss for loss in losses if loss.sent.numel or loss.sent == NOTHING]
         if not filled:
             return finding_of("unused", name, "everything computed with it is an empty tensor")
-        codes = {_code_of_loss(loss) for loss in filled}
+        codes = {_loss_code(loss) for loss in filled}
         code = codes.pop() if len(codes) == 1 else "all_zero"
         names = ", ".join(dict.fromkeys(loss.node.name() for loss in filled))
         return finding_of(code, name, _CAUSE_OF_LOSS[code].format(names), self._line(*(loss.node for loss in filled)))
@@ -419,7 +419,7 @@ def _result_of(cut: Cut) -> str:
     return "what was computed while gradients were off" if cut.kind == "no_grad" else f"the result of {cut.call}"
 
 
-def _of_left_out(finding: Finding) -> Finding:
+def _as_left_out(finding: Finding) -> Finding:
     """The finding as a note, for a parameter that is not trained here."""
     if finding.code == "nonfinite" or finding.is_note:
         return finding
@@ -433,7 +433,7 @@ def _dead_rows(gradient: torch.Tensor) -> torch.Tensor | None:
     return gradient.detach().flatten(1).eq(0).all(1) if is_plain and gradient.dim() > 1 else None
 
 
-def _cause_of_cut(cut: Cut) -> str:
+def _cut_cause(cut: Cut) -> str:
     call = f"the loss depends on it only through the result of {cut.call}"
     if cut.kind == "integer_dtype":
         return f"{call}, integers or booleans, which have no derivative"
@@ -442,7 +442,7 @@ def _cause_of_cut(cut: Cut) -> str:
     return f"{call}, which is cut off from the graph"
 
 
-def _code_of_loss(loss: Step) -> Code:
+def _loss_code(loss: Step) -> Code:
     kind = operation(loss.node)
     if kind in ZERO_DERIVATIVE or loss.sent == NOTHING or getattr(loss.node, "_saved_rounding_mode", None):
         return "zero_derivative"

@@ -277,7 +277,7 @@ class Flow:
         """Steps in which the gradient of a leaf, which is exactly zero, became zero."""
         return [step for step in self._steps(leaf, lambda step: step.is_zero) if not step.is_zero]
 
-    def origin_of_nonfinite(self, leaf: torch.Tensor) -> Node | None:
+    def nonfinite_origin(self, leaf: torch.Tensor) -> Node | None:
         """The first node on the way to a leaf that made NaN or inf of finite gradients."""
 
         def passes_it_on(step: Step) -> bool:

@@ -34,7 +34,7 @@ def as_dict(argument: str, given: Any) -> dict[str, Any]:
         raise TypeError(
             f"multi_step_loss: {argument} must be a mapping of head to {values}, "
             f"but it is of type {type(given).__name__}"
-            + (_remedies.instead_of(given) if _remedies.is_proxy(given) else f"; {instead}")
+            + (_remedies.remedy_for_type(given) if _remedies.is_proxy(given) else f"; {instead}")
         )
     return dict(given.items())
 
@@ -56,13 +56,13 @@ def check_dtype(where: str, tensor: torch.Tensor, others: str) -> None:
     if tensor.dtype not in DTYPES:
         raise TypeError(
             f"multi_step_loss: {where} must be float64, float32, bfloat16 or float16{others}, but it is {tensor.dtype}"
-            f"{_remedies.instead_of_dtype(tensor.dtype)}"
+            f"{_remedies.remedy_for_dtype(tensor.dtype)}"
         )
 
 
 def check_kind(where: str, tensor: torch.Tensor) -> None:
     """Refuse a kind of tensor that no kernel reads."""
-    problem = _remedies.instead_of_kind(tensor)
+    problem = _remedies.remedy_for_kind(tensor)
     if problem is not None:
         raise TypeError(f"multi_step_loss: {where} {problem}")
 

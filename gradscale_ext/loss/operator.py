@@ -94,44 +94,46 @@ def _shapes(
     """The tensors that the operator returns, without values, for tracers."""
     options, device = Options(*given), predictions[0].device
     is_double = any(prediction.dtype == torch.float64 for prediction in predictions)
-    of_sums: dict[str, Any] = {"device": device, "dtype": torch.float64 if is_double else torch.float32}
+    sum_options: dict[str, Any] = {"device": device, "dtype": torch.float64 if is_double else torch.float32}
     step_dim = 1 if options.batch_first else 0
     batch = predictions[0].shape[1 - step_dim if prediction_counts[0] == _STACKED else 0]
-    details_of_heads = [DETAILS[int(number)] for name, number in zip(names, numbers, strict=True) if name == "detail"]
+    head_details = [DETAILS[int(number)] for name, number in zip(names, numbers, strict=True) if name == "detail"]
     per_step, details = [], []
     first = 0
-    for count, detail in zip(prediction_counts, details_of_heads, strict=True):
+    for count, detail in zip(prediction_counts, head_details, strict=True):
         steps = count or predictions[first].shape[step_dim]
         size, stride = ((batch, steps), (steps, 1)) if options.batch_first else ((steps, batch), (1, steps))
-        per_step.append(torch.empty_strided(size, stride, **of_sums))
+        per_step.append(torch.empty_strided(size, stride, **sum_options))
         if detail:
-            details.append(torch.empty_strided(size, stride, **of_sums))
+            details.append(torch.empty_strided(size, stride, **sum_options))
         first += max(count, 1)
     loss_size = (batch,) if options.reduction == "none" else ()
     outputs: dict[str, Any] = {
-        "loss": [torch.empty(loss_size, **of_sums)],
-        "per_sample": [torch.empty((batch,), **of_sums)],
-        "head_means": [torch.empty((len(per_step),), **of_sums)],
-        "head_losses": [torch.empty((len(per_step),), **of_sums)],
-        "head_gradient_norms": [torch.empty((len(per_step),), **of_sums)],
-        "max_abs_logit": [torch.empty((len(per_step),), **of_sums)],
+        "loss": [torch.empty(loss_size, **sum_options)],
+        "per_sample": [torch.empty((batch,), **sum_options)],
+        "head_means": [torch.empty((len(per_step),), **sum_options)],
+        "head_losses": [torch.empty((len(per_step),), **sum_options)],
+        "head_gradient_norms": [torch.empty((len(per_step),), **sum_options)],
+        "max_abs_logit": [torch.empty((len(per_step),), **sum_options)],
         "num_nonfinite": [torch.empty((), device=device, dtype=torch.int64)],
         "per_step": per_step,
         "details": details,
-        "shares": [torch.empty(loss_size, **of_sums) for weight in options.head_weights or () if weight is not None],
+        "shares": [
+            torch.empty(loss_size, **sum_options) for weight in options.head_weights or () if weight is not None
+        ],
     }
     sizes: dict[torch.dtype, int] = {}
     for i in sorted(set(wants)):
         sizes[predictions[i].dtype] = sizes.get(predictions[i].dtype, 0) + predictions[i].numel()
-    gradients = [torch.empty((size,), device=device, dtype=_of_gradient(dtype)) for dtype, size in sizes.items()]
+    gradients = [torch.empty((size,), device=device, dtype=_gradient_dtype(dtype)) for dtype, size in sizes.items()]
     return [tensor for name in _OUTPUTS for tensor in outputs[name]] + gradients
 
 
 @torch.library.register_fake("gradscale_ext::scale_gradients")  # type: ignore[misc]
-def _shape_of_scaled(gradients: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def _scaled_shape(gradients: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(gradients)
 
 
-def _of_gradient(prediction: torch.dtype) -> torch.dtype:
+def _gradient_dtype(prediction: torch.dtype) -> torch.dtype:
     """Type of a gradient before it is multiplied: half types are rounded afterwards."""
     return torch.float64 if prediction == torch.float64 else torch.float32

@@ -81,9 +81,9 @@ def _stacked(argument: str, entries: Entries, batch_first: bool) -> torch.Tensor
     if not isinstance(entries, torch.Tensor):
         raise TypeError(
             f"priorities: {argument} must be a tensor or a list of tensors, but it is of type {type(entries).__name__}"
-            f"{_remedies.instead_of(entries, argument)}"
+            f"{_remedies.remedy_for_type(entries, argument)}"
         )
-    if fault := _remedies.instead_of_kind(entries):
+    if fault := _remedies.remedy_for_kind(entries):
         raise TypeError(f"priorities: {argument} {fault}")
     if entries.is_complex():
         raise TypeError(f"priorities: {argument} must be real, but its dtype is {entries.dtype}; write .real")

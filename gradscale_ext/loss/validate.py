@@ -88,7 +88,7 @@ def _count_steps(
                     f"multi_step_loss: the {what} of head '{name}' must have {steps - head.first_step} entries "
                     f"(first_step = {head.first_step}; T = {steps} steps, those of head '{longest}' with first_step = "
                     f"{heads[longest].first_step} and {len(predicted[longest])} predictions), but it has {len(entries)}"
-                    + _remedies.instead_of_count(
+                    + _remedies.remedy_for_count(
                         what, entries, steps - head.first_step, head.first_step, longest, heads[longest].first_step
                     )
                 )
@@ -136,14 +136,14 @@ def _entries(what: str, name: str, head: Head, entries: Entries, batch_first: bo
     elif not isinstance(entries, list | tuple):
         raise TypeError(
             f"multi_step_loss: the {what} of head '{name}' must be a tensor or a list of one tensor per step, "
-            f"but it is of type {type(entries).__name__}{_remedies.instead_of(entries)}"
+            f"but it is of type {type(entries).__name__}{_remedies.remedy_for_type(entries)}"
         )
     for step, entry in enumerate(entries, start=head.first_step):
         where = _at(name, step, what)
         if not isinstance(entry, torch.Tensor):
             raise TypeError(
                 f"multi_step_loss: {where} must be a tensor, but it is of type {type(entry).__name__}"
-                f"{_remedies.instead_of(entry)}"
+                f"{_remedies.remedy_for_type(entry)}"
             )
         check_kind(where, entry)
     if not entries:
@@ -154,7 +154,7 @@ def _entries(what: str, name: str, head: Head, entries: Entries, batch_first: bo
 def _check_stacked(what: str, name: str, head: Head, entries: torch.Tensor, batch_first: bool) -> None:
     """Refuse a tensor without a dimension of steps, as its last dimension would be treated as one."""
     letters = [form.prediction if what == "prediction" else form.target or () for form in head.forms]
-    known = [tuple(_shape(head, of_form, 0)[1:]) for of_form in dict.fromkeys(letters)]
+    known = [tuple(_shape(head, form_letters, 0)[1:]) for form_letters in dict.fromkeys(letters)]
     if all(entries.dim() != 2 + len(shape) for shape in known):
         leading = ("B", "T") if batch_first else ("T", "B")
         forms = " or ".join([written((*leading, *shape)) for shape in known])
@@ -211,7 +211,7 @@ def _check_head(
             raise ValueError(
                 f"multi_step_loss: {where} must have shape {' or '.join(map(written, patterns))}{same} for "
                 f"{type(head).__name__}, but it has {written(prediction.shape)}"
-                + _remedies.instead_of_shape("prediction", prediction.shape, patterns)
+                + _remedies.remedy_for_shape("prediction", prediction.shape, patterns)
             )
         if target is not None:
             possible = [form for form in head.forms if len(form.prediction) == prediction.dim() - 1]
@@ -243,7 +243,7 @@ def _check_target(
     ]
     if not any(_remedies.fits(target.shape, shape) for shape in shapes):
         kind = " with torch.int64 classes (probabilities are floating)" if is_class else ""
-        instead = _remedies.instead_of_shape("target", target.shape, shapes)
+        instead = _remedies.remedy_for_shape("target", target.shape, shapes)
         if head.decodes and target.shape == prediction.shape:
             instead = "; give the scalars: the head encodes them"
         if takes_classes and not instead and target.shape == prediction.shape[: target.dim()]:

@@ -68,7 +68,7 @@ class Rules:
         if not is_mapping(given):
             common = check(argument, argument, given)
             return {} if common is None else dict.fromkeys(self.heads, common)
-        of_heads = {}
+        by_head = {}
         for name, value in as_dict(argument, given).items():
             if name not in self.heads:
                 raise ValueError(
@@ -77,14 +77,14 @@ class Rules:
                 )
             checked = check(argument, f"the {argument} of head '{name}'", value)
             if checked is not None:
-                of_heads[name] = checked
-        return of_heads
+                by_head[name] = checked
+        return by_head
 
     def _mask(self, argument: str, label: str, mask: Any) -> torch.Tensor:
         if not isinstance(mask, torch.Tensor):
             raise TypeError(
                 f"multi_step_loss: {label} must be a bool tensor, but it is of type {type(mask).__name__}"
-                f"{_remedies.instead_of(mask, argument)}"
+                f"{_remedies.remedy_for_type(mask, argument)}"
             )
         check_kind(label, mask)
         if mask.dtype != torch.bool:
@@ -116,7 +116,7 @@ class Rules:
                 + (
                     f"; write [{given}] * {self.steps}"
                     if isinstance(given, int | float)
-                    else _remedies.instead_of(given, argument)
+                    else _remedies.remedy_for_type(given, argument)
                 )
             )
         if (count := _length(given)) != self.steps:
@@ -160,7 +160,7 @@ class Rules:
             raise ValueError(
                 f"multi_step_loss: {label} must have shape [B] = [{self.batch}], but it has {written(weights.shape)}"
                 + (
-                    _remedies.instead_of_shape(argument, weights.shape, [(self.batch,)])
+                    _remedies.remedy_for_shape(argument, weights.shape, [(self.batch,)])
                     or ("; weights of steps go to step_weights" if weights.dim() == 2 else "")
                 )
             )
@@ -197,7 +197,7 @@ class Rules:
         if not isinstance(weights, torch.Tensor):
             raise TypeError(
                 f"multi_step_loss: {label} must be a tensor, but it is of type {type(weights).__name__}"
-                f"{_remedies.instead_of(weights, argument)}"
+                f"{_remedies.remedy_for_type(weights, argument)}"
             )
         check_kind(label, weights)
         check_dtype(label, weights, "")
@@ -214,7 +214,7 @@ class Rules:
         raise ValueError(
             f"multi_step_loss: {label} must have shape {forms}{'[B, T]' if self.batch_first else '[T, B]'} = "
             f"{written(wanted)}, but it has {written(shape)}"
-            + _remedies.instead_of_step_shape(argument, shape, self.batch, self.steps, self.batch_first)
+            + _remedies.remedy_for_step_shape(argument, shape, self.batch, self.steps, self.batch_first)
         )
 
 

@@ -35,7 +35,7 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self._pass = self._pass_of_norms = 0
+        self._pass = self._norms_pass = 0
         self._has_gradients = False
         self._counts: Counter[str] = Counter()
         self._norms: dict[tuple[str, int], torch.Tensor] = {}
@@ -53,9 +53,9 @@ class Calls:
             hook = functools.partial(self._take, self._pass, (call, index))
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _take(self, of_pass: int, key: tuple[str, int], gradient: torch.Tensor) -> None:
-        if of_pass != self._pass_of_norms:
-            self._norms, self._pass_of_norms = {}, of_pass
+    def _take(self, backward_pass: int, key: tuple[str, int], gradient: torch.Tensor) -> None:
+        if backward_pass != self._norms_pass:
+            self._norms, self._norms_pass = {}, backward_pass
         self._has_gradients = True
         self._norms[key] = gradient_statistics(gradient.detach()).norm[0]
 
@@ -63,15 +63,16 @@ class Calls:
         """`<module>/<call>` and `[N]` the norm of the gradient of each call's output, divided by `scale`."""
         if not self._norms:
             return None
-        of_calls: dict[str, list[torch.Tensor]] = {}
+        norms_by_call: dict[str, list[torch.Tensor]] = {}
         for (call, _), norm in sorted(self._norms.items(), key=lambda item: item[0][1]):
-            of_calls.setdefault(call, []).append(norm)
+            norms_by_call.setdefault(call, []).append(norm)
         device = next(iter(self._norms.values())).device
         norms = [
-            torch.linalg.vector_norm(torch.stack(parts)).to(device, non_blocking=True) for parts in of_calls.values()
+            torch.linalg.vector_norm(torch.stack(parts)).to(device, non_blocking=True)
+            for parts in norms_by_call.values()
         ]
         divisor = torch.as_tensor(1.0 if scale is None else scale).to(device, non_blocking=True)
-        return list(of_calls), torch.stack(norms) / divisor
+        return list(norms_by_call), torch.stack(norms) / divisor
 
     def number_anew(self) -> None:
         """Start again: the next call of each module is its first."""

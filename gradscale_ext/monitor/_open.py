@@ -24,7 +24,7 @@ class Monitor(Protocol):
     _optimizer: Any
     _taken: int
     _due: bool
-    _scaler_of_step: Any
+    _step_scaler: Any
     _has_scaler: bool
 
     def _before_clipping(self) -> None: ...
@@ -84,7 +84,7 @@ def _before_clipping(parameters: list[torch.Tensor]) -> list[Monitor]:
     return monitors
 
 
-def _tell_of_our_clipping(parameters: list[torch.Tensor]) -> Callable[[GradientStatistics], None]:
+def _report_our_clipping(parameters: list[torch.Tensor]) -> Callable[[GradientStatistics], None]:
     monitors = _before_clipping(parameters)
 
     def tell(statistics: GradientStatistics) -> None:
@@ -94,10 +94,10 @@ def _tell_of_our_clipping(parameters: list[torch.Tensor]) -> Callable[[GradientS
     return tell
 
 
-listeners.append(_tell_of_our_clipping)
+listeners.append(_report_our_clipping)
 
 
-def _telling_of_clipping(result_of: Callable[..., torch.Tensor], clip: Any) -> Any:
+def _reporting_clipping(result_of: Callable[..., torch.Tensor], clip: Any) -> Any:
     """Wrap a function of PyTorch that clips, so that monitors record the clipping once it has succeeded.
 
     `result_of` gets the clipping's result, as in `GradientStatistics.clipping`, from the function's arguments.
@@ -122,14 +122,14 @@ def _telling_of_clipping(result_of: Callable[..., torch.Tensor], clip: Any) -> A
     return _marked(telling)
 
 
-def _result_of_norm(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> torch.Tensor:
+def _norm_result(parameters: Any, max_norm: float, total_norm: Any, foreach: bool | None = None) -> torch.Tensor:
     total = total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm
     total = total.detach().to(_context.widest(total.device))
     factor = (max_norm / (total + 1e-6)).clamp(max=1)
     return torch.stack([total, factor, (factor != 1).to(total)])
 
 
-def _result_of_value(parameters: Any, clip_value: float, foreach: bool | None = None) -> torch.Tensor:
+def _value_result(parameters: Any, clip_value: float, foreach: bool | None = None) -> torch.Tensor:
     """The result of clamping each element, which has no common factor."""
     statistics = gradient_statistics(parameters)
     changed = (statistics.abs_max.max() > clip_value) | (statistics.infs.sum() > 0)
@@ -140,7 +140,7 @@ def _result_of_value(parameters: Any, clip_value: float, foreach: bool | None = 
 # ---- Steps that a scaler skips ---------------------------------------------------------------------------------------
 
 
-def _telling_of_steps(step: Any) -> Any:
+def _reporting_steps(step: Any) -> Any:
     """Wrap `GradScaler.step` so that the optimizer's monitors learn when it skipped the step.
 
     A scaler that finds NaN or inf does not call the optimizer, so no hook runs.
@@ -150,12 +150,12 @@ def _telling_of_steps(step: Any) -> Any:
     def telling(scaler: torch.amp.GradScaler, /, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         steps_before = {monitor: monitor._taken for monitor in monitors_of(optimizer)}
         for monitor in steps_before:
-            monitor._scaler_of_step, monitor._has_scaler = scaler, scaler.is_enabled()
+            monitor._step_scaler, monitor._has_scaler = scaler, scaler.is_enabled()
         try:
             result = step(scaler, optimizer, *args, **kwargs)
         finally:
             for monitor in steps_before:
-                monitor._scaler_of_step = None
+                monitor._step_scaler = None
         with contextlib.ExitStack() as work:  # runs from its end, and runs to the end even if a writer raises
             for monitor in steps_before:
                 work.callback(monitor._write_earlier)
@@ -180,11 +180,9 @@ def _found_inf(scaler: Any, optimizer: Any) -> torch.Tensor | None:
 # ---- Functions of PyTorch that are replaced while monitors are open --------------------------------------------------
 
 # Every program that calls `clip_grad_norm_`, under any name, calls the part that multiplies the gradients.
-_by_norm, _by_value = (
-    functools.partial(_telling_of_clipping, result) for result in (_result_of_norm, _result_of_value)
-)
+_by_norm, _by_value = (functools.partial(_reporting_clipping, result) for result in (_norm_result, _value_result))
 _REPLACED: tuple[tuple[Any, str, Any], ...] = (
-    (torch.amp.GradScaler, "step", _telling_of_steps),
+    (torch.amp.GradScaler, "step", _reporting_steps),
     (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", _by_norm),
     (torch.nn.utils, "clip_grads_with_norm_", _by_norm),
     (torch.nn.utils.clip_grad, "clip_grad_value_", _by_value),
@@ -205,9 +203,9 @@ def _listen() -> None:
 
 def _is_ours(function: Any) -> bool:
     """Return True for a wrapper of ours. `functools.wraps` of other code copies the mark, but not the identity."""
-    return getattr(function, "of_monitors", None) is function
+    return getattr(function, "is_of_a_monitor", None) is function
 
 
 def _marked(function: Any) -> Any:
-    function.__dict__["of_monitors"] = function
+    function.__dict__["is_of_a_monitor"] = function
     return function

@@ -146,7 +146,7 @@ class GradientMonitor:
         self._recorded = -1  # the last step with norms
         self._due = True  # True if the next step, or the one in progress, is recorded
         self._in_step = False
-        self._scaler_of_step: torch.amp.GradScaler | None = None
+        self._step_scaler: torch.amp.GradScaler | None = None
         self._has_scaler = False  # so that any step may be skipped, and recorded
         self._gradients: GradientStatistics | None = None
         self._calls = Calls()
@@ -161,8 +161,8 @@ class GradientMonitor:
     def history(self) -> dict[str, list[tuple[int, float]]]:
         """Steps and values of each tag, as far as they have been written; at most 1000, thinned beyond that."""
         values: dict[str, list[tuple[int, float]]] = {}
-        for step, tags, numbers_of_step in self._history:
-            for tag, value in zip(tags, numbers_of_step, strict=True):
+        for step, tags, step_numbers in self._history:
+            for tag, value in zip(tags, step_numbers, strict=True):
                 values.setdefault(tag, []).append((step, value))
         return values
 
@@ -249,7 +249,7 @@ class GradientMonitor:
         """Count and record the step, then write the one before."""
         try:
             self._finish_step(optimizer)
-            if self._scaler_of_step is None:  # else it has its own work to finish first
+            if self._step_scaler is None:  # else it has its own work to finish first
                 self._write_earlier()
         except BaseException:
             for monitor in _open.monitors_of(optimizer):  # PyTorch does not run their hooks after an error
@@ -279,7 +279,7 @@ class GradientMonitor:
         try:
             self._add_up_events(found_inf)
             self._look_for_groups()
-            self._unwritten.append(self._record_of_skipping(found_inf).to_host())
+            self._unwritten.append(self._skipping_record(found_inf).to_host())
         finally:
             self._end_step()
 
@@ -328,7 +328,7 @@ class GradientMonitor:
     def _record(self, skipped: torch.Tensor | None) -> Record:
         """Record of a step that was taken, or that the optimizer itself has `skipped`."""
         scale = getattr(self._optimizer, "grad_scale", None)  # where the optimizer unscales
-        scaler = self._scaler_of_step
+        scaler = self._step_scaler
         return Record(
             step=self._first_step + self._taken,
             modules=self._layout.modules,
@@ -350,7 +350,7 @@ class GradientMonitor:
         results = self._clip_results.take()
         return None if results is None else results[2] / (self._taken - self._recorded)
 
-    def _record_of_skipping(self, skipped: torch.Tensor) -> Record:
+    def _skipping_record(self, skipped: torch.Tensor) -> Record:
         """Record of a step for which the optimizer was not called."""
         return Record(
             step=self._first_step + self._taken,

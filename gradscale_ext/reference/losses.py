@@ -99,7 +99,7 @@ def _shares(call: Call, per_step: dict[str, torch.Tensor], per_sample: torch.Ten
     shares = {name: _weighted(name, remaining, losses) / _divisor(name, call) for name, losses in contributing.items()}
     for name in per_step.keys() & call.weights.importance_weights.keys():
         weights = call.weights.importance_weights[name]
-        shares[name] = _of_samples(name, remaining, weights.to(call.dtype)) * shares[name]
+        shares[name] = _by_sample(name, remaining, weights.to(call.dtype)) * shares[name]
     return shares
 
 
@@ -116,13 +116,27 @@ def _gradient_norms(call: Call, per_sample: torch.Tensor) -> dict[str, torch.Ten
 
     if not with_gradient:
         return {}
-    with torch.no_grad():  # torch.func.grad computes the gradient nevertheless, and leaves no graph
-        gradients = torch.func.grad(loss)(entries)
+    gradients = _gradient(loss, entries)
     norms = {}
     for name in with_gradient:
         gradient = torch.cat([g.flatten() for g in itertools.compress(gradients[name], is_wanted[name])])
         norms[name] = norm_of(gradient.to(_context.widest(gradient.device)).abs(), 2.0).to(call.dtype)
     return norms
+
+
+def _gradient(
+    loss: Callable[[dict[str, list[torch.Tensor]]], torch.Tensor], entries: dict[str, list[torch.Tensor]]
+) -> dict[str, list[torch.Tensor]]:
+    """The gradient of a function by constants. It has no graph, and saved-tensor hooks do not see how it is computed."""
+    if not (_context.is_eager() and torch._C._autograd._saved_tensors_hooks_is_enabled()):  # in torch.func transforms
+        with torch.no_grad():  # torch.func.grad computes the gradient nevertheless
+            return torch.func.grad(loss)(entries)  # type: ignore[no-any-return]
+    leaves = {name: [entry.detach().requires_grad_() for entry in listed] for name, listed in entries.items()}
+    flat = [leaf for listed in leaves.values() for leaf in listed]
+    # torch.func.grad refuses to run under saved-tensor hooks, as of checkpointing.
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        found = iter(torch.autograd.grad(loss(leaves), flat, allow_unused=True, materialize_grads=True))
+    return {name: [next(found) for _ in listed] for name, listed in leaves.items()}
 
 
 def _constant(entry: torch.Tensor) -> torch.Tensor:
@@ -197,22 +211,22 @@ def _where(unmasked: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
 
 def _weighted(name: str, call: Call, losses: torch.Tensor) -> torch.Tensor:
     """`[B]` sum of a head over its steps, with their weights and its own."""
-    head, of_call = call.heads[name], call.weights
-    if name in of_call.step_gradient_scale:
-        losses = scale_gradient(losses, of_call.step_gradient_scale[name][..., head.first_step :])
-    if name in of_call.step_weights:
+    head, weights_by_head = call.heads[name], call.weights
+    if name in weights_by_head.step_gradient_scale:
+        losses = scale_gradient(losses, weights_by_head.step_gradient_scale[name][..., head.first_step :])
+    if name in weights_by_head.step_weights:
         # A masked loss is 0, and stays so whatever its weight.
-        weights = of_call.step_weights[name][..., head.first_step :]
-        if name in of_call.masks:
-            weights = torch.where(of_call.masks[name][:, head.first_step :], weights, 0.0)
+        weights = weights_by_head.step_weights[name][..., head.first_step :]
+        if name in weights_by_head.masks:
+            weights = torch.where(weights_by_head.masks[name][:, head.first_step :], weights, 0.0)
         losses = weights * losses
     total = head.weight * losses.sum(1)
-    if name in of_call.head_weights:
-        total = _of_samples(name, call, of_call.head_weights[name]) * total
+    if name in weights_by_head.head_weights:
+        total = _by_sample(name, call, weights_by_head.head_weights[name]) * total
     return total
 
 
-def _of_samples(name: str, call: Call, weights: torch.Tensor) -> torch.Tensor:
+def _by_sample(name: str, call: Call, weights: torch.Tensor) -> torch.Tensor:
     """Weights `[B]` or a scalar; 0 for samples in which a head has no unmasked entry, as weights may not be finite."""
     if name not in call.weights.masks:
         return weights

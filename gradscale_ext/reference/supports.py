@@ -109,8 +109,8 @@ def decode(logits: torch.Tensor, support: Bins) -> torch.Tensor:
     is_smaller = center.abs() <= opposite.abs()
     smaller = torch.where(is_smaller, center, opposite)
     difference = torch.where(is_smaller, p - other, other - p)
-    of_larger = torch.where(is_smaller, other, p)
-    expected = (difference * smaller + of_larger * (center + opposite)).sum(-1)
+    larger_rest = torch.where(is_smaller, other, p)
+    expected = (difference * smaller + larger_rest * (center + opposite)).sum(-1)
     if support.num_bins % 2:
         expected = expected + probabilities[..., pairs] * values[pairs]
     return expected if raw else inverse_transform(expected, support.transform, support.eps)

@@ -65,16 +65,16 @@ class AdaptiveClipping:
         self._groups = members_by(self._kind, len(self._named))
         norms: list[torch.Tensor] = []
 
-        def of_members(members: list[int]) -> reference.Statistics:
-            values, counts, histogram, of_units = self._by_kernels(members) or self._by_reference(members)
-            norms.append(of_units)
+        def member_statistics(members: list[int]) -> reference.Statistics:
+            values, counts, histogram, unit_norms = self._by_kernels(members) or self._by_reference(members)
+            norms.append(unit_norms)
             return values, counts, histogram
 
-        statistics = in_groups(self._groups, of_members)
+        statistics = in_groups(self._groups, member_statistics)
         missing = [index for index, part in enumerate(self._parts) if part is None and self._is_part(index)]
         if missing:  # here, and not necessarily in other processes
-            of_weights = reference.unit_norms([self._weights[index] for index in missing], self._rows)
-            norms.append(torch.stack([torch.zeros_like(of_weights), of_weights]))
+            weight_norms = reference.unit_norms([self._weights[index] for index in missing], self._rows)
+            norms.append(torch.stack([torch.zeros_like(weight_norms), weight_norms]))
         self._find_columns(missing)
         moved = [part.to(statistics[0].device, non_blocking=True) for part in norms]
         self._units = UnitNorms(moved[0] if len(moved) == 1 else torch.cat(moved, 1), self._shared_columns())

@@ -64,16 +64,16 @@ def members_by(key: Callable[[int], object], count: int) -> list[list[int]]:
 
 
 def in_groups(
-    groups: list[list[int]], statistics_of_members: Callable[[list[int]], reference.Statistics]
+    groups: list[list[int]], member_statistics: Callable[[list[int]], reference.Statistics]
 ) -> reference.Statistics:
     """Statistics in the order of the tensors, on the device of the first group, put together without an index from the
     host."""
     if len(groups) == 1:
-        return statistics_of_members(groups[0])
+        return member_statistics(groups[0])
     columns: dict[int, list[torch.Tensor]] = {}
     device: torch.device | None = None
     for members in groups:
-        values, counts, histogram = statistics_of_members(members)
+        values, counts, histogram = member_statistics(members)
         device = device or values.device
         moved = [tensor.to(device, non_blocking=True) for tensor in (values.T, counts.T, histogram)]
         columns.update((i, list(column)) for i, *column in zip(members, *moved, strict=True))

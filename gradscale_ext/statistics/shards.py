@@ -34,15 +34,15 @@ def _sharded_over(gradient: torch.Tensor, index: int) -> dict[str, tuple[dist.Pr
     return groups
 
 
-def groups_with_parts(tensor: torch.Tensor, process_group: dist.ProcessGroup | None, of_rows: bool) -> list[str]:
+def groups_with_parts(tensor: torch.Tensor, process_group: dist.ProcessGroup | None, by_row: bool) -> list[str]:
     """Names of the process groups whose processes hold parts of one tensor, or of one row, a slice of its first
     dimension. Plain tensors are parts along the first dimension, where there is a `process_group`."""
     if not is_distributed(tensor):
-        return [] if process_group is None or of_rows else [process_group.group_name]
+        return [] if process_group is None or by_row else [process_group.group_name]
     return [
         tensor.device_mesh.get_group(dim).group_name  # type: ignore[attr-defined]
         for dim, placement in enumerate(tensor.placements)  # type: ignore[attr-defined]
-        if not placement.is_replicate() and not (of_rows and getattr(placement, "dim", None) == 0)
+        if not placement.is_replicate() and not (by_row and getattr(placement, "dim", None) == 0)
     ]
 
 
@@ -55,7 +55,7 @@ class UnitNorms:
     columns: dict[str, list[slice]]
     """By the name of a process group: the units of which each of its processes has a part."""
 
-    def of_group(self, name: str) -> torch.Tensor:
+    def in_group(self, name: str) -> torch.Tensor:
         """`[2, n]`: the norms of the parts that this process has."""
         return torch.cat([self.norms[:, :0], *(self.norms[:, columns] for columns in self.columns.get(name, []))], 1)
 
@@ -90,14 +90,14 @@ def merged_over_groups(
         for index, gradient in enumerate(gradients)
         if gradient is not None
     ]
-    groups = {name: group for of_gradient in [plain, *by_gradient] for name, (group, _) in of_gradient.items()}
+    groups = {name: group for members in [plain, *by_gradient] for name, (group, _) in members.items()}
     for name, group in groups.items():
         present = iter(by_gradient)
         mine = [
             gradient is None or next(present).get(name, (group, False))[1] or dist.get_rank(group) == 0
             for gradient in gradients
         ]
-        own = None if units is None else units.of_group(name)
+        own = None if units is None else units.in_group(name)
         statistics, norms = _merged(_counted(statistics, mine), own, group, p)
         if units is not None:
             units.replace(name, norms)
@@ -132,9 +132,9 @@ def _merged(
         dist.all_reduce(packed, group=group)
     split = torch.split(packed, [part.numel() for part in parts])
     places, counts, histogram = (sums.view_as(part) for sums, part in zip(split, parts, strict=True))
-    of_tensors, of_units = places[:, : 4 * values.shape[1]], places[:, 4 * values.shape[1] :]
-    norm, abs_max, mean, finite = of_tensors.view(processes, 4, -1).unbind(1)
+    tensor_places, unit_places = places[:, : 4 * values.shape[1]], places[:, 4 * values.shape[1] :]
+    norm, abs_max, mean, finite = tensor_places.view(processes, 4, -1).unbind(1)
     mean = (mean * finite).sum(0) / finite.sum(0).clamp(min=1)
     counts[4] = counts[4] == processes  # missing on all of them
     merged = torch.stack([reference.norm_of(norm, p), abs_max.amax(0), mean])
-    return (merged, counts.long(), histogram.long()), reference.norm_of(of_units, 2.0).view(2, -1)
+    return (merged, counts.long(), histogram.long()), reference.norm_of(unit_places, 2.0).view(2, -1)

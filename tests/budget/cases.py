@@ -26,7 +26,7 @@ class Case:
 
     name: str
     make: Callable[[int], tuple[Call, float]]
-    bytes_of_unit: float  # of logits, or of the tensors
+    unit_bytes: float  # of logits, or of the tensors
     budget: float
     batch: int
     unit: str = "row"
@@ -159,7 +159,7 @@ def _muzero_targets(batch: int) -> tuple[Call, float]:
     return partial(gs.muzero_targets, rewards, values, **options), batch
 
 
-def _cases_of_returns() -> list[Case]:
+def _returns_cases() -> list[Case]:
     """Trajectories of float32 numbers and one-byte flags.
 
     Advantages read 3 numbers and 2 flags per step, and write 2 numbers: 22 bytes. 4096 x 128 steps are 11.5 MB, which
@@ -170,8 +170,8 @@ def _cases_of_returns() -> list[Case]:
     microsecond.
     """
 
-    def of(name: str, make: Callable[[int], tuple[Call, float]], bytes_of_step: int, **numbers) -> Case:
-        return Case(f"{name}, fp32", make, 32 * bytes_of_step, unit="32 steps", **numbers)
+    def of(name: str, make: Callable[[int], tuple[Call, float]], step_bytes: int, **numbers) -> Case:
+        return Case(f"{name}, fp32", make, 32 * step_bytes, unit="32 steps", **numbers)
 
     lambda_returns = partial(_returns, "lambda_returns", lambda_=0.95)
     return [
@@ -211,4 +211,4 @@ def _cases_of_returns() -> list[Case]:
     ]
 
 
-CASES = [case for dtype in (torch.float32, torch.bfloat16) for case in _cases_of(dtype)] + _cases_of_returns()
+CASES = [case for dtype in (torch.float32, torch.bfloat16) for case in _cases_of(dtype)] + _returns_cases()

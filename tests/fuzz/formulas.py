@@ -258,8 +258,8 @@ def soft_cross_entropy_loss(head: Any, x: Array, target: Array) -> Rows:
         own = product(t, np.log(t))
         loss, size = loss + own.sum(-1), size + np.abs(own).sum(-1) + np.abs(t).sum(-1)
     if head.entropy_weight:
-        of_actions, terms = entropy_terms(x)
-        entropy = of_actions.sum(-1, keepdims=True)
+        action_entropies, terms = entropy_terms(x)
+        entropy = action_entropies.sum(-1, keepdims=True)
         loss = loss - head.entropy_weight * entropy[:, 0]
         weight = abs(head.entropy_weight)
         size = size + weight * terms.sum(-1)
@@ -492,8 +492,8 @@ def multi_step(
         loss, loss_error = loss + own, loss_error + own_error
         result.head_losses[name] = own.sum(), (own_error + summed * coarsest * np.abs(own)).sum()
         rest = head.weight * head_weights[name] * (step_weights[name] * step_gradient_scale[name])[:, head.first_step :]
-        for of_loss in (np.ones(batch), grad_output):
-            factor = chosen(kept & taken[:, None], (of_loss * samples * share)[:, None] * rest)
+        for loss_gradient in (np.ones(batch), grad_output):
+            factor = chosen(kept & taken[:, None], (loss_gradient * samples * share)[:, None] * rest)
             gradient, entering = derivatives[name]
             factor = factor.reshape(*factor.shape, *[1] * (gradient.ndim - 2))
             gradient, entering = chosen(factor != 0, factor * gradient), chosen(factor != 0, np.abs(factor) * entering)

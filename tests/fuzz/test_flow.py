@@ -189,15 +189,15 @@ _arguments: dict[str, st.SearchStrategy[tuple[Argument | None, ...]]] = {
     "clip_gradient_value": st.one_of(st.tuples(_low, _high), st.tuples(_low, st.none()), st.tuples(st.none(), _high)),
 }
 _forms: dict[str, Any] = {"module": (False, True), "structure": ("tensor", "tensor", "tensor", "tuple", "dict")}
-_forms_of_norms: dict[str, Any] = {"norm_type": (2.0, 1.0, 3.0, 0.5, INF, 0.1, 12.0), "batch_dims": range(5)}
-_of_norms = product(dict, **_forms, **_forms_of_norms)
-_of_others = product(dict, **_forms)
+_norm_forms: dict[str, Any] = {"norm_type": (2.0, 1.0, 3.0, 0.5, INF, 0.1, 12.0), "batch_dims": range(5)}
+_norm_options = product(dict, **_forms, **_norm_forms)
+_other_options = product(dict, **_forms)
 
 
 @st.composite
 def operators(draw: st.DrawFn) -> Operator:
     name = draw(st.sampled_from(OPERATORS))
-    return Operator(name, draw(_arguments[name]), **draw(_of_norms if name in NORMS else _of_others))
+    return Operator(name, draw(_arguments[name]), **draw(_norm_options if name in NORMS else _other_options))
 
 
 # ---- Contexts -------------------------------------------------------------------------------------------------------
@@ -409,7 +409,7 @@ def _vmap(trial: Trial) -> None:
 
 
 @context
-def _vmap_of_vjp(trial: Trial) -> None:
+def _vmapped_vjp(trial: Trial) -> None:
     def pulled(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda x, g, *inputs: torch.func.vjp(lambda x: call(x, *inputs), x)[1](g)[0]
 

@@ -176,7 +176,7 @@ def bits(x):
 @pytest.mark.parametrize("private_pool", [True, False])
 def test_capture_and_replay_with_other_inputs(name, private_pool, device):
     step, inputs = cases(device)[name]
-    expected_of_first = step()
+    first_expected = step()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -187,7 +187,7 @@ def test_capture_and_replay_with_other_inputs(name, private_pool, device):
     with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle() if private_pool else None):
         captured = step()
     graph.replay()
-    assert_same(captured, expected_of_first)
+    assert_same(captured, first_expected)
     for seed in (1, 2):
         other_step, other_inputs = cases(device, seed)[name]
         with torch.no_grad():
@@ -287,8 +287,8 @@ def test_two_streams_at_once(name, device):
                     torch.cuda._sleep(SLEEP // 100)
                 found[which].append(step())
     torch.cuda.synchronize()
-    for of_stream, wanted in zip(found, expected, strict=True):
-        for results in of_stream:
+    for stream_result, wanted in zip(found, expected, strict=True):
+        for results in stream_result:
             assert_same(results, wanted)
 
 

@@ -29,12 +29,12 @@ __global__ void sum(const __grid_constant__ Sum s) {
   if (i < s.count) s.result[i] = s.a[i] + s.scale * s.b[i];
 }
 __global__ void __launch_bounds__(64) block_total(const float* x, float* total) {
-  __shared__ float of_warp[2];
+  __shared__ float warp_value[2];
   float v = x[blockIdx.x * 64 + threadIdx.x];
   for (int by = 16; by > 0; by /= 2) v += __shfl_xor_sync(0xffffffffu, v, by);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
+  if (threadIdx.x % 32 == 0) warp_value[threadIdx.x / 32] = v;
   __syncthreads();
-  if (threadIdx.x == 0) total[blockIdx.x] = of_warp[0] + of_warp[1];
+  if (threadIdx.x == 0) total[blockIdx.x] = warp_value[0] + warp_value[1];
 }
 __global__ void misaligned(float* p) { *(float4*)(p + 1) = make_float4(1, 2, 3, 4); }
 __global__ void null(float* p) { p[3] = 1; }
@@ -285,11 +285,11 @@ FAULTS = {
     "global_write_out_of_bounds": "no memory at 0x.*000, at `st.global",
     "missing_warp_barrier": IN_SHARED,
     "missing_second_warp_barrier": IN_SHARED,
-    "race_of_blocks": IN_GLOBAL,
-    "race_of_blocks_across_barrier": IN_GLOBAL,
+    "block_race": IN_GLOBAL,
+    "block_race_across_barrier": IN_GLOBAL,
     "missing_fence": IN_GLOBAL,
-    "missing_fence_of_reader": IN_GLOBAL,
-    "fence_of_block": IN_GLOBAL,
+    "reader_missing_fence": IN_GLOBAL,
+    "block_fence": IN_GLOBAL,
     "return_before_barrier": "divergent barrier: warp 2 has returned",
     "return_before_shuffle": "divergent collective: the mask is ffffffff, but lanes ffffff7f are here",
 }

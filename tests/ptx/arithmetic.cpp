@@ -127,7 +127,7 @@ Class class_of(Type type, bool other) {
 
 template <class Op>
 void sum(Assembler& a) {
-  const bool floats = a.of_floats();
+  const bool floats = a.has_floats();
   if (floats) {
     a.rounding();
   }
@@ -139,7 +139,7 @@ void sum(Assembler& a) {
 }
 
 void product(Assembler& a) {
-  if (a.of_floats()) {
+  if (a.has_floats()) {
     sum<Mul>(a);
     return;
   }
@@ -155,7 +155,7 @@ void product(Assembler& a) {
 }
 
 void product_and_sum(Assembler& a) {
-  if (a.of_floats()) {
+  if (a.has_floats()) {
     a.unknown("mad of floats is not known");
   }
   const bool is_wide = a.has("wide"), high = a.has("hi");
@@ -177,7 +177,7 @@ void fused(Assembler& a) {
 }
 
 void quotient(Assembler& a) {
-  const bool floats = a.of_floats(), approximate = a.has("approx") || a.has("full");
+  const bool floats = a.has_floats(), approximate = a.has("approx") || a.has("full");
   if (floats) {
     a.rounding();
   }

@@ -50,7 +50,7 @@ Operand operand_from(string_view text) {
   return operand;
 }
 
-std::vector<string_view> parts_of_name(string_view name) {
+std::vector<string_view> name_parts(string_view name) {
   std::vector<string_view> words;
   for (size_t begin = 0; begin <= name.size();) {
     const size_t end = std::min(name.find('.', begin), name.size());
@@ -181,8 +181,8 @@ const Symbol* Names::symbol(string_view name) const {
   if (own != symbols_.end()) {
     return &own->second;
   }
-  const auto of_module = module_.symbols.find(name);
-  return of_module == module_.symbols.end() ? nullptr : &of_module->second;
+  const auto module_symbol = module_.symbols.find(name);
+  return module_symbol == module_.symbols.end() ? nullptr : &module_symbol->second;
 }
 
 // ---- Parts of an instruction's name ---------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ Space Assembler::space() {
   return Space::generic;
 }
 
-bool Assembler::of_floats() const {
+bool Assembler::has_floats() const {
   return std::any_of(words.begin(), words.end(), [](string_view word) { return is_float(type_of(word)); });
 }
 
@@ -411,7 +411,7 @@ void Assembler::read(string_view text) {
   i.used = static_cast<u32>(code_.used.size());
   o.clear();
   read_guard(text);
-  words = parts_of_name(take_word(text));
+  words = name_parts(take_word(text));
   op = words[0];
   words.erase(words.begin());
   if (!text.empty()) {

@@ -78,7 +78,7 @@ class Assembler {
   void rounding();
   void memory_hints();
   Space space(); // takes it out
-  bool of_floats() const;
+  bool has_floats() const;
   void simple(size_t sources); // one destination, and so many sources
   void done(Run run, Class kind);
 

@@ -124,7 +124,7 @@ void funnel(Warp& w, const Instruction& i, u32 m) {
   });
 }
 
-void logic_of_three(Warp& w, const Instruction& i, u32 m) {
+void ternary_logic(Warp& w, const Instruction& i, u32 m) {
   each(m, [&](int l) {
     const u32 a = get<u32>(w, i.s[0], l), b = get<u32>(w, i.s[1], l), c = get<u32>(w, i.s[2], l);
     u32 r = 0;
@@ -138,14 +138,14 @@ void logic_of_three(Warp& w, const Instruction& i, u32 m) {
 }
 
 // 0 and, 1 or, 2 xor, 3 not, 4 mov
-void logic_of_predicates(Warp& w, const Instruction& i, u32 m) {
+void predicate_logic(Warp& w, const Instruction& i, u32 m) {
   const u32 a = w.predicates[i.s[0]], b = w.predicates[i.s[1]];
   const u32 r = i.variant == 0 ? a & b : i.variant == 1 ? a | b : i.variant == 2 ? a ^ b : i.variant == 3 ? ~a : a;
   put_predicate(w, i.p[0], r, m);
 }
 
 template <class Op, int variant, size_t sources>
-void logic_of_two(Assembler& a) {
+void binary_logic(Assembler& a) {
   a.types();
   if (a.i.type != Type::pred) {
     a.simple(sources);
@@ -165,11 +165,11 @@ void logic_of_two(Assembler& a) {
     }
   }
   a.i.variant = variant;
-  a.done(logic_of_predicates, compare);
+  a.done(predicate_logic, compare);
 }
 
 template <class K, size_t sources>
-void of_bits(Assembler& a) {
+void bit_operation(Assembler& a) {
   a.types();
   a.simple(sources);
   a.done(for_bits<K>(a.i.type), logic);
@@ -178,7 +178,7 @@ void of_bits(Assembler& a) {
 template <Counted counted>
 void count(Assembler& a) {
   a.i.variant = counted == first_bit && a.has("shiftamt") ? first_bit_shift : counted;
-  of_bits<Count, 1>(a);
+  bit_operation<Count, 1>(a);
 }
 
 void insert(Assembler& a) {
@@ -208,25 +208,25 @@ void lop3(Assembler& a) {
   a.i.variant = static_cast<s16>(a.o[4].bits);
   a.o.pop_back();
   a.simple(3);
-  a.done(logic_of_three, logic);
+  a.done(ternary_logic, logic);
 }
 
 } // namespace
 
 void add_bits(Instructions& all) {
   all.insert(
-      {{"and", logic_of_two<And, 0, 2>},
-       {"or", logic_of_two<Or, 1, 2>},
-       {"xor", logic_of_two<Xor, 2, 2>},
-       {"not", logic_of_two<Not, 3, 1>},
-       {"cnot", of_bits<Unary<Cnot>, 1>},
-       {"brev", of_bits<Unary<Reversed>, 1>},
-       {"shl", of_bits<Shift<true>, 2>},
-       {"shr", of_bits<Shift<false>, 2>},
+      {{"and", binary_logic<And, 0, 2>},
+       {"or", binary_logic<Or, 1, 2>},
+       {"xor", binary_logic<Xor, 2, 2>},
+       {"not", binary_logic<Not, 3, 1>},
+       {"cnot", bit_operation<Unary<Cnot>, 1>},
+       {"brev", bit_operation<Unary<Reversed>, 1>},
+       {"shl", bit_operation<Shift<true>, 2>},
+       {"shr", bit_operation<Shift<false>, 2>},
        {"popc", count<population>},
        {"clz", count<leading_zeros>},
        {"bfind", count<first_bit>},
-       {"bfe", of_bits<ExtractBits, 3>},
+       {"bfe", bit_operation<ExtractBits, 3>},
        {"bfi", insert},
        {"prmt", prmt},
        {"shf", shf},

@@ -48,9 +48,9 @@ void order_memory(Warp& w, const Instruction&, u32 m) {
 
 // Within a block barriers order memory, and fences alone do not.
 void fence_instruction(Assembler& a) {
-  const bool of_block = a.has("cta");
+  const bool in_block = a.has("cta");
   a.words.clear();
-  a.done(of_block ? nothing : order_memory, fence);
+  a.done(in_block ? nothing : order_memory, fence);
 }
 
 template <Class kind>
@@ -336,11 +336,11 @@ void run_blocks(Launch& launch) {
   }
 }
 
-struct sigaction of_others[NSIG];
+struct sigaction other_handlers[NSIG];
 
 void at_fault(int signal, siginfo_t* info, void*) {
   if (running == nullptr) { // somebody else's: it happens again, for his handler
-    sigaction(signal, &of_others[signal], nullptr);
+    sigaction(signal, &other_handlers[signal], nullptr);
     return;
   }
   running->address = info->si_addr;
@@ -352,7 +352,7 @@ void handle_faults(bool here) {
     struct sigaction action{};
     action.sa_sigaction = at_fault;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    sigaction(signal, here ? &action : &of_others[signal], here ? &of_others[signal] : nullptr);
+    sigaction(signal, here ? &action : &other_handlers[signal], here ? &other_handlers[signal] : nullptr);
   }
 }
 

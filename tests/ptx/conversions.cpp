@@ -19,13 +19,13 @@ void copy_predicate(Warp& w, const Instruction& i, u32 m) {
   put_predicate(w, i.p[0], w.predicates[i.s[0]], m);
 }
 
-u64 mask_of_part(const Instruction& i) {
+u64 part_mask(const Instruction& i) {
   const int bits = static_cast<int>(8 * bytes_of(i.type)) / i.count;
   return (u64(1) << bits) - 1;
 }
 
 void pack(Warp& w, const Instruction& i, u32 m) {
-  const u64 part = mask_of_part(i);
+  const u64 part = part_mask(i);
   each(m, [&](int l) {
     u64 r = 0;
     for (int k = 0; k < i.count; ++k) {
@@ -36,7 +36,7 @@ void pack(Warp& w, const Instruction& i, u32 m) {
 }
 
 void unpack(Warp& w, const Instruction& i, u32 m) {
-  const u64 part = mask_of_part(i);
+  const u64 part = part_mask(i);
   each(m, [&](int l) {
     const u64 whole = w.lanes(i.s[0])[l];
     for (int k = 0; k < i.count; ++k) {

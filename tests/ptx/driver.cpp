@@ -199,12 +199,12 @@ DRIVER cuGetErrorName(int result, const char** name) {
 }
 
 DRIVER cuGetErrorString(int result, const char** text) {
-  thread_local string of_launch;
+  thread_local string launch_error;
   if (result == launch_failed || result == invalid_ptx) {
     const std::lock_guard lock(one_at_a_time);
-    of_launch = last_error;
-    if (!of_launch.empty()) {
-      *text = of_launch.c_str();
+    launch_error = last_error;
+    if (!launch_error.empty()) {
+      *text = launch_error.c_str();
       return success;
     }
   }
@@ -288,12 +288,12 @@ DRIVER cuModuleUnload(void* module) {
 
 DRIVER cuModuleGetFunction(void** function, void* module, const char* name) {
   const std::lock_guard lock(one_at_a_time);
-  const auto of_handle = modules.find(static_cast<const Module*>(module));
-  if (of_handle == modules.end()) {
+  const auto found_module = modules.find(static_cast<const Module*>(module));
+  if (found_module == modules.end()) {
     return invalid_handle;
   }
-  const auto kernel = of_handle->second->kernels.find(string_view(name));
-  if (kernel == of_handle->second->kernels.end()) {
+  const auto kernel = found_module->second->kernels.find(string_view(name));
+  if (kernel == found_module->second->kernels.end()) {
     return not_found;
   }
   *function = &kernel->second;

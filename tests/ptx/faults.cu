@@ -9,11 +9,11 @@ enum {
   global_write_out_of_bounds,
   missing_warp_barrier,
   missing_second_warp_barrier,
-  race_of_blocks,
-  race_of_blocks_across_barrier,
+  block_race,
+  block_race_across_barrier,
   missing_fence,
-  missing_fence_of_reader,
-  fence_of_block,
+  reader_missing_fence,
+  block_fence,
   return_before_barrier,
   return_before_shuffle
 };
@@ -91,13 +91,13 @@ __device__ void store_gradient(
 }
 
 __device__ void add_up_losses(const Arguments& arguments) {
-  if (FAULT == fence_of_block) {
+  if (FAULT == block_fence) {
     __threadfence_block();
   } else if (FAULT != missing_fence) {
     __threadfence();
   }
   if (atomicAdd(arguments.finished, 1U) == gridDim.x - 1) {
-    if (FAULT != missing_fence_of_reader) {
+    if (FAULT != reader_missing_fence) {
       __threadfence();
     }
     float total = 0.0f;
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) cross_entropy(const __gri
   if (FAULT == return_before_barrier && threadIdx.x >= kThreads - kWarp) {
     return;
   }
-  if (FAULT == race_of_blocks_across_barrier && row == 0 && threadIdx.x == 0) {
+  if (FAULT == block_race_across_barrier && row == 0 && threadIdx.x == 0) {
     *arguments.total = 0.0f;
   }
   const PartOfSoftmax part = part_of_thread(logits, arguments.width);
@@ -141,9 +141,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) cross_entropy(const __gri
   const long long target = arguments.target[row];
   store_gradient(logits, arguments.gradient + row * arguments.stride, arguments.width, target, log_of_sum);
   if (threadIdx.x == 0) {
-    const float start = FAULT == race_of_blocks_across_barrier ? *arguments.total : 0.0f;
+    const float start = FAULT == block_race_across_barrier ? *arguments.total : 0.0f;
     arguments.loss[row] = start + log_of_sum - logits[target];
-    if (FAULT == race_of_blocks) {
+    if (FAULT == block_race) {
       *arguments.total += arguments.loss[row];
     } else {
       add_up_losses(arguments);

@@ -55,7 +55,7 @@ void root(Assembler& a) {
 }
 
 template <class Op>
-void of_float(Assembler& a) {
+void float_function(Assembler& a) {
   a.has("approx");
   a.i.ftz = a.has("ftz");
   a.types();
@@ -76,11 +76,11 @@ void add_functions(Instructions& all) {
       {{"sqrt", root<Sqrt>},
        {"rcp", root<Rcp, RcpUpper>},
        {"rsqrt", root<Rsqrt, RsqrtUpper>},
-       {"ex2", of_float<Ex2>},
-       {"lg2", of_float<Lg2>},
-       {"sin", of_float<Sin>},
-       {"cos", of_float<Cos>},
-       {"tanh", of_float<Tanh>}});
+       {"ex2", float_function<Ex2>},
+       {"lg2", float_function<Lg2>},
+       {"sin", float_function<Sin>},
+       {"cos", float_function<Cos>},
+       {"tanh", float_function<Tanh>}});
 }
 
 } // namespace ptx

@@ -20,8 +20,8 @@ bool contains(const SharedClock& clock, const Access& access) {
   if (clock == nullptr) {
     return false;
   }
-  const auto of_block = clock->find(access.block);
-  return of_block != clock->end() && std::any_of(of_block->second.begin(), of_block->second.end(), [&](const auto& s) {
+  const auto in_block = clock->find(access.block);
+  return in_block != clock->end() && std::any_of(in_block->second.begin(), in_block->second.end(), [&](const auto& s) {
            return covers(s, access);
          });
 }

@@ -155,7 +155,7 @@ string report(const Launch& launch, bool by_line, bool by_block) {
   line.add("divergent_branches", sum.diverged).add("load_sectors", sum.loaded).add("store_sectors", sum.stored);
   line.add("bytes_loaded", sum.bytes[global_load]).add("bytes_stored", sum.bytes[global_store]);
   line.add("memory_loaded", launch.loaded.bytes()).add("memory_stored", launch.stored.bytes());
-  line.add("shared_conflicts", sum.conflicts).add("generic_loads_of_param", sum.generic_param);
+  line.add("shared_conflicts", sum.conflicts).add("generic_param_loads", sum.generic_param);
   line.add("classes", classes.in("{}")).add("opcodes", opcodes_of(launch));
   if (by_line) {
     line.add("lines", lines_of(launch));

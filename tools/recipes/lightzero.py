@@ -58,7 +58,7 @@ def losses(policy, observations, root, action, mask, reward, value, target_polic
     )
 
 
-def entropy_of_targets(target_policy, mask):
+def target_entropy(target_policy, mask):
     """Sum over the steps after the root of the mean over the samples that are not masked, for the log."""
     p = target_policy[:, 1:] + 1e-6
     mask = mask[:, 1 : p.shape[1] + 1]
@@ -84,7 +84,7 @@ EDITS = [
         value_loss, reward_loss = out.per_step["value"].sum(1), out.per_step["reward"].sum(1)
         consistency_loss = out.per_step["consistency"].sum(1)
         value_priority = gs.priorities(out.expected["value"], target_value).cpu().numpy()
-        target_policy_entropy = entropy_of_targets(target_policy, mask_batch)
+        target_policy_entropy = target_entropy(target_policy, mask_batch)
         predicted_values = out.expected["value"]
         predicted_rewards = list(out.expected["reward"].unsqueeze(-1).unbind(1))
         """,
@@ -95,7 +95,7 @@ EDITS = [
 def sides(checkout: Checkout) -> tuple[Side, Side]:
     from lzero.policy import muzero
 
-    names = {"losses": losses, "entropy_of_targets": entropy_of_targets, "gs": gs}
+    names = {"losses": losses, "target_entropy": target_entropy, "gs": gs}
     edited = checkout.edited("lzero/policy/muzero.py", EDITS, names)
     return _side(muzero.MuZeroPolicy), _side(edited.MuZeroPolicy)
 

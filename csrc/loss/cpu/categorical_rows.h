@@ -26,8 +26,8 @@ void categorical_row(
   const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
   A correct = 0;
   A nan = 0; // a NaN target makes the whole row NaN
-  target.for_each([&](int32_t j, double of_bin) {
-    mass[j] = static_cast<A>(target_share * of_bin);
+  target.for_each([&](int32_t j, double bin_mass) {
+    mass[j] = static_cast<A>(target_share * bin_mass);
     nan += A(0) * mass[j];
     // An illegal bin (-inf) without mass costs nothing.
     correct += product(mass[j], static_cast<A>(to_accumulate(logits[j])) - maximum);
@@ -54,8 +54,8 @@ void categorical_row(
 
 template <class T, class G, class A, class Target>
 [[gnu::noinline]] void categorical_rows(const Segment& s, const Group& group, const Target* targets, A* scratch) {
-  const GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, Extremes<A> extremes, GroupSums<A>& of_rows) {
-    categorical_row<T, G>(s, group, i, extremes, targets[i], scratch, of_rows);
+  const GroupSums<A> sums = row_by_row<T, A>(s, group, [&](int64_t i, Extremes<A> extremes, GroupSums<A>& row_sums) {
+    categorical_row<T, G>(s, group, i, extremes, targets[i], scratch, row_sums);
   });
   store_losses(s, group, sums);
   store_decoded(s, group, sums);

@@ -24,16 +24,16 @@ GroupSoftmax<A> group_softmax(int64_t classes, A* x) {
 
 // Returns the divergence of a group, and leaves h_c - s_c sum(h) in x.
 template <bool mixes, bool predicts_p, class A>
-[[gnu::noinline]] A group_divergence(const CategoricalKL<A>& of, int64_t classes, A* x, A* t) {
-  const GroupSoftmax<A> of_x = group_softmax<mixes>(classes, x), of_t = group_softmax<mixes>(classes, t);
+[[gnu::noinline]] A group_divergence(const CategoricalKL<A>& head, int64_t classes, A* x, A* t) {
+  const GroupSoftmax<A> x_softmax = group_softmax<mixes>(classes, x), t_softmax = group_softmax<mixes>(classes, t);
   A divergence = 0, sum = 0;
 #pragma omp simd reduction(+ : divergence, sum)
   for (int64_t j = 0; j < classes; ++j) {
-    const A x_below = x[j] - of_x.maximum, t_below = t[j] - of_t.maximum;
-    const A of_prediction = mixes ? x[j] : exp_nonpositive(x_below);
-    const A of_target = mixes ? t[j] : exp_nonpositive(t_below);
+    const A x_below = x[j] - x_softmax.maximum, t_below = t[j] - t_softmax.maximum;
+    const A x_exponential = mixes ? x[j] : exp_nonpositive(x_below);
+    const A t_exponential = mixes ? t[j] : exp_nonpositive(t_below);
     const DivergenceTerms<A> terms =
-        of.template terms<mixes, predicts_p>(of_prediction, of_target, x_below, t_below, of_x, of_t);
+        head.template terms<mixes, predicts_p>(x_exponential, t_exponential, x_below, t_below, x_softmax, t_softmax);
     divergence += terms.divergence;
     sum += terms.h;
     x[j] = terms.softmax;
@@ -47,30 +47,30 @@ template <bool mixes, bool predicts_p, class A>
 }
 
 template <class A>
-A group_divergence(const CategoricalKL<A>& of, int64_t classes, A* x, A* t) {
-  if (of.mixes()) {
-    return of.predicts_p ? group_divergence<true, true>(of, classes, x, t)
-                         : group_divergence<true, false>(of, classes, x, t);
+A group_divergence(const CategoricalKL<A>& head, int64_t classes, A* x, A* t) {
+  if (head.mixes()) {
+    return head.predicts_p ? group_divergence<true, true>(head, classes, x, t)
+                           : group_divergence<true, false>(head, classes, x, t);
   }
-  return of.predicts_p ? group_divergence<false, true>(of, classes, x, t)
-                       : group_divergence<false, false>(of, classes, x, t);
+  return head.predicts_p ? group_divergence<false, true>(head, classes, x, t)
+                         : group_divergence<false, false>(head, classes, x, t);
 }
 
 template <class T, class G, class A>
-void own_row(const CategoricalKL<A>& of, const Segment& s, int64_t row, double coefficient, A* x) {
+void own_row(const CategoricalKL<A>& head, const Segment& s, int64_t row, double coefficient, A* x) {
   A* t = second_row(x, s.width);
   widen_row(s.prediction, row, s.width, x);
   s.metrics[row] = {0, largest_finite<A>(x, s.width)};
   widen_row(s.target, row, s.width, t);
   double divergence = 0;
   for (int64_t first = 0; first < s.width; first += s.last_size) {
-    divergence += group_divergence(of, s.last_size, x + first, t + first);
+    divergence += group_divergence(head, s.last_size, x + first, t + first);
   }
-  s.loss.store(row, of.loss(divergence));
+  s.loss.store(row, head.loss(divergence));
   if (s.gradient.data == nullptr) {
     return;
   }
-  const A factor = of.factor(divergence, coefficient);
+  const A factor = head.factor(divergence, coefficient);
   s.metrics[row].gradient_square =
       write_gradient<G>(s.gradient, row, s.width, factor, [=](auto load) { return load(x); });
 }

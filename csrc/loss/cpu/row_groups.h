@@ -37,7 +37,7 @@ struct Tile {
 
 // The row of a lane, or the first row for a lane without one.
 template <class T>
-const T* row_of_lane(const Rows& rows, const Group& group, int64_t lane) {
+const T* lane_row(const Rows& rows, const Group& group, int64_t lane) {
   return row_of<T>(rows, group.first + (lane < group.count ? lane : 0));
 }
 
@@ -59,7 +59,7 @@ inline int64_t lanes_of(const Group& group) {
 inline Group group_of(const Segment& s, const Coefficients& coefficients, int64_t first, int64_t end) {
   Group group{first, end - first < kLanes ? end - first : kLanes, {}, {}};
   for (int64_t i = 0; i < group.count; ++i) {
-    const RowFactor factor = coefficients.of_row(s, first + i);
+    const RowFactor factor = coefficients.row_factor(s, first + i);
     group.unmasked[i] = factor.counts;
     group.coefficients[i] = factor.counts ? factor.coefficient : 0.0;
   }
@@ -144,14 +144,14 @@ inline void encode_many(const Head& head, const Group& group, const double* scal
 // The targets over the bins of a group's rows.
 template <class Target>
 struct Targets {
-  Target of_row[kLanes];
+  Target encoded[kLanes];
 
   Targets(const Segment& s, const Group& group) {
     double scalars[kLanes] = {};
     dispatch_element(s.target.element, [&](auto type) {
       widen_column<decltype(type)>(s.target, group.first, group.count, scalars);
     });
-    encode_many(*s.head, group, scalars, of_row);
+    encode_many(*s.head, group, scalars, encoded);
   }
 };
 

@@ -44,7 +44,7 @@ void run_short_rows(const Segment& s, const Coefficients& coefficients, int64_t 
       [&](auto encode) {
         groups([&](const Group& group) {
           const Targets<decltype(encode(0.0))> targets(s, group);
-          short_categorical_rows<A>(s, group, targets.of_row);
+          short_categorical_rows<A>(s, group, targets.encoded);
         });
       },
       [&] { groups([&](const Group& group) { short_policy_rows<A>(s, group); }); },
@@ -73,7 +73,7 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
       [&](auto encode) {
         groups([&](const Group& group) {
           const Targets<decltype(encode(0.0))> targets(s, group);
-          categorical_rows<T, G>(s, group, targets.of_row, scratch);
+          categorical_rows<T, G>(s, group, targets.encoded, scratch);
         });
       },
       [&] { groups([&](const Group& group) { soft_cross_entropy_rows<T, G>(s, group, scratch); }); },

@@ -41,15 +41,15 @@ GRADSCALE_HOST_DEVICE void transpose(typename Vectors<A>::V* square, std::index_
 template <class A>
 GRADSCALE_HOST_DEVICE void transpose(const Lanes<A>* rows, Lanes<A>* columns) {
   constexpr int count = Vectors<A>::kCount, parts = Lanes<A>::kParts;
-  for (int of_rows = 0; of_rows < parts; ++of_rows) {
-    for (int of_columns = 0; of_columns < parts; ++of_columns) {
+  for (int row_part = 0; row_part < parts; ++row_part) {
+    for (int column_part = 0; column_part < parts; ++column_part) {
       typename Vectors<A>::V square[count];
       for (int k = 0; k < count; ++k) {
-        square[k] = rows[of_rows * count + k].parts[of_columns];
+        square[k] = rows[row_part * count + k].parts[column_part];
       }
       transpose<A>(square, std::make_index_sequence<count>());
       for (int k = 0; k < count; ++k) {
-        columns[of_columns * count + k].parts[of_rows] = square[k];
+        columns[column_part * count + k].parts[row_part] = square[k];
       }
     }
   }
@@ -86,7 +86,7 @@ void read_tile_of(const Rows& rows, const Group& group, int64_t width, Tile<A>& 
     });
   } else { // targets of another type than the predictions
     for (int64_t i = 0; i < kLanes; ++i) {
-      const T* row = row_of_lane<T>(rows, group, i);
+      const T* row = lane_row<T>(rows, group, i);
       for (int64_t j = 0; j < width; ++j) {
         tile.at[j][i] = static_cast<A>(to_accumulate(row[j]));
       }
@@ -128,7 +128,7 @@ struct ShortRows {
   A largest_logits[kLanes];
 
   // Leaves exponentials and differences. The moment is of positions, or of differences for a policy.
-  template <bool of_policy>
+  template <bool is_policy>
   GroupSums<A> sums(int64_t width) {
     using Formula = CrossEntropy<Lanes<A>, 0>;
     Lanes<A> maximum = -static_cast<A>(INFINITY), magnitude = A(0);
@@ -137,26 +137,26 @@ struct ShortRows {
       magnitude = larger(finite_magnitude(x.column(j)), magnitude);
     }
     store_lanes(largest_logits, magnitude);
-    Lanes<A> of_rows[Formula::kSums];
-    std::fill(of_rows, of_rows + Formula::kSums, Lanes<A>(A(0)));
+    Lanes<A> row_sums[Formula::kSums];
+    std::fill(row_sums, row_sums + Formula::kSums, Lanes<A>(A(0)));
     for (int64_t j = 0; j < width; ++j) {
       const Lanes<A> d = x.column(j) - maximum, e = exp_nonpositive(d);
-      const Lanes<A> weight = of_policy ? Formula::finite(d) : Lanes<A>(static_cast<A>(2 * j + 1 - width));
+      const Lanes<A> weight = is_policy ? Formula::finite(d) : Lanes<A>(static_cast<A>(2 * j + 1 - width));
       const Lanes<A> t = target.column(j);
-      Formula::add(of_rows, e, t, product(t, d), weight);
+      Formula::add(row_sums, e, t, product(t, d), weight);
       differences.store_column(j, d);
       x.store_column(j, e);
     }
     GroupSums<A> sums;
-    store_lanes(sums.exponentials, of_rows[Formula::kSum]);
-    store_lanes(sums.moment, of_rows[Formula::kWeighted]);
-    store_lanes(sums.target, of_rows[Formula::kMass]);
-    store_lanes(sums.correct, of_rows[Formula::kCorrect]);
+    store_lanes(sums.exponentials, row_sums[Formula::kSum]);
+    store_lanes(sums.moment, row_sums[Formula::kWeighted]);
+    store_lanes(sums.target, row_sums[Formula::kMass]);
+    store_lanes(sums.correct, row_sums[Formula::kCorrect]);
     return sums;
   }
 
   // The sum of the squares of the gradient of one row, in double.
-  [[gnu::noinline]] double squares_of_row(int64_t width, int64_t lane) const {
+  [[gnu::noinline]] double row_squares(int64_t width, int64_t lane) const {
     double sum = 0;
     for (int64_t j = 0; j < width; ++j) {
       sum += squared(x.at[j][lane]);
@@ -187,11 +187,11 @@ struct ShortRows {
       squares += value * value;
       x.store_column(j, value * c);
     }
-    A of_rows[kLanes];
-    store_lanes(of_rows, squares);
+    A stored[kLanes];
+    store_lanes(stored, squares);
     for (int64_t i = 0; i < group.count; ++i) {
       s.metrics[group.first + i].gradient_square =
-          is_in_range(of_rows[i]) ? squared(coefficients[i]) * of_rows[i] : squares_of_row(s.width, i);
+          is_in_range(stored[i]) ? squared(coefficients[i]) * stored[i] : row_squares(s.width, i);
     }
     write_tile(s.gradient, group, s.width, x);
   }
@@ -232,7 +232,7 @@ void read_target_tile(const Segment& s, const Group& group, Tile<A>& target) {
   const int64_t width = s.width;
   if (s.target.element == Element::int64) {
     for (int64_t i = 0; i < kLanes; ++i) {
-      const int64_t chosen = *row_of_lane<int64_t>(s.target, group, i);
+      const int64_t chosen = *lane_row<int64_t>(s.target, group, i);
       const bool valid = chosen >= 0 && chosen < width;
       for (int64_t j = 0; j < width; ++j) {
         target.at[j][i] = valid ? A(j == chosen) : static_cast<A>(NAN);

@@ -5,7 +5,7 @@
 // - kBlocks: the number of blocks of kRowThreads threads that must fit on a multiprocessor;
 // - kHasHalves: true if its gradients may be bfloat16;
 // - kSharedBytes: the shared memory that a block needs, allocated once for all kinds of a call;
-// - rows_of_block(const BlockOfRows&), static: the rows of a block; the last block of a segment may have fewer;
+// - rows_per_block(const BlockOfRows&), static: the rows of a block; the last block of a segment may have fewer;
 // - run(const BlockOfRows&), static: computes the rows of a block, with all of its threads.
 //
 // launch_loss.cpp repeats the names of these types and their rows per block.
@@ -58,7 +58,7 @@ struct BlockOfRows {
   GRADSCALE_DEVICE RowFactor factor_of(int64_t row) const {
     RowFactor result{coefficients.mask.includes(row, segment.step), 0};
     if (segment.gradient.data != nullptr) {
-      result = coefficients.of_row(segment, row, is_backward() ? pass.grad_output.load(row) : 1);
+      result = coefficients.row_factor(segment, row, is_backward() ? pass.grad_output.load(row) : 1);
     }
     result.counts = result.counts && !is_skipped(row);
     return result;
@@ -158,7 +158,7 @@ struct RowTask {
 };
 
 template <class A>
-GRADSCALE_DEVICE A smoothing_of_bin(const RowTask& task) {
+GRADSCALE_DEVICE A bin_smoothing(const RowTask& task) {
   const double smoothing = task.head().label_smoothing;
   return smoothing == 0 ? A(0) : static_cast<A>(smoothing / static_cast<double>(task.segment().width));
 }

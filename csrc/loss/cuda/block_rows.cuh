@@ -65,7 +65,7 @@ class LogitsLoss {
         row_{task.template prediction<T>(), task.width, task.group},
         entropy_{static_cast<A>(head_.entropy_weight)},
         share_(static_cast<A>(1 - head_.label_smoothing)),
-        everywhere_(smoothing_of_bin<A>(task)),
+        everywhere_(bin_smoothing<A>(task)),
         maximum_(row_.maximum(largest_finite_)) {
   }
 

@@ -13,8 +13,8 @@ struct Span {
   int32_t head;
   int32_t first_segment;
   int32_t first_block;
-  int32_t blocks_of_segment;
-  int32_t kind_of_rows;    // its place among the template arguments of loss_rows
+  int32_t blocks_per_segment;
+  int32_t row_kind;        // its place among the template arguments of loss_rows
   int32_t threads_per_row; // in GroupRows and MultipliedRows
   int64_t raw_centers;     // the place of raw centres in the table, of the type of sums; -1: none
 };

@@ -56,8 +56,8 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
     coefficient = bins_.is_nan() ? NAN : coefficient;
   }
 
-  GRADSCALE_DEVICE void begin_row(int of_holder, const Units& units, const Exponent&) {
-    holder = of_holder;
+  GRADSCALE_DEVICE void begin_row(int row_holder, const Units& units, const Exponent&) {
+    holder = row_holder;
     if constexpr (Shape::kWantsGradient) {
       with_mass_ = units.mask(held_by<Shape::kLanes>(holder, bins_.begin), bins_.count_of(holder));
     }
@@ -112,7 +112,7 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
   }
 
   // The value that `lane` holds.
-  GRADSCALE_DEVICE static float of_lane(float value, int lane) {
+  GRADSCALE_DEVICE static float from_lane(float value, int lane) {
     return Bins::kLanes == 1 ? value : __shfl_sync(kWholeWarp, value, lane);
   }
 
@@ -128,10 +128,10 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
     // The row whose bins this lane finishes, and the lane that holds its numbers.
     const int index = Bins::kLanes == 1 ? warp.row : warp.lane >> lanes_shift;
     const int lane = Bins::kLanes == 1 ? warp.lane : RowsOfWarp::holder_of(index, Shape::kLanes);
-    const Bins bins = bins_.of_lane(lane);
-    const Exponent exponent(of_lane(own_maximum, lane));
-    const float inverse_sum = of_lane(own_inverse_sum, lane);
-    const float c = of_lane(coefficient, lane);
+    const Bins bins = bins_.from_lane(lane);
+    const Exponent exponent(from_lane(own_maximum, lane));
+    const float inverse_sum = from_lane(own_inverse_sum, lane);
+    const float c = from_lane(coefficient, lane);
     const bool is_counted = counts(lane);
     float cost = 0, square = 0;
     if (index < warp.count) {
@@ -153,8 +153,8 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
       cost += __shfl_xor_sync(kWholeWarp, cost, distance);
       square += __shfl_xor_sync(kWholeWarp, square, distance);
     }
-    own_cost += of_lane(cost, (warp.row << lanes_shift) & 31);
-    own_square += of_lane(square, (warp.row << lanes_shift) & 31);
+    own_cost += from_lane(cost, (warp.row << lanes_shift) & 31);
+    own_square += from_lane(square, (warp.row << lanes_shift) & 31);
   }
 
   Bins bins_;
@@ -189,8 +189,8 @@ class PolicyLoss : public Shape, LaneLoss {
     }
   }
 
-  GRADSCALE_DEVICE void begin_row(int of_holder, const Units&, const Exponent& exponent) {
-    holder = of_holder;
+  GRADSCALE_DEVICE void begin_row(int row_holder, const Units&, const Exponent& exponent) {
+    holder = row_holder;
     row_entropy_ = {entropy_weight_ * exponent.unit()};
     if constexpr (kIsClass) {
       row_class_ = held_by<Shape::kLanes>(holder, class_);
@@ -259,13 +259,13 @@ struct LossRows {
       std::conditional_t<kIsPolicy, PolicyLoss<Shape, options>, BinsLoss<Shape, Bins, (options & kSmoothing) != 0>>;
   using WarpRows = LaneRows<Formula>;
   static constexpr int kSharedBytes = kRowThreads / 32 * WarpRows::kBytes;
-  static constexpr int kBlocks = blocks_of_lanes<Formula>(kIsPolicy ? 52 : (lanes_per_row == 1 ? 64 : 46));
+  static constexpr int kBlocks = lane_blocks<Formula>(kIsPolicy ? 52 : (lanes_per_row == 1 ? 64 : 46));
   static constexpr bool kHasHalves = std::is_same_v<G, BFloat16Bits>;
 
   GRADSCALE_DEVICE static int32_t rows_per_warp_of(const BlockOfRows& block) {
     return rounded_rows_per_warp(block.rows_per_warp, lanes_per_row);
   }
-  GRADSCALE_DEVICE static int32_t rows_of_block(const BlockOfRows& block) {
+  GRADSCALE_DEVICE static int32_t rows_per_block(const BlockOfRows& block) {
     return kRowThreads / 32 * rows_per_warp_of(block);
   }
   GRADSCALE_DEVICE static void run(const BlockOfRows& block) {

@@ -1,6 +1,6 @@
 // The kernels of the loss for the rows of a call, and their launches.
-#include "../../cuda/lanes_of_row.h"
 #include "../../cuda/launch.h"
+#include "../../cuda/row_lanes.h"
 #include "../../cuda/row_shape.h"
 #include "../../cuda/table_builder.h"
 #include "../../formulas/losses.h"
@@ -61,11 +61,11 @@ Lanes lanes_of(const Segment& segment) {
   }
   if (head.kind == Kind::soft_cross_entropy) {
     const Rows over_logits = target.element == Element::int64 ? Rows{} : target;
-    return lanes_of_actions(segment.width, segment.prediction, segment.gradient, over_logits);
+    return action_lanes(segment.width, segment.prediction, segment.gradient, over_logits);
   }
   const bool has_few_bins = head.kind != Kind::hl_gauss ||
                             (head.sigma_ratio >= kSmallestSigmaOfLanes && head.sigma_ratio <= kLargestSigmaOfLanes);
-  return has_few_bins ? lanes_of_bins(segment.width, segment.prediction, segment.gradient) : Lanes{0, 0};
+  return has_few_bins ? bin_lanes(segment.width, segment.prediction, segment.gradient) : Lanes{0, 0};
 }
 
 int32_t options_of(const Head& head) {
@@ -88,14 +88,15 @@ const char* name_of(Kind kind) {
   return "";
 }
 
-std::string name_of_gradient(Element element) {
+std::string gradient_name(Element element) {
   return element == Element::int64 ? "void" : type_name(element); // none is wanted
 }
 
 // The members that distinguish two specifications.
-auto members(const RowSpecification& of) {
-  const int32_t lanes = of.way == Way::lanes ? of.threads : 0; // others are known when the kernel runs
-  return std::make_tuple(of.way, of.kind, of.logits, of.target, of.gradient, of.width, lanes, of.unit, of.options);
+auto members(const RowSpecification& rows) {
+  const int32_t lanes = rows.way == Way::lanes ? rows.threads : 0; // others are known when the kernel runs
+  return std::make_tuple(
+      rows.way, rows.kind, rows.logits, rows.target, rows.gradient, rows.width, lanes, rows.unit, rows.options);
 }
 
 bool RowSpecification::operator==(const RowSpecification& other) const {
@@ -114,7 +115,7 @@ std::string RowSpecification::name() const {
           {name_of(kind),
            type_name(logits),
            type_name(target),
-           name_of_gradient(gradient),
+           gradient_name(gradient),
            std::to_string(width),
            std::to_string(threads),
            std::to_string(unit),
@@ -124,13 +125,13 @@ std::string RowSpecification::name() const {
     case Way::multiplied:
       break;
   }
-  return instance("MultipliedRows", {name_of_gradient(gradient)});
+  return instance("MultipliedRows", {gradient_name(gradient)});
 }
 
 int64_t RowSpecification::blocks(int64_t rows, int32_t rows_per_warp) const {
-  const int64_t rows_of_block =
+  const int64_t rows_per_block =
       way == Way::lanes ? kRowThreads / 32 * rounded_rows_per_warp(rows_per_warp, threads) : kRowThreads / threads;
-  return (rows + rows_of_block - 1) / rows_of_block;
+  return (rows + rows_per_block - 1) / rows_per_block;
 }
 
 // The rows of a segment, whose gradient exists and is to be multiplied if `multiplies`.
@@ -160,16 +161,16 @@ RowSpecification specification_of(const Segment& segment, int32_t threads_per_ro
 }
 
 // The kernel for these kinds of rows; `inside`: the table is in its arguments. Compiled once, for all calls.
-const Kernel<DevicePass>& loss_rows_for(const std::vector<RowSpecification>& kinds_of_rows, bool inside) {
+const Kernel<DevicePass>& loss_rows_for(const std::vector<RowSpecification>& row_kinds, bool inside) {
   using Kernels = std::map<std::pair<std::vector<RowSpecification>, bool>, std::unique_ptr<Kernel<DevicePass>>>;
   static std::mutex mutex;
   static auto& kernels = *new Kernels(); // for ever: what is loaded for a kernel is never unloaded
   const std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<Kernel<DevicePass>>& kernel = kernels[{kinds_of_rows, inside}];
+  std::unique_ptr<Kernel<DevicePass>>& kernel = kernels[{row_kinds, inside}];
   if (kernel == nullptr) {
     std::vector<std::string> arguments{inside ? "true" : "false"};
-    for (const RowSpecification& kind_of_rows : kinds_of_rows) {
-      arguments.push_back(kind_of_rows.name());
+    for (const RowSpecification& row_kind : row_kinds) {
+      arguments.push_back(row_kind.name());
     }
     kernel = std::make_unique<Kernel<DevicePass>>("loss/cuda/multi_step_loss.cuh", instance("loss_rows", arguments));
   }
@@ -181,14 +182,14 @@ const Kernel<DevicePass>& loss_rows_for(const std::vector<RowSpecification>& kin
 constexpr const char* kFile = "loss/cuda/totals.cuh";
 
 // An empty batch has a block too, whose sums are 0.
-int64_t blocks_of_totals(const Pass& pass) {
+int64_t total_blocks(const Pass& pass) {
   return pass.batch <= kThreads ? 1 : (pass.batch + kThreads - 1) / kThreads;
 }
 
 // The bytes before the tables in the workspace: partial sums, and the counter of blocks that are done.
-int64_t bytes_of_sums(const Pass& pass) {
+int64_t sum_bytes(const Pass& pass) {
   const PartialSums partial{nullptr, pass.num_heads};
-  return (blocks_of_totals(pass) * partial.size() + 1) * static_cast<int64_t>(sizeof(double));
+  return (total_blocks(pass) * partial.size() + 1) * static_cast<int64_t>(sizeof(double));
 }
 
 // The launches of a pass.
@@ -199,7 +200,7 @@ class Launches {
     device_.pass = pass;
     device_.partial = {static_cast<double*>(workspace), pass.num_heads};
     device_.blocks_done =
-        reinterpret_cast<unsigned*>(device_.partial.data + blocks_of_totals(pass) * device_.partial.size());
+        reinterpret_cast<unsigned*>(device_.partial.data + total_blocks(pass) * device_.partial.size());
     device_.rows_per_warp = balanced_rows_per_warp(pass.batch * pass.num_segments, multiprocessors());
     TableBuilder builder;
     for (int64_t i = 0; i < pass.num_segments; ++i) {
@@ -216,12 +217,12 @@ class Launches {
     device_.num_spans = static_cast<int64_t>(spans_.size());
     device_.spans = builder.add(spans_.data(), device_.num_spans);
     // Brings the table to the device if it does not fit into the arguments.
-    device_.table = builder.build(static_cast<char*>(workspace) + bytes_of_sums(pass), stream);
+    device_.table = builder.build(static_cast<char*>(workspace) + sum_bytes(pass), stream);
   }
 
   void rows() const {
     if (blocks_ > 0) {
-      launch(loss_rows_for(kinds_of_rows_, device_.table.outside == nullptr), blocks_, kRowThreads, stream_, device_);
+      launch(loss_rows_for(row_kinds_, device_.table.outside == nullptr), blocks_, kRowThreads, stream_, device_);
     }
   }
 
@@ -232,7 +233,7 @@ class Launches {
 
   void totals() const {
     static const Kernel<DevicePass> kernel(kFile, "loss_totals");
-    launch(kernel, blocks_of_totals(pass_), kThreads, stream_, device_);
+    launch(kernel, total_blocks(pass_), kThreads, stream_, device_);
   }
 
  private:
@@ -252,22 +253,22 @@ class Launches {
     }
     const int32_t threads = threads_for_row(segment.width, element_size(segment.prediction.element), kRowThreads);
     const RowSpecification specification = specification_of(segment, threads, multiplies(segment));
-    const auto found = std::find(kinds_of_rows_.begin(), kinds_of_rows_.end(), specification);
-    const auto kind_of_rows = static_cast<int32_t>(found - kinds_of_rows_.begin());
-    if (found == kinds_of_rows_.end()) {
-      kinds_of_rows_.push_back(specification);
+    const auto found = std::find(row_kinds_.begin(), row_kinds_.end(), specification);
+    const auto row_kind = static_cast<int32_t>(found - row_kinds_.begin());
+    if (found == row_kinds_.end()) {
+      row_kinds_.push_back(specification);
     }
     const auto head = static_cast<int32_t>(segment.head - pass_.heads);
     const auto blocks = specification.blocks(pass_.batch, device_.rows_per_warp);
     const bool follows = !spans_.empty() && last_segment_ == index - 1 && spans_.back().head == head &&
-                         spans_.back().kind_of_rows == kind_of_rows;
+                         spans_.back().row_kind == row_kind;
     if (!follows) {
       spans_.push_back(
           {head,
            static_cast<int32_t>(index),
            static_cast<int32_t>(blocks_),
            static_cast<int32_t>(blocks),
-           kind_of_rows,
+           row_kind,
            threads,
            raw_centers(segment, head, builder)});
     }
@@ -291,7 +292,7 @@ class Launches {
   Stream stream_;
   DevicePass device_{};
   std::vector<Span> spans_;
-  std::vector<RowSpecification> kinds_of_rows_;
+  std::vector<RowSpecification> row_kinds_;
   std::vector<int64_t> raw_centers_; // by head, in float and in double: their places; -1: not added
   int64_t last_segment_ = -1;        // of the last span
   int64_t blocks_ = 0;               // of loss_rows
@@ -307,7 +308,7 @@ int64_t bytes_for_loss(const Pass& pass) {
     const Support& support = pass.heads[h].support;
     table += support.raw ? support.num_bins * static_cast<int64_t>(sizeof(double) + sizeof(float)) + 8 : 0;
   }
-  return bytes_of_sums(pass) + (table > Table::kInside ? table : 0);
+  return sum_bytes(pass) + (table > Table::kInside ? table : 0);
 }
 
 void launch_loss(const Pass& pass, void* workspace, void* stream) {

@@ -25,7 +25,7 @@ struct GroupRows {
   static constexpr int kSharedBytes = 0;
   static constexpr bool kHasHalves = std::is_same_v<T, BFloat16Bits>;
 
-  GRADSCALE_DEVICE static int32_t rows_of_block(const BlockOfRows& block) {
+  GRADSCALE_DEVICE static int32_t rows_per_block(const BlockOfRows& block) {
     return kRowThreads / block.span.threads_per_row;
   }
   GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
@@ -35,16 +35,16 @@ struct GroupRows {
     const RowFactor factor = block.factor_of(own.row);
     const int32_t width = own.active ? static_cast<int32_t>(block.segment.width) : 0;
     const RowTask task{block, own.group, own.row, width, own.active, factor.counts, factor.coefficient};
-    rows_of_kind<kind, A>(
+    kind_rows<kind, A>(
         block.head,
         [&](auto encode) {
           const auto target = encode(block.template target<double>(own.row));
           logits_row<T, options>(task, BinsOfRow<A, decltype(target)>{target});
         },
         [&] { logits_row<T, options>(task, ActionsOfRow<A>{block.segment.target, own.row, width}); },
-        [&](auto of) { vector_row<typename decltype(of)::Head, T, A>(task); },
-        [&](auto of) { scalar_row<typename decltype(of)::Head, T, A>(task); },
-        [&](auto of) { own_row<T>(typename decltype(of)::Head(block.head, block.segment), task); });
+        [&](auto type) { vector_row<typename decltype(type)::Head, T, A>(task); },
+        [&](auto type) { scalar_row<typename decltype(type)::Head, T, A>(task); },
+        [&](auto type) { own_row<T>(typename decltype(type)::Head(block.head, block.segment), task); });
   }
 };
 
@@ -90,11 +90,11 @@ struct MultipliedRows {
   static constexpr int kSharedBytes = 0;
   static constexpr bool kHasHalves = false;
 
-  GRADSCALE_DEVICE static int32_t rows_of_block(const BlockOfRows& block) {
+  GRADSCALE_DEVICE static int32_t rows_per_block(const BlockOfRows& block) {
     return kRowThreads / block.span.threads_per_row;
   }
   GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
-    const int64_t rows = rows_of_block(block), first = block.index * rows, left = block.pass.batch - first;
+    const int64_t rows = rows_per_block(block), first = block.index * rows, left = block.pass.batch - first;
     multiply_rows<G>(block, first, left < rows ? left : rows);
   }
 };
@@ -105,7 +105,7 @@ template <class Rows>
 GRADSCALE_DEVICE void run_or_multiply(const BlockOfRows& block) {
   if constexpr (Rows::kHasHalves) {
     if (block.multiplies_halves()) {
-      const int64_t rows = Rows::rows_of_block(block);
+      const int64_t rows = Rows::rows_per_block(block);
       const int64_t first = block.index * rows;
       const int64_t left = block.pass.batch - first;
       multiply_rows<BFloat16Bits>(block, first, left < rows ? left : rows);
@@ -128,7 +128,7 @@ GRADSCALE_DEVICE void run_rows(int32_t index, const BlockOfRows& block) {
 }
 
 // The span that has a block. A call has few: one for each head, as a rule.
-GRADSCALE_DEVICE const Span& span_of_block(const Span* spans, int64_t count, int32_t block) {
+GRADSCALE_DEVICE const Span& block_span(const Span* spans, int64_t count, int32_t block) {
   int64_t span = 0;
   while (span + 1 < count && spans[span + 1].first_block <= block) {
     ++span;
@@ -164,9 +164,9 @@ loss_rows(GRADSCALE_ARGUMENT(DevicePass) device) {
   }
   const char* const table = device.table.template begin<inside>();
   const auto index = static_cast<int32_t>(blockIdx.x);
-  const Span& span = span_of_block(reinterpret_cast<const Span*>(table + device.spans), device.num_spans, index);
-  const int32_t of_span = index - span.first_block;
-  const int32_t step = of_span / span.blocks_of_segment;
+  const Span& span = block_span(reinterpret_cast<const Span*>(table + device.spans), device.num_spans, index);
+  const int32_t place = index - span.first_block;
+  const int32_t step = place / span.blocks_per_segment;
   const BlockOfRows block{
       pass,
       device.rows_per_warp,
@@ -175,9 +175,9 @@ loss_rows(GRADSCALE_ARGUMENT(DevicePass) device) {
       reinterpret_cast<const Head*>(table + device.heads)[span.head],
       reinterpret_cast<const Coefficients*>(table + device.coefficients)[span.head],
       reinterpret_cast<const Segment*>(table + device.segments)[span.first_segment + step],
-      of_span - step * span.blocks_of_segment,
+      place - step * span.blocks_per_segment,
       reinterpret_cast<char*>(shared)};
-  run_rows<Rows...>(span.kind_of_rows, block);
+  run_rows<Rows...>(span.row_kind, block);
 }
 
 } // namespace gradscale

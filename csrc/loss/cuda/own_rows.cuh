@@ -43,39 +43,39 @@ struct ClassGroup {
 
   template <bool mixes, bool predicts_p>
   GRADSCALE_DEVICE void add_divergence(
-      const CategoricalKL<A>& of, A factor, const RowTask& task, int32_t first, PartOfDivergence& part) const {
+      const CategoricalKL<A>& head, A factor, const RowTask& task, int32_t first, PartOfDivergence& part) const {
     A largest_x = -static_cast<A>(INFINITY), largest_t = largest_x, sum_x = 0, sum_t = 0;
     A largest_finite = 0, square = 0;
-    each([&](int32_t, A of_x, A of_t) {
-      largest_finite = larger(largest_finite, finite_magnitude(of_x));
-      largest_x = larger(largest_x, of_x);
-      largest_t = larger(largest_t, of_t);
+    each([&](int32_t, A x_logit, A t_logit) {
+      largest_finite = larger(largest_finite, finite_magnitude(x_logit));
+      largest_x = larger(largest_x, x_logit);
+      largest_t = larger(largest_t, t_logit);
     });
     largest_x = team.maximum(largest_x);
     largest_t = team.maximum(largest_t);
-    each([&](int32_t, A of_x, A of_t) {
-      sum_x += exp_nonpositive(of_x - largest_x);
-      sum_t += exp_nonpositive(of_t - largest_t);
+    each([&](int32_t, A x_logit, A t_logit) {
+      sum_x += exp_nonpositive(x_logit - largest_x);
+      sum_t += exp_nonpositive(t_logit - largest_t);
     });
     sum_x = team.sum(sum_x);
     sum_t = team.sum(sum_t);
     const GroupSoftmax<A> softmax_x{largest_x, A(1) / sum_x, std::log(sum_x)};
     const GroupSoftmax<A> softmax_t{largest_t, A(1) / sum_t, std::log(sum_t)};
-    const auto terms = [&](A of_x, A of_t) {
-      const A x_below = of_x - largest_x, t_below = of_t - largest_t;
-      return of.template terms<mixes, predicts_p>(
+    const auto terms = [&](A x_logit, A t_logit) {
+      const A x_below = x_logit - largest_x, t_below = t_logit - largest_t;
+      return head.template terms<mixes, predicts_p>(
           exp_nonpositive(x_below), exp_nonpositive(t_below), x_below, t_below, softmax_x, softmax_t);
     };
     A total = 0, h = 0;
-    each([&](int32_t, A of_x, A of_t) {
-      const DivergenceTerms<A> element = terms(of_x, of_t);
+    each([&](int32_t, A x_logit, A t_logit) {
+      const DivergenceTerms<A> element = terms(x_logit, t_logit);
       total += element.divergence;
       h += element.h;
     });
     h = team.sum(h);
-    each([&](int32_t c, A of_x, A of_t) {
+    each([&](int32_t c, A x_logit, A t_logit) {
       if (task.segment().gradient.data != nullptr) {
-        const DivergenceTerms<A> element = terms(of_x, of_t);
+        const DivergenceTerms<A> element = terms(x_logit, t_logit);
         A gradient = (element.h - element.softmax * h) * factor;
         square += task.template write_gradient<T, 1>(first + c, &gradient);
       }
@@ -88,44 +88,44 @@ struct ClassGroup {
 
 // This thread's part of the divergence. Its gradients are written as if there were no free nats.
 template <bool mixes, bool predicts_p, class T, class A>
-GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& of, const RowTask& task, int team) {
+GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, const RowTask& task, int team) {
   const Segment& s = task.segment();
   const auto classes = static_cast<int32_t>(s.last_size), groups = static_cast<int32_t>(s.width / s.last_size);
   const int teams = task.group.size / team, own = task.group.rank / team;
-  const A factor = of.factor(static_cast<double>(INFINITY), task.coefficient);
+  const A factor = head.factor(static_cast<double>(INFINITY), task.coefficient);
   PartOfDivergence part;
   dispatch_element(s.target.element, [&](auto type) {
     using U = decltype(type);
     const U* targets = static_cast<const U*>(s.target.data) + task.row * s.target.stride;
     for (int32_t begin = 0; begin < groups; begin += teams) { // all threads of a warp take part in each reduction
       const int32_t group = begin + own, first = group < groups ? group * classes : 0;
-      const ClassGroup<T, U> of_classes{
+      const ClassGroup<T, U> class_group{
           task.template prediction<T>() + first,
           targets + first,
           task.active && group < groups ? classes : 0,
           Group{team, task.group.rank % team, nullptr}};
-      of_classes.template add_divergence<mixes, predicts_p>(of, factor, task, first, part);
+      class_group.template add_divergence<mixes, predicts_p>(head, factor, task, first, part);
     }
   });
   return part;
 }
 
 template <class T, class A>
-GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& of, const RowTask& task) {
+GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& head, const RowTask& task) {
   const Segment& s = task.segment();
   const int team = team_size(static_cast<int32_t>(s.last_size), task.group.size);
   PartOfDivergence part;
-  if (of.mixes()) {
-    part =
-        of.predicts_p ? row_divergence<true, true, T>(of, task, team) : row_divergence<true, false, T>(of, task, team);
+  if (head.mixes()) {
+    part = head.predicts_p ? row_divergence<true, true, T>(head, task, team)
+                           : row_divergence<true, false, T>(head, task, team);
   } else {
-    part = of.predicts_p ? row_divergence<false, true, T>(of, task, team)
-                         : row_divergence<false, false, T>(of, task, team);
+    part = head.predicts_p ? row_divergence<false, true, T>(head, task, team)
+                           : row_divergence<false, false, T>(head, task, team);
   }
   const double divergence = task.group.sum(part.divergence);
-  task.store_loss(of.loss(divergence));
-  task.store_metrics(divergence < of.free_nats ? 0 : part.gradient_square, part.largest_logit);
-  if (s.gradient.data != nullptr && divergence < of.free_nats) { // each thread clears what it wrote
+  task.store_loss(head.loss(divergence));
+  task.store_metrics(divergence < head.free_nats ? 0 : part.gradient_square, part.largest_logit);
+  if (s.gradient.data != nullptr && divergence < head.free_nats) { // each thread clears what it wrote
     const int32_t classes = static_cast<int32_t>(s.last_size), stride = task.group.size / team * classes;
     for (int32_t first = task.group.rank / team * classes; first < task.width; first += stride) {
       for (int32_t c = task.group.rank % team; c < classes; c += team) {
@@ -141,10 +141,10 @@ GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& of, const RowTask& task) {
 // read once from memory, gradients written once. The order of sums depends only on the shape.
 
 template <class T, class A>
-GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& of, const RowTask& task) {
+GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& head, const RowTask& task) {
   const Segment& s = task.segment();
   const T* x = task.template prediction<T>();
-  const A factor = of.factor(task.coefficient);
+  const A factor = head.factor(task.coefficient);
   const auto count = static_cast<int32_t>(s.target_width);
   double sum = 0, square = 0;
   dispatch_element(s.target.element, [&](auto type) {
@@ -152,17 +152,17 @@ GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& of, const RowTask& task) {
     const U* targets = static_cast<const U*>(s.target.data) + task.row * s.target.stride;
     for (int32_t i = task.group.rank; i < task.width; i += task.group.size) {
       const A quantile = static_cast<A>(to_accumulate(x[i]));
-      const QuantileWeights<A> weights = of.weights(i);
+      const QuantileWeights<A> weights = head.weights(i);
       A loss = 0, slope = 0;
-      for (int32_t begin = 0; begin < count; begin += of.kPartialSum) {
-        const int32_t end = begin + of.kPartialSum < count ? begin + of.kPartialSum : count;
-        A part_of_loss = 0, part_of_slope = 0;
+      for (int32_t begin = 0; begin < count; begin += head.kPartialSum) {
+        const int32_t end = begin + head.kPartialSum < count ? begin + head.kPartialSum : count;
+        A loss_part = 0, slope_part = 0;
         for (int32_t j = begin; j < end; ++j) {
           const A u = static_cast<A>(to_accumulate(targets[j])) - quantile;
-          of.add(u, weights.above, weights.below, part_of_loss, part_of_slope);
+          head.add(u, weights.above, weights.below, loss_part, slope_part);
         }
-        loss += part_of_loss;
-        slope += part_of_slope;
+        loss += loss_part;
+        slope += slope_part;
       }
       sum += loss;
       if (s.gradient.data != nullptr) {
@@ -171,7 +171,7 @@ GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& of, const RowTask& task) {
       }
     }
   });
-  task.store_loss(of.finish(task.group.sum(sum)));
+  task.store_loss(head.finish(task.group.sum(sum)));
   task.store_metrics(square, 0);
 }
 

@@ -8,7 +8,7 @@ namespace gradscale {
 
 // Calls function(prediction, target, first) for the windows of this thread, both 0 outside the row.
 template <class RowHead, class T, class A, class Function>
-GRADSCALE_DEVICE void each_window_of_both(const RowTask& task, Function function) {
+GRADSCALE_DEVICE void each_window_pair(const RowTask& task, Function function) {
   const T* prediction = task.template prediction<T>();
   const Windows<T> windows(prediction, task.width);
   const Rows rows = task.segment().target;
@@ -39,7 +39,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   RowHead head{{static_cast<double>(task.segment().width), &task.head()}};
   if constexpr (RowHead::kScales) {
     A largest_x = 0, largest_t = 0;
-    each_window_of_both<RowHead, T, A>(task, [&](const A* x, const A* t, int32_t) {
+    each_window_pair<RowHead, T, A>(task, [&](const A* x, const A* t, int32_t) {
 #pragma unroll
       for (int k = 0; k < size; ++k) {
         largest_x = larger(largest_x, std::abs(x[k]));
@@ -59,7 +59,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
     square += task.template write_gradient<T, size>(first, gradient);
   };
   Sums<typename RowHead::Sum> sums{};
-  each_window_of_both<RowHead, T, A>(task, [&](const A* x, const A* t, int32_t first) {
+  each_window_pair<RowHead, T, A>(task, [&](const A* x, const A* t, int32_t first) {
 #pragma unroll
     for (int k = 0; k < size; ++k) {
       const auto terms = head.terms(x[k], t[k]);
@@ -79,7 +79,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   task.store_loss(head.finish(sums));
   if (RowHead::kGradientWaits && wants_gradient) {
     factor = head.factor(task.coefficient);
-    each_window_of_both<RowHead, T, A>(task, write_gradient);
+    each_window_pair<RowHead, T, A>(task, write_gradient);
   }
   task.store_metrics(square, 0);
 }

@@ -73,13 +73,13 @@ GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& blo
     next += pass.steps_of(head);
     const double head_weight = c.head_weight();
     // A weight that is not finite adds nothing to a sample without entries.
-    const double of_sample = counts && unmasked != 0 ? importance * (c.share_factor() * weighted) : 0;
+    const double sample_share = counts && unmasked != 0 ? importance * (c.share_factor() * weighted) : 0;
     result.loss += unmasked != 0 ? head.weight * head_weight * weighted : 0;
-    result.reduced += unmasked != 0 ? head_weight * of_sample : 0;
+    result.reduced += unmasked != 0 ? head_weight * sample_share : 0;
     if (active && pass.each_sample && c.share.data != nullptr) {
-      c.share.store(sample, of_sample);
+      c.share.store(sample, sample_share);
     }
-    const double share = block.sum(of_sample);
+    const double share = block.sum(sample_share);
     plain = block.sum(plain);
     unmasked = block.sum(unmasked);
     squares = block.sum(squares);

@@ -1,4 +1,4 @@
-#include "lanes_of_row.h"
+#include "row_lanes.h"
 
 #include "row_shape.h"
 
@@ -63,11 +63,11 @@ Lanes lanes_of(
 
 } // namespace
 
-Lanes lanes_of_bins(int64_t width, const Rows& logits, const Rows& gradient) {
+Lanes bin_lanes(int64_t width, const Rows& logits, const Rows& gradient) {
   return lanes_of(kLanesOfBins, width, logits, gradient, {});
 }
 
-Lanes lanes_of_actions(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
+Lanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
   return lanes_of(kLanesOfActions, width, logits, gradient, target);
 }
 

@@ -14,8 +14,8 @@ struct Lanes {
 };
 
 // The lanes for rows of logits over bins or actions, with gradients, and targets over the logits where these have data.
-Lanes lanes_of_bins(int64_t width, const Rows& logits, const Rows& gradient);
-Lanes lanes_of_actions(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target);
+Lanes bin_lanes(int64_t width, const Rows& logits, const Rows& gradient);
+Lanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target);
 
 // True if rows begin at multiples of `count` elements, or if there are none.
 bool is_aligned(const Rows& rows, int64_t count);
