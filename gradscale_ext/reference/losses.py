@@ -124,11 +124,16 @@ def _gradient_norms(call: Call, per_sample: torch.Tensor) -> dict[str, torch.Ten
     return norms
 
 
+def _allows_hooks() -> bool:
+    """Return False where saved-tensor hooks must not be used, as in most torch.func transforms."""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
 def _gradient(
     loss: Callable[[dict[str, list[torch.Tensor]]], torch.Tensor], entries: dict[str, list[torch.Tensor]]
 ) -> dict[str, list[torch.Tensor]]:
-    """The gradient of a function by constants. It has no graph, and saved-tensor hooks do not see how it is computed."""
-    if not (_context.is_eager() and torch._C._autograd._saved_tensors_hooks_is_enabled()):  # in torch.func transforms
+    """The gradient by constants. It has no graph, and saved-tensor hooks do not see its computation."""
+    if not _context.is_eager() or not _allows_hooks():
         with torch.no_grad():  # torch.func.grad computes the gradient nevertheless
             return torch.func.grad(loss)(entries)  # type: ignore[no-any-return]
     leaves = {name: [entry.detach().requires_grad_() for entry in listed] for name, listed in entries.items()}
