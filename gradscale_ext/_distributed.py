@@ -85,6 +85,13 @@ def whole(value: Any) -> Any:
     return _mapped(gathered, value)
 
 
+def with_whole_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """Let a plain tensor be part of a sum with DTensors, which sends it a gradient that is a DTensor."""
+    if tensor.requires_grad and not torch.compiler.is_compiling():
+        tensor.register_hook(whole)  # type: ignore[no-untyped-call]
+    return tensor
+
+
 def replicated(value: Any, mesh: DeviceMesh) -> Any:
     """Make DTensors of plain tensors that are the same on every rank. Nothing is sent, and memory is shared."""
     from torch.distributed.tensor import DTensor, Replicate

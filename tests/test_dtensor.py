@@ -280,17 +280,20 @@ def priorities_of_mixtures(rank: int) -> None:
 
 @check
 def l2_loss_of_mixtures(rank: int) -> None:
-    """Its gradient, and the gradient of its sum with a plain loss."""
+    """A plain scalar, and the gradient of its sum with another loss."""
     torch.manual_seed(0)
     weights = [random(B, 2), random(3)]
     expected = 0.1 * sum(w.square().sum() / 2 for w in weights)
     for kinds in itertools.product((None, *PLACEMENTS), repeat=2):
         given = [spread(w.clone().requires_grad_(), kind) for w, kind in zip(weights, kinds, strict=True)]
         loss = gs.l2_loss(given, 0.1)
+        assert type(loss) is Tensor
         assert_same(loss, expected)
-        (loss + torch.ones((), dtype=torch.float64)).backward()
-        for p, w in zip(given, weights, strict=True):
-            assert_same(p.grad, 0.1 * w)
+        for kind in (None, *PLACEMENTS) if any(kinds) else (None,):  # the other loss, with FSDP2 or tensor parallelism
+            x = spread(random(B).requires_grad_(), kind)
+            gradients = torch.autograd.grad(gs.l2_loss(given, 0.1) + x.square().sum(), [x, *given])
+            for ours, theirs in zip(gradients, [2 * whole(x.detach()), *(0.1 * w for w in weights)], strict=True):
+                assert_same(ours, theirs)
 
 
 @check

@@ -8,19 +8,20 @@ from collections.abc import Iterable
 import torch
 
 from .. import _context
-from .._distributed import is_distributed, whole
+from .._distributed import is_distributed, whole, with_whole_gradient
 from .supports import widened
 
 
 def l2_loss(parameters: Iterable[torch.Tensor], weight: float | torch.Tensor) -> torch.Tensor:
-    """``weight * sum of |p|^2 / 2`` over tensors. Plain tensors next to DTensors, as FSDP2 leaves them after a forward
-    pass, give a plain scalar."""
+    """``weight * sum of |p|^2 / 2`` over tensors. With DTensors among them a plain scalar, whose sum with any loss has
+    gradients: FSDP2 shards parameters, and has a plain loss; tensor parallelism has a DTensor."""
     squares = [widened(parameter).square().sum() for parameter in parameters]
     sharded = [square for square in squares if is_distributed(square)]
-    if 0 < len(sharded) < len(squares):
-        plain = [square for square in squares if not is_distributed(square)]
-        squares = [*plain, whole(torch.stack(sharded).sum())]
-    return (0.5 * weight * torch.stack(squares)).sum() if squares else torch.zeros(())
+    if not sharded:
+        return (0.5 * weight * torch.stack(squares)).sum() if squares else torch.zeros(())
+    plain = [square for square in squares if not is_distributed(square)]
+    squares = [*plain, whole(torch.stack(sharded).sum())]
+    return with_whole_gradient((0.5 * whole(weight) * torch.stack(squares)).sum())
 
 
 HISTOGRAM_BINS, HISTOGRAM_FIRST_EDGE = 64, -40

@@ -19,7 +19,8 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
             gradient; PyTorch's own operations compute the loss then.
 
     Returns:
-        Scalar, float32 (float64 when a tensor is float64); the gradient of p is ``weight * p``. No tensors: 0.
+        Scalar, float32 (float64 when a tensor is float64); the gradient of p is ``weight * p``. No tensors: 0. Sharded
+        tensors (DTensor) give a plain scalar too, the same on every rank.
 
     Raises:
         TypeError: an element is not a floating tensor, or `weight` is not a real number.
