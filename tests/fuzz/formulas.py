@@ -359,7 +359,9 @@ def categorical_kl_loss(head: Any, x: Array, target: Array) -> Rows:
     size = size_x + size_t
     ratio = np.where(p == 0, 0, log_p) - log_q
     loss = product(p, ratio).sum((-2, -1))
-    terms = product(p, np.abs(np.where(p == 0, 0, log_p)) + np.abs(log_q) + size)
+    size_p = size_x if predicts_p else size_t  # an error of a logit is a relative error of its probability
+    relative = size_p * (np.abs(ratio) + np.abs(product(p, ratio).sum(-1, keepdims=True)))
+    terms = product(p, np.abs(np.where(p == 0, 0, log_p)) + np.abs(log_q) + size + relative)
     if predicts_p:
         h, large = product(softmax, ratio), product(softmax, np.abs(np.where(p == 0, 0, log_p)) + np.abs(log_q) + size)
     else:
@@ -460,7 +462,7 @@ def multi_step(
         result.finite[name] = np.isfinite(losses)
         factor = np.where(kept, weight * weights, 0)
         value = chosen(kept, losses * factor)
-        weighted[name] = value, np.abs(factor) * error + summed * coarsest * np.abs(value)
+        weighted[name] = value, chosen(factor != 0, np.abs(factor) * error) + summed * coarsest * np.abs(value)
         total, total_error = total + value.sum(1), total_error + weighted[name][1].sum(1)
         count = max(kept.sum(), 1)
         mean_error = (error + summed * coarsest * np.abs(losses)).sum() / count
