@@ -77,6 +77,28 @@ def test_a_small_element_next_to_a_large_one_counts_with_p_below_1(dtype, create
         torch.testing.assert_close(found.to(torch.complex128), truth, rtol=1e-6, atol=1e-44)
 
 
+@paths
+@pytest.mark.parametrize("p", [300.0, 520.0, 5000.0, 1e12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_large_p(dtype, p, create_graph):
+    g = torch.tensor([1e-3, 1020.0, -3.0, 1019.0], dtype=dtype)
+    g = g * (1 + 1j) if dtype.is_complex else g
+    largest = g.abs().double().max()
+    norm = largest * (g.abs().double() / largest).pow(p).sum().pow(1 / p)
+    x = torch.zeros(4, dtype=dtype, requires_grad=True)
+    y = gs.normalize_gradient(x, 1.0, norm_type=p)
+    (unit,) = torch.autograd.grad(y, x, g, create_graph=create_graph)
+    torch.testing.assert_close(unit, (g / norm).to(dtype))
+    (found,) = torch.autograd.grad(gs.reference.normalize_gradient(x, 1.0, norm_type=p), x, g)
+    torch.testing.assert_close(found, (g / norm).to(dtype))
+    parameters = [torch.zeros(4, dtype=dtype, requires_grad=True) for _ in range(2)]
+    for parameter, factor in zip(parameters, (1.0, 1e-3), strict=True):
+        parameter.grad = factor * g
+    statistics = gs.clip_gradients_(parameters, 1.0, norm_type=p)
+    torch.testing.assert_close(statistics.norm, torch.stack([norm, 1e-3 * norm]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(parameters[0].grad, (g / norm).to(dtype), rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("rule", ["clip", "normalize"])
 def test_large_groups_give_the_same_bits_with_any_number_of_threads(rule):
     g = torch.randn(3, 100_003, generator=torch.Generator().manual_seed(0))

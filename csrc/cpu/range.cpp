@@ -33,11 +33,13 @@ PowerSum power_sum(int64_t size, double p, Magnitude magnitude, int64_t numbers,
   if (is_safe(sum)) {
     return {sum, 1};
   }
-  const double maximum = largest(numbers, [=](int64_t i) { return std::fabs(number(i)); });
+  const double maximum = p > kLargestPower
+                             ? largest(size, [=](int64_t i) { return magnitude(i, [](double x) { return x; }); })
+                             : largest(numbers, [=](int64_t i) { return std::fabs(number(i)); });
   if (maximum == 0 || !std::isfinite(maximum)) {
     return {maximum, 1};
   }
-  const double root = root_for(maximum);
+  const double root = root_for(maximum, p);
   const double reciprocal = 1 / root;
   return {sum_of([=](double x) { return x * reciprocal * reciprocal; }), root};
 }

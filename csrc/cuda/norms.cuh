@@ -252,7 +252,7 @@ GRADSCALE_DEVICE PowerSum range_power_sum(const T* from, int32_t size, double p,
   }
   const double maximum = is_maximum ? sum : range_maximum(from, size, group);
   const bool scaled = !is_safe(sum) && maximum > 0 && !std::isinf(maximum);
-  const double root = scaled ? root_for(maximum) : 1;
+  const double root = scaled ? root_for(maximum, p) : 1;
   const double reciprocal = 1 / root;
   const double again =
       is_maximum ? maximum * reciprocal * reciprocal : plain_power_sum(from, size, p, reciprocal, group);

@@ -259,7 +259,13 @@ ScaledNorms norms_by_operations(
   if (pairs) {
     relative = at::linalg_vector_norm(relative, 2, {-1}, /*keepdim=*/false, sums);
   }
-  const at::Tensor norm = at::linalg_vector_norm(relative, groups.p, inner, /*keepdim=*/true, sums);
+  at::Tensor norm;
+  if (pairs && groups.p > kLargestPower) { // moduli relative to the largest part of a number may be above 1
+    const at::Tensor largest = largest_of(relative, inner);
+    norm = at::linalg_vector_norm(relative / largest, groups.p, inner, /*keepdim=*/true, sums) * largest;
+  } else {
+    norm = at::linalg_vector_norm(relative, groups.p, inner, /*keepdim=*/true, sums);
+  }
   if (groups.process_group.empty()) {
     return {norm, scale};
   }

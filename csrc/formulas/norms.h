@@ -79,10 +79,13 @@ GRADSCALE_HOST_DEVICE bool is_safe(double sum) {
   return sum > 1e-280 && sum < 1e300;
 }
 
+// Above it, powers of numbers up to 4 may overflow.
+constexpr double kLargestPower = 256;
+
 // The root for elements with the positive largest magnitude `maximum`. Divide by the root twice: 1 / root^2 may not be
-// finite.
-GRADSCALE_HOST_DEVICE double root_for(double maximum) {
-  return std::ldexp(1.0, std::ilogb(maximum) / 2);
+// finite. The largest quotient is between 1 and 4, or 1 for a large p.
+GRADSCALE_HOST_DEVICE double root_for(double maximum, double p) {
+  return p > kLargestPower && !std::isinf(p) ? std::sqrt(maximum) : std::ldexp(1.0, std::ilogb(maximum) / 2);
 }
 
 // The factor that converts a sum of powers with root `from` to root `to`.

@@ -165,7 +165,7 @@ GRADSCALE_DEVICE ElementSums with_root(const ChunkSums& all, const RangeTable& t
   if (is_safe(sums.powers) || all.largest == 0) { // the same for all threads
     return sums;
   }
-  sums.root = root_for(all.largest);
+  sums.root = root_for(all.largest, p);
   const ChunkOfTensor chunk = block_chunk(table, kChunkOfStatistics); // again: kept, it would take registers
   dispatch_element(chunk.entry.range.element, [&](auto type) {
     using T = decltype(type);

@@ -267,7 +267,7 @@ ElementSums element_sums(const W* x, int64_t size, double p, double maximum, dou
   if (is_safe(powers)) {
     return {powers, sum, maximum, 1};
   }
-  const double root = root_for(maximum);
+  const double root = root_for(maximum, p);
   const double reciprocal = 1 / root;
   const auto scaled = [=](int64_t i) { return number(i) * reciprocal * reciprocal; };
   const double again = std::isinf(p) ? maximum * reciprocal * reciprocal

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .. import _context, _distributed, reference
+from .. import _context, _distributed, _numbers, reference
 from .._native import _C, DEVICE_TYPES
 from ..heads import Head, PerStepLoss, SoftCrossEntropy, TwoHot, record_of
 from ..support import Support
@@ -234,6 +234,7 @@ def _run(
 
         return _distributed.by_whole(call_with, predictions, targets, options)  # type: ignore[no-any-return]
     if check:
+        _numbers.check_flag("multi_step_loss: check", check)
         check_values(heads, predictions, targets, options)
     if process_group is not None or normalize_importance_weights:
         call = validate(heads, predictions, targets, options)
