@@ -764,12 +764,16 @@ def test_flags_and_choices_of_numpy():
     for options, error, words in (
         ({"batch_first": np.bool_(True)}, TypeError, r"batch_first must be True or False, .* numpy\.bool"),
         ({"normalize_importance_weights": "no"}, TypeError, "normalize_importance_weights must be True or False"),
-        ({"check": "no"}, TypeError, "check must be True or False, but it is of type str"),
         ({"reduction": np.array(["mean", "sum"])}, ValueError, "reduction must be 'mean' or"),
     ):
         for function in (gs.multi_step_loss, gs.reference.multi_step_loss):
             with pytest.raises(error, match=f"multi_step_loss: {words}"):
                 function({"a": gs.PerStepLoss()}, {"a": torch.ones(2, 1)}, {}, **options)
+
+
+def test_check_is_a_flag():
+    with pytest.raises(TypeError, match="multi_step_loss: check must be True or False, but it is of type str"):
+        gs.multi_step_loss({"a": gs.PerStepLoss()}, {"a": torch.ones(2, 1)}, {}, check="no")
 
 
 @pytest.mark.parametrize("wrong", WRONG)
