@@ -97,11 +97,12 @@ struct LanesBelow {
   int end;
 };
 
+// Lanes from `first` on; where loads and stores have masks, memory need not hold others.
 struct LanesFrom {
   int first;
 };
 
-// Lanes 0 .. count; memory holds no others.
+// Lanes 0 .. count; memory need not hold others.
 struct FirstLanes {
   int count;
 };
@@ -110,6 +111,33 @@ template <class A>
 GRADSCALE_HOST_DEVICE Lanes<A> kept(AllLanes /*which*/, Lanes<A> x, Lanes<A> /*otherwise*/) {
   return x;
 }
+
+#if GRADSCALE_X86_BYTES == 64
+constexpr bool kHasMasks = true; // loads and stores with a mask do not access the memory of other lanes
+
+inline __mmask16 mask_of(FirstLanes which) {
+  return static_cast<__mmask16>((1u << which.count) - 1);
+}
+
+inline __mmask16 mask_of(LanesFrom which) {
+  return static_cast<__mmask16>(0xffffu << which.first);
+}
+
+// The lanes of x that count, and the other lanes of `otherwise`.
+template <class A, class Which>
+GRADSCALE_HOST_DEVICE Lanes<A> kept(Which which, Lanes<A> x, Lanes<A> otherwise) {
+  const __mmask16 mask = mask_of(which);
+  return Lanes<A>::each([&](size_t p) {
+    if constexpr (std::is_same_v<A, float>) {
+      return (typename Lanes<A>::V)_mm512_mask_mov_ps(otherwise.parts[p], mask, x.parts[p]);
+    } else {
+      const auto part = static_cast<__mmask8>(mask >> (8 * p));
+      return (typename Lanes<A>::V)_mm512_mask_mov_pd(otherwise.parts[p], part, x.parts[p]);
+    }
+  });
+}
+#else
+constexpr bool kHasMasks = false;
 
 template <class A>
 GRADSCALE_HOST_DEVICE Lanes<A> kept(LanesBelow which, Lanes<A> x, Lanes<A> otherwise) {
@@ -126,6 +154,7 @@ template <class A>
 GRADSCALE_HOST_DEVICE Lanes<A> kept(FirstLanes which, Lanes<A> x, Lanes<A> otherwise) {
   return kept(LanesBelow{which.count}, x, otherwise);
 }
+#endif
 
 // ---- Memory ---------------------------------------------------------------------------------------------------------
 
@@ -197,19 +226,40 @@ GRADSCALE_HOST_DEVICE void store_lanes(T* to, LanesOf<T> x) {
   }
 }
 
-// Loads lanes that memory holds; others are 0.
-template <class T>
-GRADSCALE_HOST_DEVICE LanesOf<T> load_lanes(const T* from, FirstLanes which) {
 #if GRADSCALE_X86_BYTES == 64
-  const auto mask = static_cast<__mmask16>((1u << which.count) - 1);
+template <class T, class Which>
+GRADSCALE_HOST_DEVICE LanesOf<T> load_masked(const T* from, Which which) {
+  const __mmask16 mask = mask_of(which);
   if constexpr (std::is_same_v<T, float>) {
     return Lanes<float>::each([&](size_t) { return _mm512_maskz_loadu_ps(mask, from); });
-  } else if constexpr (sizeof(T) == 2) {
+  } else if constexpr (std::is_same_v<T, double>) {
+    return Lanes<double>::each(
+        [&](size_t p) { return _mm512_maskz_loadu_pd(static_cast<__mmask8>(mask >> (8 * p)), from + 8 * p); });
+  } else {
     alignas(32) T all[kLanes];
     _mm256_store_si256(reinterpret_cast<__m256i*>(all), _mm256_maskz_loadu_epi16(mask, from));
     return load_lanes(all);
   }
-#elif GRADSCALE_X86_BYTES == 32
+}
+
+template <class T, class Which>
+GRADSCALE_HOST_DEVICE void store_masked(T* to, LanesOf<T> x, Which which) {
+  const __mmask16 mask = mask_of(which);
+  if constexpr (std::is_same_v<T, float>) {
+    _mm512_mask_storeu_ps(to, mask, x.parts[0]);
+  } else if constexpr (std::is_same_v<T, double>) {
+    _mm512_mask_storeu_pd(to, static_cast<__mmask8>(mask), x.parts[0]);
+    _mm512_mask_storeu_pd(to + 8, static_cast<__mmask8>(mask >> 8), x.parts[1]);
+  } else {
+    alignas(32) T all[kLanes];
+    store_lanes(all, x);
+    _mm256_mask_storeu_epi16(to, mask, _mm256_load_si256(reinterpret_cast<const __m256i*>(all)));
+  }
+}
+#else
+template <class T>
+GRADSCALE_HOST_DEVICE LanesOf<T> load_masked(const T* from, FirstLanes which) {
+#if GRADSCALE_X86_BYTES == 32
   if constexpr (std::is_same_v<T, float>) {
     const auto counts = Lanes<float>::numbers();
     const Lanes<float> end(static_cast<float>(which.count));
@@ -223,30 +273,59 @@ GRADSCALE_HOST_DEVICE LanesOf<T> load_lanes(const T* from, FirstLanes which) {
 }
 
 template <class T>
-GRADSCALE_HOST_DEVICE void store_lanes(T* to, LanesOf<T> x, FirstLanes which) {
-#if GRADSCALE_X86_BYTES == 64
-  if constexpr (std::is_same_v<T, float>) {
-    return _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << which.count) - 1), x.parts[0]);
-  }
-#endif
+GRADSCALE_HOST_DEVICE void store_masked(T* to, LanesOf<T> x, FirstLanes which) {
   T all[kLanes];
   store_lanes(all, x);
   memcpy(to, all, which.count * sizeof(T));
 }
+#endif
 
-// Memory holds all lanes, of which a loop may have seen some before.
+// Loads and stores some lanes. Others are not accessed if memory need not hold them; they are 0, or hold any number.
 template <class T, class Which>
-GRADSCALE_HOST_DEVICE LanesOf<T> load_lanes(const T* from, Which /*which*/) {
-  return load_lanes(from);
+GRADSCALE_HOST_DEVICE LanesOf<T> load_lanes(const T* from, Which which) {
+  if constexpr (std::is_same_v<Which, FirstLanes> || (kHasMasks && std::is_same_v<Which, LanesFrom>)) {
+    return load_masked(from, which);
+  } else {
+    return load_lanes(from);
+  }
 }
 
 template <class T, class Which>
-GRADSCALE_HOST_DEVICE void store_lanes(T* to, LanesOf<T> x, Which /*which*/) {
-  store_lanes(to, x);
+GRADSCALE_HOST_DEVICE void store_lanes(T* to, LanesOf<T> x, Which which) {
+  if constexpr (std::is_same_v<Which, FirstLanes> || (kHasMasks && std::is_same_v<Which, LanesFrom>)) {
+    store_masked(to, x, which);
+  } else {
+    store_lanes(to, x);
+  }
 }
 
 // ---- Functions ------------------------------------------------------------------------------------------------------
 
+#if GRADSCALE_X86_BYTES >= 32
+// Combines the elements of a vector: its halves, the halves of the result, and so on.
+template <class E, class V, class Combine>
+GRADSCALE_HOST_DEVICE E combined_elements(V x, Combine combine) {
+  if constexpr (sizeof(V) > 16) {
+    typedef E Half __attribute__((vector_size(sizeof(V) / 2)));
+#if GRADSCALE_X86_BYTES == 64
+    if constexpr (sizeof(V) == 64) {
+      const __m256 low = _mm512_castps512_ps256((__m512)x), high = _mm512_extractf32x8_ps((__m512)x, 1);
+      return combined_elements<E>(combine((Half)low, (Half)high), combine);
+    }
+#endif
+    if constexpr (sizeof(V) == 32) {
+      const __m128 low = _mm256_castps256_ps128((__m256)x), high = _mm256_extractf128_ps((__m256)x, 1);
+      return combined_elements<E>(combine((Half)low, (Half)high), combine);
+    }
+  } else {
+    x = combine(x, (V)_mm_movehl_ps((__m128)x, (__m128)x));
+    if constexpr (sizeof(E) == 4) {
+      x = combine(x, (V)_mm_movehdup_ps((__m128)x));
+    }
+    return x[0];
+  }
+}
+#else
 template <int distance, class V, class Combine, size_t... lane>
 GRADSCALE_HOST_DEVICE V combined(V x, Combine combine, std::index_sequence<lane...> lanes) {
   if constexpr (distance > 0) {
@@ -256,18 +335,24 @@ GRADSCALE_HOST_DEVICE V combined(V x, Combine combine, std::index_sequence<lane.
   return x;
 }
 
+template <class E, class V, class Combine>
+GRADSCALE_HOST_DEVICE E combined_elements(V x, Combine combine) {
+  constexpr int count = sizeof(V) / sizeof(E);
+  x = combined<count / 2>(x, combine, std::make_index_sequence<count>());
+  E elements[count];
+  memcpy(elements, &x, sizeof(x));
+  return elements[0];
+}
+#endif
+
 // Combines all lanes, in an order that depends only on the instruction set.
 template <class A, class Combine>
 GRADSCALE_HOST_DEVICE A combined(Lanes<A> x, Combine combine) {
-  constexpr int count = Vectors<A>::kCount;
   auto all = x.parts[0];
   for (int p = 1; p < Lanes<A>::kParts; ++p) {
     all = combine(all, x.parts[p]);
   }
-  all = combined<count / 2>(all, combine, std::make_index_sequence<count>());
-  A lanes[count];
-  store_vector(lanes, all);
-  return lanes[0];
+  return combined_elements<A>(all, combine);
 }
 
 template <class A>
@@ -282,7 +367,13 @@ GRADSCALE_HOST_DEVICE A largest(Lanes<A> x) {
 
 template <class A>
 GRADSCALE_HOST_DEVICE A largest_bits(Lanes<A> x) {
-  return combined(x, [](auto a, auto b) { return larger_bits<A>(a, b); });
+  using Bits = typename Vectors<A>::Bits;
+  using Element = std::make_unsigned_t<typename Vectors<A>::Integer>;
+  for (int p = 1; p < Lanes<A>::kParts; ++p) {
+    x.parts[0] = larger_bits<A>(x.parts[0], x.parts[p]);
+  }
+  return bit_cast<A>(
+      combined_elements<Element>(reinterpreted<Bits>(x.parts[0]), [](auto a, auto b) { return a > b ? a : b; }));
 }
 
 // exp(x) for x <= 0: 2^t with t = x log2(e) is 2^n 2^f, n a whole number and f a fraction, and 2^f is a polynomial that

@@ -86,9 +86,9 @@ template <int chain>
 using Chain = std::integral_constant<int, chain>;
 
 // Calls body(first, lanes, chain) for each block of a row, which begins at element `first`. The blocks are a block with
-// the elements before the aligned blocks, the aligned blocks, and a block with the remaining elements. Blocks may
-// overlap: `lanes` selects the elements that no other block selects. Sums of different chains, 0 .. chains, are
-// independent, so that the processor can compute them in parallel.
+// the elements before the aligned blocks, the aligned blocks, and a block with the remaining elements. `lanes` selects
+// the elements of a block that are in the row, and in no other block: without masks, blocks overlap. Sums of different
+// chains, 0 .. chains, are independent, so that the processor can compute them in parallel.
 template <int chains, class Body>
 GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) {
   if (width < kLanes) {
@@ -96,7 +96,11 @@ GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) 
     return;
   }
   if (before != 0) {
-    body(int64_t(0), LanesBelow{static_cast<int>(before)}, Chain<0>());
+    if constexpr (kHasMasks) { // the block before the first aligned one
+      body(before - kLanes, LanesFrom{static_cast<int>(kLanes - before)}, Chain<0>());
+    } else {
+      body(int64_t(0), LanesBelow{static_cast<int>(before)}, Chain<0>());
+    }
   }
   int64_t j = before;
   for (; j + chains * kLanes <= width; j += chains * kLanes) {
@@ -113,8 +117,12 @@ GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) 
     body(j, AllLanes(), Chain<0>());
   }
   if (j < width) {
-    const int64_t first = width - kLanes;
-    body(first, LanesFrom{static_cast<int>(j - first)}, Chain<chains - 1>());
+    if constexpr (kHasMasks) {
+      body(j, FirstLanes{static_cast<int>(width - j)}, Chain<chains - 1>());
+    } else {
+      const int64_t first = width - kLanes;
+      body(first, LanesFrom{static_cast<int>(j - first)}, Chain<chains - 1>());
+    }
   }
 }
 
@@ -222,7 +230,7 @@ bool is_in_range(A squares) {
 
 // The sum of (factor * value(load))^2, in double.
 template <class A, class Value>
-[[gnu::noinline]] double squares_in_double(int64_t before, int64_t width, double factor, Value value) {
+[[gnu::noinline]] double squares_in_double(int64_t before, int64_t width, double factor, const Value& value) {
   double sum = 0;
   each_block<1>(before, width, [&](int64_t j, auto lanes, auto) {
     A values[kLanes];
@@ -236,7 +244,7 @@ template <class A, class Value>
 
 // Writes out[j] = factor * value(load), where load(row) = row[j]. Returns the sum of the squares before rounding.
 template <class G, class A, class Value>
-double write_gradient(const Rows& gradient, int64_t row, int64_t width, A factor, Value value) {
+double write_gradient(const Rows& gradient, int64_t row, int64_t width, A factor, const Value& value) {
   G* out = static_cast<G*>(gradient.data) + row * gradient.stride;
   const Lanes<A> zero = A(0), factors = factor;
   Lanes<A> squares[2] = {zero, zero};

@@ -3,9 +3,13 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// Computes the smoothed target of a row. A class index out of range gives a row of NaN.
+// Returns the smoothed target of a row, which is computed in `target` unless memory holds it. A class index out of
+// range gives a row of NaN.
 template <class A>
-void read_target(const Segment& s, int64_t row, A* target) {
+const A* read_target(const Segment& s, int64_t row, A* target) {
+  if (s.target.element == ElementOf<A>::value && s.head->label_smoothing == 0) {
+    return row_of<A>(s.target, row);
+  }
   if (s.target.element == Element::int64) {
     const int64_t chosen = *row_of<int64_t>(s.target, row);
     const bool valid = chosen >= 0 && chosen < s.width;
@@ -25,6 +29,7 @@ void read_target(const Segment& s, int64_t row, A* target) {
       target[j] = target[j] * target_share + uniform_share;
     }
   }
+  return target;
 }
 
 // sum_j t_j log t_j with t_j = target(j). The sum is a double: in float, many small equal terms would all be rounded
@@ -54,10 +59,9 @@ void soft_cross_entropy_row(
     const Segment& s, const Group& group, int64_t lane, Extremes<A> extremes, A* scratch, GroupSums<A>& sums) {
   const int64_t row = group.first + lane;
   const int64_t width = s.width;
-  A* target = second_row(scratch, width);
   const T* logits = row_of<T>(s.prediction, row);
   const Softmax<A> softmax = softmax_of<false>(logits, width, extremes, ahead_of<T>(s, row), scratch);
-  read_target(s, row, target);
+  const A* target = read_target(s, row, second_row(scratch, width));
   const A maximum = extremes.largest;
   const A* values = softmax.values;
   const auto [moment, mass, correct] = sums_of<A>(logits, width, [=](auto load) {
@@ -77,7 +81,7 @@ void soft_cross_entropy_row(
   const A inverse_sum = A(1) / softmax.sum, c = static_cast<A>(group.coefficients[lane]);
   const CrossEntropyFactors<Lanes<A>> factors{A(1), inverse_sum * mass, inverse_sum, moment * inverse_sum};
   with_entropy<A>(s, [&](auto formula) {
-    s.metrics[row].gradient_square = write_gradient<G>(s.gradient, row, width, c, [=](auto load) {
+    s.metrics[row].gradient_square = write_gradient<G>(s.gradient, row, width, c, [&](auto load) {
       return formula.gradient(factors, load(values), load(logits) - maximum, load(target));
     });
   });
