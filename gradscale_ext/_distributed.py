@@ -86,7 +86,7 @@ def whole(value: Any) -> Any:
 
 
 def with_whole_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """Let a plain tensor be part of a sum with DTensors, which sends it a gradient that is a DTensor."""
+    """Let a plain tensor be added to DTensors: its gradient is then a DTensor, and is gathered."""
     if tensor.requires_grad and not torch.compiler.is_compiling():
         tensor.register_hook(whole)  # type: ignore[no-untyped-call]
     return tensor

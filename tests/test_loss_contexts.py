@@ -194,9 +194,20 @@ REFERENCE_IN = [context for context in GRADIENTS if "compile" not in context and
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("context", REFERENCE_IN)
 def test_gradient_of_the_reference(context):
-    """It also computes `head_gradient_norms`, a gradient by itself, which other contexts must not see."""
+    """The reference computes a second gradient, for `head_gradient_norms`, which must not disturb the context."""
     fused, reference = pair(context)
     close(GRADIENTS[context](reference, X), gradient(fused, X))
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_an_entry_made_in_inference_mode(impl):
+    with torch.inference_mode():
+        constant = torch.randn(3, 4)
+    x, target = torch.randn(3, 4, requires_grad=True), torch.full((3, 4), 0.25)
+    heads = {"policy": gs.SoftCrossEntropy()}
+    out = gs.multi_step_loss(heads, {"policy": [constant, x]}, {"policy": [target, target]}, impl=impl)
+    (gradient,) = torch.autograd.grad(out.loss, x)
+    torch.testing.assert_close(out.head_gradient_norms["policy"], gradient.norm())
 
 
 @pytest.mark.filterwarnings("ignore")

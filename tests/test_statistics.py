@@ -33,7 +33,7 @@ def rounding(request):
 
 
 def assert_same(tensors, p=2.0, rounding=1e-12):
-    """Elements may cancel: the error of a mean, relative to the mean magnitude, may be twice that of a norm."""
+    """The error of a mean may be twice the error of a norm, relative to their magnitude, because elements may cancel."""
     result, expected = module._C.tensor_statistics(tensors, p), reference.tensor_statistics(tensors, p)
     sums, counts, _ = reference.tensor_statistics(tensors, 1.0)
     magnitudes = sums[0] / (counts[0] - counts[2] - counts[3]).clamp(min=1)
@@ -61,7 +61,7 @@ def with_gradients(gradients):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", NORMS)
 def test_statistics(dtype, p, rounding):
-    """Sizes close to those of blocks and chunks, and views with several offsets."""
+    """Sizes close to the sizes of blocks and chunks, and views with several offsets."""
     tensors = [
         numbers(size + 5, size, dtype, 10.0 ** (size % 7 - 3))[offset : size + offset]
         for size in SIZES

@@ -368,7 +368,7 @@ GRADSCALE_HOST_DEVICE A largest(Lanes<A> x) {
 template <class A>
 GRADSCALE_HOST_DEVICE A largest_bits(Lanes<A> x) {
   using Bits = typename Vectors<A>::Bits;
-  using Element = std::make_unsigned_t<typename Vectors<A>::Integer>;
+  using Element = std::conditional_t<sizeof(A) == 8, uint64_t, uint32_t>;
   for (int p = 1; p < Lanes<A>::kParts; ++p) {
     x.parts[0] = larger_bits<A>(x.parts[0], x.parts[p]);
   }

@@ -134,7 +134,7 @@ GRADSCALE_HOST_DEVICE HLGaussTarget hl_gauss(double x, const Support& support, d
   const double width = clamp_between(kRootOfHalf / sigma_ratio, 1e-100, 1e100);
   const double first = (support.minimum - y) / bin_width(support) * width - 0.5 * width;
   const double total = std::erf(first + width * support.num_bins) - std::erf(first);
-  const double low = (-reach - first) / width - 1e-9; // of a target on an edge, the bin below has mass too
+  const double low = (-reach - first) / width - 1e-9; // for a target on an edge, the bin below has mass too
   const double high = (reach - first) / width + 1;
   const int32_t begin = low > 0 ? static_cast<int32_t>(low < support.num_bins ? low : support.num_bins) : 0;
   const int32_t end = high < support.num_bins ? static_cast<int32_t>(high) : support.num_bins;

@@ -203,9 +203,9 @@ def _listen() -> None:
 
 def _is_ours(function: Any) -> bool:
     """Return True for a wrapper of ours. `functools.wraps` of other code copies the mark, but not the identity."""
-    return getattr(function, "is_of_a_monitor", None) is function
+    return getattr(function, "is_monitor_wrapper", None) is function
 
 
 def _marked(function: Any) -> Any:
-    function.__dict__["is_of_a_monitor"] = function
+    function.__dict__["is_monitor_wrapper"] = function
     return function

@@ -90,7 +90,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _quotient(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-    """A quotient by real numbers. PyTorch divides complex numbers by complex ones, whose squares underflow."""
+    """Divide by real numbers. PyTorch would convert them to complex numbers, whose squares may underflow."""
     return torch.complex(x.real / divisor, x.imag / divisor) if x.is_complex() else x / divisor
 
 

@@ -132,16 +132,20 @@ def _allows_hooks() -> bool:
 def _gradient(
     loss: Callable[[dict[str, list[torch.Tensor]]], torch.Tensor], entries: dict[str, list[torch.Tensor]]
 ) -> dict[str, list[torch.Tensor]]:
-    """The gradient by constants. It has no graph, and saved-tensor hooks do not see its computation."""
+    """The gradient of a loss with respect to constants. It has no graph, and saved-tensor hooks do not see it."""
     if not _context.is_eager() or not _allows_hooks():
         with torch.no_grad():  # torch.func.grad computes the gradient nevertheless
             return torch.func.grad(loss)(entries)  # type: ignore[no-any-return]
-    leaves = {name: [entry.detach().requires_grad_() for entry in listed] for name, listed in entries.items()}
+    leaves = {name: [_leaf(entry) for entry in listed] for name, listed in entries.items()}
     flat = [leaf for listed in leaves.values() for leaf in listed]
-    # torch.func.grad refuses to run under saved-tensor hooks, as of checkpointing.
+    # torch.func.grad refuses to run under saved-tensor hooks, such as those of activation checkpointing.
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         found = iter(torch.autograd.grad(loss(leaves), flat, allow_unused=True, materialize_grads=True))
     return {name: [next(found) for _ in listed] for name, listed in leaves.items()}
+
+
+def _leaf(entry: torch.Tensor) -> torch.Tensor:
+    return (entry.clone() if entry.is_inference() else entry.detach()).requires_grad_()
 
 
 def _constant(entry: torch.Tensor) -> torch.Tensor:

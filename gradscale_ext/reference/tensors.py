@@ -13,8 +13,8 @@ from .supports import widened
 
 
 def l2_loss(parameters: Iterable[torch.Tensor], weight: float | torch.Tensor) -> torch.Tensor:
-    """``weight * sum of |p|^2 / 2`` over tensors. With DTensors among them a plain scalar, whose sum with any loss has
-    gradients: FSDP2 shards parameters, and has a plain loss; tensor parallelism has a DTensor."""
+    """``weight * sum of |p|^2 / 2`` over tensors. DTensors give a plain scalar too, which can be added to
+    a plain loss, as with FSDP2, and to a loss that is a DTensor, as with tensor parallelism."""
     squares = [widened(parameter).square().sum() for parameter in parameters]
     sharded = [square for square in squares if is_distributed(square)]
     if not sharded:

@@ -3,8 +3,8 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// Returns the smoothed target of a row, which is computed in `target` unless memory holds it. A class index out of
-// range gives a row of NaN.
+// Returns the smoothed target of a row: the row itself if it needs no conversion, otherwise `target`, to which it is
+// written. A class index out of range gives a row of NaN.
 template <class A>
 const A* read_target(const Segment& s, int64_t row, A* target) {
   if (s.target.element == ElementOf<A>::value && s.head->label_smoothing == 0) {
