@@ -33,7 +33,7 @@ def rounding(request):
 
 
 def assert_same(tensors, p=2.0, rounding=1e-12):
-    """The error of a mean may be twice the error of a norm, relative to their magnitude, because elements may cancel."""
+    """Elements may cancel, so that the error of a mean may be twice the error of a norm (relative to magnitudes)."""
     result, expected = module._C.tensor_statistics(tensors, p), reference.tensor_statistics(tensors, p)
     sums, counts, _ = reference.tensor_statistics(tensors, 1.0)
     magnitudes = sums[0] / (counts[0] - counts[2] - counts[3]).clamp(min=1)
