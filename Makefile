@@ -1,26 +1,27 @@
 # make demo      train the example agent          make demo GAME=tictactoe SEED=1
-# make test      run the tests, except make native and the slow tests of .ci/run
-# make native    after a change to C++: run the kernels in guarded memory, the CUDA kernels in a simulator, and injected
-#                faults, which must be found
+# make test      run the tests, except those of make native and the slow tests, which .ci/run runs
+# make native    after a change to C++: run the kernels in guarded memory (the CUDA kernels in a simulator), and check
+#                that injected faults are found
 # make simulated  run the tests of the CUDA kernels in a simulator on the CPU, which also reports races
 # make sanitized  run tests with an extension under AddressSanitizer and UndefinedBehaviorSanitizer
 # make fuzz      compare random cases with independent formulas on all processors   make fuzz MINUTES=30
 #                reproduce a failure with its seed: make fuzz SEED=12345 (random seeds without SEED)
-# make versions  run the tests that depend on PyTorch's version with each of VERSIONS, in its own checkout
+# make versions  run the tests that depend on PyTorch's version with each version in VERSIONS, each in its own checkout
 # make bench     run the benchmarks, and write bench/results/ and the tables of README.md and docs/
-# make recipes   train with our loss and with other projects' in lockstep, and write bench/results/clients.json and the
-#                tables of docs/coming_from.md; CHECKOUTS is a folder with the projects of tools/against.py, which
-#                fetches missing ones from GitHub
+# make recipes   train other projects with their own loss and with ours, on the same data, and write
+#                bench/results/clients.json and the tables of docs/coming_from.md; CHECKOUTS is the folder of these
+#                projects, and missing ones are fetched from GitHub
 # make matrix    test the operators in every context, and write bench/results/matrix.json, its table and its picture
 # make docs      build the documentation site into build/docs; warnings, for example about broken links, are errors
 # make drawings  compute the numbers of the site's pictures, and draw docs/images/
-# make wheels    build, repair and check a wheel for each PyTorch of VERSIONS and TORCH and each Python of PYTHONS, in dist/
+# make wheels    build, repair and check a wheel for each PyTorch of VERSIONS and TORCH and each Python of PYTHONS, in
+#                dist/
 # make lint      formatting, linters, types
 # make gpu       on a machine with a GPU: build, test, run compute-sanitizer, and measure, in 9 minutes and without a
-#                network; writes bench/results/<name of the GPU>.json     make gpu PYTHON=python3 RESULTS=folder MINUTES=9
-# make cuda-check  without a GPU, compile the CUDA kernels that have a budget for four generations of GPUs and count
-#                their instructions; write bench/results/instructions.json, and fail if a kernel exceeds its budget or spills
-#                registers
+#                network; write bench/results/<name of the GPU>.json   make gpu PYTHON=python3 RESULTS=folder MINUTES=9
+# make cuda-check  without a GPU, compile the CUDA kernels that have an instruction budget, for four generations of
+#                GPUs, and count their instructions; write bench/results/instructions.json, and fail if a kernel exceeds
+#                its budget or spills registers
 #
 # Everything runs in .venv, which is created when needed; each target installs its dependencies there.
 # Another PyTorch: make test TORCH=torch==2.11.0
@@ -37,9 +38,10 @@ MINUTES ?= 9
 VENV := .venv
 CHECKOUTS ?= $(VENV)/checkouts
 BIN := $(VENV)/bin
-# Later installations, and constraints set on the machine, must not change the version of PyTorch. Python compiles modules
-# to bytecode on their first import, which takes less time and space than compiling all of them. It must be allowed to
-# write the bytecode: otherwise every process compiles PyTorch again, which takes 20 seconds with torch.compile.
+# Later installations, and constraints set on the machine, must not change the version of PyTorch. Python compiles
+# modules to bytecode on their first import, which takes less time and space than compiling all of them. Python must be
+# allowed to write the bytecode: otherwise every process compiles PyTorch's modules again, which takes 20 seconds with
+# torch.compile.
 export PYTHONDONTWRITEBYTECODE :=
 PIP := PIP_CONSTRAINT=$(VENV)/request $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
@@ -88,8 +90,8 @@ SIMULATED := cuda returns
 simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
 	PTX_RACES=1 GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so $(SIMULATED:%=tests/test_%.py) tests/fuzz/test_returns.py
 
-# Tests of the kernels, and of the C++ code's use of tensors, lists of tensors and threads. Tests that run a compiler are
-# excluded, because the compiler would run under the sanitizers.
+# Tests of the kernels, and of the C++ code's use of tensors, lists of tensors and threads. Tests that run a compiler
+# are excluded, because the compiler would run under the sanitizers.
 SANITIZED := autograd flow flow_nonlinear loss returns statistics support tensors
 SANITIZERS := -fsanitize=address,undefined,float-cast-overflow -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
@@ -179,7 +181,7 @@ $(VENV)/tidy/%.ok: %.cpp $$(wildcard csrc/$$(*F)/*.cpp) $(filter %.h,$(SOURCES))
 	$(BIN)/clang-tidy --quiet -p $(VENV)/tidy $< 2> $(@:.ok=.log) || { cat $(@:.ok=.log); exit 1; }
 	@touch $@
 
-# The translation units, and compile_flags.txt, which clang-tidy reads.
+# Writes the list of translation units, and compile_flags.txt, which clang-tidy reads.
 $(VENV)/tidy/units: $(VENV)/lint setup.py tests/compile_flags.py $(filter %.cpp,$(SOURCES))
 	@$(BIN)/python tests/compile_flags.py $(@D)
 

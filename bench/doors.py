@@ -1,7 +1,8 @@
-"""The entry points ("doors") of the loss: module, function, `torch.compile`, each `impl`, and the loss by hand.
+"""The entry points ("doors") of the loss: module, function, `torch.compile`, each `impl`, and the loss written by hand.
 
-bench/loss.py runs this file. PyTorch chooses the instruction set once per process, so that the module with AVX2, and
-with AVX-512 to compare with, run in processes of their own, which take turns with the contestants of this one:
+bench/loss.py runs this file. PyTorch chooses the instruction set once per process. So the module with AVX2 runs in a
+separate process, and for comparison another process runs it with AVX-512. Both take turns with the contestants of this
+process:
 
     python bench/doors.py --serve THREADS     # reads lines "bins repeats" from stdin, and writes seconds
 """
@@ -27,7 +28,7 @@ SIZE = (256, 5, 601, 18)
 NARROW = (256, 5, 255, 18)
 AGENT = "doors of the loss"
 INSTRUCTION_SETS = {"avx2": "AVX2", "avx512": "AVX-512"}
-#: Seconds per turn, and of calls before it that are not timed: OpenMP threads of the last contestant still spin on the
+#: Seconds per turn, and seconds of untimed calls before it: OpenMP threads of the previous contestant still spin on the
 #: cores, and threads of another process have to wake up.
 TURN, WARM_UP = 20e-3, 3e-3
 
@@ -38,7 +39,7 @@ def gradients_of(function: losses.Loss, inputs: losses.Inputs) -> Callable[[], o
 
 
 def make_compiled_reference(num_bins: int) -> losses.Loss:
-    """The reference under torch.compile by hand. All outputs are computed, as `impl="compiled"` does."""
+    """The reference in the caller's torch.compile. All outputs are computed, as with `impl="compiled"`."""
     heads = gs.MultiStepLoss.muzero(gs.Support.muzero((num_bins - 1) // 2), value_weight=0.25).heads
 
     @functools.partial(torch.compile, dynamic=False)
@@ -68,7 +69,7 @@ class ModuleServer:
     """A process that times the module with another instruction set."""
 
     def __init__(self, capability: str) -> None:
-        """Start the process, with the number of threads of this process."""
+        """Start the process, with as many threads as this process has."""
         command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(torch.get_num_threads())]
         self._process = subprocess.Popen(
             command,
@@ -157,7 +158,10 @@ def rows_of(
 
 
 def benchmark(seconds: float) -> Iterator[dict[str, Any]]:
-    """Time all entry points at one size, and the module at two; with AVX-512, the module with AVX2 too."""
+    """Time all entry points at one size, and the module at two.
+
+    If this machine has AVX-512, also time the module with AVX2 and with AVX-512, in processes of their own.
+    """
     has_both = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     servers = {name: ModuleServer(name) for name in INSTRUCTION_SETS if has_both}
     try:

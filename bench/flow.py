@@ -4,8 +4,8 @@
 
 `x.view_as(x)` does nothing and is the floor. "read twice, write once" is a sum and an in-place multiplication over a
 buffer of the gradient's size: the memory traffic that a norm and its application need. Bytes that must move, for GB/s:
-none forward; backward the gradient is read once (norms: twice) and written once. For all contestants alike, a negation
-after the operator creates the incoming gradient, as the next operation of a network does.
+none in the forward pass; in the backward pass the gradient is read once (twice for norms) and written once. For all
+contestants alike, a negation after the operator creates the incoming gradient, as the next operation of a network does.
 """
 
 from __future__ import annotations

@@ -4,25 +4,25 @@
     python bench/gpu.py --cpu-smoke                    # the same code on tiny CPU sizes; the figures mean nothing
 
 Eager PyTorch, the compiler in its default mode and our code are also captured in CUDA graphs; the compiler's modes
-max-autotune and reduce-overhead capture their own. Times are measured between events on the GPU, over consecutive
-calls; where launching is slower than the GPU, they are launch times.
+max-autotune and reduce-overhead capture their own graphs. Times are measured between events on the GPU, over
+consecutive calls; where launching is slower than the GPU, they are launch times.
 
 Calls rotate over copies of the inputs, at most 12, which together are three times as large as the L2 cache. The two
-main sizes also have rows of "one set", which reuse one copy and find it in the cache, as a loss does right after the
+main sizes also have rows of "one set": every call reads the same copy, from the cache, as a loss does right after the
 network has written its predictions.
 
 Bytes that must move, for GB/s:
 
 - loss: logits and targets read once; with a backward pass every gradient written once;
 - decode: logits read once, values written once;
-- gradient flow: 2 N for the negation that makes the incoming gradient, and 2 N, or 3 N where there is a norm (read,
-  then read and written);
-- l2_loss: N read, and in the backward pass N read and N written.
+- gradient flow, with N bytes of gradient: 2 N for the negation that makes the incoming gradient, and 2 N, or 3 N where
+  there is a norm (read, then read and written);
+- l2_loss, with N bytes of parameters: N read, and in the backward pass N read and N written.
 
 "device copy" copies half as many bytes, because each byte is read and written.
 
-Groups are measured in order of weight and written one by one. Groups that do not fit into --minutes are skipped, the
-compiler's first, and listed.
+Groups are measured in order of importance, and the results are written after each group. Groups that do not fit into
+--minutes are skipped and listed; torch.compile is skipped first.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def device_copy(bench: Bench, byte_count: float, sets: int) -> Call:
 
 
 def launches_of(call: Call) -> dict[str, int]:
-    """Launches of a call, and the kernels, copies and fills that the GPU ran."""
+    """Count the launches of a call, and the kernels, copies and fills that the GPU ran for it."""
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -264,7 +264,7 @@ def loss_group(
     eager: bool = True,
     warm: bool = False,
 ) -> None:
-    """Measure a loss in `modes` of the compiler, "default" also in a graph; `warm` adds rows with one set of inputs."""
+    """Measure our loss and the usual one, eager if `eager`, and compiled in `modes`; `warm` adds "one set" rows."""
     name = "B {} K {} S {} A {}".format(*size)
     forget()
     first = make_inputs(bench, size, dtype, 0)
@@ -412,9 +412,9 @@ def l2_group(bench: Bench, count: int, width: int) -> None:
 
 
 def statistics_group(bench: Bench, count: int, width: int) -> None:
-    """Statistics of gradients of one size, each with a histogram, and clipping all of them to half of their norm.
+    """Measure the statistics of `count` gradients, with histograms, and clipping all gradients to half of their norm.
 
-    The factor of every later call is just below 1, so later calls multiply the gradients too.
+    After the first call of a clipping, its factor is just below 1, so later calls multiply the gradients too.
     """
     forget()
     parameters = [torch.empty(width, device=bench.device) for _ in range(count)]
@@ -454,7 +454,7 @@ def copies(bench: Bench, sizes: Sequence[int]) -> None:
 
 
 def groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]]:
-    """Groups in order of weight: name, least remaining seconds to start, and function."""
+    """Groups in order of importance: name, least remaining seconds to start it, and function."""
     main, large = functools.partial(loss_group, bench), functools.partial(loss_group, bench)
     modes = ("default", "reduce-overhead", "max-autotune")
     yield "copies", 5, lambda: copies(bench, [16 * 10**6, 256 * 10**6, 10**9, 4 * 10**9])

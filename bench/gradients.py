@@ -58,7 +58,7 @@ def cases() -> dict[str, Tensors]:
 
 
 def clipping(function: Callable[..., Any], tensors: Tensors, max_norm: float, falls: float) -> Callable[[], Any]:
-    """The limit of each call is `falls` times the previous limit, so that every call clips, or none does."""
+    """Each limit is `falls` times the previous one. Below 1, every call clips; with 1 and a high limit, none does."""
     parameters = [torch.empty_like(tensor) for tensor in tensors]
     for parameter, tensor in zip(parameters, tensors, strict=True):
         parameter.grad = tensor.clone()
@@ -85,7 +85,8 @@ def main() -> None:
         label = {"size": size, "pass": "statistics"}
         results += harness.rows(label, contestants, arguments.seconds, moved, "gradient_statistics")
         norm = float(found.norm())
-        for what, limit, falls, passes in (("clipping, norm within", 2 * norm, 1.0, 1), ("clipping", norm, 0.9999, 3)):
+        passes_of_kinds = (("clipping, norm below the limit", 2 * norm, 1.0, 1), ("clipping", norm, 0.9999, 3))
+        for what, limit, falls, passes in passes_of_kinds:
             contestants = {
                 "clip_gradients_": clipping(gs.clip_gradients_, tensors, limit, falls),
                 "torch.nn.utils.clip_grad_norm_": clipping(torch.nn.utils.clip_grad_norm_, tensors, limit, falls),

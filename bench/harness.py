@@ -112,7 +112,7 @@ def measure(
     timed: Callable[[Callable[[], object], int], float] = wall_time,
     turn: float = TURN,
 ) -> dict[str, dict[str, float]]:
-    """Median, 20th and 80th percentile in ms of `turns`."""
+    """Median, 20th and 80th percentile of the times that `turns` measures, in ms."""
     return {name: summary(values) for name, values in turns(contestants, seconds, timed, turn).items()}
 
 
@@ -122,9 +122,10 @@ def turns(
     timed: Callable[[Callable[[], object], int], float] = wall_time,
     turn: float = TURN,
 ) -> dict[str, list[float]]:
-    """Seconds of calls. Contestants take turns, so that a slow phase of the machine affects all of them.
+    """Seconds per call, for each turn. Contestants take turns, so that a slow phase of the machine affects all of them.
 
-    Calls are repeated until a turn takes `turn` seconds, so that caches left cold by other contestants hardly matter.
+    A turn has as many calls as take `turn` seconds, at most 100, so that caches left cold by other contestants hardly
+    matter.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     repeats = {name: _calls_in(turn, function, timed) for name, function in contestants.items()}
@@ -158,7 +159,7 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Silence the file descriptor, because the profiler's own library writes to it."""
+    """Silence file descriptor 2, because the profiler's C++ library writes to it directly."""
     sys.stderr.flush()
     saved = os.dup(2)
     with open(os.devnull, "w") as nowhere:

@@ -3,9 +3,8 @@
     python bench/heads.py --json bench/results/heads.json
 
 One prediction of B 1024; 601 bins, 18 and 362 actions, 512 features. Quantiles: 32 x 200 x 200 (QR-DQN), 512 x 25 x 46
-(TQC). Latents: 32 distributions over 32 classes (DreamerV3). Bytes that must move: predictions and targets read
-once, gradients written once. The plain cross-entropy is also compared with Liger-Kernel's function where that runs (it
-needs a GPU).
+(TQC). Latents: 32 distributions over 32 classes (DreamerV3). Bytes that must move: predictions and targets read once,
+gradients written once.
 
 C51's critic: projection of the target and cross-entropy, forward and backward, 51 bins, compared with the usual code.
 
@@ -107,17 +106,6 @@ def cases() -> dict[str, Case]:
     }
 
 
-def liger_cross_entropy() -> Callable[..., torch.Tensor] | None:
-    """Liger-Kernel's cross-entropy, if it is installed and there is a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        from liger_kernel.transformers.functional import liger_cross_entropy
-    except ImportError:
-        return None
-    return liger_cross_entropy  # type: ignore[no-any-return]
-
-
 def head_rows(seconds: float) -> list[dict[str, Any]]:
     results = []
     for name, (head, prediction, target, eager) in cases().items():
@@ -133,8 +121,6 @@ def head_rows(seconds: float) -> list[dict[str, Any]]:
             "eager": eager,
             "torch.compile": torch.compile(eager, dynamic=False),
         }
-        if name == "SoftCrossEntropy, classes" and (liger := liger_cross_entropy()) is not None:
-            functions["Liger-Kernel"] = liger
         expected = torch.autograd.grad(eager(x, target), x)[0]
         for contestant, function in functions.items():
             actual = torch.autograd.grad(function(x, target), x)[0]

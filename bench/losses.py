@@ -1,4 +1,4 @@
-"""Multi-step losses of whole updates, fused and in the usual eager PyTorch, with their inputs."""
+"""Multi-step losses of MuZero, TD-MPC2 and DreamerV3: fused, in the usual eager PyTorch, and inputs for both."""
 
 from __future__ import annotations
 

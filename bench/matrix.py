@@ -37,7 +37,7 @@ def main() -> None:
             verdict, seen = judge(case, context)
             name = case.name.split(",")[0] if case in CASES else case.name
             row = verdicts.setdefault(name, {})
-            # An operator is as good as the worst of its arguments.
+            # The verdict on an operator is the worst verdict on its cases, which differ in their arguments.
             row[context] = min(row.get(context, "right"), verdict, key=WORST_FIRST.index)
             if verdict != "right":
                 summary = seen.splitlines()[0][:120] if seen else ""

@@ -5,8 +5,8 @@
 Each contestant trains its own copy of the same model with Adam, on the same batch, in turns. "usual way" is written by
 hand: `param.grad.norm().item()` and `add_histogram` for each parameter, at every step. It has a separate run, together
 with a loop without monitoring, because the memory that it allocates and frees slows down the contestant that follows. A
-step ends when the writer's thread is done, which would otherwise continue in the next contestant's turn. The figure of
-`every=100` is 99 steps without recording and one with, as in `every=1`.
+step ends when the writer's thread is done; otherwise the thread would continue in the next contestant's turn. The
+figure of `every=100` is the mean of 99 steps that record nothing and one step of `every=1`.
 """
 
 from __future__ import annotations
@@ -117,9 +117,10 @@ def one_round(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, l
 
 
 def measured(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, dict[str, float]]:
-    """Times of several rounds, each with new models, because their addresses in memory change times by a percent.
+    """Times of several rounds, each with new models, because the models' addresses in memory change times by a percent.
 
-    The cost is the median of the ratios of steps in the same turn, which slow phases of the machine affect least.
+    The cost is the median ratio to the step without monitoring in the same turn: slow phases of the machine affect this
+    ratio least.
     """
     torch.manual_seed(0)
     rounds = [one_round(names, make, seconds / ROUNDS) for _ in range(ROUNDS)]

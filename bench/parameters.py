@@ -3,10 +3,12 @@
     python bench/parameters.py --json bench/results/parameters.json
 
 "updates" are the norms of parameters and of their changes in a step, as `GradientMonitor` computes them; "l2_loss" is
-the weight decay term, alone and with its gradient; "adaptive clipping" clips gradients by the norms of weights, where
-every unit is within its limit, and where most are beyond. Bytes that must move: updates read both copies once; the loss
-reads all parameters once, and with the gradient reads twice and writes once; clipping reads gradients and weights, and
-where it changes them reads gradients once more and writes them.
+the weight decay term, alone and with its gradient; "adaptive clipping" clips gradients by the norms of weights, and is
+measured twice: with no unit (tensor or row) above its limit, and with most units above it. "and statistics" also
+computes most of what `clip_gradients_` returns: norms, maxima, and counts of zeros, NaN and inf. Bytes that must move:
+updates read the parameters before and after the step once; the loss reads the parameters once, and with the gradient
+reads them twice and writes once; clipping reads gradients and weights once, and if it changes the gradients, it reads
+and writes them once more.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import nn
 
 import gradscale_ext as gs
 import harness
+from gradients import usual as statistics
 from gradscale_ext._native import _C
 
 Tensors = list[torch.Tensor]
@@ -83,6 +86,12 @@ def clipped_foreach(parameters: Tensors, gradients: Tensors, adaptive: float) ->
     torch._foreach_mul_(gradients, limits)
 
 
+def clipped_foreach_with_statistics(parameters: Tensors, gradients: Tensors, adaptive: float) -> Tensors:
+    found = statistics(gradients)
+    clipped_foreach(parameters, gradients, adaptive)
+    return found
+
+
 def clipped_by_loop(parameters: Tensors, gradients: Tensors, adaptive: float) -> None:
     """By row, as timm does."""
 
@@ -95,27 +104,32 @@ def clipped_by_loop(parameters: Tensors, gradients: Tensors, adaptive: float) ->
         gradient.copy_(torch.where(length < limit, gradient, clipped))
 
 
-def clipping(unit: str, ours: bool, values: Tensors, adaptive: float, falls: float) -> Callable[[], object]:
-    """The limit of each call is `falls` times the previous limit, so that every call clips, or none does."""
+def clipping(unit: str, function: Any, values: Tensors, adaptive: float, falls: float) -> Callable[[], object]:
+    """Each limit is `falls` times the previous one. Below 1, every call clips; with 1 and a high limit, none does.
+
+    `function` is None for `clip_gradients_`.
+    """
     parameters = [value.clone() for value in values]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter) * 1e-3
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     limits = (adaptive * falls**call for call in count(1))
-    if ours:
+    if function is None:
         return lambda: gs.clip_gradients_(parameters, adaptive=next(limits), unit=unit)
-    theirs = clipped_foreach if unit == "tensor" else clipped_by_loop
-    return lambda: theirs(parameters, gradients, next(limits))
+    return lambda: function(parameters, gradients, next(limits))
 
 
 def clipping_rows(label: dict[str, Any], values: Tensors, seconds: float, size: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    others = {"tensor": "_foreach_norm, _foreach_mul_", "row": "loop of timm"}
-    for unit, other in others.items():
-        for what, adaptive, falls, passes in ((", norms within", 1e3, 1.0, 2), ("", 1e-3, 0.9999, 4)):
+    foreach = {
+        "_foreach_norm, _foreach_mul_": clipped_foreach,
+        "_foreach_norm, _foreach_mul_ and statistics": clipped_foreach_with_statistics,
+    }
+    for unit, others in {"tensor": foreach, "row": {"loop of timm": clipped_by_loop}}.items():
+        for what, adaptive, falls, passes in ((", norms within the limits", 1e3, 1.0, 2), ("", 1e-3, 0.9999, 4)):
             contestants = {
-                "clip_gradients_": clipping(unit, True, values, adaptive, falls),
-                other: clipping(unit, False, values, adaptive, falls),
+                name: clipping(unit, function, values, adaptive, falls)
+                for name, function in {"clip_gradients_": None, **others}.items()
             }
             labelled = {**label, "pass": f"adaptive clipping by {unit}{what}"}
             rows += harness.rows(labelled, contestants, seconds, passes * size, "clip_gradients_")

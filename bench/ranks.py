@@ -127,7 +127,7 @@ def worker(rank: int, processes: int, folder: str, seconds: float, enter: Callab
         loss.backward()
         sent["gradients"] = list(buckets)
         marks.append(time.perf_counter())
-        # The process group makes it send the messages of sharded gradients.
+        # With a process group, clip_gradients_ sends the messages that it sends for sharded gradients.
         watched("clip", lambda: gs.clip_gradients_(network, 10.0, **shared))
         marks.append(time.perf_counter())
         optimizer.step()

@@ -24,7 +24,7 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def load(name: str) -> tuple[list[dict[str, Any]], str]:
-    """The rows of a benchmark, and a line with the name of the machine."""
+    """The rows of a benchmark, and a line that describes the machine."""
     data = json.loads((RESULTS / f"{name}.json").read_text())
     machine = data["machine"]
     line = (
@@ -136,7 +136,7 @@ def speed_table() -> str:
 
 
 def loss_table() -> str:
-    """fp32 with all threads, by agent, smallest batch first; with times of a copy of the same bytes where measured."""
+    """fp32 with all threads, by agent, smallest batch first; with our time relative to a copy where measured."""
     rows, machine = load("loss")
     threads = max(row["threads"] for row in rows)
     has_copies = any("over_copy" in row for row in rows)
@@ -205,7 +205,7 @@ def flow_table(operators: Iterable[str]) -> str:
 
 
 def ours_and_others(name: str) -> str:
-    """Our times, each other contestant's times, and their ratio; of several runs, the last one is shown."""
+    """Our times, and the other contestants' with ratios to ours. If a size has several rows, the last one is shown."""
     rows, machine = load(name)
     lines = []
     for what in dict.fromkeys(row["pass"] for row in rows):
@@ -477,7 +477,7 @@ def main() -> int:
     texts = {page: page.read_text() for page in PAGES}
     shown = [found[2] for text in texts.values() for found in MARKED.finditer(text)]
     if sorted(shown) != sorted(TABLES):
-        print(f"each table must be shown once: there are {sorted(TABLES)}, shown are {sorted(shown)}", file=sys.stderr)
+        print(f"each of {sorted(TABLES)} must be shown once, but the pages show {sorted(shown)}", file=sys.stderr)
         return 1
     outdated = {page: rewritten(text) for page, text in texts.items() if text != rewritten(text)}
     for page, text in outdated.items():

@@ -1,9 +1,9 @@
-"""Returns: TorchRL's faster form, a Python loop, a copy of the same bytes, and ours.
+"""Our returns, compared with TorchRL's, with a Python loop, with NumPy, and with a copy of the same bytes.
 
     python bench/returns.py --json bench/results/returns.json
 
 A copy is `dst.copy_(src)` of 11 bytes per entry, which moves the 22 bytes that advantages must move: rewards, values,
-next values and two flags are read, two results are written. Advantages are timed with and without episode ends inside.
+next values and two flags are read, two results are written. Advantages are timed with and without ends of episodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import harness
 SIZES = ((256, 64), (4096, 128), (16, 1024), (1, 32768))
 DISCOUNT, LAMBDA = 0.99, 0.95
 LONGEST_LOOP = 1024
-TURN = 2e-3  # Enough for a hundred calls: the first one after TorchRL's starts with cold caches.
+TURN = 2e-3  # Enough for up to a hundred calls, because the first call after TorchRL's starts with cold caches.
 
 
 def loop(rewards: Any, values: Any, next_values: Any, terminated: Any, truncated: Any) -> tuple[Any, Any]:

@@ -2,9 +2,9 @@
 
     python bench/throughput.py --json bench/results/actors.json --seconds 100
 
-Contestants take turns: 32 games in total, divided among the actors, without learning and with two learner steps for
-each step of all games; or 32 games per actor. A turn waits at its end for everything that was requested from actors,
-and the wait counts. The load measured at the start shows how much else was running.
+The numbers of actors take turns, in each of three modes: 32 games in total, divided among the actors, without learning;
+the same with two learner steps for each step of all games; and 32 games per actor, without learning. The time of a turn
+includes the wait for all pending calls of the actors. The load measured at the start shows how much else was running.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from training import Training
 
 ACTORS = (0, 1, 2, 4)
 GAMES = 32
-MODES = {  # True for this many games per actor, and the number of transitions at which learning begins
+MODES = {  # True if each actor plays GAMES games; the number of transitions at which learning begins
     "32 games in all": (False, 10**9),
     "32 games an actor": (True, 10**9),
     "32 games in all, with learning": (False, 500),
@@ -85,7 +85,7 @@ def measured(each: bool, minimum_replay: int, seconds: float) -> dict[int, dict[
 
 
 def main() -> None:
-    os.environ["PYTHONPATH"] = os.pathsep.join((sys.path[0], os.environ.get("PYTHONPATH", "")))  # of the actors
+    os.environ["PYTHONPATH"] = os.pathsep.join((sys.path[0], os.environ.get("PYTHONPATH", "")))  # for the actors
     arguments = harness.arguments(__doc__)
     torch.set_num_threads(1)  # as in the example
     harness.show_machine()

@@ -33,7 +33,7 @@ def two_hot(x: torch.Tensor, num_bins: int, limit: float) -> torch.Tensor:
 
 
 def raw_two_hot(x: torch.Tensor, num_bins: int, limit: float) -> torch.Tensor:
-    """Targets between the two raw bins around x, as in DreamerV3: count, compare distances, one-hot."""
+    """Two-hot targets over bins that are not transformed, as in DreamerV3: count, compare distances, one-hot."""
     y = torch.linspace(-limit, limit, num_bins)
     bins = torch.sign(y) * torch.expm1(torch.abs(y))
     below = ((bins <= x.unsqueeze(-1)).sum(-1) - 1).clamp(0, num_bins - 1)
@@ -51,7 +51,7 @@ def raw_two_hot(x: torch.Tensor, num_bins: int, limit: float) -> torch.Tensor:
 def projected(
     probabilities: torch.Tensor, rewards: torch.Tensor, discounts: torch.Tensor, limit: float
 ) -> torch.Tensor:
-    """C51's projection onto bins from -limit to limit: two index_add_, and atoms on a bin moved aside."""
+    """C51's projection onto bins from -limit to limit: two index_add_; if an atom is on a bin, an index moves by 1."""
     batch, num_bins = probabilities.shape
     atoms = rewards.unsqueeze(1) + discounts.unsqueeze(1) * torch.linspace(-limit, limit, num_bins)
     atoms = atoms.clamp(-limit, limit)

@@ -235,7 +235,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("histogram_first_edge") = gradscale::kFirstEdge;
   m.def("tensor_statistics", &tensor_statistics);
   m.def("clipping_of", &gradscale::clipping_of);
-  m.def("clip_tensors", &gradscale::clip_tensors);
   m.def("unit_statistics", &unit_statistics);
   m.def(
       "unit_factors",

@@ -18,13 +18,13 @@ def is_transformed() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-# torch.compiler.assume_constant_result does the same, but imports the compiler: a second, and 70 MB.
+# torch.compiler.assume_constant_result does the same, but imports the compiler, which takes a second and 70 MB.
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def varies(number: float) -> bool:
     """Return True if torch.compile traces a Python number as a variable because it changed after the first graph."""
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # with the compiler, and not before
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # not at the top: it imports the compiler
 
     return not has_static_value(number)
 
@@ -46,5 +46,5 @@ def as_tensor(number: float, device: torch.device, dtype: torch.dtype | None = N
 
 @functools.cache
 def say_once(message: str) -> None:
-    """Warn, the first time that there is reason to."""
+    """Warn, once for each message."""
     warnings.warn(message, stacklevel=4)

@@ -1,4 +1,4 @@
-"""DTensors. What has no operation of DTensors is computed of whole tensors, by every rank."""
+"""DTensors. A function that does not support them is computed by every rank, from the gathered tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _is_imported() -> bool:
-    """True once somebody has imported DTensor, which takes a while; there is none before."""
+    """True once DTensor is imported, which takes a while; before that, no DTensor exists."""
     return "torch.distributed.tensor" in sys.modules
 
 
@@ -44,7 +44,7 @@ def mesh_of(*values: Any) -> DeviceMesh | None:
 
 
 def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply to the tensors of nested lists, tuples and mappings, and of a dataclass."""
+    """Apply `function` to the tensors in nested lists, tuples and mappings, and in a dataclass."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, list | tuple):
@@ -77,7 +77,7 @@ def _with_checked_gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(value: Any) -> Any:
-    """Gather each DTensor, for which every rank has to call this; plain tensors are whole."""
+    """Gather each DTensor, and return plain tensors as they are. If there is a DTensor, every rank must call this."""
 
     def gathered(tensor: Any) -> torch.Tensor:
         return _with_checked_gradient(tensor.full_tensor()) if is_distributed(tensor) else tensor
@@ -106,7 +106,7 @@ def replicated(value: Any, mesh: DeviceMesh) -> Any:
 
 
 def by_whole(function: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """Call a function with whole tensors in place of DTensors; with one in `first`, the result is a replicated one."""
+    """Call a function with gathered tensors in place of DTensors. If `first` has one, results are replicated."""
     result = function(*whole((first, *others)))
     mesh = mesh_of(first)
     return result if mesh is None else replicated(_mapped(_with_checked_gradient, result), mesh)

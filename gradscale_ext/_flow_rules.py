@@ -14,7 +14,7 @@ from . import _native as _native  # registers the operators
 def call(operator: str, x: torch.Tensor | torch.fx.Proxy, *arguments: Any) -> torch.Tensor:
     """Call a gradient-flow operator so that compilers, transforms, tracers and tensor subclasses see it.
 
-    The overload is explicit, because PyTorch would choose the overload for numbers for a scalar tensor.
+    The overload is named, because for a scalar tensor PyTorch would choose the overload that accepts numbers.
     """
     packet = getattr(torch.ops.gradscale_ext, operator)
     overload = packet.tensor if isinstance(arguments[0], torch.Tensor) else packet.default
@@ -23,7 +23,7 @@ def call(operator: str, x: torch.Tensor | torch.fx.Proxy, *arguments: Any) -> to
 
 @functools.cache
 def _register_counting() -> None:
-    """Register that `count_norms` has no DTensor shards: every rank counts all norms."""
+    """Register that `count_norms` needs replicated DTensors: every rank counts all norms."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.experimental import register_sharding
 

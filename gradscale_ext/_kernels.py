@@ -1,7 +1,7 @@
 """Images of the CUDA kernels: from the package, from the cache on disk, or compiled now.
 
-A kernel is named by the file of `csrc` that defines it and by its name as C++ writes it, with the types and widths that
-it is for. It is compiled on its own by NVRTC, which PyTorch's CUDA builds bring along, or by nvcc where there is no
+A kernel is identified by the file of `csrc` that defines it and by its C++ name, with types and widths as template
+arguments. Each kernel is compiled separately, by NVRTC, which PyTorch's CUDA builds include, or by nvcc if there is no
 NVRTC. Neither needs a GPU.
 """
 
@@ -27,7 +27,7 @@ from ._remedies import INSTALL
 _HERE = Path(__file__).resolve().parent
 #: The C++ sources: inside an installed package, next to the package in a checkout.
 SOURCES = next((path for path in (_HERE / "csrc", _HERE.parent / "csrc") if path.is_dir()), _HERE / "csrc")
-#: Options of NVRTC. nvcc accepts the first, and compiles host functions too.
+#: Options of NVRTC. nvcc gets only the first: the second is an option of NVRTC.
 OPTIONS = ("--std=c++17", "-default-device")
 #: Images that were compiled when the package was installed.
 PACKAGED = _HERE / "kernels"
@@ -57,7 +57,7 @@ class Compiler(Protocol):
         """Names of the GPUs that it compiles for, such as sm_90."""
 
     def compile(self, file: str, name: str, target: str) -> tuple[bytes, str, str]:
-        """Compile the kernel for sm_90 (machine code) or compute_90 (PTX): the code, its entry, what ptxas says."""
+        """Compile for a target such as sm_90 (machine code) or compute_90 (PTX): the code, its entry, and the log."""
 
 
 class Nvrtc:
@@ -78,7 +78,7 @@ class Nvrtc:
 
     def _text(self, what: str, program: Any) -> bytes:
         size = self._call(f"Get{what}Size", program)
-        buffer = bytes(size + 2)  # NVRTC writes into it: bytes of length 1 are shared by all of Python
+        buffer = bytes(size + 2)  # NVRTC writes into it, and Python shares all bytes objects of length 1
         self._call(f"Get{what}", program, buffer)
         return buffer[:size]
 
@@ -171,7 +171,7 @@ def _sources_digest() -> str:
 
 
 def _file_of(folder: Path, file: str, name: str, target: str, version: str) -> Path:
-    """The place of an image: whatever it depends on is in its name."""
+    """Path of an image. Its name is a hash of everything that the image depends on."""
     key = "\0".join((_sources_digest(), *OPTIONS, file, name, target, version))
     return folder / f"{hashlib.sha256(key.encode()).hexdigest()}.{target}"
 
@@ -219,7 +219,7 @@ def _write(path: Path, image: Image) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     try:
-        with temporary.open("xb") as file:  # with the permissions that the umask leaves; mkstemp leaves the owner's
+        with temporary.open("xb") as file:  # with the umask's permissions; mkstemp would allow the owner only
             file.write(_content(image))
         os.replace(temporary, path)
     except BaseException:
@@ -242,7 +242,7 @@ def _compiled(using: Compiler, file: str, name: str, target: str) -> Image:
 
 
 def _target_for(using: Compiler, gpu: str) -> str:
-    """The GPU's own machine code, or PTX for a GPU later than the compiler, which the driver compiles."""
+    """The GPU itself, or, if it is newer than the compiler, a PTX target such as compute_90, for the driver."""
     known = using.targets()
     if gpu in known or gpu.startswith("compute_"):
         return gpu
@@ -274,7 +274,7 @@ def _say_once(message: str) -> None:
 def image_of(file: str, name: str, gpu: str) -> tuple[Image, str]:
     """The image of a kernel for a GPU such as sm_90, and where it comes from: package, cache or compiler.
 
-    PTX is given for compute_90.
+    For a `gpu` such as compute_90, the image is PTX.
 
     Raises:
         RuntimeError: it has to be compiled, and there is no compiler, or the compiler fails.
@@ -298,7 +298,7 @@ def image_of(file: str, name: str, gpu: str) -> tuple[Image, str]:
 
 
 def compile_into(folder: Path, file: str, name: str, gpu: str) -> tuple[Image, str]:
-    """Compile a kernel into a folder that comes with a package."""
+    """Compile a kernel and store it in a folder that is installed with a package."""
     using = _need_compiler(name)
     image = _compiled(using, file, name, gpu)
     _write(_file_of(folder, file, name, gpu, ""), image)

@@ -11,7 +11,7 @@ import torch
 from . import _kernels
 from ._remedies import INSTALL
 
-REBUILD = f"Compile it again, in a checkout of gradscale_ext: `{INSTALL} --force-reinstall --no-deps .`"
+REBUILD = f"compile gradscale_ext again, in a checkout: `{INSTALL} --force-reinstall --no-deps .`"
 
 
 def _explain(error: ImportError) -> ImportError:
@@ -25,11 +25,10 @@ def _explain(error: ImportError) -> ImportError:
     built = _version_built_with()
     if built is not None and built != torch.__version__:
         return ImportError(
-            f"gradscale_ext was compiled against PyTorch {built}, but PyTorch {torch.__version__} is installed now; a "
-            f"C++ extension must be compiled again after that, or that PyTorch be installed again: "
-            f"`{INSTALL} torch=={_release(built)}`. {REBUILD} ({error})"
+            f"gradscale_ext was compiled against PyTorch {built}, but PyTorch {torch.__version__} is installed now; "
+            f"install PyTorch {_release(built)} again: `{INSTALL} torch=={_release(built)}`, or {REBUILD} ({error})"
         )
-    return ImportError(f"the compiled extension of gradscale_ext could not be loaded: {error}. {REBUILD}")
+    return ImportError(f"the compiled extension of gradscale_ext could not be loaded: {error}; {REBUILD}")
 
 
 def __package_path() -> str:

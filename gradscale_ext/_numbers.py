@@ -17,7 +17,7 @@ def as_float(argument: str, value: Any) -> float:
 
 
 def real(argument: str, value: Any, wanted: str = "a number") -> float:
-    """A real number of Python or NumPy as a float; `wanted` is what the error of another type asks for."""
+    """A real number of Python or NumPy as a float; `wanted` describes the expected type in the error."""
     if type(value) is float:
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
@@ -26,8 +26,11 @@ def real(argument: str, value: Any, wanted: str = "a number") -> float:
 
 
 def real_field(owner: str, frozen: object, field: str) -> float:
-    """A number in a field of a frozen dataclass as a float. The field keeps Python's numbers, and gets a float in place
-    of others (NumPy's, a fraction, an integer beyond int64), with which tensors cannot be multiplied."""
+    """Return the number in a field of a frozen dataclass as a float.
+
+    The field keeps a Python float or an int in the range of int64. Any other number (NumPy's, a fraction, a larger
+    integer) is replaced by a float in the field, because tensors cannot be multiplied by all of these.
+    """
     value = getattr(frozen, field)
     number = real(f"{owner}: {field}", value)
     if type(value) is not float and not (type(value) is int and -(2**63) <= value < 2**63):
@@ -47,7 +50,7 @@ def integer_field(owner: str, frozen: object, field: str, least: int) -> None:
 
 
 def check_flag(argument: str, value: Any) -> None:
-    """Refuse everything but a bool of Python. NumPy's bool has the same name."""
+    """Refuse everything except a Python bool. The error names the module of a type: NumPy has a `bool` too."""
     if not isinstance(value, bool):
         kind = type(value)
         name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -36,7 +36,7 @@ def group_of(function: str, process_group: Any) -> tuple[str, int]:
 
 
 def _is_registered(group: Any) -> bool:
-    """True if collectives find this group by its name. Another may have it after `destroy_process_group`."""
+    """True if collectives find this group by its name. After `destroy_process_group` a new group may have the name."""
     try:
         return torch._C._distributed_c10d._resolve_process_group(group.group_name) is group
     except RuntimeError:

@@ -92,16 +92,16 @@ def remedy_for_step_shape(name: str, shape: Sequence[int], batch: int, steps: in
     if shape == (*wanted, 1) or (name != "mask" and shape == (steps, 1)):
         return f"; write {name}.squeeze(-1)"
     if shape == wanted[::-1]:
-        return f"; write {name}.T, or batch_first={not batch_first} where everything is of that order"
+        return f"; write {name}.T, or batch_first={not batch_first} where everything has that order"
     if shape == ((batch, steps - 1) if batch_first else (steps - 1, batch)):
         root = (
             f"torch.cat([torch.ones_like({name}[:, :1]), {name}], 1)"
             if batch_first
             else f"torch.cat([torch.ones_like({name}[:1]), {name}])"
         )
-        return f"; T counts the root too, whose entries heads with first_step = 1 do not read: write {root}"
+        return f"; T includes the root, whose entries are ignored by heads with first_step = 1: write {root}"
     if shape == (steps - 1,):
-        return "; T counts the root too"
+        return "; T includes the root"
     if name == "mask" and shape == (steps,):
         return f"; write mask.expand({batch}, {steps})" if batch_first else f"; write mask[:, None].expand(-1, {batch})"
     if shape == (batch,):
@@ -122,7 +122,7 @@ def remedy_for_count(
     """Remedy for a number of entries that differs from the number of the head `longest`."""
     if len(entries) == wanted - 1 and first_step == 0:
         if longest_first_step == 1:
-            return f"; leave out the root in head '{longest}', or its first_step"
+            return f"; leave out the root in head '{longest}', or its first_step=1"
         return "; a head that has nothing at the root is declared with first_step=1"
     if len(entries) == wanted + 1 and first_step == 1 and what == "target":
         return "; leave out the target of the root"

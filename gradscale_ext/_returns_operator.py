@@ -52,24 +52,35 @@ def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
         # The operator does not need values, but their dtype counts for the dtype of the results.
         rewards = rewards.double() if dtype == torch.float64 else rewards
         values = None
-    results = torch.ops.gradscale_ext.returns(
-        FUNCTIONS.index(function),
-        rewards,
-        values,
-        call.next_values,
-        call.ratios,
-        discounts,
-        lambdas,
-        call.terminated,
-        call.truncated,
-        call.mask,
-        discount,
-        lambda_,
-        *call.clips,
-        call.n,
-        call.batch_first,
+    coefficients = (call.ratios, discounts, lambdas, call.terminated, call.truncated, call.mask, discount, lambda_)
+    return _operator(
+        function, rewards, values, call.next_values, *coefficients, call.clips, call.n, batch_first=call.batch_first
     )
-    return tuple(results)
+
+
+def _operator(
+    function: str,
+    rewards: torch.Tensor,
+    values: torch.Tensor | None,
+    next_values: torch.Tensor | None,
+    ratios: torch.Tensor | None = None,
+    discounts: torch.Tensor | None = None,
+    lambdas: torch.Tensor | None = None,
+    terminated: torch.Tensor | None = None,
+    truncated: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    discount: float = 1.0,
+    lambda_: float = 1.0,
+    clips: tuple[float, float, float] = (torch.inf, torch.inf, torch.inf),
+    n: int = 0,
+    *,
+    batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
+    inputs = (rewards, values, next_values, ratios, discounts, lambdas, terminated, truncated, mask)
+    numbers = (discount, lambda_, *clips, n, batch_first)
+    is_adjoint, wants, observations = False, [False] * 3, next_values is None
+    formula = FUNCTIONS.index(function)
+    return tuple(torch.ops.gradscale_ext.returns(is_adjoint, formula, wants, observations, *inputs, *numbers))
 
 
 def _clipped(ratios: torch.Tensor, clip: float, dtype: torch.dtype) -> torch.Tensor:
@@ -117,25 +128,10 @@ def _vtrace_with_varying_clips(call: Trajectories) -> tuple[torch.Tensor, ...]:
     received = read(rewards) - values
     corrections = times(rho, received) + times(rho, discount, bootstrap)
     zeros = torch.zeros_like(corrections)
-    e = torch.ops.gradscale_ext.returns(
-        FUNCTIONS.index("generalized_advantages"),
-        corrections,
-        zeros,
-        zeros,
-        None,
-        None,
-        times(lambda_, discount, c),  # 0 at cuts and in padding
-        None,
-        None,
-        None,
-        1.0,
-        1.0,
-        torch.inf,
-        torch.inf,
-        torch.inf,
-        0,
-        call.batch_first,
-    )[0]
+    lambdas = times(lambda_, discount, c)  # 0 at cuts and in padding
+    (e, _) = _operator(
+        "generalized_advantages", corrections, zeros, zeros, lambdas=lambdas, batch_first=call.batch_first
+    )
     targets = values + e
     mixed = times(pg_rho, discount, 1 - lambda_, bootstrap) + times(pg_rho, discount, lambda_, later(targets))
     return targets, times(pg_rho, received) + mixed
@@ -189,24 +185,13 @@ def run_muzero(window: Window) -> MuZeroTargets:
 
 
 @torch.library.register_fake("gradscale_ext::returns")  # type: ignore[misc]
-def _shapes(formula: int, rewards: torch.Tensor, *others: Any) -> list[torch.Tensor]:
-    dtype = result_dtype(rewards, *others)
-    return [rewards.new_empty(rewards.shape, dtype=dtype) for _ in range(2 if formula in _TWO_RESULTS else 1)]
-
-
-@torch.library.register_fake("gradscale_ext::returns_adjoint")  # type: ignore[misc]
-def _adjoint_shapes(
-    formula: int,
-    wants: Sequence[bool],
-    observations: bool,
-    gradient: torch.Tensor | None,
-    second_gradient: torch.Tensor | None,
-    *others: Any,
+def _shapes(
+    is_adjoint: bool, formula: int, wants: Sequence[bool], observations: bool, *others: Any
 ) -> list[torch.Tensor]:
-    given = second_gradient if gradient is None else gradient
-    assert given is not None
-    dtype = result_dtype(gradient, second_gradient, *others)
-    shape, batch_first = given.shape, others[-1]
+    given = next(tensor for tensor in others if tensor is not None)
+    dtype, shape, batch_first = result_dtype(*others), given.shape, others[-1]
+    if not is_adjoint:
+        return [given.new_empty(shape, dtype=dtype) for _ in range(2 if formula in _TWO_RESULTS else 1)]
     longer = (shape[0], shape[1] + 1) if batch_first else (shape[0] + 1, shape[1])
     sizes = (shape, longer if observations else shape, shape)
     return [given.new_empty(size, dtype=dtype) for size, wanted in zip(sizes, wants, strict=True) if wanted]
@@ -267,15 +252,13 @@ def _as_rows(value: Any, dim: int | None, examples: int, rows: int, batch_first:
     return value.flatten(row_dim, row_dim + 1)
 
 
-def _rule(operator: Any, first: int) -> Any:
-    """Make the vmap rule of an operator whose tensors begin at argument `first`."""
+def _rule(operator: Any) -> Any:
+    """Make the vmap rule of an operator."""
 
     def rule(info: Any, in_dims: Dims, *arguments: Any) -> Any:
         batch_first, examples = arguments[-1], info.batch_size
         given, dim = next(
-            (value, dim)
-            for value, dim in zip(arguments[first:], in_dims[first:], strict=True)
-            if isinstance(value, torch.Tensor)
+            (value, dim) for value, dim in zip(arguments, in_dims, strict=True) if isinstance(value, torch.Tensor)
         )
         shape = list(given.shape)
         if dim is not None:
@@ -292,6 +275,5 @@ def _rule(operator: Any, first: int) -> Any:
     return rule
 
 
-torch.library.register_vmap("gradscale_ext::returns", _rule(torch.ops.gradscale_ext.returns, 1))
-torch.library.register_vmap("gradscale_ext::returns_adjoint", _rule(torch.ops.gradscale_ext.returns_adjoint, 3))
-torch.library.register_vmap("gradscale_ext::muzero_targets", _rule(torch.ops.gradscale_ext.muzero_targets, 0))
+torch.library.register_vmap("gradscale_ext::returns", _rule(torch.ops.gradscale_ext.returns))
+torch.library.register_vmap("gradscale_ext::muzero_targets", _rule(torch.ops.gradscale_ext.muzero_targets))

@@ -1,4 +1,4 @@
-"""The arguments of returns, checked, and their results. Plain data, which the kernels and the reference share."""
+"""Checks of the arguments of the return functions, and their results: plain data for the kernels and the reference."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MuZeroTargets(NamedTuple):
 class Trajectories(NamedTuple):
     """A checked call of a function over transitions, in the caller's order of dimensions.
 
-    `values` is None where the function does not read it. It has an entry more than `rewards` if `next_values` is None.
+    `values` is None where the function does not read it. It has one step more than `rewards` if `next_values` is None.
     """
 
     rewards: torch.Tensor
@@ -80,7 +80,7 @@ class Window(NamedTuple):
 
 
 def result_dtype(*values: object) -> torch.dtype:
-    """float64 if a tensor among the arguments is, else float32."""
+    """float64 if an argument is a float64 tensor, else float32."""
     is_double = any(isinstance(value, torch.Tensor) and value.dtype == torch.float64 for value in values)
     return torch.float64 if is_double else torch.float32
 
@@ -90,7 +90,7 @@ def _written(shape: Any) -> str:
 
 
 class _Checker:
-    """Checks the arguments of one call of `function`; `rewards` decides device and sizes."""
+    """Checks the arguments of one call of `function`; `rewards` gives the device and the sizes."""
 
     def __init__(self, function: str, rewards: Any, batch_first: Any, steps: str = "T") -> None:
         self.function = function
@@ -103,7 +103,7 @@ class _Checker:
         self.batch, self.steps = rewards.shape if batch_first else reversed(rewards.shape)
 
     def _letters(self, more: int | None) -> str:
-        """The shape with `more` steps than rewards, or of an entry for each row if it is None."""
+        """The shape in letters: `more` steps more than rewards have, or `[B]` if `more` is None."""
         if more is None:
             return "[B]"
         steps = f"{self.step_letter} + {more}" if more else self.step_letter
@@ -147,7 +147,7 @@ class _Checker:
             )
 
     def shape(self, more: int = 0) -> str:
-        """The shape of rewards, with so many more steps."""
+        """The shape of rewards, plus `more` steps."""
         sizes = (self.batch, self.steps + more)
         return _written(sizes if self.batch_first else sizes[::-1])
 
@@ -156,7 +156,7 @@ class _Checker:
         return tuple(value.shape) == sizes
 
     def shaped(self, name: str, value: torch.Tensor, more: int = 0, reason: str = "") -> None:
-        """Two dimensions, with `more` steps than rewards."""
+        """Check for two dimensions, and for `more` steps more than rewards have."""
         self.on_device(name, value)
         self._dims(name, value, more)
         if not self._has_steps(value, more):
@@ -200,7 +200,7 @@ class _Checker:
             )
 
     def coefficient(self, name: str, value: Any, low: float, per_step: bool = True) -> Discount:
-        """A number in low..1 as a float, a tensor of none or two dimensions as it is."""
+        """Return a number from `low` to 1 as a float, and a tensor of 0 or 2 dimensions unchanged."""
         if not isinstance(value, torch.Tensor):
             return self._number(name, value, low, per_step)
         self.floats(name, value)
@@ -214,7 +214,7 @@ class _Checker:
         if value.dim() != 2 or not all([own == 1 or own == size for own, size in zip(value.shape, sizes, strict=True)]):
             remedy = ""
             if value.dim() == 1 and per_step:
-                remedy = f", of one dimension: which one? Write {name}[None] or {name}[:, None]"
+                remedy = f"; write {name}[None] if it varies along the last dimension, else {name}[:, None]"
             elif value.dim() == 1:
                 remedy = f"; write {name}[:, None]" if self.batch_first else f"; write {name}[None]"
             elif value.dim() == 3 and value.shape[-1] == 1:
@@ -315,11 +315,11 @@ def check_trajectories(
         if next_values is None:
             if tuple(values.shape) == tuple(rewards.shape):
                 raise ValueError(
-                    f"{function}: values must have shape {check.shape(1)}, all observations, because "
+                    f"{function}: values must have shape {check.shape(1)}, one for each observation, because "
                     f"next_values is None, but its shape is {check.shape()}; give next_values, the values of the true "
                     "successors"
                 )
-            check.shaped("values", values, 1, ", all observations")
+            check.shaped("values", values, 1, ", one for each observation")
             if truncated is not None:
                 raise ValueError(
                     f"{function}: truncated cannot be given with values of shape {check.shape(1)}: after a reset the "

@@ -6,7 +6,7 @@ gradient, and its own norms.
 
 They are registered with PyTorch as its own operations are, so that gradients are changed in eager mode, under
 `create_graph`, `torch.func` transforms, `torch.compile`, `torch.export`, checkpointing, autocast, DDP and FSDP2 alike.
-Where a gradient cannot be right the operator raises. An in-place operation on the result, or on `x` afterwards, which
+An operator that cannot give the right gradient raises. An in-place operation on the result, or on `x` afterwards, which
 would take the operator out of the graph, raises as well; clone() first. An exported program keeps the operators; after
 `run_decompositions()`, which is for inference, they are gone from it, as `detach()` is.
 """
@@ -112,10 +112,10 @@ def clip_gradient_norm(
             LSTM's state are clipped separately.
         max_norm: non-negative number, or a real tensor that broadcasts to ``x.shape[:batch_dims]`` (one limit for each
             norm), on the device of `x` (or a scalar on the CPU). It is read there without a synchronisation, and gets
-            no gradient. 0 gives zeros, inf never clips. A negative or NaN entry is refused where it can be seen without
-            waiting, and gives a NaN gradient elsewhere.
-        batch_dims: n; the first n dimensions of `x` each keep a norm of their own: 0, one norm for the whole tensor; 1,
-            one per sample. Under `torch.func.vmap`, of each mapped example.
+            no gradient. 0 gives zeros, inf never clips. A negative or NaN entry raises if it can be read without
+            waiting for a device; otherwise it gives a NaN gradient.
+        batch_dims: n: each index of the first n dimensions of `x` has its own norm. 0: one norm for the whole tensor.
+            1: one norm per sample. Under `torch.func.vmap`: dimensions of one mapped example.
         norm_type: p of the norm: any number greater than 0, or inf.
         process_group: ranks that each hold a part of the tensor; the norm is over all parts (one all-gather of the
             norms). Every rank must run the same backward.
@@ -131,9 +131,9 @@ def clip_gradient_norm(
 
     A gradient within its limit passes bit-identical; a zero gradient stays zero. No finite gradient is lost to overflow
     or underflow of the norm. NaN and inf follow the formula within their own norm group: NaN makes the group NaN, inf
-    makes its finite elements 0. Sums are computed in float64; of a group over several processes, and
-    in a compiled graph or a transform on another device than the CPU, in float32 (float64 gradients: float64) of
-    elements divided by the largest. The coefficient is differentiated in a second derivative.
+    makes its finite elements 0. Sums are computed in float64. Devices other than the CPU compute norms over several
+    processes, and norms in a compiled graph or a transform, in float32 (float64 for float64 gradients) from elements
+    divided by the largest. Second derivatives include the derivative of the coefficient.
 
     >>> x = torch.zeros(2, 2, requires_grad=True)
     >>> clip_gradient_norm(x, 1.0, batch_dims=1).backward(torch.tensor([[3.0, 4.0], [0.3, 0.4]]))
@@ -150,15 +150,15 @@ def normalize_gradient(
 ) -> Tree:
     """Return `x` unchanged; the gradient that flows back through the result is exactly `norm` long.
 
-    Forward ``y = x``; backward ``dL/dx = norm * g / |g|_p`` for ``g = dL/dy``; zero gradients stay zero. What the
-    balancer of audiocraft does to the losses of EnCodec (Defossez et al. 2022): put it between a network's output and
-    each loss, and `norm` is the loss's share, whatever its scale.
+    Forward ``y = x``; backward ``dL/dx = norm * g / |g|_p`` for ``g = dL/dy``; zero gradients stay zero. The
+    balancer of audiocraft does this to the losses of EnCodec (Defossez et al. 2022): between a network's output and
+    each loss, `norm` is the share of that loss in the gradient, whatever the scale of the loss.
 
     Args:
         x: floating or complex tensor, or a structure of them, each of whose tensors has its own norms.
         norm: length of the gradient, a non-negative number, or a real tensor that broadcasts to
             ``x.shape[:batch_dims]``, read on its device. 0 gives zeros.
-        batch_dims: the first n dimensions of `x` each keep a norm of their own.
+        batch_dims: n: each index of the first n dimensions of `x` has its own norm.
         norm_type: p of the norm: any number greater than 0, or inf.
 
     Returns:
@@ -238,8 +238,8 @@ def _apply(
 
 
 def _without_schedules(x: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, with tensors in place of the numbers where one of them varies under `torch.compile`: an operator
-    takes a number as a constant, and would be compiled again for the next one."""
+    """Replace the numbers by tensors if one of them varies under `torch.compile`: a number is a constant of the graph,
+    which would be compiled again for the next number."""
     values = [value for value in arguments[:2] if type(value) is float]
     if _context.is_eager() or not any([_context.varies(value) for value in values]):
         return arguments
@@ -281,7 +281,7 @@ def _real(operator: str, argument: str, value: Any) -> float | torch.Tensor:
 
 
 def _limit(operator: str, argument: str, value: Any) -> float | torch.Tensor:
-    """A number or tensor that must not be negative; what a tensor holds is checked where that costs no waiting."""
+    """Check a number that must not be negative. C++ checks a tensor, if it can read it without waiting."""
     value = _real(operator, argument, value)
     if not isinstance(value, torch.Tensor) and not value >= 0:
         raise ValueError(f"{operator}: {argument} must not be negative or NaN, but it is {value}")

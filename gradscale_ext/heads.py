@@ -23,14 +23,15 @@ DETAILS = (None, "expected", "entropy")
 
 
 class Form(NamedTuple):
-    """Shapes of one prediction and its target after the batch. A letter is a size of at least 1, the same in both: a
-    target has either letters of its prediction, from the first on, or only letters of its own."""
+    """Shapes of one prediction and its target, without the batch dimension. A letter stands for a size of at least 1,
+    the same size in both shapes. The target's letters are the first letters of the prediction, or all of them are new.
+    """
 
     prediction: tuple[str, ...]
     target: tuple[str, ...] | None
     """None: the head has no target."""
     classes: bool = False
-    """The target is an int64 class index."""
+    """True if the target is an int64 class index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +54,16 @@ class Head:
     detail: ClassVar[Literal["expected", "entropy"] | None] = None
     """Results of the head in addition to its losses: decoded predictions if it has a support, or entropies."""
     has_largest_logit: ClassVar[bool] = False
-    """Predictions are logits of distributions, whose largest magnitude is a result."""
+    """True if predictions are logits of distributions. The output then has their largest magnitude."""
 
     @property
     def decodes(self) -> bool:
-        """The head has a support, and the output its decoded predictions."""
+        """True if the head has a support. The output then has its decoded predictions."""
         return self.detail == "expected"
 
     @property
     def has_target(self) -> bool:
-        """The loss compares a prediction with something."""
+        """True if the loss compares predictions with targets."""
         return self.forms[0].target is not None
 
     def __init_subclass__(cls) -> None:
@@ -104,8 +105,8 @@ class Head:
 class TwoHot(Head):
     """Categorical scalar head: cross-entropy of `[B, S]` logits with the two-hot encoding of `[B]` scalar targets.
 
-    ``l = -sum_j t_j log softmax(x)_j``, where t puts all mass on the two bins next to the target, in proportion to its
-    distance from them, and is smoothed: ``t (1 - label_smoothing) + label_smoothing / S`` (MuZero, appendix F).
+    ``l = -sum_j t_j log softmax(x)_j``, where t splits its mass between the two bins next to the target by linear
+    interpolation, and is smoothed: ``t (1 - label_smoothing) + label_smoothing / S`` (MuZero, appendix F).
 
     Args:
         support: the bins.
@@ -197,8 +198,8 @@ class SoftCrossEntropy(Head):
     Args:
         label_smoothing: 0 to 1.
         entropy_weight: of the entropy bonus; finite.
-        subtract_target_entropy: add ``sum_a t_a log t_a``: the loss is the Kullback-Leibler divergence from p to t. The
-            gradient is the same.
+        subtract_target_entropy: add ``sum_a t_a log t_a``: the loss is the Kullback-Leibler divergence ``KL(t || p)``.
+            The gradient is the same.
 
     A class outside 0..A - 1 raises, or gives NaN where it cannot be read without a synchronisation.
 
@@ -273,8 +274,8 @@ class MeanSquaredError(Head):
 class Huber(Head):
     """Huber loss of `[B]` or `[B, D]` predictions x with targets t of the same shape.
 
-    With ``d = x - transform(t)``: ``l = mean over D of d^2 / 2`` where ``|d| <= delta``, elsewhere of
-    ``delta (|d| - delta / 2)``, as `torch.nn.functional.huber_loss` (Huber 1964; DQN, Mnih et al. 2015).
+    With ``d = x - transform(t)``, l is the mean over D of ``d^2 / 2`` where ``|d| <= delta`` and of
+    ``delta (|d| - delta / 2)`` elsewhere, as `torch.nn.functional.huber_loss` (Huber 1964; DQN, Mnih et al. 2015).
 
     Args:
         delta: the magnitude of d from which on the loss is linear; finite, above 0.
@@ -403,7 +404,7 @@ class CategoricalKL(Head):
     stays NaN (DreamerV2 and V3, Hafner et al. 2021 and 2023).
 
     Args:
-        unimix: share of the uniform distribution; 0 to 1. Logits of -inf are classes that the softmax does not have.
+        unimix: share of the uniform distribution; 0 to 1. A class with logit -inf has probability 0 in the softmax.
         free_nats: finite, at least 0.
         prediction: "q": predictions are the logits of q, targets the logits of p: the dynamics loss, which trains
             the prior. "p": the other way round: the representation loss, which trains the posterior.
@@ -454,9 +455,9 @@ class PerStepLoss(Head):
 
 
 def record_of(heads: Iterable[Head]) -> tuple[list[str], list[float]]:
-    """Heads as the kernels read them: names, and as many numbers.
+    """Heads as the kernels read them: a list of names, and a list with the number of each name.
 
-    Each head is its kind, whose number is 0, and `numbers()`.
+    Each head adds its kind, with the number 0, and then its `numbers()`.
     """
     record: list[tuple[str, float]] = []
     for head in heads:

@@ -107,7 +107,7 @@ def lambda_returns(
         TypeError: a type or dtype is wrong.
         ValueError: a shape, device or number is wrong, or a constant requires grad.
 
-    NaN and inf stay in their episode: cuts and coefficients of exactly 0 exclude terms, and do not multiply them.
+    Cuts and coefficients of exactly 0 exclude a term instead of multiplying it: NaN and inf stay in their episode.
 
     Flags are stored with the transition, as in Gymnasium and TorchRL. CleanRL, Stable-Baselines3 and PufferLib store
     them one step later: pass ``dones[1:]`` followed by the last done. TorchRL 0.14 multiplies by ``~done``, so that a
@@ -381,7 +381,7 @@ def muzero_targets(
         num_unroll_steps: K, at least 0.
         td_steps: n, at least 1. A window shorter than K + n bootstraps from its last state.
         discount: γ, a number from -1 to 1, a 0-dim tensor, or `[B, 1]`.
-        lengths: ℓ, `[B]` int64 from 0 to L: moves that were recorded; later entries are not read. None: L.
+        lengths: ℓ, `[B]` int64 from 0 to L: the number of recorded moves; later entries are not read. None: L.
         terminated: `[B]` bool: True if the game ended, by its rules, after the recorded moves. Required with `lengths`.
         to_play: `[B, L + 1]` integers or bool: who moves. None: one player.
         reward: "reward", or "value_prefix", the undiscounted sum of the rewards since the last multiple of the horizon
@@ -403,9 +403,9 @@ def muzero_targets(
 
     The time grows with `num_unroll_steps` times `td_steps`.
 
-    Version 1 of the pseudocode pairs step k with r_k; version 2 pairs it with r_{k-1}, as here. EfficientZero and
-    LightZero store the same number at k - 1. At a time limit, targets here bootstrap; other libraries treat the limit
-    as an absorbing state, or mask the value.
+    Version 1 of the pseudocode pairs step k with r_k; version 2 pairs it with r_{k-1}, as this function does.
+    EfficientZero and LightZero store the same number at k - 1. At a time limit, this function bootstraps; other
+    libraries treat the limit as an absorbing state, or mask the value.
 
     >>> targets = muzero_targets(
     ...     torch.ones(1, 3),

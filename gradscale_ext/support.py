@@ -89,7 +89,7 @@ class Support:
 
     @classmethod
     def muzero(cls, limit: int = 300) -> Support:
-        """MuZero's support: integer centres from -limit to limit, 601 bins by default, of the signed hyperbolic.
+        """MuZero's support: integer centres from -limit to limit (601 bins by default), signed hyperbolic transform.
 
         Raises:
             ValueError: `limit` is not an integer of at least 1.
@@ -143,7 +143,7 @@ class Support:
 
         Args:
             x: floating tensor of raw scalars. Out of range, ±inf included: as the end of the range. NaN: a row of NaN.
-            sigma_ratio: standard deviation over the width of a bin; finite, above 0.
+            sigma_ratio: standard deviation divided by the width of a bin; finite, above 0.
 
         Returns:
             `[..., S]` in the dtype of `x`; each row sums to 1.
@@ -265,7 +265,7 @@ class Support:
         return _C.Support(list(self.numbers()), list(self.numbers().values()))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is made again when it is needed."""
+        """Leave out `_compiled`, which is rebuilt when it is needed."""
         return {name: value for name, value in self.__dict__.items() if name != "_compiled"}
 
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-# Each processor has a test process, and each process as many PyTorch threads, so waiting threads must yield the
-# processor. OpenMP reads this when PyTorch is imported.
+# There is a test process for each processor, and each process has a PyTorch thread for each processor, so waiting
+# threads must yield the processor. OpenMP reads this when PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
@@ -18,12 +18,12 @@ def pytest_addoption(parser):
     parser.addoption(
         "--simulated-kernels",
         metavar="LIBRARY",
-        help="run what the CUDA kernels can do for CPU tensors with those of this library (make simulated)",
+        help="run supported calls on CPU tensors with the CUDA kernels, on this simulated driver (make simulated)",
     )
 
 
 class LongTests:
-    """Reports a test that takes more than a minute at once, so that the log of a killed run names the slow tests."""
+    """Reports each test of over a minute as soon as it ends, so that the log of a killed run names the slow tests."""
 
     def __init__(self, config):
         self.config = config
@@ -55,7 +55,7 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Ignore the tests of CUDA kernels where nothing runs them, unless they are named on the command line."""
+    """Ignore the tests of CUDA kernels without a GPU or a simulator, unless they are named on the command line."""
     if collection_path.name != "test_cuda.py" and collection_path.parent.name != "gpu":
         return None
     import torch
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--simulated-kernels") is not None:
         for item in items:
             if item.get_closest_marker("cpu_kernels"):
-                item.add_marker(pytest.mark.skip(reason="of the CPU's own kernels"))
+                item.add_marker(pytest.mark.skip(reason="tests the CPU kernels, which the simulated kernels replace"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -33,7 +33,7 @@ WEIGHTS = torch.tensor([[0.1, -0.2, 0.3, 0.2], [2.0, -3.0, 1.0, 0.5], [-1.0, 4.0
 
 @dataclass(frozen=True)
 class Case:
-    """An operator with its argument: its effect on a tensor, and, in closed form, on a gradient."""
+    """An operator with its arguments, and the closed forms of its effects on a tensor and on a gradient."""
 
     name: str
     argument: str
@@ -41,11 +41,11 @@ class Case:
     operator: Callable[..., Tensor]
     formula: Callable[..., Tensor]
     values: tuple[float | Tensor, ...]
-    """The arguments that operator and formula take after the tensor."""
+    """The arguments of operator and formula after the tensor."""
     linear: bool
-    """Forward mode has a meaning, and every cell must be right."""
+    """True if forward mode is defined for the operator, so that every cell must be right."""
     forward: Callable[[Tensor], Tensor] | None = None
-    """In closed form, what it does to a tensor, if it changes its values."""
+    """The closed form of the effect on a tensor; None if the operator returns it unchanged."""
 
     def value(self, x: Tensor) -> Tensor:
         return x if self.forward is None else self.forward(x)
@@ -165,7 +165,7 @@ def _returns(function: str, x: Tensor, discount: Tensor, lambda_: float, ratios:
 
 
 def _returns_cases() -> list[Case]:
-    # Exact in every type.
+    # These numbers are exact in every dtype.
     discount, ratios, lambda_ = _tensor(0.75, 0.5, 0.875, 1.0), _tensor(0.5, 2.0, 0.75, 1.25), 0.75
     truncated = torch.tensor([[False, False, True, False]])
     unit, no = torch.eye(4, dtype=torch.float64), torch.zeros(4, 4, dtype=torch.bool)

@@ -1,5 +1,4 @@
-"""Compiles the kernels that have a budget for each generation of GPUs, counts their instructions, and fails above
-budget.
+"""Compiles all kernels that have a budget, for each GPU generation, counts instructions, and fails above budget.
 
 `make cuda-check` needs no GPU: NVRTC compiles, the simulated driver runs the PTX, nvdisasm prints the machine code. The
 calls come from tests/budget/cases.py, on a GPU with so few multiprocessors that their batch fills it, and again with a
@@ -49,7 +48,7 @@ def counted(driver: str, parts: list[str], multiprocessors: int, batch: int | No
 
 
 def agreement(launch: Record) -> dict[str, float]:
-    """Ratio of machine instructions to PTX instructions, of those that map one to one: a check of the estimate."""
+    """Ratio of machine instructions to PTX instructions, for opcodes that map one to one: a check of the estimate."""
 
     def sum_of(counts: dict[str, float], *names: str) -> float:
         return sum(count for opcode, count in counts.items() if opcode.startswith(names))
@@ -115,16 +114,16 @@ def complaints(case: Case, figures: Record) -> list[str]:
     part = h200["issue"] / h200["memory"]
     found = []
     if figures["sass"] > case.budget:
-        found.append(f"{figures['sass']:.4g} instructions a {case.unit}, where {case.budget} are the budget")
+        found.append(f"{figures['sass']:.4g} instructions per {case.unit} exceed the budget of {case.budget}")
     if part > case.issue:
-        found.append(f"issuing takes {part:.2f} of memory's time on an H200, where {case.issue} are allowed")
+        found.append(f"issuing takes {part:.2f} of the memory time on an H200, which exceeds {case.issue}")
     if figures["bytes_in_flight"] < case.in_flight:
-        found.append(f"{figures['bytes_in_flight'] / 1e3:.1f} KB are in flight in a multiprocessor")
+        found.append(f"only {figures['bytes_in_flight'] / 1e3:.1f} KB are in flight per multiprocessor")
     if rtx["fp64"] >= max(rtx.values()):
         found.append(f"fp64 is the limit on an RTX 4090: {rtx['fp64']:.2f} ms")
     for what, ratio in figures["agreement"].items():
         if abs(ratio - 1) > case.disagreement:
-            found.append(f"the estimate is wrong: {ratio:.2f} {what} for each of the PTX's")
+            found.append(f"the estimate is wrong: it has {ratio:.2f} times as many {what} as the PTX")
     return [f"{case.name}: {text}" for text in found]
 
 
@@ -132,22 +131,22 @@ def usual_complaints(case: Case, figures: Record) -> list[str]:
     """Failures of a case with a batch of USUAL_BATCH."""
     if case.usual is None or figures["sass"] <= case.usual:
         return []
-    cost = f"{figures['sass']:.4g} instructions a {case.unit}"
-    return [f"{case.name}, batch of {USUAL_BATCH}: {cost}, where {case.usual} are the budget"]
+    cost = f"{figures['sass']:.4g} instructions per {case.unit}"
+    return [f"{case.name}, batch of {USUAL_BATCH}: {cost} exceed the budget of {case.usual}"]
 
 
 def show(name: str, figures: Record) -> None:
     unit, sectors, least = figures["unit"], figures["sectors"], figures["least_sectors"]
     moved = ", ".join(f"{sectors[way]:.2f} sectors {way} (least {least[way]:.2f})" for way in sectors)
     print(f"\n{name}: {figures['kernel']}, {figures['grid']} blocks of {figures['block']}")
-    print(f"    a {unit}: {figures['sass']:.4g} instructions ({figures['ptx']:.4g} of PTX; budget {figures['budget']})")
-    print(f"    {moved}; {figures['divergent_branches']:.2g} branches part")
     print(
-        "    for one of the PTX's: " + ", ".join(f"{ratio:.3f} {what}" for what, ratio in figures["agreement"].items())
+        f"    per {unit}: {figures['sass']:.4g} instructions ({figures['ptx']:.4g} of PTX; budget {figures['budget']})"
     )
+    print(f"    {moved}; {figures['divergent_branches']:.2g} divergent branches")
+    print("    machine code / PTX: " + ", ".join(f"{ratio:.3f} {what}" for what, ratio in figures["agreement"].items()))
     print(
         f"    {figures['registers']} registers, {figures['shared']} bytes shared, {figures['warps']} warps and "
-        f"{figures['bytes_in_flight'] / 1e3:.0f} KB in flight in a multiprocessor"
+        f"{figures['bytes_in_flight'] / 1e3:.0f} KB in flight per multiprocessor"
     )
     print(
         "    by pipe: "
@@ -187,7 +186,7 @@ def show_compiled(records: list[Record]) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """The same, with numbers rounded to four digits."""
+    """The value, with its floats rounded to four significant digits."""
     if isinstance(value, dict):
         return {name: rounded(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -199,7 +198,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("cases", nargs="*", metavar="part of a case's name")
     parser.add_argument(
-        "--driver", default=str(ROOT / ".venv/driver.so"), help="the stand-in, made by make .venv/driver.so"
+        "--driver", default=str(ROOT / ".venv/driver.so"), help="the simulated driver, built by make .venv/driver.so"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers that run at once")
     parser.add_argument("--json", type=Path, help="a file for all figures")

@@ -1,7 +1,7 @@
 """Checks that run in several processes.
 
-The processes are forked from a server that has imported PyTorch and its compiler, which takes 15 seconds, and has no
-threads. Their tests are in one group of pytest-xdist, so that all modules share the server.
+The processes are forked from a server without threads that has imported PyTorch and its compiler, which takes 15
+seconds. The tests are in one group of pytest-xdist, so that all modules share the server.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def start_processes(number: int, function: Callable[..., None], *arguments: Any)
 
 
 def assert_passed(name: str, ranks: int, folder: Path) -> None:
-    """Raise the errors of any rank in a check."""
+    """Fail with the error of the first rank in which the check failed."""
     for rank in range(ranks):
         outcome = (folder / f"{name}.{rank}").read_text()
         assert not outcome, f"rank {rank} of {ranks}:\n{outcome}"

@@ -1,4 +1,4 @@
-"""Adaptive clipping: each unit of a gradient by the norm of its weights."""
+"""Adaptive clipping, which limits the norm of each unit of a gradient in proportion to the norm of its weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradscale_ext._native import _C
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 UNITS = ("row", "tensor")
-# Rows within chunks of 16320 elements, across them and longer, of one element, and none; biases and scalars.
+# Rows inside a chunk of 16320 elements, across its end, and longer; rows of one and of no element; biases and scalars.
 SHAPES = [(7, 5), (64, 3, 3, 3), (1000, 33), (3, 16320), (2, 16321), (5, 40000), (50, 1), (1, 9), (0, 4), (4, 0)]
 SHAPES += [(), (1,), (0,), (13,), (40000,)]
 
@@ -31,7 +31,7 @@ def numbers(shape, seed, dtype=torch.float32, scale=1.0):
 
 
 def parameters_of(dtype, shapes=SHAPES):
-    """Weights and gradients, some of whose units are within the limit of 0.1 and some beyond; rows of zeros in both."""
+    """Parameters with gradients; some units exceed the limit of adaptive=0.1, and some weights or gradients are 0."""
     parameters = []
     for seed, shape in enumerate(shapes):
         parameter = nn.Parameter(numbers(shape, seed, dtype))
@@ -46,7 +46,7 @@ def parameters_of(dtype, shapes=SHAPES):
 
 
 def by_formula(weight, gradient, adaptive, eps, unit):
-    """The formula as timm writes it, in float64. Its maximum of the norm's divisor and 1e-6 is left out."""
+    """timm's formula in float64, without the lower bound of 1e-6 for the norm by which it divides."""
     wide = torch.complex128 if gradient.is_complex() else torch.float64
     weight, gradient = weight.detach().to(wide), gradient.to(wide)
     if unit == "row" and weight.dim() > 1:
@@ -59,7 +59,7 @@ def by_formula(weight, gradient, adaptive, eps, unit):
 
 
 def assert_clipped(parameters, before, adaptive, eps, unit):
-    """Each gradient is that of the formula; units within their limits have their bits."""
+    """Compare each gradient with the formula, and units within their limits bit by bit. Return which were clipped."""
     clipped = []
     for parameter, gradient in zip(parameters, before, strict=True):
         expected, beyond = by_formula(parameter, gradient, adaptive, eps, unit)
@@ -131,7 +131,7 @@ def test_nothing_overflows_or_vanishes(unit):
 
 
 def test_factors_by_kernel_and_reference():
-    """Norms of 0, NaN and inf, of gradients and of weights, with every option."""
+    """Norms of gradients and weights that include 0, NaN and inf, with every option."""
     special = torch.tensor([0.0, 1e-4, 1.0, 5.0, math.inf, math.nan], dtype=torch.float64)
     norms = torch.cartesian_prod(special, special).T.contiguous()
     finite = norms[:, norms.isfinite().all(0)].contiguous()
@@ -208,7 +208,7 @@ def test_weights_that_are_not_finite(nonfinite):
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_gradients_and_weights_in_any_memory(unit):
-    """Strided, transposed, channels-last, conjugate and negated tensors are read and written where they are."""
+    """Strided, transposed, channels-last, conjugate and negated tensors are read and written in place."""
     image = numbers((4, 3, 2, 5), 0)
     negative = torch.complex(numbers((3, 4), 1), numbers((3, 4), 1)).conj().imag
     gradients = [
@@ -234,7 +234,7 @@ def test_gradients_and_weights_in_any_memory(unit):
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_sparse_gradients(unit):
-    """Rows of an embedding that came up several times count once; dense parameters stand next to it."""
+    """The gradients of a repeated row are added before clipping. The same call clips a dense parameter."""
     embedding = nn.Embedding(50, 7, sparse=True)
     other = nn.Parameter(torch.ones(3, 3))
     (embedding(torch.tensor([3, 4, 3, 9])).square().sum() + (other**2).sum()).backward()
@@ -257,7 +257,7 @@ def test_sparse_gradients(unit):
 
 
 def test_shared_and_missing_gradients():
-    """A gradient of two parameters is clipped once, by the first of them; a parameter without one is passed over."""
+    """A gradient that two parameters share is clipped once, by the weights of the first. A missing one is skipped."""
     first, second, third = (nn.Parameter(torch.full((2,), size)) for size in (1.0, 2.0, 1.0))
     first.grad = second.grad = torch.tensor([3.0, 4.0])
     statistics = gs.clip_gradients_([first, third, second], adaptive=0.5)
@@ -290,10 +290,10 @@ def test_the_same_bits_with_any_number_of_threads():
 
 
 def test_a_gradient_of_another_dtype():
-    """PyTorch has them where `grad_dtype` says so."""
+    """PyTorch allows it if the parameter's `grad_dtype` is set."""
     parameter = torch.ones(3, 4, dtype=torch.bfloat16, requires_grad=True)
     if not hasattr(parameter, "grad_dtype"):
-        pytest.skip("this PyTorch has gradients of the parameter's dtype alone")
+        pytest.skip("this PyTorch has no grad_dtype")
     parameter.grad_dtype = torch.float32
     parameter.grad = torch.full((3, 4), 5.0)
     gs.clip_gradients_([parameter], adaptive=0.1)

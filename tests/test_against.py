@@ -61,7 +61,7 @@ def test_difference(ours, theirs, expected):
 
 
 def test_steps_from_the_same_weights():
-    """Gradients 1.5 and 1: after steps from 1, 0.9 and 0.8, weights differ by 0.05, relative to 0.7 at most."""
+    """The gradients are 1.5 and 1. After steps from 1, 0.9 and 0.8, the weights differ by 0.05; theirs end at 0.7."""
     found = lockstep.differences(learner(1.5), learner(1.0), [None] * 3)
     assert found == pytest.approx({"gradients": 0.5, "weights": 0.05 / 0.7, "loss": 0.05 / 0.7})
 
@@ -73,7 +73,7 @@ def test_independent_steps():
 
 
 def test_optimizer_states_are_copied():
-    """Momentum of other gradients would differ by more than one gradient."""
+    """Before the second step, both momentum buffers are 1, because theirs replaces ours, which was 1.5."""
     sides = [learner(slope) for slope in (1.5, 1.0)]
     for side in sides:
         side.optimizers[0].param_groups[0]["momentum"] = 1.0
@@ -140,12 +140,12 @@ def test_edited_modules(checkout):
 
 @pytest.mark.parametrize("changes", [{"start": "fifth ="}, {"stop": "no end"}, {"function": "unknown"}])
 def test_missing_lines(checkout, changes):
-    with pytest.raises(UnusableError, match=r"a_learner.py: no line of \w+ has .*does not know this commit"):
+    with pytest.raises(UnusableError, match=r"a_learner.py: no line of \w+ has .*does not fit this commit"):
         checkout.lines_of(edit(**changes))
 
 
 def test_folders_that_are_not_packages(tmp_path):
-    """A folder of this name in a checkout does not hide the installed package."""
+    """They can be imported from, but do not hide an installed package of the same name."""
     (tmp_path / "json").mkdir()
     (tmp_path / "no_package").mkdir()
     (tmp_path / "no_package" / "chess.py").write_text("PLAYERS = 2\n")
@@ -156,7 +156,7 @@ def test_folders_that_are_not_packages(tmp_path):
 
 
 def test_inner_functions(tmp_path):
-    """A function within another, with other lines and with variables from outside."""
+    """A function inside another, with lines replaced and with the given outer variables."""
     (tmp_path / "a_script.py").write_text(
         "import nowhere\n\ndef main():\n    factor = nowhere.factor()\n\n    def update(x):\n        first = 1\n"
         "        # end\n        return first + factor * x\n\n    update(1)\n"
@@ -167,7 +167,7 @@ def test_inner_functions(tmp_path):
 
 
 def test_fetched_checkouts(monkeypatch, tmp_path):
-    """The given commit, or an error and no folder. A folder takes the place of GitHub."""
+    """The given commit is checked out, or an error leaves no folder behind. A local folder replaces GitHub."""
     origin = tmp_path / "github" / "owner" / "name"
     origin.mkdir(parents=True)
     git = ["git", "-C", str(origin), "-c", "user.name=a", "-c", "user.email=b"]
@@ -207,7 +207,7 @@ def test_no_checkout(name, monkeypatch, capsys, tmp_path):
 
 
 def test_a_missing_dependency(monkeypatch, capsys, tmp_path):
-    """For any module that the project imports, at any depth."""
+    """The error also names a module that is imported by another module of the project."""
     (tmp_path / "trainer.py").write_text("import models\n")
     (tmp_path / "models.py").write_text("import not_installed_anywhere\n")
     assert run(monkeypatch, "muzero-general", tmp_path) == 2
@@ -215,7 +215,7 @@ def test_a_missing_dependency(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err == expected
 
 
-# ---- What the documentation shows ------------------------------------------------------------------------------------
+# ---- The documentation -----------------------------------------------------------------------------------------------
 
 
 def test_every_project_was_measured():

@@ -220,8 +220,8 @@ def test_a_detached_leaf_gets_its_gradient(name, create_graph):
 
 
 @pytest.mark.parametrize("name", ["stacked loss", "scaled loss", "losses", "decode", "l2_loss"])
-def test_a_detached_result_passes_its_gradients(name):
-    """Second derivatives are also correct, unless a tensor that PyTorch saved for its own operations raises."""
+def test_a_detached_intermediate_tensor_passes_its_gradients(name):
+    """Second derivatives are also correct, or PyTorch raises an error about a detached tensor that it saved."""
 
     def derivatives(detaches):
         w = data()

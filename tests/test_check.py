@@ -69,7 +69,7 @@ FAULTS = {
         lambda p, t, o: put(t["policy"], [0.6, -0.1, 0.3, 0.2], 2, 0),
         "the target of head 'policy' at step 0 has negative probabilities: sample 2 has [0.6, -0.1, 0.3, 0.2]",
     ),
-    "visits over none": (
+    "visits divided by zero": (
         lambda p, t, o: put(t["policy"], NAN, 2, 1),
         "'policy' at step 1 is not finite: sample 2",
     ),
@@ -110,7 +110,7 @@ FAULTS = {
         "the target of head 'end' at step 1 must be in 0..1: sample 2 has 255",
     ),
     "a NaN end": (lambda p, t, o: put(t["end"], NAN, 2, 1), "'end' at step 1 must be in 0..1: sample 2 has nan"),
-    "a class that is none": (
+    "a class out of range": (
         lambda p, t, o: put(t["action"], 4, 1, 0),
         "the target of head 'action' at step 1 must be classes from 0 to 3: sample 1 has 4",
     ),
@@ -194,7 +194,7 @@ def test_importance_weights_of_masked_samples_are_not_checked(by_head):
     assert out.loss.isfinite()
     with pytest.raises(ValueError, match="sample 1 has nan; mask an entry to leave it out"):
         gs.multi_step_loss(heads, losses, {}, mask={"a": whole}, **options)
-    if not by_head:  # the other head reads the root's entry
+    if not by_head:  # head "a" reads the sample at step 0
         with pytest.raises(ValueError, match="sample 1 has nan"):
             gs.multi_step_loss(heads, losses, {}, mask=root, **options)
 

@@ -76,7 +76,7 @@ UNROLL = torch.tensor([1.0] + [1 / (STEPS - 1)] * (STEPS - 1))
 
 @pytest.fixture
 def tensordicts():
-    """Predictions and targets, and a mask for each head; iteration runs over the batch, not over the heads."""
+    """Predictions, targets, and a mask for each head. Iteration over a TensorDict yields samples, not head names."""
     pytest.importorskip("tensordict")
     from tensordict import TensorDict
 

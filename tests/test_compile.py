@@ -44,7 +44,7 @@ def stand_in(request):
     if not DRIVER.exists():
         pytest.skip("the driver's stand-in is not built (make test)")
     if request.config.getoption("--simulated-kernels"):
-        pytest.skip("all tests run on the stand-in")
+        pytest.skip("with --simulated-kernels, all tests run on the stand-in")
     _C.set_kernel_images(lambda file, name, major, minor: _code(file, name, f"compute_{major}{minor}"))
     _C.use_driver_for_cpu(str(DRIVER))
     yield ctypes.CDLL(str(DRIVER))

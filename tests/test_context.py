@@ -1,4 +1,4 @@
-"""PyTorch's answers to queries about its contexts; a version with other answers fails here first."""
+"""Our queries about the contexts of PyTorch; a version of PyTorch that answers differently fails here first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Passing(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_eager_mode_is_not_compiling():
+def test_is_eager_is_false_only_in_compiled_and_exported_code():
     assert _context.is_eager()
     seen = []
 
@@ -94,7 +94,7 @@ def test_a_backward_pass_is_ordinary():
 
 
 def _asked(transformed):
-    """A function of a tensor that records the answers."""
+    """A function of a tensor that appends the answer of `is_transformed` to the list."""
 
     def function(x):
         transformed.append(_context.is_transformed())
@@ -170,7 +170,7 @@ SCHEDULED = {
 @pytest.mark.untraced
 @pytest.mark.parametrize("name", SCHEDULED)
 def test_a_schedule_compiles_at_most_twice(name):
-    """Once for the first number, as a constant, and once for all other numbers."""
+    """torch.compile compiles once for the first number, as a constant, and once for all other numbers."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     function = SCHEDULED[name]

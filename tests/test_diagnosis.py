@@ -1,4 +1,4 @@
-"""Diagnoses of models with exactly one fault, with several, and with none; without side effects."""
+"""Diagnoses of models with one fault, with several, and with none. A diagnosis has no side effects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _seed():
 
 
 class Between(nn.Module):
-    """A linear layer, something between, and another one."""
+    """Two linear layers with a function between them."""
 
     def __init__(self, between):
         super().__init__()
@@ -49,7 +49,7 @@ FIRST = {"first.weight", "first.bias"}
 
 
 def diagnose(loss, model, optimizer=None, tracer=None):
-    """Every result must be printable."""
+    """Diagnose, and check that the report can be printed and that each finding has a cause and a remedy."""
     diagnosis = diagnose_gradients(loss, model, optimizer, tracer=tracer)
     for finding in diagnosis.findings:
         assert finding.parameter in str(diagnosis) or "more" in str(diagnosis)
@@ -73,7 +73,7 @@ def sgd(model, **options):
 
 
 def line_of(text):
-    """ "file:line" of the line of this file that ends with a mark."""
+    """The number of the line of this file that ends with "# <- {text}"."""
     lines = Path(__file__).read_text().splitlines()
     (line,) = [number for number, content in enumerate(lines, 1) if content.endswith(f"# <- {text}")]
     return line
@@ -214,7 +214,7 @@ def zeroed_by_a_hook(h):
 
 
 def narrow(dtype):
-    """The factor of an underflow."""
+    """A factor with which gradients underflow to 0 in `dtype`."""
     return torch.finfo(dtype).tiny * torch.finfo(dtype).eps * 0.01
 
 
@@ -337,7 +337,7 @@ def test_an_optimizer_of_another_model_is_a_finding():
 
 
 class Wrapped(torch.optim.Optimizer):
-    """Without the attributes of its class, as Accelerate's."""
+    """An optimizer that lacks the attributes of its base class, as Accelerate's wrapper does."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -479,7 +479,7 @@ def test_a_parameter_created_on_one_of_two_paths():
     ],
 )
 def test_values_that_left_pytorch_and_returned(between, call):
-    """The diagnosis claims nothing unknown: the values may or may not enter the loss."""
+    """The diagnosis reports no cut, because it does not see whether the values enter the loss."""
     model = Between(between)
     loss, tracer = trace(model, X)
     diagnosis = diagnose(loss, model, tracer=tracer)
@@ -520,7 +520,7 @@ def test_unused_and_disconnected():
 
 
 class Logged(nn.Module):
-    """A term that is only logged, and a layer that is not called, but whose norm is used."""
+    """A layer whose loss is only logged, and a layer that is never called, of which only the norm is logged."""
 
     def __init__(self):
         super().__init__()
@@ -844,7 +844,7 @@ class Added(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Added, lambda: nn.Conv1d(2, 2, 1)])
-def test_a_bias_whose_gradient_sums_to_zero_is_superfluous(make):
+def test_a_bias_whose_gradient_sums_to_zero_has_no_finding(make):
     layer = make()
     h = layer(torch.randn(2, 2, 3))
     loss = h[0].sum() - h[1].sum()
@@ -853,7 +853,7 @@ def test_a_bias_whose_gradient_sums_to_zero_is_superfluous(make):
     assert diagnose(loss, layer, sgd(layer)).findings == []
 
 
-def test_a_bias_whose_gradient_is_rounding_errors_is_superfluous():
+def test_a_bias_whose_gradient_is_rounding_errors_has_no_finding():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 1)).double()
     loss = model(torch.randn(4, 3, 6, 6, dtype=torch.float64)).pow(2).mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
@@ -891,7 +891,7 @@ def test_an_expert_without_tokens_is_unused(skip):
     assert found(diagnose(loss, model, sgd(model))) == {("disconnected" if skip else "unused", name) for name in names}
 
 
-# ---- Everything is as it was ----------------------------------------------------------------------------------------
+# ---- No side effects ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -996,7 +996,7 @@ def free_deep_graphs(rank):
 
 @one_server
 def test_a_deep_graph_is_freed_whichever_tensor_dies_first():
-    """In a process of its own, because a recursion in C++ would end it."""
+    """Run in a separate process, because a recursion in C++ would overflow its stack and end it."""
     start_processes(1, free_deep_graphs)
 
 
@@ -1089,12 +1089,12 @@ def test_the_report():
     }
     text = str(diagnosis)
     assert text.startswith("Findings on 2 tensors; the model has 4 parameters.")
-    assert text.count(diagnosis.findings[0].location) == 1  # They share a row.
+    assert text.count(diagnosis.findings[0].location) == 1  # The findings share a row.
     assert diagnosis.findings[0].remedy.split(";")[0] in text
 
 
 def test_the_report_shows_the_beginning_of_a_long_line():
-    """Also a line without spaces."""
+    """The line is cut even where it has no spaces."""
     model = nn.Linear(3, 1)
     with GradientTracer() as tracer:
         loss = torch.tensor(model(torch.ones(2, 3)).tolist()).square().mean().square().mean().requires_grad_()

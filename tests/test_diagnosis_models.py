@@ -45,7 +45,7 @@ def diagnose(step, model, optimizer=None, traced=True):
 
 
 def notes(diagnosis):
-    """Short form of a note: code, the line without its comment, and the tensors."""
+    """Codes and parameters of the findings, which must all be notes."""
     assert diagnosis.ok, str(diagnosis)
     return {(f.code, f.parameter) for f in diagnosis.findings}
 
@@ -60,7 +60,7 @@ X, Y = torch.randn(2, 16, 6, generator=_numbers)
 IMAGES = torch.randn(2, 6, 5, 5, generator=_numbers)
 ACTIONS = torch.randint(3, (16,), generator=_numbers)
 
-# ---- Healthy, and nothing to say of them ----------------------------------------------------------------------------
+# ---- Healthy models without findings --------------------------------------------------------------------------------
 
 
 def vae(m):
@@ -226,7 +226,7 @@ def test_a_healthy_model_has_no_findings_and_no_notes(name):
         assert diagnose(step, model, sgd(model), traced).findings == []
 
 
-# ---- Healthy as well, with a note or two ----------------------------------------------------------------------------
+# ---- Healthy models with notes --------------------------------------------------------------------------------------
 
 
 def test_a_cut_between_the_steps_of_an_unroll_is_a_note():
@@ -384,7 +384,7 @@ def test_a_cut_on_one_of_several_paths_is_one_note(name):
     assert diagnose(step, model, sgd(model), traced=False).findings == []
 
 
-def test_modules_that_have_not_been_called_yet_do_not_stop_it():
+def test_uninitialised_lazy_modules_are_unused():
     model = recurrent(nn.GRUCell(6, 6))
     model["lazy"] = nn.Sequential(nn.LazyLinear(32), nn.LazyBatchNorm1d())
     tracer = gs.GradientTracer()
@@ -402,7 +402,7 @@ def test_cuts_in_a_freed_graph_are_found():
     assert notes(gs.diagnose_gradients(loss, model, sgd(model), tracer=tracer)) == {("detached", "loss")}
 
 
-# ---- Healthy, and left out of the optimizer -------------------------------------------------------------------------
+# ---- Healthy models, partly left out of the optimizer ---------------------------------------------------------------
 
 
 class Network(nn.Module):
@@ -427,7 +427,7 @@ def test_a_target_network_is_a_note():
     targets = {f"target.{name}" for name, _ in model["target"].named_parameters()}
     assert notes(diagnosis) == {("no_grad", name) for name in targets}
     assert {line(finding) for finding in diagnosis.findings} == {"with torch.no_grad():"}
-    assert len({finding.cause for finding in diagnosis.findings}) == 1  # One row.
+    assert len({finding.cause for finding in diagnosis.findings}) == 1  # The findings share a row.
     untraced = diagnose(q_learning, model, sgd(model["online"]), traced=False)
     assert notes(untraced) == {("disconnected", name) for name in targets}
     model["target"].requires_grad_(False)
@@ -541,7 +541,7 @@ def test_an_actor_and_a_critic_with_an_optimizer_each():
 
 
 class Layer(nn.Module):
-    """A layer with some units far below zero, followed by a function."""
+    """A layer whose first `dead` units are far below zero, followed by a function and a head."""
 
     def __init__(self, layer, function, dead, head=None):
         super().__init__()

@@ -27,7 +27,7 @@ def check(function: Callable[[int], None]) -> Callable[[int], None]:
 
 
 class Network(nn.Module):
-    """Sizes that two ranks cannot split evenly: the second one has no part of the last bias."""
+    """A network whose sizes two ranks cannot split evenly: the second rank has no part of the last bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def assert_same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
 
 
 def sound_model_has_no_findings(rank: int, way: str) -> None:
-    """Before and after the backward pass, whose gradients equal the gradients of a model without diagnosis."""
+    """There are no findings before or after the backward pass. Its gradients equal those of a model not diagnosed."""
     alone = WAYS[way](network())
     model = WAYS[way](network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -152,7 +152,7 @@ def accumulated_gradients_stay_where_they_are(rank: int) -> None:
 
 
 class Faulty(Network):
-    """The middle is computed, but receives no gradient; `spare` is never used."""
+    """`middle` is computed, but receives no gradient; `spare` is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def disconnected_layers_are_found(rank: int) -> None:
 
 
 @check
-def a_parameter_that_is_zero_now_excuses_its_factors(rank: int) -> None:
+def zero_gradients_due_to_a_zero_parameter_are_no_finding(rank: int) -> None:
     """LoRA: the gradient of `down` is zero until the first step has moved `up`."""
     for sharded in ("down", "up"), ():
         torch.manual_seed(0)

@@ -30,7 +30,7 @@ def check(function: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def part(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """The columns of a rank."""
+    """The columns of `tensor` that belong to a rank."""
     return tensor.chunk(RANKS, dim=1)[rank].contiguous()
 
 
@@ -116,7 +116,7 @@ def local_weights(rank: int) -> torch.Tensor:
 
 
 def mean_gradient(case: Case) -> torch.Tensor:
-    """Expected average over the ranks; the operators of each rank see only their own gradient."""
+    """Average over the ranks of the expected gradients. The operators of a rank see only the gradient of that rank."""
     x = Model(case).x.detach()
     return sum(case.gradient(x, local_weights(rank)) for rank in range(RANKS)) / RANKS
 
@@ -205,7 +205,7 @@ def clipping_of_parts_in_a_process_group(rank: int) -> None:
 
 @check
 def statistics_and_clipping_of_distributed_tensors(rank: int) -> None:
-    """Sharded over one or two dimensions of a mesh, replicated, plain and missing: each element is counted once."""
+    """Gradients are sharded over one or two mesh dimensions, replicated, plain or missing. Each element counts once."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     meshes = {
@@ -263,7 +263,7 @@ def clipped_adaptively(weight: torch.Tensor, gradient: torch.Tensor, unit: str) 
 
 @check
 def adaptive_clipping_of_parts_in_a_process_group(rank: int) -> None:
-    """Every rank has some rows of each gradient, or none; one rank has no gradient, which counts as zero."""
+    """Every rank has some rows of each gradient, or none. On the last rank, a `grad` of None is treated as zero."""
     for unit in ("row", "tensor"):
         gradients = whole_gradients()
         weights = [gradient.cos() for gradient in gradients]
@@ -283,7 +283,7 @@ def adaptive_clipping_of_parts_in_a_process_group(rank: int) -> None:
 
 @check
 def adaptive_clipping_of_distributed_tensors(rank: int) -> None:
-    """Rows and tensors that are whole on one rank or split over ranks; one all-reduce for each group."""
+    """Rows and tensors are on one rank or split over ranks."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     meshes = {
@@ -346,7 +346,7 @@ def test_wrong_process_group(wrong: object) -> None:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """The default group of this process, which other tests may have left open."""
+    """Create a default group of one rank, unless another test has left one open."""
     is_ours = not dist.is_initialized()
     if is_ours:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -420,7 +420,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
     ],
     ids=lambda error: str(error)[-40:],
 )
-def test_the_error_names_ranks_that_do_not_answer(error: RuntimeError, one_rank: None) -> None:
+def test_the_error_says_that_other_ranks_do_not_answer(error: RuntimeError, one_rank: None) -> None:
     with pytest.raises(RuntimeError, match=r"^f: rank 0 got no answer from the other ranks") as raised, waiting("f"):
         raise error
     assert str(error) in str(raised.value)

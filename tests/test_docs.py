@@ -31,7 +31,7 @@ def test_there_are_snippets():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippets_run(snippet, monkeypatch, tmp_path):
-    """Run each in an empty namespace, with the environment of a distributed job that has one process."""
+    """Run each snippet in an empty namespace, with the environment of a distributed job that has one process."""
     for name in OPTIONAL:
         if re.search(rf"^(?:from|import) \S*{name}", snippet, re.MULTILINE):
             pytest.importorskip(name)

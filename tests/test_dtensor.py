@@ -1,4 +1,4 @@
-"""DTensors in place of plain tensors, replicated and sharded, on one rank and on two: the same numbers."""
+"""Replicated and sharded DTensors give the same numbers as plain tensors, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def mesh() -> DeviceMesh:
 
 
 def spread(tensor: Tensor, placement: Placement | None) -> Tensor:
-    """Returns a leaf for a leaf."""
+    """The tensor itself if `placement` is None, otherwise a DTensor with this placement, which is a leaf."""
     if placement is None:
         return tensor
     return distribute_tensor(tensor.detach(), mesh(), [placement]).requires_grad_(tensor.requires_grad)
@@ -80,7 +80,7 @@ def random(*sizes: int) -> Tensor:
 
 
 def arguments() -> tuple[dict[str, list[Tensor]], dict[str, Tensor], dict[str, Any]]:
-    """The same on every rank: predictions by step, stacked targets, and options."""
+    """Per-step predictions, stacked targets, and options, which are the same on every rank."""
     torch.manual_seed(0)
     sizes = {"value": (T, 11), "reward": (T - 1, 11), "policy": (T, 3), "hidden": (T, 4)}
     predictions = {name: [random(B, size).requires_grad_() for _ in range(t)] for name, (t, size) in sizes.items()}
@@ -99,7 +99,7 @@ def arguments() -> tuple[dict[str, list[Tensor]], dict[str, Tensor], dict[str, A
 
 
 def mixture_loss(impl: str, **more: Any) -> None:
-    """Every mixture of plain, replicated and sharded predictions, targets and options."""
+    """Compare the loss for every mixture of plain, replicated and sharded predictions, targets and options."""
     kinds = (None, *PLACEMENTS)
     for prediction_kind, target_kind, option_kind in itertools.product(kinds, kinds, kinds):
         predictions, targets, options = arguments()
@@ -280,7 +280,7 @@ def priorities_of_mixtures(rank: int) -> None:
 
 @check
 def l2_loss_of_mixtures(rank: int) -> None:
-    """A plain scalar, and the gradient of its sum with another loss."""
+    """The loss is a plain scalar, and its sum with another loss has the right gradients."""
     torch.manual_seed(0)
     weights = [random(B, 2), random(3)]
     expected = 0.1 * sum(w.square().sum() / 2 for w in weights)
@@ -289,7 +289,8 @@ def l2_loss_of_mixtures(rank: int) -> None:
         loss = gs.l2_loss(given, 0.1)
         assert type(loss) is Tensor
         assert_same(loss, expected)
-        for kind in (None, *PLACEMENTS) if any(kinds) else (None,):  # the other loss, with FSDP2 or tensor parallelism
+        # The other loss is a DTensor too if the model uses FSDP2 or tensor parallelism.
+        for kind in (None, *PLACEMENTS) if any(kinds) else (None,):
             x = spread(random(B).requires_grad_(), kind)
             gradients = torch.autograd.grad(gs.l2_loss(given, 0.1) + x.square().sum(), [x, *given])
             for ours, theirs in zip(gradients, [2 * whole(x.detach()), *(0.1 * w for w in weights)], strict=True):
@@ -320,7 +321,7 @@ def operators_with_tensor_arguments(rank: int) -> None:
 
 @check
 def module_that_counts_norms(rank: int) -> None:
-    """Every rank counts all norms."""
+    """Every rank counts the norms of all samples."""
     torch.manual_seed(0)
     g = random(B, 4)
     norms = g.norm(dim=1)

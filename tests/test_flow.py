@@ -1,4 +1,4 @@
-"""scale_gradient and reverse_gradient: the rules of the contract. The contexts are in test_matrix.py."""
+"""scale_gradient and reverse_gradient: exact zeros, memory, arguments, structures. test_matrix.py has the contexts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_in_place_on_the_result_invalidates_a_saved_input():
     a = x * 1
     saved = a * a
     y = gs.scale_gradient(a.detach(), SCALE)
-    y.mul_(2)  # memory of a, which saved needs
+    y.mul_(2)  # writes to the memory of `a`, which the backward pass of `saved` needs
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()
 
@@ -91,7 +91,7 @@ def test_numpy_memory_is_not_modified():
 
 
 def test_arrays_as_arguments_say_how_to_convert_them():
-    """torch.compile makes arrays of NumPy's numbers too."""
+    """Under torch.compile, NumPy scalars are arrays too."""
     numpy = pytest.importorskip("numpy")
     words = r"scale_gradient: scale must be a real number or tensor.*ndarray; convert scale: torch\.as_tensor\(scale\)"
     with pytest.raises(TypeError, match=words):
@@ -139,7 +139,7 @@ def test_subclasses_are_preserved():
 
 
 def _kernels(function) -> tuple[list[str], str]:
-    """The kernels that Inductor writes for forward and backward, and its complete output. Nothing compiles the C++."""
+    """The kernels that Inductor writes for forward and backward, and its complete output. The C++ is not compiled."""
     from torch._inductor.utils import get_code
 
     x = POINT.clone().requires_grad_()
@@ -153,8 +153,8 @@ def _kernels(function) -> tuple[list[str], str]:
 
 
 @pytest.mark.any_version
-def test_the_compiler_fuses_it_with_its_neighbours():
-    """No extra kernel, forward or backward: the same number as without the operator, and no call by name."""
+def test_inductor_fuses_scale_gradient_with_its_neighbours():
+    """Forward and backward have as many kernels as without the operator, and do not call it by name."""
     plain, _ = _kernels(lambda x: ((x * x).sin() * WEIGHTS).sum())
     assert len(plain) >= 2
     for scale in (SCALE, torch.tensor(SCALE, dtype=torch.float64)):
@@ -170,7 +170,7 @@ TENSOR_SCALE = torch.tensor([0.5, 0.0, -2.0, 1.0, 0.25], dtype=torch.float64)
 
 
 MAPPED = {
-    "scalar scale mapped": lambda: torch.func.grad(
+    "x and scale mapped": lambda: torch.func.grad(
         lambda x: (torch.func.vmap(gs.scale_gradient)(x * x, TENSOR_SCALE) * WEIGHTS).sum()
     )(POINT),
     "only the scale mapped": lambda: torch.func.grad(
@@ -186,7 +186,7 @@ def test_vmap_over_scales(mapped):
 
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_zeros_of_a_tensor_scale_are_exact(create_graph):
-    """Where a graph is recorded, tensor operations multiply, and 0 * inf would be NaN."""
+    """With create_graph=True, tensor operations compute the gradient, and their 0 * inf would be NaN."""
     x, g = torch.zeros(2, 4, requires_grad=True), torch.tensor([[float("nan"), float("inf"), -float("inf"), 3e38]] * 2)
     scaled = gs.scale_gradient(x, torch.tensor([[0.0], [1.0]]))
     (result,) = torch.autograd.grad(scaled, x, g, create_graph=create_graph)
@@ -194,7 +194,7 @@ def test_zeros_of_a_tensor_scale_are_exact(create_graph):
     torch.testing.assert_close(result[1], g[1], rtol=0, atol=0, equal_nan=True)
 
 
-def test_tensor_scale_is_read_in_the_forward_pass():
+def test_a_tensor_scale_that_changes_before_the_backward_pass_raises():
     x = POINT.clone().requires_grad_()
     scale = TENSOR_SCALE.clone()
     y = gs.scale_gradient(x, scale).sum()
@@ -293,7 +293,7 @@ COMPILED_AUTOGRAD = {
 @pytest.mark.untraced
 @pytest.mark.parametrize("name", COMPILED_AUTOGRAD)
 def test_compiled_autograd(name):
-    """The backward pass of an eager call, traced; twice, with different gradients."""
+    """Compiled autograd traces the backward pass of an eager call, twice, with different gradients."""
     torch._dynamo.reset()
     for seed in (0, 1):
         gradient = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""What the gradient-flow operators have in common, and norms. fuzz/test_flow.py checks values, layouts and dtypes."""
+"""All gradient-flow operators, and the norms of gradients. fuzz/test_flow.py checks values, layouts and dtypes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL_OPERATORS = OPERATORS | {
     "reverse": lambda x: gs.reverse_gradient(x, 0.25),
 }
 operators = pytest.mark.parametrize("operator", ALL_OPERATORS.values(), ids=ALL_OPERATORS.keys())
-# Recording a graph of the backward pass uses the path in tensor operations, otherwise the fused kernels run.
+# With create_graph=True, tensor operations compute the gradient, otherwise the fused kernels do.
 paths = pytest.mark.parametrize("create_graph", [False, True], ids=["fused", "operations"])
 
 
@@ -117,7 +117,7 @@ def test_large_groups_give_the_same_bits_with_any_number_of_threads(rule):
 
 
 def test_chunks_of_different_scales_are_added_correctly():
-    """Sums of chunks have separate scales where they would overflow or underflow."""
+    """Each chunk has its own scale where its sum would overflow or underflow."""
     g = torch.full((2, 32768 * 3), 1e-200, dtype=torch.float64)
     g[0, -1] = 1e-190
     g[1, :32768] = 1e200
@@ -208,7 +208,7 @@ class _NoReading(TorchDispatchMode):
 
 
 def test_tensor_arguments_are_never_read_by_the_host():
-    """Tensor operations, which other devices use, read no value."""
+    """The mode selects the path in tensor operations, which devices without kernels use."""
     g = torch.randn(4, 3)
     per_sample, scalar = torch.rand(4), torch.tensor(0.5)
     module = gs.ClipGradientNorm(scalar, batch_dims=1)
@@ -227,7 +227,7 @@ def test_tensor_arguments_are_never_read_by_the_host():
 
 @operators
 def test_sparse_gradients(operator):
-    """An embedding's sparse gradient is changed through its values if this is equivalent."""
+    """Operators change the values of a sparse gradient if the dense result is the same; otherwise they raise."""
     weight = torch.randn(5, 2, requires_grad=True)
     indices = torch.tensor([1, 3, 1])
     g = torch.arange(6.0).view(3, 2) + 1
@@ -400,7 +400,7 @@ def test_a_schedule_does_not_recompile(name):
 
 
 def test_scalars_are_read_in_the_forward_pass():
-    """A buffer acts like a number: DDP may broadcast it, and a schedule may advance, before the backward pass."""
+    """DDP or a schedule may change the buffer before the backward pass, which uses the value of the forward pass."""
     for module, argument in (
         (gs.ScaleGradient(0.5), "scale"),
         (gs.ReverseGradient(0.5), "scale"),
@@ -499,7 +499,7 @@ def test_opcheck():
 @pytest.mark.parametrize(
     "kind", [float, lambda limit: torch.tensor(limit, dtype=torch.float64)], ids=["number", "tensor"]
 )
-def test_numbers_beyond_float_are_infinite(kind, dtype, layout, create_graph):
+def test_arguments_beyond_float32_are_infinite(kind, dtype, layout, create_graph):
     x = torch.zeros(3, dtype=dtype, requires_grad=True)
     g = layout(torch.tensor([2.0, -1.0, 3.0], dtype=dtype))
     infinite = torch.tensor([INF, -INF, INF], dtype=dtype)

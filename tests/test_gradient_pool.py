@@ -57,7 +57,7 @@ def addresses(tensors):
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_objects():
-    """The collections below look at the objects of this module alone, which takes a thousandth of the time."""
+    """Let gc.collect() below visit only the objects of this module, which takes a thousandth of the time."""
     gc.collect()
     gc.freeze()
     yield
@@ -218,7 +218,7 @@ def test_a_failed_pass_returns_its_memory():
 
 def test_alternating_sizes_hold_the_memory_of_the_largest():
     several = [arguments(batch) for batch in (64, 8, 17, 100, 33, 64, 90, 12)]
-    largest = BYTES // 64 * 100 * 4 // 3  # blocks of batch 100, of a quarter of that size, of a sixteenth, ...
+    largest = BYTES // 64 * 100 * 4 // 3  # blocks for batch 100, for 1/4 of it, for 1/16, ...: 4/3 in all
     for _ in range(3):
         for predictions, targets in several:
             expected = gs.multi_step_loss(HEADS, predictions, targets, impl="reference").loss
@@ -303,7 +303,7 @@ def run(script):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_fork_while_threads_use_the_pool():
-    """Fork while threads use the pool; the parent and the child go on to use the same gradients."""
+    """After the fork, parent and child use the pool, and the gradients that both hold are unchanged in the child."""
     written = run("""
 stop = threading.Event()
 x = torch.randn(64, 601, requires_grad=True)

@@ -16,9 +16,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import gradscale_ext as gs
 from gradscale_ext.loss import compiled
 
-#: How each head is weighted: a parameter, a weight of 0, a constant tensor, a number, and not at all.
+#: Values of learned weights, one of them 0. test_the_formula adds a number and a constant tensor for other heads.
 LEARNED = {"value": 0.75, "policy": 0.0, "reward": 2.0}
-#: The same weights and steps, for graphs: kinds of heads are compiled by test_loss_compiled and test_loss_contexts.
+#: Heads to compile, with the weights and first steps of HEADS. test_loss_compiled and test_loss_contexts compile other
+#: kinds of heads.
 LOSSES = {name: gs.PerStepLoss(weight=HEADS[name].weight, first_step=HEADS[name].first_step) for name in LEARNED}
 MASK = torch.tensor([[0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
 SEEDED = torch.Generator().manual_seed(2)
@@ -41,7 +42,7 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True)
 def fresh_compiler(monkeypatch):
-    """Counts graphs; without Inductor, whose C++ takes a minute."""
+    """Counts compiled graphs. Replaces Inductor, which would compile C++ for a minute."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
@@ -52,7 +53,7 @@ def fresh_compiler(monkeypatch):
 
 
 def run(impl, heads, predictions, targets, **options):
-    """The output by a path; "operator" is the registered operator in a graph."""
+    """The output of an implementation; "operator" is the registered operator in a compiled graph."""
     if impl != "operator":
         return gs.multi_step_loss(heads, predictions, targets, impl=impl, **options)
 
@@ -68,7 +69,11 @@ def parameters():
 
 
 def formula(heads, per_step, weights, options, reduction, skipped=()):
-    """L_b, the loss, each head's share of it, and d loss / d weight for a grad_output `[B]`, from the losses l."""
+    """Expected values from each step's loss, all as terms `[B]` of a sum over samples.
+
+    They are the loss per sample (without importance weights), the loss, each head's contribution to it, and the
+    derivatives of these contributions by `weights`.
+    """
     batch = next(iter(per_step.values())).shape[0]
     kept = torch.tensor([b not in skipped for b in range(batch)])
     per_sample, shares = torch.zeros(batch, dtype=torch.float64), {}
@@ -123,7 +128,7 @@ def test_the_formula(impl, reduction, options):
     found = torch.autograd.grad(out.loss, [*weights.values(), *leaves(predictions)], grad_output)
     for name, gradient in zip(weights, found, strict=False):
         close(gradient, (grad_output * shares[name]).sum(), msg=lambda text, name=name: f"{name}: {text}")
-    # The weight is one more factor of the head's own weight.
+    # A head weight multiplies the head's own weight.
     scaled = {
         name: dataclasses.replace(
             head, weight=head.weight * float(torch.as_tensor(head_weights.get(name, 1.0)).detach())
@@ -174,8 +179,7 @@ def test_samples_that_are_skipped_add_nothing_to_the_gradient(impl, reduction):
 
 @pytest.mark.parametrize("impl", ["fused", "reference"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_select(bad, impl):
-    """They add nothing to samples that are skipped, or in which the head is masked."""
+def test_nonfinite_weights_add_nothing_to_skipped_or_masked_samples(bad, impl):
     heads = {"a": gs.PerStepLoss(), "b": gs.PerStepLoss()}
     x, y = torch.ones(3, 2, requires_grad=True), torch.ones(3, 2, requires_grad=True)
     mask = {"a": torch.tensor([[True, False], [False, False], [False, False]])}
@@ -193,7 +197,7 @@ def test_weights_that_are_not_finite_select(bad, impl):
 
 @pytest.mark.parametrize(("impl", "reduction"), [("fused", "mean"), ("fused", "none"), ("reference", "none")])
 def test_gradcheck_and_gradgradcheck(impl, reduction):
-    """With a few heads: second derivatives of all heads are those of test_loss."""
+    """With a few heads. test_loss checks the second derivatives of all heads."""
     names = ("value", "policy", "consistency", "bonus")
     heads = {name: ALL_HEADS[name] for name in names}
     predictions, targets = arguments(batch=2, steps=2, heads=heads)
@@ -355,7 +359,7 @@ WRONG = {
     "the head_weights of head 'value' is on meta, but the predictions are on cpu": {
         "head_weights": {"value": torch.ones((), device="meta")}
     },
-    "the step_weights of head 'reward' must have 4 numbers, one per step, but it has 3; T counts the root too": {
+    "the step_weights of head 'reward' must have 4 numbers, one per step, but it has 3; T includes the root": {
         "step_weights": {"reward": [1.0] * 3}
     },
     "the step_gradient_scale of head 'value' must be 'unroll', but it is 'rollun'": {
@@ -379,7 +383,7 @@ def test_errors(message):
         assert message in str(info.value)
 
 
-def test_check_looks_at_weights_by_head():
+def test_check_reads_weights_by_head():
     predictions, targets = arguments()
     for options, message in (
         ({"head_weights": {"value": torch.tensor(-1.0)}}, "the head_weights of head 'value' must be .*, but it is -1"),

@@ -1,4 +1,4 @@
-"""Decisions and messages of setup.py on other machines, and the report's verdict on GPUs."""
+"""Decisions and messages of setup.py on other machines, the report on GPUs, and the command line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def setup():
     del sys.modules[specification.name]
 
 
-# ---- how many compilers ----------------------------------------------------------------------------------------------
+# ---- number of compile jobs ------------------------------------------------------------------------------------------
 
 
 def test_jobs(setup):
@@ -69,7 +69,7 @@ def test_available_memory(setup, tmp_path):
     assert setup.available_memory(tmp_path) == 4096
 
 
-# ---- what is handed to setuptools ------------------------------------------------------------------------------------
+# ---- what setup.py passes to setuptools ------------------------------------------------------------------------------
 
 
 def test_importing_setup_builds_nothing(setup):
@@ -165,7 +165,7 @@ def test_binary_is_for_one_release_of_pytorch(unpacked, tmp_path):
     assert [name for name in required if re.match(r"torch\b", name)] == [f"torch=={torch.__version__.split('+')[0]}"]
 
 
-# ---- PyTorch as the build finds it -----------------------------------------------------------------------------------
+# ---- how setup.py finds PyTorch --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def site_packages_of(prefix):
 
 
 def test_pytorch_of_an_activated_environment(interpreter, tmp_path):
-    """uv only puts it on PATH."""
+    """In a build by uv, only PATH shows which environment is activated."""
     pretend_pytorch(site_packages_of(tmp_path / "activated"))
     done = build_with(interpreter, f"{interpreter.parent}:{tmp_path}/activated/bin:/usr/bin")
     assert done.stdout == "['torch==2.12.1']\n", done.stderr
@@ -215,7 +215,7 @@ def test_folders_of_python_3_10(setup, tmp_path, monkeypatch):
 
 
 def test_pytorch_of_the_user(interpreter, tmp_path):
-    """`pip install --user`, which an isolated build of pip does not see."""
+    """PyTorch was installed with `pip install --user`, where an isolated build of pip does not look."""
     pretend_pytorch(site_packages_of(tmp_path / "user"))
     python = Path(sys._base_executable)
     tools = tmp_path / "tools"
@@ -341,7 +341,7 @@ def import_remedies(monkeypatch):
 
 @pytest.mark.parametrize("installer", [pytest.param("python -m pip install", marks=pytest.mark.slow), "uv pip install"])
 def test_remedies(installer, interpreter, shell, tmp_path, monkeypatch):
-    """Runs the remedies one after the other, in an environment with these faults."""
+    """Runs the commands of each message in an environment with the fault that the message reports."""
     site_packages = site_packages_of(tmp_path / "fresh")
     messages = [commands_in(build_with(interpreter).stderr)]
     isolated = site_packages_of(tmp_path / "isolated")
@@ -363,7 +363,7 @@ def test_remedies(installer, interpreter, shell, tmp_path, monkeypatch):
     shell(f"{installer} torch==2.10.0")
     shell(another_pytorch)
     assert installed(site_packages)[0] == "2.13.0"
-    (site_packages / "torch" / "__init__.py").unlink()  # shared between uv and its cache
+    (site_packages / "torch" / "__init__.py").unlink()  # the file may be a hard link into uv's cache
     (site_packages / "torch" / "__init__.py").write_text("raise ImportError")
     shell(pytorch_again)
     assert shell("python -c 'import torch; print(torch.__version__)'") == "2.13.0\n"
@@ -390,7 +390,7 @@ def test_remedy_for_a_project_of_uv(interpreter, shell, tmp_path):
 
 @pytest.mark.slow
 def test_remedies_name_packages_of_the_index(setup):
-    """The packages to be fetched from this machine's index: PyTorch and NVRTC take minutes to install."""
+    """pip only looks the packages up in this machine's index, because PyTorch and NVRTC take minutes to install."""
     nvrtc = commands_in(_kernels.HOW_TO_GET_A_COMPILER.format(major=13))
     assert len(nvrtc) == 1
     for command in ("python -m pip install " + shlex.quote(setup.TORCH), *nvrtc):
@@ -406,7 +406,7 @@ def test_compiler_that_is_missing(setup, monkeypatch):
         setup.find_compiler()
 
 
-@pytest.mark.skipif(shutil.which("apt-get") is None, reason="the command is for Debian")
+@pytest.mark.skipif(shutil.which("apt-get") is None, reason="there is no apt-get")
 def test_remedy_for_a_missing_compiler(setup, monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++")
     with pytest.raises(SystemExit) as info:
@@ -415,7 +415,7 @@ def test_remedy_for_a_missing_compiler(setup, monkeypatch):
     subprocess.run([*shlex.split(command), "--simulate"], check=True, capture_output=True)
 
 
-# ---- the report's verdict on GPUs ------------------------------------------------------------------------------------
+# ---- the report on GPUs ----------------------------------------------------------------------------------------------
 
 
 def test_verdict_on_the_driver(monkeypatch):
@@ -528,7 +528,7 @@ def test_help(command, monkeypatch, capsys):
 
 
 def test_check_covers_every_operator_and_head(monkeypatch, capsys):
-    """It reports a fault if there is one, and none otherwise."""
+    """`check` marks the operator that is wrong, and none if all are right."""
     arguments = ("check", "--json", "--batch", "4", "--device", "cpu")
     status, text = run_main(monkeypatch, capsys, *arguments)
     rows = {row["what"]: row for row in json.loads(text)["rows"]}
@@ -546,7 +546,7 @@ def test_check_covers_every_operator_and_head(monkeypatch, capsys):
 
 
 def test_check_reports_a_gradient_of_nan(monkeypatch, capsys):
-    """The value is right: NaN is not the first difference."""
+    """The value is right, so that NaN is not the first of the differences: Python's max() would drop it."""
     reverse = gradscale_ext.reverse_gradient
     monkeypatch.setattr(gradscale_ext, "reverse_gradient", lambda x, scale: reverse(x, math.nan))
     status, text = run_main(monkeypatch, capsys, "check", "--json", "--batch", "2", "--device", "cpu")

@@ -1,4 +1,4 @@
-"""Layers of csrc/ and of the package: includes point down, imports have no cycle, a file has one subject."""
+"""Layers of csrc/ and of the package: includes point down, imports have no cycle, files are not too long."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_layers_of_csrc():
 CONSTANT = re.compile(r"(?<![\w.])(?:\d+\.\d{6,}(?:e[-+]?\d+)?|0x1\.[0-9a-f]{5,}p[-+]?\d+)")
 
 
-def test_each_formula_stands_in_one_file():
+def test_each_formula_is_in_one_file():
     files = collections.defaultdict(set)
     for file, text in SOURCES.items():
         for literal in CONSTANT.findall(text):
@@ -101,7 +101,10 @@ def test_imports_have_no_cycle():
 
 
 def test_the_top_layers_are_not_imported():
-    """Nothing imports monitor, diagnosis and cli, except `_native`, to report an extension that does not load."""
+    """Only `gradscale_ext` and `__main__` import monitor, diagnosis and cli, which do not import each other.
+
+    `_native` also imports cli.report, to report an extension that does not load.
+    """
     for module in MODULES:
         for folder in ("monitor", "diagnosis", "cli"):
             prefix = f"gradscale_ext.{folder}."
@@ -120,6 +123,6 @@ def test_the_reference_uses_nothing_compiled():
     assert "gradscale_ext.transforms" in seen
 
 
-def test_modules_have_one_subject():
+def test_modules_are_not_too_long():
     lengths = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
     assert not {module: lines for module, lines in lengths.items() if lines > MOST_LINES}

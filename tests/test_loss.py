@@ -1,4 +1,4 @@
-"""The fused multi-step loss against the reference, numbers of other software, and finite differences.
+"""The fused multi-step loss against the reference, results of other software, and finite differences.
 
 fuzz/test_loss.py checks heads, dtypes, widths, layouts, masks and reductions against formulas.
 """
@@ -56,7 +56,7 @@ ALL_HEADS = {**HEADS, **MORE_HEADS}
 
 
 SIZES = {"A": 4, "D": 3, "N": 5, "M": 3, "G": 2, "C": 4}
-"""Sizes of the letters of `Head.forms`."""
+"""Sizes for the letters in `Head.forms`."""
 
 
 def sizes_of(name, head):
@@ -111,7 +111,7 @@ OUTPUTS = [field.name for field in dataclasses.fields(gs.MultiStepLossOutput)]
 
 
 def compare(out, expected, predictions, rtol=1e-12, grad_output=None):
-    """All outputs and gradients."""
+    """Compare all outputs and gradients."""
     for field in OUTPUTS:
         a, b = getattr(out, field), getattr(expected, field)
         torch.testing.assert_close(a, b, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda m, f=field: f"{f}: {m}")
@@ -123,7 +123,7 @@ def compare(out, expected, predictions, rtol=1e-12, grad_output=None):
 
 @pytest.fixture
 def fused_only(monkeypatch):
-    """Fails the test if a call does not use the fused kernel."""
+    """Fail the test if a call uses the reference. The value of the fixture is the reference, for expected results."""
     original = gs.reference.multi_step_loss
 
     def refuse(*args, **kwargs):
@@ -134,7 +134,7 @@ def fused_only(monkeypatch):
     return original
 
 
-# ---- Numbers of other software --------------------------------------------------------------------------------------
+# ---- Results of other software --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("implementation", ["fused", "reference"])
@@ -184,7 +184,7 @@ def test_oracle_of_whole_updates(case, dtype, tolerance, implementation):
 # ---- Fused against reference ----------------------------------------------------------------------------------------
 
 SEEDED = torch.Generator().manual_seed(1)
-#: Other weights and masks are the fuzzer's.
+#: fuzz/test_loss.py tests other weights and masks.
 OPTIONS = {
     "numbers": {"step_weights": [1.0, 0.5, 0.25, 0.125], "step_gradient_scale": (1, 2, 3, 4)},
     "half weights": {"importance_weights": torch.tensor([0.5, 2.0, 1.0], dtype=torch.bfloat16)},
@@ -244,8 +244,8 @@ def test_masked_classes_follow_batch_first():
         gs.multi_step_loss({"p": gs.SoftCrossEntropy()}, {"p": logits}, {"p": classes}, mask=mask.T, batch_first=False)
 
 
-def test_every_float32_as_half():
-    """The kernels' conversions are bitwise equal to PyTorch's: tested with a squared error of width 1."""
+def test_every_finite_half_is_converted_as_by_pytorch():
+    """A squared error of width 1 converts from half and back; the bits must equal those of PyTorch's conversions."""
     bits = torch.arange(0, 2**16, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
         values = bits.view(dtype)
@@ -289,7 +289,7 @@ def test_outputs_are_detached():
 
 
 def test_a_vector_as_long_as_eps_has_a_direction():
-    """From this length on, a vector is divided by its length."""
+    """A vector is divided by its length if that is at least eps, otherwise by eps."""
     x = torch.tensor([[3.0, 0.0], [0.0, -3.0], [2.0, 1.0]], dtype=torch.float64, requires_grad=True)
     target = torch.tensor([[1.0, 5.0], [2.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
     lengths = x.norm(dim=-1), target.norm(dim=-1)
@@ -316,7 +316,7 @@ def test_the_cosine_of_subnormal_vectors_is_a_number():
     ],
 )
 def test_the_cosine_of_long_and_short_vectors(dtype, scales, least, tolerance):
-    """Squares of lengths, and their products, are out of range."""
+    """Squares of the lengths, and products of two lengths, overflow or underflow."""
     x, target = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for x_scale, target_scale, eps in itertools.product(scales, scales, (1e-8, least)):
         heads = {"c": gs.NegativeCosine(eps=eps)}
@@ -360,7 +360,7 @@ def test_gradcheck_and_gradgradcheck(fused_only, monkeypatch):
         return gs.multi_step_loss(ALL_HEADS, rebuilt, targets, **options).loss
 
     assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
-    monkeypatch.setattr(gs.reference, "multi_step_loss", fused_only)  # a second derivative recomputes
+    monkeypatch.setattr(gs.reference, "multi_step_loss", fused_only)  # the reference computes the second derivative
     assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
@@ -394,7 +394,7 @@ def test_second_derivative_after_in_place_raises(changed):
 @pytest.mark.parametrize("impl", ["fused", "reference"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 class TestWeightsThatAreNotFinite:
-    """They have no effect where an entry is skipped, masked or scaled by 0."""
+    """NaN and infinite weights have no effect where an entry is skipped, masked or scaled by 0."""
 
     LOSSES = torch.tensor([1.0, 2.0, 3.0])
 
@@ -493,7 +493,7 @@ def test_peaked_logits():
     torch.testing.assert_close(logits.grad, logits.detach().softmax(-1) - target)
 
 
-# ---- Found by others ------------------------------------------------------------------------------------------------
+# ---- Faults that reviews found --------------------------------------------------------------------------------------
 
 
 def _gradients_by_every_path(function, x):
@@ -558,7 +558,7 @@ def test_numbers_of_any_kind_take_the_fused_path(fused_only):
         assert gs.reduce_multi_step(losses, step_weights=numbers).loss == expected
 
 
-def test_fractions_take_every_path():
+def test_fractions_are_accepted_as_numbers():
     third, x, t = Fraction(1, 3), torch.tensor([[0.5, 2.0]], requires_grad=True), torch.tensor([[0.5, 0.25]])
 
     def results(number, impl):
@@ -590,7 +590,7 @@ def test_a_tensor_is_rejected_as_weight_of_a_head():
             make()
 
 
-# ---- Machine --------------------------------------------------------------------------------------------------------
+# ---- Determinism and memory -----------------------------------------------------------------------------------------
 
 
 def test_bitwise_the_same_from_run_to_run_and_for_any_number_of_threads():
@@ -617,7 +617,7 @@ def _peak_extra_bytes(function):
     return peak
 
 
-def test_memory_is_that_of_the_gradients():
+def test_peak_memory_is_the_size_of_the_gradients():
     loss_fn = gs.MultiStepLoss.muzero()
     batch, steps = 64, 6
     predictions = {
@@ -904,7 +904,7 @@ def test_per_step_loss_has_no_target():
 
 
 def test_reduce_multi_step():
-    """It is the loss of one head, whose losses the user has computed."""
+    """`reduce_multi_step` is the loss with one `PerStepLoss` head, whose losses the user has computed."""
     losses = torch.rand(3, 4, dtype=torch.float64, requires_grad=True)
     options = {
         "step_weights": torch.tensor([1.0, 0.5, 0.25, 0.125]),
@@ -953,7 +953,7 @@ def test_a_head_may_be_called_self():
 
 
 @pytest.mark.cpu_kernels
-def test_a_saved_gradient_takes_its_own_size():
+def test_the_storage_of_a_gradient_has_the_size_of_the_gradient():
     predictions, targets = arguments(batch=200)
     loss_fn = gs.MultiStepLoss(**HEADS)
     grads = gradients(loss_fn(predictions, targets), predictions)
@@ -1048,7 +1048,7 @@ def test_priorities():
 
 
 def test_a_second_backward_pass_raises():
-    """Unless the graph is retained: the fuzzer writes to the gradients of a retained one."""
+    """The graph is not retained. fuzz/test_loss.py tests retained graphs."""
     predictions, targets = arguments()
     out = gs.multi_step_loss(HEADS, predictions, targets)
     gradients(out, predictions)
@@ -1159,7 +1159,7 @@ def test_every_kind_of_head_is_known_everywhere():
         "README.md",
     ],
 )
-def test_what_lists_the_heads_lists_all(file):
+def test_a_file_that_lists_the_heads_lists_all_of_them(file):
     words = set(re.findall(r"\w+", (Path(__file__).parent.parent / file).read_text()))
     assert {type(head).__name__ for head in ALL_HEADS.values()} <= words
 
@@ -1206,17 +1206,17 @@ def _operator(predictions, targets, prediction_counts, target_counts, heads, wan
 X = torch.rand(4)
 MALFORMED = {
     "no prediction": lambda: _operator([X], [], [-1], [-1], [gs.PerStepLoss()]),
-    "more than there are": lambda: _operator([X], [], [2], [-1], [gs.PerStepLoss()]),
-    "fewer than there are": lambda: _operator([X, X], [], [1], [-1], [gs.PerStepLoss()]),
+    "a count above the number of predictions": lambda: _operator([X], [], [2], [-1], [gs.PerStepLoss()]),
+    "a count below the number of predictions": lambda: _operator([X, X], [], [1], [-1], [gs.PerStepLoss()]),
     "fewer counts than heads": lambda: _operator([X], [], [1], [-1], [gs.PerStepLoss(), gs.PerStepLoss()]),
-    "a want that is none": lambda: _operator([X], [], [1], [-1], [gs.PerStepLoss()], wants=[1]),
-    "a negative want": lambda: _operator([X], [], [1], [-1], [gs.PerStepLoss()], wants=[-1]),
+    "a wanted gradient of no prediction": lambda: _operator([X], [], [1], [-1], [gs.PerStepLoss()], wants=[1]),
+    "a negative index of a wanted gradient": lambda: _operator([X], [], [1], [-1], [gs.PerStepLoss()], wants=[-1]),
     "a missing target": lambda: _operator([X], [], [1], [-1], [gs.BinaryCrossEntropy()]),
     "a target too many": lambda: _operator([X], [X], [1], [1], [gs.PerStepLoss()]),
     "a narrow prediction": lambda: _operator([torch.rand(4, 3)], [X], [1], [1], [gs.TwoHot(SUPPORT)]),
     "a narrow target": lambda: _operator([torch.rand(4, 9)], [X], [1], [1], [gs.NegativeCosine()]),
-    "classes of numbers": lambda: _operator([X], [X.long()], [1], [1], [gs.MeanSquaredError()]),
-    "a batch of its own": lambda: _operator([X, X[:2]], [], [2], [-1], [gs.PerStepLoss()]),
+    "classes as targets of numbers": lambda: _operator([X], [X.long()], [1], [1], [gs.MeanSquaredError()]),
+    "batches of two sizes": lambda: _operator([X, X[:2]], [], [2], [-1], [gs.PerStepLoss()]),
 }
 
 
@@ -1229,7 +1229,7 @@ def test_the_operator_rejects_invalid_arguments(name, requires_grad):
     X.requires_grad_(False)
 
 
-def test_an_exported_program_keeps_gradients_alone():
+def test_the_graph_of_an_exported_program_does_not_keep_targets():
     heads = {"value": gs.TwoHot(SUPPORT)}
     predictions, targets = arguments(heads=heads)
     loss_fn = gs.MultiStepLoss(**heads)

@@ -24,7 +24,7 @@ FEW = {name: HEADS[name] for name in ("distance", "features")}
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Counts the graphs; without Inductor, whose C++ compilation is slow."""
+    """Count the graphs, and compile with aot_eager, because the C++ compilation of Inductor is slow."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     compiled._compiled.cache_clear()
@@ -49,7 +49,7 @@ def both(heads, predictions, targets, **options):
 
 @pytest.mark.parametrize(("stacked", "steps"), [(False, 1), (True, 2)])
 def test_equals_the_reference(graphs, stacked, steps):
-    """Half of the kinds of heads with lists of predictions, the others stacked. Heads at steps take long to compile."""
+    """Four heads have lists of predictions, four others stacked ones. Every head and step adds to the compile time."""
     names = ("gauss", "classes", "features", "consistency") if stacked else ("value", "bonus", "end", "own")
     heads = {name: ALL_HEADS[name] for name in names}
     predictions, targets = arguments(heads=heads, steps=steps)
@@ -82,7 +82,7 @@ def test_inductor_compiles_it():
 
 
 def test_schedules_and_batches_do_not_compile_again(graphs):
-    """The first change makes a number or a size a variable of the graph."""
+    """When a number or a size changes for the first time, it becomes a variable of the graph."""
     for call in range(4):
         heads = {
             "value": gs.TwoHot(gs.Support(-1, 1, 5), weight=0.5 / (call + 1)),
@@ -97,7 +97,7 @@ def test_schedules_and_batches_do_not_compile_again(graphs):
 
 
 def test_each_form_of_a_call_has_its_own_graphs(graphs, monkeypatch):
-    """More forms than the graphs that torch.compile keeps of a function."""
+    """The calls have more forms than torch.compile keeps graphs for one function (`recompile_limit`)."""
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     for steps in range(1, 5):
         x = torch.ones(3, steps, requires_grad=True)
@@ -114,13 +114,13 @@ def test_the_module_and_an_enclosing_graph(graphs):
     torch.testing.assert_close(enclosing(), expected.loss)
 
 
-def test_errors_are_the_same_as_of_the_loss(graphs):
+def test_wrong_arguments_raise_before_compilation(graphs):
     with pytest.raises(ValueError, match="step_weights must have 2 numbers"):
         gs.multi_step_loss(OWN, {"own": torch.ones(3, 2)}, {}, step_weights=[1.0], impl="compiled")
     assert graphs.frame_count == 0
 
 
-def test_it_raises_where_a_graph_would_receive_other_tensors(graphs):
+def test_tensors_that_are_not_plain_raise(graphs):
     def loss(x):
         return gs.multi_step_loss(OWN, {"own": x}, {}, impl="compiled").loss
 

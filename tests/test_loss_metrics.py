@@ -116,7 +116,8 @@ def test_transforms():
     for name, expected in truth.items():
         torch.testing.assert_close(norms[name], expected.expand(2), rtol=1e-12, atol=1e-12)
     assert not loss(plain)[1]
-    with forward_ad.dual_level():  # not every backward formula of PyTorch has a forward mode
+    # The norms ignore tangents, because some backward formulas of PyTorch have no forward-mode derivative.
+    with forward_ad.dual_level():
         dual = {name: [forward_ad.make_dual(e, e.detach()) for e in entries] for name, entries in predictions.items()}
         out = gs.multi_step_loss(heads, dual, targets)
         assert forward_ad.unpack_dual(out.loss).tangent is not None

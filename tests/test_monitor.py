@@ -118,7 +118,7 @@ def approx(expected):
     return pytest.approx(expected, rel=1e-6)
 
 
-# ---- Which numbers ---------------------------------------------------------------------------------------------------
+# ---- Values of the charts --------------------------------------------------------------------------------------------
 
 
 def test_numbers_by_hand():
@@ -164,7 +164,7 @@ CLIPS = [gs.clip_gradients_, clip_by_pytorch, clip_by_value]
 
 @pytest.mark.parametrize("fold", [256, 2])
 def test_clip_rate(monkeypatch, fold):
-    """Steps that were not clipped count too."""
+    """The rate is a share of all steps, including those without a call that clips."""
     monkeypatch.setattr(monitor, "FOLD", fold)
     with watch(nn.Linear(1, 1, bias=False), lr=0.0, every=5) as (model, optimizer, watching):
         for norm in (1, 3, 1, None, 1, 3, 1, 1, 1, 1, 3):
@@ -192,10 +192,10 @@ PARTS = {
 def test_a_step_that_is_clipped_several_times(parts, clip, every):
     """Norms are measured before each parameter's first clipping; no parameter, and no step, counts twice.
 
-    Gradients may be views of one tensor, as in DDP's buckets.
+    With `every=1`, the gradients are views of one tensor, as in DDP's buckets.
     """
     with watch(lr=0.0, every=every) as (model, optimizer, watching):
-        chosen, others = PARTS[parts](model), network(1)  # others are of another optimizer
+        chosen, others = PARTS[parts](model), network(1)  # the optimizer does not hold the parameters of `others`
         train_gradients(others, 0)
         train_gradients(model, 0)
         if every == 1:
@@ -226,7 +226,7 @@ def train_gradients(model, seed, set_to_none=True):
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf], ids=str)
-def test_norms_before_clipping_are_those_of_the_clipping(p, overlaps):
+def test_norms_before_clipping_have_the_norm_type_of_the_clipping(p, overlaps):
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     elements = [3.0, -4.0, 5.0, -2.0]
     set_gradients(model, *(torch.full_like(q, g) for q, g in zip(model.parameters(), elements, strict=True)))
@@ -241,7 +241,7 @@ def test_norms_before_clipping_are_those_of_the_clipping(p, overlaps):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_nonfinite_gradients_of_a_step_that_is_clipped_twice(bad):
-    """They count once, with their values before the first clipping, which may spread them."""
+    """Elements that are NaN or inf before the first clipping count once, although clipping may make others NaN."""
     with watch(lr=0.0) as (model, optimizer, watching):
         train_gradients(model, 0)
         model[0].bias.grad[1] = bad
@@ -339,7 +339,7 @@ def test_repeated_parameters_count_once():
     assert value(watching, "gradient_norm_total_before_clipping") == 3.0
 
 
-def test_a_clipping_by_value_counts_infinity():
+def test_clip_rate_of_clipping_by_value_counts_inf_but_not_nan():
     with watch(nn.Linear(2, 1, bias=False), lr=0.0, every=1) as (model, optimizer, watching):
         for gradient in (math.inf, math.nan, 1.0):
             model.weight.grad = torch.tensor([[gradient, 0.5]])
@@ -488,7 +488,7 @@ def test_without_histograms_and_updates():
 @pytest.mark.parametrize("every", [1, 100])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_updates_of_all_dtypes_and_layouts(dtype, every):
-    """Large and strided parameters too; the copies are kept only if every step is recorded, or almost every step."""
+    """Parameters are large or strided. The memory of the copies is kept only if `every` is below 10."""
     generator = torch.Generator().manual_seed(0)
     model = nn.Module()
     model.large = nn.Parameter(torch.randn(300, 512, generator=generator).to(dtype))
@@ -523,7 +523,7 @@ def test_update_by_an_optimizer_that_replaces_the_memory():
     assert value(watching, "update_to_weight_ratio/weight") == approx(0.5)
 
 
-# ---- When ------------------------------------------------------------------------------------------------------------
+# ---- Which charts, and when ------------------------------------------------------------------------------------------
 
 
 def test_modules_choose_charts():
@@ -576,8 +576,8 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_step_reads_nothing(monkeypatch):
-    """The first step is recorded, and writes nothing yet."""
+def test_a_step_does_not_read_tensors_on_the_host(monkeypatch):
+    """The first step is recorded; its numbers are read and written at the fourth step."""
     model, optimizer = with_sgd()
     read = []
     for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__"):
@@ -590,7 +590,7 @@ def test_a_step_reads_nothing(monkeypatch):
             train(model, optimizer, 3, max_norm=0.5)
         assert (reads.count, read) == (0, [])
         train(model, optimizer, 1)
-    assert "tolist" in read  # the read for writing is detected
+    assert "tolist" in read  # writing reads the numbers, which this test detects
 
 
 @pytest.mark.cuda
@@ -619,7 +619,7 @@ def test_a_step_does_not_wait_for_a_gpu():
 
 
 class FailingWriter(HistogramWriter):
-    """A writer one of whose methods raises at certain calls, by number."""
+    """A writer whose `method` raises at the calls with the numbers `calls`, counted from 1."""
 
     def __init__(self, method, *calls):
         super().__init__()
@@ -672,7 +672,7 @@ def steps_with_scaler(model, optimizer, caught):
         scaler.scale(model(batch(step)).square().sum() * (OVERFLOW if step in (2, 3, 5) else 1.0)).backward()
         with caught:
             scaler.step(optimizer)
-        assert not hasattr(optimizer, "found_inf")  # the scaler has finished its work
+        assert not hasattr(optimizer, "found_inf")  # GradScaler.step has removed it, even if the writer raised
         scaler.update()
 
 
@@ -706,7 +706,7 @@ LOOPS = {
 @pytest.mark.parametrize(("method", "calls"), [("add_scalar", [2]), ("add_scalar", [1, 4]), ("add_histogram_raw", [1])])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_writer_that_raises_loses_no_record_and_no_step(loop, method, calls, every):
-    """The loop gets each error once, a step that raises one counts, and training is unaffected."""
+    """Each error reaches the loop once, the step at which it is raised counts, and training is unaffected."""
     run, kind = LOOPS[loop]
     histories, ends = [], []
     for failing in ([], calls):
@@ -760,7 +760,7 @@ def test_a_writer_that_raises_while_the_monitor_is_closed(method):
 
 
 def test_a_step_whose_record_fails_counts(monkeypatch):
-    """The next step is recorded instead, with the clippings and skipped steps of both."""
+    """The next step is recorded instead, and its clip rate includes the step whose record failed."""
     with watch(lr=0.0, every=2) as (model, optimizer, watching):
         for step in range(4):
             train_gradients(model, step)
@@ -777,7 +777,7 @@ def test_a_step_whose_record_fails_counts(monkeypatch):
 # ---- Attaching and detaching -----------------------------------------------------------------------------------------
 
 
-def test_without_a_reference_it_works_as_long_as_the_optimizer():
+def test_a_monitor_without_a_reference_lives_as_long_as_its_optimizer():
     model, optimizer = with_sgd()
     writer = Writer()
     GradientMonitor(model, optimizer, writer=writer, every=1)
@@ -834,7 +834,7 @@ def test_gradient_accumulation():
 @pytest.mark.parametrize("unscaled", [None, "unscale_", "clipping"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_loss_scaling(fused, unscaled):
-    """The fused optimizer unscales in its step, unless the loop has."""
+    """The fused optimizer unscales the gradients in its step, unless the loop has already unscaled them."""
     plain = network()
     output = plain(batch())
     output.square().sum().backward()
@@ -881,7 +881,7 @@ OVERFLOW = math.inf
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_that_the_scaler_skips_are_recorded_as_such(fused):
-    """They count as steps without norms: their gradients were not used."""
+    """Skipped steps count as steps, but have no norms, because their gradients were not used."""
     with watch(lr=0.01, fused=fused, every=1, activations=["0"]) as (model, optimizer, watching):
         scaled_steps(model, optimizer, [1.0, OVERFLOW, OVERFLOW, 1.0])
     assert steps_of(watching, "gradient_norm_total") == [0, 3]
@@ -933,7 +933,7 @@ def test_nonfinite_gradients_of_a_skipped_step_are_counted_before_clipping_by_py
 
 
 def test_the_scaler_decides_which_steps_are_skipped():
-    """Gradients fixed after `unscale_` are finite, but the step is skipped; a step of another optimizer is not."""
+    """A step is skipped even if its gradients are made finite after `unscale_`. Other optimizers are not recorded."""
     model, other = network(), network(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with GradientMonitor(model, optimizer, every=1) as watching:
@@ -1006,14 +1006,14 @@ def test_training_is_the_same_bit_by_bit(fused, every):
 
 @pytest.fixture
 def original():
-    """`GradScaler.step` without the monitors that other tests have left open."""
+    """The original `GradScaler.step`, restored if other tests have left monitors open."""
     gc.collect()
     GradientMonitor(model := network(), torch.optim.SGD(model.parameters(), lr=0.1)).close()
     assert not hasattr(torch.amp.GradScaler.step, "__wrapped__")
     return torch.amp.GradScaler.step
 
 
-def test_closed_monitors_restore_the_class_of_scalers(original):
+def test_closed_monitors_restore_grad_scaler(original):
     model, optimizer = with_sgd(lr=0.01)
     first, second = (GradientMonitor(model, optimizer) for _ in range(2))
     assert torch.amp.GradScaler.step is not original
@@ -1103,7 +1103,7 @@ def test_a_picture_of_a_history_that_was_thinned_to_skipped_steps(monkeypatch):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Wrappers such as Accelerate's have the right class, but not its attributes."""
+    """An optimizer that lacks the attributes of its base class, as Accelerate's wrapper does."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -1256,7 +1256,7 @@ def test_frozen_and_later_unfrozen():
     assert [step for step, _ in watching.history["gradient_norm/3.weight"]] == [0, 1]
 
 
-def test_groups_some_of_them_added_later():
+def test_parameter_groups_that_are_added_later():
     model = network()
     optimizer = torch.optim.SGD([{"params": model[3].parameters(), "lr": 0.01}, {"params": [model[0].weight]}], lr=0.1)
     with GradientMonitor(model, optimizer, every=1) as watching:
@@ -1268,7 +1268,7 @@ def test_groups_some_of_them_added_later():
     steps = {tag: [step for step, _ in series] for tag, series in watching.history.items()}
     assert steps["gradient_norm/0.weight"] == [0, 1]
     assert steps["gradient_norm/2.0.weight"] == [1]
-    assert "gradient_norm/0.bias" not in steps  # the optimizer does not have it
+    assert "gradient_norm/0.bias" not in steps  # the optimizer does not hold this parameter
     assert watching.history["update_to_weight_ratio/3.bias"][0][1] == pytest.approx(ratio, rel=1e-5)
 
 
@@ -1301,7 +1301,7 @@ def test_tied_weights():
 
 @pytest.mark.parametrize("keyword", [False, True])
 def test_closures(keyword):
-    """LBFGS evaluates its closure several times; the last gradients stay."""
+    """LBFGS evaluates its closure several times; the last gradients are recorded."""
     model = network()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
 
@@ -1343,7 +1343,7 @@ def test_complex_and_sparse_gradients():
 
 @pytest.fixture
 def mesh():
-    """A mesh of one process, whose group other tests may have left open."""
+    """A mesh of one process. Its process group is created, unless another test has left one open."""
     is_ours = not torch.distributed.is_initialized()
     if is_ours:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -1737,7 +1737,7 @@ def test_merged_layers_have_the_norm_of_all_their_parameters(monkeypatch):
 
 
 def test_axes_of_a_picture_of_few_steps_and_equal_norms():
-    """Steps are integers, and norms that differ only by rounding have almost the same colour."""
+    """Ticks of steps are integers, and norms that differ only by rounding have almost the same colour."""
     pytest.importorskip("matplotlib")
     with watch(nn.Linear(1, 1, bias=False), lr=0.0, every=1) as (model, optimizer, watching):
         for step in range(3):

@@ -41,8 +41,8 @@ def training(name, **options):
     return Training(Configuration(game=name, **{**load(name).hyperparameters, **SMALL, **options}))
 
 
-def test_cartpole_is_gymnasiums():
-    """Each game is stepped next to a separate environment; after its end, the next one begins in an arbitrary state."""
+def test_cartpole_agrees_with_gymnasium():
+    """Each game is compared with an environment of its own, which gets the state in which the game begins."""
     game, generator = load("cartpole")(3), np.random.default_rng(0)
     observation = game.reset(seed=5)
     singles = [gymnasium.make("CartPole-v1") for _ in range(3)]
@@ -129,8 +129,8 @@ def test_an_occupied_square_is_rejected():
         game.step(np.array([4, 1]))
 
 
-def test_breakout_is_minatars(monkeypatch):
-    """Compared with their Gymnasium class, with its time limit, in a vector environment."""
+def test_breakout_agrees_with_minatar(monkeypatch):
+    """Compared with MinAtar's Gymnasium class, in a vector environment with the same time limit."""
     breakout = pytest.importorskip("minatar.gym")
     monkeypatch.setattr("games.breakout.TIME_LIMIT", 12)
     game = load("breakout")(3)
@@ -262,7 +262,7 @@ def test_part_of_the_actions_is_uniformly_random():
 
 
 def test_noise_with_a_small_alpha_is_a_distribution():
-    """Although the gamma variates of almost all rows are 0."""
+    """The rows sum to 1, although the gamma variates of almost all rows are 0."""
     noise = dirichlet_noise(np.array([[True, True, False]] * 100), 1e-9, np.random.default_rng(0))
     np.testing.assert_allclose(noise.sum(axis=-1), 1, rtol=1e-6)
     assert not noise[:, 2].any()
@@ -315,7 +315,7 @@ def test_the_agent_is_compared_with_other_players(name, monkeypatch):
 
 
 def test_the_output_of_the_demo(tmp_path, monkeypatch, capsys):
-    """The time limit ends this run after 60 of many steps, and the bar is then full."""
+    """The time limit ends this run after 60 of 100000 steps, and the progress bar shows 100 %."""
     for name in ("matplotlib", "tensorboard", "tqdm"):
         pytest.importorskip(name)
     import train
@@ -350,7 +350,7 @@ def error_line(monkeypatch, directory, *options):
     return stopped.value.code
 
 
-def test_the_report_of_a_run_that_learnt_nothing(tmp_path, monkeypatch):
+def test_a_run_without_a_learner_step_ends_with_an_error(tmp_path, monkeypatch):
     line = error_line(monkeypatch, tmp_path, "--training-steps=2")
     assert line.startswith("error: the run ended before its first learner step")
 
@@ -384,7 +384,7 @@ def test_an_invalid_option_is_rejected(name, value, accepted, tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_every_number_is_checked():
+def test_every_numeric_option_has_rejected_values():
     options = {field.name.replace("_", "-") for field in dataclasses.fields(Configuration)}
     assert options - {name for cases in REFUSED.values() for name, _ in cases} == {"game", "loss"}
 
@@ -398,7 +398,7 @@ def test_the_smallest_numbers_that_are_accepted_work(name):
         assert np.isfinite(list(run.step().values())).all()
 
 
-def test_a_folder_that_cannot_be_created(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     line = error_line(monkeypatch, tmp_path / "file")
     assert line.startswith("error: --directory must be a folder that can be written: ")

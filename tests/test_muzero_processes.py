@@ -77,7 +77,7 @@ def test_a_share_has_its_part_and_its_own_seed():
 
 
 def test_each_rank_removes_the_files_of_its_machine(tmp_path, monkeypatch):
-    """A new run ignores a replay buffer that an earlier run left on a machine other than rank 0's."""
+    """With --fresh, rank 1 removes the replay buffer that an earlier run left on its machine."""
     for name in ("matplotlib", "tensorboard", "tqdm"):
         pytest.importorskip(name)
     import train
@@ -156,7 +156,7 @@ def episode(length, seed):
 
 
 def test_a_new_keeper_has_all_acknowledged_episodes(tmp_path):
-    """After each call a new keeper reads the file. A repeated call adds nothing. The ring wraps around three times."""
+    """A new keeper reads the file after each call. A repeated call adds nothing. The ring buffer wraps around."""
     pytest.importorskip("ray")
     from actors import Keeper
 

@@ -21,7 +21,7 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(gs.__path__, "g
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("._C")])
 def test_doctests(name):
-    """Every example of a module runs: an attribute's docstring, which doctest does not see, must not have one."""
+    """Every example of a module runs. Docstrings of attributes, which doctest does not see, have no examples."""
     if name.endswith(".lightning"):
         pytest.importorskip("lightning")
     module = importlib.import_module(name)
@@ -102,7 +102,7 @@ def test_the_error_explains_another_pytorch(monkeypatch):
     message = str(_native._explain(ImportError("undefined symbol: _ZN2at4fooE")))
     assert "compiled against PyTorch 2.11.0" in message
     assert "undefined symbol" in message
-    assert "`python -m pip install torch==2.11.0`. Compile it again" in message
+    assert "`python -m pip install torch==2.11.0`, or compile gradscale_ext again" in message
     monkeypatch.setattr(_native, "_version_built_with", lambda: None)
     assert "could not be loaded: undefined symbol" in str(_native._explain(ImportError("undefined symbol: x")))
 

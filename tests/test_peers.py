@@ -278,7 +278,7 @@ def test_efficientzero():
     options = {"importance_weights": w, "mask": after_root(mask)}
     out = gs.multi_step_loss(heads, x, targets, step_gradient_scale=[1 / K] * T, **options)
     same_loss(out.loss, theirs, x)
-    root = h_inverse(mean_of(x["value"][0], BINS))  # theirs is 0 where |root| < 1e-3, which does not occur here
+    root = h_inverse(mean_of(x["value"][0], BINS))  # EfficientZero sets |root| < 1e-3 to 0, which does not occur here
     assert (root.abs() > 1e-3).all()
     same(gs.priorities(out.expected["value"], z), ((root - z[:, 0]).abs() + 1e-6).detach())
 
@@ -289,7 +289,8 @@ def test_efficientzero():
 def test_efficientzero_v2_atari():
     """EfficientZeroV2 (Wang et al. 2024), discrete actions, with two critics, each weighted by one half.
 
-    Its transform for Atari has the wrong sign of eps x for x < 0. For x >= 0 it equals h; the targets here are >= 0.
+    In its transform for Atari the term eps x has the wrong sign for x < 0. For x >= 0 the transform equals h; the
+    targets here are >= 0.
     """
     their_h = lambda x: torch.where(x < 0, -1.0, 1.0) * ((x.abs() + 1).sqrt() - 1 + 1e-3 * x)
     minus_thousand = torch.tensor(-1000.0, dtype=torch.float64)
@@ -358,7 +359,7 @@ def test_efficientzero_v2_symlog():
 
 
 def test_efficientzero_v2_asymmetric_critic():
-    """EfficientZeroV2 with `use_IQL`: 0.7 of the cross-entropy where the decoded value is too low, else 0.3."""
+    """EfficientZeroV2 with `use_IQL`: 0.7 times the cross-entropy if the decoded value is too low, else 0.3 times."""
     bins, support = integers(300), gs.Support.muzero()
     x, z = prediction(B, T, 601), normal(B, T, scale=300)
     weight = torch.where(h_inverse(mean_of(x, bins)) > z, 0.3, 0.7).double()
@@ -452,7 +453,7 @@ def test_dreamer_v3_port_with_bins_in_symlog_space():
 
 
 def dreamer_kl(p, q):
-    """KL(p, q), summed over categorical variables and at least one nat. p and q are mixed with 1 % uniform."""
+    """KL(p, q), summed over categorical variables and clamped to at least 1 nat. p and q are mixed with 1 % uniform."""
     p, q = (0.99 * x.softmax(-1) + 0.01 / x.shape[-1] for x in (p, q))
     return (p * (p / q).log()).sum((-1, -2)).clamp(min=1)
 

@@ -42,8 +42,8 @@ LOSS = gs.MultiStepLoss(
 class Network(nn.Module):
     """A small MuZero with all five operators.
 
-    A rank's loss is divided by its own number of samples. Until they are averaged, its gradients are therefore `ranks`
-    times as large as in one rank with the whole batch, and limits of gradient norms are multiplied by `ranks`.
+    Each rank's loss is divided by the mean number of samples, or of unmasked entries, per rank. Before the average over
+    ranks its gradients are therefore `ranks` times those of one rank with the whole batch, and so are the limits.
     """
 
     def __init__(self, ranks: int, group: dist.ProcessGroup | None) -> None:
@@ -258,7 +258,8 @@ def a_nan_on_one_rank_makes_all_skip(rank: int) -> None:
 
 def an_error_of_one_rank_stays_on_that_rank(rank: int) -> None:
     """Invalid input raises before ranks wait for each other."""
-    with pytest.raises(ValueError, match="process_group goes with reduction 'mean' or 'valid_mean', but it is 'sum'"):
+    message = "process_group needs reduction 'mean' or 'valid_mean', but the reduction is 'sum'"
+    with pytest.raises(ValueError, match=message):
         gs.reduce_multi_step(torch.ones(2, 2), reduction="sum", process_group=dist.group.WORLD)
     with pytest.raises(TypeError, match="multi_step_loss: process_group must be a "):
         gs.reduce_multi_step(torch.ones(2, 2), process_group="world")  # type: ignore[arg-type]

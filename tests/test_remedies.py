@@ -85,8 +85,8 @@ MISTAKES = {
     "nested lists": (lambda p, t, o: o.update(mask=[[True] * T] * B), "convert mask: torch.tensor(mask)"),
     "[B, K] mask": (
         lambda p, t, o: o.update(mask=torch.ones(B, T - 1) > 0),
-        "must have shape [B, T] = [3, 6], but it has [3, 5]; T counts the root too, whose entries heads with "
-        "first_step = 1 do not read: write torch.cat([torch.ones_like(mask[:, :1]), mask], 1)",
+        "must have shape [B, T] = [3, 6], but it has [3, 5]; T includes the root, whose entries are ignored by "
+        "heads with first_step = 1: write torch.cat([torch.ones_like(mask[:, :1]), mask], 1)",
     ),
     "[K, B] mask": (
         lambda p, t, o: o.update(mask=torch.ones(T - 1, B) > 0, batch_first=False),
@@ -118,7 +118,7 @@ MISTAKES = {
     ),
     "step weights without the root": (
         lambda p, t, o: o.update(step_weights=[1.0] * (T - 1)),
-        "it has 5; T counts the root too",
+        "it has 5; T includes the root",
     ),
     "list of [B] step weights": (
         lambda p, t, o: o.update(step_weights=[torch.ones(B)] * T),

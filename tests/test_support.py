@@ -157,7 +157,7 @@ def test_presets():
             gs.Support.muzero(limit)
 
 
-def test_plain_data():
+def test_a_support_is_immutable_data():
     support = gs.Support.muzero()
     assert support == gs.Support(-300, 300, 601)
     assert hash(support) == hash(gs.Support.muzero())
@@ -210,7 +210,7 @@ def test_infinity_is_in_the_end_bin_of_a_range_that_float32_does_not_reach(conte
 
 
 def projected_by_hand(support, p, rewards, discounts):
-    """One atom after the other (Bellemare et al. 2017, algorithm 1), with the mass of `two_hot`."""
+    """Project one atom at a time (Bellemare et al. 2017, algorithm 1): `two_hot` distributes its mass."""
     centers = gs.reference.raw_centers(support, torch.float64)
     rows = zip(p.reshape(-1, support.num_bins), rewards.flatten(), discounts.flatten(), strict=True)
     result = [sum(m * support.two_hot(r + d * c) for m, c in zip(row, centers, strict=True)) for row, r, d in rows]
@@ -223,7 +223,7 @@ def test_project(support):
     p = torch.randn(4, 3, support.num_bins, generator=g, dtype=torch.float64).softmax(-1)
     rewards = 5 * torch.randn(4, 3, generator=g, dtype=torch.float64)
     discounts = torch.tensor([0.0, 1.0, -1.0, 0.997], dtype=torch.float64)[:, None].expand(4, 3)
-    rewards[0, 0] = rewards[1, 0] = 0  # atoms on centres keep their place
+    rewards[0, 0] = rewards[1, 0] = 0  # discount 0: all mass moves to 0; discount 1: no mass moves
     rewards[2, 1], rewards[3, 1] = INF, -1e30
     expected = projected_by_hand(support, p, rewards, discounts)
     for found in (support.project(p, rewards, discounts), gs.reference.project(p, rewards, discounts, support)):
@@ -316,7 +316,7 @@ def test_wrong_scalars_and_logits():
 @pytest.mark.parametrize("limits", [(0, 20), (-20, 0), (-4, 6), (-19.5, 20), (3, 4)])
 @pytest.mark.parametrize("num_bins", [2, 9, 40, 41])
 def test_decoding_keeps_small_centres_next_to_large_ones(limits, num_bins):
-    """There is no cancellation: the error is the error of a sum of terms of one sign."""
+    """There is no cancellation: the error is bounded relative to the sum of p |centre|."""
     support = gs.Support(*limits, num_bins, "symlog", space="raw")
     centers = gs.symexp(torch.linspace(*limits, num_bins, dtype=torch.float64))
     peaks = 80 * torch.eye(num_bins) - 60

@@ -298,7 +298,7 @@ def test_reading_only_the_shape_of_an_operand_is_no_dependency():
 
 
 def test_functions_of_this_package_are_traced():
-    """Their results have no graph if their inputs have none."""
+    """The tracer finds a cut before the function, whose result then has no graph."""
     layer, support = torch.nn.Linear(4, 11), gs.Support(-5, 5, 11)
     module = gs.MultiStepLoss(value=gs.TwoHot(support))
     x, target = torch.randn(3, 4), torch.zeros(3)
@@ -337,7 +337,7 @@ def test_relevant_and_irrelevant_cuts():
             "written": data.clone().copy_(x.detach()) * w.sin(),
         }
         with torch.no_grad():
-            y = x * 2  # Only this value has no gradient.
+            y = x * 2  # y has no gradient, but w has one.
         relevant["no_grad"] = y @ w
     for name, result in irrelevant.items():
         assert tracer.relevant_cuts(result) == [], name

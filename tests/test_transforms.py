@@ -1,4 +1,4 @@
-"""Value transforms: numbers of other software, error bounds over the whole range, derivatives at zero."""
+"""Value transforms: values from other software, error bounds over the whole range, derivatives at zero."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_second_derivatives(function):
 @pytest.mark.parametrize("eps", [0.0, 1e-3, 1e-2, 1.0, 3.0, 1e10])
 @pytest.mark.parametrize("x", [1e-30, 1.0, 1e15, 1e19, 9e37, 3.4e38])
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_the_inverse_overflows_where_its_value_does_alone(x, eps, sign):
+def test_the_inverse_overflows_only_where_its_exact_value_does(x, eps, sign):
     mpmath.mp.dps = 60
     y = torch.tensor(sign * x, requires_grad=True)
     a, e = mpmath.mpf(abs(y.item())), mpmath.mpf(eps)

@@ -1,4 +1,4 @@
-"""The unroll of the pseudocode, and where it scales the gradient of the hidden state."""
+"""`gs.unroll`: its outputs, the gradients of hidden states, and errors."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_actions_that_are_not_tensors_are_rejected(steps):
             gs.unroll(_value, lambda h, a: _value(h + a), torch.zeros(3), actions)
 
 
-def test_a_sequence_of_actions_has_one_batch():
+def test_actions_of_a_sequence_must_have_one_batch_size():
     recurrent = lambda h, a: _value(h)
     for actions, words in (
         ([torch.ones(2), torch.ones(3)], r"actions\[1\] has shape \(3,\) and actions\[0\] has shape \(2,\)"),

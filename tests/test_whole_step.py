@@ -56,7 +56,7 @@ def arguments_of(batch: Batch) -> dict[str, Any]:
 
 
 def train(steps: int, loss: Callable[..., Tensor], network: nn.Module, schedule: bool = True) -> list[float]:
-    """Losses of so many steps, with schedules of the hidden state's scale, the weight decay and the learning rate."""
+    """Losses of `steps` steps, with schedules of the hidden state's scale, the weight decay and the learning rate."""
     optimizer = make_optimizer(network, 1e-3)
     losses = []
     for step in range(steps):
@@ -75,8 +75,8 @@ def eager_loss(network: MuZeroNetwork) -> Callable[..., Tensor]:
     return lambda batch, decay, scale: loss_of(network, loss_function, batch, decay, scale)[0]
 
 
-def test_compiled_whole_and_never_again():
-    """Forty steps with schedules: one graph without a break, and a second one when numbers turn out to vary."""
+def test_compiled_without_graph_breaks_and_recompilations():
+    """Forty steps with schedules: one graph, and a second one when PyTorch sees that numbers vary."""
     truth = train(40, eager_loss(network := make_network()), network)
     network, loss_function = make_network(), make_loss(SUPPORT, "auto")
 
@@ -128,7 +128,8 @@ def test_activation_checkpointing(use_reentrant: bool):
     plain = torch.autograd.grad(loss_of(network, loss_function, batch, 1e-4)[0], list(network.parameters()))
     inner = network.recurrent_inference
 
-    def flat(hidden: Tensor, action: Tensor) -> tuple[Tensor, ...]:  # PyTorch's older kind cuts the graph of a dict
+    # Reentrant checkpointing passes no gradients through tensors in a dict.
+    def flat(hidden: Tensor, action: Tensor) -> tuple[Tensor, ...]:
         outputs, hidden = inner(hidden, action)
         return outputs["reward"], outputs["value"], outputs["policy"], hidden
 
@@ -143,7 +144,7 @@ def test_activation_checkpointing(use_reentrant: bool):
 
 
 class Unrolled(nn.Module):
-    """A model with operators in it, as it is exported: the predictions of an unroll."""
+    """A model with gradient-flow operators, for torch.export. It returns the predictions of an unroll."""
 
     def __init__(self, network: MuZeroNetwork) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ def test_exported_models_predict_and_learn():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BACKEND != "inductor", reason="AOTInductor compiles")
+@pytest.mark.skipif(BACKEND != "inductor", reason="AOTInductor needs a C++ compiler")
 def test_models_are_packaged_by_aot_inductor(tmp_path: Path):
     model, batch = Unrolled(make_network()).eval(), make_batch(0)
     inputs = (batch.observation, batch.legal_actions, batch.actions)

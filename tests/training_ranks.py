@@ -39,7 +39,7 @@ def after(steps: int, training: Training) -> Training:
 
 
 def weights_are_the_same_after_resuming(ranks: Ranks, checkpoint: Path) -> Training:
-    """Bitwise in both ranks, with and without an interruption."""
+    """The weights are bitwise equal in both ranks, with and without an interruption."""
     whole = after(40, Training(CONFIGURATION, ranks))
     after(20, Training(CONFIGURATION, ranks)).save(checkpoint)
     ranks.gather("the checkpoint is written")

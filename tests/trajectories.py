@@ -57,7 +57,7 @@ def retrace_target(e, t, clip_c=1.0):
     return e["v"][t] + (np.cumprod(coefficients) * delta[t:]).sum()
 
 
-#: The results of each function by definition, for n-step returns with n = 3.
+#: Definitions of each function's results, with n = 3 for n-step returns.
 DEFINITIONS = {
     "lambda_returns": (lambda_return,),
     "n_step_returns": (lambda e, t: n_step_return(e, t, 3),),
@@ -125,7 +125,7 @@ def by_definition(data, entry):
 
 
 def random_data(seed, batch=4, steps=12, ends=0.15, padding=0.1, dtype=torch.float64):
-    """Tensors `[B, T]` by name. Inside an episode, the value of a successor is the value of the next state."""
+    """Tensors `[B, T]` by name. Inside an episode, `next_values` at step t equals `values` at step t + 1."""
     g = torch.Generator().manual_seed(seed)
 
     def normal():

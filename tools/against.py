@@ -36,7 +36,7 @@ from recipes import lockstep  # noqa: E402
 from recipes.checkout import Checkout, UnusableError, fetch  # noqa: E402
 from recipes.project import Project  # noqa: E402
 
-# Names of recipes, most of them those of the repositories, and their modules.
+# Names of recipes, most of which are the names of repositories, and their modules.
 PROJECTS = {
     "muzero-general": "muzero_general",
     "LightZero": "lightzero",
@@ -118,7 +118,7 @@ def agrees(row: dict[str, Any]) -> bool:
 def one(project: Project, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     commit = Checkout(arguments.path).commit() if arguments.path.is_dir() else None
     if commit is not None and commit != project.commit:
-        print(f"warning: measured was {project.name} at {project.commit[:7]}, this is {commit[:7]}", file=sys.stderr)
+        print(f"warning: {project.name} was measured at {project.commit[:7]}, this is {commit[:7]}", file=sys.stderr)
     rows = compare(project, arguments.path, arguments.steps or project.steps, arguments.seconds)
     report(project, rows)
     return rows
@@ -153,8 +153,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("project", choices=[*PROJECTS, "all"])
     parser.add_argument("path", type=Path, help="checkout of the project; for all, the folder with their checkouts")
-    parser.add_argument("--steps", type=int, help="steps in lockstep; 20, and 3 of dreamerv3-torch")
-    parser.add_argument("--seconds", type=float, default=5.0, help="time spent on each pair of times")
+    parser.add_argument("--steps", type=int, help="number of learner steps (default: the recipe's, in most recipes 20)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds to time the loss, and again for the step")
     parser.add_argument("--json", type=harness.user_path, metavar="FILE", help="also write the results to FILE")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

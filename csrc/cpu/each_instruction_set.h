@@ -1,7 +1,7 @@
-// Includes the file that GRADSCALE_KERNELS names once for each instruction set, with GRADSCALE_VARIANT naming the
-// namespace and GRADSCALE_VECTOR_BYTES the size of its vectors: 32 is AVX2, and 64 is AVX-512. The baseline comes
-// first: whatever other headers the file includes are compiled for it, so that a function from them that the linker
-// shares between object files runs on every CPU.
+// Includes the file GRADSCALE_KERNELS once for each instruction set. GRADSCALE_VARIANT is the name of the namespace,
+// and GRADSCALE_VECTOR_BYTES the size of the vectors: 16 for the baseline, 32 for AVX2, 64 for AVX-512. The baseline
+// comes first, so that the headers that the file includes are compiled for the baseline: the linker may share functions
+// of these headers between object files, and they must run on every CPU.
 #include "cpu_kernel.h"
 
 #if GRADSCALE_X86_VARIANTS

@@ -26,7 +26,7 @@ GRADSCALE_HOST_DEVICE typename Vectors<A>::V larger_bits(typename Vectors<A>::V 
 template <class A>
 struct Lanes {
   using V = typename Vectors<A>::V;
-  static constexpr int kCount = Vectors<A>::kCount; // of a part
+  static constexpr int kCount = Vectors<A>::kCount; // lanes of a part, which is one vector
   static constexpr int kParts = kLanes / kCount;
   V parts[kParts];
 
@@ -65,8 +65,8 @@ struct Lanes {
   friend GRADSCALE_HOST_DEVICE Lanes larger(Lanes a, Lanes b) {
     return each([&](size_t p) { return a.parts[p] > b.parts[p] ? a.parts[p] : b.parts[p]; });
   }
-  // Compares the bits as unsigned integers: a negative number is above a positive one, and the more so the smaller it
-  // is.
+  // Compares the bits as unsigned integers: all negative numbers are above all positive ones, and of two negative
+  // numbers the one with the larger magnitude is above.
   friend GRADSCALE_HOST_DEVICE Lanes larger_bits(Lanes a, Lanes b) {
     return each([&](size_t p) { return larger_bits<A>(a.parts[p], b.parts[p]); });
   }
@@ -89,20 +89,21 @@ struct Lanes {
   }
 };
 
-// ---- Lanes that count -----------------------------------------------------------------------------------------------
+// ---- Selected lanes -------------------------------------------------------------------------------------------------
 
 struct AllLanes {};
 
+// Lanes 0 to end - 1 of 16 valid addresses.
 struct LanesBelow {
   int end;
 };
 
-// Lanes from `first` on; where loads and stores have masks, memory need not hold others.
+// Lanes `first` to 15. If loads and stores have masks, the addresses of the other lanes need not be valid.
 struct LanesFrom {
   int first;
 };
 
-// Lanes 0 .. count; memory need not hold others.
+// Lanes 0 to count - 1. The addresses of the other lanes need not be valid.
 struct FirstLanes {
   int count;
 };
@@ -123,7 +124,7 @@ inline __mmask16 mask_of(LanesFrom which) {
   return static_cast<__mmask16>(0xffffu << which.first);
 }
 
-// The lanes of x that count, and the other lanes of `otherwise`.
+// The selected lanes of x, and the other lanes of `otherwise`.
 template <class A, class Which>
 GRADSCALE_HOST_DEVICE Lanes<A> kept(Which which, Lanes<A> x, Lanes<A> otherwise) {
   const __mmask16 mask = mask_of(which);
@@ -280,7 +281,8 @@ GRADSCALE_HOST_DEVICE void store_masked(T* to, LanesOf<T> x, FirstLanes which) {
 }
 #endif
 
-// Loads and stores some lanes. Others are not accessed if memory need not hold them; they are 0, or hold any number.
+// Loads and stores the selected lanes. If the addresses of the other lanes need not be valid, they are not accessed;
+// otherwise they are accessed too. After a load, the other lanes are unspecified.
 template <class T, class Which>
 GRADSCALE_HOST_DEVICE LanesOf<T> load_lanes(const T* from, Which which) {
   if constexpr (std::is_same_v<Which, FirstLanes> || (kHasMasks && std::is_same_v<Which, LanesFrom>)) {
@@ -377,16 +379,16 @@ GRADSCALE_HOST_DEVICE A largest_bits(Lanes<A> x) {
 }
 
 // exp(x) for x <= 0: 2^t with t = x log2(e) is 2^n 2^f, n a whole number and f a fraction, and 2^f is a polynomial that
-// is 1 at 0. An error of 8.6e-8 from the polynomial, and of |x| 6e-8 from the rounding of t: small where exp(x) is not.
-// Results below the smallest normal number are 0, or subnormal with AVX-512. -inf gives 0, and NaN stays NaN. With
-// `in_range`, x must not be below kLeastInRange, or be NaN: that saves instructions without AVX-512.
+// is 1 at 0. The relative error is 8.6e-8 from the polynomial plus |x| 6e-8 from the rounding of t. Results below the
+// smallest normal number are 0, or subnormal with AVX-512. -inf gives 0, and NaN stays NaN. With `in_range`, x must be
+// neither below kLeastInRange nor NaN, which saves instructions without AVX-512.
 constexpr float kLeastInRange = -87;
 
 template <bool in_range>
 GRADSCALE_HOST_DEVICE Vectors<float>::V exp_part(Vectors<float>::V x) {
   using V = Vectors<float>::V;
   const V t = x * static_cast<float>(kLog2E);
-#if GRADSCALE_X86_BYTES == 64 // n rounds t down, as an instruction does that multiplies by 2^n
+#if GRADSCALE_X86_BYTES == 64 // n = floor(t), as in the instruction that multiplies by 2^n
   const V f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF);
   V p = f * 0x1.e9750ap-10f + 0x1.277858p-7f;
   p = p * f + 0x1.c91ceep-5f;
@@ -394,7 +396,7 @@ GRADSCALE_HOST_DEVICE Vectors<float>::V exp_part(Vectors<float>::V x) {
   p = p * f + 0x1.62e4bap-1f;
   p = p * f + 1.0f;
   return _mm512_scalef_ps(p, t);
-#else // n rounds t up, as conversions to integers do
+#else // n is t rounded towards zero, as in a conversion to an integer
   using Bits = Vectors<float>::Bits;
   const auto n = converted<Vectors<float>::Integers>(t);
   const V f = t - converted<V>(n);

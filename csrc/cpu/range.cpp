@@ -22,7 +22,8 @@ namespace GRADSCALE_VARIANT {
 namespace {
 
 // The sum of powers of the magnitudes of `size` elements. magnitude(i, scaled) is the magnitude of element i after
-// `scaled` is applied to its one (real) or two (complex) numbers; number(j) is number j of the `numbers` in all.
+// `scaled` is applied to its one (real) or two (complex) numbers; number(j) is one of the `numbers` numbers of all
+// elements.
 template <class Magnitude, class Number>
 PowerSum power_sum(int64_t size, double p, Magnitude magnitude, int64_t numbers, Number number) {
   const auto sum_of = [=](auto scaled) {

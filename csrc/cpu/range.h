@@ -1,4 +1,4 @@
-// Ranges of contiguous elements, and the kernels over them that several families use.
+// Ranges of contiguous elements, and the kernels over them that several operators share.
 #pragma once
 
 #include "../formulas/element.h"
@@ -7,7 +7,7 @@
 
 namespace gradscale {
 
-// Elements in memory; complex ones are counted as pairs.
+// Elements in memory. A complex element is a pair of numbers, and `size` is the number of pairs.
 struct Range {
   const void* data;
   int64_t size;

@@ -85,10 +85,11 @@ int64_t elements_before_blocks(const T* row, int64_t width) {
 template <int chain>
 using Chain = std::integral_constant<int, chain>;
 
-// Calls body(first, lanes, chain) for each block of a row, which begins at element `first`. The blocks are a block with
-// the elements before the aligned blocks, the aligned blocks, and a block with the remaining elements. `lanes` selects
-// the elements of a block that are in the row, and in no other block: without masks, blocks overlap. Sums of different
-// chains, 0 .. chains, are independent, so that the processor can compute them in parallel.
+// Calls body(first, lanes, chain) for each block of a row; `first` is the index of the block's first element, negative
+// before the row. The blocks are a block with the elements before the aligned blocks, the aligned blocks, and a block
+// with the remaining elements. `lanes` selects the elements of a block that are in the row, and in no other block:
+// without masks, blocks overlap. `chain` is 0 to chains - 1. Sums of different chains are independent, so that the
+// processor can compute them in parallel.
 template <int chains, class Body>
 GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) {
   if (width < kLanes) {
@@ -127,7 +128,7 @@ GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) 
 }
 
 // `largest` ignores NaN, and is -inf if all logits are NaN. `smallest` is the smallest logit if any is negative;
-// otherwise it is the largest, so that |smallest| <= |largest|. It may be NaN if a logit is NaN.
+// otherwise it is the largest, so that |smallest| <= |largest|. `smallest` may be NaN if a logit is NaN.
 template <class A>
 struct Extremes {
   A smallest, largest;
@@ -162,15 +163,15 @@ A largest_finite(const T* logits, int64_t width) {
   return largest(most);
 }
 
-// Stores exp(logit - maximum) in `scratch`, from `values` on. The moment is computed from the sum of the running sums
-// after each block: an element is counted once for its own block, and once for each block after it.
+// Stores exp(logit - maximum) in `scratch`, from the result's `values` on. The moment is computed from the sum of the
+// running sums after each block: that sum has an element once for its own block, and once for each block after it.
 template <bool with_moment, bool in_range, class T, class A>
 Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A* scratch) {
   const int64_t before = elements_before_blocks(logits, width);
   A* values = scratch + (before == 0 ? 0 : kLanes - before);
   const Lanes<A> zero = A(0);
-  Lanes<A> sum = zero, partial_sums = zero, moment = zero; // in units of blocks
-  int64_t blocks = 0;                                      // whole blocks
+  Lanes<A> sum = zero, partial_sums = zero, moment = zero; // the moment is in units of blocks
+  int64_t blocks = 0;                                      // aligned blocks so far
   const auto* read = static_cast<const T*>(ahead.read);
   const auto* write = static_cast<const T*>(ahead.write != nullptr ? ahead.write : values);
   each_block<1>(before, width, [&](int64_t j, auto lanes, auto) {
@@ -303,7 +304,7 @@ A raw_moment(const A* values, const Support& support) {
   return last % 2 == 0 ? sum + values[pairs] * centers[pairs] : sum;
 }
 
-// The expectation in transformed coordinates; of the raw centres if the support is raw.
+// The expectation in transformed coordinates, or of the raw centres if the support is raw.
 template <class A>
 A expectation(const Softmax<A>& softmax, const Support& support) {
   return support.raw ? raw_moment(softmax.values, support) / softmax.sum

@@ -1,4 +1,4 @@
-// Memory for the rows that a thread works on, and what a row costs.
+// Memory for the rows that a thread works on, and the cost of a row.
 #pragma once
 
 #include "cpu_kernel.h"
@@ -16,13 +16,13 @@ inline int64_t padded_width(int64_t width) {
 // Rows of at most this many elements are computed together, one in each lane.
 constexpr int64_t kShortRow = 32;
 
-// The cost of a row, in elements of a long one: in addition to its elements there are its target, its logarithm and its
-// sums. Short rows are computed together.
+// The cost of a row, in units of one element of a long row. The constants are the costs of the row's target, logarithm
+// and sums. They are smaller for short rows, which are computed together.
 inline int64_t row_cost(int64_t width) {
   return width == 1 ? 16 : (width <= kShortRow ? 2 * width + 48 : width + 128);
 }
 
-// The room for two rows, each with the lanes before its first element.
+// The number of elements for two rows. Each has kLanes more, for the lanes before its first element.
 inline int64_t scratch_elements(int64_t width) {
   return 2 * (padded_width(width) + kLanes);
 }

@@ -1,15 +1,16 @@
-// The language of the kernels: .cuh files include only this and formulas. A kernel takes one plain struct with raw
-// pointers. In it
+// The macros and functions that kernels (.cuh files) use in addition to formulas. In a kernel
 //
+// - the only argument is a plain struct with raw pointers, declared with GRADSCALE_ARGUMENT: launch.h launches kernels;
 // - shared memory is declared with GRADSCALE_SHARED;
-// - exchange in a warp is by _sync collectives of whole warps, and by __syncwarp(); every thread reaches every barrier;
-// - the one argument, a struct, is declared with GRADSCALE_ARGUMENT: launch.h starts kernels.
+// - the threads of a warp exchange data with _sync collectives of the whole warp, or through shared memory and
+//   __syncwarp(); every thread reaches every barrier.
 #pragma once
 
 #include "../formulas/port.h"
 
 #define GRADSCALE_DEVICE __device__ __forceinline__
-#define GRADSCALE_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks) // on a multiprocessor
+// Registers are limited so that `blocks` blocks fit on a multiprocessor.
+#define GRADSCALE_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define GRADSCALE_ARGUMENT(T) const __grid_constant__ T
 #define GRADSCALE_SHARED(T, name, count) __shared__ T name[count]
 
@@ -32,7 +33,7 @@ GRADSCALE_DEVICE Vector read16(const void* from) {
   return bit_cast<Vector>(words);
 }
 
-// A place in shared memory, to which bytes can be added.
+// An address in shared memory, in bytes.
 using SharedAddress = uint32_t;
 
 GRADSCALE_DEVICE SharedAddress shared_address(const void* shared) {
@@ -43,7 +44,7 @@ GRADSCALE_DEVICE void count_one(SharedAddress counter) {
   asm volatile("red.shared.add.u32 [%0], 1;" : : "r"(counter) : "memory");
 }
 
-// Written in PTX: from C++ the compiler makes a store for each element, as it finds them elsewhere too.
+// Written in PTX, because from C++ the compiler makes a store for each element.
 template <class Vector>
 GRADSCALE_DEVICE void store16(void* to, Vector vector) {
   static_assert(sizeof(Vector) == 16);

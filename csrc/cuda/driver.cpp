@@ -12,7 +12,7 @@ namespace {
 
 namespace py = pybind11;
 
-// The functions of CUDA's driver that are called, by their types.
+// The functions of the CUDA driver that are called, each with the types of its parameters.
 #define GRADSCALE_DRIVER_FUNCTIONS(function)                                                                         \
   function(cuGetErrorString, int, const char**) function(cuCtxGetCurrent, void**) function(cuCtxSetCurrent, void*)   \
       function(cuDevicePrimaryCtxRetain, void**, int) function(cuDeviceGetAttribute, int*, int, int)                 \
@@ -50,11 +50,11 @@ struct Driver {
   }
 };
 
-// Numbers of CUDA's driver.
+// Constants of the CUDA driver.
 constexpr int kMultiprocessors = 16, kMajor = 75, kMinor = 76; // attributes of a device
-constexpr int kRelaxed = 2;                                    // what other threads capture does not forbid loading
+constexpr int kRelaxed = 2;                                    // capture mode: may load while other threads capture
 
-// These functions of Python's are never freed: the last launch may come after the interpreter's end.
+// These Python functions are never freed, because the last launch may come after the interpreter's end.
 py::function* images = nullptr;
 py::function* recorder = nullptr;
 const Driver* driver_for_cpu = nullptr;
@@ -71,7 +71,7 @@ const Driver& driver() {
   return cuda_driver;
 }
 
-// The current device, with its context: a new thread has none yet.
+// Returns the current device. Makes its context current in a new thread, which has none yet.
 int current_device() {
   if (driver_for_cpu != nullptr) {
     return 0;
@@ -100,13 +100,13 @@ struct Image {
 Image image_of(const NamedKernel& kernel, int device) {
   const int major = attribute(kMajor, device), minor = attribute(kMinor, device);
   const py::gil_scoped_acquire gil;
-  TORCH_CHECK(images != nullptr, "gradscale_ext: there are no CUDA kernels here");
+  TORCH_CHECK(images != nullptr, "gradscale_ext: CUDA kernels are not available in this process");
   const auto [bytes, entry] =
       (*images)(kernel.file(), kernel.name(), major, minor).cast<std::pair<py::bytes, std::string>>();
   return {bytes, entry};
 }
 
-// Compiles, where that has not been done yet, and loads a kernel for a device.
+// Loads a kernel for a device. Compiles the kernel first if that has not been done yet.
 void* load(const NamedKernel& kernel, int device, Stream stream) {
   int capturing = 0;
   const int unknown = driver().cuStreamIsCapturing(stream, &capturing);

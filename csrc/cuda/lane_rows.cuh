@@ -2,8 +2,8 @@
 //
 // A lane owns every lanes_per_row-th unit of a row, in registers (LaneUnits). A warp owns up to 32 rows: it computes
 // 32 / lanes_per_row of them side by side, and then the next ones. Each lane holds the numbers of one row (target,
-// factors, sums), so that formulas of these, some in double, are computed once for all rows of a warp. A block has 4
-// warps, which share nothing: small blocks fill multiprocessors although rows take many registers.
+// factors, sums), so that formulas of these numbers, some in double, are computed for all rows of a warp at once. A
+// block has 4 warps, which share nothing: small blocks fill multiprocessors although rows take many registers.
 //
 // The next rows are loaded while rows are reduced and stored: the 16 to 32 warps of a multiprocessor keep 30 to 100 KB
 // of loads in flight. If the lanes of a row access less than a sector at once, all rows of a warp are copied through
@@ -16,12 +16,13 @@
 // - target(units, n, t): the target of element n of this lane, whose value in memory is t;
 // - add(sums, units, n, e, d, t), add_lane(sums, units): add element n, and a term for all elements of the lane, to the
 //   kSums sums of the row, of which gradient() needs the first kRowSums;
-// - add_illegal(sums, x, t), if kHasMetrics: called too for elements of a lane that has logits that are not finite;
+// - add_illegal(sums, x, t), if kHasMetrics: called also for each element of a lane in which a logit is not finite;
 // - gradient(sums, units, e, d, t): replaces e by the gradient; sums are of the whole row;
-// - counts(): false if the gradient of the row is 0 instead, and its logits do not count;
+// - counts(): false if the row is masked or skipped: its gradient is 0, and its logits do not enter metrics;
 // - add_square(units, n, g, square), if kHasMetrics: adds element n of the gradient to the sum of its squares;
-// - finish(results, gradients), if kFinishes: stores the results of the row of each lane, metrics if kHasMetrics;
-// - kLoadsAhead: false if the next rows are loaded after rows are stored;
+// - finish(results, gradients), if kFinishes: stores the results of the row whose numbers this lane holds, and its
+//   metrics if kHasMetrics;
+// - kLoadsAhead: false if the next rows are loaded only after these rows are stored;
 // - kKeepsDifferences: true if gradient() uses d.
 #pragma once
 
@@ -31,8 +32,8 @@ namespace gradscale {
 
 // ---- Rows of a warp -------------------------------------------------------------------------------------------------
 
-// Rows first .. first + count of a warp, which computes 32 / lanes_per_row of them side by side, in turns. Lane l of
-// the lanes that own a row holds the numbers of the row of turn l.
+// The `count` rows of a warp, from row `first` on. The warp computes 32 / lanes_per_row rows side by side in each turn.
+// Among the lanes that own a row together, lane l holds the numbers of their row of turn l.
 struct RowsOfWarp {
   int64_t first;
   int count; // up to 32; 0 or less: the warp has no rows
@@ -62,7 +63,7 @@ struct RowsOfWarp {
   }
 };
 
-// A number of this lane's row, which lane `holder` holds.
+// The number `own` of lane `holder`, which holds the numbers of the row that this lane computes.
 template <int lanes_per_row, class T>
 GRADSCALE_DEVICE T held_by(int holder, T own) {
   return lanes_per_row == 1 ? own : __shfl_sync(kWholeWarp, own, holder);
@@ -74,7 +75,7 @@ struct RowResults {
   float maximum = 0;
   float sums[count] = {};
   float square = 0;        // of the gradient
-  float largest_logit = 0; // the largest magnitude of finite logits, of all rows of the warp that count
+  float largest_logit = 0; // the largest magnitude of finite logits, of all rows of the warp that counts() includes
 };
 
 // Sums over the lanes of a row that only finish() needs: each lane puts its part into shared memory, and the lane that
@@ -101,7 +102,7 @@ struct PartsOfSums {
       }
     }
   }
-  // The sums of the row that this lane holds.
+  // Adds the parts to the sums of the row that this lane holds.
   GRADSCALE_DEVICE void add(float (&sums)[count]) const {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
@@ -145,7 +146,7 @@ class LaneRows {
   using Gradients = Tile<Gradient, kWidth>;
   using Targets = Tile<Probability, kWidth>;
   static_assert(Units::kTiled == (kLanes == 1));
-  static constexpr int kParts = kSums - kRowSums + 1; // the square is one too
+  static constexpr int kParts = kSums - kRowSums + 1; // and the sum of squares
   using Parts = PartsOfSums<kLanes, kParts>;
   static constexpr int kLogitsBytes = Logits::kBytes > Gradients::kBytes ? Logits::kBytes : Gradients::kBytes;
 
@@ -220,7 +221,8 @@ class LaneRows {
   GRADSCALE_DEVICE Parts partial_sums() const {
     return {reinterpret_cast<float*>(shared_), warp_.lane};
   }
-  // False if this lane has none of the rows from `begin` on, because there are fewer. It repeats another row.
+  // False if no row is left for this lane among the rows from `begin` on that are computed side by side. The lane then
+  // repeats another row.
   GRADSCALE_DEVICE bool exists(int begin) const {
     return begin < end_;
   }
@@ -233,7 +235,7 @@ class LaneRows {
     }
   }
 
-  // Loads this lane's part of the rows from `begin` on. A lane that has none keeps the row before.
+  // Loads this lane's part of the rows from `begin` on. A lane for which there is no row keeps its previous one.
   GRADSCALE_DEVICE void load_next(int begin) {
     if (kLanes > 1 && exists(begin)) {
       from_ += kSideBySide * logits_.stride;
@@ -242,7 +244,8 @@ class LaneRows {
     }
   }
 
-  // Computes the rows from `begin` on, which were loaded, and loads the next ones. `holder` has this lane's row.
+  // Computes the rows from `begin` on, which are loaded already, and loads the next ones. Lane `holder` holds the
+  // numbers of this lane's row.
   GRADSCALE_DEVICE void compute(Formula& formula, int begin, int holder, RowResults<kSums>& own) {
     const Units units = units_;
     Values e, d, t{};
@@ -327,7 +330,8 @@ class LaneRows {
     }
   }
 
-  // Returns the largest of this lane's logits. Also finds the largest magnitude, which is infinite if a logit is.
+  // Returns the largest of this lane's logits. Also finds the largest magnitude, which is infinite if a logit in a unit
+  // that is wholly inside the row is infinite.
   GRADSCALE_DEVICE float maximum_of(float& magnitude) const {
     Values x;
     UnitExtremes<Logit, Units::kUnit> extremes;
@@ -355,7 +359,7 @@ class LaneRows {
   RowsInMemory<const Logit> logits_;
   RowsInMemory<const Probability> targets_;
   RowsInMemory<Gradient> gradients_, to_;
-  int end_; // of the rows that begin with this lane's
+  int end_; // the number of rows from this lane's first row on
   const Logit* from_;
   const Probability* targets_from_;
   Gradient* gradient_;
@@ -364,8 +368,9 @@ class LaneRows {
   typename Units::template Words<Probability> t_;
 };
 
-// The blocks that a multiprocessor is to hold: as many as have registers for `others` and for what a thread keeps of
-// each element: its exponential, its target, and the next row's, two of which fit into a register if they are halves.
+// The number of blocks that should fit on a multiprocessor. A thread needs `others` registers, and for each element the
+// registers of its exponential, of its target and difference if these are kept, and of the logit and target of the next
+// row if that is loaded ahead. Two of these fit into a register if they are of a half type.
 template <class Formula>
 GRADSCALE_HOST_DEVICE constexpr int lane_blocks(int others) {
   constexpr int rows = Formula::kHasTargets ? 2 : 1;

@@ -109,8 +109,8 @@ class Tile {
 // `lanes_per_row` lanes of a warp own a row together. Its elements are grouped into units of `unit` elements, which a
 // lane accesses at once, and a lane owns every lanes_per_row-th unit. Units are aligned to their size. If the width is
 // odd, a row may begin at an odd element: its first and last units may be partly outside of the row, and their elements
-// are accessed one by one. The lanes of a row access lanes_per_row units at once, from a multiple of 32 bytes on, a
-// sector of memory. If these units are less than a sector, rows are copied through a tile in shared memory.
+// are accessed one by one. The lanes of a row access lanes_per_row units at once, from the beginning of a sector of
+// memory (32 bytes) on. If these units are less than a sector, rows are copied through a tile in shared memory.
 
 constexpr int log2_of(int power) {
   return power == 1 ? 0 : 1 + log2_of(power / 2);
@@ -143,7 +143,7 @@ struct LaneUnits {
     }
   }
 
-  // True if element n is inside the row. Constant for most elements.
+  // True if element n is inside the row. The result is a compile-time constant for most elements.
   GRADSCALE_DEVICE bool exists(int n) const {
     return is_inside(n) || static_cast<uint32_t>(first + compared(n)) < static_cast<uint32_t>(width);
   }
@@ -160,7 +160,7 @@ struct LaneUnits {
 
   // A bit for each of this lane's elements that are among `count` elements of the row from `begin` on.
   GRADSCALE_DEVICE Mask mask(int32_t begin, int32_t count) const {
-    using Few = std::conditional_t<lanes_per_row == 1, Mask, uint32_t>; // holds the bits of a row's bins with mass
+    using Few = std::conditional_t<lanes_per_row == 1, Mask, uint32_t>; // wide enough for the bins with mass of a row
     const int32_t low = elements_before(begin);
     return static_cast<Mask>((Few(1) << (elements_before(begin + count) - low)) - 1) << low;
   }
@@ -238,7 +238,7 @@ struct LaneUnits {
   }
 
  private:
-  // The index of the element that is compared for element n: the first of a unit that is never split.
+  // The index that is compared with the row's bounds for element n: of its unit's first element, if no unit is split.
   GRADSCALE_DEVICE static constexpr int compared(int n) {
     return index(kSplits ? n : n - n % unit);
   }

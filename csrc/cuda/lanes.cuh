@@ -95,7 +95,8 @@ GRADSCALE_DEVICE Packed<T, count> packed(const float* values) {
   return result;
 }
 
-// The larger and the smaller of two magnitudes of 16 bits, in each half of a word. NaN is passed over, or largest.
+// The larger and the smaller of two 16-bit numbers, in each half of a word. NaN is ignored. Before sm_80, the numbers
+// must not be negative, and NaN is larger than any number.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define GRADSCALE_PAIRS(name, T, instruction)                        \
   GRADSCALE_DEVICE uint32_t name(T, uint32_t a, uint32_t b) {        \
@@ -121,7 +122,7 @@ GRADSCALE_DEVICE uint32_t smaller_pair(T, uint32_t a, uint32_t b) {
 }
 #endif
 
-// The largest and the smallest of units of elements, which ignore NaN: one instruction each for a word.
+// The largest and the smallest element of units, ignoring NaN. A word of two elements takes one instruction for each.
 template <class T, int count>
 class UnitExtremes {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -162,7 +163,7 @@ class UnitExtremes {
     unpack(most_, most);
     return kPairs ? larger(most[0], most[1]) : maximum_;
   }
-  // The largest magnitude; infinite if there were no units.
+  // The largest magnitude. If there were no units, it is infinite for pairs, and otherwise 0.
   GRADSCALE_DEVICE float magnitude() const {
     float least[2];
     unpack(least_, least);
@@ -185,8 +186,8 @@ GRADSCALE_DEVICE void set(Packed<T, count>& packed, int k, const Packed<T, 1>& e
   }
 }
 
-// A pointer to which the compiler adds constants, instead of computing an address for each access. The compiler no
-// longer sees that it points to global memory; the functions below do.
+// Returns a pointer to which the compiler adds constants, instead of computing an address for each access. The compiler
+// no longer knows that the pointer is to global memory; load_packed and store_packed state it.
 template <class T>
 GRADSCALE_DEVICE T* kept(T* pointer) {
   asm("" : "+l"(pointer));
@@ -251,7 +252,8 @@ GRADSCALE_DEVICE float approximate_exp2(float x) {
   return result;
 }
 
-// exp(x), 1 exactly for 0; 2 units of the last place off for x next to 0, and |x| units farther away. Below -87: 0.
+// exp(x): exactly 1 for 0, and 0 below -87. The error is 2 units in the last place for x near 0, and |x| units farther
+// away.
 GRADSCALE_DEVICE float approximate_exp(float x) {
   return approximate_exp2(x * static_cast<float>(kLog2E));
 }
@@ -270,9 +272,9 @@ struct NaturalExponent {
   }
 };
 
-// The same with differences in units of log(2), in one instruction less. The rounding of `offset` is a factor of all
-// exponentials, up to 2^64; it is the same in their sum, and disappears from a softmax and its logarithm. Logits of
-// 2^30 or more are equal or differ by 64 at least, and their differences are in units of 1.
+// The same with differences in units of log(2), in one instruction less. The rounding of `offset` multiplies all
+// exponentials by the same factor, up to 2^64, which cancels in a softmax and its logarithm. If the maximum is 2^30 or
+// more in magnitude, logits close to it are equal or differ by at least 64, and differences are in units of 1.
 struct BinaryExponent {
   float scale, offset;
 
@@ -302,8 +304,8 @@ GRADSCALE_DEVICE float approximate_reciprocal_root(float x) {
   return result;
 }
 
-// erfc(x) for x >= 0, by the Chebyshev fit of "Numerical Recipes" (relative error 1.2e-7). Its exponent is rounded to
-// float, so the relative error is 3e-7 for x up to 1, and 2e-7 x^2 beyond.
+// erfc(x) for x >= 0, by the Chebyshev fit of "Numerical Recipes" (relative error 1.2e-7). The argument of exp is
+// rounded to float, so the relative error is 3e-7 for x up to 1, and 2e-7 x^2 beyond.
 GRADSCALE_DEVICE float approximate_erfc(float x) {
   const float t = approximate_reciprocal(1.0f + 0.5f * x);
   float y = 0.17087277f;

@@ -1,10 +1,10 @@
 // Unconverted windows of 16 bytes, and sums over a window: in float where that is accurate enough, so that double is
 // used once per window and not once per element.
 //
-// A rounding of float is at most u = 2^-24 of its result. The squares of a window go through three of them or fewer,
-// and so does the sum of its elements: a norm is within 1.5 u = 9e-8 of the exact one, and a sum within 3 u = 1.8e-7 of
-// the sum of magnitudes, whatever the elements are; where their roundings are independent it is less by the square root
-// of the number of windows.
+// The error of a rounding to float is at most u = 2^-24 of the result. The squares of a window go through three
+// roundings or fewer, and so does the sum of its elements. So the relative error of a norm is at most 1.5 u = 9e-8, and
+// the error of a sum at most 3 u = 1.8e-7 of the sum of magnitudes, whatever the elements are. If the roundings are
+// independent, both errors are smaller by the square root of the number of windows.
 #pragma once
 
 #include "../formulas/norms.h"
@@ -13,8 +13,8 @@
 
 namespace gradscale {
 
-// Squares of float whose sum over some windows lies in between are computed in float: none overflows, and the error
-// of those below 2^-126 is negligible compared with the sum.
+// Squares are computed in float if their sum over some windows is between these bounds: then no square overflows, and
+// the error of squares below 2^-126 is negligible compared with the sum.
 constexpr float kLeastSquares = 0x1p-100f;
 constexpr float kMostSquares = 0x1p120f;
 
@@ -22,7 +22,7 @@ GRADSCALE_DEVICE bool is_safe_in_float(float squares) {
   return squares > kLeastSquares && squares < kMostSquares; // NaN is not
 }
 
-// The sum of a power of two of numbers, each of which goes through log2(count) roundings.
+// The sum of `count` numbers. `count` is a power of two, and each number goes through log2(count) roundings.
 template <int count>
 GRADSCALE_DEVICE float sum_in_pairs(float (&terms)[count]) {
 #pragma unroll
@@ -50,13 +50,13 @@ struct alignas(16) Window {
     }
   }
   GRADSCALE_DEVICE float operator[](int k) const {
-    if constexpr (std::is_same_v<T, BFloat16Bits>) { // one instruction, and the exponent where count() looks for it
+    if constexpr (std::is_same_v<T, BFloat16Bits>) { // in one instruction
       return bit_cast<float>(k % 2 == 0 ? words[k / 2] << 16 : words[k / 2] & 0xffff0000u);
     } else {
       return to_accumulate(element(k));
     }
   }
-  // Elements must have been zeros.
+  // The element must be zero before.
   GRADSCALE_DEVICE void set(int k, T element) {
     if constexpr (sizeof(T) == sizeof(float)) {
       words[k] = bit_cast<uint32_t>(element);
@@ -101,8 +101,7 @@ struct alignas(16) Window {
   }
 };
 
-// Reads the window with elements first .. first + kSize of a row, as Windows<T> names them; those outside 0 .. width
-// are zeros.
+// Reads the window of a row that begins at element `first`, as in Windows<T>; elements outside the row are zeros.
 template <class T>
 GRADSCALE_DEVICE Window<T> read_window(const T* row, int32_t width, int32_t first) {
   if (first >= 0 && first + Window<T>::kSize <= width) {
@@ -120,7 +119,7 @@ GRADSCALE_DEVICE Window<T> read_window(const T* row, int32_t width, int32_t firs
   return window;
 }
 
-// The sum of the squares of windows: in double where float would lose it. NaN and inf propagate.
+// The sum of the squares of windows, computed in double if float would lose it. NaN and inf propagate.
 template <class T, int count>
 GRADSCALE_DEVICE double squares_of(const Window<T> (&windows)[count]) {
   float together = 0;
@@ -137,7 +136,7 @@ GRADSCALE_DEVICE double squares_of(const Window<T> (&windows)[count]) {
   sum = 0;
 #pragma unroll
   for (const Window<T>& window : windows) {
-    if (!window.has_only_zeros()) { // as for most windows whose squares underflow
+    if (!window.has_only_zeros()) { // most windows whose squares underflow have only zeros
 #pragma unroll
       for (int k = 0; k < Window<T>::kSize; ++k) {
         const auto number = static_cast<double>(window[k]);
@@ -148,8 +147,8 @@ GRADSCALE_DEVICE double squares_of(const Window<T> (&windows)[count]) {
   return sum;
 }
 
-// Adds up the squares of a range of elements by the threads of a group. A thread asks for four windows before it uses
-// the first.
+// Adds up the squares of a range of elements, with the threads of a group. A thread issues the loads of four windows
+// before it uses the first.
 template <class T>
 GRADSCALE_DEVICE double sum_of_squares(const T* from, int32_t size, const Group& group) {
   constexpr int kAhead = 4;
@@ -168,7 +167,7 @@ GRADSCALE_DEVICE double sum_of_squares(const T* from, int32_t size, const Group&
 
 // ---- Sums of powers by the threads of a group, as in cpu/range.cpp --------------------------------------------------
 
-// Calls function(values, first) for the windows of this thread; values outside 0 .. size are 0.
+// Calls function(values, first) for the windows of this thread; values outside the range are 0.
 template <class T, class Function>
 GRADSCALE_DEVICE void each_range_window(const T* from, int32_t size, const Group& group, Function function) {
   using A = typename AccumulateType<T>::type;
@@ -180,7 +179,7 @@ GRADSCALE_DEVICE void each_range_window(const T* from, int32_t size, const Group
   }
 }
 
-// Writes changed(x) for each element x, converted to the type of sums.
+// Writes changed(x) for each element, where x is the element in the type of sums.
 template <class T, class Change>
 GRADSCALE_DEVICE void change_range(const T* from, T* to, int32_t size, const Group& group, Change changed) {
   each_range_window(from, size, group, [&](auto* values, int32_t first) {
@@ -192,7 +191,7 @@ GRADSCALE_DEVICE void change_range(const T* from, T* to, int32_t size, const Gro
   });
 }
 
-// Adds up (|g| reciprocal^2)^p, where p is a number.
+// Adds up (|g| reciprocal^2)^p, for a finite p.
 template <class T>
 GRADSCALE_DEVICE double plain_power_sum(const T* from, int32_t size, double p, double reciprocal, const Group& group) {
   using A = typename AccumulateType<T>::type;
@@ -215,7 +214,7 @@ GRADSCALE_DEVICE double plain_power_sum(const T* from, int32_t size, double p, d
   return group.sum(sum);
 }
 
-// The largest magnitude; NaN where there is one.
+// The largest magnitude; NaN if an element is NaN.
 template <class T>
 GRADSCALE_DEVICE double range_maximum(const T* from, int32_t size, const Group& group) {
   using A = typename AccumulateType<T>::type;
@@ -262,7 +261,7 @@ GRADSCALE_DEVICE PowerSum range_power_sum(const T* from, int32_t size, double p,
   return scaled ? PowerSum{again, root} : PowerSum{maximum, 1};
 }
 
-// A block adds up the sums of the parts of a whole.
+// Adds up the power sums of the parts of a group of elements, with the threads of `block`, which may be a warp.
 GRADSCALE_DEVICE PowerSum total_power_sum(const PowerSum* sums, int64_t count, double p, const Group& block) {
   double root = 0;
   for (int64_t i = block.rank; i < count; i += block.size) {

@@ -29,13 +29,13 @@ int64_t bytes_in_tile(const Rows& rows, int64_t width) {
   return rows.data == nullptr ? 0 : tile_pitch(static_cast<int32_t>(width), bytes);
 }
 
-// True if row i of both begins at elements of the same parity, for every i, or if there are no others.
+// True if `others` has no data, or if row i of both begins at elements of the same parity, for every i.
 bool is_parallel(const Rows& rows, const Rows& others) {
   const auto place = [](const Rows& r) { return reinterpret_cast<uintptr_t>(r.data) / element_size(r.element); };
   return others.data == nullptr || ((place(rows) ^ place(others)) | (rows.stride ^ others.stride)) % 2 == 0;
 }
 
-// The lanes for rows of `width` logits, with gradients and targets over the logits if these have data.
+// The lanes for rows of `width` logits. Gradients and targets over the logits may have no data.
 template <size_t count>
 Lanes lanes_of(
     const LanesOfWidth (&table)[count], int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {

@@ -9,15 +9,15 @@
 namespace gradscale {
 
 struct Lanes {
-  int32_t per_row; // 0: a group of threads has the row
+  int32_t per_row; // 0: a group of threads owns the row (rows.cuh)
   int32_t unit;    // elements that a lane accesses at once
 };
 
-// The lanes for rows of logits over bins or actions, with gradients, and targets over the logits where these have data.
+// The lanes for rows of logits over bins or actions. Gradients and targets over the logits may have no data.
 Lanes bin_lanes(int64_t width, const Rows& logits, const Rows& gradient);
 Lanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target);
 
-// True if rows begin at multiples of `count` elements, or if there are none.
+// True if rows begin at multiples of `count` elements, or have no data.
 bool is_aligned(const Rows& rows, int64_t count);
 
 // An instance of a template: "name<first, second>".

@@ -41,7 +41,7 @@ GRADSCALE_HOST_DEVICE int32_t threads_for_row(int64_t width, int64_t element_byt
 constexpr int kWindowsPerThread = 8; // kept unconverted in registers: 128 bytes
 
 // The number of threads per row if they keep all of its windows unconverted in registers; 0 if a warp has too few
-// registers. As few as possible, but at least 4 for more than 4 windows, so that loads coalesce.
+// registers. As few threads as possible, but at least 4 for more than 4 windows, so that loads coalesce.
 inline int32_t threads_for_row_in_registers(int64_t windows) {
   if (windows > 32 * kWindowsPerThread) {
     return 0;

@@ -44,15 +44,15 @@ struct Group {
     return reduced(value, [](T a, T b) { return a + b; });
   }
 
-  // Passes NaN over.
+  // Ignores NaN.
   template <class T>
   GRADSCALE_DEVICE T maximum(T value) const {
     return reduced(value, [](T a, T b) { return larger(a, b); });
   }
 };
 
-// The row of this thread and the group that has it, in the given block of those that have rows. A thread beyond the
-// last row is not active, and has the last row.
+// The row of this thread, and the group of threads that owns it. `block` is the number of the thread's block among the
+// blocks that have these rows. A thread beyond the last row is not active, and its row is the last one.
 struct RowOfThread {
   Group group;
   int64_t row;
@@ -78,8 +78,8 @@ GRADSCALE_DEVICE bool aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % 16 == 0;
 }
 
-// The windows of a row: window w has the elements first(w) .. first(w) + kVector<T>, of which the first and the last
-// window may have some outside the row.
+// The windows of a row: window w has kVector<T> elements from element first(w) on. Some elements of the first and the
+// last window may be outside the row.
 template <class T>
 struct Windows {
   int32_t shift; // elements of the first window that come before the row
@@ -94,12 +94,12 @@ struct Windows {
   }
 };
 
-// Reads elements first .. first + size of a row; those outside 0 .. width are `absent`.
+// Reads `size` elements of a row from element `first` on; elements outside the row are `absent`.
 template <int size, class T, class A>
 GRADSCALE_DEVICE void read_elements(const T* row, int32_t width, int32_t first, A absent, A* out) {
   if (size % kVector<T> == 0 && first >= 0 && first + size <= width && aligned(row + first)) {
 #pragma unroll
-    for (int k = 0; k < size; ++k) { // one load for each kVector<T> of them
+    for (int k = 0; k < size; ++k) { // one load for kVector<T> elements
       if (k % kVector<T> == 0) {
         const Vector<T> vector = load16<Vector<T>>(row + first + k);
 #pragma unroll
@@ -117,7 +117,7 @@ GRADSCALE_DEVICE void read_elements(const T* row, int32_t width, int32_t first, 
   }
 }
 
-// Writes elements first .. first + size of a row, except those outside 0 .. width.
+// Writes `size` elements of a row from element `first` on, except elements outside the row.
 template <int size, class T, class A>
 GRADSCALE_DEVICE void write_elements(T* row, int32_t width, int32_t first, const A* values) {
   using Wide = typename AccumulateType<T>::type;
@@ -146,7 +146,7 @@ GRADSCALE_DEVICE void write_elements(T* row, int32_t width, int32_t first, const
 
 // ---- Rows of logits -------------------------------------------------------------------------------------------------
 
-// A row of logits, by the group of threads that has it.
+// A row of logits, and the group of threads that owns it.
 template <class T>
 struct LogitsRow {
   using A = typename AccumulateType<T>::type;
@@ -190,7 +190,7 @@ struct LogitsRow {
   }
 };
 
-// sum_j e_j c_j over raw centres c_j, bins at equal distance from the middle taken together, as on the CPU.
+// sum_j e_j c_j over raw centres c_j. Bins at equal distance from the middle are added in pairs, as on the CPU.
 template <class T, class A>
 GRADSCALE_DEVICE A raw_moment(const LogitsRow<T>& row, A maximum, const A* centers) {
   const auto e = [&](int32_t j) { return exp_nonpositive(static_cast<A>(to_accumulate(row.logits[j])) - maximum); };

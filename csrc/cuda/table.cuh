@@ -1,4 +1,4 @@
-// The kernel that brings tables to device memory in its arguments.
+// The kernel that copies tables from its arguments to device memory.
 #pragma once
 
 #include "device.h"

@@ -1,6 +1,6 @@
 // Lookup tables of kernels. A table that fits is stored in the kernel's arguments, so that nothing is copied and the
-// launch can be captured in a CUDA graph. Others are stored in device memory, to which launches carry them in their own
-// arguments.
+// launch can be captured in a CUDA graph. A larger table is stored in device memory; launches of copy_table copy it
+// there, in parts, from their own arguments.
 #pragma once
 
 #include "../formulas/port.h"
@@ -19,14 +19,14 @@ struct Table {
     return reinterpret_cast<const T*>((outside != nullptr ? outside : inside) + offset);
   }
 
-  // The beginning of the table. `is_inside` is known at compile time, so that a GPU reads its arguments as such.
+  // The beginning of the table. With `is_inside`, the compiler knows that reads are from the kernel's arguments.
   template <bool is_inside>
   GRADSCALE_HOST_DEVICE const char* begin() const {
     return is_inside ? inside : outside;
   }
 };
 
-// A part of a table on its way to device memory.
+// The argument of copy_table: a part of a table, and where it is copied to.
 struct CopyOfTable {
   Table table;
   char* to;

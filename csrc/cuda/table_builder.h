@@ -21,7 +21,7 @@ class TableBuilder {
     return offset;
   }
 
-  // The bytes of device memory that build() needs, from a multiple of 8 on; 0 where the table fits into the arguments.
+  // The bytes of device memory, aligned to 8, that build() needs. 0 if the table fits into the kernel's arguments.
   int64_t bytes_outside() const {
     const auto size = static_cast<int64_t>(bytes_.size());
     return size <= Table::kInside ? 0 : size;

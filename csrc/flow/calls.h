@@ -1,4 +1,4 @@
-// The calls of the kernels of gradient operators, on a CPU and on a device, as plain numbers and pointers.
+// The arguments of the gradient operators' kernels, on a CPU and on a device: plain numbers and pointers.
 #pragma once
 
 #include "../cpu/cpu_kernel.h"
@@ -41,9 +41,9 @@ struct Clamp {
 // The functions by name.
 enum class ElementFunction : int32_t { multiply, multiply_negated, clamp };
 
-// Kernels over the elements of a gradient and of arguments that broadcast to it, as a TensorIterator walks them: data
-// pointers, and strides in bytes, of (result, gradient, arguments ...). Arguments are of the type that the gradient is
-// computed in.
+// Kernels over the elements of a gradient and of arguments that broadcast to it, called by a TensorIterator. `data` has
+// the pointers to the result, the gradient and the arguments, and `strides` has their strides in bytes. Arguments have
+// the type that the gradient is computed in.
 using ElementLoop = void (*)(Element, char* const* data, const int64_t* strides, int64_t size);
 
 extern const CpuKernel<ElementLoop> multiply_kernel;         // g * scale, exact zeros where scale is 0
@@ -61,16 +61,16 @@ struct ElementwiseCall {
   Element element; // of out and gradient; arguments are of the type of sums
   int32_t dims;
   int64_t count;
-  int64_t sizes[kMaxDims];                 // the fastest first
+  int64_t sizes[kMaxDims];                 // the fastest dimension first
   int64_t strides[kMaxOperands][kMaxDims]; // in bytes
   void* data[kMaxOperands];                // out, gradient, arguments; null: a constant argument
   double constants[kMaxOperands];
-  bool is_double[kMaxOperands]; // the argument is one double, whatever the type of sums
+  bool is_double[kMaxOperands]; // the argument in memory is double, even if sums are float
 };
 
-constexpr int64_t kElementsOfBlock = 4096; // of contiguous tensors: two or four windows a thread
+constexpr int64_t kElementsOfBlock = 4096; // of contiguous tensors: 2, 4 or 8 windows per thread
 
-// Groups of contiguous elements, rescaled by their norms. Complex ones are pairs, for p = 2.
+// Groups of contiguous elements, rescaled by their norms. Complex elements are pairs of numbers; p must be 2 for them.
 struct RescaleCall {
   const void* from;
   void* to; // may be `from`
@@ -82,11 +82,11 @@ struct RescaleCall {
   double limit;
   const double* limits;  // by group, on the device; null: `limit` for all
   int64_t limits_stride; // 0: one for all
-  int64_t* counts;       // on the device: gains the numbers of norms, and of norms beyond the limit; or null
+  int64_t* counts;       // on the device: the numbers of norms and of norms beyond the limit are added; or null
   char* workspace;       // bytes_for_rescale() bytes, 8-byte aligned
 };
 
-constexpr int64_t kShortGroup = 8192; // elements; the groups that are worked on at a time fit the cache
+constexpr int64_t kShortGroup = 8192; // elements; the groups that are processed at a time fit into the cache
 
 // A group has so few chunks that reading their sums takes little time compared with reading the elements.
 struct Chunks {

@@ -1,8 +1,6 @@
 #include "flow.h"
 #include "identity.h"
 
-#include <torch/library.h>
-
 namespace gradscale {
 
 namespace {
@@ -15,12 +13,14 @@ struct ClipGradientNorm {
   NormGroups groups;
   at::Tensor counts; // written, never read: no saved variable
 
-  std::array<Value*, 1> values() {
-    return {&max_norm};
-  }
-
-  std::vector<c10::IValue> others() const {
-    return {groups.batch_dims, groups.p, groups.process_group, groups.process_group_size, counts};
+  template <class Self, class Visit>
+  static void each(Self& self, Visit visit) {
+    visit("max_norm", self.max_norm);
+    visit("batch_dims", self.groups.batch_dims);
+    visit("norm_type", self.groups.p);
+    visit("process_group", self.groups.process_group);
+    visit("process_group_size", self.groups.process_group_size);
+    visit("counts", self.counts);
   }
 
   void check(const at::Tensor& x) const {
@@ -49,22 +49,6 @@ struct ClipGradientNorm {
   }
 };
 
-template <class Limit>
-at::Tensor clip_gradient_norm_kernel(
-    const at::Tensor& x,
-    Limit max_norm,
-    int64_t batch_dims,
-    double norm_type,
-    std::string process_group,
-    int64_t process_group_size,
-    const std::optional<at::Tensor>& counts) {
-  return clip_gradient_norm(
-      x,
-      max_norm,
-      {batch_dims, norm_type, std::move(process_group), process_group_size},
-      counts.value_or(at::Tensor()));
-}
-
 } // namespace
 
 at::Tensor clip_gradient_norm(
@@ -72,23 +56,6 @@ at::Tensor clip_gradient_norm(
   return apply_operator(x, ClipGradientNorm{max_norm, groups, counts});
 }
 
-TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
-  m.def(
-      "clip_gradient_norm(Tensor(a) x, float max_norm, int batch_dims, float norm_type, str process_group, "
-      "int process_group_size, Tensor? counts) -> Tensor(a)");
-  m.def(
-      "clip_gradient_norm.tensor(Tensor(a) x, Tensor max_norm, int batch_dims, float norm_type, str process_group, "
-      "int process_group_size, Tensor? counts) -> Tensor(a)");
-}
-
-TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("clip_gradient_norm", clip_gradient_norm_kernel<double>);
-  m.impl("clip_gradient_norm.tensor", clip_gradient_norm_kernel<const at::Tensor&>);
-}
-
-TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
-  m.impl("clip_gradient_norm", below_autograd(clip_gradient_norm_kernel<double>));
-  m.impl("clip_gradient_norm.tensor", below_autograd(clip_gradient_norm_kernel<const at::Tensor&>));
-}
+GRADSCALE_FLOW_OPERATOR(ClipGradientNorm)
 
 } // namespace gradscale

@@ -4,8 +4,6 @@
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
-#include <torch/library.h>
-
 #include <limits>
 
 namespace gradscale {
@@ -32,12 +30,10 @@ struct ClipGradientValue {
   Value min;
   Value max;
 
-  std::array<Value*, 2> values() {
-    return {&min, &max};
-  }
-
-  std::vector<c10::IValue> others() const {
-    return {};
+  template <class Self, class Visit>
+  static void each(Self& self, Visit visit) {
+    visit("min", self.min);
+    visit("max", self.max);
   }
 
   void check(const at::Tensor& x) const {
@@ -74,30 +70,12 @@ struct ClipGradientValue {
   }
 };
 
-template <class Bound>
-at::Tensor clip_gradient_value_kernel(const at::Tensor& x, Bound min, Bound max) {
-  return clip_gradient_value(x, min, max);
-}
-
 } // namespace
 
 at::Tensor clip_gradient_value(const at::Tensor& x, const Value& min, const Value& max) {
   return apply_operator(x, ClipGradientValue{min, max});
 }
 
-TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
-  m.def("clip_gradient_value(Tensor(a) x, float min, float max) -> Tensor(a)");
-  m.def("clip_gradient_value.tensor(Tensor(a) x, Tensor min, Tensor max) -> Tensor(a)");
-}
-
-TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("clip_gradient_value", clip_gradient_value_kernel<double>);
-  m.impl("clip_gradient_value.tensor", clip_gradient_value_kernel<const at::Tensor&>);
-}
-
-TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
-  m.impl("clip_gradient_value", below_autograd(clip_gradient_value_kernel<double>));
-  m.impl("clip_gradient_value.tensor", below_autograd(clip_gradient_value_kernel<const at::Tensor&>));
-}
+GRADSCALE_FLOW_OPERATOR(ClipGradientValue)
 
 } // namespace gradscale

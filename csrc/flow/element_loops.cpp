@@ -1,4 +1,4 @@
-// The kernels over elements of calls.h; the loops over dense elements are vectorised by the compiler. This file
+// The CPU kernels over elements, declared in calls.h. The compiler vectorises the loops over dense elements. This file
 // includes itself once for each instruction set.
 #ifndef GRADSCALE_VARIANT
 #include "calls.h"
@@ -20,8 +20,8 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// The arguments of an element: read once where they are the same for all, by index where they are dense, and otherwise
-// wherever their stride leads.
+// The arguments of elements. Constants are read once for all elements, Dense arguments by index. For other strides,
+// element_loop() makes Constants for each element.
 template <class A, int count>
 struct Constants {
   A values[count];

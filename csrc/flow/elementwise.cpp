@@ -25,12 +25,12 @@ ElementLoop loop_of(ElementFunction function) {
   return for_this_machine(clamp_kernel);
 }
 
-// Starts the kernel on PyTorch's iteration over these operands, which has as few dimensions as possible. Returns true
-// if the kernel accepts it.
+// Launches the kernel on PyTorch's iteration over these operands, which has as few dimensions as possible. Returns
+// false if these are too many for the kernel.
 bool run_on_device(
     ElementFunction function,
     const at::TensorIterator& iterator,
-    const std::vector<int>& places, // the places of the iterator's operands in the call
+    const std::vector<int>& places, // the index of each operand of the iterator in the call
     const std::vector<Value>& arguments,
     const at::Tensor& gradient) {
   ElementwiseCall call{};
@@ -72,7 +72,7 @@ std::optional<at::Tensor> elementwise(
   std::vector<int> places{0, 1};
   for (size_t k = 0; k < arguments.size(); ++k) {
     if (on_device && std::holds_alternative<double>(arguments[k])) {
-      continue; // goes with the call
+      continue; // passed as a constant of the call
     }
     const at::Tensor* tensor = std::get_if<at::Tensor>(&arguments[k]);
     const bool is_read_there = on_device && tensor != nullptr && tensor->dim() == 0 &&

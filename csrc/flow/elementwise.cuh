@@ -1,6 +1,8 @@
-// out = function(gradient, arguments ...) for every element. Where all are contiguous, or are the same for
-// all, a thread has the elements of a window of 16 bytes: the gradient is read once and the result written once.
-// Arguments that broadcast in another way are found element by element.
+// out = function(gradient, arguments ...) for every element.
+//
+// elementwise_dense       contiguous gradients, and arguments that are contiguous or one number. A thread computes
+//                         windows of 16 bytes: the gradient is read once and the result is written once.
+// elementwise_broadcast   all others. A thread computes one element, and finds its arguments by their strides.
 #pragma once
 
 #include "../cuda/rows.cuh"
@@ -17,7 +19,7 @@ GRADSCALE_DEVICE A call_function(Function function, A gradient, A first, A secon
   }
 }
 
-// An argument of one number comes from the call, or from memory.
+// Argument k: the constant of the call if `data` is null, and otherwise the number at `data`.
 template <class A>
 GRADSCALE_DEVICE A constant_argument(const ElementwiseCall& call, int k, const void* data) {
   if (data == nullptr) {
@@ -26,7 +28,7 @@ GRADSCALE_DEVICE A constant_argument(const ElementwiseCall& call, int k, const v
   return call.is_double[k] ? static_cast<A>(*static_cast<const double*>(data)) : *static_cast<const A*>(data);
 }
 
-// Reads elements first .. first + size of argument k, which is contiguous or constant.
+// Reads `size` elements of argument k from element `first` on. The argument is contiguous or constant.
 template <int size, class A>
 GRADSCALE_DEVICE void read_argument(
     const ElementwiseCall& call, int k, int64_t begin, int32_t count, int32_t first, A* out) {

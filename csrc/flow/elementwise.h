@@ -16,9 +16,9 @@
 
 namespace gradscale {
 
-// True when `gradient`, as a backward function received it, has no other owner, so that writing to its memory
-// has no other effect: no second graph is built, no other tensor shares the storage, and the memory is PyTorch's own
-// (a buffer that came from NumPy or DLPack is not resizable).
+// True if `gradient`, as a backward function received it, has no other owner, so that its memory may be overwritten: no
+// graph of the backward pass is built, no other tensor shares the storage, and the memory is PyTorch's own (a buffer
+// that came from NumPy or DLPack is not resizable).
 inline bool owned_by_nobody_else(const at::Tensor& gradient) {
   return !at::GradMode::is_enabled() && torch::autograd::impl::is_tensor_stealable(gradient) &&
          gradient.layout() == at::kStrided && !at::isTensorSubclassLike(gradient) && !gradient._is_zerotensor() &&
@@ -40,7 +40,7 @@ inline bool fused(const at::Tensor& gradient, std::initializer_list<at::Tensor> 
 }
 
 // Returns the result, in the gradient's memory if it has no other owner; empty if the kernels do not accept these
-// tensors. Complex numbers are processed as pairs, both of which get the same arguments.
+// tensors. Complex numbers are processed as pairs of numbers with the same arguments.
 std::optional<at::Tensor> elementwise(
     ElementFunction function, const at::Tensor& gradient, const std::vector<Value>& arguments);
 

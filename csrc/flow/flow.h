@@ -9,8 +9,8 @@
 
 namespace gradscale {
 
-// One norm for each index of the first `batch_dims` dimensions, of order p, taken over all members of a process group
-// where one is named.
+// One norm of order p for each index of the first `batch_dims` dimensions. If a process group is named, a norm is over
+// the elements of all its members.
 struct NormGroups {
   int64_t batch_dims = 0;
   double p = 2;
@@ -20,14 +20,14 @@ struct NormGroups {
   void check(const char* name, const at::Tensor& x) const;
 };
 
-// Raises unless `limit` broadcasts to the shape of the groups and holds nothing negative, as far as that can be seen
-// without waiting for a device.
+// Raises unless `limit` broadcasts to the shape of the groups, and has no negative or NaN elements. The elements of a
+// tensor on a device are not checked, because that would wait for the device.
 void check_limit(
     const char* name, const char* argument, const Value& limit, const at::Tensor& x, const NormGroups& groups);
 
 // The gradient with every group rescaled to its limit by the rule. A limit of 0 gives zeros, also where the gradient is
-// inf or NaN; a negative or NaN limit that could not be refused gives NaN. Adds to `counts`, where defined, the number
-// of groups and of those whose norm is not within the limit.
+// inf or NaN; a negative or NaN limit that check_limit() could not see gives NaN. Adds to `counts`, if defined, the
+// number of groups and the number of groups whose norm is not within the limit.
 at::Tensor rescaled(
     at::Tensor gradient, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts);
 

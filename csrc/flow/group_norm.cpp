@@ -34,9 +34,9 @@ namespace gradscale {
 
 namespace {
 
-// ---- In C++: two passes over a CPU gradient -------------------------------------------------------------------------
+// ---- In C++: two passes over the gradient ---------------------------------------------------------------------------
 
-constexpr int64_t kChunk = 32768; // elements of a group that a thread takes at a time
+constexpr int64_t kChunk = 32768; // elements of a group that a thread processes at a time
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 // True if each group is one dense block of memory, and the blocks follow each other. The order of the elements within a
@@ -90,8 +90,8 @@ class Memory {
 };
 
 // Rescales the groups, and returns how many norms were not within the limit. A group that fits the cache is read from
-// memory once; the chunks of a larger one are summed, and then scaled, by all threads, in an order of additions that
-// does not depend on their number.
+// memory once. All threads sum, and then scale, the chunks of a larger group; the order of additions does not depend on
+// the number of threads.
 template <class Limit>
 int64_t rescale_groups(const Memory& memory, int64_t groups, int64_t size, double p, Rule rule, Limit limit) {
   std::atomic<int64_t> beyond{0};
@@ -184,7 +184,7 @@ void rescale_on_device(
 
 at::Tensor rescaled_in_two_passes(
     at::Tensor gradient, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
-  const at::DimVector batch(gradient.sizes().slice(0, groups.batch_dims)); // not a view: gradient is given other memory
+  const at::DimVector batch(gradient.sizes().slice(0, groups.batch_dims)); // a copy, because gradient is reassigned
   const int64_t count = c10::multiply_integers(batch);
   const int64_t size = gradient.numel() / count;
   bool ours = owned_by_nobody_else(gradient);
@@ -239,19 +239,20 @@ void count_norms(at::Tensor counts, const at::Tensor& within) {
   operation.call(std::move(counts), within);
 }
 
-// The norms of the groups divided by their scales, kept separately so that no power overflows: [groups, 1 ...].
+// The norm of each group divided by the scale of the group, and the scale: separate, so that no power overflows. Both
+// are [groups, 1 ...].
 struct ScaledNorms {
   at::Tensor norm;
   at::Tensor scale;
 };
 
-// Complex numbers are pairs in a last dimension, after the dimensions of a group.
+// If `pairs`, elements are complex numbers, as pairs in a last dimension after the dimensions of a group.
 ScaledNorms norms_by_operations(
     const at::Tensor& elements, bool pairs, at::IntArrayRef inner, const NormGroups& groups) {
-  // Divided by the largest element, which is a constant here, no power overflows, and only negligible ones underflow.
+  // Elements are divided by the largest magnitude, so that no power overflows, and only negligible powers underflow.
   const at::Tensor scale = largest_of(pairs ? elements.abs().amax(-1) : elements, inner);
-  // A CPU adds one number after the other: it takes sums in double, as long sums would lose digits of a float. A p
-  // below 1 enlarges small quotients, which float may not represent.
+  // A CPU adds one number after the other, so that long sums in float would lose digits: its sums are in double. With a
+  // p below 1, quotients that are too small for float are not negligible: CUDA uses double, too.
   const c10::Device device = elements.device();
   const bool in_double = device.is_cpu() || (device.is_cuda() && groups.p < 1);
   const at::ScalarType sums = in_double ? at::kDouble : elements.scalar_type();
@@ -260,7 +261,7 @@ ScaledNorms norms_by_operations(
     relative = at::linalg_vector_norm(relative, 2, {-1}, /*keepdim=*/false, sums);
   }
   at::Tensor norm;
-  if (pairs && groups.p > kLargestPower) { // moduli relative to the largest part of a number may be above 1
+  if (pairs && groups.p > kLargestPower) { // a modulus divided by the largest real or imaginary part may be above 1
     const at::Tensor largest = largest_of(relative, inner);
     norm = at::linalg_vector_norm(relative / largest, groups.p, inner, /*keepdim=*/true, sums) * largest;
   } else {
@@ -276,14 +277,14 @@ ScaledNorms norms_by_operations(
 
 at::Tensor rescaled_by_operations(
     const at::Tensor& incoming, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
-  // A group of one dimension of size 1 has a single element.
+  // If each group is a single element, the group gets a dimension of size 1.
   const bool single = groups.batch_dims == incoming.dim();
   const at::Tensor gradient = single ? incoming.unsqueeze(-1) : incoming;
   std::vector<int64_t> inner;
   for (int64_t d = groups.batch_dims; d < gradient.dim(); ++d) {
     inner.push_back(d);
   }
-  // Complex numbers are pairs in a dimension of their own: to divide one by a small number overflows.
+  // Complex numbers are pairs in a dimension of their own, because a complex division by a small number overflows.
   const bool pairs = gradient.is_complex();
   const auto beside_pairs = [&](const at::Tensor& by_group) { return pairs ? by_group.unsqueeze(-1) : by_group; };
   const at::ScalarType precise = precise_type(gradient.scalar_type());
@@ -305,7 +306,7 @@ at::Tensor rescaled_by_operations(
     count_norms(counts, within);
   }
   const at::Tensor unchanged = rule == Rule::clip ? within : norm.eq(0);
-  // An operand that is not used must not make a derivative NaN either.
+  // Where a group is unchanged, both operands are replaced by 1, so that the unused quotient has no NaN derivative.
   const at::Tensor one = at::ones_like(norm);
   const at::Tensor factor = (at::where(unchanged, one, bound) / at::where(unchanged, one, norm)).to(precise);
   at::Tensor result = wide / beside_pairs(scale) * beside_pairs(factor);
@@ -355,7 +356,7 @@ at::Tensor rescaled(
   }
   const at::Tensor* tensor = std::get_if<at::Tensor>(&limit);
   const bool is_read_anywhere = tensor == nullptr || (is_cpu_scalar(*tensor) && ordinary_tensor(*tensor));
-  // Only squares of the parts of complex numbers add up to the squares of their magnitudes.
+  // The kernels of a device process complex numbers as pairs, which is right for p = 2 only.
   const bool parts = gradient.is_complex() && groups.p != 2 && runs_kernels(gradient.device());
   if (groups.process_group.empty() && !parts && fused(gradient, {is_read_anywhere ? at::Tensor() : *tensor, counts})) {
     return rescaled_in_two_passes(std::move(gradient), limit, groups, rule, counts);

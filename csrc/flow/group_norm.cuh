@@ -6,9 +6,9 @@
 //                   loads in flight.
 // rescale_groups    for other short groups. Several threads read a group twice, the second time from the cache, and
 //                   write it once.
-// power_sums        one block for each chunk of a long group, which it reads once;
-// rescale_chunks    then one block for each chunk adds the sums of all chunks of its group, in their order, and reads
-//                   and writes its own chunk. Bytes: twice read, once written.
+// power_sums        for long groups. One block for each chunk of a group, which reads its chunk once.
+// rescale_chunks    after power_sums. One block for each chunk adds the sums of all chunks of its group, in a fixed
+//                   order, and reads and writes its own chunk. Bytes of both: read twice, written once.
 //
 // Sums are computed in double, as on the CPU, except squares of narrower elements (cuda/norms.cuh).
 #pragma once
@@ -22,7 +22,7 @@ GRADSCALE_DEVICE double limit_of(const RescaleCall& call, int64_t group) {
   return call.limits == nullptr ? call.limit : call.limits[group * call.limits_stride];
 }
 
-// One thread of the launch counts the groups, and one of each group counts its norm.
+// One thread of the launch counts the groups. One thread of each group counts a norm that is not within the limit.
 GRADSCALE_DEVICE void count_groups(const RescaleCall& call) {
   if (call.counts != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
     atomicAdd(reinterpret_cast<unsigned long long*>(call.counts), static_cast<unsigned long long>(call.groups));
@@ -43,7 +43,7 @@ GRADSCALE_DEVICE void scale_range(const T* from, T* to, int32_t size, const Scal
   }
   const bool narrow = by.is_normal_in_float();
   const A factor = static_cast<A>(by.factor);
-  const double reciprocal = by.root == 1 ? 1 : 1 / by.root; // most groups do without the division
+  const double reciprocal = by.root == 1 ? 1 : 1 / by.root; // avoids the division for most groups
   change_range(from, to, size, group, [&](A x) {
     if (by.root == 0) {
       return A(0);
@@ -135,7 +135,7 @@ rescale_groups(GRADSCALE_ARGUMENT(RescaleCall) call) {
 
 struct Chunk {
   int64_t group;
-  int64_t begin; // in memory
+  int64_t begin; // the index of its first element in the gradient
   int32_t size;
 };
 

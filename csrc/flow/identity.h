@@ -3,8 +3,7 @@
 // An operator is a struct with
 //
 //   static constexpr const char* kName, *kNodeName;
-//   std::array<Value*, n> values();                      its arguments that may be tensors
-//   std::vector<c10::IValue> others() const              the arguments that follow them in its schema
+//   static void each(Self& self, Visit visit)            visits its arguments after x, Values first
 //   void check(const at::Tensor& x) const;               raises for wrong arguments
 //   at::Tensor gradient(at::Tensor incoming) const;      the result for a dense gradient
 //   at::Tensor tangent(const at::Tensor& incoming) const the result for a tangent in forward mode, or raises
@@ -15,7 +14,6 @@
 #include "value.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/alias.h>
@@ -23,14 +21,18 @@
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
+#include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <optional>
 #include <string>
-#include <vector>
+#include <type_traits>
 
 namespace gradscale {
+
+constexpr size_t kMostValues = 2; // of an operator
 
 inline void check_differentiable(const char* name, const at::Tensor& x) {
   TORCH_CHECK_TYPE(
@@ -46,6 +48,32 @@ inline at::Tensor without_gradient(const at::Tensor& x) {
   return x.requires_grad() ? at::detach(x) : at::alias(x);
 }
 
+// The arguments that may be tensors.
+class ValuesOf {
+ public:
+  template <class Operator>
+  explicit ValuesOf(Operator& op) {
+    Operator::each(op, [&](const char*, auto& argument) {
+      if constexpr (std::is_same_v<decltype(argument), Value&>) {
+        values_.push_back(&argument);
+      }
+    });
+  }
+  auto begin() const {
+    return values_.begin();
+  }
+  auto end() const {
+    return values_.end();
+  }
+
+ private:
+  c10::SmallVector<Value*, kMostValues> values_;
+};
+
+inline bool is_tensor(const Value* value) {
+  return std::holds_alternative<at::Tensor>(*value);
+}
+
 // The result below autograd: a plain view. Inside a torch.func transform, the operator is called again, so that the
 // outer transforms see it too.
 template <class Operator>
@@ -54,15 +82,10 @@ at::Tensor below_this_level(const at::Tensor& x, Operator& op) {
   if (!inside_transform()) {
     return at::alias(x);
   }
-  std::vector<c10::IValue> stack{x};
-  bool has_tensor = false;
-  for (const Value* value : op.values()) {
-    has_tensor = has_tensor || std::holds_alternative<at::Tensor>(*value);
-    std::visit([&](const auto& argument) { stack.emplace_back(argument); }, *value);
-  }
-  for (c10::IValue& argument : op.others()) {
-    stack.push_back(std::move(argument));
-  }
+  torch::jit::Stack stack{x};
+  Operator::each(op, ArgumentWriter{stack});
+  const ValuesOf values(op);
+  const bool has_tensor = std::any_of(values.begin(), values.end(), is_tensor);
   const std::string name = std::string("gradscale_ext::") + Operator::kName;
   c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), has_tensor ? "tensor" : "").callBoxed(stack);
   return stack.at(0).toTensor();
@@ -90,13 +113,14 @@ class OperatorBackward : public BackwardNode {
  public:
   void set(Operator op) {
     operator_ = std::move(op);
-    const auto values = operator_->values();
-    for (size_t i = 0; i < values.size(); ++i) {
-      if (const at::Tensor* tensor = std::get_if<at::Tensor>(values[i])) {
-        saved_[i] = torch::autograd::SavedVariable(*tensor, /*is_output=*/false);
-        *values[i] = at::Tensor();
+    auto saved = saved_.begin();
+    for (Value* value : ValuesOf(*operator_)) {
+      if (is_tensor(value)) {
+        *saved = torch::autograd::SavedVariable(std::get<at::Tensor>(*value), /*is_output=*/false);
+        *value = at::Tensor();
         saves_ = true;
       }
+      ++saved;
     }
   }
 
@@ -115,20 +139,19 @@ class OperatorBackward : public BackwardNode {
   // For compiled autograd, numbers are constants of the graph, and saved tensors are inputs, which apply_with_saved()
   // replaces by tensors of the graph.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    Operator op = *operator_;
-    for (const c10::IValue& other : op.others()) {
-      if (other.isInt()) {
-        args.collect(other.toInt());
-      } else if (other.isDouble()) {
-        args.collect(other.toDouble());
-      } else if (other.isString()) {
-        args.collect(other.toStringRef());
-      } else if (other.toTensor().defined()) { // counters, which the graph would have to update
-        return BackwardNode::compiled_args(args);
+    bool counts = false;
+    Operator::each(*operator_, [&](const char*, const auto& argument) {
+      using Argument = std::decay_t<decltype(argument)>;
+      if constexpr (std::is_same_v<Argument, Value>) {
+        args.collect(is_tensor(&argument) ? kNoNumber : std::get<double>(argument));
+      } else if constexpr (std::is_same_v<Argument, at::Tensor>) {
+        counts = counts || argument.defined();
+      } else {
+        args.collect(argument);
       }
-    }
-    for (const Value* value : op.values()) {
-      args.collect(std::holds_alternative<double>(*value) ? std::get<double>(*value) : kNoNumber);
+    });
+    if (counts) { // counters, which the graph would have to update
+      return BackwardNode::compiled_args(args);
     }
     for (const auto& saved : saved_) {
       args.collect(saved, /*is_output=*/false);
@@ -165,11 +188,12 @@ class OperatorBackward : public BackwardNode {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
     Operator op = *operator_;
-    const auto values = op.values();
-    for (size_t i = 0; i < values.size(); ++i) {
-      if (std::holds_alternative<at::Tensor>(*values[i])) {
-        *values[i] = saved_[i].unpack();
+    auto saved = saved_.begin();
+    for (Value* value : ValuesOf(op)) {
+      if (is_tensor(value)) {
+        *value = saved->unpack();
       }
+      ++saved;
     }
     return op;
   }
@@ -187,7 +211,7 @@ class OperatorBackward : public BackwardNode {
   }
 
   std::optional<Operator> operator_;
-  std::array<torch::autograd::SavedVariable, std::tuple_size_v<decltype(std::declval<Operator&>().values())>> saved_;
+  std::array<torch::autograd::SavedVariable, kMostValues> saved_; // by value
   bool saves_ = false;
   bool released_ = false;
 };
@@ -197,7 +221,7 @@ template <class Operator>
 at::Tensor apply_operator(const at::Tensor& x, Operator op) {
   check_differentiable(Operator::kName, x);
   op.check(x);
-  for (Value* value : op.values()) {
+  for (Value* value : ValuesOf(op)) {
     *value = read_if_free(std::move(*value));
   }
   const at::Tensor& tangent = x._fw_grad(/*level=*/0);
@@ -219,12 +243,6 @@ at::Tensor apply_operator(const at::Tensor& x, Operator op) {
   return result;
 }
 
-// The kernel below autograd of an operator with the given autograd kernel. It records no gradient.
-template <class... Arguments>
-auto below_autograd(at::Tensor (* /*autograd_kernel*/)(const at::Tensor&, Arguments...)) {
-  return +[](const at::Tensor& x, Arguments... /*arguments*/) { return without_gradient(x); };
-}
-
 [[noreturn]] inline void no_forward_mode(const char* name) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false,
@@ -232,5 +250,55 @@ auto below_autograd(at::Tensor (* /*autograd_kernel*/)(const at::Tensor&, Argume
       ": it changes gradients in a nonlinear way, which has no meaning for the tangents of forward mode (jvp, jacfwd, "
       "hessian, forward_ad); use reverse mode (grad, vjp, jacrev; jacrev(jacrev(f)) in place of hessian(f))");
 }
+
+// ---- Registration ---------------------------------------------------------------------------------------------------
+
+template <class Operator>
+void autograd_kernel(const c10::OperatorHandle& schema, torch::jit::Stack* stack) {
+  const at::ArrayRef<c10::IValue> arguments = arguments_of(schema, *stack);
+  const at::Tensor x = arguments[0].toTensor();
+  Operator op{};
+  Operator::each(op, ArgumentReader{&arguments[1]});
+  return_from(schema, *stack, apply_operator(x, std::move(op)));
+}
+
+// Below autograd, where no gradient is recorded.
+inline void view_kernel(const c10::OperatorHandle& schema, torch::jit::Stack* stack) {
+  const at::Tensor x = arguments_of(schema, *stack)[0].toTensor();
+  return_from(schema, *stack, without_gradient(x));
+}
+
+// Defines the operator, and its overload "tensor", whose Values are tensors.
+template <class Operator>
+void define_operator(torch::Library& library) {
+  Operator op{};
+  for (const char* overload : {"", ".tensor"}) {
+    std::string schema = std::string(Operator::kName) + overload + "(Tensor(a) x, ";
+    Operator::each(op, SchemaWriter{schema});
+    library.def(torch::schema((schema + ") -> Tensor(a)").c_str()));
+    for (Value* value : ValuesOf(op)) {
+      *value = at::Tensor();
+    }
+  }
+}
+
+template <class Operator, auto kernel>
+void implement_operator(torch::Library& library) {
+  for (const char* overload : {"", ".tensor"}) {
+    const std::string name = std::string(Operator::kName) + overload;
+    library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<kernel>());
+  }
+}
+
+#define GRADSCALE_FLOW_OPERATOR(Operator)                           \
+  TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {                        \
+    define_operator<Operator>(m);                                   \
+  }                                                                 \
+  TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {                  \
+    implement_operator<Operator, &autograd_kernel<Operator>>(m);    \
+  }                                                                 \
+  TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) { \
+    implement_operator<Operator, &view_kernel>(m);                  \
+  }
 
 } // namespace gradscale

@@ -1,8 +1,6 @@
 #include "flow.h"
 #include "identity.h"
 
-#include <torch/library.h>
-
 namespace gradscale {
 
 namespace {
@@ -14,12 +12,11 @@ struct NormalizeGradient {
   Value norm;
   NormGroups groups;
 
-  std::array<Value*, 1> values() {
-    return {&norm};
-  }
-
-  std::vector<c10::IValue> others() const {
-    return {groups.batch_dims, groups.p};
+  template <class Self, class Visit>
+  static void each(Self& self, Visit visit) {
+    visit("norm", self.norm);
+    visit("batch_dims", self.groups.batch_dims);
+    visit("norm_type", self.groups.p);
   }
 
   void check(const at::Tensor& x) const {
@@ -40,30 +37,12 @@ struct NormalizeGradient {
   }
 };
 
-template <class Limit>
-at::Tensor normalize_gradient_kernel(const at::Tensor& x, Limit norm, int64_t batch_dims, double norm_type) {
-  return normalize_gradient(x, norm, {batch_dims, norm_type});
-}
-
 } // namespace
 
 at::Tensor normalize_gradient(const at::Tensor& x, const Value& norm, const NormGroups& groups) {
   return apply_operator(x, NormalizeGradient{norm, groups});
 }
 
-TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
-  m.def("normalize_gradient(Tensor(a) x, float norm, int batch_dims, float norm_type) -> Tensor(a)");
-  m.def("normalize_gradient.tensor(Tensor(a) x, Tensor norm, int batch_dims, float norm_type) -> Tensor(a)");
-}
-
-TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("normalize_gradient", normalize_gradient_kernel<double>);
-  m.impl("normalize_gradient.tensor", normalize_gradient_kernel<const at::Tensor&>);
-}
-
-TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
-  m.impl("normalize_gradient", below_autograd(normalize_gradient_kernel<double>));
-  m.impl("normalize_gradient.tensor", below_autograd(normalize_gradient_kernel<const at::Tensor&>));
-}
+GRADSCALE_FLOW_OPERATOR(NormalizeGradient)
 
 } // namespace gradscale

@@ -10,8 +10,6 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/library.h>
-
 namespace gradscale {
 
 namespace {
@@ -61,12 +59,9 @@ struct ScaledBy {
 
   Value scale;
 
-  std::array<Value*, 1> values() {
-    return {&scale};
-  }
-
-  std::vector<c10::IValue> others() const {
-    return {};
+  template <class Self, class Visit>
+  static void each(Self& self, Visit visit) {
+    visit("scale", self.scale);
   }
 
   void check(const at::Tensor& x) const {
@@ -88,11 +83,6 @@ struct ScaledBy {
   }
 };
 
-template <int sign, class Scale>
-at::Tensor scaled_kernel(const at::Tensor& x, Scale scale) {
-  return apply_operator(x, ScaledBy<sign>{scale});
-}
-
 } // namespace
 
 at::Tensor scale_gradient(const at::Tensor& x, const Value& scale) {
@@ -103,25 +93,7 @@ at::Tensor reverse_gradient(const at::Tensor& x, const Value& scale) {
   return apply_operator(x, ScaledBy<-1>{scale});
 }
 
-TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
-  m.def("scale_gradient(Tensor(a) x, float scale) -> Tensor(a)");
-  m.def("scale_gradient.tensor(Tensor(a) x, Tensor scale) -> Tensor(a)");
-  m.def("reverse_gradient(Tensor(a) x, float scale) -> Tensor(a)");
-  m.def("reverse_gradient.tensor(Tensor(a) x, Tensor scale) -> Tensor(a)");
-}
-
-TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("scale_gradient", scaled_kernel<1, double>);
-  m.impl("scale_gradient.tensor", scaled_kernel<1, const at::Tensor&>);
-  m.impl("reverse_gradient", scaled_kernel<-1, double>);
-  m.impl("reverse_gradient.tensor", scaled_kernel<-1, const at::Tensor&>);
-}
-
-TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
-  m.impl("scale_gradient", below_autograd(scaled_kernel<1, double>));
-  m.impl("scale_gradient.tensor", below_autograd(scaled_kernel<1, const at::Tensor&>));
-  m.impl("reverse_gradient", below_autograd(scaled_kernel<-1, double>));
-  m.impl("reverse_gradient.tensor", below_autograd(scaled_kernel<-1, const at::Tensor&>));
-}
+GRADSCALE_FLOW_OPERATOR(ScaledBy<1>)
+GRADSCALE_FLOW_OPERATOR(ScaledBy<-1>)
 
 } // namespace gradscale

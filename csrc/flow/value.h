@@ -1,6 +1,7 @@
-// The arguments of the gradient-flow operators: numbers, or tensors that are read on their device.
+// Values as arguments of the gradient-flow operators: how they are checked and read.
 #pragma once
 
+#include "../torch/arguments.h"
 #include "../torch/tensor_element.h"
 
 #include <ATen/core/Tensor.h>
@@ -8,11 +9,8 @@
 #include <c10/core/ScalarType.h>
 
 #include <string>
-#include <variant>
 
 namespace gradscale {
-
-using Value = std::variant<double, at::Tensor>;
 
 // The dtype as Python writes it.
 inline std::string dtype_name(const at::Tensor& tensor) {

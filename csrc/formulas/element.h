@@ -46,7 +46,7 @@ struct ElementOf<HalfBits> {
   static constexpr Element value = Element::float16;
 };
 
-// The C++ type of an element, as the names of kernels contain it.
+// The C++ type of an element, as it is written in the names of kernels.
 inline const char* type_name(Element element) {
   switch (element) {
     case Element::float64:
@@ -194,7 +194,7 @@ struct Slab {
       static_cast<float*>(data)[row * stride] = static_cast<float>(value);
     }
   }
-  // Stores rows first..first + count.
+  // Stores `count` rows from row `first` on.
   template <class A>
   void store(int64_t first, int64_t count, const A* values) const {
     if (is_double) {

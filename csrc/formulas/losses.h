@@ -11,8 +11,9 @@ constexpr double kLog2E = 1.4426950408889634074; // log2(e)
 // exp(x) for x <= 0. Relative error: 1.2e-7 in float, 3e-16 in double; results below the smallest normal number are 0.
 // NaN stays NaN.
 //
-// exp(x) = 2^n exp(r) with n = round(x / ln 2), |r| <= ln(2)/2. Adding 1.5 * 2^mantissa rounds to an integer and leaves
-// that integer in the low bits; a shift moves it into the exponent of the factor 2^n.
+// exp(x) = 2^n exp(r) with n = round(x / ln 2), |r| <= ln(2)/2. Adding 1.5 * 2^m, where m is the number of mantissa
+// bits, rounds to an integer and leaves that integer in the low bits; a shift moves it into the exponent of the factor
+// 2^n.
 GRADSCALE_HOST_DEVICE float exp_nonpositive(float x) {
 #if defined(__CUDA_ARCH__)
   return expf(x); // as accurate, in fewer instructions
@@ -73,7 +74,7 @@ GRADSCALE_HOST_DEVICE T log_near_one(T m) {
 }
 
 // log(x) for normal numbers x >= 1/2; relative error 2e-7 in float, 1e-15 in double. NaN and infinity are returned
-// unchanged. x = 2^n m with m in sqrt(1/2)..sqrt(2), so that |s| is at most 0.172.
+// unchanged. x = 2^n m with m in sqrt(1/2)..sqrt(2), so that |s| in log_near_one is at most 0.172.
 GRADSCALE_HOST_DEVICE float log_normal(float x) {
   constexpr uint32_t root = 0x3f3504f3u; // sqrt(1/2)
   const uint32_t bits = bit_cast<uint32_t>(x);

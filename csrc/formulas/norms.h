@@ -62,7 +62,7 @@ GRADSCALE_HOST_DEVICE PowerSum within_double(PowerSum sum, double p) {
 
 GRADSCALE_HOST_DEVICE Scaling scaling(Rule rule, PowerSum sum, double p, double limit) {
   sum = within_double(sum, p);
-  const double norm = norm_of(sum.sum, p); // over root^2
+  const double norm = norm_of(sum.sum, p); // divided by root^2
   const bool within = norm <= (sum.root == 1 ? limit : limit / sum.root / sum.root);
   if (!(limit >= 0)) {
     return {1, static_cast<double>(NAN), within};
@@ -79,7 +79,7 @@ GRADSCALE_HOST_DEVICE bool is_safe(double sum) {
   return sum > 1e-280 && sum < 1e300;
 }
 
-// Above it, powers of numbers up to 4 may overflow.
+// For larger p, powers of numbers up to 4 may overflow.
 constexpr double kLargestPower = 256;
 
 // The root for elements with the positive largest magnitude `maximum`. Divide by the root twice: 1 / root^2 may not be
@@ -99,7 +99,7 @@ GRADSCALE_HOST_DEVICE PowerSum added(PowerSum a, PowerSum b, double p) {
   if (a.sum == 0 || b.sum == 0) {
     return a.sum == 0 ? b : a;
   }
-  if (!std::isfinite(a.sum) || !std::isfinite(b.sum)) { // a factor of 0 would make NaN of inf
+  if (!std::isfinite(a.sum) || !std::isfinite(b.sum)) { // a factor of 0 would turn inf into NaN
     return {a.sum + b.sum, 1};
   }
   const double root = a.root > b.root ? a.root : b.root;

@@ -2,8 +2,8 @@
 #pragma once
 
 #if defined(__CUDACC_RTC__)
-// The parts of the C++ library that kernels use, for NVRTC: it has no headers, but the functions of
-// <cmath> in the global namespace, for float and for double.
+// The parts of the C++ standard library that kernels use. NVRTC has no standard headers, but it declares the functions
+// of <cmath> in the global namespace, for float and for double.
 using int8_t = signed char;
 using uint8_t = unsigned char;
 using int16_t = short;
@@ -139,7 +139,7 @@ namespace gradscale {
 // The number of lanes of the CPU kernels' vectors: 64 bytes of float.
 constexpr int64_t kLanes = 16;
 
-// The threads of a block of most kernels.
+// The number of threads per block in most kernels.
 constexpr int kThreads = 256;
 
 template <class To, class From>

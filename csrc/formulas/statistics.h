@@ -36,7 +36,7 @@ struct Magnitude {
   }
 };
 
-// Sums over finite elements.
+// Sums over finite elements. The root is that of PowerSum in norms.h.
 struct ElementSums {
   double powers;  // sum of (|g| / root^2)^p, or the largest |g| / root^2 if p is inf
   double sum;     // of g / root^2
@@ -121,7 +121,8 @@ struct StatisticsOut {
 
 // ---- Clipping -------------------------------------------------------------------------------------------------------
 
-// The factor of a unit of a gradient, from the unit's norm and the norm of its weights. NaN if either norm is NaN.
+// The factor of adaptive gradient clipping for a unit (a row of a weight, or all of it), from the norms of its gradient
+// and its weight. NaN if either norm is NaN.
 GRADSCALE_HOST_DEVICE double unit_factor(double gradient, double weight, double adaptive, double eps) {
   const double clamped = weight < eps ? eps : weight;
   const double limit = clamped == 0 ? 0 : adaptive * clamped;

@@ -36,7 +36,7 @@ GRADSCALE_HOST_DEVICE double clamp_between(double x, double low, double high) {
   return x < low ? low : (x > high ? high : x);
 }
 
-// x without infinities, which would become inf * 0 in a transform.
+// Clamps x to the finite numbers, because a transform of infinity may compute inf * 0. NaN stays NaN.
 GRADSCALE_HOST_DEVICE double clamp_finite(double x) {
   constexpr double largest = std::numeric_limits<double>::max();
   return clamp_between(x, -largest, largest);
@@ -46,7 +46,7 @@ GRADSCALE_HOST_DEVICE double transformed_target(double x, const Support& support
   return transform_value(support.transform, clamp_finite(x), support.eps);
 }
 
-// Only bins begin..end of a target have mass. A NaN target has NaN mass in valid bins.
+// A target has mass only in bins begin to end - 1. If the scalar is NaN, these bins are valid and their mass is NaN.
 
 struct TwoHotTarget {
   int32_t begin;
@@ -60,7 +60,7 @@ struct TwoHotTarget {
     return upper != upper;
   }
 
-  // Calls function(bin, mass) for begin..end.
+  // Calls function(bin, mass) for bins begin to end - 1.
   template <class Function>
   GRADSCALE_HOST_DEVICE void for_each(Function function) const {
     function(begin, 1 - upper);
@@ -82,7 +82,7 @@ GRADSCALE_HOST_DEVICE int32_t bin_below(double position, const Support& support)
   return floor_position < below_last ? static_cast<int32_t>(floor_position) : below_last;
 }
 
-// The target of x, whose lower bin is known.
+// The target of x, given its position among the bins and its lower bin.
 GRADSCALE_HOST_DEVICE TwoHotTarget two_hot_from(double x, double position, int32_t bin, const Support& support) {
   double upper = position - bin;
   if (support.raw) {
@@ -114,7 +114,7 @@ struct HLGaussTarget {
     return total != total;
   }
 
-  // Calls function(bin, mass) for begin..end, with one erf per bin.
+  // Calls function(bin, mass) for bins begin to end - 1, with one erf per bin.
   template <class Function>
   GRADSCALE_HOST_DEVICE void for_each(Function function) const {
     const double inverse_total = 1 / total;
@@ -151,8 +151,9 @@ GRADSCALE_HOST_DEVICE T pair_moment(T low, T high, T low_weight, T high_weight) 
   return common * (low + high) + ((low_weight - common) * low + (high_weight - common) * high);
 }
 
-// Expectation in transformed coordinates from the moment sum_j p_j (2j - S + 1). The integer weights are antisymmetric,
-// so that uniform probabilities give exactly the middle of the support: exactly 0 when it is symmetric.
+// Expectation in transformed coordinates from the moment sum_j p_j (2j - num_bins + 1). The integer weights are
+// antisymmetric, so that uniform probabilities give exactly the middle of the support, and exactly 0 if the support is
+// symmetric.
 template <class T>
 GRADSCALE_HOST_DEVICE T expectation_from_moment(T moment, const Support& support) {
   const T middle = T(0.5 * (support.minimum + support.maximum));
@@ -160,7 +161,7 @@ GRADSCALE_HOST_DEVICE T expectation_from_moment(T moment, const Support& support
   return middle + half_spacing * moment;
 }
 
-// The decoded scalar, from the same moment.
+// The decoded scalar, from the moment of expectation_from_moment().
 template <class T>
 GRADSCALE_HOST_DEVICE T decoded_moment(T moment, const Support& support) {
   return inverse_transform_value(support.transform, expectation_from_moment(moment, support), T(support.eps));

@@ -17,8 +17,8 @@ GRADSCALE_HOST_DEVICE T signed_hyperbolic(T x, T eps) {
   return x * (T(1) / (std::sqrt(std::abs(x) + T(1)) + T(1)) + eps);
 }
 
-// v = y / (sqrt(1/4 + eps (|y|+1+eps)) + 1/2 + eps): (|v| + 1)^2 is |x| + 1 for the x with h(x) = y. For a
-// large eps, the product is computed from the roots, where it does not overflow.
+// v = y / (sqrt(1/4 + eps (|y|+1+eps)) + 1/2 + eps), for which (|v| + 1)^2 = |x| + 1 if h(x) = y. For eps > 1, the root
+// is computed as sqrt(eps) sqrt(|y|+1+eps + 1/(4 eps)), because the product may overflow.
 template <class T>
 GRADSCALE_HOST_DEVICE T hyperbolic_root(T y, T eps) {
   const T sum = std::abs(y) + T(1) + eps;

@@ -23,10 +23,10 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-// Never freed: a module of an interpreter that ends may be gone before the last node is.
+// Never freed: at interpreter shutdown, the module may be destroyed before the last node.
 py::function* differentiable_gradients = nullptr;
 
-// Versions of all tensors of a call: they differ from earlier ones when something was written to since.
+// The version counters of all tensors of a call. A counter changes when its tensor is written to.
 std::vector<int64_t> versions_of(const Call& call) {
   std::vector<int64_t> versions;
   call.each_tensor([&](const at::Tensor& tensor) {
@@ -37,7 +37,7 @@ std::vector<int64_t> versions_of(const Call& call) {
   return versions;
 }
 
-// The call, as a backward pass reads it.
+// The call, as saved for the backward pass.
 struct Saved {
   Call call;
   std::vector<int64_t> versions; // of the given tensors, as the forward pass read them
@@ -82,7 +82,7 @@ autograd::variable_list flat(Gradients gradients) {
   return result;
 }
 
-// The gradients of the forward pass, in their own memory if nothing else holds it.
+// Multiplies the gradients of the forward pass by grad_output, in place if nothing else refers to their memory.
 autograd::variable_list multiplied(Gradients gradients, const Call& call, const at::Tensor& grad_output, bool is_one) {
   for (size_t h = 0; h < gradients.size(); ++h) {
     const int64_t batch_dim = call.batch_dim(call.predictions[h]);
@@ -102,7 +102,7 @@ autograd::variable_list multiplied(Gradients gradients, const Call& call, const 
   return flat(std::move(gradients));
 }
 
-// The kernel once more, with grad_output as another factor of each sample.
+// Runs the kernel again, with importance weights that are multiplied by grad_output.
 autograd::variable_list run_again(const Saved& saved, const at::Tensor& grad_output) {
   saved.check_unchanged();
   Call weighted = saved.call;
@@ -117,8 +117,9 @@ autograd::variable_list run_again(const Saved& saved, const at::Tensor& grad_out
   return flat(std::move(weighted.gradients));
 }
 
-// The device itself tests if grad_output is 1. If not, the kernel runs again, as it does for half types
-// on the CPU.
+// The device itself tests if grad_output is 1. If it is not, a kernel multiplies the gradients of the forward pass. The
+// kernel computes them again if they would be rounded a second time (half types), or if something else refers to their
+// memory.
 autograd::variable_list on_device(const Saved& saved, Gradients gradients, const at::Tensor& grad_output) {
   saved.check_unchanged();
   Call call = saved.call;
@@ -148,7 +149,7 @@ class MultiStepLossBackward : public BackwardNode {
   void release_variables() override {
     Gradients gradients;
     std::shared_ptr<const Saved> saved;
-    const std::lock_guard<std::mutex> lock(mutex_); // ends first: nothing is freed under it
+    const std::lock_guard<std::mutex> lock(mutex_); // destroyed first: nothing is freed while the mutex is held
     gradients.swap(gradients_);
     saved.swap(saved_);
   }
@@ -162,7 +163,7 @@ class MultiStepLossBackward : public BackwardNode {
     if (at::GradMode::is_enabled()) {
       return by_reference(*saved, grad_output, /*create_graph=*/true);
     }
-    if (!ordinary_context() || !ordinary_tensor(grad_output)) { // batched, or of another kind
+    if (!ordinary_context() || !ordinary_tensor(grad_output)) { // a transform (vmap), or a tensor subclass
       return by_reference(*saved, grad_output, /*create_graph=*/false);
     }
     autograd::variable_list result = prediction_gradients(*saved, grad_output, is_last_use);
@@ -189,14 +190,14 @@ class MultiStepLossBackward : public BackwardNode {
                              : multiplied(std::move(gradients), saved.call, grad_output, is_one);
   }
 
-  // The call, and true if the pass that begins is the last.
+  // Returns the saved call, and true if this pass is the last.
   std::pair<std::shared_ptr<const Saved>, bool> begin_pass() {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(saved_ != nullptr, autograd::ERR_BACKWARD_TWICE);
     return {saved_, std::exchange(is_last_use_, false)};
   }
 
-  // The gradients of the forward pass leave the node with the last pass; none are left where that one failed later.
+  // The last pass moves the gradients out of the node. If that pass fails afterwards, the next one computes them again.
   Gradients take_gradients(bool is_last_use) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return is_last_use ? std::exchange(gradients_, {}) : gradients_;

@@ -16,7 +16,7 @@ namespace gradscale {
 
 namespace {
 
-// Steps of a tensor with a step dimension, or tensors.
+// The number of steps: the size of the step dimension, or the number of tensors.
 int64_t steps_of(const Entries& entries, bool batch_first) {
   if (!entries.stacked) {
     return static_cast<int64_t>(entries.tensors.size());
@@ -25,7 +25,7 @@ int64_t steps_of(const Entries& entries, bool batch_first) {
   return tensor.dim() < 2 ? 0 : tensor.size(batch_first ? 1 : 0);
 }
 
-// Checks that a call's tensors have the shapes and types of each other and of the heads' forms.
+// Checks that the shapes and types of a call's tensors agree with each other and with the forms of the heads.
 class Checks {
  public:
   explicit Checks(const Call& call) : heads_(*call.heads), call_(call) {
@@ -86,7 +86,7 @@ class Checks {
     return std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size >= 1; });
   }
 
-  // A target has the dtype and the sizes of one of the head's forms, for a prediction of these sizes.
+  // True if a target has the dtype and the sizes of one of the head's forms, given the sizes of the prediction.
   bool target(size_t h, const at::Tensor& tensor, at::IntArrayRef prediction_sizes) const {
     const Entries& targets = call_.targets[h];
     const bool classes = tensor.scalar_type() == at::kLong;
@@ -251,7 +251,7 @@ void Call::make_outputs() {
   }
 }
 
-// A number for every entry of a head; the steps of a sample are adjacent in memory, also if the sizes are [T_h, B].
+// Allocates a number per sample and step of a head. The steps of a sample are adjacent in memory, also in [T_h, B].
 at::Tensor Call::make_entries(size_t head) const {
   const int64_t head_steps = steps - (*heads)[head].first_step;
   return batch_first ? at::empty({batch, head_steps}, sum_options)
@@ -429,11 +429,11 @@ void Call::add_segments(size_t h) {
   }
 }
 
-// The entries themselves, or a copy of those whose elements are not contiguous.
+// Returns the entries, or a copy of them in which the elements of each row are contiguous.
 const Entries& Call::with_contiguous_elements(const Entries& entries) {
   const auto is_contiguous = [&](const at::Tensor& tensor) {
-    int64_t count = 1; // elements of the dimensions that were looked at
-    for (int64_t dim = tensor.dim() - 1; dim >= entries.leading_dims(); --dim) { // other steps may hold classes
+    int64_t count = 1; // elements of the dimensions checked so far
+    for (int64_t dim = tensor.dim() - 1; dim >= entries.leading_dims(); --dim) { // tensors may differ in dim()
       if (tensor.size(dim) > 1 && tensor.stride(dim) != count) {
         return false;
       }
@@ -451,7 +451,7 @@ const Entries& Call::with_contiguous_elements(const Entries& entries) {
   return copy;
 }
 
-// The rows of a step, counted from the head's first.
+// The rows of a step. Step 0 is the first step of the head.
 Rows Call::rows_of(const Entries& entries, int64_t step) const {
   return view_rows(entries.tensors[entries.stacked ? 0 : step], entries.stacked, step);
 }
@@ -463,7 +463,7 @@ Rows Call::view_rows(const at::Tensor& tensor, bool stacked, int64_t step) const
   return {data + offset * tensor.element_size(), tensor.stride(sample_dim), element_of(tensor)};
 }
 
-// A step of [B, T_h].
+// One step of a tensor [B, T_h] ([T_h, B] without batch_first).
 Slab Call::column(const at::Tensor& tensor, int64_t step) const {
   return tensor.defined() ? slab(tensor, tensor.stride(batch_dim())).from(step) : Slab{};
 }

@@ -72,8 +72,8 @@ struct ByHead {
 // The results of a call, in the order in which the operator returns them: float, or double when a prediction is double.
 // Only the loss has a gradient. per_step, details and shares are by head; the operator leaves out undefined tensors.
 // per_step and details: [B, T_h] ([T_h, B] without batch_first); details are undefined for heads without a Detail.
-// shares: the head's share of the loss before its head weight, with the shape of the loss; defined if the weight gets a
-// gradient.
+// shares: the head's share of the loss without its head weight, with the shape of the loss; defined if the weight gets
+// a gradient.
 #define GRADSCALE_OUTPUTS(output)                             \
   output(at::Tensor, loss)          /* scalar, or [B] */      \
   output(at::Tensor, per_sample)    /* [B] */                 \
@@ -208,8 +208,8 @@ struct Call : Options {
 // Computes the loss and, if wanted, the gradients in the same pass; allocates gradients if the call has none.
 void run(Call& call);
 
-// Multiplies the gradients of a call by grad_output on a device, in place and without waiting; computes new ones if the
-// call has none.
+// Multiplies the gradients of a call by grad_output on a device, in place and without synchronizing; computes them if
+// the call has none.
 void run_backward_on_device(Call& call, const at::Tensor& grad_output);
 
 // Calls visit(tensor) for the tensors of an option.

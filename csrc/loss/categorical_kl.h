@@ -1,11 +1,11 @@
 // KL(p || q) of groups of classes, each distribution mixed with the uniform one: (1 - unimix) softmax + unimix /
-// classes (DreamerV3, Hafner et al. 2023), for CPU and GPU. The prediction has the logits of q, or of p. With L =
-// log p / q and the prediction's softmax s, its gradient by the logits is
+// classes (DreamerV3, Hafner et al. 2023), for CPU and GPU. The prediction is the logits of q, or of p if `predicts_p`.
+// With L = log(p / q) and s = softmax(prediction), the gradient by the predicted logits is
 //
 //   of p   (1 - unimix) (h_c - s_c sum(h)),  h = s L
 //   of q   (1 - unimix) (s_c sum(h) - h_c),  h = s p / q
 //
-// Without unimix s p / q is p, and L is the difference of two log_softmax, which stays exact where p or q underflow.
+// Without unimix, s p / q is p, and L is the difference of two log_softmax, which stays exact where p or q underflow.
 #pragma once
 
 #include "../formulas/losses.h"
@@ -13,7 +13,7 @@
 
 namespace gradscale {
 
-// The values that an element needs of its group.
+// The values that the elements of a group share.
 template <class A>
 struct GroupSoftmax {
   A maximum;
@@ -30,8 +30,8 @@ struct DivergenceTerms {
 
 template <class A>
 struct CategoricalKL {
-  A share;      // of the softmax
-  A everywhere; // what each class gets of the uniform distribution
+  A share;      // 1 - unimix: the factor of the softmax
+  A everywhere; // unimix / classes: added to each class
   bool predicts_p;
   double free_nats;
 
@@ -40,15 +40,15 @@ struct CategoricalKL {
         everywhere(static_cast<A>(head.unimix / static_cast<double>(s.last_size))),
         predicts_p(head.predicts_p),
         free_nats(head.free_nats) {
-    constexpr A smallest = A(1e-30); // the least whose quotients are normal numbers: less is nothing
+    constexpr A smallest = A(1e-30); // less is treated as 0: p / q might not be a normal number
     everywhere = everywhere < smallest ? A(0) : everywhere;
   }
 
   GRADSCALE_HOST_DEVICE bool mixes() const {
     return everywhere != A(0);
   }
-  // The terms of one class, from the exponentials of prediction and target, and from their differences from the maxima
-  // where nothing is mixed.
+  // The terms of one class, from the exponentials of prediction and target. Without unimix, the logarithm is computed
+  // from their differences from the maxima, `prediction_below` and `target_below`.
   template <bool mixes, bool predicts_p>
   GRADSCALE_HOST_DEVICE DivergenceTerms<A> terms(
       A x_exponential,

@@ -17,10 +17,11 @@ constexpr Number<Head> kNumbers[] = {GRADSCALE_NUMBERS_OF_HEADS(GRADSCALE_NUMBER
 Heads::Heads(const std::vector<std::string>& names, const std::vector<double>& numbers) {
   TORCH_CHECK(
       !names.empty() && names.size() == numbers.size(),
-      "multi_step_loss: heads must be names and as many numbers, but there are ",
+      "multi_step_loss: heads must be described by names and as many numbers, but there are ",
       names.size(),
-      " and ",
-      numbers.size());
+      " names and ",
+      numbers.size(),
+      " numbers");
   for (size_t i = 0; i < names.size(); ++i) {
     const auto kind =
         std::find_if(kinds().begin(), kinds().end(), [&](const KindOfHead& known) { return known.name == names[i]; });

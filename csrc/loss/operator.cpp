@@ -2,19 +2,18 @@
 // are one list, with a count for each head: the number of its tensors, 0 for one tensor with a step dimension, -1 for
 // no target. The heads are passed as records (see heads.h).
 //
-// Returns the tensors of GRADSCALE_OUTPUTS, then the gradients for grad_output 1 of the predictions in `wants`: one
-// tensor for each dtype of predictions, so that a compiler multiplies all its gradients in one loop. Only the loss has
-// a gradient function; autograd fills in `wants`. A compiled backward pass moves the gradients out of these tensors,
-// which are undefined afterwards.
+// Returns the tensors of GRADSCALE_OUTPUTS, and then the gradients of the predictions in `wants`, for a grad_output of
+// 1. All gradients of one dtype are in one tensor, so that a compiler multiplies them in one loop. Only the loss has a
+// gradient function; autograd fills in `wants`. A compiled backward pass moves the memory of the gradients out of these
+// tensors, whose content is undefined afterwards.
+#include "../torch/arguments.h"
 #include "../torch/autograd.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
 #include "python.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/core/stack.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/eq.h>
@@ -34,6 +33,37 @@
 
 namespace gradscale {
 
+// ---- The arguments that are options ---------------------------------------------------------------------------------
+
+template <class T>
+const char* schema_type(const ByHead<T>&) {
+  return "Tensor?[]";
+}
+template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
+const char* schema_type(Choice) {
+  return "str";
+}
+
+inline void read_argument(const char* name, const c10::IValue& given, StepNumbers& numbers) {
+  read_argument(name, given, numbers.tensor);
+}
+inline void read_argument(const char* name, const c10::IValue& given, HeadWeight& weight) {
+  read_argument(name, given, weight.tensor);
+}
+template <class T>
+void read_argument(const char* name, const c10::IValue& given, ByHead<T>& by_head) {
+  for (const c10::IValue& value : given.toListRef()) {
+    read_argument(name, value, by_head.values.emplace_back());
+  }
+}
+template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
+void read_argument(const char* name, const c10::IValue& given, Choice& choice) {
+  const auto names = names_of(choice);
+  const auto found = std::find(names.begin(), names.end(), given.toStringRef());
+  TORCH_CHECK_VALUE(found != names.end(), "multi_step_loss: unknown ", name, " '", given.toStringRef(), "'");
+  choice = static_cast<Choice>(found - names.begin());
+}
+
 namespace {
 
 namespace autograd = torch::autograd;
@@ -47,72 +77,14 @@ enum class Option : size_t { GRADSCALE_OPTIONS(GRADSCALE_ENUMERATOR) };
 #undef GRADSCALE_ENUMERATOR
 constexpr auto kHeadWeights = static_cast<size_t>(Option::head_weights);
 
-struct SchemaWriter {
-  std::string& schema;
-
-  template <class Option>
-  void operator()(const char* name, const Option& option) {
-    schema += std::string(", ") + type_of(option) + " " + name;
-  }
-  static const char* type_of(const at::Tensor&) {
-    return "Tensor?";
-  }
-  template <class T>
-  static const char* type_of(const ByHead<T>&) {
-    return "Tensor?[]";
-  }
-  static const char* type_of(bool) {
-    return "bool";
-  }
-  template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
-  static const char* type_of(Choice) {
-    return "str";
-  }
-};
-
 std::string schema() {
   std::string schema =
       "multi_step_loss(Tensor[] predictions, Tensor[] targets, int[] prediction_counts, int[] target_counts, "
-      "str[] names, float[] numbers, int[] wants";
+      "str[] names, float[] numbers, int[] wants, ";
   const Options options;
   Options::each(options, SchemaWriter{schema});
   return schema + ") -> Tensor[]";
 }
-
-// Reads the options from the operator's arguments in order.
-struct StackReader {
-  const c10::IValue* next;
-
-  template <class Option>
-  void operator()(const char* name, Option& option) {
-    read(name, *next++, option);
-  }
-  static void read(const char*, const c10::IValue& given, at::Tensor& tensor) {
-    tensor = given.isNone() ? at::Tensor() : given.toTensor();
-  }
-  static void read(const char* name, const c10::IValue& given, StepNumbers& numbers) {
-    read(name, given, numbers.tensor);
-  }
-  static void read(const char* name, const c10::IValue& given, HeadWeight& weight) {
-    read(name, given, weight.tensor);
-  }
-  template <class T>
-  static void read(const char* name, const c10::IValue& given, ByHead<T>& by_head) {
-    for (const c10::IValue& value : given.toListRef()) {
-      read(name, value, by_head.values.emplace_back());
-    }
-  }
-  static void read(const char*, const c10::IValue& given, bool& flag) {
-    flag = given.toBool();
-  }
-  template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
-  static void read(const char* name, const c10::IValue& given, Choice& choice) {
-    const auto names = names_of(choice);
-    const auto found = std::find(names.begin(), names.end(), given.toStringRef());
-    TORCH_CHECK_VALUE(found != names.end(), "multi_step_loss: unknown ", name, " '", given.toStringRef(), "'");
-    choice = static_cast<Choice>(found - names.begin());
-  }
-};
 
 // Splits a list of tensors into the entries of each head.
 std::vector<Entries> entries_from(const c10::IValue& list, const std::vector<int64_t>& counts) {
@@ -143,7 +115,7 @@ Call call_from(at::ArrayRef<c10::IValue> given) {
   Call call;
   call.predictions = entries_from(given[kPredictions], given[kPredictionCounts].toIntVector());
   call.targets = entries_from(given[kTargets], given[kTargetCounts].toIntVector());
-  Options::each(call, StackReader{&given[kOptions]});
+  Options::each(call, ArgumentReader{&given[kOptions]});
   call.want_shares([](const at::Tensor&) { return true; });
   const std::vector<int64_t> wants = sorted_wants(given[kWants]);
   const auto count = static_cast<int64_t>(given[kPredictions].toListRef().size());
@@ -162,8 +134,8 @@ Call call_from(at::ArrayRef<c10::IValue> given) {
 
 // ---- Gradients ------------------------------------------------------------------------------------------------------
 
-// The gradients of all predictions of one dtype, concatenated. They have the type of sums, because they are multiplied
-// before they are rounded.
+// The gradients of all predictions of one dtype, concatenated. They are float, or double for double, because they are
+// multiplied before they are rounded.
 struct JoinedGradients {
   at::ScalarType type; // of the predictions
   c10::SymInt size = 0;
@@ -187,7 +159,7 @@ struct Gradient {
   }
 };
 
-// A head weight that gets a gradient, with the head's share of the loss before this weight.
+// A head weight that gets a gradient. `data` is the head's share of the loss, not yet multiplied by this weight.
 struct Share {
   size_t edge;
   at::ScalarType type; // of the weight
@@ -321,7 +293,7 @@ class OperatorBackward : public BackwardNode {
 
 // ---- The kernels ----------------------------------------------------------------------------------------------------
 
-// Appends outputs to a list. Lists by head lose their undefined tensors.
+// Appends outputs to a list, except undefined tensors of heads.
 struct Lister {
   Tensors& list;
 
@@ -336,8 +308,7 @@ struct Lister {
 };
 
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const size_t count = op.schema().arguments().size();
-  const at::ArrayRef<c10::IValue> given = torch::jit::last(*stack, count);
+  const at::ArrayRef<c10::IValue> given = arguments_of(op, *stack);
   const Heads heads(given[kHeadNames].to<std::vector<std::string>>(), given[kHeadNumbers].toDoubleVector());
   Call call = call_from(given);
   TORCH_CHECK_VALUE(
@@ -367,8 +338,7 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (const JoinedGradients& joined : layout.joined) {
     results.push_back(joined.data);
   }
-  torch::jit::drop(*stack, count);
-  torch::jit::push(*stack, std::move(results));
+  return_from(op, *stack, std::move(results));
 }
 
 void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {

@@ -86,7 +86,7 @@ class PythonReader {
   PythonReader(const Plan& plan, Call& call, py::handle options) : plan_(plan), call_(call), options_(options.ptr()) {
   }
 
-  // Reads the step numbers, whose number depends on batch_first; returns true if the kernels accept all options.
+  // Reads the step numbers, whose count depends on batch_first; returns true if the kernels accept all options.
   bool finish() {
     const int64_t steps = all_read_ && !step_numbers_.empty() ? call_.count_steps(plan_.table) : 0;
     return all_read_ && std::all_of(step_numbers_.begin(), step_numbers_.end(), [=](const auto& pending) {
@@ -101,7 +101,7 @@ class PythonReader {
   }
 
  private:
-  // One value for all heads, or a dict of them by head.
+  // Reads one value for all heads, or a dict with a value for each head.
   template <class T>
   bool read(py::handle given, ByHead<T>& by_head) {
     if (given.is_none()) {
@@ -148,20 +148,20 @@ class PythonReader {
     return !failed() && weight.number >= 0 && std::isfinite(weight.number);
   }
 
-  // True if a call of Python failed. The error is cleared: the checks in Python raise it, and name the argument.
+  // True if a call of Python's C API failed. Clears the error: the checks in Python raise one that names the argument.
   static bool failed() {
     const bool raised = PyErr_Occurred() != nullptr;
     PyErr_Clear();
     return raised;
   }
 
-  // True for a number of Python or NumPy. An array may be convertible to a number too, but is none.
+  // True for a number of Python or NumPy. False for an array, although it may be convertible to a number.
   static bool is_real(py::handle given) {
     return PyFloat_Check(given.ptr()) || PyLong_CheckExact(given.ptr()) ||
            (!PyBool_Check(given.ptr()) && py::isinstance(given, py::module_::import("numbers").attr("Real")));
   }
 
-  // A tensor as a number. Reading it from another device would synchronize.
+  // True if a tensor can be read as a number. Reading it from another device would synchronize.
   static bool is_readable(const at::Tensor& tensor) {
     return tensor.is_cpu() && !tensor.requires_grad();
   }
@@ -228,7 +228,7 @@ class PythonReader {
   PyObject* options_;
   Py_ssize_t next_ = 0;
   bool all_read_ = true;
-  std::vector<std::pair<py::object, StepNumbers*>> step_numbers_; // no object: "unroll"
+  std::vector<std::pair<py::object, StepNumbers*>> step_numbers_; // null object: "unroll"
 };
 
 // Raises if an unmasked class is out of range, for which the kernel would return NaN. Classes on a device are not
@@ -336,7 +336,7 @@ bool read_call(const Plan& plan, py::handle predictions, py::handle targets, py:
 
 // `with_gradient`: by head, true if a prediction has a gradient.
 py::dict outputs_to_python(const Plan& plan, const Outputs& outputs, const std::vector<bool>& with_gradient) {
-  const at::AutoDispatchBelowADInplaceOrView guard; // the outputs are views of tensors that users never see
+  const at::AutoDispatchBelowADInplaceOrView guard; // no view tracking: users never see the bases
   const Tensors means = outputs.head_means.unbind();
   const Tensors losses = outputs.head_losses.unbind();
   const Tensors norms = outputs.head_gradient_norms.unbind();

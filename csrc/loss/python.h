@@ -24,17 +24,17 @@ struct Plan {
 std::shared_ptr<Plan> make_plan(
     py::dict heads, const std::vector<std::string>& names, const std::vector<double>& numbers);
 
-// Computes the loss; `options` is an `Options` of gradscale_ext/loss/options.py, whose order
-// tests/test_loss_contexts.py compares with ours. Returns the fields of `MultiStepLossOutput` by name, or None if the
-// fused kernels do not accept the call: an argument is wrong, for which Python then has the words, or a tensor is of
+// Computes the loss. `options` is an `Options` of gradscale_ext/loss/options.py, whose fields have the order of the C++
+// Options (tests/test_loss_contexts.py checks it). Returns the fields of `MultiStepLossOutput` by name, or None if the
+// fused kernels do not accept the call: an argument is wrong, for which Python then raises the error, or a tensor is of
 // another kind (subclass, transform, device), for which Python has another path.
 py::object multi_step_loss(
     const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, py::handle options);
 
-// Sets the function of Python that gives the numbers of step_gradient_scale="unroll" for a number of steps.
+// Sets the Python function that maps the number of steps to the scales of step_gradient_scale="unroll".
 void set_unroll_scale(py::function function);
 
-// The options by name, tensors without their edges, except head weights.
+// The options by name. Tensors are detached from their graph, except head weights.
 py::dict options_to_python(const Options& options);
 
 // One tensor, a list of tensors, or None for no tensors.
@@ -42,13 +42,13 @@ py::object to_python(const Entries& entries);
 
 // ---- The gradient function; the registered operator has its own, in operator.cpp ------------------------------------
 
-// Makes the loss among the outputs of a call part of the graph. The call stays with its node.
+// Gives the loss in `outputs` its gradient function, a node of the graph that owns the call.
 void record_call(Call call, const Outputs& outputs, std::shared_ptr<Plan> plan);
 
 // The gradient of a head weight, from the head's share of the loss before this weight.
 at::Tensor head_weight_gradient(const at::Tensor& share, const at::Tensor& grad_output, at::ScalarType type);
 
-// grad_output as it multiplies a gradient: itself, or [B] along the batch dimension.
+// grad_output in a shape that broadcasts to `gradient`: a scalar as it is, and [B] along the batch dimension.
 at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output, int64_t batch_dim);
 
 // The Python function that gives the gradients as a differentiable graph, for second derivatives:

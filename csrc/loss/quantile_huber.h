@@ -3,15 +3,15 @@
 //
 //   |tau_i - 1[u < 0]| huber(u) / kappa = |tau_i - 1[u < 0]| |s| (|u| - min(|u|, kappa) / 2),
 //
-// and its derivative by x_i is -|tau_i - 1[u < 0]| s. For kappa = 0, or less than the smallest normal number, it is |u|
-// instead of huber(u) / kappa.
+// and its derivative by x_i is -|tau_i - 1[u < 0]| s. If kappa is 0 or less than the smallest normal number, |u|
+// replaces huber(u) / kappa.
 #pragma once
 
 #include "segment.h"
 
 namespace gradscale {
 
-// The slopes of one quantile for targets above and below it: tau and tau - 1. Subtracting 1 would lose digits.
+// The slopes of one quantile for targets above and below it: tau and tau - 1. Subtracting 1 from tau would lose digits.
 template <class A>
 struct QuantileWeights {
   A above, below;
@@ -23,7 +23,7 @@ struct QuantileHuber {
   double count;                              // of quantiles
   double pair_factor;                        // the factor of a pair's loss
   A kappa, inverse_kappa;
-  A lift; // 1; for kappa = 0 the largest number, with which |u| inverse_kappa lift is above 1 for subnormal u too
+  A lift; // 1; for kappa = 0 the largest number, so that |u| inverse_kappa lift > 1 also for subnormal u
 
   GRADSCALE_HOST_DEVICE QuantileHuber(const Head& head, const Segment& s)
       : count(static_cast<double>(s.width)),

@@ -1,6 +1,6 @@
-// The heads that compare a row with its target as numbers or vectors, or with nothing, written once for CPU and GPU.
-// The drivers, regression_rows.h for a CPU and regression_rows.cuh for a GPU, read and write elements and are the same
-// for all heads. A head has
+// The heads that compare a row, a number or a vector, with its target, and PerStepLoss, which has no target. They are
+// written once for CPU and GPU. The drivers, regression_rows.h for a CPU and regression_rows.cuh for a GPU, read and
+// write elements and are the same for all heads. A head has
 //
 // - terms(x, t): the numbers that an element adds to the sums of its row;
 // - finish(sums): the loss of the row;
@@ -100,10 +100,10 @@ struct PerStepLoss : MeanOverElements<A> {
   }
 };
 
-// -x.t / (max(|x|, eps) max(|t|, eps)); gradient magnitude (x_factor x_j + t_factor t_j), where the sum is of unit
-// vectors. The sums are x.x, t.t and x.t. Doubles are first divided by their units, the largest magnitudes, because
-// their squares and the product of their lengths may overflow or underflow. Floats are not, as both are in the range of
-// double.
+// -x.t / (max(|x|, eps) max(|t|, eps)); gradient magnitude (x_factor x_j + t_factor t_j), where the vectors x_factor x
+// and t_factor t have length 1 or less. The sums are x.x, t.t and x.t. Doubles are first divided by their units, the
+// largest magnitudes, because their squares and the product of their lengths may overflow or underflow. For floats,
+// these are in the range of double.
 template <class A>
 struct NegativeCosine : MeanOverElements<A> {
   using Sum = double;
@@ -133,7 +133,7 @@ struct NegativeCosine : MeanOverElements<A> {
     x_factor = x_length >= x_floor ? cosine / x_length * inverse_x_unit : 0.0;
     t_factor = -inverse_t_unit / t_scale;
     magnitude = t_scale / t_divisor / (x_divisor * x_unit);
-    if (!kScales && magnitude > 1e30) { // perhaps beyond float: zeros of the gradient stay zeros
+    if (!kScales && magnitude > 1e30) { // the factor may overflow in float, and 0 * inf is NaN
       x_factor *= magnitude;
       t_factor *= magnitude;
       magnitude = 1;

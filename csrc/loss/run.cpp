@@ -139,7 +139,7 @@ void clear_gradients(const Pass& pass, int64_t sample) {
   }
 }
 
-// The norm of a head's gradient and its largest logit. `segments` are the segments of this head.
+// Stores the norm of a head's gradient and its largest logit. `segments` are the segments of this head.
 void store_metrics(const Pass& pass, int64_t head, const Segment* segments) {
   double squares = 0, largest = 0;
   for (int64_t t = 0; t < pass.steps_of(pass.heads[head]); ++t) {
@@ -160,7 +160,7 @@ template <class T>
 void reduce(const Pass& pass) {
   std::vector<double> samples(pass.batch, 0.0);              // L_b
   std::vector<double> weighted(pass.num_heads * pass.batch); // by head, with the factors of the reduction
-  std::vector<double> shares(pass.num_heads, 0.0);           // of the loss, before head weights
+  std::vector<double> shares(pass.num_heads, 0.0);           // of the loss, without head weights
   const Segment* segments = pass.segments;
   for (int64_t h = 0; h < pass.num_heads; ++h) {
     const Head& head = pass.heads[h];
@@ -173,14 +173,14 @@ void reduce(const Pass& pass) {
   double total = 0;
   for (int64_t b = 0; b < pass.batch; ++b) {
     pass.per_sample.store(b, samples[b]);
-    const bool finite = std::isfinite(pass.per_sample.load(b)); // as the user sees it, in float
+    const bool finite = std::isfinite(pass.per_sample.load(b)); // as the user reads it, after rounding
     num_nonfinite += finite ? 0 : 1;
     const bool skipped = !finite && pass.skips_nonfinite;
     double contribution = 0;
     for (int64_t h = 0; h < pass.num_heads; ++h) {
       const Coefficients& coefficients = pass.coefficients[h];
       const double weight = coefficients.importance_weights.at(b, 0);
-      // A weight that is not finite adds nothing to a sample without entries.
+      // A sample without unmasked entries adds 0, also if a weight is not finite.
       const double head_weight = coefficients.head_weight();
       const bool counts = !skipped && (std::isfinite(weight * head_weight) || has_entries(pass, h, b));
       const double share = counts ? weight * weighted[h * pass.batch + b] : 0.0;

@@ -86,7 +86,7 @@ struct Segment {
   int64_t step;         // 0 is the root
   int64_t width;        // elements of a row of predictions
   int64_t target_width; // of a row of targets
-  int64_t last_size;    // of a prediction's last dimension: the width, unless a row has more dimensions
+  int64_t last_size;    // the size of a prediction's last dimension: `width` if a row has one dimension
   Rows prediction;
   Rows target;   // data is null where the head has none
   Rows gradient; // data is null where no gradient is wanted; of the prediction's type, or of the type of sums
@@ -128,7 +128,7 @@ struct RowFactor {
 
 // The weights of a head's rows. Step weights are numbers in the segment, tensors here, or absent.
 struct Coefficients {
-  double factor;             // the weight in the head, divided by the reduction's divisor
+  double factor;             // Head::weight, divided by the reduction's divisor
   double* divisor = nullptr; // on a device: divides `factor`, if only the device has the divisor
   StepWeight step_weights;
   StepWeight step_gradient_scale;
@@ -136,7 +136,7 @@ struct Coefficients {
   StepMask mask;
   double head_weight_number = 1; // from the call's head_weights
   Slab head_weight_tensor;       // the same, if only the device has it
-  Slab share; // the head's share of the loss before its head weight, a scalar or one per sample; no data: not wanted
+  Slab share; // the head's share of the loss without its head weight, a scalar or one per sample; no data: not wanted
 
   GRADSCALE_HOST_DEVICE double share_factor() const {
     return divisor == nullptr ? factor : factor / *divisor;
@@ -144,7 +144,7 @@ struct Coefficients {
   GRADSCALE_HOST_DEVICE double head_weight() const {
     return head_weight_tensor.data == nullptr ? head_weight_number : head_weight_tensor.load(0);
   }
-  // A head's share of the loss, times its head weight: 0 where nothing was added, also if the weight is not finite.
+  // A head's share of the loss, times its head weight. It is 0 if the share is 0, also if the weight is not finite.
   GRADSCALE_HOST_DEVICE double weighted(double share_before) const {
     return share_before == 0 ? 0 : head_weight() * share_before;
   }
@@ -186,14 +186,14 @@ struct Pass {
   bool counts_unmasked; // sets the divisors of heads with a mask: the numbers of unmasked entries
   Slab skipped;         // with skips_nonfinite: per_sample once more, for the backward pass
   Slab grad_output;     // a scalar (stride 0) or one per sample; no data: this is the forward pass
-  bool has_gradients;   // the gradients for grad_output 1 exist, and a scalar 1 leaves them as they are
+  bool has_gradients;   // the gradients for grad_output 1 exist; a scalar grad_output of 1 leaves them as they are
 
   GRADSCALE_HOST_DEVICE int64_t steps_of(const Head& head) const {
     return steps - head.first_step;
   }
 };
 
-// Computes loss, detail, metrics and gradient of rows begin..end of a segment. `scratch` holds
+// Computes loss, detail, metrics and gradient of rows begin to end - 1 of a segment. `scratch` holds
 // scratch_elements(width) doubles.
 using RunRows = void (*)(const Segment&, const Coefficients&, int64_t begin, int64_t end, double* scratch);
 extern const CpuKernel<RunRows> run_rows_kernel;

@@ -7,8 +7,8 @@
 
 namespace gradscale {
 
-// A function computes y_t = a_t + b_t y_{t+1}. Its adjoint is the transposed function, y_t = a_t + b_t y_{t-1}. It
-// turns the gradients of the results into the gradients of rewards, values and next values.
+// A function computes y_t = a_t + b_t y_{t+1}. Its adjoint is the transposed function, y_t = a_t + b_t y_{t-1}. The
+// adjoint turns the gradients of the results into the gradients of rewards, values and next values.
 enum class Formula : int32_t {
   lambda_returns = 0,
   advantages = 1,
@@ -100,7 +100,7 @@ struct MuZeroCall {
 
 // ---- Kernels --------------------------------------------------------------------------------------------------------
 
-// Computes rows begin .. end of a recurrence, or of n-step returns.
+// Computes rows begin to end - 1 of a recurrence, or of n-step returns.
 using ReturnsRows = void (*)(const ReturnsCall& call, int64_t begin, int64_t end);
 
 extern const CpuKernel<ReturnsRows> along_steps_kernel; // lanes along the steps of a row

@@ -234,13 +234,13 @@ py::object muzero_targets_in_eager_mode(
   windows.to_play = read.matrix(to_play, 1);
   windows.root_reward = read.constant(read.by_row(root_reward));
   windows.discounts = read.coefficient(discount, -1, windows.discount, /*per_step=*/false);
-  windows.num_unroll_steps = read.integer(num_unroll_steps, 0, -1);
-  windows.td_steps = read.integer(td_steps, 1, -1);
-  const int64_t horizon = read.integer(prefix_horizon, 1, std::max<int64_t>(1, windows.num_unroll_steps));
+  const int64_t unroll_steps = read.integer(num_unroll_steps, 0, -1), bootstrap_steps = read.integer(td_steps, 1, -1);
+  windows.num_unroll_steps = unroll_steps;
+  windows.td_steps = bootstrap_steps;
+  const int64_t horizon = read.integer(prefix_horizon, 1, std::max<int64_t>(1, unroll_steps));
   windows.prefix_horizon = is_prefix ? horizon : 0;
   windows.batch_first = read.is_batch_first;
-  read.require(windows.num_unroll_steps >= 0 && windows.num_unroll_steps <= std::numeric_limits<int32_t>::max());
-  read.require(windows.td_steps >= 1);
+  read.require(unroll_steps >= 0 && unroll_steps <= std::numeric_limits<int32_t>::max() && bootstrap_steps >= 1);
   read.require(
       !windows.lengths.defined() || (windows.lengths.scalar_type() == at::kLong && windows.terminated.defined()));
   read.require(!windows.terminated.defined() || windows.terminated.scalar_type() == at::kBool);

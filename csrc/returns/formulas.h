@@ -1,15 +1,17 @@
 // The functions over trajectories, one transition at a time, for the CPU and for GPUs.
 //
-// Each is a linear recurrence y_t = a_t + b_t y', where y' is the result of the step before in the order of the walk:
+// Each is a linear recurrence y_t = a_t + b_t y', where y' is the y of the previous step in the order of the walk: step
 // t + 1 for a function, t - 1 for its adjoint. A formula gives (a, b) of a step, and its results from y and y'. `L` is
 // the type of lanes, one number or several:
 //
 //   L::V, L::M            numbers, and conditions
-//   L::times(c, x)        c x, and 0 if c is 0. Lanes that are checked afterwards may give NaN where x is not finite.
-//   L::product(c, d)      of coefficients: 0 only if one of them is 0
+//   L::times(c, x)        c x, and 0 if c is 0
+//   L::product(c, d)      c d for coefficients c and d, and 0 only if one of them is 0
 //
-// Conditions select, so that what is not finite stays in its episode. Masked transitions give a = b = 0 and results of
-// 0.
+// Lanes of vectors only multiply: a tile with a result that is not finite is computed again by OneLane.
+//
+// Conditions select instead of multiplying, so that numbers that are not finite stay in their episode. Masked
+// transitions give a = b = 0 and results of 0.
 //
 // The CPU's kernels include this once for each instruction set, into its namespace: lanes are vectors of that set.
 #include "call.h"
@@ -23,8 +25,8 @@ template <class L>
 struct Transition {
   using V = typename L::V;
   using M = typename L::M;
-  V reward; // of an adjoint: the gradient of the first result, and of the second in `value`
-  V value;
+  V reward;      // in an adjoint: the gradient of the first result
+  V value;       // in an adjoint: the gradient of the second result
   V later_value; // of step t + 1
   V next_value;
   V discount;
@@ -33,7 +35,7 @@ struct Transition {
   V limits[3];
   M live; // not masked
   M terminated;
-  M cut;
+  M cut; // terminated, truncated, or followed by a masked step or the end: nothing passes between t and t + 1
 };
 
 template <class L>
@@ -44,19 +46,19 @@ struct Affine {
 
 // ---- What formulas share -------------------------------------------------------------------------------------------
 
-// The smaller; NaN if x is.
+// The smaller of both; NaN if x is NaN.
 template <class V>
 GRADSCALE_HOST_DEVICE V least(V x, V limit) {
   return limit < x ? limit : x;
 }
 
-// B_t: what the successor is worth.
+// B_t: the value of the next state, and 0 after termination.
 template <class L>
 GRADSCALE_HOST_DEVICE typename L::V bootstrap(const Transition<L>& s) {
   return s.terminated ? typename L::V{} : s.next_value;
 }
 
-// (1 - lambda) B + lambda y; B at a cut, where lambda is not read.
+// (1 - lambda) B + lambda `later`; B at a cut, whatever lambda is.
 template <class L>
 GRADSCALE_HOST_DEVICE typename L::V mixed(const Transition<L>& s, typename L::V later) {
   const typename L::V b = bootstrap(s);
@@ -78,14 +80,14 @@ GRADSCALE_HOST_DEVICE Affine<L> if_live(const Transition<L>& s, typename L::V a,
   return {if_live(s, a), if_live(s, b)};
 }
 
-// The gradient of next_value, given the coefficient of the bootstrap and the gradient behind it.
+// The gradient of next_value, given the coefficient of the bootstrap and the gradient of the term that contains it.
 template <class L>
 GRADSCALE_HOST_DEVICE typename L::V to_next_value(
     const Transition<L>& s, typename L::V coefficient, typename L::V gradient) {
   return s.terminated ? typename L::V{} : L::times(coefficient, gradient);
 }
 
-// The coefficient of the bootstrap in discount mixed().
+// The coefficient of the bootstrap in discount * mixed().
 template <class L>
 GRADSCALE_HOST_DEVICE typename L::V bootstrap_factor(const Transition<L>& s) {
   return s.cut ? s.discount : L::product(s.discount, 1 - s.lambda);
@@ -210,7 +212,7 @@ struct VTraceAdjoint {
   static constexpr bool kAdjoint = true;
   static constexpr int kResults = 3;
 
-  // Of targets_{t+1} in the advantage of step t. The next step reads it as its `extra`.
+  // The gradient of targets_{t+1} from the advantage of step t. results() of step t + 1 gets it as `extra`.
   template <class L, class V = typename L::V>
   static GRADSCALE_HOST_DEVICE V extra(const Transition<L>& s) {
     const V coefficient = L::product(least(s.ratio, s.limits[2]), L::product(s.discount, s.lambda));
@@ -261,7 +263,7 @@ struct RetraceAdjoint {
   }
 };
 
-// Calls function(F()) with the formula of a recurrence; n-step returns are none.
+// Calls function(F()) with the formula of a recurrence. Does nothing for n-step returns, which are not recurrences.
 template <class Function>
 GRADSCALE_DISPATCH void dispatch_formula(Formula formula, Function function) {
   switch (formula) {
@@ -289,7 +291,7 @@ GRADSCALE_DISPATCH void dispatch_formula(Formula formula, Function function) {
 
 // ---- One lane ------------------------------------------------------------------------------------------------------
 
-// A number a lane. A coefficient of 0 selects.
+// One number per lane. A coefficient of 0 selects 0 instead of multiplying.
 template <class A>
 struct OneLane {
   using V = A;
@@ -308,7 +310,7 @@ struct OneLane {
   static GRADSCALE_HOST_DEVICE A times(A c, A x) {
     return c == 0 ? A(0) : c * x;
   }
-  // The least number with the sign of a product that underflows, so that it is not mistaken for a cut.
+  // A product that underflows becomes the smallest number of its sign, so that it is not mistaken for a cut.
   static GRADSCALE_HOST_DEVICE A product(A c, A d) {
     const A p = c * d;
     return c == 0 || d == 0 ? A(0) : (p == 0 ? underflow(p) : p);
@@ -320,9 +322,9 @@ struct OneLane {
 
 // ---- n-step returns -------------------------------------------------------------------------------------------------
 
-// n-step returns of one row, and their adjoint. O(T) for any n, and no division by powers of
-// the discount (van Herk 1992): a row is cut into blocks of n steps, so that a window is the end of one block and the
-// begin of the next. The maps x -> r + discount x of each part are composed once, from where the blocks meet.
+// n-step returns of one row, and their adjoint, in O(T) for any n and without division by powers of the discount (van
+// Herk 1992). A row is cut into blocks of n steps, so that a window is the end of one block and the beginning of the
+// next. The maps x -> r + discount x of each part are composed once, starting from the boundary of the blocks.
 //
 // `steps[t]` is a StepOfRow.
 
@@ -352,13 +354,13 @@ struct StepOfRow {
   bool cut;
   bool terminated;
 
-  // The return of a window that ends here, from here.
+  // The return from this step on, for a window that ends with this step.
   GRADSCALE_HOST_DEVICE A last_return() const {
     return reward + OneLane<A>::times(discount, bootstrap);
   }
 };
 
-// A product of discounts; nothing passes once one of them is 0, or at a cut.
+// A product of discounts. `open` is false after a discount of 0 or a cut: what follows then counts as 0.
 template <class A>
 struct Weight {
   A value = A(1);
@@ -373,14 +375,14 @@ struct Weight {
   }
 };
 
-// `scratch` has the block's size.
+// `scratch` holds n numbers.
 template <class A, class Steps>
 GRADSCALE_HOST_DEVICE void n_step_row(
     const Steps& steps, int64_t count, int64_t n, A* scratch, const Result<A>& result) {
   for (int64_t begin = (count - 1) / n * n; begin >= 0; begin -= n) {
     const int64_t end = begin + n < count ? begin + n : count;
-    // Backwards: the sum up to the block's end, or to a cut, and the weight of what follows. `scratch[i]` has what
-    // follows where a window ends at step i of the next block.
+    // Walk backwards: the sum up to the block's end or to a cut, and the weight of what follows. For a window that ends
+    // at step i of the next block, what follows is `scratch[i]`.
     A sum = A(0);
     Weight<A> weight;
     for (int64_t t = end - 1; t >= begin; --t) {
@@ -399,7 +401,7 @@ GRADSCALE_HOST_DEVICE void n_step_row(
       }
       result.put(t, sum + following);
     }
-    // Walk forwards: add the terms of this block to windows that begin in the block before.
+    // Walk forwards: for windows that begin in the block before, store the part in this block in `scratch`.
     sum = A(0);
     weight = {};
     A whole = A(0);
@@ -416,9 +418,10 @@ GRADSCALE_HOST_DEVICE void n_step_row(
   }
 }
 
-// The gradient of reward i is the sum of the gradients of the windows that contain it: the windows of the steps
-// i - n + 1 .. i that no cut separates from i. `sums` and `parts` have the block's size: weighted sums from a step of
-// the block before to that block's end, and their terms.
+// The gradient of reward i is the sum of the gradients of the windows that contain it, weighted by discounts: the
+// windows that begin at steps i - n + 1 to i and that no cut separates from i. `sums` and `parts` hold n numbers, one
+// for each step t of the block before: `parts` the gradient of the window that begins at t, weighted up to that block's
+// end, and `sums` the sum of `parts` from t to that block's end.
 template <class A, class Steps>
 GRADSCALE_HOST_DEVICE void n_step_adjoint_row(
     const Steps& steps,

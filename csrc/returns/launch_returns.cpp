@@ -49,7 +49,7 @@ void each_tensor(const ReturnsCall& call, Function function) {
   }
 }
 
-// The layout of a call's tensors, and the set of those that are given: template arguments of Row in steps.cuh.
+// The layout of a call's tensors, and the set of given tensors as bits: template arguments of Row in steps.cuh.
 std::string form_of(const ReturnsCall& call) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const Element own = call.is_double ? Element::float64 : Element::float32;

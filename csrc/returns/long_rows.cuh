@@ -1,14 +1,14 @@
-// Recurrences of few long rows on GPUs, in one launch: a block has a chunk of a row, and waits for the maps of the
-// chunks before it in the walk. Its warps have kAhead x 32 neighbouring steps each.
+// Recurrences of few long rows on GPUs, in one launch: a block owns a chunk of a row, and waits for the maps of the
+// chunks before it in the walk. Each of its warps owns kAhead x 32 neighbouring steps.
 //
 // A block takes the next chunk when it starts, so that it waits only for blocks that have started. It publishes the map
 // of its chunk, reads the maps of the earlier chunks of its group, always in the same order, and walks its steps. The
-// last chunk of a group of kGroup publishes y instead, as a map that ignores what came before, and so does a chunk
-// whose map is not finite: it walks first. So a chunk reads at most kGroup maps, and results are the same from run to
-// run.
+// last chunk of a group of kGroup, and a chunk whose map is not finite, walk their steps first, and publish the last y
+// as a map that ignores its argument. So a chunk reads at most kGroup maps, and results are the same from run to run.
 //
-// The workspace need not be initialised: its words count from `call.launch`, a number that no other memory holds but by
-// a chance of 2^-60. The last block to end clears them, because a graph launches the same number again.
+// The workspace need not be initialised: its counters count from `call.launch`, and a map is published when its
+// `launch` equals it. Uninitialised memory holds this random number with a probability of 2^-60. The last block to
+// finish clears counters and maps, because a CUDA graph launches the same number again.
 #pragma once
 
 #include "recurrences.cuh"
@@ -36,7 +36,7 @@ GRADSCALE_DEVICE void store_released(uint64_t* to, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" : : "l"(__cvta_generic_to_global(to)), "l"(value) : "memory");
 }
 
-// Returns how many of the launch's blocks have counted before.
+// Counts this block, and returns how many blocks of the launch were counted before it.
 GRADSCALE_DEVICE int64_t count_block(uint64_t* counter, uint64_t launch) {
   auto* const word = reinterpret_cast<unsigned long long*>(counter);
   unsigned long long seen = launch;
@@ -57,7 +57,7 @@ GRADSCALE_DEVICE void publish(PublishedMap<A>* to, const Map<A>& map, uint64_t l
   store_released(&to->launch, launch);
 }
 
-// The map of this group of lanes and of all before it, in the order of their numbers.
+// The map of this lane composed with the maps of all lanes before it, within groups of `lanes` neighbours.
 template <int lanes, class A>
 GRADSCALE_DEVICE Map<A> composed_in_order(Map<A> map, int lane) {
 #pragma unroll
@@ -71,12 +71,12 @@ GRADSCALE_DEVICE Map<A> composed_in_order(Map<A> map, int lane) {
   return map;
 }
 
-// y before a chunk, given the maps of the `count` chunks that end before `published`. By one warp.
+// y before the chunk whose map is `published[0]`, from the maps of the `count` chunks before it. Called by one warp.
 template <class A>
 GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, uint64_t launch, int lane) {
   A y = A(0);
   for (int64_t first = -count; first < 0; first += kWarpSize) {
-    Map<A> map{A(0), A(1)}; // after the last chunk
+    Map<A> map{A(0), A(1)}; // the identity, for lanes without a chunk
     if (first + lane < 0) {
       const PublishedMap<A>& from = published[first + lane];
       while (load_acquired(&from.launch) != launch) {
@@ -86,7 +86,7 @@ GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, 
     __syncwarp();
     const A carry = y;
     y = __shfl_sync(kAllLanes, applied(composed_in_order<kWarpSize>(map, lane), carry), kWarpSize - 1);
-    if (!is_finite(y)) { // perhaps a product of the maps is not
+    if (!is_finite(y)) { // composing may have overflowed: the maps are applied one by one
       y = carry;
 #pragma unroll 1
       for (int k = 0; k < kWarpSize; ++k) {
@@ -104,7 +104,7 @@ GRADSCALE_DEVICE void walk_chunk(
   using L = OneLane<A>;
   using Index = typename Row<A, F, layout, given>::Index;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  // Lanes have neighbouring steps, so that an adjoint's warps come in their order, and others in the opposite one.
+  // Steps increase with the warp, so an adjoint walks through the warps in their order, and a function in reverse.
   const int turn = F::kAdjoint ? warp : kWarps - 1 - warp;
   const auto first =
       static_cast<Index>(begin + warp * (kAhead * kWarpSize) + (F::kAdjoint ? 0 : (kAhead - 1) * kWarpSize) + lane);
@@ -155,7 +155,7 @@ GRADSCALE_DEVICE void walk_chunk(
   }
   __syncthreads();
   const A chunk_value = shared[2 * kWarps];
-  const A after_warp = applied(to_warp, chunk_value); // of the warp whose turn is `place`
+  const A after_warp = applied(to_warp, chunk_value); // y after the warp whose turn is `place`
   const A before_warp = __shfl_sync(kAllLanes, after_warp, turn == 0 ? 0 : turn - 1);
   A carry = turn == 0 ? chunk_value : before_warp;
   A last = __shfl_sync(kAllLanes, after_warp, kWarps - 1);
@@ -168,7 +168,7 @@ GRADSCALE_DEVICE void walk_chunk(
     }
     return y;
   };
-  if (__any_sync(kAllLanes, !is_finite(after_warp))) { // the same for all: the warps take turns
+  if (__any_sync(kAllLanes, !is_finite(after_warp))) { // the same in all warps, which walk one after the other
     last = chunk_value;
 #pragma unroll 1
     for (int w = 0; w < kWarps; ++w) {
@@ -231,7 +231,7 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
     *shared_count = count_block(counters, call.launch);
   }
   __syncthreads();
-  // Of 32 bits, as the grid: divisions of 64 take a third of the kernel's instructions.
+  // 32 bits, like the grid's size: 64-bit divisions would be a third of the kernel's instructions.
   const auto rows = static_cast<unsigned>(call.rows), count = static_cast<unsigned>(*shared_count);
   const int64_t chunks = gridDim.x / rows, chunk = count / rows, index = count % rows;
   const Row<A, F, layout, given> row(call, index);
@@ -249,7 +249,7 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   }
   __syncthreads();
   if (*shared_count == gridDim.x - 1) {
-    __threadfence(); // the other blocks' words are cleared after they are published
+    __threadfence(); // clears the other blocks' words only after they were published
     for (int64_t k = threadIdx.x; k < gridDim.x; k += kThreads) {
       maps[k].launch = 0;
     }

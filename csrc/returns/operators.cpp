@@ -1,11 +1,12 @@
 // The operators that autograd, torch.func transforms and compilers see. A function and its adjoint are both linear, and
 // each computes the gradient of the other, so these two cover every order of forward- and reverse-mode differentiation.
+// One operator is both: with is_adjoint, its three inputs are the gradients of the results.
+#include "../torch/arguments.h"
 #include "../torch/autograd.h"
 #include "../torch/tensor_element.h"
 #include "returns.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
@@ -20,38 +21,14 @@ namespace {
 
 namespace autograd = torch::autograd;
 using Tensors = std::vector<at::Tensor>;
-using Optional = std::optional<at::Tensor>;
-
-Optional optional(const at::Tensor& tensor) {
-  return tensor.defined() ? Optional(tensor) : std::nullopt;
-}
 
 } // namespace
 
 std::vector<at::Tensor> call_operator(const LinearCall& call) {
-  static const auto function = c10::Dispatcher::singleton().findSchemaOrThrow("gradscale_ext::returns", "");
-  static const auto adjoint = c10::Dispatcher::singleton().findSchemaOrThrow("gradscale_ext::returns_adjoint", "");
-  const ReturnsCoefficients& c = call.coefficients;
-  std::vector<c10::IValue> stack{static_cast<int64_t>(call.function)};
-  if (call.is_adjoint) {
-    stack.emplace_back(c10::List<bool>({call.wants[0], call.wants[1], call.wants[2]}));
-    stack.emplace_back(call.observations);
-    stack.emplace_back(optional(call.inputs[0]));
-    stack.emplace_back(optional(call.inputs[1]));
-  } else {
-    stack.emplace_back(call.inputs[0]);
-    stack.emplace_back(optional(call.inputs[1]));
-    stack.emplace_back(optional(call.inputs[2]));
-  }
-  for (const at::Tensor* tensor : {&c.ratios, &c.discounts, &c.lambdas, &c.terminated, &c.truncated, &c.mask}) {
-    stack.emplace_back(optional(*tensor));
-  }
-  for (const double number : {c.discount, c.lambda, c.limits[0], c.limits[1], c.limits[2]}) {
-    stack.emplace_back(number);
-  }
-  stack.emplace_back(c.n);
-  stack.emplace_back(c.batch_first);
-  (call.is_adjoint ? adjoint : function).callBoxed(stack);
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("gradscale_ext::returns", "");
+  torch::jit::Stack stack;
+  LinearCall::each(call, ArgumentWriter{stack});
+  op.callBoxed(stack);
   return stack.at(0).toTensorVector();
 }
 
@@ -61,35 +38,32 @@ bool reads_values(Formula function) {
   return function == Formula::advantages || function == Formula::vtrace || function == Formula::retrace;
 }
 
-// Returns the call that computes the wanted gradients of a call's inputs from the gradients of its results. Replaces a
-// missing gradient that the function reads with zeros of `shape`, the shape of the first input.
-LinearCall transposed(
-    const LinearCall& call,
-    Tensors gradients,
-    const std::array<bool, 3>& wants,
-    const std::vector<c10::SymInt>& shape) {
-  LinearCall result{!call.is_adjoint, call.function, {}, call.observations, wants, call.coefficients};
-  if (!call.is_adjoint) {
-    for (size_t i = 0; i < gradients.size(); ++i) {
-      result.inputs[i] = std::move(gradients[i]);
-    }
-    return result;
-  }
-  const at::Tensor* given = nullptr;
+// The call that computes the wanted gradients of a function's inputs from the gradients of its results.
+LinearCall adjoint_of(const LinearCall& function, Tensors gradients, const std::array<bool, 3>& wants) {
+  LinearCall result{/*is_adjoint=*/true, function.function, {}, function.observations, wants, function.coefficients};
+  std::move(gradients.begin(), gradients.end(), result.inputs.begin());
+  return result;
+}
+
+// The call that computes the gradients of an adjoint's inputs: the function, applied to the gradients of the adjoint's
+// results. Results that the adjoint did not compute, and missing gradients, count as zeros. `shape` is the shape of the
+// adjoint's inputs.
+LinearCall function_of(const LinearCall& adjoint, Tensors gradients, const std::vector<c10::SymInt>& shape) {
+  LinearCall result{/*is_adjoint=*/false, adjoint.function, {}, adjoint.observations, {}, adjoint.coefficients};
+  at::TensorOptions options;
   size_t next = 0;
   for (int i = 0; i < 3; ++i) {
-    if (call.wants[i]) {
+    if (adjoint.wants[i]) {
       result.inputs[i] = std::move(gradients[next++]);
-      given = result.inputs[i].defined() ? &result.inputs[i] : given;
+      options = result.inputs[i].defined() ? result.inputs[i].options() : options;
     }
   }
-  const at::TensorOptions options = given->options();
-  const std::array<bool, 3> reads{true, call.observations || reads_values(call.function), !call.observations};
+  const std::array<bool, 3> reads{true, adjoint.observations || reads_values(adjoint.function), !adjoint.observations};
   for (int i = 0; i < 3; ++i) {
     if (reads[i] && !result.inputs[i].defined()) {
       std::vector<c10::SymInt> size = shape;
-      if (i == 1 && call.observations) {
-        c10::SymInt& steps = size[call.coefficients.batch_first ? 1 : 0];
+      if (i == 1 && adjoint.observations) {
+        c10::SymInt& steps = size[adjoint.coefficients.batch_first ? 1 : 0];
         steps = steps + 1;
       }
       result.inputs[i] = at::zeros_symint(size, options);
@@ -152,16 +126,17 @@ class LinearBackward : public BackwardNode {
     for (size_t i = 0; i < num_outputs(); ++i) {
       wants[i] = dtypes_[i] && task_should_compute_output(i);
     }
-    // The function returns all of its results, and the adjoint only the wanted gradients.
-    const Tensors computed = call_operator(transposed(call, std::move(gradients), wants, shape_));
+    const LinearCall backward = call.is_adjoint ? function_of(call, std::move(gradients), shape_)
+                                                : adjoint_of(call, std::move(gradients), wants);
+    const Tensors computed = call_operator(backward);
     size_t next = 0;
-    for (size_t i = 0; i < num_outputs(); ++i) {
-      const bool is_computed = call.is_adjoint ? i < computed.size() : wants[i];
-      if (is_computed) {
-        const at::Tensor& gradient = computed[call.is_adjoint ? i : next++];
-        if (wants[i]) {
-          result[i] = gradient.to(*dtypes_[i]);
-        }
+    for (size_t i = 0; i < num_outputs() && next < computed.size(); ++i) {
+      if (backward.is_adjoint && !wants[i]) {
+        continue; // an adjoint returns only the wanted gradients
+      }
+      const at::Tensor& gradient = computed[next++];
+      if (wants[i]) {
+        result[i] = gradient.to(*dtypes_[i]);
       }
     }
     return result;
@@ -254,206 +229,69 @@ std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
 
 namespace {
 
-ReturnsCoefficients make_coefficients(
-    const Optional& ratios,
-    const Optional& discounts,
-    const Optional& lambdas,
-    const Optional& terminated,
-    const Optional& truncated,
-    const Optional& mask,
-    double discount,
-    double lambda,
-    double limit_0,
-    double limit_1,
-    double limit_2,
-    c10::SymInt n,
-    bool batch_first) {
-  const auto tensor = [](const Optional& given) { return given.value_or(at::Tensor()); };
-  return {
-      tensor(ratios),
-      tensor(discounts),
-      tensor(lambdas),
-      tensor(terminated),
-      tensor(truncated),
-      tensor(mask),
-      discount,
-      lambda,
-      {limit_0, limit_1, limit_2},
-      std::move(n),
-      batch_first};
+template <Tensors (*compute)(const LinearCall&)>
+void returns_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  LinearCall call{};
+  LinearCall::each(call, ArgumentReader{arguments_of(op, *stack).data()});
+  return_from(op, *stack, compute(call));
 }
 
 Tensors returns_with_autograd(const LinearCall& call) {
   return returns(call, /*is_plain=*/false);
 }
 
-using Kernel = Tensors (*)(const LinearCall&);
-
-template <Kernel kernel>
-Tensors returns_operator(
-    int64_t formula,
-    const at::Tensor& rewards,
-    const Optional& values,
-    const Optional& next_values,
-    const Optional& ratios,
-    const Optional& discounts,
-    const Optional& lambdas,
-    const Optional& terminated,
-    const Optional& truncated,
-    const Optional& mask,
-    double discount,
-    double lambda,
-    double limit_0,
-    double limit_1,
-    double limit_2,
-    c10::SymInt n,
-    bool batch_first) {
-  return kernel(
-      {/*is_adjoint=*/false,
-       static_cast<Formula>(formula),
-       {rewards, values.value_or(at::Tensor()), next_values.value_or(at::Tensor())},
-       /*observations=*/!next_values,
-       {},
-       make_coefficients(
-           ratios,
-           discounts,
-           lambdas,
-           terminated,
-           truncated,
-           mask,
-           discount,
-           lambda,
-           limit_0,
-           limit_1,
-           limit_2,
-           std::move(n),
-           batch_first)});
+MuZeroWindows windows_from(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  MuZeroWindows windows{};
+  MuZeroWindows::each(windows, ArgumentReader{arguments_of(op, stack).data()});
+  return windows;
 }
 
-template <Kernel kernel>
-Tensors adjoint_operator(
-    int64_t formula,
-    std::array<bool, 3> wants,
-    bool observations,
-    const Optional& gradient,
-    const Optional& second_gradient,
-    const Optional& ratios,
-    const Optional& discounts,
-    const Optional& lambdas,
-    const Optional& terminated,
-    const Optional& truncated,
-    const Optional& mask,
-    double discount,
-    double lambda,
-    double limit_0,
-    double limit_1,
-    double limit_2,
-    c10::SymInt n,
-    bool batch_first) {
-  return kernel(
-      {/*is_adjoint=*/true,
-       static_cast<Formula>(formula),
-       {gradient.value_or(at::Tensor()), second_gradient.value_or(at::Tensor()), at::Tensor()},
-       observations,
-       wants,
-       make_coefficients(
-           ratios,
-           discounts,
-           lambdas,
-           terminated,
-           truncated,
-           mask,
-           discount,
-           lambda,
-           limit_0,
-           limit_1,
-           limit_2,
-           std::move(n),
-           batch_first)});
+void muzero_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  return_from(op, *stack, muzero_targets(windows_from(op, *stack)));
 }
 
-Tensors muzero_operator(
-    const at::Tensor& rewards,
-    const at::Tensor& root_values,
-    const Optional& lengths,
-    const Optional& terminated,
-    const Optional& to_play,
-    const Optional& root_reward,
-    const Optional& discounts,
-    double discount,
-    c10::SymInt num_unroll_steps,
-    c10::SymInt td_steps,
-    c10::SymInt prefix_horizon,
-    bool batch_first) {
-  const auto tensor = [](const Optional& given) { return given.value_or(at::Tensor()); };
-  return muzero_targets(
-      {rewards,
-       root_values,
-       tensor(lengths),
-       tensor(terminated),
-       tensor(to_play),
-       tensor(root_reward),
-       discount,
-       tensor(discounts),
-       num_unroll_steps.expect_int(),
-       td_steps.expect_int(),
-       prefix_horizon.expect_int(),
-       batch_first});
-}
-
-template <class... Numbers>
-Tensors muzero_with_checks(
-    const at::Tensor& rewards,
-    const at::Tensor& root_values,
-    const Optional& lengths,
-    const Optional& terminated,
-    const Optional& to_play,
-    const Optional& root_reward,
-    const Optional& discounts,
-    Numbers... numbers) {
-  check_constant("muzero_targets", "rewards", rewards);
-  check_constant("muzero_targets", "root_values", root_values);
-  check_constant("muzero_targets", "root_reward", root_reward.value_or(at::Tensor()));
-  check_constant("muzero_targets", "discount", discounts.value_or(at::Tensor()));
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("gradscale_ext::muzero_targets", "")
-                             .typed<decltype(muzero_operator)>();
+void muzero_with_checks(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const MuZeroWindows windows = windows_from(op, *stack);
+  check_constant("muzero_targets", "rewards", windows.rewards);
+  check_constant("muzero_targets", "root_values", windows.root_values);
+  check_constant("muzero_targets", "root_reward", windows.root_reward);
+  check_constant("muzero_targets", "discount", windows.discounts);
   at::AutoDispatchBelowADInplaceOrView guard;
-  return op.call(rewards, root_values, lengths, terminated, to_play, root_reward, discounts, std::move(numbers)...);
+  op.callBoxed(stack);
+}
+
+template <auto kernel>
+torch::CppFunction boxed() {
+  return torch::CppFunction::makeFromBoxedFunction<kernel>();
+}
+
+template <class Call>
+void define(torch::Library& m, const char* name) {
+  std::string schema = std::string(name) + "(";
+  const Call call{};
+  Call::each(call, SchemaWriter{schema});
+  m.def(torch::schema((schema + ") -> Tensor[]").c_str()));
 }
 
 } // namespace
 
-#define GRADSCALE_COEFFICIENTS                                                                                      \
-  "Tensor? ratios, Tensor? discounts, Tensor? lambdas, Tensor? terminated, Tensor? truncated, Tensor? mask, float " \
-  "discount, float lambda_, float limit_0, float limit_1, float limit_2, SymInt n, bool batch_first) -> Tensor[]"
-
 TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
-  m.def("returns(int formula, Tensor rewards, Tensor? values, Tensor? next_values, " GRADSCALE_COEFFICIENTS);
-  m.def(
-      "returns_adjoint(int formula, bool[3] wants, bool observations, Tensor? gradient, Tensor? "
-      "second_gradient, " GRADSCALE_COEFFICIENTS);
-  m.def(
-      "muzero_targets(Tensor rewards, Tensor root_values, Tensor? lengths, Tensor? terminated, Tensor? to_play, "
-      "Tensor? root_reward, Tensor? discounts, float discount, SymInt num_unroll_steps, SymInt td_steps, "
-      "SymInt prefix_horizon, bool batch_first) -> Tensor[]");
+  define<LinearCall>(m, "returns");
+  define<MuZeroWindows>(m, "muzero_targets");
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("returns", returns_operator<returns_with_autograd>);
-  m.impl("returns_adjoint", adjoint_operator<returns_with_autograd>);
-  m.impl("muzero_targets", muzero_with_checks<double, c10::SymInt, c10::SymInt, c10::SymInt, bool>);
+  m.impl("returns", boxed<&returns_kernel<returns_with_autograd>>());
+  m.impl("muzero_targets", boxed<&muzero_with_checks>());
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Batched, m) {
-  m.impl("returns", returns_operator<batched_returns>);
-  m.impl("returns_adjoint", adjoint_operator<batched_returns>);
+  m.impl("returns", boxed<&returns_kernel<batched_returns>>());
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
-  m.impl("returns", returns_operator<compute_returns>);
-  m.impl("returns_adjoint", adjoint_operator<compute_returns>);
-  m.impl("muzero_targets", muzero_operator);
+  m.impl("returns", boxed<&returns_kernel<compute_returns>>());
+  m.impl("muzero_targets", boxed<&muzero_operator>());
 }
 
 } // namespace gradscale

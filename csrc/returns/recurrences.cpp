@@ -1,11 +1,11 @@
 // The kernels of recurrences. This file includes itself once for each instruction set.
 //
-// Along steps: a vector has neighbouring steps of one row. Their maps y -> a + b y are composed in log2(lanes) rounds,
-// which suits any number of rows, and reads and writes runs of memory.
-// Across rows: a vector has one step of neighbouring rows, for trajectories in which these are neighbours in memory.
+// Along steps: a vector holds neighbouring steps of one row. Their maps y -> a + b y are composed in log2(lanes)
+// rounds. This suits any number of rows, and memory is read and written contiguously.
+// Across rows: a vector holds one step of neighbouring rows, for trajectories whose rows are adjacent in memory.
 //
-// Both take a tile at a time, and multiply where formulas select: a tile with a number that is not finite is computed
-// once more, step by step, by lanes that select.
+// Both process one tile at a time, and multiply where formulas select 0. A tile with a number that is not finite is
+// computed again, step by step, with selection.
 #ifndef GRADSCALE_VARIANT
 #include "call.h"
 #include "sources.h"
@@ -35,7 +35,7 @@ namespace {
 constexpr int64_t kTile = 512;      // steps of a row
 constexpr int64_t kRowsOfTile = 64; // rows of a step: a cache line of flags
 
-// What a kernel reads and writes, along steps or across rows.
+// The inputs and outputs of a kernel for one tile, along steps or across rows.
 template <class A>
 struct Tile {
   Piece<A> rewards, values, next_values, discount, lambda, ratios;
@@ -75,7 +75,7 @@ class Sources {
     }
   }
 
-  // Reads elements begin .. begin + count, and masked ones up to `padded`.
+  // Reads `count` elements from `begin` on. Pads them to `padded` elements with masked ones.
   void read(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
     const auto numbers = [&](Source<A>& source, int k) {
       return source.piece(outer, begin, count, padded, buffers_.numbers[k]);
@@ -96,7 +96,7 @@ class Sources {
     }
   }
 
-  // The values of the steps after begin .. begin + count, with a zero after the last step.
+  // The values of steps begin + 1 to begin + count, with 0 after the last step of the row.
   Piece<A> later_values(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
     const int64_t inside = std::min(count, call.steps - begin - 1);
     return values_.piece(outer, begin + 1, inside, padded, buffers_.numbers[6]);
@@ -176,7 +176,7 @@ struct Carry {
   V extra{};
 };
 
-// One step, or one of each lane.
+// Walks one step in each lane.
 template <class F, class L, class A, class V = typename L::V>
 GRADSCALE_HOST_DEVICE void walk(const Tile<A>& tile, int64_t i, Carry<V>& carry, V* out) {
   const Transition<L> s = transition<F, L>(tile, i);
@@ -205,7 +205,7 @@ struct CarryOfRows {
 
 #if defined(__GNUC__)
 
-// Lanes of vectors, whose coefficients of 0 multiply.
+// Lanes of vectors. They multiply by coefficients of 0 instead of selecting 0.
 template <class A>
 struct VectorLanes {
   using V = typename Vectors<A>::V;
@@ -218,7 +218,7 @@ struct VectorLanes {
   static GRADSCALE_HOST_DEVICE M load(const uint8_t* from) {
     return widened<A>(from) != 0;
   }
-  // Joins bytes, which are fewer than lanes have.
+  // Combines the flags as bytes, before they are widened to lanes.
   static GRADSCALE_HOST_DEVICE M
   load_cut(const uint8_t* terminated, const uint8_t* truncated, const uint8_t* later_live) {
     Bytes bytes[3];
@@ -238,8 +238,8 @@ struct VectorLanes {
   }
 };
 
-// Shifts the lanes of x: lane i becomes lane i + distance, or lane i - distance for an adjoint. Lanes of `fill` replace
-// lanes that do not exist.
+// Shifts the lanes of x: lane i of the result is lane i + distance of x, or lane i - distance if kForward (an adjoint).
+// Lanes of `fill` replace lanes that do not exist.
 template <bool kForward, size_t distance, class V, size_t... i>
 GRADSCALE_HOST_DEVICE V shifted(V x, V fill, std::index_sequence<i...> /*lanes*/) {
   constexpr size_t count = sizeof...(i);
@@ -262,7 +262,7 @@ GRADSCALE_HOST_DEVICE void compose(V& a, V& b) {
   }
 }
 
-// True if all lanes are 0 and none is NaN: of sums minus themselves, if the sums are finite.
+// True if all lanes are +0. A sum minus itself is +0 if it is finite, and NaN otherwise.
 template <class V>
 GRADSCALE_HOST_DEVICE bool are_zero(V x) {
   uint64_t words[sizeof(V) / 8];
@@ -274,7 +274,7 @@ GRADSCALE_HOST_DEVICE bool are_zero(V x) {
   return any == 0;
 }
 
-// Returns false if a number is not finite. The tile is a copy, which results that are written cannot change.
+// Returns false if a number is not finite. The tile is passed by value, so that stores of results cannot alias it.
 template <class F, bool masked, class A>
 bool walk_along(const Tile<A> tile, int64_t padded, Carry<A>& carry) {
   using L = VectorLanes<A>;
@@ -341,7 +341,7 @@ bool walk_across(const Tile<A>& /*tile*/, int64_t /*padded*/, CarryOfRows<A>& /*
 
 // ---- Along steps ---------------------------------------------------------------------------------------------------
 
-// Makes tile.later_live, the mask of the next steps; a window of `period` steps ends with a masked one.
+// Makes tile.later_live, the mask of the next steps. It is 0 at the last step of each window of `period` steps.
 template <class A>
 void read_later_live(Sources<A>& sources, int64_t row, int64_t begin, int64_t count, int64_t padded, int64_t period) {
   uint8_t* later = sources.later_flags;
@@ -363,7 +363,7 @@ void read_later_live(Sources<A>& sources, int64_t row, int64_t begin, int64_t co
   }
 }
 
-// A row, or rows that are stored one after the other as one: windows of `period` steps.
+// Computes a row, or contiguous rows that are joined into one. Windows of `period` steps do not depend on each other.
 template <class F, class A>
 void along_row(Sources<A>& sources, int64_t row, int64_t period) {
   const int64_t steps = sources.call.steps;

@@ -83,8 +83,8 @@ constexpr int kRound = F::kAdjoint ? kWarpSize : -kWarpSize;
 template <class F>
 constexpr int kLast = F::kAdjoint ? kWarpSize - 1 : 0;
 
-// Reads this lane's steps in the next kAhead rounds, beginning at step `first`; the last lane also reads what they need
-// of the steps after them. `whole`: all steps are in the window.
+// Reads this lane's steps in the next kAhead rounds, beginning at step `first`. Lane 31 also reads, for each of its
+// steps t, the numbers of step t + 1 that transition t needs. `whole`: all steps are in the window.
 template <bool whole, class A, class F, Layout layout, unsigned given>
 GRADSCALE_DEVICE void read_along(
     const Row<A, F, layout, given>& row,

@@ -4,6 +4,7 @@
 #include "call.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/SymInt.h>
 #include <pybind11/pybind11.h>
 
@@ -45,7 +46,43 @@ struct LinearCall {
   bool observations;
   std::array<bool, 3> wants; // of an adjoint: the gradients that are computed
   ReturnsCoefficients coefficients;
+
+  // Visits the arguments of the operator.
+  template <class Self, class Visit>
+  static void each(Self& self, Visit visit) {
+    auto& c = self.coefficients;
+    visit("is_adjoint", self.is_adjoint);
+    visit("formula", self.function);
+    visit("wants", self.wants);
+    visit("observations", self.observations);
+    visit("rewards", self.inputs[0]);
+    visit("values", self.inputs[1]);
+    visit("next_values", self.inputs[2]);
+    visit("ratios", c.ratios);
+    visit("discounts", c.discounts);
+    visit("lambdas", c.lambdas);
+    visit("terminated", c.terminated);
+    visit("truncated", c.truncated);
+    visit("mask", c.mask);
+    visit("discount", c.discount);
+    visit("lambda_", c.lambda);
+    visit("limit_0", c.limits[0]);
+    visit("limit_1", c.limits[1]);
+    visit("limit_2", c.limits[2]);
+    visit("n", c.n);
+    visit("batch_first", c.batch_first);
+  }
 };
+
+inline const char* schema_type(Formula) {
+  return "int";
+}
+inline void read_argument(const char*, const c10::IValue& given, Formula& formula) {
+  formula = static_cast<Formula>(given.toInt());
+}
+inline c10::IValue as_argument(Formula formula) {
+  return static_cast<int64_t>(formula);
+}
 
 // True if the tensor has a tangent of forward mode.
 inline bool has_tangent(const at::Tensor& tensor) {
@@ -71,12 +108,29 @@ struct MuZeroWindows {
   at::Tensor terminated;
   at::Tensor to_play;
   at::Tensor root_reward;
-  double discount;
   at::Tensor discounts;
-  int64_t num_unroll_steps;
-  int64_t td_steps;
-  int64_t prefix_horizon; // 0: none
+  double discount;
+  c10::SymInt num_unroll_steps;
+  c10::SymInt td_steps;
+  c10::SymInt prefix_horizon; // 0: none
   bool batch_first;
+
+  // Visits the arguments of the operator.
+  template <class Self, class Visit>
+  static void each(Self& self, Visit visit) {
+    visit("rewards", self.rewards);
+    visit("root_values", self.root_values);
+    visit("lengths", self.lengths);
+    visit("terminated", self.terminated);
+    visit("to_play", self.to_play);
+    visit("root_reward", self.root_reward);
+    visit("discounts", self.discounts);
+    visit("discount", self.discount);
+    visit("num_unroll_steps", self.num_unroll_steps);
+    visit("td_steps", self.td_steps);
+    visit("prefix_horizon", self.prefix_horizon);
+    visit("batch_first", self.batch_first);
+  }
 };
 
 // (values, rewards, mask, policy_mask)

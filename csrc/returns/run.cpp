@@ -246,9 +246,9 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   }
   call.rows = windows.rewards.size(1 - step);
   call.moves = windows.rewards.size(step);
-  call.unroll_steps = windows.num_unroll_steps;
-  call.td_steps = std::min(windows.td_steps, call.moves);
-  call.prefix_horizon = windows.prefix_horizon;
+  call.unroll_steps = windows.num_unroll_steps.expect_int();
+  call.td_steps = std::min(windows.td_steps.expect_int(), call.moves);
+  call.prefix_horizon = windows.prefix_horizon.expect_int();
   call.rewards = operand_of(windows.rewards, 0, batch_first);
   call.root_values = operand_of(windows.root_values, 0, batch_first);
   call.discount = operand_of(discounts, windows.discount, batch_first);

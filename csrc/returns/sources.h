@@ -1,5 +1,5 @@
-// Operands of a call as the CPU's kernels read them: along one dimension, a piece at a time. Pieces that are runs of
-// the kernel's type are read in place; others are copied to a buffer that the first-level cache holds.
+// Operands of a call as the CPU's kernels read them: along one dimension, a piece at a time. Contiguous pieces of the
+// kernel's type are read in place; others are copied to a buffer that fits in the L1 cache.
 #pragma once
 
 #include "call.h"
@@ -29,7 +29,7 @@ A read_number(const void* data, int64_t index, Element element) {
 
 constexpr int kMostLanes = 16;
 
-// Element i is data[i * advance]. An advance of 0: one value for all, of which kMostLanes copies can be read at once.
+// Element i is data[i * advance]. If `advance` is 0, all elements are equal, and `data` holds kMostLanes copies.
 template <class A>
 struct Piece {
   const A* data;
@@ -56,7 +56,7 @@ class Source {
     }
   }
 
-  // Elements begin .. begin + count at a place of the other dimension, with zeros up to `padded`.
+  // `count` elements from `begin` on, at index `outer` of the other dimension, padded with zeros to `padded` elements.
   Piece<A> piece(int64_t outer, int64_t begin, int64_t count, int64_t padded, A* buffer) {
     if (operand_.data == nullptr || (inner_stride_ == 0 && outer_stride_ == 0)) {
       return {copies_, 0};
@@ -99,7 +99,7 @@ class Source {
   A copies_[kMostLanes];
 };
 
-// The same of flags.
+// The same for flags.
 class FlagSource {
  public:
   FlagSource(const FlagOperand& operand, int inner)
@@ -133,7 +133,7 @@ class FlagSource {
   uint8_t copies_[kMostLanes];
 };
 
-// Rows begin .. end as one row, if they are stored one after the other; else false.
+// Joins rows begin to end - 1 into `one`, a call with one row. Returns false if the rows are not contiguous.
 inline bool joined(const ReturnsCall& call, int64_t begin, int64_t end, ReturnsCall& one) {
   one = call;
   one.rows = 1;

@@ -15,7 +15,8 @@ constexpr int kWarps = kThreads / kWarpSize;
 // and strides.
 enum class Layout { any, runs, columns };
 
-// Tensors that a call has, as bits; others are constants.
+// The tensors that a call has, as bits: the template argument `given`. The other operands are constants. With
+// Layout::any all bits are set, and an operand is a constant if its data is null.
 enum Given : unsigned {
   kRewards = 1,
   kValues = 2,
@@ -53,8 +54,8 @@ class Row {
       : call(call), steps(static_cast<Index>(call.steps)), row_(row) {
   }
 
-  // Transition t as memory has it; outside of the window it is masked, and not read. `is_inside`: t is in the window.
-  // `cut` says if it is truncated, until link().
+  // Reads transition t. A transition outside of the window is not read, and is masked. `is_inside`: t is known to be in
+  // the window. Until link() completes it, `cut` is only the flag of truncation.
   template <bool is_inside>
   GRADSCALE_DEVICE Transition<L> read(Index t) const {
     Transition<L> s{};
@@ -76,7 +77,7 @@ class Row {
     return s;
   }
 
-  // The numbers of step t + 1 that step t reads, from memory.
+  // Reads the numbers of step t + 1 that transition t needs.
   GRADSCALE_DEVICE Later<A> read_later(Index t) const {
     Later<A> later;
     if (t >= -1 && t + 1 < steps) {
@@ -88,7 +89,7 @@ class Row {
     return later;
   }
 
-  // The same where step t + 1 is the step of the next lane. The last lane's is `beyond`.
+  // The same numbers, taken from the next lane, which has step t + 1. The last lane uses `beyond`.
   GRADSCALE_DEVICE Later<A> later_in_lanes(const Transition<L>& s, const Later<A>& beyond, Index t, int lane) const {
     const bool is_last = lane == kWarpSize - 1;
     Later<A> later{t + 1 < steps, A(0)};
@@ -141,7 +142,7 @@ class Row {
     }
   }
 
-  // Without a mask all steps are live; flags that are not given are false.
+  // Without a mask all steps are live. The other flags are false if they are not given.
   GRADSCALE_DEVICE bool flag(unsigned bit, const FlagOperand& operand, Index t) const {
     if (!has(bit, operand)) {
       return bit == kMask;
@@ -191,25 +192,26 @@ GRADSCALE_DEVICE A applied(const Map<A>& map, A y) {
   return map.a + OneLane<A>::times(map.b, y);
 }
 
-// First `before`, then `map`. Coefficients of 0 select, and the product of others is never 0.
+// The map that applies `before`, then `map`. A coefficient of 0 gives 0 also for inf and NaN, and a product of nonzero
+// coefficients is never 0.
 template <class A>
 GRADSCALE_DEVICE Map<A> composed(const Map<A>& map, const Map<A>& before) {
   return {applied(map, before.a), OneLane<A>::product(map.b, before.b)};
 }
 
-// The value of the lane that is `distance` earlier in the walk; the lane's own if there is none.
+// Returns x of the lane that is `distance` lanes earlier in the walk, or this lane's x if there is no such lane.
 template <class F, class A>
 GRADSCALE_DEVICE A shifted(A x, int distance) {
   return F::kAdjoint ? __shfl_up_sync(kAllLanes, x, distance) : __shfl_down_sync(kAllLanes, x, distance);
 }
 
-// The place of a lane in the walk, from 0, and the lane at a place.
+// The position of a lane in the walk, from 0. Given a position, returns the lane.
 template <class F>
 GRADSCALE_DEVICE int turn_of(int lane) {
   return F::kAdjoint ? lane : kWarpSize - 1 - lane;
 }
 
-// The value of the lane one earlier, or `first`.
+// Returns x of the lane before this one in the walk; `first` for the first lane of the walk.
 template <class F, class A>
 GRADSCALE_DEVICE A earlier(A x, int lane, A first) {
   const A other = shifted<F>(x, 1);

@@ -42,7 +42,7 @@ struct StepsInMemory {
   }
 };
 
-// A thread has a row, for trajectories [T, B]. `workspace` has 2 T numbers for each.
+// One thread per row, for trajectories [T, B]. `workspace` has 2 T numbers per row.
 template <class A>
 GRADSCALE_KERNEL(kThreads, 2)
 n_step_rows(GRADSCALE_ARGUMENT(ReturnsCall) call) {
@@ -61,7 +61,7 @@ n_step_rows(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   }
 }
 
-// The map of a step on the return of a window that continues after it.
+// Maps the return of a window from the next step on to its return from this step on.
 template <class A>
 GRADSCALE_DEVICE Map<A> window_map(const StepOfRow<A>& s) {
   if (!s.live) {
@@ -70,13 +70,13 @@ GRADSCALE_DEVICE Map<A> window_map(const StepOfRow<A>& s) {
   return s.cut ? Map<A>{s.last_return(), A(0)} : Map<A>{s.reward, s.discount};
 }
 
-// 32 steps of a row, which is cut into blocks of n.
+// 32 steps of a row, one per lane. The row is cut into blocks of n steps.
 template <class A>
 struct StepsOfWarp {
   int64_t t;
   bool is_inside;
-  int64_t before; // steps of the block before t
-  int64_t after;  // and after it
+  int64_t before; // the number of steps before t in the block of t
+  int64_t after;  // the number of steps after t in the block of t
   StepOfRow<A> s{};
 
   GRADSCALE_DEVICE StepsOfWarp(const StepsInMemory<A>& steps, int64_t begin, int64_t n, int lane)
@@ -88,8 +88,9 @@ struct StepsOfWarp {
     }
   }
 
-  // Joins each step with the steps before it in its block, or after it: function(x, y) of the step's own value and the
-  // value `distance` steps before or after. `carry` is of the previous round.
+  // An inclusive scan over the steps of each block, in the direction of `shift`. function(x, y) joins the value x of a
+  // step with the value y of the steps that precede it in the scan. `turn` is the position of this lane in the scan,
+  // `count` the number of steps of its block that precede its step, and `carry` the last result of the previous round.
   template <class T, class Shift, class Function>
   GRADSCALE_DEVICE static T scanned(T own, T carry, int turn, int64_t count, Shift shift, Function function) {
 #pragma unroll
@@ -108,7 +109,7 @@ GRADSCALE_DEVICE Map<A> shuffled(const Map<A>& map, int lane) {
   return {__shfl_sync(kAllLanes, map.a, lane), __shfl_sync(kAllLanes, map.b, lane)};
 }
 
-// `prefix[t]`: the part of a window that ends at t, from where t's block begins.
+// `prefix[t]`: the return of a window that ends at t, from the first step of t's block on.
 template <class A>
 GRADSCALE_DEVICE void warp_n_step(const StepsInMemory<A>& steps, int64_t n, int lane, A* prefix) {
   const int64_t count = steps.call.steps, rounds = (count + kWarpSize - 1) / kWarpSize;
@@ -153,7 +154,8 @@ GRADSCALE_DEVICE void warp_n_step(const StepsInMemory<A>& steps, int64_t n, int 
   }
 }
 
-// `parts[t]`: the gradient of t's window, as it passes the end of t's block; `sums[t]`: the sum of them from t on.
+// `parts[t]`: the gradient of the window that begins at t, times the discounts from t to the end of t's block.
+// `sums[t]`: the sum of the parts from t to the end of the block.
 template <class A>
 GRADSCALE_DEVICE void warp_n_step_adjoint(const StepsInMemory<A>& steps, int64_t n, int lane, A* sums, A* parts) {
   const int64_t rounds = (steps.call.steps + kWarpSize - 1) / kWarpSize;
@@ -199,7 +201,7 @@ GRADSCALE_DEVICE void warp_n_step_adjoint(const StepsInMemory<A>& steps, int64_t
     if (own.is_inside) {
       const int64_t first = own.t - n + 1;
       const bool ends = all.b != 0 && first >= 0; // a window ends here because it has n steps
-      A whole = all.a, one = A(0);                // its gradient
+      A whole = all.a, one = A(0);                // `one`: the gradient of that window
       if (ends) {
         const bool is_own = own.before == n - 1;
         one = all.b * (is_own ? steps[first].reward : parts[first]);
@@ -213,8 +215,8 @@ GRADSCALE_DEVICE void warp_n_step_adjoint(const StepsInMemory<A>& steps, int64_t
   }
 }
 
-// A warp has a row, and its lanes 32 neighbouring steps, for trajectories [B, T]; it goes over them twice, and finds
-// them in the cache then. The blocks' scans are done in five rounds each.
+// One warp per row, for trajectories [B, T]; its lanes have 32 neighbouring steps. The warp passes over the row twice,
+// and the second pass reads from the cache. A scan of 32 steps takes five rounds of shuffles.
 template <class A>
 GRADSCALE_KERNEL(kThreads, 2)
 n_step_along(GRADSCALE_ARGUMENT(ReturnsCall) call) {
@@ -234,7 +236,7 @@ n_step_along(GRADSCALE_ARGUMENT(ReturnsCall) call) {
 
 // ---- MuZero --------------------------------------------------------------------------------------------------------
 
-// A thread has a row and an unroll step. Steps of a row are neighbours, and read the same numbers.
+// One thread per row and unroll step. Neighbouring threads have steps of the same row, and read the same numbers.
 template <class A>
 GRADSCALE_KERNEL(kThreads, 2)
 muzero_rows(GRADSCALE_ARGUMENT(MuZeroCall) call) {
@@ -270,7 +272,7 @@ muzero_rows(GRADSCALE_ARGUMENT(MuZeroCall) call) {
   const int64_t at = row * call.masks_strides[kRow] + j * call.masks_strides[kStep];
   call.mask[at] = j <= length || is_over;
   call.policy_mask[at] = j < length;
-  // Step j has the reward of move j - 1; there is one of the root if it is given.
+  // The reward target of step j is the reward of move j - 1. The root has a target only if its reward is given.
   A* targets = static_cast<A*>(call.targets) + row * call.targets_strides[kRow];
   const bool has_root = call.root_reward.data != nullptr;
   if (j == 0) {

@@ -10,7 +10,8 @@ constexpr int64_t kElementsPerStep = GRADSCALE_VECTOR_BYTES; // one byte of a ve
 
 using ByteLanes = Vectors<uint8_t>::V; // the bins of kElementsPerStep elements
 
-// The highest bits of all bytes; for instruction sets that do not collect them, a number that is 0 if they are.
+// The highest bits of all bytes. On instruction sets that cannot collect them, a number that is 0 only if all of them
+// are 0.
 GRADSCALE_HOST_DEVICE uint64_t highest_bits(ByteLanes x) {
 #if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 64
   return _mm512_movepi8_mask((__m512i)x);
@@ -33,8 +34,8 @@ GRADSCALE_HOST_DEVICE int32_t total_of(ByteLanes counts) {
 
 #if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES > 16
 
-// Counts each of the 8 bits of bytes, as Harley and Seal's population count does: full adders add up the bits of eight
-// vectors, which leaves one vector of carries to count.
+// Counts how often each of the 8 bits of a byte is set, as Harley and Seal's population count does: full adders add up
+// the bits of eight vectors, which leaves one vector of carries to count.
 class BitCounter {
  public:
   static constexpr int kVectors = 8;
@@ -43,7 +44,7 @@ class BitCounter {
     count(carry<kDigits>(vectors), kVectors);
   }
 
-  // Adds the counts to out[0 .. 8].
+  // Adds the counts to out[0] to out[7].
   void add_to(int32_t* out) {
     for (int k = 0; k < kDigits; ++k) {
       count(digits_[k], 1 << k);
@@ -56,7 +57,7 @@ class BitCounter {
  private:
   static constexpr int kDigits = 3;
 
-  // Adds 2^digit vectors to the digits below `digit`.
+  // Adds 2^digit vectors to the digits below `digit`, and returns the carries.
   template <int digit>
   GRADSCALE_HOST_DEVICE ByteLanes carry(const ByteLanes* vectors) {
     if constexpr (digit == 0) {
@@ -70,7 +71,7 @@ class BitCounter {
   // Leaves the sums of bits in `digit`, and returns the carries.
   static GRADSCALE_HOST_DEVICE ByteLanes full_add(ByteLanes& digit, ByteLanes x, ByteLanes y) {
     const ByteLanes before = digit;
-#if GRADSCALE_VECTOR_BYTES == 64 // compilers take more instructions
+#if GRADSCALE_VECTOR_BYTES == 64 // compilers generate more instructions for the code below
     digit = (ByteLanes)_mm512_ternarylogic_epi64((__m512i)before, (__m512i)x, (__m512i)y, 0x96);
     return (ByteLanes)_mm512_ternarylogic_epi64((__m512i)before, (__m512i)x, (__m512i)y, 0xe8);
 #else
@@ -87,13 +88,13 @@ class BitCounter {
     }
   }
 
-  ByteLanes digits_[kDigits] = {}; // of the number of vectors that have a bit: digit k counts 2^k
+  ByteLanes digits_[kDigits] = {}; // the number of vectors in which each bit is set, in binary: digit k counts 2^k
   int32_t counts_[8] = {};
 };
 
 class BinCounter {
  public:
-  // Returns the lanes whose bin was not counted: their highest bits.
+  // In the result, the highest bit of a lane is set if its bin was not counted.
   GRADSCALE_HOST_DEVICE ByteLanes add(ByteLanes bins) {
     alignas(16) static constexpr uint8_t kLow[16] = {1, 2, 4, 8, 16, 32, 64, 128};
     alignas(16) static constexpr uint8_t kHigh[16] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 4, 8, 16, 32, 64, 128};
@@ -134,16 +135,16 @@ class BinCounter {
   }
 
   BitCounter low_bins_, high_bins_;                                  // bins 0 to 7, and 8 to 15
-  ByteLanes low_[BitCounter::kVectors], high_[BitCounter::kVectors]; // bit k of a byte: the bin is k, or 8 + k
+  ByteLanes low_[BitCounter::kVectors], high_[BitCounter::kVectors]; // bit k is set if the bin is k, or 8 + k
   int pending_ = 0;
 };
 
 #else
 
-// Counts bins in bytes, one for each bin and lane.
+// Counts bins in counters of one byte, one for each bin and lane.
 class BinCounter {
  public:
-  // Returns the lanes whose bin was not counted: their highest bits.
+  // In the result, the highest bit of a lane is set if its bin was not counted.
   GRADSCALE_HOST_DEVICE ByteLanes add(ByteLanes bins) {
 #pragma GCC unroll 16
     for (int k = 0; k < kCountedBins; ++k) {

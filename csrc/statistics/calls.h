@@ -64,15 +64,6 @@ struct ClippingCall {
   double* out;
 };
 
-// out = data * factor.
-struct ClipCall {
-  const DeviceRange* ranges; // on the host
-  int64_t count;
-  const double* factor;
-  bool zeros;      // a factor of 0 sets all elements to 0, even NaN and inf
-  char* workspace; // bytes_for_clip() bytes, 8-byte aligned
-};
-
 // A contiguous tensor of `count` units of `length` numbers each.
 struct UnitRange {
   void* data;
@@ -107,9 +98,6 @@ void launch_statistics(const StatisticsCall& call, void* stream);
 int64_t bytes_for_statistics(const StatisticsCall& call);
 
 void launch_clipping(const ClippingCall& call, void* stream);
-void launch_clip(const ClipCall& call, void* stream);
-int64_t bytes_for_clip(const ClipCall& call);
-
 void launch_unit_norms(const UnitNormsCall& call, void* stream);
 int64_t bytes_for_unit_norms(const UnitNormsCall& call);
 
@@ -177,12 +165,6 @@ struct ScaledTensors {
   RangeTable table;
   double factor;
   Slab grad_output;
-};
-
-struct ClippedTensors {
-  RangeTable table;
-  const double* factor;
-  bool zeros; // a factor of 0 sets all elements to 0, even NaN and inf
 };
 
 constexpr int64_t kChunkOfStatistics = 1024 * kThreads; // bytes

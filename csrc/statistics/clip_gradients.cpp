@@ -81,18 +81,6 @@ void multiply(const Range& range, double factor, bool skip_nonfinite) {
   }
 }
 
-void clip(const std::vector<Target>& targets, double factor, bool skip_nonfinite) {
-  if (factor == 1) {
-    return;
-  }
-  std::vector<Range> ranges;
-  for (const Target& target : targets) {
-    ranges.push_back(range_of(target));
-  }
-  const std::vector<Range> chunks = chunks_of(ranges);
-  for_each_chunk(chunks, [&](int64_t i) { multiply(chunks[i], factor, skip_nonfinite); });
-}
-
 } // namespace
 
 at::Tensor clipping_of(
@@ -115,42 +103,12 @@ at::Tensor clipping_of(
   return out;
 }
 
-void clip_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& clipping, bool skip_nonfinite) {
-  std::vector<Target> targets; // all of them, before anything is written
-  for (const at::Tensor& tensor : tensors) {
-    targets.push_back(target_of(tensor, Units(tensor, /*rows=*/false)));
-  }
-  if (runs_kernels(clipping.device())) {
-    std::vector<DeviceRange> ranges;
-    for (const Target& target : targets) {
-      const Range range = range_of(target);
-      void* memory = const_cast<void*>(range.data);
-      ranges.push_back({memory, memory, range.is_complex ? 2 * range.size : range.size, range.element});
-    }
-    ClipCall call{
-        ranges.data(),
-        static_cast<int64_t>(ranges.size()),
-        clipping.const_data_ptr<double>() + 1,
-        skip_nonfinite,
-        nullptr};
-    const OnDevice on_device(clipping.device());
-    const at::Tensor workspace = make_workspace(bytes_for_clip(call), clipping);
-    call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
-    launch_clip(call, on_device.stream());
-  } else {
-    clip(targets, clipping.const_data_ptr<double>()[1], skip_nonfinite);
-  }
-  finish(tensors, targets);
-}
-
-// ---- By unit --------------------------------------------------------------------------------------------------------
-
 namespace {
 
 struct UnitTarget {
   Range range;
   Units units;
-  int64_t first; // the index of the first unit among all factors
+  int64_t first; // the index of the first unit's factor
 };
 
 // Elements begin .. begin + size of a range.
@@ -218,14 +176,16 @@ UnitFactors unit_factors(const at::Tensor& norms, const at::Tensor& clipping, do
 void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factors, bool rows, bool skip_nonfinite) {
   std::vector<Target> targets; // all of them, before anything is written
   std::vector<UnitTarget> units;
+  const bool is_one_for_all = factors.numel() == 1 && !rows;
   int64_t count = 0;
   for (const at::Tensor& tensor : tensors) {
     const Units own(tensor, rows);
     targets.push_back(target_of(tensor, own));
-    units.push_back({range_of(targets.back()), own, count});
+    units.push_back({range_of(targets.back()), own, is_one_for_all ? 0 : count});
     count += own.count;
   }
-  TORCH_CHECK(factors.numel() == count, "clip_units: ", count, " units, but ", factors.numel(), " factors");
+  TORCH_CHECK(
+      is_one_for_all || factors.numel() == count, "clip_units: ", count, " units, but ", factors.numel(), " factors");
   if (runs_kernels(factors.device())) {
     std::vector<UnitRange> ranges;
     for (const UnitTarget& target : units) {

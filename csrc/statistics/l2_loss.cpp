@@ -58,7 +58,7 @@ autograd::variable_list gradients_on_device(
     const std::vector<at::Tensor>& wanted, double factor, const at::Tensor& grad_output) {
   autograd::variable_list gradients(wanted.size());
   std::vector<DeviceRange> ranges;
-  std::vector<at::Tensor> dense_tensors; // live as long as the pointers into them
+  std::vector<at::Tensor> dense_tensors; // keep the memory alive that `ranges` points to
   for (size_t i = 0; i < wanted.size(); ++i) {
     if (wanted[i].defined()) {
       const at::Tensor dense = wanted[i].is_non_overlapping_and_dense() ? wanted[i] : wanted[i].contiguous();
@@ -145,7 +145,7 @@ at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight) {
     const double value = 0.5 * weight * sum_of_squares(contiguous);
     if (is_double) {
       *loss.mutable_data_ptr<double>() = value;
-    } else { // fill_() would refuse what is beyond float
+    } else { // fill_() raises an error for a value beyond float
       *loss.mutable_data_ptr<float>() = static_cast<float>(value);
     }
   }

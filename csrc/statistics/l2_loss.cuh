@@ -1,8 +1,8 @@
 // The sum of squares of many tensors, and its gradient.
 //
-// sums_of_squares   one block for each chunk of a tensor, of as many tensors as there are: read once;
+// sums_of_squares   one block for each chunk of each tensor: elements are read once;
 // squares_total     one block adds the sums of the chunks, in their order;
-// scaled_tensors    one block for each chunk: read once, written once.
+// scaled_tensors    one block for each chunk: elements are read once, and gradients are written once.
 #pragma once
 
 #include "range_table.cuh"

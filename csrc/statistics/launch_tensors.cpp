@@ -53,26 +53,6 @@ BlockTableBuilder<UnitRange> table_of(const UnitRange* ranges, int64_t count) {
 
 } // namespace
 
-// ---- Clipping -------------------------------------------------------------------------------------------------------
-
-void launch_clipping(const ClippingCall& call, void* stream) {
-  static const Kernel<ClippingCall> find_clipping("statistics/clip_gradients.cuh", "find_clipping");
-  launch(find_clipping, 1, kThreads, stream, call);
-}
-
-int64_t bytes_for_clip(const ClipCall& call) {
-  return table_of(call.ranges, call.count, kChunkOfTensor).bytes();
-}
-
-void launch_clip(const ClipCall& call, void* stream) {
-  static const Kernel<ClippedTensors> clipped_tensors("statistics/clip_gradients.cuh", "clipped_tensors");
-  const auto builder = table_of(call.ranges, call.count, kChunkOfTensor);
-  if (builder.blocks() > 0) {
-    const ClippedTensors arguments{builder.build(call.workspace, stream), call.factor, call.zeros};
-    launch(clipped_tensors, builder.blocks(), kThreads, stream, arguments);
-  }
-}
-
 // ---- Squares --------------------------------------------------------------------------------------------------------
 
 namespace {
@@ -148,11 +128,11 @@ void launch_statistics(const StatisticsCall& call, void* stream) {
   launch(tensor_statistics, call.out.count, kThreads, stream, arguments);
 }
 
-// ---- Units ----------------------------------------------------------------------------------------------------------
+// ---- Clipping, and the norms of units -------------------------------------------------------------------------------
 
 namespace {
 
-constexpr const char* kUnitsFile = "statistics/units.cuh";
+constexpr const char* kClippingFile = "statistics/clip_gradients.cuh";
 
 // True if any unit has several pieces.
 bool has_pieces(const UnitNormsCall& call) {
@@ -173,8 +153,8 @@ int64_t bytes_for_unit_norms(const UnitNormsCall& call) {
 }
 
 void launch_unit_norms(const UnitNormsCall& call, void* stream) {
-  static const Kernel<UnitNormsArguments> unit_sums(kUnitsFile, "unit_sums");
-  static const Kernel<UnitNormsArguments> unit_norms(kUnitsFile, "unit_norms");
+  static const Kernel<UnitNormsArguments> unit_sums(kClippingFile, "unit_sums");
+  static const Kernel<UnitNormsArguments> unit_norms(kClippingFile, "unit_norms");
   const auto builder = table_of(call.ranges, call.count);
   if (builder.blocks() > 0) {
     const UnitTable table = builder.build(call.workspace + sum_bytes(call, builder.blocks()), stream);
@@ -186,12 +166,17 @@ void launch_unit_norms(const UnitNormsCall& call, void* stream) {
   }
 }
 
+void launch_clipping(const ClippingCall& call, void* stream) {
+  static const Kernel<ClippingCall> find_clipping(kClippingFile, "find_clipping");
+  launch(find_clipping, 1, kThreads, stream, call);
+}
+
 int64_t bytes_for_clip_units(const ClipUnitsCall& call) {
   return table_of(call.ranges, call.count).bytes();
 }
 
 void launch_clip_units(const ClipUnitsCall& call, void* stream) {
-  static const Kernel<ClippedUnits> clipped_units(kUnitsFile, "clipped_units");
+  static const Kernel<ClippedUnits> clipped_units(kClippingFile, "clipped_units");
   const auto builder = table_of(call.ranges, call.count);
   if (builder.blocks() > 0) {
     const ClippedUnits arguments{builder.build(call.workspace, stream), call.factors, call.zeros};

@@ -33,19 +33,4 @@ GRADSCALE_DEVICE void change_chunk(const ChunkOfTensor& chunk, Change changed) {
   });
 }
 
-// Multiplies an element by the factor of its gradient. If `zeros` is true, 0 times NaN or inf is 0.
-struct Clipped {
-  double factor;
-  bool zeros;
-  bool narrow; // the product can be computed in float
-
-  GRADSCALE_DEVICE Clipped(double factor, bool zeros)
-      : factor(factor), zeros(zeros && factor == 0), narrow(Scaling{1, factor, false}.is_normal_in_float()) {
-  }
-  template <class A>
-  GRADSCALE_DEVICE A operator()(A x) const {
-    return narrow ? x * static_cast<A>(factor) : static_cast<A>(zeros ? 0 : static_cast<double>(x) * factor);
-  }
-};
-
 } // namespace gradscale

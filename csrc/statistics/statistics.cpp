@@ -73,7 +73,7 @@ class UnitPass {
   UnitNorms norms_;
 };
 
-// The sum of squares of a chunk with NaN and inf, which the sums in `statistics` leave out.
+// The sum of squares of a chunk. It is NaN or inf if an element is; the sums in `statistics` leave these elements out.
 PowerSum chunk_sum(const ChunkStatistics& statistics) {
   if (statistics.nans > 0 || statistics.infs > 0) {
     return {static_cast<double>(statistics.nans > 0 ? NAN : INFINITY), 1};

@@ -1,11 +1,11 @@
 // Statistics of many tensors.
 //
-// chunk_statistics    one block for each chunk of each tensor: read once, 64 bytes per thread at a time. Elements are
-//                     counted by their exponents in 32 KB of shared memory, with atomic additions of integers in which
-//                     no two lanes of a warp use the same address. Three blocks share a multiprocessor, so that 96 KB
-//                     of loads are in flight.
-// tensor_statistics   one block for each tensor adds the statistics of its chunks, in their order: 300 bytes for each
-//                     256 KiB.
+// chunk_statistics    one block for each chunk of each tensor. Elements are read once, 128 bytes per thread at a time.
+//                     They are counted by their exponents in 32 KB of shared memory, with atomic additions of integers
+//                     in which no two lanes of a warp use the same address. Three blocks share a multiprocessor, so
+//                     that 96 KB of loads are in flight.
+// tensor_statistics   one block for each tensor adds the statistics of its chunks, in their order. It reads 300 bytes
+//                     for each 256 KiB of the tensor.
 #pragma once
 
 #include "../cuda/norms.cuh"
@@ -14,7 +14,7 @@
 
 namespace gradscale {
 
-// The order of a norm, where the compiler knows it: 2, 1 and inf have kernels of their own.
+// The order p of a norm. Orders 2, 1 and inf have kernels of their own, in which p is a constant.
 GRADSCALE_DEVICE constexpr double value_of(Order order, double otherwise) {
   switch (order) {
     case Order::square:
@@ -35,7 +35,7 @@ GRADSCALE_DEVICE constexpr bool takes_windows(Order order) {
   return !std::is_same_v<T, double> && (order == Order::square || order == Order::maximum);
 }
 
-// x^p for x >= 0; 0 where the norm is the maximum, of which there are no sums.
+// x^p for x >= 0; 0 if p is inf, because the maximum norm has no sum of powers.
 GRADSCALE_DEVICE double power_in_sum(double x, double p) {
   return std::isinf(p) ? 0 : power_in_norm(x, p);
 }
@@ -70,7 +70,7 @@ GRADSCALE_DEVICE void add_finite(
   sum = block.sum(own_sum);
 }
 
-// Takes the sums of this thread's elements one by one, and counts their octaves, also of zeros.
+// Adds up this thread's elements one by one, and counts their octaves. Zeros are counted too.
 template <class T>
 GRADSCALE_DEVICE ChunkSums
 element_sums(const T* data, int32_t size, double p, const OctaveCounters& octaves, const Group& block) {
@@ -109,8 +109,9 @@ struct SharedSums {
   double largest[kWarps];
 };
 
-// The sums of all threads of the block, in the order of its warps. `counts` are zeros, NaN and inf, and 0 before: whole
-// numbers, whose order is nothing. Whatever the threads did before is done then.
+// Returns the sums over all threads of the block, in the order of its warps. `counts` of zeros, NaN and inf must be 0
+// before the call; they are integers, so that the order of their additions does not matter. The call synchronises the
+// block.
 GRADSCALE_DEVICE ChunkSums block_sums(const ChunkSums& own, SharedSums& shared, int* counts) {
   const int lane = threadIdx.x % 32;
   const Group warp{32, lane, nullptr};
@@ -139,7 +140,8 @@ GRADSCALE_DEVICE ChunkSums block_sums(const ChunkSums& own, SharedSums& shared, 
       counts[2]};
 }
 
-// The sums of this thread's elements; `counted` are zeros that are none and have been counted too.
+// Returns the sums of this thread's elements. `counted` becomes the number of zeros beyond the chunk that the block has
+// counted too.
 template <Order order>
 GRADSCALE_DEVICE ChunkSums
 thread_sums(const ChunkOfTensor& chunk, double p, const OctaveCounters& octaves, const Group& block, int32_t& counted) {
@@ -158,7 +160,7 @@ thread_sums(const ChunkOfTensor& chunk, double p, const OctaveCounters& octaves,
   return own;
 }
 
-// The sums of a chunk, computed again with a root where the plain ones would overflow or underflow.
+// The sums of a chunk. If the plain sums overflow or underflow, they are computed again with a root.
 template <Order order>
 GRADSCALE_DEVICE ElementSums with_root(const ChunkSums& all, const RangeTable& table, double p, const Group& block) {
   ElementSums sums{std::isinf(p) ? all.largest : all.powers, all.sum, all.largest, 1};
@@ -166,10 +168,10 @@ GRADSCALE_DEVICE ElementSums with_root(const ChunkSums& all, const RangeTable& t
     return sums;
   }
   sums.root = root_for(all.largest, p);
-  const ChunkOfTensor chunk = block_chunk(table, kChunkOfStatistics); // again: kept, it would take registers
+  const ChunkOfTensor chunk = block_chunk(table, kChunkOfStatistics); // read again, which saves registers
   dispatch_element(chunk.entry.range.element, [&](auto type) {
     using T = decltype(type);
-    if constexpr (!takes_windows<T>(order)) { // squares of other elements are safe in double
+    if constexpr (!takes_windows<T>(order)) { // window sums need no root: their squares are safe in double
       const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
       add_finite(data, chunk.size, p, 1 / sums.root, block, sums.powers, sums.sum);
     }
@@ -209,7 +211,8 @@ chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments) arguments) {
   octaves.store(result.histogram, all.zeros);
 }
 
-// Adds up one bin of the chunks of a tensor for each of the first threads. A few threads take turns with the chunks.
+// Adds up the histograms of the chunks of a tensor. The threads of a bin take turns with the chunks; then one thread of
+// the bin adds up their counts.
 GRADSCALE_DEVICE void add_histograms(const ChunkStatistics* chunks, int64_t num_chunks, int64_t* counts, int64_t* out) {
   const int bin = threadIdx.x % kHistogramBins;
   int64_t own = 0;

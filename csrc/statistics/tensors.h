@@ -40,10 +40,6 @@ UnitStatistics unit_statistics(
 at::Tensor clipping_of(
     const at::Tensor& values, const at::Tensor& counts, double p, double max_norm, bool skip_nonfinite);
 
-// Multiplies tensors on one device by the second number of `clipping`, in place. With `skip_nonfinite`, 0 times NaN or
-// inf is 0.
-void clip_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& clipping, bool skip_nonfinite);
-
 struct UnitFactors {
   at::Tensor factors;  // [U] float64
   at::Tensor clipping; // [3] float64: the norm of all tensors together, the smallest factor, 1 if any is not 1, else 0
@@ -54,22 +50,22 @@ struct UnitFactors {
 UnitFactors unit_factors(
     const at::Tensor& norms, const at::Tensor& clipping, double adaptive, double eps, bool skip_nonfinite);
 
-// Multiplies each unit of tensors on one device by its factor, in place. A factor of 1 leaves a unit unchanged. With
-// `skip_nonfinite`, 0 times NaN or inf is 0.
+// Multiplies each unit of tensors on one device by its factor, in place; without `rows`, there may be one factor for
+// all. A factor of 1 leaves a unit unchanged. With `skip_nonfinite`, 0 times NaN or inf is 0.
 void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factors, bool rows, bool skip_nonfinite);
 
 // Computes weight * sum over tensors of |p|^2 / 2 in one pass; the gradient of p is weight * p.
 at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight);
 
-// Computes [2, N] in float64: the norms of tensors of the CPU, and of what has been added to them since. Undefined
-// where two of a pair differ in form, or sums of squares in double may overflow.
+// Computes [2, N] in float64, of tensors on the CPU: the norms of `before`, and of `after` - `before`. Returns an
+// undefined tensor if two of a pair differ in shape, dtype or strides, or if the sum of squares may overflow in double.
 at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
 
 // ---- What the passes share ------------------------------------------------------------------------------------------
 
-// Pieces of about the same size, which threads take one after the other, of many ranges of elements.
+// Threads take chunks of about the same size in turn.
 
-constexpr int64_t kChunk = 255 * 64; // elements that a thread takes at a time: as many as bytes can count
+constexpr int64_t kChunk = 255 * 64; // elements: 64 counters of a byte do not overflow
 
 // Cuts ranges into chunks, in their order; an empty range has none.
 inline std::vector<Range> chunks_of(const std::vector<Range>& ranges) {

@@ -1,6 +1,7 @@
-// Statistics' sums over elements narrower than double, for norms of order 2: a window of 16 bytes in float,
-// windows in double. Where float would lose something, or an element is not finite, the warp computes the sums of its
-// windows again, element by element in double, where no sum of squares of such elements overflows or underflows.
+// The sums of gradient statistics for elements narrower than double and norms of order 2. A window of 16 bytes is
+// summed in float, and the sums of windows are added in double. Where float would lose precision, or an element is not
+// finite, the warp computes the sums of its windows again, element by element in double, where no sum of squares of
+// such elements overflows or underflows.
 #pragma once
 
 #include "../cuda/norms.cuh"
@@ -13,7 +14,8 @@ namespace gradscale {
 // A histogram of octaves in shared memory: how many elements there are of each exponent of float.
 
 // Each lane has counters of its own, in a bank of its own, so that the lanes of a warp never wait for each other,
-// however alike their elements are; warps share them. Counters are whole numbers: the order of additions is nothing.
+// however alike their elements are; warps share them. Counters are integers, so that the order of additions does not
+// matter.
 struct OctaveCounters {
   static constexpr int kExponents = 256; // the last one is the exponent of inf and NaN
   static constexpr int kCount = 32 * kExponents;
@@ -27,7 +29,7 @@ struct OctaveCounters {
   int* ends;          // the first bin and the last one, which have many exponents
   SharedAddress own;  // the first counter of this lane
 
-  // Clears the counters; the block must meet before it counts.
+  // Clears the counters. Call __syncthreads() before counting.
   GRADSCALE_DEVICE OctaveCounters(Four* shared, int* shared_ends)
       : counters(reinterpret_cast<unsigned*>(shared)),
         ends(shared_ends),
@@ -39,7 +41,7 @@ struct OctaveCounters {
       ends[threadIdx.x] = 0;
     }
   }
-  // Counts a number; zeros have the exponent 0 too.
+  // Counts a number. Zeros and subnormal numbers have the exponent 0.
   GRADSCALE_DEVICE void count(float number) const {
     const uint32_t exponent = bit_cast<uint32_t>(number) & 0x7f800000;
     count_one(own + (exponent >> 16)); // 32 counters of 4 bytes for each exponent
@@ -66,8 +68,8 @@ struct OctaveCounters {
     }
     return static_cast<int32_t>(sum);
   }
-  // Stores the bins, when all threads have counted and met. `zeros` of the numbers that have been counted were zeros,
-  // which are in no bin; the first thread knows how many.
+  // Stores the bins. Call __syncthreads() after counting. `zeros` is the number of zeros that were counted, which are
+  // in no bin; only the first thread's value is used.
   GRADSCALE_DEVICE void store(int32_t* histogram, int32_t zeros) const {
     for (int exponent = threadIdx.x; exponent < kExponents - 1; exponent += kThreads) {
       const int32_t count = total(exponent);
@@ -202,7 +204,7 @@ struct WindowSums {
 };
 
 // Takes the sums of this thread's windows of a chunk, which the warps of the block share out, and counts their octaves.
-// Of the windows that all have, those beyond the chunk are zeros, which octaves.count() has seen.
+// Each lane has the same number of windows. Those beyond the chunk are zeros, which octaves.count() counts too.
 template <class T>
 GRADSCALE_DEVICE ChunkSums window_sums(const T* data, int32_t size, const OctaveCounters& octaves) {
   constexpr int32_t kOfWarp = 32 * kWindowsAtOnce;
@@ -223,7 +225,7 @@ GRADSCALE_DEVICE ChunkSums window_sums(const T* data, int32_t size, const Octave
       added = own.add(now, octaves);
     }
 #pragma unroll 1
-    for (int c = added ? kWindowsAtOnce : 0; c < kWindowsAtOnce; ++c) { // windows read again take no registers before
+    for (int c = added ? kWindowsAtOnce : 0; c < kWindowsAtOnce; ++c) { // read again, because registers are few
       const Window<T> window = read_window(data, size, windows.first(begin + 32 * c + lane));
       if (!whole) {
         octaves.count(window);

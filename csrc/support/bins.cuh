@@ -1,10 +1,11 @@
-// The targets of TwoHot and HLGauss on a GPU, where one lane holds the target of a row: a few bins with mass.
+// The targets of TwoHot and HLGauss on a GPU, where one lane holds the target of a row: a few bins with mass. The type
+// of a target has
 //
-// - kLanes: the lanes that may share the bins of a target;
-// - begin: the first bin;
-// - count_of(lane): the number of bins of the target that another lane holds;
-// - from_lane(lane): the target that another lane holds;
-// - each_bin(part, shift, function): calls function(bin, mass) for part `part` of the bins, of 2^shift parts.
+// - kLanes: the largest number of lanes that may share the bins of a target;
+// - begin: the first of these bins;
+// - count_of(lane): the number of bins of the target that `lane` holds;
+// - from_lane(lane): the target that `lane` holds;
+// - each_bin(part, shift, function): calls function(bin, mass) for the bins of one of 2^shift parts.
 #pragma once
 
 #include "../cuda/lanes.cuh"
@@ -12,12 +13,13 @@
 
 namespace gradscale {
 
-// Twice the mass of a normal beyond an edge, with the sign of the edge, in sqrt(2) standard deviations from the middle.
+// Twice the mass of a normal distribution beyond an edge, with the sign of the edge. The edge is relative to the mean,
+// in units of sqrt(2) standard deviations.
 GRADSCALE_DEVICE float signed_tail(float edge) {
   return std::copysign(approximate_erfc(std::abs(edge)), edge);
 }
 
-// Twice the mass between two edges, from their tails, whose difference loses no digits.
+// Twice the mass between two edges, from their signed tails, whose difference loses no digits.
 GRADSCALE_DEVICE float mass_between(float low_tail, float high_tail) {
   const bool has_middle = bit_cast<int32_t>(low_tail) < 0 && bit_cast<int32_t>(high_tail) >= 0;
   return low_tail - high_tail + (has_middle ? 2.0f : 0.0f);
@@ -50,12 +52,13 @@ struct TwoHotBins {
   }
 };
 
-// A normal around the target. A mass is a difference of tails, erfc, on the bin's own side of the middle.
+// A normal distribution around the target. The mass of a bin is a difference of tails (erfc), on the bin's side of the
+// mean.
 struct GaussBins {
   static constexpr int kLanes = 16;
   int32_t begin, end;
   float bin_width;  // in sqrt(2) standard deviations
-  float first_edge; // the lower edge of the first bin, from the target, in bins
+  float first_edge; // the lower edge of bin `begin`, minus the target, in bins
   float inverse_total;
 
   GRADSCALE_DEVICE GaussBins(double x, double sigma_ratio, const Support& support)
@@ -103,8 +106,8 @@ struct GaussBins {
   }
 };
 
-// The sums of a row over bins: of exponentials, and of exponentials times the bin's distance from the middle. Whole
-// numbers are added up where all exponentials are 1, so that the expectation of a uniform row is exactly the middle.
+// The sums of a row over bins: of exponentials, and of exponentials times the bin's distance from the middle. If all
+// exponentials are 1, only integers are added, so that the expectation of a uniform row is exactly the middle.
 struct BinSums {
   enum Sum { kSum, kMoment, kShifted };
 

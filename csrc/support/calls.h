@@ -8,7 +8,7 @@
 
 namespace gradscale {
 
-// Rows to decode; where `gradient` has data, the derivative times `grad_output` is written there, and no value.
+// Rows to decode. If `gradient` has data, the derivative times `grad_output` is written there, and nothing to `out`.
 struct Decoding {
   Rows logits;
   int64_t width;
@@ -30,7 +30,7 @@ struct Encoding {
 // Rows of probabilities to project: the atoms of a row are its reward + its discount times the raw centres.
 struct Projection {
   Rows probabilities;
-  Rows rewards; // one element each, as the discounts
+  Rows rewards; // one element each, like the discounts
   Rows discounts;
   Rows out; // float or double
   int64_t width;
@@ -51,7 +51,7 @@ extern const CpuKernel<ProjectRows> project_rows_kernel;
 constexpr double kSmallestSigmaOfLanes = 0.1;
 constexpr double kLargestSigmaOfLanes = 2;
 
-// Decodes `count` rows, or computes the gradient of that.
+// Decodes `count` rows, or computes the gradient of decoding them.
 void launch_decode(const Decoding& decoding, int64_t count, char* workspace, void* stream);
 int64_t bytes_for_decode(const Decoding& decoding);
 
@@ -61,7 +61,7 @@ void launch_encode(const Encoding& encoding, int64_t count, void* stream);
 // Projects `count` rows.
 void launch_project(const Projection& projection, int64_t count, void* stream);
 
-// The numbers of a support that is not raw, as the kernel of a gradient uses them.
+// The numbers of a support that is not raw, in float, for decode_by_lanes.
 struct FloatSupport {
   float middle;
   float spacing; // of bins
@@ -80,8 +80,8 @@ struct DecodeArguments {
   Support support;
   FloatSupport rounded;
   int64_t count;
-  int32_t threads_per_row; // where a group of threads has a row
-  int32_t rows_per_warp;   // where a warp walks over rows
+  int32_t threads_per_row; // of kernels in which a group of threads owns a row
+  int32_t rows_per_warp;   // of decode_by_lanes
 };
 
 struct RawDecodeArguments {

@@ -29,7 +29,7 @@ Support support_from(const std::vector<std::string>& names, const std::vector<do
   Support support{};
   for (size_t i = 0; i < names.size(); ++i) {
     TORCH_CHECK(
-        set_by_name(kNumbersOfSupport, support, names[i], numbers[i]), "Support: it has no number '", names[i], "'");
+        set_by_name(kNumbersOfSupport, support, names[i], numbers[i]), "Support: no number named '", names[i], "'");
   }
   return support;
 }
@@ -60,7 +60,7 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-// The function is never freed: a module of an interpreter that ends may be gone before the last node is.
+// Never freed: when the interpreter ends, modules may be freed before the last node.
 py::function* decode_gradient = nullptr;
 
 void run(const Decoding& decoding, int64_t count, const at::Tensor& logits) {

@@ -5,8 +5,8 @@
 // decode_by_groups       all other supports that are not raw: rows of rows.cuh
 // decode_raw_by_groups   raw supports: rows of rows.cuh
 //
-// Bytes: logits are read once (by groups: once from memory, then from the cache: twice to decode, five times for a
-// gradient), and a gradient is written once.
+// Bytes: logits are read from memory once, and a gradient is written once. Groups read the logits again from the cache:
+// twice to decode, five times for a gradient.
 #pragma once
 
 #include "../cuda/lane_rows.cuh"
@@ -27,7 +27,8 @@ GRADSCALE_DEVICE float approximate_slope(Transform transform, float y, float eps
   return v * reciprocal;
 }
 
-// The expectation E, in bins from the middle; the gradient of its inverse transform is c p_j (j - E).
+// The expectation E, in bins from the middle. The gradient is c p_j (j - E), where c is grad_output times the slope of
+// the inverse transform times the bin spacing.
 template <class Shape, Transform transform>
 class DecodeFormula : public Shape, public BinSums {
  public:

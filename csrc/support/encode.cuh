@@ -44,8 +44,8 @@ GRADSCALE_KERNEL(kThreads, 2) encode_rows(GRADSCALE_ARGUMENT(EncodeArguments) ar
   });
 }
 
-// The categorical projection. A warp has a row, and its lanes 32 neighbouring atoms, which it adds to the
-// bins that they reach, 32 at a time and always in the same order: results are the same from run to run.
+// The categorical projection. One warp per row; its lanes have 32 neighbouring atoms. The warp adds these to the bins
+// that they reach, 32 bins at a time and always in the same order, so that results are the same from run to run.
 
 GRADSCALE_DEVICE double element_at(const Rows& rows, int64_t row, int32_t column) {
   double result = 0;

@@ -27,7 +27,7 @@ template <class T, class A>
 void decode_row(const Decoding& d, int64_t row, Extremes<A> extremes, A* scratch) {
   const Support& support = *d.support;
   Ahead ahead = ahead_of<T>(d.logits, d.gradient, row);
-  ahead.read = row_of<T>(d.logits, row + 2); // the next row was read for its maximum
+  ahead.read = row_of<T>(d.logits, row + 2); // the next row is in the cache: its maximum is known
   const Softmax<A> softmax = softmax_of<true>(row_of<T>(d.logits, row), d.width, extremes, ahead, scratch);
   const A expected = expectation(softmax, support);
   if (d.gradient.data == nullptr) {
@@ -40,7 +40,7 @@ void decode_row(const Decoding& d, int64_t row, Extremes<A> extremes, A* scratch
   const A* values = softmax.values;
   const A* centers = raw_centers(support, A());
   A middle = expected;
-  if (!support.raw) { // in halves of bins, as whole numbers: the gradient of a softmax that is 1 in a bin is exactly 0
+  if (!support.raw) { // integers, in halves of bins: the gradient of a softmax that is 1 in a bin is exactly 0
     A* places = second_row(scratch, d.width);
     for (int64_t j = 0; j < d.width; ++j) {
       places[j] = static_cast<A>(2 * j + 1 - d.width);
@@ -74,11 +74,11 @@ void decode_rows(const Decoding& decoding, int64_t begin, int64_t end, double* s
 
 // The projection of a row's atoms.
 struct Atoms {
-  double* upper;    // the shares of the bins above
-  double* lower;    // the masses that the bins below get
-  double* to_lower; // of bins: the sums of what goes to a bin as the lower one of its two,
-  double* to_upper; // and to the one above it
-  int32_t* bins;    // the bins below
+  double* upper;    // by atom: the mass that goes to the bin above
+  double* lower;    // by atom: the mass that goes to the bin below
+  double* to_lower; // by bin: the sum of `lower` over the atoms that have this bin below
+  double* to_upper; // by bin: the sum of `upper` over the same atoms, which goes to the next bin
+  int32_t* bins;    // by atom: the bin below
 
   Atoms(double* scratch, int64_t width)
       : upper(scratch),
@@ -89,7 +89,7 @@ struct Atoms {
   }
 };
 
-// Finds the bins of a row's atoms; returns false if one is NaN, or has a mass that is not finite.
+// Computes `bins`, `lower` and `upper` of a row. Returns false if an atom is NaN or its mass is not finite.
 template <class T>
 bool place_atoms(
     const T* probabilities,
@@ -129,7 +129,7 @@ bool place_atoms(
   int64_t not_finite = 0;
   for (int32_t j = 0; j < width; ++j) {
     const double share = upper[j], mass = lower[j];
-    not_finite |= static_cast<int64_t>(share - share + (mass - mass) != 0); // a sum would not become vectors
+    not_finite |= static_cast<int64_t>(share - share + (mass - mass) != 0); // a sum would not be vectorised
     upper[j] = mass * share;
     lower[j] = mass * (1 - share);
   }
@@ -153,7 +153,7 @@ void project_rows(const Projection& p, const double* centers, int64_t begin, int
       is_finite = place_atoms(
           probabilities, number_of(p.rewards, row), number_of(p.discounts, row), centers, *p.support, atoms);
     });
-    // Two sums for each bin: neighbouring atoms seldom wait for each other.
+    // Two sums for each bin, so that additions for neighbouring atoms seldom wait for each other.
     for (int64_t k = 0; k < width; ++k) {
       atoms.to_lower[k] = atoms.to_upper[k] = 0;
     }

@@ -26,7 +26,7 @@ const char* name_of(Transform transform) {
   return "";
 }
 
-// The kernel that decodes such rows; `lanes` own a row, or, if it is 0, a group of threads.
+// The kernel of a call. `lanes` lanes own a row; if it is 0, a group of threads owns a row.
 struct DecodeSpecification {
   std::string name;
   int32_t lanes;
@@ -54,11 +54,11 @@ DecodeSpecification specification_of(const Decoding& decoding) {
       lanes.per_row};
 }
 
-// The kernel of that name, made once for all calls.
+// Returns the kernel with this name. It is made once, at the first launch.
 template <class Argument>
 const Kernel<Argument>& kernel_named(const std::string& name) {
   static std::mutex mutex;
-  static auto& kernels = *new std::map<std::string, std::unique_ptr<Kernel<Argument>>>(); // for ever
+  static auto& kernels = *new std::map<std::string, std::unique_ptr<Kernel<Argument>>>(); // never destroyed
   const std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<Kernel<Argument>>& kernel = kernels[name];
   if (kernel == nullptr) {

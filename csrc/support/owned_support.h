@@ -17,7 +17,7 @@ inline void set(bool& flag, double number) {
 inline void set(double& value, double number) {
   value = number;
 }
-// A number outside int32 becomes -1, which is valid for no integer.
+// A number that is negative or beyond int32 becomes -1, which is invalid for every integer.
 inline void set(int32_t& integer, double number) {
   integer = number >= 0 && number <= 2147483647.0 ? static_cast<int32_t>(number) : -1;
 }
@@ -60,7 +60,7 @@ constexpr Number<Support> kNumbersOfSupport[] = {
 class OwnedSupport {
  public:
   explicit OwnedSupport(Support support);
-  // The numbers of a support by their names.
+  // names[i] is the name of numbers[i].
   OwnedSupport(const std::vector<std::string>& names, const std::vector<double>& numbers);
 
   const Support& get() const {

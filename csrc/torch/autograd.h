@@ -6,8 +6,8 @@
 //
 // All nodes follow these rules: several threads may run one node, and another may release it meanwhile, so that its
 // members are read and written with `mutex_` held; a pass that fails in the middle, also in a hook or in another node,
-// leaves the node able to run again; and nothing is asked of an input in the backward pass that could have changed
-// since the forward pass.
+// leaves the node able to run again; and the backward pass reads no property of an input that may have changed since
+// the forward pass.
 #pragma once
 
 #include <torch/csrc/autograd/edge.h>
@@ -20,8 +20,7 @@
 
 namespace gradscale {
 
-// The base of the package's nodes, which refuses compiled autograd: that traces a backward pass, operation by
-// operation.
+// The base of the package's nodes. It refuses compiled autograd, which traces a backward pass operation by operation.
 struct BackwardNode : public torch::autograd::Node {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
     TORCH_CHECK_NOT_IMPLEMENTED(
@@ -47,7 +46,7 @@ Ptr make_node(T*& node) {
 }
 
 // The tensor as it was in the forward pass. Gradients of results computed from it follow that pass's edge, even if it
-// was detached or began to require grad since; an invalid edge takes no gradient.
+// was detached or began to require grad since. With an invalid edge, no gradient flows.
 inline at::Tensor with_edge(const at::Tensor& tensor, const torch::autograd::Edge& edge) {
   at::Tensor alias = tensor.detach();
   if (edge.is_valid()) {

@@ -88,7 +88,7 @@ class GradientPool final : public c10::Allocator {
  private:
   using Blocks = std::vector<Block>;
 
-  // True if a block of `larger` bytes serves for `size` bytes as well.
+  // True if `size` is at least a quarter of `larger`, so that a block of `larger` bytes may hold `size` bytes.
   static bool is_near(size_t size, size_t larger) {
     return size >= larger / 4;
   }

@@ -10,12 +10,12 @@ namespace gradscale {
 // The first touch of fresh pages costs more than a loss. Memory of a gradient therefore returns to the pool when its
 // storage is freed, wherever that happens, and later calls take it again.
 //
-// A block serves for gradients of a quarter of its size and more. A new block replaces free blocks for which it would
-// serve as well, so that losses of very different sizes in turns keep their memory. A block that no call takes for 16
-// calls is freed, and so is one that a tensor held for longer: a user who keeps many gradients gets no pool of that
-// size.
+// A block is used for gradients of a quarter of its size to its full size. When a new block is allocated, about as many
+// bytes of smaller free blocks are freed, but none smaller than a quarter of it: losses of very different sizes that
+// alternate keep their memory. A free block that 16 calls did not take is freed. A block that a tensor held for more
+// than 16 calls is freed with the tensor, so that the pool does not grow for a user who keeps many gradients.
 
-// A call that will take gradients begins.
+// Begins a call that will take gradients: frees blocks that recent calls did not take.
 void begin_pooled_call();
 
 // A contiguous tensor on the CPU. It owns its storage, which is freed, resized and shared like any other.

@@ -31,7 +31,7 @@ inline bool ordinary_context() {
          !c10::impl::tls_local_dispatch_key_set().excluded_.has(c10::DispatchKey::AutogradFunctionality);
 }
 
-// The same, or inference mode, for what makes nodes only where gradients are recorded.
+// The same, or inference mode: for calls that make nodes only if gradients are recorded.
 inline bool ordinary_or_inference_context() {
   return ordinary_context() || (c10::InferenceMode::is_enabled() && unobserved_context());
 }
@@ -50,7 +50,7 @@ inline bool has_element(const at::Tensor& tensor) {
   return has_element(tensor.scalar_type());
 }
 
-// The Element of a dtype that has one, or of the classes that a target names.
+// The Element of a dtype that has one, or int64 for targets that are class indices.
 inline Element element_of(at::ScalarType dtype) {
   return dtype == at::kDouble     ? Element::float64
          : dtype == at::kBFloat16 ? Element::bfloat16
@@ -64,7 +64,7 @@ inline Element element_of(const at::Tensor& tensor) {
   return element_of(c10::toRealValueType(tensor.scalar_type()));
 }
 
-// Converts a tensor of real numbers whose dtype has no Element: there are such of 8 bits.
+// Converts a tensor of real numbers whose dtype has no Element, such as the 8-bit types, to float32.
 inline at::Tensor with_element(const at::Tensor& real) {
   return has_element(real) ? real : real.to(at::kFloat);
 }

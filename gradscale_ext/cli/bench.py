@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def works(options: argparse.Namespace) -> dict[str, dict[str, Work]]:
-    """By what is measured: the ways to compute it."""
+    """The implementations to time, by name, for each thing that is measured."""
     device, steps, dtype = options.device, options.unroll + 1, DTYPES[options.dtype]
     support = gs.Support.muzero((options.bins - 1) // 2)
 
@@ -82,7 +82,7 @@ def works(options: argparse.Namespace) -> dict[str, dict[str, Work]]:
 
 
 def milliseconds(work: Work, seconds: float, device: str) -> float:
-    """Median of calls for some seconds, at least three, after one that may compile."""
+    """Median time of at least three calls in at least `seconds`, after one untimed call that may compile."""
 
     def synchronize() -> None:
         if device.startswith("cuda"):
@@ -101,7 +101,7 @@ def milliseconds(work: Work, seconds: float, device: str) -> float:
 
 
 def chart(results: Results, width: int = 40) -> str:
-    """Bars as long as the times, in the order they came, the longest of each group being full.
+    """Draw a bar for each time, in the order of `results`. The longest bar of each group has the full width.
 
     >>> print(chart({"decode": {"fused": 1.0, "eager": 4.0}}, width=8))
     decode
@@ -143,11 +143,11 @@ def main(arguments: Sequence[str]) -> int:
         ("actions", 18, "actions of the policy"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the logits (float32)")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="dtype of the logits (float32)")
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=report.device, default=default_device, help="where to compute")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each way to compute something (2)")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which compiles for long")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds for each implementation (2)")
+    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes long")
     parser.add_argument("--json", action="store_true", help="print milliseconds as JSON")
     options = parser.parse_args(arguments)
     if options.batch < 1 or options.unroll < 0 or options.actions < 1 or options.bins < 3 or options.bins % 2 == 0:

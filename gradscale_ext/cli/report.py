@@ -1,4 +1,4 @@
-"""What `python -m gradscale_ext` says of a machine and an installation, also where the extension cannot be loaded."""
+"""The report of `python -m gradscale_ext` on machine and installation, also if the extension cannot be loaded."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ VARIABLES = ("MAX_JOBS", "CXX", "CUDA_HOME", "OMP_NUM_THREADS")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; what follows a subcommand is left to it, in `rest`.
+    """Read the command line. `rest` gets the arguments of a subcommand, which parses them itself.
 
-    From here on the program ends, as others do, when nobody reads its output any more.
+    From here on SIGPIPE ends the program, as it does other programs whose output is no longer read (`| head`).
     """
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -72,7 +72,7 @@ def is_running() -> bool:
 
 
 def without_extension(problem: str) -> int:
-    """Report what can be said where the extension cannot be loaded, and what to do."""
+    """Print the report if the extension cannot be loaded: the facts that do not need it, and the problem."""
     options = parse(sys.argv[1:])
     show({**facts(), "problem": problem}, False, options.json)
     return 1
@@ -87,7 +87,7 @@ def show(facts: Facts, ok: bool, as_json: bool) -> None:
 
 
 def facts() -> Facts:
-    """Say what there is to say without the extension."""
+    """Collect the facts that do not need the extension."""
     driver = driver_version()
     variables = sorted(name for name in os.environ if name.startswith("GRADSCALE_") or name in VARIABLES)
     return {
@@ -103,7 +103,7 @@ def facts() -> Facts:
 
 
 def compiled_with() -> str:
-    """Say which PyTorch and which compiler the extension was built with, as setup.py wrote down."""
+    """Say which PyTorch and which compiler the extension was built with, as recorded by setup.py."""
     if importlib.util.find_spec("gradscale_ext._build") is None:
         return "not here"
     build = importlib.import_module("gradscale_ext._build")
@@ -111,7 +111,7 @@ def compiled_with() -> str:
 
 
 def openmp_libraries() -> list[str]:
-    """OpenMP runtimes that this process has loaded; more than one fight for the processors."""
+    """OpenMP runtimes that this process has loaded. If there are several, they compete for the CPU cores."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     paths = {line.split(maxsplit=5)[-1] for line in lines}

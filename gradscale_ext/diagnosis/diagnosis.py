@@ -16,19 +16,19 @@ from .graph import NOTHING, Step, amount, gradient_function, gradients, leaves, 
 from .report import Code, Finding, GradientDiagnosis, finding_of, shortened
 from .tracer import Cut, GradientTracer, Location
 
-#: Fraction of the largest gradient of all parameters below which one is vanishing.
+#: A gradient below this fraction of the largest gradient of all parameters is vanishing.
 VANISHING = 1e-9
-#: Magnitude below which a gradient is vanishing in any case: the gradient of the loss itself is 1.
+#: A gradient below this magnitude is vanishing in any case: the gradient of the loss itself is 1.
 ABSOLUTE = 1e-12
-#: Magnitude about to underflow in float32, when it is squared or in the next layers.
+#: A gradient below this magnitude will underflow in float32: in the next layers, or when it is squared.
 UNDERFLOW = 1e-30
 
-#: Share of dead units from which a layer gets a note. Half of them may be dead in a healthy layer: at initialisation
-#: every other ReLU is off for all of a batch that repeats one sample.
+#: A layer gets a note if at least this share of its units is dead. Half may be dead in a healthy layer: at
+#: initialisation, about every other ReLU is off for a whole batch that repeats one sample.
 DEAD = 0.75
-#: Number of units below which a layer reaches that share by chance.
+#: A layer with fewer units may reach that share by chance.
 DEAD_UNITS = 16
-#: Number of samples below which it does, too: units active for one sample in ten are all off in 43 % of batches of 8.
+#: So may one with fewer samples: a unit that is active for one sample in ten is always off in 43 % of batches of 8.
 DEAD_SAMPLES = 8
 
 #: Operations whose derivative is zero wherever it exists, by the names of their nodes.
@@ -45,8 +45,8 @@ SATURATING = {
 SCALING = {"ToCopy", "Mean"}
 
 _PARTIAL_REMEDY = (
-    "nothing where it is meant, as for targets, advantages and truncated backpropagation; else leave the call out, as "
-    "what is behind it learns from the other paths alone; scale_gradient weakens a path without cutting it"
+    "nothing if the cut is intended, as for targets, advantages and truncated backpropagation; else leave the call "
+    "out: what is behind it learns from the other paths only; scale_gradient weakens a path without cutting it"
 )
 _DEAD_REMEDY = "if more batches show the same: a smaller learning rate, a normalisation in front, leaky ReLU or GELU"
 _NOT_HELD_REMEDY = (
@@ -55,7 +55,7 @@ _NOT_HELD_REMEDY = (
 )
 _TRACE = (
     "run the forward pass under `with GradientTracer() as tracer:` and pass tracer=tracer: the report then says "
-    "whether it was used, and names the line that cut it off"
+    "whether the parameter was used, and names the line that cut it off"
 )
 
 
@@ -80,31 +80,33 @@ def diagnose_gradients(
     detached          it does, but behind `detach()`, `.data`, `.item()` or another call that cuts the graph
     no_grad           it does, but through a call under `torch.no_grad()` or in inference mode
     integer_dtype     it does, but through integers or booleans
-    unused            no call took it, or only calls on empty tensors
+    unused            no call used it with data, or only calls on empty tensors did
     zero_derivative   every path to it leads through a function whose derivative is zero everywhere
     vanishing         saturation or underflow, or a gradient below 1e-9 of the largest one, or below 1e-12
     all_zero          exactly zero for another reason: dead ReLUs, masks, products with zero
     nonfinite         NaN or inf
     frozen            `requires_grad` is False
     not_in_optimizer  it has a gradient that no optimizer uses; a note for parameters of the model
-    non_leaf          a tensor that the user takes for a parameter, but which is the result of an operation
+    non_leaf          a tensor that looks like a parameter, but is the result of an operation
     ================  ==================================================================================================
 
-    Notes leave `.ok` True. They are what is found, NaN and inf apart, on parameters that the optimizers leave out: as
-    with frozen ones, that is a choice (a target network, the other network of a GAN). They also are cuts that a tracer
-    saw enter the loss (`detached`, `no_grad`), although other paths send gradients to the same parameters, one note
-    named "loss" for each line; and layers of which ReLUs or clamps let nothing through for most units (`all_zero`).
+    Notes are findings that may be intended; they leave `.ok` True. A finding on a parameter of the model that the
+    optimizers do not hold is a note, because that may be a choice (a target network, the other network of a GAN),
+    except for NaN and inf. Other notes are cuts that a tracer saw enter the loss (`detached`, `no_grad`) although other
+    paths send gradients to the same parameters, one note named "loss" for each line; and layers with ReLUs or clamps
+    that block the gradients of most units (`all_zero`).
 
-    The first four and `unused` are told apart by the tracer; without one, all of them are `disconnected`. A gradient
-    is zero, and yet there is no finding, where it was multiplied by a parameter that is zero now and will not be after
-    the first step (LoRA, zero-initialised layers), and where a bias is made superfluous by a normalisation behind it.
+    The first four and `unused` are told apart only with a tracer; without one, all of them are `disconnected`. A zero
+    gradient is not a finding if it was multiplied by a parameter that is zero now and will not be after the first step
+    (LoRA, zero-initialised layers), or if a normalisation makes the bias before it superfluous.
 
     Args:
         loss: scalar tensor.
-        model: whose parameters, and tensors that it keeps as attributes, are looked at.
-        optimizer: one, or a sequence of them: those that step on this loss. What is not among their parameters is
-            found, and what is frozen and among them. Without it, every frozen parameter is a note.
-        tracer: that watched the forward pass.
+        model: the module whose parameters, and tensors in attributes, are examined.
+        optimizer: the optimizer that steps on this loss, or a sequence of several. Parameters that get a gradient and
+            are in none of them are found, and frozen parameters that are in one. Without it, every frozen parameter is
+            a note.
+        tracer: the tracer that watched the forward pass.
 
     Returns:
         `GradientDiagnosis`.
@@ -112,7 +114,7 @@ def diagnose_gradients(
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: `loss` is not one real number, or its graph has been freed and there is no `.grad` either; `tracer`
-            has watched nothing, or something else.
+            has watched nothing, or another forward pass.
         RuntimeError: PyTorch cannot differentiate the loss.
 
     >>> class Model(torch.nn.Module):
@@ -204,7 +206,7 @@ class _Diagnosis:
         self.sizes = {id(p): amount(g).largest for p, g in zip(wanted, found, strict=True)}
         seen = [] if self.flow.is_freed else [p for p in wanted if self.flow.reaches(p)]
         self.arrived = {id(p): self.flow.arrived_near(p) for p in seen}
-        # Optimizers without any tensor of this model or loss belong to others, and leave nothing out by choice.
+        # Optimizers that hold no tensor of this model or loss belong to other models: they left nothing out by choice.
         known = {id(p) for p in (*self.named.values(), *self.own_leaves.values())}
         self.are_its_optimizers = any(id(p) in known or self.flow.reaches(p) for p in held)
         self.dead_rows = {id(p): _dead_rows(g) for p, g in zip(wanted, found, strict=True) if g is not None}
@@ -238,24 +240,24 @@ class _Diagnosis:
         elif size == 0 and (finding := self._zero(name, parameter)) is not None:
             yield finding
         elif size and self._vanishes(parameter, VANISHING * self.largest, VANISHING * self.largest_arrived):
-            cause = f"its gradient, and what arrives where it is used, is below {VANISHING:g} of the largest"
+            cause = f"its gradient is below {VANISHING:g} of the largest, and so is the gradient where it is used"
             yield finding_of("vanishing", name, cause)
         elif size and self._vanishes(parameter, ABSOLUTE, ABSOLUTE):
-            cause = f"its gradient, and what arrives where it is used, is below {ABSOLUTE:g}; the loss has gradient 1"
+            cause = f"its gradient, and the gradient where it is used, are below {ABSOLUTE:g}; the loss has gradient 1"
             yield finding_of("vanishing", name, cause)
         else:
             yield from self._dead_units(name, parameter)
             yield from self._not_in_optimizer(name, parameter)
 
     def _vanishes(self, parameter: torch.Tensor, size: float, arrived: float) -> bool:
-        # Large gradients that cancel give a small one too, so the gradients that arrive count as well.
+        # Large gradients that cancel add up to a small one, so the gradients that arrive must be small too.
         return self.sizes[id(parameter)] < size and self.arrived.get(id(parameter), math.inf) < arrived
 
     def _is_left_out(self, parameter: torch.Tensor) -> bool:
-        """Return True if no optimizer holds the parameter, although all of its optimizers are known."""
+        """Return True if the optimizers of this model were given, and none of them holds the parameter."""
         return self.held is not None and id(parameter) not in self.held and self.are_its_optimizers
 
-    # ---- By itself --------------------------------------------------------------------------------------------------
+    # ---- Not trained by an optimizer --------------------------------------------------------------------------------
 
     def _frozen(self, name: str, parameter: torch.Tensor) -> Iterator[Finding]:
         if self.held is None:
@@ -276,7 +278,7 @@ class _Diagnosis:
         registered = {id(parameter) for parameter in self.named.values()}
         if ends and not ends & registered and not ends <= (self.held or set()):
             made_by = operation(node) if (node := gradient_function(result)) is not None else ""
-            cause = f"it is a result ({made_by}), made once: the gradient goes on to what it was made of"
+            cause = f"it is the result of an operation ({made_by}) that ran once: the gradient goes on to the operands"
             yield finding_of("non_leaf", name, f"{cause}, and no optimizer can train it")
 
     # ---- Cut off ----------------------------------------------------------------------------------------------------
@@ -321,10 +323,10 @@ class _Diagnosis:
         return finding_of(code, name, f"{cause}{about_loss}", None if left is None else left.location)
 
     def _partial_cuts(self) -> Iterator[Finding]:
-        """Note cuts on one path to parameters that gradients reach on others."""
+        """Yield a note for each cut on a path to parameters that gradients reach on other paths."""
         if self.tracer is None:
             return
-        # Running statistics and weights of a target network keep earlier values, whose cuts are meant.
+        # Cuts are intended where a value is kept, as in running statistics and the weights of a target network.
         own = [t for t in (*self.named.values(), *self.model.buffers()) if not torch.nn.parameter.is_lazy(t)]
         kept = {cut for tensor in own for cut in self.tracer.cuts(tensor)}
         leaves = {name: leaf for name, leaf in (self.named | self.own_leaves).items() if id(leaf) in self.reached}
@@ -348,7 +350,7 @@ class _Diagnosis:
         cause = f"its gradient has {'NaN' if math.isnan(self.sizes[id(parameter)]) else 'inf'}"
         origin = self.flow.nonfinite_origin(parameter)
         if origin is not None:
-            cause += f", which {origin.name()} was the first to make of finite gradients"
+            cause += f", which {origin.name()} was the first to compute from finite gradients"
         if not torch.isfinite(self.loss):
             cause += f"; the loss itself is {self.loss.item()}"
         return finding_of("nonfinite", name, cause, self._line(origin))
@@ -359,7 +361,7 @@ class _Diagnosis:
             return None
         if not losses:
             if self.flow.is_freed:
-                cause = "its gradient is exactly zero; a freed graph does not show where it was lost, or if it may be"
+                cause = "its gradient is zero; a freed graph shows neither where it was lost nor if that is a fault"
                 return finding_of("all_zero", name, cause, is_note=True)
             cause = "its gradient is exactly zero; a reentrant checkpoint does not show where it was lost"
             return finding_of("all_zero", name, cause)
@@ -384,7 +386,7 @@ class _Diagnosis:
         dead = int((rows & torch.stack([stop.units for stop in stops]).any(0)).sum())
         if dead >= DEAD * len(rows):
             names = ", ".join(dict.fromkeys(stop.node.name() for stop in stops))
-            cause = f"{dead} of {len(rows)} units dead: {names} lets no gradient of theirs through, for the whole batch"
+            cause = f"{dead} of {len(rows)} units dead: {names} blocks their gradients for the whole batch"
             line = self._line(*(stop.node for stop in stops))
             yield finding_of("all_zero", name, cause, line, remedy=_DEAD_REMEDY, is_note=True)
 
@@ -395,7 +397,7 @@ class _Diagnosis:
         return self.is_zero[id(factor)] if id(factor) in self.is_zero else not factor.any()
 
     def _line(self, *nodes: Node | None) -> Location | None:
-        """The line that made the first of the nodes that the tracer saw."""
+        """The line whose call made a node: the first of `nodes` that the tracer saw."""
         if self.tracer is None:
             return None
         lines = (self.tracer.location(node) for node in nodes if node is not None)

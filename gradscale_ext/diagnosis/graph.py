@@ -42,7 +42,10 @@ def metadata(node: Node) -> dict[Any, Any]:
 
 
 def walk(root: Node | None, stop: Callable[[Node], bool] = lambda node: False) -> list[Node]:
-    """Nodes that the root leads to, each after those that take its result; nodes behind a `stop` are left out."""
+    """Nodes that are reachable from the root, each after all nodes that send it a gradient; the root is the first.
+
+    The search does not continue behind other nodes for which `stop` is true.
+    """
     finished: list[Node] = []
     seen = set() if root is None else {root}
     path = [] if root is None else [(root, iter(root.next_functions))]
@@ -79,9 +82,9 @@ class _Orphans(threading.local):
 
 
 class _Behind:
-    """Holds the nodes behind one until it is gone, and then releases them one by one.
+    """Metadata of a node: keeps the next nodes alive until the node is freed, and then releases them one by one.
 
-    PyTorch frees nodes that Python has seen by recursion, and overflows the stack at a depth of some 10 000.
+    PyTorch recursively frees nodes that Python has accessed, and overflows the stack at a depth of some 10 000.
     """
 
     __slots__ = ("nodes",)
@@ -121,7 +124,7 @@ class Amount(NamedTuple):
     """Smallest normal number of the dtype."""
 
 
-#: Amount of a gradient that is None, which an empty tensor is not.
+#: Amount of a gradient that is None. The amount of an empty tensor has another `tiny`.
 NOTHING = Amount(0.0, 0, 0.0)
 
 
@@ -161,7 +164,7 @@ class Step(NamedTuple):
 
     @property
     def other_factors(self) -> list[torch.Tensor]:
-        """Leaves that the node multiplies this operand by, directly or as their product."""
+        """Leaves by which the node multiplies the operand at `edge`: the other operand, or the factors of the other."""
         edges = _FACTORS.get(operation(self.node), ())
         others = [
             origin
@@ -190,13 +193,13 @@ class Stop(NamedTuple):
 
     node: Node
     units: torch.Tensor
-    """Units that sent no gradient on, though one arrived or the function was flat for all their samples."""
+    """True for units that sent no gradient on although one arrived, and for units of a ReLU whose results are all 0."""
     samples: int
     """Number of times that each unit was computed."""
 
 
 def _origin(node: Node | None) -> Node | None:
-    """The leaf, or operation on several operands, behind views, casts, activations and others with one operand."""
+    """The leaf, or operation on several operands, behind views, casts, activations and other unary operations."""
     while node is not None and leaf_of(node) is None:
         operands = [operand for operand, _ in node.next_functions if operand is not None]
         if len(operands) != 1:
@@ -209,7 +212,7 @@ class Flow:
     """Gradients that each node received and sent on, of a backward pass that runs in this context."""
 
     def __init__(self, nodes: list[Node], unit_counts: Container[int] = ()) -> None:
-        """Watch the nodes of a graph, and the units of layers whose sizes are in `unit_counts` one by one."""
+        """Watch the nodes of a graph. Dimensions whose size is in `unit_counts` are taken as the units of a layer."""
         self._unit_counts = unit_counts
         self._stops: dict[Node, list[Stop]] = {}
         self._order = {node: position for position, node in enumerate(nodes)}
@@ -222,7 +225,7 @@ class Flow:
         self._arrived: dict[Node, list[Amount]] = {}
         self._sent: dict[Node, list[Amount]] = {}
         self.is_freed = False
-        """True if `backward()` freed the graph before it could be run."""
+        """True if `backward()` had already freed the graph, so that nothing was observed."""
 
     def __enter__(self) -> Flow:
         inner = self._order.keys() - self._leaves.values()
@@ -249,7 +252,7 @@ class Flow:
             if sent.shape[dim] in self._unit_counts:
                 others = [other for other in range(sent.dim()) if other != dim]
                 stopped = arrived.ne(0).any(others)
-                if result is not None:  # a square's gradient at 0 is 0 as well
+                if result is not None:  # a square after the ReLU sends no gradient to results of 0
                     stopped |= result.eq(0).all(others)
                 yield Stop(node, stopped & sent.eq(0).all(others), sent.numel() // sent.shape[dim])
 
@@ -258,7 +261,10 @@ class Flow:
         return id(leaf) in self._leaves
 
     def _steps(self, leaf: torch.Tensor, goes_on: Callable[[Step], bool]) -> list[Step]:
-        """Steps to a leaf, and to the nodes before it while `goes_on`; nearest to the root first."""
+        """Steps on the gradient's way to a leaf, root first.
+
+        The search continues from a step towards the root if `goes_on(step)`.
+        """
         return self._steps_to([self._leaves[id(leaf)]], goes_on) if self.reaches(leaf) else []
 
     def _steps_to(self, waiting: list[Node], goes_on: Callable[[Step], bool]) -> list[Step]:
@@ -274,7 +280,7 @@ class Flow:
         return sorted(steps, key=lambda step: self._order[step.node])
 
     def losses(self, leaf: torch.Tensor) -> list[Step]:
-        """Steps in which the gradient of a leaf, which is exactly zero, became zero."""
+        """For a leaf whose gradient is exactly zero: the steps at which it became zero."""
         return [step for step in self._steps(leaf, lambda step: step.is_zero) if not step.is_zero]
 
     def nonfinite_origin(self, leaf: torch.Tensor) -> Node | None:
@@ -288,7 +294,7 @@ class Flow:
         return next(made, None)
 
     def stops(self, leaf: torch.Tensor) -> list[Stop]:
-        """Stops of units of a layer, the rows of its weight, on the way to that weight."""
+        """Stops on the gradient's way to `leaf`, a layer's weight, whose units are the rows of this weight."""
         takes_it = self._steps(leaf, lambda step: operation(step.node) in _SAME_VALUES)
         products = [step.node for step in takes_it if operation(step.node) in _PRODUCTS]
         steps = self._steps_to(products, lambda step: operation(step.node) in _BY_UNIT)
@@ -296,7 +302,7 @@ class Flow:
         return [stop for node in nodes for stop in self._stops[node] if len(stop.units) == len(leaf)]
 
     def arrived_near(self, leaf: torch.Tensor) -> float:
-        """Largest gradient at the operations that take a leaf, or its values in another shape or dtype."""
+        """Largest finite gradient that arrived at operations on a leaf, or on its values in another shape or dtype."""
         steps = self._steps(leaf, lambda step: operation(step.node) in _SAME_VALUES)
         return max((a.largest for step in steps for a in step.arrived if math.isfinite(a.largest)), default=0.0)
 
@@ -315,20 +321,20 @@ _SAME_VALUES = {
 _PRODUCTS = {
     "Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "MkldnnLinear", "Convolution", "MkldnnConvolution", "CudnnConvolution",
 }  # fmt: skip
-#: Operations that keep units apart.
+#: Operations that do not mix units.
 _BY_UNIT = _SAME_VALUES | {
     "Add", "Sub", "Mul", "Div", "NativeBatchNorm", "CudnnBatchNorm", "NativeDropout", "MaxPool2DWithIndices",
     "AvgPool2D",
 }  # fmt: skip
 #: Functions with a flat side, where they let no gradient through.
 _FLAT_ON_ONE_SIDE = {"Relu", "Threshold", "Hardtanh", "Clamp", "ClampMin", "ClampMax", "Hardswish", "Hardsigmoid"}
-#: Operations that broadcast an operand, whose gradient they add up, and the edges on which they may.
+#: Operations that may broadcast an operand, whose gradient is then a sum, and the edges of such operands.
 _ADDING_UP = {
     "Add": (0, 1), "Sub": (0, 1), "Addmm": (0,), "Addmv": (0,), "Baddbmm": (0,), "Expand": (0,), "Repeat": (0,),
     "Convolution": (2,), "MkldnnConvolution": (2,), "CudnnConvolution": (2,), "Linear": (2,), "MkldnnLinear": (2,),
     "NativeBatchNorm": (2,), "CudnnBatchNorm": (2,), "NativeLayerNorm": (2,), "NativeGroupNorm": (2,),
 }  # fmt: skip
-#: Operations that multiply operands, and the edges of these.
+#: Operations that multiply operands, and the edges of these operands.
 _FACTORS = {
     "Mul": (0, 1), "Mm": (0, 1), "Bmm": (0, 1), "Mv": (0, 1), "Dot": (0, 1), "Linear": (0, 1), "MkldnnLinear": (0, 1),
     "Convolution": (0, 1), "MkldnnConvolution": (0, 1), "CudnnConvolution": (0, 1), "PreluKernel": (0, 1),
@@ -348,12 +354,12 @@ def gradients(
     Args:
         loss: one real number.
         wanted: leaves that require a gradient, whether the graph leads to them or not.
-        model: whose buffers recomputation may change.
+        model: the module whose buffers may change when checkpointed blocks run again.
         sharded: parameters of FSDP2, whose leaves are among `wanted`.
 
     Returns:
-        The gradients, None where the graph does not lead, and what flowed. Of a graph that has been freed, `.grad` and
-        a flow of nothing.
+        The gradients, None for leaves that the graph does not reach, and the flow. If the graph has been freed:
+        `.grad`, and a flow in which nothing was observed.
 
     Raises:
         ValueError: the graph has been freed, and there is no `.grad` either.
@@ -372,7 +378,7 @@ def gradients(
         with _as_it_was(model, nodes, sharded), flow, torch.autograd.set_detect_anomaly(False):
             if hides:
                 return _by_backward(loss, [*leaves(nodes), *wanted], wanted, shards), flow
-            # Autograd would raise without anything to differentiate for.
+            # Autograd would raise if `reached` were empty.
             found = torch.autograd.grad(loss, reached, retain_graph=True, allow_unused=True) if reached else ()
     except RuntimeError as error:
         if _FREED not in str(error):
@@ -380,8 +386,8 @@ def gradients(
         missing = [_grad(leaf, shards) is None for leaf in (wanted if hides else reached)]
         if all(missing) or (any(missing) and not hides):
             raise ValueError(
-                "diagnose_gradients: loss must have a graph, or the parameters gradients, but backward() has freed the "
-                "graph and .grad is None; call it between the forward pass and backward()"
+                "diagnose_gradients: loss must have a graph, or the parameters must have gradients, but backward() has "
+                "freed the graph and .grad is None; call it between the forward pass and backward()"
             ) from error
         flow = Flow(nodes)
         flow.is_freed = True
@@ -391,7 +397,10 @@ def gradients(
 
 
 def _is_freed(nodes: Iterable[Node]) -> bool:
-    """True if `backward()` has freed a tensor that a node saved. Nothing is recomputed: only hooks have `data` then."""
+    """True if `backward()` has freed a tensor that a node saved.
+
+    Tensors that saved-tensor hooks packed are not read, because unpacking may recompute them: their `data` is not None.
+    """
     for node in nodes:
         for name in dir(node):
             if name.startswith("_raw_saved_") and getattr(getattr(node, name), "data", node) is None:
@@ -460,7 +469,7 @@ def _as_it_was(model: torch.nn.Module, nodes: list[Node], sharded: Sequence[Shar
 
 
 def _retaining(nodes: set[Node]) -> list[torch.Tensor]:
-    """Results of nodes with a retained gradient, of which only the garbage collector has a list."""
+    """Results of these nodes that retain their gradient. Only the garbage collector can list them."""
     with torch._C.DisableTorchFunction():
         tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
         return [tensor for tensor in tensors if tensor.retains_grad and gradient_function(tensor) in nodes]

@@ -17,9 +17,9 @@ Code = Literal[
 
 _REMEDIES: dict[Code, str] = {
     "disconnected": "add what the parameter computes to the loss, or leave the parameter out of the model",
-    "detached": "leave the call out where a gradient is wanted; turn what PyTorch gives into numbers only for logs",
-    "no_grad": "call it where gradients are on; a reentrant checkpoint whose inputs need no gradient has them off too: "
-    "use_reentrant=False",
+    "detached": "leave the call out where a gradient is wanted; turn tensors into numbers only for logs",
+    "no_grad": "call it where gradients are on; a reentrant checkpoint whose inputs need no gradient turns them off "
+    "too: pass use_reentrant=False",
     "integer_dtype": "keep the path in floating point: soft targets or probabilities in place of indices, "
     "torch.where or a product in place of a mask alone, Gumbel-softmax for a choice",
     "zero_derivative": "pass the gradient straight through, x + (f(x) - x).detach(), or use a smooth function",
@@ -28,14 +28,14 @@ _REMEDIES: dict[Code, str] = {
     "vanishing": "keep activations where the function is not flat (normalisation, initialisation, smaller learning "
     "rate, logits in place of probabilities), add skip connections, compute in a wider dtype",
     "nonfinite": "keep operands inside the domain (clamp before log, sqrt and division; add an eps; mask before the "
-    "operation and not behind it), lower the loss scale or the learning rate",
+    "operation and not after it), lower the loss scale or the learning rate",
     "frozen": "requires_grad_(True) before the optimizer is made, if it is to be trained; else leave it out of the "
     "optimizer",
     "not_in_optimizer": "give it to the optimizer (add_param_group); a tensor has to be an nn.Parameter, and a list of "
     "them an nn.ParameterList or nn.ModuleList, to be among model.parameters()",
     "non_leaf": "make the nn.Parameter last, of the finished values: nn.Parameter(0.1 * torch.randn(3)), "
     "nn.Parameter(w.to(device))",
-    "unused": "call the module that it belongs to, or remove it; an expert that one batch sends nothing needs nothing",
+    "unused": "call the module that it belongs to, or remove it; nothing for an expert that gets no data in one batch",
 }
 
 
@@ -60,7 +60,7 @@ class Finding:
 class GradientDiagnosis:
     """What `diagnose_gradients` found.
 
-    `str()` is a table for logs, `repr()` what of it fits a screen; `rich.print` shows one for terminals.
+    `str()` is a table for logs, `repr()` a report cut to fit a screen, and `rich.print` shows a table for terminals.
     """
 
     findings: list[Finding]

@@ -38,11 +38,12 @@ _NOT_THE_USERS = (*(package + os.sep for package in _PACKAGES), copy.__file__, c
 #: Calls whose results do not depend on the values of their operands, or that update parameters.
 _NOT_FOLLOWED = {"grad", "_base", "requires_grad_", "backward", "broadcast_tensors"}
 _NOT_FOLLOWED_PREFIXES = ("new_", "_foreach_", "_fused_")
-#: Calls that make tensors of values of Python and NumPy, and operations with such values, without underscores.
+#: Calls that make tensors from Python or NumPy values.
 _FACTORIES = {
     "tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack", "scalar_tensor", "full", "full_like",
     "new_tensor", "new_full",
 }  # fmt: skip
+#: Operations that may have a Python or NumPy number as an operand, by their names without underscores at the ends.
 _ARITHMETIC = {
     "add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv",
     "true_divide", "multiply", "divide", "subtract", "pow", "rpow", "setitem", "fill", "where", "lerp",
@@ -87,7 +88,7 @@ class Cut:
 
 
 class _Origin(NamedTuple):
-    """Numbers of the nodes of the values that a call cut off."""
+    """Nodes of the values that a call cut off, by their sequence numbers."""
 
     values: frozenset[int] = frozenset()
     near: frozenset[int] = frozenset()
@@ -106,16 +107,16 @@ class _History(NamedTuple):
     depth: int = 0
     """Number of calls behind the value."""
     outside: int = 0
-    """Number of escapes before a number from outside of PyTorch last went into the value."""
+    """Number of escapes that had happened when a number from outside PyTorch last went into the value."""
     has_data: bool = False
     """True if the value depends on anything but parameters."""
     fresh: Mapping[Cut, _Origin] = {}
-    """Cuts behind the value whose results have met no value with gradients since."""
+    """Cuts behind the value whose results have not yet been combined with a value that has gradients."""
     relevant: frozenset[Cut] = frozenset()
-    """Cuts whose results met values other than those that were cut off."""
+    """Cuts whose results were combined with values other than the ones that were cut off."""
 
     def __or__(self, other: _History) -> _History:
-        """History of a value made of both."""
+        """History of a value that is computed from both."""
         cuts = dict(self.cuts)
         for cut, lost in other.cuts.items():
             cuts[cut] = cuts.get(cut, 0) | lost
@@ -137,10 +138,10 @@ class _History(NamedTuple):
 class GradientTracer(TorchFunctionMode):
     """Watches a forward pass, so that `diagnose_gradients` can name the call and the line where a graph was cut.
 
-    Everything between entering and leaving is watched: every call of PyTorch, with the tensors that it took and gave.
-    It computes nothing and keeps no tensor alive. It can be entered again after it was left, and then reports the
-    last time. Modules compiled with `torch.compile` run eagerly meanwhile; calls inside `torch.func` transforms are
-    left alone. A call takes longer than it does untraced.
+    Every call of PyTorch in the `with` block is watched, with its operands and results. The tracer computes nothing and
+    keeps no tensor alive. It can be entered again after the block, and then reports the last block only. Modules
+    compiled with `torch.compile` run eagerly in the block; calls inside `torch.func` transforms are not watched. Each
+    call takes longer than without a tracer.
 
     Raises:
         RuntimeError: it is entered while it is active.
@@ -159,11 +160,11 @@ class GradientTracer(TorchFunctionMode):
         super().__init__()
         self._bits: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         self._next_bit = 1
-        # The node that made a value keeps its history in its metadata. A value without a node has its history kept
-        # with its memory, which its views share.
+        # The history of a value is in the metadata of the node that made it. For a value without a node it is here,
+        # by the value's memory, which its views share.
         self._histories: MutableMapping[torch.UntypedStorage, _History] = WeakIdKeyDictionary()
-        # Values with a node, by their memory: a tensor without a node that shares memory was made by a call
-        # that no mode sees.
+        # Histories of values with a node, by their memory. A tensor that shares this memory but has no node was made
+        # by a call that no mode sees.
         self._made: MutableMapping[torch.UntypedStorage, _History] = WeakIdKeyDictionary()
         self._active = False
         self._begin()
@@ -216,14 +217,18 @@ class GradientTracer(TorchFunctionMode):
     def relevant_cuts(self, result: torch.Tensor) -> list[Cut]:
         """Cuts that keep gradients from values, although these may get some on other paths.
 
-        Cuts next to which the value itself continues are left out, as in `x + (x.round() - x).detach()` and
-        `x / x.norm().detach()`, and those whose result became an index or the outcome of a comparison.
+        Cuts whose result is combined with the value that was cut off are left out, as in
+        `x + (x.round() - x).detach()` and `x / x.norm().detach()`, and cuts whose result became an index or the
+        outcome of a comparison.
         """
         history = self._history(result)
         return [cut for cut in history.cuts if cut in history.relevant]
 
     def escapes(self, leaf: torch.Tensor, result: torch.Tensor | None = None) -> list[Cut]:
-        """Calls by which values that depend on a leaf left PyTorch; before a number from outside went into a result."""
+        """Calls by which values that depend on a leaf left PyTorch.
+
+        With `result`: only calls before a number from outside last went into the result.
+        """
         bit = self._bits.get(leaf, 0)
         end = None if result is None else self._history(result).outside
         return [cut for cut, leaves in list(self._escapes.items())[:end] if leaves & bit]
@@ -329,7 +334,8 @@ class GradientTracer(TorchFunctionMode):
         newest = nodes
         for call in range(_FEW):
             behind = {following for node in newest for following, _ in node.next_functions if following is not None}
-            # A parameter, as in `w + (w.round() * scale - w).detach()`, counts where the last call took it.
+            # Where data is involved, a parameter counts only as an operand of the last call, as in
+            # `w + (w.round() * scale - w).detach()`.
             also_leaves = call == 0 or not operand.history.has_data
             newest = [node for node in behind if node not in nodes and (also_leaves or leaf_of(node) is None)]
             nodes = nodes + newest
@@ -368,19 +374,19 @@ class GradientTracer(TorchFunctionMode):
         if not tensor.requires_grad:
             return history
         bit = self._bit(tensor)
-        # Tensors detached from it share its memory, and with it its history.
+        # Tensors detached from the leaf share its memory and so its history. The leaf does not depend on their cuts.
         cuts = {cut: leaves & ~bit for cut, leaves in history.cuts.items() if leaves & ~bit}
         fresh = {cut: origin for cut, origin in history.fresh.items() if cut in cuts}
         return _History(bit, cuts, outside=history.outside, fresh=fresh)
 
     def _cut_unseen(self, tensor: torch.Tensor, made: _History) -> _History:
-        """History of a tensor made of a value by a call that no mode sees, as `nn.Parameter(h)`."""
+        """History of a tensor that a call that no mode sees made from a value, such as `nn.Parameter(h)`."""
         call = "nn.Parameter" if isinstance(tensor, torch.nn.Parameter) else "a call that the tracer does not see"
         cut = Cut("detached", call, _users_line())
         return made._replace(live=0, relevant=frozenset()) | _History(cuts={cut: made.live}, fresh={cut: _Origin()})
 
     def _history_of(self, node: Node) -> _History:
-        """History of a node, derived for nodes made unseen by a custom Function or an extension."""
+        """History of a node, derived from the nodes behind it if a custom Function or an extension made it unseen."""
         if self not in metadata(node):
             history = _NO_HISTORY
             unseen = walk(node, stop=self._is_known)

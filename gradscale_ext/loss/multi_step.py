@@ -40,7 +40,7 @@ Implementation = Literal["auto", "fused", "compiled", "reference"]
 _IMPLEMENTATIONS = get_args(Implementation)
 #: Types of options that are passed on unchanged; mappings of other types are converted to dicts.
 _AS_GIVEN = (NoneType, torch.Tensor, dict, list, tuple, str)
-#: Types of devices that torch.compile does not serve, and why.
+#: Types of devices on which the loss is not compiled, each with the reason that the warning adds.
 _without_compiler = {"meta": ""}
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -53,8 +53,8 @@ def empty_cache() -> int:
     """Free the CPU memory that is kept for later gradients, and return its number of bytes.
 
     The losses and `Support.decode` take the memory of their gradients from one pool for the whole process. Memory of a
-    gradient returns to the pool when its last tensor is gone. What 16 calls did not need is freed; nothing is freed
-    while no calls are made. Memory on GPUs is PyTorch's own: `torch.cuda.empty_cache`.
+    gradient returns to the pool when its last tensor is gone. Memory that 16 calls did not need is freed; nothing
+    is freed while no calls are made. Memory on GPUs is PyTorch's own: `torch.cuda.empty_cache`.
 
     >>> logits = torch.zeros(256, 601, requires_grad=True)
     >>> gradient, = torch.autograd.grad(Support.muzero().decode(logits).sum(), logits)
@@ -119,24 +119,26 @@ def multi_step_loss(
             float16.
         targets: the same for the targets, floating, or int64 for classes; they must not require grad. A `PerStepLoss`
             has none.
-        step_weights: T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient. This and the next three
-            may be mappings of head names, for heads that differ (TD-MPC2, UniZero); a head that is not named has
-            factor 1 and no mask. Entries count absolute steps, also for heads with ``first_step=1``.
+        step_weights: T numbers, or a tensor `[T]` or `[B, T]`: multiplies value and gradient. `step_weights`,
+            `step_gradient_scale`, `importance_weights` and `mask` may be mappings of head names, for heads that differ
+            (TD-MPC2, UniZero); a head that is not named has factor 1 and no mask. Entries are indexed by absolute step,
+            also for heads with ``first_step=1``.
         step_gradient_scale: the same forms: multiplies the gradient only, as `scale_gradient` on each step's loss does.
             "unroll" is 1 for the root and 1/K after, as in the pseudocode of MuZero (Schrittwieser et al. 2020).
         importance_weights: `[B]`, from prioritised replay (Schaul et al. 2016). They are not part of L_b, and do not
             decide which samples are skipped.
         head_weights: mapping of head names to a number or a tensor without dimensions on the device of the
             predictions, at least 0: multiplies the head's `weight`, in value and gradient. It is read without waiting
-            for the device, and a number that changes does not recompile. A tensor that requires grad gets its
-            gradient, the head's share of the loss before this weight, which `step_gradient_scale` does not change: for
+            for the device, and a number that changes does not recompile. A tensor that requires grad gets the head's
+            share of the loss before this weight as its gradient, which `step_gradient_scale` does not change: for
             weights that are learned (Kendall et al. 2018).
         mask: bool `[B, T]` by absolute step. False: the entry adds exactly nothing to value and gradient, also if it is
             NaN or inf.
         reduction: over the batch: "mean" over B, "sum", "none" (`[B]`), or "valid_mean" (each head's sum over its
             number of unmasked entries, at least 1).
         nonfinite: "propagate": NaN reaches the loss, and only that sample's gradients. "skip": a sample whose loss is
-            not finite (L_b, without its importance weight) adds nothing. It is counted in both cases.
+            not finite (L_b, without its importance weight) adds nothing. `num_nonfinite` counts these samples in both
+            cases.
         process_group: ranks whose batches make up one, for "mean" and "valid_mean": samples or unmasked entries are
             counted over all of them (one all-reduce of a number for each head), and each rank's loss is scaled so that
             the average over the ranks, which DistributedDataParallel and FSDP take of gradients, is the gradient of the
@@ -144,7 +146,7 @@ def multi_step_loss(
             gradients.
         normalize_importance_weights: divide `importance_weights` by the largest of them (Schaul et al. 2016), with a
             process group by the largest of all ranks. Weights that differ by head are divided by each head's own.
-            Samples without an unmasked entry do not count.
+            Samples without an unmasked entry are ignored.
         batch_first: False: tensors with both dimensions have the step first: stacked predictions and targets are
             `[T, B, ...]`, masks and weights `[T, B]`, and of the output `per_step`, `expected` and `entropy`
             `[T_h, B]`.
@@ -169,19 +171,19 @@ def multi_step_loss(
         NotImplementedError: ``impl="fused"`` if no kernel accepts the call, ``impl="compiled"`` for tensor subclasses,
             `torch.func` transforms, forward mode and dispatch modes.
 
-    For plain tensors this is one call into C++ and no temporary of the size of the logits besides the gradients, which
-    are computed together with the loss: one parallel region on the CPU, two launches on CUDA (one more to count a mask
-    for "valid_mean") and one in the backward pass, where nothing is waited for. In `torch.compile` and `torch.export`
-    it is one operator of the graph. Second derivatives, `torch.func` transforms, forward mode and tensor subclasses
-    go through `gradscale_ext.reference`. A compiled or exported loss has no second derivative: it raises.
+    For plain tensors this is one call into C++, which allocates nothing of the size of the logits except the gradients.
+    These are computed together with the loss: one parallel region on the CPU, two launches on CUDA (one more to count a
+    mask for "valid_mean") and one in the backward pass, where nothing is waited for. In `torch.compile` and
+    `torch.export` it is one operator of the graph. Second derivatives, `torch.func` transforms, forward mode and tensor
+    subclasses go through `gradscale_ext.reference`. A compiled or exported loss has no second derivative: it raises.
 
     DTensors are gathered, so that every rank computes the loss of the whole batch; plain tensors next to them must be
     whole, and the same on every rank. If a prediction is a DTensor the output holds replicated DTensors, and gradients
-    have the placements of the predictions. PyTorch 2.11 does not record second derivatives of gathered DTensors: there
-    they are None.
+    have the placements of the predictions. In PyTorch 2.11, second derivatives of DTensors raise NotImplementedError.
 
-    A backward pass that reads predictions, targets, weights or masks again raises if one of them was modified in
-    the meantime: every pass on CUDA, and on the CPU passes with half types or a factor other than 1.
+    Some backward passes read predictions, targets, weights and masks again, and raise if one of them was modified in
+    the meantime: every pass on CUDA; on the CPU, passes that get another gradient of the loss than 1 if a prediction
+    has a half type or that gradient is not finite; and passes that are differentiated themselves.
 
     >>> heads = {"policy": SoftCrossEntropy()}
     >>> logits = torch.zeros(1, 4, requires_grad=True)
@@ -291,7 +293,7 @@ def _without_kernels(
     how = "; `python -m gradscale_ext` says how to get kernels" if device.type == "cuda" else ""
     _context.say_once(
         f"gradscale_ext: there are no kernels for {device.type} tensors here; gradscale_ext.reference computes the "
-        f"loss there{', compiled by torch.compile' if compiler else ''}: the same numbers, not fused{reason}{how}"
+        f"loss{', compiled by torch.compile' if compiler else ''}: the same numbers, not fused{reason}{how}"
     )
     return out if compiler else reference.loss_of(call)
 
@@ -326,7 +328,7 @@ class MultiStepLoss(torch.nn.Module):
         return cls(value=TwoHot(support, weight=value_weight), reward=TwoHot(support), policy=SoftCrossEntropy())
 
     def _plan(self) -> Any:
-        """The heads as the kernels read them, read again when they are no longer the same."""
+        """The heads as the kernels read them; made again if `self.heads` has changed."""
         items = list(self.heads.items())
         planned = self.__dict__.get("_planned")
         if planned is None or planned[0] != items:
@@ -436,11 +438,12 @@ def _differentiable_gradients(
 ) -> list[torch.Tensor | None]:
     """The gradients of predictions and head weights, from the loss computed once more with the reference.
 
-    C++ calls it when a backward pass is itself differentiated, and for a batched `grad_output`. Entries come by head,
-    the options by name; those that may differ by head are lists with a value for each head, one for all, or none.
+    C++ calls it when a backward pass is itself differentiated, and for a batched `grad_output`. Predictions and
+    targets are in the order of `heads`, the options by name. An option that may differ by head is a list with a value
+    for each head, with one value for all heads, or without a value.
     """
     with torch.enable_grad():
-        # Each tensor is viewed: one that is given twice has one gradient for each time.
+        # Views give a tensor that is used twice a separate gradient for each use.
         views: list[Entries] = [
             entries.view_as(entries)
             if isinstance(entries, torch.Tensor)

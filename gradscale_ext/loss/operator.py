@@ -14,7 +14,7 @@ from .options import Entries, Options, turned_around
 from .output import MultiStepLossOutput
 from .validate import Call
 
-#: Counts that stand for one stacked tensor, and for no tensors.
+#: Values of a count that stand for one stacked tensor, and for no tensor.
 _STACKED, _NONE = 0, -1
 #: Results of the operator, in its order: names, and True for a list by head.
 _OUTPUTS = _C.outputs()
@@ -27,7 +27,7 @@ def call_operator(
     heads = call.heads
 
     def by_head(given: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
-        """As the operator takes an option: in the order of the heads, and empty for none."""
+        """An option as the operator accepts it: in the order of the heads, or empty if it is not given."""
         turned = {name: turned_around(tensor, call.options.batch_first) for name, tensor in given.items()}
         return [turned.get(name) for name in heads] if turned else []
 
@@ -43,7 +43,7 @@ def call_operator(
     wanted = [_listed(targets[name]) if head.has_target else ([], _NONE) for name, head in heads.items()]
     differentiable = call.heads_with_gradient()
     listed = itertools.chain.from_iterable(tensors for tensors, _ in predicted)
-    # Autograd would add these itself, except where a compiler finds that the graph has no use for it.
+    # Autograd adds these too, but a compiler skips autograd if no output of its graph needs a gradient.
     wants = [i for i, tensor in enumerate(listed) if tensor.requires_grad] if differentiable else []
     results = torch.ops.gradscale_ext.multi_step_loss(
         [tensor for tensors, _ in predicted for tensor in tensors],

@@ -21,7 +21,7 @@ REDUCTIONS, NONFINITES = get_args(Reduction), get_args(Nonfinite)
 
 
 class Options(NamedTuple):
-    """Everything of a call but its heads, predictions and targets; see `multi_step_loss`."""
+    """Everything in a call except heads, predictions and targets; see `multi_step_loss`."""
 
     step_weights: StepWeights = None
     step_gradient_scale: StepGradientScale = None

@@ -29,11 +29,11 @@ def priorities(
         steps: which steps count: the "first" one (the root), the "mean" of ``|nu - z|`` over the steps, the "max", or
             "all", each for itself.
         alpha: exponent, at least 0; 0 gives uniform priorities.
-        eps: keeps every sample alive, at least 0.
-        batch_first: False: tensors with both dimensions are `[T, B]`, as `multi_step_loss` gives them then.
+        eps: added to every error, so that no priority is 0; at least 0.
+        batch_first: False: tensors with both dimensions are `[T, B]`, as in `multi_step_loss`.
 
     Returns:
-        `[B]`; of "all" steps `[B, T]` (`[T, B]` without `batch_first`). Without a gradient.
+        `[B]`, or for ``steps="all"`` `[B, T]` (`[T, B]` without `batch_first`). It has no gradient.
 
     Raises:
         ValueError: shapes differ, or an argument is out of range.
@@ -74,7 +74,7 @@ def priorities(
 
 
 def _stacked(argument: str, entries: Entries, batch_first: bool) -> torch.Tensor:
-    """Stack a list; half types are widened, as their difference may be beyond their range."""
+    """Stack a list; half types become float32, because a difference may be beyond their range."""
     if isinstance(entries, list | tuple):
         shapes = [tuple(entry.shape) if isinstance(entry, torch.Tensor) else type(entry).__name__ for entry in entries]
         if not entries or any(shape != shapes[0] or isinstance(shape, str) for shape in shapes):

@@ -1,4 +1,4 @@
-"""What a multi-step loss counts over all ranks whose batches make up one."""
+"""Numbers that a multi-step loss needs from all ranks whose batches form one batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .validate import Call
 
 
 def for_all_ranks(call: Call, process_group: Any, normalize_importance_weights: bool) -> Call:
-    """The call with what "mean" and "valid_mean" divide by on all ranks, and with importance weights of at most 1.
+    """Add the divisors of "mean" and "valid_mean" over all ranks, and divide importance weights by their largest.
 
     A rank's loss is divided by the number of all entries over the number of ranks, so that the average over the ranks
     is the mean over all entries.
@@ -26,7 +26,7 @@ def for_all_ranks(call: Call, process_group: Any, normalize_importance_weights: 
     group, size = group_of("multi_step_loss", process_group)
     if group and call.options.reduction not in ("mean", "valid_mean"):
         raise ValueError(
-            "multi_step_loss: a process_group goes with reduction 'mean' or 'valid_mean', but it is "
+            "multi_step_loss: process_group needs reduction 'mean' or 'valid_mean', but the reduction is "
             f"{call.options.reduction!r}"
         )
     sent: dict[str, tuple[torch.Tensor, str]] = {}
@@ -68,7 +68,7 @@ def _largest(call: Call, weights: torch.Tensor, heads: Iterable[str]) -> torch.T
 
 
 def _num_entries(call: Call) -> torch.Tensor:
-    """`[heads]`: what the reduction counts in this rank's batch."""
+    """`[heads]`: the number of entries of this rank's batch that the reduction divides by."""
     device = next(iter(call.predictions.values()))[0].device
     counts: list[Any] = []
     for name, head in call.heads.items():
@@ -82,7 +82,7 @@ def _num_entries(call: Call) -> torch.Tensor:
 
 
 def _all_reduced(sent: dict[str, tuple[torch.Tensor, str]], group: str) -> dict[str, torch.Tensor]:
-    """Tensors, each with the name of its reduction, reduced; all reductions are started before one is waited for."""
+    """Reduce each tensor by its named reduction. All reductions are started before the first is waited for."""
     if not group:
         return {name: tensor for name, (tensor, _) in sent.items()}
     collectives = torch.ops._c10d_functional

@@ -43,7 +43,7 @@ class Call:
 def validate(
     heads: Mapping[str, Head], predictions: Mapping[str, Entries], targets: Mapping[str, Entries], options: Options
 ) -> Call:
-    """Raise the error that the arguments deserve, or return them in one form."""
+    """Check the arguments, and return them in one form."""
     check_heads(heads)
     check_choice("reduction", options.reduction, REDUCTIONS)
     check_choice("nonfinite", options.nonfinite, NONFINITES)

@@ -46,7 +46,7 @@ class Rules:
     """Type of the loss."""
 
     def check(self, options: Options) -> Weights:
-        """Raise the error that the options deserve, or return them by head."""
+        """Check the options, and return them by head."""
         return Weights(
             masks=self._by_head("mask", options.mask, self._mask),
             step_weights=self._by_head("step_weights", options.step_weights, self._step_numbers),
@@ -62,7 +62,7 @@ class Rules:
     def _by_head(
         self, argument: str, given: Any, check: Callable[[str, str, Any], torch.Tensor | None]
     ) -> dict[str, torch.Tensor]:
-        """What `check(argument, label, value)` makes of one value for all heads, or of the values of a mapping."""
+        """Apply `check(argument, label, value)` to one value for all heads, or to each value of a mapping."""
         if given is None:
             return {}
         if not is_mapping(given):
@@ -122,7 +122,7 @@ class Rules:
         if (count := _length(given)) != self.steps:
             raise ValueError(
                 f"multi_step_loss: {label} must have {self.steps} numbers, one per step, but it has {count}"
-                + ("; T counts the root too" if count == self.steps - 1 else "")
+                + ("; T includes the root" if count == self.steps - 1 else "")
             )
         if any(isinstance(number, torch.Tensor) and number.device.type != "cpu" for number in given):
             raise TypeError(
@@ -168,7 +168,7 @@ class Rules:
 
     def _head_weights(self, given: Any) -> dict[str, torch.Tensor]:
         if given is not None:
-            as_dict("head_weights", given)  # they are only given by head
+            as_dict("head_weights", given)  # must be a mapping
         return self._by_head("head_weights", given, self._head_weight)
 
     def _head_weight(self, argument: str, label: str, weight: Any) -> torch.Tensor:
@@ -190,7 +190,7 @@ class Rules:
         if not 0 <= as_float(f"multi_step_loss: {label}", weight) < math.inf:
             raise ValueError(f"multi_step_loss: {label} must be finite and at least 0, but it is {weight!r}")
         if not isinstance(weight, int | float):
-            weight = float(weight)  # tensors cannot be multiplied with other numbers, as fractions
+            weight = float(weight)  # other numbers, such as fractions, cannot be multiplied by tensors
         return _context.as_tensor(weight, self.device, self.dtype)
 
     def _check_weights(self, argument: str, label: str, weights: Any) -> None:
@@ -205,7 +205,7 @@ class Rules:
         _check_constant(label, weights)
 
     def _check_step_shape(self, argument: str, label: str, tensor: torch.Tensor, or_steps: bool) -> None:
-        """Refuse other shapes than `[B, T]` in the caller's order, and `[T]` where that may be."""
+        """Refuse shapes other than `[B, T]` in the caller's order, or `[T]` if `or_steps`."""
         wanted = (self.batch, self.steps) if self.batch_first else (self.steps, self.batch)
         shape = tuple(tensor.shape)
         if shape == wanted or (or_steps and shape == (self.steps,)):

@@ -14,7 +14,7 @@ from ..statistics.gradients import gradient_statistics
 
 
 class CallHook:
-    """Forward hook that reports calls to the monitor. A copied or saved module keeps it without a monitor."""
+    """Forward hook that reports calls to the monitor. In a copied or saved module it has no monitor."""
 
     def __init__(self, report: Callable[[str, Any], None] | None = None, name: str = "") -> None:
         self._report, self._name = report, name
@@ -30,8 +30,8 @@ class CallHook:
 class Calls:
     """Gradients of the outputs of modules' calls, in the last backward pass.
 
-    Numbering starts again in the first forward pass after a backward pass. Gradients of that pass replace the earlier
-    ones only when they arrive, as a forward pass need not be followed by a backward pass.
+    The first forward pass after a backward pass numbers the calls of each module from 0 again. Its gradients replace
+    the earlier ones only when they arrive, because a forward pass may have no backward pass.
     """
 
     def __init__(self) -> None:

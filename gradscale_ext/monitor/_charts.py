@@ -79,9 +79,10 @@ class Charts:
     histograms: dict[str, Histogram]
 
     def few(self) -> Charts:
-        """Without most parameters, where there are many: those stay whose updates are the least like the usual ones.
+        """If there are many parameters, keep only the charts of a few.
 
-        They are those with the largest gradients where updates are not known.
+        These are the parameters with update-to-weight ratios farthest from the usual one; without ratios, those with
+        the largest gradient norms.
         """
         norms = {tag.partition("/")[2]: norm for tag, norm in self.scalars.items() if tag.startswith("gradient_norm/")}
         if len(norms) <= FEW_PARAMETERS:
@@ -111,7 +112,7 @@ def _oddness(ratio: float) -> float:
 
 @dataclass(frozen=True)
 class Selection:
-    """Prefixes of the parameters and modules that have charts, and True for histograms."""
+    """Names of the modules that have charts (None: all), and True if histograms are written."""
 
     modules: tuple[str, ...] | None
     histograms: bool
@@ -142,7 +143,7 @@ class Record:
     skipped: torch.Tensor | None = None
     """Nonzero if the step was skipped because of NaN or inf."""
     skipped_steps: torch.Tensor | None = None
-    """Number of skipped steps since it was last written."""
+    """Number of skipped steps since this number was last recorded."""
     copied: list[torch.cuda.Event] = field(default_factory=list)
 
     def to_host(self) -> Record:

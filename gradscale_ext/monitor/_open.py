@@ -76,7 +76,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 def _before_clipping(parameters: list[torch.Tensor]) -> list[Monitor]:
-    """Monitors of the parameters, which have been told that they are going to be clipped."""
+    """Tell the monitors of the parameters that these are going to be clipped; return the monitors."""
     ids = set(map(id, parameters))
     monitors = [monitor for monitor in _everyone() if not ids.isdisjoint(monitor._layout.names)]
     for monitor in monitors:
@@ -156,7 +156,7 @@ def _reporting_steps(step: Any) -> Any:
         finally:
             for monitor in steps_before:
                 monitor._step_scaler = None
-        with contextlib.ExitStack() as work:  # runs from its end, and runs to the end even if a writer raises
+        with contextlib.ExitStack() as work:  # last added, first called; all are called, even if a writer raises
             for monitor in steps_before:
                 work.callback(monitor._write_earlier)
             for monitor, steps in steps_before.items():
@@ -171,7 +171,7 @@ def _reporting_steps(step: Any) -> Any:
 
 
 def _found_inf(scaler: Any, optimizer: Any) -> torch.Tensor | None:
-    """Nonzero on the device where the scaler found NaN or inf; None where it is disabled and did not look."""
+    """A tensor that is nonzero if the scaler found NaN or inf; None if it is disabled and did not look."""
     state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
     found = list(state.get("found_inf_per_device", {}).values())
     return torch.stack([part.to(found[0].device, non_blocking=True) for part in found]).sum() if found else None
@@ -193,10 +193,10 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
 def _listen() -> None:
     """Replace the functions while monitors are open, and restore them afterwards.
 
-    If somebody else has wrapped one meanwhile, theirs stays, and ours below it does nothing without monitors.
+    If other code has wrapped one of our wrappers meanwhile, both stay, and ours does nothing while no monitor is open.
     """
     for owner, name, wrapped in _REPLACED:
-        function = getattr(owner, name, None)  # one of them is private, and may go
+        function = getattr(owner, name, None)  # one of them is private, and PyTorch may remove it
         if function and bool(_monitors) != _is_ours(function):
             setattr(owner, name, wrapped(function) if _monitors else function.__wrapped__)
 

@@ -25,7 +25,7 @@ def _callback_class() -> Any:
 
 
 def _experiment(logger: Any) -> Any:
-    """What a logger writes to: a run where its experiment is a client of MLflow."""
+    """The object that a logger writes to; for MLflow, whose experiment is a client, the run."""
     experiment: Any = getattr(logger, "experiment", None)
     return experiment.get_run(logger.run_id) if hasattr(experiment, "log_batch") else experiment
 

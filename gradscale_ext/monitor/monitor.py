@@ -40,24 +40,25 @@ class GradientMonitor:
 
     - `gradient_norm/<parameter>`, `module_gradient_norm/<module>`, `gradient_norm_total`, and the histogram
       `gradient_histogram/<parameter>` of ``log2 |g|``: what the optimizer sees.
-    - `gradient_norm_before_clipping/<parameter>` and so on, where `clip_gradients_` ran: its norms, of its `norm_type`.
-      Where it was `torch.nn.utils.clip_grad_norm_`, as in Lightning and Accelerate, only the total is of its
-      `norm_type`; the others are 2-norms, and so are all where it was `torch.nn.utils.clip_grad_value_`. If a step is
-      clipped several times, they are the norms before the first clipping of each parameter, which counts once.
+    - `gradient_norm_before_clipping/<parameter>` and so on: the same before clipping, if a clipping ran. Norms have the
+      `norm_type` of `clip_gradients_`. For `torch.nn.utils.clip_grad_norm_`, which Lightning and Accelerate use, only
+      the total has its `norm_type`, and the others are 2-norms; for `torch.nn.utils.clip_grad_value_` all are 2-norms.
+      If a step is clipped several times, a parameter's norm is the norm before its first clipping, and counts once in
+      the totals.
     - `clip_rate`: the share of the steps since the last record at which a clipping changed the gradients.
     - `update_to_weight_ratio/<parameter>`: ``|p_after - p_before| / |p_before|`` of the step, usually about 1e-3. A
       recorded step copies the parameters for it; the copy is kept for the next one where `every` is below 10.
-    - `activation_gradient_norm/<module>/<call>`: of the output of each call, in the order of the forward pass, in the
-      last backward pass before the step.
-    - `nonfinite_gradients`: how many elements are NaN or inf (before clipping), where there are any. Norms are over the
-      finite ones; totals are not.
+    - `activation_gradient_norm/<module>/<call>`: norm of the gradient of each call's output, in the last backward pass
+      before the step. Calls are numbered in the order of the forward pass.
+    - `nonfinite_gradients`: how many elements are NaN or inf (before clipping), where there are any. Norms leave
+      these elements out; totals include them.
     - `skipped_steps`: how many steps the scaler has skipped since this tag was last written, where there are any. Each
       skipped step is recorded, with this number and `nonfinite_gradients` alone, whatever `every` is; a record that was
       due is made at the next step. An optimizer that skips by itself (`fused=True`) does so without the host knowing:
       its skipped steps are counted, and written with the next record, or by `close`.
 
-    A clipping does not count if something else writes to the gradients before they are clipped again, as the backward
-    pass after a step that was given up does. Parameters without a gradient are absent. The monitor lives as long as the
+    A clipping is discarded if something else writes to the gradients before they are clipped again, such as the
+    backward pass after an abandoned step. Parameters without a gradient are absent. The monitor lives as long as the
     optimizer. Neither gradients nor training change. Where parameters are sharded (DTensor), every rank needs a
     monitor, with the same `every`. To see skipped steps and PyTorch's clipping, `torch.amp.GradScaler.step`, a part of
     `torch.nn.utils.clip_grad_norm_`, and `torch.nn.utils.clip_grad_value_` are replaced while monitors are open;
@@ -66,8 +67,8 @@ class GradientMonitor:
 
     Args:
         model: the parameters' names are taken from it.
-        optimizer: whose steps are recorded; or a wrapper with the attribute `optimizer`, as Accelerate's and
-            Lightning's. Parameters that only one of the two has are left out.
+        optimizer: the optimizer whose steps are recorded, or a wrapper with the attribute `optimizer`, such as
+            Accelerate's and Lightning's. Parameters that only model or optimizer has are left out.
         writer: a `SummaryWriter` of TensorBoard, a run of wandb (``wandb.init()``; tags begin with "gradients/", and
             have "gradients/step" on their axis) or of MLflow (``mlflow.start_run()``; no histograms), or anything with
             ``add_scalar(tag, value, step)`` (and histograms, if it has `add_histogram_raw`). None: the numbers are kept
@@ -80,13 +81,13 @@ class GradientMonitor:
         activations: names of modules whose outputs' gradients are charted.
         first_step: number of the optimizer's next step, for a run that goes on.
         prefix: what all tags begin with, if several monitors have one writer.
-        tags: "few": of a model with more than 10 parameters, the writer gets the tags of totals, of modules, and at
-            each step of the 5 worst parameters, whose update-to-weight ratios are farthest from 1e-3 (without
-            `updates`, whose gradient norms are largest). "all": everything.
+        tags: "few": for a model with more than 10 parameters, the writer gets the tags of totals and modules, and at
+            each recorded step the tags of the 5 worst parameters: their update-to-weight ratios are farthest from 1e-3
+            or, without `updates`, their gradient norms are largest. "all": everything.
 
     Raises:
         TypeError: an argument has the wrong type, or an optimizer's steps run no hooks.
-        ValueError: model and optimizer share no parameter, a number is out of range, or there is no module of a name.
+        ValueError: model and optimizer share no parameter, a number is out of range, or a named module does not exist.
 
     >>> model = torch.nn.Linear(2, 1, bias=False)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -150,7 +151,7 @@ class GradientMonitor:
         self._has_scaler = False  # so that any step may be skipped, and recorded
         self._gradients: GradientStatistics | None = None
         self._calls = Calls()
-        self._clippings: list[Clipping] = []  # of the step to come
+        self._clippings: list[Clipping] = []  # since the last step
         self._clip_results = _Sum()  # since the last record
         self._skipped_steps = _Sum()
         self._unwritten: list[Record] = []
@@ -171,7 +172,7 @@ class GradientMonitor:
 
         Above, a row for each layer: its gradient norm over the steps as a heat map (black is 0), and the histogram of
         its elements at the last step. Below, over the steps: gradient norms, update-to-weight ratios of the parameters,
-        and the clip rate. Of the lines, the two that end highest and the two that end lowest bear their names.
+        and the clip rate. The two lines that end highest and the two that end lowest are labelled.
 
         Args:
             path: where to save the picture as well, in the format of its suffix.
@@ -200,7 +201,7 @@ class GradientMonitor:
             handle.remove()
         self._handles = []
         _open.discard(self)
-        with contextlib.ExitStack() as work:  # runs from its end, and runs to the end even if the writer raises
+        with contextlib.ExitStack() as work:  # last added, first called; all are called, even if the writer raises
             work.callback(self._let_go)
             if hasattr(self._writer, "flush"):
                 work.callback(self._writer.flush)
@@ -232,7 +233,7 @@ class GradientMonitor:
             return
         self._look_for_groups()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        # A closure computes the gradients within the step: then they are those that it leaves behind.
+        # A closure computes the gradients within the step: they are measured after it.
         self._gradients = None if closure is not None else self._statistics()
         if self._weights is not None:
             named = self._layout.parameters.items()
@@ -249,7 +250,7 @@ class GradientMonitor:
         """Count and record the step, then write the one before."""
         try:
             self._finish_step(optimizer)
-            if self._step_scaler is None:  # else it has its own work to finish first
+            if self._step_scaler is None:  # else the wrapper of `GradScaler.step` writes afterwards
                 self._write_earlier()
         except BaseException:
             for monitor in _open.monitors_of(optimizer):  # PyTorch does not run their hooks after an error
@@ -341,7 +342,7 @@ class GradientMonitor:
             scale=None if scale is None else torch.as_tensor(scale).clone(),
             was_called=True,
             skipped=None if skipped is None else skipped.clone(),
-            # Last, as these forget: if the memory ends above, nothing is lost.
+            # Last, because `take` resets the sums: if memory runs out above, nothing is lost.
             skipped_steps=self._skipped_steps.take(),
             clip_rate=self._take_clip_rate(),
         )

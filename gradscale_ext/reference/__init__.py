@@ -10,7 +10,6 @@ from .returns import generalized_advantages, lambda_returns, muzero_targets, n_s
 from .supports import centers, decode, hl_gauss, project, raw_centers, two_hot
 from .tensors import (
     Statistics,
-    clip_tensors,
     clip_units,
     clipping_of,
     l2_loss,
@@ -26,7 +25,6 @@ __all__ = [
     "centers",
     "clip_gradient_norm",
     "clip_gradient_value",
-    "clip_tensors",
     "clip_units",
     "clipping_of",
     "decode",

@@ -1,6 +1,7 @@
 """The gradient-flow operators: identity forward, and a formula in plain PyTorch backward.
 
-The functions have the arguments of the public operators, for one tensor `x`; numbers and tensors are accepted.
+The functions have the arguments of the public operators, except that `x` is one tensor. Other arguments are numbers or
+tensors.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import torch
 from .. import _context
 from .tensors import norm_of
 
-#: The gradient that reaches `x`, from the incoming one and the tensor arguments.
+#: Computes the gradient of `x` from the incoming gradient and the tensor arguments.
 Rule = Callable[..., torch.Tensor]
 
 
 def scale_gradient(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     """``dL/dx = scale * dL/dy``; exact zeros for a scale of 0.
 
-    No function of autograd's, which some transforms drop under torch.compile: zero is added to the value, and brings
-    the gradient with it. An infinite element is the product itself, where that is equal. What has no such form (a scale
-    that is not finite, an infinite element times a negative scale) gets a NaN gradient.
+    Not a torch.autograd.Function, because some transforms drop it under torch.compile: the result is the value plus a
+    zero that carries the gradient. An infinite or NaN element becomes ``x * scale`` if that product has the same value.
+    The remaining cases (a scale that is not finite, an infinite element times a negative scale) get a NaN gradient.
     """
     scale = _as_tensor(scale, x)
     value, wide, is_finite = x.detach(), _wide(x), x.isfinite()
@@ -77,14 +78,14 @@ def clip_gradient_value(
 
 
 def _as_tensor(value: float | torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A number or a tensor in double precision on the device of `x`, without a gradient of its own."""
+    """Convert a number or a tensor to the widest dtype of the device of `x`; the result is detached."""
     if not isinstance(value, torch.Tensor):
         return _context.as_tensor(value, x.device)
     return value.to(x.device, _context.widest(x.device)).detach()
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Elements in double precision, or single where the device has no other."""
+    """Convert to double precision, or to single precision if the device has no float64."""
     wide = _context.widest(x.device)
     return x.to(wide.to_complex() if x.is_complex() else wide)
 
@@ -97,15 +98,15 @@ def _quotient(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
 def _direction(
     gradient: torch.Tensor, limit: torch.Tensor, batch_dims: int, p: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradient over its norms, the norms, and the limits, in shapes that broadcast to the gradient's."""
+    """The gradient divided by its norms, the norms, and the limits, in shapes that broadcast to the gradient."""
     wide = _wide(gradient)
     flat = wide.abs().reshape(*wide.shape[:batch_dims], math.prod(wide.shape[batch_dims:]))
     shape = (*flat.shape[:-1], *[1] * (gradient.dim() - batch_dims))
     limit = limit.to(flat).expand(flat.shape[:-1]).reshape(shape)
     if flat.numel() == 0:
         return wide, torch.zeros_like(limit), limit
-    # Powers of elements divided by the largest neither overflow nor underflow. The root of 0 has no derivative, so that
-    # groups of zeros are replaced by groups of ones here.
+    # Powers of elements divided by the largest neither overflow nor underflow. The root of 0 has no derivative, so
+    # groups of zeros are replaced by groups of ones.
     largest = flat.detach().amax(-1, keepdim=True)
     divisor = torch.where((largest > 0) & largest.isfinite(), largest, 1)
     relative = norm_of(torch.where(largest == 0, 1, flat / divisor), p, dim=-1).reshape(shape)
@@ -136,7 +137,7 @@ class _GradientFlow(torch.autograd.Function):
 def _apply(rule: Rule, x: torch.Tensor, *arguments: float | torch.Tensor) -> torch.Tensor:
     if _context.is_transformed() and not _context.is_eager():
         raise NotImplementedError(
-            "gradscale_ext.reference: torch.compile loses such a gradient in a torch.func transform; use the operator "
-            "of gradscale_ext"
+            "gradscale_ext.reference: torch.compile loses the gradient of this operator in a torch.func transform; use "
+            "the operator of gradscale_ext"
         )
     return _GradientFlow.apply(x, rule, *[_as_tensor(value, x) for value in arguments])  # type: ignore[no-any-return, no-untyped-call]

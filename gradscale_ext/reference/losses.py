@@ -46,7 +46,7 @@ def multi_step_loss(
     normalize_importance_weights: bool = False,
     **options: Any,
 ) -> MultiStepLossOutput:
-    """The loss of `gradscale_ext.multi_step_loss`, whose options it takes."""
+    """The loss of `gradscale_ext.multi_step_loss`, with the same options."""
     unknown = options.keys() - set(Options._fields)
     if unknown:
         raise TypeError(
@@ -88,7 +88,7 @@ def loss_of(call: Call) -> MultiStepLossOutput:
 
 
 def _shares(call: Call, per_step: dict[str, torch.Tensor], per_sample: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`[B]` by head: its share of the loss of each sample, with all weights and the reduction."""
+    """By head, `[B]`: the head's share of the loss of each sample, after all weights and the reduction."""
     remaining, contributing = call, per_step
     if call.options.nonfinite == "skip":
         # A skipped sample is masked, so that neither a NaN loss nor a NaN weight reaches loss and gradients.
@@ -104,7 +104,8 @@ def _shares(call: Call, per_step: dict[str, torch.Tensor], per_sample: torch.Ten
 
 
 def _gradient_norms(call: Call, per_sample: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Norms by head of the gradient of the loss, in the type of the loss, by the predictions that get one."""
+    """By head: the norm of the gradient of the loss with respect to the predictions that require grad, in the dtype of
+    the loss."""
     with_gradient = call.heads_with_gradient()
     is_wanted = {name: [entry.requires_grad for entry in call.predictions[name]] for name in with_gradient}
     entries = {name: [_constant(entry).to(call.dtype) for entry in call.predictions[name]] for name in with_gradient}
@@ -178,7 +179,7 @@ def _unmasked(name: str, call: Call) -> torch.Tensor:
 
 
 def _num_unmasked(name: str, call: Call) -> torch.Tensor:
-    """Unmasked entries of a head, at least 1."""
+    """Number of unmasked entries of a head, at least 1."""
     return _unmasked(name, call)[:, call.heads[name].first_step :].sum().clamp(min=1)
 
 
@@ -194,8 +195,8 @@ def _divisor(name: str, call: Call) -> torch.Tensor | float:
 
 
 def _per_step(name: str, call: Call) -> torch.Tensor:
-    """`[B, T_h]` losses without weights. Ones replace a masked entry before its loss is computed, so that neither its
-    value nor its gradient can propagate."""
+    """`[B, T_h]` losses without weights. A masked entry is replaced by ones (a class by 0) before its loss is
+    computed, so that neither its value nor its gradient can propagate."""
     losses = []
     head, mask = call.heads[name], call.weights.masks.get(name)
     for t, (prediction, target) in enumerate(zip(call.predictions[name], call.targets[name], strict=True)):
@@ -219,7 +220,7 @@ def _where(unmasked: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted(name: str, call: Call, losses: torch.Tensor) -> torch.Tensor:
-    """`[B]` sum of a head over its steps, with their weights and its own."""
+    """`[B]` sum of the losses of a head over its steps, with the weights of the steps and of the head."""
     head, weights_by_head = call.heads[name], call.weights
     if name in weights_by_head.step_gradient_scale:
         losses = scale_gradient(losses, weights_by_head.step_gradient_scale[name][..., head.first_step :])
@@ -236,14 +237,14 @@ def _weighted(name: str, call: Call, losses: torch.Tensor) -> torch.Tensor:
 
 
 def _by_sample(name: str, call: Call, weights: torch.Tensor) -> torch.Tensor:
-    """Weights `[B]` or a scalar; 0 for samples in which a head has no unmasked entry, as weights may not be finite."""
+    """Weights `[B]` or a scalar; 0 for samples in which a head has no unmasked entry: a weight may be NaN or inf."""
     if name not in call.weights.masks:
         return weights
     return torch.where(_unmasked(name, call)[:, call.heads[name].first_step :].any(1), weights, 0.0)
 
 
 def _detail(name: str, call: Call) -> torch.Tensor:
-    """`[B, T_h]` in the caller's order: decoded predictions of a head with a support, entropies of a policy."""
+    """`[B, T_h]` in the caller's dimension order: decoded predictions of a head with a support, or entropies."""
     head = call.heads[name]
     entries = [entry.detach() for entry in call.predictions[name]]
     if head.detail == "expected":
@@ -296,7 +297,7 @@ def _binary_cross_entropy_loss(head: BinaryCrossEntropy, logits: torch.Tensor, t
 
 
 def _negative_cosine_loss(head: NegativeCosine, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    # In double, which `eps` is: the loss's type may round it to 0 or inf.
+    # In double precision, because the dtype of the loss may round `eps` to 0 or inf.
     x, t = (_normalized(entry.to(_context.widest(entry.device)), head.eps) for entry in (prediction, target))
     return -(x * t).sum(-1).to(prediction.dtype)
 
@@ -306,7 +307,7 @@ def _quantile_huber_loss(head: QuantileHuber, quantiles: torch.Tensor, target: t
     fractions = (2 * torch.arange(count, device=quantiles.device, dtype=quantiles.dtype) + 1) / (2 * count)
     difference = target.unsqueeze(-2) - quantiles.unsqueeze(-1)  # [B, N, M]
     weights = torch.where(difference < 0, 1 - fractions.unsqueeze(-1), fractions.unsqueeze(-1))
-    sign = torch.where(difference.isnan(), difference, difference.sign())  # NaN, as the derivative of abs is 0 there
+    sign = torch.where(difference.isnan(), difference, difference.sign())  # sign() of NaN is 0
     size, kappa = difference * sign.detach(), float(head.kappa)
     if kappa >= torch.finfo(size.dtype).tiny:
         is_quadratic = size <= kappa
@@ -372,7 +373,7 @@ def _smoothed(target: torch.Tensor, label_smoothing: float) -> torch.Tensor:
 
 
 def _one_hot(classes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Like `logits`; a row of NaN for a class out of range."""
+    """One-hot rows in the shape and dtype of `logits`; a class out of range gives a row of NaN."""
     actions = torch.arange(logits.shape[-1], device=logits.device)
     chosen = (actions == classes.unsqueeze(-1)).to(logits.dtype)
     valid = ((classes >= 0) & (classes < logits.shape[-1])).unsqueeze(-1)

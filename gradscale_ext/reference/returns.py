@@ -26,7 +26,8 @@ Tensor = torch.Tensor
 
 
 def times(*factors: Tensor) -> Tensor:
-    """The product of coefficients and, last, of x; exactly 0 if a coefficient is 0, whatever the others are."""
+    """The product of coefficients and x, the last factor; exactly 0 if a coefficient is 0, even if others are NaN or
+    inf."""
     *coefficients, x = factors
     is_zero = functools.reduce(torch.logical_or, [coefficient == 0 for coefficient in coefficients])
     for coefficient in coefficients:
@@ -35,7 +36,7 @@ def times(*factors: Tensor) -> Tensor:
 
 
 class _Steps:
-    """A call by columns: entry t of each list is a tensor `[B]`.
+    """The arguments of a call by step: entry t of each tuple is a tensor `[B]`.
 
     Everything is 0 in masked entries. `bootstrap` is B_t, 0 after a termination. `lambda_` is 0 at cuts, so that
     ``(1 - lambda_t) B_t + lambda_t y_{t+1}`` is B_t there.
@@ -86,13 +87,13 @@ class _Steps:
         return rows.detach().to(self.device).expand(self.shape)
 
     def discounted(self, t: int, later: Tensor, *coefficients: Tensor) -> Tensor:
-        """``discount_t ((1 - lambda_t) B_t + lambda_t later)``, times more coefficients. Each term has one product of
-        all of its coefficients: with nested products, the gradient 0 behind a coefficient of 0 could meet a NaN."""
+        """``discount_t ((1 - lambda_t) B_t + lambda_t later)``, times more coefficients. Each term calls `times`
+        once, with all of its coefficients: in nested calls, a gradient of 0 could be multiplied by NaN."""
         lambda_, coefficients = self.lambda_[t], (*coefficients, self.discount[t])
         return times(*coefficients, 1 - lambda_, self.bootstrap[t]) + times(*coefficients, lambda_, later)
 
     def result(self, columns: list[Tensor]) -> Tensor:
-        """Columns that were made backwards, in the caller's order of dimensions; 0 where masked."""
+        """Stack columns, listed from the last step to the first, in the caller's dimension order; 0 where masked."""
         time_dim = 1 if self.batch_first else 0
         if not columns:
             size = self.shape if self.batch_first else self.shape[::-1]
@@ -146,7 +147,7 @@ def n_step_returns(
     mask: Tensor | None = None,
     batch_first: bool = True,
 ) -> Tensor:
-    """``G_t = r_t + discount_t (r_{t+1} + discount_{t+1} (... B_{t+m-1}))``; m = n, or up to the first cut."""
+    """``G_t = r_t + discount_t (r_{t+1} + discount_{t+1} (... B_{t+m-1}))``; m = n, or fewer if a cut comes first."""
     call = check_trajectories(
         "n_step_returns", rewards, values, next_values, discount, None, terminated, truncated, mask, batch_first, n=n
     )
@@ -332,7 +333,7 @@ def muzero_targets(
     row = torch.arange(size, device=r.device)
 
     def seen(x: Tensor, i: Tensor, j: int) -> Tensor:
-        """``s_{j,i} x_i``: what i's player sees, from the perspective of the player to move at j."""
+        """``s_{j,i} x_i``: entry i of x, from the perspective of the player to move at j."""
         return torch.where(player[row, i] == player[:, j], x[row, i], -x[row, i])
 
     values = []

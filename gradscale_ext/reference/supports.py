@@ -12,7 +12,7 @@ from ..transforms import inverse_transform, transform
 
 
 class Bins(Protocol):
-    """The numbers of a `Support`."""
+    """The fields of a `Support`."""
 
     @property
     def minimum(self) -> float: ...
@@ -54,7 +54,7 @@ def two_hot(x: torch.Tensor, support: Bins) -> torch.Tensor:
 
 
 def project(probabilities: torch.Tensor, rewards: torch.Tensor, discounts: torch.Tensor, support: Bins) -> torch.Tensor:
-    """`[..., S]` probabilities at rewards + discounts * raw centres, projected onto the support; constants."""
+    """`[..., S]` probabilities at rewards + discounts * raw centres, projected onto the support; no gradient."""
     p, reward, discount = (tensor.detach() for tensor in (probabilities, rewards, discounts))
     is_wide = any(tensor.dtype == torch.float64 for tensor in (p, reward, discount))
     dtype = torch.float64 if is_wide else torch.float32
@@ -69,7 +69,7 @@ def project(probabilities: torch.Tensor, rewards: torch.Tensor, discounts: torch
 
 
 def _two_bins(x: torch.Tensor, support: Bins) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lower one of the two bins next to each scalar, and the weight of the upper one: NaN for NaN."""
+    """The lower of the two bins next to each scalar, and the weight of the upper bin (NaN for a NaN scalar)."""
     raw = _clamped_to_finite(x)
     y = _transformed(x, support)
     last_bin = support.num_bins - 1
@@ -90,10 +90,10 @@ def hl_gauss(x: torch.Tensor, support: Bins, sigma_ratio: float) -> torch.Tensor
     y = y.clamp(support.minimum, support.maximum).unsqueeze(-1)
     width = (support.maximum - support.minimum) / (support.num_bins - 1)
     edges = torch.arange(support.num_bins + 1, dtype=y.dtype, device=x.device) * width + (support.minimum - width / 2)
-    # Beyond these limits the distribution is a point or uniform, and y's dtype could not represent its edges.
+    # Beyond these limits the distribution is a point or uniform, and y's dtype may not represent the arguments of erf.
     most = 1e100 if y.dtype == torch.float64 else 1e30
     tails = min(max(1 / (math.sqrt(2) * sigma_ratio), 1 / most), most)
-    # Phi is erf / 2 + 1/2: the constants go away with the division by the total.
+    # Phi is erf / 2 + 1/2: the constants cancel in the division by the total.
     below = torch.erf((edges - y) / width * tails)
     total = below[..., -1:] - below[..., :1]
     return ((below[..., 1:] - below[..., :-1]) / total).to(x.dtype)
@@ -125,7 +125,8 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def _transformed(x: torch.Tensor, support: Bins) -> torch.Tensor:
-    """Transformed scalars; the ends of the support for infinite ones. The dtype's largest number may be within it."""
+    """Transformed scalars. An infinite scalar gives an end of the support, even if the dtype's largest number is inside
+    the support."""
     y = transform(_clamped_to_finite(x), support.transform, support.eps)
     return torch.where(x == math.inf, support.maximum, torch.where(x == -math.inf, support.minimum, y))
 

@@ -97,12 +97,6 @@ def clipping_of(
     return torch.stack([total, factor, (factor != 1).to(total.dtype)])
 
 
-def clip_tensors(tensors: Iterable[torch.Tensor], clipping: torch.Tensor, skip_nonfinite: bool) -> None:
-    """Multiply tensors by the factor, in place. With `skip_nonfinite`, 0 times NaN or inf is 0."""
-    for tensor in tensors:
-        _multiply(_stored(tensor.detach()), clipping[1].to(tensor.device), skip_nonfinite)
-
-
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
     """The stored elements. A sparse tensor may store several for one index."""
     if tensor.layout == torch.strided:
@@ -163,10 +157,11 @@ def unit_factors(
 
 
 def clip_units(tensors: Iterable[torch.Tensor], factors: torch.Tensor, rows: bool, skip_nonfinite: bool) -> None:
-    """Multiply each unit by its factor, in place; `skip_nonfinite` as in `clip_tensors`."""
+    """Multiply each unit by its factor, in place. There may be one factor for all. With `skip_nonfinite`, 0 times NaN
+    or inf is 0."""
     tensors = list(tensors)
     counts = [units_of(tensor, rows) for tensor in tensors]
-    for tensor, factor in zip(tensors, torch.split(factors, counts), strict=True):
+    for tensor, factor in zip(tensors, torch.split(factors.expand(sum(counts)), counts), strict=True):
         elements = _stored(tensor.detach())
         if rows and tensor.dim() > 1:
             if tensor.layout == torch.sparse_coo:

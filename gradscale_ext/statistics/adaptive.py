@@ -29,7 +29,7 @@ def _check(name: str, parameter: torch.Tensor, gradient: torch.Tensor, rows: boo
 
 
 class AdaptiveClipping:
-    """The units of some gradients, and what becomes of them."""
+    """The units of some gradients: their statistics, norms and factors."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class AdaptiveClipping:
         unit: str,
         process_group: torch.distributed.ProcessGroup | None,
     ) -> None:
-        """Find which gradients there are, and which of them several parameters share: those are clipped once."""
+        """Collect the gradients. A gradient that several parameters share is clipped once."""
         self._rows, self._process_group = unit == "row", process_group
         self._named = named
         self._gradients = [parameter.grad for _, parameter in named]
@@ -46,7 +46,7 @@ class AdaptiveClipping:
         self._columns: dict[int, slice] = {}
 
     def statistics(self) -> reference.Statistics:
-        """Statistics of the gradients; the same pass takes the norms of the units."""
+        """Statistics of the gradients; the same pass computes the norms of the units."""
         if self._process_group is None:
             self._parts, self._weights = self._gradients, [parameter for _, parameter in self._named]
             self._groups = [list(range(len(self._named)))]
@@ -56,7 +56,7 @@ class AdaptiveClipping:
         return self._in_groups()
 
     def _in_groups(self) -> reference.Statistics:
-        """The same of parts of gradients, and of gradients on several devices and of several layouts."""
+        """`statistics` for sharded gradients, and for gradients on several devices or of several layouts."""
         self._weights = [local_part(parameter.detach()) for _, parameter in self._named]
         self._parts = [None if gradient is None else local_part(gradient) for gradient in self._gradients]
         for (name, parameter), gradient in zip(self._named, self._gradients, strict=True):
@@ -72,7 +72,7 @@ class AdaptiveClipping:
 
         statistics = in_groups(self._groups, member_statistics)
         missing = [index for index, part in enumerate(self._parts) if part is None and self._is_part(index)]
-        if missing:  # here, and not necessarily in other processes
+        if missing:  # in this process, and not necessarily in others
             weight_norms = reference.unit_norms([self._weights[index] for index in missing], self._rows)
             norms.append(torch.stack([torch.zeros_like(weight_norms), weight_norms]))
         self._find_columns(missing)
@@ -81,14 +81,14 @@ class AdaptiveClipping:
         return merged_over_groups(statistics, self._gradients, 2.0, self._process_group, self._units)
 
     def _kind(self, index: int) -> tuple[torch.device, bool] | None:
-        """Device, and True if the kernels take the layout."""
+        """Device, and True if the kernels accept the layouts; None if the gradient is missing."""
         part = self._parts[index]
         if part is None:
             return None
         return part.device, part.layout == torch.strided and self._weights[index].layout == torch.strided
 
     def _weights_of(self, members: list[int]) -> list[torch.Tensor | None]:
-        """Weights of the gradients that are clipped."""
+        """Weights of the members whose gradients are clipped; None for the other members."""
         return [self._weights[index] if self._clipped[index] else None for index in members]
 
     def _by_kernels(self, members: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -106,7 +106,8 @@ class AdaptiveClipping:
         return values, counts, histogram, torch.stack(norms)
 
     def _find_columns(self, missing: Sequence[int] = ()) -> None:
-        """Find the columns of each gradient's units, and of the weights of missing ones, among all norms."""
+        """Find the columns, in the norms of all units, of each clipped gradient and of each parameter whose gradient is
+        missing."""
         clipped = [index for members in self._groups for index in members if self._clipped[index]]
         begin = 0
         for index in [*clipped, *missing]:
@@ -115,12 +116,12 @@ class AdaptiveClipping:
             begin += count
 
     def _is_part(self, index: int) -> bool:
-        """True if a plain parameter is a part of one unit in a process group."""
+        """True if a plain parameter is this process's part of a unit that is split over the process group."""
         weight = self._weights[index]
         return self._process_group is not None and not (self._rows and weight.dim() > 1)
 
     def _shared_columns(self) -> dict[str, list[slice]]:
-        """Columns of units that several processes have parts of, in the order of the parameters, by process group."""
+        """By process group: the columns of units that are split over it, in the order of the parameters."""
         columns: dict[str, list[slice]] = {}
         if self._process_group is None and not any(is_distributed(gradient) for gradient in self._gradients):
             return columns
@@ -141,7 +142,7 @@ class AdaptiveClipping:
         return self._clipping
 
     def nonfinite_weights(self) -> list[str]:
-        """Names of parameters with NaN in their weights, so that a limit is NaN. Waits for the device."""
+        """Names of parameters with a NaN limit, because their weights contain NaN. Waits for the device."""
         bad = self._factors.isnan()
         if not bad.any():
             return []

@@ -26,22 +26,22 @@ BIN_EDGES = (-math.inf, *range(_C.histogram_first_edge, _C.histogram_first_edge 
 
 @dataclass(frozen=True, repr=False, eq=False)  # tensors have no one truth value
 class GradientStatistics:
-    """What `gradient_statistics` found, for N tensors, on their device: nothing has been waited for.
+    """The results of `gradient_statistics` for N tensors, on their device, without a synchronisation.
 
-    `norm`, `abs_max` and `mean` are over the finite elements; for complex tensors everything is about moduli. As a
-    number (`float()`, `item()`, a format such as ``f"{statistics:.2f}"``, ``statistics > 10``) it is `total_norm`.
-    `str()` is a table (`repr()` what of it fits a screen), and `to_dict()` plain numbers. All of these but the
-    comparisons read the device.
+    `norm`, `abs_max` and `mean` are over the finite elements; complex elements enter by their modulus. Used as a number
+    (`float()`, `item()`, a format such as ``f"{statistics:.2f}"``, ``statistics > 10``), the object is its
+    `total_norm`. `str()` is a table, `repr()` is as much of it as fits a screen, and `to_dict()` has plain numbers.
+    All of these except the comparisons wait for the device.
     """
 
     names: list[str]
     is_gradient: list[bool]
-    """Of each: True where a parameter was given, and the numbers are its gradient's; False where they are the given
-    tensor's own."""
+    """For each tensor: True if it is a parameter, and the numbers describe its gradient; False if they describe the
+    tensor itself."""
     _values: torch.Tensor
     _counts: torch.Tensor
     histogram: torch.Tensor
-    """`[N, bins]` int64: finite elements other than 0 by ``log2 |g|``; histograms of several calls can be added."""
+    """`[N, bins]` int64: the number of finite nonzero elements by ``log2 |g|``; histograms can be added."""
     norm_type: float = 2.0
     _clipping: torch.Tensor | None = None
 
@@ -67,7 +67,7 @@ class GradientStatistics:
 
     @property
     def zeros(self) -> torch.Tensor:
-        """`[N]` int64; those that a sparse tensor does not store are counted."""
+        """`[N]` int64, including the elements that a sparse tensor does not store."""
         return self._counts[1]
 
     @property
@@ -97,8 +97,8 @@ class GradientStatistics:
 
     @property
     def clipping(self) -> torch.Tensor:
-        """`[3]` float64: `total_norm`, what `clip_gradients_` multiplied by (the smallest factor of a unit, with
-        `adaptive`), and 1 where that is not 1, else 0."""
+        """`[3]` float64: `total_norm`, the factor by which `clip_gradients_` multiplied the gradients (with `adaptive`,
+        the smallest factor of a unit), and 1 if that factor is not 1, else 0."""
         if self._clipping is not None:
             return self._clipping
         return clipping_of((self._values, self._counts, self.histogram), self.norm_type, math.inf, False)
@@ -172,20 +172,21 @@ def _labels(names: list[str], is_gradient: list[bool], missing: list[bool]) -> t
 def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) -> GradientStatistics:
     """Size, norm, largest magnitude, mean, zeros, NaN, inf and a histogram of each gradient, in one pass over all.
 
-    Of parameters the gradients are meant, as in `clip_gradients_`; any other tensor means itself. So ``p`` asks about
-    ``p.grad``, and ``p.detach()`` about the weights. The table says which it was: "gradient of", or "tensor".
+    For a parameter, the statistics describe its gradient, as in `clip_gradients_`; for any other tensor, the tensor
+    itself. So ``p`` gives the statistics of ``p.grad``, and ``p.detach()`` the statistics of the weights. The table
+    says which: "gradient of", or "tensor".
 
-    On CUDA two kernel launches read each element once (`total_norm` is a third, when it is asked for), whatever the
-    sizes and dtypes are; of more than 166 tensors, a small launch for every 166 comes before. Nothing is waited for.
+    On CUDA, two kernel launches read each element once, whatever the sizes and dtypes are; reading `total_norm` adds a
+    third launch. With more than 166 tensors, a small launch for every 166 comes first. Nothing waits for the device.
     Sums are computed in float64 and in a fixed order, and no square overflows.
 
     Args:
         tensors: a module, a tensor, tensors, or pairs of name and tensor as from `named_parameters()`. A parameter is a
-            leaf that requires grad (but within `torch.func`, where none gets a `grad`), or a `torch.nn.Parameter`, also
-            a frozen one. Where its `grad` is None it is `missing`, as is a None in place of a tensor. Tensors are
-            floating or complex, dense or sparse, of any shapes, and on any devices. Complex elements count by their
-            modulus, and what a sparse tensor does not store as zeros.
-            Of a DTensor all shards are meant: one all-reduce for all tensors, which every rank has to take part in.
+            leaf that requires grad (except within `torch.func`, where no leaf gets a `grad`), or a
+            `torch.nn.Parameter`, even a frozen one. A parameter whose `grad` is None is `missing`, and so is a None in
+            place of a tensor. Tensors are floating or complex, dense or sparse, of any shapes, and on any devices.
+            Complex elements enter by their modulus, and elements that a sparse tensor does not store are zeros.
+            A DTensor is counted with all its shards: one all-reduce for all tensors, in which every rank takes part.
         names: one per tensor, for tables; by default the names in `tensors`, or else the indices.
 
     Returns:
@@ -230,14 +231,14 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
 
 
 def _are_parameters(given: list[Any]) -> list[bool]:
-    """Return True for entries whose gradients are meant, rather than the entries.
+    """For each entry: True if it is a parameter, whose gradient is used instead of the entry.
 
-    The usual lists are recognised without a call for each tensor, which the statistics take 0.3 us for.
+    The usual lists are recognised without a call for each tensor: the statistics take only 0.3 us per tensor.
     """
     kinds = set(map(type, given))
     if kinds == {torch.nn.Parameter}:
         return [True] * len(given)
-    if _context.is_transformed():  # a leaf is what torch.func differentiates by, and never has a `grad`
+    if _context.is_transformed():  # torch.func's inputs are leaves too, but never get a `grad`
         return [isinstance(tensor, torch.nn.Parameter) for tensor in given]
     if kinds <= {torch.Tensor, type(None)}:
         return [tensor is not None and tensor.requires_grad and tensor.is_leaf for tensor in given]
@@ -270,10 +271,10 @@ def _entries(function: str, argument: str, tensors: Tensors | Parameters) -> tup
 
 
 Listener = Callable[[list[torch.Tensor]], Callable[[GradientStatistics], None]]
-"""Callback that takes parameters before they are clipped, and returns one for the statistics from before it."""
+"""Callback that gets the parameters before clipping, and returns a callback for the statistics from before clipping."""
 
 listeners: list[Listener] = []
-"""Callbacks that `clip_gradients_` makes before it clips; it calls what they return after it has clipped."""
+"""`clip_gradients_` calls these before it clips, and the callbacks that they return after it has clipped."""
 
 
 @torch.no_grad()
@@ -291,44 +292,46 @@ def clip_gradients_(
     """Clip the gradients of `parameters` in place: all by their total norm, or each unit by the norm of its weights.
 
     `max_norm` multiplies all gradients by ``min(1, max_norm / (total_norm + 1e-6))``. The total norm is the norm of all
-    gradients as one vector. The result equals `torch.nn.utils.clip_grad_norm_`, except where PyTorch's overflows: sums
-    are computed in float64, and of scaled numbers where they would exceed its range.
+    gradients as one vector. The result equals that of `torch.nn.utils.clip_grad_norm_`, except where PyTorch's norm
+    overflows: sums are computed in float64, and numbers are scaled first if a sum would exceed the range of float64.
 
     `adaptive` multiplies each unit by ``min(1, adaptive * max(weight_norm, eps) / gradient_norm)``, with the 2-norms of
     the unit's gradient and of its weights: adaptive gradient clipping (Brock et al. 2021, https://arxiv.org/abs/2102.06171).
     A unit whose gradient is within its limit, or zero, keeps its bits.
 
-    The pass that computes the statistics also computes the norms. Nothing is waited for, unless `nonfinite` is "error".
+    The pass that computes the statistics also computes the norms. Nothing waits for the device, unless `nonfinite` is
+    "error".
 
     Args:
-        parameters: a module, a tensor, tensors, or pairs of name and tensor as from `named_parameters()`. Each is taken
-            once; those without a gradient are passed over. Gradients may be dense, sparse, complex, on several devices,
-            and of any floating dtype.
-        max_norm: the largest norm that is left as it is, at least 0.
+        parameters: a module, a tensor, tensors, or pairs of name and tensor as from `named_parameters()`. A
+            parameter that occurs twice is clipped once; parameters without a gradient are skipped. Gradients may be
+            dense, sparse, complex, on several devices, and of any floating dtype.
+        max_norm: the largest norm that is not clipped, at least 0.
         norm_type: p of the norm: any number greater than 0, or inf. With `adaptive` it must be 2.
-        adaptive: the largest ratio of norms that is left as it is, at least 0, in place of `max_norm`. Brock et al. use
+        adaptive: the largest ratio of norms that is not clipped, at least 0, in place of `max_norm`. Brock et al. use
             0.01 to 0.16, and DreamerV3 0.3 with ``unit="tensor"``. Leave out the parameters of a last linear layer, as
             Brock et al. do, by not passing them.
-        eps: the norm that weights have at least, so that weights of 0 can be trained.
+        eps: the norm used for weights whose norm is smaller, so that weights of 0 can be trained.
         unit: "row": an output unit, which is a slice of the first dimension: a row of a linear layer's weight, or a
             filter of a convolution. A tensor of fewer than two dimensions, such as a bias, is one unit. These are the
             units of timm. Brock et al. and optax have the same ones, except that a tensor with a single dimension
-            longer than 1 is one unit there. `torch.nn.ConvTranspose2d` has its input channels first, and so one unit
-            for each. "tensor": each parameter, as in DreamerV3.
-        nonfinite: what happens where an element is NaN or inf. "propagate": what the formula gives, as in PyTorch (with
+            longer than 1 is one unit there. `torch.nn.ConvTranspose2d` stores its input channels first, so each
+            input channel is a unit. "tensor": each parameter, as in DreamerV3.
+        nonfinite: what happens if an element is NaN or inf. "propagate": what the formula gives, as in PyTorch (with
             `max_norm`, a NaN makes all gradients NaN; with `adaptive`, the gradients of its unit). "skip": all
-            gradients become 0, as the device decides, and the step does nothing. "error": RuntimeError that names the
-            gradients, which are left as they are; this waits for the device. With `adaptive`, NaN weights count too.
+            gradients become 0; the device decides this, and nothing waits for it. (An optimizer with momentum still
+            moves.) "error": a RuntimeError names the gradients, and none is changed; this waits for the device. With
+            `adaptive`, NaN in weights is treated like NaN in gradients.
         process_group: ranks that each hold a part of every gradient; norms are over all parts (one all-reduce). With
-            `adaptive`, parts are slices along the first dimension, so that rows are whole. DTensors know their ranks
-            and dimensions by themselves.
+            `adaptive`, parts are slices along the first dimension, so that rows are whole. DTensors need no
+            `process_group`, because they store their ranks and dimensions.
 
     Returns:
         `GradientStatistics` before clipping. As a number it is what `clip_grad_norm_` returns; where a tensor is needed
         (``torch.isfinite(...)``), take its `.total_norm`.
 
     Raises:
-        TypeError, ValueError: what is wrong with an argument.
+        TypeError, ValueError: an argument is wrong.
         RuntimeError: with `nonfinite="error"`, an element is not finite.
 
     >>> p = torch.zeros(2, requires_grad=True)

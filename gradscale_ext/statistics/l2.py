@@ -1,4 +1,4 @@
-"""Passes over many tensors at once."""
+"""The L2 loss of many tensors in one pass."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def l2_loss(parameters: Iterable[torch.Tensor] | torch.nn.Module, weight: float 
     """``weight * sum over tensors of |p|^2 / 2``: the weight decay term of the MuZero pseudocode, in one pass.
 
     Args:
-        parameters: floating tensors of any shapes, or a module, whose parameters they are.
-        weight: factor, for instance 1e-4. A real tensor without dimensions is not read by the host, and gets its
-            gradient; PyTorch's own operations compute the loss then.
+        parameters: floating tensors of any shapes, or a module, whose parameters are used.
+        weight: factor, for instance 1e-4. A real tensor without dimensions is not read by the host, and gets a
+            gradient; PyTorch's own operations then compute the loss.
 
     Returns:
         Scalar, float32 (float64 when a tensor is float64); the gradient of p is ``weight * p``. No tensors: 0. Sharded

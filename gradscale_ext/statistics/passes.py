@@ -90,5 +90,5 @@ def clipping_of(parts: reference.Statistics, p: float, max_norm: float, skip: bo
 def clip(gradients: list[torch.Tensor], clipping: torch.Tensor, skip: bool) -> None:
     for device in dict.fromkeys(gradient.device for gradient in gradients):
         members = [gradient for gradient in gradients if gradient.device == device]
-        clip_tensors = _C.clip_tensors if has_kernels(members) else reference.clip_tensors
-        clip_tensors(members, clipping.to(device, non_blocking=True), skip)
+        clip_units = _C.clip_units if has_kernels(members) else reference.clip_units
+        clip_units(members, clipping[1:2].to(device, non_blocking=True), False, skip)

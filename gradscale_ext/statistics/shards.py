@@ -35,8 +35,8 @@ def _sharded_over(gradient: torch.Tensor, index: int) -> dict[str, tuple[dist.Pr
 
 
 def groups_with_parts(tensor: torch.Tensor, process_group: dist.ProcessGroup | None, by_row: bool) -> list[str]:
-    """Names of the process groups whose processes hold parts of one tensor, or of one row, a slice of its first
-    dimension. Plain tensors are parts along the first dimension, where there is a `process_group`."""
+    """Names of the process groups over which a tensor is split; with `by_row`, over which its rows (slices of the first
+    dimension) are split. With a `process_group`, a plain tensor is split over it along the first dimension."""
     if not is_distributed(tensor):
         return [] if process_group is None or by_row else [process_group.group_name]
     return [
@@ -48,12 +48,12 @@ def groups_with_parts(tensor: torch.Tensor, process_group: dist.ProcessGroup | N
 
 @dataclass
 class UnitNorms:
-    """Norms of units of gradients and of their weights, and which of them processes hold parts of."""
+    """Norms of the units of gradients and of their weights, and which units are split over processes."""
 
     norms: torch.Tensor
     """`[2, U]`"""
     columns: dict[str, list[slice]]
-    """By the name of a process group: the units of which each of its processes has a part."""
+    """By the name of a process group: the units that are split over its processes."""
 
     def in_group(self, name: str) -> torch.Tensor:
         """`[2, n]`: the norms of the parts that this process has."""
@@ -105,7 +105,7 @@ def merged_over_groups(
 
 
 def _counted(statistics: reference.Statistics, mine: list[bool]) -> reference.Statistics:
-    """The statistics with the columns of tensors that another process counts set to nothing."""
+    """The statistics, where the tensors that another process counts (`mine` is False) are missing."""
     if all(mine):
         return statistics
     values, counts, histogram = statistics
@@ -118,8 +118,8 @@ def _counted(statistics: reference.Statistics, mine: list[bool]) -> reference.St
 def _merged(
     statistics: reference.Statistics, units: torch.Tensor | None, group: dist.ProcessGroup, p: float
 ) -> tuple[reference.Statistics, torch.Tensor]:
-    """Statistics and 2-norms of units of all processes from their own. One all-reduce adds the counts, and gathers what
-    cannot be added: each process has its place, where the others add zeros. Counts are exact in float64."""
+    """Merge the statistics, and the 2-norms of units, of all processes. One all-reduce adds the counts, and gathers the
+    values that cannot be added: each process has a row, to which the others add zeros. Counts are exact in float64."""
     values, counts, histogram = statistics
     finite = (counts[0] - counts[2] - counts[3]).to(values.dtype)
     own = torch.cat([values.flatten(), finite, *([] if units is None else [units.flatten()])])
@@ -135,6 +135,6 @@ def _merged(
     tensor_places, unit_places = places[:, : 4 * values.shape[1]], places[:, 4 * values.shape[1] :]
     norm, abs_max, mean, finite = tensor_places.view(processes, 4, -1).unbind(1)
     mean = (mean * finite).sum(0) / finite.sum(0).clamp(min=1)
-    counts[4] = counts[4] == processes  # missing on all of them
+    counts[4] = counts[4] == processes  # missing in all processes
     merged = torch.stack([reference.norm_of(norm, p), abs_max.amax(0), mean])
     return (merged, counts.long(), histogram.long()), reference.norm_of(unit_places, 2.0).view(2, -1)

@@ -21,7 +21,7 @@ class Case:
     `make(batch)` makes the tensors, and returns the call to count and its number of units. `budget`: warp instructions
     of sm_90 per unit. `issue`: the largest ratio of issue time to memory time on an H200. `usual`: the budget with a
     batch of 256, whose rows do not fill an H200. `in_flight`: the minimum bytes of loads in flight per multiprocessor.
-    `disagreement`: tolerance between the estimate of machine code and the PTX, in instructions that map one to one.
+    `disagreement`: allowed relative difference of the estimate from the PTX, for instructions that map one to one.
     """
 
     name: str
@@ -105,7 +105,7 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
         ),
         loss("HLGauss", gs.HLGauss(support), 601, 290, 322, usual=760),
         two_hot(255, 133, 141),
-        # A row of 101 halves has few bytes relative to the exchanges.
+        # A row of 101 16-bit logits has few bytes for its number of shuffles.
         two_hot(101, 84, 100, issue=0.7 if fp32 else 1.1, in_flight=30_000 if fp32 else 28_000),
         *([two_hot(21, 28, 28, batch=2048)] if fp32 else []),
         loss("policy", policy, 18, 22.5, 22.7, batch=2048),
@@ -113,7 +113,7 @@ def _cases_of(dtype: torch.dtype) -> list[Case]:
         loss("policy", policy, 362, 320, 320),
         of("decode 601", _decode, budget=160 if fp32 else 184, batch=512, issue=0.7 if fp32 else 0.85),
         of("gradient of decode 601", _decode_gradient, budget=290 if fp32 else 331, batch=512),
-        # Eight 16-bit elements in 16 bytes: their budget is 0.93 of the memory time.
+        # 16 bytes hold eight 16-bit elements: issuing may take 0.93 of the memory time.
         of(
             "statistics",
             _statistics,
@@ -166,8 +166,8 @@ def _returns_cases() -> list[Case]:
     take at least 2.4 us at an H200's 4.8 TB/s; 16 x 1024 steps are 0.36 MB and 0.08 us, less than a launch. At the 4.3
     TB/s that a copy reaches, 32 steps take 0.164 ns, in which 132 multiprocessors issue 152 instructions; 0.7 of this
     is 106. λ-returns move 14 bytes, and so do their gradients: the memory time allows 97 instructions. MuZero's windows
-    are 180 bytes, for which it allows 39: they take longer to compute than to read, but 2048 of them take less than a
-    microsecond.
+    are 180 bytes, for which the memory time allows 39: they take longer to compute than to read, but 2048 of them take
+    less than a microsecond.
     """
 
     def of(name: str, make: Callable[[int], tuple[Call, float]], step_bytes: int, **numbers) -> Case:

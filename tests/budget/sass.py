@@ -47,7 +47,7 @@ class Block:
 
 
 def ptx_of(cubin: bytes) -> bytes:
-    """The PTX in a cubin, by the line numbers that the cubin uses."""
+    """The PTX in a cubin, as text with the line numbers that the cubin refers to."""
     (sections,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, sections + size * k) for k in range(count)]
@@ -59,7 +59,7 @@ def ptx_of(cubin: bytes) -> bytes:
 
 
 def find_nvdisasm() -> str:
-    """The program of this name, from the package nvidia-cuda-nvdisasm or from PATH."""
+    """The path of nvdisasm, from the package nvidia-cuda-nvdisasm or from PATH."""
     for folder in map(Path, sys.path):
         for path in folder.glob("nvidia/cu1*/bin/nvdisasm*"):
             return str(path)

@@ -69,8 +69,8 @@ def resized_backward(
     g: Array, v: Array, limits: Array | float, batch_dims: int, p: float, clips: bool, margin: float
 ) -> tuple[Array, Array]:
     """The gradient of ``Re sum(conj(v) * resized(g))`` with respect to g without zero elements; and the sum of the
-    magnitudes of its terms, infinite where the derivative is not well defined: next to the limit, for equal elements of
-    the maximum norm, and for elements next to 0 of a norm below 1."""
+    magnitudes of its terms, infinite where the derivative is not well defined: next to the limit, for equal
+    largest elements in the maximum norm, and for elements close to 0 if p < 1."""
     limits = np.broadcast_to(limits, g.shape[:batch_dims])
     result, magnitude = np.empty_like(g), np.empty(g.shape)
     for index in np.ndindex(*g.shape[:batch_dims]):
@@ -179,7 +179,7 @@ def hl_gauss(x: Array, support: Any, sigma_ratio: float) -> tuple[Array, Array]:
 
 
 def log_softmax(x: Array) -> tuple[Array, Array]:
-    """Sum along the last dimension, and the sum of magnitudes."""
+    """The log-softmax along the last dimension, and the sum of the magnitudes of its terms."""
     largest = x.max(-1, keepdims=True)
     below = x - largest
     logarithm = np.log(np.exp(below).sum(-1, keepdims=True))
@@ -205,8 +205,7 @@ def decoded(x: Array, support: Any) -> tuple[Array, Array]:
         return expectation, size + 4 * p @ np.abs(middles)  # rounding steps of a transform
     size = size + max(abs(support.minimum), abs(support.maximum))  # equally spaced centres are rounded like the ends
     back = transformed_back(expectation, support.transform, support.eps)
-    # The largest slope within the error; for half of an exponential's argument this differs from the slope at the
-    # start.
+    # The slope increases with the magnitude, so it is taken at the upper end of the error.
     return back, size * slope_back(np.abs(expectation) + 1e-4 * size, support.transform, support.eps) + np.abs(back)
 
 
@@ -217,7 +216,7 @@ Rows = tuple[Array, Array, Array, Array]
 
 
 def cross_entropy(x: Array, t: Array, moved: Array) -> Rows:
-    """``-sum t log p`` for logits x and targets t, with this allowed rounding."""
+    """``-sum t log p`` for logits x and targets t; rounding may move the targets by `moved`."""
     logarithms, magnitude = log_softmax(x)
     p, total = np.exp(logarithms), t.sum(-1, keepdims=True)
     loss = -product(t, logarithms).sum(-1)
@@ -334,7 +333,7 @@ def quantile_huber_loss(head: Any, x: Array, target: Array) -> Rows:
         loss = np.where(distance <= kappa, u**2 / (2 * kappa), distance - kappa / 2)
         slope = np.clip(u / kappa, -1, 1)
     share = 1 / target.shape[-1] / (1 if head.sum_over_quantiles else count)
-    # A rounded difference moves a slope that is not at its end, and one of another sign has another weight.
+    # Rounding the difference changes the slope unless it is clipped, and may change the sign, and so the weight.
     near = size / kappa if kappa > 0 else np.where(distance > 1e-6 * size, 1, np.inf)
     entering = weight * (np.abs(slope) + np.where(distance < 2 * kappa + 1e-2 * size, near, 1))
     return (
@@ -416,9 +415,9 @@ class MultiStep:
     gradient_norms: dict[str, tuple[Array, Array]]
     """For a gradient of 1."""
     largest: dict[str, Array]
-    """Magnitudes of finite logits."""
+    """The largest magnitude of finite, unmasked logits."""
     finite: dict[str, Array]
-    """`[B, T_h]`: where the loss of an entry is finite, and its gradient is what the formula says."""
+    """`[B, T_h]`: True where the loss of an entry is finite, so that its gradient is defined by the formula."""
 
 
 def multi_step(
@@ -546,7 +545,7 @@ def clipping_factor(tensors: list[Array], max_norm: float, p: float) -> tuple[fl
 
 
 def priorities(expected: Array, targets: Array, steps: str, alpha: float, eps: float) -> Array:
-    """`[B]` of `[B, T]`."""
+    """`[B]` priorities from values and targets `[B, T]`."""
     error = np.abs(expected - targets)
     chosen = {"first": lambda: error[:, 0], "mean": lambda: error.mean(1), "max": lambda: error.max(1)}[steps]()
     return (chosen + eps) ** alpha

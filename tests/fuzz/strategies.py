@@ -39,14 +39,14 @@ SHAPES = (
     *((7,), (16,), (17, 33), (2, 3, 2, 2, 2), (3, 700), (5000,), (33, 65), (8, 300)),
 )
 REPEATING = ("expanded", "all_expanded", "overlapping")
-"""Layouts whose elements are fewer than they seem."""
+"""Layouts in which several elements share memory."""
 SEEDS = range(64)
 
 
 def product(kind: Callable[..., Any], **fields: Sequence[Any]) -> st.SearchStrategy[Any]:
     """Build a `kind` with one choice per field, all drawn as one number, because Hypothesis draws slowly."""
     count = math.prod(map(len, fields.values()))
-    assert count < 2**24, "Hypothesis prefers small numbers of a larger range"
+    assert count < 2**24, "Hypothesis draws small numbers too often from a larger range"
 
     def build(number: int) -> Any:
         chosen = {}
@@ -67,7 +67,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, palette: str, generator: 
     """A contiguous tensor with values of the palette's kind."""
     if dtype.is_complex:
         parts = [values(shape, dtype.to_real(), palette, generator) for _ in range(2)]
-        has_nan = parts[0].isnan() | parts[1].isnan()  # beside inf: the modulus is either
+        has_nan = parts[0].isnan() | parts[1].isnan()  # with inf, the modulus is NaN or inf
         return torch.complex(*(torch.where(has_nan & part.isinf(), torch.nan, part) for part in parts))
     info = torch.finfo(dtype)
     ordinary = generator.standard_normal(shape)
@@ -148,7 +148,7 @@ def eps_of(dtype: torch.dtype) -> float:
 
 
 def smallest_of(dtype: torch.dtype) -> float:
-    """The smallest number of the dtype in which a dtype is computed."""
+    """The smallest subnormal number of the dtype in which a dtype is computed."""
     return smallest_normal_of(dtype) * eps_of(dtype)
 
 
@@ -211,7 +211,7 @@ def check_close(
 
 
 ROUNDING = 1.0 + 1e-6
-"""Half a unit in the last place, and the rounding of the truth itself."""
+"""Factor of half a unit in the last place, which allows for the rounding of the truth itself."""
 
 
 class Described:
@@ -223,7 +223,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A tensor, described."""
+    """The description of a tensor."""
 
     layout: str = "contiguous"
     palette: str = "ordinary"

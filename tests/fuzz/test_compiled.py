@@ -13,7 +13,7 @@ from .budget import fuzz
 from .strategies import REAL, Numbers, product
 
 PLAIN = ("contiguous", "transposed", "columns", "rows")
-"""Layouts that compilers are handed."""
+"""Layouts of the tensors that are passed to compiled functions."""
 
 
 @st.composite

@@ -55,7 +55,7 @@ SUMMED = 2.0**-52
 POWERS = 512 * 2.0**-52
 """Relative error of powers x^p in float64, whose exponents p log2(x) are up to about 2,000."""
 UNDERFLOW = 2.0**-20
-"""Share of the smallest normal number: smaller numbers lose digits, also between two steps."""
+"""Error as a share of the smallest normal number: subnormal numbers lose digits, also as intermediate results."""
 CHAINED = 3 * ROUNDED
 """`ROUNDED` for two operators in a row: the rounding of the first changes the norm of the second."""
 MARGIN = 1e-3
@@ -230,7 +230,7 @@ class Case(Described):
 
 
 class _Arrive(torch.autograd.Function):
-    """A function whose gradient is the result of `make`. Nothing else refers to it, unless `make` keeps it."""
+    """A function whose gradient is the result of `make`. Nothing else refers to that tensor, unless `make` keeps it."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -297,7 +297,7 @@ def check_identical(gradient: Tensor, g: Tensor, nan_bits: bool = True) -> None:
     if g.is_complex() and g.is_neg():  # the sign of PyTorch's negated complex zeros varies
         np.testing.assert_array_equal(precise(gradient), precise(g))
     else:
-        assert bits(gradient) == bits(g), "a gradient that is not changed passes bit-identical"
+        assert bits(gradient) == bits(g), "a gradient that needs no change must pass bit-identical"
 
 
 Context = Callable[[Trial], None]
@@ -344,7 +344,7 @@ def _backward(trial: Trial) -> None:
 
 @context
 def _accumulate(trial: Trial) -> None:
-    """Three consumers, two of which receive the same tensor."""
+    """The incoming gradient reaches the operator and a second leaf as the same tensor."""
     leaf = trial.x
     branch = torch.zeros_like(trial.g).requires_grad_()
     total = trial.apply(leaf) + branch
@@ -423,7 +423,7 @@ def _check_vmap(
     pulled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
     outside: Callable[..., Tensor] | None,
 ) -> None:
-    """Each example separately; with an odd seed the tensor inputs are mapped too."""
+    """vmap equals the formula of each example; with an odd seed, the tensor inputs are mapped too."""
     case, dim = trial.case, len(trial.case.shape)
     if dim == 0 or 0 in case.shape:
         return

@@ -41,7 +41,7 @@ TURNS_EVERYTHING = True
 """True if ``batch_first=False`` also transposes masks, two-dimensional weights, `per_step` and `expected`."""
 
 ROUNDED = 4.0
-"""Units in the last place of what a head computes in, for each of the magnitudes that enter a loss or a gradient."""
+"""Units in the last place of the dtype in which a head computes, for each magnitude that enters a loss or gradient."""
 SUMMED = 16.0
 """The same for the sum over up to 180 heads, steps and samples."""
 
@@ -61,7 +61,7 @@ WIDE_SUPPORTS = (gs.Support.muzero(), gs.Support.dreamer_v3(), gs.Support.tdmpc2
 
 @dataclass(frozen=True)
 class HeadCase:
-    """A head with its prediction and target, described."""
+    """The description of a head with its prediction and target."""
 
     head: Any
     width: int
@@ -89,7 +89,7 @@ class HeadCase:
         x = generator.standard_normal((batch, steps, *self.prediction_width()))
         scale = {"flat": 0.0, "sharp": 60.0, "tiny": 1e-4}.get(self.logits, 2.0)
         x = x * scale + (300 if self.logits == "shifted" else 0)
-        # A divergence of probabilities that are 0 in float32 alone would be infinite.
+        # Where a probability is 0 in float32 but not in float64, only the true divergence would be infinite.
         is_divergence = isinstance(self.head, gs.CategoricalKL) and self.targets != "outside"
         if self.logits == "illegal" and (is_divergence or isinstance(self.head, gs.SoftCrossEntropy)):
             illegal = generator.random(x.shape) < 0.3
@@ -124,7 +124,7 @@ class HeadCase:
             t = generator.random(x.shape) * legal
             if self.targets == "special":  # not normalised, with zeros
                 return t * (generator.random(x.shape) < 0.5)
-            if self.targets == "edges":  # all on one
+            if self.targets == "edges":  # one-hot
                 return np.eye(x.shape[-1])[np.argmax(t, -1)]
             return t / t.sum(-1, keepdims=True)
         if isinstance(self.head, gs.BinaryCrossEntropy):
@@ -228,7 +228,7 @@ class Case(Described):
     step_gradient_scale: str = "none"
     importance_weights: bool = False
     by_head: bool = False
-    """Weights of steps and samples are mappings, which lack some heads."""
+    """True if the weights of steps and samples are mappings, in which some heads are missing."""
     head_weights: str = "none"
     mask: str = "none"
     poison: str = "none"
@@ -505,7 +505,7 @@ def _function(trial: Trial) -> None:
 
 @context
 def _module(trial: Trial) -> None:
-    """The module keeps its memory; a gradient that is still referenced keeps its values."""
+    """The module reuses its memory, but a gradient that is still referenced keeps its values."""
     module = gs.MultiStepLoss(**trial.heads)
     held: list[tuple[Tensor, bytes]] = []
     for seed in range(3):
@@ -632,7 +632,7 @@ def _no_grad(trial: Trial) -> None:
 
 @context
 def _reference(trial: Trial) -> None:
-    """In float64, as the truth of other tests."""
+    """The reference in float64, with which other tests compare."""
     heads = tuple(dataclasses.replace(item, dtype=torch.float64) for item in trial.case.heads)
     trial = Trial(dataclasses.replace(trial.case, heads=heads), trial.case.seed)
     out = trial.run(loss_fn=functools.partial(gs.reference.multi_step_loss, trial.heads))

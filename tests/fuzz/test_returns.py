@@ -1,6 +1,6 @@
 """Returns: every size, dtype, layout, form of the coefficients, NaN and inf, against the reference.
 
-test_returns.py compares the reference with definitions.
+tests/test_returns.py compares the reference with definitions.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ class Case(Described):
     observations: bool = False
     """True if `values` includes the value of the last observation: its shape is `[B, T + 1]`."""
     flags: str = "all"
-    """Which of the flags are given: "all", "none", or one's name."""
+    """Which of the flags are given: "all", "none", or the name of one flag."""
     ends: float = 0.1
-    """The share of steps that terminate, and of steps that are cut."""
+    """The share of steps that are terminated, and of steps that are truncated."""
     discount: str = "full"
     lambda_: str = "full"
     n: int = 3
     clip: float | None = 1.0
     special: str = "none"
-    """What is not finite or 0: "inputs", "coefficients" too, or many "at blocks" of 256 steps."""
+    """Where values are NaN or inf, and coefficients 0: "none", "inputs", "coefficients" too, or "at blocks" (mostly
+    near multiples of 256 steps)."""
     dtypes: tuple[torch.dtype, ...] = (F32,)
-    """The tensors have them in turn, and the layouts as well."""
+    """The tensors of a call get these dtypes in turn, and the layouts likewise."""
     layouts: tuple[str, ...] = ("contiguous",)
     create_graph: bool = False
     seed: int = 0
@@ -161,8 +162,9 @@ def test_returns(case: Case) -> None:
         assert found.dtype == (F64 if is_double else F32)
         assert found.is_contiguous()
         assert_near(found.detach(), expected.detach(), tolerance)
+    watched.check(case.function)
     if case.special == "coefficients" or not case.batch * case.steps:
-        return  # the former gradients may be NaN or not
+        return  # with NaN coefficients, a gradient may be NaN or not
     weights = [torch.linspace(-1, 2, found.numel()).reshape(found.shape).double() for found in results[0]]
     if case.special != "none":
         bad = torch.rand(weights[0].shape, generator=torch.Generator().manual_seed(case.seed)) < 0.02

@@ -195,7 +195,7 @@ def check_decode(case: SupportCase, generator: np.random.Generator) -> None:
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor of a list; None for a missing tensor."""
+    """A tensor of a list."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -333,7 +333,7 @@ def test_l2_loss(case: ListCase) -> None:
     watched.check("l2_loss")
 
 
-# ---- Priorities, and the reduction alone ----------------------------------------------------------------------------
+# ---- Priorities -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def ordinary(name: str, options: list[str], limit: float) -> Step:
 
 
 def beside_each_other(limit: float) -> list[Step]:
-    """The sanitizers and the ordinary tests; none of them measures anything."""
+    """Run the sanitizers and the ordinary tests at the same time, because none of them measures anything."""
     sanitizer = find_sanitizer()
     end = time.monotonic() + limit
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

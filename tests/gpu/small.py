@@ -1,4 +1,4 @@
-"""Every kernel on small sizes, for compute-sanitizer: few launches except ours, and inputs that were copied.
+"""Runs every kernel on small sizes, for compute-sanitizer. Inputs are made on the CPU, so that few other kernels run.
 
     PYTHONPATH=.:tests compute-sanitizer --tool memcheck python tests/gpu/small.py
 
@@ -30,7 +30,7 @@ def losses(device: torch.device, dtype: torch.dtype) -> None:
         check(heads, *given, device, dtype, grad_output=1.0)
         check(heads, *given, device, dtype, grad_output=0.5, reduction="valid_mean", nonfinite="skip", **options)
     heads = {"value": gs.TwoHot(gs.Support(-5, 5, 11))}
-    check(heads, *inputs_of(heads, 11, 2, steps=130), device, dtype)  # its table is copied
+    check(heads, *inputs_of(heads, 11, 2, steps=130), device, dtype)  # a table that must be copied
 
 
 def flow(device: torch.device, dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ import gradscale_ext as gs
 pytestmark = pytest.mark.cuda
 
 WIDTH, BATCH, STEPS = 33, 6, 3
-SLEEP = 200_000_000  # cycles of the GPU: some 100 ms
+SLEEP = 200_000_000  # GPU clock cycles, about 100 ms
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def device():
 
 
 class Update:
-    """A loss with all optional arguments of an update, and calls of its forward and backward passes."""
+    """A loss with the optional arguments that an update uses; `step` runs its forward and backward passes."""
 
     def __init__(self, device, dtype=torch.float32, seed=0, **options):
         self.heads = heads_of(WIDTH)
@@ -64,7 +64,7 @@ def tensors_of(options):
 
 
 def flow_step(x, numbers, incoming):
-    """The gradient after all flow operators, applied one after the other to an incoming gradient."""
+    """The result of all flow operators, applied one after the other, and its gradient for an incoming gradient."""
     y = x
     for apply, _ in FLOW.values():
         y = apply(y, numbers)
@@ -105,7 +105,7 @@ def l2_step(parameters):
 
 
 def clipping_step(gradients):
-    """Copies of gradients, clipped; non-finite gradients are skipped."""
+    """The statistics of gradients, and clipped copies of them."""
     parameters = [torch.zeros_like(gradient) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.clone()
@@ -217,7 +217,7 @@ def test_capture_of_the_examples_learner_step(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(3):  # learn from the first batch before a graph may be captured
+            for _ in range(3):  # warm-up steps on the first batch, as a capture requires
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -226,7 +226,7 @@ def test_capture_of_the_examples_learner_step(device):
                 loss = step()
         for batch in batches:
             for own, other in zip(tree_leaves(tensors), tree_leaves(arguments_of(batch)), strict=True):
-                if own is not None:  # the index
+                if own is not None:  # the batch has no index
                     own.copy_(other)
             if is_captured:
                 graph.replay()
@@ -432,7 +432,7 @@ def test_launches_of_flow_operators(name, most, width, device):
     everything, _ = kernels_of(lambda: torch.autograd.grad(y, x, incoming, retain_graph=True))
     assert 1 <= len(everything) <= most, everything
     forward, _ = kernels_of(lambda: (FLOW[name][0](x, numbers), incoming.neg()))
-    assert len(forward) == 1, forward  # the negation
+    assert len(forward) == 1, forward  # only the negation
 
 
 def test_launches_of_decode_and_l2_loss(device):
@@ -553,12 +553,12 @@ def test_more_than_2_to_the_31_elements(device):
     assert torch.equal(gradient[tail], flat.detach()[tail])
 
 
-# ---- Any dtype on any layout of memory, at sizes of real updates ----------------------------------------------------
+# ---- Every dtype, at the size of a real update ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_update_of_real_size(dtype, device):
-    """B 256, K 5, S 601, A 18: thousands of blocks at once, compared row by row."""
+    """256 samples, 6 steps, 601 bins and 18 actions: thousands of blocks at once, compared row by row."""
     heads = {"value": gs.TwoHot(gs.Support.muzero(), weight=0.25), "policy": gs.SoftCrossEntropy()}
     generator = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)

@@ -1,5 +1,6 @@
-// A library for LD_PRELOAD that makes accesses outside of tensors' memory, which posix_memalign allocates, crash. An
-// inaccessible page follows the memory, or precedes it with GUARDED=begin. Freed memory is inaccessible too.
+// A library for LD_PRELOAD that replaces posix_memalign, with which PyTorch allocates tensors, so that accesses outside
+// of a tensor crash. The tensor's memory ends at an inaccessible page or, with GUARDED=begin, begins right after one.
+// Freed memory is inaccessible too.
 #include <sys/mman.h>
 
 #include <atomic>
@@ -24,7 +25,7 @@ std::atomic<size_t> used{0};
 
 } // namespace
 
-// Layout: a page that stores the size and is then inaccessible, the pages of the memory, and an inaccessible page.
+// Layout: a page that stores the size and is then made inaccessible, the pages of the memory, and an inaccessible page.
 extern "C" int posix_memalign(void** memory, size_t /*alignment*/, size_t bytes) noexcept {
   const size_t size = (bytes + kPage - 1) / kPage * kPage, place = used.fetch_add(size + 2 * kPage);
   if (region() == MAP_FAILED || place + size + 2 * kPage > kRegion) {

@@ -1,5 +1,5 @@
-"""Calls CUDA kernels on the simulated driver, a process for each call, and prints the errors and digests of the results
-as JSON.
+"""Calls CUDA kernels on the simulated driver, each call in a new process, and prints its error and a digest of its
+results as JSON.
 
 python launches.py DRIVER [[SOURCES, CALL], ...]     SOURCES: a copy of csrc, with or without a fault
 """
@@ -27,7 +27,7 @@ Tensors = list[torch.Tensor]
 
 def policy_loss(batch: int, width: int, **options: str) -> Tensors:
     predictions = [torch.randn(batch, width, requires_grad=True) for _ in range(2)]
-    targets = [torch.randn(batch, width + 1).softmax(1)[:, 1:] for _ in range(2)]  # of another alignment
+    targets = [torch.randn(batch, width + 1).softmax(1)[:, 1:] for _ in range(2)]  # rows that are aligned differently
     heads = {"policy": gs.SoftCrossEntropy()}
     out = gs.multi_step_loss(heads, {"policy": predictions}, {"policy": targets}, **options)
     out.loss.backward(torch.tensor(2.0))
@@ -35,7 +35,7 @@ def policy_loss(batch: int, width: int, **options: str) -> Tensors:
 
 
 def every_head(width: int, dtype: torch.dtype) -> Tensors:
-    # With an odd number of raw centres the workspace, which ends at a page, would not be aligned.
+    # With an odd number of raw centres the workspace would not be aligned, because guarded memory ends at a page.
     heads = {name: head for name, head in heads_of(width).items() if width % 2 == 0 or name != "raw"}
     predictions, targets = converted(inputs_of(heads, width, batch=3, steps=2), torch.device("cpu"), dtype)
     out = gs.multi_step_loss(heads, predictions, targets)
@@ -43,7 +43,7 @@ def every_head(width: int, dtype: torch.dtype) -> Tensors:
 
 
 def skipped_samples() -> Tensors:
-    """Heads of several kinds, so many that their table is not in the arguments; one sample is not finite."""
+    """Heads of several kinds, too many for a table in the kernel's arguments; one sample is not finite."""
     heads = {"value": gs.TwoHot(gs.Support(-20, 20, 601)), "end": gs.BinaryCrossEntropy()}
     heads |= {f"own {k}": gs.MeanSquaredError() for k in range(40)}
     widths = {name: (601,) if name == "value" else () if name == "end" else (5,) for name in heads}
@@ -62,7 +62,7 @@ def decoded(width: int) -> Tensors:
 
 
 def decoded_nan() -> Tensors:
-    """Rows that are not aligned, and a table that is not in the arguments."""
+    """Rows that are not aligned, and a table that is too large for the kernel's arguments."""
     logits = torch.full((4, 2049), torch.nan, requires_grad=True)
     values = gs.Support(-10, 10, 2049, "symlog", space="raw").decode(logits)
     return [values.isnan(), torch.autograd.grad(values.sum(), logits)[0].isnan()]
@@ -79,7 +79,7 @@ def flow() -> Tensors:
 
 
 def many_tensors() -> Tensors:
-    """Around the size of a chunk, and so many that the table is not in the arguments."""
+    """One tensor just larger than a chunk, and short ones, too many for a table in the kernel's arguments."""
     tensors = [torch.randn(3 * k if k > 1 else 65536 * k + 5) for k in range(300)]
     statistics = gs.gradient_statistics(tensors)
     parameters = [torch.nn.Parameter(torch.randn_like(tensor)) for tensor in tensors]
@@ -112,7 +112,7 @@ CALLS = {
 
 
 def compiled(file: str, name: str, major: int, minor: int) -> tuple[bytes, str]:
-    """From the cache, unless the sources are a copy."""
+    """The code and entry of a kernel: from the cache, or compiled if the sources are a copy."""
     if _kernels.SOURCES == SOURCES:
         image, _ = _kernels.image_of(file, name, f"compute_{major}{minor}")
         return image.code, image.entry

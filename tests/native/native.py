@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# pytest-xdist runs a group of tests in one process, which compiles the library once.
+# pytest-xdist runs a group of tests in one process, so that each module compiles the library only once.
 one_process = pytest.mark.xdist_group("native")
 
 

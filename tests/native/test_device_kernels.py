@@ -1,5 +1,5 @@
-"""The CUDA kernels, whose PTX the simulated driver of tests/ptx runs: calls of the package in guarded memory, and
-faults.
+"""The CUDA kernels on the simulated driver of tests/ptx, which runs their PTX: calls of the package in guarded memory,
+and injected faults, which the driver must report.
 
 `make simulated` checks the results of the same kernels.
 """
@@ -23,7 +23,7 @@ from gradscale_ext import _kernels
 pytestmark = one_process
 
 SCRIPT = Path(__file__).with_name("launches.py")
-# Faults: a call of launches.py, a file of csrc, text in it, the faulty text, and the report.
+# Faults: a call of launches.py, a file of csrc, text in it, the text that replaces it, and a pattern of the report.
 IN_SHARED = "data race in shared memory: "
 IN_GLOBAL = "data race in global memory: "
 FAULTS = {
@@ -41,21 +41,21 @@ FAULTS = {
         "",
         IN_SHARED,
     ),
-    "blocks that do not wait for the last one": (
+    "missing fence before a block is counted": (
         "sums of several blocks",
         "loss/cuda/totals.cuh",
-        "    __threadfence(); // the sums are seen before the block is counted\n",
+        "    __threadfence(); // other blocks see the sums before the block is counted\n",
         "",
         IN_GLOBAL,
     ),
-    "sums that are read without a fence": (
+    "missing fence before sums are read": (
         "sums of several blocks",
         "loss/cuda/totals.cuh",
         "    __threadfence();\n    store_totals",
         "    store_totals",
         IN_GLOBAL,
     ),
-    "maps that are published without an order": (
+    "maps that are published without a release": (
         "chunks of rows",
         "returns/long_rows.cuh",
         "  store_released(&to->launch, launch);",
@@ -83,7 +83,7 @@ FAULTS = {
         "  const Group block",
         IN_SHARED,
     ),
-    "write behind a row": (
+    "write past the end of a row": (
         "rows of a block",
         "cuda/rows.cuh",
         "    if (j >= 0 && j < width) {\n      row[j]",
@@ -111,7 +111,7 @@ FAULTS = {
         "A* out) {\n  if (size % kVector<T> == 0 && first >= 0 && first + size <= width) {",
         "misaligned address 0x.*[48c] of lane",
     ),
-    "lanes that do not come to a sum": (
+    "lanes that skip a shuffle": (
         "rows of a block",
         "cuda/rows.cuh",
         "      value = combine(value, __shfl_xor_sync(kWholeWarp, value, distance));",
@@ -135,7 +135,7 @@ def driver():
 
 
 def outcomes(driver, calls, **variables):
-    """The error and the digest of the results of each call, from sources and its name."""
+    """The error and the digest of the results of each call. A call is its sources and its name."""
     command = [sys.executable, str(SCRIPT), str(driver), json.dumps([(str(sources), call) for sources, call in calls])]
     environment = {**os.environ, "PTX_RACES": "1", "PTX_CHECK": "1", **variables}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -143,8 +143,8 @@ def outcomes(driver, calls, **variables):
     return json.loads(done.stdout)
 
 
-def test_launches_in_exact_memory_give_the_same_bits_in_every_order(driver, tmp_path):
-    """Each tensor's memory touches a page without access, at its end or at its begin."""
+def test_launches_in_guarded_memory_give_the_same_bits_in_every_order(driver, tmp_path):
+    """Each tensor's memory ends at an inaccessible page, or begins right after one."""
     guards = compile_guards(tmp_path)
     calls = [(ROOT / "csrc", call) for call in launches.CALLS]
     found = [
@@ -162,7 +162,7 @@ def copy_with_fault(folder, fault):
     _, file, right, wrong, _ = FAULTS[fault]
     shutil.copytree(ROOT / "csrc", folder, ignore=shutil.ignore_patterns("*.cpp"))
     text = (folder / file).read_text()
-    assert text.count(right) == 1, f"csrc/{file} has changed: let the fault follow it"
+    assert text.count(right) == 1, f"csrc/{file} has changed: change the fault too"
     (folder / file).write_text(text.replace(right, wrong))
     return folder
 

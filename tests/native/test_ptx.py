@@ -191,7 +191,7 @@ def one_instruction(instruction: str) -> bytes:
         ("set.eq.f32.u32 %r1, %r2, 0;", 0x3F800000),
     ],
 )
-def test_a_result_is_that_of_ptx(driver, instruction, expected):
+def test_results_agree_with_the_specification_of_ptx(driver, instruction, expected):
     driver.module = driver.load(one_instruction(instruction))
     found = aligned(1)
     assert driver.launch("one", pointer(found), threads=1) == 0
@@ -216,7 +216,7 @@ def test_launch_limits_are_the_same_as_in_cuda(driver):
         ("misaligned", "misaligned address 0x"),
         ("null", "dereferences the invalid pointer 0xc"),
         ("nowhere", "no memory at 0x"),
-        ("diverged", "divergent collective: the mask is ffffffff, but lanes 0000007f are here"),
+        ("diverged", "divergent collective: the mask is ffffffff, but lanes 0000007f execute it"),
         ("trapped", "trap"),
     ],
 )
@@ -291,7 +291,7 @@ FAULTS = {
     "reader_missing_fence": IN_GLOBAL,
     "block_fence": IN_GLOBAL,
     "return_before_barrier": "divergent barrier: warp 2 has returned",
-    "return_before_shuffle": "divergent collective: the mask is ffffffff, but lanes ffffff7f are here",
+    "return_before_shuffle": "divergent collective: the mask is ffffffff, but lanes ffffff7f execute it",
 }
 
 
@@ -304,7 +304,7 @@ class Arguments(ctypes.Structure):
 
 
 def guarded(values: torch.Tensor) -> torch.Tensor:
-    """A copy in memory that ends where a page begins that may not be accessed."""
+    """A copy whose memory ends at an inaccessible page."""
     size = values.numel() * values.itemsize
     end = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, end + mmap.PAGESIZE)
@@ -315,7 +315,7 @@ def guarded(values: torch.Tensor) -> torch.Tensor:
 
 
 def cross_entropy(driver: Driver, rows: int, width: int) -> int:
-    """Launches the kernel, and compares what it computes with double precision. Returns the launch's result."""
+    """Launches the kernel, and compares its results with double precision. Returns the error code of the launch."""
     stride = -(-width // 4) * 4
     torch.manual_seed(width)
     logits = guarded(torch.randn(rows, stride) * 6)

@@ -1,4 +1,4 @@
-// Sums, products, minima, and what is like them, of integers and floats.
+// Sums, products, quotients, minima, maxima and signs, of integers and floats.
 #include "assembler.h"
 #include "operations.h"
 
@@ -85,7 +85,7 @@ struct Abs {
   }
 };
 
-// The product of two numbers in twice their width, or its sum with a third.
+// The product of two numbers, in twice their width. With `sum`, a third number is added.
 template <bool sum>
 struct Wide {
   template <class T>
@@ -104,8 +104,8 @@ Run wide(Type type) {
   return bytes_of(type) == 8 ? nullptr : for_integers<Wide<sum>>(type);
 }
 
-// An operation with another rounding than to nearest. fesetround() is a call that the compiler cannot see into, so that
-// registers are read after it and written before the next one.
+// An operation that does not round to nearest. The compiler cannot see into fesetround(), so it moves no read of a
+// register before the first call, and no write after the second.
 template <class K>
 struct Directed {
   template <class T>

@@ -1,4 +1,4 @@
-// Reading one instruction: its name's parts and its operands, into an Instruction.
+// Reads one instruction, the parts of its name and its operands, into an Instruction.
 #pragma once
 
 #include "program.h"
@@ -15,7 +15,7 @@ struct Operand {
 };
 
 string_view trimmed(string_view text);
-std::vector<string_view> split(string_view text, char by); // not within brackets
+std::vector<string_view> split(string_view text, char by); // ignores `by` within brackets
 u64 number_from(string_view text);
 
 struct Register {
@@ -40,7 +40,7 @@ class Names {
   const Symbol* symbol(string_view name) const;
 
  private:
-  struct Group { // %r0, %r1, ...; or one register, whose name it is
+  struct Group { // %r0, %r1, ...; if the count is 0, one register, whose name is the prefix
     string_view prefix;
     u32 first, count;
     Type type;
@@ -52,7 +52,7 @@ class Names {
   std::map<string, Symbol, std::less<>> symbols_;
 };
 
-// A branch, whose target is known when all labels are.
+// A branch. Its target is set once all labels have been read.
 struct Branch {
   size_t at;
   string_view label;
@@ -69,22 +69,22 @@ class Assembler {
 
   Instruction i;
   string_view op;
-  std::vector<string_view> words; // of the name, without the first, and without those that were understood
+  std::vector<string_view> words; // parts of the name after `op` that have not been read yet
   std::vector<Operand> o;
 
-  bool has(string_view word); // and takes it out
+  bool has(string_view word); // removes the word if it is there
   void need(size_t operands) const;
-  void types(); // takes them out; the first is of the result
+  void types(); // removes them; the first is that of the result, the last that of the sources
   void rounding();
   void memory_hints();
-  Space space(); // takes it out
+  Space space(); // removes it
   bool has_floats() const;
-  void simple(size_t sources); // one destination, and so many sources
+  void simple(size_t sources); // reads one destination and `sources` sources
   void done(Run run, Class kind);
 
   u32 destination(const Operand& operand);
   u32 source(const Operand& operand);
-  u32 address(const Operand& operand); // the register; the offset goes into the instruction
+  u32 address(const Operand& operand); // returns the register; stores the offset in the instruction
   u32 predicate(const Operand& operand);
   u32 scratch_predicate() {
     return code_.num_predicates++;

@@ -118,7 +118,7 @@ void funnel(Warp& w, const Instruction& i, u32 m) {
   each(m, [&](int l) {
     const u64 both = joined(w, i, l);
     const u32 asked = get<u32>(w, i.s[2], l), by = i.variant & wraps ? asked & 31 : std::min(asked, 32u);
-    // Shifts by 64 - 32 at most.
+    // Shifts by at most 32.
     const u64 r = i.variant & to_left ? both >> (32 - by) : by == 32 ? both >> 32 : both >> by;
     put<u32>(w, i.d[0], l, static_cast<u32>(r));
   });
@@ -137,7 +137,7 @@ void ternary_logic(Warp& w, const Instruction& i, u32 m) {
   });
 }
 
-// 0 and, 1 or, 2 xor, 3 not, 4 mov
+// The variants: 0 and, 1 or, 2 xor, 3 not.
 void predicate_logic(Warp& w, const Instruction& i, u32 m) {
   const u32 a = w.predicates[i.s[0]], b = w.predicates[i.s[1]];
   const u32 r = i.variant == 0 ? a & b : i.variant == 1 ? a | b : i.variant == 2 ? a ^ b : i.variant == 3 ? ~a : a;

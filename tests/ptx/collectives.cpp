@@ -12,7 +12,7 @@ enum Shuffle { up, down, butterfly, index_ };
 enum Vote { all_, any_, uniform, ballot };
 enum Reduction { r_add, r_min, r_max, r_and, r_or, r_xor };
 
-// The mask in a register, which must be exactly the lanes that are here.
+// Reads the mask of lanes from a register. It must equal the lanes that execute the instruction.
 u32 members(Warp& w, const Instruction& i, u32 m, u32 reg) {
   const u32 mask = get<u32>(w, reg, std::countr_zero(m)) & w.present;
   each(m, [&](int l) {
@@ -25,7 +25,7 @@ u32 members(Warp& w, const Instruction& i, u32 m, u32 reg) {
     snprintf(
         text,
         sizeof(text),
-        "divergent collective: the mask is %08x, but lanes %08x are here (%08x run)",
+        "divergent collective: the mask is %08x, but lanes %08x execute it (%08x have not exited)",
         mask,
         m,
         w.alive);
@@ -133,7 +133,7 @@ void sync_warp(Warp& w, const Instruction& i, u32 m) {
   }
 }
 
-// One of `names`, whose place is the variant.
+// Reads the variant, an index of `names`; returns false if there is none, or no `.sync`.
 bool read_variant(Assembler& a, std::initializer_list<string_view> names) {
   const auto found = std::find_if(names.begin(), names.end(), [&](string_view name) { return a.has(name); });
   a.i.variant = static_cast<s16>(found - names.begin());

@@ -1,5 +1,5 @@
-// Branches and ends, and running a launch: warp by warp, block after block. Shared memory begins as bytes of 0xFF,
-// registers as what was left there.
+// Branches, returns and traps, and the run of a launch: one block after another, whose warps take turns. Shared memory
+// is filled with 0xFF before each block; registers keep what earlier blocks and launches left there.
 #include "assembler.h"
 #include "warp.h"
 
@@ -46,7 +46,7 @@ void order_memory(Warp& w, const Instruction&, u32 m) {
   }
 }
 
-// Within a block barriers order memory, and fences alone do not.
+// A fence with .cta does nothing: within a block, only barriers order memory.
 void fence_instruction(Assembler& a) {
   const bool in_block = a.has("cta");
   a.words.clear();
@@ -59,7 +59,7 @@ void ignored(Assembler& a) {
   a.done(nothing, kind);
 }
 
-// ---- What a warp begins with ----------------------------------------------------------------------------------------
+// ---- The initial state of a warp ------------------------------------------------------------------------------------
 
 u64 special_value(const Warp& w, string_view name, int lane) {
   const Launch& launch = *w.launch;
@@ -82,7 +82,7 @@ u64 special_value(const Warp& w, string_view name, int lane) {
       return value;
     }
   }
-  return name[1] == 'n'; // sizes and places in y and z
+  return name[1] == 'n'; // in y and z, sizes are 1 and indices 0
 }
 
 void prepare(Warp& w) {
@@ -120,9 +120,9 @@ void check_registers(Warp& w, const Instruction& i, u32 m) {
   }
 }
 
-// ---- Where lanes go -------------------------------------------------------------------------------------------------
+// ---- Branches -------------------------------------------------------------------------------------------------------
 
-// Lanes that go to so many places, each on a path of its own until they meet again.
+// Splits the current path by the targets of its lanes. Each target has its own path until they reconverge.
 void part(Warp& w, const Instruction& i, const std::map<int, u32>& lanes_of) {
   if (lanes_of.size() == 1) {
     w.paths.back().pc = lanes_of.begin()->first;
@@ -192,7 +192,7 @@ void change_flow(Warp& w, const Instruction& i, u32 m) {
       return leave(w, m);
     case Flow::bar:
       if (m != w.present) {
-        fail_at(w, i, "divergent barrier: not all lanes of the warp are here");
+        fail_at(w, i, "divergent barrier: not all lanes of the warp execute it");
       }
       w.waits = true;
       break;
@@ -206,7 +206,7 @@ void change_flow(Warp& w, const Instruction& i, u32 m) {
 
 // ---- Running --------------------------------------------------------------------------------------------------------
 
-// What a handler of signals needs.
+// What the signal handler needs.
 struct Running {
   Warp* warp = nullptr;
   const Instruction* instruction = nullptr;
@@ -215,7 +215,7 @@ struct Running {
 };
 thread_local Running* running = nullptr;
 
-// Until the warp waits in a barrier, has returned, or has run `slice` instructions.
+// Runs a warp until it waits in a barrier, has returned, or has run `slice` instructions (0: no limit).
 void run_warp(Warp& w, u64 slice) {
   Launch& launch = *w.launch;
   const Instruction* const code = launch.code.instructions.data();
@@ -258,7 +258,7 @@ bool idle(const Warp& w) {
   return w.paths.empty() || w.waits;
 }
 
-// All warps are idle, and some wait.
+// Releases the warps from a barrier, when all are idle and at least one waits.
 void pass_barrier(std::vector<Warp*>& warps) {
   const auto barrier_of = [](const Warp& w) { return w.launch->code.instructions.data() + w.paths.back().pc - 1; };
   const Warp& first = **std::find_if(warps.begin(), warps.end(), [](const Warp* w) { return w->waits; });
@@ -339,7 +339,7 @@ void run_blocks(Launch& launch) {
 struct sigaction other_handlers[NSIG];
 
 void at_fault(int signal, siginfo_t* info, void*) {
-  if (running == nullptr) { // somebody else's: it happens again, for his handler
+  if (running == nullptr) { // a fault outside of a launch is raised again, for the other handler
     sigaction(signal, &other_handlers[signal], nullptr);
     return;
   }

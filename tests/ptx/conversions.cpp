@@ -82,7 +82,7 @@ D converted(const Instruction& i, S x) {
   } else if constexpr (std::is_integral_v<D>) {
     return to_integer<D>(i, static_cast<double>(x));
   } else if constexpr (std::is_floating_point_v<D>) {
-    constexpr bool wide = std::is_arithmetic_v<S>; // not of 16 bits
+    constexpr bool wide = std::is_arithmetic_v<S>; // not a 16-bit float
     D r = static_cast<D>(static_cast<std::conditional_t<wide, S, double>>(x));
     if (i.integral) {
       r = static_cast<D>(rounded_to_whole(i.mode, static_cast<double>(r)));
@@ -106,7 +106,7 @@ void convert_lanes(Warp& w, const Instruction& i, u32 m) {
   each(m, [&](int l) {
     const D r = converted<D, S>(i, start(i, value_of<S>(from[l])));
     if constexpr (std::is_integral_v<D> && std::is_signed_v<D>) {
-      to[l] = static_cast<u64>(static_cast<s64>(r)); // perhaps into a wider register
+      to[l] = static_cast<u64>(static_cast<s64>(r)); // the register may be wider than D
     } else {
       to[l] = bits_of(r);
     }

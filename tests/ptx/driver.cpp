@@ -1,17 +1,18 @@
 // A stand-in for NVIDIA's driver: the functions of its API that csrc/cuda/driver.cpp uses, for one GPU of compute
-// capability 9.0 whose kernels are the PTX that NVRTC makes, run on this machine's memory. Loads and launches are done
-// at once, one after another. An error in a kernel is CUDA_ERROR_LAUNCH_FAILED; what went wrong is written to stderr,
-// and is what cuGetErrorString and gradscale_last_error() say.
+// capability 9.0 whose kernels are the PTX that NVRTC makes, run on this machine's memory. Loads and launches are
+// complete when they return, and run one at a time. An error in a kernel is CUDA_ERROR_LAUNCH_FAILED; its message is
+// written to stderr, and returned by cuGetErrorString and gradscale_last_error().
 //
 // Environment, read at each launch:
 //   PTX_REPORT   a file to which each launch adds one line of JSON
-//   PTX_LINES    1: also counts by line of the PTX; PTX_BLOCKS 1: also by basic block, with their text
+//   PTX_LINES    1: the report also counts by line of the PTX
+//   PTX_BLOCKS   1: the report also counts by basic block, and contains the text of the blocks
 //   PTX_CHECK    1: reading a register that was never written is an error
 //   PTX_RACES    1: accesses that race are errors (races.h)
-//   PTX_SLICE    a warp runs so many instructions before another one has its turn (0, default: as far as it can)
+//   PTX_SLICE    instructions that a warp runs before the next warp runs (default 0: until a barrier or its return)
 //   PTX_ORDER    reverse: the last block and the last warp come first
-//   PTX_MULTIPROCESSORS  of the GPU, read once (132): a small one is full with fewer rows
-//   PTX_LIMIT    instructions of warps after which a launch is an error (4000000000)
+//   PTX_MULTIPROCESSORS  of the GPU, read only once (default 132): with fewer, fewer rows fill the GPU
+//   PTX_LIMIT    warp instructions after which a launch fails (default 4000000000)
 #include "warp.h"
 
 #include <atomic>
@@ -269,7 +270,7 @@ DRIVER cuModuleLoadData(void** module, const void* image) {
     return failed(invalid_image, "the image is not PTX");
   }
   if (target_of(text) > kCapability) {
-    return failed(invalid_ptx, "the PTX is of another GPU: sm_" + std::to_string(target_of(text)));
+    return failed(invalid_ptx, "the PTX is for a newer GPU: sm_" + std::to_string(target_of(text)));
   }
   try {
     std::unique_ptr<Module> read = read_module(text);
@@ -351,13 +352,13 @@ DRIVER cuThreadExchangeStreamCaptureMode(int* mode) {
   return success;
 }
 
-// For tests: streams are being captured from now on, or no longer.
+// For tests: from now on, streams are being captured (status 1) or not (0).
 DRIVER gradscale_pretend_capture(int status) {
   capturing = status != 0;
   return success;
 }
 
-// For tests: what the last launch or load that failed said, by any thread; empty from now on.
+// For tests: returns the message of the last launch or load that failed, in any thread, and clears it.
 extern "C" __attribute__((visibility("default"))) const char* gradscale_last_error() {
   thread_local string error;
   const std::lock_guard lock(one_at_a_time);

@@ -22,7 +22,7 @@ constexpr int kThreads = 96, kWarp = 32, kWarps = kThreads / kWarp, kVector = 4,
 constexpr unsigned kAllLanes = 0xffffffff;
 constexpr float kLeast = -3.4e38f;
 
-// exp(x - maximum), summed over some columns.
+// Over some columns: the maximum of x, and the sum of exp(x - maximum).
 struct PartOfSoftmax {
   float maximum, sum;
 };
@@ -32,8 +32,8 @@ struct Arguments {
   const long long* target; // [rows]
   float* loss;             // [rows]
   float* gradient;         // [rows, stride]
-  float* total;            // the sum of `loss`, by the block that is the last to finish
-  unsigned* finished;      // blocks, zero before the launch
+  float* total;            // the sum of `loss`, stored by the last block to finish
+  unsigned* finished;      // number of finished blocks, zero before the launch
   long long width, stride; // stride: a multiple of kVector
 };
 

@@ -1,5 +1,5 @@
-// Basic blocks of a kernel, and where lanes that part meet again: at the block that every way from there leads to
-// first, its immediate post-dominator.
+// Finds the basic blocks of a kernel, and where lanes that diverge at the end of a block reconverge: at its immediate
+// post-dominator, the first block that is on every path from there to the exit.
 #include "program.h"
 
 namespace ptx {
@@ -16,7 +16,7 @@ std::vector<int> targets_of(const Code& code, const Instruction& i) {
   return i.table >= 0 ? code.tables[i.table] : i.target >= 0 ? std::vector<int>{i.target} : std::vector<int>();
 }
 
-// The first instruction of each block; every instruction learns its block.
+// Returns the first instruction of each block, and stores in every instruction the number of its block.
 std::vector<int> number_blocks(Code& code) {
   const int size = static_cast<int>(code.instructions.size());
   std::vector<char> leads(size + 1, 0);
@@ -37,7 +37,7 @@ std::vector<int> number_blocks(Code& code) {
   return first;
 }
 
-// Blocks that may follow each one. The last, which has none, is the exit.
+// The blocks that may follow each block. The last entry, which has none, is the exit.
 Edges followers(const Code& code, const std::vector<int>& first) {
   const int blocks = static_cast<int>(first.size());
   Edges next(blocks + 1);
@@ -67,7 +67,7 @@ Edges turned_round(const Edges& edges) {
   return result;
 }
 
-// Nodes that can be reached from `root`, each after those that it leads to.
+// Nodes that can be reached from `root`, in the postorder of a depth-first search.
 std::vector<int> postorder(int root, const Edges& forth) {
   std::vector<int> order;
   std::vector<char> seen(forth.size(), 0);
@@ -86,7 +86,7 @@ std::vector<int> postorder(int root, const Edges& forth) {
   return order;
 }
 
-// Immediate dominators from `root` along `forth`, whose opposite is `back` (Cooper, Harvey, Kennedy).
+// Immediate dominators in the graph `forth` from `root`; `back` is its reverse (Cooper, Harvey, Kennedy).
 std::vector<int> dominators(int root, const Edges& forth, const Edges& back) {
   const std::vector<int> order = postorder(root, forth);
   std::vector<int> number(forth.size(), -1), dominator(forth.size(), -1);

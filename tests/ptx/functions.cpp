@@ -1,5 +1,5 @@
-// Roots, reciprocals, and functions that a GPU approximates. ex2, lg2, sin, cos and tanh are rounded from double here:
-// better than a GPU's, which is off by up to 2 units.
+// Roots, reciprocals, and functions that a GPU approximates. ex2, lg2, sin, cos and tanh are computed in double and
+// rounded, which is more accurate than a GPU.
 #include "assembler.h"
 #include "operations.h"
 
@@ -21,7 +21,7 @@ PTX_OPERATION(Sin, (T a), return from_double(std::sin, a);)
 PTX_OPERATION(Cos, (T a), return from_double(std::cos, a);)
 PTX_OPERATION(Tanh, (T a), return from_double(std::tanh, a);)
 
-// Of doubles, the upper 32 bits.
+// For doubles, rcp.approx and rsqrt.approx return only the upper 32 bits; the others are 0.
 constexpr u64 kUpper = 0xffffffff00000000;
 PTX_OPERATION(RcpUpper, (T a), return std::bit_cast<T>(std::bit_cast<u64>(1 / a) & kUpper);)
 PTX_OPERATION(RsqrtUpper, (T a), return std::bit_cast<T>(std::bit_cast<u64>(1 / std::sqrt(a)) & kUpper);)
@@ -36,7 +36,7 @@ struct Directed {
   }
 };
 
-// `exact`: for_floats of the operation, and `upper` of its approximation for doubles.
+// Op: the operation for float and double. OpUpper: its approximation for double, if there is one.
 template <class Op, class OpUpper = void>
 void root(Assembler& a) {
   const bool approximate = a.has("approx");
@@ -47,7 +47,7 @@ void root(Assembler& a) {
   if (a.i.type == Type::f64 && approximate) {
     run = nullptr;
     if constexpr (!std::is_void_v<OpUpper>) {
-      a.i.ftz = false; // which must be there, and means the lower bits too
+      a.i.ftz = false; // .ftz is a part of the instruction's name
       run = &Unary<OpUpper>::template run<double>;
     }
   }

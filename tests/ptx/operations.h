@@ -1,4 +1,4 @@
-// Running an operation on the lanes of a warp, and choosing it by type.
+// Runs an operation on the lanes of a warp, and chooses its function by type.
 #pragma once
 
 #include "warp.h"
@@ -23,7 +23,7 @@ T saturated(T x) {
   return x;
 }
 
-// Applies the modifiers of the instruction to a result, or to a source.
+// `finish` applies .ftz and .sat of the instruction to a result; `start` applies .ftz to a source.
 template <class T>
 T finish(const Instruction& i, T x) {
   if constexpr (is_floating<T>) {
@@ -37,7 +37,7 @@ T start(const Instruction& i, T x) {
   return i.ftz ? flushed(x) : x;
 }
 
-// `f` of a lane and of a function that reads a source's bits.
+// Stores f(lane, read) for each lane, where read(bits) is the value of a source.
 template <class T, class F>
 void compute(Warp& w, const Instruction& i, u32 m, F f) {
   u64* const d = w.lanes(i.d[0]);
@@ -93,7 +93,7 @@ struct Paired {
       }
       part.d[0] = 3;
       K::template run<T>(narrow, part, m);
-      // The first half waits in the upper bits, so that a source may be the destination.
+      // The first result stays in bits 32 to 47 until the second is known: the destination may also be a source.
       each(m, [&](int l) {
         u64& to = w.lanes(i.d[0])[l];
         to = half == 0 ? (to & 0xffffffff) | narrow.lanes(3)[l] << 32 : to >> 32 | narrow.lanes(3)[l] << 16;
@@ -164,7 +164,7 @@ Run for_bits(Type type) {
   }
 }
 
-// Comparisons of floats that minima and maxima share.
+// Comparisons for minima and maxima: NaN is unordered, and -0 is less than 0.
 template <class T>
 bool unordered(T a) {
   return a != a;
@@ -178,7 +178,7 @@ bool less(T a, T b) {
   return a < b;
 }
 
-// An operation, named by its formula.
+// Defines the operation NAME: its function f(ARGUMENTS) has the given body.
 #define PTX_OPERATION(NAME, ARGUMENTS, ...) \
   struct NAME {                             \
     template <class T>                      \

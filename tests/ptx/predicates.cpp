@@ -1,4 +1,4 @@
-// Comparisons and choices.
+// Comparisons and selections.
 #include "assembler.h"
 #include "operations.h"
 

@@ -1,4 +1,4 @@
-// A module of PTX as it is kept: its text, its kernels, and the instructions of those that were launched of late.
+// A loaded module of PTX: its text, its kernels, and the instructions of the kernels that were used recently.
 #pragma once
 
 #include "types.h"
@@ -52,7 +52,7 @@ using Run = void (*)(Warp&, const Instruction&, u32 mask);
 
 struct Instruction {
   Run run = nullptr;
-  u32 d[8] = {}, s[8] = {}; // registers written, and read; of predicates' logic, predicates
+  u32 d[8] = {}, s[8] = {}; // registers written and read; s: predicates, in logic and moves of predicates
   u32 p[3] = {};            // predicates written (0, 1), and read (2)
   s64 offset = 0;
   string_view text;
@@ -60,14 +60,14 @@ struct Instruction {
   Flow flow = Flow::none;
   Space space = Space::generic;
   Type type = Type::none, from = Type::none;
-  int guard = -1;             // predicate without which a lane does nothing
-  int target = -1, meet = -1; // of branches; where lanes that part meet again
-  int table = -1;             // of Code::tables
+  int guard = -1;             // predicate of the lanes that run the instruction; -1: all lanes
+  int target = -1, meet = -1; // of a branch: its target, and where divergent lanes reconverge (-1: at the exit)
+  int table = -1;             // index in Code::tables
   int block = 0;
-  u32 used = 0, used_end = 0; // of Code::used
+  u32 used = 0, used_end = 0; // range in Code::used
   s8 count = 1;               // elements of a vector
-  s16 mode = 0, variant = 0;  // rounding; what else there is to tell
-  bool atomic = false, acquires = false, releases = false, within_block = false, read_only = false; // of memory
+  s16 mode = 0, variant = 0;  // mode: rounding, or how predicates are combined
+  bool atomic = false, acquires = false, releases = false, within_block = false, read_only = false; // memory
   bool guard_not = false, has_p1 = false, p2_not = false, integral = false, sat = false, ftz = false;
 };
 
@@ -82,7 +82,7 @@ struct SharedMemory {
   std::vector<Array> arrays;
   size_t used = 0; // without guard zones
 
-  u64 add(size_t bytes, size_t alignment); // where it begins
+  u64 add(size_t bytes, size_t alignment); // returns the offset of the new array
   size_t extent() const {
     return used + (arrays.size() + 1) * kGuard;
   }
@@ -92,8 +92,8 @@ struct SharedMemory {
 struct Code {
   std::vector<Instruction> instructions;
   std::vector<std::vector<int>> tables;   // targets of brx
-  std::vector<u32> used;                  // registers: 2 * register + 1 where it is written
-  std::unordered_map<u64, u32> constants; // each in a register of its own
+  std::vector<u32> used;                  // 2 * register for each read, 2 * register + 1 for each write
+  std::unordered_map<u64, u32> constants; // from a constant to its register
   std::map<string, u32, std::less<>> specials;
   u32 num_registers = 0, num_predicates = 2; // predicates 0 and 1 are false and true
   SharedMemory shared;
@@ -102,7 +102,7 @@ struct Code {
 
 struct Symbol {
   Space space;
-  u64 address; // within its space, or on the host
+  u64 address; // on the host (global, const), or an offset within its space
 };
 
 struct Parameter {
@@ -120,26 +120,26 @@ struct Kernel {
   size_t parameter_bytes = 0;
   unsigned max_threads = 1024;
   size_t shared_bytes = 0, local_bytes = 0;
-  std::unique_ptr<Code> code; // none where it has to be read again
+  std::unique_ptr<Code> code; // null: it must be read again
 
   ~Kernel();
 };
 
 struct Module {
-  string text; // without comments; all views lead here
+  string text; // without comments; the string_views point into it
   std::map<string, Symbol, std::less<>> symbols;
   std::vector<std::unique_ptr<char[]>> memory;
   SharedMemory shared;
   std::map<string, Kernel, std::less<>> kernels;
 };
 
-// Reads a module and all of its kernels; throws std::runtime_error where there is anything that is not known.
+// Reads a module and all of its kernels; throws std::runtime_error if anything in it is not known.
 std::unique_ptr<Module> read_module(string_view text);
 
-// The kernel's instructions, which are read again where they had to give way to others'.
+// The kernel's instructions. They are read again if they were dropped to make room for other kernels.
 Code& code_of(Kernel& kernel);
 
-// Finds the basic blocks, and where lanes that part at the end of each meet again.
+// Finds the basic blocks, and where lanes that diverge at the end of a block reconverge.
 void find_meetings(Code& code);
 
 } // namespace ptx

@@ -118,7 +118,7 @@ void Races::acquire(const Warp& w, const Instruction& i, int lane, const char* m
   to = joined(to, found->second);
 }
 
-// An operation that reads and writes passes on what was released before.
+// An operation that reads and writes also passes on what was released to its address before.
 void Races::release(const Warp& w, const Instruction& i, int lane, const char* memory, bool reads) {
   const u32 number = thread_of(w, lane);
   if (i.releases) {
@@ -148,7 +148,7 @@ bool Races::ordered(const Access& before, const Access& now) const {
   return contains(threads_[now.thread].known, before);
 }
 
-// A cell is of 4 bytes until a smaller access comes to its page.
+// The cells of a page have 4 bytes, until a smaller access to the page splits them.
 Races::Cell& Races::cell(u64 address, size_t bytes, size_t& unit) {
   if (last_page_ == nullptr || address / kPage != last_number_) {
     last_number_ = address / kPage;

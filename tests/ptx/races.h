@@ -4,9 +4,10 @@
 //
 // - within a thread;
 // - within a block, by barriers; within a warp, by bar.warp.sync. Shuffles and votes move values and order no memory;
-// - between blocks, by a fence of the GPU and then an atomic operation in the thread that writes, and by an atomic
-//   operation that reads its result, and then a fence, in the thread that reads. The reader's operation may come before
-//   a barrier and its fence after it. Operations with .release and .acquire contain their fence.
+// - between blocks, if the thread of the first access then runs a fence of the GPU and an atomic operation, and the
+//   thread of the second access has run an atomic operation that reads its result, and then a fence. The last two
+//   may also be in two threads of a block, with a barrier between them. Operations with .release and .acquire contain
+//   their fence.
 //
 // Atomic operations do not race with each other. A cell keeps its last write and up to three reads that nothing orders.
 #pragma once
@@ -24,13 +25,13 @@ namespace ptx {
 struct Warp;
 struct Instruction;
 
-// The accesses of its block that a thread had made or seen at a fence.
+// The accesses of its block that are ordered before a thread's fence.
 struct Snapshot {
   u32 thread, epoch;
   std::array<u32, 32> lanes; // times of its warp's lanes
 };
 
-// Snapshots of blocks: what happened before a point.
+// Snapshots by block: the accesses that are ordered before a point.
 using Clock = std::map<u32, std::vector<Snapshot>>;
 using SharedClock = std::shared_ptr<const Clock>;
 
@@ -39,7 +40,7 @@ struct Access {
 
   u32 block = kNone, epoch = 0, time = 0;
   u32 instruction : 19 = 0, thread : 10 = 0;
-  u32 writes : 1 = 0, atomic : 1 = 0, within_block : 1 = 0; // atomic only for threads of a block
+  u32 writes : 1 = 0, atomic : 1 = 0, within_block : 1 = 0; // within_block: atomic only within the block
 
   bool none() const {
     return block == kNone;
@@ -55,7 +56,7 @@ class Races {
   void warp_barrier(const Warp& w, u32 mask);
   void fence(const Warp& w, u32 mask);
 
-  // A lane's access to memory; fails where it races. `shared`: memory of the block.
+  // Records a lane's access to memory; fails if it races. `shared`: it is to shared memory.
   void access(Warp& w, const Instruction& i, int lane, const char* memory, size_t bytes, bool shared, bool writes);
   // The memory order of an atomic operation: acquire after a load, release before a store.
   void acquire(const Warp& w, const Instruction& i, int lane, const char* memory);
@@ -64,18 +65,18 @@ class Races {
  private:
   struct History {
     Access write;
-    std::array<Access, 3> reads; // the last one, one of another lane of its warp, one of another warp
+    std::array<Access, 3> reads; // the last one, one by another lane of its warp, one by another warp
   };
   struct Cell {
     Access only;
-    u32 history = 0; // 1 + its number, if `only` is not all
+    u32 history = 0; // 1 + its index in histories_; 0: `only` is the whole history
   };
   struct Page {
     size_t unit = 4; // bytes of a cell
     std::vector<Cell> cells;
   };
   struct Thread {
-    SharedClock known, observed, fenced; // observed: known after the next fence
+    SharedClock known, observed, fenced; // observed: known after the next fence; fenced: known at the last one
     std::unique_ptr<Snapshot> at_fence;
   };
 

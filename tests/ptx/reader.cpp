@@ -34,7 +34,7 @@ string without(string_view text, string_view opens, string_view closes) {
   return out += text;
 }
 
-// `void gradscale::(anonymous namespace)::kernel<float>(gradscale::Table)` to `gradscale::kernel<float>`.
+// `void gradscale::(anonymous namespace)::kernel<float>(gradscale::Table)` becomes `gradscale::kernel<float>`.
 string readable_name(const string& mangled) {
   int status = 0;
   char* text = abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, &status);
@@ -63,7 +63,7 @@ size_t end_of(string_view text, size_t open, char opens, char closes) {
       return k;
     }
   }
-  fail("a bracket is open");
+  fail("a bracket is not closed");
 }
 
 // ---- Variables ------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ Variable variable_from(string_view text) {
     text = text.substr(0, equals);
   }
   size_t alignment = 0;
-  bool points = false; // what follows is said of that to which the parameter points
+  bool points = false; // after .ptr: the words describe the memory that the parameter points to
   const std::vector<string_view> words = words_of(text);
   for (size_t k = 0; k < words.size(); ++k) {
     const string_view word = words[k];
@@ -135,7 +135,7 @@ u64 value_from(const Module& module, string_view text) {
 void read_variable(Module& module, string_view text) {
   const Variable variable = variable_from(text);
   if (variable.count == 0) {
-    fail("dynamic shared memory is not known: " + string(text));
+    fail("dynamic shared memory is not supported: " + string(text));
   }
   if (variable.space == Space::shared) {
     const u64 begin = module.shared.add(variable.bytes, variable.alignment);
@@ -180,7 +180,7 @@ class Body {
   }
 
  private:
-  // Reads what the text begins with; how many characters that were.
+  // Reads the first item of the text, and returns its number of characters.
   size_t read_one(string_view text) {
     if (text[0] == '{' || text[0] == '}') {
       text[0] == '{' ? names_.enter() : names_.leave();
@@ -234,7 +234,7 @@ class Body {
     return found->second;
   }
 
-  // The end, and what branches lead to.
+  // Appends a return if there is none at the end, and finds the targets of the branches.
   void close() {
     if (code_.instructions.empty() || code_.instructions.back().flow != Flow::ret) {
       assembler_.read("ret");
@@ -275,7 +275,7 @@ void read_parameters(Kernel& kernel, string_view text) {
   }
 }
 
-// .maxntid 128, 1, 1 and .reqntid: the product.
+// Reads the largest number of threads of a block: the product in `.maxntid 128, 1, 1` or `.reqntid`.
 void read_bounds(Kernel& kernel, string_view text) {
   for (const string_view name : {".maxntid", ".reqntid"}) {
     if (const size_t at = text.find(name); at != string_view::npos) {
@@ -288,7 +288,7 @@ void read_bounds(Kernel& kernel, string_view text) {
   }
 }
 
-// A kernel from `.entry` on; where it ends.
+// Reads a kernel whose `.entry` is at `at`, and returns where it ends.
 size_t read_kernel(Module& module, size_t at) {
   const string_view text = module.text;
   const size_t open = text.find('(', at);
@@ -311,11 +311,11 @@ size_t read_kernel(Module& module, size_t at) {
   return end + 1;
 }
 
-// ---- Kernels whose instructions are at hand -------------------------------------------------------------------------
+// ---- Kernels whose instructions are in memory -----------------------------------------------------------------------
 
-constexpr size_t kMostInstructions = 400'000; // some 80 MB
+constexpr size_t kMostInstructions = 400'000; // about 80 MB
 
-std::list<Kernel*>& recent() {                   // the last launched first
+std::list<Kernel*>& recent() {                   // the last used first
   static auto* kernels = new std::list<Kernel*>; // outlives all modules
   return *kernels;
 }
@@ -367,7 +367,7 @@ Code& code_of(Kernel& kernel) {
 
 std::unique_ptr<Module> read_module(string_view whole) {
   auto module = std::make_unique<Module>();
-  module->text = without(without(without(whole, "//", "\n"), "/*", "*/"), "\t.section", "}"); // of debuggers
+  module->text = without(without(without(whole, "//", "\n"), "/*", "*/"), "\t.section", "}"); // no debug sections
   const string_view text = module->text;
   for (size_t at = 0; (at = text.find_first_not_of(" \t\r\n", at)) != string_view::npos;) {
     const size_t end = std::min(text.find('\n', at), text.size());
@@ -376,7 +376,7 @@ std::unique_ptr<Module> read_module(string_view whole) {
     if (const size_t entry = line.find(".entry"); entry != string_view::npos) {
       at = read_kernel(*module, at + entry);
     } else if (names(".func")) {
-      fail("a function that is not inlined is not known: " + string(line));
+      fail("a function that is not inlined is not supported: " + string(line));
     } else if (names(".global") || names(".const") || names(".shared")) {
       const size_t close = text.find(';', at);
       if (close == string_view::npos) {

@@ -1,4 +1,4 @@
-// The line of JSON on a launch.
+// The report of a launch: one line of JSON.
 #include "warp.h"
 
 #include <algorithm>
@@ -106,7 +106,7 @@ string opcodes_of(const Launch& launch) {
   return list.in("{}");
 }
 
-// [line of the PTX, issued]
+// A list of [line of the PTX, times issued].
 string lines_of(const Launch& launch) {
   const string& text = launch.kernel.module->text;
   const char* at = text.data();
@@ -114,7 +114,7 @@ string lines_of(const Launch& launch) {
   List list;
   for (size_t k = 0; k < launch.counts.size(); ++k) {
     const char* const here = launch.code.instructions[k].text.data();
-    if (launch.counts[k].issued != 0 && here >= at && here < text.data() + text.size()) { // no `ret` that was added
+    if (launch.counts[k].issued != 0 && here >= at && here < text.data() + text.size()) { // not an appended `ret`
       line += static_cast<size_t>(std::count(at, here, '\n'));
       at = here;
       list.add(List().add(line).add(launch.counts[k].issued).in("[]"));
@@ -123,7 +123,7 @@ string lines_of(const Launch& launch) {
   return list.in("[]");
 }
 
-// [first instruction, how many, issued, [their text]]
+// A list of [first instruction, number of instructions, times issued, [their text]].
 string blocks_of(const Launch& launch) {
   const std::vector<Instruction>& all = launch.code.instructions;
   List list;

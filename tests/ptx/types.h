@@ -1,4 +1,4 @@
-// Types of PTX's numbers, and how they lie in a register of 8 bytes.
+// The number types of PTX, and how a register of 8 bytes stores them.
 #pragma once
 
 #include <cfenv>
@@ -54,7 +54,7 @@ Type type_of(string_view name); // none if it is not a type
 size_t bytes_of(Type type);
 bool is_float(Type type);
 
-// A float of 16 bits with so many bits of mantissa. Arithmetic is done in double and rounded once.
+// A float of 16 bits that stores `mantissa` bits of its mantissa. Arithmetic is done in double and rounded once.
 template <int mantissa, int bias>
 struct Small {
   u16 bits = 0;

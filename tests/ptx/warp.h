@@ -10,10 +10,10 @@
 
 namespace ptx {
 
-// The different sectors of 32 bytes that were touched: a bit for each, by pages of 4 KiB.
+// The distinct sectors of 32 bytes that were accessed: one bit for each sector, in pages of 4 KiB.
 struct Footprint {
   std::unordered_map<u64, std::array<u64, 2>> pages;
-  std::array<u64, 2>* bits = nullptr; // of the last page
+  std::array<u64, 2>* bits = nullptr; // of page `last`
   u64 last = 0;
 
   void add(u64 sector);
@@ -23,7 +23,7 @@ struct Footprint {
 // The counts of an instruction in a launch.
 struct Counts {
   u64 issued = 0, lanes = 0, diverged = 0, sectors = 0, bytes = 0, conflicts = 0;
-  u64 in_param = 0, in_shared = 0, in_local = 0; // through generic addresses
+  u64 in_param = 0, in_shared = 0, in_local = 0; // accesses with generic addresses, by space
 };
 
 struct Launch {
@@ -33,20 +33,20 @@ struct Launch {
   unsigned threads;
   std::vector<char> parameters, shared;
   s64 block = 0;
-  bool checks = false;        // that registers were written before they are read
-  bool reverse = false;       // order of blocks and warps
-  u64 slice = 0;              // instructions after which another warp has its turn; 0: as far as it can
-  u64 limit = 0, left = 0;    // instructions of warps
-  std::vector<Counts> counts; // of each instruction, where they are wanted
+  bool checks = false;        // fails if a register is read that was never written
+  bool reverse = false;       // runs the last block and the last warp first
+  u64 slice = 0;              // instructions that a warp runs before the next one; 0: until a barrier or its return
+  u64 limit = 0, left = 0;    // warp instructions after which the launch fails; those that are left
+  std::vector<Counts> counts; // of each instruction; empty: not counted
   Footprint loaded, stored;
-  std::unique_ptr<Races> races; // where they are looked for
+  std::unique_ptr<Races> races; // null: not checked
 
   bool counts_wanted() const {
     return !counts.empty();
   }
 };
 
-// Lanes that run together, and where they go on.
+// Lanes that run together from instruction `pc` until they reach `meet`; -1: until they return.
 struct Path {
   int pc, meet;
   u32 mask;
@@ -58,7 +58,7 @@ struct Warp {
   u32 present = 0, alive = 0;
   std::vector<u64> registers;
   std::vector<u32> predicates;
-  std::vector<u32> written; // lanes of each register, where that is checked
+  std::vector<u32> written; // for each register, the lanes that have written it; only with Launch::checks
   std::vector<Path> paths;
   std::vector<char> local; // [lane][bytes]
   bool waits = false;
@@ -91,10 +91,10 @@ inline void each(u32 mask, F f) {
   }
 }
 
-// Runs all blocks. Throws std::runtime_error, which names the kernel and the instruction.
+// Runs all blocks. On an error, throws std::runtime_error with the names of the kernel and the instruction.
 void run(Launch& launch);
 
-// One line of JSON on a launch that was counted.
+// The counts of a launch, as one line of JSON.
 string report(const Launch& launch, bool by_line, bool by_block);
 
 [[noreturn]] void fail_at(const Warp& w, const Instruction& i, const string& message);

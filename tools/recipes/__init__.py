@@ -1,1 +1,1 @@
-"""The changes with which a project trains with gradscale_ext, and how its loss and ours are stepped in lockstep."""
+"""Recipes: changes to other projects' code that make it use gradscale_ext, and tools that run both in lockstep."""

@@ -1,7 +1,7 @@
-"""audiocraft: `Balancer.backward` over the output of a decoder. flashy is stood in for, and its average is of one step.
+"""audiocraft: `Balancer.backward` for the output of a decoder. A stub replaces flashy, and averages over one step only.
 
-The project averages the norms of gradients over steps, which has no counterpart here: its balancer starts anew in every
-step of this check, with `per_batch_item=False`, a norm for the whole output.
+The project averages the norms of gradients over steps. gradscale_ext does not, so each step of this check creates a
+new balancer. With `per_batch_item=False` the balancer takes one norm of the whole output.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ PROJECT = Project(
     edits=[],
     sides=sides,
     batch=batch,
-    tolerance=1e-9,  # 1e-12 is added to norms of 1e-3 there
+    tolerance=1e-9,  # the project adds 1e-12 to norms of about 1e-3
     stand_ins={
         "flashy": {"averager": _average, "distrib": SimpleNamespace(average_metrics=lambda norms, _: norms)},
     },

@@ -25,7 +25,7 @@ class UnusableError(Exception):
 
 @dataclass(frozen=True)
 class Edit:
-    """Lines of a function to replace: from the first that contains `start` to the last before `stop`."""
+    """Lines of a function to replace: the first that contains `start`, up to but excluding the next with `stop`."""
 
     file: str
     function: str
@@ -44,7 +44,7 @@ class Edit:
             if text in source[number]:
                 return number
         raise UnusableError(
-            f"{self.file}: no line of {self.function} has {text!r}; the recipe does not know this commit"
+            f"{self.file}: no line of {self.function} has {text!r}; the recipe does not fit this commit"
         )
 
     def applied(self, source: Sequence[str]) -> list[str]:
@@ -55,7 +55,7 @@ class Edit:
 
 
 class Settings(dict[str, Any]):
-    """Settings as attributes and as keywords, on every level."""
+    """Nested settings: a dict on every level, whose entries are attributes too."""
 
     def __init__(self, found: Mapping[str, Any]):
         super().__init__({name: Settings(value) if isinstance(value, dict) else value for name, value in found.items()})
@@ -173,7 +173,7 @@ class Checkout(MetaPathFinder):
 
     @contextmanager
     def importable(self) -> Iterator[None]:
-        """Make its modules importable within the context."""
+        """Make the project's modules importable within the context."""
         before = set(sys.modules)
         sys.meta_path.insert(0, self)
         try:
@@ -192,7 +192,7 @@ class Checkout(MetaPathFinder):
         return Settings(_with_numbers(yaml.safe_load((self.folder / file).read_text())))
 
     def edited(self, file: str, edits: Sequence[Edit], names: Mapping[str, Any]) -> ModuleType:
-        """A second module of this file with replaced lines, which use these names."""
+        """A second copy of the module in `file`, with replaced lines that use `names`."""
         path = self.folder / file
         change = functools.partial(self._changed, edits)
         parts = [part for part in Path(file).with_suffix("").parts if str(self.folder / part) not in self.roots]
@@ -207,7 +207,7 @@ class Checkout(MetaPathFinder):
     def inner_function(
         self, file: str, name: str, edits: Sequence[Edit], names: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        """A function of this file that is defined within another one, whose variables are `names`."""
+        """A function of `file` that is defined inside another function, with `names` for the variables of the other."""
         path = self.folder / file
         tree = ast.parse(self._changed(edits, path.read_text()))
         found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]

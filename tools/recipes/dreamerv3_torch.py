@@ -28,7 +28,7 @@ def support():
 def world_model_losses(config, scales, post, prior, preds, data):
     """The mean of the weighted losses, and losses `[B, T]` by head. Images are `mse`, vectors `symlog_mse`.
 
-    Posterior and prior are logits `[B, T, G, C]`. "kl" is their divergence before free nats, for the log.
+    Posterior and prior are logits `[B, T, G, C]`. "kl" is their divergence without free nats, for the log.
     """
     divergence = {"unimix": config.unimix_ratio, "free_nats": config.kl_free}
     heads = {
@@ -59,8 +59,8 @@ def world_model_losses(config, scales, post, prior, preds, data):
 def imagined_returns(reward, value, discount, lambda_):
     """λ-returns `[T, B, 1]` of T rewards and T + 1 values.
 
-    The discount depends on the actions through the imagined states. It is a constant of `lambda_returns`, so its
-    gradient is added to that of the rewards: a return's derivative by it is the value of what follows.
+    The discount depends on the actions through the imagined states, but `lambda_returns` treats it as a constant. Its
+    gradient therefore flows through the rewards: a return's derivative by the discount is the value that follows.
     """
     reward, value, discount = (tensor.squeeze(-1) for tensor in (reward, value, discount))
     options = {"discount": discount.detach(), "lambda_": lambda_, "batch_first": False}
@@ -124,7 +124,7 @@ def sides(checkout: Checkout) -> tuple[Side, Side]:
 
 
 def _settings(checkout: Checkout) -> Settings:
-    """Its defaults, updated by dmc_proprio's, on the CPU."""
+    """The project's defaults, updated by the settings of dmc_proprio, for the CPU."""
     found = checkout.settings("configs.yaml")
     return found.defaults.updated(found.dmc_proprio).updated({"device": "cpu", "num_actions": ACTIONS})
 
@@ -229,5 +229,5 @@ PROJECT = Project(
     sides=sides,
     batch=batch,
     steps=3,
-    texts={'"cuda"': '"cpu"', "tol=1e-8": "tol=0.0"},  # small errors of vectors count, as in our loss
+    texts={'"cuda"': '"cpu"', "tol=1e-8": "tol=0.0"},  # as in our loss, small errors of vectors are not set to 0
 )

@@ -22,7 +22,7 @@ UPDATES = 100_000  # from 30,000 on, the targets of values are mixed
 
 
 def losses(agent, model, observations, root, action, mask, reward, value, target_policy, weights):
-    """The loss module's result for the unroll from `root`, given as state, value and policy logits."""
+    """The result of `multi_step_loss` for the unroll from `root`, a tuple of state, values and policy logits."""
     config, (state, values, policy) = agent.config, root
     steps, coefficients = config.rl.unroll_steps, config.train
     channels, stack = config.env.obs_shape[0], config.env.n_stack
@@ -97,7 +97,7 @@ def sides(checkout: Checkout) -> tuple[Side, Side]:
     from ez.agents import base, ez_atari
 
     edited = checkout.edited("ez/agents/base.py", EDITS, {"losses": losses, "gs": gs})
-    ez_atari.EZAtariAgent.update_config = lambda _: None  # looks at an environment
+    ez_atari.EZAtariAgent.update_config = lambda _: None  # would need an environment
     return tuple(_side(checkout, ez_atari, module.Agent.update_weights) for module in (base, edited))
 
 
@@ -191,7 +191,7 @@ PROJECT = Project(
     },
     texts={
         ".cuda()": "",
-        # The transform of a negative target has the wrong sign there.
+        # In the project's transform, epsilon x has the wrong sign for x < 0.
         "epsilon * x / scale)": "epsilon * torch.abs(x) / scale)",
     },
 )

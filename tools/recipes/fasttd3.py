@@ -20,7 +20,7 @@ SIMPLICIAL = {"sim_type": "", "sim_dimension": 64, "seq_len": 8}  # not used
 
 
 def projected(critic, observations, actions, rewards, bootstrap, discount):
-    """Distributions `[B, S]` of the targets, of both critics."""
+    """Target distributions `[B, S]` of both critics."""
     support = gs.Support(critic.qnet1.v_min, critic.qnet1.v_max, critic.qnet1.num_atoms, transform="identity")
     logits = torch.stack(critic(observations, actions))
     rewards, discounts = (tensor.expand(2, -1) for tensor in (rewards, bootstrap * discount))
@@ -77,7 +77,7 @@ def _side(checkout: Checkout, edits: list[Edit]) -> Side:
 
 
 def _update_main(checkout: Checkout, edits: list[Edit], actor: Any, critic: Any, target: Any, optimizer: Any) -> Any:
-    """The function, with the default settings of its surroundings."""
+    """`update_main`, with default settings for the variables of the function around it."""
     outside = {
         **{"torch": torch, "F": functional, "autocast": torch.autocast, "scaler": torch.amp.GradScaler(enabled=False)},
         **{"amp_device_type": "cpu", "amp_dtype": torch.bfloat16, "amp_enabled": False, "device": "cpu"},

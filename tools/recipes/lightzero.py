@@ -21,7 +21,7 @@ BATCH, STEPS, OBSERVATION, ACTIONS, BINS, PROJECTED = 256, 5, 4, 2, 601, 1024
 
 
 def losses(policy, observations, root, action, mask, reward, value, target_policy, weights):
-    """The loss module's result for the unroll from `root`, given as latent state, value and policy logits."""
+    """The result of `multi_step_loss` for the unroll from `root`, a tuple of latent state, value and policy logits."""
     cfg, model, steps = policy._cfg, policy._learn_model, policy._cfg.num_unroll_steps
     latent, *predicted = root
     predictions = {"value": [predicted[0]], "policy": [predicted[1]], "reward": [], "consistency": []}
@@ -59,7 +59,7 @@ def losses(policy, observations, root, action, mask, reward, value, target_polic
 
 
 def target_entropy(target_policy, mask):
-    """Sum over the steps after the root of the mean over the samples that are not masked, for the log."""
+    """Entropy of the target policy, for the log: means over unmasked samples, summed over the steps after the root."""
     p = target_policy[:, 1:] + 1e-6
     mask = mask[:, 1 : p.shape[1] + 1]
     mean = (-(p * p.log()).sum(-1) * mask).sum(0) / mask.sum(0).clamp(min=1)

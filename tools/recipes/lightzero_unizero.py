@@ -22,7 +22,7 @@ POLICY, WORLD_MODEL = "lzero/policy/unizero.py", "lzero/model/unizero_world_mode
 
 
 def losses(world_model, outputs, latent, batch):
-    """The loss module's result. Steps of a sample are averaged over those that are valid, and `latent` is observed."""
+    """The result of `multi_step_loss`: losses are averaged over a sample's valid steps. `latent` is observed."""
     mask = batch["mask_padding"]
     steps, bins = mask.shape[1], outputs.logits_value.shape[2]
     scalars = {"label_smoothing": batch["label_smoothing"]}
@@ -133,9 +133,7 @@ def _policy(policy_class: Any, world_model_class: Any) -> Any:
     policy = policy_class()
     policy._cfg = config = _config(policy_class)
     encoder = RepresentationNetworkMLP(OBSERVATION, EMBEDDING)
-    policy._model = model = (
-        nn.Module()
-    )  # `UniZeroModel` passes arguments to the encoder of vectors that it does not have
+    policy._model = model = nn.Module()  # `UniZeroModel` passes arguments that the encoder of vectors does not accept
     model.tokenizer = Tokenizer(encoder, None, with_lpips=False, obs_type="vector")
     model.world_model = world_model_class(config.model.world_model_cfg, model.tokenizer)
     policy._init_learn()

@@ -18,9 +18,9 @@ class Side:
     """One learner.
 
     Args:
-        step: a whole step on a batch, which returns what it reports, such as the loss and priorities.
-        optimizers: what it steps; their parameters are the weights, and `.grad` the gradients they are given.
-        loss: the loss alone, forward and backward, from given predictions, which it returns with their gradients.
+        step: runs one learner step on a batch, and returns what it reports, such as the loss and priorities.
+        optimizers: the optimizers of `step`. Their parameters are the weights that are compared.
+        loss: runs the loss alone, forward and backward, on given predictions, and returns these with their gradients.
     """
 
     step: Callable[[Any], Mapping[str, Any]]
@@ -32,7 +32,7 @@ class Side:
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Its parameters that have data."""
+    """The optimizer's parameters, except those on the meta device."""
     return (p for group in optimizer.param_groups for p in group["params"] if not p.is_meta)
 
 
@@ -49,7 +49,7 @@ class Idle:
 
 @contextlib.contextmanager
 def double_precision(active: bool) -> Iterator[None]:
-    """Projects that create floats get float64, so that rounding hardly differs, but mistakes do."""
+    """Make float64 the default, also for `.float()`: rounding errors are tiny, and larger differences are mistakes."""
     if not active:
         yield
         return
@@ -84,11 +84,11 @@ def _numbers(value: Any) -> torch.Tensor:
 def differences(ours: Side, theirs: Side, batches: Iterable[Any], together: bool = True) -> dict[str, float]:
     """The largest `difference` over all steps: of the gradients, the weights, and each thing that a step reports.
 
-    Both draw the same random numbers in each step. Gradients are those that the optimizers are given.
+    Both draw the same random numbers in each step. Gradients are read when the optimizers step.
 
     Args:
         together: every step starts from the weights and the optimizer's state of theirs, so that the differences are
-            those of one step. Otherwise each goes on from its own.
+            those of one step. Otherwise each learner continues from its own state.
     """
     largest: dict[str, float] = {}
     for number, batch in enumerate(batches):
@@ -118,7 +118,7 @@ def _bring_together(ours: Side, theirs: Side) -> None:
 
 @contextlib.contextmanager
 def _gradients(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.Tensor]]:
-    """Copies of the gradients that the optimizers are given, in the order of the weights."""
+    """Copies of the gradients at the optimizers' steps, in the order of the weights."""
     by_optimizer: list[list[torch.Tensor]] = [[] for _ in optimizers]
 
     def keeper(kept: list[torch.Tensor]) -> Callable[..., None]:
@@ -142,7 +142,7 @@ def _gradients(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[tor
 
 
 def times(contestants: Mapping[str, Callable[[], object]], seconds: float, rounds: int = 3) -> dict[str, float]:
-    """Milliseconds of CPU time of a call: medians over at least this many turns. Other programs do not count."""
+    """Median CPU time of a call of this process in milliseconds, over `seconds` and at least `rounds` turns."""
     found: dict[str, list[float]] = {name: [] for name in contestants}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(next(iter(found.values()))) < rounds:

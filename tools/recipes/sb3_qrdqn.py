@@ -21,7 +21,7 @@ TEXTS = {"dtype=th.float)": "dtype=th.get_default_dtype())"}
 
 
 def quantile_loss(current, target, sum_over_quantiles):
-    """The mean over critics `[B, C, N]`, which take the place of steps; the target is `[B, 1, M]`."""
+    """The mean loss of the critics, which are treated as steps: `current` is `[B, C, N]`, `target` is `[B, 1, M]`."""
     critics = current.shape[1]
     return gs.multi_step_loss(
         {"q": gs.QuantileHuber(sum_over_quantiles=sum_over_quantiles)},
@@ -56,7 +56,7 @@ def _side(agent_class: Any) -> Side:
 
 
 def trained(agent: Any, count: int) -> Any:
-    """A step of `train`, which returns the logged losses."""
+    """A function that runs one step of `train` and returns the logged losses."""
     from stable_baselines3.common.logger import Logger
 
     agent.set_logger(Logger(None, []))

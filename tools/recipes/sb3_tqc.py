@@ -1,4 +1,4 @@
-"""Stable-Baselines3-contrib: `TQC.train` with the networks of its defaults, for Pendulum's observations and actions."""
+"""Stable-Baselines3-contrib: `TQC.train` with its default networks, for Pendulum's observations and actions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _side(agent_class: Any) -> Side:
 
 
 class _Critic:
-    """Given quantiles, and constants for the actions of the actor, which are None."""
+    """Returns given quantiles; as constants for the actor's actions, which are None here."""
 
     n_critics, quantiles_total, optimizer, parameters = CRITICS, CRITICS * QUANTILES, Idle(), list
 

@@ -40,7 +40,7 @@ class _Actor:
 
 
 class _Critic:
-    """The critics, and constants once the actor would learn from them: in the second call of a step."""
+    """The critics. The second call of each step, from which the actor would learn, returns constants."""
 
     def __init__(self, critic: Any):
         self.critic, self.calls = critic, 0

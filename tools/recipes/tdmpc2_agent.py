@@ -50,7 +50,7 @@ def losses(agent, obs, action, next_z, reward, terminated, td_targets, task):
 
 
 def policy_loss(cfg, entropy, qs):
-    """`[H + 1, B, 1]` each; the last step counts as well."""
+    """The policy's loss over all H + 1 states; `entropy` and `qs` are `[H + 1, B, 1]`."""
     decay = [cfg.rho**t / len(qs) for t in range(len(qs))]
     losses = -(cfg.entropy_coef * entropy + qs).squeeze(-1)
     return gs.reduce_multi_step(losses, step_weights=decay, batch_first=False).loss
@@ -113,7 +113,7 @@ def _side(agent_class: Any) -> Side:
 
 
 def _loss_alone(agent_class: Any) -> Any:
-    """Parameters of the model, without the policy."""
+    """Loss of the model, without the policy."""
     states = leaves(*[[BATCH, LATENT]] * (HORIZON + 1))
     q, reward, ends = leaves([CRITICS, HORIZON, BATCH, BINS], [HORIZON, BATCH, BINS], [HORIZON, BATCH, 1])
     every, data, cfg = [*states, q, reward, ends], batch(0), _config()

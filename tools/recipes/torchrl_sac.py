@@ -18,7 +18,7 @@ BATCH, OBSERVATION, ACTION, HIDDEN, CRITICS = 256, 17, 6, 256, 2
 
 
 def critics_loss(pred_val, target_value, weights):
-    """Loss of N critics, and the largest error of any, for a prediction `[N, B]`, with critics in place of steps."""
+    """Loss of N critics with predictions `[N, B]`, and each sample's largest error. Critics are treated as steps."""
     target = target_value.expand_as(pred_val)
     out = gs.multi_step_loss(
         {"q": gs.MeanSquaredError()},
@@ -92,7 +92,7 @@ def _side(loss_class: Any) -> Side:
 
 
 def _loss_alone(loss_class: Any) -> Any:
-    """Loss of the critics: between the predictions of the ensemble and their gradients."""
+    """Loss of the critics, from given predictions of the ensemble to their gradients."""
     from torchrl.envs.utils import ExplorationType
     from torchrl.objectives.utils import _reduce
 

@@ -1,11 +1,12 @@
-// Rows of logits over the bins of a support: cross-entropy with the target that a scalar becomes over the bins (TwoHot,
+// Rows of logits over the bins of a support: cross-entropy with a target over the bins that encodes a scalar (TwoHot,
 // HLGauss).
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// log(sum) - sum_j t_j (x_j - maximum); gradient c (p_j - t_j). Only the bins begin..end have mass, apart from
-// the label smoothing that every bin gets. Writes the gradient, and leaves the sums of the row in a lane of `sums`.
+// Loss log(sum) - sum_j t_j (x_j - maximum); gradient c (p_j - t_j). Only the bins begin to end - 1 have mass, apart
+// from the label smoothing that every bin gets. Writes the gradient, and stores the sums of the row in a lane of
+// `sums`.
 template <class T, class G, class A, class Target>
 void categorical_row(
     const Segment& s,

@@ -1,16 +1,16 @@
-// Rows of logits of several distributions: CategoricalKL. Both rows are widened into scratch, where they become what
-// the gradient is made of; lanes have the classes of a group.
+// Rows of logits of several distributions: CategoricalKL. The rows of prediction and target are widened into scratch,
+// where terms of the gradient then replace them. Loops are vectorised over the classes of a group.
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// The exponentials of a group replace its logits, unless they are wanted once more.
+// The softmax of a group. If `replaces`, the exponentials replace the logits in x, and log_sum is not computed.
 template <bool replaces, class A>
 GroupSoftmax<A> group_softmax(int64_t classes, A* x) {
   A maximum = -static_cast<A>(INFINITY);
 #pragma omp simd reduction(max : maximum)
   for (int64_t j = 0; j < classes; ++j) {
-    maximum = x[j] > maximum ? x[j] : maximum; // passes NaN over
+    maximum = x[j] > maximum ? x[j] : maximum; // ignores NaN
   }
   A sum = 0;
 #pragma omp simd reduction(+ : sum)

@@ -12,17 +12,17 @@ struct Group {
   bool unmasked[kLanes];
 };
 
-// The numbers from which the losses of a group's rows are computed. Lanes without a row hold 1.
+// The numbers from which the losses of a group's rows are computed. Lanes without a row hold numbers that are not used.
 template <class A>
 struct GroupSums {
   A exponentials[kLanes]; // sum_j exp(x_j - maximum)
-  A moment[kLanes];       // sum_j exp(x_j - maximum) (2j - width + 1), or times the raw centres; of a policy, times
+  A moment[kLanes];       // sum_j exp(x_j - maximum) w_j, where w_j is 2j - width + 1 or raw centre j; for a policy
                           // x_j - maximum
   A target[kLanes];       // sum_j t_j
   A correct[kLanes];      // sum_j t_j (x_j - maximum), and other terms that are subtracted from the loss
 };
 
-// Elements of 16 rows: a column of 16 for each element.
+// Elements of 16 rows. Column j holds element j of each row.
 template <class A>
 struct Tile {
   alignas(64) A at[kShortRow][kLanes];
@@ -55,7 +55,7 @@ inline int64_t lanes_of(const Group& group) {
   return group.count < 4 ? group.count : kLanes;
 }
 
-// The first rows of first..end.
+// The group that begins with row `first`, of up to 16 rows before row `end`.
 inline Group group_of(const Segment& s, const Coefficients& coefficients, int64_t first, int64_t end) {
   Group group{first, end - first < kLanes ? end - first : kLanes, {}, {}};
   for (int64_t i = 0; i < group.count; ++i) {
@@ -74,8 +74,8 @@ inline void clear_masked(const Segment& s, const Group& group) {
   }
 }
 
-// Calls run(group) for the rows. A masked one adds exactly nothing: it is computed into the outputs that do not depend
-// on its target, and its loss and gradient are zero whatever it holds.
+// Calls run(group) for the groups of rows begin to end - 1. A masked row adds exactly nothing: its loss, metrics and
+// gradient are 0 whatever it holds, and only its detail, which does not depend on its target, is kept.
 template <class Run>
 void each_group(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, Run run) {
   for (int64_t first = begin; first < end; first += kLanes) {
@@ -85,7 +85,7 @@ void each_group(const Segment& s, const Coefficients& coefficients, int64_t begi
   }
 }
 
-// Applies a transform to `count` numbers, in lanes if it needs no function but sqrt.
+// Applies a transform to `count` numbers, vectorised if it needs no library function except sqrt.
 template <class A>
 void transform_many(const Support& support, int64_t count, A* x) {
   const A eps = static_cast<A>(support.eps);
@@ -189,7 +189,7 @@ void store_losses(const Segment& s, const Group& group, const GroupSums<A>& sums
   s.loss.store(group.first, group.count, loss);
 }
 
-// Stores the entropy log(sum) - moment / sum of policies, and adds it to their losses with its weight.
+// Stores the entropy log(sum) - moment / sum of policies, and subtracts weight * entropy from their losses.
 template <class A>
 void store_entropies(const Segment& s, const Group& group, GroupSums<A>& sums) {
   const A weight = static_cast<A>(s.head->entropy_weight);

@@ -1,11 +1,12 @@
-// Rows of few elements, 16 of them side by side: lanes hold the same element of all, so that none of them idles and no
-// sum crosses lanes. Targets are spread over all elements, also those that a scalar becomes over the bins.
+// Short rows, 16 at a time: the lanes of a vector hold the same element of 16 rows, so that no lane idles and no sum
+// crosses lanes. A target has a number for each element, also if it encodes a scalar and few bins have mass.
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// Transposes a square of vectors in steps that are one instruction each. Vectors consist of units of 16 bytes: numbers
-// are zipped inside of these, until they have a column each, and then units are dealt out to the vectors.
+// Transposes a square of vectors in shuffles that are one instruction each. Vectors consist of units of 16 bytes:
+// first, numbers are zipped within units until each unit holds numbers of one column, and then units are dealt out to
+// vectors.
 template <class A, size_t... i>
 GRADSCALE_HOST_DEVICE void transpose(typename Vectors<A>::V* square, std::index_sequence<i...> /*lanes*/) {
   constexpr size_t count = sizeof...(i), unit = 16 / sizeof(A) < count ? 16 / sizeof(A) : count, units = count / unit;
@@ -55,7 +56,7 @@ GRADSCALE_HOST_DEVICE void transpose(const Lanes<A>* rows, Lanes<A>* columns) {
   }
 }
 
-// Calls body(first, lanes) for blocks of 16 elements; the last one may begin in the one before it.
+// Calls body(first, lanes) for blocks of 16 elements. The last block may overlap the one before it.
 template <class Body>
 GRADSCALE_HOST_DEVICE void each_square(int64_t width, Body body) {
   if (width < kLanes) {
@@ -119,7 +120,7 @@ void write_tile(const Rows& rows, const Group& group, int64_t width, const Tile<
   });
 }
 
-// The logits of a group, and what becomes of them.
+// The logits of a group, and the numbers computed from them.
 template <class A>
 struct ShortRows {
   Tile<A> x;           // logits, then their exponentials, then the gradient
@@ -127,13 +128,14 @@ struct ShortRows {
   Tile<A> target;
   A largest_logits[kLanes];
 
-  // Leaves exponentials and differences. The moment is of positions, or of differences for a policy.
+  // Replaces logits by exponentials, and stores the differences. The moment weights exponentials by positions, or by
+  // differences for a policy.
   template <bool is_policy>
   GroupSums<A> sums(int64_t width) {
     using Formula = CrossEntropy<Lanes<A>, 0>;
     Lanes<A> maximum = -static_cast<A>(INFINITY), magnitude = A(0);
     for (int64_t j = 0; j < width; ++j) {
-      maximum = larger(x.column(j), maximum); // passes NaN over
+      maximum = larger(x.column(j), maximum); // ignores NaN
       magnitude = larger(finite_magnitude(x.column(j)), magnitude);
     }
     store_lanes(largest_logits, magnitude);
@@ -197,7 +199,7 @@ struct ShortRows {
   }
 };
 
-// The rows of categorical_rows.h.
+// Short rows of the heads of categorical_rows.h.
 template <class A, class Target>
 void short_categorical_rows(const Segment& s, const Group& group, const Target* targets) {
   const A target_share = static_cast<A>(1 - s.head->label_smoothing);
@@ -226,7 +228,7 @@ void short_categorical_rows(const Segment& s, const Group& group, const Target* 
   rows.write_gradient(s, group, sums, CrossEntropy<Lanes<A>, 0>{});
 }
 
-// The smoothed targets of the rows of policy_rows.h. A class index out of range gives a row of NaN.
+// Reads the smoothed targets of short_policy_rows(). A class index out of range gives a row of NaN.
 template <class A>
 void read_target_tile(const Segment& s, const Group& group, Tile<A>& target) {
   const int64_t width = s.width;
@@ -250,7 +252,7 @@ void read_target_tile(const Segment& s, const Group& group, Tile<A>& target) {
   }
 }
 
-// The rows of policy_rows.h.
+// Short rows of the heads of policy_rows.h.
 template <class A>
 void short_policy_rows(const Segment& s, const Group& group) {
   ShortRows<A> rows;

@@ -1,4 +1,4 @@
-// The rows of one block of loss_rows, of any kind: their factors and targets, and stores of their results.
+// The rows of one block of loss_rows, for all kinds of rows: reads their factors and targets, and stores their results.
 //
 // A kind of rows is a type, a template argument of loss_rows, with
 //
@@ -137,7 +137,7 @@ struct RowTask {
     }
   }
 
-  // Writes elements first .. first + size of the row's gradient, and returns the sum of their squares.
+  // Writes `size` elements of the row's gradient, from element `first` on, and returns the sum of their squares.
   template <class T, int size, class A>
   GRADSCALE_DEVICE A write_gradient(int32_t first, A* values) const {
     A square = 0;

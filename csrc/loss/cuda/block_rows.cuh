@@ -1,8 +1,8 @@
-// Rows of logits of any type, support and width, by a group of threads: float64, raw supports, and rows that are too
-// wide for the registers of a warp (lane_rows.cuh has the others).
+// Rows of logits of any type, support and width, computed by a group of threads. They are used where lane_rows.cuh
+// is not, such as for float64, raw supports, and rows that are too wide for the registers of a warp.
 //
-// threads_for_row() threads have a row, up to all of a block, and walk over it three times, 16 bytes each at a time:
-// for the maximum, for the sums, for the gradient. Bytes: logits and targets are read from memory once and then from
+// threads_for_row() threads, at most a block, own a row. They read it three times, 16 bytes per thread at a time: for
+// the maximum, for the sums, and for the gradient. Bytes: logits and targets are read from memory once and then from
 // the cache; gradients are written once.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace gradscale {
 
-// Targets of elements first .. first + size of a row, before smoothing; outside of the row they are not used.
+// Targets of the elements of a row from `first` on, before smoothing; outside of the row they are not used.
 template <class A, class Target>
 struct BinsOfRow { // a few bins have mass
   Target target;
@@ -28,7 +28,7 @@ struct BinsOfRow { // a few bins have mass
 };
 
 template <class A>
-struct ActionsOfRow { // a distribution, or a class as one: a class that is not an index gives NaN
+struct ActionsOfRow { // a distribution, or a class as a one-hot distribution; a class out of range gives NaN
   Rows rows;
   int64_t row;
   int32_t width;
@@ -49,8 +49,8 @@ struct ActionsOfRow { // a distribution, or a class as one: a class that is not 
   }
 };
 
-// Cross-entropy of a row with its target. Heads with a support weight exponentials with positions, others with
-// differences.
+// Cross-entropy of a row with its target. kWeighted is the sum of the exponentials times positions for heads with a
+// support, and times differences for policies.
 template <class T, int options, class Target>
 class LogitsLoss {
   using A = typename AccumulateType<T>::type;
@@ -129,8 +129,8 @@ class LogitsLoss {
   const Target& target_;
   LogitsRow<T> row_;
   Entropy entropy_;
-  A share_;          // of a smoothed target: what the target itself keeps
-  A everywhere_;     // and what each element gets
+  A share_;          // 1 - label_smoothing
+  A everywhere_;     // label_smoothing / width
   A largest_finite_; // of this thread's logits
   A maximum_;
 };

@@ -7,20 +7,21 @@
 
 namespace gradscale {
 
-// Segments of one head that follow each other and have rows of the same kind, so that each takes as many blocks of
+// Consecutive segments of one head with the same kind of rows, so that all of them take the same number of blocks of
 // loss_rows.
 struct Span {
   int32_t head;
   int32_t first_segment;
   int32_t first_block;
   int32_t blocks_per_segment;
-  int32_t row_kind;        // its place among the template arguments of loss_rows
+  int32_t row_kind;        // the index of the kind of rows among the template arguments of loss_rows
   int32_t threads_per_row; // in GroupRows and MultipliedRows
-  int64_t raw_centers;     // the place of raw centres in the table, of the type of sums; -1: none
+  int64_t raw_centers;     // the offset in the table of the raw centres, in the type of sums; -1: none
 };
 
-// The sums of each block: contributions to the loss, samples that are not finite, and of every head its losses, its
-// unmasked entries, its share of the loss and the squares of its gradient; and the largest logit of every head.
+// The sums of each block of loss_totals: the loss, the number of samples whose loss is not finite, and for each head
+// its losses, its unmasked entries, its share of the loss and the squares of its gradient; also each head's largest
+// logit.
 struct PartialSums {
   double* data; // [blocks][2 + 5 num_heads]
   int64_t num_heads;
@@ -38,7 +39,7 @@ struct PartialSums {
   }
 };
 
-// The argument of all kernels of the loss. The lists of the pass are at these places of the table.
+// The argument of all kernels of the loss. The lists of the pass are at these offsets in the table.
 struct DevicePass {
   Pass pass;
   Table table;

@@ -15,7 +15,7 @@ struct LaneLoss {
   RowsOfWarp warp;
   float coefficient; // of the gradient of this lane's row
   uint32_t counted;  // bit l is set if the row that lane l holds is neither masked nor skipped
-  int holder = 0;    // of the row that is computed; set by begin_row()
+  int holder = 0;    // the lane that holds the numbers of the row being computed; set by begin_row()
 
   GRADSCALE_DEVICE LaneLoss(const BlockOfRows& block, const RowsOfWarp& warp) : block(block), warp(warp) {
     const RowFactor factor = block.factor_of(warp.own());
@@ -242,7 +242,7 @@ class PolicyLoss : public Shape, LaneLoss {
 
  private:
   float entropy_weight_;
-  Entropy row_entropy_{}; // in units of differences
+  Entropy row_entropy_{}; // with the weight for differences in the row's unit
   float target_weight_;   // as in BinsLoss
   float smoothing_per_bin_;
   int32_t class_ = 0, row_class_ = 0;

@@ -26,11 +26,11 @@ namespace {
 // The specification of a row kernel: the properties of rows that it is compiled for, and its name in C++. Template
 // arguments are written only here.
 //
-// For leaner code for some rows: a type with kBlocks and run() (block_of_rows.cuh), a Way here, and its name, the rows
-// of its block and its condition.
+// To add faster code for some rows, write a type as block_of_rows.cuh describes, and add a Way, its name in name(), its
+// rows per block in blocks() and its condition in specification_of().
 
-// The owner of a row: lanes of a warp (LossRows) or a group of threads (GroupRows). `multiplied`: rows of existing
-// gradients, which are multiplied.
+// The owner of a row: lanes of a warp (LossRows) or a group of threads (GroupRows). `multiplied`: gradients exist, and
+// are multiplied by grad_output (MultipliedRows).
 enum class Way : int32_t { lanes, group, multiplied };
 
 struct RowSpecification {
@@ -40,11 +40,11 @@ struct RowSpecification {
   Element target;   // of a distribution over the logits; int64: a class; float64 where it is neither
   Element gradient; // int64: none is wanted
   int32_t width;    // 0: code for all widths
-  int32_t threads;  // that have a row together
+  int32_t threads;  // the number of threads that own a row
   int32_t unit;     // elements that a lane accesses at once
   int32_t options;  // bits of RowOptions
 
-  // True if the types are the same.
+  // True if both specify the same type.
   bool operator==(const RowSpecification& other) const;
   bool operator<(const RowSpecification& other) const;
 
@@ -75,7 +75,7 @@ int32_t options_of(const Head& head) {
          (is_policy && head.subtract_target_entropy ? kSubtractsEntropy : 0);
 }
 
-// ---- How C++ names what kernels are compiled for, inside of namespace gradscale
+// ---- The C++ names of template arguments, inside of namespace gradscale
 
 const char* name_of(Kind kind) {
   switch (kind) {
@@ -94,7 +94,7 @@ std::string gradient_name(Element element) {
 
 // The members that distinguish two specifications.
 auto members(const RowSpecification& rows) {
-  const int32_t lanes = rows.way == Way::lanes ? rows.threads : 0; // others are known when the kernel runs
+  const int32_t lanes = rows.way == Way::lanes ? rows.threads : 0; // otherwise not a template argument
   return std::make_tuple(
       rows.way, rows.kind, rows.logits, rows.target, rows.gradient, rows.width, lanes, rows.unit, rows.options);
 }
@@ -134,7 +134,7 @@ int64_t RowSpecification::blocks(int64_t rows, int32_t rows_per_warp) const {
   return (rows + rows_per_block - 1) / rows_per_block;
 }
 
-// The rows of a segment, whose gradient exists and is to be multiplied if `multiplies`.
+// Specifies the kernel for the rows of a segment. `multiplies`: the gradient exists, and is multiplied.
 RowSpecification specification_of(const Segment& segment, int32_t threads_per_row, bool multiplies) {
   RowSpecification result{};
   result.gradient = segment.gradient.data == nullptr ? Element::int64 : segment.gradient.element;
@@ -164,7 +164,7 @@ RowSpecification specification_of(const Segment& segment, int32_t threads_per_ro
 const Kernel<DevicePass>& loss_rows_for(const std::vector<RowSpecification>& row_kinds, bool inside) {
   using Kernels = std::map<std::pair<std::vector<RowSpecification>, bool>, std::unique_ptr<Kernel<DevicePass>>>;
   static std::mutex mutex;
-  static auto& kernels = *new Kernels(); // for ever: what is loaded for a kernel is never unloaded
+  static auto& kernels = *new Kernels(); // never freed: a loaded kernel is never unloaded
   const std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<Kernel<DevicePass>>& kernel = kernels[{row_kinds, inside}];
   if (kernel == nullptr) {
@@ -249,7 +249,7 @@ class Launches {
   void add_to_span(int64_t index, TableBuilder& builder) {
     const Segment& segment = pass_.segments[index];
     if (std::max(segment.width, segment.target_width) > INT32_MAX - 64) {
-      throw std::runtime_error("multi_step_loss: a row has more than 2^31 elements");
+      throw std::runtime_error("multi_step_loss: a row has more than 2147483583 elements");
     }
     const int32_t threads = threads_for_row(segment.width, element_size(segment.prediction.element), kRowThreads);
     const RowSpecification specification = specification_of(segment, threads, multiplies(segment));
@@ -276,7 +276,7 @@ class Launches {
     last_segment_ = index;
   }
 
-  // The place of the raw centres of a head, of the type of a segment's sums; -1: its support is not raw.
+  // The offset of a head's raw centres in the table, in the type of the segment's sums; -1: the support is not raw.
   int64_t raw_centers(const Segment& segment, int32_t head, TableBuilder& builder) {
     const Support& support = segment.head->support;
     const bool is_double = segment.prediction.element == Element::float64;
@@ -293,7 +293,7 @@ class Launches {
   DevicePass device_{};
   std::vector<Span> spans_;
   std::vector<RowSpecification> row_kinds_;
-  std::vector<int64_t> raw_centers_; // by head, in float and in double: their places; -1: not added
+  std::vector<int64_t> raw_centers_; // by head, for float and double: offsets in the table; -1: not added
   int64_t last_segment_ = -1;        // of the last span
   int64_t blocks_ = 0;               // of loss_rows
 };

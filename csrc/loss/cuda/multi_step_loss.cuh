@@ -16,7 +16,7 @@ namespace gradscale {
 
 // Rows of any kind, type and width on a device, for which lane_rows.cuh has no kernel.
 //
-// A group of threads has a row: threads_for_row() of them, so that short rows share a warp and long ones take a block.
+// A group of threads_for_row() threads owns a row, so that short rows share a warp and long ones take a block.
 
 // T is the type of predictions.
 template <Kind kind, class T, int options>
@@ -48,7 +48,7 @@ struct GroupRows {
   }
 };
 
-// Multiplies the gradients of rows first .. first + count by grad_output: each is read once and written once.
+// Multiplies the gradients of `count` rows, from row `first` on, by grad_output. Each is read once and written once.
 template <class G>
 GRADSCALE_DEVICE void multiply_rows(const BlockOfRows& block, int64_t first, int64_t count) {
   using A = typename AccumulateType<G>::type;
@@ -59,7 +59,7 @@ GRADSCALE_DEVICE void multiply_rows(const BlockOfRows& block, int64_t first, int
     const int64_t row_index = first + i;
     const Coefficients& c = block.coefficients;
     if (!c.mask.includes(row_index, block.segment.step) || block.is_skipped(row_index) ||
-        c.gradient_scale(block.segment, row_index) == 0) { // zeros stay zeros, also times infinity
+        c.gradient_scale(block.segment, row_index) == 0) { // zeros stay zeros, also if grad_output is infinite
       continue;
     }
     const A factor = static_cast<A>(block.pass.grad_output.load(row_index));
@@ -83,7 +83,7 @@ GRADSCALE_DEVICE void multiply_rows(const BlockOfRows& block, int64_t first, int
   }
 }
 
-// Rows of gradients of type G that are there, and are multiplied.
+// Rows of existing gradients of type G, which are multiplied by grad_output.
 template <class G>
 struct MultipliedRows {
   static constexpr int kBlocks = 4;
@@ -115,7 +115,7 @@ GRADSCALE_DEVICE void run_or_multiply(const BlockOfRows& block) {
   Rows::run(block);
 }
 
-// Runs the call's kind of rows number `index`.
+// Runs a block of the kind of rows with this index.
 template <class First, class... Rest>
 GRADSCALE_DEVICE void run_rows(int32_t index, const BlockOfRows& block) {
   if constexpr (sizeof...(Rest) == 0) {
@@ -127,7 +127,7 @@ GRADSCALE_DEVICE void run_rows(int32_t index, const BlockOfRows& block) {
   }
 }
 
-// The span that has a block. A call has few: one for each head, as a rule.
+// The span that contains a block. A call has few spans, usually one for each head.
 GRADSCALE_DEVICE const Span& block_span(const Span* spans, int64_t count, int32_t block) {
   int64_t span = 0;
   while (span + 1 < count && spans[span + 1].first_block <= block) {

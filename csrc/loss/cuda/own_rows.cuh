@@ -7,11 +7,11 @@
 
 namespace gradscale {
 
-// Rows of logits of several distributions: CategoricalKL. The threads of a row form teams of up to a warp, and a team
-// has every so many-th group of classes, which it reads four times: for maxima, sums, divergence, gradient. Bytes: both
-// rows read once from memory and then from the cache, gradients written once.
+// Rows of logits of several distributions: CategoricalKL. The threads of a row form teams of up to a warp. With n
+// teams, a team computes every n-th group of classes, and reads it four times: for maxima, sums, divergence and
+// gradient. Bytes: both rows are read once from memory and then from the cache; gradients are written once.
 
-// The threads of a team: a lane has about four classes.
+// The number of threads in a team: enough for four classes per thread, but at most a warp or the threads of the row.
 GRADSCALE_DEVICE int team_size(int32_t classes, int threads) {
   int size = 1;
   while (4 * size < classes && size < 32 && size < threads) {
@@ -25,7 +25,7 @@ struct PartOfDivergence {
   double divergence = 0, gradient_square = 0, largest_logit = 0;
 };
 
-// A group of classes: pointers to its logits, and the team that has it.
+// A group of classes: pointers to its logits, and the team that computes it.
 template <class T, class U>
 struct ClassGroup {
   using A = typename AccumulateType<T>::type;
@@ -86,7 +86,7 @@ struct ClassGroup {
   }
 };
 
-// This thread's part of the divergence. Its gradients are written as if there were no free nats.
+// Returns this thread's part of the divergence. Writes its gradients as if there were no free nats.
 template <bool mixes, bool predicts_p, class T, class A>
 GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, const RowTask& task, int team) {
   const Segment& s = task.segment();
@@ -136,9 +136,10 @@ GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& head, const RowTask& task)
   }
 }
 
-// Rows of quantiles: QuantileHuber. A thread of the row's group has every group.size-th quantile and goes through all
-// targets for each, which the threads of a warp read at the same time from the cache. Bytes: predictions and targets
-// read once from memory, gradients written once. The order of sums depends only on the shape.
+// Rows of quantiles: QuantileHuber. A thread of the row's group computes every group.size-th quantile, and loops over
+// all targets for each. The threads of a group read the same target at the same time, from the cache. Bytes:
+// predictions and targets are read once from memory, gradients are written once. The order of sums depends only on the
+// shape.
 
 template <class T, class A>
 GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& head, const RowTask& task) {

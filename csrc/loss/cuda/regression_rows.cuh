@@ -1,4 +1,4 @@
-// The driver of regression_heads.h on a device.
+// The loops over rows on a GPU for the heads of regression_heads.h.
 #pragma once
 
 #include "../regression_heads.h"
@@ -6,7 +6,7 @@
 
 namespace gradscale {
 
-// Calls function(prediction, target, first) for the windows of this thread, both 0 outside the row.
+// Calls function(prediction, target, first) for the windows of this thread. Elements outside the row are 0.
 template <class RowHead, class T, class A, class Function>
 GRADSCALE_DEVICE void each_window_pair(const RowTask& task, Function function) {
   const T* prediction = task.template prediction<T>();
@@ -30,7 +30,7 @@ GRADSCALE_DEVICE void each_window_pair(const RowTask& task, Function function) {
   }
 }
 
-// A row whose gradient waits for its sums is read again, from the cache.
+// If the gradient depends on the sums (kGradientWaits), the row is read again, from the cache.
 template <class RowHead, class T, class A>
 GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   constexpr int size = kVector<T>;
@@ -84,7 +84,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   task.store_metrics(square, 0);
 }
 
-// A row of one number, by its thread.
+// A row of one number, which one thread owns.
 template <class RowHead, class T, class A>
 GRADSCALE_DEVICE void scalar_row(const RowTask& task) {
   const A x = static_cast<A>(to_accumulate(*task.template prediction<T>()));

@@ -1,8 +1,9 @@
 // The kernels that add up the losses of rows.
 //
 // loss_totals    one thread per sample: L_b, the loss, the means and shares of the heads. Sums have a fixed order: a
-//                block adds up its threads, and the last block to finish adds up the blocks. Reads 4 bytes per row.
-// count_unmasked one block per head counts the unmasked entries, if they divide a mean.
+//                block adds up its threads, and the last block to finish adds up the blocks. Reads the loss of each row
+//                (4 or 8 bytes) and its metrics (16 bytes).
+// count_unmasked one block per head: the number of unmasked entries, where it is the divisor of the head's sum.
 #pragma once
 
 #include "../../cuda/rows.cuh"
@@ -10,7 +11,7 @@
 
 namespace gradscale {
 
-// All threads of the block set to 0 the gradients of the samples whose threads ask for it.
+// Sets to 0 the gradients of the samples whose threads pass `clears`. All threads of the block must call it.
 GRADSCALE_DEVICE void clear_gradients(const DevicePass& device, bool clears, int64_t sample, int64_t* clearing) {
   clearing[threadIdx.x] = clears ? sample : -1;
   __syncthreads();
@@ -38,14 +39,14 @@ struct SampleLoss {
   double reduced;
 };
 
-// Adds up the losses of this thread's sample, and leaves the sums of its block over each head. Only a sample that
-// `counts` adds to the shares of the heads.
+// Adds up the losses of this thread's sample, and stores the block's sums for each head. A sample adds to the shares
+// and to the squares of the gradients only if it `counts`.
 GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& block, int64_t sample, bool counts) {
   const Pass& pass = device.pass;
   const PartialSums& partial = device.partial;
   const bool active = sample < pass.batch;
   SampleLoss result{0, 0};
-  const int64_t own = active ? sample : 0; // row 0 is there unless the batch is empty
+  const int64_t own = active ? sample : 0; // row 0 exists unless the batch is empty
   int64_t next = 0;
   for (int64_t h = 0; h < pass.num_heads; ++h) {
     const Head& head = device.head(h);
@@ -72,7 +73,7 @@ GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& blo
     }
     next += pass.steps_of(head);
     const double head_weight = c.head_weight();
-    // A weight that is not finite adds nothing to a sample without entries.
+    // A sample without unmasked entries adds 0, also if a weight is not finite.
     const double sample_share = counts && unmasked != 0 ? importance * (c.share_factor() * weighted) : 0;
     result.loss += unmasked != 0 ? head.weight * head_weight * weighted : 0;
     result.reduced += unmasked != 0 ? head_weight * sample_share : 0;
@@ -95,18 +96,18 @@ GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& blo
   return result;
 }
 
-// The part of a sample in the sums of its block.
+// What a sample adds to the sums of its block.
 struct Contribution {
   double loss;
   double nonfinite; // 1 where the sample's loss is not finite
 };
 
-// Stores the losses of a sample, and returns its part in the sums.
+// Stores the losses of a sample, and returns its contribution to the sums.
 GRADSCALE_DEVICE Contribution store_sample(const DevicePass& device, int64_t sample, const SampleLoss& losses) {
   const Pass& pass = device.pass;
   Contribution result{0, 0};
   pass.per_sample.store(sample, losses.loss);
-  result.nonfinite = std::isfinite(pass.per_sample.load(sample)) ? 0 : 1; // as the user sees it, in float
+  result.nonfinite = std::isfinite(pass.per_sample.load(sample)) ? 0 : 1; // as the user reads it, after rounding
   result.loss = losses.reduced;
   if (pass.skips_nonfinite) {
     pass.skipped.store(sample, losses.loss);
@@ -176,12 +177,12 @@ GRADSCALE_KERNEL(kThreads, 2) loss_totals(GRADSCALE_ARGUMENT(DevicePass) device)
   const double nonfinite = block.sum(own.nonfinite);
   if (pass.skips_nonfinite && nonfinite > 0) {
     clear_gradients(device, own.nonfinite != 0, sample, clearing);
-    add_heads(device, block, sample, active && own.nonfinite == 0); // once more, as it is known now which count
+    add_heads(device, block, sample, active && own.nonfinite == 0); // again, now without the skipped samples
   }
   if (threadIdx.x == 0) {
     device.partial.at(blockIdx.x, 0) = loss;
     device.partial.at(blockIdx.x, 1) = nonfinite;
-    __threadfence(); // the sums are seen before the block is counted
+    __threadfence(); // other blocks see the sums before the block is counted
     last[0] = gridDim.x == 1 || atomicAdd(device.blocks_done, 1u) == gridDim.x - 1;
   }
   __syncthreads();
