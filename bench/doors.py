@@ -39,7 +39,7 @@ def gradients_of(function: losses.Loss, inputs: losses.Inputs) -> Callable[[], o
 
 
 def make_compiled_reference(num_bins: int) -> losses.Loss:
-    """The reference in the caller's torch.compile. All outputs are computed, as with `impl="compiled"`."""
+    """The reference, compiled by the caller with torch.compile. All outputs are computed, as with `impl="compiled"`."""
     heads = gs.MultiStepLoss.muzero(gs.Support.muzero((num_bins - 1) // 2), value_weight=0.25).heads
 
     @functools.partial(torch.compile, dynamic=False)

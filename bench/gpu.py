@@ -218,7 +218,7 @@ def forget() -> None:
 
 
 def make_inputs(bench: Bench, size: Size, dtype: torch.dtype, seed: int) -> losses.Inputs:
-    """Inputs of loss.py, made on the GPU."""
+    """Inputs like those of losses.make_inputs(), generated on the device."""
     batch, unroll_steps, num_bins, actions = size
     generator = torch.Generator(bench.device).manual_seed(seed)
     steps = range(unroll_steps + 1)
@@ -264,7 +264,10 @@ def loss_group(
     eager: bool = True,
     warm: bool = False,
 ) -> None:
-    """Measure our loss and the usual one, eager if `eager`, and compiled in `modes`; `warm` adds "one set" rows."""
+    """Measure our loss, the usual loss in eager mode (if `eager`), and the usual loss compiled in each of `modes`.
+
+    `warm` adds the rows of "one set".
+    """
     name = "B {} K {} S {} A {}".format(*size)
     forget()
     first = make_inputs(bench, size, dtype, 0)
@@ -378,7 +381,7 @@ def flow_group(bench: Bench, operator: str, shapes: dict[str, tuple[int, ...]], 
 
 
 def l2_group(bench: Bench, count: int, width: int) -> None:
-    """Weights and biases of a network of residual blocks."""
+    """Measure l2_loss of `count` weights and biases, with the shapes of residual blocks."""
     forget()
     shapes = [(width, width, 3, 3) if i % 3 == 0 else (width,) for i in range(count)]
     parameters = [torch.randn(shape, device=bench.device).requires_grad_() for shape in shapes]
@@ -454,7 +457,7 @@ def copies(bench: Bench, sizes: Sequence[int]) -> None:
 
 
 def groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]]:
-    """Groups in order of importance: name, least remaining seconds to start it, and function."""
+    """Groups in order of importance: name, seconds that must be left to start the group, and function."""
     main, large = functools.partial(loss_group, bench), functools.partial(loss_group, bench)
     modes = ("default", "reduce-overhead", "max-autotune")
     yield "copies", 5, lambda: copies(bench, [16 * 10**6, 256 * 10**6, 10**9, 4 * 10**9])

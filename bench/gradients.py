@@ -58,7 +58,10 @@ def cases() -> dict[str, Tensors]:
 
 
 def clipping(function: Callable[..., Any], tensors: Tensors, max_norm: float, falls: float) -> Callable[[], Any]:
-    """Each limit is `falls` times the previous one. Below 1, every call clips; with 1 and a high limit, none does."""
+    """Each limit is `falls` times the previous one.
+
+    If `falls` is below 1, every call clips; if it is 1 and the limit is high, no call clips.
+    """
     parameters = [torch.empty_like(tensor) for tensor in tensors]
     for parameter, tensor in zip(parameters, tensors, strict=True):
         parameter.grad = tensor.clone()

@@ -2,15 +2,15 @@
 
     python bench/loss.py --json bench/results/loss.json
 
-The sizes are taken from published agents; one of them is measured with B from 1 to 4096. The forward pass is measured
-alone and with the backward pass, in fp32 and bf16, with all threads and with one.
+The sizes are taken from published agents; one of them is measured with B from 1 to 4096. In fp32 with all threads, the
+forward pass is measured alone and with the backward pass. Three sizes are also measured in bf16, and in fp32 with one
+thread, only with the backward pass.
 
 A loss with gradients must read every prediction and write a gradient of the same size. As a lower bound, a copy of the
 predictions into existing buffers is timed in turn with the losses, and times are also given relative to it.
 
 GB/s counts the bytes that must move: every logit and target is read once, and a backward pass writes every gradient
-once.
-Peak memory is the peak of PyTorch's allocator during the call, gradients included.
+once. Peak memory is the peak of PyTorch's allocator during the call, gradients included.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ import harness
 from gradscale_ext import GradientMonitor
 
 Step = Callable[[], None]
-See = Callable[[nn.Module], None]
+Log = Callable[[nn.Module], None]
 Make = Callable[[], tuple[nn.Module, torch.Tensor]]
 WITHOUT, SELDOM, ALWAYS, USUAL = "without", "every=100", "every=1, histograms", "usual way"
 ROUNDS = 3
@@ -63,31 +63,31 @@ def training_step(
     batch: torch.Tensor,
     optimizer: torch.optim.Optimizer,
     writer: SummaryWriter,
-    see: See | None = None,
+    log_gradients: Log | None = None,
 ) -> Step:
     targets = model(batch).detach().flatten(0, -2).argmax(-1)
 
     def step() -> None:
         optimizer.zero_grad()
         functional.cross_entropy(model(batch).flatten(0, -2), targets).backward()
-        if see is not None:
-            see(model)
+        if log_gradients is not None:
+            log_gradients(model)
         optimizer.step()
         writer.flush()
 
     return step
 
 
-def usual_way(writer: SummaryWriter) -> See:
+def usual_way(writer: SummaryWriter) -> Log:
     steps = itertools.count()
 
-    def see(model: nn.Module) -> None:
+    def log_gradients(model: nn.Module) -> None:
         step = next(steps)
         for name, parameter in model.named_parameters():
             writer.add_scalar(f"gradient_norm/{name}", parameter.grad.norm().item(), step)
             writer.add_histogram(f"gradient/{name}", parameter.grad, step)
 
-    return see
+    return log_gradients
 
 
 def contestants(
@@ -101,8 +101,8 @@ def contestants(
         if name in (SELDOM, ALWAYS):
             every = 1 if name == ALWAYS else 10**9
             stack.enter_context(GradientMonitor(model, optimizer, writer=writer, every=every, tags="all"))
-        see = usual_way(writer) if name == USUAL else None
-        steps[name] = training_step(model, batch, optimizer, writer, see)
+        log_gradients = usual_way(writer) if name == USUAL else None
+        steps[name] = training_step(model, batch, optimizer, writer, log_gradients)
     return steps
 
 
@@ -117,10 +117,10 @@ def one_round(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, l
 
 
 def measured(names: tuple[str, ...], make: Make, seconds: float) -> dict[str, dict[str, float]]:
-    """Times of several rounds, each with new models, because the models' addresses in memory change times by a percent.
+    """Times from several rounds, and the cost of monitoring.
 
-    The cost is the median ratio to the step without monitoring in the same turn: slow phases of the machine affect this
-    ratio least.
+    Each round has new models, because the place of a model in memory alters the times by about 1 %. The cost is the
+    median ratio to the step without monitoring in the same turn: slow phases of the machine affect this ratio least.
     """
     torch.manual_seed(0)
     rounds = [one_round(names, make, seconds / ROUNDS) for _ in range(ROUNDS)]

@@ -76,7 +76,7 @@ def our_loss(parameters: Tensors) -> torch.Tensor:
 
 
 def clipped_foreach(parameters: Tensors, gradients: Tensors, adaptive: float) -> None:
-    """By parameter, as DreamerV3 does."""
+    """Clip by parameter, as DreamerV3 does."""
     limits, norms = torch._foreach_norm(parameters), torch._foreach_norm(gradients)
     torch._foreach_clamp_min_(limits, 1e-3)
     torch._foreach_mul_(limits, adaptive)
@@ -93,7 +93,7 @@ def clipped_foreach_with_statistics(parameters: Tensors, gradients: Tensors, ada
 
 
 def clipped_by_loop(parameters: Tensors, gradients: Tensors, adaptive: float) -> None:
-    """By row, as timm does."""
+    """Clip by row, as timm does."""
 
     def norm(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.norm(2.0, dim=tuple(range(1, tensor.ndim)) or None, keepdim=True)
@@ -105,9 +105,10 @@ def clipped_by_loop(parameters: Tensors, gradients: Tensors, adaptive: float) ->
 
 
 def clipping(unit: str, function: Any, values: Tensors, adaptive: float, falls: float) -> Callable[[], object]:
-    """Each limit is `falls` times the previous one. Below 1, every call clips; with 1 and a high limit, none does.
+    """Each limit is `falls` times the previous one.
 
-    `function` is None for `clip_gradients_`.
+    If `falls` is below 1, every call clips; if it is 1 and the limit is high, no call clips. `function` is None for
+    `clip_gradients_`.
     """
     parameters = [value.clone() for value in values]
     for parameter in parameters:

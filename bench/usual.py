@@ -75,7 +75,7 @@ def hl_gauss(y: torch.Tensor, num_bins: int, limit: float, sigma_ratio: float = 
 
 
 def cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Half logits are converted to float32, as under autocast."""
+    """Logits in half precision are converted to float32, as under autocast."""
     return -(torch.log_softmax(logits.float(), dim=-1) * target).sum(-1)
 
 

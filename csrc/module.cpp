@@ -1,5 +1,5 @@
-// The front door of the C++ side. Operators that the compiler must see register themselves with TORCH_LIBRARY in their
-// own files; this pybind11 module holds the entry points of eager mode, whose calls cost least.
+// The front door of the C++ side. Operators that torch.compile must see register themselves with TORCH_LIBRARY in their
+// own files; this pybind11 module holds the entry points of eager mode, whose calls have the least overhead.
 #include "cuda/driver.h"
 #include "flow/flow.h"
 #include "formulas/statistics.h"
@@ -28,7 +28,7 @@ using gradscale::NormGroups;
 using gradscale::Plan;
 using gradscale::Value;
 
-// Decoded values, or None when the fused kernel does not take these logits.
+// Decoded values, or None if the fused kernel does not accept these logits.
 py::object decode(
     const std::shared_ptr<gradscale::OwnedSupport>& support, const py::object& python_support, py::handle logits) {
   if (!THPVariable_Check(logits.ptr()) || !gradscale::ordinary_or_inference_context()) {
@@ -42,7 +42,7 @@ py::object decode(
   return py::cast(gradscale::decode(support, python_support, tensor));
 }
 
-// Distributions, or None where a gradient is wanted, or the kernel does not take these scalars.
+// Distributions, or None if a gradient is wanted, or the kernel does not accept these scalars.
 py::object encode(const std::shared_ptr<gradscale::OwnedSupport>& support, double sigma_ratio, py::handle scalars) {
   if (!THPVariable_Check(scalars.ptr()) || !gradscale::ordinary_or_inference_context()) {
     return py::none();
@@ -55,7 +55,7 @@ py::object encode(const std::shared_ptr<gradscale::OwnedSupport>& support, doubl
   return py::cast(gradscale::encode(support->get(), sigma_ratio, tensor));
 }
 
-// Projected probabilities, or None where the kernel does not take these tensors.
+// Projected probabilities, or None if the kernel does not accept these tensors.
 py::object project(
     const std::shared_ptr<gradscale::OwnedSupport>& support,
     py::handle probabilities,
@@ -120,7 +120,7 @@ py::object normalize_gradient(const at::Tensor& x, const Value& norm, int64_t ba
   return in_ordinary_context(&gradscale::normalize_gradient, x, norm, NormGroups{batch_dims, norm_type});
 }
 
-// The loss, or None when the fused pass does not take these tensors.
+// The loss, or None if the fused pass does not accept these tensors.
 py::object l2_loss(std::vector<at::Tensor> parameters, double weight) {
   if (!gradscale::ordinary_or_inference_context()) {
     return py::none();
@@ -198,7 +198,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("normalize_gradient", &normalize_gradient);
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(py::init(&gradscale::make_plan));
   m.def("multi_step_loss", &gradscale::multi_step_loss);
-  m.def("outputs", [] { // of the operator, in its order: names, and true for a list by head
+  m.def("outputs", [] { // name -> true for a list by head; in the order in which the operator returns them
     const gradscale::Outputs none;
     py::dict outputs;
     gradscale::Outputs::each(none, [&](const char* name, const auto& output) {
@@ -213,7 +213,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](const std::vector<std::string>& names, const std::vector<double>& numbers) {
         return std::make_shared<gradscale::OwnedSupport>(names, numbers);
       }));
-  m.def("kinds", [] { // by name: its Detail, and (prediction_dims, target_dims, classes, own_sizes) of its forms
+  m.def("kinds", [] { // name -> (Detail, [(prediction_dims, target_dims, classes, own_sizes) of each form])
     py::dict kinds;
     for (const gradscale::KindOfHead& kind : gradscale::kinds()) {
       py::list forms;

@@ -25,7 +25,7 @@ autodoc_typehints = "none"  # the docstrings give more: shapes, ranges and units
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_custom_sections = ["Returns"]  # plain text, in which no type follows a colon
+napoleon_custom_sections = ["Returns"]  # as plain text: the words before a colon are not a type
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 

@@ -35,7 +35,7 @@ def mesh_of(*values: Any) -> DeviceMesh | None:
         if is_distributed(value):
             return value.device_mesh  # type: ignore[no-any-return]
         if isinstance(value, Mapping):
-            value = [item for _, item in value.items()]  # a mapping may iterate over something else than its keys
+            value = [item for _, item in value.items()]  # a TensorDict iterates over its first dimension
         elif not isinstance(value, list | tuple):
             continue
         if (mesh := mesh_of(*value)) is not None:
@@ -106,7 +106,7 @@ def replicated(value: Any, mesh: DeviceMesh) -> Any:
 
 
 def by_whole(function: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """Call a function with gathered tensors in place of DTensors. If `first` has one, results are replicated."""
+    """Call a function with gathered tensors in place of DTensors. If `first` has a DTensor, results are replicated."""
     result = function(*whole((first, *others)))
     mesh = mesh_of(first)
     return result if mesh is None else replicated(_mapped(_with_checked_gradient, result), mesh)

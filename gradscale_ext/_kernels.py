@@ -39,7 +39,7 @@ HOW_TO_GET_A_COMPILER = (
 
 @dataclass(frozen=True)
 class Image:
-    """A compiled kernel: machine code, or PTX for GPUs that the compiler does not know; sizes in bytes."""
+    """A compiled kernel: machine code, or PTX for GPUs that the compiler does not know. Memory sizes are in bytes."""
 
     code: bytes
     entry: str
@@ -277,7 +277,7 @@ def image_of(file: str, name: str, gpu: str) -> tuple[Image, str]:
     For a `gpu` such as compute_90, the image is PTX.
 
     Raises:
-        RuntimeError: it has to be compiled, and there is no compiler, or the compiler fails.
+        RuntimeError: the kernel has to be compiled, and there is no compiler, or the compiler fails.
     """
     if image := _read(_file_of(PACKAGED, file, name, gpu, "")):
         return image, "package"

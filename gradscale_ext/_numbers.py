@@ -9,7 +9,7 @@ import torch
 
 
 def as_float(argument: str, value: Any) -> float:
-    """A number as a float. Integers and fractions may be too large for one: the error names the argument."""
+    """A number as a float. Integers and fractions may be too large for a float: the error names the argument."""
     try:
         return float(value)
     except OverflowError:
@@ -29,7 +29,7 @@ def real_field(owner: str, frozen: object, field: str) -> float:
     """Return the number in a field of a frozen dataclass as a float.
 
     The field keeps a Python float or an int in the range of int64. Any other number (NumPy's, a fraction, a larger
-    integer) is replaced by a float in the field, because tensors cannot be multiplied by all of these.
+    integer) is replaced by a float in the field, because a tensor cannot be multiplied by some of these numbers.
     """
     value = getattr(frozen, field)
     number = real(f"{owner}: {field}", value)

@@ -49,7 +49,7 @@ def run(function: str, call: Trajectories) -> tuple[torch.Tensor, ...]:
     lambdas, lambda_ = _split(call.lambda_, dtype, device)
     rewards, values = call.rewards, call.values
     if call.next_values is not None and function in ("lambda_returns", "n_step_returns"):
-        # The operator does not need values, but their dtype counts for the dtype of the results.
+        # The operator does not need values, but the dtype of the results depends on theirs.
         rewards = rewards.double() if dtype == torch.float64 else rewards
         values = None
     coefficients = (call.ratios, discounts, lambdas, call.terminated, call.truncated, call.mask, discount, lambda_)

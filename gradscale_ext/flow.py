@@ -1,7 +1,7 @@
 """Gradient-flow operators: identity forward, changed gradient backward.
 
-All of them return `x` itself, as a view: bit for bit, without a copy. `x` is a tensor, or a tuple, list, dict or
-namedtuple of them (the states of an LSTM), and the result has the same structure; every tensor has its own
+All of them return a view of `x`: the same values bit for bit, without a copy. `x` is a tensor, or a tuple, list, dict
+or namedtuple of tensors (the states of an LSTM), and the result has the same structure; every tensor has its own
 gradient, and its own norms.
 
 They are registered with PyTorch as its own operations are, so that gradients are changed in eager mode, under
@@ -186,7 +186,7 @@ def clip_gradient_value(x: Tree, min: float | torch.Tensor | None, max: float | 
         x: floating tensor of any shape, or a structure of them.
         min: lower bound, a real number, or a real tensor that broadcasts to the shape of `x`, read on its device. None:
             no bound.
-        max: upper bound, likewise. Not both may be None.
+        max: upper bound, likewise. `min` and `max` cannot both be None.
 
     Returns:
         Tensors equal to `x` bit for bit.
@@ -312,7 +312,7 @@ def _bounds(operator: str, min: Any, max: Any) -> tuple[float | torch.Tensor, fl
         high = high if isinstance(high, torch.Tensor) else torch.tensor(high, dtype=_context.widest())
     elif not low <= high:
         raise ValueError(
-            f"{operator}: min must not be greater than max, and neither NaN, but they are {low} and {high}"
+            f"{operator}: min must not be greater than max, and neither may be NaN, but they are {low} and {high}"
         )
     return low, high
 

@@ -197,7 +197,7 @@ class SoftCrossEntropy(Head):
 
     Args:
         label_smoothing: 0 to 1.
-        entropy_weight: of the entropy bonus; finite.
+        entropy_weight: weight of the entropy bonus; finite.
         subtract_target_entropy: add ``sum_a t_a log t_a``: the loss is the Kullback-Leibler divergence ``KL(t || p)``.
             The gradient is the same.
 

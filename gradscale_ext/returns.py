@@ -90,8 +90,9 @@ def lambda_returns(
         next_values: V(s'_t), `[B, T]`, of the true successors, before any reset.
         discount: γ, a number from -1 to 1; a 0-dim tensor, read on its device without a synchronisation; or a tensor
             of two dimensions that broadcasts to `[B, T]`. 0 ends an episode as `terminated` does, which is the
-            convention of rlax and Dreamer; negative for zero-sum games in which players alternate. A constant.
-        lambda_: λ, from 0 to 1, in the same forms. Not read at a cut. A constant.
+            convention of rlax and Dreamer; negative for zero-sum games in which players alternate. A constant:
+            it gets no gradient, and must not require grad.
+        lambda_: λ, from 0 to 1, in the same forms. Not read at a cut. A constant, like `discount`.
         terminated: `[B, T]` bool. The episode ended by its rules: s'_t is worth 0, whatever `next_values` holds.
         truncated: `[B, T]` bool. The episode was cut, for example by a time limit: the result bootstraps from V(s'_t)
             and reads nothing of t + 1. If both are True, the transition counts as terminated. Cannot be combined with
@@ -199,7 +200,7 @@ def generalized_advantages(
         δ_t = r_t + γ_t B_t - V(s_t);    A_t = δ_t + γ_t λ_t A_{t+1};    at a cut  δ_t
 
     Args:
-        values: V(s_t), `[B, T]` with `next_values`; or V of all T + 1 observations, `[B, T + 1]`, without.
+        values: V(s_t), `[B, T]`, if `next_values` is given; otherwise V of all T + 1 observations, `[B, T + 1]`.
         rewards, next_values, discount, lambda_, terminated, truncated, mask, batch_first: as in `lambda_returns`.
 
     Returns:
@@ -258,7 +259,7 @@ def vtrace(
 
     Args:
         ratios: π(a_t|s_t) / μ(a_t|s_t), the probability under π divided by the probability under the acting policy μ,
-            `[B, T]`. A constant.
+            `[B, T]`. A constant, like `discount`.
         clip_rho, clip_c, clip_pg_rho: limits of the ratios; None or inf clips nothing.
         rewards, values, next_values, discount, lambda_, terminated, truncated, mask, batch_first: as in
             `generalized_advantages`.
@@ -317,7 +318,7 @@ def retrace(
         q_values: Q(s_t, a_t) of the actions that were taken, `[B, T]`.
         next_values: E_π Q(s'_t, ·), `[B, T]`.
         ratios: π(a_t|s_t) / μ(a_t|s_t), `[B, T]`. π(a_t|s_t) as ratios gives tree backup; a tensor of ones gives Q(λ).
-            A constant.
+            A constant, like `discount`.
         clip_c: limit of the ratios; None is importance sampling.
         rewards, discount, lambda_, terminated, truncated, mask, batch_first: as in `lambda_returns`.
 
@@ -384,8 +385,8 @@ def muzero_targets(
         lengths: ℓ, `[B]` int64 from 0 to L: the number of recorded moves; later entries are not read. None: L.
         terminated: `[B]` bool: True if the game ended, by its rules, after the recorded moves. Required with `lengths`.
         to_play: `[B, L + 1]` integers or bool: who moves. None: one player.
-        reward: "reward", or "value_prefix", the undiscounted sum of the rewards since the last multiple of the horizon
-            (EfficientZero, Ye et al. 2021); not with `to_play`.
+        reward: "reward", or "value_prefix", the undiscounted sum of the rewards since the sum last restarted, which it
+            does every `prefix_horizon` steps (EfficientZero, Ye et al. 2021); not with `to_play`.
         prefix_horizon: h, the number of steps after which the sum restarts, counted from step 1 of a row. None: K.
         root_reward: `[B]`: the reward of the move that led to the sampled position, 0 where a game begins.
         batch_first: if False, all tensors of two dimensions, and results, are `[T, B]`.
@@ -404,7 +405,7 @@ def muzero_targets(
     The time grows with `num_unroll_steps` times `td_steps`.
 
     Version 1 of the pseudocode pairs step k with r_k; version 2 pairs it with r_{k-1}, as this function does.
-    EfficientZero and LightZero store the same number at k - 1. At a time limit, this function bootstraps; other
+    EfficientZero and LightZero store r_{k-1} at index k - 1. At a time limit, this function bootstraps; other
     libraries treat the limit as an absorbing state, or mask the value.
 
     >>> targets = muzero_targets(

@@ -27,9 +27,10 @@ class Support:
         num_bins: S, at least 2.
         transform: "identity", "signed_hyperbolic" (MuZero) or "symlog" (DreamerV3, TD-MPC2).
         eps: the epsilon of "signed_hyperbolic", at least 0.
-        space: where targets are interpolated and expectations taken. "transformed": between the centres, the
-            expectation being transformed back afterwards (MuZero, appendix F; TD-MPC2). "raw": between the centres
-            transformed back, which makes the decoded value an unbiased estimate (DreamerV3; rlax' unbiased pair).
+        space: the coordinates in which targets are interpolated and expectations computed. "transformed": the
+            coordinates of the centres; the expectation is transformed back afterwards (MuZero, appendix F; TD-MPC2).
+            "raw": the centres are transformed back first, which makes the decoded value an unbiased estimate
+            (DreamerV3; rlax' unbiased pair).
 
     Raises:
         ValueError: an argument is out of range.
@@ -72,7 +73,7 @@ class Support:
             )
 
     def _check_spacing(self) -> None:
-        """Refuse centres that float32 cannot hold, that no finite number reaches, or that are equal in float64."""
+        """Refuse centres that overflow float32, whose raw values overflow float64, or that are equal in float64."""
         largest = max(abs(self.minimum), abs(self.maximum))
         limit = math.log(sys.float_info.max) if self.transform == "symlog" else torch.finfo(torch.float32).max
         spacing = (self.maximum - self.minimum) / (self.num_bins - 1)
@@ -116,8 +117,8 @@ class Support:
         """Encode scalars `[...]` as distributions `[..., S]` with mass on at most two neighbouring bins.
 
         Args:
-            x: floating tensor of raw (untransformed) scalars. Out of range, ±inf included: the end bin. NaN: a row of
-                NaN.
+            x: floating tensor of raw (untransformed) scalars. Scalars out of range, including ±inf, are encoded as the
+                end bin, and NaN as a row of NaN.
 
         Returns:
             `[..., S]` in the dtype of `x`; each row sums to 1.
@@ -142,7 +143,8 @@ class Support:
         The histogram is taken in transformed coordinates, where the bins are of equal width, whatever the `space`.
 
         Args:
-            x: floating tensor of raw scalars. Out of range, ±inf included: as the end of the range. NaN: a row of NaN.
+            x: floating tensor of raw scalars. Scalars out of range, including ±inf, are encoded as the end of the
+                range, and NaN as a row of NaN.
             sigma_ratio: standard deviation divided by the width of a bin; finite, above 0.
 
         Returns:
@@ -200,7 +202,7 @@ class Support:
 
             out_k = sum_j probabilities_j w_k(reward + discount c_j)
 
-        So a row keeps its mass, also where an atom falls on a centre, or outside of the range.
+        So a row keeps its mass, even if an atom ``reward + discount c_j`` is equal to a centre or out of range.
 
         Args:
             probabilities: `[..., S]` floating tensor, of the next state; float64, float32, bfloat16 or float16.

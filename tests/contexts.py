@@ -394,7 +394,7 @@ def _forward_ad(case: Case) -> Pairs:
         return [(dual.primal, case.loss(POINT)), (dual.tangent, (case.gradient(POINT) * DIRECTION).sum())]
 
 
-# Inductor dominates the time, and the gradient is determined before it runs.
+# Inductor takes most of the time, but does not change the gradient: a run of the tests may choose another backend.
 BACKEND = os.environ.get("GRADSCALE_TEST_BACKEND", "inductor")
 
 
@@ -498,7 +498,7 @@ def _anomaly(case: Case) -> Pairs:
 
 
 def _process_group() -> None:
-    """A group of one process, which uses the same machinery. It stays open, because DDP must not outlive it."""
+    """A group of one process, which runs the code of larger groups. It stays open, because DDP must not outlive it."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 

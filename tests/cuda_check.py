@@ -1,11 +1,11 @@
 """Compiles all kernels that have a budget, for each GPU generation, counts instructions, and fails above budget.
 
 `make cuda-check` needs no GPU: NVRTC compiles, the simulated driver runs the PTX, nvdisasm prints the machine code. The
-calls come from tests/budget/cases.py, on a GPU with so few multiprocessors that their batch fills it, and again with a
-batch of 256 on an H200. Reported for each call: warp instructions per row, or per 16 bytes, of the executed PTX and of
-the machine code as estimated by tests/budget/sass.py; 32-byte sectors of memory, compared with the minimum; registers,
-resident warps per multiprocessor, and their bytes in flight; and the resulting times for 1 GB of logits. These are
-counts, not measurements: lower bounds without latency.
+calls come from tests/budget/cases.py. They run on a simulated GPU with so few multiprocessors that each call's batch
+fills it, and again with a batch of 256 on a simulated H200. Reported for each call: warp instructions per unit (a row,
+16 bytes or 32 steps) of the executed PTX, and of the machine code as estimated by tests/budget/sass.py; 32-byte sectors
+of memory, compared with the minimum; registers, resident warps per multiprocessor, and their bytes in flight; and the
+resulting times for 1 GB of logits. These are counts, not measurements: lower bounds without latency.
 
 Fails if a kernel spills registers on any GPU, a call exceeds its instruction budget, issuing takes more than its share
 of the memory time on an H200, too few bytes are in flight, or fp64 is the limit on an RTX 4090. Writes

@@ -59,7 +59,7 @@ def by_formula(weight, gradient, adaptive, eps, unit):
 
 
 def assert_clipped(parameters, before, adaptive, eps, unit):
-    """Compare each gradient with the formula, and units within their limits bit by bit. Return which were clipped."""
+    """Compare with the formula; units within their limits must be unchanged. Return which gradients were clipped."""
     clipped = []
     for parameter, gradient in zip(parameters, before, strict=True):
         expected, beyond = by_formula(parameter, gradient, adaptive, eps, unit)

@@ -61,7 +61,11 @@ def test_difference(ours, theirs, expected):
 
 
 def test_steps_from_the_same_weights():
-    """The gradients are 1.5 and 1. After steps from 1, 0.9 and 0.8, the weights differ by 0.05; theirs end at 0.7."""
+    """The gradients are 1.5 and 1.
+
+    Both learners start their three steps from the same weights: 1, 0.9 and 0.8. After each step, the weights differ by
+    0.05. After the last step, the weight of theirs is 0.7.
+    """
     found = lockstep.differences(learner(1.5), learner(1.0), [None] * 3)
     assert found == pytest.approx({"gradients": 0.5, "weights": 0.05 / 0.7, "loss": 0.05 / 0.7})
 

@@ -60,7 +60,7 @@ def test_loads_are_in_flight_until_their_use():
     blocks = sass.blocks_of(LISTING, "kernel")
     assert sass.in_flight(blocks, LINES) == 32 * 16
     assert sass.in_flight(blocks[:1], LINES) == 32 * 16
-    assert sass.in_flight(blocks[1:], {20: 1}) == 32 * 16  # two of 8 bytes, until the next iteration of the loop
+    assert sass.in_flight(blocks[1:], {20: 1}) == 32 * 16  # two loads of 8 bytes, used in the loop's next iteration
     assert sass.in_flight(sass.blocks_of(LISTING, "first"), {1: 1}) == 0
 
 

@@ -157,7 +157,7 @@ def graded(function, *arguments):
 @pytest.mark.parametrize("entries", [0, 1, 2], ids=["predictions", "targets", "mask"])
 @pytest.mark.parametrize("call", [lambda function, *a: function(*a), graded], ids=["eager", "func.grad"])
 def test_tensordicts_without_a_head_or_with_another(tensordicts, call, entries, change):
-    """The message is the same as for a dict, and names the head."""
+    """The message is the same as for a dict. If predictions or targets are wrong, it names the head."""
     messages = []
     for kind in (lambda entry: dict(entry.items()), lambda entry: entry):
         given = [entry.clone() for entry in tensordicts]

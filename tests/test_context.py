@@ -1,4 +1,7 @@
-"""Our queries about the contexts of PyTorch; a version of PyTorch that answers differently fails here first."""
+"""The functions that ask PyTorch in which context a call is made: eager, compiled, or under a transform.
+
+If a version of PyTorch answers differently, these tests fail first.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,8 @@ class Passing(TorchDispatchMode):
 
 def test_is_eager_is_false_only_in_compiled_and_exported_code():
     assert _context.is_eager()
-    seen = []
 
     def function(x):
-        seen.append(_context.is_eager())
         return x * (2 if _context.is_eager() else 3)
 
     x = torch.ones(1)

@@ -1,8 +1,8 @@
 """The results of the CUDA kernels, against `gradscale_ext.reference` on the CPU in float64 with the same inputs.
 
-They need a GPU and are skipped without one; with GRADSCALE_NEED_GPU=1, which `make gpu` sets, they fail instead. With
---simulated-kernels=LIBRARY the same tests run the same kernels on CPU tensors. How calls run on a GPU (streams, graphs,
-launches, synchronizations) is tested in gpu/test_execution.py.
+The tests need a GPU and are skipped without one; with GRADSCALE_NEED_GPU=1, which `make gpu` sets, they fail instead.
+With --simulated-kernels=LIBRARY the same tests run the same kernels on CPU tensors. How calls run on a GPU (streams,
+graphs, launches, synchronizations) is tested in gpu/test_execution.py.
 
 Tolerances: float64 1e-12; float32 a few roundings; half types the same, plus one rounding of the result.
 """
@@ -30,7 +30,7 @@ FALLBACKS += ("unit_norms", "clip_units")
 
 
 class Reference:
-    """The functions of `gradscale_ext.reference` for use in tests; the package itself must not call them meanwhile."""
+    """The functions of `gradscale_ext.reference`, for tests to call. `refused` makes calls by the package fail."""
 
     def __init__(self):
         self.asked = False
@@ -110,7 +110,7 @@ def tolerance_of(dtype):
 
 
 def check_close(ours, truth, dtype, scale=None, what=""):
-    """Check up to float32's rounding of the largest value, and one rounding of a half type."""
+    """Compare. The tolerance is relative to `scale` (default: the largest value), plus one rounding of a half type."""
     assert ours.shape == truth.shape, what
     if scale is None:
         finite = truth.detach()[truth.isfinite()]
@@ -427,7 +427,7 @@ def test_nonfinite(nonfinite, grad_output, dtype, device):
 
 @pytest.mark.parametrize("grad_output", [None, math.inf])
 def test_weights_that_are_not_finite(grad_output, device):
-    """Scale 0, a mask and skipping select; they do not multiply."""
+    """A gradient scale of 0, a mask and nonfinite="skip" give gradients of 0 even where weights are NaN or inf."""
     positive = ("two_hot", "raw", "gauss", "policy", "distance")  # the sum of infinities of both signs would be NaN
     heads = {name: head for name, head in heads_of(33).items() if name in positive}
     predictions, targets = inputs_of(heads, 33, batch=4, steps=2)
@@ -651,7 +651,7 @@ def beside(limit, g):
     return limit.reshape(-1, *[1] * (g.dim() - 1))
 
 
-# Operators by name, on x with arguments for its shape, and closed forms of their gradients in float64.
+# By name: an operator of x and of tensor arguments `a`, and its gradient as a formula of the incoming gradient `g`.
 FLOW = {
     "scale": (lambda x, a: gs.scale_gradient(x, 1 / 3), lambda g, a: g / 3),
     "scale, tensor": (lambda x, a: gs.scale_gradient(x, a["last"]), lambda g, a: g * a["last"]),
@@ -742,7 +742,7 @@ def test_flow_of_complex_tensors(operator, dtype, size, device):
 
 
 def test_flow_of_special_values(device):
-    """0 gives zeros for any gradient; norms neither overflow nor underflow; NaN in a gradient is preserved."""
+    """A scale of 0 gives zeros for any gradient; norms never overflow or underflow; NaN in a gradient is preserved."""
     incoming = torch.tensor([[math.inf, 1.0, -2.0], [math.nan, 3.0, 0.5], [0.0, 0.0, 0.0]], device=device)
     backward = lambda operator, g: torch.autograd.grad(operator(x := torch.zeros_like(g).requires_grad_()), x, g)[
         0
@@ -792,7 +792,7 @@ def test_l2_loss_of_several_dtypes(device):
     exact = [p.detach().cpu().double().requires_grad_() for p in parameters]
     loss, truth = gs.l2_loss(parameters, 0.1), REFERENCE.l2_loss(exact, 0.1)
     assert loss.dtype == torch.float64
-    check_close(loss, truth.detach(), torch.float32)  # accumulation dtype of narrower elements' squares
+    check_close(loss, truth.detach(), torch.float32)  # squares of narrower elements are added in float32
     loss.backward()
     truth.backward()
     for ours, theirs in zip(parameters, exact, strict=True):
@@ -827,7 +827,7 @@ def test_statistics(count, dtype, p, device):
     exact = [x.to(torch.complex128 if x.is_complex() else torch.float64) for x in values]
     found = gs.clip_gradients_(parameters, 0.5, norm_type=p)
     norms, counts, histogram = REFERENCE.tensor_statistics([*exact, None], p)
-    # Squares of narrower elements are added in float32; only the reference rounds moduli to float32.
+    # Squares of elements that are narrower than float64 are added in float32.
     loose = 1e-12 if dtype == torch.float64 else 1e-6 if dtype == torch.float32 else 1e-7
     torch.testing.assert_close(torch.stack([found.norm, found.abs_max]).cpu(), norms[:2], rtol=loose, atol=0)
     magnitudes = torch.stack([x.abs().mean() if x.numel() else torch.zeros(()) for x in [*exact, torch.zeros(1)]])
@@ -855,7 +855,7 @@ def test_skipping_is_decided_on_the_device(device):
 @pytest.mark.parametrize("unit", ["row", "tensor"])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
 def test_adaptive_clipping(dtype, unit, device):
-    """Rows and tensors of one piece and of several, with empty, strided, zero and non-finite ones."""
+    """Rows and tensors that one warp handles or several share, with empty, strided, zero and non-finite ones."""
     shapes = [(7, 5), (3, 4097), (0, 4), (4, 0), (), (13,), (9000,), (2, 3, 3, 3), (6, 8)]
     parameters = parameters_of(dtype, shapes)
     before, on_device = [], []

@@ -711,7 +711,7 @@ class Transformer(nn.Module):
 
 
 class LowRank(nn.Module):
-    """A frozen base with adapters; the second adapter is zero at first, and so is the gain of a residual branch."""
+    """A frozen layer with an adapter, and three branches. One factor of each is zero at first."""
 
     def __init__(self):
         super().__init__()
@@ -996,7 +996,7 @@ def free_deep_graphs(rank):
 
 @one_server
 def test_a_deep_graph_is_freed_whichever_tensor_dies_first():
-    """Run in a separate process, because a recursion in C++ would overflow its stack and end it."""
+    """Run in a separate process, because a recursion in C++ would overflow the stack and end the process."""
     start_processes(1, free_deep_graphs)
 
 

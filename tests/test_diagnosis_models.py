@@ -40,7 +40,7 @@ def diagnose(step, model, optimizer=None, traced=True):
             loss = step(model)
     diagnosis = gs.diagnose_gradients(loss, model, optimizer, tracer=tracer)
     assert str(diagnosis)
-    loss.backward()  # The graph is retained.
+    loss.backward()  # diagnose_gradients() has not freed the graph
     return diagnosis
 
 
@@ -445,7 +445,7 @@ def momentum(m):
     return F.mse_loss(m["fast"](X), keys)
 
 
-def test_momentum_weights_are_not_a_cut():
+def test_an_update_of_momentum_weights_is_not_a_cut():
     model = parts(fast=Network(), slow=Network())
     for _ in range(2):
         diagnosis = diagnose(momentum, model, sgd(model["fast"]))

@@ -111,7 +111,7 @@ def assert_same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
 
 
 def sound_model_has_no_findings(rank: int, way: str) -> None:
-    """There are no findings before or after the backward pass. Its gradients equal those of a model not diagnosed."""
+    """There are no findings before or after the backward pass, and a diagnosis does not change the gradients."""
     alone = WAYS[way](network())
     model = WAYS[way](network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -131,7 +131,7 @@ def distributed_data_parallel(rank: int) -> None:
 
 @check
 def a_module_under_ddp_used_twice_before_backward(rank: int) -> None:
-    """DDP broadcasts buffers before each forward, which must not affect a gradient in flight."""
+    """DDP writes to buffers before each forward pass. The backward pass of an earlier pass must not fail."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), gs.ScaleGradient(0.5), gs.ClipGradientNorm(1.0))
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     (parallel(torch.ones(2, 3)) + parallel(torch.zeros(2, 3))).sum().backward()
@@ -379,7 +379,7 @@ GROUPED: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("name_is_reused", [False, True])
 @pytest.mark.parametrize("function", GROUPED)
 def test_the_error_names_a_destroyed_process_group(function: str, name_is_reused: bool, one_rank: None) -> None:
-    """Also if a later group has the same name."""
+    """The error is the same if a later group has the same name."""
     group = dist.new_group([0])
     dist.destroy_process_group(group)
     if name_is_reused:

@@ -40,7 +40,7 @@ def mesh() -> DeviceMesh:
 
 
 def spread(tensor: Tensor, placement: Placement | None) -> Tensor:
-    """The tensor itself if `placement` is None, otherwise a DTensor with this placement, which is a leaf."""
+    """The tensor itself if `placement` is None, otherwise a DTensor with this placement that is a leaf."""
     if placement is None:
         return tensor
     return distribute_tensor(tensor.detach(), mesh(), [placement]).requires_grad_(tensor.requires_grad)
@@ -234,7 +234,7 @@ def returns(rank: int) -> None:
 
 @check
 def errors_name_the_argument(rank: int) -> None:
-    """A tensor with only one rank's samples is not accepted as the batch."""
+    """Errors of shapes show the size of the whole batch, not of a rank's part of it."""
     losses = spread(torch.ones(4, 2), Shard(0))
     with pytest.raises(ValueError, match=r"importance_weights must have shape \[B\] = \[4\], but it has \[3\]"):
         gs.reduce_multi_step(losses, importance_weights=torch.ones(3))

@@ -1,4 +1,7 @@
-"""scale_gradient and reverse_gradient: exact zeros, memory, arguments, structures. test_matrix.py has the contexts."""
+"""scale_gradient and reverse_gradient: exact zeros, memory, arguments, structures.
+
+test_matrix.py tests them under transforms, compilers and other contexts of PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def test_forward_mode_under_no_grad_is_still_scaled():
 def test_in_place_with_a_later_graph_raises(modified):
     x = torch.zeros(5, dtype=torch.float64)
     y = gs.scale_gradient(x, SCALE)
-    y.add_(1)  # nothing requires grad yet: an ordinary view
+    y.add_(1)  # nothing requires grad yet, so that y is an ordinary view of x
     assert torch.equal(x, torch.ones(5, dtype=torch.float64))
     source = POINT.clone().requires_grad_()
 
@@ -293,7 +296,7 @@ COMPILED_AUTOGRAD = {
 @pytest.mark.untraced
 @pytest.mark.parametrize("name", COMPILED_AUTOGRAD)
 def test_compiled_autograd(name):
-    """Compiled autograd traces the backward pass of an eager call, twice, with different gradients."""
+    """Compiled autograd traces the backward passes of two eager calls, which get different gradients."""
     torch._dynamo.reset()
     for seed in (0, 1):
         gradient = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))

@@ -117,7 +117,7 @@ def test_large_groups_give_the_same_bits_with_any_number_of_threads(rule):
 
 
 def test_chunks_of_different_scales_are_added_correctly():
-    """Each chunk has its own scale where its sum would overflow or underflow."""
+    """Large groups are summed in chunks of 32768 elements. A chunk whose sum would overflow or underflow is scaled."""
     g = torch.full((2, 32768 * 3), 1e-200, dtype=torch.float64)
     g[0, -1] = 1e-190
     g[1, :32768] = 1e200
@@ -208,7 +208,7 @@ class _NoReading(TorchDispatchMode):
 
 
 def test_tensor_arguments_are_never_read_by_the_host():
-    """The mode selects the path in tensor operations, which devices without kernels use."""
+    """Under the mode, tensor operations compute the gradient, as on devices without kernels."""
     g = torch.randn(4, 3)
     per_sample, scalar = torch.rand(4), torch.tensor(0.5)
     module = gs.ClipGradientNorm(scalar, batch_dims=1)
@@ -227,7 +227,7 @@ def test_tensor_arguments_are_never_read_by_the_host():
 
 @operators
 def test_sparse_gradients(operator):
-    """Operators change the values of a sparse gradient if the dense result is the same; otherwise they raise."""
+    """The operator is applied to the values of a sparse gradient, or raises if the dense result would differ."""
     weight = torch.randn(5, 2, requires_grad=True)
     indices = torch.tensor([1, 3, 1])
     g = torch.arange(6.0).view(3, 2) + 1

@@ -69,10 +69,10 @@ def parameters():
 
 
 def formula(heads, per_step, weights, options, reduction, skipped=()):
-    """Expected values from each step's loss, all as terms `[B]` of a sum over samples.
+    """Expected values, computed from each step's loss. Each is a tensor `[B]` with one number per sample.
 
-    They are the loss per sample (without importance weights), the loss, each head's contribution to it, and the
-    derivatives of these contributions by `weights`.
+    They are `per_sample` (without importance weights), and the samples' terms of the loss, of each head's contribution
+    to the loss, and of the derivatives of these contributions with respect to `weights`.
     """
     batch = next(iter(per_step.values())).shape[0]
     kept = torch.tensor([b not in skipped for b in range(batch)])
@@ -328,7 +328,7 @@ WRONG = {
     "step_weights names 'vlaue', which is not a head": {"step_weights": {"vlaue": [1.0] * 4}},
     "step_gradient_scale names 'vlaue', which is not a head": {"step_gradient_scale": {"vlaue": "unroll"}},
     "importance_weights names 'vlaue', which is not a head": {"importance_weights": {"vlaue": torch.ones(3)}},
-    "head_weights must be a mapping of head to number or tensor": {"head_weights": 2.0},
+    "head_weights must be a mapping of head names to numbers or tensors": {"head_weights": 2.0},
     "the head_weights of head 'value' must be a number or a tensor without dimensions, but it has shape [1]; write "
     ".reshape(())": {"head_weights": {"value": torch.ones(1)}},
     "the head_weights of head 'value' must be finite and at least 0, but it is -1.0": {"head_weights": {"value": -1.0}},
@@ -397,7 +397,7 @@ def test_check_reads_weights_by_head():
 
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("weight", [float("inf"), float("nan"), 8.0])
-def test_masked_samples_do_not_normalize(weight, by_head):
+def test_weights_of_masked_samples_do_not_affect_normalization(weight, by_head):
     weights, mask = torch.tensor([1.0, 2.0, weight]), torch.tensor([[True], [True], [False]])
     out = gs.multi_step_loss(
         {"a": gs.PerStepLoss()},

@@ -261,7 +261,7 @@ def commands_in(message):
     return [line or quoted for line, quoted in found if " install " in (line or quoted)]
 
 
-#: The content of PyTorch's module of that name, for a stub that compiles nothing.
+#: A stub of torch.utils.cpp_extension, which compiles nothing.
 CPP_EXTENSION = """
 from pathlib import Path
 from setuptools import Extension
@@ -330,7 +330,7 @@ def installed(site_packages):
 
 
 def import_remedies(monkeypatch):
-    """The commands if the extension is not compiled, and if it was compiled for another PyTorch."""
+    """Commands in the import errors of an extension that is not compiled, and of one compiled for another PyTorch."""
     monkeypatch.setattr(_native, "_version_built_with", lambda: "2.11.0")
     another = commands_in(str(_native._explain(ImportError("undefined symbol"))))
     monkeypatch.setattr(_native.importlib.util, "find_spec", lambda name: None)
@@ -546,7 +546,7 @@ def test_check_covers_every_operator_and_head(monkeypatch, capsys):
 
 
 def test_check_reports_a_gradient_of_nan(monkeypatch, capsys):
-    """The value is right, so that NaN is not the first of the differences: Python's max() would drop it."""
+    """Only the gradient is NaN, not the value. Python's max() would ignore a NaN that is not its first argument."""
     reverse = gradscale_ext.reverse_gradient
     monkeypatch.setattr(gradscale_ext, "reverse_gradient", lambda x, scale: reverse(x, math.nan))
     status, text = run_main(monkeypatch, capsys, "check", "--json", "--batch", "2", "--device", "cpu")
@@ -590,7 +590,7 @@ def test_report_without_the_extension(as_json, tmp_path):
     """The report runs, and gives instructions."""
     ignored = shutil.ignore_patterns("_C.*.so", "_C.*.pyd", "_build.py", "__pycache__")
     shutil.copytree(gradscale_ext.__path__[0], tmp_path / "gradscale_ext", ignore=ignored)
-    # Without site, an editable installation cannot find an extension elsewhere.
+    # -S disables the site module, through which an editable installation would find its compiled extension.
     command = [sys.executable, "-S", "-m", "gradscale_ext", *(["--json"] if as_json else [])]
     environ = {**os.environ, "PYTHONPATH": str(Path(torch.__file__).parent.parent)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)

@@ -301,7 +301,7 @@ def test_a_vector_as_long_as_eps_has_a_direction():
 
 
 def test_the_cosine_of_subnormal_vectors_is_a_number():
-    """The reciprocal of their largest element is infinite."""
+    """The reciprocal of a vector's largest element is infinite."""
     x = torch.full((1, 4), 5e-324, dtype=torch.float64, requires_grad=True)
     loss = gs.multi_step_loss({"c": gs.NegativeCosine()}, {"c": [x]}, {"c": [x.detach()]}).loss
     assert loss.item() == 0

@@ -75,7 +75,7 @@ def test_equals_the_reference(graphs, stacked, steps):
 
 
 @pytest.mark.slow
-def test_inductor_compiles_it():
+def test_inductor_compiles_the_loss():
     heads = {"value": gs.TwoHot(gs.Support(-1, 1, 5))}
     predictions, targets = {"value": torch.randn(4, 1, 5, requires_grad=True)}, {"value": torch.rand(4, 1)}
     compare(*both(heads, predictions, targets), predictions, rtol=1e-5)
@@ -97,7 +97,7 @@ def test_schedules_and_batches_do_not_compile_again(graphs):
 
 
 def test_each_form_of_a_call_has_its_own_graphs(graphs, monkeypatch):
-    """The calls have more forms than torch.compile keeps graphs for one function (`recompile_limit`)."""
+    """Each number of steps compiles, although torch.compile keeps at most `recompile_limit` graphs of one function."""
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     for steps in range(1, 5):
         x = torch.ones(3, steps, requires_grad=True)

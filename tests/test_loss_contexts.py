@@ -23,8 +23,8 @@ STEPS, BATCH = 3, 4
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.25], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]], dtype=torch.bool)
 WIDTH = 12
-# Compiled contexts have fewer heads, to save time: `A_FEW` with Inductor, `TRANSFORMED` for compiled transforms, whose
-# graph is the large one of the reference, and `EACH_KIND` otherwise.
+# Compiled contexts have fewer heads, to save time: `A_FEW` with Inductor, `TRANSFORMED` for compiled transforms, which
+# trace the large graph of the reference, and `EACH_KIND` otherwise.
 KINDS = ("value", "wide_gauss", "bonus", "classes", "features", "huber", "end")
 KINDS += ("quantiles", "prior", "consistency", "own")
 EACH_KIND = {name: ALL_HEADS[name] for name in KINDS}
@@ -239,7 +239,7 @@ def test_gradient_norms_of_the_reference(context):
     ["eager", "func.grad", "vmap of grad", "is_grads_batched", "compile, aot_eager", "export"],
 )
 def test_gradient_with_time_first(context):
-    """With as many samples as steps, masks and weights read in the wrong order change the gradient and do not raise."""
+    """There are as many samples as steps: confusing the two dimensions would change the gradient, and not raise."""
     x, targets = make(batch=STEPS)
     weights = torch.rand(STEPS, STEPS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     options = {"mask": MASK[:STEPS], "step_weights": weights, "step_gradient_scale": weights.sqrt()}
@@ -485,7 +485,8 @@ def test_opcheck():
             torch.library.opcheck(
                 torch.ops.gradscale_ext.multi_step_loss.default,
                 (flat, flat_targets, [3, 2, 2, 3], [3, 2, 2, -1], *record, [], *options),
-                # test_aot_dispatch_dynamic compares outputs after a backward pass, which moves gradients out of them.
+                # test_aot_dispatch_dynamic compares outputs after a backward pass. The operator's outputs include
+                # gradients, whose memory the backward pass takes, so that their content is undefined.
                 test_utils=["test_schema", "test_autograd_registration", "test_faketensor"]
                 + ["test_aot_dispatch_dynamic"] * (not requires_grad),
             )

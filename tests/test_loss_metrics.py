@@ -98,7 +98,7 @@ def test_exported_programs():
 
 @pytest.mark.untraced
 def test_transforms():
-    """Inside `torch.func.grad`, under `torch.vmap` and in forward mode."""
+    """The norms are right inside `torch.func.grad`, under `torch.vmap` and in forward mode."""
     heads = {name: ALL_HEADS[name] for name in ALL_HEADS if name not in ("classes", "smooth_classes")}
     predictions, targets = arguments(heads=heads)
     truth = gs.multi_step_loss(heads, predictions, targets).head_gradient_norms

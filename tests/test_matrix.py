@@ -1,4 +1,4 @@
-"""Gradient-flow operators and returns in every context: correct, or an error with instructions; never wrong."""
+"""The matrix of operators and returns in contexts (see contexts.py): a cell is right, or an error with instructions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ FORWARD_MODE = {"func.jvp", "jacfwd", "hessian", "forward_ad", "compile(jvp)"}
 
 
 def is_compiled_elsewhere(case: Case, context: str) -> bool:
-    """True for a compiled context that runs with the other kind of argument. `make matrix` judges both kinds."""
+    """True if this test runs the operator in this compiled context only with the other kind of argument.
+
+    The kinds are numbers and tensors. `make matrix` judges both.
+    """
     names = sorted({other.name for other in CASES})
     if context not in COMPILED or case.name not in names:
         return False

@@ -257,7 +257,7 @@ def test_nonfinite_gradients_of_a_step_that_is_clipped_twice(bad):
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_clippings_of_an_abandoned_step_do_not_count(set_to_none, clip):
-    """New gradients are new tensors or are written into the old ones, for some parameters or for all."""
+    """The next gradients, of all parameters or of some, are new tensors or are written into the old tensors."""
     with watch(lr=0.0, every=1) as (model, optimizer, watching):
         train_gradients(model, 1)
         clip(model, 1e-3)
@@ -488,7 +488,7 @@ def test_without_histograms_and_updates():
 @pytest.mark.parametrize("every", [1, 100])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_updates_of_all_dtypes_and_layouts(dtype, every):
-    """Parameters are large or strided. The memory of the copies is kept only if `every` is below 10."""
+    """Parameters are copied before a step. The memory of the copies is kept only if `every` is below 10."""
     generator = torch.Generator().manual_seed(0)
     model = nn.Module()
     model.large = nn.Parameter(torch.randn(300, 512, generator=generator).to(dtype))
@@ -504,7 +504,7 @@ def test_updates_of_all_dtypes_and_layouts(dtype, every):
     for name, parameter in model.named_parameters():
         update = (parameter.detach().to(wide) - before[name].to(wide)).norm()
         expected = (update / before[name].to(wide).norm()).item()
-        rounding = 1e-5 if dtype == torch.complex64 else 1e-6  # differences of complex numbers are rounded
+        rounding = 1e-5 if dtype == torch.complex64 else 1e-6  # the difference is rounded to complex64
         assert value(watching, f"update_to_weight_ratio/{name}") == pytest.approx(expected, rel=rounding)
 
 
@@ -590,7 +590,7 @@ def test_a_step_does_not_read_tensors_on_the_host(monkeypatch):
             train(model, optimizer, 3, max_norm=0.5)
         assert (reads.count, read) == (0, [])
         train(model, optimizer, 1)
-    assert "tolist" in read  # writing reads the numbers, which this test detects
+    assert "tolist" in read  # the fourth step reads numbers, which shows that the patches detect reads
 
 
 @pytest.mark.cuda
@@ -894,7 +894,7 @@ def test_steps_that_the_scaler_skips_are_recorded_as_such(fused):
 
 
 def test_skipped_steps_of_an_optimizer_that_skips_by_itself(monkeypatch):
-    """Only the device knows which steps were skipped. It counts them, and the next record includes the count."""
+    """The host cannot see which steps are skipped. The device counts them, and the next record includes the count."""
     monkeypatch.setattr(monitor, "FOLD", 2)
     with watch(lr=0.01, fused=True, every=4) as (model, optimizer, watching):
         scaled_steps(model, optimizer, [1.0, OVERFLOW, OVERFLOW, 1.0, 1.0, 1.0, OVERFLOW])
@@ -977,7 +977,7 @@ def test_several_monitors_optimizers_and_scalers():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_skipped_steps_add_no_synchronization(fused):
-    """A monitor synchronizes no more often than the scaler."""
+    """With a monitor, a step synchronizes as often as without one."""
     counts = []
     for watched in (False, True):
         model, optimizer = with_sgd(lr=0.01, fused=fused)
@@ -991,7 +991,7 @@ def test_skipped_steps_add_no_synchronization(fused):
 
 @pytest.mark.parametrize(("fused", "every"), [(False, 1), (False, 2), (True, 2)])
 def test_training_is_the_same_bit_by_bit(fused, every):
-    """With a scaler that skips steps, and without one."""
+    """A monitor does not change training, with a scaler that skips steps or without a scaler."""
     ends = []
     for watched in (False, True):
         model = network()
@@ -1377,7 +1377,7 @@ def test_sharded_parameters(mesh, every, clips):
 
 
 def test_a_model_with_named_parameters_of_its_own():
-    """The method of TorchRL's `LossModule` accepts fewer arguments than the one of `nn.Module`."""
+    """TorchRL's `LossModule.named_parameters` accepts fewer arguments than `nn.Module.named_parameters`."""
 
     class Loss(nn.Module):
         def __init__(self):
@@ -1619,7 +1619,7 @@ def test_plot(tmp_path, monkeypatch):
     assert rate.get_ydata().tolist() == [v for _, v in watching.history["clip_rate"]]
     ratios = panel(figure, "update-to-weight ratio (usually about 1e-3)")
     assert len(ratios.lines) == 6
-    assert len(ratios.texts) == 4  # two at each end; the others are grey
+    assert len(ratios.texts) == 4  # two highest and two lowest; the other lines are grey
 
 
 def panel(figure, title):
@@ -1753,7 +1753,7 @@ def test_axes_of_a_picture_of_few_steps_and_equal_norms():
 
 @pytest.fixture
 def fit(monkeypatch):
-    """Starts a fit with two optimizers and takes a step with each; Lightning is a stub of what the callback uses."""
+    """A function that starts a fit with two optimizers, and takes a step with each. Lightning is a stub."""
     packages = {name: types.ModuleType(name) for name in ("lightning", "lightning.pytorch")}
     packages["lightning"].pytorch = packages["lightning.pytorch"]
     packages["lightning.pytorch"].Callback = type("Callback", (), {})

@@ -77,7 +77,7 @@ def test_cartpole_ends_at_its_time_limit():
 
 
 def boards_after(board, actions):
-    """Boards and ends of games after each action, according to the game's class."""
+    """(board, reward, whether the game ended) for each action, tried on its own, according to the game's class."""
     game = tictactoe.TicTacToe(len(actions))
     game.reset(seed=0)
     game.board[:] = board

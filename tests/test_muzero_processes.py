@@ -69,6 +69,7 @@ def test_ranks_of_torchrun_save_when_ctrl_c_is_pressed(tmp_path):
 
 
 def test_a_share_has_its_part_and_its_own_seed():
+    """A share is the configuration of one of several processes, which divide the games among them."""
     shares = [Configuration(num_environments=11).share(i, 4, "num_environments") for i in range(4)]
     assert [share.num_environments for share in shares] == [2, 3, 3, 3]
     assert len({share.seed for share in shares}) == 4
@@ -156,7 +157,10 @@ def episode(length, seed):
 
 
 def test_a_new_keeper_has_all_acknowledged_episodes(tmp_path):
-    """A new keeper reads the file after each call. A repeated call adds nothing. The ring buffer wraps around."""
+    """After each call, another keeper (the actor that owns the replay buffer) is created from the same file.
+
+    A repeated call adds nothing. The ring buffer wraps around.
+    """
     pytest.importorskip("ray")
     from actors import Keeper
 

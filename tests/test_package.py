@@ -85,7 +85,7 @@ def test_the_error_explains_a_source_folder_that_shadows_the_package(tmp_path):
 
 
 def test_the_error_explains_an_extension_that_does_not_load(tmp_path):
-    """After an upgrade of PyTorch, symbols that the extension needs are missing."""
+    """An invalid file stands for an extension whose symbols are missing after an upgrade of PyTorch."""
     package = tmp_path / "gradscale_ext"
     shutil.copytree(gs.__path__[0], package, ignore=shutil.ignore_patterns("_C.*"))
     (package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"no library")

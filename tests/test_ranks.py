@@ -179,7 +179,7 @@ def assert_one_all_reduce(function: Callable[[], object]) -> None:
 
 
 def one_all_reduce_for_all_statistics(rank: int) -> None:
-    """Also if some ranks have no part of some tensors."""
+    """Each call needs one all-reduce, also if some ranks have no part of some tensors."""
     network = Network(1, None)
     fully_shard(network, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     for p in network.parameters():
@@ -193,7 +193,10 @@ def one_all_reduce_for_all_statistics(rank: int) -> None:
 
 
 def one_all_reduce_for_the_counts_of_a_loss(rank: int) -> None:
-    """And one for the largest weight; none without a group, and none in the backward pass."""
+    """A loss with a process group needs one all-reduce, and a second one if it normalises importance weights.
+
+    A loss without a group needs none, and neither does the backward pass.
+    """
     losses, group = torch.ones(3, 2, requires_grad=True), dist.group.WORLD
     for reduction in ("mean", "valid_mean"):
         for count, given in ((0, None), (1, group)):
@@ -337,7 +340,7 @@ def limits_of(learner: Learner) -> dict[str, Tensor]:
 
 
 def a_checkpoint_goes_on_with_another_number_of_ranks(rank: int) -> None:
-    """Bitwise with the same number of ranks; up to rounding with more ranks and with fewer."""
+    """Further training is bitwise the same with the same number of ranks, and up to rounding with more or fewer."""
     ranks, half = dist.get_world_size(), dist.get_world_size() // 2
     few, many = DeviceMesh("cpu", list(range(half))), init_device_mesh("cpu", (ranks,))
     steps = list(itertools.islice(batches(torch.float64), 6))
@@ -410,7 +413,7 @@ import gradscale_ext as gs
 dist.init_process_group("gloo", *{rendezvous})
 layer = torch.nn.Linear(2, 2)
 
-def meet(place):
+def wait_for_rank_0(place):
     file = pathlib.Path(__file__ + place)
     if dist.get_rank() == 0:
         file.touch()
@@ -419,12 +422,12 @@ def meet(place):
 
 for step in range(4):
     if step == 2:
-        meet("before the loss")
+        wait_for_rank_0("before the loss")
         if dist.get_rank() == 1:
             {end}
     out = gs.reduce_multi_step(layer(torch.ones(3, 2)), reduction="valid_mean", process_group=dist.group.WORLD)
     if step == 3:
-        meet("after the loss")
+        wait_for_rank_0("after the loss")
         if dist.get_rank() == 1:
             {later}
     out.loss.backward()
@@ -457,7 +460,7 @@ def test_the_error_names_the_call_that_a_rank_missed(end: str, later: str, funct
 
 @pytest.mark.slow
 def test_torchrun_reports_the_rank_that_was_killed(tmp_path: Path) -> None:
-    """As the root cause or as another failure, because torchrun cannot tell which rank ended first."""
+    """It appears as the root cause or as another failure, because torchrun cannot tell which rank ended first."""
     script = tmp_path / "train.py"
     script.write_text(ENDS.format(rendezvous="[]", end=KILL, later="pass"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

@@ -23,7 +23,7 @@ CALLS = {
     "clip norm 1": ("clip_gradient_norm", (1.0,), {"norm_type": 1}),
     "clip norm inf": ("clip_gradient_norm", (0.25,), {"norm_type": math.inf, "batch_dims": 1}),
     "clip to nothing": ("clip_gradient_norm", (0.0,), {}),
-    "clip not": ("clip_gradient_norm", (math.inf,), {}),
+    "clip without limit": ("clip_gradient_norm", (math.inf,), {}),
     "normalize": ("normalize_gradient", (3.0,), {"batch_dims": 1}),
     "normalize 3": ("normalize_gradient", (LIMITS,), {"batch_dims": 1, "norm_type": 3.0}),
     "clip value": ("clip_gradient_value", (-0.5, TENSOR.abs()), {}),

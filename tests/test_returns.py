@@ -62,7 +62,7 @@ def test_reference_against_the_definitions(function, seed):
 
 
 def window_data():
-    """Windows of games of each length from 0 to 8."""
+    """Arguments of `muzero_targets`: nine windows (one per row) that contain 0 to 8 steps of a game."""
     g = torch.Generator().manual_seed(0)
     data = {
         "rewards": torch.randn(9, 8, generator=g).double(),
@@ -359,7 +359,7 @@ def test_clips_that_change_do_not_recompile(function, varying, batch_first):
         inputs = [arguments[name] for name in names if arguments[name] is not None]
         given = [name for name in names if arguments[name] is not None]
 
-        # `clips` are computed outside of this function: PyTorch 2.11 would recompile a product for each number.
+        # The products in `clips` are computed outside of this function: inside, PyTorch 2.11 would recompile for each.
         def results(clips, *values, arguments=arguments, given=given):
             return call(function, arguments | dict(zip(given, values, strict=True)), batch_first=batch_first, **clips)
 
@@ -440,7 +440,10 @@ def test_against_torchrl():
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.any_version
 def test_coefficients_of_retrace_that_no_step_reads(module, name, batch_first):
-    """Retrace reads c_t at step t - 1: not c_0, and not c_t after a cut or after padding."""
+    """Retrace reads c_t = lambda_t min(clip_c, ratio_t) at step t - 1.
+
+    It does not read c_0, nor c_t if step t - 1 ends an episode or is masked.
+    """
     data = random_data(24, 3, 8, ends=0, padding=0)
     data["terminated"][0, 1] = True
     data["truncated"][1, 3] = True
@@ -544,7 +547,7 @@ def test_nan_next_to_a_coefficient_of_zero(function, zero, spoilt, module):
     "options", [{"function": "lambda_returns", "lambda_": 1.0}, {"function": "n_step_returns", "n": 3}]
 )
 @pytest.mark.any_version
-def test_next_values_that_are_not_read_next_to_a_discount_of_nan(options, module):
+def test_the_gradient_of_an_unread_next_value_is_zero_if_its_discount_is_nan(options, module):
     discount = torch.tensor([[0.9, torch.nan, 0.9]])
     next_values = torch.ones(1, 3, requires_grad=True)
     options = dict(options)

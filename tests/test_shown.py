@@ -34,7 +34,7 @@ def test_statistics(model):
     assert fits(repr(statistics))
     lines = repr(statistics).splitlines()
     assert lines[1].split()[1:] == ["4", "2", "1", "1", "0", "0", "0"]
-    assert lines[-2:] == ["... 123 more lines; print() shows all", "total norm: 21.91"]  # the root of 80 (4 + 2)
+    assert lines[-2:] == ["... 123 more lines; print() shows all", "total norm: 21.91"]  # sqrt(80 * (4 + 2))
     assert len(str(statistics).splitlines()) == 162
     rows = rows_of(statistics._repr_html_())
     assert rows[2][1:] == ["2", "1.414", "1", "1", "0", "0", "0"]

@@ -33,7 +33,11 @@ def rounding(request):
 
 
 def assert_same(tensors, p=2.0, rounding=1e-12):
-    """Elements may cancel, so that the error of a mean may be twice the error of a norm (relative to magnitudes)."""
+    """Compare with the reference.
+
+    The error of a mean is relative to the mean magnitude, because elements may cancel. It may be twice the error of a
+    norm, because the square root halves that error.
+    """
     result, expected = module._C.tensor_statistics(tensors, p), reference.tensor_statistics(tensors, p)
     sums, counts, _ = reference.tensor_statistics(tensors, 1.0)
     magnitudes = sums[0] / (counts[0] - counts[2] - counts[3]).clamp(min=1)
@@ -353,7 +357,9 @@ def test_a_norm_beyond_float64_is_named():
 def test_forms_in_which_parameters_are_accepted():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
     model[1].weight = model[1].weight
-    for given in (model, model.parameters(), list(model.named_parameters()), model.named_parameters()):
+    names, numbers = list(dict(model.named_parameters())), ["0", "1", "2", "3"]
+    named = list(model.named_parameters())
+    for given, expected_names in ((model, names), (model.parameters(), numbers), (named, names), (iter(named), names)):
         model.zero_grad()
         model(torch.ones(4, 3)).sum().backward()
         expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
@@ -361,11 +367,7 @@ def test_forms_in_which_parameters_are_accepted():
         assert statistics.total_norm.item() == pytest.approx(expected.item(), rel=1e-6)
         after = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
         assert after.item() == pytest.approx(0.1, rel=1e-4)
-        assert statistics.names == (
-            ["0", "1", "2", "3"]
-            if given is not model and statistics.names[0] == "0"
-            else list(dict(model.named_parameters()))
-        )
+        assert statistics.names == expected_names
     twice = list(model.parameters())
     model(torch.ones(4, 3)).sum().backward()
     assert gs.clip_gradients_([*twice, *twice], 1.0).names == ["0", "1", "2", "3"]

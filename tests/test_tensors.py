@@ -23,7 +23,7 @@ def test_l2_loss(dtype):
     assert loss.item() == pytest.approx(exact.item(), rel=1e-14 if dtype == torch.float64 else 1e-6)
     (loss * 3).backward()
     for p in parameters:
-        # Rounded once, from float32.
+        # The product is computed in float32 or float64, and rounded once.
         expected = (p.detach().double() * 3e-4).to(dtype)
         torch.testing.assert_close(
             p.grad, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-7 if dtype == torch.float16 else 0

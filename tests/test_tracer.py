@@ -1,4 +1,7 @@
-"""`GradientTracer` does not change what it traces, supports PyTorch's contexts, and keeps no tensor alive."""
+"""`GradientTracer` does not change what it traces, supports PyTorch's contexts, and keeps no tensor alive.
+
+A cut is a call through which no gradient flows back.
+"""
 
 from __future__ import annotations
 
@@ -316,6 +319,7 @@ def test_functions_of_this_package_are_traced():
 
 
 def test_relevant_and_irrelevant_cuts():
+    """A cut is irrelevant if its result is combined with the value that was cut off, or only becomes a condition."""
     w = nn.Parameter(torch.ones(3))
     scale, data = torch.full((), 0.5), torch.ones(3)
     with GradientTracer() as tracer:
@@ -331,7 +335,7 @@ def test_relevant_and_irrelevant_cuts():
         }
         relevant = {
             "state": torch.tanh(x).detach() @ w,
-            "two calls on": x + torch.tanh(torch.tanh(x).detach() * w),
+            "two calls later": x + torch.tanh(torch.tanh(x).detach() * w),
             "state and value": torch.cat([x, x.detach()]),
             "target": torch.nn.functional.mse_loss(x, (w * data * 2).sin().cos().exp().detach()),
             "written": data.clone().copy_(x.detach()) * w.sin(),

@@ -1,4 +1,4 @@
-"""Type checkers accept a typical script that uses the package, and report its misspelt lines."""
+"""Type checkers accept a typical script that uses the package, and report the lines with mistakes."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ assert_type(gs.scale_gradient([out.loss], 0.5), list[torch.Tensor])
 norm: float = float(gs.clip_gradients_([torch.zeros(2)], 1.0))
 """
 
-#: Misspelt lines, and parts of the messages of mypy.
-MISSPELT = {
+#: Lines with mistakes, and parts of mypy's messages.
+MISTAKES = {
     'loss_fn(predictions, targets, step_gradient_scales="unroll")': 'Unexpected keyword argument "step_gradient_s',
     'loss_fn(predictions, targets, reduction="average")': 'Argument "reduction" to "__call__" of "MultiStepLoss"',
     "gs.TwoHot(gs.Support.muzero(), label_smooth=0.1)": 'Unexpected keyword argument "label_smooth"',
@@ -60,16 +60,16 @@ MISSPELT = {
 
 @pytest.fixture
 def script(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT + "\n".join(MISSPELT))
+    (tmp_path / "script.py").write_text(SCRIPT + "\n".join(MISTAKES))
     return tmp_path / "script.py"
 
 
 FIRST = SCRIPT.count("\n") + 1
-WRONG_LINES = set(range(FIRST, FIRST + len(MISSPELT)))
+WRONG_LINES = set(range(FIRST, FIRST + len(MISTAKES)))
 
 
 def test_mypy(script):
-    """Only the misspelt lines have errors."""
+    """Only the lines with mistakes have errors."""
     pytest.importorskip("mypy")
     # The options and the cache of `make lint`, in which PyTorch has already been analysed.
     options = ["--strict", f"--config-file={ROOT}/pyproject.toml", f"--cache-dir={ROOT}/.mypy_cache"]
@@ -78,7 +78,7 @@ def test_mypy(script):
     said = subprocess.run(command, capture_output=True, text=True, cwd=script.parent, env=environ).stdout
     errors = re.findall(r"^(.*):(\d+): error: (.*)$", said, re.MULTILINE)
     assert {(file, int(line)) for file, line, _ in errors} == {(script.name, line) for line in WRONG_LINES}, said
-    for number, expected in enumerate(MISSPELT.values(), start=FIRST):
+    for number, expected in enumerate(MISTAKES.values(), start=FIRST):
         assert any(int(line) == number and expected in message for _, line, message in errors), said
 
 

@@ -101,7 +101,7 @@ def test_compiled_without_graph_breaks_and_recompilations():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype: torch.dtype):
-    """Half logits are taken as they are; with float16 a GradScaler multiplies the loss, and skips no step here."""
+    """The loss accepts half-precision logits. With float16, a GradScaler scales the loss, and skips no step here."""
     truth = train(50, eager_loss(network := make_network()), network, schedule=False)
     network = make_network()
     inner = eager_loss(network)
@@ -122,7 +122,7 @@ def test_autocast(dtype: torch.dtype):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(use_reentrant: bool):
-    """The dynamics' activations are computed once more in the backward pass: the same gradients."""
+    """The dynamics' activations are recomputed in the backward pass, and the gradients are the same."""
     network = make_network(torch.float64)
     batch, loss_function = make_batch(0, torch.float64), make_loss(SUPPORT, "fused")
     plain = torch.autograd.grad(loss_of(network, loss_function, batch, 1e-4)[0], list(network.parameters()))
@@ -163,7 +163,7 @@ class Unrolled(nn.Module):
 
 
 def test_exported_models_predict_and_learn():
-    """Operators stay in the program, forward and backward."""
+    """The exported program contains the operators, and its gradients equal the gradients of the model."""
     model, batch = Unrolled(make_network(torch.float64)), make_batch(0, torch.float64)
     inputs = (batch.observation.clone().requires_grad_(), batch.legal_actions, batch.actions)
     program = torch.export.export(copy.deepcopy(model), inputs)

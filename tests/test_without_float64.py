@@ -30,7 +30,10 @@ HEADS: dict[str, gs.Head] = {
 
 
 class RejectFloat64(TorchDispatchMode):
-    """Rejects operations without float64 arguments that return float64. The arguments may be a user's, on the CPU."""
+    """Rejects operations that make float64 from other dtypes.
+
+    Operations on float64 arguments pass, because a user's tensors on the CPU may be float64.
+    """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
@@ -51,7 +54,7 @@ def without_float64(monkeypatch: pytest.MonkeyPatch, function: Callable[[], Any]
 
 
 def assert_same_without(monkeypatch: pytest.MonkeyPatch, function: Callable[[], Any]) -> None:
-    """Equal up to the rounding of float32."""
+    """Check that the results of `function` with and without float64 are equal up to the rounding of float32."""
     expected = function()
     found = without_float64(monkeypatch, function)
     for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
@@ -122,7 +125,7 @@ def test_flow(x: torch.Tensor, number: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_moving_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their float64 numbers are converted to float32, also if such a device is the default device."""
+    """A module's float64 numbers become float32 on a device without float64, also if it is the default device."""
     modules = [gs.ScaleGradient(0.1), gs.ClipGradientNorm(0.1), gs.ClipGradientValue(-0.1, 0.1)]
 
     def move() -> None:

@@ -1,4 +1,8 @@
-"""Random trajectories, and returns by definition: sums over one episode, in NumPy, row by row."""
+"""Random trajectories, and returns by definition: sums over one episode, in NumPy, row by row.
+
+An episode `e` is a dict of arrays with an entry for each step: rewards r, values v, next values w, discounts gamma,
+lambda and ratio. `nu` are the root values of MuZero.
+"""
 
 from __future__ import annotations
 

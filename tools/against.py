@@ -9,8 +9,9 @@ The project is imported from the checkout, which is not modified. Stubs replace 
 The recipe's lines replace the project's lines in a second copy of the module, in memory. Each copy has its own
 optimizer. First every step begins with the same weights; then both take as many steps independently. This runs in
 float64, where only rounding may differ, and in float32, where times are measured: medians of the CPU time of one
-thread, in turns. A difference is the largest difference of an element, divided by the largest value of the project's
-own result. The exit status is 1 if a step in float64 differs by more than the recipe's tolerance, 1e-10 for most.
+thread, while the two learners take turns. A difference is the largest difference of an element, divided by the largest
+value of the project's own result. The exit status is 1 if a step in float64 differs by more than the recipe's
+tolerance, 1e-10 for most.
 """
 
 from __future__ import annotations

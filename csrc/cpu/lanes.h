@@ -1,5 +1,5 @@
-// 16 numbers at a time, in as many vectors as the instruction set needs: neighbouring elements of a row, or one element
-// of each of 16 rows. Included once for each instruction set.
+// `Lanes` holds 16 numbers in as many vectors as the instruction set needs. They are neighbouring elements of a row, or
+// one element of each of 16 rows. Included once for each instruction set.
 #include "../formulas/element.h"
 #include "../formulas/losses.h"
 #include "vectors.h"
@@ -14,7 +14,7 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-using gradscale::exp_nonpositive; // of single numbers
+using gradscale::exp_nonpositive; // the overloads for single numbers
 
 template <class A>
 GRADSCALE_HOST_DEVICE typename Vectors<A>::V larger_bits(typename Vectors<A>::V a, typename Vectors<A>::V b) {
@@ -77,7 +77,7 @@ struct Lanes {
       return magnitude < static_cast<A>(INFINITY) - V{} ? magnitude : V{};
     });
   }
-  // weight x, where 0 times anything is 0.
+  // weight * x, and 0 if the weight is 0, also for an infinite x.
   friend GRADSCALE_HOST_DEVICE Lanes product(Lanes weight, Lanes x) {
     return each([&](size_t p) { return weight.parts[p] == V{} ? V{} : weight.parts[p] * x.parts[p]; });
   }
@@ -93,7 +93,7 @@ struct Lanes {
 
 struct AllLanes {};
 
-// Lanes 0 to end - 1 of 16 valid addresses.
+// Lanes 0 to end - 1. The addresses of all 16 lanes must be valid.
 struct LanesBelow {
   int end;
 };
@@ -381,8 +381,9 @@ GRADSCALE_HOST_DEVICE A largest_bits(Lanes<A> x) {
 // exp(x) for x <= 0: 2^t with t = x log2(e) is 2^n 2^f, n a whole number and f a fraction, and 2^f is a polynomial that
 // is 1 at 0. The relative error is 8.6e-8 from the polynomial plus |x| 6e-8 from the rounding of t. Results below the
 // smallest normal number are 0, or subnormal with AVX-512. -inf gives 0, and NaN stays NaN. With `in_range`, x must be
-// neither below kLeastInRange nor NaN, which saves instructions without AVX-512.
+// neither below kLeastInRange nor NaN; this saves instructions, except with AVX-512.
 constexpr float kLeastInRange = -87;
+constexpr bool kIsFasterInRange = GRADSCALE_X86_BYTES != 64;
 
 template <bool in_range>
 GRADSCALE_HOST_DEVICE Vectors<float>::V exp_part(Vectors<float>::V x) {

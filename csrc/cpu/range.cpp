@@ -1,6 +1,6 @@
 // The kernels of range.h. Sums are computed in double, where squares of float neither overflow nor underflow. A sum
-// outside the safe range of double (float64 gradients, or a large p) is computed again from elements scaled by a power
-// of two. The compiler vectorises the loops. This file includes itself once for each instruction set.
+// outside the safe range of double (float64 gradients, or a large p) is computed again from scaled elements. The
+// compiler vectorises the loops. This file includes itself once for each instruction set.
 #ifndef GRADSCALE_VARIANT
 #include "range.h"
 

@@ -85,11 +85,11 @@ int64_t elements_before_blocks(const T* row, int64_t width) {
 template <int chain>
 using Chain = std::integral_constant<int, chain>;
 
-// Calls body(first, lanes, chain) for each block of a row; `first` is the index of the block's first element, negative
-// before the row. The blocks are a block with the elements before the aligned blocks, the aligned blocks, and a block
-// with the remaining elements. `lanes` selects the elements of a block that are in the row, and in no other block:
-// without masks, blocks overlap. `chain` is 0 to chains - 1. Sums of different chains are independent, so that the
-// processor can compute them in parallel.
+// Calls body(first, lanes, chain) for each block of a row; `first` is the index of the block's first element, and is
+// negative if the block begins before the row. The blocks are a block with the elements before the aligned blocks, the
+// aligned blocks, and a block with the remaining elements. `lanes` selects each element of the row in one block only;
+// without masks, the first and the last block overlap their neighbours. `chain` is 0 to chains - 1. Sums of different
+// chains are independent, so that the processor can compute them in parallel.
 template <int chains, class Body>
 GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) {
   if (width < kLanes) {
@@ -127,14 +127,15 @@ GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) 
   }
 }
 
-// `largest` ignores NaN, and is -inf if all logits are NaN. `smallest` is the smallest logit if any is negative;
-// otherwise it is the largest, so that |smallest| <= |largest|. `smallest` may be NaN if a logit is NaN.
+// `largest` ignores NaN, and is -inf if all logits are NaN. `smallest` is the smallest logit if any logit is negative.
+// Otherwise it is at most `largest` in magnitude, so that the largest magnitude is larger(|smallest|, largest).
+// `smallest` may be NaN if a logit is NaN, and is -inf if it is not wanted.
 template <class A>
 struct Extremes {
   A smallest, largest;
 };
 
-template <class A, class T>
+template <class A, bool wants_smallest = true, class T>
 Extremes<A> extremes_of(const T* logits, int64_t width) {
   constexpr int chains = Lanes<A>::kParts == 1 ? 4 : 2; // as many as fit into the registers
   const Lanes<A> zero = A(0), none = -static_cast<A>(INFINITY);
@@ -143,14 +144,16 @@ Extremes<A> extremes_of(const T* logits, int64_t width) {
   std::fill_n(most, chains, none);
   each_block<chains>(elements_before_blocks(logits, width), width, [&](int64_t j, auto lanes, auto chain) {
     const Lanes<A> x = load_lanes(logits + j, lanes);
-    least[chain] = larger_bits(kept(lanes, x, zero), least[chain]);
+    if constexpr (wants_smallest) {
+      least[chain] = larger_bits(kept(lanes, x, zero), least[chain]);
+    }
     most[chain] = larger(kept(lanes, x, none), most[chain]);
   });
   for (int chain = 1; chain < chains; ++chain) {
     least[0] = larger_bits(least[0], least[chain]);
     most[0] = larger(most[0], most[chain]);
   }
-  return {largest_bits(least[0]), largest(most[0])};
+  return {wants_smallest ? largest_bits(least[0]) : -static_cast<A>(INFINITY), largest(most[0])};
 }
 
 // The largest magnitude of the finite logits of a row; 0 if there are none.
@@ -163,8 +166,9 @@ A largest_finite(const T* logits, int64_t width) {
   return largest(most);
 }
 
-// Stores exp(logit - maximum) in `scratch`, from the result's `values` on. The moment is computed from the sum of the
-// running sums after each block: that sum has an element once for its own block, and once for each block after it.
+// Stores exp(logit - maximum) in `scratch`, beginning at the returned `values`. For the moment, `partial_sums` adds up
+// the running sums after each aligned block. It counts an element of block k (blocks - k) times, so that
+// blocks * sum - partial_sums weights the element by k.
 template <bool with_moment, bool in_range, class T, class A>
 Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A* scratch) {
   const int64_t before = elements_before_blocks(logits, width);
@@ -229,7 +233,7 @@ bool is_in_range(A squares) {
          squares <= std::numeric_limits<A>::max(); // false for NaN
 }
 
-// The sum of (factor * value(load))^2, in double.
+// The sum over j of (factor * value(load))^2 in double, where load(row) = row[j].
 template <class A, class Value>
 [[gnu::noinline]] double squares_in_double(int64_t before, int64_t width, double factor, const Value& value) {
   double sum = 0;

@@ -27,7 +27,7 @@ inline int64_t scratch_elements(int64_t width) {
   return 2 * (padded_width(width) + kLanes);
 }
 
-// On the heap: a row of a wide head needs more than a stack should hold.
+// Memory for two rows, on the heap: a row of a wide head needs more than a stack should hold.
 class Scratch {
  public:
   explicit Scratch(int64_t width) : memory_(new double[scratch_elements(width) + 8]) {

@@ -122,7 +122,8 @@ GRADSCALE_DEVICE uint32_t smaller_pair(T, uint32_t a, uint32_t b) {
 }
 #endif
 
-// The largest and the smallest element of units, ignoring NaN. A word of two elements takes one instruction for each.
+// The largest element and the largest magnitude of units, which are the elements that a lane loads at once. NaN is
+// ignored. From sm_80 on, a word of two 16-bit elements takes one instruction for the maximum and one for the minimum.
 template <class T, int count>
 class UnitExtremes {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800

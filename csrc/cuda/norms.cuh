@@ -1,5 +1,5 @@
-// Unconverted windows of 16 bytes, and sums over a window: in float where that is accurate enough, so that double is
-// used once per window and not once per element.
+// Windows of 16 bytes, whose elements are not converted yet, and sums over a window. They are computed in float where
+// that is accurate enough, so that double is used once per window and not once per element.
 //
 // The error of a rounding to float is at most u = 2^-24 of the result. The squares of a window go through three
 // roundings or fewer, and so does the sum of its elements. So the relative error of a norm is at most 1.5 u = 9e-8, and

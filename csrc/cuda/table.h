@@ -11,7 +11,7 @@ namespace gradscale {
 struct Table {
   static constexpr int64_t kInside = 8000; // bytes
 
-  const char* outside; // null: inside
+  const char* outside; // the table in device memory; null if it is `inside`
   alignas(8) char inside[kInside];
 
   template <class T>

@@ -27,7 +27,7 @@ class TableBuilder {
     return size <= Table::kInside ? 0 : size;
   }
 
-  // The table as kernels on this stream may use it.
+  // Returns the table for kernels on this stream. A table that is too large for arguments is copied to `device_memory`.
   Table build(char* device_memory, Stream stream) const;
 
  private:

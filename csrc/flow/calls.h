@@ -68,7 +68,7 @@ struct ElementwiseCall {
   bool is_double[kMaxOperands]; // the argument in memory is double, even if sums are float
 };
 
-constexpr int64_t kElementsOfBlock = 4096; // of contiguous tensors: 2, 4 or 8 windows per thread
+constexpr int64_t kElementsOfBlock = 4096; // of contiguous tensors: 2, 4 or 8 windows of 16 bytes per thread
 
 // Groups of contiguous elements, rescaled by their norms. Complex elements are pairs of numbers; p must be 2 for them.
 struct RescaleCall {
@@ -88,7 +88,7 @@ struct RescaleCall {
 
 constexpr int64_t kShortGroup = 8192; // elements; the groups that are processed at a time fit into the cache
 
-// A group has so few chunks that reading their sums takes little time compared with reading the elements.
+// The chunks of a long group: so few that reading their sums takes little time compared with reading the elements.
 struct Chunks {
   int64_t size;
   int64_t count;

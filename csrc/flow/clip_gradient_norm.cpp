@@ -11,7 +11,7 @@ struct ClipGradientNorm {
 
   Value max_norm;
   NormGroups groups;
-  at::Tensor counts; // written, never read: no saved variable
+  at::Tensor counts; // only written, so that it need not be a saved variable
 
   template <class Self, class Visit>
   static void each(Self& self, Visit visit) {

@@ -48,7 +48,7 @@ struct ClipGradientValue {
       TORCH_CHECK_VALUE(
           smallest <= largest,
           kName,
-          ": min must not be greater than max, and neither NaN, but they are ",
+          ": min must not be greater than max, and neither may be NaN, but they are ",
           smallest,
           " and ",
           largest);

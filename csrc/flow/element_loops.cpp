@@ -20,8 +20,8 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// The arguments of elements. Constants are read once for all elements, Dense arguments by index. For other strides,
-// element_loop() makes Constants for each element.
+// The arguments of call(). Constants are read once for all elements, and Dense arguments at the index of each element.
+// For other strides, element_loop() makes Constants for each element.
 template <class A, int count>
 struct Constants {
   A values[count];

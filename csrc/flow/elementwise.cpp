@@ -25,8 +25,8 @@ ElementLoop loop_of(ElementFunction function) {
   return for_this_machine(clamp_kernel);
 }
 
-// Launches the kernel on PyTorch's iteration over these operands, which has as few dimensions as possible. Returns
-// false if these are too many for the kernel.
+// Launches the kernel on PyTorch's iterator over these operands, which merges dimensions where possible. Returns false
+// if more dimensions remain than the kernel supports.
 bool run_on_device(
     ElementFunction function,
     const at::TensorIterator& iterator,

@@ -1,5 +1,5 @@
-// The gradient-flow operators: identity forward without a copy, changed gradient backward. Each is in the file of
-// its name; reverse_gradient is in the file of scale_gradient.
+// The gradient-flow operators. They return their input without a copy, and change its gradient in the backward pass.
+// Each is in the file of its name; reverse_gradient is in the file of scale_gradient.
 #pragma once
 
 #include "../formulas/norms.h"

@@ -239,14 +239,14 @@ void count_norms(at::Tensor counts, const at::Tensor& within) {
   operation.call(std::move(counts), within);
 }
 
-// The norm of each group divided by the scale of the group, and the scale: separate, so that no power overflows. Both
-// are [groups, 1 ...].
+// The norm of each group divided by the group's scale, and that scale. They are separate, so that no power overflows.
+// Both are [groups, 1 ...].
 struct ScaledNorms {
   at::Tensor norm;
   at::Tensor scale;
 };
 
-// If `pairs`, elements are complex numbers, as pairs in a last dimension after the dimensions of a group.
+// If `pairs`, the elements are complex: the last dimension, after those of a group, has the real and imaginary parts.
 ScaledNorms norms_by_operations(
     const at::Tensor& elements, bool pairs, at::IntArrayRef inner, const NormGroups& groups) {
   // Elements are divided by the largest magnitude, so that no power overflows, and only negligible powers underflow.

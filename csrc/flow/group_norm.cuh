@@ -8,7 +8,7 @@
 //                   write it once.
 // power_sums        for long groups. One block for each chunk of a group, which reads its chunk once.
 // rescale_chunks    after power_sums. One block for each chunk adds the sums of all chunks of its group, in a fixed
-//                   order, and reads and writes its own chunk. Bytes of both: read twice, written once.
+//                   order, and reads and writes its own chunk. So a group is read twice and written once.
 //
 // Sums are computed in double, as on the CPU, except squares of narrower elements (cuda/norms.cuh).
 #pragma once

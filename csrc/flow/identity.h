@@ -211,7 +211,7 @@ class OperatorBackward : public BackwardNode {
   }
 
   std::optional<Operator> operator_;
-  std::array<torch::autograd::SavedVariable, kMostValues> saved_; // by value
+  std::array<torch::autograd::SavedVariable, kMostValues> saved_; // one for each Value
   bool saves_ = false;
   bool released_ = false;
 };

@@ -76,7 +76,7 @@ template <class T>
 int32_t threads_for_group_in_registers(const RescaleCall& call) {
   const auto begins = reinterpret_cast<uintptr_t>(call.from) | reinterpret_cast<uintptr_t>(call.to);
   const auto bytes = call.size * static_cast<int64_t>(sizeof(T));
-  const bool whole = begins % 16 == 0 && bytes % 16 == 0; // the group is whole windows
+  const bool whole = begins % 16 == 0 && bytes % 16 == 0; // each group consists of whole windows
   return whole && call.p == 2 && !std::is_same_v<T, double> ? threads_for_row_in_registers(bytes / 16) : 0;
 }
 

@@ -25,7 +25,7 @@ at::Tensor scaled(at::Tensor gradient, double scale) {
     }
     return owned_by_nobody_else(gradient) ? gradient.zero_() : at::zeros_like(gradient);
   }
-  // Multiplied in place, a half gradient would have its scale rounded to its own type by PyTorch.
+  // PyTorch's in-place multiplication of a 16-bit gradient would round the scale to the gradient's type.
   if (c10::elementSize(c10::toRealValueType(gradient.scalar_type())) == 2) {
     const auto product = elementwise(ElementFunction::multiply, gradient, {scale});
     return product ? *product : gradient.mul(scale);
@@ -41,7 +41,7 @@ at::Tensor scaled(at::Tensor gradient, const at::Tensor& scale, double sign) {
   // Real and imaginary parts are multiplied separately: a complex product would spread NaN or inf to the other part.
   const bool pairs = gradient.is_complex();
   const at::Tensor numbers = pairs ? at::view_as_real(gradient.resolve_conj()) : gradient;
-  // A scale with dimensions takes part in type promotion: half gradients are multiplied in float, and rounded once.
+  // A scale with dimensions takes part in type promotion: 16-bit gradients are multiplied in float, and rounded once.
   at::Tensor factor = value_like(gradient, scale);
   if (factor.dim() == 0 && gradient.dim() > 0) {
     factor = factor.unsqueeze(0);

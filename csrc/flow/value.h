@@ -22,7 +22,7 @@ inline at::ScalarType precise_type(at::ScalarType dtype) {
   return c10::toRealValueType(dtype) == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// A scalar tensor on the CPU costs nothing to read where nothing traces: it is read at once.
+// Reads a scalar tensor on the CPU at once, unless a transform or a tracer has to see the tensor.
 inline Value read_if_free(Value value) {
   if (const at::Tensor* tensor = std::get_if<at::Tensor>(&value)) {
     if (tensor->dim() == 0 && tensor->is_cpu() && ordinary_context() && ordinary_tensor(*tensor)) {
@@ -41,7 +41,7 @@ inline bool is_cpu_scalar(const at::Tensor& tensor) {
 inline at::Tensor value_like(const at::Tensor& gradient, const Value& value) {
   const at::TensorOptions options = gradient.options().dtype(precise_type(gradient.scalar_type()));
   if (const double* number = std::get_if<double>(&value)) {
-    // PyTorch refuses a number beyond float, which is infinite in float.
+    // PyTorch refuses a number beyond the range of float; the cast makes it infinite.
     const bool is_float = options.dtype() == at::kFloat;
     return at::scalar_tensor(is_float ? static_cast<float>(*number) : *number, options);
   }

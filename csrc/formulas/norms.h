@@ -5,8 +5,9 @@
 
 namespace gradscale {
 
-// The sum of (|g| / root^2)^p, or the largest |g| / root^2 where p is inf. The root is a power of two; it differs from
-// 1 only where the plain sum would overflow or underflow. NaN and inf propagate.
+// The sum of (|g| / root^2)^p, or the largest |g| / root^2 where p is inf. The root is 1 unless the plain sum or
+// the norm would overflow or underflow; it is a power of two, except for a finite p > kLargestPower. NaN and inf
+// propagate.
 struct PowerSum {
   double sum;
   double root;
@@ -82,8 +83,8 @@ GRADSCALE_HOST_DEVICE bool is_safe(double sum) {
 // For larger p, powers of numbers up to 4 may overflow.
 constexpr double kLargestPower = 256;
 
-// The root for elements with the positive largest magnitude `maximum`. Divide by the root twice: 1 / root^2 may not be
-// finite. The largest quotient is between 1 and 4, or 1 for a large p.
+// The root for elements whose largest magnitude is `maximum` > 0. Divide by the root twice: 1 / root^2 may not be
+// finite. The largest quotient is between 1/2 and 4, or 1 for a large p.
 GRADSCALE_HOST_DEVICE double root_for(double maximum, double p) {
   return p > kLargestPower && !std::isinf(p) ? std::sqrt(maximum) : std::ldexp(1.0, std::ilogb(maximum) / 2);
 }

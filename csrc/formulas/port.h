@@ -1,4 +1,4 @@
-// The macros with which one formula compiles for the GPU and for the CPU.
+// The types, functions and macros with which the same code compiles for GPUs and for CPUs.
 #pragma once
 
 #if defined(__CUDACC_RTC__)
@@ -136,7 +136,7 @@ struct numeric_limits<int64_t> {
 
 namespace gradscale {
 
-// The number of lanes of the CPU kernels' vectors: 64 bytes of float.
+// The number of lanes: CPU kernels compute this many numbers at a time, in one vector or several. 64 bytes of float.
 constexpr int64_t kLanes = 16;
 
 // The number of threads per block in most kernels.

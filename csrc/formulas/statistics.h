@@ -1,4 +1,4 @@
-// Statistics of the elements of a gradient: of chunks, and of all chunks together.
+// Statistics of the elements of gradients, computed for chunks and then added up; and the factors of clipping.
 #pragma once
 
 #include "norms.h"
@@ -16,7 +16,7 @@ GRADSCALE_HOST_DEVICE int32_t exponent_bin(int32_t exponent) {
 }
 
 // The bits of |x| as an integer. They have the same order as the numbers; inf is above all numbers, and NaN above inf.
-// The exponent bits of a subnormal number are too large, but still far below the first edge.
+// bin() gives all subnormal numbers the exponent -kBias, which is too large for most, but far below the first edge.
 template <class W>
 struct Magnitude {
   using Bits = std::conditional_t<sizeof(W) == sizeof(int32_t), int32_t, int64_t>;
@@ -36,12 +36,12 @@ struct Magnitude {
   }
 };
 
-// Sums over finite elements. The root is that of PowerSum in norms.h.
+// Sums over finite elements. `root` is defined as in PowerSum (norms.h).
 struct ElementSums {
   double powers;  // sum of (|g| / root^2)^p, or the largest |g| / root^2 if p is inf
   double sum;     // of g / root^2
   double maximum; // of |g|
-  double root;    // a power of two
+  double root;    // 1 unless the plain sums would overflow or underflow
 };
 
 // Statistics of at most 2^31 - 1 elements.

@@ -326,7 +326,7 @@ void Call::end_pass() {
   metrics.reset();
 }
 
-// A tensor of losses as the kernels read it; without data if it is undefined.
+// The Slab of a tensor that has the type of the losses; without data if the tensor is undefined.
 Slab Call::slab(const at::Tensor& tensor, int64_t stride) const {
   return tensor.defined() ? Slab{tensor.mutable_data_ptr(), stride, is_double} : Slab{};
 }
@@ -359,7 +359,7 @@ Slab Call::importance_weight(const at::Tensor& weights) {
   return {tensor.mutable_data_ptr(), tensor.stride(0), tensor.scalar_type() == at::kDouble};
 }
 
-// The divisor of a head's sum. It is 1 if the kernel computes the divisor on the device.
+// The divisor of a head's sum; 1 if only the device has the divisor.
 double Call::divisor(size_t head, const StepMask& counted) const {
   if (num_entries.defined()) {
     return on_device ? 1.0 : num_entries.const_data_ptr<double>()[head];

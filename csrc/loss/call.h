@@ -1,5 +1,5 @@
 // One call of the multi-step loss, in eager mode or by the registered operator: the given tensors and options, the
-// results by name, and the segments that the CPU or a device runs.
+// results by name, and the segments (each head at each of its steps) that the CPU or a device computes.
 #pragma once
 
 #include "heads.h"

@@ -48,7 +48,7 @@ struct CategoricalKL {
     return everywhere != A(0);
   }
   // The terms of one class, from the exponentials of prediction and target. Without unimix, the logarithm is computed
-  // from their differences from the maxima, `prediction_below` and `target_below`.
+  // from the differences of the logits from their maxima, `prediction_below` and `target_below`.
   template <bool mixes, bool predicts_p>
   GRADSCALE_HOST_DEVICE DivergenceTerms<A> terms(
       A x_exponential,

@@ -290,7 +290,7 @@ struct PythonWriter {
   static py::object written(const StepNumbers& numbers) {
     return numbers.numbers.empty() ? written(numbers.tensor) : py::cast(numbers.numbers);
   }
-  // With its edge: it may get a gradient.
+  // Keeps the autograd edge of a head weight, which may get a gradient.
   static py::object written(const HeadWeight& weight) {
     return weight.tensor.defined() ? py::cast(weight.tensor) : py::object(py::float_(weight.number));
   }

@@ -53,7 +53,7 @@ struct QuantileHuber {
   }
 
  private:
-  // 0 times an infinite number would be NaN.
+  // At most the largest number of A, because 0 times infinity would be NaN.
   GRADSCALE_HOST_DEVICE static A finite(double x) {
     constexpr double largest = std::numeric_limits<A>::max();
     return static_cast<A>(x < largest ? x : largest);

@@ -33,7 +33,7 @@ int64_t cost_of(const Segment& segment) {
   return row_cost(segment.width);
 }
 
-// Splits the rows into chunks of about equal cost, which are whole groups of kLanes rows.
+// Splits the rows into chunks of about equal cost: multiples of kLanes rows, except the last chunk of a segment.
 std::vector<Chunk> chunks_of(const Pass& pass) {
   constexpr int64_t chunk_elements = 8192;
   std::vector<Chunk> chunks;
@@ -154,12 +154,12 @@ void store_metrics(const Pass& pass, int64_t head, const Segment* segments) {
   pass.max_abs_logit.store(head, largest);
 }
 
-// Stores L_b, the loss, the means and shares of the heads, and the number of samples whose loss is not finite. Sums are
-// computed in a fixed order.
+// Stores the loss L_b of each sample, the loss of the call, the means and shares of the heads, and the number of
+// samples whose loss is not finite. Sums are computed in a fixed order.
 template <class T>
 void reduce(const Pass& pass) {
   std::vector<double> samples(pass.batch, 0.0);              // L_b
-  std::vector<double> weighted(pass.num_heads * pass.batch); // by head, with the factors of the reduction
+  std::vector<double> weighted(pass.num_heads * pass.batch); // by head and sample: see add_head()
   std::vector<double> shares(pass.num_heads, 0.0);           // of the loss, without head weights
   const Segment* segments = pass.segments;
   for (int64_t h = 0; h < pass.num_heads; ++h) {

@@ -7,8 +7,9 @@
 
 namespace gradscale {
 
-// A function computes y_t = a_t + b_t y_{t+1}. Its adjoint is the transposed function, y_t = a_t + b_t y_{t-1}. The
-// adjoint turns the gradients of the results into the gradients of rewards, values and next values.
+// A function, except n-step returns, computes a recurrence y_t = a_t + b_t y_{t+1}. Its adjoint is the transposed
+// function, y_t = a_t + b_t y_{t-1}. The adjoint turns the gradients of the results into the gradients of rewards,
+// values and next values.
 enum class Formula : int32_t {
   lambda_returns = 0,
   advantages = 1,

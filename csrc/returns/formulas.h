@@ -1,14 +1,15 @@
 // The functions over trajectories, one transition at a time, for the CPU and for GPUs.
 //
-// Each is a linear recurrence y_t = a_t + b_t y', where y' is the y of the previous step in the order of the walk: step
-// t + 1 for a function, t - 1 for its adjoint. A formula gives (a, b) of a step, and its results from y and y'. `L` is
-// the type of lanes, one number or several:
+// Each, except n-step returns, is a linear recurrence y_t = a_t + b_t y', where y' is the y of the previous step in the
+// order of the walk: step t + 1 for a function, t - 1 for its adjoint. A formula gives the map (a, b) of a step, and
+// its results from y and y'. `L` is the type of lanes, one number or several:
 //
 //   L::V, L::M            numbers, and conditions
 //   L::times(c, x)        c x, and 0 if c is 0
 //   L::product(c, d)      c d for coefficients c and d, and 0 only if one of them is 0
 //
-// Lanes of vectors only multiply: a tile with a result that is not finite is computed again by OneLane.
+// Vectors of lanes multiply without checking for 0: if a result is not finite, the tile (see recurrences.cpp) is
+// computed again with OneLane.
 //
 // Conditions select instead of multiplying, so that numbers that are not finite stay in their episode. Masked
 // transitions give a = b = 0 and results of 0.
@@ -323,8 +324,8 @@ struct OneLane {
 // ---- n-step returns -------------------------------------------------------------------------------------------------
 
 // n-step returns of one row, and their adjoint, in O(T) for any n and without division by powers of the discount (van
-// Herk 1992). A row is cut into blocks of n steps, so that a window is the end of one block and the beginning of the
-// next. The maps x -> r + discount x of each part are composed once, starting from the boundary of the blocks.
+// Herk 1992). A row is divided into blocks of n steps, so that a window is the end of one block and the beginning of
+// the next. The maps x -> r + discount x of each part are composed once, starting from the boundary of the blocks.
 //
 // `steps[t]` is a StepOfRow.
 

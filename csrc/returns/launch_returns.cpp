@@ -98,11 +98,12 @@ int64_t row_chunks(const ReturnsCall& call) {
 // True if there are so few rows that a block for each chunk of a row is faster than a warp for each row.
 //
 // A warp takes about a microsecond, the time of a load, for 128 steps of its row: 8 us for 1024 steps. Chunks take
-// about 4 us for their loads, for the maps that they wait for, and for their results. For 264 rows, two per
-// multiprocessor of an H200, issuing their 4 instructions per step takes about 2 us more.
+// about 4 us for their loads, for the maps of the chunks before them (see long_rows.cuh), and for their results. For
+// 264 rows, two per multiprocessor of an H200, issuing 4 warp instructions per step of a row takes about 2 us more.
 //
 // If neighbouring rows are adjacent in memory, a chunk reads sectors with numbers of 8 rows and uses one of the rows,
-// but most sectors come from the L2 cache; the alternative, recur_across, would take 32 rounds for 1024 steps.
+// but most sectors come from the L2 cache. The alternative, recur_across, computes 32 steps of a row at a time: for
+// 1024 steps it would need 32 passes, one after the other.
 bool uses_chunks(const ReturnsCall& call) {
   return !is_n_step(call) && call.steps >= kChunk && call.rows < 2 * multiprocessors() &&
          row_chunks(call) <= std::numeric_limits<int32_t>::max() / call.rows;

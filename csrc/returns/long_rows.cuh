@@ -1,14 +1,16 @@
-// Recurrences of few long rows on GPUs, in one launch: a block owns a chunk of a row, and waits for the maps of the
-// chunks before it in the walk. Each of its warps owns kAhead x 32 neighbouring steps.
+// Recurrences of few long rows on GPUs, in one launch. A block owns a chunk of a row, and each of its warps owns
+// kAhead x 32 neighbouring steps. The map y -> a + b y of a chunk gives y after the chunk, in the order of the walk,
+// from y before it. A block waits for the maps of earlier chunks of its row.
 //
 // A block takes the next chunk when it starts, so that it waits only for blocks that have started. It publishes the map
-// of its chunk, reads the maps of the earlier chunks of its group, always in the same order, and walks its steps. The
-// last chunk of a group of kGroup, and a chunk whose map is not finite, walk their steps first, and publish the last y
-// as a map that ignores its argument. So a chunk reads at most kGroup maps, and results are the same from run to run.
+// of its chunk, reads the maps of the earlier chunks of its group (kGroup chunks) and of the last chunk of the group
+// before, always in the same order, and walks its steps. For the last chunk of a group, and for a chunk whose map is
+// not finite, a block walks its steps before it publishes, and publishes a map that ignores its argument and gives the
+// last y. So a chunk reads at most kGroup maps, and results are the same from run to run.
 //
 // The workspace need not be initialised: its counters count from `call.launch`, and a map is published when its
-// `launch` equals it. Uninitialised memory holds this random number with a probability of 2^-60. The last block to
-// finish clears counters and maps, because a CUDA graph launches the same number again.
+// `launch` equals `call.launch`. Uninitialised memory holds this random number with a probability of 2^-60. The last
+// block to finish clears counters and maps, because a CUDA graph that runs again launches with the same number.
 #pragma once
 
 #include "recurrences.cuh"
@@ -97,14 +99,15 @@ GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, 
   return y;
 }
 
-// `begin`: the first step of the chunk. `whole`: all its steps are in the window.
+// `begin`: the first step of the chunk. `whole`: the row has all kChunk steps from there on.
 template <bool whole, class A, class F, Layout layout, unsigned given>
 GRADSCALE_DEVICE void walk_chunk(
     const Row<A, F, layout, given>& row, int64_t begin, int64_t chunk, PublishedMap<A>* own, A* shared) {
   using L = OneLane<A>;
   using Index = typename Row<A, F, layout, given>::Index;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  // Steps increase with the warp, so an adjoint walks through the warps in their order, and a function in reverse.
+  // The position of the warp in the walk. Steps increase with the warp, so an adjoint walks through the warps in their
+  // order, and a function in reverse.
   const int turn = F::kAdjoint ? warp : kWarps - 1 - warp;
   const auto first =
       static_cast<Index>(begin + warp * (kAhead * kWarpSize) + (F::kAdjoint ? 0 : (kAhead - 1) * kWarpSize) + lane);

@@ -1,6 +1,6 @@
 // The operators that autograd, torch.func transforms and compilers see. A function and its adjoint are both linear, and
 // each computes the gradient of the other, so these two cover every order of forward- and reverse-mode differentiation.
-// One operator is both: with is_adjoint, its three inputs are the gradients of the results.
+// One operator computes both: with is_adjoint, its inputs are the gradients of the results.
 #include "../torch/arguments.h"
 #include "../torch/autograd.h"
 #include "../torch/tensor_element.h"

@@ -341,7 +341,8 @@ bool walk_across(const Tile<A>& /*tile*/, int64_t /*padded*/, CarryOfRows<A>& /*
 
 // ---- Along steps ---------------------------------------------------------------------------------------------------
 
-// Makes tile.later_live, the mask of the next steps. It is 0 at the last step of each window of `period` steps.
+// Makes tile.later_live, the mask of the next steps. It is 0 at the last step of each row of `period` steps, several of
+// which may be joined.
 template <class A>
 void read_later_live(Sources<A>& sources, int64_t row, int64_t begin, int64_t count, int64_t padded, int64_t period) {
   uint8_t* later = sources.later_flags;
@@ -363,7 +364,7 @@ void read_later_live(Sources<A>& sources, int64_t row, int64_t begin, int64_t co
   }
 }
 
-// Computes a row, or contiguous rows that are joined into one. Windows of `period` steps do not depend on each other.
+// Computes a row, or contiguous rows of `period` steps that are joined into one and do not depend on each other.
 template <class F, class A>
 void along_row(Sources<A>& sources, int64_t row, int64_t period) {
   const int64_t steps = sources.call.steps;

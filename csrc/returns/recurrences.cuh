@@ -1,8 +1,8 @@
 // GPU kernels of recurrences. One launch reads or writes each byte once.
 //
 // recur_along, for trajectories [B, T]: a warp owns a row, and its lanes own 32 neighbouring steps, so that whole
-// sectors are read. The maps of the lanes are composed in five rounds. A warp loads kAhead x 32 steps before it uses
-// the first.
+// sectors are read. The map of a step is y -> a + b y, and the maps of the lanes are composed in five shuffles. A warp
+// loads kAhead x 32 steps before it uses the first.
 //
 // recur_across, for trajectories [T, B]: neighbouring threads own neighbouring rows. A block owns 32 rows, and each of
 // its warps owns kAhead steps of them at a time. The maps of the warps are composed through shared memory.
@@ -77,14 +77,15 @@ GRADSCALE_DEVICE void walk_warps(const Map<A> (&maps)[count], A* shared, A carry
   __syncthreads();
 }
 
-// The distance between a lane's steps in consecutive rounds, and the last lane, in the order of the walk.
+// A round of a warp is 32 neighbouring steps, one per lane. kRound is the distance from a lane's step in a round to its
+// step in the next round of the walk, and kLast the lane that is last in the walk.
 template <class F>
 constexpr int kRound = F::kAdjoint ? kWarpSize : -kWarpSize;
 template <class F>
 constexpr int kLast = F::kAdjoint ? kWarpSize - 1 : 0;
 
 // Reads this lane's steps in the next kAhead rounds, beginning at step `first`. Lane 31 also reads, for each of its
-// steps t, the numbers of step t + 1 that transition t needs. `whole`: all steps are in the window.
+// steps t, the numbers of step t + 1 that transition t needs. `whole`: the row has all these steps.
 template <bool whole, class A, class F, Layout layout, unsigned given>
 GRADSCALE_DEVICE void read_along(
     const Row<A, F, layout, given>& row,
@@ -101,7 +102,9 @@ GRADSCALE_DEVICE void read_along(
   }
 }
 
-// `whole`: all steps are in the window.
+// Walks kAhead of the `rounds` rounds of a row, from round `begin` of the walk on. `whole`: the row has all
+// these steps. `carry` is y of the last step that was walked, and `extra_carry` its VTraceAdjoint::extra(), if F has
+// that function.
 template <bool whole, class A, class F, Layout layout, unsigned given>
 GRADSCALE_DEVICE void walk_along(
     const Row<A, F, layout, given>& row, int64_t begin, int64_t rounds, int lane, A& carry, A& extra_carry) {
@@ -159,7 +162,8 @@ recur_along(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   }
 }
 
-// `whole`: all steps are in the window, and all lanes have rows.
+// Walks kWarps x kAhead steps, from step `begin` of the walk on. `whole`: all lanes have rows, and the rows have all
+// these steps.
 template <bool whole, class A, class F, Layout layout, unsigned given>
 GRADSCALE_DEVICE void walk_across(
     const Row<A, F, layout, given>& row, bool is_row, int64_t begin, A* shared, A& carry, A& extra_carry) {
@@ -230,7 +234,7 @@ GRADSCALE_DEVICE void walk_across(
 template <class A, class F, Layout layout, unsigned given>
 GRADSCALE_KERNEL(kThreads, 2)
 recur_across(GRADSCALE_ARGUMENT(ReturnsCall) call) {
-  GRADSCALE_SHARED(A, shared, 3 * kThreads); // a and b of the threads' maps, and the extras of their last steps
+  GRADSCALE_SHARED(A, shared, 3 * kThreads); // a and b of the threads' maps, and extra() of their last steps
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kWarpSize;
   const int64_t index = first + threadIdx.x % kWarpSize;
   const Row<A, F, layout, given> row(call, index);

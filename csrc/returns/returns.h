@@ -13,8 +13,8 @@
 
 namespace gradscale {
 
-// The coefficients of a call, which are constants. Undefined tensors are absent; a number counts where its tensor is
-// undefined.
+// The coefficients of a call, which are constants. Undefined tensors are absent; `discount` and `lambda` are used if
+// `discounts` and `lambdas` are undefined.
 struct ReturnsCoefficients {
   static constexpr int kTensors = 6;
 
@@ -38,11 +38,11 @@ struct ReturnsCoefficients {
 // A linear function of its inputs: one of the functions, or its adjoint.
 struct LinearCall {
   bool is_adjoint;
-  Formula function; // also of an adjoint, the function itself
-  // Rewards, values and next values; of an adjoint, the gradients of the results. Undefined ones are not read, or
-  // zeros.
+  Formula function; // for an adjoint too, this is the function, and not one of the ..._adjoint values
+  // Rewards, values and next values; of an adjoint, the gradients of the results. A function does not read an undefined
+  // input; for an adjoint, an undefined gradient is zero.
   std::array<at::Tensor, 3> inputs;
-  // Values [B, T+1] of all observations take the place of values and next values.
+  // True if values and next values are one input, the values [B, T+1] of all observations.
   bool observations;
   std::array<bool, 3> wants; // of an adjoint: the gradients that are computed
   ReturnsCoefficients coefficients;
@@ -84,7 +84,7 @@ inline c10::IValue as_argument(Formula formula) {
   return static_cast<int64_t>(formula);
 }
 
-// True if the tensor has a tangent of forward mode.
+// True if the tensor has a forward-mode tangent.
 inline bool has_tangent(const at::Tensor& tensor) {
   return tensor._fw_grad(/*level=*/0).defined();
 }
@@ -92,13 +92,14 @@ inline bool has_tangent(const at::Tensor& tensor) {
 // The results, on the inputs' device. No gradients are recorded.
 std::vector<at::Tensor> compute_returns(const LinearCall& call);
 
-// The same as autograd sees it. `is_plain`: the tensors are PyTorch's own class, and nothing but autograd is active.
+// The same results, recorded by autograd. `is_plain`: the tensors are of PyTorch's own class, and nothing but autograd
+// is active.
 std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain);
 
-// The operator of a call, as the next level of PyTorch's dispatcher sees it.
+// Calls the registered operator through PyTorch's dispatcher, with the dispatch keys that are not excluded yet.
 std::vector<at::Tensor> call_operator(const LinearCall& call);
 
-// The call of tensors under the vmap of torch.autograd.
+// The results for tensors that torch.autograd has batched (is_grads_batched, vectorize=True).
 std::vector<at::Tensor> batched_returns(const LinearCall& call);
 
 struct MuZeroWindows {
@@ -138,8 +139,8 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows);
 
 // ---- Eager mode -----------------------------------------------------------------------------------------------------
 
-// The entry points of eager mode. They accept the usual calls, which are right in every argument; Python checks all
-// others, and says what is wrong.
+// The entry points of eager mode. They return None if an argument is unusual or wrong; Python then checks the call, and
+// says what is wrong.
 
 // The results of the function with this Formula as a tuple, or None.
 pybind11::object returns_in_eager_mode(

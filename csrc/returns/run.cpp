@@ -1,4 +1,4 @@
-// From tensors to calls of the kernels.
+// Turns tensors into calls of the kernels, and runs them.
 #include "../cpu/cpu_kernel.h"
 #include "../cuda/driver.h"
 #include "../torch/tensor_element.h"
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t kGrain = 16384; // steps that are worth a thread
 
-// The dimension of steps in a tensor of two.
+// The dimension of the steps in a tensor of two dimensions.
 int step_dim(bool batch_first) {
   return batch_first ? 1 : 0;
 }
@@ -38,7 +38,7 @@ Operand operand_of(const at::Tensor& tensor, double constant, bool batch_first) 
   return operand;
 }
 
-// A tensor of one dimension, by rows.
+// The operand of a tensor with one number per row.
 Operand row_operand(const at::Tensor& tensor) {
   return tensor.defined() ? Operand{tensor.const_data_ptr(), {tensor.stride(0), 0}, element_of(tensor), 0}
                           : Operand{nullptr, {0, 0}, Element::float32, 0};
@@ -65,8 +65,8 @@ ReturnsOutput output_of(const at::Tensor& tensor, bool batch_first) {
   return {tensor.mutable_data_ptr(), {tensor.stride(1 - step), tensor.stride(step)}};
 }
 
-// Large tensors of the CPU are parts of one block: glibc would hand the memory of two that are freed together back to
-// the system, and the page faults of the next call take longer than its computation.
+// Large results on the CPU are parts of one block. If two blocks were freed together, glibc would return their memory
+// to the system, and the page faults of the next call would take longer than its computation.
 std::vector<at::Tensor> make_results(int count, at::IntArrayRef sizes, const at::TensorOptions& options) {
   constexpr int64_t kLarge = 1 << 20; // bytes
   std::vector<at::Tensor> results;
@@ -75,7 +75,7 @@ std::vector<at::Tensor> make_results(int count, at::IntArrayRef sizes, const at:
   if (count == 1 || !options.device().is_cpu() || bytes < kLarge) {
     results.reserve(count);
     for (int i = 0; i < count; ++i) {
-      // On a CPU without the dispatcher, which takes as long as a few thousand steps.
+      // On a CPU, allocates without the dispatcher, which takes as long as computing a few thousand steps.
       results.push_back(
           options.device().is_cpu() ? at::Tensor(at::detail::empty_cpu(sizes, options)) : at::empty(sizes, options));
     }
@@ -89,20 +89,21 @@ std::vector<at::Tensor> make_results(int count, at::IntArrayRef sizes, const at:
   return results;
 }
 
-// A scalar where the kernels can read it: copied without waiting.
+// The tensor on this device. A scalar on the CPU is copied there, without waiting.
 at::Tensor on_device(const at::Tensor& scalar, c10::Device device) {
   return scalar.defined() && scalar.device() != device ? scalar.to(device, /*non_blocking=*/true) : scalar;
 }
 
-// Results are written across rows where rows are neighbours in memory.
+// True if lanes run across rows: rows are neighbours in the memory of the rewards or, for [T, B], of the results, and
+// the steps of the rewards are not.
 bool goes_across(const ReturnsCall& call, bool batch_first) {
   const int64_t* strides = call.rewards.strides;
   const bool neighbours = strides[kRow] == 1 && (strides[kStep] != 1 || call.steps == 1);
   return neighbours || (!batch_first && strides[kStep] != 1);
 }
 
-// Ratios for the adjoint of Retrace, which multiplies by them: 0 in the first transition of an episode, whose ratio no
-// formula reads and which may not be finite.
+// Ratios for the adjoint of Retrace, which multiplies by them: 0 in the first transition of an episode, whose given
+// ratio is not read by any formula and may be inf or NaN.
 at::Tensor ratios_that_are_read(const ReturnsCoefficients& c) {
   const int step = step_dim(c.batch_first);
   at::Tensor ratios = c.ratios.clone();
@@ -206,7 +207,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
     write(0, results.back());
   }
   if (linear.observations && linear.wants[1]) {
-    // The value of an observation is one of a state, and one of the successor of the state before.
+    // An observation is the state of its step and the successor of the step before: its gradient is the sum of both.
     const bool reads_values = linear.function == Formula::advantages || linear.function == Formula::vtrace;
     const at::Tensor sum = empty(1);
     sum.select(step, reads_values ? call.steps : 0).zero_();
@@ -314,7 +315,7 @@ std::vector<at::Tensor> batched_returns(const LinearCall& call) {
   }
   const bool batch_first = call.coefficients.batch_first;
   const int64_t rows = tensors[0].size(batch_first ? 0 : 1);
-  // Dimensions of examples first, of the same sizes in all tensors.
+  // In these views, the dimensions of the examples come first, with the same sizes in all tensors.
   const at::VmapPhysicalViewVec views = at::MultiBatchVmapTransform::logicalToPhysical(tensors);
   const int64_t dims = views[0].numBatchDims();
   const auto example_sizes = views[0].tensor().sizes().slice(0, dims).vec();

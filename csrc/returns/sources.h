@@ -56,7 +56,8 @@ class Source {
     }
   }
 
-  // `count` elements from `begin` on, at index `outer` of the other dimension, padded with zeros to `padded` elements.
+  // `count` elements from `begin` on, at index `outer` of the other dimension, padded with zeros to `padded` elements
+  // unless all elements are equal.
   Piece<A> piece(int64_t outer, int64_t begin, int64_t count, int64_t padded, A* buffer) {
     if (operand_.data == nullptr || (inner_stride_ == 0 && outer_stride_ == 0)) {
       return {copies_, 0};

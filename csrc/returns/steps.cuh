@@ -1,4 +1,5 @@
-// Shared by the GPU kernels of trajectories: reading and writing the row of a thread, and composing maps.
+// Shared by the GPU kernels of trajectories: reading and writing the row of a thread, and composing maps. The map of a
+// step, y -> a + b y, gives y of the step, given y of the step before in the walk (formulas.h).
 #pragma once
 
 #include "../cuda/device.h"
@@ -54,8 +55,8 @@ class Row {
       : call(call), steps(static_cast<Index>(call.steps)), row_(row) {
   }
 
-  // Reads transition t. A transition outside of the window is not read, and is masked. `is_inside`: t is known to be in
-  // the window. Until link() completes it, `cut` is only the flag of truncation.
+  // Reads transition t. A transition outside of the row is not read, and is masked. `is_inside`: t is known to be in
+  // the row. Until link() completes it, `cut` is only the flag of truncation.
   template <bool is_inside>
   GRADSCALE_DEVICE Transition<L> read(Index t) const {
     Transition<L> s{};
@@ -168,6 +169,7 @@ GRADSCALE_DEVICE void link(Transition<OneLane<A>>& s, const Later<A>& later) {
   s.later_value = later.value;
 }
 
+// VTraceAdjoint::extra() of a step; 0 for the other formulas.
 template <class A, class F>
 GRADSCALE_DEVICE A extra_at(const Transition<OneLane<A>>& s) {
   if constexpr (std::is_same_v<F, VTraceAdjoint>) {
@@ -205,7 +207,7 @@ GRADSCALE_DEVICE A shifted(A x, int distance) {
   return F::kAdjoint ? __shfl_up_sync(kAllLanes, x, distance) : __shfl_down_sync(kAllLanes, x, distance);
 }
 
-// The position of a lane in the walk, from 0. Given a position, returns the lane.
+// The position of a lane in the walk, from 0. The function is its own inverse: turn_of(position) is the lane.
 template <class F>
 GRADSCALE_DEVICE int turn_of(int lane) {
   return F::kAdjoint ? lane : kWarpSize - 1 - lane;

@@ -1,4 +1,5 @@
-// The kernels of n-step returns, and of MuZero's targets, on GPUs.
+// The kernels of n-step returns, and of MuZero's targets, on GPUs. The window of a step is the steps that its return
+// sums: at most n, from this step on.
 #pragma once
 
 #include "steps.cuh"
@@ -61,7 +62,7 @@ n_step_rows(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   }
 }
 
-// Maps the return of a window from the next step on to its return from this step on.
+// The map from the return of a window, counted from the next step on, to its return counted from this step on.
 template <class A>
 GRADSCALE_DEVICE Map<A> window_map(const StepOfRow<A>& s) {
   if (!s.live) {
@@ -70,7 +71,7 @@ GRADSCALE_DEVICE Map<A> window_map(const StepOfRow<A>& s) {
   return s.cut ? Map<A>{s.last_return(), A(0)} : Map<A>{s.reward, s.discount};
 }
 
-// 32 steps of a row, one per lane. The row is cut into blocks of n steps.
+// The steps of one round: 32 steps of a row, one per lane. The row is cut into blocks of n steps.
 template <class A>
 struct StepsOfWarp {
   int64_t t;
@@ -216,7 +217,7 @@ GRADSCALE_DEVICE void warp_n_step_adjoint(const StepsInMemory<A>& steps, int64_t
 }
 
 // One warp per row, for trajectories [B, T]; its lanes have 32 neighbouring steps. The warp passes over the row twice,
-// and the second pass reads from the cache. A scan of 32 steps takes five rounds of shuffles.
+// and the second pass reads from the cache. A scan of 32 steps shuffles each number five times.
 template <class A>
 GRADSCALE_KERNEL(kThreads, 2)
 n_step_along(GRADSCALE_ARGUMENT(ReturnsCall) call) {

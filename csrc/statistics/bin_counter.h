@@ -1,4 +1,5 @@
-// Counts the bins of vectors of elements. Included once for each instruction set.
+// Counts how many elements are in each of 16 bins. The caller passes vectors with the bins of elements, one byte per
+// element. Included once for each instruction set.
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
@@ -135,7 +136,7 @@ class BinCounter {
   }
 
   BitCounter low_bins_, high_bins_;                                  // bins 0 to 7, and 8 to 15
-  ByteLanes low_[BitCounter::kVectors], high_[BitCounter::kVectors]; // bit k is set if the bin is k, or 8 + k
+  ByteLanes low_[BitCounter::kVectors], high_[BitCounter::kVectors]; // bit k: the bin is k (low_), or 8 + k (high_)
   int pending_ = 0;
 };
 

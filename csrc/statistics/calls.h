@@ -64,7 +64,7 @@ struct ClippingCall {
   double* out;
 };
 
-// A contiguous tensor of `count` units of `length` numbers each.
+// A contiguous tensor of `count` units of `length` numbers each. A unit is a row or the whole tensor.
 struct UnitRange {
   void* data;
   int64_t count;

@@ -111,7 +111,7 @@ struct UnitTarget {
   int64_t first; // the index of the first unit's factor
 };
 
-// Elements begin .. begin + size of a range.
+// Elements begin to begin + size - 1 of a range.
 Range part_of(const Range& range, int64_t begin, int64_t size) {
   const int64_t bytes = element_size(range.element) * (range.is_complex ? 2 : 1);
   return {static_cast<const char*>(range.data) + begin * bytes, size, range.element, range.is_complex};
@@ -157,7 +157,7 @@ UnitFactors unit_factors(const at::Tensor& norms, const at::Tensor& clipping, do
   bool changed = false;
   for (int64_t i = 0; i < count; ++i) {
     out[i] = unit_factor(from[i], from[count + i], adaptive, eps);
-    smallest = out[i] < smallest || out[i] != out[i] ? out[i] : smallest; // NaN stays: it is below nothing
+    smallest = out[i] < smallest || out[i] != out[i] ? out[i] : smallest; // NaN stays: nothing is less than NaN
     changed = changed || out[i] != 1;
   }
   const double* whole = clipping.const_data_ptr<double>();
@@ -174,7 +174,7 @@ UnitFactors unit_factors(const at::Tensor& norms, const at::Tensor& clipping, do
 }
 
 void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factors, bool rows, bool skip_nonfinite) {
-  std::vector<Target> targets; // all of them, before anything is written
+  std::vector<Target> targets; // made before anything is written, because target_of() may raise
   std::vector<UnitTarget> units;
   const bool is_one_for_all = factors.numel() == 1 && !rows;
   int64_t count = 0;

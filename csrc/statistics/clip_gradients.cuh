@@ -1,10 +1,10 @@
-// The kernels that clip gradients by their norms. A unit is a row or a whole tensor. One launch takes all units of all
-// tensors.
+// The kernels that clip gradients by their norms. A unit is a row or a whole tensor; a piece is 4096 numbers of a unit,
+// which are 16 KB of float. One launch processes all units of all tensors.
 //
-// find_clipping   one block: the norm of all gradients together and its factor, from their statistics;
-// unit_sums       one warp for each piece of a unit, of 16 KB of float: read once, 2 KB of a warp at a time;
+// find_clipping   one block: the norm of all gradients together and the factor that clips them, from their statistics;
+// unit_sums       one warp for each piece: elements are read once, 2 KB per warp at a time;
 // unit_norms      if a unit has several pieces: one warp adds up their sums, 16 bytes for each piece;
-// clipped_units   one warp for each piece: read once, written once, and neither where the factor is 1.
+// clipped_units   one warp for each piece: elements are read and written once, or not at all if the factor is 1.
 #pragma once
 
 #include "range_table.cuh"
@@ -39,7 +39,7 @@ GRADSCALE_KERNEL(kThreads, 2) find_clipping(GRADSCALE_ARGUMENT(ClippingCall) cal
 // The piece that this warp works on.
 struct PieceOfUnit {
   const UnitTable::Entry& entry;
-  int64_t unit; // none of this entry where it is not less than its count
+  int64_t unit; // entry.range.count or more if this warp has no piece
   int64_t pieces;
   int64_t piece;
 
@@ -62,7 +62,7 @@ GRADSCALE_DEVICE PieceOfUnit warp_piece(const UnitTable& table) {
   return {entry, index / pieces, pieces, index % pieces};
 }
 
-// The index of this warp among all of the launch, and so of the sum of its piece.
+// The index of this warp among all warps of the launch. The sum of its piece has the same index.
 GRADSCALE_DEVICE int64_t warp_index() {
   return static_cast<int64_t>(blockIdx.x) * kPiecesOfBlock + threadIdx.x / 32;
 }

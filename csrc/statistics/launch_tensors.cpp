@@ -27,7 +27,8 @@ class BlockTableBuilder {
   int64_t bytes() const {
     return static_cast<int64_t>(entries_.size() * sizeof(entries_[0]));
   }
-  // Builds the table. `device_memory` has bytes() bytes at a multiple of 8, for tables that exceed the arguments.
+  // Builds the table. `device_memory` has bytes() bytes at a multiple of 8, for a table that does not fit in a kernel's
+  // arguments.
   BlockTable<Range> build(char* device_memory, Stream stream) const {
     TableBuilder builder;
     builder.add(entries_.data(), static_cast<int64_t>(entries_.size()));

@@ -22,7 +22,8 @@ GRADSCALE_DEVICE ChunkOfTensor block_chunk(const RangeTable& table, int64_t byte
   return {entry, begin, static_cast<int32_t>(rest < chunk ? rest : chunk)};
 }
 
-// Writes changed(x) for each element x of a chunk, converted to the type of sums. All threads of the block take part.
+// Writes changed(x) for each element of a chunk, where x is the element in the type of sums. All threads of the block
+// must call it.
 template <class Change>
 GRADSCALE_DEVICE void change_chunk(const ChunkOfTensor& chunk, Change changed) {
   dispatch_element(chunk.entry.range.element, [&](auto type) {

@@ -29,7 +29,7 @@ GRADSCALE_DEVICE constexpr double value_of(Order order, double otherwise) {
   return otherwise;
 }
 
-// True if elements are summed window by window.
+// True if elements are summed in windows of 16 bytes (window_sums.cuh).
 template <class T>
 GRADSCALE_DEVICE constexpr bool takes_windows(Order order) {
   return !std::is_same_v<T, double> && (order == Order::square || order == Order::maximum);
@@ -70,7 +70,7 @@ GRADSCALE_DEVICE void add_finite(
   sum = block.sum(own_sum);
 }
 
-// Adds up this thread's elements one by one, and counts their octaves. Zeros are counted too.
+// Adds up this thread's elements one by one, and counts them by octaves (exponents). Zeros are counted too.
 template <class T>
 GRADSCALE_DEVICE ChunkSums
 element_sums(const T* data, int32_t size, double p, const OctaveCounters& octaves, const Group& block) {

@@ -1,6 +1,6 @@
-// The sums of gradient statistics for elements narrower than double and norms of order 2. A window of 16 bytes is
-// summed in float, and the sums of windows are added in double. Where float would lose precision, or an element is not
-// finite, the warp computes the sums of its windows again, element by element in double, where no sum of squares of
+// The sums of gradient statistics for elements narrower than double and norms of order 2 or inf. A window of 16 bytes
+// is summed in float, and the sums of windows are added in double. Where float would lose precision, or an element is
+// not finite, the warp computes the sums of its windows again, element by element in double, where no sum of squares of
 // such elements overflows or underflows.
 #pragma once
 
@@ -14,8 +14,8 @@ namespace gradscale {
 // A histogram of octaves in shared memory: how many elements there are of each exponent of float.
 
 // Each lane has counters of its own, in a bank of its own, so that the lanes of a warp never wait for each other,
-// however alike their elements are; warps share them. Counters are integers, so that the order of additions does not
-// matter.
+// however alike their elements are. The warps share the counters. Counters are integers, so that the order of additions
+// does not matter.
 struct OctaveCounters {
   static constexpr int kExponents = 256; // the last one is the exponent of inf and NaN
   static constexpr int kCount = 32 * kExponents;
@@ -155,8 +155,8 @@ struct WindowSums {
   int32_t nans = 0;
   int32_t infs = 0;
 
-  // All threads of the warp add their windows and count their octaves. False where nothing but octaves has been
-  // counted, because float would lose something.
+  // All threads of the warp add their windows and count their octaves. Returns false if the windows were not added,
+  // because float would lose precision or an element is not finite; their octaves are counted then too.
   GRADSCALE_DEVICE bool add(const Window<T> (&windows)[kWindowsAtOnce], const OctaveCounters& octaves) {
     WindowSums next = *this;
     Extremes<T> extremes;
@@ -203,8 +203,8 @@ struct WindowSums {
   }
 };
 
-// Takes the sums of this thread's windows of a chunk, which the warps of the block share out, and counts their octaves.
-// Each lane has the same number of windows. Those beyond the chunk are zeros, which octaves.count() counts too.
+// Sums this thread's windows of a chunk, and counts their octaves. The windows are distributed over the warps of the
+// block. Each lane has the same number of windows. Those beyond the chunk are zeros, which octaves.count() counts too.
 template <class T>
 GRADSCALE_DEVICE ChunkSums window_sums(const T* data, int32_t size, const OctaveCounters& octaves) {
   constexpr int32_t kOfWarp = 32 * kWindowsAtOnce;
@@ -236,7 +236,7 @@ GRADSCALE_DEVICE ChunkSums window_sums(const T* data, int32_t size, const Octave
   return {own.squares, own.sum, static_cast<double>(own.largest), own.zeros, own.nans, own.infs};
 }
 
-// The number of zeros that window_sums() adds to a chunk.
+// The number of zeros beyond a chunk that window_sums() counts.
 template <class T>
 GRADSCALE_DEVICE int32_t zeros_beside(const T* data, int32_t size) {
   constexpr int32_t kOfWarp = 32 * kWindowsAtOnce;

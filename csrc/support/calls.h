@@ -18,7 +18,7 @@ struct Decoding {
   Slab grad_output;
 };
 
-// Scalars to encode as rows of distributions over bins, of the same type.
+// Scalars, and the rows of distributions over bins that they are encoded as, in the type of the scalars.
 struct Encoding {
   Rows scalars; // one element each
   Rows out;
@@ -47,7 +47,8 @@ extern const CpuKernel<ProjectRows> project_rows_kernel;
 
 // ---- On a device
 
-// HLGauss targets with a sigma_ratio in this range have few bins with mass, whose sums are accurate in float.
+// The loss kernels in which lanes own rows (lane_rows.cuh) compute HLGauss targets in float. They are used only for a
+// sigma_ratio in this range, where few bins have mass and float is accurate enough.
 constexpr double kSmallestSigmaOfLanes = 0.1;
 constexpr double kLargestSigmaOfLanes = 2;
 

@@ -101,7 +101,7 @@ at::Tensor values_of(const at::Tensor& logits, const Support& support) {
 
 at::Tensor gradient_of(const at::Tensor& logits, const at::Tensor& grad_output, const Support& support) {
   const at::Tensor rows = logits.contiguous();
-  // The gradient of a sum is one number for all rows.
+  // The gradient that a sum of the values passes back is one number for all rows, with strides of 0.
   at::Tensor grad_rows = grad_output.to(value_type(rows));
   const bool is_one =
       std::all_of(grad_rows.strides().begin(), grad_rows.strides().end(), [](int64_t stride) { return stride == 0; });

@@ -121,7 +121,7 @@ decode_by_lanes(GRADSCALE_ARGUMENT(DecodeArguments) arguments) {
   Rows::run(arguments, reinterpret_cast<char*>(shared));
 }
 
-// The sum of e_j weight(j) over a row.
+// The sum of exp(x_j - maximum) weight(j) over a row.
 template <class T, class A, class Weight>
 GRADSCALE_DEVICE A weighted_sum(const LogitsRow<T>& row, A maximum, Weight weight) {
   A sum = 0;
@@ -148,9 +148,10 @@ GRADSCALE_DEVICE int32_t peak_of(const LogitsRow<T>& row, A maximum) {
   return static_cast<int32_t>(-row.group.maximum(-peak));
 }
 
-// Decodes one row with its group of threads, or writes its gradient f p_j (c_j - E) with centres c_j: raw centres, or
-// bin numbers if `raw_centers` is null. In the gradient, c_j and E are relative to the centre of the peak, so that the
-// gradient of a softmax that is 1 at the peak is exactly 0.
+// Decodes one row with its group of threads, or writes its gradient f p_j (c_j - E). The centres c_j are raw centres,
+// or bin numbers if `raw_centers` is null; f is grad_output times the derivative of the value with respect to E. In the
+// gradient, c_j and E are relative to the centre of the peak, so that the gradient of a softmax that is 1 at the peak
+// is exactly 0.
 template <class T, class A>
 GRADSCALE_DEVICE void decode_row(const DecodeArguments& arguments, const A* raw_centers, const RowOfThread& own) {
   const Decoding& d = arguments.decoding;

@@ -6,8 +6,8 @@
 
 namespace gradscale {
 
-// Encoding turns scalars into distributions over the bins of a support. A group of threads writes each row once,
-// as in loss_rows: bytes = scalars + rows.
+// Encoding turns scalars into distributions over the bins of a support. A group of threads writes each row. Scalars are
+// read from memory once, and rows are written once.
 
 template <class T, class Target>
 GRADSCALE_DEVICE void encode_row(T* row, int32_t width, const Target& target, const Group& group) {
@@ -69,7 +69,7 @@ GRADSCALE_DEVICE void project_row(const ProjectArguments& arguments, int64_t row
   }
   bool is_nan = false;
   for (int32_t first = 0; first < width; first += lanes) {
-    int32_t bin = -2, least = width, most = -2; // after the last atom: no bin
+    int32_t bin = -2, least = width, most = -2; // lanes after the last atom have no bin
     A lower = A(0), upper = A(0);
     if (first + lane < width) {
       const double mass = element_at(p.probabilities, row, first + lane);

@@ -27,7 +27,7 @@ template <class T, class A>
 void decode_row(const Decoding& d, int64_t row, Extremes<A> extremes, A* scratch) {
   const Support& support = *d.support;
   Ahead ahead = ahead_of<T>(d.logits, d.gradient, row);
-  ahead.read = row_of<T>(d.logits, row + 2); // the next row is in the cache: its maximum is known
+  ahead.read = row_of<T>(d.logits, row + 2); // row + 1 is in the cache: its maximum has been computed
   const Softmax<A> softmax = softmax_of<true>(row_of<T>(d.logits, row), d.width, extremes, ahead, scratch);
   const A expected = expectation(softmax, support);
   if (d.gradient.data == nullptr) {
@@ -40,7 +40,7 @@ void decode_row(const Decoding& d, int64_t row, Extremes<A> extremes, A* scratch
   const A* values = softmax.values;
   const A* centers = raw_centers(support, A());
   A middle = expected;
-  if (!support.raw) { // integers, in halves of bins: the gradient of a softmax that is 1 in a bin is exactly 0
+  if (!support.raw) { // centres in half bins, integers: the gradient of a softmax that is 1 in a bin is exactly 0
     A* places = second_row(scratch, d.width);
     for (int64_t j = 0; j < d.width; ++j) {
       places[j] = static_cast<A>(2 * j + 1 - d.width);
@@ -61,11 +61,14 @@ void decode_rows(const Decoding& decoding, int64_t begin, int64_t end, double* s
       return;
     }
     // The next row's maximum is found while this row's exponentials, which need this row's maximum, are computed.
-    Extremes<A> next = extremes_of<A>(row_of<T>(decoding.logits, begin), decoding.width);
+    const auto extremes_of_row = [&](int64_t row) {
+      return extremes_of<A, kIsFasterInRange>(row_of<T>(decoding.logits, row), decoding.width);
+    };
+    Extremes<A> next = extremes_of_row(begin);
     for (int64_t row = begin; row < end; ++row) {
       const Extremes<A> extremes = next;
       if (row + 1 < end) {
-        next = extremes_of<A>(row_of<T>(decoding.logits, row + 1), decoding.width);
+        next = extremes_of_row(row + 1);
       }
       decode_row<T>(decoding, row, extremes, reinterpret_cast<A*>(scratch));
     }

@@ -89,7 +89,7 @@ int64_t bytes_for_decode(const Decoding& decoding) {
 
 void launch_decode(const Decoding& decoding, int64_t count, char* workspace, void* stream) {
   if (decoding.width > INT32_MAX - 64) {
-    throw std::runtime_error("decode: a row has more than 2^31 elements");
+    throw std::runtime_error("decode: a row has more than 2^31 - 65 elements");
   }
   const Support& support = *decoding.support;
   DecodeArguments arguments{decoding, support, FloatSupport(support), count, 0, 0};
@@ -120,7 +120,7 @@ void launch_encode(const Encoding& encoding, int64_t count, void* stream) {
 
 void launch_project(const Projection& projection, int64_t count, void* stream) {
   if (projection.width > INT32_MAX - 64) {
-    throw std::runtime_error("project: a row has more than 2^31 elements");
+    throw std::runtime_error("project: a row has more than 2^31 - 65 elements");
   }
   constexpr int64_t rows_per_block = kThreads / 32;
   static const Kernel<ProjectArguments> project_rows("support/encode.cuh", "project_rows");

@@ -17,7 +17,7 @@ inline void set(bool& flag, double number) {
 inline void set(double& value, double number) {
   value = number;
 }
-// A number that is negative or beyond int32 becomes -1, which is invalid for every integer.
+// A number that is negative or beyond int32 becomes -1, which is invalid for every integer member.
 inline void set(int32_t& integer, double number) {
   integer = number >= 0 && number <= 2147483647.0 ? static_cast<int32_t>(number) : -1;
 }

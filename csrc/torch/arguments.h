@@ -1,6 +1,6 @@
 // The arguments of a registered operator as the members of a struct, whose function each(self, visit) calls
-// visit(name, member) in the operator's order. From it come the operator's schema, and the struct from a stack of
-// arguments, and back.
+// visit(name, member) in the operator's order. The visitors are SchemaWriter, which writes the operator's schema,
+// ArgumentReader, which reads the members from a stack of arguments, and ArgumentWriter, which pushes them to a stack.
 #pragma once
 
 #include <ATen/core/Tensor.h>

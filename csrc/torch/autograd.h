@@ -1,4 +1,4 @@
-// Hand-written autograd nodes: an operator registered for the Autograd keys that behaves as PyTorch's own operators do.
+// Hand-written autograd nodes. With them, an operator registered for the Autograd keys behaves as PyTorch's own do.
 //
 // torch::autograd::Function refuses torch.func, and a Python Function is dropped by some combinations of compile and
 // transforms. A kernel that builds its own Node, and sets its own forward-mode tangent, is treated by every level of

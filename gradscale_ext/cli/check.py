@@ -239,5 +239,5 @@ def main(arguments: Sequence[str]) -> int:
     print(table(["device", "what", "runs", "difference", "", "us", "us of reference"], cells))
     print(f"\n{len(rows) - len(wrong)} of {len(rows)} within {LIMITS[dtype]:g} of the reference in double precision.")
     print(f"Kernels accept plain tensors on {' and '.join(DEVICE_TYPES)}. CUDA kernels: {report.kernels_in_words()}.")
-    print("The reference computes second derivatives, torch.func, forward mode, tensor subclasses, and other devices.")
+    print("The reference is used for second derivatives, torch.func, forward mode, tensor subclasses, other devices.")
     return bool(wrong)

@@ -121,9 +121,9 @@ def _architectures(named: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compile the kernels of a MuZero agent, and print their resource usage; the exit status is 1 if one spills."""
+    """Compile a MuZero agent's kernels, and print their resource usage; the exit status is 1 if registers spill."""
     parser = argparse.ArgumentParser(prog="python -m gradscale_ext compile", description=main.__doc__)
-    parser.add_argument("--arch", nargs="+", default=[], metavar="90", help="GPUs to compile for (default: all)")
+    parser.add_argument("--arch", nargs="+", default=[], metavar="90", help="target GPUs (default: this machine's)")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=DTYPES, help="dtypes of logits")
     parser.add_argument("--actions", nargs="+", type=int, default=[18], metavar="18", help="numbers of actions")
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="write to this folder, not to the cache")

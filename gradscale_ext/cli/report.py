@@ -97,7 +97,7 @@ def facts() -> Facts:
         "torch": torch.__version__,
         "compiled": compiled_with(),
         "OpenMP": f"{', '.join(openmp_libraries()) or 'none'}; {torch.get_num_threads()} threads",
-        "environment": " ".join(f"{name}={os.environ[name]}" for name in variables) or "no variables of the package's",
+        "environment": " ".join(f"{name}={os.environ[name]}" for name in variables) or "no relevant variables",
         "NVIDIA driver": driver_problem(driver) or (f"supports CUDA {driver}" if driver else "none"),
     }
 

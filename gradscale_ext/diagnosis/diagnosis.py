@@ -77,9 +77,9 @@ def diagnose_gradients(
 
     ================  ==================================================================================================
     disconnected      the loss does not depend on it, as far as can be seen
-    detached          it does, but behind `detach()`, `.data`, `.item()` or another call that cuts the graph
-    no_grad           it does, but through a call under `torch.no_grad()` or in inference mode
-    integer_dtype     it does, but through integers or booleans
+    detached          the loss depends on it only through `detach()`, `.data`, `.item()` or another cut of the graph
+    no_grad           the loss depends on it only through a call under `torch.no_grad()` or in inference mode
+    integer_dtype     the loss depends on it only through integers or booleans
     unused            no call used it with data, or only calls on empty tensors did
     zero_derivative   every path to it leads through a function whose derivative is zero everywhere
     vanishing         saturation or underflow, or a gradient below 1e-9 of the largest one, or below 1e-12
@@ -96,16 +96,17 @@ def diagnose_gradients(
     paths send gradients to the same parameters, one note named "loss" for each line; and layers with ReLUs or clamps
     that block the gradients of most units (`all_zero`).
 
-    The first four and `unused` are told apart only with a tracer; without one, all of them are `disconnected`. A zero
-    gradient is not a finding if it was multiplied by a parameter that is zero now and will not be after the first step
-    (LoRA, zero-initialised layers), or if a normalisation makes the bias before it superfluous.
+    The first four and `unused` are told apart only with a tracer. Without one, a parameter that the graph does not
+    reach is `disconnected`, or `integer_dtype` if the loss itself is an integer. A zero gradient is not a finding if it
+    was multiplied by a parameter that is zero now and will not be after the first step (LoRA, zero-initialised layers),
+    or if a normalisation makes the bias before it superfluous.
 
     Args:
         loss: scalar tensor.
         model: the module whose parameters, and tensors in attributes, are examined.
-        optimizer: the optimizer that steps on this loss, or a sequence of several. Parameters that get a gradient and
-            are in none of them are found, and frozen parameters that are in one. Without it, every frozen parameter is
-            a note.
+        optimizer: the optimizer that steps on this loss, or a sequence of several. Parameters that get a gradient
+            but are in no optimizer, and frozen parameters that are in one, are then findings too. Without optimizers,
+            every frozen parameter is a note.
         tracer: the tracer that watched the forward pass.
 
     Returns:
@@ -206,7 +207,7 @@ class _Diagnosis:
         self.sizes = {id(p): amount(g).largest for p, g in zip(wanted, found, strict=True)}
         seen = [] if self.flow.is_freed else [p for p in wanted if self.flow.reaches(p)]
         self.arrived = {id(p): self.flow.arrived_near(p) for p in seen}
-        # Optimizers that hold no tensor of this model or loss belong to other models: they left nothing out by choice.
+        # Optimizers that hold no tensor of this model or loss belong to other models, and say nothing about this one.
         known = {id(p) for p in (*self.named.values(), *self.own_leaves.values())}
         self.are_its_optimizers = any(id(p) in known or self.flow.reaches(p) for p in held)
         self.dead_rows = {id(p): _dead_rows(g) for p, g in zip(wanted, found, strict=True) if g is not None}
@@ -226,7 +227,7 @@ class _Diagnosis:
         for name, result in self.own_results.items():
             yield from self._non_leaf(name, result)
         if not torch.isfinite(self.loss) and not any(math.isinf(s) or math.isnan(s) for s in self.sizes.values()):
-            yield finding_of("nonfinite", "loss", f"the loss is {self.loss.item()}, though no gradient is")
+            yield finding_of("nonfinite", "loss", f"the loss is {self.loss.item()}, though all gradients are finite")
         yield from self._partial_cuts()
 
     def _parameter_findings(self, name: str, parameter: torch.Tensor) -> Iterator[Finding]:

@@ -44,7 +44,7 @@ def metadata(node: Node) -> dict[Any, Any]:
 def walk(root: Node | None, stop: Callable[[Node], bool] = lambda node: False) -> list[Node]:
     """Nodes that are reachable from the root, each after all nodes that send it a gradient; the root is the first.
 
-    The search does not continue behind other nodes for which `stop` is true.
+    The search does not continue behind a node for which `stop` is true, except behind the root.
     """
     finished: list[Node] = []
     seen = set() if root is None else {root}
@@ -129,7 +129,7 @@ NOTHING = Amount(0.0, 0, 0.0)
 
 
 def amount(gradient: torch.Tensor | None) -> Amount:
-    """Measure a gradient, which waits for its device."""
+    """Measure a gradient. Waits for its device."""
     if gradient is None:
         return NOTHING
     values = whole(gradient.detach())
@@ -164,7 +164,7 @@ class Step(NamedTuple):
 
     @property
     def other_factors(self) -> list[torch.Tensor]:
-        """Leaves by which the node multiplies the operand at `edge`: the other operand, or the factors of the other."""
+        """Leaves by which the node multiplies the operand at `edge`: the other operand, or its factors."""
         edges = _FACTORS.get(operation(self.node), ())
         others = [
             origin
@@ -209,7 +209,7 @@ def _origin(node: Node | None) -> Node | None:
 
 
 class Flow:
-    """Gradients that each node received and sent on, of a backward pass that runs in this context."""
+    """Gradients that each node receives and sends on in a backward pass that runs in this context."""
 
     def __init__(self, nodes: list[Node], unit_counts: Container[int] = ()) -> None:
         """Watch the nodes of a graph. Dimensions whose size is in `unit_counts` are taken as the units of a layer."""
@@ -294,7 +294,7 @@ class Flow:
         return next(made, None)
 
     def stops(self, leaf: torch.Tensor) -> list[Stop]:
-        """Stops on the gradient's way to `leaf`, a layer's weight, whose units are the rows of this weight."""
+        """Stops on the gradient's way to a layer's weight `leaf`, with one unit for each row of the weight."""
         takes_it = self._steps(leaf, lambda step: operation(step.node) in _SAME_VALUES)
         products = [step.node for step in takes_it if operation(step.node) in _PRODUCTS]
         steps = self._steps_to(products, lambda step: operation(step.node) in _BY_UNIT)

@@ -41,7 +41,7 @@ _REMEDIES: dict[Code, str] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One parameter, and why it is not trained, or only by a part of the loss."""
+    """One parameter, and why it is not trained, or is trained only by a part of the loss."""
 
     code: Code
     parameter: str

@@ -51,7 +51,8 @@ _ARITHMETIC = {
 #: Calls that read only the form (shape, dtype, device) of their first operand, or of the others.
 _FORM_OF_FIRST = {"new_tensor", "new_full", "full_like"}
 _FORM_OF_OTHERS = {"type_as", "to", "expand_as", "view_as", "reshape_as"}
-#: Number of calls before a cut to search for the value itself: `x / x.pow(2).mean().sqrt().detach()` has three.
+#: A value counts as the one that was cut off if at most this number of calls are between it and the cut:
+#: `x / x.pow(2).mean().sqrt().detach()` has three.
 _FEW = 3
 #: Calls through which a value leaves PyTorch.
 _ESCAPES = {
@@ -88,11 +89,11 @@ class Cut:
 
 
 class _Origin(NamedTuple):
-    """Nodes of the values that a call cut off, by their sequence numbers."""
+    """The values that a call cut off, by number: the sequence number of a node, or minus the bit of a leaf."""
 
     values: frozenset[int] = frozenset()
     near: frozenset[int] = frozenset()
-    """These nodes and the ones behind them, up to a few calls back."""
+    """These values and the ones that they were computed from, up to a few calls back."""
 
 
 class _History(NamedTuple):
@@ -316,7 +317,7 @@ class GradientTracer(TorchFunctionMode):
                     yield cut
 
     def _is_one_of(self, origin: _Origin, operand: _Taken) -> bool:
-        """Return True if an operand was detached, was computed from a detached value, or was an input of one."""
+        """Return True if an operand is a value that was cut off, was computed from one, or is an input of one."""
         near = self._near(operand)
         return not origin.near.isdisjoint(near[:1]) or not origin.values.isdisjoint(near)
 
@@ -327,7 +328,7 @@ class GradientTracer(TorchFunctionMode):
         return _Origin(values, frozenset(number for _, near in nears for number in near))
 
     def _near(self, operand: _Taken) -> list[int]:
-        """Numbers of a value and of the values behind it, up to a few calls back."""
+        """Numbers of a value and of the values that it was computed from, up to a few calls back; see `_Origin`."""
         if operand.node is None:
             return [-self._bit(operand.tensor)]
         nodes = [operand.node]
@@ -380,7 +381,7 @@ class GradientTracer(TorchFunctionMode):
         return _History(bit, cuts, outside=history.outside, fresh=fresh)
 
     def _cut_unseen(self, tensor: torch.Tensor, made: _History) -> _History:
-        """History of a tensor that a call that no mode sees made from a value, such as `nn.Parameter(h)`."""
+        """History of a tensor that was made from a value by a call that no mode sees, such as `nn.Parameter(h)`."""
         call = "nn.Parameter" if isinstance(tensor, torch.nn.Parameter) else "a call that the tracer does not see"
         cut = Cut("detached", call, _users_line())
         return made._replace(live=0, relevant=frozenset()) | _History(cuts={cut: made.live}, fresh={cut: _Origin()})
@@ -441,7 +442,7 @@ def _operands(name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _is_array(taken: _Taken) -> bool:
-    """Return True if another library owns an operand's memory. Dispatch modes do not see `torch.from_numpy`."""
+    """Return True if another library owns an operand's memory. No mode sees `torch.from_numpy`."""
     memory = _memory(taken.tensor) if taken.history is _NO_HISTORY else None
     return memory is not None and not memory.resizable()
 

@@ -1,4 +1,4 @@
-"""Checks of single arguments of a multi-step loss, with the words of their errors."""
+"""Checks of single arguments of a multi-step loss, and their error messages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 _AS_MAPPING = {
-    "heads": ("head", 'write {"value": TwoHot(...), ...}'),
-    "predictions": ("tensors", 'write {"value": [...], ...} with a list or tensor for each head'),
-    "targets": ("tensors", 'write {"value": [...], ...} with a list or tensor for each head'),
-    "head_weights": ("number or tensor", 'write {"value": ...}'),
+    "heads": ("names to heads", 'write {"value": TwoHot(...), ...}'),
+    "predictions": ("head names to tensors", 'write {"value": [...], ...} with a list or tensor for each head'),
+    "targets": ("head names to tensors", 'write {"value": [...], ...} with a list or tensor for each head'),
+    "head_weights": ("head names to numbers or tensors", 'write {"value": ...}'),
 }
 
 
@@ -26,13 +26,13 @@ def is_mapping(value: object) -> bool:
 
 
 def as_dict(argument: str, given: Any) -> dict[str, Any]:
-    """Make a dict of a mapping by its items: a TensorDict iterates over something else."""
+    """Convert a mapping to a dict by its items, because a TensorDict iterates over its first dimension."""
     if type(given) is dict:
         return given
     if not is_mapping(given):
-        values, instead = _AS_MAPPING[argument]
+        contents, instead = _AS_MAPPING[argument]
         raise TypeError(
-            f"multi_step_loss: {argument} must be a mapping of head to {values}, "
+            f"multi_step_loss: {argument} must be a mapping of {contents}, "
             f"but it is of type {type(given).__name__}"
             + (_remedies.remedy_for_type(given) if _remedies.is_proxy(given) else f"; {instead}")
         )
@@ -47,7 +47,7 @@ def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None
 
 
 def written(shape: Sequence[int | str]) -> str:
-    """A shape in the words of an error."""
+    """A shape as error messages show it."""
     return "[" + ", ".join([f"{size}" for size in shape]) + "]"
 
 

@@ -157,7 +157,7 @@ def multi_step_loss(
             entries are not checked. The advantages of a policy gradient, given as targets, are rejected too. It waits
             for the device: use it in the first steps of training, and in tests. It raises an error under
             torch.compile, torch.export and torch.func transforms, where there are no values to read.
-        impl: "auto": the fused kernels where they take the call, elsewhere "compiled" on devices that have no kernels
+        impl: "auto": the fused kernels where they accept the call, elsewhere "compiled" on devices that have no kernels
             and "reference" otherwise. "fused": the kernels. "compiled": `gradscale_ext.reference` under
             `torch.compile`, which keeps a graph for each form of a call; head weights, step numbers and batch sizes may
             change. It has no second derivative. "reference": plain PyTorch.
@@ -175,7 +175,8 @@ def multi_step_loss(
     These are computed together with the loss: one parallel region on the CPU, two launches on CUDA (one more to count a
     mask for "valid_mean") and one in the backward pass, where nothing is waited for. In `torch.compile` and
     `torch.export` it is one operator of the graph. Second derivatives, `torch.func` transforms, forward mode and tensor
-    subclasses go through `gradscale_ext.reference`. A compiled or exported loss has no second derivative: it raises.
+    subclasses go through `gradscale_ext.reference`. A compiled or exported loss has no second derivative: computing one
+    raises an error.
 
     DTensors are gathered, so that every rank computes the loss of the whole batch; plain tensors next to them must be
     whole, and the same on every rank. If a prediction is a DTensor the output holds replicated DTensors, and gradients

@@ -14,7 +14,7 @@ from .options import Entries, Options, turned_around
 from .output import MultiStepLossOutput
 from .validate import Call
 
-#: Values of a count that stand for one stacked tensor, and for no tensor.
+#: A count is the number of tensors in a head's list; these stand for one stacked tensor, and for no tensor.
 _STACKED, _NONE = 0, -1
 #: Results of the operator, in its order: names, and True for a list by head.
 _OUTPUTS = _C.outputs()

@@ -45,5 +45,5 @@ def unroll_scale(steps: int) -> tuple[float, ...]:
 
 
 def turned_around(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
-    """Turn a tensor from the caller's order to `[B, T]`, or back; a tensor of one dimension stays."""
+    """Turn a tensor from the caller's order to `[B, T]`, or back. A tensor of one dimension is returned unchanged."""
     return tensor if batch_first or tensor.dim() != 2 else tensor.transpose(0, 1)

@@ -31,8 +31,8 @@ class MultiStepLossOutput:
     head_losses: dict[str, torch.Tensor]
     """By head, a scalar: its share of `loss`, with all weights and the reduction; they add up to ``loss.sum()``."""
     head_gradient_norms: dict[str, torch.Tensor]
-    """By head whose predictions get a gradient, a scalar: the L2 norm of the gradient of ``loss.sum()`` by its
-    predictions, all weights and `step_gradient_scale` included, before it is rounded to their type."""
+    """By head whose predictions get a gradient, a scalar: the L2 norm of the gradient of ``loss.sum()`` with respect to
+    the predictions, all weights and `step_gradient_scale` included, before it is rounded to their type."""
     max_abs_logit: dict[str, torch.Tensor]
     """By `TwoHot`, `HLGauss`, `SoftCrossEntropy` and `CategoricalKL` head, a scalar: the largest magnitude of the
     finite logits of its unmasked predictions; 0 if there are none."""

@@ -26,8 +26,8 @@ def priorities(
     Args:
         expected: decoded predictions nu, `[B, T]` (``out.expected["value"]``) or a list of T tensors `[B]`.
         targets: their targets z, of the same form.
-        steps: which steps count: the "first" one (the root), the "mean" of ``|nu - z|`` over the steps, the "max", or
-            "all", each for itself.
+        steps: the error that the priority is computed from: ``|nu - z|`` of the "first" step (the root), its "mean" or
+            "max" over the steps, or "all": one priority for each step.
         alpha: exponent, at least 0; 0 gives uniform priorities.
         eps: added to every error, so that no priority is 0; at least 0.
         batch_first: False: tensors with both dimensions are `[T, B]`, as in `multi_step_loss`.

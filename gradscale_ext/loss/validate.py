@@ -1,4 +1,4 @@
-"""The rules for the arguments of a multi-step loss, and the words of their errors."""
+"""The rules for the arguments of a multi-step loss, and their error messages."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from ._clippings import select_columns
 FINITE_EDGES = (BIN_EDGES[1] - 1, *BIN_EDGES[1:-1], BIN_EDGES[-2] + 1)
 
 FEW_PARAMETERS = 10
-"""The largest number of parameters that are all written by default."""
+"""A model with at most this number of parameters has all of them written by default."""
 
 WORST = 5
-"""Number of parameters that are written by default where there are more."""
+"""Number of parameters that are written by default for a larger model."""
 
 USUAL_RATIO = 1e-3
 """Update-to-weight ratio of a parameter that trains as most do."""

@@ -47,7 +47,7 @@ class GradientMonitor:
       the totals.
     - `clip_rate`: the share of the steps since the last record at which a clipping changed the gradients.
     - `update_to_weight_ratio/<parameter>`: ``|p_after - p_before| / |p_before|`` of the step, usually about 1e-3. A
-      recorded step copies the parameters for it; the copy is kept for the next one where `every` is below 10.
+      recorded step copies the parameters for it; the copy's memory is kept for the next copy if `every` is below 10.
     - `activation_gradient_norm/<module>/<call>`: norm of the gradient of each call's output, in the last backward pass
       before the step. Calls are numbered in the order of the forward pass.
     - `nonfinite_gradients`: how many elements are NaN or inf (before clipping), where there are any. Norms leave
@@ -148,7 +148,7 @@ class GradientMonitor:
         self._due = True  # True if the next step, or the one in progress, is recorded
         self._in_step = False
         self._step_scaler: torch.amp.GradScaler | None = None
-        self._has_scaler = False  # so that any step may be skipped, and recorded
+        self._has_scaler = False  # if True, any step may be skipped, and is then recorded
         self._gradients: GradientStatistics | None = None
         self._calls = Calls()
         self._clippings: list[Clipping] = []  # since the last step

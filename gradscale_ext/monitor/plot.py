@@ -151,7 +151,7 @@ def _joint_norm(parts: Iterable[Series]) -> Series:
 
 
 def _totals(history: History) -> History:
-    """Total norms, of which either may be missing: a thinned history may contain only skipped steps."""
+    """The two total norms. Either may be missing, because a thinned history may contain only skipped steps."""
     tags = {"all layers": "gradient_norm_total", "before clipping": "gradient_norm_total_before_clipping"}
     return {label: history[tag] for label, tag in tags.items() if tag in history}
 

@@ -1,7 +1,7 @@
-"""Everything in plain PyTorch, one operation after the other. Nothing here uses the compiled extension.
+"""The operators, losses and returns in plain PyTorch operations. Nothing here uses the compiled extension.
 
-The truth for tests, and the path for every context that the fused kernels do not take: transforms, tensor subclasses,
-other devices.
+Tests compare the fused kernels with these functions. Calls that the fused kernels do not accept run them: calls in
+transforms, with tensor subclasses, or on other devices.
 """
 
 from .flow import clip_gradient_norm, clip_gradient_value, normalize_gradient, reverse_gradient, scale_gradient

@@ -22,9 +22,10 @@ Rule = Callable[..., torch.Tensor]
 def scale_gradient(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     """``dL/dx = scale * dL/dy``; exact zeros for a scale of 0.
 
-    Not a torch.autograd.Function, because some transforms drop it under torch.compile: the result is the value plus a
-    zero that carries the gradient. An infinite or NaN element becomes ``x * scale`` if that product has the same value.
-    The remaining cases (a scale that is not finite, an infinite element times a negative scale) get a NaN gradient.
+    Not a torch.autograd.Function, because some transforms drop it under torch.compile. Instead, the result is the value
+    plus a zero that carries the gradient. An infinite or NaN element becomes ``x * scale`` if that product has the same
+    value. The remaining cases (a scale that is not finite, an infinite element times a negative scale) get a NaN
+    gradient.
     """
     scale = _as_tensor(scale, x)
     value, wide, is_finite = x.detach(), _wide(x), x.isfinite()

@@ -133,7 +133,8 @@ def _allows_hooks() -> bool:
 def _gradient(
     loss: Callable[[dict[str, list[torch.Tensor]]], torch.Tensor], entries: dict[str, list[torch.Tensor]]
 ) -> dict[str, list[torch.Tensor]]:
-    """The gradient of a loss with respect to constants. It has no graph, and saved-tensor hooks do not see it."""
+    """The gradient of a loss with respect to detached entries. It has no graph. The caller's saved-tensor hooks
+    do not run."""
     if not _context.is_eager() or not _allows_hooks():
         with torch.no_grad():  # torch.func.grad computes the gradient nevertheless
             return torch.func.grad(loss)(entries)  # type: ignore[no-any-return]
@@ -150,7 +151,7 @@ def _leaf(entry: torch.Tensor) -> torch.Tensor:
 
 
 def _constant(entry: torch.Tensor) -> torch.Tensor:
-    """Detach in forward mode too: not every gradient has a derivative there."""
+    """Detach, and drop the tangent of forward mode, because not every gradient has a forward-mode derivative."""
     if forward_ad._current_level >= 0:
         entry = forward_ad.unpack_dual(entry).primal  # type: ignore[no-untyped-call]
     return entry.detach()
@@ -237,7 +238,8 @@ def _weighted(name: str, call: Call, losses: torch.Tensor) -> torch.Tensor:
 
 
 def _by_sample(name: str, call: Call, weights: torch.Tensor) -> torch.Tensor:
-    """Weights `[B]` or a scalar; 0 for samples in which a head has no unmasked entry: a weight may be NaN or inf."""
+    """Weights `[B]` or a scalar; 0 for samples in which a head has no unmasked entry, because their weights may be NaN
+    or inf."""
     if name not in call.weights.masks:
         return weights
     return torch.where(_unmasked(name, call)[:, call.heads[name].first_step :].any(1), weights, 0.0)

@@ -1,7 +1,8 @@
 """Targets from trajectories: the papers' formulas as loops backwards over time.
 
 The functions have the arguments of their namesakes in `gradscale_ext`. Where a formula has y_t, the loop has a tensor
-`[B]`, an entry for each row. Differentiable with respect to rewards and values.
+`[B]`, an entry for each row. Results are differentiable with respect to rewards and values, except the results of
+`muzero_targets`. A cut is a step that is terminated, truncated, the last, or followed by a masked step.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def times(*factors: Tensor) -> Tensor:
 class _Steps:
     """The arguments of a call by step: entry t of each tuple is a tensor `[B]`.
 
-    Everything is 0 in masked entries. `bootstrap` is B_t, 0 after a termination. `lambda_` is 0 at cuts, so that
-    ``(1 - lambda_t) B_t + lambda_t y_{t+1}`` is B_t there.
+    Everything is 0 in masked entries. `bootstrap` is B_t: the value of the next state, or 0 after a termination.
+    `lambda_` is 0 at cuts, so that ``(1 - lambda_t) B_t + lambda_t y_{t+1}`` is B_t there.
     """
 
     def __init__(self, call: Trajectories) -> None:
@@ -87,8 +88,8 @@ class _Steps:
         return rows.detach().to(self.device).expand(self.shape)
 
     def discounted(self, t: int, later: Tensor, *coefficients: Tensor) -> Tensor:
-        """``discount_t ((1 - lambda_t) B_t + lambda_t later)``, times more coefficients. Each term calls `times`
-        once, with all of its coefficients: in nested calls, a gradient of 0 could be multiplied by NaN."""
+        """``discount_t ((1 - lambda_t) B_t + lambda_t later)``, times `coefficients`. Each term calls `times` once,
+        with all of its coefficients: in nested calls, a gradient of 0 could be multiplied by NaN."""
         lambda_, coefficients = self.lambda_[t], (*coefficients, self.discount[t])
         return times(*coefficients, 1 - lambda_, self.bootstrap[t]) + times(*coefficients, lambda_, later)
 

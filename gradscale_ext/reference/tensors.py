@@ -115,7 +115,7 @@ def _multiply(elements: torch.Tensor, factor: torch.Tensor, skip_nonfinite: bool
 
 
 def units_of(tensor: torch.Tensor, rows: bool) -> int:
-    """The number of units; a tensor of fewer than two dimensions is one."""
+    """The number of units; a tensor of fewer than two dimensions is one unit."""
     return tensor.shape[0] if rows and tensor.dim() > 1 else 1
 
 

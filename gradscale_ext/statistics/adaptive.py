@@ -1,4 +1,4 @@
-"""Adaptive clipping: each unit of a gradient is clipped by the norm of its weights."""
+"""Adaptive clipping: each unit of a gradient (a row, or the whole tensor) is clipped by the norm of its weights."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Tensors = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | Itera
 BIN_EDGES = (-math.inf, *range(_C.histogram_first_edge, _C.histogram_first_edge + _C.histogram_bins - 1), math.inf)
 
 
-@dataclass(frozen=True, repr=False, eq=False)  # tensors have no one truth value
+@dataclass(frozen=True, repr=False, eq=False)  # == of tensors has no single truth value
 class GradientStatistics:
     """The results of `gradient_statistics` for N tensors, on their device, without a synchronisation.
 
@@ -162,7 +162,7 @@ def _number(value: float) -> str:
 
 
 def _labels(names: list[str], is_gradient: list[bool], missing: list[bool]) -> tuple[str, list[str]]:
-    """Heading and rows of a table's first column; a row names its kind where the heading does not."""
+    """Heading and labels of a table's first column. Under "tensor", the label of a gradient is "gradient of ..."."""
     kinds = {kind for kind, absent in zip(is_gradient, missing, strict=True) if kind or not absent}
     if kinds == {True}:
         return "gradient of", names
@@ -186,7 +186,8 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
             `torch.nn.Parameter`, even a frozen one. A parameter whose `grad` is None is `missing`, and so is a None in
             place of a tensor. Tensors are floating or complex, dense or sparse, of any shapes, and on any devices.
             Complex elements enter by their modulus, and elements that a sparse tensor does not store are zeros.
-            A DTensor is counted with all its shards: one all-reduce for all tensors, in which every rank takes part.
+            A DTensor is counted with all its shards: each process group runs one all-reduce for all tensors together,
+            so every rank must make the call.
         names: one per tensor, for tables; by default the names in `tensors`, or else the indices.
 
     Returns:
@@ -332,7 +333,7 @@ def clip_gradients_(
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        RuntimeError: with `nonfinite="error"`, an element is not finite.
+        RuntimeError: with `nonfinite="error"`, an element or the total norm is not finite.
 
     >>> p = torch.zeros(2, requires_grad=True)
     >>> p.grad = torch.tensor([3.0, 4.0])

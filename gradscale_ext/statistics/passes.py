@@ -1,4 +1,4 @@
-"""The passes over many gradients, on one device, several, and several processes."""
+"""The passes over many gradients, which may be on several devices and in several processes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def by_kernels(gradients: Gradients, p: float) -> reference.Statistics | None:
-    """Statistics by the fused pass; None where it does not take these tensors."""
+    """Statistics by the fused pass; None if it does not accept these tensors."""
     if not _context.is_eager():
         return None
     try:
         return _C.tensor_statistics(gradients, p)
-    except TypeError:  # not even tensors
+    except TypeError:  # an entry is not a tensor
         return None
 
 
@@ -54,7 +54,7 @@ def _device_of(part: torch.Tensor | None) -> torch.device | None:
 
 
 def members_by(key: Callable[[int], object], count: int) -> list[list[int]]:
-    """Numbers below `count` in groups of the same key; those whose key is None go with the first group."""
+    """Indices below `count`, grouped by key. Indices whose key is None join the first group."""
     groups: dict[object, list[int]] = {}
     keys = [key(index) for index in range(count)]
     first = next((one for one in keys if one is not None), None)
@@ -66,8 +66,8 @@ def members_by(key: Callable[[int], object], count: int) -> list[list[int]]:
 def in_groups(
     groups: list[list[int]], member_statistics: Callable[[list[int]], reference.Statistics]
 ) -> reference.Statistics:
-    """Statistics in the order of the tensors, on the device of the first group, put together without an index from the
-    host."""
+    """Statistics in the order of the tensors, on the device of the first group. They are reordered without copying an
+    index tensor from the host."""
     if len(groups) == 1:
         return member_statistics(groups[0])
     columns: dict[int, list[torch.Tensor]] = {}

@@ -48,7 +48,8 @@ def groups_with_parts(tensor: torch.Tensor, process_group: dist.ProcessGroup | N
 
 @dataclass
 class UnitNorms:
-    """Norms of the units of gradients and of their weights, and which units are split over processes."""
+    """Norms of the units (rows, or whole tensors) of gradients and of their weights, and which units are split over
+    processes."""
 
     norms: torch.Tensor
     """`[2, U]`"""
@@ -105,7 +106,7 @@ def merged_over_groups(
 
 
 def _counted(statistics: reference.Statistics, mine: list[bool]) -> reference.Statistics:
-    """The statistics, where the tensors that another process counts (`mine` is False) are missing."""
+    """The statistics, in which tensors that another process counts (`mine` is False) are marked as missing."""
     if all(mine):
         return statistics
     values, counts, histogram = statistics
@@ -119,7 +120,8 @@ def _merged(
     statistics: reference.Statistics, units: torch.Tensor | None, group: dist.ProcessGroup, p: float
 ) -> tuple[reference.Statistics, torch.Tensor]:
     """Merge the statistics, and the 2-norms of units, of all processes. One all-reduce adds the counts, and gathers the
-    values that cannot be added: each process has a row, to which the others add zeros. Counts are exact in float64."""
+    values that cannot be added: each process has a row, to which the other processes add zeros. Counts are exact in
+    float64."""
     values, counts, histogram = statistics
     finite = (counts[0] - counts[2] - counts[3]).to(values.dtype)
     own = torch.cat([values.flatten(), finite, *([] if units is None else [units.flatten()])])

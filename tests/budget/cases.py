@@ -26,7 +26,7 @@ class Case:
 
     name: str
     make: Callable[[int], tuple[Call, float]]
-    unit_bytes: float  # of logits, or of the tensors
+    unit_bytes: float  # bytes of logits, or of tensors, per unit
     budget: float
     batch: int
     unit: str = "row"
@@ -176,7 +176,7 @@ def _returns_cases() -> list[Case]:
     lambda_returns = partial(_returns, "lambda_returns", lambda_=0.95)
     return [
         of("advantages [B, T], T 128", partial(_advantages, 128, True), 22, budget=106, batch=512),
-        # One block per chunk of 1024 steps, whose maps are composed twice: within warps, and between them.
+        # One block per chunk of 1024 steps. The steps' maps y -> a + b y are composed within warps, then between warps.
         of(
             "advantages [B, T], few rows, T 1024",
             partial(_advantages, 1024, True),

@@ -23,7 +23,7 @@ UNTIL = float(os.environ.get("GRADSCALE_FUZZ_UNTIL", 0))
 JOURNAL = os.environ.get("GRADSCALE_FUZZ_JOURNAL")
 """The file with the number of cases and the last case, which `make fuzz` reads after a crash."""
 MORE = 16
-"""A round of `make fuzz` runs this many times the examples of `make test`."""
+"""Each pytest run of `make fuzz` has this many times as many examples as `make test`."""
 
 # Hypothesis loads a profile named "ci" for all tests, so these profiles have other names.
 _common: dict[str, Any] = {

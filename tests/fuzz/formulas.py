@@ -102,7 +102,7 @@ def signed_hyperbolic(x: Array, eps: float) -> Array:
 
 
 def signed_parabolic(y: Array, eps: float) -> Array:
-    """The u of ``|y| = u + eps u (u + 2)``, with u = sqrt(|x| + 1) - 1, solved without cancelling."""
+    """The inverse: ``u = sqrt(|x| + 1) - 1`` solves ``|y| = u + eps u (u + 2)``, here without cancellation."""
     size = np.abs(y)
     u = 2 * size / (np.sqrt((1 + 2 * eps) ** 2 + 4 * eps * size) + 1 + 2 * eps)
     return np.where(np.isinf(y), y, np.sign(y) * u * (u + 2))
@@ -147,7 +147,7 @@ def two_hot(x: Array, support: Any) -> tuple[Array, Array]:
         lower = np.clip(np.searchsorted(middles, clipped, "right") - 1, 0, last - 1)
         gap = middles[lower + 1] - middles[lower]
         upper = (clipped - middles[lower]) / gap
-        blur = 4 * (np.abs(clipped) + np.abs(middles[lower]) + np.abs(middles[lower + 1])) / gap  # steps of a transform
+        blur = 4 * (np.abs(clipped) + np.abs(middles[lower]) + np.abs(middles[lower + 1])) / gap  # 4 rounding steps
     else:
         lower = np.clip(np.floor(np.nan_to_num(position)), 0, last - 1).astype(int)
         upper = position - lower
@@ -286,7 +286,7 @@ def huber_loss(head: Any, x: Array, target: Array) -> Rows:
     difference, size, count = x - t, np.abs(x) + np.abs(t), x.shape[-1]
     distance, slope = np.abs(difference), np.clip(difference, -head.delta, head.delta)
     loss = np.where(distance <= head.delta, difference**2 / 2, head.delta * (distance - head.delta / 2))
-    # A rounded difference moves the gradient by as much, and by nothing in the linear part.
+    # A rounding error of the difference changes the gradient by the same amount, or not at all in the linear part.
     entering = np.where(distance > head.delta * (1 + 1e-3) + 1e-2 * size, head.delta, size + np.abs(slope))
     return loss.mean(-1), (4 * loss + 2 * np.abs(slope) * size).mean(-1), slope / count, entering / count
 
@@ -438,7 +438,7 @@ def multi_step(
 ) -> MultiStep:
     """Predictions and targets `[B, T_h, ...]`, masks, step weights and scales `[B, T]`, importance weights `[B]`.
 
-    Rounding: `rounded` epsilons of the magnitudes of a head's loss terms, `summed` epsilons of the terms of a sum.
+    Allowed rounding: `rounded` epsilons of the magnitudes of a head's loss terms, `summed` epsilons of a sum's terms.
     """
     batch, coarsest = len(grad_output), max(eps.values())
     total, total_error = np.zeros(batch), np.zeros(batch)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPLEX = (torch.complex64, torch.complex128)
 
-#: Simple ones first: Hypothesis shrinks a failure towards the first.
+#: Kinds of values. Simple ones are first, because Hypothesis shrinks a failure towards the first.
 PALETTES = ("ordinary", "zeros", "wide", "tiny", "huge", "inf", "nan", "everything")
 LAYOUTS = (
     "contiguous",
@@ -67,7 +67,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, palette: str, generator: 
     """A contiguous tensor with values of the palette's kind."""
     if dtype.is_complex:
         parts = [values(shape, dtype.to_real(), palette, generator) for _ in range(2)]
-        has_nan = parts[0].isnan() | parts[1].isnan()  # with inf, the modulus is NaN or inf
+        has_nan = parts[0].isnan() | parts[1].isnan()  # if the other part is inf, the modulus may be NaN or inf
         return torch.complex(*(torch.where(has_nan & part.isinf(), torch.nan, part) for part in parts))
     info = torch.finfo(dtype)
     ordinary = generator.standard_normal(shape)
@@ -99,8 +99,8 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, palette: str, generator: 
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """A tensor of the same shape in another layout, with its own memory; expanded and overlapping layouts repeat
-    values, and a layout that is impossible for the shape is contiguous."""
+    """A tensor of the same shape in another layout, with its own memory. Expanded and overlapping layouts repeat
+    values. If the layout is impossible for the shape, the result is contiguous."""
     tensor = tensor.clone(memory_format=torch.contiguous_format)
     shape, dim = tensor.shape, tensor.dim()
     if layout == "transposed" and dim >= 2:
@@ -143,17 +143,17 @@ def precise(tensor: torch.Tensor) -> np.ndarray:
 
 
 def eps_of(dtype: torch.dtype) -> float:
-    """The machine epsilon of the dtype in which a dtype is computed: float32 for half types."""
+    """The machine epsilon of the dtype in which tensors of `dtype` are computed: float32 for half types."""
     return torch.finfo(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype).eps
 
 
 def smallest_of(dtype: torch.dtype) -> float:
-    """The smallest subnormal number of the dtype in which a dtype is computed."""
+    """The smallest subnormal number of the dtype in which tensors of `dtype` are computed."""
     return smallest_normal_of(dtype) * eps_of(dtype)
 
 
 def smallest_normal_of(dtype: torch.dtype) -> float:
-    """The smallest normal number of the dtype in which a dtype is computed."""
+    """The smallest normal number of the dtype in which tensors of `dtype` are computed."""
     return torch.finfo(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype).smallest_normal
 
 
@@ -183,9 +183,12 @@ class Watched:
 def check_close(
     result: torch.Tensor, truth: np.ndarray, error: np.ndarray | float, what: str, *, lenient: np.ndarray | None = None
 ) -> None:
-    """Check that the result is the truth, rounded once to its dtype, within `error`; NaN where the truth is NaN, inf
-    where it rounds to inf; anything where `error` is infinite. A complex number counts as NaN or inf as a whole. If
-    `lenient`, all non-finite values are equal."""
+    """Check that the result is equal to the truth, rounded once to the dtype of the result, within `error`.
+
+    The result must be NaN where the truth is NaN, and inf where the truth rounds to inf. It may be anything where
+    `error` is infinite. Two complex numbers that are not finite are treated as equal; where `lenient`, so are two real
+    numbers.
+    """
     assert tuple(result.shape) == truth.shape, f"{what}: shape {tuple(result.shape)}, expected {truth.shape}"
     got, info = precise(result), torch.finfo(result.dtype)
     if np.iscomplexobj(got):

@@ -46,8 +46,8 @@ Array = np.ndarray
 INF = math.inf
 
 ROUNDED = 4.0
-"""Units in the last place: an operator multiplies by a coefficient that was rounded to the dtype in which it multiplies
-(float32 for half types), after a few steps in that dtype."""
+"""Allowed error in units in the last place: an operator computes its coefficient in a few steps, which are rounded to
+the dtype in which it multiplies (float32 for half types)."""
 SECOND = 64.0
 """The same for a second derivative, whose sums over a group are computed in the dtype itself."""
 SUMMED = 2.0**-52

@@ -37,13 +37,10 @@ from .strategies import (
 Tensor = torch.Tensor
 Array = np.ndarray
 
-TURNS_EVERYTHING = True
-"""True if ``batch_first=False`` also transposes masks, two-dimensional weights, `per_step` and `expected`."""
-
 ROUNDED = 4.0
 """Units in the last place of the dtype in which a head computes, for each magnitude that enters a loss or gradient."""
 SUMMED = 16.0
-"""The same for the sum over up to 180 heads, steps and samples."""
+"""The same for a sum over heads, steps and samples, of up to 180 terms."""
 
 SUPPORTS = (
     *(gs.Support(-2, 2, 5, "identity"), gs.Support(-5, 5, 11), gs.Support(-3, 4, 9, "symlog")),
@@ -89,7 +86,8 @@ class HeadCase:
         x = generator.standard_normal((batch, steps, *self.prediction_width()))
         scale = {"flat": 0.0, "sharp": 60.0, "tiny": 1e-4}.get(self.logits, 2.0)
         x = x * scale + (300 if self.logits == "shifted" else 0)
-        # Where a probability is 0 in float32 but not in float64, only the true divergence would be infinite.
+        # Extreme targets have probabilities that are 0 in float32 but not in float64: only the true divergence from an
+        # illegal action would be infinite.
         is_divergence = isinstance(self.head, gs.CategoricalKL) and self.targets != "outside"
         if self.logits == "illegal" and (is_divergence or isinstance(self.head, gs.SoftCrossEntropy)):
             illegal = generator.random(x.shape) < 0.3
@@ -314,10 +312,9 @@ class Trial:
             SUMMED,
         )
 
-    def turned(self, array: Array, always: bool = False) -> Array:
+    def turned(self, array: Array) -> Array:
         """Turn `[B, T, ...]` into the order of the call."""
-        turns = not self.case.batch_first and (always or TURNS_EVERYTHING)
-        return np.moveaxis(array, 0, 1) if turns else array
+        return array if self.case.batch_first else np.moveaxis(array, 0, 1)
 
     def _masks(self, batch: int, steps: int, generator: np.random.Generator) -> tuple[dict[str, Array], Any]:
         masks = {name: np.ones((batch, steps), bool) for name in self.heads}
@@ -359,13 +356,13 @@ class Trial:
         """Tensors in the form of the case, and their values `[B, T_h, ...]`; predictions are recorded as leaves."""
         leaves: list[tuple[str, Tensor, Callable[[Array], Array]]] = []
         if form in ("stacked", "unbound"):
-            stacked = laid_out(torch.from_numpy(np.array(self.turned(array, True))).to(dtype), layout)
+            stacked = laid_out(torch.from_numpy(np.array(self.turned(array))).to(dtype), layout)
             if item is not None:
                 stacked.requires_grad_(item.requires_grad)
-            leaves.append((name, stacked, lambda g: self.turned(g, True)))
+            leaves.append((name, stacked, lambda g: self.turned(g)))
             steps = 1 if self.case.batch_first else 0
             entries: Any = stacked if form == "stacked" else list(stacked.unbind(steps))
-            numbers = self.turned(precise(stacked), True)
+            numbers = self.turned(precise(stacked))
         elif form == "same":
             one = laid_out(torch.from_numpy(np.array(array[:, 0])).to(dtype), layout)
             if item is not None:
@@ -461,7 +458,7 @@ class Trial:
         names = [name for name, item in zip(self.heads, self.case.heads, strict=True) if item.requires_grad]
         assert set(out.head_gradient_norms) == set(names if out.loss.requires_grad else [])
         for name, norm in out.head_gradient_norms.items():
-            if truth.finite[name].all():  # else the gradient is not that of the formula
+            if truth.finite[name].all():  # otherwise the formula does not define the gradient
                 check_close(norm, *truth.gradient_norms[name], f"norm of {name}", lenient=anything)
 
     def check_gradients(self, gradients: list[Tensor]) -> None:

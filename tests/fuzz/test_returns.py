@@ -41,8 +41,8 @@ class Case(Described):
     n: int = 3
     clip: float | None = 1.0
     special: str = "none"
-    """Where values are NaN or inf, and coefficients 0: "none", "inputs", "coefficients" too, or "at blocks" (mostly
-    near multiples of 256 steps)."""
+    """Special numbers. "inputs": some rewards and values are NaN or inf, some clipped ratios inf, some coefficients 0.
+    "coefficients": some coefficients are also NaN. "at blocks": as "inputs", mostly near multiples of 256 steps."""
     dtypes: tuple[torch.dtype, ...] = (F32,)
     """The tensors of a call get these dtypes in turn, and the layouts likewise."""
     layouts: tuple[str, ...] = ("contiguous",)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "build" / "gpu"
 #: Seconds reserved for the benchmarks, and for the remaining work after them.
 BENCHMARKS, ENDING = 215.0, 8.0
-#: Tests that do not run GPU kernels but are most relevant to a GPU; longest first.
+#: The tests that are most relevant to a GPU, besides test_cuda.py and tests/gpu; longest first.
 ORDINARY = {
     "test_loss_contexts": [],
     "test_flow_nonlinear": [],
@@ -50,7 +50,7 @@ class Step:
     log: Path | None = None
     """File for the output, which is shown otherwise."""
     status: int | None = None
-    """Exit status; None where the step did not end in its time."""
+    """Exit status; None if the step did not end within its limit."""
     seconds: float = 0.0
     words: str = ""
     """Words reported in place of the exit status."""

@@ -30,7 +30,8 @@ def losses(device: torch.device, dtype: torch.dtype) -> None:
         check(heads, *given, device, dtype, grad_output=1.0)
         check(heads, *given, device, dtype, grad_output=0.5, reduction="valid_mean", nonfinite="skip", **options)
     heads = {"value": gs.TwoHot(gs.Support(-5, 5, 11))}
-    check(heads, *inputs_of(heads, 11, 2, steps=130), device, dtype)  # a table that must be copied
+    # The table of so many steps exceeds the kernel's arguments, and is copied to the device.
+    check(heads, *inputs_of(heads, 11, 2, steps=130), device, dtype)
 
 
 def flow(device: torch.device, dtype: torch.dtype) -> None:

@@ -226,7 +226,7 @@ def test_capture_of_the_examples_learner_step(device):
                 loss = step()
         for batch in batches:
             for own, other in zip(tree_leaves(tensors), tree_leaves(arguments_of(batch)), strict=True):
-                if own is not None:  # the batch has no index
+                if own is not None:  # the field `index` is None
                     own.copy_(other)
             if is_captured:
                 graph.replay()
@@ -381,7 +381,7 @@ def test_launches_of_the_loss(dtype, reduction, device):
     assert len(backward) <= 1, backward
 
 
-def test_launches_and_memory_without_a_gradient(device):
+def test_launches_without_a_gradient_and_peak_memory(device):
     heads = {"value": gs.TwoHot(gs.Support.muzero()), "policy": gs.SoftCrossEntropy()}
     x = torch.randn(4096, 601, device=device)
     predictions = {"value": [x.clone().requires_grad_()], "policy": [x.clone().requires_grad_()]}

@@ -1,7 +1,7 @@
 """Calls CUDA kernels on the simulated driver, each call in a new process, and prints its error and a digest of its
 results as JSON.
 
-python launches.py DRIVER [[SOURCES, CALL], ...]     SOURCES: a copy of csrc, with or without a fault
+python launches.py DRIVER [[SOURCES, CALL], ...]     SOURCES: csrc, or a copy of it with a fault
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ FAULTS = {
         "    store_totals",
         IN_GLOBAL,
     ),
-    "maps that are published without a release": (
+    "results of chunks that are published without a release": (
         "chunks of rows",
         "returns/long_rows.cuh",
         "  store_released(&to->launch, launch);",

@@ -131,7 +131,7 @@ def add(driver: Driver, count: int, scale: float) -> list[float]:
     return list(result)
 
 
-def test_a_kernel_with_a_struct_argument_writes_only_its_output(driver):
+def test_a_kernel_with_a_struct_argument(driver):
     assert add(driver, 300, 0.5) == [2 * i for i in range(300)]
 
 
@@ -199,9 +199,9 @@ def test_results_agree_with_the_specification_of_ptx(driver, instruction, expect
 
 
 @pytest.mark.parametrize("instruction", ["mov.u32 %r1, 018;", "set.eq.f16.f16 %rs1, %rs2, %rs2;"])
-def test_unknown_numbers_and_instructions_are_refused(driver, instruction):
+def test_invalid_numbers_and_unknown_instructions_are_refused(driver, instruction):
     driver.load(one_instruction(instruction), error=218)
-    assert "not" in driver.error()
+    assert instruction.split()[-1].rstrip(";") in driver.error()
 
 
 def test_launch_limits_are_the_same_as_in_cuda(driver):

@@ -74,10 +74,10 @@ class Assembler {
 
   bool has(string_view word); // removes the word if it is there
   void need(size_t operands) const;
-  void types(); // removes them; the first is that of the result, the last that of the sources
+  void types(); // removes the types from `words`; the first is the result's, the last is the sources'
   void rounding();
   void memory_hints();
-  Space space(); // removes it
+  Space space(); // removes the state space from `words`
   bool has_floats() const;
   void simple(size_t sources); // reads one destination and `sources` sources
   void done(Run run, Class kind);

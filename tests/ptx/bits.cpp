@@ -118,8 +118,7 @@ void funnel(Warp& w, const Instruction& i, u32 m) {
   each(m, [&](int l) {
     const u64 both = joined(w, i, l);
     const u32 asked = get<u32>(w, i.s[2], l), by = i.variant & wraps ? asked & 31 : std::min(asked, 32u);
-    // Shifts by at most 32.
-    const u64 r = i.variant & to_left ? both >> (32 - by) : by == 32 ? both >> 32 : both >> by;
+    const u64 r = both >> (i.variant & to_left ? 32 - by : by);
     put<u32>(w, i.d[0], l, static_cast<u32>(r));
   });
 }
@@ -137,10 +136,10 @@ void ternary_logic(Warp& w, const Instruction& i, u32 m) {
   });
 }
 
-// The variants: 0 and, 1 or, 2 xor, 3 not.
+// variant: 0 for `and`, 1 for `or`, 2 for `xor`, 3 for `not`.
 void predicate_logic(Warp& w, const Instruction& i, u32 m) {
   const u32 a = w.predicates[i.s[0]], b = w.predicates[i.s[1]];
-  const u32 r = i.variant == 0 ? a & b : i.variant == 1 ? a | b : i.variant == 2 ? a ^ b : i.variant == 3 ? ~a : a;
+  const u32 r = i.variant == 0 ? a & b : i.variant == 1 ? a | b : i.variant == 2 ? a ^ b : ~a;
   put_predicate(w, i.p[0], r, m);
 }
 

@@ -34,7 +34,7 @@ u32 members(Warp& w, const Instruction& i, u32 m, u32 reg) {
   return mask;
 }
 
-// The lane that a lane reads; true if it is inside of its segment.
+// Returns the lane that `lane` reads, and true. If that lane is outside of the segment, returns `lane` and false.
 std::pair<int, bool> source_lane(const Instruction& i, int lane, u32 b, u32 c) {
   const int by = static_cast<int>(b & 31), clamp = static_cast<int>(c & 31), segment = static_cast<int>(c >> 8 & 31);
   const int first = lane & segment, last = first | (clamp & ~segment);
@@ -54,7 +54,7 @@ void shuffle_lanes(Warp& w, const Instruction& i, u32 m) {
   each(m, [&](int l) {
     const auto [from, inside] = source_lane(i, l, static_cast<u32>(b[l]), static_cast<u32>(c[l]));
     if ((m >> from & 1) == 0) {
-      fail_at(w, i, "lane " + std::to_string(l) + " reads lane " + std::to_string(from) + ", which is not there");
+      fail_at(w, i, "lane " + std::to_string(l) + " reads lane " + std::to_string(from) + ", which is inactive");
     }
     values[l] = a[from] & 0xffffffff;
     in_range |= static_cast<u32>(inside) << l;

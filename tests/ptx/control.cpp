@@ -1,5 +1,6 @@
-// Branches, returns and traps, and the run of a launch: one block after another, whose warps take turns. Shared memory
-// is filled with 0xFF before each block; registers keep what earlier blocks and launches left there.
+// Branches, returns and traps, and how a launch runs: one block after another. The warps of a block take turns (see
+// PTX_SLICE in driver.cpp). Shared memory is filled with 0xFF before each block; registers keep the values of earlier
+// blocks and launches.
 #include "assembler.h"
 #include "warp.h"
 

@@ -1,7 +1,7 @@
-// A stand-in for NVIDIA's driver: the functions of its API that csrc/cuda/driver.cpp uses, for one GPU of compute
-// capability 9.0 whose kernels are the PTX that NVRTC makes, run on this machine's memory. Loads and launches are
-// complete when they return, and run one at a time. An error in a kernel is CUDA_ERROR_LAUNCH_FAILED; its message is
-// written to stderr, and returned by cuGetErrorString and gradscale_last_error().
+// A stand-in for NVIDIA's driver: the functions of its API that csrc/cuda/driver.cpp uses. It simulates one GPU of
+// compute capability 9.0, and executes the PTX that NVRTC generates, in host memory. Loads and launches are complete
+// when they return, and run one at a time. An error in a kernel is CUDA_ERROR_LAUNCH_FAILED; its message is written to
+// stderr, and returned by cuGetErrorString and gradscale_last_error().
 //
 // Environment, read at each launch:
 //   PTX_REPORT   a file to which each launch adds one line of JSON
@@ -11,7 +11,7 @@
 //   PTX_RACES    1: accesses that race are errors (races.h)
 //   PTX_SLICE    instructions that a warp runs before the next warp runs (default 0: until a barrier or its return)
 //   PTX_ORDER    reverse: the last block and the last warp come first
-//   PTX_MULTIPROCESSORS  of the GPU, read only once (default 132): with fewer, fewer rows fill the GPU
+//   PTX_MULTIPROCESSORS  number of multiprocessors (default 132; read only once): with fewer, fewer rows fill the GPU
 //   PTX_LIMIT    warp instructions after which a launch fails (default 4000000000)
 #include "warp.h"
 

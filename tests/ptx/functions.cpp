@@ -21,7 +21,7 @@ PTX_OPERATION(Sin, (T a), return from_double(std::sin, a);)
 PTX_OPERATION(Cos, (T a), return from_double(std::cos, a);)
 PTX_OPERATION(Tanh, (T a), return from_double(std::tanh, a);)
 
-// For doubles, rcp.approx and rsqrt.approx return only the upper 32 bits; the others are 0.
+// For doubles, rcp.approx and rsqrt.approx return only the upper 32 bits; the lower 32 bits are 0.
 constexpr u64 kUpper = 0xffffffff00000000;
 PTX_OPERATION(RcpUpper, (T a), return std::bit_cast<T>(std::bit_cast<u64>(1 / a) & kUpper);)
 PTX_OPERATION(RsqrtUpper, (T a), return std::bit_cast<T>(std::bit_cast<u64>(1 / std::sqrt(a)) & kUpper);)
@@ -47,7 +47,7 @@ void root(Assembler& a) {
   if (a.i.type == Type::f64 && approximate) {
     run = nullptr;
     if constexpr (!std::is_void_v<OpUpper>) {
-      a.i.ftz = false; // .ftz is a part of the instruction's name
+      a.i.ftz = false; // has no effect on doubles; see flushed()
       run = &Unary<OpUpper>::template run<double>;
     }
   }

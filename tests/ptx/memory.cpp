@@ -400,7 +400,7 @@ void atom(Assembler& a) {
     a.unknown("the atomic operation is not known");
   }
   a.i.variant = found->second;
-  a.i.has_p1 = returns;
+  a.i.has_p1 = returns; // has_p1: atom, which returns the old value; otherwise red
   a.types();
   const size_t sources = a.i.variant == a_cas ? 2 : 1;
   a.need(1 + returns + sources);

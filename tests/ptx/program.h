@@ -52,7 +52,7 @@ using Run = void (*)(Warp&, const Instruction&, u32 mask);
 
 struct Instruction {
   Run run = nullptr;
-  u32 d[8] = {}, s[8] = {}; // registers written and read; s: predicates, in logic and moves of predicates
+  u32 d[8] = {}, s[8] = {}; // registers written and read; s holds predicates if `type` is pred
   u32 p[3] = {};            // predicates written (0, 1), and read (2)
   s64 offset = 0;
   string_view text;
@@ -67,7 +67,7 @@ struct Instruction {
   u32 used = 0, used_end = 0; // range in Code::used
   s8 count = 1;               // elements of a vector
   s16 mode = 0, variant = 0;  // mode: rounding, or how predicates are combined
-  bool atomic = false, acquires = false, releases = false, within_block = false, read_only = false; // memory
+  bool atomic = false, acquires = false, releases = false, within_block = false, read_only = false; // of accesses
   bool guard_not = false, has_p1 = false, p2_not = false, integral = false, sat = false, ftz = false;
 };
 

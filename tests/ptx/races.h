@@ -3,13 +3,17 @@
 // warps and blocks. Accesses are ordered
 //
 // - within a thread;
-// - within a block, by barriers; within a warp, by bar.warp.sync. Shuffles and votes move values and order no memory;
-// - between blocks, if the thread of the first access then runs a fence of the GPU and an atomic operation, and the
-//   thread of the second access has run an atomic operation that reads its result, and then a fence. The last two
-//   may also be in two threads of a block, with a barrier between them. Operations with .release and .acquire contain
-//   their fence.
+// - within a block, by barriers; within a warp, by bar.warp.sync, but not by shuffles and votes;
+// - between blocks, if the thread of the first access then runs a fence of GPU scope and an atomic operation, and the
+//   thread of the second access has run an atomic operation that reads its result, and then a fence. This reading
+//   operation and this fence may also be in two threads of a block, with a barrier between them. Operations with
+//   .release and .acquire contain their fence.
 //
-// Atomic operations do not race with each other. A cell keeps its last write and up to three reads that nothing orders.
+// Atomic operations do not race with each other.
+//
+// A cell (up to 4 bytes of memory) keeps its last write and up to three reads that nothing orders. An access has an
+// epoch, the number of barriers that its block has passed, and a time, a counter of its lane that each bar.warp.sync
+// and each fence advances.
 #pragma once
 
 #include "types.h"
@@ -25,10 +29,10 @@ namespace ptx {
 struct Warp;
 struct Instruction;
 
-// The accesses of its block that are ordered before a thread's fence.
+// The accesses of a block that are ordered before a fence of one of its threads.
 struct Snapshot {
   u32 thread, epoch;
-  std::array<u32, 32> lanes; // times of its warp's lanes
+  std::array<u32, 32> lanes; // includes accesses up to these times of the warp's lanes
 };
 
 // Snapshots by block: the accesses that are ordered before a point.
@@ -65,7 +69,7 @@ class Races {
  private:
   struct History {
     Access write;
-    std::array<Access, 3> reads; // the last one, one by another lane of its warp, one by another warp
+    std::array<Access, 3> reads; // the last read; an unordered read by another lane of its warp; one by another warp
   };
   struct Cell {
     Access only;
@@ -90,7 +94,7 @@ class Races {
 
   u32 block_ = 0, epoch_ = 0;
   std::vector<Thread> threads_;
-  std::vector<std::array<u32, 32>> seen_; // by thread: times of its warp's lanes
+  std::vector<std::array<u32, 32>> seen_; // by thread: the time up to which it is ordered after each lane of its warp
   std::unordered_map<u64, Page> pages_;
   std::vector<History> histories_;
   u64 last_number_ = ~0ull;

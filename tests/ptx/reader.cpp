@@ -315,7 +315,7 @@ size_t read_kernel(Module& module, size_t at) {
 
 constexpr size_t kMostInstructions = 400'000; // about 80 MB
 
-std::list<Kernel*>& recent() {                   // the last used first
+std::list<Kernel*>& recent() {                   // most recently used first
   static auto* kernels = new std::list<Kernel*>; // outlives all modules
   return *kernels;
 }

@@ -35,7 +35,7 @@ struct Launch {
   s64 block = 0;
   bool checks = false;        // fails if a register is read that was never written
   bool reverse = false;       // runs the last block and the last warp first
-  u64 slice = 0;              // instructions that a warp runs before the next one; 0: until a barrier or its return
+  u64 slice = 0;              // instructions that a warp runs before the next warp; 0: until a barrier or its return
   u64 limit = 0, left = 0;    // warp instructions after which the launch fails; those that are left
   std::vector<Counts> counts; // of each instruction; empty: not counted
   Footprint loaded, stored;

@@ -34,7 +34,7 @@ class Edit:
     lines: str = ""
 
     def found(self, source: Sequence[str]) -> tuple[int, int]:
-        """Indices of the first line to replace and of the first line after them."""
+        """Indices of the first line to replace and of the first line after the replaced ones."""
         first = self._line_with(f"def {self.function}(", source, 0)
         first = self._line_with(self.start, source, first)
         return first, self._line_with(self.stop, source, first)
@@ -161,7 +161,7 @@ class Checkout(MetaPathFinder):
         if spec is None or not any(Path(str(place)).is_relative_to(self.folder) for place in places):
             return None
         if not spec.has_location and path is None and PathFinder.find_spec(name) is not None:
-            return None  # a folder that is not a package, such as one named "packaging"
+            return None  # a folder without __init__.py, named like an installed package
         if isinstance(spec.loader, SourceFileLoader):
             spec.loader = _Changed(name, str(spec.origin), self._with_texts)
         return spec
@@ -228,7 +228,7 @@ class Checkout(MetaPathFinder):
 
 
 def _with_numbers(value: Any) -> Any:
-    """YAML 1.1 reads 3e-4 as a string."""
+    """Convert strings that are numbers, because YAML 1.1 reads 3e-4 as a string."""
     if isinstance(value, dict):
         return {name: _with_numbers(entry) for name, entry in value.items()}
     try:

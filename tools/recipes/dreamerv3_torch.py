@@ -16,7 +16,7 @@ from .lockstep import Side, clear, leaves
 from .project import Project
 
 BATCH, LENGTH, ACTIONS = 4, 64, 6  # a step with the default of 16 sequences takes half a minute on a CPU
-OF_LOSS = 16
+LOSS_BATCH = 16
 VECTORS = {"orientations": 14, "height": 1, "velocity": 9}  # of dmc_walker_walk
 
 
@@ -26,7 +26,7 @@ def support():
 
 
 def world_model_losses(config, scales, post, prior, preds, data):
-    """The mean of the weighted losses, and losses `[B, T]` by head. Images are `mse`, vectors `symlog_mse`.
+    """The mean of the weighted losses, and losses `[B, T]` by head. Images have the loss `mse`, vectors `symlog_mse`.
 
     Posterior and prior are logits `[B, T, G, C]`. "kl" is their divergence without free nats, for the log.
     """
@@ -59,8 +59,9 @@ def world_model_losses(config, scales, post, prior, preds, data):
 def imagined_returns(reward, value, discount, lambda_):
     """λ-returns `[T, B, 1]` of T rewards and T + 1 values.
 
-    The discount depends on the actions through the imagined states, but `lambda_returns` treats it as a constant. Its
-    gradient therefore flows through the rewards: a return's derivative by the discount is the value that follows.
+    The discount depends on the actions through the imagined states, but `lambda_returns` treats it as a constant. A
+    term that is 0 is therefore added to the rewards. Its factor `following` is the derivative of a return with respect
+    to its discount.
     """
     reward, value, discount = (tensor.squeeze(-1) for tensor in (reward, value, discount))
     options = {"discount": discount.detach(), "lambda_": lambda_, "batch_first": False}
@@ -157,11 +158,11 @@ def _loss_alone(models: Any, model: Any, settings: Any) -> Any:
     import tools
 
     sizes = {"reward": 255, "cont": 1, **VECTORS}
-    predicted = dict(zip(sizes, leaves(*([OF_LOSS, LENGTH, size] for size in sizes.values())), strict=True))
-    post, prior = leaves(*[[OF_LOSS, LENGTH, settings.dyn_stoch, settings.dyn_discrete]] * 2)
-    every, data = [*predicted.values(), post, prior], model.preprocess(batch(0, OF_LOSS))
+    predicted = dict(zip(sizes, leaves(*([LOSS_BATCH, LENGTH, size] for size in sizes.values())), strict=True))
+    post, prior = leaves(*[[LOSS_BATCH, LENGTH, settings.dyn_stoch, settings.dyn_discrete]] * 2)
+    every, data = [*predicted.values(), post, prior], model.preprocess(batch(0, LOSS_BATCH))
     cont = networks.MLP.dist(SimpleNamespace(), "binary", predicted["cont"], None, ())
-    features = torch.empty(OF_LOSS, LENGTH, 0)
+    features = torch.empty(LOSS_BATCH, LENGTH, 0)
 
     def decoded(_: Any) -> dict[str, Any]:
         return {name: tools.SymlogDist(predicted[name]) for name in VECTORS}
@@ -224,7 +225,7 @@ PROJECT = Project(
     repository="NM512/dreamerv3-torch",
     commit="6ef8646d807cd10ce0c88e10a7e943211e7fc44c",
     marker="models.py",
-    case=f"dmc_proprio: B {BATCH} (loss alone {OF_LOSS}), T {LENGTH}, 24 numbers observed, 15 imagined steps",
+    case=f"dmc_proprio: B {BATCH} (loss alone {LOSS_BATCH}), T {LENGTH}, 24 numbers observed, 15 imagined steps",
     edits=EDITS,
     sides=sides,
     batch=batch,

@@ -17,7 +17,7 @@ from .checkout import Checkout, Edit, Settings
 from .lockstep import Idle, Side, clear, leaves
 from .project import Project
 
-BATCH, OF_LOSS, STEPS, SIZE, ACTIONS, BINS, PROJECTED = 8, 256, 5, 96, 18, 601, 1024
+BATCH, LOSS_BATCH, STEPS, SIZE, ACTIONS, BINS, PROJECTED = 8, 256, 5, 96, 18, 601, 1024
 UPDATES = 100_000  # from 30,000 on, the targets of values are mixed
 
 
@@ -128,7 +128,7 @@ def _side(checkout: Checkout, module: Any, update: Any) -> Side:
         logged["loss"] = logged.pop("weighted")
         return {**logged, "priorities": distributions["dist/recent_priority"]}
 
-    return Side(step, [optimizer], _loss_alone(_config(checkout, OF_LOSS), update))
+    return Side(step, [optimizer], _loss_alone(_config(checkout, LOSS_BATCH), update))
 
 
 def _surroundings() -> tuple[Any, Any, int]:
@@ -138,10 +138,10 @@ def _surroundings() -> tuple[Any, Any, int]:
 
 
 def _loss_alone(config: Settings, update: Any) -> Any:
-    states, projections = leaves(*[[OF_LOSS, 8]] * (STEPS + 1)), leaves(*[[OF_LOSS, PROJECTED]] * STEPS)
-    values, policies = leaves(*[[1, OF_LOSS, BINS]] * (STEPS + 1)), leaves(*[[OF_LOSS, ACTIONS]] * (STEPS + 1))
-    rewards, observed = leaves(*[[OF_LOSS, BINS]] * STEPS), torch.randn(OF_LOSS, PROJECTED)
-    every, data = [*projections, *values, *policies, *rewards], batch(0, OF_LOSS, size=1)
+    states, projections = leaves(*[[LOSS_BATCH, 8]] * (STEPS + 1)), leaves(*[[LOSS_BATCH, PROJECTED]] * STEPS)
+    values, policies = leaves(*[[1, LOSS_BATCH, BINS]] * (STEPS + 1)), leaves(*[[LOSS_BATCH, ACTIONS]] * (STEPS + 1))
+    rewards, observed = leaves(*[[LOSS_BATCH, BINS]] * STEPS), torch.randn(LOSS_BATCH, PROJECTED)
+    every, data = [*projections, *values, *policies, *rewards], batch(0, LOSS_BATCH, size=1)
     agent = SimpleNamespace(config=config, init_reward_hidden=lambda _: None, transform=lambda found: found)
 
     def loss() -> list[torch.Tensor]:
@@ -180,7 +180,7 @@ PROJECT = Project(
     repository="Shengjiewang-Jason/EfficientZeroV2",
     commit="12b9e775df1f8afb4a1dc854cf722ea84fbfb61d",
     marker="ez/agents/base.py",
-    case=f"Atari's networks: B {BATCH} (loss alone {OF_LOSS}), K {STEPS}, {BINS} bins",
+    case=f"Atari's networks: B {BATCH} (loss alone {LOSS_BATCH}), K {STEPS}, {BINS} bins",
     edits=EDITS,
     sides=sides,
     batch=batch,

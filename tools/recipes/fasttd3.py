@@ -14,9 +14,10 @@ from .checkout import Checkout, Edit
 from .lockstep import Idle, Side, clear, leaves
 from .project import Project
 
-BATCH, OF_LOSS, OBSERVATION, ACTIONS, BINS, LIMIT = 512, 4096, 51, 19, 101, 250.0
+BATCH, LOSS_BATCH, OBSERVATION, ACTIONS, BINS, LIMIT = 512, 4096, 51, 19, 101, 250.0
 CRITIC = {"n_obs": OBSERVATION, "n_act": ACTIONS, "num_atoms": BINS, "v_min": -LIMIT, "v_max": LIMIT}
-SIMPLICIAL = {"sim_type": "", "sim_dimension": 64, "seq_len": 8}  # not used
+# `Critic` requires these arguments. With an empty sim_type, the others have no effect.
+SIMPLICIAL = {"sim_type": "", "sim_dimension": 64, "seq_len": 8}
 
 
 def projected(critic, observations, actions, rewards, bootstrap, discount):
@@ -91,11 +92,11 @@ def _update_main(checkout: Checkout, edits: list[Edit], actor: Any, critic: Any,
 
 
 def _loss_alone(checkout: Checkout, edits: list[Edit], critic_class: Any) -> Any:
-    logits, target_logits = leaves(*[[OF_LOSS, BINS]] * 2), torch.randn(2, OF_LOSS, BINS)
+    logits, target_logits = leaves(*[[LOSS_BATCH, BINS]] * 2), torch.randn(2, LOSS_BATCH, BINS)
     target = critic_class(**CRITIC, **SIMPLICIAL, hidden_dim=8)
     for network, given in zip((target.qnet1, target.qnet2), target_logits, strict=True):
         network.forward = lambda *_, given=given: given
-    data, action = batch(0, OF_LOSS), torch.zeros(OF_LOSS, ACTIONS)
+    data, action = batch(0, LOSS_BATCH), torch.zeros(LOSS_BATCH, ACTIONS)
     update = _update_main(checkout, edits, lambda _: action, lambda *_: logits, target, Idle())
 
     def loss() -> list[torch.Tensor]:
@@ -124,7 +125,7 @@ PROJECT = Project(
     repository="younggyoseo/FastTD3",
     commit="229ed59bbf43ea2f7a2d5d90d1076314839944d7",
     marker="fast_td3/train.py",
-    case=f"critics of HumanoidBench's settings: B {BATCH} (loss alone {OF_LOSS}), 2 critics of {BINS} bins",
+    case=f"critics of HumanoidBench's settings: B {BATCH} (loss alone {LOSS_BATCH}), 2 critics of {BINS} bins",
     edits=EDITS,
     sides=sides,
     batch=batch,

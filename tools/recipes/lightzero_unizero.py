@@ -22,7 +22,10 @@ POLICY, WORLD_MODEL = "lzero/policy/unizero.py", "lzero/model/unizero_world_mode
 
 
 def losses(world_model, outputs, latent, batch):
-    """The result of `multi_step_loss`: losses are averaged over a sample's valid steps. `latent` is observed."""
+    """The result of `multi_step_loss`: losses are averaged over a sample's valid steps.
+
+    `latent` contains the target network's embeddings of the observations.
+    """
     mask = batch["mask_padding"]
     steps, bins = mask.shape[1], outputs.logits_value.shape[2]
     scalars = {"label_smoothing": batch["label_smoothing"]}

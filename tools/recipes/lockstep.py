@@ -38,7 +38,7 @@ def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 @dataclass
 class Idle:
-    """A stub for losses that need an optimizer or a network with parameters."""
+    """An optimizer that does nothing, for code that needs one to compute a loss."""
 
     param_groups: list[dict[str, Any]] = field(default_factory=lambda: [{"lr": 0.0}])
 
@@ -142,7 +142,10 @@ def _gradients(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[tor
 
 
 def times(contestants: Mapping[str, Callable[[], object]], seconds: float, rounds: int = 3) -> dict[str, float]:
-    """Median CPU time of a call of this process in milliseconds, over `seconds` and at least `rounds` turns."""
+    """Median CPU time of each function per call, in milliseconds.
+
+    The functions take turns for `seconds`, and at least `rounds` times.
+    """
     found: dict[str, list[float]] = {name: [] for name in contestants}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(next(iter(found.values()))) < rounds:

@@ -48,7 +48,7 @@ def _side(agent_class: Any) -> Side:
 
 
 class _Critic:
-    """Returns given quantiles; as constants for the actor's actions, which are None here."""
+    """Returns given quantiles. They are detached for the action None, which the stand-in for the actor returns."""
 
     n_critics, quantiles_total, optimizer, parameters = CRITICS, CRITICS * QUANTILES, Idle(), list
 

@@ -1,4 +1,4 @@
-"""TD-MPC2: `TDMPC2._update` and `update_pi` for states, with 38 actions as in dog-run, on the CPU and not compiled."""
+"""TD-MPC2: `TDMPC2._update` and `update_pi` for states and actions of dog-run's sizes, on the CPU and not compiled."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ inline void clear_row(const Segment& s, int64_t row) {
   }
 }
 
-// The number of lanes to compute. A vector division takes longer than a few scalar ones.
+// The number of lanes to compute: all, or only the lanes with rows if there are fewer than 4, because a vector division
+// takes longer than a few scalar ones.
 inline int64_t lanes_of(const Group& group) {
   return group.count < 4 ? group.count : kLanes;
 }

@@ -91,7 +91,7 @@ class LogitsLoss {
   }
 
  private:
-  // Calls function(differences, targets, first) for the windows of this thread.
+  // Calls function(differences, targets, first) for the 16-byte windows of this thread.
   template <class Function>
   GRADSCALE_DEVICE void each_window(Function function) const {
     row_.each_window([&](A* x, int32_t first) {

@@ -38,7 +38,7 @@ struct RowSpecification {
   Kind kind;
   Element logits;
   Element target;   // of a distribution over the logits; int64: a class; float64 where it is neither
-  Element gradient; // int64: none is wanted
+  Element gradient; // int64: none is wanted, or way is group
   int32_t width;    // 0: code for all widths
   int32_t threads;  // the number of threads that own a row
   int32_t unit;     // elements that a lane accesses at once
@@ -186,7 +186,7 @@ int64_t total_blocks(const Pass& pass) {
   return pass.batch <= kThreads ? 1 : (pass.batch + kThreads - 1) / kThreads;
 }
 
-// The bytes before the tables in the workspace: partial sums, and the counter of blocks that are done.
+// The bytes before the table in the workspace: partial sums, and the counter of blocks that are done.
 int64_t sum_bytes(const Pass& pass) {
   const PartialSums partial{nullptr, pass.num_heads};
   return (total_blocks(pass) * partial.size() + 1) * static_cast<int64_t>(sizeof(double));
@@ -241,7 +241,7 @@ class Launches {
     return pass_.grad_output.data != nullptr;
   }
 
-  // Halves would be rounded a second time.
+  // True if MultipliedRows multiplies the gradient. Gradients of half types would be rounded a second time.
   bool multiplies(const Segment& segment) const {
     return is_backward() && pass_.has_gradients && element_size(segment.gradient.element) > 2;
   }

@@ -1,7 +1,7 @@
 // The kernel of the multi-step loss: one launch for the rows of all heads and steps. Logits and targets are read once,
 // gradients written once: bytes = logits + targets + gradients. It is compiled for the kinds of rows of a call, so that
 // types and widths are known, and for a table inside or outside of the arguments. A block has rows of one segment,
-// which it finds by arithmetic; the kind of rows determines how its threads share them.
+// which it finds from its index; the kind of rows determines how its threads share the rows.
 #pragma once
 
 #include "../kinds.h"
@@ -115,7 +115,7 @@ GRADSCALE_DEVICE void run_or_multiply(const BlockOfRows& block) {
   Rows::run(block);
 }
 
-// Runs a block of the kind of rows with this index.
+// Runs a block with the kind of rows that has this index among the template arguments.
 template <class First, class... Rest>
 GRADSCALE_DEVICE void run_rows(int32_t index, const BlockOfRows& block) {
   if constexpr (sizeof...(Rest) == 0) {

@@ -6,7 +6,7 @@
 
 namespace gradscale {
 
-// Calls function(prediction, target, first) for the windows of this thread. Elements outside the row are 0.
+// Calls function(prediction, target, first) for the 16-byte windows of this thread. Elements outside the row are 0.
 template <class RowHead, class T, class A, class Function>
 GRADSCALE_DEVICE void each_window_pair(const RowTask& task, Function function) {
   const T* prediction = task.template prediction<T>();

@@ -1,8 +1,9 @@
 // The kernels that add up the losses of rows.
 //
-// loss_totals    one thread per sample: L_b, the loss, the means and shares of the heads. Sums have a fixed order: a
-//                block adds up its threads, and the last block to finish adds up the blocks. Reads the loss of each row
-//                (4 or 8 bytes) and its metrics (16 bytes).
+// loss_totals    one thread per sample: the loss L_b of each sample, the loss of the call, and the means and shares of
+//                the heads. Sums have a fixed order: a block adds up the numbers of its threads, and the last block to
+//                finish adds up the sums of all blocks. Reads the loss of each row (4 or 8 bytes) and its metrics (16
+//                bytes).
 // count_unmasked one block per head: the number of unmasked entries, where it is the divisor of the head's sum.
 #pragma once
 
@@ -11,7 +12,7 @@
 
 namespace gradscale {
 
-// Sets to 0 the gradients of the samples whose threads pass `clears`. All threads of the block must call it.
+// Sets the gradients of a sample to 0 if its thread passes clears = true. All threads of the block must call it.
 GRADSCALE_DEVICE void clear_gradients(const DevicePass& device, bool clears, int64_t sample, int64_t* clearing) {
   clearing[threadIdx.x] = clears ? sample : -1;
   __syncthreads();
