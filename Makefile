@@ -72,7 +72,7 @@ $(VENV)/ptx/%.o: tests/ptx/%.cpp $(wildcard tests/ptx/*.h)
 	$(CXX) -std=c++20 -O3 -march=native -fPIC -fvisibility=hidden -fno-strict-aliasing -fwrapv -ffp-contract=off -c $< -o $@
 
 $(VENV)/driver.so: $(patsubst tests/ptx/%.cpp,$(VENV)/ptx/%.o,$(wildcard tests/ptx/*.cpp))
-	$(CXX) -shared $^ -o $@
+	$(CXX) -shared $^ -o $@.$$$$ && mv $@.$$$$ $@
 
 # NVRTC compiles the kernels without a GPU. CUDA builds of PyTorch include it.
 $(VENV)/nvrtc: $(VENV)/torch
