@@ -11,7 +11,8 @@
 # make recipes   train other projects with their own loss and with ours, on the same data, and write
 #                bench/results/clients.json and the tables of docs/coming_from.md; CHECKOUTS is the folder of these
 #                projects, and missing ones are fetched from GitHub
-# make matrix    test the operators in every context, and write bench/results/matrix.json, its table and its picture
+# make matrix    test the operators and returns with each feature of PyTorch that can break them (torch.compile,
+#                torch.func, DDP and so on), and write bench/results/matrix.json, its table and its picture
 # make docs      build the documentation site into build/docs; warnings, for example about broken links, are errors
 # make drawings  compute the numbers of the site's pictures, and draw docs/images/
 # make wheels    build, repair and check a wheel for each PyTorch of VERSIONS and TORCH and each Python of PYTHONS, in
@@ -91,7 +92,7 @@ simulated: $(VENV)/pytest $(VENV)/nvrtc $(VENV)/driver.so
 	PTX_RACES=1 GRADSCALE_CACHE_DIR=$(VENV)/kernels $(PYTEST) --simulated-kernels=$(VENV)/driver.so $(SIMULATED:%=tests/test_%.py) tests/fuzz/test_returns.py
 
 # Tests of the kernels, and of the C++ code's use of tensors, lists of tensors and threads. Tests that run a compiler
-# are excluded, because the compiler would run under the sanitizers.
+# have the marker "untraced", and are excluded, because the compiler would run under the sanitizers.
 SANITIZED := autograd flow flow_nonlinear loss returns statistics support tensors
 SANITIZERS := -fsanitize=address,undefined,float-cast-overflow -fno-sanitize=vptr -fno-sanitize-recover=all
 PRELOADED := libasan.so libubsan.so libstdc++.so.6

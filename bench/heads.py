@@ -1,10 +1,10 @@
-"""Each head of the loss alone, forward and backward, and decoding for acting.
+"""Times of each head of the loss, forward and backward, and of decoding, which an acting agent needs.
 
     python bench/heads.py --json bench/results/heads.json
 
-One prediction of B 1024; 601 bins, 18 and 362 actions, 512 features. Quantiles: 32 x 200 x 200 (QR-DQN), 512 x 25 x 46
-(TQC). Latents: 32 distributions over 32 classes (DreamerV3). Bytes that must move: predictions and targets read once,
-gradients written once.
+Each head has one step and a batch of 1024: 601 bins, 18 or 362 actions, 512 features. Quantiles: 32 x 200 x 200 (QR-
+DQN), 512 x 25 x 46 (TQC). Latents: 32 distributions over 32 classes (DreamerV3). Bytes that must move: predictions and
+targets read once, gradients written once.
 
 C51's critic: projection of the target and cross-entropy, forward and backward, 51 bins, compared with the usual code.
 

@@ -9,6 +9,8 @@ thread, only with the backward pass.
 A loss with gradients must read every prediction and write a gradient of the same size. As a lower bound, a copy of the
 predictions into existing buffers is timed in turn with the losses, and times are also given relative to it.
 
+doors.py adds rows for each way to call the loss: module, function, torch.compile, each `impl`, AVX2.
+
 GB/s counts the bytes that must move: every logit and target is read once, and a backward pass writes every gradient
 once. Peak memory is the peak of PyTorch's allocator during the call, gradients included.
 """

@@ -1,4 +1,4 @@
-"""Returns: results against definitions as sums, which share no code with the package; gradients, contexts, errors."""
+"""Returns: results compared with sums by definition, without code of the package; gradients, contexts, errors."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ def test_any_n(n):
 
 # ---- Arguments ------------------------------------------------------------------------------------------------------
 
-BEHIND = "terminated=None, truncated=None, mask=None, batch_first=True)"
+LAST_ARGUMENTS = "terminated=None, truncated=None, mask=None, batch_first=True)"
 SIGNATURES = {
-    "lambda_returns": "(rewards, values=None, next_values=None, *, discount, lambda_, " + BEHIND,
-    "n_step_returns": "(rewards, values=None, next_values=None, *, discount, n, " + BEHIND,
-    "generalized_advantages": "(rewards, values, next_values=None, *, discount, lambda_, " + BEHIND,
+    "lambda_returns": "(rewards, values=None, next_values=None, *, discount, lambda_, " + LAST_ARGUMENTS,
+    "n_step_returns": "(rewards, values=None, next_values=None, *, discount, n, " + LAST_ARGUMENTS,
+    "generalized_advantages": "(rewards, values, next_values=None, *, discount, lambda_, " + LAST_ARGUMENTS,
     "vtrace": "(rewards, values, next_values=None, *, ratios, discount, lambda_=1.0, clip_rho=1.0, clip_c=1.0, "
-    "clip_pg_rho=1.0, " + BEHIND,
-    "retrace": "(rewards, q_values, next_values, *, ratios, discount, lambda_=1.0, clip_c=1.0, " + BEHIND,
+    "clip_pg_rho=1.0, " + LAST_ARGUMENTS,
+    "retrace": "(rewards, q_values, next_values, *, ratios, discount, lambda_=1.0, clip_c=1.0, " + LAST_ARGUMENTS,
     "muzero_targets": "(rewards, root_values, *, num_unroll_steps, td_steps, discount, lengths=None, terminated=None, "
     "to_play=None, reward='reward', prefix_horizon=None, root_reward=None, batch_first=True)",
 }
@@ -458,17 +458,16 @@ def test_coefficients_of_retrace_that_no_step_reads(module, name, batch_first):
             arguments = {key: tensor.T for key, tensor in arguments.items()}
         (result,) = call("retrace", arguments, module, batch_first=batch_first)
         gradients.append((result.detach(), *torch.autograd.grad(result.sum(), leaves)))
-    assert_same(
-        gradients[1], gradients[0], rtol=1e-13, atol=1e-13
-    )  # a tile with non-finite values is computed in another order
+    # Steps with NaN or inf are summed in another order.
+    assert_same(gradients[1], gradients[0], rtol=1e-13, atol=1e-13)
 
 
 def assert_unreached(function, data, spoilt, kept, inputs_before, batch_first):
-    """Check that neither NaN in later steps nor NaN gradients in earlier steps cross the end of step `kept` - 1.
+    """Check that neither NaN in later steps nor NaN gradients in earlier steps cross the end of the first `kept` steps.
 
-    The first `kept` steps have the same results and gradients with the inputs `spoilt`, and the gradients of
-    `inputs_before` are 0 at step `kept` - 1. If the incoming gradients of these steps are NaN, the gradients of later
-    steps are 0.
+    With the inputs `spoilt`, these steps have the same results and gradients. The last of them does not read
+    `inputs_before`, whose gradients there are 0. If the incoming gradients of these steps are NaN, the gradients of
+    later steps are 0.
     """
     names = inputs_of(function)
 

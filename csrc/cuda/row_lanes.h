@@ -13,7 +13,7 @@ struct Lanes {
   int32_t unit;    // elements that a lane accesses at once
 };
 
-// The lanes for rows of logits over bins or actions. Gradients and targets over the logits may have no data.
+// The lanes for rows of logits over bins or actions. Gradients and targets have the shape of the logits, or no data.
 Lanes bin_lanes(int64_t width, const Rows& logits, const Rows& gradient);
 Lanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target);
 

@@ -11,9 +11,9 @@ namespace gradscale {
 // The output of a row next to its loss: the decoded value, for a head with a support, or the entropy.
 enum class Detail : int32_t { none, expected, entropy };
 
-// The kinds of heads: name, detail, and the forms that rows may have. A form is the number of dimensions after the
-// batch, of a prediction and of its target (-1: no target), true if the target is an int64 class, and true if the sizes
-// of the target may differ from the prediction's (false if left out).
+// The kinds of heads: name, detail, and the forms that rows may have. A form has four parts: the number of dimensions
+// of a prediction after the batch; the same of its target (-1: no target); true if the target is an int64 class; and
+// true if the sizes of the target may differ from the prediction's (false if left out).
 // clang-format off
 #define GRADSCALE_KINDS(kind)                                        \
   kind(two_hot, expected, {1, 0, false})                             \
@@ -89,7 +89,7 @@ struct Segment {
   int64_t last_size;    // the size of a prediction's last dimension: `width` if a row has one dimension
   Rows prediction;
   Rows target;   // data is null where the head has none
-  Rows gradient; // data is null where no gradient is wanted; of the prediction's type, or of the type of sums
+  Rows gradient; // data is null where no gradient is wanted; in the prediction's type, or in the type of losses
   Slab loss;
   Slab detail;         // where the head has one
   RowMetrics* metrics; // by row
@@ -128,8 +128,8 @@ struct RowFactor {
 
 // The weights of a head's rows. Step weights are numbers in the segment, tensors here, or absent.
 struct Coefficients {
-  double factor;             // Head::weight, divided by the reduction's divisor
-  double* divisor = nullptr; // on a device: divides `factor`, if only the device has the divisor
+  double factor;             // Head::weight, divided by the reduction's divisor if the host has it
+  double* divisor = nullptr; // the divisor, if only the device has it
   StepWeight step_weights;
   StepWeight step_gradient_scale;
   StepWeight importance_weights; // step_stride 0
@@ -184,7 +184,7 @@ struct Pass {
 
   // These are for a device.
   bool counts_unmasked; // sets the divisors of heads with a mask: the numbers of unmasked entries
-  Slab skipped;         // with skips_nonfinite: per_sample once more, for the backward pass
+  Slab skipped;         // with skips_nonfinite: a copy of per_sample for the backward pass
   Slab grad_output;     // a scalar (stride 0) or one per sample; no data: this is the forward pass
   bool has_gradients;   // the gradients for grad_output 1 exist; a scalar grad_output of 1 leaves them as they are
 

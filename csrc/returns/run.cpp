@@ -94,8 +94,8 @@ at::Tensor on_device(const at::Tensor& scalar, c10::Device device) {
   return scalar.defined() && scalar.device() != device ? scalar.to(device, /*non_blocking=*/true) : scalar;
 }
 
-// True if lanes run across rows: rows are neighbours in the memory of the rewards or, for [T, B], of the results, and
-// the steps of the rewards are not.
+// True if lanes run across rows. Then steps of the rewards are not neighbours in memory, and rows are, of the rewards
+// or, for [T, B], of the results.
 bool goes_across(const ReturnsCall& call, bool batch_first) {
   const int64_t* strides = call.rewards.strides;
   const bool neighbours = strides[kRow] == 1 && (strides[kStep] != 1 || call.steps == 1);

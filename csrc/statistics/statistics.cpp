@@ -262,7 +262,7 @@ c10::Device device_of(const std::vector<std::optional<at::Tensor>>& tensors) {
   return at::kCPU;
 }
 
-// Makes uninitialised results on a device.
+// Makes uninitialised results, on a CPU or a device.
 TensorStatistics make_statistics(int64_t count, c10::Device where) {
   const auto options = at::TensorOptions().device(where);
   return {
@@ -383,7 +383,7 @@ UnitStatistics unit_statistics(
 
 namespace {
 
-bool is_pair(const at::Tensor& before, const at::Tensor& after) {
+bool accepts(const at::Tensor& before, const at::Tensor& after) {
   return ordinary_tensor(before) && ordinary_tensor(after) && before.is_cpu() && after.is_cpu() &&
          has_element(before) && before.scalar_type() != at::kDouble && after.scalar_type() == before.scalar_type() &&
          before.sizes() == after.sizes() && before.strides() == after.strides() &&
@@ -401,7 +401,7 @@ at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector
       after.size());
   std::vector<Range> ranges;
   for (size_t i = 0; i < before.size(); ++i) {
-    if (!is_pair(before[i], after[i])) {
+    if (!accepts(before[i], after[i])) {
       return at::Tensor();
     }
     ranges.push_back({before[i].const_data_ptr(), before[i].numel(), element_of(before[i]), /*is_complex=*/false});

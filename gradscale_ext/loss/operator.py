@@ -10,7 +10,7 @@ import torch
 
 from .._native import _C  # registers the operator
 from ..heads import DETAILS, record_of
-from .options import Entries, Options, turned_around
+from .options import Entries, Options, maybe_transposed
 from .output import MultiStepLossOutput
 from .validate import Call
 
@@ -28,7 +28,7 @@ def call_operator(
 
     def by_head(given: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
         """An option as the operator accepts it: in the order of the heads, or empty if it is not given."""
-        turned = {name: turned_around(tensor, call.options.batch_first) for name, tensor in given.items()}
+        turned = {name: maybe_transposed(tensor, call.options.batch_first) for name, tensor in given.items()}
         return [turned.get(name) for name in heads] if turned else []
 
     weights = call.weights

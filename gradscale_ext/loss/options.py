@@ -44,6 +44,6 @@ def unroll_scale(steps: int) -> tuple[float, ...]:
     return (1.0,) + (1.0 / max(steps - 1, 1),) * (steps - 1)
 
 
-def turned_around(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
+def maybe_transposed(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
     """Turn a tensor from the caller's order to `[B, T]`, or back. A tensor of one dimension is returned unchanged."""
     return tensor if batch_first or tensor.dim() != 2 else tensor.transpose(0, 1)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from .. import _context, _distributed, _numbers, _remedies
-from .options import Entries, turned_around
+from .options import Entries, maybe_transposed
 
 
 def priorities(
@@ -57,7 +57,7 @@ def priorities(
     alpha, eps = _numbers.real("priorities: alpha", alpha), _numbers.real("priorities: eps", eps)
     if not (0 <= alpha < math.inf and 0 <= eps < math.inf):
         raise ValueError(f"priorities: alpha and eps must be finite and at least 0, but they are {alpha} and {eps}")
-    error = turned_around(nu - z, batch_first).abs()
+    error = maybe_transposed(nu - z, batch_first).abs()
     if steps == "first":
         error = error[:, 0]
     elif steps == "mean":
@@ -65,7 +65,7 @@ def priorities(
     elif steps == "max":
         error = error.amax(1)
     elif steps == "all":
-        error = turned_around(error, batch_first)
+        error = maybe_transposed(error, batch_first)
     else:
         raise ValueError(f"priorities: steps must be 'first', 'mean', 'max' or 'all', but it is {steps!r}")
     if not _context.is_eager():

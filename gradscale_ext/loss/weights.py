@@ -14,7 +14,7 @@ from .. import _context, _remedies
 from .._numbers import as_float
 from ..heads import Head
 from .checks import as_dict, check_choice, check_device, check_dtype, check_kind, is_mapping, written
-from .options import Options, turned_around, unroll_scale
+from .options import Options, maybe_transposed, unroll_scale
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Rules:
             )
         self._check_step_shape(argument, label, mask, or_steps=False)
         check_device(label, mask, self.device)
-        return turned_around(mask, self.batch_first)
+        return maybe_transposed(mask, self.batch_first)
 
     def _gradient_scale(self, argument: str, label: str, given: Any) -> torch.Tensor | None:
         if isinstance(given, str):
@@ -108,7 +108,7 @@ class Rules:
         if isinstance(given, torch.Tensor):
             self._check_weights(argument, label, given)
             self._check_step_shape(argument, label, given, or_steps=True)
-            return turned_around(given, self.batch_first).to(self.dtype)
+            return maybe_transposed(given, self.batch_first).to(self.dtype)
         if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray):
             raise TypeError(
                 f"multi_step_loss: {label} must be a tensor or a sequence of {self.steps} numbers, "

@@ -60,10 +60,10 @@ class GradientMonitor:
     A clipping is discarded if something else writes to the gradients before they are clipped again, such as the
     backward pass after an abandoned step. Parameters without a gradient are absent. The monitor lives as long as the
     optimizer. Neither gradients nor training change. Where parameters are sharded (DTensor), every rank needs a
-    monitor, with the same `every`. To see skipped steps and PyTorch's clipping, `torch.amp.GradScaler.step`, a part of
-    `torch.nn.utils.clip_grad_norm_`, and `torch.nn.utils.clip_grad_value_` are replaced while monitors are open;
-    scalers and clippings that do not call them are not seen, such as a `clip_grad_value_` that was imported by its name
-    before.
+    monitor, with the same `every`. To see skipped steps and PyTorch's clipping, three functions are replaced while
+    monitors are open: `torch.amp.GradScaler.step`, `torch.nn.utils.clip_grad_value_`, and a function that
+    `torch.nn.utils.clip_grad_norm_` calls. Scalers and clippings that do not call them are not seen, such as a
+    `clip_grad_value_` that was imported by its name before.
 
     Args:
         model: the parameters' names are taken from it.
@@ -72,14 +72,14 @@ class GradientMonitor:
         writer: a `SummaryWriter` of TensorBoard, a run of wandb (``wandb.init()``; tags begin with "gradients/", and
             have "gradients/step" on their axis) or of MLflow (``mlflow.start_run()``; no histograms), or anything with
             ``add_scalar(tag, value, step)`` (and histograms, if it has `add_histogram_raw`). None: the numbers are kept
-            for `history` and `plot` only, which always have all of them. An error that it raises reaches the program
-            once, from the step or from `close`; the step counts, and what was being written is not written again.
+            for `history` and `plot` only, which always have all of them. If the writer raises, the step or `close`
+            raises its error once. The step is still recorded, but what was being written is not written again.
         every: steps from one record to the next.
         histograms: whether to write histograms.
         updates: whether to compare the parameters with themselves before the step.
         modules: names of modules; only these, what is in them, and totals are charted. None: everything is.
         activations: names of modules whose outputs' gradients are charted.
-        first_step: number of the optimizer's next step, for a run that goes on.
+        first_step: number of the optimizer's next step, for a run that is resumed.
         prefix: what all tags begin with, if several monitors have one writer.
         tags: "few": for a model with more than 10 parameters, the writer gets the tags of totals and modules, and at
             each recorded step the tags of the 5 worst parameters: their update-to-weight ratios are farthest from 1e-3
@@ -274,7 +274,7 @@ class GradientMonitor:
 
     @torch.no_grad()
     def _after_skipping(self, found_inf: torch.Tensor | None) -> None:
-        """Record a step in which `GradScaler.step` ran no hook; `found_inf` is None unless it skipped the step."""
+        """Record a step that `GradScaler.step` skipped. `found_inf` is None if it skipped none."""
         if found_inf is None or not self._handles:
             return
         try:

@@ -27,7 +27,7 @@ from ..heads import (
     TwoHot,
 )
 from ..loss.checks import as_dict
-from ..loss.options import Entries, Options, turned_around
+from ..loss.options import Entries, Options, maybe_transposed
 from ..loss.output import MultiStepLossOutput
 from ..loss.ranks import for_all_ranks
 from ..loss.validate import Call, validate
@@ -61,6 +61,7 @@ def multi_step_loss(
                 heads, predictions, targets, process_group=group, normalize_importance_weights=normalize, **options
             )
 
+        # On each rank, the loss of the whole tensors.
         return by_whole(call_with, predictions, targets, options)  # type: ignore[no-any-return]
     call = validate(as_dict("heads", heads), predictions, targets, Options(**options))
     return loss_of(for_all_ranks(call, process_group, normalize_importance_weights))
@@ -76,7 +77,7 @@ def loss_of(call: Call) -> MultiStepLossOutput:
     return MultiStepLossOutput(
         loss=loss if options.reduction == "none" else loss.sum(),
         per_sample=per_sample,
-        per_step={name: turned_around(losses.detach(), options.batch_first) for name, losses in per_step.items()},
+        per_step={name: maybe_transposed(losses.detach(), options.batch_first) for name, losses in per_step.items()},
         expected={name: _detail(name, call) for name, head in heads.items() if head.detail == "expected"},
         entropy={name: _detail(name, call) for name, head in heads.items() if head.detail == "entropy"},
         head_means={name: per_step[name].detach().sum() / _num_unmasked(name, call) for name in heads},

@@ -315,9 +315,9 @@ def clip_gradients_(
         eps: the norm used for weights whose norm is smaller, so that weights of 0 can be trained.
         unit: "row": an output unit, which is a slice of the first dimension: a row of a linear layer's weight, or a
             filter of a convolution. A tensor of fewer than two dimensions, such as a bias, is one unit. These are the
-            units of timm. Brock et al. and optax have the same ones, except that a tensor with a single dimension
-            longer than 1 is one unit there. `torch.nn.ConvTranspose2d` stores its input channels first, so each
-            input channel is a unit. "tensor": each parameter, as in DreamerV3.
+            units of timm. Brock et al. and optax have the same ones, except for a tensor in which only one dimension
+            is longer than 1, such as ``[512, 1]``, which is one unit. `torch.nn.ConvTranspose2d` stores its input
+            channels first, so each input channel is a unit. "tensor": each parameter, as in DreamerV3.
         nonfinite: what happens if an element is NaN or inf. "propagate": what the formula gives, as in PyTorch (with
             `max_norm`, a NaN makes all gradients NaN; with `adaptive`, the gradients of its unit). "skip": all
             gradients become 0; the device decides this, and nothing waits for it. (An optimizer with momentum still

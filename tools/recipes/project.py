@@ -26,7 +26,7 @@ class Project:
         steps: the number of learner steps in lockstep.
         tolerance: the largest allowed difference in float64. A recipe that sets a larger one gives the reason.
         roots, stand_ins: see `Checkout`.
-        texts: replacements of text in its source, for example to run without a GPU.
+        texts: text to replace in all of its files, for example to run without a GPU.
     """
 
     name: str
