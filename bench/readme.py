@@ -51,7 +51,10 @@ def contestants_by_row(rows: list[dict[str, Any]], wanted: str) -> dict[str, dic
 def cells(found: dict[str, dict[str, Any]], microseconds: bool = False) -> list[str]:
     """Times of our loss, the compiled one and the eager one, and the speedup over the faster of the last two."""
     medians = [found[name]["median_ms"] for name in ("fused", "torch.compile", "eager")]
-    times = [f"{1e3 * median:.1f}" if microseconds else f"{median:.3f}" for median in medians]
+    times = [
+        f"{1e3 * median:.1f}" if microseconds else f"{median:.3f}" if median >= 0.02 else f"{median:.4f}"
+        for median in medians
+    ]
     faster = min(("torch.compile", "eager"), key=lambda name: found[name]["median_ms"])
     return [*times, f"{found[faster]['ratio']:.1f}x ({faster.removeprefix('torch.')})"]
 
