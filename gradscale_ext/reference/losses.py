@@ -119,11 +119,16 @@ def _gradient_norms(call: Call, per_sample: torch.Tensor) -> dict[str, torch.Ten
     if not with_gradient:
         return {}
     gradients = _gradient(loss, entries)
-    norms = {}
-    for name in with_gradient:
-        gradient = torch.cat([g.flatten() for g in itertools.compress(gradients[name], is_wanted[name])])
-        norms[name] = norm_of(gradient.to(_context.widest(gradient.device)).abs(), 2.0).to(call.dtype)
-    return norms
+    return {name: _norm(list(itertools.compress(gradients[name], is_wanted[name]))) for name in with_gradient}
+
+
+def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all tensors as one vector. Squares of float32 do not overflow in float64."""
+    dtype, widest = tensors[0].dtype, _context.widest(tensors[0].device)
+    if dtype == widest:
+        return norm_of(torch.cat([tensor.flatten() for tensor in tensors]).abs(), 2.0)
+    norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=widest) for tensor in tensors])
+    return torch.linalg.vector_norm(norms).to(dtype)
 
 
 def _allows_hooks() -> bool:
@@ -164,8 +169,8 @@ def _largest_logit(name: str, call: Call) -> torch.Tensor:
     for step, entry in enumerate(call.predictions[name], call.heads[name].first_step):
         entry = entry.detach().to(call.dtype).flatten(1)
         magnitudes = torch.where(entry.isfinite() & _unmasked(name, call)[:, step : step + 1], entry.abs(), 0.0)
-        largest.append(torch.cat([magnitudes.flatten(), magnitudes.new_zeros(1)]).amax())  # a batch may be empty
-    return torch.stack(largest).amax()
+        largest.append(magnitudes.amax(1))
+    return torch.cat([*largest, largest[0].new_zeros(1)]).amax()  # a batch may be empty
 
 
 def _sum(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
