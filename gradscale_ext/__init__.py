@@ -4,6 +4,7 @@ __version__ = "0.2.0"  # defined first: the report on an extension that cannot b
 
 from . import reference
 from ._trajectories import GeneralizedAdvantages, MuZeroTargets, VTrace
+from .call.output import MultiStepLossOutput
 from .diagnosis.diagnosis import diagnose_gradients
 from .diagnosis.report import Finding, GradientDiagnosis
 from .diagnosis.tracer import GradientTracer
@@ -33,7 +34,6 @@ from .heads import (
     TwoHot,
 )
 from .loss.multi_step import MultiStepLoss, empty_cache, multi_step_loss, reduce_multi_step
-from .loss.output import MultiStepLossOutput
 from .loss.priorities import priorities
 from .monitor.monitor import GradientMonitor
 from .returns import generalized_advantages, lambda_returns, muzero_targets, n_step_returns, retrace, vtrace

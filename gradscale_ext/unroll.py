@@ -11,8 +11,8 @@ import torch
 
 from . import _context, _remedies
 from ._numbers import as_float
+from .call.checks import is_mapping
 from .flow import scale_gradient
-from .loss.checks import is_mapping
 
 Outputs = Mapping[str, torch.Tensor]
 

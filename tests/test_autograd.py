@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gradscale_ext as gs
+from gradscale_ext.call.options import Options
 from gradscale_ext.heads import record_of
-from gradscale_ext.loss.options import Options
 
 POLICY = gs.SoftCrossEntropy()
 SUPPORT = gs.Support(-5, 5, 11)

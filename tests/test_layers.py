@@ -100,6 +100,21 @@ def test_imports_have_no_cycle():
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
+def test_folders_have_no_cycle():
+    """Folders and the modules next to them import in one direction, except `_native`, which reports errors with cli."""
+
+    def place(module: str) -> str:
+        parts = module.split(".")
+        return parts[1] if len(parts) > 2 or (PACKAGE / parts[-1]).is_dir() else module
+
+    graph = collections.defaultdict(set)
+    for module in MODULES.keys() - {"gradscale_ext"}:
+        graph[place(module)] |= {place(name) for name in imports(module, for_types=False)} - {place(module)}
+    assert {"loss", "reference", "call"} <= graph.keys()
+    graph["gradscale_ext._native"].remove("cli")
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
 def test_the_top_layers_are_not_imported():
     """Only `gradscale_ext` and `__main__` import monitor, diagnosis and cli, which do not import each other.
 

@@ -1198,7 +1198,7 @@ def test_a_subclass_must_not_change_how_its_base_is_read(name):
 
 def _operator(predictions, targets, prediction_counts, target_counts, heads, wants=()):
     record = gs.heads.record_of(heads)
-    options = gs.loss.options.Options(*[[]] * len(gs.loss.options.BY_HEAD))
+    options = gs.call.options.Options(*[[]] * len(gs.call.options.BY_HEAD))
     given = (predictions, targets, prediction_counts, target_counts, *record, list(wants), *options)
     return torch.ops.gradscale_ext.multi_step_loss(*given)
 

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import gradscale_ext as gs
-from gradscale_ext.loss.options import BY_HEAD, Options
+from gradscale_ext.call.options import BY_HEAD, Options
 
 pytestmark = pytest.mark.untraced
 

@@ -54,7 +54,7 @@ struct ByHead {
   }
 };
 
-// The options of a call, in the order of `Options` in gradscale_ext/loss/options.py. Masks are [B, T] ([T, B] without
+// The options of a call, in the order of `Options` in gradscale_ext/call/options.py. Masks are [B, T] ([T, B] without
 // batch_first); undefined: nothing is masked. num_entries: float64 [heads], the divisors of "mean" and
 // "valid_mean" if the batches of other ranks count too.
 // clang-format off

@@ -24,7 +24,7 @@ struct Plan {
 std::shared_ptr<Plan> make_plan(
     py::dict heads, const std::vector<std::string>& names, const std::vector<double>& numbers);
 
-// Computes the loss. `options` is an `Options` of gradscale_ext/loss/options.py, whose fields have the order of the C++
+// Computes the loss. `options` is an `Options` of gradscale_ext/call/options.py, whose fields have the order of the C++
 // Options (tests/test_loss_contexts.py checks it). Returns the fields of `MultiStepLossOutput` by name, or None if the
 // fused kernels do not accept the call: an argument is wrong, for which Python then raises the error, or a tensor is of
 // another kind (subclass, transform, device), for which Python has another path.

@@ -1,1 +1,1 @@
-"""The fused multi-step loss: arguments, their checks, the operator, and the output."""
+"""The fused multi-step loss: the module, the function, the operator, and priorities."""

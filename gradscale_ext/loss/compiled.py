@@ -14,10 +14,10 @@ from torch.autograd import forward_ad
 
 from .. import reference
 from .._native import _C
+from ..call.options import BY_HEAD, Entries
+from ..call.output import MultiStepLossOutput
+from ..call.validate import Call
 from ..heads import Head
-from .options import BY_HEAD, Entries
-from .output import MultiStepLossOutput
-from .validate import Call
 
 _numbers = itertools.count()
 

@@ -13,12 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _context, _distributed, _numbers, reference
 from .._native import _C, DEVICE_TYPES
-from ..heads import Head, PerStepLoss, SoftCrossEntropy, TwoHot, record_of
-from ..support import Support
-from .checks import as_dict, check_choice, is_mapping
-from .compiled import can_compile, is_compiler_error, loss_by_compiler
-from .operator import call_operator
-from .options import (
+from ..call.checks import as_dict, check_choice, is_mapping
+from ..call.options import (
     BY_HEAD,
     Entries,
     HeadWeights,
@@ -31,10 +27,14 @@ from .options import (
     StepWeights,
     unroll_scale,
 )
-from .output import MultiStepLossOutput
-from .ranks import for_all_ranks
-from .validate import Call, check_heads, validate
-from .values import check_values
+from ..call.output import MultiStepLossOutput
+from ..call.ranks import for_all_ranks
+from ..call.validate import Call, check_heads, validate
+from ..call.values import check_values
+from ..heads import Head, PerStepLoss, SoftCrossEntropy, TwoHot, record_of
+from ..support import Support
+from .compiled import can_compile, is_compiler_error, loss_by_compiler
+from .operator import call_operator
 
 Implementation = Literal["auto", "fused", "compiled", "reference"]
 _IMPLEMENTATIONS = get_args(Implementation)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from .._native import _C  # registers the operator
+from ..call.options import Entries, Options, maybe_transposed
+from ..call.output import MultiStepLossOutput
+from ..call.validate import Call
 from ..heads import DETAILS, record_of
-from .options import Entries, Options, maybe_transposed
-from .output import MultiStepLossOutput
-from .validate import Call
 
 #: A count is the number of tensors in a head's list; these stand for one stacked tensor, and for no tensor.
 _STACKED, _NONE = 0, -1

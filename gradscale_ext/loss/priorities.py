@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from .. import _context, _distributed, _numbers, _remedies
-from .options import Entries, maybe_transposed
+from ..call.options import Entries, maybe_transposed
 
 
 def priorities(

@@ -13,6 +13,11 @@ from torch.autograd import forward_ad
 
 from .. import _context
 from .._distributed import by_whole, mesh_of
+from ..call.checks import as_dict
+from ..call.options import Entries, Options, maybe_transposed
+from ..call.output import MultiStepLossOutput
+from ..call.ranks import for_all_ranks
+from ..call.validate import Call, validate
 from ..heads import (
     BinaryCrossEntropy,
     CategoricalKL,
@@ -26,11 +31,6 @@ from ..heads import (
     SoftCrossEntropy,
     TwoHot,
 )
-from ..loss.checks import as_dict
-from ..loss.options import Entries, Options, maybe_transposed
-from ..loss.output import MultiStepLossOutput
-from ..loss.ranks import for_all_ranks
-from ..loss.validate import Call, validate
 from ..transforms import transform
 from .flow import scale_gradient
 from .supports import decode, hl_gauss, two_hot
@@ -128,7 +128,8 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     if dtype == widest:
         return norm_of(torch.cat([tensor.flatten() for tensor in tensors]).abs(), 2.0)
     norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=widest) for tensor in tensors])
-    return torch.linalg.vector_norm(norms).to(dtype)
+    norm: torch.Tensor = torch.linalg.vector_norm(norms)
+    return norm.to(dtype)
 
 
 def _allows_hooks() -> bool:
