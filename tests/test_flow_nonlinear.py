@@ -511,3 +511,14 @@ def test_arguments_beyond_float32_are_infinite(kind, dtype, layout, create_graph
     assert torch.equal(gradient(gs.clip_gradient_value(x, kind(-1e40), kind(1e40))), g)
     assert torch.equal(gradient(gs.scale_gradient(x, kind(1e40))), infinite)
     assert torch.equal(gradient(gs.normalize_gradient(x, kind(1e40))), infinite)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("operator", [gs.clip_gradient_norm, gs.normalize_gradient])
+@pytest.mark.parametrize("view", [lambda g: g, lambda g: torch._neg_view(-g)], ids=["contiguous", "negative"])
+def test_small_elements_beside_large_ones_keep_their_digits(operator, view, create_graph):
+    """A quotient of element and norm is subnormal here, and the result is not."""
+    x = torch.zeros(2, requires_grad=True)
+    gradient = torch.tensor([1e37, 3.3e-3])
+    (found,) = torch.autograd.grad(operator(x, 1e4), x, view(gradient), create_graph=create_graph)
+    torch.testing.assert_close(found.double(), gradient.double() * (1e4 / gradient.double().norm()), rtol=1e-6, atol=0)

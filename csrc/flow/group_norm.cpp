@@ -309,7 +309,14 @@ at::Tensor rescaled_by_operations(
   // Where a group is unchanged, both operands are replaced by 1, so that the unused quotient has no NaN derivative.
   const at::Tensor one = at::ones_like(norm);
   const at::Tensor factor = (at::where(unchanged, one, bound) / at::where(unchanged, one, norm)).to(precise);
-  at::Tensor result = wide / beside_pairs(scale) * beside_pairs(factor);
+  // One product where factor / scale is a normal number: the quotients of small elements would be subnormal.
+  const at::Tensor quotient = factor.detach() / scale.detach();
+  const double smallest =
+      precise == at::kDouble ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
+  const at::Tensor is_normal = quotient.ge(smallest).logical_and(quotient.isfinite());
+  const at::Tensor divisor = at::where(is_normal, one.to(precise), scale);
+  const at::Tensor multiplier = factor / at::where(is_normal, scale, one.to(precise));
+  at::Tensor result = wide / beside_pairs(divisor) * beside_pairs(multiplier);
   result = pairs ? at::complex(result.select(-1, 0), result.select(-1, 1)) : result.to(gradient.scalar_type());
   result = at::where(unchanged, gradient, result);
   result = at::where(bound.eq(0), at::zeros({}, result.options()), result);
