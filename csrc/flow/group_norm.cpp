@@ -310,7 +310,7 @@ at::Tensor rescaled_by_operations(
   const at::Tensor one = at::ones_like(norm);
   const at::Tensor factor = (at::where(unchanged, one, bound) / at::where(unchanged, one, norm)).to(precise);
   // One product where factor / scale is a normal number: the quotients of small elements would be subnormal.
-  const at::Tensor quotient = factor.detach() / scale.detach();
+  const at::Tensor quotient = factor / scale;
   const double smallest =
       precise == at::kDouble ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
   const at::Tensor is_normal = quotient.ge(smallest).logical_and(quotient.isfinite());
