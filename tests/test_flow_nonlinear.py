@@ -522,3 +522,15 @@ def test_small_elements_beside_large_ones_keep_their_digits(operator, view, crea
     gradient = torch.tensor([1e37, 3.3e-3])
     (found,) = torch.autograd.grad(operator(x, 1e4), x, view(gradient), create_graph=create_graph)
     torch.testing.assert_close(found.double(), gradient.double() * (1e4 / gradient.double().norm()), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 300.0, math.inf])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_moduli_beyond_float64(norm_type, create_graph):
+    """1.5e308 (1 + i) has finite parts, and a modulus that no float64 holds."""
+    x = torch.zeros(1, dtype=torch.complex128, requires_grad=True)
+    gradient = torch.tensor([complex(1.5e308, -1.5e308)], dtype=torch.complex128)
+    clipped = gs.clip_gradient_norm(x, 1e308, norm_type=norm_type)
+    (found,) = torch.autograd.grad(clipped, x, gradient, create_graph=create_graph)
+    expected = torch.tensor([complex(1, -1)], dtype=torch.complex128) * (1e308 / math.sqrt(2))
+    torch.testing.assert_close(torch.view_as_real(found), torch.view_as_real(expected), rtol=1e-13, atol=0)

@@ -34,15 +34,19 @@ PowerSum power_sum(int64_t size, double p, Magnitude magnitude, int64_t numbers,
   if (is_safe(sum)) {
     return {sum, 1};
   }
-  const double maximum = p > kLargestPower
-                             ? largest(size, [=](int64_t i) { return magnitude(i, [](double x) { return x; }); })
-                             : largest(numbers, [=](int64_t i) { return std::fabs(number(i)); });
+  // Of the numbers: the modulus of a complex number may be beyond double.
+  const double maximum = largest(numbers, [=](int64_t i) { return std::fabs(number(i)); });
   if (maximum == 0 || !std::isfinite(maximum)) {
     return {maximum, 1};
   }
-  const double root = root_for(maximum, p);
-  const double reciprocal = 1 / root;
-  return {sum_of([=](double x) { return x * reciprocal * reciprocal; }), root};
+  const auto divided_by = [](double root) {
+    return [reciprocal = 1 / root](double x) { return x * reciprocal * reciprocal; };
+  };
+  double root = root_for(maximum, INFINITY);
+  if (p > kLargestPower && !std::isinf(p)) {
+    root *= root_for(largest(size, [=](int64_t i) { return magnitude(i, divided_by(root)); }), p);
+  }
+  return {sum_of(divided_by(root)), root};
 }
 
 PowerSum range_power_sum(const Range& range, double p) {

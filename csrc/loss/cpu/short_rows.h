@@ -133,10 +133,17 @@ struct ShortRows {
   template <bool is_policy>
   GroupSums<A> sums(int64_t width) {
     using Formula = CrossEntropy<Lanes<A>, 0>;
-    Lanes<A> maximum = -static_cast<A>(INFINITY), magnitude = A(0);
+    Lanes<A> maximum = -static_cast<A>(INFINITY), smallest = A(0);
     for (int64_t j = 0; j < width; ++j) {
       maximum = larger(x.column(j), maximum); // ignores NaN
-      magnitude = larger(finite_magnitude(x.column(j)), magnitude);
+      smallest = larger_bits(x.column(j), smallest);
+    }
+    Lanes<A> magnitude = larger(Lanes<A>(A(0)) - smallest, maximum);
+    if (total((maximum - smallest) * Lanes<A>(A(0))) != 0) { // NaN: a logit is NaN or infinite
+      magnitude = A(0);
+      for (int64_t j = 0; j < width; ++j) {
+        magnitude = larger(finite_magnitude(x.column(j)), magnitude);
+      }
     }
     store_lanes(largest_logits, magnitude);
     Lanes<A> row_sums[Formula::kSums];
