@@ -290,6 +290,7 @@ void implement_operator(torch::Library& library) {
   }
 }
 
+// NOLINTBEGIN(bugprone-macro-parentheses): a type
 #define GRADSCALE_FLOW_OPERATOR(Operator)                           \
   TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {                        \
     define_operator<Operator>(m);                                   \
@@ -300,5 +301,6 @@ void implement_operator(torch::Library& library) {
   TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) { \
     implement_operator<Operator, &view_kernel>(m);                  \
   }
+// NOLINTEND(bugprone-macro-parentheses)
 
 } // namespace gradscale
