@@ -1,5 +1,5 @@
 # make demo      train the example agent          make demo GAME=tictactoe SEED=1
-# make test      run the tests, except those of make native and the slow tests, which .ci/run runs
+# make test      run the tests; the slow tests, which .ci/run runs, and make native are not included
 # make native    after a change to C++: run the kernels in guarded memory (the CUDA kernels in a simulator), and check
 #                that injected faults are found
 # make simulated  run the tests of the CUDA kernels in a simulator on the CPU, which also reports races

@@ -293,7 +293,7 @@ def test_a_gradient_of_another_dtype():
     """PyTorch allows it if the parameter's `grad_dtype` is set."""
     parameter = torch.ones(3, 4, dtype=torch.bfloat16, requires_grad=True)
     if not hasattr(parameter, "grad_dtype"):
-        pytest.skip("this PyTorch has no grad_dtype")
+        pytest.skip("this version of PyTorch has no Tensor.grad_dtype")
     parameter.grad_dtype = torch.float32
     parameter.grad = torch.full((3, 4), 5.0)
     gs.clip_gradients_([parameter], adaptive=0.1)

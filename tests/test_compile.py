@@ -42,9 +42,9 @@ def cache(tmp_path, monkeypatch):
 def stand_in(request):
     """CPU tensors are treated as GPU tensors; returns the driver."""
     if not DRIVER.exists():
-        pytest.skip("the driver's stand-in is not built (make test)")
+        pytest.skip("the simulated driver is not built (make test)")
     if request.config.getoption("--simulated-kernels"):
-        pytest.skip("with --simulated-kernels, all tests run on the stand-in")
+        pytest.skip("with --simulated-kernels, every test runs on the simulated driver")
     _C.set_kernel_images(lambda file, name, major, minor: _code(file, name, f"compute_{major}{minor}"))
     _C.use_driver_for_cpu(str(DRIVER))
     yield ctypes.CDLL(str(DRIVER))

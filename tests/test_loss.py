@@ -245,7 +245,7 @@ def test_masked_classes_follow_batch_first():
 
 
 def test_every_finite_half_is_converted_as_by_pytorch():
-    """A squared error of width 1 converts from half and back; the bits must equal those of PyTorch's conversions."""
+    """A squared error of width 1 converts from half and back; the bits must equal PyTorch's."""
     bits = torch.arange(0, 2**16, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
         values = bits.view(dtype)

@@ -43,7 +43,7 @@ class Network(nn.Module):
     """A small MuZero with all five operators.
 
     Each rank's loss is divided by the mean number of samples, or of unmasked entries, per rank. Before the average over
-    ranks its gradients are therefore `ranks` times those of one rank with the whole batch, and so are the limits.
+    ranks its gradients are therefore `ranks` times as large as on one rank with the whole batch. So are the limits.
     """
 
     def __init__(self, ranks: int, group: dist.ProcessGroup | None) -> None:

@@ -246,7 +246,7 @@ struct ScaledNorms {
   at::Tensor scale;
 };
 
-// If `pairs`, the elements are complex: the last dimension, after those of a group, has the real and imaginary parts.
+// If `pairs` is true, elements are complex, and the last dimension has their real and imaginary parts.
 ScaledNorms norms_by_operations(
     const at::Tensor& elements, bool pairs, at::IntArrayRef inner, const NormGroups& groups) {
   // Elements are divided by the largest magnitude, so that no power overflows, and only negligible powers underflow.

@@ -147,7 +147,7 @@ def _gradient(
             return torch.func.grad(loss)(entries)  # type: ignore[no-any-return]
     leaves = {name: [_leaf(entry) for entry in listed] for name, listed in entries.items()}
     flat = [leaf for listed in leaves.values() for leaf in listed]
-    # torch.func.grad refuses to run under saved-tensor hooks, such as those of activation checkpointing.
+    # torch.func.grad refuses to run under saved-tensor hooks, which activation checkpointing sets.
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         found = iter(torch.autograd.grad(loss(leaves), flat, allow_unused=True, materialize_grads=True))
     return {name: [next(found) for _ in listed] for name, listed in leaves.items()}

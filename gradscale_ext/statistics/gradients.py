@@ -293,7 +293,7 @@ def clip_gradients_(
     """Clip the gradients of `parameters` in place: all by their total norm, or each unit by the norm of its weights.
 
     `max_norm` multiplies all gradients by ``min(1, max_norm / (total_norm + 1e-6))``. The total norm is the norm of all
-    gradients as one vector. The result equals that of `torch.nn.utils.clip_grad_norm_`, except where PyTorch's norm
+    gradients as one vector. `torch.nn.utils.clip_grad_norm_` gives the same result, except where its norm
     overflows: sums are computed in float64, and numbers are scaled first if a sum would exceed the range of float64.
 
     `adaptive` multiplies each unit by ``min(1, adaptive * max(weight_norm, eps) / gradient_norm)``, with the 2-norms of
