@@ -165,7 +165,7 @@ def can_be_had() -> bool:
 @functools.cache
 def _sources_digest() -> str:
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.glob("*/*.h")) + sorted(SOURCES.glob("*/*.cuh")):
+    for path in sorted([*SOURCES.rglob("*.h"), *SOURCES.rglob("*.cuh")]):
         digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

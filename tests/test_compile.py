@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -83,6 +84,19 @@ def test_the_file_name_depends_on_everything_that_affects_an_image(monkeypatch):
         assert _kernels._file_of(*other) != path
     monkeypatch.setattr(_kernels, "_sources_digest", lambda: "of other sources")
     assert _kernels._file_of(Path("x"), FILE, NAME, "sm_90", "NVRTC 13.0") != path
+
+
+@pytest.mark.parametrize("folder", ["cuda", "loss/cuda"])
+def test_the_file_name_depends_on_the_sources_in_every_folder(folder, tmp_path, monkeypatch):
+    shutil.copytree(_kernels.SOURCES, tmp_path / "csrc")
+    monkeypatch.setattr(_kernels, "SOURCES", tmp_path / "csrc")
+    monkeypatch.setattr(_kernels, "_sources_digest", _kernels._sources_digest.__wrapped__)
+    before = _kernels._file_of(Path("x"), FILE, NAME, "sm_90", "NVRTC 13.0")
+    for source in [path for path in (tmp_path / "csrc" / folder).iterdir() if path.suffix in (".h", ".cuh")]:
+        text = source.read_bytes()
+        source.write_bytes(text + b"\n")
+        assert _kernels._file_of(Path("x"), FILE, NAME, "sm_90", "NVRTC 13.0") != before
+        source.write_bytes(text)
 
 
 @pytest.mark.parametrize(
