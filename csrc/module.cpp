@@ -28,31 +28,32 @@ using gradscale::NormGroups;
 using gradscale::Plan;
 using gradscale::Value;
 
+// The tensor, if the kernels can read it in this context; otherwise null.
+const at::Tensor* readable(py::handle given) {
+  if (!THPVariable_Check(given.ptr()) || !gradscale::ordinary_or_inference_context()) {
+    return nullptr;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(given.ptr());
+  return gradscale::ordinary_tensor(tensor) && gradscale::has_element(tensor) ? &tensor : nullptr;
+}
+
 // Decoded values, or None if the fused kernel does not accept these logits.
 py::object decode(
     const std::shared_ptr<gradscale::OwnedSupport>& support, const py::object& python_support, py::handle logits) {
-  if (!THPVariable_Check(logits.ptr()) || !gradscale::ordinary_or_inference_context()) {
+  const at::Tensor* tensor = readable(logits);
+  if (tensor == nullptr || tensor->dim() < 1 || tensor->size(-1) != support->get().num_bins) {
     return py::none();
   }
-  const at::Tensor& tensor = THPVariable_Unpack(logits.ptr());
-  if (!gradscale::ordinary_tensor(tensor) || !gradscale::has_element(tensor) || tensor.dim() < 1 ||
-      tensor.size(-1) != support->get().num_bins) {
-    return py::none();
-  }
-  return py::cast(gradscale::decode(support, python_support, tensor));
+  return py::cast(gradscale::decode(support, python_support, *tensor));
 }
 
 // Distributions, or None if a gradient is wanted, or the kernel does not accept these scalars.
 py::object encode(const std::shared_ptr<gradscale::OwnedSupport>& support, double sigma_ratio, py::handle scalars) {
-  if (!THPVariable_Check(scalars.ptr()) || !gradscale::ordinary_or_inference_context()) {
+  const at::Tensor* tensor = readable(scalars);
+  if (tensor == nullptr || (at::GradMode::is_enabled() && tensor->requires_grad())) {
     return py::none();
   }
-  const at::Tensor& tensor = THPVariable_Unpack(scalars.ptr());
-  if (!gradscale::ordinary_tensor(tensor) || !gradscale::has_element(tensor) ||
-      (at::GradMode::is_enabled() && tensor.requires_grad())) {
-    return py::none();
-  }
-  return py::cast(gradscale::encode(support->get(), sigma_ratio, tensor));
+  return py::cast(gradscale::encode(support->get(), sigma_ratio, *tensor));
 }
 
 // Projected probabilities, or None if the kernel does not accept these tensors.
@@ -61,27 +62,14 @@ py::object project(
     py::handle probabilities,
     py::handle rewards,
     py::handle discounts) {
-  if (!gradscale::ordinary_or_inference_context()) {
-    return py::none();
-  }
-  for (const py::handle& given : {probabilities, rewards, discounts}) {
-    if (!THPVariable_Check(given.ptr())) {
-      return py::none();
-    }
-    const at::Tensor& tensor = THPVariable_Unpack(given.ptr());
-    if (!gradscale::ordinary_tensor(tensor) || !gradscale::has_element(tensor)) {
-      return py::none();
-    }
-  }
-  const at::Tensor &p = THPVariable_Unpack(probabilities.ptr()), &r = THPVariable_Unpack(rewards.ptr()),
-                   &d = THPVariable_Unpack(discounts.ptr());
-  const int64_t width = support->get().num_bins;
-  if (p.dim() < 1 || p.size(-1) != width || r.sizes() != p.sizes().slice(0, p.dim() - 1) || d.sizes() != r.sizes() ||
-      r.device() != p.device() || d.device() != p.device()) {
+  const at::Tensor *p = readable(probabilities), *r = readable(rewards), *d = readable(discounts);
+  if (p == nullptr || r == nullptr || d == nullptr || p->dim() < 1 || p->size(-1) != support->get().num_bins ||
+      r->sizes() != p->sizes().slice(0, p->dim() - 1) || d->sizes() != r->sizes() || r->device() != p->device() ||
+      d->device() != p->device()) {
     return py::none();
   }
   py::gil_scoped_release no_gil;
-  at::Tensor result = gradscale::project(support->get(), p, r, d);
+  at::Tensor result = gradscale::project(support->get(), *p, *r, *d);
   py::gil_scoped_acquire gil;
   return py::cast(std::move(result));
 }
@@ -213,17 +201,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](const std::vector<std::string>& names, const std::vector<double>& numbers) {
         return std::make_shared<gradscale::OwnedSupport>(names, numbers);
       }));
-  m.def("kinds", [] { // name -> (Detail, [(prediction_dims, target_dims, classes, own_sizes) of each form])
-    py::dict kinds;
-    for (const gradscale::KindOfHead& kind : gradscale::kinds()) {
-      py::list forms;
-      for (const gradscale::Form& form : kind.forms) {
-        forms.append(py::make_tuple(form.prediction_dims, form.target_dims, form.classes, form.own_sizes));
-      }
-      kinds[kind.name.c_str()] = py::make_tuple(static_cast<int64_t>(kind.detail), forms);
-    }
-    return kinds;
-  });
   m.def("encode", &encode);
   m.def("project", &project);
   m.def("decode", &decode);
@@ -236,15 +213,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("tensor_statistics", &tensor_statistics);
   m.def("clipping_of", &gradscale::clipping_of);
   m.def("unit_statistics", &unit_statistics);
-  m.def(
-      "unit_factors",
-      [](const at::Tensor& norms, const at::Tensor& clipping, double adaptive, double eps, bool skip_nonfinite) {
-        const gradscale::UnitFactors result = gradscale::unit_factors(norms, clipping, adaptive, eps, skip_nonfinite);
-        return py::make_tuple(result.factors, result.clipping);
-      });
+  m.def("unit_factors", &gradscale::unit_factors);
   m.def("clip_units", &gradscale::clip_units);
-  m.def("update_norms", [](const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
-    const at::Tensor norms = gradscale::update_norms(before, after);
-    return norms.defined() ? py::cast(norms) : py::none();
-  });
+  m.def("update_norms", &gradscale::update_norms);
 }

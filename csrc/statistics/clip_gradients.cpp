@@ -147,12 +147,13 @@ void clip_units(const std::vector<UnitTarget>& targets, const double* factors, b
 
 } // namespace
 
-UnitFactors unit_factors(const at::Tensor& norms, const at::Tensor& clipping, double adaptive, double eps, bool skip) {
+std::pair<at::Tensor, at::Tensor> unit_factors(
+    const at::Tensor& norms, const at::Tensor& clipping, double adaptive, double eps, bool skip) {
   TORCH_CHECK(norms.is_cpu() && norms.is_contiguous(), "unit_factors: norms must be contiguous, on a CPU");
   const int64_t count = norms.size(1);
-  const UnitFactors result{at::empty({count}, norms.options()), at::empty({3}, norms.options())};
+  std::pair<at::Tensor, at::Tensor> result{at::empty({count}, norms.options()), at::empty({3}, norms.options())};
   const double* from = norms.const_data_ptr<double>();
-  double* out = result.factors.mutable_data_ptr<double>();
+  double* out = result.first.mutable_data_ptr<double>();
   double smallest = 1;
   bool changed = false;
   for (int64_t i = 0; i < count; ++i) {
@@ -166,7 +167,7 @@ UnitFactors unit_factors(const at::Tensor& norms, const at::Tensor& clipping, do
     smallest = 0;
     changed = true;
   }
-  double* clipped = result.clipping.mutable_data_ptr<double>();
+  double* clipped = result.second.mutable_data_ptr<double>();
   clipped[0] = whole[0];
   clipped[1] = smallest;
   clipped[2] = changed ? 1 : 0;

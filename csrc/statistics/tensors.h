@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace gradscale {
@@ -40,14 +41,11 @@ UnitStatistics unit_statistics(
 at::Tensor clipping_of(
     const at::Tensor& values, const at::Tensor& counts, double p, double max_norm, bool skip_nonfinite);
 
-struct UnitFactors {
-  at::Tensor factors;  // [U] float64
-  at::Tensor clipping; // [3] float64: the norm of all tensors together, the smallest factor, 1 if any is not 1, else 0
-};
-
-// Computes the factors of units on a CPU from their norms, and from the result of clipping_of() with max_norm = inf.
-// With `skip_nonfinite`, all factors are 0 if the factor of `clipping` is 0 or any factor would be NaN.
-UnitFactors unit_factors(
+// Computes the factors of units on a CPU, [U] float64, from their norms and from the result of clipping_of() with
+// max_norm = inf. Returns them, and three float64 numbers: the norm of all tensors together, the smallest factor, and 1
+// if any factor is not 1, else 0. With `skip_nonfinite`, all factors are 0 if the factor of `clipping` is 0 or any
+// factor would be NaN.
+std::pair<at::Tensor, at::Tensor> unit_factors(
     const at::Tensor& norms, const at::Tensor& clipping, double adaptive, double eps, bool skip_nonfinite);
 
 // Multiplies each unit of tensors on one device by its factor, in place; without `rows`, there may be one factor for
