@@ -4,9 +4,7 @@
 #if defined(__CUDACC_RTC__)
 // The parts of the C++ standard library that kernels use. NVRTC has no standard headers, but it declares the functions
 // of <cmath> in the global namespace, for float and for double.
-using int8_t = signed char;
 using uint8_t = unsigned char;
-using int16_t = short;
 using uint16_t = unsigned short;
 using int32_t = int;
 using uint32_t = unsigned int;
@@ -23,38 +21,25 @@ namespace std {
 using ::abs;
 using ::copysign;
 using ::erf;
-using ::erfc;
 using ::exp;
 using ::expm1;
-using ::fabs;
 using ::floor;
 using ::fmax;
 using ::fmin;
 using ::ilogb;
 using ::isfinite;
 using ::isinf;
-using ::isnan;
 using ::ldexp;
 using ::log;
 using ::log1p;
 using ::log2;
-using ::pow;
 using ::rint;
 using ::sqrt;
 
-template <class T, T constant>
-struct integral_constant {
-  static constexpr T value = constant;
-};
-using true_type = integral_constant<bool, true>;
-using false_type = integral_constant<bool, false>;
-
 template <class A, class B>
-struct is_same : false_type {};
+inline constexpr bool is_same_v = false;
 template <class A>
-struct is_same<A, A> : true_type {};
-template <class A, class B>
-inline constexpr bool is_same_v = is_same<A, B>::value;
+inline constexpr bool is_same_v<A, A> = true;
 
 template <bool condition, class A, class B>
 struct conditional {
@@ -91,18 +76,6 @@ struct numeric_limits<double> {
     return 1.7976931348623157e308;
   }
 };
-template <>
-struct numeric_limits<int32_t> {
-  static constexpr int32_t max() {
-    return INT32_MAX;
-  }
-};
-template <>
-struct numeric_limits<int64_t> {
-  static constexpr int64_t max() {
-    return 0x7fffffffffffffff;
-  }
-};
 
 } // namespace std
 #else
@@ -116,10 +89,8 @@ struct numeric_limits<int64_t> {
 #if defined(__CUDACC__)
 #define GRADSCALE_HOST_DEVICE __host__ __device__ __forceinline__
 #define GRADSCALE_DISPATCH GRADSCALE_HOST_DEVICE
-#elif defined(__GNUC__)
-#define GRADSCALE_HOST_DEVICE inline __attribute__((always_inline))
 #else
-#define GRADSCALE_HOST_DEVICE inline
+#define GRADSCALE_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
 #ifndef GRADSCALE_DISPATCH // on a CPU the code for each type may be large: inlining is the compiler's choice
@@ -128,7 +99,7 @@ struct numeric_limits<int64_t> {
 
 // Variants for newer x86-64 instruction sets are compiled in addition to the baseline, and chosen when the program
 // runs.
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__)
 #define GRADSCALE_X86_VARIANTS 1
 #else
 #define GRADSCALE_X86_VARIANTS 0

@@ -20,10 +20,10 @@ GRADSCALE_HOST_DEVICE int32_t exponent_bin(int32_t exponent) {
 template <class W>
 struct Magnitude {
   using Bits = std::conditional_t<sizeof(W) == sizeof(int32_t), int32_t, int64_t>;
-  static constexpr Bits kMagnitudeMask = std::numeric_limits<Bits>::max();
   static constexpr int32_t kFractionBits = std::numeric_limits<W>::digits - 1;
   static constexpr int32_t kBias = std::numeric_limits<W>::max_exponent - 1;
   static constexpr Bits kInfinity = static_cast<Bits>(2 * kBias + 1) << kFractionBits;
+  static constexpr Bits kMagnitudeMask = kInfinity | ((Bits(1) << kFractionBits) - 1);
 
   static GRADSCALE_HOST_DEVICE Bits bits(W x) {
     return bit_cast<Bits>(x) & kMagnitudeMask;
