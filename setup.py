@@ -44,9 +44,8 @@ def site_folders() -> list[str]:
         folders.append(site.getusersitepackages())
     prefixes = [os.environ.get("VIRTUAL_ENV"), os.environ.get("CONDA_PREFIX")]
     prefixes += [str(Path(folder).parent) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
-    scheme = "nt" if sys.platform == "win32" else "posix_prefix"  # Python 3.10 has no "venv" scheme
-    for prefix in filter(None, prefixes):
-        folders.append(sysconfig.get_path("purelib", scheme, {"base": prefix, "platbase": prefix}))
+    for prefix in filter(None, prefixes):  # Python 3.10 has no "venv" scheme
+        folders.append(sysconfig.get_path("purelib", "posix_prefix", {"base": prefix, "platbase": prefix}))
     return [folder for folder in dict.fromkeys(folders) if Path(folder).is_dir()]
 
 
@@ -96,8 +95,6 @@ def import_torch():  # type: ignore[no-untyped-def]
 def find_compiler() -> str:
     """Return the C++ compiler to use, or exit with instructions for installing one."""
     candidates = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
-    if sys.platform == "win32":
-        return "cl"
     for candidate in candidates:
         if shutil.which(shlex.split(candidate)[0]):
             return candidate
@@ -139,15 +136,13 @@ def processors() -> int:
 
 def version_of_compiler(compiler: str) -> str:
     """First line that the compiler prints about its version."""
-    command = [*shlex.split(compiler), *([] if sys.platform == "win32" else ["--version"])]
+    command = [*shlex.split(compiler), "--version"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return done.stdout.strip().partition("\n")[0] or compiler
 
 
 def compile_arguments() -> tuple[list[str], list[str]]:
     """Compiler and linker flags. No -std: PyTorch's build helper adds the one that its headers need."""
-    if sys.platform == "win32":
-        return ["/O2", "/openmp:experimental"], []
     flags = [
         *([] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]),  # these flags follow the ones of CFLAGS
         "-g0",

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import warnings
 from dataclasses import asdict, dataclass
@@ -180,8 +179,6 @@ def cache_folder() -> Path:
     """GRADSCALE_CACHE_DIR, or a folder in the user's cache."""
     if chosen := os.environ.get("GRADSCALE_CACHE_DIR"):
         return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "gradscale_ext"
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gradscale_ext"
 
 

@@ -136,7 +136,6 @@ def test_a_damaged_file_is_compiled_again_with_a_warning(cache, damage):
     assert _kernels.image_of(FILE, NAME, "sm_90") == (again, "cache")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077], ids=oct)
 def test_file_permissions_follow_the_umask(cache, tmp_path, umask):
     before = os.umask(umask)

@@ -4,12 +4,6 @@
 #include "../formulas/losses.h"
 #include "vectors.h"
 
-#if GRADSCALE_X86_VARIANTS && !defined(__INTEL_COMPILER)
-#define GRADSCALE_X86_BYTES GRADSCALE_VECTOR_BYTES
-#else
-#define GRADSCALE_X86_BYTES 0
-#endif
-
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
@@ -113,7 +107,7 @@ GRADSCALE_HOST_DEVICE Lanes<A> kept(AllLanes /*which*/, Lanes<A> x, Lanes<A> /*o
   return x;
 }
 
-#if GRADSCALE_X86_BYTES == 64
+#if GRADSCALE_VECTOR_BYTES == 64
 constexpr bool kHasMasks = true; // loads and stores with a mask do not access the memory of other lanes
 
 inline __mmask16 mask_of(FirstLanes which) {
@@ -159,7 +153,7 @@ GRADSCALE_HOST_DEVICE Lanes<A> kept(FirstLanes which, Lanes<A> x, Lanes<A> other
 
 // ---- Memory ---------------------------------------------------------------------------------------------------------
 
-#if GRADSCALE_X86_BYTES >= 32
+#if GRADSCALE_VECTOR_BYTES >= 32
 constexpr int kToNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 #endif
 
@@ -171,13 +165,13 @@ template <class T, class A = typename AccumulateType<T>::type>
 GRADSCALE_HOST_DEVICE typename Vectors<A>::V load_part(const T* from) {
   if constexpr (std::is_same_v<T, A>) {
     return load_vector(from);
-#if GRADSCALE_X86_BYTES == 64
+#if GRADSCALE_VECTOR_BYTES == 64
   } else if constexpr (std::is_same_v<T, HalfBits>) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   } else if constexpr (std::is_same_v<T, BFloat16Bits>) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
-#elif GRADSCALE_X86_BYTES == 32
+#elif GRADSCALE_VECTOR_BYTES == 32
   } else if constexpr (std::is_same_v<T, HalfBits>) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   } else if constexpr (std::is_same_v<T, BFloat16Bits>) {
@@ -198,10 +192,10 @@ template <class T, class A = typename AccumulateType<T>::type>
 GRADSCALE_HOST_DEVICE void store_part(T* to, typename Vectors<A>::V x) {
   if constexpr (std::is_same_v<T, A>) {
     store_vector(to, x);
-#if GRADSCALE_X86_BYTES == 64
+#if GRADSCALE_VECTOR_BYTES == 64
   } else if constexpr (std::is_same_v<T, HalfBits>) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph((__m512)x, kToNearest));
-#elif GRADSCALE_X86_BYTES == 32
+#elif GRADSCALE_VECTOR_BYTES == 32
   } else if constexpr (std::is_same_v<T, HalfBits>) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph((__m256)x, kToNearest));
 #endif
@@ -227,7 +221,7 @@ GRADSCALE_HOST_DEVICE void store_lanes(T* to, LanesOf<T> x) {
   }
 }
 
-#if GRADSCALE_X86_BYTES == 64
+#if GRADSCALE_VECTOR_BYTES == 64
 template <class T, class Which>
 GRADSCALE_HOST_DEVICE LanesOf<T> load_masked(const T* from, Which which) {
   const __mmask16 mask = mask_of(which);
@@ -260,7 +254,7 @@ GRADSCALE_HOST_DEVICE void store_masked(T* to, LanesOf<T> x, Which which) {
 #else
 template <class T>
 GRADSCALE_HOST_DEVICE LanesOf<T> load_masked(const T* from, FirstLanes which) {
-#if GRADSCALE_X86_BYTES == 32
+#if GRADSCALE_VECTOR_BYTES == 32
   if constexpr (std::is_same_v<T, float>) {
     const auto counts = Lanes<float>::numbers();
     const Lanes<float> end(static_cast<float>(which.count));
@@ -303,13 +297,13 @@ GRADSCALE_HOST_DEVICE void store_lanes(T* to, LanesOf<T> x, Which which) {
 
 // ---- Functions ------------------------------------------------------------------------------------------------------
 
-#if GRADSCALE_X86_BYTES >= 32
+#if GRADSCALE_VECTOR_BYTES >= 32
 // Combines the elements of a vector: its halves, the halves of the result, and so on.
 template <class E, class V, class Combine>
 GRADSCALE_HOST_DEVICE E combined_elements(V x, Combine combine) {
   if constexpr (sizeof(V) > 16) {
     typedef E Half __attribute__((vector_size(sizeof(V) / 2)));
-#if GRADSCALE_X86_BYTES == 64
+#if GRADSCALE_VECTOR_BYTES == 64
     if constexpr (sizeof(V) == 64) {
       const __m256 low = _mm512_castps512_ps256((__m512)x), high = _mm512_extractf32x8_ps((__m512)x, 1);
       return combined_elements<E>(combine((Half)low, (Half)high), combine);
@@ -383,13 +377,13 @@ GRADSCALE_HOST_DEVICE A largest_bits(Lanes<A> x) {
 // smallest normal number are 0, or subnormal with AVX-512. -inf gives 0, and NaN stays NaN. With `in_range`, x must be
 // neither below kLeastInRange nor NaN; this saves instructions, except with AVX-512.
 constexpr float kLeastInRange = -87;
-constexpr bool kIsFasterInRange = GRADSCALE_X86_BYTES != 64;
+constexpr bool kIsFasterInRange = GRADSCALE_VECTOR_BYTES != 64;
 
 template <bool in_range>
 GRADSCALE_HOST_DEVICE Vectors<float>::V exp_part(Vectors<float>::V x) {
   using V = Vectors<float>::V;
   const V t = x * static_cast<float>(kLog2E);
-#if GRADSCALE_X86_BYTES == 64 // n = floor(t), as in the instruction that multiplies by 2^n
+#if GRADSCALE_VECTOR_BYTES == 64 // n = floor(t), as in the instruction that multiplies by 2^n
   const V f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF);
   V p = f * 0x1.e9750ap-10f + 0x1.277858p-7f;
   p = p * f + 0x1.c91ceep-5f;
@@ -434,4 +428,3 @@ GRADSCALE_HOST_DEVICE Lanes<double> exp_nonpositive(Lanes<double> x) {
 } // namespace
 } // namespace GRADSCALE_VARIANT
 } // namespace gradscale
-#undef GRADSCALE_X86_BYTES

@@ -8,7 +8,6 @@ namespace GRADSCALE_VARIANT {
 namespace {
 
 // A vector of A, and vectors of integers of the same size. Comparisons give Integers, 0 or -1.
-#if defined(__GNUC__)
 template <class A>
 struct Vectors {
   static constexpr int kBytes = GRADSCALE_VECTOR_BYTES;
@@ -25,32 +24,11 @@ template <class To, class From>
 GRADSCALE_HOST_DEVICE To converted(From x) {
   return __builtin_convertvector(x, To);
 }
-#else // vectors of one element
-template <class A>
-struct Vectors {
-  static constexpr int kBytes = sizeof(A);
-  static constexpr int kCount = 1;
-  using V = A;
-  using Integers = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
-  using Bits = std::make_unsigned_t<Integers>;
-  using Bytes = uint8_t;
-  using InMemory = A;
-};
-
-template <class To, class From>
-GRADSCALE_HOST_DEVICE To converted(From x) {
-  return static_cast<To>(x);
-}
-#endif
 
 // Reinterprets the bits of a vector as another type.
 template <class To, class From>
 GRADSCALE_HOST_DEVICE To reinterpreted(From x) {
-#if defined(__GNUC__)
   return (To)x;
-#else
-  return bit_cast<To>(x);
-#endif
 }
 
 template <class A>
@@ -69,8 +47,6 @@ GRADSCALE_HOST_DEVICE typename Vectors<A>::V splat(A x) {
   return x - typename Vectors<A>::V{};
 }
 
-#if defined(__GNUC__)
-
 // Lane i of the result is lane index[i] of x followed by y.
 template <class V, size_t... index>
 GRADSCALE_HOST_DEVICE V shuffled(V x, V y, std::index_sequence<index...> /*indices*/) {
@@ -87,13 +63,13 @@ GRADSCALE_HOST_DEVICE V shuffled(V x, V y, std::index_sequence<index...> /*indic
 template <class A, class M = typename Vectors<A>::Integers>
 GRADSCALE_HOST_DEVICE M widened(const uint8_t* from) {
   constexpr int lanes = Vectors<A>::kCount;
-#if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 64
+#if GRADSCALE_VECTOR_BYTES == 64
   if constexpr (lanes == 16) {
     return (M)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   } else {
     return (M)_mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
   }
-#elif GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 32
+#elif GRADSCALE_VECTOR_BYTES == 32
   if constexpr (lanes == 8) {
     return (M)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
   } else {
@@ -107,8 +83,6 @@ GRADSCALE_HOST_DEVICE M widened(const uint8_t* from) {
   return converted<M>(bytes);
 #endif
 }
-
-#endif
 
 // ---- Sums -----------------------------------------------------------------------------------------------------------
 

@@ -203,8 +203,6 @@ struct CarryOfRows {
 
 // ---- Vectors as lanes ----------------------------------------------------------------------------------------------
 
-#if defined(__GNUC__)
-
 // Lanes of vectors. They multiply by coefficients of 0 instead of selecting 0.
 template <class A>
 struct VectorLanes {
@@ -324,20 +322,6 @@ GRADSCALE_HOST_DEVICE bool walk_across(const Tile<A> tile, int64_t padded, Carry
   }
   return are_zero(check);
 }
-
-#else // no vectors: every step is computed on its own
-
-template <class F, bool masked, class A>
-bool walk_along(const Tile<A>& /*tile*/, int64_t /*padded*/, Carry<A>& /*carry*/) {
-  return false;
-}
-
-template <class F, class A>
-bool walk_across(const Tile<A>& /*tile*/, int64_t /*padded*/, CarryOfRows<A>& /*carry*/) {
-  return false;
-}
-
-#endif
 
 // ---- Along steps ---------------------------------------------------------------------------------------------------
 

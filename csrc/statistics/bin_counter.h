@@ -7,16 +7,14 @@ namespace {
 constexpr int kCountedBins = 16;                             // bins 0 to 15
 constexpr int64_t kElementsPerStep = GRADSCALE_VECTOR_BYTES; // one byte of a vector per element
 
-#if defined(__GNUC__)
-
 using ByteLanes = Vectors<uint8_t>::V; // the bins of kElementsPerStep elements
 
 // The highest bits of all bytes. On instruction sets that cannot collect them, a number that is 0 only if all of them
 // are 0.
 GRADSCALE_HOST_DEVICE uint64_t highest_bits(ByteLanes x) {
-#if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 64
+#if GRADSCALE_VECTOR_BYTES == 64
   return _mm512_movepi8_mask((__m512i)x);
-#elif GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 32
+#elif GRADSCALE_VECTOR_BYTES == 32
   return static_cast<uint32_t>(_mm256_movemask_epi8((__m256i)x));
 #else
   uint64_t words[2];
@@ -33,7 +31,7 @@ GRADSCALE_HOST_DEVICE int32_t total_of(ByteLanes counts) {
   return total;
 }
 
-#if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES > 16
+#if GRADSCALE_VECTOR_BYTES > 16
 
 // Counts how often each of the 8 bits of a byte is set, as Harley and Seal's population count does: full adders add up
 // the bits of eight vectors, which leaves one vector of carries to count.
@@ -164,8 +162,6 @@ class BinCounter {
  private:
   ByteLanes counts_[kCountedBins] = {};
 };
-
-#endif
 
 #endif
 

@@ -44,8 +44,6 @@ int first_bin_below(int highest) { // leaves room for one bin above `highest`
   return std::max(0, highest - (kCountedBins - 2));
 }
 
-#if defined(__GNUC__)
-
 using DoubleLanes = Vectors<double>::V;
 
 template <class V>
@@ -62,9 +60,9 @@ GRADSCALE_HOST_DEVICE double total_of(DoubleLanes x) {
 }
 
 GRADSCALE_HOST_DEVICE DoubleLanes as_double(const float* from) {
-#if GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 64 // compilers convert in two steps
+#if GRADSCALE_VECTOR_BYTES == 64 // compilers convert in two steps
   return _mm512_cvtps_pd(_mm256_loadu_ps(from));
-#elif GRADSCALE_X86_VARIANTS && GRADSCALE_VECTOR_BYTES == 32
+#elif GRADSCALE_VECTOR_BYTES == 32
   return _mm256_cvtps_pd(_mm_loadu_ps(from));
 #else
   typedef float Half __attribute__((vector_size(sizeof(DoubleLanes) / 2), aligned(sizeof(float)), may_alias));
@@ -205,23 +203,6 @@ void add_lanes(const T* x, int64_t size, int first_bin, const T* next, BlockStat
   all.sum += total_of(sums[0] + sums[1]);
   all.squares += total_of(squares[0] + squares[1]);
 }
-
-#else
-
-template <class T, class A = typename AccumulateType<T>::type>
-void add_lanes(const T* x, int64_t size, int /*first_bin*/, const T* /*next*/, BlockStatistics<A>& all) {
-  for (int64_t i = 0; i < size; ++i) {
-    const A number = to_accumulate(x[i]), magnitude = std::fabs(number);
-    const auto wide = static_cast<double>(number);
-    all.largest = magnitude > all.largest ? magnitude : all.largest;
-    all.zeros += number == 0;
-    all.sum += wide;
-    all.squares += wide * wide;
-    ++all.histogram[Magnitude<A>::bin(Magnitude<A>::bits(number))];
-  }
-}
-
-#endif
 
 // Guesses the first bin for BinCounter from the first elements that are not zeros.
 template <class T>

@@ -6,16 +6,13 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 
+#include <pthread.h>
 #include <algorithm>
 #include <iterator>
 #include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
-
-#ifndef _WIN32
-#include <pthread.h>
-#endif
 
 namespace gradscale {
 
@@ -41,10 +38,8 @@ class GradientPool final : public c10::Allocator {
  public:
   GradientPool() {
     free_.reserve(kMaxFreeBlocks); // returning a block must not allocate, which may fail
-#ifndef _WIN32
     // A child process has no thread that could unlock a mutex that was locked during fork.
     pthread_atfork([] { get().mutex_.lock(); }, [] { get().mutex_.unlock(); }, [] { get().mutex_.unlock(); });
-#endif
   }
 
   // Never destroyed: tensors may outlive the interpreter.

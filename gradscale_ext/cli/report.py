@@ -121,7 +121,7 @@ def openmp_libraries() -> list[str]:
 def driver_version() -> str | None:
     """Newest CUDA that the NVIDIA driver supports, such as "13.0"; None without a driver. Initializes nothing."""
     try:
-        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        library = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
     version = ctypes.c_int()
