@@ -6,20 +6,9 @@
 
 namespace gradscale {
 
-InstructionSet instruction_set() {
-  static const InstructionSet best = [] {
-#if GRADSCALE_X86_VARIANTS
-    const std::string capability = at::get_cpu_capability();
-    if (capability.rfind("AVX512", 0) == 0) {
-      return InstructionSet::avx512;
-    }
-    if (capability == "AVX2") {
-      return InstructionSet::avx2;
-    }
-#endif
-    return InstructionSet::baseline;
-  }();
-  return best;
+int32_t vector_bytes() {
+  const std::string capability = at::get_cpu_capability();
+  return capability.rfind("AVX512", 0) == 0 ? 64 : (capability == "AVX2" ? 32 : 16);
 }
 
 } // namespace gradscale

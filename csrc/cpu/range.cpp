@@ -9,8 +9,8 @@
 
 namespace gradscale {
 
-const CpuKernel<PowerSumOfRange> power_sum_kernel = GRADSCALE_CPU_KERNEL(range_power_sum);
-const CpuKernel<ScaleRange> scale_range_kernel = GRADSCALE_CPU_KERNEL(scale_range);
+const PowerSumOfRange power_sum_kernel = GRADSCALE_CPU_KERNEL(range_power_sum);
+const ScaleRange scale_range_kernel = GRADSCALE_CPU_KERNEL(scale_range);
 
 } // namespace gradscale
 

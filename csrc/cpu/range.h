@@ -3,7 +3,6 @@
 
 #include "../formulas/element.h"
 #include "../formulas/norms.h"
-#include "cpu_kernel.h"
 
 namespace gradscale {
 
@@ -16,10 +15,10 @@ struct Range {
 };
 
 using PowerSumOfRange = PowerSum (*)(const Range&, double p);
-extern const CpuKernel<PowerSumOfRange> power_sum_kernel;
+extern const PowerSumOfRange power_sum_kernel;
 
 // Writes from / root^2 * factor to `to`, which may be `from.data`.
 using ScaleRange = void (*)(const Range& from, void* to, double root, double factor);
-extern const CpuKernel<ScaleRange> scale_range_kernel;
+extern const ScaleRange scale_range_kernel;
 
 } // namespace gradscale

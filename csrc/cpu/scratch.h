@@ -1,9 +1,8 @@
 // Memory for the rows that a thread works on, and the cost of a row.
 #pragma once
 
-#include "cpu_kernel.h"
+#include "../formulas/port.h"
 
-#include <cstdint>
 #include <memory>
 
 namespace gradscale {

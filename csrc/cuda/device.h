@@ -1,6 +1,6 @@
 // The macros and functions that kernels (.cuh files) use in addition to formulas. In a kernel
 //
-// - the only argument is a plain struct with raw pointers, declared with GRADSCALE_ARGUMENT: launch.h launches kernels;
+// - the only argument is a plain struct with raw pointers, declared with GRADSCALE_ARGUMENT (see OnDevice::launch());
 // - shared memory is declared with GRADSCALE_SHARED;
 // - the threads of a warp exchange data with _sync collectives of the whole warp, or through shared memory and
 //   __syncwarp(); every thread reaches every barrier.

@@ -3,8 +3,12 @@
 #include <ATen/DynamicLibrary.h>
 #include <c10/util/Exception.h>
 
+#include <array>
+#include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 namespace gradscale {
 
@@ -63,11 +67,7 @@ const Driver& driver() {
   if (driver_for_cpu != nullptr) {
     return *driver_for_cpu;
   }
-#ifdef _WIN32
-  static const Driver cuda_driver("nvcuda.dll");
-#else
   static const Driver cuda_driver("libcuda.so.1");
-#endif
   return cuda_driver;
 }
 
@@ -92,48 +92,53 @@ int attribute(int which, int device) {
   return value;
 }
 
-struct Image {
-  std::string bytes;
-  std::string entry;
-};
-
-Image image_of(const NamedKernel& kernel, int device) {
+// Returns the image of a kernel for a device, and the name of its entry point.
+std::pair<std::string, std::string> image_of(const char* file, const std::string& name, int device) {
   const int major = attribute(kMajor, device), minor = attribute(kMinor, device);
   const py::gil_scoped_acquire gil;
   TORCH_CHECK(images != nullptr, "gradscale_ext: CUDA kernels are not available in this process");
-  const auto [bytes, entry] =
-      (*images)(kernel.file(), kernel.name(), major, minor).cast<std::pair<py::bytes, std::string>>();
-  return {bytes, entry};
+  return (*images)(file, name, major, minor).cast<std::pair<py::bytes, std::string>>();
 }
 
-// Loads a kernel for a device. Compiles the kernel first if that has not been done yet.
-void* load(const NamedKernel& kernel, int device, Stream stream) {
+// Returns the driver's function for a kernel. Compiles and loads the kernel if it is not loaded on this device yet.
+void* function_of(const char* file, const std::string& name, int device, void* stream) {
+  static std::mutex mutex;
+  static auto& functions = *new std::map<std::pair<int, std::string>, void*>(); // by device and name; never freed
+  const auto find = [&] {
+    const auto found = functions.find({device, name});
+    return found == functions.end() ? nullptr : found->second;
+  };
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (void* function = find()) {
+      return function;
+    }
+  }
   int capturing = 0;
   const int unknown = driver().cuStreamIsCapturing(stream, &capturing);
   TORCH_CHECK(
       unknown == 0 && capturing == 0,
       "gradscale_ext: the kernel ",
-      kernel.name(),
+      name,
       " is not loaded yet, and loading is not possible while a CUDA graph is captured. Run the same call once before "
       "the capture, with tensors of the same shapes and dtypes (torch.cuda.make_graphed_callables does that by "
       "itself)");
-  const Image image = image_of(kernel, device);
-  static std::mutex mutex;
+  const auto [image, entry] = image_of(file, name, device); // takes the GIL, so that the mutex must not be locked
   const std::lock_guard<std::mutex> lock(mutex);
-  if (void* loaded = kernel.function(device).load(std::memory_order_acquire)) {
-    return loaded; // by another thread
+  if (void* function = find()) {
+    return function; // loaded by another thread
   }
   int mode = kRelaxed;
   driver().cuThreadExchangeStreamCaptureMode(&mode);
   void* module = nullptr;
   void* function = nullptr;
-  int error = driver().cuModuleLoadData(&module, image.bytes.c_str());
+  int error = driver().cuModuleLoadData(&module, image.c_str());
   if (error == 0) {
-    error = driver().cuModuleGetFunction(&function, module, image.entry.c_str());
+    error = driver().cuModuleGetFunction(&function, module, entry.c_str());
   }
   driver().cuThreadExchangeStreamCaptureMode(&mode);
-  TORCH_CHECK(error == 0, "gradscale_ext: the kernel ", kernel.name(), " could not be loaded: ", driver().error(error));
-  kernel.function(device).store(function, std::memory_order_release);
+  TORCH_CHECK(error == 0, "gradscale_ext: the kernel ", name, " could not be loaded: ", driver().error(error));
+  functions[{device, name}] = function;
   return function;
 }
 
@@ -146,29 +151,26 @@ bool runs_kernels(c10::Device device) {
   return device.is_cpu() && (driver_for_cpu != nullptr || recorder != nullptr);
 }
 
-void start(const NamedKernel& kernel, int64_t blocks, int threads, Stream stream, const void* arguments) {
+void OnDevice::start(
+    const char* file, const std::string& name, int64_t blocks, int threads, const void* argument) const {
   if (recorder != nullptr) {
     const py::gil_scoped_acquire gil;
-    (*recorder)(kernel.file(), kernel.name());
+    (*recorder)(file, name);
     return;
   }
-  TORCH_CHECK(
-      blocks <= INT32_MAX, "gradscale_ext: ", kernel.name(), " would need more than 2^31 - 1 blocks; split the call");
-  const int device = current_device();
-  void* function = kernel.function(device).load(std::memory_order_acquire);
-  function = function == nullptr ? load(kernel, device, stream) : function;
-  void* pointers[] = {const_cast<void*>(arguments)};
+  TORCH_CHECK(blocks <= INT32_MAX, "gradscale_ext: ", name, " would need more than 2^31 - 1 blocks; split the call");
+  void* function = function_of(file, name, current_device(), stream_);
+  void* pointers[] = {const_cast<void*>(argument)};
   const int error = driver().cuLaunchKernel(
-      function, static_cast<unsigned>(blocks), 1, 1, threads, 1, 1, /*shared=*/0, stream, pointers, nullptr);
-  TORCH_CHECK(
-      error == 0, "gradscale_ext: the kernel ", kernel.name(), " could not be launched: ", driver().error(error));
+      function, static_cast<unsigned>(blocks), 1, 1, threads, 1, 1, /*shared=*/0, stream_, pointers, nullptr);
+  TORCH_CHECK(error == 0, "gradscale_ext: the kernel ", name, " could not be launched: ", driver().error(error));
 }
 
 int64_t multiprocessors() {
   if (recorder != nullptr) {
     return 132;
   }
-  static std::array<std::atomic<int>, NamedKernel::kMaxDevices> known{};
+  static std::array<std::atomic<int>, 128> known{}; // PyTorch supports at most 120 devices
   const int device = current_device();
   if (known[device] == 0) {
     known[device] = attribute(kMultiprocessors, device);

@@ -1,7 +1,8 @@
-// The devices that run kernels, their streams, and the settings that Python makes for them.
+// Launches kernels on devices. Each kernel is compiled separately, for the types and widths in its name, so that host
+// code needs neither a CUDA compiler nor CUDA headers. Python sets how kernels are compiled.
 #pragma once
 
-#include "launch.h"
+#include "../formulas/port.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -11,13 +12,17 @@
 #include <pybind11/pybind11.h>
 #include <optional>
 #include <string>
+#include <type_traits>
 
 namespace gradscale {
 
 // True for GPUs when kernels are available. CPU tensors run device kernels only in tests.
 bool runs_kernels(c10::Device device);
 
-// Makes a device current during the lifetime of this object. stream() is the device's current stream.
+// The number of multiprocessors of the current device.
+int64_t multiprocessors();
+
+// Makes a device current during the lifetime of this object, and launches kernels on its current stream.
 class OnDevice {
  public:
   explicit OnDevice(c10::Device device) : guard_(device) {
@@ -26,19 +31,28 @@ class OnDevice {
     }
   }
 
-  Stream stream() const {
-    return stream_;
+  // Allocates memory for launches. PyTorch's allocator reuses it in the order of the stream.
+  at::Tensor memory(int64_t bytes) const {
+    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(guard_.current_device()));
+  }
+
+  // Launches `blocks` blocks of `threads` threads asynchronously; does nothing if `blocks` is 0. `file`, relative to
+  // csrc, defines the kernel. `name` is its C++ name within namespace gradscale, and its argument is one struct. A
+  // kernel is compiled and loaded at its first launch on a device.
+  template <class Argument>
+  void launch(const char* file, const std::string& name, int64_t blocks, int threads, const Argument& argument) const {
+    static_assert(std::is_trivially_copyable<Argument>::value && sizeof(Argument) <= 32764);
+    if (blocks != 0) {
+      start(file, name, blocks, threads, &argument);
+    }
   }
 
  private:
-  c10::DeviceGuard guard_;
-  Stream stream_ = nullptr;
-};
+  void start(const char* file, const std::string& name, int64_t blocks, int threads, const void* argument) const;
 
-// Allocates memory for a launch. PyTorch's allocator reuses it in the order of the stream.
-inline at::Tensor make_workspace(int64_t bytes, const at::Tensor& like) {
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(like.device()));
-}
+  c10::DeviceGuard guard_;
+  void* stream_ = nullptr; // a CUstream; null is the default stream
+};
 
 // ---- Python ---------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,6 @@
 // The arguments of the gradient operators' kernels, on a CPU and on a device: plain numbers and pointers.
 #pragma once
 
-#include "../cpu/cpu_kernel.h"
 #include "../formulas/element.h"
 #include "../formulas/norms.h"
 
@@ -46,9 +45,9 @@ enum class ElementFunction : int32_t { multiply, multiply_negated, clamp };
 // the type that the gradient is computed in.
 using ElementLoop = void (*)(Element, char* const* data, const int64_t* strides, int64_t size);
 
-extern const CpuKernel<ElementLoop> multiply_kernel;         // g * scale, exact zeros where scale is 0
-extern const CpuKernel<ElementLoop> multiply_negated_kernel; // g * -scale, with the same zeros
-extern const CpuKernel<ElementLoop> clamp_kernel;            // clamp(g, min, max), NaN unless min <= max
+extern const ElementLoop multiply_kernel;         // g * scale, exact zeros where scale is 0
+extern const ElementLoop multiply_negated_kernel; // g * -scale, with the same zeros
+extern const ElementLoop clamp_kernel;            // clamp(g, min, max), NaN unless min <= max
 
 // ---- On a device ----------------------------------------------------------------------------------------------------
 
@@ -83,7 +82,7 @@ struct RescaleCall {
   const double* limits;  // by group, on the device; null: `limit` for all
   int64_t limits_stride; // 0: one for all
   int64_t* counts;       // on the device: the numbers of norms and of norms beyond the limit are added; or null
-  char* workspace;       // bytes_for_rescale() bytes, 8-byte aligned
+  PowerSum* sums;        // of the chunks of long groups, set by launch_rescale()
 };
 
 constexpr int64_t kShortGroup = 8192; // elements; the groups that are processed at a time fit into the cache
@@ -99,8 +98,9 @@ GRADSCALE_HOST_DEVICE Chunks chunks_of(const RescaleCall& call) {
   return {size, (call.size + size - 1) / size};
 }
 
-void launch_elementwise(const ElementwiseCall& call, void* stream);
-void launch_rescale(const RescaleCall& call, void* stream);
-int64_t bytes_for_rescale(const RescaleCall& call);
+class OnDevice;
+
+void launch_elementwise(const ElementwiseCall& call, const OnDevice& device);
+void launch_rescale(RescaleCall call, const OnDevice& device);
 
 } // namespace gradscale

@@ -8,9 +8,9 @@
 
 namespace gradscale {
 
-const CpuKernel<ElementLoop> multiply_kernel = GRADSCALE_CPU_KERNEL(loop<Multiply>);
-const CpuKernel<ElementLoop> multiply_negated_kernel = GRADSCALE_CPU_KERNEL(loop<MultiplyNegated>);
-const CpuKernel<ElementLoop> clamp_kernel = GRADSCALE_CPU_KERNEL(loop<Clamp>);
+const ElementLoop multiply_kernel = GRADSCALE_CPU_KERNEL(loop<Multiply>);
+const ElementLoop multiply_negated_kernel = GRADSCALE_CPU_KERNEL(loop<MultiplyNegated>);
+const ElementLoop clamp_kernel = GRADSCALE_CPU_KERNEL(loop<Clamp>);
 
 } // namespace gradscale
 

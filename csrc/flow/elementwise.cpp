@@ -1,6 +1,5 @@
 #include "elementwise.h"
 
-#include "../cpu/cpu_kernel.h"
 #include "../cuda/driver.h"
 #include "../torch/tensor_element.h"
 #include "calls.h"
@@ -16,13 +15,13 @@ namespace {
 ElementLoop loop_of(ElementFunction function) {
   switch (function) {
     case ElementFunction::multiply:
-      return for_this_machine(multiply_kernel);
+      return multiply_kernel;
     case ElementFunction::multiply_negated:
-      return for_this_machine(multiply_negated_kernel);
+      return multiply_negated_kernel;
     case ElementFunction::clamp:
       break;
   }
-  return for_this_machine(clamp_kernel);
+  return clamp_kernel;
 }
 
 // Launches the kernel on PyTorch's iterator over these operands, which merges dimensions where possible. Returns false
@@ -55,8 +54,7 @@ bool run_on_device(
     const double* number = std::get_if<double>(&arguments[k]);
     call.constants[2 + k] = number == nullptr ? 0 : *number;
   }
-  const OnDevice on_device(gradient.device());
-  launch_elementwise(call, on_device.stream());
+  launch_elementwise(call, OnDevice(gradient.device()));
   return true;
 }
 

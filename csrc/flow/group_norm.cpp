@@ -1,6 +1,5 @@
 #include "flow.h"
 
-#include "../cpu/cpu_kernel.h"
 #include "../cpu/range.h"
 #include "../cuda/driver.h"
 #include "calls.h"
@@ -75,7 +74,7 @@ class Memory {
     if (by.root == 0) {
       std::memset(to, 0, size * element_size_);
     } else if (!by.changes_nothing()) {
-      for_this_machine(scale_range_kernel)(from, to, by.root, by.factor);
+      scale_range_kernel(from, to, by.root, by.factor);
     } else if (to != from.data) {
       std::memcpy(to, from.data, size * element_size_);
     }
@@ -95,12 +94,11 @@ class Memory {
 template <class Limit>
 int64_t rescale_groups(const Memory& memory, int64_t groups, int64_t size, double p, Rule rule, Limit limit) {
   std::atomic<int64_t> beyond{0};
-  const PowerSumOfRange power_sum = for_this_machine(power_sum_kernel);
   if (size <= kChunk) {
     at::parallel_for(0, groups, std::max<int64_t>(1, kChunk / size), [&](int64_t begin, int64_t end) {
       int64_t count = 0;
       for (int64_t i = begin; i < end; ++i) {
-        const Scaling by = scaling(rule, power_sum(memory.range(i * size, size), p), p, limit(i));
+        const Scaling by = scaling(rule, power_sum_kernel(memory.range(i * size, size), p), p, limit(i));
         memory.scale(i * size, size, by);
         count += !by.within;
       }
@@ -119,7 +117,7 @@ int64_t rescale_groups(const Memory& memory, int64_t groups, int64_t size, doubl
   };
   std::vector<PowerSum> sums(groups * chunks);
   for_each_chunk(
-      [&](int64_t i, int64_t start, int64_t length) { sums[i] = power_sum(memory.range(start, length), p); });
+      [&](int64_t i, int64_t start, int64_t length) { sums[i] = power_sum_kernel(memory.range(start, length), p); });
   std::vector<Scaling> by(groups);
   for (int64_t group = 0; group < groups; ++group) {
     PowerSum sum = sums[group * chunks];
@@ -176,10 +174,7 @@ void rescale_on_device(
   call.limits = limits.data;
   call.limits_stride = limits.stride;
   call.counts = counts.defined() ? counts.mutable_data_ptr<int64_t>() : nullptr;
-  const OnDevice on_device(from.device());
-  const at::Tensor workspace = make_workspace(bytes_for_rescale(call), from);
-  call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
-  launch_rescale(call, on_device.stream());
+  launch_rescale(call, OnDevice(from.device()));
 }
 
 at::Tensor rescaled_in_two_passes(

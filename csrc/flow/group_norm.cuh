@@ -155,7 +155,7 @@ power_sums(GRADSCALE_ARGUMENT(RescaleCall) call) {
   const Chunk chunk = block_chunk(call, chunks);
   const PowerSum sum = range_power_sum(static_cast<const T*>(call.from) + chunk.begin, chunk.size, call.p, group);
   if (threadIdx.x == 0) {
-    reinterpret_cast<PowerSum*>(call.workspace)[blockIdx.x] = sum;
+    call.sums[blockIdx.x] = sum;
   }
 }
 
@@ -166,7 +166,7 @@ rescale_chunks(GRADSCALE_ARGUMENT(RescaleCall) call) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group group{kThreads, static_cast<int>(threadIdx.x), shared};
   const Chunk chunk = block_chunk(call, chunks);
-  const PowerSum* sums = reinterpret_cast<const PowerSum*>(call.workspace) + chunk.group * chunks.count;
+  const PowerSum* sums = call.sums + chunk.group * chunks.count;
   const Scaling by =
       scaling(call.rule, total_power_sum(sums, chunks.count, call.p, group), call.p, limit_of(call, chunk.group));
   count_groups(call);

@@ -63,12 +63,6 @@ inline const char* type_name(Element element) {
   return "int64_t";
 }
 
-// The name of the accumulation type of T.
-template <class T>
-const char* sum_type_name() {
-  return type_name(ElementOf<typename AccumulateType<T>::type>::value);
-}
-
 GRADSCALE_HOST_DEVICE int64_t element_size(Element element) {
   switch (element) {
     case Element::float64:

@@ -1,5 +1,4 @@
 // The forward pass on a CPU or a device, and the backward pass on a device.
-#include "../cpu/cpu_kernel.h"
 #include "../cpu/scratch.h"
 #include "../cuda/driver.h"
 #include "call.h"
@@ -59,7 +58,6 @@ void run_rows(const Pass& pass) {
     widest = std::max({widest, pass.segments[s].width, pass.segments[s].target_width});
   }
   const std::vector<Chunk> chunks = chunks_of(pass);
-  const RunRows run = for_this_machine(run_rows_kernel);
   const size_t most_threads = elements <= serial_elements ? 1 : at::get_num_threads();
   const size_t shares = std::min(most_threads, chunks.size());
   const auto begin_of = [&](size_t share) { return share * chunks.size() / shares; };
@@ -72,7 +70,7 @@ void run_rows(const Pass& pass) {
       for (size_t i = begin_of(share) + taken[share]++; i < end; i = begin_of(share) + taken[share]++) {
         const Segment& segment = *chunks[i].segment;
         const Coefficients& coefficients = pass.coefficients[segment.head - pass.heads];
-        run(segment, coefficients, chunks[i].begin, chunks[i].end, scratch.data());
+        run_rows_kernel(segment, coefficients, chunks[i].begin, chunks[i].end, scratch.data());
       }
     }
   });
@@ -214,10 +212,6 @@ void reduce(const Pass& pass) {
   *pass.num_nonfinite = num_nonfinite;
 }
 
-at::Tensor workspace_for(const Call& call, const Pass& pass) {
-  return make_workspace(bytes_for_loss(pass), call.predictions[0].tensors[0]);
-}
-
 } // namespace
 
 void run(Call& call) {
@@ -227,9 +221,7 @@ void run(Call& call) {
   }
   const Pass pass = call.begin_pass();
   if (call.on_device) {
-    const OnDevice on_device(call.sum_options.device());
-    const at::Tensor workspace = workspace_for(call, pass);
-    launch_loss(pass, workspace.mutable_data_ptr<uint8_t>(), on_device.stream());
+    launch_loss(pass, OnDevice(call.sum_options.device()));
   } else {
     run_rows(pass);
     call.is_double ? reduce<double>(pass) : reduce<float>(pass);
@@ -245,9 +237,7 @@ void run_backward_on_device(Call& call, const at::Tensor& grad_output) {
   Pass pass = call.begin_pass();
   pass.grad_output = call.slab(grad_output, grad_output.dim() == 0 ? 0 : grad_output.stride(0));
   pass.has_gradients = has_gradients;
-  const OnDevice on_device(call.sum_options.device());
-  const at::Tensor workspace = workspace_for(call, pass);
-  launch_loss_backward(pass, workspace.mutable_data_ptr<uint8_t>(), on_device.stream());
+  launch_loss_backward(pass, OnDevice(call.sum_options.device()));
   call.end_pass();
 }
 

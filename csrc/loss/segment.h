@@ -2,7 +2,6 @@
 // CONTRIBUTING.md says how to add a head.
 #pragma once
 
-#include "../cpu/cpu_kernel.h"
 #include "../formulas/element.h"
 #include "../formulas/support.h"
 
@@ -196,15 +195,15 @@ struct Pass {
 // Computes loss, detail, metrics and gradient of rows begin to end - 1 of a segment. `scratch` holds
 // scratch_elements(width) doubles.
 using RunRows = void (*)(const Segment&, const Coefficients&, int64_t begin, int64_t end, double* scratch);
-extern const CpuKernel<RunRows> run_rows_kernel;
+extern const RunRows run_rows_kernel;
 
 // ---- On a device ----------------------------------------------------------------------------------------------------
 
-// Computes losses and, where segments have memory for them, gradients. `workspace`: bytes_for_loss() bytes of the
-// device, 8-byte aligned.
-void launch_loss(const Pass& pass, void* workspace, void* stream);
+class OnDevice;
+
+// Computes losses and, where segments have memory for them, gradients.
+void launch_loss(const Pass& pass, const OnDevice& device);
 // Computes only the gradients, multiplied by grad_output.
-void launch_loss_backward(const Pass& pass, void* workspace, void* stream);
-int64_t bytes_for_loss(const Pass& pass);
+void launch_loss_backward(const Pass& pass, const OnDevice& device);
 
 } // namespace gradscale

@@ -2,7 +2,6 @@
 // read.
 #pragma once
 
-#include "../cpu/cpu_kernel.h"
 #include "../formulas/element.h"
 
 namespace gradscale {
@@ -69,8 +68,8 @@ struct ReturnsCall {
   FlagOperand mask;
   double limits[3];                // V-trace: clip_rho, clip_c, clip_pg_rho; Retrace: clip_c
   ReturnsOutput outputs[kOutputs]; // in an adjoint: the gradients of rewards, values and next values
-  void* workspace;                 // on a device: bytes_for_returns() bytes
-  uint64_t launch;                 // on a device: a number that identifies the launch
+  void* workspace;                 // set by launch_returns()
+  uint64_t launch;                 // set by launch_returns(): a number that identifies the launch
 };
 
 // Windows of games, one per row.
@@ -104,19 +103,18 @@ struct MuZeroCall {
 // Computes rows begin to end - 1 of a recurrence, or of n-step returns.
 using ReturnsRows = void (*)(const ReturnsCall& call, int64_t begin, int64_t end);
 
-extern const CpuKernel<ReturnsRows> along_steps_kernel; // lanes along the steps of a row
-extern const CpuKernel<ReturnsRows> across_rows_kernel; // lanes across rows
-extern const CpuKernel<ReturnsRows> n_step_kernel;
+extern const ReturnsRows along_steps_kernel; // lanes along the steps of a row
+extern const ReturnsRows across_rows_kernel; // lanes across rows
+extern const ReturnsRows n_step_kernel;
 
 using MuZeroRows = void (*)(const MuZeroCall& call, int64_t begin, int64_t end);
 
-extern const CpuKernel<MuZeroRows> muzero_kernel;
+extern const MuZeroRows muzero_kernel;
 
-// The bytes of ReturnsCall::workspace, on the current device.
-int64_t bytes_for_returns(const ReturnsCall& call);
+class OnDevice;
 
 // `across`: lanes run across rows, which are adjacent in memory, instead of along the steps of a row.
-void launch_returns(const ReturnsCall& call, bool across, void* stream);
-void launch_muzero(const MuZeroCall& call, void* stream);
+void launch_returns(ReturnsCall call, bool across, const OnDevice& device);
+void launch_muzero(const MuZeroCall& call, const OnDevice& device);
 
 } // namespace gradscale

@@ -1,20 +1,19 @@
-#include "../cuda/launch.h"
+#include "../cuda/driver.h"
+#include "../cuda/row_lanes.h"
 #include "call.h"
 
 #include <algorithm>
 #include <atomic>
 #include <limits>
-#include <map>
-#include <memory>
-#include <mutex>
 #include <random>
+#include <string>
 #include <type_traits>
+#include <vector>
 
 namespace gradscale {
 
 namespace {
 
-constexpr const char* kFile = "returns/recurrences.cuh";
 constexpr const char* kWindowsFile = "returns/windows.cuh";
 constexpr int kWarpSize = 32;
 constexpr int kWarps = kThreads / kWarpSize;
@@ -73,18 +72,6 @@ std::string form_of(const ReturnsCall& call) {
                    : (stride == 1 ? "Layout::runs, " : "Layout::columns, ") + std::to_string(given);
 }
 
-// Returns the kernel with this name. It is made once, at the first launch.
-const Kernel<ReturnsCall>& recurrence(const char* file, const std::string& name) {
-  static std::mutex mutex;
-  static std::map<std::string, std::unique_ptr<Kernel<ReturnsCall>>> kernels;
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<Kernel<ReturnsCall>>& kernel = kernels[name];
-  if (kernel == nullptr) {
-    kernel = std::make_unique<Kernel<ReturnsCall>>(file, name);
-  }
-  return *kernel;
-}
-
 bool is_n_step(const ReturnsCall& call) {
   return call.formula == Formula::n_step || call.formula == Formula::n_step_adjoint;
 }
@@ -120,41 +107,34 @@ uint64_t next_launch() {
 
 } // namespace
 
-int64_t bytes_for_returns(const ReturnsCall& call) {
+void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
+  const char* type = number_name(call.is_double);
   const int64_t bytes = call.is_double ? 8 : 4;
+  const auto blocks_of = [&](int64_t rows_per_block) { return (call.rows + rows_per_block - 1) / rows_per_block; };
   if (is_n_step(call)) {
-    return call.rows * 2 * call.steps * bytes;
-  }
-  const int64_t bytes_per_map = 8 + 2 * bytes;
-  return uses_chunks(call) ? 16 + call.rows * row_chunks(call) * bytes_per_map : 0;
-}
-
-void launch_returns(const ReturnsCall& call, bool across, void* stream) {
-  const int64_t rows_per_block = is_n_step(call) && across ? kThreads : across ? kWarpSize : kWarps;
-  const int64_t blocks = (call.rows + rows_per_block - 1) / rows_per_block;
-  if (is_n_step(call)) {
-    const std::string name = across ? "n_step_rows<" : "n_step_along<";
-    launch(recurrence(kWindowsFile, name + number_name(call.is_double) + ">"), blocks, kThreads, stream, call);
+    const at::Tensor memory = device.memory(call.rows * 2 * call.steps * bytes);
+    call.workspace = memory.mutable_data_ptr();
+    const std::string name = instance(across ? "n_step_rows" : "n_step_along", {type});
+    device.launch(kWindowsFile, name, blocks_of(across ? kThreads : kWarps), kThreads, call);
     return;
   }
-  const std::string arguments = std::string("<") + number_name(call.is_double) + ", " +
-                                kFormulas[static_cast<int>(call.formula)] + ", " + form_of(call) + ">";
+  const std::vector<std::string> arguments{type, kFormulas[static_cast<int>(call.formula)], form_of(call)};
   if (uses_chunks(call)) {
-    ReturnsCall numbered = call;
-    numbered.launch = next_launch();
     const int64_t chunks = call.rows * row_chunks(call);
-    launch(recurrence("returns/long_rows.cuh", "recur_chunks" + arguments), chunks, kThreads, stream, numbered);
+    const at::Tensor memory = device.memory(16 + chunks * (8 + 2 * bytes)); // counters, and maps of two numbers
+    call.workspace = memory.mutable_data_ptr();
+    call.launch = next_launch();
+    device.launch("returns/long_rows.cuh", instance("recur_chunks", arguments), chunks, kThreads, call);
     return;
   }
-  const Kernel<ReturnsCall>& kernel = recurrence(kFile, (across ? "recur_across" : "recur_along") + arguments);
-  launch(kernel, blocks, kThreads, stream, call);
+  const std::string name = instance(across ? "recur_across" : "recur_along", arguments);
+  device.launch("returns/recurrences.cuh", name, blocks_of(across ? kWarpSize : kWarps), kThreads, call);
 }
 
-void launch_muzero(const MuZeroCall& call, void* stream) {
-  static const Kernel<MuZeroCall> kernels[] = {
-      {kWindowsFile, "muzero_rows<float>"}, {kWindowsFile, "muzero_rows<double>"}};
+void launch_muzero(const MuZeroCall& call, const OnDevice& device) {
   const int64_t threads = call.rows * (call.unroll_steps + 1);
-  launch(kernels[call.is_double ? 1 : 0], (threads + kThreads - 1) / kThreads, kThreads, stream, call);
+  const std::string name = instance("muzero_rows", {number_name(call.is_double)});
+  device.launch(kWindowsFile, name, (threads + kThreads - 1) / kThreads, kThreads, call);
 }
 
 } // namespace gradscale

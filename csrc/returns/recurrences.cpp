@@ -17,8 +17,8 @@
 
 namespace gradscale {
 
-const CpuKernel<ReturnsRows> along_steps_kernel = GRADSCALE_CPU_KERNEL(along_steps);
-const CpuKernel<ReturnsRows> across_rows_kernel = GRADSCALE_CPU_KERNEL(across_rows);
+const ReturnsRows along_steps_kernel = GRADSCALE_CPU_KERNEL(along_steps);
+const ReturnsRows across_rows_kernel = GRADSCALE_CPU_KERNEL(across_rows);
 
 } // namespace gradscale
 

@@ -1,5 +1,4 @@
 // Turns tensors into calls of the kernels, and runs them.
-#include "../cpu/cpu_kernel.h"
 #include "../cuda/driver.h"
 #include "../torch/tensor_element.h"
 #include "call.h"
@@ -121,16 +120,13 @@ at::Tensor ratios_that_are_read(const ReturnsCoefficients& c) {
   return ratios;
 }
 
-void run(ReturnsCall& call, const LinearCall& linear, const at::Tensor& like) {
+void run(const ReturnsCall& call, const LinearCall& linear, const at::Tensor& like) {
   if (call.rows == 0 || call.steps == 0) {
     return;
   }
   const bool across = goes_across(call, linear.coefficients.batch_first);
   if (runs_kernels(like.device())) {
-    const OnDevice guard(like.device());
-    const at::Tensor workspace = make_workspace(bytes_for_returns(call), like);
-    call.workspace = workspace.mutable_data_ptr();
-    launch_returns(call, across, guard.stream());
+    launch_returns(call, across, OnDevice(like.device()));
     return;
   }
   const auto over = [&](ReturnsRows kernel, int64_t rows_per_block) {
@@ -141,11 +137,11 @@ void run(ReturnsCall& call, const LinearCall& linear, const at::Tensor& like) {
     });
   };
   if (linear.function == Formula::n_step) {
-    over(for_this_machine(n_step_kernel), 1);
+    over(n_step_kernel, 1);
   } else if (across) {
-    over(for_this_machine(across_rows_kernel), 64);
+    over(across_rows_kernel, 64);
   } else {
-    over(for_this_machine(along_steps_kernel), 1);
+    over(along_steps_kernel, 1);
   }
 }
 
@@ -283,13 +279,11 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   call.mask = mask.mutable_data_ptr<bool>();
   call.policy_mask = policy_mask.mutable_data_ptr<bool>();
   if (call.rows > 0 && runs_kernels(device)) {
-    const OnDevice guard(device);
-    launch_muzero(call, guard.stream());
+    launch_muzero(call, OnDevice(device));
   } else if (call.rows > 0) {
-    const MuZeroRows kernel = for_this_machine(muzero_kernel);
     const int64_t cost = (steps + 1) * (call.td_steps + 8);
     at::parallel_for(0, call.rows, std::max<int64_t>(1, kGrain / cost), [&](int64_t begin, int64_t end) {
-      kernel(call, begin, end);
+      muzero_kernel(call, begin, end);
     });
   }
   return {values, targets, mask, policy_mask};

@@ -11,8 +11,8 @@
 
 namespace gradscale {
 
-const CpuKernel<ReturnsRows> n_step_kernel = GRADSCALE_CPU_KERNEL(n_step_rows);
-const CpuKernel<MuZeroRows> muzero_kernel = GRADSCALE_CPU_KERNEL(muzero_rows);
+const ReturnsRows n_step_kernel = GRADSCALE_CPU_KERNEL(n_step_rows);
+const MuZeroRows muzero_kernel = GRADSCALE_CPU_KERNEL(muzero_rows);
 
 } // namespace gradscale
 

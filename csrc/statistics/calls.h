@@ -13,7 +13,7 @@ namespace gradscale {
 // Computes the statistics of at most 2^31 - 1 real numbers. Meanwhile prefetches `next`: memory of the same size
 // that the caller reads next, or the range itself.
 using StatisticsOfRange = void (*)(const Range&, double p, const void* next, ChunkStatistics& out);
-extern const CpuKernel<StatisticsOfRange> statistics_kernel;
+extern const StatisticsOfRange statistics_kernel;
 
 // Squared norms of the real numbers `before`, and of their update, `after` - `before`. Sums of squares of double may
 // overflow.
@@ -23,7 +23,7 @@ struct UpdateSquares {
 };
 
 using UpdateOfRange = UpdateSquares (*)(const Range& before, const void* after);
-extern const CpuKernel<UpdateOfRange> update_kernel;
+extern const UpdateOfRange update_kernel;
 
 // ---- On a device ----------------------------------------------------------------------------------------------------
 
@@ -34,23 +34,6 @@ struct DeviceRange {
   int64_t size;
   Element element;
   int64_t implicit_zeros = 0; // for statistics: zeros that a sparse tensor does not store; -1 if there is no tensor
-};
-
-// loss = factor * sum of squares; or out = data * factor * grad_output.
-struct SquaresCall {
-  const DeviceRange* ranges; // on the host
-  int64_t count;
-  double factor;
-  Slab loss;        // written by the forward pass
-  Slab grad_output; // read by the backward pass
-  char* workspace;  // bytes_for_squares() bytes, 8-byte aligned
-};
-
-struct StatisticsCall {
-  const DeviceRange* ranges; // on the host, out.count of them
-  double p;
-  StatisticsOut out;
-  char* workspace; // bytes_for_statistics() bytes, 8-byte aligned
 };
 
 // out = (total norm, factor, 1 if the factor is not 1, else 0), from statistics.
@@ -72,37 +55,6 @@ struct UnitRange {
   Element element;
   int64_t first; // the index of the first unit among the norms or factors of all units
 };
-
-// norms[first + i] = norm of unit i.
-struct UnitNormsCall {
-  const UnitRange* ranges; // on the host
-  int64_t count;
-  double* norms;
-  char* workspace; // bytes_for_unit_norms() bytes, 8-byte aligned
-};
-
-// unit i *= factors[first + i]
-struct ClipUnitsCall {
-  const UnitRange* ranges; // on the host
-  int64_t count;
-  const double* factors;
-  bool zeros;      // a factor of 0 sets all elements to 0, even NaN and inf
-  char* workspace; // bytes_for_clip_units() bytes, 8-byte aligned
-};
-
-void launch_squares(const SquaresCall& call, void* stream);
-void launch_squares_backward(const SquaresCall& call, void* stream);
-int64_t bytes_for_squares(const SquaresCall& call);
-
-void launch_statistics(const StatisticsCall& call, void* stream);
-int64_t bytes_for_statistics(const StatisticsCall& call);
-
-void launch_clipping(const ClippingCall& call, void* stream);
-void launch_unit_norms(const UnitNormsCall& call, void* stream);
-int64_t bytes_for_unit_norms(const UnitNormsCall& call);
-
-void launch_clip_units(const ClipUnitsCall& call, void* stream);
-int64_t bytes_for_clip_units(const ClipUnitsCall& call);
 
 // ---- The arguments of kernels ---------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 #include "tensors.h"
 
-#include "../cpu/cpu_kernel.h"
 #include "../cuda/driver.h"
 #include "../torch/tensor_element.h"
 #include "calls.h"
@@ -77,7 +76,7 @@ void multiply(const Range& range, double factor, bool skip_nonfinite) {
   if (skip_nonfinite && factor == 0) {
     std::memset(to, 0, range.size * element_size(range.element) * (range.is_complex ? 2 : 1));
   } else if (factor != 1) {
-    for_this_machine(scale_range_kernel)(range, to, /*root=*/1, factor);
+    scale_range_kernel(range, to, /*root=*/1, factor);
   }
 }
 
@@ -95,8 +94,7 @@ at::Tensor clipping_of(
       skip_nonfinite,
       out.mutable_data_ptr<double>()};
   if (runs_kernels(values.device())) {
-    const OnDevice on_device(values.device());
-    launch_clipping(call, on_device.stream());
+    launch_clipping(call, OnDevice(values.device()));
   } else {
     find_clipping(call);
   }
@@ -199,12 +197,7 @@ void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factor
              target.first});
       }
     }
-    ClipUnitsCall call{
-        ranges.data(), static_cast<int64_t>(ranges.size()), factors.const_data_ptr<double>(), skip_nonfinite, nullptr};
-    const OnDevice on_device(factors.device());
-    const at::Tensor workspace = make_workspace(bytes_for_clip_units(call), factors);
-    call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
-    launch_clip_units(call, on_device.stream());
+    launch_clip_units(ranges, factors.const_data_ptr<double>(), skip_nonfinite, OnDevice(factors.device()));
   } else {
     clip_units(units, factors.const_data_ptr<double>(), skip_nonfinite);
   }

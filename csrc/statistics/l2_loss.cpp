@@ -1,6 +1,5 @@
 #include "tensors.h"
 
-#include "../cpu/cpu_kernel.h"
 #include "../cuda/driver.h"
 #include "../torch/autograd.h"
 #include "../torch/tensor_element.h"
@@ -24,9 +23,8 @@ double sum_of_squares(const std::vector<at::Tensor>& tensors) {
   }
   const std::vector<Range> chunks = chunks_of(ranges);
   std::vector<double> partial(chunks.size());
-  const PowerSumOfRange power_sum = for_this_machine(power_sum_kernel);
   for_each_chunk(chunks, [&](int64_t i) {
-    const PowerSum squares = power_sum(chunks[i], /*p=*/2);
+    const PowerSum squares = power_sum_kernel(chunks[i], /*p=*/2);
     const double scale = squares.root * squares.root;
     partial[i] = squares.sum * scale * scale;
   });
@@ -46,11 +44,7 @@ void run_on_device(const std::vector<at::Tensor>& tensors, double factor, const 
   for (const at::Tensor& tensor : tensors) {
     ranges.push_back({tensor.const_data_ptr(), nullptr, tensor.numel(), element_of(tensor)});
   }
-  SquaresCall call{ranges.data(), static_cast<int64_t>(ranges.size()), factor, slab_of(loss), {}, nullptr};
-  const OnDevice on_device(loss.device());
-  const at::Tensor workspace = make_workspace(bytes_for_squares(call), loss);
-  call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
-  launch_squares(call, on_device.stream());
+  launch_squares(ranges, factor, slab_of(loss), OnDevice(loss.device()));
 }
 
 // Computes the wanted gradients; the others are undefined.
@@ -67,11 +61,7 @@ autograd::variable_list gradients_on_device(
       dense_tensors.push_back(dense);
     }
   }
-  SquaresCall call{ranges.data(), static_cast<int64_t>(ranges.size()), factor, {}, slab_of(grad_output), nullptr};
-  const OnDevice on_device(grad_output.device());
-  const at::Tensor workspace = make_workspace(bytes_for_squares(call), grad_output);
-  call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
-  launch_squares_backward(call, on_device.stream());
+  launch_squares_backward(ranges, factor, slab_of(grad_output), OnDevice(grad_output.device()));
   return gradients;
 }
 

@@ -1,6 +1,5 @@
 #include "tensors.h"
 
-#include "../cpu/cpu_kernel.h"
 #include "../cuda/driver.h"
 #include "../torch/tensor_element.h"
 #include "calls.h"
@@ -107,7 +106,6 @@ void UnitPass::add(int64_t i, const Range& range, const ChunkStatistics& statist
   if (pair.units.count == 0) {
     return;
   }
-  const PowerSumOfRange power_sum = for_this_machine(power_sum_kernel);
   const int64_t length = pair.units.length;
   const int64_t end = chunk.begin + chunk.size;
   const int64_t first = chunk.begin / length;
@@ -124,7 +122,8 @@ void UnitPass::add(int64_t i, const Range& range, const ChunkStatistics& statist
         pair.weight.is_complex()};
     const Range gradient{
         elements + (from - chunk.begin) * element_size(range.element), size, range.element, /*is_complex=*/false};
-    const Sums sums{first == last ? chunk_sum(statistics) : power_sum(gradient, /*p=*/2), power_sum(weight, /*p=*/2)};
+    const Sums sums{
+        first == last ? chunk_sum(statistics) : power_sum_kernel(gradient, /*p=*/2), power_sum_kernel(weight, /*p=*/2)};
     if (size == length) {
       store(pair.first + unit, sums);
     } else {
@@ -211,9 +210,8 @@ std::vector<Range> ranges_of(const std::vector<Stored>& parts) {
 void run(const std::vector<Stored>& parts, double p, const StatisticsOut& out, UnitPass* units) {
   const std::vector<Range> chunks = chunks_of(ranges_of(parts));
   std::vector<ChunkStatistics> statistics(chunks.size());
-  const StatisticsOfRange statistics_of = for_this_machine(statistics_kernel);
   for_each_chunk(chunks, [&](int64_t i) {
-    statistics_of(chunks[i], p, units != nullptr ? units->weights_of(i) : chunks[i].data, statistics[i]);
+    statistics_kernel(chunks[i], p, units != nullptr ? units->weights_of(i) : chunks[i].data, statistics[i]);
     if (units != nullptr) {
       units->add(i, chunks[i], statistics[i]);
     }
@@ -246,11 +244,7 @@ void run_on_device(const std::vector<Stored>& parts, double p, const StatisticsO
   for (const Range& range : ranges_of(parts)) {
     ranges.push_back({range.data, nullptr, range.size, range.element, parts[ranges.size()].implicit_zeros});
   }
-  StatisticsCall call{ranges.data(), p, out, nullptr};
-  const OnDevice on_device(like.device());
-  const at::Tensor workspace = make_workspace(bytes_for_statistics(call), like);
-  call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
-  launch_statistics(call, on_device.stream());
+  launch_statistics(ranges, p, out, OnDevice(like.device()));
 }
 
 c10::Device device_of(const std::vector<std::optional<at::Tensor>>& tensors) {
@@ -331,11 +325,7 @@ void run_on_device(const std::vector<UnitPair>& pairs, const UnitNorms& out, con
            out.count + pair.first});
     }
   }
-  UnitNormsCall call{ranges.data(), static_cast<int64_t>(ranges.size()), out.norms, nullptr};
-  const OnDevice on_device(like.device());
-  const at::Tensor workspace = make_workspace(bytes_for_unit_norms(call), like);
-  call.workspace = static_cast<char*>(workspace.mutable_data_ptr());
-  launch_unit_norms(call, on_device.stream());
+  launch_unit_norms(ranges, out.norms, OnDevice(like.device()));
 }
 
 } // namespace
@@ -415,8 +405,7 @@ at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector
     }
   }
   std::vector<UpdateSquares> squares(chunks.size());
-  const UpdateOfRange update = for_this_machine(update_kernel);
-  for_each_chunk(chunks, [&](int64_t i) { squares[i] = update(chunks[i], afters[i]); });
+  for_each_chunk(chunks, [&](int64_t i) { squares[i] = update_kernel(chunks[i], afters[i]); });
   const auto count = static_cast<int64_t>(before.size());
   at::Tensor norms = at::zeros({2, count}, at::kDouble);
   auto* out = norms.mutable_data_ptr<double>();

@@ -11,8 +11,8 @@
 
 namespace gradscale {
 
-const CpuKernel<StatisticsOfRange> statistics_kernel = GRADSCALE_CPU_KERNEL(range_statistics);
-const CpuKernel<UpdateOfRange> update_kernel = GRADSCALE_CPU_KERNEL(range_update);
+const StatisticsOfRange statistics_kernel = GRADSCALE_CPU_KERNEL(range_statistics);
+const UpdateOfRange update_kernel = GRADSCALE_CPU_KERNEL(range_update);
 
 } // namespace gradscale
 

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "../cpu/range.h"
+#include "../cuda/driver.h"
+#include "calls.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -58,6 +60,27 @@ at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight);
 // Computes [2, N] in float64, of tensors on the CPU: the norms of `before`, and of `after` - `before`. Returns an
 // undefined tensor if two of a pair differ in shape, dtype or strides, or if the sum of squares may overflow in double.
 at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
+
+// ---- On a device ----------------------------------------------------------------------------------------------------
+
+// loss = factor * sum of squares.
+void launch_squares(const std::vector<DeviceRange>& ranges, double factor, const Slab& loss, const OnDevice& device);
+
+// range.out = range.data * factor * grad_output.
+void launch_squares_backward(
+    const std::vector<DeviceRange>& ranges, double factor, const Slab& grad_output, const OnDevice& device);
+
+// The statistics of a tensor for each range.
+void launch_statistics(
+    const std::vector<DeviceRange>& ranges, double p, const StatisticsOut& out, const OnDevice& device);
+
+void launch_clipping(const ClippingCall& call, const OnDevice& device);
+
+// norms[range.first + i] = norm of unit i of a range.
+void launch_unit_norms(const std::vector<UnitRange>& ranges, double* norms, const OnDevice& device);
+
+// Unit i of a range *= factors[range.first + i]. With `zeros`, a factor of 0 sets all elements to 0, even NaN and inf.
+void launch_clip_units(const std::vector<UnitRange>& ranges, const double* factors, bool zeros, const OnDevice& device);
 
 // ---- What the passes share ------------------------------------------------------------------------------------------
 

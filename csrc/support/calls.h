@@ -1,7 +1,6 @@
 // Calls of the kernels that decode, encode and project: plain numbers and pointers, no tensors.
 #pragma once
 
-#include "../cpu/cpu_kernel.h"
 #include "../cuda/table.h"
 #include "../formulas/element.h"
 #include "../formulas/support.h"
@@ -38,12 +37,12 @@ struct Projection {
 };
 
 using DecodeRows = void (*)(const Decoding&, int64_t begin, int64_t end, double* scratch);
-extern const CpuKernel<DecodeRows> decode_rows_kernel;
+extern const DecodeRows decode_rows_kernel;
 
 // `centers` are the raw ones; `scratch` has kProjectScratch * width numbers.
 using ProjectRows = void (*)(const Projection&, const double* centers, int64_t begin, int64_t end, double* scratch);
 constexpr int64_t kProjectScratch = 5;
-extern const CpuKernel<ProjectRows> project_rows_kernel;
+extern const ProjectRows project_rows_kernel;
 
 // ---- On a device
 
@@ -52,15 +51,16 @@ extern const CpuKernel<ProjectRows> project_rows_kernel;
 constexpr double kSmallestSigmaOfLanes = 0.1;
 constexpr double kLargestSigmaOfLanes = 2;
 
+class OnDevice;
+
 // Decodes `count` rows, or computes the gradient of decoding them.
-void launch_decode(const Decoding& decoding, int64_t count, char* workspace, void* stream);
-int64_t bytes_for_decode(const Decoding& decoding);
+void launch_decode(const Decoding& decoding, int64_t count, const OnDevice& device);
 
 // Encodes `count` scalars as distributions.
-void launch_encode(const Encoding& encoding, int64_t count, void* stream);
+void launch_encode(const Encoding& encoding, int64_t count, const OnDevice& device);
 
 // Projects `count` rows.
-void launch_project(const Projection& projection, int64_t count, void* stream);
+void launch_project(const Projection& projection, int64_t count, const OnDevice& device);
 
 // The numbers of a support that is not raw, in float, for decode_by_lanes.
 struct FloatSupport {

@@ -1,6 +1,5 @@
 #include "decode.h"
 
-#include "../cpu/cpu_kernel.h"
 #include "../cpu/scratch.h"
 #include "../cuda/driver.h"
 #include "../torch/autograd.h"
@@ -65,16 +64,13 @@ py::function* decode_gradient = nullptr;
 
 void run(const Decoding& decoding, int64_t count, const at::Tensor& logits) {
   if (runs_kernels(logits.device())) {
-    const OnDevice on_device(logits.device());
-    const at::Tensor workspace = make_workspace(bytes_for_decode(decoding), logits);
-    launch_decode(decoding, count, static_cast<char*>(workspace.mutable_data_ptr()), on_device.stream());
+    launch_decode(decoding, count, OnDevice(logits.device()));
     return;
   }
-  const DecodeRows rows = for_this_machine(decode_rows_kernel);
   const int64_t grain = std::max<int64_t>(1, 16384 / row_cost(decoding.width));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     Scratch scratch(decoding.width);
-    rows(decoding, begin, end, scratch.data());
+    decode_rows_kernel(decoding, begin, end, scratch.data());
   });
 }
 
@@ -231,8 +227,7 @@ at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& 
       &support,
       sigma_ratio};
   if (runs_kernels(dense.device())) {
-    const OnDevice on_device(dense.device());
-    launch_encode(encoding, dense.numel(), on_device.stream());
+    launch_encode(encoding, dense.numel(), OnDevice(dense.device()));
   } else {
     const int64_t grain = std::max<int64_t>(1, 16384 / row_cost(support.num_bins));
     at::parallel_for(0, dense.numel(), grain, [&](int64_t begin, int64_t end) { encode_rows(encoding, begin, end); });
@@ -257,18 +252,16 @@ at::Tensor project(
   const int64_t width = support.num_bins;
   const Projection projection{rows_of(p, width), rows_of(r, 1), rows_of(d, 1), rows_of(out, width), width, &support};
   if (runs_kernels(p.device())) {
-    const OnDevice on_device(p.device());
-    launch_project(projection, r.numel(), on_device.stream());
+    launch_project(projection, r.numel(), OnDevice(p.device()));
   } else {
     std::vector<double> centers(static_cast<size_t>(width));
     for (size_t j = 0; j < centers.size(); ++j) {
       centers[j] = raw_center(support, static_cast<int64_t>(j));
     }
     const int64_t grain = std::max<int64_t>(1, 16384 / row_cost(width));
-    const ProjectRows rows = for_this_machine(project_rows_kernel);
     at::parallel_for(0, r.numel(), grain, [&](int64_t begin, int64_t end) {
       std::vector<double> scratch(static_cast<size_t>(kProjectScratch * width));
-      rows(projection, centers.data(), begin, end, scratch.data());
+      project_rows_kernel(projection, centers.data(), begin, end, scratch.data());
     });
   }
   return out;

@@ -9,8 +9,8 @@
 
 namespace gradscale {
 
-const CpuKernel<DecodeRows> decode_rows_kernel = GRADSCALE_CPU_KERNEL(decode_rows);
-const CpuKernel<ProjectRows> project_rows_kernel = GRADSCALE_CPU_KERNEL(project_rows);
+const DecodeRows decode_rows_kernel = GRADSCALE_CPU_KERNEL(decode_rows);
+const ProjectRows project_rows_kernel = GRADSCALE_CPU_KERNEL(project_rows);
 
 } // namespace gradscale
 

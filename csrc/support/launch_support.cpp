@@ -1,13 +1,10 @@
 // The launches of the kernels that decode, encode and project.
-#include "../cuda/launch.h"
+#include "../cuda/driver.h"
 #include "../cuda/row_lanes.h"
 #include "../cuda/row_shape.h"
 #include "../cuda/table_builder.h"
 #include "calls.h"
 
-#include <map>
-#include <memory>
-#include <mutex>
 #include <stdexcept>
 
 namespace gradscale {
@@ -54,40 +51,11 @@ DecodeSpecification specification_of(const Decoding& decoding) {
       lanes.per_row};
 }
 
-// Returns the kernel with this name. It is made once, at the first launch.
-template <class Argument>
-const Kernel<Argument>& kernel_named(const std::string& name) {
-  static std::mutex mutex;
-  static auto& kernels = *new std::map<std::string, std::unique_ptr<Kernel<Argument>>>(); // never destroyed
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<Kernel<Argument>>& kernel = kernels[name];
-  if (kernel == nullptr) {
-    kernel = std::make_unique<Kernel<Argument>>("support/decode.cuh", name);
-  }
-  return *kernel;
-}
-
-void launch_raw(
-    const std::string& name, const DecodeArguments& arguments, int64_t blocks, char* workspace, Stream stream) {
-  const Decoding& decoding = arguments.decoding;
-  TableBuilder builder;
-  if (decoding.logits.element == Element::float64) {
-    builder.add(decoding.support->raw_centers, decoding.width);
-  } else {
-    builder.add(decoding.support->raw_centers_float, decoding.width);
-  }
-  launch(
-      kernel_named<RawDecodeArguments>(name), blocks, kThreads, stream, {arguments, builder.build(workspace, stream)});
-}
+constexpr const char* kFile = "support/decode.cuh";
 
 } // namespace
 
-int64_t bytes_for_decode(const Decoding& decoding) {
-  const int64_t bytes = decoding.support->raw ? decoding.width * static_cast<int64_t>(sizeof(double)) : 0;
-  return bytes > Table::kInside ? bytes : 0;
-}
-
-void launch_decode(const Decoding& decoding, int64_t count, char* workspace, void* stream) {
+void launch_decode(const Decoding& decoding, int64_t count, const OnDevice& device) {
   if (decoding.width > INT32_MAX - 64) {
     throw std::runtime_error("decode: a row has more than 2^31 - 65 elements");
   }
@@ -97,39 +65,38 @@ void launch_decode(const Decoding& decoding, int64_t count, char* workspace, voi
   if (lanes != 0) {
     arguments.rows_per_warp = rounded_rows_per_warp(balanced_rows_per_warp(count, multiprocessors()), lanes);
     const int64_t rows_per_block = kRowThreads / 32 * arguments.rows_per_warp;
-    const int64_t blocks = (count + rows_per_block - 1) / rows_per_block;
-    launch(kernel_named<DecodeArguments>(name), blocks, kRowThreads, stream, arguments);
+    device.launch(kFile, name, (count + rows_per_block - 1) / rows_per_block, kRowThreads, arguments);
     return;
   }
   arguments.threads_per_row = threads_for_row(decoding.width, element_size(decoding.logits.element));
   const int64_t blocks = blocks_for_rows(count, arguments.threads_per_row);
-  if (support.raw) {
-    launch_raw(name, arguments, blocks, workspace, stream);
-  } else {
-    launch(kernel_named<DecodeArguments>(name), blocks, kThreads, stream, arguments);
+  if (!support.raw) {
+    device.launch(kFile, name, blocks, kThreads, arguments);
+    return;
   }
+  TableBuilder centers; // in the type of sums
+  if (decoding.logits.element == Element::float64) {
+    centers.add(support.raw_centers, support.num_bins);
+  } else {
+    centers.add(support.raw_centers_float, support.num_bins);
+  }
+  device.launch(kFile, name, blocks, kThreads, RawDecodeArguments{arguments, centers.build(device)});
 }
 
-void launch_encode(const Encoding& encoding, int64_t count, void* stream) {
+void launch_encode(const Encoding& encoding, int64_t count, const OnDevice& device) {
   const int32_t threads = threads_for_row(encoding.width, element_size(encoding.out.element));
-  const int64_t blocks = blocks_for_rows(count, threads);
   const EncodeArguments arguments{encoding, *encoding.support, count, threads};
-  static const Kernel<EncodeArguments> encode_rows("support/encode.cuh", "encode_rows");
-  launch(encode_rows, blocks, kThreads, stream, arguments);
+  device.launch("support/encode.cuh", "encode_rows", blocks_for_rows(count, threads), kThreads, arguments);
 }
 
-void launch_project(const Projection& projection, int64_t count, void* stream) {
+void launch_project(const Projection& projection, int64_t count, const OnDevice& device) {
   if (projection.width > INT32_MAX - 64) {
     throw std::runtime_error("project: a row has more than 2^31 - 65 elements");
   }
   constexpr int64_t rows_per_block = kThreads / 32;
-  static const Kernel<ProjectArguments> project_rows("support/encode.cuh", "project_rows");
-  launch(
-      project_rows,
-      (count + rows_per_block - 1) / rows_per_block,
-      kThreads,
-      stream,
-      {projection, *projection.support, count});
+  const ProjectArguments arguments{projection, *projection.support, count};
+  device.launch(
+      "support/encode.cuh", "project_rows", (count + rows_per_block - 1) / rows_per_block, kThreads, arguments);
 }
 
 } // namespace gradscale

@@ -12,7 +12,7 @@
 
 namespace gradscale {
 
-const CpuKernel<RunRows> run_rows_kernel = GRADSCALE_CPU_KERNEL(run_rows);
+const RunRows run_rows_kernel = GRADSCALE_CPU_KERNEL(run_rows);
 
 } // namespace gradscale
 

@@ -1,5 +1,5 @@
 // The kernels of the loss for the rows of a call, and their launches.
-#include "../../cuda/launch.h"
+#include "../../cuda/driver.h"
 #include "../../cuda/row_lanes.h"
 #include "../../cuda/row_shape.h"
 #include "../../cuda/table_builder.h"
@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -160,21 +159,20 @@ RowSpecification specification_of(const Segment& segment, int32_t threads_per_ro
   return result;
 }
 
-// The kernel for these kinds of rows; `inside`: the table is in its arguments. Compiled once, for all calls.
-const Kernel<DevicePass>& loss_rows_for(const std::vector<RowSpecification>& row_kinds, bool inside) {
-  using Kernels = std::map<std::pair<std::vector<RowSpecification>, bool>, std::unique_ptr<Kernel<DevicePass>>>;
+// The name of the kernel for these kinds of rows; `inside`: the table is in its arguments. Made once, for all calls.
+const std::string& loss_rows_for(const std::vector<RowSpecification>& row_kinds, bool inside) {
   static std::mutex mutex;
-  static auto& kernels = *new Kernels(); // never freed: a loaded kernel is never unloaded
+  static auto& names = *new std::map<std::pair<std::vector<RowSpecification>, bool>, std::string>(); // never freed
   const std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<Kernel<DevicePass>>& kernel = kernels[{row_kinds, inside}];
-  if (kernel == nullptr) {
+  std::string& name = names[{row_kinds, inside}];
+  if (name.empty()) {
     std::vector<std::string> arguments{inside ? "true" : "false"};
     for (const RowSpecification& row_kind : row_kinds) {
       arguments.push_back(row_kind.name());
     }
-    kernel = std::make_unique<Kernel<DevicePass>>("loss/cuda/multi_step_loss.cuh", instance("loss_rows", arguments));
+    name = instance("loss_rows", arguments);
   }
-  return *kernel;
+  return name;
 }
 
 // ---- Launches -------------------------------------------------------------------------------------------------------
@@ -186,54 +184,45 @@ int64_t total_blocks(const Pass& pass) {
   return pass.batch <= kThreads ? 1 : (pass.batch + kThreads - 1) / kThreads;
 }
 
-// The bytes before the table in the workspace: partial sums, and the counter of blocks that are done.
-int64_t sum_bytes(const Pass& pass) {
-  const PartialSums partial{nullptr, pass.num_heads};
-  return (total_blocks(pass) * partial.size() + 1) * static_cast<int64_t>(sizeof(double));
-}
-
 // The launches of a pass.
 class Launches {
  public:
-  Launches(const Pass& pass, void* workspace, Stream stream)
-      : pass_(pass), stream_(stream), raw_centers_(2 * pass.num_heads, -1) {
-    device_.pass = pass;
-    device_.partial = {static_cast<double*>(workspace), pass.num_heads};
-    device_.blocks_done =
-        reinterpret_cast<unsigned*>(device_.partial.data + total_blocks(pass) * device_.partial.size());
-    device_.rows_per_warp = balanced_rows_per_warp(pass.batch * pass.num_segments, multiprocessors());
-    TableBuilder builder;
+  Launches(const Pass& pass, const OnDevice& device)
+      : pass_(pass), device_(device), raw_centers_(2 * pass.num_heads, -1) {
+    argument_.pass = pass;
+    argument_.partial.num_heads = pass.num_heads;
+    const int64_t sums = total_blocks(pass) * argument_.partial.size();
+    memory_ = device.memory((sums + 1) * static_cast<int64_t>(sizeof(double)));
+    argument_.partial.data = static_cast<double*>(memory_.mutable_data_ptr());
+    argument_.blocks_done = reinterpret_cast<unsigned*>(argument_.partial.data + sums);
+    argument_.rows_per_warp = balanced_rows_per_warp(pass.batch * pass.num_segments, multiprocessors());
     for (int64_t i = 0; i < pass.num_segments; ++i) {
       if (!is_backward() || pass.segments[i].gradient.data != nullptr) {
-        add_to_span(i, builder);
+        add_to_span(i);
       }
     }
     if (blocks_ > INT32_MAX) {
       throw std::runtime_error("multi_step_loss: the batch is too large for one launch; split it");
     }
-    device_.heads = builder.add(pass.heads, pass.num_heads);
-    device_.coefficients = builder.add(pass.coefficients, pass.num_heads);
-    device_.segments = builder.add(pass.segments, pass.num_segments);
-    device_.num_spans = static_cast<int64_t>(spans_.size());
-    device_.spans = builder.add(spans_.data(), device_.num_spans);
-    // Brings the table to the device if it does not fit into the arguments.
-    device_.table = builder.build(static_cast<char*>(workspace) + sum_bytes(pass), stream);
+    argument_.heads = table_.add(pass.heads, pass.num_heads);
+    argument_.coefficients = table_.add(pass.coefficients, pass.num_heads);
+    argument_.segments = table_.add(pass.segments, pass.num_segments);
+    argument_.num_spans = static_cast<int64_t>(spans_.size());
+    argument_.spans = table_.add(spans_.data(), argument_.num_spans);
+    argument_.table = table_.build(device);
   }
 
   void rows() const {
-    if (blocks_ > 0) {
-      launch(loss_rows_for(row_kinds_, device_.table.outside == nullptr), blocks_, kRowThreads, stream_, device_);
-    }
+    const std::string& name = loss_rows_for(row_kinds_, argument_.table.outside == nullptr);
+    device_.launch("loss/cuda/multi_step_loss.cuh", name, blocks_, kRowThreads, argument_);
   }
 
   void count_unmasked() const {
-    static const Kernel<DevicePass> kernel(kFile, "count_unmasked");
-    launch(kernel, pass_.num_heads, kThreads, stream_, device_);
+    device_.launch(kFile, "count_unmasked", pass_.num_heads, kThreads, argument_);
   }
 
   void totals() const {
-    static const Kernel<DevicePass> kernel(kFile, "loss_totals");
-    launch(kernel, total_blocks(pass_), kThreads, stream_, device_);
+    device_.launch(kFile, "loss_totals", total_blocks(pass_), kThreads, argument_);
   }
 
  private:
@@ -246,7 +235,7 @@ class Launches {
     return is_backward() && pass_.has_gradients && element_size(segment.gradient.element) > 2;
   }
 
-  void add_to_span(int64_t index, TableBuilder& builder) {
+  void add_to_span(int64_t index) {
     const Segment& segment = pass_.segments[index];
     if (std::max(segment.width, segment.target_width) > INT32_MAX - 64) {
       throw std::runtime_error("multi_step_loss: a row has more than 2147483583 elements");
@@ -259,7 +248,7 @@ class Launches {
       row_kinds_.push_back(specification);
     }
     const auto head = static_cast<int32_t>(segment.head - pass_.heads);
-    const auto blocks = specification.blocks(pass_.batch, device_.rows_per_warp);
+    const auto blocks = specification.blocks(pass_.batch, argument_.rows_per_warp);
     const bool follows = !spans_.empty() && last_segment_ == index - 1 && spans_.back().head == head &&
                          spans_.back().row_kind == row_kind;
     if (!follows) {
@@ -270,27 +259,29 @@ class Launches {
            static_cast<int32_t>(blocks),
            row_kind,
            threads,
-           raw_centers(segment, head, builder)});
+           raw_centers(segment, head)});
     }
     blocks_ += blocks;
     last_segment_ = index;
   }
 
   // The offset of a head's raw centres in the table, in the type of the segment's sums; -1: the support is not raw.
-  int64_t raw_centers(const Segment& segment, int32_t head, TableBuilder& builder) {
+  int64_t raw_centers(const Segment& segment, int32_t head) {
     const Support& support = segment.head->support;
     const bool is_double = segment.prediction.element == Element::float64;
     int64_t& place = raw_centers_[2 * head + (is_double ? 1 : 0)];
     if (support.raw && place < 0) {
-      place = is_double ? builder.add(support.raw_centers, support.num_bins)
-                        : builder.add(support.raw_centers_float, support.num_bins);
+      place = is_double ? table_.add(support.raw_centers, support.num_bins)
+                        : table_.add(support.raw_centers_float, support.num_bins);
     }
     return place;
   }
 
   const Pass& pass_;
-  Stream stream_;
-  DevicePass device_{};
+  const OnDevice& device_;
+  DevicePass argument_{};
+  at::Tensor memory_; // of the partial sums and the counter of blocks
+  TableBuilder table_;
   std::vector<Span> spans_;
   std::vector<RowSpecification> row_kinds_;
   std::vector<int64_t> raw_centers_; // by head, for float and double: offsets in the table; -1: not added
@@ -300,19 +291,8 @@ class Launches {
 
 } // namespace
 
-int64_t bytes_for_loss(const Pass& pass) {
-  // At most a span for each segment.
-  int64_t table =
-      pass.num_heads * (sizeof(Head) + sizeof(Coefficients)) + pass.num_segments * (sizeof(Segment) + sizeof(Span));
-  for (int64_t h = 0; h < pass.num_heads; ++h) {
-    const Support& support = pass.heads[h].support;
-    table += support.raw ? support.num_bins * static_cast<int64_t>(sizeof(double) + sizeof(float)) + 8 : 0;
-  }
-  return sum_bytes(pass) + (table > Table::kInside ? table : 0);
-}
-
-void launch_loss(const Pass& pass, void* workspace, void* stream) {
-  const Launches launches(pass, workspace, stream);
+void launch_loss(const Pass& pass, const OnDevice& device) {
+  const Launches launches(pass, device);
   if (pass.counts_unmasked) {
     launches.count_unmasked();
   }
@@ -320,8 +300,8 @@ void launch_loss(const Pass& pass, void* workspace, void* stream) {
   launches.totals();
 }
 
-void launch_loss_backward(const Pass& pass, void* workspace, void* stream) {
-  Launches(pass, workspace, stream).rows();
+void launch_loss_backward(const Pass& pass, const OnDevice& device) {
+  Launches(pass, device).rows();
 }
 
 } // namespace gradscale
