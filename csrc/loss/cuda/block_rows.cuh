@@ -52,92 +52,65 @@ struct ActionsOfRow { // a distribution, or a class as a one-hot distribution; a
 // Cross-entropy of a row with its target. kWeighted is the sum of the exponentials times positions for heads with a
 // support, and times differences for policies.
 template <class T, int options, class Target>
-class LogitsLoss {
+GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   using A = typename AccumulateType<T>::type;
   using Entropy = CrossEntropy<A, options>;
-  static constexpr int kSize = kVector<T>;
+  constexpr int size = kVector<T>;
+  const Head& head = task.head();
+  const LogitsRow<T> row{task.template prediction<T>(), task.width, task.group};
+  const Entropy entropy{static_cast<A>(head.entropy_weight)};
+  const A target_share = static_cast<A>(1 - head.label_smoothing);
+  const A everywhere = bin_smoothing<A>(task); // label_smoothing / width
+  A largest_finite;                            // of this thread's logits
+  const A maximum = row.maximum(largest_finite);
 
- public:
-  GRADSCALE_DEVICE LogitsLoss(const RowTask& task, const Target& target)
-      : task_(task),
-        head_(task.head()),
-        target_(target),
-        row_{task.template prediction<T>(), task.width, task.group},
-        entropy_{static_cast<A>(head_.entropy_weight)},
-        share_(static_cast<A>(1 - head_.label_smoothing)),
-        everywhere_(bin_smoothing<A>(task)),
-        maximum_(row_.maximum(largest_finite_)) {
-  }
-
-  GRADSCALE_DEVICE void compute() const {
-    A sums[Entropy::kSums] = {};
-    add_row(sums);
-    const A sum = sums[Entropy::kSum], weighted = sums[Entropy::kWeighted];
-    task_.store_loss(entropy_.loss(sums));
-    task_.store_detail(head_.has_support() ? decoded_row(weighted, sum, head_.support) : Entropy::entropy(sums));
-    A square = 0;
-    if (task_.segment().gradient.data != nullptr) {
-      const auto factors = Entropy::factors(sums, A(1) / sum, static_cast<A>(task_.coefficient));
-      each_window([&](const A* d, const A* t, int32_t first) {
-        A gradient[kSize];
-#pragma unroll
-        for (int k = 0; k < kSize; ++k) {
-          gradient[k] = entropy_.gradient(factors, exp_nonpositive(d[k]), d[k], t[k]);
-        }
-        square += task_.template write_gradient<T, kSize>(first, gradient);
-      });
-    }
-    task_.store_metrics(square, largest_finite_);
-  }
-
- private:
   // Calls function(differences, targets, first) for the 16-byte windows of this thread.
-  template <class Function>
-  GRADSCALE_DEVICE void each_window(Function function) const {
-    row_.each_window([&](A* x, int32_t first) {
-      A t[kSize];
-      target_.read(first, t);
+  const auto each_window = [&](auto function) {
+    row.each_window([&](A* x, int32_t first) {
+      A t[size];
+      target.read(first, t);
 #pragma unroll
-      for (int k = 0; k < kSize; ++k) {
-        const bool inside = first + k >= 0 && first + k < task_.width;
-        t[k] = inside ? t[k] * share_ + everywhere_ : A(0);
-        x[k] -= maximum_;
+      for (int k = 0; k < size; ++k) {
+        const bool inside = first + k >= 0 && first + k < task.width;
+        t[k] = inside ? t[k] * target_share + everywhere : A(0);
+        x[k] -= maximum;
       }
       function(x, t, first);
     });
-  }
+  };
 
-  GRADSCALE_DEVICE void add_row(A (&sums)[Entropy::kSums]) const {
+  A sums[Entropy::kSums] = {};
+  each_window([&](const A* d, const A* t, int32_t first) {
+#pragma unroll
+    for (int k = 0; k < size; ++k) {
+      const A weight = head.has_support() ? row.position(first + k) : Entropy::finite(d[k]);
+      Entropy::add(sums, exp_nonpositive(d[k]), t[k], product(t[k], d[k]), weight);
+    }
+  });
+#pragma unroll
+  for (A& sum : sums) {
+    sum = task.group.sum(sum);
+  }
+  if (head.has_support() && head.support.raw) {
+    sums[Entropy::kWeighted] = raw_moment(row, maximum, task.block.template raw_centers<A>());
+  }
+  const A sum = sums[Entropy::kSum];
+  task.store_loss(entropy.loss(sums));
+  task.store_detail(
+      head.has_support() ? decoded_row(sums[Entropy::kWeighted], sum, head.support) : Entropy::entropy(sums));
+  A square = 0;
+  if (task.segment().gradient.data != nullptr) {
+    const auto factors = Entropy::factors(sums, A(1) / sum, static_cast<A>(task.coefficient));
     each_window([&](const A* d, const A* t, int32_t first) {
+      A gradient[size];
 #pragma unroll
-      for (int k = 0; k < kSize; ++k) {
-        const A weight = head_.has_support() ? row_.position(first + k) : Entropy::finite(d[k]);
-        Entropy::add(sums, exp_nonpositive(d[k]), t[k], product(t[k], d[k]), weight);
+      for (int k = 0; k < size; ++k) {
+        gradient[k] = entropy.gradient(factors, exp_nonpositive(d[k]), d[k], t[k]);
       }
+      square += task.template write_gradient<T, size>(first, gradient);
     });
-#pragma unroll
-    for (A& sum : sums) {
-      sum = task_.group.sum(sum);
-    }
-    if (head_.has_support() && head_.support.raw) {
-      sums[Entropy::kWeighted] = raw_moment(row_, maximum_, task_.block.template raw_centers<A>());
-    }
   }
-
-  const RowTask& task_;
-  const Head& head_;
-  const Target& target_;
-  LogitsRow<T> row_;
-  Entropy entropy_;
-  A share_;          // 1 - label_smoothing
-  A everywhere_;     // label_smoothing / width
-  A largest_finite_; // of this thread's logits
-  A maximum_;
-};
-
-template <class T, int options, class Target>
-GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
-  LogitsLoss<T, options, Target>(task, target).compute();
+  task.store_metrics(square, largest_finite);
 }
 
 } // namespace gradscale
