@@ -77,16 +77,17 @@ void run_rows(const Pass& pass) {
 }
 
 // Adds a head's losses, weighted and summed over its steps, to the loss of each sample, and stores the head's share of
-// the reduced loss, without importance weights and head weight, in `weighted`. Returns the mean of the head's unmasked
+// the reduced loss, without importance weights and head weight, in `weighted`. Sets the sums of the head's unmasked
 // losses. `segments` are the segments of this head.
 template <class T>
-double add_head(
+void add_head(
     const Pass& pass,
     const Head& head,
     const Coefficients& coefficients,
     const Segment* segments,
     double* samples,
-    double* weighted) {
+    double* weighted,
+    HeadSums& sums) {
   const int64_t steps = pass.steps_of(head);
   const auto has_weight = [](const Segment& segment) { return segment.step_weight != 1; };
   const bool plain = coefficients.mask.data == nullptr && coefficients.step_weights.values.data == nullptr &&
@@ -113,7 +114,8 @@ double add_head(
     samples[b] += count == count_before ? 0.0 : head.weight * head_weight * weighted_sum;
     weighted[b] = coefficients.factor * weighted_sum;
   }
-  return head_sum / static_cast<double>(std::max<int64_t>(count, 1));
+  sums.losses = head_sum;
+  sums.unmasked = static_cast<double>(count);
 }
 
 bool has_entries(const Pass& pass, int64_t head, int64_t sample) {
@@ -137,10 +139,10 @@ void clear_gradients(const Pass& pass, int64_t sample) {
   }
 }
 
-// Stores the norm of a head's gradient and its largest logit. `segments` are the segments of this head.
-void store_metrics(const Pass& pass, int64_t head, const Segment* segments) {
+// Sets the sum of squares of a head's gradient, and its largest logit. `segments` are the segments of this head.
+void add_metrics(const Pass& pass, const Segment* segments, int64_t steps, HeadSums& sums) {
   double squares = 0, largest = 0;
-  for (int64_t t = 0; t < pass.steps_of(pass.heads[head]); ++t) {
+  for (int64_t t = 0; t < steps; ++t) {
     const RowMetrics* rows = segments[t].metrics;
 #pragma omp simd reduction(+ : squares) reduction(max : largest)
     for (int64_t b = 0; b < pass.batch; ++b) {
@@ -148,8 +150,8 @@ void store_metrics(const Pass& pass, int64_t head, const Segment* segments) {
       largest = rows[b].largest_logit > largest ? rows[b].largest_logit : largest;
     }
   }
-  pass.head_gradient_norms.store(head, std::sqrt(squares));
-  pass.max_abs_logit.store(head, largest);
+  sums.squares = squares;
+  sums.largest_logit = largest;
 }
 
 // Stores the loss L_b of each sample, the loss of the call, the means and shares of the heads, and the number of
@@ -158,13 +160,12 @@ template <class T>
 void reduce(const Pass& pass) {
   std::vector<double> samples(pass.batch, 0.0);              // L_b
   std::vector<double> weighted(pass.num_heads * pass.batch); // by head and sample: see add_head()
-  std::vector<double> shares(pass.num_heads, 0.0);           // of the loss, without head weights
+  std::vector<HeadSums> sums(pass.num_heads);
   const Segment* segments = pass.segments;
   for (int64_t h = 0; h < pass.num_heads; ++h) {
     const Head& head = pass.heads[h];
-    const double mean =
-        add_head<T>(pass, head, pass.coefficients[h], segments, samples.data(), weighted.data() + h * pass.batch);
-    pass.head_means.store(h, mean);
+    double* own = weighted.data() + h * pass.batch;
+    add_head<T>(pass, head, pass.coefficients[h], segments, samples.data(), own, sums[h]);
     segments += pass.steps_of(head);
   }
   int64_t num_nonfinite = 0;
@@ -182,7 +183,7 @@ void reduce(const Pass& pass) {
       const double head_weight = coefficients.head_weight();
       const bool counts = !skipped && (std::isfinite(weight * head_weight) || has_entries(pass, h, b));
       const double share = counts ? weight * weighted[h * pass.batch + b] : 0.0;
-      shares[h] += share;
+      sums[h].share += share;
       contribution += counts ? head_weight * share : 0.0;
       if (pass.each_sample && coefficients.share.data != nullptr) {
         coefficients.share.store(b, share);
@@ -201,13 +202,10 @@ void reduce(const Pass& pass) {
   }
   segments = pass.segments;
   for (int64_t h = 0; h < pass.num_heads; ++h) {
-    const Coefficients& coefficients = pass.coefficients[h];
-    pass.head_losses.store(h, coefficients.weighted(shares[h]));
-    store_metrics(pass, h, segments);
-    segments += pass.steps_of(pass.heads[h]);
-    if (!pass.each_sample && coefficients.share.data != nullptr) {
-      coefficients.share.store(0, shares[h]);
-    }
+    const int64_t steps = pass.steps_of(pass.heads[h]);
+    add_metrics(pass, segments, steps, sums[h]);
+    pass.store_head(h, pass.coefficients[h], sums[h]);
+    segments += steps;
   }
   *pass.num_nonfinite = num_nonfinite;
 }

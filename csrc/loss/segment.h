@@ -79,6 +79,15 @@ struct RowMetrics {
   double largest_logit;   // the largest magnitude of its finite logits
 };
 
+// Sums over the samples of a head.
+struct HeadSums {
+  double losses;        // of unmasked entries
+  double unmasked;      // the number of unmasked entries
+  double share;         // of the loss, without the head weight
+  double squares;       // of the gradient
+  double largest_logit; // the maximum, not a sum
+};
+
 // A head at a step: B rows of predictions with their targets.
 struct Segment {
   const Head* head;     // on the host
@@ -189,6 +198,16 @@ struct Pass {
 
   GRADSCALE_HOST_DEVICE int64_t steps_of(const Head& head) const {
     return steps - head.first_step;
+  }
+  // Stores the outputs of a head.
+  GRADSCALE_HOST_DEVICE void store_head(int64_t head, const Coefficients& c, const HeadSums& sums) const {
+    head_means.store(head, sums.losses / (sums.unmasked < 1 ? 1 : sums.unmasked));
+    head_losses.store(head, c.weighted(sums.share));
+    head_gradient_norms.store(head, std::sqrt(sums.squares));
+    max_abs_logit.store(head, sums.largest_logit);
+    if (!each_sample && c.share.data != nullptr) {
+      c.share.store(0, sums.share);
+    }
   }
 };
 

@@ -19,24 +19,16 @@ struct Span {
   int64_t raw_centers;     // the offset in the table of the raw centres, in the type of sums; -1: none
 };
 
-// The sums of each block of loss_totals: the loss, the number of samples whose loss is not finite, and for each head
-// its losses, its unmasked entries, its share of the loss and the squares of its gradient; also each head's largest
-// logit.
+// Sums over samples: their part of the loss, and the number of those whose loss is not finite.
+struct LossSums {
+  double loss;
+  double nonfinite;
+};
+
+// The sums of each block of loss_totals.
 struct PartialSums {
-  double* data; // [blocks][2 + 5 num_heads]
-  int64_t num_heads;
-
-  enum OfHead { kPlain, kUnmasked, kShare, kSquares, kLargest };
-
-  GRADSCALE_HOST_DEVICE int64_t size() const {
-    return 2 + 5 * num_heads;
-  }
-  GRADSCALE_HOST_DEVICE int64_t index_of(OfHead sum, int64_t head) const {
-    return 2 + sum * num_heads + head;
-  }
-  GRADSCALE_HOST_DEVICE double& at(int64_t block, int64_t index) const {
-    return data[block * size() + index];
-  }
+  LossSums* losses; // [blocks]
+  HeadSums* heads;  // [blocks][num_heads]
 };
 
 // The argument of all kernels of the loss. The lists of the pass are at these offsets in the table.

@@ -190,11 +190,12 @@ class Launches {
   Launches(const Pass& pass, const OnDevice& device)
       : pass_(pass), device_(device), raw_centers_(2 * pass.num_heads, -1) {
     argument_.pass = pass;
-    argument_.partial.num_heads = pass.num_heads;
-    const int64_t sums = total_blocks(pass) * argument_.partial.size();
-    memory_ = device.memory((sums + 1) * static_cast<int64_t>(sizeof(double)));
-    argument_.partial.data = static_cast<double*>(memory_.mutable_data_ptr());
-    argument_.blocks_done = reinterpret_cast<unsigned*>(argument_.partial.data + sums);
+    const int64_t blocks = total_blocks(pass);
+    const auto bytes_of_block = static_cast<int64_t>(sizeof(LossSums) + pass.num_heads * sizeof(HeadSums));
+    memory_ = device.memory(blocks * bytes_of_block + static_cast<int64_t>(sizeof(unsigned)));
+    argument_.partial.losses = static_cast<LossSums*>(memory_.mutable_data_ptr());
+    argument_.partial.heads = reinterpret_cast<HeadSums*>(argument_.partial.losses + blocks);
+    argument_.blocks_done = reinterpret_cast<unsigned*>(argument_.partial.heads + blocks * pass.num_heads);
     argument_.rows_per_warp = balanced_rows_per_warp(pass.batch * pass.num_segments, multiprocessors());
     for (int64_t i = 0; i < pass.num_segments; ++i) {
       if (!is_backward() || pass.segments[i].gradient.data != nullptr) {

@@ -40,11 +40,20 @@ struct SampleLoss {
   double reduced;
 };
 
+// The sums over the samples of a block, from the sums of its threads.
+GRADSCALE_DEVICE HeadSums over_block(const HeadSums& own, const Group& block) {
+  return {
+      block.sum(own.losses),
+      block.sum(own.unmasked),
+      block.sum(own.share),
+      block.sum(own.squares),
+      block.maximum(own.largest_logit)};
+}
+
 // Adds up the losses of this thread's sample, and stores the block's sums for each head. A sample adds to the shares
 // and to the squares of the gradients only if it `counts`.
 GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& block, int64_t sample, bool counts) {
   const Pass& pass = device.pass;
-  const PartialSums& partial = device.partial;
   const bool active = sample < pass.batch;
   SampleLoss result{0, 0};
   const int64_t own = active ? sample : 0; // row 0 exists unless the batch is empty
@@ -52,11 +61,8 @@ GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& blo
   for (int64_t h = 0; h < pass.num_heads; ++h) {
     const Head& head = device.head(h);
     const Coefficients& c = device.coefficients_of(h);
-    double plain = 0;
+    HeadSums sums{};
     double weighted = 0;
-    double unmasked = 0;
-    double squares = 0;
-    double largest = 0;
     const double importance = counts ? c.importance_weights.at(own, 0) : 0;
     const auto num_segments = static_cast<int32_t>(pass.batch == 0 ? 0 : pass.steps_of(head));
 #pragma unroll 4
@@ -65,48 +71,34 @@ GRADSCALE_DEVICE SampleLoss add_heads(const DevicePass& device, const Group& blo
       const double loss = segment.loss.load(own);
       const double weight = c.step_weight(segment, own);
       const bool is_unmasked = active && c.mask.includes(own, segment.step);
-      plain += is_unmasked ? loss : 0;
+      sums.losses += is_unmasked ? loss : 0;
       weighted += is_unmasked ? weight * loss : 0;
-      unmasked += is_unmasked ? 1 : 0;
+      sums.unmasked += is_unmasked ? 1 : 0;
       const RowMetrics row = segment.metrics[own];
-      squares += counts ? row.gradient_square : 0;
-      largest = larger(largest, row.largest_logit);
+      sums.squares += counts ? row.gradient_square : 0;
+      sums.largest_logit = larger(sums.largest_logit, row.largest_logit);
     }
     next += pass.steps_of(head);
     const double head_weight = c.head_weight();
     // A sample without unmasked entries adds 0, also if a weight is not finite.
-    const double sample_share = counts && unmasked != 0 ? importance * (c.share_factor() * weighted) : 0;
-    result.loss += unmasked != 0 ? head.weight * head_weight * weighted : 0;
-    result.reduced += unmasked != 0 ? head_weight * sample_share : 0;
+    sums.share = counts && sums.unmasked != 0 ? importance * (c.share_factor() * weighted) : 0;
+    result.loss += sums.unmasked != 0 ? head.weight * head_weight * weighted : 0;
+    result.reduced += sums.unmasked != 0 ? head_weight * sums.share : 0;
     if (active && pass.each_sample && c.share.data != nullptr) {
-      c.share.store(sample, sample_share);
+      c.share.store(sample, sums.share);
     }
-    const double share = block.sum(sample_share);
-    plain = block.sum(plain);
-    unmasked = block.sum(unmasked);
-    squares = block.sum(squares);
-    largest = block.maximum(largest);
+    sums = over_block(sums, block);
     if (threadIdx.x == 0) {
-      partial.at(blockIdx.x, partial.index_of(PartialSums::kSquares, h)) = squares;
-      partial.at(blockIdx.x, partial.index_of(PartialSums::kLargest, h)) = largest;
-      partial.at(blockIdx.x, partial.index_of(PartialSums::kPlain, h)) = plain;
-      partial.at(blockIdx.x, partial.index_of(PartialSums::kUnmasked, h)) = unmasked;
-      partial.at(blockIdx.x, partial.index_of(PartialSums::kShare, h)) = share;
+      device.partial.heads[blockIdx.x * pass.num_heads + h] = sums;
     }
   }
   return result;
 }
 
-// What a sample adds to the sums of its block.
-struct Contribution {
-  double loss;
-  double nonfinite; // 1 where the sample's loss is not finite
-};
-
-// Stores the losses of a sample, and returns its contribution to the sums.
-GRADSCALE_DEVICE Contribution store_sample(const DevicePass& device, int64_t sample, const SampleLoss& losses) {
+// Stores the losses of a sample, and returns what it adds to the sums of its block.
+GRADSCALE_DEVICE LossSums store_sample(const DevicePass& device, int64_t sample, const SampleLoss& losses) {
   const Pass& pass = device.pass;
-  Contribution result{0, 0};
+  LossSums result{0, 0};
   pass.per_sample.store(sample, losses.loss);
   result.nonfinite = std::isfinite(pass.per_sample.load(sample)) ? 0 : 1; // as the user reads it, after rounding
   result.loss = losses.reduced;
@@ -123,22 +115,13 @@ GRADSCALE_DEVICE Contribution store_sample(const DevicePass& device, int64_t sam
 // One block adds up the sums of all blocks, in their order.
 GRADSCALE_DEVICE void store_totals(const DevicePass& device, const Group& block) {
   const Pass& pass = device.pass;
-  const auto total = [&](int64_t index) {
-    double sum = 0;
-    for (int64_t i = threadIdx.x; i < gridDim.x; i += kThreads) {
-      sum += device.partial.at(i, index);
-    }
-    return block.sum(sum);
-  };
-  const auto largest = [&](int64_t index) {
-    double value = 0;
-    for (int64_t i = threadIdx.x; i < gridDim.x; i += kThreads) {
-      value = larger(value, device.partial.at(i, index));
-    }
-    return block.maximum(value);
-  };
-  const double loss = total(0);
-  const double num_nonfinite = total(1);
+  LossSums own{0, 0};
+  for (int64_t i = threadIdx.x; i < gridDim.x; i += kThreads) {
+    own.loss += device.partial.losses[i].loss;
+    own.nonfinite += device.partial.losses[i].nonfinite;
+  }
+  const double loss = block.sum(own.loss);
+  const double num_nonfinite = block.sum(own.nonfinite);
   if (threadIdx.x == 0) {
     if (!pass.each_sample) {
       pass.loss.store(0, loss);
@@ -146,20 +129,18 @@ GRADSCALE_DEVICE void store_totals(const DevicePass& device, const Group& block)
     *pass.num_nonfinite = static_cast<int64_t>(num_nonfinite);
   }
   for (int64_t h = 0; h < pass.num_heads; ++h) {
-    const double sum = total(device.partial.index_of(PartialSums::kPlain, h));
-    const double unmasked = total(device.partial.index_of(PartialSums::kUnmasked, h));
-    const double share = total(device.partial.index_of(PartialSums::kShare, h));
-    const double squares = total(device.partial.index_of(PartialSums::kSquares, h));
-    const double largest_logit = largest(device.partial.index_of(PartialSums::kLargest, h));
+    HeadSums sums{};
+    for (int64_t i = threadIdx.x; i < gridDim.x; i += kThreads) {
+      const HeadSums& part = device.partial.heads[i * pass.num_heads + h];
+      sums.losses += part.losses;
+      sums.unmasked += part.unmasked;
+      sums.share += part.share;
+      sums.squares += part.squares;
+      sums.largest_logit = larger(sums.largest_logit, part.largest_logit);
+    }
+    sums = over_block(sums, block);
     if (threadIdx.x == 0) {
-      pass.head_gradient_norms.store(h, std::sqrt(squares));
-      pass.max_abs_logit.store(h, largest_logit);
-      pass.head_means.store(h, sum / (unmasked < 1 ? 1 : unmasked));
-      const Coefficients& c = device.coefficients_of(h);
-      pass.head_losses.store(h, c.weighted(share));
-      if (!pass.each_sample && c.share.data != nullptr) {
-        c.share.store(0, share);
-      }
+      pass.store_head(h, device.coefficients_of(h), sums);
     }
   }
 }
@@ -173,7 +154,7 @@ GRADSCALE_KERNEL(kThreads, 2) loss_totals(GRADSCALE_ARGUMENT(DevicePass) device)
   const int64_t sample = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool active = sample < pass.batch;
   const SampleLoss losses = add_heads(device, block, sample, active);
-  const Contribution own = active ? store_sample(device, sample, losses) : Contribution{0, 0};
+  const LossSums own = active ? store_sample(device, sample, losses) : LossSums{0, 0};
   const double loss = block.sum(own.loss);
   const double nonfinite = block.sum(own.nonfinite);
   if (pass.skips_nonfinite && nonfinite > 0) {
@@ -181,8 +162,7 @@ GRADSCALE_KERNEL(kThreads, 2) loss_totals(GRADSCALE_ARGUMENT(DevicePass) device)
     add_heads(device, block, sample, active && own.nonfinite == 0); // again, now without the skipped samples
   }
   if (threadIdx.x == 0) {
-    device.partial.at(blockIdx.x, 0) = loss;
-    device.partial.at(blockIdx.x, 1) = nonfinite;
+    device.partial.losses[blockIdx.x] = {loss, nonfinite};
     __threadfence(); // other blocks see the sums before the block is counted
     last[0] = gridDim.x == 1 || atomicAdd(device.blocks_done, 1u) == gridDim.x - 1;
   }
