@@ -195,7 +195,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return outputs;
   });
   m.def("release_gradient_pool", &gradscale::release_gradient_pool);
-  m.def("set_unroll_scale", &gradscale::set_unroll_scale);
   m.def("set_differentiable_gradients", &gradscale::set_differentiable_gradients);
   py::class_<gradscale::OwnedSupport, std::shared_ptr<gradscale::OwnedSupport>>(m, "Support")
       .def(py::init([](const std::vector<std::string>& names, const std::vector<double>& numbers) {

@@ -30,7 +30,7 @@ py::function* differentiable_gradients = nullptr;
 std::vector<int64_t> versions_of(const Call& call) {
   std::vector<int64_t> versions;
   call.each_tensor([&](const at::Tensor& tensor) {
-    if (!tensor.is_inference()) {
+    if (tensor.defined() && !tensor.is_inference()) {
       versions.push_back(static_cast<int64_t>(tensor._version()));
     }
   });

@@ -145,7 +145,8 @@ class Checks {
   bool on_one_device() const {
     const c10::Device device = call_.predictions[0].tensors[0].device();
     bool same = true;
-    call_.each_tensor([&](const at::Tensor& tensor) { same = same && tensor.device() == device; });
+    call_.each_tensor(
+        [&](const at::Tensor& tensor) { same = same && (!tensor.defined() || tensor.device() == device); });
     return same;
   }
 

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <deque>
-#include <type_traits>
 #include <vector>
 
 namespace gradscale {
@@ -102,6 +101,7 @@ struct ByHead {
 GRADSCALE_STRUCT(Options, GRADSCALE_OPTIONS)
 GRADSCALE_STRUCT(Outputs, GRADSCALE_OUTPUTS)
 #define GRADSCALE_ENUMERATOR(type, name) name,
+enum class Option : size_t { GRADSCALE_OPTIONS(GRADSCALE_ENUMERATOR) };
 enum class Output : size_t { GRADSCALE_OUTPUTS(GRADSCALE_ENUMERATOR) };
 #undef GRADSCALE_ENUMERATOR
 #undef GRADSCALE_STRUCT
@@ -172,7 +172,7 @@ struct Call : Options {
     return entries.stacked ? batch_dim() : 0;
   }
 
-  // Calls visit(tensor) for all given tensors that are defined.
+  // Calls visit(tensor) for all tensors of the call; undefined ones are options that were not given.
   template <class Visit>
   void each_tensor(Visit visit) const;
 
@@ -212,33 +212,6 @@ void run(Call& call);
 // the call has none.
 void run_backward_on_device(Call& call, const at::Tensor& grad_output);
 
-// Calls visit(tensor) for the tensors of an option.
-template <class Visit>
-struct TensorsOfOption {
-  Visit& visit;
-
-  void operator()(const char*, const at::Tensor& tensor) {
-    if (tensor.defined()) {
-      visit(tensor);
-    }
-  }
-  void operator()(const char* name, const StepNumbers& numbers) {
-    (*this)(name, numbers.tensor);
-  }
-  void operator()(const char* name, const HeadWeight& weight) {
-    (*this)(name, weight.tensor);
-  }
-  template <class T>
-  void operator()(const char* name, const ByHead<T>& by_head) {
-    for (const T& value : by_head.values) {
-      (*this)(name, value);
-    }
-  }
-  template <class Choice, std::enable_if_t<!std::is_class_v<Choice>, int> = 0>
-  void operator()(const char*, Choice) {
-  }
-};
-
 template <class Predicate>
 void Call::want_shares(Predicate predicate) {
   for (const HeadWeight& weight : head_weights.values) {
@@ -253,7 +226,18 @@ void Call::each_tensor(Visit visit) const {
       std::for_each(entries.tensors.begin(), entries.tensors.end(), visit);
     }
   }
-  Options::each(*this, TensorsOfOption<Visit>{visit});
+  for (const ByHead<StepNumbers>* both : {&step_weights, &step_gradient_scale}) {
+    for (const StepNumbers& numbers : both->values) {
+      visit(numbers.tensor);
+    }
+  }
+  for (const ByHead<at::Tensor>* both : {&importance_weights, &mask}) {
+    std::for_each(both->values.begin(), both->values.end(), visit);
+  }
+  for (const HeadWeight& weight : head_weights.values) {
+    visit(weight.tensor);
+  }
+  visit(num_entries);
 }
 
 } // namespace gradscale

@@ -72,10 +72,6 @@ namespace autograd = torch::autograd;
 // Positions of the operator's arguments; the options follow.
 enum Argument { kPredictions, kTargets, kPredictionCounts, kTargetCounts, kHeadNames, kHeadNumbers, kWants, kOptions };
 
-// Positions of the options.
-#define GRADSCALE_ENUMERATOR(type, name) name,
-enum class Option : size_t { GRADSCALE_OPTIONS(GRADSCALE_ENUMERATOR) };
-#undef GRADSCALE_ENUMERATOR
 constexpr auto kHeadWeights = static_cast<size_t>(Option::head_weights);
 
 std::string schema() {

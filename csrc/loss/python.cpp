@@ -17,9 +17,6 @@ namespace gradscale {
 
 namespace {
 
-// Never freed: a destructor at the end of the process would run after the interpreter has shut down.
-py::function* unroll_scale = nullptr;
-
 bool read_tensor(py::handle object, at::Tensor& tensor) {
   if (!THPVariable_Check(object.ptr())) {
     return false;
@@ -33,24 +30,21 @@ bool read_constant(py::handle object, at::Tensor& tensor) {
   return read_tensor(object, tensor) && !tensor.requires_grad();
 }
 
-bool read_entries(py::handle object, Entries& entries) {
+template <class Read>
+bool read_entries(py::handle object, Entries& entries, Read read) {
   PyObject* items = object.ptr();
   if (!PyList_Check(items) && !PyTuple_Check(items)) {
     entries.stacked = true;
-    return read_tensor(object, entries.tensors.emplace_back());
+    return read(object, entries.tensors.emplace_back());
   }
   const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
   entries.tensors.resize(count);
   for (Py_ssize_t k = 0; k < count; ++k) {
-    if (!read_tensor(PySequence_Fast_GET_ITEM(items, k), entries.tensors[k])) {
+    if (!read(PySequence_Fast_GET_ITEM(items, k), entries.tensors[k])) {
       return false;
     }
   }
   return count > 0;
-}
-
-bool requires_grad(const at::Tensor& tensor) {
-  return tensor.requires_grad();
 }
 
 // Predictions and targets of all heads, from two dicts.
@@ -67,169 +61,143 @@ bool read_all_entries(const Plan& plan, py::handle predictions, py::handle targe
     PyObject* prediction = PyDict_GetItem(predictions.ptr(), plan.names[h].ptr());
     PyObject* target = PyDict_GetItem(targets.ptr(), plan.names[h].ptr());
     found_targets += target != nullptr ? 1 : 0;
-    if (prediction == nullptr || !read_entries(prediction, call.predictions[h])) {
+    if (prediction == nullptr || !read_entries(prediction, call.predictions[h], read_tensor)) {
       return false;
     }
-    Tensors& tensors = call.targets[h].tensors;
     const bool is_given = target != nullptr && target != Py_None;
-    if (is_given &&
-        (!read_entries(target, call.targets[h]) || std::any_of(tensors.begin(), tensors.end(), requires_grad))) {
+    if (is_given && !read_entries(target, call.targets[h], read_constant)) {
       return false;
     }
   }
   return found_targets == PyDict_Size(targets.ptr());
 }
 
-// Reads the options, a tuple in the order of Options::each(), into a call that already has its predictions.
-class PythonReader {
- public:
-  PythonReader(const Plan& plan, Call& call, py::handle options) : plan_(plan), call_(call), options_(options.ptr()) {
-  }
+// ---- Options --------------------------------------------------------------------------------------------------------
 
-  // Reads the step numbers, whose count depends on batch_first; returns true if the kernels accept all options.
-  bool finish() {
-    const int64_t steps = all_read_ && !step_numbers_.empty() ? call_.count_steps(plan_.table) : 0;
-    return all_read_ && std::all_of(step_numbers_.begin(), step_numbers_.end(), [=](const auto& pending) {
-             const auto& [given, numbers] = pending;
-             return read_value(given ? given : (*unroll_scale)(steps), steps, *numbers);
-           });
-  }
+// True if a call of Python's C API failed. Clears the error: the checks in Python raise one that names the argument.
+bool failed() {
+  const bool raised = PyErr_Occurred() != nullptr;
+  PyErr_Clear();
+  return raised;
+}
 
-  template <class Option>
-  void operator()(const char*, Option& option) {
-    all_read_ = all_read_ && read(PyTuple_GET_ITEM(options_, next_++), option);
-  }
+bool is_text(py::handle given, const char* text) {
+  return PyUnicode_Check(given.ptr()) && PyUnicode_CompareWithASCIIString(given.ptr(), text) == 0;
+}
 
- private:
-  // Reads one value for all heads, or a dict with a value for each head.
-  template <class T>
-  bool read(py::handle given, ByHead<T>& by_head) {
-    if (given.is_none()) {
-      return true;
-    }
-    if (!PyDict_Check(given.ptr())) {
-      by_head.values.resize(1);
-      return !std::is_same_v<T, HeadWeight> && read_one(given, by_head, 0);
-    }
-    by_head.values.resize(plan_.table.size());
-    Py_ssize_t found = 0;
-    for (size_t h = 0; h < by_head.values.size(); ++h) {
-      PyObject* value = PyDict_GetItem(given.ptr(), plan_.names[h].ptr());
-      if (value != nullptr && !read_one(value, by_head, h)) {
-        return false;
-      }
-      found += value != nullptr ? 1 : 0;
-    }
-    return found == PyDict_Size(given.ptr());
-  }
+// True for a number of Python or NumPy. False for an array, although it may be convertible to a number.
+bool is_real(py::handle given) {
+  return PyFloat_Check(given.ptr()) || PyLong_CheckExact(given.ptr()) ||
+         (!PyBool_Check(given.ptr()) && py::isinstance(given, py::module_::import("numbers").attr("Real")));
+}
 
-  template <class T>
-  bool read_one(py::handle given, ByHead<T>& by_head, size_t index) {
-    T& value = by_head.values[index];
-    if constexpr (std::is_same_v<T, at::Tensor>) {
-      return &by_head == &call_.mask ? read_mask(given, value) : read(given, value);
-    } else if constexpr (std::is_same_v<T, StepNumbers>) {
-      const bool unrolls = &by_head == &call_.step_gradient_scale && is_unroll(given);
-      step_numbers_.emplace_back(unrolls ? py::object() : py::reinterpret_borrow<py::object>(given), &value);
-      return true;
-    } else {
-      return read_value(given, value);
-    }
-  }
+bool read_weights(py::handle given, at::Tensor& weights) {
+  return given.is_none() || read_constant(given, weights);
+}
 
-  static bool read_value(py::handle given, HeadWeight& weight) {
-    if (THPVariable_Check(given.ptr())) {
-      return read_tensor(given, weight.tensor);
-    }
-    if (!is_real(given)) {
-      return false;
-    }
-    weight.number = PyFloat_AsDouble(given.ptr());
-    return !failed() && weight.number >= 0 && std::isfinite(weight.number);
-  }
+bool read_mask(py::handle given, at::Tensor& mask) {
+  return read_tensor(given, mask) && mask.scalar_type() == at::kBool;
+}
 
-  // True if a call of Python's C API failed. Clears the error: the checks in Python raise one that names the argument.
-  static bool failed() {
-    const bool raised = PyErr_Occurred() != nullptr;
-    PyErr_Clear();
-    return raised;
+bool read_head_weight(py::handle given, HeadWeight& weight) {
+  if (THPVariable_Check(given.ptr())) {
+    return read_tensor(given, weight.tensor);
   }
-
-  // True for a number of Python or NumPy. False for an array, although it may be convertible to a number.
-  static bool is_real(py::handle given) {
-    return PyFloat_Check(given.ptr()) || PyLong_CheckExact(given.ptr()) ||
-           (!PyBool_Check(given.ptr()) && py::isinstance(given, py::module_::import("numbers").attr("Real")));
-  }
-
-  // True if a tensor can be read as a number. Reading it from another device would synchronize.
-  static bool is_readable(const at::Tensor& tensor) {
-    return tensor.is_cpu() && !tensor.requires_grad();
-  }
-
-  static bool read_value(const py::object& given, int64_t steps, StepNumbers& numbers) {
-    if (given.is_none()) {
-      return true;
-    }
-    PyObject* items = given.ptr();
-    if (!PyList_Check(items) && !PyTuple_Check(items) && !PyRange_Check(items)) {
-      return read_constant(given, numbers.tensor);
-    }
-    // Read a copy: converting an item to a number may run Python code (`__float__`), which could change the list.
-    const bool has_steps = PySequence_Size(items) == steps;
-    const py::object copy = py::reinterpret_steal<py::object>(has_steps ? PySequence_Tuple(items) : nullptr);
-    if (failed() || !copy) {
-      return false;
-    }
-    const Py_ssize_t count = PyTuple_GET_SIZE(copy.ptr());
-    for (Py_ssize_t k = 0; k < count; ++k) {
-      PyObject* item = PyTuple_GET_ITEM(copy.ptr(), k);
-      if (THPVariable_Check(item) && !is_readable(THPVariable_Unpack(item))) {
-        return false;
-      }
-      numbers.numbers.push_back(PyFloat_AsDouble(item));
-      if (failed()) {
-        return false;
-      }
-    }
-    return count > 0;
-  }
-
-  static bool is_unroll(py::handle given) {
-    return PyUnicode_Check(given.ptr()) && PyUnicode_CompareWithASCIIString(given.ptr(), "unroll") == 0;
-  }
-
-  static bool read(py::handle given, at::Tensor& tensor) {
-    return given.is_none() || read_constant(given, tensor);
-  }
-
-  static bool read_mask(py::handle given, at::Tensor& mask) {
-    return read_tensor(given, mask) && mask.scalar_type() == at::kBool;
-  }
-
-  static bool read(py::handle given, bool& flag) {
-    flag = given.ptr() == Py_True;
-    return PyBool_Check(given.ptr());
-  }
-
-  template <class Choice>
-  static bool read(py::handle given, Choice& choice) {
-    constexpr auto names = names_of(Choice());
-    for (size_t i = 0; PyUnicode_Check(given.ptr()) && i < names.size(); ++i) {
-      if (PyUnicode_CompareWithASCIIString(given.ptr(), names[i]) == 0) {
-        choice = static_cast<Choice>(i);
-        return true;
-      }
-    }
+  if (!is_real(given)) {
     return false;
   }
+  weight.number = PyFloat_AsDouble(given.ptr());
+  return !failed() && weight.number >= 0 && std::isfinite(weight.number);
+}
 
-  const Plan& plan_;
-  Call& call_;
-  PyObject* options_;
-  Py_ssize_t next_ = 0;
-  bool all_read_ = true;
-  std::vector<std::pair<py::object, StepNumbers*>> step_numbers_; // null object: "unroll"
-};
+bool read_step_numbers(py::handle given, int64_t steps, StepNumbers& numbers) {
+  PyObject* items = given.ptr();
+  if (!PyList_Check(items) && !PyTuple_Check(items) && !PyRange_Check(items)) {
+    return given.is_none() || read_constant(given, numbers.tensor);
+  }
+  // Read a copy: converting an item to a number may run Python code (`__float__`), which could change the list.
+  const bool has_steps = PySequence_Size(items) == steps;
+  const auto copy = py::reinterpret_steal<py::tuple>(has_steps ? PySequence_Tuple(items) : nullptr);
+  if (failed() || !copy) {
+    return false;
+  }
+  for (const py::handle item : copy) {
+    at::Tensor tensor; // reading a number from another device would synchronize
+    if (THPVariable_Check(item.ptr()) && !(read_constant(item, tensor) && tensor.is_cpu())) {
+      return false;
+    }
+    numbers.numbers.push_back(PyFloat_AsDouble(item.ptr()));
+    if (failed()) {
+      return false;
+    }
+  }
+  return !numbers.numbers.empty();
+}
+
+// Step numbers, or "unroll": 1 for the root and 1/K after.
+bool read_gradient_scale(py::handle given, int64_t steps, StepNumbers& numbers) {
+  if (!is_text(given, "unroll")) {
+    return read_step_numbers(given, steps, numbers);
+  }
+  numbers.numbers = {1.0};
+  numbers.numbers.resize(std::max<int64_t>(steps, 1), 1.0 / static_cast<double>(steps - 1));
+  return true;
+}
+
+template <class Choice>
+bool read_choice(py::handle given, Choice& choice) {
+  constexpr auto names = names_of(Choice());
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (is_text(given, names[i])) {
+      choice = static_cast<Choice>(i);
+      return true;
+    }
+  }
+  return false;
+}
+
+// Reads one value for all heads, or a dict with a value for each head.
+template <class T, class Read>
+bool read_by_head(const Plan& plan, py::handle given, ByHead<T>& by_head, Read read) {
+  if (given.is_none()) {
+    return true;
+  }
+  if (!PyDict_Check(given.ptr())) {
+    return read(given, by_head.values.emplace_back());
+  }
+  by_head.values.resize(plan.table.size());
+  Py_ssize_t found = 0;
+  for (size_t h = 0; h < by_head.values.size(); ++h) {
+    // A new reference: reading may run Python code, which could remove the value from the dict.
+    const auto value = py::reinterpret_borrow<py::object>(PyDict_GetItem(given.ptr(), plan.names[h].ptr()));
+    if (value && !read(value, by_head.values[h])) {
+      return false;
+    }
+    found += value ? 1 : 0;
+  }
+  return found == PyDict_Size(given.ptr());
+}
+
+// Reads the options, a tuple in the order of Option, into a call that already has its predictions.
+bool read_options(const Plan& plan, py::handle options, Call& call) {
+  const auto given = [=](Option option) -> py::handle {
+    return PyTuple_GET_ITEM(options.ptr(), static_cast<Py_ssize_t>(option));
+  };
+  const py::handle batch_first = given(Option::batch_first), head_weights = given(Option::head_weights);
+  call.batch_first = batch_first.ptr() == Py_True;
+  const int64_t steps = call.count_steps(plan.table);
+  const auto step_numbers = [=](py::handle value, StepNumbers& to) { return read_step_numbers(value, steps, to); };
+  const auto gradient_scale = [=](py::handle value, StepNumbers& to) { return read_gradient_scale(value, steps, to); };
+  return PyBool_Check(batch_first.ptr()) && (head_weights.is_none() || PyDict_Check(head_weights.ptr())) &&
+         read_by_head(plan, given(Option::step_weights), call.step_weights, step_numbers) &&
+         read_by_head(plan, given(Option::step_gradient_scale), call.step_gradient_scale, gradient_scale) &&
+         read_by_head(plan, given(Option::importance_weights), call.importance_weights, read_weights) &&
+         read_by_head(plan, given(Option::mask), call.mask, read_mask) &&
+         read_by_head(plan, head_weights, call.head_weights, read_head_weight) &&
+         read_choice(given(Option::reduction), call.reduction) &&
+         read_choice(given(Option::nonfinite), call.nonfinite) &&
+         read_weights(given(Option::num_entries), call.num_entries);
+}
 
 // Raises if an unmasked class is out of range, for which the kernel would return NaN. Classes on a device are not
 // checked, because reading them would synchronize.
@@ -313,13 +281,9 @@ struct PythonWriter {
 
 // Reads and checks the arguments of a call; false if the kernels do not accept it.
 bool read_call(const Plan& plan, py::handle predictions, py::handle targets, py::handle options, Call& call) {
-  PythonReader reader(plan, call, options);
   if (!ordinary_or_inference_context() || !PyTuple_Check(options.ptr()) ||
-      !read_all_entries(plan, predictions, targets, call)) {
-    return false;
-  }
-  Options::each(call, reader);
-  if (!reader.finish() || !call.settle(plan.table)) {
+      !read_all_entries(plan, predictions, targets, call) || !read_options(plan, options, call) ||
+      !call.settle(plan.table)) {
     return false;
   }
   const bool records = at::GradMode::is_enabled();
@@ -407,10 +371,6 @@ py::object multi_step_loss(
     record_call(std::move(call), outputs, plan);
   }
   return outputs_to_python(*plan, outputs, with_gradient);
-}
-
-void set_unroll_scale(py::function function) {
-  unroll_scale = new py::function(std::move(function));
 }
 
 py::dict options_to_python(const Options& options) {

@@ -31,9 +31,6 @@ std::shared_ptr<Plan> make_plan(
 py::object multi_step_loss(
     const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, py::handle options);
 
-// Sets the Python function that maps the number of steps to the scales of step_gradient_scale="unroll".
-void set_unroll_scale(py::function function);
-
 // The options by name. Tensors are detached from their graph, except head weights.
 py::dict options_to_python(const Options& options);
 

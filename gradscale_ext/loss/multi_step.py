@@ -25,7 +25,6 @@ from ..call.options import (
     Reduction,
     StepGradientScale,
     StepWeights,
-    unroll_scale,
 )
 from ..call.output import MultiStepLossOutput
 from ..call.ranks import for_all_ranks
@@ -476,4 +475,3 @@ def _differentiable_gradients(
 
 
 _C.set_differentiable_gradients(_differentiable_gradients)
-_C.set_unroll_scale(unroll_scale)
