@@ -192,7 +192,7 @@ class Launches {
     argument_.pass = pass;
     const int64_t blocks = total_blocks(pass);
     const auto bytes_of_block = static_cast<int64_t>(sizeof(LossSums) + pass.num_heads * sizeof(HeadSums));
-    memory_ = device.memory(blocks * bytes_of_block + static_cast<int64_t>(sizeof(unsigned)));
+    memory_ = device.memory(blocks * bytes_of_block + static_cast<int64_t>(sizeof(double))); // the counter, aligned
     argument_.partial.losses = static_cast<LossSums*>(memory_.mutable_data_ptr());
     argument_.partial.heads = reinterpret_cast<HeadSums*>(argument_.partial.losses + blocks);
     argument_.blocks_done = reinterpret_cast<unsigned*>(argument_.partial.heads + blocks * pass.num_heads);
