@@ -308,13 +308,31 @@ def test_head_weights(options, grad_output, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("grad_output", [1.0, 65536.0, -0.5, 0.0])
+@pytest.mark.parametrize("grad_output", [1.0, 65536.0, -0.5, 0.0, [1.0, 65536.0, -0.5, 0.0]], ids=str)
 def test_grad_output(grad_output, dtype, device):
     """The kernels recognize a gradient of 1; the factor of a loss scaler is not rounded."""
-    if dtype == torch.float16 and grad_output == 65536:
-        grad_output = 128.0  # stays within float16's range
     heads = heads_of(33)
-    check(heads, *inputs_of(heads, 33, batch=4), device, dtype, grad_output=grad_output)
+    grad_output = torch.tensor(grad_output)
+    if dtype == torch.float16:
+        grad_output[grad_output == 65536] = 128.0  # stays within float16's range
+    reduction = "none" if grad_output.dim() else "mean"
+    check(heads, *inputs_of(heads, 33, batch=4), device, dtype, grad_output=grad_output, reduction=reduction)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_an_infinite_grad_output(reduction, dtype, device):
+    """No element of a gradient stays finite, except elements that are 0. Masked entries stay 0."""
+    heads = heads_of(33)
+    predictions, targets = converted(inputs_of(heads, 33, batch=4), device, dtype)
+    mask = torch.tensor([[True], [False], [True], [True]], device=device)
+    out = gs.multi_step_loss(heads, predictions, targets, mask=mask, reduction=reduction)
+    incoming = torch.ones_like(out.loss)
+    finite = torch.autograd.grad(out.loss, leaves(predictions), incoming, retain_graph=True)
+    infinite = torch.autograd.grad(out.loss, leaves(predictions), incoming * math.inf)
+    for a, b in zip(finite, infinite, strict=True):
+        assert not b[a != 0].isfinite().any()
+        assert (b[1] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -117,9 +117,8 @@ autograd::variable_list run_again(const Saved& saved, const at::Tensor& grad_out
   return flat(std::move(weighted.gradients));
 }
 
-// The device itself tests if grad_output is 1. If it is not, a kernel multiplies the gradients of the forward pass. The
-// kernel computes them again if they would be rounded a second time (half types), or if something else refers to their
-// memory.
+// The device itself tests if grad_output is 1. If it is not, the kernel of the forward pass computes the gradients
+// again, in their own memory unless something else refers to it.
 autograd::variable_list on_device(const Saved& saved, Gradients gradients, const at::Tensor& grad_output) {
   saved.check_unchanged();
   Call call = saved.call;

@@ -208,8 +208,8 @@ struct Call : Options {
 // Computes the loss and, if wanted, the gradients in the same pass; allocates gradients if the call has none.
 void run(Call& call);
 
-// Multiplies the gradients of a call by grad_output on a device, in place and without synchronizing; computes them if
-// the call has none.
+// Computes the gradients of a call for a grad_output on a device, without synchronizing. Gradients that the call has
+// are for a grad_output of 1: they stay as they are if it is 1, and are overwritten otherwise.
 void run_backward_on_device(Call& call, const at::Tensor& grad_output);
 
 template <class Predicate>

@@ -375,10 +375,11 @@ def test_launches_of_the_loss(dtype, reduction, device):
     out = update.loss()
     _, forward = kernels_of(update.loss)
     assert len(forward) <= 2, forward
-    _, backward = kernels_of(
-        lambda: torch.autograd.grad(out.loss, leaves(update.predictions), incoming, retain_graph=True)
-    )
-    assert len(backward) <= 1, backward
+    for factor in (incoming, torch.full_like(out.loss, 0.5)):
+        _, backward = kernels_of(
+            lambda factor=factor: torch.autograd.grad(out.loss, leaves(update.predictions), factor, retain_graph=True)
+        )
+        assert len(backward) <= 1, backward
 
 
 def test_launches_without_a_gradient_and_peak_memory(device):

@@ -3,24 +3,17 @@
 // A kind of rows is a type, a template argument of loss_rows, with
 //
 // - kBlocks: the number of blocks of kRowThreads threads that must fit on a multiprocessor;
-// - kHasHalves: true if its gradients may be bfloat16;
 // - kSharedBytes: the shared memory that a block needs, allocated once for all kinds of a call;
-// - rows_per_block(const BlockOfRows&), static: the rows of a block; the last block of a segment may have fewer;
 // - run(const BlockOfRows&), static: computes the rows of a block, with all of its threads.
 //
-// launch_loss.cpp repeats the names of these types and their rows per block.
+// launch_loss.cpp repeats the names of these types, and determines the rows of a block. The last block of a segment may
+// have fewer.
 #pragma once
 
 #include "../../cuda/rows.cuh"
 #include "device_pass.h"
 
 namespace gradscale {
-
-// False for zero, subnormal and infinite numbers.
-GRADSCALE_DEVICE bool is_power_of_two(float x) {
-  const uint32_t bits = bit_cast<uint32_t>(x) & 0x7fffffffu;
-  return (bits & 0x7fffffu) == 0 && bits != 0 && bits != 0x7f800000u;
-}
 
 struct BlockOfRows {
   const Pass& pass;
@@ -35,14 +28,6 @@ struct BlockOfRows {
 
   GRADSCALE_DEVICE bool is_backward() const {
     return pass.grad_output.data != nullptr;
-  }
-
-  // True if the bfloat16 gradients of the forward pass can be multiplied by grad_output without a second rounding,
-  // because grad_output is a power of two.
-  GRADSCALE_DEVICE bool multiplies_halves() const {
-    const Slab& by = pass.grad_output;
-    return is_backward() && pass.has_gradients && by.stride == 0 && is_power_of_two(static_cast<float>(by.load(0))) &&
-           segment.gradient.element == Element::bfloat16;
   }
 
   // The raw centres in A, the type of sums; null if the support has none.

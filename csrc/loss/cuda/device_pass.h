@@ -15,7 +15,7 @@ struct Span {
   int32_t first_block;
   int32_t blocks_per_segment;
   int32_t row_kind;        // the index of the kind of rows among the template arguments of loss_rows
-  int32_t threads_per_row; // in GroupRows and MultipliedRows
+  int32_t threads_per_row; // in GroupRows
   int64_t raw_centers;     // the offset in the table of the raw centres, in the type of sums; -1: none
 };
 

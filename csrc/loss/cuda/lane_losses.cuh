@@ -260,17 +260,11 @@ struct LossRows {
   using WarpRows = LaneRows<Formula>;
   static constexpr int kSharedBytes = kRowThreads / 32 * WarpRows::kBytes;
   static constexpr int kBlocks = lane_blocks<Formula>(kIsPolicy ? 52 : (lanes_per_row == 1 ? 64 : 46));
-  static constexpr bool kHasHalves = std::is_same_v<G, BFloat16Bits>;
 
-  GRADSCALE_DEVICE static int32_t rows_per_warp_of(const BlockOfRows& block) {
-    return rounded_rows_per_warp(block.rows_per_warp, lanes_per_row);
-  }
-  GRADSCALE_DEVICE static int32_t rows_per_block(const BlockOfRows& block) {
-    return kRowThreads / 32 * rows_per_warp_of(block);
-  }
   GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
     const Segment& segment = block.segment;
-    const RowsOfWarp warp(block.index, rows_per_warp_of(block), block.pass.batch, lanes_per_row);
+    const int32_t rows_per_warp = rounded_rows_per_warp(block.rows_per_warp, lanes_per_row);
+    const RowsOfWarp warp(block.index, rows_per_warp, block.pass.batch, lanes_per_row);
     if (warp.count > 0) {
       WarpRows rows(
           warp,

@@ -5,15 +5,16 @@
 #include "../../cuda/table_builder.h"
 #include "../../formulas/losses.h"
 #include "../../support/calls.h"
+#include "../heads.h"
 #include "../segment.h"
 #include "device_pass.h"
 
 #include <algorithm>
+#include <compare>
 #include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <vector>
 
 namespace gradscale {
@@ -25,31 +26,22 @@ namespace {
 // The specification of a row kernel: the properties of rows that it is compiled for, and its name in C++. Template
 // arguments are written only here.
 //
-// To add faster code for some rows, write a type as block_of_rows.cuh describes, and add a Way, its name in name(), its
-// rows per block in blocks() and its condition in specification_of().
-
-// The owner of a row: lanes of a warp (LossRows) or a group of threads (GroupRows). `multiplied`: gradients exist, and
-// are multiplied by grad_output (MultipliedRows).
-enum class Way : int32_t { lanes, group, multiplied };
-
+// To add faster code for some rows, write a type as block_of_rows.cuh describes, and add its name in name(), its
+// condition in specification_of() and its rows per block in add_to_span().
 struct RowSpecification {
-  Way way;
   Kind kind;
   Element logits;
   Element target;   // of a distribution over the logits; int64: a class; float64 where it is neither
-  Element gradient; // int64: none is wanted, or way is group
+  Element gradient; // int64: none is wanted, or its type is read when the kernel runs
   int32_t width;    // 0: code for all widths
-  int32_t threads;  // the number of threads that own a row
+  int32_t lanes;    // the lanes of a warp that own a row (LossRows); 0: a group of threads owns it (GroupRows)
   int32_t unit;     // elements that a lane accesses at once
   int32_t options;  // bits of RowOptions
 
-  // True if both specify the same type.
-  bool operator==(const RowSpecification& other) const;
-  bool operator<(const RowSpecification& other) const;
+  auto operator<=>(const RowSpecification&) const = default;
 
   // The type, as C++ names it inside of namespace gradscale.
   std::string name() const;
-  int64_t blocks(int64_t rows, int32_t rows_per_warp) const;
 };
 
 Lanes lanes_of(const Segment& segment) {
@@ -74,87 +66,38 @@ int32_t options_of(const Head& head) {
          (is_policy && head.subtract_target_entropy ? kSubtractsEntropy : 0);
 }
 
-// ---- The C++ names of template arguments, inside of namespace gradscale
-
-const char* name_of(Kind kind) {
-  switch (kind) {
-#define GRADSCALE_CASE(name, ...) \
-  case Kind::name:                \
-    return "Kind::" #name;
-    GRADSCALE_KINDS(GRADSCALE_CASE)
-#undef GRADSCALE_CASE
-  }
-  return "";
-}
-
-std::string gradient_name(Element element) {
-  return element == Element::int64 ? "void" : type_name(element); // none is wanted
-}
-
-// The members that distinguish two specifications.
-auto members(const RowSpecification& rows) {
-  const int32_t lanes = rows.way == Way::lanes ? rows.threads : 0; // otherwise not a template argument
-  return std::make_tuple(
-      rows.way, rows.kind, rows.logits, rows.target, rows.gradient, rows.width, lanes, rows.unit, rows.options);
-}
-
-bool RowSpecification::operator==(const RowSpecification& other) const {
-  return members(*this) == members(other);
-}
-
-bool RowSpecification::operator<(const RowSpecification& other) const {
-  return members(*this) < members(other);
-}
-
 std::string RowSpecification::name() const {
-  switch (way) {
-    case Way::lanes:
-      return instance(
-          "LossRows",
-          {name_of(kind),
-           type_name(logits),
-           type_name(target),
-           gradient_name(gradient),
-           std::to_string(width),
-           std::to_string(threads),
-           std::to_string(unit),
-           std::to_string(options)});
-    case Way::group:
-      return instance("GroupRows", {name_of(kind), type_name(logits), std::to_string(options)});
-    case Way::multiplied:
-      break;
+  const std::string kind_name = "Kind::" + description_of(kind).name;
+  if (lanes == 0) {
+    return instance("GroupRows", {kind_name, type_name(logits), std::to_string(options)});
   }
-  return instance("MultipliedRows", {gradient_name(gradient)});
+  return instance(
+      "LossRows",
+      {kind_name,
+       type_name(logits),
+       type_name(target),
+       gradient == Element::int64 ? "void" : type_name(gradient),
+       std::to_string(width),
+       std::to_string(lanes),
+       std::to_string(unit),
+       std::to_string(options)});
 }
 
-int64_t RowSpecification::blocks(int64_t rows, int32_t rows_per_warp) const {
-  const int64_t rows_per_block =
-      way == Way::lanes ? kRowThreads / 32 * rounded_rows_per_warp(rows_per_warp, threads) : kRowThreads / threads;
-  return (rows + rows_per_block - 1) / rows_per_block;
-}
-
-// Specifies the kernel for the rows of a segment. `multiplies`: the gradient exists, and is multiplied.
-RowSpecification specification_of(const Segment& segment, int32_t threads_per_row, bool multiplies) {
+// Specifies the kernel for the rows of a segment.
+RowSpecification specification_of(const Segment& segment) {
   RowSpecification result{};
-  result.gradient = segment.gradient.data == nullptr ? Element::int64 : segment.gradient.element;
-  result.threads = threads_per_row;
-  if (multiplies) {
-    result.way = Way::multiplied;
-    return result;
-  }
   result.kind = segment.head->kind;
   result.logits = segment.prediction.element;
+  result.gradient = Element::int64;
   result.options = options_of(*segment.head);
   const Lanes lanes = lanes_of(segment);
   if (lanes.per_row == 0) {
-    result.way = Way::group;
-    result.gradient = Element::int64; // its type is read when the kernel runs
     return result;
   }
-  result.way = Way::lanes;
   result.target = result.kind == Kind::soft_cross_entropy ? segment.target.element : Element::float64;
+  result.gradient = segment.gradient.data == nullptr ? Element::int64 : segment.gradient.element;
   result.width = static_cast<int32_t>(segment.width);
-  result.threads = lanes.per_row;
+  result.lanes = lanes.per_row;
   result.unit = lanes.unit;
   return result;
 }
@@ -231,25 +174,24 @@ class Launches {
     return pass_.grad_output.data != nullptr;
   }
 
-  // True if MultipliedRows multiplies the gradient. Gradients of half types would be rounded a second time.
-  bool multiplies(const Segment& segment) const {
-    return is_backward() && pass_.has_gradients && element_size(segment.gradient.element) > 2;
-  }
-
   void add_to_span(int64_t index) {
     const Segment& segment = pass_.segments[index];
     if (std::max(segment.width, segment.target_width) > INT32_MAX - 64) {
       throw std::runtime_error("multi_step_loss: a row has more than 2147483583 elements");
     }
     const int32_t threads = threads_for_row(segment.width, element_size(segment.prediction.element), kRowThreads);
-    const RowSpecification specification = specification_of(segment, threads, multiplies(segment));
+    const RowSpecification specification = specification_of(segment);
     const auto found = std::find(row_kinds_.begin(), row_kinds_.end(), specification);
     const auto row_kind = static_cast<int32_t>(found - row_kinds_.begin());
     if (found == row_kinds_.end()) {
       row_kinds_.push_back(specification);
     }
     const auto head = static_cast<int32_t>(segment.head - pass_.heads);
-    const auto blocks = specification.blocks(pass_.batch, argument_.rows_per_warp);
+    const int64_t rows_per_block =
+        specification.lanes == 0
+            ? kRowThreads / threads
+            : kRowThreads / 32 * rounded_rows_per_warp(argument_.rows_per_warp, specification.lanes);
+    const int64_t blocks = (pass_.batch + rows_per_block - 1) / rows_per_block;
     const bool follows = !spans_.empty() && last_segment_ == index - 1 && spans_.back().head == head &&
                          spans_.back().row_kind == row_kind;
     if (!follows) {

@@ -23,11 +23,7 @@ template <Kind kind, class T, int options>
 struct GroupRows {
   static constexpr int kBlocks = 2;
   static constexpr int kSharedBytes = 0;
-  static constexpr bool kHasHalves = std::is_same_v<T, BFloat16Bits>;
 
-  GRADSCALE_DEVICE static int32_t rows_per_block(const BlockOfRows& block) {
-    return kRowThreads / block.span.threads_per_row;
-  }
   GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
     GRADSCALE_SHARED(double, shared, kWarps);
     using A = typename AccumulateType<T>::type;
@@ -48,80 +44,15 @@ struct GroupRows {
   }
 };
 
-// Multiplies the gradients of `count` rows, from row `first` on, by grad_output. Each is read once and written once.
-template <class G>
-GRADSCALE_DEVICE void multiply_rows(const BlockOfRows& block, int64_t first, int64_t count) {
-  using A = typename AccumulateType<G>::type;
-  constexpr int size = kVector<G>, at_once = 2;
-  const RowOfThread own(0, block.span.threads_per_row, count, nullptr);
-  const auto width = static_cast<int32_t>(block.segment.width);
-  for (int64_t i = own.row; own.active && i < count; i += blockDim.x / own.group.size) {
-    const int64_t row_index = first + i;
-    const Coefficients& c = block.coefficients;
-    if (!c.mask.includes(row_index, block.segment.step) || block.is_skipped(row_index) ||
-        c.gradient_scale(block.segment, row_index) == 0) { // zeros stay zeros, also if grad_output is infinite
-      continue;
-    }
-    const A factor = static_cast<A>(block.pass.grad_output.load(row_index));
-    G* const row = static_cast<G*>(block.segment.gradient.data) + row_index * block.segment.gradient.stride;
-    const Windows<G> windows(row, width);
-    for (int32_t window = own.group.rank; window < windows.count; window += at_once * own.group.size) {
-      A values[at_once][size];
-#pragma unroll
-      for (int c = 0; c < at_once; ++c) { // all loads are issued before the first is waited for
-        read_elements<size>(row, width, windows.first(window + c * own.group.size), A(0), values[c]);
-      }
-#pragma unroll
-      for (int c = 0; c < at_once; ++c) {
-#pragma unroll
-        for (int k = 0; k < size; ++k) {
-          values[c][k] *= factor;
-        }
-        write_elements<size>(row, width, windows.first(window + c * own.group.size), values[c]);
-      }
-    }
-  }
-}
-
-// Rows of existing gradients of type G, which are multiplied by grad_output.
-template <class G>
-struct MultipliedRows {
-  static constexpr int kBlocks = 4;
-  static constexpr int kSharedBytes = 0;
-  static constexpr bool kHasHalves = false;
-
-  GRADSCALE_DEVICE static int32_t rows_per_block(const BlockOfRows& block) {
-    return kRowThreads / block.span.threads_per_row;
-  }
-  GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
-    const int64_t rows = rows_per_block(block), first = block.index * rows, left = block.pass.batch - first;
-    multiply_rows<G>(block, first, left < rows ? left : rows);
-  }
-};
-
 // ---- The kernel -----------------------------------------------------------------------------------------------------
-
-template <class Rows>
-GRADSCALE_DEVICE void run_or_multiply(const BlockOfRows& block) {
-  if constexpr (Rows::kHasHalves) {
-    if (block.multiplies_halves()) {
-      const int64_t rows = Rows::rows_per_block(block);
-      const int64_t first = block.index * rows;
-      const int64_t left = block.pass.batch - first;
-      multiply_rows<BFloat16Bits>(block, first, left < rows ? left : rows);
-      return;
-    }
-  }
-  Rows::run(block);
-}
 
 // Runs a block with the kind of rows that has this index among the template arguments.
 template <class First, class... Rest>
 GRADSCALE_DEVICE void run_rows(int32_t index, const BlockOfRows& block) {
   if constexpr (sizeof...(Rest) == 0) {
-    run_or_multiply<First>(block);
+    First::run(block);
   } else if (index == 0) {
-    run_or_multiply<First>(block);
+    First::run(block);
   } else {
     run_rows<Rest...>(index - 1, block);
   }
