@@ -1,7 +1,7 @@
 // The front door of the C++ side. Operators that torch.compile must see register themselves with TORCH_LIBRARY in their
 // own files; this pybind11 module holds the entry points of eager mode, whose calls have the least overhead.
 #include "cuda/driver.h"
-#include "flow/flow.h"
+#include "flow/identity.h"
 #include "formulas/statistics.h"
 #include "loss/python.h"
 #include "returns/returns.h"
@@ -24,9 +24,7 @@
 
 namespace {
 
-using gradscale::NormGroups;
 using gradscale::Plan;
-using gradscale::Value;
 
 // The tensor, if the kernels can read it in this context; otherwise null.
 const at::Tensor* readable(py::handle given) {
@@ -72,40 +70,6 @@ py::object project(
   at::Tensor result = gradscale::project(support->get(), *p, *r, *d);
   py::gil_scoped_acquire gil;
   return py::cast(std::move(result));
-}
-
-// The gradient-flow operators, or None where a transform, a tracer or a dispatch mode must see the registered operator.
-template <class Operator, class... Arguments>
-py::object in_ordinary_context(Operator op, const Arguments&... arguments) {
-  return gradscale::ordinary_context() ? py::cast(op(arguments...)) : py::none();
-}
-
-py::object scale_gradient(const at::Tensor& x, const Value& scale) {
-  return in_ordinary_context(&gradscale::scale_gradient, x, scale);
-}
-
-py::object reverse_gradient(const at::Tensor& x, const Value& scale) {
-  return in_ordinary_context(&gradscale::reverse_gradient, x, scale);
-}
-
-py::object clip_gradient_norm(
-    const at::Tensor& x,
-    const Value& max_norm,
-    int64_t batch_dims,
-    double norm_type,
-    const std::string& process_group,
-    int64_t process_group_size,
-    const std::optional<at::Tensor>& counts) {
-  const NormGroups groups{batch_dims, norm_type, process_group, process_group_size};
-  return in_ordinary_context(&gradscale::clip_gradient_norm, x, max_norm, groups, counts.value_or(at::Tensor()));
-}
-
-py::object clip_gradient_value(const at::Tensor& x, const Value& min, const Value& max) {
-  return in_ordinary_context(&gradscale::clip_gradient_value, x, min, max);
-}
-
-py::object normalize_gradient(const at::Tensor& x, const Value& norm, int64_t batch_dims, double norm_type) {
-  return in_ordinary_context(&gradscale::normalize_gradient, x, norm, NormGroups{batch_dims, norm_type});
 }
 
 // The loss, or None if the fused pass does not accept these tensors.
@@ -179,11 +143,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("record_kernels", &gradscale::record_kernels);
   m.def("cpu_capability", &at::get_cpu_capability);
   m.def("ordinary_context", &gradscale::ordinary_context);
-  m.def("scale_gradient", &scale_gradient);
-  m.def("reverse_gradient", &reverse_gradient);
-  m.def("clip_gradient_norm", &clip_gradient_norm);
-  m.def("clip_gradient_value", &clip_gradient_value);
-  m.def("normalize_gradient", &normalize_gradient);
+  for (const auto add_operator : gradscale::eager_operators()) { // the gradient-flow operators
+    add_operator(m);
+  }
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(py::init(&gradscale::make_plan));
   m.def("multi_step_loss", &gradscale::multi_step_loss);
   m.def("outputs", [] { // name -> true for a list by head; in the order in which the operator returns them

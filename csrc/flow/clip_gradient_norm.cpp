@@ -1,31 +1,39 @@
-#include "flow.h"
+// clip_gradient_norm, g * min(1, max_norm / |g|), and normalize_gradient, g * norm / |g|, with one norm for each group.
+// `counts`, if given, is int64 [2]: norms seen, and norms clipped.
+#include "group_norm.h"
 #include "identity.h"
 
 namespace gradscale {
 
 namespace {
 
-struct ClipGradientNorm {
-  static constexpr const char* kName = "clip_gradient_norm";
-  static constexpr const char* kNodeName = "ClipGradientNormBackward";
+template <Rule rule>
+struct Rescaled {
+  static constexpr bool kClips = rule == Rule::clip;
+  static constexpr const char* kName = kClips ? "clip_gradient_norm" : "normalize_gradient";
+  static constexpr const char* kNodeName = kClips ? "ClipGradientNormBackward" : "NormalizeGradientBackward";
+  static constexpr const char* kLimit = kClips ? "max_norm" : "norm";
+  static constexpr bool kLinear = false;
 
-  Value max_norm;
+  Value limit;
   NormGroups groups;
   at::Tensor counts; // only written, so that it need not be a saved variable
 
   template <class Self, class Visit>
   static void each(Self& self, Visit visit) {
-    visit("max_norm", self.max_norm);
+    visit(kLimit, self.limit);
     visit("batch_dims", self.groups.batch_dims);
     visit("norm_type", self.groups.p);
-    visit("process_group", self.groups.process_group);
-    visit("process_group_size", self.groups.process_group_size);
-    visit("counts", self.counts);
+    if constexpr (kClips) {
+      visit("process_group", self.groups.process_group);
+      visit("process_group_size", self.groups.process_group_size);
+      visit("counts", self.counts);
+    }
   }
 
   void check(const at::Tensor& x) const {
     groups.check(kName, x);
-    check_limit(kName, "max_norm", max_norm, x, groups);
+    check_limit(kName, kLimit, limit, x, groups);
     TORCH_CHECK_VALUE(
         !counts.defined() || counts.device() == x.device(),
         kName,
@@ -37,11 +45,7 @@ struct ClipGradientNorm {
   }
 
   at::Tensor gradient(at::Tensor incoming) const {
-    return rescaled(std::move(incoming), max_norm, groups, Rule::clip, counts);
-  }
-
-  at::Tensor tangent(const at::Tensor& /*incoming*/) const {
-    no_forward_mode(kName);
+    return rescaled(std::move(incoming), limit, groups, rule, counts);
   }
 
   bool keeps_zeros() const {
@@ -51,11 +55,8 @@ struct ClipGradientNorm {
 
 } // namespace
 
-at::Tensor clip_gradient_norm(
-    const at::Tensor& x, const Value& max_norm, const NormGroups& groups, const at::Tensor& counts) {
-  return apply_operator(x, ClipGradientNorm{max_norm, groups, counts});
-}
-
-GRADSCALE_FLOW_OPERATOR(ClipGradientNorm)
+GRADSCALE_FLOW_OPERATOR(
+    Rescaled<Rule::clip>, Value, int64_t, double, std::string, int64_t, std::optional<at::Tensor>)
+GRADSCALE_FLOW_OPERATOR(Rescaled<Rule::normalize>, Value, int64_t, double)
 
 } // namespace gradscale

@@ -1,5 +1,5 @@
+// clip_gradient_value: clamp(g, min, max), where the bounds broadcast to x.
 #include "elementwise.h"
-#include "flow.h"
 #include "identity.h"
 
 #include <ATen/ops/full.h>
@@ -26,6 +26,7 @@ at::Tensor clamped(at::Tensor gradient, const Value& lowest, const Value& highes
 struct ClipGradientValue {
   static constexpr const char* kName = "clip_gradient_value";
   static constexpr const char* kNodeName = "ClipGradientValueBackward";
+  static constexpr bool kLinear = false;
 
   Value min;
   Value max;
@@ -59,10 +60,6 @@ struct ClipGradientValue {
     return clamped(std::move(incoming), min, max);
   }
 
-  at::Tensor tangent(const at::Tensor& /*incoming*/) const {
-    no_forward_mode(kName);
-  }
-
   bool keeps_zeros() const {
     const double* low = std::get_if<double>(&min);
     const double* high = std::get_if<double>(&max);
@@ -72,10 +69,6 @@ struct ClipGradientValue {
 
 } // namespace
 
-at::Tensor clip_gradient_value(const at::Tensor& x, const Value& min, const Value& max) {
-  return apply_operator(x, ClipGradientValue{min, max});
-}
-
-GRADSCALE_FLOW_OPERATOR(ClipGradientValue)
+GRADSCALE_FLOW_OPERATOR(ClipGradientValue, Value, Value)
 
 } // namespace gradscale

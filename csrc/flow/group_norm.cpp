@@ -1,4 +1,4 @@
-#include "flow.h"
+#include "group_norm.h"
 
 #include "../cpu/range.h"
 #include "../cuda/driver.h"

@@ -1,13 +1,15 @@
-// The common part of all gradient-flow operators. The result is a view of x with the operator's gradient function.
+// The common part of all gradient-flow operators. The result is a view of x with the operator's gradient function. Each
+// operator is in the file of its name; reverse_gradient is in the file of scale_gradient, and normalize_gradient in the
+// file of clip_gradient_norm.
 //
 // An operator is a struct with
 //
 //   static constexpr const char* kName, *kNodeName;
-//   static void each(Self& self, Visit visit)            visits its arguments after x, Values first
-//   void check(const at::Tensor& x) const;               raises for wrong arguments
-//   at::Tensor gradient(at::Tensor incoming) const;      the result for a dense gradient
-//   at::Tensor tangent(const at::Tensor& incoming) const the result for a tangent in forward mode, or raises
-//   bool keeps_zeros() const                             true if gradient() accepts the values of a sparse gradient
+//   static constexpr bool kLinear;                   true if gradient() also computes tangents in forward mode
+//   static void each(Self& self, Visit visit)        visits its arguments after x, Values first
+//   void check(const at::Tensor& x) const;           raises for wrong arguments
+//   at::Tensor gradient(at::Tensor incoming) const;  the result for a dense gradient
+//   bool keeps_zeros() const                         true if gradient() accepts the values of a sparse gradient
 #pragma once
 
 #include "../torch/autograd.h"
@@ -19,9 +21,11 @@
 #include <ATen/ops/alias.h>
 #include <ATen/ops/detach.h>
 #include <c10/util/SmallVector.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -30,6 +34,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 namespace gradscale {
 
@@ -50,26 +55,16 @@ inline at::Tensor without_gradient(const at::Tensor& x) {
 }
 
 // The arguments that may be tensors.
-class ValuesOf {
- public:
-  template <class Operator>
-  explicit ValuesOf(Operator& op) {
-    Operator::each(op, [&](const char*, auto& argument) {
-      if constexpr (std::is_same_v<decltype(argument), Value&>) {
-        values_.push_back(&argument);
-      }
-    });
-  }
-  auto begin() const {
-    return values_.begin();
-  }
-  auto end() const {
-    return values_.end();
-  }
-
- private:
-  c10::SmallVector<Value*, kMostValues> values_;
-};
+template <class Operator>
+c10::SmallVector<Value*, kMostValues> values_of(Operator& op) {
+  c10::SmallVector<Value*, kMostValues> values;
+  Operator::each(op, [&](const char*, auto& argument) {
+    if constexpr (std::is_same_v<decltype(argument), Value&>) {
+      values.push_back(&argument);
+    }
+  });
+  return values;
+}
 
 inline bool is_tensor(const Value* value) {
   return std::holds_alternative<at::Tensor>(*value);
@@ -85,7 +80,7 @@ at::Tensor below_this_level(const at::Tensor& x, Operator& op) {
   }
   torch::jit::Stack stack{x};
   Operator::each(op, ArgumentWriter{stack});
-  const ValuesOf values(op);
+  const auto values = values_of(op);
   const bool has_tensor = std::any_of(values.begin(), values.end(), is_tensor);
   const std::string name = std::string("gradscale_ext::") + Operator::kName;
   c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), has_tensor ? "tensor" : "").callBoxed(stack);
@@ -115,7 +110,7 @@ class OperatorBackward : public BackwardNode {
   void set(Operator op) {
     operator_ = std::move(op);
     auto saved = saved_.begin();
-    for (Value* value : ValuesOf(*operator_)) {
+    for (Value* value : values_of(*operator_)) {
       if (is_tensor(value)) {
         *saved = torch::autograd::SavedVariable(std::get<at::Tensor>(*value), /*is_output=*/false);
         *value = at::Tensor();
@@ -190,7 +185,7 @@ class OperatorBackward : public BackwardNode {
     TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
     Operator op = *operator_;
     auto saved = saved_.begin();
-    for (Value* value : ValuesOf(op)) {
+    for (Value* value : values_of(op)) {
       if (is_tensor(value)) {
         *value = saved->unpack();
       }
@@ -222,7 +217,7 @@ template <class Operator>
 at::Tensor apply_operator(const at::Tensor& x, Operator op) {
   check_differentiable(Operator::kName, x);
   op.check(x);
-  for (Value* value : ValuesOf(op)) {
+  for (Value* value : values_of(op)) {
     *value = read_if_free(std::move(*value));
   }
   const at::Tensor& tangent = x._fw_grad(/*level=*/0);
@@ -232,7 +227,12 @@ at::Tensor apply_operator(const at::Tensor& x, Operator op) {
   }
   const at::Tensor result = operator_view(x, op);
   if (tangent.defined()) {
-    result._set_fw_grad(op.tangent(tangent), /*level=*/0, /*is_inplace_op=*/false);
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        Operator::kLinear,
+        Operator::kName,
+        ": it changes gradients in a nonlinear way, which has no meaning for the tangents of forward mode (jvp, jacfwd, "
+        "hessian, forward_ad); use reverse mode (grad, vjp, jacrev; jacrev(jacrev(f)) in place of hessian(f))");
+    result._set_fw_grad(op.gradient(tangent), /*level=*/0, /*is_inplace_op=*/false);
   }
   if (records && x.requires_grad()) {
     OperatorBackward<Operator>* node = nullptr;
@@ -242,14 +242,6 @@ at::Tensor apply_operator(const at::Tensor& x, Operator op) {
     torch::autograd::set_history(result, handle);
   }
   return result;
-}
-
-[[noreturn]] inline void no_forward_mode(const char* name) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      false,
-      name,
-      ": it changes gradients in a nonlinear way, which has no meaning for the tangents of forward mode (jvp, jacfwd, "
-      "hessian, forward_ad); use reverse mode (grad, vjp, jacrev; jacrev(jacrev(f)) in place of hessian(f))");
 }
 
 // ---- Registration ---------------------------------------------------------------------------------------------------
@@ -277,7 +269,7 @@ void define_operator(torch::Library& library) {
     std::string schema = std::string(Operator::kName) + overload + "(Tensor(a) x, ";
     Operator::each(op, SchemaWriter{schema});
     library.def(torch::schema((schema + ") -> Tensor(a)").c_str()));
-    for (Value* value : ValuesOf(op)) {
+    for (Value* value : values_of(op)) {
       *value = at::Tensor();
     }
   }
@@ -291,10 +283,36 @@ void implement_operator(torch::Library& library) {
   }
 }
 
-// NOLINTBEGIN(bugprone-macro-parentheses): a type
-#define GRADSCALE_FLOW_OPERATOR(Operator)                           \
+// ---- Eager mode -----------------------------------------------------------------------------------------------------
+
+// Functions that add an operator to the Python module. Its calls have less overhead than calls of the dispatcher.
+inline std::vector<void (*)(pybind11::module_&)>& eager_operators() {
+  static std::vector<void (*)(pybind11::module_&)> all;
+  return all;
+}
+
+template <class T>
+const T& unwrapped(const T& argument) {
+  return argument;
+}
+inline at::Tensor unwrapped(const std::optional<at::Tensor>& argument) {
+  return argument.value_or(at::Tensor());
+}
+
+// Adds a function of x and the operator's arguments. It returns None where a transform, a tracer or a dispatch mode must
+// see the registered operator.
+template <class Operator, class... Arguments>
+void add_eager(pybind11::module_& m) {
+  m.def(Operator::kName, [](const at::Tensor& x, const Arguments&... arguments) -> pybind11::object {
+    return ordinary_context() ? pybind11::cast(apply_operator(x, Operator{unwrapped(arguments)...})) : pybind11::none();
+  });
+}
+
+// NOLINTBEGIN(bugprone-macro-parentheses): types
+#define GRADSCALE_FLOW_OPERATOR(Operator, ...)                      \
   TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {                        \
     define_operator<Operator>(m);                                   \
+    eager_operators().push_back(&add_eager<Operator, __VA_ARGS__>); \
   }                                                                 \
   TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {                  \
     implement_operator<Operator, &autograd_kernel<Operator>>(m);    \

@@ -1,6 +1,6 @@
-// scale_gradient and reverse_gradient: the gradient, and the tangent, times a number or a tensor.
+// scale_gradient and reverse_gradient: the gradient, and in forward mode the tangent, times `scale` or -`scale`, which
+// broadcasts to x. A scale of 0 gives exact zeros, also where the gradient is inf or NaN.
 #include "elementwise.h"
-#include "flow.h"
 #include "identity.h"
 
 #include <ATen/ops/complex.h>
@@ -10,6 +10,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+
 namespace gradscale {
 
 namespace {
@@ -56,6 +57,7 @@ template <int sign>
 struct ScaledBy {
   static constexpr const char* kName = sign > 0 ? "scale_gradient" : "reverse_gradient";
   static constexpr const char* kNodeName = sign > 0 ? "ScaleGradientBackward" : "ReverseGradientBackward";
+  static constexpr bool kLinear = true;
 
   Value scale;
 
@@ -74,10 +76,6 @@ struct ScaledBy {
                              : scaled(std::move(incoming), std::get<at::Tensor>(scale), sign);
   }
 
-  at::Tensor tangent(const at::Tensor& incoming) const {
-    return gradient(incoming);
-  }
-
   bool keeps_zeros() const {
     return std::holds_alternative<double>(scale);
   }
@@ -85,15 +83,7 @@ struct ScaledBy {
 
 } // namespace
 
-at::Tensor scale_gradient(const at::Tensor& x, const Value& scale) {
-  return apply_operator(x, ScaledBy<1>{scale});
-}
-
-at::Tensor reverse_gradient(const at::Tensor& x, const Value& scale) {
-  return apply_operator(x, ScaledBy<-1>{scale});
-}
-
-GRADSCALE_FLOW_OPERATOR(ScaledBy<1>)
-GRADSCALE_FLOW_OPERATOR(ScaledBy<-1>)
+GRADSCALE_FLOW_OPERATOR(ScaledBy<1>, Value)
+GRADSCALE_FLOW_OPERATOR(ScaledBy<-1>, Value)
 
 } // namespace gradscale
