@@ -6,12 +6,15 @@
 
 namespace gradscale {
 
-// Elements in memory. A complex element is a pair of numbers, and `size` is the number of pairs.
+// Real numbers in memory. Complex elements are pairs of numbers.
 struct Range {
   const void* data;
   int64_t size;
   Element element;
-  bool is_complex;
+
+  Range part(int64_t begin, int64_t part_size) const {
+    return {static_cast<const char*>(data) + begin * element_size(element), part_size, element};
+  }
 };
 
 using PowerSumOfRange = PowerSum (*)(const Range&, double p);

@@ -69,7 +69,8 @@ struct ElementwiseCall {
 
 constexpr int64_t kElementsOfBlock = 4096; // of contiguous tensors: 2, 4 or 8 windows of 16 bytes per thread
 
-// Groups of contiguous elements, rescaled by their norms. Complex elements are pairs of numbers; p must be 2 for them.
+// Groups of contiguous elements, rescaled by their norms, on a CPU or a device. Complex elements are pairs of numbers;
+// p must be 2 for them.
 struct RescaleCall {
   const void* from;
   void* to; // may be `from`
@@ -79,11 +80,15 @@ struct RescaleCall {
   double p;
   Rule rule;
   double limit;
-  const double* limits;  // by group, on the device; null: `limit` for all
+  const double* limits;  // by group; null: `limit` for all
   int64_t limits_stride; // 0: one for all
-  int64_t* counts;       // on the device: the numbers of norms and of norms beyond the limit are added; or null
-  PowerSum* sums;        // of the chunks of long groups, set by launch_rescale()
+  int64_t* counts;       // the numbers of norms and of norms beyond the limit are added; or null
+  PowerSum* sums;        // on a device: of the chunks of long groups, set by launch_rescale()
 };
+
+GRADSCALE_HOST_DEVICE double limit_of(const RescaleCall& call, int64_t group) {
+  return call.limits == nullptr ? call.limit : call.limits[group * call.limits_stride];
+}
 
 constexpr int64_t kShortGroup = 8192; // elements; the groups that are processed at a time fit into the cache
 

@@ -55,8 +55,7 @@ struct Rescaled {
 
 } // namespace
 
-GRADSCALE_FLOW_OPERATOR(
-    Rescaled<Rule::clip>, Value, int64_t, double, std::string, int64_t, std::optional<at::Tensor>)
+GRADSCALE_FLOW_OPERATOR(Rescaled<Rule::clip>, Value, int64_t, double, std::string, int64_t, std::optional<at::Tensor>)
 GRADSCALE_FLOW_OPERATOR(Rescaled<Rule::normalize>, Value, int64_t, double)
 
 } // namespace gradscale

@@ -53,128 +53,62 @@ bool lies_in_groups(const at::Tensor& gradient, int64_t batch_dims, int64_t size
   return true;
 }
 
-// The memory of a gradient, and of the result, which may be the same.
-class Memory {
- public:
-  Memory(const at::Tensor& from, const at::Tensor& to)
-      : from_(static_cast<const char*>(from.const_data_ptr())),
-        to_(static_cast<char*>(to.mutable_data_ptr())),
-        element_size_(from.element_size()),
-        complex_(from.is_complex()),
-        element_(element_of(from)) {
-  }
-
-  Range range(int64_t begin, int64_t size) const {
-    return {from_ + begin * element_size_, size, element_, complex_};
-  }
-
-  void scale(int64_t begin, int64_t size, const Scaling& by) const {
-    char* to = to_ + begin * element_size_;
-    const Range from = range(begin, size);
+// Rescales the groups on a CPU. A group that fits the cache is read from memory once. All threads sum, and then scale,
+// the chunks of a larger group; the order of additions does not depend on the number of threads.
+void rescale_groups(const RescaleCall& call) {
+  const Range gradient{call.from, call.groups * call.size, call.element};
+  const auto scale = [&](int64_t begin, int64_t size, const Scaling& by) {
+    const Range from = gradient.part(begin, size);
+    const int64_t bytes = element_size(call.element);
+    char* to = static_cast<char*>(call.to) + begin * bytes;
     if (by.root == 0) {
-      std::memset(to, 0, size * element_size_);
+      std::memset(to, 0, size * bytes);
     } else if (!by.changes_nothing()) {
       scale_range_kernel(from, to, by.root, by.factor);
     } else if (to != from.data) {
-      std::memcpy(to, from.data, size * element_size_);
+      std::memcpy(to, from.data, size * bytes);
     }
-  }
-
- private:
-  const char* from_;
-  char* to_;
-  int64_t element_size_;
-  bool complex_;
-  Element element_;
-};
-
-// Rescales the groups, and returns how many norms were not within the limit. A group that fits the cache is read from
-// memory once. All threads sum, and then scale, the chunks of a larger group; the order of additions does not depend on
-// the number of threads.
-template <class Limit>
-int64_t rescale_groups(const Memory& memory, int64_t groups, int64_t size, double p, Rule rule, Limit limit) {
-  std::atomic<int64_t> beyond{0};
-  if (size <= kChunk) {
-    at::parallel_for(0, groups, std::max<int64_t>(1, kChunk / size), [&](int64_t begin, int64_t end) {
+  };
+  std::atomic<int64_t> beyond{0}; // norms that are not within the limit
+  if (call.size <= kChunk) {
+    at::parallel_for(0, call.groups, std::max<int64_t>(1, kChunk / call.size), [&](int64_t begin, int64_t end) {
       int64_t count = 0;
       for (int64_t i = begin; i < end; ++i) {
-        const Scaling by = scaling(rule, power_sum_kernel(memory.range(i * size, size), p), p, limit(i));
-        memory.scale(i * size, size, by);
+        const PowerSum sum = power_sum_kernel(gradient.part(i * call.size, call.size), call.p);
+        const Scaling by = scaling(call.rule, sum, call.p, limit_of(call, i));
+        scale(i * call.size, call.size, by);
         count += !by.within;
       }
       beyond += count;
     });
-    return beyond;
-  }
-  const int64_t chunks = (size + kChunk - 1) / kChunk;
-  const auto for_each_chunk = [&](auto function) {
-    at::parallel_for(0, groups * chunks, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t start = (i % chunks) * kChunk;
-        function(i, i / chunks * size + start, std::min(kChunk, size - start));
+  } else {
+    const int64_t chunks = (call.size + kChunk - 1) / kChunk;
+    const auto for_each_chunk = [&](auto function) {
+      at::parallel_for(0, call.groups * chunks, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          const int64_t start = (i % chunks) * kChunk;
+          function(i, i / chunks * call.size + start, std::min(kChunk, call.size - start));
+        }
+      });
+    };
+    std::vector<PowerSum> sums(call.groups * chunks);
+    for_each_chunk(
+        [&](int64_t i, int64_t start, int64_t size) { sums[i] = power_sum_kernel(gradient.part(start, size), call.p); });
+    std::vector<Scaling> by(call.groups);
+    for (int64_t group = 0; group < call.groups; ++group) {
+      PowerSum sum = sums[group * chunks];
+      for (int64_t chunk = 1; chunk < chunks; ++chunk) {
+        sum = added(sum, sums[group * chunks + chunk], call.p);
       }
-    });
-  };
-  std::vector<PowerSum> sums(groups * chunks);
-  for_each_chunk(
-      [&](int64_t i, int64_t start, int64_t length) { sums[i] = power_sum_kernel(memory.range(start, length), p); });
-  std::vector<Scaling> by(groups);
-  for (int64_t group = 0; group < groups; ++group) {
-    PowerSum sum = sums[group * chunks];
-    for (int64_t chunk = 1; chunk < chunks; ++chunk) {
-      sum = added(sum, sums[group * chunks + chunk], p);
+      by[group] = scaling(call.rule, sum, call.p, limit_of(call, group));
+      beyond += !by[group].within;
     }
-    by[group] = scaling(rule, sum, p, limit(group));
-    beyond += !by[group].within;
+    for_each_chunk([&](int64_t i, int64_t start, int64_t size) { scale(start, size, by[i / chunks]); });
   }
-  for_each_chunk([&](int64_t i, int64_t start, int64_t length) { memory.scale(start, length, by[i / chunks]); });
-  return beyond;
-}
-
-// The limits of the groups: one number, or numbers in memory.
-struct Limits {
-  double number = 0;
-  const double* data = nullptr; // null: `number` for all groups
-  int64_t stride = 0;           // 0: one for all groups
-  at::Tensor tensor;            // owns the data
-
-  Limits(const Value& limit, at::IntArrayRef batch, c10::Device device) {
-    if (const double* one = std::get_if<double>(&limit)) {
-      number = *one;
-      return;
-    }
-    tensor = std::get<at::Tensor>(limit).to(device, at::kDouble, /*non_blocking=*/true);
-    tensor = tensor.dim() == 0 ? tensor : tensor.expand(batch).contiguous();
-    data = tensor.const_data_ptr<double>();
-    stride = tensor.dim() > 0 ? 1 : 0;
+  if (call.counts != nullptr) {
+    call.counts[0] += call.groups;
+    call.counts[1] += beyond;
   }
-
-  double group_limit(int64_t group) const {
-    return data == nullptr ? number : data[group * stride];
-  }
-};
-
-void rescale_on_device(
-    const at::Tensor& from,
-    const at::Tensor& to,
-    int64_t groups,
-    double p,
-    Rule rule,
-    const Limits& limits,
-    const at::Tensor& counts) {
-  RescaleCall call{};
-  call.from = from.const_data_ptr();
-  call.to = to.mutable_data_ptr();
-  call.element = element_of(from);
-  call.groups = groups;
-  call.size = (from.is_complex() ? 2 : 1) * (from.numel() / groups);
-  call.p = p;
-  call.rule = rule;
-  call.limit = limits.number;
-  call.limits = limits.data;
-  call.limits_stride = limits.stride;
-  call.counts = counts.defined() ? counts.mutable_data_ptr<int64_t>() : nullptr;
-  launch_rescale(call, OnDevice(from.device()));
 }
 
 at::Tensor rescaled_in_two_passes(
@@ -188,17 +122,28 @@ at::Tensor rescaled_in_two_passes(
     ours = true;
   }
   const at::Tensor out = ours ? gradient : at::empty_like(gradient);
-  const Limits limits(limit, batch, gradient.device());
-  if (runs_kernels(gradient.device())) {
-    rescale_on_device(gradient, out, count, groups.p, rule, limits, counts);
-    return out;
+  RescaleCall call{};
+  call.to = out.mutable_data_ptr();
+  call.from = gradient.const_data_ptr();
+  call.element = element_of(gradient);
+  call.groups = count;
+  call.size = (gradient.is_complex() ? 2 : 1) * size;
+  call.p = groups.p;
+  call.rule = rule;
+  call.counts = counts.defined() ? counts.mutable_data_ptr<int64_t>() : nullptr;
+  at::Tensor limits; // owns the memory
+  if (const double* number = std::get_if<double>(&limit)) {
+    call.limit = *number;
+  } else {
+    limits = std::get<at::Tensor>(limit).to(gradient.device(), at::kDouble, /*non_blocking=*/true);
+    limits = limits.dim() == 0 ? limits : limits.expand(batch).contiguous();
+    call.limits = limits.const_data_ptr<double>();
+    call.limits_stride = limits.dim() > 0 ? 1 : 0;
   }
-  const int64_t beyond = rescale_groups(
-      Memory(gradient, out), count, size, groups.p, rule, [&](int64_t group) { return limits.group_limit(group); });
-  if (counts.defined()) {
-    int64_t* data = counts.mutable_data_ptr<int64_t>();
-    data[0] += count;
-    data[1] += beyond;
+  if (runs_kernels(gradient.device())) {
+    launch_rescale(call, OnDevice(gradient.device()));
+  } else {
+    rescale_groups(call);
   }
   return out;
 }
@@ -358,8 +303,8 @@ at::Tensor rescaled(
   }
   const at::Tensor* tensor = std::get_if<at::Tensor>(&limit);
   const bool is_read_anywhere = tensor == nullptr || (is_cpu_scalar(*tensor) && ordinary_tensor(*tensor));
-  // The kernels of a device process complex numbers as pairs, which is right for p = 2 only.
-  const bool parts = gradient.is_complex() && groups.p != 2 && runs_kernels(gradient.device());
+  // The kernels process complex numbers as pairs, which is right for p = 2 only.
+  const bool parts = gradient.is_complex() && groups.p != 2;
   if (groups.process_group.empty() && !parts && fused(gradient, {is_read_anywhere ? at::Tensor() : *tensor, counts})) {
     return rescaled_in_two_passes(std::move(gradient), limit, groups, rule, counts);
   }

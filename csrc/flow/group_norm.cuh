@@ -18,10 +18,6 @@
 
 namespace gradscale {
 
-GRADSCALE_DEVICE double limit_of(const RescaleCall& call, int64_t group) {
-  return call.limits == nullptr ? call.limit : call.limits[group * call.limits_stride];
-}
-
 // One thread of the launch counts the groups. One thread of each group counts a norm that is not within the limit.
 GRADSCALE_DEVICE void count_groups(const RescaleCall& call) {
   if (call.counts != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {

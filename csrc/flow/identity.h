@@ -230,8 +230,9 @@ at::Tensor apply_operator(const at::Tensor& x, Operator op) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         Operator::kLinear,
         Operator::kName,
-        ": it changes gradients in a nonlinear way, which has no meaning for the tangents of forward mode (jvp, jacfwd, "
-        "hessian, forward_ad); use reverse mode (grad, vjp, jacrev; jacrev(jacrev(f)) in place of hessian(f))");
+        ": it changes gradients in a nonlinear way, which has no meaning for the tangents of forward mode (jvp, "
+        "jacfwd, hessian, forward_ad); use reverse mode (grad, vjp, jacrev; jacrev(jacrev(f)) in place of "
+        "hessian(f))");
     result._set_fw_grad(op.gradient(tangent), /*level=*/0, /*is_inplace_op=*/false);
   }
   if (records && x.requires_grad()) {
@@ -299,8 +300,8 @@ inline at::Tensor unwrapped(const std::optional<at::Tensor>& argument) {
   return argument.value_or(at::Tensor());
 }
 
-// Adds a function of x and the operator's arguments. It returns None where a transform, a tracer or a dispatch mode must
-// see the registered operator.
+// Adds a function of x and the operator's arguments. It returns None where a transform, a tracer or a dispatch mode
+// must see the registered operator.
 template <class Operator, class... Arguments>
 void add_eager(pybind11::module_& m) {
   m.def(Operator::kName, [](const at::Tensor& x, const Arguments&... arguments) -> pybind11::object {
