@@ -86,52 +86,42 @@ py::object l2_loss(std::vector<at::Tensor> parameters, double weight) {
   return py::cast(gradscale::l2_loss(std::move(parameters), weight));
 }
 
-// (values, counts, histogram), or None if these tensors are not all on one device and accepted by the kernels.
-py::object tensor_statistics(const std::vector<std::optional<at::Tensor>>& tensors, double p) {
-  const at::Tensor* first = nullptr;
-  for (const std::optional<at::Tensor>& tensor : tensors) {
-    if (tensor) {
-      first = first == nullptr ? &*tensor : first;
-      if (!gradscale::ordinary_gradient(*tensor) || tensor->device() != first->device()) {
-        return py::none();
-      }
-    }
-  }
-  if (!gradscale::ordinary_context()) {
-    return py::none();
-  }
-  const gradscale::TensorStatistics result = gradscale::tensor_statistics(tensors, p);
-  return py::make_tuple(result.values, result.counts, result.histogram);
-}
-
-// (values, counts, histogram, norms), or None if these tensors are not all on one device and accepted by the kernels.
-// Weights are None if no norms are needed.
-py::object unit_statistics(
-    const std::vector<std::optional<at::Tensor>>& gradients,
-    const std::vector<std::optional<at::Tensor>>& weights,
+// (values, counts, histogram), and norms if there are weights, or None if these tensors are not all on one device and
+// accepted by the kernels. A weight is None if its gradient needs no norms.
+py::object tensor_statistics(
+    const gradscale::OptionalTensors& gradients,
+    double p,
+    const std::optional<gradscale::OptionalTensors>& weights,
     bool rows) {
-  TORCH_CHECK(weights.size() == gradients.size(), weights.size(), " weights, but ", gradients.size(), " gradients");
+  TORCH_CHECK(
+      !weights || (p == 2 && weights->size() == gradients.size()),
+      "tensor_statistics: weights need p = 2 and one gradient each");
   const at::Tensor* first = nullptr;
   for (size_t i = 0; i < gradients.size(); ++i) {
-    const std::optional<at::Tensor>&gradient = gradients[i], &weight = weights[i];
+    const std::optional<at::Tensor>& gradient = gradients[i];
     if (gradient) {
       first = first == nullptr ? &*gradient : first;
       if (!gradscale::ordinary_gradient(*gradient) || gradient->device() != first->device()) {
         return py::none();
       }
     }
-    if (weight && (!gradient || !gradscale::ordinary_gradient(*weight) || gradient->layout() != at::kStrided ||
-                   weight->layout() != at::kStrided || weight->device() != gradient->device() ||
-                   weight->sizes() != gradient->sizes())) {
-      return py::none();
+    if (weights && (*weights)[i]) {
+      const at::Tensor& weight = *(*weights)[i];
+      if (!gradient || !gradscale::ordinary_gradient(weight) || gradient->layout() != at::kStrided ||
+          weight.layout() != at::kStrided || weight.device() != gradient->device() ||
+          weight.sizes() != gradient->sizes()) {
+        return py::none();
+      }
     }
   }
   if (!gradscale::ordinary_context()) {
     return py::none();
   }
-  const gradscale::UnitStatistics result = gradscale::unit_statistics(gradients, weights, rows);
-  const gradscale::TensorStatistics& statistics = result.statistics;
-  return py::make_tuple(statistics.values, statistics.counts, statistics.histogram, result.norms);
+  const auto [values, counts, histogram, norms] = gradscale::tensor_statistics(gradients, p, weights, rows);
+  if (weights) {
+    return py::make_tuple(values, counts, histogram, norms);
+  }
+  return py::make_tuple(values, counts, histogram);
 }
 
 } // namespace
@@ -171,9 +161,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("muzero_targets", &gradscale::muzero_targets_in_eager_mode);
   m.attr("histogram_bins") = gradscale::kHistogramBins;
   m.attr("histogram_first_edge") = gradscale::kFirstEdge;
-  m.def("tensor_statistics", &tensor_statistics);
+  m.def(
+      "tensor_statistics",
+      &tensor_statistics,
+      py::arg("gradients"),
+      py::arg("p"),
+      py::arg("weights") = py::none(),
+      py::arg("rows") = false);
   m.def("clipping_of", &gradscale::clipping_of);
-  m.def("unit_statistics", &unit_statistics);
   m.def("unit_factors", &gradscale::unit_factors);
   m.def("clip_units", &gradscale::clip_units);
   m.def("update_norms", &gradscale::update_norms);

@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -71,11 +71,13 @@ def l2_loss(parameters: Sequence[Tensor], weight: float) -> Tensor | None: ...
 histogram_bins: int
 histogram_first_edge: int
 
-def tensor_statistics(tensors: Sequence[Tensor | None], p: float) -> tuple[Tensor, Tensor, Tensor] | None: ...
-def clipping_of(values: Tensor, counts: Tensor, p: float, max_norm: float, skip_nonfinite: bool) -> Tensor: ...
-def unit_statistics(
-    gradients: Sequence[Tensor | None], weights: Sequence[Tensor | None], rows: bool
+@overload
+def tensor_statistics(gradients: Sequence[Tensor | None], p: float) -> tuple[Tensor, Tensor, Tensor] | None: ...
+@overload
+def tensor_statistics(
+    gradients: Sequence[Tensor | None], p: float, weights: Sequence[Tensor | None], rows: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None: ...
+def clipping_of(values: Tensor, counts: Tensor, p: float, max_norm: float, skip_nonfinite: bool) -> Tensor: ...
 def unit_factors(
     norms: Tensor, clipping: Tensor, adaptive: float, eps: float, skip_nonfinite: bool
 ) -> tuple[Tensor, Tensor]: ...

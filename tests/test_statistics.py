@@ -410,6 +410,16 @@ def test_gradients_of_any_layout():
     assert addresses == [p.grad.data_ptr() for p in parameters[:3]]
 
 
+def test_only_the_stored_elements_of_a_sparse_gradient_are_changed():
+    memory = torch.ones(100)
+    gradient = torch.sparse_coo_tensor([[1, 3]], memory[:4].view(2, 2), (20, 2), is_coalesced=True)
+    assert gradient._values().data_ptr() == memory.data_ptr()
+    parameter = torch.zeros(20, 2)
+    parameter.grad = gradient
+    gs.clip_gradients_([parameter], 1.0)
+    assert memory.tolist() == pytest.approx([0.5] * 4 + [1.0] * 96, rel=1e-6)
+
+
 either = pytest.mark.parametrize("limit", [{"max_norm": 1.0}, {"adaptive": 0.1}], ids=str)
 
 

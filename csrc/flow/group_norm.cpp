@@ -92,8 +92,9 @@ void rescale_groups(const RescaleCall& call) {
       });
     };
     std::vector<PowerSum> sums(call.groups * chunks);
-    for_each_chunk(
-        [&](int64_t i, int64_t start, int64_t size) { sums[i] = power_sum_kernel(gradient.part(start, size), call.p); });
+    for_each_chunk([&](int64_t i, int64_t start, int64_t size) {
+      sums[i] = power_sum_kernel(gradient.part(start, size), call.p);
+    });
     std::vector<Scaling> by(call.groups);
     for (int64_t group = 0; group < call.groups; ++group) {
       PowerSum sum = sums[group * chunks];

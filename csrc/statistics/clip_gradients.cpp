@@ -36,7 +36,7 @@ struct Target {
   at::Tensor copy_to;
 };
 
-Target target_of(const at::Tensor& tensor, const Units& units) {
+Target target_of(const at::Tensor& tensor, bool rows) {
   at::Tensor elements = tensor.detach();
   if (elements.layout() == at::kSparse) {
     elements = elements._values();
@@ -48,7 +48,7 @@ Target target_of(const at::Tensor& tensor, const Units& units) {
       "clip_gradients_: a gradient of shape ",
       tensor.sizes(),
       " is an expanded tensor, whose elements share memory, and cannot be multiplied in place; clone() it");
-  if (has_element(c10::toRealValueType(elements.scalar_type())) && units.are_blocks_of(elements) &&
+  if (has_element(c10::toRealValueType(elements.scalar_type())) && Units(elements, rows).are_blocks_of(elements) &&
       !elements.is_neg() && !elements.is_conj()) {
     return {elements, at::Tensor()};
   }
@@ -67,14 +67,10 @@ void finish(const std::vector<at::Tensor>& tensors, const std::vector<Target>& t
   }
 }
 
-Range range_of(const Target& target) {
-  return {target.memory.const_data_ptr(), target.memory.numel(), element_of(target.memory), target.memory.is_complex()};
-}
-
 void multiply(const Range& range, double factor, bool skip_nonfinite) {
   void* to = const_cast<void*>(range.data);
   if (skip_nonfinite && factor == 0) {
-    std::memset(to, 0, range.size * element_size(range.element) * (range.is_complex ? 2 : 1));
+    std::memset(to, 0, range.size * element_size(range.element));
   } else if (factor != 1) {
     scale_range_kernel(range, to, /*root=*/1, factor);
   }
@@ -103,43 +99,22 @@ at::Tensor clipping_of(
 
 namespace {
 
-struct UnitTarget {
-  Range range;
-  Units units;
-  int64_t first; // the index of the first unit's factor
-};
-
-// Elements begin to begin + size - 1 of a range.
-Range part_of(const Range& range, int64_t begin, int64_t size) {
-  const int64_t bytes = element_size(range.element) * (range.is_complex ? 2 : 1);
-  return {static_cast<const char*>(range.data) + begin * bytes, size, range.element, range.is_complex};
-}
-
-void clip_units(const std::vector<UnitTarget>& targets, const double* factors, bool skip_nonfinite) {
-  struct Chunk {
-    const UnitTarget* target;
-    int64_t begin;
-  };
-  std::vector<Chunk> chunks; // of gradients that have a unit to clip
-  for (const UnitTarget& target : targets) {
-    const double* own = factors + target.first;
-    if (std::any_of(own, own + target.units.count, [](double factor) { return factor != 1; })) {
-      for (int64_t begin = 0; begin < target.range.size; begin += kChunk) {
-        chunks.push_back({&target, begin});
-      }
+void clip_on_cpu(const std::vector<UnitRange>& ranges, const double* factors, bool skip_nonfinite) {
+  std::vector<Range> clipped; // ranges that have a unit to clip
+  std::vector<const UnitRange*> units;
+  for (const UnitRange& range : ranges) {
+    const double* own = factors + range.first;
+    if (std::any_of(own, own + range.count, [](double factor) { return factor != 1; })) {
+      clipped.push_back({range.data, range.count * range.length, range.element});
+      units.push_back(&range);
     }
   }
-  at::parallel_for(0, static_cast<int64_t>(chunks.size()), /*grain_size=*/8, [&](int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; ++i) {
-      const UnitTarget& target = *chunks[i].target;
-      const int64_t end = std::min(chunks[i].begin + kChunk, target.range.size);
-      for (int64_t begin = chunks[i].begin; begin < end;) {
-        const int64_t unit = begin / target.units.length;
-        const int64_t size = std::min((unit + 1) * target.units.length, end) - begin;
-        multiply(part_of(target.range, begin, size), factors[target.first + unit], skip_nonfinite);
-        begin += size;
-      }
-    }
+  const std::vector<Chunk> chunks = chunks_of(clipped);
+  for_each_chunk(chunks, [&](int64_t i) {
+    const size_t index = chunks[i].range;
+    for_each_unit(chunks[i], units[index]->length, [&](int64_t unit, int64_t begin, int64_t size) {
+      multiply(clipped[index].part(begin, size), factors[units[index]->first + unit], skip_nonfinite);
+    });
   });
 }
 
@@ -174,32 +149,29 @@ std::pair<at::Tensor, at::Tensor> unit_factors(
 
 void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factors, bool rows, bool skip_nonfinite) {
   std::vector<Target> targets; // made before anything is written, because target_of() may raise
-  std::vector<UnitTarget> units;
+  std::vector<UnitRange> ranges;
   const bool is_one_for_all = factors.numel() == 1 && !rows;
   int64_t count = 0;
   for (const at::Tensor& tensor : tensors) {
-    const Units own(tensor, rows);
-    targets.push_back(target_of(tensor, own));
-    units.push_back({range_of(targets.back()), own, is_one_for_all ? 0 : count});
-    count += own.count;
+    targets.push_back(target_of(tensor, rows));
+    const at::Tensor& memory = targets.back().memory;
+    const Units units(memory, rows); // a sparse gradient is one unit: its stored elements
+    if (memory.numel() > 0) {
+      ranges.push_back(
+          {memory.mutable_data_ptr(),
+           units.count,
+           units.length * (memory.is_complex() ? 2 : 1),
+           element_of(memory),
+           is_one_for_all ? 0 : count});
+    }
+    count += units.count;
   }
   TORCH_CHECK(
       is_one_for_all || factors.numel() == count, "clip_units: ", count, " units, but ", factors.numel(), " factors");
   if (runs_kernels(factors.device())) {
-    std::vector<UnitRange> ranges;
-    for (const UnitTarget& target : units) {
-      if (target.range.size > 0) {
-        ranges.push_back(
-            {const_cast<void*>(target.range.data),
-             target.units.count,
-             target.units.length * (target.range.is_complex ? 2 : 1),
-             target.range.element,
-             target.first});
-      }
-    }
     launch_clip_units(ranges, factors.const_data_ptr<double>(), skip_nonfinite, OnDevice(factors.device()));
   } else {
-    clip_units(units, factors.const_data_ptr<double>(), skip_nonfinite);
+    clip_on_cpu(ranges, factors.const_data_ptr<double>(), skip_nonfinite);
   }
   finish(tensors, targets);
 }

@@ -19,12 +19,12 @@ namespace autograd = torch::autograd;
 double sum_of_squares(const std::vector<at::Tensor>& tensors) {
   std::vector<Range> ranges;
   for (const at::Tensor& dense : tensors) {
-    ranges.push_back({dense.const_data_ptr(), dense.numel(), element_of(dense), /*is_complex=*/false});
+    ranges.push_back(range_of(dense));
   }
-  const std::vector<Range> chunks = chunks_of(ranges);
+  const std::vector<Chunk> chunks = chunks_of(ranges);
   std::vector<double> partial(chunks.size());
   for_each_chunk(chunks, [&](int64_t i) {
-    const PowerSum squares = power_sum_kernel(chunks[i], /*p=*/2);
+    const PowerSum squares = power_sum_kernel(ranges[chunks[i].range].part(chunks[i].begin, chunks[i].size), /*p=*/2);
     const double scale = squares.root * squares.root;
     partial[i] = squares.sum * scale * scale;
   });

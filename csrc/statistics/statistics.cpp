@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -25,52 +26,26 @@ struct UnitPair {
   int64_t first = 0;   // the index of the first unit among the units of all pairs
 };
 
+// Sums over a unit, or over the part of a unit that a chunk has.
+struct UnitSums {
+  int64_t unit = -1; // its index among the units of all pairs; -1: none
+  PowerSum gradient{0, 1};
+  PowerSum weight{0, 1};
+};
+
 // The norms of all units: first of the gradients, then of the weights.
 struct UnitNorms {
   double* norms;
   int64_t count; // number of units
 
-  double& gradient_norm(int64_t unit) const {
-    return norms[unit];
-  }
-  double& weight_norm(int64_t unit) const {
-    return norms[count + unit];
+  void store(const UnitSums& sums) const {
+    norms[sums.unit] = norm_of(sums.gradient.sum, 2) * sums.gradient.root * sums.gradient.root;
+    norms[count + sums.unit] = norm_of(sums.weight.sum, 2) * sums.weight.root * sums.weight.root;
   }
 };
 
-// Computes the norms on a CPU, one chunk of a gradient at a time, while the chunk is in the cache. The parts of units
-// that span several chunks are added up at the end, in the order of the chunks.
-class UnitPass {
- public:
-  UnitPass(std::vector<UnitPair> pairs, const UnitNorms& norms);
-
-  // The weights of chunk i. Chunks are numbered across all gradients.
-  const char* weights_of(int64_t i) const;
-
-  // Adds chunk i; threads may add different chunks at the same time.
-  void add(int64_t i, const Range& chunk, const ChunkStatistics& statistics);
-  // Stores the norms of units that span several chunks.
-  void finish() const;
-
- private:
-  struct Sums {
-    PowerSum gradient{0, 1};
-    PowerSum weight{0, 1};
-  };
-  struct Chunk {
-    const UnitPair* pair;
-    int64_t begin; // in elements of the gradient
-    int64_t size;
-    Sums first; // of the first unit, unless the chunk contains all of it
-    Sums last;  // of the last unit, unless the chunk contains all of it, or it is also the first unit
-  };
-
-  void store(int64_t unit, const Sums& sums) const;
-
-  std::vector<UnitPair> pairs_;
-  std::vector<Chunk> chunks_;
-  UnitNorms norms_;
-};
+// The units that a chunk has only parts of: the first one and the last one.
+using UnitParts = std::array<UnitSums, 2>;
 
 // The sum of squares of a chunk. It is NaN or inf if an element is; the sums in `statistics` leave these elements out.
 PowerSum chunk_sum(const ChunkStatistics& statistics) {
@@ -80,80 +55,45 @@ PowerSum chunk_sum(const ChunkStatistics& statistics) {
   return {statistics.sums.powers, statistics.sums.root};
 }
 
-UnitPass::UnitPass(std::vector<UnitPair> pairs, const UnitNorms& norms) : pairs_(std::move(pairs)), norms_(norms) {
-  for (const UnitPair& pair : pairs_) {
-    const int64_t size = pair.gradient.defined() ? pair.gradient.numel() : 0;
-    for (int64_t begin = 0; begin < size; begin += kChunk) {
-      chunks_.push_back({&pair, begin, std::min(kChunk, size - begin), {}, {}});
-    }
-  }
-}
-
-void UnitPass::store(int64_t unit, const Sums& sums) const {
-  norms_.gradient_norm(unit) = norm_of(sums.gradient.sum, 2) * sums.gradient.root * sums.gradient.root;
-  norms_.weight_norm(unit) = norm_of(sums.weight.sum, 2) * sums.weight.root * sums.weight.root;
-}
-
-const char* UnitPass::weights_of(int64_t i) const {
-  const at::Tensor& weight = chunks_[i].pair->weight;
-  return weight.defined() ? static_cast<const char*>(weight.const_data_ptr()) + chunks_[i].begin * weight.element_size()
-                          : nullptr;
-}
-
-void UnitPass::add(int64_t i, const Range& range, const ChunkStatistics& statistics) {
-  Chunk& chunk = chunks_[i];
-  const UnitPair& pair = *chunk.pair;
-  if (pair.units.count == 0) {
-    return;
-  }
-  const int64_t length = pair.units.length;
-  const int64_t end = chunk.begin + chunk.size;
-  const int64_t first = chunk.begin / length;
-  const int64_t last = (end - 1) / length;
-  const auto* elements = static_cast<const char*>(range.data);
-  const char* weights = weights_of(i);
-  for (int64_t unit = first; unit <= last; ++unit) {
-    const int64_t from = std::max(unit * length, chunk.begin);
-    const int64_t size = std::min((unit + 1) * length, end) - from;
-    const Range weight{
-        weights + (from - chunk.begin) * pair.weight.element_size(),
-        size,
-        element_of(pair.weight),
-        pair.weight.is_complex()};
-    const Range gradient{
-        elements + (from - chunk.begin) * element_size(range.element), size, range.element, /*is_complex=*/false};
-    const Sums sums{
-        first == last ? chunk_sum(statistics) : power_sum_kernel(gradient, /*p=*/2), power_sum_kernel(weight, /*p=*/2)};
-    if (size == length) {
-      store(pair.first + unit, sums);
+// Stores the norms of the units that a chunk contains, and returns the sums of the units that it has only parts of.
+// `gradient` and `weights` are the ranges of the pair, where a complex weight is two numbers.
+UnitParts add_units(
+    const UnitPair& pair,
+    const Chunk& chunk,
+    const Range& gradient,
+    const Range& weights,
+    const ChunkStatistics& statistics,
+    const UnitNorms& norms) {
+  UnitParts parts;
+  const int64_t numbers = weights.size / gradient.size;
+  for_each_unit(chunk, pair.units.length, [&](int64_t unit, int64_t begin, int64_t size) {
+    const bool is_whole_chunk = size == chunk.size;
+    const UnitSums sums{
+        pair.first + unit,
+        is_whole_chunk ? chunk_sum(statistics) : power_sum_kernel(gradient.part(begin, size), /*p=*/2),
+        power_sum_kernel(weights.part(numbers * begin, numbers * size), /*p=*/2)};
+    if (size == pair.units.length) {
+      norms.store(sums);
     } else {
-      (unit == first ? chunk.first : chunk.last) = sums;
+      parts[begin == chunk.begin ? 0 : 1] = sums;
     }
-  }
+  });
+  return parts;
 }
 
-void UnitPass::finish() const {
-  Sums sums;
-  const auto add_sums = [&](const Sums& part) {
-    sums = {added(sums.gradient, part.gradient, 2), added(sums.weight, part.weight, 2)};
-  };
-  for (const Chunk& chunk : chunks_) {
-    if (chunk.pair->units.count == 0) {
-      continue;
-    }
-    const int64_t length = chunk.pair->units.length;
-    const int64_t end = chunk.begin + chunk.size;
-    const int64_t first = chunk.begin / length;
-    const int64_t first_end = (first + 1) * length;
-    if (chunk.begin % length != 0 || first_end > end) {
-      add_sums(chunk.first);
-      if (first_end <= end) {
-        store(chunk.pair->first + first, sums);
-        sums = {};
+// Adds up the parts of units, in the order of the chunks, and stores their norms.
+void add_parts(const std::vector<UnitParts>& chunks, const UnitNorms& norms) {
+  UnitSums sums;
+  for (const UnitParts& parts : chunks) {
+    for (const UnitSums& part : parts) {
+      if (part.unit < 0) {
+        continue;
       }
-    }
-    if (first_end < end && end % length != 0) {
-      add_sums(chunk.last);
+      if (part.unit != sums.unit) {
+        sums = {part.unit};
+      }
+      sums = {part.unit, added(sums.gradient, part.gradient, 2), added(sums.weight, part.weight, 2)};
+      norms.store(sums); // the last time with all parts
     }
   }
 }
@@ -190,52 +130,58 @@ Stored stored(const std::optional<at::Tensor>& tensor) {
   return {elements.is_non_overlapping_and_dense() ? elements : elements.contiguous(), implicit_zeros};
 }
 
-int64_t size_of(const Stored& part) {
-  return part.elements.defined() ? part.elements.numel() : 0;
-}
-
 std::vector<Range> ranges_of(const std::vector<Stored>& parts) {
   std::vector<Range> ranges;
   for (const Stored& part : parts) {
-    if (part.elements.defined()) {
-      ranges.push_back({part.elements.const_data_ptr(), part.elements.numel(), element_of(part.elements), false});
-    } else {
-      ranges.push_back({nullptr, 0, Element::float32, false});
-    }
+    ranges.push_back(part.elements.defined() ? range_of(part.elements) : Range{nullptr, 0, Element::float32});
   }
   return ranges;
 }
 
-// Also computes the norms of `units` if they are given.
-void run(const std::vector<Stored>& parts, double p, const StatisticsOut& out, UnitPass* units) {
-  const std::vector<Range> chunks = chunks_of(ranges_of(parts));
+// Also computes the norms of the units of `pairs`, if there are pairs: of a chunk's units while the chunk is in the
+// cache.
+void run(
+    const std::vector<Stored>& parts,
+    double p,
+    const StatisticsOut& out,
+    const std::vector<UnitPair>& pairs,
+    const UnitNorms& norms) {
+  const std::vector<Range> ranges = ranges_of(parts);
+  const std::vector<Chunk> chunks = chunks_of(ranges);
   std::vector<ChunkStatistics> statistics(chunks.size());
+  std::vector<UnitParts> unit_parts(pairs.empty() ? 0 : chunks.size());
   for_each_chunk(chunks, [&](int64_t i) {
-    statistics_kernel(chunks[i], p, units != nullptr ? units->weights_of(i) : chunks[i].data, statistics[i]);
-    if (units != nullptr) {
-      units->add(i, chunks[i], statistics[i]);
+    const Chunk& chunk = chunks[i];
+    const Range& gradient = ranges[chunk.range];
+    const Range elements = gradient.part(chunk.begin, chunk.size);
+    if (pairs.empty() || pairs[chunk.range].units.count == 0) {
+      statistics_kernel(elements, p, elements.data, statistics[i]);
+      return;
     }
+    const UnitPair& pair = pairs[chunk.range];
+    const Range weights = range_of(pair.weight);
+    const int64_t numbers = weights.size / gradient.size;
+    statistics_kernel(elements, p, weights.part(numbers * chunk.begin, chunk.size).data, statistics[i]);
+    unit_parts[i] = add_units(pair, chunk, gradient, weights, statistics[i], norms);
   });
-  if (units != nullptr) {
-    units->finish();
-  }
+  add_parts(unit_parts, norms);
   std::memset(out.histogram, 0, out.count * kHistogramBins * sizeof(int64_t));
   size_t next = 0;
-  for (int64_t i = 0; i < out.count; ++i) {
+  for (size_t i = 0; i < parts.size(); ++i) {
     ElementSums sums = no_elements();
     int64_t zeros = 0, nans = 0, infs = 0;
-    const int64_t size = size_of(parts[i]);
-    for (int64_t begin = 0; begin < size; begin += kChunk, ++next) {
+    int64_t* histogram = out.histogram + i * kHistogramBins;
+    for (; next < chunks.size() && chunks[next].range == i; ++next) {
       const ChunkStatistics& chunk = statistics[next];
       sums = added(sums, chunk.sums, p);
       zeros += chunk.zeros;
       nans += chunk.nans;
       infs += chunk.infs;
       for (int bin = 0; bin < kHistogramBins; ++bin) {
-        out.histogram[i * kHistogramBins + bin] += chunk.histogram[bin];
+        histogram[bin] += chunk.histogram[bin];
       }
     }
-    out.store(i, sums, size, parts[i].implicit_zeros, zeros, nans, infs, p);
+    out.store(static_cast<int64_t>(i), sums, ranges[i].size, parts[i].implicit_zeros, zeros, nans, infs, p);
   }
 }
 
@@ -247,7 +193,7 @@ void run_on_device(const std::vector<Stored>& parts, double p, const StatisticsO
   launch_statistics(ranges, p, out, OnDevice(like.device()));
 }
 
-c10::Device device_of(const std::vector<std::optional<at::Tensor>>& tensors) {
+c10::Device device_of(const OptionalTensors& tensors) {
   for (const std::optional<at::Tensor>& tensor : tensors) {
     if (tensor) {
       return tensor->device();
@@ -262,7 +208,8 @@ TensorStatistics make_statistics(int64_t count, c10::Device where) {
   return {
       at::empty({3, count}, options.dtype(at::kDouble)),
       at::empty({5, count}, options.dtype(at::kLong)),
-      at::empty({count, kHistogramBins}, options.dtype(at::kLong))};
+      at::empty({count, kHistogramBins}, options.dtype(at::kLong)),
+      at::Tensor()};
 }
 
 StatisticsOut make_out(const TensorStatistics& statistics) {
@@ -273,7 +220,7 @@ StatisticsOut make_out(const TensorStatistics& statistics) {
       statistics.values.size(1)};
 }
 
-std::vector<Stored> stored(const std::vector<std::optional<at::Tensor>>& tensors) {
+std::vector<Stored> stored(const OptionalTensors& tensors) {
   std::vector<Stored> parts;
   parts.reserve(tensors.size());
   for (const std::optional<at::Tensor>& tensor : tensors) {
@@ -284,8 +231,7 @@ std::vector<Stored> stored(const std::vector<std::optional<at::Tensor>>& tensors
 
 // Pairs gradients with their weights, and counts the units. Copies tensors whose units are not blocks of memory, and
 // puts the copies of gradients into `parts`.
-std::vector<UnitPair> pairs_of(
-    std::vector<Stored>& parts, const std::vector<std::optional<at::Tensor>>& weights, bool rows, int64_t& count) {
+std::vector<UnitPair> pairs_of(std::vector<Stored>& parts, const OptionalTensors& weights, bool rows, int64_t& count) {
   std::vector<UnitPair> pairs;
   pairs.reserve(parts.size());
   count = 0;
@@ -330,41 +276,28 @@ void run_on_device(const std::vector<UnitPair>& pairs, const UnitNorms& out, con
 
 } // namespace
 
-TensorStatistics tensor_statistics(const std::vector<std::optional<at::Tensor>>& tensors, double p) {
-  const c10::Device where = device_of(tensors);
-  const std::vector<Stored> parts = stored(tensors);
-  TensorStatistics result = make_statistics(static_cast<int64_t>(tensors.size()), where);
-  if (tensors.empty()) {
-    return result;
-  }
-  if (runs_kernels(where)) {
-    run_on_device(parts, p, make_out(result), result.values);
-  } else {
-    run(parts, p, make_out(result), /*units=*/nullptr);
-  }
-  return result;
-}
-
-UnitStatistics unit_statistics(
-    const std::vector<std::optional<at::Tensor>>& gradients,
-    const std::vector<std::optional<at::Tensor>>& weights,
-    bool rows) {
+TensorStatistics tensor_statistics(
+    const OptionalTensors& gradients, double p, const std::optional<OptionalTensors>& weights, bool rows) {
   const c10::Device where = device_of(gradients);
   std::vector<Stored> parts = stored(gradients);
-  int64_t count = 0;
-  std::vector<UnitPair> pairs = pairs_of(parts, weights, rows, count);
-  TensorStatistics statistics = make_statistics(static_cast<int64_t>(gradients.size()), where);
-  UnitStatistics result{statistics, at::zeros({2, count}, statistics.values.options())};
-  const UnitNorms norms{result.norms.mutable_data_ptr<double>(), count};
+  TensorStatistics result = make_statistics(static_cast<int64_t>(gradients.size()), where);
+  std::vector<UnitPair> pairs;
+  UnitNorms norms{};
+  if (weights) {
+    pairs = pairs_of(parts, *weights, rows, norms.count);
+    result.norms = at::zeros({2, norms.count}, result.values.options());
+    norms.norms = result.norms.mutable_data_ptr<double>();
+  }
   if (gradients.empty()) {
     return result;
   }
-  if (runs_kernels(where)) {
-    run_on_device(parts, /*p=*/2, make_out(statistics), statistics.values);
-    run_on_device(pairs, norms, statistics.values);
-  } else {
-    UnitPass units(std::move(pairs), norms);
-    run(parts, /*p=*/2, make_out(statistics), &units);
+  if (!runs_kernels(where)) {
+    run(parts, p, make_out(result), pairs, norms);
+    return result;
+  }
+  run_on_device(parts, p, make_out(result), result.values);
+  if (weights) {
+    run_on_device(pairs, norms, result.values);
   }
   return result;
 }
@@ -394,31 +327,22 @@ at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector
     if (!accepts(before[i], after[i])) {
       return at::Tensor();
     }
-    ranges.push_back({before[i].const_data_ptr(), before[i].numel(), element_of(before[i]), /*is_complex=*/false});
+    ranges.push_back(range_of(before[i]));
   }
-  const std::vector<Range> chunks = chunks_of(ranges);
-  std::vector<const void*> afters;
-  for (size_t i = 0; i < after.size(); ++i) {
-    const auto* data = static_cast<const char*>(after[i].const_data_ptr());
-    for (int64_t begin = 0; begin < after[i].numel(); begin += kChunk) {
-      afters.push_back(data + begin * after[i].element_size());
-    }
-  }
+  const std::vector<Chunk> chunks = chunks_of(ranges);
   std::vector<UpdateSquares> squares(chunks.size());
-  for_each_chunk(chunks, [&](int64_t i) { squares[i] = update_kernel(chunks[i], afters[i]); });
+  for_each_chunk(chunks, [&](int64_t i) {
+    const auto& [range, begin, size] = chunks[i];
+    squares[i] = update_kernel(ranges[range].part(begin, size), range_of(after[range]).part(begin, size).data);
+  });
   const auto count = static_cast<int64_t>(before.size());
   at::Tensor norms = at::zeros({2, count}, at::kDouble);
   auto* out = norms.mutable_data_ptr<double>();
-  size_t next = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    UpdateSquares sum{};
-    for (int64_t begin = 0; begin < ranges[i].size; begin += kChunk, ++next) {
-      sum.before += squares[next].before;
-      sum.update += squares[next].update;
-    }
-    out[i] = std::sqrt(sum.before);
-    out[count + i] = std::sqrt(sum.update);
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    out[chunks[i].range] += squares[i].before;
+    out[count + chunks[i].range] += squares[i].update;
   }
+  std::transform(out, out + 2 * count, out, [](double square) { return std::sqrt(square); });
   return norms;
 }
 

@@ -3,6 +3,7 @@
 
 #include "../cpu/range.h"
 #include "../cuda/driver.h"
+#include "../torch/tensor_element.h"
 #include "calls.h"
 
 #include <ATen/Parallel.h>
@@ -15,28 +16,21 @@
 
 namespace gradscale {
 
+using OptionalTensors = std::vector<std::optional<at::Tensor>>;
+
 struct TensorStatistics {
   at::Tensor values;    // [3, N] float64: norm, largest magnitude, mean
   at::Tensor counts;    // [5, N] int64: elements, zeros, NaN, inf, 1 for a missing tensor
   at::Tensor histogram; // [N, bins] int64
+  at::Tensor norms; // [2, U] float64: of the units of all gradients, and of their weights; undefined without weights
 };
 
-// Computes the statistics of tensors of one device, without waiting for it. A sparse tensor counts as dense, and a
-// complex one as its moduli.
-TensorStatistics tensor_statistics(const std::vector<std::optional<at::Tensor>>& tensors, double p);
-
-struct UnitStatistics {
-  TensorStatistics statistics;
-  at::Tensor norms; // [2, U] float64: of the units of all gradients, and of their weights
-};
-
-// Computes the statistics of gradients of one device, and the norms of the units of gradients and of weights. A unit is
-// a row or a whole tensor. A gradient without weights has no units; other gradients are strided, with the shapes of
-// their weights.
-UnitStatistics unit_statistics(
-    const std::vector<std::optional<at::Tensor>>& gradients,
-    const std::vector<std::optional<at::Tensor>>& weights,
-    bool rows);
+// Computes the statistics of gradients of one device, without waiting for it. A sparse tensor counts as dense, and a
+// complex one as its moduli. With weights, which need p = 2, computes also the norms of the units of gradients and of
+// weights. A unit is a row or a whole tensor. A gradient without weights has no units; other gradients are strided,
+// with the shapes of their weights.
+TensorStatistics tensor_statistics(
+    const OptionalTensors& gradients, double p, const std::optional<OptionalTensors>& weights, bool rows);
 
 // Computes three float64 numbers from the values and counts of statistics: the norm of all tensors together, the factor
 // that clips them, and 1 if the factor is not 1, else 0.
@@ -84,22 +78,29 @@ void launch_clip_units(const std::vector<UnitRange>& ranges, const double* facto
 
 // ---- What the passes share ------------------------------------------------------------------------------------------
 
+// The numbers of a dense tensor; a complex element is two numbers.
+inline Range range_of(const at::Tensor& tensor) {
+  return {tensor.const_data_ptr(), (tensor.is_complex() ? 2 : 1) * tensor.numel(), element_of(tensor)};
+}
+
 // Threads take chunks of about the same size in turn.
 
 constexpr int64_t kChunk = 255 * 64; // elements: 64 counters of a byte do not overflow
 
+// A part of one of several ranges.
+struct Chunk {
+  size_t range; // its index
+  int64_t begin;
+  int64_t size;
+};
+
 // Cuts ranges into chunks, in their order; an empty range has none.
-inline std::vector<Range> chunks_of(const std::vector<Range>& ranges) {
-  std::vector<Range> chunks;
+inline std::vector<Chunk> chunks_of(const std::vector<Range>& ranges) {
+  std::vector<Chunk> chunks;
   chunks.reserve(ranges.size());
-  for (const Range& range : ranges) {
-    const int64_t element_bytes = element_size(range.element) * (range.is_complex ? 2 : 1);
-    for (int64_t begin = 0; begin < range.size; begin += kChunk) {
-      chunks.push_back(
-          {static_cast<const char*>(range.data) + begin * element_bytes,
-           std::min(kChunk, range.size - begin),
-           range.element,
-           range.is_complex});
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    for (int64_t begin = 0; begin < ranges[i].size; begin += kChunk) {
+      chunks.push_back({i, begin, std::min(kChunk, ranges[i].size - begin)});
     }
   }
   return chunks;
@@ -107,12 +108,25 @@ inline std::vector<Range> chunks_of(const std::vector<Range>& ranges) {
 
 // Calls function(index) for each chunk, on all threads where there are many elements.
 template <class Function>
-void for_each_chunk(const std::vector<Range>& chunks, Function function) {
+void for_each_chunk(const std::vector<Chunk>& chunks, Function function) {
   at::parallel_for(0, static_cast<int64_t>(chunks.size()), /*grain_size=*/8, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       function(i);
     }
   });
+}
+
+// Calls function(unit, begin, size) for each unit of which a chunk has elements: `size` elements, from `begin` on. The
+// units of a range are consecutive, with `length` elements each.
+template <class Function>
+void for_each_unit(const Chunk& chunk, int64_t length, Function function) {
+  const int64_t end = chunk.begin + chunk.size;
+  int64_t unit = chunk.begin / length;
+  for (int64_t begin = chunk.begin; begin < end; ++unit) {
+    const int64_t size = std::min((unit + 1) * length, end) - begin;
+    function(unit, begin, size);
+    begin += size;
+  }
 }
 
 // The units of a tensor: `length` elements each. A tensor of fewer than two dimensions is one unit.

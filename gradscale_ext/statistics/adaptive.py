@@ -96,7 +96,8 @@ class AdaptiveClipping:
         pass does not accept them."""
         if not _context.is_eager():
             return None
-        return _C.unit_statistics([self._parts[index] for index in members], self._weights_of(members), self._rows)
+        gradients = [self._parts[index] for index in members]
+        return _C.tensor_statistics(gradients, 2.0, self._weights_of(members), self._rows)
 
     def _by_reference(self, members: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         gradients, weights = [self._parts[index] for index in members], self._weights_of(members)
