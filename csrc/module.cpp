@@ -157,8 +157,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("decode", &decode);
   m.def("set_decode_gradient", &gradscale::set_decode_gradient);
   m.def("l2_loss", &l2_loss);
-  m.def("returns", &gradscale::returns_in_eager_mode);
-  m.def("muzero_targets", &gradscale::muzero_targets_in_eager_mode);
+  gradscale::define_returns(m);
   m.attr("histogram_bins") = gradscale::kHistogramBins;
   m.attr("histogram_first_edge") = gradscale::kFirstEdge;
   m.def(

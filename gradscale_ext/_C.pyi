@@ -51,7 +51,7 @@ def returns(
     limits: tuple[Any, Any, Any],
     n: Any,
     batch_first: Any,
-) -> tuple[Tensor, ...] | None: ...
+) -> list[Tensor] | None: ...
 def muzero_targets(
     rewards: Any,
     root_values: Any,
@@ -65,7 +65,7 @@ def muzero_targets(
     prefix_horizon: Any,
     root_reward: Any,
     batch_first: Any,
-) -> tuple[Tensor, ...] | None: ...
+) -> list[Tensor] | None: ...
 def l2_loss(parameters: Sequence[Tensor], weight: float) -> Tensor | None: ...
 
 histogram_bins: int

@@ -7,6 +7,7 @@ windows; the other functions are linear recurrences, ``y_t = a_t + b_t y_{t+1}``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -38,7 +39,7 @@ def _results(
     ratios: Any = None,
     clips: dict[str, Any] | None = None,
     n: Any = None,
-) -> tuple[Tensor, ...]:
+) -> Sequence[Tensor]:
     """Compute the results. Eager calls go straight to C++; other calls, and unusual arguments, are checked in Python
     first."""
     flags = (terminated, truncated, mask)

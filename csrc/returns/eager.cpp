@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 
 namespace gradscale {
 
@@ -15,9 +16,26 @@ namespace {
 
 namespace py = pybind11;
 
+// The results of a call; none if an argument is unusual or wrong. Python then checks the call, and says what is wrong.
+using Results = std::optional<std::vector<at::Tensor>>;
+
+bool is_bool(at::ScalarType dtype) {
+  return dtype == at::kBool;
+}
+
+bool is_long(at::ScalarType dtype) {
+  return dtype == at::kLong;
+}
+
+bool is_integral(at::ScalarType dtype) {
+  return c10::isIntegralType(dtype, /*includeBool=*/true);
+}
+
 // Reads the arguments of a call. `usual` becomes false at the first argument that is left to Python.
 class Reader {
  public:
+  static constexpr int64_t kPerRow = -1;
+
   explicit Reader(py::handle rewards, py::handle batch_first) {
     usual = batch_first.ptr() == Py_True || batch_first.ptr() == Py_False;
     is_batch_first = batch_first.ptr() == Py_True;
@@ -34,21 +52,16 @@ class Reader {
     }
   }
 
-  // A floating tensor with `more` additional steps; undefined if None is given.
-  at::Tensor floats(py::handle given, int64_t more = 0) {
+  // A tensor of an accepted dtype, with `more` additional steps, or with one element per row if `more` is kPerRow;
+  // undefined if None is given.
+  at::Tensor tensor(py::handle given, bool (*accepts)(at::ScalarType), int64_t more = 0) {
     const at::Tensor tensor = ordinary(given);
-    require(!tensor.defined() || (has_element(tensor) && has_shape(tensor, more)));
-    return tensor;
-  }
-
-  at::Tensor flags(py::handle given) {
-    const at::Tensor tensor = ordinary(given);
-    require(!tensor.defined() || (tensor.scalar_type() == at::kBool && has_shape(tensor, 0)));
+    require(!tensor.defined() || (accepts(tensor.scalar_type()) && has_shape(tensor, more)));
     return tensor;
   }
 
   at::Tensor constant(at::Tensor tensor) {
-    require(!tensor.defined() || !((at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent(tensor)));
+    require(!tensor.defined() || !at::GradMode::is_enabled() || !tensor.requires_grad());
     return tensor;
   }
 
@@ -92,20 +105,6 @@ class Reader {
     return value;
   }
 
-  // A tensor with an entry for each row; undefined if None is given.
-  at::Tensor by_row(py::handle given) {
-    const at::Tensor tensor = ordinary(given);
-    require(!tensor.defined() || (tensor.dim() == 1 && tensor.size(0) == rows));
-    return tensor;
-  }
-
-  // A tensor of any type with `more` additional steps; undefined if None is given.
-  at::Tensor matrix(py::handle given, int64_t more) {
-    const at::Tensor tensor = ordinary(given);
-    require(!tensor.defined() || has_shape(tensor, more));
-    return tensor;
-  }
-
   void require(bool condition) {
     usual = usual && condition;
   }
@@ -129,6 +128,9 @@ class Reader {
   }
 
   bool has_shape(const at::Tensor& tensor, int64_t more) const {
+    if (more == kPerRow) {
+      return usual && tensor.dim() == 1 && tensor.size(0) == rows;
+    }
     return usual && tensor.dim() == 2 && tensor.size(is_batch_first ? 0 : 1) == rows &&
            tensor.size(is_batch_first ? 1 : 0) == steps + more;
   }
@@ -138,17 +140,7 @@ class Reader {
   int64_t steps = 0;
 };
 
-py::object as_tuple(std::vector<at::Tensor> results) {
-  py::tuple tuple(results.size());
-  for (size_t i = 0; i < results.size(); ++i) {
-    tuple[i] = py::cast(std::move(results[i]));
-  }
-  return tuple;
-}
-
-} // namespace
-
-py::object returns_in_eager_mode(
+Results returns_in_eager_mode(
     int64_t formula,
     py::handle rewards,
     py::handle values,
@@ -159,15 +151,15 @@ py::object returns_in_eager_mode(
     py::handle terminated,
     py::handle truncated,
     py::handle mask,
-    py::handle limits,
+    py::handle limits, // a tuple of three
     py::handle n,
     py::handle batch_first) {
   if (!ordinary_or_inference_context()) {
-    return py::none();
+    return std::nullopt;
   }
   Reader read(rewards, batch_first);
   if (!read.usual) {
-    return py::none();
+    return std::nullopt;
   }
   LinearCall call{};
   call.function = static_cast<Formula>(formula);
@@ -176,34 +168,33 @@ py::object returns_in_eager_mode(
       call.observations || (call.function != Formula::lambda_returns && call.function != Formula::n_step);
   read.require(!(reads_values && values.is_none()) && (reads_values || values.is_none()));
   read.require(!(call.observations && (!truncated.is_none() || call.function == Formula::retrace)));
-  call.inputs = {read.floats(rewards), read.floats(values, call.observations ? 1 : 0), read.floats(next_values)};
+  call.inputs = {
+      read.tensor(rewards, has_element),
+      read.tensor(values, has_element, call.observations ? 1 : 0),
+      read.tensor(next_values, has_element)};
   ReturnsCoefficients& c = call.coefficients;
   c.batch_first = read.is_batch_first;
-  c.ratios = read.constant(read.floats(ratios));
+  c.ratios = read.constant(read.tensor(ratios, has_element));
   read.require(c.ratios.defined() == (call.function == Formula::vtrace || call.function == Formula::retrace));
   c.discounts = read.coefficient(discount, -1, c.discount);
   c.lambdas = read.coefficient(lambda, 0, c.lambda);
-  c.terminated = read.flags(terminated);
-  c.truncated = read.flags(truncated);
-  c.mask = read.flags(mask);
+  c.terminated = read.tensor(terminated, is_bool);
+  c.truncated = read.tensor(truncated, is_bool);
+  c.mask = read.tensor(mask, is_bool);
   for (int i = 0; i < 3; ++i) {
     c.limits[i] = read.limit(PyTuple_GET_ITEM(limits.ptr(), i));
   }
   const int64_t num_steps = read.integer(n, 1, 0);
   read.require((call.function == Formula::n_step) == (num_steps > 0));
   if (!read.usual) {
-    return py::none();
+    return std::nullopt;
   }
   c.n = num_steps;
-  std::vector<at::Tensor> results;
-  {
-    py::gil_scoped_release no_gil;
-    results = returns(call, /*is_plain=*/true);
-  }
-  return as_tuple(std::move(results));
+  const py::gil_scoped_release no_gil;
+  return returns(call, /*is_plain=*/true);
 }
 
-py::object muzero_targets_in_eager_mode(
+Results muzero_targets_in_eager_mode(
     py::handle rewards,
     py::handle root_values,
     py::handle num_unroll_steps,
@@ -217,22 +208,22 @@ py::object muzero_targets_in_eager_mode(
     py::handle root_reward,
     py::handle batch_first) {
   if (!ordinary_or_inference_context()) {
-    return py::none();
+    return std::nullopt;
   }
   Reader read(rewards, batch_first);
   if (!read.usual || !PyUnicode_Check(reward.ptr())) {
-    return py::none();
+    return std::nullopt;
   }
   const bool is_prefix = PyUnicode_CompareWithASCIIString(reward.ptr(), "value_prefix") == 0;
   read.require(is_prefix ? to_play.is_none() : PyUnicode_CompareWithASCIIString(reward.ptr(), "reward") == 0);
   MuZeroWindows windows{};
-  windows.rewards = read.constant(read.floats(rewards));
+  windows.rewards = read.constant(read.tensor(rewards, has_element));
   read.require(!root_values.is_none());
-  windows.root_values = read.constant(read.floats(root_values, 1));
-  windows.lengths = read.by_row(lengths);
-  windows.terminated = read.by_row(terminated);
-  windows.to_play = read.matrix(to_play, 1);
-  windows.root_reward = read.constant(read.by_row(root_reward));
+  windows.root_values = read.constant(read.tensor(root_values, has_element, 1));
+  windows.lengths = read.tensor(lengths, is_long, Reader::kPerRow);
+  windows.terminated = read.tensor(terminated, is_bool, Reader::kPerRow);
+  windows.to_play = read.tensor(to_play, is_integral, 1);
+  windows.root_reward = read.constant(read.tensor(root_reward, has_element, Reader::kPerRow));
   windows.discounts = read.coefficient(discount, -1, windows.discount, /*per_step=*/false);
   const int64_t unroll_steps = read.integer(num_unroll_steps, 0, -1), bootstrap_steps = read.integer(td_steps, 1, -1);
   windows.num_unroll_steps = unroll_steps;
@@ -241,21 +232,20 @@ py::object muzero_targets_in_eager_mode(
   windows.prefix_horizon = is_prefix ? horizon : 0;
   windows.batch_first = read.is_batch_first;
   read.require(unroll_steps >= 0 && unroll_steps <= std::numeric_limits<int32_t>::max() && bootstrap_steps >= 1);
-  read.require(
-      !windows.lengths.defined() || (windows.lengths.scalar_type() == at::kLong && windows.terminated.defined()));
-  read.require(!windows.terminated.defined() || windows.terminated.scalar_type() == at::kBool);
-  read.require(!windows.to_play.defined() || c10::isIntegralType(windows.to_play.scalar_type(), /*includeBool=*/true));
-  read.require(!windows.root_reward.defined() || has_element(windows.root_reward));
+  read.require(!windows.lengths.defined() || windows.terminated.defined());
   if (!read.usual) {
-    return py::none();
+    return std::nullopt;
   }
-  std::vector<at::Tensor> results;
-  {
-    py::gil_scoped_release no_gil;
-    at::NoGradGuard no_grad;
-    results = muzero_targets(windows);
-  }
-  return as_tuple(std::move(results));
+  const py::gil_scoped_release no_gil;
+  const at::NoGradGuard no_grad;
+  return muzero_targets(windows);
+}
+
+} // namespace
+
+void define_returns(py::module_& m) {
+  m.def("returns", &returns_in_eager_mode);
+  m.def("muzero_targets", &muzero_targets_in_eager_mode);
 }
 
 } // namespace gradscale

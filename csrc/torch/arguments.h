@@ -5,12 +5,11 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/jit_type.h>
 #include <ATen/core/stack.h>
-#include <c10/core/SymInt.h>
 
-#include <algorithm>
-#include <array>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <variant>
 
@@ -27,23 +26,9 @@ inline const char* schema_type(const at::Tensor&) { // undefined: None
 inline const char* schema_type(const Value& value) {
   return std::holds_alternative<double>(value) ? "float" : "Tensor";
 }
-inline const char* schema_type(double) {
-  return "float";
-}
-inline const char* schema_type(int64_t) {
-  return "int";
-}
-inline const char* schema_type(const c10::SymInt&) {
-  return "SymInt";
-}
-inline const char* schema_type(bool) {
-  return "bool";
-}
-inline const char* schema_type(const std::string&) {
-  return "str";
-}
-inline const char* schema_type(const std::array<bool, 3>&) {
-  return "bool[3]";
+template <class T, std::enable_if_t<!std::is_enum_v<T>, int> = 0>
+std::string schema_type(const T& /*argument*/) {
+  return c10::getTypePtr<T>()->str();
 }
 
 inline void read_argument(const char*, const c10::IValue& given, at::Tensor& tensor) {
@@ -52,24 +37,9 @@ inline void read_argument(const char*, const c10::IValue& given, at::Tensor& ten
 inline void read_argument(const char*, const c10::IValue& given, Value& value) {
   value = given.isTensor() ? Value(given.toTensor()) : Value(given.toDouble());
 }
-inline void read_argument(const char*, const c10::IValue& given, double& number) {
-  number = given.toDouble();
-}
-inline void read_argument(const char*, const c10::IValue& given, int64_t& number) {
-  number = given.toInt();
-}
-inline void read_argument(const char*, const c10::IValue& given, c10::SymInt& number) {
-  number = given.toSymInt();
-}
-inline void read_argument(const char*, const c10::IValue& given, bool& flag) {
-  flag = given.toBool();
-}
-inline void read_argument(const char*, const c10::IValue& given, std::string& text) {
-  text = given.toStringRef();
-}
-inline void read_argument(const char*, const c10::IValue& given, std::array<bool, 3>& flags) {
-  const c10::List<bool> list = given.toBoolList();
-  std::copy(list.begin(), list.end(), flags.begin());
+template <class T, std::enable_if_t<!std::is_enum_v<T>, int> = 0>
+void read_argument(const char*, const c10::IValue& given, T& argument) {
+  argument = given.to<T>();
 }
 
 inline c10::IValue as_argument(const at::Tensor& tensor) {
@@ -77,9 +47,6 @@ inline c10::IValue as_argument(const at::Tensor& tensor) {
 }
 inline c10::IValue as_argument(const Value& value) {
   return std::visit([](const auto& argument) { return c10::IValue(argument); }, value);
-}
-inline c10::IValue as_argument(const std::array<bool, 3>& flags) {
-  return c10::List<bool>({flags[0], flags[1], flags[2]});
 }
 template <class T>
 c10::IValue as_argument(const T& argument) {
