@@ -28,20 +28,38 @@ constexpr int32_t kFirstAdjoint = 5;
 constexpr int kRow = 0;
 constexpr int kStep = 1;
 
-// Numbers by row and step, of any type and strides; one constant if `data` is null.
+// Numbers or flags by row and step, with any strides; one constant if `data` is null.
 struct Operand {
   const void* data;
-  int64_t strides[2]; // in elements
-  Element element;
+  int64_t strides[2]; // in elements; 0 for a constant
+  Element element;    // of numbers; flags are bytes
   double constant;
 };
 
-// Bool by row and step; `constant` if `data` is null.
-struct FlagOperand {
-  const uint8_t* data;
-  int64_t strides[2];
-  bool constant;
-};
+// Calls function(T()) with the type of an operand's elements in memory. `A` is uint8_t for flags, and the type in which
+// the call computes for numbers.
+template <class A, class Function>
+GRADSCALE_DISPATCH void dispatch_operand(const Operand& operand, Function function) {
+  if constexpr (std::is_same_v<A, uint8_t>) {
+    function(uint8_t());
+  } else {
+    dispatch_element(operand.element, function);
+  }
+}
+
+// The element of an operand at a row and a step, as an A.
+template <class A>
+GRADSCALE_DISPATCH A element_at(const Operand& operand, int64_t row, int64_t step) {
+  if (operand.data == nullptr) {
+    return static_cast<A>(operand.constant);
+  }
+  const int64_t index = row * operand.strides[kRow] + step * operand.strides[kStep];
+  A result = A(0);
+  dispatch_operand<A>(operand, [&](auto type) {
+    result = static_cast<A>(to_accumulate(static_cast<const decltype(type)*>(operand.data)[index]));
+  });
+  return result;
+}
 
 // An output in the type that the call computes in, float or double; not computed if `data` is null.
 struct ReturnsOutput {
@@ -51,21 +69,29 @@ struct ReturnsOutput {
 
 constexpr int kOutputs = 3;
 
+// The operands of a call: numbers, then flags. In an adjoint, kRewards and kValues are the gradients of the results.
+enum OperandIndex {
+  kRewards,
+  kValues,
+  kNextValues,
+  kDiscount,
+  kLambda,
+  kRatios,
+  kTerminated,
+  kTruncated,
+  kMask,
+  kOperands,
+};
+
+constexpr int kNumbers = kTerminated;
+
 struct ReturnsCall {
   Formula formula;
   bool is_double;
   int64_t rows;
   int64_t steps;
   int64_t n;
-  Operand rewards; // in an adjoint: the gradient of the first result
-  Operand values;  // in an adjoint: the gradient of the second result
-  Operand next_values;
-  Operand discount;
-  Operand lambda;
-  Operand ratios;
-  FlagOperand terminated;
-  FlagOperand truncated;
-  FlagOperand mask;
+  Operand operands[kOperands];
   double limits[3];                // V-trace: clip_rho, clip_c, clip_pg_rho; Retrace: clip_c
   ReturnsOutput outputs[kOutputs]; // in an adjoint: the gradients of rewards, values and next values
   void* workspace;                 // set by launch_returns()
@@ -86,7 +112,7 @@ struct MuZeroCall {
   Operand root_reward;    // by row; null data: there is none, and `constant` is not used
   const int64_t* lengths; // null: L
   int64_t lengths_stride;
-  FlagOperand terminated; // by row
+  Operand terminated;     // by row
   const int64_t* to_play; // null: one player
   int64_t to_play_strides[2];
   void* values; // float or double

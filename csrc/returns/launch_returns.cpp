@@ -33,21 +33,6 @@ const char* number_name(bool is_double) {
   return is_double ? "double" : "float";
 }
 
-// Calls function(tensor) for the tensors of a call, in the order of Given in steps.cuh.
-template <class Function>
-void each_tensor(const ReturnsCall& call, Function function) {
-  for (const Operand* operand :
-       {&call.rewards, &call.values, &call.next_values, &call.discount, &call.lambda, &call.ratios}) {
-    function(*operand);
-  }
-  for (const FlagOperand* flags : {&call.terminated, &call.truncated, &call.mask}) {
-    function(*flags);
-  }
-  for (const ReturnsOutput& output : call.outputs) {
-    function(output);
-  }
-}
-
 // The layout of a call's tensors, and the set of given tensors as bits: template arguments of Row in steps.cuh.
 std::string form_of(const ReturnsCall& call) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
@@ -58,16 +43,19 @@ std::string form_of(const ReturnsCall& call) {
     stride = stride == 0 && output.data != nullptr ? output.strides[kStep] : stride;
   }
   bool is_plain = stride > 0 && call.steps < kMost / stride;
-  each_tensor(call, [&](const auto& tensor) {
+  const auto add = [&](const auto& tensor, bool has_own_type) {
     if (tensor.data != nullptr) {
       given |= bit;
-      is_plain = is_plain && tensor.strides[kStep] == stride;
-      if constexpr (std::is_same_v<decltype(tensor), const Operand&>) {
-        is_plain = is_plain && tensor.element == own;
-      }
+      is_plain = is_plain && has_own_type && tensor.strides[kStep] == stride;
     }
     bit *= 2;
-  });
+  };
+  for (int k = 0; k < kOperands; ++k) {
+    add(call.operands[k], k >= kNumbers || call.operands[k].element == own);
+  }
+  for (const ReturnsOutput& output : call.outputs) {
+    add(output, true);
+  }
   return !is_plain ? "Layout::any, " + std::to_string(bit - 1)
                    : (stride == 1 ? "Layout::runs, " : "Layout::columns, ") + std::to_string(given);
 }

@@ -38,7 +38,7 @@ constexpr int64_t kRowsOfTile = 64; // rows of a step: a cache line of flags
 // The inputs and outputs of a kernel for one tile, along steps or across rows.
 template <class A>
 struct Tile {
-  Piece<A> rewards, values, next_values, discount, lambda, ratios;
+  Piece<A> numbers[kNumbers];
   Piece<uint8_t> terminated, truncated, live, later_live;
   Piece<A> later_values; // of the next steps
   A* out[kOutputs];
@@ -48,7 +48,7 @@ struct Tile {
 template <class A>
 struct Buffers {
   static constexpr int64_t kSize = kTile + kMostLanes;
-  A numbers[7][kSize];
+  A numbers[kNumbers + 1][kSize];
   uint8_t flags[3][kSize];
   A results[kOutputs][kSize];
 };
@@ -61,15 +61,12 @@ class Sources {
   Sources(const ReturnsCall& call, int inner)
       : call(call),
         inner_(inner),
-        rewards_(call.rewards, inner),
-        values_(call.values, inner),
-        next_values_(call.next_values, inner),
-        discount_(call.discount, inner),
-        lambda_(call.lambda, inner),
-        ratios_(call.ratios, inner),
-        terminated_(call.terminated, inner),
-        truncated_(call.truncated, inner),
-        mask_(call.mask, inner) {
+        terminated_(call.operands[kTerminated], inner),
+        truncated_(call.operands[kTruncated], inner),
+        mask_(call.operands[kMask], inner) {
+    for (int k = 0; k < kNumbers; ++k) {
+      numbers_[k] = Source<A>(call.operands[k], inner);
+    }
     for (int k = 0; k < 3; ++k) {
       tile.limits[k] = static_cast<A>(call.limits[k]);
     }
@@ -77,15 +74,9 @@ class Sources {
 
   // Reads `count` elements from `begin` on. Pads them to `padded` elements with masked ones.
   void read(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
-    const auto numbers = [&](Source<A>& source, int k) {
-      return source.piece(outer, begin, count, padded, buffers_.numbers[k]);
-    };
-    tile.rewards = numbers(rewards_, 0);
-    tile.values = numbers(values_, 1);
-    tile.next_values = numbers(next_values_, 2);
-    tile.discount = numbers(discount_, 3);
-    tile.lambda = numbers(lambda_, 4);
-    tile.ratios = numbers(ratios_, 5);
+    for (int k = 0; k < kNumbers; ++k) {
+      tile.numbers[k] = numbers_[k].piece(outer, begin, count, padded, buffers_.numbers[k]);
+    }
     tile.terminated = terminated_.piece(outer, begin, count, padded, buffers_.flags[0]);
     tile.truncated = truncated_.piece(outer, begin, count, padded, buffers_.flags[1]);
     for (int k = 0; k < kOutputs; ++k) {
@@ -99,7 +90,7 @@ class Sources {
   // The values of steps begin + 1 to begin + count, with 0 after the last step of the row.
   Piece<A> later_values(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
     const int64_t inside = std::min(count, call.steps - begin - 1);
-    return values_.piece(outer, begin + 1, inside, padded, buffers_.numbers[6]);
+    return numbers_[kValues].piece(outer, begin + 1, inside, padded, buffers_.numbers[kNumbers]);
   }
 
   Piece<uint8_t> mask(int64_t outer, int64_t begin, int64_t count, int64_t padded, uint8_t* buffer) {
@@ -130,8 +121,8 @@ class Sources {
 
  private:
   int inner_;
-  Source<A> rewards_, values_, next_values_, discount_, lambda_, ratios_;
-  FlagSource terminated_, truncated_, mask_;
+  Source<A> numbers_[kNumbers];
+  Source<uint8_t> terminated_, truncated_, mask_;
   Buffers<A> buffers_;
 };
 
@@ -140,12 +131,12 @@ template <class F, class L, bool masked = true, class A>
 GRADSCALE_HOST_DEVICE Transition<L> transition(const Tile<A>& tile, int64_t i) {
   const auto load = [i](const auto& piece) { return L::load(piece.data + i * piece.advance); };
   Transition<L> s;
-  s.reward = load(tile.rewards);
-  s.value = load(tile.values);
-  s.next_value = load(tile.next_values);
-  s.discount = load(tile.discount);
-  s.lambda = load(tile.lambda);
-  s.ratio = load(tile.ratios);
+  s.reward = load(tile.numbers[kRewards]);
+  s.value = load(tile.numbers[kValues]);
+  s.next_value = load(tile.numbers[kNextValues]);
+  s.discount = load(tile.numbers[kDiscount]);
+  s.lambda = load(tile.numbers[kLambda]);
+  s.ratio = load(tile.numbers[kRatios]);
   s.later_value = typename L::V{};
   if constexpr (std::is_same_v<F, VTrace>) {
     s.later_value = load(tile.later_values);
@@ -331,7 +322,7 @@ template <class A>
 void read_later_live(Sources<A>& sources, int64_t row, int64_t begin, int64_t count, int64_t padded, int64_t period) {
   uint8_t* later = sources.later_flags;
   sources.tile.later_live = {later, 1};
-  const bool is_masked = sources.call.mask.data != nullptr;
+  const bool is_masked = sources.call.operands[kMask].data != nullptr;
   if (!is_masked && count == sources.later_count && kTile % period == 0) {
     return; // as in the tile before
   }
@@ -366,7 +357,7 @@ void along_row(Sources<A>& sources, int64_t row, int64_t period) {
     read_later_live(sources, row, begin, count, padded, period);
     tile.live = sources.mask(row, begin, count, padded, sources.tile_flags());
     const Carry<A> before = carry;
-    const bool is_whole = sources.call.mask.data == nullptr && count == padded;
+    const bool is_whole = sources.call.operands[kMask].data == nullptr && count == padded;
     if (!(is_whole ? walk_along<F, false>(tile, padded, carry) : walk_along<F, true>(tile, padded, carry))) {
       carry = before;
       for (int64_t i = 0; i < count; ++i) {
@@ -436,7 +427,7 @@ void across_tile(Sources<A>& sources, int64_t begin, int64_t count) {
       }
       if (std::is_same_v<F, VTrace>) {
         for (int64_t i = 0; i < padded; ++i) {
-          later_values[i] = tile.values[i];
+          later_values[i] = tile.numbers[kValues][i];
         }
       }
     }

@@ -24,35 +24,17 @@ int step_dim(bool batch_first) {
   return batch_first ? 1 : 0;
 }
 
+// A tensor with one dimension has one element per row. Dimensions of one element are broadcast.
 Operand operand_of(const at::Tensor& tensor, double constant, bool batch_first) {
   if (!tensor.defined()) {
     return {nullptr, {0, 0}, Element::float32, constant};
   }
   Operand operand{tensor.const_data_ptr(), {0, 0}, element_of(tensor), 0};
-  if (tensor.dim() == 2) { // dimensions of one element are broadcast
-    const int step = step_dim(batch_first);
-    operand.strides[kRow] = tensor.size(1 - step) == 1 ? 0 : tensor.stride(1 - step);
-    operand.strides[kStep] = tensor.size(step) == 1 ? 0 : tensor.stride(step);
+  for (int dim = 0; dim < tensor.dim(); ++dim) {
+    const bool is_step = tensor.dim() == 2 && dim == step_dim(batch_first);
+    operand.strides[is_step ? kStep : kRow] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
   }
   return operand;
-}
-
-// The operand of a tensor with one number per row.
-Operand row_operand(const at::Tensor& tensor) {
-  return tensor.defined() ? Operand{tensor.const_data_ptr(), {tensor.stride(0), 0}, element_of(tensor), 0}
-                          : Operand{nullptr, {0, 0}, Element::float32, 0};
-}
-
-FlagOperand flags_of(const at::Tensor& tensor, bool constant, bool batch_first) {
-  if (!tensor.defined()) {
-    return {nullptr, {0, 0}, constant};
-  }
-  const auto* data = static_cast<const uint8_t*>(tensor.const_data_ptr());
-  if (tensor.dim() == 1) {
-    return {data, {tensor.stride(0), 0}, constant};
-  }
-  const int step = step_dim(batch_first);
-  return {data, {tensor.stride(1 - step), tensor.stride(step)}, constant};
 }
 
 bool is_double(const at::Tensor& tensor) {
@@ -96,7 +78,7 @@ at::Tensor on_device(const at::Tensor& scalar, c10::Device device) {
 // True if lanes run across rows. Then steps of the rewards are not neighbours in memory, and rows are, of the rewards
 // or, for [T, B], of the results.
 bool goes_across(const ReturnsCall& call, bool batch_first) {
-  const int64_t* strides = call.rewards.strides;
+  const int64_t* strides = call.operands[kRewards].strides;
   const bool neighbours = strides[kRow] == 1 && (strides[kStep] != 1 || call.steps == 1);
   return neighbours || (!batch_first && strides[kStep] != 1);
 }
@@ -163,14 +145,20 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   call.rows = first.size(1 - step);
   call.steps = first.size(step);
   call.n = c.n.expect_int();
-  call.discount = operand_of(discounts, c.discount, batch_first);
-  call.lambda = operand_of(lambdas, c.lambda, batch_first);
+  const auto read = [&](OperandIndex index, const at::Tensor& tensor, double constant) {
+    call.operands[index] = operand_of(tensor, constant, batch_first);
+  };
+  read(kRewards, linear.inputs[0], 0);
+  read(kValues, linear.inputs[1], 0);
+  read(kNextValues, linear.inputs[2], 0);
+  read(kDiscount, discounts, c.discount);
+  read(kLambda, lambdas, c.lambda);
   const bool is_retrace_adjoint = linear.is_adjoint && linear.function == Formula::retrace;
   const at::Tensor ratios = is_retrace_adjoint ? ratios_that_are_read(c) : c.ratios;
-  call.ratios = operand_of(ratios, 1, batch_first);
-  call.terminated = flags_of(c.terminated, false, batch_first);
-  call.truncated = flags_of(c.truncated, false, batch_first);
-  call.mask = flags_of(c.mask, true, batch_first);
+  read(kRatios, ratios, 1);
+  read(kTerminated, c.terminated, 0);
+  read(kTruncated, c.truncated, 0);
+  read(kMask, c.mask, 1);
   std::copy(c.limits.begin(), c.limits.end(), call.limits);
   const at::TensorOptions options = first.options().dtype(call.is_double ? at::kDouble : at::kFloat);
   const auto empty = [&](int64_t more_steps) {
@@ -180,13 +168,9 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   const auto write = [&](int index, const at::Tensor& tensor) { call.outputs[index] = output_of(tensor, batch_first); };
   std::vector<at::Tensor> results;
   if (!linear.is_adjoint) {
-    call.rewards = operand_of(linear.inputs[0], 0, batch_first);
-    call.values = operand_of(linear.inputs[1], 0, batch_first);
-    call.next_values = operand_of(linear.inputs[2], 0, batch_first);
     if (linear.observations) {
-      const at::Tensor& values = linear.inputs[1];
-      call.values = operand_of(values.narrow(step, 0, call.steps), 0, batch_first);
-      call.next_values = operand_of(values.narrow(step, 1, call.steps), 0, batch_first);
+      read(kValues, linear.inputs[1].narrow(step, 0, call.steps), 0);
+      read(kNextValues, linear.inputs[1].narrow(step, 1, call.steps), 0);
     }
     const int count = linear.function == Formula::advantages || linear.function == Formula::vtrace ? 2 : 1;
     results = make_results(count, first.sizes(), options);
@@ -196,8 +180,6 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
     run(call, linear, first);
     return results;
   }
-  call.rewards = operand_of(linear.inputs[0], 0, batch_first);
-  call.values = operand_of(linear.inputs[1], 0, batch_first);
   if (linear.wants[0]) {
     results.push_back(empty(0));
     write(0, results.back());
@@ -249,12 +231,12 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   call.rewards = operand_of(windows.rewards, 0, batch_first);
   call.root_values = operand_of(windows.root_values, 0, batch_first);
   call.discount = operand_of(discounts, windows.discount, batch_first);
-  call.root_reward = row_operand(windows.root_reward);
+  call.root_reward = operand_of(windows.root_reward, 0, batch_first);
   if (windows.lengths.defined()) {
     call.lengths = windows.lengths.const_data_ptr<int64_t>();
     call.lengths_stride = windows.lengths.stride(0);
   }
-  call.terminated = flags_of(windows.terminated, false, batch_first);
+  call.terminated = operand_of(windows.terminated, 0, batch_first);
   if (to_play.defined()) {
     call.to_play = to_play.const_data_ptr<int64_t>();
     call.to_play_strides[kRow] = to_play.stride(1 - step);

@@ -6,26 +6,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <initializer_list>
 
 namespace gradscale {
-
-template <class A>
-A read_number(const void* data, int64_t index, Element element) {
-  switch (element) {
-    case Element::float64:
-      return static_cast<A>(static_cast<const double*>(data)[index]);
-    case Element::float32:
-      return static_cast<A>(static_cast<const float*>(data)[index]);
-    case Element::bfloat16:
-      return static_cast<A>(to_accumulate(static_cast<const BFloat16Bits*>(data)[index]));
-    case Element::float16:
-      return static_cast<A>(to_accumulate(static_cast<const HalfBits*>(data)[index]));
-    case Element::int64:
-      break;
-  }
-  return A(0);
-}
 
 constexpr int kMostLanes = 16;
 
@@ -40,98 +22,76 @@ struct Piece {
   }
 };
 
-// Numbers of any type along the dimension `inner`.
+// An operand along the dimension `inner`: numbers, or flags if A is uint8_t.
 template <class A>
 class Source {
  public:
+  Source() = default;
+
   Source(const Operand& operand, int inner)
-      : operand_(operand),
+      : operand_(&operand),
+        inner_(inner),
         inner_stride_(operand.strides[inner]),
-        outer_stride_(operand.strides[1 - inner]),
-        is_run_(operand.element == ElementOf<A>::value && inner_stride_ == 1) {
-    if (operand.data == nullptr) {
-      fill(static_cast<A>(operand.constant));
-    } else if (inner_stride_ == 0 && outer_stride_ == 0) {
-      fill(read_number<A>(operand.data, 0, operand.element));
+        outer_stride_(operand.strides[1 - inner]) {
+    if constexpr (kIsFlag) {
+      is_run_ = inner_stride_ == 1;
+    } else {
+      is_run_ = inner_stride_ == 1 && operand.element == ElementOf<A>::value;
+    }
+    if (inner_stride_ == 0 && outer_stride_ == 0) {
+      fill(element_at<A>(operand, 0, 0));
     }
   }
 
-  // `count` elements from `begin` on, at index `outer` of the other dimension, padded with zeros to `padded` elements
-  // unless all elements are equal.
+  // `count` elements from `begin` on, at index `outer` of the other dimension, padded with zeros to `padded` elements.
+  // Numbers that are all equal are not padded with zeros, but with the same number.
   Piece<A> piece(int64_t outer, int64_t begin, int64_t count, int64_t padded, A* buffer) {
-    if (operand_.data == nullptr || (inner_stride_ == 0 && outer_stride_ == 0)) {
+    const bool is_constant = kIsFlag ? operand_->data == nullptr && count == padded : inner_stride_ == 0;
+    if (is_constant) {
+      if (outer_stride_ != 0) {
+        fill(inner_ == kStep ? element_at<A>(*operand_, outer, 0) : element_at<A>(*operand_, 0, outer));
+      }
       return {copies_, 0};
     }
-    const int64_t offset = outer * outer_stride_;
-    if (inner_stride_ == 0) {
-      fill(read_number<A>(operand_.data, offset, operand_.element));
-      return {copies_, 0};
-    }
+    const int64_t offset = outer * outer_stride_ + begin * inner_stride_;
     if (is_run_ && count == padded) {
-      return {static_cast<const A*>(operand_.data) + offset + begin, 1};
+      return {static_cast<const A*>(operand_->data) + offset, 1};
     }
-    copy(offset + begin * inner_stride_, count, buffer);
+    copy(offset, count, buffer);
     std::fill(buffer + count, buffer + padded, A(0));
     return {buffer, 1};
   }
 
  private:
+  static constexpr bool kIsFlag = std::is_same_v<A, uint8_t>;
+
   void fill(A value) {
     std::fill(copies_, copies_ + kMostLanes, value);
   }
 
   void copy(int64_t offset, int64_t count, A* buffer) const {
-    if (is_run_) {
-      memcpy(buffer, static_cast<const A*>(operand_.data) + offset, count * sizeof(A));
+    if (operand_->data == nullptr) {
+      std::fill(buffer, buffer + count, copies_[0]);
       return;
     }
-    dispatch_element(operand_.element, [&](auto type) {
-      const auto* from = static_cast<const decltype(type)*>(operand_.data) + offset;
+    if (is_run_) {
+      memcpy(buffer, static_cast<const A*>(operand_->data) + offset, count * sizeof(A));
+      return;
+    }
+    dispatch_operand<A>(*operand_, [&](auto type) {
+      const auto* from = static_cast<const decltype(type)*>(operand_->data) + offset;
       for (int64_t i = 0; i < count; ++i) {
         buffer[i] = static_cast<A>(to_accumulate(from[i * inner_stride_]));
       }
     });
   }
 
-  const Operand& operand_;
-  int64_t inner_stride_;
-  int64_t outer_stride_;
-  bool is_run_;
+  const Operand* operand_ = nullptr;
+  int inner_ = kStep;
+  int64_t inner_stride_ = 0;
+  int64_t outer_stride_ = 0;
+  bool is_run_ = false;
   A copies_[kMostLanes];
-};
-
-// The same for flags.
-class FlagSource {
- public:
-  FlagSource(const FlagOperand& operand, int inner)
-      : operand_(operand), inner_stride_(operand.strides[inner]), outer_stride_(operand.strides[1 - inner]) {
-    memset(copies_, operand.constant, sizeof(copies_));
-  }
-
-  Piece<uint8_t> piece(int64_t outer, int64_t begin, int64_t count, int64_t padded, uint8_t* buffer) const {
-    if (operand_.data == nullptr && count == padded) {
-      return {copies_, 0};
-    }
-    if (inner_stride_ == 1 && count == padded) {
-      return {operand_.data + outer * outer_stride_ + begin, 1};
-    }
-    if (operand_.data == nullptr) {
-      memset(buffer, operand_.constant, count);
-    } else {
-      const uint8_t* from = operand_.data + outer * outer_stride_ + begin * inner_stride_;
-      for (int64_t i = 0; i < count; ++i) {
-        buffer[i] = from[i * inner_stride_];
-      }
-    }
-    memset(buffer + count, 0, padded - count);
-    return {buffer, 1};
-  }
-
- private:
-  const FlagOperand& operand_;
-  int64_t inner_stride_;
-  int64_t outer_stride_;
-  uint8_t copies_[kMostLanes];
 };
 
 // Joins rows begin to end - 1 into `one`, a call with one row. Returns false if the rows are not contiguous.
@@ -140,28 +100,19 @@ inline bool joined(const ReturnsCall& call, int64_t begin, int64_t end, ReturnsC
   one.rows = 1;
   one.steps = (end - begin) * call.steps;
   bool is_dense = true;
-  const auto move = [&](const auto& from, auto& operand, int64_t size) {
-    const bool is_constant = from.data == nullptr || (from.strides[kRow] == 0 && from.strides[kStep] == 0);
-    is_dense = is_dense && (is_constant || (from.strides[kStep] == 1 && from.strides[kRow] == call.steps));
+  const auto move = [&](auto& tensor, int64_t size) {
+    const bool is_constant = tensor.data == nullptr || (tensor.strides[kRow] == 0 && tensor.strides[kStep] == 0);
+    is_dense = is_dense && (is_constant || (tensor.strides[kStep] == 1 && tensor.strides[kRow] == call.steps));
     if (!is_constant) {
-      using Pointer = decltype(operand.data);
-      operand.data = reinterpret_cast<Pointer>(reinterpret_cast<intptr_t>(from.data) + begin * call.steps * size);
+      using Pointer = decltype(tensor.data);
+      tensor.data = reinterpret_cast<Pointer>(reinterpret_cast<intptr_t>(tensor.data) + begin * call.steps * size);
     }
   };
-  for (Operand ReturnsCall::* operand :
-       {&ReturnsCall::rewards,
-        &ReturnsCall::values,
-        &ReturnsCall::next_values,
-        &ReturnsCall::discount,
-        &ReturnsCall::lambda,
-        &ReturnsCall::ratios}) {
-    move(call.*operand, one.*operand, element_size((call.*operand).element));
+  for (int k = 0; k < kOperands; ++k) {
+    move(one.operands[k], k < kNumbers ? element_size(one.operands[k].element) : 1);
   }
-  for (FlagOperand ReturnsCall::* flags : {&ReturnsCall::terminated, &ReturnsCall::truncated, &ReturnsCall::mask}) {
-    move(call.*flags, one.*flags, 1);
-  }
-  for (int k = 0; k < kOutputs; ++k) {
-    move(call.outputs[k], one.outputs[k], call.is_double ? 8 : 4);
+  for (ReturnsOutput& output : one.outputs) {
+    move(output, call.is_double ? 8 : 4);
   }
   return is_dense;
 }

@@ -16,20 +16,10 @@ constexpr int kWarps = kThreads / kWarpSize;
 // and strides.
 enum class Layout { any, runs, columns };
 
-// The tensors that a call has, as bits: the template argument `given`. The other operands are constants. With
-// Layout::any all bits are set, and an operand is a constant if its data is null.
-enum Given : unsigned {
-  kRewards = 1,
-  kValues = 2,
-  kNextValues = 4,
-  kDiscount = 8,
-  kLambda = 16,
-  kRatios = 32,
-  kTerminated = 64,
-  kTruncated = 128,
-  kMask = 256,
-  kFirstOutput = 512,
-};
+// The tensors that a call has are the bits of the template argument `given`: bit k is set for operand k, and the bits
+// from kFirstOutput on for the outputs. The other operands are constants. With Layout::any all bits are set, and an
+// operand is a constant if its data is null.
+constexpr unsigned kFirstOutput = 1u << kOperands;
 
 // True for formulas whose results read y of the step before in the walk.
 template <class F>
@@ -61,15 +51,15 @@ class Row {
   GRADSCALE_DEVICE Transition<L> read(Index t) const {
     Transition<L> s{};
     if (is_inside || (t >= 0 && t < steps)) {
-      s.live = flag(kMask, call.mask, t);
-      s.reward = number(kRewards, call.rewards, t);
-      s.value = number(kValues, call.values, t);
-      s.next_value = number(kNextValues, call.next_values, t);
-      s.discount = number(kDiscount, call.discount, t);
-      s.lambda = number(kLambda, call.lambda, t);
-      s.ratio = number(kRatios, call.ratios, t);
-      s.terminated = flag(kTerminated, call.terminated, t);
-      s.cut = flag(kTruncated, call.truncated, t);
+      s.live = flag(kMask, t);
+      s.reward = element<A>(kRewards, t);
+      s.value = element<A>(kValues, t);
+      s.next_value = element<A>(kNextValues, t);
+      s.discount = element<A>(kDiscount, t);
+      s.lambda = element<A>(kLambda, t);
+      s.ratio = element<A>(kRatios, t);
+      s.terminated = flag(kTerminated, t);
+      s.cut = flag(kTruncated, t);
     }
 #pragma unroll
     for (int k = 0; k < 3; ++k) {
@@ -82,9 +72,9 @@ class Row {
   GRADSCALE_DEVICE Later<A> read_later(Index t) const {
     Later<A> later;
     if (t >= -1 && t + 1 < steps) {
-      later.live = flag(kMask, call.mask, t + 1);
+      later.live = flag(kMask, t + 1);
       if constexpr (std::is_same_v<F, VTrace>) {
-        later.value = number(kValues, call.values, t + 1);
+        later.value = element<A>(kValues, t + 1);
       }
     }
     return later;
@@ -94,7 +84,7 @@ class Row {
   GRADSCALE_DEVICE Later<A> later_in_lanes(const Transition<L>& s, const Later<A>& beyond, Index t, int lane) const {
     const bool is_last = lane == kWarpSize - 1;
     Later<A> later{t + 1 < steps, A(0)};
-    if constexpr ((given & kMask) != 0) {
+    if constexpr ((given & 1u << kMask) != 0) {
       const unsigned live = __ballot_sync(kAllLanes, s.live);
       later.live = is_last ? beyond.live : (live >> (lane + 1) & 1) != 0;
     }
@@ -126,34 +116,24 @@ class Row {
     return layout == Layout::runs ? t : t * static_cast<Index>(tensor.strides[kStep]);
   }
 
-  GRADSCALE_DEVICE A number(unsigned bit, const Operand& operand, Index t) const {
-    if (!has(bit, operand)) {
-      return static_cast<A>(operand.constant);
+  // The element of operand k at step t: a number, or a flag if T is uint8_t. Without a mask all steps are live. The
+  // other flags are 0 if they are not given.
+  template <class T>
+  GRADSCALE_DEVICE T element(int k, Index t) const {
+    const Operand& operand = call.operands[k];
+    if (!has(1u << k, operand)) {
+      return k == kMask ? T(1) : k >= kNumbers ? T(0) : static_cast<T>(operand.constant);
     }
-    const int64_t row_offset = row_ * operand.strides[kRow];
     if constexpr (layout == Layout::any) {
-      A result = A(0);
-      dispatch_element(operand.element, [&](auto type) {
-        const auto* data = static_cast<const decltype(type)*>(operand.data) + row_offset;
-        result = static_cast<A>(to_accumulate(data[offset(operand, t)]));
-      });
-      return result;
+      return element_at<T>(operand, row_, t);
     } else {
-      return (static_cast<const A*>(operand.data) + row_offset)[offset(call.outputs[first_output()], t)];
+      return (
+          static_cast<const T*>(operand.data) + row_ * operand.strides[kRow])[offset(call.outputs[first_output()], t)];
     }
   }
 
-  // Without a mask all steps are live. The other flags are false if they are not given.
-  GRADSCALE_DEVICE bool flag(unsigned bit, const FlagOperand& operand, Index t) const {
-    if (!has(bit, operand)) {
-      return bit == kMask;
-    }
-    const uint8_t* data = operand.data + row_ * operand.strides[kRow];
-    if constexpr (layout == Layout::any) {
-      return data[offset(operand, t)] != 0;
-    } else {
-      return data[offset(call.outputs[first_output()], t)] != 0;
-    }
+  GRADSCALE_DEVICE bool flag(int k, Index t) const {
+    return element<uint8_t>(k, t) != 0;
   }
 
   static constexpr int first_output() {

@@ -28,12 +28,12 @@ template <class A>
 class RowSources {
  public:
   explicit RowSources(const ReturnsCall& call)
-      : rewards_(call.rewards, kStep),
-        next_values_(call.next_values, kStep),
-        discount_(call.discount, kStep),
-        terminated_(call.terminated, kStep),
-        truncated_(call.truncated, kStep),
-        mask_(call.mask, kStep),
+      : rewards_(call.operands[kRewards], kStep),
+        next_values_(call.operands[kNextValues], kStep),
+        discount_(call.operands[kDiscount], kStep),
+        terminated_(call.operands[kTerminated], kStep),
+        truncated_(call.operands[kTruncated], kStep),
+        mask_(call.operands[kMask], kStep),
         steps_(call.steps),
         numbers_(3 * call.steps),
         flags_(3 * call.steps) {
@@ -43,7 +43,7 @@ class RowSources {
     const auto numbers = [&](Source<A>& source, int k) {
       return source.piece(row, 0, steps_, steps_, numbers_.data() + k * steps_);
     };
-    const auto flags = [&](const FlagSource& source, int k) {
+    const auto flags = [&](Source<uint8_t>& source, int k) {
       return source.piece(row, 0, steps_, steps_, flags_.data() + k * steps_);
     };
     const Piece<A> rewards = numbers(rewards_, 0), next_values = numbers(next_values_, 1),
@@ -64,7 +64,7 @@ class RowSources {
 
  private:
   Source<A> rewards_, next_values_, discount_;
-  FlagSource terminated_, truncated_, mask_;
+  Source<uint8_t> terminated_, truncated_, mask_;
   int64_t steps_;
   std::vector<A> numbers_;
   std::vector<uint8_t> flags_;
@@ -115,16 +115,12 @@ void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const int64_t recorded = call.lengths == nullptr ? call.moves : call.lengths[row * call.lengths_stride];
     const int64_t length = std::max<int64_t>(0, std::min(recorded, call.moves));
-    const bool is_over =
-        call.terminated.data == nullptr ? false : call.terminated.data[row * call.terminated.strides[kRow]];
+    const bool is_over = element_at<uint8_t>(call.terminated, row, 0) != 0;
     // The number of rewards that the targets use. Sums with td_steps cannot overflow, because td_steps <= moves here.
     const int64_t used = std::min(length, steps + call.td_steps);
     const Piece<A> r = rewards.piece(row, 0, used, used, reward_row.data());
     const Piece<A> nu = root_values.piece(row, 0, used + 1, used + 1, value_row.data());
-    const A discount =
-        call.discount.data == nullptr
-            ? static_cast<A>(call.discount.constant)
-            : read_number<A>(call.discount.data, row * call.discount.strides[kRow], call.discount.element);
+    const A discount = element_at<A>(call.discount, row, 0);
     const int64_t* players = call.to_play == nullptr ? nullptr : call.to_play + row * call.to_play_strides[kRow];
     const int64_t stride = call.to_play_strides[kStep];
     A* values = static_cast<A*>(call.values) + row * call.values_strides[kRow];
@@ -156,7 +152,7 @@ void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
     }
     A* targets = static_cast<A*>(call.targets) + row * call.targets_strides[kRow];
     if (call.root_reward.data != nullptr) {
-      *targets = read_number<A>(call.root_reward.data, row * call.root_reward.strides[kRow], call.root_reward.element);
+      *targets = element_at<A>(call.root_reward, row, 0);
       targets += call.targets_strides[kStep];
     }
     A sum = A(0);

@@ -6,24 +6,6 @@
 
 namespace gradscale {
 
-template <class A>
-GRADSCALE_DEVICE A number_at(const Operand& operand, int64_t row, int64_t step) {
-  if (operand.data == nullptr) {
-    return static_cast<A>(operand.constant);
-  }
-  const int64_t index = row * operand.strides[kRow] + step * operand.strides[kStep];
-  A result = A(0);
-  dispatch_element(operand.element, [&](auto type) {
-    result = static_cast<A>(to_accumulate(static_cast<const decltype(type)*>(operand.data)[index]));
-  });
-  return result;
-}
-
-GRADSCALE_DEVICE bool flag_at(const FlagOperand& operand, int64_t row, int64_t step) {
-  return operand.data == nullptr ? operand.constant
-                                 : operand.data[row * operand.strides[kRow] + step * operand.strides[kStep]] != 0;
-}
-
 // ---- n-step returns ------------------------------------------------------------------------------------------------
 
 template <class A>
@@ -33,12 +15,13 @@ struct StepsInMemory {
 
   GRADSCALE_DEVICE StepOfRow<A> operator[](int64_t t) const {
     StepOfRow<A> s;
-    s.live = flag_at(call.mask, row, t);
-    s.terminated = flag_at(call.terminated, row, t);
-    s.cut = s.terminated || flag_at(call.truncated, row, t) || t + 1 >= call.steps || !flag_at(call.mask, row, t + 1);
-    s.reward = s.live ? number_at<A>(call.rewards, row, t) : A(0);
-    s.discount = number_at<A>(call.discount, row, t);
-    s.bootstrap = s.terminated ? A(0) : number_at<A>(call.next_values, row, t);
+    const auto flag = [&](int k, int64_t step) { return element_at<uint8_t>(call.operands[k], row, step) != 0; };
+    s.live = flag(kMask, t);
+    s.terminated = flag(kTerminated, t);
+    s.cut = s.terminated || flag(kTruncated, t) || t + 1 >= call.steps || !flag(kMask, t + 1);
+    s.reward = s.live ? element_at<A>(call.operands[kRewards], row, t) : A(0);
+    s.discount = element_at<A>(call.operands[kDiscount], row, t);
+    s.bootstrap = s.terminated ? A(0) : element_at<A>(call.operands[kNextValues], row, t);
     return s;
   }
 };
@@ -248,7 +231,7 @@ muzero_rows(GRADSCALE_ARGUMENT(MuZeroCall) call) {
   }
   const int64_t recorded = call.lengths == nullptr ? call.moves : call.lengths[row * call.lengths_stride];
   const int64_t length = recorded < 0 ? 0 : recorded < call.moves ? recorded : call.moves;
-  const bool is_over = flag_at(call.terminated, row, 0);
+  const bool is_over = element_at<uint8_t>(call.terminated, row, 0) != 0;
   const auto is_other = [&](int64_t i) {
     if (call.to_play == nullptr) {
       return false;
@@ -257,12 +240,12 @@ muzero_rows(GRADSCALE_ARGUMENT(MuZeroCall) call) {
     return players[i * call.to_play_strides[kStep]] != players[j * call.to_play_strides[kStep]];
   };
   const auto seen = [&](const Operand& operand, int64_t i) {
-    const A x = number_at<A>(operand, row, i);
+    const A x = element_at<A>(operand, row, i);
     return is_other(i) ? -x : x;
   };
   A z = A(0);
   if (j <= length) {
-    const A discount = number_at<A>(call.discount, row, 0);
+    const A discount = element_at<A>(call.discount, row, 0);
     const int64_t last = j + call.td_steps < length ? j + call.td_steps : length;
     z = is_over && last == length ? A(0) : seen(call.root_values, last);
     for (int64_t i = last - 1; i >= j; --i) {
@@ -278,14 +261,14 @@ muzero_rows(GRADSCALE_ARGUMENT(MuZeroCall) call) {
   const bool has_root = call.root_reward.data != nullptr;
   if (j == 0) {
     if (has_root) {
-      *targets = number_at<A>(call.root_reward, row, 0);
+      *targets = element_at<A>(call.root_reward, row, 0);
     }
     return;
   }
   A sum = A(0);
   const int64_t first = call.prefix_horizon == 0 ? j - 1 : (j - 1) / call.prefix_horizon * call.prefix_horizon;
   for (int64_t i = first; i < j && i < length; ++i) {
-    sum += number_at<A>(call.rewards, row, i);
+    sum += element_at<A>(call.rewards, row, i);
   }
   targets[(has_root ? j : j - 1) * call.targets_strides[kStep]] = sum;
 }
