@@ -115,13 +115,10 @@ struct MuZeroCall {
   Operand terminated;     // by row
   const int64_t* to_play; // null: one player
   int64_t to_play_strides[2];
-  void* values; // float or double
-  int64_t values_strides[2];
-  void* targets; // the targets of rewards, float or double
-  int64_t targets_strides[2];
-  bool* mask;
+  ReturnsOutput values;
+  ReturnsOutput targets; // of rewards
+  bool* mask;            // both masks have the strides of `values`
   bool* policy_mask;
-  int64_t masks_strides[2];
 };
 
 // ---- Kernels --------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 // Turns tensors into calls of the kernels, and runs them.
 #include "../cuda/driver.h"
+#include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
 #include "call.h"
 #include "returns.h"
@@ -8,8 +9,6 @@
 #include <ATen/LegacyVmapTransforms.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <c10/util/accumulate.h>
 
 #include <algorithm>
 
@@ -46,28 +45,20 @@ ReturnsOutput output_of(const at::Tensor& tensor, bool batch_first) {
   return {tensor.mutable_data_ptr(), {tensor.stride(1 - step), tensor.stride(step)}};
 }
 
-// Large results on the CPU are parts of one block. If two blocks were freed together, glibc would return their memory
-// to the system, and the page faults of the next call would take longer than its computation.
-std::vector<at::Tensor> make_results(int count, at::IntArrayRef sizes, const at::TensorOptions& options) {
+// Makes a contiguous result [B, steps]. On a CPU, memory of large results is pooled, because the first touch of fresh
+// pages takes longer than the computation; small results are allocated without the dispatcher, which takes as long as
+// computing a few thousand steps.
+at::Tensor make_result(int64_t rows, int64_t steps, bool batch_first, const at::TensorOptions& options) {
   constexpr int64_t kLarge = 1 << 20; // bytes
-  std::vector<at::Tensor> results;
-  const int64_t bytes =
-      (c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize()) + 63) / 64 * 64;
-  if (count == 1 || !options.device().is_cpu() || bytes < kLarge) {
-    results.reserve(count);
-    for (int i = 0; i < count; ++i) {
-      // On a CPU, allocates without the dispatcher, which takes as long as computing a few thousand steps.
-      results.push_back(
-          options.device().is_cpu() ? at::Tensor(at::detail::empty_cpu(sizes, options)) : at::empty(sizes, options));
-    }
-    return results;
+  const std::array<int64_t, 2> sizes{batch_first ? rows : steps, batch_first ? steps : rows};
+  if (!options.device().is_cpu()) {
+    return at::empty(sizes, options);
   }
-  const at::Tensor block = at::empty({bytes * count}, options.dtype(at::kByte));
-  for (int i = 0; i < count; ++i) {
-    void* data = static_cast<char*>(block.mutable_data_ptr()) + i * bytes;
-    results.push_back(at::from_blob(data, sizes, [block](void* /*data*/) {}, options));
+  if (rows * steps * static_cast<int64_t>(options.dtype().itemsize()) < kLarge) {
+    return at::detail::empty_cpu(sizes, options);
   }
-  return results;
+  begin_pooled_call();
+  return empty_gradient(sizes, options.dtype().toScalarType());
 }
 
 // The tensor on this device. A scalar on the CPU is copied there, without waiting.
@@ -161,35 +152,36 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   read(kMask, c.mask, 1);
   std::copy(c.limits.begin(), c.limits.end(), call.limits);
   const at::TensorOptions options = first.options().dtype(call.is_double ? at::kDouble : at::kFloat);
-  const auto empty = [&](int64_t more_steps) {
-    const int64_t steps = call.steps + more_steps;
-    return batch_first ? at::empty({call.rows, steps}, options) : at::empty({steps, call.rows}, options);
+  const auto make = [&](int64_t more_steps) {
+    return make_result(call.rows, call.steps + more_steps, batch_first, options);
   };
   const auto write = [&](int index, const at::Tensor& tensor) { call.outputs[index] = output_of(tensor, batch_first); };
   std::vector<at::Tensor> results;
+  const auto add = [&](int index) {
+    results.push_back(make(0));
+    write(index, results.back());
+  };
   if (!linear.is_adjoint) {
     if (linear.observations) {
       read(kValues, linear.inputs[1].narrow(step, 0, call.steps), 0);
       read(kNextValues, linear.inputs[1].narrow(step, 1, call.steps), 0);
     }
     const int count = linear.function == Formula::advantages || linear.function == Formula::vtrace ? 2 : 1;
-    results = make_results(count, first.sizes(), options);
     for (int i = 0; i < count; ++i) {
-      write(i, results[i]);
+      add(i);
     }
     run(call, linear, first);
     return results;
   }
   if (linear.wants[0]) {
-    results.push_back(empty(0));
-    write(0, results.back());
+    add(0);
   }
   if (linear.observations && linear.wants[1]) {
     // An observation is the state of its step and the successor of the step before: its gradient is the sum of both.
     const bool reads_values = linear.function == Formula::advantages || linear.function == Formula::vtrace;
-    const at::Tensor sum = empty(1);
+    const at::Tensor sum = make(1);
     sum.select(step, reads_values ? call.steps : 0).zero_();
-    const at::Tensor successors = reads_values ? empty(0) : sum.narrow(step, 1, call.steps);
+    const at::Tensor successors = reads_values ? make(0) : sum.narrow(step, 1, call.steps);
     if (reads_values) {
       write(1, sum);
     }
@@ -203,8 +195,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   }
   for (int i = 1; i < 3; ++i) {
     if (linear.wants[i]) {
-      results.push_back(empty(0));
-      write(i, results.back());
+      add(i);
     }
   }
   run(call, linear, first);
@@ -243,21 +234,16 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
     call.to_play_strides[kStep] = to_play.stride(step);
   }
   const at::TensorOptions options = windows.rewards.options();
-  const auto make = [&](int64_t steps, at::ScalarType dtype, int64_t* strides) {
-    const at::Tensor out = batch_first ? at::empty({call.rows, steps}, options.dtype(dtype))
-                                       : at::empty({steps, call.rows}, options.dtype(dtype));
-    strides[kRow] = out.stride(1 - step);
-    strides[kStep] = out.stride(step);
-    return out;
+  const auto make = [&](int64_t steps, at::ScalarType dtype) {
+    return make_result(call.rows, steps, batch_first, options.dtype(dtype));
   };
   const at::ScalarType dtype = call.is_double ? at::kDouble : at::kFloat;
   const int64_t steps = call.unroll_steps;
-  const at::Tensor values = make(steps + 1, dtype, call.values_strides);
-  const at::Tensor targets = make(steps + (windows.root_reward.defined() ? 1 : 0), dtype, call.targets_strides);
-  const at::Tensor mask = make(steps + 1, at::kBool, call.masks_strides);
-  const at::Tensor policy_mask = make(steps + 1, at::kBool, call.masks_strides);
-  call.values = values.mutable_data_ptr();
-  call.targets = targets.mutable_data_ptr();
+  const at::Tensor values = make(steps + 1, dtype);
+  const at::Tensor targets = make(steps + (windows.root_reward.defined() ? 1 : 0), dtype);
+  const at::Tensor mask = make(steps + 1, at::kBool), policy_mask = make(steps + 1, at::kBool);
+  call.values = output_of(values, batch_first);
+  call.targets = output_of(targets, batch_first);
   call.mask = mask.mutable_data_ptr<bool>();
   call.policy_mask = policy_mask.mutable_data_ptr<bool>();
   if (call.rows > 0 && runs_kernels(device)) {

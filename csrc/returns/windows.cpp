@@ -18,6 +18,7 @@ const MuZeroRows muzero_kernel = GRADSCALE_CPU_KERNEL(muzero_rows);
 
 #else
 #include "formulas.h"
+#include "windows.h"
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
@@ -106,62 +107,18 @@ void n_step_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
 
 // ---- MuZero --------------------------------------------------------------------------------------------------------
 
-// Computes z = r + discount * z, backwards from the bootstrap, for each unroll step.
 template <class A>
 void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
   Source<A> rewards(call.rewards, kStep), root_values(call.root_values, kStep);
   std::vector<A> reward_row(call.moves + 1), value_row(call.moves + 1);
-  const int64_t steps = call.unroll_steps;
-  for (int64_t row = begin; row < end; ++row) {
-    const int64_t recorded = call.lengths == nullptr ? call.moves : call.lengths[row * call.lengths_stride];
-    const int64_t length = std::max<int64_t>(0, std::min(recorded, call.moves));
-    const bool is_over = element_at<uint8_t>(call.terminated, row, 0) != 0;
-    // The number of rewards that the targets use. Sums with td_steps cannot overflow, because td_steps <= moves here.
-    const int64_t used = std::min(length, steps + call.td_steps);
-    const Piece<A> r = rewards.piece(row, 0, used, used, reward_row.data());
-    const Piece<A> nu = root_values.piece(row, 0, used + 1, used + 1, value_row.data());
-    const A discount = element_at<A>(call.discount, row, 0);
-    const int64_t* players = call.to_play == nullptr ? nullptr : call.to_play + row * call.to_play_strides[kRow];
-    const int64_t stride = call.to_play_strides[kStep];
-    A* values = static_cast<A*>(call.values) + row * call.values_strides[kRow];
-    for (int64_t j = 0; j <= steps; ++j) {
-      A z = A(0);
-      if (j <= length) {
-        const int64_t last = std::min(j + call.td_steps, length);
-        // x of step i, from the perspective of the player to move at step j.
-        const auto in_perspective = [&](A x, int64_t i) {
-          return players == nullptr || players[i * stride] == players[j * stride] ? x : -x;
-        };
-        z = is_over && last == length ? A(0) : in_perspective(nu[last], last);
-        if (discount == 0 && last > j) {
-          z = in_perspective(r[j], j);
-        } else if (players == nullptr) {
-          for (int64_t i = last - 1; i >= j; --i) {
-            z = r[i] + discount * z;
-          }
-        } else {
-          for (int64_t i = last - 1; i >= j; --i) {
-            z = in_perspective(r[i], i) + discount * z;
-          }
-        }
-      }
-      values[j * call.values_strides[kStep]] = z;
-      const int64_t at = row * call.masks_strides[kRow] + j * call.masks_strides[kStep];
-      call.mask[at] = j <= length || is_over;
-      call.policy_mask[at] = j < length;
-    }
-    A* targets = static_cast<A*>(call.targets) + row * call.targets_strides[kRow];
-    if (call.root_reward.data != nullptr) {
-      *targets = element_at<A>(call.root_reward, row, 0);
-      targets += call.targets_strides[kStep];
-    }
-    A sum = A(0);
-    int64_t summed = 0;
-    for (int64_t k = 0; k < steps; ++k) {
-      const A reward = k < length ? r[k] : A(0);
-      sum = summed == 0 ? reward : sum + reward;
-      summed = summed + 1 < call.prefix_horizon ? summed + 1 : 0;
-      targets[k * call.targets_strides[kStep]] = sum;
+  for (int64_t k = begin; k < end; ++k) {
+    const MuZeroRow<A> row(call, k);
+    // The number of rewards that the targets use. The sum cannot overflow, because td_steps <= moves.
+    const int64_t used = std::min(row.length, call.unroll_steps + call.td_steps);
+    const Piece<A> r = rewards.piece(k, 0, used, used, reward_row.data());
+    const Piece<A> nu = root_values.piece(k, 0, used + 1, used + 1, value_row.data());
+    for (int64_t j = 0; j <= call.unroll_steps; ++j) {
+      row.write(j, r, nu);
     }
   }
 }

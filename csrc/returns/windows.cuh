@@ -3,6 +3,7 @@
 #pragma once
 
 #include "steps.cuh"
+#include "windows.h"
 
 namespace gradscale {
 
@@ -220,6 +221,17 @@ n_step_along(GRADSCALE_ARGUMENT(ReturnsCall) call) {
 
 // ---- MuZero --------------------------------------------------------------------------------------------------------
 
+// The elements of a row of an operand.
+template <class A>
+struct ElementsInMemory {
+  const Operand& operand;
+  int64_t row;
+
+  GRADSCALE_DEVICE A operator[](int64_t step) const {
+    return element_at<A>(operand, row, step);
+  }
+};
+
 // One thread per row and unroll step. Neighbouring threads have steps of the same row, and read the same numbers.
 template <class A>
 GRADSCALE_KERNEL(kThreads, 2)
@@ -229,48 +241,7 @@ muzero_rows(GRADSCALE_ARGUMENT(MuZeroCall) call) {
   if (row >= call.rows) {
     return;
   }
-  const int64_t recorded = call.lengths == nullptr ? call.moves : call.lengths[row * call.lengths_stride];
-  const int64_t length = recorded < 0 ? 0 : recorded < call.moves ? recorded : call.moves;
-  const bool is_over = element_at<uint8_t>(call.terminated, row, 0) != 0;
-  const auto is_other = [&](int64_t i) {
-    if (call.to_play == nullptr) {
-      return false;
-    }
-    const int64_t* players = call.to_play + row * call.to_play_strides[kRow];
-    return players[i * call.to_play_strides[kStep]] != players[j * call.to_play_strides[kStep]];
-  };
-  const auto seen = [&](const Operand& operand, int64_t i) {
-    const A x = element_at<A>(operand, row, i);
-    return is_other(i) ? -x : x;
-  };
-  A z = A(0);
-  if (j <= length) {
-    const A discount = element_at<A>(call.discount, row, 0);
-    const int64_t last = j + call.td_steps < length ? j + call.td_steps : length;
-    z = is_over && last == length ? A(0) : seen(call.root_values, last);
-    for (int64_t i = last - 1; i >= j; --i) {
-      z = seen(call.rewards, i) + OneLane<A>::times(discount, z);
-    }
-  }
-  static_cast<A*>(call.values)[row * call.values_strides[kRow] + j * call.values_strides[kStep]] = z;
-  const int64_t at = row * call.masks_strides[kRow] + j * call.masks_strides[kStep];
-  call.mask[at] = j <= length || is_over;
-  call.policy_mask[at] = j < length;
-  // The reward target of step j is the reward of move j - 1. The root has a target only if its reward is given.
-  A* targets = static_cast<A*>(call.targets) + row * call.targets_strides[kRow];
-  const bool has_root = call.root_reward.data != nullptr;
-  if (j == 0) {
-    if (has_root) {
-      *targets = element_at<A>(call.root_reward, row, 0);
-    }
-    return;
-  }
-  A sum = A(0);
-  const int64_t first = call.prefix_horizon == 0 ? j - 1 : (j - 1) / call.prefix_horizon * call.prefix_horizon;
-  for (int64_t i = first; i < j && i < length; ++i) {
-    sum += element_at<A>(call.rewards, row, i);
-  }
-  targets[(has_root ? j : j - 1) * call.targets_strides[kStep]] = sum;
+  MuZeroRow<A>(call, row).write(j, ElementsInMemory<A>{call.rewards, row}, ElementsInMemory<A>{call.root_values, row});
 }
 
 } // namespace gradscale
