@@ -98,6 +98,17 @@ struct ReturnsCall {
   uint64_t launch;                 // set by launch_returns(): a number that identifies the launch
 };
 
+// n-step returns are computed in blocks of steps of a row, for n < steps.
+GRADSCALE_HOST_DEVICE bool is_n_step(const ReturnsCall& call) {
+  return call.formula == Formula::n_step || call.formula == Formula::n_step_adjoint;
+}
+GRADSCALE_HOST_DEVICE int64_t n_step_block_size(const ReturnsCall& call) {
+  return call.formula == Formula::n_step || call.n == 1 ? call.n : call.n - 1;
+}
+GRADSCALE_HOST_DEVICE int64_t n_step_blocks_of_row(const ReturnsCall& call) {
+  return (call.steps - 1) / n_step_block_size(call) + 1;
+}
+
 // Windows of games, one per row.
 struct MuZeroCall {
   bool is_double;

@@ -60,8 +60,8 @@ std::string form_of(const ReturnsCall& call) {
                    : (stride == 1 ? "Layout::runs, " : "Layout::columns, ") + std::to_string(given);
 }
 
-bool is_n_step(const ReturnsCall& call) {
-  return call.formula == Formula::n_step || call.formula == Formula::n_step_adjoint;
+int64_t blocks_for(int64_t count, int64_t per_block) {
+  return (count + per_block - 1) / per_block;
 }
 
 constexpr int64_t kChunk = 4 * kThreads; // steps; the same as in long_rows.cuh
@@ -98,12 +98,13 @@ uint64_t next_launch() {
 void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
   const char* type = number_name(call.is_double);
   const int64_t bytes = call.is_double ? 8 : 4;
-  const auto blocks_of = [&](int64_t rows_per_block) { return (call.rows + rows_per_block - 1) / rows_per_block; };
   if (is_n_step(call)) {
-    const at::Tensor memory = device.memory(call.rows * 2 * call.steps * bytes);
+    const int64_t threads = call.rows * n_step_blocks_of_row(call);
+    const at::Tensor memory = device.memory(threads * 2 * n_step_block_size(call) * bytes);
     call.workspace = memory.mutable_data_ptr();
-    const std::string name = instance(across ? "n_step_rows" : "n_step_along", {type});
-    device.launch(kWindowsFile, name, blocks_of(across ? kThreads : kWarps), kThreads, call);
+    const char* formula = call.formula == Formula::n_step ? "Formula::n_step" : "Formula::n_step_adjoint";
+    const std::string name = instance("n_step_blocks", {type, formula, across ? "true" : "false"});
+    device.launch(kWindowsFile, name, blocks_for(threads, kThreads), kThreads, call);
     return;
   }
   const std::vector<std::string> arguments{type, kFormulas[static_cast<int>(call.formula)], form_of(call)};
@@ -116,13 +117,13 @@ void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
     return;
   }
   const std::string name = instance(across ? "recur_across" : "recur_along", arguments);
-  device.launch("returns/recurrences.cuh", name, blocks_of(across ? kWarpSize : kWarps), kThreads, call);
+  device.launch("returns/recurrences.cuh", name, blocks_for(call.rows, across ? kWarpSize : kWarps), kThreads, call);
 }
 
 void launch_muzero(const MuZeroCall& call, const OnDevice& device) {
   const int64_t threads = call.rows * (call.unroll_steps + 1);
   const std::string name = instance("muzero_rows", {number_name(call.is_double)});
-  device.launch(kWindowsFile, name, (threads + kThreads - 1) / kThreads, kThreads, call);
+  device.launch(kWindowsFile, name, blocks_for(threads, kThreads), kThreads, call);
 }
 
 } // namespace gradscale

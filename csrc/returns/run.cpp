@@ -109,7 +109,7 @@ void run(const ReturnsCall& call, const LinearCall& linear, const at::Tensor& li
       kernel(call, begin * rows_per_block, std::min(end * rows_per_block, call.rows));
     });
   };
-  if (linear.function == Formula::n_step) {
+  if (is_n_step(call)) {
     over(n_step_kernel, 1);
   } else if (across) {
     over(across_rows_kernel, 64);
@@ -128,7 +128,6 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   const c10::Device device = first.device();
   const at::Tensor discounts = on_device(c.discounts, device), lambdas = on_device(c.lambdas, device);
   ReturnsCall call{};
-  call.formula = static_cast<Formula>(static_cast<int32_t>(linear.function) + (linear.is_adjoint ? kFirstAdjoint : 0));
   for (const at::Tensor* tensor :
        {&linear.inputs[0], &linear.inputs[1], &linear.inputs[2], &c.ratios, &c.discounts, &c.lambdas}) {
     call.is_double = call.is_double || is_double(*tensor);
@@ -136,6 +135,10 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   call.rows = first.size(1 - step);
   call.steps = first.size(step);
   call.n = c.n.expect_int();
+  // If no window ends because it has n steps, n-step returns are λ-returns with λ = 1, which Python passes.
+  const bool is_whole = linear.function == Formula::n_step && call.n >= call.steps;
+  const Formula function = is_whole ? Formula::lambda_returns : linear.function;
+  call.formula = static_cast<Formula>(static_cast<int32_t>(function) + (linear.is_adjoint ? kFirstAdjoint : 0));
   const auto read = [&](OperandIndex index, const at::Tensor& tensor, double constant) {
     call.operands[index] = operand_of(tensor, constant, batch_first);
   };

@@ -18,7 +18,7 @@ const MuZeroRows muzero_kernel = GRADSCALE_CPU_KERNEL(muzero_rows);
 
 #else
 #include "formulas.h"
-#include "windows.h"
+#include "window_rows.h"
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
@@ -75,29 +75,20 @@ template <class A>
 void n_step_rows_of(const ReturnsCall& call, int64_t begin, int64_t end) {
   RowSources<A> sources(call);
   std::vector<StepOfRow<A> > steps(call.steps);
-  const int64_t n = std::min(call.n, call.steps);
-  std::vector<A> scratch(2 * n);
+  std::vector<A> scratch(2 * n_step_block_size(call));
   for (int64_t row = begin; row < end; ++row) {
     sources.read(row, steps.data());
-    if (call.formula == Formula::n_step) {
-      n_step_row<A>(steps.data(), call.steps, n, scratch.data(), Result<A>(call.outputs[0], row));
-    } else {
-      n_step_adjoint_row<A>(
-          steps.data(),
-          call.steps,
-          n,
-          scratch.data(),
-          scratch.data() + n,
-          Result<A>(call.outputs[0], row),
-          Result<A>(call.outputs[2], row));
+    for (int64_t block = 0; block < n_step_blocks_of_row(call); ++block) {
+      if (call.formula == Formula::n_step) {
+        n_step_results<Formula::n_step, A>(call, steps.data(), row, block, scratch.data());
+      } else {
+        n_step_results<Formula::n_step_adjoint, A>(call, steps.data(), row, block, scratch.data());
+      }
     }
   }
 }
 
 void n_step_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
-  if (call.steps == 0) {
-    return;
-  }
   if (call.is_double) {
     n_step_rows_of<double>(call, begin, end);
   } else {
