@@ -67,7 +67,7 @@ struct ReturnsOutput {
   int64_t strides[2];
 };
 
-constexpr int kOutputs = 3;
+constexpr int kOutputs = 4;
 
 // The operands of a call: numbers, then flags. In an adjoint, kRewards and kValues are the gradients of the results.
 enum OperandIndex {
@@ -92,10 +92,12 @@ struct ReturnsCall {
   int64_t steps;
   int64_t n;
   Operand operands[kOperands];
-  double limits[3];                // V-trace: clip_rho, clip_c, clip_pg_rho; Retrace: clip_c
-  ReturnsOutput outputs[kOutputs]; // in an adjoint: the gradients of rewards, values and next values
-  void* workspace;                 // set by launch_returns()
-  uint64_t launch;                 // set by launch_returns(): a number that identifies the launch
+  double limits[3]; // V-trace: clip_rho, clip_c, clip_pg_rho; Retrace: clip_c
+  // In an adjoint: the gradients of rewards, values and next values. The gradient of a value of V-trace is the sum of
+  // the second output and the fourth output of the step before.
+  ReturnsOutput outputs[kOutputs];
+  void* workspace; // set by launch_returns()
+  uint64_t launch; // set by launch_returns(): a number that identifies the launch
 };
 
 // n-step returns are computed in blocks of steps of a row, for n < steps.

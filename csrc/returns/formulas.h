@@ -107,7 +107,7 @@ struct LambdaReturns {
   }
 
   template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& /*s*/, V y, V /*later*/, V /*extra*/, V* out) {
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& /*s*/, V y, V /*later*/, V* out) {
     out[0] = y;
   }
 };
@@ -124,7 +124,7 @@ struct Advantages {
   }
 
   template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V y, V /*later*/, V /*extra*/, V* out) {
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V y, V /*later*/, V* out) {
     out[0] = y;
     out[1] = if_live(s, y + s.value);
   }
@@ -143,7 +143,7 @@ struct VTrace {
   }
 
   template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V y, V later, V /*extra*/, V* out) {
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V y, V later, V* out) {
     const V u = mixed(s, s.later_value + later);
     out[0] = if_live(s, s.value + y);
     out[1] = if_live(s, L::times(least(s.ratio, s.limits[2]), s.reward + L::times(s.discount, u) - s.value));
@@ -163,7 +163,7 @@ struct Retrace {
   }
 
   template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V later, V /*extra*/, V* out) {
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V later, V* out) {
     const V x = s.reward + L::times(s.discount, bootstrap(s));
     out[0] = if_live(s, x + unless_cut(s, L::times(s.discount, later)));
   }
@@ -182,7 +182,7 @@ struct LambdaReturnsAdjoint {
   }
 
   template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V /*extra*/, V* out) {
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V* out) {
     const V h = s.reward + earlier;
     out[0] = if_live(s, h);
     out[1] = V{};
@@ -201,7 +201,7 @@ struct AdvantagesAdjoint {
   }
 
   template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V /*extra*/, V* out) {
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V* out) {
     const V h = s.reward + s.value + earlier;
     out[0] = if_live(s, h);
     out[1] = if_live(s, s.value - h);
@@ -211,11 +211,11 @@ struct AdvantagesAdjoint {
 
 struct VTraceAdjoint {
   static constexpr bool kAdjoint = true;
-  static constexpr int kResults = 3;
+  static constexpr int kResults = 4;
 
-  // The gradient of targets_{t+1} from the advantage of step t. results() of step t + 1 gets it as `extra`.
+  // The gradient of targets_{t+1} from the advantage of step t.
   template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE V extra(const Transition<L>& s) {
+  static GRADSCALE_HOST_DEVICE V to_later_target(const Transition<L>& s) {
     const V coefficient = L::product(least(s.ratio, s.limits[2]), L::product(s.discount, s.lambda));
     return if_live(s, unless_cut(s, L::times(coefficient, s.value)));
   }
@@ -224,19 +224,20 @@ struct VTraceAdjoint {
   static GRADSCALE_HOST_DEVICE Affine<L> map(const Transition<L>& s) {
     const V c = L::product(s.lambda, least(s.ratio, s.limits[1]));
     const V b = unless_cut(s, L::product(s.discount, c));
-    return if_live(s, L::times(b, s.reward) + extra(s), b);
+    return if_live(s, L::times(b, s.reward) + to_later_target(s), b);
   }
 
   template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V extra, V* out) {
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V* out) {
     const V rho = least(s.ratio, s.limits[0]), pg_rho = least(s.ratio, s.limits[2]);
     const V to_reward = L::times(rho, s.reward + earlier) + L::times(pg_rho, s.value);
     out[0] = if_live(s, to_reward);
-    out[1] = if_live(s, s.reward - to_reward + extra);
+    out[1] = if_live(s, s.reward - to_reward);
     out[2] = if_live(
         s,
         to_next_value(s, L::product(rho, s.discount), s.reward + earlier) +
             to_next_value(s, L::product(pg_rho, bootstrap_factor(s)), s.value));
+    out[3] = to_later_target(s);
   }
 };
 
@@ -255,7 +256,7 @@ struct RetraceAdjoint {
   }
 
   template <class L, class V = typename L::V>
-  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V /*extra*/, V* out) {
+  static GRADSCALE_HOST_DEVICE void results(const Transition<L>& s, V /*y*/, V earlier, V* out) {
     const V correction = L::times(trace(s), earlier);
     const V g = s.reward + correction;
     out[0] = if_live(s, g);

@@ -114,14 +114,6 @@ GRADSCALE_DEVICE void walk_chunk(
   Transition<L> steps[kAhead];
   Later<A> beyond[kAhead];
   read_along<whole>(row, first, lane, steps, beyond);
-  A extra_carry = A(0);
-  if constexpr (std::is_same_v<F, VTraceAdjoint>) {
-    if (lane == 0 && first > 0) {
-      Transition<L> before = row.template read<false>(first - 1);
-      link(before, row.read_later(first - 1));
-      extra_carry = extra_at<A, F>(before);
-    }
-  }
   Map<A> step_maps[kAhead], lane_maps[kAhead];
   Map<A> warp_map{A(0), A(1)};
   bool has_zero = false;
@@ -205,18 +197,13 @@ GRADSCALE_DEVICE void walk_chunk(
 #pragma unroll
   for (int k = 0; k < kAhead; ++k) {
     const Index t = first + k * kRound<F>;
-    A before = A(0), extra_before = A(0);
+    A before = A(0);
     if constexpr (kReadsEarlier<F>) {
       before = earlier<F>(ys[k], lane, carry);
     }
-    if constexpr (std::is_same_v<F, VTraceAdjoint>) {
-      const A extra = extra_at<A, F>(steps[k]);
-      extra_before = earlier<F>(extra, lane, extra_carry);
-      extra_carry = __shfl_sync(kAllLanes, extra, kLast<F>);
-    }
     carry = __shfl_sync(kAllLanes, ys[k], kLast<F>);
     A out[kOutputs];
-    F::template results<L>(steps[k], ys[k], before, extra_before, out);
+    F::template results<L>(steps[k], ys[k], before, out);
     if (whole || t < row.steps) {
       row.write(t, out);
     }

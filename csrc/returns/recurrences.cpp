@@ -151,45 +151,29 @@ GRADSCALE_HOST_DEVICE Transition<L> transition(const Tile<A>& tile, int64_t i) {
   return s;
 }
 
-template <class F, class L>
-GRADSCALE_HOST_DEVICE typename L::V extra_of(const Transition<L>& s) {
-  if constexpr (std::is_same_v<F, VTraceAdjoint>) {
-    return F::template extra<L>(s);
-  } else {
-    return typename L::V{};
-  }
-}
-
-// The values that a walk carries from step to step.
-template <class V>
-struct Carry {
-  V y{};
-  V extra{};
-};
-
-// Walks one step in each lane.
+// Walks one step in each lane. `y` is y of the step before, and becomes y of the step.
 template <class F, class L, class A, class V = typename L::V>
-GRADSCALE_HOST_DEVICE void walk(const Tile<A>& tile, int64_t i, Carry<V>& carry, V* out) {
+GRADSCALE_HOST_DEVICE void walk(const Tile<A>& tile, int64_t i, V& y, V* out) {
   const Transition<L> s = transition<F, L>(tile, i);
   const Affine<L> map = F::template map<L>(s);
-  const V y = map.a + L::times(map.b, carry.y);
-  F::template results<L>(s, y, carry.y, carry.extra, out);
-  carry = {y, extra_of<F, L>(s)};
+  const V before = y;
+  y = map.a + L::times(map.b, before);
+  F::template results<L>(s, y, before, out);
 }
 
 template <class F, class A>
-void one_step(const Tile<A>& tile, int64_t i, Carry<A>& carry) {
+void one_step(const Tile<A>& tile, int64_t i, A& y) {
   A out[kOutputs];
-  walk<F, OneLane<A> >(tile, i, carry, out);
+  walk<F, OneLane<A> >(tile, i, y, out);
   for (int k = 0; k < F::kResults; ++k) {
     tile.out[k][i] = out[k];
   }
 }
 
+// y of each row of a tile.
 template <class A>
-struct CarryOfRows {
+struct Carries {
   alignas(64) A y[kRowsOfTile] = {};
-  alignas(64) A extra[kRowsOfTile] = {};
 };
 
 // ---- Vectors as lanes ----------------------------------------------------------------------------------------------
@@ -265,21 +249,20 @@ GRADSCALE_HOST_DEVICE bool are_zero(V x) {
 
 // Returns false if a number is not finite. The tile is passed by value, so that stores of results cannot alias it.
 template <class F, bool masked, class A>
-bool walk_along(const Tile<A> tile, int64_t padded, Carry<A>& carry) {
+bool walk_along(const Tile<A> tile, int64_t padded, A& carry) {
   using L = VectorLanes<A>;
   using V = typename L::V;
   constexpr int count = Vectors<A>::kCount;
   constexpr int last = F::kAdjoint ? count - 1 : 0; // in the order of the walk
-  V y = splat(carry.y), extra = splat(carry.extra), check{};
+  V y = splat(carry), check{};
   for (int64_t n = 0; n < padded; n += count) {
     const int64_t i = F::kAdjoint ? n : padded - count - n;
     const Transition<L> s = transition<F, L, masked>(tile, i);
     Affine<L> map = F::template map<L>(s);
     compose<F::kAdjoint, 1>(map.a, map.b);
     const V own = map.a + map.b * y;
-    const V own_extra = extra_of<F, L>(s);
     V out[kOutputs];
-    F::template results<L>(s, own, shifted<F::kAdjoint, 1>(own, y), shifted<F::kAdjoint, 1>(own_extra, extra), out);
+    F::template results<L>(s, own, shifted<F::kAdjoint, 1>(own, y), out);
     V sum = own;
     for (int k = 0; k < F::kResults; ++k) {
       store_vector(tile.out[k] + i, out[k]);
@@ -287,29 +270,27 @@ bool walk_along(const Tile<A> tile, int64_t padded, Carry<A>& carry) {
     }
     check += sum - sum;
     y = splat(own[last]);
-    extra = splat(own_extra[last]);
   }
-  carry = {y[0], extra[0]};
-  return are_zero(check + (extra - extra));
+  carry = y[0];
+  return are_zero(check);
 }
 
 template <class F, class A>
-GRADSCALE_HOST_DEVICE bool walk_across(const Tile<A> tile, int64_t padded, CarryOfRows<A>& carry) {
+GRADSCALE_HOST_DEVICE bool walk_across(const Tile<A> tile, int64_t padded, Carries<A>& carry) {
   using L = VectorLanes<A>;
   using V = typename L::V;
   V check{};
   for (int64_t i = 0; i < padded; i += Vectors<A>::kCount) {
-    Carry<V> own{load_vector(carry.y + i), load_vector(carry.extra + i)};
+    V own = load_vector(carry.y + i);
     V out[kOutputs];
     walk<F, L>(tile, i, own, out);
-    V sum = own.y + own.extra;
+    V sum = own;
     for (int k = 0; k < F::kResults; ++k) {
       store_vector(tile.out[k] + i, out[k]);
       sum += out[k];
     }
     check += sum - sum;
-    store_vector(carry.y + i, own.y);
-    store_vector(carry.extra + i, own.extra);
+    store_vector(carry.y + i, own);
   }
   return are_zero(check);
 }
@@ -345,7 +326,7 @@ void along_row(Sources<A>& sources, int64_t row, int64_t period) {
   const int64_t steps = sources.call.steps;
   const int64_t tiles = (steps + kTile - 1) / kTile;
   Tile<A>& tile = sources.tile;
-  Carry<A> carry;
+  A carry = A(0);
   for (int64_t n = 0; n < tiles; ++n) {
     const int64_t begin = (F::kAdjoint ? n : tiles - 1 - n) * kTile;
     const int64_t count = std::min(kTile, steps - begin);
@@ -356,7 +337,7 @@ void along_row(Sources<A>& sources, int64_t row, int64_t period) {
     }
     read_later_live(sources, row, begin, count, padded, period);
     tile.live = sources.mask(row, begin, count, padded, sources.tile_flags());
-    const Carry<A> before = carry;
+    const A before = carry;
     const bool is_whole = sources.call.operands[kMask].data == nullptr && count == padded;
     if (!(is_whole ? walk_along<F, false>(tile, padded, carry) : walk_along<F, true>(tile, padded, carry))) {
       carry = before;
@@ -397,7 +378,7 @@ void across_tile(Sources<A>& sources, int64_t begin, int64_t count) {
   const int64_t steps = sources.call.steps;
   const int64_t padded = (count + Vectors<A>::kCount - 1) / Vectors<A>::kCount * Vectors<A>::kCount;
   Tile<A>& tile = sources.tile;
-  CarryOfRows<A> carry;
+  Carries<A> carry;
   uint8_t flags[2][kRowsOfTile] = {};
   alignas(64) A later_values[kRowsOfTile] = {};
   tile.later_values = {later_values, 1};
@@ -411,14 +392,11 @@ void across_tile(Sources<A>& sources, int64_t begin, int64_t count) {
     } else if (F::kAdjoint) {
       memset(flags[1], 0, sizeof(flags[1]));
     }
-    const CarryOfRows<A> before = carry;
+    const Carries<A> before = carry;
     if (!walk_across<F>(tile, padded, carry)) {
       carry = before;
       for (int64_t i = 0; i < count; ++i) {
-        Carry<A> own{carry.y[i], carry.extra[i]};
-        one_step<F>(tile, i, own);
-        carry.y[i] = own.y;
-        carry.extra[i] = own.extra;
+        one_step<F>(tile, i, carry.y[i]);
       }
     }
     if (!F::kAdjoint) {

@@ -103,11 +103,10 @@ GRADSCALE_DEVICE void read_along(
 }
 
 // Walks kAhead of the `rounds` rounds of a row, from round `begin` of the walk on. `whole`: the row has all
-// these steps. `carry` is y of the last step that was walked, and `extra_carry` its VTraceAdjoint::extra(), if F has
-// that function.
+// these steps. `carry` is y of the last step that was walked.
 template <bool whole, class A, class F, Layout layout, unsigned given>
 GRADSCALE_DEVICE void walk_along(
-    const Row<A, F, layout, given>& row, int64_t begin, int64_t rounds, int lane, A& carry, A& extra_carry) {
+    const Row<A, F, layout, given>& row, int64_t begin, int64_t rounds, int lane, A& carry) {
   using L = OneLane<A>;
   using Index = typename Row<A, F, layout, given>::Index;
   const auto first = static_cast<Index>((F::kAdjoint ? begin : rounds - 1 - begin) * kWarpSize + lane);
@@ -122,17 +121,12 @@ GRADSCALE_DEVICE void walk_along(
       link(s, row.later_in_lanes(s, beyond[k], t, lane));
       const Map<A> map = F::template map<L>(s);
       const A y = walk_lanes<F>(map, composed_lanes<F>(map, lane), carry, lane);
-      A before = A(0), extra_before = A(0);
+      A before = A(0);
       if constexpr (kReadsEarlier<F>) {
         before = earlier<F>(y, lane, carry);
       }
-      if constexpr (std::is_same_v<F, VTraceAdjoint>) {
-        const A extra = extra_at<A, F>(s);
-        extra_before = earlier<F>(extra, lane, extra_carry);
-        extra_carry = __shfl_sync(kAllLanes, extra, kLast<F>);
-      }
       A out[kOutputs];
-      F::template results<L>(s, y, before, extra_before, out);
+      F::template results<L>(s, y, before, out);
       if (whole || t < row.steps) {
         row.write(t, out);
       }
@@ -151,13 +145,13 @@ recur_along(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   }
   const Row<A, F, layout, given> row(call, index);
   const int64_t rounds = (call.steps + kWarpSize - 1) / kWarpSize;
-  A carry = A(0), extra_carry = A(0);
+  A carry = A(0);
   for (int64_t begin = 0; begin < rounds; begin += kAhead) {
     const bool has_end = F::kAdjoint ? begin + kAhead >= rounds : begin == 0;
     if (begin + kAhead <= rounds && (!has_end || call.steps % kWarpSize == 0)) {
-      walk_along<true>(row, begin, rounds, lane, carry, extra_carry);
+      walk_along<true>(row, begin, rounds, lane, carry);
     } else {
-      walk_along<false>(row, begin, rounds, lane, carry, extra_carry);
+      walk_along<false>(row, begin, rounds, lane, carry);
     }
   }
 }
@@ -166,12 +160,11 @@ recur_along(GRADSCALE_ARGUMENT(ReturnsCall) call) {
 // these steps.
 template <bool whole, class A, class F, Layout layout, unsigned given>
 GRADSCALE_DEVICE void walk_across(
-    const Row<A, F, layout, given>& row, bool is_row, int64_t begin, A* shared, A& carry, A& extra_carry) {
+    const Row<A, F, layout, given>& row, bool is_row, int64_t begin, A* shared, A& carry) {
   using L = OneLane<A>;
   using Index = typename Row<A, F, layout, given>::Index;
   A* const shared_a = shared;
   A* const shared_b = shared + kThreads;
-  A* const shared_extra = shared + 2 * kThreads;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const auto first = static_cast<Index>(begin + warp * kAhead); // in the order of the walk
   const auto step = [&](int k) { return F::kAdjoint ? first + k : row.steps - 1 - first - k; };
@@ -197,20 +190,12 @@ GRADSCALE_DEVICE void walk_across(
   }
   shared_a[threadIdx.x] = all.a;
   shared_b[threadIdx.x] = all.b;
-  if constexpr (std::is_same_v<F, VTraceAdjoint>) {
-    shared_extra[threadIdx.x] = extra_at<A, F>(steps[kAhead - 1]);
-  }
   __syncthreads();
   A y = carry, next = carry;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
     y = w == warp ? next : y;
     next = shared_a[w * kWarpSize + lane] + shared_b[w * kWarpSize + lane] * next;
-  }
-  A extra = extra_carry;
-  if constexpr (std::is_same_v<F, VTraceAdjoint>) {
-    extra = warp == 0 ? extra_carry : shared_extra[(warp == 0 ? 0 : warp - 1) * kWarpSize + lane];
-    extra_carry = shared_extra[(kWarps - 1) * kWarpSize + lane];
   }
   __syncthreads();
   if (__any_sync(kAllLanes, !is_finite(next))) { // the same in all warps; finite only if y of every warp is
@@ -222,28 +207,27 @@ GRADSCALE_DEVICE void walk_across(
     const Transition<L>& s = steps[k];
     const A own = applied(maps[k], y);
     A out[kOutputs];
-    F::template results<L>(s, own, y, extra, out);
+    F::template results<L>(s, own, y, out);
     if (whole || (is_row && first + k < row.steps)) {
       row.write(step(k), out);
     }
     y = own;
-    extra = extra_at<A, F>(s);
   }
 }
 
 template <class A, class F, Layout layout, unsigned given>
 GRADSCALE_KERNEL(kThreads, 2)
 recur_across(GRADSCALE_ARGUMENT(ReturnsCall) call) {
-  GRADSCALE_SHARED(A, shared, 3 * kThreads); // a and b of the threads' maps, and extra() of their last steps
+  GRADSCALE_SHARED(A, shared, 2 * kThreads); // a and b of the threads' maps
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kWarpSize;
   const int64_t index = first + threadIdx.x % kWarpSize;
   const Row<A, F, layout, given> row(call, index);
-  A carry = A(0), extra_carry = A(0);
+  A carry = A(0);
   for (int64_t begin = 0; begin < call.steps; begin += kWarps * kAhead) {
     if (begin + kWarps * kAhead <= call.steps && first + kWarpSize <= call.rows) {
-      walk_across<true>(row, true, begin, shared, carry, extra_carry);
+      walk_across<true>(row, true, begin, shared, carry);
     } else {
-      walk_across<false>(row, index < call.rows, begin, shared, carry, extra_carry);
+      walk_across<false>(row, index < call.rows, begin, shared, carry);
     }
   }
 }

@@ -164,13 +164,13 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
     results.push_back(make(0));
     write(index, results.back());
   };
+  const bool has_two_results = linear.function == Formula::advantages || linear.function == Formula::vtrace;
   if (!linear.is_adjoint) {
     if (linear.observations) {
       read(kValues, linear.inputs[1].narrow(step, 0, call.steps), 0);
       read(kNextValues, linear.inputs[1].narrow(step, 1, call.steps), 0);
     }
-    const int count = linear.function == Formula::advantages || linear.function == Formula::vtrace ? 2 : 1;
-    for (int i = 0; i < count; ++i) {
+    for (int i = 0; i < (has_two_results ? 2 : 1); ++i) {
       add(i);
     }
     run(call, linear, first);
@@ -179,29 +179,37 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   if (linear.wants[0]) {
     add(0);
   }
+  std::vector<at::Tensor> to_later; // gradients of the values of the next steps
   if (linear.observations && linear.wants[1]) {
     // An observation is the state of its step and the successor of the step before: its gradient is the sum of both.
-    const bool reads_values = linear.function == Formula::advantages || linear.function == Formula::vtrace;
+    // Functions with one result do not read the state's value.
     const at::Tensor sum = make(1);
-    sum.select(step, reads_values ? call.steps : 0).zero_();
-    const at::Tensor successors = reads_values ? make(0) : sum.narrow(step, 1, call.steps);
-    if (reads_values) {
-      write(1, sum);
-    }
-    write(2, successors);
-    run(call, linear, first);
-    if (reads_values) {
-      sum.narrow(step, 1, call.steps).add_(successors);
-    }
     results.push_back(sum);
-    return results;
-  }
-  for (int i = 1; i < 3; ++i) {
-    if (linear.wants[i]) {
-      add(i);
+    sum.select(step, has_two_results ? call.steps : 0).zero_();
+    if (has_two_results) {
+      write(1, sum);
+      to_later.push_back(make(0));
     }
+    write(2, has_two_results ? to_later.back() : sum.narrow(step, 1, call.steps));
+  } else {
+    for (int i = 1; i < 3; ++i) {
+      if (linear.wants[i]) {
+        add(i);
+      }
+    }
+  }
+  if (linear.function == Formula::vtrace && linear.wants[1]) {
+    to_later.push_back(make(0));
+    write(3, to_later.back());
   }
   run(call, linear, first);
+  for (const at::Tensor& gradient : to_later) {
+    const at::Tensor& to_values = results[linear.wants[0] ? 1 : 0];
+    const int64_t count = std::min(call.steps, to_values.size(step) - 1);
+    if (count > 0) {
+      to_values.narrow(step, 1, count).add_(gradient.narrow(step, 0, count));
+    }
+  }
   return results;
 }
 

@@ -149,16 +149,6 @@ GRADSCALE_DEVICE void link(Transition<OneLane<A>>& s, const Later<A>& later) {
   s.later_value = later.value;
 }
 
-// VTraceAdjoint::extra() of a step; 0 for the other formulas.
-template <class A, class F>
-GRADSCALE_DEVICE A extra_at(const Transition<OneLane<A>>& s) {
-  if constexpr (std::is_same_v<F, VTraceAdjoint>) {
-    return F::template extra<OneLane<A>>(s);
-  } else {
-    return A(0);
-  }
-}
-
 // ---- Maps ----------------------------------------------------------------------------------------------------------
 
 template <class A>
