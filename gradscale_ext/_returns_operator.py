@@ -191,6 +191,8 @@ def _shapes(
     given = next(tensor for tensor in others if tensor is not None)
     dtype, shape, batch_first = result_dtype(*others), given.shape, others[-1]
     if not is_adjoint:
+        if observations and others[0] is None:
+            shape = (shape[0], shape[1] - 1) if batch_first else (shape[0] - 1, shape[1])
         return [given.new_empty(shape, dtype=dtype) for _ in range(2 if formula in _TWO_RESULTS else 1)]
     longer = (shape[0], shape[1] + 1) if batch_first else (shape[0] + 1, shape[1])
     sizes = (shape, longer if observations else shape, shape)

@@ -172,24 +172,23 @@ Results returns_in_eager_mode(
       read.tensor(rewards, has_element),
       read.tensor(values, has_element, call.observations ? 1 : 0),
       read.tensor(next_values, has_element)};
-  ReturnsCoefficients& c = call.coefficients;
-  c.batch_first = read.is_batch_first;
-  c.ratios = read.constant(read.tensor(ratios, has_element));
-  read.require(c.ratios.defined() == (call.function == Formula::vtrace || call.function == Formula::retrace));
-  c.discounts = read.coefficient(discount, -1, c.discount);
-  c.lambdas = read.coefficient(lambda, 0, c.lambda);
-  c.terminated = read.tensor(terminated, is_bool);
-  c.truncated = read.tensor(truncated, is_bool);
-  c.mask = read.tensor(mask, is_bool);
+  call.batch_first = read.is_batch_first;
+  call.ratios = read.constant(read.tensor(ratios, has_element));
+  read.require(call.ratios.defined() == (call.function == Formula::vtrace || call.function == Formula::retrace));
+  call.discounts = read.coefficient(discount, -1, call.discount);
+  call.lambdas = read.coefficient(lambda, 0, call.lambda);
+  call.terminated = read.tensor(terminated, is_bool);
+  call.truncated = read.tensor(truncated, is_bool);
+  call.mask = read.tensor(mask, is_bool);
   for (int i = 0; i < 3; ++i) {
-    c.limits[i] = read.limit(PyTuple_GET_ITEM(limits.ptr(), i));
+    call.limits[i] = read.limit(PyTuple_GET_ITEM(limits.ptr(), i));
   }
   const int64_t num_steps = read.integer(n, 1, 0);
   read.require((call.function == Formula::n_step) == (num_steps > 0));
   if (!read.usual) {
     return std::nullopt;
   }
-  c.n = num_steps;
+  call.n = num_steps;
   const py::gil_scoped_release no_gil;
   return returns(call, /*is_plain=*/true);
 }

@@ -34,39 +34,16 @@ std::vector<at::Tensor> call_operator(const LinearCall& call) {
 
 namespace {
 
-bool reads_values(Formula function) {
-  return function == Formula::advantages || function == Formula::vtrace || function == Formula::retrace;
-}
-
-// The call that computes the wanted gradients of a function's inputs from the gradients of its results.
-LinearCall adjoint_of(const LinearCall& function, Tensors gradients, const std::array<bool, 3>& wants) {
-  LinearCall result{/*is_adjoint=*/true, function.function, {}, function.observations, wants, function.coefficients};
-  std::move(gradients.begin(), gradients.end(), result.inputs.begin());
-  return result;
-}
-
-// The call that computes the gradients of an adjoint's inputs: the function, applied to the gradients of the adjoint's
-// results. Results that the adjoint did not compute, and missing gradients, count as zeros. `shape` is the shape of the
-// adjoint's inputs.
-LinearCall function_of(const LinearCall& adjoint, Tensors gradients, const std::vector<c10::SymInt>& shape) {
-  LinearCall result{/*is_adjoint=*/false, adjoint.function, {}, adjoint.observations, {}, adjoint.coefficients};
-  at::TensorOptions options;
+// The call that computes the wanted gradients of a call's inputs from the gradients of its results.
+LinearCall transposed(const LinearCall& call, Tensors gradients, const std::array<bool, 3>& wants) {
+  LinearCall result = call;
+  result.is_adjoint = !call.is_adjoint;
+  result.inputs = {};
+  result.wants = wants;
   size_t next = 0;
-  for (int i = 0; i < 3; ++i) {
-    if (adjoint.wants[i]) {
+  for (size_t i = 0; i < result.inputs.size() && next < gradients.size(); ++i) {
+    if (!call.is_adjoint || call.wants[i]) { // an adjoint returns only the wanted gradients
       result.inputs[i] = std::move(gradients[next++]);
-      options = result.inputs[i].defined() ? result.inputs[i].options() : options;
-    }
-  }
-  const std::array<bool, 3> reads{true, adjoint.observations || reads_values(adjoint.function), !adjoint.observations};
-  for (int i = 0; i < 3; ++i) {
-    if (reads[i] && !result.inputs[i].defined()) {
-      std::vector<c10::SymInt> size = shape;
-      if (i == 1 && adjoint.observations) {
-        c10::SymInt& steps = size[adjoint.coefficients.batch_first ? 1 : 0];
-        steps = steps + 1;
-      }
-      result.inputs[i] = at::zeros_symint(size, options);
     }
   }
   return result;
@@ -81,20 +58,13 @@ class LinearBackward : public BackwardNode {
       at::Tensor& input = call_.inputs[i];
       if (input.defined()) {
         dtypes_[i] = input.scalar_type();
-        if (shape_.empty()) {
-          shape_ = input.sym_sizes().vec();
-        }
       }
       input = at::Tensor();
     }
-    const auto tensors = call_.coefficients.tensors();
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      if (tensors[i]->defined()) {
-        saved_[i] = autograd::SavedVariable(*tensors[i], /*is_output=*/false);
-        *tensors[i] = at::Tensor();
-        is_saved_[i] = true;
-      }
-    }
+    call_.each_tensor([&](at::Tensor& tensor) {
+      saved_.emplace_back(tensor, /*is_output=*/false);
+      tensor = at::Tensor();
+    });
   }
 
   std::string name() const override {
@@ -126,8 +96,7 @@ class LinearBackward : public BackwardNode {
     for (size_t i = 0; i < num_outputs(); ++i) {
       wants[i] = dtypes_[i] && task_should_compute_output(i);
     }
-    const LinearCall backward = call.is_adjoint ? function_of(call, std::move(gradients), shape_)
-                                                : adjoint_of(call, std::move(gradients), wants);
+    const LinearCall backward = transposed(call, std::move(gradients), wants);
     const Tensors computed = call_operator(backward);
     size_t next = 0;
     for (size_t i = 0; i < num_outputs() && next < computed.size(); ++i) {
@@ -147,20 +116,14 @@ class LinearBackward : public BackwardNode {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!released_, autograd::ERR_BACKWARD_TWICE);
     LinearCall call = call_;
-    const auto tensors = call.coefficients.tensors();
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      if (is_saved_[i]) {
-        *tensors[i] = saved_[i].unpack();
-      }
-    }
+    size_t next = 0;
+    call.each_tensor([&](at::Tensor& tensor) { tensor = saved_[next++].unpack(); });
     return call;
   }
 
   LinearCall call_{};
   std::array<std::optional<at::ScalarType>, 3> dtypes_;
-  std::vector<c10::SymInt> shape_;
-  std::array<autograd::SavedVariable, ReturnsCoefficients::kTensors> saved_;
-  std::array<bool, ReturnsCoefficients::kTensors> is_saved_{};
+  std::vector<autograd::SavedVariable> saved_; // the tensors of the call
   bool released_ = false;
 };
 
@@ -183,9 +146,9 @@ void check_constants(const LinearCall& call) {
   static const char* const functions[] = {
       "lambda_returns", "generalized_advantages", "vtrace", "retrace", "n_step_returns"};
   const char* function = functions[static_cast<int32_t>(call.function)];
-  check_constant(function, "ratios", call.coefficients.ratios);
-  check_constant(function, "discount", call.coefficients.discounts);
-  check_constant(function, "lambda_", call.coefficients.lambdas);
+  check_constant(function, "ratios", call.ratios);
+  check_constant(function, "discount", call.discounts);
+  check_constant(function, "lambda_", call.lambdas);
 }
 
 } // namespace
@@ -229,29 +192,24 @@ std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
 
 namespace {
 
-template <Tensors (*compute)(const LinearCall&)>
-void returns_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  LinearCall call{};
-  LinearCall::each(call, ArgumentReader{arguments_of(op, *stack).data()});
-  return_from(op, *stack, compute(call));
+template <class Call>
+Call call_from(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  Call call{};
+  Call::each(call, ArgumentReader{arguments_of(op, stack).data()});
+  return call;
+}
+
+template <class Call, Tensors (*compute)(const Call&)>
+void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  return_from(op, *stack, compute(call_from<Call>(op, *stack)));
 }
 
 Tensors returns_with_autograd(const LinearCall& call) {
   return returns(call, /*is_plain=*/false);
 }
 
-MuZeroWindows windows_from(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-  MuZeroWindows windows{};
-  MuZeroWindows::each(windows, ArgumentReader{arguments_of(op, stack).data()});
-  return windows;
-}
-
-void muzero_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  return_from(op, *stack, muzero_targets(windows_from(op, *stack)));
-}
-
 void muzero_with_checks(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const MuZeroWindows windows = windows_from(op, *stack);
+  const MuZeroWindows windows = call_from<MuZeroWindows>(op, *stack);
   check_constant("muzero_targets", "rewards", windows.rewards);
   check_constant("muzero_targets", "root_values", windows.root_values);
   check_constant("muzero_targets", "root_reward", windows.root_reward);
@@ -260,9 +218,9 @@ void muzero_with_checks(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   op.callBoxed(stack);
 }
 
-template <auto kernel>
+template <auto function>
 torch::CppFunction boxed() {
-  return torch::CppFunction::makeFromBoxedFunction<kernel>();
+  return torch::CppFunction::makeFromBoxedFunction<function>();
 }
 
 template <class Call>
@@ -281,17 +239,17 @@ TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("returns", boxed<&returns_kernel<returns_with_autograd>>());
+  m.impl("returns", boxed<&kernel<LinearCall, returns_with_autograd>>());
   m.impl("muzero_targets", boxed<&muzero_with_checks>());
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, Batched, m) {
-  m.impl("returns", boxed<&returns_kernel<batched_returns>>());
+  m.impl("returns", boxed<&kernel<LinearCall, batched_returns>>());
 }
 
 TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
-  m.impl("returns", boxed<&returns_kernel<compute_returns>>());
-  m.impl("muzero_targets", boxed<&muzero_operator>());
+  m.impl("returns", boxed<&kernel<LinearCall, compute_returns>>());
+  m.impl("muzero_targets", boxed<&kernel<MuZeroWindows, muzero_targets>>());
 }
 
 } // namespace gradscale

@@ -13,11 +13,17 @@
 
 namespace gradscale {
 
-// The coefficients of a call, which are constants. Undefined tensors are absent; `discount` and `lambda` are used if
-// `discounts` and `lambdas` are undefined.
-struct ReturnsCoefficients {
-  static constexpr int kTensors = 6;
-
+// A linear function of its inputs: one of the functions, or its adjoint.
+struct LinearCall {
+  bool is_adjoint;
+  Formula function; // for an adjoint too, this is the function, and not one of the ..._adjoint values
+  // Rewards, values and next values; of an adjoint, the gradients of the results. Undefined inputs are zero.
+  std::array<at::Tensor, 3> inputs;
+  // True if values and next values are one input, the values [B, T+1] of all observations.
+  bool observations;
+  std::array<bool, 3> wants; // of an adjoint: the gradients that are computed
+  // Constants. Undefined tensors are absent; `discount` and `lambda` are used if `discounts` and `lambdas` are
+  // undefined.
   at::Tensor ratios;
   at::Tensor discounts;
   at::Tensor lambdas;
@@ -30,27 +36,9 @@ struct ReturnsCoefficients {
   c10::SymInt n;
   bool batch_first;
 
-  std::array<at::Tensor*, kTensors> tensors() {
-    return {&ratios, &discounts, &lambdas, &terminated, &truncated, &mask};
-  }
-};
-
-// A linear function of its inputs: one of the functions, or its adjoint.
-struct LinearCall {
-  bool is_adjoint;
-  Formula function; // for an adjoint too, this is the function, and not one of the ..._adjoint values
-  // Rewards, values and next values; of an adjoint, the gradients of the results. A function does not read an undefined
-  // input; for an adjoint, an undefined gradient is zero.
-  std::array<at::Tensor, 3> inputs;
-  // True if values and next values are one input, the values [B, T+1] of all observations.
-  bool observations;
-  std::array<bool, 3> wants; // of an adjoint: the gradients that are computed
-  ReturnsCoefficients coefficients;
-
   // Visits the arguments of the operator.
   template <class Self, class Visit>
   static void each(Self& self, Visit visit) {
-    auto& c = self.coefficients;
     visit("is_adjoint", self.is_adjoint);
     visit("formula", self.function);
     visit("wants", self.wants);
@@ -58,19 +46,29 @@ struct LinearCall {
     visit("rewards", self.inputs[0]);
     visit("values", self.inputs[1]);
     visit("next_values", self.inputs[2]);
-    visit("ratios", c.ratios);
-    visit("discounts", c.discounts);
-    visit("lambdas", c.lambdas);
-    visit("terminated", c.terminated);
-    visit("truncated", c.truncated);
-    visit("mask", c.mask);
-    visit("discount", c.discount);
-    visit("lambda_", c.lambda);
-    visit("limit_0", c.limits[0]);
-    visit("limit_1", c.limits[1]);
-    visit("limit_2", c.limits[2]);
-    visit("n", c.n);
-    visit("batch_first", c.batch_first);
+    visit("ratios", self.ratios);
+    visit("discounts", self.discounts);
+    visit("lambdas", self.lambdas);
+    visit("terminated", self.terminated);
+    visit("truncated", self.truncated);
+    visit("mask", self.mask);
+    visit("discount", self.discount);
+    visit("lambda_", self.lambda);
+    visit("limit_0", self.limits[0]);
+    visit("limit_1", self.limits[1]);
+    visit("limit_2", self.limits[2]);
+    visit("n", self.n);
+    visit("batch_first", self.batch_first);
+  }
+
+  // Visits the tensors among the arguments, the inputs first.
+  template <class Visit>
+  void each_tensor(Visit visit) {
+    each(*this, [&](const char*, auto& argument) {
+      if constexpr (std::is_same_v<decltype(argument), at::Tensor&>) {
+        visit(argument);
+      }
+    });
   }
 };
 

@@ -76,16 +76,17 @@ bool goes_across(const ReturnsCall& call, bool batch_first) {
 
 // Ratios for the adjoint of Retrace, which multiplies by them: 0 in the first transition of an episode, whose given
 // ratio is not read by any formula and may be inf or NaN.
-at::Tensor ratios_that_are_read(const ReturnsCoefficients& c) {
-  const int step = step_dim(c.batch_first);
-  at::Tensor ratios = c.ratios.clone();
+at::Tensor ratios_that_are_read(const LinearCall& linear) {
+  const int step = step_dim(linear.batch_first);
+  at::Tensor ratios = linear.ratios.clone();
   const int64_t later_steps = ratios.size(step) - 1;
   if (later_steps < 0) {
     return ratios;
   }
   ratios.narrow(step, 0, 1).zero_();
   at::Tensor later = ratios.narrow(step, 1, later_steps);
-  for (const at::Tensor& ends : {c.terminated, c.truncated, c.mask.defined() ? c.mask.logical_not() : c.mask}) {
+  for (const at::Tensor& ends :
+       {linear.terminated, linear.truncated, linear.mask.defined() ? linear.mask.logical_not() : linear.mask}) {
     if (ends.defined()) {
       later.masked_fill_(ends.narrow(step, 0, later_steps), 0);
     }
@@ -97,7 +98,7 @@ void run(const ReturnsCall& call, const LinearCall& linear, const at::Tensor& li
   if (call.rows == 0 || call.steps == 0) {
     return;
   }
-  const bool across = goes_across(call, linear.coefficients.batch_first);
+  const bool across = goes_across(call, linear.batch_first);
   if (runs_kernels(like.device())) {
     launch_returns(call, across, OnDevice(like.device()));
     return;
@@ -121,20 +122,22 @@ void run(const ReturnsCall& call, const LinearCall& linear, const at::Tensor& li
 } // namespace
 
 std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
-  const ReturnsCoefficients& c = linear.coefficients;
-  const bool batch_first = c.batch_first;
+  const bool batch_first = linear.batch_first;
   const int step = step_dim(batch_first);
-  const at::Tensor& first = linear.inputs[0].defined() ? linear.inputs[0] : linear.inputs[1];
+  const auto& inputs = linear.inputs;
+  const at::Tensor& first =
+      *std::find_if(inputs.begin(), inputs.end(), [](const at::Tensor& x) { return x.defined(); });
   const c10::Device device = first.device();
-  const at::Tensor discounts = on_device(c.discounts, device), lambdas = on_device(c.lambdas, device);
+  const at::Tensor discounts = on_device(linear.discounts, device), lambdas = on_device(linear.lambdas, device);
   ReturnsCall call{};
   for (const at::Tensor* tensor :
-       {&linear.inputs[0], &linear.inputs[1], &linear.inputs[2], &c.ratios, &c.discounts, &c.lambdas}) {
+       {&inputs[0], &inputs[1], &inputs[2], &linear.ratios, &linear.discounts, &linear.lambdas}) {
     call.is_double = call.is_double || is_double(*tensor);
   }
   call.rows = first.size(1 - step);
-  call.steps = first.size(step);
-  call.n = c.n.expect_int();
+  const bool has_observations = linear.observations && !linear.is_adjoint;
+  call.steps = first.size(step) - (has_observations && !inputs[0].defined() ? 1 : 0);
+  call.n = linear.n.expect_int();
   // If no window ends because it has n steps, n-step returns are λ-returns with λ = 1, which Python passes.
   const bool is_whole = linear.function == Formula::n_step && call.n >= call.steps;
   const Formula function = is_whole ? Formula::lambda_returns : linear.function;
@@ -142,18 +145,18 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   const auto read = [&](OperandIndex index, const at::Tensor& tensor, double constant) {
     call.operands[index] = operand_of(tensor, constant, batch_first);
   };
-  read(kRewards, linear.inputs[0], 0);
-  read(kValues, linear.inputs[1], 0);
-  read(kNextValues, linear.inputs[2], 0);
-  read(kDiscount, discounts, c.discount);
-  read(kLambda, lambdas, c.lambda);
+  read(kRewards, inputs[0], 0);
+  read(kValues, inputs[1], 0);
+  read(kNextValues, inputs[2], 0);
+  read(kDiscount, discounts, linear.discount);
+  read(kLambda, lambdas, linear.lambda);
   const bool is_retrace_adjoint = linear.is_adjoint && linear.function == Formula::retrace;
-  const at::Tensor ratios = is_retrace_adjoint ? ratios_that_are_read(c) : c.ratios;
+  const at::Tensor ratios = is_retrace_adjoint ? ratios_that_are_read(linear) : linear.ratios;
   read(kRatios, ratios, 1);
-  read(kTerminated, c.terminated, 0);
-  read(kTruncated, c.truncated, 0);
-  read(kMask, c.mask, 1);
-  std::copy(c.limits.begin(), c.limits.end(), call.limits);
+  read(kTerminated, linear.terminated, 0);
+  read(kTruncated, linear.truncated, 0);
+  read(kMask, linear.mask, 1);
+  std::copy(linear.limits.begin(), linear.limits.end(), call.limits);
   const at::TensorOptions options = first.options().dtype(call.is_double ? at::kDouble : at::kFloat);
   const auto make = [&](int64_t more_steps) {
     return make_result(call.rows, call.steps + more_steps, batch_first, options);
@@ -166,9 +169,9 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   };
   const bool has_two_results = linear.function == Formula::advantages || linear.function == Formula::vtrace;
   if (!linear.is_adjoint) {
-    if (linear.observations) {
-      read(kValues, linear.inputs[1].narrow(step, 0, call.steps), 0);
-      read(kNextValues, linear.inputs[1].narrow(step, 1, call.steps), 0);
+    if (has_observations && inputs[1].defined()) {
+      read(kValues, inputs[1].narrow(step, 0, call.steps), 0);
+      read(kNextValues, inputs[1].narrow(step, 1, call.steps), 0);
     }
     for (int i = 0; i < (has_two_results ? 2 : 1); ++i) {
       add(i);
@@ -273,20 +276,14 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
 std::vector<at::Tensor> batched_returns(const LinearCall& call) {
   LinearCall flat = call;
   std::vector<at::Tensor*> places;
-  for (at::Tensor& input : flat.inputs) {
-    places.push_back(&input);
-  }
-  for (at::Tensor* tensor : flat.coefficients.tensors()) {
-    places.push_back(tensor);
-  }
-  places.erase(
-      std::remove_if(places.begin(), places.end(), [](const at::Tensor* place) { return !place->defined(); }),
-      places.end());
   std::vector<at::Tensor> tensors;
-  for (const at::Tensor* place : places) {
-    tensors.push_back(*place);
-  }
-  const bool batch_first = call.coefficients.batch_first;
+  flat.each_tensor([&](at::Tensor& tensor) {
+    if (tensor.defined()) {
+      places.push_back(&tensor);
+      tensors.push_back(tensor);
+    }
+  });
+  const bool batch_first = call.batch_first;
   const int64_t rows = tensors[0].size(batch_first ? 0 : 1);
   // In these views, the dimensions of the examples come first, with the same sizes in all tensors.
   const at::VmapPhysicalViewVec views = at::MultiBatchVmapTransform::logicalToPhysical(tensors);
