@@ -108,9 +108,9 @@ GRADSCALE_HOST_DEVICE void n_step_block(
   }
 }
 
-// The steps of a row in reverse, with which n - 1 step returns are the gradients of n-step returns: the gradient of
-// reward t is the sum of the gradients of the windows that begin at t, t - 1, ..., each weighted by the discounts in
-// between. The window that begins n - 1 steps before t, and ends at t, is the bootstrap.
+// The steps of a row in reverse. Their (n - 1)-step returns are the gradients of the rewards of n-step returns: the
+// gradient of reward t is the sum of the gradients of the windows that begin at t, t - 1, ..., t - n + 1, each weighted
+// by the discounts in between. The gradient of the last one, which ends at t, is the bootstrap.
 template <class A, class Steps>
 struct ReversedSteps {
   const Steps& steps;

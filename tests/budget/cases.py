@@ -197,14 +197,14 @@ def _returns_cases() -> list[Case]:
             issue=1,
             in_flight=24_000,
         ),
-        # Two scans of a row, the second of which hits the cache.
+        # A thread reads the steps of its block and of the next block, mostly from the cache.
         of(
             "n-step returns, T 128",
             partial(_returns, "n_step_returns", False, n=5),
             14,
-            budget=670,
+            budget=430,
             batch=512,
-            issue=4.5,
+            issue=2.2,
             in_flight=6_000,
         ),
         Case("MuZero targets, K 5, n 10, fp32", _muzero_targets, 180, 145, 2048, issue=4.5, in_flight=18_000),
