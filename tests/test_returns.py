@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from trajectories import (
     DEFINITIONS,
     by_definition,
@@ -262,13 +263,46 @@ def test_vmap_over_each_argument(function):
             assert_same(tuple(result[i] for result in results), call(function, examples[0] | {name: numbers[i]}))
 
 
-@pytest.mark.parametrize(
+FORMS_OF_VALUES = pytest.mark.parametrize(
     ("function", "observations"),
     [
         *[(function, False) for function in FUNCTIONS],
         *[(function, True) for function in FUNCTIONS if function != "retrace"],
     ],
 )
+
+
+def gradient_of_gradient(apply):
+    def again(value, weights, direction):
+        (gradient,) = torch.autograd.grad(apply(value), value, weights, create_graph=True)
+        return torch.autograd.grad(gradient, weights, direction)[0]
+
+    return again
+
+
+@FORMS_OF_VALUES
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_gradients_of_the_gradient_of_one_input(function, observations, batch_first):
+    """A function is linear in each input: the gradient of its gradient is the function, with zeros as other inputs."""
+    data = random_data(6, *((3, 5) if batch_first else (5, 3)))
+    if observations:
+        data |= {"values": torch.randn((3, 6) if batch_first else (6, 3)).double(), "next_values": None}
+        data["truncated"] = None
+    for name in ("rewards", "values") if observations else inputs_of(function):
+
+        def apply(value, module=gs, name=name):
+            return torch.cat(call(function, data | {name: value}, module, batch_first=batch_first))
+
+        again = gradient_of_gradient(apply)
+        value, direction = data[name].clone().requires_grad_(), torch.randn_like(data[name])
+        _, expected = torch.func.jvp(lambda value, apply=apply: apply(value, gs.reference), (data[name],), (direction,))
+        inputs = (value, torch.randn_like(expected, requires_grad=True), direction)
+        assert_same((again(*inputs),), (expected,), rtol=1e-12, atol=1e-12)
+        traced = make_fx(again, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        assert_same((traced(*inputs),), (expected,), rtol=1e-12, atol=1e-12)
+
+
+@FORMS_OF_VALUES
 def test_batched_gradients(function, observations):
     """`is_grads_batched` and `vectorize` use the vmap of torch.autograd, which is not torch.func.vmap."""
     data = random_data(5, 3, 5) | {"discount": torch.tensor(0.9).double()}
