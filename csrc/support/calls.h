@@ -10,8 +10,8 @@ namespace gradscale {
 // Rows to decode. If `gradient` has data, the derivative times `grad_output` is written there, and nothing to `out`.
 struct Decoding {
   Rows logits;
-  int64_t width;
-  const Support* support;
+  int64_t count; // rows
+  Support support;
   Slab out;
   Rows gradient;
   Slab grad_output;
@@ -21,8 +21,8 @@ struct Decoding {
 struct Encoding {
   Rows scalars; // one element each
   Rows out;
-  int64_t width;
-  const Support* support;
+  int64_t count; // rows
+  Support support;
   double sigma_ratio; // 0: two-hot
 };
 
@@ -31,15 +31,15 @@ struct Projection {
   Rows probabilities;
   Rows rewards; // one element each, like the discounts
   Rows discounts;
-  Rows out; // float or double
-  int64_t width;
-  const Support* support;
+  Rows out;      // float or double
+  int64_t count; // rows
+  Support support;
 };
 
 using DecodeRows = void (*)(const Decoding&, int64_t begin, int64_t end, double* scratch);
 extern const DecodeRows decode_rows_kernel;
 
-// `centers` are the raw ones; `scratch` has kProjectScratch * width numbers.
+// `centers` are the raw ones; `scratch` has kProjectScratch * num_bins numbers.
 using ProjectRows = void (*)(const Projection&, const double* centers, int64_t begin, int64_t end, double* scratch);
 constexpr int64_t kProjectScratch = 5;
 extern const ProjectRows project_rows_kernel;
@@ -53,14 +53,9 @@ constexpr double kLargestSigmaOfLanes = 2;
 
 class OnDevice;
 
-// Decodes `count` rows, or computes the gradient of decoding them.
-void launch_decode(const Decoding& decoding, int64_t count, const OnDevice& device);
-
-// Encodes `count` scalars as distributions.
-void launch_encode(const Encoding& encoding, int64_t count, const OnDevice& device);
-
-// Projects `count` rows.
-void launch_project(const Projection& projection, int64_t count, const OnDevice& device);
+void launch_decode(const Decoding& decoding, const OnDevice& device);
+void launch_encode(const Encoding& encoding, const OnDevice& device);
+void launch_project(const Projection& projection, const OnDevice& device);
 
 // The numbers of a support that is not raw, in float, for decode_by_lanes.
 struct FloatSupport {
@@ -76,31 +71,16 @@ struct FloatSupport {
   }
 };
 
-struct DecodeArguments {
+struct LaneDecoding {
   Decoding decoding;
-  Support support;
   FloatSupport rounded;
-  int64_t count;
-  int32_t threads_per_row; // of kernels in which a group of threads owns a row
-  int32_t rows_per_warp;   // of decode_by_lanes
+  int32_t rows_per_warp;
 };
 
-struct RawDecodeArguments {
-  DecodeArguments decode;
-  Table centers;
-};
-
-struct EncodeArguments {
-  Encoding encoding;
-  Support support;
-  int64_t count;
+struct GroupDecoding {
+  Decoding decoding;
   int32_t threads_per_row;
-};
-
-struct ProjectArguments {
-  Projection projection;
-  Support support;
-  int64_t count;
+  Table raw_centers; // in the type of sums; empty if the support is not raw
 };
 
 } // namespace gradscale

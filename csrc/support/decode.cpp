@@ -62,14 +62,15 @@ namespace autograd = torch::autograd;
 // Never freed: when the interpreter ends, modules may be freed before the last node.
 py::function* decode_gradient = nullptr;
 
-void run(const Decoding& decoding, int64_t count, const at::Tensor& logits) {
+void run(const Decoding& decoding, const at::Tensor& logits) {
   if (runs_kernels(logits.device())) {
-    launch_decode(decoding, count, OnDevice(logits.device()));
+    launch_decode(decoding, OnDevice(logits.device()));
     return;
   }
-  const int64_t grain = std::max<int64_t>(1, 16384 / row_cost(decoding.width));
-  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
-    Scratch scratch(decoding.width);
+  const int64_t width = decoding.support.num_bins;
+  const int64_t grain = std::max<int64_t>(1, 16384 / row_cost(width));
+  at::parallel_for(0, decoding.count, grain, [&](int64_t begin, int64_t end) {
+    Scratch scratch(width);
     decode_rows_kernel(decoding, begin, end, scratch.data());
   });
 }
@@ -77,8 +78,8 @@ void run(const Decoding& decoding, int64_t count, const at::Tensor& logits) {
 Decoding decoding_of(const at::Tensor& rows, const Support& support) {
   Decoding decoding{};
   decoding.logits = {const_cast<void*>(rows.const_data_ptr()), support.num_bins, element_of(rows)};
-  decoding.width = support.num_bins;
-  decoding.support = &support;
+  decoding.count = c10::multiply_integers(rows.sizes().slice(0, rows.dim() - 1));
+  decoding.support = support;
   return decoding;
 }
 
@@ -91,7 +92,7 @@ at::Tensor values_of(const at::Tensor& logits, const Support& support) {
   const at::Tensor out = at::empty(rows.sizes().slice(0, rows.dim() - 1), rows.options().dtype(value_type(rows)));
   Decoding decoding = decoding_of(rows, support);
   decoding.out = {out.mutable_data_ptr(), 1, out.scalar_type() == at::kDouble};
-  run(decoding, out.numel(), rows);
+  run(decoding, rows);
   return out;
 }
 
@@ -110,7 +111,7 @@ at::Tensor gradient_of(const at::Tensor& logits, const at::Tensor& grad_output, 
   Decoding decoding = decoding_of(rows, support);
   decoding.gradient = {gradient.mutable_data_ptr(), support.num_bins, element_of(rows)};
   decoding.grad_output = {grad_rows.mutable_data_ptr(), is_one ? 0 : 1, grad_rows.scalar_type() == at::kDouble};
-  run(decoding, grad_rows.numel(), rows);
+  run(decoding, rows);
   return gradient;
 }
 
@@ -198,15 +199,16 @@ void encode_row(T* row, int64_t width, const Target& target) {
 }
 
 void encode_rows(const Encoding& e, int64_t begin, int64_t end) {
+  const int64_t width = e.support.num_bins;
   dispatch_element(e.out.element, [&](auto type) {
     using T = decltype(type);
     for (int64_t row = begin; row < end; ++row) {
       const double x = to_accumulate(static_cast<const T*>(e.scalars.data)[row * e.scalars.stride]);
       T* out = static_cast<T*>(e.out.data) + row * e.out.stride;
       if (e.sigma_ratio > 0) {
-        encode_row(out, e.width, hl_gauss(x, *e.support, e.sigma_ratio));
+        encode_row(out, width, hl_gauss(x, e.support, e.sigma_ratio));
       } else {
-        encode_row(out, e.width, two_hot(x, *e.support));
+        encode_row(out, width, two_hot(x, e.support));
       }
     }
   });
@@ -223,11 +225,11 @@ at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& 
   const Encoding encoding{
       {const_cast<void*>(dense.const_data_ptr()), 1, element},
       {out.mutable_data_ptr(), support.num_bins, element},
-      support.num_bins,
-      &support,
+      dense.numel(),
+      support,
       sigma_ratio};
   if (runs_kernels(dense.device())) {
-    launch_encode(encoding, dense.numel(), OnDevice(dense.device()));
+    launch_encode(encoding, OnDevice(dense.device()));
   } else {
     const int64_t grain = std::max<int64_t>(1, 16384 / row_cost(support.num_bins));
     at::parallel_for(0, dense.numel(), grain, [&](int64_t begin, int64_t end) { encode_rows(encoding, begin, end); });
@@ -250,9 +252,9 @@ at::Tensor project(
     return Rows{const_cast<void*>(tensor.const_data_ptr()), stride, element_of(tensor)};
   };
   const int64_t width = support.num_bins;
-  const Projection projection{rows_of(p, width), rows_of(r, 1), rows_of(d, 1), rows_of(out, width), width, &support};
+  const Projection projection{rows_of(p, width), rows_of(r, 1), rows_of(d, 1), rows_of(out, width), r.numel(), support};
   if (runs_kernels(p.device())) {
-    launch_project(projection, r.numel(), OnDevice(p.device()));
+    launch_project(projection, OnDevice(p.device()));
   } else {
     std::vector<double> centers(static_cast<size_t>(width));
     for (size_t j = 0; j < centers.size(); ++j) {

@@ -2,8 +2,7 @@
 //
 // decode_by_lanes        float and half types, supports that are not raw, widths that are known at compile time:
 //                        rows of lane_rows.cuh
-// decode_by_groups       all other supports that are not raw: rows of rows.cuh
-// decode_raw_by_groups   raw supports: rows of rows.cuh
+// decode_by_groups       all others: rows of rows.cuh
 //
 // Bytes: logits are read from memory once, and a gradient is written once. Groups read the logits again from the cache:
 // twice to decode, five times for a gradient.
@@ -39,7 +38,7 @@ class DecodeFormula : public Shape, public BinSums {
   static constexpr bool kHasMetrics = false;
   static constexpr bool kLoadsAhead = !Shape::kWantsGradient; // a gradient's two passes need the registers
 
-  GRADSCALE_DEVICE DecodeFormula(const DecodeArguments& arguments, const RowsOfWarp& warp)
+  GRADSCALE_DEVICE DecodeFormula(const LaneDecoding& arguments, const RowsOfWarp& warp)
       : decoding_(arguments.decoding), support_(arguments.rounded), warp_(warp) {
     if constexpr (Shape::kWantsGradient) {
       coefficient_ = static_cast<float>(decoding_.grad_output.load(warp.own())) * support_.spacing;
@@ -97,9 +96,9 @@ struct LanesOfDecoding {
   using Walk = LaneRows<Formula>;
   static constexpr int kBlocks = lane_blocks<Formula>(Formula::kWantsGradient ? 64 : 46);
 
-  GRADSCALE_DEVICE static void run(const DecodeArguments& arguments, char* shared) {
+  GRADSCALE_DEVICE static void run(const LaneDecoding& arguments, char* shared) {
     const Decoding& decoding = arguments.decoding;
-    const RowsOfWarp warp(blockIdx.x, arguments.rows_per_warp, arguments.count, lanes_per_row);
+    const RowsOfWarp warp(blockIdx.x, arguments.rows_per_warp, decoding.count, lanes_per_row);
     if (warp.count > 0) {
       Walk walk(
           warp,
@@ -115,7 +114,7 @@ struct LanesOfDecoding {
 
 template <class T, class G, int width, int lanes_per_row, int unit, Transform transform>
 GRADSCALE_KERNEL(kRowThreads, (LanesOfDecoding<T, G, width, lanes_per_row, unit, transform>::kBlocks))
-decode_by_lanes(GRADSCALE_ARGUMENT(DecodeArguments) arguments) {
+decode_by_lanes(GRADSCALE_ARGUMENT(LaneDecoding) arguments) {
   using Rows = LanesOfDecoding<T, G, width, lanes_per_row, unit, transform>;
   GRADSCALE_SHARED(Words16, shared, kRowThreads / 32 * Rows::Walk::kBytes / 16 + 1);
   Rows::run(arguments, reinterpret_cast<char*>(shared));
@@ -153,11 +152,10 @@ GRADSCALE_DEVICE int32_t peak_of(const LogitsRow<T>& row, A maximum) {
 // gradient, c_j and E are relative to the centre of the peak, so that the gradient of a softmax that is 1 at the peak
 // is exactly 0.
 template <class T, class A>
-GRADSCALE_DEVICE void decode_row(const DecodeArguments& arguments, const A* raw_centers, const RowOfThread& own) {
-  const Decoding& d = arguments.decoding;
-  const Support& support = arguments.support;
+GRADSCALE_DEVICE void decode_row(const Decoding& d, const A* raw_centers, const RowOfThread& own) {
+  const Support& support = d.support;
   const bool raw = raw_centers != nullptr;
-  const int32_t width = own.active ? static_cast<int32_t>(d.width) : 0, last = width - 1;
+  const int32_t width = own.active ? support.num_bins : 0, last = width - 1;
   const LogitsRow<T> row{static_cast<const T*>(d.logits.data) + own.row * d.logits.stride, width, own.group};
   const A maximum = row.maximum();
   const A sum = weighted_sum(row, maximum, [](int32_t) { return A(1); });
@@ -191,26 +189,14 @@ GRADSCALE_DEVICE void decode_row(const DecodeArguments& arguments, const A* raw_
   });
 }
 
-template <class T, class A>
-GRADSCALE_DEVICE void decode_block(const DecodeArguments& arguments, const A* raw_centers) {
+template <class T>
+GRADSCALE_KERNEL(kThreads, 2)
+decode_by_groups(GRADSCALE_ARGUMENT(GroupDecoding) arguments) {
+  using A = typename AccumulateType<T>::type;
   GRADSCALE_SHARED(double, shared, kWarps);
-  const RowOfThread own(blockIdx.x, arguments.threads_per_row, arguments.count, shared);
-  decode_row<T, A>(arguments, raw_centers, own);
-}
-
-template <class T>
-GRADSCALE_KERNEL(kThreads, 2)
-decode_by_groups(GRADSCALE_ARGUMENT(DecodeArguments) arguments) {
-  using A = typename AccumulateType<T>::type;
-  decode_block<T, A>(arguments, nullptr);
-}
-
-// The table holds only the raw centres, in the type of sums.
-template <class T>
-GRADSCALE_KERNEL(kThreads, 2)
-decode_raw_by_groups(GRADSCALE_ARGUMENT(RawDecodeArguments) arguments) {
-  using A = typename AccumulateType<T>::type;
-  decode_block<T, A>(arguments.decode, arguments.centers.template at<A>(0));
+  const Decoding& decoding = arguments.decoding;
+  const RowOfThread own(blockIdx.x, arguments.threads_per_row, decoding.count, shared);
+  decode_row<T, A>(decoding, decoding.support.raw ? arguments.raw_centers.template at<A>(0) : nullptr, own);
 }
 
 } // namespace gradscale

@@ -26,9 +26,9 @@ GRADSCALE_DEVICE void encode_row(T* row, int32_t width, const Target& target, co
   }
 }
 
-GRADSCALE_KERNEL(kThreads, 2) encode_rows(GRADSCALE_ARGUMENT(EncodeArguments) arguments) {
-  const Encoding& e = arguments.encoding;
-  const RowOfThread own(blockIdx.x, arguments.threads_per_row, arguments.count, nullptr);
+GRADSCALE_KERNEL(kThreads, 2) encode_rows(GRADSCALE_ARGUMENT(Encoding) e) {
+  const int32_t width = e.support.num_bins;
+  const RowOfThread own(blockIdx.x, threads_for_row(width, element_size(e.out.element)), e.count, nullptr);
   if (!own.active) {
     return;
   }
@@ -37,9 +37,9 @@ GRADSCALE_KERNEL(kThreads, 2) encode_rows(GRADSCALE_ARGUMENT(EncodeArguments) ar
     const double x = to_accumulate(static_cast<const T*>(e.scalars.data)[own.row * e.scalars.stride]);
     T* row = static_cast<T*>(e.out.data) + own.row * e.out.stride;
     if (e.sigma_ratio > 0) {
-      encode_row(row, static_cast<int32_t>(e.width), hl_gauss(x, arguments.support, e.sigma_ratio), own.group);
+      encode_row(row, width, hl_gauss(x, e.support, e.sigma_ratio), own.group);
     } else {
-      encode_row(row, static_cast<int32_t>(e.width), two_hot(x, arguments.support), own.group);
+      encode_row(row, width, two_hot(x, e.support), own.group);
     }
   });
 }
@@ -56,12 +56,11 @@ GRADSCALE_DEVICE double element_at(const Rows& rows, int64_t row, int32_t column
 }
 
 template <class A>
-GRADSCALE_DEVICE void project_row(const ProjectArguments& arguments, int64_t row, int lane) {
+GRADSCALE_DEVICE void project_row(const Projection& p, int64_t row, int lane) {
   constexpr unsigned all_lanes = 0xffffffffu;
   constexpr int lanes = 32;
-  const Projection& p = arguments.projection;
-  const Support& support = arguments.support;
-  const auto width = static_cast<int32_t>(p.width);
+  const Support& support = p.support;
+  const int32_t width = support.num_bins;
   const double reward = element_at(p.rewards, row, 0), discount = element_at(p.discounts, row, 0);
   A* const out = static_cast<A*>(p.out.data) + row * p.out.stride;
   for (int32_t k = lane; k < width; k += lanes) { // each lane reads and writes its own bins only
@@ -106,16 +105,16 @@ GRADSCALE_DEVICE void project_row(const ProjectArguments& arguments, int64_t row
   }
 }
 
-GRADSCALE_KERNEL(kThreads, 2) project_rows(GRADSCALE_ARGUMENT(ProjectArguments) arguments) {
+GRADSCALE_KERNEL(kThreads, 2) project_rows(GRADSCALE_ARGUMENT(Projection) p) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
-  if (row >= arguments.count) {
+  if (row >= p.count) {
     return;
   }
-  if (arguments.projection.out.element == Element::float64) {
-    project_row<double>(arguments, row, lane);
+  if (p.out.element == Element::float64) {
+    project_row<double>(p, row, lane);
   } else {
-    project_row<float>(arguments, row, lane);
+    project_row<float>(p, row, lane);
   }
 }
 

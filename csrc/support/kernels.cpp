@@ -25,10 +25,11 @@ namespace {
 // (c_j - E) times grad_output, with E the expectation, c_j the centres and g the inverse transform.
 template <class T, class A>
 void decode_row(const Decoding& d, int64_t row, Extremes<A> extremes, A* scratch) {
-  const Support& support = *d.support;
+  const Support& support = d.support;
+  const int64_t width = support.num_bins;
   Ahead ahead = ahead_of<T>(d.logits, d.gradient, row);
   ahead.read = row_of<T>(d.logits, row + 2); // row + 1 is in the cache: its maximum has been computed
-  const Softmax<A> softmax = softmax_of<true>(row_of<T>(d.logits, row), d.width, extremes, ahead, scratch);
+  const Softmax<A> softmax = softmax_of<true>(row_of<T>(d.logits, row), width, extremes, ahead, scratch);
   const A expected = expectation(softmax, support);
   if (d.gradient.data == nullptr) {
     d.out.store(row, decoded_value(expected, support));
@@ -41,16 +42,16 @@ void decode_row(const Decoding& d, int64_t row, Extremes<A> extremes, A* scratch
   const A* centers = raw_centers(support, A());
   A middle = expected;
   if (!support.raw) { // centres in half bins, integers: the gradient of a softmax that is 1 in a bin is exactly 0
-    A* places = second_row(scratch, d.width);
-    for (int64_t j = 0; j < d.width; ++j) {
-      places[j] = static_cast<A>(2 * j + 1 - d.width);
+    A* places = second_row(scratch, width);
+    for (int64_t j = 0; j < width; ++j) {
+      places[j] = static_cast<A>(2 * j + 1 - width);
     }
     centers = places;
     middle = softmax.moment / softmax.sum;
     factor *= static_cast<A>(0.5 * bin_width(support));
   }
   write_gradient<T, A>(
-      d.gradient, row, d.width, factor, [=](auto load) { return load(values) * (load(centers) - middle); });
+      d.gradient, row, width, factor, [=](auto load) { return load(values) * (load(centers) - middle); });
 }
 
 void decode_rows(const Decoding& decoding, int64_t begin, int64_t end, double* scratch) {
@@ -62,7 +63,7 @@ void decode_rows(const Decoding& decoding, int64_t begin, int64_t end, double* s
     }
     // The next row's maximum is found while this row's exponentials, which need this row's maximum, are computed.
     const auto extremes_of_row = [&](int64_t row) {
-      return extremes_of<A, kIsFasterInRange>(row_of<T>(decoding.logits, row), decoding.width);
+      return extremes_of<A, kIsFasterInRange>(row_of<T>(decoding.logits, row), decoding.support.num_bins);
     };
     Extremes<A> next = extremes_of_row(begin);
     for (int64_t row = begin; row < end; ++row) {
@@ -147,14 +148,14 @@ double number_of(const Rows& rows, int64_t row) {
 }
 
 void project_rows(const Projection& p, const double* centers, int64_t begin, int64_t end, double* scratch) {
-  const int64_t width = p.width;
+  const int64_t width = p.support.num_bins;
   const Atoms atoms(scratch, width);
   for (int64_t row = begin; row < end; ++row) {
     bool is_finite = false;
     dispatch_element(p.probabilities.element, [&](auto type) {
       const auto* probabilities = static_cast<const decltype(type)*>(p.probabilities.data) + row * width;
-      is_finite = place_atoms(
-          probabilities, number_of(p.rewards, row), number_of(p.discounts, row), centers, *p.support, atoms);
+      is_finite =
+          place_atoms(probabilities, number_of(p.rewards, row), number_of(p.discounts, row), centers, p.support, atoms);
     });
     // Two sums for each bin, so that additions for neighbouring atoms seldom wait for each other.
     for (int64_t k = 0; k < width; ++k) {

@@ -23,80 +23,63 @@ const char* name_of(Transform transform) {
   return "";
 }
 
-// The kernel of a call. `lanes` lanes own a row; if it is 0, a group of threads owns a row.
-struct DecodeSpecification {
-  std::string name;
-  int32_t lanes;
-};
+constexpr const char* kDecodeFile = "support/decode.cuh";
+constexpr const char* kEncodeFile = "support/encode.cuh";
 
-DecodeSpecification specification_of(const Decoding& decoding) {
-  const std::string type = type_name(decoding.logits.element);
-  if (decoding.support->raw) {
-    return {instance("decode_raw_by_groups", {type}), 0};
+// Throws if the kernels' indices of elements would overflow.
+void check_width(const Support& support) {
+  if (support.num_bins > INT32_MAX - 64) {
+    throw std::runtime_error("Support: a row has more than 2^31 - 65 elements");
   }
-  const bool wants_gradient = decoding.gradient.data != nullptr;
-  const Lanes lanes = bin_lanes(decoding.width, decoding.logits, decoding.gradient);
-  if (lanes.per_row == 0) {
-    return {instance("decode_by_groups", {type}), 0};
-  }
-  return {
-      instance(
-          "decode_by_lanes",
-          {type,
-           wants_gradient ? type : "void",
-           std::to_string(decoding.width),
-           std::to_string(lanes.per_row),
-           std::to_string(lanes.unit),
-           name_of(decoding.support->transform)}),
-      lanes.per_row};
 }
-
-constexpr const char* kFile = "support/decode.cuh";
 
 } // namespace
 
-void launch_decode(const Decoding& decoding, int64_t count, const OnDevice& device) {
-  if (decoding.width > INT32_MAX - 64) {
-    throw std::runtime_error("decode: a row has more than 2^31 - 65 elements");
-  }
-  const Support& support = *decoding.support;
-  DecodeArguments arguments{decoding, support, FloatSupport(support), count, 0, 0};
-  const auto [name, lanes] = specification_of(decoding);
-  if (lanes != 0) {
-    arguments.rows_per_warp = rounded_rows_per_warp(balanced_rows_per_warp(count, multiprocessors()), lanes);
-    const int64_t rows_per_block = kRowThreads / 32 * arguments.rows_per_warp;
-    device.launch(kFile, name, (count + rows_per_block - 1) / rows_per_block, kRowThreads, arguments);
+void launch_decode(const Decoding& decoding, const OnDevice& device) {
+  const Support& support = decoding.support;
+  check_width(support);
+  const Element element = decoding.logits.element;
+  const std::string type = type_name(element);
+  const Lanes lanes = support.raw ? Lanes{0, 0} : bin_lanes(support.num_bins, decoding.logits, decoding.gradient);
+  if (lanes.per_row > 0) {
+    const int32_t rows_per_warp =
+        rounded_rows_per_warp(balanced_rows_per_warp(decoding.count, multiprocessors()), lanes.per_row);
+    const int64_t rows_per_block = kRowThreads / 32 * rows_per_warp;
+    const std::string name = instance(
+        "decode_by_lanes",
+        {type,
+         decoding.gradient.data != nullptr ? type : "void",
+         std::to_string(support.num_bins),
+         std::to_string(lanes.per_row),
+         std::to_string(lanes.unit),
+         name_of(support.transform)});
+    const int64_t blocks = (decoding.count + rows_per_block - 1) / rows_per_block;
+    device.launch(kDecodeFile, name, blocks, kRowThreads, LaneDecoding{decoding, FloatSupport(support), rows_per_warp});
     return;
   }
-  arguments.threads_per_row = threads_for_row(decoding.width, element_size(decoding.logits.element));
-  const int64_t blocks = blocks_for_rows(count, arguments.threads_per_row);
-  if (!support.raw) {
-    device.launch(kFile, name, blocks, kThreads, arguments);
-    return;
-  }
-  TableBuilder centers; // in the type of sums
-  if (decoding.logits.element == Element::float64) {
+  TableBuilder centers;
+  if (support.raw && element == Element::float64) {
     centers.add(support.raw_centers, support.num_bins);
-  } else {
+  } else if (support.raw) {
     centers.add(support.raw_centers_float, support.num_bins);
   }
-  device.launch(kFile, name, blocks, kThreads, RawDecodeArguments{arguments, centers.build(device)});
+  const int32_t threads = threads_for_row(support.num_bins, element_size(element));
+  const int64_t blocks = blocks_for_rows(decoding.count, threads);
+  const GroupDecoding arguments{decoding, threads, centers.build(device)};
+  device.launch(kDecodeFile, instance("decode_by_groups", {type}), blocks, kThreads, arguments);
 }
 
-void launch_encode(const Encoding& encoding, int64_t count, const OnDevice& device) {
-  const int32_t threads = threads_for_row(encoding.width, element_size(encoding.out.element));
-  const EncodeArguments arguments{encoding, *encoding.support, count, threads};
-  device.launch("support/encode.cuh", "encode_rows", blocks_for_rows(count, threads), kThreads, arguments);
+void launch_encode(const Encoding& encoding, const OnDevice& device) {
+  check_width(encoding.support);
+  const int32_t threads = threads_for_row(encoding.support.num_bins, element_size(encoding.out.element));
+  device.launch(kEncodeFile, "encode_rows", blocks_for_rows(encoding.count, threads), kThreads, encoding);
 }
 
-void launch_project(const Projection& projection, int64_t count, const OnDevice& device) {
-  if (projection.width > INT32_MAX - 64) {
-    throw std::runtime_error("project: a row has more than 2^31 - 65 elements");
-  }
+void launch_project(const Projection& projection, const OnDevice& device) {
+  check_width(projection.support);
   constexpr int64_t rows_per_block = kThreads / 32;
-  const ProjectArguments arguments{projection, *projection.support, count};
-  device.launch(
-      "support/encode.cuh", "project_rows", (count + rows_per_block - 1) / rows_per_block, kThreads, arguments);
+  const int64_t blocks = (projection.count + rows_per_block - 1) / rows_per_block;
+  device.launch(kEncodeFile, "project_rows", blocks, kThreads, projection);
 }
 
 } // namespace gradscale
