@@ -167,22 +167,11 @@ GRADSCALE_DEVICE double sum_of_squares(const T* from, int32_t size, const Group&
 
 // ---- Sums of powers by the threads of a group, as in cpu/range.cpp --------------------------------------------------
 
-// Calls function(values, first) for the windows of this thread; values outside the range are 0.
-template <class T, class Function>
-GRADSCALE_DEVICE void each_range_window(const T* from, int32_t size, const Group& group, Function function) {
-  using A = typename AccumulateType<T>::type;
-  const Windows<T> windows(from, size);
-  for (int32_t window = group.rank; window < windows.count; window += group.size) {
-    A values[kVector<T>];
-    read_elements<kVector<T>>(from, size, windows.first(window), A(0), values);
-    function(values, windows.first(window));
-  }
-}
-
 // Writes changed(x) for each element, where x is the element in the type of sums.
 template <class T, class Change>
 GRADSCALE_DEVICE void change_range(const T* from, T* to, int32_t size, const Group& group, Change changed) {
-  each_range_window(from, size, group, [&](auto* values, int32_t first) {
+  using A = typename AccumulateType<T>::type;
+  each_window(from, size, group, A(0), [&](A* values, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       values[k] = changed(values[k]);
@@ -196,22 +185,20 @@ template <class T>
 GRADSCALE_DEVICE double plain_power_sum(const T* from, int32_t size, double p, double reciprocal, const Group& group) {
   using A = typename AccumulateType<T>::type;
   double sum = 0;
-  const auto add = [&](auto power) {
-    each_range_window(from, size, group, [&](const A* values, int32_t) {
+  each_window(from, size, group, A(0), [&](const A* values, int32_t) {
 #pragma unroll
-      for (int k = 0; k < kVector<T>; ++k) {
-        sum += power(std::abs(static_cast<double>(values[k])) * reciprocal * reciprocal);
-      }
-    });
-  };
-  if (p == 2) {
-    add([](double magnitude) { return magnitude * magnitude; });
-  } else if (p == 1) {
-    add([](double magnitude) { return magnitude; });
-  } else {
-    add([=](double magnitude) { return positive_power(magnitude, p); });
-  }
+    for (int k = 0; k < kVector<T>; ++k) {
+      sum += power_in_norm(std::abs(static_cast<double>(values[k])) * reciprocal * reciprocal, p);
+    }
+  });
   return group.sum(sum);
+}
+
+// The largest of the threads' values, which are not negative; NaN if one is NaN.
+GRADSCALE_DEVICE double maximum_or_nan(double value, const Group& group) {
+  const double nans = group.sum(value != value ? 1.0 : 0.0);
+  const double largest = group.maximum(value);
+  return nans > 0 ? static_cast<double>(NAN) : largest;
 }
 
 // The largest magnitude; NaN if an element is NaN.
@@ -219,17 +206,14 @@ template <class T>
 GRADSCALE_DEVICE double range_maximum(const T* from, int32_t size, const Group& group) {
   using A = typename AccumulateType<T>::type;
   double largest = 0;
-  double unordered = 0;
-  each_range_window(from, size, group, [&](const A* values, int32_t) {
+  each_window(from, size, group, A(0), [&](const A* values, int32_t) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       const double magnitude = std::abs(static_cast<double>(values[k]));
-      largest = magnitude > largest ? magnitude : largest;
-      unordered = magnitude != magnitude ? 1 : unordered;
+      largest = magnitude > largest || magnitude != magnitude ? magnitude : largest; // keeps NaN
     }
   });
-  largest = group.maximum(largest);
-  return group.sum(unordered) > 0 ? static_cast<double>(NAN) : largest;
+  return maximum_or_nan(largest, group);
 }
 
 // True if `value` is true in any thread of the warp. All threads of the warp must call it.
@@ -263,26 +247,16 @@ GRADSCALE_DEVICE PowerSum range_power_sum(const T* from, int32_t size, double p,
 
 // Adds up the power sums of the parts of a group of elements, with the threads of `block`, which may be a warp.
 GRADSCALE_DEVICE PowerSum total_power_sum(const PowerSum* sums, int64_t count, double p, const Group& block) {
-  double root = 0;
+  PowerSum own{0, 1};
   for (int64_t i = block.rank; i < count; i += block.size) {
-    root = sums[i].sum != 0 && sums[i].root > root ? sums[i].root : root;
+    own = added(own, sums[i], p);
   }
-  root = block.maximum(root);
+  double root = block.maximum(own.sum == 0 ? 0.0 : own.root);
   root = root > 0 ? root : 1;
-  double sum = 0;
-  double largest = 0;
-  double unordered = 0;
-  for (int64_t i = block.rank; i < count; i += block.size) {
-    const double part = sums[i].sum == 0 ? 0 : sums[i].sum * from_root_to_root(sums[i].root, root, p);
-    sum += part;
-    largest = part > largest ? part : largest;
-    unordered = part != part ? 1 : unordered;
+  if (own.sum != 0 && std::isfinite(own.sum)) { // a factor of 0 would turn inf into NaN
+    own.sum *= from_root_to_root(own.root, root, p);
   }
-  if (!std::isinf(p)) {
-    return {block.sum(sum), root};
-  }
-  largest = block.maximum(largest);
-  return {block.sum(unordered) > 0 ? static_cast<double>(NAN) : largest, root};
+  return {std::isinf(p) ? maximum_or_nan(own.sum, block) : block.sum(own.sum), root};
 }
 
 } // namespace gradscale

@@ -144,6 +144,18 @@ GRADSCALE_DEVICE void write_elements(T* row, int32_t width, int32_t first, const
   }
 }
 
+// Calls function(values, first) for the windows of a thread in the group that owns a row. `values` are the elements
+// from element `first` on; those outside the row are `absent`.
+template <class T, class A, class Function>
+GRADSCALE_DEVICE void each_window(const T* row, int32_t width, const Group& group, A absent, Function function) {
+  const Windows<T> windows(row, width);
+  for (int32_t window = group.rank; window < windows.count; window += group.size) {
+    A values[kVector<T>];
+    read_elements<kVector<T>>(row, width, windows.first(window), absent, values);
+    function(values, windows.first(window));
+  }
+}
+
 // ---- Rows of logits -------------------------------------------------------------------------------------------------
 
 // A row of logits, and the group of threads that owns it.
@@ -158,12 +170,7 @@ struct LogitsRow {
   // Calls function(logits, first) for the windows of this thread; logits outside of the row are -inf.
   template <class Function>
   GRADSCALE_DEVICE void each_window(Function function) const {
-    const Windows<T> windows(logits, width);
-    for (int32_t window = group.rank; window < windows.count; window += group.size) {
-      A values[kSize];
-      read_elements<kSize>(logits, width, windows.first(window), -static_cast<A>(INFINITY), values);
-      function(values, windows.first(window));
-    }
+    gradscale::each_window(logits, width, group, -static_cast<A>(INFINITY), function);
   }
 
   // The largest logit; -inf for a row of NaN. Also finds the largest magnitude of this thread's finite logits.

@@ -43,6 +43,11 @@ GRADSCALE_HOST_DEVICE double positive_power(double x, double p) {
 #endif
 }
 
+// The same, in few instructions for p = 1 and p = 2.
+GRADSCALE_HOST_DEVICE double power_in_norm(double x, double p) {
+  return p == 2 ? x * x : (p == 1 ? x : positive_power(x, p));
+}
+
 GRADSCALE_HOST_DEVICE double norm_of(double sum, double p) {
   if (p == 2) {
     return std::sqrt(sum);

@@ -132,11 +132,6 @@ GRADSCALE_HOST_DEVICE double unit_factor(double gradient, double weight, double 
 // Added to the norm to avoid a division by 0, as in torch.nn.utils.clip_grad_norm_.
 constexpr double kNormEps = 1e-6;
 
-// x^p for x >= 0.
-GRADSCALE_HOST_DEVICE double power_in_norm(double x, double p) {
-  return p == 2 ? x * x : (p == 1 ? x : positive_power(x, p));
-}
-
 // The norm of all tensors together: `largest` is the largest of their norms, and `powers` the sum of (norm /
 // largest)^p.
 GRADSCALE_HOST_DEVICE double total_norm(double largest, double powers, double p, int64_t nans, int64_t infs) {

@@ -44,7 +44,7 @@ GRADSCALE_DEVICE double power_in_sum(double x, double p) {
 template <class T, class Function>
 GRADSCALE_DEVICE void each_finite(const T* data, int32_t size, const Group& block, Function function) {
   using A = typename AccumulateType<T>::type;
-  each_range_window(data, size, block, [&](const A* values, int32_t first) {
+  each_window(data, size, block, A(0), [&](const A* values, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       const bool inside = first + k >= 0 && first + k < size;
@@ -77,7 +77,7 @@ element_sums(const T* data, int32_t size, double p, const OctaveCounters& octave
   using A = typename AccumulateType<T>::type;
   using M = Magnitude<A>;
   ChunkSums own{0, 0, 0, 0, 0, 0};
-  each_range_window(data, size, block, [&](const A* values, int32_t first) {
+  each_window(data, size, block, A(0), [&](const A* values, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
       const typename M::Bits bits = M::bits(values[k]);

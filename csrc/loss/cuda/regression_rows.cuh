@@ -10,13 +10,10 @@ namespace gradscale {
 template <class RowHead, class T, class A, class Function>
 GRADSCALE_DEVICE void each_window_pair(const RowTask& task, Function function) {
   const T* prediction = task.template prediction<T>();
-  const Windows<T> windows(prediction, task.width);
   const Rows rows = task.segment().target;
   const Support& transform = task.head().support;
-  for (int32_t window = task.group.rank; window < windows.count; window += task.group.size) {
-    A x[kVector<T>], t[kVector<T>] = {};
-    const int32_t first = windows.first(window);
-    read_elements<kVector<T>>(prediction, task.width, first, A(0), x);
+  each_window(prediction, task.width, task.group, A(0), [&](const A* x, int32_t first) {
+    A t[kVector<T>] = {};
     dispatch_element(rows.element, [&](auto type) {
       using U = decltype(type);
       const U* target = static_cast<const U*>(rows.data) + task.row * rows.stride;
@@ -27,7 +24,7 @@ GRADSCALE_DEVICE void each_window_pair(const RowTask& task, Function function) {
       t[k] = transform_value(transform.transform, t[k], static_cast<A>(transform.eps));
     }
     function(x, t, first);
-  }
+  });
 }
 
 // If the gradient depends on the sums (kGradientWaits), the row is read again, from the cache.
