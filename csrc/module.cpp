@@ -147,7 +147,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return outputs;
   });
   m.def("release_gradient_pool", &gradscale::release_gradient_pool);
-  m.def("set_differentiable_gradients", &gradscale::set_differentiable_gradients);
   py::class_<gradscale::OwnedSupport, std::shared_ptr<gradscale::OwnedSupport>>(m, "Support")
       .def(py::init([](const std::vector<std::string>& names, const std::vector<double>& numbers) {
         return std::make_shared<gradscale::OwnedSupport>(names, numbers);
@@ -155,7 +154,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("encode", &encode);
   m.def("project", &project);
   m.def("decode", &decode);
-  m.def("set_decode_gradient", &gradscale::set_decode_gradient);
   m.def("l2_loss", &l2_loss);
   gradscale::define_returns(m);
   m.attr("histogram_bins") = gradscale::kHistogramBins;

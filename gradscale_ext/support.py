@@ -297,6 +297,3 @@ def _decode_gradient(
         view = logits.view_as(logits)
         (gradient,) = torch.autograd.grad(reference.decode(view, support), view, grad_output, create_graph=create_graph)
     return gradient
-
-
-_C.set_decode_gradient(_decode_gradient)

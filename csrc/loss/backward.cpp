@@ -23,9 +23,6 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-// Never freed: at interpreter shutdown, the module may be destroyed before the last node.
-py::function* differentiable_gradients = nullptr;
-
 // The version counters of all tensors of a call. A counter changes when its tensor is written to.
 std::vector<int64_t> versions_of(const Call& call) {
   std::vector<int64_t> versions;
@@ -224,7 +221,8 @@ class MultiStepLossBackward : public BackwardNode {
       const autograd::Edge& own = next_edge(edge++);
       weight.tensor = weight.tensor.defined() ? with_edge(weight.tensor, own) : weight.tensor;
     }
-    const py::object result = (*differentiable_gradients)(
+    const py::module_ module = py::module_::import("gradscale_ext.loss.multi_step");
+    const py::object result = module.attr("_differentiable_gradients")(
         saved.plan->heads, predictions, targets, options_to_python(options), grad_output, create_graph);
     autograd::variable_list input_gradients;
     for (const auto& gradient : result) {
@@ -239,10 +237,6 @@ class MultiStepLossBackward : public BackwardNode {
 };
 
 } // namespace
-
-void set_differentiable_gradients(py::function function) {
-  differentiable_gradients = new py::function(std::move(function));
-}
 
 at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output, int64_t batch_dim) {
   if (grad_output.dim() == 0) {

@@ -48,9 +48,4 @@ at::Tensor head_weight_gradient(const at::Tensor& share, const at::Tensor& grad_
 // grad_output in a shape that broadcasts to `gradient`: a scalar as it is, and [B] along the batch dimension.
 at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output, int64_t batch_dim);
 
-// Sets the Python function that returns the gradients as a differentiable graph, for second derivatives:
-// (heads, predictions, targets, options, grad_output, create_graph) -> list of gradients in the order of the prediction
-// tensors, and then of the head weights.
-void set_differentiable_gradients(py::function function);
-
 } // namespace gradscale

@@ -59,9 +59,6 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-// Never freed: when the interpreter ends, modules may be freed before the last node.
-py::function* decode_gradient = nullptr;
-
 void run(const Decoding& decoding, const at::Tensor& logits) {
   if (runs_kernels(logits.device())) {
     launch_decode(decoding, OnDevice(logits.device()));
@@ -154,15 +151,12 @@ struct DecodeBackward : public BackwardNode {
   at::Tensor by_reference(const at::Tensor& logits, const at::Tensor& grad_output) const {
     py::gil_scoped_acquire gil;
     const py::object support_object = py::reinterpret_borrow<py::object>(python_support->ptr(getPyInterpreter()));
-    return (*decode_gradient)(logits, support_object, grad_output, at::GradMode::is_enabled()).cast<at::Tensor>();
+    const py::object gradient = py::module_::import("gradscale_ext.support").attr("_decode_gradient");
+    return gradient(logits, support_object, grad_output, at::GradMode::is_enabled()).cast<at::Tensor>();
   }
 };
 
 } // namespace
-
-void set_decode_gradient(py::function function) {
-  decode_gradient = new py::function(std::move(function));
-}
 
 at::Tensor decode(
     const std::shared_ptr<OwnedSupport>& support, const py::object& python_support, const at::Tensor& logits) {

@@ -14,10 +14,6 @@ namespace gradscale {
 at::Tensor decode(
     const std::shared_ptr<OwnedSupport>& support, const py::object& python_support, const at::Tensor& logits);
 
-// Sets the function that computes the gradient in plain PyTorch: (logits, support, grad_output, create_graph) ->
-// gradient.
-void set_decode_gradient(py::function function);
-
 // Encodes scalars [...] as distributions [..., num_bins] of the same dtype: two-hot if sigma_ratio is 0, HL-Gauss
 // otherwise. Not differentiable.
 at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& scalars);

@@ -472,6 +472,3 @@ def _differentiable_gradients(
         wanted = list(itertools.compress(inputs, is_wanted))
         gradients = iter(torch.autograd.grad(loss, wanted, grad_output, create_graph=create_graph))
     return [next(gradients) if wants else None for wants in is_wanted]
-
-
-_C.set_differentiable_gradients(_differentiable_gradients)
