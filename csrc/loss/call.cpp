@@ -4,6 +4,7 @@
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
 
+#include <ATen/TensorGeometry.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
@@ -433,14 +434,8 @@ void Call::add_segments(size_t h) {
 // Returns the entries, or a copy of them in which the elements of each row are contiguous.
 const Entries& Call::with_contiguous_elements(const Entries& entries) {
   const auto is_contiguous = [&](const at::Tensor& tensor) {
-    int64_t count = 1; // elements of the dimensions checked so far
-    for (int64_t dim = tensor.dim() - 1; dim >= entries.leading_dims(); --dim) { // tensors may differ in dim()
-      if (tensor.size(dim) > 1 && tensor.stride(dim) != count) {
-        return false;
-      }
-      count *= tensor.size(dim);
-    }
-    return true;
+    const int64_t leading = entries.leading_dims();
+    return at::geometry_is_contiguous(tensor.sizes().slice(leading), tensor.strides().slice(leading));
   };
   if (std::all_of(entries.tensors.begin(), entries.tensors.end(), is_contiguous)) {
     return entries;

@@ -290,19 +290,14 @@ class OperatorBackward : public BackwardNode {
 
 // ---- The kernels ----------------------------------------------------------------------------------------------------
 
-// Appends outputs to a list, except undefined tensors of heads.
-struct Lister {
-  Tensors& list;
-
-  void operator()(const char*, const at::Tensor& tensor) {
-    list.push_back(tensor);
-  }
-  void operator()(const char*, const Tensors& tensors) {
-    std::copy_if(tensors.begin(), tensors.end(), std::back_inserter(list), [](const at::Tensor& tensor) {
-      return tensor.defined();
-    });
-  }
-};
+void append(Tensors& list, const at::Tensor& tensor) {
+  list.push_back(tensor);
+}
+void append(Tensors& list, const Tensors& by_head) { // without undefined tensors
+  std::copy_if(by_head.begin(), by_head.end(), std::back_inserter(list), [](const at::Tensor& tensor) {
+    return tensor.defined();
+  });
+}
 
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const at::ArrayRef<c10::IValue> given = arguments_of(op, *stack);
@@ -330,8 +325,7 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   run(call);
   Tensors results;
-  Lister add{results};
-  Outputs::each(call.outputs, add);
+  Outputs::each(call.outputs, [&](const char*, const auto& output) { append(results, output); });
   for (const JoinedGradients& joined : layout.joined) {
     results.push_back(joined.data);
   }
@@ -407,7 +401,7 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   node->set(std::move(layout), std::move(shares));
-  autograd::set_history(results[static_cast<size_t>(Output::loss)], handle);
+  autograd::set_history(results.front(), handle);
 }
 
 } // namespace

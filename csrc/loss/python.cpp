@@ -243,41 +243,31 @@ at::Tensor without_edge(const at::Tensor& tensor) {
   return with_edge(tensor, torch::autograd::Edge());
 }
 
-// Puts the options into a dict.
-struct PythonWriter {
-  py::dict options;
-
-  template <class Option>
-  void operator()(const char* name, const Option& option) {
-    options[name] = written(option);
+// Options as Python objects. The tensors are detached from their graph, except head weights, which may get a gradient.
+py::object written(const at::Tensor& tensor) {
+  return tensor.defined() ? py::cast(without_edge(tensor)) : py::object(py::none());
+}
+py::object written(const StepNumbers& numbers) {
+  return numbers.numbers.empty() ? written(numbers.tensor) : py::cast(numbers.numbers);
+}
+py::object written(const HeadWeight& weight) {
+  return weight.tensor.defined() ? py::cast(weight.tensor) : py::object(py::float_(weight.number));
+}
+template <class T>
+py::object written(const ByHead<T>& by_head) {
+  py::list list;
+  for (const T& value : by_head.values) {
+    list.append(written(value));
   }
-
-  static py::object written(const at::Tensor& tensor) {
-    return tensor.defined() ? py::cast(without_edge(tensor)) : py::object(py::none());
-  }
-  static py::object written(const StepNumbers& numbers) {
-    return numbers.numbers.empty() ? written(numbers.tensor) : py::cast(numbers.numbers);
-  }
-  // Keeps the autograd edge of a head weight, which may get a gradient.
-  static py::object written(const HeadWeight& weight) {
-    return weight.tensor.defined() ? py::cast(weight.tensor) : py::object(py::float_(weight.number));
-  }
-  template <class T>
-  static py::object written(const ByHead<T>& by_head) {
-    py::list list;
-    for (const T& value : by_head.values) {
-      list.append(written(value));
-    }
-    return list;
-  }
-  static py::object written(bool flag) {
-    return py::bool_(flag);
-  }
-  template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
-  static py::object written(Choice choice) {
-    return py::str(names_of(choice)[static_cast<size_t>(choice)]);
-  }
-};
+  return list;
+}
+py::object written(bool flag) {
+  return py::bool_(flag);
+}
+template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
+py::object written(Choice choice) {
+  return py::str(names_of(choice)[static_cast<size_t>(choice)]);
+}
 
 // Reads and checks the arguments of a call; false if the kernels do not accept it.
 bool read_call(const Plan& plan, py::handle predictions, py::handle targets, py::handle options, Call& call) {
@@ -374,9 +364,9 @@ py::object multi_step_loss(
 }
 
 py::dict options_to_python(const Options& options) {
-  PythonWriter writer;
-  Options::each(options, writer);
-  return std::move(writer.options);
+  py::dict by_name;
+  Options::each(options, [&](const char* name, const auto& option) { by_name[name] = written(option); });
+  return by_name;
 }
 
 py::object to_python(const Entries& entries) {
