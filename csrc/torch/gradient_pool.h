@@ -1,4 +1,4 @@
-// The memory of gradients on the CPU: one pool for the whole process.
+// The memory of gradients on the CPU, and of large results of returns: one pool for the whole process.
 #pragma once
 
 #include <ATen/core/Tensor.h>
