@@ -22,7 +22,7 @@ from gradscale_ext import _kernels
 from gradscale_ext._native import _C
 from gradscale_ext.cli import compile as precompile
 
-FILE, NAME = "flow/elementwise.cuh", "elementwise_dense<float, Clamp<float>>"
+FILE, NAME = "flow/scale_gradient.cuh", "scale_dense<float>"
 DRIVER = Path(sys.prefix) / "driver.so"
 
 
@@ -207,7 +207,7 @@ def test_the_error_names_an_unsupported_gpu():
 
 def test_the_error_names_a_kernel_that_does_not_compile():
     with pytest.raises(
-        RuntimeError, match=r"(?s)NVRTC \S+ cannot compile no_kernel of flow/elementwise.cuh.*undefined"
+        RuntimeError, match=r"(?s)NVRTC \S+ cannot compile no_kernel of flow/scale_gradient.cuh.*undefined"
     ):
         _kernels.image_of(FILE, "no_kernel", "sm_90")
 
@@ -252,7 +252,7 @@ def test_processes_share_a_folder(cache):
 
 def test_calls_report_their_kernels():
     x, y = torch.zeros(8, requires_grad=True), torch.ones(8)
-    call = lambda: gs.clip_gradient_value(x, -0.5, 0.5).backward(y)
+    call = lambda: gs.scale_gradient(x, torch.tensor([0.5])).backward(y)
     assert precompile.kernels_of([call, call]) == [(FILE, NAME)]
     x.grad = None
     call()
@@ -263,7 +263,7 @@ def test_calls_report_their_kernels():
 def test_command(cache, tmp_path, into, capsys, monkeypatch):
     monkeypatch.setattr(precompile, "loss_calls", lambda dtype, actions: [])
     if into:
-        monkeypatch.setattr(precompile, "other_calls", lambda dtype: [clipped])
+        monkeypatch.setattr(precompile, "other_calls", lambda dtype: [scaled])
     for home in ("HOME", "USERPROFILE"):
         monkeypatch.setenv(home, str(tmp_path))
     folder = tmp_path / "kernels" if into else cache
@@ -271,7 +271,7 @@ def test_command(cache, tmp_path, into, capsys, monkeypatch):
     assert precompile.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["gpu", "registers", "shared", "spilled", "seconds", "from", "kernel"]
-    assert any(line.startswith("sm_80") and line.endswith("elementwise_dense<float, Clamp<float>>") for line in lines)
+    assert any(line.startswith("sm_80") and line.endswith("scale_dense<float>") for line in lines)
     assert lines[-1].endswith(f"in {folder}")
     assert len(list(folder.iterdir())) == len(lines) - 2
 
@@ -282,19 +282,19 @@ def test_command_without_a_gpu_needs_arch(monkeypatch):
         precompile.main([])
 
 
-def clipped(size=1000):
+def scaled(size=1000):
     x = torch.zeros(size, requires_grad=True)
-    gs.clip_gradient_value(x, -0.25, 0.25).backward(torch.ones(size))
+    gs.scale_gradient(x, torch.tensor([0.25])).backward(torch.ones(size))
     return x.grad
 
 
 def test_a_kernel_runs_through_the_driver(stand_in):
-    assert torch.equal(clipped(), torch.full((1000,), 0.25))
+    assert torch.equal(scaled(), torch.full((1000,), 0.25))
 
 
 def test_threads_that_need_the_same_kernel(stand_in):
     results = []
-    threads = [threading.Thread(target=lambda: results.append(clipped(5003))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: results.append(scaled(5003))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -306,21 +306,21 @@ def test_threads_that_need_the_same_kernel(stand_in):
 def test_nothing_is_loaded_during_a_capture(stand_in):
     x = torch.zeros(7, dtype=torch.float16, requires_grad=True)
 
-    def clip():
+    def scale():
         x.grad = None
-        gs.clip_gradient_value(x, -0.125, 0.125).backward(torch.ones(7, dtype=torch.float16))
+        gs.scale_gradient(x, torch.tensor([0.125])).backward(torch.ones(7, dtype=torch.float16))
 
     stand_in.gradscale_pretend_capture(1)
     try:
         with pytest.raises(
             RuntimeError, match=r"not loaded yet.*while a CUDA graph is captured. Run the same call once"
         ):
-            clip()
+            scale()
     finally:
         stand_in.gradscale_pretend_capture(0)
-    clip()
+    scale()
     stand_in.gradscale_pretend_capture(1)
-    clip()
+    scale()
     stand_in.gradscale_pretend_capture(0)
     assert x.grad.tolist() == [0.125] * 7
 
@@ -328,8 +328,8 @@ def test_nothing_is_loaded_during_a_capture(stand_in):
 def test_the_error_names_an_image_that_the_driver_rejects(stand_in):
     _C.set_kernel_images(lambda *kernel: (b"no image", "entry"))
     x = torch.zeros(7, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"the kernel elementwise_dense<double, Clamp<double>> could not be loaded"):
-        gs.clip_gradient_value(x, -1.0, 1.0).backward(torch.ones(7, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match=r"the kernel scale_dense<double> could not be loaded"):
+        gs.scale_gradient(x, torch.tensor([0.5])).backward(torch.ones(7, dtype=torch.float64))
 
 
 def test_an_error_of_the_compiler_reaches_the_caller(stand_in):
@@ -339,4 +339,4 @@ def test_an_error_of_the_compiler_reaches_the_caller(stand_in):
     _C.set_kernel_images(fail)
     x = torch.zeros(7, dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises(RuntimeError, match="it does not compile"):
-        gs.clip_gradient_value(x, -1.0, 1.0).backward(torch.ones(7, dtype=torch.bfloat16))
+        gs.scale_gradient(x, torch.tensor([0.5])).backward(torch.ones(7, dtype=torch.bfloat16))

@@ -6,65 +6,31 @@
 
 namespace gradscale {
 
-// The functions of gradient-flow operators on one element of a gradient.
-
+// gradient * scale, with exact zeros where the scale is 0, also where the gradient is inf or NaN.
 template <class A>
-struct Multiply {
-  static constexpr int kArguments = 1;
+GRADSCALE_HOST_DEVICE A scaled_element(A gradient, A scale) {
+  return scale == 0 ? A(0) : gradient * scale;
+}
 
-  GRADSCALE_HOST_DEVICE A operator()(A gradient, A scale) const {
-    return scale == 0 ? A(0) : gradient * scale; // exact zeros where the scale is 0
-  }
-};
-
-template <class A>
-struct MultiplyNegated {
-  static constexpr int kArguments = 1;
-
-  GRADSCALE_HOST_DEVICE A operator()(A gradient, A scale) const {
-    return scale == 0 ? A(0) : gradient * -scale;
-  }
-};
-
-template <class A>
-struct Clamp {
-  static constexpr int kArguments = 2;
-
-  GRADSCALE_HOST_DEVICE A operator()(A gradient, A min, A max) const {
-    const A above = gradient < min ? min : gradient;
-    const A clamped = above > max ? max : above;
-    return min <= max ? clamped : static_cast<A>(NAN);
-  }
-};
-
-// The functions by name.
-enum class ElementFunction : int32_t { multiply, multiply_negated, clamp };
-
-// Kernels over the elements of a gradient and of arguments that broadcast to it, called by a TensorIterator. `data` has
-// the pointers to the result, the gradient and the arguments, and `strides` has their strides in bytes. Arguments have
-// the type that the gradient is computed in.
-using ElementLoop = void (*)(Element, char* const* data, const int64_t* strides, int64_t size);
-
-extern const ElementLoop multiply_kernel;         // g * scale, exact zeros where scale is 0
-extern const ElementLoop multiply_negated_kernel; // g * -scale, with the same zeros
-extern const ElementLoop clamp_kernel;            // clamp(g, min, max), NaN unless min <= max
+// Scales the elements of a gradient by a tensor that broadcasts to it, called by a TensorIterator. `data` has the
+// pointers to the result, the gradient and the scale, and `strides` has their strides in bytes. The scale has the type
+// that the gradient is computed in.
+using ScaleLoop = void (*)(Element, char* const* data, const int64_t* strides, int64_t size);
+extern const ScaleLoop scale_kernel;
 
 // ---- On a device ----------------------------------------------------------------------------------------------------
 
-// out = function(gradient, arguments ...), broadcast. Complex gradients are pairs.
-struct ElementwiseCall {
+// out = scaled_element(gradient, scale), broadcast. Complex gradients are pairs.
+struct ScaleCall {
   static constexpr int kMaxDims = 8;
-  static constexpr int kMaxOperands = 4;
 
-  ElementFunction function;
-  Element element; // of out and gradient; arguments are of the type of sums
+  Element element; // of out and gradient; the scale is of the type of sums
+  bool is_double;  // the scale in memory is double, even if sums are float
   int32_t dims;
   int64_t count;
-  int64_t sizes[kMaxDims];                 // the fastest dimension first
-  int64_t strides[kMaxOperands][kMaxDims]; // in bytes
-  void* data[kMaxOperands];                // out, gradient, arguments; null: a constant argument
-  double constants[kMaxOperands];
-  bool is_double[kMaxOperands]; // the argument in memory is double, even if sums are float
+  int64_t sizes[kMaxDims];      // the fastest dimension first
+  int64_t strides[3][kMaxDims]; // in bytes
+  void* data[3];                // out, gradient, scale
 };
 
 constexpr int64_t kElementsOfBlock = 4096; // of contiguous tensors: 2, 4 or 8 windows of 16 bytes per thread
@@ -105,7 +71,7 @@ GRADSCALE_HOST_DEVICE Chunks chunks_of(const RescaleCall& call) {
 
 class OnDevice;
 
-void launch_elementwise(const ElementwiseCall& call, const OnDevice& device);
+void launch_scale(const ScaleCall& call, const OnDevice& device);
 void launch_rescale(RescaleCall call, const OnDevice& device);
 
 } // namespace gradscale

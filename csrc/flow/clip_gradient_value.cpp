@@ -1,7 +1,9 @@
 // clip_gradient_value: clamp(g, min, max), where the bounds broadcast to x.
-#include "elementwise.h"
+#include "fused.h"
 #include "identity.h"
 
+#include <ATen/Dispatch.h>
+#include <ATen/ops/clamp.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
 #include <limits>
@@ -10,10 +12,19 @@ namespace gradscale {
 
 namespace {
 
+// A number in the gradient's type. PyTorch refuses a bound beyond its range; here the bound becomes infinite.
+double rounded(double number, at::ScalarType dtype) {
+  return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "clip_gradient_value", [&] {
+    return static_cast<double>(static_cast<scalar_t>(number));
+  });
+}
+
 // The derivative with respect to a bound is 0; with respect to an element within the bounds, or on one, it is 1.
 at::Tensor clamped(at::Tensor gradient, const Value& lowest, const Value& highest) {
-  if (const auto clamped = elementwise(ElementFunction::clamp, gradient, {lowest, highest})) {
-    return *clamped;
+  const double *low = std::get_if<double>(&lowest), *high = std::get_if<double>(&highest);
+  if (low != nullptr && high != nullptr && fused(gradient, {})) {
+    const double smallest = rounded(*low, gradient.scalar_type()), largest = rounded(*high, gradient.scalar_type());
+    return owned_by_nobody_else(gradient) ? gradient.clamp_(smallest, largest) : gradient.clamp(smallest, largest);
   }
   const at::Tensor min = value_like(gradient, lowest);
   const at::Tensor max = value_like(gradient, highest);

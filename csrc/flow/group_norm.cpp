@@ -3,7 +3,7 @@
 #include "../cpu/range.h"
 #include "../cuda/driver.h"
 #include "calls.h"
-#include "elementwise.h"
+#include "fused.h"
 
 #include <ATen/DimVector.h>
 #include <ATen/Parallel.h>

@@ -6,32 +6,16 @@
 
 namespace gradscale {
 
-// ---- Functions of elements ------------------------------------------------------------------------------------------
+// ---- Elements -------------------------------------------------------------------------------------------------------
 
-namespace {
-
-// True if the elements are contiguous, and each argument is contiguous or one number for all elements.
-bool is_dense(const ElementwiseCall& call) {
+void launch_scale(const ScaleCall& call, const OnDevice& device) {
   const int64_t size = element_size(call.element);
   const int64_t sum_bytes = call.element == Element::float64 ? 8 : 4;
-  bool dense = call.dims == 1 && call.strides[0][0] == size && call.strides[1][0] == size;
-  for (int k = 2; k < ElementwiseCall::kMaxOperands; ++k) {
-    dense = dense && (call.data[k] == nullptr || call.strides[k][0] == 0 || call.strides[k][0] == sum_bytes);
-  }
-  return dense || call.count == 1;
-}
-
-} // namespace
-
-void launch_elementwise(const ElementwiseCall& call, const OnDevice& device) {
-  constexpr const char* functions[] = {"Multiply", "MultiplyNegated", "Clamp"}; // in the order of ElementFunction
-  const bool dense = is_dense(call);
-  const std::string sums = call.element == Element::float64 ? "<double>" : "<float>";
-  const std::string name = instance(
-      dense ? "elementwise_dense" : "elementwise_broadcast",
-      {type_name(call.element), functions[static_cast<int32_t>(call.function)] + sums});
+  const bool contiguous = call.dims == 1 && call.strides[0][0] == size && call.strides[1][0] == size;
+  const bool dense = call.count == 1 || (contiguous && (call.strides[2][0] == 0 || call.strides[2][0] == sum_bytes));
   const int64_t elements = dense ? kElementsOfBlock : kThreads; // of a block
-  device.launch("flow/elementwise.cuh", name, (call.count + elements - 1) / elements, kThreads, call);
+  const std::string name = instance(dense ? "scale_dense" : "scale_broadcast", {type_name(call.element)});
+  device.launch("flow/scale_gradient.cuh", name, (call.count + elements - 1) / elements, kThreads, call);
 }
 
 // ---- Groups ---------------------------------------------------------------------------------------------------------

@@ -1,9 +1,14 @@
 // scale_gradient and reverse_gradient: the gradient, and in forward mode the tangent, times `scale` or -`scale`, which
 // broadcasts to x. A scale of 0 gives exact zeros, also where the gradient is inf or NaN.
-#include "elementwise.h"
+#include "../cuda/driver.h"
+#include "calls.h"
+#include "fused.h"
 #include "identity.h"
 
+#include <ATen/ScalarOps.h>
+#include <ATen/TensorIterator.h>
 #include <ATen/ops/complex.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/view_as_real.h>
@@ -26,17 +31,58 @@ at::Tensor scaled(at::Tensor gradient, double scale) {
     }
     return owned_by_nobody_else(gradient) ? gradient.zero_() : at::zeros_like(gradient);
   }
-  // PyTorch's in-place multiplication of a 16-bit gradient would round the scale to the gradient's type.
-  if (c10::elementSize(c10::toRealValueType(gradient.scalar_type())) == 2) {
-    const auto product = elementwise(ElementFunction::multiply, gradient, {scale});
-    return product ? *product : gradient.mul(scale);
+  if (owned_by_nobody_else(gradient)) { // a tensor, because mul_(number) would round it to a 16-bit gradient's type
+    return gradient.mul_(c10::scalar_to_tensor(scale));
   }
-  return owned_by_nobody_else(gradient) ? gradient.mul_(scale) : gradient.mul(scale);
+  return gradient.mul(scale);
+}
+
+// sign * g * scale, in the gradient's memory if it has no other owner; empty if the kernels do not accept these
+// tensors. Complex numbers are processed as pairs of numbers with the same scale.
+std::optional<at::Tensor> scaled_by_kernel(const at::Tensor& gradient, const at::Tensor& scale, double sign) {
+  if (!fused(gradient, {})) {
+    return std::nullopt;
+  }
+  const bool on_device = runs_kernels(gradient.device());
+  const bool is_read_there =
+      on_device && scale.dim() == 0 && scale.scalar_type() == at::kDouble && scale.device() == gradient.device();
+  at::Tensor factor = is_read_there ? scale : value_like(gradient, scale);
+  if (!fused(gradient, {factor})) {
+    return std::nullopt;
+  }
+  if (gradient.numel() == 0) {
+    return gradient;
+  }
+  factor = sign == 1 ? factor : factor.neg();
+  const at::Tensor out = owned_by_nobody_else(gradient) ? gradient : at::empty_like(gradient);
+  const bool pairs = gradient.is_complex();
+  at::TensorIterator iterator = at::TensorIteratorConfig()
+                                    .check_all_same_dtype(false)
+                                    .add_owned_output(pairs ? at::view_as_real(out) : out)
+                                    .add_owned_const_input(pairs ? at::view_as_real(gradient) : gradient)
+                                    .add_owned_const_input(pairs ? factor.unsqueeze(-1) : factor)
+                                    .build();
+  const Element element = element_of(gradient);
+  if (!on_device) {
+    iterator.for_each(
+        [=](char** data, const int64_t* strides, int64_t size) { scale_kernel(element, data, strides, size); });
+    return out;
+  }
+  if (iterator.ndim() > ScaleCall::kMaxDims) {
+    return std::nullopt;
+  }
+  ScaleCall call{element, factor.scalar_type() == at::kDouble, iterator.ndim(), iterator.numel(), {}, {}, {}};
+  std::copy(iterator.shape().begin(), iterator.shape().end(), call.sizes);
+  for (int operand = 0; operand < 3; ++operand) {
+    call.data[operand] = iterator.data_ptr(operand);
+    std::copy(iterator.strides(operand).begin(), iterator.strides(operand).end(), call.strides[operand]);
+  }
+  launch_scale(call, OnDevice(gradient.device()));
+  return out;
 }
 
 at::Tensor scaled(at::Tensor gradient, const at::Tensor& scale, double sign) {
-  const auto function = sign == 1 ? ElementFunction::multiply : ElementFunction::multiply_negated;
-  if (const auto product = elementwise(function, gradient, {scale})) {
+  if (const auto product = scaled_by_kernel(gradient, scale, sign)) {
     return *product;
   }
   // Real and imaginary parts are multiplied separately: a complex product would spread NaN or inf to the other part.

@@ -73,7 +73,8 @@ def flow() -> Tensors:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for shape in ((3, 5), (2, 601), (1, 33000), (600, 7)):
             x = torch.randn(shape, dtype=dtype, requires_grad=True)
-            for y in (gs.clip_gradient_norm(x, 0.7), gs.clip_gradient_value(x, -0.5, 0.25), gs.scale_gradient(x, 0.5)):
+            scales = torch.rand(1), torch.rand(shape[1])  # one number, and dense or broadcast to the rows
+            for y in (gs.clip_gradient_norm(x, 0.7), *(gs.scale_gradient(x, scale) for scale in scales)):
                 results += torch.autograd.grad(y, x, torch.randn_like(x))
     return results
 

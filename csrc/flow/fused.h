@@ -1,9 +1,7 @@
-// Functions of the elements of a gradient and of arguments that broadcast to it.
+// The gradients that the C++ kernels process, and those whose memory may be overwritten.
 #pragma once
 
 #include "../torch/tensor_element.h"
-#include "calls.h"
-#include "value.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/Tensor.h>
@@ -11,8 +9,6 @@
 #include <torch/csrc/autograd/variable.h>
 #include <algorithm>
 #include <initializer_list>
-#include <optional>
-#include <vector>
 
 namespace gradscale {
 
@@ -38,10 +34,5 @@ inline bool fused(const at::Tensor& gradient, std::initializer_list<at::Tensor> 
     return !argument.defined() || (ordinary_tensor(argument) && argument.device() == gradient.device());
   });
 }
-
-// Returns the result, in the gradient's memory if it has no other owner; empty if the kernels do not accept these
-// tensors. Complex numbers are processed as pairs of numbers with the same arguments.
-std::optional<at::Tensor> elementwise(
-    ElementFunction function, const at::Tensor& gradient, const std::vector<Value>& arguments);
 
 } // namespace gradscale
