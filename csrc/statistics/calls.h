@@ -30,7 +30,6 @@ extern const UpdateOfRange update_kernel;
 // A contiguous tensor.
 struct DeviceRange {
   const void* data;
-  void* out; // the result, of the same type
   int64_t size;
   Element element;
   int64_t implicit_zeros = 0; // for statistics: zeros that a sparse tensor does not store; -1 if there is no tensor
@@ -49,7 +48,8 @@ struct ClippingCall {
 
 // A contiguous tensor of `count` units of `length` numbers each. A unit is a row or the whole tensor.
 struct UnitRange {
-  void* data;
+  const void* data;
+  void* out; // the result, of the same type; may be `data`
   int64_t count;
   int64_t length; // at least 1
   Element element;
@@ -113,16 +113,7 @@ struct SquaresTotal {
   Slab loss;
 };
 
-struct ScaledTensors {
-  RangeTable table;
-  double factor;
-  Slab grad_output;
-};
-
 constexpr int64_t kChunkOfStatistics = 1024 * kThreads; // bytes
-
-// Orders of norms that have kernels of their own: 2, 1 and inf.
-enum class Order { any, square, sum, maximum };
 
 struct StatisticsArguments {
   RangeTable table;
@@ -146,10 +137,11 @@ struct UnitNormsArguments {
   double* norms;
 };
 
-struct ClippedUnits {
+struct ScaledUnits {
   UnitTable table;
-  const double* factors;
-  bool zeros; // a factor of 0 sets all elements to 0, even NaN and inf
+  Slab factors;
+  double times; // of each factor
+  bool zeros;   // a factor of 0 sets all elements to 0, even NaN and inf
 };
 
 } // namespace gradscale

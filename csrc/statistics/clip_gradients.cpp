@@ -157,8 +157,10 @@ void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factor
     const at::Tensor& memory = targets.back().memory;
     const Units units(memory, rows); // a sparse gradient is one unit: its stored elements
     if (memory.numel() > 0) {
+      void* data = memory.mutable_data_ptr();
       ranges.push_back(
-          {memory.mutable_data_ptr(),
+          {data,
+           data,
            units.count,
            units.length * (memory.is_complex() ? 2 : 1),
            element_of(memory),
@@ -169,7 +171,7 @@ void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factor
   TORCH_CHECK(
       is_one_for_all || factors.numel() == count, "clip_units: ", count, " units, but ", factors.numel(), " factors");
   if (runs_kernels(factors.device())) {
-    launch_clip_units(ranges, factors.const_data_ptr<double>(), skip_nonfinite, OnDevice(factors.device()));
+    launch_scaled_units(ranges, slab_of(factors), /*times=*/1, skip_nonfinite, OnDevice(factors.device()));
   } else {
     clip_on_cpu(ranges, factors.const_data_ptr<double>(), skip_nonfinite);
   }

@@ -4,7 +4,8 @@
 // find_clipping   one block: the norm of all gradients together and the factor that clips them, from their statistics;
 // unit_sums       one warp for each piece: elements are read once, 2 KB per warp at a time;
 // unit_norms      if a unit has several pieces: one warp adds up their sums, 16 bytes for each piece;
-// clipped_units   one warp for each piece: elements are read and written once, or not at all if the factor is 1.
+// scaled_units    one warp for each piece: elements are read and written once, or not at all if the factor is 1 and the
+//                 result replaces them. It also computes the gradient of l2_loss.
 #pragma once
 
 #include "range_table.cuh"
@@ -103,13 +104,13 @@ GRADSCALE_KERNEL(kThreads, 2) unit_norms(GRADSCALE_ARGUMENT(UnitNormsArguments) 
   }
 }
 
-// Multiplies an element by the factor of its gradient. If `zeros` is true, 0 times NaN or inf is 0.
-struct Clipped {
+// Multiplies an element by the factor of its unit. If `zeros` is true, 0 times NaN or inf is 0.
+struct Scaled {
   double factor;
   bool zeros;
   bool narrow; // the product can be computed in float
 
-  GRADSCALE_DEVICE Clipped(double factor, bool zeros)
+  GRADSCALE_DEVICE Scaled(double factor, bool zeros)
       : factor(factor), zeros(zeros && factor == 0), narrow(Scaling{1, factor, false}.is_normal_in_float()) {
   }
   template <class A>
@@ -118,18 +119,21 @@ struct Clipped {
   }
 };
 
-GRADSCALE_KERNEL(kThreads, 2) clipped_units(GRADSCALE_ARGUMENT(ClippedUnits) arguments) {
+GRADSCALE_KERNEL(kThreads, 2) scaled_units(GRADSCALE_ARGUMENT(ScaledUnits) arguments) {
   const PieceOfUnit piece = warp_piece(arguments.table);
   if (!piece.exists()) {
     return;
   }
-  const double factor = arguments.factors[piece.entry.range.first + piece.unit];
-  if (factor == 1) {
+  const UnitRange& range = piece.entry.range;
+  const double factor = arguments.times * arguments.factors.load(range.first + piece.unit);
+  if (factor == 1 && range.data == range.out) {
     return;
   }
-  dispatch_element(piece.entry.range.element, [&](auto type) {
-    auto* data = static_cast<decltype(type)*>(piece.entry.range.data) + piece.begin();
-    change_range(data, data, piece.size(), warp_group(), Clipped(factor, arguments.zeros));
+  dispatch_element(range.element, [&](auto type) {
+    using T = decltype(type);
+    const T* from = static_cast<const T*>(range.data) + piece.begin();
+    change_range(
+        from, static_cast<T*>(range.out) + piece.begin(), piece.size(), warp_group(), Scaled(factor, arguments.zeros));
   });
 }
 

@@ -35,14 +35,10 @@ double sum_of_squares(const std::vector<at::Tensor>& tensors) {
   return sum;
 }
 
-Slab slab_of(const at::Tensor& scalar) {
-  return {scalar.mutable_data_ptr(), 0, scalar.scalar_type() == at::kDouble};
-}
-
 void run_on_device(const std::vector<at::Tensor>& tensors, double factor, const at::Tensor& loss) {
   std::vector<DeviceRange> ranges;
   for (const at::Tensor& tensor : tensors) {
-    ranges.push_back({tensor.const_data_ptr(), nullptr, tensor.numel(), element_of(tensor)});
+    ranges.push_back({tensor.const_data_ptr(), tensor.numel(), element_of(tensor)});
   }
   launch_squares(ranges, factor, slab_of(loss), OnDevice(loss.device()));
 }
@@ -51,17 +47,20 @@ void run_on_device(const std::vector<at::Tensor>& tensors, double factor, const 
 autograd::variable_list gradients_on_device(
     const std::vector<at::Tensor>& wanted, double factor, const at::Tensor& grad_output) {
   autograd::variable_list gradients(wanted.size());
-  std::vector<DeviceRange> ranges;
+  std::vector<UnitRange> ranges;         // one unit each
   std::vector<at::Tensor> dense_tensors; // keep the memory alive that `ranges` points to
   for (size_t i = 0; i < wanted.size(); ++i) {
     if (wanted[i].defined()) {
       const at::Tensor dense = wanted[i].is_non_overlapping_and_dense() ? wanted[i] : wanted[i].contiguous();
       gradients[i] = at::empty_like(dense);
-      ranges.push_back({dense.const_data_ptr(), gradients[i].mutable_data_ptr(), dense.numel(), element_of(dense)});
       dense_tensors.push_back(dense);
+      if (dense.numel() > 0) {
+        void* out = gradients[i].mutable_data_ptr();
+        ranges.push_back({dense.const_data_ptr(), out, 1, dense.numel(), element_of(dense), /*first=*/0});
+      }
     }
   }
-  launch_squares_backward(ranges, factor, slab_of(grad_output), OnDevice(grad_output.device()));
+  launch_scaled_units(ranges, slab_of(grad_output), factor, /*zeros=*/false, OnDevice(grad_output.device()));
   return gradients;
 }
 

@@ -1,8 +1,7 @@
-// The sum of squares of many tensors, and its gradient.
+// The sum of squares of many tensors. The gradient is computed by scaled_units (clip_gradients.cuh).
 //
 // sums_of_squares   one block for each chunk of each tensor: elements are read once;
-// squares_total     one block adds the sums of the chunks, in their order;
-// scaled_tensors    one block for each chunk: elements are read once, and gradients are written once.
+// squares_total     one block adds the sums of the chunks, in their order.
 #pragma once
 
 #include "range_table.cuh"
@@ -35,11 +34,6 @@ GRADSCALE_KERNEL(kThreads, 2) squares_total(GRADSCALE_ARGUMENT(SquaresTotal) arg
   if (threadIdx.x == 0) {
     arguments.loss.store(0, arguments.factor * sum);
   }
-}
-
-GRADSCALE_KERNEL(kThreads, 2) scaled_tensors(GRADSCALE_ARGUMENT(ScaledTensors) arguments) {
-  const double by = arguments.factor * arguments.grad_output.load(0);
-  change_chunk(block_chunk(arguments.table, kChunkOfTensor), [&](auto x) { return x * static_cast<decltype(x)>(by); });
 }
 
 } // namespace gradscale

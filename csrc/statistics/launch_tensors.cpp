@@ -61,13 +61,6 @@ void launch_squares(const std::vector<DeviceRange>& ranges, double factor, const
   device.launch(kSquaresFile, "squares_total", 1, kThreads, SquaresTotal{sums, blocks.count, factor, loss});
 }
 
-void launch_squares_backward(
-    const std::vector<DeviceRange>& ranges, double factor, const Slab& grad_output, const OnDevice& device) {
-  const auto blocks = blocks_of_chunks(ranges, device, kChunkOfTensor);
-  const ScaledTensors arguments{blocks.table, factor, grad_output};
-  device.launch(kSquaresFile, "scaled_tensors", blocks.count, kThreads, arguments);
-}
-
 // ---- Statistics -----------------------------------------------------------------------------------------------------
 
 void launch_statistics(
@@ -75,8 +68,8 @@ void launch_statistics(
   const auto blocks = blocks_of_chunks(ranges, device, kChunkOfStatistics);
   const at::Tensor memory = device.memory(blocks.count * static_cast<int64_t>(sizeof(ChunkStatistics)));
   const StatisticsArguments arguments{blocks.table, static_cast<ChunkStatistics*>(memory.mutable_data_ptr()), p, out};
-  const std::string order = p == 2 ? "square" : (p == 1 ? "sum" : (std::isinf(p) ? "maximum" : "any"));
-  device.launch(kStatisticsFile, "chunk_statistics<Order::" + order + ">", blocks.count, kThreads, arguments);
+  const std::string name = p == 2 || std::isinf(p) ? "chunk_statistics<true>" : "chunk_statistics<false>";
+  device.launch(kStatisticsFile, name, blocks.count, kThreads, arguments);
   device.launch(kStatisticsFile, "tensor_statistics", out.count, kThreads, arguments);
 }
 
@@ -97,10 +90,11 @@ void launch_clipping(const ClippingCall& call, const OnDevice& device) {
   device.launch(kClippingFile, "find_clipping", 1, kThreads, call);
 }
 
-void launch_clip_units(
-    const std::vector<UnitRange>& ranges, const double* factors, bool zeros, const OnDevice& device) {
+void launch_scaled_units(
+    const std::vector<UnitRange>& ranges, const Slab& factors, double times, bool zeros, const OnDevice& device) {
   const auto blocks = blocks_of_pieces(ranges, device);
-  device.launch(kClippingFile, "clipped_units", blocks.count, kThreads, ClippedUnits{blocks.table, factors, zeros});
+  const ScaledUnits arguments{blocks.table, factors, times, zeros};
+  device.launch(kClippingFile, "scaled_units", blocks.count, kThreads, arguments);
 }
 
 } // namespace gradscale

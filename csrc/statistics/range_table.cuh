@@ -22,16 +22,4 @@ GRADSCALE_DEVICE ChunkOfTensor block_chunk(const RangeTable& table, int64_t byte
   return {entry, begin, static_cast<int32_t>(rest < chunk ? rest : chunk)};
 }
 
-// Writes changed(x) for each element of a chunk, where x is the element in the type of sums. All threads of the block
-// must call it.
-template <class Change>
-GRADSCALE_DEVICE void change_chunk(const ChunkOfTensor& chunk, Change changed) {
-  dispatch_element(chunk.entry.range.element, [&](auto type) {
-    using T = decltype(type);
-    const T* from = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
-    T* to = static_cast<T*>(chunk.entry.range.out) + chunk.begin;
-    change_range(from, to, chunk.size, Group{kThreads, static_cast<int>(threadIdx.x), nullptr}, changed);
-  });
-}
-
 } // namespace gradscale

@@ -188,7 +188,7 @@ void run(
 void run_on_device(const std::vector<Stored>& parts, double p, const StatisticsOut& out, const at::Tensor& like) {
   std::vector<DeviceRange> ranges;
   for (const Range& range : ranges_of(parts)) {
-    ranges.push_back({range.data, nullptr, range.size, range.element, parts[ranges.size()].implicit_zeros});
+    ranges.push_back({range.data, range.size, range.element, parts[ranges.size()].implicit_zeros});
   }
   launch_statistics(ranges, p, out, OnDevice(like.device()));
 }
@@ -258,13 +258,10 @@ void run_on_device(const std::vector<UnitPair>& pairs, const UnitNorms& out, con
     if (units.count > 0 && units.length > 0) {
       const int64_t numbers = pair.weight.is_complex() ? 2 : 1;
       ranges.push_back(
-          {const_cast<void*>(pair.gradient.const_data_ptr()),
-           units.count,
-           units.length,
-           element_of(pair.gradient),
-           pair.first});
+          {pair.gradient.const_data_ptr(), nullptr, units.count, units.length, element_of(pair.gradient), pair.first});
       ranges.push_back(
-          {const_cast<void*>(pair.weight.const_data_ptr()),
+          {pair.weight.const_data_ptr(),
+           nullptr,
            units.count,
            numbers * units.length,
            element_of(pair.weight),

@@ -14,32 +14,6 @@
 
 namespace gradscale {
 
-// The order p of a norm. Orders 2, 1 and inf have kernels of their own, in which p is a constant.
-GRADSCALE_DEVICE constexpr double value_of(Order order, double otherwise) {
-  switch (order) {
-    case Order::square:
-      return 2;
-    case Order::sum:
-      return 1;
-    case Order::maximum:
-      return static_cast<double>(INFINITY);
-    case Order::any:
-      break;
-  }
-  return otherwise;
-}
-
-// True if elements are summed in windows of 16 bytes (window_sums.cuh).
-template <class T>
-GRADSCALE_DEVICE constexpr bool takes_windows(Order order) {
-  return !std::is_same_v<T, double> && (order == Order::square || order == Order::maximum);
-}
-
-// x^p for x >= 0; 0 if p is inf, because the maximum norm has no sum of powers.
-GRADSCALE_DEVICE double power_in_sum(double x, double p) {
-  return std::isinf(p) ? 0 : power_in_norm(x, p);
-}
-
 // Calls function(value) for the finite elements of this thread.
 template <class T, class Function>
 GRADSCALE_DEVICE void each_finite(const T* data, int32_t size, const Group& block, Function function) {
@@ -64,7 +38,7 @@ GRADSCALE_DEVICE void add_finite(
   each_finite(data, size, block, [&](auto value) {
     const double scaled = static_cast<double>(value) * reciprocal * reciprocal;
     own_sum += scaled;
-    own_powers += power_in_sum(std::abs(scaled), p);
+    own_powers += power_in_norm(std::abs(scaled), p);
   });
   powers = block.sum(own_powers);
   sum = block.sum(own_sum);
@@ -93,7 +67,7 @@ element_sums(const T* data, int32_t size, double p, const OctaveCounters& octave
         octaves.count_bin(M::bin(bits));
         own.largest = magnitude > own.largest ? magnitude : own.largest;
         own.sum += value;
-        own.powers += power_in_sum(magnitude, p);
+        own.powers += power_in_norm(magnitude, p);
       } else {
         ++(bits > M::kInfinity ? own.nans : own.infs);
       }
@@ -102,105 +76,55 @@ element_sums(const T* data, int32_t size, double p, const OctaveCounters& octave
   return own;
 }
 
-// Numbers that the threads of a block share.
-struct SharedSums {
-  double powers[kWarps];
-  double sums[kWarps];
-  double largest[kWarps];
-};
-
-// Returns the sums over all threads of the block, in the order of its warps. `counts` of zeros, NaN and inf must be 0
-// before the call; they are integers, so that the order of their additions does not matter. The call synchronises the
-// block.
-GRADSCALE_DEVICE ChunkSums block_sums(const ChunkSums& own, SharedSums& shared, int* counts) {
-  const int lane = threadIdx.x % 32;
-  const Group warp{32, lane, nullptr};
-  const ChunkSums warp_total{warp.sum(own.powers), warp.sum(own.sum), warp.maximum(own.largest), 0, 0, 0};
-  if (lane == 0) {
-    const int index = threadIdx.x / 32;
-    shared.powers[index] = warp_total.powers;
-    shared.sums[index] = warp_total.sum;
-    shared.largest[index] = warp_total.largest;
-  }
-  const int32_t own_counts[] = {own.zeros, own.nans, own.infs};
-#pragma unroll
-  for (int k = 0; k < 3; ++k) {
-    if (own_counts[k] != 0) {
-      atomicAdd(counts + k, own_counts[k]);
-    }
-  }
-  __syncthreads();
-  const Group warps{kWarps, lane % kWarps, nullptr};
-  return {
-      warps.sum(shared.powers[warps.rank]),
-      warps.sum(shared.sums[warps.rank]),
-      warps.maximum(shared.largest[warps.rank]),
-      counts[0],
-      counts[1],
-      counts[2]};
-}
-
-// Returns the sums of this thread's elements. `counted` becomes the number of zeros beyond the chunk that the block has
-// counted too.
-template <Order order>
-GRADSCALE_DEVICE ChunkSums
-thread_sums(const ChunkOfTensor& chunk, double p, const OctaveCounters& octaves, const Group& block, int32_t& counted) {
-  ChunkSums own{};
-  counted = 0;
-  dispatch_element(chunk.entry.range.element, [&](auto type) {
-    using T = decltype(type);
-    const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
-    if constexpr (takes_windows<T>(order)) {
-      own = window_sums(data, chunk.size, octaves);
-      counted = zeros_beside(data, chunk.size);
-    } else {
-      own = element_sums(data, chunk.size, p, octaves, block);
-    }
-  });
-  return own;
-}
-
-// The sums of a chunk. If the plain sums overflow or underflow, they are computed again with a root.
-template <Order order>
-GRADSCALE_DEVICE ElementSums with_root(const ChunkSums& all, const RangeTable& table, double p, const Group& block) {
-  ElementSums sums{std::isinf(p) ? all.largest : all.powers, all.sum, all.largest, 1};
-  if (is_safe(sums.powers) || all.largest == 0) { // the same for all threads
-    return sums;
-  }
-  sums.root = root_for(all.largest, p);
-  const ChunkOfTensor chunk = block_chunk(table, kChunkOfStatistics); // read again, which saves registers
-  dispatch_element(chunk.entry.range.element, [&](auto type) {
-    using T = decltype(type);
-    if constexpr (!takes_windows<T>(order)) { // window sums need no root: their squares are safe in double
-      const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
-      add_finite(data, chunk.size, p, 1 / sums.root, block, sums.powers, sums.sum);
-    }
-  });
-  if (std::isinf(p)) {
-    sums.powers = all.largest / sums.root / sums.root;
-  }
-  return sums;
-}
-
-template <Order order>
-GRADSCALE_KERNEL(kThreads, takes_windows<float>(order) ? 3 : 2)
+// Computes the statistics of chunks for a norm of order p. If `windows` is true, p is 2 or inf, and elements narrower
+// than double are summed in windows of 16 bytes (window_sums.cuh), whose sums of squares need no root.
+template <bool windows>
+GRADSCALE_KERNEL(kThreads, windows ? 3 : 2)
 chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments) arguments) {
   GRADSCALE_SHARED(OctaveCounters::Four, counters, OctaveCounters::kCount / 4);
-  GRADSCALE_SHARED(SharedSums, warp_sums, 1);
   GRADSCALE_SHARED(double, shared, kWarps);
-  GRADSCALE_SHARED(int, counts, 5);
-  const double p = value_of(order, arguments.p);
-  const OctaveCounters octaves(counters, counts + 3);
-  if (threadIdx.x < 3) {
-    counts[threadIdx.x] = 0;
-  }
+  GRADSCALE_SHARED(int, ends, 2);
+  const OctaveCounters octaves(counters, ends);
   __syncthreads();
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
-  const ChunkOfTensor chunk = block_chunk(arguments.table, kChunkOfStatistics);
-  int32_t counted;
-  const ChunkSums own = thread_sums<order>(chunk, p, octaves, block, counted);
-  const ChunkSums all = block_sums(own, *warp_sums, counts);
-  const ElementSums sums = with_root<order>(all, arguments.table, p, block);
+  const double p = arguments.p;
+  const bool is_maximum = std::isinf(p);
+  ChunkSums own{};
+  int32_t counted = 0; // zeros beyond the chunk that the block has counted too
+  const auto each_type = [&](auto function) {
+    const ChunkOfTensor chunk = block_chunk(arguments.table, kChunkOfStatistics); // found twice, which saves registers
+    dispatch_element(chunk.entry.range.element, [&](auto type) {
+      using T = decltype(type);
+      function(static_cast<const T*>(chunk.entry.range.data) + chunk.begin, chunk.size);
+    });
+  };
+  each_type([&](const auto* data, int32_t size) {
+    if constexpr (windows && sizeof(*data) < sizeof(double)) {
+      own = window_sums(data, size, octaves);
+      counted = zeros_beside(data, size);
+    } else {
+      own = element_sums(data, size, windows ? 2 : p, octaves, block);
+    }
+  });
+  const ChunkSums all{
+      block.sum(own.powers),
+      block.sum(own.sum),
+      block.maximum(own.largest),
+      block.sum(own.zeros),
+      block.sum(own.nans),
+      block.sum(own.infs)};
+  ElementSums sums{is_maximum ? all.largest : all.powers, all.sum, all.largest, 1};
+  if (!is_safe(sums.powers) && all.largest > 0) { // the same for all threads; the sums overflow or underflow
+    sums.root = root_for(all.largest, p);
+    each_type([&](const auto* data, int32_t size) {
+      if constexpr (!windows || sizeof(*data) == sizeof(double)) {
+        add_finite(data, size, windows ? 2 : p, 1 / sums.root, block, sums.powers, sums.sum);
+      }
+    });
+    if (is_maximum) {
+      sums.powers = all.largest / sums.root / sums.root;
+    }
+  }
   ChunkStatistics& result = arguments.chunks[blockIdx.x];
   if (threadIdx.x == 0) {
     result.sums = sums;

@@ -60,10 +60,6 @@ at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector
 // loss = factor * sum of squares.
 void launch_squares(const std::vector<DeviceRange>& ranges, double factor, const Slab& loss, const OnDevice& device);
 
-// range.out = range.data * factor * grad_output.
-void launch_squares_backward(
-    const std::vector<DeviceRange>& ranges, double factor, const Slab& grad_output, const OnDevice& device);
-
 // The statistics of a tensor for each range.
 void launch_statistics(
     const std::vector<DeviceRange>& ranges, double p, const StatisticsOut& out, const OnDevice& device);
@@ -73,8 +69,15 @@ void launch_clipping(const ClippingCall& call, const OnDevice& device);
 // norms[range.first + i] = norm of unit i of a range.
 void launch_unit_norms(const std::vector<UnitRange>& ranges, double* norms, const OnDevice& device);
 
-// Unit i of a range *= factors[range.first + i]. With `zeros`, a factor of 0 sets all elements to 0, even NaN and inf.
-void launch_clip_units(const std::vector<UnitRange>& ranges, const double* factors, bool zeros, const OnDevice& device);
+// Unit i of range.out = unit i of range.data * factors[range.first + i] * times. With `zeros`, a factor of 0 sets all
+// elements to 0, even NaN and inf.
+void launch_scaled_units(
+    const std::vector<UnitRange>& ranges, const Slab& factors, double times, bool zeros, const OnDevice& device);
+
+// The numbers of a contiguous tensor that kernels read, or write.
+inline Slab slab_of(const at::Tensor& numbers) {
+  return {numbers.mutable_data_ptr(), 1, numbers.scalar_type() == at::kDouble};
+}
 
 // ---- What the passes share ------------------------------------------------------------------------------------------
 
