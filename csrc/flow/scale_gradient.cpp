@@ -32,7 +32,7 @@ at::Tensor scaled(at::Tensor gradient, double scale) {
     return owned_by_nobody_else(gradient) ? gradient.zero_() : at::zeros_like(gradient);
   }
   if (owned_by_nobody_else(gradient)) { // a tensor, because mul_(number) would round it to a 16-bit gradient's type
-    return gradient.mul_(c10::scalar_to_tensor(scale));
+    return gradient.mul_(at::native::wrapped_scalar_tensor(scale));
   }
   return gradient.mul(scale);
 }
