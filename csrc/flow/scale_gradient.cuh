@@ -31,12 +31,17 @@ scale_dense(GRADSCALE_ARGUMENT(ScaleCall) call) {
     const int32_t first = windows.first(window);
     A values[size], scales[size];
     read_elements<size>(gradient, count, first, A(0), values);
-    if (!one_scale) {
+    if (one_scale) {
+#pragma unroll
+      for (A& each : scales) {
+        each = scale;
+      }
+    } else {
       read_elements<size>(static_cast<const A*>(call.data[2]) + begin, count, first, A(0), scales);
     }
 #pragma unroll
     for (int k = 0; k < size; ++k) {
-      values[k] = scaled_element(values[k], one_scale ? scale : scales[k]);
+      values[k] = scaled_element(values[k], scales[k]);
     }
     write_elements<size>(static_cast<T*>(call.data[0]) + begin, count, first, values);
   }
