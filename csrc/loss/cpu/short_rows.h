@@ -56,14 +56,19 @@ GRADSCALE_HOST_DEVICE void transpose(const Lanes<A>* rows, Lanes<A>* columns) {
   }
 }
 
-// Calls body(first, lanes) for blocks of 16 elements. The last block may overlap the one before it.
+// Calls body(first, lanes) for blocks of 16 elements. Without masks, the last block overlaps the one before it.
 template <class Body>
 GRADSCALE_HOST_DEVICE void each_square(int64_t width, Body body) {
   if (width < kLanes) {
     return body(int64_t(0), FirstLanes{static_cast<int>(width)});
   }
   body(int64_t(0), AllLanes());
-  if (width > kLanes) {
+  if (width == kLanes) {
+    return;
+  }
+  if constexpr (kHasMasks) {
+    body(kLanes, FirstLanes{static_cast<int>(width - kLanes)});
+  } else {
     body(width - kLanes, AllLanes());
   }
 }
@@ -105,14 +110,16 @@ void write_tile(const Rows& rows, const Group& group, int64_t width, const Tile<
   dispatch_element(rows.element, [&](auto type) {
     using G = decltype(type);
     if constexpr (std::is_same_v<A, typename AccumulateType<G>::type>) {
-      each_square(width, [&](int64_t first, auto lanes) {
+      G* const begin = static_cast<G*>(rows.data) + group.first * rows.stride;
+      const int64_t stride = rows.stride, count = group.count;
+      each_square(width, [=, &tile](int64_t first, auto lanes) {
         Lanes<A> square[kLanes], columns[kLanes];
         for (int64_t j = 0; j < kLanes; ++j) {
           columns[j] = tile.column(first + j);
         }
         transpose(columns, square);
-        G* row = static_cast<G*>(rows.data) + group.first * rows.stride + first;
-        for (int64_t i = 0; i < group.count; ++i, row += rows.stride) {
+        G* row = begin + first;
+        for (int64_t i = 0; i < count; ++i, row += stride) {
           store_lanes(row, square[i], lanes);
         }
       });
