@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <numeric>
 
 namespace gradscale {
 
@@ -168,37 +169,40 @@ void reduce(const Pass& pass) {
     add_head<T>(pass, head, pass.coefficients[h], segments, samples.data(), own, sums[h]);
     segments += pass.steps_of(head);
   }
+  const auto is_finite = [&](int64_t b) { return std::isfinite(static_cast<T>(samples[b])); }; // as the user reads it
   int64_t num_nonfinite = 0;
-  double total = 0;
   for (int64_t b = 0; b < pass.batch; ++b) {
     pass.per_sample.store(b, samples[b]);
-    const bool finite = std::isfinite(pass.per_sample.load(b)); // as the user reads it, after rounding
-    num_nonfinite += finite ? 0 : 1;
-    const bool skipped = !finite && pass.skips_nonfinite;
-    double contribution = 0;
-    for (int64_t h = 0; h < pass.num_heads; ++h) {
-      const Coefficients& coefficients = pass.coefficients[h];
-      const double weight = coefficients.importance_weights.at(b, 0);
+    num_nonfinite += is_finite(b) ? 0 : 1;
+    if (pass.skips_nonfinite && !is_finite(b)) {
+      clear_gradients(pass, b);
+    }
+  }
+  std::vector<double> contributions(pass.batch, 0.0); // of the samples to the loss of the call
+  for (int64_t h = 0; h < pass.num_heads; ++h) {
+    const Coefficients& coefficients = pass.coefficients[h];
+    const StepWeight importance = coefficients.importance_weights;
+    const double head_weight = coefficients.head_weight();
+    const double* own = weighted.data() + h * pass.batch;
+    double shares = 0;
+    for (int64_t b = 0; b < pass.batch; ++b) {
+      const double weight = importance.at(b, 0);
       // A sample without unmasked entries adds 0, also if a weight is not finite.
-      const double head_weight = coefficients.head_weight();
-      const bool counts = !skipped && (std::isfinite(weight * head_weight) || has_entries(pass, h, b));
-      const double share = counts ? weight * weighted[h * pass.batch + b] : 0.0;
-      sums[h].share += share;
-      contribution += counts ? head_weight * share : 0.0;
+      const bool counts =
+          !(pass.skips_nonfinite && !is_finite(b)) && (std::isfinite(weight * head_weight) || has_entries(pass, h, b));
+      const double share = counts ? weight * own[b] : 0.0;
+      shares += share;
+      contributions[b] += counts ? head_weight * share : 0.0;
       if (pass.each_sample && coefficients.share.data != nullptr) {
         coefficients.share.store(b, share);
       }
     }
-    if (skipped) {
-      clear_gradients(pass, b);
-    }
-    total += contribution;
-    if (pass.each_sample) {
-      pass.loss.store(b, contribution);
-    }
+    sums[h].share = shares;
   }
-  if (!pass.each_sample) {
-    pass.loss.store(0, total);
+  if (pass.each_sample) {
+    pass.loss.store(0, pass.batch, contributions.data());
+  } else {
+    pass.loss.store(0, std::accumulate(contributions.begin(), contributions.end(), 0.0));
   }
   segments = pass.segments;
   for (int64_t h = 0; h < pass.num_heads; ++h) {
