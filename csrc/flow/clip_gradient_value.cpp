@@ -4,8 +4,8 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/clamp.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
+
 #include <limits>
 
 namespace gradscale {
@@ -28,10 +28,9 @@ at::Tensor clamped(at::Tensor gradient, const Value& lowest, const Value& highes
   }
   const at::Tensor min = value_like(gradient, lowest);
   const at::Tensor max = value_like(gradient, highest);
-  const at::Tensor wide = gradient.to(min.scalar_type());
-  const at::Tensor clamped = at::where(wide.lt(min), min, at::where(wide.gt(max), max, wide));
-  const double nan = std::numeric_limits<double>::quiet_NaN();
-  return at::where(min.le(max), clamped, at::full({}, nan, clamped.options())).to(gradient.scalar_type());
+  // Elements whose bounds have no number in between become NaN.
+  const at::Tensor lower = at::where(min.le(max), min, std::numeric_limits<double>::quiet_NaN());
+  return at::clamp(gradient.to(min.scalar_type()), lower, max).to(gradient.scalar_type());
 }
 
 struct ClipGradientValue {
