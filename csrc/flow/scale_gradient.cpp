@@ -54,7 +54,7 @@ std::optional<at::Tensor> scaled_by_kernel(const at::Tensor& gradient, const at:
     return gradient;
   }
   factor = sign == 1 ? factor : factor.neg();
-  const at::Tensor out = owned_by_nobody_else(gradient) ? gradient : at::empty_like(gradient);
+  at::Tensor out = owned_by_nobody_else(gradient) ? gradient : at::empty_like(gradient);
   const bool pairs = gradient.is_complex();
   at::TensorIterator iterator = at::TensorIteratorConfig()
                                     .check_all_same_dtype(false)
