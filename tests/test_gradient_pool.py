@@ -244,6 +244,16 @@ def test_unneeded_memory_is_freed():
     assert gs.empty_cache() <= 4 * BYTES  # a block may be four times as large as its gradient
 
 
+def test_a_call_with_several_large_results_counts_as_one():
+    first = gradients()
+    held = sum(gradient.untyped_storage().nbytes() for gradient in first if gradient.nbytes >= 1 << 14)
+    del first
+    rewards, values = torch.zeros(512, 1024), torch.zeros(512, 1025)
+    for _ in range(CALLS - 1):
+        gs.generalized_advantages(rewards, values, discount=0.9, lambda_=0.9)
+    assert gs.empty_cache() >= held + 2 * rewards.nbytes
+
+
 def test_long_kept_gradients_are_freed_at_once():
     kept = [gradients() for _ in range(3 * CALLS)]
     del kept

@@ -590,6 +590,28 @@ def test_the_gradient_of_an_unread_next_value_is_zero_if_its_discount_is_nan(opt
     assert gradient[0, 1] == 0
 
 
+@pytest.mark.parametrize("discount", [0.0, "tensor"])
+@pytest.mark.parametrize("ratio", [torch.nan, torch.inf])
+@pytest.mark.any_version
+def test_gradients_of_retrace_do_not_read_a_ratio_behind_a_discount_of_zero(ratio, discount):
+    data = random_data(24, 3, 9, ends=0, padding=0)
+    data["discount"] = data["discount"] if discount == "tensor" else discount
+    if discount == "tensor":
+        data["discount"][:, 4] = 0
+    found = []
+    for value in (0.5, ratio):
+        data["ratios"][:, 5] = value
+        leaves = {name: data[name].clone().requires_grad_() for name in inputs_of("retrace")}
+        (result,) = call("retrace", data | leaves, clip_c=None)
+        found.append(torch.autograd.grad(result.sum(), list(leaves.values())))
+    assert_same(found[1], found[0], rtol=1e-13, atol=1e-13)
+
+
+def test_the_operator_needs_an_input():
+    with pytest.raises(RuntimeError, match="rewards, values and next_values are all missing"):
+        torch.ops.gradscale_ext.returns(True, 0, [True] * 3, True, *[None] * 9, 1.0, 1.0, 1.0, 1.0, 1.0, 0, True)
+
+
 @pytest.mark.any_version
 def test_other_coefficients_of_zero():
     data = random_data(22, 3, 30, ends=0, padding=0)

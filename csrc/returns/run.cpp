@@ -45,20 +45,21 @@ ReturnsOutput output_of(const at::Tensor& tensor, bool batch_first) {
   return {tensor.mutable_data_ptr(), {tensor.stride(1 - step), tensor.stride(step)}};
 }
 
-// Makes a contiguous result [B, steps]. On a CPU, memory of large results is pooled, because the first touch of fresh
-// pages takes longer than the computation; small results are allocated without the dispatcher, which takes as long as
-// computing a few thousand steps.
-at::Tensor make_result(int64_t rows, int64_t steps, bool batch_first, const at::TensorOptions& options) {
+// True if results of `count` numbers take pooled memory: on a CPU, the first touch of many fresh pages takes longer
+// than the computation.
+bool is_pooled(const at::TensorOptions& options, int64_t count) {
   constexpr int64_t kLarge = 1 << 20; // bytes
+  return options.device().is_cpu() && count * static_cast<int64_t>(options.dtype().itemsize()) >= kLarge;
+}
+
+// Makes a contiguous result [B, steps]. On a CPU, a small one is allocated without the dispatcher, which takes as long
+// as computing a few thousand steps.
+at::Tensor make_result(int64_t rows, int64_t steps, bool batch_first, const at::TensorOptions& options) {
   const std::array<int64_t, 2> sizes{batch_first ? rows : steps, batch_first ? steps : rows};
-  if (!options.device().is_cpu()) {
-    return at::empty(sizes, options);
+  if (is_pooled(options, rows * steps)) {
+    return empty_gradient(sizes, options.dtype().toScalarType());
   }
-  if (rows * steps * static_cast<int64_t>(options.dtype().itemsize()) < kLarge) {
-    return at::detail::empty_cpu(sizes, options);
-  }
-  begin_pooled_call();
-  return empty_gradient(sizes, options.dtype().toScalarType());
+  return options.device().is_cpu() ? at::Tensor(at::detail::empty_cpu(sizes, options)) : at::empty(sizes, options);
 }
 
 // The tensor on this device. A scalar on the CPU is copied there, without waiting.
@@ -74,11 +75,16 @@ bool goes_across(const ReturnsCall& call, bool batch_first) {
   return neighbours || (!batch_first && strides[kStep] != 1);
 }
 
-// Ratios for the adjoint of Retrace, which multiplies by them: 0 in the first transition of an episode, whose given
-// ratio is not read by any formula and may be inf or NaN.
+// Ratios for the adjoint of Retrace, which multiplies by them: 0 in the first transition of an episode and behind a
+// discount of 0, where no formula reads the given ratio, which may be inf or NaN.
 at::Tensor ratios_that_are_read(const LinearCall& linear) {
   const int step = step_dim(linear.batch_first);
   at::Tensor ratios = linear.ratios.clone();
+  at::Tensor discounts = on_device(linear.discounts, ratios.device());
+  if (!discounts.defined() && linear.discount == 0) {
+    return ratios.zero_();
+  }
+  discounts = discounts.defined() ? discounts.eq(0).expand_as(ratios) : discounts;
   const int64_t later_steps = ratios.size(step) - 1;
   if (later_steps < 0) {
     return ratios;
@@ -86,7 +92,10 @@ at::Tensor ratios_that_are_read(const LinearCall& linear) {
   ratios.narrow(step, 0, 1).zero_();
   at::Tensor later = ratios.narrow(step, 1, later_steps);
   for (const at::Tensor& ends :
-       {linear.terminated, linear.truncated, linear.mask.defined() ? linear.mask.logical_not() : linear.mask}) {
+       {linear.terminated,
+        linear.truncated,
+        linear.mask.defined() ? linear.mask.logical_not() : linear.mask,
+        discounts}) {
     if (ends.defined()) {
       later.masked_fill_(ends.narrow(step, 0, later_steps), 0);
     }
@@ -125,8 +134,9 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   const bool batch_first = linear.batch_first;
   const int step = step_dim(batch_first);
   const auto& inputs = linear.inputs;
-  const at::Tensor& first =
-      *std::find_if(inputs.begin(), inputs.end(), [](const at::Tensor& x) { return x.defined(); });
+  const auto found = std::find_if(inputs.begin(), inputs.end(), [](const at::Tensor& x) { return x.defined(); });
+  TORCH_CHECK(found != inputs.end(), "gradscale_ext::returns: rewards, values and next_values are all missing");
+  const at::Tensor& first = *found;
   const c10::Device device = first.device();
   const at::Tensor discounts = on_device(linear.discounts, device), lambdas = on_device(linear.lambdas, device);
   ReturnsCall call{};
@@ -158,6 +168,9 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   read(kMask, linear.mask, 1);
   std::copy(linear.limits.begin(), linear.limits.end(), call.limits);
   const at::TensorOptions options = first.options().dtype(call.is_double ? at::kDouble : at::kFloat);
+  if (is_pooled(options, call.rows * call.steps)) {
+    begin_pooled_call();
+  }
   const auto make = [&](int64_t more_steps) {
     return make_result(call.rows, call.steps + more_steps, batch_first, options);
   };
@@ -253,6 +266,9 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   };
   const at::ScalarType dtype = call.is_double ? at::kDouble : at::kFloat;
   const int64_t steps = call.unroll_steps;
+  if (is_pooled(options.dtype(dtype), call.rows * (steps + 1))) {
+    begin_pooled_call();
+  }
   const at::Tensor values = make(steps + 1, dtype);
   const at::Tensor targets = make(steps + (windows.root_reward.defined() ? 1 : 0), dtype);
   const at::Tensor mask = make(steps + 1, at::kBool), policy_mask = make(steps + 1, at::kBool);
