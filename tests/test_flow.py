@@ -276,6 +276,26 @@ def test_a_tensor_of_ones_does_not_change_complex_gradients(operator, create_gra
     assert torch.equal(result.signbit(), expected.signbit())
 
 
+@pytest.mark.parametrize("scale", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_gradients_of_eight_bits(dtype, scale):
+    x = torch.tensor([1.0, -2.0], dtype=dtype, requires_grad=True)
+    gs.scale_gradient(x, scale).float().sum().backward()
+    assert x.grad.float().tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("scale", [3e-6, torch.tensor(3e-6), torch.tensor([3e-6])], ids=["number", "tensor", "vector"])
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_scale_keeps_its_digits_for_half_complex_gradients(scale, owned):
+    x = torch.zeros(1, dtype=torch.complex32, requires_grad=True)
+    y = gs.scale_gradient(x, scale)
+    incoming = torch.tensor([complex(1000, torch.inf)], dtype=torch.complex32)
+    (gradient,) = torch.autograd.grad(y.clone() if owned else y, x, incoming)
+    real, imaginary = torch.view_as_real(gradient)[0].tolist()
+    assert real == torch.tensor(3e-3).half().item()
+    assert imaginary == torch.inf
+
+
 def test_symbolic_trace_keeps_the_operators():
     traced = torch.fx.symbolic_trace(lambda x: gs.reverse_gradient({"h": gs.scale_gradient(x, 0.5)}, 3.0)["h"] * 2)
     x = torch.ones(2, requires_grad=True)

@@ -11,6 +11,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -19,6 +20,8 @@
 namespace gradscale {
 
 namespace {
+
+at::Tensor scaled(at::Tensor gradient, const at::Tensor& scale, double sign);
 
 // g * scale. Zeros stay connected to g for a second derivative.
 at::Tensor scaled(at::Tensor gradient, double scale) {
@@ -31,8 +34,13 @@ at::Tensor scaled(at::Tensor gradient, double scale) {
     }
     return owned_by_nobody_else(gradient) ? gradient.zero_() : at::zeros_like(gradient);
   }
-  if (owned_by_nobody_else(gradient)) { // a tensor, because mul_(number) would round it to a 16-bit gradient's type
-    return gradient.mul_(at::native::wrapped_scalar_tensor(scale));
+  const at::ScalarType type = gradient.scalar_type();
+  if (type == at::kComplexHalf) { // as pairs of numbers, because a complex product rounds the scale to 16 bits
+    return scaled(std::move(gradient), at::scalar_tensor(scale, at::kDouble), /*sign=*/1);
+  }
+  if (owned_by_nobody_else(gradient)) { // mul_(number) would round the number to a 16-bit gradient's type
+    return type == at::kHalf || type == at::kBFloat16 ? gradient.mul_(at::native::wrapped_scalar_tensor(scale))
+                                                      : gradient.mul_(scale);
   }
   return gradient.mul(scale);
 }

@@ -177,7 +177,7 @@ def gradient_statistics(tensors: Tensors, names: Sequence[str] | None = None) ->
     says which: "gradient of", or "tensor".
 
     On CUDA, two kernel launches read each element once, whatever the sizes and dtypes are; reading `total_norm` adds a
-    third launch. With more than 166 tensors, a small launch for every 166 comes first. Nothing waits for the device.
+    third launch. With more than 200 tensors, a small launch for every 200 comes first. Nothing waits for the device.
     Sums are computed in float64 and in a fixed order, and no square overflows.
 
     Args:
