@@ -15,7 +15,7 @@ namespace gradscale {
 // alternate keep their memory. A free block that 16 calls did not take is freed. A block that a tensor held for more
 // than 16 calls is freed with the tensor, so that the pool does not grow for a user who keeps many gradients.
 
-// Begins a call that will take gradients: frees blocks that recent calls did not take.
+// Begins a call that will take memory from the pool: frees blocks that recent calls did not take.
 void begin_pooled_call();
 
 // A contiguous tensor on the CPU. It owns its storage, which is freed, resized and shared like any other.

@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 def empty_cache() -> int:
     """Free the CPU memory that is kept for later gradients, and return its number of bytes.
 
-    The losses and `Support.decode` take the memory of their gradients from one pool for the whole process, and the
-    functions of returns that of results of a mebibyte or more. Memory returns to the pool when its last tensor is gone.
-    Memory that 16 calls did not need is freed; nothing is freed while no calls are made. Memory on GPUs is PyTorch's
-    own: `torch.cuda.empty_cache`.
+    The losses and `Support.decode` take the memory of their gradients from one pool for the whole process. The
+    functions of returns take the memory of results of at least 1 MiB from the same pool. Memory returns to the pool
+    when its last tensor is gone. Memory that 16 calls did not need is freed; nothing is freed while no calls are made.
+    Memory on GPUs is PyTorch's own: `torch.cuda.empty_cache`.
 
     >>> logits = torch.zeros(256, 601, requires_grad=True)
     >>> gradient, = torch.autograd.grad(Support.muzero().decode(logits).sum(), logits)
