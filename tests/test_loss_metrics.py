@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -53,6 +54,18 @@ def test_norms_of_large_and_small_distances(distance, weight, impl):
     out = gs.multi_step_loss(heads, {"a": [x]}, {"a": [torch.zeros(3, 4)]}, head_weights=head_weights, impl=impl)
     expected = torch.tensor(weight * distance / 12**0.5 * 2)
     torch.testing.assert_close(out.head_gradient_norms["a"], expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize("width", [7, 18, 40])
+@pytest.mark.parametrize("illegal", [math.nan, -math.nan, math.inf, -math.inf])
+def test_largest_logit_next_to_logits_that_are_not_finite(illegal, width, impl):
+    """x86 processors compute inf - inf as a NaN with a sign, whose bits are above those of all other numbers."""
+    logits = torch.zeros(8, width)
+    logits[3, :3] = torch.tensor([1.0, -5.0, illegal])
+    targets = torch.full((8, width), 1 / width)
+    out = gs.multi_step_loss({"a": gs.SoftCrossEntropy()}, {"a": [logits]}, {"a": [targets]}, impl=impl)
+    assert out.max_abs_logit["a"] == 5
 
 
 @pytest.mark.untraced

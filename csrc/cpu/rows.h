@@ -128,7 +128,7 @@ GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) 
 }
 
 // `largest` ignores NaN, and is -inf if all logits are NaN. `smallest` is the smallest logit if any logit is negative.
-// Otherwise it is at most `largest` in magnitude, so that the largest magnitude is larger(|smallest|, largest).
+// Otherwise it is at most `largest` in magnitude, so that the largest magnitude is max(-smallest, largest).
 // `smallest` may be NaN if a logit is NaN, and is -inf if it is not wanted.
 template <class A>
 struct Extremes {

@@ -171,7 +171,7 @@ GroupSums<A> row_by_row(const Segment& s, const Group& group, Run run) {
   for (int64_t i = 0; i < group.count; ++i) {
     const T* logits = row_of<T>(s.prediction, group.first + i);
     const Extremes<A> extremes = extremes_of<A>(logits, s.width);
-    const A magnitude = larger(std::abs(extremes.smallest), extremes.largest);
+    const A magnitude = std::max(-extremes.smallest, extremes.largest); // NaN if `smallest` is NaN
     s.metrics[group.first + i] = {0, std::isfinite(magnitude) ? magnitude : largest_finite<A>(logits, s.width)};
     run(i, extremes, sums);
   }
