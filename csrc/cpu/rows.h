@@ -88,8 +88,8 @@ using Chain = std::integral_constant<int, chain>;
 // Calls body(first, lanes, chain) for each block of a row; `first` is the index of the block's first element, and is
 // negative if the block begins before the row. The blocks are a block with the elements before the aligned blocks, the
 // aligned blocks, and a block with the remaining elements. `lanes` selects each element of the row in one block only;
-// without masks, the first and the last block overlap their neighbours. `chain` is 0 to chains - 1. Sums of different
-// chains are independent, so that the processor can compute them in parallel.
+// without masks, the first and the last block overlap their neighbours. `chain` is 0, or alternates between 0 and 1 if
+// there are two chains, whose sums the processor can compute in parallel.
 template <int chains, class Body>
 GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) {
   if (width < kLanes) {
@@ -106,12 +106,8 @@ GRADSCALE_HOST_DEVICE void each_block(int64_t before, int64_t width, Body body) 
   int64_t j = before;
   for (; j + chains * kLanes <= width; j += chains * kLanes) {
     body(j, AllLanes(), Chain<0>());
-    if constexpr (chains >= 2) {
+    if constexpr (chains == 2) {
       body(j + kLanes, AllLanes(), Chain<1>());
-    }
-    if constexpr (chains == 4) {
-      body(j + 2 * kLanes, AllLanes(), Chain<2>());
-      body(j + 3 * kLanes, AllLanes(), Chain<3>());
     }
   }
   for (; j + kLanes <= width; j += kLanes) {
@@ -137,23 +133,18 @@ struct Extremes {
 
 template <class A, bool wants_smallest = true, class T>
 Extremes<A> extremes_of(const T* logits, int64_t width) {
-  constexpr int chains = Lanes<A>::kParts == 1 ? 4 : 2; // as many as fit into the registers
   const Lanes<A> zero = A(0), none = -static_cast<A>(INFINITY);
-  Lanes<A> least[chains], most[chains];
-  std::fill_n(least, chains, zero);
-  std::fill_n(most, chains, none);
-  each_block<chains>(elements_before_blocks(logits, width), width, [&](int64_t j, auto lanes, auto chain) {
+  Lanes<A> least[2] = {zero, zero}, most[2] = {none, none};
+  each_block<2>(elements_before_blocks(logits, width), width, [&](int64_t j, auto lanes, auto chain) {
     const Lanes<A> x = load_lanes(logits + j, lanes);
     if constexpr (wants_smallest) {
       least[chain] = larger_bits(kept(lanes, x, zero), least[chain]);
     }
     most[chain] = larger(kept(lanes, x, none), most[chain]);
   });
-  for (int chain = 1; chain < chains; ++chain) {
-    least[0] = larger_bits(least[0], least[chain]);
-    most[0] = larger(most[0], most[chain]);
-  }
-  return {wants_smallest ? largest_bits(least[0]) : -static_cast<A>(INFINITY), largest(most[0])};
+  return {
+      wants_smallest ? largest_bits(larger_bits(least[0], least[1])) : -static_cast<A>(INFINITY),
+      largest(larger(most[0], most[1]))};
 }
 
 // The largest magnitude of the finite logits of a row; 0 if there are none.

@@ -38,22 +38,24 @@ GRADSCALE_HOST_DEVICE void transpose(typename Vectors<A>::V* square, std::index_
   }
 }
 
-// Transposes 16 rows of 16.
-template <class A>
-GRADSCALE_HOST_DEVICE void transpose(const Lanes<A>* rows, Lanes<A>* columns) {
+// Transposes 16 rows of 16: calls load(i) for each row, and then store(j, column) for each column. Not with loops, which
+// compilers turn into copies of the whole square in memory.
+template <class A, class Load, class Store, size_t... i>
+GRADSCALE_HOST_DEVICE void transpose(Load load, Store store, std::index_sequence<i...> /*lanes*/) {
   constexpr int count = Vectors<A>::kCount, parts = Lanes<A>::kParts;
-  for (int row_part = 0; row_part < parts; ++row_part) {
-    for (int column_part = 0; column_part < parts; ++column_part) {
-      typename Vectors<A>::V square[count];
-      for (int k = 0; k < count; ++k) {
-        square[k] = rows[row_part * count + k].parts[column_part];
-      }
+  typename Vectors<A>::V squares[parts][parts][count];
+  const auto load_row = [&](size_t row, Lanes<A> lanes) {
+    for (int p = 0; p < parts; ++p) {
+      squares[row / count][p][row % count] = lanes.parts[p];
+    }
+  };
+  (load_row(i, load(i)), ...);
+  for (auto& squares_of_rows : squares) {
+    for (auto& square : squares_of_rows) {
       transpose<A>(square, std::make_index_sequence<count>());
-      for (int k = 0; k < count; ++k) {
-        columns[column_part * count + k].parts[row_part] = square[k];
-      }
     }
   }
+  (store(i, Lanes<A>::each([&](size_t p) { return squares[p][i / count][i % count]; })), ...);
 }
 
 // Calls body(first, lanes) for blocks of 16 elements. Without masks, the last block overlaps the one before it.
@@ -79,16 +81,10 @@ void read_tile_of(const Rows& rows, const Group& group, int64_t width, Tile<A>& 
     const T* begin = row_of<T>(rows, group.first);
     const int64_t stride = rows.stride, last = group.count - 1;
     each_square(width, [=, &tile](int64_t first, auto lanes) {
-      Lanes<A> square[kLanes], columns[kLanes];
-      const T* row = begin + first;
-      for (int64_t i = 0; i < kLanes; ++i) { // lanes without a row repeat the last one
-        square[i] = load_lanes(row, lanes);
-        row += i < last ? stride : 0;
-      }
-      transpose(square, columns);
-      for (int64_t j = 0; j < kLanes; ++j) {
-        tile.store_column(first + j, columns[j]);
-      }
+      transpose<A>( // lanes without a row repeat the last one
+          [&](int64_t i) { return load_lanes(begin + first + std::min(i, last) * stride, lanes); },
+          [&](int64_t j, Lanes<A> column) { tile.store_column(first + j, column); },
+          std::make_index_sequence<kLanes>());
     });
   } else { // targets of another type than the predictions
     for (int64_t i = 0; i < kLanes; ++i) {
@@ -113,15 +109,14 @@ void write_tile(const Rows& rows, const Group& group, int64_t width, const Tile<
       G* const begin = static_cast<G*>(rows.data) + group.first * rows.stride;
       const int64_t stride = rows.stride, count = group.count;
       each_square(width, [=, &tile](int64_t first, auto lanes) {
-        Lanes<A> square[kLanes], columns[kLanes];
-        for (int64_t j = 0; j < kLanes; ++j) {
-          columns[j] = tile.column(first + j);
-        }
-        transpose(columns, square);
-        G* row = begin + first;
-        for (int64_t i = 0; i < count; ++i, row += stride) {
-          store_lanes(row, square[i], lanes);
-        }
+        transpose<A>(
+            [&](int64_t j) { return tile.column(first + j); },
+            [&](int64_t i, Lanes<A> row) {
+              if (i < count) {
+                store_lanes(begin + first + i * stride, row, lanes);
+              }
+            },
+            std::make_index_sequence<kLanes>());
       });
     }
   });
