@@ -81,7 +81,7 @@ void soft_cross_entropy_row(
   const A inverse_sum = A(1) / softmax.sum, c = static_cast<A>(group.coefficients[lane]);
   const CrossEntropyFactors<Lanes<A>> factors{A(1), inverse_sum * mass, inverse_sum, moment * inverse_sum};
   with_entropy<A>(s, [&](auto formula) {
-    s.metrics[row].gradient_square = write_gradient<G>(s.gradient, row, width, c, [&](auto load) {
+    s.metrics[row].gradient_square = write_gradient<G>(s.gradient, row, width, c, [=](auto load) {
       return formula.gradient(factors, load(values), load(logits) - maximum, load(target));
     });
   });
