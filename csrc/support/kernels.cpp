@@ -21,37 +21,38 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// Decodes a row of logits. Where a gradient is wanted, it is written instead of the value: the derivative g'(E) p_j
-// (c_j - E) times grad_output, with E the expectation, c_j the centres and g the inverse transform.
+// Writes the gradient of a decoded row: the derivative g'(E) p_j (c_j - E) times grad_output, with E the expectation,
+// c_j the centres and g the inverse transform. `centers` are raw centres, or 2j - width + 1: centres in half bins
+// around the middle. Because these are integers, the gradient of a softmax that is 1 in a bin is exactly 0.
 template <class T, class A>
-void decode_row(const Decoding& d, int64_t row, Extremes<A> extremes, A* scratch) {
+[[gnu::noinline]] void write_decode_gradient(
+    const Decoding& d, int64_t row, const Softmax<A>& softmax, A expected, const A* centers) {
   const Support& support = d.support;
-  const int64_t width = support.num_bins;
-  Ahead ahead = ahead_of<T>(d.logits, d.gradient, row);
-  ahead.read = row_of<T>(d.logits, row + 2); // row + 1 is in the cache: its maximum has been computed
-  const Softmax<A> softmax = softmax_of<true>(row_of<T>(d.logits, row), width, extremes, ahead, scratch);
-  const A expected = expectation(softmax, support);
-  if (d.gradient.data == nullptr) {
-    d.out.store(row, decoded_value(expected, support));
-    return;
-  }
   const A slope =
       support.raw ? A(1) : inverse_transform_slope(support.transform, expected, static_cast<A>(support.eps));
-  A factor = static_cast<A>(d.grad_output.load(row)) * slope / softmax.sum;
+  const A unit = support.raw ? A(1) : static_cast<A>(0.5 * bin_width(support)); // of `centers`
+  const Lanes<A> factor = static_cast<A>(d.grad_output.load(row)) * slope / softmax.sum * unit;
+  const Lanes<A> middle = support.raw ? expected : softmax.moment / softmax.sum;
   const A* values = softmax.values;
-  const A* centers = raw_centers(support, A());
-  A middle = expected;
-  if (!support.raw) { // centres in half bins, integers: the gradient of a softmax that is 1 in a bin is exactly 0
-    A* places = second_row(scratch, width);
-    for (int64_t j = 0; j < width; ++j) {
-      places[j] = static_cast<A>(2 * j + 1 - width);
-    }
-    centers = places;
-    middle = softmax.moment / softmax.sum;
-    factor *= static_cast<A>(0.5 * bin_width(support));
+  T* out = static_cast<T*>(d.gradient.data) + row * d.gradient.stride;
+  each_block<1>(elements_before_blocks(out, support.num_bins), support.num_bins, [=](int64_t j, auto lanes, auto) {
+    const Lanes<A> distance = load_lanes(centers + j, lanes) - middle;
+    store_lanes(out + j, load_lanes(values + j, lanes) * distance * factor, lanes);
+  });
+}
+
+// Decodes a row of logits. Where a gradient is wanted, it is written instead of the value.
+template <class T, class A>
+void decode_row(const Decoding& d, int64_t row, Extremes<A> extremes, const A* centers, A* scratch) {
+  Ahead ahead = ahead_of<T>(d.logits, d.gradient, row);
+  ahead.read = row_of<T>(d.logits, row + 2); // row + 1 is in the cache: its maximum has been computed
+  const Softmax<A> softmax = softmax_of<true>(row_of<T>(d.logits, row), d.support.num_bins, extremes, ahead, scratch);
+  const A expected = expectation(softmax, d.support);
+  if (d.gradient.data == nullptr) {
+    d.out.store(row, decoded_value(expected, d.support));
+  } else {
+    write_decode_gradient<T>(d, row, softmax, expected, centers);
   }
-  write_gradient<T, A>(
-      d.gradient, row, width, factor, [=](auto load) { return load(values) * (load(centers) - middle); });
 }
 
 void decode_rows(const Decoding& decoding, int64_t begin, int64_t end, double* scratch) {
@@ -61,9 +62,16 @@ void decode_rows(const Decoding& decoding, int64_t begin, int64_t end, double* s
     if (begin == end) {
       return;
     }
+    const int64_t width = decoding.support.num_bins;
+    A* values = reinterpret_cast<A*>(scratch);
+    A* places = second_row(values, width);
+    for (int64_t j = 0; j < width; ++j) {
+      places[j] = static_cast<A>(2 * j + 1 - width);
+    }
+    const A* centers = decoding.support.raw ? raw_centers(decoding.support, A()) : places;
     // The next row's maximum is found while this row's exponentials, which need this row's maximum, are computed.
     const auto extremes_of_row = [&](int64_t row) {
-      return extremes_of<A, kIsFasterInRange>(row_of<T>(decoding.logits, row), decoding.support.num_bins);
+      return extremes_of<A, kIsFasterInRange>(row_of<T>(decoding.logits, row), width);
     };
     Extremes<A> next = extremes_of_row(begin);
     for (int64_t row = begin; row < end; ++row) {
@@ -71,7 +79,7 @@ void decode_rows(const Decoding& decoding, int64_t begin, int64_t end, double* s
       if (row + 1 < end) {
         next = extremes_of_row(row + 1);
       }
-      decode_row<T>(decoding, row, extremes, reinterpret_cast<A*>(scratch));
+      decode_row<T>(decoding, row, extremes, centers, values);
     }
   });
 }

@@ -38,8 +38,8 @@ GRADSCALE_HOST_DEVICE void transpose(typename Vectors<A>::V* square, std::index_
   }
 }
 
-// Transposes 16 rows of 16: calls load(i) for each row, and then store(j, column) for each column. Not with loops, which
-// compilers turn into copies of the whole square in memory.
+// Transposes 16 rows of 16: calls load(i) for each row, and then store(j, column) for each column. Not with loops,
+// which compilers turn into copies of the whole square in memory.
 template <class A, class Load, class Store, size_t... i>
 GRADSCALE_HOST_DEVICE void transpose(Load load, Store store, std::index_sequence<i...> /*lanes*/) {
   constexpr int count = Vectors<A>::kCount, parts = Lanes<A>::kParts;
