@@ -81,8 +81,13 @@ void read_tile_of(const Rows& rows, const Group& group, int64_t width, Tile<A>& 
     const T* begin = row_of<T>(rows, group.first);
     const int64_t stride = rows.stride, last = group.count - 1;
     each_square(width, [=, &tile](int64_t first, auto lanes) {
-      transpose<A>( // lanes without a row repeat the last one
-          [&](int64_t i) { return load_lanes(begin + first + std::min(i, last) * stride, lanes); },
+      const T* row = begin + first;
+      transpose<A>(
+          [&](int64_t i) { // lanes without a row repeat the last one
+            const T* own = row;
+            row += i < last ? stride : 0;
+            return load_lanes(own, lanes);
+          },
           [&](int64_t j, Lanes<A> column) { tile.store_column(first + j, column); },
           std::make_index_sequence<kLanes>());
     });
@@ -109,11 +114,13 @@ void write_tile(const Rows& rows, const Group& group, int64_t width, const Tile<
       G* const begin = static_cast<G*>(rows.data) + group.first * rows.stride;
       const int64_t stride = rows.stride, count = group.count;
       each_square(width, [=, &tile](int64_t first, auto lanes) {
+        G* row = begin + first;
         transpose<A>(
             [&](int64_t j) { return tile.column(first + j); },
-            [&](int64_t i, Lanes<A> row) {
+            [&](int64_t i, Lanes<A> elements) {
               if (i < count) {
-                store_lanes(begin + first + i * stride, row, lanes);
+                store_lanes(row, elements, lanes);
+                row += stride;
               }
             },
             std::make_index_sequence<kLanes>());
