@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import json
+import math
 import pickle
 import re
 from collections.abc import Mapping
@@ -482,6 +483,19 @@ def test_an_illegal_bin():
     gs.multi_step_loss({"v": gs.TwoHot(SUPPORT)}, {"v": [x]}, {"v": [torch.zeros(1).double()]}).loss.backward()
     assert x.grad.isfinite().all()
     assert x.grad[0, 0] == 0
+
+
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+@pytest.mark.parametrize("width", [4, 40])
+@pytest.mark.parametrize("illegal", [math.nan, math.inf, -math.inf])
+def test_logits_without_a_softmax(illegal, width, impl):
+    """A row with NaN or inf, or of -inf alone, has a loss of NaN, also if all targets are 0."""
+    logits = torch.zeros(8, width)
+    logits[1, : 1 if illegal != -math.inf else width] = illegal
+    heads, predictions, targets = {"p": gs.SoftCrossEntropy()}, {"p": [logits]}, {"p": [torch.zeros(8, width)]}
+    out = gs.multi_step_loss(heads, predictions, targets, nonfinite="skip", impl=impl)
+    assert out.per_sample.isnan().tolist() == [False, True] + [False] * 6
+    assert out.num_nonfinite == 1
 
 
 def test_peaked_logits():

@@ -366,9 +366,9 @@ def entry_loss(head: Head, prediction: torch.Tensor, target: torch.Tensor | None
 
 
 def _product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Multiply, with 0 times anything being 0: an illegal action, with a logit of -inf, costs nothing where the target
+    """Multiply, with 0 times infinity being 0: an illegal action, with a logit of -inf, costs nothing where the target
     is 0."""
-    return weight * torch.where(weight == 0, 0.0, x)
+    return weight * torch.where((weight == 0) & ~x.isnan(), 0.0, x)
 
 
 def _cross_entropy(log_probabilities: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
