@@ -470,7 +470,7 @@ class Trial:
                 # The gradient of each use of a tensor is rounded before they are added.
                 info, uses = torch.finfo(leaf.dtype), value.shape[1]
                 error = error + uses * info.eps * np.abs(value) + uses * info.smallest_normal * info.eps
-                error = np.where(np.abs(value) < info.max / 2, error, np.inf)  # inf and -inf may be added
+                error = np.where(np.abs(value) < info.max / (uses + 1), error, np.inf)  # their sums may overflow
             unknown = ~self.truth.finite[name]
             unknown = np.broadcast_to(unknown.reshape(*unknown.shape, *[1] * (value.ndim - 2)), value.shape)
             skipped = part(unknown.astype(float)) > 0
