@@ -514,7 +514,15 @@ def test_arguments_beyond_float32_are_infinite(kind, dtype, layout, create_graph
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("operator", [gs.clip_gradient_norm, gs.normalize_gradient])
+@pytest.mark.parametrize(
+    "operator",
+    [
+        gs.clip_gradient_norm,
+        gs.normalize_gradient,
+        gs.reference.clip_gradient_norm,
+        gs.reference.normalize_gradient,
+    ],
+)
 @pytest.mark.parametrize("view", [lambda g: g, lambda g: torch._neg_view(-g)], ids=["contiguous", "negative"])
 def test_small_elements_beside_large_ones_keep_their_digits(operator, view, create_graph):
     """A quotient of element and norm is subnormal here, and the result is not."""
@@ -526,11 +534,12 @@ def test_small_elements_beside_large_ones_keep_their_digits(operator, view, crea
 
 @pytest.mark.parametrize("norm_type", [2.0, 300.0, math.inf])
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_moduli_beyond_float64(norm_type, create_graph):
+@pytest.mark.parametrize("source", [gs, gs.reference], ids=["operator", "reference"])
+def test_moduli_beyond_float64(source, norm_type, create_graph):
     """1.5e308 (1 + i) has finite parts, and a modulus that no float64 holds."""
     x = torch.zeros(1, dtype=torch.complex128, requires_grad=True)
     gradient = torch.tensor([complex(1.5e308, -1.5e308)], dtype=torch.complex128)
-    clipped = gs.clip_gradient_norm(x, 1e308, norm_type=norm_type)
+    clipped = source.clip_gradient_norm(x, 1e308, norm_type=norm_type)
     (found,) = torch.autograd.grad(clipped, x, gradient, create_graph=create_graph)
     expected = torch.tensor([complex(1, -1)], dtype=torch.complex128) * (1e308 / math.sqrt(2))
     torch.testing.assert_close(torch.view_as_real(found), torch.view_as_real(expected), rtol=1e-13, atol=0)

@@ -101,19 +101,21 @@ def _direction(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradient divided by its norms, the norms, and the limits, in shapes that broadcast to the gradient."""
     wide = _wide(gradient)
-    flat = wide.abs().reshape(*wide.shape[:batch_dims], math.prod(wide.shape[batch_dims:]))
-    shape = (*flat.shape[:-1], *[1] * (gradient.dim() - batch_dims))
-    limit = limit.to(flat).expand(flat.shape[:-1]).reshape(shape)
-    if flat.numel() == 0:
+    flat = (*wide.shape[:batch_dims], math.prod(wide.shape[batch_dims:]))
+    shape = (*flat[:-1], *[1] * (gradient.dim() - batch_dims))
+    limit = limit.to(wide.real).expand(flat[:-1]).reshape(shape)
+    if wide.numel() == 0:
         return wide, torch.zeros_like(limit), limit
-    # Powers of elements divided by the largest neither overflow nor underflow. The root of 0 has no derivative, so
-    # groups of zeros are replaced by groups of ones.
-    largest = flat.detach().amax(-1, keepdim=True)
+    # Powers of elements divided by the largest neither overflow nor underflow. Largest is the largest part of a complex
+    # number, whose modulus may overflow. The root of 0 has no derivative, so groups of zeros are replaced by groups of
+    # ones.
+    sizes = torch.maximum(wide.real.abs(), wide.imag.abs()) if wide.is_complex() else wide.abs()
+    largest = sizes.detach().reshape(flat).amax(-1).reshape(shape)
     divisor = torch.where((largest > 0) & largest.isfinite(), largest, 1)
-    relative = norm_of(torch.where(largest == 0, 1, flat / divisor), p, dim=-1).reshape(shape)
-    divisor, is_zero = divisor.reshape(shape), (largest == 0).reshape(shape)
-    unit = _quotient(_quotient(wide, divisor), relative)
-    return unit, torch.where(is_zero, 0, divisor * relative), limit
+    quotient = _quotient(wide, divisor)
+    magnitudes = torch.where(largest == 0, 1, quotient.abs()).reshape(flat)
+    relative = norm_of(magnitudes, p, dim=-1).reshape(shape)
+    return _quotient(quotient, relative), torch.where(largest == 0, 0, divisor * relative), limit
 
 
 class _GradientFlow(torch.autograd.Function):
