@@ -10,11 +10,11 @@
 #include "device_pass.h"
 
 #include <algorithm>
-#include <compare>
 #include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace gradscale {
@@ -38,7 +38,15 @@ struct RowSpecification {
   int32_t unit;     // elements that a lane accesses at once
   int32_t options;  // bits of RowOptions
 
-  auto operator<=>(const RowSpecification&) const = default;
+  auto members() const {
+    return std::tie(kind, logits, target, gradient, width, lanes, unit, options);
+  }
+  bool operator==(const RowSpecification& other) const {
+    return members() == other.members();
+  }
+  bool operator<(const RowSpecification& other) const {
+    return members() < other.members();
+  }
 
   // The type, as C++ names it inside of namespace gradscale.
   std::string name() const;
