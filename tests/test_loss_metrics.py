@@ -60,7 +60,7 @@ def test_norms_of_large_and_small_distances(distance, weight, impl):
 @pytest.mark.parametrize("width", [7, 18, 40])
 @pytest.mark.parametrize("illegal", [math.nan, -math.nan, math.inf, -math.inf])
 def test_largest_logit_next_to_logits_that_are_not_finite(illegal, width, impl):
-    """x86 processors compute inf - inf as a NaN with a sign, whose bits are above those of all other numbers."""
+    """On x86, inf - inf is a NaN with a sign bit. As an unsigned integer, it exceeds every other float."""
     logits = torch.zeros(8, width)
     logits[3, :3] = torch.tensor([1.0, -5.0, illegal])
     targets = torch.full((8, width), 1 / width)
