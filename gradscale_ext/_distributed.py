@@ -52,7 +52,7 @@ def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
         return {key: _mapped(function, item) for key, item in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
+    if value is not None and is_dataclass(value) and not isinstance(value, type):  # PyTorch 2.11 cannot trace None here
         return replace(value, **{field.name: _mapped(function, getattr(value, field.name)) for field in fields(value)})
     return value
 
