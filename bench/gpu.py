@@ -358,17 +358,18 @@ def flow_group(bench: Bench, operator: str, shapes: dict[str, tuple[int, ...]], 
         if operator == "scale_gradient":
             ways["view_as, multiply in place"] = multiplied_in_place
 
-        def start(way: flow.Change, y: torch.Tensor, incoming: torch.Tensor) -> Call:
-            return lambda: torch.autograd.grad(way(y).neg(), y, incoming)
+        def start(way: flow.Change, x: torch.Tensor, incoming: torch.Tensor) -> Call:
+            return lambda: torch.autograd.grad(way(x).neg(), x, incoming)
 
         def make(shape: tuple[int, ...] = shape) -> tuple[torch.Tensor, torch.Tensor]:
-            x = torch.randn(shape, device=bench.device, requires_grad=True)
-            return x * 1, torch.randn(shape, device=bench.device)
+            # A leaf: CUDA graphs cannot capture a gradient for a tensor that another stream has computed.
+            leaf = torch.randn(shape, device=bench.device, requires_grad=True)
+            return leaf, torch.randn(shape, device=bench.device)
 
         sets = [make() for _ in range(sets_of(bench, moved))]
         calls: dict[str, Call] = {}
         for contestant, way in ways.items():
-            own_calls = [start(way, y, incoming) for y, incoming in sets]
+            own_calls = [start(way, x, incoming) for x, incoming in sets]
             calls[contestant] = rotated(own_calls)
             if bench.on_gpu and contestant in (operator, "autograd.Function", "view_as, multiply in place"):
                 calls[f"{contestant}, CUDA graph"] = rotated([captured(call) for call in own_calls])
