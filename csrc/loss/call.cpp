@@ -261,18 +261,14 @@ at::Tensor Call::make_entries(size_t head) const {
 }
 
 void Call::make_gradients() {
-  if (!on_device) {
-    begin_pooled_call();
-  }
+  begin_pooled_call();
   gradients.resize(heads->size());
   for (size_t h = 0; h < heads->size(); ++h) {
     const Tensors& tensors = predictions[h].tensors;
     for (size_t i = 0; i < tensors.size(); ++i) {
       at::Tensor& gradient = gradients[h].emplace_back();
       if (wants[h][i]) {
-        const at::ScalarType type = tensors[i].scalar_type();
-        gradient = on_device ? at::empty(tensors[i].sizes(), sum_options.dtype(type))
-                             : empty_gradient(tensors[i].sizes(), type);
+        gradient = empty_gradient(tensors[i].sizes(), sum_options.dtype(tensors[i].scalar_type()));
       }
     }
   }

@@ -16,7 +16,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/eq.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/where.h>
@@ -308,13 +307,9 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       "gradscale_ext::multi_step_loss: the tensors do not match each other or the heads; call "
       "gradscale_ext.multi_step_loss, which raises the exact error");
   Layout layout = layout_of(given[kPredictions].toTensorVector(), sorted_wants(given[kWants]));
-  if (!call.on_device) {
-    begin_pooled_call();
-  }
+  begin_pooled_call();
   for (JoinedGradients& joined : layout.joined) {
-    const int64_t size = joined.size.expect_int();
-    joined.data = call.on_device ? at::empty({size}, call.sum_options.dtype(joined.data_type()))
-                                 : empty_gradient({size}, joined.data_type());
+    joined.data = empty_gradient({joined.size.expect_int()}, call.sum_options.dtype(joined.data_type()));
   }
   auto gradient = layout.gradients.begin();
   for (const std::vector<bool>& wants_of : call.wants) {

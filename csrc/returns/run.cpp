@@ -57,7 +57,7 @@ bool is_pooled(const at::TensorOptions& options, int64_t count) {
 at::Tensor make_result(int64_t rows, int64_t steps, bool batch_first, const at::TensorOptions& options) {
   const std::array<int64_t, 2> sizes{batch_first ? rows : steps, batch_first ? steps : rows};
   if (is_pooled(options, rows * steps)) {
-    return empty_gradient(sizes, options.dtype().toScalarType());
+    return empty_gradient(sizes, options);
   }
   return options.device().is_cpu() ? at::Tensor(at::detail::empty_cpu(sizes, options)) : at::empty(sizes, options);
 }

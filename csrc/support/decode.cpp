@@ -10,7 +10,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <c10/core/SafePyObject.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -100,11 +99,8 @@ at::Tensor gradient_of(const at::Tensor& logits, const at::Tensor& grad_output, 
   const bool is_one =
       std::all_of(grad_rows.strides().begin(), grad_rows.strides().end(), [](int64_t stride) { return stride == 0; });
   grad_rows = is_one ? grad_rows : grad_rows.contiguous();
-  const bool is_on_cpu = rows.is_cpu();
-  if (is_on_cpu) {
-    begin_pooled_call();
-  }
-  const at::Tensor gradient = is_on_cpu ? empty_gradient(rows.sizes(), rows.scalar_type()) : at::empty_like(rows);
+  begin_pooled_call();
+  const at::Tensor gradient = empty_gradient(rows.sizes(), rows.options());
   Decoding decoding = decoding_of(rows, support);
   decoding.gradient = {gradient.mutable_data_ptr(), support.num_bins, element_of(rows)};
   decoding.grad_output = {grad_rows.mutable_data_ptr(), is_one ? 0 : 1, grad_rows.scalar_type() == at::kDouble};

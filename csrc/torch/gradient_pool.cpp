@@ -157,7 +157,11 @@ void free_replacement(void* memory) {
   c10::free_cpu(memory);
 }
 
-at::Tensor empty_gradient(at::IntArrayRef sizes, at::ScalarType dtype) {
+at::Tensor empty_gradient(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  if (!options.device().is_cpu()) {
+    return at::empty(sizes, options);
+  }
+  const at::ScalarType dtype = options.dtype().toScalarType();
   return at::detail::empty_generic(
       sizes, &GradientPool::get(), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
 }

@@ -15,11 +15,12 @@ namespace gradscale {
 // alternate keep their memory. A free block that 16 calls did not take is freed. A block that a tensor held for more
 // than 16 calls is freed with the tensor, so that the pool does not grow for a user who keeps many gradients.
 
-// Begins a call that will take memory from the pool: frees blocks that recent calls did not take.
+// Begins a call that may take memory from the pool: frees blocks that recent calls did not take.
 void begin_pooled_call();
 
-// A contiguous tensor on the CPU. It owns its storage, which is freed, resized and shared like any other.
-at::Tensor empty_gradient(at::IntArrayRef sizes, at::ScalarType dtype);
+// A contiguous tensor. On the CPU its memory is taken from the pool; it owns its storage, which is freed, resized and
+// shared like any other.
+at::Tensor empty_gradient(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 // Moves the memory of a gradient to the tensor that is returned. The gradient gets other memory of the same size with
 // undefined content, and `was_moved` returns true for it. Returns an undefined tensor if the memory is not the pool's,
