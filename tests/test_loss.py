@@ -1212,14 +1212,21 @@ def test_a_subclass_must_not_change_how_its_base_is_read(name):
     torch.testing.assert_close(loss, 0.5 * gs.multi_step_loss({"value": gs.TwoHot(SUPPORT)}, predictions, targets).loss)
 
 
-def _operator(predictions, targets, prediction_counts, target_counts, heads, wants=()):
+def _operator(predictions, targets, prediction_counts, target_counts, heads, wants=(), **given_options):
     record = gs.heads.record_of(heads)
-    options = gs.call.options.Options(*[[]] * len(gs.call.options.BY_HEAD))
+    options = gs.call.options.Options(*[[]] * len(gs.call.options.BY_HEAD))._replace(**given_options)
     given = (predictions, targets, prediction_counts, target_counts, *record, list(wants), *options)
     return torch.ops.gradscale_ext.multi_step_loss(*given)
 
 
 X = torch.rand(4)
+OPTIONS_BY_HEAD = {
+    "step_weights": torch.ones(1),
+    "step_gradient_scale": torch.ones(1),
+    "importance_weights": torch.ones(4),
+    "mask": torch.ones(4, 1, dtype=torch.bool),
+    "head_weights": torch.tensor(2.0),
+}
 MALFORMED = {
     "no prediction": lambda: _operator([X], [], [-1], [-1], [gs.PerStepLoss()]),
     "a count above the number of predictions": lambda: _operator([X], [], [2], [-1], [gs.PerStepLoss()]),
@@ -1233,6 +1240,14 @@ MALFORMED = {
     "a narrow target": lambda: _operator([torch.rand(4, 9)], [X], [1], [1], [gs.NegativeCosine()]),
     "classes as targets of numbers": lambda: _operator([X], [X.long()], [1], [1], [gs.MeanSquaredError()]),
     "batches of two sizes": lambda: _operator([X, X[:2]], [], [2], [-1], [gs.PerStepLoss()]),
+    **{
+        f"{count} of three {name}": lambda name=name, value=value, count=count: _operator(
+            [X] * 3, [], [1] * 3, [-1] * 3, [gs.PerStepLoss()] * 3, **{name: [value] * count}
+        )
+        for name, value in OPTIONS_BY_HEAD.items()
+        for count in (1, 2, 4)
+        if count != 1 or name == "head_weights"  # the others may be one for all heads
+    },
 }
 
 

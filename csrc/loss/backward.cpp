@@ -109,7 +109,6 @@ autograd::variable_list run_again(const Saved& saved, const at::Tensor& grad_out
   for (at::Tensor& weights : by_head) {
     weights = weights.defined() ? weights.to(at::kDouble).mul(factor) : factor;
   }
-  weighted.wants_share.clear();
   run(weighted);
   return flat(std::move(weighted.gradients));
 }
@@ -262,9 +261,8 @@ void record_call(Call call, const Outputs& outputs, std::shared_ptr<Plan> plan) 
       node->add_next_edge(call.wants[h][i] ? autograd::impl::gradient_edge(tensors[i]) : autograd::Edge());
     }
   }
-  for (size_t h = 0; h < call.head_weights.values.size(); ++h) {
-    node->add_next_edge(
-        call.wants_share[h] ? autograd::impl::gradient_edge(call.head_weights[h].tensor) : autograd::Edge());
+  for (const HeadWeight& weight : call.head_weights.values) {
+    node->add_next_edge(weight.wants_gradient ? autograd::impl::gradient_edge(weight.tensor) : autograd::Edge());
   }
   Gradients gradients = std::exchange(call.gradients, {});
   const auto saved = std::make_shared<Saved>();

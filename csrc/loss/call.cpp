@@ -42,6 +42,7 @@ class Checks {
            each(call_.step_gradient_scale, [&](const StepNumbers& numbers) { return step_numbers(numbers); }) &&
            each(call_.importance_weights, [&](const at::Tensor& weights) { return importance_weights(weights); }) &&
            each(call_.head_weights, [&](const HeadWeight& weight) { return head_weight(weight); }) &&
+           (call_.head_weights.values.size() != 1 || heads_.size() == 1) && // each weight has its own share
            counts(call_.num_entries) && on_one_device();
   }
 
@@ -198,7 +199,8 @@ int64_t Call::count_steps(const Heads& given) const {
 }
 
 bool Call::wants_any() const {
-  bool any = std::find(wants_share.begin(), wants_share.end(), true) != wants_share.end();
+  const std::vector<HeadWeight>& weights = head_weights.values;
+  bool any = std::any_of(weights.begin(), weights.end(), [](const HeadWeight& weight) { return weight.wants_gradient; });
   for (size_t h = 0; h < wants.size(); ++h) {
     any = any || wants_head(h);
   }
@@ -228,7 +230,7 @@ void Call::make_outputs() {
   outputs.shares.resize(heads->size());
   for (size_t h = 0; h < heads->size(); ++h) {
     outputs.per_step[h] = make_entries(h);
-    if (!wants_share.empty() && wants_share[h]) {
+    if (head_weights[h].wants_gradient) {
       outputs.shares[h] = make_loss();
     }
     if ((*heads)[h].detail != Detail::none) {

@@ -36,6 +36,7 @@ struct StepNumbers {
 struct HeadWeight {
   double number = 1;
   at::Tensor tensor;
+  bool wants_gradient = false; // of the tensor
 };
 
 // A value for each head, one for all heads, or none.
@@ -134,7 +135,6 @@ struct Call : Options {
   std::vector<Entries> predictions; // by head
   std::vector<Entries> targets;
   std::vector<std::vector<bool>> wants; // by head: true if the gradient of the prediction tensor is wanted
-  std::vector<bool> wants_share;        // by head: true if the gradient of its head weight is wanted; or empty
 
   // Set by settle().
   const Heads* heads = nullptr;
@@ -159,9 +159,6 @@ struct Call : Options {
   bool wants_any() const;
   // True if the gradient of a prediction of the head is wanted.
   bool wants_head(size_t head) const;
-  // Requests the gradients of the head weights that are tensors and satisfy the predicate.
-  template <class Predicate>
-  void want_shares(Predicate predicate);
 
   // The dimension of the samples in a tensor that also has a step dimension.
   int64_t batch_dim() const {
@@ -210,13 +207,6 @@ void run(Call& call);
 // Computes the gradients of a call for a grad_output on a device, without synchronizing. Gradients that the call has
 // are for a grad_output of 1: they stay as they are if it is 1, and are overwritten otherwise.
 void run_backward_on_device(Call& call, const at::Tensor& grad_output);
-
-template <class Predicate>
-void Call::want_shares(Predicate predicate) {
-  for (const HeadWeight& weight : head_weights.values) {
-    wants_share.push_back(weight.tensor.defined() && predicate(weight.tensor));
-  }
-}
 
 template <class Visit>
 void Call::each_tensor(Visit visit) const {

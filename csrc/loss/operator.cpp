@@ -49,6 +49,7 @@ inline void read_argument(const char* name, const c10::IValue& given, StepNumber
 }
 inline void read_argument(const char* name, const c10::IValue& given, HeadWeight& weight) {
   read_argument(name, given, weight.tensor);
+  weight.wants_gradient = weight.tensor.defined();
 }
 template <class T>
 void read_argument(const char* name, const c10::IValue& given, ByHead<T>& by_head) {
@@ -112,7 +113,6 @@ Call call_from(at::ArrayRef<c10::IValue> given) {
   call.predictions = entries_from(given[kPredictions], given[kPredictionCounts].toIntVector());
   call.targets = entries_from(given[kTargets], given[kTargetCounts].toIntVector());
   Options::each(call, ArgumentReader{&given[kOptions]});
-  call.want_shares([](const at::Tensor&) { return true; });
   const std::vector<int64_t> wants = sorted_wants(given[kWants]);
   const auto count = static_cast<int64_t>(given[kPredictions].toListRef().size());
   TORCH_CHECK(

@@ -101,7 +101,9 @@ bool read_mask(py::handle given, at::Tensor& mask) {
 
 bool read_head_weight(py::handle given, HeadWeight& weight) {
   if (THPVariable_Check(given.ptr())) {
-    return read_tensor(given, weight.tensor);
+    const bool is_read = read_tensor(given, weight.tensor);
+    weight.wants_gradient = at::GradMode::is_enabled() && weight.tensor.requires_grad();
+    return is_read;
   }
   if (!is_real(given)) {
     return false;
@@ -284,7 +286,6 @@ bool read_call(const Plan& plan, py::handle predictions, py::handle targets, py:
       wants.push_back(records && prediction.requires_grad());
     }
   }
-  call.want_shares([=](const at::Tensor& weight) { return records && weight.requires_grad(); });
   return true;
 }
 
