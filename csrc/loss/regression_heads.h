@@ -1,6 +1,6 @@
 // The heads that compare a row, a number or a vector, with its target, and PerStepLoss, which has no target. They are
-// written once for CPU and GPU. The drivers, regression_rows.h for a CPU and regression_rows.cuh for a GPU, read and
-// write elements and are the same for all heads. A head has
+// written once for CPU and GPU. The drivers, cpu/regression_rows.h and cuda/group_rows.cuh, read and write elements and
+// are the same for all heads. A head has
 //
 // - terms(x, t): the numbers that an element adds to the sums of its row;
 // - finish(sums): the loss of the row;

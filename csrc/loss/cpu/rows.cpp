@@ -24,10 +24,8 @@ const RunRows run_rows_kernel = GRADSCALE_CPU_KERNEL(run_rows);
 
 #include "row_groups.h"
 
-#include "categorical_rows.h"
-#include "kl_rows.h"
-#include "policy_rows.h"
-#include "quantile_rows.h"
+#include "logits_rows.h"
+#include "own_rows.h"
 #include "regression_rows.h"
 #include "short_rows.h"
 

@@ -7,7 +7,6 @@
 #include "../../support/calls.h"
 #include "../heads.h"
 #include "../segment.h"
-#include "device_pass.h"
 
 #include <algorithm>
 #include <map>

@@ -5,10 +5,9 @@
 #pragma once
 
 #include "../kinds.h"
-#include "block_rows.cuh"
+#include "group_rows.cuh"
 #include "lane_losses.cuh"
 #include "own_rows.cuh"
-#include "regression_rows.cuh"
 
 namespace gradscale {
 

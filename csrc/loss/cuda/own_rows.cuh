@@ -1,9 +1,8 @@
 // Rows of heads with a loop of their own: CategoricalKL, QuantileHuber.
 #pragma once
 
-#include "../categorical_kl.h"
-#include "../quantile_huber.h"
-#include "block_of_rows.cuh"
+#include "../own_heads.h"
+#include "group_rows.cuh"
 
 namespace gradscale {
 

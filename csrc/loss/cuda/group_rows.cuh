@@ -1,0 +1,282 @@
+// Rows of any type, width and support, computed by a group of threads, which reads them in windows of 16 bytes: logits
+// of one distribution, and the heads of regression_heads.h. GroupRows of multi_step_loss.cuh is their kind of rows.
+#pragma once
+
+#include "../../cuda/rows.cuh"
+#include "../../formulas/cross_entropy.h"
+#include "../regression_heads.h"
+#include "block_of_rows.cuh"
+
+namespace gradscale {
+
+// A row of a segment and the group of threads that owns it.
+struct RowTask {
+  const BlockOfRows& block;
+  Group group;
+  int64_t row;
+  int32_t width; // 0 for groups after the last row, which only take part in reductions
+  bool active;
+  bool counts; // neither masked nor skipped
+  double coefficient;
+
+  GRADSCALE_DEVICE const Head& head() const {
+    return block.head;
+  }
+  GRADSCALE_DEVICE const Segment& segment() const {
+    return block.segment;
+  }
+  GRADSCALE_DEVICE bool leads() const {
+    return active && group.rank == 0;
+  }
+  GRADSCALE_DEVICE void store_loss(double loss) const {
+    if (leads()) {
+      block.store_loss(row, loss, counts);
+    }
+  }
+  GRADSCALE_DEVICE void store_detail(double value) const {
+    if (leads()) {
+      block.store_detail(row, value);
+    }
+  }
+  template <class T>
+  GRADSCALE_DEVICE const T* prediction() const {
+    return static_cast<const T*>(segment().prediction.data) + row * segment().prediction.stride;
+  }
+
+  // Reduces the sums and maxima of the group's threads, and stores the result.
+  GRADSCALE_DEVICE void store_metrics(double gradient_square, double largest_logit) const {
+    const RowMetrics metrics{group.sum(gradient_square), group.maximum(largest_logit)};
+    if (leads()) {
+      block.store_metrics(row, metrics, counts);
+    }
+  }
+
+  // Writes `size` elements of the row's gradient, from element `first` on, and returns the sum of their squares.
+  template <class T, int size, class A>
+  GRADSCALE_DEVICE A write_gradient(int32_t first, A* values) const {
+    A square = 0;
+#pragma unroll
+    for (int k = 0; k < size; ++k) {
+      values[k] = counts ? values[k] : A(0);
+      square += first + k >= 0 && first + k < width ? values[k] * values[k] : A(0);
+    }
+    if (segment().gradient.element == ElementOf<T>::value) {
+      T* to = static_cast<T*>(segment().gradient.data) + row * segment().gradient.stride;
+      write_elements<size>(to, width, first, values);
+    } else {
+      A* to = static_cast<A*>(segment().gradient.data) + row * segment().gradient.stride;
+      write_elements<size>(to, width, first, values);
+    }
+    return square;
+  }
+};
+
+template <class A>
+GRADSCALE_DEVICE A bin_smoothing(const RowTask& task) {
+  const double smoothing = task.head().label_smoothing;
+  return smoothing == 0 ? A(0) : static_cast<A>(smoothing / static_cast<double>(task.segment().width));
+}
+
+// ---- Logits ---------------------------------------------------------------------------------------------------------
+
+// Used where lane_rows.cuh is not, such as for float64, raw supports, and rows that are too wide for the registers of a
+// warp.
+//
+// threads_for_row() threads, at most a block, own a row. They read it three times, 16 bytes per thread at a time: for
+// the maximum, for the sums, and for the gradient. Bytes: logits and targets are read from memory once and then from
+// the cache; gradients are written once.
+
+// Targets of the elements of a row from `first` on, before smoothing; outside of the row they are not used.
+template <class A, class Target>
+struct BinsOfRow { // a few bins have mass
+  Target target;
+
+  template <int size>
+  GRADSCALE_DEVICE void read(int32_t first, A (&t)[size]) const {
+#pragma unroll
+    for (int k = 0; k < size; ++k) {
+      const int32_t j = first + k;
+      t[k] = j >= target.begin && j < target.end ? static_cast<A>(target.mass(j)) : A(0);
+    }
+  }
+};
+
+template <class A>
+struct ActionsOfRow { // a distribution, or a class as a one-hot distribution; a class out of range gives NaN
+  Rows rows;
+  int64_t row;
+  int32_t width;
+
+  template <int size>
+  GRADSCALE_DEVICE void read(int32_t first, A (&t)[size]) const {
+    if (rows.element == Element::int64) {
+      const int64_t chosen = static_cast<const int64_t*>(rows.data)[row * rows.stride];
+#pragma unroll
+      for (int k = 0; k < size; ++k) {
+        t[k] = chosen < 0 || chosen >= width ? static_cast<A>(NAN) : (first + k == chosen ? A(1) : A(0));
+      }
+    }
+    dispatch_element(rows.element, [&](auto type) {
+      using U = decltype(type);
+      read_elements<size>(static_cast<const U*>(rows.data) + row * rows.stride, width, first, A(0), t);
+    });
+  }
+};
+
+// Cross-entropy of a row with its target. kWeighted is the sum of the exponentials times positions for heads with a
+// support, and times differences for policies.
+template <class T, int options, class Target>
+GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
+  using A = typename AccumulateType<T>::type;
+  using Entropy = CrossEntropy<A, options>;
+  constexpr int size = kVector<T>;
+  const Head& head = task.head();
+  const LogitsRow<T> row{task.template prediction<T>(), task.width, task.group};
+  const Entropy entropy{static_cast<A>(head.entropy_weight)};
+  const A target_share = static_cast<A>(1 - head.label_smoothing);
+  const A everywhere = bin_smoothing<A>(task); // label_smoothing / width
+  A largest_finite;                            // of this thread's logits
+  const A maximum = row.maximum(largest_finite);
+
+  // Calls function(differences, targets, first) for the 16-byte windows of this thread.
+  const auto each_window = [&](auto function) {
+    row.each_window([&](A* x, int32_t first) {
+      A t[size];
+      target.read(first, t);
+#pragma unroll
+      for (int k = 0; k < size; ++k) {
+        const bool inside = first + k >= 0 && first + k < task.width;
+        t[k] = inside ? t[k] * target_share + everywhere : A(0);
+        x[k] -= maximum;
+      }
+      function(x, t, first);
+    });
+  };
+
+  A sums[Entropy::kSums] = {};
+  each_window([&](const A* d, const A* t, int32_t first) {
+#pragma unroll
+    for (int k = 0; k < size; ++k) {
+      const A weight = head.has_support() ? row.position(first + k) : Entropy::finite(d[k]);
+      Entropy::add(sums, exp_nonpositive(d[k]), t[k], product(t[k], d[k]), weight);
+    }
+  });
+#pragma unroll
+  for (A& sum : sums) {
+    sum = task.group.sum(sum);
+  }
+  if (head.has_support() && head.support.raw) {
+    sums[Entropy::kWeighted] = raw_moment(row, maximum, task.block.template raw_centers<A>());
+  }
+  const A sum = sums[Entropy::kSum];
+  task.store_loss(entropy.loss(sums));
+  task.store_detail(
+      head.has_support() ? decoded_row(sums[Entropy::kWeighted], sum, head.support) : Entropy::entropy(sums));
+  A square = 0;
+  if (task.segment().gradient.data != nullptr) {
+    const auto factors = Entropy::factors(sums, A(1) / sum, static_cast<A>(task.coefficient));
+    each_window([&](const A* d, const A* t, int32_t first) {
+      A gradient[size];
+#pragma unroll
+      for (int k = 0; k < size; ++k) {
+        gradient[k] = entropy.gradient(factors, exp_nonpositive(d[k]), d[k], t[k]);
+      }
+      square += task.template write_gradient<T, size>(first, gradient);
+    });
+  }
+  task.store_metrics(square, largest_finite);
+}
+
+// ---- The heads of regression_heads.h --------------------------------------------------------------------------------
+
+// Calls function(prediction, target, first) for the 16-byte windows of this thread. Elements outside the row are 0.
+template <class RowHead, class T, class A, class Function>
+GRADSCALE_DEVICE void each_window_pair(const RowTask& task, Function function) {
+  const T* prediction = task.template prediction<T>();
+  const Rows rows = task.segment().target;
+  const Support& transform = task.head().support;
+  each_window(prediction, task.width, task.group, A(0), [&](const A* x, int32_t first) {
+    A t[kVector<T>] = {};
+    dispatch_element(rows.element, [&](auto type) {
+      using U = decltype(type);
+      const U* target = static_cast<const U*>(rows.data) + task.row * rows.stride;
+      read_elements<kVector<T>>(target, task.width, first, A(0), t);
+    });
+#pragma unroll
+    for (int k = 0; k < kVector<T> && RowHead::kTransformsTarget; ++k) {
+      t[k] = transform_value(transform.transform, t[k], static_cast<A>(transform.eps));
+    }
+    function(x, t, first);
+  });
+}
+
+// If the gradient depends on the sums (kGradientWaits), the row is read again, from the cache.
+template <class RowHead, class T, class A>
+GRADSCALE_DEVICE void vector_row(const RowTask& task) {
+  constexpr int size = kVector<T>;
+  const Group& group = task.group;
+  const bool wants_gradient = task.segment().gradient.data != nullptr;
+  RowHead head{{static_cast<double>(task.segment().width), &task.head()}};
+  if constexpr (RowHead::kScales) {
+    A largest_x = 0, largest_t = 0;
+    each_window_pair<RowHead, T, A>(task, [&](const A* x, const A* t, int32_t) {
+#pragma unroll
+      for (int k = 0; k < size; ++k) {
+        largest_x = larger(largest_x, std::abs(x[k]));
+        largest_t = larger(largest_t, std::abs(t[k]));
+      }
+    });
+    head.scale(group.maximum(largest_x), group.maximum(largest_t));
+  }
+  A factor = RowHead::kGradientWaits ? A(0) : head.factor(task.coefficient);
+  double square = 0;
+  const auto write_gradient = [&](const A* x, const A* t, int32_t first) {
+    A gradient[size];
+#pragma unroll
+    for (int k = 0; k < size; ++k) {
+      gradient[k] = head.gradient(x[k], t[k]) * factor;
+    }
+    square += task.template write_gradient<T, size>(first, gradient);
+  };
+  Sums<typename RowHead::Sum> sums{};
+  each_window_pair<RowHead, T, A>(task, [&](const A* x, const A* t, int32_t first) {
+#pragma unroll
+    for (int k = 0; k < size; ++k) {
+      const auto terms = head.terms(x[k], t[k]);
+#pragma unroll
+      for (int i = 0; i < RowHead::kSums; ++i) {
+        sums.values[i] += terms.values[i];
+      }
+    }
+    if (!RowHead::kGradientWaits && wants_gradient) {
+      write_gradient(x, t, first);
+    }
+  });
+#pragma unroll
+  for (int i = 0; i < RowHead::kSums; ++i) {
+    sums.values[i] = group.sum(sums.values[i]);
+  }
+  task.store_loss(head.finish(sums));
+  if (RowHead::kGradientWaits && wants_gradient) {
+    factor = head.factor(task.coefficient);
+    each_window_pair<RowHead, T, A>(task, write_gradient);
+  }
+  task.store_metrics(square, 0);
+}
+
+// A row of one number, which one thread owns.
+template <class RowHead, class T, class A>
+GRADSCALE_DEVICE void scalar_row(const RowTask& task) {
+  const A x = static_cast<A>(to_accumulate(*task.template prediction<T>()));
+  const A t = task.segment().target.data == nullptr ? A(0) : task.block.template target<A>(task.row);
+  RowHead head{{1, &task.head()}};
+  task.store_loss(head.finish(head.terms(x, t)));
+  double square = 0;
+  if (task.leads() && task.segment().gradient.data != nullptr) {
+    A gradient = head.gradient(x, t) * head.factor(task.coefficient);
+    square = task.template write_gradient<T, 1>(0, &gradient);
+  }
+  task.store_metrics(square, 0);
+}
+
+} // namespace gradscale
