@@ -13,7 +13,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <iterator>
 #include <mutex>
 #include <utility>
 
@@ -50,14 +49,11 @@ struct Saved {
 };
 
 bool wants_half(const Call& call) {
-  for (size_t h = 0; h < call.predictions.size(); ++h) {
-    for (size_t i = 0; i < call.wants[h].size(); ++i) {
-      if (call.wants[h][i] && call.predictions[h].tensors[i].element_size() == 2) {
-        return true;
-      }
-    }
-  }
-  return false;
+  bool any = false;
+  call.each_prediction([&](const Entries&, const at::Tensor& tensor, size_t index) {
+    any = any || (call.wants[index] && tensor.element_size() == 2);
+  });
+  return any;
 }
 
 // True if the node has the only reference to the gradient, which can then be overwritten.
@@ -65,42 +61,26 @@ bool is_ours(const at::Tensor& gradient) {
   return !gradient.defined() || gradient.use_count() == 1;
 }
 
-bool all_ours(const Gradients& gradients) {
-  return std::all_of(gradients.begin(), gradients.end(), [](const std::vector<at::Tensor>& head_gradients) {
-    return std::all_of(head_gradients.begin(), head_gradients.end(), is_ours);
-  });
-}
-
-autograd::variable_list flat(Gradients gradients) {
-  autograd::variable_list result;
-  for (std::vector<at::Tensor>& head_gradients : gradients) {
-    std::move(head_gradients.begin(), head_gradients.end(), std::back_inserter(result));
-  }
-  return result;
-}
-
 // Multiplies the gradients of the forward pass by grad_output, in place if nothing else refers to their memory.
-autograd::variable_list multiplied(Gradients gradients, const Call& call, const at::Tensor& grad_output, bool is_one) {
-  for (size_t h = 0; h < gradients.size(); ++h) {
-    const int64_t batch_dim = call.batch_dim(call.predictions[h]);
-    for (at::Tensor& gradient : gradients[h]) {
-      if (!gradient.defined()) {
-        continue;
-      }
-      const bool ours = is_ours(gradient);
-      if (is_one) {
-        gradient = ours ? gradient : gradient.clone();
-      } else {
-        const at::Tensor factor = factor_for(gradient, grad_output, batch_dim);
-        gradient = ours ? gradient.mul_(factor) : at::mul(gradient, factor).to(gradient.scalar_type());
-      }
+Tensors multiplied(Tensors gradients, const Call& call, const at::Tensor& grad_output, bool is_one) {
+  call.each_prediction([&](const Entries& entries, const at::Tensor&, size_t index) {
+    at::Tensor& gradient = gradients[index];
+    if (!gradient.defined()) {
+      return;
     }
-  }
-  return flat(std::move(gradients));
+    const bool ours = is_ours(gradient);
+    if (is_one) {
+      gradient = ours ? gradient : gradient.clone();
+    } else {
+      const at::Tensor factor = factor_for(gradient, grad_output, call.batch_dim(entries));
+      gradient = ours ? gradient.mul_(factor) : at::mul(gradient, factor).to(gradient.scalar_type());
+    }
+  });
+  return gradients;
 }
 
 // Runs the kernel again, with importance weights that are multiplied by grad_output.
-autograd::variable_list run_again(const Saved& saved, const at::Tensor& grad_output) {
+Tensors run_again(const Saved& saved, const at::Tensor& grad_output) {
   saved.check_unchanged();
   Call weighted = saved.call;
   const at::Tensor factor = grad_output.to(at::kDouble).expand({weighted.batch});
@@ -110,24 +90,24 @@ autograd::variable_list run_again(const Saved& saved, const at::Tensor& grad_out
     weights = weights.defined() ? weights.to(at::kDouble).mul(factor) : factor;
   }
   run(weighted);
-  return flat(std::move(weighted.gradients));
+  return std::move(weighted.gradients);
 }
 
 // The device itself tests if grad_output is 1. If it is not, the kernel of the forward pass computes the gradients
 // again, in their own memory unless something else refers to it.
-autograd::variable_list on_device(const Saved& saved, Gradients gradients, const at::Tensor& grad_output) {
+Tensors on_device(const Saved& saved, Tensors gradients, const at::Tensor& grad_output) {
   saved.check_unchanged();
   Call call = saved.call;
-  if (all_ours(gradients)) {
+  if (std::all_of(gradients.begin(), gradients.end(), is_ours)) {
     call.gradients = std::move(gradients);
   }
   run_backward_on_device(call, grad_output);
-  return flat(std::move(call.gradients));
+  return std::move(call.gradients);
 }
 
 class MultiStepLossBackward : public BackwardNode {
  public:
-  void set(Gradients gradients, std::shared_ptr<const Saved> saved) {
+  void set(Tensors gradients, std::shared_ptr<const Saved> saved) {
     gradients_ = std::move(gradients);
     saved_ = std::move(saved);
   }
@@ -142,7 +122,7 @@ class MultiStepLossBackward : public BackwardNode {
   }
 
   void release_variables() override {
-    Gradients gradients;
+    Tensors gradients;
     std::shared_ptr<const Saved> saved;
     const std::lock_guard<std::mutex> lock(mutex_); // destroyed first: nothing is freed while the mutex is held
     gradients.swap(gradients_);
@@ -171,7 +151,7 @@ class MultiStepLossBackward : public BackwardNode {
   }
 
  private:
-  autograd::variable_list prediction_gradients(const Saved& saved, const at::Tensor& grad_output, bool is_last_use) {
+  Tensors prediction_gradients(const Saved& saved, const at::Tensor& grad_output, bool is_last_use) {
     if (runs_kernels(grad_output.device())) {
       return on_device(saved, take_gradients(is_last_use), grad_output);
     }
@@ -180,7 +160,7 @@ class MultiStepLossBackward : public BackwardNode {
     if (!is_one && (wants_half(saved.call) || !grad_output.isfinite().all().item<bool>())) {
       return run_again(saved, grad_output);
     }
-    Gradients gradients = take_gradients(is_last_use);
+    Tensors gradients = take_gradients(is_last_use);
     return gradients.empty() ? run_again(saved, grad_output)
                              : multiplied(std::move(gradients), saved.call, grad_output, is_one);
   }
@@ -193,7 +173,7 @@ class MultiStepLossBackward : public BackwardNode {
   }
 
   // The last pass moves the gradients out of the node. If that pass fails afterwards, the next one computes them again.
-  Gradients take_gradients(bool is_last_use) {
+  Tensors take_gradients(bool is_last_use) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return is_last_use ? std::exchange(gradients_, {}) : gradients_;
   }
@@ -230,7 +210,7 @@ class MultiStepLossBackward : public BackwardNode {
     return input_gradients;
   }
 
-  Gradients gradients_; // for grad_output 1
+  Tensors gradients_; // for grad_output 1
   std::shared_ptr<const Saved> saved_;
   bool is_last_use_ = false;
 };
@@ -255,16 +235,13 @@ at::Tensor head_weight_gradient(const at::Tensor& share, const at::Tensor& grad_
 void record_call(Call call, const Outputs& outputs, std::shared_ptr<Plan> plan) {
   MultiStepLossBackward* node = nullptr;
   const NodePtr handle = make_node(node);
-  for (size_t h = 0; h < call.predictions.size(); ++h) {
-    const Tensors& tensors = call.predictions[h].tensors;
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      node->add_next_edge(call.wants[h][i] ? autograd::impl::gradient_edge(tensors[i]) : autograd::Edge());
-    }
-  }
+  call.each_prediction([&](const Entries&, const at::Tensor& tensor, size_t index) {
+    node->add_next_edge(call.wants[index] ? autograd::impl::gradient_edge(tensor) : autograd::Edge());
+  });
   for (const HeadWeight& weight : call.head_weights.values) {
     node->add_next_edge(weight.wants_gradient ? autograd::impl::gradient_edge(weight.tensor) : autograd::Edge());
   }
-  Gradients gradients = std::exchange(call.gradients, {});
+  Tensors gradients = std::exchange(call.gradients, {});
   const auto saved = std::make_shared<Saved>();
   saved->shares = outputs.shares;
   saved->call = std::move(call);

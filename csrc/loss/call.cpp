@@ -172,6 +172,10 @@ bool Call::settle(const Heads& given) {
       std::any_of(predictions.begin(), predictions.end(), is_empty)) {
     return false;
   }
+  size_t count = 0;
+  for (Entries& entries : predictions) {
+    entries.first = std::exchange(count, count + entries.tensors.size());
+  }
   heads = &given;
   steps = count_steps(given);
   const Entries& first = predictions[0];
@@ -200,15 +204,15 @@ int64_t Call::count_steps(const Heads& given) const {
 
 bool Call::wants_any() const {
   const std::vector<HeadWeight>& weights = head_weights.values;
-  bool any = std::any_of(weights.begin(), weights.end(), [](const HeadWeight& weight) { return weight.wants_gradient; });
-  for (size_t h = 0; h < wants.size(); ++h) {
-    any = any || wants_head(h);
-  }
-  return any;
+  return std::find(wants.begin(), wants.end(), true) != wants.end() ||
+         std::any_of(weights.begin(), weights.end(), [](const HeadWeight& weight) { return weight.wants_gradient; });
 }
 
 bool Call::wants_head(size_t head) const {
-  return std::find(wants[head].begin(), wants[head].end(), true) != wants[head].end();
+  const Entries& entries = predictions[head];
+  const auto first = wants.begin() + static_cast<int64_t>(entries.first);
+  const auto last = first + static_cast<int64_t>(entries.tensors.size());
+  return std::find(first, last, true) != last;
 }
 
 // ---- Outputs and gradients ------------------------------------------------------------------------------------------
@@ -264,16 +268,12 @@ at::Tensor Call::make_entries(size_t head) const {
 
 void Call::make_gradients() {
   begin_pooled_call();
-  gradients.resize(heads->size());
-  for (size_t h = 0; h < heads->size(); ++h) {
-    const Tensors& tensors = predictions[h].tensors;
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      at::Tensor& gradient = gradients[h].emplace_back();
-      if (wants[h][i]) {
-        gradient = empty_gradient(tensors[i].sizes(), sum_options.dtype(tensors[i].scalar_type()));
-      }
+  gradients.resize(wants.size());
+  each_prediction([&](const Entries&, const at::Tensor& tensor, size_t index) {
+    if (wants[index]) {
+      gradients[index] = empty_gradient(tensor.sizes(), sum_options.dtype(tensor.scalar_type()));
     }
-  }
+  });
 }
 
 // ---- The pass -------------------------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ void Call::add_segments(size_t h) {
       segment.target_width = c10::multiply_integers(wanted.sizes(t));
       segment.target = rows_of(wanted, t);
     }
-    const at::Tensor& gradient = gradients[h][predicted.stacked ? 0 : t];
+    const at::Tensor& gradient = gradients[predicted.first + (predicted.stacked ? 0 : t)];
     if (gradient.defined()) {
       segment.gradient = view_rows(gradient, predicted.stacked, t);
     }

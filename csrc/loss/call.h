@@ -113,6 +113,7 @@ enum class Option : size_t { GRADSCALE_OPTIONS(GRADSCALE_ENUMERATOR) };
 struct Entries {
   Tensors tensors; // empty: the head has no target
   bool stacked = false;
+  size_t first = 0; // of predictions: the index of the first tensor among those of all heads; set by settle()
 
   // The number of batch and step dimensions.
   int64_t leading_dims() const {
@@ -128,13 +129,10 @@ struct Entries {
   }
 };
 
-// Gradients for grad_output 1 by head, one for each prediction tensor; undefined if none is wanted.
-using Gradients = std::vector<Tensors>;
-
 struct Call : Options {
   std::vector<Entries> predictions; // by head
   std::vector<Entries> targets;
-  std::vector<std::vector<bool>> wants; // by head: true if the gradient of the prediction tensor is wanted
+  std::vector<bool> wants; // by prediction tensor, in the order of each_prediction(): true if its gradient is wanted
 
   // Set by settle().
   const Heads* heads = nullptr;
@@ -146,7 +144,7 @@ struct Call : Options {
 
   // Set by run().
   Outputs outputs;
-  Gradients gradients;
+  Tensors gradients;   // for grad_output 1, by prediction tensor; undefined where none is wanted
   at::Tensor skipped;  // on a device, if samples are skipped: a copy of per_sample, because users may overwrite it
   at::Tensor divisors; // on a device: float64 [heads], the divisors of the heads' sums; undefined if the host has them
   at::Tensor metrics;  // float64 [segments, B, 2], the RowMetrics of all rows
@@ -167,6 +165,10 @@ struct Call : Options {
   int64_t batch_dim(const Entries& entries) const {
     return entries.stacked ? batch_dim() : 0;
   }
+
+  // Calls visit(entries of the head, tensor, index) for all prediction tensors.
+  template <class Visit>
+  void each_prediction(Visit visit) const;
 
   // Calls visit(tensor) for all tensors of the call; undefined ones are options that were not given.
   template <class Visit>
@@ -207,6 +209,16 @@ void run(Call& call);
 // Computes the gradients of a call for a grad_output on a device, without synchronizing. Gradients that the call has
 // are for a grad_output of 1: they stay as they are if it is 1, and are overwritten otherwise.
 void run_backward_on_device(Call& call, const at::Tensor& grad_output);
+
+template <class Visit>
+void Call::each_prediction(Visit visit) const {
+  size_t index = 0;
+  for (const Entries& entries : predictions) {
+    for (const at::Tensor& tensor : entries.tensors) {
+      visit(entries, tensor, index++);
+    }
+  }
+}
 
 template <class Visit>
 void Call::each_tensor(Visit visit) const {

@@ -100,30 +100,17 @@ std::vector<Entries> entries_from(const c10::IValue& list, const std::vector<int
   return by_head;
 }
 
-std::vector<int64_t> sorted_wants(const c10::IValue& given) {
-  std::vector<int64_t> wants = given.toIntVector();
-  std::sort(wants.begin(), wants.end());
-  wants.erase(std::unique(wants.begin(), wants.end()), wants.end());
-  return wants;
-}
-
 // Reads a call from the operator's arguments.
 Call call_from(at::ArrayRef<c10::IValue> given) {
   Call call;
   call.predictions = entries_from(given[kPredictions], given[kPredictionCounts].toIntVector());
   call.targets = entries_from(given[kTargets], given[kTargetCounts].toIntVector());
   Options::each(call, ArgumentReader{&given[kOptions]});
-  const std::vector<int64_t> wants = sorted_wants(given[kWants]);
   const auto count = static_cast<int64_t>(given[kPredictions].toListRef().size());
-  TORCH_CHECK(
-      std::all_of(wants.begin(), wants.end(), [=](int64_t index) { return index >= 0 && index < count; }),
-      "multi_step_loss: wants must be indices of predictions");
-  int64_t index = 0;
-  for (const Entries& entries : call.predictions) {
-    std::vector<bool>& wants_of = call.wants.emplace_back();
-    for (size_t i = 0; i < entries.tensors.size(); ++i) {
-      wants_of.push_back(std::find(wants.begin(), wants.end(), index++) != wants.end());
-    }
+  call.wants.resize(count);
+  for (const int64_t index : given[kWants].toIntVector()) {
+    TORCH_CHECK(index >= 0 && index < count, "multi_step_loss: wants must be indices of predictions");
+    call.wants[index] = true;
   }
   return call;
 }
@@ -144,11 +131,11 @@ struct JoinedGradients {
 
 // A contiguous gradient within JoinedGradients.
 struct Gradient {
-  int64_t prediction;
+  size_t prediction;
   size_t joined;
   c10::SymInt offset;
   std::vector<c10::SymInt> sizes, strides;
-  int64_t batch_dim = 0;
+  int64_t batch_dim;
 
   at::Tensor in(const std::vector<JoinedGradients>& all) const {
     return all[joined].data.as_strided_symint(sizes, strides, offset);
@@ -169,10 +156,12 @@ struct Layout {
 
 // The layout has no gaps, because nothing would write to them. `_shapes` in gradscale_ext/loss/operator.py computes the
 // same sizes.
-Layout layout_of(const Tensors& predictions, const std::vector<int64_t>& wants) {
+Layout layout_of(const Call& call) {
   Layout layout;
-  for (const int64_t index : wants) {
-    const at::Tensor& prediction = predictions[index];
+  call.each_prediction([&](const Entries& entries, const at::Tensor& prediction, size_t index) {
+    if (!call.wants[index]) {
+      return;
+    }
     auto found = std::find_if(layout.joined.begin(), layout.joined.end(), [&](const JoinedGradients& joined) {
       return joined.type == prediction.scalar_type();
     });
@@ -186,9 +175,9 @@ Layout layout_of(const Tensors& predictions, const std::vector<int64_t>& wants) 
       strides[dim] = count;
     }
     const size_t joined = found - layout.joined.begin();
-    layout.gradients.push_back({index, joined, found->size, sizes.vec(), std::move(strides)});
+    layout.gradients.push_back({index, joined, found->size, sizes.vec(), std::move(strides), call.batch_dim(entries)});
     found->size += count;
-  }
+  });
   return layout;
 }
 
@@ -306,17 +295,14 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       call.settle(heads),
       "gradscale_ext::multi_step_loss: the tensors do not match each other or the heads; call "
       "gradscale_ext.multi_step_loss, which raises the exact error");
-  Layout layout = layout_of(given[kPredictions].toTensorVector(), sorted_wants(given[kWants]));
+  Layout layout = layout_of(call);
   begin_pooled_call();
   for (JoinedGradients& joined : layout.joined) {
     joined.data = empty_gradient({joined.size.expect_int()}, call.sum_options.dtype(joined.data_type()));
   }
-  auto gradient = layout.gradients.begin();
-  for (const std::vector<bool>& wants_of : call.wants) {
-    Tensors& gradients = call.gradients.emplace_back();
-    for (const bool is_wanted : wants_of) {
-      gradients.push_back(is_wanted ? (gradient++)->in(layout.joined) : at::Tensor());
-    }
+  call.gradients.resize(call.wants.size());
+  for (const Gradient& gradient : layout.gradients) {
+    call.gradients[gradient.prediction] = gradient.in(layout.joined);
   }
   run(call);
   Tensors results;
@@ -348,12 +334,11 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       at::GradMode::is_enabled() && std::any_of(differentiable.begin(), differentiable.end(), requires_grad);
   std::vector<int64_t> wants = given[kWants].toIntVector();
   for (size_t i = 0; i < predictions.size() && records; ++i) {
-    if (predictions[i].requires_grad()) {
-      wants.push_back(static_cast<int64_t>(i));
+    const auto index = static_cast<int64_t>(i);
+    if (predictions[i].requires_grad() && std::find(wants.begin(), wants.end(), index) == wants.end()) {
+      wants.push_back(index);
     }
   }
-  given[kWants] = wants;
-  wants = sorted_wants(given[kWants]);
   given[kWants] = wants;
   const Call call = records ? call_from(at::ArrayRef<c10::IValue>(given, count)) : Call();
   {
@@ -363,24 +348,12 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!records) {
     return;
   }
-  Layout layout = layout_of(predictions, wants);
+  Layout layout = layout_of(call);
   const Tensors results = stack->back().toTensorVector();
   size_t next = results.size() - layout.joined.size(); // gradients come last
   for (JoinedGradients& joined : layout.joined) {
     joined.data = results[next++];
   }
-  std::vector<int64_t> batch_dims; // by prediction
-  for (const Entries& entries : call.predictions) {
-    batch_dims.resize(batch_dims.size() + entries.tensors.size(), call.batch_dim(entries));
-  }
-  std::vector<Gradient> recorded;
-  for (Gradient& gradient : layout.gradients) {
-    if (predictions[gradient.prediction].requires_grad()) {
-      gradient.batch_dim = batch_dims[gradient.prediction];
-      recorded.push_back(std::move(gradient));
-    }
-  }
-  layout.gradients = std::move(recorded);
   OperatorBackward* node = nullptr;
   const NodePtr handle = make_node(node);
   std::vector<Share> shares;

@@ -281,11 +281,10 @@ bool read_call(const Plan& plan, py::handle predictions, py::handle targets, py:
   const bool records = at::GradMode::is_enabled();
   for (size_t h = 0; h < plan.table.size(); ++h) {
     check_classes(plan, h, call);
-    std::vector<bool>& wants = call.wants.emplace_back();
-    for (const at::Tensor& prediction : call.predictions[h].tensors) {
-      wants.push_back(records && prediction.requires_grad());
-    }
   }
+  call.each_prediction([&](const Entries&, const at::Tensor& prediction, size_t) {
+    call.wants.push_back(records && prediction.requires_grad());
+  });
   return true;
 }
 
