@@ -211,6 +211,18 @@ struct Rows {
   void* data = nullptr;
   int64_t stride = 0; // elements from one sample to the next
   Element element = Element::float32;
+
+  // An element as double; 0 if it is an int64.
+  GRADSCALE_DISPATCH double load(int64_t row, int64_t column = 0) const {
+    const int64_t index = row * stride + column;
+    if (element == Element::float32) { // the usual type
+      return static_cast<const float*>(data)[index];
+    }
+    double value = 0;
+    dispatch_element(
+        element, [&](auto type) { value = to_accumulate(static_cast<const decltype(type)*>(data)[index]); });
+    return value;
+  }
 };
 
 } // namespace gradscale

@@ -156,9 +156,14 @@ class Checks {
   const Call& call_;
 };
 
-at::Tensor as_floats(const at::Tensor& weights) {
-  const bool readable = weights.scalar_type() == at::kDouble || weights.scalar_type() == at::kFloat;
-  return readable ? weights : weights.to(at::kFloat);
+// A weight in a tensor with these dimensions of samples and steps; -1: the tensor has no such dimension.
+StepWeight weight_of(const at::Tensor& tensor, int64_t batch_dim, int64_t step_dim) {
+  if (!tensor.defined()) {
+    return {};
+  }
+  const auto stride = [&](int64_t dim) { return dim < 0 ? 0 : tensor.stride(dim); };
+  void* data = const_cast<void*>(tensor.const_data_ptr());
+  return {{data, stride(batch_dim), element_of(tensor)}, stride(step_dim)};
 }
 
 } // namespace
@@ -282,18 +287,8 @@ Pass Call::begin_pass() {
   outputs.per_step.resize(heads->size());
   outputs.details.resize(heads->size());
   outputs.shares.resize(heads->size());
-  Coefficients weights{};
   for (size_t h = 0; h < heads->size(); ++h) {
-    if (h == 0 || step_weights.differs()) {
-      weights.step_weights = step_weight(step_weights[h]);
-    }
-    if (h == 0 || step_gradient_scale.differs()) {
-      weights.step_gradient_scale = step_weight(step_gradient_scale[h]);
-    }
-    if (h == 0 || importance_weights.differs()) {
-      weights.importance_weights.values = importance_weight(importance_weights[h]);
-    }
-    add_coefficients(h, weights);
+    add_coefficients(h);
     add_segments(h);
   }
   Pass pass{};
@@ -321,7 +316,6 @@ Pass Call::begin_pass() {
 void Call::end_pass() {
   coefficients_.clear();
   segments_.clear();
-  kept_alive_.clear();
   copies_.clear();
   metrics.reset();
 }
@@ -331,7 +325,15 @@ Slab Call::slab(const at::Tensor& tensor, int64_t stride) const {
   return tensor.defined() ? Slab{tensor.mutable_data_ptr(), stride, is_double} : Slab{};
 }
 
-void Call::add_coefficients(size_t h, Coefficients coefficients) {
+void Call::add_coefficients(size_t h) {
+  const auto step_weight = [&](const StepNumbers& numbers) {
+    const bool by_sample = numbers.tensor.defined() && numbers.tensor.dim() == 2;
+    return by_sample ? weight_of(numbers.tensor, batch_dim(), 1 - batch_dim()) : weight_of(numbers.tensor, -1, 0);
+  };
+  Coefficients coefficients{};
+  coefficients.step_weights = step_weight(step_weights[h]);
+  coefficients.step_gradient_scale = step_weight(step_gradient_scale[h]);
+  coefficients.importance_weights = weight_of(importance_weights[h], 0, -1);
   if (mask[h].defined()) {
     coefficients.mask = {mask[h].const_data_ptr<bool>(), mask[h].stride(batch_dim()), mask[h].stride(1 - batch_dim())};
   }
@@ -339,24 +341,10 @@ void Call::add_coefficients(size_t h, Coefficients coefficients) {
   if (divisors.defined() && (num_entries.defined() || mask[h].defined())) {
     coefficients.divisor = divisors.mutable_data_ptr<double>() + h;
   }
-  const HeadWeight& weight = head_weights[h];
-  coefficients.head_weight_number = weight.number;
-  if (weight.tensor.defined() && on_device) {
-    const at::Tensor tensor = keep_alive(as_floats(weight.tensor));
-    coefficients.head_weight_tensor = {tensor.mutable_data_ptr(), 0, tensor.scalar_type() == at::kDouble};
-  } else if (weight.tensor.defined()) {
-    coefficients.head_weight_number = weight.tensor.item<double>();
-  }
+  coefficients.head_weight_number = head_weights[h].number;
+  coefficients.head_weight_tensor = weight_of(head_weights[h].tensor, -1, -1).values;
   coefficients.share = slab(outputs.shares[h], 1);
   coefficients_.push_back(coefficients);
-}
-
-Slab Call::importance_weight(const at::Tensor& weights) {
-  if (!weights.defined()) {
-    return {};
-  }
-  const at::Tensor tensor = keep_alive(as_floats(weights));
-  return {tensor.mutable_data_ptr(), tensor.stride(0), tensor.scalar_type() == at::kDouble};
 }
 
 // The divisor of a head's sum; 1 if only the device has the divisor.
@@ -382,17 +370,6 @@ double Call::divisor(size_t head, const StepMask& counted) const {
       break;
   }
   return 1.0;
-}
-
-StepWeight Call::step_weight(const StepNumbers& numbers) {
-  if (!numbers.tensor.defined()) {
-    return {};
-  }
-  const at::Tensor tensor = keep_alive(as_floats(numbers.tensor));
-  const bool by_sample = tensor.dim() == 2;
-  const Slab values{
-      tensor.mutable_data_ptr(), by_sample ? tensor.stride(batch_dim()) : 0, tensor.scalar_type() == at::kDouble};
-  return {values, tensor.stride(by_sample ? 1 - batch_dim() : 0)};
 }
 
 void Call::add_segments(size_t h) {
@@ -460,11 +437,6 @@ Rows Call::view_rows(const at::Tensor& tensor, bool stacked, int64_t step) const
 // One step of a tensor [B, T_h] ([T_h, B] without batch_first).
 Slab Call::column(const at::Tensor& tensor, int64_t step) const {
   return tensor.defined() ? slab(tensor, tensor.stride(batch_dim())).from(step) : Slab{};
-}
-
-at::Tensor Call::keep_alive(at::Tensor tensor) {
-  kept_alive_.push_back(tensor);
-  return tensor;
 }
 
 } // namespace gradscale

@@ -186,20 +186,16 @@ struct Call : Options {
 
  private:
   at::Tensor make_entries(size_t head) const;
-  void add_coefficients(size_t head, Coefficients weights);
-  Slab importance_weight(const at::Tensor& weights);
+  void add_coefficients(size_t head);
   double divisor(size_t head, const StepMask& counted) const;
-  StepWeight step_weight(const StepNumbers& numbers);
   void add_segments(size_t head);
   const Entries& with_contiguous_elements(const Entries& entries);
   Rows rows_of(const Entries& entries, int64_t step) const;
   Rows view_rows(const at::Tensor& tensor, bool stacked, int64_t step) const;
   Slab column(const at::Tensor& tensor, int64_t step) const;
-  at::Tensor keep_alive(at::Tensor tensor);
 
   std::vector<Coefficients> coefficients_; // by head
   std::vector<Segment> segments_;
-  Tensors kept_alive_;         // converted weights, which the kernels read
   std::deque<Entries> copies_; // contiguous copies of entries, which the kernels read
 };
 

@@ -108,14 +108,11 @@ struct Segment {
 
 // The weight of a sample at a step; null data means 1.
 struct StepWeight {
-  Slab values;
+  Rows values;
   int64_t step_stride = 0;
 
   GRADSCALE_HOST_DEVICE double at(int64_t row, int64_t step) const {
-    if (values.data == nullptr) {
-      return 1.0;
-    }
-    return values.from(step * step_stride).load(row);
+    return values.data == nullptr ? 1.0 : values.load(row, step * step_stride);
   }
 };
 
@@ -144,7 +141,7 @@ struct Coefficients {
   StepWeight importance_weights; // step_stride 0
   StepMask mask;
   double head_weight_number = 1; // from the call's head_weights
-  Slab head_weight_tensor;       // the same, if only the device has it
+  Rows head_weight_tensor;       // the same, if it is a tensor
   Slab share; // the head's share of the loss without its head weight, a scalar or one per sample; no data: not wanted
 
   GRADSCALE_HOST_DEVICE double share_factor() const {

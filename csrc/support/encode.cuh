@@ -47,21 +47,13 @@ GRADSCALE_KERNEL(kThreads, 2) encode_rows(GRADSCALE_ARGUMENT(Encoding) e) {
 // The categorical projection. One warp per row; its lanes have 32 neighbouring atoms. The warp adds these to the bins
 // that they reach, 32 bins at a time and always in the same order, so that results are the same from run to run.
 
-GRADSCALE_DEVICE double element_at(const Rows& rows, int64_t row, int32_t column) {
-  double result = 0;
-  dispatch_element(rows.element, [&](auto type) {
-    result = to_accumulate(static_cast<const decltype(type)*>(rows.data)[row * rows.stride + column]);
-  });
-  return result;
-}
-
 template <class A>
 GRADSCALE_DEVICE void project_row(const Projection& p, int64_t row, int lane) {
   constexpr unsigned all_lanes = 0xffffffffu;
   constexpr int lanes = 32;
   const Support& support = p.support;
   const int32_t width = support.num_bins;
-  const double reward = element_at(p.rewards, row, 0), discount = element_at(p.discounts, row, 0);
+  const double reward = p.rewards.load(row), discount = p.discounts.load(row);
   A* const out = static_cast<A*>(p.out.data) + row * p.out.stride;
   for (int32_t k = lane; k < width; k += lanes) { // each lane reads and writes its own bins only
     out[k] = A(0);
@@ -71,7 +63,7 @@ GRADSCALE_DEVICE void project_row(const Projection& p, int64_t row, int lane) {
     int32_t bin = -2, least = width, most = -2; // lanes after the last atom have no bin
     A lower = A(0), upper = A(0);
     if (first + lane < width) {
-      const double mass = element_at(p.probabilities, row, first + lane);
+      const double mass = p.probabilities.load(row, first + lane);
       const TwoHotTarget target = two_hot(reward + discount * raw_center(support, first + lane), support);
       is_nan = is_nan || target.is_nan() || mass - mass != 0;
       bin = least = most = target.begin;

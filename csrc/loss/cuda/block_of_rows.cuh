@@ -49,17 +49,6 @@ struct BlockOfRows {
     return result;
   }
 
-  // The scalar target of a row.
-  template <class A>
-  GRADSCALE_DEVICE A target(int64_t row) const {
-    A value = 0;
-    dispatch_element(segment.target.element, [&](auto type) {
-      using U = decltype(type);
-      value = static_cast<A>(to_accumulate(static_cast<const U*>(segment.target.data)[row * segment.target.stride]));
-    });
-    return value;
-  }
-
   // The backward pass does not change losses, metrics and details.
   GRADSCALE_DEVICE void store_loss(int64_t row, double loss, bool counts) const {
     if (!is_backward()) {

@@ -268,7 +268,8 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
 template <class RowHead, class T, class A>
 GRADSCALE_DEVICE void scalar_row(const RowTask& task) {
   const A x = static_cast<A>(to_accumulate(*task.template prediction<T>()));
-  const A t = task.segment().target.data == nullptr ? A(0) : task.block.template target<A>(task.row);
+  const Rows& target = task.segment().target;
+  const A t = target.data == nullptr ? A(0) : static_cast<A>(target.load(task.row));
   RowHead head{{1, &task.head()}};
   task.store_loss(head.finish(head.terms(x, t)));
   double square = 0;

@@ -50,7 +50,7 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
 
   GRADSCALE_DEVICE BinsLoss(const BlockOfRows& block, const RowsOfWarp& warp)
       : LaneLoss(block, warp),
-        bins_(block.template target<double>(warp.own()), block.head.sigma_ratio, support()),
+        bins_(block.segment.target.load(warp.own()), block.head.sigma_ratio, support()),
         target_weight_(smooths ? static_cast<float>(1 - block.head.label_smoothing) : 1.0f),
         smoothing_per_bin_(smooths ? static_cast<float>(block.head.label_smoothing / Shape::kWidth) : 0.0f) {
     coefficient = bins_.is_nan() ? NAN : coefficient;

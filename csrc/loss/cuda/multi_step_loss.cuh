@@ -33,7 +33,7 @@ struct GroupRows {
     kind_rows<kind, A>(
         block.head,
         [&](auto encode) {
-          const auto target = encode(block.template target<double>(own.row));
+          const auto target = encode(block.segment.target.load(own.row));
           logits_row<T, options>(task, BinsOfRow<A, decltype(target)>{target});
         },
         [&] { logits_row<T, options>(task, ActionsOfRow<A>{block.segment.target, own.row, width}); },
