@@ -79,29 +79,19 @@ Tensors multiplied(Tensors gradients, const Call& call, const at::Tensor& grad_o
   return gradients;
 }
 
-// Runs the kernel again, with importance weights that are multiplied by grad_output.
-Tensors run_again(const Saved& saved, const at::Tensor& grad_output) {
-  saved.check_unchanged();
-  Call weighted = saved.call;
-  const at::Tensor factor = grad_output.to(at::kDouble).expand({weighted.batch});
-  std::vector<at::Tensor>& by_head = weighted.importance_weights.values;
-  by_head.resize(std::max<size_t>(by_head.size(), 1));
-  for (at::Tensor& weights : by_head) {
-    weights = weights.defined() ? weights.to(at::kDouble).mul(factor) : factor;
-  }
-  run(weighted);
-  return std::move(weighted.gradients);
-}
-
-// The device itself tests if grad_output is 1. If it is not, the kernel of the forward pass computes the gradients
-// again, in their own memory unless something else refers to it.
-Tensors on_device(const Saved& saved, Tensors gradients, const at::Tensor& grad_output) {
+// Runs the kernel of the forward pass again for this grad_output: in the memory of the gradients for a grad_output of
+// 1, unless something else refers to it. A device tests itself if grad_output is 1.
+Tensors run_again(const Saved& saved, Tensors gradients, const at::Tensor& grad_output) {
   saved.check_unchanged();
   Call call = saved.call;
   if (std::all_of(gradients.begin(), gradients.end(), is_ours)) {
     call.gradients = std::move(gradients);
   }
-  run_backward_on_device(call, grad_output);
+  call.grad_output = grad_output.to(call.sum_options);
+  if (grad_output.dim() != 0) { // raises if a caller other than the engine passes another size
+    call.grad_output = call.grad_output.expand({call.batch});
+  }
+  run(call);
   return std::move(call.gradients);
 }
 
@@ -153,15 +143,15 @@ class MultiStepLossBackward : public BackwardNode {
  private:
   Tensors prediction_gradients(const Saved& saved, const at::Tensor& grad_output, bool is_last_use) {
     if (runs_kernels(grad_output.device())) {
-      return on_device(saved, take_gradients(is_last_use), grad_output);
+      return run_again(saved, take_gradients(is_last_use), grad_output);
     }
     const bool is_one = grad_output.dim() == 0 && grad_output.item<double>() == 1.0;
     // Half gradients would be rounded a second time, and 0 * inf would be NaN in masked entries.
     if (!is_one && (wants_half(saved.call) || !grad_output.isfinite().all().item<bool>())) {
-      return run_again(saved, grad_output);
+      return run_again(saved, {}, grad_output);
     }
     Tensors gradients = take_gradients(is_last_use);
-    return gradients.empty() ? run_again(saved, grad_output)
+    return gradients.empty() ? run_again(saved, {}, grad_output)
                              : multiplied(std::move(gradients), saved.call, grad_output, is_one);
   }
 

@@ -287,11 +287,13 @@ Pass Call::begin_pass() {
   outputs.per_step.resize(heads->size());
   outputs.details.resize(heads->size());
   outputs.shares.resize(heads->size());
+  Pass pass{};
+  pass.is_backward = grad_output.defined();
+  pass.grad_output = slab(grad_output, pass.is_backward && grad_output.dim() != 0 ? grad_output.stride(0) : 0);
   for (size_t h = 0; h < heads->size(); ++h) {
-    add_coefficients(h);
+    add_coefficients(h, pass.grad_output);
     add_segments(h);
   }
-  Pass pass{};
   pass.heads = heads->data();
   pass.coefficients = coefficients_.data();
   pass.segments = segments_.data();
@@ -325,7 +327,7 @@ Slab Call::slab(const at::Tensor& tensor, int64_t stride) const {
   return tensor.defined() ? Slab{tensor.mutable_data_ptr(), stride, is_double} : Slab{};
 }
 
-void Call::add_coefficients(size_t h) {
+void Call::add_coefficients(size_t h, Slab incoming) {
   const auto step_weight = [&](const StepNumbers& numbers) {
     const bool by_sample = numbers.tensor.defined() && numbers.tensor.dim() == 2;
     return by_sample ? weight_of(numbers.tensor, batch_dim(), 1 - batch_dim()) : weight_of(numbers.tensor, -1, 0);
@@ -344,6 +346,7 @@ void Call::add_coefficients(size_t h) {
   coefficients.head_weight_number = head_weights[h].number;
   coefficients.head_weight_tensor = weight_of(head_weights[h].tensor, -1, -1).values;
   coefficients.share = slab(outputs.shares[h], 1);
+  coefficients.grad_output = incoming;
   coefficients_.push_back(coefficients);
 }
 

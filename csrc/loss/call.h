@@ -142,6 +142,8 @@ struct Call : Options {
   bool on_device = false;        // device kernels run instead of CPU kernels
   at::TensorOptions sum_options; // type and device of losses
 
+  at::Tensor grad_output; // of the loss, a scalar or [B]; undefined: the forward pass
+
   // Set by run().
   Outputs outputs;
   Tensors gradients;   // for grad_output 1, by prediction tensor; undefined where none is wanted
@@ -186,7 +188,7 @@ struct Call : Options {
 
  private:
   at::Tensor make_entries(size_t head) const;
-  void add_coefficients(size_t head);
+  void add_coefficients(size_t head, Slab incoming);
   double divisor(size_t head, const StepMask& counted) const;
   void add_segments(size_t head);
   const Entries& with_contiguous_elements(const Entries& entries);
@@ -199,12 +201,10 @@ struct Call : Options {
   std::deque<Entries> copies_; // contiguous copies of entries, which the kernels read
 };
 
-// Computes the loss and, if wanted, the gradients in the same pass; allocates gradients if the call has none.
+// Computes the loss and, if wanted, the gradients in the same pass; allocates gradients if the call has none. With a
+// grad_output, the gradients are multiplied by it, and a device computes nothing else, without synchronizing. Gradients
+// that the call then has are for a grad_output of 1: a device leaves them as they are if it is 1.
 void run(Call& call);
-
-// Computes the gradients of a call for a grad_output on a device, without synchronizing. Gradients that the call has
-// are for a grad_output of 1: they stay as they are if it is 1, and are overwritten otherwise.
-void run_backward_on_device(Call& call, const at::Tensor& grad_output);
 
 template <class Visit>
 void Call::each_prediction(Visit visit) const {

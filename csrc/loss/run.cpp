@@ -1,4 +1,4 @@
-// The forward pass on a CPU or a device, and the backward pass on a device.
+// Runs a call on a CPU or a device.
 #include "../cpu/scratch.h"
 #include "../cuda/driver.h"
 #include "call.h"
@@ -217,29 +217,21 @@ void reduce(const Pass& pass) {
 } // namespace
 
 void run(Call& call) {
-  call.make_outputs();
-  if (call.gradients.empty()) {
+  const bool has_gradients = !call.gradients.empty();
+  if (!has_gradients) {
     call.make_gradients();
   }
-  const Pass pass = call.begin_pass();
+  if (!call.on_device || !call.grad_output.defined()) {
+    call.make_outputs();
+  }
+  Pass pass = call.begin_pass();
+  pass.has_gradients = has_gradients;
   if (call.on_device) {
     launch_loss(pass, OnDevice(call.sum_options.device()));
   } else {
     run_rows(pass);
     call.is_double ? reduce<double>(pass) : reduce<float>(pass);
   }
-  call.end_pass();
-}
-
-void run_backward_on_device(Call& call, const at::Tensor& grad_output) {
-  const bool has_gradients = !call.gradients.empty();
-  if (!has_gradients) {
-    call.make_gradients();
-  }
-  Pass pass = call.begin_pass();
-  pass.grad_output = call.slab(grad_output, grad_output.dim() == 0 ? 0 : grad_output.stride(0));
-  pass.has_gradients = has_gradients;
-  launch_loss_backward(pass, OnDevice(call.sum_options.device()));
   call.end_pass();
 }
 

@@ -143,6 +143,7 @@ struct Coefficients {
   double head_weight_number = 1; // from the call's head_weights
   Rows head_weight_tensor;       // the same, if it is a tensor
   Slab share; // the head's share of the loss without its head weight, a scalar or one per sample; no data: not wanted
+  Slab grad_output; // a scalar (stride 0) or one per sample; no data: 1
 
   GRADSCALE_HOST_DEVICE double share_factor() const {
     return divisor == nullptr ? factor : factor / *divisor;
@@ -161,10 +162,11 @@ struct Coefficients {
     return s.step_gradient_scale * step_gradient_scale.at(row, s.step);
   }
   // The product of all weights. A gradient scale of 0 gives 0, also where another weight is not finite.
-  GRADSCALE_HOST_DEVICE RowFactor row_factor(const Segment& s, int64_t row, double grad_output = 1) const {
+  GRADSCALE_HOST_DEVICE RowFactor row_factor(const Segment& s, int64_t row) const {
     const double scale = gradient_scale(s, row);
     const double head_factor = share_factor() * head_weight();
-    const double product = head_factor * step_weight(s, row) * scale * importance_weights.at(row, 0) * grad_output;
+    const double incoming = grad_output.data == nullptr ? 1 : grad_output.load(row);
+    const double product = head_factor * step_weight(s, row) * scale * importance_weights.at(row, 0) * incoming;
     return {mask.includes(row, s.step), scale == 0 ? 0 : product};
   }
 };
@@ -191,7 +193,8 @@ struct Pass {
   // These are for a device.
   bool counts_unmasked; // sets the divisors of heads with a mask: the numbers of unmasked entries
   Slab skipped;         // with skips_nonfinite: a copy of per_sample for the backward pass
-  Slab grad_output;     // a scalar (stride 0) or one per sample; no data: this is the forward pass
+  bool is_backward;     // computes only the gradients, for grad_output
+  Slab grad_output;     // as in Coefficients
   bool has_gradients;   // the gradients for grad_output 1 exist; a scalar grad_output of 1 leaves them as they are
 
   GRADSCALE_HOST_DEVICE int64_t steps_of(const Head& head) const {
@@ -266,9 +269,7 @@ struct DevicePass {
 
 class OnDevice;
 
-// Computes losses and, where segments have memory for them, gradients.
+// Computes losses, except in a backward pass, and gradients where segments have memory for them.
 void launch_loss(const Pass& pass, const OnDevice& device);
-// Computes only the gradients, multiplied by grad_output.
-void launch_loss_backward(const Pass& pass, const OnDevice& device);
 
 } // namespace gradscale

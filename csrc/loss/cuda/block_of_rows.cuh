@@ -27,7 +27,7 @@ struct BlockOfRows {
   char* shared;  // kSharedBytes of the kind of rows, aligned to 16 bytes
 
   GRADSCALE_DEVICE bool is_backward() const {
-    return pass.grad_output.data != nullptr;
+    return pass.is_backward;
   }
 
   // The raw centres in A, the type of sums; null if the support has none.
@@ -43,7 +43,7 @@ struct BlockOfRows {
   GRADSCALE_DEVICE RowFactor factor_of(int64_t row) const {
     RowFactor result{coefficients.mask.includes(row, segment.step), 0};
     if (segment.gradient.data != nullptr) {
-      result = coefficients.row_factor(segment, row, is_backward() ? pass.grad_output.load(row) : 1);
+      result = coefficients.row_factor(segment, row);
     }
     result.counts = result.counts && !is_skipped(row);
     return result;

@@ -148,7 +148,7 @@ class Launches {
     argument_.blocks_done = reinterpret_cast<unsigned*>(argument_.partial.heads + blocks * pass.num_heads);
     argument_.rows_per_warp = balanced_rows_per_warp(pass.batch * pass.num_segments, multiprocessors());
     for (int64_t i = 0; i < pass.num_segments; ++i) {
-      if (!is_backward() || pass.segments[i].gradient.data != nullptr) {
+      if (!pass.is_backward || pass.segments[i].gradient.data != nullptr) {
         add_to_span(i);
       }
     }
@@ -177,10 +177,6 @@ class Launches {
   }
 
  private:
-  bool is_backward() const {
-    return pass_.grad_output.data != nullptr;
-  }
-
   void add_to_span(int64_t index) {
     const Segment& segment = pass_.segments[index];
     if (std::max(segment.width, segment.target_width) > INT32_MAX - 64) {
@@ -243,15 +239,13 @@ class Launches {
 
 void launch_loss(const Pass& pass, const OnDevice& device) {
   const Launches launches(pass, device);
-  if (pass.counts_unmasked) {
+  if (pass.counts_unmasked && !pass.is_backward) {
     launches.count_unmasked();
   }
   launches.rows();
-  launches.totals();
-}
-
-void launch_loss_backward(const Pass& pass, const OnDevice& device) {
-  Launches(pass, device).rows();
+  if (!pass.is_backward) {
+    launches.totals();
+  }
 }
 
 } // namespace gradscale

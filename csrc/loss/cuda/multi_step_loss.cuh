@@ -85,11 +85,10 @@ GRADSCALE_KERNEL(kRowThreads, fewest_blocks<Rows...>())
 loss_rows(GRADSCALE_ARGUMENT(DevicePass) device) {
   GRADSCALE_SHARED(Words16, shared, most_shared_bytes<Rows...>() / 16 + 1);
   const Pass& pass = device.pass;
-  const bool backward = pass.grad_output.data != nullptr;
-  if (backward && pass.has_gradients && pass.grad_output.stride == 0 && pass.grad_output.load(0) == 1) {
+  if (pass.is_backward && pass.has_gradients && pass.grad_output.stride == 0 && pass.grad_output.load(0) == 1) {
     return;
   }
-  if (!backward && blockIdx.x == 0 && threadIdx.x == 0) {
+  if (!pass.is_backward && blockIdx.x == 0 && threadIdx.x == 0) {
     *device.blocks_done = 0;
   }
   const char* const table = device.table.template begin<inside>();
