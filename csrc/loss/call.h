@@ -2,16 +2,74 @@
 // results by name, and the segments (each head at each of its steps) that the CPU or a device computes.
 #pragma once
 
-#include "heads.h"
+#include "../support/owned_support.h"
+#include "segment.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <array>
 #include <deque>
+#include <string>
 #include <vector>
 
 namespace gradscale {
+
+// ---- Heads ----------------------------------------------------------------------------------------------------------
+
+// Dimensions after the batch that a prediction and its target may have.
+struct Form {
+  int64_t prediction_dims;
+  int64_t target_dims;    // -1: no target
+  bool classes;           // the target is an int64 index
+  bool own_sizes = false; // the sizes of the target may differ from the prediction's
+};
+
+struct KindOfHead {
+  std::string name;
+  Detail detail;
+  std::vector<Form> forms;
+};
+
+// All kinds, in the order of Kind.
+inline const std::vector<KindOfHead>& kinds() {
+#define GRADSCALE_KIND(name, detail, ...) {#name, Detail::detail, {__VA_ARGS__}},
+  static const std::vector<KindOfHead> all{GRADSCALE_KINDS(GRADSCALE_KIND)};
+#undef GRADSCALE_KIND
+  return all;
+}
+
+inline const KindOfHead& description_of(Kind kind) {
+  return kinds()[static_cast<size_t>(kind)];
+}
+
+// The heads of a loss, as record_of() in gradscale_ext/heads.py describes them.
+class Heads {
+ public:
+  Heads(const std::vector<std::string>& names, const std::vector<double>& numbers);
+
+  size_t size() const {
+    return heads_.size();
+  }
+  const Head* data() const {
+    return heads_.data();
+  }
+  const Head& operator[](size_t head) const {
+    return heads_[head];
+  }
+  const std::vector<Form>& forms(size_t head) const {
+    return description_of(heads_[head].kind).forms;
+  }
+  bool has_target(size_t head) const {
+    return forms(head)[0].target_dims >= 0;
+  }
+
+ private:
+  std::vector<Head> heads_;
+  std::vector<OwnedSupport> supports_;
+};
+
+// ---- Options and outputs --------------------------------------------------------------------------------------------
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -108,6 +166,8 @@ enum class Option : size_t { GRADSCALE_OPTIONS(GRADSCALE_ENUMERATOR) };
 #undef GRADSCALE_VISIT
 #undef GRADSCALE_MEMBER
 // NOLINTEND(bugprone-macro-parentheses)
+
+// ---- A call ---------------------------------------------------------------------------------------------------------
 
 // One tensor per step, or one tensor with a step dimension.
 struct Entries {

@@ -1,7 +1,7 @@
 // The loss as a registered operator, which torch.compile and export keep in their graphs. The predictions of all heads
 // are one list, with a count for each head: the number of its tensors, or 0 for one tensor with a step dimension. The
 // targets are another such list, with a count of -1 for a head without a target. The heads are passed as records (see
-// heads.h).
+// Heads in call.h).
 //
 // Returns the tensors of GRADSCALE_OUTPUTS, and then the gradients of the predictions in `wants`, for a grad_output of
 // 1. All gradients of one dtype are in one tensor, so that a compiler multiplies them in one loop. Only the loss has a

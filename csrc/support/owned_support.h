@@ -1,4 +1,4 @@
-// Structs whose numbers come from Python by name: supports here, and heads in loss/heads.h.
+// Structs whose numbers come from Python by name: supports here, and heads in loss/call.h.
 #pragma once
 
 #include "../formulas/support.h"

@@ -5,8 +5,7 @@
 #include "../../cuda/table_builder.h"
 #include "../../formulas/losses.h"
 #include "../../support/calls.h"
-#include "../heads.h"
-#include "../segment.h"
+#include "../call.h"
 
 #include <algorithm>
 #include <map>
