@@ -26,18 +26,10 @@ struct BlockOfRows {
   int32_t index; // of the block in the segment
   char* shared;  // kSharedBytes of the kind of rows, aligned to 16 bytes
 
-  GRADSCALE_DEVICE bool is_backward() const {
-    return pass.is_backward;
-  }
-
   // The raw centres in A, the type of sums; null if the support has none.
   template <class A>
   GRADSCALE_DEVICE const A* raw_centers() const {
     return span.raw_centers < 0 ? nullptr : reinterpret_cast<const A*>(table + span.raw_centers);
-  }
-
-  GRADSCALE_DEVICE bool is_skipped(int64_t row) const {
-    return is_backward() && pass.skipped.data != nullptr && !std::isfinite(pass.skipped.load(row));
   }
 
   GRADSCALE_DEVICE RowFactor factor_of(int64_t row) const {
@@ -45,24 +37,20 @@ struct BlockOfRows {
     if (segment.gradient.data != nullptr) {
       result = coefficients.row_factor(segment, row);
     }
-    result.counts = result.counts && !is_skipped(row);
+    const bool may_skip = pass.is_backward && pass.skipped.data != nullptr;
+    result.counts = result.counts && !(may_skip && !std::isfinite(pass.skipped.load(row)));
     return result;
   }
 
-  // The backward pass does not change losses, metrics and details.
-  GRADSCALE_DEVICE void store_loss(int64_t row, double loss, bool counts) const {
-    if (!is_backward()) {
-      segment.loss.store(row, counts ? loss : 0.0);
+  // The backward pass does not change losses, details and metrics.
+  GRADSCALE_DEVICE void store(int64_t row, bool counts, double loss, double detail, const RowMetrics& metrics) const {
+    if (pass.is_backward) {
+      return;
     }
-  }
-  GRADSCALE_DEVICE void store_metrics(int64_t row, const RowMetrics& metrics, bool counts) const {
-    if (!is_backward()) {
-      segment.metrics[row] = counts ? metrics : RowMetrics{0, 0};
-    }
-  }
-  GRADSCALE_DEVICE void store_detail(int64_t row, double value) const {
-    if (!is_backward() && segment.detail.data != nullptr) {
-      segment.detail.store(row, value);
+    segment.loss.store(row, counts ? loss : 0.0);
+    segment.metrics[row] = counts ? metrics : RowMetrics{0, 0};
+    if (segment.detail.data != nullptr) {
+      segment.detail.store(row, detail);
     }
   }
 };

@@ -10,44 +10,28 @@
 namespace gradscale {
 
 // A row of a segment and the group of threads that owns it.
-struct RowTask {
+struct RowTask : RowOfThread {
   const BlockOfRows& block;
-  Group group;
-  int64_t row;
   int32_t width; // 0 for groups after the last row, which only take part in reductions
-  bool active;
-  bool counts; // neither masked nor skipped
-  double coefficient;
+  RowFactor factor;
 
-  GRADSCALE_DEVICE const Head& head() const {
-    return block.head;
+  GRADSCALE_DEVICE RowTask(const BlockOfRows& block, double* shared)
+      : RowOfThread(block.index, block.span.threads_per_row, block.pass.batch, shared),
+        block(block),
+        width(active ? static_cast<int32_t>(block.segment.width) : 0),
+        factor(block.factor_of(row)) {
   }
-  GRADSCALE_DEVICE const Segment& segment() const {
-    return block.segment;
-  }
-  GRADSCALE_DEVICE bool leads() const {
-    return active && group.rank == 0;
-  }
-  GRADSCALE_DEVICE void store_loss(double loss) const {
-    if (leads()) {
-      block.store_loss(row, loss, counts);
-    }
-  }
-  GRADSCALE_DEVICE void store_detail(double value) const {
-    if (leads()) {
-      block.store_detail(row, value);
-    }
-  }
+
   template <class T>
   GRADSCALE_DEVICE const T* prediction() const {
-    return static_cast<const T*>(segment().prediction.data) + row * segment().prediction.stride;
+    return static_cast<const T*>(block.segment.prediction.data) + row * block.segment.prediction.stride;
   }
 
-  // Reduces the sums and maxima of the group's threads, and stores the result.
-  GRADSCALE_DEVICE void store_metrics(double gradient_square, double largest_logit) const {
+  // Stores the results of the row. The metrics are those of this thread, and are reduced over the group.
+  GRADSCALE_DEVICE void store(double loss, double detail, double gradient_square, double largest_logit) const {
     const RowMetrics metrics{group.sum(gradient_square), group.maximum(largest_logit)};
-    if (leads()) {
-      block.store_metrics(row, metrics, counts);
+    if (active && group.rank == 0) {
+      block.store(row, factor.counts, loss, detail, metrics);
     }
   }
 
@@ -57,14 +41,14 @@ struct RowTask {
     A square = 0;
 #pragma unroll
     for (int k = 0; k < size; ++k) {
-      values[k] = counts ? values[k] : A(0);
+      values[k] = factor.counts ? values[k] : A(0);
       square += first + k >= 0 && first + k < width ? values[k] * values[k] : A(0);
     }
-    if (segment().gradient.element == ElementOf<T>::value) {
-      T* to = static_cast<T*>(segment().gradient.data) + row * segment().gradient.stride;
+    if (block.segment.gradient.element == ElementOf<T>::value) {
+      T* to = static_cast<T*>(block.segment.gradient.data) + row * block.segment.gradient.stride;
       write_elements<size>(to, width, first, values);
     } else {
-      A* to = static_cast<A*>(segment().gradient.data) + row * segment().gradient.stride;
+      A* to = static_cast<A*>(block.segment.gradient.data) + row * block.segment.gradient.stride;
       write_elements<size>(to, width, first, values);
     }
     return square;
@@ -73,8 +57,8 @@ struct RowTask {
 
 template <class A>
 GRADSCALE_DEVICE A bin_smoothing(const RowTask& task) {
-  const double smoothing = task.head().label_smoothing;
-  return smoothing == 0 ? A(0) : static_cast<A>(smoothing / static_cast<double>(task.segment().width));
+  const double smoothing = task.block.head.label_smoothing;
+  return smoothing == 0 ? A(0) : static_cast<A>(smoothing / static_cast<double>(task.block.segment.width));
 }
 
 // ---- Logits ---------------------------------------------------------------------------------------------------------
@@ -130,7 +114,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   using A = typename AccumulateType<T>::type;
   using Entropy = CrossEntropy<A, options>;
   constexpr int size = kVector<T>;
-  const Head& head = task.head();
+  const Head& head = task.block.head;
   const LogitsRow<T> row{task.template prediction<T>(), task.width, task.group};
   const Entropy entropy{static_cast<A>(head.entropy_weight)};
   const A target_share = static_cast<A>(1 - head.label_smoothing);
@@ -169,12 +153,11 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
     sums[Entropy::kWeighted] = raw_moment(row, maximum, task.block.template raw_centers<A>());
   }
   const A sum = sums[Entropy::kSum];
-  task.store_loss(entropy.loss(sums));
-  task.store_detail(
-      head.has_support() ? decoded_row(sums[Entropy::kWeighted], sum, head.support) : Entropy::entropy(sums));
+  const A detail =
+      head.has_support() ? decoded_row(sums[Entropy::kWeighted], sum, head.support) : Entropy::entropy(sums);
   A square = 0;
-  if (task.segment().gradient.data != nullptr) {
-    const auto factors = Entropy::factors(sums, A(1) / sum, static_cast<A>(task.coefficient));
+  if (task.block.segment.gradient.data != nullptr) {
+    const auto factors = Entropy::factors(sums, A(1) / sum, static_cast<A>(task.factor.coefficient));
     each_window([&](const A* d, const A* t, int32_t first) {
       A gradient[size];
 #pragma unroll
@@ -184,7 +167,7 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
       square += task.template write_gradient<T, size>(first, gradient);
     });
   }
-  task.store_metrics(square, largest_finite);
+  task.store(entropy.loss(sums), detail, square, largest_finite);
 }
 
 // ---- The heads of regression_heads.h --------------------------------------------------------------------------------
@@ -193,8 +176,8 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
 template <class RowHead, class T, class A, class Function>
 GRADSCALE_DEVICE void each_window_pair(const RowTask& task, Function function) {
   const T* prediction = task.template prediction<T>();
-  const Rows rows = task.segment().target;
-  const Support& transform = task.head().support;
+  const Rows rows = task.block.segment.target;
+  const Support& transform = task.block.head.support;
   each_window(prediction, task.width, task.group, A(0), [&](const A* x, int32_t first) {
     A t[kVector<T>] = {};
     dispatch_element(rows.element, [&](auto type) {
@@ -215,8 +198,8 @@ template <class RowHead, class T, class A>
 GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   constexpr int size = kVector<T>;
   const Group& group = task.group;
-  const bool wants_gradient = task.segment().gradient.data != nullptr;
-  RowHead head{{static_cast<double>(task.segment().width), &task.head()}};
+  const bool wants_gradient = task.block.segment.gradient.data != nullptr;
+  RowHead head{{static_cast<double>(task.block.segment.width), &task.block.head}};
   if constexpr (RowHead::kScales) {
     A largest_x = 0, largest_t = 0;
     each_window_pair<RowHead, T, A>(task, [&](const A* x, const A* t, int32_t) {
@@ -228,7 +211,7 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
     });
     head.scale(group.maximum(largest_x), group.maximum(largest_t));
   }
-  A factor = RowHead::kGradientWaits ? A(0) : head.factor(task.coefficient);
+  A factor = RowHead::kGradientWaits ? A(0) : head.factor(task.factor.coefficient);
   double square = 0;
   const auto write_gradient = [&](const A* x, const A* t, int32_t first) {
     A gradient[size];
@@ -256,28 +239,28 @@ GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   for (int i = 0; i < RowHead::kSums; ++i) {
     sums.values[i] = group.sum(sums.values[i]);
   }
-  task.store_loss(head.finish(sums));
+  const double loss = head.finish(sums);
   if (RowHead::kGradientWaits && wants_gradient) {
-    factor = head.factor(task.coefficient);
+    factor = head.factor(task.factor.coefficient);
     each_window_pair<RowHead, T, A>(task, write_gradient);
   }
-  task.store_metrics(square, 0);
+  task.store(loss, 0, square, 0);
 }
 
 // A row of one number, which one thread owns.
 template <class RowHead, class T, class A>
 GRADSCALE_DEVICE void scalar_row(const RowTask& task) {
   const A x = static_cast<A>(to_accumulate(*task.template prediction<T>()));
-  const Rows& target = task.segment().target;
+  const Rows& target = task.block.segment.target;
   const A t = target.data == nullptr ? A(0) : static_cast<A>(target.load(task.row));
-  RowHead head{{1, &task.head()}};
-  task.store_loss(head.finish(head.terms(x, t)));
+  RowHead head{{1, &task.block.head}};
+  const double loss = head.finish(head.terms(x, t));
   double square = 0;
-  if (task.leads() && task.segment().gradient.data != nullptr) {
-    A gradient = head.gradient(x, t) * head.factor(task.coefficient);
+  if (task.active && task.block.segment.gradient.data != nullptr) {
+    A gradient = head.gradient(x, t) * head.factor(task.factor.coefficient);
     square = task.template write_gradient<T, 1>(0, &gradient);
   }
-  task.store_metrics(square, 0);
+  task.store(loss, 0, square, 0);
 }
 
 } // namespace gradscale

@@ -30,9 +30,7 @@ struct LaneLoss {
   }
   GRADSCALE_DEVICE void store(float loss, float detail, float largest_logit, float square) const {
     if (warp.has_row()) {
-      block.store_metrics(warp.own(), {square, largest_logit}, counts(warp.lane));
-      block.store_loss(warp.own(), loss, counts(warp.lane));
-      block.store_detail(warp.own(), detail);
+      block.store(warp.own(), counts(warp.lane), loss, detail, {square, largest_logit});
     }
   }
 };

@@ -26,17 +26,14 @@ struct GroupRows {
   GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
     GRADSCALE_SHARED(double, shared, kWarps);
     using A = typename AccumulateType<T>::type;
-    const RowOfThread own(block.index, block.span.threads_per_row, block.pass.batch, shared);
-    const RowFactor factor = block.factor_of(own.row);
-    const int32_t width = own.active ? static_cast<int32_t>(block.segment.width) : 0;
-    const RowTask task{block, own.group, own.row, width, own.active, factor.counts, factor.coefficient};
+    const RowTask task(block, shared);
     kind_rows<kind, A>(
         block.head,
         [&](auto encode) {
-          const auto target = encode(block.segment.target.load(own.row));
+          const auto target = encode(block.segment.target.load(task.row));
           logits_row<T, options>(task, BinsOfRow<A, decltype(target)>{target});
         },
-        [&] { logits_row<T, options>(task, ActionsOfRow<A>{block.segment.target, own.row, width}); },
+        [&] { logits_row<T, options>(task, ActionsOfRow<A>{block.segment.target, task.row, task.width}); },
         [&](auto type) { vector_row<typename decltype(type)::Head, T, A>(task); },
         [&](auto type) { scalar_row<typename decltype(type)::Head, T, A>(task); },
         [&](auto type) { own_row<T>(typename decltype(type)::Head(block.head, block.segment), task); });

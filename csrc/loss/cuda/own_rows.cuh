@@ -73,7 +73,7 @@ struct ClassGroup {
     });
     h = team.sum(h);
     each([&](int32_t c, A x_logit, A t_logit) {
-      if (task.segment().gradient.data != nullptr) {
+      if (task.block.segment.gradient.data != nullptr) {
         const DivergenceTerms<A> element = terms(x_logit, t_logit);
         A gradient = (element.h - element.softmax * h) * factor;
         square += task.template write_gradient<T, 1>(first + c, &gradient);
@@ -88,10 +88,10 @@ struct ClassGroup {
 // Returns this thread's part of the divergence. Writes its gradients as if there were no free nats.
 template <bool mixes, bool predicts_p, class T, class A>
 GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, const RowTask& task, int team) {
-  const Segment& s = task.segment();
+  const Segment& s = task.block.segment;
   const auto classes = static_cast<int32_t>(s.last_size), groups = static_cast<int32_t>(s.width / s.last_size);
   const int teams = task.group.size / team, own = task.group.rank / team;
-  const A factor = head.factor(static_cast<double>(INFINITY), task.coefficient);
+  const A factor = head.factor(static_cast<double>(INFINITY), task.factor.coefficient);
   PartOfDivergence part;
   dispatch_element(s.target.element, [&](auto type) {
     using U = decltype(type);
@@ -111,7 +111,7 @@ GRADSCALE_DEVICE PartOfDivergence row_divergence(const CategoricalKL<A>& head, c
 
 template <class T, class A>
 GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& head, const RowTask& task) {
-  const Segment& s = task.segment();
+  const Segment& s = task.block.segment;
   const int team = team_size(static_cast<int32_t>(s.last_size), task.group.size);
   PartOfDivergence part;
   if (head.mixes()) {
@@ -122,8 +122,8 @@ GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& head, const RowTask& task)
                            : row_divergence<false, false, T>(head, task, team);
   }
   const double divergence = task.group.sum(part.divergence);
-  task.store_loss(head.loss(divergence));
-  task.store_metrics(divergence < head.free_nats ? 0 : part.gradient_square, part.largest_logit);
+  const double gradient_square = divergence < head.free_nats ? 0 : part.gradient_square;
+  task.store(head.loss(divergence), 0, gradient_square, part.largest_logit);
   if (s.gradient.data != nullptr && divergence < head.free_nats) { // each thread clears what it wrote
     const int32_t classes = static_cast<int32_t>(s.last_size), stride = task.group.size / team * classes;
     for (int32_t first = task.group.rank / team * classes; first < task.width; first += stride) {
@@ -142,9 +142,9 @@ GRADSCALE_DEVICE void own_row(const CategoricalKL<A>& head, const RowTask& task)
 
 template <class T, class A>
 GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& head, const RowTask& task) {
-  const Segment& s = task.segment();
+  const Segment& s = task.block.segment;
   const T* x = task.template prediction<T>();
-  const A factor = head.factor(task.coefficient);
+  const A factor = head.factor(task.factor.coefficient);
   const auto count = static_cast<int32_t>(s.target_width);
   double sum = 0, square = 0;
   dispatch_element(s.target.element, [&](auto type) {
@@ -171,8 +171,7 @@ GRADSCALE_DEVICE void own_row(const QuantileHuber<A>& head, const RowTask& task)
       }
     }
   });
-  task.store_loss(head.finish(task.group.sum(sum)));
-  task.store_metrics(square, 0);
+  task.store(head.finish(task.group.sum(sum)), 0, square, 0);
 }
 
 } // namespace gradscale
