@@ -134,8 +134,7 @@ class MultiStepLossBackward : public BackwardNode {
     autograd::variable_list result = prediction_gradients(*saved, grad_output, is_last_use);
     for (size_t h = 0; h < saved->call.head_weights.values.size(); ++h) {
       const at::Tensor& share = saved->shares[h];
-      const at::Tensor& weight = saved->call.head_weights[h].tensor;
-      result.push_back(share.defined() ? head_weight_gradient(share, grad_output, weight.scalar_type()) : at::Tensor());
+      result.push_back(share.defined() ? head_weight_gradient(share, grad_output) : at::Tensor());
     }
     return result;
   }
@@ -216,21 +215,22 @@ at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output,
   return grad_output.reshape(shape);
 }
 
-at::Tensor head_weight_gradient(const at::Tensor& share, const at::Tensor& grad_output, at::ScalarType type) {
+at::Tensor head_weight_gradient(const at::Tensor& share, const at::Tensor& grad_output) {
   // A share of 0 gives a gradient of 0, also if grad_output is infinite.
   const at::Tensor gradient = at::where(at::eq(share, 0), share, at::mul(share, grad_output));
-  return (share.dim() == 0 ? gradient : gradient.sum()).to(type);
+  return share.dim() == 0 ? gradient : gradient.sum();
 }
 
 void record_call(Call call, const Outputs& outputs, std::shared_ptr<Plan> plan) {
   MultiStepLossBackward* node = nullptr;
   const NodePtr handle = make_node(node);
-  call.each_prediction([&](const Entries&, const at::Tensor& tensor, size_t index) {
-    node->add_next_edge(call.wants[index] ? autograd::impl::gradient_edge(tensor) : autograd::Edge());
-  });
+  Tensors differentiable;
+  call.each_prediction(
+      [&](const Entries&, const at::Tensor& prediction, size_t) { differentiable.push_back(prediction); });
   for (const HeadWeight& weight : call.head_weights.values) {
-    node->add_next_edge(weight.wants_gradient ? autograd::impl::gradient_edge(weight.tensor) : autograd::Edge());
+    differentiable.push_back(weight.tensor);
   }
+  node->set_next_edges(autograd::collect_next_edges(differentiable));
   Tensors gradients = std::exchange(call.gradients, {});
   const auto saved = std::make_shared<Saved>();
   saved->shares = outputs.shares;

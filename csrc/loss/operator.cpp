@@ -142,13 +142,6 @@ struct Gradient {
   }
 };
 
-// A head weight that gets a gradient. `data` is the head's share of the loss, not yet multiplied by this weight.
-struct Share {
-  size_t edge;
-  at::ScalarType type; // of the weight
-  at::Tensor data;
-};
-
 struct Layout {
   std::vector<JoinedGradients> joined;
   std::vector<Gradient> gradients;
@@ -215,7 +208,7 @@ at::Tensor call_scale_gradients(const at::Tensor& gradients, const at::Tensor& f
 // Multiplies and rounds the gradients with operations that tracers record. It reads no values itself.
 class OperatorBackward : public BackwardNode {
  public:
-  void set(Layout layout, std::vector<Share> shares) {
+  void set(Layout layout, Tensors shares) {
     gradients_ = std::move(layout.gradients);
     saved_ = {std::move(layout.joined), std::move(shares)};
   }
@@ -257,14 +250,16 @@ class OperatorBackward : public BackwardNode {
       }
       result[gradient.prediction] = own;
     }
-    for (const Share& share : shares) {
-      result[share.edge] = head_weight_gradient(share.data, grad_output, share.type);
+    for (size_t i = 0; i < shares.size(); ++i) { // the last edges are those of the head weights
+      if (shares[i].defined()) {
+        result[result.size() - shares.size() + i] = head_weight_gradient(shares[i], grad_output);
+      }
     }
     return result;
   }
 
  private:
-  using Saved = std::pair<std::vector<JoinedGradients>, std::vector<Share>>;
+  using Saved = std::pair<std::vector<JoinedGradients>, Tensors>; // and the shares of the head weights
 
   Saved saved() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -356,17 +351,11 @@ void autograd_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   OperatorBackward* node = nullptr;
   const NodePtr handle = make_node(node);
-  std::vector<Share> shares;
+  node->set_next_edges(autograd::collect_next_edges(differentiable));
+  Tensors shares; // of the head weights that are tensors; undefined where one gets no gradient
   next = results.size() - layout.joined.size() - (differentiable.size() - predictions.size()); // before the gradients
-  for (size_t i = 0; i < differentiable.size(); ++i) {
-    const at::Tensor& tensor = differentiable[i];
-    node->add_next_edge(tensor.requires_grad() ? autograd::impl::gradient_edge(tensor) : autograd::Edge());
-    if (i >= predictions.size()) {
-      const at::Tensor& share = results[next++];
-      if (tensor.requires_grad()) {
-        shares.push_back({i, tensor.scalar_type(), share});
-      }
-    }
+  for (size_t i = predictions.size(); i < differentiable.size(); ++i, ++next) {
+    shares.push_back(differentiable[i].requires_grad() ? results[next] : at::Tensor());
   }
   node->set(std::move(layout), std::move(shares));
   autograd::set_history(results.front(), handle);

@@ -42,8 +42,9 @@ py::object to_python(const Entries& entries);
 // Gives the loss in `outputs` its gradient function, a node of the graph that owns the call.
 void record_call(Call call, const Outputs& outputs, std::shared_ptr<Plan> plan);
 
-// The gradient of a head weight, from the head's share of the loss before this weight.
-at::Tensor head_weight_gradient(const at::Tensor& share, const at::Tensor& grad_output, at::ScalarType type);
+// The gradient of a head weight, from the head's share of the loss before this weight, in the type of the loss, which
+// the engine of autograd converts.
+at::Tensor head_weight_gradient(const at::Tensor& share, const at::Tensor& grad_output);
 
 // grad_output in a shape that broadcasts to `gradient`: a scalar as it is, and [B] along the batch dimension.
 at::Tensor factor_for(const at::Tensor& gradient, const at::Tensor& grad_output, int64_t batch_dim);
