@@ -272,25 +272,16 @@ void Call::make_outputs() {
     return reduction == Reduction::none ? at::empty({batch}, sum_options) : at::empty({}, sum_options);
   };
   outputs.loss = make_loss();
-  outputs.head_means = at::empty({num_heads}, sum_options);
-  outputs.head_losses = at::empty_like(outputs.head_means);
-  outputs.head_gradient_norms = at::empty_like(outputs.head_means);
-  outputs.max_abs_logit = at::empty_like(outputs.head_means);
-  outputs.num_nonfinite = at::empty({}, sum_options.dtype(at::kLong));
-  outputs.per_step.resize(heads->size());
-  outputs.details.resize(heads->size());
-  outputs.shares.resize(heads->size());
-  for (size_t h = 0; h < heads->size(); ++h) {
-    outputs.per_step[h] = make_entries(h);
-    if (head_weights[h].wants_gradient) {
-      outputs.shares[h] = make_loss();
-    }
-    if ((*heads)[h].detail != Detail::none) {
-      outputs.details[h] = make_entries(h);
-    }
+  for (at::Tensor* output :
+       {&outputs.head_means, &outputs.head_losses, &outputs.head_gradient_norms, &outputs.max_abs_logit}) {
+    *output = at::empty({num_heads}, sum_options);
   }
+  outputs.num_nonfinite = at::empty({}, sum_options.dtype(at::kLong));
   int64_t segments = 0;
   for (size_t h = 0; h < heads->size(); ++h) {
+    outputs.per_step.push_back(make_entries(h));
+    outputs.details.push_back((*heads)[h].detail == Detail::none ? at::Tensor() : make_entries(h));
+    outputs.shares.push_back(head_weights[h].wants_gradient ? make_loss() : at::Tensor());
     segments += steps - (*heads)[h].first_step;
   }
   metrics = at::empty({segments, batch, 2}, sum_options.dtype(at::kDouble));
