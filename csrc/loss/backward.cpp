@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <type_traits>
 #include <utility>
 
 namespace gradscale {
@@ -93,6 +94,47 @@ Tensors run_again(const Saved& saved, Tensors gradients, const at::Tensor& grad_
   }
   run(call);
   return std::move(call.gradients);
+}
+
+// Options as Python objects. The tensors are detached from their graph, except head weights, which may get a gradient.
+py::object written(const at::Tensor& tensor) {
+  return tensor.defined() ? py::cast(with_edge(tensor, {})) : py::object(py::none());
+}
+py::object written(const StepNumbers& numbers) {
+  return numbers.numbers.empty() ? written(numbers.tensor) : py::cast(numbers.numbers);
+}
+py::object written(const HeadWeight& weight) {
+  return weight.tensor.defined() ? py::cast(weight.tensor) : py::object(py::float_(weight.number));
+}
+template <class T>
+py::object written(const ByHead<T>& by_head) {
+  py::list list;
+  for (const T& value : by_head.values) {
+    list.append(written(value));
+  }
+  return list;
+}
+py::object written(bool flag) {
+  return py::bool_(flag);
+}
+template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
+py::object written(Choice choice) {
+  return py::str(names_of(choice)[static_cast<size_t>(choice)]);
+}
+
+// The options by name.
+py::dict options_to_python(const Options& options) {
+  py::dict by_name;
+  Options::each(options, [&](const char* name, const auto& option) { by_name[name] = written(option); });
+  return by_name;
+}
+
+// One tensor, a list of tensors, or None for no tensors.
+py::object to_python(const Entries& entries) {
+  if (entries.tensors.empty()) {
+    return py::none();
+  }
+  return entries.stacked ? py::cast(entries.tensors[0]) : py::cast(entries.tensors);
 }
 
 class MultiStepLossBackward : public BackwardNode {
@@ -180,7 +222,7 @@ class MultiStepLossBackward : public BackwardNode {
     }
     for (Entries entries : saved.call.targets) {
       for (at::Tensor& tensor : entries.tensors) {
-        tensor = with_edge(tensor, autograd::Edge());
+        tensor = with_edge(tensor, {});
       }
       targets.append(to_python(entries));
     }

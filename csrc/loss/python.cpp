@@ -1,6 +1,5 @@
 #include "python.h"
 
-#include "../torch/autograd.h"
 #include "../torch/tensor_element.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -10,7 +9,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 #include <utility>
 
 namespace gradscale {
@@ -241,36 +239,6 @@ void check_classes(const Plan& plan, size_t h, const Call& call) {
   }
 }
 
-at::Tensor without_edge(const at::Tensor& tensor) {
-  return with_edge(tensor, torch::autograd::Edge());
-}
-
-// Options as Python objects. The tensors are detached from their graph, except head weights, which may get a gradient.
-py::object written(const at::Tensor& tensor) {
-  return tensor.defined() ? py::cast(without_edge(tensor)) : py::object(py::none());
-}
-py::object written(const StepNumbers& numbers) {
-  return numbers.numbers.empty() ? written(numbers.tensor) : py::cast(numbers.numbers);
-}
-py::object written(const HeadWeight& weight) {
-  return weight.tensor.defined() ? py::cast(weight.tensor) : py::object(py::float_(weight.number));
-}
-template <class T>
-py::object written(const ByHead<T>& by_head) {
-  py::list list;
-  for (const T& value : by_head.values) {
-    list.append(written(value));
-  }
-  return list;
-}
-py::object written(bool flag) {
-  return py::bool_(flag);
-}
-template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
-py::object written(Choice choice) {
-  return py::str(names_of(choice)[static_cast<size_t>(choice)]);
-}
-
 // Reads and checks the arguments of a call; false if the kernels do not accept it.
 bool read_call(const Plan& plan, py::handle predictions, py::handle targets, py::handle options, Call& call) {
   if (!ordinary_or_inference_context() || !PyTuple_Check(options.ptr()) ||
@@ -361,19 +329,6 @@ py::object multi_step_loss(
     record_call(std::move(call), outputs, plan);
   }
   return outputs_to_python(*plan, outputs, with_gradient);
-}
-
-py::dict options_to_python(const Options& options) {
-  py::dict by_name;
-  Options::each(options, [&](const char* name, const auto& option) { by_name[name] = written(option); });
-  return by_name;
-}
-
-py::object to_python(const Entries& entries) {
-  if (entries.tensors.empty()) {
-    return py::none();
-  }
-  return entries.stacked ? py::cast(entries.tensors[0]) : py::cast(entries.tensors);
 }
 
 } // namespace gradscale

@@ -31,12 +31,6 @@ std::shared_ptr<Plan> make_plan(
 py::object multi_step_loss(
     const std::shared_ptr<Plan>& plan, py::handle predictions, py::handle targets, py::handle options);
 
-// The options by name. Tensors are detached from their graph, except head weights.
-py::dict options_to_python(const Options& options);
-
-// One tensor, a list of tensors, or None for no tensors.
-py::object to_python(const Entries& entries);
-
 // ---- The gradient function; the registered operator has its own, in operator.cpp ------------------------------------
 
 // Gives the loss in `outputs` its gradient function, a node of the graph that owns the call.
