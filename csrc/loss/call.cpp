@@ -370,9 +370,7 @@ void Call::add_coefficients(size_t h, Slab incoming) {
   coefficients.step_weights = step_weight(step_weights[h]);
   coefficients.step_gradient_scale = step_weight(step_gradient_scale[h]);
   coefficients.importance_weights = weight_of(importance_weights[h], 0, -1);
-  if (mask[h].defined()) {
-    coefficients.mask = {mask[h].const_data_ptr<bool>(), mask[h].stride(batch_dim()), mask[h].stride(1 - batch_dim())};
-  }
+  coefficients.mask = step_mask(h);
   coefficients.factor = (*heads)[h].weight / divisor(h, coefficients.mask);
   if (divisors.defined() && (num_entries.defined() || mask[h].defined())) {
     coefficients.divisor = divisors.mutable_data_ptr<double>() + h;
@@ -382,6 +380,13 @@ void Call::add_coefficients(size_t h, Slab incoming) {
   coefficients.share = slab(outputs.shares[h], 1);
   coefficients.grad_output = incoming;
   coefficients_.push_back(coefficients);
+}
+
+StepMask Call::step_mask(size_t head) const {
+  const at::Tensor& tensor = mask[head];
+  return tensor.defined()
+             ? StepMask{tensor.const_data_ptr<bool>(), tensor.stride(batch_dim()), tensor.stride(1 - batch_dim())}
+             : StepMask{};
 }
 
 // The divisor of a head's sum; 1 if only the device has the divisor.
@@ -459,7 +464,6 @@ const Entries& Call::with_contiguous_elements(const Entries& entries) {
   return copy;
 }
 
-// The rows of a step. Step 0 is the first step of the head.
 Rows Call::rows_of(const Entries& entries, int64_t step) const {
   return view_rows(entries.tensors[entries.stacked ? 0 : step], entries.stacked, step);
 }

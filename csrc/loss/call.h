@@ -244,7 +244,10 @@ struct Call : Options {
   // Describes a pass over the rows that writes the allocated outputs and gradients; valid until end_pass().
   Pass begin_pass();
   void end_pass();
-  Slab slab(const at::Tensor& tensor, int64_t stride) const;
+
+  // The rows of a step. Step 0 is the first step of the head.
+  Rows rows_of(const Entries& entries, int64_t step) const;
+  StepMask step_mask(size_t head) const;
 
  private:
   at::Tensor make_entries(size_t head) const;
@@ -252,8 +255,8 @@ struct Call : Options {
   double divisor(size_t head, const StepMask& counted) const;
   void add_segments(size_t head);
   const Entries& with_contiguous_elements(const Entries& entries);
-  Rows rows_of(const Entries& entries, int64_t step) const;
   Rows view_rows(const at::Tensor& tensor, bool stacked, int64_t step) const;
+  Slab slab(const at::Tensor& tensor, int64_t stride) const;
   Slab column(const at::Tensor& tensor, int64_t step) const;
 
   std::vector<Coefficients> coefficients_; // by head

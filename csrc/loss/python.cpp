@@ -203,32 +203,24 @@ bool read_options(const Plan& plan, py::handle options, Call& call) {
 // checked, because reading them would synchronize.
 void check_classes(const Plan& plan, size_t h, const Call& call) {
   const Entries& targets = call.targets[h];
-  const int64_t first_step = plan.table[h].first_step;
   if (targets.tensors.empty() || !targets.tensors[0].is_cpu()) {
     return;
   }
-  const int64_t mask_batch_dim = call.batch_dim();
-  for (int64_t t = 0; t < call.steps - first_step; ++t) {
-    const at::Tensor& whole = targets.tensors[targets.stacked ? 0 : t];
-    if (whole.scalar_type() != at::kLong) {
+  const int64_t first_step = plan.table[h].first_step, number = call.predictions[h].tensors[0].size(-1);
+  const StepMask mask = call.step_mask(h);
+  for (int64_t step = first_step; step < call.steps; ++step) {
+    const Rows classes = call.rows_of(targets, step - first_step);
+    if (classes.element != Element::int64) {
       continue;
     }
-    const int64_t batch_dim = call.batch_dim(targets);
-    const int64_t* classes = whole.const_data_ptr<int64_t>() + (targets.stacked ? t * whole.stride(1 - batch_dim) : 0);
-    const int64_t number = call.predictions[h].tensors[0].size(-1);
-    const at::Tensor& mask = call.mask[h];
     for (int64_t b = 0; b < call.batch; ++b) {
-      const int64_t chosen = classes[b * whole.stride(batch_dim)];
-      const bool unmasked =
-          !mask.defined() ||
-          mask.const_data_ptr<
-              bool>()[b * mask.stride(mask_batch_dim) + (t + first_step) * mask.stride(1 - mask_batch_dim)];
+      const int64_t chosen = static_cast<const int64_t*>(classes.data)[b * classes.stride];
       TORCH_CHECK_VALUE(
-          !unmasked || (chosen >= 0 && chosen < number),
+          !mask.includes(b, step) || (chosen >= 0 && chosen < number),
           "multi_step_loss: the target of head '",
           py::str(plan.names[h]).cast<std::string>(),
           "' at step ",
-          t + first_step,
+          step,
           " must be classes from 0 to ",
           number - 1,
           ", but sample ",
