@@ -77,9 +77,14 @@ void run_rows(const Pass& pass) {
   });
 }
 
-// Adds a head's losses, weighted and summed over its steps, to the loss of each sample, and stores the head's share of
-// the reduced loss, without importance weights and head weight, in `weighted`. Sets the sums of the head's unmasked
-// losses. `segments` are the segments of this head.
+// A sample of a head.
+struct SampleOfHead {
+  double weighted;  // its share of the reduced loss, without importance weight and head weight
+  bool has_entries; // unmasked ones
+};
+
+// Adds a head's losses, weighted and summed over its steps, to the loss of each sample, and stores its samples in
+// `own`. Sets the sums of the head's unmasked losses. `segments` are the segments of this head.
 template <class T>
 void add_head(
     const Pass& pass,
@@ -87,7 +92,7 @@ void add_head(
     const Coefficients& coefficients,
     const Segment* segments,
     double* samples,
-    double* weighted,
+    SampleOfHead* own,
     HeadSums& sums) {
   const int64_t steps = pass.steps_of(head);
   const auto has_weight = [](const Segment& segment) { return segment.step_weight != 1; };
@@ -112,20 +117,11 @@ void add_head(
     }
     weighted_sum = plain ? sample_sum : weighted_sum;
     head_sum += sample_sum;
-    samples[b] += count == count_before ? 0.0 : head.weight * head_weight * weighted_sum;
-    weighted[b] = coefficients.factor * weighted_sum;
+    own[b] = {coefficients.factor * weighted_sum, count != count_before};
+    samples[b] += own[b].has_entries ? head.weight * head_weight * weighted_sum : 0.0;
   }
   sums.losses = head_sum;
   sums.unmasked = static_cast<double>(count);
-}
-
-bool has_entries(const Pass& pass, int64_t head, int64_t sample) {
-  for (int64_t step = pass.heads[head].first_step; step < pass.steps; ++step) {
-    if (pass.coefficients[head].mask.includes(sample, step)) {
-      return true;
-    }
-  }
-  return false;
 }
 
 void clear_gradients(const Pass& pass, int64_t sample) {
@@ -159,13 +155,13 @@ void add_metrics(const Pass& pass, const Segment* segments, int64_t steps, HeadS
 // samples whose loss is not finite. Sums are computed in a fixed order.
 template <class T>
 void reduce(const Pass& pass) {
-  std::vector<double> samples(pass.batch, 0.0);              // L_b
-  std::vector<double> weighted(pass.num_heads * pass.batch); // by head and sample: see add_head()
+  std::vector<double> samples(pass.batch, 0.0);                   // L_b
+  std::vector<SampleOfHead> by_head(pass.num_heads * pass.batch); // and by sample
   std::vector<HeadSums> sums(pass.num_heads);
   const Segment* segments = pass.segments;
   for (int64_t h = 0; h < pass.num_heads; ++h) {
     const Head& head = pass.heads[h];
-    double* own = weighted.data() + h * pass.batch;
+    SampleOfHead* own = by_head.data() + h * pass.batch;
     add_head<T>(pass, head, pass.coefficients[h], segments, samples.data(), own, sums[h]);
     segments += pass.steps_of(head);
   }
@@ -183,14 +179,13 @@ void reduce(const Pass& pass) {
     const Coefficients& coefficients = pass.coefficients[h];
     const StepWeight importance = coefficients.importance_weights;
     const double head_weight = coefficients.head_weight();
-    const double* own = weighted.data() + h * pass.batch;
+    const SampleOfHead* own = by_head.data() + h * pass.batch;
     double shares = 0;
     for (int64_t b = 0; b < pass.batch; ++b) {
       const double weight = importance.at(b, 0);
       // A sample without unmasked entries adds 0, also if a weight is not finite.
-      const bool counts =
-          !(pass.skips_nonfinite && !is_finite(b)) && (std::isfinite(weight * head_weight) || has_entries(pass, h, b));
-      const double share = counts ? weight * own[b] : 0.0;
+      const bool counts = own[b].has_entries && !(pass.skips_nonfinite && !is_finite(b));
+      const double share = counts ? weight * own[b].weighted : 0.0;
       shares += share;
       contributions[b] += counts ? head_weight * share : 0.0;
       if (pass.each_sample && coefficients.share.data != nullptr) {
