@@ -17,7 +17,6 @@ namespace {
 
 template <class A>
 struct Softmax {
-  A maximum;
   A sum;     // sum of exp(logit - maximum)
   A moment;  // sum of exp(logit - maximum) (2j - width + 1)
   A* values; // exp(logit - maximum)
@@ -190,7 +189,7 @@ Softmax<A> softmax_of(const T* logits, int64_t width, A maximum, Ahead ahead, A*
     moment += sum * Lanes<A>(static_cast<A>(blocks)) - partial_sums;
     weighted = total(moment * Lanes<A>(2 * kLanes) + sum * offset);
   }
-  return {maximum, total(sum), weighted, values};
+  return {total(sum), weighted, values};
 }
 
 template <bool with_moment, class T, class A>

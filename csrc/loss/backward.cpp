@@ -263,7 +263,7 @@ at::Tensor head_weight_gradient(const at::Tensor& share, const at::Tensor& grad_
   return share.dim() == 0 ? gradient : gradient.sum();
 }
 
-void record_call(Call call, const Outputs& outputs, std::shared_ptr<Plan> plan) {
+void record_call(Call call, std::shared_ptr<Plan> plan) {
   MultiStepLossBackward* node = nullptr;
   const NodePtr handle = make_node(node);
   Tensors differentiable;
@@ -273,9 +273,10 @@ void record_call(Call call, const Outputs& outputs, std::shared_ptr<Plan> plan) 
     differentiable.push_back(weight.tensor);
   }
   node->set_next_edges(autograd::collect_next_edges(differentiable));
+  Outputs outputs = std::exchange(call.outputs, {});
   Tensors gradients = std::exchange(call.gradients, {});
   const auto saved = std::make_shared<Saved>();
-  saved->shares = outputs.shares;
+  saved->shares = std::move(outputs.shares);
   saved->call = std::move(call);
   saved->plan = std::move(plan);
   saved->versions = versions_of(saved->call);

@@ -39,13 +39,14 @@ class Checks {
 
   bool all() const {
     for (size_t h = 0; h < heads_.size(); ++h) {
-      if (!head(h) || (call_.mask[h].defined() && !is_batch_by_steps(call_.mask[h]))) {
+      if (!head(h)) {
         return false;
       }
     }
     return each(call_.step_weights, [&](const StepNumbers& numbers) { return step_numbers(numbers); }) &&
            each(call_.step_gradient_scale, [&](const StepNumbers& numbers) { return step_numbers(numbers); }) &&
            each(call_.importance_weights, [&](const at::Tensor& weights) { return importance_weights(weights); }) &&
+           each(call_.mask, [&](const at::Tensor& mask) { return !mask.defined() || is_batch_by_steps(mask); }) &&
            each(call_.head_weights, [&](const HeadWeight& weight) { return head_weight(weight); }) &&
            (call_.head_weights.values.size() != 1 || heads_.size() == 1) && // each weight has its own share
            counts(call_.num_entries) && on_one_device();
@@ -68,7 +69,7 @@ class Checks {
         (heads_.has_target(h) && steps_of(targets, call_.batch_first) != steps)) {
       return false;
     }
-    if (predictions.dims() < 0) {
+    if (predictions.tensors[0].dim() < predictions.leading_dims()) {
       return false;
     }
     const at::IntArrayRef sizes = predictions.sizes(0);
@@ -216,7 +217,6 @@ Heads::Heads(const std::vector<std::string>& names, const std::vector<double>& n
 bool Call::settle(const Heads& given) {
   const auto is_empty = [](const Entries& entries) { return entries.tensors.empty(); };
   if (predictions.size() != given.size() || targets.size() != given.size() ||
-      (mask.differs() && mask.values.size() != given.size()) ||
       std::any_of(predictions.begin(), predictions.end(), is_empty)) {
     return false;
   }

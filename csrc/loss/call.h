@@ -106,10 +106,6 @@ struct ByHead {
     static const T none{};
     return values.empty() ? none : values[values.size() == 1 ? 0 : head];
   }
-  // True if heads may have different values.
-  bool differs() const {
-    return values.size() > 1;
-  }
 };
 
 // The options of a call, in the order of `Options` in gradscale_ext/call/options.py. Masks are [B, T] ([T, B] without
@@ -179,11 +175,7 @@ struct Entries {
   int64_t leading_dims() const {
     return stacked ? 2 : 1;
   }
-  // The number of dimensions after the leading ones.
-  int64_t dims() const {
-    return tensors[0].dim() - leading_dims();
-  }
-  // The sizes of these dimensions. Step 0 is the first step of the head.
+  // The sizes of the dimensions after these. Step 0 is the first step of the head.
   at::IntArrayRef sizes(int64_t step) const {
     return tensors[stacked ? 0 : step].sizes().slice(leading_dims());
   }

@@ -248,8 +248,8 @@ bool read_call(const Plan& plan, py::handle predictions, py::handle targets, py:
   return true;
 }
 
-// `with_gradient`: by head, true if a prediction has a gradient.
-py::dict outputs_to_python(const Plan& plan, const Outputs& outputs, const std::vector<bool>& with_gradient) {
+py::dict outputs_to_python(const Plan& plan, const Call& call) {
+  const Outputs& outputs = call.outputs;
   const at::AutoDispatchBelowADInplaceOrView guard; // no view tracking: users never see the bases
   const Tensors means = outputs.head_means.unbind();
   const Tensors losses = outputs.head_losses.unbind();
@@ -263,7 +263,7 @@ py::dict outputs_to_python(const Plan& plan, const Outputs& outputs, const std::
     details[static_cast<size_t>(plan.table[h].detail)][name] = outputs.details[h];
     head_means[name] = means[h];
     head_losses[name] = losses[h];
-    if (with_gradient[h]) {
+    if (call.wants_head(h)) {
       head_gradient_norms[name] = norms[h];
     }
     if (has_largest_logit(plan.table[h].kind)) {
@@ -312,15 +312,11 @@ py::object multi_step_loss(
     at::NoGradGuard no_grad;
     run(call);
   }
-  const Outputs outputs = std::exchange(call.outputs, {});
-  std::vector<bool> with_gradient;
-  for (size_t h = 0; h < plan->table.size(); ++h) {
-    with_gradient.push_back(call.wants_head(h));
-  }
+  py::dict result = outputs_to_python(*plan, call);
   if (call.wants_any()) {
-    record_call(std::move(call), outputs, plan);
+    record_call(std::move(call), plan);
   }
-  return outputs_to_python(*plan, outputs, with_gradient);
+  return result;
 }
 
 } // namespace gradscale

@@ -33,8 +33,8 @@ py::object multi_step_loss(
 
 // ---- The gradient function; the registered operator has its own, in operator.cpp ------------------------------------
 
-// Gives the loss in `outputs` its gradient function, a node of the graph that owns the call.
-void record_call(Call call, const Outputs& outputs, std::shared_ptr<Plan> plan);
+// Gives the loss of a call its gradient function, a node of the graph that owns the call without its outputs.
+void record_call(Call call, std::shared_ptr<Plan> plan);
 
 // The gradient of a head weight, from the head's share of the loss before this weight, in the type of the loss, which
 // the engine of autograd converts.

@@ -2,11 +2,8 @@
 #include "../cpu/scratch.h"
 #include "../cuda/driver.h"
 #include "call.h"
-#include "segment.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <atomic>
