@@ -26,12 +26,6 @@ struct BlockOfRows {
   int32_t index; // of the block in the segment
   char* shared;  // kSharedBytes of the kind of rows, aligned to 16 bytes
 
-  // The raw centres in A, the type of sums; null if the support has none.
-  template <class A>
-  GRADSCALE_DEVICE const A* raw_centers() const {
-    return span.raw_centers < 0 ? nullptr : reinterpret_cast<const A*>(table + span.raw_centers);
-  }
-
   GRADSCALE_DEVICE RowFactor factor_of(int64_t row) const {
     RowFactor result{coefficients.mask.includes(row, segment.step), 0};
     if (segment.gradient.data != nullptr) {

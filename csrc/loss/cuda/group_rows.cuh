@@ -55,12 +55,6 @@ struct RowTask : RowOfThread {
   }
 };
 
-template <class A>
-GRADSCALE_DEVICE A bin_smoothing(const RowTask& task) {
-  const double smoothing = task.block.head.label_smoothing;
-  return smoothing == 0 ? A(0) : static_cast<A>(smoothing / static_cast<double>(task.block.segment.width));
-}
-
 // ---- Logits ---------------------------------------------------------------------------------------------------------
 
 // Used where lane_rows.cuh is not, such as for float64, raw supports, and rows that are too wide for the registers of a
@@ -117,9 +111,11 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
   const Head& head = task.block.head;
   const LogitsRow<T> row{task.template prediction<T>(), task.width, task.group};
   const Entropy entropy{static_cast<A>(head.entropy_weight)};
-  const A target_share = static_cast<A>(1 - head.label_smoothing);
-  const A everywhere = bin_smoothing<A>(task); // label_smoothing / width
-  A largest_finite;                            // of this thread's logits
+  const double smoothing = head.label_smoothing;
+  const A target_share = static_cast<A>(1 - smoothing);
+  const A everywhere =
+      smoothing == 0 ? A(0) : static_cast<A>(smoothing / static_cast<double>(task.block.segment.width));
+  A largest_finite; // of this thread's logits
   const A maximum = row.maximum(largest_finite);
 
   // Calls function(differences, targets, first) for the 16-byte windows of this thread.
@@ -150,7 +146,8 @@ GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
     sum = task.group.sum(sum);
   }
   if (head.has_support() && head.support.raw) {
-    sums[Entropy::kWeighted] = raw_moment(row, maximum, task.block.template raw_centers<A>());
+    const char* centers = task.block.table + task.block.span.raw_centers; // in A
+    sums[Entropy::kWeighted] = raw_moment(row, maximum, reinterpret_cast<const A*>(centers));
   }
   const A sum = sums[Entropy::kSum];
   const A detail =

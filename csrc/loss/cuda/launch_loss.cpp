@@ -136,8 +136,7 @@ int64_t total_blocks(const Pass& pass) {
 // The launches of a pass.
 class Launches {
  public:
-  Launches(const Pass& pass, const OnDevice& device)
-      : pass_(pass), device_(device), raw_centers_(2 * pass.num_heads, -1) {
+  Launches(const Pass& pass, const OnDevice& device) : pass_(pass), device_(device) {
     argument_.pass = pass;
     const int64_t blocks = total_blocks(pass);
     const auto bytes_of_block = static_cast<int64_t>(sizeof(LossSums) + pass.num_heads * sizeof(HeadSums));
@@ -204,22 +203,21 @@ class Launches {
            static_cast<int32_t>(blocks),
            row_kind,
            threads,
-           raw_centers(segment, head)});
+           add_raw_centers(segment)});
     }
     blocks_ += blocks;
     last_segment_ = index;
   }
 
-  // The offset of a head's raw centres in the table, in the type of the segment's sums; -1: the support is not raw.
-  int64_t raw_centers(const Segment& segment, int32_t head) {
+  // Adds the raw centres of a segment's head to the table, in the type of its sums. Returns their offset, or -1 if the
+  // support is not raw.
+  int64_t add_raw_centers(const Segment& segment) {
     const Support& support = segment.head->support;
-    const bool is_double = segment.prediction.element == Element::float64;
-    int64_t& place = raw_centers_[2 * head + (is_double ? 1 : 0)];
-    if (support.raw && place < 0) {
-      place = is_double ? table_.add(support.raw_centers, support.num_bins)
-                        : table_.add(support.raw_centers_float, support.num_bins);
+    if (!support.raw) {
+      return -1;
     }
-    return place;
+    return segment.prediction.element == Element::float64 ? table_.add(support.raw_centers, support.num_bins)
+                                                          : table_.add(support.raw_centers_float, support.num_bins);
   }
 
   const Pass& pass_;
@@ -229,9 +227,8 @@ class Launches {
   TableBuilder table_;
   std::vector<Span> spans_;
   std::vector<RowSpecification> row_kinds_;
-  std::vector<int64_t> raw_centers_; // by head, for float and double: offsets in the table; -1: not added
-  int64_t last_segment_ = -1;        // of the last span
-  int64_t blocks_ = 0;               // of loss_rows
+  int64_t last_segment_ = -1; // of the last span
+  int64_t blocks_ = 0;        // of loss_rows
 };
 
 } // namespace
