@@ -75,35 +75,33 @@ GRADSCALE_HOST_DEVICE void each_square(int64_t width, Body body) {
   }
 }
 
-template <class T, class A>
-void read_tile_of(const Rows& rows, const Group& group, int64_t width, Tile<A>& tile) {
-  if constexpr (std::is_same_v<A, typename AccumulateType<T>::type>) {
-    const T* begin = row_of<T>(rows, group.first);
-    const int64_t stride = rows.stride, last = group.count - 1;
-    each_square(width, [=, &tile](int64_t first, auto lanes) {
-      const T* row = begin + first;
-      transpose<A>(
-          [&](int64_t i) { // lanes without a row repeat the last one
-            const T* own = row;
-            row += i < last ? stride : 0;
-            return load_lanes(own, lanes);
-          },
-          [&](int64_t j, Lanes<A> column) { tile.store_column(first + j, column); },
-          std::make_index_sequence<kLanes>());
-    });
-  } else { // targets of another type than the predictions
-    for (int64_t i = 0; i < kLanes; ++i) {
-      const T* row = lane_row<T>(rows, group, i);
-      for (int64_t j = 0; j < width; ++j) {
-        tile.at[j][i] = static_cast<A>(to_accumulate(row[j]));
-      }
-    }
-  }
-}
-
 template <class A>
 void read_tile(const Rows& rows, const Group& group, int64_t width, Tile<A>& tile) {
-  dispatch_element(rows.element, [&](auto type) { read_tile_of<decltype(type)>(rows, group, width, tile); });
+  dispatch_element(rows.element, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (std::is_same_v<A, typename AccumulateType<T>::type>) {
+      const T* begin = row_of<T>(rows, group.first);
+      const int64_t stride = rows.stride, last = group.count - 1;
+      each_square(width, [=, &tile](int64_t first, auto lanes) {
+        const T* row = begin + first;
+        transpose<A>(
+            [&](int64_t i) { // lanes without a row repeat the last one
+              const T* own = row;
+              row += i < last ? stride : 0;
+              return load_lanes(own, lanes);
+            },
+            [&](int64_t j, Lanes<A> column) { tile.store_column(first + j, column); },
+            std::make_index_sequence<kLanes>());
+      });
+    } else { // targets of another type than the predictions
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const T* row = lane_row<T>(rows, group, i);
+        for (int64_t j = 0; j < width; ++j) {
+          tile.at[j][i] = static_cast<A>(to_accumulate(row[j]));
+        }
+      }
+    }
+  });
 }
 
 template <class A>
