@@ -33,28 +33,11 @@ namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-template <class A>
-void run_short_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end) {
-  const auto nothing = [](auto) {};
-  const auto groups = [&](auto run) { each_group(s, coefficients, begin, end, run); };
-  dispatch_kind<A>(
-      *s.head,
-      [&](auto encode) {
-        groups([&](const Group& group) {
-          const Targets<decltype(encode(0.0))> targets(s, group);
-          short_categorical_rows<A>(s, group, targets.encoded);
-        });
-      },
-      [&] { groups([&](const Group& group) { short_policy_rows<A>(s, group); }); },
-      nothing,
-      nothing,
-      nothing);
-}
-
 template <class T, class G>
 void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* memory) {
   using A = typename AccumulateType<T>::type;
   A* scratch = reinterpret_cast<A*>(memory);
+  const bool is_short = s.width <= kShortRow && end - begin >= 6; // and numerous enough to fill the lanes
   const auto groups = [&](auto run) { each_group(s, coefficients, begin, end, run); };
   const auto each = [&](auto run) {
     groups([&](const Group& group) {
@@ -71,10 +54,15 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
       [&](auto encode) {
         groups([&](const Group& group) {
           const Targets<decltype(encode(0.0))> targets(s, group);
-          categorical_rows<T, G>(s, group, targets.encoded, scratch);
+          is_short ? short_categorical_rows<A>(s, group, targets.encoded)
+                   : categorical_rows<T, G>(s, group, targets.encoded, scratch);
         });
       },
-      [&] { groups([&](const Group& group) { soft_cross_entropy_rows<T, G>(s, group, scratch); }); },
+      [&] {
+        groups([&](const Group& group) {
+          is_short ? short_policy_rows<A>(s, group) : soft_cross_entropy_rows<T, G>(s, group, scratch);
+        });
+      },
       [&](auto tag) {
         using RowHead = typename decltype(tag)::Head;
         if constexpr (!RowHead::kGradientWaits) {
@@ -92,16 +80,7 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
       });
 }
 
-// True if the rows are short logits, and numerous enough to fill the lanes.
-bool side_by_side(const Segment& s, int64_t count) {
-  return has_logits(s.head->kind) && s.width <= kShortRow && count >= 6;
-}
-
 void run_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* scratch) {
-  if (side_by_side(s, end - begin)) {
-    return s.prediction.element == Element::float64 ? run_short_rows<double>(s, coefficients, begin, end)
-                                                    : run_short_rows<float>(s, coefficients, begin, end);
-  }
   dispatch_element(s.prediction.element, [&](auto type) {
     using T = decltype(type);
     using A = typename AccumulateType<T>::type;

@@ -215,7 +215,7 @@ struct ShortRows {
 
 // Short rows of the heads with a support: see categorical_row().
 template <class A, class Target>
-void short_categorical_rows(const Segment& s, const Group& group, const Target* targets) {
+[[gnu::noinline]] void short_categorical_rows(const Segment& s, const Group& group, const Target* targets) {
   const A target_share = static_cast<A>(1 - s.head->label_smoothing);
   const A everywhere = static_cast<A>(s.head->label_smoothing / static_cast<double>(s.width));
   ShortRows<A> rows;
@@ -268,7 +268,7 @@ void read_target_tile(const Segment& s, const Group& group, Tile<A>& target) {
 
 // Short rows of policies: see soft_cross_entropy_row().
 template <class A>
-void short_policy_rows(const Segment& s, const Group& group) {
+[[gnu::noinline]] void short_policy_rows(const Segment& s, const Group& group) {
   ShortRows<A> rows;
   read_tile(s.prediction, group, s.width, rows.x);
   read_target_tile(s, group, rows.target);
