@@ -20,7 +20,7 @@ void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
   const A* x = widened(row_of<T>(s.prediction, row), width, scratch);
   A* t = second_row(scratch, width); // the target, then the gradient without its factor
   widen_row(s.target, row, width, t);
-  transform_many(s.head->support, width, t);
+  transform_many</*inverse=*/false>(s.head->support, width, t);
   RowHead head{{static_cast<double>(width), s.head}};
   if constexpr (RowHead::kScales) {
     const auto max_norm = [=](const A* y) { return largest(width, [=](int64_t j) { return std::abs(y[j]); }); };
@@ -63,7 +63,7 @@ void scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t beg
       dispatch_element(
           s.target.element, [&](auto type) { widen_column<decltype(type)>(s.target, first, count, target); });
     }
-    transform_many(s.head->support, count, target);
+    transform_many</*inverse=*/false>(s.head->support, count, target);
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
       loss[i] = head.finish(head.terms(x[i], target[i]));

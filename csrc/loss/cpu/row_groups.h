@@ -86,33 +86,20 @@ void each_group(const Segment& s, const Coefficients& coefficients, int64_t begi
   }
 }
 
-// Applies a transform to `count` numbers, vectorised if it needs no library function except sqrt.
-template <class A>
+// Applies the transform of a support, or its inverse, to `count` numbers. It is vectorised if it needs no library
+// function except sqrt.
+template <bool inverse, class A>
 void transform_many(const Support& support, int64_t count, A* x) {
   const A eps = static_cast<A>(support.eps);
   if (support.transform == Transform::signed_hyperbolic) {
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
-      x[i] = signed_hyperbolic(x[i], eps);
+      x[i] = inverse ? signed_parabolic(x[i], eps) : signed_hyperbolic(x[i], eps);
     }
   } else if (support.transform != Transform::identity) {
     for (int64_t i = 0; i < count; ++i) {
-      x[i] = transform_value(support.transform, x[i], eps);
-    }
-  }
-}
-
-template <class A>
-void inverse_transform_many(const Support& support, int64_t count, A* y) {
-  const A eps = static_cast<A>(support.eps);
-  if (support.transform == Transform::signed_hyperbolic) {
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) {
-      y[i] = signed_parabolic(y[i], eps);
-    }
-  } else if (support.transform != Transform::identity) {
-    for (int64_t i = 0; i < count; ++i) {
-      y[i] = inverse_transform_value(support.transform, y[i], eps);
+      x[i] = inverse ? inverse_transform_value(support.transform, x[i], eps)
+                     : transform_value(support.transform, x[i], eps);
     }
   }
 }
@@ -131,7 +118,7 @@ inline void encode_many(const Head& head, const Group& group, const double* scal
   for (int64_t i = 0; i < lanes; ++i) {
     positions[i] = clamp_finite(scalars[i]);
   }
-  transform_many(head.support, lanes, positions);
+  transform_many</*inverse=*/false>(head.support, lanes, positions);
 #pragma omp simd
   for (int64_t i = 0; i < lanes; ++i) {
     positions[i] = position_among_bins(positions[i], head.support);
@@ -224,7 +211,7 @@ void store_decoded(const Segment& s, const Group& group, const GroupSums<A>& sum
     for (int64_t i = 0; i < lanes; ++i) {
       decoded[i] = expectation_from_moment(decoded[i], support);
     }
-    inverse_transform_many(support, lanes, decoded);
+    transform_many</*inverse=*/true>(support, lanes, decoded);
   }
   s.detail.store(group.first, group.count, decoded);
 }
