@@ -46,11 +46,9 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
       }
     });
   };
-  const auto scalar = [&](auto tag) {
-    scalar_rows<typename decltype(tag)::Head, T, G, A>(s, coefficients, begin, end);
-  };
+  const auto scalar = [&](const auto& head) { scalar_rows<T, G>(head, s, coefficients, begin, end); };
   dispatch_kind<A>(
-      *s.head,
+      s,
       [&](auto encode) {
         groups([&](const Group& group) {
           const Targets<decltype(encode(0.0))> targets(s, group);
@@ -63,20 +61,17 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
           is_short ? short_policy_rows<A>(s, group) : soft_cross_entropy_rows<T, G>(s, group, scratch);
         });
       },
-      [&](auto tag) {
-        using RowHead = typename decltype(tag)::Head;
-        if constexpr (!RowHead::kGradientWaits) {
+      [&](const auto& head) {
+        if constexpr (!std::decay_t<decltype(head)>::kGradientWaits) {
           if (s.width == 1) {
-            return scalar(tag);
+            return scalar(head);
           }
         }
-        each([&](int64_t row, double coefficient) { vector_row<RowHead, T, G>(s, row, coefficient, scratch); });
+        each([&](int64_t row, double coefficient) { vector_row<T, G>(head, s, row, coefficient, scratch); });
       },
       scalar,
-      [&](auto tag) {
-        using RowHead = typename decltype(tag)::Head;
-        each(
-            [&](int64_t row, double coefficient) { own_row<T, G>(RowHead(*s.head, s), s, row, coefficient, scratch); });
+      [&](const auto& head) {
+        each([&](int64_t row, double coefficient) { own_row<T, G>(head, s, row, coefficient, scratch); });
       });
 }
 
