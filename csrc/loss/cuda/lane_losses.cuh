@@ -9,15 +9,24 @@
 
 namespace gradscale {
 
-// The base of both losses: the factor of each row of a warp, and stores of its results.
+// The base of both losses: the factor of each row of a warp, its label smoothing, and stores of its results.
 struct LaneLoss {
+  using Exponent = BinaryExponent;
+  static constexpr bool kLoadsAhead = true, kFinishes = true, kHasMetrics = true;
+
   const BlockOfRows& block;
   RowsOfWarp warp;
-  float coefficient; // of the gradient of this lane's row
-  uint32_t counted;  // bit l is set if the row that lane l holds is neither masked nor skipped
-  int holder = 0;    // the lane that holds the numbers of the row being computed; set by begin_row()
+  float coefficient;       // of the gradient of this lane's row
+  uint32_t counted;        // bit l is set if the row that lane l holds is neither masked nor skipped
+  int holder = 0;          // the lane that holds the numbers of the row being computed; set by begin_row()
+  float target_weight;     // 1 - label_smoothing
+  float smoothing_per_bin; // label_smoothing / width
 
-  GRADSCALE_DEVICE LaneLoss(const BlockOfRows& block, const RowsOfWarp& warp) : block(block), warp(warp) {
+  GRADSCALE_DEVICE LaneLoss(const BlockOfRows& block, const RowsOfWarp& warp, bool smooths, int width)
+      : block(block),
+        warp(warp),
+        target_weight(smooths ? static_cast<float>(1 - block.head.label_smoothing) : 1.0f),
+        smoothing_per_bin(smooths ? static_cast<float>(block.head.label_smoothing / width) : 0.0f) {
     const RowFactor factor = block.factor_of(warp.own());
     coefficient = static_cast<float>(factor.coefficient);
     counted = __ballot_sync(kWholeWarp, factor.counts && warp.has_row());
@@ -38,19 +47,15 @@ struct LaneLoss {
 // log s - sum_j t_j d_j, over the bins j with mass; gradient c (p_j - t_j). LaneRows stores c p_j for all bins.
 // finish() then stores the bins with mass again, with one lane per row, or several if the warp has few rows.
 template <class Shape, class Bins, bool smooths>
-class BinsLoss : public Shape, public BinSums, LaneLoss {
+class BinsLoss : public Shape, public BinSums, public LaneLoss {
  public:
   using typename Shape::Gradient, typename Shape::Logit, typename Shape::Units, typename Shape::Values;
   static constexpr int kSums = smooths ? 3 : 2, kRowSums = 1;
-  using Exponent = BinaryExponent;
-  static constexpr bool kKeepsDifferences = false, kLoadsAhead = true, kFinishes = true, kHasMetrics = true;
-  using LaneLoss::counts;
+  static constexpr bool kKeepsDifferences = false;
 
   GRADSCALE_DEVICE BinsLoss(const BlockOfRows& block, const RowsOfWarp& warp)
-      : LaneLoss(block, warp),
-        bins_(block.segment.target.load(warp.own()), block.head.sigma_ratio, support()),
-        target_weight_(smooths ? static_cast<float>(1 - block.head.label_smoothing) : 1.0f),
-        smoothing_per_bin_(smooths ? static_cast<float>(block.head.label_smoothing / Shape::kWidth) : 0.0f) {
+      : LaneLoss(block, warp, smooths, Shape::kWidth),
+        bins_(block.segment.target.load(warp.own()), block.head.sigma_ratio, support()) {
     coefficient = bins_.is_nan() ? NAN : coefficient;
   }
 
@@ -70,7 +75,7 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
     const float per_exponential = c * approximate_reciprocal(sums[kSum]);
 #pragma unroll
     for (float& value : e) {
-      value = smooths ? value * per_exponential - c * smoothing_per_bin_ : value * per_exponential;
+      value = smooths ? value * per_exponential - c * smoothing_per_bin : value * per_exponential;
     }
   }
 
@@ -85,7 +90,7 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
   GRADSCALE_DEVICE void finish(const RowResults<kSums>& results, const RowsInMemory<Gradient>& to) const {
     const auto& sums = results.sums;
     const float log_sum = std::log(sums[kSum]), inverse_sum = approximate_reciprocal(sums[kSum]);
-    float cost = smooths ? smoothing_per_bin_ * sums[kShifted] * Exponent(results.maximum).unit() : 0.0f;
+    float cost = smooths ? smoothing_per_bin * sums[kShifted] * Exponent(results.maximum).unit() : 0.0f;
     float square = results.square;
     finish_bins(results.maximum, inverse_sum, to, cost, square);
     const float value = decoded_moment(2 * sums[kMoment] * inverse_sum, support());
@@ -138,10 +143,10 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
       const Logit* const x = logits.row(index);
       Gradient* const gradient = to.row(index);
       bins.each_bin(warp.lane - (index << lanes_shift), lanes_shift, [&](int32_t bin, float mass) {
-        const float d = exponent.difference(to_accumulate(x[bin])), t = mass * target_weight_;
+        const float d = exponent.difference(to_accumulate(x[bin])), t = mass * target_weight;
         cost += product(t, d) * exponent.unit(); // an illegal bin (-inf) without mass costs nothing
         if constexpr (Shape::kWantsGradient) {
-          const float value = c * (Exponent::exponential(d) * inverse_sum - (t + smoothing_per_bin_));
+          const float value = c * (Exponent::exponential(d) * inverse_sum - (t + smoothing_per_bin));
           square += value * value;
           gradient[bin] = from_accumulate<Gradient, float>(is_counted ? value : 0.0f);
         }
@@ -156,30 +161,22 @@ class BinsLoss : public Shape, public BinSums, LaneLoss {
   }
 
   Bins bins_;
-  float target_weight_;                // 1 - label_smoothing
-  float smoothing_per_bin_;            // label_smoothing / width
   typename Units::Mask with_mass_ = 0; // this lane's elements with mass
 };
 
 // Cross-entropy with a target over all logits, or with a class.
 template <class Shape, int options>
-class PolicyLoss : public Shape, LaneLoss {
+class PolicyLoss : public Shape, public LaneLoss {
   static constexpr bool kIsClass = !Shape::kHasTargets, kSmooths = (options & kSmoothing) != 0;
   using Entropy = CrossEntropy<float, options>;
 
  public:
   using typename Shape::Gradient, typename Shape::Units, typename Shape::Values;
   static constexpr int kSums = Entropy::kSums, kRowSums = Entropy::kHasEntropy ? 3 : 2;
-  using Exponent = BinaryExponent;
   static constexpr bool kKeepsDifferences = Entropy::kHasEntropy;
-  static constexpr bool kLoadsAhead = true, kFinishes = true, kHasMetrics = true;
-  using LaneLoss::counts;
 
   GRADSCALE_DEVICE PolicyLoss(const BlockOfRows& block, const RowsOfWarp& warp)
-      : LaneLoss(block, warp),
-        entropy_weight_(static_cast<float>(block.head.entropy_weight)),
-        target_weight_(static_cast<float>(1 - block.head.label_smoothing)),
-        smoothing_per_bin_(static_cast<float>(block.head.label_smoothing / Shape::kWidth)) {
+      : LaneLoss(block, warp, kSmooths, Shape::kWidth), entropy_weight_(static_cast<float>(block.head.entropy_weight)) {
     if constexpr (kIsClass) {
       const Segment& segment = block.segment;
       const int64_t index = static_cast<const int64_t*>(segment.target.data)[warp.own() * segment.target.stride];
@@ -200,7 +197,7 @@ class PolicyLoss : public Shape, LaneLoss {
       t = row_class_ == units.first + Units::index(n) ? 1.0f : (row_class_ < 0 ? NAN : 0.0f);
     }
     if constexpr (kIsClass || kSmooths) {
-      t = units.exists(n) ? (kSmooths ? t * target_weight_ + smoothing_per_bin_ : t) : 0.0f;
+      t = units.exists(n) ? (kSmooths ? t * target_weight + smoothing_per_bin : t) : 0.0f;
     }
     return t;
   }
@@ -241,8 +238,6 @@ class PolicyLoss : public Shape, LaneLoss {
  private:
   float entropy_weight_;
   Entropy row_entropy_{}; // with the weight for differences in the row's unit
-  float target_weight_;   // as in BinsLoss
-  float smoothing_per_bin_;
   int32_t class_ = 0, row_class_ = 0;
 };
 
