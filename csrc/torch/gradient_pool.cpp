@@ -7,12 +7,10 @@
 #include <c10/core/impl/alloc_cpu.h>
 
 #include <pthread.h>
-#include <algorithm>
-#include <iterator>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
-#include <vector>
 
 namespace gradscale {
 
@@ -30,14 +28,16 @@ struct FreeMemory {
 
 struct Block {
   std::unique_ptr<void, FreeMemory> memory;
-  size_t size = 0;
   int64_t call = 0; // `calls_` when the block was last taken or returned
 };
+
+// A tensor's block is a node taken out of the map of free blocks, by size in bytes. Returning it allocates nothing.
+using Blocks = std::multimap<size_t, Block>;
+using Node = Blocks::node_type;
 
 class GradientPool final : public c10::Allocator {
  public:
   GradientPool() {
-    free_.reserve(kMaxFreeBlocks); // returning a block must not allocate, which may fail
     // A child process has no thread that could unlock a mutex that was locked during fork.
     pthread_atfork([] { get().mutex_.lock(); }, [] { get().mutex_.unlock(); }, [] { get().mutex_.unlock(); });
   }
@@ -49,25 +49,29 @@ class GradientPool final : public c10::Allocator {
   }
 
   void begin_call() {
-    std::vector<Block> released; // freed after the mutex is unlocked
+    Blocks released; // freed after the mutex is unlocked
     const std::lock_guard<std::mutex> lock(mutex_);
     ++calls_;
-    const auto is_recent = [&](const Block& block) { return calls_ - block.call <= kMaxIdleCalls; };
-    release_until(std::find_if(free_.begin(), free_.end(), is_recent), released);
+    for (auto block = free_.begin(); block != free_.end();) {
+      const auto own = block++;
+      if (calls_ - own->second.call > kMaxIdleCalls) {
+        released.insert(free_.extract(own));
+      }
+    }
   }
 
   c10::DataPtr allocate(size_t size) override {
     if (size < kSmallestBlock) {
       return c10::GetCPUAllocator()->allocate(size);
     }
-    auto block = std::make_unique<Block>(take(size));
-    if (block->memory == nullptr) {
-      block->memory.reset(c10::alloc_cpu(size));
-      block->size = size;
+    auto node = std::make_unique<Node>(take(size));
+    Block& block = node->mapped();
+    if (block.memory == nullptr) {
+      block.memory.reset(c10::alloc_cpu(size));
     }
-    void* memory = block->memory.get();
-    c10::profiledCPUMemoryReporter().New(memory, block->size);
-    return {memory, block.release(), &take_back, c10::Device(c10::DeviceType::CPU)};
+    void* memory = block.memory.get();
+    c10::profiledCPUMemoryReporter().New(memory, node->key());
+    return {memory, node.release(), &take_back, c10::Device(c10::DeviceType::CPU)};
   }
 
   void copy_data(void* to, const void* from, size_t count) const override {
@@ -75,74 +79,52 @@ class GradientPool final : public c10::Allocator {
   }
 
   int64_t release() {
-    std::vector<Block> released;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return static_cast<int64_t>(release_until(free_.end(), released));
+    Blocks released;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      released.swap(free_);
+    }
+    size_t bytes = 0;
+    for (const auto& [size, block] : released) {
+      bytes += size;
+    }
+    return static_cast<int64_t>(bytes);
   }
 
  private:
-  using Blocks = std::vector<Block>;
-
-  // True if `size` is at least a quarter of `larger`, so that a block of `larger` bytes may hold `size` bytes.
-  static bool is_near(size_t size, size_t larger) {
-    return size >= larger / 4;
-  }
-
-  // Returns the smallest free block that is large enough and near `size`. If there is none, frees smaller blocks of at
-  // least a quarter of `size`, about `size` bytes in all, and returns a block without memory.
-  Block take(size_t size) {
-    std::vector<Block> released;
+  // Returns the smallest free block of `size` to four times `size` bytes, the last one returned if there are several.
+  // If there is none, frees smaller blocks of at least a quarter of `size`, about `size` bytes in all, and returns a
+  // block without memory.
+  Node take(size_t size) {
+    Blocks released;
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto best = free_.rend();
-    for (auto block = free_.rbegin(); block != free_.rend(); ++block) {
-      if (block->size >= size && is_near(size, block->size) && (best == free_.rend() || block->size < best->size)) {
-        best = block;
-        if (best->size == size) {
-          break;
-        }
-      }
-    }
-    Block taken;
-    if (best != free_.rend()) {
-      taken = std::move(*best);
-      free_.erase(std::next(best).base());
-    } else {
+    auto found = free_.lower_bound(size);
+    if (found == free_.end() || found->first / 4 > size) {
       size_t replaced = 0;
-      const auto is_replaced = [&](const Block& block) {
-        const bool replace = block.size < size && is_near(block.size, size) && replaced < size;
-        replaced += replace ? block.size : 0;
-        return replace;
-      };
-      release_until(std::stable_partition(free_.begin(), free_.end(), is_replaced), released);
+      for (auto block = free_.lower_bound(size / 4); block != found && replaced < size;) {
+        replaced += block->first;
+        released.insert(free_.extract(block++));
+      }
+      found = free_.emplace(size, Block());
     }
-    taken.call = calls_;
-    return taken;
+    found->second.call = calls_;
+    return free_.extract(found);
   }
 
   static void take_back(void* context) {
-    const std::unique_ptr<Block> block(static_cast<Block*>(context));
-    c10::profiledCPUMemoryReporter().Delete(block->memory.get());
+    const std::unique_ptr<Node> node(static_cast<Node*>(context));
+    Block& block = node->mapped();
+    c10::profiledCPUMemoryReporter().Delete(block.memory.get());
     GradientPool& pool = get();
     const std::lock_guard<std::mutex> lock(pool.mutex_);
-    if (pool.calls_ - block->call <= kMaxIdleCalls && pool.free_.size() < kMaxFreeBlocks) {
-      block->call = pool.calls_;
-      pool.free_.push_back(std::move(*block));
+    if (pool.calls_ - block.call <= kMaxIdleCalls && pool.free_.size() < kMaxFreeBlocks) {
+      block.call = pool.calls_;
+      pool.free_.insert(pool.free_.lower_bound(node->key()), std::move(*node));
     }
-  }
-
-  // Moves the free blocks before `end` to `released`; returns their bytes.
-  size_t release_until(Blocks::iterator end, Blocks& released) {
-    size_t bytes = 0;
-    released.assign(std::make_move_iterator(free_.begin()), std::make_move_iterator(end));
-    free_.erase(free_.begin(), end);
-    for (const Block& block : released) {
-      bytes += block.size;
-    }
-    return bytes;
   }
 
   std::mutex mutex_;
-  Blocks free_; // in the order in which they were returned
+  Blocks free_; // of one size: the last one returned comes first
   int64_t calls_ = 0;
 };
 
