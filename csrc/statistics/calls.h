@@ -98,14 +98,27 @@ struct BlockTable {
 using RangeTable = BlockTable<TensorRange>;
 using UnitTable = BlockTable<UnitRange>;
 
-struct SumsOfSquares {
-  RangeTable table;
-  double* sums; // of the chunks
+// The chunk that a block works on.
+struct ChunkOfTensor {
+  const RangeTable::Entry& entry;
+  int64_t begin;
+  int32_t size;
 };
 
-struct SquaresTotal {
-  const double* sums;
-  int64_t count;
+// The chunk of a block. `bytes` is the size of a full chunk.
+GRADSCALE_HOST_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table, int64_t block, int64_t bytes) {
+  const RangeTable::Entry& entry = table.entry_for_block(block);
+  const int64_t chunk = elements_per_chunk(entry.range, bytes);
+  const int64_t begin = (block - entry.first_block) * chunk;
+  const int64_t rest = entry.range.size - begin;
+  return {entry, begin, static_cast<int32_t>(rest < chunk ? rest : chunk)};
+}
+
+// loss = factor * the sum of squares.
+struct Squares {
+  RangeTable table;
+  double* sums;  // of the chunks
+  int64_t count; // of chunks
   double factor;
   Slab loss;
 };

@@ -34,9 +34,10 @@ void launch_squares(const std::vector<TensorRange>& ranges, double factor, const
   const auto blocks = blocks_of_chunks(ranges, device, kChunkOfTensor);
   const at::Tensor memory = device.memory(blocks.count * static_cast<int64_t>(sizeof(double)));
   auto* sums = static_cast<double*>(memory.mutable_data_ptr());
+  const Squares squares{blocks.table, sums, blocks.count, factor, slab_of(loss)};
   constexpr const char* file = "statistics/l2_loss.cuh";
-  device.launch(file, "sums_of_squares", blocks.count, kThreads, SumsOfSquares{blocks.table, sums});
-  device.launch(file, "squares_total", 1, kThreads, SquaresTotal{sums, blocks.count, factor, slab_of(loss)});
+  device.launch(file, "sums_of_squares", blocks.count, kThreads, squares);
+  device.launch(file, "squares_total", 1, kThreads, squares);
 }
 
 // Computes the wanted gradients; the others are undefined.

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "../cuda/norms.cuh"
-#include "range_table.cuh"
+#include "calls.h"
 #include "window_sums.cuh"
 
 namespace gradscale {
@@ -91,8 +91,9 @@ chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments) arguments) {
   const bool is_maximum = std::isinf(p);
   ChunkSums own{};
   int32_t counted = 0; // zeros beyond the chunk that the block has counted too
+  // Finds the chunk in each call, which saves registers.
   const auto each_type = [&](auto function) {
-    const ChunkOfTensor chunk = block_chunk(arguments.table, kChunkOfStatistics); // found twice, which saves registers
+    const ChunkOfTensor chunk = chunk_of_block(arguments.table, blockIdx.x, kChunkOfStatistics);
     dispatch_element(chunk.entry.range.element, [&](auto type) {
       using T = decltype(type);
       function(static_cast<const T*>(chunk.entry.range.data) + chunk.begin, chunk.size);
