@@ -68,7 +68,6 @@ struct LaneDecoding {
 
 struct GroupDecoding {
   Decoding decoding;
-  int32_t threads_per_row;
   Table raw_centers; // in the type of sums; empty if the support is not raw
 };
 

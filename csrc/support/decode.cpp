@@ -93,9 +93,8 @@ void decode_on_device(const Decoding& decoding, const OnDevice& device) {
   } else if (support.raw) {
     centers.add(support.raw_centers_float, support.num_bins);
   }
-  const int32_t threads = threads_for_row(support.num_bins, element_size(element));
-  const int64_t blocks = blocks_for_rows(decoding.count, threads);
-  const GroupDecoding arguments{decoding, threads, centers.build(device)};
+  const int64_t blocks = blocks_for_rows(decoding.count, threads_for_row(support.num_bins, element_size(element)));
+  const GroupDecoding arguments{decoding, centers.build(device)};
   device.launch(file, instance("decode_by_groups", {type}), blocks, kThreads, arguments);
 }
 
