@@ -1,7 +1,7 @@
 // The kinds of heads, and the heads of a loss as record_of() in gradscale_ext/heads.py describes them.
 #pragma once
 
-#include "../support/owned_support.h"
+#include "../support/support.h"
 #include "segment.h"
 
 #include <memory>

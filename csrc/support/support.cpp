@@ -1,4 +1,4 @@
-#include "decode.h"
+#include "support.h"
 
 #include "../cpu/scratch.h"
 #include "../cuda/driver.h"
@@ -17,6 +17,7 @@
 #include <c10/core/SafePyObject.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <limits>
@@ -25,8 +26,6 @@ namespace gradscale {
 
 // ---- Supports -------------------------------------------------------------------------------------------------------
 
-namespace {
-
 Support support_from(const std::vector<std::string>& names, const std::vector<double>& numbers) {
   Support support{};
   for (size_t i = 0; i < names.size(); ++i) {
@@ -34,12 +33,6 @@ Support support_from(const std::vector<std::string>& names, const std::vector<do
         set_by_name(kNumbersOfSupport, support, names[i], numbers[i]), "Support: no number named '", names[i], "'");
   }
   return support;
-}
-
-} // namespace
-
-OwnedSupport::OwnedSupport(const std::vector<std::string>& names, const std::vector<double>& numbers)
-    : OwnedSupport(support_from(names, numbers)) {
 }
 
 OwnedSupport::OwnedSupport(Support support) : support_(support) {
