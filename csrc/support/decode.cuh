@@ -116,7 +116,7 @@ template <class T, class G, int width, int lanes_per_row, int unit, Transform tr
 GRADSCALE_KERNEL(kRowThreads, (LanesOfDecoding<T, G, width, lanes_per_row, unit, transform>::kBlocks))
 decode_by_lanes(GRADSCALE_ARGUMENT(LaneDecoding) arguments) {
   using Rows = LanesOfDecoding<T, G, width, lanes_per_row, unit, transform>;
-  GRADSCALE_SHARED(Words16, shared, kRowThreads / 32 * Rows::Walk::kBytes / 16 + 1);
+  GRADSCALE_SHARED(uint4, shared, kRowThreads / 32 * Rows::Walk::kBytes / 16 + 1);
   Rows::run(arguments, reinterpret_cast<char*>(shared));
 }
 

@@ -84,7 +84,7 @@ GRADSCALE_HOST_DEVICE constexpr int most_shared_bytes() {
 template <bool inside, class... Rows>
 GRADSCALE_KERNEL(kRowThreads, fewest_blocks<Rows...>())
 loss_rows(GRADSCALE_ARGUMENT(DevicePass) device) {
-  GRADSCALE_SHARED(Words16, shared, most_shared_bytes<Rows...>() / 16 + 1);
+  GRADSCALE_SHARED(uint4, shared, most_shared_bytes<Rows...>() / 16 + 1);
   const Pass& pass = device.pass;
   const bool backward = pass.grad_output.data != nullptr;
   if (backward && pass.has_gradients && pass.grad_output.stride == 0 && pass.grad_output.load(0) == 1) {
