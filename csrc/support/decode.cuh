@@ -10,7 +10,6 @@
 
 #include "../cuda/lane_rows.cuh"
 #include "../cuda/rows.cuh"
-#include "bins.cuh"
 #include "calls.h"
 
 namespace gradscale {
