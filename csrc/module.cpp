@@ -6,7 +6,7 @@
 #include "loss/python.h"
 #include "returns/returns.h"
 #include "statistics/tensors.h"
-#include "support/decode.h"
+#include "support/support.h"
 #include "torch/gradient_pool.h"
 #include "torch/tensor_element.h"
 
@@ -149,7 +149,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("release_gradient_pool", &gradscale::release_gradient_pool);
   py::class_<gradscale::OwnedSupport, std::shared_ptr<gradscale::OwnedSupport>>(m, "Support")
       .def(py::init([](const std::vector<std::string>& names, const std::vector<double>& numbers) {
-        return std::make_shared<gradscale::OwnedSupport>(names, numbers);
+        return std::make_shared<gradscale::OwnedSupport>(gradscale::support_from(names, numbers));
       }));
   m.def("encode", &encode);
   m.def("project", &project);

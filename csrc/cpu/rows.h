@@ -298,18 +298,6 @@ A raw_moment(const A* values, const Support& support) {
   return last % 2 == 0 ? sum + values[pairs] * centers[pairs] : sum;
 }
 
-// The expectation in transformed coordinates, or of the raw centres if the support is raw.
-template <class A>
-A expectation(const Softmax<A>& softmax, const Support& support) {
-  return support.raw ? raw_moment(softmax.values, support) / softmax.sum
-                     : expectation_from_moment(softmax.moment / softmax.sum, support);
-}
-
-template <class A>
-A decoded_value(A expected, const Support& support) {
-  return support.raw ? expected : inverse_transform_value(support.transform, expected, static_cast<A>(support.eps));
-}
-
 } // namespace
 } // namespace GRADSCALE_VARIANT
 } // namespace gradscale

@@ -382,4 +382,28 @@ GRADSCALE_HOST_DEVICE constexpr int lane_blocks(int others) {
   return 65536 / kRowThreads / (wanted < 64 ? 64 : (wanted > 168 ? 168 : wanted));
 }
 
+// A base of formulas: the sums of a row over bins, of exponentials, and of exponentials times the bin's distance from
+// the middle. If all exponentials are 1, only integers are added, so that the expectation of a uniform row is exactly
+// the middle.
+struct BinSums {
+  enum Sum { kSum, kMoment, kShifted };
+
+  template <class Units>
+  GRADSCALE_DEVICE static float target(const Units&, int, float t) {
+    return t;
+  }
+  template <class Units, int count>
+  GRADSCALE_DEVICE static void add(float (&sums)[count], const Units& units, int n, float e, float d, float) {
+    sums[kSum] += e;
+    sums[kMoment] += e * Units::distance(n);
+    if constexpr (count > kShifted) {
+      sums[kShifted] += units.exists(n) ? d : 0.0f;
+    }
+  }
+  template <class Units, int count>
+  GRADSCALE_DEVICE static void add_lane(float (&sums)[count], const Units& units) {
+    sums[kMoment] += sums[kSum] * units.middle();
+  }
+};
+
 } // namespace gradscale

@@ -47,17 +47,17 @@ class Tile {
     }
 #pragma unroll
     for (int first = 0; first < kVectorsPerLane; first += kPending) {
-      Words16 vectors[kPending];
+      uint4 vectors[kPending];
 #pragma unroll
       for (int i = 0; i < kPending; ++i) {
         if (exists(first + i)) {
-          vectors[i] = load16<Words16>(reinterpret_cast<const Words16*>(from.data) + vector(first + i));
+          vectors[i] = load16<uint4>(reinterpret_cast<const uint4*>(from.data) + vector(first + i));
         }
       }
 #pragma unroll
       for (int i = 0; i < kPending; ++i) {
         if (exists(first + i)) {
-          put16(in_tile(vector(first + i)), vectors[i]);
+          *in_tile(vector(first + i)) = vectors[i];
         }
       }
     }
@@ -71,7 +71,7 @@ class Tile {
 #pragma unroll
     for (int i = 0; i < kVectorsPerLane; ++i) {
       if (exists(i)) {
-        put16(reinterpret_cast<Words16*>(to.data) + vector(i), *in_tile(vector(i)));
+        reinterpret_cast<uint4*>(to.data)[vector(i)] = *in_tile(vector(i));
       }
     }
   }
@@ -95,9 +95,9 @@ class Tile {
   GRADSCALE_DEVICE bool exists(int index) const {
     return 32 * index + 32 <= kVectors || vector(index) < kVectors;
   }
-  GRADSCALE_DEVICE Words16* in_tile(int vector) const {
+  GRADSCALE_DEVICE uint4* in_tile(int vector) const {
     const int gaps = kPitch == kRowBytes ? 0 : vector / (kRowBytes / 16); // 16 bytes after each row
-    return reinterpret_cast<Words16*>(shared_) + vector + gaps;
+    return reinterpret_cast<uint4*>(shared_) + vector + gaps;
   }
 
   char* shared_;

@@ -7,10 +7,6 @@
 
 namespace gradscale {
 
-struct alignas(16) Words16 {
-  uint32_t words[4];
-};
-
 // `count` elements that are read and written at once: 2, 4, 8 or 16 bytes.
 template <class T, int count>
 struct alignas(sizeof(T) * count) Packed {
@@ -229,11 +225,6 @@ GRADSCALE_DEVICE void store_packed(void* to, const Packed<T, count>& packed) {
   } else {
     store16(to, packed);
   }
-}
-
-// Stores 16 bytes at once, in shared memory or elsewhere.
-GRADSCALE_DEVICE void put16(void* to, const Words16& value) {
-  *static_cast<uint4*>(to) = uint4{value.words[0], value.words[1], value.words[2], value.words[3]};
 }
 
 // Hides from the compiler that it has used this number before, so that it repeats computations instead of keeping their

@@ -42,18 +42,11 @@ struct alignas(16) Window {
 
   uint32_t words[4];
 
-  GRADSCALE_DEVICE T element(int k) const {
-    if constexpr (sizeof(T) == sizeof(float)) {
-      return bit_cast<T>(words[k]);
-    } else {
-      return {static_cast<uint16_t>(words[k / 2] >> (k % 2 * 16))};
-    }
-  }
   GRADSCALE_DEVICE float operator[](int k) const {
-    if constexpr (std::is_same_v<T, BFloat16Bits>) { // in one instruction
-      return bit_cast<float>(k % 2 == 0 ? words[k / 2] << 16 : words[k / 2] & 0xffff0000u);
+    if constexpr (sizeof(T) == sizeof(float)) {
+      return bit_cast<float>(words[k]);
     } else {
-      return to_accumulate(element(k));
+      return k % 2 == 0 ? low_half(T(), words[k / 2]) : high_half(T(), words[k / 2]);
     }
   }
   // The element must be zero before.
@@ -216,11 +209,6 @@ GRADSCALE_DEVICE double range_maximum(const T* from, int32_t size, const Group& 
   return maximum_or_nan(largest, group);
 }
 
-// True if `value` is true in any thread of the warp. All threads of the warp must call it.
-GRADSCALE_DEVICE bool warp_any(bool value) {
-  return __any_sync(kWholeWarp, value) != 0;
-}
-
 template <class T>
 GRADSCALE_DEVICE PowerSum range_power_sum(const T* from, int32_t size, double p, const Group& group) {
   if constexpr (!std::is_same_v<T, double>) {
@@ -230,7 +218,7 @@ GRADSCALE_DEVICE PowerSum range_power_sum(const T* from, int32_t size, double p,
   }
   const bool is_maximum = std::isinf(p);
   const double sum = is_maximum ? range_maximum(from, size, group) : plain_power_sum(from, size, p, 1.0, group);
-  if (!warp_any(!is_safe(sum))) {
+  if (__all_sync(kWholeWarp, is_safe(sum))) {
     return {sum, 1};
   }
   const double maximum = is_maximum ? sum : range_maximum(from, size, group);

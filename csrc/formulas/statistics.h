@@ -28,9 +28,6 @@ struct Magnitude {
   static GRADSCALE_HOST_DEVICE Bits bits(W x) {
     return bit_cast<Bits>(x) & kMagnitudeMask;
   }
-  static GRADSCALE_HOST_DEVICE W number(Bits bits) {
-    return bit_cast<W>(bits);
-  }
   static GRADSCALE_HOST_DEVICE int32_t bin(Bits bits) {
     return exponent_bin(static_cast<int32_t>(bits >> kFractionBits) - kBias);
   }

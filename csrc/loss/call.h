@@ -2,7 +2,7 @@
 // results by name, and the segments (each head at each of its steps) that the CPU or a device computes.
 #pragma once
 
-#include "../support/owned_support.h"
+#include "../support/support.h"
 #include "segment.h"
 
 #include <ATen/core/Tensor.h>

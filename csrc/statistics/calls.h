@@ -8,6 +8,11 @@
 
 namespace gradscale {
 
+// The elements of a tensor.
+struct TensorRange : Range {
+  int64_t implicit_zeros = 0; // for statistics: zeros that a sparse tensor does not store; -1 if there is no tensor
+};
+
 // ---- On a CPU: a range of elements at a time ------------------------------------------------------------------------
 
 // Computes the statistics of at most 2^31 - 1 real numbers. Meanwhile prefetches `next`: memory of the same size
@@ -26,14 +31,6 @@ using UpdateOfRange = UpdateSquares (*)(const Range& before, const void* after);
 extern const UpdateOfRange update_kernel;
 
 // ---- On a device ----------------------------------------------------------------------------------------------------
-
-// A contiguous tensor.
-struct DeviceRange {
-  const void* data;
-  int64_t size;
-  Element element;
-  int64_t implicit_zeros = 0; // for statistics: zeros that a sparse tensor does not store; -1 if there is no tensor
-};
 
 // out = (total norm, factor, 1 if the factor is not 1, else 0), from statistics.
 struct ClippingCall {
@@ -61,12 +58,12 @@ struct UnitRange {
 constexpr int64_t kChunkOfTensor = 65536; // bytes
 
 // The number of elements in a chunk of `bytes` bytes.
-GRADSCALE_HOST_DEVICE int64_t elements_per_chunk(const DeviceRange& range, int64_t bytes) {
+GRADSCALE_HOST_DEVICE int64_t elements_per_chunk(const TensorRange& range, int64_t bytes) {
   return range.element == Element::float64 ? bytes / 8 : (range.element == Element::float32 ? bytes / 4 : bytes / 2);
 }
 
 // The number of blocks of a range, one for each chunk of `bytes` bytes.
-GRADSCALE_HOST_DEVICE int64_t range_blocks(const DeviceRange& range, int64_t bytes) {
+GRADSCALE_HOST_DEVICE int64_t range_blocks(const TensorRange& range, int64_t bytes) {
   const int64_t chunk = elements_per_chunk(range, bytes);
   return (range.size + chunk - 1) / chunk;
 }
@@ -98,17 +95,30 @@ struct BlockTable {
   }
 };
 
-using RangeTable = BlockTable<DeviceRange>;
+using RangeTable = BlockTable<TensorRange>;
 using UnitTable = BlockTable<UnitRange>;
 
-struct SumsOfSquares {
-  RangeTable table;
-  double* sums; // of the chunks
+// The chunk that a block works on.
+struct ChunkOfTensor {
+  const RangeTable::Entry& entry;
+  int64_t begin;
+  int32_t size;
 };
 
-struct SquaresTotal {
-  const double* sums;
-  int64_t count;
+// The chunk of a block. `bytes` is the size of a full chunk.
+GRADSCALE_HOST_DEVICE ChunkOfTensor chunk_of_block(const RangeTable& table, int64_t block, int64_t bytes) {
+  const RangeTable::Entry& entry = table.entry_for_block(block);
+  const int64_t chunk = elements_per_chunk(entry.range, bytes);
+  const int64_t begin = (block - entry.first_block) * chunk;
+  const int64_t rest = entry.range.size - begin;
+  return {entry, begin, static_cast<int32_t>(rest < chunk ? rest : chunk)};
+}
+
+// loss = factor * the sum of squares.
+struct Squares {
+  RangeTable table;
+  double* sums;  // of the chunks
+  int64_t count; // of chunks
   double factor;
   Slab loss;
 };

@@ -1,9 +1,5 @@
 #include "tensors.h"
 
-#include "../cuda/driver.h"
-#include "../torch/tensor_element.h"
-#include "calls.h"
-
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 
@@ -90,7 +86,7 @@ at::Tensor clipping_of(
       skip_nonfinite,
       out.mutable_data_ptr<double>()};
   if (runs_kernels(values.device())) {
-    launch_clipping(call, OnDevice(values.device()));
+    OnDevice(values.device()).launch("statistics/clip_gradients.cuh", "find_clipping", 1, kThreads, call);
   } else {
     find_clipping(call);
   }
@@ -145,6 +141,13 @@ std::pair<at::Tensor, at::Tensor> unit_factors(
   clipped[1] = smallest;
   clipped[2] = changed ? 1 : 0;
   return result;
+}
+
+void launch_scaled_units(
+    const std::vector<UnitRange>& ranges, const Slab& factors, double times, bool zeros, const OnDevice& device) {
+  const auto blocks = blocks_of_pieces(ranges, device);
+  const ScaledUnits arguments{blocks.table, factors, times, zeros};
+  device.launch("statistics/clip_gradients.cuh", "scaled_units", blocks.count, kThreads, arguments);
 }
 
 void clip_units(const std::vector<at::Tensor>& tensors, const at::Tensor& factors, bool rows, bool skip_nonfinite) {

@@ -8,7 +8,8 @@
 //                 result replaces them. It also computes the gradient of l2_loss.
 #pragma once
 
-#include "range_table.cuh"
+#include "../cuda/norms.cuh"
+#include "calls.h"
 
 namespace gradscale {
 

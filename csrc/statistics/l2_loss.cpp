@@ -1,9 +1,6 @@
 #include "tensors.h"
 
-#include "../cuda/driver.h"
 #include "../torch/autograd.h"
-#include "../torch/tensor_element.h"
-#include "calls.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -16,11 +13,7 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-double sum_of_squares(const std::vector<at::Tensor>& tensors) {
-  std::vector<Range> ranges;
-  for (const at::Tensor& dense : tensors) {
-    ranges.push_back(range_of(dense));
-  }
+double sum_of_squares(const std::vector<TensorRange>& ranges) {
   const std::vector<Chunk> chunks = chunks_of(ranges);
   std::vector<double> partial(chunks.size());
   for_each_chunk(chunks, [&](int64_t i) {
@@ -35,12 +28,16 @@ double sum_of_squares(const std::vector<at::Tensor>& tensors) {
   return sum;
 }
 
-void run_on_device(const std::vector<at::Tensor>& tensors, double factor, const at::Tensor& loss) {
-  std::vector<DeviceRange> ranges;
-  for (const at::Tensor& tensor : tensors) {
-    ranges.push_back({tensor.const_data_ptr(), tensor.numel(), element_of(tensor)});
-  }
-  launch_squares(ranges, factor, slab_of(loss), OnDevice(loss.device()));
+// loss = factor * sum of squares.
+void launch_squares(const std::vector<TensorRange>& ranges, double factor, const at::Tensor& loss) {
+  const OnDevice device(loss.device());
+  const auto blocks = blocks_of_chunks(ranges, device, kChunkOfTensor);
+  const at::Tensor memory = device.memory(blocks.count * static_cast<int64_t>(sizeof(double)));
+  auto* sums = static_cast<double*>(memory.mutable_data_ptr());
+  const Squares squares{blocks.table, sums, blocks.count, factor, slab_of(loss)};
+  constexpr const char* file = "statistics/l2_loss.cuh";
+  device.launch(file, "sums_of_squares", blocks.count, kThreads, squares);
+  device.launch(file, "squares_total", 1, kThreads, squares);
 }
 
 // Computes the wanted gradients; the others are undefined.
@@ -119,19 +116,21 @@ struct L2LossBackward : public BackwardNode {
 
 at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight) {
   bool is_double = false;
-  std::vector<at::Tensor> contiguous;
+  std::vector<at::Tensor> contiguous; // keep the memory alive that `ranges` points to
+  std::vector<TensorRange> ranges;
   for (const at::Tensor& parameter : parameters) {
     is_double = is_double || parameter.scalar_type() == at::kDouble;
     // Any dense order will do: a sum of squares does not care.
     contiguous.push_back(
         parameter.is_non_overlapping_and_dense() ? parameter.detach() : parameter.detach().contiguous());
+    ranges.push_back({range_of(contiguous.back())});
   }
   const c10::Device device = parameters.empty() ? c10::Device(at::kCPU) : parameters[0].device();
   at::Tensor loss = at::empty({}, at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat).device(device));
   if (runs_kernels(device)) {
-    run_on_device(contiguous, 0.5 * weight, loss);
+    launch_squares(ranges, 0.5 * weight, loss);
   } else {
-    const double value = 0.5 * weight * sum_of_squares(contiguous);
+    const double value = 0.5 * weight * sum_of_squares(ranges);
     if (is_double) {
       *loss.mutable_data_ptr<double>() = value;
     } else { // fill_() raises an error for a value beyond float

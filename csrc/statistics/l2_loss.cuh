@@ -4,14 +4,15 @@
 // squares_total     one block adds the sums of the chunks, in their order.
 #pragma once
 
-#include "range_table.cuh"
+#include "../cuda/norms.cuh"
+#include "calls.h"
 
 namespace gradscale {
 
-GRADSCALE_KERNEL(kThreads, 2) sums_of_squares(GRADSCALE_ARGUMENT(SumsOfSquares) arguments) {
+GRADSCALE_KERNEL(kThreads, 2) sums_of_squares(GRADSCALE_ARGUMENT(Squares) arguments) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
-  const ChunkOfTensor chunk = block_chunk(arguments.table, kChunkOfTensor);
+  const ChunkOfTensor chunk = chunk_of_block(arguments.table, blockIdx.x, kChunkOfTensor);
   dispatch_element(chunk.entry.range.element, [&](auto type) {
     using T = decltype(type);
     const T* data = static_cast<const T*>(chunk.entry.range.data) + chunk.begin;
@@ -23,7 +24,7 @@ GRADSCALE_KERNEL(kThreads, 2) sums_of_squares(GRADSCALE_ARGUMENT(SumsOfSquares) 
   });
 }
 
-GRADSCALE_KERNEL(kThreads, 2) squares_total(GRADSCALE_ARGUMENT(SquaresTotal) arguments) {
+GRADSCALE_KERNEL(kThreads, 2) squares_total(GRADSCALE_ARGUMENT(Squares) arguments) {
   GRADSCALE_SHARED(double, shared, kWarps);
   const Group block{kThreads, static_cast<int>(threadIdx.x), shared};
   double sum = 0;

@@ -1,9 +1,5 @@
 #include "tensors.h"
 
-#include "../cuda/driver.h"
-#include "../torch/tensor_element.h"
-#include "calls.h"
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -106,11 +102,6 @@ struct Stored {
   int64_t implicit_zeros = 0;
 };
 
-// Computes moduli in double, where the squares of floats do not overflow.
-at::Tensor moduli(const at::Tensor& complex) {
-  return complex.to(at::kComplexDouble).abs();
-}
-
 Stored stored(const std::optional<at::Tensor>& tensor) {
   if (!tensor) {
     return {at::Tensor(), -1};
@@ -126,14 +117,16 @@ Stored stored(const std::optional<at::Tensor>& tensor) {
     elements = elements.values();
   }
   const int64_t implicit_zeros = tensor->numel() - elements.numel();
-  elements = with_element(elements.is_complex() ? moduli(elements) : elements.resolve_neg());
+  // Moduli are computed in double, where the squares of floats do not overflow.
+  elements = with_element(elements.is_complex() ? elements.to(at::kComplexDouble).abs() : elements.resolve_neg());
   return {elements.is_non_overlapping_and_dense() ? elements : elements.contiguous(), implicit_zeros};
 }
 
-std::vector<Range> ranges_of(const std::vector<Stored>& parts) {
-  std::vector<Range> ranges;
+std::vector<TensorRange> ranges_of(const std::vector<Stored>& parts) {
+  std::vector<TensorRange> ranges;
   for (const Stored& part : parts) {
-    ranges.push_back(part.elements.defined() ? range_of(part.elements) : Range{nullptr, 0, Element::float32});
+    const Range range = part.elements.defined() ? range_of(part.elements) : Range{nullptr, 0, Element::float32};
+    ranges.push_back({range, part.implicit_zeros});
   }
   return ranges;
 }
@@ -141,12 +134,11 @@ std::vector<Range> ranges_of(const std::vector<Stored>& parts) {
 // Also computes the norms of the units of `pairs`, if there are pairs: of a chunk's units while the chunk is in the
 // cache.
 void run(
-    const std::vector<Stored>& parts,
+    const std::vector<TensorRange>& ranges,
     double p,
     const StatisticsOut& out,
     const std::vector<UnitPair>& pairs,
     const UnitNorms& norms) {
-  const std::vector<Range> ranges = ranges_of(parts);
   const std::vector<Chunk> chunks = chunks_of(ranges);
   std::vector<ChunkStatistics> statistics(chunks.size());
   std::vector<UnitParts> unit_parts(pairs.empty() ? 0 : chunks.size());
@@ -167,7 +159,7 @@ void run(
   add_parts(unit_parts, norms);
   std::memset(out.histogram, 0, out.count * kHistogramBins * sizeof(int64_t));
   size_t next = 0;
-  for (size_t i = 0; i < parts.size(); ++i) {
+  for (size_t i = 0; i < ranges.size(); ++i) {
     ElementSums sums = no_elements();
     int64_t zeros = 0, nans = 0, infs = 0;
     int64_t* histogram = out.histogram + i * kHistogramBins;
@@ -181,52 +173,19 @@ void run(
         histogram[bin] += chunk.histogram[bin];
       }
     }
-    out.store(static_cast<int64_t>(i), sums, ranges[i].size, parts[i].implicit_zeros, zeros, nans, infs, p);
+    out.store(static_cast<int64_t>(i), sums, ranges[i].size, ranges[i].implicit_zeros, zeros, nans, infs, p);
   }
 }
 
-void run_on_device(const std::vector<Stored>& parts, double p, const StatisticsOut& out, const at::Tensor& like) {
-  std::vector<DeviceRange> ranges;
-  for (const Range& range : ranges_of(parts)) {
-    ranges.push_back({range.data, range.size, range.element, parts[ranges.size()].implicit_zeros});
-  }
-  launch_statistics(ranges, p, out, OnDevice(like.device()));
-}
-
-c10::Device device_of(const OptionalTensors& tensors) {
-  for (const std::optional<at::Tensor>& tensor : tensors) {
-    if (tensor) {
-      return tensor->device();
-    }
-  }
-  return at::kCPU;
-}
-
-// Makes uninitialised results, on a CPU or a device.
-TensorStatistics make_statistics(int64_t count, c10::Device where) {
-  const auto options = at::TensorOptions().device(where);
-  return {
-      at::empty({3, count}, options.dtype(at::kDouble)),
-      at::empty({5, count}, options.dtype(at::kLong)),
-      at::empty({count, kHistogramBins}, options.dtype(at::kLong)),
-      at::Tensor()};
-}
-
-StatisticsOut make_out(const TensorStatistics& statistics) {
-  return {
-      statistics.values.mutable_data_ptr<double>(),
-      statistics.counts.mutable_data_ptr<int64_t>(),
-      statistics.histogram.mutable_data_ptr<int64_t>(),
-      statistics.values.size(1)};
-}
-
-std::vector<Stored> stored(const OptionalTensors& tensors) {
-  std::vector<Stored> parts;
-  parts.reserve(tensors.size());
-  for (const std::optional<at::Tensor>& tensor : tensors) {
-    parts.push_back(stored(tensor));
-  }
-  return parts;
+void launch_statistics(
+    const std::vector<TensorRange>& ranges, double p, const StatisticsOut& out, const OnDevice& device) {
+  const auto blocks = blocks_of_chunks(ranges, device, kChunkOfStatistics);
+  const at::Tensor memory = device.memory(blocks.count * static_cast<int64_t>(sizeof(ChunkStatistics)));
+  const StatisticsArguments arguments{blocks.table, static_cast<ChunkStatistics*>(memory.mutable_data_ptr()), p, out};
+  const std::string name = p == 2 || std::isinf(p) ? "chunk_statistics<true>" : "chunk_statistics<false>";
+  constexpr const char* file = "statistics/statistics.cuh";
+  device.launch(file, name, blocks.count, kThreads, arguments);
+  device.launch(file, "tensor_statistics", out.count, kThreads, arguments);
 }
 
 // Pairs gradients with their weights, and counts the units. Copies tensors whose units are not blocks of memory, and
@@ -251,7 +210,7 @@ std::vector<UnitPair> pairs_of(std::vector<Stored>& parts, const OptionalTensors
   return pairs;
 }
 
-void run_on_device(const std::vector<UnitPair>& pairs, const UnitNorms& out, const at::Tensor& like) {
+void launch_unit_norms(const std::vector<UnitPair>& pairs, const UnitNorms& out, const OnDevice& device) {
   std::vector<UnitRange> ranges;
   for (const UnitPair& pair : pairs) {
     const Units& units = pair.units;
@@ -268,16 +227,40 @@ void run_on_device(const std::vector<UnitPair>& pairs, const UnitNorms& out, con
            out.count + pair.first});
     }
   }
-  launch_unit_norms(ranges, out.norms, OnDevice(like.device()));
+  const auto blocks = blocks_of_pieces(ranges, device);
+  const at::Tensor memory = device.memory(blocks.count * kPiecesOfBlock * static_cast<int64_t>(sizeof(PowerSum)));
+  const UnitNormsArguments arguments{blocks.table, static_cast<PowerSum*>(memory.mutable_data_ptr()), out.norms};
+  constexpr const char* file = "statistics/clip_gradients.cuh";
+  device.launch(file, "unit_sums", blocks.count, kThreads, arguments);
+  const auto has_pieces = [](const UnitRange& range) { return pieces_per_unit(range) > 1; };
+  if (std::any_of(ranges.begin(), ranges.end(), has_pieces)) {
+    device.launch(file, "unit_norms", blocks.count, kThreads, arguments);
+  }
 }
 
 } // namespace
 
 TensorStatistics tensor_statistics(
     const OptionalTensors& gradients, double p, const std::optional<OptionalTensors>& weights, bool rows) {
-  const c10::Device where = device_of(gradients);
-  std::vector<Stored> parts = stored(gradients);
-  TensorStatistics result = make_statistics(static_cast<int64_t>(gradients.size()), where);
+  c10::Device where = at::kCPU;
+  std::vector<Stored> parts;
+  parts.reserve(gradients.size());
+  for (const std::optional<at::Tensor>& gradient : gradients) {
+    where = gradient ? gradient->device() : where;
+    parts.push_back(stored(gradient));
+  }
+  const auto count = static_cast<int64_t>(gradients.size());
+  const auto options = at::TensorOptions().device(where);
+  TensorStatistics result{
+      at::empty({3, count}, options.dtype(at::kDouble)),
+      at::empty({5, count}, options.dtype(at::kLong)),
+      at::empty({count, kHistogramBins}, options.dtype(at::kLong)),
+      at::Tensor()};
+  const StatisticsOut out{
+      result.values.mutable_data_ptr<double>(),
+      result.counts.mutable_data_ptr<int64_t>(),
+      result.histogram.mutable_data_ptr<int64_t>(),
+      count};
   std::vector<UnitPair> pairs;
   UnitNorms norms{};
   if (weights) {
@@ -288,13 +271,15 @@ TensorStatistics tensor_statistics(
   if (gradients.empty()) {
     return result;
   }
+  const std::vector<TensorRange> ranges = ranges_of(parts);
   if (!runs_kernels(where)) {
-    run(parts, p, make_out(result), pairs, norms);
+    run(ranges, p, out, pairs, norms);
     return result;
   }
-  run_on_device(parts, p, make_out(result), result.values);
+  const OnDevice device(where);
+  launch_statistics(ranges, p, out, device);
   if (weights) {
-    run_on_device(pairs, norms, result.values);
+    launch_unit_norms(pairs, norms, device);
   }
   return result;
 }

@@ -3,6 +3,7 @@
 
 #include "../cpu/range.h"
 #include "../cuda/driver.h"
+#include "../cuda/table_builder.h"
 #include "../torch/tensor_element.h"
 #include "calls.h"
 
@@ -57,17 +58,41 @@ at::Tensor update_norms(const std::vector<at::Tensor>& before, const std::vector
 
 // ---- On a device ----------------------------------------------------------------------------------------------------
 
-// loss = factor * sum of squares.
-void launch_squares(const std::vector<DeviceRange>& ranges, double factor, const Slab& loss, const OnDevice& device);
+// The blocks of a launch over ranges, in the order of the ranges, and their table on a device.
+template <class Range>
+class Blocks {
+ public:
+  template <class BlocksOf>
+  Blocks(const std::vector<Range>& ranges, const OnDevice& device, BlocksOf blocks_of) {
+    std::vector<typename BlockTable<Range>::Entry> entries;
+    for (const Range& range : ranges) {
+      entries.push_back({range, count});
+      count += blocks_of(range);
+    }
+    const auto size = static_cast<int64_t>(entries.size());
+    builder_.add(entries.data(), size);
+    table = {builder_.build(device), size};
+  }
 
-// The statistics of a tensor for each range.
-void launch_statistics(
-    const std::vector<DeviceRange>& ranges, double p, const StatisticsOut& out, const OnDevice& device);
+  int64_t count = 0;
+  BlockTable<Range> table;
 
-void launch_clipping(const ClippingCall& call, const OnDevice& device);
+ private:
+  TableBuilder builder_; // owns the memory of the table
+};
 
-// norms[range.first + i] = norm of unit i of a range.
-void launch_unit_norms(const std::vector<UnitRange>& ranges, double* norms, const OnDevice& device);
+// One block for each chunk of `chunk_bytes` bytes.
+inline Blocks<TensorRange> blocks_of_chunks(
+    const std::vector<TensorRange>& ranges, const OnDevice& device, int64_t chunk_bytes) {
+  return {ranges, device, [=](const TensorRange& range) { return range_blocks(range, chunk_bytes); }};
+}
+
+// One warp for each piece of a unit.
+inline Blocks<UnitRange> blocks_of_pieces(const std::vector<UnitRange>& ranges, const OnDevice& device) {
+  return {ranges, device, [](const UnitRange& range) {
+            return (range.count * pieces_per_unit(range) + kPiecesOfBlock - 1) / kPiecesOfBlock;
+          }};
+}
 
 // Unit i of range.out = unit i of range.data * factors[range.first + i] * times. With `zeros`, a factor of 0 sets all
 // elements to 0, even NaN and inf.
@@ -98,7 +123,8 @@ struct Chunk {
 };
 
 // Cuts ranges into chunks, in their order; an empty range has none.
-inline std::vector<Chunk> chunks_of(const std::vector<Range>& ranges) {
+template <class AnyRange>
+std::vector<Chunk> chunks_of(const std::vector<AnyRange>& ranges) {
   std::vector<Chunk> chunks;
   chunks.reserve(ranges.size());
   for (size_t i = 0; i < ranges.size(); ++i) {

@@ -46,17 +46,6 @@ extern const ProjectRows project_rows_kernel;
 
 // ---- On a device
 
-// The loss kernels in which lanes own rows (lane_rows.cuh) compute HLGauss targets in float. They are used only for a
-// sigma_ratio in this range, where few bins have mass and float is accurate enough.
-constexpr double kSmallestSigmaOfLanes = 0.1;
-constexpr double kLargestSigmaOfLanes = 2;
-
-class OnDevice;
-
-void launch_decode(const Decoding& decoding, const OnDevice& device);
-void launch_encode(const Encoding& encoding, const OnDevice& device);
-void launch_project(const Projection& projection, const OnDevice& device);
-
 // The numbers of a support that is not raw, in float, for decode_by_lanes.
 struct FloatSupport {
   float middle;
@@ -79,7 +68,6 @@ struct LaneDecoding {
 
 struct GroupDecoding {
   Decoding decoding;
-  int32_t threads_per_row;
   Table raw_centers; // in the type of sums; empty if the support is not raw
 };
 

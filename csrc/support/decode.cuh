@@ -10,7 +10,6 @@
 
 #include "../cuda/lane_rows.cuh"
 #include "../cuda/rows.cuh"
-#include "bins.cuh"
 #include "calls.h"
 
 namespace gradscale {
@@ -116,7 +115,7 @@ template <class T, class G, int width, int lanes_per_row, int unit, Transform tr
 GRADSCALE_KERNEL(kRowThreads, (LanesOfDecoding<T, G, width, lanes_per_row, unit, transform>::kBlocks))
 decode_by_lanes(GRADSCALE_ARGUMENT(LaneDecoding) arguments) {
   using Rows = LanesOfDecoding<T, G, width, lanes_per_row, unit, transform>;
-  GRADSCALE_SHARED(Words16, shared, kRowThreads / 32 * Rows::Walk::kBytes / 16 + 1);
+  GRADSCALE_SHARED(uint4, shared, kRowThreads / 32 * Rows::Walk::kBytes / 16 + 1);
   Rows::run(arguments, reinterpret_cast<char*>(shared));
 }
 
@@ -147,14 +146,20 @@ GRADSCALE_DEVICE int32_t peak_of(const LogitsRow<T>& row, A maximum) {
   return static_cast<int32_t>(-row.group.maximum(-peak));
 }
 
-// Decodes one row with its group of threads, or writes its gradient f p_j (c_j - E). The centres c_j are raw centres,
-// or bin numbers if `raw_centers` is null; f is grad_output times the derivative of the value with respect to E. In the
+// Decodes a row with each group of threads, or writes its gradient f p_j (c_j - E). The centres c_j are raw centres, or
+// bin numbers if the support is not raw; f is grad_output times the derivative of the value with respect to E. In the
 // gradient, c_j and E are relative to the centre of the peak, so that the gradient of a softmax that is 1 at the peak
 // is exactly 0.
-template <class T, class A>
-GRADSCALE_DEVICE void decode_row(const Decoding& d, const A* raw_centers, const RowOfThread& own) {
+template <class T>
+GRADSCALE_KERNEL(kThreads, 2)
+decode_by_groups(GRADSCALE_ARGUMENT(GroupDecoding) arguments) {
+  using A = typename AccumulateType<T>::type;
+  GRADSCALE_SHARED(double, shared, kWarps);
+  const Decoding& d = arguments.decoding;
   const Support& support = d.support;
-  const bool raw = raw_centers != nullptr;
+  const bool raw = support.raw;
+  const A* const raw_centers = raw ? arguments.raw_centers.template at<A>(0) : nullptr;
+  const RowOfThread own(blockIdx.x, threads_for_row(support.num_bins, sizeof(T)), d.count, shared);
   const int32_t width = own.active ? support.num_bins : 0, last = width - 1;
   const LogitsRow<T> row{static_cast<const T*>(d.logits.data) + own.row * d.logits.stride, width, own.group};
   const A maximum = row.maximum();
@@ -187,16 +192,6 @@ GRADSCALE_DEVICE void decode_row(const Decoding& d, const A* raw_centers, const 
     }
     write_elements<kVector<T>>(gradient, width, first, x);
   });
-}
-
-template <class T>
-GRADSCALE_KERNEL(kThreads, 2)
-decode_by_groups(GRADSCALE_ARGUMENT(GroupDecoding) arguments) {
-  using A = typename AccumulateType<T>::type;
-  GRADSCALE_SHARED(double, shared, kWarps);
-  const Decoding& decoding = arguments.decoding;
-  const RowOfThread own(blockIdx.x, arguments.threads_per_row, decoding.count, shared);
-  decode_row<T, A>(decoding, decoding.support.raw ? arguments.raw_centers.template at<A>(0) : nullptr, own);
 }
 
 } // namespace gradscale

@@ -49,8 +49,8 @@ GRADSCALE_KERNEL(kThreads, 2) encode_rows(GRADSCALE_ARGUMENT(Encoding) e) {
 
 template <class A>
 GRADSCALE_DEVICE void project_row(const Projection& p, int64_t row, int lane) {
-  constexpr unsigned all_lanes = 0xffffffffu;
   constexpr int lanes = 32;
+  const Group warp{lanes, lane, nullptr};
   const Support& support = p.support;
   const int32_t width = support.num_bins;
   const double reward = p.rewards.load(row), discount = p.discounts.load(row);
@@ -70,19 +70,15 @@ GRADSCALE_DEVICE void project_row(const Projection& p, int64_t row, int lane) {
       lower = static_cast<A>(mass * (1 - target.upper));
       upper = static_cast<A>(mass * target.upper);
     }
-#pragma unroll
-    for (int distance = lanes / 2; distance > 0; distance /= 2) {
-      const int32_t other_least = __shfl_xor_sync(all_lanes, least, distance);
-      const int32_t other_most = __shfl_xor_sync(all_lanes, most, distance);
-      least = other_least < least ? other_least : least;
-      most = other_most > most ? other_most : most;
-    }
+    least = warp.reduced(least, [](int32_t a, int32_t b) { return a < b ? a : b; });
+    most = warp.reduced(most, [](int32_t a, int32_t b) { return a > b ? a : b; });
     for (int32_t begin = least / lanes * lanes; begin <= most + 1; begin += lanes) {
       const int32_t k = begin + lane;
       A sum = k < width ? out[k] : A(0);
       for (int other = 0; other < lanes; ++other) {
-        const int32_t other_bin = __shfl_sync(all_lanes, bin, other);
-        const A other_lower = __shfl_sync(all_lanes, lower, other), other_upper = __shfl_sync(all_lanes, upper, other);
+        const int32_t other_bin = __shfl_sync(kWholeWarp, bin, other);
+        const A other_lower = __shfl_sync(kWholeWarp, lower, other);
+        const A other_upper = __shfl_sync(kWholeWarp, upper, other);
         sum += other_bin == k ? other_lower : (other_bin + 1 == k ? other_upper : A(0));
       }
       if (k < width) {
@@ -90,7 +86,7 @@ GRADSCALE_DEVICE void project_row(const Projection& p, int64_t row, int lane) {
       }
     }
   }
-  if (__any_sync(all_lanes, is_nan)) {
+  if (__any_sync(kWholeWarp, is_nan)) {
     for (int32_t k = lane; k < width; k += lanes) {
       out[k] = static_cast<A>(NAN);
     }

@@ -47,9 +47,12 @@ void decode_row(const Decoding& d, int64_t row, Extremes<A> extremes, const A* c
   Ahead ahead = ahead_of<T>(d.logits, d.gradient, row);
   ahead.read = row_of<T>(d.logits, row + 2); // row + 1 is in the cache: its maximum has been computed
   const Softmax<A> softmax = softmax_of<true>(row_of<T>(d.logits, row), d.support.num_bins, extremes, ahead, scratch);
-  const A expected = expectation(softmax, d.support);
+  const Support& support = d.support;
+  const A expected = support.raw ? raw_moment(softmax.values, support) / softmax.sum
+                                 : expectation_from_moment(softmax.moment / softmax.sum, support);
   if (d.gradient.data == nullptr) {
-    d.out.store(row, decoded_value(expected, d.support));
+    const auto eps = static_cast<A>(support.eps);
+    d.out.store(row, support.raw ? expected : inverse_transform_value(support.transform, expected, eps));
   } else {
     write_decode_gradient<T>(d, row, softmax, expected, centers);
   }

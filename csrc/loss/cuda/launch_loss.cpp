@@ -50,6 +50,11 @@ struct RowSpecification {
   std::string name() const;
 };
 
+// The kernels in which lanes own rows (lane_rows.cuh) compute HLGauss targets in float. They are used only for a
+// sigma_ratio in this range, where few bins have mass and float is accurate enough.
+constexpr double kSmallestSigmaOfLanes = 0.1;
+constexpr double kLargestSigmaOfLanes = 2;
+
 Lanes lanes_of(const Segment& segment) {
   const Head& head = *segment.head;
   const Rows& target = segment.target;

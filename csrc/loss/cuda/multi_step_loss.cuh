@@ -81,7 +81,7 @@ GRADSCALE_HOST_DEVICE constexpr int most_shared_bytes() {
 template <bool inside, class... Rows>
 GRADSCALE_KERNEL(kRowThreads, fewest_blocks<Rows...>())
 loss_rows(GRADSCALE_ARGUMENT(DevicePass) device) {
-  GRADSCALE_SHARED(Words16, shared, most_shared_bytes<Rows...>() / 16 + 1);
+  GRADSCALE_SHARED(uint4, shared, most_shared_bytes<Rows...>() / 16 + 1);
   const Pass& pass = device.pass;
   if (pass.is_backward && pass.has_gradients && pass.grad_output.stride == 0 && pass.grad_output.load(0) == 1) {
     return;

@@ -1,7 +1,10 @@
-#include "decode.h"
+#include "support.h"
 
 #include "../cpu/scratch.h"
 #include "../cuda/driver.h"
+#include "../cuda/row_lanes.h"
+#include "../cuda/row_shape.h"
+#include "../cuda/table_builder.h"
 #include "../torch/autograd.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
@@ -13,6 +16,7 @@
 #include <c10/core/SafePyObject.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <limits>
@@ -21,8 +25,6 @@ namespace gradscale {
 
 // ---- Supports -------------------------------------------------------------------------------------------------------
 
-namespace {
-
 Support support_from(const std::vector<std::string>& names, const std::vector<double>& numbers) {
   Support support{};
   for (size_t i = 0; i < names.size(); ++i) {
@@ -30,12 +32,6 @@ Support support_from(const std::vector<std::string>& names, const std::vector<do
         set_by_name(kNumbersOfSupport, support, names[i], numbers[i]), "Support: no number named '", names[i], "'");
   }
   return support;
-}
-
-} // namespace
-
-OwnedSupport::OwnedSupport(const std::vector<std::string>& names, const std::vector<double>& numbers)
-    : OwnedSupport(support_from(names, numbers)) {
 }
 
 OwnedSupport::OwnedSupport(Support support) : support_(support) {
@@ -58,9 +54,45 @@ namespace {
 
 namespace autograd = torch::autograd;
 
+// The names of transforms in kernels, in the order of Transform.
+constexpr const char* kTransforms[] = {"Transform::identity", "Transform::signed_hyperbolic", "Transform::symlog"};
+
+void decode_on_device(const Decoding& decoding, const OnDevice& device) {
+  const Support& support = decoding.support;
+  const Element element = decoding.logits.element;
+  const std::string type = type_name(element);
+  constexpr const char* file = "support/decode.cuh";
+  const Lanes lanes = support.raw ? Lanes{0, 0} : bin_lanes(support.num_bins, decoding.logits, decoding.gradient);
+  if (lanes.per_row > 0) {
+    const int32_t rows_per_warp =
+        rounded_rows_per_warp(balanced_rows_per_warp(decoding.count, multiprocessors()), lanes.per_row);
+    const int64_t rows_per_block = kRowThreads / 32 * rows_per_warp;
+    const std::string name = instance(
+        "decode_by_lanes",
+        {type,
+         decoding.gradient.data != nullptr ? type : "void",
+         std::to_string(support.num_bins),
+         std::to_string(lanes.per_row),
+         std::to_string(lanes.unit),
+         kTransforms[static_cast<size_t>(support.transform)]});
+    const int64_t blocks = (decoding.count + rows_per_block - 1) / rows_per_block;
+    device.launch(file, name, blocks, kRowThreads, LaneDecoding{decoding, FloatSupport(support), rows_per_warp});
+    return;
+  }
+  TableBuilder centers;
+  if (support.raw && element == Element::float64) {
+    centers.add(support.raw_centers, support.num_bins);
+  } else if (support.raw) {
+    centers.add(support.raw_centers_float, support.num_bins);
+  }
+  const int64_t blocks = blocks_for_rows(decoding.count, threads_for_row(support.num_bins, element_size(element)));
+  const GroupDecoding arguments{decoding, centers.build(device)};
+  device.launch(file, instance("decode_by_groups", {type}), blocks, kThreads, arguments);
+}
+
 void run(const Decoding& decoding, const at::Tensor& logits) {
   if (runs_kernels(logits.device())) {
-    launch_decode(decoding, OnDevice(logits.device()));
+    decode_on_device(decoding, OnDevice(logits.device()));
     return;
   }
   const int64_t width = decoding.support.num_bins;
@@ -219,7 +251,8 @@ at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& 
       support,
       sigma_ratio};
   if (runs_kernels(dense.device())) {
-    launch_encode(encoding, OnDevice(dense.device()));
+    const int64_t blocks = blocks_for_rows(dense.numel(), threads_for_row(support.num_bins, element_size(element)));
+    OnDevice(dense.device()).launch("support/encode.cuh", "encode_rows", blocks, kThreads, encoding);
   } else {
     const int64_t grain = std::max<int64_t>(1, 16384 / row_cost(support.num_bins));
     at::parallel_for(0, dense.numel(), grain, [&](int64_t begin, int64_t end) { encode_rows(encoding, begin, end); });
@@ -244,7 +277,8 @@ at::Tensor project(
   const int64_t width = support.num_bins;
   const Projection projection{rows_of(p, width), rows_of(r, 1), rows_of(d, 1), rows_of(out, width), r.numel(), support};
   if (runs_kernels(p.device())) {
-    launch_project(projection, OnDevice(p.device()));
+    const int64_t blocks = blocks_for_rows(r.numel(), /*threads_per_row=*/32);
+    OnDevice(p.device()).launch("support/encode.cuh", "project_rows", blocks, kThreads, projection);
   } else {
     std::vector<double> centers(static_cast<size_t>(width));
     for (size_t j = 0; j < centers.size(); ++j) {

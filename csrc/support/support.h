@@ -1,7 +1,10 @@
-// Structs whose numbers come from Python by name: supports here, and heads in loss/call.h.
+// Supports, and the operators that decode, encode and project over their bins.
 #pragma once
 
 #include "../formulas/support.h"
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <memory>
@@ -11,15 +14,18 @@
 
 namespace gradscale {
 
+// ---- Structs whose numbers come from Python by name: supports here, and heads in loss/call.h ------------------------
+
 inline void set(bool& flag, double number) {
   flag = number != 0;
 }
 inline void set(double& value, double number) {
   value = number;
 }
-// A number that is negative or beyond int32 becomes -1, which is invalid for every integer member.
+// A number that is negative or too large becomes -1, which is invalid for every integer member. The bound leaves room
+// for the kernels' indices of a row's elements.
 inline void set(int32_t& integer, double number) {
-  integer = number >= 0 && number <= 2147483647.0 ? static_cast<int32_t>(number) : -1;
+  integer = number >= 0 && number <= INT32_MAX - 64 ? static_cast<int32_t>(number) : -1;
 }
 template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
 void set(Choice& choice, double number) {
@@ -56,12 +62,13 @@ constexpr Number<Support> kNumbersOfSupport[] = {
     GRADSCALE_NUMBER(Support, eps),
     GRADSCALE_NUMBER(Support, raw)};
 
+// names[i] is the name of numbers[i].
+Support support_from(const std::vector<std::string>& names, const std::vector<double>& numbers);
+
 // A support with the memory of its raw centres.
 class OwnedSupport {
  public:
   explicit OwnedSupport(Support support);
-  // names[i] is the name of numbers[i].
-  OwnedSupport(const std::vector<std::string>& names, const std::vector<double>& numbers);
 
   const Support& get() const {
     return support_;
@@ -72,5 +79,21 @@ class OwnedSupport {
   std::unique_ptr<double[]> centers_;
   std::unique_ptr<float[]> centers_float_;
 };
+
+// ---- Operators ------------------------------------------------------------------------------------------------------
+
+// Decodes [..., num_bins] logits: softmax, expectation and inverse transform. Differentiable. `python_support` is the
+// Python dataclass, which second derivatives use.
+at::Tensor decode(
+    const std::shared_ptr<OwnedSupport>& support, const pybind11::object& python_support, const at::Tensor& logits);
+
+// Encodes scalars [...] as distributions [..., num_bins] of the same dtype: two-hot if sigma_ratio is 0, HL-Gauss
+// otherwise. Not differentiable.
+at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& scalars);
+
+// Moves the mass of [..., num_bins] probabilities to rewards + discounts * raw centres, and splits it between the two
+// neighbouring bins (C51). The result is float64 if an input is, else float32. Not differentiable.
+at::Tensor project(
+    const Support& support, const at::Tensor& probabilities, const at::Tensor& rewards, const at::Tensor& discounts);
 
 } // namespace gradscale
