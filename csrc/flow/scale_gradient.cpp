@@ -1,5 +1,6 @@
 // scale_gradient and reverse_gradient: the gradient, and in forward mode the tangent, times `scale` or -`scale`, which
 // broadcasts to x. A scale of 0 gives exact zeros, also where the gradient is inf or NaN.
+#include "../cpu/range.h"
 #include "../cuda/driver.h"
 #include "calls.h"
 #include "fused.h"

@@ -5,6 +5,12 @@
 
 namespace gradscale {
 
+// gradient * scale, with exact zeros where the scale is 0, also where the gradient is inf or NaN.
+template <class A>
+GRADSCALE_HOST_DEVICE A scaled_element(A gradient, A scale) {
+  return scale == 0 ? A(0) : gradient * scale;
+}
+
 // The sum of (|g| / root^2)^p, or the largest |g| / root^2 where p is inf. The root is 1 unless the plain sum or
 // the norm would overflow or underflow; it is a power of two, except for a finite p > kLargestPower. NaN and inf
 // propagate.
