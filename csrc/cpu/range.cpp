@@ -46,22 +46,34 @@ PowerSum range_power_sum(const Range& range, double p) {
   return result;
 }
 
-void scale_range(const Range& from, void* to, double root, double factor) {
+void scale_range(const Range& from, void* to, const Scaling& by) {
+  const int64_t bytes = from.size * element_size(from.element);
+  if (by.root == 0) {
+    std::memset(to, 0, bytes);
+    return;
+  }
+  if (by.changes_nothing()) {
+    if (to != from.data) {
+      std::memcpy(to, from.data, bytes);
+    }
+    return;
+  }
   dispatch_element(from.element, [&](auto type) {
     using T = decltype(type);
     using A = typename AccumulateType<T>::type;
     const T* source = static_cast<const T*>(from.data);
     T* out = static_cast<T*>(to);
     const int64_t size = from.size;
-    if (Scaling{root, factor, false}.is_normal_in_float()) {
-      const A narrow = static_cast<A>(factor);
+    if (by.is_normal_in_float()) {
+      const A narrow = static_cast<A>(by.factor);
 #pragma omp simd
       for (int64_t i = 0; i < size; ++i) {
         out[i] = from_accumulate<T, A>(static_cast<A>(to_accumulate(source[i])) * narrow);
       }
       return;
     }
-    const double reciprocal = 1 / root;
+    const double factor = by.factor;
+    const double reciprocal = 1 / by.root;
 #pragma omp simd
     for (int64_t i = 0; i < size; ++i) {
       const double value = static_cast<double>(to_accumulate(source[i])) * reciprocal * reciprocal * factor;

@@ -20,8 +20,8 @@ struct Range {
 using PowerSumOfRange = PowerSum (*)(const Range&, double p);
 extern const PowerSumOfRange power_sum_kernel;
 
-// Writes from / root^2 * factor to `to`, which may be `from.data`.
-using ScaleRange = void (*)(const Range& from, void* to, double root, double factor);
+// Writes the scaled elements to `to`, which may be `from.data`.
+using ScaleRange = void (*)(const Range& from, void* to, const Scaling& by);
 extern const ScaleRange scale_range_kernel;
 
 // Scales the elements of a gradient by a tensor that broadcasts to it, called by a TensorIterator. `data` has the

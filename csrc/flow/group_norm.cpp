@@ -24,7 +24,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -58,16 +57,8 @@ bool lies_in_groups(const at::Tensor& gradient, int64_t batch_dims, int64_t size
 void rescale_groups(const RescaleCall& call) {
   const Range gradient{call.from, call.groups * call.size, call.element};
   const auto scale = [&](int64_t begin, int64_t size, const Scaling& by) {
-    const Range from = gradient.part(begin, size);
-    const int64_t bytes = element_size(call.element);
-    char* to = static_cast<char*>(call.to) + begin * bytes;
-    if (by.root == 0) {
-      std::memset(to, 0, size * bytes);
-    } else if (!by.changes_nothing()) {
-      scale_range_kernel(from, to, by.root, by.factor);
-    } else if (to != from.data) {
-      std::memcpy(to, from.data, size * bytes);
-    }
+    scale_range_kernel(
+        gradient.part(begin, size), static_cast<char*>(call.to) + begin * element_size(call.element), by);
   };
   std::atomic<int64_t> beyond{0}; // norms that are not within the limit
   if (call.size <= kChunk) {

@@ -33,19 +33,9 @@ GRADSCALE_DEVICE void count_norm(const RescaleCall& call, bool within) {
 
 template <class T>
 GRADSCALE_DEVICE void scale_range(const T* from, T* to, int32_t size, const Scaling& by, const Group& group) {
-  using A = typename AccumulateType<T>::type;
-  if (by.changes_nothing() && from == to) {
-    return;
+  if (!(by.changes_nothing() && from == to)) {
+    change_range(from, to, size, group, ScaledElement(by));
   }
-  const bool narrow = by.is_normal_in_float();
-  const A factor = static_cast<A>(by.factor);
-  const double reciprocal = by.root == 1 ? 1 : 1 / by.root; // avoids the division for most groups
-  change_range(from, to, size, group, [&](A x) {
-    if (by.root == 0) {
-      return A(0);
-    }
-    return narrow ? x * factor : static_cast<A>(static_cast<double>(x) * reciprocal * reciprocal * by.factor);
-  });
 }
 
 // Changes each element of windows by a function.
