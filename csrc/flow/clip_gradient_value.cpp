@@ -1,5 +1,4 @@
 // clip_gradient_value: clamp(g, min, max), where the bounds broadcast to x.
-#include "fused.h"
 #include "identity.h"
 
 #include <ATen/Dispatch.h>

@@ -3,7 +3,6 @@
 #include "../cpu/range.h"
 #include "../cuda/driver.h"
 #include "calls.h"
-#include "fused.h"
 
 #include <ATen/DimVector.h>
 #include <ATen/Parallel.h>
@@ -288,16 +287,15 @@ void check_limit(
   TORCH_CHECK_VALUE(smallest >= 0, name, ": ", argument, " must not be negative or NaN, but it is ", smallest);
 }
 
-at::Tensor rescaled(
-    at::Tensor gradient, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
+at::Tensor rescaled(at::Tensor gradient, Value limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
   if (groups.process_group.empty() && gradient.sym_numel() == 0) {
     return gradient;
   }
+  limit = read_if_free(std::move(limit));
   const at::Tensor* tensor = std::get_if<at::Tensor>(&limit);
-  const bool is_read_anywhere = tensor == nullptr || (is_cpu_scalar(*tensor) && ordinary_tensor(*tensor));
   // The kernels process complex numbers as pairs, which is right for p = 2 only.
   const bool parts = gradient.is_complex() && groups.p != 2;
-  if (groups.process_group.empty() && !parts && fused(gradient, {is_read_anywhere ? at::Tensor() : *tensor, counts})) {
+  if (groups.process_group.empty() && !parts && fused(gradient, {tensor != nullptr ? *tensor : at::Tensor(), counts})) {
     return rescaled_in_two_passes(std::move(gradient), limit, groups, rule, counts);
   }
   return rescaled_by_operations(gradient, limit, groups, rule, counts);

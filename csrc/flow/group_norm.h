@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../formulas/norms.h"
-#include "value.h"
+#include "identity.h"
 
 #include <string>
 
@@ -27,7 +27,6 @@ void check_limit(
 // The gradient with every group rescaled to its limit by the rule. A limit of 0 gives zeros, also where the gradient is
 // inf or NaN; a negative or NaN limit that check_limit() could not see gives NaN. Adds to `counts`, if defined, the
 // number of groups and the number of groups whose norm is not within the limit.
-at::Tensor rescaled(
-    at::Tensor gradient, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts);
+at::Tensor rescaled(at::Tensor gradient, Value limit, const NormGroups& groups, Rule rule, const at::Tensor& counts);
 
 } // namespace gradscale

@@ -12,24 +12,31 @@
 //   bool keeps_zeros() const                         true if gradient() accepts the values of a sparse gradient
 #pragma once
 
+#include "../torch/arguments.h"
 #include "../torch/autograd.h"
-#include "value.h"
+#include "../torch/tensor_element.h"
 
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/detach.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/SmallVector.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
+#include <initializer_list>
 #include <limits>
 #include <optional>
 #include <string>
@@ -37,6 +44,114 @@
 #include <vector>
 
 namespace gradscale {
+
+// ---- Values: how they are read and checked --------------------------------------------------------------------------
+
+// The dtype as Python writes it.
+inline std::string dtype_name(const at::Tensor& tensor) {
+  return std::string("torch.") + std::string(c10::getDtypeNames(tensor.scalar_type()).first);
+}
+
+// The type that gradients of the given dtype are computed in.
+inline at::ScalarType precise_type(at::ScalarType dtype) {
+  return c10::toRealValueType(dtype) == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// Reads a scalar tensor on the CPU at once, unless a transform or a tracer has to see the tensor.
+inline Value read_if_free(Value value) {
+  if (const at::Tensor* tensor = std::get_if<at::Tensor>(&value)) {
+    if (tensor->dim() == 0 && tensor->is_cpu() && ordinary_context() && ordinary_tensor(*tensor)) {
+      return tensor->item<double>();
+    }
+  }
+  return value;
+}
+
+// The value as a tensor on the gradient's device, in the type that the gradient is computed in.
+inline at::Tensor value_like(const at::Tensor& gradient, const Value& value) {
+  const at::TensorOptions options = gradient.options().dtype(precise_type(gradient.scalar_type()));
+  if (const double* number = std::get_if<double>(&value)) {
+    // PyTorch refuses a number beyond the range of float; the cast makes it infinite.
+    const bool is_float = options.dtype() == at::kFloat;
+    return at::scalar_tensor(is_float ? static_cast<float>(*number) : *number, options);
+  }
+  return std::get<at::Tensor>(value).to(options.device(), precise_type(gradient.scalar_type()), /*non_blocking=*/true);
+}
+
+// Raises unless a tensor argument is real, without a gradient, broadcastable to `shape` (called `what`), and on x's
+// device.
+inline void check_value(
+    const char* name,
+    const char* argument,
+    const Value& value,
+    const at::Tensor& x,
+    c10::SymIntArrayRef shape,
+    const char* what) {
+  if (!std::holds_alternative<at::Tensor>(value)) {
+    return;
+  }
+  const at::Tensor& tensor = std::get<at::Tensor>(value);
+  TORCH_CHECK_TYPE(
+      !tensor.is_complex(), name, ": ", argument, " must be real, but it is a tensor of dtype ", dtype_name(tensor));
+  TORCH_CHECK_VALUE(
+      !tensor.requires_grad() && !tensor._fw_grad(/*level=*/0).defined(),
+      name,
+      ": ",
+      argument,
+      " requires grad, but it gets no gradient; detach() it");
+  const int64_t dims = static_cast<int64_t>(shape.size());
+  bool broadcasts = tensor.dim() <= dims;
+  for (int64_t i = 1; broadcasts && i <= tensor.dim(); ++i) {
+    broadcasts = tensor.sym_size(-i) == 1 || tensor.sym_size(-i) == shape[dims - i];
+  }
+  TORCH_CHECK_VALUE(
+      broadcasts,
+      name,
+      ": ",
+      argument,
+      " must broadcast to ",
+      what,
+      ", ",
+      shape,
+      ", but its shape is ",
+      tensor.sym_sizes());
+  TORCH_CHECK_VALUE(
+      tensor.device() == x.device() || (tensor.dim() == 0 && tensor.device().is_cpu()),
+      name,
+      ": ",
+      argument,
+      " must be on the device of x, ",
+      x.device(),
+      ", but it is on ",
+      tensor.device());
+}
+
+// ---- Gradients that the kernels process, and whose memory they may overwrite ----------------------------------------
+
+// True if `gradient`, as a backward function received it, has no other owner, so that its memory may be overwritten: no
+// graph of the backward pass is built, no other tensor shares the storage, and the memory is PyTorch's own (a buffer
+// that came from NumPy or DLPack is not resizable).
+inline bool owned_by_nobody_else(const at::Tensor& gradient) {
+  return !at::GradMode::is_enabled() && torch::autograd::impl::is_tensor_stealable(gradient) &&
+         gradient.layout() == at::kStrided && !at::isTensorSubclassLike(gradient) && !gradient._is_zerotensor() &&
+         !gradient.is_conj() && !gradient.is_neg() && !gradient.is_inference() && gradient.has_storage() &&
+         gradient.storage().use_count() == 1 && gradient.storage().unsafeGetStorageImpl()->resizable() &&
+         gradient.is_non_overlapping_and_dense();
+}
+
+// True if the C++ kernels can process a gradient with these arguments: no graph is being recorded, and all defined
+// tensors are ordinary tensors on one device.
+inline bool fused(const at::Tensor& gradient, std::initializer_list<at::Tensor> arguments) {
+  if (at::GradMode::is_enabled() || !ordinary_context() || !ordinary_tensor(gradient) ||
+      !has_element(c10::toRealValueType(gradient.scalar_type()))) {
+    return false;
+  }
+  return std::all_of(arguments.begin(), arguments.end(), [&](const at::Tensor& argument) {
+    return !argument.defined() || (ordinary_tensor(argument) && argument.device() == gradient.device());
+  });
+}
+
+// ---- The view and its node ------------------------------------------------------------------------------------------
 
 constexpr size_t kMostValues = 2; // of an operator
 
@@ -110,7 +225,7 @@ class OperatorBackward : public BackwardNode {
   void set(Operator op) {
     operator_ = std::move(op);
     auto saved = saved_.begin();
-    for (Value* value : values_of(*operator_)) {
+    for (Value* value : values_of(operator_)) {
       if (is_tensor(value)) {
         *saved = torch::autograd::SavedVariable(std::get<at::Tensor>(*value), /*is_output=*/false);
         *value = at::Tensor();
@@ -136,7 +251,7 @@ class OperatorBackward : public BackwardNode {
   // replaces by tensors of the graph.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     bool counts = false;
-    Operator::each(*operator_, [&](const char*, const auto& argument) {
+    Operator::each(operator_, [&](const char*, const auto& argument) {
       using Argument = std::decay_t<decltype(argument)>;
       if constexpr (std::is_same_v<Argument, Value>) {
         args.collect(is_tensor(&argument) ? kNoNumber : std::get<double>(argument));
@@ -183,7 +298,7 @@ class OperatorBackward : public BackwardNode {
   Operator unpacked() {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
-    Operator op = *operator_;
+    Operator op = operator_;
     auto saved = saved_.begin();
     for (Value* value : values_of(op)) {
       if (is_tensor(value)) {
@@ -206,7 +321,7 @@ class OperatorBackward : public BackwardNode {
         summed._indices(), op.gradient(summed._values()), summed.sizes(), summed.options(), /*is_coalesced=*/true);
   }
 
-  std::optional<Operator> operator_;
+  Operator operator_{};
   std::array<torch::autograd::SavedVariable, kMostValues> saved_; // one for each Value
   bool saves_ = false;
   bool released_ = false;

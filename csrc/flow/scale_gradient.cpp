@@ -3,7 +3,6 @@
 #include "../cpu/range.h"
 #include "../cuda/driver.h"
 #include "calls.h"
-#include "fused.h"
 #include "identity.h"
 
 #include <ATen/ScalarOps.h>
