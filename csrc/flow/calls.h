@@ -55,9 +55,4 @@ GRADSCALE_HOST_DEVICE Chunks chunks_of(const RescaleCall& call) {
   return {size, (call.size + size - 1) / size};
 }
 
-class OnDevice;
-
-void launch_scale(const ScaleCall& call, const OnDevice& device);
-void launch_rescale(RescaleCall call, const OnDevice& device);
-
 } // namespace gradscale
