@@ -386,17 +386,10 @@ void count_norms_kernel(at::Tensor counts, const at::Tensor& within) {
 
 TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
   m.def("count_norms(Tensor(a!) counts, Tensor within) -> ()");
+  m.impl("count_norms", c10::DispatchKey::CompositeExplicitAutograd, count_norms_kernel);
+  m.impl("count_norms", c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough());
+  register_operator<Rescaled<Rule::clip>, Value, int64_t, double, std::string, int64_t, std::optional<at::Tensor>>(m);
+  register_operator<Rescaled<Rule::normalize>, Value, int64_t, double>(m);
 }
-
-TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) {
-  m.impl("count_norms", count_norms_kernel);
-}
-
-TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {
-  m.impl("count_norms", torch::CppFunction::makeFallthrough());
-}
-
-GRADSCALE_FLOW_OPERATOR(Rescaled<Rule::clip>, Value, int64_t, double, std::string, int64_t, std::optional<at::Tensor>)
-GRADSCALE_FLOW_OPERATOR(Rescaled<Rule::normalize>, Value, int64_t, double)
 
 } // namespace gradscale

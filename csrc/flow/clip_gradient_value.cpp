@@ -78,6 +78,8 @@ struct ClipGradientValue {
 
 } // namespace
 
-GRADSCALE_FLOW_OPERATOR(ClipGradientValue, Value, Value)
+TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
+  register_operator<ClipGradientValue, Value, Value>(m);
+}
 
 } // namespace gradscale

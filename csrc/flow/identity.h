@@ -377,30 +377,6 @@ inline void view_kernel(const c10::OperatorHandle& schema, torch::jit::Stack* st
   return_from(schema, *stack, without_gradient(x));
 }
 
-// Defines the operator, and its overload "tensor", whose Values are tensors.
-template <class Operator>
-void define_operator(torch::Library& library) {
-  Operator op{};
-  for (const char* overload : {"", ".tensor"}) {
-    std::string schema = std::string(Operator::kName) + overload + "(Tensor(a) x, ";
-    Operator::each(op, SchemaWriter{schema});
-    library.def(torch::schema((schema + ") -> Tensor(a)").c_str()));
-    for (Value* value : values_of(op)) {
-      *value = at::Tensor();
-    }
-  }
-}
-
-template <class Operator, auto kernel>
-void implement_operator(torch::Library& library) {
-  for (const char* overload : {"", ".tensor"}) {
-    const std::string name = std::string(Operator::kName) + overload;
-    library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<kernel>());
-  }
-}
-
-// ---- Eager mode -----------------------------------------------------------------------------------------------------
-
 // Functions that add an operator to the Python module. Its calls have less overhead than calls of the dispatcher.
 inline std::vector<void (*)(pybind11::module_&)>& eager_operators() {
   static std::vector<void (*)(pybind11::module_&)> all;
@@ -424,18 +400,25 @@ void add_eager(pybind11::module_& m) {
   });
 }
 
-// NOLINTBEGIN(bugprone-macro-parentheses): types
-#define GRADSCALE_FLOW_OPERATOR(Operator, ...)                      \
-  TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {                        \
-    define_operator<Operator>(m);                                   \
-    eager_operators().push_back(&add_eager<Operator, __VA_ARGS__>); \
-  }                                                                 \
-  TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {                  \
-    implement_operator<Operator, &autograd_kernel<Operator>>(m);    \
-  }                                                                 \
-  TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) { \
-    implement_operator<Operator, &view_kernel>(m);                  \
+// Registers the operator, its overload "tensor", whose Values are tensors, and its function in the Python module, which
+// has the types `Arguments` after x.
+template <class Operator, class... Arguments>
+void register_operator(torch::Library& library) {
+  Operator op{};
+  for (const char* overload : {"", ".tensor"}) {
+    const std::string name = std::string(Operator::kName) + overload;
+    std::string schema = name + "(Tensor(a) x, ";
+    Operator::each(op, SchemaWriter{schema});
+    library.def(torch::schema((schema + ") -> Tensor(a)").c_str()));
+    using Function = torch::CppFunction;
+    using Key = c10::DispatchKey;
+    library.impl(name.c_str(), Key::Autograd, Function::makeFromBoxedFunction<&autograd_kernel<Operator>>());
+    library.impl(name.c_str(), Key::CompositeExplicitAutograd, Function::makeFromBoxedFunction<&view_kernel>());
+    for (Value* value : values_of(op)) {
+      *value = at::Tensor();
+    }
   }
-// NOLINTEND(bugprone-macro-parentheses)
+  eager_operators().push_back(&add_eager<Operator, Arguments...>);
+}
 
 } // namespace gradscale

@@ -3,7 +3,6 @@
 #include "../cpu/range.h"
 #include "../cuda/driver.h"
 #include "../cuda/row_lanes.h"
-#include "../cuda/row_shape.h"
 #include "calls.h"
 #include "identity.h"
 
@@ -149,7 +148,9 @@ struct ScaledBy {
 
 } // namespace
 
-GRADSCALE_FLOW_OPERATOR(ScaledBy<1>, Value)
-GRADSCALE_FLOW_OPERATOR(ScaledBy<-1>, Value)
+TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
+  register_operator<ScaledBy<1>, Value>(m);
+  register_operator<ScaledBy<-1>, Value>(m);
+}
 
 } // namespace gradscale
