@@ -28,16 +28,13 @@
 #include <c10/util/SmallVector.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
 #include <initializer_list>
-#include <limits>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -217,34 +214,22 @@ at::Tensor operator_view(const at::Tensor& x, Operator& op) {
       torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
 }
 
-// The operator as a node of the graph. Its tensor arguments are saved tensors of autograd: changing them in place
-// afterwards raises in the backward pass, and hooks on saved tensors see them.
+// The operator as a node of the graph, which saves the Values that are tensors.
 template <class Operator>
-class OperatorBackward : public BackwardNode {
+class OperatorBackward : public SavingNode {
  public:
   void set(Operator op) {
     operator_ = std::move(op);
-    auto saved = saved_.begin();
     for (Value* value : values_of(operator_)) {
       if (is_tensor(value)) {
-        *saved = torch::autograd::SavedVariable(std::get<at::Tensor>(*value), /*is_output=*/false);
+        save(std::get<at::Tensor>(*value));
         *value = at::Tensor();
-        saves_ = true;
       }
-      ++saved;
     }
   }
 
   std::string name() const override {
     return Operator::kNodeName;
-  }
-
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& saved : saved_) {
-      saved.reset_data();
-    }
-    released_ = saves_;
   }
 
   // For compiled autograd, numbers are constants of the graph, and saved tensors are inputs, which apply_with_saved()
@@ -254,7 +239,7 @@ class OperatorBackward : public BackwardNode {
     Operator::each(operator_, [&](const char*, const auto& argument) {
       using Argument = std::decay_t<decltype(argument)>;
       if constexpr (std::is_same_v<Argument, Value>) {
-        args.collect(is_tensor(&argument) ? kNoNumber : std::get<double>(argument));
+        args.collect(is_tensor(&argument) ? std::nullopt : std::optional(std::get<double>(argument)));
       } else if constexpr (std::is_same_v<Argument, at::Tensor>) {
         counts = counts || argument.defined();
       } else {
@@ -264,25 +249,26 @@ class OperatorBackward : public BackwardNode {
     if (counts) { // counters, which the graph would have to update
       return BackwardNode::compiled_args(args);
     }
-    for (const auto& saved : saved_) {
-      args.collect(saved, /*is_output=*/false);
-    }
+    args.collect(saved_, /*is_output=*/false);
   }
 
   torch::autograd::variable_list apply_with_saved(
       const torch::autograd::variable_list& gradients, torch::dynamo::autograd::SwapSavedVariables& swap) override {
-    for (auto& saved : saved_) {
-      swap.before(saved);
-    }
+    swap.before(saved_);
     auto result = apply(torch::autograd::variable_list(gradients));
-    for (auto& saved : saved_) {
-      swap.after(saved);
-    }
+    swap.after(saved_);
     return result;
   }
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    const Operator op = unpacked();
+    Operator op = operator_;
+    auto tensors = unpacked();
+    auto next = tensors.begin();
+    for (Value* value : values_of(op)) {
+      if (is_tensor(value)) {
+        *value = std::move(*next++);
+      }
+    }
     torch::autograd::variable_list result(1);
     at::Tensor gradient = std::move(gradients[0]);
     gradients.clear();
@@ -293,22 +279,6 @@ class OperatorBackward : public BackwardNode {
   }
 
  private:
-  static constexpr double kNoNumber = std::numeric_limits<double>::quiet_NaN();
-
-  Operator unpacked() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
-    Operator op = operator_;
-    auto saved = saved_.begin();
-    for (Value* value : values_of(op)) {
-      if (is_tensor(value)) {
-        *value = saved->unpack();
-      }
-      ++saved;
-    }
-    return op;
-  }
-
   static at::Tensor sparse_gradient(const Operator& op, const at::Tensor& gradient) {
     TORCH_CHECK_TYPE(
         gradient.layout() == at::kSparse && op.keeps_zeros(),
@@ -322,9 +292,6 @@ class OperatorBackward : public BackwardNode {
   }
 
   Operator operator_{};
-  std::array<torch::autograd::SavedVariable, kMostValues> saved_; // one for each Value
-  bool saves_ = false;
-  bool released_ = false;
 };
 
 // Returns a view of x whose gradient passes through the operator on its way to x.
