@@ -191,10 +191,12 @@ struct ScaledElement {
   }
   template <class A>
   GRADSCALE_DEVICE A operator()(A x) const {
-    if (narrow) {
-      return x * static_cast<A>(by.factor);
+    if (by.root == 0) {
+      return A(0);
     }
-    return by.root == 0 ? A(0) : static_cast<A>(static_cast<double>(x) * reciprocal * reciprocal * by.factor);
+    const bool is_product = std::is_same_v<A, double> ? by.root == 1 : narrow;
+    return is_product ? x * static_cast<A>(by.factor)
+                      : static_cast<A>(static_cast<double>(x) * reciprocal * reciprocal * by.factor);
   }
 };
 
