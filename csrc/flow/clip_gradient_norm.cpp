@@ -123,7 +123,7 @@ int32_t threads_for_group_in_registers(const RescaleCall& call) {
 }
 
 void launch_rescale(RescaleCall call, const OnDevice& device) {
-  constexpr const char* file = "flow/group_norm.cuh";
+  constexpr const char* file = "flow/clip_gradient_norm.cuh";
   const std::string type = type_name(call.element);
   if (const int32_t kept = threads_for_group_in_registers(call); kept > 0) {
     const std::string name = instance("rescale_kept", {type, std::to_string(kept)});

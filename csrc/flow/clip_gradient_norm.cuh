@@ -1,4 +1,4 @@
-// Groups rescaled by their norms.
+// clip_gradient_norm and normalize_gradient: groups rescaled by their norms.
 //
 // rescale_kept      for p = 2 and groups of whole windows of 16 bytes, with elements narrower than double. A few
 //                   threads of a warp keep a group unconverted in registers, up to 128 bytes each: read once, written
