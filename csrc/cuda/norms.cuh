@@ -173,6 +173,26 @@ GRADSCALE_DEVICE void change_range(const T* from, T* to, int32_t size, const Gro
   });
 }
 
+// Scales an element: x / root^2 * factor.
+struct ScaledElement {
+  Scaling by;
+  bool narrow;       // the product can be computed in float
+  double reciprocal; // 1 / root; the division is avoided for most groups
+
+  GRADSCALE_DEVICE explicit ScaledElement(const Scaling& by)
+      : by(by), narrow(by.is_normal_in_float()), reciprocal(by.root == 1 ? 1 : 1 / by.root) {
+  }
+  template <class A>
+  GRADSCALE_DEVICE A operator()(A x) const {
+    if (by.root == 0) {
+      return A(0);
+    }
+    const bool is_product = std::is_same_v<A, double> ? by.root == 1 : narrow;
+    return is_product ? x * static_cast<A>(by.factor)
+                      : static_cast<A>(static_cast<double>(x) * reciprocal * reciprocal * by.factor);
+  }
+};
+
 // Adds up (|g| reciprocal^2)^p, for a finite p.
 template <class T>
 GRADSCALE_DEVICE double plain_power_sum(const T* from, int32_t size, double p, double reciprocal, const Group& group) {

@@ -6,21 +6,7 @@
 
 namespace gradscale {
 
-// gradient * scale, with exact zeros where the scale is 0, also where the gradient is inf or NaN.
-template <class A>
-GRADSCALE_HOST_DEVICE A scaled_element(A gradient, A scale) {
-  return scale == 0 ? A(0) : gradient * scale;
-}
-
-// Scales the elements of a gradient by a tensor that broadcasts to it, called by a TensorIterator. `data` has the
-// pointers to the result, the gradient and the scale, and `strides` has their strides in bytes. The scale has the type
-// that the gradient is computed in.
-using ScaleLoop = void (*)(Element, char* const* data, const int64_t* strides, int64_t size);
-extern const ScaleLoop scale_kernel;
-
-// ---- On a device ----------------------------------------------------------------------------------------------------
-
-// out = scaled_element(gradient, scale), broadcast. Complex gradients are pairs.
+// On a device: out = scaled_element(gradient, scale), broadcast. Complex gradients are pairs.
 struct ScaleCall {
   static constexpr int kMaxDims = 8;
 
@@ -68,10 +54,5 @@ GRADSCALE_HOST_DEVICE Chunks chunks_of(const RescaleCall& call) {
   const int64_t size = call.size / 1024 > 32768 ? (call.size / 1024 + 31) / 32 * 32 : 32768;
   return {size, (call.size + size - 1) / size};
 }
-
-class OnDevice;
-
-void launch_scale(const ScaleCall& call, const OnDevice& device);
-void launch_rescale(RescaleCall call, const OnDevice& device);
 
 } // namespace gradscale

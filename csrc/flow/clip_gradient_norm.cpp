@@ -1,11 +1,318 @@
 // clip_gradient_norm, g * min(1, max_norm / |g|), and normalize_gradient, g * norm / |g|, with one norm for each group.
 // `counts`, if given, is int64 [2]: norms seen, and norms clipped.
-#include "group_norm.h"
+#include "../cpu/range.h"
+#include "../cuda/driver.h"
+#include "../cuda/row_lanes.h"
+#include "../cuda/row_shape.h"
+#include "calls.h"
 #include "identity.h"
+
+#include <ATen/DimVector.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/complex.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
 
 namespace gradscale {
 
 namespace {
+
+// One norm of order p for each index of the first `batch_dims` dimensions. If a process group is named, a norm is over
+// the elements of all its members.
+struct NormGroups {
+  int64_t batch_dims = 0;
+  double p = 2;
+  std::string process_group;
+  int64_t process_group_size = 1;
+};
+
+// ---- In C++: two passes over the gradient ---------------------------------------------------------------------------
+
+constexpr int64_t kChunk = 32768; // elements of a group that a thread processes at a time
+
+// True if each group is one dense block of memory, and the blocks follow each other. The order of the elements within a
+// block is free.
+bool lies_in_groups(const at::Tensor& gradient, int64_t batch_dims, int64_t size) {
+  if (!gradient.is_non_overlapping_and_dense()) {
+    return false;
+  }
+  for (int64_t d = batch_dims - 1; d >= 0; --d) {
+    if (gradient.size(d) != 1 && gradient.stride(d) != size) {
+      return false;
+    }
+    size *= gradient.size(d);
+  }
+  return true;
+}
+
+// Rescales the groups on a CPU. A group that fits the cache is read from memory once. All threads sum, and then scale,
+// the chunks of a larger group; the order of additions does not depend on the number of threads.
+void rescale_groups(const RescaleCall& call) {
+  const Range gradient{call.from, call.groups * call.size, call.element};
+  const auto scale = [&](int64_t begin, int64_t size, const Scaling& by) {
+    scale_range_kernel(
+        gradient.part(begin, size), static_cast<char*>(call.to) + begin * element_size(call.element), by);
+  };
+  std::atomic<int64_t> beyond{0}; // norms that are not within the limit
+  if (call.size <= kChunk) {
+    at::parallel_for(0, call.groups, std::max<int64_t>(1, kChunk / call.size), [&](int64_t begin, int64_t end) {
+      int64_t count = 0;
+      for (int64_t i = begin; i < end; ++i) {
+        const PowerSum sum = power_sum_kernel(gradient.part(i * call.size, call.size), call.p);
+        const Scaling by = scaling(call.rule, sum, call.p, limit_of(call, i));
+        scale(i * call.size, call.size, by);
+        count += !by.within;
+      }
+      beyond += count;
+    });
+  } else {
+    const int64_t chunks = (call.size + kChunk - 1) / kChunk;
+    const auto for_each_chunk = [&](auto function) {
+      at::parallel_for(0, call.groups * chunks, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          const int64_t start = (i % chunks) * kChunk;
+          function(i, i / chunks * call.size + start, std::min(kChunk, call.size - start));
+        }
+      });
+    };
+    std::vector<PowerSum> sums(call.groups * chunks);
+    for_each_chunk([&](int64_t i, int64_t start, int64_t size) {
+      sums[i] = power_sum_kernel(gradient.part(start, size), call.p);
+    });
+    std::vector<Scaling> by(call.groups);
+    for (int64_t group = 0; group < call.groups; ++group) {
+      PowerSum sum = sums[group * chunks];
+      for (int64_t chunk = 1; chunk < chunks; ++chunk) {
+        sum = added(sum, sums[group * chunks + chunk], call.p);
+      }
+      by[group] = scaling(call.rule, sum, call.p, limit_of(call, group));
+      beyond += !by[group].within;
+    }
+    for_each_chunk([&](int64_t i, int64_t start, int64_t size) { scale(start, size, by[i / chunks]); });
+  }
+  if (call.counts != nullptr) {
+    call.counts[0] += call.groups;
+    call.counts[1] += beyond;
+  }
+}
+
+// The number of threads that keep a group in registers: 2, 4, 8, 16 or 32; 0 if they cannot.
+int32_t threads_for_group_in_registers(const RescaleCall& call) {
+  const auto begins = reinterpret_cast<uintptr_t>(call.from) | reinterpret_cast<uintptr_t>(call.to);
+  const int64_t bytes = call.size * element_size(call.element);
+  const bool whole = begins % 16 == 0 && bytes % 16 == 0; // each group consists of whole windows
+  return whole && call.p == 2 && call.element != Element::float64 ? threads_for_row_in_registers(bytes / 16) : 0;
+}
+
+void launch_rescale(RescaleCall call, const OnDevice& device) {
+  constexpr const char* file = "flow/clip_gradient_norm.cuh";
+  const std::string type = type_name(call.element);
+  if (const int32_t kept = threads_for_group_in_registers(call); kept > 0) {
+    const std::string name = instance("rescale_kept", {type, std::to_string(kept)});
+    device.launch(file, name, blocks_for_rows(call.groups, kept), kThreads, call);
+    return;
+  }
+  if (call.size <= kShortGroup) {
+    const int32_t threads = threads_for_row(call.size, element_size(call.element));
+    device.launch(file, instance("rescale_groups", {type}), blocks_for_rows(call.groups, threads), kThreads, call);
+    return;
+  }
+  const int64_t blocks = call.groups * chunks_of(call).count;
+  const at::Tensor sums = device.memory(blocks * static_cast<int64_t>(sizeof(PowerSum)));
+  call.sums = static_cast<PowerSum*>(sums.mutable_data_ptr());
+  device.launch(file, instance("power_sums", {type}), blocks, kThreads, call);
+  device.launch(file, instance("rescale_chunks", {type}), blocks, kThreads, call);
+}
+
+at::Tensor rescaled_in_two_passes(
+    at::Tensor gradient, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
+  const at::DimVector batch(gradient.sizes().slice(0, groups.batch_dims)); // a copy, because gradient is reassigned
+  const int64_t count = c10::multiply_integers(batch);
+  const int64_t size = gradient.numel() / count;
+  bool ours = owned_by_nobody_else(gradient);
+  if (!lies_in_groups(gradient, groups.batch_dims, size)) {
+    gradient = gradient.contiguous();
+    ours = true;
+  }
+  const at::Tensor out = ours ? gradient : at::empty_like(gradient);
+  RescaleCall call{};
+  call.to = out.mutable_data_ptr();
+  call.from = gradient.const_data_ptr();
+  call.element = element_of(gradient);
+  call.groups = count;
+  call.size = (gradient.is_complex() ? 2 : 1) * size;
+  call.p = groups.p;
+  call.rule = rule;
+  call.counts = counts.defined() ? counts.mutable_data_ptr<int64_t>() : nullptr;
+  at::Tensor limits; // owns the memory
+  if (const double* number = std::get_if<double>(&limit)) {
+    call.limit = *number;
+  } else {
+    limits = std::get<at::Tensor>(limit).to(gradient.device(), at::kDouble, /*non_blocking=*/true);
+    limits = limits.dim() == 0 ? limits : limits.expand(batch).contiguous();
+    call.limits = limits.const_data_ptr<double>();
+    call.limits_stride = limits.dim() > 0 ? 1 : 0;
+  }
+  if (runs_kernels(gradient.device())) {
+    launch_rescale(call, OnDevice(gradient.device()));
+  } else {
+    rescale_groups(call);
+  }
+  return out;
+}
+
+// ---- In tensor operations: what autograd, transforms, compilers and other devices see -------------------------------
+
+at::Tensor call_by_name(const char* name, std::vector<c10::IValue> arguments) {
+  c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(arguments);
+  return arguments.at(0).toTensor();
+}
+
+// The norms of all members of the process group, [members, *norms]. Differentiable where a graph is built.
+at::Tensor gathered(const at::Tensor& norms, const NormGroups& groups) {
+  const char* name = at::GradMode::is_enabled() ? "_c10d_functional_autograd::all_gather_into_tensor"
+                                                : "_c10d_functional::all_gather_into_tensor";
+  const at::Tensor all =
+      call_by_name(name, {norms.contiguous().unsqueeze(0), groups.process_group_size, groups.process_group});
+  return call_by_name("_c10d_functional::wait_tensor", {all});
+}
+
+// The largest magnitude of each group, a constant for derivatives; 1 if it is 0 or not finite.
+at::Tensor largest_of(const at::Tensor& elements, at::IntArrayRef inner) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor largest = elements.abs().amax(inner, /*keepdim=*/true);
+  const at::Tensor usable = largest.gt(0).logical_and(largest.lt(std::numeric_limits<double>::infinity()));
+  return at::where(usable, largest, at::ones_like(largest));
+}
+
+void count_norms(at::Tensor counts, const at::Tensor& within) {
+  static const auto operation = c10::Dispatcher::singleton()
+                                    .findSchemaOrThrow("gradscale_ext::count_norms", "")
+                                    .typed<void(at::Tensor, const at::Tensor&)>();
+  operation.call(std::move(counts), within);
+}
+
+// The norm of each group divided by the group's scale, and that scale. They are separate, so that no power overflows.
+// Both are [groups, 1 ...].
+struct ScaledNorms {
+  at::Tensor norm;
+  at::Tensor scale;
+};
+
+// If `pairs` is true, elements are complex, and the last dimension has their real and imaginary parts.
+ScaledNorms norms_by_operations(
+    const at::Tensor& elements, bool pairs, at::IntArrayRef inner, const NormGroups& groups) {
+  // Elements are divided by the largest magnitude, so that no power overflows, and only negligible powers underflow.
+  const at::Tensor scale = largest_of(pairs ? elements.abs().amax(-1) : elements, inner);
+  // A CPU adds one number after the other, so that long sums in float would lose digits: its sums are in double. With a
+  // p below 1, quotients that are too small for float are not negligible: CUDA uses double, too.
+  const c10::Device device = elements.device();
+  const bool in_double = device.is_cpu() || (device.is_cuda() && groups.p < 1);
+  const at::ScalarType sums = in_double ? at::kDouble : elements.scalar_type();
+  at::Tensor relative = (groups.p < 1 ? elements.to(sums) : elements) / (pairs ? scale.unsqueeze(-1) : scale);
+  if (pairs) {
+    relative = at::linalg_vector_norm(relative, 2, {-1}, /*keepdim=*/false, sums);
+  }
+  at::Tensor norm;
+  if (pairs && groups.p > kLargestPower) { // a modulus divided by the largest real or imaginary part may be above 1
+    const at::Tensor largest = largest_of(relative, inner);
+    norm = at::linalg_vector_norm(relative / largest, groups.p, inner, /*keepdim=*/true, sums) * largest;
+  } else {
+    norm = at::linalg_vector_norm(relative, groups.p, inner, /*keepdim=*/true, sums);
+  }
+  if (groups.process_group.empty()) {
+    return {norm, scale};
+  }
+  const at::Tensor scales = gathered(scale, groups);
+  const at::Tensor largest = scales.amax(0);
+  return {at::linalg_vector_norm(gathered(norm, groups) * (scales / largest), groups.p, at::IntArrayRef{0}), largest};
+}
+
+at::Tensor rescaled_by_operations(
+    const at::Tensor& incoming, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
+  // If each group is a single element, the group gets a dimension of size 1.
+  const bool single = groups.batch_dims == incoming.dim();
+  const at::Tensor gradient = single ? incoming.unsqueeze(-1) : incoming;
+  std::vector<int64_t> inner;
+  for (int64_t d = groups.batch_dims; d < gradient.dim(); ++d) {
+    inner.push_back(d);
+  }
+  // Complex numbers are pairs in a dimension of their own, because a complex division by a small number overflows.
+  const bool pairs = gradient.is_complex();
+  const auto beside_pairs = [&](const at::Tensor& by_group) { return pairs ? by_group.unsqueeze(-1) : by_group; };
+  const at::ScalarType precise = precise_type(gradient.scalar_type());
+  const at::Tensor wide = (pairs ? at::view_as_real(gradient.resolve_conj()) : gradient).to(precise);
+  // A member of a process group that holds no elements takes part with a norm of zero.
+  at::Tensor elements = wide;
+  if (wide.sym_numel() == 0) {
+    c10::SymDimVector sizes(wide.sym_sizes().begin(), wide.sym_sizes().end());
+    std::fill(sizes.begin() + groups.batch_dims, sizes.begin() + gradient.dim(), 1);
+    elements = at::zeros_symint(sizes, wide.options());
+  }
+  const auto [norm, scale] = norms_by_operations(elements, pairs, inner, groups);
+  at::Tensor bound = value_like(gradient, limit);
+  for (size_t d = 0; bound.dim() > 0 && d < inner.size(); ++d) {
+    bound = bound.unsqueeze(-1);
+  }
+  const at::Tensor within = norm.le(bound / scale);
+  if (counts.defined()) {
+    count_norms(counts, within);
+  }
+  const at::Tensor unchanged = rule == Rule::clip ? within : norm.eq(0);
+  // Where a group is unchanged, both operands are replaced by 1, so that the unused quotient has no NaN derivative.
+  const at::Tensor one = at::ones_like(norm);
+  const at::Tensor factor = (at::where(unchanged, one, bound) / at::where(unchanged, one, norm)).to(precise);
+  // One product where factor / scale is a normal number: the quotients of small elements would be subnormal.
+  const at::Tensor quotient = factor / scale;
+  const double smallest =
+      precise == at::kDouble ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
+  const at::Tensor is_normal = quotient.ge(smallest).logical_and(quotient.isfinite());
+  const at::Tensor divisor = at::where(is_normal, one.to(precise), scale);
+  const at::Tensor multiplier = factor / at::where(is_normal, scale, one.to(precise));
+  at::Tensor result = wide / beside_pairs(divisor) * beside_pairs(multiplier);
+  result = pairs ? at::complex(result.select(-1, 0), result.select(-1, 1)) : result.to(gradient.scalar_type());
+  result = at::where(unchanged, gradient, result);
+  result = at::where(bound.eq(0), at::zeros({}, result.options()), result);
+  result = at::where(bound.ge(0), result, at::full({}, std::numeric_limits<double>::quiet_NaN(), result.options()));
+  return single ? result.squeeze(-1) : result;
+}
+
+// ---- The operators --------------------------------------------------------------------------------------------------
+
+// The gradient with every group rescaled to its limit by the rule. A limit of 0 gives zeros, also where the gradient is
+// inf or NaN; a negative or NaN limit that check() could not see gives NaN. Adds to `counts`, if defined, the number of
+// groups and the number of groups whose norm is not within the limit.
+at::Tensor rescaled(at::Tensor gradient, Value limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
+  if (groups.process_group.empty() && gradient.sym_numel() == 0) {
+    return gradient;
+  }
+  limit = read_if_free(std::move(limit));
+  const at::Tensor* tensor = std::get_if<at::Tensor>(&limit);
+  // The kernels process complex numbers as pairs, which is right for p = 2 only.
+  const bool parts = gradient.is_complex() && groups.p != 2;
+  if (groups.process_group.empty() && !parts && fused(gradient, {tensor != nullptr ? *tensor : at::Tensor(), counts})) {
+    return rescaled_in_two_passes(std::move(gradient), limit, groups, rule, counts);
+  }
+  return rescaled_by_operations(gradient, limit, groups, rule, counts);
+}
 
 template <Rule rule>
 struct Rescaled {
@@ -31,9 +338,26 @@ struct Rescaled {
     }
   }
 
+  // The elements of a limit on a device are not checked, because that would wait for the device.
   void check(const at::Tensor& x) const {
-    groups.check(kName, x);
-    check_limit(kName, kLimit, limit, x, groups);
+    TORCH_CHECK_VALUE(
+        groups.batch_dims >= 0 && groups.batch_dims <= x.dim(),
+        kName,
+        ": batch_dims must be between 0 and the number of dimensions of x, ",
+        x.dim(),
+        ", but it is ",
+        groups.batch_dims);
+    TORCH_CHECK_VALUE(groups.p > 0, kName, ": norm_type must be greater than 0, but it is ", groups.p);
+    const c10::SymIntArrayRef batch = x.sym_sizes().slice(0, groups.batch_dims);
+    check_value(kName, kLimit, limit, x, batch, "the first batch_dims dimensions of x");
+    double smallest = 0;
+    if (const double* number = std::get_if<double>(&limit)) {
+      smallest = *number;
+    } else if (const at::Tensor& tensor = std::get<at::Tensor>(limit);
+               tensor.is_cpu() && ordinary_context() && ordinary_tensor(tensor) && tensor.numel() > 0) {
+      smallest = tensor.dim() == 0 ? tensor.item<double>() : tensor.min().item<double>();
+    }
+    TORCH_CHECK_VALUE(smallest >= 0, kName, ": ", kLimit, " must not be negative or NaN, but it is ", smallest);
     TORCH_CHECK_VALUE(
         !counts.defined() || counts.device() == x.device(),
         kName,
@@ -53,9 +377,19 @@ struct Rescaled {
   }
 };
 
+void count_norms_kernel(at::Tensor counts, const at::Tensor& within) {
+  counts.select(0, 0).add_(c10::Scalar(within.sym_numel()));
+  counts.select(0, 1).add_(within.logical_not().sum());
+}
+
 } // namespace
 
-GRADSCALE_FLOW_OPERATOR(Rescaled<Rule::clip>, Value, int64_t, double, std::string, int64_t, std::optional<at::Tensor>)
-GRADSCALE_FLOW_OPERATOR(Rescaled<Rule::normalize>, Value, int64_t, double)
+TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
+  m.def("count_norms(Tensor(a!) counts, Tensor within) -> ()");
+  m.impl("count_norms", c10::DispatchKey::CompositeExplicitAutograd, count_norms_kernel);
+  m.impl("count_norms", c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough());
+  register_operator<Rescaled<Rule::clip>, Value, int64_t, double, std::string, int64_t, std::optional<at::Tensor>>(m);
+  register_operator<Rescaled<Rule::normalize>, Value, int64_t, double>(m);
+}
 
 } // namespace gradscale

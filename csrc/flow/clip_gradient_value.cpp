@@ -1,5 +1,4 @@
 // clip_gradient_value: clamp(g, min, max), where the bounds broadcast to x.
-#include "fused.h"
 #include "identity.h"
 
 #include <ATen/Dispatch.h>
@@ -79,6 +78,8 @@ struct ClipGradientValue {
 
 } // namespace
 
-GRADSCALE_FLOW_OPERATOR(ClipGradientValue, Value, Value)
+TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
+  register_operator<ClipGradientValue, Value, Value>(m);
+}
 
 } // namespace gradscale

@@ -12,31 +12,143 @@
 //   bool keeps_zeros() const                         true if gradient() accepts the values of a sparse gradient
 #pragma once
 
+#include "../torch/arguments.h"
 #include "../torch/autograd.h"
-#include "value.h"
+#include "../torch/tensor_element.h"
 
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/detach.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/SmallVector.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
-#include <limits>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
 
 namespace gradscale {
+
+// ---- Values: how they are read and checked --------------------------------------------------------------------------
+
+// The dtype as Python writes it.
+inline std::string dtype_name(const at::Tensor& tensor) {
+  return std::string("torch.") + std::string(c10::getDtypeNames(tensor.scalar_type()).first);
+}
+
+// The type that gradients of the given dtype are computed in.
+inline at::ScalarType precise_type(at::ScalarType dtype) {
+  return c10::toRealValueType(dtype) == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// Reads a scalar tensor on the CPU at once, unless a transform or a tracer has to see the tensor.
+inline Value read_if_free(Value value) {
+  if (const at::Tensor* tensor = std::get_if<at::Tensor>(&value)) {
+    if (tensor->dim() == 0 && tensor->is_cpu() && ordinary_context() && ordinary_tensor(*tensor)) {
+      return tensor->item<double>();
+    }
+  }
+  return value;
+}
+
+// The value as a tensor on the gradient's device, in the type that the gradient is computed in.
+inline at::Tensor value_like(const at::Tensor& gradient, const Value& value) {
+  const at::TensorOptions options = gradient.options().dtype(precise_type(gradient.scalar_type()));
+  if (const double* number = std::get_if<double>(&value)) {
+    // PyTorch refuses a number beyond the range of float; the cast makes it infinite.
+    const bool is_float = options.dtype() == at::kFloat;
+    return at::scalar_tensor(is_float ? static_cast<float>(*number) : *number, options);
+  }
+  return std::get<at::Tensor>(value).to(options.device(), precise_type(gradient.scalar_type()), /*non_blocking=*/true);
+}
+
+// Raises unless a tensor argument is real, without a gradient, broadcastable to `shape` (called `what`), and on x's
+// device.
+inline void check_value(
+    const char* name,
+    const char* argument,
+    const Value& value,
+    const at::Tensor& x,
+    c10::SymIntArrayRef shape,
+    const char* what) {
+  if (!std::holds_alternative<at::Tensor>(value)) {
+    return;
+  }
+  const at::Tensor& tensor = std::get<at::Tensor>(value);
+  TORCH_CHECK_TYPE(
+      !tensor.is_complex(), name, ": ", argument, " must be real, but it is a tensor of dtype ", dtype_name(tensor));
+  TORCH_CHECK_VALUE(
+      !tensor.requires_grad() && !tensor._fw_grad(/*level=*/0).defined(),
+      name,
+      ": ",
+      argument,
+      " requires grad, but it gets no gradient; detach() it");
+  const int64_t dims = static_cast<int64_t>(shape.size());
+  bool broadcasts = tensor.dim() <= dims;
+  for (int64_t i = 1; broadcasts && i <= tensor.dim(); ++i) {
+    broadcasts = tensor.sym_size(-i) == 1 || tensor.sym_size(-i) == shape[dims - i];
+  }
+  TORCH_CHECK_VALUE(
+      broadcasts,
+      name,
+      ": ",
+      argument,
+      " must broadcast to ",
+      what,
+      ", ",
+      shape,
+      ", but its shape is ",
+      tensor.sym_sizes());
+  TORCH_CHECK_VALUE(
+      tensor.device() == x.device() || (tensor.dim() == 0 && tensor.device().is_cpu()),
+      name,
+      ": ",
+      argument,
+      " must be on the device of x, ",
+      x.device(),
+      ", but it is on ",
+      tensor.device());
+}
+
+// ---- Gradients that the kernels process, and whose memory they may overwrite ----------------------------------------
+
+// True if `gradient`, as a backward function received it, has no other owner, so that its memory may be overwritten: no
+// graph of the backward pass is built, no other tensor shares the storage, and the memory is PyTorch's own (a buffer
+// that came from NumPy or DLPack is not resizable).
+inline bool owned_by_nobody_else(const at::Tensor& gradient) {
+  return !at::GradMode::is_enabled() && torch::autograd::impl::is_tensor_stealable(gradient) &&
+         gradient.layout() == at::kStrided && !at::isTensorSubclassLike(gradient) && !gradient._is_zerotensor() &&
+         !gradient.is_conj() && !gradient.is_neg() && !gradient.is_inference() && gradient.has_storage() &&
+         gradient.storage().use_count() == 1 && gradient.storage().unsafeGetStorageImpl()->resizable() &&
+         gradient.is_non_overlapping_and_dense();
+}
+
+// True if the C++ kernels can process a gradient with these arguments: no graph is being recorded, and all defined
+// tensors are ordinary tensors on one device.
+inline bool fused(const at::Tensor& gradient, std::initializer_list<at::Tensor> arguments) {
+  if (at::GradMode::is_enabled() || !ordinary_context() || !ordinary_tensor(gradient) ||
+      !has_element(c10::toRealValueType(gradient.scalar_type()))) {
+    return false;
+  }
+  return std::all_of(arguments.begin(), arguments.end(), [&](const at::Tensor& argument) {
+    return !argument.defined() || (ordinary_tensor(argument) && argument.device() == gradient.device());
+  });
+}
+
+// ---- The view and its node ------------------------------------------------------------------------------------------
 
 constexpr size_t kMostValues = 2; // of an operator
 
@@ -102,21 +214,17 @@ at::Tensor operator_view(const at::Tensor& x, Operator& op) {
       torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
 }
 
-// The operator as a node of the graph. Its tensor arguments are saved tensors of autograd: changing them in place
-// afterwards raises in the backward pass, and hooks on saved tensors see them.
+// The operator as a node of the graph, which saves the Values that are tensors.
 template <class Operator>
-class OperatorBackward : public BackwardNode {
+class OperatorBackward : public SavingNode {
  public:
   void set(Operator op) {
     operator_ = std::move(op);
-    auto saved = saved_.begin();
-    for (Value* value : values_of(*operator_)) {
+    for (Value* value : values_of(operator_)) {
       if (is_tensor(value)) {
-        *saved = torch::autograd::SavedVariable(std::get<at::Tensor>(*value), /*is_output=*/false);
+        save(std::get<at::Tensor>(*value));
         *value = at::Tensor();
-        saves_ = true;
       }
-      ++saved;
     }
   }
 
@@ -124,22 +232,14 @@ class OperatorBackward : public BackwardNode {
     return Operator::kNodeName;
   }
 
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& saved : saved_) {
-      saved.reset_data();
-    }
-    released_ = saves_;
-  }
-
   // For compiled autograd, numbers are constants of the graph, and saved tensors are inputs, which apply_with_saved()
   // replaces by tensors of the graph.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     bool counts = false;
-    Operator::each(*operator_, [&](const char*, const auto& argument) {
+    Operator::each(operator_, [&](const char*, const auto& argument) {
       using Argument = std::decay_t<decltype(argument)>;
       if constexpr (std::is_same_v<Argument, Value>) {
-        args.collect(is_tensor(&argument) ? kNoNumber : std::get<double>(argument));
+        args.collect(is_tensor(&argument) ? std::nullopt : std::optional(std::get<double>(argument)));
       } else if constexpr (std::is_same_v<Argument, at::Tensor>) {
         counts = counts || argument.defined();
       } else {
@@ -149,25 +249,26 @@ class OperatorBackward : public BackwardNode {
     if (counts) { // counters, which the graph would have to update
       return BackwardNode::compiled_args(args);
     }
-    for (const auto& saved : saved_) {
-      args.collect(saved, /*is_output=*/false);
-    }
+    args.collect(saved_, /*is_output=*/false);
   }
 
   torch::autograd::variable_list apply_with_saved(
       const torch::autograd::variable_list& gradients, torch::dynamo::autograd::SwapSavedVariables& swap) override {
-    for (auto& saved : saved_) {
-      swap.before(saved);
-    }
+    swap.before(saved_);
     auto result = apply(torch::autograd::variable_list(gradients));
-    for (auto& saved : saved_) {
-      swap.after(saved);
-    }
+    swap.after(saved_);
     return result;
   }
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    const Operator op = unpacked();
+    Operator op = operator_;
+    auto tensors = unpacked();
+    auto next = tensors.begin();
+    for (Value* value : values_of(op)) {
+      if (is_tensor(value)) {
+        *value = std::move(*next++);
+      }
+    }
     torch::autograd::variable_list result(1);
     at::Tensor gradient = std::move(gradients[0]);
     gradients.clear();
@@ -178,22 +279,6 @@ class OperatorBackward : public BackwardNode {
   }
 
  private:
-  static constexpr double kNoNumber = std::numeric_limits<double>::quiet_NaN();
-
-  Operator unpacked() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
-    Operator op = *operator_;
-    auto saved = saved_.begin();
-    for (Value* value : values_of(op)) {
-      if (is_tensor(value)) {
-        *value = saved->unpack();
-      }
-      ++saved;
-    }
-    return op;
-  }
-
   static at::Tensor sparse_gradient(const Operator& op, const at::Tensor& gradient) {
     TORCH_CHECK_TYPE(
         gradient.layout() == at::kSparse && op.keeps_zeros(),
@@ -206,10 +291,7 @@ class OperatorBackward : public BackwardNode {
         summed._indices(), op.gradient(summed._values()), summed.sizes(), summed.options(), /*is_coalesced=*/true);
   }
 
-  std::optional<Operator> operator_;
-  std::array<torch::autograd::SavedVariable, kMostValues> saved_; // one for each Value
-  bool saves_ = false;
-  bool released_ = false;
+  Operator operator_{};
 };
 
 // Returns a view of x whose gradient passes through the operator on its way to x.
@@ -262,30 +344,6 @@ inline void view_kernel(const c10::OperatorHandle& schema, torch::jit::Stack* st
   return_from(schema, *stack, without_gradient(x));
 }
 
-// Defines the operator, and its overload "tensor", whose Values are tensors.
-template <class Operator>
-void define_operator(torch::Library& library) {
-  Operator op{};
-  for (const char* overload : {"", ".tensor"}) {
-    std::string schema = std::string(Operator::kName) + overload + "(Tensor(a) x, ";
-    Operator::each(op, SchemaWriter{schema});
-    library.def(torch::schema((schema + ") -> Tensor(a)").c_str()));
-    for (Value* value : values_of(op)) {
-      *value = at::Tensor();
-    }
-  }
-}
-
-template <class Operator, auto kernel>
-void implement_operator(torch::Library& library) {
-  for (const char* overload : {"", ".tensor"}) {
-    const std::string name = std::string(Operator::kName) + overload;
-    library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<kernel>());
-  }
-}
-
-// ---- Eager mode -----------------------------------------------------------------------------------------------------
-
 // Functions that add an operator to the Python module. Its calls have less overhead than calls of the dispatcher.
 inline std::vector<void (*)(pybind11::module_&)>& eager_operators() {
   static std::vector<void (*)(pybind11::module_&)> all;
@@ -309,18 +367,25 @@ void add_eager(pybind11::module_& m) {
   });
 }
 
-// NOLINTBEGIN(bugprone-macro-parentheses): types
-#define GRADSCALE_FLOW_OPERATOR(Operator, ...)                      \
-  TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {                        \
-    define_operator<Operator>(m);                                   \
-    eager_operators().push_back(&add_eager<Operator, __VA_ARGS__>); \
-  }                                                                 \
-  TORCH_LIBRARY_IMPL(gradscale_ext, Autograd, m) {                  \
-    implement_operator<Operator, &autograd_kernel<Operator>>(m);    \
-  }                                                                 \
-  TORCH_LIBRARY_IMPL(gradscale_ext, CompositeExplicitAutograd, m) { \
-    implement_operator<Operator, &view_kernel>(m);                  \
+// Registers the operator, its overload "tensor", whose Values are tensors, and its function in the Python module, which
+// has the types `Arguments` after x.
+template <class Operator, class... Arguments>
+void register_operator(torch::Library& library) {
+  Operator op{};
+  for (const char* overload : {"", ".tensor"}) {
+    const std::string name = std::string(Operator::kName) + overload;
+    std::string schema = name + "(Tensor(a) x, ";
+    Operator::each(op, SchemaWriter{schema});
+    library.def(torch::schema((schema + ") -> Tensor(a)").c_str()));
+    using Function = torch::CppFunction;
+    using Key = c10::DispatchKey;
+    library.impl(name.c_str(), Key::Autograd, Function::makeFromBoxedFunction<&autograd_kernel<Operator>>());
+    library.impl(name.c_str(), Key::CompositeExplicitAutograd, Function::makeFromBoxedFunction<&view_kernel>());
+    for (Value* value : values_of(op)) {
+      *value = at::Tensor();
+    }
   }
-// NOLINTEND(bugprone-macro-parentheses)
+  eager_operators().push_back(&add_eager<Operator, Arguments...>);
+}
 
 } // namespace gradscale

@@ -1,8 +1,9 @@
 // scale_gradient and reverse_gradient: the gradient, and in forward mode the tangent, times `scale` or -`scale`, which
 // broadcasts to x. A scale of 0 gives exact zeros, also where the gradient is inf or NaN.
+#include "../cpu/range.h"
 #include "../cuda/driver.h"
+#include "../cuda/row_lanes.h"
 #include "calls.h"
-#include "fused.h"
 #include "identity.h"
 
 #include <ATen/ScalarOps.h>
@@ -43,6 +44,16 @@ at::Tensor scaled(at::Tensor gradient, double scale) {
                                                       : gradient.mul_(scale);
   }
   return gradient.mul(scale);
+}
+
+void launch_scale(const ScaleCall& call, const OnDevice& device) {
+  const int64_t size = element_size(call.element);
+  const int64_t sum_bytes = call.element == Element::float64 ? 8 : 4;
+  const bool contiguous = call.dims == 1 && call.strides[0][0] == size && call.strides[1][0] == size;
+  const bool dense = call.count == 1 || (contiguous && (call.strides[2][0] == 0 || call.strides[2][0] == sum_bytes));
+  const int64_t elements = dense ? kElementsOfBlock : kThreads; // of a block
+  const std::string name = instance(dense ? "scale_dense" : "scale_broadcast", {type_name(call.element)});
+  device.launch("flow/scale_gradient.cuh", name, (call.count + elements - 1) / elements, kThreads, call);
 }
 
 // sign * g * scale, in the gradient's memory if it has no other owner; empty if the kernels do not accept these
@@ -137,7 +148,9 @@ struct ScaledBy {
 
 } // namespace
 
-GRADSCALE_FLOW_OPERATOR(ScaledBy<1>, Value)
-GRADSCALE_FLOW_OPERATOR(ScaledBy<-1>, Value)
+TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
+  register_operator<ScaledBy<1>, Value>(m);
+  register_operator<ScaledBy<-1>, Value>(m);
+}
 
 } // namespace gradscale

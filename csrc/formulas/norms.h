@@ -1,9 +1,15 @@
-// Norms that neither overflow nor underflow, and the factors by which they scale a group of elements.
+// Norms that neither overflow nor underflow, and the factors by which elements are scaled.
 #pragma once
 
 #include "port.h"
 
 namespace gradscale {
+
+// gradient * scale, with exact zeros where the scale is 0, also where the gradient is inf or NaN.
+template <class A>
+GRADSCALE_HOST_DEVICE A scaled_element(A gradient, A scale) {
+  return scale == 0 ? A(0) : gradient * scale;
+}
 
 // The sum of (|g| / root^2)^p, or the largest |g| / root^2 where p is inf. The root is 1 unless the plain sum or
 // the norm would overflow or underflow; it is a power of two, except for a finite p > kLargestPower. NaN and inf
@@ -32,6 +38,11 @@ struct Scaling {
     return root == 1 && std::abs(factor) > 1e-37 && std::abs(factor) < 1e38;
   }
 };
+
+// Multiplies elements by a factor. If `zeros` is true, a factor of 0 sets all elements to 0, even NaN and inf.
+GRADSCALE_HOST_DEVICE Scaling multiplied_by(double factor, bool zeros) {
+  return {zeros && factor == 0 ? 0.0 : 1.0, factor, false};
+}
 
 // x^p for x >= 0. On a GPU pow is a function call, which would spill registers; exp(p log(x)) has an error of about
 // p log(x) roundings.

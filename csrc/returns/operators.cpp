@@ -10,7 +10,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -49,8 +48,8 @@ LinearCall transposed(const LinearCall& call, Tensors gradients, const std::arra
   return result;
 }
 
-// The autograd node of a call. It saves the coefficients as SavedVariables, which detect in-place changes.
-class LinearBackward : public BackwardNode {
+// The autograd node of a call, which saves the coefficients.
+class LinearBackward : public SavingNode {
  public:
   void set(const LinearCall& call) {
     call_ = call;
@@ -62,7 +61,7 @@ class LinearBackward : public BackwardNode {
       input = at::Tensor();
     }
     call_.each_tensor([&](at::Tensor& tensor) {
-      saved_.emplace_back(tensor, /*is_output=*/false);
+      save(tensor);
       tensor = at::Tensor();
     });
   }
@@ -73,18 +72,13 @@ class LinearBackward : public BackwardNode {
            (call_.is_adjoint ? "BackwardBackward" : "Backward");
   }
 
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& saved : saved_) {
-      saved.reset_data();
-    }
-    released_ = true;
-  }
-
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     autograd::variable_list result(call_.inputs.size());
     result.resize(num_outputs());
-    const LinearCall call = unpacked();
+    LinearCall call = call_;
+    Tensors saved = unpacked();
+    size_t next = 0;
+    call.each_tensor([&](at::Tensor& tensor) { tensor = std::move(saved[next++]); });
     bool any = false;
     for (const at::Tensor& gradient : gradients) {
       any = any || gradient.defined();
@@ -98,7 +92,7 @@ class LinearBackward : public BackwardNode {
     }
     const LinearCall backward = transposed(call, std::move(gradients), wants);
     const Tensors computed = call_operator(backward);
-    size_t next = 0;
+    next = 0;
     for (size_t i = 0; i < num_outputs() && next < computed.size(); ++i) {
       if (backward.is_adjoint && !wants[i]) {
         continue; // an adjoint returns only the wanted gradients
@@ -112,19 +106,8 @@ class LinearBackward : public BackwardNode {
   }
 
  private:
-  LinearCall unpacked() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!released_, autograd::ERR_BACKWARD_TWICE);
-    LinearCall call = call_;
-    size_t next = 0;
-    call.each_tensor([&](at::Tensor& tensor) { tensor = saved_[next++].unpack(); });
-    return call;
-  }
-
   LinearCall call_{};
   std::array<std::optional<at::ScalarType>, 3> dtypes_;
-  std::vector<autograd::SavedVariable> saved_; // the tensors of the call
-  bool released_ = false;
 };
 
 bool is_differentiated(const at::Tensor& tensor) {

@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <cstring>
 
 namespace gradscale {
 
@@ -63,15 +62,6 @@ void finish(const std::vector<at::Tensor>& tensors, const std::vector<Target>& t
   }
 }
 
-void multiply(const Range& range, double factor, bool skip_nonfinite) {
-  void* to = const_cast<void*>(range.data);
-  if (skip_nonfinite && factor == 0) {
-    std::memset(to, 0, range.size * element_size(range.element));
-  } else if (factor != 1) {
-    scale_range_kernel(range, to, /*root=*/1, factor);
-  }
-}
-
 } // namespace
 
 at::Tensor clipping_of(
@@ -109,7 +99,9 @@ void clip_on_cpu(const std::vector<UnitRange>& ranges, const double* factors, bo
   for_each_chunk(chunks, [&](int64_t i) {
     const size_t index = chunks[i].range;
     for_each_unit(chunks[i], units[index]->length, [&](int64_t unit, int64_t begin, int64_t size) {
-      multiply(clipped[index].part(begin, size), factors[units[index]->first + unit], skip_nonfinite);
+      const Range part = clipped[index].part(begin, size);
+      const double factor = factors[units[index]->first + unit];
+      scale_range_kernel(part, const_cast<void*>(part.data), multiplied_by(factor, skip_nonfinite));
     });
   });
 }

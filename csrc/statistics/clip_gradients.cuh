@@ -105,21 +105,6 @@ GRADSCALE_KERNEL(kThreads, 2) unit_norms(GRADSCALE_ARGUMENT(UnitNormsArguments) 
   }
 }
 
-// Multiplies an element by the factor of its unit. If `zeros` is true, 0 times NaN or inf is 0.
-struct Scaled {
-  double factor;
-  bool zeros;
-  bool narrow; // the product can be computed in float
-
-  GRADSCALE_DEVICE Scaled(double factor, bool zeros)
-      : factor(factor), zeros(zeros && factor == 0), narrow(Scaling{1, factor, false}.is_normal_in_float()) {
-  }
-  template <class A>
-  GRADSCALE_DEVICE A operator()(A x) const {
-    return narrow ? x * static_cast<A>(factor) : static_cast<A>(zeros ? 0 : static_cast<double>(x) * factor);
-  }
-};
-
 GRADSCALE_KERNEL(kThreads, 2) scaled_units(GRADSCALE_ARGUMENT(ScaledUnits) arguments) {
   const PieceOfUnit piece = warp_piece(arguments.table);
   if (!piece.exists()) {
@@ -133,8 +118,8 @@ GRADSCALE_KERNEL(kThreads, 2) scaled_units(GRADSCALE_ARGUMENT(ScaledUnits) argum
   dispatch_element(range.element, [&](auto type) {
     using T = decltype(type);
     const T* from = static_cast<const T*>(range.data) + piece.begin();
-    change_range(
-        from, static_cast<T*>(range.out) + piece.begin(), piece.size(), warp_group(), Scaled(factor, arguments.zeros));
+    T* to = static_cast<T*>(range.out) + piece.begin();
+    change_range(from, to, piece.size(), warp_group(), ScaledElement(multiplied_by(factor, arguments.zeros)));
   });
 }
 

@@ -5,7 +5,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/csrc/autograd/saved_variable.h>
 
 namespace gradscale {
 
@@ -61,25 +60,21 @@ autograd::variable_list gradients_on_device(
   return gradients;
 }
 
-struct L2LossBackward : public BackwardNode {
-  std::vector<autograd::SavedVariable> parameters;
+struct L2LossBackward : public SavingNode { // saves the parameters
   double weight = 1;
-  bool released = false;
 
   std::string name() const override {
     return "L2LossBackward";
   }
 
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (autograd::SavedVariable& parameter : parameters) {
-      parameter.reset_data();
-    }
-    released = true;
-  }
-
   autograd::variable_list apply(autograd::variable_list&& inputs) override {
-    const std::vector<at::Tensor> wanted = unpacked();
+    // The parameters whose gradients are needed; the others are undefined.
+    std::vector<at::Tensor> wanted = unpacked([this](size_t i) { return should_compute_output(i); });
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      if (wanted[i].defined()) {
+        wanted[i] = with_edge(wanted[i], next_edge(i));
+      }
+    }
     autograd::variable_list result(wanted.size());
     if (!inputs[0].defined()) {
       return result;
@@ -95,20 +90,6 @@ struct L2LossBackward : public BackwardNode {
       }
     }
     return result;
-  }
-
- private:
-  // Unpacks the parameters whose gradients are needed; the others are undefined.
-  std::vector<at::Tensor> unpacked() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
-    std::vector<at::Tensor> wanted(parameters.size());
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      if (should_compute_output(i)) {
-        wanted[i] = with_edge(parameters[i].unpack(), next_edge(i));
-      }
-    }
-    return wanted;
   }
 };
 
@@ -143,7 +124,7 @@ at::Tensor l2_loss(std::vector<at::Tensor> parameters, double weight) {
     node->weight = weight;
     for (const at::Tensor& parameter : parameters) {
       node->add_next_edge(parameter.requires_grad() ? autograd::impl::gradient_edge(parameter) : autograd::Edge());
-      node->parameters.emplace_back(parameter, /*is_output=*/false);
+      node->save(parameter);
     }
     autograd::set_history(loss, handle);
   }

@@ -15,7 +15,6 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/SafePyObject.h>
 #include <torch/csrc/PyInterpreter.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -140,20 +139,12 @@ at::Tensor gradient_of(const at::Tensor& logits, const at::Tensor& grad_output, 
   return gradient;
 }
 
-struct DecodeBackward : public BackwardNode {
+struct DecodeBackward : public SavingNode { // saves the logits
   std::shared_ptr<OwnedSupport> support;
   std::unique_ptr<c10::SafePyObject> python_support;
-  autograd::SavedVariable saved_logits;
-  bool released = false;
 
   std::string name() const override {
     return "DecodeBackward";
-  }
-
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    saved_logits.reset_data();
-    released = true;
   }
 
   autograd::variable_list apply(autograd::variable_list&& inputs) override {
@@ -161,7 +152,7 @@ struct DecodeBackward : public BackwardNode {
     if (!grad_output.defined()) {
       return {at::Tensor()};
     }
-    const at::Tensor logits = unpacked();
+    const at::Tensor logits = unpacked()[0];
     if (!at::GradMode::is_enabled() && ordinary_context() && ordinary_tensor(grad_output) && ordinary_tensor(logits)) {
       return {gradient_of(logits, grad_output, support->get())};
     }
@@ -169,12 +160,6 @@ struct DecodeBackward : public BackwardNode {
   }
 
  private:
-  at::Tensor unpacked() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
-    return saved_logits.unpack();
-  }
-
   // Decodes once more in plain PyTorch, and builds a graph if the result requires grad.
   at::Tensor by_reference(const at::Tensor& logits, const at::Tensor& grad_output) const {
     py::gil_scoped_acquire gil;
@@ -202,7 +187,7 @@ at::Tensor decode(
     node->support = support;
     node->python_support =
         std::make_unique<c10::SafePyObject>(py::object(python_support).release().ptr(), getPyInterpreter());
-    node->saved_logits = autograd::SavedVariable(logits, /*is_output=*/false);
+    node->save(logits);
     autograd::set_history(values, handle);
   }
   return values;

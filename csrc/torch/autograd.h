@@ -13,10 +13,13 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
+#include <mutex>
 #include <type_traits>
+#include <vector>
 
 namespace gradscale {
 
@@ -30,6 +33,46 @@ struct BackwardNode : public torch::autograd::Node {
         "function that makes the call (torch.compile), or leave compiled autograd off "
         "(torch._dynamo.config.compiled_autograd = False)");
   }
+};
+
+// A node that saves tensors. Changing them in place afterwards raises in the backward pass, and hooks on saved tensors
+// see them.
+class SavingNode : public BackwardNode {
+ public:
+  void save(const at::Tensor& tensor) {
+    saved_.emplace_back(tensor, /*is_output=*/false);
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (torch::autograd::SavedVariable& saved : saved_) {
+      saved.reset_data();
+    }
+    released_ = !saved_.empty();
+  }
+
+ protected:
+  // The saved tensors whose index is wanted; the others are undefined.
+  template <class Wants>
+  std::vector<at::Tensor> unpacked(Wants wants) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    std::vector<at::Tensor> tensors(saved_.size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (wants(i)) {
+        tensors[i] = saved_[i].unpack();
+      }
+    }
+    return tensors;
+  }
+  std::vector<at::Tensor> unpacked() {
+    return unpacked([](size_t) { return true; });
+  }
+
+  std::vector<torch::autograd::SavedVariable> saved_;
+
+ private:
+  bool released_ = false;
 };
 
 // Nodes are held by std::shared_ptr in some versions of torch and by c10::intrusive_ptr in others.
