@@ -15,8 +15,6 @@ namespace gradscale {
 namespace {
 
 constexpr const char* kWindowsFile = "returns/windows.cuh";
-constexpr int kWarpSize = 32;
-constexpr int kWarps = kThreads / kWarpSize;
 constexpr const char* kFormulas[] = {
     "LambdaReturns",
     "Advantages",
@@ -33,7 +31,7 @@ const char* number_name(bool is_double) {
   return is_double ? "double" : "float";
 }
 
-// The layout of a call's tensors, and the set of given tensors as bits: template arguments of Row in steps.cuh.
+// The layout of a call's tensors, and the set of given tensors as bits: template arguments of Row in recurrences.cuh.
 std::string form_of(const ReturnsCall& call) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const Element own = call.is_double ? Element::float64 : Element::float32;
