@@ -85,9 +85,13 @@ enum OperandIndex {
 
 constexpr int kNumbers = kTerminated;
 
+// A thread of a GPU reads kAhead steps before it uses the first. Long rows are divided into chunks of a block's steps.
+constexpr int kAhead = 4;
+constexpr int kChunkSteps = kAhead * kThreads;
+
 struct ReturnsCall {
   Formula formula;
-  bool is_double;
+  Element element; // the type of the computation and the results: float64 or float32
   int64_t rows;
   int64_t steps;
   int64_t n;
@@ -113,7 +117,7 @@ GRADSCALE_HOST_DEVICE int64_t n_step_blocks_of_row(const ReturnsCall& call) {
 
 // Windows of games, one per row.
 struct MuZeroCall {
-  bool is_double;
+  Element element; // as in ReturnsCall
   int64_t rows;
   int64_t moves;        // L
   int64_t unroll_steps; // K
@@ -146,11 +150,5 @@ extern const ReturnsRows n_step_kernel;
 using MuZeroRows = void (*)(const MuZeroCall& call, int64_t begin, int64_t end);
 
 extern const MuZeroRows muzero_kernel;
-
-class OnDevice;
-
-// `across`: lanes run across rows, which are adjacent in memory, instead of along the steps of a row.
-void launch_returns(ReturnsCall call, bool across, const OnDevice& device);
-void launch_muzero(const MuZeroCall& call, const OnDevice& device);
 
 } // namespace gradscale

@@ -17,8 +17,7 @@
 
 namespace gradscale {
 
-constexpr int kChunk = kThreads * kAhead; // steps
-constexpr int kGroup = 128;               // chunks
+constexpr int kGroup = 128; // chunks
 
 // In the workspace: two counters of blocks, then the chunks' maps.
 template <class A>
@@ -99,7 +98,7 @@ GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, 
   return y;
 }
 
-// `begin`: the first step of the chunk. `whole`: the row has all kChunk steps from there on.
+// `begin`: the first step of the chunk. `whole`: the row has all kChunkSteps steps from there on.
 template <bool whole, class A, class F, Layout layout, unsigned given>
 GRADSCALE_DEVICE void walk_chunk(
     const Row<A, F, layout, given>& row, int64_t begin, int64_t chunk, PublishedMap<A>* own, A* shared) {
@@ -227,8 +226,8 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   const int64_t chunks = gridDim.x / rows, chunk = count / rows, index = count % rows;
   const Row<A, F, layout, given> row(call, index);
   PublishedMap<A>* const own = maps + index * chunks + chunk;
-  const int64_t begin = (F::kAdjoint ? chunk : chunks - 1 - chunk) * kChunk;
-  if (begin + kChunk <= call.steps) {
+  const int64_t begin = (F::kAdjoint ? chunk : chunks - 1 - chunk) * kChunkSteps;
+  if (begin + kChunkSteps <= call.steps) {
     walk_chunk<true>(row, begin, chunk, own, shared);
   } else {
     walk_chunk<false>(row, begin, chunk, own, shared);

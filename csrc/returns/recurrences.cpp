@@ -352,7 +352,7 @@ void along_row(Sources<A>& sources, int64_t row, int64_t period) {
 template <class Function>
 void dispatch_call(const ReturnsCall& call, Function function) {
   dispatch_formula(call.formula, [&](auto formula) {
-    if (call.is_double) {
+    if (call.element == Element::float64) {
       function(double(), formula);
     } else {
       function(float(), formula);

@@ -19,8 +19,6 @@
 
 namespace gradscale {
 
-constexpr int kAhead = 4;
-
 // ---- Rows ----------------------------------------------------------------------------------------------------------
 
 // How a call's tensors are stored. `runs`: numbers have the kernel's type, and the stride between steps is 1.

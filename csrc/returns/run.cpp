@@ -1,5 +1,6 @@
 // Turns tensors into calls of the kernels, and runs them.
 #include "../cuda/driver.h"
+#include "../cuda/row_lanes.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
 #include "call.h"
@@ -11,6 +12,10 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <atomic>
+#include <initializer_list>
+#include <limits>
+#include <random>
 
 namespace gradscale {
 
@@ -36,8 +41,10 @@ Operand operand_of(const at::Tensor& tensor, double constant, bool batch_first) 
   return operand;
 }
 
-bool is_double(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.scalar_type() == at::kDouble;
+// The dtype in which a call computes and returns: float64 if a tensor has it, else float32.
+at::ScalarType result_dtype(std::initializer_list<const at::Tensor*> tensors) {
+  const auto is_double = [](const at::Tensor* x) { return x->defined() && x->scalar_type() == at::kDouble; };
+  return std::any_of(tensors.begin(), tensors.end(), is_double) ? at::kDouble : at::kFloat;
 }
 
 ReturnsOutput output_of(const at::Tensor& tensor, bool batch_first) {
@@ -103,6 +110,108 @@ at::Tensor ratios_that_are_read(const LinearCall& linear) {
   return ratios;
 }
 
+// ---- GPUs ----------------------------------------------------------------------------------------------------------
+
+constexpr const char* kWindowsFile = "returns/windows.cuh";
+constexpr const char* kFormulas[] = {
+    "LambdaReturns",
+    "Advantages",
+    "VTrace",
+    "Retrace",
+    "",
+    "LambdaReturnsAdjoint",
+    "AdvantagesAdjoint",
+    "VTraceAdjoint",
+    "RetraceAdjoint",
+};
+
+// The layout of a call's tensors, and the set of given tensors as bits: template arguments of Row in recurrences.cuh.
+std::string form_of(const ReturnsCall& call) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  unsigned given = 0, bit = 1;
+  int64_t stride = 0; // between steps of the first output
+  for (const ReturnsOutput& output : call.outputs) {
+    stride = stride == 0 && output.data != nullptr ? output.strides[kStep] : stride;
+  }
+  bool is_plain = stride > 0 && call.steps < kMost / stride;
+  const auto add = [&](const auto& tensor, bool has_own_type) {
+    if (tensor.data != nullptr) {
+      given |= bit;
+      is_plain = is_plain && has_own_type && tensor.strides[kStep] == stride;
+    }
+    bit *= 2;
+  };
+  for (int k = 0; k < kOperands; ++k) {
+    add(call.operands[k], k >= kNumbers || call.operands[k].element == call.element);
+  }
+  for (const ReturnsOutput& output : call.outputs) {
+    add(output, true);
+  }
+  return !is_plain ? "Layout::any, " + std::to_string(bit - 1)
+                   : (stride == 1 ? "Layout::runs, " : "Layout::columns, ") + std::to_string(given);
+}
+
+int64_t blocks_for(int64_t count, int64_t per_block) {
+  return (count + per_block - 1) / per_block;
+}
+
+// True if there are so few rows that a block for each chunk of a row is faster than a warp for each row.
+//
+// A warp takes about a microsecond, the time of a load, for 128 steps of its row: 8 us for 1024 steps. Chunks take
+// about 4 us for their loads, for the maps of the chunks before them (see long_rows.cuh), and for their results. For
+// 264 rows, two per multiprocessor of an H200, issuing 4 warp instructions per step of a row takes about 2 us more.
+//
+// If neighbouring rows are adjacent in memory, a chunk reads sectors with numbers of 8 rows and uses one of the rows,
+// but most sectors come from the L2 cache. The alternative, recur_across, computes 32 steps of a row at a time: for
+// 1024 steps it would need 32 passes, one after the other.
+bool uses_chunks(const ReturnsCall& call) {
+  return !is_n_step(call) && call.steps >= kChunkSteps && call.rows < 2 * multiprocessors() &&
+         blocks_for(call.steps, kChunkSteps) <= std::numeric_limits<int32_t>::max() / call.rows;
+}
+
+// Returns the next number of a random sequence (splitmix64) from 2^63 to 1.5 x 2^63, which differs between processes.
+uint64_t next_launch() {
+  static std::atomic<uint64_t> last{std::random_device()() * 0x100000001u};
+  uint64_t x = last += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return ((x ^ (x >> 31)) >> 2) | uint64_t(1) << 63;
+}
+
+// `across`: lanes run across rows, which are adjacent in memory, instead of along the steps of a row.
+void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
+  const char* type = type_name(call.element);
+  const int64_t bytes = element_size(call.element);
+  if (is_n_step(call)) {
+    const int64_t threads = call.rows * n_step_blocks_of_row(call);
+    const at::Tensor memory = device.memory(threads * 2 * n_step_block_size(call) * bytes);
+    call.workspace = memory.mutable_data_ptr();
+    const char* formula = call.formula == Formula::n_step ? "Formula::n_step" : "Formula::n_step_adjoint";
+    const std::string name = instance("n_step_blocks", {type, formula, across ? "true" : "false"});
+    device.launch(kWindowsFile, name, blocks_for(threads, kThreads), kThreads, call);
+    return;
+  }
+  const std::vector<std::string> arguments{type, kFormulas[static_cast<int>(call.formula)], form_of(call)};
+  if (uses_chunks(call)) {
+    const int64_t chunks = call.rows * blocks_for(call.steps, kChunkSteps);
+    const at::Tensor memory = device.memory(16 + chunks * (8 + 2 * bytes)); // counters, and maps of two numbers
+    call.workspace = memory.mutable_data_ptr();
+    call.launch = next_launch();
+    device.launch("returns/long_rows.cuh", instance("recur_chunks", arguments), chunks, kThreads, call);
+    return;
+  }
+  const std::string name = instance(across ? "recur_across" : "recur_along", arguments);
+  device.launch("returns/recurrences.cuh", name, blocks_for(call.rows, across ? kWarpSize : kWarps), kThreads, call);
+}
+
+void launch_muzero(const MuZeroCall& call, const OnDevice& device) {
+  const int64_t threads = call.rows * (call.unroll_steps + 1);
+  const std::string name = instance("muzero_rows", {type_name(call.element)});
+  device.launch(kWindowsFile, name, blocks_for(threads, kThreads), kThreads, call);
+}
+
+// ---- Calls ---------------------------------------------------------------------------------------------------------
+
 void run(const ReturnsCall& call, const LinearCall& linear, const at::Tensor& like) {
   if (call.rows == 0 || call.steps == 0) {
     return;
@@ -113,7 +222,7 @@ void run(const ReturnsCall& call, const LinearCall& linear, const at::Tensor& li
     return;
   }
   const auto over = [&](ReturnsRows kernel, int64_t rows_per_block) {
-    const int64_t blocks = (call.rows + rows_per_block - 1) / rows_per_block;
+    const int64_t blocks = blocks_for(call.rows, rows_per_block);
     const int64_t grain = std::max<int64_t>(1, kGrain / (call.steps * rows_per_block));
     at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
       kernel(call, begin * rows_per_block, std::min(end * rows_per_block, call.rows));
@@ -139,11 +248,10 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   const at::Tensor& first = *found;
   const c10::Device device = first.device();
   const at::Tensor discounts = on_device(linear.discounts, device), lambdas = on_device(linear.lambdas, device);
+  const at::TensorOptions options = first.options().dtype(
+      result_dtype({&inputs[0], &inputs[1], &inputs[2], &linear.ratios, &linear.discounts, &linear.lambdas}));
   ReturnsCall call{};
-  for (const at::Tensor* tensor :
-       {&inputs[0], &inputs[1], &inputs[2], &linear.ratios, &linear.discounts, &linear.lambdas}) {
-    call.is_double = call.is_double || is_double(*tensor);
-  }
+  call.element = element_of(options.dtype().toScalarType());
   call.rows = first.size(1 - step);
   const bool has_observations = linear.observations && !linear.is_adjoint;
   call.steps = first.size(step) - (has_observations && !inputs[0].defined() ? 1 : 0);
@@ -167,19 +275,15 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   read(kTruncated, linear.truncated, 0);
   read(kMask, linear.mask, 1);
   std::copy(linear.limits.begin(), linear.limits.end(), call.limits);
-  const at::TensorOptions options = first.options().dtype(call.is_double ? at::kDouble : at::kFloat);
   if (is_pooled(options, call.rows * call.steps)) {
     begin_pooled_call();
   }
-  const auto make = [&](int64_t more_steps) {
-    return make_result(call.rows, call.steps + more_steps, batch_first, options);
-  };
-  const auto write = [&](int index, const at::Tensor& tensor) { call.outputs[index] = output_of(tensor, batch_first); };
-  std::vector<at::Tensor> results;
   const auto add = [&](int index) {
-    results.push_back(make(0));
-    write(index, results.back());
+    const at::Tensor output = make_result(call.rows, call.steps, batch_first, options);
+    call.outputs[index] = output_of(output, batch_first);
+    return output;
   };
+  std::vector<at::Tensor> results;
   const bool has_two_results = linear.function == Formula::advantages || linear.function == Formula::vtrace;
   if (!linear.is_adjoint) {
     if (has_observations && inputs[1].defined()) {
@@ -187,36 +291,37 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
       read(kNextValues, inputs[1].narrow(step, 1, call.steps), 0);
     }
     for (int i = 0; i < (has_two_results ? 2 : 1); ++i) {
-      add(i);
+      results.push_back(add(i));
     }
     run(call, linear, first);
     return results;
   }
   if (linear.wants[0]) {
-    add(0);
+    results.push_back(add(0));
   }
   std::vector<at::Tensor> to_later; // gradients of the values of the next steps
   if (linear.observations && linear.wants[1]) {
     // An observation is the state of its step and the successor of the step before: its gradient is the sum of both.
     // Functions with one result do not read the state's value.
-    const at::Tensor sum = make(1);
+    const at::Tensor sum = make_result(call.rows, call.steps + 1, batch_first, options);
     results.push_back(sum);
-    sum.select(step, has_two_results ? call.steps : 0).zero_();
     if (has_two_results) {
-      write(1, sum);
-      to_later.push_back(make(0));
+      sum.select(step, call.steps).zero_();
+      call.outputs[1] = output_of(sum, batch_first);
+      to_later.push_back(add(2));
+    } else {
+      sum.select(step, 0).zero_();
+      call.outputs[2] = output_of(sum.narrow(step, 1, call.steps), batch_first);
     }
-    write(2, has_two_results ? to_later.back() : sum.narrow(step, 1, call.steps));
   } else {
     for (int i = 1; i < 3; ++i) {
       if (linear.wants[i]) {
-        add(i);
+        results.push_back(add(i));
       }
     }
   }
   if (linear.function == Formula::vtrace && linear.wants[1]) {
-    to_later.push_back(make(0));
-    write(3, to_later.back());
+    to_later.push_back(add(3));
   }
   run(call, linear, first);
   for (const at::Tensor& gradient : to_later) {
@@ -237,10 +342,10 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   const at::Tensor to_play = !windows.to_play.defined() || windows.to_play.scalar_type() == at::kLong
                                  ? windows.to_play
                                  : windows.to_play.to(at::kLong);
+  const at::ScalarType dtype =
+      result_dtype({&windows.rewards, &windows.root_values, &windows.root_reward, &windows.discounts});
   MuZeroCall call{};
-  for (const at::Tensor* tensor : {&windows.rewards, &windows.root_values, &windows.root_reward, &windows.discounts}) {
-    call.is_double = call.is_double || is_double(*tensor);
-  }
+  call.element = element_of(dtype);
   call.rows = windows.rewards.size(1 - step);
   call.moves = windows.rewards.size(step);
   call.unroll_steps = windows.num_unroll_steps.expect_int();
@@ -264,7 +369,6 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   const auto make = [&](int64_t steps, at::ScalarType dtype) {
     return make_result(call.rows, steps, batch_first, options.dtype(dtype));
   };
-  const at::ScalarType dtype = call.is_double ? at::kDouble : at::kFloat;
   const int64_t steps = call.unroll_steps;
   if (is_pooled(options.dtype(dtype), call.rows * (steps + 1))) {
     begin_pooled_call();

@@ -112,7 +112,7 @@ inline bool joined(const ReturnsCall& call, int64_t begin, int64_t end, ReturnsC
     move(one.operands[k], k < kNumbers ? element_size(one.operands[k].element) : 1);
   }
   for (ReturnsOutput& output : one.outputs) {
-    move(output, call.is_double ? 8 : 4);
+    move(output, element_size(call.element));
   }
   return is_dense;
 }

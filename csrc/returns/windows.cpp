@@ -89,7 +89,7 @@ void n_step_rows_of(const ReturnsCall& call, int64_t begin, int64_t end) {
 }
 
 void n_step_rows(const ReturnsCall& call, int64_t begin, int64_t end) {
-  if (call.is_double) {
+  if (call.element == Element::float64) {
     n_step_rows_of<double>(call, begin, end);
   } else {
     n_step_rows_of<float>(call, begin, end);
@@ -115,7 +115,7 @@ void muzero_rows_of(const MuZeroCall& call, int64_t begin, int64_t end) {
 }
 
 void muzero_rows(const MuZeroCall& call, int64_t begin, int64_t end) {
-  if (call.is_double) {
+  if (call.element == Element::float64) {
     muzero_rows_of<double>(call, begin, end);
   } else {
     muzero_rows_of<float>(call, begin, end);
