@@ -155,19 +155,19 @@ Results returns_in_eager_mode(
     py::handle batch_first) {
   Reader read(rewards, batch_first);
   LinearCall call{};
-  call.function = static_cast<Formula>(formula);
+  const auto function = static_cast<Formula>(formula);
+  call.formula = formula;
   call.observations = next_values.is_none();
-  const bool reads_values =
-      call.observations || (call.function != Formula::lambda_returns && call.function != Formula::n_step);
+  const bool reads_values = call.observations || (function != Formula::lambda_returns && function != Formula::n_step);
   read.require(!(reads_values && values.is_none()) && (reads_values || values.is_none()));
-  read.require(!(call.observations && (!truncated.is_none() || call.function == Formula::retrace)));
+  read.require(!(call.observations && (!truncated.is_none() || function == Formula::retrace)));
   call.inputs = {
       read.tensor(rewards, has_element),
       read.tensor(values, has_element, call.observations ? 1 : 0),
       read.tensor(next_values, has_element)};
   call.batch_first = read.is_batch_first;
   call.ratios = read.constant(read.tensor(ratios, has_element));
-  read.require(call.ratios.defined() == (call.function == Formula::vtrace || call.function == Formula::retrace));
+  read.require(call.ratios.defined() == (function == Formula::vtrace || function == Formula::retrace));
   call.discounts = read.coefficient(discount, -1, call.discount);
   call.lambdas = read.coefficient(lambda, 0, call.lambda);
   call.terminated = read.tensor(terminated, is_bool);
@@ -177,7 +177,7 @@ Results returns_in_eager_mode(
     call.limits[i] = read.limit(PyTuple_GET_ITEM(limits.ptr(), i));
   }
   const int64_t num_steps = read.integer(n, 1, 0);
-  read.require((call.function == Formula::n_step) == (num_steps > 0));
+  read.require((function == Formula::n_step) == (num_steps > 0));
   if (!read.usual) {
     return std::nullopt;
   }

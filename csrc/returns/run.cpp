@@ -3,11 +3,9 @@
 #include "../cuda/row_lanes.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
-#include "call.h"
 #include "returns.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/LegacyVmapTransforms.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
@@ -256,9 +254,10 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   const bool has_observations = linear.observations && !linear.is_adjoint;
   call.steps = first.size(step) - (has_observations && !inputs[0].defined() ? 1 : 0);
   call.n = linear.n.expect_int();
+  const auto formula = static_cast<Formula>(linear.formula);
   // If no window ends because it has n steps, n-step returns are λ-returns with λ = 1, which Python passes.
-  const bool is_whole = linear.function == Formula::n_step && call.n >= call.steps;
-  const Formula function = is_whole ? Formula::lambda_returns : linear.function;
+  const bool is_whole = formula == Formula::n_step && call.n >= call.steps;
+  const Formula function = is_whole ? Formula::lambda_returns : formula;
   call.formula = static_cast<Formula>(static_cast<int32_t>(function) + (linear.is_adjoint ? kFirstAdjoint : 0));
   const auto read = [&](OperandIndex index, const at::Tensor& tensor, double constant) {
     call.operands[index] = operand_of(tensor, constant, batch_first);
@@ -268,7 +267,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   read(kNextValues, inputs[2], 0);
   read(kDiscount, discounts, linear.discount);
   read(kLambda, lambdas, linear.lambda);
-  const bool is_retrace_adjoint = linear.is_adjoint && linear.function == Formula::retrace;
+  const bool is_retrace_adjoint = linear.is_adjoint && formula == Formula::retrace;
   const at::Tensor ratios = is_retrace_adjoint ? ratios_that_are_read(linear) : linear.ratios;
   read(kRatios, ratios, 1);
   read(kTerminated, linear.terminated, 0);
@@ -284,7 +283,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
     return output;
   };
   std::vector<at::Tensor> results;
-  const bool has_two_results = linear.function == Formula::advantages || linear.function == Formula::vtrace;
+  const bool has_two_results = formula == Formula::advantages || formula == Formula::vtrace;
   if (!linear.is_adjoint) {
     if (has_observations && inputs[1].defined()) {
       read(kValues, inputs[1].narrow(step, 0, call.steps), 0);
@@ -320,7 +319,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
       }
     }
   }
-  if (linear.function == Formula::vtrace && linear.wants[1]) {
+  if (formula == Formula::vtrace && linear.wants[1]) {
     to_later.push_back(add(3));
   }
   run(call, linear, first);
@@ -389,43 +388,6 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
     });
   }
   return {values, targets, mask, policy_mask};
-}
-
-// Batching for `is_grads_batched` and for `vectorize` of torch.autograd.functional: the examples become rows of one
-// call. gradscale_ext/_returns_operator.py has the rule for torch.func.vmap.
-std::vector<at::Tensor> batched_returns(const LinearCall& call) {
-  LinearCall flat = call;
-  std::vector<at::Tensor*> places;
-  std::vector<at::Tensor> tensors;
-  flat.each_tensor([&](at::Tensor& tensor) {
-    if (tensor.defined()) {
-      places.push_back(&tensor);
-      tensors.push_back(tensor);
-    }
-  });
-  const bool batch_first = call.batch_first;
-  const int64_t rows = tensors[0].size(batch_first ? 0 : 1);
-  // In these views, the dimensions of the examples come first, with the same sizes in all tensors.
-  const at::VmapPhysicalViewVec views = at::MultiBatchVmapTransform::logicalToPhysical(tensors);
-  const int64_t dims = views[0].numBatchDims();
-  const auto example_sizes = views[0].tensor().sizes().slice(0, dims).vec();
-  for (size_t i = 0; i < places.size(); ++i) {
-    const bool is_scalar = tensors[i].dim() == 0;
-    at::Tensor tensor = views[i].tensor();
-    tensor = is_scalar ? tensor.unsqueeze(-1).unsqueeze(-1) : batch_first ? tensor : tensor.transpose(-1, -2);
-    std::vector<int64_t> sizes = example_sizes;
-    sizes.insert(sizes.end(), {rows, tensor.size(-1)});
-    tensor = tensor.expand(sizes).flatten(0, dims);
-    *places[i] = batch_first ? tensor : tensor.t();
-  }
-  std::vector<at::Tensor> results = call_operator(flat);
-  std::vector<int64_t> sizes = example_sizes;
-  sizes.push_back(rows);
-  for (at::Tensor& result : results) {
-    result = batch_first ? result.unflatten(0, sizes) : result.t().unflatten(0, sizes).transpose(-1, -2).contiguous();
-    result = views[0].getPhysicalToLogicalMap().apply(result);
-  }
-  return results;
 }
 
 } // namespace gradscale
