@@ -9,20 +9,7 @@ namespace gradscale {
 // A function, except n-step returns, computes a recurrence y_t = a_t + b_t y_{t+1}. Its adjoint is the transposed
 // function, y_t = a_t + b_t y_{t-1}. The adjoint turns the gradients of the results into the gradients of rewards,
 // values and next values.
-enum class Formula : int32_t {
-  lambda_returns = 0,
-  advantages = 1,
-  vtrace = 2,
-  retrace = 3,
-  n_step = 4,
-  lambda_returns_adjoint = 5,
-  advantages_adjoint = 6,
-  vtrace_adjoint = 7,
-  retrace_adjoint = 8,
-  n_step_adjoint = 9,
-};
-
-constexpr int32_t kFirstAdjoint = 5;
+enum class Formula : int32_t { lambda_returns, generalized_advantages, vtrace, retrace, n_step };
 
 // The dimensions of strides.
 constexpr int kRow = 0;
@@ -91,6 +78,7 @@ constexpr int kChunkSteps = kAhead * kThreads;
 
 struct ReturnsCall {
   Formula formula;
+  bool is_adjoint;
   Element element; // the type of the computation and the results: float64 or float32
   int64_t rows;
   int64_t steps;
@@ -105,11 +93,8 @@ struct ReturnsCall {
 };
 
 // n-step returns are computed in blocks of steps of a row, for n < steps.
-GRADSCALE_HOST_DEVICE bool is_n_step(const ReturnsCall& call) {
-  return call.formula == Formula::n_step || call.formula == Formula::n_step_adjoint;
-}
 GRADSCALE_HOST_DEVICE int64_t n_step_block_size(const ReturnsCall& call) {
-  return call.formula == Formula::n_step || call.n == 1 ? call.n : call.n - 1;
+  return !call.is_adjoint || call.n == 1 ? call.n : call.n - 1;
 }
 GRADSCALE_HOST_DEVICE int64_t n_step_blocks_of_row(const ReturnsCall& call) {
   return (call.steps - 1) / n_step_block_size(call) + 1;

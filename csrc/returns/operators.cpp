@@ -65,8 +65,7 @@ class LinearBackward : public BackwardNode {
   }
 
   std::string name() const override {
-    static const char* const names[] = {"LambdaReturns", "GeneralizedAdvantages", "VTrace", "Retrace", "NStepReturns"};
-    return std::string(names[call_.formula]) + (call_.is_adjoint ? "BackwardBackward" : "Backward");
+    return std::string(kFormulaNames[call_.formula]) + (call_.is_adjoint ? "BackwardBackward" : "Backward");
   }
 
   void release_variables() override {

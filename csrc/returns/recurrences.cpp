@@ -349,15 +349,35 @@ void along_row(Sources<A>& sources, int64_t row, int64_t period) {
   }
 }
 
+// Calls function(A(), F()) with the type and the formula of a recurrence, which n-step returns are not.
 template <class Function>
 void dispatch_call(const ReturnsCall& call, Function function) {
-  dispatch_formula(call.formula, [&](auto formula) {
+  const auto with = [&](auto formula) {
     if (call.element == Element::float64) {
       function(double(), formula);
     } else {
       function(float(), formula);
     }
-  });
+  };
+  const auto either = [&](auto formula, auto adjoint) {
+    if (call.is_adjoint) {
+      with(adjoint);
+    } else {
+      with(formula);
+    }
+  };
+  switch (call.formula) {
+    case Formula::lambda_returns:
+      return either(LambdaReturns(), LambdaReturnsAdjoint());
+    case Formula::generalized_advantages:
+      return either(GeneralizedAdvantages(), GeneralizedAdvantagesAdjoint());
+    case Formula::vtrace:
+      return either(VTrace(), VTraceAdjoint());
+    case Formula::retrace:
+      return either(Retrace(), RetraceAdjoint());
+    case Formula::n_step:
+      return;
+  }
 }
 
 void along_steps(const ReturnsCall& call, int64_t begin, int64_t end) {

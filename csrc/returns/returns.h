@@ -12,6 +12,9 @@
 
 namespace gradscale {
 
+// The names of kernels and of autograd nodes begin with these.
+constexpr const char* kFormulaNames[] = {"LambdaReturns", "GeneralizedAdvantages", "VTrace", "Retrace", "NStepReturns"};
+
 // A linear function of its inputs: one of the functions, or its adjoint.
 struct LinearCall {
   bool is_adjoint;

@@ -111,17 +111,6 @@ at::Tensor ratios_that_are_read(const LinearCall& linear) {
 // ---- GPUs ----------------------------------------------------------------------------------------------------------
 
 constexpr const char* kWindowsFile = "returns/windows.cuh";
-constexpr const char* kFormulas[] = {
-    "LambdaReturns",
-    "Advantages",
-    "VTrace",
-    "Retrace",
-    "",
-    "LambdaReturnsAdjoint",
-    "AdvantagesAdjoint",
-    "VTraceAdjoint",
-    "RetraceAdjoint",
-};
 
 // The layout of a call's tensors, and the set of given tensors as bits: template arguments of Row in recurrences.cuh.
 std::string form_of(const ReturnsCall& call) {
@@ -163,7 +152,7 @@ int64_t blocks_for(int64_t count, int64_t per_block) {
 // but most sectors come from the L2 cache. The alternative, recur_across, computes 32 steps of a row at a time: for
 // 1024 steps it would need 32 passes, one after the other.
 bool uses_chunks(const ReturnsCall& call) {
-  return !is_n_step(call) && call.steps >= kChunkSteps && call.rows < 2 * multiprocessors() &&
+  return call.formula != Formula::n_step && call.steps >= kChunkSteps && call.rows < 2 * multiprocessors() &&
          blocks_for(call.steps, kChunkSteps) <= std::numeric_limits<int32_t>::max() / call.rows;
 }
 
@@ -180,16 +169,17 @@ uint64_t next_launch() {
 void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
   const char* type = type_name(call.element);
   const int64_t bytes = element_size(call.element);
-  if (is_n_step(call)) {
+  if (call.formula == Formula::n_step) {
     const int64_t threads = call.rows * n_step_blocks_of_row(call);
     const at::Tensor memory = device.memory(threads * 2 * n_step_block_size(call) * bytes);
     call.workspace = memory.mutable_data_ptr();
-    const char* formula = call.formula == Formula::n_step ? "Formula::n_step" : "Formula::n_step_adjoint";
-    const std::string name = instance("n_step_blocks", {type, formula, across ? "true" : "false"});
+    const auto text = [](bool x) { return x ? "true" : "false"; };
+    const std::string name = instance("n_step_blocks", {type, text(call.is_adjoint), text(across)});
     device.launch(kWindowsFile, name, blocks_for(threads, kThreads), kThreads, call);
     return;
   }
-  const std::vector<std::string> arguments{type, kFormulas[static_cast<int>(call.formula)], form_of(call)};
+  const std::string formula = kFormulaNames[static_cast<int>(call.formula)];
+  const std::vector<std::string> arguments{type, formula + (call.is_adjoint ? "Adjoint" : ""), form_of(call)};
   if (uses_chunks(call)) {
     const int64_t chunks = call.rows * blocks_for(call.steps, kChunkSteps);
     const at::Tensor memory = device.memory(16 + chunks * (8 + 2 * bytes)); // counters, and maps of two numbers
@@ -226,7 +216,7 @@ void run(const ReturnsCall& call, const LinearCall& linear, const at::Tensor& li
       kernel(call, begin * rows_per_block, std::min(end * rows_per_block, call.rows));
     });
   };
-  if (is_n_step(call)) {
+  if (call.formula == Formula::n_step) {
     over(n_step_kernel, 1);
   } else if (across) {
     over(across_rows_kernel, 64);
@@ -257,8 +247,8 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   const auto formula = static_cast<Formula>(linear.formula);
   // If no window ends because it has n steps, n-step returns are λ-returns with λ = 1, which Python passes.
   const bool is_whole = formula == Formula::n_step && call.n >= call.steps;
-  const Formula function = is_whole ? Formula::lambda_returns : formula;
-  call.formula = static_cast<Formula>(static_cast<int32_t>(function) + (linear.is_adjoint ? kFirstAdjoint : 0));
+  call.formula = is_whole ? Formula::lambda_returns : formula;
+  call.is_adjoint = linear.is_adjoint;
   const auto read = [&](OperandIndex index, const at::Tensor& tensor, double constant) {
     call.operands[index] = operand_of(tensor, constant, batch_first);
   };
@@ -283,7 +273,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
     return output;
   };
   std::vector<at::Tensor> results;
-  const bool has_two_results = formula == Formula::advantages || formula == Formula::vtrace;
+  const bool has_two_results = formula == Formula::generalized_advantages || formula == Formula::vtrace;
   if (!linear.is_adjoint) {
     if (has_observations && inputs[1].defined()) {
       read(kValues, inputs[1].narrow(step, 0, call.steps), 0);

@@ -79,10 +79,10 @@ void n_step_rows_of(const ReturnsCall& call, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     sources.read(row, steps.data());
     for (int64_t block = 0; block < n_step_blocks_of_row(call); ++block) {
-      if (call.formula == Formula::n_step) {
-        n_step_results<Formula::n_step, A>(call, steps.data(), row, block, scratch.data());
+      if (call.is_adjoint) {
+        n_step_results<true, A>(call, steps.data(), row, block, scratch.data());
       } else {
-        n_step_results<Formula::n_step_adjoint, A>(call, steps.data(), row, block, scratch.data());
+        n_step_results<false, A>(call, steps.data(), row, block, scratch.data());
       }
     }
   }
