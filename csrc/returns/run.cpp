@@ -276,7 +276,8 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   const bool has_two_results = formula == Formula::generalized_advantages || formula == Formula::vtrace;
   if (!linear.is_adjoint) {
     if (has_observations && inputs[1].defined()) {
-      read(kValues, inputs[1].narrow(step, 0, call.steps), 0);
+      // Functions with one result do not read the values of their own steps.
+      read(kValues, has_two_results ? inputs[1].narrow(step, 0, call.steps) : at::Tensor(), 0);
       read(kNextValues, inputs[1].narrow(step, 1, call.steps), 0);
     }
     for (int i = 0; i < (has_two_results ? 2 : 1); ++i) {
