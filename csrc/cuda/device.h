@@ -16,6 +16,9 @@
 
 namespace gradscale {
 
+// The lanes that take part in a collective of a whole warp.
+constexpr unsigned kWholeWarp = 0xffffffffu;
+
 template <class Vector>
 GRADSCALE_DEVICE Vector load16(const void* from) {
   static_assert(sizeof(Vector) == 16);

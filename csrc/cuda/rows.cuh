@@ -10,9 +10,6 @@
 
 namespace gradscale {
 
-constexpr int kWarps = kThreads / 32;
-constexpr unsigned kWholeWarp = 0xffffffffu;
-
 // The threads that own a row together: neighbours in a warp, their number a power of two, or all threads of a block.
 // All threads of the warp (or block) take part in each reduction.
 struct Group {

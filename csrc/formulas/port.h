@@ -110,8 +110,10 @@ namespace gradscale {
 // The number of lanes: CPU kernels compute this many numbers at a time, in one vector or several. 64 bytes of float.
 constexpr int64_t kLanes = 16;
 
-// The number of threads per block in most kernels.
+// The number of threads per block in most kernels, and of warps.
 constexpr int kThreads = 256;
+constexpr int kWarpSize = 32;
+constexpr int kWarps = kThreads / kWarpSize;
 
 template <class To, class From>
 GRADSCALE_HOST_DEVICE To bit_cast(From from) {

@@ -9,20 +9,7 @@ namespace gradscale {
 // A function, except n-step returns, computes a recurrence y_t = a_t + b_t y_{t+1}. Its adjoint is the transposed
 // function, y_t = a_t + b_t y_{t-1}. The adjoint turns the gradients of the results into the gradients of rewards,
 // values and next values.
-enum class Formula : int32_t {
-  lambda_returns = 0,
-  advantages = 1,
-  vtrace = 2,
-  retrace = 3,
-  n_step = 4,
-  lambda_returns_adjoint = 5,
-  advantages_adjoint = 6,
-  vtrace_adjoint = 7,
-  retrace_adjoint = 8,
-  n_step_adjoint = 9,
-};
-
-constexpr int32_t kFirstAdjoint = 5;
+enum class Formula : int32_t { lambda_returns, generalized_advantages, vtrace, retrace, n_step };
 
 // The dimensions of strides.
 constexpr int kRow = 0;
@@ -85,9 +72,14 @@ enum OperandIndex {
 
 constexpr int kNumbers = kTerminated;
 
+// A thread of a GPU reads kAhead steps before it uses the first. Long rows are divided into chunks of a block's steps.
+constexpr int kAhead = 4;
+constexpr int kChunkSteps = kAhead * kThreads;
+
 struct ReturnsCall {
   Formula formula;
-  bool is_double;
+  bool is_adjoint;
+  Element element; // the type of the computation and the results: float64 or float32
   int64_t rows;
   int64_t steps;
   int64_t n;
@@ -101,11 +93,8 @@ struct ReturnsCall {
 };
 
 // n-step returns are computed in blocks of steps of a row, for n < steps.
-GRADSCALE_HOST_DEVICE bool is_n_step(const ReturnsCall& call) {
-  return call.formula == Formula::n_step || call.formula == Formula::n_step_adjoint;
-}
 GRADSCALE_HOST_DEVICE int64_t n_step_block_size(const ReturnsCall& call) {
-  return call.formula == Formula::n_step || call.n == 1 ? call.n : call.n - 1;
+  return !call.is_adjoint || call.n == 1 ? call.n : call.n - 1;
 }
 GRADSCALE_HOST_DEVICE int64_t n_step_blocks_of_row(const ReturnsCall& call) {
   return (call.steps - 1) / n_step_block_size(call) + 1;
@@ -113,7 +102,7 @@ GRADSCALE_HOST_DEVICE int64_t n_step_blocks_of_row(const ReturnsCall& call) {
 
 // Windows of games, one per row.
 struct MuZeroCall {
-  bool is_double;
+  Element element; // as in ReturnsCall
   int64_t rows;
   int64_t moves;        // L
   int64_t unroll_steps; // K
@@ -146,11 +135,5 @@ extern const ReturnsRows n_step_kernel;
 using MuZeroRows = void (*)(const MuZeroCall& call, int64_t begin, int64_t end);
 
 extern const MuZeroRows muzero_kernel;
-
-class OnDevice;
-
-// `across`: lanes run across rows, which are adjacent in memory, instead of along the steps of a row.
-void launch_returns(ReturnsCall call, bool across, const OnDevice& device);
-void launch_muzero(const MuZeroCall& call, const OnDevice& device);
 
 } // namespace gradscale

@@ -31,15 +31,16 @@ bool is_integral(at::ScalarType dtype) {
   return c10::isIntegralType(dtype, /*includeBool=*/true);
 }
 
-// Reads the arguments of a call. `usual` becomes false at the first argument that is left to Python.
+// Reads the arguments of a call. `usual` is false if the context or an argument is left to Python.
 class Reader {
  public:
   static constexpr int64_t kPerRow = -1;
 
   explicit Reader(py::handle rewards, py::handle batch_first) {
-    usual = batch_first.ptr() == Py_True || batch_first.ptr() == Py_False;
     is_batch_first = batch_first.ptr() == Py_True;
-    if (usual && THPVariable_Check(rewards.ptr())) {
+    usual = ordinary_or_inference_context() && (is_batch_first || batch_first.ptr() == Py_False) &&
+            THPVariable_Check(rewards.ptr());
+    if (usual) {
       const at::Tensor& tensor = THPVariable_Unpack(rewards.ptr());
       usual = tensor.dim() == 2 && ordinary_tensor(tensor) && has_element(tensor);
       if (usual) {
@@ -47,8 +48,6 @@ class Reader {
         rows = tensor.size(is_batch_first ? 0 : 1);
         steps = tensor.size(is_batch_first ? 1 : 0);
       }
-    } else {
-      usual = false;
     }
   }
 
@@ -154,27 +153,21 @@ Results returns_in_eager_mode(
     py::handle limits, // a tuple of three
     py::handle n,
     py::handle batch_first) {
-  if (!ordinary_or_inference_context()) {
-    return std::nullopt;
-  }
   Reader read(rewards, batch_first);
-  if (!read.usual) {
-    return std::nullopt;
-  }
   LinearCall call{};
-  call.function = static_cast<Formula>(formula);
+  const auto function = static_cast<Formula>(formula);
+  call.formula = formula;
   call.observations = next_values.is_none();
-  const bool reads_values =
-      call.observations || (call.function != Formula::lambda_returns && call.function != Formula::n_step);
+  const bool reads_values = call.observations || (function != Formula::lambda_returns && function != Formula::n_step);
   read.require(!(reads_values && values.is_none()) && (reads_values || values.is_none()));
-  read.require(!(call.observations && (!truncated.is_none() || call.function == Formula::retrace)));
+  read.require(!(call.observations && (!truncated.is_none() || function == Formula::retrace)));
   call.inputs = {
       read.tensor(rewards, has_element),
       read.tensor(values, has_element, call.observations ? 1 : 0),
       read.tensor(next_values, has_element)};
   call.batch_first = read.is_batch_first;
   call.ratios = read.constant(read.tensor(ratios, has_element));
-  read.require(call.ratios.defined() == (call.function == Formula::vtrace || call.function == Formula::retrace));
+  read.require(call.ratios.defined() == (function == Formula::vtrace || function == Formula::retrace));
   call.discounts = read.coefficient(discount, -1, call.discount);
   call.lambdas = read.coefficient(lambda, 0, call.lambda);
   call.terminated = read.tensor(terminated, is_bool);
@@ -184,7 +177,7 @@ Results returns_in_eager_mode(
     call.limits[i] = read.limit(PyTuple_GET_ITEM(limits.ptr(), i));
   }
   const int64_t num_steps = read.integer(n, 1, 0);
-  read.require((call.function == Formula::n_step) == (num_steps > 0));
+  read.require((function == Formula::n_step) == (num_steps > 0));
   if (!read.usual) {
     return std::nullopt;
   }
@@ -206,15 +199,12 @@ Results muzero_targets_in_eager_mode(
     py::handle prefix_horizon,
     py::handle root_reward,
     py::handle batch_first) {
-  if (!ordinary_or_inference_context()) {
-    return std::nullopt;
-  }
   Reader read(rewards, batch_first);
-  if (!read.usual || !PyUnicode_Check(reward.ptr())) {
-    return std::nullopt;
-  }
-  const bool is_prefix = PyUnicode_CompareWithASCIIString(reward.ptr(), "value_prefix") == 0;
-  read.require(is_prefix ? to_play.is_none() : PyUnicode_CompareWithASCIIString(reward.ptr(), "reward") == 0);
+  const auto is_reward = [&](const char* text) {
+    return PyUnicode_Check(reward.ptr()) && PyUnicode_CompareWithASCIIString(reward.ptr(), text) == 0;
+  };
+  const bool is_prefix = is_reward("value_prefix");
+  read.require(is_prefix ? to_play.is_none() : is_reward("reward"));
   MuZeroWindows windows{};
   windows.rewards = read.constant(read.tensor(rewards, has_element));
   read.require(!root_values.is_none());

@@ -113,7 +113,7 @@ struct LambdaReturns {
 };
 
 // A_t = r_t + discount_t B_t - V_t + discount_t lambda_t A_{t+1}; y = A, returns are A + V.
-struct Advantages {
+struct GeneralizedAdvantages {
   static constexpr bool kAdjoint = false;
   static constexpr int kResults = 2;
 
@@ -190,7 +190,7 @@ struct LambdaReturnsAdjoint {
   }
 };
 
-struct AdvantagesAdjoint {
+struct GeneralizedAdvantagesAdjoint {
   static constexpr bool kAdjoint = true;
   static constexpr int kResults = 3;
 
@@ -264,32 +264,6 @@ struct RetraceAdjoint {
     out[2] = if_live(s, to_next_value(s, s.discount, g));
   }
 };
-
-// Calls function(F()) with the formula of a recurrence. Does nothing for n-step returns, which are not recurrences.
-template <class Function>
-GRADSCALE_DISPATCH void dispatch_formula(Formula formula, Function function) {
-  switch (formula) {
-    case Formula::lambda_returns:
-      return function(LambdaReturns());
-    case Formula::advantages:
-      return function(Advantages());
-    case Formula::vtrace:
-      return function(VTrace());
-    case Formula::retrace:
-      return function(Retrace());
-    case Formula::lambda_returns_adjoint:
-      return function(LambdaReturnsAdjoint());
-    case Formula::advantages_adjoint:
-      return function(AdvantagesAdjoint());
-    case Formula::vtrace_adjoint:
-      return function(VTraceAdjoint());
-    case Formula::retrace_adjoint:
-      return function(RetraceAdjoint());
-    case Formula::n_step:
-    case Formula::n_step_adjoint:
-      return;
-  }
-}
 
 // ---- One lane ------------------------------------------------------------------------------------------------------
 

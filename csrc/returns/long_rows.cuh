@@ -17,8 +17,7 @@
 
 namespace gradscale {
 
-constexpr int kChunk = kThreads * kAhead; // steps
-constexpr int kGroup = 128;               // chunks
+constexpr int kGroup = 128; // chunks
 
 // In the workspace: two counters of blocks, then the chunks' maps.
 template <class A>
@@ -65,7 +64,7 @@ GRADSCALE_DEVICE Map<A> composed_in_order(Map<A> map, int lane) {
 #pragma unroll
   for (int distance = 1; distance < lanes; distance *= 2) {
     const Map<A> before{
-        __shfl_up_sync(kAllLanes, map.a, distance, lanes), __shfl_up_sync(kAllLanes, map.b, distance, lanes)};
+        __shfl_up_sync(kWholeWarp, map.a, distance, lanes), __shfl_up_sync(kWholeWarp, map.b, distance, lanes)};
     if (lane % lanes >= distance) {
       map = composed(map, before);
     }
@@ -87,19 +86,19 @@ GRADSCALE_DEVICE A walk_chunks(const PublishedMap<A>* published, int64_t count, 
     }
     __syncwarp();
     const A carry = y;
-    y = __shfl_sync(kAllLanes, applied(composed_in_order<kWarpSize>(map, lane), carry), kWarpSize - 1);
+    y = __shfl_sync(kWholeWarp, applied(composed_in_order<kWarpSize>(map, lane), carry), kWarpSize - 1);
     if (!is_finite(y)) { // composing may have overflowed: the maps are applied one by one
       y = carry;
 #pragma unroll 1
       for (int k = 0; k < kWarpSize; ++k) {
-        y = applied(Map<A>{__shfl_sync(kAllLanes, map.a, k), __shfl_sync(kAllLanes, map.b, k)}, y);
+        y = applied(Map<A>{__shfl_sync(kWholeWarp, map.a, k), __shfl_sync(kWholeWarp, map.b, k)}, y);
       }
     }
   }
   return y;
 }
 
-// `begin`: the first step of the chunk. `whole`: the row has all kChunk steps from there on.
+// `begin`: the first step of the chunk. `whole`: the row has all kChunkSteps steps from there on.
 template <bool whole, class A, class F, Layout layout, unsigned given>
 GRADSCALE_DEVICE void walk_chunk(
     const Row<A, F, layout, given>& row, int64_t begin, int64_t chunk, PublishedMap<A>* own, A* shared) {
@@ -123,10 +122,11 @@ GRADSCALE_DEVICE void walk_chunk(
     step_maps[k] = F::template map<L>(steps[k]);
     lane_maps[k] = composed_lanes<F>(step_maps[k], lane);
     has_zero = has_zero || step_maps[k].b == 0;
-    const A a = __shfl_sync(kAllLanes, lane_maps[k].a, kLast<F>), b = __shfl_sync(kAllLanes, lane_maps[k].b, kLast<F>);
+    const A a = __shfl_sync(kWholeWarp, lane_maps[k].a, kLast<F>),
+            b = __shfl_sync(kWholeWarp, lane_maps[k].b, kLast<F>);
     warp_map = {a + b * warp_map.a, b * warp_map.b};
   }
-  if (!__any_sync(kAllLanes, has_zero) && warp_map.b == 0) {
+  if (!__any_sync(kWholeWarp, has_zero) && warp_map.b == 0) {
     warp_map.b = L::underflow(warp_map.b);
   }
   if (lane == 0) {
@@ -136,7 +136,7 @@ GRADSCALE_DEVICE void walk_chunk(
   __syncthreads();
   const int place = lane % kWarps;
   const Map<A> to_warp = composed_in_order<kWarps>(Map<A>{shared[2 * place], shared[2 * place + 1]}, lane);
-  const Map<A> all{__shfl_sync(kAllLanes, to_warp.a, kWarps - 1), __shfl_sync(kAllLanes, to_warp.b, kWarps - 1)};
+  const Map<A> all{__shfl_sync(kWholeWarp, to_warp.a, kWarps - 1), __shfl_sync(kWholeWarp, to_warp.b, kWarps - 1)};
   const bool is_early = is_finite(all.a) && is_finite(all.b) && chunk % kGroup != kGroup - 1;
   if (warp == 0) {
     if (lane == 0 && is_early) {
@@ -151,19 +151,19 @@ GRADSCALE_DEVICE void walk_chunk(
   __syncthreads();
   const A chunk_value = shared[2 * kWarps];
   const A after_warp = applied(to_warp, chunk_value); // y after the warp whose turn is `place`
-  const A before_warp = __shfl_sync(kAllLanes, after_warp, turn == 0 ? 0 : turn - 1);
+  const A before_warp = __shfl_sync(kWholeWarp, after_warp, turn == 0 ? 0 : turn - 1);
   A carry = turn == 0 ? chunk_value : before_warp;
-  A last = __shfl_sync(kAllLanes, after_warp, kWarps - 1);
+  A last = __shfl_sync(kWholeWarp, after_warp, kWarps - 1);
   A ys[kAhead];
   const auto walk_checked = [&](A y) { // returns y after the warp's steps
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
       ys[k] = walk_lanes<F>(step_maps[k], lane_maps[k], y, lane);
-      y = __shfl_sync(kAllLanes, ys[k], kLast<F>);
+      y = __shfl_sync(kWholeWarp, ys[k], kLast<F>);
     }
     return y;
   };
-  if (__any_sync(kAllLanes, !is_finite(after_warp))) { // the same in all warps, which walk one after the other
+  if (__any_sync(kWholeWarp, !is_finite(after_warp))) { // the same in all warps, which walk one after the other
     last = chunk_value;
 #pragma unroll 1
     for (int w = 0; w < kWarps; ++w) {
@@ -184,10 +184,10 @@ GRADSCALE_DEVICE void walk_chunk(
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
       ys[k] = lane_maps[k].a + lane_maps[k].b * y;
-      y = __shfl_sync(kAllLanes, ys[k], kLast<F>);
+      y = __shfl_sync(kWholeWarp, ys[k], kLast<F>);
       is_exact = is_exact && is_finite(ys[k]);
     }
-    if (__any_sync(kAllLanes, !is_exact)) {
+    if (__any_sync(kWholeWarp, !is_exact)) {
       walk_checked(carry);
     }
   }
@@ -201,7 +201,7 @@ GRADSCALE_DEVICE void walk_chunk(
     if constexpr (kReadsEarlier<F>) {
       before = earlier<F>(ys[k], lane, carry);
     }
-    carry = __shfl_sync(kAllLanes, ys[k], kLast<F>);
+    carry = __shfl_sync(kWholeWarp, ys[k], kLast<F>);
     A out[kOutputs];
     F::template results<L>(steps[k], ys[k], before, out);
     if (whole || t < row.steps) {
@@ -226,8 +226,8 @@ recur_chunks(GRADSCALE_ARGUMENT(ReturnsCall) call) {
   const int64_t chunks = gridDim.x / rows, chunk = count / rows, index = count % rows;
   const Row<A, F, layout, given> row(call, index);
   PublishedMap<A>* const own = maps + index * chunks + chunk;
-  const int64_t begin = (F::kAdjoint ? chunk : chunks - 1 - chunk) * kChunk;
-  if (begin + kChunk <= call.steps) {
+  const int64_t begin = (F::kAdjoint ? chunk : chunks - 1 - chunk) * kChunkSteps;
+  if (begin + kChunkSteps <= call.steps) {
     walk_chunk<true>(row, begin, chunk, own, shared);
   } else {
     walk_chunk<false>(row, begin, chunk, own, shared);

@@ -3,15 +3,15 @@
 // One operator computes both: with is_adjoint, its inputs are the gradients of the results.
 #include "../torch/arguments.h"
 #include "../torch/autograd.h"
-#include "../torch/tensor_element.h"
 #include "returns.h"
 
+#include <ATen/LegacyVmapTransforms.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <optional>
 
 namespace gradscale {
@@ -21,17 +21,14 @@ namespace {
 namespace autograd = torch::autograd;
 using Tensors = std::vector<at::Tensor>;
 
-} // namespace
-
-std::vector<at::Tensor> call_operator(const LinearCall& call) {
+// Calls the registered operator through PyTorch's dispatcher, with the dispatch keys that are not excluded yet.
+Tensors call_operator(const LinearCall& call) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("gradscale_ext::returns", "");
   torch::jit::Stack stack;
   LinearCall::each(call, ArgumentWriter{stack});
   op.callBoxed(stack);
   return stack.at(0).toTensorVector();
 }
-
-namespace {
 
 // The call that computes the wanted gradients of a call's inputs from the gradients of its results.
 LinearCall transposed(const LinearCall& call, Tensors gradients, const std::array<bool, 3>& wants) {
@@ -67,9 +64,7 @@ class LinearBackward : public SavingNode {
   }
 
   std::string name() const override {
-    static const char* const names[] = {"LambdaReturns", "GeneralizedAdvantages", "VTrace", "Retrace", "NStepReturns"};
-    return std::string(names[static_cast<int32_t>(call_.function)]) +
-           (call_.is_adjoint ? "BackwardBackward" : "Backward");
+    return std::string(kFormulaNames[call_.formula]) + (call_.is_adjoint ? "BackwardBackward" : "Backward");
   }
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
@@ -110,13 +105,14 @@ class LinearBackward : public SavingNode {
   std::array<std::optional<at::ScalarType>, 3> dtypes_;
 };
 
-bool is_differentiated(const at::Tensor& tensor) {
-  return tensor.defined() && ((at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent(tensor));
+// True if the tensor has a forward-mode tangent.
+bool has_tangent(const at::Tensor& tensor) {
+  return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
 }
 
 void check_constant(const char* function, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(
-      !is_differentiated(tensor),
+      !autograd::compute_requires_grad(tensor) && !has_tangent(tensor),
       function,
       ": ",
       name,
@@ -128,7 +124,7 @@ void check_constant(const char* function, const char* name, const at::Tensor& te
 void check_constants(const LinearCall& call) {
   static const char* const functions[] = {
       "lambda_returns", "generalized_advantages", "vtrace", "retrace", "n_step_returns"};
-  const char* function = functions[static_cast<int32_t>(call.function)];
+  const char* function = functions[call.formula];
   check_constant(function, "ratios", call.ratios);
   check_constant(function, "discount", call.discounts);
   check_constant(function, "lambda_", call.lambdas);
@@ -138,19 +134,14 @@ void check_constants(const LinearCall& call) {
 
 std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
   check_constants(call);
-  bool requires_grad = false, has_tangents = false;
-  for (const at::Tensor& input : call.inputs) {
-    if (input.defined()) {
-      requires_grad = requires_grad || (at::GradMode::is_enabled() && input.requires_grad());
-      has_tangents = has_tangents || input._fw_grad(/*level=*/0).defined();
-    }
-  }
+  const auto& [rewards, values, next_values] = call.inputs;
+  const bool requires_grad = autograd::compute_requires_grad(rewards, values, next_values);
   Tensors results;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     results = is_plain ? compute_returns(call) : call_operator(call);
   }
-  if (has_tangents) {
+  if (std::any_of(call.inputs.begin(), call.inputs.end(), has_tangent)) {
     LinearCall tangents = call;
     for (at::Tensor& input : tangents.inputs) {
       if (input.defined()) {
@@ -167,7 +158,7 @@ std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain) {
     LinearBackward* node = nullptr;
     const NodePtr handle = make_node(node);
     node->set(call);
-    node->set_next_edges(autograd::collect_next_edges(call.inputs[0], call.inputs[1], call.inputs[2]));
+    node->set_next_edges(autograd::collect_next_edges(rewards, values, next_values));
     autograd::set_history(results, handle);
   }
   return results;
@@ -185,6 +176,43 @@ Call call_from(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
 template <class Call, Tensors (*compute)(const Call&)>
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   return_from(op, *stack, compute(call_from<Call>(op, *stack)));
+}
+
+// Batching for `is_grads_batched` and for `vectorize` of torch.autograd.functional: the examples become rows of one
+// call. gradscale_ext/_returns_operator.py has the rule for torch.func.vmap.
+Tensors batched_returns(const LinearCall& call) {
+  LinearCall flat = call;
+  std::vector<at::Tensor*> places;
+  Tensors tensors;
+  flat.each_tensor([&](at::Tensor& tensor) {
+    if (tensor.defined()) {
+      places.push_back(&tensor);
+      tensors.push_back(tensor);
+    }
+  });
+  const bool batch_first = call.batch_first;
+  const int64_t rows = tensors[0].size(batch_first ? 0 : 1);
+  // In these views, the dimensions of the examples come first, with the same sizes in all tensors.
+  const at::VmapPhysicalViewVec views = at::MultiBatchVmapTransform::logicalToPhysical(tensors);
+  const int64_t dims = views[0].numBatchDims();
+  const auto example_sizes = views[0].tensor().sizes().slice(0, dims).vec();
+  for (size_t i = 0; i < places.size(); ++i) {
+    const bool is_scalar = tensors[i].dim() == 0;
+    at::Tensor tensor = views[i].tensor();
+    tensor = is_scalar ? tensor.unsqueeze(-1).unsqueeze(-1) : batch_first ? tensor : tensor.transpose(-1, -2);
+    std::vector<int64_t> sizes = example_sizes;
+    sizes.insert(sizes.end(), {rows, tensor.size(-1)});
+    tensor = tensor.expand(sizes).flatten(0, dims);
+    *places[i] = batch_first ? tensor : tensor.t();
+  }
+  Tensors results = call_operator(flat);
+  std::vector<int64_t> sizes = example_sizes;
+  sizes.push_back(rows);
+  for (at::Tensor& result : results) {
+    result = batch_first ? result.unflatten(0, sizes) : result.t().unflatten(0, sizes).transpose(-1, -2).contiguous();
+    result = views[0].getPhysicalToLogicalMap().apply(result);
+  }
+  return results;
 }
 
 Tensors returns_with_autograd(const LinearCall& call) {

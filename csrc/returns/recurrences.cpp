@@ -8,9 +8,11 @@
 // computed again, step by step, with selection.
 #ifndef GRADSCALE_VARIANT
 #include "call.h"
-#include "sources.h"
+
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <cstring>
 
 #define GRADSCALE_KERNELS "../returns/recurrences.cpp"
 #include "../cpu/each_instruction_set.h"
@@ -25,106 +27,13 @@ const ReturnsRows across_rows_kernel = GRADSCALE_CPU_KERNEL(across_rows);
 #else
 #include "../cpu/vectors.h"
 #include "formulas.h"
+#include "sources.h"
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
 namespace {
 
-// ---- Tiles ---------------------------------------------------------------------------------------------------------
-
-constexpr int64_t kTile = 512;      // steps of a row
-constexpr int64_t kRowsOfTile = 64; // rows of a step: a cache line of flags
-
-// The inputs and outputs of a kernel for one tile, along steps or across rows.
-template <class A>
-struct Tile {
-  Piece<A> numbers[kNumbers];
-  Piece<uint8_t> terminated, truncated, live, later_live;
-  Piece<A> later_values; // of the next steps
-  A* out[kOutputs];
-  A limits[3];
-};
-
-template <class A>
-struct Buffers {
-  static constexpr int64_t kSize = kTile + kMostLanes;
-  A numbers[kNumbers + 1][kSize];
-  uint8_t flags[3][kSize];
-  A results[kOutputs][kSize];
-};
-
-template <class A>
-class Sources {
- public:
-  const ReturnsCall& call;
-
-  Sources(const ReturnsCall& call, int inner)
-      : call(call),
-        inner_(inner),
-        terminated_(call.operands[kTerminated], inner),
-        truncated_(call.operands[kTruncated], inner),
-        mask_(call.operands[kMask], inner) {
-    for (int k = 0; k < kNumbers; ++k) {
-      numbers_[k] = Source<A>(call.operands[k], inner);
-    }
-    for (int k = 0; k < 3; ++k) {
-      tile.limits[k] = static_cast<A>(call.limits[k]);
-    }
-  }
-
-  // Reads `count` elements from `begin` on. Pads them to `padded` elements with masked ones.
-  void read(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
-    for (int k = 0; k < kNumbers; ++k) {
-      tile.numbers[k] = numbers_[k].piece(outer, begin, count, padded, buffers_.numbers[k]);
-    }
-    tile.terminated = terminated_.piece(outer, begin, count, padded, buffers_.flags[0]);
-    tile.truncated = truncated_.piece(outer, begin, count, padded, buffers_.flags[1]);
-    for (int k = 0; k < kOutputs; ++k) {
-      const ReturnsOutput& output = call.outputs[k];
-      const bool in_place = output.data != nullptr && output.strides[inner_] == 1 && count == padded;
-      tile.out[k] =
-          in_place ? static_cast<A*>(output.data) + outer * output.strides[1 - inner_] + begin : buffers_.results[k];
-    }
-  }
-
-  // The values of steps begin + 1 to begin + count, with 0 after the last step of the row.
-  Piece<A> later_values(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
-    const int64_t inside = std::min(count, call.steps - begin - 1);
-    return numbers_[kValues].piece(outer, begin + 1, inside, padded, buffers_.numbers[kNumbers]);
-  }
-
-  Piece<uint8_t> mask(int64_t outer, int64_t begin, int64_t count, int64_t padded, uint8_t* buffer) {
-    return mask_.piece(outer, begin, count, padded, buffer);
-  }
-
-  // Copies results that were not written in place.
-  void write(int64_t outer, int64_t begin, int64_t count) const {
-    for (int k = 0; k < kOutputs; ++k) {
-      const ReturnsOutput& output = call.outputs[k];
-      if (output.data != nullptr && tile.out[k] == buffers_.results[k]) {
-        const int64_t stride = output.strides[inner_];
-        A* to = static_cast<A*>(output.data) + outer * output.strides[1 - inner_] + begin * stride;
-        for (int64_t i = 0; i < count; ++i) {
-          to[i * stride] = buffers_.results[k][i];
-        }
-      }
-    }
-  }
-
-  uint8_t* tile_flags() {
-    return buffers_.flags[2];
-  }
-
-  Tile<A> tile;
-  uint8_t later_flags[Buffers<A>::kSize];
-  int64_t later_count = -1; // steps of the tile that later_flags were made for
-
- private:
-  int inner_;
-  Source<A> numbers_[kNumbers];
-  Source<uint8_t> terminated_, truncated_, mask_;
-  Buffers<A> buffers_;
-};
+// ---- Steps ----------------------------------------------------------------------------------------------------------
 
 // `masked`: steps may be masked.
 template <class F, class L, bool masked = true, class A>
@@ -312,8 +221,7 @@ void read_later_live(Sources<A>& sources, int64_t row, int64_t begin, int64_t co
   memset(later + count, 0, padded - count);
   if (is_masked) {
     const int64_t behind = std::min(count, sources.call.steps - begin - 1);
-    const Piece<uint8_t> mask = sources.mask(row, begin + 1, behind, behind, sources.tile_flags());
-    memcpy(later, mask.data, behind);
+    memcpy(later, sources.later_mask.piece(row, begin + 1, behind, behind).data, behind);
   }
   for (int64_t end = period - 1 - begin % period; end < count; end += period) {
     later[end] = 0;
@@ -333,10 +241,10 @@ void along_row(Sources<A>& sources, int64_t row, int64_t period) {
     const int64_t padded = (count + Vectors<A>::kCount - 1) / Vectors<A>::kCount * Vectors<A>::kCount;
     sources.read(row, begin, count, padded);
     if (std::is_same_v<F, VTrace>) {
-      tile.later_values = sources.later_values(row, begin, count, padded);
+      const int64_t behind = std::min(count, steps - begin - 1);
+      tile.later_values = sources.later_values.piece(row, begin + 1, behind, padded); // 0 after the last step
     }
     read_later_live(sources, row, begin, count, padded, period);
-    tile.live = sources.mask(row, begin, count, padded, sources.tile_flags());
     const A before = carry;
     const bool is_whole = sources.call.operands[kMask].data == nullptr && count == padded;
     if (!(is_whole ? walk_along<F, false>(tile, padded, carry) : walk_along<F, true>(tile, padded, carry))) {
@@ -349,15 +257,35 @@ void along_row(Sources<A>& sources, int64_t row, int64_t period) {
   }
 }
 
+// Calls function(A(), F()) with the type and the formula of a recurrence, which n-step returns are not.
 template <class Function>
 void dispatch_call(const ReturnsCall& call, Function function) {
-  dispatch_formula(call.formula, [&](auto formula) {
-    if (call.is_double) {
+  const auto with = [&](auto formula) {
+    if (call.element == Element::float64) {
       function(double(), formula);
     } else {
       function(float(), formula);
     }
-  });
+  };
+  const auto either = [&](auto formula, auto adjoint) {
+    if (call.is_adjoint) {
+      with(adjoint);
+    } else {
+      with(formula);
+    }
+  };
+  switch (call.formula) {
+    case Formula::lambda_returns:
+      return either(LambdaReturns(), LambdaReturnsAdjoint());
+    case Formula::generalized_advantages:
+      return either(GeneralizedAdvantages(), GeneralizedAdvantagesAdjoint());
+    case Formula::vtrace:
+      return either(VTrace(), VTraceAdjoint());
+    case Formula::retrace:
+      return either(Retrace(), RetraceAdjoint());
+    case Formula::n_step:
+      return;
+  }
 }
 
 void along_steps(const ReturnsCall& call, int64_t begin, int64_t end) {
@@ -377,36 +305,23 @@ template <class F, class A>
 void across_tile(Sources<A>& sources, int64_t begin, int64_t count) {
   const int64_t steps = sources.call.steps;
   const int64_t padded = (count + Vectors<A>::kCount - 1) / Vectors<A>::kCount * Vectors<A>::kCount;
+  const uint8_t ended[kRowsOfTile] = {};
+  const A zeros[kRowsOfTile] = {};
   Tile<A>& tile = sources.tile;
   Carries<A> carry;
-  uint8_t flags[2][kRowsOfTile] = {};
-  alignas(64) A later_values[kRowsOfTile] = {};
-  tile.later_values = {later_values, 1};
   for (int64_t n = 0; n < steps; ++n) {
     const int64_t t = F::kAdjoint ? n : steps - 1 - n;
+    const bool has_later = t + 1 < steps;
     sources.read(t, begin, count, padded);
-    tile.live = sources.mask(t, begin, count, padded, flags[0]);
-    tile.later_live = {flags[1], 1};
-    if (F::kAdjoint && t + 1 < steps) {
-      tile.later_live = sources.mask(t + 1, begin, count, padded, flags[1]);
-    } else if (F::kAdjoint) {
-      memset(flags[1], 0, sizeof(flags[1]));
+    tile.later_live = has_later ? sources.later_mask.piece(t + 1, begin, count, padded) : Piece<uint8_t>{ended, 1};
+    if (std::is_same_v<F, VTrace>) {
+      tile.later_values = has_later ? sources.later_values.piece(t + 1, begin, count, padded) : Piece<A>{zeros, 1};
     }
     const Carries<A> before = carry;
     if (!walk_across<F>(tile, padded, carry)) {
       carry = before;
       for (int64_t i = 0; i < count; ++i) {
         one_step<F>(tile, i, carry.y[i]);
-      }
-    }
-    if (!F::kAdjoint) {
-      for (int64_t i = 0; i < padded; ++i) {
-        flags[1][i] = tile.live[i];
-      }
-      if (std::is_same_v<F, VTrace>) {
-        for (int64_t i = 0; i < padded; ++i) {
-          later_values[i] = tile.numbers[kValues][i];
-        }
       }
     }
     sources.write(t, begin, count);

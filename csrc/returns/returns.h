@@ -4,7 +4,6 @@
 #include "call.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 #include <c10/core/SymInt.h>
 #include <pybind11/pybind11.h>
 
@@ -13,10 +12,13 @@
 
 namespace gradscale {
 
+// The names of kernels and of autograd nodes begin with these.
+constexpr const char* kFormulaNames[] = {"LambdaReturns", "GeneralizedAdvantages", "VTrace", "Retrace", "NStepReturns"};
+
 // A linear function of its inputs: one of the functions, or its adjoint.
 struct LinearCall {
   bool is_adjoint;
-  Formula function; // for an adjoint too, this is the function, and not one of the ..._adjoint values
+  int64_t formula; // a Formula
   // Rewards, values and next values; of an adjoint, the gradients of the results. Undefined inputs are zero.
   std::array<at::Tensor, 3> inputs;
   // True if values and next values are one input, the values [B, T+1] of all observations.
@@ -40,7 +42,7 @@ struct LinearCall {
   template <class Self, class Visit>
   static void each(Self& self, Visit visit) {
     visit("is_adjoint", self.is_adjoint);
-    visit("formula", self.function);
+    visit("formula", self.formula);
     visit("wants", self.wants);
     visit("observations", self.observations);
     visit("rewards", self.inputs[0]);
@@ -72,33 +74,12 @@ struct LinearCall {
   }
 };
 
-inline const char* schema_type(Formula) {
-  return "int";
-}
-inline void read_argument(const char*, const c10::IValue& given, Formula& formula) {
-  formula = static_cast<Formula>(given.toInt());
-}
-inline c10::IValue as_argument(Formula formula) {
-  return static_cast<int64_t>(formula);
-}
-
-// True if the tensor has a forward-mode tangent.
-inline bool has_tangent(const at::Tensor& tensor) {
-  return tensor._fw_grad(/*level=*/0).defined();
-}
-
 // The results, on the inputs' device. No gradients are recorded.
 std::vector<at::Tensor> compute_returns(const LinearCall& call);
 
 // The same results, recorded by autograd. `is_plain`: the tensors are of PyTorch's own class, and nothing but autograd
 // is active.
 std::vector<at::Tensor> returns(const LinearCall& call, bool is_plain);
-
-// Calls the registered operator through PyTorch's dispatcher, with the dispatch keys that are not excluded yet.
-std::vector<at::Tensor> call_operator(const LinearCall& call);
-
-// The results for tensors that torch.autograd has batched (is_grads_batched, vectorize=True).
-std::vector<at::Tensor> batched_returns(const LinearCall& call);
 
 struct MuZeroWindows {
   at::Tensor rewards;

@@ -1,16 +1,19 @@
 // Turns tensors into calls of the kernels, and runs them.
 #include "../cuda/driver.h"
+#include "../cuda/row_lanes.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
-#include "call.h"
 #include "returns.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/LegacyVmapTransforms.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <atomic>
+#include <initializer_list>
+#include <limits>
+#include <random>
 
 namespace gradscale {
 
@@ -36,8 +39,10 @@ Operand operand_of(const at::Tensor& tensor, double constant, bool batch_first) 
   return operand;
 }
 
-bool is_double(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.scalar_type() == at::kDouble;
+// The dtype in which a call computes and returns: float64 if a tensor has it, else float32.
+at::ScalarType result_dtype(std::initializer_list<const at::Tensor*> tensors) {
+  const auto is_double = [](const at::Tensor* x) { return x->defined() && x->scalar_type() == at::kDouble; };
+  return std::any_of(tensors.begin(), tensors.end(), is_double) ? at::kDouble : at::kFloat;
 }
 
 ReturnsOutput output_of(const at::Tensor& tensor, bool batch_first) {
@@ -103,6 +108,98 @@ at::Tensor ratios_that_are_read(const LinearCall& linear) {
   return ratios;
 }
 
+// ---- GPUs ----------------------------------------------------------------------------------------------------------
+
+constexpr const char* kWindowsFile = "returns/windows.cuh";
+
+// The layout of a call's tensors, and the set of given tensors as bits: template arguments of Row in recurrences.cuh.
+std::string form_of(const ReturnsCall& call) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  unsigned given = 0, bit = 1;
+  int64_t stride = 0; // between steps of the first output
+  for (const ReturnsOutput& output : call.outputs) {
+    stride = stride == 0 && output.data != nullptr ? output.strides[kStep] : stride;
+  }
+  bool is_plain = stride > 0 && call.steps < kMost / stride;
+  const auto add = [&](const auto& tensor, bool has_own_type) {
+    if (tensor.data != nullptr) {
+      given |= bit;
+      is_plain = is_plain && has_own_type && tensor.strides[kStep] == stride;
+    }
+    bit *= 2;
+  };
+  for (int k = 0; k < kOperands; ++k) {
+    add(call.operands[k], k >= kNumbers || call.operands[k].element == call.element);
+  }
+  for (const ReturnsOutput& output : call.outputs) {
+    add(output, true);
+  }
+  return !is_plain ? "Layout::any, " + std::to_string(bit - 1)
+                   : (stride == 1 ? "Layout::runs, " : "Layout::columns, ") + std::to_string(given);
+}
+
+int64_t blocks_for(int64_t count, int64_t per_block) {
+  return (count + per_block - 1) / per_block;
+}
+
+// True if there are so few rows that a block for each chunk of a row is faster than a warp for each row.
+//
+// A warp takes about a microsecond, the time of a load, for 128 steps of its row: 8 us for 1024 steps. Chunks take
+// about 4 us for their loads, for the maps of the chunks before them (see long_rows.cuh), and for their results. For
+// 264 rows, two per multiprocessor of an H200, issuing 4 warp instructions per step of a row takes about 2 us more.
+//
+// If neighbouring rows are adjacent in memory, a chunk reads sectors with numbers of 8 rows and uses one of the rows,
+// but most sectors come from the L2 cache. The alternative, recur_across, computes 32 steps of a row at a time: for
+// 1024 steps it would need 32 passes, one after the other.
+bool uses_chunks(const ReturnsCall& call) {
+  return call.formula != Formula::n_step && call.steps >= kChunkSteps && call.rows < 2 * multiprocessors() &&
+         blocks_for(call.steps, kChunkSteps) <= std::numeric_limits<int32_t>::max() / call.rows;
+}
+
+// Returns the next number of a random sequence (splitmix64) from 2^63 to 1.5 x 2^63, which differs between processes.
+uint64_t next_launch() {
+  static std::atomic<uint64_t> last{std::random_device()() * 0x100000001u};
+  uint64_t x = last += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return ((x ^ (x >> 31)) >> 2) | uint64_t(1) << 63;
+}
+
+// `across`: lanes run across rows, which are adjacent in memory, instead of along the steps of a row.
+void launch_returns(ReturnsCall call, bool across, const OnDevice& device) {
+  const char* type = type_name(call.element);
+  const int64_t bytes = element_size(call.element);
+  if (call.formula == Formula::n_step) {
+    const int64_t threads = call.rows * n_step_blocks_of_row(call);
+    const at::Tensor memory = device.memory(threads * 2 * n_step_block_size(call) * bytes);
+    call.workspace = memory.mutable_data_ptr();
+    const auto text = [](bool x) { return x ? "true" : "false"; };
+    const std::string name = instance("n_step_blocks", {type, text(call.is_adjoint), text(across)});
+    device.launch(kWindowsFile, name, blocks_for(threads, kThreads), kThreads, call);
+    return;
+  }
+  const std::string formula = kFormulaNames[static_cast<int>(call.formula)];
+  const std::vector<std::string> arguments{type, formula + (call.is_adjoint ? "Adjoint" : ""), form_of(call)};
+  if (uses_chunks(call)) {
+    const int64_t chunks = call.rows * blocks_for(call.steps, kChunkSteps);
+    const at::Tensor memory = device.memory(16 + chunks * (8 + 2 * bytes)); // counters, and maps of two numbers
+    call.workspace = memory.mutable_data_ptr();
+    call.launch = next_launch();
+    device.launch("returns/long_rows.cuh", instance("recur_chunks", arguments), chunks, kThreads, call);
+    return;
+  }
+  const std::string name = instance(across ? "recur_across" : "recur_along", arguments);
+  device.launch("returns/recurrences.cuh", name, blocks_for(call.rows, across ? kWarpSize : kWarps), kThreads, call);
+}
+
+void launch_muzero(const MuZeroCall& call, const OnDevice& device) {
+  const int64_t threads = call.rows * (call.unroll_steps + 1);
+  const std::string name = instance("muzero_rows", {type_name(call.element)});
+  device.launch(kWindowsFile, name, blocks_for(threads, kThreads), kThreads, call);
+}
+
+// ---- Calls ---------------------------------------------------------------------------------------------------------
+
 void run(const ReturnsCall& call, const LinearCall& linear, const at::Tensor& like) {
   if (call.rows == 0 || call.steps == 0) {
     return;
@@ -113,13 +210,13 @@ void run(const ReturnsCall& call, const LinearCall& linear, const at::Tensor& li
     return;
   }
   const auto over = [&](ReturnsRows kernel, int64_t rows_per_block) {
-    const int64_t blocks = (call.rows + rows_per_block - 1) / rows_per_block;
+    const int64_t blocks = blocks_for(call.rows, rows_per_block);
     const int64_t grain = std::max<int64_t>(1, kGrain / (call.steps * rows_per_block));
     at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
       kernel(call, begin * rows_per_block, std::min(end * rows_per_block, call.rows));
     });
   };
-  if (is_n_step(call)) {
+  if (call.formula == Formula::n_step) {
     over(n_step_kernel, 1);
   } else if (across) {
     over(across_rows_kernel, 64);
@@ -139,19 +236,19 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   const at::Tensor& first = *found;
   const c10::Device device = first.device();
   const at::Tensor discounts = on_device(linear.discounts, device), lambdas = on_device(linear.lambdas, device);
+  const at::TensorOptions options = first.options().dtype(
+      result_dtype({&inputs[0], &inputs[1], &inputs[2], &linear.ratios, &linear.discounts, &linear.lambdas}));
   ReturnsCall call{};
-  for (const at::Tensor* tensor :
-       {&inputs[0], &inputs[1], &inputs[2], &linear.ratios, &linear.discounts, &linear.lambdas}) {
-    call.is_double = call.is_double || is_double(*tensor);
-  }
+  call.element = element_of(options.dtype().toScalarType());
   call.rows = first.size(1 - step);
   const bool has_observations = linear.observations && !linear.is_adjoint;
   call.steps = first.size(step) - (has_observations && !inputs[0].defined() ? 1 : 0);
   call.n = linear.n.expect_int();
+  const auto formula = static_cast<Formula>(linear.formula);
   // If no window ends because it has n steps, n-step returns are λ-returns with λ = 1, which Python passes.
-  const bool is_whole = linear.function == Formula::n_step && call.n >= call.steps;
-  const Formula function = is_whole ? Formula::lambda_returns : linear.function;
-  call.formula = static_cast<Formula>(static_cast<int32_t>(function) + (linear.is_adjoint ? kFirstAdjoint : 0));
+  const bool is_whole = formula == Formula::n_step && call.n >= call.steps;
+  call.formula = is_whole ? Formula::lambda_returns : formula;
+  call.is_adjoint = linear.is_adjoint;
   const auto read = [&](OperandIndex index, const at::Tensor& tensor, double constant) {
     call.operands[index] = operand_of(tensor, constant, batch_first);
   };
@@ -160,63 +257,61 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   read(kNextValues, inputs[2], 0);
   read(kDiscount, discounts, linear.discount);
   read(kLambda, lambdas, linear.lambda);
-  const bool is_retrace_adjoint = linear.is_adjoint && linear.function == Formula::retrace;
+  const bool is_retrace_adjoint = linear.is_adjoint && formula == Formula::retrace;
   const at::Tensor ratios = is_retrace_adjoint ? ratios_that_are_read(linear) : linear.ratios;
   read(kRatios, ratios, 1);
   read(kTerminated, linear.terminated, 0);
   read(kTruncated, linear.truncated, 0);
   read(kMask, linear.mask, 1);
   std::copy(linear.limits.begin(), linear.limits.end(), call.limits);
-  const at::TensorOptions options = first.options().dtype(call.is_double ? at::kDouble : at::kFloat);
   if (is_pooled(options, call.rows * call.steps)) {
     begin_pooled_call();
   }
-  const auto make = [&](int64_t more_steps) {
-    return make_result(call.rows, call.steps + more_steps, batch_first, options);
-  };
-  const auto write = [&](int index, const at::Tensor& tensor) { call.outputs[index] = output_of(tensor, batch_first); };
-  std::vector<at::Tensor> results;
   const auto add = [&](int index) {
-    results.push_back(make(0));
-    write(index, results.back());
+    const at::Tensor output = make_result(call.rows, call.steps, batch_first, options);
+    call.outputs[index] = output_of(output, batch_first);
+    return output;
   };
-  const bool has_two_results = linear.function == Formula::advantages || linear.function == Formula::vtrace;
+  std::vector<at::Tensor> results;
+  const bool has_two_results = formula == Formula::generalized_advantages || formula == Formula::vtrace;
   if (!linear.is_adjoint) {
     if (has_observations && inputs[1].defined()) {
-      read(kValues, inputs[1].narrow(step, 0, call.steps), 0);
+      // Functions with one result do not read the values of their own steps.
+      read(kValues, has_two_results ? inputs[1].narrow(step, 0, call.steps) : at::Tensor(), 0);
       read(kNextValues, inputs[1].narrow(step, 1, call.steps), 0);
     }
     for (int i = 0; i < (has_two_results ? 2 : 1); ++i) {
-      add(i);
+      results.push_back(add(i));
     }
     run(call, linear, first);
     return results;
   }
   if (linear.wants[0]) {
-    add(0);
+    results.push_back(add(0));
   }
   std::vector<at::Tensor> to_later; // gradients of the values of the next steps
   if (linear.observations && linear.wants[1]) {
     // An observation is the state of its step and the successor of the step before: its gradient is the sum of both.
     // Functions with one result do not read the state's value.
-    const at::Tensor sum = make(1);
+    const at::Tensor sum = make_result(call.rows, call.steps + 1, batch_first, options);
     results.push_back(sum);
-    sum.select(step, has_two_results ? call.steps : 0).zero_();
     if (has_two_results) {
-      write(1, sum);
-      to_later.push_back(make(0));
+      sum.select(step, call.steps).zero_();
+      call.outputs[1] = output_of(sum, batch_first);
+      to_later.push_back(add(2));
+    } else {
+      sum.select(step, 0).zero_();
+      call.outputs[2] = output_of(sum.narrow(step, 1, call.steps), batch_first);
     }
-    write(2, has_two_results ? to_later.back() : sum.narrow(step, 1, call.steps));
   } else {
     for (int i = 1; i < 3; ++i) {
       if (linear.wants[i]) {
-        add(i);
+        results.push_back(add(i));
       }
     }
   }
-  if (linear.function == Formula::vtrace && linear.wants[1]) {
-    to_later.push_back(make(0));
-    write(3, to_later.back());
+  if (formula == Formula::vtrace && linear.wants[1]) {
+    to_later.push_back(add(3));
   }
   run(call, linear, first);
   for (const at::Tensor& gradient : to_later) {
@@ -237,10 +332,10 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   const at::Tensor to_play = !windows.to_play.defined() || windows.to_play.scalar_type() == at::kLong
                                  ? windows.to_play
                                  : windows.to_play.to(at::kLong);
+  const at::ScalarType dtype =
+      result_dtype({&windows.rewards, &windows.root_values, &windows.root_reward, &windows.discounts});
   MuZeroCall call{};
-  for (const at::Tensor* tensor : {&windows.rewards, &windows.root_values, &windows.root_reward, &windows.discounts}) {
-    call.is_double = call.is_double || is_double(*tensor);
-  }
+  call.element = element_of(dtype);
   call.rows = windows.rewards.size(1 - step);
   call.moves = windows.rewards.size(step);
   call.unroll_steps = windows.num_unroll_steps.expect_int();
@@ -264,7 +359,6 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
   const auto make = [&](int64_t steps, at::ScalarType dtype) {
     return make_result(call.rows, steps, batch_first, options.dtype(dtype));
   };
-  const at::ScalarType dtype = call.is_double ? at::kDouble : at::kFloat;
   const int64_t steps = call.unroll_steps;
   if (is_pooled(options.dtype(dtype), call.rows * (steps + 1))) {
     begin_pooled_call();
@@ -285,43 +379,6 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
     });
   }
   return {values, targets, mask, policy_mask};
-}
-
-// Batching for `is_grads_batched` and for `vectorize` of torch.autograd.functional: the examples become rows of one
-// call. gradscale_ext/_returns_operator.py has the rule for torch.func.vmap.
-std::vector<at::Tensor> batched_returns(const LinearCall& call) {
-  LinearCall flat = call;
-  std::vector<at::Tensor*> places;
-  std::vector<at::Tensor> tensors;
-  flat.each_tensor([&](at::Tensor& tensor) {
-    if (tensor.defined()) {
-      places.push_back(&tensor);
-      tensors.push_back(tensor);
-    }
-  });
-  const bool batch_first = call.batch_first;
-  const int64_t rows = tensors[0].size(batch_first ? 0 : 1);
-  // In these views, the dimensions of the examples come first, with the same sizes in all tensors.
-  const at::VmapPhysicalViewVec views = at::MultiBatchVmapTransform::logicalToPhysical(tensors);
-  const int64_t dims = views[0].numBatchDims();
-  const auto example_sizes = views[0].tensor().sizes().slice(0, dims).vec();
-  for (size_t i = 0; i < places.size(); ++i) {
-    const bool is_scalar = tensors[i].dim() == 0;
-    at::Tensor tensor = views[i].tensor();
-    tensor = is_scalar ? tensor.unsqueeze(-1).unsqueeze(-1) : batch_first ? tensor : tensor.transpose(-1, -2);
-    std::vector<int64_t> sizes = example_sizes;
-    sizes.insert(sizes.end(), {rows, tensor.size(-1)});
-    tensor = tensor.expand(sizes).flatten(0, dims);
-    *places[i] = batch_first ? tensor : tensor.t();
-  }
-  std::vector<at::Tensor> results = call_operator(flat);
-  std::vector<int64_t> sizes = example_sizes;
-  sizes.push_back(rows);
-  for (at::Tensor& result : results) {
-    result = batch_first ? result.unflatten(0, sizes) : result.t().unflatten(0, sizes).transpose(-1, -2).contiguous();
-    result = views[0].getPhysicalToLogicalMap().apply(result);
-  }
-  return results;
 }
 
 } // namespace gradscale

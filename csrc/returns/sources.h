@@ -1,15 +1,15 @@
 // Operands of a call as the CPU's kernels read them: along one dimension, a piece at a time. Contiguous pieces of the
-// kernel's type are read in place; others are copied to a buffer that fits in the L1 cache.
-#pragma once
-
-#include "call.h"
-
-#include <algorithm>
-#include <cstring>
+// kernel's type are read in place; others are copied to a buffer, which fits in the L1 cache if the piece is a tile.
+//
+// The CPU's kernels include this once for each instruction set, into its namespace.
 
 namespace gradscale {
+namespace GRADSCALE_VARIANT {
 
 constexpr int kMostLanes = 16;
+constexpr int64_t kTile = 512;                  // steps of a row
+constexpr int64_t kRowsOfTile = 64;             // rows of a step: a cache line of flags
+constexpr int64_t kBuffer = kTile + kMostLanes; // a tile, padded to whole vectors
 
 // Element i is data[i * advance]. If `advance` is 0, all elements are equal, and `data` holds kMostLanes copies.
 template <class A>
@@ -26,8 +26,6 @@ struct Piece {
 template <class A>
 class Source {
  public:
-  Source() = default;
-
   Source(const Operand& operand, int inner)
       : operand_(&operand),
         inner_(inner),
@@ -44,8 +42,8 @@ class Source {
   }
 
   // `count` elements from `begin` on, at index `outer` of the other dimension, padded with zeros to `padded` elements.
-  // Numbers that are all equal are not padded with zeros, but with the same number.
-  Piece<A> piece(int64_t outer, int64_t begin, int64_t count, int64_t padded, A* buffer) {
+  // Numbers that are all equal are not padded with zeros, but with the same number. The next call overwrites a copy.
+  Piece<A> piece(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
     const bool is_constant = kIsFlag ? operand_->data == nullptr && count == padded : inner_stride_ == 0;
     if (is_constant) {
       if (outer_stride_ != 0) {
@@ -57,9 +55,12 @@ class Source {
     if (is_run_ && count == padded) {
       return {static_cast<const A*>(operand_->data) + offset, 1};
     }
-    copy(offset, count, buffer);
-    std::fill(buffer + count, buffer + padded, A(0));
-    return {buffer, 1};
+    if (static_cast<int64_t>(buffer_.size()) < padded) {
+      buffer_.resize_for_overwrite(padded);
+    }
+    copy(offset, count, buffer_.data());
+    std::fill(buffer_.data() + count, buffer_.data() + padded, A(0));
+    return {buffer_.data(), 1};
   }
 
  private:
@@ -86,12 +87,92 @@ class Source {
     });
   }
 
-  const Operand* operand_ = nullptr;
-  int inner_ = kStep;
-  int64_t inner_stride_ = 0;
-  int64_t outer_stride_ = 0;
-  bool is_run_ = false;
+  const Operand* operand_;
+  int inner_;
+  int64_t inner_stride_;
+  int64_t outer_stride_;
+  bool is_run_;
   A copies_[kMostLanes];
+  c10::SmallVector<A, kBuffer> buffer_;
+};
+
+// ---- Tiles ---------------------------------------------------------------------------------------------------------
+
+// The inputs and outputs of a kernel for one tile, along steps or across rows.
+template <class A>
+struct Tile {
+  Piece<A> numbers[kNumbers];
+  Piece<uint8_t> terminated, truncated, live, later_live;
+  Piece<A> later_values; // of the next steps
+  A* out[kOutputs];
+  A limits[3];
+};
+
+// The operands and outputs of a call, a tile at a time.
+template <class A>
+class Sources {
+ public:
+  const ReturnsCall& call;
+
+  Sources(const ReturnsCall& call, int inner)
+      : call(call),
+        later_mask(call.operands[kMask], inner),
+        later_values(call.operands[kValues], inner),
+        inner_(inner),
+        numbers_{
+            {call.operands[kRewards], inner},
+            {call.operands[kValues], inner},
+            {call.operands[kNextValues], inner},
+            {call.operands[kDiscount], inner},
+            {call.operands[kLambda], inner},
+            {call.operands[kRatios], inner}},
+        flags_{{call.operands[kTerminated], inner}, {call.operands[kTruncated], inner}, {call.operands[kMask], inner}} {
+    for (int k = 0; k < 3; ++k) {
+      tile.limits[k] = static_cast<A>(call.limits[k]);
+    }
+  }
+
+  // Reads `count` elements from `begin` on, except those of the next steps. Pads them to `padded` elements with masked
+  // ones.
+  void read(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
+    for (int k = 0; k < kNumbers; ++k) {
+      tile.numbers[k] = numbers_[k].piece(outer, begin, count, padded);
+    }
+    tile.terminated = flags_[0].piece(outer, begin, count, padded);
+    tile.truncated = flags_[1].piece(outer, begin, count, padded);
+    tile.live = flags_[2].piece(outer, begin, count, padded);
+    for (int k = 0; k < kOutputs; ++k) {
+      const ReturnsOutput& output = call.outputs[k];
+      const bool in_place = output.data != nullptr && output.strides[inner_] == 1 && count == padded;
+      tile.out[k] = in_place ? static_cast<A*>(output.data) + outer * output.strides[1 - inner_] + begin : results_[k];
+    }
+  }
+
+  // Copies results that were not written in place.
+  void write(int64_t outer, int64_t begin, int64_t count) const {
+    for (int k = 0; k < kOutputs; ++k) {
+      const ReturnsOutput& output = call.outputs[k];
+      if (output.data != nullptr && tile.out[k] == results_[k]) {
+        const int64_t stride = output.strides[inner_];
+        A* to = static_cast<A*>(output.data) + outer * output.strides[1 - inner_] + begin * stride;
+        for (int64_t i = 0; i < count; ++i) {
+          to[i * stride] = results_[k][i];
+        }
+      }
+    }
+  }
+
+  Tile<A> tile;
+  Source<uint8_t> later_mask; // the mask and the values again, to read those of the next steps
+  Source<A> later_values;
+  alignas(64) uint8_t later_flags[kBuffer];
+  int64_t later_count = -1; // steps of the tile that later_flags were made for
+
+ private:
+  int inner_;
+  Source<A> numbers_[kNumbers];
+  Source<uint8_t> flags_[3];
+  A results_[kOutputs][kBuffer];
 };
 
 // Joins rows begin to end - 1 into `one`, a call with one row. Returns false if the rows are not contiguous.
@@ -112,9 +193,10 @@ inline bool joined(const ReturnsCall& call, int64_t begin, int64_t end, ReturnsC
     move(one.operands[k], k < kNumbers ? element_size(one.operands[k].element) : 1);
   }
   for (ReturnsOutput& output : one.outputs) {
-    move(output, call.is_double ? 8 : 4);
+    move(output, element_size(call.element));
   }
   return is_dense;
 }
 
+} // namespace GRADSCALE_VARIANT
 } // namespace gradscale

@@ -129,12 +129,12 @@ struct ReversedSteps {
 };
 
 // Writes the results of a block of n_step_block_size() steps of a row. `scratch` has room for twice as many numbers.
-template <Formula formula, class A, class Steps>
+template <bool adjoint, class A, class Steps>
 GRADSCALE_HOST_DEVICE void n_step_results(
     const ReturnsCall& call, const Steps& steps, int64_t row, int64_t block, A* scratch) {
   const int64_t count = call.steps, n = n_step_block_size(call);
   const Result<A> first(call.outputs[0], row), to_next_value(call.outputs[2], row);
-  if constexpr (formula == Formula::n_step) {
+  if constexpr (!adjoint) {
     const auto put = [&](int64_t t, A sum, A /*last*/, A rest) { first.put(t, sum + rest); };
     n_step_block<A>(steps, count, block * n, n, scratch, nullptr, put);
   } else {
