@@ -22,6 +22,15 @@
 #include <utility>
 #include <vector>
 
+namespace gradscale {
+
+int32_t vector_bytes() { // declared in cpu/each_instruction_set.h
+  const std::string capability = at::get_cpu_capability();
+  return capability.rfind("AVX512", 0) == 0 ? 64 : (capability == "AVX2" ? 32 : 16);
+}
+
+} // namespace gradscale
+
 namespace {
 
 using gradscale::Plan;

@@ -1,11 +1,46 @@
-// Includes the file GRADSCALE_KERNELS once for each instruction set. GRADSCALE_VARIANT is the name of the namespace,
+// CPU kernels are compiled once for each instruction set. The best one that the machine supports is selected when the
+// library is loaded, so that a build runs on every machine of the same architecture.
+//
+// A kernel is declared in a header, and defined in a .cpp file that includes itself:
+//
+//   using Function = void (*)(...);
+//   extern const Function name_kernel;
+//
+//   #ifndef GRADSCALE_VARIANT
+//   #define GRADSCALE_KERNELS "../folder/kernels.cpp"
+//   #include "each_instruction_set.h"
+//   const Function name_kernel = GRADSCALE_CPU_KERNEL(name);
+//   #else // the code, in the namespace that GRADSCALE_VARIANT names
+//   #endif
+//
+// This header includes GRADSCALE_KERNELS once for each instruction set. GRADSCALE_VARIANT is the name of the namespace,
 // and GRADSCALE_VECTOR_BYTES the size of the vectors: 16 for the baseline, 32 for AVX2, 64 for AVX-512. The baseline
 // comes first, so that the headers that the file includes are compiled for the baseline: the linker may share functions
 // of these headers between object files, and they must run on every CPU.
-#include "cpu_kernel.h"
+#include "../formulas/port.h"
 
 #if GRADSCALE_X86_VARIANTS
 #include <immintrin.h>
+#endif
+
+namespace gradscale {
+
+// The bytes of the widest vectors that this machine supports and ATEN_CPU_CAPABILITY allows: 16, 32 or 64. Defined in
+// module.cpp, because ATen's header of this name must not be compiled for newer instruction sets.
+int32_t vector_bytes();
+
+template <class Function>
+Function best_variant(Function baseline, Function avx2, Function avx512) {
+  const int32_t bytes = vector_bytes();
+  return bytes == 64 ? avx512 : (bytes == 32 ? avx2 : baseline);
+}
+
+} // namespace gradscale
+
+#if GRADSCALE_X86_VARIANTS
+#define GRADSCALE_CPU_KERNEL(name) best_variant(baseline::name, avx2::name, avx512::name)
+#else
+#define GRADSCALE_CPU_KERNEL(name) baseline::name
 #endif
 
 #define GRADSCALE_VARIANT baseline

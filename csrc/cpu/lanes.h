@@ -158,10 +158,10 @@ constexpr int kToNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 #endif
 
 template <class T>
-using LanesOf = Lanes<typename AccumulateType<T>::type>;
+using LanesOf = Lanes<Accumulate<T>>;
 
 // Half types are converted by an instruction, or by the formulas of element.h in a loop that compilers vectorise.
-template <class T, class A = typename AccumulateType<T>::type>
+template <class T, class A = Accumulate<T>>
 GRADSCALE_HOST_DEVICE typename Vectors<A>::V load_part(const T* from) {
   if constexpr (std::is_same_v<T, A>) {
     return load_vector(from);
@@ -188,7 +188,7 @@ GRADSCALE_HOST_DEVICE typename Vectors<A>::V load_part(const T* from) {
   }
 }
 
-template <class T, class A = typename AccumulateType<T>::type>
+template <class T, class A = Accumulate<T>>
 GRADSCALE_HOST_DEVICE void store_part(T* to, typename Vectors<A>::V x) {
   if constexpr (std::is_same_v<T, A>) {
     store_vector(to, x);

@@ -60,7 +60,7 @@ void scale_range(const Range& from, void* to, const Scaling& by) {
   }
   dispatch_element(from.element, [&](auto type) {
     using T = decltype(type);
-    using A = typename AccumulateType<T>::type;
+    using A = Accumulate<T>;
     const T* source = static_cast<const T*>(from.data);
     T* out = static_cast<T*>(to);
     const int64_t size = from.size;
@@ -96,7 +96,7 @@ void dense_loop(char* to, const char* from, int64_t size, Scale scale) {
 void scale_loop(Element element, char* const* data, const int64_t* strides, int64_t size) {
   dispatch_element(element, [&](auto type) {
     using T = decltype(type);
-    using A = typename AccumulateType<T>::type;
+    using A = Accumulate<T>;
     const bool dense = strides[0] == sizeof(T) && strides[1] == sizeof(T);
     const A* scales = reinterpret_cast<const A*>(data[2]);
     if (dense && strides[2] == 0) {

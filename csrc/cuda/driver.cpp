@@ -2,6 +2,7 @@
 
 #include <ATen/DynamicLibrary.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <array>
 #include <atomic>
@@ -16,35 +17,24 @@ namespace {
 
 namespace py = pybind11;
 
-// The functions of the CUDA driver that are called, each with the types of its parameters.
-#define GRADSCALE_DRIVER_FUNCTIONS(function)                                                                         \
-  function(cuGetErrorString, int, const char**) function(cuCtxGetCurrent, void**) function(cuCtxSetCurrent, void*)   \
-      function(cuDevicePrimaryCtxRetain, void**, int) function(cuDeviceGetAttribute, int*, int, int)                 \
-          function(cuModuleLoadData, void**, const void*) function(cuModuleGetFunction, void**, void*, const char*)  \
-              function(cuStreamIsCapturing, void*, int*) function(cuThreadExchangeStreamCaptureMode, int*) function( \
-                  cuLaunchKernel,                                                                                    \
-                  void*,                                                                                             \
-                  unsigned,                                                                                          \
-                  unsigned,                                                                                          \
-                  unsigned,                                                                                          \
-                  unsigned,                                                                                          \
-                  unsigned,                                                                                          \
-                  unsigned,                                                                                          \
-                  unsigned,                                                                                          \
-                  void*,                                                                                             \
-                  void**,                                                                                            \
-                  void**)
-
 struct Driver {
-  std::unique_ptr<at::DynamicLibrary> library;
-#define GRADSCALE_MEMBER(name, ...) int (*name)(__VA_ARGS__);
-  GRADSCALE_DRIVER_FUNCTIONS(GRADSCALE_MEMBER)
-#undef GRADSCALE_MEMBER
+  at::DynamicLibrary library; // found first, because the functions are in it
+#define GRADSCALE_FUNCTION(name, ...) \
+  int (*name)(__VA_ARGS__) = reinterpret_cast<int (*)(__VA_ARGS__)>(library.sym(#name))
+  GRADSCALE_FUNCTION(cuGetErrorString, int, const char**);
+  GRADSCALE_FUNCTION(cuCtxGetCurrent, void**);
+  GRADSCALE_FUNCTION(cuCtxSetCurrent, void*);
+  GRADSCALE_FUNCTION(cuDevicePrimaryCtxRetain, void**, int);
+  GRADSCALE_FUNCTION(cuDeviceGetAttribute, int*, int, int);
+  GRADSCALE_FUNCTION(cuModuleLoadData, void**, const void*);
+  GRADSCALE_FUNCTION(cuModuleGetFunction, void**, void*, const char*);
+  GRADSCALE_FUNCTION(cuStreamIsCapturing, void*, int*);
+  GRADSCALE_FUNCTION(cuThreadExchangeStreamCaptureMode, int*);
+  using U = unsigned;
+  GRADSCALE_FUNCTION(cuLaunchKernel, void*, U, U, U, U, U, U, U, void*, void**, void**);
+#undef GRADSCALE_FUNCTION
 
-  explicit Driver(const char* name) : library(std::make_unique<at::DynamicLibrary>(name, nullptr, /*leak_handle=*/true)) {
-#define GRADSCALE_FIND(name, ...) this->name = reinterpret_cast<int (*)(__VA_ARGS__)>(library->sym(#name));
-    GRADSCALE_DRIVER_FUNCTIONS(GRADSCALE_FIND)
-#undef GRADSCALE_FIND
+  explicit Driver(const char* name) : library(name, nullptr, /*leak_handle=*/true) {
   }
 
   std::string error(int code) const {
@@ -149,6 +139,10 @@ bool runs_kernels(c10::Device device) {
     return images != nullptr || recorder != nullptr;
   }
   return device.is_cpu() && (driver_for_cpu != nullptr || recorder != nullptr);
+}
+
+std::string instance(const std::string& template_name, const std::vector<std::string>& arguments) {
+  return template_name + "<" + c10::Join(", ", arguments) + ">";
 }
 
 void OnDevice::start(

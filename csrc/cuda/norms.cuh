@@ -163,7 +163,7 @@ GRADSCALE_DEVICE double sum_of_squares(const T* from, int32_t size, const Group&
 // Writes changed(x) for each element, where x is the element in the type of sums.
 template <class T, class Change>
 GRADSCALE_DEVICE void change_range(const T* from, T* to, int32_t size, const Group& group, Change changed) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   each_window(from, size, group, A(0), [&](A* values, int32_t first) {
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
@@ -196,7 +196,7 @@ struct ScaledElement {
 // Adds up (|g| reciprocal^2)^p, for a finite p.
 template <class T>
 GRADSCALE_DEVICE double plain_power_sum(const T* from, int32_t size, double p, double reciprocal, const Group& group) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   double sum = 0;
   each_window(from, size, group, A(0), [&](const A* values, int32_t) {
 #pragma unroll
@@ -217,7 +217,7 @@ GRADSCALE_DEVICE double maximum_or_nan(double value, const Group& group) {
 // The largest magnitude; NaN if an element is NaN.
 template <class T>
 GRADSCALE_DEVICE double range_maximum(const T* from, int32_t size, const Group& group) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   double largest = 0;
   each_window(from, size, group, A(0), [&](const A* values, int32_t) {
 #pragma unroll

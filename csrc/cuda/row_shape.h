@@ -1,7 +1,7 @@
 // How many GPU threads share a row, for kernels and for the host code that launches them.
 #pragma once
 
-#include "../formulas/port.h"
+#include "../formulas/element.h"
 
 namespace gradscale {
 
@@ -16,15 +16,10 @@ constexpr int32_t tile_pitch(int32_t width, int32_t element_bytes) {
   return bytes % 32 == 0 ? bytes + 16 : bytes;
 }
 
-// The largest number of aligned windows of 16 bytes that a row can overlap.
-GRADSCALE_HOST_DEVICE int64_t max_windows(int64_t width, int64_t element_bytes) {
-  return width * element_bytes / 16 + 2;
-}
-
 // The number of threads per row of `width` elements: one per window, up to a warp, or a whole block if each lane of a
 // warp would have more than 8 windows.
 GRADSCALE_HOST_DEVICE int32_t threads_for_row(int64_t width, int64_t element_bytes, int32_t block = kThreads) {
-  const int64_t windows = max_windows(width, element_bytes);
+  const int64_t windows = width * element_bytes / 16 + 2; // the most aligned windows of 16 bytes that it can overlap
   if (width == 1) {
     return 1;
   }
@@ -72,5 +67,19 @@ GRADSCALE_HOST_DEVICE int32_t rounded_rows_per_warp(int32_t rows_per_warp, int32
   const int32_t rows_at_a_time = 32 / lanes_per_row;
   return (rows_per_warp + rows_at_a_time - 1) / rows_at_a_time * rows_at_a_time;
 }
+
+// ---- Rows that lane_rows.cuh computes -------------------------------------------------------------------------------
+
+struct Lanes {
+  int32_t per_row; // 0: a group of threads owns the row (rows.cuh)
+  int32_t unit;    // elements that a lane accesses at once
+};
+
+// The lanes for rows of logits over bins or actions. Gradients and targets have the shape of the logits, or no data.
+Lanes bin_lanes(int64_t width, const Rows& logits, const Rows& gradient);
+Lanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target);
+
+// True if rows begin at multiples of `count` elements, or have no data.
+bool is_aligned(const Rows& rows, int64_t count);
 
 } // namespace gradscale

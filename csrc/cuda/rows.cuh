@@ -117,7 +117,7 @@ GRADSCALE_DEVICE void read_elements(const T* row, int32_t width, int32_t first, 
 // Writes `size` elements of a row from element `first` on, except elements outside the row.
 template <int size, class T, class A>
 GRADSCALE_DEVICE void write_elements(T* row, int32_t width, int32_t first, const A* values) {
-  using Wide = typename AccumulateType<T>::type;
+  using Wide = Accumulate<T>;
   if (size % kVector<T> == 0 && first >= 0 && first + size <= width && aligned(row + first)) {
 #pragma unroll
     for (int k = 0; k < size; ++k) {
@@ -158,7 +158,7 @@ GRADSCALE_DEVICE void each_window(const T* row, int32_t width, const Group& grou
 // A row of logits, and the group of threads that owns it.
 template <class T>
 struct LogitsRow {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   static constexpr int kSize = kVector<T>;
   const T* logits;
   int32_t width; // 0 for threads that have no row

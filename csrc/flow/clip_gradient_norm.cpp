@@ -2,7 +2,6 @@
 // `counts`, if given, is int64 [2]: norms seen, and norms clipped.
 #include "../cpu/range.h"
 #include "../cuda/driver.h"
-#include "../cuda/row_lanes.h"
 #include "../cuda/row_shape.h"
 #include "calls.h"
 #include "identity.h"

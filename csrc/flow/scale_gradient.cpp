@@ -2,7 +2,6 @@
 // broadcasts to x. A scale of 0 gives exact zeros, also where the gradient is inf or NaN.
 #include "../cpu/range.h"
 #include "../cuda/driver.h"
-#include "../cuda/row_lanes.h"
 #include "calls.h"
 #include "identity.h"
 

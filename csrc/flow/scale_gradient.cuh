@@ -18,7 +18,7 @@ GRADSCALE_DEVICE A read_scale(const ScaleCall& call, const void* data) {
 template <class T>
 GRADSCALE_KERNEL(kThreads, 2)
 scale_dense(GRADSCALE_ARGUMENT(ScaleCall) call) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   constexpr int size = kVector<T>;
   const int64_t begin = blockIdx.x * kElementsOfBlock;
   const int32_t count =
@@ -50,7 +50,7 @@ scale_dense(GRADSCALE_ARGUMENT(ScaleCall) call) {
 template <class T>
 GRADSCALE_KERNEL(kThreads, 2)
 scale_broadcast(GRADSCALE_ARGUMENT(ScaleCall) call) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (index >= call.count) {
     return;

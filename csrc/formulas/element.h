@@ -19,62 +19,22 @@ enum class Element : int32_t { float64 = 0, float32 = 1, bfloat16 = 2, float16 =
 
 // The type in which elements of type T are accumulated.
 template <class T>
-struct AccumulateType {
-  using type = float;
-};
-template <>
-struct AccumulateType<double> {
-  using type = double;
-};
+using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 template <class T>
-struct ElementOf;
-template <>
-struct ElementOf<double> {
-  static constexpr Element value = Element::float64;
-};
-template <>
-struct ElementOf<float> {
-  static constexpr Element value = Element::float32;
-};
-template <>
-struct ElementOf<BFloat16Bits> {
-  static constexpr Element value = Element::bfloat16;
-};
-template <>
-struct ElementOf<HalfBits> {
-  static constexpr Element value = Element::float16;
-};
+constexpr Element kElementOf = std::is_same_v<T, double>         ? Element::float64
+                               : std::is_same_v<T, float>        ? Element::float32
+                               : std::is_same_v<T, BFloat16Bits> ? Element::bfloat16
+                                                                 : Element::float16;
 
 // The C++ type of an element, as it is written in the names of kernels.
 inline const char* type_name(Element element) {
-  switch (element) {
-    case Element::float64:
-      return "double";
-    case Element::float32:
-      return "float";
-    case Element::bfloat16:
-      return "BFloat16Bits";
-    case Element::float16:
-      return "HalfBits";
-    case Element::int64:
-      break;
-  }
-  return "int64_t";
+  constexpr const char* kNames[] = {"double", "float", "BFloat16Bits", "HalfBits", "int64_t"};
+  return kNames[static_cast<int32_t>(element)];
 }
 
 GRADSCALE_HOST_DEVICE int64_t element_size(Element element) {
-  switch (element) {
-    case Element::float64:
-    case Element::int64:
-      return 8;
-    case Element::float32:
-      return 4;
-    case Element::bfloat16:
-    case Element::float16:
-      break;
-  }
-  return 2;
+  return element == Element::float64 || element == Element::int64 ? 8 : (element == Element::float32 ? 4 : 2);
 }
 
 // Calls function(T()) with the C++ type T of a floating-point element; does nothing for int64.
@@ -122,15 +82,8 @@ GRADSCALE_HOST_DEVICE float to_accumulate(HalfBits value) {
 }
 
 template <class T, class A>
-GRADSCALE_HOST_DEVICE T from_accumulate(A value);
-
-template <>
-GRADSCALE_HOST_DEVICE float from_accumulate<float, float>(float value) {
-  return value;
-}
-
-template <>
-GRADSCALE_HOST_DEVICE double from_accumulate<double, double>(double value) {
+GRADSCALE_HOST_DEVICE T from_accumulate(A value) {
+  static_assert(std::is_same_v<T, A>);
   return value;
 }
 
@@ -191,14 +144,8 @@ struct Slab {
   // Stores `count` rows from row `first` on.
   template <class A>
   void store(int64_t first, int64_t count, const A* values) const {
-    if (is_double) {
-      for (int64_t i = 0; i < count; ++i) {
-        static_cast<double*>(data)[(first + i) * stride] = static_cast<double>(values[i]);
-      }
-    } else {
-      for (int64_t i = 0; i < count; ++i) {
-        static_cast<float*>(data)[(first + i) * stride] = static_cast<float>(values[i]);
-      }
+    for (int64_t i = 0; i < count; ++i) {
+      store(first + i, static_cast<double>(values[i]));
     }
   }
   GRADSCALE_HOST_DEVICE double load(int64_t row) const {

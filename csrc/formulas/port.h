@@ -91,10 +91,7 @@ struct numeric_limits<double> {
 #define GRADSCALE_DISPATCH GRADSCALE_HOST_DEVICE
 #else
 #define GRADSCALE_HOST_DEVICE inline __attribute__((always_inline))
-#endif
-
-#ifndef GRADSCALE_DISPATCH // on a CPU the code for each type may be large: inlining is the compiler's choice
-#define GRADSCALE_DISPATCH
+#define GRADSCALE_DISPATCH // the code for each type may be large: inlining is the compiler's choice
 #endif
 
 // Variants for newer x86-64 instruction sets are compiled in addition to the baseline, and chosen when the program

@@ -1,6 +1,5 @@
 // Turns tensors into calls of the kernels, and runs them.
 #include "../cuda/driver.h"
-#include "../cuda/row_lanes.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
 #include "returns.h"

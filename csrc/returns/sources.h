@@ -34,7 +34,7 @@ class Source {
     if constexpr (kIsFlag) {
       is_run_ = inner_stride_ == 1;
     } else {
-      is_run_ = inner_stride_ == 1 && operand.element == ElementOf<A>::value;
+      is_run_ = inner_stride_ == 1 && operand.element == kElementOf<A>;
     }
     if (inner_stride_ == 0 && outer_stride_ == 0) {
       fill(element_at<A>(operand, 0, 0));

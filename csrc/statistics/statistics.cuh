@@ -259,7 +259,7 @@ GRADSCALE_DEVICE int32_t zeros_beside(const T* data, int32_t size) {
 template <class T>
 GRADSCALE_DEVICE void add_finite(
     const T* data, int32_t size, double p, double reciprocal, const Group& block, double& powers, double& sum) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   double own_powers = 0;
   double own_sum = 0;
   each_window(data, size, block, A(0), [&](const A* values, int32_t) { // 0 outside of the range adds nothing
@@ -280,7 +280,7 @@ GRADSCALE_DEVICE void add_finite(
 template <class T>
 GRADSCALE_DEVICE ChunkSums
 element_sums(const T* data, int32_t size, double p, const OctaveCounters& octaves, const Group& block) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   using M = Magnitude<A>;
   ChunkSums own{0, 0, 0, 0, 0, 0};
   each_window(data, size, block, A(0), [&](const A* values, int32_t first) {

@@ -118,7 +118,7 @@ GRADSCALE_HOST_DEVICE ByteLanes bins_of(const Vectors<double>::Bits (&magnitudes
 
 template <class T>
 int32_t count_zeros(const T* x, int64_t size) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   typename Vectors<A>::Integers zeros{};
 #pragma GCC unroll 4
   for (int64_t i = 0; i < size; i += Vectors<A>::kCount) {
@@ -133,7 +133,7 @@ int32_t count_zeros(const T* x, int64_t size) {
 
 // Adds `size` elements, a multiple of kElementsPerStep. This is fast if most elements are in the 16 bins that begin at
 // first_bin, or in bin 0, which counts the zeros.
-template <class T, class A = typename AccumulateType<T>::type>
+template <class T, class A = Accumulate<T> >
 void add_lanes(const T* x, int64_t size, int first_bin, const T* next, BlockStatistics<A>& all) {
   using V = typename Vectors<A>::V;
   using Integers = typename Vectors<A>::Integers;
@@ -207,7 +207,7 @@ void add_lanes(const T* x, int64_t size, int first_bin, const T* next, BlockStat
 // Guesses the first bin for BinCounter from the first elements that are not zeros.
 template <class T>
 int probable_first_bin(const T* x, int64_t size) {
-  using M = Magnitude<typename AccumulateType<T>::type>;
+  using M = Magnitude<Accumulate<T> >;
   typename M::Bits largest = 0;
   for (int64_t begin = 0; begin < size && largest == 0; begin += 32) {
     for (int64_t i = begin; i < std::min<int64_t>(size, begin + 32); ++i) {
@@ -219,7 +219,7 @@ int probable_first_bin(const T* x, int64_t size) {
 
 // `first_bin` is the first bin for BinCounter, or -1 to guess it; it is updated for the next block. `next` is memory to
 // prefetch.
-template <class T, class A = typename AccumulateType<T>::type>
+template <class T, class A = Accumulate<T> >
 BlockStatistics<A> block_statistics(const T* x, int64_t size, int& first_bin, const T* next) {
   BlockStatistics<A> result;
   first_bin = first_bin < 0 ? probable_first_bin(x, size) : first_bin;
@@ -306,7 +306,7 @@ void add_block(const A* x, int64_t size, double p, int& first_bin, const A* next
 // Adds the statistics of at most kStatisticsBlock elements.
 template <class T>
 void add_elements(const T* x, int64_t size, double p, int& first_bin, const T* next, ChunkStatistics& all) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   alignas(64) A numbers[kStatisticsBlock];
   if constexpr (std::is_same_v<T, A>) {
     return add_block(x, size, p, first_bin, next, numbers, all);

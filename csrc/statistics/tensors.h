@@ -3,7 +3,6 @@
 
 #include "../cpu/range.h"
 #include "../cuda/driver.h"
-#include "../cuda/table_builder.h"
 #include "../torch/tensor_element.h"
 #include "calls.h"
 

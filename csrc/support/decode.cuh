@@ -153,7 +153,7 @@ GRADSCALE_DEVICE int32_t peak_of(const LogitsRow<T>& row, A maximum) {
 template <class T>
 GRADSCALE_KERNEL(kThreads, 2)
 decode_by_groups(GRADSCALE_ARGUMENT(GroupDecoding) arguments) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   GRADSCALE_SHARED(double, shared, kWarps);
   const Decoding& d = arguments.decoding;
   const Support& support = d.support;

@@ -11,7 +11,7 @@ namespace gradscale {
 
 template <class T, class Target>
 GRADSCALE_DEVICE void encode_row(T* row, int32_t width, const Target& target, const Group& group) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   constexpr int size = kVector<T>;
   const A elsewhere = target.is_nan() ? static_cast<A>(NAN) : A(0);
   const Windows<T> windows(row, width);

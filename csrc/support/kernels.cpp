@@ -61,7 +61,7 @@ void decode_row(const Decoding& d, int64_t row, Extremes<A> extremes, const A* c
 void decode_rows(const Decoding& decoding, int64_t begin, int64_t end, double* scratch) {
   dispatch_element(decoding.logits.element, [&](auto type) {
     using T = decltype(type);
-    using A = typename AccumulateType<T>::type;
+    using A = Accumulate<T>;
     if (begin == end) {
       return;
     }
@@ -179,7 +179,7 @@ void project_rows(const Projection& p, const double* centers, int64_t begin, int
     }
     dispatch_element(p.out.element, [&](auto type) {
       using T = decltype(type);
-      using A = typename AccumulateType<T>::type;
+      using A = Accumulate<T>;
       T* out = static_cast<T*>(p.out.data) + row * width;
       const double nan = is_finite ? 0 : std::numeric_limits<double>::quiet_NaN();
       out[0] = from_accumulate<T>(static_cast<A>(atoms.to_lower[0] + nan));

@@ -2,9 +2,7 @@
 
 #include "../cpu/scratch.h"
 #include "../cuda/driver.h"
-#include "../cuda/row_lanes.h"
 #include "../cuda/row_shape.h"
-#include "../cuda/table_builder.h"
 #include "../torch/autograd.h"
 #include "../torch/gradient_pool.h"
 #include "../torch/tensor_element.h"
@@ -199,7 +197,7 @@ namespace {
 
 template <class T, class Target>
 void encode_row(T* row, int64_t width, const Target& target) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   const A elsewhere = target.is_nan() ? std::numeric_limits<A>::quiet_NaN() : A(0);
   std::fill(row, row + width, from_accumulate<T, A>(elsewhere));
   target.for_each([&](int32_t bin, double mass) { row[bin] = from_accumulate<T, A>(static_cast<A>(mass)); });

@@ -70,7 +70,7 @@ template <class T, class G, class A, class Target>
 // written. A class index out of range gives a row of NaN.
 template <class A>
 const A* read_target(const Segment& s, int64_t row, A* target) {
-  if (s.target.element == ElementOf<A>::value && s.head->label_smoothing == 0) {
+  if (s.target.element == kElementOf<A> && s.head->label_smoothing == 0) {
     return row_of<A>(s.target, row);
   }
   if (s.target.element == Element::int64) {

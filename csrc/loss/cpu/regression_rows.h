@@ -52,7 +52,7 @@ void vector_row(RowHead head, const Segment& s, int64_t row, double coefficient,
 // Rows of one element, vectorised over rows.
 template <class T, class G, class RowHead>
 void scalar_rows(RowHead head, const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   constexpr int64_t tile = 64;
   A x[tile], target[tile] = {}, loss[tile], gradient[tile];
   head.width = 1; // which the compiler then knows

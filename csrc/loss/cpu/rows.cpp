@@ -35,7 +35,7 @@ namespace {
 
 template <class T, class G>
 void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* memory) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   A* scratch = reinterpret_cast<A*>(memory);
   const bool is_short = s.width <= kShortRow && end - begin >= 6; // and numerous enough to fill the lanes
   const auto groups = [&](auto run) { each_group(s, coefficients, begin, end, run); };
@@ -78,8 +78,8 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
 void run_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* scratch) {
   dispatch_element(s.prediction.element, [&](auto type) {
     using T = decltype(type);
-    using A = typename AccumulateType<T>::type;
-    if (s.gradient.data == nullptr || s.gradient.element == ElementOf<T>::value) {
+    using A = Accumulate<T>;
+    if (s.gradient.data == nullptr || s.gradient.element == kElementOf<T>) {
       run_rows_of<T, T>(s, coefficients, begin, end, scratch);
     } else {
       run_rows_of<T, A>(s, coefficients, begin, end, scratch);

@@ -79,7 +79,7 @@ template <class A>
 void read_tile(const Rows& rows, const Group& group, int64_t width, Tile<A>& tile) {
   dispatch_element(rows.element, [&](auto type) {
     using T = decltype(type);
-    if constexpr (std::is_same_v<A, typename AccumulateType<T>::type>) {
+    if constexpr (std::is_same_v<A, Accumulate<T>>) {
       const T* begin = row_of<T>(rows, group.first);
       const int64_t stride = rows.stride, last = group.count - 1;
       each_square(width, [=, &tile](int64_t first, auto lanes) {
@@ -108,7 +108,7 @@ template <class A>
 void write_tile(const Rows& rows, const Group& group, int64_t width, const Tile<A>& tile) {
   dispatch_element(rows.element, [&](auto type) {
     using G = decltype(type);
-    if constexpr (std::is_same_v<A, typename AccumulateType<G>::type>) {
+    if constexpr (std::is_same_v<A, Accumulate<G>>) {
       G* const begin = static_cast<G*>(rows.data) + group.first * rows.stride;
       const int64_t stride = rows.stride, count = group.count;
       each_square(width, [=, &tile](int64_t first, auto lanes) {

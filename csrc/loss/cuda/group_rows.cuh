@@ -44,7 +44,7 @@ struct RowTask : RowOfThread {
       values[k] = factor.counts ? values[k] : A(0);
       square += first + k >= 0 && first + k < width ? values[k] * values[k] : A(0);
     }
-    if (block.segment.gradient.element == ElementOf<T>::value) {
+    if (block.segment.gradient.element == kElementOf<T>) {
       T* to = static_cast<T*>(block.segment.gradient.data) + row * block.segment.gradient.stride;
       write_elements<size>(to, width, first, values);
     } else {
@@ -105,7 +105,7 @@ struct ActionsOfRow { // a distribution, or a class as a one-hot distribution; a
 // support, and times differences for policies.
 template <class T, int options, class Target>
 GRADSCALE_DEVICE void logits_row(const RowTask& task, const Target& target) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   using Entropy = CrossEntropy<A, options>;
   constexpr int size = kVector<T>;
   const Head& head = task.block.head;
@@ -193,7 +193,7 @@ GRADSCALE_DEVICE void each_window_pair(const RowTask& task, Function function) {
 // If the gradient depends on the sums (kGradientWaits), the row is read again, from the cache.
 template <class T, class RowHead>
 GRADSCALE_DEVICE void vector_row(RowHead head, const RowTask& task) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   constexpr int size = kVector<T>;
   const Group& group = task.group;
   const bool wants_gradient = task.block.segment.gradient.data != nullptr;
@@ -247,7 +247,7 @@ GRADSCALE_DEVICE void vector_row(RowHead head, const RowTask& task) {
 // A row of one number, which one thread owns.
 template <class T, class RowHead>
 GRADSCALE_DEVICE void scalar_row(RowHead head, const RowTask& task) {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   const A x = static_cast<A>(to_accumulate(*task.template prediction<T>()));
   const Rows& target = task.block.segment.target;
   const A t = target.data == nullptr ? A(0) : static_cast<A>(target.load(task.row));

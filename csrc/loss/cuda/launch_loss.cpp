@@ -1,8 +1,6 @@
 // The kernels of the loss for the rows of a call, and their launches.
 #include "../../cuda/driver.h"
-#include "../../cuda/row_lanes.h"
 #include "../../cuda/row_shape.h"
-#include "../../cuda/table_builder.h"
 #include "../../formulas/losses.h"
 #include "../../support/calls.h"
 #include "../call.h"

@@ -25,7 +25,7 @@ struct GroupRows {
 
   GRADSCALE_DEVICE static void run(const BlockOfRows& block) {
     GRADSCALE_SHARED(double, shared, kWarps);
-    using A = typename AccumulateType<T>::type;
+    using A = Accumulate<T>;
     const RowTask task(block, shared);
     kind_rows<kind, A>(
         block.head,

@@ -27,7 +27,7 @@ struct PartOfDivergence {
 // A group of classes: pointers to its logits, and the team that computes it.
 template <class T, class U>
 struct ClassGroup {
-  using A = typename AccumulateType<T>::type;
+  using A = Accumulate<T>;
   const T* x;
   const U* t;
   int32_t classes; // 0 for threads that have no group

@@ -1,5 +1,3 @@
-#include "row_lanes.h"
-
 #include "row_shape.h"
 
 #include <algorithm>
@@ -69,14 +67,6 @@ Lanes bin_lanes(int64_t width, const Rows& logits, const Rows& gradient) {
 
 Lanes action_lanes(int64_t width, const Rows& logits, const Rows& gradient, const Rows& target) {
   return lanes_of(kLanesOfActions, width, logits, gradient, target);
-}
-
-std::string instance(const std::string& template_name, const std::vector<std::string>& arguments) {
-  std::string name = template_name;
-  for (const std::string& argument : arguments) {
-    name += (&argument == arguments.data() ? "<" : ", ") + argument;
-  }
-  return name + ">";
 }
 
 } // namespace gradscale
