@@ -56,7 +56,7 @@ class Source {
       return {static_cast<const A*>(operand_->data) + offset, 1};
     }
     if (static_cast<int64_t>(buffer_.size()) < padded) {
-      buffer_.resize_for_overwrite(padded);
+      grow(padded);
     }
     copy(offset, count, buffer_.data());
     std::fill(buffer_.data() + count, buffer_.data() + padded, A(0));
@@ -68,6 +68,11 @@ class Source {
 
   void fill(A value) {
     std::fill(copies_, copies_ + kMostLanes, value);
+  }
+
+  // Not inlined, so that piece() is.
+  __attribute__((noinline)) void grow(int64_t size) {
+    buffer_.resize_for_overwrite(size);
   }
 
   void copy(int64_t offset, int64_t count, A* buffer) const {
