@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import types
 from decimal import Decimal
 
@@ -275,6 +276,20 @@ def test_numbers_that_change_do_not_compile_again(impl, fresh_compiler):
             torch.autograd.grad(found, learned), torch.autograd.grad(loss(weight, learned), learned)
         )
     assert fresh_compiler.frame_count <= 2
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_weights_that_pytorch_negates_lazily(backend):
+    predictions = {"a": [torch.ones(3), torch.ones(3)]}
+
+    def loss(head_weight, step_weights):
+        heads, weights = {"a": gs.PerStepLoss()}, {"a": head_weight}
+        return gs.multi_step_loss(heads, predictions, {}, head_weights=weights, step_weights=step_weights).loss
+
+    compiled_loss = torch.compile(loss, fullgraph=True, backend=backend)
+    negated = [torch._neg_view(torch.tensor(2.0)), torch._neg_view(torch.tensor([1.0, 3.0]))]
+    for head_weight, step_weights in itertools.product([negated[0], -negated[0]], [negated[1], -negated[1]]):
+        assert compiled_loss(head_weight, step_weights) == loss(head_weight, step_weights)
 
 
 def test_exported():

@@ -313,6 +313,14 @@ def test_wrong_scalars_and_logits():
         gs.Support.muzero().decode(torch.zeros(2, 600))
 
 
+def test_the_largest_number_of_bins():
+    support = gs.Support(-1, 1, 2**31 - 1, "identity")
+    assert support.two_hot(torch.zeros(0)).shape == (0, 2**31 - 1)
+    heads = {"a": gs.MeanSquaredError(first_step=2**31 - 1)}
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(gs.multi_step_loss(heads, {"a": x}, {"a": x + 2}).loss, torch.tensor(12.0))
+
+
 @pytest.mark.parametrize("limits", [(0, 20), (-20, 0), (-4, 6), (-19.5, 20), (3, 4)])
 @pytest.mark.parametrize("num_bins", [2, 9, 40, 41])
 def test_decoding_keeps_small_centres_next_to_large_ones(limits, num_bins):

@@ -18,7 +18,7 @@ namespace {
 namespace py = pybind11;
 
 struct Driver {
-  at::DynamicLibrary library; // found first, because the functions are in it
+  at::DynamicLibrary library; // declared first: the functions are looked up in it
 #define GRADSCALE_FUNCTION(name, ...) \
   int (*name)(__VA_ARGS__) = reinterpret_cast<int (*)(__VA_ARGS__)>(library.sym(#name))
   GRADSCALE_FUNCTION(cuGetErrorString, int, const char**);

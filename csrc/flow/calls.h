@@ -35,7 +35,7 @@ struct RescaleCall {
   const double* limits;  // by group; null: `limit` for all
   int64_t limits_stride; // 0: one for all
   int64_t* counts;       // the numbers of norms and of norms beyond the limit are added; or null
-  PowerSum* sums;        // on a device: of the chunks of long groups, set by launch_rescale()
+  PowerSum* sums;        // on a device: of the chunks of long groups, set in clip_gradient_norm.cpp
 };
 
 GRADSCALE_HOST_DEVICE double limit_of(const RescaleCall& call, int64_t group) {

@@ -64,7 +64,7 @@ GRADSCALE_DEVICE void scale(Window<T> (&windows)[count], const Scaling& by) {
 template <class T, int threads>
 GRADSCALE_KERNEL(kThreads, 2)
 rescale_kept(GRADSCALE_ARGUMENT(RescaleCall) call) {
-  // RowOfThread, for a block of any size, would take 9 of 320 instructions more.
+  // Not RowOfThread: it serves blocks of any size, which costs 9 instructions more than these 320.
   const Group group{threads, static_cast<int>(threadIdx.x) % threads, nullptr};
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (kThreads / threads) + threadIdx.x / threads;
   const bool active = index < call.groups;

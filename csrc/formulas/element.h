@@ -21,6 +21,7 @@ enum class Element : int32_t { float64 = 0, float32 = 1, bfloat16 = 2, float16 =
 template <class T>
 using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
+// The element of a floating-point type.
 template <class T>
 constexpr Element kElementOf = std::is_same_v<T, double>         ? Element::float64
                                : std::is_same_v<T, float>        ? Element::float32
@@ -160,7 +161,7 @@ struct Rows {
   Element element = Element::float32;
 
   // An element as double; 0 if it is an int64.
-  GRADSCALE_DISPATCH double load(int64_t row, int64_t column = 0) const {
+  GRADSCALE_HOST_DEVICE double load(int64_t row, int64_t column = 0) const {
     const int64_t index = row * stride + column;
     if (element == Element::float32) { // the usual type
       return static_cast<const float*>(data)[index];

@@ -124,7 +124,8 @@ GRADSCALE_HOST_DEVICE T finite_magnitude(T x) {
 // its series. Relative error 1e-7 in float, 4e-16 in double.
 template <class T>
 GRADSCALE_HOST_DEVICE T log1p_unit(T e) {
-  return twice_atanh < sizeof(T) == 8 ? 17 : 8 > (e / (T(2) + e));
+  constexpr int terms = sizeof(T) == 8 ? 17 : 8;
+  return twice_atanh<terms>(e / (T(2) + e));
 }
 
 } // namespace gradscale

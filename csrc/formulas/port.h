@@ -107,7 +107,7 @@ namespace gradscale {
 // The number of lanes: CPU kernels compute this many numbers at a time, in one vector or several. 64 bytes of float.
 constexpr int64_t kLanes = 16;
 
-// The number of threads per block in most kernels, and of warps.
+// Threads per block in most kernels, threads per warp, and warps per block.
 constexpr int kThreads = 256;
 constexpr int kWarpSize = 32;
 constexpr int kWarps = kThreads / kWarpSize;

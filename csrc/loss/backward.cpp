@@ -81,7 +81,7 @@ Tensors multiplied(Tensors gradients, const Call& call, const at::Tensor& grad_o
 }
 
 // Runs the kernel of the forward pass again for this grad_output: in the memory of the gradients for a grad_output of
-// 1, unless something else refers to it. A device tests itself if grad_output is 1.
+// 1, unless something else refers to it. On a device, the kernel tests whether grad_output is 1.
 Tensors run_again(const Saved& saved, Tensors gradients, const at::Tensor& grad_output) {
   saved.check_unchanged();
   Call call = saved.call;

@@ -48,7 +48,7 @@ class Checks {
            each(call_.importance_weights, [&](const at::Tensor& weights) { return importance_weights(weights); }) &&
            each(call_.mask, [&](const at::Tensor& mask) { return !mask.defined() || is_batch_by_steps(mask); }) &&
            each(call_.head_weights, [&](const HeadWeight& weight) { return head_weight(weight); }) &&
-           (call_.head_weights.values.size() != 1 || heads_.size() == 1) && // each weight has its own share
+           (call_.head_weights.values.size() != 1 || heads_.size() == 1) && // each head has its own share
            counts(call_.num_entries) && on_one_device();
   }
 
@@ -306,7 +306,7 @@ at::Tensor Call::make_entries(size_t head) const {
 }
 
 void Call::make_gradients() {
-  begin_pooled_call();
+  begin_pooled_call(sum_options.device());
   gradients.resize(wants.size());
   each_prediction([&](const Entries&, const at::Tensor& tensor, size_t index) {
     if (wants[index]) {

@@ -256,9 +256,9 @@ struct Call : Options {
   std::deque<Entries> copies_; // contiguous copies of entries, which the kernels read
 };
 
-// Computes the loss and, if wanted, the gradients in the same pass; allocates gradients if the call has none. With a
-// grad_output, the gradients are multiplied by it, and a device computes nothing else, without synchronizing. Gradients
-// that the call then has are for a grad_output of 1: a device leaves them as they are if it is 1.
+// Without a grad_output: computes the outputs and the wanted gradients, for a grad_output of 1. With one: computes the
+// gradients times grad_output; a device computes nothing else, and does not synchronize. If the call already has
+// gradients, a device keeps them where grad_output is 1, and overwrites them otherwise.
 void run(Call& call);
 
 template <class Visit>

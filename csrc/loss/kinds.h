@@ -6,19 +6,17 @@
 
 namespace gradscale {
 
+template <class RowHead>
+struct RowOf {
+  using Head = RowHead;
+};
+
 // Calls one of these functions: categorical(encode), where encode(scalar) returns the target over the bins; policy();
-// vector(head), for rows of any number of elements; scalar(head), for rows of one element; or own(head), for a head
-// with a row function of its own. A is the type of sums.
+// vector(RowOf<head>()), for rows of any number of elements; scalar(RowOf<head>()), for rows of one element; or
+// own(RowOf<head>()), for a head with a row function of its own. A is the type of sums.
 template <Kind kind, class A, class Categorical, class Policy, class Vector, class Scalar, class Own>
 GRADSCALE_HOST_DEVICE void kind_rows(
-    const Head& head,
-    const Segment& segment,
-    Categorical categorical,
-    Policy policy,
-    Vector vector,
-    Scalar scalar,
-    Own own) {
-  [[maybe_unused]] const MeanOverElements<A> row{static_cast<double>(segment.width), &head};
+    const Head& head, Categorical categorical, Policy policy, Vector vector, Scalar scalar, Own own) {
   if constexpr (kind == Kind::two_hot) {
     categorical([&](double target) { return two_hot(target, head.support); });
   } else if constexpr (kind == Kind::hl_gauss) {
@@ -26,31 +24,30 @@ GRADSCALE_HOST_DEVICE void kind_rows(
   } else if constexpr (kind == Kind::soft_cross_entropy) {
     policy();
   } else if constexpr (kind == Kind::mean_squared_error) {
-    vector(MeanSquaredError<A>{row});
+    vector(RowOf<MeanSquaredError<A>>());
   } else if constexpr (kind == Kind::huber) {
-    vector(Huber<A>{row});
+    vector(RowOf<Huber<A>>());
   } else if constexpr (kind == Kind::negative_cosine) {
-    vector(NegativeCosine<A>{row});
+    vector(RowOf<NegativeCosine<A>>());
   } else if constexpr (kind == Kind::binary_cross_entropy) {
-    scalar(BinaryCrossEntropy<A>{row});
+    scalar(RowOf<BinaryCrossEntropy<A>>());
   } else if constexpr (kind == Kind::quantile_huber) {
-    own(QuantileHuber<A>(head, segment));
+    own(RowOf<QuantileHuber<A>>());
   } else if constexpr (kind == Kind::categorical_kl) {
-    own(CategoricalKL<A>(head, segment));
+    own(RowOf<CategoricalKL<A>>());
   } else {
     static_assert(kind == Kind::per_step_loss, "add the new kind of head to kind_rows");
-    scalar(PerStepLoss<A>{row});
+    scalar(RowOf<PerStepLoss<A>>());
   }
 }
 
-// The same for a kind that is known only at run time, on the CPU.
+// The same for a kind that is known only at run time.
 template <class A, class Categorical, class Policy, class Vector, class Scalar, class Own>
-void dispatch_kind(
-    const Segment& segment, Categorical categorical, Policy policy, Vector vector, Scalar scalar, Own own) {
-  switch (segment.head->kind) {
+void dispatch_kind(const Head& head, Categorical categorical, Policy policy, Vector vector, Scalar scalar, Own own) {
+  switch (head.kind) {
 #define GRADSCALE_CASE(name, ...) \
   case Kind::name:                \
-    return kind_rows<Kind::name, A>(*segment.head, segment, categorical, policy, vector, scalar, own);
+    return kind_rows<Kind::name, A>(head, categorical, policy, vector, scalar, own);
     GRADSCALE_KINDS(GRADSCALE_CASE)
 #undef GRADSCALE_CASE
   }

@@ -53,8 +53,8 @@ inline void read_argument(const char* name, const c10::IValue& given, HeadWeight
 }
 template <class T>
 void read_argument(const char* name, const c10::IValue& given, ByHead<T>& by_head) {
-  for (const c10::IValue& value : given.toListRef()) {
-    read_argument(name, value, by_head.values.emplace_back());
+  for (const c10::IValue& value : given.toListRef()) { // whose tensors the dispatcher does not resolve
+    read_argument(name, value.isTensor() ? value.toTensor().resolve_neg() : value, by_head.values.emplace_back());
   }
 }
 template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
@@ -267,7 +267,7 @@ class OperatorBackward : public BackwardNode {
     return *saved_;
   }
 
-  std::vector<Gradient> gradients_; // of the predictions that require grad
+  std::vector<Gradient> gradients_; // of the predictions in `wants`
   std::optional<Saved> saved_;
 };
 
@@ -288,10 +288,10 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call = call_from(given);
   TORCH_CHECK_VALUE(
       call.settle(heads),
-      "gradscale_ext::multi_step_loss: the tensors do not match each other or the heads; call "
-      "gradscale_ext.multi_step_loss, which raises the exact error");
+      "gradscale_ext::multi_step_loss: the tensors do not match each other, the heads or the options; "
+      "gradscale_ext.multi_step_loss checks its arguments, and says which");
   Layout layout = layout_of(call);
-  begin_pooled_call();
+  begin_pooled_call(call.sum_options.device());
   for (JoinedGradients& joined : layout.joined) {
     joined.data = empty_gradient({joined.size.expect_int()}, call.sum_options.dtype(joined.data_type()));
   }

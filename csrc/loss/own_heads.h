@@ -7,7 +7,7 @@
 namespace gradscale {
 
 // KL(p || q) of groups of classes, each distribution mixed with the uniform one: (1 - unimix) softmax + unimix /
-// classes (DreamerV3, Hafner et al. 2023), for CPU and GPU. The prediction is the logits of q, or of p if `predicts_p`.
+// classes (DreamerV3, Hafner et al. 2023). The prediction is the logits of q, or of p if `predicts_p`.
 // With L = log(p / q) and s = softmax(prediction), the gradient by the predicted logits is
 //
 //   of p   (1 - unimix) (h_c - s_c sum(h)),  h = s L
@@ -85,7 +85,7 @@ struct CategoricalKL {
 };
 
 // The loss of quantiles x_i at the fractions tau_i = (2 i + 1) / (2 N) against samples t_j of a target (Dabney et al.
-// 2018), for CPU and GPU. With u = t_j - x_i and s = clamp(u / kappa, -1, 1) a pair adds
+// 2018). With u = t_j - x_i and s = clamp(u / kappa, -1, 1) a pair adds
 //
 //   |tau_i - 1[u < 0]| huber(u) / kappa = |tau_i - 1[u < 0]| |s| (|u| - min(|u|, kappa) / 2),
 //

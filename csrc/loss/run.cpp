@@ -77,7 +77,7 @@ void run_rows(const Pass& pass) {
 // A sample of a head.
 struct SampleOfHead {
   double weighted;  // its share of the reduced loss, without importance weight and head weight
-  bool has_entries; // unmasked ones
+  bool has_entries; // true if an entry is unmasked
 };
 
 // Adds a head's losses, weighted and summed over its steps, to the loss of each sample, and stores its samples in
@@ -153,7 +153,7 @@ void add_metrics(const Pass& pass, const Segment* segments, int64_t steps, HeadS
 template <class T>
 void reduce(const Pass& pass) {
   std::vector<double> samples(pass.batch, 0.0);                   // L_b
-  std::vector<SampleOfHead> by_head(pass.num_heads * pass.batch); // and by sample
+  std::vector<SampleOfHead> by_head(pass.num_heads * pass.batch); // [heads, batch]
   std::vector<HeadSums> sums(pass.num_heads);
   const Segment* segments = pass.segments;
   for (int64_t h = 0; h < pass.num_heads; ++h) {

@@ -195,7 +195,7 @@ struct Pass {
   Slab skipped;         // with skips_nonfinite: a copy of per_sample for the backward pass
   bool is_backward;     // computes only the gradients, for grad_output
   Slab grad_output;     // as in Coefficients
-  bool has_gradients;   // the gradients for grad_output 1 exist; a scalar grad_output of 1 leaves them as they are
+  bool has_gradients;   // in a backward pass: those for grad_output 1 exist, and are kept if grad_output is a scalar 1
 
   GRADSCALE_HOST_DEVICE int64_t steps_of(const Head& head) const {
     return steps - head.first_step;

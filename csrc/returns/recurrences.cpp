@@ -257,7 +257,8 @@ void along_row(Sources<A>& sources, int64_t row, int64_t period) {
   }
 }
 
-// Calls function(A(), F()) with the type and the formula of a recurrence, which n-step returns are not.
+// Calls function(A(), F()) with the type and the formula of a recurrence. Does nothing for n-step returns, which are
+// not a recurrence.
 template <class Function>
 void dispatch_call(const ReturnsCall& call, Function function) {
   const auto with = [&](auto formula) {

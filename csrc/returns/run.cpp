@@ -264,7 +264,7 @@ std::vector<at::Tensor> compute_returns(const LinearCall& linear) {
   read(kMask, linear.mask, 1);
   std::copy(linear.limits.begin(), linear.limits.end(), call.limits);
   if (is_pooled(options, call.rows * call.steps)) {
-    begin_pooled_call();
+    begin_pooled_call(options.device());
   }
   const auto add = [&](int index) {
     const at::Tensor output = make_result(call.rows, call.steps, batch_first, options);
@@ -355,12 +355,12 @@ std::vector<at::Tensor> muzero_targets(const MuZeroWindows& windows) {
     call.to_play_strides[kStep] = to_play.stride(step);
   }
   const at::TensorOptions options = windows.rewards.options();
-  const auto make = [&](int64_t steps, at::ScalarType dtype) {
-    return make_result(call.rows, steps, batch_first, options.dtype(dtype));
+  const auto make = [&](int64_t steps, at::ScalarType type) {
+    return make_result(call.rows, steps, batch_first, options.dtype(type));
   };
   const int64_t steps = call.unroll_steps;
   if (is_pooled(options.dtype(dtype), call.rows * (steps + 1))) {
-    begin_pooled_call();
+    begin_pooled_call(options.device());
   }
   const at::Tensor values = make(steps + 1, dtype);
   const at::Tensor targets = make(steps + (windows.root_reward.defined() ? 1 : 0), dtype);

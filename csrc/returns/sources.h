@@ -1,7 +1,7 @@
 // Operands of a call as the CPU's kernels read them: along one dimension, a piece at a time. Contiguous pieces of the
 // kernel's type are read in place; others are copied to a buffer, which fits in the L1 cache if the piece is a tile.
 //
-// The CPU's kernels include this once for each instruction set, into its namespace.
+// This file has no include guard: a file of CPU kernels includes it once for each instruction set, in its namespace.
 
 namespace gradscale {
 namespace GRADSCALE_VARIANT {
@@ -42,7 +42,8 @@ class Source {
   }
 
   // `count` elements from `begin` on, at index `outer` of the other dimension, padded with zeros to `padded` elements.
-  // Numbers that are all equal are not padded with zeros, but with the same number. The next call overwrites a copy.
+  // Numbers that are all equal are not padded with zeros, but with the same number. A copy is valid until the next
+  // call.
   Piece<A> piece(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
     const bool is_constant = kIsFlag ? operand_->data == nullptr && count == padded : inner_stride_ == 0;
     if (is_constant) {
@@ -70,7 +71,7 @@ class Source {
     std::fill(copies_, copies_ + kMostLanes, value);
   }
 
-  // Not inlined, so that piece() is.
+  // Out of line, so that the compiler inlines piece().
   __attribute__((noinline)) void grow(int64_t size) {
     buffer_.resize_for_overwrite(size);
   }
@@ -137,8 +138,8 @@ class Sources {
     }
   }
 
-  // Reads `count` elements from `begin` on, except those of the next steps. Pads them to `padded` elements with masked
-  // ones.
+  // Reads `count` steps from `begin` on, padded with masked steps to `padded`. later_mask and later_values are read
+  // separately.
   void read(int64_t outer, int64_t begin, int64_t count, int64_t padded) {
     for (int k = 0; k < kNumbers; ++k) {
       tile.numbers[k] = numbers_[k].piece(outer, begin, count, padded);

@@ -325,7 +325,7 @@ chunk_statistics(GRADSCALE_ARGUMENT(StatisticsArguments) arguments) {
   const bool is_maximum = std::isinf(p);
   ChunkSums own{};
   int32_t counted = 0; // zeros beyond the chunk that the block has counted too
-  // Finds the chunk in each call, which saves registers.
+  // Looks the chunk up again in each call: keeping it would take registers.
   const auto each_type = [&](auto function) {
     const ChunkOfTensor chunk = chunk_of_block(arguments.table, blockIdx.x, kChunkOfStatistics);
     dispatch_element(chunk.entry.range.element, [&](auto type) {

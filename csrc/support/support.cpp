@@ -54,7 +54,13 @@ namespace autograd = torch::autograd;
 // The names of transforms in kernels, in the order of Transform.
 constexpr const char* kTransforms[] = {"Transform::identity", "Transform::signed_hyperbolic", "Transform::symlog"};
 
+// Throws if the indices of a kernel would overflow.
+void check_width(const Support& support) {
+  TORCH_CHECK(support.num_bins <= INT32_MAX - 64, "Support: a row has more than 2^31 - 65 elements");
+}
+
 void decode_on_device(const Decoding& decoding, const OnDevice& device) {
+  check_width(decoding.support);
   const Support& support = decoding.support;
   const Element element = decoding.logits.element;
   const std::string type = type_name(element);
@@ -128,7 +134,7 @@ at::Tensor gradient_of(const at::Tensor& logits, const at::Tensor& grad_output, 
   const bool is_one =
       std::all_of(grad_rows.strides().begin(), grad_rows.strides().end(), [](int64_t stride) { return stride == 0; });
   grad_rows = is_one ? grad_rows : grad_rows.contiguous();
-  begin_pooled_call();
+  begin_pooled_call(rows.device());
   const at::Tensor gradient = empty_gradient(rows.sizes(), rows.options());
   Decoding decoding = decoding_of(rows, support);
   decoding.gradient = {gradient.mutable_data_ptr(), support.num_bins, element_of(rows)};
@@ -235,6 +241,7 @@ at::Tensor encode(const Support& support, double sigma_ratio, const at::Tensor& 
       sigma_ratio};
   if (runs_kernels(dense.device())) {
     const int64_t blocks = blocks_for_rows(dense.numel(), threads_for_row(support.num_bins, element_size(element)));
+    check_width(support);
     OnDevice(dense.device()).launch("support/encode.cuh", "encode_rows", blocks, kThreads, encoding);
   } else {
     const int64_t grain = std::max<int64_t>(1, 16384 / row_cost(support.num_bins));
@@ -261,6 +268,7 @@ at::Tensor project(
   const Projection projection{rows_of(p, width), rows_of(r, 1), rows_of(d, 1), rows_of(out, width), r.numel(), support};
   if (runs_kernels(p.device())) {
     const int64_t blocks = blocks_for_rows(r.numel(), /*threads_per_row=*/32);
+    check_width(support);
     OnDevice(p.device()).launch("support/encode.cuh", "project_rows", blocks, kThreads, projection);
   } else {
     std::vector<double> centers(static_cast<size_t>(width));

@@ -22,10 +22,9 @@ inline void set(bool& flag, double number) {
 inline void set(double& value, double number) {
   value = number;
 }
-// A number that is negative or too large becomes -1, which is invalid for every integer member. The bound leaves room
-// for the kernels' indices of a row's elements.
+// A number that is negative or beyond int32 becomes -1, which is invalid for every integer member.
 inline void set(int32_t& integer, double number) {
-  integer = number >= 0 && number <= INT32_MAX - 64 ? static_cast<int32_t>(number) : -1;
+  integer = number >= 0 && number <= INT32_MAX ? static_cast<int32_t>(number) : -1;
 }
 template <class Choice, std::enable_if_t<std::is_enum_v<Choice>, int> = 0>
 void set(Choice& choice, double number) {

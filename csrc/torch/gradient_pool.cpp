@@ -31,7 +31,8 @@ struct Block {
   int64_t call = 0; // `calls_` when the block was last taken or returned
 };
 
-// A tensor's block is a node taken out of the map of free blocks, by size in bytes. Returning it allocates nothing.
+// Free blocks by size in bytes. While a tensor uses a block, its node is out of the map, so that returning it allocates
+// nothing.
 using Blocks = std::multimap<size_t, Block>;
 using Node = Blocks::node_type;
 
@@ -124,14 +125,16 @@ class GradientPool final : public c10::Allocator {
   }
 
   std::mutex mutex_;
-  Blocks free_; // of one size: the last one returned comes first
+  Blocks free_; // among blocks of equal size, the last returned comes first
   int64_t calls_ = 0;
 };
 
 } // namespace
 
-void begin_pooled_call() {
-  GradientPool::get().begin_call();
+void begin_pooled_call(c10::Device device) {
+  if (device.is_cpu()) {
+    GradientPool::get().begin_call();
+  }
 }
 
 // The deleter of the memory that a gradient gets when its own is moved; it marks the gradient as moved.

@@ -15,8 +15,9 @@ namespace gradscale {
 // alternate keep their memory. A free block that 16 calls did not take is freed. A block that a tensor held for more
 // than 16 calls is freed with the tensor, so that the pool does not grow for a user who keeps many gradients.
 
-// Begins a call that may take memory from the pool: frees blocks that recent calls did not take.
-void begin_pooled_call();
+// Begins a call that may take memory from the pool: frees blocks that recent calls did not take. Does nothing for
+// devices, which have allocators of their own.
+void begin_pooled_call(c10::Device device);
 
 // A contiguous tensor. On the CPU its memory is taken from the pool; it owns its storage, which is freed, resized and
 // shared like any other.

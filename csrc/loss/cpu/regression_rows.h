@@ -14,13 +14,14 @@ const A* widened(const T* row, int64_t width, A* scratch) {
   }
 }
 
-template <class T, class G, class RowHead, class A>
-void vector_row(RowHead head, const Segment& s, int64_t row, double coefficient, A* scratch) {
+template <class RowHead, class T, class G, class A>
+void vector_row(const Segment& s, int64_t row, double coefficient, A* scratch) {
   const int64_t width = s.width;
   const A* x = widened(row_of<T>(s.prediction, row), width, scratch);
   A* t = second_row(scratch, width); // the target, then the gradient without its factor
   widen_row(s.target, row, width, t);
   transform_many</*inverse=*/false>(s.head->support, width, t);
+  RowHead head{{static_cast<double>(width), s.head}};
   if constexpr (RowHead::kScales) {
     const auto max_norm = [=](const A* y) { return largest(width, [=](int64_t j) { return std::abs(y[j]); }); };
     head.scale(max_norm(x), max_norm(t));
@@ -50,12 +51,11 @@ void vector_row(RowHead head, const Segment& s, int64_t row, double coefficient,
 }
 
 // Rows of one element, vectorised over rows.
-template <class T, class G, class RowHead>
-void scalar_rows(RowHead head, const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end) {
-  using A = Accumulate<T>;
+template <class RowHead, class T, class G, class A>
+void scalar_rows(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end) {
   constexpr int64_t tile = 64;
   A x[tile], target[tile] = {}, loss[tile], gradient[tile];
-  head.width = 1; // which the compiler then knows
+  RowHead head{{1, s.head}};
   for (int64_t first = begin; first < end; first += tile) {
     const int64_t count = end - first < tile ? end - first : tile;
     widen_column<T>(s.prediction, first, count, x);

@@ -37,7 +37,7 @@ template <class T, class G>
 void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t begin, int64_t end, double* memory) {
   using A = Accumulate<T>;
   A* scratch = reinterpret_cast<A*>(memory);
-  const bool is_short = s.width <= kShortRow && end - begin >= 6; // and numerous enough to fill the lanes
+  const bool side_by_side = s.width <= kShortRow && end - begin >= 6; // short rows, enough to fill the lanes
   const auto groups = [&](auto run) { each_group(s, coefficients, begin, end, run); };
   const auto each = [&](auto run) {
     groups([&](const Group& group) {
@@ -46,32 +46,37 @@ void run_rows_of(const Segment& s, const Coefficients& coefficients, int64_t beg
       }
     });
   };
-  const auto scalar = [&](const auto& head) { scalar_rows<T, G>(head, s, coefficients, begin, end); };
+  const auto scalar = [&](auto tag) {
+    scalar_rows<typename decltype(tag)::Head, T, G, A>(s, coefficients, begin, end);
+  };
   dispatch_kind<A>(
-      s,
+      *s.head,
       [&](auto encode) {
         groups([&](const Group& group) {
           const Targets<decltype(encode(0.0))> targets(s, group);
-          is_short ? short_categorical_rows<A>(s, group, targets.encoded)
-                   : categorical_rows<T, G>(s, group, targets.encoded, scratch);
+          side_by_side ? short_categorical_rows<A>(s, group, targets.encoded)
+                       : categorical_rows<T, G>(s, group, targets.encoded, scratch);
         });
       },
       [&] {
         groups([&](const Group& group) {
-          is_short ? short_policy_rows<A>(s, group) : soft_cross_entropy_rows<T, G>(s, group, scratch);
+          side_by_side ? short_policy_rows<A>(s, group) : soft_cross_entropy_rows<T, G>(s, group, scratch);
         });
       },
-      [&](const auto& head) {
-        if constexpr (!std::decay_t<decltype(head)>::kGradientWaits) {
+      [&](auto tag) {
+        using RowHead = typename decltype(tag)::Head;
+        if constexpr (!RowHead::kGradientWaits) {
           if (s.width == 1) {
-            return scalar(head);
+            return scalar(tag);
           }
         }
-        each([&](int64_t row, double coefficient) { vector_row<T, G>(head, s, row, coefficient, scratch); });
+        each([&](int64_t row, double coefficient) { vector_row<RowHead, T, G>(s, row, coefficient, scratch); });
       },
       scalar,
-      [&](const auto& head) {
-        each([&](int64_t row, double coefficient) { own_row<T, G>(head, s, row, coefficient, scratch); });
+      [&](auto tag) {
+        using RowHead = typename decltype(tag)::Head;
+        each(
+            [&](int64_t row, double coefficient) { own_row<T, G>(RowHead(*s.head, s), s, row, coefficient, scratch); });
       });
 }
 

@@ -191,12 +191,12 @@ GRADSCALE_DEVICE void each_window_pair(const RowTask& task, Function function) {
 }
 
 // If the gradient depends on the sums (kGradientWaits), the row is read again, from the cache.
-template <class T, class RowHead>
-GRADSCALE_DEVICE void vector_row(RowHead head, const RowTask& task) {
-  using A = Accumulate<T>;
+template <class RowHead, class T, class A>
+GRADSCALE_DEVICE void vector_row(const RowTask& task) {
   constexpr int size = kVector<T>;
   const Group& group = task.group;
   const bool wants_gradient = task.block.segment.gradient.data != nullptr;
+  RowHead head{{static_cast<double>(task.block.segment.width), &task.block.head}};
   if constexpr (RowHead::kScales) {
     A largest_x = 0, largest_t = 0;
     each_window_pair<RowHead, T, A>(task, [&](const A* x, const A* t, int32_t) {
@@ -245,13 +245,12 @@ GRADSCALE_DEVICE void vector_row(RowHead head, const RowTask& task) {
 }
 
 // A row of one number, which one thread owns.
-template <class T, class RowHead>
-GRADSCALE_DEVICE void scalar_row(RowHead head, const RowTask& task) {
-  using A = Accumulate<T>;
+template <class RowHead, class T, class A>
+GRADSCALE_DEVICE void scalar_row(const RowTask& task) {
   const A x = static_cast<A>(to_accumulate(*task.template prediction<T>()));
   const Rows& target = task.block.segment.target;
   const A t = target.data == nullptr ? A(0) : static_cast<A>(target.load(task.row));
-  head.width = 1; // which the compiler then knows
+  RowHead head{{1, &task.block.head}};
   const double loss = head.finish(head.terms(x, t));
   double square = 0;
   if (task.active && task.block.segment.gradient.data != nullptr) {

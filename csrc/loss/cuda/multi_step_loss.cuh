@@ -29,15 +29,14 @@ struct GroupRows {
     const RowTask task(block, shared);
     kind_rows<kind, A>(
         block.head,
-        block.segment,
         [&](auto encode) {
           const auto target = encode(block.segment.target.load(task.row));
           logits_row<T, options>(task, BinsOfRow<A, decltype(target)>{target});
         },
         [&] { logits_row<T, options>(task, ActionsOfRow<A>{block.segment.target, task.row, task.width}); },
-        [&](const auto& head) { vector_row<T>(head, task); },
-        [&](const auto& head) { scalar_row<T>(head, task); },
-        [&](const auto& head) { own_row<T>(head, task); });
+        [&](auto type) { vector_row<typename decltype(type)::Head, T, A>(task); },
+        [&](auto type) { scalar_row<typename decltype(type)::Head, T, A>(task); },
+        [&](auto type) { own_row<T>(typename decltype(type)::Head(block.head, block.segment), task); });
   }
 };
 
