@@ -21,12 +21,12 @@ enum class Element : int32_t { float64 = 0, float32 = 1, bfloat16 = 2, float16 =
 template <class T>
 using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// The element of a floating-point type.
 template <class T>
 constexpr Element kElementOf = std::is_same_v<T, double>         ? Element::float64
                                : std::is_same_v<T, float>        ? Element::float32
                                : std::is_same_v<T, BFloat16Bits> ? Element::bfloat16
-                                                                 : Element::float16;
+                               : std::is_same_v<T, HalfBits>     ? Element::float16
+                                                                 : Element::int64;
 
 // The C++ type of an element, as it is written in the names of kernels.
 inline const char* type_name(Element element) {

@@ -169,7 +169,7 @@ enum class Option : size_t { GRADSCALE_OPTIONS(GRADSCALE_ENUMERATOR) };
 struct Entries {
   Tensors tensors; // empty: the head has no target
   bool stacked = false;
-  size_t first = 0; // of predictions: the index of the first tensor among those of all heads; set by settle()
+  size_t first = 0; // the index of the first tensor in the list of all prediction tensors; set by settle()
 
   // The number of batch and step dimensions.
   int64_t leading_dims() const {

@@ -53,7 +53,7 @@ inline void read_argument(const char* name, const c10::IValue& given, HeadWeight
 }
 template <class T>
 void read_argument(const char* name, const c10::IValue& given, ByHead<T>& by_head) {
-  for (const c10::IValue& value : given.toListRef()) { // whose tensors the dispatcher does not resolve
+  for (const c10::IValue& value : given.toListRef()) { // the dispatcher leaves their lazy negation
     read_argument(name, value.isTensor() ? value.toTensor().resolve_neg() : value, by_head.values.emplace_back());
   }
 }
@@ -250,7 +250,7 @@ class OperatorBackward : public BackwardNode {
       }
       result[gradient.prediction] = own;
     }
-    for (size_t i = 0; i < shares.size(); ++i) { // the last edges are those of the head weights
+    for (size_t i = 0; i < shares.size(); ++i) { // head weights have the last edges
       if (shares[i].defined()) {
         result[result.size() - shares.size() + i] = head_weight_gradient(shares[i], grad_output);
       }

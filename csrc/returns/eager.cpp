@@ -31,8 +31,7 @@ bool is_integral(at::ScalarType dtype) {
   return c10::isIntegralType(dtype, /*includeBool=*/true);
 }
 
-// Reads the arguments of a call. `usual` becomes false if Python has to handle the
-// call; then no tensors are read.
+// Reads the arguments of a call. `usual` becomes false if Python has to handle the call; then no tensors are read.
 class Reader {
  public:
   static constexpr int64_t kPerRow = -1;

@@ -169,7 +169,7 @@ class Sources {
   }
 
   Tile<A> tile;
-  Source<uint8_t> later_mask; // the mask and the values again, to read those of the next steps
+  Source<uint8_t> later_mask; // these two read the mask and the values of the next steps
   Source<A> later_values;
   alignas(64) uint8_t later_flags[kBuffer];
   int64_t later_count = -1; // steps of the tile that later_flags were made for

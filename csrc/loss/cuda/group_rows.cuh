@@ -27,7 +27,7 @@ struct RowTask : RowOfThread {
     return static_cast<const T*>(block.segment.prediction.data) + row * block.segment.prediction.stride;
   }
 
-  // Stores the results of the row. The metrics are those of this thread, and are reduced over the group.
+  // Reduces the metrics of the group's threads, and stores the results of the row.
   GRADSCALE_DEVICE void store(double loss, double detail, double gradient_square, double largest_logit) const {
     const RowMetrics metrics{group.sum(gradient_square), group.maximum(largest_logit)};
     if (active && group.rank == 0) {
