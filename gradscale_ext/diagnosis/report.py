@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -56,8 +56,78 @@ class Finding:
     """True if the finding may be intended."""
 
 
+class Report:
+    """Findings, and how they are shown.
+
+    `str()` is a table for logs, `repr()` a report cut to fit a screen, and `rich.print` shows a table for terminals.
+    """
+
+    findings: Sequence[Any]
+
+    def _summary(self) -> str:
+        """The first line."""
+        raise NotImplementedError
+
+    def _groups(self) -> Iterator[tuple[list[str], Any]]:
+        """Names that have the same finding, and the finding. Without names, reports have no column for them."""
+        for finding in self.findings:
+            yield [], finding
+
+    def _headers(self, remedy: bool) -> list[str]:
+        named = ["parameter"] if any(names for names, _ in self._groups()) else []
+        return ["code", *named, "cause", *(["what to do"] if remedy else []), "location"]
+
+    def __str__(self) -> str:
+        rows: list[list[str]] = []
+        for names, finding in self._groups():
+            place = [*filter(None, (finding.location, fitted(finding.source or "", columns=60)))]
+            named = [shortened(names)] if names else []
+            columns = [[_title(finding)], *named, textwrap.wrap(finding.cause, 60), place]
+            height = max(map(len, columns))
+            rows += [list(line) for line in zip(*(c + [""] * (height - len(c)) for c in columns), strict=True)]
+        if not rows:
+            return self._summary()
+        remedies = {f"{finding.code}: {finding.remedy}": None for finding in self.findings}
+        listing = "\n".join(textwrap.fill(remedy, 118, subsequent_indent="  ") for remedy in remedies)
+        return f"{self._summary()}\n\n{table(self._headers(remedy=False), rows)}\n\nWhat to do:\n{listing}"
+
+    def __repr__(self) -> str:
+        """Each group of findings on a line, with its remedy below."""
+        lines = [self._summary()]
+        for names, finding in self._groups():
+            place = f" at {finding.location}" if finding.location else ""
+            named = f": {', '.join(shortened(names, 3))}" if names else ""
+            lines += textwrap.wrap(f"{_title(finding)}{named}{place}: {finding.cause}", 100)
+            lines += textwrap.wrap(finding.remedy, 96, initial_indent="    ", subsequent_indent="    ")
+        return fitted("\n".join(lines))
+
+    def _cells(self) -> Iterator[list[list[str]]]:
+        """For tables with a column of remedies: a row for each finding, of cells that are lists of lines."""
+        for names, finding in self._groups():
+            place = [*filter(None, (finding.location, finding.source))]
+            named = [shortened(names)] if names else []
+            yield [[_title(finding)], *named, [finding.cause], [finding.remedy], place]
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        rows = [[", ".join(lines) for lines in (*cells[:-1], cells[-1][:1])] for cells in self._cells()]
+        return html_table(self._summary(), self._headers(remedy=True), rows)
+
+    def __rich__(self) -> Any:
+        """The report as a table of rich."""
+        import rich.table
+        import rich.text
+
+        shown = rich.table.Table(title=self._summary(), show_lines=True, title_justify="left")
+        for header in self._headers(remedy=True):
+            shown.add_column(header, overflow="fold")
+        for cells in self._cells():
+            shown.add_row(*(rich.text.Text("\n".join(lines)) for lines in cells))
+        return shown
+
+
 @dataclass(frozen=True, repr=False)
-class GradientDiagnosis:
+class GradientDiagnosis(Report):
     """What `diagnose_gradients` found.
 
     `str()` is a table for logs, `repr()` a report cut to fit a screen, and `rich.print` shows a table for terminals.
@@ -77,52 +147,6 @@ class GradientDiagnosis:
         findings = [asdict(finding) for finding in self.findings]
         return {"ok": self.ok, "num_parameters": self.num_parameters, "findings": findings}
 
-    def __str__(self) -> str:
-        rows: list[list[str]] = []
-        for names, finding in self._groups():
-            place = [*filter(None, (finding.location, fitted(finding.source or "", columns=60)))]
-            columns = [[_title(finding)], shortened(names), textwrap.wrap(finding.cause, 60), place]
-            height = max(map(len, columns))
-            rows += [list(line) for line in zip(*(c + [""] * (height - len(c)) for c in columns), strict=True)]
-        if not rows:
-            return self._summary()
-        remedies = {f"{finding.code}: {finding.remedy}": None for finding in self.findings}
-        listing = "\n".join(textwrap.fill(remedy, 118, subsequent_indent="  ") for remedy in remedies)
-        headers = ["code", "parameter", "cause", "location"]
-        return f"{self._summary()}\n\n{table(headers, rows)}\n\nWhat to do:\n{listing}"
-
-    def __repr__(self) -> str:
-        """Each group of findings on a line, with its remedy below."""
-        lines = [self._summary()]
-        for names, finding in self._groups():
-            place = f" at {finding.location}" if finding.location else ""
-            cause = f"{_title(finding)}: {', '.join(shortened(names, 3))}{place}: {finding.cause}"
-            lines += textwrap.wrap(cause, 100)
-            lines += textwrap.wrap(finding.remedy, 96, initial_indent="    ", subsequent_indent="    ")
-        return fitted("\n".join(lines))
-
-    def _repr_html_(self) -> str:
-        """The table, for notebooks."""
-        rows = [
-            [_title(finding), ", ".join(shortened(names)), finding.cause, finding.remedy, finding.location or ""]
-            for names, finding in self._groups()
-        ]
-        return html_table(self._summary(), ["code", "parameter", "cause", "what to do", "location"], rows)
-
-    def __rich__(self) -> Any:
-        """The report as a table of rich."""
-        import rich.table
-        import rich.text
-
-        shown = rich.table.Table(title=self._summary(), show_lines=True, title_justify="left")
-        for header in ("code", "parameter", "cause", "what to do", "location"):
-            shown.add_column(header, overflow="fold")
-        for names, finding in self._groups():
-            place = "\n".join(filter(None, (finding.location, finding.source)))
-            cells = (_title(finding), "\n".join(shortened(names)), finding.cause, finding.remedy, place)
-            shown.add_row(*(rich.text.Text(cell) for cell in cells))
-        return shown
-
     def _summary(self) -> str:
         if not self.findings:
             return f"No findings: all {self.num_parameters} parameters get their gradients as they should."
@@ -139,8 +163,8 @@ class GradientDiagnosis:
             yield [finding.parameter for finding in group], group[0]
 
 
-def _title(finding: Finding) -> str:
-    return f"{finding.code} (note)" if finding.is_note else finding.code
+def _title(finding: Any) -> str:
+    return f"{finding.code} (note)" if getattr(finding, "is_note", False) else str(finding.code)
 
 
 def shortened(names: list[str], limit: int = 8) -> list[str]:
