@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
+from collections.abc import Iterator
 
 import torch
 
@@ -11,6 +13,25 @@ import torch
 def is_eager() -> bool:
     """Return False while torch.compile or torch.export traces, which must see the operators."""
     return not torch.compiler.is_compiling()
+
+
+_watches = 0
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Let dispatch modes see the package's operators, where they would see the operations of the reference."""
+    global _watches
+    _watches += 1
+    try:
+        yield
+    finally:
+        _watches -= 1
+
+
+def is_watched() -> bool:
+    """True in the context of `watched`."""
+    return _watches > 0
 
 
 def is_transformed() -> bool:

@@ -255,7 +255,8 @@ def _run(
             )
         return loss_by_compiler(call, predictions, targets)
     is_transformed = _context.is_transformed()
-    if plan is None and not is_transformed and _all_plain(predictions) and _all_plain(targets):
+    shows_operator = plan is None or _context.is_watched()
+    if shows_operator and not is_transformed and _all_plain(predictions) and _all_plain(targets):
         return call_operator(call, predictions, targets)
     if impl == "fused":
         raise NotImplementedError(
