@@ -1,0 +1,72 @@
+"""Python hooks of a state, which the replay of a graph does not run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .state import State
+
+OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def hooks_of(state: State) -> Iterator[tuple[str, Any]]:
+    """Hooks on modules, parameters and optimizers, each with the name of what it is on.
+
+    PyTorch's own hooks, such as those of weight_norm and DistributedDataParallel, consist of operators or expect a
+    graph, and are left out.
+    """
+    for name, module in state.modules():
+        for attribute in OF_MODULES:
+            yield from ((name, hook) for hook in vars(module).get(attribute, {}).values() if not _is_torchs(hook))
+        for path, parameter in module.named_parameters(recurse=False):
+            hooks = [*(parameter._backward_hooks or {}).values(), *_after_accumulation(parameter)]
+            yield from ((f"{name}.{path}", hook) for hook in hooks if not _is_torchs(hook))
+    for name, optimizer in state.optimizers().items():
+        for attribute in OF_OPTIMIZERS:
+            yield from ((name, hook) for hook in vars(optimizer).get(attribute, {}).values() if not _is_torchs(hook))
+
+
+def _after_accumulation(parameter: torch.Tensor) -> list[Any]:
+    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def _is_torchs(hook: Any) -> bool:
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return module == "torch" or module.startswith("torch.")
+
+
+def hook_name(hook: Any) -> str:
+    """A hook as messages name it."""
+    return getattr(hook, "__qualname__", None) or type(hook).__qualname__
+
+
+def monitor_of(hook: Any) -> Any:
+    """The `GradientMonitor` that a hook belongs to, or None."""
+    owners = [getattr(part, "__self__", None) for part in (hook, getattr(hook, "_report", None))]
+    return next((owner for owner in owners if hasattr(owner, "count_replayed_step")), None)
+
+
+def monitors_of(state: State) -> list[Any]:
+    """The open monitors of the optimizers."""
+    found: list[Any] = []
+    for optimizer in state.optimizers().values():
+        for hook in vars(optimizer).get(OF_OPTIMIZERS[1], {}).values():
+            monitor = monitor_of(hook)
+            if monitor is not None and not any(monitor is one for one in found):
+                found.append(monitor)
+    return found
+
+
+def watching_mode() -> str:
+    """The name of an active mode that sees PyTorch's calls, such as `GradientTracer`; empty if there is none."""
+    for index in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._get_function_stack_at(index)
+        if not isinstance(mode, torch.utils._device.DeviceContext):  # torch.set_default_device
+            return type(mode).__name__
+    if torch._C._len_torch_dispatch_stack():
+        return type(torch._C._get_dispatch_stack_at(0)).__name__
+    return ""

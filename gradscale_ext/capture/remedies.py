@@ -1,0 +1,36 @@
+"""What to write in place of what a graph would get wrong."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+_TENSOR_RATE = "lr=torch.tensor(0.001, device=device)"
+
+
+def _accepts(optimizer: torch.optim.Optimizer, argument: str) -> bool:
+    return argument in inspect.signature(type(optimizer).__init__).parameters
+
+
+def step_count_remedy(optimizer: torch.optim.Optimizer) -> str:
+    """How an optimizer keeps its numbers on the device."""
+    kind = type(optimizer).__name__
+    if _accepts(optimizer, "fused"):
+        also = "; on a GPU also capturable=True" if _accepts(optimizer, "capturable") else ""
+        return f"{kind}(..., fused=True), which reads nothing on the host{also}"
+    if _accepts(optimizer, "capturable"):
+        return f"on a GPU, {kind}(..., capturable=True), which reads nothing on the host"
+    return "an optimizer that reads nothing on the host, such as AdamW(..., fused=True)"
+
+
+def rate_remedy(optimizer: torch.optim.Optimizer | None = None) -> str:
+    """How a schedule of the learning rate reaches the device."""
+    kind = "the optimizer" if optimizer is None else type(optimizer).__name__
+    fused = ", fused=True" if optimizer is None or _accepts(optimizer, "fused") else ""
+    return f"{kind}(..., {_TENSOR_RATE}{fused}): schedulers change a tensor with fill_()"
+
+
+def scheduler_remedy() -> str:
+    """Where a scheduler is called."""
+    return f"call the scheduler's step() outside of the step, with {_TENSOR_RATE}, which it changes with fill_()"

@@ -1,0 +1,356 @@
+"""Watching a step: its calls of PyTorch, with their numbers, shapes and places, and those that no graph can hold."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import _context
+from ..diagnosis.tracer import _NOT_THE_USERS as NOT_THE_USERS
+from ..diagnosis.tracer import Location
+from ..diagnosis.tracer import _users_frame as users_frame
+from .state import host_generators, memory_of
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+#: Functions of Python that read a tensor's values, by the name that a function mode sees; what users write for them.
+_READS = {
+    "item": "item()", "tolist": "tolist()", "numpy": "numpy()", "__array__": "a conversion to NumPy", "cpu": "cpu()",
+    "__float__": "float()", "__int__": "int()", "__index__": "a use as an index or size", "__complex__": "complex()",
+    "__bool__": "a use as a condition (if, while, and, or, not, assert)", "__repr__": "print or str()",
+    "__format__": "an f-string or format()", "__contains__": "`in`", "__dlpack__": "an export by DLPack",
+    "equal": "torch.equal", "allclose": "torch.allclose", "is_nonzero": "is_nonzero()",
+}  # fmt: skip
+#: Operators whose results have as many elements as values decide, or that read values on the host.
+_OPERATORS_THAT_READ = {
+    "aten::_local_scalar_dense": "a tensor used as a number",
+    "aten::nonzero": "nonzero",
+    "aten::nonzero_numpy": "nonzero",
+    "aten::argwhere": "argwhere",
+    "aten::masked_select": "masked_select",
+    "aten::equal": "torch.equal",
+    "aten::_unique": "unique",
+    "aten::_unique2": "unique",
+    "aten::unique_dim": "unique",
+    "aten::unique_consecutive": "unique_consecutive",
+    "aten::unique_dim_consecutive": "unique_consecutive",
+    "aten::bincount": "bincount",
+    "aten::_linalg_check_errors": "a check of torch.linalg",
+    "aten::normal.float_Tensor": "torch.normal with a tensor as std",
+    "aten::normal.Tensor_Tensor": "torch.normal with a tensor as std",
+}
+_OWNERS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+#: Functions that check values on a CPU only: on a GPU they do not wait.
+_CHECK_ON_CPUS = {"quantile", "nanquantile", "one_hot"}
+#: Operators that write to running statistics, which their schemas do not mark.
+_WRITE_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+#: Functions that make a tensor of numbers or arrays, on the host.
+_MADE_ON_HOST = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "scalar_tensor", "new_tensor"}
+#: Functions with numbers that no operator shows.
+_WITH_NUMBERS = {*_MADE_ON_HOST, "__setitem__"}
+
+
+class Read(NamedTuple):
+    """A place at which a step waits for the device."""
+
+    what: str
+    name: str
+
+
+@dataclass
+class Call:
+    """A call of PyTorch by the step."""
+
+    name: str
+    numbers: tuple[Any, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    location: Location | None
+    function: str
+    """The function of PyTorch that the user called."""
+    library: str = ""
+    """The file of PyTorch whose Python code made the call for the user, such as "optim/adam.py"."""
+    is_ours: bool = False
+    """True if this package made the call for the user."""
+    owner: Any = None
+    """The optimizer or scheduler whose step made the call."""
+    read: Read | None = None
+    made_on_host: bool = False
+    foreign: tuple[tuple[torch.UntypedStorage, tuple[int, ...]], ...] = ()
+    """Memory that existed before the step and belongs to neither the state nor the arguments, with tensors' shapes."""
+    written: tuple[tuple[int, ...], ...] = ()
+    """Shapes of the tensors of such memory that the call wrote to."""
+    survivors: tuple[tuple[int, ...], ...] = ()
+    """Shapes of operands that the step before this one made."""
+    generator: torch.Generator | None = None
+    random: str = ""
+    """The library whose global random numbers the step used since the call before."""
+
+
+class Watch:
+    """Records the calls of a step. The step runs as it does without it, but `torch.compile` is off."""
+
+    def __init__(
+        self, known: Iterable[torch.Tensor], generators: Sequence[torch.Generator], before: Watch | None
+    ) -> None:
+        """`known`: tensors of the state and of the arguments. `before`: the watch of the step before."""
+        self._known = {memory._cdata: memory for memory in filter(None, map(memory_of, known))}
+        self._generators = generators
+        self._survivors = {} if before is None else before._alive(except_for=self._known)
+        self._made: dict[int, StorageWeakRef] = {}
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._random = host_generators()
+        self._function: tuple[str, tuple[Any, ...], dict[str, Any]] = ("", (), {})
+        self._location: Location | None = None
+        self.calls: list[Call] = []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the calls in this context."""
+        with _context.watched(), torch.compiler.set_stance("force_eager"), _Functions(self), _Operators(self):
+            yield
+
+    def restore_foreign(self) -> None:
+        """Put back what the step wrote to memory outside of the state."""
+        for memory, contents in self._saved.values():
+            if memory.nbytes() == contents.nbytes():
+                memory.copy_(contents)
+
+    def _alive(self, except_for: Container[int]) -> dict[int, torch.UntypedStorage]:
+        """Memory that the step made and that still exists."""
+        found = {}
+        for key, reference in self._made.items():
+            if key not in except_for and not reference.expired():  # type: ignore[no-untyped-call]
+                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+                if storage is not None:
+                    found[key] = storage
+        return found
+
+    # ---- Functions: what users write -------------------------------------------------------------------------------
+
+    def on_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call that a function mode saw, and note what no operator will show."""
+        name = getattr(function, "__name__", "")
+        outer, self._function = self._function, (name, args, kwargs)
+        try:
+            is_ours = str(getattr(function, "_schema", "")).startswith("gradscale_ext::")
+            if name in _READS or name in _WITH_NUMBERS or is_ours:
+                call = self._call(str(function) if is_ours else name, args, kwargs)
+                if call.owner is None:  # the operators show what PyTorch's optimizers do
+                    call.read = Read(_READS[name], name) if name in _READS else None
+                    is_made = name in _MADE_ON_HOST and not isinstance(_first(args, kwargs), torch.Tensor)
+                    call.made_on_host = is_made and not call.is_ours  # the kernels get numbers without such tensors
+                    self.calls.append(call)
+            return function(*args, **kwargs)
+        finally:
+            self._function = outer
+
+    # ---- Operators ---------------------------------------------------------------------------------------------------
+
+    def on_operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call that a dispatch mode saw, and record it."""
+        if operator.namespace == "profiler":
+            return operator(*args, **kwargs)
+        call = self._call(str(operator), args, kwargs)
+        operands = list(_tensors((args, kwargs)))
+        written = _written(operator, args, kwargs)
+        if not call.is_ours:
+            writes_number = self._function[0] == "__setitem__"  # PyTorch makes a tensor of it
+            call.foreign = tuple(
+                (memory, tuple(tensor.shape))
+                for tensor in operands
+                if (memory := self._foreign(tensor)) is not None and not (writes_number and tensor.dim() == 0)
+            )
+        call.written = tuple(tuple(tensor.shape) for tensor in written if self._foreign(tensor) is not None)
+        for tensor in written:
+            self._save(tensor)
+        call.survivors = tuple(tuple(t.shape) for t in operands if self._key(t) in self._survivors)
+        call.generator = next((g for g in _generators((args, kwargs)) if not self._is_registered(g)), None)
+        call.read = self._read(operator, args, kwargs, call.owner is None)
+        result = operator(*args, **kwargs)
+        if call.name == "aten._local_scalar_dense.default" and call.owner is not None:
+            call.numbers = (result,)
+        for tensor in _tensors(result):
+            key = self._key(tensor)
+            if key and key not in self._known and key not in self._survivors and self._is_new(tensor, operands):
+                self._made[key] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self.calls.append(call)
+        return result
+
+    def _call(self, name: str, args: Any, kwargs: Any) -> Call:
+        states = host_generators()
+        changed = next((library for library in states if states[library] != self._random.get(library)), "")
+        self._random = states
+        frame = users_frame()
+        if frame is not None:  # threads of autograd have no frame of the user's
+            self._location = Location(frame.f_code.co_filename, frame.f_lineno)
+        shapes = tuple(tuple(tensor.shape) for tensor in _tensors((args, kwargs)))
+        numbers = tuple(_numbers((args, kwargs)))
+        library, is_ours, owner = _caller(frame)
+        return Call(name, numbers, shapes, self._location, self._function[0], library, is_ours, owner, random=changed)
+
+    def _read(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_user: bool) -> Read | None:
+        function, *_ = self._function
+        schema = operator._schema.name
+        name = schema if schema in _OPERATORS_THAT_READ else str(operator).replace(".", "::", 1)
+        what = _OPERATORS_THAT_READ.get(name)
+        if schema in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+            masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+            # A single value is filled in where the mask is True, without counting.
+            only_masks = len(masks) == sum(index is not None for index in args[1])
+            fills = schema != "aten::index" and args[2].numel() == 1 and only_masks
+            what = "an index that is a mask" if masks and not fills else None
+        elif schema == "aten::repeat_interleave" and kwargs.get("output_size") is None:
+            what = "repeat_interleave" if isinstance(args[0], torch.Tensor) else None
+        elif schema in ("aten::_to_copy", "aten::copy_") and what is None:
+            what = self._read_by_copying(schema, args, kwargs)
+        if what is None or (by_user and function in _READS) or self._checks_on_cpu(args):
+            return None
+        return Read(what, name.removeprefix("aten::").partition(".")[0].strip("_").removesuffix("_impl"))
+
+    def _checks_on_cpu(self, args: tuple[Any, ...]) -> bool:
+        """True if the values are read to check them, which PyTorch does on a CPU only."""
+        function, given, named = self._function
+        if function == "one_hot":
+            classes = named.get("num_classes", given[1] if len(given) > 1 else -1)
+            return isinstance(classes, int) and classes >= 0 and args[0].device.type == "cpu"
+        return function in _CHECK_ON_CPUS and args[0].device.type == "cpu"
+
+    @staticmethod
+    def _read_by_copying(schema: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        source, target = (args[0], kwargs.get("device")) if schema == "aten::_to_copy" else (args[1], args[0].device)
+        if not isinstance(source, torch.Tensor) or source.device.type == "cpu" or target is None:
+            return None
+        return "a copy to the CPU" if torch.device(target).type == "cpu" else None
+
+    # ---- Memory ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _key(tensor: torch.Tensor) -> int:
+        memory = memory_of(tensor)
+        return 0 if memory is None else memory._cdata
+
+    def _foreign(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """The memory of a tensor that existed before the step, and is neither state nor an argument."""
+        memory = memory_of(tensor)
+        if memory is None or memory._cdata in self._known or memory._cdata in self._survivors:
+            return None
+        made = self._made.get(memory._cdata)
+        return memory if made is None or made.expired() else None  # type: ignore[no-untyped-call]
+
+    def _save(self, tensor: torch.Tensor) -> None:
+        memory = memory_of(tensor)
+        is_foreign = self._foreign(tensor) is not None or self._key(tensor) in self._survivors
+        if memory is not None and is_foreign and memory._cdata not in self._saved:
+            self._saved[memory._cdata] = memory, memory.clone()  # type: ignore[no-untyped-call]
+
+    def _is_new(self, tensor: torch.Tensor, operands: list[torch.Tensor]) -> bool:
+        return all(self._key(tensor) != self._key(operand) for operand in operands)
+
+    def _is_registered(self, generator: torch.Generator) -> bool:
+        defaults = [torch.default_generator]
+        if generator.device.type == "cuda":
+            defaults = list(torch.cuda.default_generators)
+        # A mode gets another Python object for the generator at each call.
+        return any(_address(generator) == _address(one) for one in (*defaults, *self._generators))
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._watch.on_function(func, args, kwargs or {})
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._watch.on_operator(func, args, kwargs or {})
+
+
+def _address(generator: Any) -> int:
+    return generator._cdata  # type: ignore[no-any-return]
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _generators(value: Any) -> Iterator[torch.Generator]:
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, torch.Generator))
+
+
+def _numbers(value: Any) -> Iterator[Any]:
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, int | float | complex | str))
+
+
+@functools.cache
+def _written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
+    arguments = operator._schema.arguments
+    if operator._schema.name in _WRITE_STATISTICS:
+        return tuple((i, a.name) for i, a in enumerate(arguments) if a.name in ("running_mean", "running_var"))
+    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Tensors that an operator writes to."""
+    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(operator)]
+    return list(_tensors(given))
+
+
+def _caller(frame: FrameType | None) -> tuple[str, bool, Any]:
+    """The file of PyTorch that the user's frame called into, True if this package is between them and the call, and the
+    optimizer or scheduler whose code runs."""
+    library, is_ours, owner = "", False, None
+    here: FrameType | None = sys._getframe(1)
+    while here is not None and here is not frame:
+        file = here.f_code.co_filename
+        if file.startswith(_TORCH):
+            library = file[len(_TORCH) :]
+            if library.startswith("optim/") and isinstance(own := here.f_locals.get("self"), _OWNERS):
+                owner = own
+        is_ours = is_ours or not file.startswith((_TORCH, _HERE))
+        here = here.f_back
+    return library, is_ours, owner
+
+
+def location_of(error: BaseException) -> Location | None:
+    """The user's innermost line that an error passed."""
+    found, place = None, error.__traceback__
+    while place is not None:
+        file = place.tb_frame.f_code.co_filename
+        if not file.startswith(NOT_THE_USERS):
+            found = Location(file, place.tb_lineno)
+        place = place.tb_next
+    return found
