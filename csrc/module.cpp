@@ -1,5 +1,6 @@
 // The front door of the C++ side. Operators that torch.compile must see register themselves with TORCH_LIBRARY in their
 // own files; this pybind11 module holds the entry points of eager mode, whose calls have the least overhead.
+#include "capture/guards.h"
 #include "cuda/driver.h"
 #include "flow/identity.h"
 #include "formulas/statistics.h"
@@ -178,4 +179,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("unit_factors", &gradscale::unit_factors);
   m.def("clip_units", &gradscale::clip_units);
   m.def("update_norms", &gradscale::update_norms);
+  gradscale::define_guards(m);
 }

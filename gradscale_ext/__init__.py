@@ -5,6 +5,9 @@ __version__ = "0.2.0"  # defined first: the report on an extension that cannot b
 from . import reference
 from ._trajectories import GeneralizedAdvantages, MuZeroTargets, VTrace
 from .call.output import MultiStepLossOutput
+from .capture.diagnosis import diagnose_capture
+from .capture.report import CaptureDiagnosis, CaptureFinding
+from .capture.step import CapturedStep
 from .diagnosis.diagnosis import diagnose_gradients
 from .diagnosis.report import Finding, GradientDiagnosis
 from .diagnosis.tracer import GradientTracer
@@ -45,6 +48,9 @@ from .unroll import unroll
 
 __all__ = [
     "BinaryCrossEntropy",
+    "CaptureDiagnosis",
+    "CaptureFinding",
+    "CapturedStep",
     "CategoricalKL",
     "ClipGradientNorm",
     "ClipGradientValue",
@@ -74,6 +80,7 @@ __all__ = [
     "clip_gradient_norm",
     "clip_gradient_value",
     "clip_gradients_",
+    "diagnose_capture",
     "diagnose_gradients",
     "empty_cache",
     "generalized_advantages",

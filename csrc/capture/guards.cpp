@@ -1,0 +1,197 @@
+#include "guards.h"
+
+#include <ATen/core/grad_mode.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+
+namespace gradscale {
+
+namespace py = pybind11;
+
+namespace {
+
+// True for the same object, or an equal number or string of the same type.
+bool is_same(PyObject* now, PyObject* then) {
+  if (now == then) {
+    return true;
+  }
+  const bool has_value = PyFloat_CheckExact(now) || PyLong_CheckExact(now) || PyUnicode_CheckExact(now);
+  return has_value && Py_TYPE(now) == Py_TYPE(then) && PyObject_RichCompareBool(now, then, Py_EQ) == 1;
+}
+
+Py_ssize_t size_of(PyObject* container) {
+  return PyDict_Check(container)   ? PyDict_GET_SIZE(container)
+         : PyList_Check(container) ? PyList_GET_SIZE(container)
+                                   : 1;
+}
+
+// The value at a position of a dict, as PyDict_Next counts, of a list, or in a cell; null if there is none. Moves the
+// position to the next value.
+PyObject* value_at(PyObject* container, Py_ssize_t& position, PyObject*& key) {
+  PyObject* value = nullptr;
+  if (PyDict_Check(container)) {
+    return PyDict_Next(container, &position, &key, &value) != 0 ? value : nullptr;
+  }
+  if (PyList_Check(container)) {
+    return position < PyList_GET_SIZE(container) ? PyList_GET_ITEM(container, position++) : nullptr;
+  }
+  return PyCell_GET(container);
+}
+
+// The address of a tensor's memory; null for tensors without their own memory.
+const void* memory_of(const at::Tensor& tensor) {
+  return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()->data() : nullptr;
+}
+
+size_t count_hooks(const at::Tensor& tensor) {
+  if (torch::autograd::impl::get_autograd_meta(tensor) == nullptr) {
+    return 0;
+  }
+  return torch::autograd::impl::hooks(tensor).size() +
+         (torch::autograd::impl::post_acc_grad_hooks(tensor) != nullptr ? 1 : 0);
+}
+
+} // namespace
+
+PyObject* Guards::keep(py::handle object) {
+  kept_.push_back(py::reinterpret_borrow<py::object>(object));
+  return object.ptr();
+}
+
+void Guards::read_items(PyObject* container, const std::vector<bool>& wanted) {
+  const size_t begin = values_.size();
+  Py_ssize_t position = 0;
+  for (const bool is_wanted : wanted) {
+    Value own{position, nullptr, nullptr};
+    own.value = value_at(container, position, own.key);
+    if (is_wanted && own.value != nullptr) {
+      keep(own.value);
+      if (own.key != nullptr) {
+        keep(own.key);
+      }
+      values_.push_back(own);
+    }
+  }
+  const bool is_whole = values_.size() - begin == wanted.size();
+  items_.push_back({container, is_whole ? size_of(container) : -1, begin, values_.size()});
+}
+
+void Guards::add_items(py::object container, const std::vector<bool>& wanted) {
+  read_items(keep(container), wanted);
+}
+
+void Guards::add_tensor(py::object tensor, Gradient kind, const std::optional<at::Tensor>& gradient) {
+  const at::Tensor& own = THPVariable_Unpack(tensor.ptr());
+  tensors_.push_back(
+      {keep(tensor), memory_of(own), own.requires_grad(), count_hooks(own), kind, gradient.value_or(at::Tensor())});
+}
+
+void Guards::add_result(py::object tensor, const std::optional<at::Tensor>& gradient) {
+  results_.emplace_back(keep(tensor), gradient.value_or(at::Tensor()));
+}
+
+bool Guards::hold(const Items& items) const {
+  if (items.size >= 0 && size_of(items.container) != items.size) {
+    return false;
+  }
+  for (size_t i = items.begin; i < items.end; ++i) {
+    const Value& then = values_[i];
+    Py_ssize_t position = then.position;
+    PyObject* key = nullptr;
+    PyObject* const value = value_at(items.container, position, key);
+    if (value == nullptr || key != then.key || !is_same(value, then.value)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool Guards::Memory::holds() const {
+  const at::Tensor& own = THPVariable_Unpack(tensor);
+  if (memory_of(own) != data || own.requires_grad() != requires_grad || count_hooks(own) != hooks) {
+    return false;
+  }
+  switch (kind) {
+    case Gradient::any:
+      return true;
+    case Gradient::none:
+      return !own.grad().defined();
+    case Gradient::same:
+      return own.grad().is_same(gradient);
+  }
+  return false;
+}
+
+bool Guards::hold() const {
+  return std::all_of(items_.begin(), items_.end(), [this](const Items& items) { return hold(items); }) &&
+         std::all_of(tensors_.begin(), tensors_.end(), [](const Memory& tensor) { return tensor.holds(); });
+}
+
+std::pair<std::vector<size_t>, std::vector<size_t>> Guards::failures() const {
+  std::pair<std::vector<size_t>, std::vector<size_t>> found;
+  for (size_t i = 0; i < items_.size(); ++i) {
+    if (!hold(items_[i])) {
+      found.first.push_back(i);
+    }
+  }
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    if (!tensors_[i].holds()) {
+      found.second.push_back(i);
+    }
+  }
+  return found;
+}
+
+void Guards::accept_items(const std::vector<std::vector<bool>>& wanted) {
+  std::vector<Items> before;
+  before.swap(items_);
+  values_.clear();
+  for (size_t i = 0; i < before.size(); ++i) {
+    read_items(before[i].container, wanted.at(i));
+  }
+}
+
+void Guards::set_results() const {
+  for (const auto& [tensor, gradient] : results_) {
+    const at::Tensor& own = THPVariable_Unpack(tensor);
+    if (!own.grad().is_same(gradient)) {
+      own.mutable_grad() = gradient;
+    }
+  }
+}
+
+void Guards::keep_results() const {
+  const at::NoGradGuard no_grad;
+  for (const auto& [tensor, gradient] : results_) {
+    const at::Tensor& own = THPVariable_Unpack(tensor);
+    const at::Tensor& now = own.grad();
+    if (now.defined() && gradient.defined() && !now.is_same(gradient) && now.sizes() == gradient.sizes() &&
+        now.layout() == gradient.layout() && now.scalar_type() == gradient.scalar_type()) {
+      gradient.copy_(now);
+      own.mutable_grad() = gradient;
+    }
+  }
+}
+
+void define_guards(py::module_& m) {
+  py::enum_<Guards::Gradient>(m, "Gradient")
+      .value("any", Guards::Gradient::any)
+      .value("none", Guards::Gradient::none)
+      .value("same", Guards::Gradient::same);
+  py::class_<Guards>(m, "Guards")
+      .def(py::init<>())
+      .def("add_items", &Guards::add_items)
+      .def("add_tensor", &Guards::add_tensor)
+      .def("add_result", &Guards::add_result)
+      .def("hold", py::overload_cast<>(&Guards::hold, py::const_))
+      .def("failures", &Guards::failures)
+      .def("accept_items", &Guards::accept_items)
+      .def("set_results", &Guards::set_results)
+      .def("keep_results", &Guards::keep_results);
+}
+
+} // namespace gradscale

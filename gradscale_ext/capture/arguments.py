@@ -1,0 +1,103 @@
+"""Arguments and results of a captured step: their form, the memory for them, and errors about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .structure import Form, Leaf, flatten
+
+
+def read(args: Any, kwargs: Any, device: torch.device) -> tuple[Form, list[Leaf]]:
+    """The form of the arguments, and their leaves. Tensors of the CPU are moved to the device."""
+    structure, leaves = flatten((args, kwargs), "", refuse_argument)
+    forms: list[Any] = []
+    for index, (place, value) in enumerate(leaves):
+        if not isinstance(value, torch.Tensor):
+            forms.append((type(value), value))
+            continue
+        if value.device != device:
+            if value.device.type != "cpu":
+                raise ValueError(
+                    f"CapturedStep: {argument(place)} is on {value.device}, but the state is on {device}; "
+                    f"write .to('{device}')"
+                )
+            value = value.to(device, non_blocking=True)
+            leaves[index] = Leaf(place, value)
+        if value.requires_grad:
+            raise ValueError(f"CapturedStep: {argument(place)} requires grad, but arguments are data; detach() it")
+        forms.append((value.dtype, value.shape, value.stride()))
+    return (structure, tuple(forms), _context(device)), leaves
+
+
+def _context(device: torch.device) -> tuple[Any, ...]:
+    """The modes of PyTorch that decide what a step computes."""
+    kind = device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    gradients = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return (*gradients, autocast, torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype())
+
+
+def tensors(leaves: list[Leaf]) -> list[Leaf]:
+    return [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
+
+
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for an argument, with the same strides."""
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return tensor.clone()
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def argument(place: str) -> str:
+    """An argument as messages name it: the place starts with [0] for positional ones, and [1] for the others."""
+    return f"argument {place[3:].strip()}" if place else "the arguments"
+
+
+def result(place: str) -> str:
+    return f"its result{place}"
+
+
+def refuse_argument(place: str, value: Any) -> Exception:
+    return TypeError(
+        f"CapturedStep: {argument(place)} is of type {type(value).__name__}, but arguments are tensors, numbers, "
+        "strings, bools, None, dtypes and devices, in lists, tuples, dicts, dataclasses and registered pytree nodes"
+        + ("; write torch.as_tensor(...)" if hasattr(value, "__array__") else "")
+    )
+
+
+def refuse_result(place: str, value: Any) -> Exception:
+    return TypeError(
+        f"CapturedStep: {result(place)} is of type {type(value).__name__}, but a step returns tensors, numbers, "
+        "strings, bools, None, dtypes and devices, in lists, tuples, dicts, dataclasses and registered pytree nodes"
+    )
+
+
+def _form_text(form: Any) -> str:
+    if isinstance(form[0], torch.dtype):
+        return f"{str(form[0]).removeprefix('torch.')} {list(form[1])}"
+    return repr(form[1])
+
+
+def text_of(form: Form) -> str:
+    """The signature of a call."""
+    return ", ".join(map(_form_text, form[1]))
+
+
+def too_many(forms: list[Form], form: Form, leaves: list[Leaf]) -> str:
+    """Say which argument keeps changing."""
+    every = [*forms, form]
+    begin = f"CapturedStep: there are {len(forms)} graphs already (max_graphs), and "
+    if any(one[0] != form[0] or len(one[1]) != len(form[1]) for one in forms):
+        return f"{begin}the structure of the arguments keeps changing; pass the same lists and dicts at each call"
+    for index, (place, value) in enumerate(leaves):
+        seen = list(dict.fromkeys(_form_text(one[1][index]) for one in every))
+        if len(seen) > 1:
+            is_tensor = isinstance(value, torch.Tensor)
+            remedy = "pad it to one shape, or to a few" if is_tensor else "pass a tensor, whose value may change"
+            return f"{begin}{argument(place)} keeps changing: {', then '.join(seen)}; {remedy}, or raise max_graphs"
+    return (
+        f"{begin}the state or the context keeps changing (train() and eval(), requires_grad, gradients that are set to "
+        "None between some calls, autocast); raise max_graphs, or make separate captured steps"
+    )

@@ -1,0 +1,481 @@
+"""A learner step that is captured as a CUDA graph and replayed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from .. import _numbers
+from . import graphs
+from .arguments import argument, like, read, refuse_result, result, tensors, text_of, too_many
+from .checks import Before, Outcome, beyond_noise
+from .diagnosis import diagnose_capture
+from .guards import Change, Guards
+from .hooks import hook_name, hooks_of, monitor_of, monitors_of, watching_mode
+from .remedies import rate_remedy
+from .state import State
+from .structure import Form, Leaf, build, flatten
+from .surroundings import Surroundings
+from .watch import location_of
+
+
+class GraphInfo(NamedTuple):
+    """One graph of a `CapturedStep`."""
+
+    signature: str
+    """Shapes and dtypes of the arguments, and the constants."""
+    launches: int | None
+    """Number of kernels, copies and fills of a replay; None if it is not known."""
+    memory: int
+    """Bytes of the memory pool, which all graphs of the step share."""
+
+
+class _Refused(RuntimeError):
+    """A call that no graph can make. If the step has run already, with its result."""
+
+    result: tuple[Any, ...] = ()
+
+
+@dataclass
+class _Captured:
+    """A graph, the memory of its arguments and results, and what it relies on."""
+
+    form: Form
+    inputs: list[torch.Tensor]
+    graph: graphs.Graph
+    result: tuple[Form, list[Leaf]]
+    guards: Guards
+    reports: list[tuple[Any, Any]]
+    """Monitors, and what a replay reports to each."""
+    verified: int = 0
+
+
+class CapturedStep:
+    """A learner step that runs as one CUDA graph from its fourth call on, and never differs from calling the step.
+
+    On a GPU the steps of reinforcement learning take most of their time to launch small kernels. A graph launches all
+    of them at once. Each call trains once, on its own batch: parameters, buffers, gradients, optimizers, random numbers
+    and results are those of plain calls, bit by bit where the plain step is deterministic. What a graph cannot repeat
+    raises, and the error names the line and what to write instead. On a CPU the step is called as it is.
+
+    The first `warmup` calls are plain calls, on another stream, in which optimizers make their state. The next call is
+    captured, which executes nothing, and replayed. At the first `verify` replays of each graph, a plain step runs on
+    the same batch from the same state; a replay that differs raises, and what the plain step did is kept.
+
+    Args:
+        step: makes one learner step: forward pass, loss, `zero_grad`, backward pass, clipping, optimizer, target
+            network. Arguments and results are tensors, numbers, strings, bools, None, dtypes and devices, in lists,
+            tuples, dicts, dataclasses and registered pytree nodes.
+        *state: what the step changes: modules, optimizers, schedulers, tensors, generators, and other objects with
+            `state_dict` and `load_state_dict`; lists, tuples and dicts of them. Generators of the device are
+            registered with the graph. Draw numbers of the CPU, NumPy and Python outside of the step.
+        warmup: number of plain calls before the first capture, at least 1, and at least 11 with
+            DistributedDataParallel.
+        verify: number of replays of each graph that are compared with a plain step. Numbers that have become wrong show
+            at the second one. 0: none.
+        max_graphs: number of graphs. A call whose arguments have other shapes, dtypes, strides or constants, in another
+            mode (`no_grad`, autocast), or with modules in another mode (`eval()`) has a graph of its own, after one
+            plain call. All graphs share their memory.
+        copy_outputs: whether results are copies, which belong to the caller. If False, the next call overwrites them.
+        fallback: "eager": call the step as it is from now on, with a warning, where an error would be raised.
+        hooks: "raise" an error for hooks on modules, parameters and optimizers, which a replay does not run, or
+            "ignore" them. A `GradientMonitor` is allowed: the steps that it records are plain calls.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; tensors of the state are on several devices.
+        RuntimeError: the step cannot be captured, or a replay would differ: see `diagnose_capture`, which finds the
+            reasons without a GPU. A number in `param_groups` that changes raises, because a graph keeps the number
+            that was captured: schedules need ``lr=torch.tensor(1e-3, device=device)``.
+
+    Arguments are copied into the graph's memory: tensors of the device and pinned ones without waiting. Do not change a
+    pinned tensor before the copy has been made. Capturing and verifying run the step's Python once more: its effects
+    outside of `state`, such as a print, happen again. A gradient that was read from `p.grad` is overwritten by the next
+    replay.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    >>> def step(x):
+    ...     loss = model(x).square().mean()
+    ...     optimizer.zero_grad()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     return {"loss": loss}
+    >>> update = CapturedStep(step, model, optimizer)
+    >>> sorted(update(torch.ones(4, 2)))
+    ['loss']
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        *state: Any,
+        warmup: int = 3,
+        verify: int = 2,
+        max_graphs: int = 4,
+        copy_outputs: bool = True,
+        fallback: Literal["eager"] | None = None,
+        hooks: Literal["raise", "ignore"] = "raise",
+    ) -> None:
+        """Keep the step. Nothing is called yet."""
+        if not callable(step):
+            raise TypeError(f"CapturedStep: step must be callable, but it is of type {type(step).__name__}")
+        if fallback not in (None, "eager"):
+            raise ValueError(f"CapturedStep: fallback must be None or 'eager', but it is {fallback!r}")
+        if hooks not in ("raise", "ignore"):
+            raise ValueError(f"CapturedStep: hooks must be 'raise' or 'ignore', but it is {hooks!r}")
+        _numbers.check_flag("CapturedStep: copy_outputs", copy_outputs)
+        self._step, self._given, self._state = step, state, State("CapturedStep", state)
+        self._options: dict[str, Any] = {
+            "warmup": _integer("warmup", warmup, 1),
+            "verify": _integer("verify", verify, 0),
+            "max_graphs": _integer("max_graphs", max_graphs, 1),
+            "copy_outputs": copy_outputs,
+            "fallback": fallback,
+            "hooks": hooks,
+        }
+        is_distributed = any(type(module).__name__ == "DistributedDataParallel" for _, module in self._state.modules())
+        if is_distributed and warmup < 11:
+            raise ValueError(
+                "CapturedStep: warmup must be at least 11 with DistributedDataParallel, which sets up its buckets and "
+                f"statistics in the first calls, but it is {warmup}"
+            )
+        self._device = _device_of(self._state)
+        self._maker = graphs.graphs_of(self._device)
+        self._lock = threading.Lock()
+        self._num_plain = 0
+        self._known: dict[Form, Any] = {}
+        """By form of arguments: what had changed at the last plain call, compared with the newest graph."""
+        self._captured: list[_Captured] = []
+        self._warned: set[str] = set()
+
+    # ---- What it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_captured(self) -> bool:
+        """True if there is a graph. False on a CPU, and before the first capture."""
+        return bool(self._captured)
+
+    @property
+    def graphs(self) -> list[GraphInfo]:
+        """The graphs."""
+        return [GraphInfo(text_of(one.form), one.graph.launches(), one.graph.memory()) for one in self._captured]
+
+    def reset(self) -> None:
+        """Free the graphs. The next call is captured again."""
+        for captured in self._captured:
+            captured.graph.reset()
+        self._captured = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep:
+        """Leave out the graphs. A step that is a function keeps its state; copying that would separate them."""
+        step = copy.deepcopy(self._step, memo)
+        state = self._given if step is self._step else copy.deepcopy(self._given, memo)
+        return CapturedStep(step, *state, **self._options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make, (self._step, self._given, self._options)
+
+    def __repr__(self) -> str:
+        name = getattr(self._step, "__qualname__", type(self._step).__name__)
+        return f"CapturedStep({', '.join([name, *self._state.roots])}, graphs={len(self._captured)})"
+
+    # ---- Calls -------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make one learner step."""
+        if self._maker is None:
+            return self._step(*args, **kwargs)
+        with self._locked():
+            form, leaves = read(args, kwargs, self._device)
+            try:
+                return self._call(form, leaves)
+            except _Refused as error:
+                if self._options["fallback"] is None:
+                    raise
+                warnings.warn(f"{error}\nfallback='eager': from now on the step is called as it is.", stacklevel=3)
+                result = error.result or (self._plain(form, leaves),)
+                self.reset()
+                self._maker = None
+                return result[0]
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the step as it is. Allowed at any time: graphs and plain calls have one state."""
+        if self._maker is None:
+            return self._step(*args, **kwargs)
+        with self._locked():
+            return self._plain(*read(args, kwargs, self._device))
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "CapturedStep: the step is already running, in another thread or because it calls itself"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _call(self, form: Form, leaves: list[Leaf]) -> Any:
+        monitors = self._monitors()
+        if any(monitor.records_next_step() for monitor in monitors):
+            return self._plain(form, leaves)
+        captured, changed = self._matching(form)
+        if captured is None and (self._num_plain < self._options["warmup"] or self._known.get(form) != changed):
+            self._known[form] = changed
+            return self._plain(form, leaves)
+        if captured is None:
+            captured = self._capture(form, leaves, monitors)
+        if captured.verified < self._options["verify"]:
+            return self._verify(captured, leaves)
+        return self._replay(captured, leaves)
+
+    def _plain(self, form: Form, leaves: list[Leaf]) -> Any:
+        result = self._run(form, [value for _, value in leaves])
+        self._num_plain += 1
+        return result
+
+    def _run(self, form: Form, values: list[Any]) -> Any:
+        """Run the step next to the current stream; its result is detached."""
+        assert self._maker is not None
+        args, kwargs = build(form[0], iter(values))
+        with self._maker.side_by_side():
+            result = self._step(*args, **kwargs)
+        structure, leaves = flatten(result, "", refuse_result)
+        return build(structure, (_detached(value) for _, value in leaves))
+
+    def _replay(self, captured: _Captured, leaves: list[Leaf]) -> Any:
+        tensors = [value for _, value in leaves if isinstance(value, torch.Tensor)]
+        if tensors:
+            torch._foreach_copy_(captured.inputs, tensors, non_blocking=True)
+        captured.graph.replay()
+        captured.guards.set_gradients()
+        for monitor, report in captured.reports:
+            monitor.count_replayed_step(report)
+        structure, results = captured.result
+        return build(structure, (_copied(value) if self._options["copy_outputs"] else value for _, value in results))
+
+    # ---- Guards ------------------------------------------------------------------------------------------------------
+
+    def _matching(self, form: Form) -> tuple[_Captured | None, Any]:
+        """The graph for arguments of this form and the state as it is; and what has changed, if another is needed."""
+        candidates = [captured for captured in reversed(self._captured) if captured.form == form]
+        for captured in candidates:
+            if captured.guards.hold():
+                return captured, None
+        changed: list[Any] = []
+        for captured in candidates:
+            changes = captured.guards.changes()
+            if not changes:  # an equal object in place of another
+                captured.guards.accept()
+                return captured, None
+            for change in changes:
+                if change.kind in ("number", "rate"):
+                    raise _Refused(_changed_rate(change))
+            if all(change.kind == "attribute" for change in changes):
+                # Perhaps the step does not read it: compare a replay with a plain step, if that is wanted.
+                captured.guards.accept(changes)
+                captured.verified = min(captured.verified, max(self._options["verify"] - 1, 0))
+                return captured, None
+            if any(change.kind == "identity" for change in changes):
+                captured.graph.reset()
+                self._captured.remove(captured)
+                self._known.pop(form, None)
+            else:
+                changed += [(change.name, str(change.now)) for change in changes]
+        return None, changed
+
+    # ---- Hooks -------------------------------------------------------------------------------------------------------
+
+    def _monitors(self) -> list[Any]:
+        """Open monitors of the optimizers. Raises in a mode that would not see what a replay does."""
+        if self._options["hooks"] == "raise" and (mode := watching_mode()):
+            raise _Refused(
+                f"CapturedStep: {mode} is active, but a replay makes no calls that it could see; inside of it, write "
+                "update.plain(...)"
+            )
+        return monitors_of(self._state)
+
+    def _refuse_hooks(self) -> None:
+        for name, hook in hooks_of(self._state):
+            if self._options["hooks"] == "raise" and monitor_of(hook) is None:
+                raise _Refused(
+                    f"CapturedStep: {name} has the hook {hook_name(hook)}, which a replay would not run; remove it, or "
+                    "pass hooks='ignore' if it consists of calls of PyTorch, which the graph repeats"
+                )
+
+    # ---- Capturing ---------------------------------------------------------------------------------------------------
+
+    def _capture(self, form: Form, leaves: list[Leaf], monitors: list[Any]) -> _Captured:
+        assert self._maker is not None
+        if len(self._captured) == self._options["max_graphs"]:
+            raise _Refused(too_many([one.form for one in self._captured], form, leaves))
+        self._refuse_hooks()
+        inputs = [like(value) for _, value in leaves if isinstance(value, torch.Tensor)]
+        versions = [tensor._version for tensor in inputs]
+        own = iter(inputs)
+        values = [next(own) if isinstance(value, torch.Tensor) else value for _, value in leaves]
+        args, kwargs = build(form[0], iter(values))
+        before, around = Before(self._state), Surroundings(self._step, self._state)
+        try:
+            with contextlib.ExitStack() as work:
+                work.enter_context(_without_autocast_cache())
+                reports = [(monitor, work.enter_context(monitor.reporting_to_replays())) for monitor in monitors]
+                graph, result = self._maker.capture(lambda: self._step(*args, **kwargs), self._state.generators())
+            structure, results = flatten(result, "", refuse_result)
+            self._check_results(results)
+            for (place, _), tensor, version in zip(tensors(leaves), inputs, versions, strict=True):
+                if tensor._version != version:
+                    raise _Refused(f"CapturedStep: the step writes to {argument(place)}; write to a copy, x.clone()")
+            for problem in (*before.problems(self._options["verify"] > 1), *map(_unnamed, around.written_tensors())):
+                raise _Refused(f"CapturedStep: {problem}")
+            for name, was, now in around.changed_numbers():
+                self._warn_of_number(name, was, now)
+        except Exception as error:
+            before.restore()
+            around.restore()
+            if isinstance(error, _Refused | TypeError):
+                raise
+            raise _Refused(self._why_not_captured(error, form, leaves)) from error
+        results = [Leaf(place, _detached(value)) for place, value in results]
+        gradients = before.gradients()
+        before.restore()
+        around.restore()
+        guards = Guards(self._state, gradients, around.places if self._options["verify"] else [])
+        self._captured.append(_Captured(form, inputs, graph, (structure, results), guards, reports))
+        return self._captured[-1]
+
+    def _warn_of_number(self, name: str, before: Any, now: Any) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(
+                f"CapturedStep: the step changes {name} ({before!r}, then {now!r}), which a replay does not. If the "
+                "step computes or decides with it, keep it in a tensor of the device that is part of the state, or "
+                "change it outside of the step",
+                stacklevel=5,
+            )
+
+    def _check_results(self, results: list[Leaf]) -> None:
+        for place, value in tensors(results):
+            if value.device != self._device:
+                raise _Refused(
+                    f"CapturedStep: {result(place)} is on {value.device}, where a replay computes nothing; return the "
+                    "tensor of the device, and move it afterwards"
+                )
+
+    def _why_not_captured(self, error: Exception, form: Form, leaves: list[Leaf]) -> str:
+        place = location_of(error)
+        at = f" at {place}: {place.source}" if place else ""
+        message = str(error).partition("\n")[0]
+        return f"CapturedStep: the step cannot be captured{at}: {message}{self._diagnosed(form, leaves)}"
+
+    def _diagnosed(self, form: Form, leaves: list[Leaf]) -> str:
+        """What `diagnose_capture` finds, for an error message."""
+        args, kwargs = build(form[0], (value for _, value in leaves))
+        try:
+            diagnosis = diagnose_capture(lambda _: self._step(*args, **kwargs), [0, 1], *self._given)
+        except Exception:  # the error that is being reported
+            return ""
+        return "" if diagnosis.ok else f"\n{diagnosis}"
+
+    # ---- Verification ------------------------------------------------------------------------------------------------
+
+    def _verify(self, captured: _Captured, leaves: list[Leaf]) -> Any:
+        """Replay, and run a plain step on the same batch from the same state. Keeps what the plain step did."""
+        values = [value for _, value in leaves]
+
+        def plain() -> tuple[Any, Outcome]:
+            result = self._run(captured.form, values)
+            return result, Outcome(flatten(result, "", refuse_result)[1], self._state)
+
+        begin, around = self._state.save(), Surroundings(self._step, self._state)
+        replayed = Outcome(flatten(self._replay(captured, leaves), "", refuse_result)[1], self._state)
+        begin.restore()
+        result, wanted = plain()
+        captured.guards.keep_gradients()
+        captured.verified += 1
+        if differences := replayed.differences(wanted):
+            begin.restore()
+            around.restore()
+            noise = plain()[1].differences(wanted)
+            wrong = beyond_noise(differences, noise)
+            found = "" if wrong is None else self._diagnosed(captured.form, leaves)
+            wanted.state.restore()
+            if wrong is not None:
+                self._captured.remove(captured)
+                captured.graph.reset()
+                error = _Refused(
+                    f"CapturedStep: a replay differs from a plain step, in {wrong[0]} by {wrong[1]:.3g}; the plain "
+                    f"step was kept{found}"
+                )
+                error.result = (result,)
+                raise error
+        return result
+
+
+def _integer(argument: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"CapturedStep: {argument} must be an integer, but it is of type {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"CapturedStep: {argument} must be at least {least}, but it is {value}")
+    return int(value)
+
+
+def _make(step: Callable[..., Any], state: tuple[Any, ...], options: dict[str, Any]) -> CapturedStep:
+    return CapturedStep(step, *state, **options)
+
+
+def _device_of(state: State) -> torch.device:
+    """The device of the state. Raises ValueError for several."""
+    found: dict[torch.device, str] = {}
+    for name, tensor in state.tensors():
+        if tensor.device.type != "cpu":
+            found.setdefault(tensor.device, name)
+    if len(found) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in found.items())
+        raise ValueError(f"CapturedStep: all tensors of the state must be on one device, but it has {places}")
+    return next(iter(found), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Let autocast keep no converted weights: those of a graph would be used outside of it, and the other way round."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+        torch.clear_autocast_cache()
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _changed_rate(change: Change) -> str:
+    if change.kind == "rate":
+        return (
+            f"CapturedStep: {change.name} is another tensor than the one that was captured; change that one with "
+            f"fill_() or copy_()"
+        )
+    return (
+        f"CapturedStep: {change.name} is {change.now}, but a graph keeps {change.before}, the number that was "
+        f"captured; write {rate_remedy()}"
+    )
+
+
+def _unnamed(name: str) -> str:
+    return f"the step writes to {name}, which is not part of the state; name what holds it in CapturedStep(step, ...)"

@@ -1,0 +1,160 @@
+"""A stand-in for CUDA graphs on a CPU: it records the operators of a call, and replays them into the same memory.
+
+As with CUDA, capturing changes nothing (the operators run, and what they wrote is put back), a replay runs no Python of
+the call, its numbers are the ones of the captured call, its random numbers are new, and reading a value raises while
+capturing. Memory that a capture allocated is poisoned before each replay: a graph may use it for something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gradscale_ext import _context
+
+READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2")
+PYTHON_READS = (
+    "item",
+    "tolist",
+    "numpy",
+    "cpu",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__array__",
+    "__repr__",
+    "__format__",
+)
+POISON = 0x7F  # float32 3.39e38, int64 9.2e18
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def refuse(name: str) -> None:
+    raise RuntimeError(f"operation not permitted when stream is capturing ({name})")
+
+
+class ShownOperators(TorchDispatchMode):
+    """Lets plain steps run the same operators as a tape, so that bits can be compared."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return (
+            multiplied(*args)
+            if func._schema.name == "gradscale_ext::scale_gradients"
+            else func(*args, **(kwargs or {}))
+        )
+
+
+def multiplied(gradients: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """`scale_gradients`, which otherwise takes the memory of its argument."""
+    return torch.where(gradients == 0, gradients, gradients * factor)
+
+
+class PythonReads(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in PYTHON_READS:
+            refuse(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Tape(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.made: dict[int, torch.UntypedStorage] = {}
+        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.replays = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func._schema.name in READS:
+            refuse(func._schema.name)
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
+        operands = {memory(tensor) for tensor in tensors_of((args, kwargs))}
+        for tensor in tensors_of((args, kwargs)):  # native_batch_norm writes to operands that its schema does not mark
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.made and storage._cdata not in self.before:
+                self.before[storage._cdata] = storage, storage.clone()
+        if func._schema.name == "gradscale_ext::scale_gradients":
+            func, result = multiplied, multiplied(*args)
+        else:
+            result = func(*args, **kwargs)
+        for tensor in tensors_of(result):
+            if memory(tensor) not in operands:
+                self.made[memory(tensor)] = tensor.untyped_storage()
+        hold = torch.Tensor.detach
+        self.calls.append(
+            (
+                func,
+                *(
+                    tree_map(lambda x: hold(x) if isinstance(x, torch.Tensor) else x, part)
+                    for part in (args, kwargs, result)
+                ),
+            )
+        )
+        return result
+
+    def undo(self) -> None:
+        for storage, contents in self.before.values():
+            storage.copy_(contents)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        self.replays += 1
+        for storage in self.made.values():
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
+        for func, args, kwargs, result in self.calls:
+            schema = getattr(func, "_schema", None)
+            if schema is not None and schema.is_mutable:
+                func(*args, **kwargs)
+                continue
+            operands = {memory(tensor) for tensor in tensors_of((args, kwargs))}
+            wanted = tensors_of(result)
+            if wanted and all(memory(tensor) in operands for tensor in wanted):
+                continue  # a view
+            for own, new in zip(wanted, tensors_of(func(*args, **kwargs)), strict=True):
+                own.copy_(new)
+
+    def launches(self) -> int | None:
+        return len(self.calls)
+
+    def memory(self) -> int:
+        return sum(storage.nbytes() for storage in self.made.values())
+
+    def reset(self) -> None:
+        self.calls = []
+
+
+class TapeGraphs:
+    """`gradscale_ext.capture.graphs.Graphs` with tapes."""
+
+    @contextlib.contextmanager
+    def side_by_side(self) -> Iterator[None]:
+        with _context.watched(), ShownOperators():
+            yield
+
+    def capture(self, call: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Tape, Any]:
+        tape = Tape()
+        states = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
+        try:
+            with _context.watched(), PythonReads(), tape:
+                result = call()
+        finally:
+            tape.undo()
+            for generator, state in states:
+                generator.set_state(state)
+        return tape, result
