@@ -1,4 +1,5 @@
-"""Everything on a GPU: the loss, decoding, gradient flow and l2_loss, compared with eager PyTorch and its compiler.
+"""Everything on a GPU: whole learner steps, the loss, decoding, gradient flow and l2_loss, compared with eager PyTorch
+and its compiler.
 
     python bench/gpu.py --results bench/results        # writes bench/results/<name of the GPU>.json
     python bench/gpu.py --cpu-smoke                    # the same code on tiny CPU sizes; the figures mean nothing
@@ -17,7 +18,9 @@ Bytes that must move, for GB/s:
 - decode: logits read once, values written once;
 - gradient flow, with N bytes of gradient: 2 N for the negation that makes the incoming gradient, and 2 N, or 3 N where
   there is a norm (read, then read and written);
-- l2_loss, with N bytes of parameters: N read, and in the backward pass N read and N written.
+- l2_loss, with N bytes of parameters: N read, and in the backward pass N read and N written;
+- whole steps: none are counted. The usual code and ours are timed as they are, with compiled networks, and captured by
+  hand; ours also by `CapturedStep`, and by tensordict's CudaGraphModule where it is installed.
 
 "device copy" copies half as many bytes, because each byte is read and written.
 
@@ -46,6 +49,7 @@ import flow
 import gradscale_ext as gs
 import harness
 import losses
+import steps
 import usual
 
 Call = Callable[[], object]
@@ -444,6 +448,71 @@ def statistics_group(bench: Bench, count: int, width: int) -> None:
         measure(bench, {**label, "pass": what}, calls, passes * moved, "fused")
 
 
+# ---- Whole learner steps ---------------------------------------------------------------------------------------------
+
+
+def by_tensordict(step: Callable[..., object], batch: tuple[torch.Tensor, ...]) -> Call | None:
+    """The step in tensordict's CudaGraphModule; None where it is not installed."""
+    try:
+        from tensordict.nn import CudaGraphModule
+    except ImportError:
+        return None
+    module = CudaGraphModule(step, warmup=5)
+    for _ in range(8):
+        module(*batch)
+    return lambda: module(*batch)
+
+
+def step_group(bench: Bench, name: str, make: Callable[[], steps.Pair], compiler: bool) -> None:
+    """Time a learner step. Each contestant has networks and an optimizer of its own."""
+    calls: dict[str, Call] = {}
+
+    def add(contestant: str, prepare: Callable[[], Call | None]) -> None:
+        """Keep the other contestants if one of them cannot run."""
+        try:
+            if (call := prepare()) is not None:
+                call()
+                calls[contestant] = call
+        except Exception as error:
+            print(f"{name}: {contestant} cannot run: {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+    def plain(step: Callable[..., object], batch: tuple[torch.Tensor, ...]) -> Call:
+        return lambda: step(*batch)
+
+    def pair_with_compiled_networks(mode: str) -> steps.Pair:
+        pair = make()
+        for network in pair.networks.values():
+            for function in ("initial", "recurrent", "encode", "next"):
+                if hasattr(network, function):
+                    setattr(network, function, torch.compile(getattr(network, function), mode=mode))
+        return pair
+
+    def captured_step(pair: steps.Pair) -> Call:
+        update = gs.CapturedStep(pair.ours, *pair.states["ours"])
+        for _ in range(8):
+            update(*pair.batch)
+        return plain(update, pair.batch)
+
+    make().check()
+    for kind in ("usual", "ours"):
+        add(f"{kind}, eager", lambda kind=kind: plain(getattr(pair := make(), kind), pair.batch))
+        if compiler:
+            for mode in ("default", "reduce-overhead"):
+                of_mode = functools.partial(pair_with_compiled_networks, mode)
+                add(
+                    f"{kind}, networks compiled ({mode})",
+                    lambda kind=kind, of_mode=of_mode: step_begins(plain(getattr(pair := of_mode(), kind), pair.batch)),
+                )
+        if bench.on_gpu:
+            by_hand = lambda kind=kind: captured(plain(getattr(pair := make(), kind), pair.batch))
+            add(f"{kind}, captured by hand (CUDA graph)", by_hand)
+    if bench.on_gpu:
+        add("ours, CudaGraphModule of tensordict", lambda: by_tensordict((pair := make()).ours, pair.batch))
+    add("CapturedStep", lambda: captured_step(make()))
+    measure(bench, {"group": "step", "size": name, "pass": "whole step", "inputs": "one set"}, calls, 0, "CapturedStep")
+    forget()
+
+
 # ---- All ------------------------------------------------------------------------------------------------------------
 
 
@@ -462,6 +531,8 @@ def groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]]:
     main, large = functools.partial(loss_group, bench), functools.partial(loss_group, bench)
     modes = ("default", "reduce-overhead", "max-autotune")
     yield "copies", 5, lambda: copies(bench, [16 * 10**6, 256 * 10**6, 10**9, 4 * 10**9])
+    for name, make in steps.pairs(bench.device).items():
+        yield f"step: {name}", 20, functools.partial(step_group, bench, name, make, compiler=False)
     for size in MAIN:
         yield f"loss {size}", 45, functools.partial(main, size, torch.float32, modes, warm=True)
     for size, dtype in [*LARGE, *LARGEST]:
@@ -488,6 +559,8 @@ def groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]]:
     for size in MAIN:
         compiled = functools.partial(main, size, torch.float32, ("default",), ("forward",))
         yield f"loss {size} without gradient, torch.compile", 25, compiled
+    for name, make in steps.pairs(bench.device).items():
+        yield f"step: {name}, torch.compile", 90, functools.partial(step_group, bench, name, make, compiler=True)
     for size, dtype in LARGE[:2]:
         yield f"loss {size} {dtype}, torch.compile", 30, functools.partial(large, size, dtype, ("default",))
 
@@ -503,6 +576,8 @@ def smoke_groups(bench: Bench) -> Iterator[tuple[str, float, Callable[[], None]]
     yield "l2_loss", 0, lambda: l2_group(bench, 7, 3)
     yield "decode", 0, lambda: decode_group(bench, (1, 3))
     yield "statistics", 0, lambda: statistics_group(bench, 7, 3)
+    for name, make in steps.pairs(bench.device, batch_size=2).items():
+        yield f"step: {name}", 0, functools.partial(step_group, bench, name, make, compiler=False)
 
 
 def bytes_needed(name: str) -> float:
