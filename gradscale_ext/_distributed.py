@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.torch_version import TorchVersion
+
+from . import _structures
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,17 +45,14 @@ def mesh_of(*values: Any) -> DeviceMesh | None:
 
 
 def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply `function` to the tensors in nested lists, tuples and mappings, and in a dataclass."""
+    """Apply `function` to the tensors of a structure. Mappings become dicts."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, list | tuple):
-        items = [_mapped(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
         return {key: _mapped(function, item) for key, item in value.items()}
-    if value is not None and is_dataclass(value) and not isinstance(value, type):  # PyTorch 2.11 cannot trace None here
-        return replace(value, **{field.name: _mapped(function, getattr(value, field.name)) for field in fields(value)})
-    return value
+    if _structures.is_leaf(value):
+        return value
+    return _structures.rebuilt("gradscale_ext", lambda _, item: _mapped(function, item), value)
 
 
 # In PyTorch 2.11, gradients lose their graph where they pass between DTensors and plain tensors.

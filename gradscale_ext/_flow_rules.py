@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
 
-from . import _distributed
+from . import _context, _distributed
 from . import _native as _native  # registers the operators
+
+_NORMS = ("clip_gradient_norm", "normalize_gradient")
 
 
 def call(operator: str, x: torch.Tensor | torch.fx.Proxy, *arguments: Any) -> torch.Tensor:
@@ -17,6 +20,8 @@ def call(operator: str, x: torch.Tensor | torch.fx.Proxy, *arguments: Any) -> to
     The overload is named, because for a scalar tensor PyTorch would choose the overload that accepts numbers.
     """
     packet = getattr(torch.ops.gradscale_ext, operator)
+    if operator in _NORMS and isinstance(arguments[2], torch.Tensor):
+        return packet.norm_type(x, *arguments)  # type: ignore[no-any-return]
     overload = packet.tensor if isinstance(arguments[0], torch.Tensor) else packet.default
     return overload(x, *arguments)  # type: ignore[no-any-return]
 
@@ -28,8 +33,8 @@ def _register_counting() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     @register_sharding(torch.ops.gradscale_ext.count_norms.default)  # type: ignore[misc]
-    def _on_every_rank(counts: Any, within: Any) -> Any:
-        return [([], [Replicate(), Replicate()])]
+    def _on_every_rank(counts: Any, norm: Any, within: Any, call: Any) -> Any:
+        return [([Replicate()], [Replicate()] * 4)]
 
 
 def distributed(x: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -41,23 +46,21 @@ def distributed(x: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-_ARGUMENTS = {
-    "scale_gradient": ("scale",),
-    "reverse_gradient": ("scale",),
-    "clip_gradient_norm": ("max_norm",),
-    "normalize_gradient": ("norm",),
-    "clip_gradient_value": ("min", "max"),
-}
-
-
-def refuse_distributed(operator: str, arguments: tuple[Any, ...]) -> None:
-    """Raise TypeError if an argument is a DTensor, although `x` is a plain tensor."""
-    for name, value in zip(_ARGUMENTS[operator], arguments, strict=False):
-        if _distributed.is_distributed(value):
-            raise TypeError(
-                f"{operator}: {name} must be a number or a plain tensor for a plain tensor x, but it is a DTensor; "
-                f"write {name}.full_tensor()"
-            )
+def without_schedules(x: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace numbers by tensors if one of them varies under `torch.compile`: a number is a constant of the graph,
+    which would be compiled again for the next number. A constant norm_type, the third argument, has a shorter formula.
+    """
+    if _context.is_eager():
+        return arguments
+    varies = [type(value) is float and _context.varies(value) for value in arguments]
+    if not any(varies):
+        return arguments
+    return tuple(
+        [
+            _context.as_tensor(value, x.device) if varying or (k < 2 and type(value) is float) else value
+            for k, (value, varying) in enumerate(zip(arguments, varies, strict=True))
+        ]
+    )
 
 
 Dims = tuple[int | None, ...]
@@ -101,23 +104,15 @@ def _norm_rule(operator: str) -> Any:
     return rule
 
 
-def _count_norms_rule(info: Any, in_dims: Dims, counts: torch.Tensor, within: torch.Tensor) -> Any:
-    if in_dims[0] is None:
-        torch.ops.gradscale_ext.count_norms(counts, within)
-    else:
-        within = _example_first(within, in_dims[1], info.batch_size)
-        for own, seen in zip(counts.unbind(in_dims[0]), within.unbind(), strict=True):
-            torch.ops.gradscale_ext.count_norms(own, seen)
-    return None, None
+def _count_norms_rule(info: Any, in_dims: Dims, counts: torch.Tensor, *others: torch.Tensor) -> Any:
+    norm, within = (_example_first(x, dim, info.batch_size) for x, dim in zip(others[:2], in_dims[1:3], strict=True))
+    return torch.ops.gradscale_ext.count_norms(counts, norm, within, others[2]), 0
 
 
-for _operator, _rule in (
-    ("scale_gradient", _elementwise_rule),
-    ("reverse_gradient", _elementwise_rule),
-    ("clip_gradient_value", _elementwise_rule),
-    ("clip_gradient_norm", _norm_rule),
-    ("normalize_gradient", _norm_rule),
+for _rule, _operators, _overloads in (
+    (_elementwise_rule, ("scale_gradient", "reverse_gradient", "clip_gradient_value"), ("", ".tensor")),
+    (_norm_rule, _NORMS, ("", ".tensor", ".norm_type")),
 ):
-    for _overload in ("", ".tensor"):
+    for _operator, _overload in itertools.product(_operators, _overloads):
         torch.library.register_vmap(f"gradscale_ext::{_operator}{_overload}", _rule(_operator))
 torch.library.register_vmap("gradscale_ext::count_norms", _count_norms_rule)

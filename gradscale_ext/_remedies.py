@@ -52,12 +52,15 @@ def _first_leaf(value: object) -> object:
     return value
 
 
-def remedy_for_kind(tensor: torch.Tensor) -> str | None:
+def remedy_for_kind(tensor: torch.Tensor, has_mask: bool = True) -> str | None:
     """Fault and remedy of a kind of tensor that no kernel reads; None for an ordinary tensor."""
     if type(tensor).__name__ == "MaskedTensor":
-        return "is a MaskedTensor; give its get_data(), and its get_mask() as mask"
+        return "is a MaskedTensor; give its get_data()" + (", and its get_mask() as mask" if has_mask else "")
     if tensor.is_nested:
-        return "is a nested tensor; write torch.nested.to_padded_tensor(..., 0.0), and mask the padding"
+        mask = ", and mask the padding" if has_mask else ""
+        return f"is a nested tensor; write torch.nested.to_padded_tensor(..., 0.0){mask}"
+    if tensor.is_quantized:
+        return "is quantized; write .dequantize()"
     if tensor.layout is not torch.strided:
         return f"must be dense, but its layout is {tensor.layout}; write .to_dense()"
     return None

@@ -1,8 +1,10 @@
 """Gradient-flow operators: identity forward, changed gradient backward.
 
-All of them return a view of `x`: the same values bit for bit, without a copy. `x` is a tensor, or a tuple, list, dict
-or namedtuple of tensors (the states of an LSTM), and the result has the same structure; every tensor has its own
-gradient, and its own norms.
+All of them return a view of `x`: the same values bit for bit, without a copy. `x` is a tensor, or a structure of
+tensors (the states of an LSTM), and the result has the same structure; every tensor has its own gradient, and its own
+norms. Structures are tuples, lists and dicts, their subclasses, dataclasses, and nodes that are registered with
+`torch.utils._pytree`. A subclass is copied without a call of its constructor, and its items are replaced. A dataclass
+is built by its constructor.
 
 They are registered with PyTorch as its own operations are, so that gradients are changed in eager mode, under
 `create_graph`, `torch.func` transforms, `torch.compile`, `torch.export`, checkpointing, autocast, DDP and FSDP2 alike.
@@ -13,22 +15,18 @@ would take the operator out of the graph, raises as well; clone() first. An expo
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
-from . import _context, _distributed, _flow_rules, _remedies
+from . import _context, _distributed, _flow_checks, _flow_rules, _remedies, _structures
 from ._native import _C
-from ._numbers import as_float
 from ._ranks import group_of
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-#: A tensor, or a tuple, list, dict or namedtuple of such.
+#: A tensor, or a structure of tensors.
 Tree = TypeVar("Tree")
 
 
@@ -46,13 +44,15 @@ def scale_gradient(x: Tree, scale: float | torch.Tensor) -> Tree:
         scale: a real number, or a real tensor that broadcasts to the shape of `x`, on its device (or a scalar on the
             CPU), which is read on that device without a synchronisation and gets no gradient. 1 passes the gradient
             bit-identical (a tensor's 1 may change the bits of a NaN); 0 gives exact zeros, also where the incoming
-            gradient is inf or NaN; a negative scale reverses it.
+            gradient is inf or NaN; a negative scale reverses it. For gradients of at most 32 bits it is rounded to
+            float32.
 
     Returns:
         Tensors equal to `x` bit for bit, with the same shape, strides, dtype and device.
 
     Raises:
-        TypeError: a tensor of `x` is not floating or complex, a leaf is not a tensor, or `scale` is not real.
+        TypeError: a tensor of `x` is not floating or complex, a leaf is not a tensor, a structure cannot be built
+            again, or `scale` is not real.
         ValueError: a tensor `scale` requires grad, does not broadcast to `x`, or is on another device.
 
     In every context (eager, `no_grad`, double backward, `torch.func` transforms, forward-mode AD, `torch.compile`,
@@ -64,10 +64,10 @@ def scale_gradient(x: Tree, scale: float | torch.Tensor) -> Tree:
     >>> x.grad
     tensor([0.5000, 0.5000, 0.5000])
     """
-    return _apply("scale_gradient", _C.scale_gradient, x, _real("scale_gradient", "scale", scale))  # type: ignore[no-any-return]
+    return _apply("scale_gradient", _C.scale_gradient, x, _flow_checks.real("scale_gradient", "scale", scale))  # type: ignore[no-any-return]
 
 
-def reverse_gradient(x: Tree, scale: float | torch.Tensor = 1.0) -> Tree:
+def reverse_gradient(x: Tree, scale: float | torch.Tensor = 1.0, **other: NoReturn) -> Tree:
     """Return `x` unchanged; the gradient that flows back through the result is multiplied by ``-scale``.
 
     Forward ``y = x``; backward ``dL/dx = -scale * dL/dy``. The gradient reversal layer of domain-adversarial training
@@ -89,7 +89,9 @@ def reverse_gradient(x: Tree, scale: float | torch.Tensor = 1.0) -> Tree:
     >>> x.grad
     tensor([-0.5000, -0.5000, -0.5000])
     """
-    return _apply("reverse_gradient", _C.reverse_gradient, x, _real("reverse_gradient", "scale", scale))  # type: ignore[no-any-return]
+    if other:
+        raise _flow_checks.unknown_keyword("reverse_gradient", other)
+    return _apply("reverse_gradient", _C.reverse_gradient, x, _flow_checks.real("reverse_gradient", "scale", scale))  # type: ignore[no-any-return]
 
 
 def clip_gradient_norm(
@@ -113,7 +115,8 @@ def clip_gradient_norm(
         max_norm: non-negative number, or a real tensor that broadcasts to ``x.shape[:batch_dims]`` (one limit for each
             norm), on the device of `x` (or a scalar on the CPU). It is read there without a synchronisation, and gets
             no gradient. 0 gives zeros, inf never clips. A negative or NaN entry raises if it can be read without
-            waiting for a device; otherwise it gives a NaN gradient.
+            waiting for a device; otherwise it gives a NaN gradient. Limits are float64 numbers (float32 on a device
+            without float64), whatever the dtype of `x` is: only the clipped gradient is rounded to that dtype.
         batch_dims: n: each index of the first n dimensions of `x` has its own norm. 0: one norm for the whole tensor.
             1: one norm per sample. Under `torch.func.vmap`: dimensions of one mapped example.
         norm_type: p of the norm: any number greater than 0, or inf.
@@ -157,7 +160,8 @@ def normalize_gradient(
     Args:
         x: floating or complex tensor, or a structure of them, each of whose tensors has its own norms.
         norm: length of the gradient, a non-negative number, or a real tensor that broadcasts to
-            ``x.shape[:batch_dims]``, read on its device. 0 gives zeros.
+            ``x.shape[:batch_dims]``, read on its device. 0 gives zeros. A float64 number, as `max_norm` of
+            `clip_gradient_norm`: a result beyond the range of the gradient's dtype is inf.
         batch_dims: n: each index of the first n dimensions of `x` has its own norm.
         norm_type: p of the norm: any number greater than 0, or inf.
 
@@ -172,8 +176,8 @@ def normalize_gradient(
     >>> x.grad
     tensor([6., 8.])
     """
-    limit = _limit("normalize_gradient", "norm", norm)
-    dims, p = _groups("normalize_gradient", batch_dims, norm_type)
+    limit = _flow_checks.limit("normalize_gradient", "norm", norm)
+    dims, p = _flow_checks.groups("normalize_gradient", batch_dims, norm_type)
     return _apply("normalize_gradient", _C.normalize_gradient, x, limit, dims, p)  # type: ignore[no-any-return]
 
 
@@ -186,7 +190,8 @@ def clip_gradient_value(x: Tree, min: float | torch.Tensor | None, max: float | 
         x: floating tensor of any shape, or a structure of them.
         min: lower bound, a real number, or a real tensor that broadcasts to the shape of `x`, read on its device. None:
             no bound.
-        max: upper bound, likewise. `min` and `max` cannot both be None.
+        max: upper bound, likewise. `min` and `max` cannot both be None. Bounds are float64 numbers; the clamped
+            gradient is rounded to its dtype.
 
     Returns:
         Tensors equal to `x` bit for bit.
@@ -204,7 +209,7 @@ def clip_gradient_value(x: Tree, min: float | torch.Tensor | None, max: float | 
     >>> x.grad
     tensor([-1.0000,  0.5000,  3.0000])
     """
-    low, high = _bounds("clip_gradient_value", min, max)
+    low, high = _flow_checks.bounds("clip_gradient_value", min, max)
     return _apply("clip_gradient_value", _C.clip_gradient_value, x, low, high)  # type: ignore[no-any-return]
 
 
@@ -216,35 +221,22 @@ def _apply(
 ) -> Any:  # of the type of x
     """Apply to the tensor, or to every tensor of a structure, and keep the structure."""
     if type(x) in _PLAIN and _context.is_eager():
-        if type(arguments[0]) is not float:
-            _flow_rules.refuse_distributed(operator, arguments)
         result = compiled(x, *arguments)
         if result is not None:
             return result
     if isinstance(x, torch.Tensor | torch.fx.Proxy):
+        if isinstance(x, torch.Tensor):
+            _flow_checks.check_kinds(operator, x, arguments)
         if _distributed.is_distributed(x):
             arguments = _flow_rules.distributed(x, arguments)
-        return _flow_rules.call(operator, x, *_without_schedules(x, arguments))
-    if isinstance(x, tuple | list):
-        items = [_apply(operator, compiled, item, *arguments) for item in x]
-        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-    if isinstance(x, dict):
-        pairs = [(key, _apply(operator, compiled, value, *arguments)) for key, value in x.items()]
-        return type(x)(x.default_factory, pairs) if isinstance(x, defaultdict) else type(x)(pairs)
-    raise TypeError(
-        f"{operator}: x must be a tensor, or a tuple, list, dict or namedtuple of tensors, "
-        f"but it holds a value of type {type(x).__name__}"
-    )
-
-
-def _without_schedules(x: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace the numbers by tensors if one of them varies under `torch.compile`: a number is a constant of the graph,
-    which would be compiled again for the next number."""
-    values = [value for value in arguments[:2] if type(value) is float]
-    if _context.is_eager() or not any([_context.varies(value) for value in values]):
-        return arguments
-    tensors = [_context.as_tensor(value, x.device) for value in values]
-    return (*tensors, *arguments[len(tensors) :])
+        return _flow_rules.call(operator, x, *_flow_rules.without_schedules(x, arguments))
+    if _structures.is_leaf(x):
+        remedy = _remedies.remedy_for_type(x, "x") if hasattr(x, "__array__") else ""
+        raise TypeError(
+            f"{operator}: x must be a tensor, or a structure of tensors (tuples, lists, dicts, dataclasses, registered "
+            f"pytree nodes), but it is of type {type(x).__name__}{remedy}"
+        )
+    return _structures.mapped(operator, lambda leaf: _apply(operator, compiled, leaf, *arguments), x)
 
 
 def _clip_gradient_norm(
@@ -255,66 +247,9 @@ def _clip_gradient_norm(
     group: tuple[str, int],
     counts: torch.Tensor | None,
 ) -> Any:
-    limit = _limit("clip_gradient_norm", "max_norm", max_norm)
-    dims, p = _groups("clip_gradient_norm", batch_dims, norm_type)
+    limit = _flow_checks.limit("clip_gradient_norm", "max_norm", max_norm)
+    dims, p = _flow_checks.groups("clip_gradient_norm", batch_dims, norm_type)
     return _apply("clip_gradient_norm", _C.clip_gradient_norm, x, limit, dims, p, *group, counts)
-
-
-# ---- Checking -------------------------------------------------------------------------------------------------------
-
-
-def _real(operator: str, argument: str, value: Any) -> float | torch.Tensor:
-    """A number as a float, a tensor as it is."""
-    if type(value) is float:
-        return value
-    if isinstance(value, torch.Tensor):
-        if value.is_complex() or value.dtype == torch.bool:
-            raise TypeError(f"{operator}: {argument} must be real, but it is a tensor of dtype {value.dtype}")
-        return value
-    if isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool):
-        return as_float(f"{operator}: {argument}", value)
-    can_be_tensor = hasattr(value, "__array__") and argument != "norm_type"
-    remedy = _remedies.remedy_for_type(value, argument) if can_be_tensor else ""
-    raise TypeError(
-        f"{operator}: {argument} must be a real number or tensor, but it is of type {type(value).__name__}{remedy}"
-    )
-
-
-def _limit(operator: str, argument: str, value: Any) -> float | torch.Tensor:
-    """Check a number that must not be negative. C++ checks a tensor, if it can read it without waiting."""
-    value = _real(operator, argument, value)
-    if not isinstance(value, torch.Tensor) and not value >= 0:
-        raise ValueError(f"{operator}: {argument} must not be negative or NaN, but it is {value}")
-    return value  # type: ignore[no-any-return]
-
-
-def _groups(operator: str, batch_dims: Any, norm_type: Any) -> tuple[int, float]:
-    if not isinstance(batch_dims, numbers.Integral) or isinstance(batch_dims, bool):
-        raise TypeError(f"{operator}: batch_dims must be an integer, but it is of type {type(batch_dims).__name__}")
-    if batch_dims < 0:
-        raise ValueError(f"{operator}: batch_dims must not be negative, but it is {batch_dims}")
-    p = _real(operator, "norm_type", norm_type)
-    if isinstance(p, torch.Tensor):
-        raise TypeError(f"{operator}: norm_type must be a number, but it is a tensor")
-    if not p > 0:
-        raise ValueError(f"{operator}: norm_type must be greater than 0, but it is {p}")
-    return int(batch_dims), p
-
-
-def _bounds(operator: str, min: Any, max: Any) -> tuple[float | torch.Tensor, float | torch.Tensor]:
-    """Two numbers or two tensors; infinity where there is no bound."""
-    if min is None and max is None:
-        raise ValueError(f"{operator}: min and max are both None; at least one bound is needed")
-    low = -math.inf if min is None else _real(operator, "min", min)
-    high = math.inf if max is None else _real(operator, "max", max)
-    if isinstance(low, torch.Tensor) or isinstance(high, torch.Tensor):
-        low = low if isinstance(low, torch.Tensor) else torch.tensor(low, dtype=_context.widest())
-        high = high if isinstance(high, torch.Tensor) else torch.tensor(high, dtype=_context.widest())
-    elif not low <= high:
-        raise ValueError(
-            f"{operator}: min must not be greater than max, and neither may be NaN, but they are {low} and {high}"
-        )
-    return low, high
 
 
 # ---- Modules --------------------------------------------------------------------------------------------------------
@@ -374,7 +309,7 @@ class ScaleGradient(_Operator):
     def __init__(self, scale: float | torch.Tensor) -> None:
         """Keep the scale."""
         super().__init__()
-        self._keep(scale=_real("ScaleGradient", "scale", scale))
+        self._keep(scale=_flow_checks.real("ScaleGradient", "scale", scale))
 
     def forward(self, x: Tree) -> Tree:
         """Return `x`, its gradient scaled."""
@@ -390,10 +325,12 @@ class ReverseGradient(_Operator):
 
     scale: torch.Tensor
 
-    def __init__(self, scale: float | torch.Tensor = 1.0) -> None:
+    def __init__(self, scale: float | torch.Tensor = 1.0, **other: NoReturn) -> None:
         """Keep the scale."""
         super().__init__()
-        self._keep(scale=_real("ReverseGradient", "scale", scale))
+        if other:
+            raise _flow_checks.unknown_keyword("ReverseGradient", other)
+        self._keep(scale=_flow_checks.real("ReverseGradient", "scale", scale))
 
     def forward(self, x: Tree) -> Tree:
         """Return `x`, its gradient reversed."""
@@ -405,7 +342,7 @@ class _NormOperator(_Operator):
 
     def __init__(self, batch_dims: int, norm_type: float) -> None:
         super().__init__()
-        self.batch_dims, self.norm_type = _groups(type(self).__name__, batch_dims, norm_type)
+        self.batch_dims, self.norm_type = _flow_checks.groups(type(self).__name__, batch_dims, norm_type)
 
     def _shown(self) -> dict[str, Any]:
         limits = {name: value for name, value in self._buffers.items() if name != "counts"}
@@ -416,8 +353,10 @@ class ClipGradientNorm(_NormOperator):
     """`clip_gradient_norm` as a module; `max_norm` is a buffer, and norms are counted.
 
     Backward passes add to `counts`, an int64 buffer on the module's device, without a synchronisation; `seen` and
-    `clipped` are its two elements. A norm that is NaN counts as clipped. Where DistributedDataParallel broadcasts
-    buffers, rank 0 provides the counts.
+    `clipped` are its two elements. A norm of 0 does not count, because a compiled graph cannot distinguish a zero
+    gradient from a missing one. A norm that is NaN counts as clipped. Where DistributedDataParallel broadcasts buffers,
+    rank 0 provides the counts. A compiled graph saves the buffers for its backward pass: change them before the forward
+    pass or after the backward pass.
 
     >>> clip = ClipGradientNorm(1.0, batch_dims=1)
     >>> x = torch.zeros(2, 2, requires_grad=True)
@@ -439,13 +378,13 @@ class ClipGradientNorm(_NormOperator):
     ) -> None:
         """Keep the limit, and start counting at zero."""
         super().__init__(batch_dims, norm_type)
-        self._keep(max_norm=_limit("ClipGradientNorm", "max_norm", max_norm))
+        self._keep(max_norm=_flow_checks.limit("ClipGradientNorm", "max_norm", max_norm))
         self._group = group_of("ClipGradientNorm", process_group)
         self.register_buffer("counts", torch.zeros(2, dtype=torch.int64), persistent=False)
 
     @property
     def seen(self) -> torch.Tensor:
-        """How many norms backward passes have seen."""
+        """How many norms other than 0 backward passes have seen."""
         return self.counts[0]
 
     @property
@@ -470,7 +409,7 @@ class NormalizeGradient(_NormOperator):
     def __init__(self, norm: float | torch.Tensor = 1.0, *, batch_dims: int = 0, norm_type: float = 2.0) -> None:
         """Keep the norm."""
         super().__init__(batch_dims, norm_type)
-        self._keep(norm=_limit("NormalizeGradient", "norm", norm))
+        self._keep(norm=_flow_checks.limit("NormalizeGradient", "norm", norm))
 
     def forward(self, x: Tree) -> Tree:
         """Return `x`, its gradient of the given length."""
@@ -490,7 +429,7 @@ class ClipGradientValue(_Operator):
     def __init__(self, min: float | torch.Tensor | None, max: float | torch.Tensor | None) -> None:
         """Keep the bounds."""
         super().__init__()
-        low, high = _bounds("ClipGradientValue", min, max)
+        low, high = _flow_checks.bounds("ClipGradientValue", min, max)
         self._keep(min=None if min is None else low, max=None if max is None else high)
 
     def forward(self, x: Tree) -> Tree:

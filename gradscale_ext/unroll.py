@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import _context, _remedies
+from . import _context, _remedies, _structures
 from ._numbers import as_float
 from .call.checks import is_mapping
 from .flow import scale_gradient
 
 Outputs = Mapping[str, torch.Tensor]
 
-#: A tensor, or a tuple, list, dict or namedtuple of tensors.
+#: A tensor, or a structure of tensors.
 Hidden = TypeVar("Hidden")
 Observation = TypeVar("Observation")
 
@@ -37,8 +37,8 @@ def unroll(
     Args:
         initial: representation and prediction, ``initial(observation) -> (outputs, hidden)``.
         recurrent: dynamics and prediction, ``recurrent(hidden, action) -> (outputs, hidden)``. `outputs` maps
-            each head's name to its prediction for the step, `[B, ...]`; `hidden` is a tensor, or a tuple, list, dict or
-            namedtuple of tensors, such as the (h, c) of an LSTM.
+            each head's name to its prediction for the step, `[B, ...]`; `hidden` is a tensor, or a structure of tensors
+            that `scale_gradient` accepts, such as the (h, c) of an LSTM.
         observation: passed to `initial` unchanged.
         actions: `[B, K]` or `[B, K, ...]` tensor, or a sequence of K tensors `[B, ...]`.
         hidden_scale: factor of the gradient from one recurrent step to the one before it, a finite number or a tensor
@@ -51,8 +51,8 @@ def unroll(
     Raises:
         ValueError: a head is present at one step and missing at another, `actions` has no step dimension or entries of
             different batch sizes, or `hidden_scale` is not finite.
-        TypeError: `actions` is not a tensor or a sequence of tensors, a function does not return (outputs, hidden), or
-            `hidden_scale` is not a number or a tensor.
+        TypeError: `actions` is not a tensor or a sequence of tensors, a function does not return (outputs, hidden),
+            `hidden` has a leaf that is not a floating or complex tensor, or `hidden_scale` is not a number or a tensor.
 
     >>> outputs = unroll(
     ...     lambda observation: ({"value": observation}, observation),
@@ -76,7 +76,11 @@ def unroll(
             )
         for head, prediction in outputs.items():
             predictions[head].append(prediction)
-        hidden = scale_gradient(hidden, hidden_scale)
+        try:
+            hidden = scale_gradient(hidden, hidden_scale)
+        except (TypeError, ValueError) as error:
+            owner = f"unroll: recurrent step {k + 1}"
+            raise _structures.renamed(error, scale_gradient=owner, scale="hidden_scale", x="hidden") from None
     return predictions
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.utils.checkpoint
+from contexts import BACKEND
 from digests import OPERATORS, through
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -307,7 +310,11 @@ def test_sparse_gradients_of_linear_operators():
         ),
         (lambda x: gs.clip_gradient_norm(x.int(), 1.0), TypeError, r"dtype is torch\.int32"),
         (lambda x: gs.normalize_gradient(x.bool(), 1.0), TypeError, r"dtype is torch\.bool"),
-        (lambda x: gs.clip_gradient_value((x, None), -1.0, 1.0), TypeError, "holds a value of type NoneType"),
+        (
+            lambda x: gs.clip_gradient_value((x, None), -1.0, 1.0),
+            TypeError,
+            r"x\[1\] must be a tensor.* is of type NoneType",
+        ),
         (lambda x: gs.ClipGradientNorm(-1.0), ValueError, "ClipGradientNorm: max_norm must not be negative"),
         (lambda x: gs.NormalizeGradient(1.0, batch_dims=-1), ValueError, "NormalizeGradient: batch_dims must not be"),
         (lambda x: gs.ClipGradientValue(2.0, 1.0), ValueError, "ClipGradientValue: min must not be greater than max"),
@@ -399,6 +406,42 @@ def test_a_schedule_does_not_recompile(name):
     assert counter.frame_count == first
 
 
+NORM_TYPES = [2.0, 1.0, 3.0, 0.5, 1.5, 2.0, 300.0, 5000.0, INF, 0.1, *(1 + k / 8 for k in range(10))]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize(
+    "limit", [0.5, "varies", torch.tensor([0.1, 2.0, 0.5, 0.0])], ids=["number", "varies", "tensor"]
+)
+@pytest.mark.parametrize("function", [gs.clip_gradient_norm, gs.normalize_gradient])
+def test_a_norm_type_that_varies_compiles_two_graphs(function, limit, dtype):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    operator = lambda x, limit, p: function(x, limit, batch_dims=1, norm_type=p)
+    compiled = torch.compile(operator, backend=counter, fullgraph=True)
+    g = torch.randn(4, 3, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    g[1] = 0
+    for k, p in enumerate(NORM_TYPES):
+        of_call = 0.1 * (k + 1) if limit == "varies" else limit
+        expected = through(lambda x, m=of_call, p=p: operator(x, m, p), g)
+        torch.testing.assert_close(through(lambda x, m=of_call, p=p: compiled(x, m, p), g), expected)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_second_derivatives_of_a_norm_type_that_varies():
+    weights = torch.tensor([3.0, 0.0, -4.0, 1.0], dtype=torch.float64)
+
+    def second(x, p):
+        first = torch.func.grad(lambda x: (gs.clip_gradient_norm(x * x, 0.5, norm_type=p) * weights * x).sum())
+        return torch.func.grad(lambda x: first(x).square().sum())(x)
+
+    compiled = torch.compile(second, backend="aot_eager", fullgraph=True)
+    x = torch.tensor([0.5, 2.0, 0.0, -1.0], dtype=torch.float64)
+    for p in (2.0, 3.0, 1.5, 2.5, 1.0):
+        torch.testing.assert_close(compiled(x, p), second(x, p))
+
+
 def test_scalars_are_read_in_the_forward_pass():
     """DDP or a schedule may change the buffer before the backward pass, which uses the value of the forward pass."""
     for module, argument in (
@@ -449,6 +492,16 @@ def test_counters():
     assert _count(lambda m: through(m, large)) == [2, 1]
 
 
+def test_norms_of_zero_are_not_counted():
+    """A compiled graph gets zeros where eager mode gets no gradient, so that zeros count in neither of them."""
+    g = torch.tensor([[0.0, -0.0], [0.3, 0.4], [3.0, 4.0]])
+    assert _count(lambda m: through(m, g)) == [2, 1]
+    assert _count(lambda m: through(m, g, create_graph=True)) == [2, 1]
+    assert _count(lambda m: through(m, torch.full((3, 2), 1e-45))) == [3, 0]
+    assert _count(lambda m: through(m, torch.full((3, 2), 1e-45), create_graph=True)) == [3, 0]
+    assert _count(lambda m: through(m, torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 40_000).contiguous())) == [1, 1]
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_counters_compiled(dynamic):
@@ -458,6 +511,141 @@ def test_counters_compiled(dynamic):
             through(compiled, COUNTED)
 
     assert _count(run) == [9, 6]
+
+
+INPUT = torch.linspace(-1, 2, 20).view(5, 4)
+
+
+def _two_calls(clip, compiled):
+    step = compiled(lambda x: clip((2 * x).tanh()))
+    return lambda x: step(step(x)).sum().backward()
+
+
+def _two_graphs(clip, compiled):
+    step = compiled(lambda x: clip((2 * x).tanh()))
+
+    def run(x):
+        losses = [step(x).sum(), step(3 * x).sum()]
+        for loss in losses:
+            loss.backward()
+
+    return run
+
+
+def _graph_break(clip, compiled):
+    def step(x):
+        x = clip((2 * x).tanh())
+        torch._dynamo.graph_break()
+        return clip((3 * x).sin())
+
+    function = compiled(step, fullgraph=False)
+    return lambda x: function(x).sum().backward()
+
+
+def _two_backward_passes(clip, compiled):
+    step = compiled(lambda x: clip((2 * x).tanh()))
+
+    def run(x):
+        loss = step(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    return run
+
+
+def _equal_calls(clip, compiled):
+    step = compiled(lambda x: clip(x) + clip(x) + clip(2 * x))
+    return lambda x: step(x).sum().backward()
+
+
+def _steps_of_unroll(clip, compiled):
+    """The last hidden state gets no gradient."""
+    recurrent = compiled(lambda hidden, action: ({"value": hidden.sum(1)}, clip((2 * hidden + action).tanh())))
+
+    def run(x):
+        outputs = gs.unroll(lambda x: ({"value": x.sum(1)}, x), recurrent, x, torch.ones(5, 3, 1))
+        sum(value.sum() for value in outputs["value"]).backward()
+
+    return run
+
+
+def _checkpointed(clip, compiled):
+    step = compiled(lambda x: torch.utils.checkpoint.checkpoint(lambda x: clip((2 * x).tanh()), x, use_reentrant=False))
+    return lambda x: step(step(x)).sum().backward()
+
+
+def _copied_module(clip, compiled):
+    steps = [compiled(copy.deepcopy(clip)), compiled(clip)]
+    return lambda x: steps[1](2 * steps[0](2 * steps[1](2 * x))).sum().backward()
+
+
+def _two_batch_sizes(clip, compiled):
+    step = compiled(lambda x: clip((2 * x).tanh()))
+    return lambda x: (step(step(x)).sum() + step(step(x[:3])).sum() + step(step(x[:2])).sum()).backward()
+
+
+def _mapped_calls(clip, compiled):
+    step = compiled(torch.func.vmap(lambda x: clip((2 * x).tanh().unsqueeze(0))))
+    return lambda x: step(step(x)[:, 0]).sum().backward()
+
+
+def _gradients_in_the_function(clip, compiled):
+    step = compiled(lambda x: clip(torch.func.grad(lambda x: clip(x**3).sum())(x)))
+    return lambda x: step(step(x)).sum().backward()
+
+
+def _counts_reset_in_the_function(clip, compiled):
+    def step(x):
+        clip.counts.zero_()
+        return clip((2 * x).tanh())
+
+    function = compiled(step)
+
+    def run(x):
+        for _ in range(2):
+            function(x).sum().backward()
+
+    return run
+
+
+#: Functions of a module and of a function that compiles. They return a function that runs backward passes to an input.
+COUNTED_CALLS = (
+    _two_calls,
+    _two_graphs,
+    _graph_break,
+    _two_backward_passes,
+    _equal_calls,
+    _steps_of_unroll,
+    _checkpointed,
+    _copied_module,
+    _two_batch_sizes,
+    _mapped_calls,
+    _gradients_in_the_function,
+    _counts_reset_in_the_function,
+)
+
+
+@pytest.mark.untraced
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("calls", "backend"),
+    [*((calls, "aot_eager") for calls in COUNTED_CALLS), (_two_calls, BACKEND), (_equal_calls, BACKEND)],
+)
+def test_counts_of_compiled_calls(calls, backend):
+    """Gradients and counts are those of eager mode."""
+    results = []
+    for compiled in (lambda function, **_: function, functools.partial(_compiled, backend=backend)):
+        x, clip = INPUT.clone().requires_grad_(), gs.ClipGradientNorm(0.3, batch_dims=1)
+        calls(clip, compiled)(x)
+        results.append((x.grad, clip.counts.tolist()))
+    (expected, counts), (gradient, compiled_counts) = results
+    assert counts[0] >= counts[1] > 0
+    assert compiled_counts == counts
+    torch.testing.assert_close(gradient, expected)
+
+
+def _compiled(function, *, backend, fullgraph=True):
+    return torch.compile(function, backend=backend, fullgraph=fullgraph)
 
 
 def test_counters_of_an_ensemble_raise():
@@ -499,7 +687,7 @@ def test_opcheck():
 @pytest.mark.parametrize(
     "kind", [float, lambda limit: torch.tensor(limit, dtype=torch.float64)], ids=["number", "tensor"]
 )
-def test_arguments_beyond_float32_are_infinite(kind, dtype, layout, create_graph):
+def test_arguments_beyond_float32(kind, dtype, layout, create_graph):
     x = torch.zeros(3, dtype=dtype, requires_grad=True)
     g = layout(torch.tensor([2.0, -1.0, 3.0], dtype=dtype))
     infinite = torch.tensor([INF, -INF, INF], dtype=dtype)
@@ -511,6 +699,73 @@ def test_arguments_beyond_float32_are_infinite(kind, dtype, layout, create_graph
     assert torch.equal(gradient(gs.clip_gradient_value(x, kind(-1e40), kind(1e40))), g)
     assert torch.equal(gradient(gs.scale_gradient(x, kind(1e40))), infinite)
     assert torch.equal(gradient(gs.normalize_gradient(x, kind(1e40))), infinite)
+
+
+def _eager_gradient(operator, x, g, create_graph=False):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(operator(x), x, g, create_graph=create_graph)[0].detach()
+
+
+GRADIENT_PATHS = {
+    "kernel": _eager_gradient,
+    "operations": functools.partial(_eager_gradient, create_graph=True),
+    "transform": lambda operator, x, g: torch.func.vjp(operator, x)[1](g)[0],
+    "compiled": lambda operator, x, g: _eager_gradient(_compiled(operator, backend="aot_eager"), x, g),
+}
+
+
+@pytest.mark.parametrize("path", GRADIENT_PATHS)
+@pytest.mark.parametrize(
+    "kind", [float, lambda limit: torch.tensor(limit, dtype=torch.float64)], ids=["number", "tensor"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_limits_are_float64_numbers(dtype, kind, path):
+    """A limit may be out of the gradient's range. Only the result is rounded to the gradient's dtype."""
+    largest = torch.finfo(dtype).max
+    for rule, elements, limit in (
+        ("clip", [largest, largest], 1.2 * largest),
+        ("clip", [largest, largest], 1.5 * largest),
+        ("clip", [1.0, 2.0], 1e39),
+        ("clip", [2.0, 0.0], 1e-50),
+        ("clip", [1e30, 1e-30], 1e-42),
+        ("normalize", [1.0, -1e-5, 0.0], 1e39),
+        ("normalize", [1e-30, 3e-40], 1e40),
+        ("normalize", [2.0], 1e39),
+        ("normalize", [1e30, 1.0], 1e-42),
+    ):
+        g = torch.tensor(elements).to(dtype)
+        operator = with_norm(rule, kind(limit))
+        found = GRADIENT_PATHS[path](operator, torch.zeros_like(g), g)
+        for module in (gs.reference.clip_gradient_norm, gs.reference.normalize_gradient):
+            if module.__name__.startswith(rule):
+                torch.testing.assert_close(
+                    _eager_gradient(lambda x, f=module, m=limit: f(x, kind(m)), torch.zeros_like(g), g), found
+                )
+        wide = g.to(torch.complex128 if dtype.is_complex else torch.float64)
+        expected = (wide * coefficient(rule, norms(g, 0, 2.0), torch.tensor(limit, dtype=torch.float64))).to(dtype)
+        smallest = torch.finfo(dtype).smallest_normal
+        torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=2e-7 * smallest)
+
+
+@pytest.mark.parametrize("path", GRADIENT_PATHS)
+def test_bounds_are_float64_numbers(path):
+    """Equal numbers in float32 may be different bounds."""
+    g = torch.tensor([2.0, 2.0, INF, 0.0])
+    low = torch.tensor([1.0 + 1e-12, 1.0, -1e40, -1e40], dtype=torch.float64)
+    high = torch.tensor([1.0, 1.0 + 1e-12, 1e39, 1e40], dtype=torch.float64)
+    found = GRADIENT_PATHS[path](lambda x: gs.clip_gradient_value(x, low, high), torch.zeros(4), g)
+    torch.testing.assert_close(found, torch.tensor([NAN, 1.0, INF, 0.0]), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("path", GRADIENT_PATHS)
+@pytest.mark.parametrize("scale", [1e-50, 1e-42, 1e40, 1 / 3])
+def test_scales_are_rounded_to_the_type_of_the_product(path, scale):
+    g = torch.tensor([0.0, 2.0, INF, 3e38])
+    rounded = torch.tensor(scale, dtype=torch.float64).float()
+    expected = torch.where(rounded == 0, 0, g * rounded)
+    for kind in (scale, torch.tensor(scale, dtype=torch.float64), torch.tensor([scale], dtype=torch.float64)):
+        found = GRADIENT_PATHS[path](lambda x, s=kind: gs.scale_gradient(x, s), torch.zeros(4), g)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

@@ -163,3 +163,46 @@ def test_outputs_may_be_any_mapping():
         lambda x: (Items(value=x), x), lambda h, a: (Items(value=h, reward=a), h), torch.zeros(2), torch.ones(2, 3)
     )
     assert {name: len(entries) for name, entries in outputs.items()} == {"value": 4, "reward": 3}
+
+
+@pytest.mark.parametrize(
+    ("hidden", "scale", "error", "words"),
+    [
+        ({"h": torch.ones(2), "c": torch.ones(2).long()}, 0.5, TypeError, r"2: hidden\['c'\] must be .*torch\.int64"),
+        ((torch.ones(2), None), 0.5, TypeError, r"2: hidden\[1\] must be a tensor.* of type NoneType"),
+        (None, 0.5, TypeError, "2: hidden must be a tensor, or a structure of tensors .* of type NoneType"),
+        (torch.ones(2), torch.ones(3), ValueError, r"1: hidden_scale must broadcast to the shape of hidden, \[2\]"),
+        ([torch.ones(2)], torch.ones(2, requires_grad=True), ValueError, "1: hidden_scale requires grad"),
+        (torch.ones(2), torch.ones(2) > 0, TypeError, "1: hidden_scale must be real.* torch.bool"),
+    ],
+)
+def test_errors_of_hidden_states_name_the_step_and_the_entry(hidden, scale, error, words):
+    states = iter([torch.ones(2), hidden])
+
+    def recurrent(_, action):
+        return {"value": action}, next(states)
+
+    with pytest.raises(error, match=f"^unroll: recurrent step {words}"):
+        gs.unroll(lambda x: ({"value": x}, x), recurrent, torch.ones(2), torch.ones(2, 3), hidden_scale=scale)
+
+
+class Hidden(dict):
+    def __init__(self, h=None, **others):
+        super().__init__(h=h, **others)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_hidden_states_keep_their_type(compiled):
+    def recurrent(hidden, action):
+        assert type(hidden) is Hidden
+        return {"value": hidden["h"] + hidden["c"]}, Hidden(2 * hidden["h"], c=3 * hidden["c"])
+
+    def run(x, actions):
+        outputs = gs.unroll(lambda x: ({"value": x}, Hidden(x, c=x)), recurrent, x, actions)
+        return sum(value.sum() for value in outputs["value"])
+
+    torch._dynamo.reset()
+    run = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+    x = torch.ones(2, requires_grad=True)
+    run(x, torch.ones(2, 3)).backward()
+    assert x.grad.tolist() == [1 + 2 + 5 / 2 + 13 / 4] * 2

@@ -1,5 +1,6 @@
 // clip_gradient_norm, g * min(1, max_norm / |g|), and normalize_gradient, g * norm / |g|, with one norm for each group.
-// `counts`, if given, is int64 [2]: norms seen, and norms clipped.
+// `counts`, if given, is int64 [2]: norms seen, and norms clipped. Norms of 0 are not counted, because a compiled graph
+// cannot distinguish a zero gradient from a missing one.
 #include "../cpu/range.h"
 #include "../cuda/driver.h"
 #include "../cuda/row_shape.h"
@@ -12,11 +13,14 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/amax.h>
+#include <ATen/ops/clamp.h>
 #include <ATen/ops/complex.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -38,7 +42,7 @@ namespace {
 // the elements of all its members.
 struct NormGroups {
   int64_t batch_dims = 0;
-  double p = 2;
+  Value p = 2.0; // a tensor only in compiled graphs, for a p that varies
   std::string process_group;
   int64_t process_group_size = 1;
 };
@@ -70,17 +74,21 @@ void rescale_groups(const RescaleCall& call) {
     scale_range_kernel(
         gradient.part(begin, size), static_cast<char*>(call.to) + begin * element_size(call.element), by);
   };
-  std::atomic<int64_t> beyond{0}; // norms that are not within the limit
+  std::atomic<int64_t> seen{0};
+  std::atomic<int64_t> clipped{0};
   if (call.size <= kChunk) {
     at::parallel_for(0, call.groups, std::max<int64_t>(1, kChunk / call.size), [&](int64_t begin, int64_t end) {
-      int64_t count = 0;
+      int64_t own_seen = 0;
+      int64_t own_clipped = 0;
       for (int64_t i = begin; i < end; ++i) {
         const PowerSum sum = power_sum_kernel(gradient.part(i * call.size, call.size), call.p);
         const Scaling by = scaling(call.rule, sum, call.p, limit_of(call, i));
         scale(i * call.size, call.size, by);
-        count += !by.within;
+        own_seen += sum.sum != 0;
+        own_clipped += sum.sum != 0 && !by.within;
       }
-      beyond += count;
+      seen += own_seen;
+      clipped += own_clipped;
     });
   } else {
     const int64_t chunks = (call.size + kChunk - 1) / kChunk;
@@ -103,13 +111,14 @@ void rescale_groups(const RescaleCall& call) {
         sum = added(sum, sums[group * chunks + chunk], call.p);
       }
       by[group] = scaling(call.rule, sum, call.p, limit_of(call, group));
-      beyond += !by[group].within;
+      seen += sum.sum != 0;
+      clipped += sum.sum != 0 && !by[group].within;
     }
     for_each_chunk([&](int64_t i, int64_t start, int64_t size) { scale(start, size, by[i / chunks]); });
   }
   if (call.counts != nullptr) {
-    call.counts[0] += call.groups;
-    call.counts[1] += beyond;
+    call.counts[0] += seen;
+    call.counts[1] += clipped;
   }
 }
 
@@ -142,7 +151,7 @@ void launch_rescale(RescaleCall call, const OnDevice& device) {
 }
 
 at::Tensor rescaled_in_two_passes(
-    at::Tensor gradient, const Value& limit, const NormGroups& groups, Rule rule, const at::Tensor& counts) {
+    at::Tensor gradient, const Value& limit, const NormGroups& groups, double p, Rule rule, const at::Tensor& counts) {
   const at::DimVector batch(gradient.sizes().slice(0, groups.batch_dims)); // a copy, because gradient is reassigned
   const int64_t count = c10::multiply_integers(batch);
   const int64_t size = gradient.numel() / count;
@@ -158,7 +167,7 @@ at::Tensor rescaled_in_two_passes(
   call.element = element_of(gradient);
   call.groups = count;
   call.size = (gradient.is_complex() ? 2 : 1) * size;
-  call.p = groups.p;
+  call.p = p;
   call.rule = rule;
   call.counts = counts.defined() ? counts.mutable_data_ptr<int64_t>() : nullptr;
   at::Tensor limits; // owns the memory
@@ -202,11 +211,14 @@ at::Tensor largest_of(const at::Tensor& elements, at::IntArrayRef inner) {
   return at::where(usable, largest, at::ones_like(largest));
 }
 
-void count_norms(at::Tensor counts, const at::Tensor& within) {
-  static const auto operation = c10::Dispatcher::singleton()
-                                    .findSchemaOrThrow("gradscale_ext::count_norms", "")
-                                    .typed<void(at::Tensor, const at::Tensor&)>();
-  operation.call(std::move(counts), within);
+// Calls the operator count_norms, which is defined below.
+at::Tensor call_count_norms(
+    const at::Tensor& counts, const at::Tensor& norm, const at::Tensor& within, const at::Tensor& call) {
+  static const auto operation =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("gradscale_ext::count_norms", "")
+          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&)>();
+  return operation.call(counts, norm, within, call);
 }
 
 // The norm of each group divided by the group's scale, and that scale. They are separate, so that no power overflows.
@@ -216,6 +228,21 @@ struct ScaledNorms {
   at::Tensor scale;
 };
 
+// The norm of order p along dimensions, computed in the given type. For a tensor p, no power may overflow.
+at::Tensor norm_along(
+    const at::Tensor& elements, const Value& p, at::IntArrayRef dims, bool keepdim, at::ScalarType type) {
+  if (const double* number = std::get_if<double>(&p)) {
+    return at::linalg_vector_norm(elements, *number, dims, keepdim, type);
+  }
+  const at::Tensor order = std::get<at::Tensor>(p).to(elements.device(), type);
+  // Zeros stay zeros. They are replaced before a power, whose derivative at 0 may be infinite.
+  const auto power = [](const at::Tensor& base, const at::Tensor& exponent) {
+    const at::Tensor is_zero = base.eq(0);
+    return at::where(is_zero, at::zeros_like(base), at::where(is_zero, at::ones_like(base), base).pow(exponent));
+  };
+  return power(power(elements.to(type).abs(), order).sum(dims, keepdim), order.reciprocal());
+}
+
 // If `pairs` is true, elements are complex, and the last dimension has their real and imaginary parts.
 ScaledNorms norms_by_operations(
     const at::Tensor& elements, bool pairs, at::IntArrayRef inner, const NormGroups& groups) {
@@ -223,26 +250,29 @@ ScaledNorms norms_by_operations(
   const at::Tensor scale = largest_of(pairs ? elements.abs().amax(-1) : elements, inner);
   // A CPU adds one number after the other, so that long sums in float would lose digits: its sums are in double. With a
   // p below 1, quotients that are too small for float are not negligible: CUDA uses double, too.
+  const double* p = std::get_if<double>(&groups.p);
   const c10::Device device = elements.device();
-  const bool in_double = device.is_cpu() || (device.is_cuda() && groups.p < 1);
+  const bool may_be_small = p == nullptr || *p < 1;
+  const bool in_double = device.is_cpu() || (device.is_cuda() && may_be_small);
   const at::ScalarType sums = in_double ? at::kDouble : elements.scalar_type();
-  at::Tensor relative = (groups.p < 1 ? elements.to(sums) : elements) / (pairs ? scale.unsqueeze(-1) : scale);
+  at::Tensor relative = (may_be_small ? elements.to(sums) : elements) / (pairs ? scale.unsqueeze(-1) : scale);
   if (pairs) {
     relative = at::linalg_vector_norm(relative, 2, {-1}, /*keepdim=*/false, sums);
   }
   at::Tensor norm;
-  if (pairs && groups.p > kLargestPower) { // a modulus divided by the largest real or imaginary part may be above 1
+  if (pairs && (p == nullptr || *p > kLargestPower)) { // a modulus divided by the largest part may be above 1
     const at::Tensor largest = largest_of(relative, inner);
-    norm = at::linalg_vector_norm(relative / largest, groups.p, inner, /*keepdim=*/true, sums) * largest;
+    norm = norm_along(relative / largest, groups.p, inner, /*keepdim=*/true, sums) * largest;
   } else {
-    norm = at::linalg_vector_norm(relative, groups.p, inner, /*keepdim=*/true, sums);
+    norm = norm_along(relative, groups.p, inner, /*keepdim=*/true, sums);
   }
   if (groups.process_group.empty()) {
     return {norm, scale};
   }
   const at::Tensor scales = gathered(scale, groups);
   const at::Tensor largest = scales.amax(0);
-  return {at::linalg_vector_norm(gathered(norm, groups) * (scales / largest), groups.p, at::IntArrayRef{0}), largest};
+  const at::Tensor norms = gathered(norm, groups) * (scales / largest);
+  return {norm_along(norms, groups.p, /*dims=*/{0}, /*keepdim=*/false, norms.scalar_type()), largest};
 }
 
 at::Tensor rescaled_by_operations(
@@ -267,27 +297,35 @@ at::Tensor rescaled_by_operations(
     elements = at::zeros_symint(sizes, wide.options());
   }
   const auto [norm, scale] = norms_by_operations(elements, pairs, inner, groups);
-  at::Tensor bound = value_like(gradient, limit);
-  for (size_t d = 0; bound.dim() > 0 && d < inner.size(); ++d) {
+  const at::ScalarType widest = widest_type(gradient.device());
+  at::Tensor bound = value_like(gradient, limit, widest);
+  // A bound without dimensions would be rounded to the type of the norms by PyTorch's type promotion.
+  const size_t missing = bound.dim() == 0 ? 1 : inner.size();
+  for (size_t d = 0; d < missing; ++d) {
     bound = bound.unsqueeze(-1);
   }
-  const at::Tensor within = norm.le(bound / scale);
+  at::Tensor within = norm.le(bound / scale);
   if (counts.defined()) {
-    count_norms(counts, within);
+    // A compiler merges equal calls, but not calls of at::empty: the empty tensor distinguishes this call.
+    within = call_count_norms(counts, norm, within, /*call=*/at::empty({}, within.options()));
   }
   const at::Tensor unchanged = rule == Rule::clip ? within : norm.eq(0);
   // Where a group is unchanged, both operands are replaced by 1, so that the unused quotient has no NaN derivative.
   const at::Tensor one = at::ones_like(norm);
-  const at::Tensor factor = (at::where(unchanged, one, bound) / at::where(unchanged, one, norm)).to(precise);
-  // One product where factor / scale is a normal number: the quotients of small elements would be subnormal.
+  const at::Tensor factor = at::where(unchanged, one, bound) / at::where(unchanged, one, norm);
+  // An element is multiplied by factor / scale if that is a normal number: the quotients of small elements would be
+  // subnormal. Otherwise it is divided by the scale, and a factor out of range becomes two factors.
+  const bool is_double = precise == at::kDouble;
+  const double least = is_double ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
+  const double most = is_double ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
   const at::Tensor quotient = factor / scale;
-  const double smallest =
-      precise == at::kDouble ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
-  const at::Tensor is_normal = quotient.ge(smallest).logical_and(quotient.isfinite());
-  const at::Tensor divisor = at::where(is_normal, one.to(precise), scale);
-  const at::Tensor multiplier = factor / at::where(is_normal, scale, one.to(precise));
-  at::Tensor result = wide / beside_pairs(divisor) * beside_pairs(multiplier);
-  result = pairs ? at::complex(result.select(-1, 0), result.select(-1, 1)) : result.to(gradient.scalar_type());
+  const at::Tensor is_normal = quotient.ge(least).logical_and(quotient.le(most));
+  const at::Tensor in_range = factor.clamp(least, most);
+  const at::Tensor divisor = at::where(is_normal, at::ones_like(scale), scale);
+  const at::Tensor first = at::where(is_normal, quotient, in_range).to(precise);
+  const at::Tensor second = at::where(is_normal, at::ones_like(factor), factor / in_range).to(precise);
+  at::Tensor result = wide / beside_pairs(divisor) * beside_pairs(first) * beside_pairs(second);
+  result = (pairs ? at::complex(result.select(-1, 0), result.select(-1, 1)) : result).to(gradient.scalar_type());
   result = at::where(unchanged, gradient, result);
   result = at::where(bound.eq(0), at::zeros({}, result.options()), result);
   result = at::where(bound.ge(0), result, at::full({}, std::numeric_limits<double>::quiet_NaN(), result.options()));
@@ -306,9 +344,10 @@ at::Tensor rescaled(at::Tensor gradient, Value limit, const NormGroups& groups, 
   limit = read_if_free(std::move(limit));
   const at::Tensor* tensor = std::get_if<at::Tensor>(&limit);
   // The kernels process complex numbers as pairs, which is right for p = 2 only.
-  const bool parts = gradient.is_complex() && groups.p != 2;
-  if (groups.process_group.empty() && !parts && fused(gradient, {tensor != nullptr ? *tensor : at::Tensor(), counts})) {
-    return rescaled_in_two_passes(std::move(gradient), limit, groups, rule, counts);
+  const double* p = std::get_if<double>(&groups.p);
+  const bool has_kernel = p != nullptr && (*p == 2 || !gradient.is_complex()) && groups.process_group.empty();
+  if (has_kernel && fused(gradient, {tensor != nullptr ? *tensor : at::Tensor(), counts})) {
+    return rescaled_in_two_passes(std::move(gradient), limit, groups, *p, rule, counts);
   }
   return rescaled_by_operations(gradient, limit, groups, rule, counts);
 }
@@ -320,6 +359,7 @@ struct Rescaled {
   static constexpr const char* kNodeName = kClips ? "ClipGradientNormBackward" : "NormalizeGradientBackward";
   static constexpr const char* kLimit = kClips ? "max_norm" : "norm";
   static constexpr bool kLinear = false;
+  static constexpr Overload kOverloads[] = {{"", 0b00}, {"tensor", 0b01}, {"norm_type", 0b11}};
 
   Value limit;
   NormGroups groups;
@@ -346,7 +386,8 @@ struct Rescaled {
         x.dim(),
         ", but it is ",
         groups.batch_dims);
-    TORCH_CHECK_VALUE(groups.p > 0, kName, ": norm_type must be greater than 0, but it is ", groups.p);
+    const double* p = std::get_if<double>(&groups.p);
+    TORCH_CHECK_VALUE(p == nullptr || *p > 0, kName, ": norm_type must be greater than 0, but it is ", *p);
     const c10::SymIntArrayRef batch = x.sym_sizes().slice(0, groups.batch_dims);
     check_value(kName, kLimit, limit, x, batch, "the first batch_dims dimensions of x");
     double smallest = 0;
@@ -354,7 +395,7 @@ struct Rescaled {
       smallest = *number;
     } else if (const at::Tensor& tensor = std::get<at::Tensor>(limit);
                tensor.is_cpu() && ordinary_context() && ordinary_tensor(tensor) && tensor.numel() > 0) {
-      smallest = tensor.dim() == 0 ? tensor.item<double>() : tensor.min().item<double>();
+      smallest = tensor.dim() == 0 ? tensor.item<double>() : tensor.to(at::kDouble).min().item<double>();
     }
     TORCH_CHECK_VALUE(smallest >= 0, kName, ": ", kLimit, " must not be negative or NaN, but it is ", smallest);
     TORCH_CHECK_VALUE(
@@ -376,19 +417,45 @@ struct Rescaled {
   }
 };
 
-void count_norms_kernel(at::Tensor counts, const at::Tensor& within) {
-  counts.select(0, 0).add_(c10::Scalar(within.sym_numel()));
-  counts.select(0, 1).add_(within.logical_not().sum());
+// Adds to the counts, and returns a copy of `within`. A compiled graph passes the copy on to the gradient, so that it
+// keeps the call.
+//
+// The schema does not declare that `counts` changes, and its version does not change either. Otherwise a compiled
+// graph, which saves its inputs for the backward pass, could not run the backward passes of two calls: the first one
+// would modify a tensor that the second one has saved.
+at::Tensor count_norms(
+    const at::Tensor& counts, const at::Tensor& norm, const at::Tensor& within, const at::Tensor& /*call*/) {
+  const at::AutoDispatchBelowADInplaceOrView same_version;
+  const at::Tensor seen = norm.ne(0);
+  counts.add_(at::stack({seen.sum(), seen.logical_and(within.logical_not()).sum()}));
+  return within.clone();
+}
+
+// If the function that is functionalized has changed the counts itself, they are an intermediate result of its graph,
+// and counting must be an operation of the graph as well.
+void count_norms_functionalized(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const at::ArrayRef<c10::IValue> arguments = arguments_of(op, *stack);
+  const at::Tensor counts = arguments[0].toTensor();
+  const bool has_changed = at::functionalization::impl::isFunctionalTensor(counts) &&
+                           at::functionalization::impl::unsafeGetFunctionalWrapper(counts)->has_data_mutation();
+  const at::Tensor within =
+      has_changed ? count_norms(counts, arguments[1].toTensor(), arguments[2].toTensor(), arguments[3].toTensor())
+                  : called_below_functionalization(op, arguments);
+  return_from(op, *stack, within);
 }
 
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(gradscale_ext, m) {
-  m.def("count_norms(Tensor(a!) counts, Tensor within) -> ()");
-  m.impl("count_norms", c10::DispatchKey::CompositeExplicitAutograd, count_norms_kernel);
+  m.def("count_norms(Tensor counts, Tensor norm, Tensor within, Tensor call) -> Tensor");
+  m.impl("count_norms", c10::DispatchKey::CompositeExplicitAutograd, count_norms);
+  m.impl(
+      "count_norms",
+      c10::DispatchKey::Functionalize,
+      torch::CppFunction::makeFromBoxedFunction<&count_norms_functionalized>());
   m.impl("count_norms", c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough());
-  register_operator<Rescaled<Rule::clip>, Value, int64_t, double, std::string, int64_t, std::optional<at::Tensor>>(m);
-  register_operator<Rescaled<Rule::normalize>, Value, int64_t, double>(m);
+  register_operator<Rescaled<Rule::clip>, Value, int64_t, Value, std::string, int64_t, std::optional<at::Tensor>>(m);
+  register_operator<Rescaled<Rule::normalize>, Value, int64_t, Value>(m);
 }
 
 } // namespace gradscale

@@ -18,8 +18,9 @@
 
 namespace gradscale {
 
-// One thread of the launch counts the groups. One thread of each group counts a norm that is not within the limit.
-GRADSCALE_DEVICE void count_norms(const RescaleCall& call, bool is_first_of_group, bool within) {
+// One thread of the launch counts all groups. The first thread of each group takes a norm of 0 back from that number,
+// and counts another norm that is not within the limit.
+GRADSCALE_DEVICE void count_norms(const RescaleCall& call, bool is_first_of_group, const PowerSum& sum, bool within) {
   if (call.counts == nullptr) {
     return;
   }
@@ -27,7 +28,9 @@ GRADSCALE_DEVICE void count_norms(const RescaleCall& call, bool is_first_of_grou
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     atomicAdd(counts, static_cast<unsigned long long>(call.groups));
   }
-  if (is_first_of_group && !within) {
+  if (is_first_of_group && sum.sum == 0) {
+    atomicAdd(counts, ~0ull); // -1
+  } else if (is_first_of_group && !within) {
     atomicAdd(counts + 1, 1ull);
   }
 }
@@ -79,9 +82,9 @@ rescale_kept(GRADSCALE_ARGUMENT(RescaleCall) call) {
       kept[c] = load16<Window<T>>(from + c * threads * Window<T>::kSize);
     }
   }
-  const double sum = group.sum(squares_of(kept));
-  const Scaling by = scaling(call.rule, {sum, 1}, 2, limit_of(call, active ? index : 0));
-  count_norms(call, active && group.rank == 0, by.within);
+  const PowerSum sum{group.sum(squares_of(kept)), 1};
+  const Scaling by = scaling(call.rule, sum, 2, limit_of(call, active ? index : 0));
+  count_norms(call, active && group.rank == 0, sum, by.within);
   if (by.changes_nothing() && from == to) {
     return;
   }
@@ -104,7 +107,7 @@ rescale_groups(GRADSCALE_ARGUMENT(RescaleCall) call) {
   const T* from = static_cast<const T*>(call.from) + begin;
   const PowerSum sum = range_power_sum(from, size, call.p, own.group);
   const Scaling by = scaling(call.rule, sum, call.p, limit_of(call, own.row));
-  count_norms(call, own.active && own.group.rank == 0, by.within);
+  count_norms(call, own.active && own.group.rank == 0, sum, by.within);
   scale_range(from, static_cast<T*>(call.to) + begin, size, by, own.group);
 }
 
@@ -142,9 +145,9 @@ rescale_chunks(GRADSCALE_ARGUMENT(RescaleCall) call) {
   const Group group{kThreads, static_cast<int>(threadIdx.x), shared};
   const Chunk chunk = block_chunk(call, chunks);
   const PowerSum* sums = call.sums + chunk.group * chunks.count;
-  const Scaling by =
-      scaling(call.rule, total_power_sum(sums, chunks.count, call.p, group), call.p, limit_of(call, chunk.group));
-  count_norms(call, threadIdx.x == 0 && blockIdx.x % chunks.count == 0, by.within);
+  const PowerSum sum = total_power_sum(sums, chunks.count, call.p, group);
+  const Scaling by = scaling(call.rule, sum, call.p, limit_of(call, chunk.group));
+  count_norms(call, threadIdx.x == 0 && blockIdx.x % chunks.count == 0, sum, by.within);
   scale_range(
       static_cast<const T*>(call.from) + chunk.begin, static_cast<T*>(call.to) + chunk.begin, chunk.size, by, group);
 }

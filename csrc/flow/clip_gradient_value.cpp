@@ -25,17 +25,19 @@ at::Tensor clamped(at::Tensor gradient, const Value& lowest, const Value& highes
     const double smallest = rounded(*low, gradient.scalar_type()), largest = rounded(*high, gradient.scalar_type());
     return owned_by_nobody_else(gradient) ? gradient.clamp_(smallest, largest) : gradient.clamp(smallest, largest);
   }
-  const at::Tensor min = value_like(gradient, lowest);
-  const at::Tensor max = value_like(gradient, highest);
+  const at::Tensor min = value_like(gradient, lowest, widest_type(gradient.device()));
+  const at::Tensor max = value_like(gradient, highest, widest_type(gradient.device()));
   // Elements whose bounds have no number in between become NaN.
   const at::Tensor lower = at::where(min.le(max), min, std::numeric_limits<double>::quiet_NaN());
-  return at::clamp(gradient.to(min.scalar_type()), lower, max).to(gradient.scalar_type());
+  const at::ScalarType precise = precise_type(gradient.scalar_type());
+  return at::clamp(gradient.to(precise), lower.to(precise), max.to(precise)).to(gradient.scalar_type());
 }
 
 struct ClipGradientValue {
   static constexpr const char* kName = "clip_gradient_value";
   static constexpr const char* kNodeName = "ClipGradientValueBackward";
   static constexpr bool kLinear = false;
+  static constexpr Overload kOverloads[] = {{"", 0}, {"tensor", 0b11}};
 
   Value min;
   Value max;

@@ -6,7 +6,8 @@
 //
 //   static constexpr const char* kName, *kNodeName;
 //   static constexpr bool kLinear;                   true if gradient() also computes tangents in forward mode
-//   static void each(Self& self, Visit visit)        visits its arguments after x, Values first
+//   static constexpr Overload kOverloads[];
+//   static void each(Self& self, Visit visit)        visits its arguments after x
 //   void check(const at::Tensor& x) const;           raises for wrong arguments
 //   at::Tensor gradient(at::Tensor incoming) const;  the result for a dense gradient
 //   bool keeps_zeros() const                         true if gradient() accepts the values of a sparse gradient
@@ -14,6 +15,7 @@
 
 #include "../torch/arguments.h"
 #include "../torch/autograd.h"
+#include "../torch/functionalize.h"
 #include "../torch/tensor_element.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
@@ -64,15 +66,30 @@ inline Value read_if_free(Value value) {
   return value;
 }
 
-// The value as a tensor on the gradient's device, in the type that the gradient is computed in.
-inline at::Tensor value_like(const at::Tensor& gradient, const Value& value) {
-  const at::TensorOptions options = gradient.options().dtype(precise_type(gradient.scalar_type()));
+// The widest type of real numbers that a device has.
+inline at::ScalarType widest_type(c10::Device device) {
+  return device.is_mps() || device.is_xpu() ? at::kFloat : at::kDouble;
+}
+
+// A number in the given type. PyTorch refuses a number beyond the range of float; the cast makes it infinite.
+inline double rounded_to(double number, at::ScalarType type) {
+  return type == at::kFloat ? static_cast<float>(number) : number;
+}
+
+// The value as a tensor of the given type, float or double, on the gradient's device.
+inline at::Tensor value_like(const at::Tensor& gradient, const Value& value, at::ScalarType type) {
+  const at::TensorOptions options = gradient.options().dtype(type);
   if (const double* number = std::get_if<double>(&value)) {
-    // PyTorch refuses a number beyond the range of float; the cast makes it infinite.
-    const bool is_float = options.dtype() == at::kFloat;
-    return at::scalar_tensor(is_float ? static_cast<float>(*number) : *number, options);
+    return at::scalar_tensor(rounded_to(*number, type), options);
   }
-  return std::get<at::Tensor>(value).to(options.device(), precise_type(gradient.scalar_type()), /*non_blocking=*/true);
+  return std::get<at::Tensor>(value).to(options.device(), type, /*non_blocking=*/true);
+}
+
+// True for a tensor whose kind the C++ code knows: not nested, sparse, quantized or of a Python type of its own.
+// `gradscale_ext._flow_rules.check_kinds` names the others.
+inline bool is_of_known_kind(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized() &&
+         !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
 // Raises unless a tensor argument is real, without a gradient, broadcastable to `shape` (called `what`), and on x's
@@ -88,8 +105,14 @@ inline void check_value(
     return;
   }
   const at::Tensor& tensor = std::get<at::Tensor>(value);
+  const at::ScalarType dtype = tensor.scalar_type();
   TORCH_CHECK_TYPE(
-      !tensor.is_complex(), name, ": ", argument, " must be real, but it is a tensor of dtype ", dtype_name(tensor));
+      at::isIntegralType(dtype, /*includeBool=*/false) || (at::isFloatingType(dtype) && dtype != at::kFloat4_e2m1fn_x2),
+      name,
+      ": ",
+      argument,
+      " must be real, but it is a tensor of dtype ",
+      dtype_name(tensor));
   TORCH_CHECK_VALUE(
       !tensor.requires_grad() && !tensor._fw_grad(/*level=*/0).defined(),
       name,
@@ -152,13 +175,20 @@ inline bool fused(const at::Tensor& gradient, std::initializer_list<at::Tensor> 
 
 constexpr size_t kMostValues = 2; // of an operator
 
+// The dtypes of gradients. float8_e8m0fnu has no zero, and PyTorch cannot convert float4.
+inline bool has_gradients(at::ScalarType dtype) {
+  return (at::isFloatingType(dtype) && dtype != at::kFloat8_e8m0fnu && dtype != at::kFloat4_e2m1fn_x2) ||
+         at::isComplexType(dtype);
+}
+
 inline void check_differentiable(const char* name, const at::Tensor& x) {
   TORCH_CHECK_TYPE(
-      x.is_floating_point() || x.is_complex(),
+      has_gradients(x.scalar_type()),
       name,
       ": x must be a floating or complex tensor, but its dtype is ",
-      dtype_name(x));
-  TORCH_CHECK_TYPE(!x.is_sparse() && !x.is_sparse_csr(), name, ": x must be dense, but its layout is ", x.layout());
+      dtype_name(x),
+      x.is_floating_point() ? ", which has no gradients; write .float()" : "");
+  TORCH_CHECK_TYPE(x.layout() == at::kStrided, name, ": x must be dense, but its layout is ", x.layout());
 }
 
 // A view without a graph. It does not require grad, like the result of any operation while no gradient is recorded.
@@ -182,6 +212,28 @@ inline bool is_tensor(const Value* value) {
   return std::holds_alternative<at::Tensor>(*value);
 }
 
+// An overload of a registered operator: a name, and the Values that are tensors, from the lowest bit on.
+struct Overload {
+  const char* name;
+  unsigned tensors;
+};
+
+// The name of the overload that accepts the operator's Values.
+template <class Operator>
+const char* overload_of(Operator& op) {
+  unsigned tensors = 0;
+  unsigned bit = 1;
+  for (const Value* value : values_of(op)) {
+    tensors |= is_tensor(value) ? bit : 0;
+    bit <<= 1;
+  }
+  return std::find_if(
+             std::begin(Operator::kOverloads),
+             std::end(Operator::kOverloads),
+             [&](const Overload& overload) { return overload.tensors == tensors; })
+      ->name;
+}
+
 // The result below autograd: a plain view. Inside a torch.func transform, the operator is called again, so that the
 // outer transforms see it too.
 template <class Operator>
@@ -192,10 +244,8 @@ at::Tensor below_this_level(const at::Tensor& x, Operator& op) {
   }
   torch::jit::Stack stack{x};
   Operator::each(op, ArgumentWriter{stack});
-  const auto values = values_of(op);
-  const bool has_tensor = std::any_of(values.begin(), values.end(), is_tensor);
   const std::string name = std::string("gradscale_ext::") + Operator::kName;
-  c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), has_tensor ? "tensor" : "").callBoxed(stack);
+  c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload_of(op)).callBoxed(stack);
   return stack.at(0).toTensor();
 }
 
@@ -232,35 +282,68 @@ class OperatorBackward : public SavingNode {
     return Operator::kNodeName;
   }
 
-  // For compiled autograd, numbers are constants of the graph, and saved tensors are inputs, which apply_with_saved()
-  // replaces by tensors of the graph.
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    const Operator op = with_saved_tensors();
+    at::Tensor gradient = std::move(gradients[0]);
+    gradients.clear();
+    return gradients_of(op, std::move(gradient));
+  }
+
+  // For compiled autograd, numbers are constants of the graph, and tensors are its inputs.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    bool counts = false;
     Operator::each(operator_, [&](const char*, const auto& argument) {
-      using Argument = std::decay_t<decltype(argument)>;
-      if constexpr (std::is_same_v<Argument, Value>) {
+      if constexpr (std::is_same_v<std::decay_t<decltype(argument)>, Value>) {
         args.collect(is_tensor(&argument) ? std::nullopt : std::optional(std::get<double>(argument)));
-      } else if constexpr (std::is_same_v<Argument, at::Tensor>) {
-        counts = counts || argument.defined();
       } else {
         args.collect(argument);
       }
     });
-    if (counts) { // counters, which the graph would have to update
-      return BackwardNode::compiled_args(args);
-    }
     args.collect(saved_, /*is_output=*/false);
   }
 
+  // Compiled autograd puts a call of a function into its graph, which it traces later. Until then, gradients have
+  // neither shapes nor dtypes.
   torch::autograd::variable_list apply_with_saved(
       const torch::autograd::variable_list& gradients, torch::dynamo::autograd::SwapSavedVariables& swap) override {
-    swap.before(saved_);
-    auto result = apply(torch::autograd::variable_list(gradients));
-    swap.after(saved_);
+    const auto for_each_tensor = [&](auto visit) {
+      Operator::each(operator_, [&](const char*, auto& argument) {
+        if constexpr (std::is_same_v<std::decay_t<decltype(argument)>, at::Tensor>) {
+          visit(argument);
+        }
+      });
+      visit(saved_);
+    };
+    for_each_tensor([&](auto& tensors) { swap.before(tensors); });
+    const Operator op = with_saved_tensors();
+    torch::jit::Stack arguments;
+    Operator::each(op, ArgumentWriter{arguments});
+    std::vector<at::TypePtr> types;
+    for (const c10::IValue& argument : arguments) {
+      types.push_back(argument.isTensor() ? at::TensorType::get() : argument.type());
+    }
+    const auto traced = [](const torch::autograd::variable_list& gradients, const std::vector<c10::IValue>& arguments) {
+      Operator op{};
+      Operator::each(op, ArgumentReader{arguments.data()});
+      return gradients_of(op, gradients[0]);
+    };
+    using torch::dynamo::autograd::IValuePacker;
+    const auto outputs = torch::dynamo::autograd::get_input_metadata(next_edges());
+    const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
+    const std::string name = compiler->bind_function(
+        swap.get_py_compiler(), Operator::kNodeName, traced, types, /*is_custom_function=*/true);
+    auto result = compiler->call_function(
+        swap.get_py_compiler(),
+        "apply_functional",
+        name,
+        gradients,
+        arguments,
+        IValuePacker<std::decay_t<decltype(outputs)>>::pack(outputs));
+    for_each_tensor([&](auto& tensors) { swap.after(tensors); });
     return result;
   }
 
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+ private:
+  Operator with_saved_tensors() {
     Operator op = operator_;
     auto tensors = unpacked();
     auto next = tensors.begin();
@@ -269,16 +352,17 @@ class OperatorBackward : public SavingNode {
         *value = std::move(*next++);
       }
     }
+    return op;
+  }
+
+  static torch::autograd::variable_list gradients_of(const Operator& op, at::Tensor gradient) {
     torch::autograd::variable_list result(1);
-    at::Tensor gradient = std::move(gradients[0]);
-    gradients.clear();
     if (gradient.defined()) {
       result[0] = gradient.layout() == at::kStrided ? op.gradient(std::move(gradient)) : sparse_gradient(op, gradient);
     }
     return result;
   }
 
- private:
   static at::Tensor sparse_gradient(const Operator& op, const at::Tensor& gradient) {
     TORCH_CHECK_TYPE(
         gradient.layout() == at::kSparse && op.keeps_zeros(),
@@ -344,6 +428,20 @@ inline void view_kernel(const c10::OperatorHandle& schema, torch::jit::Stack* st
   return_from(schema, *stack, without_gradient(x));
 }
 
+// In a function that is functionalized. Autograd is below functionalization and sees the operator there. The result is
+// a view that functionalization does not know, so that x and the result must not be changed in place afterwards: they
+// are frozen.
+inline void functionalized_kernel(const c10::OperatorHandle& schema, torch::jit::Stack* stack) {
+  const at::ArrayRef<c10::IValue> arguments = arguments_of(schema, *stack);
+  const at::Tensor result = called_below_functionalization(schema, arguments);
+  for (const at::Tensor& tensor : {arguments[0].toTensor(), result}) {
+    if (at::functionalization::impl::isFunctionalTensor(tensor)) {
+      at::functionalization::impl::freeze_functional_tensor(tensor);
+    }
+  }
+  return_from(schema, *stack, result);
+}
+
 // Functions that add an operator to the Python module. Its calls have less overhead than calls of the dispatcher.
 inline std::vector<void (*)(pybind11::module_&)>& eager_operators() {
   static std::vector<void (*)(pybind11::module_&)> all;
@@ -358,22 +456,32 @@ inline at::Tensor unwrapped(const std::optional<at::Tensor>& argument) {
   return argument.value_or(at::Tensor());
 }
 
-// Adds a function of x and the operator's arguments. It returns None where a transform, a tracer or a dispatch mode
-// must see the registered operator.
+// Adds a function of x and the operator's arguments. It returns None where a transform, a tracer, a dispatch mode or a
+// tensor subclass must see the registered operator, and for kinds of tensors that the operators refuse.
 template <class Operator, class... Arguments>
 void add_eager(pybind11::module_& m) {
   m.def(Operator::kName, [](const at::Tensor& x, const Arguments&... arguments) -> pybind11::object {
-    return ordinary_context() ? pybind11::cast(apply_operator(x, Operator{unwrapped(arguments)...})) : pybind11::none();
+    Operator op{unwrapped(arguments)...};
+    const auto values = values_of(op);
+    const bool known = is_of_known_kind(x) && std::all_of(values.begin(), values.end(), [](const Value* value) {
+                         return !is_tensor(value) || is_of_known_kind(std::get<at::Tensor>(*value));
+                       });
+    return known && ordinary_context() ? pybind11::cast(apply_operator(x, std::move(op))) : pybind11::none();
   });
 }
 
-// Registers the operator, its overload "tensor", whose Values are tensors, and its function in the Python module, which
-// has the types `Arguments` after x.
+// Registers the overloads of the operator, and its function in the Python module, which has the types `Arguments` after
+// x.
 template <class Operator, class... Arguments>
 void register_operator(torch::Library& library) {
   Operator op{};
-  for (const char* overload : {"", ".tensor"}) {
-    const std::string name = std::string(Operator::kName) + overload;
+  for (const Overload& overload : Operator::kOverloads) {
+    unsigned tensors = overload.tensors;
+    for (Value* value : values_of(op)) {
+      *value = (tensors & 1) != 0 ? Value(at::Tensor()) : Value(0.0);
+      tensors >>= 1;
+    }
+    const std::string name = std::string(Operator::kName) + (*overload.name != 0 ? "." : "") + overload.name;
     std::string schema = name + "(Tensor(a) x, ";
     Operator::each(op, SchemaWriter{schema});
     library.def(torch::schema((schema + ") -> Tensor(a)").c_str()));
@@ -381,9 +489,7 @@ void register_operator(torch::Library& library) {
     using Key = c10::DispatchKey;
     library.impl(name.c_str(), Key::Autograd, Function::makeFromBoxedFunction<&autograd_kernel<Operator>>());
     library.impl(name.c_str(), Key::CompositeExplicitAutograd, Function::makeFromBoxedFunction<&view_kernel>());
-    for (Value* value : values_of(op)) {
-      *value = at::Tensor();
-    }
+    library.impl(name.c_str(), Key::Functionalize, Function::makeFromBoxedFunction<&functionalized_kernel>());
   }
   eager_operators().push_back(&add_eager<Operator, Arguments...>);
 }

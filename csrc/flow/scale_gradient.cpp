@@ -25,8 +25,13 @@ at::Tensor scaled(at::Tensor gradient, const at::Tensor& scale, double sign);
 
 // g * scale. Zeros stay connected to g for a second derivative.
 at::Tensor scaled(at::Tensor gradient, double scale) {
+  scale = rounded_to(scale, precise_type(gradient.scalar_type()));
   if (scale == 1) {
     return gradient;
+  }
+  const at::ScalarType type = gradient.scalar_type();
+  if (at::isFloat8Type(type)) { // PyTorch has no arithmetic for it
+    return scaled(gradient.to(at::kFloat), scale).to(type);
   }
   if (scale == 0) {
     if (at::GradMode::is_enabled() || at::isTensorSubclassLike(gradient)) {
@@ -34,7 +39,6 @@ at::Tensor scaled(at::Tensor gradient, double scale) {
     }
     return owned_by_nobody_else(gradient) ? gradient.zero_() : at::zeros_like(gradient);
   }
-  const at::ScalarType type = gradient.scalar_type();
   if (type == at::kComplexHalf) { // as pairs of numbers, because a complex product rounds the scale to 16 bits
     return scaled(std::move(gradient), at::scalar_tensor(scale, at::kDouble), /*sign=*/1);
   }
@@ -64,7 +68,7 @@ std::optional<at::Tensor> scaled_by_kernel(const at::Tensor& gradient, const at:
   const bool on_device = runs_kernels(gradient.device());
   const bool is_read_there =
       on_device && scale.dim() == 0 && scale.scalar_type() == at::kDouble && scale.device() == gradient.device();
-  at::Tensor factor = is_read_there ? scale : value_like(gradient, scale);
+  at::Tensor factor = is_read_there ? scale : value_like(gradient, scale, precise_type(gradient.scalar_type()));
   if (!fused(gradient, {factor})) {
     return std::nullopt;
   }
@@ -105,9 +109,11 @@ at::Tensor scaled(at::Tensor gradient, const at::Tensor& scale, double sign) {
   }
   // Real and imaginary parts are multiplied separately: a complex product would spread NaN or inf to the other part.
   const bool pairs = gradient.is_complex();
-  const at::Tensor numbers = pairs ? at::view_as_real(gradient.resolve_conj()) : gradient;
+  const at::Tensor numbers = pairs                                      ? at::view_as_real(gradient.resolve_conj())
+                             : at::isFloat8Type(gradient.scalar_type()) ? gradient.to(at::kFloat)
+                                                                        : gradient;
   // A scale with dimensions takes part in type promotion: 16-bit gradients are multiplied in float, and rounded once.
-  at::Tensor factor = value_like(gradient, scale);
+  at::Tensor factor = value_like(gradient, scale, precise_type(gradient.scalar_type()));
   if (factor.dim() == 0 && gradient.dim() > 0) {
     factor = factor.unsqueeze(0);
   }
@@ -122,6 +128,7 @@ struct ScaledBy {
   static constexpr const char* kName = sign > 0 ? "scale_gradient" : "reverse_gradient";
   static constexpr const char* kNodeName = sign > 0 ? "ScaleGradientBackward" : "ReverseGradientBackward";
   static constexpr bool kLinear = true;
+  static constexpr Overload kOverloads[] = {{"", 0}, {"tensor", 0b1}};
 
   Value scale;
 

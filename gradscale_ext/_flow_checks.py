@@ -1,0 +1,96 @@
+"""Checks of the arguments of the gradient-flow operators."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, NoReturn
+
+import torch
+
+from . import _context, _distributed, _remedies
+from ._numbers import as_float
+
+_ARGUMENTS = {
+    "scale_gradient": ("scale",),
+    "reverse_gradient": ("scale",),
+    "clip_gradient_norm": ("max_norm",),
+    "normalize_gradient": ("norm",),
+    "clip_gradient_value": ("min", "max"),
+}
+
+
+def check_kinds(operator: str, x: torch.Tensor, arguments: tuple[Any, ...]) -> None:
+    """Raise TypeError for kinds of tensors that the operators do not support."""
+    values = zip(_ARGUMENTS[operator], arguments, strict=False)
+    for name, value in (("x", x), *[(name, value) for name, value in values if isinstance(value, torch.Tensor)]):
+        problem = _remedies.remedy_for_kind(value, has_mask=False)
+        if problem is not None:
+            raise TypeError(f"{operator}: {name} {problem}")
+        if _distributed.is_distributed(value) and not _distributed.is_distributed(x):
+            raise TypeError(
+                f"{operator}: {name} must be a number or a plain tensor for a plain tensor x, but it is a DTensor; "
+                f"write {name}.full_tensor()"
+            )
+
+
+def unknown_keyword(operator: str, given: dict[str, NoReturn]) -> TypeError:
+    """The error for `alpha`, `lambda_` or `coeff`, as other packages call the scale of a reversed gradient."""
+    return TypeError(
+        f"{operator}: there is no argument {next(iter(given))!r}; the factor of the gradient is called scale: write "
+        "scale=..."
+    )
+
+
+def real(operator: str, argument: str, value: Any) -> float | torch.Tensor:
+    """A number as a float, a tensor as it is."""
+    if type(value) is float:
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(f"{operator}: {argument} must be real, but it is a tensor of dtype {value.dtype}")
+        return value
+    if isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool):
+        return as_float(f"{operator}: {argument}", value)
+    can_be_tensor = hasattr(value, "__array__") and argument != "norm_type"
+    remedy = _remedies.remedy_for_type(value, argument) if can_be_tensor else ""
+    raise TypeError(
+        f"{operator}: {argument} must be a real number or tensor, but it is of type {type(value).__name__}{remedy}"
+    )
+
+
+def limit(operator: str, argument: str, value: Any) -> float | torch.Tensor:
+    """Check a number that must not be negative. C++ checks a tensor, if it can read it without waiting."""
+    value = real(operator, argument, value)
+    if not isinstance(value, torch.Tensor) and not value >= 0:
+        raise ValueError(f"{operator}: {argument} must not be negative or NaN, but it is {value}")
+    return value  # type: ignore[no-any-return]
+
+
+def groups(operator: str, batch_dims: Any, norm_type: Any) -> tuple[int, float]:
+    if not isinstance(batch_dims, numbers.Integral) or isinstance(batch_dims, bool):
+        raise TypeError(f"{operator}: batch_dims must be an integer, but it is of type {type(batch_dims).__name__}")
+    if batch_dims < 0:
+        raise ValueError(f"{operator}: batch_dims must not be negative, but it is {batch_dims}")
+    p = real(operator, "norm_type", norm_type)
+    if isinstance(p, torch.Tensor):
+        raise TypeError(f"{operator}: norm_type must be a number, but it is a tensor")
+    if not p > 0:
+        raise ValueError(f"{operator}: norm_type must be greater than 0, but it is {p}")
+    return int(batch_dims), p
+
+
+def bounds(operator: str, min: Any, max: Any) -> tuple[float | torch.Tensor, float | torch.Tensor]:
+    """Two numbers or two tensors; infinity where there is no bound."""
+    if min is None and max is None:
+        raise ValueError(f"{operator}: min and max are both None; at least one bound is needed")
+    low = -math.inf if min is None else real(operator, "min", min)
+    high = math.inf if max is None else real(operator, "max", max)
+    if isinstance(low, torch.Tensor) or isinstance(high, torch.Tensor):
+        low = low if isinstance(low, torch.Tensor) else torch.tensor(low, dtype=_context.widest())
+        high = high if isinstance(high, torch.Tensor) else torch.tensor(high, dtype=_context.widest())
+    elif not low <= high:
+        raise ValueError(
+            f"{operator}: min must not be greater than max, and neither may be NaN, but they are {low} and {high}"
+        )
+    return low, high
